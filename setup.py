@@ -1,0 +1,47 @@
+"""Ships `csrc` inside the package and, where torch can be imported (`pip install --no-build-isolation .`), builds the
+native library ahead of time. Without torch the library is built at first use; pyproject.toml says everything else."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+from setuptools import Distribution, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+AHEAD_OF_TIME = importlib.util.find_spec("torch") is not None
+
+
+def builder() -> ModuleType:
+    """epmoe/build.py alone: importing the package would load the library that is yet to be built."""
+    spec = importlib.util.spec_from_file_location("epmoe_build", ROOT / "epmoe" / "build.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class BuildPy(build_py):
+    """An editable install keeps using the tree's own csrc and builds from it at first use."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        package = Path(self.build_lib) / "epmoe"
+        shutil.copytree(ROOT / "csrc", package / "csrc", dirs_exist_ok=True)
+        if AHEAD_OF_TIME:
+            builder().build(package / "_native")
+
+
+class PlatformDistribution(Distribution):
+    """A wheel with a native library in it belongs to one platform."""
+
+    def has_ext_modules(self) -> bool:
+        return AHEAD_OF_TIME
+
+
+setup(cmdclass={"build_py": BuildPy}, distclass=PlatformDistribution)

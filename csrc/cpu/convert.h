@@ -1,0 +1,100 @@
+// Element types on the CPU: conversion from and to fp32, the block-quantised fp8 wire format, ids and weights.
+#pragma once
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "types.h"
+
+namespace epmoe::cpu {
+
+using Half = _Float16;
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float8 {  // e4m3, finite: no Inf, NaN is 0x7f
+  uint8_t bits;
+};
+
+inline float to_float(float value) { return value; }
+inline float to_float(Half value) { return static_cast<float>(value); }
+inline float to_float(BFloat16 value) { return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
+inline float to_float(Float8 value) {
+  uint32_t sign = static_cast<uint32_t>(value.bits & 0x80) << 24, magnitude = value.bits & 0x7f;
+  if (magnitude == 0x7f) return std::bit_cast<float>(sign | 0x7fc00000u);
+  // The bits as the top of an fp32 number are 2^-120 times the value, denormals included.
+  return std::bit_cast<float>(sign | magnitude << 20) * 0x1p120f;
+}
+
+template <typename T>
+inline T from_float(float value);
+template <>
+inline float from_float<float>(float value) {
+  return value;
+}
+template <>
+inline Half from_float<Half>(float value) {
+  return static_cast<Half>(value);
+}
+template <>
+inline BFloat16 from_float<BFloat16>(float value) {
+  uint32_t bits = std::bit_cast<uint32_t>(value);
+  uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;  // to nearest, ties to even
+  return {static_cast<uint16_t>(value != value ? (bits >> 16 | 0x40u) : rounded)};
+}
+template <>
+inline Float8 from_float<Float8>(float value) {
+  uint32_t bits = std::bit_cast<uint32_t>(value);
+  auto sign = static_cast<uint8_t>(bits >> 24 & 0x80u);
+  float magnitude = std::fabs(value);
+  if (magnitude != magnitude) return {static_cast<uint8_t>(sign | 0x7f)};
+  if (magnitude >= 448.0f) return {static_cast<uint8_t>(sign | 0x7e)};  // saturates
+  // Below the normal range the step is 2^-9; above, three bits of mantissa are kept.
+  if (magnitude < 0x1p-6f) return {static_cast<uint8_t>(sign | static_cast<uint8_t>(std::nearbyintf(magnitude * 512)))};
+  uint32_t m = std::bit_cast<uint32_t>(magnitude);
+  uint32_t rounded = (m + 0x7ffffu + (m >> 20 & 1u)) >> 20;
+  return {static_cast<uint8_t>(sign | std::min<uint32_t>(rounded - (120u << 3), 0x7e))};
+}
+
+// Calls f with a value of the C++ type behind dtype.
+template <typename F>
+auto visit(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return f(Half{});
+    case DType::kBFloat16:
+      return f(BFloat16{});
+    case DType::kFloat8E4M3:
+      return f(Float8{});
+    default:
+      return f(float{});
+  }
+}
+
+inline float load_float(const void* base, DType dtype, int64_t index) {
+  return visit(dtype, [&](auto type) { return to_float(static_cast<const decltype(type)*>(base)[index]); });
+}
+
+inline int64_t load_id(const void* base, bool wide, int64_t index) {
+  return wide ? static_cast<const int64_t*>(base)[index] : static_cast<const int32_t*>(base)[index];
+}
+
+// A row of n values to fp8 with one scale a block: amax / 448, 1 for a block of zeros. Infinite and NaN values have no
+// finite amax to scale by; they saturate and stay NaN, and leave the rest of their block as it is.
+template <typename T>
+void quantise_row(const T* row, int64_t n, Float8* out, float* scales) {
+  for (int64_t begin = 0; begin < n; begin += kScaleBlock) {
+    int64_t end = std::min(begin + kScaleBlock, n);
+    float amax = 0.0f;
+    for (int64_t i = begin; i < end; ++i) {
+      float magnitude = std::fabs(to_float(row[i]));
+      if (std::isfinite(magnitude)) amax = std::max(amax, magnitude);
+    }
+    float scale = amax > 0.0f ? std::max(amax / kFloat8Max, 0x1p-126f) : 1.0f;
+    scales[begin / kScaleBlock] = scale;
+    for (int64_t i = begin; i < end; ++i) out[i] = from_float<Float8>(to_float(row[i]) / scale);
+  }
+}
+
+}  // namespace epmoe::cpu

@@ -1,0 +1,27 @@
+// finalize on the CPU: undoes the permutation, one weighted fp32 sum for each received slot.
+#include "finalize.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "stages.h"
+
+namespace epmoe::cpu {
+
+void finalize(const FinalizeArgs& args) {
+  std::vector<float> sum_D(args.D);
+  int64_t slab = args.R > 0 ? args.S / args.R : 0;
+  visit(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    for (int64_t r = 0; r < args.R; ++r) {
+      int64_t count = args.counts_R ? std::clamp<int64_t>(args.counts_R[r], 0, slab) : slab;
+      for (int64_t slot = r * slab; slot < r * slab + count; ++slot) {
+        finalize_slot<T>(args, slot, sum_D.data());
+        T* out = static_cast<T*>(args.partial_SD) + slot * args.D;
+        for (int64_t d = 0; d < args.D; ++d) out[d] = from_float<T>(sum_D[d]);
+      }
+    }
+  });
+}
+
+}  // namespace epmoe::cpu

@@ -1,0 +1,144 @@
+// route on the CPU: scores, sanitised; K experts by repeated selection of the best key that is still free.
+#include <algorithm>
+#include <vector>
+
+#include "convert.h"
+#include "scoring.h"
+#include "stages.h"
+
+namespace epmoe::cpu {
+namespace {
+
+// What is kept of one row while it is routed.
+struct Row {
+  std::vector<float> logits, scores;
+  std::vector<uint32_t> keys;
+  explicit Row(int64_t experts) : logits(experts), scores(experts), keys(experts) {}
+};
+
+// Fills scores (sanitised) and tells whether any of them had to be.
+bool score_row(const RouteArgs& args, Row& row) {
+  bool sanitised = false;
+  if (args.sigmoid) {
+    for (int32_t i = 0; i < args.E; ++i) row.scores[i] = sigmoid(row.logits[i]);
+  } else {
+    float largest = -INFINITY, sum = 0.0f;
+    bool has_nan = false;
+    for (float logit : row.logits) {
+      largest = logit > largest ? logit : largest;
+      has_nan |= is_nan(logit);
+    }
+    bool undefined = has_nan || !is_finite(largest);
+    for (int32_t i = 0; i < args.E; ++i) sum += row.scores[i] = undefined ? NAN : exp_nonpositive(row.logits[i] - largest);
+    for (float& score : row.scores) score /= sum;
+  }
+  for (float& score : row.scores) {
+    sanitised |= !is_finite(score);
+    score = sanitise(score);
+  }
+  return sanitised;
+}
+
+// Keys of the choice. Both scorings are monotonic, so without a bias the logits decide, which keeps apart what rounding
+// would tie; a row whose softmax is undefined ties everywhere.
+void key_row(const RouteArgs& args, bool sanitised, Row& row) {
+  for (int32_t i = 0; i < args.E; ++i) {
+    float value = args.bias_E ? row.scores[i] + args.bias_E[i] : row.logits[i];
+    row.keys[i] = order_key(!args.bias_E && !args.sigmoid && sanitised ? 0.0f : value);
+  }
+}
+
+// Group-limited choice (DeepSeek-V3): experts of groups outside the best `top_groups` get key 0. A group is worth the
+// sum of its two best biased scores, or its best key where there is no bias.
+void drop_groups(const RouteArgs& args, Row& row, std::vector<uint32_t>& group_keys) {
+  int32_t size = args.E / args.num_groups;
+  group_keys.resize(args.num_groups);
+  for (int32_t g = 0; g < args.num_groups; ++g) {
+    uint32_t first = 0, second = 0;
+    float first_value = 0.0f, second_value = 0.0f;
+    for (int32_t i = g * size; i < (g + 1) * size; ++i) {
+      float value = args.bias_E ? row.scores[i] + args.bias_E[i] : 0.0f;
+      uint32_t key = row.keys[i];
+      if (key > first) {
+        second = first, second_value = first_value;
+        first = key, first_value = value;
+      } else if (key > second) {
+        second = key, second_value = value;
+      }
+    }
+    group_keys[g] = args.bias_E && size > 1 ? order_key(first_value + second_value) : first;
+  }
+  std::vector<bool> kept(args.num_groups, false);
+  for (int32_t n = 0; n < args.top_groups; ++n) {
+    auto best = std::max_element(group_keys.begin(), group_keys.end());  // the first of equals
+    kept[best - group_keys.begin()] = true;
+    *best = 0;
+  }
+  for (int32_t i = 0; i < args.E; ++i)
+    if (!kept[i / size]) row.keys[i] = 0;
+}
+
+template <typename Id>
+void select(const RouteArgs& args, int64_t t, Row& row) {
+  Id* ids = static_cast<Id*>(args.ids_TK) + t * args.K;
+  float* weights = args.weights_TK + t * args.K;
+  std::vector<bool> taken(args.E, false);
+  float sum = 0.0f;
+  for (int32_t k = 0; k < args.K; ++k) {
+    int32_t best = -1;
+    for (int32_t i = 0; i < args.E; ++i) {
+#if defined(EPMOE_MUTATE_ROUTE_CLAMP)
+      // As it went wrong in the field: floats compared, the chosen one "removed" by a value that NaN does not lose to.
+      float value = args.bias_E ? row.scores[i] + args.bias_E[i] : row.scores[i];
+      float leader = best < 0 ? 0.0f : args.bias_E ? row.scores[best] + args.bias_E[best] : row.scores[best];
+      if (best < 0 || value > leader) best = i;
+#else
+      if (!taken[i] && (best < 0 || row.keys[i] > row.keys[best])) best = i;
+#endif
+    }
+    taken[best] = true;
+    ids[k] = static_cast<Id>(best);
+    weights[k] = row.scores[best];
+#if defined(EPMOE_MUTATE_ROUTE_CLAMP)
+    if (!is_nan(row.scores[best])) row.scores[best] = -10000.0f;
+#endif
+    sum += weights[k];
+  }
+  float divisor = !args.renormalize || sum == 0.0f ? 1.0f : sum;
+  for (int32_t k = 0; k < args.K; ++k) weights[k] = weights[k] / divisor * args.scale;
+}
+
+template <typename Id>
+void pad(const RouteArgs& args, int64_t t) {
+  Id* ids = static_cast<Id*>(args.ids_TK) + t * args.K;
+  std::fill(ids, ids + args.K, static_cast<Id>(args.E));
+  std::fill(args.weights_TK + t * args.K, args.weights_TK + (t + 1) * args.K, 0.0f);
+}
+
+}  // namespace
+
+void route(const RouteArgs& args) {
+  int64_t wanted = args.num_tokens ? *args.num_tokens : args.num_rows;
+  int64_t real = std::clamp<int64_t>(wanted, 0, args.T), sanitised_rows = 0;
+  Row row(args.E);
+  std::vector<uint32_t> group_keys;
+  for (int64_t t = 0; t < real; ++t) {
+    visit(args.dtype, [&](auto type) {
+      auto* logits = static_cast<const decltype(type)*>(args.logits_TE) + t * args.logits_stride;
+      for (int32_t i = 0; i < args.E; ++i) row.logits[i] = to_float(logits[i]);
+    });
+    bool sanitised = score_row(args, row);
+    sanitised_rows += sanitised;
+    key_row(args, sanitised, row);
+    if (args.num_groups > 1) drop_groups(args, row, group_keys);
+    args.wide_ids ? select<int64_t>(args, t, row) : select<int32_t>(args, t, row);
+  }
+  for (int64_t t = real; t < args.T; ++t) args.wide_ids ? pad<int64_t>(args, t) : pad<int32_t>(args, t);
+  if (args.counters) {
+    args.counters[kSanitisedRows] += sanitised_rows;
+    args.counters[kPaddedRows] += args.T - real;
+    args.counters[kClampedNumTokens] += wanted != real;
+  }
+}
+
+}  // namespace epmoe::cpu

@@ -1,0 +1,134 @@
+// The local operators: checks, unwraps, launches. Schemas and fakes: epmoe/ops.py.
+#include <tuple>
+
+#include "args.h"
+#include "cpu/stages.h"
+#include "unwrap.h"
+
+namespace epmoe {
+namespace {
+
+std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, const std::optional<Tensor>& bias,
+                                 const std::optional<Tensor>& num_tokens, int64_t num_rows, bool sigmoid,
+                                 bool renormalize, int64_t num_groups, int64_t top_groups, double scale, bool wide_ids,
+                                 const std::optional<Tensor>& counters) {
+  check_rows(logits, "logits");
+  int64_t T = logits.size(0), E = logits.size(1);
+  STD_TORCH_CHECK(1 <= top_k && top_k <= E, "top_k must lie in [1, E]");
+  STD_TORCH_CHECK(num_groups >= 1 && E % num_groups == 0 && 1 <= top_groups && top_groups <= num_groups &&
+                      top_k <= top_groups * (E / num_groups),
+                  "groups must divide E and leave at least top_k experts");
+  Tensor ids = empty_like_device(logits, {T, top_k}, wide_ids ? ScalarType::Long : ScalarType::Int);
+  Tensor weights = empty_like_device(logits, {T, top_k}, ScalarType::Float);
+  RouteArgs args{
+      .logits_TE = logits.data_ptr(),
+      .dtype = dtype_of(logits),
+      .logits_stride = logits.stride(0),
+      .bias_E = pointer<float>(bias, E, "bias"),
+      .num_tokens = pointer<int32_t>(num_tokens, 1, "num_tokens"),
+      .T = T,
+      .num_rows = num_rows,
+      .E = static_cast<int32_t>(E),
+      .K = static_cast<int32_t>(top_k),
+      .num_groups = static_cast<int32_t>(num_groups),
+      .top_groups = static_cast<int32_t>(top_groups),
+      .sigmoid = sigmoid,
+      .renormalize = renormalize,
+      .wide_ids = wide_ids,
+      .scale = static_cast<float>(scale),
+      .ids_TK = ids.data_ptr(),
+      .weights_TK = static_cast<float*>(weights.data_ptr()),
+      .counters = pointer<int64_t>(counters, kNumCounters, "counters"),
+  };
+  cpu::route(args);
+  return {ids, weights};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor& ids, const Tensor& expert_map,
+                                                   int64_t num_local_experts, const std::optional<Tensor>& counts,
+                                                   int64_t alignment, int64_t max_rows,
+                                                   const std::optional<Tensor>& counters) {
+  check_rows(x, "x");
+  check_rows(ids, "ids");
+  int64_t S = x.size(0), D = x.size(1), K = ids.size(1), R = counts ? counts->numel() : 1;
+  STD_TORCH_CHECK(ids.size(0) == S, "x and ids must have the same number of rows");
+  STD_TORCH_CHECK(R >= 1 && S % R == 0, "the slots must divide into the sources of counts");
+  STD_TORCH_CHECK(alignment >= 1 && num_local_experts >= 0 && 0 <= max_rows && max_rows <= INT32_MAX,
+                  "alignment, num_local_experts or max_rows is out of range");
+  Tensor rows = torch::stable::new_empty(x, {max_rows, D});
+  Tensor expert_offsets = empty_like_device(ids, {num_local_experts + 1}, ScalarType::Int);
+  Tensor tokens_per_expert = empty_like_device(ids, {num_local_experts}, ScalarType::Int);
+  Tensor row_of_pair = empty_like_device(ids, {S, K}, ScalarType::Int);
+  PermuteArgs args{
+      .x_SD = x.data_ptr(),
+      .dtype = dtype_of(x),
+      .x_stride_bytes = x.stride(0) * itemsize(dtype_of(x)),
+      .scales_SB = nullptr,
+      .scales_stride = 0,
+      .ids_SK = ids.data_ptr(),
+      .wide_ids = is_wide(ids),
+      .ids_stride = ids.stride(0),
+      .expert_map_P = pointer<int32_t>(expert_map, 0, "expert_map"),
+      .counts_R = pointer<int32_t>(counts, R, "counts"),
+      .S = S,
+      .D = D,
+      .K = static_cast<int32_t>(K),
+      .P = static_cast<int32_t>(expert_map.numel()),
+      .num_local_experts = static_cast<int32_t>(num_local_experts),
+      .R = static_cast<int32_t>(R),
+      .alignment = alignment,
+      .max_rows = max_rows,
+      .rows_ND = rows.data_ptr(),
+      .row_scales_NB = nullptr,
+      .expert_offsets = static_cast<int32_t*>(expert_offsets.data_ptr()),
+      .tokens_per_expert = static_cast<int32_t*>(tokens_per_expert.data_ptr()),
+      .row_of_pair_SK = static_cast<int32_t*>(row_of_pair.data_ptr()),
+      .row_of_pair_stride = K,
+      .workspace = nullptr,
+      .counters = pointer<int64_t>(counters, kNumCounters, "counters"),
+      .needed = nullptr,
+  };
+  cpu::permute(args);
+  return {rows, expert_offsets, tokens_per_expert, row_of_pair};
+}
+
+Tensor finalize(const Tensor& rows, const Tensor& row_of_pair, const Tensor& weights,
+                const std::optional<Tensor>& counts) {
+  check_rows(rows, "rows");
+  check_rows(row_of_pair, "row_of_pair");
+  check_rows(weights, "weights");
+  int64_t S = row_of_pair.size(0), K = row_of_pair.size(1), D = rows.size(1), R = counts ? counts->numel() : 1;
+  STD_TORCH_CHECK(row_of_pair.scalar_type() == ScalarType::Int, "row_of_pair must be int32");
+  STD_TORCH_CHECK(weights.size(0) == S && weights.size(1) == K, "weights must have the shape of row_of_pair");
+  STD_TORCH_CHECK(R >= 1 && S % R == 0, "the slots must divide into the sources of counts");
+  Tensor partial = torch::stable::new_empty(rows, {S, D});
+  FinalizeArgs args{
+      .rows_ND = rows.data_ptr(),
+      .dtype = dtype_of(rows),
+      .rows_stride_bytes = rows.stride(0) * itemsize(dtype_of(rows)),
+      .num_rows = rows.size(0),
+      .row_of_pair_SK = static_cast<const int32_t*>(row_of_pair.data_ptr()),
+      .row_of_pair_stride = row_of_pair.stride(0),
+      .weights_SK = weights.data_ptr(),
+      .weights_dtype = dtype_of(weights),
+      .weights_stride = weights.stride(0),
+      .counts_R = pointer<int32_t>(counts, R, "counts"),
+      .S = S,
+      .D = D,
+      .K = static_cast<int32_t>(K),
+      .R = static_cast<int32_t>(R),
+      .partial_SD = partial.data_ptr(),
+  };
+  cpu::finalize(args);
+  return partial;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(epmoe, CPU, library) {
+  library.impl("route", TORCH_BOX(&route));
+  library.impl("permute", TORCH_BOX(&permute));
+  library.impl("finalize", TORCH_BOX(&finalize));
+}
+
+}  // namespace epmoe

@@ -1,0 +1,36 @@
+// Element types and the health counters, shared by the CPU and the CUDA kernels. No torch header.
+#pragma once
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define EPMOE_HD __host__ __device__ __forceinline__
+#else
+#define EPMOE_HD inline
+#endif
+
+namespace epmoe {
+
+enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kFloat8E4M3 = 3 };
+
+EPMOE_HD int64_t itemsize(DType dtype) {
+  return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat8E4M3 ? 1 : 2;
+}
+
+// Elements that share one fp8 scale.
+constexpr int64_t kScaleBlock = 128;
+constexpr float kFloat8Max = 448.0f;
+
+// One int64 each, in the order of `epmoe.health.COUNTERS`.
+enum Counter : int32_t {
+  kSanitisedRows,
+  kPaddedRows,
+  kOutOfRangeIds,
+  kDuplicateIds,
+  kNonfiniteWeights,
+  kDroppedPairs,
+  kClampedNumTokens,
+  kTimeouts,
+  kNumCounters,
+};
+
+}  // namespace epmoe

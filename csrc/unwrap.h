@@ -1,0 +1,74 @@
+// From tensors to pointers, with the checks that keep a wrong call from becoming a wild pointer. Wording for users is
+// Python's; what fails here is a bug of the caller in this package. The only header that includes torch's.
+#pragma once
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <initializer_list>
+#include <optional>
+
+#include "types.h"
+
+namespace epmoe {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline DType dtype_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Float8_e4m3fn:
+      return DType::kFloat8E4M3;
+    default:
+      STD_TORCH_CHECK(false, "expected float32, float16, bfloat16 or float8_e4m3fn");
+  }
+}
+
+inline bool is_wide(const Tensor& ids) {
+  STD_TORCH_CHECK(ids.scalar_type() == ScalarType::Int || ids.scalar_type() == ScalarType::Long,
+                  "ids must be int32 or int64");
+  return ids.scalar_type() == ScalarType::Long;
+}
+
+// A matrix whose rows may be strided, and whose elements follow one another within a row.
+inline void check_rows(const Tensor& t, const char* name) {
+  STD_TORCH_CHECK(t.dim() == 2 && (t.size(1) <= 1 || t.stride(1) == 1), "`", name,
+                  "` must be 2-D with contiguous rows");
+}
+
+template <typename T>
+constexpr ScalarType kScalarType = ScalarType::Undefined;
+template <>
+constexpr ScalarType kScalarType<int32_t> = ScalarType::Int;
+template <>
+constexpr ScalarType kScalarType<int64_t> = ScalarType::Long;
+template <>
+constexpr ScalarType kScalarType<float> = ScalarType::Float;
+template <>
+constexpr ScalarType kScalarType<uint8_t> = ScalarType::Byte;
+
+// Pointer to a contiguous tensor of T with at least `numel` elements.
+template <typename T>
+T* pointer(const Tensor& t, int64_t numel, const char* name) {
+  STD_TORCH_CHECK(t.scalar_type() == kScalarType<T> && t.is_contiguous() && t.numel() >= numel, "`", name,
+                  "` must be contiguous, of the right dtype, with at least ", numel, " elements");
+  return static_cast<T*>(t.data_ptr());
+}
+
+template <typename T>
+T* pointer(const std::optional<Tensor>& t, int64_t numel, const char* name) {
+  return t ? pointer<T>(*t, numel, name) : nullptr;
+}
+
+inline Tensor empty_like_device(const Tensor& t, std::initializer_list<int64_t> shape, ScalarType dtype) {
+  return torch::stable::new_empty(t, shape, dtype);
+}
+
+}  // namespace epmoe

@@ -1,0 +1,106 @@
+"""What went wrong, and how often: the health counters, the status word the kernels leave, and the errors raised from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# int64 each, in the order of `Counter` in csrc/types.h.
+COUNTERS = (
+    "sanitised_rows",
+    "padded_rows",
+    "out_of_range_ids",
+    "duplicate_ids",
+    "nonfinite_weights",
+    "dropped_pairs",
+    "clamped_num_tokens",
+    "timeouts",
+)
+# int64 each, in the order of `Status` in csrc/plan.h.
+STATUS = ("code", "stage", "epoch", "missing", "originator", "needed_rows", "unused", "unused")
+_TIMEOUT, _MISMATCH = 1, 2
+_STAGES = ("dispatch", "combine")
+
+
+@dataclass(frozen=True)
+class Health:
+    """Counts since the start of one `ExpertParallel`, on this rank.
+
+    `tokens_per_expert` [e] counts rows of each local expert, `rows_sent` [R] rows sent to each rank.
+    """
+
+    sanitised_rows: int
+    padded_rows: int
+    out_of_range_ids: int
+    duplicate_ids: int
+    nonfinite_weights: int
+    dropped_pairs: int
+    clamped_num_tokens: int
+    timeouts: int
+    tokens_per_expert: list[int]
+    rows_sent: list[int]
+
+    @classmethod
+    def read(cls, counters: torch.Tensor, tokens_per_expert: torch.Tensor, rows_sent: torch.Tensor) -> Health:
+        counts = dict(zip(COUNTERS, counters.tolist(), strict=True))
+        return cls(**counts, tokens_per_expert=tokens_per_expert.tolist(), rows_sent=rows_sent.tolist())
+
+
+class EPError(RuntimeError):
+    """Something went wrong in the exchange."""
+
+
+class EPTimeoutError(EPError, TimeoutError):
+    """Ranks did not arrive within the deadline. The `ExpertParallel` can only be closed."""
+
+    def __init__(self, stage: str, epoch: int, missing: list[int], missing_global: list[int], originator: int):
+        self.stage, self.epoch = stage, epoch
+        self.missing_ranks, self.missing_global_ranks = missing, missing_global
+        super().__init__(
+            f"{stage} of round {epoch} timed out waiting for rank(s) {missing} of the group "
+            f"(global rank(s) {missing_global}), first seen by rank {originator}; this ExpertParallel can only be "
+            "closed. Raise exchange.timeout_s if the ranks are only slow"
+        )
+
+
+class EPOverflowError(EPError):
+    """More expert-major rows arrived than `capacity.max_expert_rows`."""
+
+    def __init__(self, needed: int, max_rows: int):
+        self.needed_rows = needed
+        super().__init__(
+            f"a round needed {needed} expert-major rows, but capacity.max_expert_rows is {max_rows}: set it to at "
+            f"least {needed}, or capacity.on_overflow to 'drop'"
+        )
+
+
+class EPMismatchError(EPError, ValueError):
+    """The ranks brought different K, D or dtype to one round."""
+
+    def __init__(self, epoch: int, ranks: list[int]):
+        super().__init__(
+            f"round {epoch}: rank(s) {ranks} brought another number of experts per token, hidden size or dtype than "
+            "this rank; they must be equal on all ranks. The round was closed"
+        )
+
+
+def raise_on_failure(status: torch.Tensor, global_ranks: list[int]) -> None:
+    """Raise what the status word (int64 [8], host memory) holds. A mismatch is cleared: its round is closed."""
+    code, stage, epoch, missing_mask, originator = status[:5].tolist()
+    if not code:
+        return
+    ranks = [rank for rank in range(len(global_ranks)) if missing_mask >> rank & 1]
+    if code == _MISMATCH:
+        status[0] = 0
+        raise EPMismatchError(epoch, ranks)
+    assert code == _TIMEOUT, f"unknown status code {code}"
+    raise EPTimeoutError(_STAGES[stage], epoch, ranks, [global_ranks[rank] for rank in ranks], originator)
+
+
+def raise_on_overflow(status: torch.Tensor, max_rows: int) -> None:
+    """Raise, once for each overflow, if a round needed more rows than there are."""
+    needed = int(status[STATUS.index("needed_rows")])
+    if needed:
+        status[STATUS.index("needed_rows")] = 0
+        raise EPOverflowError(needed, max_rows)

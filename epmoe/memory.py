@@ -1,0 +1,151 @@
+"""The memory plan: every buffer of one rank, to the byte, before anything is allocated.
+
+The offsets computed here are the only ones there are: the service allocates by them and the kernels get them as a list
+of integers (``csrc/plan.h``). Letters as in the package docstring; B is the number of fp8 scales of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from epmoe.config import EPConfig
+from epmoe.placement import Placement
+
+SCALE_BLOCK = 128
+MAIL_BYTES = 64  # one cache line a source: flag, count and header of a round
+BUFFER_ALIGNMENT = 128
+PAGE_BYTES = 4096
+NUM_COUNTERS = 8
+
+Region = Literal["window", "scratch"]
+
+# The integers of `ExchangePlan` in csrc/plan.h, in its order: sizes first, then the offset of each buffer.
+SIZES = (
+    "R", "rank", "M", "K", "D", "E", "P", "num_local_experts", "copies", "max_rows", "alignment",
+    "payload_fp8", "combine_fp8", "x_stride_bytes", "combine_stride_bytes", "scale_blocks",
+)  # fmt: skip
+OFFSETS = (
+    "mail.dispatch", "mail.combine", "mail.error", "doorbell",
+    "recv.x", "recv.scales", "recv.ids", "recv.weights", "combine.rows", "combine.scales",
+    "state", "counts", "slots", "rows", "row_scales", "expert_offsets", "tokens_per_expert", "row_of_pair",
+    "table.expert_map", "table.owners", "table.copies", "table.num_copies", "table.sentinels",
+    "health.counters", "health.tokens_per_expert", "health.rows_sent",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A named part of a region: `offset` and `nbytes` in bytes from the region's start."""
+
+    name: str
+    region: Region
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, region: torch.Tensor) -> torch.Tensor:
+        """This buffer as a tensor of its shape and dtype, over the region's bytes (uint8 [n])."""
+        return region[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """All memory of one rank: its window, which every rank maps, and its own scratch.
+
+    A round allocates nothing besides, but for the tensor that `combine` returns (T·D of x's dtype).
+    """
+
+    buffers: tuple[Buffer, ...]
+    sizes: dict[str, int]
+
+    @classmethod
+    def build(cls, config: EPConfig, rank: int = 0, placement: Placement | None = None) -> MemoryPlan:
+        """The plan of `rank`; needs no GPU, no group and no native library."""
+        placement = placement or Placement.from_config(config)
+        R, M = config.topology.ep_size, config.capacity.max_num_tokens_per_rank
+        K, D = config.model.num_experts_per_tok, config.model.hidden_size
+        E, P, e = placement.num_experts, placement.num_physical_experts, placement.num_local_experts(rank)
+        x_dtype, alignment = config.model.torch_dtype, config.capacity.alignment
+        copies = placement.copies_table().shape[1]
+        N = config.capacity.max_expert_rows or R * M * K + e * (alignment - 1)
+        B = -(-D // SCALE_BLOCK)
+        payload_fp8, combine_fp8 = (
+            wire == "fp8" for wire in (config.exchange.payload, config.exchange.combine_payload)
+        )
+        payload = torch.float8_e4m3fn if payload_fp8 else x_dtype
+        combine = torch.float8_e4m3fn if combine_fp8 else x_dtype
+        i32, i64, f32 = torch.int32, torch.int64, torch.float32
+        layout: list[tuple[Region, str, tuple[int, ...], torch.dtype]] = [
+            ("window", "mail.dispatch", (R, MAIL_BYTES), torch.uint8),
+            ("window", "mail.combine", (R, MAIL_BYTES), torch.uint8),
+            ("window", "mail.error", (R,), i64),
+            ("window", "doorbell", (1,), i32),
+            ("window", "recv.x", (R, M, D), payload),
+            ("window", "recv.scales", (R, M, B) if payload_fp8 else (0,), f32),
+            ("window", "recv.ids", (R, M, K), i32),
+            ("window", "recv.weights", (R, M, K), f32),
+            ("window", "combine.rows", (R, M, D), combine),
+            ("window", "combine.scales", (R, M, B) if combine_fp8 else (0,), f32),
+            ("scratch", "state", (16,), i32),
+            ("scratch", "counts", (R,), i32),
+            ("scratch", "slots", (M, R), i32),
+            ("scratch", "rows", (N, D), payload),
+            ("scratch", "row_scales", (N, B) if payload_fp8 else (0,), f32),
+            ("scratch", "expert_offsets", (e + 1,), i32),
+            ("scratch", "tokens_per_expert", (e,), i32),
+            ("scratch", "row_of_pair", (R, M, K), i32),
+            ("scratch", "table.expert_map", (P,), i32),
+            ("scratch", "table.owners", (P,), i32),
+            ("scratch", "table.copies", (E, copies), i32),
+            ("scratch", "table.num_copies", (E,), i32),
+            ("scratch", "table.sentinels", (R,), i32),
+            ("scratch", "health.counters", (NUM_COUNTERS,), i64),
+            ("scratch", "health.tokens_per_expert", (e,), i64),
+            ("scratch", "health.rows_sent", (R,), i64),
+        ]
+        ends: dict[Region, int] = {"window": 0, "scratch": 0}
+        buffers = []
+        for region, name, shape, dtype in layout:
+            buffer = Buffer(name, region, shape, dtype, offset=ends[region])
+            buffers.append(buffer)
+            ends[region] = _round_up(buffer.offset + buffer.nbytes, BUFFER_ALIGNMENT)
+        values = (
+            R, rank, M, K, D, E, P, e, copies, N, alignment,
+            payload_fp8, combine_fp8, D * payload.itemsize, D * combine.itemsize, B,
+        )  # fmt: skip
+        return cls(tuple(buffers), dict(zip(SIZES, map(int, values), strict=True)))
+
+    def __getitem__(self, name: str) -> Buffer:
+        return next(buffer for buffer in self.buffers if buffer.name == name)
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of this rank's window, whole pages."""
+        return _round_up(self._end("window"), PAGE_BYTES)
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self._end("scratch")
+
+    @property
+    def total_bytes(self) -> int:
+        return self.window_bytes + self.scratch_bytes
+
+    def as_ints(self) -> list[int]:
+        """What the kernels get: the fields of `ExchangePlan`, in order."""
+        return [*self.sizes.values(), *(self[name].offset for name in OFFSETS)]
+
+    def _end(self, region: Region) -> int:
+        return max(_round_up(b.offset + b.nbytes, BUFFER_ALIGNMENT) for b in self.buffers if b.region == region)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,87 @@
+"""The native operators: their schemas and fakes, and the library that implements them.
+
+Schemas live here, implementations in ``csrc``; the dispatcher picks the device. ``EPMOE_LIBRARY`` names a library to
+load in place of the built one.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from epmoe import build
+
+_library = torch.library.Library("epmoe", "DEF")
+_library.define(
+    "route(Tensor logits, int top_k, Tensor? bias, Tensor? num_tokens, int num_rows, bool sigmoid, bool renormalize, "
+    "int num_expert_groups, int top_groups, float routed_scaling_factor, bool int64_ids, Tensor(a!)? counters) "
+    "-> (Tensor ids, Tensor weights)"
+)
+_library.define(
+    "permute(Tensor x, Tensor ids, Tensor expert_map, int num_local_experts, Tensor? counts, int alignment, "
+    "int max_rows, Tensor(a!)? counters) "
+    "-> (Tensor rows, Tensor expert_offsets, Tensor tokens_per_expert, Tensor row_of_pair)"
+)
+_library.define("finalize(Tensor rows, Tensor row_of_pair, Tensor weights, Tensor? counts) -> Tensor")
+_library.define(
+    "dispatch(Tensor x, Tensor ids, Tensor weights, Tensor? num_tokens, int num_rows, Tensor peers, "
+    "Tensor(a!) window, Tensor(b!) scratch, Tensor(c!) status, int[] plan, bool expert_major, float timeout_s) -> ()"
+)
+_library.define(
+    "combine(Tensor(d!) y, Tensor? rows, bool expert_major, Tensor peers, Tensor(a!) window, Tensor(b!) scratch, "
+    "Tensor(c!) status, int[] plan, float timeout_s) -> ()"
+)
+
+
+@torch.library.register_fake("epmoe::route")
+def _(logits, top_k, bias, num_tokens, num_rows, sigmoid, renormalize, groups, top_groups, scale, int64_ids, counters):
+    shape = (logits.shape[0], top_k)
+    ids = logits.new_empty(shape, dtype=torch.int64 if int64_ids else torch.int32)
+    return ids, logits.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.register_fake("epmoe::permute")
+def _(x, ids, expert_map, num_local_experts, counts, alignment, max_rows, counters):
+    def new_int32(*shape: int) -> Tensor:
+        return ids.new_empty(shape, dtype=torch.int32)
+
+    rows = x.new_empty((max_rows, x.shape[1]))
+    return rows, new_int32(num_local_experts + 1), new_int32(num_local_experts), new_int32(*ids.shape)
+
+
+@torch.library.register_fake("epmoe::finalize")
+def _(rows, row_of_pair, weights, counts):
+    return rows.new_empty((row_of_pair.shape[0], rows.shape[1]))
+
+
+@torch.library.register_fake("epmoe::dispatch")
+def _(x, ids, weights, num_tokens, num_rows, peers, window, scratch, status, plan, expert_major, timeout_s):
+    return None
+
+
+@torch.library.register_fake("epmoe::combine")
+def _(y, rows, expert_major, peers, window, scratch, status, plan, timeout_s):
+    return None
+
+
+def _load() -> None:
+    named = os.environ.get("EPMOE_LIBRARY")
+    if named:
+        path = Path(named)
+    elif build.AHEAD_OF_TIME.exists():
+        path = build.AHEAD_OF_TIME
+    else:
+        path = build.build()
+    torch.ops.load_library(str(path))
+
+
+_load()
+
+route = torch.ops.epmoe.route.default
+permute = torch.ops.epmoe.permute.default
+finalize = torch.ops.epmoe.finalize.default
+dispatch = torch.ops.epmoe.dispatch.default
+combine = torch.ops.epmoe.combine.default

@@ -1,0 +1,1 @@
+"""One file per stage of the pipeline; each mirrors ``csrc/*/<stage>.*`` and ``tests/test_<stage>.py``."""

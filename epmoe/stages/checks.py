@@ -1,0 +1,61 @@
+"""Checks of what callers hand in, and their wording: "`x` must be bfloat16 [T, 7168], got float32 [128, 4096]"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+INTS = (torch.int32, torch.int64)
+
+
+def describe(value: object) -> str:
+    """A tensor by dtype and shape, anything else by type."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{_name(value.dtype)} {list(value.shape)}"
+
+
+def check_tensor(
+    name: str,
+    value: object,
+    dtypes: Sequence[torch.dtype],
+    shape: Sequence[int | str],
+    device: torch.device | None = None,
+) -> None:
+    """A tensor of one of `dtypes` and of `shape`, in which letters stand for any size.
+
+    Raises:
+        TypeError: not a tensor, or another dtype.
+        ValueError: another shape or device.
+    """
+    wanted = f"{' or '.join(map(_name, dtypes))} [{', '.join(map(str, shape))}]"
+    message = f"`{name}` must be {wanted}, got {describe(value)}"
+    if not isinstance(value, Tensor) or value.dtype not in dtypes:
+        raise TypeError(message)
+    fits = all(isinstance(want, str) or want == got for want, got in zip(shape, value.shape, strict=False))
+    if value.dim() != len(shape) or not fits:
+        raise ValueError(message)
+    if device is not None and value.device.type != device.type:
+        raise ValueError(f"`{name}` must be on {device}, got {value.device}")
+
+
+def contiguous_rows(x: Tensor) -> Tensor:
+    """`x` itself where its rows are contiguous, any stride between them; otherwise a copy."""
+    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def token_count(num_tokens: int | Tensor | None, num_rows: int, device: torch.device) -> tuple[Tensor | None, int]:
+    """`num_tokens` as the operators take it: a scalar on the device, or a number; default all rows."""
+    if isinstance(num_tokens, Tensor):
+        check_tensor("num_tokens", num_tokens.reshape(-1), (torch.int32,), (1,), device)
+        return num_tokens, num_rows
+    if num_tokens is not None and (isinstance(num_tokens, bool) or not isinstance(num_tokens, int)):
+        raise TypeError(f"`num_tokens` must be an int or an int32 scalar tensor, got {describe(num_tokens)}")
+    return None, num_rows if num_tokens is None else num_tokens
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

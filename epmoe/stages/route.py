@@ -1,0 +1,84 @@
+"""Routing: scores → K unique experts a token and finite weights, whatever the bits of the logits are."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from epmoe import ops
+from epmoe.stages.checks import FLOATS, INTS, check_tensor, contiguous_rows, token_count
+
+
+class Routing(NamedTuple):
+    """K experts of each token: ids [T,K] int32 or int64, weights [T,K] fp32."""
+
+    ids: Tensor
+    weights: Tensor
+
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    scoring: Literal["softmax", "sigmoid"] = "softmax",
+    bias: Tensor | None = None,
+    renormalize: bool = False,
+    num_expert_groups: int = 1,
+    top_groups: int = 1,
+    routed_scaling_factor: float = 1.0,
+    num_tokens: int | Tensor | None = None,
+    id_dtype: torch.dtype = torch.int32,
+    counters: Tensor | None = None,
+) -> Routing:
+    """Choose `top_k` experts for each row of logits.
+
+    A score that is not finite counts as 0, so for every bit pattern of logits and bias the ids of a real row are unique
+    and in [0, E) and its weights are finite. The best score comes first, ties go to the lower id; without a bias the
+    logits themselves decide, since both scorings are monotonic.
+
+    Args:
+        logits: [T, E] fp32, fp16 or bf16, any row stride; 1 ≤ K ≤ E ≤ 4096.
+        top_k: K.
+        scoring: softmax over the experts, or sigmoid of each.
+        bias: [E] fp32, added to the scores for the choice only (DeepSeek-V3's auxiliary-loss-free balancing).
+        renormalize: divide the weights of a token by their sum (a sum of 0 counts as 1).
+        num_expert_groups, top_groups: choose among the experts of the best groups only; a group's score is the sum of
+            its two best biased scores, or its best one where there is no bias.
+        routed_scaling_factor: multiplies the weights, last.
+        num_tokens: rows at and past it are padding: ids E, weights 0. An int, or an int32 scalar on the device.
+        id_dtype: torch.int32 or torch.int64.
+        counters: int64 [8] health counters to add to, in the order of `epmoe.health.COUNTERS`.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above.
+    """
+    check_tensor("logits", logits, FLOATS, ("T", "E"))
+    T, E = logits.shape
+    if not 1 <= E <= 4096:
+        raise ValueError(f"`logits` must have from 1 to 4096 experts, got {E}")
+    if isinstance(top_k, bool) or not isinstance(top_k, int):
+        raise TypeError(f"`top_k` must be an int, got {type(top_k).__name__}")
+    if not 1 <= top_k <= E:
+        raise ValueError(f"`top_k` must be from 1 to the number of experts, {E}, got {top_k}")
+    if scoring not in ("softmax", "sigmoid"):
+        raise ValueError(f"`scoring` must be 'softmax' or 'sigmoid', got {scoring!r}")
+    if num_expert_groups < 1 or E % num_expert_groups:
+        raise ValueError(f"`num_expert_groups` must divide the number of experts, {E}, got {num_expert_groups}")
+    if not 1 <= top_groups <= num_expert_groups or top_groups * (E // num_expert_groups) < top_k:
+        raise ValueError(
+            f"`top_groups` must be at most num_expert_groups = {num_expert_groups} and leave at least top_k = {top_k} "
+            f"experts, got {top_groups}"
+        )
+    if id_dtype not in INTS:
+        raise TypeError(f"`id_dtype` must be torch.int32 or torch.int64, got {id_dtype}")
+    if bias is not None:
+        check_tensor("bias", bias, (torch.float32,), (E,), logits.device)
+        bias = bias.contiguous()
+    scalar, rows = token_count(num_tokens, T, logits.device)
+    ids, weights = ops.route(
+        contiguous_rows(logits), top_k, bias, scalar, rows, scoring == "sigmoid", renormalize, num_expert_groups,
+        top_groups, routed_scaling_factor, id_dtype == torch.int64, counters,
+    )  # fmt: skip
+    return Routing(ids, weights)

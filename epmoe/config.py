@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -19,6 +20,7 @@ from epmoe.config_file import ConfigError, environment_overrides, read_config
 __all__ = ["ConfigError", "EPConfig"]
 
 _INT32_MAX = 2**31 - 1
+_Rule = tuple[str, bool, str, object]  # dotted key, whether it holds, what the key must be, what it is
 
 
 class _Strict(BaseModel):
@@ -72,11 +74,11 @@ class PlacementConfig(_Strict):
     """Which rank owns which expert."""
 
     strategy: Literal["linear", "round_robin", "explicit"] = "linear"
-    """linear: consecutive blocks of experts; round_robin: expert p on rank p mod R; explicit: as in `assignment`."""
+    """linear: blocks of experts in order; round_robin: expert p on rank p mod R; explicit: `assignment`."""
     assignment: list[int] | None = None
     """With `strategy: explicit`, the owning rank of each of the P physical experts."""
     num_redundant_experts: int = Field(default=0, ge=0, le=4096)
-    """Copies beside the E experts: physical expert E+i is a copy of logical expert i mod E; P = E + copies."""
+    """Copies beside the E experts: physical expert E+i copies logical expert i mod E; P = E + copies."""
 
 
 class CapacityConfig(_Strict):
@@ -110,7 +112,7 @@ class ExchangeConfig(_Strict):
 
 
 class EPConfig(_Strict):
-    """Configuration of an `ExpertParallel`: `EPConfig.load(path)`, or sections as keywords, each a mapping."""
+    """Configuration of an `ExpertParallel`: `EPConfig.load(path)`, or its sections as keywords."""
 
     model: ModelConfig
     topology: TopologyConfig
@@ -126,9 +128,14 @@ class EPConfig(_Strict):
         except ValidationError as error:
             raise ConfigError("\n".join(_explain(item) for item in error.errors())) from None
 
+    @property
+    def num_physical_experts(self) -> int:
+        """P: the logical experts and their copies."""
+        return self.model.num_experts + self.placement.num_redundant_experts
+
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """From a YAML, TOML or JSON file, then `EPMOE_<SECTION>__<KEY>` variables of the environment over it."""
+        """From a YAML, TOML or JSON file, with the environment's `EPMOE_<SECTION>__<KEY>` over it."""
         data = read_config(path)
         overrides = environment_overrides(os.environ, _KEYS)
         for section, key, value in overrides.values():
@@ -142,98 +149,58 @@ class EPConfig(_Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        model, routing, capacity, exchange = self.model, self.routing, self.capacity, self.exchange
-        experts, top_k, groups = model.num_experts, model.num_experts_per_tok, routing.num_expert_groups
-        _require(
-            top_k <= experts, "model.num_experts_per_tok", f"at most `model.num_experts` = {experts}", top_k
-        )
-        size = model.torch_dtype.itemsize
-        step = 16 // size
-        _require(
-            model.hidden_size % step == 0,
-            "model.hidden_size",
-            f"a multiple of {step}, so that a {model.dtype} row is a multiple of 16 bytes",
-            model.hidden_size,
-        )
-        _require(
-            experts % groups == 0,
-            "routing.num_expert_groups",
-            f"a divisor of `model.num_experts` = {experts}",
-            groups,
-        )
-        least = -(-top_k // (experts // groups))
-        _require(
-            least <= routing.top_groups <= groups,
-            "routing.top_groups",
-            f"from {least} to {groups}, so that the chosen groups hold {top_k} experts",
-            routing.top_groups,
-        )
-        self._check_topology()
-        for key in ("payload", "combine_payload"):
-            _require(
-                getattr(exchange, key) == "auto" or model.hidden_size % 128 == 0,
-                f"exchange.{key}",
-                f"auto, as fp8 wants a `model.hidden_size` divisible by 128, not {model.hidden_size}",
-                "fp8",
-            )
-        _require(
-            exchange.warmup_timeout_s >= exchange.timeout_s,
-            "exchange.warmup_timeout_s",
-            f"at least `exchange.timeout_s` = {exchange.timeout_s}",
-            exchange.warmup_timeout_s,
-        )
-        physical = experts + self.placement.num_redundant_experts
-        most = (_INT32_MAX - physical * capacity.alignment) // (self.topology.ep_size * top_k)
-        _require(
-            capacity.max_num_tokens_per_rank <= most,
-            "capacity.max_num_tokens_per_rank",
-            f"at most {most}, so that R·M·K rows can be numbered in int32",
-            capacity.max_num_tokens_per_rank,
-        )
+        """What depends on more than one key."""
+        for key, ok, what, got in (*self._model_rules(), *self._placement_rules(), *self._capacity_rules()):
+            if not ok:
+                raise ValueError(f"`{key}` must be {what}, got {got}")
         return self
 
-    def _check_topology(self) -> None:
-        size, node, placement = self.topology.ep_size, self.topology.ranks_per_node, self.placement
-        _require(
-            node is None or size <= node,
-            "topology.ep_size",
-            f"at most `topology.ranks_per_node` = {node}: more than one machine is not built yet",
-            size,
-        )
-        owners, physical = placement.assignment, self.model.num_experts + placement.num_redundant_experts
-        if owners is None:
-            _require(
-                placement.strategy != "explicit",
-                "placement.assignment",
-                f"{physical} owning ranks with `placement.strategy: explicit`",
-                None,
-            )
-            return
-        _require(
-            placement.strategy == "explicit",
-            "placement.strategy",
-            "explicit where `placement.assignment` is given",
-            placement.strategy,
-        )
-        _require(
-            len(owners) == physical,
-            "placement.assignment",
-            f"{physical} ranks, one for each expert and copy",
-            f"{len(owners)}",
-        )
-        for index, rank in enumerate(owners):
-            _require(0 <= rank < size, f"placement.assignment[{index}]", f"a rank from 0 to {size - 1}", rank)
+    def _model_rules(self) -> Iterator[_Rule]:
+        model, routing = self.model, self.routing
+        experts, top_k = model.num_experts, model.num_experts_per_tok
+        yield "model.num_experts_per_tok", top_k <= experts, f"at most `model.num_experts` = {experts}", top_k
+        step = 16 // model.torch_dtype.itemsize
+        what = f"a multiple of {step}, so that a {model.dtype} row is a multiple of 16 bytes"
+        yield "model.hidden_size", model.hidden_size % step == 0, what, model.hidden_size
+        groups, chosen = routing.num_expert_groups, routing.top_groups
+        what = f"a divisor of `model.num_experts` = {experts}"
+        yield "routing.num_expert_groups", experts % groups == 0, what, groups
+        least = -(-top_k // max(experts // groups, 1))
+        what = f"from {least} to {groups}, so that the chosen groups hold {top_k} experts"
+        yield "routing.top_groups", least <= chosen <= groups, what, chosen
+
+    def _placement_rules(self) -> Iterator[_Rule]:
+        size, node = self.topology.ep_size, self.topology.ranks_per_node or self.topology.ep_size
+        what = f"at most `topology.ranks_per_node` = {node}: more than one machine is not built yet"
+        yield "topology.ep_size", size <= node, what, size
+        explicit, owners = self.placement.strategy == "explicit", self.placement.assignment
+        ranks = f"{self.num_physical_experts} ranks, one for each expert and copy"
+        yield "placement.assignment", owners is not None or not explicit, ranks, "none"
+        if owners is not None:
+            yield "placement.strategy", explicit, "explicit with an assignment", self.placement.strategy
+            yield "placement.assignment", len(owners) == self.num_physical_experts, ranks, len(owners)
+            for p, rank in enumerate(owners):
+                what = f"a rank from 0 to {size - 1}"
+                yield f"placement.assignment[{p}]", 0 <= rank < size, what, rank
+
+    def _capacity_rules(self) -> Iterator[_Rule]:
+        model, exchange, tokens = self.model, self.exchange, self.capacity.max_num_tokens_per_rank
+        for key in ("payload", "combine_payload"):
+            ok = getattr(exchange, key) == "auto" or model.hidden_size % 128 == 0
+            what = f"auto where `model.hidden_size` = {model.hidden_size} is no multiple of 128"
+            yield f"exchange.{key}", ok, what, getattr(exchange, key)
+        first, later = exchange.warmup_timeout_s, exchange.timeout_s
+        yield "exchange.warmup_timeout_s", first >= later, f"at least `exchange.timeout_s` = {later}", first
+        gaps = self.num_physical_experts * self.capacity.alignment
+        most = (_INT32_MAX - gaps) // (self.topology.ep_size * model.num_experts_per_tok)
+        what = f"at most {most}, as R·M·K rows are numbered in int32"
+        yield "capacity.max_num_tokens_per_rank", tokens <= most, what, tokens
 
 
 _KEYS = {
     section: tuple(field.annotation.model_fields)  # type: ignore[union-attr]
     for section, field in EPConfig.model_fields.items()
 }
-
-
-def _require(condition: bool, key: str, what: str, got: object) -> None:
-    if not condition:
-        raise ValueError(f"`{key}` must be {what}, got {got}")
 
 
 def _explain(item: Any) -> str:
@@ -248,9 +215,8 @@ def _explain(item: Any) -> str:
         case "extra_forbidden":
             known = _KEYS.get(parents[0], ()) if parents else tuple(_KEYS)
             close = difflib.get_close_matches(str(last), known, n=1)
-            return f"{key} is not a known key; " + (
-                f"did you mean `{close[0]}`?" if close else f"use {', '.join(known)}"
-            )
+            hint = f"did you mean `{close[0]}`?" if close else f"use {', '.join(known)}"
+            return f"{key} is not a known key; {hint}"
         case "model_type":
             return f"{key} must be a mapping of keys, got {item['input']!r}"
     return f"{key} {item['msg'].replace('Input should be', 'must be')}, got {item['input']!r}"

@@ -1,10 +1,10 @@
-"""Reads a configuration from YAML, TOML or JSON, and overrides from the environment; `EPConfig` checks what it says."""
+"""Reads YAML, TOML, JSON and the environment; `EPConfig` checks what they say."""
 
 from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,8 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 line = key.start_mark.line + 1
                 if key.value in seen:
-                    raise ConfigError(
-                        f"key `{key.value}` is given twice, on line {seen[key.value]} and on line {line}: keep one"
-                    )
+                    where = f"on line {seen[key.value]} and on line {line}"
+                    raise ConfigError(f"key `{key.value}` is given twice, {where}: keep one")
                 seen[key.value] = line
         return super().construct_mapping(node, deep)
 
@@ -50,11 +49,16 @@ def _parse_json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=_unique_pairs)
 
 
-_PARSERS = {".yaml": _parse_yaml, ".yml": _parse_yaml, ".toml": tomllib.loads, ".json": _parse_json}
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    ".yaml": _parse_yaml,
+    ".yml": _parse_yaml,
+    ".toml": tomllib.loads,
+    ".json": _parse_json,
+}
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The mapping in a file, by its suffix: .yaml, .yml, .toml or .json. Raises ConfigError naming the file."""
+    """The mapping in a .yaml, .yml, .toml or .json file. Raises ConfigError naming the file."""
     path = Path(path)
     parse = _PARSERS.get(path.suffix.lower())
     if parse is None:
@@ -78,27 +82,23 @@ def read_config(path: str | Path) -> dict[str, Any]:
 def environment_overrides(
     environ: Mapping[str, str], sections: Mapping[str, Collection[str]]
 ) -> dict[str, tuple[str, str, Any]]:
-    """Variables `EPMOE_<SECTION>__<KEY>` as {variable: (section, key, value)}; values are YAML scalars or lists.
+    """Variables `EPMOE_<SECTION>__<KEY>` as {variable: (section, key, value)}, values in YAML.
 
-    Variables without the double underscore are not configuration. One that names no key of `sections` is an error:
-    a misspelt override that does nothing is worse than none.
+    Variables without the double underscore are not configuration. One that names no key of `sections` is an
+    error: a misspelt override that does nothing is worse than none.
     """
     overrides = {}
     for variable in sorted(environ):
         section, found, key = variable.removeprefix(ENV_PREFIX).lower().partition("__")
         if not variable.startswith(ENV_PREFIX) or not found:
             continue
+        where = f"environment variable {variable}"
         if section not in sections:
-            raise ConfigError(
-                f"environment variable {variable}: `{section}` must be one of {', '.join(sections)}"
-            )
+            raise ConfigError(f"{where}: no section `{section}`; there are {', '.join(sections)}")
         if key not in sections[section]:
-            known = ", ".join(sections[section])
-            raise ConfigError(
-                f"environment variable {variable}: `{section}` has no key `{key}`; it has {known}"
-            )
+            raise ConfigError(f"{where}: `{section}` has no key `{key}`, but {', '.join(sections[section])}")
         try:
             overrides[variable] = (section, key, _parse_yaml(environ[variable]))
         except (ConfigError, yaml.YAMLError) as error:
-            raise ConfigError(f"environment variable {variable}: is not a YAML value: {error}") from None
+            raise ConfigError(f"{where}: is not a YAML value: {error}") from None
     return overrides

@@ -1,4 +1,4 @@
-"""Which rank owns which expert: owners, expert maps, sentinels and copies. Plain Python, the same on every rank."""
+"""Which rank owns which expert: owners, maps, sentinels and copies, the same on every rank."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Placement:
     """E logical experts and their copies, P physical ones in all, on R ranks.
 
-    Physical expert p < E is logical expert p; p ≥ E is a copy of logical expert (p − E) mod E. Source rank s sends
-    its token t to copy (t + s) mod n of an expert's n copies, so that copies share the load and every run agrees.
+    Physical expert p < E is logical expert p; p ≥ E is a copy of logical expert (p − E) mod E. Source rank s
+    sends its token t to copy (t + s) mod n of an expert's n copies: they share the load, every run alike.
     """
 
     num_experts: int
@@ -37,8 +37,8 @@ class Placement:
         assignment: Sequence[int] | None = None,
         num_redundant_experts: int = 0,
     ) -> Self:
-        """linear: blocks in order, the first P mod R ranks own one more; round_robin: p on rank p mod R; explicit:
-        `assignment` [P] gives each owner. Raises ValueError on anything else."""
+        """linear: blocks in order, the first P mod R ranks own one more; round_robin: p on rank p mod R;
+        explicit: `assignment` [P] gives each owner. Raises ValueError on anything else."""
         for name, value, least in (
             ("num_experts", num_experts, 1),
             ("ep_size", ep_size, 1),
@@ -63,7 +63,7 @@ class Placement:
             raise ValueError(f"`strategy` must be 'linear', 'round_robin' or 'explicit', got {strategy!r}")
         if len(owners) != physical:
             raise ValueError(
-                f"`assignment` must hold {physical} ranks, one per physical expert, got {len(owners)}"
+                f"`assignment` must be {physical} ranks, one per physical expert, got {len(owners)}"
             )
         for p, rank in enumerate(owners):
             if not _is_int(rank) or not 0 <= rank < ep_size:
@@ -116,7 +116,7 @@ class Placement:
         return torch.tensor([i if owner == rank else -1 for owner, i in pairs], dtype=torch.int32)
 
     def sentinel(self, rank: int) -> int:
-        """The id in unused slots: a valid one that `expert_map` sends to −1, or P where the rank owns every expert."""
+        """The id in unused slots: a valid one that `expert_map` reads as −1, or P where none is foreign."""
         _in_range("rank", rank, self.ep_size)
         return next((p for p, owner in enumerate(self.owners) if owner != rank), self.num_physical_experts)
 

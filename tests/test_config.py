@@ -1,0 +1,232 @@
+"""EPConfig: what it takes, what it refuses, and in which words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epmoe.config import ConfigError, EPConfig
+
+MODEL = {"num_experts": 16, "num_experts_per_tok": 4, "hidden_size": 64}
+TOPOLOGY = {"ep_size": 4}
+
+
+def make(**sections: Any) -> EPConfig:
+    """A small configuration, with the keys of `sections` over it."""
+    base: dict[str, Any] = {"model": MODEL, "topology": TOPOLOGY}
+    return EPConfig(**base | {name: base.get(name, {}) | keys for name, keys in sections.items()})
+
+
+def write(folder: Path, text: str, name: str = "config.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_defaults():
+    config = make()
+    assert config.model.torch_dtype is torch.bfloat16
+    assert (config.routing.scoring, config.placement.strategy, config.exchange.transport) == (
+        "softmax",
+        "linear",
+        "auto",
+    )
+    assert config.capacity.max_expert_rows is None
+    assert config.num_physical_experts == 16
+
+
+def test_equal_after_a_round_trip_and_frozen():
+    config = make(placement={"num_redundant_experts": 2})
+    assert EPConfig(**config.model_dump()) == config
+    assert EPConfig(**json.loads(config.model_dump_json())) == config
+    with pytest.raises(ValueError, match="frozen"):
+        config.topology.ep_size = 8
+
+
+YAML = """
+model: {num_experts: 16, num_experts_per_tok: 4, hidden_size: 64}
+topology: {ep_size: 4}
+"""
+TOML = """
+model = {num_experts = 16, num_experts_per_tok = 4, hidden_size = 64}
+[topology]
+ep_size = 4
+"""
+FILES = {
+    "c.yaml": YAML,
+    "c.yml": YAML,
+    "c.toml": TOML,
+    "c.json": json.dumps({"model": MODEL, "topology": TOPOLOGY}),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_format_says_the_same(tmp_path, name):
+    assert EPConfig.load(write(tmp_path, FILES[name], name)) == make()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"topology": {"ep_size": True}}, "`topology.ep_size` must be a valid integer, got True"),
+        ({"topology": {"ep_size": 4.0}}, "`topology.ep_size` must be a valid integer, got 4.0"),
+        ({"topology": {"ep_size": "4"}}, "`topology.ep_size` must be a valid integer, got '4'"),
+        ({"topology": {"ep_size": 65}}, "`topology.ep_size` must be less than or equal to 64, got 65"),
+        ({"exchange": {"timeout_s": True}}, "`exchange.timeout_s` must be a valid number, got True"),
+        ({"exchange": {"timeout_s": float("inf")}}, "`exchange.timeout_s` must be a finite number"),
+        ({"exchange": {"timeout_s": 600}}, "`exchange.warmup_timeout_s` must be at least .* = 600"),
+        (
+            {"exchange": {"payload": "fp8"}},
+            "`exchange.payload` must be auto where .* no multiple of 128",
+        ),
+        ({"routing": {"scoring": "relu"}}, "`routing.scoring` must be 'softmax' or 'sigmoid', got 'relu'"),
+        ({"model": {"num_expert": 8}}, "`model.num_expert` is not a known key; did you mean `num_experts`?"),
+        ({"colour": {}}, "`colour` is not a known key; use model, topology, routing"),
+        (
+            {"model": {"num_experts_per_tok": 17}},
+            "`model.num_experts_per_tok` must be .* = 16, got 17",
+        ),
+        ({"model": {"hidden_size": 60}}, "`model.hidden_size` must be a multiple of 8, so that a bfloat16"),
+        (
+            {"routing": {"num_expert_groups": 3}},
+            "`routing.num_expert_groups` must be a divisor .* = 16",
+        ),
+        (
+            {"routing": {"num_expert_groups": 8}},
+            "`routing.top_groups` must be from 2 to 8, .* got 1",
+        ),
+        ({"routing": {"top_groups": 2}}, "`routing.top_groups` must be from 1 to 1"),
+        ({"topology": {"ranks_per_node": 2}}, "`topology.ep_size` must be at most .* not built yet, got 4"),
+        ({"placement": {"strategy": "explicit"}}, "`placement.assignment` must be 16 ranks.*, got none"),
+        ({"placement": {"assignment": [0] * 16}}, "`placement.strategy` must be explicit"),
+        (
+            {"placement": {"strategy": "explicit", "assignment": [0]}},
+            "`placement.assignment` must be 16 .* 1",
+        ),
+        (
+            {"placement": {"strategy": "explicit", "assignment": [0] * 15 + [4]}},
+            r"`placement.assignment\[15\]` must be a rank from 0 to 3, got 4",
+        ),
+        (
+            {"placement": {"strategy": "explicit", "assignment": [0, True]}},
+            r"`placement.assignment\[1\]` must be a valid integer, got True",
+        ),
+        (
+            {
+                "model": {"num_experts": 4096, "num_experts_per_tok": 4096},
+                "capacity": {"max_num_tokens_per_rank": 2**20},
+            },
+            "`capacity.max_num_tokens_per_rank` must be at most 131071, as R·M·K rows are numbered in int32",
+        ),
+    ],
+)
+def test_a_wrong_value_is_named(sections, message):
+    with pytest.raises(ConfigError, match=message):
+        make(**sections)
+
+
+def test_every_wrong_key_is_listed():
+    with pytest.raises(ConfigError) as caught:
+        EPConfig(model={"num_experts": 0, "num_experts_per_tok": 1}, topology=None)
+    assert str(caught.value).splitlines() == [
+        "`model.num_experts` must be greater than or equal to 1, got 0",
+        "`model.hidden_size` must be set",
+        "`topology` must be a mapping of keys, got None",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "a.yaml",
+            "topology: {ep_size: 4}\ntopology: {ep_size: 2}",
+            "a.yaml: key `topology` .* on line 1 and on line 2",
+        ),
+        (
+            "a.yaml",
+            "topology:\n  ep_size: 4\n  ep_size: 4\n",
+            "a.yaml: key `ep_size` is given twice, on line 2 and on line 3",
+        ),
+        ("a.json", '{"topology": {"ep_size": 4, "ep_size": 2}}', "a.json: key `ep_size` is given twice"),
+        ("a.toml", "[topology]\nep_size = 4\nep_size = 4\n", "a.toml: is not valid TOML"),
+        ("a.yaml", "model: [", "a.yaml: is not valid YAML"),
+        ("a.yaml", "model: !!python/object/apply:os.getpid []", "a.yaml: is not valid YAML"),
+        ("a.json", "{", "a.json: is not valid JSON"),
+        ("a.yaml", "- 1", r"a.yaml: must hold sections such as `model:`"),
+        ("a.yaml", "", "a.yaml: `model` must be set"),
+        ("a.ini", "", "a.ini: a configuration must end in .yaml, .yml, .toml, .json, got `.ini`"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path, name, text, message):
+    with pytest.raises(ConfigError, match=message):
+        EPConfig.load(write(tmp_path, text, name))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere.yaml: no such configuration file"):
+        EPConfig.load(tmp_path / "nowhere.yaml")
+
+
+def test_the_environment_goes_over_the_file(tmp_path, monkeypatch):
+    path = write(tmp_path, YAML)
+    monkeypatch.setenv("EPMOE_TOPOLOGY__EP_SIZE", "2")
+    monkeypatch.setenv("EPMOE_ROUTING__RENORMALIZE", "true")
+    monkeypatch.setenv("EPMOE_PLACEMENT__STRATEGY", "explicit")
+    monkeypatch.setenv("EPMOE_PLACEMENT__ASSIGNMENT", str([0, 1] * 8))
+    monkeypatch.setenv("EPMOE_CACHE", "not ours")
+    config = EPConfig.load(path)
+    assert (config.topology.ep_size, config.routing.renormalize) == (2, True)
+    assert config.placement.assignment == [0, 1] * 8
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("EPMOE_TOPOLOGY__SIZE", "2", "EPMOE_TOPOLOGY__SIZE: `topology` has no key `size`"),
+        ("EPMOE_TOPOLGY__EP_SIZE", "2", "EPMOE_TOPOLGY__EP_SIZE: no section `topolgy`"),
+        (
+            "EPMOE_TOPOLOGY__EP_SIZE",
+            "yes",
+            "`topology.ep_size` .* environment sets EPMOE_TOPOLOGY__EP_SIZE",
+        ),
+        ("EPMOE_TOPOLOGY__EP_SIZE", "[", "EPMOE_TOPOLOGY__EP_SIZE: is not a YAML value"),
+    ],
+)
+def test_a_wrong_variable_is_named(tmp_path, monkeypatch, variable, value, message):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=message):
+        EPConfig.load(write(tmp_path, YAML))
+
+
+def test_the_schema_documents_every_key():
+    schema = EPConfig.model_json_schema()
+    assert schema["additionalProperties"] is False
+    for section in schema["$defs"].values():
+        assert section["description"] and section["additionalProperties"] is False
+        assert all(key["description"] for key in section["properties"].values())
+
+
+@given(
+    experts=st.integers(1, 64),
+    top_k=st.integers(1, 64),
+    groups=st.integers(1, 16),
+    top_groups=st.integers(1, 16),
+)
+def test_accepted_means_that_routing_is_possible(experts, top_k, groups, top_groups):
+    sections = {
+        "model": {"num_experts": experts, "num_experts_per_tok": top_k},
+        "routing": {"num_expert_groups": groups, "top_groups": top_groups},
+    }
+    possible = experts % groups == 0 and top_groups <= groups and top_k <= top_groups * (experts // groups)
+    if possible:
+        make(**sections)
+    else:
+        with pytest.raises(ConfigError, match="^`(model|routing)[.]"):
+            make(**sections)

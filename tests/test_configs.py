@@ -1,0 +1,39 @@
+"""Every ready configuration loads, places its experts, and has its model's true shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from epmoe.config import EPConfig
+from epmoe.placement import Placement
+
+FOLDER = Path(__file__).parents[1] / "configs"
+SHAPES = {  # R, E, K, D
+    "cpu_demo": (4, 16, 4, 256),
+    "h200x8_deepseek_v3": (8, 256, 8, 7168),
+    "h200x8_qwen3_235b": (8, 128, 8, 4096),
+    "h200x4_gpt_oss_120b": (4, 128, 4, 2880),
+    "h200x8_mixtral": (8, 8, 2, 4096),
+}
+
+
+def test_no_configuration_is_missed():
+    assert {path.stem for path in FOLDER.iterdir()} == set(SHAPES)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_loads(name):
+    config = EPConfig.load(FOLDER / f"{name}.yaml")
+    model = config.model
+    shape = (config.topology.ep_size, model.num_experts, model.num_experts_per_tok, model.hidden_size)
+    assert shape == SHAPES[name]
+    placement = Placement.from_config(config)
+    assert {placement.num_local_experts(rank) for rank in range(shape[0])} == {shape[1] // shape[0]}
+
+
+def test_deepseek_routing():
+    routing = EPConfig.load(FOLDER / "h200x8_deepseek_v3.yaml").routing
+    assert (routing.scoring, routing.renormalize, routing.routed_scaling_factor) == ("sigmoid", True, 2.5)
+    assert (routing.num_expert_groups, routing.top_groups) == (8, 4)

@@ -1,6 +1,7 @@
 // Arguments of the local stages: one POD per kernel, the same for CPU and CUDA.
-// Letters as in the package docstring: T tokens, E experts, K experts a token, S slots, D hidden size, P physical
-// experts, e local experts, R source ranks, N expert-major rows. Strides count elements unless they say bytes.
+// Letters as in the package docstring: T tokens, E experts, K experts a token, S slots, D hidden size, P
+// physical experts, e local experts, R source ranks, N expert-major rows. Strides count elements unless they
+// say bytes.
 #pragma once
 #include "types.h"
 

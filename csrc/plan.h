@@ -1,5 +1,5 @@
-// The exchange's memory as the kernels see it: offsets computed once, in epmoe/memory.py, and handed over as a list of
-// integers in the order of the fields below (`epmoe.memory.PLAN_FIELDS`).
+// The exchange's memory as the kernels see it: offsets computed once, in epmoe/memory.py, and handed over as
+// a list of integers in the order of the fields below (`epmoe.memory.PLAN_FIELDS`).
 #pragma once
 #include "types.h"
 
@@ -8,11 +8,12 @@ namespace epmoe {
 constexpr int kMaxRanks = 64;  // a set of ranks is one 64-bit mask
 
 struct ExchangePlan {
-  int64_t R, rank, M, K, D, E, P, num_local_experts, copies;  // letters as in args.h; K, D: a call may use less
+  int64_t R, rank, M, K, D, E, P, num_local_experts,
+      copies;  // letters as in args.h; K, D: a call may use less
   int64_t max_rows, alignment;
-  int64_t payload_fp8, combine_fp8;                // wire formats: 0 is the dtype of x
-  int64_t x_stride_bytes, combine_stride_bytes;    // between slots, on the wire
-  int64_t scale_blocks;                            // scales between slots
+  int64_t payload_fp8, combine_fp8;              // wire formats: 0 is the dtype of x
+  int64_t x_stride_bytes, combine_stride_bytes;  // between slots, on the wire
+  int64_t scale_blocks;                          // scales between slots
   // in every rank's window
   int64_t dispatch_mail, combine_mail, error_mail, doorbell;
   int64_t recv_x, recv_scales, recv_ids, recv_weights, combine_rows, combine_scales;
@@ -40,11 +41,11 @@ struct RoundState {
 
 // What the host looks at; int64 each, in the order of `epmoe.health.STATUS`.
 struct Status {
-  int64_t code;        // StatusCode
-  int64_t stage;       // Stage
-  int64_t epoch;       // of the failed round
-  int64_t missing;     // ranks that were waited for, a mask
-  int64_t originator;  // the rank that saw the failure first
+  int64_t code;         // StatusCode
+  int64_t stage;        // Stage
+  int64_t epoch;        // of the failed round
+  int64_t missing;      // ranks that were waited for, a mask
+  int64_t originator;   // the rank that saw the failure first
   int64_t needed_rows;  // the most expert-major rows a round needed beyond max_rows, or 0
   int64_t unused[2];
 };

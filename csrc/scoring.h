@@ -1,5 +1,5 @@
-// Scores and order-preserving keys of route, one text for CPU and CUDA: explicit fused multiply-adds, so that both
-// round alike. Everything else of this project compiles with contraction off.
+// Scores and order-preserving keys of route, one text for CPU and CUDA: explicit fused multiply-adds, so that
+// both round alike. Everything else of this project compiles with contraction off.
 #pragma once
 #include <cmath>
 
@@ -26,8 +26,8 @@ EPMOE_HD float float_of(uint32_t bits) {
 EPMOE_HD bool is_finite(float value) { return (bits_of(value) & 0x7f800000u) != 0x7f800000u; }
 EPMOE_HD bool is_nan(float value) { return (bits_of(value) & 0x7fffffffu) > 0x7f800000u; }
 
-// A key whose unsigned order is the order of the floats: NaN ranks with -Inf, -0 with +0. Never 0, which is left to
-// experts that are out of the choice.
+// A key whose unsigned order is the order of the floats: NaN ranks with -Inf, -0 with +0. Never 0, which is
+// left to experts that are out of the choice.
 EPMOE_HD uint32_t order_key(float value) {
   if (is_nan(value)) return 0x007fffffu;  // the key of -Inf
   if (value == 0.0f) return 0x80000000u;
@@ -35,8 +35,9 @@ EPMOE_HD uint32_t order_key(float value) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// exp(x) for x <= 0, within 1 ulp or so: x = n ln2 + r, a degree-7 polynomial in r (coefficients: Taylor, |r| <= ln2/2,
-// truncation below 2^-25), scaled by 2^n in two steps so that denormal results are right. NaN stays NaN.
+// exp(x) for x <= 0, within 1 ulp or so: x = n ln2 + r, a degree-7 polynomial in r (coefficients: Taylor, |r|
+// <= ln2/2, truncation below 2^-25), scaled by 2^n in two steps so that denormal results are right. NaN stays
+// NaN.
 EPMOE_HD float exp_nonpositive(float x) {
   if (is_nan(x)) return x;
   if (x < -104.0f) return 0.0f;

@@ -1,5 +1,6 @@
-// From tensors to pointers, with the checks that keep a wrong call from becoming a wild pointer. Wording for users is
-// Python's; what fails here is a bug of the caller in this package. The only header that includes torch's.
+// From tensors to pointers, with the checks that keep a wrong call from becoming a wild pointer. Wording for
+// users is Python's; what fails here is a bug of the caller in this package. The only header that includes
+// torch's.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

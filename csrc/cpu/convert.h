@@ -1,4 +1,5 @@
-// Element types on the CPU: conversion from and to fp32, the block-quantised fp8 wire format, ids and weights.
+// Element types on the CPU: conversion from and to fp32, the block-quantised fp8 wire format, ids and
+// weights.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -19,7 +20,9 @@ struct Float8 {  // e4m3, finite: no Inf, NaN is 0x7f
 
 inline float to_float(float value) { return value; }
 inline float to_float(Half value) { return static_cast<float>(value); }
-inline float to_float(BFloat16 value) { return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
+inline float to_float(BFloat16 value) {
+  return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
+}
 inline float to_float(Float8 value) {
   uint32_t sign = static_cast<uint32_t>(value.bits & 0x80) << 24, magnitude = value.bits & 0x7f;
   if (magnitude == 0x7f) return std::bit_cast<float>(sign | 0x7fc00000u);
@@ -51,7 +54,8 @@ inline Float8 from_float<Float8>(float value) {
   if (magnitude != magnitude) return {static_cast<uint8_t>(sign | 0x7f)};
   if (magnitude >= 448.0f) return {static_cast<uint8_t>(sign | 0x7e)};  // saturates
   // Below the normal range the step is 2^-9; above, three bits of mantissa are kept.
-  if (magnitude < 0x1p-6f) return {static_cast<uint8_t>(sign | static_cast<uint8_t>(std::nearbyintf(magnitude * 512)))};
+  if (magnitude < 0x1p-6f)
+    return {static_cast<uint8_t>(sign | static_cast<uint8_t>(std::nearbyintf(magnitude * 512)))};
   uint32_t m = std::bit_cast<uint32_t>(magnitude);
   uint32_t rounded = (m + 0x7ffffu + (m >> 20 & 1u)) >> 20;
   return {static_cast<uint8_t>(sign | std::min<uint32_t>(rounded - (120u << 3), 0x7e))};
@@ -80,8 +84,9 @@ inline int64_t load_id(const void* base, bool wide, int64_t index) {
   return wide ? static_cast<const int64_t*>(base)[index] : static_cast<const int32_t*>(base)[index];
 }
 
-// A row of n values to fp8 with one scale a block: amax / 448, 1 for a block of zeros. Infinite and NaN values have no
-// finite amax to scale by; they saturate and stay NaN, and leave the rest of their block as it is.
+// A row of n values to fp8 with one scale a block: amax / 448, 1 for a block of zeros. Infinite and NaN
+// values have no finite amax to scale by; they saturate and stay NaN, and leave the rest of their block as it
+// is.
 template <typename T>
 void quantise_row(const T* row, int64_t n, Float8* out, float* scales) {
   for (int64_t begin = 0; begin < n; begin += kScaleBlock) {

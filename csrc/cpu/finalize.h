@@ -1,7 +1,8 @@
-// One received slot's weighted sum over this rank's experts, shared by finalize and by combine, which sends it on.
+// One received slot's weighted sum over this rank's experts, shared by finalize and by combine, which sends
+// it on.
 #pragma once
-#include "convert.h"
 #include "args.h"
+#include "convert.h"
 
 namespace epmoe::cpu {
 
@@ -10,8 +11,8 @@ inline void add_row(float* sum, const T* row, float weight, int64_t n) {
   for (int64_t d = 0; d < n; ++d) sum[d] += weight * to_float(row[d]);
 }
 
-// sum_D = sum over k of weight * row, in the order of k; zeros where the slot has no row. A weight of 0 multiplies
-// nothing, so that 0 * NaN never arises.
+// sum_D = sum over k of weight * row, in the order of k; zeros where the slot has no row. A weight of 0
+// multiplies nothing, so that 0 * NaN never arises.
 template <typename T>
 inline void finalize_slot(const FinalizeArgs& args, int64_t slot, float* sum_D) {
   std::fill_n(sum_D, args.D, 0.0f);

@@ -1,4 +1,5 @@
-// permute on the CPU: one counting sort by local expert, then each row is read once and written to its places.
+// permute on the CPU: one counting sort by local expert, then each row is read once and written to its
+// places.
 #include <algorithm>
 #include <vector>
 
@@ -35,7 +36,8 @@ void permute(const PermuteArgs& args) {
     for (int32_t k = 0; k < args.K; ++k)
       if (int32_t local = local_expert(args, slot, k); local >= 0) ++filled[local];
   });
-  // Segments start at multiples of the alignment; whatever lies past max_rows is cut off, in expert-major order.
+  // Segments start at multiples of the alignment; whatever lies past max_rows is cut off, in expert-major
+  // order.
   int64_t begin = 0, dropped = 0;
   for (int32_t i = 0; i < experts; ++i) {
     next[i] = begin;
@@ -64,7 +66,8 @@ void permute(const PermuteArgs& args) {
       if (row < 0) continue;
       std::memcpy(rows + row * row_bytes, x, row_bytes);
       if (args.scales_SB)
-        std::memcpy(args.row_scales_NB + row * blocks, args.scales_SB + slot * args.scales_stride, blocks * sizeof(float));
+        std::memcpy(args.row_scales_NB + row * blocks, args.scales_SB + slot * args.scales_stride,
+                    blocks * sizeof(float));
     }
   });
 

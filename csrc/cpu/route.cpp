@@ -29,7 +29,8 @@ bool score_row(const RouteArgs& args, Row& row) {
       has_nan |= is_nan(logit);
     }
     bool undefined = has_nan || !is_finite(largest);
-    for (int32_t i = 0; i < args.E; ++i) sum += row.scores[i] = undefined ? NAN : exp_nonpositive(row.logits[i] - largest);
+    for (int32_t i = 0; i < args.E; ++i)
+      sum += row.scores[i] = undefined ? NAN : exp_nonpositive(row.logits[i] - largest);
     for (float& score : row.scores) score /= sum;
   }
   for (float& score : row.scores) {
@@ -39,8 +40,8 @@ bool score_row(const RouteArgs& args, Row& row) {
   return sanitised;
 }
 
-// Keys of the choice. Both scorings are monotonic, so without a bias the logits decide, which keeps apart what rounding
-// would tie; a row whose softmax is undefined ties everywhere.
+// Keys of the choice. Both scorings are monotonic, so without a bias the logits decide, which keeps apart
+// what rounding would tie; a row whose softmax is undefined ties everywhere.
 void key_row(const RouteArgs& args, bool sanitised, Row& row) {
   for (int32_t i = 0; i < args.E; ++i) {
     float value = args.bias_E ? row.scores[i] + args.bias_E[i] : row.logits[i];
@@ -48,8 +49,8 @@ void key_row(const RouteArgs& args, bool sanitised, Row& row) {
   }
 }
 
-// Group-limited choice (DeepSeek-V3): experts of groups outside the best `top_groups` get key 0. A group is worth the
-// sum of its two best biased scores, or its best key where there is no bias.
+// Group-limited choice (DeepSeek-V3): experts of groups outside the best `top_groups` get key 0. A group is
+// worth the sum of its two best biased scores, or its best key where there is no bias.
 void drop_groups(const RouteArgs& args, Row& row, std::vector<uint32_t>& group_keys) {
   int32_t size = args.E / args.num_groups;
   group_keys.resize(args.num_groups);
@@ -88,7 +89,8 @@ void select(const RouteArgs& args, int64_t t, Row& row) {
     int32_t best = -1;
     for (int32_t i = 0; i < args.E; ++i) {
 #if defined(EPMOE_MUTATE_ROUTE_CLAMP)
-      // As it went wrong in the field: floats compared, the chosen one "removed" by a value that NaN does not lose to.
+      // As it went wrong in the field: floats compared, the chosen one "removed" by a value that NaN does not
+      // lose to.
       float value = args.bias_E ? row.scores[i] + args.bias_E[i] : row.scores[i];
       float leader = best < 0 ? 0.0f : args.bias_E ? row.scores[best] + args.bias_E[best] : row.scores[best];
       if (best < 0 || value > leader) best = i;

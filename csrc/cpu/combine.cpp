@@ -1,0 +1,136 @@
+// combine on the CPU: finalizes each source's rows straight into that source's window, then sums what came
+// back.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "finalize.h"
+#include "mail.h"
+
+namespace epmoe::cpu {
+namespace {
+
+// One partial row into a source's window, in the dtype of x or as fp8.
+template <typename T>
+void send_row(const Exchange& ex, int64_t source, int64_t slot, const float* sum_D, int64_t D) {
+  const ExchangePlan& plan = ex.plan;
+  int64_t place = plan.rank * plan.M + slot;
+  char* out = in_window<char>(ex, source, plan.combine_rows) + place * plan.combine_stride_bytes;
+  if (plan.combine_fp8) {
+    float* scales = in_window<float>(ex, source, plan.combine_scales) + place * plan.scale_blocks;
+    quantise_row(sum_D, D, reinterpret_cast<Float8*>(out), scales);
+  } else {
+    for (int64_t d = 0; d < D; ++d) reinterpret_cast<T*>(out)[d] = from_float<T>(sum_D[d]);
+  }
+}
+
+template <typename T>
+void send_rows(const Exchange& ex, const CombineArgs& args, const RoundState& round,
+               const int32_t* counts_R) {
+  const ExchangePlan& plan = ex.plan;
+  FinalizeArgs finalize_args{
+      .rows_ND = args.rows,
+      .dtype = static_cast<DType>(round.dtype),
+      .rows_stride_bytes = args.rows_stride_bytes,
+      .num_rows = args.num_rows,
+      .row_of_pair_SK = in_scratch<int32_t>(ex, plan.row_of_pair),
+      .row_of_pair_stride = plan.K,
+      .weights_SK = in_window<float>(ex, plan.rank, plan.recv_weights),
+      .weights_dtype = DType::kFloat32,
+      .weights_stride = plan.K,
+      .counts_R = nullptr,
+      .S = plan.R * plan.M,
+      .D = round.D,
+      .K = round.K,
+      .R = static_cast<int32_t>(plan.R),
+      .partial_SD = nullptr,
+  };
+  std::vector<float> sum_D(round.D);
+  for (int64_t i = 0; i < plan.R; ++i) {
+    int64_t source = (plan.rank + i) % plan.R;  // rotated, so that no window is written by all at once
+    for (int64_t slot = 0; slot < counts_R[source]; ++slot) {
+      int64_t row = source * plan.M + slot;
+      if (args.expert_major) {
+        finalize_slot<T>(finalize_args, row, sum_D.data());
+      } else {
+        auto* partial =
+            reinterpret_cast<const T*>(static_cast<const char*>(args.rows) + row * args.rows_stride_bytes);
+        for (int64_t d = 0; d < round.D; ++d) sum_D[d] = to_float(partial[d]);
+      }
+      send_row<T>(ex, source, slot, sum_D.data(), round.D);
+    }
+  }
+}
+
+// Adds the row that rank `r` sent back for one of this rank's tokens.
+template <typename T>
+void add_returned(const Exchange& ex, int64_t r, int64_t slot, int64_t D, float* sum_D) {
+  const ExchangePlan& plan = ex.plan;
+  int64_t place = r * plan.M + slot;
+  const char* row = in_window<char>(ex, plan.rank, plan.combine_rows) + place * plan.combine_stride_bytes;
+  if (!plan.combine_fp8) return add_row(sum_D, reinterpret_cast<const T*>(row), 1.0f, D);
+  const float* scales = in_window<float>(ex, plan.rank, plan.combine_scales) + place * plan.scale_blocks;
+  for (int64_t begin = 0; begin < D; begin += kScaleBlock) {
+    add_row(sum_D + begin, reinterpret_cast<const Float8*>(row) + begin, scales[begin / kScaleBlock],
+            std::min(kScaleBlock, D - begin));
+  }
+}
+
+// y = the sum over ranks, in rank order and in fp32, whatever the order of arrival; rows that are padding are
+// zeros.
+template <typename T>
+void sum_returned(const Exchange& ex, const CombineArgs& args, const RoundState& round) {
+  const ExchangePlan& plan = ex.plan;
+  auto* slots = in_scratch<int32_t>(ex, plan.slots);
+  auto* mail = in_window<Mail>(ex, plan.rank, plan.combine_mail);
+  std::vector<float> sum_D(round.D);
+  int64_t tokens = std::min<int64_t>(round.T, args.T);
+  T* y = static_cast<T*>(args.y_TD);
+  for (int64_t t = 0; t < tokens; ++t) {
+    std::fill(sum_D.begin(), sum_D.end(), 0.0f);
+    for (int64_t r = 0; r < plan.R; ++r) {
+      int32_t slot = slots[t * plan.R + r];
+      // A rank that gave the round up has sent no rows.
+      if (slot >= 0 && slot < mail[r].count) add_returned<T>(ex, r, slot, round.D, sum_D.data());
+    }
+    for (int64_t d = 0; d < round.D; ++d) y[t * round.D + d] = from_float<T>(sum_D[d]);
+  }
+  std::memset(y + tokens * round.D, 0, (args.T - tokens) * round.D * sizeof(T));
+}
+
+template <typename T>
+void combine_as(const Exchange& ex, const CombineArgs& args) {
+  const ExchangePlan& plan = ex.plan;
+  auto* round = in_scratch<RoundState>(ex, plan.state);
+  round->combine_epoch = round->dispatch_epoch;
+  std::vector<int32_t> counts(plan.R, 0);
+  bool arrived = false;
+  if (!round->latched) {
+    if (args.rows) {
+      std::copy_n(in_scratch<int32_t>(ex, plan.counts), plan.R, counts.begin());
+      send_rows<T>(ex, args, *round, counts.data());
+    }
+    Mail mail{.epoch = round->combine_epoch,
+              .count = 0,
+              .D = round->D,
+              .K = round->K,
+              .dtype = round->dtype,
+              .unused = {}};
+    send_mail(ex, plan.combine_mail, mail, counts.data());
+    arrived = wait_for_all(ex, kCombine, plan.combine_mail, round->combine_epoch);
+  }
+  if (arrived) {
+    sum_returned<T>(ex, args, *round);
+  } else {
+    std::memset(args.y_TD, 0, args.T * round->D * sizeof(T));
+  }
+}
+
+}  // namespace
+
+void combine(const Exchange& ex, const CombineArgs& args) {
+  auto dtype = static_cast<DType>(in_scratch<RoundState>(ex, ex.plan.state)->dtype);
+  visit(dtype, [&](auto type) { combine_as<decltype(type)>(ex, args); });
+}
+
+}  // namespace epmoe::cpu

@@ -1,0 +1,210 @@
+// dispatch on the CPU: each token once to each distinct rank that needs it, straight into that rank's window.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "convert.h"
+#include "mail.h"
+#include "scoring.h"
+
+namespace epmoe::cpu {
+namespace {
+
+// A token's pairs, checked: physical ids, -1 where there is nothing to compute, and finite weights.
+struct Pairs {
+  std::vector<int32_t> ids;
+  std::vector<float> weights;
+  std::vector<int64_t> last_seen;  // the last token that chose an expert
+  explicit Pairs(const ExchangePlan& plan) : ids(plan.K), weights(plan.K), last_seen(plan.E, -1) {}
+};
+
+// Returns the ranks that token t needs, as a mask.
+uint64_t read_pairs(const Exchange& ex, const DispatchArgs& args, int64_t t, Pairs& pairs) {
+  const ExchangePlan& plan = ex.plan;
+  auto* counters = in_scratch<int64_t>(ex, plan.counters);
+  auto* copies = in_scratch<int32_t>(ex, plan.copies_table);
+  auto* num_copies = in_scratch<int32_t>(ex, plan.num_copies);
+  auto* owners = in_scratch<int32_t>(ex, plan.owners);
+  uint64_t ranks = 0;
+  for (int32_t k = 0; k < args.K; ++k) {
+    int64_t id = load_id(args.ids_TK, args.wide_ids, t * args.ids_stride + k);
+    float weight = load_float(args.weights_TK, args.weights_dtype, t * args.weights_stride + k);
+    pairs.ids[k] = -1;
+    pairs.weights[k] = 0.0f;
+    if (!is_finite(weight)) {
+      ++counters[kNonfiniteWeights];
+      weight = 0.0f;
+    }
+    if (id < 0 || id >= plan.E) {
+      counters[kOutOfRangeIds] += id != -1 && id != plan.E;  // those two say "no expert"
+      continue;
+    }
+    counters[kDuplicateIds] += pairs.last_seen[id] == t;
+    pairs.last_seen[id] = t;
+    if (weight == 0.0f) continue;
+    pairs.ids[k] = copies[id * plan.copies + (t + plan.rank) % num_copies[id]];
+    pairs.weights[k] = weight;
+    ranks |= uint64_t{1} << owners[pairs.ids[k]];
+  }
+  return ranks;
+}
+
+void send_token(const Exchange& ex, const DispatchArgs& args, const Pairs& pairs, int64_t rank, int32_t slot,
+                const void* row, int64_t row_bytes, const float* scales) {
+  const ExchangePlan& plan = ex.plan;
+  int64_t place = plan.rank * plan.M + slot;
+  std::memcpy(in_window<char>(ex, rank, plan.recv_x) + place * plan.x_stride_bytes, row, row_bytes);
+  if (scales) {
+    std::copy_n(scales, (args.D + kScaleBlock - 1) / kScaleBlock,
+                in_window<float>(ex, rank, plan.recv_scales) + place * plan.scale_blocks);
+  }
+  int32_t* ids = in_window<int32_t>(ex, rank, plan.recv_ids) + place * plan.K;
+  float* weights = in_window<float>(ex, rank, plan.recv_weights) + place * plan.K;
+  int32_t sentinel = in_scratch<int32_t>(ex, plan.sentinels)[rank];
+  for (int32_t k = 0; k < args.K; ++k) {
+    ids[k] = pairs.ids[k] < 0 ? sentinel : pairs.ids[k];
+    weights[k] = pairs.weights[k];
+  }
+}
+
+// Writes all tokens into the windows; counts_R[r] is how many went to rank r.
+void send_tokens(const Exchange& ex, const DispatchArgs& args, int64_t tokens,
+                 std::vector<int32_t>& counts_R) {
+  const ExchangePlan& plan = ex.plan;
+  auto* slots = in_scratch<int32_t>(ex, plan.slots);
+  Pairs pairs(plan);
+  std::vector<Float8> quantised(plan.payload_fp8 ? args.D : 0);
+  std::vector<float> scales(plan.payload_fp8 ? plan.scale_blocks : 0);
+  for (int64_t t = 0; t < tokens; ++t) {
+    uint64_t ranks = read_pairs(ex, args, t, pairs);
+    const char* row = static_cast<const char*>(args.x_TD) + t * args.x_stride_bytes;
+    int64_t row_bytes = args.D * itemsize(args.dtype);
+    if (plan.payload_fp8 && ranks) {
+      visit(args.dtype, [&](auto type) {
+        quantise_row(reinterpret_cast<const decltype(type)*>(row), args.D, quantised.data(), scales.data());
+      });
+      row = reinterpret_cast<const char*>(quantised.data());
+      row_bytes = args.D;
+    }
+    for (int64_t r = 0; r < plan.R; ++r) {
+      slots[t * plan.R + r] = ranks >> r & 1 ? counts_R[r]++ : -1;
+      if (slots[t * plan.R + r] >= 0)
+        send_token(ex, args, pairs, r, slots[t * plan.R + r], row, row_bytes,
+                   plan.payload_fp8 ? scales.data() : nullptr);
+    }
+  }
+  auto* sent = in_scratch<int64_t>(ex, plan.rows_sent);
+  for (int64_t r = 0; r < plan.R; ++r) sent[r] += counts_R[r];
+}
+
+// Reads every source's header. Ranks whose K, D or dtype differ from this rank's, as a mask.
+uint64_t read_headers(const Exchange& ex, const RoundState& round, int32_t* counts_R) {
+  auto* mail = in_window<Mail>(ex, ex.plan.rank, ex.plan.dispatch_mail);
+  uint64_t differing = 0;
+  for (int64_t r = 0; r < ex.plan.R; ++r) {
+    if (mail[r].K != round.K || mail[r].D != round.D || mail[r].dtype != round.dtype)
+      differing |= uint64_t{1} << r;
+    counts_R[r] = static_cast<int32_t>(std::clamp<int64_t>(mail[r].count, 0, ex.plan.M));
+  }
+  return differing;
+}
+
+void permute_received(const Exchange& ex, const DispatchArgs& args, const int32_t* counts_R) {
+  const ExchangePlan& plan = ex.plan;
+  int64_t needed = 0;
+  PermuteArgs permute_args{
+      .x_SD = in_window<char>(ex, plan.rank, plan.recv_x),
+      .dtype = plan.payload_fp8 ? DType::kFloat8E4M3 : args.dtype,
+      .x_stride_bytes = plan.x_stride_bytes,
+      .scales_SB = plan.payload_fp8 ? in_window<float>(ex, plan.rank, plan.recv_scales) : nullptr,
+      .scales_stride = plan.scale_blocks,
+      .ids_SK = in_window<int32_t>(ex, plan.rank, plan.recv_ids),
+      .wide_ids = false,
+      .ids_stride = plan.K,
+      .expert_map_P = in_scratch<int32_t>(ex, plan.expert_map),
+      .counts_R = counts_R,
+      .S = plan.R * plan.M,
+      .D = args.D,
+      .K = args.K,
+      .P = static_cast<int32_t>(plan.P),
+      .num_local_experts = static_cast<int32_t>(plan.num_local_experts),
+      .R = static_cast<int32_t>(plan.R),
+      .alignment = plan.alignment,
+      .max_rows = plan.max_rows,
+      .rows_ND = in_scratch<char>(ex, plan.rows),
+      .row_scales_NB = in_scratch<float>(ex, plan.row_scales),
+      .expert_offsets = in_scratch<int32_t>(ex, plan.expert_offsets),
+      .tokens_per_expert = in_scratch<int32_t>(ex, plan.tokens_per_expert),
+      .row_of_pair_SK = in_scratch<int32_t>(ex, plan.row_of_pair),
+      .row_of_pair_stride = plan.K,
+      .workspace = nullptr,
+      .counters = in_scratch<int64_t>(ex, plan.counters),
+      .needed = &needed,
+  };
+  permute(permute_args);
+  if (needed > plan.max_rows) ex.status->needed_rows = std::max(ex.status->needed_rows, needed);
+  auto* total = in_scratch<int64_t>(ex, plan.total_tokens_per_expert);
+  for (int64_t i = 0; i < plan.num_local_experts; ++i) total[i] += permute_args.tokens_per_expert[i];
+}
+
+// layout="rank": unused slots carry the sentinel and 0 throughout, and what arrived is counted.
+void fill_unused_slots(const Exchange& ex, const DispatchArgs& args, const int32_t* counts_R) {
+  const ExchangePlan& plan = ex.plan;
+  auto* ids = in_window<int32_t>(ex, plan.rank, plan.recv_ids);
+  auto* weights = in_window<float>(ex, plan.rank, plan.recv_weights);
+  auto* expert_map = in_scratch<int32_t>(ex, plan.expert_map);
+  auto* total = in_scratch<int64_t>(ex, plan.total_tokens_per_expert);
+  int32_t sentinel = in_scratch<int32_t>(ex, plan.sentinels)[plan.rank];
+  for (int64_t r = 0; r < plan.R; ++r) {
+    for (int64_t slot = r * plan.M; slot < r * plan.M + counts_R[r]; ++slot) {
+      for (int32_t k = 0; k < args.K; ++k) {
+        int32_t id = ids[slot * plan.K + k];
+        if (id >= 0 && id < plan.P && expert_map[id] >= 0) ++total[expert_map[id]];
+      }
+    }
+    std::fill(ids + (r * plan.M + counts_R[r]) * plan.K, ids + (r + 1) * plan.M * plan.K, sentinel);
+    std::fill(weights + (r * plan.M + counts_R[r]) * plan.K, weights + (r + 1) * plan.M * plan.K, 0.0f);
+  }
+}
+
+}  // namespace
+
+void dispatch(const Exchange& ex, const DispatchArgs& args) {
+  const ExchangePlan& plan = ex.plan;
+  auto* round = in_scratch<RoundState>(ex, plan.state);
+  auto* counts = in_scratch<int32_t>(ex, plan.counts);
+  int64_t tokens = std::clamp<int64_t>(args.num_tokens, 0, args.T);
+  auto* counters = in_scratch<int64_t>(ex, plan.counters);
+  counters[kClampedNumTokens] += tokens != args.num_tokens;
+
+  *round = {round->dispatch_epoch + 1,
+            round->combine_epoch,
+            round->latched,
+            static_cast<int32_t>(tokens),
+            static_cast<int32_t>(args.D),
+            args.K,
+            static_cast<int32_t>(args.dtype),
+            {}};
+  std::vector<int32_t> sent(plan.R, 0);
+  bool arrived = false;
+  uint64_t differing = 0;
+  if (!round->latched) {
+    send_tokens(ex, args, tokens, sent);
+    Mail mail{.epoch = round->dispatch_epoch,
+              .count = 0,
+              .D = round->D,
+              .K = args.K,
+              .dtype = round->dtype,
+              .unused = {}};
+    send_mail(ex, plan.dispatch_mail, mail, sent.data());
+    arrived = wait_for_all(ex, kDispatch, plan.dispatch_mail, round->dispatch_epoch);
+  }
+  if (arrived) differing = read_headers(ex, *round, counts);
+  if (differing)
+    *ex.status = {kMismatch, kDispatch, round->dispatch_epoch, static_cast<int64_t>(differing), plan.rank,
+                  0,         {}};
+  if (!arrived || differing) std::fill_n(counts, plan.R, 0);
+  args.expert_major ? permute_received(ex, args, counts) : fill_unused_slots(ex, args, counts);
+}
+
+}  // namespace epmoe::cpu

@@ -1,0 +1,109 @@
+// The operators of the exchange: checks, unwraps, launches. Schemas and fakes: epmoe/ops.py.
+#include <cstring>
+#include <vector>
+
+#include "cpu/stages.h"
+#include "unwrap.h"
+
+namespace epmoe {
+namespace {
+
+constexpr size_t kPlanFields = sizeof(ExchangePlan) / sizeof(int64_t);
+
+ExchangePlan plan_of(const std::vector<int64_t>& fields) {
+  STD_TORCH_CHECK(fields.size() == kPlanFields, "the plan has ", fields.size(), " integers, expected ",
+                  kPlanFields);
+  ExchangePlan plan;
+  std::memcpy(&plan, fields.data(), sizeof(plan));
+  STD_TORCH_CHECK(plan.R >= 1 && plan.R <= kMaxRanks, "ranks must be from 1 to ", kMaxRanks);
+  return plan;
+}
+
+cpu::Exchange exchange_of(const ExchangePlan& plan, const Tensor& peers, const Tensor& window,
+                          const Tensor& scratch, const Tensor& status, double timeout_s) {
+  auto* addresses = pointer<int64_t>(peers, plan.R, "peers");
+  char* own = reinterpret_cast<char*>(pointer<uint8_t>(window, 0, "window"));
+  STD_TORCH_CHECK(reinterpret_cast<int64_t>(own) == addresses[plan.rank], "`window` must be this rank's own");
+  return {
+      .plan = plan,
+      .peers_R = reinterpret_cast<char* const*>(addresses),
+      .scratch = reinterpret_cast<char*>(pointer<uint8_t>(scratch, plan.rows_sent + plan.R * 8, "scratch")),
+      .status = reinterpret_cast<Status*>(pointer<int64_t>(status, sizeof(Status) / 8, "status")),
+      .timeout_s = timeout_s,
+  };
+}
+
+void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights,
+              const std::optional<Tensor>& num_tokens, int64_t num_rows, const Tensor& peers,
+              const Tensor& window, const Tensor& scratch, const Tensor& status,
+              const std::vector<int64_t>& plan_fields, bool expert_major, double timeout_s) {
+  ExchangePlan plan = plan_of(plan_fields);
+  check_rows(x, "x");
+  check_rows(ids, "ids");
+  check_rows(weights, "weights");
+  int64_t T = x.size(0), D = x.size(1), K = ids.size(1);
+  STD_TORCH_CHECK(
+      T <= plan.M && K <= plan.K && ids.size(0) == T && weights.size(0) == T && weights.size(1) == K,
+      "x, ids and weights must fit one another and the plan");
+  STD_TORCH_CHECK(D <= plan.D && (plan.payload_fp8 || D * itemsize(dtype_of(x)) <= plan.x_stride_bytes),
+                  "a row of x must fit the plan");
+  STD_TORCH_CHECK(plan.combine_fp8 || D * itemsize(dtype_of(x)) <= plan.combine_stride_bytes,
+                  "a row of y must fit the plan");
+  cpu::dispatch(exchange_of(plan, peers, window, scratch, status, timeout_s),
+                {
+                    .x_TD = x.data_ptr(),
+                    .dtype = dtype_of(x),
+                    .x_stride_bytes = x.stride(0) * itemsize(dtype_of(x)),
+                    .ids_TK = ids.data_ptr(),
+                    .wide_ids = is_wide(ids),
+                    .ids_stride = ids.stride(0),
+                    .weights_TK = weights.data_ptr(),
+                    .weights_dtype = dtype_of(weights),
+                    .weights_stride = weights.stride(0),
+                    .T = T,
+                    .num_tokens = num_tokens ? *pointer<int32_t>(*num_tokens, 1, "num_tokens") : num_rows,
+                    .D = D,
+                    .K = static_cast<int32_t>(K),
+                    .expert_major = expert_major,
+                });
+}
+
+void combine(const Tensor& y, const std::optional<Tensor>& rows, bool expert_major, const Tensor& peers,
+             const Tensor& window, const Tensor& scratch, const Tensor& status,
+             const std::vector<int64_t>& plan_fields, double timeout_s) {
+  ExchangePlan plan = plan_of(plan_fields);
+  cpu::Exchange ex = exchange_of(plan, peers, window, scratch, status, timeout_s);
+  auto* round = reinterpret_cast<const RoundState*>(ex.scratch + plan.state);
+  STD_TORCH_CHECK(y.dim() == 2 && y.is_contiguous() && y.size(1) == round->D &&
+                      static_cast<int32_t>(dtype_of(y)) == round->dtype,
+                  "y must be contiguous [T, D] in the round's dtype");
+  cpu::CombineArgs args{
+      .rows = nullptr,
+      .expert_major = expert_major,
+      .rows_stride_bytes = 0,
+      .num_rows = 0,
+      .y_TD = y.data_ptr(),
+      .T = y.size(0),
+  };
+  if (rows) {
+    check_rows(*rows, "rows");
+    auto* offsets = reinterpret_cast<const int32_t*>(ex.scratch + plan.expert_offsets);
+    int64_t needed = expert_major ? offsets[plan.num_local_experts] : plan.R * plan.M;
+    STD_TORCH_CHECK(rows->size(0) >= needed, "`rows` must hold at least ", needed, " rows, got ",
+                    rows->size(0));
+    STD_TORCH_CHECK(rows->size(1) == round->D && dtype_of(*rows) == dtype_of(y), "rows must be like y");
+    args.rows = rows->data_ptr();
+    args.rows_stride_bytes = rows->stride(0) * itemsize(dtype_of(y));
+    args.num_rows = rows->size(0);
+  }
+  cpu::combine(ex, args);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(epmoe, CPU, library) {
+  library.impl("dispatch", TORCH_BOX(&dispatch));
+  library.impl("combine", TORCH_BOX(&combine));
+}
+
+}  // namespace epmoe

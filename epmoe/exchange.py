@@ -1,0 +1,86 @@
+"""One rank's memory in the exchange, and which round is open: what dispatch and combine work on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from epmoe.config import EPConfig
+from epmoe.health import raise_on_failure
+from epmoe.memory import MemoryPlan
+from epmoe.placement import Placement
+from epmoe.window import SharedMemoryWindow
+
+if TYPE_CHECKING:
+    from epmoe.stages.dispatch import Dispatched
+
+
+@dataclass
+class Exchange:
+    """Windows, scratch and status of one rank, laid out by the plan."""
+
+    config: EPConfig
+    plan: MemoryPlan
+    window: SharedMemoryWindow
+    scratch: Tensor  # uint8 [scratch_bytes]
+    status: Tensor  # int64 [8], host memory
+    global_ranks: list[int]
+    device: torch.device
+    open_round: Dispatched | None = None
+    rounds: int = 0
+    plan_ints: list[int] = field(init=False)
+    views: dict[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plan_ints = self.plan.as_ints()
+        regions = {"window": self.window.local, "scratch": self.scratch}
+        self.views = {buffer.name: buffer.view(regions[buffer.region]) for buffer in self.plan.buffers}
+
+    @classmethod
+    def create(
+        cls,
+        config: EPConfig,
+        placement: Placement,
+        window: SharedMemoryWindow,
+        rank: int,
+        global_ranks: list[int],
+        device: torch.device,
+    ) -> Exchange:
+        """Allocate this rank's scratch and fill its tables."""
+        plan = MemoryPlan.build(config, rank, placement)
+        scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
+        status = torch.zeros(8, dtype=torch.int64)
+        exchange = cls(config, plan, window, scratch, status, global_ranks, device)
+        views = exchange.views
+        for name in ("state", "counts", "health.counters", "health.tokens_per_expert", "health.rows_sent"):
+            views[name].zero_()
+        views["table.expert_map"].copy_(placement.expert_map(rank))
+        views["table.owners"].copy_(torch.tensor(placement.owners))
+        views["table.copies"].copy_(placement.copies_table())
+        views["table.num_copies"].copy_(placement.num_copies())
+        views["table.sentinels"].copy_(torch.tensor([placement.sentinel(r) for r in range(placement.ep_size)]))
+        return exchange
+
+    @property
+    def timeout_s(self) -> float:
+        """Ranks may still load or compile during the first round."""
+        limits = self.config.exchange
+        return limits.timeout_s if self.rounds else limits.warmup_timeout_s
+
+    def check(self) -> None:
+        """Raise what the kernels have left in the status word."""
+        raise_on_failure(self.status, self.global_ranks)
+
+    def rows_as(self, dtype: torch.dtype, hidden_size: int) -> Tensor:
+        """The expert-major rows [N_cap, D] of a round: they follow one another, whatever its D and dtype."""
+        rows = self.views["rows"]
+        flat = rows.flatten().view(torch.uint8).view(dtype)
+        return flat.as_strided((rows.shape[0], hidden_size), (hidden_size, 1))
+
+    def slabs(self, name: str, dtype: torch.dtype, length: int) -> Tensor:
+        """A window buffer as [R, M, length], which may be less than the plan's; its strides stay the plan's."""
+        slabs = self.views[name].view(torch.uint8).view(dtype)
+        return slabs[..., :length]

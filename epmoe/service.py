@@ -1,0 +1,187 @@
+"""ExpertParallel: owns one group's windows, placement and plan, and offers the stages over them."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epmoe.config import EPConfig
+from epmoe.exchange import Exchange
+from epmoe.health import EPMismatchError, Health, raise_on_overflow
+from epmoe.memory import MemoryPlan
+from epmoe.placement import Placement
+from epmoe.stages import combine as combine_stage
+from epmoe.stages import dispatch as dispatch_stage
+from epmoe.stages.dispatch import Dispatched, Layout
+from epmoe.stages.route import Routing, route
+from epmoe.window import SharedMemoryWindow, all_gather
+
+
+class ExpertParallel:
+    """Dispatch and combine over the ranks of a group; every layer of a model can share one.
+
+    Args:
+        config: the same on all ranks.
+        group: a torch process group with a CPU backend (gloo, or cpu:gloo,cuda:nccl), by default the world; without
+            torch.distributed, a group of one.
+        device: where the tensors live; today the CPU.
+
+    Raises:
+        ValueError: the config does not fit the group or differs between ranks, or the group has no CPU backend.
+        MemoryError: the windows do not fit.
+    """
+
+    def __init__(
+        self, config: EPConfig, group: dist.ProcessGroup | None = None, device: torch.device | str | None = None
+    ):
+        self.config = config
+        self.device = torch.device(device or "cpu")
+        if self.device.type != "cpu" or config.exchange.transport == "nvlink":
+            raise ValueError("the exchange runs on the CPU so far: `device` must be cpu, and exchange.transport auto")
+        self.group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
+        self.rank, self.size, global_ranks = _members(self.group)
+        _check_group(config, self.group, self.rank, self.size)
+        self.placement = Placement.from_config(config)
+        plan = MemoryPlan.build(config, self.rank, self.placement)
+        window = SharedMemoryWindow(plan.window_bytes, self.rank, self.size, self.group)
+        self._exchange: Exchange | None = Exchange.create(
+            config, self.placement, window, self.rank, global_ranks, self.device
+        )
+
+    @property
+    def num_local_experts(self) -> int:
+        """e: physical experts of this rank."""
+        return self.placement.num_local_experts(self.rank)
+
+    def route(self, logits: Tensor, bias: Tensor | None = None, num_tokens: int | Tensor | None = None) -> Routing:
+        """`epmoe.route` with the config's routing: logits [T,E] → ids int32 [T,K], weights fp32 [T,K]."""
+        routing = self.config.routing
+        return route(
+            logits,
+            self.config.model.num_experts_per_tok,
+            scoring=routing.scoring,
+            bias=bias,
+            renormalize=routing.renormalize,
+            num_expert_groups=routing.num_expert_groups,
+            top_groups=routing.top_groups,
+            routed_scaling_factor=routing.routed_scaling_factor,
+            num_tokens=num_tokens,
+            counters=self._open.views["health.counters"],
+        )
+
+    def dispatch(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        *,
+        num_tokens: int | Tensor | None = None,
+        layout: Layout = "expert",
+    ) -> Dispatched:
+        """Send each token once to each rank that holds one of its experts; every rank takes part, also with T = 0.
+
+        Args:
+            x: [T, D], 0 ≤ T ≤ M; D and dtype may be smaller than the config's but are equal on all ranks.
+            ids: int32 or int64 [T, K], logical experts. −1, E and any id out of range mean no expert.
+            weights: fp32, bf16 or fp16 [T, K]. A pair of weight 0 does not travel; NaN and Inf count as 0.
+            num_tokens: rows at and past it are padding and are not sent.
+            layout: "expert" for expert-major rows, "rank" for what came, slab by source.
+
+        Raises:
+            TypeError, ValueError: an argument is not as above; nothing was sent.
+            RuntimeError: a round is still open, or an input requires grad in grad mode.
+            EPMismatchError: the ranks brought different K, D or dtype; the round is closed.
+            EPTimeoutError: ranks did not arrive in time.
+        """
+        dispatched = dispatch_stage.dispatch(
+            self._open, x, ids, weights, num_tokens=num_tokens, layout=layout
+        )
+        try:
+            self._open.check()
+        except EPMismatchError:  # everyone sees it, so everyone closes the round
+            combine_stage.abort(self._open, dispatched)
+            raise
+        return dispatched
+
+    def combine(self, expert_rows: Tensor, dispatched: Dispatched) -> Tensor:
+        """Weighted sum over a token's experts: expert-major outputs [N, D] → y [T, D], in x's dtype.
+
+        fp32 accumulation, over ranks in rank order: bitwise the same on every run. Padded rows of y are zeros.
+
+        Raises:
+            TypeError, ValueError: other rows, or the handle of another round; nothing was sent.
+            EPTimeoutError, EPOverflowError: as their docstrings say.
+        """
+        return combine_stage.combine(self._open, expert_rows, dispatched)
+
+    def combine_partial(self, partial: Tensor, dispatched: Dispatched) -> Tensor:
+        """As `combine`, from rank-major rows [R, M, D] that a fused MoE has already weighted and summed."""
+        return combine_stage.combine_partial(self._open, partial, dispatched)
+
+    def abort(self, dispatched: Dispatched) -> None:
+        """Close a round that an exception left open. Collective: every rank aborts or combines."""
+        combine_stage.abort(self._open, dispatched)
+
+    def memory_plan(self) -> MemoryPlan:
+        """Every buffer of this rank, to the byte."""
+        return self._open.plan
+
+    def health(self) -> Health:
+        """Counts since the start, on this rank."""
+        views = self._open.views
+        names = ("health.counters", "health.tokens_per_expert", "health.rows_sent")
+        return Health.read(*(views[name] for name in names))
+
+    def check(self) -> None:
+        """Raise whatever has gone wrong so far.
+
+        Raises:
+            EPTimeoutError, EPOverflowError: as their docstrings say.
+        """
+        self._open.check()
+        if self.config.capacity.on_overflow == "raise":
+            raise_on_overflow(self._open.status, self._open.plan.sizes["max_rows"])
+
+    def close(self) -> None:
+        """Let go of the windows. What dispatch returned must not be used any more."""
+        self._exchange = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _open(self) -> Exchange:
+        if self._exchange is None:
+            raise RuntimeError("this ExpertParallel is closed")
+        return self._exchange
+
+
+def _members(group: dist.ProcessGroup | None) -> tuple[int, int, list[int]]:
+    """This rank, the size, and the global rank of each member."""
+    if group is None:
+        return 0, 1, [0]
+    return dist.get_rank(group), dist.get_world_size(group), dist.get_process_group_ranks(group)
+
+
+def _check_group(config: EPConfig, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
+    if group is not None and "cpu:" not in dist.get_backend_config(group):
+        raise ValueError(
+            f"`group` must have a CPU backend, got {dist.get_backend_config(group)!r}: use "
+            "init_process_group('cpu:gloo,cuda:nccl')"
+        )
+    if config.topology.ep_size != size:
+        hint = "" if group is not None else "; torch.distributed is not initialised, so the group is this process alone"
+        raise ValueError(f"topology.ep_size must equal the size of the group, {size}, got {config.topology.ep_size}{hint}")
+    text = config.model_dump_json()
+    others = [other for other, theirs in enumerate(all_gather(text, size, group)) if theirs != text]
+    if others:
+        raise ValueError(f"the config of rank {rank} differs from that of rank(s) {others}: it must be the same on all")

@@ -1,0 +1,162 @@
+"""Symmetric windows: one region of memory a rank, mapped by every rank of the group.
+
+On the CPU a window is anonymous shared memory whose descriptor travels over a Unix socket, so it has no name, needs no
+room in /dev/shm and vanishes with the last process that maps it, however that one ends. Another transport is another
+class with the same two attributes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import socket
+import struct
+import sys
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+SOCKET_TIMEOUT_S = 60.0
+_F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1033, 1, 2, 4
+_Value = TypeVar("_Value")
+
+
+class SharedMemoryWindow:
+    """This rank's window and everyone's addresses.
+
+    local: uint8 [window_bytes], this rank's own.
+    addresses: int64 [R], where each rank's window lies in this process.
+    """
+
+    def __init__(self, nbytes: int, rank: int, size: int, group: dist.ProcessGroup | None):
+        """Collective. Reserves the memory at once, so that too little of it is an error here and no fault later.
+
+        Raises:
+            MemoryError: no room, on this or on another rank.
+            RuntimeError: the ranks are not on one machine, or a rank did not answer.
+        """
+        failure = None
+        try:
+            _check_available(nbytes * size)
+            descriptor = _reserve(nbytes)
+        except MemoryError as error:
+            failure = str(error)
+        for peer, problem in enumerate(all_gather(failure, size, group)):
+            if problem:
+                raise MemoryError(f"rank {peer}: {problem}")
+        try:
+            descriptors = _exchange(descriptor, rank, size, group)
+            regions = [_map(fd, nbytes) for fd in descriptors]
+        finally:
+            os.close(descriptor)
+        for peer, fd in enumerate(descriptors):
+            if peer != rank:
+                os.close(fd)
+        self._regions = regions  # keeps the mappings
+        self.local = regions[rank]
+        self.addresses = torch.tensor([region.data_ptr() for region in regions], dtype=torch.int64)
+
+
+def available_memory_bytes() -> int:
+    """What this machine, or the container around this process, can still give."""
+    free = [sys.maxsize]
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free.append(int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        free.append(limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    return min(free)
+
+
+def all_gather(value: _Value, size: int, group: dist.ProcessGroup | None) -> list[_Value]:
+    """Every rank's value, in rank order; `group` None is a group of one."""
+    if group is None:
+        return [value]
+    values: list[Any] = [None] * size
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _check_available(nbytes: int) -> None:
+    available = available_memory_bytes()
+    if nbytes > available:
+        raise MemoryError(
+            f"the windows of all ranks need {nbytes:,} bytes of shared memory, but only {available:,} are available: "
+            "lower capacity.max_num_tokens_per_rank"
+        )
+
+
+def _reserve(nbytes: int) -> int:
+    descriptor = os.memfd_create("epmoe-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        os.close(descriptor)
+        name = errno.errorcode.get(error.errno or 0, "?")
+        raise MemoryError(
+            f"cannot reserve {nbytes:,} bytes of shared memory for a window ({name}): lower "
+            "capacity.max_num_tokens_per_rank, or give the container more memory"
+        ) from error
+    # Nobody can shrink it under a reader, which would be a SIGBUS.
+    fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW)
+    return descriptor
+
+
+def _map(descriptor: int, nbytes: int) -> torch.Tensor:
+    populate = getattr(mmap, "MAP_POPULATE", 0)
+    return torch.frombuffer(mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | populate), dtype=torch.uint8)
+
+
+def _exchange(descriptor: int, rank: int, size: int, group: dist.ProcessGroup | None) -> list[int]:
+    """Everyone's descriptor, by rank. Each rank connects to all others before it accepts, so nobody waits in a ring."""
+    if size == 1:
+        return [descriptor]
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.settimeout(SOCKET_TIMEOUT_S)
+        listener.bind(f"\0epmoe-{secrets.token_hex(16)}")  # abstract: leaves no file
+        listener.listen(size)
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+        peers = all_gather((machine, listener.getsockname()), size, group)
+        if len({machine for machine, _ in peers}) > 1:
+            raise RuntimeError("the ranks are on several machines, which is not built yet")
+        connections = {}
+        for peer, (_, address) in enumerate(peers):
+            if peer != rank:
+                connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                connection.settimeout(SOCKET_TIMEOUT_S)
+                try:
+                    connection.connect(address)
+                except OSError as error:
+                    raise RuntimeError(
+                        f"rank {rank} cannot reach rank {peer}'s socket ({error}): containers must share a network "
+                        "namespace"
+                    ) from error
+                connections[peer] = connection
+        served = 0
+        while served < size - 1:
+            connection, _ = listener.accept()
+            with connection:
+                if _user_of(connection) == os.getuid():  # abstract names are visible to every user
+                    socket.send_fds(connection, [b"w"], [descriptor])
+                    served += 1
+        return [descriptor if peer == rank else _receive(connections[peer], peer) for peer in range(size)]
+
+
+def _receive(connection: socket.socket, peer: int) -> int:
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+    if not descriptors:
+        raise RuntimeError(f"rank {peer} closed its socket before it sent its window")
+    return descriptors[0]
+
+
+def _user_of(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[1]

@@ -68,7 +68,7 @@ class Exchange:
     def timeout_s(self) -> float:
         """Ranks may still load or compile during the first round."""
         limits = self.config.exchange
-        return limits.timeout_s if self.rounds else limits.warmup_timeout_s
+        return limits.timeout_s if self.rounds > 1 else limits.warmup_timeout_s
 
     def check(self) -> None:
         """Raise what the kernels have left in the status word."""

@@ -41,23 +41,23 @@ class SharedMemoryWindow:
             MemoryError: no room, on this or on another rank.
             RuntimeError: the ranks are not on one machine, or a rank did not answer.
         """
-        failure = None
+        descriptor, problem = -1, None
         try:
             _check_available(nbytes * size)
             descriptor = _reserve(nbytes)
         except MemoryError as error:
-            failure = str(error)
-        for peer, problem in enumerate(all_gather(failure, size, group)):
-            if problem:
-                raise MemoryError(f"rank {peer}: {problem}")
+            problem = str(error)
+        descriptors = [descriptor]
         try:
+            for peer, theirs in enumerate(all_gather(problem, size, group)):
+                if theirs:
+                    raise MemoryError(f"rank {peer}: {theirs}")
             descriptors = _exchange(descriptor, rank, size, group)
             regions = [_map(fd, nbytes) for fd in descriptors]
         finally:
-            os.close(descriptor)
-        for peer, fd in enumerate(descriptors):
-            if peer != rank:
-                os.close(fd)
+            for fd in descriptors:
+                if fd >= 0:
+                    os.close(fd)
         self._regions = regions  # keeps the mappings
         self.local = regions[rank]
         self.addresses = torch.tensor([region.data_ptr() for region in regions], dtype=torch.int64)

@@ -73,12 +73,13 @@ def _compile(
 ) -> None:
     from torch.utils import cpp_extension
 
+    name = f"epmoe_{folder.name}"  # one name for one library: torch gives a name that it has seen a suffix
     (folder / "lock").unlink(missing_ok=True)  # torch's own lock; ours is held, so nobody is behind it
     symbols = [f"-D{name}" for name in defines]
     cuda_symbols = ["-DEPMOE_CUDA", "-DUSE_CUDA"] if with_cuda else []
     try:
         cpp_extension.load(
-            name="epmoe_native",
+            name=name,
             sources=[str(source) for source in sources],
             extra_cflags=[*flags, *symbols, *cuda_symbols],
             extra_cuda_cflags=[*CUDA_FLAGS, *symbols, *cuda_symbols],
@@ -89,7 +90,7 @@ def _compile(
         )
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"the native library did not compile (log and build.ninja in {folder}):\n{error}") from error
-    os.replace(folder / "epmoe_native.so", library)
+    os.replace(folder / f"{name}.so", library)
 
 
 def _sources(with_cuda: bool) -> list[Path]:

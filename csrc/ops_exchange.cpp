@@ -19,7 +19,7 @@ ExchangePlan plan_of(const std::vector<int64_t>& fields) {
   return plan;
 }
 
-cpu::Exchange exchange_of(const ExchangePlan& plan, const Tensor& peers, const Tensor& window,
+Exchange exchange_of(const ExchangePlan& plan, const Tensor& peers, const Tensor& window,
                           const Tensor& scratch, const Tensor& status, double timeout_s) {
   auto* addresses = pointer<int64_t>(peers, plan.R, "peers");
   char* own = reinterpret_cast<char*>(pointer<uint8_t>(window, 0, "window"));
@@ -60,8 +60,9 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights,
                     .weights_TK = weights.data_ptr(),
                     .weights_dtype = dtype_of(weights),
                     .weights_stride = weights.stride(0),
+                    .num_tokens = pointer<int32_t>(num_tokens, 1, "num_tokens"),
                     .T = T,
-                    .num_tokens = num_tokens ? *pointer<int32_t>(*num_tokens, 1, "num_tokens") : num_rows,
+                    .num_rows = num_rows,
                     .D = D,
                     .K = static_cast<int32_t>(K),
                     .expert_major = expert_major,
@@ -72,12 +73,12 @@ void combine(const Tensor& y, const std::optional<Tensor>& rows, bool expert_maj
              const Tensor& window, const Tensor& scratch, const Tensor& status,
              const std::vector<int64_t>& plan_fields, double timeout_s) {
   ExchangePlan plan = plan_of(plan_fields);
-  cpu::Exchange ex = exchange_of(plan, peers, window, scratch, status, timeout_s);
+  Exchange ex = exchange_of(plan, peers, window, scratch, status, timeout_s);
   auto* round = reinterpret_cast<const RoundState*>(ex.scratch + plan.state);
   STD_TORCH_CHECK(y.dim() == 2 && y.is_contiguous() && y.size(1) == round->D &&
                       static_cast<int32_t>(dtype_of(y)) == round->dtype,
                   "y must be contiguous [T, D] in the round's dtype");
-  cpu::CombineArgs args{
+  CombineArgs args{
       .rows = nullptr,
       .expert_major = expert_major,
       .rows_stride_bytes = 0,

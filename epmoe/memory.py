@@ -27,12 +27,15 @@ Region = Literal["window", "scratch"]
 SIZES = (
     "R", "rank", "M", "K", "D", "E", "P", "num_local_experts", "copies", "max_rows", "alignment",
     "payload_fp8", "combine_fp8", "x_stride_bytes", "combine_stride_bytes", "scale_blocks",
+    "most_local_experts",
 )  # fmt: skip
 OFFSETS = (
     "mail.dispatch", "mail.combine", "mail.error", "doorbell",
     "recv.x", "recv.scales", "recv.ids", "recv.weights", "combine.rows", "combine.scales",
+    "recv.flags", "recv.ordinals", "recv.expert_counts", "combine.flags",
     "state", "counts", "slots", "rows", "row_scales", "expert_offsets", "tokens_per_expert", "row_of_pair",
     "table.expert_map", "table.owners", "table.copies", "table.num_copies", "table.sentinels",
+    "table.local_index", "pair_weights",
     "health.counters", "health.tokens_per_expert", "health.rows_sent",
 )  # fmt: skip
 
@@ -67,13 +70,18 @@ class MemoryPlan:
     sizes: dict[str, int]
 
     @classmethod
-    def build(cls, config: EPConfig, rank: int = 0, placement: Placement | None = None) -> MemoryPlan:
-        """The plan of `rank`; needs no GPU, no group and no native library."""
+    def build(
+        cls, config: EPConfig, rank: int = 0, placement: Placement | None = None, nvlink: bool | None = None
+    ) -> MemoryPlan:
+        """The plan of `rank`; needs no GPU, no group and no native library. `nvlink` tells whether the windows are
+        those of GPUs, by default if `exchange.transport` says so."""
+        nvlink = config.exchange.transport == "nvlink" if nvlink is None else nvlink
         placement = placement or Placement.from_config(config)
         R, M = config.topology.ep_size, config.capacity.max_num_tokens_per_rank
         K, D = config.model.num_experts_per_tok, config.model.hidden_size
         E, P, e = placement.num_experts, placement.num_physical_experts, placement.num_local_experts(rank)
         x_dtype, alignment = config.model.torch_dtype, config.capacity.alignment
+        most = max(map(placement.num_local_experts, range(R)))
         copies = placement.copies_table().shape[1]
         N = config.capacity.max_expert_rows or R * M * K + e * (alignment - 1)
         B = -(-D // SCALE_BLOCK)
@@ -94,6 +102,10 @@ class MemoryPlan:
             ("window", "recv.weights", (R, M, K), f32),
             ("window", "combine.rows", (R, M, D), combine),
             ("window", "combine.scales", (R, M, B) if combine_fp8 else (0,), f32),
+            ("window", "recv.flags", (R, M) if nvlink else (0,), i32),
+            ("window", "recv.ordinals", (R, M, K) if nvlink else (0,), i32),
+            ("window", "recv.expert_counts", (R, most) if nvlink else (0,), i32),
+            ("window", "combine.flags", (R, M) if nvlink else (0,), i32),
             ("scratch", "state", (16,), i32),
             ("scratch", "counts", (R,), i32),
             ("scratch", "slots", (M, R), i32),
@@ -107,6 +119,8 @@ class MemoryPlan:
             ("scratch", "table.copies", (E, copies), i32),
             ("scratch", "table.num_copies", (E,), i32),
             ("scratch", "table.sentinels", (R,), i32),
+            ("scratch", "table.local_index", (P,) if nvlink else (0,), i32),
+            ("scratch", "pair_weights", (R, M, K) if nvlink else (0,), f32),
             ("scratch", "health.counters", (NUM_COUNTERS,), i64),
             ("scratch", "health.tokens_per_expert", (e,), i64),
             ("scratch", "health.rows_sent", (R,), i64),
@@ -119,7 +133,7 @@ class MemoryPlan:
             ends[region] = _round_up(buffer.offset + buffer.nbytes, BUFFER_ALIGNMENT)
         values = (
             R, rank, M, K, D, E, P, e, copies, N, alignment,
-            payload_fp8, combine_fp8, D * payload.itemsize, D * combine.itemsize, B,
+            payload_fp8, combine_fp8, D * payload.itemsize, D * combine.itemsize, B, most,
         )  # fmt: skip
         return cls(tuple(buffers), dict(zip(SIZES, map(int, values), strict=True)))
 

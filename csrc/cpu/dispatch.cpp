@@ -173,18 +173,16 @@ void dispatch(const Exchange& ex, const DispatchArgs& args) {
   const ExchangePlan& plan = ex.plan;
   auto* round = in_scratch<RoundState>(ex, plan.state);
   auto* counts = in_scratch<int32_t>(ex, plan.counts);
-  int64_t tokens = std::clamp<int64_t>(args.num_tokens, 0, args.T);
+  int64_t wanted = args.num_tokens ? *args.num_tokens : args.num_rows;
+  int64_t tokens = std::clamp<int64_t>(wanted, 0, args.T);
   auto* counters = in_scratch<int64_t>(ex, plan.counters);
-  counters[kClampedNumTokens] += tokens != args.num_tokens;
+  counters[kClampedNumTokens] += tokens != wanted;
 
-  *round = {round->dispatch_epoch + 1,
-            round->combine_epoch,
-            round->latched,
-            static_cast<int32_t>(tokens),
-            static_cast<int32_t>(args.D),
-            args.K,
-            static_cast<int32_t>(args.dtype),
-            {}};
+  ++round->dispatch_epoch;
+  round->T = static_cast<int32_t>(tokens);
+  round->D = static_cast<int32_t>(args.D);
+  round->K = args.K;
+  round->dtype = static_cast<int32_t>(args.dtype);
   std::vector<int32_t> sent(plan.R, 0);
   bool arrived = false;
   uint64_t differing = 0;

@@ -22,7 +22,8 @@ bool score_row(const RouteArgs& args, Row& row) {
   if (args.sigmoid) {
     for (int32_t i = 0; i < args.E; ++i) row.scores[i] = sigmoid(row.logits[i]);
   } else {
-    float largest = -INFINITY, sum = 0.0f;
+    float largest = -INFINITY;
+    double sum = 0.0;  // of up to 4096 terms, which fp32 would add up too roughly
     bool has_nan = false;
     for (float logit : row.logits) {
       largest = logit > largest ? logit : largest;
@@ -31,7 +32,7 @@ bool score_row(const RouteArgs& args, Row& row) {
     bool undefined = has_nan || !is_finite(largest);
     for (int32_t i = 0; i < args.E; ++i)
       sum += row.scores[i] = undefined ? NAN : exp_nonpositive(row.logits[i] - largest);
-    for (float& score : row.scores) score /= sum;
+    for (float& score : row.scores) score /= static_cast<float>(sum);
   }
   for (float& score : row.scores) {
     sanitised |= !is_finite(score);
@@ -84,7 +85,7 @@ void select(const RouteArgs& args, int64_t t, Row& row) {
   Id* ids = static_cast<Id*>(args.ids_TK) + t * args.K;
   float* weights = args.weights_TK + t * args.K;
   std::vector<bool> taken(args.E, false);
-  float sum = 0.0f;
+  double sum = 0.0;
   for (int32_t k = 0; k < args.K; ++k) {
     int32_t best = -1;
     for (int32_t i = 0; i < args.E; ++i) {
@@ -106,7 +107,7 @@ void select(const RouteArgs& args, int64_t t, Row& row) {
 #endif
     sum += weights[k];
   }
-  float divisor = !args.renormalize || sum == 0.0f ? 1.0f : sum;
+  float divisor = !args.renormalize || sum == 0.0 ? 1.0f : static_cast<float>(sum);
   for (int32_t k = 0; k < args.K; ++k) weights[k] = weights[k] / divisor * args.scale;
 }
 

@@ -1,0 +1,14 @@
+"""Fixtures of every test: the device, one at a time; what runs on CUDA is marked `gpu` and says why it is skipped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)

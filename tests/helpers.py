@@ -1,0 +1,79 @@
+"""What several test files share: random inputs, comparisons, and builds with one guard left out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parent.parent
+FLOATS = [torch.bfloat16, torch.float16, torch.float32]
+WEIGHT_TOLERANCE = 2e-6
+"""Relative, of a weight against fp64."""
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Relative to the largest |value| of the reference, of sums that travel in this dtype."""
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=generator(seed)).to(dtype)
+
+
+def random_bits(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Every bit pattern alike: about 1 value in 256 (bf16, fp32) or 32 (fp16) is NaN or Inf."""
+    bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    info = torch.iinfo(bits)
+    return torch.randint(info.min, info.max + 1, shape, dtype=bits, generator=generator(seed)).view(dtype)
+
+
+def distinct_ids(tokens: int, experts: int, top_k: int, seed: int = 0) -> Tensor:
+    """ids [T, K] int32, unique in each row."""
+    return torch.rand(tokens, experts, generator=generator(seed)).argsort(1)[:, :top_k].int()
+
+
+def poison_(x: Tensor) -> Tensor:
+    """0xFF in every byte: NaN as a float, −1 as an integer."""
+    x.view(-1).view(torch.uint8).fill_(0xFF)
+    return x
+
+
+def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype | None = None, slack: float = 1.0) -> None:
+    """`got` agrees with the fp64 `want` as closely as `dtype` (default: that of `got`) allows."""
+    assert got.shape == want.shape
+    if want.numel() == 0:
+        return
+    error = (got.double().cpu() - want.double().cpu()).abs().max().item()
+    limit = slack * TOLERANCE[dtype or got.dtype] * max(1.0, want.abs().max().item())
+    assert error <= limit, f"off by {error:.3g}, allowed {limit:.3g}"
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Whatever torch allocates without filling it is full of NaN or of the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def run_python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Another interpreter, from the root of the repository."""
+    return subprocess.run([sys.executable, *args], cwd=ROOT, env=os.environ | env, capture_output=True, text=True)
+
+
+def build_without(guard: str) -> str:
+    """Path of a library that leaves one guard out. Built elsewhere: a build loads the library in its own process."""
+    script = f"from epmoe.build import build; print(build(defines=({guard!r},)))"
+    built = run_python("-c", script)
+    assert built.returncode == 0, built.stderr
+    return built.stdout.split()[-1]

@@ -1,0 +1,74 @@
+"""The chain that must never happen: stale rows → NaN logits → duplicate ids → unwritten map → wild reads.
+
+Every link holds by itself: a build with one guard left out fails that guard's own tests, and the links behind it keep
+the real rows exact.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import assert_close, build_without, generator, poison_, poisoned_memory, randn, run_python
+
+import epmoe
+from epmoe.reference import moe_reference, route_reference
+
+E, K, D = 128, 8, 64
+
+
+@pytest.mark.parametrize(("tokens", "real"), [(128, 1), (257, 4), (1024, 1), (1024, 4)])
+def test_stale_rows_never_reach_real_ones(device, tokens, real):
+    """A batch padded for replay, its stale rows not even declared: the real rows stay exact."""
+    x, logits = poison_(torch.empty(tokens, D)), poison_(torch.empty(tokens, E))
+    where = torch.randperm(tokens, generator=generator(0))[:real]
+    x[where], logits[where] = randn(real, D), randn(real, E, seed=1) * 3
+    x, logits, where = x.to(device), logits.to(device), where.to(device)
+    local = torch.arange(E, dtype=torch.int32, device=device)
+    with poisoned_memory():
+        routing = epmoe.route(logits, K)
+        permuted = epmoe.permute(x, routing.ids, local, E)
+        y = epmoe.finalize(permuted.rows, permuted, routing.weights)
+    want = route_reference(logits[where], K)
+    assert_close(y[where], moe_reference(x[where], *want, lambda rows, _: rows))
+
+
+@pytest.mark.parametrize(("tokens", "real"), [(128, 1), (1024, 4)])
+def test_declared_padding_yields_zeros(device, tokens, real):
+    x, logits = poison_(torch.empty(tokens, D, device=device)), poison_(torch.empty(tokens, E, device=device))
+    x[:real], logits[:real] = 1.0, torch.arange(float(E), device=device)
+    with poisoned_memory():
+        routing = epmoe.route(logits, K, num_tokens=real, renormalize=True)
+        permuted = epmoe.permute(x, routing.ids, torch.arange(E, dtype=torch.int32, device=device), E)
+        y = epmoe.finalize(permuted.rows, permuted, routing.weights)
+    assert int(permuted.expert_offsets[-1]) == real * K
+    assert_close(y[:real], torch.ones(real, D, dtype=torch.float64))
+    assert y[real:].eq(0).all()
+
+
+LINKS = {
+    "EPMOE_MUTATE_ROUTE_CLAMP": (
+        ["route.py::test_poisoned_rows", "route.py::test_random_bits", "route.py::test_any_bits_of_hypothesis"],
+        ["chain.py::test_stale_rows_never_reach_real_ones", "finalize.py::test_duplicate_ids_from_end_to_end"],
+    ),
+    "EPMOE_MUTATE_SORT_GUARD": (
+        ["permute.py::test_by_hand", "permute.py::test_ids_out_of_range_are_nobodys"],
+        ["chain.py::test_stale_rows_never_reach_real_ones", "finalize.py::test_duplicate_ids_from_end_to_end"],
+    ),
+    "EPMOE_MUTATE_FINALIZE_GUARD": (
+        ["finalize.py::test_rows_that_are_not_there_are_skipped"],
+        ["permute.py::test_ids_out_of_range_are_nobodys"],
+    ),
+}
+
+
+@pytest.mark.parametrize("guard", LINKS)
+def test_a_build_without_one_guard_fails(guard):
+    """… the guard's own tests, and passes those of the next link."""
+    failing, holding = ([f"tests/test_{name}" for name in names] for names in LINKS[guard])
+    options = ["-q", "-rA", "--tb=line", "-p", "no:cacheprovider", "-k", "not cuda"]
+    run = run_python("-m", "pytest", *options, *failing, *holding, EPMOE_LIBRARY=build_without(guard))
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout + run.stderr
+    for test in failing:
+        assert f"FAILED {test}" in run.stdout, f"{test} passes without the guard\n{run.stdout}"
+    for test in holding:
+        assert f"PASSED {test}" in run.stdout and f"FAILED {test}" not in run.stdout, run.stdout

@@ -1,0 +1,124 @@
+"""finalize: every received slot gets its weighted sum, and no row index or weight can bring in anything else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import FLOATS, assert_close, distinct_ids, generator, poison_, poisoned_memory, randn
+from torch import Tensor
+
+import epmoe
+from epmoe.reference import finalize_reference
+
+
+def permuted_by(row_of_pair: Tensor, counts: Tensor | None = None) -> epmoe.Permuted:
+    """Only the map matters to finalize."""
+    nothing = row_of_pair.new_zeros(1)
+    return epmoe.Permuted(nothing, nothing, nothing, row_of_pair, counts)
+
+
+def test_by_hand(device):
+    rows = torch.tensor([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0]], device=device)
+    row_of_pair = torch.tensor([[0, 2], [-1, -1], [1, -1]], dtype=torch.int32, device=device)
+    weights = torch.tensor([[0.5, 2.0], [1.0, 1.0], [3.0, torch.nan]], device=device)
+    with poisoned_memory():
+        partial = epmoe.finalize(rows, permuted_by(row_of_pair), weights)
+    assert partial.tolist() == [[8.5, 85.0], [0.0, 0.0], [6.0, 60.0]]
+
+
+@pytest.mark.parametrize("weight_dtype", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("D", [16, 1000, 7168])
+def test_agrees_with_fp64(device, dtype, weight_dtype, D):
+    S, K, N = 20, 6, 70
+    rows = randn(N, D, dtype=dtype).to(device)
+    row_of_pair = torch.randint(-30, N, (S, K), dtype=torch.int32, generator=generator(1)).clamp(min=-1).to(device)
+    weights = randn(S, K, dtype=weight_dtype, seed=2).to(device)
+    got = epmoe.finalize(rows, permuted_by(row_of_pair), weights)
+    assert got.dtype == dtype
+    assert_close(got, finalize_reference(rows, permuted_by(row_of_pair), weights))
+    assert torch.equal(got, epmoe.finalize(rows, permuted_by(row_of_pair), weights))
+
+
+def test_rows_that_are_not_there_are_skipped(device):
+    """−1 and indices past the end point at NaN that lies beside the rows."""
+    beside = poison_(torch.empty(8, 16, device=device))
+    rows = beside[2:6].fill_(1.0)
+    row_of_pair = torch.tensor([[-1, 0], [4, 1], [-2, 2], [5, 3], [4, -1]], dtype=torch.int32, device=device)
+    partial = epmoe.finalize(rows, permuted_by(row_of_pair), torch.ones(5, 2, device=device))
+    assert partial[:4].eq(1).all() and partial[4].eq(0).all()
+
+
+def test_wild_row_indices_are_skipped(device):
+    row_of_pair = torch.tensor([[-(2**31), 0], [2**31 - 1, 1], [2**30, -1]], dtype=torch.int32, device=device)
+    partial = epmoe.finalize(
+        torch.ones(2, 16, device=device), permuted_by(row_of_pair), torch.ones(3, 2, device=device)
+    )
+    assert partial[:2].eq(1).all() and partial[2].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_weight_of_zero_never_multiplies(device, dtype):
+    rows = torch.ones(3, 32, dtype=dtype, device=device)
+    rows[1], rows[2] = torch.nan, torch.inf
+    row_of_pair = torch.tensor([[0, 1, 2], [1, 1, 2]], dtype=torch.int32, device=device)
+    weights = torch.tensor([[2.0, 0.0, -0.0], [0.0, 0.0, 0.0]], device=device)
+    partial = epmoe.finalize(rows, permuted_by(row_of_pair), weights)
+    assert partial[0].eq(2).all() and partial[1].eq(0).all()
+
+
+@pytest.mark.parametrize("counts", [[3, 0], [0, 10], [10, 7]])
+def test_slots_past_the_counts_are_left_alone(device, counts):
+    M, K = 10, 3
+    x, ids = randn(2 * M, 16).to(device), distinct_ids(2 * M, 6, K).to(device)
+    weights = randn(2 * M, K, seed=1)
+    counts_R = torch.tensor(counts, dtype=torch.int32, device=device)
+    everything = torch.arange(6, dtype=torch.int32, device=device)
+    permuted = epmoe.permute(x, ids, everything, 6, counts_R=counts_R)
+    for r, count in enumerate(counts):
+        poison_(weights[r * M + count : (r + 1) * M])
+    weights = weights.to(device)
+    got, want = epmoe.finalize(permuted.rows, permuted, weights), finalize_reference(permuted.rows, permuted, weights)
+    for r, count in enumerate(counts):
+        assert_close(got[r * M : r * M + count], want[r * M : r * M + count])
+
+
+@pytest.mark.parametrize("alignment", [1, 128])
+@pytest.mark.parametrize("tokens", [1, 256, 257, 512])
+def test_duplicate_ids_from_end_to_end(device, tokens, alignment):
+    """permute, then finalize, of ids with duplicates, strangers and nobodies: each real pair counts once."""
+    ids = torch.randint(-2, 70, (tokens, 8), generator=generator(tokens))
+    ids[0] = torch.tensor([5, 44, 44, 33, 5, 44, 63, 0])
+    x, weights = randn(tokens, 64).to(device), randn(tokens, 8, seed=1).to(device)
+    local = torch.full((64,), -1, dtype=torch.int32)
+    local[5:50] = torch.arange(45, dtype=torch.int32)
+    with poisoned_memory():
+        permuted = epmoe.permute(x, ids.to(device), local.to(device), 45, alignment=alignment)
+        partial = epmoe.finalize(permuted.rows * 2, permuted, weights)
+    share = (weights.double().cpu() * ((ids >= 5) & (ids < 50))).sum(1, keepdim=True)
+    assert_close(partial, 2 * share * x.double().cpu())
+
+
+def test_no_tokens_and_no_rows(device):
+    none = torch.empty(0, 3, dtype=torch.int32, device=device)
+    assert epmoe.finalize(torch.ones(4, 16, device=device), permuted_by(none), none.float()).shape == (0, 16)
+    skipped = permuted_by(torch.full((5, 3), -1, dtype=torch.int32, device=device))
+    rows, weights = torch.empty(0, 16, device=device), torch.ones(5, 3, device=device)
+    assert epmoe.finalize(rows, skipped, weights).eq(0).all()
+
+
+MAP = permuted_by(torch.zeros(4, 2, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("rows", "weights", "message"),
+    [
+        (torch.zeros(16), torch.zeros(4, 2), r"`expert_rows` must be .*, got float32 \[16\]"),
+        (torch.zeros(3, 16).double(), torch.zeros(4, 2), r"`expert_rows` must be .*, got float64 \[3, 16\]"),
+        (torch.zeros(3, 16), torch.zeros(4, 3), r"`weights` must be .* \[4, 2\], got float32 \[4, 3\]"),
+        (torch.zeros(3, 16), torch.zeros(4, 2).long(), r"`weights` must be .* \[4, 2\], got int64 \[4, 2\]"),
+    ],
+)
+def test_errors_say_what_must_be(rows, weights, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        epmoe.finalize(rows, MAP, weights)

@@ -1,0 +1,171 @@
+"""permute: every entry of the map is written, every row lands once, nothing of the padding is touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import FLOATS, distinct_ids, generator, poison_, poisoned_memory, randn
+from torch import Tensor
+
+import epmoe
+from epmoe.reference import permute_reference
+
+
+def checked_permute(x: Tensor, ids: Tensor, expert_map: Tensor, num_local_experts: int, **options) -> epmoe.Permuted:
+    """Permutes into poisoned memory and holds every defined value against the reference."""
+    with poisoned_memory():
+        got = epmoe.permute(x, ids, expert_map, num_local_experts, **options)
+    want = permute_reference(x, ids, expert_map, num_local_experts, **options)
+    assert torch.equal(got.row_of_pair, want.row_of_pair)
+    assert torch.equal(got.expert_offsets, want.expert_offsets)
+    assert torch.equal(got.tokens_per_expert, want.tokens_per_expert)
+    assert torch.equal(got.rows[: want.rows.shape[0]], want.rows)
+    assert got.row_of_pair.dtype == got.expert_offsets.dtype == got.tokens_per_expert.dtype == torch.int32
+    return got
+
+
+def expert_map(num_experts: int, local: list[int], device: torch.device) -> Tensor:
+    mapped = torch.full((num_experts,), -1, dtype=torch.int32)
+    mapped[local] = torch.arange(len(local), dtype=torch.int32)
+    return mapped.to(device)
+
+
+def test_by_hand(device):
+    """Three tokens, top-2; this rank owns experts 3 and 0 (as local 0 and 1), expert 1 is foreign, 9 is nobody."""
+    x = torch.tensor([[1.0, 1], [2, 2], [3, 3]], device=device)
+    ids = torch.tensor([[0, 3], [1, 3], [9, 0]], dtype=torch.int32, device=device)
+    permuted = epmoe.permute(x, ids, expert_map(4, [3, 0], device), 2)
+    assert permuted.expert_offsets.tolist() == [0, 2, 4]
+    assert permuted.tokens_per_expert.tolist() == [2, 2]
+    assert permuted.rows[:4, 0].tolist() == [1, 2, 1, 3]
+    assert permuted.row_of_pair.tolist() == [[2, 0], [-1, 1], [-1, 3]]
+
+
+@pytest.mark.parametrize("alignment", [1, 128])
+@pytest.mark.parametrize("tokens", [1, 32, 256, 257, 288, 384, 512])
+def test_duplicate_ids_at_every_batch_size(device, tokens, alignment):
+    """The field's table: 128 experts, top-8, rows such as [5, 88, 88, 65, …], replayed ten times."""
+    ids = torch.randint(0, 128, (tokens, 8), dtype=torch.int32, generator=generator(tokens))
+    ids[0] = torch.tensor([5, 88, 88, 65, 5, 88, 127, 0])
+    ids[tokens // 2] = 0  # as the argmax over NaN chose
+    x, everything = randn(tokens, 64, dtype=torch.bfloat16).to(device), expert_map(128, list(range(128)), device)
+    first = checked_permute(x, ids.to(device), everything, 128, alignment=alignment)
+    for _ in range(9):
+        again = epmoe.permute(x, ids.to(device), everything, 128, alignment=alignment)
+        used = int(first.expert_offsets[-1])
+        assert torch.equal(again.row_of_pair, first.row_of_pair) and torch.equal(again.rows[:used], first.rows[:used])
+    checked_permute(x, ids.to(device), expert_map(128, list(range(3, 128, 5)), device), 25, alignment=alignment)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float8_e4m3fn])
+@pytest.mark.parametrize("D", [16, 64, 1000, 7168])
+def test_rows_of_any_width(device, dtype, D):
+    x = randn(20, D, dtype=dtype).to(device)
+    if dtype == torch.float8_e4m3fn:
+        x, D = x.view(torch.uint8).view(dtype), D
+        got = epmoe.permute(x, distinct_ids(20, 9, 3).to(device), expert_map(9, [2, 3, 5, 8], device), 4)
+        want = permute_reference(
+            x.view(torch.uint8), distinct_ids(20, 9, 3).to(device), expert_map(9, [2, 3, 5, 8], device), 4
+        )
+        assert torch.equal(got.rows.view(torch.uint8)[: want.rows.shape[0]], want.rows)
+    else:
+        checked_permute(x, distinct_ids(20, 9, 3).to(device), expert_map(9, [2, 3, 5, 8], device), 4)
+
+
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_ids_out_of_range_are_nobodys(device, id_dtype):
+    limits = torch.iinfo(id_dtype)
+    bad = [-1, 8, 9, -2, limits.min, limits.max]
+    if id_dtype == torch.int64:
+        bad += [2**32 + 5, 2**31, -(2**32) + 1]  # 2³² + 5 is not 5
+    ids = torch.tensor([[b, 5] for b in bad], dtype=id_dtype, device=device)
+    permuted = checked_permute(randn(len(bad), 16).to(device), ids, expert_map(8, list(range(8)), device), 8)
+    assert permuted.row_of_pair[:, 0].eq(-1).all() and permuted.tokens_per_expert.sum() == len(bad)
+
+
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_every_id_may_be_nobodys(device, id_dtype):
+    ids = torch.full((300, 4), -1, dtype=id_dtype, device=device)
+    permuted = checked_permute(randn(300, 16).to(device), ids, expert_map(8, [1, 2], device), 2, alignment=128)
+    assert permuted.expert_offsets.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("alignment", [1, 8])
+@pytest.mark.parametrize("counts", [[5, 0, 70], [0, 0, 0], [80, 80, 80], [1, 80, 2]])
+def test_slabs_with_poisoned_padding(device, counts, alignment):
+    """Slots past a source's count hold NaN, and ids that would be valid: neither is looked at."""
+    M, K, D = 80, 3, 32
+    x, ids = randn(3 * M, D), distinct_ids(3 * M, 10, K)
+    for r, count in enumerate(counts):
+        poison_(x[r * M + count : (r + 1) * M])
+    counts_R = torch.tensor(counts, dtype=torch.int32, device=device)
+    local = expert_map(10, [0, 4, 5, 9], device)
+    got = checked_permute(x.to(device), ids.to(device), local, 4, counts_R=counts_R, alignment=alignment)
+    used = got.rows[: int(got.expert_offsets[-1])]
+    assert used.isfinite().all() and int(got.tokens_per_expert.sum()) == int((got.row_of_pair >= 0).sum())
+
+
+def test_counts_are_bounded(device):
+    """A count that no slab can hold reads no memory that is not there."""
+    x, ids = randn(20, 16).to(device), distinct_ids(20, 4, 2).to(device)
+    everything = expert_map(4, [0, 1, 2, 3], device)
+    wild = epmoe.permute(x, ids, everything, 4, counts_R=torch.tensor([2**30, -7], dtype=torch.int32, device=device))
+    tame = epmoe.permute(x, ids, everything, 4, counts_R=torch.tensor([10, 0], dtype=torch.int32, device=device))
+    assert torch.equal(wild.row_of_pair, tame.row_of_pair)
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+@pytest.mark.parametrize("max_rows", [0, 1, 31, 32, 63, 90, 4000])
+def test_pairs_past_max_rows_are_dropped(device, max_rows, alignment):
+    x, ids = randn(40, 16).to(device), distinct_ids(40, 8, 4).to(device)
+    got = checked_permute(x, ids, expert_map(8, [1, 3, 5], device), 3, max_rows=max_rows, alignment=alignment)
+    assert got.rows.shape[0] == max_rows and int(got.expert_offsets[-1]) <= max_rows
+    assert (got.row_of_pair < max_rows).all()
+
+
+def test_alignment_gaps_are_zero_rows(device):
+    x, ids = randn(7, 16).to(device), torch.zeros(7, 1, dtype=torch.int32, device=device)
+    ids[5:] = 2
+    got = checked_permute(x, ids, expert_map(3, [0, 1, 2], device), 3, alignment=128)
+    assert got.expert_offsets.tolist() == [0, 128, 128, 256]
+    assert got.rows[5:128].eq(0).all() and got.rows[130:256].eq(0).all()
+
+
+def test_no_tokens_and_no_experts(device):
+    everything = expert_map(8, list(range(8)), device)
+    empty = checked_permute(randn(0, 16).to(device), distinct_ids(0, 8, 2).to(device), everything, 8)
+    assert empty.row_of_pair.shape == (0, 2) and empty.expert_offsets.eq(0).all()
+    idle = checked_permute(randn(5, 16).to(device), distinct_ids(5, 8, 2).to(device), expert_map(8, [], device), 0)
+    assert idle.expert_offsets.tolist() == [0] and idle.row_of_pair.eq(-1).all()
+
+
+def test_strided_rows(device):
+    wide, wide_ids = randn(30, 96).to(device), distinct_ids(30, 8, 6).to(device)
+    checked_permute(wide[::2, 32:64], wide_ids[::2, 1:4], expert_map(8, [0, 2, 4, 7], device), 4)
+
+
+X, IDS, MAP = torch.zeros(4, 16), torch.zeros(4, 2, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "message"),
+    [
+        ((X[0], IDS, MAP, 8), {}, r"`x` must be .*, got float32 \[16\]"),
+        ((X.double(), IDS, MAP, 8), {}, r"`x` must be .*, got float64 \[4, 16\]"),
+        ((X, IDS[:3], MAP, 8), {}, r"`ids` must be int32 or int64 \[4, K\], got int32 \[3, 2\]"),
+        ((X, IDS.float(), MAP, 8), {}, r"`ids` must be int32 or int64 \[4, K\], got float32 \[4, 2\]"),
+        ((X, IDS, MAP.long(), 8), {}, r"`expert_map` must be int32 \[P\], got int64 \[8\]"),
+        ((X, IDS, MAP, -1), {}, r"`num_local_experts` must be .*, got -1"),
+        ((X, IDS, MAP, 8), {"alignment": 0}, r"`alignment` must be .*, got 0"),
+        ((X, IDS, MAP, 8), {"max_rows": -1}, r"`max_rows` must be .*, got -1"),
+        (
+            (X, IDS, MAP, 8),
+            {"counts_R": torch.zeros(3, dtype=torch.int32)},
+            r"`x` must hold 3 slabs of equal size, got 4 slots",
+        ),
+        ((X, IDS, MAP, 8), {"counts_R": torch.zeros(2)}, r"`counts_R` must be int32 .*, got float32 \[2\]"),
+    ],
+)
+def test_errors_say_what_must_be(args, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        epmoe.permute(*args, **options)

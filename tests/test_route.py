@@ -1,0 +1,273 @@
+"""route: unique ids and finite weights whatever the bits, and the reference's own choice on clean rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import FLOATS, WEIGHT_TOLERANCE, generator, randn, random_bits
+from torch import Tensor
+
+import epmoe
+from epmoe.reference import route_reference
+
+POISON = {"nan": torch.nan, "+inf": torch.inf, "-inf": -torch.inf}
+SCORINGS = ["softmax", "sigmoid"]
+# Every number of experts takes its own way through a kernel: power of two, multiple of 64, anything else.
+SIZES = [(6, 3), (6, 4), (8, 3), (8, 8), (16, 4), (16, 8), (100, 8), (128, 8), (192, 6), (256, 8)]  # E, K
+
+
+def assert_sound(routing: epmoe.Routing, num_experts: int) -> None:
+    """The guarantee that holds for every bit pattern."""
+    ids_TK, weights_TK = routing.ids.long().cpu(), routing.weights.cpu()
+    assert weights_TK.dtype == torch.float32 and weights_TK.isfinite().all()
+    assert ((ids_TK >= 0) & (ids_TK < num_experts)).all()
+    ordered = ids_TK.sort(1).values
+    assert (ordered[:, 1:] != ordered[:, :-1]).all(), "duplicate ids"
+
+
+def assert_agrees(got: epmoe.Routing, want: epmoe.Routing) -> None:
+    assert torch.equal(got.ids.cpu(), want.ids.cpu())
+    torch.testing.assert_close(got.weights.double().cpu(), want.weights.cpu(), rtol=WEIGHT_TOLERANCE, atol=1e-37)
+
+
+def clean_logits(T: int, E: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return randn(T, E, dtype=dtype, seed=seed) * 3
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("kind", POISON)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_poisoned_rows(device, dtype, kind, scoring):
+    """The whole table: poisoned rows route soundly, and their clean neighbours as if nothing were there."""
+    for E, K in SIZES:
+        logits = clean_logits(24, E, dtype, seed=E).to(device)
+        logits[0] = POISON[kind]  # everywhere
+        logits[3, 0] = logits[6, E - 1] = POISON[kind]
+        logits[9, ::2] = POISON[kind]
+        logits[12, 1:] = POISON[kind]
+        routing = epmoe.route(logits, K, scoring=scoring)
+        assert_sound(routing, E)
+        assert_agrees(routing, route_reference(logits, K, scoring=scoring))
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_all_nan_row_takes_the_first_experts(device, scoring):
+    for E, K in SIZES:
+        routing = epmoe.route(torch.full((3, E), torch.nan, device=device), K, scoring=scoring, renormalize=True)
+        assert routing.ids.tolist() == [list(range(K))] * 3
+        assert routing.weights.eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_agrees_with_the_reference(device, scoring, dtype):
+    for E, K in [(1, 1), (2, 2), (7, 3), (64, 6), (100, 100), (257, 8), (1000, 32), (4096, 9)]:
+        logits = clean_logits(50, E, dtype, seed=E).to(device)  # bf16 has ties in plenty
+        for renormalize, scale in [(False, 1.0), (True, 2.5)]:
+            options = {"scoring": scoring, "renormalize": renormalize, "routed_scaling_factor": scale}
+            if device.type == "cuda" and K > 32:
+                continue
+            assert_agrees(epmoe.route(logits, K, **options), route_reference(logits, K, **options))
+
+
+def test_ties_and_signed_zeros_go_to_the_lower_id(device):
+    logits = torch.tensor([[0.0, -0.0, 0.0, 1.0], [-0.0, 0.0, -1.0, 0.0]], device=device)
+    for scoring in SCORINGS:
+        assert epmoe.route(logits, 3, scoring=scoring).ids.tolist() == [[3, 0, 1], [0, 1, 3]]
+
+
+def test_logits_decide_where_scores_underflow(device):
+    logits = torch.tensor([[-300.0, -200.0, 0.0, -250.0]], device=device)
+    for scoring in SCORINGS:
+        assert epmoe.route(logits, 4, scoring=scoring).ids.tolist() == [[2, 1, 3, 0]]
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_bias_steers_the_choice_only(device, scoring):
+    for E, K in [(16, 4), (100, 8), (256, 8)]:
+        logits = clean_logits(40, E, seed=E).to(device)
+        # Steps far above a rounding error of the scores: the choice is exact.
+        bias = (torch.randperm(E, generator=generator(E)) * 2.0).to(device)
+        routing = epmoe.route(logits, K, scoring=scoring, bias=bias)
+        assert_agrees(routing, route_reference(logits, K, scoring=scoring, bias=bias))
+        assert torch.equal(routing.ids, bias.argsort(descending=True)[:K].int().expand(40, -1))
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_bias_near_ties_lie_within_rounding(device, scoring):
+    E, K = 64, 6
+    logits, bias = clean_logits(400, E).to(device), (randn(E, seed=1) * 0.3).to(device)
+    got = epmoe.route(logits, K, scoring=scoring, bias=bias)
+    want = route_reference(logits, K, scoring=scoring, bias=bias)
+    assert_sound(got, E)
+    keys = (logits.double().softmax(-1) if scoring == "softmax" else logits.double().sigmoid()) + bias.double()
+    gap = keys.gather(1, got.ids.long()) - keys.gather(1, want.ids.long())
+    assert gap.abs().max() < 1e-6 and (got.ids == want.ids).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, -3.4e38, 3.4e38])
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_hostile_bias(device, scoring, value):
+    """A bias that is not finite or hugely negative orders naturally and never duplicates an expert."""
+    for groups, top_groups in [(1, 1), (4, 2)]:
+        logits = clean_logits(6, 16).to(device)
+        logits[2] = torch.nan
+        for where in (slice(0, 5), slice(None), slice(11, 16)):
+            bias = torch.arange(16.0).mul(4).to(device)
+            bias[where] = value
+            options = {"scoring": scoring, "num_expert_groups": groups, "top_groups": top_groups, "bias": bias}
+            routing = epmoe.route(logits, 8, **options)
+            assert_sound(routing, 16)
+            assert_agrees(routing, route_reference(logits, 8, **options))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("E", "groups", "top_groups", "K"), [(256, 8, 4, 8), (12, 3, 2, 5), (8, 8, 3, 3), (100, 4, 1, 9)]
+)
+def test_groups(device, E, groups, top_groups, K, with_bias):
+    logits = clean_logits(60, E, seed=E).to(device)
+    logits[5] = torch.nan
+    logits[7, : E // 2] = -torch.inf
+    bias = (randn(E, seed=1) * 100).to(device) if with_bias else None  # no two sums of two within rounding
+    for scoring in SCORINGS:
+        options = {"scoring": scoring, "num_expert_groups": groups, "top_groups": top_groups, "bias": bias}
+        routing = epmoe.route(logits, K, **options)
+        assert_sound(routing, E)
+        assert_agrees(routing, route_reference(logits, K, **options))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_random_bits(device, dtype):
+    """Every bit pattern of logits and bias alike, in bulk."""
+    for E, K, groups in [(5, 5, 1), (8, 4, 4), (64, 6, 8), (96, 8, 6), (128, 8, 1), (255, 8, 1), (256, 8, 8)]:
+        logits = random_bits(500, E, dtype=dtype, seed=E).to(device)
+        bias = random_bits(E, dtype=torch.float32, seed=E + 1).to(device)
+        for scoring in SCORINGS:
+            plain = epmoe.route(logits, K, scoring=scoring)
+            assert_sound(plain, E)
+            assert torch.equal(plain.ids, route_reference(logits, K, scoring=scoring).ids)
+            options = {"scoring": scoring, "num_expert_groups": groups, "top_groups": max(1, groups // 2)}
+            for b in (None, bias):
+                assert_sound(epmoe.route(logits, min(K, E // 2), bias=b, renormalize=True, **options), E)
+
+
+def test_any_bits_of_hypothesis(device):
+    """The same, with examples that shrink: special patterns and neighbours of them mixed with any others."""
+    hypothesis = pytest.importorskip("hypothesis")
+    st = hypothesis.strategies
+    special = {  # ±0, smallest, largest, ±Inf, quiet and signalling NaN
+        torch.bfloat16: [0, 0x8000, 1, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF],
+        torch.float16: [0, 0x8000, 1, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0x7C01, 0xFFFF],
+        torch.float32: [
+            0,
+            1 << 31,
+            1,
+            0x7F7FFFFF,
+            0xFF7FFFFF,
+            0x7F800000,
+            0xFF800000,
+            0x7FC00000,
+            0x7F800001,
+            2**32 - 1,
+        ],
+    }
+
+    def bits(dtype: torch.dtype, count: int):
+        width = 8 * dtype.itemsize
+        pattern = st.sampled_from(special[dtype]) | st.integers(0, 2**width - 1)
+        signed = {16: torch.int16, 32: torch.int32}[width]
+
+        def tensor(values: list[int]) -> Tensor:
+            wrapped = [v - (v >> (width - 1) << width) for v in values]
+            return torch.tensor(wrapped, dtype=signed).view(dtype).to(device)
+
+        return st.lists(pattern, min_size=count, max_size=count).map(tensor)
+
+    @st.composite
+    def problems(draw):
+        groups = draw(st.sampled_from([1, 1, 2, 4]))
+        E = groups * draw(st.integers(1, 12))
+        top_groups = draw(st.integers(1, groups))
+        K = draw(st.integers(1, E // groups * top_groups))
+        logits = draw(bits(draw(st.sampled_from(FLOATS)), 2 * E)).view(2, E)
+        bias = draw(st.none() | bits(torch.float32, E))
+        scoring, renormalize = draw(st.sampled_from(SCORINGS)), draw(st.booleans())
+        options = {"scoring": scoring, "bias": bias, "renormalize": renormalize}
+        return logits, K, options | {"num_expert_groups": groups, "top_groups": top_groups}
+
+    @hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
+    @hypothesis.given(problems())
+    def always_sound(problem):
+        logits, K, options = problem
+        routing = epmoe.route(logits, K, **options)
+        assert_sound(routing, logits.shape[1])
+        if options["bias"] is None:
+            assert torch.equal(routing.ids, route_reference(logits, K, **options).ids)
+
+    always_sound()
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize(("num_tokens", "real"), [(0, 0), (1, 1), (9, 9), (10, 10), (11, 10), (-3, 0), (2**31 - 1, 10)])
+def test_padding_rows_hold_no_expert(device, num_tokens, real, as_tensor):
+    logits = clean_logits(10, 12).to(device)
+    logits[real:] = torch.nan
+    n = torch.tensor(num_tokens, dtype=torch.int32, device=device) if as_tensor else num_tokens
+    routing = epmoe.route(logits, 4, num_tokens=n)
+    assert routing.ids[real:].eq(12).all() and routing.weights[real:].eq(0).all()
+    assert_agrees(routing, route_reference(logits, 4, num_tokens=num_tokens))
+
+
+@pytest.mark.parametrize("real", [1, 4])
+@pytest.mark.parametrize("T", [128, 1024])
+def test_one_real_row_among_stale_ones(device, T, real):
+    """A replayed batch: the rows behind the real ones hold whatever the last one left."""
+    logits = random_bits(T, 256, dtype=torch.bfloat16).to(device)
+    logits[:real] = clean_logits(real, 256, torch.bfloat16).to(device)
+    routing = epmoe.route(logits, 8, num_tokens=real)
+    assert_agrees(routing, route_reference(logits, 8, num_tokens=real))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_row_stride(device, dtype):
+    wide = clean_logits(20, 3 * 17, dtype).to(device)
+    for logits in (wide[:, :17], wide[::2, 5:22], wide.view(60, 17)[::3], wide[:1, :17].expand(20, -1)):
+        assert_agrees(epmoe.route(logits, 4), route_reference(logits, 4))
+    assert_agrees(epmoe.route(wide[:, ::3], 4), route_reference(wide[:, ::3], 4))
+
+
+def test_int64_ids_and_no_tokens(device):
+    logits = clean_logits(20, 16).to(device)
+    wide = epmoe.route(logits, 4, id_dtype=torch.int64, num_tokens=12)
+    assert wide.ids.dtype == torch.int64
+    assert torch.equal(wide.ids, epmoe.route(logits, 4, num_tokens=12).ids.long())
+    empty = epmoe.route(logits[:0], 4)
+    assert empty.ids.shape == empty.weights.shape == (0, 4)
+
+
+L = torch.zeros(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("logits", "options", "message"),
+    [
+        (L.double(), {}, r"`logits` must be .*float32.* \[T, E\], got float64 \[4, 8\]"),
+        (L[0], {}, r"`logits` must be .* \[T, E\], got float32 \[8\]"),
+        (torch.zeros(1, 4097), {}, r"`logits` must .*4096.*, got .*4097"),
+        (L, {"top_k": 9}, r"`top_k` must be .*8.*, got 9"),
+        (L, {"top_k": 0}, r"`top_k` must be .*, got 0"),
+        (L, {"scoring": "tanh"}, r"`scoring` must be .*softmax.*sigmoid.*, got '?tanh"),
+        (L, {"bias": torch.zeros(7)}, r"`bias` must be float32 \[8\], got float32 \[7\]"),
+        (L, {"bias": torch.zeros(8).half()}, r"`bias` must be float32 \[8\], got float16 \[8\]"),
+        (L, {"num_expert_groups": 3}, r"`num_expert_groups` must .*8.*, got 3"),
+        (L, {"num_expert_groups": 4, "top_groups": 5}, r"`top_groups` must .*4.*, got 5"),
+        (L, {"num_expert_groups": 4, "top_groups": 1, "top_k": 3}, r"`top_groups` must .*, got 1"),
+        (L, {"id_dtype": torch.int16}, r"`id_dtype` must be .*int32.*int64.*, got .*int16"),
+        (L, {"num_tokens": torch.zeros(2, dtype=torch.int32)}, r"`num_tokens` must be .*int32.*, got int32 \[2\]"),
+        (L, {"num_tokens": torch.tensor(2.0)}, r"`num_tokens` must be .*int32.*, got float32"),
+    ],
+)
+def test_errors_say_what_must_be(logits, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        epmoe.route(logits, **{"top_k": 2} | options)

@@ -140,9 +140,7 @@ def _spoil_routing(
     def pick(values: torch.Tensor) -> torch.Tensor:
         return values[torch.randint(len(values), shape, generator=generator)]
 
-    kind_TK = torch.randint(
-        4, shape, generator=generator
-    )  # within a spoilt row: duplicate, bad id, bad weight, clean
+    kind_TK = torch.randint(4, shape, generator=generator)  # duplicate, bad id, bad weight, clean
     kind_TK[torch.rand(shape[0], generator=generator) < 0.5] = 3
     ids_TK.copy_(torch.where(kind_TK == 0, ids_TK[:, :1], ids_TK))
     ids_TK.copy_(torch.where(kind_TK == 1, pick(torch.tensor(bad_ids)), ids_TK))

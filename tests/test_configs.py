@@ -12,6 +12,7 @@ from epmoe.placement import Placement
 FOLDER = Path(__file__).parents[1] / "configs"
 SHAPES = {  # R, E, K, D
     "cpu_demo": (4, 16, 4, 256),
+    "cpu_bench": (4, 64, 8, 1024),
     "h200x8_deepseek_v3": (8, 256, 8, 7168),
     "h200x8_qwen3_235b": (8, 128, 8, 4096),
     "h200x4_gpt_oss_120b": (4, 128, 4, 2880),

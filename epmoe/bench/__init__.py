@@ -1,0 +1,1 @@
+"""One file per benchmark, and what it is measured against."""

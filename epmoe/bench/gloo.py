@@ -1,0 +1,86 @@
+"""The yardstick: dispatch and combine as they are usually written, over `all_to_all_single`.
+
+One row travels for each (token, expert) pair: sort by expert, exchange counts, exchange rows, put them in expert
+order; on the way back exchange rows, undo the sort and sum with the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from epmoe.placement import Placement
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What `combine` needs from `dispatch`: the expert-major rows [N, D] and how they got there."""
+
+    rows: torch.Tensor
+    expert_offsets: torch.Tensor  # [e+1] first row of each of this rank's experts
+    order: torch.Tensor  # [T·K] pair of each sent row
+    place: torch.Tensor  # [N] arrival of each expert-major row
+    splits_out: list[int]
+    splits_in: list[int]
+    weights: torch.Tensor
+
+
+class AllToAll:
+    """Dispatch and combine for one rank of `group`.
+
+    Buffers are made anew in each call, as layers of this kind do, whose sizes change with the routing; with
+    `keep_buffers` they stay, at the largest size seen: no page faults, the best that can be done on this way.
+    """
+
+    def __init__(self, placement: Placement, group: dist.ProcessGroup, *, keep_buffers: bool = False) -> None:
+        self.keep_buffers = keep_buffers
+        self.rank, self.group = dist.get_rank(group), group
+        self.experts_per_rank = [placement.num_local_experts(rank) for rank in range(placement.ep_size)]
+        owner_major = sorted(range(placement.num_physical_experts), key=lambda p: (placement.owner(p), p))
+        self.position_P = torch.tensor(owner_major).argsort()
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def dispatch(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Sent:
+        """Rows in the order of this rank's experts, within one by source rank, then token."""
+        positions = self.position_P[ids_TK.flatten()]
+        order = positions.argsort(stable=True)
+        counts_P = positions.bincount(minlength=len(self.position_P))
+        local = self.experts_per_rank[self.rank]
+        counts_Re = torch.empty(len(self.experts_per_rank), local, dtype=torch.int64)
+        dist.all_to_all_single(
+            counts_Re.view(-1), counts_P, [local] * len(counts_Re), self.experts_per_rank, group=self.group
+        )
+        splits_out = [int(counts.sum()) for counts in counts_P.split(self.experts_per_rank)]
+        splits_in = counts_Re.sum(dim=1).tolist()
+        out = self._rows("out", len(order), x_TD)
+        torch.index_select(x_TD, 0, order // ids_TK.shape[1], out=out)
+        arrived = self._rows("arrived", sum(splits_in), x_TD)
+        dist.all_to_all_single(arrived, out, splits_in, splits_out, group=self.group)
+        expert = torch.arange(local).repeat(len(counts_Re)).repeat_interleave(counts_Re.view(-1))
+        place = expert.argsort(stable=True)
+        rows = self._rows("rows", len(place), x_TD)
+        torch.index_select(arrived, 0, place, out=rows)
+        offsets = torch.nn.functional.pad(counts_Re.sum(dim=0).cumsum(dim=0), (1, 0))
+        return Sent(rows, offsets, order, place, splits_out, splits_in, weights_TK)
+
+    def combine(self, rows_ND: torch.Tensor, sent: Sent) -> torch.Tensor:
+        """y [T, D]: each token's rows from its experts, times its weights, summed."""
+        T, K = sent.weights.shape
+        back = self._rows("arrived", len(rows_ND), rows_ND)
+        back.index_copy_(0, sent.place, rows_ND)
+        home = self._rows("out", T * K, rows_ND)
+        dist.all_to_all_single(home, back, sent.splits_out, sent.splits_in, group=self.group)
+        pairs = self._rows("pairs", T * K, rows_ND)
+        pairs.index_copy_(0, sent.order, home)
+        weights_T1K = sent.weights.unsqueeze(1).to(rows_ND.dtype)
+        return torch.bmm(weights_T1K, pairs.view(T, K, rows_ND.shape[1])).squeeze(1)
+
+    def _rows(self, name: str, count: int, like: torch.Tensor) -> torch.Tensor:
+        if not self.keep_buffers:
+            return like.new_empty(count, like.shape[1])
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < count:
+            buffer = self._buffers[name] = like.new_empty(count, like.shape[1])
+        return buffer[:count]

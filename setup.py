@@ -1,5 +1,5 @@
-"""Ships `csrc` inside the package and, where torch can be imported (`pip install --no-build-isolation .`), builds the
-native library ahead of time. Without torch the library is built at first use; pyproject.toml says everything else."""
+"""Ships `csrc` inside the package, and builds the native library ahead of time where torch can be imported
+(`pip install --no-build-isolation .`). Without torch it is built at first use. The rest is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent
 AHEAD_OF_TIME = importlib.util.find_spec("torch") is not None
 
 
-def builder() -> ModuleType:
+def load_builder() -> ModuleType:
     """epmoe/build.py alone: importing the package would load the library that is yet to be built."""
     spec = importlib.util.spec_from_file_location("epmoe_build", ROOT / "epmoe" / "build.py")
     assert spec is not None and spec.loader is not None
@@ -25,7 +25,7 @@ def builder() -> ModuleType:
 
 
 class BuildPy(build_py):
-    """An editable install keeps using the tree's own csrc and builds from it at first use."""
+    """An editable install keeps using the tree's own csrc, and builds from it at first use."""
 
     def run(self) -> None:
         super().run()
@@ -34,7 +34,10 @@ class BuildPy(build_py):
         package = Path(self.build_lib) / "epmoe"
         shutil.copytree(ROOT / "csrc", package / "csrc", dirs_exist_ok=True)
         if AHEAD_OF_TIME:
-            builder().build(package / "_native")
+            temporary = Path(self.get_finalized_command("build").build_temp)
+            library = load_builder().build(temporary.resolve(), portable=True)
+            (package / "_native").mkdir(exist_ok=True)
+            shutil.copy(library, package / "_native" / "libepmoe.so")
 
 
 class PlatformDistribution(Distribution):

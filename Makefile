@@ -1,0 +1,69 @@
+# `make demo` and `make test` set up everything they need: a virtual environment, packages, the native library.
+
+PYTHON ?= python3
+VENV := .venv
+READY := $(VENV)/.ready
+CUDA_FLAGS := -c -std=c++20 -O3 --fmad=false -arch=sm_90 -Icsrc
+
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export OMP_NUM_THREADS := 1
+
+TORCHRUN := torchrun --standalone --nproc-per-node
+
+.PHONY: help setup demo test unit distributed lint bench cuda-compile gpu-deps gpu-test clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*##' '{printf "  make %-13s%s\n", $$1, $$2}'
+
+demo: setup  ## four real MoE models generate text, their experts spread over 4 processes; writes report.html
+	$(TORCHRUN) 4 -m epmoe run configs/cpu_demo.yaml --model all --report report.html
+
+test: lint unit distributed cuda-compile  ## everything CI runs
+
+setup: $(READY)  ## virtual environment, packages and native library
+	@python -c 'from epmoe.build import build; print("native library:", build())'
+
+# torch first and alone: setup.py looks for it, and pip need not weigh it against anything else.
+$(READY): pyproject.toml constraints.txt setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "epmoe needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	pip install --quiet -c constraints.txt 'setuptools>=77' torch
+	pip install --quiet -c constraints.txt --no-build-isolation -e '.[hf,dev]'
+	@touch $@
+
+lint: setup  ## ruff, clang-format and mypy, as in .pre-commit-config.yaml
+	pre-commit run --all-files
+
+unit: setup  ## tests of one process
+	pytest --ignore tests/distributed
+
+# Rank 0 prints; the others write files, shown where a rank fails.
+distributed: setup  ## tests over 2, 3 and 4 ranks
+	@for ranks in 2 3 4; do \
+	  rm -rf build/ranks; echo "== $$ranks ranks"; \
+	  $(TORCHRUN) $$ranks --log-dir build/ranks --redirects 1:3,2:3,3:3 -m pytest -p no:cacheprovider tests/distributed \
+	    || { find build/ranks -name stdout.log -exec tail -n 60 {} +; exit 1; }; \
+	done
+
+bench: setup  ## the exchange against gloo's all_to_all, on this machine
+	$(TORCHRUN) 4 -m epmoe bench configs/cpu_bench.yaml
+
+cuda-compile:  ## every kernel compiles for sm_90 (needs nvcc, no GPU)
+	@command -v nvcc >/dev/null || { echo "cuda-compile: skipped, there is no nvcc on the PATH"; exit 0; }; \
+	mkdir -p build; \
+	for source in $(wildcard csrc/cuda/*.cu); do \
+	  echo "nvcc $$source"; nvcc $(CUDA_FLAGS) -o build/kernel.o $$source || exit 1; \
+	done
+
+# A GPU machine may reach no package registry: its own Python holds torch and pytest, and `make gpu-deps`, run where
+# there is a registry, puts the rest into .gpu-deps for that Python's version. Then, there: make gpu-test
+GPU_PYTHON_VERSION ?= 3.12
+gpu-deps: setup
+	pip install --quiet --target .gpu-deps --upgrade --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
+	  -c constraints.txt pydantic pydantic-core annotated-types typing-extensions typing-inspection
+
+gpu-test:  ## tests marked gpu, with the machine's own Python (set PYTHON); see README
+	PYTHONPATH=.:.gpu-deps $(PYTHON) -m pytest -m gpu tests
+
+clean:  ## everything that `make` made
+	rm -rf $(VENV) build dist *.egg-info .gpu-deps .pytest_cache .ruff_cache .mypy_cache .hypothesis report.html

@@ -1,0 +1,193 @@
+"""`epmoe doctor [CONFIG]`: can this machine build and run epmoe, and if not, what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+from rich.markup import escape
+
+from epmoe import build
+from epmoe.cli.console import console, human_bytes
+from epmoe.cli.plan import rank_plans
+from epmoe.config import EPConfig
+from epmoe.window import available_memory_bytes
+
+OLDEST_TORCH = (2, 11)
+OLDEST_GPU = (8, 0)
+
+
+@dataclass(frozen=True)
+class Finding:
+    level: Literal["ok", "warn", "fail"]
+    subject: str
+    detail: str
+    advice: str = ""
+
+
+def doctor(
+    config: Annotated[Path | None, typer.Argument(help="Configuration to check the machine against.")] = None,
+) -> None:
+    """Check compiler, torch, native library, GPUs and memory, and say what to do."""
+    parsed = EPConfig.load(config) if config else None
+    failed = False
+    for finding in diagnose(parsed):
+        failed |= finding.level == "fail"
+        colour = {"ok": "green", "warn": "yellow", "fail": "bold red"}[finding.level]
+        console.print(
+            f"[{colour}]{finding.level:<4}[/]  {finding.subject:<15} {escape(finding.detail)}", soft_wrap=True
+        )
+        if finding.advice:
+            console.print(f"      {'':<15} [dim]→[/] {escape(finding.advice)}", soft_wrap=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+def diagnose(config: EPConfig | None) -> Iterator[Finding]:
+    """All findings, in the order in which one would mend them."""
+    yield _compiler()
+    yield _ninja()
+    yield _torch()
+    with console.status("building and loading the native library ..."):
+        native = _native_library()
+    yield native
+    yield from _gpus()
+    yield _transformers()
+    yield _anonymous_memory()
+    yield from _memory(config)
+
+
+def _compiler() -> Finding:
+    compiler = os.environ.get("CXX", "c++")
+    needed: Literal["warn", "fail"] = "warn" if build.AHEAD_OF_TIME.exists() else "fail"
+    advice = "install g++ 11 or newer (Debian, Ubuntu: apt-get install g++), or point CXX to a compiler"
+    path = shutil.which(compiler)
+    if path is None:
+        return Finding(needed, "compiler", f"`{compiler}` is not on the PATH", advice)
+    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    line = version.splitlines()[0] if version else path
+    found = re.search(r"(\d+)\.\d+", line)
+    is_gcc = "clang" not in line.lower()
+    if is_gcc and found and int(found[1]) < 11:
+        return Finding(needed, "compiler", f"{line}: too old for C++20", advice)
+    return Finding("ok", "compiler", line)
+
+
+def _ninja() -> Finding:
+    path = shutil.which("ninja")
+    if path is None and importlib.util.find_spec("ninja") is None:
+        return Finding("fail", "ninja", "not found", "pip install ninja")
+    return Finding("ok", "ninja", path or f"python package {importlib.metadata.version('ninja')}")
+
+
+def _torch() -> Finding:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    detail = f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU only'}"
+    if version < OLDEST_TORCH:
+        return Finding("fail", "torch", detail, f"install torch ≥ {'.'.join(map(str, OLDEST_TORCH))}")
+    return Finding("ok", "torch", detail)
+
+
+def _native_library() -> Finding:
+    try:
+        from epmoe import ops  # noqa: F401 - loading it is the check
+    except (build.BuildError, OSError) as error:
+        return Finding("fail", "native library", str(error).splitlines()[0], "its log names the cause")
+    path = build.AHEAD_OF_TIME if build.AHEAD_OF_TIME.exists() else build.build()
+    how = "built at installation" if path == build.AHEAD_OF_TIME else "built on this machine"
+    return Finding("ok", "native library", f"loads; {how}: {path}")
+
+
+def _gpus() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        if shutil.which("nvidia-smi"):
+            advice = "install a torch build with CUDA; `nvidia-smi` says what the driver supports"
+            yield Finding("warn", "GPUs", "there is a driver, but torch sees no GPU", advice)
+        else:
+            yield Finding("ok", "GPUs", "none: epmoe runs on the CPU")
+        return
+    count = torch.cuda.device_count()
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        capability = (properties.major, properties.minor)
+        detail = f"cuda:{index} {properties.name}, sm_{properties.major}{properties.minor}, " + human_bytes(
+            properties.total_memory
+        )
+        if capability < OLDEST_GPU:
+            yield Finding("fail", "GPUs", detail, "epmoe needs sm_80 or newer")
+        else:
+            yield Finding("ok", "GPUs", detail)
+    cut = [
+        f"{a}→{b}" for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)
+    ]
+    if cut:
+        advice = "see `nvidia-smi topo -p2p r`; in a container or VM, all GPUs of one NVLink domain must be visible"
+        yield Finding("fail", "peer access", f"missing: {', '.join(cut)}", advice)
+    elif count > 1:
+        yield Finding("ok", "peer access", f"between all {count} GPUs")
+    if shutil.which("nvcc") is None and not build.AHEAD_OF_TIME.exists():
+        advice = f"install the CUDA {torch.version.cuda} toolkit and put its bin/ on the PATH"
+        yield Finding("warn", "nvcc", "not on the PATH: the native library is built without CUDA", advice)
+
+
+def _transformers() -> Finding:
+    try:
+        return Finding("ok", "transformers", importlib.metadata.version("transformers"))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("warn", "transformers", "not installed: no `epmoe run --model`", "pip install 'epmoe[hf]'")
+
+
+def _anonymous_memory() -> Finding:
+    try:
+        os.close(os.memfd_create("epmoe-doctor"))
+    except OSError as error:
+        advice = "the container's seccomp profile must allow memfd_create"
+        return Finding("fail", "CPU windows", f"memfd_create fails: {error.strerror}", advice)
+    try:
+        shm = os.statvfs("/dev/shm")
+        size = human_bytes(shm.f_blocks * shm.f_frsize)
+    except OSError:
+        size = "absent"
+    return Finding("ok", "CPU windows", f"anonymous memory (memfd): /dev/shm ({size}) does not limit them")
+
+
+def _memory(config: EPConfig | None) -> Iterator[Finding]:
+    available = available_memory_bytes()
+    detail = f"{human_bytes(available)} available, cgroup limit {_cgroup_limit()}"
+    if config is None:
+        yield Finding("ok", "memory", detail)
+        return
+    plans, size = rank_plans(config), config.topology.ep_size
+    needed = sum(p.total_bytes for p in plans)
+    advice = "lower `capacity.max_num_tokens_per_rank` or set `capacity.max_expert_rows`; see `epmoe plan`"
+    if torch.cuda.is_available() and config.exchange.transport != "shared_memory":
+        each = max(p.total_bytes for p in plans)
+        free, _ = torch.cuda.mem_get_info()
+        fits, detail = each <= free, f"{human_bytes(each)} a GPU planned, {human_bytes(free)} free"
+    else:
+        fits, detail = needed <= available, f"{human_bytes(needed)} planned for {size} ranks; {detail}"
+    yield Finding("ok", "memory", detail) if fits else Finding("fail", "memory", detail, advice)
+    cores = len(os.sched_getaffinity(0))
+    if not torch.cuda.is_available() and size > cores:
+        yield Finding("warn", "cores", f"{size} ranks on {cores} cores: works, but they take turns")
+
+
+def _cgroup_limit() -> str:
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # version 2, 1
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < 1 << 60:  # version 1 writes a huge number for "none"
+            return human_bytes(int(text))
+    return "none"

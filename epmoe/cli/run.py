@@ -1,0 +1,100 @@
+"""`epmoe run CONFIG`: the layer, or a real model, over the ranks that torchrun started; tables and a report."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import torch.distributed as dist
+import typer
+from rich.progress import Progress
+
+from epmoe.cli import models, simulated
+from epmoe.cli.console import UserError, console
+from epmoe.cli.launch import all_ranks
+from epmoe.cli.result import Check, Result
+from epmoe.cli.tables import show
+from epmoe.config import EPConfig
+from epmoe.service import ExpertParallel
+from epmoe.simulate import Kind
+
+
+def run(
+    config: Annotated[Path, typer.Argument(help="Configuration file (YAML, TOML or JSON).")],
+    model: Annotated[
+        list[models.Model] | None,
+        typer.Option(help="Generate text with this architecture (random weights); may be repeated."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Rounds, or tokens to generate with --model.")] = 16,
+    tokens: Annotated[
+        int | None, typer.Option(min=0, help="Tokens a rank brings to a round. [default: at most 64]")
+    ] = None,
+    routing: Annotated[Kind, typer.Option(help="Simulated routing, without --model.")] = "uniform",
+    seed: Annotated[int, typer.Option(help="Of weights, tokens and simulated routing.")] = 0,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
+) -> None:
+    """Run the layer, or real models with --model, over all ranks, and check the outcome. Start it under torchrun."""
+    parsed = EPConfig.load(config)
+    if report is not None and not report.resolve().parent.is_dir():
+        raise UserError(f"`--report` must be in an existing folder, got {report}")
+    if tokens is not None and tokens > parsed.capacity.max_num_tokens_per_rank:
+        limit = parsed.capacity.max_num_tokens_per_rank
+        raise UserError(f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got {tokens}")
+    if not model:
+        simulated.require_memory(parsed)
+    with all_ranks(parsed) as rank:
+        if model:
+            results = models.run_models(parsed, model, steps, seed)
+        else:
+            results = [_run_layer(parsed, config.stem, routing, steps, tokens, seed)]
+    if rank == 0 and report is not None:
+        from epmoe.cli.report import write_report
+
+        write_report(results, report, {"configuration": str(config), "ranks": str(parsed.topology.ep_size)})
+        console.print(f"\nreport: {report.resolve()}")
+    if not all(result.passed for result in results):
+        raise typer.Exit(1)
+
+
+def _run_layer(config: EPConfig, name: str, kind: Kind, steps: int, tokens: int | None, seed: int) -> Result:
+    """Rounds of the configuration's own layer; the Result is whole on rank 0, and the verdict on every rank."""
+    model = config.model
+    tokens = min(64, config.capacity.max_num_tokens_per_rank) if tokens is None else tokens
+    console.rule(f"[bold]{name}[/]: {steps} rounds of {tokens} tokens a rank, {kind} routing")
+    with _open(config) as ep, Progress(console=console, transient=True) as progress:
+        task = progress.add_task("rounds", total=steps)
+        mine = simulated.run_layer(ep, kind, steps, tokens, seed, advance=lambda: progress.advance(task))
+        health, placement = dataclasses.asdict(ep.health()), ep.placement
+    gathered: list[tuple[simulated.Measured, dict]] = [None] * config.topology.ep_size  # type: ignore[list-item]
+    dist.all_gather_object(gathered, (mine, health))
+    load = [0] * placement.num_physical_experts
+    for rank, (_, counts) in enumerate(gathered):
+        for expert, count in zip(placement.local_experts(rank), counts.pop("tokens_per_expert"), strict=True):
+            load[expert] = count
+    limit, worst = simulated.tolerance(config), max(m.worst_error for m, _ in gathered)
+    result = Result(
+        name=name,
+        facts={
+            "experts": f"{model.num_experts}, {model.num_experts_per_tok} per token",
+            "hidden size": f"{model.hidden_size} {model.dtype}",
+            "rounds": f"{steps} of {tokens} tokens a rank",
+            "routing": kind,
+        },
+        checks=[Check("error against the dense fp64 reference", f"{worst:.1e} (limit {limit:.0e})", worst <= limit)],
+        placement=placement,
+        traffic=[counts.pop("rows_sent") for _, counts in gathered],
+        load=load,
+        seconds={s: sum(m.seconds[s] for m, _ in gathered) / len(gathered) for s in simulated.STAGES},
+        rounds=steps,
+        health={key: sum(counts[key] for _, counts in gathered) for key in gathered[0][1]},
+    )
+    show(result)
+    return result
+
+
+def _open(config: EPConfig) -> ExpertParallel:
+    try:
+        return ExpertParallel(config)
+    except (ValueError, MemoryError) as error:
+        raise UserError(str(error)) from None

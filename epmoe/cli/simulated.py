@@ -1,0 +1,124 @@
+"""`epmoe run` without a model: the configuration's own MoE layer, fed with simulated logits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from epmoe.cli.console import UserError, human_bytes
+from epmoe.cli.plan import rank_plans
+from epmoe.config import EPConfig
+from epmoe.reference import moe_reference
+from epmoe.service import ExpertParallel
+from epmoe.simulate import Kind, simulate_logits
+from epmoe.stages.experts import SwiGLUExperts
+from epmoe.window import available_memory_bytes
+
+STAGES = ("route", "dispatch", "experts", "combine")
+CHECKED_ROWS = 32  # per round and rank, held against the dense reference
+TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}  # of the largest element of a round's output
+FP8_TOLERANCE = 1e-1
+WEIGHT_BUDGET = 64 << 20  # bytes; every rank holds all experts' weights, for the reference
+PROCESS_BYTES = 400 << 20  # torch and its libraries, a rank
+
+
+@dataclass
+class Measured:
+    """What one rank saw over all rounds; `worst_error` is relative to the largest element of a round's output."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    worst_error: float = 0.0
+
+
+def run_layer(
+    ep: ExpertParallel, kind: Kind, steps: int, tokens: int, seed: int, advance: Callable[[], object]
+) -> Measured:
+    """`steps` rounds of route, dispatch, experts and combine, some rows of each checked against the reference.
+
+    An empty round before them brings all ranks to the start. `advance` is called after each round.
+    """
+    config, model, measured = ep.config, ep.config.model, Measured()
+    weights = _expert_weights(config, seed)
+    logical = [ep.placement.logical(expert) for expert in ep.placement.local_experts(ep.rank)]
+    experts = SwiGLUExperts(*(w[logical] for w in weights))
+    generator = torch.Generator().manual_seed(seed + 1 + ep.rank)
+    for T in [0] + steps * [tokens]:
+        x_TD = torch.randn(T, model.hidden_size, generator=generator).to(model.torch_dtype)
+        logits_TE = simulate_logits(
+            kind,
+            T,
+            model.num_experts,
+            seed=int(torch.randint(2**31, (), generator=generator)),
+            num_expert_groups=config.routing.num_expert_groups,
+            top_groups=config.routing.top_groups,
+            ep_size=ep.size,
+        )
+        clock = [time.perf_counter()]
+        routing = ep.route(logits_TE)
+        clock.append(time.perf_counter())
+        d = ep.dispatch(x_TD, routing.ids, routing.weights)
+        clock.append(time.perf_counter())
+        rows_ND = experts(d.rows, d.expert_offsets, getattr(d, "scales", None))
+        clock.append(time.perf_counter())
+        y_TD = ep.combine(rows_ND, d)
+        clock.append(time.perf_counter())
+        if T == 0:
+            continue
+        for stage, start, end in zip(STAGES, clock, clock[1:], strict=False):
+            measured.seconds[stage] += end - start
+        some = slice(None, None, max(1, T // CHECKED_ROWS))
+        expected_TD = moe_reference(x_TD[some], routing.ids[some], routing.weights[some], weights)
+        measured.worst_error = max(measured.worst_error, _relative_error(y_TD[some], expected_TD))
+        advance()
+    ep.check()
+    return measured
+
+
+def tolerance(config: EPConfig) -> float:
+    """What `Measured.worst_error` may be: rounding of the rows' dtype, inside the experts too."""
+    fp8 = "fp8" in (config.exchange.payload, config.exchange.combine_payload)
+    return FP8_TOLERANCE if fp8 else TOLERANCE[config.model.dtype]
+
+
+def require_memory(config: EPConfig) -> None:
+    """Raise UserError where this machine cannot hold all ranks of `config`."""
+    ranks = config.topology.ep_size
+    weights = _bytes_per_intermediate(config) * _intermediate_size(config)
+    needed = sum(plan.total_bytes for plan in rank_plans(config)) + ranks * (2 * weights + PROCESS_BYTES)
+    available = available_memory_bytes()
+    if needed > available:
+        raise UserError(
+            f"this configuration needs {human_bytes(needed)} for its {ranks} ranks, and this machine has "
+            f"{human_bytes(available)} available: lower `capacity.max_num_tokens_per_rank`, in the file or for one "
+            "run (EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK=64); `epmoe plan` shows what it costs"
+        )
+
+
+def _expert_weights(config: EPConfig, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up [E, 2F, D] and down [E, D, F] of all logical experts, the same on every rank."""
+    E, D, F = config.model.num_experts, config.model.hidden_size, _intermediate_size(config)
+    generator = torch.Generator().manual_seed(seed)
+    gate_up = torch.randn(E, 2 * F, D, generator=generator) / D**0.5
+    down = torch.randn(E, D, F, generator=generator) / F**0.5
+    return gate_up.to(config.model.torch_dtype), down.to(config.model.torch_dtype)
+
+
+def _intermediate_size(config: EPConfig) -> int:
+    """F, a multiple of 16: half of D, or less where the weights would pass their budget."""
+    most = min(config.model.hidden_size // 2, WEIGHT_BUDGET // _bytes_per_intermediate(config))
+    return max(16, most // 16 * 16)
+
+
+def _bytes_per_intermediate(config: EPConfig) -> int:
+    return 3 * config.model.num_experts * config.model.hidden_size * config.model.torch_dtype.itemsize
+
+
+def _relative_error(y: torch.Tensor, expected: torch.Tensor) -> float:
+    if not y.isfinite().all():
+        return float("inf")
+    if y.numel() == 0:
+        return 0.0
+    return float((y.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30))

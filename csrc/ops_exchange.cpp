@@ -4,6 +4,9 @@
 
 #include "cpu/stages.h"
 #include "unwrap.h"
+#if defined(EPMOE_CUDA)
+#include "cuda/exchange_launch.h"
+#endif
 
 namespace epmoe {
 namespace {
@@ -20,10 +23,9 @@ ExchangePlan plan_of(const std::vector<int64_t>& fields) {
 }
 
 Exchange exchange_of(const ExchangePlan& plan, const Tensor& peers, const Tensor& window,
-                          const Tensor& scratch, const Tensor& status, double timeout_s) {
+                     const Tensor& scratch, const Tensor& status, double timeout_s) {
   auto* addresses = pointer<int64_t>(peers, plan.R, "peers");
-  char* own = reinterpret_cast<char*>(pointer<uint8_t>(window, 0, "window"));
-  STD_TORCH_CHECK(reinterpret_cast<int64_t>(own) == addresses[plan.rank], "`window` must be this rank's own");
+  pointer<uint8_t>(window, plan.combine_scales, "window");
   return {
       .plan = plan,
       .peers_R = reinterpret_cast<char* const*>(addresses),
@@ -31,6 +33,24 @@ Exchange exchange_of(const ExchangePlan& plan, const Tensor& peers, const Tensor
       .status = reinterpret_cast<Status*>(pointer<int64_t>(status, sizeof(Status) / 8, "status")),
       .timeout_s = timeout_s,
   };
+}
+
+void launch_dispatch(const Exchange& exchange, const DispatchArgs& args, const Tensor& x) {
+#if defined(EPMOE_CUDA)
+  if (x.is_cuda()) return check_cuda(cuda::dispatch(exchange, args, current_stream(x)));
+#endif
+  cpu::dispatch(exchange, args);
+}
+
+void launch_combine(const Exchange& exchange, const CombineArgs& args, const Tensor& y) {
+#if defined(EPMOE_CUDA)
+  if (y.is_cuda()) return check_cuda(cuda::combine(exchange, args, dtype_of(y), current_stream(y)));
+#endif
+  auto* offsets = reinterpret_cast<const int32_t*>(exchange.scratch + exchange.plan.expert_offsets);
+  int64_t needed = args.rows && args.expert_major ? offsets[exchange.plan.num_local_experts] : 0;
+  STD_TORCH_CHECK(args.num_rows >= needed, "`expert_rows` must hold at least ", needed, " rows, got ",
+                  args.num_rows);
+  cpu::combine(exchange, args);
 }
 
 void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights,
@@ -41,43 +61,41 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights,
   check_rows(x, "x");
   check_rows(ids, "ids");
   check_rows(weights, "weights");
-  int64_t T = x.size(0), D = x.size(1), K = ids.size(1);
+  int64_t T = x.size(0), D = x.size(1), K = ids.size(1), bytes = itemsize(dtype_of(x));
   STD_TORCH_CHECK(
       T <= plan.M && K <= plan.K && ids.size(0) == T && weights.size(0) == T && weights.size(1) == K,
       "x, ids and weights must fit one another and the plan");
-  STD_TORCH_CHECK(D <= plan.D && (plan.payload_fp8 || D * itemsize(dtype_of(x)) <= plan.x_stride_bytes),
+  STD_TORCH_CHECK(D <= plan.D && (plan.payload_fp8 || D * bytes <= plan.x_stride_bytes),
                   "a row of x must fit the plan");
-  STD_TORCH_CHECK(plan.combine_fp8 || D * itemsize(dtype_of(x)) <= plan.combine_stride_bytes,
-                  "a row of y must fit the plan");
-  cpu::dispatch(exchange_of(plan, peers, window, scratch, status, timeout_s),
-                {
-                    .x_TD = x.data_ptr(),
-                    .dtype = dtype_of(x),
-                    .x_stride_bytes = x.stride(0) * itemsize(dtype_of(x)),
-                    .ids_TK = ids.data_ptr(),
-                    .wide_ids = is_wide(ids),
-                    .ids_stride = ids.stride(0),
-                    .weights_TK = weights.data_ptr(),
-                    .weights_dtype = dtype_of(weights),
-                    .weights_stride = weights.stride(0),
-                    .num_tokens = pointer<int32_t>(num_tokens, 1, "num_tokens"),
-                    .T = T,
-                    .num_rows = num_rows,
-                    .D = D,
-                    .K = static_cast<int32_t>(K),
-                    .expert_major = expert_major,
-                });
+  STD_TORCH_CHECK(plan.combine_fp8 || D * bytes <= plan.combine_stride_bytes, "a row of y must fit the plan");
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x.stride(0) * bytes % 16 == 0,
+                  "rows of x must start at multiples of 16 bytes");
+  DispatchArgs args{
+      .x_TD = x.data_ptr(),
+      .dtype = dtype_of(x),
+      .x_stride_bytes = x.stride(0) * bytes,
+      .ids_TK = ids.data_ptr(),
+      .wide_ids = is_wide(ids),
+      .ids_stride = ids.stride(0),
+      .weights_TK = weights.data_ptr(),
+      .weights_dtype = dtype_of(weights),
+      .weights_stride = weights.stride(0),
+      .num_tokens = pointer<int32_t>(num_tokens, 1, "num_tokens"),
+      .T = T,
+      .num_rows = num_rows,
+      .D = D,
+      .K = static_cast<int32_t>(K),
+      .expert_major = expert_major,
+  };
+  launch_dispatch(exchange_of(plan, peers, window, scratch, status, timeout_s), args, x);
 }
 
 void combine(const Tensor& y, const std::optional<Tensor>& rows, bool expert_major, const Tensor& peers,
              const Tensor& window, const Tensor& scratch, const Tensor& status,
              const std::vector<int64_t>& plan_fields, double timeout_s) {
   ExchangePlan plan = plan_of(plan_fields);
-  Exchange ex = exchange_of(plan, peers, window, scratch, status, timeout_s);
-  auto* round = reinterpret_cast<const RoundState*>(ex.scratch + plan.state);
-  STD_TORCH_CHECK(y.dim() == 2 && y.is_contiguous() && y.size(1) == round->D &&
-                      static_cast<int32_t>(dtype_of(y)) == round->dtype,
-                  "y must be contiguous [T, D] in the round's dtype");
+  STD_TORCH_CHECK(y.dim() == 2 && y.is_contiguous() && y.size(0) <= plan.M && y.size(1) <= plan.D,
+                  "y must be contiguous [T, D] and fit the plan");
   CombineArgs args{
       .rows = nullptr,
       .expert_major = expert_major,
@@ -88,16 +106,16 @@ void combine(const Tensor& y, const std::optional<Tensor>& rows, bool expert_maj
   };
   if (rows) {
     check_rows(*rows, "rows");
-    auto* offsets = reinterpret_cast<const int32_t*>(ex.scratch + plan.expert_offsets);
-    int64_t needed = expert_major ? offsets[plan.num_local_experts] : plan.R * plan.M;
-    STD_TORCH_CHECK(rows->size(0) >= needed, "`rows` must hold at least ", needed, " rows, got ",
-                    rows->size(0));
-    STD_TORCH_CHECK(rows->size(1) == round->D && dtype_of(*rows) == dtype_of(y), "rows must be like y");
+    int64_t stride_bytes = rows->stride(0) * itemsize(dtype_of(y));
+    STD_TORCH_CHECK(rows->size(1) == y.size(1) && dtype_of(*rows) == dtype_of(y), "rows must be like y");
+    STD_TORCH_CHECK(expert_major || rows->size(0) == plan.R * plan.M, "partial rows must be [R * M, D]");
+    STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(rows->data_ptr()) % 16 == 0 && stride_bytes % 16 == 0,
+                    "rows must start at multiples of 16 bytes");
     args.rows = rows->data_ptr();
-    args.rows_stride_bytes = rows->stride(0) * itemsize(dtype_of(y));
+    args.rows_stride_bytes = stride_bytes;
     args.num_rows = rows->size(0);
   }
-  cpu::combine(ex, args);
+  launch_combine(exchange_of(plan, peers, window, scratch, status, timeout_s), args, y);
 }
 
 }  // namespace
@@ -106,5 +124,12 @@ STABLE_TORCH_LIBRARY_IMPL(epmoe, CPU, library) {
   library.impl("dispatch", TORCH_BOX(&dispatch));
   library.impl("combine", TORCH_BOX(&combine));
 }
+
+#if defined(EPMOE_CUDA)
+STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) {
+  library.impl("dispatch", TORCH_BOX(&dispatch));
+  library.impl("combine", TORCH_BOX(&combine));
+}
+#endif
 
 }  // namespace epmoe

@@ -15,6 +15,7 @@ struct ExchangePlan {
   int64_t x_stride_bytes, combine_stride_bytes;  // between slots, on the wire
   int64_t scale_blocks;                          // scales between slots
   int64_t most_local_experts;                    // of any rank
+  int64_t num_sms;                               // multiprocessors a kernel may use
   // in every rank's window
   int64_t dispatch_mail, combine_mail, error_mail, doorbell;
   int64_t recv_x, recv_scales, recv_ids, recv_weights, combine_rows, combine_scales;

@@ -11,6 +11,9 @@
 #include <optional>
 
 #include "types.h"
+#if defined(EPMOE_CUDA)
+#include <cuda_runtime_api.h>
+#endif
 
 namespace epmoe {
 
@@ -67,6 +70,18 @@ template <typename T>
 T* pointer(const std::optional<Tensor>& t, int64_t numel, const char* name) {
   return t ? pointer<T>(*t, numel, name) : nullptr;
 }
+
+#if defined(EPMOE_CUDA)
+inline cudaStream_t current_stream(const Tensor& t) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+inline void check_cuda(cudaError_t error) {
+  STD_TORCH_CHECK(error == cudaSuccess, "CUDA: ", cudaGetErrorString(error));
+}
+#endif
 
 inline Tensor empty_like_device(const Tensor& t, std::initializer_list<int64_t> shape, ScalarType dtype) {
   return torch::stable::new_empty(t, shape, dtype);

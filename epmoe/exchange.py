@@ -12,7 +12,7 @@ from epmoe.config import EPConfig
 from epmoe.health import raise_on_failure
 from epmoe.memory import MemoryPlan
 from epmoe.placement import Placement
-from epmoe.window import SharedMemoryWindow
+from epmoe.window import Window
 
 if TYPE_CHECKING:
     from epmoe.stages.dispatch import Dispatched
@@ -24,7 +24,7 @@ class Exchange:
 
     config: EPConfig
     plan: MemoryPlan
-    window: SharedMemoryWindow
+    window: Window
     scratch: Tensor  # uint8 [scratch_bytes]
     status: Tensor  # int64 [8], host memory
     global_ranks: list[int]
@@ -43,16 +43,16 @@ class Exchange:
     def create(
         cls,
         config: EPConfig,
+        plan: MemoryPlan,
         placement: Placement,
-        window: SharedMemoryWindow,
+        window: Window,
         rank: int,
         global_ranks: list[int],
         device: torch.device,
     ) -> Exchange:
         """Allocate this rank's scratch and fill its tables."""
-        plan = MemoryPlan.build(config, rank, placement)
         scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
-        status = torch.zeros(8, dtype=torch.int64)
+        status = torch.zeros(8, dtype=torch.int64, pin_memory=device.type == "cuda")  # the kernels write it
         exchange = cls(config, plan, window, scratch, status, global_ranks, device)
         views = exchange.views
         for name in ("state", "counts", "health.counters", "health.tokens_per_expert", "health.rows_sent"):
@@ -61,6 +61,8 @@ class Exchange:
         views["table.owners"].copy_(torch.tensor(placement.owners))
         views["table.copies"].copy_(placement.copies_table())
         views["table.num_copies"].copy_(placement.num_copies())
+        if views["table.local_index"].numel():
+            views["table.local_index"].copy_(torch.tensor(placement.local_index))
         views["table.sentinels"].copy_(torch.tensor([placement.sentinel(r) for r in range(placement.ep_size)]))
         return exchange
 

@@ -1,4 +1,4 @@
-"""What went wrong, and how often: the health counters, the status word the kernels leave, and the errors raised from it."""
+"""What went wrong, and how often: health counters, the status word that kernels leave, and the errors made from it."""
 
 from __future__ import annotations
 

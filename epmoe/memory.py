@@ -27,7 +27,7 @@ Region = Literal["window", "scratch"]
 SIZES = (
     "R", "rank", "M", "K", "D", "E", "P", "num_local_experts", "copies", "max_rows", "alignment",
     "payload_fp8", "combine_fp8", "x_stride_bytes", "combine_stride_bytes", "scale_blocks",
-    "most_local_experts",
+    "most_local_experts", "num_sms",
 )  # fmt: skip
 OFFSETS = (
     "mail.dispatch", "mail.combine", "mail.error", "doorbell",
@@ -134,6 +134,7 @@ class MemoryPlan:
         values = (
             R, rank, M, K, D, E, P, e, copies, N, alignment,
             payload_fp8, combine_fp8, D * payload.itemsize, D * combine.itemsize, B, most,
+            config.exchange.num_sms or 2**31 - 1,
         )  # fmt: skip
         return cls(tuple(buffers), dict(zip(SIZES, map(int, values), strict=True)))
 

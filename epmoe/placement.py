@@ -62,9 +62,7 @@ class Placement:
         else:
             raise ValueError(f"`strategy` must be 'linear', 'round_robin' or 'explicit', got {strategy!r}")
         if len(owners) != physical:
-            raise ValueError(
-                f"`assignment` must be {physical} ranks, one per physical expert, got {len(owners)}"
-            )
+            raise ValueError(f"`assignment` must be {physical} ranks, one per physical expert, got {len(owners)}")
         for p, rank in enumerate(owners):
             if not _is_int(rank) or not 0 <= rank < ep_size:
                 raise ValueError(f"`assignment[{p}]` must be a rank from 0 to {ep_size - 1}, got {rank!r}")

@@ -18,7 +18,7 @@ from epmoe.stages import combine as combine_stage
 from epmoe.stages import dispatch as dispatch_stage
 from epmoe.stages.dispatch import Dispatched, Layout
 from epmoe.stages.route import Routing, route
-from epmoe.window import SharedMemoryWindow, all_gather
+from epmoe.window import all_gather, open_window
 
 
 class ExpertParallel:
@@ -28,7 +28,7 @@ class ExpertParallel:
         config: the same on all ranks.
         group: a torch process group with a CPU backend (gloo, or cpu:gloo,cuda:nccl), by default the world; without
             torch.distributed, a group of one.
-        device: where the tensors live; today the CPU.
+        device: where the tensors live, by default the CPU, or the current GPU where exchange.transport is nvlink.
 
     Raises:
         ValueError: the config does not fit the group or differs between ranks, or the group has no CPU backend.
@@ -39,17 +39,16 @@ class ExpertParallel:
         self, config: EPConfig, group: dist.ProcessGroup | None = None, device: torch.device | str | None = None
     ):
         self.config = config
-        self.device = torch.device(device or "cpu")
-        if self.device.type != "cpu" or config.exchange.transport == "nvlink":
-            raise ValueError("the exchange runs on the CPU so far: `device` must be cpu, and exchange.transport auto")
+        self.device = _device(config, device)
+        nvlink = self.device.type == "cuda"
         self.group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
         self.rank, self.size, global_ranks = _members(self.group)
         _check_group(config, self.group, self.rank, self.size)
         self.placement = Placement.from_config(config)
-        plan = MemoryPlan.build(config, self.rank, self.placement)
-        window = SharedMemoryWindow(plan.window_bytes, self.rank, self.size, self.group)
+        plan = MemoryPlan.build(config, self.rank, self.placement, nvlink)
+        window = open_window(plan.window_bytes, self.rank, self.size, self.group, self.device)
         self._exchange: Exchange | None = Exchange.create(
-            config, self.placement, window, self.rank, global_ranks, self.device
+            config, plan, self.placement, window, self.rank, global_ranks, self.device
         )
 
     @property
@@ -97,9 +96,7 @@ class ExpertParallel:
             EPMismatchError: the ranks brought different K, D or dtype; the round is closed.
             EPTimeoutError: ranks did not arrive in time.
         """
-        dispatched = dispatch_stage.dispatch(
-            self._open, x, ids, weights, num_tokens=num_tokens, layout=layout
-        )
+        dispatched = dispatch_stage.dispatch(self._open, x, ids, weights, num_tokens=num_tokens, layout=layout)
         try:
             self._open.check()
         except EPMismatchError:  # everyone sees it, so everyone closes the round
@@ -165,6 +162,17 @@ class ExpertParallel:
         return self._exchange
 
 
+def _device(config: EPConfig, device: torch.device | str | None) -> torch.device:
+    transport = config.exchange.transport
+    wanted = torch.device(device or ("cuda" if transport == "nvlink" else "cpu"))
+    fitting = {"auto": ("cpu", "cuda"), "shared_memory": ("cpu",), "nvlink": ("cuda",)}[transport]
+    if wanted.type not in fitting:
+        raise ValueError(f"`device` must be {' or '.join(fitting)} with exchange.transport={transport!r}, got {wanted}")
+    if wanted.type == "cuda" and wanted.index is None:
+        wanted = torch.device("cuda", torch.cuda.current_device())
+    return wanted
+
+
 def _members(group: dist.ProcessGroup | None) -> tuple[int, int, list[int]]:
     """This rank, the size, and the global rank of each member."""
     if group is None:
@@ -180,7 +188,9 @@ def _check_group(config: EPConfig, group: dist.ProcessGroup | None, rank: int, s
         )
     if config.topology.ep_size != size:
         hint = "" if group is not None else "; torch.distributed is not initialised, so the group is this process alone"
-        raise ValueError(f"topology.ep_size must equal the size of the group, {size}, got {config.topology.ep_size}{hint}")
+        raise ValueError(
+            f"topology.ep_size must equal the size of the group, {size}, got {config.topology.ep_size}{hint}"
+        )
     text = config.model_dump_json()
     others = [other for other, theirs in enumerate(all_gather(text, size, group)) if theirs != text]
     if others:

@@ -2,7 +2,7 @@
 
 On the CPU a window is anonymous shared memory whose descriptor travels over a Unix socket, so it has no name, needs no
 room in /dev/shm and vanishes with the last process that maps it, however that one ends. Another transport is another
-class with the same two attributes.
+file behind `open_window`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import socket
 import struct
 import sys
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,23 @@ import torch.distributed as dist
 SOCKET_TIMEOUT_S = 60.0
 _F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1033, 1, 2, 4
 _Value = TypeVar("_Value")
+
+
+class Window(Protocol):
+    """What a transport offers: this rank's window, uint8 [window_bytes], and everyone's addresses, int64 [R], where the
+    kernels run."""
+
+    local: torch.Tensor
+    addresses: torch.Tensor
+
+
+def open_window(nbytes: int, rank: int, size: int, group: dist.ProcessGroup | None, device: torch.device) -> Window:
+    """The window of this rank, with the transport of its device. Collective."""
+    if device.type == "cpu":
+        return SharedMemoryWindow(nbytes, rank, size, group)
+    from epmoe.window_nvlink import NVLinkWindow
+
+    return NVLinkWindow(nbytes, rank, size, group, device)
 
 
 class SharedMemoryWindow:

@@ -47,6 +47,12 @@ def contiguous_rows(x: Tensor) -> Tensor:
     return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
 
+def aligned_rows(x: Tensor) -> Tensor:
+    """`x` itself where its rows are contiguous and start at multiples of 16 bytes; otherwise a copy."""
+    starts = (x.storage_offset() * x.element_size(), x.stride(0) * x.element_size())
+    return contiguous_rows(x) if not any(start % 16 for start in starts) else x.contiguous()
+
+
 def token_count(num_tokens: int | Tensor | None, num_rows: int, device: torch.device) -> tuple[Tensor | None, int]:
     """`num_tokens` as the operators take it: a scalar on the device, or a number; default all rows."""
     if isinstance(num_tokens, Tensor):

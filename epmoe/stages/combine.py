@@ -8,7 +8,7 @@ from torch import Tensor
 from epmoe import ops
 from epmoe.exchange import Exchange
 from epmoe.health import raise_on_overflow
-from epmoe.stages.checks import check_tensor, contiguous_rows
+from epmoe.stages.checks import aligned_rows, check_tensor
 from epmoe.stages.dispatch import Dispatched
 
 
@@ -19,7 +19,7 @@ def combine(exchange: Exchange, expert_rows: Tensor, dispatched: Dispatched) -> 
         raise ValueError("`combine` takes expert-major rows; a round of layout='rank' ends with combine_partial")
     shape = ("N", dispatched.hidden_size)
     check_tensor("expert_rows", expert_rows, (dispatched.dtype,), shape, exchange.device)
-    return _close_round(exchange, dispatched, contiguous_rows(expert_rows))
+    return _close_round(exchange, dispatched, aligned_rows(expert_rows))
 
 
 def combine_partial(exchange: Exchange, partial: Tensor, dispatched: Dispatched) -> Tensor:
@@ -28,7 +28,7 @@ def combine_partial(exchange: Exchange, partial: Tensor, dispatched: Dispatched)
     sizes = exchange.plan.sizes
     shape = (sizes["R"], sizes["M"], dispatched.hidden_size)
     check_tensor("partial", partial, (dispatched.dtype,), shape, exchange.device)
-    return _close_round(exchange, dispatched, contiguous_rows(partial.flatten(0, 1)), expert_major=False)
+    return _close_round(exchange, dispatched, aligned_rows(partial.flatten(0, 1)), expert_major=False)
 
 
 def abort(exchange: Exchange, dispatched: Dispatched) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epmoe import ops
 from epmoe.exchange import Exchange
-from epmoe.stages.checks import FLOATS, INTS, check_tensor, contiguous_rows, describe, token_count
+from epmoe.stages.checks import FLOATS, INTS, aligned_rows, check_tensor, contiguous_rows, describe, token_count
 
 Layout = Literal["expert", "rank"]
 FP8 = torch.float8_e4m3fn
@@ -24,9 +24,7 @@ class _Fields:
 
     def __getattr__(self, name: str) -> Tensor:
         if name in self.__dict__.get("_names", ()):
-            raise AttributeError(
-                f"`{self._owner}.{name}` does not exist with layout={self._layout!r} and this payload"
-            )
+            raise AttributeError(f"`{self._owner}.{name}` does not exist with layout={self._layout!r} and this payload")
         raise AttributeError(name)
 
 
@@ -77,7 +75,7 @@ def dispatch(
     scalar, rows = token_count(num_tokens, x.shape[0], exchange.device)
     exchange.rounds += 1
     ops.dispatch(
-        contiguous_rows(x), contiguous_rows(ids), contiguous_rows(weights), scalar, rows, exchange.window.addresses,
+        aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights), scalar, rows, exchange.window.addresses,
         exchange.window.local, exchange.scratch, exchange.status, exchange.plan_ints, layout == "expert",
         exchange.timeout_s,
     )  # fmt: skip

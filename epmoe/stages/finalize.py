@@ -28,6 +28,4 @@ def finalize(expert_rows: Tensor, permuted: Permuted, weights: Tensor) -> Tensor
     """
     check_tensor("expert_rows", expert_rows, FLOATS, ("N", "D"))
     check_tensor("weights", weights, FLOATS, tuple(permuted.row_of_pair.shape), expert_rows.device)
-    return ops.finalize(
-        contiguous_rows(expert_rows), permuted.row_of_pair, contiguous_rows(weights), permuted.counts
-    )
+    return ops.finalize(contiguous_rows(expert_rows), permuted.row_of_pair, contiguous_rows(weights), permuted.counts)

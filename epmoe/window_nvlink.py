@@ -1,0 +1,46 @@
+"""Symmetric windows of GPUs: torch symmetric memory, peer pointers over NVLink, no multicast."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+
+from epmoe.window import all_gather
+
+
+class NVLinkWindow:
+    """This rank's window and everyone's addresses, as `SharedMemoryWindow` has them.
+
+    local: uint8 [window_bytes] on the device. addresses: int64 [R] on the device.
+    """
+
+    def __init__(self, nbytes: int, rank: int, size: int, group: dist.ProcessGroup | None, device: torch.device):
+        """Collective. Raises RuntimeError where two GPUs of the group cannot reach each other's memory."""
+        if size == 1 or group is None:
+            self.local = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            addresses = [self.local.data_ptr()]
+        else:
+            _check_peer_access(rank, size, group, device)
+            self.local = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+            self.local.zero_()
+            self._handle = symmetric_memory.rendezvous(self.local, group)  # keeps the mappings
+            addresses = list(self._handle.buffer_ptrs)
+            torch.cuda.synchronize(device)
+            dist.barrier(group, device_ids=[device.index])  # nobody writes into a window that is still being zeroed
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
+
+
+def _check_peer_access(rank: int, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    devices = all_gather(device.index, size, group)
+    visible = torch.cuda.device_count()
+    unreachable = [
+        peer
+        for peer, index in enumerate(devices)
+        if peer != rank and index < visible and index != device.index
+        if not torch.cuda.can_device_access_peer(device.index, index)
+    ]
+    if unreachable:
+        raise RuntimeError(
+            f"the GPU of rank {rank} has no peer access to that of rank(s) {unreachable}: see `epmoe doctor`"
+        )

@@ -1,0 +1,185 @@
+// What the kernels share: launches that overlap their predecessor's end, 16-byte vectors, element types, real slots.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "types.h"
+
+namespace epmoe::cuda {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Programmatic dependent launch: a kernel may be put on the machine while its predecessor ends. Every thread waits for
+// that one's writes before it touches memory, so the order of the stream holds.
+__device__ __forceinline__ void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// To be called after wait_for_predecessor(): what ran before the predecessor is then finished for a successor too.
+__device__ __forceinline__ void let_successor_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+struct Device {
+  int multiprocessors, major;
+};
+
+// The current device's, looked up once for each device.
+inline cudaError_t current_device(Device& device) {
+  static Device known[64] = {};
+  int index = 0;
+  if (cudaError_t error = cudaGetDevice(&index)) return error;
+  Device& entry = known[index % 64];
+  if (entry.multiprocessors == 0) {
+    if (cudaError_t error = cudaDeviceGetAttribute(&entry.major, cudaDevAttrComputeCapabilityMajor, index)) return error;
+    if (cudaError_t error = cudaDeviceGetAttribute(&entry.multiprocessors, cudaDevAttrMultiProcessorCount, index))
+      return error;
+  }
+  device = entry;
+  return cudaSuccess;
+}
+
+template <typename... Params, typename... Args>
+cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, int64_t shared_bytes, cudaStream_t stream,
+                   Args&&... args) {
+  Device device;
+  if (cudaError_t error = current_device(device)) return error;
+  constexpr int64_t kPlainSharedBytes = 48 << 10;
+  if (shared_bytes > kPlainSharedBytes) {
+    auto size = static_cast<int>(shared_bytes);
+    if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, size)) return error;
+  }
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = device.major >= 9 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
+}
+
+__device__ __forceinline__ float to_float(float value) { return value; }
+__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+template <typename T>
+__device__ __forceinline__ T from_float(float value) {
+  if constexpr (std::is_same_v<T, __half>) return __float2half_rn(value);
+  else if constexpr (std::is_same_v<T, __nv_bfloat16>) return __float2bfloat16_rn(value);
+  else return value;
+}
+
+// kBytes that one load or store moves; aligned, so that the compiler makes one instruction of it.
+template <typename T, int kCount>
+struct alignas(sizeof(T) * kCount) Vector {
+  T at[kCount];
+};
+
+// Two 16-bit elements a step, as they lie in registers.
+template <typename T, int kCount>
+__device__ __forceinline__ void to_floats(const Vector<T, kCount>& vector, float (&out)[kCount]) {
+  if constexpr (sizeof(T) == 2 && kCount % 2 == 0) {
+    uint32_t words[kCount / 2];
+    memcpy(words, &vector, sizeof words);
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        out[2 * i] = __uint_as_float(words[i] << 16);
+        out[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+      } else {
+        __half2 pair;
+        memcpy(&pair, &words[i], sizeof pair);
+        out[2 * i] = __low2float(pair);
+        out[2 * i + 1] = __high2float(pair);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) out[i] = to_float(vector.at[i]);
+  }
+}
+
+template <typename T>
+constexpr int kPerVector = 16 / sizeof(T);  // elements in the widest access
+
+// Whether rows from `base` on, this far apart, may be accessed 16 bytes at a time.
+inline bool is_aligned(const void* base, int64_t stride_bytes) {
+  return reinterpret_cast<uintptr_t>(base) % 16 == 0 && stride_bytes % 16 == 0;
+}
+
+// Calls f with a value of the C++ type behind a floating dtype (not fp8, which only quantize makes and permute copies).
+template <typename F>
+auto visit(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return f(__half{});
+    case DType::kBFloat16:
+      return f(__nv_bfloat16{});
+    default:
+      return f(float{});
+  }
+}
+
+__device__ __forceinline__ float load_float(const void* base, DType dtype, int64_t index) {
+  if (dtype == DType::kFloat32) return static_cast<const float*>(base)[index];
+  if (dtype == DType::kFloat16) return to_float(static_cast<const __half*>(base)[index]);
+  return to_float(static_cast<const __nv_bfloat16*>(base)[index]);
+}
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int offset = 16; offset; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
+  return value;
+}
+
+// NaN must have been left out before.
+__device__ __forceinline__ float warp_max(float value) {
+  auto signed_order = [](int32_t bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
+  return __int_as_float(signed_order(__reduce_max_sync(kAllLanes, signed_order(__float_as_int(value)))));
+}
+
+constexpr EPMOE_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// R slabs of S / R slots each, of which the first counts[r] are real.
+struct Slots {
+  const int32_t* counts_R;
+  int32_t slab, R;
+
+  __device__ __forceinline__ int32_t count(int32_t r) const {
+    return counts_R ? min(max(counts_R[r], 0), slab) : slab;
+  }
+  __device__ __forceinline__ bool is_real(uint32_t slot) const {
+    if (!counts_R) return true;
+    uint32_t r = slot / static_cast<uint32_t>(slab);
+    return static_cast<int32_t>(slot - r * slab) < count(r);
+  }
+  // The slot of the index-th real one, or -1 past the last.
+  __device__ __forceinline__ int64_t real_slot(uint32_t index) const {
+    if (!counts_R) return index < static_cast<uint32_t>(slab) * R ? int64_t{index} : -1;
+    for (int32_t r = 0; r < R; ++r) {
+      uint32_t here = count(r);
+      if (index < here) return int64_t{r} * slab + index;
+      index -= here;
+    }
+    return -1;
+  }
+};
+
+template <typename Args>
+Slots slots_of(const Args& args) {
+  return {args.counts_R, static_cast<int32_t>(args.R > 0 ? args.S / args.R : 0), args.R};
+}
+
+}  // namespace epmoe::cuda

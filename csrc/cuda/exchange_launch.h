@@ -1,0 +1,12 @@
+// The kernels of the exchange, as ops_exchange.cpp launches them; see launch.h.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include "exchange.h"
+
+namespace epmoe::cuda {
+
+cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStream_t stream);
+cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dtype, cudaStream_t stream);
+
+}  // namespace epmoe::cuda

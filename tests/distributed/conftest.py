@@ -1,0 +1,74 @@
+"""One process group for the session, on gloo and CPU or with NCCL and CUDA beside it; every rank runs every test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchanges import make_config
+
+from epmoe import ExpertParallel
+
+UNDER_TORCHRUN = "RANK" in os.environ
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Ranks that have parted cannot meet again: the first to fail ends, and torchrun ends the others.
+    if UNDER_TORCHRUN:
+        config.option.maxfail = 1
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = os.path.dirname(__file__)
+    for item in items:
+        if str(item.path).startswith(here) and item.path.name != "test_factors.py":
+            item.add_marker(pytest.mark.distributed)
+            if not UNDER_TORCHRUN:
+                item.add_marker(pytest.mark.skip(reason="needs several ranks: torchrun --nproc-per-node 2 -m pytest"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _group() -> Iterator[None]:
+    if not UNDER_TORCHRUN:
+        yield
+        return
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "cpu:gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _lockstep(_group: None, request: pytest.FixtureRequest) -> Iterator[None]:
+    """No rank begins a test before all have passed the last one."""
+    yield
+    if UNDER_TORCHRUN and not request.session.testsfailed:
+        dist.all_reduce(torch.zeros(1))
+
+
+@pytest.fixture
+def rank() -> int:
+    return dist.get_rank()
+
+
+@pytest.fixture
+def size() -> int:
+    return dist.get_world_size()
+
+
+@pytest.fixture
+def make_ep(device: torch.device) -> Iterator[Callable[..., ExpertParallel]]:
+    """Makes ExpertParallels from the options of `make_config`, and closes them after the test."""
+    made = []
+
+    def make(**options) -> ExpertParallel:
+        made.append(ExpertParallel(make_config(dist.get_world_size(), **options), device=device))
+        return made[-1]
+
+    yield make
+    for ep in made:
+        ep.close()

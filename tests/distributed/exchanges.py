@@ -1,0 +1,239 @@
+"""Rounds of an exchange for the tests: configs, every rank's input, and what dispatch and combine must make of it.
+
+Each rank makes the input of ALL ranks from seeds, so what it must receive is computed here, without asking anyone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from helpers import generator, poison_, randn
+from torch import Tensor
+
+from epmoe import Dispatched, EPConfig, ExpertParallel, Permuted, Placement, simulate_routing
+from epmoe.reference import finalize_reference, moe_reference, permute_reference
+
+CONTROL = ("mail.", "doorbell", "state", "table.", "health.")
+FP8 = torch.float8_e4m3fn
+ROUNDINGS = {  # relative, absolute: two roundings to half a unit of the last place, and what denormals lose
+    torch.float32: (1e-6, 0.0),
+    torch.bfloat16: (2.2 * 2**-8, 0.0),
+    torch.float16: (2.2 * 2**-11, 1e-6),
+    FP8: (1.1 * 2**-4, 2e-4),
+}
+
+
+def make_config(
+    size: int,
+    *,
+    experts: int = 13,
+    top_k: int = 4,
+    hidden: int = 64,
+    dtype: str = "float32",
+    max_tokens: int = 16,
+    timeout_s: float = 20.0,
+    placement: dict | None = None,
+    capacity: dict | None = None,
+    exchange: dict | None = None,
+) -> EPConfig:
+    return EPConfig(
+        model={"num_experts": experts, "num_experts_per_tok": top_k, "hidden_size": hidden, "dtype": dtype},
+        topology={"ep_size": size},
+        placement=placement or {},
+        capacity={"max_num_tokens_per_rank": max_tokens} | (capacity or {}),
+        exchange={"timeout_s": timeout_s, "warmup_timeout_s": 2 * timeout_s} | (exchange or {}),
+    )
+
+
+@dataclass
+class Tokens:
+    """One rank's input of a round; rows at and past `real` are padding, full of NaN and of valid ids."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    real: int
+
+    def live(self, num_experts: int) -> tuple[Tensor, Tensor]:
+        """Logical ids int64 and fp32 weights of the real rows, −1 and 0 where a pair does not count."""
+        ids, weights = self.ids[: self.real].long(), self.weights[: self.real].float()
+        live = (ids >= 0) & (ids < num_experts) & weights.isfinite() & (weights != 0)
+        return ids.where(live, -1), weights.where(live, 0.0)
+
+
+def make_tokens(
+    config: EPConfig,
+    rank: int,
+    num_tokens: int,
+    *,
+    seed: int = 0,
+    kind: str = "uniform",
+    id_dtype: torch.dtype = torch.int32,
+    weight_dtype: torch.dtype = torch.float32,
+    padded: int = 0,
+) -> Tokens:
+    """`num_tokens` rows of one rank, the last `padded` of them padding."""
+    model, seed = config.model, 1000 * seed + rank
+    x = randn(num_tokens, model.hidden_size, dtype=model.torch_dtype, seed=seed)
+    ids, weights = simulate_routing(
+        kind, num_tokens, model.num_experts, model.num_experts_per_tok, seed=seed, id_dtype=id_dtype
+    )
+    real = max(num_tokens - padded, 0)
+    poison_(x[real:])
+    return Tokens(x, ids, weights.to(weight_dtype), real)
+
+
+def gains(config: EPConfig) -> Tensor:
+    """The tests' experts [E, D]: each multiplies a row by its own gains, powers of two, so exactly in every dtype."""
+    shape = (config.model.num_experts, config.model.hidden_size)
+    exponent = torch.randint(-1, 2, shape, generator=generator(7))
+    sign = torch.randint(0, 2, shape, generator=generator(8)) * 2 - 1
+    return sign * 2.0**exponent
+
+
+def run_experts(ep: ExpertParallel, d: Dispatched) -> Tensor:
+    """Expert-major outputs of `gains`; what lies past the last segment is NaN."""
+    rows = dequantised(d.rows, getattr(d, "scales", None), d.dtype)
+    gain, ends = gains(ep.config), d.expert_offsets.tolist()
+    out = poison_(torch.empty_like(rows))
+    for i, physical in enumerate(ep.placement.local_experts(ep.rank)):
+        expert = gain[ep.placement.logical(physical), : rows.shape[1]].to(rows)
+        out[ends[i] : ends[i + 1]] = rows[ends[i] : ends[i + 1]] * expert
+    return out
+
+
+def run_fused_experts(ep: ExpertParallel, d: Dispatched) -> Tensor:
+    """What a stack's own fused MoE makes of layout="rank": partial rows [R, M, D]; unused slots are NaN."""
+    x = dequantised(d.recv.x, getattr(d.recv, "scales", None), d.dtype)
+    partial = poison_(torch.empty_like(x, memory_format=torch.contiguous_format))
+    expert_map, gain = ep.placement.expert_map(ep.rank).long(), gains(ep.config)[:, : x.shape[2]]
+    for r, count in enumerate(d.recv.counts.tolist()):
+        ids, weights = d.recv.ids[r, :count].cpu().long(), d.recv.weights[r, :count].cpu().double()
+        mine = expert_map[ids] >= 0  # reads −1 at the sentinel
+        gain_ckD = gain[ids % ep.placement.num_experts] * (weights * mine)[..., None]
+        partial[r, :count] = (x[r, :count].double() * gain_ckD.sum(1).to(x.device)).to(x.dtype)
+    return partial
+
+
+def dequantised(rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if scales is None:
+        return rows
+    D = rows.shape[-1]
+    return (rows.float() * scales.repeat_interleave(128, dim=-1)[..., :D]).to(dtype)
+
+
+def quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [n, D] as e4m3 and fp32 scales [n, D/128]: amax / 448 of each block, 1 for a block of zeros."""
+    blocks = rows.float().unflatten(1, (-1, 128))
+    scales = (blocks.abs().amax(-1) / 448).masked_fill(blocks.abs().amax(-1) == 0, 1.0)
+    return (blocks / scales[..., None]).to(FP8).flatten(1), scales
+
+
+@dataclass
+class Slabs:
+    """What one rank must find in its window: S = R·M slots; x past the counts is NaN."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    counts: Tensor
+    token: list[list[int]]
+    """[R][counts[r]] the source's token in each used slot"""
+
+
+def expected_slabs(config: EPConfig, placement: Placement, tokens: list[Tokens], rank: int) -> Slabs:
+    M, sentinel, R = config.capacity.max_num_tokens_per_rank, placement.sentinel(rank), len(tokens)
+    K, D = tokens[0].ids.shape[1], tokens[0].x.shape[1]
+    x = poison_(torch.empty(R, M, D, dtype=tokens[0].x.dtype))
+    ids, weights = torch.full((R, M, K), sentinel, dtype=torch.int32), torch.zeros(R, M, K)
+    owners, token = torch.tensor([*placement.owners, -1]), []
+    for source, given in enumerate(tokens):
+        logical, live_weights = given.live(placement.num_experts)
+        t = torch.arange(given.real)[:, None] + source
+        physical = placement.copies_table().long()[logical, t % placement.num_copies()[logical]].where(logical >= 0, -1)
+        sent = (owners[physical] == rank).any(1).nonzero()[:, 0]
+        x[source, : len(sent)] = given.x[sent]
+        ids[source, : len(sent)] = physical[sent].where(physical[sent] >= 0, sentinel).int()
+        weights[source, : len(sent)] = live_weights[sent]
+        token.append(sent.tolist())
+    counts = torch.tensor([len(t) for t in token], dtype=torch.int32)
+    return Slabs(x.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1), counts, token)
+
+
+def expected_rows(config: EPConfig, placement: Placement, slabs: Slabs, rank: int) -> Permuted:
+    capacity = config.capacity
+    return permute_reference(
+        slabs.x,
+        slabs.ids,
+        placement.expert_map(rank),
+        placement.num_local_experts(rank),
+        counts_R=slabs.counts,
+        alignment=capacity.alignment,
+        max_rows=capacity.max_expert_rows,
+    )
+
+
+def expected_y(config: EPConfig, tokens: Tokens) -> Tensor:
+    """y [T, D] of one rank in fp64: the dense layer, on what the payload leaves of x; zeros where padded."""
+    return _dense_y(config, tokens, lambda value: value)
+
+
+def _dense_y(config: EPConfig, tokens: Tokens, each: Callable[[Tensor], Tensor]) -> Tensor:
+    ids, weights = tokens.live(config.model.num_experts)
+    x = tokens.x[: tokens.real]
+    if config.exchange.payload == "fp8":
+        x = dequantised(*quantised(x), x.dtype)
+    gain = each(gains(config)[:, : x.shape[1]].double())
+    y = torch.zeros(tokens.x.shape, dtype=torch.float64)
+    y[: tokens.real] = moe_reference(each(x), ids, each(weights), lambda rows, expert: rows * gain[expert])
+    return y
+
+
+def assert_y(got: Tensor, config: EPConfig, tokens: Tokens) -> None:
+    """`got` is this rank's y, as closely as its roundings allow: one of each rank's sum, one of the sum of those.
+
+    Their errors are relative to Σ_k |weight · expert(x)|, element by element.
+    """
+    assert got.shape == tokens.x.shape and got.dtype == tokens.x.dtype
+    assert got[tokens.real :].eq(0).all()
+    relative, absolute = ROUNDINGS[FP8 if config.exchange.combine_payload == "fp8" else got.dtype]
+    error = (got.double().cpu() - expected_y(config, tokens)).abs()
+    excess = error - relative * _dense_y(config, tokens, torch.abs) - absolute
+    assert excess.numel() == 0 or excess.max() <= 0, f"{int((excess > 0).sum())} values are off, by {error.max():.3g}"
+
+
+def expected_y_after_drops(config: EPConfig, placement: Placement, tokens: list[Tokens], rank: int) -> Tensor:
+    """y [T, D] of one rank by the stages' own oracles, so that pairs past `max_expert_rows` are missing from it."""
+    y, gain = torch.zeros(tokens[rank].x.shape, dtype=torch.float64), gains(config).double()
+    for r in range(len(tokens)):
+        slabs = expected_slabs(config, placement, tokens, r)
+        permuted = expected_rows(config, placement, slabs, r)
+        ends, out = permuted.expert_offsets.tolist(), permuted.rows.double()
+        for i, physical in enumerate(placement.local_experts(r)):
+            out[ends[i] : ends[i + 1]] *= gain[placement.logical(physical)]
+        partial = finalize_reference(out, permuted, slabs.weights).unflatten(0, (len(tokens), -1))
+        y[slabs.token[rank]] += partial[rank, : len(slabs.token[rank])]
+    return y
+
+
+def poison(ep: ExpertParallel) -> None:
+    """Fills every payload buffer of this rank's window and scratch with 0xFF, while no rank is in a round."""
+    dist.all_reduce(torch.zeros(1))
+    for name, buffer in ep._exchange.views.items():
+        if buffer.numel() and not name.startswith(CONTROL) and not name.endswith(".flags"):
+            poison_(buffer)
+    dist.all_reduce(torch.zeros(1))
+
+
+def run_round(
+    ep: ExpertParallel, tokens: Tokens, layout: str = "expert", num_tokens: int | Tensor | None = None
+) -> Tensor:
+    """dispatch, the tests' experts, combine."""
+    x, ids, weights = (t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
+    d = ep.dispatch(x, ids, weights, num_tokens=num_tokens, layout=layout)
+    if layout == "rank":
+        return ep.combine_partial(run_fused_experts(ep, d), d)
+    return ep.combine(run_experts(ep, d), d)

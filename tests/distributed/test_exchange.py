@@ -1,0 +1,191 @@
+"""dispatch and combine against the dense reference, pairwise over everything that can vary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exchanges import (
+    FP8,
+    assert_y,
+    dequantised,
+    expected_rows,
+    expected_slabs,
+    expected_y,
+    make_tokens,
+    poison,
+    quantised,
+    run_experts,
+    run_fused_experts,
+)
+from factors import all_pairs
+from helpers import assert_close, poison_
+
+M = 12
+CASES = all_pairs(
+    {
+        "experts": [12, 13, 23],  # 12 divides by 2, 3 and 4 ranks
+        "placement": ["linear", "round_robin", "explicit"],
+        "redundant": [0, 2, 30],
+        "top_k": [1, 2, 6, 8],
+        "hidden": [64, 1000, 7168],
+        "payload": ["float32", "bfloat16", "float16", "fp8"],
+        "combine_payload": ["auto", "fp8"],
+        "tokens": ["full", "ragged", "one", "none"],
+        "kind": ["uniform", "zipf", "adversarial"],
+        "id_dtype": [torch.int32, torch.int64],
+        "weight_dtype": [torch.float32, torch.bfloat16, torch.float16],
+        "alignment": [1, 128],
+        "layout": ["expert", "rank"],
+        "padding": [None, int, torch.tensor],
+    }
+)
+
+
+def _name(case: dict) -> str:
+    return "-".join(getattr(v, "__name__", str(v).removeprefix("torch.")) for v in case.values())
+
+
+def _options(case: dict, size: int) -> dict:
+    """What `make_config` takes. fp8 needs whole blocks of 128; explicit placement leaves rank 1 hardly an expert."""
+    fp8 = "fp8" in (case["payload"], case["combine_payload"])
+    placement = {"strategy": case["placement"], "num_redundant_experts": case["redundant"]}
+    if case["placement"] == "explicit":
+        owners = [p % size if p % size != 1 else 0 for p in range(case["experts"] + case["redundant"])]
+        placement["assignment"] = owners[:-1] + [min(1, size - 1)]
+    return {
+        "experts": case["experts"],
+        "top_k": case["top_k"],
+        "hidden": -(-case["hidden"] // 128) * 128 if fp8 else case["hidden"],
+        "dtype": "bfloat16" if case["payload"] == "fp8" else case["payload"],
+        "max_tokens": M,
+        "placement": placement,
+        "capacity": {"alignment": case["alignment"]},
+        "exchange": {
+            "payload": "fp8" if case["payload"] == "fp8" else "auto",
+            "combine_payload": case["combine_payload"],
+        },
+    }
+
+
+def _num_tokens(pattern: str, rank: int, size: int) -> int:
+    ragged = 0 if rank == 0 else M if rank == size - 1 else 5 * rank
+    return {"full": M, "ragged": ragged, "one": int(rank == size - 1), "none": 0}[pattern]
+
+
+def assert_slabs(got, want, fp8: bool) -> None:
+    """layout="rank": every slot's ids and weights, and the rows of the used ones."""
+    assert torch.equal(got.counts.cpu(), want.counts)
+    assert torch.equal(got.ids.flatten(0, 1).cpu(), want.ids)
+    assert torch.equal(got.weights.flatten(0, 1).cpu(), want.weights)
+    for r, count in enumerate(want.counts.tolist()):
+        x = want.x.unflatten(0, (len(want.counts), -1))[r, :count]
+        if not fp8:
+            assert torch.equal(got.x[r, :count].cpu(), x)
+        elif count:
+            assert_fp8(got.x[r, :count], got.scales[r, :count], x)
+
+
+def assert_rows(d, want, fp8: bool) -> None:
+    """layout="expert": the segments, their gaps and their order."""
+    used = int(want.expert_offsets[-1])
+    assert torch.equal(d.expert_offsets.cpu(), want.expert_offsets)
+    assert torch.equal(d.tokens_per_expert.cpu(), want.tokens_per_expert)
+    if fp8:
+        assert_fp8(d.rows[:used], d.scales[:used], want.rows)
+    else:
+        assert torch.equal(d.rows[:used].cpu(), want.rows)
+
+
+def assert_fp8(rows, scales, want) -> None:
+    want_rows, want_scales = quantised(want)
+    torch.testing.assert_close(scales.cpu(), want_scales, rtol=1e-6, atol=0)
+    assert rows.dtype == FP8
+    assert_close(
+        dequantised(rows.cpu(), scales.cpu(), torch.float32),
+        dequantised(want_rows, want_scales, torch.float32).double(),
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=_name)
+def test_agrees_with_the_dense_reference(make_ep, rank, size, case):
+    ep = make_ep(**_options(case, size))
+    fp8 = case["payload"] == "fp8"
+    for seed in range(2):
+        padded = 0 if case["padding"] is None else 3
+        tokens = [
+            make_tokens(
+                ep.config,
+                r,
+                _num_tokens(case["tokens"], r, size),
+                seed=seed,
+                kind=case["kind"],
+                id_dtype=case["id_dtype"],
+                weight_dtype=case["weight_dtype"],
+                padded=padded,
+            )
+            for r in range(size)
+        ]
+        mine = tokens[rank]
+        num_tokens = case["padding"] and case["padding"](mine.real)
+        if case["padding"] is torch.tensor:
+            num_tokens = num_tokens.to(ep.device, torch.int32)
+        slabs = expected_slabs(ep.config, ep.placement, tokens, rank)
+
+        poison(ep)
+        d = ep.dispatch(
+            *(t.to(ep.device) for t in (mine.x, mine.ids, mine.weights)), num_tokens=num_tokens, layout=case["layout"]
+        )
+        if case["layout"] == "rank":
+            assert_slabs(d.recv, slabs, fp8)
+            y = ep.combine_partial(run_fused_experts(ep, d), d)
+        else:
+            assert torch.equal(d.recv.counts.cpu(), slabs.counts)
+            assert_rows(d, expected_rows(ep.config, ep.placement, slabs, rank), fp8)
+            y = ep.combine(run_experts(ep, d), d)
+
+        assert_y(y, ep.config, mine)
+
+
+def test_smaller_hidden_size_top_k_and_dtype(make_ep, rank, size):
+    """A call may use less than the config: strides between slots stay."""
+    ep = make_ep(hidden=512, top_k=8, dtype="float32", max_tokens=8)
+    small = make_ep(hidden=128, top_k=3, dtype="bfloat16", max_tokens=8)  # describes the calls
+    for layout in ("expert", "rank"):
+        tokens = [make_tokens(small.config, r, 2 * r + 1) for r in range(size)]
+        poison(ep)
+        mine = tokens[rank]
+        d = ep.dispatch(mine.x.to(ep.device), mine.ids.to(ep.device), mine.weights.to(ep.device), layout=layout)
+        slabs = expected_slabs(small.config, ep.placement, tokens, rank)
+        if layout == "rank":
+            assert_slabs(d.recv, slabs, fp8=False)
+            y = ep.combine_partial(run_fused_experts(ep, d), d)
+        else:
+            assert_rows(d, expected_rows(small.config, ep.placement, slabs, rank), fp8=False)
+            y = ep.combine(run_experts(ep, d), d)
+        assert_y(y, ep.config, mine)
+
+
+def test_a_nan_token_spoils_no_other(make_ep, rank, size):
+    ep = make_ep()
+    tokens = [make_tokens(ep.config, r, 12) for r in range(size)]
+    mine = tokens[rank]
+    want = expected_y(ep.config, mine)
+    poison_(mine.x[5])
+    d = ep.dispatch(mine.x.to(ep.device), mine.ids.to(ep.device), mine.weights.to(ep.device))
+    y = ep.combine(run_experts(ep, d), d)
+    others = torch.arange(12) != 5
+    assert y[5].isnan().all()
+    assert_close(y[others.to(y.device)], want[others])
+
+
+def test_dead_tokens_do_not_travel(make_ep, rank, size):
+    """NaN rows whose pairs are nobody's, of weight 0 or of a weight that is not finite: y is zeros."""
+    ep = make_ep(top_k=4)
+    x = poison_(torch.empty(4, 64, device=ep.device))
+    ids = torch.tensor([[-1, 13, 99, -7], [0, 1, 2, 3], [4, 5, 6, 7], [-1, 0, 13, 1]], device=ep.device)
+    weights = torch.tensor(
+        [[1.0] * 4, [0.0, -0.0, 0.0, 0.0], [torch.nan, torch.inf, -torch.inf, 0], [1, 0, 1, torch.nan]]
+    )
+    d = ep.dispatch(x, ids, weights.to(ep.device))
+    assert d.recv.counts.eq(0).all() and d.expert_offsets.eq(0).all()
+    assert ep.combine(run_experts(ep, d), d).eq(0).all()

@@ -1,0 +1,96 @@
+"""MoELayer over several ranks, many layers on one ExpertParallel, and what all of it occupies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exchanges import make_config
+from helpers import assert_close, randn
+
+from epmoe import ExpertParallel, MoELayer, SwiGLUExperts
+from epmoe.memory import MemoryPlan
+from epmoe.reference import moe_reference, route_reference
+
+E, F, D, K = 13, 24, 64, 4
+
+
+def make_layer(
+    ep: ExpertParallel, seed: int = 0, bias: bool = False
+) -> tuple[MoELayer, tuple[torch.Tensor, torch.Tensor]]:
+    """A layer with this rank's experts, and all experts' weights."""
+    dtype = ep.config.model.torch_dtype
+    w_gate_up = (randn(E, 2 * F, D, seed=seed + 1) / D**0.5).to(dtype)
+    w_down = (randn(E, D, F, seed=seed + 2) / F**0.5).to(dtype)
+    local = [ep.placement.logical(p) for p in ep.placement.local_experts(ep.rank)]
+    experts = SwiGLUExperts(w_gate_up[local].to(ep.device), w_down[local].to(ep.device))
+    bias_E = (randn(E, seed=seed + 3) * 9).to(ep.device) if bias else None
+    return MoELayer(ep, randn(E, D, seed=seed).to(ep.device), experts, bias=bias_E), (w_gate_up, w_down)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_layer_equals_the_dense_one(make_ep, rank, size, dtype, bias):
+    ep = make_ep(
+        experts=E, top_k=K, hidden=D, dtype=dtype, capacity={"alignment": 8}, placement={"strategy": "round_robin"}
+    )
+    layer, weights = make_layer(ep, bias=bias)
+    for T, num_tokens in [(5 * rank, None), (16, 12), (0, None), (1, 1)]:
+        x = randn(T, D, dtype=ep.config.model.torch_dtype, seed=rank)
+        real = T if num_tokens is None else num_tokens
+        y = layer(x.to(ep.device), num_tokens=num_tokens)
+        ids, w = route_reference(
+            x.float() @ layer.router_weight.cpu().T, K, bias=None if not bias else layer.bias.cpu()
+        )
+        assert y.shape == x.shape and y.dtype == x.dtype and y[real:].eq(0).all()
+        assert_close(y[:real], moe_reference(x[:real], ids[:real], w[:real], weights), slack=4)
+
+
+def test_fp8_payload_reaches_the_experts(make_ep, rank, size):
+    ep = make_ep(experts=E, top_k=K, hidden=128, dtype="bfloat16", exchange={"payload": "fp8"})
+    w_gate_up, w_down = randn(E, 2 * F, 128, seed=1) / 11, randn(E, 128, F, seed=2) / 5
+    local = ep.placement.local_experts(rank)
+    experts = SwiGLUExperts(w_gate_up[local].to(ep.device).bfloat16(), w_down[local].to(ep.device).bfloat16())
+    layer = MoELayer(ep, randn(E, 128).to(ep.device), experts)
+    x = randn(16, 128, dtype=torch.bfloat16, seed=rank)
+    ids, w = route_reference(x.float() @ layer.router_weight.cpu().T, K)
+    assert_close(layer(x.to(ep.device)), moe_reference(x, ids, w, (w_gate_up, w_down)), slack=5)
+
+
+def test_61_layers_add_nothing(make_ep, rank, size):
+    """All layers share one set of windows: its plan is what is mapped, before the first layer and after the last."""
+    ep = make_ep(experts=E, top_k=K, hidden=D)
+    before = mapped_windows()
+    x = randn(7 + rank, D, seed=rank).to(ep.device)
+    for n in range(61):
+        layer, _ = make_layer(ep, seed=n)
+        x = torch.nn.functional.rms_norm(x + layer(x), (D,))
+    assert x.isfinite().all()
+    assert mapped_windows() == before
+    if ep.device.type == "cpu":
+        assert before == [ep.memory_plan().window_bytes] * size
+
+
+@pytest.mark.parametrize("payload", ["auto", "fp8"])
+def test_the_plan_is_what_is_allocated(make_ep, rank, size, device, payload):
+    options = {"experts": E, "hidden": 256, "dtype": "bfloat16", "max_tokens": 100}
+    options |= {"exchange": {"payload": payload, "combine_payload": payload}, "placement": {"num_redundant_experts": 3}}
+    want = MemoryPlan.build(make_config(size, **options), rank)  # before anything is allocated
+    assert mapped_windows() == []
+    ep = make_ep(**options)
+    plan = ep.memory_plan()
+    if ep.device.type == "cpu":
+        assert plan == want and mapped_windows() == [plan.window_bytes] * size
+    assert ep._exchange.window.local.nbytes == plan.window_bytes
+    assert ep._exchange.scratch.nbytes == plan.scratch_bytes
+    views = ep._exchange.views
+    assert {name: view.nbytes for name, view in views.items()} == {b.name: b.nbytes for b in plan.buffers}
+    ep.close()
+    del ep, views
+    assert mapped_windows() == []
+
+
+def mapped_windows() -> list[int]:
+    """Bytes of every window of shared memory that this process maps, its own and its peers'."""
+    with open("/proc/self/maps") as maps:
+        spans = [line.split()[0].split("-") for line in maps if "memfd:epmoe" in line]
+    return [int(end, 16) - int(start, 16) for start, end in spans]

@@ -1,0 +1,188 @@
+"""Round after round on the same windows: nothing of one reaches the next, and every run gives the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exchanges import (
+    assert_y,
+    expected_slabs,
+    expected_y_after_drops,
+    make_tokens,
+    poison,
+    run_experts,
+    run_round,
+)
+from helpers import assert_close
+
+import epmoe
+
+PLACEMENT = {"strategy": "round_robin", "num_redundant_experts": 3}
+
+
+def test_200_rounds_back_to_back(make_ep, rank, size):
+    """No barrier between them; every rank's T wanders from 0 to M on its own, and layouts alternate."""
+    M = 20
+    ep = make_ep(experts=13, top_k=6, max_tokens=M, placement=PLACEMENT)
+    for n in range(200):
+        tokens = make_tokens(
+            ep.config, rank, (7 * n * (rank + 1)) % (M + 1), seed=n, kind="adversarial" if n % 3 else "zipf"
+        )
+        assert_y(run_round(ep, tokens, layout=("expert", "rank")[n % 2]), ep.config, tokens)
+
+
+def test_two_objects_interleaved(make_ep, rank, size):
+    """Rounds of two ExpertParallels overlap in time, as two models in one process do."""
+    one = make_ep(experts=12, top_k=2, hidden=64)
+    two = make_ep(experts=13, top_k=8, hidden=1000, dtype="bfloat16", placement=PLACEMENT)
+    for n in range(20):
+        first, second = (
+            make_tokens(ep.config, rank, (n * (rank + 3) + i) % 17, seed=n) for i, ep in enumerate((one, two))
+        )
+        d_one = one.dispatch(*(t.to(one.device) for t in (first.x, first.ids, first.weights)))
+        d_two = two.dispatch(*(t.to(two.device) for t in (second.x, second.ids, second.weights)))
+        y_one = one.combine(run_experts(one, d_one), d_one)
+        y_two = two.combine(run_experts(two, d_two), d_two)
+        assert_y(y_one, one.config, first)
+        assert_y(y_two, two.config, second)
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_bitwise_the_same_on_repeated_runs(make_ep, rank, size, dtype, layout):
+    ep = make_ep(experts=23, top_k=8, hidden=256, dtype=dtype, placement=PLACEMENT)
+    tokens = make_tokens(ep.config, rank, 16, kind="zipf")
+    first = run_round(ep, tokens, layout)
+    other = make_tokens(ep.config, rank, 5 * rank, seed=1)
+    for _ in range(10):
+        run_round(ep, other, layout)
+        assert torch.equal(run_round(ep, tokens, layout), first)
+
+
+def test_abort_closes_a_round(make_ep, rank, size):
+    """Experts that raise on every rank: the round is closed without rows, and the next one is whole."""
+    ep = make_ep()
+    for n in range(4):
+        tokens = make_tokens(ep.config, rank, 10 + rank, seed=n)
+        poison(ep)
+        d = ep.dispatch(*(t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)))
+        ep.abort(d)
+        assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+def test_one_rank_may_abort_alone(make_ep, rank, size):
+    """The others combine and miss that rank's experts only."""
+    ep = make_ep()
+    tokens = [make_tokens(ep.config, r, 10) for r in range(size)]
+    x, ids, weights = (t.to(ep.device) for t in (tokens[rank].x, tokens[rank].ids, tokens[rank].weights))
+    poison(ep)
+    d = ep.dispatch(x, ids, weights)
+    if rank == 0:
+        ep.abort(d)
+    else:
+        y = ep.combine(run_experts(ep, d), d)
+        owner = torch.tensor(ep.placement.owners)[tokens[rank].ids.long()]
+        tokens[rank].weights[owner == 0] = 0.0
+        assert_y(y, ep.config, tokens[rank])
+    assert_y(run_round(ep, tokens[0]), ep.config, tokens[0])
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_rows_past_the_capacity(make_ep, rank, size, alignment):
+    """All tokens go to rank 0, which has room for half of them: it says so, or only counts what it dropped."""
+    capacity = {"max_expert_rows": 8 * size, "alignment": alignment}
+    config = {"experts": 4 * size, "top_k": 2, "max_tokens": 8}
+    tokens = []
+    for r in range(size):
+        tokens.append(make_tokens(make_ep(**config).config, r, 8))
+        tokens[r].ids[:] %= 4
+    x, ids, weights = (t for t in (tokens[rank].x, tokens[rank].ids, tokens[rank].weights))
+
+    dropping = make_ep(**config, capacity=capacity | {"on_overflow": "drop"})
+    for _ in range(3):
+        poison(dropping)
+        y = run_round(dropping, tokens[rank])
+        assert_close(y, expected_y_after_drops(dropping.config, dropping.placement, tokens, rank))
+    dropped = dropping.health().dropped_pairs
+    assert dropped >= 3 * 8 * size if rank == 0 else dropped == 0
+
+    raising = make_ep(**config, capacity=capacity)
+    x, ids, weights = (t.to(raising.device) for t in (x, ids, weights))
+    for _ in range(2):
+        d = raising.dispatch(x, ids, weights)
+        rows = run_experts(raising, d)
+        if rank == 0:
+            with pytest.raises(
+                epmoe.EPOverflowError, match=rf"capacity.max_expert_rows is {8 * size}.*at\s+least"
+            ) as error:
+                raising.combine(rows, d)
+                raising.check()
+            assert error.value.needed_rows >= 16 * size
+        else:
+            raising.combine(rows, d)
+            raising.check()
+
+
+def test_ranks_that_disagree_hear_of_it(make_ep, rank, size):
+    """Another K, D or dtype on one rank: an error on all of them, and the next round is whole."""
+    ep = make_ep(top_k=4, hidden=64, dtype="float32")
+    tokens = make_tokens(ep.config, rank, 6)
+    odd = rank == size - 1
+    for x, k in [(tokens.x[:, :32], 4), (tokens.x, 3), (tokens.x.bfloat16(), 4)]:
+        x, k = (x, k) if odd else (tokens.x, 4)
+        with pytest.raises(epmoe.EPMismatchError, match="hidden size or dtype"):
+            ep.dispatch(*(t.to(ep.device) for t in (x, tokens.ids[:, :k], tokens.weights[:, :k])))
+        assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+def test_health_counts(make_ep, rank, size):
+    ep = make_ep(experts=2 * size, top_k=2, max_tokens=8)
+    E = 2 * size
+    logits = torch.zeros(5, E, device=ep.device)
+    logits[1], logits[2, 0] = torch.nan, torch.inf
+    ep.route(logits, num_tokens=4)
+    ep.route(logits, num_tokens=9)
+    ids = torch.tensor([[0, 0], [1, 1], [-1, E], [E + 1, -2], [0, E - 1]], device=ep.device)
+    weights = torch.tensor([[1, 1], [1, 1], [1, 1], [1, 1], [torch.nan, 1]], device=ep.device)
+    d = ep.dispatch(torch.ones(5, 64, device=ep.device), ids, weights)
+    ep.combine(run_experts(ep, d), d)
+    health = ep.health()
+    assert (health.sanitised_rows, health.padded_rows, health.clamped_num_tokens) == (4, 1, 1)
+    assert (health.out_of_range_ids, health.duplicate_ids, health.nonfinite_weights) == (2, 2, 1)
+    assert health.dropped_pairs == health.timeouts == 0
+    pairs = {0: [2 * size, 2 * size], size - 1: [0, size]} if size > 1 else {0: [2, 3]}
+    assert health.tokens_per_expert == pairs.get(rank, [0, 0])
+    assert health.rows_sent == [2] + [0] * (size - 2) + [1]
+
+
+def test_slots_follow_token_order(make_ep, rank, size):
+    """layout="rank" of a source that sends every other token: its slots are those tokens, in their order."""
+    ep = make_ep(experts=size, top_k=1, max_tokens=16)
+    ids = torch.arange(16)[:, None] % size
+    x = torch.arange(16.0)[:, None].expand(16, 64).contiguous()
+    d = ep.dispatch(x.to(ep.device), ids.to(ep.device), torch.ones(16, 1, device=ep.device), layout="rank")
+    for r in range(size):
+        assert d.recv.x[r, : d.recv.counts[r], 0].tolist() == [float(t) for t in range(16) if t % size == rank]
+    sentinel = ep.placement.sentinel(rank)
+    assert d.recv.ids[:, int(d.recv.counts[0]) :].eq(sentinel).all()
+    assert size == 1 or ep.placement.expert_map(rank)[sentinel] == -1
+    with pytest.raises(AttributeError, match=r"`dispatched.rows` does not exist with layout='rank'"):
+        _ = d.rows
+    ep.abort(d)
+
+
+def test_redundant_copies_share_the_load(make_ep, rank, size):
+    """All tokens want expert 0, which every rank has a copy of: each copy computes its share."""
+    ep = make_ep(
+        experts=size,
+        top_k=1,
+        max_tokens=4 * size,
+        placement={"strategy": "explicit", "num_redundant_experts": size, "assignment": [*range(size), *range(size)]},
+    )
+    assert len(ep.placement.copies(0)) == 2
+    tokens = [make_tokens(ep.config, r, 4 * size) for r in range(size)]
+    assert_y(run_round(ep, tokens[rank]), ep.config, tokens[rank])
+    slabs = expected_slabs(ep.config, ep.placement, tokens, rank)
+    d = ep.dispatch(*(t.to(ep.device) for t in (tokens[rank].x, tokens[rank].ids, tokens[rank].weights)))
+    assert d.recv.counts.tolist() == slabs.counts.tolist()
+    ep.abort(d)

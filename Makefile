@@ -3,7 +3,6 @@
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
-CUDA_FLAGS := -c -std=c++20 -O3 --fmad=false -arch=sm_90 -Icsrc
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS := 1
@@ -51,8 +50,9 @@ bench: setup  ## the exchange against gloo's all_to_all, on this machine
 cuda-compile:  ## every kernel compiles for sm_90 (needs nvcc, no GPU)
 	@command -v nvcc >/dev/null || { echo "cuda-compile: skipped, there is no nvcc on the PATH"; exit 0; }; \
 	mkdir -p build; \
+	flags=$$($(PYTHON) -c 'import runpy; print(*runpy.run_path("epmoe/build.py")["CUDA_FLAGS"])'); \
 	for source in $(wildcard csrc/cuda/*.cu); do \
-	  echo "nvcc $$source"; nvcc $(CUDA_FLAGS) -o build/kernel.o $$source || exit 1; \
+	  echo "nvcc $$source"; nvcc -c $$flags -arch=sm_90 -Icsrc -o build/kernel.o $$source || exit 1; \
 	done
 
 # A GPU machine may reach no package registry: its own Python holds torch and pytest, and `make gpu-deps`, run where

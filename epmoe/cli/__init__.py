@@ -8,12 +8,8 @@ import typer
 from typer.core import TyperGroup
 
 from epmoe.build import BuildError
-from epmoe.cli.bench import bench
+from epmoe.cli import bench, doctor, plan, run, schema
 from epmoe.cli.console import UserError, fail
-from epmoe.cli.doctor import doctor
-from epmoe.cli.plan import plan
-from epmoe.cli.run import run
-from epmoe.cli.schema import schema
 from epmoe.config import ConfigError
 from epmoe.health import EPError
 
@@ -37,5 +33,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (run, plan, doctor, schema, bench):
+for command in (run.run, plan.plan, doctor.doctor, schema.schema, bench.bench):
     app.command()(command)

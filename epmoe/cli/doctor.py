@@ -101,9 +101,10 @@ def _torch() -> Finding:
 def _native_library() -> Finding:
     try:
         from epmoe import ops  # noqa: F401 - loading it is the check
+
+        path = build.AHEAD_OF_TIME if build.AHEAD_OF_TIME.exists() else build.build()
     except (build.BuildError, OSError) as error:
         return Finding("fail", "native library", str(error).splitlines()[0], "its log names the cause")
-    path = build.AHEAD_OF_TIME if build.AHEAD_OF_TIME.exists() else build.build()
     how = "built at installation" if path == build.AHEAD_OF_TIME else "built on this machine"
     return Finding("ok", "native library", f"loads; {how}: {path}")
 
@@ -170,16 +171,20 @@ def _memory(config: EPConfig | None) -> Iterator[Finding]:
     plans, size = rank_plans(config), config.topology.ep_size
     needed = sum(p.total_bytes for p in plans)
     advice = "lower `capacity.max_num_tokens_per_rank` or set `capacity.max_expert_rows`; see `epmoe plan`"
-    if torch.cuda.is_available() and config.exchange.transport != "shared_memory":
-        each = max(p.total_bytes for p in plans)
-        free, _ = torch.cuda.mem_get_info()
-        fits, detail = each <= free, f"{human_bytes(each)} a GPU planned, {human_bytes(free)} free"
+    if config.exchange.transport == "nvlink":
+        found = torch.cuda.device_count()
+        if found < size:
+            detail = f"torch sees {found}, and `exchange.transport` nvlink wants one for each of {size} ranks"
+            yield Finding("fail", "GPUs", detail, "EPMOE_EXCHANGE__TRANSPORT=shared_memory runs it on the CPU")
+            return
+        each, (free, _) = max(p.total_bytes for p in plans), torch.cuda.mem_get_info()
+        fits, detail = each <= free, f"{human_bytes(each)} planned on each GPU, {human_bytes(free)} free"
     else:
         fits, detail = needed <= available, f"{human_bytes(needed)} planned for {size} ranks; {detail}"
+        cores = len(os.sched_getaffinity(0))
+        if size > cores:
+            yield Finding("warn", "cores", f"{size} ranks on {cores} cores: works, but they take turns")
     yield Finding("ok", "memory", detail) if fits else Finding("fail", "memory", detail, advice)
-    cores = len(os.sched_getaffinity(0))
-    if not torch.cuda.is_available() and size > cores:
-        yield Finding("warn", "cores", f"{size} ranks on {cores} cores: works, but they take turns")
 
 
 def _cgroup_limit() -> str:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 
 from epmoe.cli.console import UserError, console, launched_rank
@@ -16,7 +17,10 @@ from epmoe.config import EPConfig
 
 @contextmanager
 def all_ranks(config: EPConfig) -> Iterator[int]:
-    """This process's rank, in a process group over gloo. Raises UserError with the command that starts one."""
+    """This process's rank, in a process group over gloo, and NCCL where the configuration is for GPUs.
+
+    Raises UserError: not under torchrun (with the command to type), or fewer GPUs than ranks.
+    """
     size = config.topology.ep_size
     command = f"torchrun --standalone --nproc-per-node {size} -m epmoe {shlex.join(sys.argv[1:])}"
     rank, started = launched_rank(), os.environ.get("WORLD_SIZE")
@@ -24,8 +28,16 @@ def all_ranks(config: EPConfig) -> Iterator[int]:
         raise UserError(f"this command wants {size} processes; start them with torchrun:\n  {command}")
     if started != str(size):
         raise UserError(f"`topology.ep_size` is {size}, but torchrun started {started} processes:\n  {command}")
+    on_gpus = config.exchange.transport == "nvlink"
+    if on_gpus:
+        if (found := torch.cuda.device_count()) < size:
+            raise UserError(
+                f"`exchange.transport` nvlink wants a GPU for each of {size} ranks, and torch sees {found}; "
+                "EPMOE_EXCHANGE__TRANSPORT=shared_memory in the environment runs this configuration on the CPU"
+            )
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
     console.quiet = rank != 0
-    dist.init_process_group("gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
     try:
         yield rank
     finally:

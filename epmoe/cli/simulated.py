@@ -41,12 +41,12 @@ def run_layer(
     An empty round before them brings all ranks to the start. `advance` is called after each round.
     """
     config, model, measured = ep.config, ep.config.model, Measured()
-    weights = _expert_weights(config, seed)
+    weights = _expert_weights(config, seed, ep.device)
     logical = [ep.placement.logical(expert) for expert in ep.placement.local_experts(ep.rank)]
     experts = SwiGLUExperts(*(w[logical] for w in weights))
     generator = torch.Generator().manual_seed(seed + 1 + ep.rank)
     for T in [0] + steps * [tokens]:
-        x_TD = torch.randn(T, model.hidden_size, generator=generator).to(model.torch_dtype)
+        x_TD = torch.randn(T, model.hidden_size, generator=generator).to(ep.device, model.torch_dtype)
         logits_TE = simulate_logits(
             kind,
             T,
@@ -56,15 +56,15 @@ def run_layer(
             top_groups=config.routing.top_groups,
             ep_size=ep.size,
         )
-        clock = [time.perf_counter()]
-        routing = ep.route(logits_TE)
-        clock.append(time.perf_counter())
+        clock = [_now(ep.device)]
+        routing = ep.route(logits_TE.to(ep.device))
+        clock.append(_now(ep.device))
         d = ep.dispatch(x_TD, routing.ids, routing.weights)
-        clock.append(time.perf_counter())
+        clock.append(_now(ep.device))
         rows_ND = experts(d.rows, d.expert_offsets, getattr(d, "scales", None))
-        clock.append(time.perf_counter())
+        clock.append(_now(ep.device))
         y_TD = ep.combine(rows_ND, d)
-        clock.append(time.perf_counter())
+        clock.append(_now(ep.device))
         if T == 0:
             continue
         for stage, start, end in zip(STAGES, clock, clock[1:], strict=False):
@@ -77,6 +77,12 @@ def run_layer(
     return measured
 
 
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 def tolerance(config: EPConfig) -> float:
     """What `Measured.worst_error` may be: rounding of the rows' dtype, inside the experts too."""
     fp8 = "fp8" in (config.exchange.payload, config.exchange.combine_payload)
@@ -84,7 +90,9 @@ def tolerance(config: EPConfig) -> float:
 
 
 def require_memory(config: EPConfig) -> None:
-    """Raise UserError where this machine cannot hold all ranks of `config`."""
+    """Raise UserError where this machine's memory cannot hold all ranks of `config`."""
+    if config.exchange.transport == "nvlink":
+        return  # the memory of GPUs, each rank its own
     ranks = config.topology.ep_size
     weights = _bytes_per_intermediate(config) * _intermediate_size(config)
     needed = sum(plan.total_bytes for plan in rank_plans(config)) + ranks * (2 * weights + PROCESS_BYTES)
@@ -97,13 +105,13 @@ def require_memory(config: EPConfig) -> None:
         )
 
 
-def _expert_weights(config: EPConfig, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _expert_weights(config: EPConfig, seed: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Gate and up [E, 2F, D] and down [E, D, F] of all logical experts, the same on every rank."""
     E, D, F = config.model.num_experts, config.model.hidden_size, _intermediate_size(config)
     generator = torch.Generator().manual_seed(seed)
     gate_up = torch.randn(E, 2 * F, D, generator=generator) / D**0.5
     down = torch.randn(E, D, F, generator=generator) / F**0.5
-    return gate_up.to(config.model.torch_dtype), down.to(config.model.torch_dtype)
+    return gate_up.to(device, config.model.torch_dtype), down.to(device, config.model.torch_dtype)
 
 
 def _intermediate_size(config: EPConfig) -> int:

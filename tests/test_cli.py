@@ -1,0 +1,203 @@
+"""The commands that one process runs, and what they say of a user's mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from epmoe.cli import app
+from epmoe.cli import doctor as doctor_module
+from epmoe.cli.console import human_bytes, human_seconds, sparkline
+from epmoe.config import EPConfig
+from epmoe.memory import MemoryPlan
+
+ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "configs" / "cpu_demo.yaml"
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def epmoe(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "120"})
+
+
+def write(tmp_path: Path, **changes: dict) -> Path:
+    sections = {
+        "model": {"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "float32"},
+        "topology": {"ep_size": 2},
+        "capacity": {"max_num_tokens_per_rank": 16},
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({name: sections.get(name, {}) | changes.get(name, {}) for name in sections | changes}))
+    return path
+
+
+def test_help_lists_every_command() -> None:
+    result = epmoe("--help")
+    assert result.exit_code == 0
+    for command in ("run", "plan", "doctor", "schema", "bench"):
+        assert command in result.output
+
+
+def test_python_m_epmoe_is_the_command_line() -> None:
+    run = subprocess.run([sys.executable, "-m", "epmoe", "schema"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "num_experts" in run.stdout
+
+
+def test_schema_is_that_of_the_config() -> None:
+    assert json.loads(epmoe("schema").output) == EPConfig.model_json_schema()
+
+
+def test_plan_shows_the_bytes_of_the_memory_plan() -> None:
+    result, plan = epmoe("plan", DEMO), MemoryPlan.build(EPConfig.load(DEMO))
+    assert result.exit_code == 0
+    assert f"{plan['recv.x'].nbytes:,}" in result.output
+    assert f"{plan.window_bytes:,}" in result.output
+    assert f"{4 * plan.total_bytes:,}" in result.output  # four ranks own alike
+
+
+def test_plan_as_json_counts_every_rank_of_an_uneven_placement(tmp_path: Path) -> None:
+    path = write(tmp_path, model={"num_experts": 7})
+    shown = json.loads(epmoe("plan", path, "--json").output)
+    plans = [MemoryPlan.build(EPConfig.load(path), rank) for rank in (0, 1)]
+    assert [rank["total_bytes"] for rank in shown["ranks"]] == [plan.total_bytes for plan in plans]
+    assert shown["node_bytes"] == sum(plan.total_bytes for plan in plans)
+    assert [b["nbytes"] for b in shown["ranks"][1]["buffers"]] == [b.nbytes for b in plans[1].buffers]
+
+
+def test_doctor_passes_here() -> None:
+    result = epmoe("doctor", DEMO)
+    assert result.exit_code == 0, result.output
+    for subject in ("compiler", "ninja", "torch", "native library", "GPUs", "memory", "/dev/shm"):
+        assert subject in result.output
+
+
+def test_doctor_fails_where_the_plan_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_module, "available_memory_bytes", lambda: 2**20)
+    result = epmoe("doctor", DEMO)
+    assert result.exit_code == 1
+    assert "1.0 MiB available" in result.output
+    assert "lower `capacity.max_num_tokens_per_rank`" in result.output
+
+
+def test_doctor_counts_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    result = epmoe("doctor", write(tmp_path, exchange={"transport": "nvlink"}))
+    assert result.exit_code == 1
+    assert "torch sees 1, and `exchange.transport` nvlink wants one for each of 2 ranks" in result.output
+
+
+def test_doctor_names_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    result = epmoe("doctor")
+    assert result.exit_code == 1
+    assert "`no-such-compiler` is not on the PATH" in result.output
+    assert "install g++ 11" in result.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"num_experts_per_tok": 9}}, "`model.num_experts_per_tok` must be at most"),
+        ({"topology": {"ep_sise": 2}}, "`topology.ep_sise` is not a known key; did you mean `ep_size`?"),
+        ({"model": {"hidden_size": True}}, "`model.hidden_size`"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "run", "doctor", "bench"])
+def test_a_wrong_key_is_one_message_and_exit_code_2(tmp_path: Path, command: str, changes: dict, message: str) -> None:
+    result = epmoe(command, write(tmp_path, **changes))
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_missing_file_is_one_message() -> None:
+    result = epmoe("plan", "nowhere.yaml")
+    assert result.exit_code == 2
+    assert result.output == "epmoe: nowhere.yaml: no such configuration file\n"
+
+
+@pytest.mark.parametrize("command", ["run", "bench"])
+def test_without_torchrun_the_command_to_type_is_shown(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["epmoe", command, "my config.yaml"])
+    result = epmoe(command, DEMO)
+    assert result.exit_code == 2
+    assert f"torchrun --standalone --nproc-per-node 4 -m epmoe {command} 'my config.yaml'" in result.output
+
+
+def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    result = epmoe("run", DEMO)
+    assert result.exit_code == 2
+    assert "`topology.ep_size` is 4, but torchrun started 3 processes" in result.output
+
+
+@pytest.mark.parametrize("command", ["run", "bench"])
+def test_a_gpu_for_each_rank_or_none(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    result = epmoe(command, write(tmp_path, exchange={"transport": "nvlink"}))
+    assert result.exit_code == 2
+    assert "wants a GPU for each of 2 ranks, and torch sees 1; EPMOE_EXCHANGE__TRANSPORT=shared_memory" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokens", "17"], "`--tokens` must be at most `capacity.max_num_tokens_per_rank` = 16, got 17"),
+        (["--report", "no/such/folder/report.html"], "`--report` must be in an existing folder"),
+        (["--model", "llama"], "'llama' is not one of"),
+        (["--routing", "chaotic"], "'chaotic' is not one of"),
+        (["--steps", "0"], "--steps"),
+    ],
+)
+def test_bad_options_of_run(tmp_path: Path, options: list[str], message: str) -> None:
+    result = epmoe("run", write(tmp_path), *options)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_run_refuses_what_the_machine_cannot_hold(tmp_path: Path) -> None:
+    path = write(tmp_path, model={"hidden_size": 65536}, capacity={"max_num_tokens_per_rank": 2**20})
+    result = epmoe("run", path)
+    assert result.exit_code == 2
+    assert "this configuration needs" in result.output
+    assert "lower `capacity.max_num_tokens_per_rank`" in result.output
+
+
+def test_models_want_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from epmoe.cli import models
+    from epmoe.cli.console import UserError
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for module in [name for name in sys.modules if name.startswith("epmoe.integrations.")]:
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(UserError, match=r"`--model` needs transformers: pip install 'epmoe\[hf\]'"):
+        models.run_models(EPConfig.load(DEMO), [models.Model.MIXTRAL], steps=1, seed=0)
+
+
+def test_numbers_as_people_write_them() -> None:
+    assert [human_bytes(n) for n in (0, 1023, 1536, 3 << 30, 5 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "3.0 GiB",
+        "5.0 TiB",
+    ]
+    assert [human_seconds(s) for s in (2.5, 0.0123, 45e-6)] == ["2.5 s", "12.3 ms", "45 µs"]
+    assert sparkline([0, 1, 4, 8]) == " ▁▄█"
+    assert len(sparkline(range(100))) <= 32
+    assert sparkline([]) == ""

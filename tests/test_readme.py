@@ -1,0 +1,38 @@
+"""README's example runs as it stands there, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from epmoe.config import EPConfig
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    example = tmp_path / "example.py"
+    example.write_text(re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([*launch, example], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr
+    for rank in range(4):
+        assert f"rank {rank}: y [{5 * rank}, 256]" in run.stdout
+
+
+def test_the_configuration_shown_is_the_ready_one(tmp_path: Path) -> None:
+    shown = tmp_path / "shown.yaml"
+    shown.write_text(re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)[0])
+    assert EPConfig.load(shown) == EPConfig.load(ROOT / "configs" / "cpu_demo.yaml")
+
+
+def test_links_and_targets_exist() -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", README):
+        assert (ROOT / link).exists(), link
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z-]+)\b(?=[`\n ])", README)) <= targets | {"sure"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("transformers")
-if "RANK" not in os.environ:
-    pytest.skip("needs torchrun", allow_module_level=True)
 
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -21,41 +19,22 @@ from transformers.distributed.expert_parallel import apply_expert_parallelism
 import epmoe.integrations.transformers as integration
 from epmoe.integrations import demo, shared
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="transformers would put the models on the GPUs")
 FP32_LOGITS = 1e-5
 """Absolute, of logits up to 5 in size."""
 BF16_ROWS = 1.6e-2
 """Relative to the largest value of one layer's output: 2 roundings to 8 bits, before and after the sum over ranks."""
+BF16_LOGITS = 2e-2
+"""Relative to the largest logit, after 3 layers."""
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _group():
-    started = not dist.is_initialized()
-    if started:
-        dist.init_process_group("gloo")
-    yield
-    if started:
-        dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    torch.set_num_threads(1)
     monkeypatch.setattr(shared, "_settings", {})
     monkeypatch.setattr(shared, "_group", None)
     yield
     integration.close()
-
-
-@pytest.fixture
-def rank() -> int:
-    return dist.get_rank()
-
-
-@pytest.fixture
-def size() -> int:
-    return dist.get_world_size()
 
 
 def random_ids(num_tokens: int, seed: int) -> Tensor:
@@ -70,6 +49,10 @@ def both(name: str, dtype: torch.dtype = torch.float32, **parallel):
             return single, demo.load_distributed(path, dist.get_world_size(), dtype=dtype)
         config = DistributedConfig(ep_implementation="epmoe", **parallel)
         return single, AutoModelForCausalLM.from_pretrained(path, dtype=dtype, distributed_config=config)
+
+
+def routers(model) -> list[torch.nn.Module]:
+    return [module for name, module in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
 
 
 class OneLayer:
@@ -128,22 +111,23 @@ def test_generation_from_different_prompts_equals_a_single_process(name, rank):
 
 @pytest.mark.parametrize("name", demo.MODELS)
 def test_bfloat16_logits(name, rank):
-    """Teacher-forced. A router that meets near ties may choose other experts for some tokens than a single process
-    does, as rounding differs; so most logits are held to bfloat16's precision, and all to being those of this text.
-    """
+    """Teacher-forced, in tokens and in routing: at bfloat16's near ties another rounding takes another expert."""
     single, spread = both(name, torch.bfloat16)
+    routings: list[tuple] = []
+    for router in routers(single):
+        router.register_forward_hook(lambda module, args, output: routings.append(output))
+    for router in routers(spread):
+        router.register_forward_hook(lambda module, args, output: routings.pop(0))
     ids = random_ids(40 + 5 * rank, seed=rank)
-    with torch.inference_mode():
+    with torch.no_grad():  # torch's FSDP refuses inference_mode
         want, got = single(ids).logits.float(), spread(ids).logits.float()
-    error = (got - want).abs() / want.abs().max()
-    print(name, rank, error.max(), error.mean(), error.quantile(0.9))
+    assert not routings
+    assert (got - want).abs().max() <= BF16_LOGITS * want.abs().max()
 
 
 @pytest.mark.parametrize("name", demo.MODELS)
 def test_a_batch_that_all_ranks_share(name, rank, size):
     """Tensor parallel: each rank sends its slice, decoding leaves all but one with none, and nobody has to agree."""
-    if size == 3 and name != "gpt_oss":
-        pytest.skip("the dense layers do not divide by 3")
     plan = {"lm_head": "colwise_gather_output"} if name == "gpt_oss" else None
     single, spread = both(name, tp_size=size, tp_plan=plan, ep_size=size)
     prompt = random_ids(13, seed=0)
@@ -221,7 +205,6 @@ def test_a_shared_batch_longer_than_the_cap(rank, size):
 
 @pytest.mark.parametrize("name", demo.MODELS)
 def test_the_experts_function_with_whole_weights_everywhere(name, rank, size):
-    single, spread = [], None
     with demo.saved_model(name) as path:
         single = AutoModelForCausalLM.from_pretrained(path)
         spread = AutoModelForCausalLM.from_pretrained(path, experts_implementation="epmoe")
@@ -234,8 +217,9 @@ def test_the_experts_function_with_whole_weights_everywhere(name, rank, size):
     assert layers.ep.size == size
 
 
-def test_the_experts_function_takes_any_number_of_experts(rank):
-    layer = OneLayer("qwen3_moe", num_experts=11)
+@pytest.mark.parametrize("num_experts", [3, 11])
+def test_the_experts_function_takes_any_number_of_experts(num_experts, rank):
+    layer = OneLayer("qwen3_moe", num_experts=num_experts)
     layer.spread.config._experts_implementation = "epmoe"
     layer.check(*layer.inputs(20 + rank, 3, seed=rank))
 
@@ -249,12 +233,12 @@ def test_the_experts_function_on_a_group_of_its_own(rank, size):
     assert integration.shared()[0].ep.size == 1
 
 
-def test_an_error_in_the_experts_of_one_rank_leaves_the_others_in_step(rank, size, monkeypatch):
+def test_an_error_in_the_experts_of_one_rank_leaves_the_others_in_step(rank, monkeypatch):
     layer = OneLayer("mixtral", mesh=world_mesh())
     inputs = layer.inputs(12, 2, seed=rank)
     with monkeypatch.context() as patch, torch.no_grad():
         if rank == 0:
-            patch.setattr(layer.spread, "act_fn", lambda _: (_ for _ in ()).throw(MemoryError("no memory")))
+            patch.setattr(layer.spread, "_apply_gate", Mock(side_effect=MemoryError))
             with pytest.raises(MemoryError):
                 layer.spread(*inputs)
         else:

@@ -1,0 +1,1 @@
+"""Host frameworks, one file each; importing a file registers epmoe with its framework."""

@@ -1,0 +1,243 @@
+"""Real MoE models of transformers, small, with random weights and their experts spread over the ranks, held
+against the same model in a single process: what `epmoe run --model` shows.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
+
+from epmoe.health import Health
+from epmoe.integrations.transformers import close, shared
+
+PROMPTS = (
+    "The mixture of experts sends every token to",
+    "Once upon a time, in a village at the foot of the mountains, there lived an old clockmaker who",
+    "A fox",
+    "To bake good bread you need flour, water, salt, yeast and above all",
+    "When the train left the station the rain had already stopped, and over the river",
+    "Why is the sky blue?",
+    "Four processes share one model: each of them keeps some of the experts, and the tokens travel",
+    "Dear reader,",
+)
+"""Each rank takes the one of its number, so that all bring batches of different lengths."""
+
+_VOCABULARY = 240
+_SHAPE = {
+    "vocab_size": _VOCABULARY,
+    "hidden_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 12,
+    "head_dim": 8,
+    "intermediate_size": 96,
+    "initializer_range": 0.1,  # wide enough for the experts to steer which token comes next
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**_SHAPE, "num_experts": 24, "num_experts_per_tok": 8, "moe_intermediate_size": 48},
+    "mixtral": {**_SHAPE, "num_local_experts": 24, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        **_SHAPE,
+        "num_key_value_heads": 24,
+        "n_routed_experts": 24,
+        "num_experts_per_tok": 6,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+        "num_mtp_layers": 0,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "gpt_oss": {**_SHAPE, "num_local_experts": 24, "num_experts_per_tok": 4, "sliding_window": 16},
+}
+"""Keys of each architecture's own config class; the 24 experts divide over 2, 3, 4, 6, 8, 12 and 24 ranks."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with the stage ("reference" or "distributed"), the tokens generated so far, and how many it will be."""
+
+
+@dataclass(frozen=True)
+class ModelResult:
+    """One model's run, the same on every rank; lists go by rank."""
+
+    name: str
+    architecture: str
+    prompts: list[str]
+    texts: list[str]
+    """What the distributed model generated."""
+    tokens_equal: bool
+    """Whether every rank generated the tokens of a single process."""
+    max_logit_error: float
+    """Largest absolute difference from the single process's logits, over all ranks and steps."""
+    traffic: list[list[int]]
+    """Rows sent [source rank][destination rank], over all layers."""
+    tokens_per_expert: list[int]
+    """Rows computed by each of the E experts, over all layers."""
+    seconds: list[dict[str, float]]
+    """Wall time by stage: agree (on rounds), dispatch, experts, combine, and the rest of the model."""
+    health: list[Health]
+
+    @property
+    def rows_moved(self) -> int:
+        """Rows sent between different ranks."""
+        return sum(sum(row) - row[rank] for rank, row in enumerate(self.traffic))
+
+
+def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: Progress | None = None) -> ModelResult:
+    """Generate greedily from this rank's prompt, in a single process and with the experts spread over all ranks.
+
+    Every rank of the default process group calls it alike, or a process on its own. fp32, on the CPU.
+    Every `ExpertParallel` of the integration is closed, before and after.
+    """
+    if name not in MODELS:
+        raise ValueError(f"`name` must be one of {', '.join(MODELS)}, got {name!r}")
+    logging.disable_progress_bar()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    tokenizer, prompt = make_tokenizer(), PROMPTS[rank % len(PROMPTS)]
+    ids = torch.tensor([tokenizer.encode(prompt).ids])
+
+    close()
+    with saved_model(name, seed=seed) as path:
+        single = AutoModelForCausalLM.from_pretrained(path)
+        spread = load_distributed(path, size)
+    tokens, logits = generate(single, ids, max_new_tokens, _streamer("reference", max_new_tokens, progress))
+    start = perf_counter()
+    got, got_logits = generate(spread, ids, max_new_tokens, _streamer("distributed", max_new_tokens, progress))
+    total = perf_counter() - start
+
+    (layers,) = shared()
+    health, seconds = layers.ep.health(), dict(layers.seconds)
+    seconds["rest"] = total - sum(seconds.values())
+    mine = {
+        "prompts": prompt,
+        "texts": tokenizer.decode(got.tolist()),
+        "equal": torch.equal(tokens, got),
+        "error": (logits - got_logits).abs().max().item(),
+        "seconds": seconds,
+        "health": health,
+    }
+    close()
+    of_ranks = _all_gather(mine, size)
+    by_rank = {key: [one[key] for one in of_ranks] for key in mine}
+    return ModelResult(
+        name=name,
+        architecture=type(single).__name__,
+        prompts=by_rank["prompts"],
+        texts=by_rank["texts"],
+        tokens_equal=all(by_rank["equal"]),
+        max_logit_error=torch.tensor(by_rank["error"]).max().item(),  # NaN if any is
+        traffic=[one.rows_sent for one in by_rank["health"]],
+        tokens_per_expert=[count for one in by_rank["health"] for count in one.tokens_per_expert],
+        seconds=by_rank["seconds"],
+        health=by_rank["health"],
+    )
+
+
+def make_tokenizer() -> Tokenizer:
+    """A BPE tokenizer of ASCII text trained on `PROMPTS`, so that any token that comes out can be printed."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    printable = [chr(code) for code in range(33, 127)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY, special_tokens=["<pad>"], initial_alphabet=printable, show_progress=False
+    )
+    tokenizer.train_from_iterator(PROMPTS, trainer)
+    return tokenizer
+
+
+@contextmanager
+def saved_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Iterator[str]:
+    """The folder of a checkpoint made on the spot, on one machine the same for all ranks."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **MODELS[name]), dtype=dtype)
+        for key, tensor in model.state_dict().items():
+            if key.endswith("bias"):  # zeros at first, which would hide one that is left out
+                tensor.normal_(std=0.1)
+    with tempfile.TemporaryDirectory() as folder:
+        of_rank_0 = [folder]
+        if dist.is_initialized():
+            dist.broadcast_object_list(of_rank_0)
+        model.save_pretrained(of_rank_0[0])  # transformers lets only rank 0 write
+        if dist.is_initialized():
+            dist.barrier()
+        yield of_rank_0[0]
+        if dist.is_initialized():
+            dist.barrier()
+
+
+def load_distributed(path: str, size: int, **kwargs: Any) -> PreTrainedModel:
+    """The model in `path` with its experts spread over `size` ranks, each with a batch of its own."""
+    if size == 1:
+        return AutoModelForCausalLM.from_pretrained(path, experts_implementation="epmoe", **kwargs)
+    if torch.accelerator.is_available():  # where DistributedConfig would put the model
+        raise RuntimeError("the demo's models run on the CPU: hide the GPUs with CUDA_VISIBLE_DEVICES=''")
+    parallel = DistributedConfig(tp_size=1, fsdp_size=size, ep_size=size, ep_implementation="epmoe")
+    return AutoModelForCausalLM.from_pretrained(path, distributed_config=parallel, **kwargs)
+
+
+def generate(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    max_new_tokens: int,
+    streamer: BaseStreamer | None = None,
+    synced_gpus: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Greedy new tokens [n] after `ids` [1,T], and the logits [n,V] that they were chosen by."""
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        streamer=streamer,
+        synced_gpus=synced_gpus,
+    )
+    return output.sequences[0, ids.shape[1] :], torch.cat(output.logits)
+
+
+class _Counter(BaseStreamer):
+    """Reports each generated token."""
+
+    def __init__(self, stage: str, total: int, progress: Progress) -> None:
+        self._report = lambda done: progress(stage, done, total)
+        self._done = -1  # the prompt comes first
+
+    def put(self, value: torch.Tensor) -> None:
+        self._done += 1
+        self._report(self._done)
+
+    def end(self) -> None:
+        pass
+
+
+def _streamer(stage: str, total: int, progress: Progress | None) -> BaseStreamer | None:
+    return _Counter(stage, total, progress) if progress else None
+
+
+def _all_gather(mine: dict[str, Any], size: int) -> list[dict[str, Any]]:
+    gathered = [mine] * size
+    if size > 1:
+        dist.all_gather_object(gathered, mine)
+    return gathered

@@ -1,0 +1,213 @@
+"""The embedding in transformers, in one process: the experts function on a group of one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from helpers import assert_close, randn
+from transformers import AutoModelForCausalLM
+from transformers.distributed.expert_parallel import EPImplementationInterface
+from transformers.integrations.moe import ExpertsInterface
+
+import epmoe.integrations.transformers as integration
+from epmoe.config import ConfigError
+from epmoe.integrations import demo, shared
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch):
+    monkeypatch.setattr(shared, "_settings", {})
+    monkeypatch.setattr(shared, "_group", None)
+    yield
+    integration.close()
+
+
+def loaded(name: str, dtype: torch.dtype = torch.float32, **kwargs):
+    with demo.saved_model(name, dtype=dtype) as path:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **kwargs)
+
+
+def prompt_ids(length: int = 21) -> Tensor:
+    return torch.randint(1, 240, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+def experts_of(model):
+    return model.model.layers[-1].mlp.experts
+
+
+def tokens_for(experts, num_tokens: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = getattr(experts, "hidden_dim", None) or experts.hidden_size
+    dtype = experts.down_proj.dtype
+    ids = torch.rand(num_tokens, experts.num_experts, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :top_k]
+    return randn(num_tokens, hidden, dtype=dtype), ids, randn(num_tokens, top_k, seed=2).softmax(1)
+
+
+def test_importing_registers_both_ways():
+    assert EPImplementationInterface()["epmoe"] is integration.EpmoeEP
+    assert ExpertsInterface()["epmoe"] is integration.experts_forward
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", demo.MODELS)
+@torch.inference_mode()
+def test_one_layer_equals_the_models_own(name, dtype):
+    experts = experts_of(loaded(name, dtype))
+    x, ids, weights = tokens_for(experts, 50, 4)
+    want = experts(x, ids, weights)
+    experts.config._experts_implementation = "epmoe"
+    got = experts(x, ids, weights)
+    assert got.dtype == dtype
+    assert_close(got, want.double())
+
+
+@pytest.mark.parametrize("name", demo.MODELS)
+@torch.inference_mode()
+def test_logits_equal_the_models_own(name):
+    want = loaded(name)(prompt_ids()).logits
+    got = loaded(name, experts_implementation="epmoe")(prompt_ids()).logits
+    assert (got - want).abs().max() <= 1e-5
+
+
+@torch.inference_mode()
+def test_the_layers_of_a_model_share_one_expert_parallel_and_other_shapes_get_another():
+    model = loaded("qwen3_moe", experts_implementation="epmoe")
+    model(prompt_ids())
+    model(prompt_ids(3))
+    (layers,) = integration.shared()
+    assert sum(layers.ep.health().rows_sent) == 3 * 2 * (21 + 3)
+    loaded("mixtral", experts_implementation="epmoe")(prompt_ids())
+    assert len(integration.shared()) == 2
+
+
+@torch.inference_mode()
+def test_longer_prompts_than_the_cap_run_in_rounds():
+    model = loaded("deepseek_v3", experts_implementation="epmoe")
+    want = model(prompt_ids()).logits
+    integration.configure(max_num_tokens_per_rank=10)
+    got = model(prompt_ids()).logits
+    (layers,) = integration.shared()
+    assert layers.ep.config.capacity.max_num_tokens_per_rank == 10
+    assert layers.rounds(2 * 21) == 5
+    assert (got - want).abs().max() <= 1e-5
+
+
+def test_configure_names_a_wrong_key_and_leaves_the_rest_alone():
+    integration.configure(max_num_tokens_per_rank=7, timeout_s=3.0)
+    with pytest.raises(ConfigError, match="`exchange.timeout_s`"):
+        integration.configure(timeout_s=-1.0)
+    with pytest.raises(ConfigError, match="did you mean `max_num_tokens_per_rank`"):
+        integration.configure(max_num_tokens=8)
+    integration.configure(timeout_s=4.0)
+    experts = experts_of(loaded("gpt_oss", experts_implementation="epmoe"))
+    with torch.no_grad():
+        experts(*tokens_for(experts, 8, 4))
+    (layers,) = integration.shared()
+    config = layers.ep.config
+    assert (config.capacity.max_num_tokens_per_rank, config.exchange.timeout_s) == (7, 4.0)
+    integration.configure()
+    with pytest.raises(RuntimeError, match="closed"):
+        layers.ep.health()
+
+
+@torch.no_grad()
+def test_no_tokens():
+    experts = experts_of(loaded("mixtral", experts_implementation="epmoe"))
+    assert experts(*tokens_for(experts, 0, 2)).shape == (0, 96)
+
+
+def test_what_inference_mode_made_serves_no_grad_too():
+    experts = experts_of(loaded("mixtral", experts_implementation="epmoe"))
+    inputs = tokens_for(experts, 8, 2)
+    with torch.inference_mode():
+        want = experts(*inputs)
+    with torch.no_grad():
+        assert torch.equal(experts(*inputs), want)
+
+
+@pytest.mark.parametrize("requires_grad", ["x", "weights", "experts"])
+def test_grad_mode_is_refused_and_closes_the_round(requires_grad):
+    experts = experts_of(loaded("mixtral", experts_implementation="epmoe"))
+    experts.requires_grad_(requires_grad == "experts")
+    x, ids, weights = tokens_for(experts, 8, 2)
+    x.requires_grad_(requires_grad == "x")
+    weights.requires_grad_(requires_grad == "weights")
+    with pytest.raises(RuntimeError, match="inference_mode"):
+        experts(x, ids, weights)
+    with torch.inference_mode():
+        experts(x, ids, weights)
+
+
+@torch.inference_mode()
+def test_an_fp8_payload_reaches_the_experts_as_their_dtype(monkeypatch):
+    monkeypatch.setitem(demo.MODELS["mixtral"], "hidden_size", 256)
+    experts = experts_of(loaded("mixtral"))
+    x, ids, weights = tokens_for(experts, 33, 2)
+    want = experts(x, ids, weights)
+    experts.config._experts_implementation = "epmoe"
+    integration.configure(payload="fp8")
+    error = (experts(x, ids, weights) - want).abs().max() / want.abs().max()
+    assert 0 < error < 0.06  # e4m3 has 3 bits of mantissa
+
+
+def test_the_experts_function_is_refused_under_expert_parallelism():
+    experts = experts_of(loaded("mixtral", experts_implementation="epmoe"))
+    experts._is_expert_parallel = True
+    with pytest.raises(ValueError, match='`ep_implementation="epmoe"` alone'):
+        experts(*tokens_for(experts, 8, 2))
+
+
+@pytest.mark.parametrize(
+    ("first", "message"),
+    [
+        ("import sys; sys.modules['transformers'] = None", r"pip install 'epmoe\[hf\]'"),
+        ("import transformers; transformers.__version__ = '5.16.2'", "needs transformers 5.17 or newer, got 5.16.2"),
+    ],
+)
+def test_transformers_absent_or_too_old(first, message):
+    code = f"{first}\nimport epmoe.integrations.transformers"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    with pytest.raises(ImportError, match=message):
+        raise ImportError(run.stderr.strip().splitlines()[-1])
+
+
+def test_transformers_without_ep_implementations_has_the_experts_function():
+    code = (
+        "import sys; sys.modules['transformers.distributed.expert_parallel'] = None\n"
+        "import epmoe.integrations.transformers as integration\n"
+        "assert not hasattr(integration, 'EpmoeEP')\n"
+        "assert 'epmoe' in integration.ExpertsInterface()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_demos_tokenizer_gives_its_prompts_back():
+    tokenizer = demo.make_tokenizer()
+    assert tokenizer.get_vocab_size() == demo.MODELS["mixtral"]["vocab_size"]
+    assert [tokenizer.decode(tokenizer.encode(prompt).ids) for prompt in demo.PROMPTS] == list(demo.PROMPTS)
+    assert tokenizer.decode(range(tokenizer.get_vocab_size())).isprintable()
+
+
+@pytest.mark.parametrize("name", demo.MODELS)
+def test_the_demo_alone(name):
+    reports = []
+    result = demo.run_model(name, max_new_tokens=6, progress=lambda *report: reports.append(report))
+    assert result.tokens_equal
+    assert result.max_logit_error <= 1e-5
+    assert result.rows_moved == 0
+    assert len(result.tokens_per_expert) == 24
+    assert reports[-1] == ("distributed", 6, 6)
+    assert not integration.shared()
+
+
+def test_the_demo_names_its_models():
+    with pytest.raises(ValueError, match="`name` must be one of qwen3_moe, mixtral, deepseek_v3, gpt_oss, got 'llama'"):
+        demo.run_model("llama")

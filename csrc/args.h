@@ -62,4 +62,23 @@ struct FinalizeArgs {
   void* partial_SD;  // in dtype, rows follow one another
 };
 
+struct PaddingArgs {
+  void* x_TD;
+  int64_t T, row_bytes, stride_bytes;  // rows at and past the number of tokens become zeros
+  const int32_t* num_tokens;           // scalar where the kernel runs, or null: then num_rows holds
+  int64_t num_rows;
+};
+
+struct QuantizeArgs {
+  const void* x_TD;
+  DType dtype;
+  int64_t x_stride;           // between rows
+  const int32_t* num_tokens;  // as in RouteArgs
+  int64_t T, num_rows, D;
+  bool per_tensor;    // one scale for all real rows, else one a row and block of kScaleBlock
+  void* q_TD;         // fp8 e4m3, rows follow one another; padded rows are zeros
+  float* scales_TB;   // [1] or [T, blocks]; 1 in padded rows
+  uint32_t* largest;  // CUDA only, per_tensor: one word of scratch
+};
+
 }  // namespace epmoe

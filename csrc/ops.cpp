@@ -4,9 +4,28 @@
 #include "args.h"
 #include "cpu/stages.h"
 #include "unwrap.h"
+#if defined(EPMOE_CUDA)
+#include <torch/csrc/stable/accelerator.h>
+
+#include "cuda/launch.h"
+#endif
 
 namespace epmoe {
 namespace {
+
+// `on_cuda(args, stream)` with the tensor's device current, or `on_cpu(args)`.
+#if defined(EPMOE_CUDA)
+template <typename Args>
+void launch(const Tensor& like, const Args& args, void (*on_cpu)(const Args&),
+            cudaError_t (*on_cuda)(const Args&, cudaStream_t)) {
+  if (!like.is_cuda()) return on_cpu(args);
+  torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
+  check_cuda(on_cuda(args, current_stream(like)));
+}
+#define EPMOE_LAUNCH(like, stage, args) launch(like, args, cpu::stage, cuda::stage)
+#else
+#define EPMOE_LAUNCH(like, stage, args) cpu::stage(args)
+#endif
 
 std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, const std::optional<Tensor>& bias,
                                  const std::optional<Tensor>& num_tokens, int64_t num_rows, bool sigmoid,
@@ -15,6 +34,9 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, const std:
   check_rows(logits, "logits");
   int64_t T = logits.size(0), E = logits.size(1);
   STD_TORCH_CHECK(1 <= top_k && top_k <= E, "top_k must lie in [1, E]");
+#if defined(EPMOE_CUDA)
+  STD_TORCH_CHECK(!logits.is_cuda() || top_k <= cuda::kMaxTopK, "top_k must be at most 32 on CUDA");
+#endif
   STD_TORCH_CHECK(num_groups >= 1 && E % num_groups == 0 && 1 <= top_groups && top_groups <= num_groups &&
                       top_k <= top_groups * (E / num_groups),
                   "groups must divide E and leave at least top_k experts");
@@ -40,7 +62,7 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, const std:
       .weights_TK = static_cast<float*>(weights.data_ptr()),
       .counters = pointer<int64_t>(counters, kNumCounters, "counters"),
   };
-  cpu::route(args);
+  EPMOE_LAUNCH(logits, route, args);
   return {ids, weights};
 }
 
@@ -59,6 +81,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor
   Tensor expert_offsets = empty_like_device(ids, {num_local_experts + 1}, ScalarType::Int);
   Tensor tokens_per_expert = empty_like_device(ids, {num_local_experts}, ScalarType::Int);
   Tensor row_of_pair = empty_like_device(ids, {S, K}, ScalarType::Int);
+  int64_t scratch_bytes = 0;
+#if defined(EPMOE_CUDA)
+  if (x.is_cuda()) scratch_bytes = cuda::permute_workspace_bytes(S, static_cast<int32_t>(K), static_cast<int32_t>(num_local_experts));
+#endif
+  Tensor scratch = empty_like_device(ids, {scratch_bytes}, ScalarType::Byte);
   PermuteArgs args{
       .x_SD = x.data_ptr(),
       .dtype = dtype_of(x),
@@ -84,11 +111,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor
       .tokens_per_expert = static_cast<int32_t*>(tokens_per_expert.data_ptr()),
       .row_of_pair_SK = static_cast<int32_t*>(row_of_pair.data_ptr()),
       .row_of_pair_stride = K,
-      .workspace = nullptr,
+      .workspace = scratch.data_ptr(),
       .counters = pointer<int64_t>(counters, kNumCounters, "counters"),
       .needed = nullptr,
   };
-  cpu::permute(args);
+  EPMOE_LAUNCH(x, permute, args);
   return {rows, expert_offsets, tokens_per_expert, row_of_pair};
 }
 
@@ -120,8 +147,46 @@ Tensor finalize(const Tensor& rows, const Tensor& row_of_pair, const Tensor& wei
       .R = static_cast<int32_t>(R),
       .partial_SD = partial.data_ptr(),
   };
-  cpu::finalize(args);
+  EPMOE_LAUNCH(rows, finalize, args);
   return partial;
+}
+
+void zero_padding_rows(const Tensor& x, const std::optional<Tensor>& num_tokens, int64_t num_rows) {
+  check_rows(x, "x");
+  PaddingArgs args{
+      .x_TD = x.data_ptr(),
+      .T = x.size(0),
+      .row_bytes = x.size(1) * static_cast<int64_t>(x.element_size()),
+      .stride_bytes = x.stride(0) * static_cast<int64_t>(x.element_size()),
+      .num_tokens = pointer<int32_t>(num_tokens, 1, "num_tokens"),
+      .num_rows = num_rows,
+  };
+  EPMOE_LAUNCH(x, zero_padding_rows, args);
+}
+
+std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const std::optional<Tensor>& num_tokens, int64_t num_rows,
+                                        bool per_tensor) {
+  check_rows(x, "x");
+  int64_t T = x.size(0), D = x.size(1), blocks = (D + kScaleBlock - 1) / kScaleBlock;
+  Tensor q = empty_like_device(x, {T, D}, ScalarType::Float8_e4m3fn);
+  Tensor scales = per_tensor ? empty_like_device(x, {1}, ScalarType::Float)
+                             : empty_like_device(x, {T, blocks}, ScalarType::Float);
+  Tensor largest = empty_like_device(x, {1}, ScalarType::Int);
+  QuantizeArgs args{
+      .x_TD = x.data_ptr(),
+      .dtype = dtype_of(x),
+      .x_stride = x.stride(0),
+      .num_tokens = pointer<int32_t>(num_tokens, 1, "num_tokens"),
+      .T = T,
+      .num_rows = num_rows,
+      .D = D,
+      .per_tensor = per_tensor,
+      .q_TD = q.data_ptr(),
+      .scales_TB = static_cast<float*>(scales.data_ptr()),
+      .largest = static_cast<uint32_t*>(largest.data_ptr()),
+  };
+  EPMOE_LAUNCH(x, quantize, args);
+  return {q, scales};
 }
 
 }  // namespace
@@ -130,6 +195,18 @@ STABLE_TORCH_LIBRARY_IMPL(epmoe, CPU, library) {
   library.impl("route", TORCH_BOX(&route));
   library.impl("permute", TORCH_BOX(&permute));
   library.impl("finalize", TORCH_BOX(&finalize));
+  library.impl("zero_padding_rows_", TORCH_BOX(&zero_padding_rows));
+  library.impl("quantize_fp8", TORCH_BOX(&quantize_fp8));
 }
+
+#if defined(EPMOE_CUDA)
+STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) {
+  library.impl("route", TORCH_BOX(&route));
+  library.impl("permute", TORCH_BOX(&permute));
+  library.impl("finalize", TORCH_BOX(&finalize));
+  library.impl("zero_padding_rows_", TORCH_BOX(&zero_padding_rows));
+  library.impl("quantize_fp8", TORCH_BOX(&quantize_fp8));
+}
+#endif
 
 }  // namespace epmoe

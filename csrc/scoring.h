@@ -27,40 +27,50 @@ EPMOE_HD bool is_finite(float value) { return (bits_of(value) & 0x7f800000u) != 
 EPMOE_HD bool is_nan(float value) { return (bits_of(value) & 0x7fffffffu) > 0x7f800000u; }
 
 // A key whose unsigned order is the order of the floats: NaN ranks with -Inf, -0 with +0. Never 0, which is
-// left to experts that are out of the choice.
+// left to experts that are out of the choice. No branch: the GPU makes two instructions of the last line.
 EPMOE_HD uint32_t order_key(float value) {
-  if (is_nan(value)) return 0x007fffffu;  // the key of -Inf
-  if (value == 0.0f) return 0x80000000u;
-  uint32_t bits = bits_of(value);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  uint32_t bits = bits_of(is_nan(value) ? -INFINITY : value + 0.0f);
+  return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
 }
 
-// exp(x) for x <= 0, within 1 ulp or so: x = n ln2 + r, a degree-7 polynomial in r (coefficients: Taylor, |r|
-// <= ln2/2, truncation below 2^-25), scaled by 2^n in two steps so that denormal results are right. NaN stays
-// NaN.
+// exp(x) for x <= 0, within 1 ulp or so. x = n ln2 + r; n by adding a number whose last bit is worth 1, which
+// leaves n + 64 in the low bits; exp(r), |r| <= ln2/2, by a polynomial of degree 6 (minimax, 3e-9); 2^(n +
+// 64) goes into its exponent, and the last product brings denormal results to their place with one rounding.
+// NaN stays NaN.
 EPMOE_HD float exp_nonpositive(float x) {
-  if (is_nan(x)) return x;
-  if (x < -104.0f) return 0.0f;
-  float n = floorf(fmaf(x, 1.44269504088896341f, 0.5f));
-  float r = fmaf(n, -0.693145751953125f, x);
+  constexpr float kShift = 12582912.0f + 64.0f;  // 1.5 * 2^23
+  float clamped = x < -104.0f ? -104.0f : x;
+  float shifted = fmaf(clamped, 1.44269504088896341f, kShift);
+  float n = shifted - kShift;
+  float r = fmaf(n, -0.693145751953125f, clamped);
   r = fmaf(n, -1.42860682030941723e-6f, r);
-  float p = 1.0f / 5040.0f;
-  p = fmaf(p, r, 1.0f / 720.0f);
-  p = fmaf(p, r, 1.0f / 120.0f);
-  p = fmaf(p, r, 1.0f / 24.0f);
-  p = fmaf(p, r, 1.0f / 6.0f);
-  p = fmaf(p, r, 0.5f);
+  float p = 0.001381454f;
+  p = fmaf(p, r, 0.008368745f);
+  p = fmaf(p, r, 0.04166839f);
+  p = fmaf(p, r, 0.16666521f);
+  p = fmaf(p, r, 0.49999994f);
   p = fmaf(p, r, 1.0f);
   p = fmaf(p, r, 1.0f);
-  int32_t half = static_cast<int32_t>(n) / 2, rest = static_cast<int32_t>(n) - half;
-  p *= float_of(static_cast<uint32_t>(half + 127) << 23);
-  return p * float_of(static_cast<uint32_t>(rest + 127) << 23);
+  float result = float_of(bits_of(p) + (bits_of(shifted) << 23)) * 0x1p-64f;
+  return is_nan(x) ? x : result;
+}
+
+// 1 / d, correctly rounded, for d in [1, 2]; the GPU needs no care for other magnitudes there.
+EPMOE_HD float reciprocal_of_1_to_2(float d) {
+#if defined(__CUDA_ARCH__)
+  float guess;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(guess) : "f"(d));
+  return fmaf(fmaf(-d, guess, 1.0f), guess, guess);
+#else
+  return 1.0f / d;
+#endif
 }
 
 // 1 / (1 + exp(-x)), by the exponential of a value that is never positive: no overflow at either end.
 EPMOE_HD float sigmoid(float x) {
   float t = exp_nonpositive(x < 0.0f ? x : -x);
-  return (x < 0.0f ? t : 1.0f) / (1.0f + t);
+  float r = reciprocal_of_1_to_2(1.0f + t);
+  return x < 0.0f ? t * r : r;
 }
 
 // The guard that the whole project hangs on: a score that is not finite is worth nothing.

@@ -20,6 +20,13 @@ EPMOE_HD int64_t itemsize(DType dtype) {
 constexpr int64_t kScaleBlock = 128;
 constexpr float kFloat8Max = 448.0f;
 
+// The scale of values up to `largest`, which is finite: amax / 448, 1 for zeros, and never so small that dividing by it
+// overflows.
+EPMOE_HD float scale_for(float largest) {
+  float scale = largest / kFloat8Max;
+  return largest > 0.0f ? (scale > 0x1p-126f ? scale : 0x1p-126f) : 1.0f;
+}
+
 // One int64 each, in the order of `epmoe.health.COUNTERS`.
 enum Counter : int32_t {
   kSanitisedRows,

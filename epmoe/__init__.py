@@ -19,6 +19,7 @@ from epmoe.stages.dispatch import Dispatched
 from epmoe.stages.experts import SwiGLUExperts
 from epmoe.stages.finalize import finalize
 from epmoe.stages.permute import Permuted, permute
+from epmoe.stages.quantize import Quantized, quantize_fp8, zero_padding_rows_
 from epmoe.stages.route import Routing, route
 
 __all__ = [
@@ -35,10 +36,13 @@ __all__ = [
     "MoELayer",
     "Permuted",
     "Placement",
+    "Quantized",
     "Routing",
     "SwiGLUExperts",
     "finalize",
     "permute",
+    "quantize_fp8",
     "route",
     "simulate_routing",
+    "zero_padding_rows_",
 ]

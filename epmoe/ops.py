@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from epmoe import build
+from epmoe.memory import SCALE_BLOCK
 
 _library = torch.library.Library("epmoe", "DEF")
 _library.define(
@@ -26,6 +27,10 @@ _library.define(
     "-> (Tensor rows, Tensor expert_offsets, Tensor tokens_per_expert, Tensor row_of_pair)"
 )
 _library.define("finalize(Tensor rows, Tensor row_of_pair, Tensor weights, Tensor? counts) -> Tensor")
+_library.define("zero_padding_rows_(Tensor(a!) x, Tensor? num_tokens, int num_rows) -> ()")
+_library.define(
+    "quantize_fp8(Tensor x, Tensor? num_tokens, int num_rows, bool per_tensor) -> (Tensor q, Tensor scales)"
+)
 _library.define(
     "dispatch(Tensor x, Tensor ids, Tensor weights, Tensor? num_tokens, int num_rows, Tensor peers, "
     "Tensor(a!) window, Tensor(b!) scratch, Tensor(c!) status, int[] plan, bool expert_major, float timeout_s) -> ()"
@@ -57,6 +62,18 @@ def _(rows, row_of_pair, weights, counts):
     return rows.new_empty((row_of_pair.shape[0], rows.shape[1]))
 
 
+@torch.library.register_fake("epmoe::zero_padding_rows_")
+def _(x, num_tokens, num_rows):
+    return None
+
+
+@torch.library.register_fake("epmoe::quantize_fp8")
+def _(x, num_tokens, num_rows, per_tensor):
+    T, D = x.shape
+    scales = (1,) if per_tensor else (T, -(-D // SCALE_BLOCK))
+    return x.new_empty((T, D), dtype=torch.float8_e4m3fn), x.new_empty(scales, dtype=torch.float32)
+
+
 @torch.library.register_fake("epmoe::dispatch")
 def _(x, ids, weights, num_tokens, num_rows, peers, window, scratch, status, plan, expert_major, timeout_s):
     return None
@@ -83,5 +100,7 @@ _load()
 route = torch.ops.epmoe.route.default
 permute = torch.ops.epmoe.permute.default
 finalize = torch.ops.epmoe.finalize.default
+zero_padding_rows_ = torch.ops.epmoe.zero_padding_rows_.default
+quantize_fp8 = torch.ops.epmoe.quantize_fp8.default
 dispatch = torch.ops.epmoe.dispatch.default
 combine = torch.ops.epmoe.combine.default

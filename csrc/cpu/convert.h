@@ -84,19 +84,24 @@ inline int64_t load_id(const void* base, bool wide, int64_t index) {
   return wide ? static_cast<const int64_t*>(base)[index] : static_cast<const int32_t*>(base)[index];
 }
 
-// A row of n values to fp8 with one scale a block: amax / 448, 1 for a block of zeros. Infinite and NaN
-// values have no finite amax to scale by; they saturate and stay NaN, and leave the rest of their block as it
-// is.
+// The largest finite magnitude of n values: what is infinite or NaN gives no scale.
+template <typename T>
+float finite_amax(const T* values, int64_t n) {
+  float largest = 0.0f;
+  for (int64_t i = 0; i < n; ++i) {
+    float magnitude = std::fabs(to_float(values[i]));
+    if (magnitude < INFINITY) largest = std::max(largest, magnitude);
+  }
+  return largest;
+}
+
+// A row of n values to fp8 with one scale a block. Infinite and NaN values saturate and stay NaN, and leave
+// the rest of their block as it is.
 template <typename T>
 void quantise_row(const T* row, int64_t n, Float8* out, float* scales) {
   for (int64_t begin = 0; begin < n; begin += kScaleBlock) {
     int64_t end = std::min(begin + kScaleBlock, n);
-    float amax = 0.0f;
-    for (int64_t i = begin; i < end; ++i) {
-      float magnitude = std::fabs(to_float(row[i]));
-      if (std::isfinite(magnitude)) amax = std::max(amax, magnitude);
-    }
-    float scale = amax > 0.0f ? std::max(amax / kFloat8Max, 0x1p-126f) : 1.0f;
+    float scale = scale_for(finite_amax(row + begin, end - begin));
     scales[begin / kScaleBlock] = scale;
     for (int64_t i = begin; i < end; ++i) out[i] = from_float<Float8>(to_float(row[i]) / scale);
   }

@@ -9,6 +9,8 @@ namespace epmoe::cpu {
 void route(const RouteArgs& args);
 void permute(const PermuteArgs& args);
 void finalize(const FinalizeArgs& args);
+void zero_padding_rows(const PaddingArgs& args);
+void quantize(const QuantizeArgs& args);
 
 void dispatch(const Exchange& exchange, const DispatchArgs& args);
 void combine(const Exchange& exchange, const CombineArgs& args);

@@ -1,0 +1,48 @@
+// Padding and fp8 on the CPU: rows past the number of tokens are stale memory, and are zeros after this, never an amax.
+#include <algorithm>
+
+#include "convert.h"
+#include "stages.h"
+
+namespace epmoe::cpu {
+namespace {
+
+template <typename Args>
+int64_t real_rows(const Args& args) {
+  return std::clamp<int64_t>(args.num_tokens ? *args.num_tokens : args.num_rows, 0, args.T);
+}
+
+template <typename T>
+void quantise_tensor(const QuantizeArgs& args, int64_t real) {
+  auto row_at = [&](int64_t t) { return static_cast<const T*>(args.x_TD) + t * args.x_stride; };
+  float largest = 0.0f;
+  for (int64_t t = 0; t < real; ++t) largest = std::max(largest, finite_amax(row_at(t), args.D));
+  *args.scales_TB = scale_for(largest);
+  Float8* out = static_cast<Float8*>(args.q_TD);
+  for (int64_t t = 0; t < real; ++t)
+    for (int64_t d = 0; d < args.D; ++d)
+      out[t * args.D + d] = from_float<Float8>(to_float(row_at(t)[d]) / *args.scales_TB);
+}
+
+}  // namespace
+
+void zero_padding_rows(const PaddingArgs& args) {
+  for (int64_t t = real_rows(args); t < args.T; ++t)
+    std::memset(static_cast<char*>(args.x_TD) + t * args.stride_bytes, 0, args.row_bytes);
+}
+
+void quantize(const QuantizeArgs& args) {
+  int64_t real = real_rows(args), blocks = (args.D + kScaleBlock - 1) / kScaleBlock;
+  Float8* q = static_cast<Float8*>(args.q_TD);
+  visit(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    if (args.per_tensor) return quantise_tensor<T>(args, real);
+    for (int64_t t = 0; t < real; ++t)
+      quantise_row(static_cast<const T*>(args.x_TD) + t * args.x_stride, args.D, q + t * args.D,
+                   args.scales_TB + t * blocks);
+  });
+  std::memset(q + real * args.D, 0, (args.T - real) * args.D);
+  if (!args.per_tensor) std::fill(args.scales_TB + real * blocks, args.scales_TB + args.T * blocks, 1.0f);
+}
+
+}  // namespace epmoe::cpu

@@ -1,0 +1,93 @@
+// finalize on the GPU: a thread sums 16 bytes' worth (one element where rows are not aligned to that) of one slot over its K rows, in the order of k, in fp32. The loads
+// of up to kInFlight rows are issued before the first addition.
+#include "args.h"
+#include "common.cuh"
+#include "launch.h"
+
+namespace epmoe::cuda {
+namespace {
+
+constexpr int kThreads = 128, kInFlight = 8;
+
+// Lane k holds the k-th pair of a slot. A weight of 0 multiplies nothing, so that 0 * NaN never arises.
+struct Pair {
+  int32_t row;
+  float weight;
+};
+
+__device__ __forceinline__ Pair load_pair(const FinalizeArgs& args, int64_t slot, int k) {
+  if (k >= args.K) return {0, 0.0f};
+  int32_t row = args.row_of_pair_SK[slot * args.row_of_pair_stride + k];
+  float weight = load_float(args.weights_SK, args.weights_dtype, slot * args.weights_stride + k);
+#if !defined(EPMOE_MUTATE_FINALIZE_GUARD)
+  if (row < 0 || row >= args.num_rows) weight = 0.0f;
+#endif
+  return {row, weight};
+}
+
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(kThreads, 8) sum_rows(const __grid_constant__ FinalizeArgs args, Slots slots,
+                                                     uint32_t chunks, uint32_t units) {
+  using Values = Vector<T, kWidth>;
+  wait_for_predecessor();
+  let_successor_start();
+  int lane = threadIdx.x % 32;
+  auto vectors = static_cast<int32_t>(args.D / kWidth);
+  for (uint32_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    int64_t slot = slots.real_slot(unit / chunks);
+    if (slot < 0) return;
+    int32_t at = (unit % chunks) * kThreads + threadIdx.x;
+    bool active = at < vectors;
+    float sum[kWidth] = {};
+    for (int from = 0; from < args.K; from += 32) {
+      Pair mine = load_pair(args, slot, from + lane);
+      for (int k = 0; k < min(args.K - from, 32); k += kInFlight) {
+        Values loaded[kInFlight];
+        float weight[kInFlight];
+#pragma unroll
+        for (int j = 0; j < kInFlight; ++j) {
+          int64_t row = __shfl_sync(kAllLanes, mine.row, k + j);
+          weight[j] = __shfl_sync(kAllLanes, mine.weight, k + j);
+          auto* values = static_cast<const char*>(args.rows_ND) + row * args.rows_stride_bytes;
+          if (active && weight[j] != 0.0f) loaded[j] = reinterpret_cast<const Values*>(values)[at];
+        }
+#pragma unroll
+        for (int j = 0; j < kInFlight; ++j) {
+          if (weight[j] == 0.0f) continue;
+          float value[kWidth];
+          to_floats(loaded[j], value);
+#pragma unroll
+          for (int i = 0; i < kWidth; ++i) sum[i] += weight[j] * value[i];
+        }
+      }
+    }
+    Values out;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) out.at[i] = from_float<T>(sum[i]);
+    if (active) reinterpret_cast<Values*>(static_cast<T*>(args.partial_SD) + slot * args.D)[at] = out;
+  }
+}
+
+template <typename T, int kWidth>
+cudaError_t launch_sum(const FinalizeArgs& args, cudaStream_t stream) {
+  Device device;
+  if (cudaError_t error = current_device(device)) return error;
+  int64_t chunks = ceil_div(args.D / kWidth, kThreads), units = args.S * chunks;
+  if (units == 0) return cudaSuccess;
+  if (units > INT32_MAX) return cudaErrorInvalidValue;
+  int64_t blocks = args.counts_R ? std::min<int64_t>(units, 16 * device.multiprocessors) : units;
+  return launch(sum_rows<T, kWidth>, blocks, kThreads, 0, stream, args, slots_of(args), static_cast<uint32_t>(chunks),
+                static_cast<uint32_t>(units));
+}
+
+}  // namespace
+
+cudaError_t finalize(const FinalizeArgs& args, cudaStream_t stream) {
+  bool wide = is_aligned(args.rows_ND, args.rows_stride_bytes) && is_aligned(args.partial_SD, args.D * itemsize(args.dtype));
+  return visit(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    return wide ? launch_sum<T, kPerVector<T>>(args, stream) : launch_sum<T, 1>(args, stream);
+  });
+}
+
+}  // namespace epmoe::cuda

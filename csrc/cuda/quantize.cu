@@ -1,0 +1,124 @@
+// Padding and fp8 on the GPU: rows past the number of tokens are stale memory, and are zeros after this, never an amax.
+#include "args.h"
+#include "common.cuh"
+#include "launch.h"
+
+namespace epmoe::cuda {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32, kPerLane = kScaleBlock / 32;
+
+template <typename Args>
+__device__ __forceinline__ int64_t real_rows(const Args& args) {
+  int64_t wanted = args.num_tokens ? *args.num_tokens : args.num_rows;
+  return min(max(wanted, int64_t{0}), args.T);
+}
+
+template <typename V>
+__global__ void __launch_bounds__(kThreads) clear_rows(const __grid_constant__ PaddingArgs args) {
+  wait_for_predecessor();
+  let_successor_start();
+  for (int64_t t = real_rows(args) + blockIdx.x; t < args.T; t += gridDim.x) {
+    V* row = reinterpret_cast<V*>(static_cast<char*>(args.x_TD) + t * args.stride_bytes);
+    for (int64_t i = threadIdx.x; i < args.row_bytes / static_cast<int64_t>(sizeof(V)); i += kThreads) row[i] = V{};
+  }
+}
+
+__device__ __forceinline__ float finite_magnitude(float value) {
+  float magnitude = fabsf(value);
+  return magnitude < INFINITY ? magnitude : 0.0f;
+}
+
+// One warp has one block of kScaleBlock values of one row, each lane kPerLane in a row.
+template <typename T>
+struct WarpBlock {
+  int64_t t, at;  // row, and this lane's first element
+  int count;      // of this lane's elements, 0 past the end of the row
+  float value[kPerLane];
+
+  __device__ __forceinline__ WarpBlock(const QuantizeArgs& args, int64_t index, int64_t blocks, int64_t real) {
+    int64_t block = index % blocks;
+    t = index / blocks;
+    at = block * kScaleBlock + threadIdx.x % 32 * kPerLane;
+    count = static_cast<int>(min(max(args.D - at, int64_t{0}), int64_t{kPerLane}));
+    auto* row = static_cast<const T*>(args.x_TD) + t * args.x_stride;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) value[i] = t < real && i < count ? to_float(row[at + i]) : 0.0f;
+  }
+
+  __device__ __forceinline__ float largest() const {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) largest = fmaxf(largest, finite_magnitude(value[i]));
+    return warp_max(largest);
+  }
+
+  __device__ __forceinline__ void store(const QuantizeArgs& args, float scale) const {
+    auto* out = static_cast<__nv_fp8_storage_t*>(args.q_TD) + t * args.D + at;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i)
+      if (i < count) out[i] = __nv_cvt_float_to_fp8(value[i] / scale, __NV_SATFINITE, __NV_E4M3);
+  }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) quantize_blocks(const __grid_constant__ QuantizeArgs args, int64_t blocks) {
+  wait_for_predecessor();
+  let_successor_start();
+  int64_t real = real_rows(args), index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
+  if (index >= args.T * blocks) return;
+  WarpBlock<T> block(args, index, blocks, real);
+  float scale = scale_for(block.largest());
+  block.store(args, scale);
+  if (threadIdx.x % 32 == 0) args.scales_TB[index] = scale;
+}
+
+// Magnitudes order as their bits do. `largest` starts as 0.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) find_largest(const __grid_constant__ QuantizeArgs args, int64_t blocks) {
+  wait_for_predecessor();
+  let_successor_start();
+  int64_t real = real_rows(args);
+  float largest = 0.0f;
+  for (int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32; index < real * blocks; index += gridDim.x * kWarps)
+    largest = fmaxf(largest, WarpBlock<T>(args, index, blocks, real).largest());
+  if (threadIdx.x % 32 == 0 && largest > 0.0f) atomicMax(args.largest, __float_as_uint(largest));
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) quantize_tensor(const __grid_constant__ QuantizeArgs args, int64_t blocks) {
+  wait_for_predecessor();
+  let_successor_start();
+  float scale = scale_for(__uint_as_float(*args.largest));
+  if (blockIdx.x == 0 && threadIdx.x == 0) *args.scales_TB = scale;
+  int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
+  if (index < args.T * blocks) WarpBlock<T>(args, index, blocks, real_rows(args)).store(args, scale);
+}
+
+}  // namespace
+
+cudaError_t zero_padding_rows(const PaddingArgs& args, cudaStream_t stream) {
+  Device device;
+  if (cudaError_t error = current_device(device)) return error;
+  int64_t blocks = std::min<int64_t>(args.T, 8 * device.multiprocessors);
+  if (blocks == 0 || args.row_bytes == 0) return cudaSuccess;
+  bool wide = is_aligned(args.x_TD, args.stride_bytes) && args.row_bytes % 16 == 0;
+  return launch(wide ? clear_rows<uint4> : clear_rows<unsigned char>, blocks, kThreads, 0, stream, args);
+}
+
+cudaError_t quantize(const QuantizeArgs& args, cudaStream_t stream) {
+  Device device;
+  if (cudaError_t error = current_device(device)) return error;
+  return visit(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    int64_t blocks = ceil_div(args.D, kScaleBlock), grid = ceil_div(args.T * blocks, kWarps);
+    if (!args.per_tensor)
+      return grid ? launch(quantize_blocks<T>, grid, kThreads, 0, stream, args, blocks) : cudaSuccess;
+    if (cudaError_t error = cudaMemsetAsync(args.largest, 0, sizeof(uint32_t), stream)) return error;
+    int64_t readers = std::clamp<int64_t>(grid, 1, 8 * device.multiprocessors);
+    if (cudaError_t error = launch(find_largest<T>, readers, kThreads, 0, stream, args, blocks)) return error;
+    return launch(quantize_tensor<T>, std::max<int64_t>(grid, 1), kThreads, 0, stream, args, blocks);
+  });
+}
+
+}  // namespace epmoe::cuda

@@ -1,0 +1,76 @@
+// What the two paths of route share: the score of a row's experts, and writing the choice. One warp has one row.
+#pragma once
+#include "args.h"
+#include "common.cuh"
+#include "scoring.h"
+
+namespace epmoe::cuda {
+
+cudaError_t route_general(const RouteArgs& args, cudaStream_t stream);
+
+constexpr int kRouteWarps = 4;  // rows a block
+
+__device__ __forceinline__ float float_of_key(uint32_t key) {
+  return float_of(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
+
+// exp(x) for a softmax's sum: what is far below the largest needs no care.
+__device__ __forceinline__ float fast_exp(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.44269504f));
+  return result;
+}
+
+// What a row's scores share. `defined`: all of a softmax's scores are finite; a sigmoid's always count as such.
+struct Row {
+  float largest, sum;
+  bool defined;
+};
+
+template <bool kClamp>
+__device__ __forceinline__ float score_of(const RouteArgs& args, const Row& row, float logit) {
+  if (args.sigmoid) return !kClamp || !is_nan(logit) ? sigmoid(logit) : 0.0f;
+  bool defined = !kClamp || row.defined;
+  float score = exp_nonpositive(defined ? logit - row.largest : 0.0f) / (defined ? row.sum : 1.0f);
+  return defined ? score : 0.0f;
+}
+
+__device__ __forceinline__ int64_t real_rows(const RouteArgs& args) {
+  int64_t wanted = args.num_tokens ? *args.num_tokens : args.num_rows;
+  return min(max(wanted, int64_t{0}), args.T);
+}
+
+// Lane k < K writes its choice; `id` is E and `weight` 0 in a padded row.
+__device__ __forceinline__ void write_choice(const RouteArgs& args, int64_t t, int lane, uint32_t id, float weight) {
+  if (lane >= args.K) return;
+  int64_t at = t * args.K + lane;
+  if (args.wide_ids) static_cast<int64_t*>(args.ids_TK)[at] = id;
+  else static_cast<int32_t*>(args.ids_TK)[at] = static_cast<int32_t>(id);
+  args.weights_TK[at] = weight;
+}
+
+// Lane k has the k-th choice: its score from the logit itself, which lies in L1.
+template <bool kClamp, typename Logit>
+__device__ __forceinline__ void finish_row(const RouteArgs& args, const Row& row, const Logit* logits, int64_t t,
+                                           int lane, uint32_t id) {
+  float weight = lane < args.K ? score_of<kClamp>(args, row, to_float(logits[id])) : 0.0f;
+  if (args.renormalize) {
+    float sum = warp_sum(weight);
+    weight /= sum == 0.0f ? 1.0f : sum;
+  }
+  write_choice(args, t, lane, id, weight * args.scale);
+}
+
+// One atomic a block, so that a batch of poisoned rows costs what a clean one does.
+__device__ __forceinline__ void count_rows(const RouteArgs& args, int64_t real, bool sanitised) {
+  if (!args.counters) return;
+  int rows = __syncthreads_count(sanitised && threadIdx.x % 32 == 0);
+  if (threadIdx.x) return;
+  auto* counters = reinterpret_cast<unsigned long long*>(args.counters);
+  if (rows) atomicAdd(counters + kSanitisedRows, rows);
+  if (blockIdx.x) return;
+  if (args.T > real) atomicAdd(counters + kPaddedRows, args.T - real);
+  if (args.num_tokens && *args.num_tokens != real) atomicAdd(counters + kClampedNumTokens, 1);
+}
+
+}  // namespace epmoe::cuda

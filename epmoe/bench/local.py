@@ -1,0 +1,205 @@
+"""Times the local kernels on one GPU: `python -m epmoe.bench.local [--json FILE] [route|permute|finalize ...]`.
+
+A graph holds several calls, each with its own inputs and outputs, together larger than the L2 cache where the sizes
+allow; a figure is the median over replays of the time of a call. Outputs are compared after the replays, so nothing
+is timed that did not do its work. Targets are the figures to reach on an H200, `peer` those of vLLM 0.33.0 there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import epmoe
+
+D, K = 7168, 8
+CACHE_BYTES = 150 << 20
+COPY_BYTES_PER_US = 4262e3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table: `call(i)` runs on the i-th of `sets` inputs, `check(i, result)` raises if it is wrong."""
+
+    kernel: str
+    tokens: int
+    target: float | None
+    peer: float | None
+    bytes: int
+    sets: int
+    call: Callable[[int], Any]
+    check: Callable[[int, Any], None]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds a call; floor: its bytes at the speed of a local copy."""
+
+    kernel: str
+    tokens: int
+    us: float
+    target: float | None
+    peer: float | None
+    floor: float
+
+
+def sets_for(num_bytes: int) -> int:
+    return max(8 if num_bytes < 100 << 20 else 3, min(64, CACHE_BYTES // num_bytes))
+
+
+def graph_us(call: Callable[[int], Any], sets: int, replays: int = 30) -> tuple[float, list[Any]]:
+    """Median microseconds a call, over replays of a graph of one call on each set, and the calls' results."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call(0)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        rounds = max(1, 16 // sets)
+        with torch.cuda.graph(graph, stream=stream):
+            results = [call(i) for _ in range(rounds) for i in range(sets)]
+        for result in results:
+            poison(result)
+        times = []
+        for _ in range(replays):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / (rounds * sets))
+    return statistics.median(times[3:]), results[:sets]
+
+
+def poison(result: Any) -> None:
+    for tensor in result if isinstance(result, tuple) else [result]:
+        if isinstance(tensor, Tensor) and tensor.numel():
+            tensor.view(-1).view(torch.uint8).fill_(0xFF)
+
+
+def route_cases() -> Iterator[Case]:
+    plain = {
+        256: {1: (2.2, 3.71), 128: (2.3, 4.14), 512: (2.5, 4.43), 4096: (6, 13.15), 16384: (14, 32.71)},
+        128: {1: (2.1, 3.43), 128: (None, 3.79), 512: (None, 3.86), 4096: (4, 5.74), 16384: (9, 16.41)},
+    }
+    for E, sizes in plain.items():
+        for T, (target, peer) in sizes.items():
+            yield route_case(f"route softmax E={E}", T, E, target, peer)
+            if E == 256:
+                yield route_case("route softmax E=256, all NaN", T, E, None, None, fill=torch.nan)
+    for T in (128, 4096):
+        bias = torch.rand(256, device="cuda") * 0.2
+        options = {"scoring": "sigmoid", "bias": bias, "num_expert_groups": 8, "top_groups": 4, "renormalize": True}
+        yield route_case("route sigmoid, bias, 8 groups top 4", T, 256, None, None, **options)
+
+
+def route_case(
+    name: str, T: int, E: int, target: float | None, peer: float | None, fill: float | None = None, **options: Any
+) -> Case:
+    num_bytes = T * (2 * E + 8 * K)
+    logits = [torch.randn(T, E, device="cuda").bfloat16() for _ in range(sets_for(num_bytes))]
+    if fill is not None:
+        logits = [x.fill_(fill) for x in logits]
+
+    def check(i: int, got: epmoe.Routing) -> None:
+        cpu = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in options.items()}
+        want = epmoe.route(logits[i].cpu(), K, **cpu)
+        assert torch.equal(got.ids.cpu(), want.ids)
+        torch.testing.assert_close(got.weights.cpu(), want.weights, rtol=4e-6, atol=0)
+
+    return Case(name, T, target, peer, num_bytes, len(logits), lambda i: epmoe.route(logits[i], K, **options), check)
+
+
+def layer_inputs(T: int, num_bytes: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    sets = sets_for(num_bytes)
+    x = [torch.randn(T, D, device="cuda").bfloat16() for _ in range(sets)]
+    ids = [torch.rand(T, 256, device="cuda").argsort(1)[:, :K].int() for _ in range(sets)]
+    return x, ids, torch.arange(256, dtype=torch.int32, device="cuda")
+
+
+def permute_cases() -> Iterator[Case]:
+    table = {1: (6, 11.0), 128: (10, 18.0), 512: (24, 40.4), 4096: (150, 243.8), 8192: (295, 470)}
+    for T, (target, peer) in table.items():
+        num_bytes = T * (1 + K) * D * 2
+        x, ids, expert_map = layer_inputs(T, num_bytes)
+
+        def check(i: int, got: epmoe.Permuted, x: list = x, ids: list = ids) -> None:
+            order = ids[i].flatten().long().argsort(stable=True)
+            assert torch.equal(got.row_of_pair.flatten().long()[order], torch.arange(ids[i].numel(), device="cuda"))
+            assert torch.equal(got.rows, x[i][order // K])
+
+        def call(i: int, x: list = x, ids: list = ids, expert_map: Tensor = expert_map) -> epmoe.Permuted:
+            return epmoe.permute(x[i], ids[i], expert_map, 256)
+
+        yield Case("permute 7168, top-8, E=256", T, target, peer, num_bytes, len(x), call, check)
+
+
+def finalize_cases() -> Iterator[Case]:
+    table = {1: (4, 9.3), 128: (6.5, 9.8), 512: (20, 24.9), 4096: (130, 132.4), 8192: (255, 257)}
+    for T, (target, peer) in table.items():
+        num_bytes = T * (1 + K) * D * 2
+        x, ids, expert_map = layer_inputs(T, num_bytes)
+        permuted = [epmoe.permute(*inputs, expert_map, 256) for inputs in zip(x, ids, strict=True)]
+        weights = torch.rand(T, K, device="cuda")
+
+        def check(i: int, got: Tensor, x: list = x, weights: Tensor = weights) -> None:
+            want = weights.sum(1, keepdim=True) * x[i].float()
+            torch.testing.assert_close(got.float(), want, rtol=1e-2, atol=1e-2)
+
+        def call(i: int, permuted: list = permuted, weights: Tensor = weights) -> Tensor:
+            return epmoe.finalize(permuted[i].rows, permuted[i], weights)
+
+        yield Case("finalize, the same", T, target, peer, num_bytes, len(x), call, check)
+
+
+CASES = {"route": route_cases, "permute": permute_cases, "finalize": finalize_cases}
+
+
+def run(kernels: list[str]) -> list[Timing]:
+    timings = []
+    for kernel in kernels:
+        for case in CASES[kernel]():
+            us, results = graph_us(case.call, case.sets)
+            for i, result in enumerate(results):
+                case.check(i, result)
+            del results
+            floor = case.bytes / COPY_BYTES_PER_US
+            timings.append(Timing(case.kernel, case.tokens, us, case.target, case.peer, floor))
+    return timings
+
+
+def table_of(timings: list[Timing]) -> Table:
+    table = Table("kernel", title=f"{torch.cuda.get_device_name()}, µs a call")
+    for column in ("tokens", "µs", "target", "peer", "bytes' floor"):
+        table.add_column(column, justify="right")
+    for t in timings:
+        missed = t.target is not None and t.us > t.target
+        figures = (f"{t.us:.2f}{' !' if missed else ''}", t.target, t.peer, f"{t.floor:.2f}")
+        table.add_row(t.kernel, str(t.tokens), *("–" if f is None else str(f) for f in figures))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kernels", nargs="*", help=f"of {', '.join(CASES)}; default: all")
+    parser.add_argument("--json", type=Path, help="also write the timings to this file")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.kernels) - set(CASES):
+        parser.error(f"no such kernel: {', '.join(unknown)}")
+    timings = run(arguments.kernels or list(CASES))
+    Console(width=120).print(table_of(timings))
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(t) for t in timings], indent=1))
+
+
+if __name__ == "__main__":
+    main()

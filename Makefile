@@ -26,6 +26,7 @@ setup: $(READY)  ## virtual environment, packages and native library
 $(READY): pyproject.toml constraints.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "epmoe needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
+	@echo "installing torch and the other packages into $(VENV): minutes, the first time"
 	pip install --quiet -c constraints.txt 'setuptools>=77' torch
 	pip install --quiet -c constraints.txt --no-build-isolation -e '.[hf,dev]'
 	@touch $@

@@ -47,7 +47,7 @@ def route_reference(
 
     order_TE = _best_first(keys_TE)
     if num_expert_groups > 1:
-        best_TGs = keys_TE.view(T, num_expert_groups, -1).sort(dim=-1, descending=True).values
+        best_TGs = keys_TE.view(T, num_expert_groups, E // num_expert_groups).sort(dim=-1, descending=True).values
         # A sum of two keys is an fp32 sum, like the keys themselves.
         group_TG = best_TGs[..., 0] if bias is None else best_TGs[..., :2].float().sum(-1).double()
         group_TG = group_TG.masked_fill(group_TG.isnan(), -torch.inf)

@@ -86,21 +86,21 @@ def make_tokens(
     return Tokens(x, ids, weights.to(weight_dtype), real)
 
 
-def gains(config: EPConfig) -> Tensor:
+def gains(config: EPConfig, hidden: int) -> Tensor:
     """The tests' experts [E, D]: each multiplies a row by its own gains, powers of two, so exactly in every dtype."""
-    shape = (config.model.num_experts, config.model.hidden_size)
+    shape = (config.model.num_experts, 61)  # prime: no two blocks of a row alike
     exponent = torch.randint(-1, 2, shape, generator=generator(7))
     sign = torch.randint(0, 2, shape, generator=generator(8)) * 2 - 1
-    return sign * 2.0**exponent
+    return (sign * 2.0**exponent)[:, torch.arange(hidden) % 61]
 
 
 def run_experts(ep: ExpertParallel, d: Dispatched) -> Tensor:
     """Expert-major outputs of `gains`; what lies past the last segment is NaN."""
     rows = dequantised(d.rows, getattr(d, "scales", None), d.dtype)
-    gain, ends = gains(ep.config), d.expert_offsets.tolist()
+    gain, ends = gains(ep.config, rows.shape[1]), d.expert_offsets.tolist()
     out = poison_(torch.empty_like(rows))
     for i, physical in enumerate(ep.placement.local_experts(ep.rank)):
-        expert = gain[ep.placement.logical(physical), : rows.shape[1]].to(rows)
+        expert = gain[ep.placement.logical(physical)].to(rows)
         out[ends[i] : ends[i + 1]] = rows[ends[i] : ends[i + 1]] * expert
     return out
 
@@ -109,7 +109,7 @@ def run_fused_experts(ep: ExpertParallel, d: Dispatched) -> Tensor:
     """What a stack's own fused MoE makes of layout="rank": partial rows [R, M, D]; unused slots are NaN."""
     x = dequantised(d.recv.x, getattr(d.recv, "scales", None), d.dtype)
     partial = poison_(torch.empty_like(x, memory_format=torch.contiguous_format))
-    expert_map, gain = ep.placement.expert_map(ep.rank).long(), gains(ep.config)[:, : x.shape[2]]
+    expert_map, gain = ep.placement.expert_map(ep.rank).long(), gains(ep.config, x.shape[2])
     for r, count in enumerate(d.recv.counts.tolist()):
         ids, weights = d.recv.ids[r, :count].cpu().long(), d.recv.weights[r, :count].cpu().double()
         mine = expert_map[ids] >= 0  # reads −1 at the sentinel
@@ -186,7 +186,7 @@ def _dense_y(config: EPConfig, tokens: Tokens, each: Callable[[Tensor], Tensor])
     x = tokens.x[: tokens.real]
     if config.exchange.payload == "fp8":
         x = dequantised(*quantised(x), x.dtype)
-    gain = each(gains(config)[:, : x.shape[1]].double())
+    gain = each(gains(config, x.shape[1]).double())
     y = torch.zeros(tokens.x.shape, dtype=torch.float64)
     y[: tokens.real] = moe_reference(each(x), ids, each(weights), lambda rows, expert: rows * gain[expert])
     return y
@@ -207,7 +207,7 @@ def assert_y(got: Tensor, config: EPConfig, tokens: Tokens) -> None:
 
 def expected_y_after_drops(config: EPConfig, placement: Placement, tokens: list[Tokens], rank: int) -> Tensor:
     """y [T, D] of one rank by the stages' own oracles, so that pairs past `max_expert_rows` are missing from it."""
-    y, gain = torch.zeros(tokens[rank].x.shape, dtype=torch.float64), gains(config).double()
+    y, gain = torch.zeros(tokens[rank].x.shape, dtype=torch.float64), gains(config, config.model.hidden_size).double()
     for r in range(len(tokens)):
         slabs = expected_slabs(config, placement, tokens, r)
         permuted = expected_rows(config, placement, slabs, r)

@@ -1,0 +1,224 @@
+"""Ranks that die or stall: the others say who is missing, within the deadline, and nothing is left behind.
+
+The tests start their own processes (torchrun would end the survivors itself), without fixed ports and without sleeps
+to wait for a state: a rank reports when it is where it is to be killed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import epmoe
+
+RANKS = 3
+TIMEOUT_S = 1.0
+SLACK_S = 5.0  # this machine may have fewer cores than ranks
+NOTHING_LEFT = ("left behind", set())
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "epmoe"])
+
+
+class Rank:
+    """A process that runs `body(ep, report)` on an ExpertParallel of its own, and reports."""
+
+    def __init__(self, rank: int, store: Path, body: Callable, exchange: dict):
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_run, args=(rank, store, body, exchange, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def next_report(self, timeout_s: float = 60.0):
+        assert self.pipe.poll(timeout_s), "a rank does not report"
+        return self.pipe.recv()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+
+def _run(rank: int, store: Path, body: Callable, exchange: dict, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    before = open_files()
+    config = epmoe.EPConfig(
+        model={"num_experts": 7, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "float32"},
+        topology={"ep_size": RANKS},
+        capacity={"max_num_tokens_per_rank": 8},
+        exchange={"timeout_s": TIMEOUT_S, "warmup_timeout_s": 30.0} | exchange,
+    )
+    ep = epmoe.ExpertParallel(config)
+    body(ep, pipe.send)
+    ep.close()
+    pipe.send(("left behind", open_files() - before))
+    os._exit(0)  # the group of a killed rank cannot be torn down in peace
+
+
+def open_files() -> set[str]:
+    """What this process holds open or mapped of windows; a peer's death may close others."""
+    held = {line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "epmoe-" in line}
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            held.add(os.readlink(descriptor))
+    return held
+
+
+def play_round(ep: epmoe.ExpertParallel) -> None:
+    """One round of 6 tokens, experts that return what they get, checked."""
+    x = torch.full((6, 64), 1.0 + ep.rank)
+    ids = (torch.arange(12).view(6, 2) + ep.rank) % 7
+    d = ep.dispatch(x, ids, torch.full((6, 2), 0.5))
+    assert torch.equal(ep.combine(d.rows, d), x)
+
+
+def survive(ep: epmoe.ExpertParallel, report: Callable, rounds: int | None = None) -> None:
+    """Plays rounds until one times out, then reports the error and how long the call took."""
+    while rounds is None or rounds:
+        started = time.monotonic()
+        try:
+            play_round(ep)
+        except epmoe.EPTimeoutError as error:
+            took = time.monotonic() - started
+            report(("timeout", error.stage, error.missing_ranks, error.missing_global_ranks, str(error), took))
+            _assert_latched(ep)
+            return
+        rounds = rounds and rounds - 1
+
+
+def _assert_latched(ep: epmoe.ExpertParallel) -> None:
+    """Only close() ends the state of failure; until then every call says so at once."""
+    started = time.monotonic()
+    for call in (ep.check, lambda: play_round(ep)):
+        with pytest.raises(epmoe.EPTimeoutError):
+            call()
+    assert time.monotonic() - started < TIMEOUT_S and ep.health().timeouts == 1
+
+
+@contextmanager
+def ranks(tmp_path: Path, bodies: list[Callable], **exchange) -> Iterator[list[Rank]]:
+    """One process for each body; afterwards all have ended, and /dev/shm is as it was."""
+    before = sorted(os.listdir("/dev/shm"))
+    started = [Rank(rank, tmp_path / "store", body, exchange) for rank, body in enumerate(bodies)]
+    try:
+        yield started
+        for rank in started:
+            rank.process.join(30)
+            assert rank.process.exitcode is not None, "a rank does not end"
+    finally:
+        for rank in started:
+            rank.process.kill()
+    assert sorted(os.listdir("/dev/shm")) == before
+
+
+def assert_names_the_dead(survivors: list[Rank], dead: int, stages: tuple[str, ...] = ("dispatch", "combine")) -> None:
+    for rank in survivors:
+        kind, stage, missing, missing_global, text, took = rank.next_report()
+        assert kind == "timeout" and stage in stages and missing == missing_global == [dead]
+        assert f"rank(s) [{dead}]" in text
+        assert took < TIMEOUT_S + SLACK_S
+        assert rank.next_report() == NOTHING_LEFT
+        rank.process.join(30)
+        assert rank.process.exitcode == 0
+
+
+def stop_after_dispatch(ep: epmoe.ExpertParallel, report: Callable) -> None:
+    play_round(ep)
+    ep.dispatch(torch.ones(1, 64), torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2))
+    report("dispatched")
+    signal.pause()
+
+
+def stop_before_dispatch(ep: epmoe.ExpertParallel, report: Callable) -> None:
+    play_round(ep)
+    report("between rounds")
+    signal.pause()
+
+
+def play_on(ep: epmoe.ExpertParallel, report: Callable) -> None:
+    play_round(ep)
+    report("playing")
+    survive(ep, report)
+
+
+@pytest.mark.parametrize(
+    ("body", "stage", "dead"), [(stop_after_dispatch, "combine", 1), (stop_before_dispatch, "dispatch", 0)]
+)
+def test_a_killed_rank_is_named(tmp_path, body, stage, dead):
+    bodies = [body if rank == dead else survive for rank in range(RANKS)]
+    with ranks(tmp_path, bodies) as started:
+        started[dead].next_report()
+        started[dead].send_signal(signal.SIGKILL)
+        assert_names_the_dead([rank for rank in started if rank is not started[dead]], dead, (stage,))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rank_killed_at_any_moment(tmp_path, seed):
+    """In mid-round or between, in dispatch or in combine: wherever it is by chance."""
+    rng = random.Random(seed)
+    dead = rng.randrange(RANKS)
+    bodies = [play_on if rank == dead else survive for rank in range(RANKS)]
+    with ranks(tmp_path, bodies) as started:
+        started[dead].next_report()
+        wait([], timeout=rng.uniform(0, 0.05))
+        started[dead].send_signal(signal.SIGKILL)
+        assert_names_the_dead([rank for rank in started if rank is not started[dead]], dead)
+
+
+def test_a_stopped_rank_is_named_and_hears_of_it(tmp_path):
+    """SIGSTOP looks like death to the others; the rank that wakes up finds the group latched, and ends cleanly too."""
+    bodies = [survive, survive, play_on]
+    with ranks(tmp_path, bodies) as started:
+        started[2].next_report()
+        started[2].send_signal(signal.SIGSTOP)
+        assert_names_the_dead(started[:2], 2)
+        started[2].send_signal(signal.SIGCONT)
+        kind, *_ = started[2].next_report()
+        assert kind == "timeout"
+        assert started[2].next_report() == NOTHING_LEFT
+
+
+def test_a_slow_rank_is_waited_for(tmp_path):
+    """Slower than the ordinary deadline, but in its first round: nobody is dead."""
+    with ranks(tmp_path, [play_once, play_once_late, play_once]) as started:
+        for rank in started:
+            assert rank.next_report() == "played"
+            assert rank.next_report() == NOTHING_LEFT
+
+
+def play_once(ep: epmoe.ExpertParallel, report: Callable) -> None:
+    play_round(ep)
+    report("played")
+
+
+def play_once_late(ep: epmoe.ExpertParallel, report: Callable) -> None:
+    wait([], timeout=2 * TIMEOUT_S)
+    play_once(ep, report)
+
+
+def test_a_new_group_of_the_survivors_starts_afresh(tmp_path):
+    with ranks(tmp_path, [survive_and_regroup, survive_and_regroup, stop_before_dispatch]) as started:
+        started[2].next_report()
+        started[2].send_signal(signal.SIGKILL)
+        for rank in started[:2]:
+            assert rank.next_report()[0] == "timeout"
+            assert rank.next_report() == "alive"
+
+
+def survive_and_regroup(ep: epmoe.ExpertParallel, report: Callable) -> None:
+    survivors = dist.new_group([0, 1], use_local_synchronization=True)
+    survive(ep, report)
+    ep.close()
+    config = ep.config.model_copy(update={"topology": ep.config.topology.model_copy(update={"ep_size": 2})})
+    with epmoe.ExpertParallel(config, group=survivors) as smaller:
+        play_round(smaller)
+    report("alive")

@@ -1,0 +1,80 @@
+"""Counters of the local stages, and errors that say which rank, which round and what to set."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import distinct_ids, randn
+
+import epmoe
+from epmoe.health import COUNTERS, STATUS, EPOverflowError, Health, raise_on_failure, raise_on_overflow
+
+
+def counted(counters: torch.Tensor) -> dict[str, int]:
+    return {name: count for name, count in zip(COUNTERS, counters.tolist(), strict=True) if count}
+
+
+def status_word(**values: int) -> torch.Tensor:
+    return torch.tensor([values.get(name, 0) for name in STATUS], dtype=torch.int64)
+
+
+def test_route_counts_rows(device):
+    counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
+    logits = randn(10, 16).to(device)
+    logits[1, 3], logits[4], logits[5, 0] = torch.nan, -torch.inf, torch.inf
+    logits[9] = torch.nan  # padding: nobody looks
+    epmoe.route(logits, 4, num_tokens=9, counters=counters)
+    assert counted(counters) == {"sanitised_rows": 3, "padded_rows": 1}
+    epmoe.route(
+        logits, 4, scoring="sigmoid", num_tokens=torch.tensor(-5, dtype=torch.int32, device=device), counters=counters
+    )
+    assert counted(counters) == {"sanitised_rows": 3, "padded_rows": 11, "clamped_num_tokens": 1}
+    epmoe.route(logits, 4, scoring="sigmoid", num_tokens=11, counters=counters)  # sigmoid(Inf) is 1
+    assert counted(counters) == {"sanitised_rows": 5, "padded_rows": 11, "clamped_num_tokens": 2}
+
+
+def test_permute_counts_dropped_pairs(device):
+    counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
+    ids, everything = distinct_ids(10, 8, 4).to(device), torch.arange(8, dtype=torch.int32, device=device)
+    epmoe.permute(randn(10, 16).to(device), ids, everything, 8, max_rows=33, counters=counters)
+    assert counted(counters) == {"dropped_pairs": 7}
+    epmoe.permute(randn(10, 16).to(device), ids, everything, 8, counters=counters)
+    assert counted(counters) == {"dropped_pairs": 7}
+
+
+def test_health_holds_every_counter():
+    health = Health.read(torch.arange(len(COUNTERS)), torch.tensor([5, 6]), torch.tensor([7, 8]))
+    names = [field.name for field in dataclasses.fields(health)]
+    assert names == [*COUNTERS, "tokens_per_expert", "rows_sent"]
+    assert [getattr(health, name) for name in COUNTERS] == list(range(len(COUNTERS)))
+    assert health.tokens_per_expert == [5, 6] and health.rows_sent == [7, 8]
+
+
+def test_timeout_names_stage_round_and_ranks():
+    """Rank 1 of the group is rank 9 of the world; the error stays until close()."""
+    status = status_word(code=1, stage=1, epoch=42, missing=0b1010, originator=2)
+    for _ in range(2):
+        with pytest.raises(epmoe.EPTimeoutError, match=r"combine of round 42 .*\[1, 3\].*\[9, 11\].*rank 2") as raised:
+            raise_on_failure(status, [8, 9, 10, 11])
+    error = raised.value
+    assert (error.stage, error.epoch) == ("combine", 42)
+    assert error.missing_ranks == [1, 3] and error.missing_global_ranks == [9, 11]
+    assert isinstance(error, TimeoutError) and isinstance(error, epmoe.EPError)
+
+
+def test_mismatch_is_told_once():
+    status = status_word(code=2, epoch=3, missing=0b01)
+    with pytest.raises(epmoe.EPMismatchError, match=r"round 3: rank\(s\) \[0\]"):
+        raise_on_failure(status, [0, 1])
+    raise_on_failure(status, [0, 1])
+
+
+def test_overflow_says_what_to_set_once():
+    status = status_word(needed_rows=512)
+    with pytest.raises(
+        EPOverflowError, match=r"needed 512 .*capacity.max_expert_rows is 100: set it to at\s+least 512"
+    ):
+        raise_on_overflow(status, 100)
+    raise_on_overflow(status, 100)

@@ -1,0 +1,84 @@
+"""The memory plan: every buffer in its place, known before anything exists. What is allocated: tests/distributed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from helpers import ROOT, run_python
+
+import epmoe
+from epmoe.memory import BUFFER_ALIGNMENT, MemoryPlan
+
+SMALL = {
+    "model": {"num_experts": 10, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "bfloat16"},
+    "topology": {"ep_size": 4},
+    "capacity": {"max_num_tokens_per_rank": 8},
+}
+
+
+def plan_of(rank: int = 0, **sections) -> MemoryPlan:
+    merged = {name: SMALL.get(name, {}) | sections.get(name, {}) for name in SMALL | sections}
+    return MemoryPlan.build(epmoe.EPConfig(**merged), rank)
+
+
+def test_by_hand():
+    """R=4, M=8, K=2, D=64, two bytes: 4·8 slots in the window, 4·8·2 expert-major rows."""
+    plan = plan_of()
+    assert (plan["recv.x"].shape, plan["recv.x"].nbytes) == ((4, 8, 64), 4096)
+    assert (plan["recv.ids"].nbytes, plan["recv.weights"].nbytes) == (256, 256)
+    assert (plan["rows"].shape, plan["rows"].nbytes) == ((64, 64), 8192)
+    assert plan["recv.scales"].nbytes == plan["combine.scales"].nbytes == 0
+    # The first 10 mod 4 ranks own one expert more.
+    assert [plan_of(rank)["tokens_per_expert"].shape for rank in range(4)] == [(3,), (3,), (2,), (2,)]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"capacity": {"alignment": 128}},
+        {"capacity": {"max_expert_rows": 40}},
+        {"placement": {"num_redundant_experts": 7}},
+        {"model": {"hidden_size": 512}, "exchange": {"payload": "fp8", "combine_payload": "fp8"}},
+        {"model": {"hidden_size": 7168, "dtype": "float32"}},
+    ],
+)
+def test_buffers_lie_apart_and_fill_their_region(sections):
+    plan = plan_of(**sections)
+    for region, size in (("window", plan.window_bytes), ("scratch", plan.scratch_bytes)):
+        buffers = [b for b in plan.buffers if b.region == region]
+        assert all(b.offset % BUFFER_ALIGNMENT == 0 for b in buffers)
+        assert all(a.offset + a.nbytes <= b.offset for a, b in itertools.pairwise(buffers))
+        assert buffers[-1].offset + buffers[-1].nbytes <= size
+        assert size - sum(b.nbytes for b in buffers) < BUFFER_ALIGNMENT * len(buffers) + 4096
+        memory = torch.empty(size, dtype=torch.uint8)
+        assert all((view := b.view(memory)).shape == b.shape and view.dtype == b.dtype for b in buffers)
+    assert plan.total_bytes == plan.window_bytes + plan.scratch_bytes
+
+
+def test_every_rank_has_the_same_window():
+    """A writer computes addresses in its peers' windows from its own plan."""
+    plans = [plan_of(rank, placement={"strategy": "round_robin"}) for rank in range(4)]
+    windows = [[b for b in plan.buffers if b.region == "window"] for plan in plans]
+    assert all(window == windows[0] for window in windows)
+
+
+def test_capacity_bounds_the_rows():
+    assert plan_of(capacity={"max_expert_rows": 40})["rows"].shape == (40, 64)
+    assert plan_of(capacity={"alignment": 128})["rows"].shape == (64 + 3 * 127, 64)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_ready_configs_have_a_plan(path):
+    plan = MemoryPlan.build(epmoe.EPConfig.load(path), rank=0)
+    assert 0 < plan.total_bytes < 80 * 2**30
+
+
+def test_needs_no_native_library():
+    script = "from epmoe.memory import MemoryPlan; from epmoe.config import EPConfig; "
+    script += f"print(MemoryPlan.build(EPConfig(**{SMALL!r})).total_bytes)"
+    run = run_python("-c", script, EPMOE_LIBRARY="/nowhere/libepmoe.so")
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) == plan_of().total_bytes

@@ -1,0 +1,69 @@
+"""The local operators as torch sees them: schemas, fakes, opcheck, and one graph under torch.compile."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from helpers import distinct_ids, randn
+
+import epmoe
+from epmoe import ops
+
+T, E, K, D = 9, 12, 4, 16
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_opcheck_route(device, everything):
+    bias = randn(E, seed=1).to(device) if everything else None
+    num_tokens = torch.tensor(5, dtype=torch.int32, device=device) if everything else None
+    counters = torch.zeros(8, dtype=torch.int64, device=device) if everything else None
+    args = (randn(T, E).to(device), K, bias, num_tokens, T, everything, everything, 3, 2, 2.5, everything, counters)
+    torch.library.opcheck(ops.route, args)
+
+
+@pytest.mark.parametrize("counts", [None, [2, 3, 0]])
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_opcheck_permute_and_finalize(device, id_dtype, counts):
+    counts = None if counts is None else torch.tensor(counts, dtype=torch.int32, device=device)
+    ids, everything = distinct_ids(T, E, K).to(device, id_dtype), torch.arange(E, dtype=torch.int32, device=device)
+    x = randn(T, D).to(device)
+    # Rows past the last segment are not written, so only what is defined can be compared: no spare rows.
+    rows = T * K if counts is None else int(counts.sum()) * K
+    args = (x, ids, everything, E, counts, 1, rows, None)
+    torch.library.opcheck(ops.permute, args)
+    rows, _, _, row_of_pair = ops.permute(*args)
+    if counts is None:  # slots past the counts are not written either
+        torch.library.opcheck(ops.finalize, (rows, row_of_pair, randn(T, K).to(device), None))
+
+
+def test_fakes_agree_on_other_dtypes(device):
+    """What opcheck compares once, for every dtype that goes in."""
+    from torch._subclasses import FakeTensorMode
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x, ids = randn(T, D, dtype=dtype).to(device), distinct_ids(T, E, K).to(device)
+        args = (x, ids, torch.arange(E, dtype=torch.int32, device=device), E, None, 16, 500, None)
+        real = ops.permute(*args)
+        with FakeTensorMode() as mode:
+            fake = ops.permute(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args))
+        assert [(r.shape, r.dtype, r.device, r.stride()) for r in real] == [
+            (f.shape, f.dtype, f.device, f.stride()) for f in fake
+        ]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_one_graph_under_compile(device, backend):
+    if backend == "inductor" and device.type == "cpu" and not shutil.which("g++"):
+        pytest.skip("torch.compile needs a C++ compiler")
+
+    def local_moe(x, logits, expert_map):
+        routing = epmoe.route(logits, K, renormalize=True)
+        permuted = epmoe.permute(x, routing.ids, expert_map, E, alignment=8)
+        return epmoe.finalize(permuted.rows, permuted, routing.weights)
+
+    args = (randn(T, D).to(device), randn(T, E).to(device), torch.arange(E, dtype=torch.int32, device=device))
+    want = local_moe(*args)
+    torch.testing.assert_close(torch.compile(local_moe, fullgraph=True, backend=backend)(*args), want)
+    torch.testing.assert_close(want, args[0])

@@ -84,6 +84,18 @@ def _(y, rows, expert_major, peers, window, scratch, status, plan, timeout_s):
     return None
 
 
+_OPERATORS = ("route", "permute", "finalize", "zero_padding_rows_", "quantize_fp8", "dispatch", "combine")
+
+
+def __getattr__(name: str) -> torch._ops.OpOverload:
+    """An operator. The first loads the library: configs, plans and the doctor need neither it nor a compiler."""
+    if name not in _OPERATORS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _load()
+    globals().update({operator: getattr(torch.ops.epmoe, operator).default for operator in _OPERATORS})
+    return globals()[name]
+
+
 def _load() -> None:
     named = os.environ.get("EPMOE_LIBRARY")
     if named:
@@ -93,14 +105,3 @@ def _load() -> None:
     else:
         path = build.build()
     torch.ops.load_library(str(path))
-
-
-_load()
-
-route = torch.ops.epmoe.route.default
-permute = torch.ops.epmoe.permute.default
-finalize = torch.ops.epmoe.finalize.default
-zero_padding_rows_ = torch.ops.epmoe.zero_padding_rows_.default
-quantize_fp8 = torch.ops.epmoe.quantize_fp8.default
-dispatch = torch.ops.epmoe.dispatch.default
-combine = torch.ops.epmoe.combine.default

@@ -36,7 +36,10 @@ def _group() -> Iterator[None]:
     if not UNDER_TORCHRUN:
         yield
         return
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "cpu:gloo"
+    backend = "cpu:gloo"
+    if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend, timeout=timedelta(seconds=60))
     yield
     dist.destroy_process_group()

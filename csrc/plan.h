@@ -19,7 +19,7 @@ struct ExchangePlan {
   // in every rank's window
   int64_t dispatch_mail, combine_mail, error_mail, doorbell;
   int64_t recv_x, recv_scales, recv_ids, recv_weights, combine_rows, combine_scales;
-  int64_t recv_flags, recv_ordinals, recv_expert_counts, combine_flags;  // CUDA only
+  int64_t recv_flags, recv_ordinals, recv_counts, combine_flags;  // CUDA only
   // in this rank's scratch
   int64_t state, counts, slots, rows, row_scales, expert_offsets, tokens_per_expert, row_of_pair;
   int64_t expert_map, owners, copies_table, num_copies, sentinels;
@@ -40,11 +40,13 @@ struct RoundState {
   uint32_t dispatch_epoch, combine_epoch;
   int32_t latched;  // a wait has failed: no payload may be sent any more
   int32_t T, D, K, dtype;
-  int32_t ticket, done;  // CUDA only: of the running kernel, 0 between kernels
-  int32_t originator;    // CUDA only: who saw the failure first
-  uint64_t missing;      // CUDA only: ranks that were waited for in vain, a mask
-  int32_t unused[4];
+  int32_t originator;  // CUDA only: who saw the failure first
+  uint64_t missing;    // CUDA only: ranks that were waited for in vain, a mask
+  // CUDA only, [Stage]: units handed out and blocks done; each kernel clears the other's.
+  int32_t ticket[2], done[2];
+  int32_t unused[2];
 };
+static_assert(sizeof(RoundState) == 64);
 
 // What the host looks at; int64 each, in the order of `epmoe.health.STATUS`.
 struct Status {

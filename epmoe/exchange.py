@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class Exchange:
     rounds: int = 0
     plan_ints: list[int] = field(init=False)
     views: dict[str, Tensor] = field(init=False)
+    outputs: dict[tuple[object, ...], Any] = field(default_factory=dict)  # what dispatch returns, by shape of call
 
     def __post_init__(self) -> None:
         self.plan_ints = self.plan.as_ints()
@@ -76,11 +77,11 @@ class Exchange:
         """Raise what the kernels have left in the status word."""
         raise_on_failure(self.status, self.global_ranks)
 
-    def rows_as(self, dtype: torch.dtype, hidden_size: int) -> Tensor:
-        """The expert-major rows [N_cap, D] of a round: they follow one another, whatever its D and dtype."""
-        rows = self.views["rows"]
-        flat = rows.flatten().view(torch.uint8).view(dtype)
-        return flat.as_strided((rows.shape[0], hidden_size), (hidden_size, 1))
+    def rows_as(self, name: str, dtype: torch.dtype, length: int) -> Tensor:
+        """A scratch buffer as rows [N_cap, length] that follow one another, whatever the call's D and dtype."""
+        buffer = self.views[name]
+        flat = buffer.flatten().view(torch.uint8).view(dtype)
+        return flat.as_strided((buffer.shape[0], length), (length, 1))
 
     def slabs(self, name: str, dtype: torch.dtype, length: int) -> Tensor:
         """A window buffer as [R, M, length], which may be less than the plan's; its strides stay the plan's."""

@@ -32,7 +32,7 @@ SIZES = (
 OFFSETS = (
     "mail.dispatch", "mail.combine", "mail.error", "doorbell",
     "recv.x", "recv.scales", "recv.ids", "recv.weights", "combine.rows", "combine.scales",
-    "recv.flags", "recv.ordinals", "recv.expert_counts", "combine.flags",
+    "recv.flags", "recv.ordinals", "recv.counts", "combine.flags",
     "state", "counts", "slots", "rows", "row_scales", "expert_offsets", "tokens_per_expert", "row_of_pair",
     "table.expert_map", "table.owners", "table.copies", "table.num_copies", "table.sentinels",
     "table.local_index", "pair_weights",
@@ -104,7 +104,7 @@ class MemoryPlan:
             ("window", "combine.scales", (R, M, B) if combine_fp8 else (0,), f32),
             ("window", "recv.flags", (R, M) if nvlink else (0,), i32),
             ("window", "recv.ordinals", (R, M, K) if nvlink else (0,), i32),
-            ("window", "recv.expert_counts", (R, most) if nvlink else (0,), i32),
+            ("window", "recv.counts", (R, most + 2) if nvlink else (0,), i64),
             ("window", "combine.flags", (R, M) if nvlink else (0,), i32),
             ("scratch", "state", (16,), i32),
             ("scratch", "counts", (R,), i32),

@@ -31,15 +31,19 @@ def check_tensor(
         TypeError: not a tensor, or another dtype.
         ValueError: another shape or device.
     """
-    wanted = f"{' or '.join(map(_name, dtypes))} [{', '.join(map(str, shape))}]"
-    message = f"`{name}` must be {wanted}, got {describe(value)}"
-    if not isinstance(value, Tensor) or value.dtype not in dtypes:
-        raise TypeError(message)
-    fits = all(isinstance(want, str) or want == got for want, got in zip(shape, value.shape, strict=False))
-    if value.dim() != len(shape) or not fits:
-        raise ValueError(message)
-    if device is not None and value.device.type != device.type:
+    is_typed = isinstance(value, Tensor) and value.dtype in dtypes
+    if is_typed and _fits(value.shape, shape):
+        if device is None or value.device.type == device.type:
+            return
         raise ValueError(f"`{name}` must be on {device}, got {value.device}")
+    wanted = f"{' or '.join(map(_name, dtypes))} [{', '.join(map(str, shape))}]"
+    raise (ValueError if is_typed else TypeError)(f"`{name}` must be {wanted}, got {describe(value)}")
+
+
+def _fits(got: Sequence[int], wanted: Sequence[int | str]) -> bool:
+    if len(got) != len(wanted):
+        return False
+    return all(size == want or isinstance(want, str) for size, want in zip(got, wanted, strict=True))
 
 
 def contiguous_rows(x: Tensor) -> Tensor:

@@ -52,12 +52,17 @@ class Dispatched(_Fields):
     hidden_size: int
 
     def __init__(
-        self, exchange: Exchange, layout: Layout, x: Tensor, num_experts_per_tok: int, fields: dict[str, Tensor | None]
+        self,
+        exchange: Exchange,
+        layout: Layout,
+        x: Tensor,
+        fields: dict[str, Tensor | None],
+        received: dict[str, Tensor | None],
     ):
         super().__init__("dispatched", layout, fields)
         self.layout, self.epoch, self.dtype = layout, exchange.rounds, x.dtype
         self.num_tokens, self.hidden_size = x.shape
-        self.recv = Received("recv", layout, _received(exchange, layout, x, num_experts_per_tok))
+        self.recv = Received("recv", layout, received)
 
 
 def dispatch(
@@ -79,28 +84,36 @@ def dispatch(
         exchange.window.local, exchange.scratch, exchange.status, exchange.plan_ints, layout == "expert",
         exchange.timeout_s,
     )  # fmt: skip
-    views, wire_fp8 = exchange.views, exchange.plan.sizes["payload_fp8"]
-    fields: dict[str, Tensor | None] = dict.fromkeys(("rows", "scales", "expert_offsets", "tokens_per_expert"))
-    if layout == "expert":
-        fields["rows"] = exchange.rows_as(FP8 if wire_fp8 else x.dtype, x.shape[1])
-        fields["scales"] = views["row_scales"][:, : _blocks(x)] if wire_fp8 else None
-        fields["expert_offsets"] = views["expert_offsets"]
-        fields["tokens_per_expert"] = views["tokens_per_expert"]
-    dispatched = Dispatched(exchange, layout, x, ids.shape[1], fields)
+    dispatched = Dispatched(exchange, layout, x, *_outputs(exchange, layout, x, ids.shape[1]))
     exchange.open_round = dispatched
     return dispatched
 
 
-def _received(exchange: Exchange, layout: Layout, x: Tensor, K: int) -> dict[str, Tensor | None]:
-    fields: dict[str, Tensor | None] = dict.fromkeys(("x", "scales", "ids", "weights"))
-    fields["counts"] = exchange.views["counts"]
-    if layout == "rank":
-        wire_fp8 = exchange.plan.sizes["payload_fp8"]
-        fields["x"] = exchange.slabs("recv.x", FP8 if wire_fp8 else x.dtype, x.shape[1])
-        fields["scales"] = exchange.slabs("recv.scales", torch.float32, _blocks(x)) if wire_fp8 else None
-        fields["ids"] = exchange.slabs("recv.ids", torch.int32, K)
-        fields["weights"] = exchange.slabs("recv.weights", torch.float32, K)
-    return fields
+def _outputs(
+    exchange: Exchange, layout: Layout, x: Tensor, K: int
+) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+    """The buffers as this shape of call sees them: fields of `Dispatched`, and of its `recv`. They never move, so each
+    shape makes them once."""
+    key = (layout, x.dtype, x.shape[1], K)
+    if key in exchange.outputs:
+        return exchange.outputs[key]
+    views, wire_fp8 = exchange.views, bool(exchange.plan.sizes["payload_fp8"])
+    wire = FP8 if wire_fp8 else x.dtype
+    fields: dict[str, Tensor | None] = dict.fromkeys(("rows", "scales", "expert_offsets", "tokens_per_expert"))
+    received: dict[str, Tensor | None] = dict.fromkeys(("x", "scales", "ids", "weights"))
+    received["counts"] = views["counts"]
+    if layout == "expert":
+        fields["rows"] = exchange.rows_as("rows", wire, x.shape[1])
+        fields["scales"] = exchange.rows_as("row_scales", torch.float32, _blocks(x)) if wire_fp8 else None
+        fields["expert_offsets"] = views["expert_offsets"]
+        fields["tokens_per_expert"] = views["tokens_per_expert"]
+    else:
+        received["x"] = exchange.slabs("recv.x", wire, x.shape[1])
+        received["scales"] = exchange.slabs("recv.scales", torch.float32, _blocks(x)) if wire_fp8 else None
+        received["ids"] = exchange.slabs("recv.ids", torch.int32, K)
+        received["weights"] = exchange.slabs("recv.weights", torch.float32, K)
+    exchange.outputs[key] = fields, received
+    return fields, received
 
 
 def _blocks(x: Tensor) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import re
 import shutil
@@ -85,9 +84,9 @@ def _compiler() -> Finding:
 
 def _ninja() -> Finding:
     path = shutil.which("ninja")
-    if path is None and importlib.util.find_spec("ninja") is None:
-        return Finding("fail", "ninja", "not found", "pip install ninja")
-    return Finding("ok", "ninja", path or f"python package {importlib.metadata.version('ninja')}")
+    if path is None:
+        return Finding("warn", "ninja", "not on the PATH", "activate the virtual environment, or: pip install ninja")
+    return Finding("ok", "ninja", path)
 
 
 def _torch() -> Finding:
@@ -105,7 +104,7 @@ def _native_library() -> Finding:
         route(torch.zeros(1, 2), 1)
         path = build.AHEAD_OF_TIME if build.AHEAD_OF_TIME.exists() else build.build()
     except (build.BuildError, OSError) as error:
-        return Finding("fail", "native library", str(error).splitlines()[0])
+        return Finding("fail", "native library", " ".join(str(error).split())[:400])
     how = "built at installation" if path == build.AHEAD_OF_TIME else "built on this machine"
     return Finding("ok", "native library", f"loads; {how}: {path}")
 

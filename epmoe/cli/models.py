@@ -87,7 +87,7 @@ def _result(outcome: ModelResult, ranks: int, steps: int) -> Result:
                 "yes" if outcome.tokens_equal else "no",
                 outcome.tokens_equal,
             ),
-            Check("logit error", f"{error:.1e} (limit {LOGIT_TOLERANCE:.0e})", error <= LOGIT_TOLERANCE),
+            Check(f"logit error ≤ {LOGIT_TOLERANCE:.0e}", f"{error:.1e}", error <= LOGIT_TOLERANCE),
         ],
         placement=Placement.build(len(outcome.tokens_per_expert), ranks),
         traffic=outcome.traffic,

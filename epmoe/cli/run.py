@@ -81,7 +81,7 @@ def _run_layer(config: EPConfig, name: str, kind: Kind, steps: int, tokens: int 
             "rounds": f"{steps} of {tokens} tokens a rank",
             "routing": kind,
         },
-        checks=[Check("error against the dense fp64 reference", f"{worst:.1e} (limit {limit:.0e})", worst <= limit)],
+        checks=[Check(f"error against the dense fp64 reference ≤ {limit:.0e}", f"{worst:.1e}", worst <= limit)],
         placement=placement,
         traffic=[counts.pop("rows_sent") for _, counts in gathered],
         load=load,

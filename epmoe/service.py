@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from epmoe import ops
 from epmoe.config import EPConfig
 from epmoe.exchange import Exchange
 from epmoe.health import EPMismatchError, Health, raise_on_overflow
@@ -44,12 +45,14 @@ class ExpertParallel:
         self.group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
         self.rank, self.size, global_ranks = _members(self.group)
         _check_group(config, self.group, self.rank, self.size)
+        _ = ops.dispatch  # a library that does not build fails here, and not in a round that others wait in
         self.placement = Placement.from_config(config)
         plan = MemoryPlan.build(config, self.rank, self.placement, nvlink)
-        window = open_window(plan.window_bytes, self.rank, self.size, self.group, self.device)
-        self._exchange: Exchange | None = Exchange.create(
-            config, plan, self.placement, window, self.rank, global_ranks, self.device
-        )
+        with torch.inference_mode(False):  # else the buffers could not be written outside inference mode
+            window = open_window(plan.window_bytes, self.rank, self.size, self.group, self.device)
+            self._exchange: Exchange | None = Exchange.create(
+                config, plan, self.placement, window, self.rank, global_ranks, self.device
+            )
 
     @property
     def num_local_experts(self) -> int:

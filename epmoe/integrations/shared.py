@@ -17,6 +17,7 @@ from torch import Tensor
 
 from epmoe.config import EPConfig, ExchangeConfig
 from epmoe.service import ExpertParallel
+from epmoe.stages.checks import check_forward_only
 from epmoe.stages.dispatch import Dispatched
 
 Experts = Callable[[Tensor, Tensor], Tensor]
@@ -29,8 +30,7 @@ class SharedExpertParallel:
     """
 
     def __init__(self, config: EPConfig, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        with torch.inference_mode(False):  # else its buffers could not be written outside inference mode
-            self.ep = ExpertParallel(config, group, device)
+        self.ep = ExpertParallel(config, group, device)
         self.seconds = dict.fromkeys(("agree", "dispatch", "experts", "combine"), 0.0)
         self._max_tokens = config.capacity.max_num_tokens_per_rank
 
@@ -88,10 +88,7 @@ def _run_experts(dispatched: Dispatched, experts: Experts) -> Tensor:
     if n == 0:
         return rows
     outputs = experts(rows, torch.repeat_interleave(offsets.diff().long(), output_size=n))
-    if torch.is_grad_enabled() and outputs.requires_grad:
-        raise RuntimeError(
-            "epmoe is forward only, but the experts' outputs require grad: run under torch.inference_mode()"
-        )
+    check_forward_only(outputs)
     return outputs
 
 

@@ -31,19 +31,32 @@ def check_tensor(
         TypeError: not a tensor, or another dtype.
         ValueError: another shape or device.
     """
-    is_typed = isinstance(value, Tensor) and value.dtype in dtypes
-    if is_typed and _fits(value.shape, shape):
-        if device is None or value.device.type == device.type:
-            return
+    if not isinstance(value, Tensor) or value.dtype not in dtypes:
+        raise TypeError(_must_be(name, dtypes, shape, value))
+    if not _fits(value.shape, shape):
+        raise ValueError(_must_be(name, dtypes, shape, value))
+    if device is not None and value.device.type != device.type:
         raise ValueError(f"`{name}` must be on {device}, got {value.device}")
+
+
+def _must_be(name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | str], value: object) -> str:
     wanted = f"{' or '.join(map(_name, dtypes))} [{', '.join(map(str, shape))}]"
-    raise (ValueError if is_typed else TypeError)(f"`{name}` must be {wanted}, got {describe(value)}")
+    return f"`{name}` must be {wanted}, got {describe(value)}"
 
 
 def _fits(got: Sequence[int], wanted: Sequence[int | str]) -> bool:
     if len(got) != len(wanted):
         return False
     return all(size == want or isinstance(want, str) for size, want in zip(got, wanted, strict=True))
+
+
+def check_forward_only(*inputs: Tensor) -> None:
+    """Raises RuntimeError where autograd would expect a backward of the exchange."""
+    if torch.is_grad_enabled() and any(value.requires_grad for value in inputs):
+        raise RuntimeError(
+            "dispatch and combine are forward only, but an input requires grad: run under torch.inference_mode() "
+            "or torch.no_grad()"
+        )
 
 
 def contiguous_rows(x: Tensor) -> Tensor:

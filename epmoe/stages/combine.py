@@ -8,7 +8,7 @@ from torch import Tensor
 from epmoe import ops
 from epmoe.exchange import Exchange
 from epmoe.health import raise_on_overflow
-from epmoe.stages.checks import aligned_rows, check_tensor
+from epmoe.stages.checks import aligned_rows, check_forward_only, check_tensor
 from epmoe.stages.dispatch import Dispatched
 
 
@@ -51,6 +51,8 @@ def _check_round(exchange: Exchange, dispatched: Dispatched) -> None:
 def _close_round(
     exchange: Exchange, dispatched: Dispatched, rows: Tensor | None, *, expert_major: bool = True
 ) -> Tensor:
+    if rows is not None:
+        check_forward_only(rows)
     y = torch.empty(dispatched.num_tokens, dispatched.hidden_size, dtype=dispatched.dtype, device=exchange.device)
     ops.combine(
         y, rows, expert_major, exchange.window.addresses, exchange.window.local, exchange.scratch, exchange.status,

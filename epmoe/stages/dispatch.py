@@ -9,7 +9,16 @@ from torch import Tensor
 
 from epmoe import ops
 from epmoe.exchange import Exchange
-from epmoe.stages.checks import FLOATS, INTS, aligned_rows, check_tensor, contiguous_rows, describe, token_count
+from epmoe.stages.checks import (
+    FLOATS,
+    INTS,
+    aligned_rows,
+    check_forward_only,
+    check_tensor,
+    contiguous_rows,
+    describe,
+    token_count,
+)
 
 Layout = Literal["expert", "rank"]
 FP8 = torch.float8_e4m3fn
@@ -144,7 +153,4 @@ def _check_inputs(exchange: Exchange, x: Tensor, ids: Tensor, weights: Tensor, l
     if not 1 <= ids.shape[1] <= K:
         raise ValueError(f"`ids` must be int32 or int64 [{T}, 1..{K}], got {describe(ids)}")
     check_tensor("weights", weights, FLOATS, tuple(ids.shape), exchange.device)
-    if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
-        raise RuntimeError(
-            "dispatch and combine are forward only, but an input requires grad: run under torch.inference_mode()"
-        )
+    check_forward_only(x, weights)

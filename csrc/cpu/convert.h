@@ -20,9 +20,7 @@ struct Float8 {  // e4m3, finite: no Inf, NaN is 0x7f
 
 inline float to_float(float value) { return value; }
 inline float to_float(Half value) { return static_cast<float>(value); }
-inline float to_float(BFloat16 value) {
-  return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
-}
+inline float to_float(BFloat16 value) { return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
 inline float to_float(Float8 value) {
   uint32_t sign = static_cast<uint32_t>(value.bits & 0x80) << 24, magnitude = value.bits & 0x7f;
   if (magnitude == 0x7f) return std::bit_cast<float>(sign | 0x7fc00000u);
@@ -54,8 +52,7 @@ inline Float8 from_float<Float8>(float value) {
   if (magnitude != magnitude) return {static_cast<uint8_t>(sign | 0x7f)};
   if (magnitude >= 448.0f) return {static_cast<uint8_t>(sign | 0x7e)};  // saturates
   // Below the normal range the step is 2^-9; above, three bits of mantissa are kept.
-  if (magnitude < 0x1p-6f)
-    return {static_cast<uint8_t>(sign | static_cast<uint8_t>(std::nearbyintf(magnitude * 512)))};
+  if (magnitude < 0x1p-6f) return {static_cast<uint8_t>(sign | static_cast<uint8_t>(std::nearbyintf(magnitude * 512)))};
   uint32_t m = std::bit_cast<uint32_t>(magnitude);
   uint32_t rounded = (m + 0x7ffffu + (m >> 20 & 1u)) >> 20;
   return {static_cast<uint8_t>(sign | std::min<uint32_t>(rounded - (120u << 3), 0x7e))};

@@ -71,8 +71,6 @@ void permute(const PermuteArgs& args) {
     }
   });
 
-  if (stream) finish_streaming();
-
   // The map is written in full, and gap rows are zeros: nothing is left as it was.
   for (int64_t r = 0; args.counts_R && r < args.R; ++r) {
     int64_t count = std::clamp<int64_t>(args.counts_R[r], 0, slab);
@@ -82,7 +80,8 @@ void permute(const PermuteArgs& args) {
   for (int32_t i = 0; i < experts; ++i) {
     int64_t first_gap = args.expert_offsets[i] + args.tokens_per_expert[i], end = args.expert_offsets[i + 1];
     std::memset(rows + first_gap * row_bytes, 0, (end - first_gap) * row_bytes);
-    if (args.scales_SB) std::fill(args.row_scales_NB + first_gap * blocks, args.row_scales_NB + end * blocks, 1.0f);
+    if (args.scales_SB)
+      std::fill(args.row_scales_NB + first_gap * blocks, args.row_scales_NB + end * blocks, 1.0f);
   }
 }
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from epmoe import ops
 from epmoe.exchange import Exchange
+from epmoe.memory import SCALE_BLOCK
 from epmoe.stages.checks import (
     FLOATS,
     INTS,
@@ -126,7 +127,7 @@ def _outputs(
 
 
 def _blocks(x: Tensor) -> int:
-    return -(-x.shape[1] // 128)
+    return -(-x.shape[1] // SCALE_BLOCK)
 
 
 def _check_inputs(exchange: Exchange, x: Tensor, ids: Tensor, weights: Tensor, layout: str) -> None:

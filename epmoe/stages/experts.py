@@ -6,10 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from epmoe.memory import SCALE_BLOCK
 from epmoe.stages.checks import check_tensor
-
-SCALE_BLOCK = 128
-"""Elements of a row that share one fp32 scale in a block-quantised payload."""
 
 
 class SwiGLUExperts:

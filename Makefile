@@ -41,7 +41,7 @@ unit: setup  ## tests of one process
 distributed: setup  ## tests over 2, 3 and 4 ranks
 	@for ranks in 2 3 4; do \
 	  rm -rf build/ranks; echo "== $$ranks ranks"; \
-	  $(TORCHRUN) $$ranks --log-dir build/ranks --redirects 1:3,2:3,3:3 -m pytest -q -rfE -p no:cacheprovider tests/distributed \
+	  $(TORCHRUN) $$ranks --log-dir build/ranks --redirects 1:3,2:3,3:3 -m pytest -q -p no:cacheprovider tests/distributed \
 	    || { find build/ranks -name stdout.log -exec tail -n 60 {} +; exit 1; }; \
 	done
 

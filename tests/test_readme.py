@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from launched import ROOT, torchrun
 
 from epmoe.config import EPConfig
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_example_runs(tmp_path: Path) -> None:
     example = tmp_path / "example.py"
     example.write_text(re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    run = subprocess.run([*launch, example], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    run = torchrun(4, example)
     assert run.returncode == 0, run.stderr
     for rank in range(4):
         assert f"rank {rank}: y [{5 * rank}, 256]" in run.stdout

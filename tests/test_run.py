@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launched import torchrun
 
-ROOT = Path(__file__).parent.parent
 TINY = {
     "model": {"num_experts": 7, "num_experts_per_tok": 3, "hidden_size": 128, "dtype": "float32"},
     "topology": {"ep_size": 2},
@@ -18,16 +16,8 @@ TINY = {
 }
 
 
-def torchrun(config: Path, command: str, *options: object) -> subprocess.CompletedProcess[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run(
-        [*launch, "-m", "epmoe", command, str(config), *map(str, options)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+def epmoe(command: str, config: Path, *options: object) -> subprocess.CompletedProcess[str]:
+    return torchrun(2, "-m", "epmoe", command, config, *options)
 
 
 @pytest.fixture
@@ -48,7 +38,7 @@ def with_changes(config: Path, **changes: dict) -> Path:
 @pytest.mark.parametrize("routing", ["zipf", "adversarial"])
 def test_the_layer_agrees_with_the_dense_reference(config: Path, tmp_path: Path, routing: str) -> None:
     report = tmp_path / "report.html"
-    run = torchrun(config, "run", "--steps", 3, "--tokens", 5, "--routing", routing, "--report", report)
+    run = epmoe("run", config, "--steps", 3, "--tokens", 5, "--routing", routing, "--report", report)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count("✓ error against the dense fp64 reference") == 1, "rank 0 prints, and no other"
     assert "dispatch" in run.stdout and "load per expert" in run.stdout
@@ -59,7 +49,7 @@ def test_the_layer_agrees_with_the_dense_reference(config: Path, tmp_path: Path,
 def test_other_dtypes_copies_and_idle_ranks(config: Path, payload: str) -> None:
     model, placement = {"dtype": "bfloat16"}, {"strategy": "round_robin", "num_redundant_experts": 3}
     with_changes(config, model=model, placement=placement, exchange={"payload": payload, "combine_payload": payload})
-    run = torchrun(config, "run", "--steps", 2, "--tokens", 0 if payload == "fp8" else 16)
+    run = epmoe("run", config, "--steps", 2, "--tokens", 0 if payload == "fp8" else 16)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
@@ -68,14 +58,7 @@ def test_a_failed_check_is_exit_code_1(config: Path, tmp_path: Path) -> None:
     strict.write_text(
         "from epmoe.cli import app, simulated\nsimulated.TOLERANCE['float32'] = 0.0\napp(prog_name='epmoe')\n"
     )
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = subprocess.run(
-        [*launch, str(strict), "run", str(config), "--steps", "1"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    run = torchrun(2, strict, "run", config, "--steps", 1)
     assert run.returncode == 1
     assert "✗ error against the dense fp64 reference" in run.stdout
     assert "exitcode  : 1" in run.stderr
@@ -84,7 +67,7 @@ def test_a_failed_check_is_exit_code_1(config: Path, tmp_path: Path) -> None:
 def test_a_model_generates_the_tokens_of_one_process(config: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     report = tmp_path / "report.html"
-    run = torchrun(config, "run", "--model", "mixtral", "--steps", 3, "--report", report)
+    run = epmoe("run", config, "--model", "mixtral", "--steps", 3, "--report", report)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "✓ same tokens as one process: yes" in run.stdout
     assert "MixtralForCausalLM" in report.read_text(encoding="utf-8")
@@ -92,7 +75,7 @@ def test_a_model_generates_the_tokens_of_one_process(config: Path, tmp_path: Pat
 
 def test_bench_prints_and_writes_its_figures(config: Path, tmp_path: Path) -> None:
     written = tmp_path / "bench.json"
-    run = torchrun(config, "bench", "--tokens", 1, "--tokens", 16, "--repeats", 2, "--json", written)
+    run = epmoe("bench", config, "--tokens", 1, "--tokens", 16, "--repeats", 2, "--json", written)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "gloo" in run.stdout
     assert [row["tokens"] for row in json.loads(written.read_text())] == [1, 16]

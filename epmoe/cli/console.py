@@ -49,7 +49,7 @@ def human_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs"
 
 
-def sparkline(values: Sequence[float], width: int = 32) -> str:
+def sparkline(values: Sequence[float], width: int = 24) -> str:
     """One bar per value, at most `width` of them (neighbours are summed), scaled to the largest."""
     step = -(-len(values) // width) or 1
     sums = [sum(values[i : i + step]) for i in range(0, len(values), step)]

@@ -18,6 +18,7 @@ from epmoe.stages.experts import SwiGLUExperts
 from epmoe.window import available_memory_bytes
 
 STAGES = ("route", "dispatch", "experts", "combine")
+POOL_ROWS = 1024  # simulated logits, of which every round draws some
 CHECKED_ROWS = 32  # per round and rank, held against the dense reference
 TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}  # of the largest element of a round's output
 FP8_TOLERANCE = 1e-1
@@ -44,20 +45,21 @@ def run_layer(
     weights = _expert_weights(config, seed, ep.device)
     logical = [ep.placement.logical(expert) for expert in ep.placement.local_experts(ep.rank)]
     experts = SwiGLUExperts(*(w[logical] for w in weights))
+    pool_TE = simulate_logits(  # alike on all ranks and in all rounds: popular experts stay popular
+        kind,
+        POOL_ROWS,
+        model.num_experts,
+        seed=seed,
+        num_expert_groups=config.routing.num_expert_groups,
+        top_groups=config.routing.top_groups,
+        ep_size=ep.size,
+    )
     generator = torch.Generator().manual_seed(seed + 1 + ep.rank)
     for T in [0] + steps * [tokens]:
         x_TD = torch.randn(T, model.hidden_size, generator=generator).to(ep.device, model.torch_dtype)
-        logits_TE = simulate_logits(
-            kind,
-            T,
-            model.num_experts,
-            seed=int(torch.randint(2**31, (), generator=generator)),
-            num_expert_groups=config.routing.num_expert_groups,
-            top_groups=config.routing.top_groups,
-            ep_size=ep.size,
-        )
+        logits_TE = pool_TE[torch.randint(POOL_ROWS, (T,), generator=generator)].to(ep.device)
         clock = [_now(ep.device)]
-        routing = ep.route(logits_TE.to(ep.device))
+        routing = ep.route(logits_TE)
         clock.append(_now(ep.device))
         d = ep.dispatch(x_TD, routing.ids, routing.weights)
         clock.append(_now(ep.device))

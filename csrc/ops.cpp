@@ -29,8 +29,8 @@ void launch(const Tensor& like, const Args& args, void (*on_cpu)(const Args&),
 
 std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, const std::optional<Tensor>& bias,
                                  const std::optional<Tensor>& num_tokens, int64_t num_rows, bool sigmoid,
-                                 bool renormalize, int64_t num_groups, int64_t top_groups, double scale,
-                                 bool wide_ids, const std::optional<Tensor>& counters) {
+                                 bool renormalize, int64_t num_groups, int64_t top_groups, double scale, bool wide_ids,
+                                 const std::optional<Tensor>& counters) {
   check_rows(logits, "logits");
   int64_t T = logits.size(0), E = logits.size(1);
   STD_TORCH_CHECK(1 <= top_k && top_k <= E, "top_k must lie in [1, E]");
@@ -66,10 +66,10 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, const std:
   return {ids, weights};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor& ids,
-                                                   const Tensor& expert_map, int64_t num_local_experts,
-                                                   const std::optional<Tensor>& counts, int64_t alignment,
-                                                   int64_t max_rows, const std::optional<Tensor>& counters) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor& ids, const Tensor& expert_map,
+                                                   int64_t num_local_experts, const std::optional<Tensor>& counts,
+                                                   int64_t alignment, int64_t max_rows,
+                                                   const std::optional<Tensor>& counters) {
   check_rows(x, "x");
   check_rows(ids, "ids");
   int64_t S = x.size(0), D = x.size(1), K = ids.size(1), R = counts ? counts->numel() : 1;
@@ -83,7 +83,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor
   Tensor row_of_pair = empty_like_device(ids, {S, K}, ScalarType::Int);
   int64_t scratch_bytes = 0;
 #if defined(EPMOE_CUDA)
-  if (x.is_cuda()) scratch_bytes = cuda::permute_workspace_bytes(S, static_cast<int32_t>(K), static_cast<int32_t>(num_local_experts));
+  if (x.is_cuda())
+    scratch_bytes = cuda::permute_workspace_bytes(S, static_cast<int32_t>(K), static_cast<int32_t>(num_local_experts));
 #endif
   Tensor scratch = empty_like_device(ids, {scratch_bytes}, ScalarType::Byte);
   PermuteArgs args{
@@ -124,8 +125,7 @@ Tensor finalize(const Tensor& rows, const Tensor& row_of_pair, const Tensor& wei
   check_rows(rows, "rows");
   check_rows(row_of_pair, "row_of_pair");
   check_rows(weights, "weights");
-  int64_t S = row_of_pair.size(0), K = row_of_pair.size(1), D = rows.size(1),
-          R = counts ? counts->numel() : 1;
+  int64_t S = row_of_pair.size(0), K = row_of_pair.size(1), D = rows.size(1), R = counts ? counts->numel() : 1;
   STD_TORCH_CHECK(row_of_pair.scalar_type() == ScalarType::Int, "row_of_pair must be int32");
   STD_TORCH_CHECK(weights.size(0) == S && weights.size(1) == K, "weights must have the shape of row_of_pair");
   STD_TORCH_CHECK(R >= 1 && S % R == 0, "the slots must divide into the sources of counts");
@@ -169,8 +169,8 @@ std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const std::optional<Ten
   check_rows(x, "x");
   int64_t T = x.size(0), D = x.size(1), blocks = (D + kScaleBlock - 1) / kScaleBlock;
   Tensor q = empty_like_device(x, {T, D}, ScalarType::Float8_e4m3fn);
-  Tensor scales = per_tensor ? empty_like_device(x, {1}, ScalarType::Float)
-                             : empty_like_device(x, {T, blocks}, ScalarType::Float);
+  Tensor scales =
+      per_tensor ? empty_like_device(x, {1}, ScalarType::Float) : empty_like_device(x, {T, blocks}, ScalarType::Float);
   Tensor largest = empty_like_device(x, {1}, ScalarType::Int);
   QuantizeArgs args{
       .x_TD = x.data_ptr(),

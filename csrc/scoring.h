@@ -24,22 +24,21 @@ EPMOE_HD float float_of(uint32_t bits) {
 }
 
 EPMOE_HD bool is_finite(float value) { return (bits_of(value) & 0x7f800000u) != 0x7f800000u; }
-EPMOE_HD bool is_nan(float value) { return (bits_of(value) & 0x7fffffffu) > 0x7f800000u; }
+EPMOE_HD bool is_nan(float value) { return value != value; }
 
 // A key whose unsigned order is the order of the floats: NaN ranks with -Inf, -0 with +0. Never 0, which is
 // left to experts that are out of the choice. No branch: the GPU makes two instructions of the last line.
 EPMOE_HD uint32_t order_key(float value) {
-  uint32_t bits = bits_of(is_nan(value) ? -INFINITY : value + 0.0f);
+  uint32_t bits = bits_of(fmaxf(value + 0.0f, -INFINITY));
   return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
 }
 
-// exp(x) for x <= 0, within 1 ulp or so. x = n ln2 + r; n by adding a number whose last bit is worth 1, which
-// leaves n + 64 in the low bits; exp(r), |r| <= ln2/2, by a polynomial of degree 6 (minimax, 3e-9); 2^(n +
-// 64) goes into its exponent, and the last product brings denormal results to their place with one rounding.
-// NaN stays NaN.
-EPMOE_HD float exp_nonpositive(float x) {
+// exp(x) for x <= 0, not NaN, within 1 ulp or so. x = n ln2 + r; n by adding a number whose last bit is worth 1, which
+// leaves n + 64 in the low bits; exp(r), |r| <= ln2/2, by a polynomial of degree 6 (minimax, 3e-9); 2^(n + 64) goes
+// into its exponent, and the last product brings denormal results to their place with one rounding.
+EPMOE_HD float exp_of_number(float x) {
   constexpr float kShift = 12582912.0f + 64.0f;  // 1.5 * 2^23
-  float clamped = x < -104.0f ? -104.0f : x;
+  float clamped = fmaxf(x, -104.0f);
   float shifted = fmaf(clamped, 1.44269504088896341f, kShift);
   float n = shifted - kShift;
   float r = fmaf(n, -0.693145751953125f, clamped);
@@ -51,9 +50,10 @@ EPMOE_HD float exp_nonpositive(float x) {
   p = fmaf(p, r, 0.49999994f);
   p = fmaf(p, r, 1.0f);
   p = fmaf(p, r, 1.0f);
-  float result = float_of(bits_of(p) + (bits_of(shifted) << 23)) * 0x1p-64f;
-  return is_nan(x) ? x : result;
+  return float_of(bits_of(p) + (bits_of(shifted) << 23)) * 0x1p-64f;
 }
+
+EPMOE_HD float exp_nonpositive(float x) { return is_nan(x) ? x : exp_of_number(x); }
 
 // 1 / d, correctly rounded, for d in [1, 2]; the GPU needs no care for other magnitudes there.
 EPMOE_HD float reciprocal_of_1_to_2(float d) {
@@ -67,11 +67,13 @@ EPMOE_HD float reciprocal_of_1_to_2(float d) {
 }
 
 // 1 / (1 + exp(-x)), by the exponential of a value that is never positive: no overflow at either end.
-EPMOE_HD float sigmoid(float x) {
-  float t = exp_nonpositive(x < 0.0f ? x : -x);
+EPMOE_HD float sigmoid_of_number(float x) {
+  float t = exp_of_number(-fabsf(x));
   float r = reciprocal_of_1_to_2(1.0f + t);
   return x < 0.0f ? t * r : r;
 }
+
+EPMOE_HD float sigmoid(float x) { return is_nan(x) ? x : sigmoid_of_number(x); }
 
 // The guard that the whole project hangs on: a score that is not finite is worth nothing.
 EPMOE_HD float sanitise(float score) {

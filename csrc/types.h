@@ -12,9 +12,7 @@ namespace epmoe {
 
 enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kFloat8E4M3 = 3 };
 
-EPMOE_HD int64_t itemsize(DType dtype) {
-  return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat8E4M3 ? 1 : 2;
-}
+EPMOE_HD int64_t itemsize(DType dtype) { return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat8E4M3 ? 1 : 2; }
 
 // Elements that share one fp8 scale.
 constexpr int64_t kScaleBlock = 128;

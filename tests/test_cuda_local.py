@@ -75,7 +75,7 @@ def test_sigmoid_is_the_cpus_bit_for_bit():
 
 
 def test_top_k_beyond_the_kernels_is_an_error():
-    with pytest.raises(RuntimeError, match="top_k must be at most 32 on CUDA"):
+    with pytest.raises(ValueError, match="`top_k` must be at most 32 on CUDA, got 33"):
         epmoe.route(torch.zeros(2, 64, device="cuda"), 33)
 
 

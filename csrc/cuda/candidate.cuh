@@ -13,7 +13,8 @@ __device__ __forceinline__ __nv_bfloat162 at_least_minus_inf(__nv_bfloat16 a, __
   return __hadd2(__hmax2(__halves2bfloat162(a, b), __float2bfloat162_rn(-INFINITY)), __float2bfloat162_rn(0.0f));
 }
 
-// A candidate as one integer: 16 bits of key, then the inverted id. Enough for 16-bit logits without a bias.
+// A candidate as one integer: 16 bits of key, then the inverted id. Enough for 16-bit logits without a bias. `order()`
+// orders the values of candidates as unsigned integers.
 struct Packed {
   int32_t bits;
 
@@ -24,40 +25,22 @@ struct Packed {
     bits = (value ^ (value >> 31 & 0x7fff0000)) + static_cast<int32_t>(0xffffu - id);
   }
   __device__ uint32_t id() const { return 0xffffu - (bits & 0xffffu); }
-  __device__ bool operator==(const Packed& other) const { return bits == other.bits; }
-  __device__ bool operator>(const Packed& other) const { return bits > other.bits; }
-  __device__ Packed best_of_warp() const {
-    Packed best;
-    best.bits = __reduce_max_sync(kAllLanes, bits);
-    return best;
-  }
-  __device__ Packed from_lane(int lane) const {
-    Packed other;
-    other.bits = __shfl_sync(kAllLanes, bits, lane);
-    return other;
-  }
+  __device__ uint32_t order() const { return static_cast<uint32_t>(bits) ^ 0x80000000u; }
+  __device__ bool is_best_of_warp() const { return bits == __reduce_max_sync(kAllLanes, bits); }
 };
 
-// A candidate with all 32 bits of its key; equal keys rank by id.
+// A candidate with all 32 bits of its key, and the inverted id below.
 struct Wide {
-  uint32_t key, expert;
+  uint64_t bits;
 
-  __device__ Wide() : key(0), expert(0xffffffffu) {}  // none
-  __device__ Wide(float value, uint32_t id) : key(order_key(value)), expert(id) {}
-  __device__ uint32_t id() const { return expert; }
-  __device__ bool operator==(const Wide& other) const { return expert == other.expert; }
-  __device__ bool operator>(const Wide& other) const { return key > other.key; }
-  __device__ Wide best_of_warp() const {
-    Wide best;
-    best.key = __reduce_max_sync(kAllLanes, key);
-    best.expert = __reduce_min_sync(kAllLanes, key == best.key ? expert : 0xffffffffu);
-    return best;
-  }
-  __device__ Wide from_lane(int lane) const {
-    Wide other;
-    other.key = __shfl_sync(kAllLanes, key, lane);
-    other.expert = __shfl_sync(kAllLanes, expert, lane);
-    return other;
+  __device__ Wide() : bits(0) {}  // none
+  __device__ Wide(float value, uint32_t id) : bits(static_cast<uint64_t>(order_key(value)) << 32 | ~id) {}
+  __device__ uint32_t id() const { return ~static_cast<uint32_t>(bits); }
+  __device__ uint32_t order() const { return static_cast<uint32_t>(bits >> 32); }
+  __device__ bool is_best_of_warp() const {  // lower lanes have lower ids
+    bool best = order() == __reduce_max_sync(kAllLanes, order());
+    unsigned lower_lanes = (1u << threadIdx.x % 32) - 1;
+    return (__ballot_sync(kAllLanes, best) & lower_lanes) == 0 && best;
   }
 };
 
@@ -78,30 +61,50 @@ __device__ __forceinline__ void make_candidates(const Value (&value)[N], uint32_
   for (int i = 0; i < N; ++i) candidate[i] = Wide(to_float(value[i]), first + i);
 }
 
-// Sorts N (a power of two) descending: Batcher's odd-even merge sort, which keeps indices constant. It is not stable,
-// so equal keys are told apart by what `>` sees: Packed holds the id; Wide compares it where keys are equal.
-__device__ __forceinline__ void order(Packed& a, Packed& b) {
-  int32_t high = max(a.bits, b.bits);
+// Sorts N (a power of two) descending: Batcher's odd-even merge sort, unrolled so that indices are constants.
+template <typename Candidate>
+__device__ __forceinline__ void exchange(Candidate& a, Candidate& b) {
+  auto high = max(a.bits, b.bits);
   b.bits = min(a.bits, b.bits);
   a.bits = high;
-}
-__device__ __forceinline__ void order(Wide& a, Wide& b) {
-  bool swap = b.key > a.key || (b.key == a.key && b.expert < a.expert);
-  Wide high = swap ? b : a;
-  b = swap ? a : b;
-  a = high;
 }
 template <int P, int K, int N, typename Candidate>
 __device__ __forceinline__ void merge(Candidate (&c)[N]) {
 #pragma unroll
   for (int i = K % P; i + K < N; ++i)
-    if ((i - K % P) % (2 * K) < K && i / (2 * P) == (i + K) / (2 * P)) order(c[i], c[i + K]);
-  if constexpr (K > 1) merge<P, K / 2>(c);
-  else if constexpr (2 * P < N) merge<2 * P, 2 * P>(c);
+    if ((i - K % P) % (2 * K) < K && i / (2 * P) == (i + K) / (2 * P)) exchange(c[i], c[i + K]);
+  if constexpr (K > 1)
+    merge<P, K / 2>(c);
+  else if constexpr (2 * P < N)
+    merge<2 * P, 2 * P>(c);
 }
+// The warp's K best, in order, into chosen[K]: the lanes' heads compete, the winner pops its own. A lane that is not
+// `kept` takes no part.
 template <int N, typename Candidate>
-__device__ __forceinline__ void sort(Candidate (&c)[N]) {
+__device__ __forceinline__ void choose(Candidate (&c)[N], bool kept, int K, uint32_t* chosen) {
   if constexpr (N > 1) merge<1, 1>(c);
+  if (!kept) c[0] = Candidate();
+  for (int k = 0; k < K; ++k) {
+    if (!c[0].is_best_of_warp()) continue;
+    chosen[k] = c[0].id();
+#pragma unroll
+    for (int i = 0; i + 1 < N; ++i) c[i] = c[i + 1];
+    c[N - 1] = Candidate();
+  }
+}
+
+// The same where at most 16 lanes are kept: their candidates spread over all lanes first, in order.
+template <int N, typename Candidate>
+__device__ __forceinline__ void choose_of_half(const Candidate (&c)[N], bool kept, int K, uint32_t* chosen,
+                                               Candidate* shared) {
+  int lane = threadIdx.x % 32;
+  unsigned keepers = __ballot_sync(kAllLanes, kept);
+  int rank = __popc(keepers & ((1u << lane) - 1));
+  if (kept) store_vectors(c, shared + rank * N);
+  __syncwarp();
+  Candidate half[N / 2];
+  load_vectors(shared + lane * (N / 2), half);
+  choose(half, lane / 2 < __popc(keepers), K, chosen);
 }
 
 }  // namespace epmoe::cuda

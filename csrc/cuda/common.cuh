@@ -1,13 +1,12 @@
-// What the kernels share: launches that overlap their predecessor's end, 16-byte vectors, element types, real slots.
+// What the kernels share: launches that overlap their predecessor's end, warp reductions, real slots.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
 #include "types.h"
+#include "vector.cuh"
 
 namespace epmoe::cuda {
 
@@ -39,7 +38,8 @@ inline cudaError_t current_device(Device& device) {
   if (cudaError_t error = cudaGetDevice(&index)) return error;
   Device& entry = known[index % 64];
   if (entry.multiprocessors == 0) {
-    if (cudaError_t error = cudaDeviceGetAttribute(&entry.major, cudaDevAttrComputeCapabilityMajor, index)) return error;
+    if (cudaError_t error = cudaDeviceGetAttribute(&entry.major, cudaDevAttrComputeCapabilityMajor, index))
+      return error;
     if (cudaError_t error = cudaDeviceGetAttribute(&entry.multiprocessors, cudaDevAttrMultiProcessorCount, index))
       return error;
   }
@@ -55,7 +55,8 @@ cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, int64
   constexpr int64_t kPlainSharedBytes = 48 << 10;
   if (shared_bytes > kPlainSharedBytes) {
     auto size = static_cast<int>(shared_bytes);
-    if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, size)) return error;
+    if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, size))
+      return error;
   }
   cudaLaunchAttribute overlap = {};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -69,50 +70,6 @@ cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, int64
   config.numAttrs = device.major >= 9 ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
 }
-
-__device__ __forceinline__ float to_float(float value) { return value; }
-__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-
-template <typename T>
-__device__ __forceinline__ T from_float(float value) {
-  if constexpr (std::is_same_v<T, __half>) return __float2half_rn(value);
-  else if constexpr (std::is_same_v<T, __nv_bfloat16>) return __float2bfloat16_rn(value);
-  else return value;
-}
-
-// kBytes that one load or store moves; aligned, so that the compiler makes one instruction of it.
-template <typename T, int kCount>
-struct alignas(sizeof(T) * kCount) Vector {
-  T at[kCount];
-};
-
-// Two 16-bit elements a step, as they lie in registers.
-template <typename T, int kCount>
-__device__ __forceinline__ void to_floats(const Vector<T, kCount>& vector, float (&out)[kCount]) {
-  if constexpr (sizeof(T) == 2 && kCount % 2 == 0) {
-    uint32_t words[kCount / 2];
-    memcpy(words, &vector, sizeof words);
-#pragma unroll
-    for (int i = 0; i < kCount / 2; ++i) {
-      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-        out[2 * i] = __uint_as_float(words[i] << 16);
-        out[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-      } else {
-        __half2 pair;
-        memcpy(&pair, &words[i], sizeof pair);
-        out[2 * i] = __low2float(pair);
-        out[2 * i + 1] = __high2float(pair);
-      }
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) out[i] = to_float(vector.at[i]);
-  }
-}
-
-template <typename T>
-constexpr int kPerVector = 16 / sizeof(T);  // elements in the widest access
 
 // Whether rows from `base` on, this far apart, may be accessed 16 bytes at a time.
 inline bool is_aligned(const void* base, int64_t stride_bytes) {
@@ -157,9 +114,7 @@ struct Slots {
   const int32_t* counts_R;
   int32_t slab, R;
 
-  __device__ __forceinline__ int32_t count(int32_t r) const {
-    return counts_R ? min(max(counts_R[r], 0), slab) : slab;
-  }
+  __device__ __forceinline__ int32_t count(int32_t r) const { return counts_R ? min(max(counts_R[r], 0), slab) : slab; }
   __device__ __forceinline__ bool is_real(uint32_t slot) const {
     if (!counts_R) return true;
     uint32_t r = slot / static_cast<uint32_t>(slab);

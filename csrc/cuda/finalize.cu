@@ -1,5 +1,5 @@
-// finalize on the GPU: a thread sums 16 bytes' worth (one element where rows are not aligned to that) of one slot over its K rows, in the order of k, in fp32. The loads
-// of up to kInFlight rows are issued before the first addition.
+// finalize on the GPU: a thread sums 16 bytes' worth (one element where rows are not aligned to that) of one slot over
+// its K rows, in the order of k, in fp32. The loads of up to kInFlight rows are issued before the first addition.
 #include "args.h"
 #include "common.cuh"
 #include "launch.h"
@@ -7,7 +7,9 @@
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kThreads = 128, kInFlight = 8;
+constexpr int kInFlight = 8, kMaxThreads = 256;
+// Few slots finish sooner in larger blocks, which are fewer to start; many stream best through small ones.
+constexpr int64_t kFewSlots = 256;
 
 // Lane k holds the k-th pair of a slot. A weight of 0 multiplies nothing, so that 0 * NaN never arises.
 struct Pair {
@@ -26,8 +28,8 @@ __device__ __forceinline__ Pair load_pair(const FinalizeArgs& args, int64_t slot
 }
 
 template <typename T, int kWidth>
-__global__ void __launch_bounds__(kThreads, 8) sum_rows(const __grid_constant__ FinalizeArgs args, Slots slots,
-                                                     uint32_t chunks, uint32_t units) {
+__global__ void __launch_bounds__(kMaxThreads, 4)
+    sum_rows(const __grid_constant__ FinalizeArgs args, Slots slots, uint32_t chunks, uint32_t units) {
   using Values = Vector<T, kWidth>;
   wait_for_predecessor();
   let_successor_start();
@@ -36,7 +38,7 @@ __global__ void __launch_bounds__(kThreads, 8) sum_rows(const __grid_constant__ 
   for (uint32_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
     int64_t slot = slots.real_slot(unit / chunks);
     if (slot < 0) return;
-    int32_t at = (unit % chunks) * kThreads + threadIdx.x;
+    int32_t at = (unit % chunks) * blockDim.x + threadIdx.x;
     bool active = at < vectors;
     float sum[kWidth] = {};
     for (int from = 0; from < args.K; from += 32) {
@@ -49,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, 8) sum_rows(const __grid_constant__ 
           int64_t row = __shfl_sync(kAllLanes, mine.row, k + j);
           weight[j] = __shfl_sync(kAllLanes, mine.weight, k + j);
           auto* values = static_cast<const char*>(args.rows_ND) + row * args.rows_stride_bytes;
-          if (active && weight[j] != 0.0f) loaded[j] = reinterpret_cast<const Values*>(values)[at];
+          if (active && weight[j] != 0.0f) loaded[j] = load_past_l1(reinterpret_cast<const Values*>(values) + at);
         }
 #pragma unroll
         for (int j = 0; j < kInFlight; ++j) {
@@ -72,18 +74,21 @@ template <typename T, int kWidth>
 cudaError_t launch_sum(const FinalizeArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(device)) return error;
-  int64_t chunks = ceil_div(args.D / kWidth, kThreads), units = args.S * chunks;
+  int64_t vectors = args.D / kWidth, chunks = ceil_div(vectors, args.S <= kFewSlots ? kMaxThreads : kMaxThreads / 2);
+  auto threads = static_cast<int>(ceil_div(ceil_div(vectors, std::max<int64_t>(chunks, 1)), 32) * 32);
+  int64_t units = args.S * chunks;
   if (units == 0) return cudaSuccess;
   if (units > INT32_MAX) return cudaErrorInvalidValue;
   int64_t blocks = args.counts_R ? std::min<int64_t>(units, 16 * device.multiprocessors) : units;
-  return launch(sum_rows<T, kWidth>, blocks, kThreads, 0, stream, args, slots_of(args), static_cast<uint32_t>(chunks),
+  return launch(sum_rows<T, kWidth>, blocks, threads, 0, stream, args, slots_of(args), static_cast<uint32_t>(chunks),
                 static_cast<uint32_t>(units));
 }
 
 }  // namespace
 
 cudaError_t finalize(const FinalizeArgs& args, cudaStream_t stream) {
-  bool wide = is_aligned(args.rows_ND, args.rows_stride_bytes) && is_aligned(args.partial_SD, args.D * itemsize(args.dtype));
+  bool wide =
+      is_aligned(args.rows_ND, args.rows_stride_bytes) && is_aligned(args.partial_SD, args.D * itemsize(args.dtype));
   return visit(args.dtype, [&](auto type) {
     using T = decltype(type);
     return wide ? launch_sum<T, kPerVector<T>>(args, stream) : launch_sum<T, 1>(args, stream);

@@ -1,5 +1,6 @@
 // The CUDA kernels, as ops.cpp launches them: on a stream, without synchronising, capturable in a graph. Arguments have
-// been checked there; ids, counts and row indices inside tensors have not, and are checked before they become addresses.
+// been checked there; ids, counts and row indices inside tensors have not, and are checked before they become
+// addresses.
 #pragma once
 #include <cuda_runtime_api.h>
 

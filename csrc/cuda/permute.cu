@@ -1,12 +1,13 @@
 // permute on the GPU: a stable counting sort of the pairs by local expert, then each row is read once and written to
 // its places.
 //
-// up to 256 slots: one kernel. Every block sorts all pairs for itself, while its share of x is on the way, and copies.
+// up to 256 slots: one kernel. Every block counts all pairs for itself, while its share of x is on the way; a warp
+// ranks
+//                  each pair of its slot among those before it; the block copies.
 // above:           three. `count` histograms a chunk of pairs a block; `place` adds up the chunks before its own, and
 //                  gives each pair its row; `expand` copies.
 //
-// Within an expert rows follow the order of the pairs: each warp owns a stretch of consecutive pairs, and takes the
-// ranks of 32 at a time. Nothing depends on the order in which atomics arrive.
+// Within an expert rows follow the order of the pairs; nothing depends on the order in which atomics arrive.
 #include "args.h"
 #include "copy_rows.cuh"
 #include "launch.h"
@@ -14,93 +15,70 @@
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kOneKernelSlots = 256, kThreads = 512, kMaxChunks = 128, kExpandThreads = 128;
+constexpr int kOneKernelSlots = 256, kThreads = 512, kMaxChunks = 128, kExpandThreads = 256;
 constexpr int kManyExperts = 1024;  // above it fewer warps, whose counters must fit in shared memory
 
 int sort_threads(int32_t experts) { return experts > kManyExperts ? 128 : kThreads; }
 
-// Pairs a block sorts in the three-kernel path, and the blocks that this makes.
-int32_t chunk_pairs(int64_t pairs) { return static_cast<int32_t>(std::max<int64_t>(kThreads, ceil_div(pairs, kMaxChunks))); }
+// Pairs a block sorts in the three-kernel path: one step of each warp, or more where that makes too many blocks.
+int32_t chunk_pairs(int64_t pairs) {
+  return static_cast<int32_t>(std::max<int64_t>(1, ceil_div(pairs, int64_t{kThreads} * kMaxChunks)) * kThreads);
+}
 
-struct Pairs {
-  const PermuteArgs& args;
-  Slots slots;
-  int32_t begin, end;  // this block's
-
-  __device__ __forceinline__ int32_t local_expert(int32_t pair) const {
-    uint32_t K = args.K, slot = static_cast<uint32_t>(pair) / K, k = static_cast<uint32_t>(pair) - slot * K;
-    if (!slots.is_real(slot)) return -1;
-    int64_t at = slot * args.ids_stride + k;
-    int64_t id = args.wide_ids ? static_cast<const int64_t*>(args.ids_SK)[at] : static_cast<const int32_t*>(args.ids_SK)[at];
-    if (id < 0 || id >= args.P) return -1;
-    int32_t local = args.expert_map_P[id];
-    return local < args.num_local_experts ? max(local, -1) : -1;
-  }
-
-  // Calls f(first pair, past the last) with this warp's stretch, a multiple of 32 from the block's begin.
-  template <typename F>
-  __device__ __forceinline__ void stretch(F&& f) const {
-    int warps = blockDim.x / 32, warp = threadIdx.x / 32;
-    int32_t length = (end - begin + warps * 32 - 1) / (warps * 32) * 32;
-    f(min(begin + warp * length, end), min(begin + (warp + 1) * length, end));
-  }
-};
-
-// next_WE[w][i]: first how many of warp w's pairs go to expert i, then the row of its next one.
-__device__ __forceinline__ void count_pairs(const Pairs& pairs, int32_t* next_WE) {
-  int32_t experts = pairs.args.num_local_experts;
-  for (int i = threadIdx.x; i < blockDim.x / 32 * experts; i += blockDim.x) next_WE[i] = 0;
-  __syncthreads();
-  pairs.stretch([&](int32_t first, int32_t last) {
-    int32_t* next_E = next_WE + threadIdx.x / 32 * experts;
-    for (int32_t pair = first + threadIdx.x % 32; pair < last; pair += 32)
-      if (int32_t local = pairs.local_expert(pair); local >= 0) atomicAdd(next_E + local, 1);
-  });
-  __syncthreads();
+// Of `pair`, or -1. Loads that do not wait for one another's conditions, so that several pairs' overlap.
+__device__ __forceinline__ int32_t local_expert(const PermuteArgs& args, const Slots& slots, uint32_t pair) {
+  uint32_t slot = pair / args.K, k = pair - slot * args.K;
+  int64_t at = slot * args.ids_stride + k;
+  int64_t id =
+      args.wide_ids ? static_cast<const int64_t*>(args.ids_SK)[at] : static_cast<const int32_t*>(args.ids_SK)[at];
+  int32_t local = id >= 0 && id < args.P ? args.expert_map_P[id] : -1;
+  return local < args.num_local_experts && slots.is_real(slot) ? max(local, -1) : -1;
 }
 
 __device__ __forceinline__ int64_t block_inclusive_sum(int64_t value) {
   __shared__ int64_t totals[32];
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+#pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
     int64_t before = __shfl_up_sync(kAllLanes, value, offset);
     if (lane >= offset) value += before;
   }
   if (lane == 31) totals[warp] = value;
   __syncthreads();
-  for (int w = 0; w < warp; ++w) value += totals[w];
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) value += w < warps && w < warp ? totals[w] : 0;
   __syncthreads();
   return value;
 }
 
-// Segments from the pairs of each expert: `load(expert, warps' sum, total, before)` tells how many there are in all and
-// in the chunks before this block's. Writes offsets and counts where `publish` holds.
-template <typename Load>
-__device__ __forceinline__ void place_segments(const PermuteArgs& args, int32_t* next_WE, int2* gaps_E, bool publish,
-                                               Load&& load) {
+// Where an expert's rows are: [begin, begin + kept), then a gap up to `end`.
+struct Segment {
+  int32_t begin, kept, end;
+};
+
+// Lays out the segments in turn, a thread an expert: `total(expert)` tells how many pairs it has, and `emit(expert,
+// segment)` takes the result. Where `publish` holds, offsets, counts and what was dropped are written too.
+template <typename Total, typename Emit>
+__device__ __forceinline__ void place_segments(const PermuteArgs& args, bool publish, Total&& total, Emit&& emit) {
   __shared__ int64_t carry;
-  int32_t experts = args.num_local_experts, warps = blockDim.x / 32;
+  int32_t experts = args.num_local_experts;
   int64_t begin_of_tile = 0;
   for (int32_t tile = 0; tile < experts || tile == 0; tile += blockDim.x) {
-    int32_t i = tile + threadIdx.x, total = 0, before = 0;
-    if (i < experts) load(i, total, before);
-    int64_t padded = (total + args.alignment - 1) / args.alignment * args.alignment;
+    int32_t i = tile + threadIdx.x;
+    uint32_t here = i < experts ? total(i) : 0, alignment = args.alignment;
+    uint32_t padded = alignment == 1 ? here : (here + alignment - 1) / alignment * alignment;
     int64_t end = begin_of_tile + block_inclusive_sum(padded), begin = end - padded;
-    auto first = static_cast<int32_t>(min(begin, args.max_rows)), last = static_cast<int32_t>(min(end, args.max_rows));
-    auto kept = static_cast<int32_t>(min(static_cast<int64_t>(total), args.max_rows - first));
+    Segment segment = {static_cast<int32_t>(min(begin, args.max_rows)), 0,
+                       static_cast<int32_t>(min(end, args.max_rows))};
+    segment.kept = static_cast<int32_t>(min(int64_t{here}, args.max_rows - segment.begin));
     if (i < experts) {
-      int32_t row = first + before;
-      for (int w = 0; w < warps; ++w) {
-        int32_t here = next_WE[w * experts + i];
-        next_WE[w * experts + i] = row;
-        row += here;
-      }
-      if (gaps_E) gaps_E[i] = {first + kept, last};
+      emit(i, segment);
       if (publish) {
-        args.expert_offsets[i] = first;
-        args.tokens_per_expert[i] = kept;
-        if (args.counters && kept < total)
-          atomicAdd(reinterpret_cast<unsigned long long*>(args.counters) + kDroppedPairs, total - kept);
+        args.expert_offsets[i] = segment.begin;
+        args.tokens_per_expert[i] = segment.kept;
+        uint32_t dropped = here - segment.kept;
+        if (dropped && args.counters)
+          atomicAdd(reinterpret_cast<unsigned long long*>(args.counters) + kDroppedPairs, dropped);
       }
     }
     if (threadIdx.x == blockDim.x - 1) carry = end;
@@ -113,107 +91,151 @@ __device__ __forceinline__ void place_segments(const PermuteArgs& args, int32_t*
   }
 }
 
-// Calls emit(pair, row) for every pair of this block; the row is -1 where it has none.
-template <typename Emit>
-__device__ __forceinline__ void place_pairs(const Pairs& pairs, int32_t* next_WE, Emit&& emit) {
-  unsigned lane = threadIdx.x % 32;
-  int32_t* next_E = next_WE + threadIdx.x / 32 * pairs.args.num_local_experts;
-  pairs.stretch([&](int32_t first, int32_t last) {
-    for (int32_t from = first; from < last; from += 32) {
-      int32_t pair = from + lane, local = pair < last ? pairs.local_expert(pair) : -1;
-      unsigned peers = __match_any_sync(kAllLanes, local), before = peers & ((1u << lane) - 1);
-      int64_t row = local < 0 ? -1 : int64_t{next_E[local]} + __popc(before);
-      __syncwarp();
-      if (local >= 0 && before == 0) next_E[local] += __popc(peers);
-      __syncwarp();
-      if (row >= pairs.args.max_rows) row = -1;
-#if defined(EPMOE_MUTATE_SORT_GUARD)
-      if (row < 0) continue;  // as in the field: an entry nobody writes
-#endif
-      if (pair < last) emit(pair, static_cast<int32_t>(row));
-    }
-  });
+// The row at `rank` of a segment that begins at `begin`, or -1 where there is none.
+__device__ __forceinline__ int32_t row_at(const PermuteArgs& args, int32_t begin, uint32_t rank) {
+  uint32_t row = begin + rank;
+  return row < args.max_rows ? static_cast<int32_t>(row) : -1;
 }
 
-__device__ __forceinline__ void publish_row(const PermuteArgs& args, int32_t pair, int32_t row) {
-  int64_t slot = static_cast<uint32_t>(pair) / static_cast<uint32_t>(args.K);
-  args.row_of_pair_SK[slot * args.row_of_pair_stride + (pair - slot * args.K)] = row;
+__device__ __forceinline__ void publish_row(const PermuteArgs& args, int64_t slot, int32_t k, int32_t row) {
+#if defined(EPMOE_MUTATE_SORT_GUARD)
+  if (row < 0) return;  // as in the field: an entry nobody writes
+#endif
+  args.row_of_pair_SK[slot * args.row_of_pair_stride + k] = row;
+}
+
+// The rank of a pair among those of its expert: a warp counts the ones before it.
+__device__ __forceinline__ uint32_t rank_of(const int32_t* local_of_pair, int32_t pair) {
+  int32_t local = local_of_pair[pair];
+  uint32_t before = 0;
+#pragma unroll 8
+  for (int32_t i = threadIdx.x % 32; i < pair; i += 32) before += local_of_pair[i] == local;
+  return __reduce_add_sync(kAllLanes, before);
 }
 
 template <typename V>
-__global__ void __launch_bounds__(kThreads) permute_small(const __grid_constant__ PermuteArgs args, Slots slots,
-                                                          Chunks chunks) {
-  extern __shared__ int32_t shared[];
-  int2* gaps_E = reinterpret_cast<int2*>(shared);
-  int32_t* next_WE = shared + 2 * args.num_local_experts;
-  int32_t* row_of_pair = next_WE + blockDim.x / 32 * args.num_local_experts;
-  Pairs pairs = {args, slots, 0, static_cast<int32_t>(args.S * args.K)};
+__global__ void __launch_bounds__(kThreads)
+    permute_small(const __grid_constant__ PermuteArgs args, Slots slots, Chunks chunks) {
+  extern __shared__ int32_t shared[];  // a Segment an expert, the local expert of each pair, the rows of one slot
+  int32_t experts = args.num_local_experts, pairs = static_cast<int32_t>(args.S) * args.K;
+  auto* segment_E = reinterpret_cast<Segment*>(shared);
+  int32_t *local_of_pair = shared + 3 * experts, *rows_K = local_of_pair + pairs;
+  for (int i = threadIdx.x; i < experts; i += blockDim.x) segment_E[i].kept = 0;  // counts, at first
   wait_for_predecessor();
   let_successor_start();
   RowCopy<V, 2> copy(args, chunks);
-  uint32_t unit = blockIdx.x, count = chunks.count;
-  int64_t slot = slots.real_slot(unit / count);
-  if (slot >= 0) copy.load(slot, unit % count);
-  count_pairs(pairs, next_WE);
-  bool publish = blockIdx.x == 0;
-  place_segments(args, next_WE, gaps_E, publish, [&](int32_t expert, int32_t& total, int32_t&) {
-    for (int w = 0; w < blockDim.x / 32; ++w) total += next_WE[w * args.num_local_experts + expert];
-  });
-  place_pairs(pairs, next_WE, [&](int32_t pair, int32_t row) {
-    row_of_pair[pair] = row;
-    if (publish) publish_row(args, pair, row);
-  });
+  uint32_t unit = blockIdx.x;
+  int64_t slot = slots.real_slot(unit / chunks.count);
+  if (slot >= 0) copy.load(slot, unit % chunks.count);
   __syncthreads();
-  while (slot >= 0) {
-    copy.store(row_of_pair + slot * args.K, slot, unit % count);
-    unit += gridDim.x;
-    slot = slots.real_slot(unit / count);
-    if (slot >= 0) copy.load(slot, unit % count);
+  for (int32_t pair = threadIdx.x; pair < pairs; pair += blockDim.x) {
+    int32_t local = local_expert(args, slots, pair);
+    local_of_pair[pair] = local;
+    if (local >= 0)
+      atomicAdd(&segment_E[local].kept, 1);
+    else if (blockIdx.x == 0)
+      publish_row(args, pair / args.K, pair % args.K, -1);
+  }
+  __syncthreads();
+  place_segments(
+      args, blockIdx.x == 0, [&](int32_t expert) { return segment_E[expert].kept; },
+      [&](int32_t expert, const Segment& segment) { segment_E[expert] = segment; });
+  for (; slot >= 0; unit += gridDim.x, slot = slots.real_slot(unit / chunks.count)) {
+    if (unit != blockIdx.x) copy.load(slot, unit % chunks.count);
+    for (int k = threadIdx.x / 32; k < args.K; k += blockDim.x / 32) {
+      int32_t pair = static_cast<int32_t>(slot) * args.K + k, local = local_of_pair[pair];
+      int32_t row = local < 0 ? -1 : row_at(args, segment_E[local].begin, rank_of(local_of_pair, pair));
+      if (threadIdx.x % 32 == 0) rows_K[k] = row;
+      if (threadIdx.x % 32 == 0 && local >= 0 && unit % chunks.count == 0) publish_row(args, slot, k, row);
+    }
+    __syncthreads();
+    copy.store(rows_K, slot, unit % chunks.count);
+    __syncthreads();
   }
   if (args.alignment > 1)
-    for (int i = 0; i < args.num_local_experts; ++i) copy.clear(gaps_E[i].x, gaps_E[i].y);
+    for (int i = 0; i < experts; ++i) copy.clear(segment_E[i].begin + segment_E[i].kept, segment_E[i].end);
 }
 
-__device__ __forceinline__ Pairs chunk_of_block(const PermuteArgs& args, const Slots& slots, int32_t chunk) {
-  auto pairs = static_cast<int32_t>(args.S * args.K);
-  int32_t begin = blockIdx.x * chunk;
-  return {args, slots, begin, min(begin + chunk, pairs)};
+// This warp's pairs: a stretch of its block's chunk, whole steps of 32 from its begin.
+struct Stretch {
+  int32_t begin, end;
+
+  __device__ __forceinline__ Stretch(const PermuteArgs& args, int32_t chunk) {
+    int32_t pairs = static_cast<int32_t>(args.S) * args.K, length = chunk / (blockDim.x / 32);
+    begin = min(blockIdx.x * chunk + threadIdx.x / 32 * length, pairs);
+    end = min(begin + length, pairs);
+  }
+};
+
+// counts_WE[w][i]: how many of warp w's pairs go to expert i.
+__device__ __forceinline__ void count_pairs(const PermuteArgs& args, const Slots& slots, Stretch stretch,
+                                            int32_t* counts_WE) {
+  int32_t experts = args.num_local_experts;
+  for (int i = threadIdx.x; i < blockDim.x / 32 * experts; i += blockDim.x) counts_WE[i] = 0;
+  __syncthreads();
+  int32_t* counts_E = counts_WE + threadIdx.x / 32 * experts;
+  for (int32_t pair = stretch.begin + threadIdx.x % 32; pair < stretch.end; pair += 32)
+    if (int32_t local = local_expert(args, slots, pair); local >= 0) atomicAdd(counts_E + local, 1);
+  __syncthreads();
 }
 
-__global__ void __launch_bounds__(kThreads) count(const __grid_constant__ PermuteArgs args, Slots slots, int32_t chunk) {
-  extern __shared__ int32_t shared[];
+__global__ void __launch_bounds__(kThreads)
+    count(const __grid_constant__ PermuteArgs args, Slots slots, int32_t chunk) {
+  extern __shared__ int32_t counts_WE[];
   wait_for_predecessor();
   let_successor_start();
   int32_t experts = args.num_local_experts, *counts_BE = static_cast<int32_t*>(args.workspace);
-  count_pairs(chunk_of_block(args, slots, chunk), shared);
+  count_pairs(args, slots, Stretch(args, chunk), counts_WE);
   for (int i = threadIdx.x; i < experts; i += blockDim.x) {
     int32_t sum = 0;
-    for (int w = 0; w < blockDim.x / 32; ++w) sum += shared[w * experts + i];
+    for (int w = 0; w < blockDim.x / 32; ++w) sum += counts_WE[w * experts + i];
     counts_BE[static_cast<int64_t>(blockIdx.x) * experts + i] = sum;
   }
 }
 
-__global__ void __launch_bounds__(kThreads) place(const __grid_constant__ PermuteArgs args, Slots slots, int32_t chunk) {
-  extern __shared__ int32_t next_WE[];
-  int32_t experts = args.num_local_experts, *counts_BE = static_cast<int32_t*>(args.workspace);
-  Pairs pairs = chunk_of_block(args, slots, chunk);
-  count_pairs(pairs, next_WE);  // of inputs that are older than `count`
+__global__ void __launch_bounds__(kThreads)
+    place(const __grid_constant__ PermuteArgs args, Slots slots, int32_t chunk) {
+  extern __shared__ int32_t next_WE[];  // first each warp's counts, then the row of its next pair of each expert
+  int32_t experts = args.num_local_experts, *counts_BE = static_cast<int32_t*>(args.workspace), before = 0;
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  Stretch stretch(args, chunk);
+  count_pairs(args, slots, stretch, next_WE);  // of inputs that are older than `count`
   wait_for_predecessor();
   let_successor_start();
-  place_segments(args, next_WE, nullptr, blockIdx.x == 0, [&](int32_t expert, int32_t& total, int32_t& before) {
+  auto total = [&](int32_t expert) {
+    int32_t sum = 0;
+    before = 0;
 #pragma unroll 16
     for (int b = 0; b < gridDim.x; ++b) {
       int32_t here = counts_BE[static_cast<int64_t>(b) * experts + expert];
-      total += here;
+      sum += here;
       before += b < blockIdx.x ? here : 0;
     }
+    return sum;
+  };
+  place_segments(args, blockIdx.x == 0, total, [&](int32_t expert, const Segment& segment) {
+    int32_t next = segment.begin + before;
+    for (int w = 0; w < blockDim.x / 32; ++w) {
+      int32_t here = next_WE[w * experts + expert];
+      next_WE[w * experts + expert] = next;
+      next += here;
+    }
   });
-  place_pairs(pairs, next_WE, [&](int32_t pair, int32_t row) { publish_row(args, pair, row); });
+  int32_t* next_E = next_WE + warp * experts;
+  for (int32_t from = stretch.begin; from < stretch.end; from += 32) {
+    int32_t pair = from + lane, local = pair < stretch.end ? local_expert(args, slots, pair) : -1;
+    unsigned peers = __match_any_sync(kAllLanes, local), earlier = peers & ((1u << lane) - 1);
+    int32_t row = local < 0 ? -1 : row_at(args, next_E[local], __popc(earlier));
+    __syncwarp();
+    if (local >= 0 && earlier == 0) next_E[local] += __popc(peers);
+    __syncwarp();
+    if (pair < stretch.end) publish_row(args, pair / args.K, pair % args.K, row);
+  }
 }
 
 template <typename V>
-__global__ void __launch_bounds__(kExpandThreads) expand(const __grid_constant__ PermuteArgs args, Slots slots,
-                                                         Chunks chunks) {
+__global__ void __launch_bounds__(kExpandThreads)
+    expand(const __grid_constant__ PermuteArgs args, Slots slots, Chunks chunks) {
   RowCopy<V, 4> copy(args, chunks);
   uint32_t unit = blockIdx.x, count = chunks.count;
   int64_t slot = slots.real_slot(unit / count);
@@ -240,11 +262,11 @@ cudaError_t launch_permute(const PermuteArgs& args, cudaStream_t stream) {
   int64_t counters = static_cast<int64_t>(threads / 32) * args.num_local_experts * sizeof(int32_t);
   Slots slots = slots_of(args);
   if (args.S <= kOneKernelSlots) {
-    int64_t wanted = ceil_div(device.multiprocessors, std::max<int64_t>(args.S, 1));
-    Chunks chunks = chunks_of(vectors, 2 * threads, wanted);
-    int64_t blocks = std::clamp<int64_t>(args.S * chunks.count, 1, 2 * device.multiprocessors);
-    int64_t shared = counters + args.num_local_experts * int64_t{sizeof(int2)} + pairs * int64_t{sizeof(int32_t)};
-    return launch(permute_small<V>, blocks, threads, shared, stream, args, slots, chunks);
+    int64_t wanted = device.multiprocessors / std::max<int64_t>(args.S, 1);
+    Chunks chunks = chunks_of(vectors, 2 * kThreads, wanted);
+    int64_t blocks = std::max<int64_t>(args.S * chunks.count, 1);
+    int64_t shared = args.num_local_experts * int64_t{sizeof(Segment)} + (pairs + args.K) * int64_t{sizeof(int32_t)};
+    return launch(permute_small<V>, blocks, kThreads, shared, stream, args, slots, chunks);
   }
   int32_t chunk = chunk_pairs(pairs);
   int64_t blocks = ceil_div(pairs, chunk);
@@ -254,7 +276,8 @@ cudaError_t launch_permute(const PermuteArgs& args, cudaStream_t stream) {
   int64_t units = args.S * chunks.count;
   if (units > INT32_MAX) return cudaErrorInvalidValue;
   if (args.counts_R) units = std::min<int64_t>(units, 16 * device.multiprocessors);
-  return launch(expand<V>, units, kExpandThreads, 0, stream, args, slots, chunks);
+  auto width = static_cast<int>(ceil_div(chunks.length, 4 * 32) * 32);
+  return launch(expand<V>, units, width, 0, stream, args, slots, chunks);
 }
 
 }  // namespace
@@ -265,7 +288,7 @@ int64_t permute_workspace_bytes(int64_t S, int32_t K, int32_t num_local_experts)
 }
 
 cudaError_t permute(const PermuteArgs& args, cudaStream_t stream) {
-  if (args.S * args.K >= INT32_MAX) return cudaErrorInvalidValue;
+  if (args.S * args.K > INT32_MAX / 2 || args.alignment > INT32_MAX) return cudaErrorInvalidValue;
   bool wide = is_aligned(args.x_SD, args.x_stride_bytes) && is_aligned(args.rows_ND, args.D * itemsize(args.dtype));
   return wide ? launch_permute<uint4>(args, stream) : launch_permute<unsigned char>(args, stream);
 }

@@ -80,7 +80,8 @@ __global__ void __launch_bounds__(kThreads) find_largest(const __grid_constant__
   let_successor_start();
   int64_t real = real_rows(args);
   float largest = 0.0f;
-  for (int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32; index < real * blocks; index += gridDim.x * kWarps)
+  for (int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32; index < real * blocks;
+       index += gridDim.x * kWarps)
     largest = fmaxf(largest, WarpBlock<T>(args, index, blocks, real).largest());
   if (threadIdx.x % 32 == 0 && largest > 0.0f) atomicMax(args.largest, __float_as_uint(largest));
 }

@@ -27,42 +27,51 @@ struct Row {
   bool defined;
 };
 
+// No branches, so that the scores of a lane interleave. The sigmoid of -Inf is 0, which is what NaN counts as.
 template <bool kClamp>
-__device__ __forceinline__ float score_of(const RouteArgs& args, const Row& row, float logit) {
-  if (args.sigmoid) return !kClamp || !is_nan(logit) ? sigmoid(logit) : 0.0f;
+__device__ __forceinline__ float sigmoid_score(float logit) {
+  return kClamp ? sigmoid_of_number(fmaxf(logit, -INFINITY)) : sigmoid(logit);
+}
+template <bool kClamp>
+__device__ __forceinline__ float softmax_score(const Row& row, float logit) {
+  float power = exp_of_number(logit - row.largest);
   bool defined = !kClamp || row.defined;
-  float score = exp_nonpositive(defined ? logit - row.largest : 0.0f) / (defined ? row.sum : 1.0f);
-  return defined ? score : 0.0f;
+  return __fdividef(defined ? power : 0.0f, defined ? row.sum : 1.0f);
 }
 
-__device__ __forceinline__ int64_t real_rows(const RouteArgs& args) {
-  int64_t wanted = args.num_tokens ? *args.num_tokens : args.num_rows;
-  return min(max(wanted, int64_t{0}), args.T);
+inline int32_t clamped_rows(const RouteArgs& args) {
+  return static_cast<int32_t>(std::clamp<int64_t>(args.num_rows, 0, args.T));
+}
+__device__ __forceinline__ int32_t real_rows(const RouteArgs& args, int32_t num_rows) {
+  return args.num_tokens ? min(max(*args.num_tokens, 0), static_cast<int32_t>(args.T)) : num_rows;
 }
 
 // Lane k < K writes its choice; `id` is E and `weight` 0 in a padded row.
-__device__ __forceinline__ void write_choice(const RouteArgs& args, int64_t t, int lane, uint32_t id, float weight) {
+__device__ __forceinline__ void write_choice(const RouteArgs& args, int32_t t, int lane, uint32_t id, float weight) {
   if (lane >= args.K) return;
-  int64_t at = t * args.K + lane;
-  if (args.wide_ids) static_cast<int64_t*>(args.ids_TK)[at] = id;
-  else static_cast<int32_t*>(args.ids_TK)[at] = static_cast<int32_t>(id);
+  int64_t at = int64_t{t} * args.K + lane;
+  if (args.wide_ids)
+    static_cast<int64_t*>(args.ids_TK)[at] = id;
+  else
+    static_cast<int32_t*>(args.ids_TK)[at] = static_cast<int32_t>(id);
   args.weights_TK[at] = weight;
 }
 
 // Lane k has the k-th choice: its score from the logit itself, which lies in L1.
 template <bool kClamp, typename Logit>
-__device__ __forceinline__ void finish_row(const RouteArgs& args, const Row& row, const Logit* logits, int64_t t,
+__device__ __forceinline__ void finish_row(const RouteArgs& args, const Row& row, const Logit* logits, int32_t t,
                                            int lane, uint32_t id) {
-  float weight = lane < args.K ? score_of<kClamp>(args, row, to_float(logits[id])) : 0.0f;
+  float logit = to_float(logits[lane < args.K ? id : 0]);
+  float weight = args.sigmoid ? sigmoid_score<kClamp>(logit) : softmax_score<kClamp>(row, logit);
   if (args.renormalize) {
-    float sum = warp_sum(weight);
-    weight /= sum == 0.0f ? 1.0f : sum;
+    float sum = warp_sum(lane < args.K ? weight : 0.0f);
+    weight = sum == 0.0f ? weight : weight / sum;
   }
   write_choice(args, t, lane, id, weight * args.scale);
 }
 
 // One atomic a block, so that a batch of poisoned rows costs what a clean one does.
-__device__ __forceinline__ void count_rows(const RouteArgs& args, int64_t real, bool sanitised) {
+__device__ __forceinline__ void count_rows(const RouteArgs& args, int32_t real, bool sanitised) {
   if (!args.counters) return;
   int rows = __syncthreads_count(sanitised && threadIdx.x % 32 == 0);
   if (threadIdx.x) return;
@@ -70,7 +79,8 @@ __device__ __forceinline__ void count_rows(const RouteArgs& args, int64_t real, 
   if (rows) atomicAdd(counters + kSanitisedRows, rows);
   if (blockIdx.x) return;
   if (args.T > real) atomicAdd(counters + kPaddedRows, args.T - real);
-  if (args.num_tokens && *args.num_tokens != real) atomicAdd(counters + kClampedNumTokens, 1);
+  int64_t wanted = args.num_tokens ? *args.num_tokens : args.num_rows;
+  if (wanted != real) atomicAdd(counters + kClampedNumTokens, 1);
 }
 
 }  // namespace epmoe::cuda

@@ -55,13 +55,14 @@ __device__ void drop_groups(const RouteArgs& args, uint32_t* keys, uint32_t* gro
 }
 
 template <typename Logit>
-__global__ void route_rows(const __grid_constant__ RouteArgs args) {
+__global__ void route_rows(const __grid_constant__ RouteArgs args, int32_t num_rows) {
   extern __shared__ uint32_t shared[];  // for each warp: keys of the experts, then of the groups
   wait_for_predecessor();
   let_successor_start();
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint32_t* keys = shared + warp * (args.E + args.num_groups);
-  int64_t t = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + warp, real = real_rows(args);
+  int t = blockIdx.x * (blockDim.x / 32) + warp;
+  int32_t real = real_rows(args, num_rows);
   auto* logits = static_cast<const Logit*>(args.logits_TE) + t * args.logits_stride;
   bool sanitised = false;
   if (t >= real) {
@@ -78,14 +79,16 @@ __global__ void route_rows(const __grid_constant__ RouteArgs args) {
     sanitised = __any_sync(kAllLanes, has_nan);
     if (!args.sigmoid) {
       row.largest = warp_max(largest);
-      for (int i = lane; i < args.E; i += 32) row.sum += exp_nonpositive(to_float(logits[i]) - row.largest);
-      row.sum = warp_sum(row.sum);
+      double sum = 0.0;  // of up to 128 terms a lane
+      for (int i = lane; i < args.E; i += 32) sum += exp_of_number(to_float(logits[i]) - row.largest);
+      row.sum = warp_sum(static_cast<float>(sum));
       row.defined = !sanitised && is_finite(row.largest);
       sanitised = !row.defined;
     }
     for (int i = lane; i < args.E; i += 32) {
       float logit = to_float(logits[i]);
-      float value = args.bias_E ? score_of<kClamp>(args, row, logit) + args.bias_E[i] : logit;
+      float score = args.sigmoid ? sigmoid_score<kClamp>(logit) : softmax_score<kClamp>(row, logit);
+      float value = args.bias_E ? score + args.bias_E[i] : logit;
       keys[i] = order_key(!args.bias_E && !row.defined ? 0.0f : value);
     }
     __syncwarp();
@@ -109,7 +112,7 @@ cudaError_t route_general(const RouteArgs& args, cudaStream_t stream) {
   int64_t warps = std::clamp<int64_t>((48 << 10) / row_bytes, 1, kRouteWarps);
   return visit(args.dtype, [&](auto type) {
     return launch(route_rows<decltype(type)>, ceil_div(args.T, warps), static_cast<int>(warps * 32), warps * row_bytes,
-                  stream, args);
+                  stream, args, clamped_rows(args));
   });
 }
 

@@ -11,6 +11,9 @@ from epmoe import ops
 from epmoe.stages.checks import FLOATS, INTS, check_tensor, contiguous_rows, token_count
 
 
+MAX_TOP_K_ON_CUDA = 32
+
+
 class Routing(NamedTuple):
     """K experts of each token: ids [T,K] int32 or int64, weights [T,K] fp32."""
 
@@ -40,7 +43,7 @@ def route(
 
     Args:
         logits: [T, E] fp32, fp16 or bf16, any row stride; 1 ≤ K ≤ E ≤ 4096.
-        top_k: K.
+        top_k: K, at most 32 on CUDA.
         scoring: softmax over the experts, or sigmoid of each.
         bias: [E] fp32, added to the scores for the choice only (DeepSeek-V3's auxiliary-loss-free balancing).
         renormalize: divide the weights of a token by their sum (a sum of 0 counts as 1).
@@ -62,6 +65,8 @@ def route(
         raise TypeError(f"`top_k` must be an int, got {type(top_k).__name__}")
     if not 1 <= top_k <= E:
         raise ValueError(f"`top_k` must be from 1 to the number of experts, {E}, got {top_k}")
+    if logits.is_cuda and top_k > MAX_TOP_K_ON_CUDA:
+        raise ValueError(f"`top_k` must be at most {MAX_TOP_K_ON_CUDA} on CUDA, got {top_k}")
     if scoring not in ("softmax", "sigmoid"):
         raise ValueError(f"`scoring` must be 'softmax' or 'sigmoid', got {scoring!r}")
     if num_expert_groups < 1 or E % num_expert_groups:

@@ -10,7 +10,6 @@ from torch import Tensor
 from epmoe import ops
 from epmoe.stages.checks import FLOATS, INTS, check_tensor, contiguous_rows, token_count
 
-
 MAX_TOP_K_ON_CUDA = 32
 
 

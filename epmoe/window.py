@@ -60,15 +60,13 @@ class SharedMemoryWindow:
         """
         descriptor, problem = -1, None
         try:
-            _check_available(nbytes * size)
+            check_room(nbytes * size, available_memory_bytes())
             descriptor = _reserve(nbytes)
         except MemoryError as error:
             problem = str(error)
         descriptors = [descriptor]
         try:
-            for peer, theirs in enumerate(all_gather(problem, size, group)):
-                if theirs:
-                    raise MemoryError(f"rank {peer}: {theirs}")
+            raise_together(problem, size, group)
             descriptors = _exchange(descriptor, rank, size, group)
             regions = [_map(fd, nbytes) for fd in descriptors]
         finally:
@@ -101,13 +99,20 @@ def all_gather(value: _Value, size: int, group: dist.ProcessGroup | None) -> lis
     return values
 
 
-def _check_available(nbytes: int) -> None:
-    available = available_memory_bytes()
+def check_room(nbytes: int, available: int) -> None:
+    """Raises MemoryError where windows of so many bytes do not fit."""
     if nbytes > available:
         raise MemoryError(
-            f"the windows of all ranks need {nbytes:,} bytes of shared memory, but only {available:,} are available: "
+            f"the windows need {nbytes:,} bytes of memory that ranks share, but only {available:,} are available: "
             "lower capacity.max_num_tokens_per_rank"
         )
+
+
+def raise_together(problem: str | None, size: int, group: dist.ProcessGroup | None) -> None:
+    """Raises MemoryError on all ranks where one of them has a problem. Collective."""
+    for rank, theirs in enumerate(all_gather(problem, size, group)):
+        if theirs:
+            raise MemoryError(f"rank {rank}: {theirs}")
 
 
 def _reserve(nbytes: int) -> int:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from epmoe.window import all_gather
+from epmoe.window import all_gather, check_room, raise_together
 
 
 class NVLinkWindow:
@@ -16,7 +16,18 @@ class NVLinkWindow:
     """
 
     def __init__(self, nbytes: int, rank: int, size: int, group: dist.ProcessGroup | None, device: torch.device):
-        """Collective. Raises RuntimeError where two GPUs of the group cannot reach each other's memory."""
+        """Collective.
+
+        Raises:
+            MemoryError: no room, on this or on another rank.
+            RuntimeError: two GPUs of the group cannot reach each other's memory.
+        """
+        problem = None
+        try:
+            check_room(nbytes, torch.cuda.mem_get_info(device)[0])
+        except MemoryError as error:
+            problem = str(error)
+        raise_together(problem, size, group)
         if size == 1 or group is None:
             self.local = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             addresses = [self.local.data_ptr()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
+from torch._C._distributed_c10d import _SymmetricMemory
 
 from epmoe.window import all_gather, check_room, raise_together
 
@@ -33,7 +34,9 @@ class NVLinkWindow:
             addresses = [self.local.data_ptr()]
         else:
             _check_peer_access(rank, size, group, device)
-            self.local = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+            # Not `symmetric_memory.empty`: its pool hands out what a closed window has freed, and each rank frees in
+            # its own time, so that some would meet again over old memory while others wait for them over new.
+            self.local = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
             self.local.zero_()
             self._handle = symmetric_memory.rendezvous(self.local, group)  # keeps the mappings
             addresses = list(self._handle.buffer_ptrs)

@@ -14,16 +14,15 @@ namespace {
 constexpr size_t kPlanFields = sizeof(ExchangePlan) / sizeof(int64_t);
 
 ExchangePlan plan_of(const std::vector<int64_t>& fields) {
-  STD_TORCH_CHECK(fields.size() == kPlanFields, "the plan has ", fields.size(), " integers, expected ",
-                  kPlanFields);
+  STD_TORCH_CHECK(fields.size() == kPlanFields, "the plan has ", fields.size(), " integers, expected ", kPlanFields);
   ExchangePlan plan;
   std::memcpy(&plan, fields.data(), sizeof(plan));
   STD_TORCH_CHECK(plan.R >= 1 && plan.R <= kMaxRanks, "ranks must be from 1 to ", kMaxRanks);
   return plan;
 }
 
-Exchange exchange_of(const ExchangePlan& plan, const Tensor& peers, const Tensor& window,
-                     const Tensor& scratch, const Tensor& status, double timeout_s) {
+Exchange exchange_of(const ExchangePlan& plan, const Tensor& peers, const Tensor& window, const Tensor& scratch,
+                     const Tensor& status, double timeout_s) {
   auto* addresses = pointer<int64_t>(peers, plan.R, "peers");
   pointer<uint8_t>(window, plan.combine_scales, "window");
   return {
@@ -48,23 +47,20 @@ void launch_combine(const Exchange& exchange, const CombineArgs& args, const Ten
 #endif
   auto* offsets = reinterpret_cast<const int32_t*>(exchange.scratch + exchange.plan.expert_offsets);
   int64_t needed = args.rows && args.expert_major ? offsets[exchange.plan.num_local_experts] : 0;
-  STD_TORCH_CHECK(args.num_rows >= needed, "`expert_rows` must hold at least ", needed, " rows, got ",
-                  args.num_rows);
+  STD_TORCH_CHECK(args.num_rows >= needed, "`expert_rows` must hold at least ", needed, " rows, got ", args.num_rows);
   cpu::combine(exchange, args);
 }
 
-void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights,
-              const std::optional<Tensor>& num_tokens, int64_t num_rows, const Tensor& peers,
-              const Tensor& window, const Tensor& scratch, const Tensor& status,
+void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const std::optional<Tensor>& num_tokens,
+              int64_t num_rows, const Tensor& peers, const Tensor& window, const Tensor& scratch, const Tensor& status,
               const std::vector<int64_t>& plan_fields, bool expert_major, double timeout_s) {
   ExchangePlan plan = plan_of(plan_fields);
   check_rows(x, "x");
   check_rows(ids, "ids");
   check_rows(weights, "weights");
   int64_t T = x.size(0), D = x.size(1), K = ids.size(1), bytes = itemsize(dtype_of(x));
-  STD_TORCH_CHECK(
-      T <= plan.M && K <= plan.K && ids.size(0) == T && weights.size(0) == T && weights.size(1) == K,
-      "x, ids and weights must fit one another and the plan");
+  STD_TORCH_CHECK(T <= plan.M && K <= plan.K && ids.size(0) == T && weights.size(0) == T && weights.size(1) == K,
+                  "x, ids and weights must fit one another and the plan");
   STD_TORCH_CHECK(D <= plan.D && (plan.payload_fp8 || D * bytes <= plan.x_stride_bytes),
                   "a row of x must fit the plan");
   STD_TORCH_CHECK(plan.combine_fp8 || D * bytes <= plan.combine_stride_bytes, "a row of y must fit the plan");
@@ -91,8 +87,8 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights,
 }
 
 void combine(const Tensor& y, const std::optional<Tensor>& rows, bool expert_major, const Tensor& peers,
-             const Tensor& window, const Tensor& scratch, const Tensor& status,
-             const std::vector<int64_t>& plan_fields, double timeout_s) {
+             const Tensor& window, const Tensor& scratch, const Tensor& status, const std::vector<int64_t>& plan_fields,
+             double timeout_s) {
   ExchangePlan plan = plan_of(plan_fields);
   STD_TORCH_CHECK(y.dim() == 2 && y.is_contiguous() && y.size(0) <= plan.M && y.size(1) <= plan.D,
                   "y must be contiguous [T, D] and fit the plan");

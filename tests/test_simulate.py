@@ -77,12 +77,7 @@ def test_adversarial_has_every_vice(id_dtype):
     duplicates = (ids.sort(dim=1).values.diff(dim=1) == 0).any(dim=1)
     assert duplicates.any() and valid.any()
     assert (valid.all(dim=1) & ~duplicates & weights.isfinite().all(dim=1)).any()  # and rows without any
-    assert (
-        weights.isnan().any()
-        and weights.isposinf().any()
-        and weights.isneginf().any()
-        and (weights == 0).any()
-    )
+    assert weights.isnan().any() and weights.isposinf().any() and weights.isneginf().any() and (weights == 0).any()
     if id_dtype == torch.int64:  # ids that are valid once their upper half is lost
         narrowed = ids.to(torch.int32)
         assert (~valid & (narrowed >= 0) & (narrowed < E)).any()

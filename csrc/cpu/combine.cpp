@@ -25,8 +25,7 @@ void send_row(const Exchange& ex, int64_t source, int64_t slot, const float* sum
 }
 
 template <typename T>
-void send_rows(const Exchange& ex, const CombineArgs& args, const RoundState& round,
-               const int32_t* counts_R) {
+void send_rows(const Exchange& ex, const CombineArgs& args, const RoundState& round, const int32_t* counts_R) {
   const ExchangePlan& plan = ex.plan;
   FinalizeArgs finalize_args{
       .rows_ND = args.rows,
@@ -53,8 +52,7 @@ void send_rows(const Exchange& ex, const CombineArgs& args, const RoundState& ro
       if (args.expert_major) {
         finalize_slot<T>(finalize_args, row, sum_D.data());
       } else {
-        auto* partial =
-            reinterpret_cast<const T*>(static_cast<const char*>(args.rows) + row * args.rows_stride_bytes);
+        auto* partial = reinterpret_cast<const T*>(static_cast<const char*>(args.rows) + row * args.rows_stride_bytes);
         for (int64_t d = 0; d < round.D; ++d) sum_D[d] = to_float(partial[d]);
       }
       send_row<T>(ex, source, slot, sum_D.data(), round.D);
@@ -110,12 +108,8 @@ void combine_as(const Exchange& ex, const CombineArgs& args) {
       std::copy_n(in_scratch<int32_t>(ex, plan.counts), plan.R, counts.begin());
       send_rows<T>(ex, args, *round, counts.data());
     }
-    Mail mail{.epoch = round->combine_epoch,
-              .count = 0,
-              .D = round->D,
-              .K = round->K,
-              .dtype = round->dtype,
-              .unused = {}};
+    Mail mail{
+        .epoch = round->combine_epoch, .count = 0, .D = round->D, .K = round->K, .dtype = round->dtype, .unused = {}};
     send_mail(ex, plan.combine_mail, mail, counts.data());
     arrived = wait_for_all(ex, kCombine, plan.combine_mail, round->combine_epoch);
   }

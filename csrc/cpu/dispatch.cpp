@@ -68,8 +68,7 @@ void send_token(const Exchange& ex, const DispatchArgs& args, const Pairs& pairs
 }
 
 // Writes all tokens into the windows; counts_R[r] is how many went to rank r.
-void send_tokens(const Exchange& ex, const DispatchArgs& args, int64_t tokens,
-                 std::vector<int32_t>& counts_R) {
+void send_tokens(const Exchange& ex, const DispatchArgs& args, int64_t tokens, std::vector<int32_t>& counts_R) {
   const ExchangePlan& plan = ex.plan;
   auto* slots = in_scratch<int32_t>(ex, plan.slots);
   Pairs pairs(plan);
@@ -102,8 +101,7 @@ uint64_t read_headers(const Exchange& ex, const RoundState& round, int32_t* coun
   auto* mail = in_window<Mail>(ex, ex.plan.rank, ex.plan.dispatch_mail);
   uint64_t differing = 0;
   for (int64_t r = 0; r < ex.plan.R; ++r) {
-    if (mail[r].K != round.K || mail[r].D != round.D || mail[r].dtype != round.dtype)
-      differing |= uint64_t{1} << r;
+    if (mail[r].K != round.K || mail[r].D != round.D || mail[r].dtype != round.dtype) differing |= uint64_t{1} << r;
     counts_R[r] = static_cast<int32_t>(std::clamp<int64_t>(mail[r].count, 0, ex.plan.M));
   }
   return differing;
@@ -188,19 +186,14 @@ void dispatch(const Exchange& ex, const DispatchArgs& args) {
   uint64_t differing = 0;
   if (!round->latched) {
     send_tokens(ex, args, tokens, sent);
-    Mail mail{.epoch = round->dispatch_epoch,
-              .count = 0,
-              .D = round->D,
-              .K = args.K,
-              .dtype = round->dtype,
-              .unused = {}};
+    Mail mail{
+        .epoch = round->dispatch_epoch, .count = 0, .D = round->D, .K = args.K, .dtype = round->dtype, .unused = {}};
     send_mail(ex, plan.dispatch_mail, mail, sent.data());
     arrived = wait_for_all(ex, kDispatch, plan.dispatch_mail, round->dispatch_epoch);
   }
   if (arrived) differing = read_headers(ex, *round, counts);
   if (differing)
-    *ex.status = {kMismatch, kDispatch, round->dispatch_epoch, static_cast<int64_t>(differing), plan.rank,
-                  0,         {}};
+    *ex.status = {kMismatch, kDispatch, round->dispatch_epoch, static_cast<int64_t>(differing), plan.rank, 0, {}};
   if (!arrived || differing) std::fill_n(counts, plan.R, 0);
   args.expert_major ? permute_received(ex, args, counts) : fill_unused_slots(ex, args, counts);
 }

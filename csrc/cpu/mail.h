@@ -75,8 +75,7 @@ inline void fail(const Exchange& ex, Stage stage, uint32_t epoch, uint64_t missi
   if (state->latched) return;
   state->latched = 1;
   ++in_scratch<int64_t>(ex, ex.plan.counters)[kTimeouts];
-  *ex.status = {kTimeout, stage, epoch, static_cast<int64_t>(missing), originator, ex.status->needed_rows,
-                {}};
+  *ex.status = {kTimeout, stage, epoch, static_cast<int64_t>(missing), originator, ex.status->needed_rows, {}};
   for (int64_t rank = 0; rank < ex.plan.R; ++rank) {
     auto* errors = in_window<uint64_t>(ex, rank, ex.plan.error_mail);
     std::atomic_ref(errors[ex.plan.rank]).store(missing, std::memory_order_release);

@@ -80,8 +80,7 @@ void permute(const PermuteArgs& args) {
   for (int32_t i = 0; i < experts; ++i) {
     int64_t first_gap = args.expert_offsets[i] + args.tokens_per_expert[i], end = args.expert_offsets[i + 1];
     std::memset(rows + first_gap * row_bytes, 0, (end - first_gap) * row_bytes);
-    if (args.scales_SB)
-      std::fill(args.row_scales_NB + first_gap * blocks, args.row_scales_NB + end * blocks, 1.0f);
+    if (args.scales_SB) std::fill(args.row_scales_NB + first_gap * blocks, args.row_scales_NB + end * blocks, 1.0f);
   }
 }
 

@@ -37,7 +37,8 @@ __device__ __forceinline__ Pair fetch_pair(const Kernel& kernel, int64_t slot) {
   const ExchangePlan& plan = kernel.ex.plan;
   int64_t lane = threadIdx.x % 32, pair = slot * plan.K + lane;
   if (lane >= plan.K || slot >= plan.R * plan.M) return {-1, 0.0f};
-  return {in_scratch<int32_t>(kernel.ex, plan.row_of_pair)[pair], in_scratch<float>(kernel.ex, plan.pair_weights)[pair]};
+  return {in_scratch<int32_t>(kernel.ex, plan.row_of_pair)[pair],
+          in_scratch<float>(kernel.ex, plan.pair_weights)[pair]};
 }
 
 __device__ __forceinline__ void keep_pairs(const Kernel& kernel, int32_t K, Pair pair, Pairs& pairs) {
@@ -52,8 +53,8 @@ __device__ __forceinline__ void keep_pairs(const Kernel& kernel, int32_t K, Pair
   if (lane == 0) pairs.count = __popc(kept);
 }
 
-// Named barriers between the warps that move data and the last one, which looks ahead and raises flags: its fence, which
-// takes longer than anything else here, holds nobody up.
+// Named barriers between the warps that move data and the last one, which looks ahead and raises flags: its fence,
+// which takes longer than anything else here, holds nobody up.
 constexpr int kDataThreads = kThreads - 32;
 enum Barrier { kReady = 1, kSent = 3 };  // two each, by turns
 
@@ -79,9 +80,7 @@ __device__ void send_slot(const Kernel& kernel, int64_t D, int64_t source, int64
     float sum[kCount] = {};
     if (v < vectors && !kernel.args.expert_major) {
       int64_t row = source * plan.M + s;
-      add_vector(sum,
-                 reinterpret_cast<const Vector<T, kCount>*>(rows + row * kernel.args.rows_stride_bytes)[v],
-                 1.0f);
+      add_vector(sum, reinterpret_cast<const Vector<T, kCount>*>(rows + row * kernel.args.rows_stride_bytes)[v], 1.0f);
     } else if (v < vectors) {
       constexpr int kDepth = 4;  // loads in flight
       for (int begin = 0; begin < pairs.count; begin += kDepth) {
@@ -89,8 +88,8 @@ __device__ void send_slot(const Kernel& kernel, int64_t D, int64_t source, int64
 #pragma unroll
         for (int i = 0; i < kDepth; ++i)
           if (begin + i < pairs.count)
-            values[i] = reinterpret_cast<const Vector<T, kCount>*>(
-                rows + pairs.rows[begin + i] * kernel.args.rows_stride_bytes)[v];
+            values[i] = reinterpret_cast<const Vector<T, kCount>*>(rows + pairs.rows[begin + i] *
+                                                                              kernel.args.rows_stride_bytes)[v];
 #pragma unroll
         for (int i = 0; i < kDepth; ++i)
           if (begin + i < pairs.count) add_vector(sum, values[i], pairs.weights[begin + i]);
@@ -113,8 +112,8 @@ __device__ void send_slot(const Kernel& kernel, int64_t D, int64_t source, int64
 }
 
 template <typename T, bool kFp8>
-__device__ void send_slots(const Kernel& kernel, const RoundState& now, uint32_t epoch, const int32_t* count_R, int64_t most,
-                           Pair next) {
+__device__ void send_slots(const Kernel& kernel, const RoundState& now, uint32_t epoch, const int32_t* count_R,
+                           int64_t most, Pair next) {
   __shared__ Pairs pairs[2];
   const ExchangePlan& plan = kernel.ex.plan;
   bool control = threadIdx.x >= kDataThreads;
@@ -202,7 +201,8 @@ __device__ bool sum_token(const Kernel& kernel, const Wait& wait, int64_t t, int
   return true;
 }
 
-// By the whole block: the ranks that send rows, as a mask; those that give the round up do not. False if one is missing.
+// By the whole block: the ranks that send rows, as a mask; those that give the round up do not. False if one is
+// missing.
 __device__ bool receive_openings(const Wait& wait, uint32_t& senders) {
   const ExchangePlan& plan = wait.ex.plan;
   __shared__ uint32_t mask;
@@ -272,8 +272,7 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   int64_t sms = std::min<int64_t>(exchange.plan.num_sms, device.multiprocessors);
   // What this rank has received it knows on the device only: as much as it sends, on average.
   int64_t tokens = std::max<int64_t>(args.T, 1);
-  int64_t senders = std::min(tokens * exchange.plan.R, 2 * sms * 3 / 4),
-          receivers = std::min(4 * tokens, sms / 2);
+  int64_t senders = std::min(tokens * exchange.plan.R, 2 * sms * 3 / 4), receivers = std::min(4 * tokens, sms / 2);
   Kernel kernel{exchange, args, static_cast<int32_t>(senders)};
   int64_t blocks = std::min(senders + receivers, 2 * sms);
   return visit(dtype, [&](auto type) {

@@ -1,7 +1,8 @@
 // dispatch over NVLink, one kernel: some blocks send tokens, each once to each rank that needs it; one block counts, so
-// that every rank learns all counts while rows are on the wire; all others, and senders once they are done, move what has
-// arrived to its expert-major place. Flags go by slot, so that a row moves as soon as it is here: the sender says with each
-// pair its ordinal among this source's pairs of that expert, and the counts say where (expert, source) starts.
+// that every rank learns all counts while rows are on the wire; all others, and senders once they are done, move what
+// has arrived to its expert-major place. Flags go by slot, so that a row moves as soon as it is here: the sender says
+// with each pair its ordinal among this source's pairs of that expert, and the counts say where (expert, source)
+// starts.
 #include "dispatch_send.cuh"
 #include "exchange_launch.h"
 #include "units.cuh"
@@ -9,8 +10,8 @@
 namespace epmoe::cuda {
 namespace {
 
-// By the whole block: every source's counts, and in shared.count where each local expert's segment starts. False if a rank
-// did not open the round; `differing` are those that brought another shape.
+// By the whole block: every source's counts, and in shared.count where each local expert's segment starts. False if a
+// rank did not open the round; `differing` are those that brought another shape.
 __device__ bool receive_counts(const DispatchKernel& kernel, const Wait& wait, DispatchShared& shared,
                                uint32_t& differing) {
   const ExchangePlan& plan = kernel.ex.plan;
@@ -96,7 +97,8 @@ __device__ void zero_gaps(const DispatchKernel& kernel, const DispatchShared& sh
     int64_t begin = shared.count[i] + pairs_before(kernel, plan.R, i, shared);
     int64_t end = min(int64_t{shared.count[i + 1]}, plan.max_rows);
     for (int64_t v = begin * vectors + threadIdx.x; v < end * vectors; v += kThreads) rows[v] = make_uint4(0, 0, 0, 0);
-    for (int64_t b = begin * blocks + threadIdx.x; plan.payload_fp8 && b < end * blocks; b += kThreads) scales[b] = 1.0f;
+    for (int64_t b = begin * blocks + threadIdx.x; plan.payload_fp8 && b < end * blocks; b += kThreads)
+      scales[b] = 1.0f;
   }
 }
 
@@ -161,7 +163,8 @@ __device__ void fill_unused_slots(const DispatchKernel& kernel, const DispatchSh
   int32_t sentinel = in_scratch<int32_t>(kernel.ex, plan.sentinels)[plan.rank];
   for (int64_t r = 0; r < plan.R; ++r) {
     int64_t begin = (r * plan.M + shared.rank_count[r]) * plan.K, end = (r + 1) * plan.M * plan.K;
-    for (int64_t i = begin + int64_t{blockIdx.x} * kThreads + threadIdx.x; i < end; i += int64_t{gridDim.x} * kThreads) {
+    for (int64_t i = begin + int64_t{blockIdx.x} * kThreads + threadIdx.x; i < end;
+         i += int64_t{gridDim.x} * kThreads) {
       in_window<int32_t>(kernel.ex, plan.rank, plan.recv_ids)[i] = sentinel;
       in_window<float>(kernel.ex, plan.rank, plan.recv_weights)[i] = 0.0f;
     }

@@ -7,7 +7,8 @@ namespace epmoe::cuda {
 
 constexpr int kMaxExperts = 4096;
 constexpr int kMaxCachedCounts = 2048;
-constexpr int kCountColumns = 2;  // of a source's row of counts, before its counts by expert: rows sent, shape of the call
+constexpr int kCountColumns =
+    2;  // of a source's row of counts, before its counts by expert: rows sent, shape of the call
 
 struct DispatchKernel {
   Exchange ex;
@@ -18,7 +19,9 @@ struct DispatchKernel {
     int64_t wanted = args.num_tokens ? *args.num_tokens : args.num_rows;
     return min(max(wanted, int64_t{0}), args.T);
   }
-  __device__ __forceinline__ int64_t row_bytes() const { return ex.plan.payload_fp8 ? args.D : args.D * itemsize(args.dtype); }
+  __device__ __forceinline__ int64_t row_bytes() const {
+    return ex.plan.payload_fp8 ? args.D : args.D * itemsize(args.dtype);
+  }
   // What must be equal on all ranks, in one word.
   __device__ __forceinline__ int32_t shape() const {
     return static_cast<int32_t>(args.D | int64_t{args.K} << 17 | static_cast<int64_t>(args.dtype) << 24);

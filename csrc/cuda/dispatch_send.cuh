@@ -7,7 +7,8 @@ namespace epmoe::cuda {
 
 __device__ __forceinline__ int64_t load_id(const DispatchArgs& args, int64_t t, int32_t k) {
   int64_t index = t * args.ids_stride + k;
-  return args.wide_ids ? static_cast<const int64_t*>(args.ids_TK)[index] : static_cast<const int32_t*>(args.ids_TK)[index];
+  return args.wide_ids ? static_cast<const int64_t*>(args.ids_TK)[index]
+                       : static_cast<const int32_t*>(args.ids_TK)[index];
 }
 
 // The physical expert of a pair, -1 where there is nothing to compute, and its weight.

@@ -21,8 +21,7 @@ template <int kCount>
 __device__ __forceinline__ Vector<uint8_t, kCount> to_fp8(const float (&values)[kCount], float scale) {
   Vector<uint8_t, kCount> packed;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    packed.at[i] = __nv_cvt_float_to_fp8(values[i] / scale, __NV_SATFINITE, __NV_E4M3);
+  for (int i = 0; i < kCount; ++i) packed.at[i] = __nv_cvt_float_to_fp8(values[i] / scale, __NV_SATFINITE, __NV_E4M3);
   return packed;
 }
 

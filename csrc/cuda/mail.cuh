@@ -1,10 +1,12 @@
-// Flags between GPUs. Small values travel in words that carry their own epoch; a row is stored, then comes a block barrier,
-// one fence of system scope and the flag of its slot, which the reader acquires. Nothing waits without a deadline, and
-// nothing traps. The epoch is read where the kernel before wrote it, and written where the next one reads it.
+// Flags between GPUs. Small values travel in words that carry their own epoch; a row is stored, then comes a block
+// barrier, one fence of system scope and the flag of its slot, which the reader acquires. Nothing waits without a
+// deadline, and nothing traps. The epoch is read where the kernel before wrote it, and written where the next one reads
+// it.
 //
 // Why no buffer is overwritten while somebody reads it ("returned" is stream-ordered):
 //  - every rank opens a round by a word to every rank, sent by a running kernel, and both kernels wait for all of them.
-//  - a rank writes into others' dispatch slabs, flags and counts of n+1 only after combine(n) returned, so after every rank
+//  - a rank writes into others' dispatch slabs, flags and counts of n+1 only after combine(n) returned, so after every
+//  rank
 //    had started combine(n), and therefore finished dispatch(n), the only reader of those.
 //  - a rank writes into others' combine slabs of n only after dispatch(n) returned, so after every rank had started
 //    dispatch(n), and therefore finished combine(n-1), the only reader of those. The two never alias.
@@ -63,7 +65,9 @@ struct Wait {
   uint64_t deadline_ns;
 
   __device__ Wait(const Exchange& exchange, RoundState* round, uint32_t epoch)
-      : ex(exchange), round(round), epoch(epoch),
+      : ex(exchange),
+        round(round),
+        epoch(epoch),
         deadline_ns(now_ns() + static_cast<uint64_t>(exchange.timeout_s * 1e9)) {}
 
   __device__ bool reached(uint32_t seen) const { return static_cast<int32_t>(seen - epoch) >= 0; }
@@ -98,8 +102,8 @@ struct Wait {
     return false;
   }
 
-  // By the whole block, at its end. Where a wait of this block failed, true, after all blocks are done: latches, tells the
-  // host and every rank, and the caller zeroes the outputs.
+  // By the whole block, at its end. Where a wait of this block failed, true, after all blocks are done: latches, tells
+  // the host and every rank, and the caller zeroes the outputs.
   __device__ bool failed(Stage stage, bool ok) const {
     ok = __syncthreads_and(ok);
     if (threadIdx.x == 0) {

@@ -1,6 +1,6 @@
-// Hands out units of work to warps. Where the blocks that send nothing have warps enough, they take one each; otherwise all
-// blocks draw tickets, so that those that were busy sending join when they are done. A unit is one of `pieces` parts of a
-// row's columns.
+// Hands out units of work to warps. Where the blocks that send nothing have warps enough, they take one each; otherwise
+// all blocks draw tickets, so that those that were busy sending join when they are done. A unit is one of `pieces`
+// parts of a row's columns.
 #pragma once
 #include "mail.cuh"
 

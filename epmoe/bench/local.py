@@ -87,7 +87,7 @@ def poison(result: Any) -> None:
 
 
 def route_cases() -> Iterator[Case]:
-    plain = {
+    plain: dict[int, dict[int, tuple[float | None, float | None]]] = {
         256: {1: (2.2, 3.71), 128: (2.3, 4.14), 512: (2.5, 4.43), 4096: (6, 13.15), 16384: (14, 32.71)},
         128: {1: (2.1, 3.43), 128: (None, 3.79), 512: (None, 3.86), 4096: (4, 5.74), 16384: (9, 16.41)},
     }
@@ -98,7 +98,13 @@ def route_cases() -> Iterator[Case]:
                 yield route_case("route softmax E=256, all NaN", T, E, None, None, fill=torch.nan)
     for T in (128, 4096):
         bias = torch.rand(256, device="cuda") * 0.2
-        options = {"scoring": "sigmoid", "bias": bias, "num_expert_groups": 8, "top_groups": 4, "renormalize": True}
+        options: dict[str, Any] = {
+            "scoring": "sigmoid",
+            "bias": bias,
+            "num_expert_groups": 8,
+            "top_groups": 4,
+            "renormalize": True,
+        }
         yield route_case("route sigmoid, bias, 8 groups top 4", T, 256, None, None, **options)
 
 
@@ -111,7 +117,9 @@ def route_case(
         logits = [x.fill_(fill) for x in logits]
 
     def check(i: int, got: epmoe.Routing) -> None:
-        cpu = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in options.items()}
+        cpu: dict[str, Any] = {
+            name: value.cpu() if isinstance(value, Tensor) else value for name, value in options.items()
+        }
         want = epmoe.route(logits[i].cpu(), K, **cpu)
         assert torch.equal(got.ids.cpu(), want.ids)
         torch.testing.assert_close(got.weights.cpu(), want.weights, rtol=4e-6, atol=0)

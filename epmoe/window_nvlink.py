@@ -1,7 +1,7 @@
 """Symmetric windows of GPUs: torch symmetric memory, peer pointers over NVLink, no multicast.
 
-torch numbers its rendezvous by process, whatever the group: the ranks of a group meet only if each of them has opened as
-many windows before, as it is where every rank belongs to one group of each kind.
+torch numbers its rendezvous by process, whatever the group: the ranks of a group meet only if each has opened as
+many windows of several ranks before, as it is where every rank belongs to one group of each kind.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NVLinkWindow:
         except MemoryError as error:
             problem = str(error)
         raise_together(problem, size, group)
-        if group is None:
+        if group is None or size == 1:
             self.local = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             addresses = [self.local.data_ptr()]
         else:

@@ -12,6 +12,8 @@ struct Units {
 
   __device__ Units(int64_t rows, int64_t vectors, int64_t senders)
       : total(rows), first_block(senders), warps((gridDim.x - senders) * kWarps), pieces(1) {
+    // A warp takes seven turns or so for its piece: what arrives last is not kept waiting. Fewer where warps idle.
+    while (vectors / (pieces * 2) >= 192) pieces *= 2, total *= 2;
     while (pieces < 16 && total * 2 <= warps && vectors / (pieces * 2) >= 32) pieces *= 2, total *= 2;
   }
 

@@ -23,20 +23,34 @@ FAILING = {
     "EPMOE_MUTATE_SORT_GUARD": "permute.py::test_ids_out_of_range_are_nobodys",
     "EPMOE_MUTATE_FINALIZE_GUARD": "finalize.py::test_rows_that_are_not_there_are_skipped",
 }
-# Duplicate and foreign ids through permute and finalize; whatever nobody writes is the largest integer, as in
-# test_chain.py, and every tensor is an allocation of its own.
+# Duplicate, foreign and invalid ids and stale rows through everything. Whatever nobody writes is the largest integer or
+# NaN, and every tensor is an allocation of its own.
 PIPELINE = """
 import torch, epmoe
 torch.use_deterministic_algorithms(True, warn_only=True)
+everything = torch.arange(128, dtype=torch.int32, device="cuda")
 for T in (200, 288):
     logits = torch.randn(T, 128, device="cuda").bfloat16()
     logits[1] = torch.nan
     routing = epmoe.route(logits, 8, num_tokens=torch.tensor(T - 7, dtype=torch.int32, device="cuda"))
     routing.ids[:4] = torch.tensor([5, 88, 88, 65, -1, 5, 127, 128], dtype=torch.int32, device="cuda")
     x = torch.randn(T, 512, device="cuda").bfloat16()
-    permuted = epmoe.permute(x, routing.ids, torch.arange(128, dtype=torch.int32, device="cuda"), 128, alignment=4)
+    permuted = epmoe.permute(x, routing.ids, everything, 128, alignment=4)
     partial = epmoe.finalize(permuted.rows, permuted, torch.ones(T, 8, device="cuda"))
     q = epmoe.quantize_fp8(epmoe.zero_padding_rows_(partial, T - 7), granularity="tensor", num_tokens=T - 7)
+    torch.cuda.synchronize()
+print("done")
+"""
+# The ids that took servers down, all of them valid: without its guard the sort leaves the duplicates' entries
+# unwritten.
+DUPLICATES = """
+import torch, epmoe
+torch.use_deterministic_algorithms(True, warn_only=True)
+everything = torch.arange(128, dtype=torch.int32, device="cuda")
+for T in (200, 288):
+    ids = torch.tensor([5, 88, 88, 65, 3, 5, 127, 0], dtype=torch.int32, device="cuda").repeat(T, 1)
+    permuted = epmoe.permute(torch.randn(T, 512, device="cuda").bfloat16(), ids, everything, 128)
+    epmoe.finalize(permuted.rows, permuted, torch.ones(T, 8, device="cuda"))
     torch.cuda.synchronize()
 print("done")
 """
@@ -57,16 +71,16 @@ def test_a_build_without_one_guard_fails(guard):
     assert run.returncode == pytest.ExitCode.TESTS_FAILED and f"FAILED {test}" in run.stdout, run.stdout + run.stderr
 
 
-def sanitize(tool: str, library: str | None) -> subprocess.CompletedProcess[str]:
+def sanitize(tool: str, script: str, library: str | None = None) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} | ({"EPMOE_LIBRARY": library} if library else {})
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", sys.executable, "-c", PIPELINE]
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", sys.executable, "-c", script]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
 @SANITIZER
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
 def test_the_local_pipeline_is_clean(tool):
-    run = sanitize(tool, None)
+    run = sanitize(tool, PIPELINE)
     assert run.returncode == 0 and "done" in run.stdout, run.stdout[-4000:] + run.stderr[-2000:]
 
 
@@ -80,6 +94,6 @@ def test_the_local_pipeline_is_clean(tool):
     ],
 )
 def test_the_illegal_access_needs_both_guards_out(guards, illegal):
-    run = sanitize("memcheck", build_without(*guards))
+    run = sanitize("memcheck", DUPLICATES, build_without(*guards))
     assert (run.returncode != 0) == illegal, run.stdout[-4000:] + run.stderr[-2000:]
     assert ("Invalid __global__ read" in run.stdout) == illegal

@@ -112,7 +112,7 @@ def test_permute_and_finalize_agree_with_the_cpu_on_slabs(M, counts):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_quantize_agrees_with_the_cpu(dtype):
-    for T, D, real in [(1, 128, 1), (100, 7168, 60), (33, 200, 33), (64, 1000, 5)]:
+    for T, D, real in [(1, 128, 1), (100, 7168, 60), (33, 200, 33), (9, 77, 6), (64, 1000, 5)]:
         x = random_bits(T, D, dtype=dtype)
         x[: T // 2] = randn(T // 2, D, dtype=dtype)
         for granularity in ("tensor", "block"):

@@ -49,7 +49,7 @@ struct RowCopy {
     auto blocks = static_cast<int32_t>(ceil_div(args.D, kScaleBlock));
     for (int k = 0; k < args.K; ++k) {
       int64_t row = rows_K[k];
-      if (row < 0) continue;
+      if (row < 0 || row >= args.max_rows) continue;
       V* out = row_at(row);
       each(chunk, [&](int j, int32_t at) { out[at] = held[j]; });
       if (args.scales_SB && chunk == 0)

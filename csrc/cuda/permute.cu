@@ -11,87 +11,34 @@
 #include "args.h"
 #include "copy_rows.cuh"
 #include "launch.h"
+#include "segments.cuh"
 
 namespace epmoe::cuda {
 namespace {
 
 constexpr int kOneKernelSlots = 256, kThreads = 512, kMaxChunks = 128, kExpandThreads = 256;
-constexpr int kManyExperts = 1024;  // above it fewer warps, whose counters must fit in shared memory
 
-int sort_threads(int32_t experts) { return experts > kManyExperts ? 128 : kThreads; }
+// Of many experts fewer warps' counters fit in shared memory.
+int sort_threads(int32_t experts) { return experts > 1024 ? 128 : kThreads; }
 
 // Pairs a block sorts in the three-kernel path: one step of each warp, or more where that makes too many blocks.
 int32_t chunk_pairs(int64_t pairs) {
   return static_cast<int32_t>(std::max<int64_t>(1, ceil_div(pairs, int64_t{kThreads} * kMaxChunks)) * kThreads);
 }
 
-// Of `pair`, or -1. Loads that do not wait for one another's conditions, so that several pairs' overlap.
-__device__ __forceinline__ int32_t local_expert(const PermuteArgs& args, const Slots& slots, uint32_t pair) {
-  uint32_t slot = pair / args.K, k = pair - slot * args.K;
+__device__ __forceinline__ int64_t id_of_pair(const PermuteArgs& args, int64_t slot, int32_t k) {
   int64_t at = slot * args.ids_stride + k;
-  int64_t id =
-      args.wide_ids ? static_cast<const int64_t*>(args.ids_SK)[at] : static_cast<const int32_t*>(args.ids_SK)[at];
+  return args.wide_ids ? static_cast<const int64_t*>(args.ids_SK)[at] : static_cast<const int32_t*>(args.ids_SK)[at];
+}
+
+// Or -1. The loads do not wait for one another's conditions, so that several pairs' overlap.
+__device__ __forceinline__ int32_t local_expert(const PermuteArgs& args, const Slots& slots, uint32_t pair) {
+  uint32_t slot = pair / args.K;
+  int64_t id = id_of_pair(args, slot, pair - slot * args.K);
   int32_t local = id >= 0 && id < args.P ? args.expert_map_P[id] : -1;
   return local < args.num_local_experts && slots.is_real(slot) ? max(local, -1) : -1;
 }
 
-__device__ __forceinline__ int64_t block_inclusive_sum(int64_t value) {
-  __shared__ int64_t totals[32];
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    int64_t before = __shfl_up_sync(kAllLanes, value, offset);
-    if (lane >= offset) value += before;
-  }
-  if (lane == 31) totals[warp] = value;
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) value += w < warps && w < warp ? totals[w] : 0;
-  __syncthreads();
-  return value;
-}
-
-// Where an expert's rows are: [begin, begin + kept), then a gap up to `end`.
-struct Segment {
-  int32_t begin, kept, end;
-};
-
-// Lays out the segments in turn, a thread an expert: `total(expert)` tells how many pairs it has, and `emit(expert,
-// segment)` takes the result. Where `publish` holds, offsets, counts and what was dropped are written too.
-template <typename Total, typename Emit>
-__device__ __forceinline__ void place_segments(const PermuteArgs& args, bool publish, Total&& total, Emit&& emit) {
-  __shared__ int64_t carry;
-  int32_t experts = args.num_local_experts;
-  int64_t begin_of_tile = 0;
-  for (int32_t tile = 0; tile < experts || tile == 0; tile += blockDim.x) {
-    int32_t i = tile + threadIdx.x;
-    uint32_t here = i < experts ? total(i) : 0, alignment = args.alignment;
-    uint32_t padded = alignment == 1 ? here : (here + alignment - 1) / alignment * alignment;
-    int64_t end = begin_of_tile + block_inclusive_sum(padded), begin = end - padded;
-    Segment segment = {static_cast<int32_t>(min(begin, args.max_rows)), 0,
-                       static_cast<int32_t>(min(end, args.max_rows))};
-    segment.kept = static_cast<int32_t>(min(int64_t{here}, args.max_rows - segment.begin));
-    if (i < experts) {
-      emit(i, segment);
-      if (publish) {
-        args.expert_offsets[i] = segment.begin;
-        args.tokens_per_expert[i] = segment.kept;
-        uint32_t dropped = here - segment.kept;
-        if (dropped && args.counters)
-          atomicAdd(reinterpret_cast<unsigned long long*>(args.counters) + kDroppedPairs, dropped);
-      }
-    }
-    if (threadIdx.x == blockDim.x - 1) carry = end;
-    __syncthreads();
-    begin_of_tile = carry;
-  }
-  if (publish && threadIdx.x == 0) {
-    args.expert_offsets[experts] = static_cast<int32_t>(min(begin_of_tile, args.max_rows));
-    if (args.needed) *args.needed = begin_of_tile;
-  }
-}
-
-// The row at `rank` of a segment that begins at `begin`, or -1 where there is none.
 __device__ __forceinline__ int32_t row_at(const PermuteArgs& args, int32_t begin, uint32_t rank) {
   uint32_t row = begin + rank;
   return row < args.max_rows ? static_cast<int32_t>(row) : -1;
@@ -99,7 +46,10 @@ __device__ __forceinline__ int32_t row_at(const PermuteArgs& args, int32_t begin
 
 __device__ __forceinline__ void publish_row(const PermuteArgs& args, int64_t slot, int32_t k, int32_t row) {
 #if defined(EPMOE_MUTATE_SORT_GUARD)
-  if (row < 0) return;  // as in the field: an entry nobody writes
+  // As in the field: entries nobody writes, of pairs without a row and of an id's second occurrence in a slot.
+  bool written = row >= 0;
+  for (int32_t i = 0; i < k; ++i) written &= id_of_pair(args, slot, i) != id_of_pair(args, slot, k);
+  if (!written) return;
 #endif
   args.row_of_pair_SK[slot * args.row_of_pair_stride + k] = row;
 }
@@ -128,13 +78,22 @@ __global__ void __launch_bounds__(kThreads)
   int64_t slot = slots.real_slot(unit / chunks.count);
   if (slot >= 0) copy.load(slot, unit % chunks.count);
   __syncthreads();
-  for (int32_t pair = threadIdx.x; pair < pairs; pair += blockDim.x) {
-    int32_t local = local_expert(args, slots, pair);
-    local_of_pair[pair] = local;
-    if (local >= 0)
-      atomicAdd(&segment_E[local].kept, 1);
-    else if (blockIdx.x == 0)
-      publish_row(args, pair / args.K, pair % args.K, -1);
+  constexpr int kStep = 4;  // pairs a thread looks up at a time
+  for (int32_t from = threadIdx.x; from < pairs; from += kStep * kThreads) {
+    int32_t local[kStep];
+#pragma unroll
+    for (int j = 0; j < kStep; ++j) local[j] = local_expert(args, slots, min(from + j * kThreads, pairs - 1));
+#pragma unroll
+    for (int j = 0; j < kStep; ++j) {
+      int32_t pair = from + j * kThreads;
+      if (pair >= pairs) break;
+      local_of_pair[pair] = local[j];
+      if (local[j] >= 0) {
+        atomicAdd(&segment_E[local[j]].kept, 1);
+      } else if (blockIdx.x == 0) {
+        publish_row(args, pair / args.K, pair % args.K, -1);
+      }
+    }
   }
   __syncthreads();
   place_segments(

@@ -36,14 +36,20 @@ struct WarpBlock {
   int count;      // of this lane's elements, 0 past the end of the row
   float value[kPerLane];
 
-  __device__ __forceinline__ WarpBlock(const QuantizeArgs& args, int64_t index, int64_t blocks, int64_t real) {
+  __device__ __forceinline__ WarpBlock(const QuantizeArgs& args, int64_t index, int64_t blocks, int64_t real,
+                                       bool wide) {
     int64_t block = index % blocks;
     t = index / blocks;
     at = block * kScaleBlock + threadIdx.x % 32 * kPerLane;
     count = static_cast<int>(min(max(args.D - at, int64_t{0}), int64_t{kPerLane}));
     auto* row = static_cast<const T*>(args.x_TD) + t * args.x_stride;
+    bool present = t < real;
+    if (present && wide && count == kPerLane) {
+      to_floats(*reinterpret_cast<const Vector<T, kPerLane>*>(row + at), value);
+    } else {
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) value[i] = t < real && i < count ? to_float(row[at + i]) : 0.0f;
+      for (int i = 0; i < kPerLane; ++i) value[i] = present && i < count ? to_float(row[at + i]) : 0.0f;
+    }
   }
 
   __device__ __forceinline__ float largest() const {
@@ -53,47 +59,54 @@ struct WarpBlock {
     return warp_max(largest);
   }
 
-  __device__ __forceinline__ void store(const QuantizeArgs& args, float scale) const {
+  __device__ __forceinline__ void store(const QuantizeArgs& args, float scale, bool wide) const {
     auto* out = static_cast<__nv_fp8_storage_t*>(args.q_TD) + t * args.D + at;
+    __nv_fp8_storage_t q[kPerLane];
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) q[i] = __nv_cvt_float_to_fp8(value[i] / scale, __NV_SATFINITE, __NV_E4M3);
+    if (wide && count == kPerLane) return store_vectors(q, out);
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i)
-      if (i < count) out[i] = __nv_cvt_float_to_fp8(value[i] / scale, __NV_SATFINITE, __NV_E4M3);
+      if (i < count) out[i] = q[i];
   }
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) quantize_blocks(const __grid_constant__ QuantizeArgs args, int64_t blocks) {
+__global__ void __launch_bounds__(kThreads)
+    quantize_blocks(const __grid_constant__ QuantizeArgs args, int64_t blocks, bool wide) {
   wait_for_predecessor();
   let_successor_start();
   int64_t real = real_rows(args), index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
   if (index >= args.T * blocks) return;
-  WarpBlock<T> block(args, index, blocks, real);
+  WarpBlock<T> block(args, index, blocks, real, wide);
   float scale = scale_for(block.largest());
-  block.store(args, scale);
+  block.store(args, scale, wide);
   if (threadIdx.x % 32 == 0) args.scales_TB[index] = scale;
 }
 
 // Magnitudes order as their bits do. `largest` starts as 0.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) find_largest(const __grid_constant__ QuantizeArgs args, int64_t blocks) {
+__global__ void __launch_bounds__(kThreads)
+    find_largest(const __grid_constant__ QuantizeArgs args, int64_t blocks, bool wide) {
   wait_for_predecessor();
   let_successor_start();
   int64_t real = real_rows(args);
   float largest = 0.0f;
   for (int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32; index < real * blocks;
        index += gridDim.x * kWarps)
-    largest = fmaxf(largest, WarpBlock<T>(args, index, blocks, real).largest());
+    largest = fmaxf(largest, WarpBlock<T>(args, index, blocks, real, wide).largest());
   if (threadIdx.x % 32 == 0 && largest > 0.0f) atomicMax(args.largest, __float_as_uint(largest));
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) quantize_tensor(const __grid_constant__ QuantizeArgs args, int64_t blocks) {
+__global__ void __launch_bounds__(kThreads)
+    quantize_tensor(const __grid_constant__ QuantizeArgs args, int64_t blocks, bool wide) {
   wait_for_predecessor();
   let_successor_start();
   float scale = scale_for(__uint_as_float(*args.largest));
   if (blockIdx.x == 0 && threadIdx.x == 0) *args.scales_TB = scale;
   int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
-  if (index < args.T * blocks) WarpBlock<T>(args, index, blocks, real_rows(args)).store(args, scale);
+  if (index < args.T * blocks) WarpBlock<T>(args, index, blocks, real_rows(args), wide).store(args, scale, wide);
 }
 
 }  // namespace
@@ -112,13 +125,15 @@ cudaError_t quantize(const QuantizeArgs& args, cudaStream_t stream) {
   if (cudaError_t error = current_device(device)) return error;
   return visit(args.dtype, [&](auto type) {
     using T = decltype(type);
+    bool wide = args.D % kPerLane == 0 && args.x_stride % kPerLane == 0 &&
+                reinterpret_cast<uintptr_t>(args.x_TD) % (kPerLane * sizeof(T)) == 0;
     int64_t blocks = ceil_div(args.D, kScaleBlock), grid = ceil_div(args.T * blocks, kWarps);
     if (!args.per_tensor)
-      return grid ? launch(quantize_blocks<T>, grid, kThreads, 0, stream, args, blocks) : cudaSuccess;
+      return grid ? launch(quantize_blocks<T>, grid, kThreads, 0, stream, args, blocks, wide) : cudaSuccess;
     if (cudaError_t error = cudaMemsetAsync(args.largest, 0, sizeof(uint32_t), stream)) return error;
     int64_t readers = std::clamp<int64_t>(grid, 1, 8 * device.multiprocessors);
-    if (cudaError_t error = launch(find_largest<T>, readers, kThreads, 0, stream, args, blocks)) return error;
-    return launch(quantize_tensor<T>, std::max<int64_t>(grid, 1), kThreads, 0, stream, args, blocks);
+    if (cudaError_t error = launch(find_largest<T>, readers, kThreads, 0, stream, args, blocks, wide)) return error;
+    return launch(quantize_tensor<T>, std::max<int64_t>(grid, 1), kThreads, 0, stream, args, blocks, wide);
   });
 }
 

@@ -98,6 +98,8 @@ class ExpertParallel:
             RuntimeError: a round is still open, or an input requires grad in grad mode.
             EPMismatchError: the ranks brought different K, D or dtype; the round is closed.
             EPTimeoutError: ranks did not arrive in time.
+
+        On a GPU nothing here waits for the device, so these two come from whichever call sees them first.
         """
         dispatched = dispatch_stage.dispatch(self._open, x, ids, weights, num_tokens=num_tokens, layout=layout)
         try:
@@ -137,11 +139,13 @@ class ExpertParallel:
         return Health.read(*(views[name] for name in names))
 
     def check(self) -> None:
-        """Raise whatever has gone wrong so far.
+        """Wait for what has been launched, and raise whatever has gone wrong so far.
 
         Raises:
-            EPTimeoutError, EPOverflowError: as their docstrings say.
+            EPTimeoutError, EPMismatchError, EPOverflowError: as their docstrings say.
         """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self._open.check()
         if self.config.capacity.on_overflow == "raise":
             raise_on_overflow(self._open.status, self._open.plan.sizes["max_rows"])

@@ -193,7 +193,9 @@ void dispatch(const Exchange& ex, const DispatchArgs& args) {
   }
   if (arrived) differing = read_headers(ex, *round, counts);
   if (differing)
-    *ex.status = {kMismatch, kDispatch, round->dispatch_epoch, static_cast<int64_t>(differing), plan.rank, 0, {}};
+    *ex.status = {
+        kMismatch, kDispatch, round->dispatch_epoch, static_cast<int64_t>(differing), plan.rank, ex.status->needed_rows,
+        {}};
   if (!arrived || differing) std::fill_n(counts, plan.R, 0);
   args.expert_major ? permute_received(ex, args, counts) : fill_unused_slots(ex, args, counts);
 }

@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_kernel(const __grid_cons
     if (differing) zero_outputs(ex);
     if (threadIdx.x == 0) {
       round->dispatch_epoch = wait.epoch;
-      round->T = static_cast<int32_t>(tokens), round->D = static_cast<int32_t>(kernel.args.D);
+      round->T = differing ? 0 : static_cast<int32_t>(tokens), round->D = static_cast<int32_t>(kernel.args.D);
       round->K = kernel.args.K, round->dtype = static_cast<int32_t>(kernel.args.dtype);
       round->ticket[kCombine] = round->done[kCombine] = 0;
       if (differing) *ex.status = {kMismatch, kDispatch, wait.epoch, differing, plan.rank, ex.status->needed_rows, {}};

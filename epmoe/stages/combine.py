@@ -7,7 +7,7 @@ from torch import Tensor
 
 from epmoe import ops
 from epmoe.exchange import Exchange
-from epmoe.health import raise_on_overflow
+from epmoe.health import EPMismatchError, raise_on_overflow
 from epmoe.stages.checks import aligned_rows, check_forward_only, check_tensor
 from epmoe.stages.dispatch import Dispatched
 
@@ -38,7 +38,12 @@ def abort(exchange: Exchange, dispatched: Dispatched) -> None:
 
 
 def _check_round(exchange: Exchange, dispatched: Dispatched) -> None:
-    exchange.check()
+    try:
+        exchange.check()
+    except EPMismatchError:  # everyone sees it, so everyone closes the round
+        if dispatched is exchange.open_round:
+            _close_round(exchange, dispatched, None)
+        raise
     if exchange.open_round is None:
         raise ValueError(f"round {dispatched.epoch} is closed: dispatch comes before combine")
     if dispatched is not exchange.open_round:

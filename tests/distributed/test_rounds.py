@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from exchanges import (
     assert_y,
     expected_slabs,
@@ -131,8 +132,31 @@ def test_ranks_that_disagree_hear_of_it(make_ep, rank, size):
     for x, k in [(tokens.x[:, :32], 4), (tokens.x, 3), (tokens.x.bfloat16(), 4)]:
         x, k = (x, k) if odd else (tokens.x, 4)
         with pytest.raises(epmoe.EPMismatchError, match="hidden size or dtype"):
-            ep.dispatch(*(t.to(ep.device) for t in (x, tokens.ids[:, :k], tokens.weights[:, :k])))
+            # The CPU knows at once, a GPU's host when it looks.
+            d = ep.dispatch(*(t.to(ep.device) for t in (x, tokens.ids[:, :k], tokens.weights[:, :k])))
+            ep.combine(torch.zeros_like(d.rows), d)
+            ep.check()
         assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+@pytest.mark.parametrize("stage", ["dispatch", "combine"])
+def test_a_rank_that_stays_away(make_ep, rank, size, stage):
+    """The others hear of it within the deadline, get zeros, and can start afresh with all ranks."""
+    ep = make_ep(timeout_s=1.0)
+    tokens = make_tokens(ep.config, rank, 6)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    x, ids, weights = (t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
+    d = ep.dispatch(x, ids, weights) if stage == "combine" else None
+    if rank != 0:
+        with pytest.raises(epmoe.EPTimeoutError, match=rf"{stage} of round 2 .*rank\(s\) \[0\]") as caught:
+            d = d or ep.dispatch(x, ids, weights)
+            ep.combine(run_experts(ep, d), d)
+            ep.check()
+        assert (caught.value.stage, caught.value.missing_ranks) == (stage, [0])
+        assert ep.health().timeouts == 1
+    dist.barrier()
+    again = make_ep()
+    assert_y(run_round(again, tokens), again.config, tokens)
 
 
 def test_health_counts(make_ep, rank, size):

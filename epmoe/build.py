@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +78,9 @@ def _compile(
     (folder / "lock").unlink(missing_ok=True)  # torch's own lock; ours is held, so nobody is behind it
     symbols = [f"-D{name}" for name in defines]
     cuda_symbols = ["-DEPMOE_CUDA", "-DUSE_CUDA"] if with_cuda else []
+    search = os.environ.get("PATH", "")
+    # ninja lies beside the Python of a virtual environment, which need not be an active one.
+    os.environ["PATH"] = os.pathsep.join([search, str(Path(sys.executable).parent)])
     try:
         cpp_extension.load(
             name=name,
@@ -90,6 +94,8 @@ def _compile(
         )
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"the native library did not compile (log and build.ninja in {folder}):\n{error}") from error
+    finally:
+        os.environ["PATH"] = search
     os.replace(folder / f"{name}.so", library)
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 SOCKET_TIMEOUT_S = 60.0
+_CGROUP = Path("/sys/fs/cgroup")
 _F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1033, 1, 2, 4
 _Value = TypeVar("_Value")
 
@@ -84,9 +85,11 @@ def available_memory_bytes() -> int:
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         free.append(int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024)
-    with contextlib.suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        free.append(limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        limit = int(_CGROUP.joinpath("memory.max").read_text())
+        used = int(_CGROUP.joinpath("memory.current").read_text())
+        statistics = dict(line.split() for line in _CGROUP.joinpath("memory.stat").read_text().splitlines())
+        free.append(limit - used + int(statistics["inactive_file"]))  # what the kernel gives back at once
     return min(free)
 
 

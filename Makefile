@@ -48,13 +48,15 @@ distributed: setup  ## tests over 2, 3 and 4 ranks
 bench: setup  ## the exchange against gloo's all_to_all, on this machine
 	$(TORCHRUN) 4 -m epmoe bench configs/cpu_bench.yaml
 
-cuda-compile:  ## every kernel compiles for sm_90 (needs nvcc, no GPU)
+# With the symbols that torch's own build defines, so that what passes here passes there.
+cuda-compile:  ## every kernel compiles for sm_90 and sm_80 (needs nvcc, no GPU)
 	@command -v nvcc >/dev/null || { echo "cuda-compile: skipped, there is no nvcc on the PATH"; exit 0; }; \
 	mkdir -p build; \
 	flags=$$($(PYTHON) -c 'import runpy; print(*runpy.run_path("epmoe/build.py")["CUDA_FLAGS"])'); \
-	for source in $(wildcard csrc/cuda/*.cu); do \
-	  echo "nvcc $$source"; nvcc -c $$flags -arch=sm_90 -Icsrc -o build/kernel.o $$source || exit 1; \
-	done
+	symbols="-D__CUDA_NO_HALF_OPERATORS__ -D__CUDA_NO_HALF_CONVERSIONS__ -D__CUDA_NO_BFLOAT16_CONVERSIONS__ -D__CUDA_NO_HALF2_OPERATORS__"; \
+	for source in $(wildcard csrc/cuda/*.cu); do for arch in sm_90 sm_80; do \
+	  echo "nvcc $$source $$arch"; nvcc -c $$flags $$symbols -arch=$$arch -Icsrc -o build/kernel.o $$source || exit 1; \
+	done; done
 
 # A GPU machine may reach no package registry: its own Python holds torch and pytest, and `make gpu-deps`, run where
 # there is a registry, puts the rest into .gpu-deps for that Python's version. Then, there: make gpu-test

@@ -175,9 +175,18 @@ def _device(config: EPConfig, device: torch.device | str | None) -> torch.device
     fitting = {"auto": ("cpu", "cuda"), "shared_memory": ("cpu",), "nvlink": ("cuda",)}[transport]
     if wanted.type not in fitting:
         raise ValueError(f"`device` must be {' or '.join(fitting)} with exchange.transport={transport!r}, got {wanted}")
-    if wanted.type == "cuda" and wanted.index is None:
-        wanted = torch.device("cuda", torch.cuda.current_device())
-    return wanted
+    if wanted.type == "cpu":
+        return wanted
+    for key, value, most in (
+        ("topology.ep_size", config.topology.ep_size, 32),
+        ("model.num_experts_per_tok", config.model.num_experts_per_tok, 32),
+        ("model.num_experts with copies", config.num_physical_experts, 4096),
+    ):
+        if value > most:
+            raise ValueError(f"`{key}` must be at most {most} on GPUs, got {value}")
+    if not torch.cuda.is_available():
+        raise ValueError("torch finds no GPU here: `device` must be cpu, and exchange.transport shared_memory or auto")
+    return wanted if wanted.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def _members(group: dist.ProcessGroup | None) -> tuple[int, int, list[int]]:

@@ -1,0 +1,63 @@
+"""ExpertParallel in one process: where it may run, and what it refuses. Everything else is in tests/distributed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import epmoe
+
+
+def make_config(size: int = 1, experts: int = 8, top_k: int = 2, transport: str = "auto") -> epmoe.EPConfig:
+    return epmoe.EPConfig(
+        model={"num_experts": experts, "num_experts_per_tok": top_k, "hidden_size": 64, "dtype": "float32"},
+        topology={"ep_size": size},
+        capacity={"max_num_tokens_per_rank": 4},
+        exchange={"transport": transport},
+    )
+
+
+def test_one_process_is_a_group_of_one():
+    with epmoe.ExpertParallel(make_config()) as ep:
+        assert (ep.rank, ep.size, ep.num_local_experts, ep.device.type) == (0, 1, 8, "cpu")
+        x = torch.randn(3, 64)
+        d = ep.dispatch(x, torch.tensor([[0, 1], [2, 2], [7, -1]]), torch.ones(3, 2))
+        assert torch.equal(ep.combine(d.rows, d), x * torch.tensor([[2.0], [2.0], [1.0]]))
+    with pytest.raises(RuntimeError, match="this ExpertParallel is closed"):
+        ep.health()
+
+
+def test_several_ranks_need_a_group():
+    with pytest.raises(
+        ValueError, match=r"ep_size must equal the size of the group, 1, got 2; torch.distributed is not"
+    ):
+        epmoe.ExpertParallel(make_config(2))
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "message"),
+    [
+        (make_config(transport="shared_memory"), "cuda", r"`device` must be cpu with .*'shared_memory', got cuda"),
+        (make_config(transport="nvlink"), "cpu", r"`device` must be cuda with exchange.transport='nvlink', got cpu"),
+        (make_config(33), "cuda", r"`topology.ep_size` must be at most 32 on GPUs, got 33"),
+        (make_config(experts=64, top_k=33), "cuda", r"`model.num_experts_per_tok` must be at most 32 on GPUs, got 33"),
+    ],
+)
+def test_where_it_may_run(config, device, message):
+    with pytest.raises(ValueError, match=message):
+        epmoe.ExpertParallel(config, device=device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_no_gpu():
+    with pytest.raises(ValueError, match="torch finds no GPU here"):
+        epmoe.ExpertParallel(make_config(transport="nvlink"))
+
+
+def test_usable_outside_the_inference_mode_it_was_made_in():
+    with torch.inference_mode():
+        ep = epmoe.ExpertParallel(make_config())
+    x = torch.randn(2, 64)
+    d = ep.dispatch(x, torch.tensor([[0], [1]]), torch.ones(2, 1))
+    assert torch.equal(ep.combine(d.rows, d), x)
+    ep.close()

@@ -19,7 +19,8 @@ from epmoe.stages import combine as combine_stage
 from epmoe.stages import dispatch as dispatch_stage
 from epmoe.stages.dispatch import Dispatched, Layout
 from epmoe.stages.route import Routing, route
-from epmoe.window import all_gather, open_window
+from epmoe.window import SharedMemoryWindow, Window, all_gather
+from epmoe.window_nvlink import NVLinkWindow
 
 
 class ExpertParallel:
@@ -49,7 +50,11 @@ class ExpertParallel:
         self.placement = Placement.from_config(config)
         plan = MemoryPlan.build(config, self.rank, self.placement, nvlink)
         with torch.inference_mode(False):  # else the buffers could not be written outside inference mode
-            window = open_window(plan.window_bytes, self.rank, self.size, self.group, self.device)
+            window: Window
+            if nvlink:
+                window = NVLinkWindow(plan.window_bytes, self.rank, self.size, self.group, self.device)
+            else:
+                window = SharedMemoryWindow(plan.window_bytes, self.rank, self.size, self.group)
             self._exchange: Exchange | None = Exchange.create(
                 config, plan, self.placement, window, self.rank, global_ranks, self.device
             )

@@ -2,7 +2,7 @@
 
 On the CPU a window is anonymous shared memory whose descriptor travels over a Unix socket, so it has no name, needs no
 room in /dev/shm and vanishes with the last process that maps it, however that one ends. Another transport is another
-file behind `open_window`.
+file with a class like `Window`.
 """
 
 from __future__ import annotations
@@ -34,15 +34,6 @@ class Window(Protocol):
 
     local: torch.Tensor
     addresses: torch.Tensor
-
-
-def open_window(nbytes: int, rank: int, size: int, group: dist.ProcessGroup | None, device: torch.device) -> Window:
-    """The window of this rank, with the transport of its device. Collective."""
-    if device.type == "cpu":
-        return SharedMemoryWindow(nbytes, rank, size, group)
-    from epmoe.window_nvlink import NVLinkWindow
-
-    return NVLinkWindow(nbytes, rank, size, group, device)
 
 
 class SharedMemoryWindow:

@@ -2,6 +2,7 @@
 // back.
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "finalize.h"
@@ -10,9 +11,10 @@
 namespace epmoe::cpu {
 namespace {
 
-// One partial row into a source's window, in the dtype of x or as fp8.
+// One partial row into a source's window, in the dtype of x or as fp8. `packed_D` is room for the former.
 template <typename T>
-void send_row(const Exchange& ex, int64_t source, int64_t slot, const float* sum_D, int64_t D) {
+void send_row(const Exchange& ex, int64_t source, int64_t slot, const float* sum_D, int64_t D, T* packed_D,
+              bool stream) {
   const ExchangePlan& plan = ex.plan;
   int64_t place = plan.rank * plan.M + slot;
   char* out = in_window<char>(ex, source, plan.combine_rows) + place * plan.combine_stride_bytes;
@@ -20,7 +22,8 @@ void send_row(const Exchange& ex, int64_t source, int64_t slot, const float* sum
     float* scales = in_window<float>(ex, source, plan.combine_scales) + place * plan.scale_blocks;
     quantise_row(sum_D, D, reinterpret_cast<Float8*>(out), scales);
   } else {
-    for (int64_t d = 0; d < D; ++d) reinterpret_cast<T*>(out)[d] = from_float<T>(sum_D[d]);
+    for (int64_t d = 0; d < D; ++d) packed_D[d] = from_float<T>(sum_D[d]);
+    copy_row(out, packed_D, D * sizeof(T), stream);
   }
 }
 
@@ -45,6 +48,9 @@ void send_rows(const Exchange& ex, const CombineArgs& args, const RoundState& ro
       .partial_SD = nullptr,
   };
   std::vector<float> sum_D(round.D);
+  std::vector<T> packed_D(round.D);
+  int64_t slots = std::accumulate(counts_R, counts_R + plan.R, int64_t{0});
+  bool stream = streams(slots * plan.combine_stride_bytes);
   for (int64_t i = 0; i < plan.R; ++i) {
     int64_t source = (plan.rank + i) % plan.R;  // rotated, so that no window is written by all at once
     for (int64_t slot = 0; slot < counts_R[source]; ++slot) {
@@ -55,7 +61,7 @@ void send_rows(const Exchange& ex, const CombineArgs& args, const RoundState& ro
         auto* partial = reinterpret_cast<const T*>(static_cast<const char*>(args.rows) + row * args.rows_stride_bytes);
         for (int64_t d = 0; d < round.D; ++d) sum_D[d] = to_float(partial[d]);
       }
-      send_row<T>(ex, source, slot, sum_D.data(), round.D);
+      send_row<T>(ex, source, slot, sum_D.data(), round.D, packed_D.data(), stream);
     }
   }
 }

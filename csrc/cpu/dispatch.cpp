@@ -50,10 +50,10 @@ uint64_t read_pairs(const Exchange& ex, const DispatchArgs& args, int64_t t, Pai
 }
 
 void send_token(const Exchange& ex, const DispatchArgs& args, const Pairs& pairs, int64_t rank, int32_t slot,
-                const void* row, int64_t row_bytes, const float* scales) {
+                const void* row, int64_t row_bytes, const float* scales, bool stream) {
   const ExchangePlan& plan = ex.plan;
   int64_t place = plan.rank * plan.M + slot;
-  std::memcpy(in_window<char>(ex, rank, plan.recv_x) + place * plan.x_stride_bytes, row, row_bytes);
+  copy_row(in_window<char>(ex, rank, plan.recv_x) + place * plan.x_stride_bytes, row, row_bytes, stream);
   if (scales) {
     std::copy_n(scales, (args.D + kScaleBlock - 1) / kScaleBlock,
                 in_window<float>(ex, rank, plan.recv_scales) + place * plan.scale_blocks);
@@ -74,6 +74,7 @@ void send_tokens(const Exchange& ex, const DispatchArgs& args, int64_t tokens, s
   Pairs pairs(plan);
   std::vector<Float8> quantised(plan.payload_fp8 ? args.D : 0);
   std::vector<float> scales(plan.payload_fp8 ? plan.scale_blocks : 0);
+  bool stream = streams(tokens * plan.x_stride_bytes * std::min<int64_t>(args.K, plan.R));
   for (int64_t t = 0; t < tokens; ++t) {
     uint64_t ranks = read_pairs(ex, args, t, pairs);
     const char* row = static_cast<const char*>(args.x_TD) + t * args.x_stride_bytes;
@@ -89,7 +90,7 @@ void send_tokens(const Exchange& ex, const DispatchArgs& args, int64_t tokens, s
       slots[t * plan.R + r] = ranks >> r & 1 ? counts_R[r]++ : -1;
       if (slots[t * plan.R + r] >= 0)
         send_token(ex, args, pairs, r, slots[t * plan.R + r], row, row_bytes,
-                   plan.payload_fp8 ? scales.data() : nullptr);
+                   plan.payload_fp8 ? scales.data() : nullptr, stream);
     }
   }
   auto* sent = in_scratch<int64_t>(ex, plan.rows_sent);

@@ -21,6 +21,7 @@
 #include <atomic>
 
 #include "stages.h"
+#include "stream.h"
 
 namespace epmoe::cpu {
 
@@ -48,6 +49,7 @@ inline void ring(const Exchange& ex, int64_t rank) {
 
 // Puts a header into every rank's window, the flag last. count_R[r] is what rank r is told.
 inline void send_mail(const Exchange& ex, int64_t mail_offset, Mail mail, const int32_t* count_R) {
+  finish_streaming();
   for (int64_t i = 0; i < ex.plan.R; ++i) {
     int64_t rank = (ex.plan.rank + i) % ex.plan.R;
     Mail* slot = in_window<Mail>(ex, rank, mail_offset) + ex.plan.rank;

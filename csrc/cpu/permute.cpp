@@ -5,6 +5,7 @@
 
 #include "convert.h"
 #include "stages.h"
+#include "stream.h"
 
 namespace epmoe::cpu {
 namespace {
@@ -53,6 +54,7 @@ void permute(const PermuteArgs& args) {
 
   int64_t row_bytes = args.D * itemsize(args.dtype), blocks = (args.D + kScaleBlock - 1) / kScaleBlock;
   char* rows = static_cast<char*>(args.rows_ND);
+  bool stream = streams(begin * row_bytes);
   for_each_slot(args, [&](int64_t slot) {
     const char* x = static_cast<const char*>(args.x_SD) + slot * args.x_stride_bytes;
     for (int32_t k = 0; k < args.K; ++k) {
@@ -64,12 +66,14 @@ void permute(const PermuteArgs& args) {
 #endif
       args.row_of_pair_SK[slot * args.row_of_pair_stride + k] = static_cast<int32_t>(row);
       if (row < 0) continue;
-      std::memcpy(rows + row * row_bytes, x, row_bytes);
+      copy_row(rows + row * row_bytes, x, row_bytes, stream);
       if (args.scales_SB)
         std::memcpy(args.row_scales_NB + row * blocks, args.scales_SB + slot * args.scales_stride,
                     blocks * sizeof(float));
     }
   });
+
+  if (stream) finish_streaming();
 
   // The map is written in full, and gap rows are zeros: nothing is left as it was.
   for (int64_t r = 0; args.counts_R && r < args.R; ++r) {

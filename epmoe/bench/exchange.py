@@ -25,7 +25,7 @@ from epmoe.simulate import simulate_routing
 
 TOKENS = (1, 16, 128, 1024)
 _CAPTION = "µs a round on the slowest rank, median of samples; ratio: that pair / epmoe's pair"
-_ROUNDS = 16  # in a sample of one token, fewer with more: enough to time, too few to wait for
+_ROUNDS = 16  # in a sample, fewer of many tokens: enough that ranks which leave the barrier apart do not show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _measure(ep: ExpertParallel, tokens: int, repeats: int, advance: Callable[[]
     gloo = [AllToAll(ep.placement, ep.group, keep_buffers=keep) for keep in (False, True)]
     rivals: tuple[_Side, ...] = (ep, *gloo)
     sides = [_Bench(side, ep, tokens) for side in rivals]
-    rounds = max(1, min(_ROUNDS, 256 // max(tokens, 1)))
+    rounds = max(2, min(_ROUNDS, 1024 // max(tokens, 1)))
     micros = torch.zeros(repeats, len(sides), 3, dtype=torch.float64)
     for sample in range(repeats):
         for index, side in enumerate(sides):

@@ -27,6 +27,14 @@ def test_one_process_is_a_group_of_one():
         ep.health()
 
 
+@pytest.mark.parametrize("x", [torch.randn(1 + 2 * 64)[1:].view(2, 64), torch.randn(3, 65)[:1, :64]])
+def test_rows_may_start_anywhere(x):
+    """Contiguous, but not at multiples of 16 bytes."""
+    with epmoe.ExpertParallel(make_config()) as ep:
+        d = ep.dispatch(x, torch.zeros(len(x), 1, dtype=torch.int32), torch.ones(len(x), 1))
+        assert torch.equal(ep.combine(d.rows, d), x)
+
+
 def test_several_ranks_need_a_group():
     with pytest.raises(
         ValueError, match=r"ep_size must equal the size of the group, 1, got 2; torch.distributed is not"

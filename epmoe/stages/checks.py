@@ -66,8 +66,9 @@ def contiguous_rows(x: Tensor) -> Tensor:
 
 def aligned_rows(x: Tensor) -> Tensor:
     """`x` itself where its rows are contiguous and start at multiples of 16 bytes; otherwise a copy."""
-    starts = (x.storage_offset() * x.element_size(), x.stride(0) * x.element_size())
-    return contiguous_rows(x) if not any(start % 16 for start in starts) else x.contiguous()
+    if x.data_ptr() % 16 or x.stride(0) * x.element_size() % 16:
+        return x.clone(memory_format=torch.contiguous_format)  # `contiguous` may find nothing to do
+    return contiguous_rows(x)
 
 
 def token_count(num_tokens: int | Tensor | None, num_rows: int, device: torch.device) -> tuple[Tensor | None, int]:

@@ -1,5 +1,4 @@
-// combine on the CPU: finalizes each source's rows straight into that source's window, then sums what came
-// back.
+// combine on the CPU: finalizes each source's rows straight into that source's window, then sums what came back.
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -80,8 +79,7 @@ void add_returned(const Exchange& ex, int64_t r, int64_t slot, int64_t D, float*
   }
 }
 
-// y = the sum over ranks, in rank order and in fp32, whatever the order of arrival; rows that are padding are
-// zeros.
+// y = the sum over ranks, in rank order and in fp32, whatever the order of arrival; rows that are padding are zeros.
 template <typename T>
 void sum_returned(const Exchange& ex, const CombineArgs& args, const RoundState& round) {
   const ExchangePlan& plan = ex.plan;

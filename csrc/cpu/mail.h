@@ -1,13 +1,10 @@
-// Flags between processes: payload, then a release of the epoch; the reader acquires. A waiter soon sleeps in
-// the kernel, so that more ranks than cores do not starve one another.
+// Flags between processes: payload, then a release of the epoch; the reader acquires. A waiter soon sleeps in the
+// kernel, so that more ranks than cores do not starve one another.
 //
 // Why no buffer is overwritten while somebody reads it:
-//  - a rank writes into others' dispatch slabs of round n+1 only after combine(n) returned, which waited for
-//  EVERY
-//    rank's combine flag of n; a rank raises that flag after its last read of its dispatch slabs, counts and
-//    rows of n.
-//  - a rank writes into others' combine slabs of round n only after dispatch(n) saw EVERY rank's dispatch
-//  flag of n; a
+//  - a rank writes into others' dispatch slabs of round n+1 only after combine(n) returned, which waited for EVERY
+//    rank's combine flag of n; a rank raises that flag after its last read of its dispatch slabs, counts and rows of n.
+//  - a rank writes into others' combine slabs of round n only after dispatch(n) saw EVERY rank's dispatch flag of n; a
 //    rank raises that flag after it has summed its combine slabs of n-1.
 //  - dispatch and combine slabs never alias, and each slab has one writer.
 #pragma once
@@ -70,8 +67,7 @@ inline uint64_t missing_ranks(const Exchange& ex, int64_t mail_offset, uint32_t 
   return missing;
 }
 
-// Records the failure, tells everyone, and latches: the reasons above no longer hold, so nothing may be sent
-// any more.
+// Records the failure, tells everyone, and latches: the reasons above no longer hold, so nothing may be sent any more.
 inline void fail(const Exchange& ex, Stage stage, uint32_t epoch, uint64_t missing, int64_t originator) {
   auto* state = in_scratch<RoundState>(ex, ex.plan.state);
   if (state->latched) return;

@@ -24,10 +24,10 @@ from rich.table import Table
 from torch import Tensor
 
 from epmoe.config import EPConfig
-from epmoe.memory import SCALE_BLOCK
 from epmoe.service import ExpertParallel
 from epmoe.simulate import simulate_routing
 from epmoe.stages.dispatch import Dispatched
+from epmoe.stages.quantize import dequantize_rows
 
 TOKENS = (1, 16, 64, 128, 512, 4096)
 PAIRS, REPLAYS, CALLS = 10, 15, 100
@@ -83,9 +83,7 @@ def _check_round(ep: ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor) ->
 
 def _dequantised(d: Dispatched) -> Tensor:
     scales = getattr(d, "scales", None)
-    if scales is None:
-        return d.rows
-    return (d.rows.float().unflatten(1, (-1, SCALE_BLOCK)) * scales[..., None]).flatten(1).to(d.dtype)
+    return d.rows if scales is None else dequantize_rows(d.rows, scales, d.dtype)
 
 
 def _all_to_all(x: Tensor, rows_to: list[int]) -> Callable[[], None]:

@@ -19,6 +19,7 @@ from epmoe.config import EPConfig, ExchangeConfig
 from epmoe.service import ExpertParallel
 from epmoe.stages.checks import check_forward_only
 from epmoe.stages.dispatch import Dispatched
+from epmoe.stages.quantize import dequantize_rows
 
 Experts = Callable[[Tensor, Tensor], Tensor]
 """Rows [n,D] sorted by expert, and the local expert of each, int64 [n], to their outputs [n,D]; n > 0."""
@@ -83,8 +84,7 @@ def _run_experts(dispatched: Dispatched, experts: Experts) -> Tensor:
     n = int(offsets[-1])
     rows = dispatched.rows[:n]
     if rows.dtype != dispatched.dtype:  # an fp8 payload, with scales per 128 elements
-        blocks = rows.float().unflatten(1, (-1, 128)) * dispatched.scales[:n, :, None]
-        rows = blocks.flatten(1).to(dispatched.dtype)
+        rows = dequantize_rows(rows, dispatched.scales[:n], dispatched.dtype)
     if n == 0:
         return rows
     outputs = experts(rows, torch.repeat_interleave(offsets.diff().long(), output_size=n))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from epmoe.memory import SCALE_BLOCK
 from epmoe.stages.checks import check_tensor
+from epmoe.stages.quantize import dequantize_rows
 
 
 class SwiGLUExperts:
@@ -65,10 +66,7 @@ class SwiGLUExperts:
         return out_ND
 
     def _dequantise(self, rows_nD: Tensor, scales: Tensor | None) -> Tensor:
-        if scales is None:
-            return rows_nD
-        blocks = rows_nD.float().unflatten(1, (-1, SCALE_BLOCK)) * scales[..., None]
-        return blocks.flatten(1).to(self.w_down.dtype)
+        return rows_nD if scales is None else dequantize_rows(rows_nD, scales, self.w_down.dtype)
 
     def _accepts_grouped_mm(self) -> bool:
         e, D, f = self.w_down.shape

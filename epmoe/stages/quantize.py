@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from epmoe import ops
+from epmoe.memory import SCALE_BLOCK
 from epmoe.stages.checks import FLOATS, check_tensor, contiguous_rows, describe, token_count
 
 
@@ -61,3 +63,8 @@ def quantize_fp8(
         raise ValueError(f"`granularity` must be 'tensor' or 'block', got {granularity!r}")
     scalar, rows = token_count(num_tokens, x.shape[0], x.device)
     return Quantized(*ops.quantize_fp8(contiguous_rows(x), scalar, rows, granularity == "tensor"))
+
+
+def dequantize_rows(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp8 rows [N, D] with fp32 scales [N, D/128], as an fp8 payload brings them, to rows [N, D] of `dtype`."""
+    return (rows.float().unflatten(1, (-1, SCALE_BLOCK)) * scales[..., None]).flatten(1).to(dtype)

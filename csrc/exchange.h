@@ -27,14 +27,17 @@ struct DispatchArgs {
   int64_t T, num_rows, D;     // T rows, of which the first are real
   int32_t K;
   bool expert_major;
+  bool weight_rows;    // each pair's row is multiplied by its weight, and combine only adds
+  bool send, receive;  // either half of the stage, or both
 };
 
 struct CombineArgs {
   const void* rows;  // expert-major [N, D], rank-major [R, M, D], or null: no rows, the round is given up
   bool expert_major;
   int64_t rows_stride_bytes, num_rows;
-  void* y_TD;  // contiguous, in the round's dtype
-  int64_t T;   // rows of y
+  void* y_TD;          // contiguous, in the round's dtype
+  int64_t T;           // rows of y
+  bool send, receive;  // as in DispatchArgs
 };
 
 }  // namespace epmoe

@@ -82,6 +82,9 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
       .D = D,
       .K = static_cast<int32_t>(K),
       .expert_major = expert_major,
+      .weight_rows = false,
+      .send = true,
+      .receive = true,
   };
   launch_dispatch(exchange_of(plan, peers, window, scratch, status, timeout_s), args, x);
 }
@@ -99,6 +102,8 @@ void combine(const Tensor& y, const std::optional<Tensor>& rows, bool expert_maj
       .num_rows = 0,
       .y_TD = y.data_ptr(),
       .T = y.size(0),
+      .send = true,
+      .receive = true,
   };
   if (rows) {
     check_rows(*rows, "rows");

@@ -16,12 +16,16 @@ struct ExchangePlan {
   int64_t scale_blocks;                          // scales between slots
   int64_t most_local_experts;                    // of any rank
   int64_t num_sms;                               // multiprocessors a kernel may use
+  int64_t few_tokens;  // up to which a source's rows travel as packets; CUDA only, as the next six
+  int64_t dispatch_packets, combine_packets;                               // a slot takes
+  int64_t dispatch_senders, dispatch_team, combine_senders, combine_team;  // blocks, warps a row; 0: the kernel chooses
   // in every rank's window
   int64_t dispatch_mail, combine_mail, error_mail, doorbell;
   int64_t recv_x, recv_scales, recv_ids, recv_weights, combine_rows, combine_scales;
-  int64_t recv_flags, recv_ordinals, recv_counts, combine_flags;  // CUDA only
+  int64_t recv_flags, recv_ordinals, recv_counts, combine_flags, recv_packets, combine_packet_rows;  // CUDA only
+  int64_t rows, row_scales;  // in the window on CUDA, in scratch on the CPU
   // in this rank's scratch
-  int64_t state, counts, slots, rows, row_scales, expert_offsets, tokens_per_expert, row_of_pair;
+  int64_t state, counts, slots, expert_offsets, tokens_per_expert, row_of_pair;
   int64_t expert_map, owners, copies_table, num_copies, sentinels;
   int64_t local_index, pair_weights;  // CUDA only
   int64_t counters, total_tokens_per_expert, rows_sent;
@@ -44,7 +48,8 @@ struct RoundState {
   uint64_t missing;    // CUDA only: ranks that were waited for in vain, a mask
   // CUDA only, [Stage]: units handed out and blocks done; each kernel clears the other's.
   int32_t ticket[2], done[2];
-  int32_t unused[2];
+  uint32_t few;  // CUDA only: sources whose rows travel as packets, a mask
+  int32_t unused;
 };
 static_assert(sizeof(RoundState) == 64);
 

@@ -20,6 +20,8 @@ MAIL_BYTES = 64  # one cache line a source: flag, count and header of a round
 BUFFER_ALIGNMENT = 128
 PAGE_BYTES = 4096
 NUM_COUNTERS = 8
+FEW_TOKENS = 16  # from so many on, flags cost less than packets' bytes (csrc/cuda/packets.cuh)
+PACKET_WORDS = 4
 
 Region = Literal["window", "scratch"]
 
@@ -27,13 +29,14 @@ Region = Literal["window", "scratch"]
 SIZES = (
     "R", "rank", "M", "K", "D", "E", "P", "num_local_experts", "copies", "max_rows", "alignment",
     "payload_fp8", "combine_fp8", "x_stride_bytes", "combine_stride_bytes", "scale_blocks",
-    "most_local_experts", "num_sms",
+    "most_local_experts", "num_sms", "few_tokens", "dispatch_packets", "combine_packets",
+    "dispatch_senders", "dispatch_team", "combine_senders", "combine_team",
 )  # fmt: skip
 OFFSETS = (
     "mail.dispatch", "mail.combine", "mail.error", "doorbell",
     "recv.x", "recv.scales", "recv.ids", "recv.weights", "combine.rows", "combine.scales",
-    "recv.flags", "recv.ordinals", "recv.counts", "combine.flags",
-    "state", "counts", "slots", "rows", "row_scales", "expert_offsets", "tokens_per_expert", "row_of_pair",
+    "recv.flags", "recv.ordinals", "recv.counts", "combine.flags", "recv.packets", "combine.packets",
+    "rows", "row_scales", "state", "counts", "slots", "expert_offsets", "tokens_per_expert", "row_of_pair",
     "table.expert_map", "table.owners", "table.copies", "table.num_copies", "table.sentinels",
     "table.local_index", "pair_weights",
     "health.counters", "health.tokens_per_expert", "health.rows_sent",
@@ -83,13 +86,15 @@ class MemoryPlan:
         x_dtype, alignment = config.model.torch_dtype, config.capacity.alignment
         most = max(map(placement.num_local_experts, range(R)))
         copies = placement.copies_table().shape[1]
-        N = config.capacity.max_expert_rows or R * M * K + e * (alignment - 1)
+        # GPUs write into each other's expert-major rows, so there all have equally many.
+        N = config.capacity.max_expert_rows or R * M * K + (most if nvlink else e) * (alignment - 1)
         B = -(-D // SCALE_BLOCK)
         payload_fp8, combine_fp8 = (
             wire == "fp8" for wire in (config.exchange.payload, config.exchange.combine_payload)
         )
         payload = torch.float8_e4m3fn if payload_fp8 else x_dtype
         combine = torch.float8_e4m3fn if combine_fp8 else x_dtype
+        few, dispatch_packets, combine_packets = min(M, FEW_TOKENS), K + _packets(D, payload), _packets(D, combine)
         i32, i64, f32 = torch.int32, torch.int64, torch.float32
         layout: list[tuple[Region, str, tuple[int, ...], torch.dtype]] = [
             ("window", "mail.dispatch", (R, MAIL_BYTES), torch.uint8),
@@ -104,13 +109,15 @@ class MemoryPlan:
             ("window", "combine.scales", (R, M, B) if combine_fp8 else (0,), f32),
             ("window", "recv.flags", (R, M) if nvlink else (0,), i32),
             ("window", "recv.ordinals", (R, M, K) if nvlink else (0,), i32),
-            ("window", "recv.counts", (R, most + 2) if nvlink else (0,), i64),
+            ("window", "recv.counts", (R, R * most + 2) if nvlink else (0,), i64),
             ("window", "combine.flags", (R, M) if nvlink else (0,), i32),
+            ("window", "recv.packets", (R, few, dispatch_packets, PACKET_WORDS) if nvlink else (0,), i32),
+            ("window", "combine.packets", (R, few, combine_packets, PACKET_WORDS) if nvlink else (0,), i32),
+            ("window" if nvlink else "scratch", "rows", (N, D), payload),
+            ("window" if nvlink else "scratch", "row_scales", (N, B) if payload_fp8 else (0,), f32),
             ("scratch", "state", (16,), i32),
             ("scratch", "counts", (R,), i32),
             ("scratch", "slots", (M, R), i32),
-            ("scratch", "rows", (N, D), payload),
-            ("scratch", "row_scales", (N, B) if payload_fp8 else (0,), f32),
             ("scratch", "expert_offsets", (e + 1,), i32),
             ("scratch", "tokens_per_expert", (e,), i32),
             ("scratch", "row_of_pair", (R, M, K), i32),
@@ -134,7 +141,7 @@ class MemoryPlan:
         values = (
             R, rank, M, K, D, E, P, e, copies, N, alignment,
             payload_fp8, combine_fp8, D * payload.itemsize, D * combine.itemsize, B, most,
-            config.exchange.num_sms or 2**31 - 1,
+            config.exchange.num_sms or 2**31 - 1, few, dispatch_packets, combine_packets, 0, 0, 0, 0,
         )  # fmt: skip
         return cls(tuple(buffers), dict(zip(SIZES, map(int, values), strict=True)))
 
@@ -160,6 +167,11 @@ class MemoryPlan:
 
     def _end(self, region: Region) -> int:
         return max(_round_up(b.offset + b.nbytes, BUFFER_ALIGNMENT) for b in self.buffers if b.region == region)
+
+
+def _packets(D: int, wire: torch.dtype) -> int:
+    """Of a row: 11 packets take 128 bytes, three words each, and one word more for the scale of fp8."""
+    return 11 * -(-D * wire.itemsize // 128)
 
 
 def _round_up(value: int, multiple: int) -> int:

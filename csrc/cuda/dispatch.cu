@@ -91,8 +91,8 @@ __device__ void write_offsets(const DispatchKernel& kernel, const DispatchShared
 __device__ void zero_gaps(const DispatchKernel& kernel, const DispatchShared& shared) {
   const ExchangePlan& plan = kernel.ex.plan;
   int64_t vectors = kernel.row_bytes() / 16, blocks = (kernel.args.D + kScaleBlock - 1) / kScaleBlock;
-  auto* rows = in_scratch<uint4>(kernel.ex, plan.rows);
-  auto* scales = in_scratch<float>(kernel.ex, plan.row_scales);
+  auto* rows = in_window<uint4>(kernel.ex, plan.rank, plan.rows);
+  auto* scales = in_window<float>(kernel.ex, plan.rank, plan.row_scales);
   for (int32_t i = blockIdx.x; i < plan.num_local_experts; i += gridDim.x) {
     int64_t begin = shared.count[i] + pairs_before(kernel, plan.R, i, shared);
     int64_t end = min(int64_t{shared.count[i + 1]}, plan.max_rows);
@@ -141,7 +141,7 @@ __device__ bool move_row(const DispatchKernel& kernel, const Wait& wait, int64_t
     }
     for (uint32_t left = __ballot_sync(kAllLanes, row >= 0); left; left &= left - 1) {
       int64_t place = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
-      auto* to = in_scratch<uint4>(ex, plan.rows) + place * vectors;
+      auto* to = in_window<uint4>(ex, plan.rank, plan.rows) + place * vectors;
 #pragma unroll
       for (int i = 0; i < kDepth; ++i)
         if (int64_t v = base + i * 32 + lane; v < end) to[v] = values[i];
@@ -152,7 +152,8 @@ __device__ bool move_row(const DispatchKernel& kernel, const Wait& wait, int64_t
   auto* scales = in_window<float>(ex, plan.rank, plan.recv_scales) + slot * plan.scale_blocks;
   for (uint32_t left = __ballot_sync(kAllLanes, row >= 0); left; left &= left - 1) {
     int64_t place = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
-    for (int64_t b = lane; b < blocks; b += 32) in_scratch<float>(ex, plan.row_scales)[place * blocks + b] = scales[b];
+    for (int64_t b = lane; b < blocks; b += 32)
+      in_window<float>(ex, plan.rank, plan.row_scales)[place * blocks + b] = scales[b];
   }
   return true;
 }

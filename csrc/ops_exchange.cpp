@@ -1,6 +1,5 @@
 // The operators of the exchange: checks, unwraps, launches. Schemas and fakes: epmoe/ops.py.
 #include <cstring>
-#include <vector>
 
 #include "cpu/stages.h"
 #include "unwrap.h"
@@ -11,12 +10,14 @@
 namespace epmoe {
 namespace {
 
-constexpr size_t kPlanFields = sizeof(ExchangePlan) / sizeof(int64_t);
+constexpr int64_t kPlanFields = sizeof(ExchangePlan) / sizeof(int64_t);
 
-ExchangePlan plan_of(const std::vector<int64_t>& fields) {
-  STD_TORCH_CHECK(fields.size() == kPlanFields, "the plan has ", fields.size(), " integers, expected ", kPlanFields);
+// From int64 words on the host, in the order of the struct's fields.
+ExchangePlan plan_of(const Tensor& words) {
+  STD_TORCH_CHECK(!words.is_cuda() && words.numel() == kPlanFields, "the plan must be ", kPlanFields,
+                  " words on the host");
   ExchangePlan plan;
-  std::memcpy(&plan, fields.data(), sizeof(plan));
+  std::memcpy(&plan, pointer<int64_t>(words, kPlanFields, "plan"), sizeof(plan));
   STD_TORCH_CHECK(plan.R >= 1 && plan.R <= kMaxRanks, "ranks must be from 1 to ", kMaxRanks);
   return plan;
 }
@@ -53,8 +54,9 @@ void launch_combine(const Exchange& exchange, const CombineArgs& args, const Ten
 
 void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const std::optional<Tensor>& num_tokens,
               int64_t num_rows, const Tensor& peers, const Tensor& window, const Tensor& scratch, const Tensor& status,
-              const std::vector<int64_t>& plan_fields, bool expert_major, double timeout_s) {
-  ExchangePlan plan = plan_of(plan_fields);
+              const Tensor& plan_words, bool expert_major, bool weight_rows, bool send, bool receive,
+              double timeout_s) {
+  ExchangePlan plan = plan_of(plan_words);
   check_rows(x, "x");
   check_rows(ids, "ids");
   check_rows(weights, "weights");
@@ -82,17 +84,17 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
       .D = D,
       .K = static_cast<int32_t>(K),
       .expert_major = expert_major,
-      .weight_rows = false,
-      .send = true,
-      .receive = true,
+      .weight_rows = weight_rows,
+      .send = send,
+      .receive = receive,
   };
   launch_dispatch(exchange_of(plan, peers, window, scratch, status, timeout_s), args, x);
 }
 
 void combine(const Tensor& y, const std::optional<Tensor>& rows, bool expert_major, const Tensor& peers,
-             const Tensor& window, const Tensor& scratch, const Tensor& status, const std::vector<int64_t>& plan_fields,
-             double timeout_s) {
-  ExchangePlan plan = plan_of(plan_fields);
+             const Tensor& window, const Tensor& scratch, const Tensor& status, const Tensor& plan_words, bool send,
+             bool receive, double timeout_s) {
+  ExchangePlan plan = plan_of(plan_words);
   STD_TORCH_CHECK(y.dim() == 2 && y.is_contiguous() && y.size(0) <= plan.M && y.size(1) <= plan.D,
                   "y must be contiguous [T, D] and fit the plan");
   CombineArgs args{
@@ -102,8 +104,8 @@ void combine(const Tensor& y, const std::optional<Tensor>& rows, bool expert_maj
       .num_rows = 0,
       .y_TD = y.data_ptr(),
       .T = y.size(0),
-      .send = true,
-      .receive = true,
+      .send = send,
+      .receive = receive,
   };
   if (rows) {
     check_rows(*rows, "rows");

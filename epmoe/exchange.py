@@ -31,12 +31,12 @@ class Exchange:
     device: torch.device
     open_round: Dispatched | None = None
     rounds: int = 0
-    plan_ints: list[int] = field(init=False)
+    plan_words: Tensor = field(init=False)  # `ExchangePlan` of csrc/plan.h, int64 on the host
     views: dict[str, Tensor] = field(init=False)
     outputs: dict[tuple[object, ...], Any] = field(default_factory=dict)  # what dispatch returns, by shape of call
 
     def __post_init__(self) -> None:
-        self.plan_ints = self.plan.as_ints()
+        self.plan_words = torch.tensor(self.plan.as_ints())
         regions = {"window": self.window.local, "scratch": self.scratch}
         self.views = {buffer.name: buffer.view(regions[buffer.region]) for buffer in self.plan.buffers}
 

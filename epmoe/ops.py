@@ -33,11 +33,12 @@ _library.define(
 )
 _library.define(
     "dispatch(Tensor x, Tensor ids, Tensor weights, Tensor? num_tokens, int num_rows, Tensor peers, "
-    "Tensor(a!) window, Tensor(b!) scratch, Tensor(c!) status, int[] plan, bool expert_major, float timeout_s) -> ()"
+    "Tensor(a!) window, Tensor(b!) scratch, Tensor(c!) status, Tensor plan, bool expert_major, bool weight_rows, "
+    "bool send, bool receive, float timeout_s) -> ()"
 )
 _library.define(
     "combine(Tensor(d!) y, Tensor? rows, bool expert_major, Tensor peers, Tensor(a!) window, Tensor(b!) scratch, "
-    "Tensor(c!) status, int[] plan, float timeout_s) -> ()"
+    "Tensor(c!) status, Tensor plan, bool send, bool receive, float timeout_s) -> ()"
 )
 
 
@@ -75,12 +76,15 @@ def _(x, num_tokens, num_rows, per_tensor):
 
 
 @torch.library.register_fake("epmoe::dispatch")
-def _(x, ids, weights, num_tokens, num_rows, peers, window, scratch, status, plan, expert_major, timeout_s):
+def _(
+    x, ids, weights, num_tokens, num_rows, peers, window, scratch, status, plan, expert_major, weight_rows, send,
+    receive, timeout_s,
+):  # fmt: skip
     return None
 
 
 @torch.library.register_fake("epmoe::combine")
-def _(y, rows, expert_major, peers, window, scratch, status, plan, timeout_s):
+def _(y, rows, expert_major, peers, window, scratch, status, plan, send, receive, timeout_s):
     return None
 
 

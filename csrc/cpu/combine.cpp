@@ -100,35 +100,38 @@ void sum_returned(const Exchange& ex, const CombineArgs& args, const RoundState&
   std::memset(y + tokens * round.D, 0, (args.T - tokens) * round.D * sizeof(T));
 }
 
+// Waits for nobody: dispatch has seen every rank's flag of this round.
 template <typename T>
-void combine_as(const Exchange& ex, const CombineArgs& args) {
+void send(const Exchange& ex, const CombineArgs& args, RoundState& round) {
   const ExchangePlan& plan = ex.plan;
-  auto* round = in_scratch<RoundState>(ex, plan.state);
-  round->combine_epoch = round->dispatch_epoch;
+  round.combine_epoch = round.dispatch_epoch;
+  if (round.latched) return;
   std::vector<int32_t> counts(plan.R, 0);
-  bool arrived = false;
-  if (!round->latched) {
-    if (args.rows) {
-      std::copy_n(in_scratch<int32_t>(ex, plan.counts), plan.R, counts.begin());
-      send_rows<T>(ex, args, *round, counts.data());
-    }
-    Mail mail{
-        .epoch = round->combine_epoch, .count = 0, .D = round->D, .K = round->K, .dtype = round->dtype, .unused = {}};
-    send_mail(ex, plan.combine_mail, mail, counts.data());
-    arrived = wait_for_all(ex, kCombine, plan.combine_mail, round->combine_epoch);
+  if (args.rows) {
+    std::copy_n(in_scratch<int32_t>(ex, plan.counts), plan.R, counts.begin());
+    send_rows<T>(ex, args, round, counts.data());
   }
-  if (arrived) {
-    sum_returned<T>(ex, args, *round);
+  Mail mail{.epoch = round.combine_epoch, .count = 0, .D = round.D, .K = round.K, .dtype = round.dtype, .unused = {}};
+  send_mail(ex, plan.combine_mail, mail, counts.data());
+}
+
+template <typename T>
+void receive(const Exchange& ex, const CombineArgs& args, const RoundState& round) {
+  if (!round.latched && wait_for_all(ex, kCombine, ex.plan.combine_mail, round.combine_epoch)) {
+    sum_returned<T>(ex, args, round);
   } else {
-    std::memset(args.y_TD, 0, args.T * round->D * sizeof(T));
+    std::memset(args.y_TD, 0, args.T * round.D * sizeof(T));
   }
 }
 
 }  // namespace
 
 void combine(const Exchange& ex, const CombineArgs& args) {
-  auto dtype = static_cast<DType>(in_scratch<RoundState>(ex, ex.plan.state)->dtype);
-  visit(dtype, [&](auto type) { combine_as<decltype(type)>(ex, args); });
+  auto* round = in_scratch<RoundState>(ex, ex.plan.state);
+  visit(static_cast<DType>(round->dtype), [&](auto type) {
+    if (args.send) send<decltype(type)>(ex, args, *round);
+    if (args.receive) receive<decltype(type)>(ex, args, *round);
+  });
 }
 
 }  // namespace epmoe::cpu

@@ -166,12 +166,10 @@ void fill_unused_slots(const Exchange& ex, const DispatchArgs& args, const int32
   }
 }
 
-}  // namespace
-
-void dispatch(const Exchange& ex, const DispatchArgs& args) {
+// Opens a round, and waits for nobody: that this rank's combine of the last round returned is all that it takes.
+void send(const Exchange& ex, const DispatchArgs& args) {
   const ExchangePlan& plan = ex.plan;
   auto* round = in_scratch<RoundState>(ex, plan.state);
-  auto* counts = in_scratch<int32_t>(ex, plan.counts);
   int64_t wanted = args.num_tokens ? *args.num_tokens : args.num_rows;
   int64_t tokens = std::clamp<int64_t>(wanted, 0, args.T);
   auto* counters = in_scratch<int64_t>(ex, plan.counters);
@@ -182,16 +180,20 @@ void dispatch(const Exchange& ex, const DispatchArgs& args) {
   round->D = static_cast<int32_t>(args.D);
   round->K = args.K;
   round->dtype = static_cast<int32_t>(args.dtype);
+  if (round->latched) return;
   std::vector<int32_t> sent(plan.R, 0);
-  bool arrived = false;
+  send_tokens(ex, args, tokens, sent);
+  Mail mail{
+      .epoch = round->dispatch_epoch, .count = 0, .D = round->D, .K = args.K, .dtype = round->dtype, .unused = {}};
+  send_mail(ex, plan.dispatch_mail, mail, sent.data());
+}
+
+void receive(const Exchange& ex, const DispatchArgs& args) {
+  const ExchangePlan& plan = ex.plan;
+  auto* round = in_scratch<RoundState>(ex, plan.state);
+  auto* counts = in_scratch<int32_t>(ex, plan.counts);
+  bool arrived = !round->latched && wait_for_all(ex, kDispatch, plan.dispatch_mail, round->dispatch_epoch);
   uint64_t differing = 0;
-  if (!round->latched) {
-    send_tokens(ex, args, tokens, sent);
-    Mail mail{
-        .epoch = round->dispatch_epoch, .count = 0, .D = round->D, .K = args.K, .dtype = round->dtype, .unused = {}};
-    send_mail(ex, plan.dispatch_mail, mail, sent.data());
-    arrived = wait_for_all(ex, kDispatch, plan.dispatch_mail, round->dispatch_epoch);
-  }
   if (arrived) differing = read_headers(ex, *round, counts);
   if (differing)
     *ex.status = {
@@ -199,6 +201,13 @@ void dispatch(const Exchange& ex, const DispatchArgs& args) {
         {}};
   if (!arrived || differing) std::fill_n(counts, plan.R, 0);
   args.expert_major ? permute_received(ex, args, counts) : fill_unused_slots(ex, args, counts);
+}
+
+}  // namespace
+
+void dispatch(const Exchange& ex, const DispatchArgs& args) {
+  if (args.send) send(ex, args);
+  if (args.receive) receive(ex, args);
 }
 
 }  // namespace epmoe::cpu

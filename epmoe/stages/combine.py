@@ -61,7 +61,7 @@ def _close_round(
     y = torch.empty(dispatched.num_tokens, dispatched.hidden_size, dtype=dispatched.dtype, device=exchange.device)
     ops.combine(
         y, rows, expert_major, exchange.window.addresses, exchange.window.local, exchange.scratch, exchange.status,
-        exchange.plan_ints, exchange.timeout_s,
+        exchange.plan_words, True, True, exchange.timeout_s,
     )  # fmt: skip
     exchange.open_round = None
     exchange.check()

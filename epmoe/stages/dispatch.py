@@ -91,8 +91,8 @@ def dispatch(
     exchange.rounds += 1
     ops.dispatch(
         aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights), scalar, rows, exchange.window.addresses,
-        exchange.window.local, exchange.scratch, exchange.status, exchange.plan_ints, layout == "expert",
-        exchange.timeout_s,
+        exchange.window.local, exchange.scratch, exchange.status, exchange.plan_words, layout == "expert",
+        False, True, True, exchange.timeout_s,
     )  # fmt: skip
     dispatched = Dispatched(exchange, layout, x, *_outputs(exchange, layout, x, ids.shape[1]))
     exchange.open_round = dispatched

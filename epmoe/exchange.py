@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from epmoe.config import EPConfig
-from epmoe.health import raise_on_failure
+from epmoe.health import STATUS, raise_on_failure, raise_on_overflow
 from epmoe.memory import MemoryPlan
 from epmoe.placement import Placement
 from epmoe.window import Window
 
 if TYPE_CHECKING:
-    from epmoe.stages.dispatch import Dispatched
+    from epmoe.stages.dispatch import Dispatched, Form, Sent
+
+_CODE, _NEEDED_ROWS = STATUS.index("code"), STATUS.index("needed_rows")
 
 
 @dataclass
@@ -29,13 +32,20 @@ class Exchange:
     status: Tensor  # int64 [8], host memory
     global_ranks: list[int]
     device: torch.device
-    open_round: Dispatched | None = None
+    open_round: Sent | Dispatched | None = None
     rounds: int = 0
     plan_words: Tensor = field(init=False)  # `ExchangePlan` of csrc/plan.h, int64 on the host
+    memory: tuple[Tensor, ...] = field(init=False)  # as the operators take it
     views: dict[str, Tensor] = field(init=False)
-    outputs: dict[tuple[object, ...], Any] = field(default_factory=dict)  # what dispatch returns, by shape of call
+    forms: dict[tuple[object, ...], Form] = field(default_factory=dict)  # of the calls that have passed the checks
 
     def __post_init__(self) -> None:
+        config, memory = self.config, self.window
+        self.max_tokens = config.capacity.max_num_tokens_per_rank
+        self.raises_overflow = config.capacity.on_overflow == "raise"
+        self.memory = memory.addresses, memory.local, self.scratch, self.status
+        # Looked at in every call: a hundredth of what a tensor's element takes.
+        self.status_words = (ctypes.c_int64 * len(STATUS)).from_address(self.status.data_ptr())
         self.plan_words = torch.tensor(self.plan.as_ints())
         regions = {"window": self.window.local, "scratch": self.scratch}
         self.views = {buffer.name: buffer.view(regions[buffer.region]) for buffer in self.plan.buffers}
@@ -75,7 +85,27 @@ class Exchange:
 
     def check(self) -> None:
         """Raise what the kernels have left in the status word."""
-        raise_on_failure(self.status, self.global_ranks)
+        if self.status_words[_CODE]:
+            raise_on_failure(self.status, self.global_ranks)
+
+    def check_overflow(self) -> None:
+        """Raise, unless the config wants it only counted, if a round needed more rows than there are."""
+        if self.status_words[_NEEDED_ROWS] and self.raises_overflow:
+            raise_on_overflow(self.status, self.plan.sizes["max_rows"])
+
+    def expect(self, handle: Sent | Dispatched, call: str | None, name: str) -> None:
+        """Raises ValueError where `handle` is not the open round, or that awaits another call; None is any call."""
+        current = self.open_round
+        if current is handle and (call is None or call in handle.awaits):
+            return
+        if current is None:
+            first, second = ("dispatch_send", call) if call == "dispatch_recv" else ("dispatch", "combine")
+            raise ValueError(f"round {handle.epoch} is closed: {first} comes before {second}")
+        if handle in (current, getattr(current, "sent", None)):
+            raise ValueError(f"round {current.epoch} awaits {' or '.join(current.awaits)}, got {call}")
+        raise ValueError(
+            f"`{name}` must be the handle of the open round {current.epoch}, got another's, of round {handle.epoch}"
+        )
 
     def rows_as(self, name: str, dtype: torch.dtype, length: int) -> Tensor:
         """A scratch buffer as rows [N_cap, length] that follow one another, whatever the call's D and dtype."""

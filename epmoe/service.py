@@ -12,14 +12,15 @@ from torch import Tensor
 from epmoe import ops
 from epmoe.config import EPConfig
 from epmoe.exchange import Exchange
-from epmoe.health import EPMismatchError, Health, raise_on_overflow
+from epmoe.group import check_group, device_of, members_of
+from epmoe.health import EPMismatchError, Health
 from epmoe.memory import MemoryPlan
 from epmoe.placement import Placement
 from epmoe.stages import combine as combine_stage
 from epmoe.stages import dispatch as dispatch_stage
-from epmoe.stages.dispatch import Dispatched, Layout
+from epmoe.stages.dispatch import Dispatched, Layout, Sent
 from epmoe.stages.route import Routing, route
-from epmoe.window import SharedMemoryWindow, Window, all_gather
+from epmoe.window import SharedMemoryWindow, Window
 from epmoe.window_nvlink import NVLinkWindow
 
 
@@ -41,11 +42,11 @@ class ExpertParallel:
         self, config: EPConfig, group: dist.ProcessGroup | None = None, device: torch.device | str | None = None
     ):
         self.config = config
-        self.device = _device(config, device)
+        self.device = device_of(config, device)
         nvlink = self.device.type == "cuda"
         self.group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
-        self.rank, self.size, global_ranks = _members(self.group)
-        _check_group(config, self.group, self.rank, self.size)
+        self.rank, self.size, global_ranks = members_of(self.group)
+        check_group(config, self.group, self.rank, self.size)
         _ = ops.dispatch  # a library that does not build fails here, and not in a round that others wait in
         self.placement = Placement.from_config(config)
         plan = MemoryPlan.build(config, self.rank, self.placement, nvlink)
@@ -88,6 +89,7 @@ class ExpertParallel:
         *,
         num_tokens: int | Tensor | None = None,
         layout: Layout = "expert",
+        apply_router_weight_on_input: bool = False,
     ) -> Dispatched:
         """Send each token once to each rank that holds one of its experts; every rank takes part, also with T = 0.
 
@@ -97,6 +99,8 @@ class ExpertParallel:
             weights: fp32, bf16 or fp16 [T, K]. A pair of weight 0 does not travel; NaN and Inf count as 0.
             num_tokens: rows at and past it are padding and are not sent.
             layout: "expert" for expert-major rows, "rank" for what came, slab by source.
+            apply_router_weight_on_input: with layout="expert" only. Each pair's row is weight · x, an fp32 product
+                rounded once to x's dtype (with an fp8 payload the row's scales are multiplied), and combine only adds.
 
         Raises:
             TypeError, ValueError: an argument is not as above; nothing was sent.
@@ -106,13 +110,42 @@ class ExpertParallel:
 
         On a GPU nothing here waits for the device, so these two come from whichever call sees them first.
         """
-        dispatched = dispatch_stage.dispatch(self._open, x, ids, weights, num_tokens=num_tokens, layout=layout)
-        try:
-            self._open.check()
-        except EPMismatchError:  # everyone sees it, so everyone closes the round
-            combine_stage.abort(self._open, dispatched)
-            raise
-        return dispatched
+        exchange = self._open
+        dispatched = dispatch_stage.dispatch(
+            exchange, x, ids, weights, num_tokens=num_tokens, layout=layout,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+        )  # fmt: skip
+        return _looked_at(exchange, dispatched)
+
+    def dispatch_send(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        *,
+        num_tokens: int | Tensor | None = None,
+        layout: Layout = "expert",
+        apply_router_weight_on_input: bool = False,
+    ) -> Sent:
+        """The first half of `dispatch`, with its arguments and errors: sends, and waits for no rank.
+
+        Between the halves other work runs, also the rounds of another `ExpertParallel`: two micro-batches take turns
+        on two of them. x, ids and weights must not be written before `dispatch_recv` has returned.
+        """
+        return dispatch_stage.dispatch_send(
+            self._open, x, ids, weights, num_tokens=num_tokens, layout=layout,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+        )  # fmt: skip
+
+    def dispatch_recv(self, sent: Sent) -> Dispatched:
+        """The second half of `dispatch`: waits for every rank's tokens.
+
+        Raises:
+            ValueError: `sent` is of another round, or was received before.
+            EPMismatchError, EPTimeoutError: as `dispatch` does.
+        """
+        exchange = self._open
+        return _looked_at(exchange, dispatch_stage.dispatch_recv(exchange, sent))
 
     def combine(self, expert_rows: Tensor, dispatched: Dispatched) -> Tensor:
         """Weighted sum over a token's experts: expert-major outputs [N, D] → y [T, D], in x's dtype.
@@ -129,8 +162,27 @@ class ExpertParallel:
         """As `combine`, from rank-major rows [R, M, D] that a fused MoE has already weighted and summed."""
         return combine_stage.combine_partial(self._open, partial, dispatched)
 
-    def abort(self, dispatched: Dispatched) -> None:
-        """Close a round that an exception left open. Collective: every rank aborts or combines."""
+    def combine_send(self, rows: Tensor, dispatched: Dispatched) -> None:
+        """The first half of `combine`, with its errors: sends, and waits for no rank.
+
+        `rows` are expert-major outputs [N, D], or with layout="rank" the partial rows [R, M, D] of `combine_partial`.
+        """
+        combine_stage.combine_send(self._open, rows, dispatched)
+
+    def combine_recv(self, dispatched: Dispatched) -> Tensor:
+        """The second half of `combine`: waits for every rank's rows → y [T, D].
+
+        Raises:
+            ValueError: `dispatched` is of another round, or combine_send did not come first.
+            EPTimeoutError, EPOverflowError: as their docstrings say.
+        """
+        return combine_stage.combine_recv(self._open, dispatched)
+
+    def abort(self, dispatched: Sent | Dispatched) -> None:
+        """Close a round that an exception left open, between any two calls. Collective: every rank aborts or combines.
+
+        Takes what the round's last call returned; after combine_send, what went into it.
+        """
         combine_stage.abort(self._open, dispatched)
 
     def memory_plan(self) -> MemoryPlan:
@@ -152,8 +204,7 @@ class ExpertParallel:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._open.check()
-        if self.config.capacity.on_overflow == "raise":
-            raise_on_overflow(self._open.status, self._open.plan.sizes["max_rows"])
+        self._open.check_overflow()
 
     def close(self) -> None:
         """Let go of the windows. What dispatch returned must not be used any more."""
@@ -174,45 +225,10 @@ class ExpertParallel:
         return self._exchange
 
 
-def _device(config: EPConfig, device: torch.device | str | None) -> torch.device:
-    transport = config.exchange.transport
-    wanted = torch.device(device or ("cuda" if transport == "nvlink" else "cpu"))
-    fitting = {"auto": ("cpu", "cuda"), "shared_memory": ("cpu",), "nvlink": ("cuda",)}[transport]
-    if wanted.type not in fitting:
-        raise ValueError(f"`device` must be {' or '.join(fitting)} with exchange.transport={transport!r}, got {wanted}")
-    if wanted.type == "cpu":
-        return wanted
-    for key, value, most in (
-        ("topology.ep_size", config.topology.ep_size, 32),
-        ("model.num_experts_per_tok", config.model.num_experts_per_tok, 32),
-        ("model.num_experts with copies", config.num_physical_experts, 4096),
-    ):
-        if value > most:
-            raise ValueError(f"`{key}` must be at most {most} on GPUs, got {value}")
-    if not torch.cuda.is_available():
-        raise ValueError("torch finds no GPU here: `device` must be cpu, and exchange.transport shared_memory or auto")
-    return wanted if wanted.index is not None else torch.device("cuda", torch.cuda.current_device())
-
-
-def _members(group: dist.ProcessGroup | None) -> tuple[int, int, list[int]]:
-    """This rank, the size, and the global rank of each member."""
-    if group is None:
-        return 0, 1, [0]
-    return dist.get_rank(group), dist.get_world_size(group), dist.get_process_group_ranks(group)
-
-
-def _check_group(config: EPConfig, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
-    if group is not None and "cpu:" not in dist.get_backend_config(group):
-        raise ValueError(
-            f"`group` must have a CPU backend, got {dist.get_backend_config(group)!r}: use "
-            "init_process_group('cpu:gloo,cuda:nccl')"
-        )
-    if config.topology.ep_size != size:
-        hint = "" if group is not None else "; torch.distributed is not initialised, so the group is this process alone"
-        raise ValueError(
-            f"topology.ep_size must equal the size of the group, {size}, got {config.topology.ep_size}{hint}"
-        )
-    text = config.model_dump_json()
-    others = [other for other, theirs in enumerate(all_gather(text, size, group)) if theirs != text]
-    if others:
-        raise ValueError(f"the config of rank {rank} differs from that of rank(s) {others}: it must be the same on all")
+def _looked_at(exchange: Exchange, dispatched: Dispatched) -> Dispatched:
+    try:
+        exchange.check()
+    except EPMismatchError:  # everyone sees it, so everyone closes the round
+        combine_stage.abort(exchange, dispatched)
+        raise
+    return dispatched

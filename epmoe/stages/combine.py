@@ -7,64 +7,101 @@ from torch import Tensor
 
 from epmoe import ops
 from epmoe.exchange import Exchange
-from epmoe.health import EPMismatchError, raise_on_overflow
+from epmoe.health import EPMismatchError
 from epmoe.stages.checks import aligned_rows, check_forward_only, check_tensor
-from epmoe.stages.dispatch import Dispatched
+from epmoe.stages.dispatch import Dispatched, Sent, dispatch_recv
 
 
 def combine(exchange: Exchange, expert_rows: Tensor, dispatched: Dispatched) -> Tensor:
     """Finalize expert-major outputs [N, D] and bring them back: y [T, D]; collective. See `ExpertParallel.combine`."""
-    _check_round(exchange, dispatched)
+    _check_round(exchange, dispatched, "combine")
     if dispatched.layout != "expert":
         raise ValueError("`combine` takes expert-major rows; a round of layout='rank' ends with combine_partial")
-    shape = ("N", dispatched.hidden_size)
-    check_tensor("expert_rows", expert_rows, (dispatched.dtype,), shape, exchange.device)
-    return _close_round(exchange, dispatched, aligned_rows(expert_rows))
+    y = _launch(exchange, dispatched, _expert_rows(exchange, expert_rows, dispatched), True, receive=True)
+    return _closed(exchange, y)
 
 
 def combine_partial(exchange: Exchange, partial: Tensor, dispatched: Dispatched) -> Tensor:
     """Bring rank-major rows [R, M, D], already weighted and summed over this rank's experts, back: y [T, D]."""
-    _check_round(exchange, dispatched)
-    sizes = exchange.plan.sizes
-    shape = (sizes["R"], sizes["M"], dispatched.hidden_size)
-    check_tensor("partial", partial, (dispatched.dtype,), shape, exchange.device)
-    return _close_round(exchange, dispatched, aligned_rows(partial.flatten(0, 1)), expert_major=False)
+    _check_round(exchange, dispatched, "combine_partial")
+    y = _launch(exchange, dispatched, _partial_rows(exchange, partial, dispatched), False, receive=True)
+    return _closed(exchange, y)
 
 
-def abort(exchange: Exchange, dispatched: Dispatched) -> None:
+def combine_send(exchange: Exchange, rows: Tensor, dispatched: Dispatched) -> None:
+    """The first half of `combine`, or of `combine_partial` with layout="rank"; waits for nobody."""
+    _check_round(exchange, dispatched, "combine_send")
+    expert_major = dispatched.layout == "expert"
+    checked = (_expert_rows if expert_major else _partial_rows)(exchange, rows, dispatched)
+    dispatched.y = _launch(exchange, dispatched, checked, expert_major, receive=False)
+    dispatched.awaits = ("combine_recv",)
+
+
+def combine_recv(exchange: Exchange, dispatched: Dispatched) -> Tensor:
+    """The second half of `combine`: y [T, D]."""
+    exchange.expect(dispatched, "combine_recv", "dispatched")
+    return _receive(exchange, dispatched)
+
+
+def abort(exchange: Exchange, handle: Sent | Dispatched) -> None:
     """Close a round that an exception left open, without rows; all ranks combine or abort."""
-    _check_round(exchange, dispatched)
-    _close_round(exchange, dispatched, None)
+    _check_round(exchange, handle, None)
+    _give_up(exchange, handle)
 
 
-def _check_round(exchange: Exchange, dispatched: Dispatched) -> None:
+def _check_round(exchange: Exchange, handle: Sent | Dispatched, call: str | None) -> None:
     try:
         exchange.check()
     except EPMismatchError:  # everyone sees it, so everyone closes the round
-        if dispatched is exchange.open_round:
-            _close_round(exchange, dispatched, None)
+        if handle is exchange.open_round:
+            _give_up(exchange, handle)
         raise
-    if exchange.open_round is None:
-        raise ValueError(f"round {dispatched.epoch} is closed: dispatch comes before combine")
-    if dispatched is not exchange.open_round:
-        raise ValueError(
-            f"`dispatched` must be the handle of the open round {exchange.open_round.epoch}, got another's, of round "
-            f"{dispatched.epoch}"
-        )
+    exchange.expect(handle, call, "dispatched")
 
 
-def _close_round(
-    exchange: Exchange, dispatched: Dispatched, rows: Tensor | None, *, expert_major: bool = True
+def _give_up(exchange: Exchange, handle: Sent | Dispatched) -> None:
+    if isinstance(handle, Sent):  # combine's flags say that dispatch has seen everyone's
+        handle = dispatch_recv(exchange, handle)
+    if handle.y is None:
+        _closed(exchange, _launch(exchange, handle, None, True, receive=True))
+    else:
+        _receive(exchange, handle)
+
+
+def _expert_rows(exchange: Exchange, rows: Tensor, dispatched: Dispatched) -> Tensor:
+    check_tensor("expert_rows", rows, (dispatched.dtype,), ("N", dispatched.hidden_size), exchange.device)
+    check_forward_only(rows)
+    return aligned_rows(rows)
+
+
+def _partial_rows(exchange: Exchange, partial: Tensor, dispatched: Dispatched) -> Tensor:
+    sizes = exchange.plan.sizes
+    shape = (sizes["R"], sizes["M"], dispatched.hidden_size)
+    check_tensor("partial", partial, (dispatched.dtype,), shape, exchange.device)
+    check_forward_only(partial)
+    return aligned_rows(partial.flatten(0, 1))
+
+
+def _launch(
+    exchange: Exchange, dispatched: Dispatched, rows: Tensor | None, expert_major: bool, *, receive: bool
 ) -> Tensor:
-    if rows is not None:
-        check_forward_only(rows)
     y = torch.empty(dispatched.num_tokens, dispatched.hidden_size, dtype=dispatched.dtype, device=exchange.device)
     ops.combine(
-        y, rows, expert_major, exchange.window.addresses, exchange.window.local, exchange.scratch, exchange.status,
-        exchange.plan_words, True, True, exchange.timeout_s,
+        y, rows, expert_major, *exchange.memory, dispatched.sent.plan_words, True, receive, exchange.timeout_s
     )  # fmt: skip
+    return y
+
+
+def _receive(exchange: Exchange, dispatched: Dispatched) -> Tensor:
+    y = dispatched.y
+    assert y is not None
+    ops.combine(y, None, True, *exchange.memory, dispatched.sent.plan_words, False, True, exchange.timeout_s)
+    dispatched.y = None
+    return _closed(exchange, y)
+
+
+def _closed(exchange: Exchange, y: Tensor) -> Tensor:
     exchange.open_round = None
     exchange.check()
-    if exchange.config.capacity.on_overflow == "raise":
-        raise_on_overflow(exchange.status, exchange.plan.sizes["max_rows"])
+    exchange.check_overflow()
     return y

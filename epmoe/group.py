@@ -1,0 +1,55 @@
+"""Which processes and which device an `ExpertParallel` runs on: what fits together, and what is refused by name."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from epmoe.config import EPConfig
+from epmoe.window import all_gather
+
+
+def device_of(config: EPConfig, device: torch.device | str | None) -> torch.device:
+    """The device, by default what the transport asks for. Raises ValueError where it does not fit the config."""
+    transport = config.exchange.transport
+    wanted = torch.device(device or ("cuda" if transport == "nvlink" else "cpu"))
+    fitting = {"auto": ("cpu", "cuda"), "shared_memory": ("cpu",), "nvlink": ("cuda",)}[transport]
+    if wanted.type not in fitting:
+        raise ValueError(f"`device` must be {' or '.join(fitting)} with exchange.transport={transport!r}, got {wanted}")
+    if wanted.type == "cpu":
+        return wanted
+    for key, value, most in (
+        ("topology.ep_size", config.topology.ep_size, 32),
+        ("model.num_experts_per_tok", config.model.num_experts_per_tok, 32),
+        ("model.num_experts with copies", config.num_physical_experts, 4096),
+    ):
+        if value > most:
+            raise ValueError(f"`{key}` must be at most {most} on GPUs, got {value}")
+    if not torch.cuda.is_available():
+        raise ValueError("torch finds no GPU here: `device` must be cpu, and exchange.transport shared_memory or auto")
+    return wanted if wanted.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def members_of(group: dist.ProcessGroup | None) -> tuple[int, int, list[int]]:
+    """This rank, the size, and the global rank of each member."""
+    if group is None:
+        return 0, 1, [0]
+    return dist.get_rank(group), dist.get_world_size(group), dist.get_process_group_ranks(group)
+
+
+def check_group(config: EPConfig, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
+    """Raises ValueError, on all ranks, unless the group can run this config and all have the same. Collective."""
+    if group is not None and "cpu:" not in dist.get_backend_config(group):
+        raise ValueError(
+            f"`group` must have a CPU backend, got {dist.get_backend_config(group)!r}: use "
+            "init_process_group('cpu:gloo,cuda:nccl')"
+        )
+    if config.topology.ep_size != size:
+        hint = "" if group is not None else "; torch.distributed is not initialised, so the group is this process alone"
+        raise ValueError(
+            f"topology.ep_size must equal the size of the group, {size}, got {config.topology.ep_size}{hint}"
+        )
+    text = config.model_dump_json()
+    others = [other for other, theirs in enumerate(all_gather(text, size, group)) if theirs != text]
+    if others:
+        raise ValueError(f"the config of rank {rank} differs from that of rank(s) {others}: it must be the same on all")

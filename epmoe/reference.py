@@ -130,9 +130,15 @@ def swiglu_reference(w_gate_up: Tensor, w_down: Tensor) -> ExpertFn:
 
 
 def moe_reference(
-    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ExpertFn | tuple[Tensor, Tensor]
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: ExpertFn | tuple[Tensor, Tensor],
+    *,
+    apply_router_weight_on_input: bool = False,
 ) -> Tensor:
-    """The whole layer on one rank, in fp64: y [T, D] = Σ_k weights[t, k] · expert ids[t, k] (x[t]).
+    """The whole layer on one rank, in fp64: y [T, D] = Σ_k weights[t, k] · expert ids[t, k] (x[t]), or the Σ_k of
+    expert ids[t, k] (weights[t, k] · x[t]), whose product is an fp32 one, rounded to x's dtype.
 
     `experts` is a callable on (rows, expert id), or the pair (w_gate_up [E, 2F, D], w_down [E, D, F]). Pairs whose
     weight is 0, NaN or Inf contribute nothing; ids must be ones that `experts` knows, −1 apart.
@@ -143,8 +149,12 @@ def moe_reference(
     live_TK = (ids_TK >= 0) & weights_TK.isfinite() & (weights_TK != 0)
     for expert_id in ids_TK[live_TK].unique().tolist():
         token, k = ((ids_TK == expert_id) & live_TK).nonzero(as_tuple=True)
-        rows_nD = expert(x_TD[token].double(), expert_id)
-        y_TD.index_add_(0, token, weights_TK[token, k, None] * rows_nD.double())
+        weight_n1 = weights_TK[token, k, None]
+        if apply_router_weight_on_input:
+            rows_nD = expert((weight_n1.float() * x_TD[token].float()).to(x_TD.dtype).double(), expert_id)
+        else:
+            rows_nD = weight_n1 * expert(x_TD[token].double(), expert_id)
+        y_TD.index_add_(0, token, rows_nD.double())
     return y_TD
 
 

@@ -108,6 +108,20 @@ uint64_t read_headers(const Exchange& ex, const RoundState& round, int32_t* coun
   return differing;
 }
 
+// Calls f(place) for each pair of each slot in use, in order; a slot has room for plan.K.
+template <typename F>
+void for_each_pair(const Exchange& ex, const DispatchArgs& args, const int32_t* counts_R, F&& f) {
+  const ExchangePlan& plan = ex.plan;
+  for (int64_t r = 0; r < plan.R; ++r)
+    for (int64_t slot = r * plan.M; slot < r * plan.M + counts_R[r]; ++slot)
+      for (int32_t k = 0; k < args.K; ++k) f(slot * plan.K + k);
+}
+
+template <typename T>
+void scale_row(T* row, float factor, int64_t n) {
+  for (int64_t d = 0; d < n; ++d) row[d] = from_float<T>(to_float(row[d]) * factor);
+}
+
 void permute_received(const Exchange& ex, const DispatchArgs& args, const int32_t* counts_R) {
   const ExchangePlan& plan = ex.plan;
   int64_t needed = 0;
@@ -146,6 +160,26 @@ void permute_received(const Exchange& ex, const DispatchArgs& args, const int32_
   for (int64_t i = 0; i < plan.num_local_experts; ++i) total[i] += permute_args.tokens_per_expert[i];
 }
 
+// Multiplies each expert-major row, or its scales, by the weight of its pair, which is 1 from there on.
+void weight_rows(const Exchange& ex, const DispatchArgs& args, const int32_t* counts_R) {
+  const ExchangePlan& plan = ex.plan;
+  auto* weights = in_window<float>(ex, plan.rank, plan.recv_weights);
+  auto* row_of_pair = in_scratch<int32_t>(ex, plan.row_of_pair);
+  int64_t blocks = (args.D + kScaleBlock - 1) / kScaleBlock;
+  for_each_pair(ex, args, counts_R, [&](int64_t pair) {
+    int64_t row = row_of_pair[pair];
+    if (row < 0) return;
+    if (plan.payload_fp8) {
+      scale_row(in_scratch<float>(ex, plan.row_scales) + row * blocks, weights[pair], blocks);
+    } else {
+      visit(args.dtype, [&](auto type) {
+        scale_row(in_scratch<decltype(type)>(ex, plan.rows) + row * args.D, weights[pair], args.D);
+      });
+    }
+    weights[pair] = 1.0f;
+  });
+}
+
 // layout="rank": unused slots carry the sentinel and 0 throughout, and what arrived is counted.
 void fill_unused_slots(const Exchange& ex, const DispatchArgs& args, const int32_t* counts_R) {
   const ExchangePlan& plan = ex.plan;
@@ -154,13 +188,11 @@ void fill_unused_slots(const Exchange& ex, const DispatchArgs& args, const int32
   auto* expert_map = in_scratch<int32_t>(ex, plan.expert_map);
   auto* total = in_scratch<int64_t>(ex, plan.total_tokens_per_expert);
   int32_t sentinel = in_scratch<int32_t>(ex, plan.sentinels)[plan.rank];
+  for_each_pair(ex, args, counts_R, [&](int64_t pair) {
+    int32_t id = ids[pair];
+    if (id >= 0 && id < plan.P && expert_map[id] >= 0) ++total[expert_map[id]];
+  });
   for (int64_t r = 0; r < plan.R; ++r) {
-    for (int64_t slot = r * plan.M; slot < r * plan.M + counts_R[r]; ++slot) {
-      for (int32_t k = 0; k < args.K; ++k) {
-        int32_t id = ids[slot * plan.K + k];
-        if (id >= 0 && id < plan.P && expert_map[id] >= 0) ++total[expert_map[id]];
-      }
-    }
     std::fill(ids + (r * plan.M + counts_R[r]) * plan.K, ids + (r + 1) * plan.M * plan.K, sentinel);
     std::fill(weights + (r * plan.M + counts_R[r]) * plan.K, weights + (r + 1) * plan.M * plan.K, 0.0f);
   }
@@ -200,7 +232,9 @@ void receive(const Exchange& ex, const DispatchArgs& args) {
         kMismatch, kDispatch, round->dispatch_epoch, static_cast<int64_t>(differing), plan.rank, ex.status->needed_rows,
         {}};
   if (!arrived || differing) std::fill_n(counts, plan.R, 0);
-  args.expert_major ? permute_received(ex, args, counts) : fill_unused_slots(ex, args, counts);
+  if (!args.expert_major) return fill_unused_slots(ex, args, counts);
+  permute_received(ex, args, counts);
+  if (args.weight_rows) weight_rows(ex, args, counts);
 }
 
 }  // namespace

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -23,13 +23,15 @@ _INT32_MAX = 2**31 - 1
 _Rule = tuple[str, bool, str, object]  # dotted key, whether it holds, what the key must be, what it is
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """Refuses unknown keys and other types, and is frozen."""
+
     model_config = ConfigDict(
         strict=True, frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
 
 
-class ModelConfig(_Strict):
+class ModelConfig(Strict):
     """The model's MoE layers."""
 
     num_experts: int = Field(ge=1, le=4096)
@@ -46,7 +48,7 @@ class ModelConfig(_Strict):
         return getattr(torch, self.dtype)
 
 
-class RoutingConfig(_Strict):
+class RoutingConfig(Strict):
     """How scores become experts and weights (`ep.route`); unused where a model brings its own router."""
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
@@ -61,7 +63,7 @@ class RoutingConfig(_Strict):
     """Multiplies the weights, after renormalisation."""
 
 
-class TopologyConfig(_Strict):
+class TopologyConfig(Strict):
     """The ranks that share the experts."""
 
     ep_size: int = Field(ge=1, le=64)
@@ -70,7 +72,7 @@ class TopologyConfig(_Strict):
     """Ranks on one machine; unset means all R. More than one machine is not built yet."""
 
 
-class PlacementConfig(_Strict):
+class PlacementConfig(Strict):
     """Which rank owns which expert."""
 
     strategy: Literal["linear", "round_robin", "explicit"] = "linear"
@@ -81,7 +83,7 @@ class PlacementConfig(_Strict):
     """Copies beside the E experts: physical expert E+i copies logical expert i mod E; P = E + copies."""
 
 
-class CapacityConfig(_Strict):
+class CapacityConfig(Strict):
     """Sizes of the buffers, all fixed at the start (`epmoe plan` prints the bytes)."""
 
     max_num_tokens_per_rank: int = Field(default=1024, ge=1, le=2**20)
@@ -94,7 +96,7 @@ class CapacityConfig(_Strict):
     """More than `max_expert_rows`: raise EPOverflowError at the next look, or only count what was dropped."""
 
 
-class ExchangeConfig(_Strict):
+class ExchangeConfig(Strict):
     """How rows travel."""
 
     transport: Literal["auto", "shared_memory", "nvlink"] = "auto"
@@ -109,9 +111,11 @@ class ExchangeConfig(_Strict):
     """Seconds for the first call, in which ranks may still load or compile."""
     num_sms: int | None = Field(default=None, ge=1)
     """Multiprocessors that a communication kernel may use (CUDA); unset means the library's choice."""
+    tuning: str | None = None
+    """Path of a tuning table, which gives the kernels' launches by the number of tokens (CUDA); unset: they choose."""
 
 
-class EPConfig(_Strict):
+class EPConfig(Strict):
     """Configuration of an `ExpertParallel`: `EPConfig.load(path)`, or its sections as keywords."""
 
     model: ModelConfig
@@ -126,7 +130,11 @@ class EPConfig(_Strict):
         try:
             super().__init__(**sections)
         except ValidationError as error:
-            raise ConfigError("\n".join(_explain(item) for item in error.errors())) from None
+            lines = []
+            for item in error.errors():
+                section = item["loc"][0] if len(item["loc"]) > 1 else None
+                lines.append(explain(item, _KEYS.get(str(section), ()) if section else tuple(_KEYS)))
+            raise ConfigError("\n".join(lines)) from None
 
     @property
     def num_physical_experts(self) -> int:
@@ -203,9 +211,9 @@ _KEYS = {
 }
 
 
-def _explain(item: Any) -> str:
-    """One pydantic error in our words: the dotted key, what it must be, what it got."""
-    *parents, last = item["loc"] or (None,)
+def explain(item: Any, known: Sequence[str]) -> str:
+    """One pydantic error in our words: the dotted key, what it must be, what it got; `known` are the keys beside it."""
+    last = item["loc"][-1] if item["loc"] else None
     key = "`" + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in item["loc"]).lstrip(".") + "`"
     match item["type"]:
         case "value_error":
@@ -213,7 +221,6 @@ def _explain(item: Any) -> str:
         case "missing":
             return f"{key} must be set"
         case "extra_forbidden":
-            known = _KEYS.get(parents[0], ()) if parents else tuple(_KEYS)
             close = difflib.get_close_matches(str(last), known, n=1)
             hint = f"did you mean `{close[0]}`?" if close else f"use {', '.join(known)}"
             return f"{key} is not a known key; {hint}"

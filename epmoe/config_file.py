@@ -57,7 +57,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
+def read_config(path: str | Path, holds: str = "sections such as `model:` and `topology:`") -> dict[str, Any]:
     """The mapping in a .yaml, .yml, .toml or .json file. Raises ConfigError naming the file."""
     path = Path(path)
     parse = _PARSERS.get(path.suffix.lower())
@@ -75,7 +75,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: is not valid {path.suffix[1:].upper()}: {error}") from None
     data = {} if data is None else data
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise ConfigError(f"{path}: must hold sections such as `model:` and `topology:`, got {data!r:.80}")
+        raise ConfigError(f"{path}: must hold {holds}, got {data!r:.80}")
     return data
 
 

@@ -13,6 +13,7 @@ from epmoe.config import EPConfig
 from epmoe.health import STATUS, raise_on_failure, raise_on_overflow
 from epmoe.memory import MemoryPlan
 from epmoe.placement import Placement
+from epmoe.tuning import Tuning
 from epmoe.window import Window
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ class Exchange:
     device: torch.device
     open_round: Sent | Dispatched | None = None
     rounds: int = 0
-    plan_words: Tensor = field(init=False)  # `ExchangePlan` of csrc/plan.h, int64 on the host
+    tuning: Tuning = Tuning(rows=())
+    plans: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # `ExchangePlan` in words, by launch
     memory: tuple[Tensor, ...] = field(init=False)  # as the operators take it
     views: dict[str, Tensor] = field(init=False)
     forms: dict[tuple[object, ...], Form] = field(default_factory=dict)  # of the calls that have passed the checks
@@ -46,7 +48,6 @@ class Exchange:
         self.memory = memory.addresses, memory.local, self.scratch, self.status
         # Looked at in every call: a hundredth of what a tensor's element takes.
         self.status_words = (ctypes.c_int64 * len(STATUS)).from_address(self.status.data_ptr())
-        self.plan_words = torch.tensor(self.plan.as_ints())
         regions = {"window": self.window.local, "scratch": self.scratch}
         self.views = {buffer.name: buffer.view(regions[buffer.region]) for buffer in self.plan.buffers}
 
@@ -64,7 +65,8 @@ class Exchange:
         """Allocate this rank's scratch and fill its tables."""
         scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
         status = torch.zeros(8, dtype=torch.int64, pin_memory=device.type == "cuda")  # the kernels write it
-        exchange = cls(config, plan, window, scratch, status, global_ranks, device)
+        tuning = Tuning.load(config.exchange.tuning) if config.exchange.tuning else Tuning(rows=())
+        exchange = cls(config, plan, window, scratch, status, global_ranks, device, tuning=tuning)
         views = exchange.views
         for name in ("state", "counts", "health.counters", "health.tokens_per_expert", "health.rows_sent"):
             views[name].zero_()
@@ -106,6 +108,13 @@ class Exchange:
         raise ValueError(
             f"`{name}` must be the handle of the open round {current.epoch}, got another's, of round {handle.epoch}"
         )
+
+    def plans_for(self, hidden_size: int) -> tuple[list[int], list[Tensor]]:
+        """Steps of tokens and a plan for each, as `Tuning.steps`: int64 on the host, the words of `ExchangePlan`."""
+        steps, launches = self.tuning.steps(hidden_size, self.plan.sizes["R"])
+        for launch in launches:
+            self.plans.setdefault(tuple(launch.values()), torch.tensor(self.plan.as_ints(**launch)))
+        return steps, [self.plans[tuple(launch.values())] for launch in launches]
 
     def rows_as(self, name: str, dtype: torch.dtype, length: int) -> Tensor:
         """A scratch buffer as rows [N_cap, length] that follow one another, whatever the call's D and dtype."""

@@ -161,9 +161,9 @@ class MemoryPlan:
     def total_bytes(self) -> int:
         return self.window_bytes + self.scratch_bytes
 
-    def as_ints(self) -> list[int]:
-        """What the kernels get: the fields of `ExchangePlan`, in order."""
-        return [*self.sizes.values(), *(self[name].offset for name in OFFSETS)]
+    def as_ints(self, **launch: int) -> list[int]:
+        """What the kernels get: the fields of `ExchangePlan`, in order; `launch` replaces sizes of those names."""
+        return [*(self.sizes | launch).values(), *(self[name].offset for name in OFFSETS)]
 
     def _end(self, region: Region) -> int:
         return max(_round_up(b.offset + b.nbytes, BUFFER_ALIGNMENT) for b in self.buffers if b.region == region)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -59,6 +60,8 @@ class Form:
 
     expert_major: bool
     weight_rows: bool
+    steps: list[int]  # plans[bisect_left(steps, T)] is that for T tokens
+    plans: list[Tensor]
     attributes: dict[str, Any]  # of `Dispatched`
 
 
@@ -144,11 +147,11 @@ def _open_round(
 ) -> Sent:
     exchange.check()
     form = _checked_form(exchange, x, ids, weights, layout, weight_rows)
-    T, D = x.shape
+    T = x.shape[0]
     scalar, rows = (None, T) if num_tokens is None else token_count(num_tokens, T, exchange.device)
     exchange.rounds += 1
     inputs = aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights), scalar, rows
-    return Sent(form, T, exchange.rounds, exchange.plan_words, inputs)
+    return Sent(form, T, exchange.rounds, form.plans[bisect_left(form.steps, T)], inputs)
 
 
 def _launch(exchange: Exchange, sent: Sent, *, send: bool, receive: bool) -> None:
@@ -212,7 +215,7 @@ def _new_form(exchange: Exchange, x: Tensor, K: int, layout: Layout, weight_rows
     recv = Received(Received.attributes("recv", layout, received))
     attributes = Dispatched.attributes("dispatched", layout, fields)
     attributes |= {"recv": recv, "layout": layout, "dtype": x.dtype, "hidden_size": D}
-    return Form(layout == "expert", weight_rows, attributes)
+    return Form(layout == "expert", weight_rows, *exchange.plans_for(D), attributes)
 
 
 def _check_inputs(exchange: Exchange, x: Tensor, ids: Tensor, weights: Tensor, layout: str, weight_rows: bool) -> None:

@@ -1,0 +1,111 @@
+"""The tuning table: read strictly, and the launch it names for a number of tokens reaches the kernels."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+
+import pytest
+import torch
+
+import epmoe
+from epmoe.memory import SIZES, MemoryPlan
+from epmoe.tuning import Launch, Tuning
+
+ROW = {"tokens": 8, "hidden_size": 64, "ranks": 1, "dispatch_senders": 3, "dispatch_team": 2}
+LAUNCH = [SIZES.index(name) for name in Launch.model_fields]
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Writes a table and returns its path."""
+
+    def write(*rows: dict, name: str = "table.json", **keys: object) -> str:
+        path = tmp_path / name
+        path.write_text(json.dumps({"rows": rows, **keys}))  # JSON is YAML too
+        return str(path)
+
+    return write
+
+
+def make_ep(tuning: str | None, max_tokens: int = 64) -> epmoe.ExpertParallel:
+    config = epmoe.EPConfig(
+        model={"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "float32"},
+        topology={"ep_size": 1},
+        capacity={"max_num_tokens_per_rank": max_tokens},
+        exchange={"tuning": tuning},
+    )
+    return epmoe.ExpertParallel(config)
+
+
+def launched(ep: epmoe.ExpertParallel, T: int, D: int = 64) -> list[int]:
+    """The launch of a round of T tokens, as both operators get it."""
+    x = torch.randn(T, D)
+    d = ep.dispatch(x, torch.zeros(T, 1, dtype=torch.int32), torch.ones(T, 1))
+    assert torch.equal(ep.combine(d.rows, d), x)
+    return d.sent.plan_words[LAUNCH].tolist()
+
+
+@pytest.mark.parametrize("name", ["table.json", "table.yaml"])
+def test_a_call_is_launched_as_its_row_says(table, name):
+    rows = [
+        ROW | {"tokens": 32, "dispatch_senders": 16, "dispatch_team": 4, "combine_senders": 5, "combine_team": 1},
+        ROW,
+        ROW | {"tokens": 64, "ranks": 2, "dispatch_senders": 99},
+        ROW | {"tokens": 64, "hidden_size": 32, "combine_team": 7},
+    ]
+    with make_ep(table(*rows, name=name)) as ep:
+        for T in (0, 1, 8):
+            assert launched(ep, T) == [3, 2, 0, 0]
+        for T in (9, 32):
+            assert launched(ep, T) == [16, 4, 5, 1]
+        assert launched(ep, 33) == [0, 0, 0, 0]  # past the last row
+        assert launched(ep, 33, D=32) == [3, 2, 0, 7]
+        assert len(ep._exchange.plans) == 4  # one for each launch, not for each call
+
+
+def test_without_a_table_the_kernels_choose():
+    with make_ep(None) as ep:
+        assert launched(ep, 5) == [0, 0, 0, 0]
+        words = ep._exchange.plans_for(64)[1][0]
+        assert words.dtype == torch.int64 and words.tolist() == MemoryPlan.build(ep.config).as_ints()
+
+
+def test_steps_ascend_whatever_the_order_of_rows():
+    tuning = Tuning(rows=[ROW | {"tokens": tokens, "dispatch_senders": tokens} for tokens in (16, 2, 128)])
+    steps, launches = tuning.steps(64, 1)
+    assert steps == [2, 16, 128]
+    senders = [launches[bisect_left(steps, T)]["dispatch_senders"] for T in (0, 2, 3, 16, 17, 128, 129)]
+    assert senders == [2, 2, 16, 16, 128, 128, 0]
+    assert tuning.steps(64, 8) == ([], [dict.fromkeys(Launch.model_fields, 0)])
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"combine_teams": 2}, r"`rows\[1\].combine_teams` is not a known key; did you mean `combine_team`\?"),
+        ({"tokens": -1}, r"`rows\[1\].tokens` must be greater than or equal to 0, got -1"),
+        ({"dispatch_team": True}, r"`rows\[1\].dispatch_team` must be a valid integer, got True"),
+        ({}, r"`rows\[1\]` must be the only one for these tokens, hidden_size and ranks"),
+    ],
+)
+def test_a_wrong_row_is_named(table, row, message):
+    path = table(ROW, ROW | row)
+    with pytest.raises(epmoe.ConfigError, match=message) as error:
+        make_ep(path)
+    assert path in str(error.value)
+
+
+def test_a_wrong_file_is_named(table, tmp_path):
+    with pytest.raises(epmoe.ConfigError, match=r"nowhere\.yaml: no such configuration file"):
+        make_ep(str(tmp_path / "nowhere.yaml"))
+    with pytest.raises(epmoe.ConfigError, match=r"table\.json: `row` is not a known key; did you mean `rows`\?"):
+        make_ep(table(ROW, row=[]))
+    (tmp_path / "list.yaml").write_text("[1, 2]")
+    with pytest.raises(epmoe.ConfigError, match=r"list\.yaml: must hold a list `rows:`, got \[1, 2\]"):
+        make_ep(str(tmp_path / "list.yaml"))
+    (tmp_path / "empty.yaml").write_text("")
+    with pytest.raises(epmoe.ConfigError, match=r"empty\.yaml: `rows` must be set"):
+        make_ep(str(tmp_path / "empty.yaml"))
+    with pytest.raises(epmoe.ConfigError, match=r"`exchange.tuning` must be a valid string, got 5"):
+        make_ep(5)

@@ -54,7 +54,7 @@ cuda-compile:  ## every kernel compiles for sm_90 and sm_80 (needs nvcc, no GPU)
 	mkdir -p build; \
 	flags=$$($(PYTHON) -c 'import runpy; print(*runpy.run_path("epmoe/build.py")["CUDA_FLAGS"])'); \
 	symbols="-D__CUDA_NO_HALF_OPERATORS__ -D__CUDA_NO_HALF_CONVERSIONS__ -D__CUDA_NO_BFLOAT16_CONVERSIONS__ -D__CUDA_NO_HALF2_OPERATORS__"; \
-	for source in $(wildcard csrc/cuda/*.cu); do for arch in sm_90 sm_80; do \
+	for source in $(wildcard csrc/cuda/*.cu epmoe/bench/*.cu); do for arch in sm_90 sm_80; do \
 	  echo "nvcc $$source $$arch"; nvcc -c $$flags $$symbols -arch=$$arch -Icsrc -o build/kernel.o $$source || exit 1; \
 	done; done
 
@@ -63,7 +63,8 @@ cuda-compile:  ## every kernel compiles for sm_90 and sm_80 (needs nvcc, no GPU)
 GPU_PYTHON_VERSION ?= 3.12
 gpu-deps: setup
 	pip install --quiet --target .gpu-deps --upgrade --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
-	  -c constraints.txt pydantic pydantic-core annotated-types typing-extensions typing-inspection
+	  -c constraints.txt pydantic pydantic-core annotated-types typing-extensions typing-inspection pyyaml \
+	  typer click shellingham annotated-doc rich markdown-it-py mdurl pygments
 
 gpu-test:  ## tests marked gpu, with the machine's own Python (set PYTHON); see README
 	PYTHONPATH=.:.gpu-deps $(PYTHON) -m pytest -m gpu tests

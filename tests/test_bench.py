@@ -1,30 +1,38 @@
-"""The benchmark, small, over two ranks: both sides' results agree with the expected sum, and every view is written."""
+"""The benchmarks, small, over two ranks: all sides' results agree with the expected sum, and every view is written."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from launched import run, torchrun
 
-from epmoe.bench import exchange
+from epmoe.bench import exchange, floor, nvlink
+from epmoe.bench.report import Times
+from epmoe.bench.sample import Sample, wire_bytes
+from epmoe.bench.sides import Fused, Side
 from epmoe.config import EPConfig
+from epmoe.service import ExpertParallel
 
-ROOT = Path(__file__).parents[1]
 REPEATS = 2
+TOKENS = (0, 1, 32)
+GPU_CONTENDERS = [contender for contender in nvlink.Contender if contender is not nvlink.Contender.FLOOR]
 
 
-def _config(dtype: str, strategy: str) -> EPConfig:
-    return EPConfig(
-        model={"num_experts": 7, "num_experts_per_tok": 3, "hidden_size": 64, "dtype": dtype},
-        topology={"ep_size": 2},
-        placement={"strategy": strategy, "num_redundant_experts": 2},
-        capacity={"max_num_tokens_per_rank": 32, "alignment": 4},
-    )
+def _config(dtype: str, strategy: str, **changes: dict) -> EPConfig:
+    sections = {
+        "model": {"num_experts": 7, "num_experts_per_tok": 3, "hidden_size": 128, "dtype": dtype},
+        "topology": {"ep_size": 2},
+        "placement": {"strategy": strategy, "num_redundant_experts": 2},
+        "capacity": {"max_num_tokens_per_rank": 32, "alignment": 4},
+    }
+    return EPConfig(**sections | changes)
 
 
 def _worker(folder: Path) -> None:
@@ -33,25 +41,55 @@ def _worker(folder: Path) -> None:
     samples: list[None] = []
     for dtype, strategy in (("float32", "linear"), ("bfloat16", "round_robin")):
         config = _config(dtype, strategy)
-        results = exchange.run(config, (0, 1, 32), REPEATS, advance=lambda: samples.append(None))
+        results = exchange.run(config, TOKENS, REPEATS, advance=lambda: samples.append(None))
+        _gpu_sides(config)
+        _rows_are_counted(config)
     assert len(samples) == 2 * 3 * REPEATS
     broken = exchange.AllToAll.combine
     exchange.AllToAll.combine = lambda self, rows, sent: broken(self, rows, sent) * 1.5
-    with pytest.raises(RuntimeError, match="AllToAll: the round's output is not the weighted sum"):
+    with pytest.raises(RuntimeError, match="gloo: the round's output is not the weighted sum"):
         exchange.run(config, (4,), 1)
     if dist.get_rank() == 0:
         exchange.write_json(results, folder / "results.json")
     dist.destroy_process_group()
 
 
+def _gpu_sides(config: EPConfig) -> None:
+    """The contenders of GPUs, here on the CPU: each checks itself, and its rounds are alike bit for bit."""
+
+    def measure(side: Side, repeats: int, group: dist.ProcessGroup) -> Times:
+        rounds = []
+        for _ in range(2):
+            handle = side.out()
+            left = [tensor.clone() for tensor in side.arrived(handle)]
+            rounds.append([*left, side.back(handle).clone()])
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(*rounds, strict=True))
+        return Times(1.0, 2.0, 3.0)
+
+    nvlink.measure, nvlink.host_us = measure, lambda side, group: (4.0, 5.0)
+    results = nvlink.run(config, TOKENS, REPEATS, contenders=GPU_CONTENDERS)
+    assert [(r.tokens, r.contender, r.payload) for r in results] == [
+        (T, contender, payload)
+        for T in TOKENS
+        for payload in nvlink.Payload
+        for contender in (GPU_CONTENDERS if payload == "plain" else ["apart", "fused"])
+    ]
+
+
+def _rows_are_counted(config: EPConfig) -> None:
+    with ExpertParallel(config) as ep:
+        sample = Sample(config, ep.rank, 32, "zipf")
+        side = Fused(ep, sample)
+        handle = side.out()
+        assert handle.recv.counts.tolist() == sample.rows_RR[:, ep.rank].tolist()
+        side.back(handle)
+
+
 def test_two_ranks(tmp_path):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, "-m", "tests.test_bench", str(tmp_path)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, timeout=240, capture_output=True, text=True)
+    done = torchrun(2, __file__, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "results.json").read_text())
-    assert [row["tokens"] for row in rows] == [0, 1, 32]
+    assert [row["tokens"] for row in rows] == list(TOKENS)
     for row in rows:
         for side in ("epmoe", "gloo", "gloo_kept"):
             assert 0 < max(row[side]["dispatch"], row[side]["combine"]) <= row[side]["pair"]
@@ -59,7 +97,7 @@ def test_two_ranks(tmp_path):
 
 
 def test_views(tmp_path):
-    times = [exchange.Times(1.0, 2.0, 3.0), exchange.Times(10.0, 11.0, 21.0), exchange.Times(4.0, 5.0, 9.0)]
+    times = [Times(1.0, 2.0, 3.0), Times(10.0, 11.0, 21.0), Times(4.0, 5.0, 9.0)]
     results = [exchange.Result(tokens, *times) for tokens in (1, 16)]
     assert exchange.table(results).row_count == 6
     assert (results[0].ratio, results[0].ratio_kept) == (7, 3)
@@ -67,14 +105,65 @@ def test_views(tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_views_of_gpus(tmp_path):
+    plain = nvlink.Payload.PLAIN
+    results = [
+        nvlink.Result(T, contender, plain, Times(4.0, 5.0, pair), 3000, 5000, 2, 8.0, blocks, host)
+        for T in (1, 16)
+        for contender, pair, blocks, host in (
+            (nvlink.Contender.FLOOR, 8.0, 64, None),
+            (nvlink.Contender.FUSED, 10.0, None, (6.0, 7.0)),
+        )
+    ]
+    assert nvlink.table(results).row_count == 4
+    nvlink.write_json(results, tmp_path / "figures.json")
+    floor_row, ours = json.loads((tmp_path / "figures.json").read_text())[:2]
+    assert (floor_row["contender"], floor_row["floor_percent"], floor_row["blocks"]) == ("floor", 100, 64)
+    assert (ours["payload"], ours["floor_percent"], ours["wire_gbps"]) == ("plain", 80, 0.8)
+    nvlink.plot(results, tmp_path / "plot.svg")
+    assert "<svg" in (tmp_path / "plot.svg").read_text()
+
+
 def test_fp8_is_refused():
-    config = EPConfig(
-        model={"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 128},
-        topology={"ep_size": 1},
-        exchange={"payload": "fp8"},
-    )
+    config = _config("bfloat16", "linear", exchange={"payload": "fp8"})
     with pytest.raises(ValueError, match="`exchange.payload` and `exchange.combine_payload` must be auto"):
         exchange.run(config)
+
+
+def test_bytes_of_a_row():
+    assert wire_bytes(7168, torch.bfloat16, "auto") == 14336
+    assert wire_bytes(7168, torch.bfloat16, "fp8") == 7168 + 4 * 56
+    assert wire_bytes(128, torch.bfloat16, "fp8") == 144  # whole 16 bytes
+
+
+def test_rows_that_the_floor_moves():
+    """Three ranks in one process: what each is told to move arrives in order of source, and each row once."""
+    config = _config("float32", "linear", topology={"ep_size": 3})
+    traffic_RR = Sample(config, 0, 32).rows_RR.fill_diagonal_(0)
+    sources = [torch.randint(1, 255, (int(traffic_RR[r].sum()), 16), dtype=torch.uint8) for r in range(3)]
+    arrived = [torch.zeros(int(traffic_RR[:, r].sum()), 16, dtype=torch.uint8) for r in range(3)]
+    for rank, source in enumerate(sources):
+        targets = [arrived[r].data_ptr() + 16 * int(traffic_RR[:rank, r].sum()) for r in range(3)]
+        for origin, target in floor.moves(source, rank, traffic_RR[rank].tolist(), targets).tolist():
+            ctypes.memmove(target, origin, 16)
+    for rank in range(3):
+        parts = [source.split(traffic_RR[r].tolist())[rank] for r, source in enumerate(sources)]
+        assert torch.equal(arrived[rank], torch.cat(parts))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus(tmp_path):
+    config = _config("bfloat16", "linear", exchange={"transport": "nvlink", "timeout_s": 20.0})
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    options = ["--tokens", "1", "--tokens", "32", "--repeats", "3", "--json", str(tmp_path / "figures.json")]
+    bench = ["-m", "epmoe", "bench", str(tmp_path / "config.json"), *options]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run([*launch, *bench], PYTHONPATH=os.pathsep.join(sys.path))  # packages that were carried along, too
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "figures.json").read_text())
+    assert len(rows) == 2 * (5 + 3 + 3)
+    assert all(row["times"]["pair"] > 0 for row in rows)
 
 
 if __name__ == "__main__":

@@ -170,6 +170,22 @@ def test_bad_options_of_run(tmp_path: Path, options: list[str], message: str) ->
     assert message in result.output
 
 
+@pytest.mark.parametrize(
+    ("transport", "options", "message"),
+    [
+        ("auto", ["--tokens", "17"], "`--tokens` must be at most `capacity.max_num_tokens_per_rank` = 16, got 17"),
+        ("auto", ["--routing", "adversarial"], "`--routing` must not be adversarial"),
+        ("auto", ["--side", "fused"], "`--side` and `--payload` are for GPUs"),
+        ("nvlink", ["--payload", "fp8-out"], "`--payload` fp8-out wants `model.hidden_size` to be a multiple of 128"),
+        ("nvlink", ["--side", "gloo"], "'gloo' is not one of"),
+    ],
+)
+def test_bad_options_of_bench(tmp_path: Path, transport: str, options: list[str], message: str) -> None:
+    result = epmoe("bench", write(tmp_path, exchange={"transport": transport}), *options)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
 def test_run_refuses_what_the_machine_cannot_hold(tmp_path: Path) -> None:
     path = write(tmp_path, model={"hidden_size": 65536}, capacity={"max_num_tokens_per_rank": 2**20})
     result = epmoe("run", path)

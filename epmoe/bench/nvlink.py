@@ -1,168 +1,211 @@
-"""Times a round of the exchange over NVLink beside NCCL's `all_to_all_single` of the same rows, in one run.
+"""Times rounds of `ExpertParallel` on GPUs beside the machine's floor and NCCL, on the same routing, in one run.
 
-    torchrun --standalone --nproc-per-node 4 -m epmoe.bench.nvlink
-
-A pair is dispatch to expert-major rows and combine from expert-major outputs. A graph of pairs is replayed behind a
-sleeping kernel and one pair that brings the ranks into step; a figure is the median over replays on the slowest rank.
-NCCL moves the rows that cross to other ranks, both ways, without sorting, counting or summing anything. The output of a
-round is checked first.
+How a figure comes about: graphs.py. Who takes part, each with rows as the model has them, ours and the floor also with
+fp8 rows: `Contender`. Outputs are checked first, over buffers that were filled with NaN.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import os
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
+from epmoe.bench.all_to_all import AllToAll
+from epmoe.bench.floor import BLOCKS, Floor, FloorWindow
+from epmoe.bench.graphs import host_us, measure, pair_us
+from epmoe.bench.report import Line, Times, plot_pairs, write_rows
+from epmoe.bench.sample import Sample, wire_bytes
+from epmoe.bench.sides import Apart, Fused, Pipeline, Rows, Side
 from epmoe.config import EPConfig
 from epmoe.service import ExpertParallel
-from epmoe.simulate import simulate_routing
-from epmoe.stages.dispatch import Dispatched
-from epmoe.stages.quantize import dequantize_rows
+from epmoe.simulate import Kind
 
 TOKENS = (1, 16, 64, 128, 512, 4096)
-PAIRS, REPLAYS, CALLS = 10, 15, 100
-SLEEP_CYCLES = 2_000_000  # about 1 ms, in which the host gets ahead
+_CAPTION = (
+    "µs on the slowest rank, median of CUDA-graph replays of 10 pairs (pipeline: of eager pairs). out, back: dispatch "
+    "and combine with what belongs to them, from graphs with events between, about 1 µs more each. GB/s: unique remote "
+    "rows of the busiest rank, both ways, over the pair. floor: its pair with that payload / this pair. host: µs of an "
+    "eager dispatch + combine"
+)
+
+
+class Contender(StrEnum):
+    """What is measured."""
+
+    FLOOR = "floor"
+    """one kernel each way that stores the rows, raises flags and waits; the best number of blocks"""
+    ROWS = "rows"
+    """NCCL's all_to_all_single of the same rows"""
+    PIPELINE = "pipeline"
+    """sort, all_to_all_single, permute; finalize, all_to_all_single, sum"""
+    APART = "apart"
+    """ours, rank-major, with permute and finalize of their own"""
+    FUSED = "fused"
+    """ours, expert-major"""
+
+
+class Payload(StrEnum):
+    """How rows travel."""
+
+    PLAIN = "plain"
+    FP8_OUT = "fp8-out"
+    FP8_BOTH = "fp8-both"
+
+    @property
+    def wires(self) -> tuple[str, str]:
+        """exchange.payload and exchange.combine_payload."""
+        return "auto" if self is Payload.PLAIN else "fp8", "fp8" if self is Payload.FP8_BOTH else "auto"
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One T: microseconds a pair and of the host a call, and the bytes that leave the busiest rank each way."""
+    """One contender with one payload at one T. Bytes are those of the busiest rank, floor the pair of the floor."""
 
     tokens: int
-    pair: float
-    nccl: float
-    host_dispatch: float
-    host_combine: float
-    wire_bytes: float
+    contender: Contender
+    payload: Payload
+    times: Times
+    wire_bytes_out: int
+    wire_bytes_back: int
+    remote_rows: int
+    """unique (token, remote rank) pairs of the busiest rank"""
+    floor: float | None
+    blocks: int | None = None
+    """of the floor"""
+    host: tuple[float, float] | None = None
+    """microseconds of an eager dispatch and combine"""
+
+    @property
+    def wire_gbps(self) -> float:
+        """Gigabytes a second over both ways."""
+        return (self.wire_bytes_out + self.wire_bytes_back) / self.times.pair * 1e-3
+
+    @property
+    def floor_percent(self) -> float | None:
+        """100 at the floor."""
+        return None if self.floor is None else 100 * self.floor / self.times.pair
 
 
-def measure(ep: ExpertParallel, tokens: int) -> Result:
-    """Collective: every rank calls it and gets the same figures."""
-    model = ep.config.model
-    generator = torch.Generator().manual_seed(ep.rank)
-    x = torch.randn(tokens, model.hidden_size, generator=generator).to(ep.device, model.torch_dtype)
-    ids, weights = simulate_routing(
-        "uniform", tokens, model.num_experts, model.num_experts_per_tok, seed=ep.rank, id_dtype=torch.int32
-    )
-    ids, weights = ids.to(ep.device), weights.to(ep.device)
-    _check_round(ep, x, ids, weights)
-    before = ep.health().rows_sent
-    d = ep.dispatch(x, ids, weights)
-    outputs = torch.randn(d.rows.shape[0], x.shape[1], device=ep.device, dtype=x.dtype)
-    ep.combine(outputs, d)
-    sent = [after - then for after, then in zip(ep.health().rows_sent, before, strict=True)]
-
-    def pair() -> None:
-        ep.combine(outputs, ep.dispatch(x, ids, weights))
-
-    remote = sum(rows for rank, rows in enumerate(sent) if rank != ep.rank) * x.shape[1] * x.itemsize
-    figures = torch.tensor(
-        [_graph_us(pair), _graph_us(_all_to_all(x, sent)), *_host_us(ep, x, ids, weights, outputs), float(remote)]
-    )
-    dist.all_reduce(figures, dist.ReduceOp.MAX)
-    ep.check()
-    return Result(tokens, *figures.tolist())
+def default_payloads(config: EPConfig) -> list[Payload]:
+    """All, or the plain one where a row is not made of whole blocks of fp8."""
+    return list(Payload) if config.model.hidden_size % 128 == 0 else [Payload.PLAIN]
 
 
-def _check_round(ep: ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor) -> None:
-    """With experts that return their rows, y is x times the sum of its weights, to the precision of the wire."""
-    d = ep.dispatch(x, ids, weights)
-    y = ep.combine(_dequantised(d), d)
-    torch.testing.assert_close(y.float(), x.float() * weights.sum(1, keepdim=True), rtol=0.1, atol=0.1)
+def run(
+    config: EPConfig,
+    tokens: Sequence[int] = TOKENS,
+    repeats: int = 20,
+    routing: Kind = "uniform",
+    *,
+    contenders: Sequence[Contender] = tuple(Contender),
+    payloads: Sequence[Payload] = tuple(Payload),
+    group: dist.ProcessGroup | None = None,
+    advance: Callable[[], object] = lambda: None,
+) -> list[Result]:
+    """By T, the same on all ranks of `group` (default: the world), which all call it.
+
+    `repeats` replays are taken of each graph; `advance` is called for each T and payload. Raises RuntimeError where an
+    output is wrong.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None  # torchrun's
+    results: list[Result] = []
+    samples: dict[int, Sample] = {}
+    floor_window = None
+    for payload in payloads:
+        with ExpertParallel(_with_payload(config, payload), group) as ep:
+            if Contender.FLOOR in contenders and floor_window is None:
+                floor_window = FloorWindow(config, ep.rank, group, ep.device)
+            for T in tokens:
+                if T not in samples:
+                    samples[T] = Sample(config, ep.rank, T, routing, ep.device)
+                results += _measure(ep, group, samples[T], payload, contenders, floor_window, repeats)
+                torch.cuda.empty_cache()  # pools of the graphs, which windows would find missing
+                advance()
+    return sorted(results, key=lambda result: tokens.index(result.tokens))
 
 
-def _dequantised(d: Dispatched) -> Tensor:
-    scales = getattr(d, "scales", None)
-    return d.rows if scales is None else dequantize_rows(d.rows, scales, d.dtype)
+def _with_payload(config: EPConfig, payload: Payload) -> EPConfig:
+    out, back = payload.wires
+    exchange = config.exchange.model_copy(update={"payload": out, "combine_payload": back})
+    return config.model_copy(update={"exchange": exchange})
 
 
-def _all_to_all(x: Tensor, rows_to: list[int]) -> Callable[[], None]:
-    counts = torch.tensor(rows_to)
-    counts[dist.get_rank()] = 0
-    arriving = torch.empty_like(counts)
-    dist.all_to_all_single(arriving, counts)
-    there, back = counts.tolist(), arriving.tolist()
-    out = torch.randn(sum(there), x.shape[1], device=x.device).to(x.dtype)
-    received = torch.empty(sum(back), x.shape[1], dtype=x.dtype, device=x.device)
+def _measure(
+    ep: ExpertParallel,
+    group: dist.ProcessGroup,
+    sample: Sample,
+    payload: Payload,
+    contenders: Sequence[Contender],
+    floor_window: FloorWindow | None,
+    repeats: int,
+) -> Iterator[Result]:
+    out_bytes, back_bytes = (wire_bytes(sample.hidden, sample.dtype, wire) for wire in payload.wires)
+    rows_out, rows_back = sample.remote_rows()
+    floor: float | None = None
 
-    def pair() -> None:
-        dist.all_to_all_single(received, out, back, there)
-        dist.all_to_all_single(out, received, there, back)
+    def result(contender: Contender, side: Side, **more) -> Result:
+        times = measure(side, repeats, group)
+        wire = (rows_out * out_bytes, rows_back * back_bytes, rows_out)
+        reference = times.pair if contender is Contender.FLOOR else floor
+        return Result(sample.tokens, contender, payload, times, *wire, reference, **more)
 
-    return pair
-
-
-def _graph_us(pair: Callable[[], None]) -> float:
-    pair()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(PAIRS):
-            pair()
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        dist.barrier(device_ids=[torch.cuda.current_device()])
-        torch.cuda._sleep(SLEEP_CYCLES)
-        pair()
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / PAIRS)
-    return statistics.median(times)
-
-
-def _host_us(ep: ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor, outputs: Tensor) -> tuple[float, float]:
-    """Of an eager dispatch and an eager combine, while the GPU is behind."""
-    dispatch = combine = 0.0
-    torch.cuda.synchronize()
-    torch.cuda._sleep(50 * SLEEP_CYCLES)
-    for _ in range(CALLS):
-        start = time.perf_counter()
-        d = ep.dispatch(x, ids, weights)
-        middle = time.perf_counter()
-        ep.combine(outputs, d)
-        combine += time.perf_counter() - middle
-        dispatch += middle - start
-    torch.cuda.synchronize()
-    return dispatch * 1e6 / CALLS, combine * 1e6 / CALLS
+    if floor_window is not None:
+        side = Floor(floor_window, sample, out_bytes, back_bytes)
+        side.blocks = min(BLOCKS, key=lambda blocks: _floor_us(side, blocks, repeats, group))
+        yield (best := result(Contender.FLOOR, side, blocks=side.blocks))
+        side.raise_if_missed()
+        floor = best.times.pair
+    if Contender.ROWS in contenders and payload is Payload.PLAIN:
+        yield result(Contender.ROWS, Rows(sample, group))
+    if Contender.PIPELINE in contenders and payload is Payload.PLAIN:
+        layer = AllToAll(ep.placement, group, ep.device)
+        yield result(Contender.PIPELINE, Pipeline(layer, sample, "all_to_all_single, the whole pipeline"))
+    for contender, kind in ((Contender.APART, Apart), (Contender.FUSED, Fused)):
+        if contender in contenders:
+            ours = kind(ep, sample)
+            yield result(contender, ours, host=host_us(ours, group))
+            ep.check()
 
 
-def main() -> None:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    view = Table(title=f"EP{dist.get_world_size()}, hidden 7168, 256 experts, top-8, uniform, bf16; µs")
-    for column in ("T", "payload", "pair", "NCCL, rows only", "host: dispatch + combine", "wire GB/s each way"):
-        view.add_column(column, justify="right")
-    payloads = (("auto", "auto"), ("fp8", "auto"), ("fp8", "fp8"))
-    for (payload, combine_payload), tokens in itertools.product(payloads, TOKENS):
-        config = EPConfig(
-            model={"num_experts": 256, "num_experts_per_tok": 8, "hidden_size": 7168},
-            topology={"ep_size": dist.get_world_size()},
-            capacity={"max_num_tokens_per_rank": tokens, "max_expert_rows": 16 * tokens + 64},
-            exchange={"transport": "nvlink", "payload": payload, "combine_payload": combine_payload},
-        )
-        with ExpertParallel(config) as ep:
-            r = measure(ep, tokens)
-        wire = f"{2e-3 * r.wire_bytes / r.pair:.0f}" if payload == "auto" else ""
-        names = f"{payload} / {combine_payload}".replace("auto", "bf16")
-        host = f"{r.host_dispatch:.0f} + {r.host_combine:.0f}"
-        view.add_row(f"{tokens}", names, f"{r.pair:.1f}", f"{r.nccl:.1f}", host, wire)
-    if dist.get_rank() == 0:
-        Console(width=120).print(view)
-    dist.destroy_process_group()
+def _floor_us(side: Floor, blocks: int, repeats: int, group: dist.ProcessGroup) -> float:
+    side.blocks = blocks
+    return pair_us(side, -(-repeats // 4), group)
 
 
-if __name__ == "__main__":
-    main()
+def table(results: Sequence[Result], title: str = "") -> Table:
+    """A row for each contender and payload, by T."""
+    view = Table(title=title, caption=_CAPTION, pad_edge=False)
+    for column in ("T", "side", "payload", "out", "back", "pair", "GB/s", "floor", "host"):
+        words = column in ("side", "payload", "host")
+        view.add_column(column, justify="left" if words else "right", no_wrap=words)
+    last = None
+    for r in results:
+        if last not in (None, r.tokens):
+            view.add_section()
+        shown = f"{r.tokens}" if r.tokens != last else ""
+        share = "" if r.floor_percent is None or r.blocks else f"[bold]{r.floor_percent:.0f}%[/]"
+        note = f"{r.blocks} blocks" if r.blocks else f"{r.host[0]:.0f} + {r.host[1]:.0f}" if r.host else ""
+        times = (f"{value:,.1f}" if value < 1000 else f"{value:,.0f}" for value in dataclasses.astuple(r.times))
+        view.add_row(shown, r.contender, r.payload, *times, f"{r.wire_gbps:.0f}", share, note)
+        last = r.tokens
+    return view
+
+
+def write_json(results: Sequence[Result], path: Path) -> None:
+    """A list of one object for each row of the table, its wire speed and share of the floor included."""
+    shares = ({"wire_gbps": r.wire_gbps, "floor_percent": r.floor_percent} for r in results)
+    write_rows([dataclasses.asdict(r) | share for r, share in zip(results, shares, strict=True)], path)
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    """Every contender's pair over T, in the format of the file's suffix (.png, .svg, .pdf)."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for r in results:
+        lines.setdefault(f"{r.contender}, {r.payload}", []).append((r.tokens, r.times.pair))
+    plot_pairs([Line(label, points) for label, points in lines.items()], path)

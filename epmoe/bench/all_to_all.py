@@ -28,18 +28,25 @@ class Sent:
 
 
 class AllToAll:
-    """Dispatch and combine for one rank of `group`.
+    """Dispatch and combine for one rank of `group`, on `device`; the host reads the counts.
 
     Buffers are made anew in each call, as layers of this kind do, whose sizes change with the routing; with
     `keep_buffers` they stay, at the largest size seen: no page faults, the best that can be done on this way.
     """
 
-    def __init__(self, placement: Placement, group: dist.ProcessGroup, *, keep_buffers: bool = False) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        group: dist.ProcessGroup,
+        device: torch.device | str = "cpu",
+        *,
+        keep_buffers: bool = False,
+    ) -> None:
         self.keep_buffers = keep_buffers
         self.rank, self.group = dist.get_rank(group), group
         self.experts_per_rank = [placement.num_local_experts(rank) for rank in range(placement.ep_size)]
         owner_major = sorted(range(placement.num_physical_experts), key=lambda p: (placement.owner(p), p))
-        self.position_P = torch.tensor(owner_major).argsort()
+        self.position_P = torch.tensor(owner_major).argsort().to(device)
         self._buffers: dict[str, torch.Tensor] = {}
 
     def dispatch(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Sent:
@@ -48,17 +55,17 @@ class AllToAll:
         order = positions.argsort(stable=True)
         counts_P = positions.bincount(minlength=len(self.position_P))
         local = self.experts_per_rank[self.rank]
-        counts_Re = torch.empty(len(self.experts_per_rank), local, dtype=torch.int64)
+        counts_Re = torch.empty(len(self.experts_per_rank), local, dtype=torch.int64, device=x_TD.device)
         dist.all_to_all_single(
             counts_Re.view(-1), counts_P, [local] * len(counts_Re), self.experts_per_rank, group=self.group
         )
-        splits_out = [int(counts.sum()) for counts in counts_P.split(self.experts_per_rank)]
+        splits_out = [int(counts.sum()) for counts in counts_P.cpu().split(self.experts_per_rank)]
         splits_in = counts_Re.sum(dim=1).tolist()
         out = self._rows("out", len(order), x_TD)
         torch.index_select(x_TD, 0, order // ids_TK.shape[1], out=out)
         arrived = self._rows("arrived", sum(splits_in), x_TD)
         dist.all_to_all_single(arrived, out, splits_in, splits_out, group=self.group)
-        expert = torch.arange(local).repeat(len(counts_Re)).repeat_interleave(counts_Re.view(-1))
+        expert = torch.arange(local, device=x_TD.device).repeat(len(counts_Re)).repeat_interleave(counts_Re.view(-1))
         place = expert.argsort(stable=True)
         rows = self._rows("rows", len(place), x_TD)
         torch.index_select(arrived, 0, place, out=rows)

@@ -1,0 +1,168 @@
+"""The floor of the exchange: one kernel each way that stores the rows which have to cross, and waits for the flags.
+
+The kernel (floor.cu) is told from where to where each row goes; what arrives is dense, in order of source. It is no
+part of the library: `FloorWindow` compiles it where it is measured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epmoe import build
+from epmoe.bench.sample import Sample, wire_bytes
+from epmoe.bench.sides import Side, poison
+from epmoe.config import EPConfig
+from epmoe.window import all_gather
+from epmoe.window_nvlink import NVLinkWindow
+
+BLOCKS = (16, 32, 64, 128)
+_FLAG_BYTES = 4096  # for the flags of both ways, each its half
+
+
+class _Args(ctypes.Structure):
+    """`FloorArgs` of floor.cu."""
+
+    _fields_ = [
+        ("rows_n", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("vectors", ctypes.c_int64),
+        ("flags_R", ctypes.c_void_p),
+        ("arrived_R", ctypes.c_void_p),
+        ("state", ctypes.c_void_p),
+        ("rank", ctypes.c_int64),
+        ("R", ctypes.c_int64),
+        ("timeout_ns", ctypes.c_int64),
+    ]
+
+
+class FloorWindow:
+    """The kernel, and one window for every T and payload of a configuration. Collective."""
+
+    def __init__(self, config: EPConfig, rank: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank, self.size, self.group, self.device = rank, config.topology.ep_size, group, device
+        self.launch = _compiled(rank, self.size, group, device)
+        rows = (self.size - 1) * config.capacity.max_num_tokens_per_rank
+        self.region_bytes = rows * wire_bytes(config.model.hidden_size, config.model.torch_dtype, "auto")
+        self.window = NVLinkWindow(_FLAG_BYTES + 2 * self.region_bytes, rank, self.size, group, device)
+        self.addresses = self.window.addresses.tolist()
+        self.states = torch.zeros(2, 4, dtype=torch.int32, device=device)  # `FloorState` of each way
+        self.timeout_ns = int(config.exchange.timeout_s * 1e9)
+
+
+class Floor(Side):
+    """Rows of `out_bytes` to other ranks, rows of `back_bytes` in answer, from `blocks` blocks each."""
+
+    def __init__(self, window: FloorWindow, sample: Sample, out_bytes: int, back_bytes: int, name: str = "floor"):
+        self.name, self.window, self.blocks = name, window, BLOCKS[-1]
+        remote_RR = sample.rows_RR - sample.rows_RR.diag().diag()
+        self._ways = [_Way(window, 0, remote_RR, out_bytes), _Way(window, 1, remote_RR.T, back_bytes)]
+        self.check()
+
+    def out(self) -> Any:
+        self._ways[0].push(self.blocks)
+
+    def back(self, handle: Any) -> Tensor:
+        self._ways[1].push(self.blocks)
+        return self._ways[1].arrived
+
+    def arrived(self, handle: Any) -> list[Tensor]:
+        return [self._ways[0].arrived]
+
+    def check(self) -> None:
+        """What arrives is what NCCL brings."""
+        poison(way.arrived for way in self._ways)
+        torch.cuda.synchronize()
+        dist.barrier(self.window.group, device_ids=[self.window.device.index])
+        self.back(self.out())
+        for way in self._ways:
+            wanted = torch.empty_like(way.arrived)
+            dist.all_to_all_single(wanted, way.source, way.splits_in, way.splits_out, group=self.window.group)
+            if not torch.equal(way.arrived, wanted):
+                raise RuntimeError(f"{self.name}: what arrived is not what NCCL brings")
+        self.raise_if_missed()
+
+    def raise_if_missed(self) -> None:
+        """RuntimeError where a flag did not come in time; the figures of that round are worth nothing."""
+        if any(missed := self.window.states[:, 2].tolist()):
+            raise RuntimeError(f"{self.name}: rank {self.window.rank} waited in vain for others (bits {missed})")
+
+
+class _Way:
+    """One way's rows and where they go; traffic_RR: rows from each rank (first index) to each other."""
+
+    def __init__(self, window: FloorWindow, way: int, traffic_RR: Tensor, row_bytes: int) -> None:
+        rank, region = window.rank, _FLAG_BYTES + way * window.region_bytes
+        flags = way * _FLAG_BYTES // 2
+        self.window = window
+        self.splits_out, self.splits_in = traffic_RR[rank].tolist(), traffic_RR[:, rank].tolist()
+        generator = torch.Generator(window.device).manual_seed(rank)
+        shape = (sum(self.splits_out), row_bytes)
+        options = {"dtype": torch.uint8, "device": window.device, "generator": generator}
+        self.source = torch.randint(1, 255, shape, **options)  # type: ignore[call-overload]
+        rows_in = sum(self.splits_in)
+        self.arrived = window.window.local[region : region + rows_in * row_bytes].view(rows_in, row_bytes)
+        first_R = traffic_RR[:rank].sum(dim=0) * row_bytes + region
+        targets = [address + first for address, first in zip(window.addresses, first_R.tolist(), strict=True)]
+        self._moves = moves(self.source, rank, self.splits_out, targets).to(window.device)
+        self._flags = torch.tensor([address + flags + 4 * rank for address in window.addresses], device=window.device)
+        self._args = _Args(
+            rows_n=self._moves.data_ptr(),
+            n=len(self._moves),
+            vectors=row_bytes // 16,
+            flags_R=self._flags.data_ptr(),
+            arrived_R=window.addresses[rank] + flags,
+            state=window.states[way].data_ptr(),
+            rank=rank,
+            R=window.size,
+            timeout_ns=window.timeout_ns,
+        )
+
+    def push(self, blocks: int) -> None:
+        problem = self.window.launch(ctypes.byref(self._args), blocks, torch.cuda.current_stream().cuda_stream)
+        if problem:
+            raise RuntimeError(f"floor: {problem.decode()}")
+
+
+def moves(source: Tensor, rank: int, splits: list[int], targets: list[int]) -> Tensor:
+    """Addresses int64 [n, 2], from where to where each row of `source` goes: splits[r] of them to `targets[r]` and on.
+
+    In an order that keeps all links busy, and that makes no rank the target of all others at a time.
+    """
+    row_bytes, R = source.shape[1], len(splits)
+    peer = torch.arange(R).repeat_interleave(torch.tensor(splits))
+    slot = torch.cat([torch.arange(count) for count in splits])
+    origin = source.data_ptr() + torch.arange(len(source)) * row_bytes
+    target = torch.tensor(targets)[peer] + slot * row_bytes
+    order = (slot * R + (peer - rank) % R).argsort()
+    return torch.stack([origin, target], dim=1)[order].contiguous()
+
+
+def _compiled(rank: int, size: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """`epmoe_floor`. Rank 0 compiles, in about a second, and nothing of it is left behind."""
+    with tempfile.TemporaryDirectory(prefix="epmoe-floor-") as folder:
+        library, problem = str(Path(folder) / "libfloor.so"), ""
+        if rank == 0:
+            major, minor = torch.cuda.get_device_capability(device)
+            source = Path(__file__).with_suffix(".cu")
+            options = [*build.CUDA_FLAGS, f"-arch=sm_{major}{minor}", f"-I{build.csrc()}", "-Xcompiler=-fPIC"]
+            command = ["nvcc", "-shared", *options, "-o", library, str(source)]
+            try:
+                problem = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+                problem = "" if Path(library).exists() else problem or "nvcc wrote no library"
+            except OSError as error:
+                problem = str(error)
+        library, problem = all_gather((library, problem), size, group)[0]
+        if problem:
+            raise build.BuildError(f"the benchmark's kernel did not compile:\n{problem}")
+        launch = ctypes.CDLL(library).epmoe_floor
+        all_gather(None, size, group)  # all have it open before its folder goes
+    launch.argtypes, launch.restype = (ctypes.POINTER(_Args), ctypes.c_int, ctypes.c_void_p), ctypes.c_char_p
+    return launch

@@ -1,0 +1,52 @@
+"""What the benchmarks of the exchange share: times, their file and their plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds a round: to the experts (dispatch and permute), back (finalize and combine), and both."""
+
+    dispatch: float
+    combine: float
+    pair: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """One side in a plot: (tokens, µs of a pair), and a note at each of them."""
+
+    label: str
+    points: Sequence[tuple[int, float]]
+    notes: Sequence[str] = field(default=())
+
+
+def write_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """A JSON list of one object for each row."""
+    path.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+
+def plot_pairs(lines: Sequence[Line], path: Path) -> None:
+    """Every side's time of a pair over T, in the format of the file's suffix (.png, .svg, .pdf)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for line in lines:
+        axes.loglog(*zip(*line.points, strict=True), "o-", label=line.label)
+        for at, note in zip(line.points, line.notes, strict=False):
+            axes.annotate(note, at, (0, -14), textcoords="offset points", ha="center")
+    tokens = sorted({at for line in lines for at, _ in line.points})
+    axes.set(xlabel="tokens per rank", ylabel="dispatch + combine, µs")
+    axes.set_xticks(tokens, [str(T) for T in tokens])
+    axes.minorticks_off()
+    axes.margins(y=0.15)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)

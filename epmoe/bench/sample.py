@@ -1,0 +1,81 @@
+"""What a benchmark sends: one rank's tokens, its routing, what has to come out, and how many rows go where."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from epmoe.config import EPConfig
+from epmoe.placement import Placement
+from epmoe.simulate import Kind, simulate_routing
+from epmoe.stages.quantize import dequantize_rows
+
+
+class Sample:
+    """T tokens of one rank, the same for all sides; expert i multiplies a row by its own factor.
+
+    Every rank simulates the routing of all, so that experts popular on one are popular on all, and everyone knows what
+    comes. needs_TR: whether a rank holds an expert of a token. rows_RR: rows from each source (first index) to each
+    destination.
+    """
+
+    def __init__(
+        self,
+        config: EPConfig,
+        rank: int,
+        tokens: int,
+        routing: Kind = "uniform",
+        device: torch.device | str = "cpu",
+        id_dtype: torch.dtype = torch.int32,
+    ) -> None:
+        model, R = config.model, config.topology.ep_size
+        self.placement, self.rank, self.tokens = Placement.from_config(config), rank, tokens
+        self.hidden, self.dtype = model.hidden_size, model.torch_dtype
+        ids, weights = simulate_routing(
+            routing, R * tokens, model.num_experts, model.num_experts_per_tok, id_dtype=id_dtype, ep_size=R
+        )
+        mine = slice(rank * tokens, (rank + 1) * tokens)
+        needs_RTR = _needs(self.placement, ids.view(R, tokens, ids.shape[1]).long())
+        self.needs_TR, self.rows_RR = needs_RTR[rank], needs_RTR.sum(dim=1)
+        x_TD = torch.randn(tokens, self.hidden, generator=torch.Generator().manual_seed(rank)).to(self.dtype)
+        factors_E = torch.linspace(0.5, 1.5, model.num_experts)
+        sums_T1 = (weights[mine] * factors_E[ids[mine].long()]).sum(dim=1, keepdim=True)
+        logical = [self.placement.logical(p) for p in self.placement.local_experts(rank)]
+        self.x_TD, self.ids_TK, self.weights_TK = (t.to(device) for t in (x_TD, ids[mine], weights[mine]))
+        self.expected_TD = (x_TD.float() * sums_T1).to(device, self.dtype)
+        self.factors_e1 = factors_E[logical].unsqueeze(1).to(device, self.dtype)
+
+    def experts(self, rows_ND: Tensor, scales: Tensor | None, offsets: Tensor) -> Tensor:
+        """Outputs of this rank's experts, for as many rows as there are."""
+        row_N = torch.arange(int(offsets[-1]), device=rows_ND.device)
+        expert_N = torch.searchsorted(offsets[1:].long(), row_N, right=True)
+        rows = rows_ND[: len(row_N)]
+        if scales is not None:
+            rows = dequantize_rows(rows, scales[: len(row_N)], self.dtype)
+        return rows * self.factors_e1[expert_N]
+
+    def check(self, name: str, y_TD: Tensor, fp8: bool = False) -> None:
+        """RuntimeError unless y is the weighted sum, to the precision of `dtype`, or of fp8 rows."""
+        limit = 16 * torch.finfo(torch.bfloat16 if fp8 else self.dtype).eps
+        if not torch.allclose(y_TD, self.expected_TD, rtol=limit, atol=limit):
+            raise RuntimeError(f"{name}: the round's output is not the weighted sum over its experts")
+
+    def remote_rows(self) -> tuple[int, int]:
+        """Rows to other ranks each way: most that one rank sends to experts, and most that one sends back."""
+        remote_RR = self.rows_RR - self.rows_RR.diag().diag()
+        return int(remote_RR.sum(dim=1).max()), int(remote_RR.sum(dim=0).max())
+
+
+def wire_bytes(hidden: int, dtype: torch.dtype, payload: str) -> int:
+    """Bytes of a row under way, with its fp32 scales where the payload is fp8, in whole 16 bytes."""
+    row = hidden + 4 * (hidden // 128) if payload == "fp8" else hidden * dtype.itemsize
+    return -(-row // 16) * 16
+
+
+def _needs(placement: Placement, ids_RTK: Tensor) -> Tensor:
+    """Whether source r sends token t to a rank [R, T, R]; a token takes the copy of an expert that dispatch takes."""
+    R, T, _ = ids_RTK.shape
+    turn_RT1 = torch.arange(R).view(R, 1, 1) + torch.arange(T).view(1, T, 1)
+    copy_RTK = turn_RT1 % placement.num_copies().long()[ids_RTK]
+    owner_RTK = torch.tensor(placement.owners)[placement.copies_table().long()[ids_RTK, copy_RTK]]
+    return torch.zeros(R, T, R, dtype=torch.bool).scatter_(2, owner_RTK, True)

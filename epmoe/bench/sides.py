@@ -1,0 +1,194 @@
+"""What a benchmark compares: ways to bring rows to their experts and back, each a `Side`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epmoe.bench.all_to_all import AllToAll, Sent
+from epmoe.bench.sample import Sample
+from epmoe.service import ExpertParallel
+from epmoe.stages.dispatch import Dispatched
+from epmoe.stages.finalize import finalize
+from epmoe.stages.permute import Permuted, permute
+
+
+class Side:
+    """`out` takes rows to their experts, `back` returns what comes back; both collective.
+
+    name: who it is. captured: whether a CUDA graph can hold it.
+    """
+
+    name: str
+    captured = True
+
+    def out(self) -> Any:
+        """A handle for `back`."""
+        raise NotImplementedError
+
+    def back(self, handle: Any) -> Tensor:
+        """What has come back to this rank."""
+        raise NotImplementedError
+
+    def arrived(self, handle: Any) -> list[Tensor]:
+        """What `out` has filled, each contiguous."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """RuntimeError unless a round does its work."""
+        raise NotImplementedError
+
+
+class Layer(Side):
+    """A side that delivers expert-major rows and takes back their outputs, which are made beforehand."""
+
+    fp8 = False
+
+    def __init__(self, name: str, sample: Sample) -> None:
+        self.name, self.sample = name, sample
+        self.check()
+
+    def rows(self, handle: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Expert-major rows, their scales and the offsets of the experts."""
+        raise NotImplementedError
+
+    def arrived(self, handle: Any) -> list[Tensor]:
+        rows, scales, _ = self.rows(handle)
+        return [t[: len(self.outputs_ND)] for t in (rows, scales) if t is not None]
+
+    def check(self) -> None:
+        """Two rounds, experts included: the first leaves NaN where rows arrive, and the second must write each."""
+        for _ in range(2):
+            handle = self.out()
+            self.outputs_ND = self.sample.experts(*self.rows(handle))
+            poison(self.arrived(handle))
+            self.sample.check(self.name, self.back(handle), self.fp8)
+
+
+class Fused(Layer):
+    """Ours: dispatch to expert-major rows, combine from expert-major outputs."""
+
+    def __init__(self, ep: ExpertParallel, sample: Sample, name: str = "epmoe") -> None:
+        self.ep, self.fp8 = ep, _uses_fp8(ep)
+        super().__init__(name, sample)
+
+    def out(self) -> Dispatched:
+        return self.ep.dispatch(self.sample.x_TD, self.sample.ids_TK, self.sample.weights_TK)
+
+    def back(self, handle: Dispatched) -> Tensor:
+        return self.ep.combine(self.outputs_ND, handle)
+
+    def rows(self, handle: Dispatched) -> tuple[Tensor, Tensor | None, Tensor]:
+        return handle.rows, getattr(handle, "scales", None), handle.expert_offsets
+
+
+class Apart(Layer):
+    """Ours, stage by stage: rank-major dispatch, permute, finalize, combine of partial rows. fp8 scales are permuted
+    as the rows are."""
+
+    def __init__(self, ep: ExpertParallel, sample: Sample, name: str = "epmoe, stages apart") -> None:
+        self.ep, self.fp8 = ep, _uses_fp8(ep)
+        self.expert_map_P = ep.placement.expert_map(ep.rank).to(ep.device)
+        super().__init__(name, sample)
+
+    def out(self) -> tuple[Dispatched, Permuted, Permuted | None]:
+        sample = self.sample
+        d = self.ep.dispatch(sample.x_TD, sample.ids_TK, sample.weights_TK, layout="rank")
+        scales = getattr(d.recv, "scales", None)
+        return d, self._permuted(d, d.recv.x), None if scales is None else self._permuted(d, scales)
+
+    def back(self, handle: tuple[Dispatched, Permuted, Permuted | None]) -> Tensor:
+        d, permuted, _ = handle
+        partial_SD = finalize(self.outputs_ND, permuted, d.recv.weights.flatten(0, 1))
+        return self.ep.combine_partial(partial_SD.view(*d.recv.weights.shape[:2], -1), d)
+
+    def rows(self, handle: tuple[Dispatched, Permuted, Permuted | None]) -> tuple[Tensor, Tensor | None, Tensor]:
+        _, permuted, scales = handle
+        return permuted.rows, scales.rows if scales else None, permuted.expert_offsets
+
+    def arrived(self, handle: tuple[Dispatched, Permuted, Permuted | None]) -> list[Tensor]:
+        counts_R = self.sample.rows_RR[:, self.sample.rank].tolist()
+        slabs = [x_MD[:count] for x_MD, count in zip(handle[0].recv.x, counts_R, strict=True)]
+        return [*super().arrived(handle), *slabs]
+
+    def _permuted(self, d: Dispatched, x_RMD: Tensor) -> Permuted:
+        capacity = self.ep.config.capacity
+        return permute(
+            x_RMD.flatten(0, 1),
+            d.recv.ids.flatten(0, 1),
+            self.expert_map_P,
+            self.ep.num_local_experts,
+            counts_R=d.recv.counts,
+            alignment=capacity.alignment,
+            max_rows=capacity.max_expert_rows,
+        )
+
+
+class Pipeline(Layer):
+    """The same work over `all_to_all_single`, which the host reads counts for."""
+
+    captured = False
+
+    def __init__(self, layer: AllToAll, sample: Sample, name: str) -> None:
+        self.layer = layer
+        super().__init__(name, sample)
+
+    def out(self) -> Sent:
+        return self.layer.dispatch(self.sample.x_TD, self.sample.ids_TK, self.sample.weights_TK)
+
+    def back(self, handle: Sent) -> Tensor:
+        return self.layer.combine(self.outputs_ND, handle)
+
+    def rows(self, handle: Sent) -> tuple[Tensor, Tensor | None, Tensor]:
+        return handle.rows, None, handle.expert_offsets
+
+
+class Rows(Side):
+    """`all_to_all_single` of the rows that cross to other ranks, both ways; nothing is sorted, counted or summed."""
+
+    def __init__(self, sample: Sample, group: dist.ProcessGroup, name: str = "all_to_all_single, rows only") -> None:
+        self.name, self.group = name, group
+        self.splits_out, self.splits_in = remote_splits(sample)
+        length = (sum(self.splits_out), sample.hidden)
+        device = sample.x_TD.device
+        self.sent = torch.randn(length, device=device).to(sample.dtype)
+        self.home = torch.empty_like(self.sent)
+        self.received = self.sent.new_empty(sum(self.splits_in), sample.hidden)
+        self.check()
+
+    def out(self) -> Any:
+        dist.all_to_all_single(self.received, self.sent, self.splits_in, self.splits_out, group=self.group)
+
+    def back(self, handle: Any) -> Tensor:
+        dist.all_to_all_single(self.home, self.received, self.splits_out, self.splits_in, group=self.group)
+        return self.home
+
+    def arrived(self, handle: Any) -> list[Tensor]:
+        return [self.received]
+
+    def check(self) -> None:
+        poison([self.received, self.home])
+        if not torch.equal(self.back(self.out()), self.sent):
+            raise RuntimeError(f"{self.name}: the rows that came home are not those that left")
+
+
+def remote_splits(sample: Sample) -> tuple[list[int], list[int]]:
+    """Rows to and from each rank, none to this one itself."""
+    out_R, in_R = sample.rows_RR[sample.rank].clone(), sample.rows_RR[:, sample.rank].clone()
+    out_R[sample.rank] = in_R[sample.rank] = 0
+    return out_R.tolist(), in_R.tolist()
+
+
+def poison(tensors: Iterable[Tensor]) -> None:
+    """All bits set: NaN in every floating type, fp8 too."""
+    for tensor in tensors:
+        if tensor.numel():
+            tensor.view(torch.uint8).fill_(0xFF)
+
+
+def _uses_fp8(ep: ExpertParallel) -> bool:
+    return "fp8" in (ep.config.exchange.payload, ep.config.exchange.combine_payload)

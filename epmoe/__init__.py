@@ -15,7 +15,7 @@ from epmoe.memory import MemoryPlan
 from epmoe.placement import Placement
 from epmoe.service import ExpertParallel
 from epmoe.simulate import simulate_routing
-from epmoe.stages.dispatch import Dispatched
+from epmoe.stages.dispatch import Dispatched, Sent
 from epmoe.stages.experts import SwiGLUExperts
 from epmoe.stages.finalize import finalize
 from epmoe.stages.permute import Permuted, permute
@@ -38,6 +38,7 @@ __all__ = [
     "Placement",
     "Quantized",
     "Routing",
+    "Sent",
     "SwiGLUExperts",
     "finalize",
     "permute",

@@ -35,6 +35,45 @@ def test_rows_may_start_anywhere(x):
         assert torch.equal(ep.combine(d.rows, d), x)
 
 
+def test_ids_of_no_token_may_have_any_strides():
+    with epmoe.ExpertParallel(make_config()) as ep:
+        no_ids, no_weights = torch.empty(2, 0, dtype=torch.int32).t(), torch.empty(2, 0).t()
+        d = ep.dispatch(torch.empty(64, 0).t(), no_ids, no_weights)
+        assert ep.combine(d.rows, d).shape == (0, 64)
+
+
+def test_too_few_expert_rows():
+    with epmoe.ExpertParallel(make_config()) as ep:
+        x = torch.randn(3, 64)
+        d = ep.dispatch(x, torch.tensor([[0, 1], [2, 2], [7, -1]]), torch.ones(3, 2))
+        with pytest.raises(ValueError, match="`expert_rows` must hold at least 5 rows, got 4"):
+            ep.combine(d.rows[:4], d)
+        assert torch.equal(ep.combine(d.rows[:5], d), x * torch.tensor([[2.0], [2.0], [1.0]]))
+
+
+def test_calls_like_one_that_passed_are_still_checked():
+    """What dispatch remembers of a form is not all that may be wrong with the next call of it."""
+    with epmoe.ExpertParallel(make_config()) as ep:
+        x, ids, weights = torch.randn(3, 64), torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)
+        for bad, error, message in [
+            ((torch.randn(5, 64), ids.repeat(2, 1)[:5], weights.repeat(2, 1)[:5]), ValueError, "5 tokens, but"),
+            ((x, ids[:2], weights), ValueError, r"`ids` must be .* \[3, K\]"),
+            ((x, ids, weights[:2]), ValueError, r"`weights` must be .* \[3, 2\]"),
+            ((x, ids, weights.flatten()), ValueError, r"`weights` must be .* \[3, 2\]"),
+            ((x.to("meta"), ids, weights), ValueError, "`x` must be on cpu, got meta"),
+            ((x, ids, weights.to("meta")), ValueError, "`weights` must be on cpu, got meta"),
+            ((x.clone().requires_grad_(), ids, weights), RuntimeError, "forward only"),
+            ((x.numpy(), ids, weights), TypeError, "`x` must be .*, got ndarray"),
+            ((x, ids, None), TypeError, "`weights` must be .*, got NoneType"),
+        ]:
+            d = ep.dispatch(x, ids, weights)
+            with pytest.raises(RuntimeError, match="round . is still open"):
+                ep.dispatch(x, ids, weights)
+            ep.combine(d.rows, d)
+            with pytest.raises(error, match=message):
+                ep.dispatch(*bad)
+
+
 def test_several_ranks_need_a_group():
     with pytest.raises(
         ValueError, match=r"ep_size must equal the size of the group, 1, got 2; torch.distributed is not"

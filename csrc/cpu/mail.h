@@ -7,6 +7,7 @@
 //  - a rank writes into others' combine slabs of round n only after dispatch(n) saw EVERY rank's dispatch flag of n; a
 //    rank raises that flag after it has summed its combine slabs of n-1.
 //  - dispatch and combine slabs never alias, and each slab has one writer.
+// A stage in halves raises its flag in the one and waits in the other. Whoever sends first received the stage before.
 #pragma once
 #include <linux/futex.h>
 #include <sched.h>

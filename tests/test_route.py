@@ -137,6 +137,31 @@ def test_groups(device, E, groups, top_groups, K, with_bias):
         assert_agrees(routing, route_reference(logits, K, **options))
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.0])
+@pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (8, 8), (8, 4), (8, 1)])
+def test_ties_under_a_bias_go_to_the_lower_id(device, groups, top_groups, scale):
+    """Few values, and so ties within a lane, across lanes and across groups; scale 0: nothing but ties."""
+    for E in (16, 32, 64, 128, 256, 512):
+        logits = torch.randint(4, (200, E), generator=generator(E)).float().mul(scale).to(device)
+        bias = torch.zeros(E, device=device)
+        options = {"scoring": "sigmoid", "bias": bias, "num_expert_groups": groups, "top_groups": top_groups}
+        for K in (1, 2, 5, 8, 31):
+            if E // groups * top_groups >= K:
+                assert_agrees(epmoe.route(logits, K, **options), route_reference(logits, K, **options))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_sigmoid_is_exact_to_its_ends(device, dtype):
+    """Under a bias, too, and down to where a score underflows."""
+    logits = torch.linspace(-85, 40, 64 * 50).view(50, 64).to(dtype).to(device)
+    bias = (torch.randperm(64, generator=generator(0)) * 2.0).to(device)
+    for b in (None, bias):
+        options = {"scoring": "sigmoid", "bias": b}
+        got, want = epmoe.route(logits, 8, **options), route_reference(logits, 8, **options)
+        torch.testing.assert_close(got.weights.double().cpu(), want.weights.cpu(), rtol=WEIGHT_TOLERANCE, atol=1e-37)
+        assert torch.equal(got.ids.cpu(), want.ids.cpu())
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_random_bits(device, dtype):
     """Every bit pattern of logits and bias alike, in bulk."""

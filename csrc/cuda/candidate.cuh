@@ -78,10 +78,10 @@ __device__ __forceinline__ void merge(Candidate (&c)[N]) {
   else if constexpr (2 * P < N)
     merge<2 * P, 2 * P>(c);
 }
-// The warp's K best, in order, into chosen[K]: the lanes' heads compete, the winner pops its own. A lane that is not
-// `kept` takes no part.
+// The warp's K best, in order, lane k's own as the result: the lanes' heads compete, the winner pops its own. A lane
+// that is not `kept` takes no part. `chosen` has room for K of the warp.
 template <int N, typename Candidate>
-__device__ __forceinline__ void choose(Candidate (&c)[N], bool kept, int K, uint32_t* chosen) {
+__device__ __forceinline__ uint32_t choose(Candidate (&c)[N], bool kept, int K, uint32_t* chosen) {
   if constexpr (N > 1) merge<1, 1>(c);
   if (!kept) c[0] = Candidate();
   for (int k = 0; k < K; ++k) {
@@ -91,20 +91,47 @@ __device__ __forceinline__ void choose(Candidate (&c)[N], bool kept, int K, uint
     for (int i = 0; i + 1 < N; ++i) c[i] = c[i + 1];
     c[N - 1] = Candidate();
   }
+  __syncwarp();
+  return chosen[threadIdx.x % 32];
 }
 
-// The same where at most 16 lanes are kept: their candidates spread over all lanes first, in order.
-template <int N, typename Candidate>
-__device__ __forceinline__ void choose_of_half(const Candidate (&c)[N], bool kept, int K, uint32_t* chosen,
-                                               Candidate* shared) {
-  int lane = threadIdx.x % 32;
-  unsigned keepers = __ballot_sync(kAllLanes, kept);
-  int rank = __popc(keepers & ((1u << lane) - 1));
-  if (kept) store_vectors(c, shared + rank * N);
-  __syncwarp();
-  Candidate half[N / 2];
-  load_vectors(shared + lane * (N / 2), half);
-  choose(half, lane / 2 < __popc(keepers), K, chosen);
+// The same for at most 4 values a lane and ids below 256: keys of 32 bits, and a lane's ids as bytes of one word. Lanes
+// that have the same key at once would all be picked; the choice is then made again, with the ids.
+template <int N>
+__device__ __forceinline__ uint32_t choose_of_few(const float (&value)[N], uint32_t first, bool kept, int K,
+                                                  uint32_t* chosen) {
+  static_assert(N <= 4);
+  uint32_t key[N], ids = first * 0x01010101u + 0x03020100u;
+#pragma unroll
+  for (int i = 0; i < N; ++i) key[i] = order_key(value[i]);
+#pragma unroll
+  for (int round = 0; round < N; ++round)  // neighbours change places only where they have to: ties stay in order
+#pragma unroll
+    for (int i = round % 2; i + 1 < N; i += 2) {
+      if (key[i + 1] > key[i]) ids = __byte_perm(ids, 0, 0x3210 - (0xf << 4 * i));
+      uint32_t high = max(key[i], key[i + 1]);
+      key[i + 1] = min(key[i], key[i + 1]);
+      key[i] = high;
+    }
+  if (!kept) key[0] = 0;
+  int picks = 0;
+#pragma unroll 4
+  for (int k = 0; k < K; ++k) {
+    if (key[0] != __reduce_max_sync(kAllLanes, key[0])) continue;
+    chosen[k] = ids;
+    ids >>= 8;
+    ++picks;
+#pragma unroll
+    for (int i = 0; i + 1 < N; ++i) key[i] = key[i + 1];
+    key[N - 1] = 0;
+  }
+  if (__reduce_add_sync(kAllLanes, picks) == K) {
+    __syncwarp();
+    return chosen[threadIdx.x % 32] & 0xffu;
+  }
+  Wide candidate[N];
+  make_candidates(value, first, candidate);
+  return choose(candidate, kept, K, chosen);
 }
 
 }  // namespace epmoe::cuda

@@ -17,39 +17,109 @@ constexpr bool kClamp = false;
 constexpr bool kClamp = true;
 #endif
 
-// Group-limited choice: whether this lane's experts belong to one of the best groups, each of which is held by
-// 2^lane_bits neighbours. A group is worth the sum of its two best values (with a bias) or its best. The neighbours
-// share the comparisons with the other groups.
-template <bool kSum, int N, typename Candidate>
-__device__ __forceinline__ bool in_top_groups(const RouteArgs& args, const Candidate (&c)[N], int lane, int lane_bits) {
-  uint32_t first = 0, second = 0;
+template <typename Logit, int N>
+__device__ __forceinline__ bool any_nan(const Logit (&raw)[N]) {
+  bool has_nan = false;
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    if constexpr (kSum) second = max(second, min(first, c[i].order()));
-    first = max(first, c[i].order());
+  for (int i = 0; i < N; ++i) has_nan |= is_nan(to_float(raw[i]));
+  return __any_sync(kAllLanes, has_nan);
+}
+
+// The lesser of two values, of which a NaN is the least.
+__device__ __forceinline__ float lesser(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+// Group-limited choice: whether this lane's experts belong to one of the best groups, each of which is held by
+// 2^lane_bits neighbours. A group is worth the sum of its two best values (floats, with a bias) or its best key. The
+// neighbours share the comparisons with the other groups.
+template <int N, typename Value>
+__device__ __forceinline__ bool in_top_groups(const RouteArgs& args, const Value (&v)[N], int lane, int lane_bits) {
+  constexpr bool kSum = std::is_same_v<Value, float>;
+  Value first = v[0], second = kSum ? -INFINITY : 0;
+#pragma unroll
+  for (int i = 1; i < N; ++i) {
+    if constexpr (kSum) second = i == 1 ? lesser(first, v[i]) : max(second, lesser(first, v[i]));
+    first = max(first, v[i]);
   }
   int lanes = 1 << lane_bits;
   for (int offset = 1; offset < lanes; offset *= 2) {
-    uint32_t other = __shfl_xor_sync(kAllLanes, first, offset);
-    if constexpr (kSum) second = max(min(first, other), max(second, __shfl_xor_sync(kAllLanes, second, offset)));
+    Value other = __shfl_xor_sync(kAllLanes, first, offset);
+    if constexpr (kSum) second = max(lesser(first, other), max(second, __shfl_xor_sync(kAllLanes, second, offset)));
     first = max(first, other);
   }
-  uint32_t value = first;
-  if (kSum && N << lane_bits > 1) value = order_key(float_of_key(first) + float_of_key(second));
+  uint32_t value;
+  if constexpr (kSum)
+    value = order_key(N << lane_bits > 1 ? first + second : first);
+  else
+    value = first;
   int mine = lane >> lane_bits, better = 0;
   for (int base = 0; base < args.num_groups; base += lanes) {
     int g = base + (lane & (lanes - 1));
     uint32_t other = __shfl_sync(kAllLanes, value, g << lane_bits);
-    better += g < args.num_groups && (other > value || (other == value && g < mine));
+    bool is_better = g < args.num_groups && (other > value || (other == value && g < mine));
+    better += __popc(__ballot_sync(kAllLanes, is_better) >> (mine << lane_bits) & ((1u << lanes) - 1));
   }
-  for (int offset = 1; offset < lanes; offset *= 2) better += __shfl_xor_sync(kAllLanes, better, offset);
   return better < args.top_groups;
 }
 
-template <typename Logit, typename Candidate, bool kBias, int N>
-__global__ void __launch_bounds__(kRouteWarps * 32)
+// What a warp shares.
+struct SharedChoice {
+  uint32_t chosen[32];
+};
+template <int N>
+struct alignas(16) SharedHalf : SharedChoice {
+  uint32_t firsts[16];
+  float values[16 * N];
+};
+
+// The choice of values with a bias. Where at most half of the lanes are kept, their values spread over all lanes first,
+// in order.
+template <int N>
+__device__ __forceinline__ uint32_t choose_value(const float (&value)[N], uint32_t first, bool kept, bool half, int K,
+                                                 SharedHalf<N>& shared) {
+  if (!half) {
+    Wide candidate[N];
+    make_candidates(value, first, candidate);
+    return choose(candidate, kept, K, shared.chosen);
+  }
+  int lane = threadIdx.x % 32;
+  unsigned keepers = __ballot_sync(kAllLanes, kept);
+  int rank = __popc(keepers & ((1u << lane) - 1));
+  if (kept) {
+    store_vectors(value, shared.values + rank * N);
+    shared.firsts[rank] = first;
+  }
+  __syncwarp();
+  float part[N / 2];
+  load_vectors(shared.values + lane * (N / 2), part);
+  first = shared.firsts[lane / 2] + lane % 2 * (N / 2);
+  kept = lane / 2 < __popc(keepers);
+  if constexpr (N <= 8) {
+    return choose_of_few(part, first, kept, K, shared.chosen);
+  } else {
+    Wide candidate[N / 2];
+    make_candidates(part, first, candidate);
+    return choose(candidate, kept, K, shared.chosen);
+  }
+}
+__device__ __forceinline__ uint32_t choose_value(const float (&value)[1], uint32_t first, bool kept, bool, int K,
+                                                 SharedChoice& shared) {
+  return choose_of_few(value, first, kept, K, shared.chosen);
+}
+
+// Blocks on a multiprocessor: all that fit, where the registers suffice, so that a kernel starts while its
+// predecessor's last rows are under way.
+template <typename Logit, bool kBias, int N>
+constexpr int kBlocks = N < 8 || (N == 8 && (kBias || sizeof(Logit) == 2)) ? 64 / kRouteWarps : 1;
+
+// kSigmoid counts with a bias only, where it saves registers to know it; without one the logits decide either way.
+template <typename Logit, typename Candidate, bool kBias, bool kSigmoid, int N>
+__global__ void __launch_bounds__(kRouteWarps * 32, kBlocks<Logit, kBias, N>)
     route_rows(const __grid_constant__ RouteArgs args, int32_t num_rows, int lane_bits) {
-  __shared__ uint32_t chosen[kRouteWarps][kMaxTopK];
+  __shared__ std::conditional_t<kBias && (N > 1), SharedHalf<N>, SharedChoice> shared[kRouteWarps];
   wait_for_predecessor();
   let_successor_start();
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = lane * N, t = blockIdx.x * kRouteWarps + warp;
@@ -61,53 +131,55 @@ __global__ void __launch_bounds__(kRouteWarps * 32)
   if constexpr (kBias) load_vectors(args.bias_E + (active ? first : 0), bias);
   int32_t real = real_rows(args, num_rows);
   if (t < real) {
-    float largest = -INFINITY;
-    bool has_nan = false;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      logit[i] = to_float(raw[i]);
-      has_nan |= is_nan(logit[i]);
-      largest = fmaxf(largest, logit[i]);
-    }
     Row row = {0.0f, 0.0f, true};
-    if (!args.sigmoid) {
-      row.largest = warp_max(largest);
-#pragma unroll
-      for (int i = 0; i < N; ++i)
-        row.sum += kBias ? exp_of_number(logit[i] - row.largest) : fast_exp(logit[i] - row.largest);
-      row.sum = warp_sum(active ? row.sum : 0.0f);
-      // Without a bias the sum is NaN where any logit is NaN or +Inf, or all are -Inf.
-      row.defined = kBias ? is_finite(row.largest) && !__any_sync(kAllLanes, has_nan) : is_finite(row.sum);
-      sanitised = !row.defined;
-    } else if (args.counters) {
-      sanitised = __any_sync(kAllLanes, has_nan);
-    }
-    Candidate candidate[N];
-    if constexpr (kBias) {
-      if (args.sigmoid)
-#pragma unroll
-        for (int i = 0; i < N; ++i) logit[i] = sigmoid_score<kClamp>(logit[i]) + bias[i];
-      else
-#pragma unroll
-        for (int i = 0; i < N; ++i) logit[i] = softmax_score<kClamp>(row, logit[i]) + bias[i];
-      make_candidates(logit, first, candidate);
+    float value[N];  // of the choice, with a bias
+    if constexpr (kBias) __builtin_assume(args.sigmoid == kSigmoid);
+    if constexpr (kBias && kSigmoid) {
+      if (args.counters) sanitised = any_nan(raw);
+      clamp_logits(raw, kLeastSigmoid, kFullSigmoid, logit);
+#pragma unroll  // one rounding less than score + bias, where the score is denormal
+      for (int i = 0; i < N; ++i) value[i] = fmaf(scaled_sigmoid(logit[i]), kSigmoidScale, bias[i]);
     } else {
-      make_candidates(raw, first, candidate);
+      float largest = -INFINITY;
+      bool has_nan = false;
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        logit[i] = to_float(raw[i]);
+        has_nan |= is_nan(logit[i]);
+        largest = fmaxf(largest, logit[i]);
+      }
+      if (!args.sigmoid) {
+        row.largest = warp_max(largest);
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+          row.sum += kBias ? exp_of_number(logit[i] - row.largest) : fast_exp(logit[i] - row.largest);
+        row.sum = warp_sum(active ? row.sum : 0.0f);
+        // Without a bias the sum is NaN where any logit is NaN or +Inf, or all are -Inf.
+        row.defined = kBias ? is_finite(row.largest) && !__any_sync(kAllLanes, has_nan) : is_finite(row.sum);
+        sanitised = !row.defined;
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+          if constexpr (kBias) value[i] = softmax_score<kClamp>(row, logit[i]) + bias[i];
+      } else if (args.counters) {
+        sanitised = __any_sync(kAllLanes, has_nan);
+      }
     }
     bool kept = active;
-    if (args.num_groups > 1) kept = in_top_groups<kBias>(args, candidate, lane, lane_bits) && active;
-    if constexpr (kBias && N > 1) {
-      __shared__ __align__(16) char kept_ones[kRouteWarps][16 * N * sizeof(Candidate)];
-      if (2 * args.top_groups <= args.num_groups) {
-        choose_of_half(candidate, kept, args.K, chosen[warp], reinterpret_cast<Candidate*>(kept_ones[warp]));
-      } else {
-        choose(candidate, kept, args.K, chosen[warp]);
-      }
+    uint32_t id;
+    if constexpr (kBias) {
+      if (args.num_groups > 1) kept = in_top_groups(args, value, lane, lane_bits) && active;
+      id = choose_value(value, first, kept, 2 * args.top_groups <= args.num_groups, args.K, shared[warp]);
     } else {
-      choose(candidate, kept, args.K, chosen[warp]);
+      Candidate candidate[N];
+      make_candidates(raw, first, candidate);
+      if (args.num_groups > 1) {
+        uint32_t order[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) order[i] = candidate[i].order();
+        kept = in_top_groups(args, order, lane, lane_bits) && active;
+      }
+      id = choose(candidate, kept, args.K, shared[warp].chosen);
     }
-    __syncwarp();
-    uint32_t id = chosen[warp][lane];
     if (!kBias && kClamp && !row.defined) id = lane;  // all scores are 0: the first K
     finish_row<kClamp>(args, row, logits, t, lane, id);
   } else if (t < args.T) {
@@ -124,11 +196,12 @@ cudaError_t launch_warp(const RouteArgs& args, cudaStream_t stream) {
   auto run = [&](auto kernel) {
     return launch(kernel, blocks, kRouteWarps * 32, 0, stream, args, clamped_rows(args), lane_bits);
   };
-  if (args.bias_E) return run(route_rows<Logit, Wide, true, N>);
+  if (args.bias_E && args.sigmoid) return run(route_rows<Logit, Wide, true, true, N>);
+  if (args.bias_E) return run(route_rows<Logit, Wide, true, false, N>);
   if constexpr (sizeof(Logit) == 2)
-    return run(route_rows<Logit, Packed, false, N>);
+    return run(route_rows<Logit, Packed, false, false, N>);
   else
-    return run(route_rows<Logit, Wide, false, N>);
+    return run(route_rows<Logit, Wide, false, false, N>);
 }
 
 // The warp path's share of the cases: it reads whole vectors, and a group is a power of two of lanes.

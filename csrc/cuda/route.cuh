@@ -27,16 +27,39 @@ struct Row {
   bool defined;
 };
 
-// No branches, so that the scores of a lane interleave. The sigmoid of -Inf is 0, which is what NaN counts as.
+// No branches, so that the scores of a lane interleave.
 template <bool kClamp>
 __device__ __forceinline__ float sigmoid_score(float logit) {
-  return kClamp ? sigmoid_of_number(fmaxf(logit, -INFINITY)) : sigmoid(logit);
+  return kClamp ? sigmoid_of_number(logit) : sigmoid(logit);
 }
 template <bool kClamp>
 __device__ __forceinline__ float softmax_score(const Row& row, float logit) {
   float power = exp_of_number(logit - row.largest);
   bool defined = !kClamp || row.defined;
   return __fdividef(defined ? power : 0.0f, defined ? row.sum : 1.0f);
+}
+
+// A lane's logits as floats between two bounds that 16 bits hold, too; NaN becomes the lower. 16-bit logits in pairs.
+__device__ __forceinline__ __half2 clamp_pair(__half a, __half b, float low, float high) {
+  return __hmin2(__hmax2(__halves2half2(a, b), __float2half2_rn(low)), __float2half2_rn(high));
+}
+__device__ __forceinline__ __nv_bfloat162 clamp_pair(__nv_bfloat16 a, __nv_bfloat16 b, float low, float high) {
+  return __hmin2(__hmax2(__halves2bfloat162(a, b), __float2bfloat162_rn(low)), __float2bfloat162_rn(high));
+}
+template <typename Logit, int N>
+__device__ __forceinline__ void clamp_logits(const Logit (&raw)[N], float low, float high, float (&out)[N]) {
+  if constexpr (sizeof(Logit) == 2 && N > 1) {
+    Vector<Logit, N> clamped;
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      auto pair = clamp_pair(raw[i], raw[i + 1], low, high);
+      memcpy(&clamped.at[i], &pair, sizeof pair);
+    }
+    to_floats(clamped, out);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out[i] = fminf(fmaxf(to_float(raw[i]), low), high);
+  }
 }
 
 inline int32_t clamped_rows(const RouteArgs& args) {
@@ -64,8 +87,9 @@ __device__ __forceinline__ void finish_row(const RouteArgs& args, const Row& row
   float logit = to_float(logits[lane < args.K ? id : 0]);
   float weight = args.sigmoid ? sigmoid_score<kClamp>(logit) : softmax_score<kClamp>(row, logit);
   if (args.renormalize) {
-    float sum = warp_sum(lane < args.K ? weight : 0.0f);
-    weight = sum == 0.0f ? weight : weight / sum;
+    float sum = lane < args.K ? weight : 0.0f;
+    for (int offset = 1; offset < args.K; offset *= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+    weight = sum == 0.0f ? weight : __fdividef(weight, sum);
   }
   write_choice(args, t, lane, id, weight * args.scale);
 }

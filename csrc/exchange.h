@@ -7,7 +7,7 @@ namespace epmoe {
 // This rank's side of the exchange: its own memory, and every rank's window as mapped here.
 struct Exchange {
   ExchangePlan plan;
-  char* const* peers_R;
+  char* peers_R[kMaxRanks];
   char* scratch;
   Status* status;
   double timeout_s;
@@ -36,7 +36,7 @@ struct CombineArgs {
   bool expert_major;
   int64_t rows_stride_bytes, num_rows;
   void* y_TD;          // contiguous, in the round's dtype
-  int64_t T;           // rows of y
+  int64_t T, D;        // of y
   bool send, receive;  // as in DispatchArgs
 };
 

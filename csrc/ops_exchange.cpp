@@ -24,15 +24,17 @@ ExchangePlan plan_of(const Tensor& words) {
 
 Exchange exchange_of(const ExchangePlan& plan, const Tensor& peers, const Tensor& window, const Tensor& scratch,
                      const Tensor& status, double timeout_s) {
-  auto* addresses = pointer<int64_t>(peers, plan.R, "peers");
+  STD_TORCH_CHECK(!peers.is_cuda(), "peers must be on the host");
   pointer<uint8_t>(window, plan.combine_scales, "window");
-  return {
+  Exchange exchange{
       .plan = plan,
-      .peers_R = reinterpret_cast<char* const*>(addresses),
+      .peers_R = {},
       .scratch = reinterpret_cast<char*>(pointer<uint8_t>(scratch, plan.rows_sent + plan.R * 8, "scratch")),
       .status = reinterpret_cast<Status*>(pointer<int64_t>(status, sizeof(Status) / 8, "status")),
       .timeout_s = timeout_s,
   };
+  std::memcpy(exchange.peers_R, pointer<int64_t>(peers, plan.R, "peers"), plan.R * sizeof(char*));
+  return exchange;
 }
 
 void launch_dispatch(const Exchange& exchange, const DispatchArgs& args, const Tensor& x) {
@@ -104,6 +106,7 @@ void combine(const Tensor& y, const std::optional<Tensor>& rows, bool expert_maj
       .num_rows = 0,
       .y_TD = y.data_ptr(),
       .T = y.size(0),
+      .D = y.size(1),
       .send = send,
       .receive = receive,
   };

@@ -17,7 +17,7 @@ from epmoe.window import all_gather, check_room, raise_together
 class NVLinkWindow:
     """This rank's window and everyone's addresses, as `SharedMemoryWindow` has them.
 
-    local: uint8 [window_bytes] on the device. addresses: int64 [R] on the device.
+    local: uint8 [window_bytes] on the device. addresses: int64 [R], on the host.
     """
 
     def __init__(self, nbytes: int, rank: int, size: int, group: dist.ProcessGroup | None, device: torch.device):
@@ -46,7 +46,7 @@ class NVLinkWindow:
             addresses = list(self._handle.buffer_ptrs)
             torch.cuda.synchronize(device)
             dist.barrier(group, device_ids=[device.index])  # nobody writes into a window that is still being zeroed
-        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self.addresses = torch.tensor(addresses, dtype=torch.int64)
 
 
 def _check_peer_access(rank: int, size: int, group: dist.ProcessGroup, device: torch.device) -> None:

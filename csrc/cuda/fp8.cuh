@@ -14,7 +14,7 @@ __device__ __forceinline__ float block_scale(const float (&values)[kCount]) {
     if (is_finite(values[i])) amax = fmaxf(amax, fabsf(values[i]));
 #pragma unroll
   for (int offset = kLanes / 2; offset; offset /= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, offset));
-  return amax > 0.0f ? fmaxf(amax / kFloat8Max, 1.17549435e-38f) : 1.0f;
+  return scale_for(amax);
 }
 
 template <int kCount>

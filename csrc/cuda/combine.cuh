@@ -1,0 +1,100 @@
+// What the parts of combine share.
+#pragma once
+#include "mail.cuh"
+
+namespace epmoe::cuda {
+
+struct CombineKernel {
+  Exchange ex;
+  CombineArgs args;
+  int32_t senders;  // blocks that send first
+  int32_t team;     // warps that send a row
+};
+
+// One block at work on the round that dispatch left.
+struct CombineBlock {
+  const CombineKernel& kernel;
+  const Exchange& ex;
+  const ExchangePlan& plan;
+  const CombineArgs& args;
+  const Wait& wait;
+  const RoundState& now;
+  const int32_t* count_R;  // rows received from each source
+};
+
+// One lane's pair of a received slot: the row that it contributes, -1 for none, and its weight.
+struct Pair {
+  int32_t row;
+  float weight;
+
+  // What a warp adds up, from the first pair that counts on; the same in all lanes.
+  __device__ uint32_t kept() const { return __ballot_sync(kAllLanes, row >= 0); }
+  __device__ Pair of(int32_t k) const { return {__shfl_sync(kAllLanes, row, k), __shfl_sync(kAllLanes, weight, k)}; }
+};
+
+__device__ __forceinline__ Pair read_pair(const CombineBlock& b, int64_t source, int64_t s) {
+  const ExchangePlan& plan = b.plan;
+  int32_t lane = threadIdx.x % 32;
+  if (!b.args.expert_major) return {lane == 0 ? static_cast<int32_t>(source * plan.M + s) : -1, 1.0f};
+  if (lane >= plan.K || s >= plan.M) return {-1, 0.0f};
+  int64_t at = (source * plan.M + s) * plan.K + lane;
+  return {in_scratch<int32_t>(b.ex, plan.row_of_pair)[at], in_scratch<float>(b.ex, plan.pair_weights)[at]};
+}
+
+// A pair that does not belong to the round, has no row or weighs nothing counts for nothing.
+__device__ __forceinline__ Pair checked(const CombineBlock& b, Pair pair) {
+  bool counts =
+      (threadIdx.x % 32 < b.now.K || !b.args.expert_major) && pair.row < b.args.num_rows && pair.weight != 0.0f;
+  return {counts ? pair.row : -1, pair.weight};
+}
+
+// kCount elements at once in fp32.
+template <typename T, int kCount>
+__device__ __forceinline__ void add_vector(float (&sum)[kCount], const Vector<T, kCount>& row, float weight) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sum[i] += weight * to_float(row.at[i]);
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ Vector<T, kCount> rounded(const float (&sum)[kCount]) {
+  Vector<T, kCount> out;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) out.at[i] = from_float<T>(sum[i]);
+  return out;
+}
+
+// The sums of a slot's pairs over several stretches of kCount elements: stretch v[i], where the lane has such a one.
+template <typename T, int kDepth, int kCount, int kStretches>
+__device__ __forceinline__ void sum_pairs(const CombineBlock& b, Pair pair, uint32_t kept,
+                                          const int32_t (&v)[kStretches], const bool (&inside)[kStretches],
+                                          float (&sum)[kStretches][kCount]) {
+  auto* rows = static_cast<const char*>(b.args.rows);
+#pragma unroll
+  for (int i = 0; i < kStretches * kCount; ++i) sum[i / kCount][i % kCount] = 0.0f;
+  while (kept) {
+    Vector<T, kCount> values[kDepth][kStretches];  // loads in flight
+    float weights[kDepth];
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+      if (!kept) break;
+      Pair next = pair.of(__ffs(kept) - 1);
+      kept &= kept - 1;
+      auto* row = reinterpret_cast<const Vector<T, kCount>*>(rows + next.row * b.args.rows_stride_bytes);
+#pragma unroll
+      for (int j = 0; j < kStretches; ++j)
+        if (inside[j]) values[i][j] = row[v[j]];
+      weights[i] = next.weight;
+      ++count;
+    }
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+      if (i >= count) break;
+#pragma unroll
+      for (int j = 0; j < kStretches; ++j)
+        if (inside[j]) add_vector(sum[j], values[i][j], weights[i]);
+    }
+  }
+}
+
+}  // namespace epmoe::cuda

@@ -1,0 +1,128 @@
+// combine of many tokens: a partial row a slot, with a flag.
+#pragma once
+#include "combine.cuh"
+#include "fp8.cuh"
+#include "team.cuh"
+
+namespace epmoe::cuda {
+
+// One slot's weighted sum, or its partial row as it is, into the window of its source.
+template <typename T, bool kFp8>
+__device__ __forceinline__ void send_slot(const CombineBlock& b, const Team& team, int32_t source, int32_t s,
+                                          Pair pair) {
+  constexpr int kCount = kPerVector<T>, kLanes = kScaleBlock / kCount;
+  const ExchangePlan& plan = b.plan;
+  int64_t place = plan.rank * plan.M + s;
+  auto vectors = static_cast<int32_t>(b.args.D / kCount);
+  char* out = in_window<char>(b.ex, source, plan.combine_rows) + place * plan.combine_stride_bytes;
+  uint32_t kept = pair.kept();
+  constexpr int kStretches = 2;
+  for (int32_t base = 0; base < vectors; base += kStretches * team.threads()) {
+    int32_t v[kStretches];
+    bool inside[kStretches];
+    float sum[kStretches][kCount];
+#pragma unroll
+    for (int i = 0; i < kStretches; ++i) v[i] = base + i * team.threads() + team.thread, inside[i] = v[i] < vectors;
+    sum_pairs<T, 2>(b, pair, kept, v, inside, sum);
+#pragma unroll
+    for (int i = 0; i < kStretches; ++i) {
+      if constexpr (kFp8) {
+        float scale = block_scale<kCount, kLanes>(sum[i]);
+        if (!inside[i]) continue;
+        reinterpret_cast<Vector<uint8_t, kCount>*>(out)[v[i]] = to_fp8(sum[i], scale);
+        if (v[i] % kLanes == 0)
+          in_window<float>(b.ex, source, plan.combine_scales)[place * plan.scale_blocks + v[i] / kLanes] = scale;
+      } else if (inside[i]) {
+        reinterpret_cast<Vector<T, kCount>*>(out)[v[i]] = rounded<T>(sum[i]);
+      }
+    }
+  }
+}
+
+// Teams take the slots of all sources by turns, each rank beginning with itself.
+__device__ __forceinline__ int32_t first_slot(const CombineBlock& b) {
+  return Team(b.kernel.team).index * b.kernel.senders + static_cast<int32_t>(blockIdx.x);
+}
+__device__ __forceinline__ int32_t source_of(const CombineBlock& b, int32_t n) {
+  return static_cast<int32_t>((n + b.plan.rank) % b.plan.R);
+}
+
+// By the blocks that send: a team takes a slot. `ahead` is the pair of the first, if it has been read.
+template <typename T, bool kFp8>
+__device__ __forceinline__ void send_slots(const CombineBlock& b, bool read_ahead, Pair ahead) {
+  const ExchangePlan& plan = b.plan;
+  Team team(b.kernel.team);
+  auto R = static_cast<int32_t>(plan.R);
+  int32_t most = 0, step = b.kernel.senders * team.teams();
+  for (int32_t r = 0; r < R; ++r)
+    if (!(b.now.few >> r & 1u)) most = max(most, b.count_R[r]);
+  int32_t n = first_slot(b);
+  if (!read_ahead) ahead = read_pair(b, source_of(b, n), n / R);
+  for (; n < most * R; n += step) {
+    int32_t source = source_of(b, n), s = n / R;
+    Pair pair = checked(b, ahead);
+    ahead = read_pair(b, source_of(b, n + step), (n + step) / R);
+    if (s >= b.count_R[source] || b.now.few >> source & 1u) continue;
+    send_slot<T, kFp8>(b, team, source, s, pair);
+    team.sync();
+    if (team.leads())
+      raise_flag(in_window<uint32_t>(b.ex, source, plan.combine_flags) + plan.rank * plan.M + s, b.wait.epoch);
+  }
+}
+
+// One piece of a token's row: waits for the ranks that owe it, then adds theirs in rank order.
+template <typename T, bool kFp8>
+__device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int32_t piece, int32_t pieces,
+                                          uint32_t senders) {
+  constexpr int kCount = kPerVector<T>;
+  using Wire = Vector<std::conditional_t<kFp8, uint8_t, T>, kCount>;
+  const ExchangePlan& plan = b.plan;
+  int32_t lane = threadIdx.x % 32;
+  // A rank that gave the round up has sent no rows.
+  bool owed = t < b.now.T && lane < plan.R && senders >> lane & 1u;
+  int32_t slot = owed ? in_scratch<int32_t>(b.ex, plan.slots)[int64_t{t} * plan.R + lane] : -1;
+  auto* flags = in_window<uint32_t>(b.ex, plan.rank, plan.combine_flags) + lane * plan.M;
+  bool here = slot < 0 || b.wait.for_flag(flags + slot, lane);
+  if (!__all_sync(kAllLanes, here)) return false;
+  uint32_t ranks = __ballot_sync(kAllLanes, slot >= 0);
+  auto* window = in_window<char>(b.ex, plan.rank, plan.combine_rows);
+  auto* scales = in_window<float>(b.ex, plan.rank, plan.combine_scales);
+  auto* y = reinterpret_cast<Vector<T, kCount>*>(static_cast<T*>(b.args.y_TD) + int64_t{t} * b.args.D);
+  auto vectors = static_cast<int32_t>(b.args.D / kCount);
+  int32_t begin = vectors * piece / pieces, end = vectors * (piece + 1) / pieces;
+  for (int32_t base = begin; base < end; base += 32) {
+    int32_t v = base + lane;
+    float sum[kCount] = {};
+    uint32_t left = ranks;
+    while (left) {
+      constexpr int kDepth = 4;  // loads in flight
+      Wire values[kDepth];
+      float scale[kDepth];
+      uint32_t now = left;
+#pragma unroll
+      for (int i = 0; i < kDepth; ++i) {
+        if (!left) break;
+        int rank = __ffs(left) - 1;
+        left &= left - 1;
+        int64_t place = rank * plan.M + __shfl_sync(kAllLanes, slot, rank);
+        if (v < end)
+          values[i] = load_past_l1(reinterpret_cast<const Wire*>(window + place * plan.combine_stride_bytes) + v);
+        if (kFp8 && v < end) scale[i] = __ldcg(scales + place * plan.scale_blocks + v * kCount / kScaleBlock);
+      }
+#pragma unroll
+      for (int i = 0; i < kDepth; ++i, now &= now - 1) {
+        if (!now || v >= end) break;
+        if constexpr (kFp8) {
+#pragma unroll
+          for (int j = 0; j < kCount; ++j) sum[j] += scale[i] * from_fp8(values[i].at[j]);
+        } else {
+          add_vector(sum, values[i], 1.0f);
+        }
+      }
+    }
+    if (v < end) y[v] = rounded<T>(sum);
+  }
+  return true;
+}
+
+}  // namespace epmoe::cuda

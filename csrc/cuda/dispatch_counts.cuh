@@ -1,0 +1,122 @@
+// What every rank learns before rows have their places: how many pairs each source brings for each expert.
+#pragma once
+#include "dispatch_tokens.cuh"
+
+namespace epmoe::cuda {
+
+constexpr int kSources = 4;  // whose words are asked for at once
+
+// By one block: counts everything and tells every rank, which opens the round, if it may be opened.
+__device__ __forceinline__ void send_counts(DispatchBlock& b, int32_t tokens, bool latched) {
+  const ExchangePlan& plan = b.plan;
+  count_tokens(b, 0, tokens);
+  __syncthreads();
+  if (latched) return;
+  for (int32_t p = threadIdx.x; p < plan.P; p += kThreads)
+    for (int64_t rank = 0; rank < plan.R; ++rank)
+      store_word(b.kernel.counts(rank, plan.rank) + kCountColumns + b.column(b.place[p]), b.wait.epoch, b.count[p]);
+  if (threadIdx.x < plan.R) {
+    uint64_t* words = b.kernel.counts(threadIdx.x, plan.rank);
+    int32_t rows = b.shared.rank_count[threadIdx.x];
+    store_word(words, b.wait.epoch, static_cast<int32_t>(rows << 2 | b.kernel.way()));
+    store_word(words + 1, b.wait.epoch, b.kernel.shape());
+    in_scratch<int64_t>(b.ex, plan.rows_sent)[threadIdx.x] += rows;
+  }
+}
+
+// By one lane: what all sources bring for local expert `local` of `owner`. Calls f(source, pairs) in order of sources.
+template <typename F>
+__device__ __forceinline__ bool each_source(const DispatchBlock& b, int32_t owner, int32_t local, F&& f) {
+  auto R = static_cast<int32_t>(b.plan.R);
+  const uint64_t* words = b.kernel.counts(b.plan.rank, 0) + kCountColumns + owner * b.plan.most_local_experts + local;
+  for (int32_t r = 0; r < R; r += kSources) {
+    int32_t pairs[kSources];
+    if (!b.wait.for_words(words + r * b.kernel.count_columns(), b.kernel.count_columns(), r, 1, R - r, pairs))
+      return false;
+#pragma unroll
+    for (int i = 0; i < kSources; ++i)
+      if (r + i < R) f(r + i, pairs[i]);
+  }
+  return true;
+}
+
+// By a warp: where a segment of `length` rows starts in each lane, aligned, and in `next` where those after it will.
+__device__ __forceinline__ int32_t segment_start(int32_t length, int32_t alignment, int32_t& next) {
+  length = (length + alignment - 1) / alignment * alignment;
+  int32_t end = length;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    int32_t below = __shfl_up_sync(kAllLanes, end, offset);
+    if (threadIdx.x % 32 >= offset) end += below;
+  }
+  int32_t start = next + end - length;
+  next += __shfl_sync(kAllLanes, end, 31);
+  return start;
+}
+
+// By the whole block: where this source's pairs start on each expert's owner. False if a rank's counts do not come.
+__device__ __forceinline__ bool receive_bases(DispatchBlock& b) {
+  auto most = static_cast<int32_t>(b.plan.most_local_experts), alignment = static_cast<int32_t>(b.plan.alignment);
+  bool arrived = true;
+  for (int32_t owner = threadIdx.x / 32; owner < b.plan.R; owner += kWarps) {
+    int32_t next = 0;
+    for (int32_t base = 0; base < b.shared.experts[owner]; base += 32) {
+      int32_t local = base + threadIdx.x % 32, total = 0, before = 0;
+      if (local < b.shared.experts[owner])
+        arrived = arrived && each_source(b, owner, local, [&](int32_t r, int32_t pairs) {
+                    if (r < b.plan.rank) before += pairs;
+                    total += pairs;
+                  });
+      __syncwarp();
+      int32_t start = segment_start(total, alignment, next);
+      if (local < b.shared.experts[owner]) b.base[owner * most + local] = start + before;
+    }
+  }
+  return __syncthreads_and(arrived);
+}
+
+// By the whole block: what each source sends, and where each local expert's segment starts. False if a rank did not
+// open the round.
+__device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
+  auto experts = static_cast<int32_t>(b.plan.num_local_experts), rank = static_cast<int32_t>(b.plan.rank);
+  DispatchShared& shared = b.shared;
+  __syncthreads();
+  if (threadIdx.x == 0) shared.differing = shared.few = shared.direct = 0, shared.most_few = shared.most = 0;
+  __syncthreads();
+  bool arrived = true;
+  for (int32_t local = threadIdx.x; local < experts; local += kThreads) {
+    int32_t total = 0;
+    arrived = arrived && each_source(b, rank, local, [&](int32_t r, int32_t pairs) {
+                if (b.kernel.first_rows) b.first[r * experts + local] = total;
+                total += pairs;
+              });
+    if (b.kernel.first_rows) b.first[b.plan.R * experts + local] = total;
+    b.count[local] = total;
+  }
+  // The last warps have the fewest experts to look after.
+  if (int32_t r = kThreads - 1 - threadIdx.x; r < b.plan.R) {
+    int32_t words[2] = {};
+    uint64_t* first = b.kernel.counts(rank, r);
+    arrived = b.wait.for_words(first, 1, r, 0, 2, words) && arrived;
+    auto rows = min(words[0] >> 2, static_cast<int32_t>(b.plan.M));
+    bool few = words[0] & kFew;
+    shared.rank_count[r] = max(few ? min(rows, static_cast<int32_t>(b.plan.few_tokens)) : rows, 0);
+    atomicMax(few && b.args.expert_major ? &shared.most_few : &shared.most, shared.rank_count[r]);
+    if (few) atomicOr(&shared.few, 1u << r);
+    if (words[0] & kDirect) atomicOr(&shared.direct, 1u << r);
+    if (words[1] != b.kernel.shape()) atomicOr(&shared.differing, 1u << r);
+  }
+  if (!__syncthreads_and(arrived)) return false;
+  if (threadIdx.x < 32) {
+    int32_t next = 0;
+    for (int32_t base = 0; base <= experts; base += 32) {
+      int32_t local = base + threadIdx.x;
+      int32_t start = segment_start(local < experts ? b.count[local] : 0, b.plan.alignment, next);
+      if (local <= experts) b.count[local] = start;
+    }
+  }
+  __syncthreads();
+  return true;
+}
+
+}  // namespace epmoe::cuda

@@ -1,0 +1,106 @@
+// Tokens as dispatch reads them: their pairs, what is wrong with those, and how many go where.
+#pragma once
+#include "dispatch.cuh"
+
+namespace epmoe::cuda {
+
+__device__ __forceinline__ int64_t load_id(const DispatchArgs& args, int64_t t, int32_t k) {
+  int64_t index = t * args.ids_stride + k;
+  return args.wide_ids ? static_cast<const int64_t*>(args.ids_TK)[index]
+                       : static_cast<const int32_t*>(args.ids_TK)[index];
+}
+__device__ __forceinline__ float load_weight(const DispatchArgs& args, int64_t t, int32_t k) {
+  return load_float(args.weights_TK, args.weights_dtype, t * args.weights_stride + k);
+}
+// The logical expert, -1 for any id that is none.
+__device__ __forceinline__ int32_t expert_of(const DispatchBlock& b, int64_t id) {
+  return id >= 0 && id < b.plan.E ? static_cast<int32_t>(id) : -1;
+}
+
+// The physical expert of a pair, -1 where there is nothing to compute.
+__device__ __forceinline__ int32_t physical(const DispatchBlock& b, int32_t t, int32_t expert, float weight) {
+  const ExchangePlan& plan = b.plan;
+  if (expert < 0 || weight == 0.0f || !is_finite(weight)) return -1;
+  if (plan.copies == 1) return expert;
+  auto copies = static_cast<uint32_t>(in_scratch<int32_t>(b.ex, plan.num_copies)[expert]);
+  auto copy = (static_cast<uint32_t>(t) + static_cast<uint32_t>(plan.rank)) % copies;
+  return in_scratch<int32_t>(b.ex, plan.copies_table)[expert * plan.copies + copy];
+}
+
+constexpr int kQuad = 4;  // pairs that one access reads, where rows are aligned to that
+
+// Four neighbouring pairs of a token, of which those past K are none.
+__device__ __forceinline__ void load_quad(const DispatchBlock& b, int64_t t, int32_t k, int32_t (&expert)[kQuad],
+                                          float (&weight)[kQuad]) {
+  const DispatchArgs& args = b.args;
+  if (b.kernel.quads) {
+    int4 ids = *reinterpret_cast<const int4*>(static_cast<const int32_t*>(args.ids_TK) + t * args.ids_stride + k);
+    float4 weights =
+        *reinterpret_cast<const float4*>(static_cast<const float*>(args.weights_TK) + t * args.weights_stride + k);
+    expert[0] = expert_of(b, ids.x), expert[1] = expert_of(b, ids.y);
+    expert[2] = expert_of(b, ids.z), expert[3] = expert_of(b, ids.w);
+    weight[0] = weights.x, weight[1] = weights.y, weight[2] = weights.z, weight[3] = weights.w;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) {
+    expert[i] = k + i < args.K ? expert_of(b, load_id(args, t, k + i)) : -1;
+    weight[i] = k + i < args.K ? load_weight(args, t, k + i) : 0.0f;
+  }
+}
+
+// By the whole block: adds tokens [begin, end) to the counts by expert and by rank.
+__device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, int32_t end) {
+  for (int32_t base = begin; base < end; base += kThreads) {
+    int32_t t = base + threadIdx.x;
+    uint32_t ranks = 0;
+#pragma unroll 2
+    for (int32_t k = 0; t < end && k < b.args.K; k += kQuad) {
+      int32_t expert[kQuad];
+      float weight[kQuad];
+      load_quad(b, t, k, expert, weight);
+#pragma unroll
+      for (int i = 0; i < kQuad; ++i) {
+        int32_t p = physical(b, t, expert[i], weight[i]);
+        if (p < 0) continue;
+        atomicAdd(&b.count[p], 1);
+        ranks |= 1u << (b.place[p] >> 16);
+      }
+    }
+    for (int32_t r = 0; r < b.plan.R; ++r) {
+      uint32_t votes = __ballot_sync(kAllLanes, ranks >> r & 1u);
+      if (votes && threadIdx.x % 32 == 0) atomicAdd(&b.shared.rank_count[r], __popc(votes));
+    }
+  }
+}
+
+// By a warp, lane by pair: reads a token's pairs into row `n` of the block's table.
+__device__ __forceinline__ void read_token(DispatchBlock& b, int32_t t, int32_t n) {
+  int32_t lane = threadIdx.x % 32;
+  int32_t expert = lane < b.args.K ? expert_of(b, load_id(b.args, t, lane)) : -1;
+  float weight = lane < b.args.K ? load_weight(b.args, t, lane) : 0.0f;
+  expert = physical(b, t, expert, weight);
+  b.shared.ids[n][lane] = expert;
+  b.shared.weights[n][lane] = expert < 0 ? 0.0f : weight;
+  uint32_t ranks = __reduce_or_sync(kAllLanes, expert < 0 ? 0u : 1u << (b.place[expert] >> 16));
+  if (lane == 0) b.shared.ranks[n] = ranks;
+}
+
+// By the same lanes: what is wrong with a token's pairs, into the health counters. Once a token.
+__device__ __forceinline__ void count_health(const DispatchBlock& b, int64_t t) {
+  int32_t lane = threadIdx.x % 32;
+  bool mine = lane < b.args.K;
+  int64_t id = mine ? load_id(b.args, t, lane) : -1;
+  bool valid = id >= 0 && id < b.plan.E;
+  uint32_t same = __match_any_sync(kAllLanes, valid ? static_cast<int32_t>(id) : -1 - lane);
+  auto add = [&](Counter counter, bool wrong) {
+    uint32_t votes = __ballot_sync(kAllLanes, wrong);
+    auto* counters = reinterpret_cast<unsigned long long*>(in_scratch<int64_t>(b.ex, b.plan.counters));
+    if (votes && lane == 0) atomicAdd(&counters[counter], static_cast<unsigned long long>(__popc(votes)));
+  };
+  add(kOutOfRangeIds, !valid && id != -1 && id != b.plan.E);  // those two say "no expert"
+  add(kDuplicateIds, valid && same & ((1u << lane) - 1));
+  add(kNonfiniteWeights, mine && !is_finite(load_weight(b.args, t, lane)));
+}
+
+}  // namespace epmoe::cuda

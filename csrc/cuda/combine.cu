@@ -28,7 +28,19 @@ __device__ bool receive_openings(const Wait& wait, uint32_t& senders) {
   return arrived;
 }
 
+// What a kernel meets only where other ranks bring few tokens and this one many, or the reverse.
 template <typename T, bool kFp8>
+__device__ __noinline__ void send_slots_too(CombineBlock b) {
+  send_slots<T, kFp8>(b, read_pair(b, source_of(b, first_slot(b)), first_slot(b) / b.plan.R));
+}
+template <typename T, bool kFp8>
+__device__ __noinline__ void send_parts_too(CombineBlock b) {
+  int32_t slot = first_part(b) / parts_of(wire_words<T, kFp8>(b));
+  send_parts<T, kFp8>(b, read_pair(b, source_of(b, slot), slot / b.plan.R));
+}
+
+// kPackets: the rows of this rank's tokens come back as packets.
+template <bool kPackets, typename T, bool kFp8>
 __global__ void __launch_bounds__(kThreads, 2) combine_kernel(const __grid_constant__ CombineKernel kernel) {
   __shared__ int32_t count_R[kMaxExchangeRanks];
   __shared__ int64_t sink;
@@ -39,16 +51,15 @@ __global__ void __launch_bounds__(kThreads, 2) combine_kernel(const __grid_const
   wait_for_predecessor();
   if (args.send && args.receive) let_successor_start();
   // All that can be read without knowing the rest is asked for at once.
-  bool few = args.T <= plan.few_tokens, sends = static_cast<int32_t>(blockIdx.x) < kernel.senders && args.send;
+  bool sends = static_cast<int32_t>(blockIdx.x) < kernel.senders && args.send;
   auto* round = in_scratch<RoundState>(ex, plan.state);
   const RoundState now = *round;
   Wait wait(ex, round, now.dispatch_epoch);
   CombineBlock b{kernel, ex, plan, args, wait, now, count_R};
   Pair first{-1, 0.0f};
   if (sends && args.rows) {
-    int64_t slot = few ? first_part(b) / parts_of(wire_words<T, kFp8>(b)) : first_slot(b);
-    int64_t source = few ? slot % plan.R : source_of(b, slot);
-    first = read_pair(b, source, slot / plan.R);
+    int32_t slot = kPackets ? first_part(b) / parts_of(wire_words<T, kFp8>(b)) : first_slot(b);
+    first = read_pair(b, source_of(b, slot), slot / plan.R);
   }
   if (sends && threadIdx.x < 32) {
     int32_t count = threadIdx.x < plan.R ? in_scratch<int32_t>(ex, plan.counts)[threadIdx.x] : 0;
@@ -62,14 +73,20 @@ __global__ void __launch_bounds__(kThreads, 2) combine_kernel(const __grid_const
   }
   if (sends && args.rows && ok) {
     __syncthreads();
-    send_parts<T, kFp8>(b, few, first);
-    send_slots<T, kFp8>(b, !few, first);
+    uint32_t all = plan.R == 32 ? kAllLanes : (1u << plan.R) - 1;
+    if constexpr (kPackets) {
+      send_parts<T, kFp8>(b, first);
+      if (now.few != all) send_slots_too<T, kFp8>(b);
+    } else {
+      send_slots<T, kFp8>(b, first);
+      if (now.few) send_parts_too<T, kFp8>(b);
+    }
   }
   if (!args.receive) return;
   uint32_t senders = 0;
   ok = ok && receive_openings(wait, senders);
-  if (ok && few) {
-    ok = sum_parts<T, kFp8>(b, senders);
+  if constexpr (kPackets) {
+    ok = ok && sum_parts<T, kFp8>(b, senders);
   } else if (ok) {
     Units units(args.T, args.D / kPerVector<T>, kernel.senders);
     ok = units.for_each(&round->ticket[kCombine], [&](int32_t t, int32_t piece) {
@@ -97,7 +114,7 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   int64_t T = std::max<int64_t>(args.T, 1), wire = plan.combine_fp8 ? 1 : itemsize(dtype);
   int64_t parts = parts_of(static_cast<int32_t>(args.D * wire / 4));
   bool few = args.T <= plan.few_tokens;
-  int64_t team = plan.combine_team ? plan.combine_team : kWarps;
+  int64_t team = std::min<int64_t>(plan.combine_team ? plan.combine_team : kWarps / 2, kWarps);
   int64_t senders = ceil_div(few ? T * plan.R * parts : T * plan.R * team, kWarps);
   int64_t receivers = few ? ceil_div(T * parts, kWarps) : std::min(4 * T, sms / 2);
   senders = std::min(plan.combine_senders ? plan.combine_senders : senders, most * 3 / 4);
@@ -107,8 +124,9 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   int64_t blocks = std::clamp<int64_t>(senders + receivers, 1, most);
   return visit(dtype, [&](auto type) {
     using T = decltype(type);
-    auto* chosen = plan.combine_fp8 ? combine_kernel<T, true> : combine_kernel<T, false>;
-    return launch(chosen, blocks, kThreads, 0, stream, kernel);
+    auto* packets = plan.combine_fp8 ? combine_kernel<true, T, true> : combine_kernel<true, T, false>;
+    auto* rows = plan.combine_fp8 ? combine_kernel<false, T, true> : combine_kernel<false, T, false>;
+    return launch(few ? packets : rows, blocks, kThreads, 0, stream, kernel);
   });
 }
 

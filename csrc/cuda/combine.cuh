@@ -32,6 +32,11 @@ struct Pair {
   __device__ Pair of(int32_t k) const { return {__shfl_sync(kAllLanes, row, k), __shfl_sync(kAllLanes, weight, k)}; }
 };
 
+// Slots are taken in the order of their numbers, those of all sources by turns, each rank beginning with itself.
+__device__ __forceinline__ int32_t source_of(const CombineBlock& b, int32_t n) {
+  return static_cast<int32_t>((n + b.plan.rank) % b.plan.R);
+}
+
 __device__ __forceinline__ Pair read_pair(const CombineBlock& b, int64_t source, int64_t s) {
   const ExchangePlan& plan = b.plan;
   int32_t lane = threadIdx.x % 32;
@@ -50,9 +55,11 @@ __device__ __forceinline__ Pair checked(const CombineBlock& b, Pair pair) {
 
 // kCount elements at once in fp32.
 template <typename T, int kCount>
-__device__ __forceinline__ void add_vector(float (&sum)[kCount], const Vector<T, kCount>& row, float weight) {
+__device__ __forceinline__ void add_words(float (&sum)[kCount], const Words<Vector<T, kCount>>& words, float weight) {
+  float values[kCount];
+  to_floats(from_words<Vector<T, kCount>>(words), values);
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) sum[i] += weight * to_float(row.at[i]);
+  for (int i = 0; i < kCount; ++i) sum[i] += weight * values[i];
 }
 
 template <typename T, int kCount>
@@ -72,7 +79,8 @@ __device__ __forceinline__ void sum_pairs(const CombineBlock& b, Pair pair, uint
 #pragma unroll
   for (int i = 0; i < kStretches * kCount; ++i) sum[i / kCount][i % kCount] = 0.0f;
   while (kept) {
-    Vector<T, kCount> values[kDepth][kStretches];  // loads in flight
+    using Loaded = Words<Vector<T, kCount>>;
+    Loaded values[kDepth][kStretches];  // in flight
     float weights[kDepth];
     int count = 0;
 #pragma unroll
@@ -80,7 +88,7 @@ __device__ __forceinline__ void sum_pairs(const CombineBlock& b, Pair pair, uint
       if (!kept) break;
       Pair next = pair.of(__ffs(kept) - 1);
       kept &= kept - 1;
-      auto* row = reinterpret_cast<const Vector<T, kCount>*>(rows + next.row * b.args.rows_stride_bytes);
+      auto* row = reinterpret_cast<const Loaded*>(rows + next.row * b.args.rows_stride_bytes);
 #pragma unroll
       for (int j = 0; j < kStretches; ++j)
         if (inside[j]) values[i][j] = row[v[j]];
@@ -92,7 +100,7 @@ __device__ __forceinline__ void sum_pairs(const CombineBlock& b, Pair pair, uint
       if (i >= count) break;
 #pragma unroll
       for (int j = 0; j < kStretches; ++j)
-        if (inside[j]) add_vector(sum[j], values[i][j], weights[i]);
+        if (inside[j]) add_words<T>(sum[j], values[i][j], weights[i]);
     }
   }
 }

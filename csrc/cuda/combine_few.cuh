@@ -57,18 +57,19 @@ __device__ __forceinline__ int32_t first_part(const CombineBlock& b) {
   return threadIdx.x / 32 * b.kernel.senders + blockIdx.x;
 }
 
-// `ahead` is the pair of the first one's slot, if it has been read.
+// `ahead` is the pair of the first one's slot.
 template <typename T, bool kFp8>
-__device__ __forceinline__ void send_parts(const CombineBlock& b, bool read_ahead, Pair ahead) {
+__device__ __forceinline__ void send_parts(const CombineBlock& b, Pair ahead) {
   int32_t parts = parts_of(wire_words<T, kFp8>(b)), R = static_cast<int32_t>(b.plan.R), most = 0;
+#pragma unroll 1
   for (int32_t r = 0; r < R; ++r)
     if (b.now.few >> r & 1u) most = max(most, b.count_R[r]);
   int32_t first = first_part(b), step = b.kernel.senders * kWarps;
+#pragma unroll 1
   for (int32_t unit = first; unit < most * R * parts; unit += step) {
-    int32_t part = unit % parts, slot = unit / parts, source = slot % R, s = slot / R;
-    if (!(b.now.few >> source & 1u) || s >= b.count_R[source]) continue;
-    Pair pair = read_ahead && unit == first ? ahead : read_pair(b, source, s);
-    send_part<T, kFp8>(b, source, s, part, checked(b, pair));
+    int32_t part = unit % parts, slot = unit / parts, source = source_of(b, slot), s = slot / R;
+    if (unit != first) ahead = read_pair(b, source, s);
+    if (b.now.few >> source & 1u && s < b.count_R[source]) send_part<T, kFp8>(b, source, s, part, checked(b, ahead));
   }
 }
 
@@ -115,13 +116,12 @@ __device__ __forceinline__ bool sum_part(const CombineBlock& b, int32_t t, int32
       float scale = kFp8 ? __uint_as_float(__shfl_sync(kAllLanes, packets[i].word[2], scale_lane)) : 1.0f;
 #pragma unroll
       for (int j = 0; j < 3; ++j) {
-        Vector<std::conditional_t<kFp8, uint8_t, T>, kCount> elements;
-        memcpy(&elements, &packets[i].word[j], sizeof elements);
         if constexpr (kFp8) {
 #pragma unroll
-          for (int e = 0; e < kCount; ++e) sum[j][e] += scale * from_fp8(elements.at[e]);
+          for (int e = 0; e < kCount; ++e)
+            sum[j][e] += scale * from_fp8(from_words<Vector<uint8_t, 4>>(packets[i].word[j]).at[e]);
         } else {
-          add_vector(sum[j], elements, 1.0f);
+          add_words<T>(sum[j], packets[i].word[j], 1.0f);
         }
       }
     }
@@ -138,7 +138,7 @@ template <typename T, bool kFp8>
 __device__ __forceinline__ bool sum_parts(const CombineBlock& b, uint32_t senders) {
   int32_t parts = parts_of(wire_words<T, kFp8>(b)), blocks = gridDim.x;
   int32_t block = (blockIdx.x - b.kernel.senders + blocks) % blocks;
-  for (int32_t unit = threadIdx.x / 32 * blocks + block; unit < b.args.T * parts; unit += blocks * kWarps)
+  for (int32_t unit = block * kWarps + threadIdx.x / 32; unit < b.args.T * parts; unit += blocks * kWarps)
     if (!sum_part<T, kFp8>(b, unit / parts, unit % parts, senders)) return false;
   return true;
 }

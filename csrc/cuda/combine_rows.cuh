@@ -39,25 +39,21 @@ __device__ __forceinline__ void send_slot(const CombineBlock& b, const Team& tea
   }
 }
 
-// Teams take the slots of all sources by turns, each rank beginning with itself.
+// By the team's index in the grid.
 __device__ __forceinline__ int32_t first_slot(const CombineBlock& b) {
   return Team(b.kernel.team).index * b.kernel.senders + static_cast<int32_t>(blockIdx.x);
 }
-__device__ __forceinline__ int32_t source_of(const CombineBlock& b, int32_t n) {
-  return static_cast<int32_t>((n + b.plan.rank) % b.plan.R);
-}
-
-// By the blocks that send: a team takes a slot. `ahead` is the pair of the first, if it has been read.
+// By the blocks that send: a team takes a slot. `ahead` is the pair of the first.
 template <typename T, bool kFp8>
-__device__ __forceinline__ void send_slots(const CombineBlock& b, bool read_ahead, Pair ahead) {
+__device__ __forceinline__ void send_slots(const CombineBlock& b, Pair ahead) {
   const ExchangePlan& plan = b.plan;
   Team team(b.kernel.team);
   auto R = static_cast<int32_t>(plan.R);
   int32_t most = 0, step = b.kernel.senders * team.teams();
+#pragma unroll 1
   for (int32_t r = 0; r < R; ++r)
     if (!(b.now.few >> r & 1u)) most = max(most, b.count_R[r]);
   int32_t n = first_slot(b);
-  if (!read_ahead) ahead = read_pair(b, source_of(b, n), n / R);
   for (; n < most * R; n += step) {
     int32_t source = source_of(b, n), s = n / R;
     Pair pair = checked(b, ahead);
@@ -76,6 +72,7 @@ __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int3
                                           uint32_t senders) {
   constexpr int kCount = kPerVector<T>;
   using Wire = Vector<std::conditional_t<kFp8, uint8_t, T>, kCount>;
+  using Loaded = Words<Wire>;
   const ExchangePlan& plan = b.plan;
   int32_t lane = threadIdx.x % 32;
   // A rank that gave the round up has sent no rows.
@@ -90,37 +87,46 @@ __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int3
   auto* y = reinterpret_cast<Vector<T, kCount>*>(static_cast<T*>(b.args.y_TD) + int64_t{t} * b.args.D);
   auto vectors = static_cast<int32_t>(b.args.D / kCount);
   int32_t begin = vectors * piece / pieces, end = vectors * (piece + 1) / pieces;
-  for (int32_t base = begin; base < end; base += 32) {
-    int32_t v = base + lane;
-    float sum[kCount] = {};
-    uint32_t left = ranks;
-    while (left) {
-      constexpr int kDepth = 4;  // loads in flight
-      Wire values[kDepth];
-      float scale[kDepth];
-      uint32_t now = left;
+  constexpr int kDepth = 2, kStretches = 2;  // loads in flight: ranks, and vectors of each
+  for (int32_t base = begin; base < end; base += 32 * kStretches) {
+    float sum[kStretches][kCount] = {};
+    for (uint32_t left = ranks; left;) {
+      Loaded values[kDepth][kStretches];
+      float scale[kDepth][kStretches];
+      int count = 0;
 #pragma unroll
       for (int i = 0; i < kDepth; ++i) {
         if (!left) break;
         int rank = __ffs(left) - 1;
         left &= left - 1;
+        ++count;
         int64_t place = rank * plan.M + __shfl_sync(kAllLanes, slot, rank);
-        if (v < end)
-          values[i] = load_past_l1(reinterpret_cast<const Wire*>(window + place * plan.combine_stride_bytes) + v);
-        if (kFp8 && v < end) scale[i] = __ldcg(scales + place * plan.scale_blocks + v * kCount / kScaleBlock);
+        auto* row = reinterpret_cast<const Loaded*>(window + place * plan.combine_stride_bytes);
+#pragma unroll
+        for (int j = 0; j < kStretches; ++j) {
+          int32_t v = base + j * 32 + lane;
+          if (v < end) values[i][j] = __ldcg(row + v);
+          if (kFp8 && v < end) scale[i][j] = __ldcg(scales + place * plan.scale_blocks + v * kCount / kScaleBlock);
+        }
       }
 #pragma unroll
-      for (int i = 0; i < kDepth; ++i, now &= now - 1) {
-        if (!now || v >= end) break;
-        if constexpr (kFp8) {
+      for (int i = 0; i < kDepth; ++i) {
+        if (i >= count) break;
 #pragma unroll
-          for (int j = 0; j < kCount; ++j) sum[j] += scale[i] * from_fp8(values[i].at[j]);
-        } else {
-          add_vector(sum, values[i], 1.0f);
+        for (int j = 0; j < kStretches; ++j) {
+          if (base + j * 32 + lane >= end) continue;
+          if constexpr (kFp8) {
+#pragma unroll
+            for (int e = 0; e < kCount; ++e) sum[j][e] += scale[i][j] * from_fp8(from_words<Wire>(values[i][j]).at[e]);
+          } else {
+            add_words<T>(sum[j], values[i][j], 1.0f);
+          }
         }
       }
     }
-    if (v < end) y[v] = rounded<T>(sum);
+#pragma unroll
+    for (int j = 0; j < kStretches; ++j)
+      if (int32_t v = base + j * 32 + lane; v < end) y[v] = rounded<T>(sum[j]);
   }
   return true;
 }

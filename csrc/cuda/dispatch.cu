@@ -36,26 +36,31 @@ __device__ void zero_outputs(const Exchange& ex) {
   if (threadIdx.x < ex.plan.R) in_scratch<int32_t>(ex, ex.plan.counts)[threadIdx.x] = 0;
 }
 
-// By the blocks that receive: rows to their places, and what dispatch returns beside them.
-__device__ bool receive(DispatchBlock& b, RoundState* round, bool leader) {
-  const DispatchKernel& kernel = b.kernel;
-  auto R = static_cast<int32_t>(b.plan.R), senders = kernel.senders;
-  Units units(R * b.shared.most, kernel.row_bytes() / 16, senders + 1);
-  bool ok = units.for_each(&round->ticket[kDispatch], [&](int32_t n, int32_t piece) {
+// By the blocks that receive: rows that come with flags, to their places.
+template <bool kFp8>
+__device__ __forceinline__ bool move_rows(DispatchBlock& b, RoundState* round) {
+  auto R = static_cast<int32_t>(b.plan.R);
+  Units units(R * b.shared.most, b.kernel.row_bytes() / 16, b.kernel.senders + 1);
+  return units.for_each(&round->ticket[kDispatch], [&](int32_t n, int32_t piece) {
     auto r = static_cast<int32_t>((n + b.plan.rank) % R), s = n / R;
     bool flagged = !(b.shared.few >> r & 1u) || !b.args.expert_major;
-    return !flagged || s >= b.shared.rank_count[r] || move_row(b, r, s, piece, units.pieces);
+    return !flagged || s >= b.shared.rank_count[r] || move_row<kFp8>(b, r, s, piece, units.pieces);
   });
-  // In an order in which those that send and count come last.
-  int32_t blocks = gridDim.x, block = blockIdx.x - (senders + 1) % blocks;
-  ok = ok && move_packets(b, block < 0 ? block + blocks : block, blocks);
-  if (leader) write_offsets(b);
-  if (b.args.expert_major && b.plan.alignment > 1) zero_gaps(b);
-  if (!b.args.expert_major) fill_unused_slots(b);
-  return ok;
+}
+// What a kernel meets only where other ranks bring few tokens and this one many, or the reverse.
+template <bool kFp8>
+__device__ __noinline__ bool move_rows_too(DispatchBlock b, RoundState* round) {
+  return move_rows<kFp8>(b, round);
+}
+template <bool kFp8>
+__device__ __noinline__ bool move_packets_too(DispatchBlock b) {
+  return move_packets<kFp8>(b);
 }
 
+// kPackets: this rank's rows leave as packets. Source: of what fp8 rows are made, void for rows as they are.
+template <bool kPackets, typename Source>
 __global__ void __launch_bounds__(kThreads, 2) dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
+  constexpr bool kFp8 = !std::is_void_v<Source>;
   __shared__ DispatchShared shared;
   extern __shared__ int32_t tables[];
   const Exchange& ex = kernel.ex;
@@ -73,17 +78,27 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_kernel(const __grid_cons
   wait.epoch = round->combine_epoch + 1;
   bool latched = round->latched, leader = blockIdx.x == kernel.senders, ok = true;
   int32_t tokens = kernel.tokens();
-  if (kernel.args.send) {
-    if (leader) send_counts(b, tokens, latched);
-    if (blockIdx.x < kernel.senders && kernel.sends_packets()) send_packets(b, tokens, latched);
-    if (blockIdx.x < kernel.senders && !kernel.sends_packets() && !latched) ok = send_rows(b, tokens);
+  if (leader && kernel.args.send) send_counts<kPackets>(b, tokens, latched);
+  if (blockIdx.x < kernel.senders) {
+    if constexpr (kPackets)
+      send_packets<Source>(b, tokens, latched);
+    else if (!latched)
+      ok = send_rows<Source>(b, tokens);
   }
   if (kernel.args.send && leader && threadIdx.x == 0 && kernel.wanted_tokens() != tokens)
     ++in_scratch<int64_t>(ex, plan.counters)[kClampedNumTokens];
   if (!kernel.args.receive) return;
   ok = ok && !latched && receive_counts(b);
   uint32_t differing = ok ? shared.differing : 0;
-  if (ok && !differing) ok = receive(b, round, leader);
+  if (ok && !differing) {
+    if constexpr (kPackets)
+      ok = move_packets<kFp8>(b) && (!shared.most || move_rows_too<kFp8>(b, round));
+    else
+      ok = move_rows<kFp8>(b, round) && (!shared.most_few || move_packets_too<kFp8>(b));
+    if (leader) write_offsets(b);
+    if (kernel.args.expert_major && plan.alignment > 1) zero_gaps(b);
+    if (!kernel.args.expert_major) fill_unused_slots(b);
+  }
   if (leader) {
     if (differing) zero_outputs(ex);
     if (threadIdx.x == 0) {
@@ -100,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_kernel(const __grid_cons
 }  // namespace
 
 cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStream_t stream) {
-  constexpr int64_t kMaxBases = 8192, kMaxFirstRows = 4096;
+  constexpr int64_t kMaxBases = 8192, kMaxFirstRows = 4096, kBatch = 1;
   const ExchangePlan& plan = exchange.plan;
   Device device;
   if (cudaError_t error = current_device(device)) return error;
@@ -125,13 +140,22 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
   if (!args.send) senders = 0;
   if (!args.receive) receivers = 0;
   if (senders) {  // batches such that all blocks get nearly equally many
-    int64_t rounds = ceil_div(T, senders * kMaxBatch);
+    int64_t most_batch = plan.dispatch_team ? std::clamp<int64_t>(kWarps / plan.dispatch_team, 1, kMaxBatch) : kBatch;
+    int64_t rounds = ceil_div(T, senders * most_batch);
     kernel.batch = static_cast<int32_t>(ceil_div(T, senders * rounds));
     while (kernel.team * kernel.batch > kWarps) kernel.team /= 2;
   }
   kernel.senders = static_cast<int32_t>(senders);
   int64_t shared_bytes = (2 * plan.P + 1 + kernel.bases + kernel.first_rows) * sizeof(int32_t);
-  return launch(dispatch_kernel, std::min(senders + 1 + receivers, most), kThreads, shared_bytes, stream, kernel);
+  auto launch_for = [&](auto* packets, auto* rows) {
+    return launch(kernel.sends_packets() ? packets : rows, std::min(senders + 1 + receivers, most), kThreads,
+                  shared_bytes, stream, kernel);
+  };
+  if (!plan.payload_fp8) return launch_for(dispatch_kernel<true, void>, dispatch_kernel<false, void>);
+  return visit(args.dtype, [&](auto source) {
+    using Source = decltype(source);
+    return launch_for(dispatch_kernel<true, Source>, dispatch_kernel<false, Source>);
+  });
 }
 
 }  // namespace epmoe::cuda

@@ -96,6 +96,7 @@ struct DispatchBlock {
     if (kernel.first_rows) return first[r * static_cast<int32_t>(plan.num_local_experts) + local];
     auto* words = kernel.counts(plan.rank, 0) + kCountColumns + plan.rank * plan.most_local_experts + local;
     int32_t sum = 0;
+#pragma unroll 1
     for (int32_t s = 0; s < r; ++s) sum += static_cast<int32_t>(load_word(words + s * kernel.count_columns()) >> 32);
     return sum;
   }

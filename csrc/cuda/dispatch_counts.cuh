@@ -7,12 +7,18 @@ namespace epmoe::cuda {
 constexpr int kSources = 4;  // whose words are asked for at once
 
 // By one block: counts everything and tells every rank, which opens the round, if it may be opened.
+template <bool kFewTokens>
 __device__ __forceinline__ void send_counts(DispatchBlock& b, int32_t tokens, bool latched) {
   const ExchangePlan& plan = b.plan;
-  count_tokens(b, 0, tokens);
+  if constexpr (kFewTokens)
+    count_few_tokens(b, tokens);
+  else
+    count_tokens(b, 0, tokens);
   __syncthreads();
   if (latched) return;
+#pragma unroll 1
   for (int32_t p = threadIdx.x; p < plan.P; p += kThreads)
+#pragma unroll 1
     for (int64_t rank = 0; rank < plan.R; ++rank)
       store_word(b.kernel.counts(rank, plan.rank) + kCountColumns + b.column(b.place[p]), b.wait.epoch, b.count[p]);
   if (threadIdx.x < plan.R) {
@@ -29,6 +35,7 @@ template <typename F>
 __device__ __forceinline__ bool each_source(const DispatchBlock& b, int32_t owner, int32_t local, F&& f) {
   auto R = static_cast<int32_t>(b.plan.R);
   const uint64_t* words = b.kernel.counts(b.plan.rank, 0) + kCountColumns + owner * b.plan.most_local_experts + local;
+#pragma unroll 1
   for (int32_t r = 0; r < R; r += kSources) {
     int32_t pairs[kSources];
     if (!b.wait.for_words(words + r * b.kernel.count_columns(), b.kernel.count_columns(), r, 1, R - r, pairs))
@@ -84,6 +91,7 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
   if (threadIdx.x == 0) shared.differing = shared.few = shared.direct = 0, shared.most_few = shared.most = 0;
   __syncthreads();
   bool arrived = true;
+#pragma unroll 1
   for (int32_t local = threadIdx.x; local < experts; local += kThreads) {
     int32_t total = 0;
     arrived = arrived && each_source(b, rank, local, [&](int32_t r, int32_t pairs) {

@@ -29,6 +29,7 @@ __device__ __forceinline__ Arrived read_slot(const DispatchBlock& b, int32_t r, 
 }
 
 // One piece of a received row to each of its expert-major places, as soon as it is here.
+template <bool kFp8>
 __device__ __forceinline__ bool move_row(const DispatchBlock& b, int32_t r, int32_t s, int32_t piece, int32_t pieces) {
   const ExchangePlan& plan = b.plan;
   int32_t lane = threadIdx.x % 32;
@@ -56,7 +57,7 @@ __device__ __forceinline__ bool move_row(const DispatchBlock& b, int32_t r, int3
     places &= places - 1;
     if (!places) return true;
   }
-  bool weigh = b.args.weight_rows && !plan.payload_fp8;
+  bool weigh = b.args.weight_rows && !kFp8;
   int32_t begin = vectors * piece / pieces, end = vectors * (piece + 1) / pieces;
   constexpr int kDepth = 4;  // loads in flight
   for (int32_t base = begin; base < end; base += kDepth * 32) {
@@ -64,6 +65,7 @@ __device__ __forceinline__ bool move_row(const DispatchBlock& b, int32_t r, int3
 #pragma unroll
     for (int i = 0; i < kDepth; ++i)
       if (int32_t v = base + i * 32 + lane; v < end) values[i] = __ldcg(from + v);
+#pragma unroll 1
     for (uint32_t left = places; left; left &= left - 1) {
       int32_t k = __ffs(left) - 1;
       auto* to = rows + int64_t{__shfl_sync(kAllLanes, arrived.row, k)} * vectors;
@@ -74,11 +76,13 @@ __device__ __forceinline__ bool move_row(const DispatchBlock& b, int32_t r, int3
           to[v] = weigh ? weighted(values[i], b.args.dtype, factor) : values[i];
     }
   }
-  if (!plan.payload_fp8 || piece) return true;
+  if (!kFp8 || piece) return true;
+#pragma unroll 1
   for (uint32_t left = places; left; left &= left - 1) {
     int32_t k = __ffs(left) - 1;
     int64_t to = __shfl_sync(kAllLanes, arrived.row, k);
     float factor = b.args.weight_rows ? __shfl_sync(kAllLanes, arrived.weight, k) : 1.0f;
+#pragma unroll 1
     for (int64_t i = lane; i < blocks; i += 32) row_scales[to * blocks + i] = __ldcg(scales_from + i) * factor;
   }
   return true;
@@ -92,6 +96,7 @@ __device__ __forceinline__ void write_offsets(const DispatchBlock& b) {
   int32_t needed = b.count[experts];
   if (threadIdx.x == 0 && needed > plan.max_rows)
     b.ex.status->needed_rows = max(b.ex.status->needed_rows, int64_t{needed});
+#pragma unroll 1
   for (int32_t i = threadIdx.x; i <= experts; i += kThreads) {
     int64_t start = min(int64_t{b.count[i]}, plan.max_rows);
     in_scratch<int32_t>(b.ex, plan.expert_offsets)[i] = static_cast<int32_t>(start);
@@ -110,9 +115,12 @@ __device__ __forceinline__ void zero_gaps(const DispatchBlock& b) {
   int64_t vectors = b.kernel.row_bytes() / 16, blocks = ceil_div(b.args.D, kScaleBlock);
   auto* rows = in_window<uint4>(b.ex, plan.rank, plan.rows);
   auto* scales = in_window<float>(b.ex, plan.rank, plan.row_scales);
+#pragma unroll 1
   for (int32_t i = blockIdx.x; i < plan.num_local_experts; i += gridDim.x) {
     int64_t begin = b.count[i] + b.pairs_of(i), end = min(int64_t{b.count[i + 1]}, plan.max_rows);
+#pragma unroll 1
     for (int64_t v = begin * vectors + threadIdx.x; v < end * vectors; v += kThreads) rows[v] = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
     for (int64_t n = begin * blocks + threadIdx.x; plan.payload_fp8 && n < end * blocks; n += kThreads)
       scales[n] = 1.0f;
   }
@@ -122,8 +130,10 @@ __device__ __forceinline__ void zero_gaps(const DispatchBlock& b) {
 __device__ __forceinline__ void fill_unused_slots(const DispatchBlock& b) {
   const ExchangePlan& plan = b.plan;
   int32_t sentinel = b.shared.sentinel[plan.rank];
+#pragma unroll 1
   for (int64_t r = 0; r < plan.R; ++r) {
     int64_t begin = (r * plan.M + b.shared.rank_count[r]) * plan.K, end = (r + 1) * plan.M * plan.K;
+#pragma unroll 1
     for (int64_t i = begin + int64_t{blockIdx.x} * kThreads + threadIdx.x; i < end;
          i += int64_t{gridDim.x} * kThreads) {
       in_window<int32_t>(b.ex, plan.rank, plan.recv_ids)[i] = sentinel;

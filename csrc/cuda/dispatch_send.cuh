@@ -21,6 +21,7 @@ __device__ __forceinline__ void place_token(DispatchBlock& b, int32_t t, int32_t
     row = wanted >= 0 && wanted < plan.max_rows ? static_cast<int32_t>(wanted) : -1;
   }
   int32_t first = -1;  // of this lane's rank, the first row that takes the token
+#pragma unroll 1
   for (int32_t k = 0; bases_known && k < b.args.K; ++k) {
     int32_t candidate = __shfl_sync(kAllLanes, row, k);
     if (__shfl_sync(kAllLanes, owner, k) == lane && candidate >= 0 && first < 0) first = candidate;
@@ -50,23 +51,24 @@ __device__ __forceinline__ void place_token(DispatchBlock& b, int32_t t, int32_t
 }
 
 // The n-th token's row as fp8: kLanes threads share a block of 128 elements.
-template <typename T>
+template <typename Source>
 __device__ __forceinline__ void send_row_fp8(const DispatchBlock& b, const Team& team, int32_t t, int32_t n) {
-  constexpr int kCount = kPerVector<T>, kLanes = kScaleBlock / kCount;
+  constexpr int kCount = kPerVector<Source>, kLanes = kScaleBlock / kCount;
   const Sending& sending = b.shared.sending[n];
   const char* x = static_cast<const char*>(b.args.x_TD) + t * b.args.x_stride_bytes;
   auto vectors = static_cast<int32_t>(b.args.D / kCount);
-#pragma unroll 2
+#pragma unroll 1
   for (int32_t base = 0; base < vectors; base += team.threads()) {
     int32_t v = base + team.thread;
     float values[kCount] = {};
     if (v < vectors) {
-      auto row = load_past_l1(reinterpret_cast<const Vector<T, kCount>*>(x) + v);
+      auto row = load_past_l1(reinterpret_cast<const Vector<Source, kCount>*>(x) + v);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) values[i] = to_float(row.at[i]);
     }
     float scale = block_scale<kCount, kLanes>(values);
     Vector<uint8_t, kCount> packed = to_fp8(values, scale);
+#pragma unroll 1
     for (uint32_t left = b.shared.ranks[n]; left && v < vectors; left &= left - 1) {
       int32_t rank = __ffs(left) - 1;
       if (!sending.row_at[rank]) continue;
@@ -86,6 +88,7 @@ __device__ __forceinline__ void send_row(const DispatchBlock& b, const Team& tea
 #pragma unroll
     for (int i = 0; i < kDepth; ++i)
       if (int32_t v = base + i * team.threads(); v < vectors) values[i] = __ldcg(x + v);
+#pragma unroll 1
     for (uint32_t left = b.shared.ranks[n]; left; left &= left - 1) {
       auto* out = reinterpret_cast<uint4*>(sending.row_at[__ffs(left) - 1]);
 #pragma unroll
@@ -96,18 +99,14 @@ __device__ __forceinline__ void send_row(const DispatchBlock& b, const Team& tea
 }
 
 // By a team: the n-th token of the batch to all ranks that need it, what is said about it, and its flags.
+template <typename Source>
 __device__ __forceinline__ void send_token(const DispatchBlock& b, const Team& team, int32_t t, int32_t n) {
   const ExchangePlan& plan = b.plan;
   const Sending& sending = b.shared.sending[n];
-  if (!plan.payload_fp8) {
+  if constexpr (std::is_void_v<Source>)
     send_row(b, team, t, n);
-  } else if (b.args.dtype == DType::kFloat32) {
-    send_row_fp8<float>(b, team, t, n);
-  } else if (b.args.dtype == DType::kFloat16) {
-    send_row_fp8<__half>(b, team, t, n);
-  } else {
-    send_row_fp8<__nv_bfloat16>(b, team, t, n);
-  }
+  else
+    send_row_fp8<Source>(b, team, t, n);
   // The last warps have the least of the row to send.
   for (int32_t i = team.threads() - 1 - team.thread; i < plan.R * b.args.K; i += team.threads()) {
     int32_t rank = i / b.args.K, k = i % b.args.K, slot = sending.slot[rank], id = b.shared.ids[n][k];
@@ -125,6 +124,7 @@ __device__ __forceinline__ void send_token(const DispatchBlock& b, const Team& t
 }
 
 // By the whole block, a batch at a time. False if the counts that rows in place need did not come.
+template <typename Source>
 __device__ __forceinline__ bool send_rows(DispatchBlock& b, int32_t tokens) {
   Team team(b.kernel.team);
   int32_t batch = b.kernel.batch, warp = threadIdx.x / 32, counted = 0;
@@ -142,7 +142,7 @@ __device__ __forceinline__ bool send_rows(DispatchBlock& b, int32_t tokens) {
     if (warp == 0)
       for (int32_t t = begin; t < end; ++t) place_token(b, t, t - begin, bases_known);
     __syncthreads();
-    for (int32_t t = begin + team.index; t < end; t += team.teams()) send_token(b, team, t, t - begin);
+    for (int32_t t = begin + team.index; t < end; t += team.teams()) send_token<Source>(b, team, t, t - begin);
     if (batch > 1) __syncthreads();  // the table of the batch
   }
   return true;

@@ -17,14 +17,16 @@ __device__ __forceinline__ int32_t expert_of(const DispatchBlock& b, int64_t id)
   return id >= 0 && id < b.plan.E ? static_cast<int32_t>(id) : -1;
 }
 
+// The copy of an expert that token t takes: they share the load by turns.
+static __device__ __noinline__ int32_t copy_of(const Exchange& ex, int32_t t, int32_t expert) {
+  auto copies = static_cast<uint32_t>(in_scratch<int32_t>(ex, ex.plan.num_copies)[expert]);
+  auto copy = (static_cast<uint32_t>(t) + static_cast<uint32_t>(ex.plan.rank)) % copies;
+  return in_scratch<int32_t>(ex, ex.plan.copies_table)[expert * ex.plan.copies + copy];
+}
 // The physical expert of a pair, -1 where there is nothing to compute.
 __device__ __forceinline__ int32_t physical(const DispatchBlock& b, int32_t t, int32_t expert, float weight) {
-  const ExchangePlan& plan = b.plan;
   if (expert < 0 || weight == 0.0f || !is_finite(weight)) return -1;
-  if (plan.copies == 1) return expert;
-  auto copies = static_cast<uint32_t>(in_scratch<int32_t>(b.ex, plan.num_copies)[expert]);
-  auto copy = (static_cast<uint32_t>(t) + static_cast<uint32_t>(plan.rank)) % copies;
-  return in_scratch<int32_t>(b.ex, plan.copies_table)[expert * plan.copies + copy];
+  return b.plan.copies == 1 ? expert : copy_of(b.ex, t, expert);
 }
 
 constexpr int kQuad = 4;  // pairs that one access reads, where rows are aligned to that
@@ -42,7 +44,7 @@ __device__ __forceinline__ void load_quad(const DispatchBlock& b, int64_t t, int
     weight[0] = weights.x, weight[1] = weights.y, weight[2] = weights.z, weight[3] = weights.w;
     return;
   }
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < kQuad; ++i) {
     expert[i] = k + i < args.K ? expert_of(b, load_id(args, t, k + i)) : -1;
     weight[i] = k + i < args.K ? load_weight(args, t, k + i) : 0.0f;
@@ -67,6 +69,7 @@ __device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, in
         ranks |= 1u << (b.place[p] >> 16);
       }
     }
+#pragma unroll 1
     for (int32_t r = 0; r < b.plan.R; ++r) {
       uint32_t votes = __ballot_sync(kAllLanes, ranks >> r & 1u);
       if (votes && threadIdx.x % 32 == 0) atomicAdd(&b.shared.rank_count[r], __popc(votes));
@@ -84,6 +87,17 @@ __device__ __forceinline__ void read_token(DispatchBlock& b, int32_t t, int32_t 
   b.shared.weights[n][lane] = expert < 0 ? 0.0f : weight;
   uint32_t ranks = __reduce_or_sync(kAllLanes, expert < 0 ? 0u : 1u << (b.place[expert] >> 16));
   if (lane == 0) b.shared.ranks[n] = ranks;
+}
+
+// As count_tokens from the first on, a warp a token.
+__device__ __forceinline__ void count_few_tokens(DispatchBlock& b, int32_t tokens) {
+  int32_t lane = threadIdx.x % 32;
+  for (int32_t t = threadIdx.x / 32; t < tokens; t += kWarps) {
+    read_token(b, t, t);
+    __syncwarp();
+    if (int32_t p = b.shared.ids[t][lane]; p >= 0) atomicAdd(&b.count[p], 1);
+    if (b.shared.ranks[t] >> lane & 1u) atomicAdd(&b.shared.rank_count[lane], 1);
+  }
 }
 
 // By the same lanes: what is wrong with a token's pairs, into the health counters. Once a token.

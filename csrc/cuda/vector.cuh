@@ -53,6 +53,17 @@ __device__ __forceinline__ void to_floats(const Vector<T, kCount>& vector, float
   }
 }
 
+// A vector as it lies in registers: what waits there in parts of 16 bits takes twice as many.
+template <typename V>
+using Words = std::conditional_t<sizeof(V) == 16, uint4, std::conditional_t<sizeof(V) == 8, uint2, uint32_t>>;
+
+template <typename V>
+__device__ __forceinline__ V from_words(const Words<V>& words) {
+  V vector;
+  memcpy(&vector, &words, sizeof vector);
+  return vector;
+}
+
 template <typename T>
 constexpr int kPerVector = 16 / sizeof(T);  // elements in the widest access
 

@@ -15,7 +15,8 @@ __device__ __forceinline__ uint32_t weighted_word(uint32_t word, float weight) {
   return word;
 }
 
-__device__ __forceinline__ uint32_t weighted(uint32_t word, DType dtype, float weight) {
+// Out of line: few ask for it, and all would carry its instructions.
+static __device__ __noinline__ uint32_t weighted(uint32_t word, DType dtype, float weight) {
   if (dtype == DType::kFloat32) return weighted_word<float>(word, weight);
   if (dtype == DType::kFloat16) return weighted_word<__half>(word, weight);
   return weighted_word<__nv_bfloat16>(word, weight);

@@ -20,7 +20,7 @@ MAIL_BYTES = 64  # one cache line a source: flag, count and header of a round
 BUFFER_ALIGNMENT = 128
 PAGE_BYTES = 4096
 NUM_COUNTERS = 8
-FEW_TOKENS = 16  # from so many on, flags cost less than packets' bytes (csrc/cuda/packets.cuh)
+FEW_TOKENS = 32  # from so many on, flags cost less than packets' bytes (csrc/cuda/packets.cuh)
 PACKET_WORDS = 4
 
 Region = Literal["window", "scratch"]

@@ -6,7 +6,7 @@
 namespace epmoe::cuda {
 
 constexpr int kMaxExperts = 4096;
-constexpr int kStagedSlots = 16;  // sent while the counts are still on their way; later ones where they belong
+constexpr int kStagedSlots = 32;  // sent while the counts are still on their way; later ones where they belong
 // Of a source's row of counts, before its pairs by rank and local expert: rows sent and how, shape of the call.
 constexpr int kCountColumns = 2;
 enum Way : uint32_t { kFew = 1, kDirect = 2 };  // low bits of the first column

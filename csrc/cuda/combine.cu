@@ -1,6 +1,9 @@
 // combine over NVLink, one kernel: some blocks finalize the rows of each source and send them straight into
 // its window; all others, and senders once they are done, sum what comes back for this rank's tokens, in rank
 // order, as it arrives.
+#include <bit>
+#include <cstddef>
+
 #include "combine_few.cuh"
 #include "combine_rows.cuh"
 #include "exchange_launch.h"
@@ -42,6 +45,7 @@ __device__ __noinline__ void send_parts_too(CombineBlock b) {
 // kPackets: the rows of this rank's tokens come back as packets.
 template <bool kPackets, typename T, bool kFp8>
 __global__ void __launch_bounds__(kThreads, 2) combine_kernel(const __grid_constant__ CombineKernel kernel) {
+  __shared__ RoundState now;
   __shared__ int32_t count_R[kMaxExchangeRanks];
   __shared__ int64_t sink;
   const Exchange& ex = kernel.ex;
@@ -53,26 +57,30 @@ __global__ void __launch_bounds__(kThreads, 2) combine_kernel(const __grid_const
   // All that can be read without knowing the rest is asked for at once.
   bool sends = static_cast<int32_t>(blockIdx.x) < kernel.senders && args.send;
   auto* round = in_scratch<RoundState>(ex, plan.state);
-  const RoundState now = *round;
-  Wait wait(ex, round, now.dispatch_epoch);
+  Wait wait(ex, round, 0);
   CombineBlock b{kernel, ex, plan, args, wait, now, count_R};
   Pair first{-1, 0.0f};
   if (sends && args.rows) {
     int32_t slot = kPackets ? first_part(b) / parts_of(wire_words<T, kFp8>(b)) : first_slot(b);
     first = read_pair(b, source_of(b, slot), slot / plan.R);
   }
-  if (sends && threadIdx.x < 32) {
+  if (threadIdx.x < 32) {  // one warp: all of a grid that ask for the same line keep one another waiting
+    constexpr int kStateWords = sizeof(RoundState) / sizeof(uint32_t), kFewWord = offsetof(RoundState, few) / 4;
+    uint32_t word = threadIdx.x < kStateWords ? reinterpret_cast<const uint32_t*>(round)[threadIdx.x] : 0;
     int32_t count = threadIdx.x < plan.R ? in_scratch<int32_t>(ex, plan.counts)[threadIdx.x] : 0;
-    int64_t most = now.few >> threadIdx.x & 1u ? plan.few_tokens : plan.M;
+    if (threadIdx.x < kStateWords) reinterpret_cast<uint32_t*>(&now)[threadIdx.x] = word;
+    uint32_t few = __shfl_sync(kAllLanes, word, kFewWord);
+    int64_t most = few >> threadIdx.x & 1u ? plan.few_tokens : plan.M;
     count_R[threadIdx.x] = max(min(count, static_cast<int32_t>(most)), 0);
   }
+  __syncthreads();
+  wait.epoch = now.dispatch_epoch;
   bool ok = !now.latched;
   if (blockIdx.x == 0 && threadIdx.x < plan.R && ok && args.send) {
     Mail* mail = in_window<Mail>(ex, threadIdx.x, plan.combine_mail) + plan.rank;
     store_word(reinterpret_cast<uint64_t*>(mail), wait.epoch, args.rows ? 1 : 0);
   }
   if (sends && args.rows && ok) {
-    __syncthreads();
     uint32_t all = plan.R == 32 ? kAllLanes : (1u << plan.R) - 1;
     if constexpr (kPackets) {
       send_parts<T, kFp8>(b, first);
@@ -88,7 +96,8 @@ __global__ void __launch_bounds__(kThreads, 2) combine_kernel(const __grid_const
   if constexpr (kPackets) {
     ok = ok && sum_parts<T, kFp8>(b, senders);
   } else if (ok) {
-    Units units(args.T, args.D / kPerVector<T>, kernel.senders);
+    constexpr int kLongest = 384;  // seven turns or so: what arrives last is not kept waiting
+    Units units(args.T, args.D / kPerVector<T>, kernel.senders, kLongest);
     ok = units.for_each(&round->ticket[kCombine], [&](int32_t t, int32_t piece) {
       return sum_token<T, kFp8>(b, t, piece, units.pieces, senders);
     });
@@ -114,7 +123,8 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   int64_t T = std::max<int64_t>(args.T, 1), wire = plan.combine_fp8 ? 1 : itemsize(dtype);
   int64_t parts = parts_of(static_cast<int32_t>(args.D * wire / 4));
   bool few = args.T <= plan.few_tokens;
-  int64_t team = std::min<int64_t>(plan.combine_team ? plan.combine_team : kWarps / 2, kWarps);
+  auto wanted = static_cast<uint64_t>(plan.combine_team ? plan.combine_team : args.T <= 256 ? 4 : 8);
+  auto team = static_cast<int64_t>(std::min<uint64_t>(std::bit_floor(wanted), kWarps));
   int64_t senders = ceil_div(few ? T * plan.R * parts : T * plan.R * team, kWarps);
   int64_t receivers = few ? ceil_div(T * parts, kWarps) : std::min(4 * T, sms / 2);
   senders = std::min(plan.combine_senders ? plan.combine_senders : senders, most * 3 / 4);

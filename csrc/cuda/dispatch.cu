@@ -39,8 +39,9 @@ __device__ void zero_outputs(const Exchange& ex) {
 // By the blocks that receive: rows that come with flags, to their places.
 template <bool kFp8>
 __device__ __forceinline__ bool move_rows(DispatchBlock& b, RoundState* round) {
+  constexpr int kLongest = 256;  // what a warp has in flight at once, or little more
   auto R = static_cast<int32_t>(b.plan.R);
-  Units units(R * b.shared.most, b.kernel.row_bytes() / 16, b.kernel.senders + 1);
+  Units units(R * b.shared.most, b.kernel.row_bytes() / 16, b.kernel.senders + 1, kLongest);
   return units.for_each(&round->ticket[kDispatch], [&](int32_t n, int32_t piece) {
     auto r = static_cast<int32_t>((n + b.plan.rank) % R), s = n / R;
     bool flagged = !(b.shared.few >> r & 1u) || !b.args.expert_major;
@@ -74,21 +75,21 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_kernel(const __grid_cons
   read_tables(b);
   wait_for_predecessor();
   if (kernel.args.send && kernel.args.receive) let_successor_start();
-  // What comes first of tokens and counts needs no state: it is on its way while that is read.
-  wait.epoch = round->combine_epoch + 1;
-  bool latched = round->latched, leader = blockIdx.x == kernel.senders, ok = true;
+  // By one thread: all warps of a grid that ask for the same line keep one another waiting. Tokens are read meanwhile.
+  if (threadIdx.x == 0) shared.epoch = round->combine_epoch + 1, shared.latched = round->latched;
+  bool leader = blockIdx.x == kernel.senders, ok = true;
   int32_t tokens = kernel.tokens();
-  if (leader && kernel.args.send) send_counts<kPackets>(b, tokens, latched);
+  if (leader && kernel.args.send) send_counts(b, tokens);
   if (blockIdx.x < kernel.senders) {
     if constexpr (kPackets)
-      send_packets<Source>(b, tokens, latched);
-    else if (!latched)
+      send_packets<Source>(b, tokens);
+    else
       ok = send_rows<Source>(b, tokens);
   }
   if (kernel.args.send && leader && threadIdx.x == 0 && kernel.wanted_tokens() != tokens)
     ++in_scratch<int64_t>(ex, plan.counters)[kClampedNumTokens];
   if (!kernel.args.receive) return;
-  ok = ok && !latched && receive_counts(b);
+  ok = ok && receive_counts(b);
   uint32_t differing = ok ? shared.differing : 0;
   if (ok && !differing) {
     if constexpr (kPackets)
@@ -121,14 +122,11 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
   if (cudaError_t error = current_device(device)) return error;
   int64_t sms = std::min<int64_t>(plan.num_sms, device.multiprocessors);
   int64_t bases = plan.R * plan.most_local_experts, first_rows = (plan.R + 1) * plan.num_local_experts;
-  bool quads = args.K % kQuad == 0 && !args.wide_ids && args.weights_dtype == DType::kFloat32 &&
-               is_aligned(args.ids_TK, args.ids_stride * 4) && is_aligned(args.weights_TK, args.weights_stride * 4);
   DispatchKernel kernel{.ex = exchange,
                         .args = args,
                         .senders = 0,
                         .batch = 1,
                         .team = kWarps,
-                        .quads = quads,
                         .bases = static_cast<int32_t>(bases <= kMaxBases ? bases : 0),
                         .first_rows = static_cast<int32_t>(first_rows <= kMaxFirstRows ? first_rows : 0)};
   int64_t most = args.send && args.receive ? 2 * sms : sms;  // a stage in halves leaves room for another's

@@ -18,7 +18,6 @@ struct DispatchKernel {
   DispatchArgs args;
   int32_t senders;            // blocks that send; the next one counts
   int32_t batch, team;        // tokens that such a block sends at a time, and warps for each
-  bool quads;                 // ids int32 and weights fp32, four of a row aligned
   int32_t bases, first_rows;  // entries of those tables in shared memory, 0 where they would be too large
 
   __device__ __forceinline__ int64_t wanted_tokens() const {
@@ -61,6 +60,8 @@ struct Sending {
 };
 
 struct DispatchShared {
+  uint32_t epoch;
+  int32_t latched;
   int64_t sink;
   int32_t rank_count[kMaxExchangeRanks];  // sending: rows for each rank before this token; receiving: rows from it
   int32_t experts[kMaxExchangeRanks];     // of each rank
@@ -80,7 +81,7 @@ struct DispatchBlock {
   const Exchange& ex;
   const ExchangePlan& plan;
   const DispatchArgs& args;
-  const Wait& wait;
+  Wait& wait;
   DispatchShared& shared;
   // In dynamic shared memory:
   int32_t* place;  // [P] owner << 16 | local index
@@ -88,6 +89,11 @@ struct DispatchBlock {
   int32_t* base;   // [R, most] first row of this source's pairs, on the expert's owner
   int32_t* first;  // [R + 1, e] pairs of a local expert from the sources before
 
+  // After a barrier of the block: takes over the state that one thread has read. False if no round may be opened.
+  __device__ __forceinline__ bool may_open() const {
+    wait.epoch = shared.epoch;
+    return !shared.latched;
+  }
   __device__ __forceinline__ int64_t column(int32_t place) const {
     return (place >> 16) * plan.most_local_experts + (place & 0xffff);
   }

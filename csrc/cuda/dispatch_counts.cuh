@@ -7,21 +7,19 @@ namespace epmoe::cuda {
 constexpr int kSources = 4;  // whose words are asked for at once
 
 // By one block: counts everything and tells every rank, which opens the round, if it may be opened.
-template <bool kFewTokens>
-__device__ __forceinline__ void send_counts(DispatchBlock& b, int32_t tokens, bool latched) {
+__device__ __forceinline__ void send_counts(DispatchBlock& b, int32_t tokens) {
   const ExchangePlan& plan = b.plan;
-  if constexpr (kFewTokens)
-    count_few_tokens(b, tokens);
-  else
-    count_tokens(b, 0, tokens);
+  auto R = static_cast<int32_t>(plan.R), P = static_cast<int32_t>(plan.P);
+  count_tokens(b, 0, tokens);
   __syncthreads();
-  if (latched) return;
+  if (!b.may_open()) return;
 #pragma unroll 1
-  for (int32_t p = threadIdx.x; p < plan.P; p += kThreads)
-#pragma unroll 1
-    for (int64_t rank = 0; rank < plan.R; ++rank)
-      store_word(b.kernel.counts(rank, plan.rank) + kCountColumns + b.column(b.place[p]), b.wait.epoch, b.count[p]);
-  if (threadIdx.x < plan.R) {
+  for (int32_t i = threadIdx.x; i < P * R; i += kThreads) {
+    int32_t p = i % P;
+    uint64_t* words = b.kernel.counts(i / P, plan.rank) + kCountColumns;
+    store_word(words + b.column(b.place[p]), b.wait.epoch, b.count[p]);
+  }
+  if (threadIdx.x < R) {
     uint64_t* words = b.kernel.counts(threadIdx.x, plan.rank);
     int32_t rows = b.shared.rank_count[threadIdx.x];
     store_word(words, b.wait.epoch, static_cast<int32_t>(rows << 2 | b.kernel.way()));
@@ -88,6 +86,7 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
   auto experts = static_cast<int32_t>(b.plan.num_local_experts), rank = static_cast<int32_t>(b.plan.rank);
   DispatchShared& shared = b.shared;
   __syncthreads();
+  if (!b.may_open()) return false;
   if (threadIdx.x == 0) shared.differing = shared.few = shared.direct = 0, shared.most_few = shared.most = 0;
   __syncthreads();
   bool arrived = true;

@@ -64,7 +64,7 @@ __device__ __forceinline__ void load_part(const DispatchBlock& b, int64_t t, int
 
 // By the blocks that send: a warp takes a part of a token's row, or its pairs.
 template <typename Source>
-__device__ __forceinline__ void send_packets(DispatchBlock& b, int32_t tokens, bool latched) {
+__device__ __forceinline__ void send_packets(DispatchBlock& b, int32_t tokens) {
   const ExchangePlan& plan = b.plan;
   int32_t warp = threadIdx.x / 32, parts = parts_of(b.kernel.row_words());
   int32_t unit = warp * b.kernel.senders + blockIdx.x, units = tokens * (parts + 1);
@@ -75,7 +75,7 @@ __device__ __forceinline__ void send_packets(DispatchBlock& b, int32_t tokens, b
   }
   for (int32_t t = warp; t < tokens; t += kWarps) read_token(b, t, t);
   __syncthreads();
-  if (latched) return;
+  if (!b.may_open()) return;
   for (int32_t next = unit; next < units; next += b.kernel.senders * kWarps) {
     int32_t t = next / (parts + 1), part = next % (parts + 1), slot = slot_of(b, t);
     if (part == parts) {

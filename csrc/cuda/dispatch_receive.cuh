@@ -59,7 +59,7 @@ __device__ __forceinline__ bool move_row(const DispatchBlock& b, int32_t r, int3
   }
   bool weigh = b.args.weight_rows && !kFp8;
   int32_t begin = vectors * piece / pieces, end = vectors * (piece + 1) / pieces;
-  constexpr int kDepth = 4;  // loads in flight
+  constexpr int kDepth = 7;  // loads in flight
   for (int32_t base = begin; base < end; base += kDepth * 32) {
     uint4 values[kDepth];
 #pragma unroll
@@ -76,14 +76,15 @@ __device__ __forceinline__ bool move_row(const DispatchBlock& b, int32_t r, int3
           to[v] = weigh ? weighted(values[i], b.args.dtype, factor) : values[i];
     }
   }
-  if (!kFp8 || piece) return true;
+  if constexpr (kFp8) {
 #pragma unroll 1
-  for (uint32_t left = places; left; left &= left - 1) {
-    int32_t k = __ffs(left) - 1;
-    int64_t to = __shfl_sync(kAllLanes, arrived.row, k);
-    float factor = b.args.weight_rows ? __shfl_sync(kAllLanes, arrived.weight, k) : 1.0f;
+    for (uint32_t left = piece ? 0 : places; left; left &= left - 1) {
+      int32_t k = __ffs(left) - 1;
+      int64_t to = __shfl_sync(kAllLanes, arrived.row, k);
+      float factor = b.args.weight_rows ? __shfl_sync(kAllLanes, arrived.weight, k) : 1.0f;
 #pragma unroll 1
-    for (int64_t i = lane; i < blocks; i += 32) row_scales[to * blocks + i] = __ldcg(scales_from + i) * factor;
+      for (int64_t i = lane; i < blocks; i += 32) row_scales[to * blocks + i] = __ldcg(scales_from + i) * factor;
+    }
   }
   return true;
 }

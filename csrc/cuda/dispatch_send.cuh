@@ -123,7 +123,8 @@ __device__ __forceinline__ void send_token(const DispatchBlock& b, const Team& t
   if (team.thread < 32) count_health(b, t);
 }
 
-// By the whole block, a batch at a time. False if the counts that rows in place need did not come.
+// By the whole block, a batch at a time. False if the round may not be opened, or the
+// counts that rows in place need did not come.
 template <typename Source>
 __device__ __forceinline__ bool send_rows(DispatchBlock& b, int32_t tokens) {
   Team team(b.kernel.team);
@@ -135,6 +136,7 @@ __device__ __forceinline__ bool send_rows(DispatchBlock& b, int32_t tokens) {
     count_tokens(b, counted, begin);
     counted = end;
     __syncthreads();
+    if (!b.may_open()) return false;
     if (b.kernel.way() & kDirect && end > kStagedSlots && !bases_known) {
       if (!receive_bases(b)) return false;
       bases_known = true;

@@ -29,51 +29,28 @@ __device__ __forceinline__ int32_t physical(const DispatchBlock& b, int32_t t, i
   return b.plan.copies == 1 ? expert : copy_of(b.ex, t, expert);
 }
 
-constexpr int kQuad = 4;  // pairs that one access reads, where rows are aligned to that
-
-// Four neighbouring pairs of a token, of which those past K are none.
-__device__ __forceinline__ void load_quad(const DispatchBlock& b, int64_t t, int32_t k, int32_t (&expert)[kQuad],
-                                          float (&weight)[kQuad]) {
-  const DispatchArgs& args = b.args;
-  if (b.kernel.quads) {
-    int4 ids = *reinterpret_cast<const int4*>(static_cast<const int32_t*>(args.ids_TK) + t * args.ids_stride + k);
-    float4 weights =
-        *reinterpret_cast<const float4*>(static_cast<const float*>(args.weights_TK) + t * args.weights_stride + k);
-    expert[0] = expert_of(b, ids.x), expert[1] = expert_of(b, ids.y);
-    expert[2] = expert_of(b, ids.z), expert[3] = expert_of(b, ids.w);
-    weight[0] = weights.x, weight[1] = weights.y, weight[2] = weights.z, weight[3] = weights.w;
-    return;
-  }
-#pragma unroll 1
-  for (int i = 0; i < kQuad; ++i) {
-    expert[i] = k + i < args.K ? expert_of(b, load_id(args, t, k + i)) : -1;
-    weight[i] = k + i < args.K ? load_weight(args, t, k + i) : 0.0f;
-  }
-}
-
-// By the whole block: adds tokens [begin, end) to the counts by expert and by rank.
+// By the whole block: adds tokens [begin, end) to the counts by expert and by rank. A lane takes a pair and a warp as
+// many tokens as fit; those that come next are on their way while these are counted.
 __device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, int32_t end) {
-  for (int32_t base = begin; base < end; base += kThreads) {
-    int32_t t = base + threadIdx.x;
-    uint32_t ranks = 0;
-#pragma unroll 2
-    for (int32_t k = 0; t < end && k < b.args.K; k += kQuad) {
-      int32_t expert[kQuad];
-      float weight[kQuad];
-      load_quad(b, t, k, expert, weight);
-#pragma unroll
-      for (int i = 0; i < kQuad; ++i) {
-        int32_t p = physical(b, t, expert[i], weight[i]);
-        if (p < 0) continue;
-        atomicAdd(&b.count[p], 1);
-        ranks |= 1u << (b.place[p] >> 16);
-      }
-    }
+  int32_t K = b.args.K, lane = threadIdx.x % 32, group = lane / K, tokens = 32 / K, step = kWarps * tokens;
+  int32_t first = begin + static_cast<int32_t>(threadIdx.x / 32) * tokens;
+  int64_t id;
+  float weight;
+  auto load = [&](int32_t t) {
+    bool real = group < tokens && t < end;
+    id = real ? load_id(b.args, t, lane % K) : -1;
+    weight = real ? load_weight(b.args, t, lane % K) : 0.0f;
+  };
+  load(first + group);
 #pragma unroll 1
-    for (int32_t r = 0; r < b.plan.R; ++r) {
-      uint32_t votes = __ballot_sync(kAllLanes, ranks >> r & 1u);
-      if (votes && threadIdx.x % 32 == 0) atomicAdd(&b.shared.rank_count[r], __popc(votes));
-    }
+  for (; first < end; first += step) {
+    int32_t p = physical(b, first + group, expert_of(b, id), weight);
+    load(first + group + step);
+    int32_t owner = p < 0 ? -1 : b.place[p] >> 16;
+    uint32_t same = __match_any_sync(kAllLanes, p < 0 ? -1 - lane : group << 8 | owner);
+    if (p < 0) continue;
+    atomicAdd(&b.count[p], 1);
+    if (!(same & ((1u << lane) - 1))) atomicAdd(&b.shared.rank_count[owner], 1);
   }
 }
 
@@ -87,17 +64,6 @@ __device__ __forceinline__ void read_token(DispatchBlock& b, int32_t t, int32_t 
   b.shared.weights[n][lane] = expert < 0 ? 0.0f : weight;
   uint32_t ranks = __reduce_or_sync(kAllLanes, expert < 0 ? 0u : 1u << (b.place[expert] >> 16));
   if (lane == 0) b.shared.ranks[n] = ranks;
-}
-
-// As count_tokens from the first on, a warp a token.
-__device__ __forceinline__ void count_few_tokens(DispatchBlock& b, int32_t tokens) {
-  int32_t lane = threadIdx.x % 32;
-  for (int32_t t = threadIdx.x / 32; t < tokens; t += kWarps) {
-    read_token(b, t, t);
-    __syncwarp();
-    if (int32_t p = b.shared.ids[t][lane]; p >= 0) atomicAdd(&b.count[p], 1);
-    if (b.shared.ranks[t] >> lane & 1u) atomicAdd(&b.shared.rank_count[lane], 1);
-  }
 }
 
 // By the same lanes: what is wrong with a token's pairs, into the health counters. Once a token.

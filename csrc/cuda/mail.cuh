@@ -151,8 +151,7 @@ struct Wait {
   // the host and every rank, and the caller zeroes the outputs.
   __device__ bool failed(Stage stage, bool ok) const {
     ok = __syncthreads_and(ok);
-    if (threadIdx.x == 0)
-      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(&round->done[stage]) : "memory");
+    if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(&round->done[stage]) : "memory");
     if (ok) return false;
     if (threadIdx.x == 0) {
       auto* done = reinterpret_cast<volatile int32_t*>(&round->done[stage]);

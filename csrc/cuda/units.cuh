@@ -7,32 +7,35 @@
 namespace epmoe::cuda {
 
 struct Units {
-  int64_t total, first_block, warps;
-  int32_t pieces;
+  int32_t total, first_block, warps, pieces;
 
-  __device__ Units(int64_t rows, int64_t vectors, int64_t senders)
+  // Rows are cut into pieces of up to `longest` vectors, and of fewer where warps would idle.
+  __device__ Units(int32_t rows, int64_t vectors, int32_t senders, int64_t longest)
       : total(rows), first_block(senders), warps((gridDim.x - senders) * kWarps), pieces(1) {
-    // A warp takes seven turns or so for its piece: what arrives last is not kept waiting. Fewer where warps idle.
-    while (vectors / (pieces * 2) >= 192) pieces *= 2, total *= 2;
-    while (pieces < 16 && total * 2 <= warps && vectors / (pieces * 2) >= 32) pieces *= 2, total *= 2;
+    while (vectors / pieces > longest || (pieces < 16 && total * 2 <= warps && vectors / (pieces * 2) >= 32))
+      pieces *= 2, total *= 2;
   }
 
-  // Calls f(row, piece) until it is false; the same in all lanes of a warp. Returns what f returned last.
+  // Calls f(row, piece) until it is false; the same in all lanes of a warp. Returns what f returned last. What is there
+  // for each at the start needs no ticket.
   template <typename F>
   __device__ bool for_each(int32_t* ticket, F&& f) const {
-    if (total <= warps) {
-      int64_t block = blockIdx.x - first_block, unit = int64_t{threadIdx.x / 32} * (gridDim.x - first_block) + block;
-      return block < 0 || unit >= total || f(unit / pieces, static_cast<int32_t>(unit % pieces));
+    int32_t block = blockIdx.x - first_block, blocks = gridDim.x - first_block;
+    bool more = total > warps;
+    if (block < 0 && !more) return true;
+    int32_t unit = block < 0 ? after(draw(ticket)) : static_cast<int32_t>(threadIdx.x / 32) * blocks + block;
+    while (unit < total) {
+      int32_t next = more ? draw(ticket) : 0;  // its way to memory and back is hidden by this unit
+      if (!f(unit / pieces, unit % pieces)) return false;
+      if (!more) break;
+      unit = after(next);
     }
-    for (int32_t next = take(ticket);;) {
-      int32_t unit = __shfl_sync(kAllLanes, next, 0);
-      if (unit >= total) return true;
-      next = take(ticket);  // its way to memory and back is hidden by this unit
-      if (!f(unit / pieces, static_cast<int32_t>(unit % pieces))) return false;
-    }
+    return true;
   }
 
-  static __device__ int32_t take(int32_t* ticket) { return threadIdx.x % 32 == 0 ? atomicAdd(ticket, 1) : 0; }
+ private:
+  static __device__ int32_t draw(int32_t* ticket) { return threadIdx.x % 32 == 0 ? atomicAdd(ticket, 1) : 0; }
+  __device__ int32_t after(int32_t drawn) const { return warps + __shfl_sync(kAllLanes, drawn, 0); }
 };
 
 }  // namespace epmoe::cuda

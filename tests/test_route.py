@@ -214,7 +214,7 @@ def test_any_bits_of_hypothesis(device):
         groups = draw(st.sampled_from([1, 1, 2, 4]))
         E = groups * draw(st.integers(1, 12))
         top_groups = draw(st.integers(1, groups))
-        K = draw(st.integers(1, E // groups * top_groups))
+        K = draw(st.integers(1, min(E // groups * top_groups, 32)))  # as many as a GPU takes
         logits = draw(bits(draw(st.sampled_from(FLOATS)), 2 * E)).view(2, E)
         bias = draw(st.none() | bits(torch.float32, E))
         scoring, renormalize = draw(st.sampled_from(SCORINGS)), draw(st.booleans())

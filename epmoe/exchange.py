@@ -109,6 +109,11 @@ class Exchange:
             f"`{name}` must be the handle of the open round {current.epoch}, got another's, of round {handle.epoch}"
         )
 
+    def retune(self, tuning: Tuning) -> None:
+        """Calls from now on are launched by another table."""
+        self.tuning = tuning
+        self.forms.clear()
+
     def plans_for(self, hidden_size: int) -> tuple[list[int], list[Tensor]]:
         """Steps of tokens and a plan for each, as `Tuning.steps`: int64 on the host, the words of `ExchangePlan`."""
         steps, launches = self.tuning.steps(hidden_size, self.plan.sizes["R"])

@@ -20,6 +20,7 @@ from epmoe.stages import combine as combine_stage
 from epmoe.stages import dispatch as dispatch_stage
 from epmoe.stages.dispatch import Dispatched, Layout, Sent
 from epmoe.stages.route import Routing, route
+from epmoe.tuning import Tuning
 from epmoe.window import SharedMemoryWindow, Window
 from epmoe.window_nvlink import NVLinkWindow
 
@@ -184,6 +185,10 @@ class ExpertParallel:
         Takes what the round's last call returned; after combine_send, what went into it.
         """
         combine_stage.abort(self._open, dispatched)
+
+    def retune(self, tuning: Tuning) -> None:
+        """Launch the kernels of rounds to come by this table; the one of `exchange.tuning` no longer holds."""
+        self._open.retune(tuning)
 
     def memory_plan(self) -> MemoryPlan:
         """Every buffer of this rank, to the byte."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import epmoe
 from epmoe.memory import SIZES, MemoryPlan
-from epmoe.tuning import Launch, Tuning
+from epmoe.tuning import Launch, Tuning, TuningRow
 
 ROW = {"tokens": 8, "hidden_size": 64, "ranks": 1, "dispatch_senders": 3, "dispatch_team": 2}
 LAUNCH = [SIZES.index(name) for name in Launch.model_fields]
@@ -109,3 +110,38 @@ def test_a_wrong_file_is_named(table, tmp_path):
         make_ep(str(tmp_path / "empty.yaml"))
     with pytest.raises(epmoe.ConfigError, match=r"`exchange.tuning` must be a valid string, got 5"):
         make_ep(5)
+
+
+def test_another_table_holds_from_the_next_round_on():
+    with make_ep(None) as ep:
+        assert launched(ep, 8) == [0, 0, 0, 0]
+        ep.retune(Tuning(rows=(TuningRow(**ROW),)))
+        assert launched(ep, 8) == [3, 2, 0, 0]
+        assert launched(ep, 9) == [0, 0, 0, 0]
+
+
+def test_the_fastest_launch_is_found(monkeypatch, tmp_path):
+    """With times made up: the search ends at the best of each parameter, and what it writes can be loaded."""
+    from epmoe.bench import tune
+
+    def fused(ep, sample):
+        return SimpleNamespace(ep=ep, sample=sample, check=lambda: None)
+
+    def pair_us(side, repeats, group):
+        words = side.ep._open.plans_for(64)[1][0]
+        senders, team, _, combine_team = (int(words[i]) for i in LAUNCH)
+        return 100 + abs((combine_team or 8) - 4) + abs((team or 16) - 16) + abs((senders or 99) - 99)
+
+    tried = []
+    monkeypatch.setattr(tune, "Fused", fused)
+    monkeypatch.setattr(tune, "pair_us", pair_us)
+    monkeypatch.setattr(tune, "Sample", lambda *args: args)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=100))
+    monkeypatch.setattr(tune, "ExpertParallel", lambda config, group: make_ep(None))
+    config = make_ep(None).config
+    (row, us, default), _ = results = tune.run(config, [4, 16], group=object(), advance=lambda: tried.append(1))
+    assert (row.tokens, row.combine_team, row.dispatch_team, row.dispatch_senders) == (4, 4, 0, 0)
+    assert (us, default) == (100, 104) and len(tried) == 2 * tune.STEPS
+    tune.write_json(results, tmp_path / "table.json")
+    assert Tuning.load(tmp_path / "table.json").rows == tuple(row for row, *_ in results)
+    assert tune.table(results).row_count == 2

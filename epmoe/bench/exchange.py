@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rich.table import Table
 
 from epmoe.bench.all_to_all import AllToAll
-from epmoe.bench.report import Line, Times, plot_pairs, write_rows
+from epmoe.bench.report import Line, Times, plot_pairs, write_object
 from epmoe.bench.sample import Sample
 from epmoe.bench.sides import Fused, Layer, Pipeline
 from epmoe.config import EPConfig
@@ -125,7 +125,7 @@ def table(results: Sequence[Result], title: str = "") -> Table:
 def write_json(results: Sequence[Result], path: Path) -> None:
     """A list of one object for each T: `tokens`, the sides with their µs, and the ratios."""
     ratios = ({"ratio": result.ratio, "ratio_kept": result.ratio_kept} for result in results)
-    write_rows([dataclasses.asdict(result) | ratio for result, ratio in zip(results, ratios, strict=True)], path)
+    write_object([dataclasses.asdict(result) | ratio for result, ratio in zip(results, ratios, strict=True)], path)
 
 
 def plot(results: Sequence[Result], path: Path) -> None:

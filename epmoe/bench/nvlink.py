@@ -18,7 +18,7 @@ from rich.table import Table
 from epmoe.bench.all_to_all import AllToAll
 from epmoe.bench.floor import BLOCKS, Floor, FloorWindow
 from epmoe.bench.graphs import host_us, measure, pair_us
-from epmoe.bench.report import Line, Times, plot_pairs, write_rows
+from epmoe.bench.report import Line, Times, plot_pairs, write_object
 from epmoe.bench.sample import Sample, wire_bytes
 from epmoe.bench.sides import Apart, Fused, Pipeline, Rows, Side
 from epmoe.config import EPConfig
@@ -200,7 +200,7 @@ def table(results: Sequence[Result], title: str = "") -> Table:
 def write_json(results: Sequence[Result], path: Path) -> None:
     """A list of one object for each row of the table, its wire speed and share of the floor included."""
     shares = ({"wire_gbps": r.wire_gbps, "floor_percent": r.floor_percent} for r in results)
-    write_rows([dataclasses.asdict(r) | share for r, share in zip(results, shares, strict=True)], path)
+    write_object([dataclasses.asdict(r) | share for r, share in zip(results, shares, strict=True)], path)
 
 
 def plot(results: Sequence[Result], path: Path) -> None:

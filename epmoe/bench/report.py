@@ -27,9 +27,9 @@ class Line:
     notes: Sequence[str] = field(default=())
 
 
-def write_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """A JSON list of one object for each row."""
-    path.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+def write_object(content: Mapping[str, Any] | Sequence[Mapping[str, Any]], path: Path) -> None:
+    """As JSON that people can read."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def plot_pairs(lines: Sequence[Line], path: Path) -> None:

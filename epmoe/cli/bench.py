@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from epmoe.bench import exchange, nvlink
+from epmoe.bench import exchange, nvlink, tune
 from epmoe.cli.console import UserError, console
 from epmoe.cli.launch import all_ranks
 from epmoe.config import EPConfig
@@ -29,6 +29,10 @@ def bench(
     payload: Annotated[
         list[nvlink.Payload] | None, typer.Option(help="On GPUs: only this; may be repeated. [default: all]")
     ] = None,
+    tuning: Annotated[
+        Path | None,
+        typer.Option("--tune", help="On GPUs: instead find the fastest launches; a file for exchange.tuning."),
+    ] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw them into this .png, .svg or .pdf.")] = None,
 ) -> None:
@@ -46,7 +50,11 @@ def bench(
     if routing == "adversarial":
         raise UserError("`--routing` must not be adversarial: what comes back of it is not what came in")
     samples, choice = repeats * len(counts), dict[str, Any]()
-    if on_gpus:
+    if tuning:
+        if not on_gpus or side or payload or as_json or plot:
+            raise UserError("`--tune` is for GPUs, and goes without `--side`, `--payload`, `--json` and `--plot`")
+        device, as_json, samples = tune, tuning, tune.STEPS * len(counts)
+    elif on_gpus:
         fitting = nvlink.default_payloads(parsed)
         if refused := set(payload or ()) - set(fitting):
             raise UserError(f"`--payload` {', '.join(refused)} wants `model.hidden_size` to be a multiple of 128")

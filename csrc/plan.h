@@ -39,7 +39,8 @@ struct alignas(64) Mail {
   int32_t unused[11];
 };
 
-// What dispatch leaves for combine, and the epochs. Epochs only grow and are compared as signed differences.
+// What dispatch leaves for combine, and the epochs, which only grow. The CPU compares them as signed differences, CUDA
+// for equality (cuda/mail.cuh).
 struct RoundState {
   uint32_t dispatch_epoch, combine_epoch;
   int32_t latched;  // a wait has failed: no payload may be sent any more

@@ -1,6 +1,6 @@
 // What the parts of combine share.
 #pragma once
-#include "mail.cuh"
+#include "wait.cuh"
 
 namespace epmoe::cuda {
 

@@ -1,7 +1,7 @@
 // What the parts of dispatch share: the arguments, and a block's view of experts and counts.
 #pragma once
-#include "mail.cuh"
 #include "scoring.h"
+#include "wait.cuh"
 
 namespace epmoe::cuda {
 

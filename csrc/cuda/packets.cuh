@@ -3,7 +3,7 @@
 // LL protocols). 11 packets carry 128 bytes of a row and one word more, the scale of an fp8 block.
 #pragma once
 #include "fp8.cuh"
-#include "mail.cuh"
+#include "wait.cuh"
 
 namespace epmoe::cuda {
 

@@ -127,7 +127,7 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   auto team = static_cast<int64_t>(std::min<uint64_t>(std::bit_floor(wanted), kWarps));
   int64_t senders = ceil_div(few ? T * plan.R * parts : T * plan.R * team, kWarps);
   int64_t receivers = few ? ceil_div(T * parts, kWarps) : std::min(4 * T, sms / 2);
-  senders = std::min(plan.combine_senders ? plan.combine_senders : senders, most * 3 / 4);
+  senders = std::min(plan.combine_senders ? plan.combine_senders : senders, std::max<int64_t>(most * 3 / 4, 1));
   if (!args.send) senders = 0;
   if (!args.receive) receivers = 0;
   CombineKernel kernel{exchange, args, static_cast<int32_t>(senders), static_cast<int32_t>(team)};

@@ -134,7 +134,7 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
   int64_t parts = parts_of(kernel.row_words()), T = std::max<int64_t>(args.T, 1);
   int64_t senders = kernel.sends_packets() ? ceil_div(T * (parts + 1), kWarps) : T;
   int64_t receivers = kernel.sends_packets() ? ceil_div(plan.R * T * parts, kWarps) : std::max<int64_t>(16, sms / 2);
-  senders = std::min(plan.dispatch_senders ? plan.dispatch_senders : senders, most * 3 / 4);
+  senders = std::min(plan.dispatch_senders ? plan.dispatch_senders : senders, std::max<int64_t>(most * 3 / 4, 1));
   if (!args.send) senders = 0;
   if (!args.receive) receivers = 0;
   if (senders) {  // batches such that all blocks get nearly equally many
@@ -144,10 +144,10 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
     while (kernel.team * kernel.batch > kWarps) kernel.team /= 2;
   }
   kernel.senders = static_cast<int32_t>(senders);
+  int64_t blocks = std::max(std::min(senders + 1 + receivers, most), senders + 1);
   int64_t shared_bytes = (2 * plan.P + 1 + kernel.bases + kernel.first_rows) * sizeof(int32_t);
   auto launch_for = [&](auto* packets, auto* rows) {
-    return launch(kernel.sends_packets() ? packets : rows, std::min(senders + 1 + receivers, most), kThreads,
-                  shared_bytes, stream, kernel);
+    return launch(kernel.sends_packets() ? packets : rows, blocks, kThreads, shared_bytes, stream, kernel);
   };
   if (!plan.payload_fp8) return launch_for(dispatch_kernel<true, void>, dispatch_kernel<false, void>);
   return visit(args.dtype, [&](auto source) {

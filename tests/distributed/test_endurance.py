@@ -1,0 +1,89 @@
+"""Many rounds with ranks that dawdle, and a rank that stops in the middle of one."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchanges import assert_y, make_tokens, run_round
+
+import epmoe
+
+TOKENS = (0, 1, 7, 16, 33, 64, 200)
+K = 4
+VARIANTS = 3  # inputs of each size
+
+
+def dawdle(device: torch.device, chance: random.Random) -> None:
+    """On the GPU, or else the host: now and then, up to a tenth of a millisecond."""
+    if device.type == "cuda":
+        if chance.random() < 0.1:
+            torch.cuda._sleep(chance.randrange(200_000))
+    elif chance.random() < 0.02:
+        time.sleep(chance.random() * 1e-3)
+
+
+def test_many_rounds(make_ep, rank, size, device):
+    """Experts that return their rows and weights of 1: y is K · x, in whole numbers, whoever is late."""
+    ep = make_ep(experts=4 * size, top_k=K, hidden=256, dtype="bfloat16", max_tokens=max(TOKENS))
+    inputs = []
+    for T in TOKENS:
+        for seed in range(VARIANTS):
+            tokens = make_tokens(ep.config, rank, T, seed=seed)
+            x = tokens.x.mul(4).round().clamp(-15, 15)
+            given = (x, tokens.ids, torch.ones(T, K), K * x)
+            inputs.append(tuple(tensor.to(device) for tensor in given))
+    chance = random.Random(rank)
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    memory = None
+    for n in range(10_000 if device.type == "cuda" else 300):
+        x, ids, weights, want = chance.choice(inputs)
+        d = ep.dispatch(x, ids, weights)
+        dawdle(device, chance)
+        y = ep.combine(d.rows, d)
+        wrong += (y != want).sum()
+        del y
+        if device.type == "cuda" and n == 1000:
+            memory = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    ep.check()
+    assert wrong.item() == 0
+    assert ep.health().timeouts == 0
+    if memory:
+        assert memory == (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
+
+
+def test_a_rank_that_stops_in_mid_round(make_ep, rank, size, device):
+    """SIGSTOP, as a debugger or a scheduler sends it: the others hear who is missing, and their device works on."""
+    if size == 1:
+        pytest.skip("needs a rank that waits for another")
+    ep = make_ep(timeout_s=1.0)
+    tokens = make_tokens(ep.config, rank, 9)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    dist.barrier()
+    if rank == 0:
+        me = os.getpid()
+        command = f"kill -STOP {me}; sleep 4; kill -CONT {me}"
+        with subprocess.Popen(["bash", "-c", command], start_new_session=True) as stopper:
+            stopper.wait()  # stopped meanwhile
+        with pytest.raises(epmoe.EPTimeoutError):
+            run_round(ep, tokens)
+            ep.check()
+    else:
+        with pytest.raises(epmoe.EPTimeoutError, match=r"dispatch of round 2 .*rank\(s\) \[0\]") as caught:
+            y = run_round(ep, tokens)
+            assert y.eq(0).all()  # on GPUs, where the host has not looked yet
+            ep.check()
+        assert caught.value.missing_ranks == [0]
+        for _ in range(2):
+            with pytest.raises(epmoe.EPTimeoutError):
+                run_round(ep, tokens)
+        eye = torch.eye(64, device=device)
+        assert torch.equal(eye @ eye, eye)
+    dist.barrier()
+    again = make_ep()
+    assert_y(run_round(again, tokens), again.config, tokens)

@@ -1,0 +1,119 @@
+"""CUDA graphs: captured at some T, replayed with fewer real tokens, beside ranks that replay another; stale rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from exchanges import assert_y, expected_y, gains, make_tokens, poison
+from helpers import assert_close, poison_
+from torch import Tensor
+
+import epmoe
+from epmoe import Dispatched, ExpertParallel
+
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
+ON_GPUS = pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=[pytest.mark.gpu, NO_CUDA])])
+
+
+def graphable_experts(ep: ExpertParallel) -> Callable[[Dispatched], Tensor]:
+    """The tests' experts, without a look of the host; what lies past the last segment stays as it is."""
+    local = [ep.placement.logical(p) for p in ep.placement.local_experts(ep.rank)]
+    gain_eD = gains(ep.config, ep.config.model.hidden_size)[local].to(ep.device)
+
+    def experts(d: Dispatched) -> Tensor:
+        rows = torch.arange(d.rows.shape[0], device=ep.device)
+        expert = torch.searchsorted(d.expert_offsets[1:], rows, right=True).clamp(max=len(local) - 1)
+        return d.rows * gain_eD[expert].to(d.rows.dtype)
+
+    return experts
+
+
+class Captured:
+    """A round of T tokens in a graph, its inputs and the number of real ones."""
+
+    def __init__(self, ep: ExpertParallel, T: int) -> None:
+        model = ep.config.model
+        self.ep, self.experts = ep, graphable_experts(ep)
+        self.x = torch.zeros(T, model.hidden_size, dtype=model.torch_dtype, device=ep.device)
+        self.ids = torch.zeros(T, model.num_experts_per_tok, dtype=torch.int32, device=ep.device)
+        self.weights = torch.ones(T, model.num_experts_per_tok, device=ep.device)
+        self.real = torch.zeros((), dtype=torch.int32, device=ep.device)
+        self._round()
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.y = self._round()
+
+    def _round(self) -> Tensor:
+        d = self.ep.dispatch(self.x, self.ids, self.weights, num_tokens=self.real)
+        return self.ep.combine(self.experts(d), d)
+
+    def check(self, seed: int, real: int) -> None:
+        """Replays it on other tokens, of which the first are real."""
+        T = len(self.x)
+        tokens = make_tokens(self.ep.config, self.ep.rank, T, seed=seed, padded=T - real)
+        for buffer, values in zip(
+            (self.x, self.ids, self.weights), (tokens.x, tokens.ids, tokens.weights), strict=True
+        ):
+            buffer.copy_(values)
+        self.real.fill_(real)
+        poison_(self.y)
+        self.graph.replay()
+        assert_y(self.y, self.ep.config, tokens)
+
+
+@ON_GPUS
+@pytest.mark.parametrize("T", [16, 128])  # few tokens travel in another way
+def test_any_number_of_real_tokens(make_ep, rank, size, device, T):
+    captured = Captured(make_ep(top_k=6, hidden=256, max_tokens=T), T)
+    for seed, real in enumerate((0, 1, T // 2, T, 1, T)):
+        captured.check(seed, real if rank % 2 == 0 else T - real)
+    captured.ep.check()
+
+
+@ON_GPUS
+def test_ranks_that_replay_different_graphs(make_ep, rank, size, device):
+    ep = make_ep(top_k=6, hidden=256, max_tokens=128)
+    captured = [Captured(ep, T) for T in (8, 40, 128)]
+    for n in range(9):
+        mine = captured[(rank + n // 2) % 3]
+        mine.check(n, len(mine.x) - n % 3)
+    ep.check()
+
+
+@ON_GPUS
+@pytest.mark.parametrize("T", [128, 1024])
+@pytest.mark.parametrize("real", [1, 4])  # tokens of a request
+def test_stale_rows(make_ep, rank, size, device, T, real):
+    """All but a request's tokens are padding, and every buffer is full of NaN before each replay."""
+    ep = make_ep(experts=32, top_k=4, hidden=256, dtype="bfloat16", max_tokens=T)
+    experts, num_tokens = graphable_experts(ep), torch.full((), real, dtype=torch.int32, device=device)
+    x, logits = torch.zeros(T, 256, dtype=torch.bfloat16, device=device), torch.zeros(T, 32, device=device)
+
+    def layer() -> tuple[epmoe.Routing, Tensor, Tensor]:
+        routing = ep.route(logits, num_tokens=num_tokens)
+        d = ep.dispatch(x, routing.ids, routing.weights, num_tokens=num_tokens)
+        y = ep.combine(experts(d), d)
+        return routing, y, epmoe.quantize_fp8(y, granularity="tensor").scales
+
+    layer()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        routing, y, scale = layer()
+    for seed in range(5):
+        tokens = make_tokens(ep.config, rank, T, seed=seed, padded=T - real)
+        x.copy_(tokens.x)
+        logits[:real] = torch.randn(real, 32, generator=torch.Generator().manual_seed(100 * rank + seed)).to(device)
+        poison_(logits[real:])
+        poison_(y)
+        poison(ep)
+        graph.replay()
+        assert routing.ids[real:].eq(32).all() and routing.weights[real:].eq(0).all()
+        tokens.ids, tokens.weights = routing.ids.cpu(), routing.weights.cpu()
+        assert_close(y[:real], expected_y(ep.config, tokens)[:real])
+        assert y[real:].eq(0).all()
+        assert scale.isfinite().all() and y.abs().amax().isfinite()
+    ep.check()

@@ -225,6 +225,8 @@ def poison(ep: ExpertParallel) -> None:
     for name, buffer in ep._exchange.views.items():
         if buffer.numel() and not name.startswith(CONTROL) and not name.endswith(".flags"):
             poison_(buffer)
+    if ep.device.type == "cuda":
+        torch.cuda.synchronize()  # before another rank may write here
     dist.all_reduce(torch.zeros(1))
 
 

@@ -42,10 +42,10 @@ class Exchange:
     forms: dict[tuple[object, ...], Form] = field(default_factory=dict)  # of the calls that have passed the checks
 
     def __post_init__(self) -> None:
-        config, memory = self.config, self.window
-        self.max_tokens = config.capacity.max_num_tokens_per_rank
-        self.raises_overflow = config.capacity.on_overflow == "raise"
-        self.memory = memory.addresses, memory.local, self.scratch, self.status
+        capacity, window = self.config.capacity, self.window
+        self.max_tokens = capacity.max_num_tokens_per_rank
+        self.raises_overflow = capacity.on_overflow == "raise"
+        self.memory = window.addresses, window.local, self.scratch, self.status
         # Looked at in every call: a hundredth of what a tensor's element takes.
         self.status_words = (ctypes.c_int64 * len(STATUS)).from_address(self.status.data_ptr())
         regions = {"window": self.window.local, "scratch": self.scratch}

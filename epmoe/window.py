@@ -29,8 +29,8 @@ _Value = TypeVar("_Value")
 
 
 class Window(Protocol):
-    """What a transport offers: this rank's window, uint8 [window_bytes], and everyone's addresses, int64 [R], where the
-    kernels run."""
+    """What a transport offers: this rank's window, uint8 [window_bytes], where the kernels run, and everyone's
+    addresses, int64 [R] on the host."""
 
     local: torch.Tensor
     addresses: torch.Tensor

@@ -46,6 +46,14 @@ __device__ __forceinline__ Pair read_pair(const CombineBlock& b, int64_t source,
   return {in_scratch<int32_t>(b.ex, plan.row_of_pair)[at], in_scratch<float>(b.ex, plan.pair_weights)[at]};
 }
 
+// The slot in which the lane's rank owes token t its sum, -1 where it owes none: a rank that gave the round up has sent
+// no rows.
+__device__ __forceinline__ int32_t owed_slot(const CombineBlock& b, int32_t t, uint32_t senders) {
+  int32_t lane = threadIdx.x % 32;
+  bool owed = t < b.now.T && lane < b.plan.R && senders >> lane & 1u;
+  return owed ? in_scratch<int32_t>(b.ex, b.plan.slots)[int64_t{t} * b.plan.R + lane] : -1;
+}
+
 // A pair that does not belong to the round, has no row or weighs nothing counts for nothing.
 __device__ __forceinline__ Pair checked(const CombineBlock& b, Pair pair) {
   bool counts =

@@ -79,8 +79,7 @@ __device__ __forceinline__ bool sum_part(const CombineBlock& b, int32_t t, int32
   constexpr int kDepth = 4, kCount = kFp8 ? 4 : 4 / sizeof(T);  // packets in flight; elements of a word
   const ExchangePlan& plan = b.plan;
   int32_t lane = threadIdx.x % 32, row_words = wire_words<T, kFp8>(b);
-  bool owed = t < b.now.T && lane < plan.R && senders >> lane & 1u;
-  int32_t slot = owed ? in_scratch<int32_t>(b.ex, plan.slots)[int64_t{t} * plan.R + lane] : -1;
+  int32_t slot = owed_slot(b, t, senders);
   PacketPlace place(part);
   bool holds = place.holds(row_words);
   int32_t scale_lane = lane / kPacketsPerBlock * kPacketsPerBlock + kPacketsPerBlock - 1;

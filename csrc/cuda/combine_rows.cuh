@@ -75,9 +75,7 @@ __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int3
   using Loaded = Words<Wire>;
   const ExchangePlan& plan = b.plan;
   int32_t lane = threadIdx.x % 32;
-  // A rank that gave the round up has sent no rows.
-  bool owed = t < b.now.T && lane < plan.R && senders >> lane & 1u;
-  int32_t slot = owed ? in_scratch<int32_t>(b.ex, plan.slots)[int64_t{t} * plan.R + lane] : -1;
+  int32_t slot = owed_slot(b, t, senders);
   auto* flags = in_window<uint32_t>(b.ex, plan.rank, plan.combine_flags) + lane * plan.M;
   bool here = slot < 0 || b.wait.for_flag(flags + slot, lane);
   if (!__all_sync(kAllLanes, here)) return false;

@@ -101,6 +101,17 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
+// Of this lane and those before it.
+template <typename T>
+__device__ __forceinline__ T warp_inclusive_sum(T value) {
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    T before = __shfl_up_sync(kAllLanes, value, offset);
+    if (threadIdx.x % 32 >= offset) value += before;
+  }
+  return value;
+}
+
 // NaN must have been left out before.
 __device__ __forceinline__ float warp_max(float value) {
   auto signed_order = [](int32_t bits) { return bits ^ (bits >> 31 & 0x7fffffff); };

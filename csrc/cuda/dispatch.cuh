@@ -5,7 +5,6 @@
 
 namespace epmoe::cuda {
 
-constexpr int kMaxExperts = 4096;
 constexpr int kStagedSlots = 32;  // sent while the counts are still on their way; later ones where they belong
 // Of a source's row of counts, before its pairs by rank and local expert: rows sent and how, shape of the call.
 constexpr int kCountColumns = 2;

@@ -48,12 +48,7 @@ __device__ __forceinline__ bool each_source(const DispatchBlock& b, int32_t owne
 // By a warp: where a segment of `length` rows starts in each lane, aligned, and in `next` where those after it will.
 __device__ __forceinline__ int32_t segment_start(int32_t length, int32_t alignment, int32_t& next) {
   length = (length + alignment - 1) / alignment * alignment;
-  int32_t end = length;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    int32_t below = __shfl_up_sync(kAllLanes, end, offset);
-    if (threadIdx.x % 32 >= offset) end += below;
-  }
+  int32_t end = warp_inclusive_sum(length);
   int32_t start = next + end - length;
   next += __shfl_sync(kAllLanes, end, 31);
   return start;

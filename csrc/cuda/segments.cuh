@@ -10,11 +10,7 @@ constexpr int kMaxWarps = 16;  // of a block that does this
 __device__ __forceinline__ int64_t block_inclusive_sum(int64_t value) {
   __shared__ int64_t totals[kMaxWarps];
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    int64_t before = __shfl_up_sync(kAllLanes, value, offset);
-    if (lane >= offset) value += before;
-  }
+  value = warp_inclusive_sum(value);
   if (lane == 31) totals[warp] = value;
   __syncthreads();
 #pragma unroll

@@ -16,9 +16,9 @@ struct ExchangePlan {
   int64_t scale_blocks;                          // scales between slots
   int64_t most_local_experts;                    // of any rank
   int64_t num_sms;                               // multiprocessors a kernel may use
-  int64_t few_tokens;  // up to which a source's rows travel as packets; CUDA only, as the next six
-  int64_t dispatch_packets, combine_packets;                               // a slot takes
-  int64_t dispatch_senders, dispatch_team, combine_senders, combine_team;  // blocks, warps a row; 0: the kernel chooses
+  int64_t few_tokens;  // up to which a source's rows travel as packets; CUDA only, as the next five
+  int64_t dispatch_packets, combine_packets;                // a slot takes
+  int64_t dispatch_senders, combine_senders, combine_team;  // blocks, warps a row; 0: the kernel chooses
   // in every rank's window
   int64_t dispatch_mail, combine_mail, error_mail, doorbell;
   int64_t recv_x, recv_scales, recv_ids, recv_weights, combine_rows, combine_scales;
@@ -44,13 +44,13 @@ struct alignas(64) Mail {
 struct RoundState {
   uint32_t dispatch_epoch, combine_epoch;
   int32_t latched;  // a wait has failed: no payload may be sent any more
-  int32_t T, D, K, dtype;
-  int32_t originator;  // CUDA only: who saw the failure first
+  int32_t T, D, K;
+  int16_t dtype;
+  int16_t originator;  // CUDA only: who saw the failure first
+  uint32_t few;        // CUDA only: sources whose rows travel as packets, a mask
   uint64_t missing;    // CUDA only: ranks that were waited for in vain, a mask
-  // CUDA only, [Stage]: units handed out and blocks done; each kernel clears the other's.
-  int32_t ticket[2], done[2];
-  uint32_t few;  // CUDA only: sources whose rows travel as packets, a mask
-  int32_t unused;
+  // CUDA only, [Stage]: handed out to be sent and to be received, and blocks done; each kernel clears the other's.
+  int32_t sent[2], ticket[2], done[2];
 };
 static_assert(sizeof(RoundState) == 64);
 

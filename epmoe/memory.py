@@ -30,7 +30,7 @@ SIZES = (
     "R", "rank", "M", "K", "D", "E", "P", "num_local_experts", "copies", "max_rows", "alignment",
     "payload_fp8", "combine_fp8", "x_stride_bytes", "combine_stride_bytes", "scale_blocks",
     "most_local_experts", "num_sms", "few_tokens", "dispatch_packets", "combine_packets",
-    "dispatch_senders", "dispatch_team", "combine_senders", "combine_team",
+    "dispatch_senders", "combine_senders", "combine_team",
 )  # fmt: skip
 OFFSETS = (
     "mail.dispatch", "mail.combine", "mail.error", "doorbell",
@@ -141,7 +141,7 @@ class MemoryPlan:
         values = (
             R, rank, M, K, D, E, P, e, copies, N, alignment,
             payload_fp8, combine_fp8, D * payload.itemsize, D * combine.itemsize, B, most,
-            config.exchange.num_sms or 2**31 - 1, few, dispatch_packets, combine_packets, 0, 0, 0, 0,
+            config.exchange.num_sms or 2**31 - 1, few, dispatch_packets, combine_packets, 0, 0, 0,
         )  # fmt: skip
         return cls(tuple(buffers), dict(zip(SIZES, map(int, values), strict=True)))
 

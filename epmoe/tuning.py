@@ -15,8 +15,6 @@ class Launch(Strict):
 
     dispatch_senders: int = Field(default=0, ge=0, le=1024)
     """Blocks of dispatch that send."""
-    dispatch_team: int = Field(default=0, ge=0, le=32)
-    """Warps that send a row together in dispatch."""
     combine_senders: int = Field(default=0, ge=0, le=1024)
     """Blocks of combine that send."""
     combine_team: int = Field(default=0, ge=0, le=32)

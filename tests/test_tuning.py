@@ -13,7 +13,7 @@ import epmoe
 from epmoe.memory import SIZES, MemoryPlan
 from epmoe.tuning import Launch, Tuning, TuningRow
 
-ROW = {"tokens": 8, "hidden_size": 64, "ranks": 1, "dispatch_senders": 3, "dispatch_team": 2}
+ROW = {"tokens": 8, "hidden_size": 64, "ranks": 1, "dispatch_senders": 3, "combine_senders": 2}
 LAUNCH = [SIZES.index(name) for name in Launch.model_fields]
 
 
@@ -50,24 +50,24 @@ def launched(ep: epmoe.ExpertParallel, T: int, D: int = 64) -> list[int]:
 @pytest.mark.parametrize("name", ["table.json", "table.yaml"])
 def test_a_call_is_launched_as_its_row_says(table, name):
     rows = [
-        ROW | {"tokens": 32, "dispatch_senders": 16, "dispatch_team": 4, "combine_senders": 5, "combine_team": 1},
+        ROW | {"tokens": 32, "dispatch_senders": 16, "combine_senders": 5, "combine_team": 1},
         ROW,
         ROW | {"tokens": 64, "ranks": 2, "dispatch_senders": 99},
         ROW | {"tokens": 64, "hidden_size": 32, "combine_team": 7},
     ]
     with make_ep(table(*rows, name=name)) as ep:
         for T in (0, 1, 8):
-            assert launched(ep, T) == [3, 2, 0, 0]
+            assert launched(ep, T) == [3, 2, 0]
         for T in (9, 32):
-            assert launched(ep, T) == [16, 4, 5, 1]
-        assert launched(ep, 33) == [0, 0, 0, 0]  # past the last row
-        assert launched(ep, 33, D=32) == [3, 2, 0, 7]
+            assert launched(ep, T) == [16, 5, 1]
+        assert launched(ep, 33) == [0, 0, 0]  # past the last row
+        assert launched(ep, 33, D=32) == [3, 2, 7]
         assert len(ep._exchange.plans) == 4  # one for each launch, not for each call
 
 
 def test_without_a_table_the_kernels_choose():
     with make_ep(None) as ep:
-        assert launched(ep, 5) == [0, 0, 0, 0]
+        assert launched(ep, 5) == [0, 0, 0]
         words = ep._exchange.plans_for(64)[1][0]
         assert words.dtype == torch.int64 and words.tolist() == MemoryPlan.build(ep.config).as_ints()
 
@@ -86,7 +86,7 @@ def test_steps_ascend_whatever_the_order_of_rows():
     [
         ({"combine_teams": 2}, r"`rows\[1\].combine_teams` is not a known key; did you mean `combine_team`\?"),
         ({"tokens": -1}, r"`rows\[1\].tokens` must be greater than or equal to 0, got -1"),
-        ({"dispatch_team": True}, r"`rows\[1\].dispatch_team` must be a valid integer, got True"),
+        ({"combine_team": True}, r"`rows\[1\].combine_team` must be a valid integer, got True"),
         ({}, r"`rows\[1\]` must be the only one for these tokens, hidden_size and ranks"),
     ],
 )
@@ -114,10 +114,10 @@ def test_a_wrong_file_is_named(table, tmp_path):
 
 def test_another_table_holds_from_the_next_round_on():
     with make_ep(None) as ep:
-        assert launched(ep, 8) == [0, 0, 0, 0]
+        assert launched(ep, 8) == [0, 0, 0]
         ep.retune(Tuning(rows=(TuningRow(**ROW),)))
-        assert launched(ep, 8) == [3, 2, 0, 0]
-        assert launched(ep, 9) == [0, 0, 0, 0]
+        assert launched(ep, 8) == [3, 2, 0]
+        assert launched(ep, 9) == [0, 0, 0]
 
 
 def test_the_fastest_launch_is_found(monkeypatch, tmp_path):
@@ -129,8 +129,8 @@ def test_the_fastest_launch_is_found(monkeypatch, tmp_path):
 
     def pair_us(side, repeats, group):
         words = side.ep._open.plans_for(64)[1][0]
-        senders, team, _, combine_team = (int(words[i]) for i in LAUNCH)
-        return 100 + abs((combine_team or 8) - 4) + abs((team or 16) - 16) + abs((senders or 99) - 99)
+        senders, _, team = (int(words[i]) for i in LAUNCH)
+        return 100 + abs((team or 8) - 4) + abs((senders or 99) - 99)
 
     tried = []
     monkeypatch.setattr(tune, "Fused", fused)
@@ -140,7 +140,7 @@ def test_the_fastest_launch_is_found(monkeypatch, tmp_path):
     monkeypatch.setattr(tune, "ExpertParallel", lambda config, group: make_ep(None))
     config = make_ep(None).config
     (row, us, default), _ = results = tune.run(config, [4, 16], group=object(), advance=lambda: tried.append(1))
-    assert (row.tokens, row.combine_team, row.dispatch_team, row.dispatch_senders) == (4, 4, 0, 0)
+    assert (row.tokens, row.combine_team, row.dispatch_senders) == (4, 4, 0)
     assert (us, default) == (100, 104) and len(tried) == 2 * tune.STEPS
     tune.write_json(results, tmp_path / "table.json")
     assert Tuning.load(tmp_path / "table.json").rows == tuple(row for row, *_ in results)

@@ -211,7 +211,7 @@ void send(const Exchange& ex, const DispatchArgs& args) {
   round->T = static_cast<int32_t>(tokens);
   round->D = static_cast<int32_t>(args.D);
   round->K = args.K;
-  round->dtype = static_cast<int32_t>(args.dtype);
+  round->dtype = static_cast<int16_t>(args.dtype);
   if (round->latched) return;
   std::vector<int32_t> sent(plan.R, 0);
   send_tokens(ex, args, tokens, sent);

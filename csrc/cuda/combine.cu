@@ -33,8 +33,9 @@ __device__ bool receive_openings(const Wait& wait, uint32_t& senders) {
 
 // What a kernel meets only where other ranks bring few tokens and this one many, or the reverse.
 template <typename T, bool kFp8>
-__device__ __noinline__ void send_slots_too(CombineBlock b) {
-  send_slots<T, kFp8>(b, read_pair(b, source_of(b, first_slot(b)), first_slot(b) / b.plan.R));
+__device__ __noinline__ void send_slots_too(CombineBlock b, char* shared, int32_t* ticket) {
+  Pair first = read_pair(b, source_of(b, first_slot(b)), first_slot(b) / b.plan.R);
+  send_slots<T, kFp8>(b, first, shared, ticket);
 }
 template <typename T, bool kFp8>
 __device__ __noinline__ void send_parts_too(CombineBlock b) {
@@ -48,6 +49,7 @@ __global__ void __launch_bounds__(kThreads, 2) combine_kernel(const __grid_const
   __shared__ RoundState now;
   __shared__ int32_t count_R[kMaxExchangeRanks];
   __shared__ int64_t sink;
+  extern __shared__ __align__(128) char steps[];
   const Exchange& ex = kernel.ex;
   const ExchangePlan& plan = ex.plan;
   const CombineArgs& args = kernel.args;
@@ -84,9 +86,9 @@ __global__ void __launch_bounds__(kThreads, 2) combine_kernel(const __grid_const
     uint32_t all = plan.R == 32 ? kAllLanes : (1u << plan.R) - 1;
     if constexpr (kPackets) {
       send_parts<T, kFp8>(b, first);
-      if (now.few != all) send_slots_too<T, kFp8>(b);
+      if (now.few != all) send_slots_too<T, kFp8>(b, steps, &round->sent[kCombine]);
     } else {
-      send_slots<T, kFp8>(b, first);
+      send_slots<T, kFp8>(b, first, steps, &round->sent[kCombine]);
       if (now.few) send_parts_too<T, kFp8>(b);
     }
   }
@@ -104,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, 2) combine_kernel(const __grid_const
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     round->combine_epoch = wait.epoch;
-    round->ticket[kDispatch] = round->done[kDispatch] = 0;
+    round->sent[kDispatch] = round->ticket[kDispatch] = round->done[kDispatch] = 0;
   }
   if (!wait.failed(kCombine, ok)) return;
   auto* y = static_cast<T*>(args.y_TD);
@@ -123,8 +125,10 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   int64_t T = std::max<int64_t>(args.T, 1), wire = plan.combine_fp8 ? 1 : itemsize(dtype);
   int64_t parts = parts_of(static_cast<int32_t>(args.D * wire / 4));
   bool few = args.T <= plan.few_tokens;
-  auto wanted = static_cast<uint64_t>(plan.combine_team ? plan.combine_team : args.T <= 256 ? 4 : 8);
-  auto team = static_cast<int64_t>(std::min<uint64_t>(std::bit_floor(wanted), kWarps));
+  // Four warps a row suffice where there are rows for all; of fewer rows, all warps there are.
+  int64_t team = 4;
+  while (team < kWarps && T * plan.R * team * 2 <= sms * kWarps) team *= 2;
+  if (plan.combine_team) team = std::min<int64_t>(std::bit_floor(static_cast<uint64_t>(plan.combine_team)), kWarps);
   int64_t senders = ceil_div(few ? T * plan.R * parts : T * plan.R * team, kWarps);
   int64_t receivers = few ? ceil_div(T * parts, kWarps) : std::min(4 * T, sms / 2);
   senders = std::min(plan.combine_senders ? plan.combine_senders : senders, std::max<int64_t>(most * 3 / 4, 1));
@@ -136,7 +140,7 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
     using T = decltype(type);
     auto* packets = plan.combine_fp8 ? combine_kernel<true, T, true> : combine_kernel<true, T, false>;
     auto* rows = plan.combine_fp8 ? combine_kernel<false, T, true> : combine_kernel<false, T, false>;
-    return launch(few ? packets : rows, blocks, kThreads, 0, stream, kernel);
+    return launch(few ? packets : rows, blocks, kThreads, senders ? kStepsBytes : 0, stream, kernel);
   });
 }
 

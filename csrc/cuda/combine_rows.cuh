@@ -1,68 +1,89 @@
 // combine of many tokens: a partial row a slot, with a flag.
 #pragma once
+#include "bulk.cuh"
 #include "combine.cuh"
 #include "fp8.cuh"
 #include "team.cuh"
 
 namespace epmoe::cuda {
 
-// One slot's weighted sum, or its partial row as it is, into the window of its source.
+constexpr int kStretches = 2;  // vectors of a row that a thread sums at a time: a step
+constexpr int kSteps = 4;      // of a team, on their way through shared memory
+constexpr int kStepsBytes = kSteps * kStretches * kThreads * 16;  // of a block
+
+// By a team: one slot's weighted sum, or its partial row as it is, into the window of its source: summed into shared
+// memory a step at a time, and bulk copies from there. `stored` counts the team's steps.
 template <typename T, bool kFp8>
-__device__ __forceinline__ void send_slot(const CombineBlock& b, const Team& team, int32_t source, int32_t s,
-                                          Pair pair) {
+__device__ __forceinline__ void send_slot(const CombineBlock& b, const Team& team, int32_t source, int32_t s, Pair pair,
+                                          char* shared, int32_t& stored) {
   constexpr int kCount = kPerVector<T>, kLanes = kScaleBlock / kCount;
+  using Out = Vector<std::conditional_t<kFp8, uint8_t, T>, kCount>;
   const ExchangePlan& plan = b.plan;
   int64_t place = plan.rank * plan.M + s;
   auto vectors = static_cast<int32_t>(b.args.D / kCount);
-  char* out = in_window<char>(b.ex, source, plan.combine_rows) + place * plan.combine_stride_bytes;
+  auto* out =
+      reinterpret_cast<Out*>(in_window<char>(b.ex, source, plan.combine_rows) + place * plan.combine_stride_bytes);
   uint32_t kept = pair.kept();
-  constexpr int kStretches = 2;
-  for (int32_t base = 0; base < vectors; base += kStretches * team.threads()) {
+  int32_t length = kStretches * team.threads();
+  bool first_warp = team.thread < 32;
+  for (int32_t base = 0; base < vectors; base += length, ++stored) {
     int32_t v[kStretches];
     bool inside[kStretches];
     float sum[kStretches][kCount];
 #pragma unroll
     for (int i = 0; i < kStretches; ++i) v[i] = base + i * team.threads() + team.thread, inside[i] = v[i] < vectors;
     sum_pairs<T, 2>(b, pair, kept, v, inside, sum);
+    Out* step = reinterpret_cast<Out*>(shared) + (team.index * kSteps + stored % kSteps) * length;
 #pragma unroll
     for (int i = 0; i < kStretches; ++i) {
       if constexpr (kFp8) {
         float scale = block_scale<kCount, kLanes>(sum[i]);
         if (!inside[i]) continue;
-        reinterpret_cast<Vector<uint8_t, kCount>*>(out)[v[i]] = to_fp8(sum[i], scale);
+        step[v[i] - base] = to_fp8(sum[i], scale);
         if (v[i] % kLanes == 0)
           in_window<float>(b.ex, source, plan.combine_scales)[place * plan.scale_blocks + v[i] / kLanes] = scale;
       } else if (inside[i]) {
-        reinterpret_cast<Vector<T, kCount>*>(out)[v[i]] = rounded<T>(sum[i]);
+        step[v[i] - base] = rounded<T>(sum[i]);
       }
     }
+    publish_shared();
+    if (first_warp) wait_read<kSteps - 2>();  // what is written after this barrier has left
+    team.sync();
+    auto bytes = static_cast<int32_t>(min(length, vectors - base) * sizeof(Out));
+    if (first_warp) store(team.leads() ? out + base : nullptr, step, bytes);
   }
+  if (!first_warp) return;
+  wait_stored<0>();
+  __syncwarp();
+  if (team.leads()) raise_flag(in_window<uint32_t>(b.ex, source, plan.combine_flags) + place, b.wait.epoch);
 }
 
 // By the team's index in the grid.
 __device__ __forceinline__ int32_t first_slot(const CombineBlock& b) {
   return Team(b.kernel.team).index * b.kernel.senders + static_cast<int32_t>(blockIdx.x);
 }
-// By the blocks that send: a team takes a slot. `ahead` is the pair of the first.
+// By the blocks that send: a team takes a slot, and then, by tickets, others. `ahead` is the pair of the first.
 template <typename T, bool kFp8>
-__device__ __forceinline__ void send_slots(const CombineBlock& b, Pair ahead) {
-  const ExchangePlan& plan = b.plan;
+__device__ __forceinline__ void send_slots(const CombineBlock& b, Pair ahead, char* shared, int32_t* ticket) {
+  __shared__ int32_t next[2][kWarps];
   Team team(b.kernel.team);
-  auto R = static_cast<int32_t>(plan.R);
-  int32_t most = 0, step = b.kernel.senders * team.teams();
+  auto R = static_cast<int32_t>(b.plan.R);
+  int32_t most = 0, teams = b.kernel.senders * team.teams(), stored = 0;
 #pragma unroll 1
   for (int32_t r = 0; r < R; ++r)
     if (!(b.now.few >> r & 1u)) most = max(most, b.count_R[r]);
   int32_t n = first_slot(b);
-  for (; n < most * R; n += step) {
-    int32_t source = source_of(b, n), s = n / R;
-    Pair pair = checked(b, ahead);
-    ahead = read_pair(b, source_of(b, n + step), (n + step) / R);
-    if (s >= b.count_R[source] || b.now.few >> source & 1u) continue;
-    send_slot<T, kFp8>(b, team, source, s, pair);
+  for (int32_t turn = 0; n < most * R; ++turn) {
+    int32_t source = source_of(b, n), s = n / R, drawn = 0;
+    bool more = most * R > teams;
+    if (more && team.leads()) drawn = atomicAdd(ticket, 1);  // its way to memory and back is hidden by this slot
+    if (turn) ahead = read_pair(b, source, s);
+    if (s < b.count_R[source] && !(b.now.few >> source & 1u))
+      send_slot<T, kFp8>(b, team, source, s, checked(b, ahead), shared, stored);
+    if (!more) break;
+    if (team.leads()) next[turn % 2][team.index] = teams + drawn;
     team.sync();
-    if (team.leads())
-      raise_flag(in_window<uint32_t>(b.ex, source, plan.combine_flags) + plan.rank * plan.M + s, b.wait.epoch);
+    n = next[turn % 2][team.index];
   }
 }
 
@@ -85,7 +106,7 @@ __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int3
   auto* y = reinterpret_cast<Vector<T, kCount>*>(static_cast<T*>(b.args.y_TD) + int64_t{t} * b.args.D);
   auto vectors = static_cast<int32_t>(b.args.D / kCount);
   int32_t begin = vectors * piece / pieces, end = vectors * (piece + 1) / pieces;
-  constexpr int kDepth = 2, kStretches = 2;  // loads in flight: ranks, and vectors of each
+  constexpr int kDepth = 2;  // ranks whose loads are in flight
   for (int32_t base = begin; base < end; base += 32 * kStretches) {
     float sum[kStretches][kCount] = {};
     for (uint32_t left = ranks; left;) {

@@ -52,7 +52,7 @@ cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, int64
                    Args&&... args) {
   Device device;
   if (cudaError_t error = current_device(device)) return error;
-  constexpr int64_t kPlainSharedBytes = 48 << 10;
+  constexpr int64_t kPlainSharedBytes = 24 << 10;  // of 48 KiB, beside what the kernel declares
   if (shared_bytes > kPlainSharedBytes) {
     auto size = static_cast<int>(shared_bytes);
     if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, size))

@@ -63,14 +63,14 @@ template <bool kPackets, typename Source>
 __global__ void __launch_bounds__(kThreads, 2) dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
   constexpr bool kFp8 = !std::is_void_v<Source>;
   __shared__ DispatchShared shared;
-  extern __shared__ int32_t tables[];
+  extern __shared__ __align__(128) char dynamic[];
   const Exchange& ex = kernel.ex;
   const ExchangePlan& plan = ex.plan;
   auto* round = in_scratch<RoundState>(ex, plan.state);
   Wait wait(ex, round, 0);
-  int32_t* count = tables + plan.P;
-  int32_t* base = count + plan.P + 1;
-  DispatchBlock b{kernel, ex, plan, kernel.args, wait, shared, tables, count, base, base + kernel.bases};
+  auto* place = reinterpret_cast<int32_t*>(dynamic + kPieces * kernel.piece_bytes);
+  int32_t *count = place + plan.P, *base = count + plan.P + 1;
+  DispatchBlock b{kernel, ex, plan, kernel.args, wait, shared, dynamic, place, count, base, base + kernel.bases};
   fetch_arguments(kernel, &shared.sink);
   read_tables(b);
   wait_for_predecessor();
@@ -79,12 +79,12 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_kernel(const __grid_cons
   if (threadIdx.x == 0) shared.epoch = round->combine_epoch + 1, shared.latched = round->latched;
   bool leader = blockIdx.x == kernel.senders, ok = true;
   int32_t tokens = kernel.tokens();
-  if (leader && kernel.args.send) send_counts(b, tokens);
+  if (leader && kernel.args.send) send_counts<kPackets ? 1 : 2>(b, tokens);
   if (blockIdx.x < kernel.senders) {
     if constexpr (kPackets)
       send_packets<Source>(b, tokens);
     else
-      ok = send_rows<Source>(b, tokens);
+      ok = send_rows<Source>(b, tokens, &round->sent[kDispatch]);
   }
   if (kernel.args.send && leader && threadIdx.x == 0 && kernel.wanted_tokens() != tokens)
     ++in_scratch<int64_t>(ex, plan.counters)[kClampedNumTokens];
@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_kernel(const __grid_cons
     if (threadIdx.x == 0) {
       round->dispatch_epoch = wait.epoch;
       round->T = differing ? 0 : tokens, round->D = static_cast<int32_t>(kernel.args.D);
-      round->K = kernel.args.K, round->dtype = static_cast<int32_t>(kernel.args.dtype), round->few = shared.few;
-      round->ticket[kCombine] = round->done[kCombine] = 0;
+      round->K = kernel.args.K, round->dtype = static_cast<int16_t>(kernel.args.dtype), round->few = shared.few;
+      round->sent[kCombine] = round->ticket[kCombine] = round->done[kCombine] = 0;
       if (differing) *ex.status = {kMismatch, kDispatch, wait.epoch, differing, plan.rank, ex.status->needed_rows, {}};
     }
   }
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_kernel(const __grid_cons
 }  // namespace
 
 cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStream_t stream) {
-  constexpr int64_t kMaxBases = 8192, kMaxFirstRows = 4096, kBatch = 1;
+  constexpr int64_t kMaxBases = 8192, kMaxFirstRows = 4096;
   const ExchangePlan& plan = exchange.plan;
   Device device;
   if (cudaError_t error = current_device(device)) return error;
@@ -125,27 +125,25 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
   DispatchKernel kernel{.ex = exchange,
                         .args = args,
                         .senders = 0,
-                        .batch = 1,
-                        .team = kWarps,
                         .bases = static_cast<int32_t>(bases <= kMaxBases ? bases : 0),
-                        .first_rows = static_cast<int32_t>(first_rows <= kMaxFirstRows ? first_rows : 0)};
+                        .first_rows = static_cast<int32_t>(first_rows <= kMaxFirstRows ? first_rows : 0),
+                        .piece_bytes = 0};
   int64_t most = args.send && args.receive ? 2 * sms : sms;  // a stage in halves leaves room for another's
-  // Of many tokens, a quarter of the blocks suffices to move rows at the speed of the wire.
   int64_t parts = parts_of(kernel.row_words()), T = std::max<int64_t>(args.T, 1);
   int64_t senders = kernel.sends_packets() ? ceil_div(T * (parts + 1), kWarps) : T;
-  int64_t receivers = kernel.sends_packets() ? ceil_div(plan.R * T * parts, kWarps) : std::max<int64_t>(16, sms / 2);
+  int64_t receivers = kernel.sends_packets() ? ceil_div(plan.R * T * parts, kWarps) : most;
   senders = std::min(plan.dispatch_senders ? plan.dispatch_senders : senders, std::max<int64_t>(most * 3 / 4, 1));
   if (!args.send) senders = 0;
   if (!args.receive) receivers = 0;
-  if (senders) {  // batches such that all blocks get nearly equally many
-    int64_t most_batch = plan.dispatch_team ? std::clamp<int64_t>(kWarps / plan.dispatch_team, 1, kMaxBatch) : kBatch;
-    int64_t rounds = ceil_div(T, senders * most_batch);
-    kernel.batch = static_cast<int32_t>(ceil_div(T, senders * rounds));
-    while (kernel.team * kernel.batch > kWarps) kernel.team /= 2;
+  if (senders && !kernel.sends_packets()) {
+    constexpr int64_t kStep = 512;  // a multiple of 128 elements
+    int64_t x_bytes = args.D * itemsize(args.dtype);
+    kernel.piece_bytes = ceil_div(ceil_div(x_bytes, ceil_div(x_bytes, kMaxPieceBytes)), kStep) * kStep;
   }
   kernel.senders = static_cast<int32_t>(senders);
   int64_t blocks = std::max(std::min(senders + 1 + receivers, most), senders + 1);
-  int64_t shared_bytes = (2 * plan.P + 1 + kernel.bases + kernel.first_rows) * sizeof(int32_t);
+  int64_t shared_bytes =
+      kPieces * kernel.piece_bytes + (2 * plan.P + 1 + kernel.bases + kernel.first_rows) * sizeof(int32_t);
   auto launch_for = [&](auto* packets, auto* rows) {
     return launch(kernel.sends_packets() ? packets : rows, blocks, kThreads, shared_bytes, stream, kernel);
   };

@@ -5,19 +5,20 @@
 
 namespace epmoe::cuda {
 
-constexpr int kStagedSlots = 32;  // sent while the counts are still on their way; later ones where they belong
-// Of a source's row of counts, before its pairs by rank and local expert: rows sent and how, shape of the call.
+// Of a source's row of counts, before its pairs by rank and local expert: rows sent and whether as packets, shape of
+// the call.
 constexpr int kCountColumns = 2;
-enum Way : uint32_t { kFew = 1, kDirect = 2 };  // low bits of the first column
-constexpr int kMaxFewTokens = 32;               // one lane a token
-constexpr int kMaxBatch = 8;                    // tokens that a block sends side by side
+constexpr int kMaxFewTokens = 32;  // one lane a token
+constexpr int kPieces = 3;         // of rows, that a sending block has on their way
+constexpr int64_t kMaxPieceBytes = 16 << 10;
+constexpr uint32_t kInPlace = 1u << 31;  // said with a row where otherwise an ordinal is said: it is there already
 
 struct DispatchKernel {
   Exchange ex;
   DispatchArgs args;
   int32_t senders;            // blocks that send; the next one counts
-  int32_t batch, team;        // tokens that such a block sends at a time, and warps for each
   int32_t bases, first_rows;  // entries of those tables in shared memory, 0 where they would be too large
+  int64_t piece_bytes;        // of a row of x
 
   __device__ __forceinline__ int64_t wanted_tokens() const {
     return args.num_tokens ? *args.num_tokens : args.num_rows;
@@ -27,14 +28,14 @@ struct DispatchKernel {
   }
   EPMOE_HD int64_t row_bytes() const { return ex.plan.payload_fp8 ? args.D : args.D * itemsize(args.dtype); }
   EPMOE_HD int32_t row_words() const { return static_cast<int32_t>(row_bytes() / 4); }
-  // Rows of few tokens travel as packets, there if they end expert-major, and back. Of many, those past the staged
-  // slots go straight to their expert-major place, which takes every rank's counts first: not in a stage that must not
-  // wait, nor for rows that change on arrival.
-  EPMOE_HD uint32_t way() const {
-    if (args.T <= ex.plan.few_tokens) return kFew;
-    return args.expert_major && args.send && args.receive && !args.weight_rows && bases ? kDirect : 0;
+  // Rows of few tokens travel as packets, there if they end expert-major, and back.
+  EPMOE_HD bool few() const { return args.T <= ex.plan.few_tokens; }
+  EPMOE_HD bool sends_packets() const { return args.expert_major && few(); }
+  // Of many, those that leave when all counts are here go straight to their expert-major place, unless they change on
+  // arrival.
+  EPMOE_HD bool sends_in_place() const {
+    return args.expert_major && args.receive && !args.weight_rows && bases && !few();
   }
-  EPMOE_HD bool sends_packets() const { return args.expert_major && way() == kFew; }
   // What must be equal on all ranks, in one word.
   __device__ __forceinline__ int32_t shape() const {
     return static_cast<int32_t>(args.D | int64_t{args.K} << 17 | static_cast<int64_t>(args.dtype) << 24 |
@@ -49,13 +50,12 @@ struct DispatchKernel {
   }
 };
 
-// Where a token of a batch goes.
+// Where a token goes.
 struct Sending {
-  int32_t ordinals[kMaxExchangeTopK], rows[kMaxExchangeTopK];
+  int32_t places[kMaxExchangeTopK];  // what is said of a pair: its row if in place, else its ordinal, -1 for none
   int32_t slot[kMaxExchangeRanks];
   char* row_at[kMaxExchangeRanks];  // null: no expert there has room for it
   float* scales_at[kMaxExchangeRanks];
-  uint32_t in_place;  // ranks where it goes straight to its expert-major place, a mask
 };
 
 struct DispatchShared {
@@ -65,13 +65,16 @@ struct DispatchShared {
   int32_t rank_count[kMaxExchangeRanks];  // sending: rows for each rank before this token; receiving: rows from it
   int32_t experts[kMaxExchangeRanks];     // of each rank
   int32_t sentinel[kMaxExchangeRanks];
-  uint32_t differing, few, direct;  // masks of sources: brought another shape; few tokens; some rows into place
-  int32_t most_few, most;           // rows from one source of a kind
-  // Of each token of a batch, or of few:
+  uint32_t differing, few;                           // masks of sources: brought another shape; few tokens
+  int32_t most_few, most;                            // rows from one source of a kind
+  int32_t next;                                      // token of this block
+  uint64_t arrivals[kPieces];                        // bulk.cuh
+  float scales[kMaxPieceBytes / (kScaleBlock * 2)];  // of a piece
+  // Of the token that is sent, or of few:
   int32_t ids[kMaxFewTokens][kMaxExchangeTopK];
   float weights[kMaxFewTokens][kMaxExchangeTopK];
   uint32_t ranks[kMaxFewTokens];
-  Sending sending[kMaxBatch];
+  Sending sending;
 };
 
 // One block at work.
@@ -83,6 +86,7 @@ struct DispatchBlock {
   Wait& wait;
   DispatchShared& shared;
   // In dynamic shared memory:
+  char* pieces;    // [kPieces, piece_bytes]
   int32_t* place;  // [P] owner << 16 | local index
   int32_t* count;  // [P + 1] sending: pairs of each expert before this token; receiving: start of its segment
   int32_t* base;   // [R, most] first row of this source's pairs, on the expert's owner

@@ -7,10 +7,11 @@ namespace epmoe::cuda {
 constexpr int kSources = 4;  // whose words are asked for at once
 
 // By one block: counts everything and tells every rank, which opens the round, if it may be opened.
+template <int kTurns>
 __device__ __forceinline__ void send_counts(DispatchBlock& b, int32_t tokens) {
   const ExchangePlan& plan = b.plan;
   auto R = static_cast<int32_t>(plan.R), P = static_cast<int32_t>(plan.P);
-  count_tokens(b, 0, tokens);
+  count_tokens<kTurns>(b, 0, tokens);
   __syncthreads();
   if (!b.may_open()) return;
 #pragma unroll 1
@@ -22,21 +23,24 @@ __device__ __forceinline__ void send_counts(DispatchBlock& b, int32_t tokens) {
   if (threadIdx.x < R) {
     uint64_t* words = b.kernel.counts(threadIdx.x, plan.rank);
     int32_t rows = b.shared.rank_count[threadIdx.x];
-    store_word(words, b.wait.epoch, static_cast<int32_t>(rows << 2 | b.kernel.way()));
+    store_word(words, b.wait.epoch, static_cast<int32_t>(rows << 1 | b.kernel.few()));
     store_word(words + 1, b.wait.epoch, b.kernel.shape());
     in_scratch<int64_t>(b.ex, plan.rows_sent)[threadIdx.x] += rows;
   }
 }
 
 // By one lane: what all sources bring for local expert `local` of `owner`. Calls f(source, pairs) in order of sources.
-template <typename F>
+// False if it is not here: at once, or with kWaits after the deadline.
+template <bool kWaits, typename F>
 __device__ __forceinline__ bool each_source(const DispatchBlock& b, int32_t owner, int32_t local, F&& f) {
   auto R = static_cast<int32_t>(b.plan.R);
   const uint64_t* words = b.kernel.counts(b.plan.rank, 0) + kCountColumns + owner * b.plan.most_local_experts + local;
 #pragma unroll 1
   for (int32_t r = 0; r < R; r += kSources) {
-    int32_t pairs[kSources];
-    if (!b.wait.for_words(words + r * b.kernel.count_columns(), b.kernel.count_columns(), r, 1, R - r, pairs))
+    int32_t pairs[kSources], missing;
+    const uint64_t* first = words + r * b.kernel.count_columns();
+    if (!(kWaits ? b.wait.for_words(first, b.kernel.count_columns(), r, 1, R - r, pairs)
+                 : b.wait.has_words(first, b.kernel.count_columns(), R - r, pairs, missing)))
       return false;
 #pragma unroll
     for (int i = 0; i < kSources; ++i)
@@ -54,8 +58,8 @@ __device__ __forceinline__ int32_t segment_start(int32_t length, int32_t alignme
   return start;
 }
 
-// By the whole block: where this source's pairs start on each expert's owner. False if a rank's counts do not come.
-__device__ __forceinline__ bool receive_bases(DispatchBlock& b) {
+// By the whole block: where this source's pairs start on each expert's owner, if all counts are here.
+__device__ __forceinline__ bool learn_bases(DispatchBlock& b) {
   auto most = static_cast<int32_t>(b.plan.most_local_experts), alignment = static_cast<int32_t>(b.plan.alignment);
   bool arrived = true;
   for (int32_t owner = threadIdx.x / 32; owner < b.plan.R; owner += kWarps) {
@@ -63,7 +67,7 @@ __device__ __forceinline__ bool receive_bases(DispatchBlock& b) {
     for (int32_t base = 0; base < b.shared.experts[owner]; base += 32) {
       int32_t local = base + threadIdx.x % 32, total = 0, before = 0;
       if (local < b.shared.experts[owner])
-        arrived = arrived && each_source(b, owner, local, [&](int32_t r, int32_t pairs) {
+        arrived = arrived && each_source<false>(b, owner, local, [&](int32_t r, int32_t pairs) {
                     if (r < b.plan.rank) before += pairs;
                     total += pairs;
                   });
@@ -82,13 +86,13 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
   DispatchShared& shared = b.shared;
   __syncthreads();
   if (!b.may_open()) return false;
-  if (threadIdx.x == 0) shared.differing = shared.few = shared.direct = 0, shared.most_few = shared.most = 0;
+  if (threadIdx.x == 0) shared.differing = shared.few = 0, shared.most_few = shared.most = 0;
   __syncthreads();
   bool arrived = true;
 #pragma unroll 1
   for (int32_t local = threadIdx.x; local < experts; local += kThreads) {
     int32_t total = 0;
-    arrived = arrived && each_source(b, rank, local, [&](int32_t r, int32_t pairs) {
+    arrived = arrived && each_source<true>(b, rank, local, [&](int32_t r, int32_t pairs) {
                 if (b.kernel.first_rows) b.first[r * experts + local] = total;
                 total += pairs;
               });
@@ -100,12 +104,11 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
     int32_t words[2] = {};
     uint64_t* first = b.kernel.counts(rank, r);
     arrived = b.wait.for_words(first, 1, r, 0, 2, words) && arrived;
-    auto rows = min(words[0] >> 2, static_cast<int32_t>(b.plan.M));
-    bool few = words[0] & kFew;
+    auto rows = min(words[0] >> 1, static_cast<int32_t>(b.plan.M));
+    bool few = words[0] & 1;
     shared.rank_count[r] = max(few ? min(rows, static_cast<int32_t>(b.plan.few_tokens)) : rows, 0);
     atomicMax(few && b.args.expert_major ? &shared.most_few : &shared.most, shared.rank_count[r]);
     if (few) atomicOr(&shared.few, 1u << r);
-    if (words[0] & kDirect) atomicOr(&shared.direct, 1u << r);
     if (words[1] != b.kernel.shape()) atomicOr(&shared.differing, 1u << r);
   }
   if (!__syncthreads_and(arrived)) return false;

@@ -16,16 +16,17 @@ __device__ __forceinline__ Arrived read_slot(const DispatchBlock& b, int32_t r, 
   const ExchangePlan& plan = b.plan;
   int32_t lane = threadIdx.x % 32;
   int64_t pair = (r * plan.M + s) * plan.K + lane;
-  Arrived arrived{-1, 0.0f, (b.shared.direct >> r & 1u) && s >= kStagedSlots};
-  if (lane >= b.args.K) return arrived;
-  int32_t id = in_window<int32_t>(b.ex, plan.rank, plan.recv_ids)[pair];
-  int32_t ordinal = in_window<int32_t>(b.ex, plan.rank, plan.recv_ordinals)[pair];
-  arrived.weight = in_window<float>(b.ex, plan.rank, plan.recv_weights)[pair];
-  if (!arrived.in_place)
-    arrived.row = b.row_of(id, ordinal, r);
-  else if (id >= 0 && id < plan.P && b.place[id] >> 16 == plan.rank && ordinal < plan.max_rows)
-    arrived.row = ordinal;  // which is a row here
-  return arrived;
+  bool has_pair = lane < b.args.K;
+  int32_t id = has_pair ? in_window<int32_t>(b.ex, plan.rank, plan.recv_ids)[pair] : -1;
+  int32_t said = has_pair ? in_window<int32_t>(b.ex, plan.rank, plan.recv_ordinals)[pair] : -1;
+  float weight = has_pair ? in_window<float>(b.ex, plan.rank, plan.recv_weights)[pair] : 0.0f;
+  bool in_place = said < -1;
+  int32_t row = in_place ? static_cast<int32_t>(said & ~kInPlace) : -1;
+  if (!in_place)
+    row = b.row_of(id, said, r);
+  else if (id < 0 || id >= plan.P || b.place[id] >> 16 != plan.rank || row >= plan.max_rows)
+    row = -1;
+  return {row, weight, __any_sync(kAllLanes, in_place) != 0};
 }
 
 // One piece of a received row to each of its expert-major places, as soon as it is here.

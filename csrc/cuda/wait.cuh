@@ -37,25 +37,34 @@ struct Wait {
     return up && reached(load_acquire(flag));
   }
 
-  // `count` words, `stride` apart, the next from `next` ranks on: all are asked for before the first is looked at.
+  // Whether `count` words are here, `stride` apart, and their values; `missing` is the last that is not. All are asked
+  // for before the first is looked at.
+  template <int N>
+  __device__ __forceinline__ bool has_words(const uint64_t* first, int64_t stride, int32_t count, int32_t (&values)[N],
+                                            int32_t& missing) const {
+    uint64_t words[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) words[i] = i < count ? load_word(first + i * stride) : epoch;
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (!reached(words[i])) all = false, missing = i;
+      values[i] = static_cast<int32_t>(words[i] >> 32);
+    }
+    return all;
+  }
+  // Until they are: the first comes from `rank`, the next from `next` ranks on.
   template <int N>
   __device__ __forceinline__ bool for_words(const uint64_t* first, int64_t stride, int32_t rank, int32_t next,
                                             int32_t count, int32_t (&values)[N]) const {
-    int32_t missing = rank;
+    int32_t missing = 0, missing_rank = rank;
     return until(
         [&] {
-          uint64_t words[N];
-#pragma unroll
-          for (int i = 0; i < N; ++i) words[i] = i < count ? load_word(first + i * stride) : epoch;
-          bool all = true;
-#pragma unroll
-          for (int i = 0; i < N; ++i) {
-            if (!reached(words[i])) all = false, missing = rank + i * next;
-            values[i] = static_cast<int32_t>(words[i] >> 32);
-          }
+          bool all = has_words(first, stride, count, values, missing);
+          missing_rank = rank + missing * next;
           return all;
         },
-        missing);
+        missing_rank);
   }
 
   // Of a wait that turns out long. Static, so that the rest of it can stay in registers.
@@ -71,7 +80,7 @@ struct Wait {
       if (now_ns() < deadline_ns) return true;
       missing = uint64_t{1} << rank, originator = ex.plan.rank;
     }
-    atomicExch(&round->originator, static_cast<int32_t>(originator));
+    *static_cast<volatile int16_t*>(&round->originator) = static_cast<int16_t>(originator);
     atomicOr(reinterpret_cast<unsigned long long*>(&round->missing), static_cast<unsigned long long>(missing));
     return false;
   }

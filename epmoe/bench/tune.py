@@ -26,7 +26,6 @@ from epmoe.tuning import Launch, Tuning, TuningRow
 _SENDERS = (8, 10, 12, 14)
 _GRID: dict[str, tuple[int, ...]] = {
     "combine_team": (2, 4, 8, 16),
-    "dispatch_team": (4, 8, 16),
     "combine_senders": _SENDERS,
     "dispatch_senders": _SENDERS,
 }

@@ -72,7 +72,7 @@ def _gpu_sides(config: EPConfig) -> None:
         (T, contender, payload)
         for T in TOKENS
         for payload in nvlink.Payload
-        for contender in (GPU_CONTENDERS if payload == "plain" else ["apart", "fused"])
+        for contender in (GPU_CONTENDERS if payload == "plain" else ["rank-major", "apart", "fused"])
     ]
 
 

@@ -1,5 +1,5 @@
-// Flags between GPUs. Small values travel in words that carry their own epoch; a row is stored, then comes a block
-// barrier, one fence of system scope and the flag of its slot, which the reader acquires; rows of few tokens travel as
+// Flags between GPUs. Small values travel in words that carry their own epoch; a row is stored, then comes a barrier
+// and a release of system scope, the flag of its slot, which the reader acquires; rows of few tokens travel as
 // packets (packets.cuh). The epoch is read where the kernel before wrote it, and written where the next one reads it.
 //
 // Why no buffer is overwritten while somebody reads it ("returned" is stream-ordered):
@@ -42,9 +42,10 @@ __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* flag) {
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
   return value;
 }
-// By one thread, after a barrier of the block that stored what the flag stands for.
+// By one thread, after a barrier of those that stored what the flag stands for. It waits until all of that has arrived:
+// the end of a bulk copy (bulk.cuh) alone does not say so, as rows that were not there have shown.
 __device__ __forceinline__ void raise_flag(uint32_t* flag, uint32_t epoch) {
-  asm volatile("fence.acq_rel.sys;\n\tst.relaxed.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(epoch) : "memory");
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(epoch) : "memory");
 }
 
 // A value and the round it belongs to: one access of 8 bytes, so neither is seen without the other.

@@ -20,7 +20,7 @@ from epmoe.bench.floor import BLOCKS, Floor, FloorWindow
 from epmoe.bench.graphs import host_us, measure, pair_us
 from epmoe.bench.report import Line, Times, plot_pairs, write_object
 from epmoe.bench.sample import Sample, wire_bytes
-from epmoe.bench.sides import Apart, Fused, Pipeline, Rows, Side
+from epmoe.bench.sides import Apart, Fused, Pipeline, RankMajor, Rows, Side
 from epmoe.config import EPConfig
 from epmoe.service import ExpertParallel
 from epmoe.simulate import Kind
@@ -43,6 +43,8 @@ class Contender(StrEnum):
     """NCCL's all_to_all_single of the same rows"""
     PIPELINE = "pipeline"
     """sort, all_to_all_single, permute; finalize, all_to_all_single, sum"""
+    RANK_MAJOR = "rank-major"
+    """ours, the exchange only: rank-major rows, and partial rows back"""
     APART = "apart"
     """ours, rank-major, with permute and finalize of their own"""
     FUSED = "fused"
@@ -166,7 +168,8 @@ def _measure(
     if Contender.PIPELINE in contenders and payload is Payload.PLAIN:
         layer = AllToAll(ep.placement, group, ep.device)
         yield result(Contender.PIPELINE, Pipeline(layer, sample, "all_to_all_single, the whole pipeline"))
-    for contender, kind in ((Contender.APART, Apart), (Contender.FUSED, Fused)):
+    ours_of = {Contender.RANK_MAJOR: RankMajor, Contender.APART: Apart, Contender.FUSED: Fused}
+    for contender, kind in ours_of.items():
         if contender in contenders:
             ours = kind(ep, sample)
             yield result(contender, ours, host=host_us(ours, group))

@@ -56,9 +56,17 @@ class Sample:
 
     def check(self, name: str, y_TD: Tensor, fp8: bool = False) -> None:
         """RuntimeError unless y is the weighted sum, to the precision of `dtype`, or of fp8 rows."""
+        self._check(f"{name}: the round's output is not the weighted sum over its experts", y_TD, self.expected_TD, fp8)
+
+    def check_echo(self, name: str, y_TD: Tensor, fp8: bool = False) -> None:
+        """RuntimeError unless y is the sum of x from all ranks that it was sent to."""
+        expected_TD = self.x_TD * self.needs_TR.sum(dim=1, keepdim=True).to(self.x_TD)
+        self._check(f"{name}: the rows that came home are not those that left", y_TD, expected_TD, fp8)
+
+    def _check(self, message: str, y_TD: Tensor, expected_TD: Tensor, fp8: bool) -> None:
         limit = 16 * torch.finfo(torch.bfloat16 if fp8 else self.dtype).eps
-        if not torch.allclose(y_TD, self.expected_TD, rtol=limit, atol=limit):
-            raise RuntimeError(f"{name}: the round's output is not the weighted sum over its experts")
+        if not torch.allclose(y_TD, expected_TD, rtol=limit, atol=limit):
+            raise RuntimeError(message)
 
     def remote_rows(self) -> tuple[int, int]:
         """Rows to other ranks each way: most that one rank sends to experts, and most that one sends back."""

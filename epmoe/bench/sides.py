@@ -15,6 +15,7 @@ from epmoe.service import ExpertParallel
 from epmoe.stages.dispatch import Dispatched
 from epmoe.stages.finalize import finalize
 from epmoe.stages.permute import Permuted, permute
+from epmoe.stages.quantize import dequantize_rows
 
 
 class Side:
@@ -111,9 +112,7 @@ class Apart(Layer):
         return permuted.rows, scales.rows if scales else None, permuted.expert_offsets
 
     def arrived(self, handle: tuple[Dispatched, Permuted, Permuted | None]) -> list[Tensor]:
-        counts_R = self.sample.rows_RR[:, self.sample.rank].tolist()
-        slabs = [x_MD[:count] for x_MD, count in zip(handle[0].recv.x, counts_R, strict=True)]
-        return [*super().arrived(handle), *slabs]
+        return [*super().arrived(handle), *_slabs(self.sample, handle[0].recv.x)]
 
     def _permuted(self, d: Dispatched, x_RMD: Tensor) -> Permuted:
         capacity = self.ep.config.capacity
@@ -126,6 +125,40 @@ class Apart(Layer):
             alignment=capacity.alignment,
             max_rows=capacity.max_expert_rows,
         )
+
+
+class RankMajor(Side):
+    """Ours, the exchange only: rank-major rows as they arrive, and as many partial rows back, which are made
+    beforehand."""
+
+    def __init__(self, ep: ExpertParallel, sample: Sample, name: str = "epmoe, rank-major") -> None:
+        self.name, self.ep, self.sample, self.fp8 = name, ep, sample, _uses_fp8(ep)
+        self.check()
+
+    def out(self) -> Dispatched:
+        return self.ep.dispatch(self.sample.x_TD, self.sample.ids_TK, self.sample.weights_TK, layout="rank")
+
+    def back(self, handle: Dispatched) -> Tensor:
+        return self.ep.combine_partial(self.partial_RMD, handle)
+
+    def arrived(self, handle: Dispatched) -> list[Tensor]:
+        parts = [handle.recv.x, getattr(handle.recv, "scales", None)]
+        return [slab for part in parts if part is not None for slab in _slabs(self.sample, part)]
+
+    def check(self) -> None:
+        for _ in range(2):
+            handle = self.out()
+            x, scales = handle.recv.x, getattr(handle.recv, "scales", None)
+            rows_SD = None if scales is None else dequantize_rows(x.flatten(0, 1), scales.flatten(0, 1), handle.dtype)
+            self.partial_RMD = x.clone() if rows_SD is None else rows_SD.view(x.shape)
+            poison(self.arrived(handle))
+            self.sample.check_echo(self.name, self.back(handle), self.fp8)
+
+
+def _slabs(sample: Sample, part_RMX: Tensor) -> list[Tensor]:
+    """What has arrived from each source."""
+    counts_R = sample.rows_RR[:, sample.rank].tolist()
+    return [slab[:count] for slab, count in zip(part_RMX, counts_R, strict=True)]
 
 
 class Pipeline(Layer):

@@ -110,6 +110,8 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: P
     """
     if name not in MODELS:
         raise ValueError(f"`name` must be one of {', '.join(MODELS)}, got {name!r}")
+    if torch.accelerator.is_available():
+        raise RuntimeError("the demo's models run on the CPU: hide the GPUs with CUDA_VISIBLE_DEVICES=''")
     logging.disable_progress_bar()
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     tokenizer, prompt = make_tokenizer(), PROMPTS[rank % len(PROMPTS)]
@@ -187,11 +189,12 @@ def saved_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32)
 
 
 def load_distributed(path: str, size: int, **kwargs: Any) -> PreTrainedModel:
-    """The model in `path` with its experts spread over `size` ranks, each with a batch of its own."""
+    """The model in `path` with its experts spread over `size` ranks, each with a batch of its own.
+
+    On GPUs where there are some, as DistributedConfig decides, if `size` is not 1.
+    """
     if size == 1:
         return AutoModelForCausalLM.from_pretrained(path, experts_implementation="epmoe", **kwargs)
-    if torch.accelerator.is_available():  # where DistributedConfig would put the model
-        raise RuntimeError("the demo's models run on the CPU: hide the GPUs with CUDA_VISIBLE_DEVICES=''")
     parallel = DistributedConfig(tp_size=1, fsdp_size=size, ep_size=size, ep_implementation="epmoe")
     return AutoModelForCausalLM.from_pretrained(path, distributed_config=parallel, **kwargs)
 

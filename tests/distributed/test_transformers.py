@@ -19,9 +19,10 @@ from transformers.distributed.expert_parallel import apply_expert_parallelism
 import epmoe.integrations.transformers as integration
 from epmoe.integrations import demo, shared
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="transformers would put the models on the GPUs")
-FP32_LOGITS = 1e-5
-"""Absolute, of logits up to 5 in size."""
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where transformers puts a model that is spread over ranks."""
+FP32_LOGITS = 1e-5 if DEVICE == "cpu" else 1e-4
+"""Absolute, of logits up to 5 in size; on GPUs the libraries choose other kernels for other numbers of rows."""
 BF16_ROWS = 1.6e-2
 """Relative to the largest value of one layer's output: 2 roundings to 8 bits, before and after the sum over ranks."""
 BF16_LOGITS = 2e-2
@@ -38,13 +39,18 @@ def _fresh(monkeypatch):
 
 
 def random_ids(num_tokens: int, seed: int) -> Tensor:
-    return torch.randint(1, 240, (1, num_tokens), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(1, 240, (1, num_tokens), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def load(path: str, **options):
+    """The model as one process has it."""
+    return AutoModelForCausalLM.from_pretrained(path, **options).to(DEVICE)
 
 
 def both(name: str, dtype: torch.dtype = torch.float32, **parallel):
     """The model in one process, and spread over all."""
     with demo.saved_model(name, dtype=dtype) as path:
-        single = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        single = load(path, dtype=dtype)
         if not parallel:
             return single, demo.load_distributed(path, dist.get_world_size(), dtype=dtype)
         config = DistributedConfig(ep_implementation="epmoe", **parallel)
@@ -63,7 +69,7 @@ class OneLayer:
             for key, value in config.items():
                 patch.setitem(demo.MODELS[name], key, value)
             with demo.saved_model(name, dtype=dtype) as path:
-                models = [AutoModelForCausalLM.from_pretrained(path, dtype=dtype) for _ in range(2)]
+                models = [load(path, dtype=dtype) for _ in range(2)]
         self.whole, self.spread = (model.model.layers[-1].mlp.experts for model in models)
         self.num_experts, self.dtype = self.whole.num_experts, dtype
         self.hidden_size = models[0].config.hidden_size
@@ -71,7 +77,7 @@ class OneLayer:
         if mesh is not None:
             plan = {"": "ep_dispatch_experts"} | dict.fromkeys(dict(self.spread.named_parameters()), "grouped_gemm")
             plan = dict(sorted(plan.items(), reverse=True))  # parameters before the module
-            alone = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("other", "tp"))["tp"]
+            alone = init_device_mesh(DEVICE, (dist.get_world_size(), 1), mesh_dim_names=("other", "tp"))["tp"]
             apply_expert_parallelism(self.spread, mesh, alone, plan, ep_implementation="epmoe")
 
     def inputs(self, num_tokens: int, top_k: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,7 +85,7 @@ class OneLayer:
         x = torch.randn(num_tokens, self.hidden_size, generator=generator).to(self.dtype)
         ids = torch.rand(num_tokens, self.num_experts, generator=generator).argsort(1)[:, :top_k]
         weights = 2.5 * torch.rand(num_tokens, top_k, generator=generator).softmax(1)  # DeepSeek's sum, in fp32
-        return x, ids, weights
+        return x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)
 
     def check(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         """Collective: `spread` gives what `whole` gives."""
@@ -93,7 +99,7 @@ class OneLayer:
 
 
 def world_mesh():
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return init_device_mesh(DEVICE, (dist.get_world_size(),))
 
 
 @pytest.mark.parametrize("name", demo.MODELS)
@@ -157,7 +163,7 @@ def test_pairs_of_ranks_that_share_a_batch(rank, size):
 def test_two_groups_of_ranks_each_with_all_experts(rank, size):
     if size != 4:
         pytest.skip("needs 4 ranks")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "ep"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("copies", "ep"))
     layer = OneLayer("qwen3_moe", mesh=mesh["ep"])
     layer.check(*layer.inputs(10 + rank, 8, seed=rank))
     assert integration.shared()[0].ep.size == 2
@@ -206,8 +212,7 @@ def test_a_shared_batch_longer_than_the_cap(rank, size):
 @pytest.mark.parametrize("name", demo.MODELS)
 def test_the_experts_function_with_whole_weights_everywhere(name, rank, size):
     with demo.saved_model(name) as path:
-        single = AutoModelForCausalLM.from_pretrained(path)
-        spread = AutoModelForCausalLM.from_pretrained(path, experts_implementation="epmoe")
+        single, spread = load(path), load(path, experts_implementation="epmoe")
     prompt, new_tokens = random_ids(3 + 9 * rank, seed=rank), 3 + 2 * rank
     tokens, logits = demo.generate(single, prompt, new_tokens)
     got, got_logits = demo.generate(spread, prompt, new_tokens, synced_gpus=True)
@@ -246,6 +251,7 @@ def test_an_error_in_the_experts_of_one_rank_leaves_the_others_in_step(rank, mon
     layer.check(*inputs)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="the demo runs on the CPU")
 @pytest.mark.parametrize("name", demo.MODELS)
 def test_the_demo(name, size):
     result = demo.run_model(name, max_new_tokens=8)

@@ -122,16 +122,21 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   int64_t sms = std::min<int64_t>(plan.num_sms, device.multiprocessors);
   int64_t most = args.send && args.receive ? 2 * sms : sms;  // a stage in halves leaves room for another's
   // What this rank has received it knows on the device only: as much as it sends, on average.
-  int64_t T = std::max<int64_t>(args.T, 1), wire = plan.combine_fp8 ? 1 : itemsize(dtype);
+  int64_t T = std::max<int64_t>(args.T, 1), wire = plan.combine_fp8 ? 1 : itemsize(dtype), slots = T * plan.R;
   int64_t parts = parts_of(static_cast<int32_t>(args.D * wire / 4));
   bool few = args.T <= plan.few_tokens;
-  // Four warps a row suffice where there are rows for all; of fewer rows, all warps there are.
-  int64_t team = 4;
-  while (team < kWarps && T * plan.R * team * 2 <= sms * kWarps) team *= 2;
+  int64_t team = 4, senders = slots, receivers = most, share = most * 3 / 4;
+  if (few) {
+    senders = ceil_div(slots * parts, kWarps), receivers = ceil_div(T * parts, kWarps);
+  } else {  // as measured: as many warps a row as there are for all at once, or four, or two if there is more to do
+    while (team < kWarps && slots * team * 2 <= share * kWarps) team *= 2;
+    int64_t rows = ceil_div(slots * team, share * kWarps);  // of a team
+    if (slots <= most) share = most * 5 / 6;
+    if (rows > 1) share = most * 5 / 8;
+    if (rows > 64) share = most * 11 / 12, team = 2;
+  }
   if (plan.combine_team) team = std::min<int64_t>(std::bit_floor(static_cast<uint64_t>(plan.combine_team)), kWarps);
-  int64_t senders = ceil_div(few ? T * plan.R * parts : T * plan.R * team, kWarps);
-  int64_t receivers = few ? ceil_div(T * parts, kWarps) : std::min(4 * T, sms / 2);
-  senders = std::min(plan.combine_senders ? plan.combine_senders : senders, std::max<int64_t>(most * 3 / 4, 1));
+  senders = std::min(plan.combine_senders ? plan.combine_senders : senders, std::max<int64_t>(share, 1));
   if (!args.send) senders = 0;
   if (!args.receive) receivers = 0;
   CombineKernel kernel{exchange, args, static_cast<int32_t>(senders), static_cast<int32_t>(team)};

@@ -47,7 +47,7 @@ __device__ __forceinline__ void send_slot(const CombineBlock& b, const Team& tea
       }
     }
     publish_shared();
-    if (first_warp) wait_read<kSteps - 2>();  // what is written after this barrier has left
+    if (first_warp && stored + 1 >= kSteps) wait_read<kSteps - 2>();  // what is written after this barrier has left
     team.sync();
     auto bytes = static_cast<int32_t>(min(length, vectors - base) * sizeof(Out));
     if (first_warp) store(team.leads() ? out + base : nullptr, step, bytes);

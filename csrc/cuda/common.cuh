@@ -4,6 +4,8 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <map>
+#include <utility>
 
 #include "types.h"
 #include "vector.cuh"
@@ -28,7 +30,7 @@ __device__ __forceinline__ void let_successor_start() {
 }
 
 struct Device {
-  int multiprocessors, major;
+  int index, multiprocessors, major;
 };
 
 // The current device's, looked up once for each device.
@@ -38,6 +40,7 @@ inline cudaError_t current_device(Device& device) {
   if (cudaError_t error = cudaGetDevice(&index)) return error;
   Device& entry = known[index % 64];
   if (entry.multiprocessors == 0) {
+    entry.index = index;
     if (cudaError_t error = cudaDeviceGetAttribute(&entry.major, cudaDevAttrComputeCapabilityMajor, index))
       return error;
     if (cudaError_t error = cudaDeviceGetAttribute(&entry.multiprocessors, cudaDevAttrMultiProcessorCount, index))
@@ -47,17 +50,26 @@ inline cudaError_t current_device(Device& device) {
   return cudaSuccess;
 }
 
+// Lets a kernel have more dynamic shared memory than any has without asking; asks once for each kernel and device.
+inline cudaError_t allow_shared(const void* kernel, int device, int64_t bytes) {
+  constexpr int64_t kPlainBytes = 24 << 10;  // of 48 KiB, beside what the kernel declares
+  thread_local std::map<std::pair<const void*, int>, int64_t> allowed;
+  if (bytes <= kPlainBytes) return cudaSuccess;
+  int64_t& most = allowed[{kernel, device}];
+  if (bytes <= most) return cudaSuccess;
+  auto size = static_cast<int>(bytes);
+  if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, size)) return error;
+  most = bytes;
+  return cudaSuccess;
+}
+
 template <typename... Params, typename... Args>
 cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, int64_t shared_bytes, cudaStream_t stream,
                    Args&&... args) {
   Device device;
   if (cudaError_t error = current_device(device)) return error;
-  constexpr int64_t kPlainSharedBytes = 24 << 10;  // of 48 KiB, beside what the kernel declares
-  if (shared_bytes > kPlainSharedBytes) {
-    auto size = static_cast<int>(shared_bytes);
-    if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, size))
-      return error;
-  }
+  auto* function = reinterpret_cast<const void*>(kernel);
+  if (cudaError_t error = allow_shared(function, device.index, shared_bytes)) return error;
   cudaLaunchAttribute overlap = {};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_kernel(const __grid_cons
   if (threadIdx.x == 0) shared.epoch = round->combine_epoch + 1, shared.latched = round->latched;
   bool leader = blockIdx.x == kernel.senders, ok = true;
   int32_t tokens = kernel.tokens();
-  if (leader && kernel.args.send) send_counts<kPackets ? 1 : 2>(b, tokens);
+  if (leader && kernel.args.send) send_counts(b, tokens);
   if (blockIdx.x < kernel.senders) {
     if constexpr (kPackets)
       send_packets<Source>(b, tokens);

@@ -149,7 +149,7 @@ __device__ __forceinline__ bool send_rows(DispatchBlock& b, int32_t tokens, int3
   for (int32_t t = blockIdx.x, n = 0, next; t < tokens; t = next, n ^= 1) {
     if (warp == 1 && lane == 0) b.shared.next = tokens <= senders ? tokens : senders + atomicAdd(ticket, 1);
     if (warp == kWarps - 1) read_token(b, t, n);  // the last warps have the fewest tokens to count
-    count_tokens<2>(b, counted, t, 1);
+    count_tokens(b, counted, t, 1);
     counted = t + 1;
     __syncthreads();
     next = b.shared.next;
@@ -168,7 +168,7 @@ __device__ __forceinline__ bool send_rows(DispatchBlock& b, int32_t tokens, int3
       if constexpr (!std::is_void_v<Source>) quantize_piece<Source>(b, buffer, pieces.bytes(piece));
       if (sends) send_piece<Source>(b, piece, buffer, pieces.bytes(piece));
     }
-    if (warp == 1) count_health(b, t);
+    if (warp == kWarps - 2) count_health(b, t);
     if (!sends) continue;
     send_pairs_of_slots(b, n);
     if (next < tokens) pieces.fetch_next(next, 0);

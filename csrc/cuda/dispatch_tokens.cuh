@@ -29,35 +29,26 @@ __device__ __forceinline__ int32_t physical(const DispatchBlock& b, int32_t t, i
   return b.plan.copies == 1 ? expert : copy_of(b.ex, t, expert);
 }
 
-// By the block's warps from `first` on: adds tokens [begin, end) to the counts by expert and by rank. A lane takes a
-// pair and a warp as many tokens as fit, kTurns times at once.
-template <int kTurns>
-__device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, int32_t end, int32_t first = 0) {
-  int32_t K = b.args.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32 - first, width = 1;
+// By the block's warps from `first_warp` on: adds tokens [begin, end) to the counts by expert and by rank. A lane takes
+// a pair, and a warp as many tokens as fit.
+__device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, int32_t end, int32_t first_warp = 0) {
+  int32_t K = b.args.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32 - first_warp, width = 1;
   if (warp < 0) return;
   while (width < K) width *= 2;  // lanes of a token
-  int32_t tokens = 32 / width, step = (kWarps - first) * tokens, rows = 0;
+  int32_t tokens = 32 / width, k = lane % width, rows = 0;
 #pragma unroll 1
-  for (int32_t base = begin + warp * tokens; base < end; base += kTurns * step) {
-    int64_t ids[kTurns];
-    float weights[kTurns];
-#pragma unroll
-    for (int i = 0; i < kTurns; ++i) {
-      int32_t t = base + i * step + lane / width, k = lane % width;
-      bool real = k < K && t < end;
-      ids[i] = real ? load_id(b.args, t, k) : -1;
-      weights[i] = real ? load_weight(b.args, t, k) : 0.0f;
-    }
-#pragma unroll
-    for (int i = 0; i < kTurns; ++i) {
-      int32_t p = physical(b, base + i * step + lane / width, expert_of(b, ids[i]), weights[i]);
-      uint32_t ranks = p < 0 ? 0 : 1u << (b.place[p] >> 16);
-      if (p >= 0) atomicAdd(&b.count[p], 1);
+  for (int32_t first = begin + warp * tokens; first < end; first += (kWarps - first_warp) * tokens) {
+    int32_t t = first + lane / width;
+    bool real = k < K && t < end;
+    int64_t id = real ? load_id(b.args, t, k) : -1;
+    float weight = real ? load_weight(b.args, t, k) : 0.0f;
+    int32_t p = physical(b, t, expert_of(b, id), weight);
+    uint32_t ranks = p < 0 ? 0 : 1u << (b.place[p] >> 16);
+    if (p >= 0) atomicAdd(&b.count[p], 1);
 #pragma unroll 1
-      for (int32_t offset = 1; offset < width; offset *= 2) ranks |= __shfl_xor_sync(kAllLanes, ranks, offset);
+    for (int32_t offset = 1; offset < width; offset *= 2) ranks |= __shfl_xor_sync(kAllLanes, ranks, offset);
 #pragma unroll 1
-      for (int32_t token = 0; token < 32; token += width) rows += __shfl_sync(kAllLanes, ranks, token) >> lane & 1u;
-    }
+    for (int32_t token = 0; token < 32; token += width) rows += __shfl_sync(kAllLanes, ranks, token) >> lane & 1u;
   }
   if (rows) atomicAdd(&b.shared.rank_count[lane], rows);
 }

@@ -7,6 +7,7 @@
 #include "combine_few.cuh"
 #include "combine_rows.cuh"
 #include "exchange_launch.h"
+#include "launch_kernel.cuh"
 #include "units.cuh"
 
 namespace epmoe::cuda {

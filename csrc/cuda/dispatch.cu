@@ -5,6 +5,7 @@
 #include "dispatch_few.cuh"
 #include "dispatch_receive.cuh"
 #include "exchange_launch.h"
+#include "launch_kernel.cuh"
 #include "units.cuh"
 
 namespace epmoe::cuda {

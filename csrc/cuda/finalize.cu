@@ -3,6 +3,7 @@
 #include "args.h"
 #include "common.cuh"
 #include "launch.h"
+#include "launch_kernel.cuh"
 
 namespace epmoe::cuda {
 namespace {

@@ -11,6 +11,7 @@
 #include "args.h"
 #include "copy_rows.cuh"
 #include "launch.h"
+#include "launch_kernel.cuh"
 #include "segments.cuh"
 
 namespace epmoe::cuda {

@@ -6,6 +6,7 @@
 // that none is chosen twice. Weights are computed for the K chosen only; the sum of a softmax needs all.
 #include "candidate.cuh"
 #include "launch.h"
+#include "launch_kernel.cuh"
 #include "route.cuh"
 
 namespace epmoe::cuda {

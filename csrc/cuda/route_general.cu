@@ -1,6 +1,7 @@
 // route for any number of experts: the keys of a row lie in shared memory; a pick is a reduction over the lanes' best,
 // and the winner, whose expert is removed, looks through its share again.
 #include "launch.h"
+#include "launch_kernel.cuh"
 #include "route.cuh"
 
 namespace epmoe::cuda {

@@ -1,5 +1,6 @@
 // The least that an exchange over NVLink can cost: one kernel that stores rows into the windows of others, raises one
 // flag for each of them and waits for theirs. It knows where everything goes: nothing is routed, counted or summed.
+#include "cuda/launch_kernel.cuh"
 #include "cuda/mail.cuh"
 
 namespace epmoe::cuda {

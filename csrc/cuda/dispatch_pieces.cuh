@@ -1,0 +1,86 @@
+// A token's row on its way from x to every rank that needs it, in pieces that fit into shared memory.
+#pragma once
+#include "bulk.cuh"
+#include "dispatch.cuh"
+#include "fp8.cuh"
+
+namespace epmoe::cuda {
+
+// A block's rows on their way, in pieces: from x into shared memory, and from there to every rank that needs them.
+struct Pieces {
+  const DispatchBlock& b;
+  int32_t fetched = 0, taken = 0;
+
+  __device__ explicit Pieces(const DispatchBlock& b) : b(b) {
+    if (threadIdx.x == 0)
+      for (uint64_t& arrival : b.shared.arrivals) init_arrival(&arrival);
+  }
+  __device__ int64_t row_bytes() const { return b.args.D * itemsize(b.args.dtype); }
+  __device__ int32_t of_row() const { return static_cast<int32_t>(ceil_div(row_bytes(), b.kernel.piece_bytes)); }
+  __device__ int32_t bytes(int32_t piece) const {
+    return static_cast<int32_t>(min(b.kernel.piece_bytes, row_bytes() - piece * b.kernel.piece_bytes));
+  }
+  __device__ char* buffer(int32_t n) const { return b.pieces + n % kPieces * b.kernel.piece_bytes; }
+
+  // By warp 0: the next one, once what was in its buffer has left.
+  __device__ void fetch_next(int32_t t, int32_t piece) {
+    wait_read<kPieces - 2>();
+    __syncwarp();
+    auto* x = static_cast<const char*>(b.args.x_TD) + t * b.args.x_stride_bytes + piece * b.kernel.piece_bytes;
+    fetch(buffer(fetched), x, bytes(piece), &b.shared.arrivals[fetched % kPieces]);
+    ++fetched;
+  }
+  // The oldest that this thread has not taken, when it is here.
+  __device__ char* take() {
+    await(&b.shared.arrivals[taken % kPieces], taken / kPieces & 1);
+    return buffer(taken++);
+  }
+};
+
+// By the whole block: a piece as fp8, in its own place; kLanes threads share a block of 128 elements.
+template <typename Source>
+__device__ __forceinline__ void quantize_piece(const DispatchBlock& b, char* buffer, int32_t bytes) {
+  constexpr int kCount = kPerVector<Source>, kLanes = kScaleBlock / kCount, kEach = kMaxPieceBytes / (16 * kThreads);
+  Vector<uint8_t, kCount> packed[kEach];
+  float scales[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    int32_t v = i * kThreads + threadIdx.x;
+    float values[kCount] = {};
+    if (v * 16 < bytes) to_floats(reinterpret_cast<const Vector<Source, kCount>*>(buffer)[v], values);
+    scales[i] = block_scale<kCount, kLanes>(values);
+    packed[i] = to_fp8(values, scales[i]);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    int32_t v = i * kThreads + threadIdx.x;
+    if (v * 16 >= bytes) continue;
+    reinterpret_cast<Vector<uint8_t, kCount>*>(buffer)[v] = packed[i];
+    if (v % kLanes == 0) b.shared.scales[v / kLanes] = scales[i];
+  }
+  publish_shared();
+  __syncthreads();
+}
+
+// By warp 0: a piece to all ranks that need the token.
+template <typename Source>
+__device__ __forceinline__ void send_piece(const DispatchBlock& b, int32_t piece, const char* buffer, int32_t bytes) {
+  int32_t lane = threadIdx.x, R = static_cast<int32_t>(b.plan.R);
+  int64_t begin = piece * b.kernel.piece_bytes;
+  // Lanes store one after the other: not every token to rank 0 first.
+  char* to = lane < R ? b.shared.sending.row_at[(lane + blockIdx.x) % R] : nullptr;
+  if constexpr (std::is_void_v<Source>) {
+    store(to ? to + begin : nullptr, buffer, bytes);
+  } else {
+    constexpr int kSize = sizeof(Source);
+    store(to ? to + begin / kSize : nullptr, buffer, bytes / kSize);
+#pragma unroll 1
+    for (int32_t rank = 0; rank < R; ++rank)
+      if (float* scales = b.shared.sending.scales_at[rank])
+        for (int32_t i = lane; i < bytes / (kScaleBlock * kSize); i += 32)
+          scales[begin / (kScaleBlock * kSize) + i] = b.shared.scales[i];
+  }
+}
+
+}  // namespace epmoe::cuda

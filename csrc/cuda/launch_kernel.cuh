@@ -1,0 +1,64 @@
+// How the host launches a kernel: overlapping its predecessor's end, with as much shared memory as it wants.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <map>
+#include <utility>
+
+namespace epmoe::cuda {
+
+struct Device {
+  int index, multiprocessors, major;
+};
+
+// The current device's, looked up once for each device.
+inline cudaError_t current_device(Device& device) {
+  static Device known[64] = {};
+  int index = 0;
+  if (cudaError_t error = cudaGetDevice(&index)) return error;
+  Device& entry = known[index % 64];
+  if (entry.multiprocessors == 0) {
+    entry.index = index;
+    if (cudaError_t error = cudaDeviceGetAttribute(&entry.major, cudaDevAttrComputeCapabilityMajor, index))
+      return error;
+    if (cudaError_t error = cudaDeviceGetAttribute(&entry.multiprocessors, cudaDevAttrMultiProcessorCount, index))
+      return error;
+  }
+  device = entry;
+  return cudaSuccess;
+}
+
+// Lets a kernel have more dynamic shared memory than any has without asking; asks once for each kernel and device.
+inline cudaError_t allow_shared(const void* kernel, int device, int64_t bytes) {
+  constexpr int64_t kPlainBytes = 24 << 10;  // of 48 KiB, beside what the kernel declares
+  thread_local std::map<std::pair<const void*, int>, int64_t> allowed;
+  if (bytes <= kPlainBytes) return cudaSuccess;
+  int64_t& most = allowed[{kernel, device}];
+  if (bytes <= most) return cudaSuccess;
+  auto size = static_cast<int>(bytes);
+  if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, size)) return error;
+  most = bytes;
+  return cudaSuccess;
+}
+
+template <typename... Params, typename... Args>
+cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, int64_t shared_bytes, cudaStream_t stream,
+                   Args&&... args) {
+  Device device;
+  if (cudaError_t error = current_device(device)) return error;
+  auto* function = reinterpret_cast<const void*>(kernel);
+  if (cudaError_t error = allow_shared(function, device.index, shared_bytes)) return error;
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = device.major >= 9 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
+}
+
+}  // namespace epmoe::cuda

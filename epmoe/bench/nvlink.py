@@ -208,7 +208,10 @@ def write_json(results: Sequence[Result], path: Path) -> None:
 
 def plot(results: Sequence[Result], path: Path) -> None:
     """Every contender's pair over T, in the format of the file's suffix (.png, .svg, .pdf)."""
-    lines: dict[str, list[tuple[int, float]]] = {}
+    points: dict[tuple[Contender, Payload], list[tuple[int, float]]] = {}
     for r in results:
-        lines.setdefault(f"{r.contender}, {r.payload}", []).append((r.tokens, r.times.pair))
-    plot_pairs([Line(label, points) for label, points in lines.items()], path)
+        points.setdefault((r.contender, r.payload), []).append((r.tokens, r.times.pair))
+    colors = {contender: f"C{i}" for i, contender in enumerate(Contender)}
+    dashes = dict(zip(Payload, ("-", "--", ":"), strict=True))
+    names = {side: side[0] if side[1] is Payload.PLAIN else ", ".join(side) for side in points}
+    plot_pairs([Line(names[s], of, color=colors[s[0]], dashes=dashes[s[1]]) for s, of in points.items()], path)

@@ -20,11 +20,13 @@ class Times:
 
 @dataclass(frozen=True)
 class Line:
-    """One side in a plot: (tokens, µs of a pair), and a note at each of them."""
+    """One side in a plot: (tokens, µs of a pair), and a note at each of them; colour and dashes as matplotlib's."""
 
     label: str
     points: Sequence[tuple[int, float]]
     notes: Sequence[str] = field(default=())
+    color: str | None = None
+    dashes: str = "-"
 
 
 def write_object(content: Mapping[str, Any] | Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -36,10 +38,10 @@ def plot_pairs(lines: Sequence[Line], path: Path) -> None:
     """Every side's time of a pair over T, in the format of the file's suffix (.png, .svg, .pdf)."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     for line in lines:
-        axes.loglog(*zip(*line.points, strict=True), "o-", label=line.label)
+        axes.loglog(*zip(*line.points, strict=True), "o", ls=line.dashes, color=line.color, label=line.label)
         for at, note in zip(line.points, line.notes, strict=False):
             axes.annotate(note, at, (0, -14), textcoords="offset points", ha="center")
     tokens = sorted({at for line in lines for at, _ in line.points})
@@ -48,5 +50,5 @@ def plot_pairs(lines: Sequence[Line], path: Path) -> None:
     axes.minorticks_off()
     axes.margins(y=0.15)
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside right upper")
     figure.savefig(path)

@@ -19,8 +19,8 @@ from transformers.distributed import DistributedConfig
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+import epmoe.integrations.transformers as integration
 from epmoe.health import Health
-from epmoe.integrations.transformers import close, shared
 
 PROMPTS = (
     "The mixture of experts sends every token to",
@@ -105,28 +105,28 @@ class ModelResult:
 def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: Progress | None = None) -> ModelResult:
     """Generate greedily from this rank's prompt, in a single process and with the experts spread over all ranks.
 
-    Every rank of the default process group calls it alike, or a process on its own. fp32, on the CPU.
-    Every `ExpertParallel` of the integration is closed, before and after.
+    Every rank of the default process group calls it alike, or a process on its own. fp32, on GPUs where that group has
+    NCCL, else on the CPU. Every `ExpertParallel` of the integration is closed, before and after.
     """
     if name not in MODELS:
         raise ValueError(f"`name` must be one of {', '.join(MODELS)}, got {name!r}")
-    if torch.accelerator.is_available():
-        raise RuntimeError("the demo's models run on the CPU: hide the GPUs with CUDA_VISIBLE_DEVICES=''")
     logging.disable_progress_bar()
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    device = "cuda" if size > 1 and "cuda:nccl" in dist.get_backend_config() else "cpu"
     tokenizer, prompt = make_tokenizer(), PROMPTS[rank % len(PROMPTS)]
-    ids = torch.tensor([tokenizer.encode(prompt).ids])
+    ids = torch.tensor([tokenizer.encode(prompt).ids], device=device)
 
-    close()
+    integration.close()
     with saved_model(name, seed=seed) as path:
-        single = AutoModelForCausalLM.from_pretrained(path)
-        spread = load_distributed(path, size)
+        single = AutoModelForCausalLM.from_pretrained(path).to(device)
+        spread = _load_distributed(path, size, device)
     tokens, logits = generate(single, ids, max_new_tokens, _streamer("reference", max_new_tokens, progress))
     start = perf_counter()
-    got, got_logits = generate(spread, ids, max_new_tokens, _streamer("distributed", max_new_tokens, progress))
+    streamer = _streamer("distributed", max_new_tokens, progress)
+    got, got_logits = generate(spread, ids, max_new_tokens, streamer, synced_gpus=size > 1)
     total = perf_counter() - start
 
-    (layers,) = shared()
+    (layers,) = integration.shared()
     health, seconds = layers.ep.health(), dict(layers.seconds)
     seconds["rest"] = total - sum(seconds.values())
     mine = {
@@ -137,7 +137,7 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: P
         "seconds": seconds,
         "health": health,
     }
-    close()
+    integration.close()
     of_ranks = _all_gather(mine, size)
     by_rank = {key: [one[key] for one in of_ranks] for key in mine}
     return ModelResult(
@@ -188,15 +188,17 @@ def saved_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32)
             dist.barrier()
 
 
-def load_distributed(path: str, size: int, **kwargs: Any) -> PreTrainedModel:
-    """The model in `path` with its experts spread over `size` ranks, each with a batch of its own.
+def _load_distributed(path: str, size: int, device: str) -> PreTrainedModel:
+    """The model in `path` on `device`, its experts spread over `size` ranks, each with a batch of its own.
 
-    On GPUs where there are some, as DistributedConfig decides, if `size` is not 1.
+    A rank holds its share of the expert weights; or all of them, where transformers has no EP implementations yet, or
+    would put the model elsewhere: with a DistributedConfig it takes the accelerator, if there is one.
     """
-    if size == 1:
-        return AutoModelForCausalLM.from_pretrained(path, experts_implementation="epmoe", **kwargs)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if size == 1 or device != (accelerator.type if accelerator else "cpu") or not hasattr(integration, "EpmoeEP"):
+        return AutoModelForCausalLM.from_pretrained(path, experts_implementation="epmoe").to(device)
     parallel = DistributedConfig(tp_size=1, fsdp_size=size, ep_size=size, ep_implementation="epmoe")
-    return AutoModelForCausalLM.from_pretrained(path, distributed_config=parallel, **kwargs)
+    return AutoModelForCausalLM.from_pretrained(path, distributed_config=parallel)
 
 
 def generate(

@@ -27,7 +27,8 @@ Experts = Callable[[Tensor, Tensor], Tensor]
 
 class SharedExpertParallel:
     """The `ExpertParallel` of all layers with the same shapes on one group: `ep`, and in `seconds` the wall time that
-    each stage has taken so far, waiting for other ranks included.
+    each stage has taken so far, waiting for other ranks included; on GPUs the host's, which waits only in `agree` and
+    `experts`.
     """
 
     def __init__(self, config: EPConfig, group: dist.ProcessGroup | None, device: torch.device) -> None:

@@ -77,8 +77,8 @@ __device__ __forceinline__ void store(void* to, const void* from, int32_t bytes)
 #endif
 }
 
-// By the lanes that called store(): until all groups but the last kPending have arrived there, or have left shared
-// memory.
+// By the lanes that called store(): until all groups but the last kPending are done for this thread, which for others a
+// release makes true (raise_flag), or have left shared memory.
 template <int kPending>
 __device__ __forceinline__ void wait_stored() {
 #ifdef EPMOE_BULK

@@ -1,7 +1,8 @@
 // dispatch over NVLink, one kernel: some blocks send tokens, each once to each rank that needs it; one block counts, so
 // that every rank learns all counts while rows are on the wire; all others, and senders once they are done, move what
-// has arrived to its expert-major place, or copy what was sent there to its other places. A sender says with each pair
-// its ordinal among this source's pairs of that expert, and the counts say where (expert, source) starts.
+// has arrived to its expert-major place. A sender says with each pair its ordinal among this source's pairs of that
+// expert, and the counts say where (expert, source) starts. Once it knows all counts itself, it sends rows to their
+// first place, says which that is, and they are only copied to the others.
 #include "dispatch_few.cuh"
 #include "dispatch_receive.cuh"
 #include "exchange_launch.h"

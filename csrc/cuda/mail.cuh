@@ -42,8 +42,9 @@ __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* flag) {
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
   return value;
 }
-// By one thread, after a barrier of those that stored what the flag stands for. It waits until all of that has arrived:
-// the end of a bulk copy (bulk.cuh) alone does not say so, as rows that were not there have shown.
+// By one thread, after a barrier of those that stored what the flag stands for. It waits until all of that has arrived,
+// which the end of a bulk copy (bulk.cuh) alone does not say: without a release, rows were seen that were not there
+// yet.
 __device__ __forceinline__ void raise_flag(uint32_t* flag, uint32_t epoch) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(epoch) : "memory");
 }

@@ -146,6 +146,15 @@ def test_hostile_routing_to_the_letter(make_ep, rank, size, id_dtype, layout):
         check_round(ep, tokens, layout)
 
 
+@pytest.mark.parametrize("payload", ["auto", "fp8"])
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_long_rows_on_few_multiprocessors(make_ep, rank, size, layout, payload):
+    """On GPUs rows in several pieces, and blocks that send many tokens, in place once they know where."""
+    ep = make_ep(hidden=20480, dtype="float32", max_tokens=60, exchange={"payload": payload, "num_sms": 2})
+    for seed in range(3):
+        check_round(ep, [make_tokens(ep.config, r, 60 - 7 * r, seed=seed) for r in range(size)], layout)
+
+
 def test_smaller_hidden_size_top_k_and_dtype(make_ep, rank, size):
     """A call may use less than the config: strides between slots stay."""
     ep = make_ep(hidden=512, top_k=8, dtype="float32")

@@ -22,9 +22,9 @@ both_ways = pytest.mark.parametrize(
     "way", [pytest.param("ep_implementation", marks=needs_ep), "experts_implementation"]
 )
 """Each rank with its share of the expert weights, or with all of them and its share of the work."""
-FP32_LOGITS = 1e-5 if DEVICE == "cpu" else 3e-5
-"""Absolute, of logits up to 5 in size, which fp32 gives to within 3e-6 of fp64. On GPUs the two sides also sum in
-different orders: transformers decodes with `batched_mm` there, and libraries choose kernels by the number of rows.
+FP32_LOGITS = 1e-5 if DEVICE == "cpu" else 1e-4
+"""Absolute, of logits up to 5 in size, which fp32 on the CPU gives to within 3e-6 of fp64. On GPUs the two sides also
+sum in different orders: transformers decodes with `batched_mm` there, and libraries choose kernels by rows.
 """
 BF16_LOGITS = 2e-2
 """Relative to the largest logit, after 3 layers."""

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from epmoe.config import EPConfig
+from epmoe.placement import Placement
 from epmoe.window import all_gather
 
 
@@ -28,6 +29,24 @@ def device_of(config: EPConfig, device: torch.device | str | None) -> torch.devi
     if not torch.cuda.is_available():
         raise ValueError("torch finds no GPU here: `device` must be cpu, and exchange.transport shared_memory or auto")
     return wanted if wanted.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def check_multiprocessor(placement: Placement, device: torch.device) -> None:
+    """Raises ValueError, on all ranks alike, where a multiprocessor has not the shared memory for two blocks of each
+    kernel of the exchange: blocks wait for one another, and all have to run at once (csrc/cuda/dispatch.cu)."""
+    R, P = placement.ep_size, placement.num_physical_experts
+    experts = [placement.num_local_experts(rank) for rank in range(R)]
+    pieces, steps, declared = 48 << 10, 64 << 10, 12 << 10  # bytes of a block; declared: what it has in any case
+    bases = R * max(experts)
+    first_rows = max((R + 1) * e if (R + 1) * e <= 4096 else 0 for e in experts)
+    tables = 4 * (2 * P + 1 + (bases if bases <= 8192 else 0) + first_rows)
+    needed = 2 * (max(pieces + tables, steps) + declared)
+    available = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    if needed > available:
+        raise ValueError(
+            f"`device` has {available >> 10} KiB of shared memory a multiprocessor, but the exchange of {P} physical "
+            f"experts over {R} ranks needs {-(-needed >> 10)}: take fewer experts, or a GPU as large as A100 or H100"
+        )
 
 
 def members_of(group: dist.ProcessGroup | None) -> tuple[int, int, list[int]]:

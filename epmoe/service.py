@@ -12,7 +12,7 @@ from torch import Tensor
 from epmoe import ops
 from epmoe.config import EPConfig
 from epmoe.exchange import Exchange
-from epmoe.group import check_group, device_of, members_of
+from epmoe.group import check_group, check_multiprocessor, device_of, members_of
 from epmoe.health import EPMismatchError, Health
 from epmoe.memory import MemoryPlan
 from epmoe.placement import Placement
@@ -50,6 +50,8 @@ class ExpertParallel:
         check_group(config, self.group, self.rank, self.size)
         _ = ops.dispatch  # a library that does not build fails here, and not in a round that others wait in
         self.placement = Placement.from_config(config)
+        if nvlink:
+            check_multiprocessor(self.placement, self.device)
         plan = MemoryPlan.build(config, self.rank, self.placement, nvlink)
         with torch.inference_mode(False):  # else the buffers could not be written outside inference mode
             window: Window
@@ -131,7 +133,7 @@ class ExpertParallel:
         """The first half of `dispatch`, with its arguments and errors: sends, and waits for no rank.
 
         Between the halves other work runs, also the rounds of another `ExpertParallel`: two micro-batches take turns
-        on two of them. x, ids and weights must not be written before `dispatch_recv` has returned.
+        on two of them. No argument, `num_tokens` included, must be written before `dispatch_recv` has returned.
         """
         return dispatch_stage.dispatch_send(
             self._open, x, ids, weights, num_tokens=num_tokens, layout=layout,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import epmoe
+from epmoe.group import check_multiprocessor
 
 
 def make_config(size: int = 1, experts: int = 8, top_k: int = 2, transport: str = "auto") -> epmoe.EPConfig:
@@ -108,3 +111,32 @@ def test_usable_outside_the_inference_mode_it_was_made_in():
     d = ep.dispatch(x, torch.tensor([[0], [1]]), torch.ones(2, 1))
     assert torch.equal(ep.combine(d.rows, d), x)
     ep.close()
+
+
+@pytest.mark.parametrize(
+    "experts, kib, fits", [(256, 228, True), (256, 164, True), (256, 100, False), (3584, 228, False)]
+)
+def test_a_multiprocessor_has_to_hold_two_blocks(monkeypatch, experts, kib, fits):
+    properties = SimpleNamespace(shared_memory_per_multiprocessor=kib << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    placement = epmoe.Placement.build(experts, 8)
+    if fits:
+        check_multiprocessor(placement, torch.device("cuda", 0))
+        return
+    with pytest.raises(ValueError, match=rf"`device` has {kib} KiB .* {experts} physical experts over 8 ranks needs"):
+        check_multiprocessor(placement, torch.device("cuda", 0))
+
+
+def test_fp8_travels_in_whole_blocks():
+    config = epmoe.EPConfig(
+        model={"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 256, "dtype": "float32"},
+        topology={"ep_size": 1},
+        capacity={"max_num_tokens_per_rank": 4},
+        exchange={"combine_payload": "fp8"},
+    )
+    with epmoe.ExpertParallel(config) as ep:
+        ids, weights = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1)
+        with pytest.raises(ValueError, match=r"`x` must be .*whole blocks of 128, got float32 \[2, 192\]"):
+            ep.dispatch(torch.randn(2, 192), ids, weights)
+        d = ep.dispatch(x := torch.randn(2, 128), ids, weights)
+        assert torch.allclose(ep.combine(d.rows, d), x, rtol=0.1, atol=0.1)

@@ -234,10 +234,10 @@ def _check_inputs(exchange: Exchange, x: Tensor, ids: Tensor, weights: Tensor, l
     dtypes = [model.torch_dtype, *(d for d in FLOATS if d.itemsize < model.torch_dtype.itemsize)]
     check_tensor("x", x, dtypes, ("T", "D"), exchange.device)
     T, hidden = x.shape
-    if hidden > D or hidden < 1 or hidden * x.dtype.itemsize % 16:
-        raise ValueError(
-            f"`x` must be {model.dtype} [T, {D}], or a smaller hidden size of whole 16 bytes, got {describe(x)}"
-        )
+    wires = exchange.config.exchange.payload, exchange.config.exchange.combine_payload
+    step, whole = (SCALE_BLOCK, "blocks of 128") if "fp8" in wires else (16 // x.dtype.itemsize, "16 bytes")
+    if hidden > D or hidden < 1 or hidden % step:
+        raise ValueError(f"`x` must be {model.dtype} [T, {D}], or a smaller D of whole {whole}, got {describe(x)}")
     if T > M:
         raise ValueError(
             f"`x` has {T} tokens, but capacity.max_num_tokens_per_rank is {M}: set it to at least {T} on all ranks"

@@ -16,16 +16,16 @@ struct ExchangePlan {
   int64_t scale_blocks;                          // scales between slots
   int64_t most_local_experts;                    // of any rank
   int64_t num_sms;                               // multiprocessors a kernel may use
-  int64_t few_tokens;  // up to which a source's rows travel as packets; CUDA only, as the next five
-  int64_t dispatch_packets, combine_packets;                // a slot takes
+  int64_t few_tokens;  // up to which a source's rows travel without flags; CUDA only, as the next five
+  int64_t few_stride_bytes, few_sum_stride_bytes;           // between those, with their scales
   int64_t dispatch_senders, combine_senders, combine_team;  // blocks, warps a row; 0: the kernel chooses
   // in every rank's window
   int64_t dispatch_mail, combine_mail, error_mail, doorbell;
   int64_t recv_x, recv_scales, recv_ids, recv_weights, combine_rows, combine_scales;
-  int64_t recv_flags, recv_ordinals, recv_counts, combine_flags, recv_packets, combine_packet_rows;  // CUDA only
+  int64_t recv_flags, recv_ordinals, recv_counts, combine_flags, few_rows, few_pairs, few_sums;  // CUDA only
   int64_t rows, row_scales;  // in the window on CUDA, in scratch on the CPU
   // in this rank's scratch
-  int64_t state, counts, slots, expert_offsets, tokens_per_expert, row_of_pair;
+  int64_t state, counts, slots_used, slots, expert_offsets, tokens_per_expert, row_of_pair;
   int64_t expert_map, owners, copies_table, num_copies, sentinels;
   int64_t local_index, pair_weights;  // CUDA only
   int64_t counters, total_tokens_per_expert, rows_sent;
@@ -47,12 +47,15 @@ struct RoundState {
   int32_t T, D, K;
   int16_t dtype;
   int16_t originator;  // CUDA only: who saw the failure first
-  uint32_t few;        // CUDA only: sources whose rows travel as packets, a mask
+  uint32_t few;        // CUDA only: sources whose rows travel without flags, a mask
   uint64_t missing;    // CUDA only: ranks that were waited for in vain, a mask
-  // CUDA only, [Stage]: handed out to be sent and to be received, and blocks done; each kernel clears the other's.
-  int32_t sent[2], ticket[2], done[2];
+  // CUDA only, [Stage]: handed out to be sent and to be received, the latter of rows with flags and of rows without,
+  // and blocks done; each kernel clears the other's.
+  int32_t sent[2], ticket[2], few_ticket[2], done[2];
+  int32_t told;  // CUDA only: blocks of dispatch that have sent what is said of pairs
+  int32_t unused;
 };
-static_assert(sizeof(RoundState) == 64);
+static_assert(sizeof(RoundState) == 80);
 
 // What the host looks at; int64 each, in the order of `epmoe.health.STATUS`.
 struct Status {

@@ -20,7 +20,7 @@ MAIL_BYTES = 64  # one cache line a source: flag, count and header of a round
 BUFFER_ALIGNMENT = 128
 PAGE_BYTES = 4096
 NUM_COUNTERS = 8
-FEW_TOKENS = 32  # from so many on, flags cost less than packets' bytes (csrc/cuda/packets.cuh)
+FEW_TOKENS = 256  # up to so many, rows travel without flags (csrc/cuda/lamport.cuh)
 PACKET_WORDS = 4
 
 Region = Literal["window", "scratch"]
@@ -29,14 +29,15 @@ Region = Literal["window", "scratch"]
 SIZES = (
     "R", "rank", "M", "K", "D", "E", "P", "num_local_experts", "copies", "max_rows", "alignment",
     "payload_fp8", "combine_fp8", "x_stride_bytes", "combine_stride_bytes", "scale_blocks",
-    "most_local_experts", "num_sms", "few_tokens", "dispatch_packets", "combine_packets",
+    "most_local_experts", "num_sms", "few_tokens", "few_stride_bytes", "few_sum_stride_bytes",
     "dispatch_senders", "combine_senders", "combine_team",
 )  # fmt: skip
 OFFSETS = (
     "mail.dispatch", "mail.combine", "mail.error", "doorbell",
     "recv.x", "recv.scales", "recv.ids", "recv.weights", "combine.rows", "combine.scales",
-    "recv.flags", "recv.ordinals", "recv.counts", "combine.flags", "recv.packets", "combine.packets",
-    "rows", "row_scales", "state", "counts", "slots", "expert_offsets", "tokens_per_expert", "row_of_pair",
+    "recv.flags", "recv.ordinals", "recv.counts", "combine.flags", "few.rows", "few.pairs", "few.sums",
+    "rows", "row_scales",
+    "state", "counts", "slots_used", "slots", "expert_offsets", "tokens_per_expert", "row_of_pair",
     "table.expert_map", "table.owners", "table.copies", "table.num_copies", "table.sentinels",
     "table.local_index", "pair_weights",
     "health.counters", "health.tokens_per_expert", "health.rows_sent",
@@ -94,7 +95,11 @@ class MemoryPlan:
         )
         payload = torch.float8_e4m3fn if payload_fp8 else x_dtype
         combine = torch.float8_e4m3fn if combine_fp8 else x_dtype
-        few, dispatch_packets, combine_packets = min(M, FEW_TOKENS), K + _packets(D, payload), _packets(D, combine)
+        few = min(M, FEW_TOKENS)
+        few_stride, few_sum_stride = (
+            _round_up(D * wire.itemsize + 4 * B * fp8, 16)
+            for wire, fp8 in ((payload, payload_fp8), (combine, combine_fp8))
+        )
         i32, i64, f32 = torch.int32, torch.int64, torch.float32
         layout: list[tuple[Region, str, tuple[int, ...], torch.dtype]] = [
             ("window", "mail.dispatch", (R, MAIL_BYTES), torch.uint8),
@@ -109,14 +114,16 @@ class MemoryPlan:
             ("window", "combine.scales", (R, M, B) if combine_fp8 else (0,), f32),
             ("window", "recv.flags", (R, M) if nvlink else (0,), i32),
             ("window", "recv.ordinals", (R, M, K) if nvlink else (0,), i32),
-            ("window", "recv.counts", (R, R * most + 2) if nvlink else (0,), i64),
+            ("window", "recv.counts", (R, R * most + 3) if nvlink else (0,), i64),
             ("window", "combine.flags", (R, M) if nvlink else (0,), i32),
-            ("window", "recv.packets", (R, few, dispatch_packets, PACKET_WORDS) if nvlink else (0,), i32),
-            ("window", "combine.packets", (R, few, combine_packets, PACKET_WORDS) if nvlink else (0,), i32),
+            ("window", "few.rows", (R, few, few_stride) if nvlink else (0,), torch.uint8),
+            ("window", "few.pairs", (R, few, K, PACKET_WORDS) if nvlink else (0,), i32),
+            ("window", "few.sums", (R, few, few_sum_stride) if nvlink else (0,), torch.uint8),
             ("window" if nvlink else "scratch", "rows", (N, D), payload),
             ("window" if nvlink else "scratch", "row_scales", (N, B) if payload_fp8 else (0,), f32),
-            ("scratch", "state", (16,), i32),
+            ("scratch", "state", (20,), i32),
             ("scratch", "counts", (R,), i32),
+            ("scratch", "slots_used", (R,), i32),
             ("scratch", "slots", (M, R), i32),
             ("scratch", "expert_offsets", (e + 1,), i32),
             ("scratch", "tokens_per_expert", (e,), i32),
@@ -141,7 +148,7 @@ class MemoryPlan:
         values = (
             R, rank, M, K, D, E, P, e, copies, N, alignment,
             payload_fp8, combine_fp8, D * payload.itemsize, D * combine.itemsize, B, most,
-            config.exchange.num_sms or 2**31 - 1, few, dispatch_packets, combine_packets, 0, 0, 0,
+            config.exchange.num_sms or 2**31 - 1, few, few_stride, few_sum_stride, 0, 0, 0,
         )  # fmt: skip
         return cls(tuple(buffers), dict(zip(SIZES, map(int, values), strict=True)))
 
@@ -152,6 +159,11 @@ class MemoryPlan:
     def window_bytes(self) -> int:
         """Bytes of this rank's window, whole pages."""
         return _round_up(self._end("window"), PAGE_BYTES)
+
+    @property
+    def unset(self) -> list[slice]:
+        """Bytes of the window that begin as 0xff: where kernels see by the words themselves what has arrived."""
+        return [slice(b.offset, b.offset + b.nbytes) for b in (self["few.rows"], self["few.sums"])]
 
     @property
     def scratch_bytes(self) -> int:
@@ -167,11 +179,6 @@ class MemoryPlan:
 
     def _end(self, region: Region) -> int:
         return max(_round_up(b.offset + b.nbytes, BUFFER_ALIGNMENT) for b in self.buffers if b.region == region)
-
-
-def _packets(D: int, wire: torch.dtype) -> int:
-    """Of a row: 11 packets take 128 bytes, three words each, and one word more for the scale of fp8."""
-    return 11 * -(-D * wire.itemsize // 128)
 
 
 def _round_up(value: int, multiple: int) -> int:

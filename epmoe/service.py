@@ -56,7 +56,9 @@ class ExpertParallel:
         with torch.inference_mode(False):  # else the buffers could not be written outside inference mode
             window: Window
             if nvlink:
-                window = NVLinkWindow(plan.window_bytes, self.rank, self.size, self.group, self.device)
+                window = NVLinkWindow(
+                    plan.window_bytes, self.rank, self.size, self.group, self.device, unset=plan.unset
+                )
             else:
                 window = SharedMemoryWindow(plan.window_bytes, self.rank, self.size, self.group)
             self._exchange: Exchange | None = Exchange.create(

@@ -6,9 +6,12 @@ many windows of several ranks before, as it is where every rank belongs to one g
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from epmoe.window import all_gather, check_room, raise_together
@@ -20,8 +23,16 @@ class NVLinkWindow:
     local: uint8 [window_bytes] on the device. addresses: int64 [R], on the host.
     """
 
-    def __init__(self, nbytes: int, rank: int, size: int, group: dist.ProcessGroup | None, device: torch.device):
-        """Collective.
+    def __init__(
+        self,
+        nbytes: int,
+        rank: int,
+        size: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        unset: Iterable[slice] = (),
+    ):
+        """Collective. The window begins as zeros, its bytes in `unset` as 0xff.
 
         Raises:
             MemoryError: no room, on this or on another rank.
@@ -34,19 +45,25 @@ class NVLinkWindow:
             problem = str(error)
         raise_together(problem, size, group)
         if group is None or size == 1:
-            self.local = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            self.local = self._cleared(torch.empty(nbytes, dtype=torch.uint8, device=device), unset)
             addresses = [self.local.data_ptr()]
         else:
             _check_peer_access(rank, size, group, device)
             # Not `symmetric_memory.empty`: its pool hands out what a closed window has freed, and each rank frees in
             # its own time, so that some would meet again over old memory while others wait for them over new.
-            self.local = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
-            self.local.zero_()
+            self.local = self._cleared(_SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device), unset)
             self._handle = symmetric_memory.rendezvous(self.local, group)  # keeps the mappings
             addresses = list(self._handle.buffer_ptrs)
             torch.cuda.synchronize(device)
-            dist.barrier(group, device_ids=[device.index])  # nobody writes into a window that is still being zeroed
+            dist.barrier(group, device_ids=[device.index])  # nobody writes into a window that is still being cleared
         self.addresses = torch.tensor(addresses, dtype=torch.int64)
+
+    @staticmethod
+    def _cleared(local: Tensor, unset: Iterable[slice]) -> Tensor:
+        local.zero_()
+        for part in unset:
+            local[part].fill_(0xFF)
+        return local
 
 
 def _check_peer_access(rank: int, size: int, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -40,13 +40,15 @@ __device__ __noinline__ void send_slots_too(CombineBlock b, char* shared, int32_
 }
 template <typename T, bool kFp8>
 __device__ __noinline__ void send_parts_too(CombineBlock b) {
-  int32_t slot = first_part(b) / parts_of(wire_words<T, kFp8>(b));
-  send_parts<T, kFp8>(b, read_pair(b, source_of(b, slot), slot / b.plan.R));
+  int32_t slot = first_part(b) / parts_of(wire_bytes<T, kFp8>(b), kSumLines<kFp8>);
+  send_parts<kSumLines<kFp8>, T, kFp8>(b, read_pair(b, source_of(b, slot), slot / b.plan.R));
 }
 
-// kPackets: the rows of this rank's tokens come back as packets.
-template <bool kPackets, typename T, bool kFp8>
+// kSent: lines of a row that a lane sends at a time where the rows of this rank's tokens come back as those of few do,
+// 0 where they come with flags.
+template <int kSent, typename T, bool kFp8>
 __global__ void __launch_bounds__(kThreads, 2) combine_kernel(const __grid_constant__ CombineKernel kernel) {
+  constexpr bool kFew = kSent > 0;
   __shared__ RoundState now;
   __shared__ int32_t count_R[kMaxExchangeRanks];
   __shared__ int64_t sink;
@@ -62,15 +64,15 @@ __global__ void __launch_bounds__(kThreads, 2) combine_kernel(const __grid_const
   auto* round = in_scratch<RoundState>(ex, plan.state);
   Wait wait(ex, round, 0);
   CombineBlock b{kernel, ex, plan, args, wait, now, count_R};
-  Pair first{-1, 0.0f};
+  Pair first{kNotHere, 0.0f};
   if (sends && args.rows) {
-    int32_t slot = kPackets ? first_part(b) / parts_of(wire_words<T, kFp8>(b)) : first_slot(b);
+    int32_t slot = kFew ? first_part(b) / parts_of(wire_bytes<T, kFp8>(b), kSent) : first_slot(b);
     first = read_pair(b, source_of(b, slot), slot / plan.R);
   }
   if (threadIdx.x < 32) {  // one warp: all of a grid that ask for the same line keep one another waiting
     constexpr int kStateWords = sizeof(RoundState) / sizeof(uint32_t), kFewWord = offsetof(RoundState, few) / 4;
     uint32_t word = threadIdx.x < kStateWords ? reinterpret_cast<const uint32_t*>(round)[threadIdx.x] : 0;
-    int32_t count = threadIdx.x < plan.R ? in_scratch<int32_t>(ex, plan.counts)[threadIdx.x] : 0;
+    int32_t count = threadIdx.x < plan.R ? in_scratch<int32_t>(ex, plan.slots_used)[threadIdx.x] : 0;
     if (threadIdx.x < kStateWords) reinterpret_cast<uint32_t*>(&now)[threadIdx.x] = word;
     uint32_t few = __shfl_sync(kAllLanes, word, kFewWord);
     int64_t most = few >> threadIdx.x & 1u ? plan.few_tokens : plan.M;
@@ -85,8 +87,8 @@ __global__ void __launch_bounds__(kThreads, 2) combine_kernel(const __grid_const
   }
   if (sends && args.rows && ok) {
     uint32_t all = plan.R == 32 ? kAllLanes : (1u << plan.R) - 1;
-    if constexpr (kPackets) {
-      send_parts<T, kFp8>(b, first);
+    if constexpr (kFew) {
+      send_parts<kSent, T, kFp8>(b, first);
       if (now.few != all) send_slots_too<T, kFp8>(b, steps, &round->sent[kCombine]);
     } else {
       send_slots<T, kFp8>(b, first, steps, &round->sent[kCombine]);
@@ -96,8 +98,8 @@ __global__ void __launch_bounds__(kThreads, 2) combine_kernel(const __grid_const
   if (!args.receive) return;
   uint32_t senders = 0;
   ok = ok && receive_openings(wait, senders);
-  if constexpr (kPackets) {
-    ok = ok && sum_parts<T, kFp8>(b, senders);
+  if constexpr (kFew) {
+    ok = ok && sum_parts<T, kFp8>(b, senders, &round->few_ticket[kCombine]);
   } else if (ok) {
     constexpr int kLongest = 384;  // seven turns or so: what arrives last is not kept waiting
     Units units(args.T, args.D / kPerVector<T>, kernel.senders, kLongest);
@@ -107,7 +109,8 @@ __global__ void __launch_bounds__(kThreads, 2) combine_kernel(const __grid_const
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     round->combine_epoch = wait.epoch;
-    round->sent[kDispatch] = round->ticket[kDispatch] = round->done[kDispatch] = 0;
+    round->sent[kDispatch] = round->ticket[kDispatch] = round->few_ticket[kDispatch] = round->done[kDispatch] =
+        round->told = 0;
   }
   if (!wait.failed(kCombine, ok)) return;
   auto* y = static_cast<T*>(args.y_TD);
@@ -124,11 +127,13 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   int64_t most = args.send && args.receive ? 2 * sms : sms;  // a stage in halves leaves room for another's
   // What this rank has received it knows on the device only: as much as it sends, on average.
   int64_t T = std::max<int64_t>(args.T, 1), wire = plan.combine_fp8 ? 1 : itemsize(dtype), slots = T * plan.R;
-  int64_t parts = parts_of(static_cast<int32_t>(args.D * wire / 4));
   bool few = args.T <= plan.few_tokens;
+  int sent = args.T <= kFewSums ? 1 : plan.combine_fp8 ? kSumLines<true> : kSumLines<false>;
   int64_t team = 4, senders = slots, receivers = most, share = most * 3 / 4;
   if (few) {
-    senders = ceil_div(slots * parts, kWarps), receivers = ceil_div(T * parts, kWarps);
+    senders = ceil_div(slots * parts_of(args.D * wire, sent), kWarps);
+    receivers = ceil_div(T * parts_of(args.D * wire, 1), kWarps);
+    share = T <= 128 ? most / 2 : most * 5 / 8;
   } else {  // as measured: as many warps a row as there are for all at once, or four, or two if there is more to do
     while (team < kWarps && slots * team * 2 <= share * kWarps) team *= 2;
     int64_t rows = ceil_div(slots * team, share * kWarps);  // of a team
@@ -144,9 +149,15 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   int64_t blocks = std::clamp<int64_t>(senders + receivers, 1, most);
   return visit(dtype, [&](auto type) {
     using T = decltype(type);
-    auto* packets = plan.combine_fp8 ? combine_kernel<true, T, true> : combine_kernel<true, T, false>;
-    auto* rows = plan.combine_fp8 ? combine_kernel<false, T, true> : combine_kernel<false, T, false>;
-    return launch(few ? packets : rows, blocks, kThreads, senders ? kStepsBytes : 0, stream, kernel);
+    auto launch_for = [&](auto* fewest, auto* few_rows, auto* rows) {
+      auto* kernel_for = !few ? rows : sent == 1 ? fewest : few_rows;
+      return launch(kernel_for, blocks, kThreads, senders ? kStepsBytes : 0, stream, kernel);
+    };
+    if (plan.combine_fp8)
+      return launch_for(combine_kernel<1, T, true>, combine_kernel<kSumLines<true>, T, true>,
+                        combine_kernel<0, T, true>);
+    return launch_for(combine_kernel<1, T, false>, combine_kernel<kSumLines<false>, T, false>,
+                      combine_kernel<0, T, false>);
   });
 }
 

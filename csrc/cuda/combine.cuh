@@ -19,10 +19,10 @@ struct CombineBlock {
   const CombineArgs& args;
   const Wait& wait;
   const RoundState& now;
-  const int32_t* count_R;  // rows received from each source
+  const int32_t* count_R;  // slots to look at, of each source
 };
 
-// One lane's pair of a received slot: the row that it contributes, -1 for none, and its weight.
+// One lane's pair of a received slot: the row that it contributes, negative for none, and its weight.
 struct Pair {
   int32_t row;
   float weight;
@@ -40,8 +40,8 @@ __device__ __forceinline__ int32_t source_of(const CombineBlock& b, int32_t n) {
 __device__ __forceinline__ Pair read_pair(const CombineBlock& b, int64_t source, int64_t s) {
   const ExchangePlan& plan = b.plan;
   int32_t lane = threadIdx.x % 32;
-  if (!b.args.expert_major) return {lane == 0 ? static_cast<int32_t>(source * plan.M + s) : -1, 1.0f};
-  if (lane >= plan.K || s >= plan.M) return {-1, 0.0f};
+  if (!b.args.expert_major) return {lane == 0 ? static_cast<int32_t>(source * plan.M + s) : kNotHere, 1.0f};
+  if (lane >= plan.K || s >= plan.M) return {kNotHere, 0.0f};
   int64_t at = (source * plan.M + s) * plan.K + lane;
   return {in_scratch<int32_t>(b.ex, plan.row_of_pair)[at], in_scratch<float>(b.ex, plan.pair_weights)[at]};
 }
@@ -54,11 +54,16 @@ __device__ __forceinline__ int32_t owed_slot(const CombineBlock& b, int32_t t, u
   return owed ? in_scratch<int32_t>(b.ex, b.plan.slots)[int64_t{t} * b.plan.R + lane] : -1;
 }
 
+// Whether dispatch has received the slot whose pair this is: of few tokens, not every slot has a row.
+__device__ __forceinline__ bool was_received(const CombineBlock& b, Pair pair) {
+  return __any_sync(kAllLanes, pair.row != kNotHere && (threadIdx.x % 32 < b.now.K || !b.args.expert_major));
+}
+
 // A pair that does not belong to the round, has no row or weighs nothing counts for nothing.
 __device__ __forceinline__ Pair checked(const CombineBlock& b, Pair pair) {
   bool counts =
       (threadIdx.x % 32 < b.now.K || !b.args.expert_major) && pair.row < b.args.num_rows && pair.weight != 0.0f;
-  return {counts ? pair.row : -1, pair.weight};
+  return {counts ? pair.row : kNotHere, pair.weight};
 }
 
 // kCount elements at once in fp32.

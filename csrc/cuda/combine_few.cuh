@@ -1,55 +1,59 @@
-// combine for sources of few tokens, by packets (packets.cuh): no fence and no flag on the way back either.
+// combine for sources of few tokens, in words that tell by themselves that they are here (lines.cuh), on the way back
+// too.
 #pragma once
 #include "combine.cuh"
-#include "packets.cuh"
+#include "lines.cuh"
+#include "units.cuh"
 
 namespace epmoe::cuda {
 
-__device__ __forceinline__ Packet* combine_packets_of(const CombineBlock& b, int64_t rank, int64_t source,
-                                                      int64_t slot) {
-  const ExchangePlan& plan = b.plan;
-  return in_window<Packet>(b.ex, rank, plan.combine_packet_rows) +
-         (source * plan.few_tokens + slot) * plan.combine_packets;
+constexpr int64_t kFewSums = 64;  // tokens up to which a lane sends one line of a row at a time
+template <bool kFp8>
+constexpr int kSumLines = kFp8 ? 1 : 2;  // of more
+
+// In `rank`'s window, where `sender` puts what it owes the token of a slot.
+__device__ __forceinline__ int32_t few_sum(const CombineBlock& b, int32_t sender, int32_t slot) {
+  return sender * static_cast<int32_t>(b.plan.few_tokens) + slot;
+}
+__device__ __forceinline__ char* few_sum_at(const CombineBlock& b, int64_t rank, int64_t sum) {
+  return in_window<char>(b.ex, rank, b.plan.few_sums) + sum * b.plan.few_sum_stride_bytes;
 }
 
-// Words of a row on the wire.
+// Bytes of a row on the wire.
 template <typename T, bool kFp8>
-__device__ __forceinline__ int32_t wire_words(const CombineBlock& b) {
-  return static_cast<int32_t>(b.args.D * (kFp8 ? 1 : sizeof(T)) / 4);
+__device__ __forceinline__ int64_t wire_bytes(const CombineBlock& b) {
+  return b.args.D * (kFp8 ? 1 : sizeof(T));
 }
 
 // By a warp: one part of a slot's weighted sum into the window of its source.
-template <typename T, bool kFp8>
-__device__ __forceinline__ void send_part(const CombineBlock& b, int32_t source, int32_t s, int32_t part, Pair pair) {
-  uint32_t kept = pair.kept(), words[3] = {};
-  int32_t row_words = wire_words<T, kFp8>(b);
-  PacketPlace place(part);
-  if constexpr (kFp8) {
-    int32_t v[kPartBlocks];
-    bool inside[kPartBlocks];
-    float values[kPartBlocks][4];
+template <int N, typename T, bool kFp8>
+__device__ __forceinline__ void send_part(const CombineBlock& b, int32_t source, int32_t s, int32_t index, Pair pair) {
+  constexpr int kCount = kPerVector<T>, kVectors = kFp8 ? 16 / kCount : 1;  // of x in a line
+  Part<N, kFp8> part(index, wire_bytes<T, kFp8>(b));
+  int32_t v[N * kVectors];
+  bool inside[N * kVectors];
+  float sum[N * kVectors][kCount];
 #pragma unroll
-    for (int i = 0; i < kPartBlocks; ++i) {
-      v[i] = (part * kPartBlocks + i) * static_cast<int32_t>(kScaleBlock / 4) + threadIdx.x % 32;
-      inside[i] = v[i] * 4 < b.args.D;
-    }
-    sum_pairs<T, 4>(b, pair, kept, v, inside, values);
-    pack_fp8(values, place, words);
-  } else {
-    int32_t word[3];
-    bool inside[3];
-    float sum[3][4 / sizeof(T)];
-#pragma unroll
-    for (int i = 0; i < 3; ++i) word[i] = place.word(i), inside[i] = place.has_word(i, row_words);
-    sum_pairs<T, 4>(b, pair, kept, word, inside, sum);
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      auto out = rounded<T>(sum[i]);
-      if (inside[i]) memcpy(&words[i], &out, sizeof words[i]);
-    }
+  for (int i = 0; i < N * kVectors; ++i) {
+    v[i] = part.at(i / kVectors) * kVectors + i % kVectors;
+    inside[i] = part.inside(i / kVectors);
   }
-  if (place.holds(row_words))
-    store_packet(combine_packets_of(b, source, b.plan.rank, s) + place.packet, words, b.wait.epoch);
+  sum_pairs<T, N * kVectors == 1 ? 4 : N * kVectors == 2 ? 2 : 1>(b, pair, pair.kept(), v, inside, sum);
+  Line lines[N];
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    if constexpr (kFp8) {
+      float values[16];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) values[i] = sum[n * kVectors + i / kCount][i % kCount];
+      lines[n] = fp8_line(values);
+    } else {
+      auto out = rounded<T>(sum[n]);
+      memcpy(&lines[n].words, &out, sizeof out);
+    }
+    lines[n].make_settable();
+  }
+  part.store(few_sum_at(b, source, few_sum(b, static_cast<int32_t>(b.plan.rank), s)), lines);
 }
 
 // By the blocks that send: a warp takes a part of a slot, first this one.
@@ -58,9 +62,9 @@ __device__ __forceinline__ int32_t first_part(const CombineBlock& b) {
 }
 
 // `ahead` is the pair of the first one's slot.
-template <typename T, bool kFp8>
+template <int N, typename T, bool kFp8>
 __device__ __forceinline__ void send_parts(const CombineBlock& b, Pair ahead) {
-  int32_t parts = parts_of(wire_words<T, kFp8>(b)), R = static_cast<int32_t>(b.plan.R), most = 0;
+  int32_t parts = parts_of(wire_bytes<T, kFp8>(b), N), R = static_cast<int32_t>(b.plan.R), most = 0;
 #pragma unroll 1
   for (int32_t r = 0; r < R; ++r)
     if (b.now.few >> r & 1u) most = max(most, b.count_R[r]);
@@ -69,77 +73,78 @@ __device__ __forceinline__ void send_parts(const CombineBlock& b, Pair ahead) {
   for (int32_t unit = first; unit < most * R * parts; unit += step) {
     int32_t part = unit % parts, slot = unit / parts, source = source_of(b, slot), s = slot / R;
     if (unit != first) ahead = read_pair(b, source, s);
-    if (b.now.few >> source & 1u && s < b.count_R[source]) send_part<T, kFp8>(b, source, s, part, checked(b, ahead));
+    bool owed = b.now.few >> source & 1u && s < b.count_R[source] && was_received(b, ahead);
+    if (owed) send_part<N, T, kFp8>(b, source, s, part, checked(b, ahead));
   }
 }
 
 // By a warp: one part of a token's row, from all ranks that owe it, in rank order.
 template <typename T, bool kFp8>
-__device__ __forceinline__ bool sum_part(const CombineBlock& b, int32_t t, int32_t part, uint32_t senders) {
-  constexpr int kDepth = 4, kCount = kFp8 ? 4 : 4 / sizeof(T);  // packets in flight; elements of a word
+__device__ __forceinline__ bool sum_part(const CombineBlock& b, int32_t t, int32_t index, uint32_t senders) {
+  constexpr int kDepth = kFp8 ? 2 : 4,
+                kCount = kFp8 ? 16 : kPerVector<T>;  // ranks whose lines are in flight; elements of one
+  using Wire = Vector<std::conditional_t<kFp8, uint8_t, T>, kCount>;
   const ExchangePlan& plan = b.plan;
-  int32_t lane = threadIdx.x % 32, row_words = wire_words<T, kFp8>(b);
   int32_t slot = owed_slot(b, t, senders);
-  PacketPlace place(part);
-  bool holds = place.holds(row_words);
-  int32_t scale_lane = lane / kPacketsPerBlock * kPacketsPerBlock + kPacketsPerBlock - 1;
-  float sum[3][kCount] = {};
-  for (uint32_t left = __ballot_sync(kAllLanes, slot >= 0); left;) {
-    Packet packets[kDepth];
-    const Packet* from[kDepth];
+  Part<1, kFp8> part(index, wire_bytes<T, kFp8>(b));
+  float sum[kCount] = {};
+  uint32_t owing = __ballot_sync(kAllLanes, slot >= 0);
+  for (uint32_t left = owing; left;) {
+    Line lines[kDepth][1];
+    int32_t from[kDepth];
     int32_t count = 0, rank = 0;
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) {
       if (!left) break;
       rank = __ffs(left) - 1;
       left &= left - 1;
-      from[i] = combine_packets_of(b, plan.rank, rank, __shfl_sync(kAllLanes, slot, rank)) + place.packet;
+      from[i] = few_sum(b, rank, __shfl_sync(kAllLanes, slot, rank));
       ++count;
     }
-    bool here = !holds || b.wait.until(
-                              [&] {
-                                bool all = true;
+    bool here = b.wait.until(
+        [&] {
+          bool all = true;
 #pragma unroll
-                                for (int i = 0; i < kDepth; ++i)
-                                  if (i < count) packets[i] = load_packet(from[i]);
-#pragma unroll
-                                for (int i = 0; i < kDepth; ++i)
-                                  if (i < count) all = all && b.wait.reached(packets[i].epoch);
-                                return all;
-                              },
-                              rank);
+          for (int i = 0; i < kDepth; ++i)
+            if (i < count) all = part.load(few_sum_at(b, plan.rank, from[i]), lines[i]) && all;
+          return all;
+        },
+        rank);
     if (!__all_sync(kAllLanes, here)) return false;
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) {
       if (i >= count) break;
-      float scale = kFp8 ? __uint_as_float(__shfl_sync(kAllLanes, packets[i].word[2], scale_lane)) : 1.0f;
+      if constexpr (kFp8) {
+        float scale = __uint_as_float(lines[i][0].scale);
 #pragma unroll
-      for (int j = 0; j < 3; ++j) {
-        if constexpr (kFp8) {
-#pragma unroll
-          for (int e = 0; e < kCount; ++e)
-            sum[j][e] += scale * from_fp8(from_words<Vector<uint8_t, 4>>(packets[i].word[j]).at[e]);
-        } else {
-          add_words<T>(sum[j], packets[i].word[j], 1.0f);
-        }
+        for (int e = 0; e < kCount; ++e) sum[e] += scale * from_fp8(from_words<Wire>(lines[i][0].words).at[e]);
+      } else {
+        add_words<T>(sum, lines[i][0].words, 1.0f);
       }
     }
   }
-  auto* y = reinterpret_cast<Vector<T, kCount>*>(static_cast<T*>(b.args.y_TD) + int64_t{t} * b.args.D);
+  if (part.inside(0)) {
+    T out[kCount];
 #pragma unroll
-  for (int i = 0; i < 3; ++i)
-    if (place.has_word(i, row_words)) y[place.word(i)] = rounded<T>(sum[i]);
+    for (int i = 0; i < kCount; ++i) out[i] = from_float<T>(sum[i]);
+    store_vectors(out, static_cast<T*>(b.args.y_TD) + int64_t{t} * b.args.D + part.at(0) * kCount);
+  }
+  __syncwarp();
+#pragma unroll 1
+  for (; owing; owing &= owing - 1) {
+    int32_t rank = __ffs(owing) - 1;
+    part.unset(few_sum_at(b, plan.rank, few_sum(b, rank, __shfl_sync(kAllLanes, slot, rank))));
+  }
   return true;
 }
 
-// By all blocks, those that only receive first.
+// By the blocks that receive.
 template <typename T, bool kFp8>
-__device__ __forceinline__ bool sum_parts(const CombineBlock& b, uint32_t senders) {
-  int32_t parts = parts_of(wire_words<T, kFp8>(b)), blocks = gridDim.x;
-  int32_t block = (blockIdx.x - b.kernel.senders + blocks) % blocks;
-  for (int32_t unit = block * kWarps + threadIdx.x / 32; unit < b.args.T * parts; unit += blocks * kWarps)
-    if (!sum_part<T, kFp8>(b, unit / parts, unit % parts, senders)) return false;
-  return true;
+__device__ __forceinline__ bool sum_parts(const CombineBlock& b, uint32_t senders, int32_t* ticket) {
+  int32_t parts = parts_of(wire_bytes<T, kFp8>(b), 1);
+  return Units(b.args.T * parts, b.kernel.senders).for_each(ticket, [&](int32_t unit, int32_t) {
+    return sum_part<T, kFp8>(b, unit / parts, unit % parts, senders);
+  });
 }
 
 }  // namespace epmoe::cuda

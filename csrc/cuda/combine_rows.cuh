@@ -100,6 +100,7 @@ __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int3
   auto* flags = in_window<uint32_t>(b.ex, plan.rank, plan.combine_flags) + lane * plan.M;
   bool here = slot < 0 || b.wait.for_flag(flags + slot, lane);
   if (!__all_sync(kAllLanes, here)) return false;
+  __syncwarp();  // what each lane has acquired is there for all
   uint32_t ranks = __ballot_sync(kAllLanes, slot >= 0);
   auto* window = in_window<char>(b.ex, plan.rank, plan.combine_rows);
   auto* scales = in_window<float>(b.ex, plan.rank, plan.combine_scales);

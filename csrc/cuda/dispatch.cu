@@ -3,8 +3,9 @@
 // has arrived to its expert-major place. A sender says with each pair its ordinal among this source's pairs of that
 // expert, and the counts say where (expert, source) starts. Once it knows all counts itself, it sends rows to their
 // first place, says which that is, and they are only copied to the others.
-#include "dispatch_few.cuh"
+#include "dispatch_few_receive.cuh"
 #include "dispatch_receive.cuh"
+#include "dispatch_send.cuh"
 #include "exchange_launch.h"
 #include "launch_kernel.cuh"
 #include "units.cuh"
@@ -35,7 +36,8 @@ __device__ void zero_outputs(const Exchange& ex) {
     in_scratch<int32_t>(ex, ex.plan.expert_offsets)[i] = 0;
     if (i < ex.plan.num_local_experts) in_scratch<int32_t>(ex, ex.plan.tokens_per_expert)[i] = 0;
   }
-  if (threadIdx.x < ex.plan.R) in_scratch<int32_t>(ex, ex.plan.counts)[threadIdx.x] = 0;
+  if (threadIdx.x < ex.plan.R)
+    in_scratch<int32_t>(ex, ex.plan.counts)[threadIdx.x] = in_scratch<int32_t>(ex, ex.plan.slots_used)[threadIdx.x] = 0;
 }
 
 // By the blocks that receive: rows that come with flags, to their places.
@@ -43,10 +45,10 @@ template <bool kFp8>
 __device__ __forceinline__ bool move_rows(DispatchBlock& b, RoundState* round) {
   constexpr int kLongest = 256;  // what a warp has in flight at once, or little more
   auto R = static_cast<int32_t>(b.plan.R);
-  Units units(R * b.shared.most, b.kernel.row_bytes() / 16, b.kernel.senders + 1, kLongest);
+  Units units(R * b.shared.most, b.kernel.row_bytes() / 16, b.kernel.senders + b.kernel.tellers, kLongest);
   return units.for_each(&round->ticket[kDispatch], [&](int32_t n, int32_t piece) {
     auto r = static_cast<int32_t>((n + b.plan.rank) % R), s = n / R;
-    bool flagged = !(b.shared.few >> r & 1u) || !b.args.expert_major;
+    bool flagged = !b.shared.few_rows[r].tokens;
     return !flagged || s >= b.shared.rank_count[r] || move_row<kFp8>(b, r, s, piece, units.pieces);
   });
 }
@@ -56,14 +58,15 @@ __device__ __noinline__ bool move_rows_too(DispatchBlock b, RoundState* round) {
   return move_rows<kFp8>(b, round);
 }
 template <bool kFp8>
-__device__ __noinline__ bool move_packets_too(DispatchBlock b) {
-  return move_packets<kFp8>(b);
+__device__ __noinline__ bool move_parts_too(DispatchBlock b, RoundState* round) {
+  return move_parts<kLines<kFp8>, kFp8>(b, round);
 }
 
-// kPackets: this rank's rows leave as packets. Source: of what fp8 rows are made, void for rows as they are.
-template <bool kPackets, typename Source>
+// kMoved: lines of a row that a lane moves at a time where rows leave as those of few tokens, 0 where they leave with
+// flags. Source: of what fp8 rows are made, void for rows as they are.
+template <int kMoved, typename Source>
 __global__ void __launch_bounds__(kThreads, 2) dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
-  constexpr bool kFp8 = !std::is_void_v<Source>;
+  constexpr bool kFp8 = !std::is_void_v<Source>, kFew = kMoved > 0;
   __shared__ DispatchShared shared;
   extern __shared__ __align__(128) char dynamic[];
   const Exchange& ex = kernel.ex;
@@ -83,21 +86,24 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_kernel(const __grid_cons
   int32_t tokens = kernel.tokens();
   if (leader && kernel.args.send) send_counts(b, tokens);
   if (blockIdx.x < kernel.senders) {
-    if constexpr (kPackets)
-      send_packets<Source>(b, tokens);
+    if constexpr (kFew)
+      ok = send_parts<(kMoved + 1) / 2, Source>(b, tokens, round);
     else
       ok = send_rows<Source>(b, tokens, &round->sent[kDispatch]);
+  } else if (kFew && static_cast<int32_t>(blockIdx.x) < kernel.senders + kernel.tellers) {
+    send_pairs(b, tokens, round);
   }
   if (kernel.args.send && leader && threadIdx.x == 0 && kernel.wanted_tokens() != tokens)
     ++in_scratch<int64_t>(ex, plan.counters)[kClampedNumTokens];
   if (!kernel.args.receive) return;
   ok = ok && receive_counts(b);
   uint32_t differing = ok ? shared.differing : 0;
+  if constexpr (kFew)
+    ok = ok && move_parts<kMoved, kFp8>(b, round);
+  else if (ok && shared.most_few)
+    ok = move_parts_too<kFp8>(b, round);
   if (ok && !differing) {
-    if constexpr (kPackets)
-      ok = move_packets<kFp8>(b) && (!shared.most || move_rows_too<kFp8>(b, round));
-    else
-      ok = move_rows<kFp8>(b, round) && (!shared.most_few || move_packets_too<kFp8>(b));
+    if (!kFew || shared.most) ok = kFew ? move_rows_too<kFp8>(b, round) : move_rows<kFp8>(b, round);
     if (leader) write_offsets(b);
     if (kernel.args.expert_major && plan.alignment > 1) zero_gaps(b);
     if (!kernel.args.expert_major) fill_unused_slots(b);
@@ -108,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_kernel(const __grid_cons
       round->dispatch_epoch = wait.epoch;
       round->T = differing ? 0 : tokens, round->D = static_cast<int32_t>(kernel.args.D);
       round->K = kernel.args.K, round->dtype = static_cast<int16_t>(kernel.args.dtype), round->few = shared.few;
-      round->sent[kCombine] = round->ticket[kCombine] = round->done[kCombine] = 0;
+      round->sent[kCombine] = round->ticket[kCombine] = round->few_ticket[kCombine] = round->done[kCombine] = 0;
       if (differing) *ex.status = {kMismatch, kDispatch, wait.epoch, differing, plan.rank, ex.status->needed_rows, {}};
     }
   }
@@ -116,6 +122,13 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_kernel(const __grid_cons
 }
 
 }  // namespace
+
+// Calls f with what fp8 is made of, void where the wire carries x as it is.
+template <typename F>
+auto visit_wire(bool fp8, DType dtype, F&& f) {
+  if (!fp8) return f(std::type_identity<void>{});
+  return visit(dtype, [&](auto source) { return f(std::type_identity<decltype(source)>{}); });
+}
 
 cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStream_t stream) {
   constexpr int64_t kMaxBases = 8192, kMaxFirstRows = 4096;
@@ -127,32 +140,37 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
   DispatchKernel kernel{.ex = exchange,
                         .args = args,
                         .senders = 0,
+                        .tellers = 0,
                         .bases = static_cast<int32_t>(bases <= kMaxBases ? bases : 0),
                         .first_rows = static_cast<int32_t>(first_rows <= kMaxFirstRows ? first_rows : 0),
                         .piece_bytes = 0};
   int64_t most = args.send && args.receive ? 2 * sms : sms;  // a stage in halves leaves room for another's
-  int64_t parts = parts_of(kernel.row_words()), T = std::max<int64_t>(args.T, 1);
-  int64_t senders = kernel.sends_packets() ? ceil_div(T * (parts + 1), kWarps) : T;
-  int64_t receivers = kernel.sends_packets() ? ceil_div(plan.R * T * parts, kWarps) : most;
-  senders = std::min(plan.dispatch_senders ? plan.dispatch_senders : senders, std::max<int64_t>(most * 3 / 4, 1));
+  int64_t T = std::max<int64_t>(args.T, 1);
+  int moved = T <= kFewest ? 1 : plan.payload_fp8 ? kLines<true> : kLines<false>;
+  int64_t senders = kernel.sends_few() ? ceil_div(T * parts_of(kernel.row_bytes(), (moved + 1) / 2), kWarps) : T;
+  int64_t receivers = kernel.sends_few() ? ceil_div(plan.R * T * parts_of(kernel.row_bytes(), moved), kWarps) : most;
+  senders = std::min(plan.dispatch_senders ? plan.dispatch_senders : senders,
+                     std::max<int64_t>(kernel.sends_few() ? most * 3 / 10 : most * 3 / 4, 1));
   if (!args.send) senders = 0;
   if (!args.receive) receivers = 0;
-  if (senders && !kernel.sends_packets()) {
+  if (senders && !kernel.sends_few()) {
     constexpr int64_t kStep = 512;  // a multiple of 128 elements
     int64_t x_bytes = args.D * itemsize(args.dtype);
     kernel.piece_bytes = ceil_div(ceil_div(x_bytes, ceil_div(x_bytes, kMaxPieceBytes)), kStep) * kStep;
   }
   kernel.senders = static_cast<int32_t>(senders);
-  int64_t blocks = std::max(std::min(senders + 1 + receivers, most), senders + 1);
+  // The block that counts comes after the senders, and after it those that send pairs, if there is room.
+  int64_t groups = kernel.sends_few() ? ceil_div(args.T, kGroupTokens) : 0;
+  int64_t tellers = args.send ? std::clamp<int64_t>(most - senders, 1, groups + 1) : 0;
+  int64_t blocks = std::max(std::min(senders + tellers + receivers, most), senders + std::max<int64_t>(tellers, 1));
+  kernel.tellers = static_cast<int32_t>(tellers);
   int64_t shared_bytes =
       kPieces * kernel.piece_bytes + (2 * plan.P + 1 + kernel.bases + kernel.first_rows) * sizeof(int32_t);
-  auto launch_for = [&](auto* packets, auto* rows) {
-    return launch(kernel.sends_packets() ? packets : rows, blocks, kThreads, shared_bytes, stream, kernel);
-  };
-  if (!plan.payload_fp8) return launch_for(dispatch_kernel<true, void>, dispatch_kernel<false, void>);
-  return visit(args.dtype, [&](auto source) {
-    using Source = decltype(source);
-    return launch_for(dispatch_kernel<true, Source>, dispatch_kernel<false, Source>);
+  return visit_wire(plan.payload_fp8, args.dtype, [&](auto source) {
+    using Source = typename decltype(source)::type;
+    auto* of_few = moved == 1 ? dispatch_kernel<1, Source> : dispatch_kernel<kLines<!std::is_void_v<Source>>, Source>;
+    return launch(kernel.sends_few() ? of_few : dispatch_kernel<0, Source>, blocks, kThreads, shared_bytes, stream,
+                  kernel);
   });
 }
 

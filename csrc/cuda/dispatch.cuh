@@ -5,18 +5,23 @@
 
 namespace epmoe::cuda {
 
-// Of a source's row of counts, before its pairs by rank and local expert: rows sent and whether as packets, shape of
-// the call.
+// Of a source's row of counts, before its pairs by rank and local expert: rows sent and whether they are those of few
+// tokens, and then how many those are; shape of the call.
 constexpr int kCountColumns = 2;
-constexpr int kMaxFewTokens = 32;  // one lane a token
-constexpr int kPieces = 3;         // of rows, that a sending block has on their way
+constexpr int kFewBits = 12, kMostFew = (1 << kFewBits) - 1;
+constexpr int kPieces = 3;  // of rows, that a sending block has on their way
 constexpr int64_t kMaxPieceBytes = 16 << 10;
 constexpr uint32_t kInPlace = 1u << 31;  // said with a row where otherwise an ordinal is said: it is there already
+
+// What is awaited from a source without flags: rows of so many tokens, as long as it has said.
+struct FewRows {
+  int32_t tokens, row_bytes, K;
+};
 
 struct DispatchKernel {
   Exchange ex;
   DispatchArgs args;
-  int32_t senders;            // blocks that send; the next one counts
+  int32_t senders, tellers;   // blocks that send rows; then the one that counts, and those that send few tokens' pairs
   int32_t bases, first_rows;  // entries of those tables in shared memory, 0 where they would be too large
   int64_t piece_bytes;        // of a row of x
 
@@ -27,16 +32,19 @@ struct DispatchKernel {
     return static_cast<int32_t>(min(max(wanted_tokens(), int64_t{0}), args.T));
   }
   EPMOE_HD int64_t row_bytes() const { return ex.plan.payload_fp8 ? args.D : args.D * itemsize(args.dtype); }
-  EPMOE_HD int32_t row_words() const { return static_cast<int32_t>(row_bytes() / 4); }
-  // Rows of few tokens travel as packets, there if they end expert-major, and back.
+  // Rows of few tokens travel without flags (lines.cuh), there if they end expert-major, and back.
   EPMOE_HD bool few() const { return args.T <= ex.plan.few_tokens; }
-  EPMOE_HD bool sends_packets() const { return args.expert_major && few(); }
+  EPMOE_HD bool sends_few() const { return args.expert_major && few(); }
   // Of many, those that leave when all counts are here go straight to their expert-major place, unless they change on
   // arrival.
   EPMOE_HD bool sends_in_place() const {
     return args.expert_major && args.receive && !args.weight_rows && bases && !few();
   }
-  // What must be equal on all ranks, in one word.
+  // A source's first word: few or not, tokens if few, rows.
+  __device__ __forceinline__ int32_t size(int32_t rows, int32_t tokens) const {
+    return few() ? 1 | tokens << 1 | rows << (1 + kFewBits) : rows << 1;
+  }
+  // Its second: what must be equal on all ranks.
   __device__ __forceinline__ int32_t shape() const {
     return static_cast<int32_t>(args.D | int64_t{args.K} << 17 | static_cast<int64_t>(args.dtype) << 24 |
                                 int64_t{args.expert_major} << 28 | int64_t{args.weight_rows} << 29);
@@ -65,15 +73,16 @@ struct DispatchShared {
   int32_t rank_count[kMaxExchangeRanks];  // sending: rows for each rank before this token; receiving: rows from it
   int32_t experts[kMaxExchangeRanks];     // of each rank
   int32_t sentinel[kMaxExchangeRanks];
-  uint32_t differing, few;                           // masks of sources: brought another shape; few tokens
-  int32_t most_few, most;                            // rows from one source of a kind
-  int32_t next;                                      // token of this block
-  uint64_t arrivals[kPieces];                        // bulk.cuh
+  FewRows few_rows[kMaxExchangeRanks];
+  uint32_t differing, few;              // masks of sources: brought another shape; few tokens
+  int32_t most_few, longest_few, most;  // from one source: rows without flags, their bytes; rows with flags
+  int32_t next;                         // token of this block
+  uint64_t arrivals[kPieces];           // bulk.cuh
   float scales[kMaxPieceBytes / (kScaleBlock * 2)];  // of a piece
-  // Of the token that is sent, or of few:
-  int32_t ids[kMaxFewTokens][kMaxExchangeTopK];
-  float weights[kMaxFewTokens][kMaxExchangeTopK];
-  uint32_t ranks[kMaxFewTokens];
+  // Of the token that is sent and the next:
+  int32_t ids[2][kMaxExchangeTopK];
+  float weights[2][kMaxExchangeTopK];
+  uint32_t ranks[2];
   Sending sending;
 };
 

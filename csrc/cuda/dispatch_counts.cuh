@@ -1,6 +1,7 @@
 // What every rank learns before rows have their places: how many pairs each source brings for each expert.
 #pragma once
 #include "dispatch_tokens.cuh"
+#include "lines.cuh"
 
 namespace epmoe::cuda {
 
@@ -13,16 +14,18 @@ __device__ __forceinline__ void send_counts(DispatchBlock& b, int32_t tokens) {
   count_tokens(b, 0, tokens);
   __syncthreads();
   if (!b.may_open()) return;
+  // To the rank of each expert, and to all others too where they may be looking for the place of a row of theirs.
+  bool all = !b.kernel.few();
 #pragma unroll 1
-  for (int32_t i = threadIdx.x; i < P * R; i += kThreads) {
-    int32_t p = i % P;
-    uint64_t* words = b.kernel.counts(i / P, plan.rank) + kCountColumns;
+  for (int32_t i = threadIdx.x; i < (all ? P * R : P); i += kThreads) {
+    int32_t p = all ? i % P : i, rank = all ? i / P : b.place[p] >> 16;
+    uint64_t* words = b.kernel.counts(rank, plan.rank) + kCountColumns;
     store_word(words + b.column(b.place[p]), b.wait.epoch, b.count[p]);
   }
   if (threadIdx.x < R) {
     uint64_t* words = b.kernel.counts(threadIdx.x, plan.rank);
     int32_t rows = b.shared.rank_count[threadIdx.x];
-    store_word(words, b.wait.epoch, static_cast<int32_t>(rows << 1 | b.kernel.few()));
+    store_word(words, b.wait.epoch, b.kernel.size(rows, tokens));
     store_word(words + 1, b.wait.epoch, b.kernel.shape());
     in_scratch<int64_t>(b.ex, plan.rows_sent)[threadIdx.x] += rows;
   }
@@ -78,6 +81,14 @@ __device__ __forceinline__ bool learn_bases(DispatchBlock& b) {
   return __syncthreads_and(arrived);
 }
 
+// Of a source whose call differs: its rows are no good, but they come.
+static __device__ __noinline__ FewRows few_rows_of(const DispatchBlock& b, int32_t shape, int32_t tokens) {
+  int64_t D = min(shape & 0x1ffff, static_cast<int32_t>(b.plan.D));
+  int64_t bytes = b.plan.payload_fp8 ? D : D * itemsize(static_cast<DType>(shape >> 24 & 0xf));
+  return {shape >> 28 & 1 ? tokens : 0, static_cast<int32_t>(min(bytes, b.plan.x_stride_bytes)),
+          min(shape >> 17 & 0x7f, static_cast<int32_t>(b.plan.K))};
+}
+
 // By the whole block: what each source sends, and where each local expert's segment starts. False if a rank did not
 // open the round.
 __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
@@ -85,7 +96,9 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
   DispatchShared& shared = b.shared;
   __syncthreads();
   if (!b.may_open()) return false;
-  if (threadIdx.x == 0) shared.differing = shared.few = 0, shared.most_few = shared.most = 0;
+  if (threadIdx.x == 0)
+    shared.differing = shared.few = 0, shared.most_few = shared.most = 0,
+    shared.longest_few = static_cast<int32_t>(b.kernel.row_bytes());
   __syncthreads();
   bool arrived = true;
 #pragma unroll 1
@@ -100,15 +113,19 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
   }
   // The last warps have the fewest experts to look after.
   if (int32_t r = kThreads - 1 - threadIdx.x; r < b.plan.R) {
-    int32_t words[2] = {};
+    int32_t words[kCountColumns] = {};
     uint64_t* first = b.kernel.counts(rank, r);
-    arrived = b.wait.for_words(first, 1, r, 0, 2, words) && arrived;
-    auto rows = min(words[0] >> 1, static_cast<int32_t>(b.plan.M));
-    bool few = words[0] & 1;
-    shared.rank_count[r] = max(few ? min(rows, static_cast<int32_t>(b.plan.few_tokens)) : rows, 0);
-    atomicMax(few && b.args.expert_major ? &shared.most_few : &shared.most, shared.rank_count[r]);
+    arrived = b.wait.for_words(first, 1, r, 0, kCountColumns, words) && arrived;
+    bool few = words[0] & 1, differs = words[1] != b.kernel.shape();
+    int32_t rows = few ? words[0] >> (1 + kFewBits) : words[0] >> 1, tokens = few ? words[0] >> 1 & kMostFew : 0;
+    shared.rank_count[r] = max(min(rows, static_cast<int32_t>(few ? b.plan.few_tokens : b.plan.M)), 0);
+    FewRows awaited = {b.args.expert_major ? tokens : 0, static_cast<int32_t>(b.kernel.row_bytes()), b.args.K};
+    if (differs) awaited = few_rows_of(b, words[1], tokens);
+    awaited.tokens = min(awaited.tokens, static_cast<int32_t>(b.plan.few_tokens));
+    shared.few_rows[r] = awaited;
+    atomicMax(awaited.tokens ? &shared.most_few : &shared.most, awaited.tokens ? awaited.tokens : shared.rank_count[r]);
     if (few) atomicOr(&shared.few, 1u << r);
-    if (words[1] != b.kernel.shape()) atomicOr(&shared.differing, 1u << r);
+    if (differs) atomicMax(&shared.longest_few, awaited.row_bytes), atomicOr(&shared.differing, 1u << r);
   }
   if (!__syncthreads_and(arrived)) return false;
   if (threadIdx.x < 32) {

@@ -37,6 +37,7 @@ __device__ __forceinline__ bool move_row(const DispatchBlock& b, int32_t r, int3
   int64_t slot = r * plan.M + s;
   bool here = lane != 0 || b.wait.for_flag(in_window<uint32_t>(b.ex, plan.rank, plan.recv_flags) + slot, r);
   if (!__all_sync(kAllLanes, here)) return false;
+  __syncwarp();  // what one lane has acquired is there for all
   if (!b.args.expert_major) return true;
   Arrived arrived = read_slot(b, r, s);
   if (piece == 0 && lane < b.args.K) {
@@ -93,7 +94,11 @@ __device__ __forceinline__ bool move_row(const DispatchBlock& b, int32_t r, int3
 // What dispatch returns beside the rows, and the totals. By one block.
 __device__ __forceinline__ void write_offsets(const DispatchBlock& b) {
   const ExchangePlan& plan = b.plan;
-  if (threadIdx.x < plan.R) in_scratch<int32_t>(b.ex, plan.counts)[threadIdx.x] = b.shared.rank_count[threadIdx.x];
+  if (int32_t r = threadIdx.x; r < plan.R) {
+    in_scratch<int32_t>(b.ex, plan.counts)[r] = b.shared.rank_count[r];
+    int32_t few = b.shared.few_rows[r].tokens;
+    in_scratch<int32_t>(b.ex, plan.slots_used)[r] = few ? few : b.shared.rank_count[r];
+  }
   auto experts = static_cast<int32_t>(plan.num_local_experts);
   int32_t needed = b.count[experts];
   if (threadIdx.x == 0 && needed > plan.max_rows)

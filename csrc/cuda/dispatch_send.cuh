@@ -27,6 +27,7 @@ __device__ __forceinline__ void place_token(DispatchBlock& b, int32_t t, int32_t
   }
   sending.places[lane] = !bases_known ? ordinal : row < 0 ? -1 : static_cast<int32_t>(row | kInPlace);
   sending.slot[lane] = slot;
+  __syncwarp();
   if (id >= 0 && !(same & before)) b.count[id] += __popc(same);
   if (slot >= 0) ++shared.rank_count[lane];
   __syncwarp();

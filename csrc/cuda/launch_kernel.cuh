@@ -2,7 +2,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include <map>
+#include <set>
 #include <utility>
 
 namespace epmoe::cuda {
@@ -28,16 +28,18 @@ inline cudaError_t current_device(Device& device) {
   return cudaSuccess;
 }
 
-// Lets a kernel have more dynamic shared memory than any has without asking; asks once for each kernel and device.
-inline cudaError_t allow_shared(const void* kernel, int device, int64_t bytes) {
-  constexpr int64_t kPlainBytes = 24 << 10;  // of 48 KiB, beside what the kernel declares
-  thread_local std::map<std::pair<const void*, int>, int64_t> allowed;
-  if (bytes <= kPlainBytes) return cudaSuccess;
-  int64_t& most = allowed[{kernel, device}];
-  if (bytes <= most) return cudaSuccess;
-  auto size = static_cast<int>(bytes);
-  if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, size)) return error;
-  most = bytes;
+// Lets a kernel have as much dynamic shared memory as there is beside its own; none has so much without asking. Any
+// thread asks for the same, so that it does not matter which was the last.
+inline cudaError_t allow_shared(const void* kernel, int device) {
+  thread_local std::set<std::pair<const void*, int>> allowed;
+  if (allowed.count({kernel, device})) return cudaSuccess;
+  int most = 0;
+  cudaFuncAttributes attributes;
+  if (cudaError_t error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return error;
+  if (cudaError_t error = cudaFuncGetAttributes(&attributes, kernel)) return error;
+  most -= static_cast<int>(attributes.sharedSizeBytes);
+  if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most)) return error;
+  allowed.insert({kernel, device});
   return cudaSuccess;
 }
 
@@ -47,7 +49,9 @@ cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, int64
   Device device;
   if (cudaError_t error = current_device(device)) return error;
   auto* function = reinterpret_cast<const void*>(kernel);
-  if (cudaError_t error = allow_shared(function, device.index, shared_bytes)) return error;
+  constexpr int64_t kPlainBytes = 24 << 10;  // of 48 KiB, beside what the kernel declares
+  if (shared_bytes > kPlainBytes)
+    if (cudaError_t error = allow_shared(function, device.index)) return error;
   cudaLaunchAttribute overlap = {};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;

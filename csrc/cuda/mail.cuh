@@ -1,14 +1,15 @@
 // Flags between GPUs. Small values travel in words that carry their own epoch; a row is stored, then comes a barrier
-// and a release of system scope, the flag of its slot, which the reader acquires; rows of few tokens travel as
-// packets (packets.cuh). The epoch is read where the kernel before wrote it, and written where the next one reads it.
+// and a release of system scope, the flag of its slot, which the reader acquires; rows of few tokens need no flag
+// (lines.cuh). The epoch is read where the kernel before wrote it, and written where the next one reads it.
 //
 // Why no buffer is overwritten while somebody reads it ("returned" is stream-ordered):
 //  - every rank opens a round by a word to every rank, sent by a running kernel, and both stages wait for all of them.
-//  - a rank writes into others' dispatch slabs, packets, flags and counts of n+1 only after combine(n) returned, so
+//  - a rank writes into others' dispatch slabs, lines, flags and counts of n+1 only after combine(n) returned, so
 //    after every rank had started combine(n), and therefore finished dispatch(n), the only reader of those.
 //  - a rank writes into others' expert-major rows of n+1 only after it has their words of dispatch(n+1), sent after
 //    their combine(n), the last reader of the rows.
-//  - a rank writes into others' combine slabs of n only after dispatch(n) returned, so after every rank had started
+//  - a rank writes into others' combine slabs and lines of n only after dispatch(n) returned, so after every rank had
+//  started
 //    dispatch(n), and therefore finished combine(n-1), the only reader of those. The two never alias.
 // So no rank is a round ahead of one that still waits, and epochs are compared for equality: the flag of a slot that
 // lay unused for 2^31 rounds must not look as if it were reached.
@@ -22,6 +23,7 @@ constexpr int kMaxExchangeRanks = 32;  // one lane a rank
 constexpr int kMaxExchangeTopK = 32;   // one lane a pair
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
+constexpr int32_t kNotHere = -1, kDropped = -2;  // in place of a pair's row: another rank's, or none is left for it
 
 template <typename T>
 __device__ __forceinline__ T* in_window(const Exchange& ex, int64_t rank, int64_t offset) {

@@ -9,9 +9,10 @@ namespace epmoe::cuda {
 struct Units {
   int32_t total, first_block, warps, pieces;
 
+  __device__ Units(int32_t total, int32_t senders)
+      : total(total), first_block(senders), warps((gridDim.x - senders) * kWarps), pieces(1) {}
   // Rows are cut into pieces of up to `longest` vectors, and of fewer where warps would idle.
-  __device__ Units(int32_t rows, int64_t vectors, int32_t senders, int64_t longest)
-      : total(rows), first_block(senders), warps((gridDim.x - senders) * kWarps), pieces(1) {
+  __device__ Units(int32_t rows, int64_t vectors, int32_t senders, int64_t longest) : Units(rows, senders) {
     while (vectors / pieces > longest || (pieces < 16 && total * 2 <= warps && vectors / (pieces * 2) >= 32))
       pieces *= 2, total *= 2;
   }

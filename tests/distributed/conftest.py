@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from exchanges import make_config
 
-from epmoe import ExpertParallel
+from epmoe import ExpertParallel, memory
 
 UNDER_TORCHRUN = "RANK" in os.environ
 
@@ -64,11 +64,15 @@ def size() -> int:
 
 
 @pytest.fixture
-def make_ep(device: torch.device) -> Iterator[Callable[..., ExpertParallel]]:
-    """Makes ExpertParallels from the options of `make_config`, and closes them after the test."""
+def make_ep(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ExpertParallel]]:
+    """Makes ExpertParallels from the options of `make_config`, and closes them after the test.
+
+    On GPUs, `few_tokens` travel in another way than many: given, a test meets both with small numbers of them.
+    """
     made = []
 
-    def make(**options) -> ExpertParallel:
+    def make(few_tokens: int = memory.FEW_TOKENS, **options) -> ExpertParallel:
+        monkeypatch.setattr(memory, "FEW_TOKENS", few_tokens)
         made.append(ExpertParallel(make_config(dist.get_world_size(), **options), device=device))
         return made[-1]
 

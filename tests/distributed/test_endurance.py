@@ -15,7 +15,7 @@ from exchanges import assert_y, make_tokens, run_round
 
 import epmoe
 
-TOKENS = (0, 1, 7, 16, 33, 64, 200)
+TOKENS = (0, 1, 7, 16, 33, 64, 200, 300)
 K = 4
 VARIANTS = 3  # inputs of each size
 

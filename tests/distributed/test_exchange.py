@@ -22,7 +22,8 @@ from helpers import assert_close, poison_
 
 CASES = all_pairs(
     {
-        "max_tokens": [12, 70],  # on GPUs, many tokens travel in another way than few
+        "max_tokens": [12, 70],
+        "few_tokens": [32, 256],
         "experts": [12, 13, 23],  # 12 divides by 2, 3 and 4 ranks
         "placement": ["linear", "round_robin", "explicit"],
         "redundant": [0, 2, 30],
@@ -58,6 +59,7 @@ def _options(case: dict, size: int) -> dict:
         "hidden": -(-case["hidden"] // 128) * 128 if fp8 else case["hidden"],
         "dtype": "bfloat16" if case["payload"] == "fp8" else case["payload"],
         "max_tokens": case["max_tokens"],
+        "few_tokens": case["few_tokens"],
         "placement": placement,
         "capacity": {"alignment": case["alignment"]},
         "exchange": {
@@ -137,9 +139,10 @@ def test_agrees_with_the_dense_reference(make_ep, rank, size, case):
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
-def test_hostile_routing_to_the_letter(make_ep, rank, size, id_dtype, layout):
+@pytest.mark.parametrize("few_tokens", [32, 256])
+def test_hostile_routing_to_the_letter(make_ep, rank, size, few_tokens, id_dtype, layout):
     """Duplicates, −1, ids out of range, weights of 0, NaN and Inf, beside live pairs of the same tokens."""
-    ep = make_ep(experts=13, top_k=8, max_tokens=90, placement={"num_redundant_experts": 15})
+    ep = make_ep(few_tokens, experts=13, top_k=8, max_tokens=90, placement={"num_redundant_experts": 15})
     for seed in range(10):
         T = 16 if seed % 2 else 90
         tokens = [make_tokens(ep.config, r, T, seed=seed, kind="adversarial", id_dtype=id_dtype) for r in range(size)]
@@ -148,9 +151,10 @@ def test_hostile_routing_to_the_letter(make_ep, rank, size, id_dtype, layout):
 
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
-def test_long_rows_on_few_multiprocessors(make_ep, rank, size, layout, payload):
+@pytest.mark.parametrize("few_tokens", [32, 256])
+def test_long_rows_on_few_multiprocessors(make_ep, rank, size, few_tokens, layout, payload):
     """On GPUs rows in several pieces, and blocks that send many tokens, in place once they know where."""
-    ep = make_ep(hidden=20480, dtype="float32", max_tokens=60, exchange={"payload": payload, "num_sms": 2})
+    ep = make_ep(few_tokens, hidden=20480, dtype="float32", max_tokens=60, exchange={"payload": payload, "num_sms": 2})
     for seed in range(3):
         check_round(ep, [make_tokens(ep.config, r, 60 - 7 * r, seed=seed) for r in range(size)], layout)
 
@@ -163,12 +167,18 @@ def test_smaller_hidden_size_top_k_and_dtype(make_ep, rank, size):
         check_round(ep, [make_tokens(calls, r, 2 * r + 1) for r in range(size)], layout, calls=calls)
 
 
-def test_a_nan_token_spoils_no_other(make_ep, rank, size):
-    ep = make_ep()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("bits", ["nan", "ones"])
+def test_a_nan_token_spoils_no_other(make_ep, rank, size, bits, dtype):
+    """Also the NaN whose bits are all ones, by which GPUs tell what has not arrived."""
+    ep = make_ep(dtype=dtype)
     tokens = [make_tokens(ep.config, r, 12) for r in range(size)]
     mine = tokens[rank]
     want = expected_y(ep.config, mine)
-    poison_(mine.x[5])
+    if bits == "ones":
+        mine.x[5].view(torch.uint8).fill_(0xFF)
+    else:
+        poison_(mine.x[5])
     d = ep.dispatch(mine.x.to(ep.device), mine.ids.to(ep.device), mine.weights.to(ep.device))
     y = ep.combine(run_experts(ep, d), d)
     others = torch.arange(12) != 5

@@ -35,9 +35,10 @@ def outputs(ep: ExpertParallel, d: Dispatched) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
-@pytest.mark.parametrize("max_tokens", [16, 200])  # on GPUs, few tokens travel in another way
-def test_halves_are_the_whole(make_ep, rank, size, max_tokens, payload, layout):
+@pytest.mark.parametrize(("max_tokens", "few_tokens"), [(16, 32), (200, 32), (200, 256)])
+def test_halves_are_the_whole(make_ep, rank, size, max_tokens, few_tokens, payload, layout):
     ep = make_ep(
+        few_tokens,
         top_k=6,
         hidden=256,
         dtype="bfloat16",
@@ -127,10 +128,10 @@ def test_two_micro_batches_overlap(make_ep, rank, size):
 
 
 @pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=[pytest.mark.gpu, NO_CUDA])])
-@pytest.mark.parametrize("T", [4, 200])  # few tokens travel in another way
+@pytest.mark.parametrize("T", [4, 200, 300])
 def test_two_micro_batches_overlap_in_a_graph(make_ep, rank, size, device, T):
     """Captured once, replayed on other inputs."""
-    eps = [make_ep(top_k=6, hidden=256, max_tokens=200) for _ in range(2)]
+    eps = [make_ep(top_k=6, hidden=256, max_tokens=300) for _ in range(2)]
     inputs = [given(ep, make_tokens(ep.config, rank, T)) for ep in eps]
     pair = list(zip(eps, inputs, strict=True))
     overlapped(pair)

@@ -1,0 +1,75 @@
+// The receiving half of dispatch for few tokens: no row waits for more than its own lines, its pairs and the counts.
+#pragma once
+#include "dispatch_few_send.cuh"
+#include "units.cuh"
+#include "weighted.cuh"
+
+namespace epmoe::cuda {
+
+// By a warp: one part of a received row to each of its expert-major places, as soon as it is here; of a round that is
+// void, nowhere.
+template <int N, bool kFp8>
+__device__ __forceinline__ bool move_part(const DispatchBlock& b, int32_t r, int32_t t, int32_t index,
+                                          const FewRows& from) {
+  const ExchangePlan& plan = b.plan;
+  int32_t lane = threadIdx.x % 32;
+  Part<N, kFp8> part(index, from.row_bytes);
+  char* at = few_row(b, plan.rank, r, t);
+  const uint4* pairs = few_pairs(b, plan.rank, r, t);
+  bool has_pair = lane < from.K, here = false;
+  Line lines[N];
+  uint4 pair;
+  bool told = b.wait.until(
+      [&] {
+        if (has_pair) pair = load_line(pairs + lane);
+        if (!here) here = part.load(at, lines);
+        return !has_pair || b.wait.reached(pair.w);
+      },
+      r);
+  if (!__all_sync(kAllLanes, told)) return false;
+  auto id = static_cast<int32_t>(pair.x), ordinal = static_cast<int32_t>(pair.y);
+  bool mine = has_pair && id >= 0 && id < plan.P && ordinal >= 0 && b.place[id] >> 16 == plan.rank;
+  bool comes = __any_sync(kAllLanes, mine);
+  float weight = has_pair ? __uint_as_float(pair.z) : 0.0f;
+  int32_t row = mine && !b.shared.differing ? b.row_of(id, ordinal, r) : kNotHere;
+  if (comes) {
+    here = here || b.wait.until([&] { return part.load(at, lines); }, r);
+    if (!__all_sync(kAllLanes, here)) return false;
+  }
+  if (index == 0 && has_pair && !b.shared.differing) {
+    int64_t entry = (r * plan.M + t) * plan.K + lane;
+    in_scratch<int32_t>(b.ex, plan.row_of_pair)[entry] = mine && row < 0 ? kDropped : row;
+    in_scratch<float>(b.ex, plan.pair_weights)[entry] = b.args.weight_rows ? 1.0f : weight;
+  }
+#pragma unroll 1
+  for (uint32_t left = __ballot_sync(kAllLanes, row >= 0); left; left &= left - 1) {
+    int32_t k = __ffs(left) - 1;
+    int64_t to = __shfl_sync(kAllLanes, row, k);
+    float factor = b.args.weight_rows ? __shfl_sync(kAllLanes, weight, k) : 1.0f;
+    auto* words = in_window<uint4>(b.ex, plan.rank, plan.rows) + to * part.row_lines;
+    auto* scales = in_window<float>(b.ex, plan.rank, plan.row_scales) + to * (part.row_lines / part.kLanes);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      if (!part.inside(n)) continue;
+      words[part.at(n)] = b.args.weight_rows && !kFp8 ? weighted(lines[n].words, b.args.dtype, factor) : lines[n].words;
+      if (part.has_scale(n)) scales[part.at(n) / part.kLanes] = __uint_as_float(lines[n].scale) * factor;
+    }
+  }
+  __syncwarp();
+  if (comes) part.unset(at);
+  return true;
+}
+
+// By the blocks that receive: all rows of sources of few tokens.
+template <int N, bool kFp8>
+__device__ __forceinline__ bool move_parts(const DispatchBlock& b, RoundState* round) {
+  int32_t parts = parts_of(b.shared.longest_few, N), R = static_cast<int32_t>(b.plan.R);
+  Units units(R * b.shared.most_few * parts, b.kernel.senders + b.kernel.tellers);
+  return units.for_each(&round->few_ticket[kDispatch], [&](int32_t unit, int32_t) {
+    int32_t part = unit % parts, slot = unit / parts, r = slot % R, t = slot / R;
+    const FewRows& from = b.shared.few_rows[r];
+    return t >= from.tokens || part >= parts_of(from.row_bytes, N) || move_part<N, kFp8>(b, r, t, part, from);
+  });
+}
+
+}  // namespace epmoe::cuda

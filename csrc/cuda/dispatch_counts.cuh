@@ -51,9 +51,13 @@ __device__ __forceinline__ bool each_source(const DispatchBlock& b, int32_t owne
   return true;
 }
 
+__device__ __forceinline__ int32_t aligned(int32_t length, int32_t alignment) {
+  return alignment == 1 ? length : (length + alignment - 1) / alignment * alignment;
+}
+
 // By a warp: where a segment of `length` rows starts in each lane, aligned, and in `next` where those after it will.
 __device__ __forceinline__ int32_t segment_start(int32_t length, int32_t alignment, int32_t& next) {
-  length = (length + alignment - 1) / alignment * alignment;
+  length = aligned(length, alignment);
   int32_t end = warp_inclusive_sum(length);
   int32_t start = next + end - length;
   next += __shfl_sync(kAllLanes, end, 31);
@@ -79,6 +83,21 @@ __device__ __forceinline__ bool learn_bases(DispatchBlock& b) {
     }
   }
   return __syncthreads_and(arrived);
+}
+
+// By a warp: from the pairs of each expert to where its segment starts, in place. A lane takes neighbouring experts, so
+// that one sum over the warp is enough.
+static __device__ __noinline__ void start_segments(int32_t* count, int32_t experts, int32_t alignment) {
+  int32_t each = experts / 32 + 1, begin = threadIdx.x * each, end = min(begin + each, experts + 1), length = 0;
+#pragma unroll 1
+  for (int32_t local = begin; local < end; ++local) {
+    int32_t pairs = local < experts ? count[local] : 0;
+    count[local] = length;
+    length += aligned(pairs, alignment);
+  }
+  int32_t start = warp_inclusive_sum(length) - length;
+#pragma unroll 1
+  for (int32_t local = begin; local < end; ++local) count[local] += start;
 }
 
 // Of a source whose call differs: its rows are no good, but they come.
@@ -128,14 +147,7 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
     if (differs) atomicMax(&shared.longest_few, awaited.row_bytes), atomicOr(&shared.differing, 1u << r);
   }
   if (!__syncthreads_and(arrived)) return false;
-  if (threadIdx.x < 32) {
-    int32_t next = 0;
-    for (int32_t base = 0; base <= experts; base += 32) {
-      int32_t local = base + threadIdx.x;
-      int32_t start = segment_start(local < experts ? b.count[local] : 0, b.plan.alignment, next);
-      if (local <= experts) b.count[local] = start;
-    }
-  }
+  if (threadIdx.x < 32) start_segments(b.count, experts, static_cast<int32_t>(b.plan.alignment));
   __syncthreads();
   return true;
 }

@@ -75,6 +75,8 @@ __device__ __forceinline__ bool send_parts(DispatchBlock& b, int32_t tokens, Rou
     for (int32_t i = 0, rank = t % R; i < R; ++i, rank = rank + 1 < R ? rank + 1 : 0) {
       if (ranks >> rank & 1u) part.store(few_row(b, rank, b.plan.rank, t), lines);
     }
+    if (unit % parts == 0 && lane < R)
+      in_scratch<int32_t>(b.ex, b.plan.slots)[int64_t{t} * R + lane] = ranks >> lane & 1u ? t : -1;
   }
   return true;
 }
@@ -99,7 +101,7 @@ __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens, Rou
     bool real = k < K && t < end;
     float weight = real ? load_weight(b.args, t, k) : 0.0f;
     if (real) p = physical(b, t, expert_of(b, load_id(b.args, t, k)), weight);
-    count_tokens(b, counted, begin);
+    count_tokens<false>(b, counted, begin);
     counted = end;
     uint32_t same = __match_any_sync(kAllLanes, p), before = same & ((1u << lane) - 1);
     for (int32_t first = begin, turn = 0; first < end; first += each, ++turn) {
@@ -110,21 +112,14 @@ __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens, Rou
       if (p >= 0 && !before) b.count[p] += __popc(same);
     }
     if (!b.may_open()) return;
-    uint32_t ranks = p < 0 ? 0 : 1u << (b.place[p] >> 16);
-#pragma unroll 1
-    for (int32_t offset = 1; offset < width; offset *= 2) ranks |= __shfl_xor_sync(kAllLanes, ranks, offset);
 #pragma unroll 1
     for (int32_t rank = 0; real && rank < plan.R; ++rank) {
       auto id = static_cast<uint32_t>(p < 0 ? b.shared.sentinel[rank] : p);
       store_line(few_pairs(b, rank, plan.rank, t) + k,
                  {id, static_cast<uint32_t>(ordinal), __float_as_uint(p < 0 ? 0.0f : weight), b.wait.epoch});
     }
-#pragma unroll 1
-    for (int32_t rank = k; t < end && rank < plan.R; rank += width)
-      in_scratch<int32_t>(b.ex, plan.slots)[t * plan.R + rank] = ranks >> rank & 1u ? t : -1;
     __syncthreads();
   }
-  __syncthreads();
   if (threadIdx.x == 0) atomicAdd(&round->told, 1);
 #pragma unroll 1
   for (int32_t t = (block - 1) * kGroupTokens + warp; t < tokens; t += blocks * kGroupTokens) count_health(b, t);

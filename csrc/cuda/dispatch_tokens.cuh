@@ -29,8 +29,9 @@ __device__ __forceinline__ int32_t physical(const DispatchBlock& b, int32_t t, i
   return b.plan.copies == 1 ? expert : copy_of(b.ex, t, expert);
 }
 
-// By the block's warps from `first_warp` on: adds tokens [begin, end) to the counts by expert and by rank. A lane takes
-// a pair, and a warp as many tokens as fit.
+// By the block's warps from `first_warp` on: adds tokens [begin, end) to the counts by expert and, if asked, by rank. A
+// lane takes a pair, and a warp as many tokens as fit.
+template <bool kByRank = true>
 __device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, int32_t end, int32_t first_warp = 0) {
   int32_t K = b.args.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32 - first_warp, width = 1;
   if (warp < 0) return;
@@ -45,10 +46,12 @@ __device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, in
     int32_t p = physical(b, t, expert_of(b, id), weight);
     uint32_t ranks = p < 0 ? 0 : 1u << (b.place[p] >> 16);
     if (p >= 0) atomicAdd(&b.count[p], 1);
+    if constexpr (kByRank) {
 #pragma unroll 1
-    for (int32_t offset = 1; offset < width; offset *= 2) ranks |= __shfl_xor_sync(kAllLanes, ranks, offset);
+      for (int32_t offset = 1; offset < width; offset *= 2) ranks |= __shfl_xor_sync(kAllLanes, ranks, offset);
 #pragma unroll 1
-    for (int32_t token = 0; token < 32; token += width) rows += __shfl_sync(kAllLanes, ranks, token) >> lane & 1u;
+      for (int32_t token = 0; token < 32; token += width) rows += __shfl_sync(kAllLanes, ranks, token) >> lane & 1u;
+    }
   }
   if (rows) atomicAdd(&b.shared.rank_count[lane], rows);
 }

@@ -86,14 +86,17 @@ struct Wait {
   }
 
   // By the whole block, at its end. Where a wait of this block failed, true, after all blocks are done: latches, tells
-  // the host and every rank, and the caller zeroes the outputs.
+  // the host and every rank, and the caller zeroes the outputs. Counting who is done releases nothing, which would hold
+  // up every round that goes well; instead the one that failed gives what the others have stored time to arrive.
   __device__ bool failed(Stage stage, bool ok) const {
     ok = __syncthreads_and(ok);
-    if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(&round->done[stage]) : "memory");
+    if (threadIdx.x == 0) asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(&round->done[stage]) : "memory");
     if (ok) return false;
     if (threadIdx.x == 0) {
+      constexpr uint64_t kArrivedNs = 1'000'000;
       auto* done = reinterpret_cast<volatile int32_t*>(&round->done[stage]);
       while (*done < static_cast<int32_t>(gridDim.x)) __nanosleep(100);
+      for (uint64_t then = now_ns(); now_ns() - then < kArrivedNs;) __nanosleep(1000);
       __threadfence();
       if (atomicExch(&round->latched, 1) == 0) tell(ex, round, epoch, stage);
     }

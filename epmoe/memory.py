@@ -20,7 +20,7 @@ MAIL_BYTES = 64  # one cache line a source: flag, count and header of a round
 BUFFER_ALIGNMENT = 128
 PAGE_BYTES = 4096
 NUM_COUNTERS = 8
-FEW_TOKENS = 256  # up to so many, rows travel without flags (csrc/cuda/lamport.cuh)
+FEW_TOKENS = 512  # up to so many, rows travel without flags on GPUs (csrc/cuda/lines.cuh)
 PACKET_WORDS = 4
 
 Region = Literal["window", "scratch"]

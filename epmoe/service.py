@@ -99,7 +99,8 @@ class ExpertParallel:
         """Send each token once to each rank that holds one of its experts; every rank takes part, also with T = 0.
 
         Args:
-            x: [T, D], 0 ≤ T ≤ M; D and dtype may be smaller than the config's but are equal on all ranks.
+            x: [T, D], 0 ≤ T ≤ M; D and dtype may be smaller than the config's but are equal on all ranks. Rows arrive
+                bit by bit as they are; only on GPUs the NaN of all ones may arrive as another NaN.
             ids: int32 or int64 [T, K], logical experts. −1, E and any id out of range mean no expert.
             weights: fp32, bf16 or fp16 [T, K]. A pair of weight 0 does not travel; NaN and Inf count as 0.
             num_tokens: rows at and past it are padding and are not sent.

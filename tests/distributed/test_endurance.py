@@ -31,7 +31,7 @@ def dawdle(device: torch.device, chance: random.Random) -> None:
 
 def test_many_rounds(make_ep, rank, size, device):
     """Experts that return their rows and weights of 1: y is K · x, in whole numbers, whoever is late."""
-    ep = make_ep(experts=4 * size, top_k=K, hidden=256, dtype="bfloat16", max_tokens=max(TOKENS))
+    ep = make_ep(few_tokens=256, experts=4 * size, top_k=K, hidden=256, dtype="bfloat16", max_tokens=max(TOKENS))
     inputs = []
     for T in TOKENS:
         for seed in range(VARIANTS):

@@ -131,7 +131,7 @@ def test_two_micro_batches_overlap(make_ep, rank, size):
 @pytest.mark.parametrize("T", [4, 200, 300])
 def test_two_micro_batches_overlap_in_a_graph(make_ep, rank, size, device, T):
     """Captured once, replayed on other inputs."""
-    eps = [make_ep(top_k=6, hidden=256, max_tokens=300) for _ in range(2)]
+    eps = [make_ep(few_tokens=256, top_k=6, hidden=256, max_tokens=300) for _ in range(2)]
     inputs = [given(ep, make_tokens(ep.config, rank, T)) for ep in eps]
     pair = list(zip(eps, inputs, strict=True))
     overlapped(pair)

@@ -1,5 +1,5 @@
 // The exchange's memory as the kernels see it: offsets computed once, in epmoe/memory.py, and handed over as
-// a list of integers in the order of the fields below (`epmoe.memory.PLAN_FIELDS`).
+// a list of integers in the order of the fields below (`SIZES` and `OFFSETS` there).
 #pragma once
 #include "types.h"
 

@@ -2,7 +2,8 @@
 // that every rank learns all counts while rows are on the wire; all others, and senders once they are done, move what
 // has arrived to its expert-major place. A sender says with each pair its ordinal among this source's pairs of that
 // expert, and the counts say where (expert, source) starts. Once it knows all counts itself, it sends rows to their
-// first place, says which that is, and they are only copied to the others.
+// first place, says which that is, and they are only copied to the others. Rows of few tokens (dispatch_few_send.cuh)
+// wait for no count before they leave and for no flag on arrival.
 #include "dispatch_few_receive.cuh"
 #include "dispatch_receive.cuh"
 #include "dispatch_send.cuh"
@@ -121,14 +122,14 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_kernel(const __grid_cons
   if (wait.failed(kDispatch, ok)) zero_outputs(ex);
 }
 
-}  // namespace
-
 // Calls f with what fp8 is made of, void where the wire carries x as it is.
 template <typename F>
 auto visit_wire(bool fp8, DType dtype, F&& f) {
   if (!fp8) return f(std::type_identity<void>{});
   return visit(dtype, [&](auto source) { return f(std::type_identity<decltype(source)>{}); });
 }
+
+}  // namespace
 
 cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStream_t stream) {
   constexpr int64_t kMaxBases = 8192, kMaxFirstRows = 4096;

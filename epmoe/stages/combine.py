@@ -24,6 +24,8 @@ def combine(exchange: Exchange, expert_rows: Tensor, dispatched: Dispatched) -> 
 def combine_partial(exchange: Exchange, partial: Tensor, dispatched: Dispatched) -> Tensor:
     """Bring rank-major rows [R, M, D], already weighted and summed over this rank's experts, back: y [T, D]."""
     _check_round(exchange, dispatched, "combine_partial")
+    if dispatched.layout != "rank":
+        raise ValueError("`combine_partial` takes rank-major rows; a round of layout='expert' ends with combine")
     y = _launch(exchange, dispatched, _partial_rows(exchange, partial, dispatched), False, receive=True)
     return _closed(exchange, y)
 

@@ -75,6 +75,8 @@ def test_combine(make_ep, rank, size):
     ]:
         with pytest.raises((ValueError, TypeError), match=message):
             ep.combine(bad, d)
+    with pytest.raises(ValueError, match="layout='expert' ends with combine"):
+        ep.combine_partial(torch.zeros(size, M, D, device=ep.device), d)
     assert_y(ep.combine(rows, d), ep.config, tokens)
 
     d = ep.dispatch(*given, layout="rank")

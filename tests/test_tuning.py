@@ -133,15 +133,18 @@ def test_the_fastest_launch_is_found(monkeypatch, tmp_path):
         return 100 + abs((team or 8) - 4) + abs((senders or 99) - 99)
 
     tried = []
+    monkeypatch.setattr(tune.memory, "FEW_TOKENS", 8)
     monkeypatch.setattr(tune, "Fused", fused)
     monkeypatch.setattr(tune, "pair_us", pair_us)
     monkeypatch.setattr(tune, "Sample", lambda *args: args)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=100))
     monkeypatch.setattr(tune, "ExpertParallel", lambda config, group: make_ep(None))
     config = make_ep(None).config
-    (row, us, default), _ = results = tune.run(config, [4, 16], group=object(), advance=lambda: tried.append(1))
-    assert (row.tokens, row.combine_team, row.dispatch_senders) == (4, 4, 0)
-    assert (us, default) == (100, 104) and len(tried) == 2 * tune.STEPS
+    few, many = results = tune.run(config, [4, 16], group=object(), advance=lambda: tried.append(1))
+    assert few == (TuningRow(tokens=4, hidden_size=few[0].hidden_size, ranks=1), 104, 104)  # no team sends its rows
+    row, us, default = many
+    assert (row.tokens, row.combine_team, row.dispatch_senders) == (16, 4, 0)
+    assert (us, default) == (100, 104) and len(tried) == tune.launches([4, 16])
     tune.write_json(results, tmp_path / "table.json")
     assert Tuning.load(tmp_path / "table.json").rows == tuple(row for row, *_ in results)
     assert tune.table(results).row_count == 2

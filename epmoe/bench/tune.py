@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
+from epmoe import memory
 from epmoe.bench.graphs import pair_us
 from epmoe.bench.report import write_object
 from epmoe.bench.sample import Sample
@@ -22,14 +23,19 @@ from epmoe.service import ExpertParallel
 from epmoe.simulate import Kind
 from epmoe.tuning import Launch, Tuning, TuningRow
 
-# In eighths of the multiprocessors, of which a kernel has two blocks each.
-_SENDERS = (8, 10, 12, 14)
-_GRID: dict[str, tuple[int, ...]] = {
+# Senders in eighths of the multiprocessors, of which a kernel has two blocks each; as many as the kernels allow.
+_Grid = dict[str, tuple[int, ...]]
+_OF_FEW: _Grid = {"combine_senders": (4, 6, 8), "dispatch_senders": (2, 3, 4)}  # whose rows no team sends
+_OF_MANY: _Grid = {
     "combine_team": (2, 4, 8, 16),
-    "combine_senders": _SENDERS,
-    "dispatch_senders": _SENDERS,
+    "combine_senders": (8, 10, 12, 14),
+    "dispatch_senders": (8, 10, 12, 14),
 }
-STEPS = 1 + sum(map(len, _GRID.values()))  # launches tried for each number of tokens
+
+
+def launches(tokens: Sequence[int]) -> int:
+    """How many are tried for these numbers of tokens."""
+    return sum(1 + sum(map(len, _grid(T).values())) for T in tokens)
 
 
 def run(
@@ -56,7 +62,7 @@ def run(
             default = _pair_us(ep, side, own, repeats, group)
             advance()
             best, least = own, default
-            for name, values in _values(ep.device):
+            for name, values in _values(T, ep.device):
                 start = best
                 for value in values:
                     row = start.model_copy(update={name: value})
@@ -67,9 +73,13 @@ def run(
     return results
 
 
-def _values(device: torch.device) -> Iterator[tuple[str, list[int]]]:
+def _grid(tokens: int) -> _Grid:
+    return _OF_FEW if tokens <= memory.FEW_TOKENS else _OF_MANY
+
+
+def _values(tokens: int, device: torch.device) -> Iterator[tuple[str, list[int]]]:
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    for name, values in _GRID.items():
+    for name, values in _grid(tokens).items():
         yield name, [processors * value // 8 if name.endswith("senders") else value for value in values]
 
 

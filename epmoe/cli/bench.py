@@ -53,7 +53,7 @@ def bench(
     if tuning:
         if not on_gpus or side or payload or as_json or plot:
             raise UserError("`--tune` is for GPUs, and goes without `--side`, `--payload`, `--json` and `--plot`")
-        device, as_json, samples = tune, tuning, tune.STEPS * len(counts)
+        device, as_json, samples = tune, tuning, tune.launches(counts)
     elif on_gpus:
         fitting = nvlink.default_payloads(parsed)
         if refused := set(payload or ()) - set(fitting):

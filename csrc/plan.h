@@ -24,7 +24,7 @@ struct ExchangePlan {
   int64_t recv_x, recv_scales, recv_ids, recv_weights, combine_rows, combine_scales;
   int64_t recv_flags, recv_ordinals, recv_counts, combine_flags, few_rows, few_pairs, few_sums;  // CUDA only
   int64_t rows, row_scales;  // in the window on CUDA, in scratch on the CPU
-  // in this rank's scratch
+  // in this rank's scratch; slots_used: CUDA only
   int64_t state, counts, slots_used, slots, expert_offsets, tokens_per_expert, row_of_pair;
   int64_t expert_map, owners, copies_table, num_copies, sentinels;
   int64_t local_index, pair_weights;  // CUDA only

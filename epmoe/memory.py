@@ -20,8 +20,8 @@ MAIL_BYTES = 64  # one cache line a source: flag, count and header of a round
 BUFFER_ALIGNMENT = 128
 PAGE_BYTES = 4096
 NUM_COUNTERS = 8
-FEW_TOKENS = 512  # up to so many, rows travel without flags on GPUs (csrc/cuda/lines.cuh)
-PACKET_WORDS = 4
+FEW_TOKENS = 512  # up to so many, rows travel without flags on GPUs (csrc/cuda/lines.cuh); 4095 at most
+LINE_WORDS = 4
 
 Region = Literal["window", "scratch"]
 
@@ -114,16 +114,16 @@ class MemoryPlan:
             ("window", "combine.scales", (R, M, B) if combine_fp8 else (0,), f32),
             ("window", "recv.flags", (R, M) if nvlink else (0,), i32),
             ("window", "recv.ordinals", (R, M, K) if nvlink else (0,), i32),
-            ("window", "recv.counts", (R, R * most + 3) if nvlink else (0,), i64),
+            ("window", "recv.counts", (R, R * most + 2) if nvlink else (0,), i64),
             ("window", "combine.flags", (R, M) if nvlink else (0,), i32),
             ("window", "few.rows", (R, few, few_stride) if nvlink else (0,), torch.uint8),
-            ("window", "few.pairs", (R, few, K, PACKET_WORDS) if nvlink else (0,), i32),
+            ("window", "few.pairs", (R, few, K, LINE_WORDS) if nvlink else (0,), i32),
             ("window", "few.sums", (R, few, few_sum_stride) if nvlink else (0,), torch.uint8),
             ("window" if nvlink else "scratch", "rows", (N, D), payload),
             ("window" if nvlink else "scratch", "row_scales", (N, B) if payload_fp8 else (0,), f32),
             ("scratch", "state", (20,), i32),
             ("scratch", "counts", (R,), i32),
-            ("scratch", "slots_used", (R,), i32),
+            ("scratch", "slots_used", (R,) if nvlink else (0,), i32),
             ("scratch", "slots", (M, R), i32),
             ("scratch", "expert_offsets", (e + 1,), i32),
             ("scratch", "tokens_per_expert", (e,), i32),

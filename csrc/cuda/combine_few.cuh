@@ -1,5 +1,4 @@
-// combine for sources of few tokens, in words that tell by themselves that they are here (lines.cuh), on the way back
-// too.
+// combine for sources of few tokens: sums in lines that tell by themselves that they are here (lines.cuh).
 #pragma once
 #include "combine.cuh"
 #include "lines.cuh"

@@ -1,9 +1,12 @@
 // dispatch over NVLink, one kernel: some blocks send tokens, each once to each rank that needs it; one block counts, so
 // that every rank learns all counts while rows are on the wire; all others, and senders once they are done, move what
 // has arrived to its expert-major place. A sender says with each pair its ordinal among this source's pairs of that
-// expert, and the counts say where (expert, source) starts. Once it knows all counts itself, it sends rows to their
-// first place, says which that is, and they are only copied to the others. Rows of few tokens (dispatch_few_send.cuh)
-// wait for no count before they leave and for no flag on arrival.
+// expert, and the counts say where (expert, source) starts.
+//  - Many tokens: a sender that knows all counts sends rows to their first place, says which that is, and they are only
+//    copied to the others. A row's flag says that it is here.
+//  - Few tokens: rows leave at once, and blocks of their own, the tellers, send what is said of pairs. A row's lines
+//  say
+//    by themselves that they are here.
 #include "dispatch_few_receive.cuh"
 #include "dispatch_receive.cuh"
 #include "dispatch_send.cuh"
@@ -160,7 +163,7 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
     kernel.piece_bytes = ceil_div(ceil_div(x_bytes, ceil_div(x_bytes, kMaxPieceBytes)), kStep) * kStep;
   }
   kernel.senders = static_cast<int32_t>(senders);
-  // The block that counts comes after the senders, and after it those that send pairs, if there is room.
+  // After the senders the block that counts, and after it those that send pairs; without room, it does that too.
   int64_t groups = kernel.sends_few() ? ceil_div(args.T, kGroupTokens) : 0;
   int64_t tellers = args.send ? std::clamp<int64_t>(most - senders, 1, groups + 1) : 0;
   int64_t blocks = std::max(std::min(senders + tellers + receivers, most), senders + std::max<int64_t>(tellers, 1));

@@ -1,11 +1,10 @@
 // Lines: 16 bytes, written and read in one access, so that who sees one word of a line sees the others too. Rows and
 // pairs of few tokens travel in lines that tell by themselves whether they are here: neither flag nor fence lies
 // between sender and receiver.
-//  - Of a row nothing but its own bytes travels. Its buffer holds kUnset in the last word of each line, which no row
-//  does,
-//    wherever nothing has arrived, and who has read a line unsets it for the next round (FlashInfer and TensorRT-LLM
-//    call such buffers of their all-reduce Lamport's). Its reader's kernel has ended before the next stage opens, and
-//    no rank writes there again before it has seen that stage open (mail.cuh).
+//  - Of a row nothing but its own bytes travels. Wherever nothing has arrived, the last word of each line of its
+//    buffer is kUnset, which that of no row is, and who has read a line unsets it for the next round (FlashInfer and
+//    TensorRT-LLM call such buffers of their all-reduce Lamport's). Its reader's kernel has ended before the next stage
+//    opens, and no rank writes there again before it has seen that stage open (mail.cuh).
 //  - The last word of a pair's line is the round's epoch (as in NCCL's LL protocols).
 #pragma once
 #include "fp8.cuh"

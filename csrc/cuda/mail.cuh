@@ -8,9 +8,8 @@
 //    after every rank had started combine(n), and therefore finished dispatch(n), the only reader of those.
 //  - a rank writes into others' expert-major rows of n+1 only after it has their words of dispatch(n+1), sent after
 //    their combine(n), the last reader of the rows.
-//  - a rank writes into others' combine slabs and lines of n only after dispatch(n) returned, so after every rank had
-//  started
-//    dispatch(n), and therefore finished combine(n-1), the only reader of those. The two never alias.
+//  - a rank writes into others' combine slabs and lines of n only after dispatch(n) returned, so after every rank
+//    had started dispatch(n), and therefore finished combine(n-1), the only reader of those. The two never alias.
 // So no rank is a round ahead of one that still waits, and epochs are compared for equality: the flag of a slot that
 // lay unused for 2^31 rounds must not look as if it were reached.
 #pragma once

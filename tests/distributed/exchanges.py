@@ -220,8 +220,15 @@ def expected_y_after_drops(config: EPConfig, placement: Placement, tokens: list[
 
 
 def poison(ep: ExpertParallel) -> None:
-    """Fills every payload buffer of this rank's window and scratch with 0xFF, while no rank is in a round."""
+    """Fills every payload buffer of this rank's window and scratch with 0xFF, while no rank is in a round.
+
+    What rows of few tokens have filled must be so already: else a later round would take it for its own.
+    """
+    if ep.device.type == "cuda":
+        torch.cuda.synchronize()
     dist.all_reduce(torch.zeros(1))
+    for name in ("few.rows", "few.sums"):
+        assert ep._exchange.views[name].eq(0xFF).all()
     for name, buffer in ep._exchange.views.items():
         if buffer.numel() and not name.startswith(CONTROL) and not name.endswith(".flags"):
             poison_(buffer)

@@ -149,15 +149,13 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   int64_t blocks = std::clamp<int64_t>(senders + receivers, 1, most);
   return visit(dtype, [&](auto type) {
     using T = decltype(type);
-    auto launch_for = [&](auto* fewest, auto* few_rows, auto* rows) {
-      auto* kernel_for = !few ? rows : sent == 1 ? fewest : few_rows;
-      return launch(kernel_for, blocks, kThreads, senders ? kStepsBytes : 0, stream, kernel);
+    auto launch_for = [&](auto fp8) {
+      constexpr bool kFp8 = fp8;
+      auto* of_few = sent == 1 ? combine_kernel<1, T, kFp8> : combine_kernel<kSumLines<kFp8>, T, kFp8>;
+      auto* chosen = few ? of_few : combine_kernel<0, T, kFp8>;
+      return launch(chosen, blocks, kThreads, senders ? kStepsBytes : 0, stream, kernel);
     };
-    if (plan.combine_fp8)
-      return launch_for(combine_kernel<1, T, true>, combine_kernel<kSumLines<true>, T, true>,
-                        combine_kernel<0, T, true>);
-    return launch_for(combine_kernel<1, T, false>, combine_kernel<kSumLines<false>, T, false>,
-                      combine_kernel<0, T, false>);
+    return plan.combine_fp8 ? launch_for(std::true_type{}) : launch_for(std::false_type{});
   });
 }
 

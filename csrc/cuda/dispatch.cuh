@@ -121,6 +121,8 @@ struct DispatchBlock {
   __device__ __forceinline__ int32_t pairs_of(int32_t local) const {
     return pairs_before(static_cast<int32_t>(plan.R), local);
   }
+  // The rank of a physical expert as a mask, none for -1.
+  __device__ __forceinline__ uint32_t rank_mask(int32_t p) const { return p < 0 ? 0u : 1u << (place[p] >> 16); }
   // The row of a pair that this rank is to compute, -1 for any other; `ordinal` counts its source's pairs of the
   // expert.
   __device__ __forceinline__ int32_t row_of(int32_t id, int32_t ordinal, int32_t r) const {

@@ -47,12 +47,12 @@ __device__ __forceinline__ bool move_part(const DispatchBlock& b, int32_t r, int
     int64_t to = __shfl_sync(kAllLanes, row, k);
     float factor = b.args.weight_rows ? __shfl_sync(kAllLanes, weight, k) : 1.0f;
     auto* words = in_window<uint4>(b.ex, plan.rank, plan.rows) + to * part.row_lines;
-    auto* scales = in_window<float>(b.ex, plan.rank, plan.row_scales) + to * (part.row_lines / part.kLanes);
+    auto* scales = in_window<float>(b.ex, plan.rank, plan.row_scales) + to * (part.row_lines / kScaleLines);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       if (!part.inside(n)) continue;
       words[part.at(n)] = b.args.weight_rows && !kFp8 ? weighted(lines[n].words, b.args.dtype, factor) : lines[n].words;
-      if (part.has_scale(n)) scales[part.at(n) / part.kLanes] = __uint_as_float(lines[n].scale) * factor;
+      if (part.has_scale(n)) scales[part.at(n) / kScaleLines] = __uint_as_float(lines[n].scale) * factor;
     }
   }
   __syncwarp();

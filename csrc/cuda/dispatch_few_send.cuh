@@ -69,7 +69,7 @@ __device__ __forceinline__ bool send_parts(DispatchBlock& b, int32_t tokens, Rou
       read_part<N, Source>(b, t, part, lines);
     }
     if (lane < b.args.K) p = physical(b, t, expert_of(b, load_id(b.args, t, lane)), load_weight(b.args, t, lane));
-    uint32_t ranks = __reduce_or_sync(kAllLanes, p < 0 ? 0u : 1u << (b.place[p] >> 16));
+    uint32_t ranks = __reduce_or_sync(kAllLanes, b.rank_mask(p));
     // Tokens begin with different ranks, so that not all send to the same at once.
 #pragma unroll 1
     for (int32_t i = 0, rank = t % R; i < R; ++i, rank = rank + 1 < R ? rank + 1 : 0) {

@@ -44,7 +44,7 @@ __device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, in
     int64_t id = real ? load_id(b.args, t, k) : -1;
     float weight = real ? load_weight(b.args, t, k) : 0.0f;
     int32_t p = physical(b, t, expert_of(b, id), weight);
-    uint32_t ranks = p < 0 ? 0 : 1u << (b.place[p] >> 16);
+    uint32_t ranks = b.rank_mask(p);
     if (p >= 0) atomicAdd(&b.count[p], 1);
     if constexpr (kByRank) {
 #pragma unroll 1
@@ -64,7 +64,7 @@ __device__ __forceinline__ void read_token(DispatchBlock& b, int32_t t, int32_t 
   expert = physical(b, t, expert, weight);
   b.shared.ids[n][lane] = expert;
   b.shared.weights[n][lane] = expert < 0 ? 0.0f : weight;
-  uint32_t ranks = __reduce_or_sync(kAllLanes, expert < 0 ? 0u : 1u << (b.place[expert] >> 16));
+  uint32_t ranks = __reduce_or_sync(kAllLanes, b.rank_mask(expert));
   if (lane == 0) b.shared.ranks[n] = ranks;
 }
 

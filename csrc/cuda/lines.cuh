@@ -14,6 +14,7 @@ namespace epmoe::cuda {
 
 constexpr uint32_t kUnset = 0xffffffff;        // a NaN in every dtype, alone or as several elements
 constexpr uint32_t kAlmostUnset = 0x7fffffff;  // a NaN as well, sent in its place
+constexpr int kScaleLines = kScaleBlock / 16;  // of fp8, that share a scale
 
 // One access each: with type b128 neither is torn (PTX ISA, memory consistency model).
 __device__ __forceinline__ void store_line(uint4* to, uint4 line) {
@@ -47,7 +48,6 @@ struct Line {
 // What a warp takes of a row of `row_bytes`, behind which lie the scales of fp8: N lines a lane.
 template <int N, bool kFp8>
 struct Part {
-  static constexpr int kLanes = kScaleBlock / 16;  // that share a scale
   int32_t first, row_lines;
 
   __device__ __forceinline__ Part(int32_t part, int64_t row_bytes)
@@ -55,7 +55,7 @@ struct Part {
   // The lane's n-th line.
   __device__ __forceinline__ int32_t at(int n) const { return first + n * 32; }
   __device__ __forceinline__ bool inside(int n) const { return at(n) < row_lines; }
-  __device__ __forceinline__ bool has_scale(int n) const { return kFp8 && at(n) % kLanes == 0; }
+  __device__ __forceinline__ bool has_scale(int n) const { return kFp8 && at(n) % kScaleLines == 0; }
 
   __device__ __forceinline__ void store(char* row, const Line (&lines)[N]) const {
 #pragma unroll
@@ -91,7 +91,7 @@ struct Part {
 
  private:
   __device__ __forceinline__ uint32_t* scale_at(char* row, int n) const {
-    return reinterpret_cast<uint32_t*>(row) + row_lines * 4 + at(n) / kLanes;
+    return reinterpret_cast<uint32_t*>(row) + row_lines * 4 + at(n) / kScaleLines;
   }
   __device__ __forceinline__ void store_scale(char* row, int n, uint32_t scale) const {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(scale_at(row, n)), "r"(scale) : "memory");
@@ -105,7 +105,7 @@ constexpr EPMOE_HD int32_t parts_of(int64_t row_bytes, int n) {
 
 // 16 elements as fp8.
 __device__ __forceinline__ Line fp8_line(const float (&values)[16]) {
-  float scale = block_scale<16, kScaleBlock / 16>(values);
+  float scale = block_scale<16, kScaleLines>(values);
   auto packed = to_fp8(values, scale);
   Line line;
   memcpy(&line.words, &packed, sizeof packed);

@@ -49,13 +49,16 @@ struct RoundState {
   int16_t originator;  // CUDA only: who saw the failure first
   uint32_t few;        // CUDA only: sources whose rows travel without flags, a mask
   uint64_t missing;    // CUDA only: ranks that were waited for in vain, a mask
-  // CUDA only, [Stage]: handed out to be sent and to be received, the latter of rows with flags and of rows without,
-  // and blocks done; each kernel clears the other's.
-  int32_t sent[2], ticket[2], few_ticket[2], done[2];
-  int32_t told;  // CUDA only: blocks of dispatch that have sent what is said of pairs
-  int32_t unused;
+  // CUDA only, as what follows; [Stage]: blocks done. Each kernel clears the other's counters.
+  int32_t done[2];
+  int32_t told;  // blocks of dispatch that have sent what is said of pairs
+  // [Stage]: handed out to be sent and to be received; then what of rows without flags may be handed out beside others,
+  // received by dispatch, sent by combine. On lines of their own: many draw from one while others draw from the next.
+  alignas(64) int32_t sent[2];
+  alignas(64) int32_t ticket[2];
+  alignas(64) int32_t few_ticket[2];
 };
-static_assert(sizeof(RoundState) == 80);
+static_assert(sizeof(RoundState) == 256);
 
 // What the host looks at; int64 each, in the order of `epmoe.health.STATUS`.
 struct Status {

@@ -20,7 +20,7 @@ MAIL_BYTES = 64  # one cache line a source: flag, count and header of a round
 BUFFER_ALIGNMENT = 128
 PAGE_BYTES = 4096
 NUM_COUNTERS = 8
-FEW_TOKENS = 512  # up to so many, rows travel without flags on GPUs (csrc/cuda/lines.cuh); 4095 at most
+FEW_TOKENS = 1024  # up to so many, rows travel without flags on GPUs (csrc/cuda/lines.cuh); 4095 at most
 LINE_WORDS = 4
 
 Region = Literal["window", "scratch"]
@@ -121,7 +121,7 @@ class MemoryPlan:
             ("window", "few.sums", (R, few, few_sum_stride) if nvlink else (0,), torch.uint8),
             ("window" if nvlink else "scratch", "rows", (N, D), payload),
             ("window" if nvlink else "scratch", "row_scales", (N, B) if payload_fp8 else (0,), f32),
-            ("scratch", "state", (20,), i32),
+            ("scratch", "state", (64,), i32),
             ("scratch", "counts", (R,), i32),
             ("scratch", "slots_used", (R,) if nvlink else (0,), i32),
             ("scratch", "slots", (M, R), i32),

@@ -1,10 +1,11 @@
-// combine over NVLink, one kernel: some blocks finalize the rows of each source and send them straight into
-// its window; all others, and senders once they are done, sum what comes back for this rank's tokens, in rank
-// order, as it arrives.
+// combine over NVLink, one kernel: some blocks finalize the rows of each source and send them straight into its window;
+// all others, and senders once they are done, sum what comes back for this rank's tokens, in rank order, as it arrives.
+// On few multiprocessors, rows that need no sums (layout="rank") are forwarded by one warp of each block instead.
 #include <bit>
 #include <cstddef>
 
 #include "combine_few.cuh"
+#include "combine_forward.cuh"
 #include "combine_rows.cuh"
 #include "exchange_launch.h"
 #include "launch_kernel.cuh"
@@ -12,6 +13,8 @@
 
 namespace epmoe::cuda {
 namespace {
+
+static_assert(kForwarded * kForwardedBytes <= kStepsBytes);  // they share what a block has
 
 // By the whole block: the ranks that send rows, as a mask; those that give the round up do not. False if one is
 // missing.
@@ -35,19 +38,19 @@ __device__ bool receive_openings(const Wait& wait, uint32_t& senders) {
 // What a kernel meets only where other ranks bring few tokens and this one many, or the reverse.
 template <typename T, bool kFp8>
 __device__ __noinline__ void send_slots_too(CombineBlock b, char* shared, int32_t* ticket) {
-  Pair first = read_pair(b, source_of(b, first_slot(b)), first_slot(b) / b.plan.R);
-  send_slots<T, kFp8>(b, first, shared, ticket);
+  send_slots<T, kFp8>(b, read_pair(b, slot_of(b, first_slot(b))), shared, ticket);
 }
 template <typename T, bool kFp8>
-__device__ __noinline__ void send_parts_too(CombineBlock b) {
-  int32_t slot = first_part(b) / parts_of(wire_bytes<T, kFp8>(b), kSumLines<kFp8>);
-  send_parts<kSumLines<kFp8>, T, kFp8>(b, read_pair(b, source_of(b, slot), slot / b.plan.R));
+__device__ __noinline__ void send_parts_too(CombineBlock b, int32_t* ticket) {
+  int32_t n = first_part(b) / parts_of(wire_bytes<T, kFp8>(b), kSumLines<kFp8>);
+  send_parts<kSumLines<kFp8>, T, kFp8>(b, read_pair(b, slot_of(b, n)), ticket);
 }
 
 // kSent: lines of a row that a lane sends at a time where the rows of this rank's tokens come back as those of few do,
 // 0 where they come with flags.
 template <int kSent, typename T, bool kFp8>
-__global__ void __launch_bounds__(kThreads, 2) combine_kernel(const __grid_constant__ CombineKernel kernel) {
+__global__ void __launch_bounds__(kThreads, blocks_together(kSent))
+    combine_kernel(const __grid_constant__ CombineKernel kernel) {
   constexpr bool kFew = kSent > 0;
   __shared__ RoundState now;
   __shared__ int32_t count_R[kMaxExchangeRanks];
@@ -61,16 +64,17 @@ __global__ void __launch_bounds__(kThreads, 2) combine_kernel(const __grid_const
   if (args.send && args.receive) let_successor_start();
   // All that can be read without knowing the rest is asked for at once.
   bool sends = static_cast<int32_t>(blockIdx.x) < kernel.senders && args.send;
+  bool forwards = !kFew && !kFp8 && kernel.forwards;
   auto* round = in_scratch<RoundState>(ex, plan.state);
   Wait wait(ex, round, 0);
   CombineBlock b{kernel, ex, plan, args, wait, now, count_R};
   Pair first{kNotHere, 0.0f};
-  if (sends && args.rows) {
-    int32_t slot = kFew ? first_part(b) / parts_of(wire_bytes<T, kFp8>(b), kSent) : first_slot(b);
-    first = read_pair(b, source_of(b, slot), slot / plan.R);
+  if (sends && args.rows && !forwards) {
+    int32_t n = kFew ? first_part(b) / parts_of(wire_bytes<T, kFp8>(b), kSent) : first_slot(b);
+    first = read_pair(b, slot_of(b, n));
   }
   if (threadIdx.x < 32) {  // one warp: all of a grid that ask for the same line keep one another waiting
-    constexpr int kStateWords = sizeof(RoundState) / sizeof(uint32_t), kFewWord = offsetof(RoundState, few) / 4;
+    constexpr int kStateWords = offsetof(RoundState, sent) / 4, kFewWord = offsetof(RoundState, few) / 4;
     uint32_t word = threadIdx.x < kStateWords ? reinterpret_cast<const uint32_t*>(round)[threadIdx.x] : 0;
     int32_t count = threadIdx.x < plan.R ? in_scratch<int32_t>(ex, plan.slots_used)[threadIdx.x] : 0;
     if (threadIdx.x < kStateWords) reinterpret_cast<uint32_t*>(&now)[threadIdx.x] = word;
@@ -88,21 +92,23 @@ __global__ void __launch_bounds__(kThreads, 2) combine_kernel(const __grid_const
   if (sends && args.rows && ok) {
     uint32_t all = plan.R == 32 ? kAllLanes : (1u << plan.R) - 1;
     if constexpr (kFew) {
-      send_parts<kSent, T, kFp8>(b, first);
+      send_parts<kSent, T, kFp8>(b, first, &round->few_ticket[kCombine]);
       if (now.few != all) send_slots_too<T, kFp8>(b, steps, &round->sent[kCombine]);
     } else {
-      send_slots<T, kFp8>(b, first, steps, &round->sent[kCombine]);
-      if (now.few) send_parts_too<T, kFp8>(b);
+      if (!forwards) send_slots<T, kFp8>(b, first, steps, &round->sent[kCombine]);
+      if (now.few) send_parts_too<T, kFp8>(b, &round->few_ticket[kCombine]);
     }
   }
-  if (!args.receive) return;
   uint32_t senders = 0;
-  ok = ok && receive_openings(wait, senders);
+  if (args.receive) ok = ok && receive_openings(wait, senders);  // by all warps, so before one of them forwards
+  if constexpr (!kFew && !kFp8)
+    if (forwards && sends && args.rows && ok && threadIdx.x < 32) forward_rows<T>(b, steps, &round->sent[kCombine]);
+  if (!args.receive) return;
   if constexpr (kFew) {
-    ok = ok && sum_parts<T, kFp8>(b, senders, &round->few_ticket[kCombine]);
+    ok = ok && sum_parts<T, kFp8>(b, senders, &round->ticket[kCombine]);
   } else if (ok) {
     constexpr int kLongest = 384;  // seven turns or so: what arrives last is not kept waiting
-    Units units(args.T, args.D / kPerVector<T>, kernel.senders, kLongest);
+    Units units(args.T, static_cast<int32_t>(args.D / kPerVector<T>), forwards ? 0 : kernel.senders, kLongest);
     ok = units.for_each(&round->ticket[kCombine], [&](int32_t t, int32_t piece) {
       return sum_token<T, kFp8>(b, t, piece, units.pieces, senders);
     });
@@ -124,16 +130,21 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   Device device;
   if (cudaError_t error = current_device(device)) return error;
   int64_t sms = std::min<int64_t>(plan.num_sms, device.multiprocessors);
-  int64_t most = args.send && args.receive ? 2 * sms : sms;  // a stage in halves leaves room for another's
   // What this rank has received it knows on the device only: as much as it sends, on average.
   int64_t T = std::max<int64_t>(args.T, 1), wire = plan.combine_fp8 ? 1 : itemsize(dtype), slots = T * plan.R;
   bool few = args.T <= plan.few_tokens;
-  int sent = args.T <= kFewSums ? 1 : plan.combine_fp8 ? kSumLines<true> : kSumLines<false>;
-  int64_t team = 4, senders = slots, receivers = most, share = most * 3 / 4;
+  bool forwards = !few && !plan.combine_fp8 && !args.expert_major && device.major >= 9 && device.is_scarce(sms);
+  bool whole = args.send && args.receive;
+  int sent = args.T <= kFewSums || !whole ? 1 : plan.combine_fp8 ? kSumLines<true> : kSumLines<false>;
+  int together = few ? blocks_together(sent) : 2;
+  int64_t most = whole ? sms * together : sms;  // room for another's half
+  int64_t team = 4, senders = slots, receivers = most, share = std::max<int64_t>(most * 3 / 4, 1);
   if (few) {
     senders = ceil_div(slots * parts_of(args.D * wire, sent), kWarps);
     receivers = ceil_div(T * parts_of(args.D * wire, 1), kWarps);
-    share = T <= 128 ? most / 2 : most * 5 / 8;
+    share = together == 1 || T <= 128 ? most / 2 : most * 5 / 8;
+  } else if (forwards) {
+    senders = share = most;
   } else {  // as measured: as many warps a row as there are for all at once, or four, or two if there is more to do
     while (team < kWarps && slots * team * 2 <= share * kWarps) team *= 2;
     int64_t rows = ceil_div(slots * team, share * kWarps);  // of a team
@@ -145,7 +156,7 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   senders = std::min(plan.combine_senders ? plan.combine_senders : senders, std::max<int64_t>(share, 1));
   if (!args.send) senders = 0;
   if (!args.receive) receivers = 0;
-  CombineKernel kernel{exchange, args, static_cast<int32_t>(senders), static_cast<int32_t>(team)};
+  CombineKernel kernel{exchange, args, static_cast<int32_t>(senders), static_cast<int32_t>(team), forwards};
   int64_t blocks = std::clamp<int64_t>(senders + receivers, 1, most);
   return visit(dtype, [&](auto type) {
     using T = decltype(type);

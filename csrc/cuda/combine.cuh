@@ -9,6 +9,7 @@ struct CombineKernel {
   CombineArgs args;
   int32_t senders;  // blocks that send first
   int32_t team;     // warps that send a row
+  bool forwards;    // rows, which need no sums
 };
 
 // One block at work on the round that dispatch left.
@@ -32,17 +33,23 @@ struct Pair {
   __device__ Pair of(int32_t k) const { return {__shfl_sync(kAllLanes, row, k), __shfl_sync(kAllLanes, weight, k)}; }
 };
 
+// A received slot.
+struct Slot {
+  int32_t source, s;
+};
+
 // Slots are taken in the order of their numbers, those of all sources by turns, each rank beginning with itself.
-__device__ __forceinline__ int32_t source_of(const CombineBlock& b, int32_t n) {
-  return static_cast<int32_t>((n + b.plan.rank) % b.plan.R);
+__device__ __forceinline__ Slot slot_of(const CombineBlock& b, int32_t n) {
+  auto R = static_cast<int32_t>(b.plan.R), s = n / R, source = n - s * R + static_cast<int32_t>(b.plan.rank);
+  return {source < R ? source : source - R, s};
 }
 
-__device__ __forceinline__ Pair read_pair(const CombineBlock& b, int64_t source, int64_t s) {
+__device__ __forceinline__ Pair read_pair(const CombineBlock& b, Slot slot) {
   const ExchangePlan& plan = b.plan;
   int32_t lane = threadIdx.x % 32;
-  if (!b.args.expert_major) return {lane == 0 ? static_cast<int32_t>(source * plan.M + s) : kNotHere, 1.0f};
-  if (lane >= plan.K || s >= plan.M) return {kNotHere, 0.0f};
-  int64_t at = (source * plan.M + s) * plan.K + lane;
+  if (!b.args.expert_major) return {lane == 0 ? static_cast<int32_t>(slot.source * plan.M + slot.s) : kNotHere, 1.0f};
+  if (lane >= plan.K || slot.s >= plan.M) return {kNotHere, 0.0f};
+  int64_t at = (slot.source * plan.M + slot.s) * plan.K + lane;
   return {in_scratch<int32_t>(b.ex, plan.row_of_pair)[at], in_scratch<float>(b.ex, plan.pair_weights)[at]};
 }
 

@@ -57,24 +57,25 @@ __device__ __forceinline__ void send_part(const CombineBlock& b, int32_t source,
 
 // By the blocks that send: a warp takes a part of a slot, first this one.
 __device__ __forceinline__ int32_t first_part(const CombineBlock& b) {
-  return threadIdx.x / 32 * b.kernel.senders + blockIdx.x;
+  return number_of_warp(blockIdx.x, b.kernel.senders);
 }
 
 // `ahead` is the pair of the first one's slot.
 template <int N, typename T, bool kFp8>
-__device__ __forceinline__ void send_parts(const CombineBlock& b, Pair ahead) {
+__device__ __forceinline__ void send_parts(const CombineBlock& b, Pair ahead, int32_t* ticket) {
   int32_t parts = parts_of(wire_bytes<T, kFp8>(b), N), R = static_cast<int32_t>(b.plan.R), most = 0;
 #pragma unroll 1
   for (int32_t r = 0; r < R; ++r)
     if (b.now.few >> r & 1u) most = max(most, b.count_R[r]);
-  int32_t first = first_part(b), step = b.kernel.senders * kWarps;
-#pragma unroll 1
-  for (int32_t unit = first; unit < most * R * parts; unit += step) {
-    int32_t part = unit % parts, slot = unit / parts, source = source_of(b, slot), s = slot / R;
-    if (unit != first) ahead = read_pair(b, source, s);
+  Units units(most * R * parts, b.kernel.senders * kWarps, first_part(b));
+  units.for_each(ticket, [&](int32_t unit, int32_t) {
+    int32_t part = unit % parts;
+    auto [source, s] = slot_of(b, unit / parts);
+    if (unit != units.first) ahead = read_pair(b, {source, s});
     bool owed = b.now.few >> source & 1u && s < b.count_R[source] && was_received(b, ahead);
     if (owed) send_part<N, T, kFp8>(b, source, s, part, checked(b, ahead));
-  }
+    return true;
+  });
 }
 
 // By a warp: one part of a token's row, from all ranks that owe it, in rank order.

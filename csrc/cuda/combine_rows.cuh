@@ -74,10 +74,11 @@ __device__ __forceinline__ void send_slots(const CombineBlock& b, Pair ahead, ch
     if (!(b.now.few >> r & 1u)) most = max(most, b.count_R[r]);
   int32_t n = first_slot(b);
   for (int32_t turn = 0; n < most * R; ++turn) {
-    int32_t source = source_of(b, n), s = n / R, drawn = 0;
+    auto [source, s] = slot_of(b, n);
+    int32_t drawn = 0;
     bool more = most * R > teams;
     if (more && team.leads()) drawn = atomicAdd(ticket, 1);  // its way to memory and back is hidden by this slot
-    if (turn) ahead = read_pair(b, source, s);
+    if (turn) ahead = read_pair(b, {source, s});
     if (s < b.count_R[source] && !(b.now.few >> source & 1u))
       send_slot<T, kFp8>(b, team, source, s, checked(b, ahead), shared, stored);
     if (!more) break;

@@ -48,9 +48,11 @@ template <bool kFp8>
 __device__ __forceinline__ bool move_rows(DispatchBlock& b, RoundState* round) {
   constexpr int kLongest = 256;  // what a warp has in flight at once, or little more
   auto R = static_cast<int32_t>(b.plan.R);
-  Units units(R * b.shared.most, b.kernel.row_bytes() / 16, b.kernel.senders + b.kernel.tellers, kLongest);
+  Units units(R * b.shared.most, static_cast<int32_t>(b.kernel.row_bytes() / 16), b.kernel.senders + b.kernel.tellers,
+              kLongest);
   return units.for_each(&round->ticket[kDispatch], [&](int32_t n, int32_t piece) {
-    auto r = static_cast<int32_t>((n + b.plan.rank) % R), s = n / R;
+    int32_t s = n / R, r = n - s * R + static_cast<int32_t>(b.plan.rank);
+    if (r >= R) r -= R;
     bool flagged = !b.shared.few_rows[r].tokens;
     return !flagged || s >= b.shared.rank_count[r] || move_row<kFp8>(b, r, s, piece, units.pieces);
   });
@@ -68,7 +70,8 @@ __device__ __noinline__ bool move_parts_too(DispatchBlock b, RoundState* round) 
 // kMoved: lines of a row that a lane moves at a time where rows leave as those of few tokens, 0 where they leave with
 // flags. Source: of what fp8 rows are made, void for rows as they are.
 template <int kMoved, typename Source>
-__global__ void __launch_bounds__(kThreads, 2) dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
+__global__ void __launch_bounds__(kThreads, blocks_together(kMoved))
+    dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
   constexpr bool kFp8 = !std::is_void_v<Source>, kFew = kMoved > 0;
   __shared__ DispatchShared shared;
   extern __shared__ __align__(128) char dynamic[];
@@ -146,20 +149,30 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
                         .tellers = 0,
                         .bases = static_cast<int32_t>(bases <= kMaxBases ? bases : 0),
                         .first_rows = static_cast<int32_t>(first_rows <= kMaxFirstRows ? first_rows : 0),
-                        .piece_bytes = 0};
-  int64_t most = args.send && args.receive ? 2 * sms : sms;  // a stage in halves leaves room for another's
+                        .row_pieces = 0,
+                        .piece_bytes = 0,
+                        .tokens_a_release = 1};
   int64_t T = std::max<int64_t>(args.T, 1);
-  int moved = T <= kFewest ? 1 : plan.payload_fp8 ? kLines<true> : kLines<false>;
-  int64_t senders = kernel.sends_few() ? ceil_div(T * parts_of(kernel.row_bytes(), (moved + 1) / 2), kWarps) : T;
-  int64_t receivers = kernel.sends_few() ? ceil_div(plan.R * T * parts_of(kernel.row_bytes(), moved), kWarps) : most;
-  senders = std::min(plan.dispatch_senders ? plan.dispatch_senders : senders,
-                     std::max<int64_t>(kernel.sends_few() ? most * 3 / 10 : most * 3 / 4, 1));
+  bool whole = args.send && args.receive;
+  int moved = T <= kFewest || sms < 2 || !whole ? 1 : plan.payload_fp8 ? kLines<true> : kLines<false>;
+  int64_t most = whole ? sms * (kernel.sends_few() ? blocks_together(moved) : 2) : sms;  // room for another's half
+  int64_t senders = T, receivers = most, share = most * 3 / 4;
+  if (kernel.sends_few()) {
+    senders = ceil_div(T * parts_of(kernel.row_bytes(), (moved + 1) / 2), kWarps);
+    receivers = ceil_div(plan.R * T * parts_of(kernel.row_bytes(), moved), kWarps);
+    share = most * (plan.payload_fp8 && T > 128 ? 4 : 3) / 10;  // fp8 is made by those who send
+  }
+  senders = std::min(plan.dispatch_senders ? plan.dispatch_senders : senders, std::max<int64_t>(share, 1));
   if (!args.send) senders = 0;
   if (!args.receive) receivers = 0;
   if (senders && !kernel.sends_few()) {
     constexpr int64_t kStep = 512;  // a multiple of 128 elements
-    int64_t x_bytes = args.D * itemsize(args.dtype);
-    kernel.piece_bytes = ceil_div(ceil_div(x_bytes, ceil_div(x_bytes, kMaxPieceBytes)), kStep) * kStep;
+    int64_t x_bytes = args.D * itemsize(args.dtype), pieces = ceil_div(x_bytes, kMaxPieceBytes);
+    kernel.piece_bytes = static_cast<int32_t>(ceil_div(ceil_div(x_bytes, pieces), kStep) * kStep);
+    kernel.row_pieces = static_cast<int32_t>(ceil_div(x_bytes, kernel.piece_bytes));
+    // A release takes the longer the more a multiprocessor has under way, and few of them have much.
+    if (device.is_scarce(sms))
+      kernel.tokens_a_release = static_cast<int32_t>(std::clamp<int64_t>(T / senders / 6, 1, kMostUnflagged));
   }
   kernel.senders = static_cast<int32_t>(senders);
   // After the senders the block that counts, and after it those that send pairs; without room, it does that too.

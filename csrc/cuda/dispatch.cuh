@@ -11,6 +11,7 @@ constexpr int kCountColumns = 2;
 constexpr int kFewBits = 12, kMostFew = (1 << kFewBits) - 1;
 constexpr int kPieces = 3;  // of rows, that a sending block has on their way
 constexpr int64_t kMaxPieceBytes = 16 << 10;
+constexpr int kMostUnflagged = 8;        // tokens that a sending block may raise flags for at once
 constexpr uint32_t kInPlace = 1u << 31;  // said with a row where otherwise an ordinal is said: it is there already
 
 // What is awaited from a source without flags: rows of so many tokens, as long as it has said.
@@ -23,7 +24,8 @@ struct DispatchKernel {
   DispatchArgs args;
   int32_t senders, tellers;   // blocks that send rows; then the one that counts, and those that send few tokens' pairs
   int32_t bases, first_rows;  // entries of those tables in shared memory, 0 where they would be too large
-  int64_t piece_bytes;        // of a row of x
+  int32_t row_pieces, piece_bytes;  // of a row of x
+  int32_t tokens_a_release;         // with flags
 
   __device__ __forceinline__ int64_t wanted_tokens() const {
     return args.num_tokens ? *args.num_tokens : args.num_rows;
@@ -77,8 +79,9 @@ struct DispatchShared {
   uint32_t differing, few;              // masks of sources: brought another shape; few tokens
   int32_t most_few, longest_few, most;  // from one source: rows without flags, their bytes; rows with flags
   int32_t next;                         // token of this block
-  uint64_t arrivals[kPieces];           // bulk.cuh
-  float scales[kMaxPieceBytes / (kScaleBlock * 2)];  // of a piece
+  int32_t unflagged_slots[kMostUnflagged][kMaxExchangeRanks];  // slots of tokens that have been stored
+  uint64_t arrivals[kPieces];                                  // bulk.cuh
+  float scales[kMaxPieceBytes / (kScaleBlock * 2)];            // of a piece
   // Of the token that is sent and the next:
   int32_t ids[2][kMaxExchangeTopK];
   float weights[2][kMaxExchangeTopK];

@@ -3,6 +3,7 @@
 #pragma once
 #include "dispatch_counts.cuh"
 #include "lines.cuh"
+#include "units.cuh"
 
 namespace epmoe::cuda {
 
@@ -45,6 +46,12 @@ __device__ __forceinline__ void read_part(const DispatchBlock& b, int64_t t,
 // More rows than those of so many blocks fill the wire, and what is said of them would wait behind: it goes first.
 // Nothing depends on it, so this does not wait for long in any case.
 constexpr int32_t kAtOnce = 32;
+
+// These blocks begin with the first tokens, so that rows arrive in the order in which receivers wait for them.
+__device__ __forceinline__ int32_t first_sent(int32_t senders) {
+  int32_t block = blockIdx.x, early = min(kAtOnce, senders);
+  return block < early ? number_of_warp(block, early) : early * kWarps + number_of_warp(block - early, senders - early);
+}
 __device__ __forceinline__ void await_told(const DispatchBlock& b, const RoundState* round) {
   constexpr int kTries = 400;
   const volatile int32_t& told = round->told;
@@ -55,16 +62,16 @@ __device__ __forceinline__ void await_told(const DispatchBlock& b, const RoundSt
 template <int N, typename Source>
 __device__ __forceinline__ bool send_parts(DispatchBlock& b, int32_t tokens, RoundState* round) {
   int32_t lane = threadIdx.x % 32, R = static_cast<int32_t>(b.plan.R), parts = parts_of(b.kernel.row_bytes(), N);
-  int32_t unit = threadIdx.x / 32 * b.kernel.senders + blockIdx.x, units = tokens * parts;
-  Part<N, !std::is_void_v<Source>> part(unit % parts, b.kernel.row_bytes());
+  Units units(tokens * parts, b.kernel.senders * kWarps, first_sent(b.kernel.senders));
+  Part<N, !std::is_void_v<Source>> part(units.first % parts, b.kernel.row_bytes());
   Line lines[N];
-  if (unit < units) read_part<N, Source>(b, unit / parts, part, lines);  // on its way meanwhile
+  if (units.first < units.total) read_part<N, Source>(b, units.first / parts, part, lines);  // on its way meanwhile
   if (blockIdx.x >= kAtOnce && threadIdx.x == 0) await_told(b, round);
   __syncthreads();
   if (!b.may_open()) return false;
-  for (bool first = true; unit < units; unit += b.kernel.senders * kWarps, first = false) {
+  return units.for_each(&round->sent[kDispatch], [&](int32_t unit, int32_t) {
     int32_t t = unit / parts, p = -1;
-    if (!first) {
+    if (unit != units.first) {
       part = {unit % parts, b.kernel.row_bytes()};
       read_part<N, Source>(b, t, part, lines);
     }
@@ -77,8 +84,8 @@ __device__ __forceinline__ bool send_parts(DispatchBlock& b, int32_t tokens, Rou
     }
     if (unit % parts == 0 && lane < R)
       in_scratch<int32_t>(b.ex, b.plan.slots)[int64_t{t} * R + lane] = ranks >> lane & 1u ? t : -1;
-  }
-  return true;
+    return true;
+  });
 }
 
 // By the blocks from the one that has counted on, that one last: tells every rank of all pairs, a group of tokens at a

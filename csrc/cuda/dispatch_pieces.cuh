@@ -15,10 +15,9 @@ struct Pieces {
     if (threadIdx.x == 0)
       for (uint64_t& arrival : b.shared.arrivals) init_arrival(&arrival);
   }
-  __device__ int64_t row_bytes() const { return b.args.D * itemsize(b.args.dtype); }
-  __device__ int32_t of_row() const { return static_cast<int32_t>(ceil_div(row_bytes(), b.kernel.piece_bytes)); }
   __device__ int32_t bytes(int32_t piece) const {
-    return static_cast<int32_t>(min(b.kernel.piece_bytes, row_bytes() - piece * b.kernel.piece_bytes));
+    auto row_bytes = static_cast<int32_t>(b.args.D * itemsize(b.args.dtype));
+    return min(b.kernel.piece_bytes, row_bytes - piece * b.kernel.piece_bytes);
   }
   __device__ char* buffer(int32_t n) const { return b.pieces + n % kPieces * b.kernel.piece_bytes; }
 

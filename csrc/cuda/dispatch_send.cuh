@@ -60,12 +60,23 @@ __device__ __forceinline__ void send_pairs_of_slots(const DispatchBlock& b, int3
   }
 }
 
+// By warp 0: what has been stored of `count` tokens arrives, and then their flags say so.
+__device__ __forceinline__ void raise_flags(const DispatchBlock& b, int32_t count) {
+  int32_t lane = threadIdx.x;
+  auto* flags = in_window<uint32_t>(b.ex, lane < b.plan.R ? lane : 0, b.plan.recv_flags) + b.plan.rank * b.plan.M;
+  wait_stored<0>();
+  __syncwarp();
+  release_all();
+#pragma unroll 1
+  for (int32_t i = 0; i < count; ++i)
+    if (int32_t slot = b.shared.unflagged_slots[i][lane]; slot >= 0) raise_released(flags + slot, b.wait.epoch);
+}
+
 // By the blocks that send, a token at a time: warp 0 sends it, and raises its flags when it has arrived, while the
 // others count those up to the next. False if the round may not be opened.
 template <typename Source>
 __device__ __forceinline__ bool send_rows(DispatchBlock& b, int32_t tokens, int32_t* ticket) {
-  const ExchangePlan& plan = b.plan;
-  int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, counted = 0, senders = b.kernel.senders;
+  int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, counted = 0, unflagged = 0, senders = b.kernel.senders;
   bool sends = warp == 0, bases_known = false;
   Pieces pieces(b);
   if (sends && blockIdx.x < tokens) pieces.fetch_next(blockIdx.x, 0);
@@ -84,8 +95,8 @@ __device__ __forceinline__ bool send_rows(DispatchBlock& b, int32_t tokens, int3
     bases_known = bases_known || (!first && b.kernel.sends_in_place() && learn_bases(b));
     if (sends) place_token(b, t, n, bases_known);
     __syncthreads();
-    for (int32_t piece = 0; piece < pieces.of_row(); ++piece) {
-      if (sends && piece + 1 < pieces.of_row()) pieces.fetch_next(t, piece + 1);
+    for (int32_t piece = 0; piece < b.kernel.row_pieces; ++piece) {
+      if (sends && piece + 1 < b.kernel.row_pieces) pieces.fetch_next(t, piece + 1);
       if (std::is_void_v<Source> && !sends) break;
       char* buffer = pieces.take();
       if constexpr (!std::is_void_v<Source>) quantize_piece<Source>(b, buffer, pieces.bytes(piece));
@@ -95,10 +106,10 @@ __device__ __forceinline__ bool send_rows(DispatchBlock& b, int32_t tokens, int3
     if (!sends) continue;
     send_pairs_of_slots(b, n);
     if (next < tokens) pieces.fetch_next(next, 0);
-    wait_stored<0>();
-    __syncwarp();
-    if (int32_t slot = b.shared.sending.slot[lane]; slot >= 0)
-      raise_flag(in_window<uint32_t>(b.ex, lane, plan.recv_flags) + plan.rank * plan.M + slot, b.wait.epoch);
+    b.shared.unflagged_slots[unflagged++][lane] = b.shared.sending.slot[lane];
+    if (unflagged < b.kernel.tokens_a_release && next < tokens) continue;
+    raise_flags(b, unflagged);
+    unflagged = 0;
   }
   return true;
 }

@@ -9,6 +9,9 @@ namespace epmoe::cuda {
 
 struct Device {
   int index, multiprocessors, major;
+
+  // Whether so many multiprocessors are few.
+  bool is_scarce(int64_t count) const { return count * 2 <= multiprocessors; }
 };
 
 // The current device's, looked up once for each device.

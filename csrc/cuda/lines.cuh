@@ -103,6 +103,12 @@ constexpr EPMOE_HD int32_t parts_of(int64_t row_bytes, int n) {
   return static_cast<int32_t>((row_bytes + n * 512 - 1) / (n * 512));
 }
 
+// Blocks that share a multiprocessor, by the lines that a lane moves at a time. Stores that wait for the wire hold up
+// the loads of a block beside them, so that where rows fill the wire each has one to itself, and with it more than the
+// 64 registers a thread that two can have, which is what keeps a second one away. Not in halves: whatever waits for a
+// rank must leave room for a block of any other stage.
+constexpr EPMOE_HD int blocks_together(int n) { return n > 1 ? 1 : 2; }
+
 // 16 elements as fp8.
 __device__ __forceinline__ Line fp8_line(const float (&values)[16]) {
   float scale = block_scale<16, kScaleLines>(values);

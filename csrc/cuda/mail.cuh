@@ -50,6 +50,12 @@ __device__ __forceinline__ void raise_flag(uint32_t* flag, uint32_t epoch) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(epoch) : "memory");
 }
 
+// The same for flags of several rows, after one release of them all.
+__device__ __forceinline__ void release_all() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ __forceinline__ void raise_released(uint32_t* flag, uint32_t epoch) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(epoch) : "memory");
+}
+
 // A value and the round it belongs to: one access of 8 bytes, so neither is seen without the other.
 __device__ __forceinline__ void store_word(uint64_t* word, uint32_t epoch, int32_t value) {
   uint64_t packed = uint64_t{static_cast<uint32_t>(value)} << 32 | epoch;

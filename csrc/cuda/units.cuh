@@ -1,30 +1,38 @@
-// Hands out units of work to warps. Where the blocks that send nothing have warps enough, they take one each; otherwise
-// all blocks draw tickets, so that those that were busy sending join when they are done. A unit is one of `pieces`
-// parts of a row's columns.
+// Hands out units of work to warps. Some begin with one each; if there are more, whoever has time draws tickets:
+// senders that are done sending, and multiprocessors whose stores the wire takes sooner than others'. A unit is one of
+// `pieces` parts of a row's columns.
 #pragma once
 #include "mail.cuh"
 
 namespace epmoe::cuda {
 
-struct Units {
-  int32_t total, first_block, warps, pieces;
+// Neighbouring numbers are of different blocks.
+__device__ __forceinline__ int32_t number_of_warp(int32_t block, int32_t blocks) {
+  return static_cast<int32_t>(threadIdx.x / 32) * blocks + block;
+}
 
-  __device__ Units(int32_t total, int32_t senders)
-      : total(total), first_block(senders), warps((gridDim.x - senders) * kWarps), pieces(1) {}
+struct Units {
+  int32_t total, warps, first, pieces;  // warps: that begin with a unit; first: this one's, or -1
+
+  __device__ Units(int32_t total, int32_t warps, int32_t first) : total(total), warps(warps), first(first), pieces(1) {}
+  // To the blocks from `first_block` on, at first.
+  __device__ Units(int32_t total, int32_t first_block)
+      : Units(total, (gridDim.x - first_block) * kWarps,
+              static_cast<int32_t>(blockIdx.x) < first_block
+                  ? -1
+                  : number_of_warp(blockIdx.x - first_block, gridDim.x - first_block)) {}
   // Rows are cut into pieces of up to `longest` vectors, and of fewer where warps would idle.
-  __device__ Units(int32_t rows, int64_t vectors, int32_t senders, int64_t longest) : Units(rows, senders) {
+  __device__ Units(int32_t rows, int32_t vectors, int32_t first_block, int32_t longest) : Units(rows, first_block) {
     while (vectors / pieces > longest || (pieces < 16 && total * 2 <= warps && vectors / (pieces * 2) >= 32))
       pieces *= 2, total *= 2;
   }
 
-  // Calls f(row, piece) until it is false; the same in all lanes of a warp. Returns what f returned last. What is there
-  // for each at the start needs no ticket.
+  // Calls f(row, piece) until it is false; the same in all lanes of a warp. Returns what f returned last.
   template <typename F>
   __device__ bool for_each(int32_t* ticket, F&& f) const {
-    int32_t block = blockIdx.x - first_block, blocks = gridDim.x - first_block;
     bool more = total > warps;
-    if (block < 0 && !more) return true;
-    int32_t unit = block < 0 ? after(draw(ticket)) : static_cast<int32_t>(threadIdx.x / 32) * blocks + block;
+    if (first < 0 && !more) return true;
+    int32_t unit = first < 0 ? after(draw(ticket)) : first;
     while (unit < total) {
       int32_t next = more ? draw(ticket) : 0;  // its way to memory and back is hidden by this unit
       if (!f(unit / pieces, unit % pieces)) return false;

@@ -38,6 +38,7 @@ CASES = all_pairs(
         "alignment": [1, 128],
         "layout": ["expert", "rank"],
         "padding": [None, int, torch.tensor],
+        "num_sms": [None, 20],  # of GPUs
     }
 )
 
@@ -65,6 +66,7 @@ def _options(case: dict, size: int) -> dict:
         "exchange": {
             "payload": "fp8" if case["payload"] == "fp8" else "auto",
             "combine_payload": case["combine_payload"],
+            "num_sms": case["num_sms"],
         },
     }
 

@@ -47,6 +47,8 @@ struct Forwarding {
   }
 };
 
+// By one warp. A release waits for all that its multiprocessor has under way, so that flags are raised for several rows
+// at once, and those of the pieces that left last only the next time.
 template <typename T>
 __device__ __forceinline__ void forward_rows(const CombineBlock& b, char* shared, int32_t* ticket) {
   __shared__ uint64_t arrivals[kForwarded];

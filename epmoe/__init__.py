@@ -9,13 +9,13 @@ K experts per token, R ranks, N expert-major rows.
 """
 
 from epmoe.config import ConfigError, EPConfig
+from epmoe.handles import Dispatched, Sent
 from epmoe.health import EPError, EPMismatchError, EPOverflowError, EPTimeoutError, Health
 from epmoe.layer import MoELayer
 from epmoe.memory import MemoryPlan
 from epmoe.placement import Placement
 from epmoe.service import ExpertParallel
 from epmoe.simulate import simulate_routing
-from epmoe.stages.dispatch import Dispatched, Sent
 from epmoe.stages.experts import SwiGLUExperts
 from epmoe.stages.finalize import finalize
 from epmoe.stages.permute import Permuted, permute

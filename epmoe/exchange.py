@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from epmoe.config import EPConfig
+from epmoe.handles import Dispatched, Form, Sent
 from epmoe.health import STATUS, raise_on_failure, raise_on_overflow
 from epmoe.memory import MemoryPlan
 from epmoe.placement import Placement
 from epmoe.tuning import Tuning
 from epmoe.window import Window
-
-if TYPE_CHECKING:
-    from epmoe.stages.dispatch import Dispatched, Form, Sent
 
 _CODE, _NEEDED_ROWS = STATUS.index("code"), STATUS.index("needed_rows")
 

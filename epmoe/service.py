@@ -13,12 +13,12 @@ from epmoe import ops
 from epmoe.config import EPConfig
 from epmoe.exchange import Exchange
 from epmoe.group import check_group, check_multiprocessor, device_of, members_of
+from epmoe.handles import Dispatched, Layout, Sent
 from epmoe.health import EPMismatchError, Health
 from epmoe.memory import MemoryPlan
 from epmoe.placement import Placement
 from epmoe.stages import combine as combine_stage
 from epmoe.stages import dispatch as dispatch_stage
-from epmoe.stages.dispatch import Dispatched, Layout, Sent
 from epmoe.stages.route import Routing, route
 from epmoe.tuning import Tuning
 from epmoe.window import SharedMemoryWindow, Window

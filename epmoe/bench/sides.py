@@ -11,8 +11,8 @@ from torch import Tensor
 
 from epmoe.bench.all_to_all import AllToAll, Sent
 from epmoe.bench.sample import Sample
+from epmoe.handles import Dispatched
 from epmoe.service import ExpertParallel
-from epmoe.stages.dispatch import Dispatched
 from epmoe.stages.finalize import finalize
 from epmoe.stages.permute import Permuted, permute
 from epmoe.stages.quantize import dequantize_rows

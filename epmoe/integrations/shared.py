@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epmoe.config import EPConfig, ExchangeConfig
+from epmoe.handles import Dispatched
 from epmoe.service import ExpertParallel
 from epmoe.stages.checks import check_forward_only
-from epmoe.stages.dispatch import Dispatched
 from epmoe.stages.quantize import dequantize_rows
 
 Experts = Callable[[Tensor, Tensor], Tensor]

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from epmoe import ops
 from epmoe.exchange import Exchange
+from epmoe.handles import Dispatched, Sent
 from epmoe.health import EPMismatchError
 from epmoe.stages.checks import aligned_rows, check_forward_only, check_tensor
-from epmoe.stages.dispatch import Dispatched, Sent, dispatch_recv
+from epmoe.stages.dispatch import dispatch_recv
 
 
 def combine(exchange: Exchange, expert_rows: Tensor, dispatched: Dispatched) -> Tensor:

@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
 ROOT = Path(__file__).parent.parent
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
+ON_GPUS = pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=[pytest.mark.gpu, NO_CUDA])])
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 WEIGHT_TOLERANCE = 2e-6
 """Relative, of a weight against fp64."""

@@ -21,6 +21,16 @@ struct CombineBlock {
   const Wait& wait;
   const RoundState& now;
   const int32_t* count_R;  // slots to look at, of each source
+
+  __device__ __forceinline__ bool is_few(int32_t source) const { return now.few >> source & 1u; }
+  // Numbers of slots to look at, where sources of few tokens, or those of many, are meant.
+  __device__ __forceinline__ int32_t slots(bool of_few) const {
+    auto R = static_cast<int32_t>(plan.R), most = 0;
+#pragma unroll 1
+    for (int32_t r = 0; r < R; ++r)
+      if (is_few(r) == of_few) most = max(most, count_R[r]);
+    return most * R;
+  }
 };
 
 // One lane's pair of a received slot: the row that it contributes, negative for none, and its weight.

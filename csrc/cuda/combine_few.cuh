@@ -63,16 +63,13 @@ __device__ __forceinline__ int32_t first_part(const CombineBlock& b) {
 // `ahead` is the pair of the first one's slot.
 template <int N, typename T, bool kFp8>
 __device__ __forceinline__ void send_parts(const CombineBlock& b, Pair ahead, int32_t* ticket) {
-  int32_t parts = parts_of(wire_bytes<T, kFp8>(b), N), R = static_cast<int32_t>(b.plan.R), most = 0;
-#pragma unroll 1
-  for (int32_t r = 0; r < R; ++r)
-    if (b.now.few >> r & 1u) most = max(most, b.count_R[r]);
-  Units units(most * R * parts, b.kernel.senders * kWarps, first_part(b));
+  int32_t parts = parts_of(wire_bytes<T, kFp8>(b), N);
+  Units units(b.slots(true) * parts, b.kernel.senders * kWarps, first_part(b));
   units.for_each(ticket, [&](int32_t unit, int32_t) {
     int32_t part = unit % parts;
     auto [source, s] = slot_of(b, unit / parts);
     if (unit != units.first) ahead = read_pair(b, {source, s});
-    bool owed = b.now.few >> source & 1u && s < b.count_R[source] && was_received(b, ahead);
+    bool owed = b.is_few(source) && s < b.count_R[source] && was_received(b, ahead);
     if (owed) send_part<N, T, kFp8>(b, source, s, part, checked(b, ahead));
     return true;
   });

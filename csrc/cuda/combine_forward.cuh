@@ -22,11 +22,10 @@ struct Forwarding {
       : b(b), ticket(ticket), row_bytes(row_bytes), slots(0) {
 #pragma unroll 1
     for (int32_t r = 0; r < b.plan.R; ++r)
-      if (!few(r)) slots = max(slots, b.count_R[r]);
+      if (!b.is_few(r)) slots = max(slots, b.count_R[r]);
     slots *= static_cast<int32_t>(b.plan.R);
     draw();
   }
-  __device__ __forceinline__ bool few(int32_t source) const { return b.now.few >> source & 1u; }
 
   // Goes on to the next piece: where it begins in the row of `slot`, -1 if there is none.
   __device__ __forceinline__ int64_t next() {
@@ -36,7 +35,7 @@ struct Forwarding {
       if (n >= slots) return -1;
       draw();
       slot = slot_of(b, n);
-      if (slot.s < b.count_R[slot.source] && !few(slot.source)) left = pieces;
+      if (slot.s < b.count_R[slot.source] && !b.is_few(slot.source)) left = pieces;
     }
     return (pieces - left--) * kForwardedBytes;
   }
@@ -47,8 +46,8 @@ struct Forwarding {
   }
 };
 
-// By one warp. A release waits for all that its multiprocessor has under way, so that flags are raised for several rows
-// at once, and those of the pieces that left last only the next time.
+// By one warp. Releases of a multiprocessor wait for each other, so that flags are raised for several rows at once, and
+// those of the pieces that left last only the next time.
 template <typename T>
 __device__ __forceinline__ void forward_rows(const CombineBlock& b, char* shared, int32_t* ticket) {
   __shared__ uint64_t arrivals[kForwarded];

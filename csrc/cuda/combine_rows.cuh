@@ -67,19 +67,15 @@ template <typename T, bool kFp8>
 __device__ __forceinline__ void send_slots(const CombineBlock& b, Pair ahead, char* shared, int32_t* ticket) {
   __shared__ int32_t next[2][kWarps];
   Team team(b.kernel.team);
-  auto R = static_cast<int32_t>(b.plan.R);
-  int32_t most = 0, teams = b.kernel.senders * team.teams(), stored = 0;
-#pragma unroll 1
-  for (int32_t r = 0; r < R; ++r)
-    if (!(b.now.few >> r & 1u)) most = max(most, b.count_R[r]);
+  int32_t teams = b.kernel.senders * team.teams(), slots = b.slots(false), stored = 0;
   int32_t n = first_slot(b);
-  for (int32_t turn = 0; n < most * R; ++turn) {
+  for (int32_t turn = 0; n < slots; ++turn) {
     auto [source, s] = slot_of(b, n);
     int32_t drawn = 0;
-    bool more = most * R > teams;
+    bool more = slots > teams;
     if (more && team.leads()) drawn = atomicAdd(ticket, 1);  // its way to memory and back is hidden by this slot
     if (turn) ahead = read_pair(b, {source, s});
-    if (s < b.count_R[source] && !(b.now.few >> source & 1u))
+    if (s < b.count_R[source] && !b.is_few(source))
       send_slot<T, kFp8>(b, team, source, s, checked(b, ahead), shared, stored);
     if (!more) break;
     if (team.leads()) next[turn % 2][team.index] = teams + drawn;

@@ -170,7 +170,7 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
     int64_t x_bytes = args.D * itemsize(args.dtype), pieces = ceil_div(x_bytes, kMaxPieceBytes);
     kernel.piece_bytes = static_cast<int32_t>(ceil_div(ceil_div(x_bytes, pieces), kStep) * kStep);
     kernel.row_pieces = static_cast<int32_t>(ceil_div(x_bytes, kernel.piece_bytes));
-    // A release takes the longer the more a multiprocessor has under way, and few of them have much.
+    // Releases of a multiprocessor wait for each other, and few of them have to do all.
     if (device.is_scarce(sms))
       kernel.tokens_a_release = static_cast<int32_t>(std::clamp<int64_t>(T / senders / 6, 1, kMostUnflagged));
   }

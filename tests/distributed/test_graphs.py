@@ -7,14 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from exchanges import assert_y, expected_y, gains, make_tokens, poison
-from helpers import assert_close, poison_
+from helpers import ON_GPUS, assert_close, poison_
 from torch import Tensor
 
 import epmoe
 from epmoe import Dispatched, ExpertParallel
-
-NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
-ON_GPUS = pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=[pytest.mark.gpu, NO_CUDA])])
 
 
 def graphable_experts(ep: ExpertParallel) -> Callable[[Dispatched], Tensor]:

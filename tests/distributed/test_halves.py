@@ -16,12 +16,12 @@ from exchanges import (
     run_fused_experts,
     run_round,
 )
+from helpers import ON_GPUS
 from test_exchange import assert_rows, assert_slabs
 
 import epmoe
 from epmoe import Dispatched, ExpertParallel
 
-NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
 PLACEMENT = {"strategy": "round_robin", "num_redundant_experts": 3}
 
 
@@ -127,7 +127,7 @@ def test_two_micro_batches_overlap(make_ep, rank, size):
             torch.testing.assert_close(y.double().cpu(), identity_y(eps[i].config, batches[i]), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=[pytest.mark.gpu, NO_CUDA])])
+@ON_GPUS
 @pytest.mark.parametrize("T", [4, 200, 300])
 def test_two_micro_batches_overlap_in_a_graph(make_ep, rank, size, device, T):
     """Captured once, replayed on other inputs."""
@@ -151,7 +151,7 @@ def test_two_micro_batches_overlap_in_a_graph(make_ep, rank, size, device, T):
         ep.check()
 
 
-@pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=[pytest.mark.gpu, NO_CUDA])])
+@ON_GPUS
 def test_two_micro_batches_on_two_streams(make_ep, rank, size, device):
     """Of different sizes: what one rank waits for must start beside what another waits with."""
     eps = [make_ep(top_k=6, hidden=256, max_tokens=700) for _ in range(2)]

@@ -9,7 +9,6 @@
 #include "combine_rows.cuh"
 #include "exchange_launch.h"
 #include "launch_kernel.cuh"
-#include "units.cuh"
 
 namespace epmoe::cuda {
 namespace {
@@ -38,12 +37,12 @@ __device__ bool receive_openings(const Wait& wait, uint32_t& senders) {
 // What a kernel meets only where other ranks bring few tokens and this one many, or the reverse.
 template <typename T, bool kFp8>
 __device__ __noinline__ void send_slots_too(CombineBlock b, char* shared, int32_t* ticket) {
-  send_slots<T, kFp8>(b, read_pair(b, slot_of(b, first_slot(b))), shared, ticket);
+  send_slots<T, kFp8>(b, read_pair(b, slot_of(b.plan, first_slot(b))), shared, ticket);
 }
 template <typename T, bool kFp8>
 __device__ __noinline__ void send_parts_too(CombineBlock b, int32_t* ticket) {
   int32_t n = first_part(b) / parts_of(wire_bytes<T, kFp8>(b), kSumLines<kFp8>);
-  send_parts<kSumLines<kFp8>, T, kFp8>(b, read_pair(b, slot_of(b, n)), ticket);
+  send_parts<kSumLines<kFp8>, T, kFp8>(b, read_pair(b, slot_of(b.plan, n)), ticket);
 }
 
 // kSent: lines of a row that a lane sends at a time where the rows of this rank's tokens come back as those of few do,
@@ -63,15 +62,15 @@ __global__ void __launch_bounds__(kThreads, blocks_together(kSent))
   wait_for_predecessor();
   if (args.send && args.receive) let_successor_start();
   // All that can be read without knowing the rest is asked for at once.
-  bool sends = static_cast<int32_t>(blockIdx.x) < kernel.senders && args.send;
+  bool sends = static_cast<int32_t>(blockIdx.x) < kernel.senders && args.rows;
   bool forwards = !kFew && !kFp8 && kernel.forwards;
   auto* round = in_scratch<RoundState>(ex, plan.state);
   Wait wait(ex, round, 0);
   CombineBlock b{kernel, ex, plan, args, wait, now, count_R};
   Pair first{kNotHere, 0.0f};
-  if (sends && args.rows && !forwards) {
+  if (sends && !forwards) {
     int32_t n = kFew ? first_part(b) / parts_of(wire_bytes<T, kFp8>(b), kSent) : first_slot(b);
-    first = read_pair(b, slot_of(b, n));
+    first = read_pair(b, slot_of(b.plan, n));
   }
   if (threadIdx.x < 32) {  // one warp: all of a grid that ask for the same line keep one another waiting
     constexpr int kStateWords = offsetof(RoundState, sent) / 4, kFewWord = offsetof(RoundState, few) / 4;
@@ -89,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, blocks_together(kSent))
     Mail* mail = in_window<Mail>(ex, threadIdx.x, plan.combine_mail) + plan.rank;
     store_word(reinterpret_cast<uint64_t*>(mail), wait.epoch, args.rows ? 1 : 0);
   }
-  if (sends && args.rows && ok) {
+  if (sends && ok) {
     uint32_t all = plan.R == 32 ? kAllLanes : (1u << plan.R) - 1;
     if constexpr (kFew) {
       send_parts<kSent, T, kFp8>(b, first, &round->few_ticket[kCombine]);
@@ -102,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, blocks_together(kSent))
   uint32_t senders = 0;
   if (args.receive) ok = ok && receive_openings(wait, senders);  // by all warps, so before one of them forwards
   if constexpr (!kFew && !kFp8)
-    if (forwards && sends && args.rows && ok && threadIdx.x < 32) forward_rows<T>(b, steps, &round->sent[kCombine]);
+    if (forwards && sends && ok && threadIdx.x < 32) forward_rows<T>(b, steps, &round->sent[kCombine]);
   if (!args.receive) return;
   if constexpr (kFew) {
     ok = ok && sum_parts<T, kFp8>(b, senders, &round->ticket[kCombine]);

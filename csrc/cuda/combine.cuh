@@ -1,5 +1,6 @@
 // What the parts of combine share.
 #pragma once
+#include "units.cuh"
 #include "wait.cuh"
 
 namespace epmoe::cuda {
@@ -43,17 +44,6 @@ struct Pair {
   __device__ Pair of(int32_t k) const { return {__shfl_sync(kAllLanes, row, k), __shfl_sync(kAllLanes, weight, k)}; }
 };
 
-// A received slot.
-struct Slot {
-  int32_t source, s;
-};
-
-// Slots are taken in the order of their numbers, those of all sources by turns, each rank beginning with itself.
-__device__ __forceinline__ Slot slot_of(const CombineBlock& b, int32_t n) {
-  auto R = static_cast<int32_t>(b.plan.R), s = n / R, source = n - s * R + static_cast<int32_t>(b.plan.rank);
-  return {source < R ? source : source - R, s};
-}
-
 __device__ __forceinline__ Pair read_pair(const CombineBlock& b, Slot slot) {
   const ExchangePlan& plan = b.plan;
   int32_t lane = threadIdx.x % 32;
@@ -71,15 +61,19 @@ __device__ __forceinline__ int32_t owed_slot(const CombineBlock& b, int32_t t, u
   return owed ? in_scratch<int32_t>(b.ex, b.plan.slots)[int64_t{t} * b.plan.R + lane] : -1;
 }
 
+// Whether the lane has a pair in this round.
+__device__ __forceinline__ bool has_pair(const CombineBlock& b) {
+  return static_cast<int32_t>(threadIdx.x % 32) < b.now.K || !b.args.expert_major;
+}
+
 // Whether dispatch has received the slot whose pair this is: of few tokens, not every slot has a row.
 __device__ __forceinline__ bool was_received(const CombineBlock& b, Pair pair) {
-  return __any_sync(kAllLanes, pair.row != kNotHere && (threadIdx.x % 32 < b.now.K || !b.args.expert_major));
+  return __any_sync(kAllLanes, pair.row != kNotHere && has_pair(b));
 }
 
 // A pair that does not belong to the round, has no row or weighs nothing counts for nothing.
 __device__ __forceinline__ Pair checked(const CombineBlock& b, Pair pair) {
-  bool counts =
-      (threadIdx.x % 32 < b.now.K || !b.args.expert_major) && pair.row < b.args.num_rows && pair.weight != 0.0f;
+  bool counts = has_pair(b) && pair.row < b.args.num_rows && pair.weight != 0.0f;
   return {counts ? pair.row : kNotHere, pair.weight};
 }
 

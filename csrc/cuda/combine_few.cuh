@@ -2,7 +2,6 @@
 #pragma once
 #include "combine.cuh"
 #include "lines.cuh"
-#include "units.cuh"
 
 namespace epmoe::cuda {
 
@@ -67,7 +66,7 @@ __device__ __forceinline__ void send_parts(const CombineBlock& b, Pair ahead, in
   Units units(b.slots(true) * parts, b.kernel.senders * kWarps, first_part(b));
   units.for_each(ticket, [&](int32_t unit, int32_t) {
     int32_t part = unit % parts;
-    auto [source, s] = slot_of(b, unit / parts);
+    auto [source, s] = slot_of(b.plan, unit / parts);
     if (unit != units.first) ahead = read_pair(b, {source, s});
     bool owed = b.is_few(source) && s < b.count_R[source] && was_received(b, ahead);
     if (owed) send_part<N, T, kFp8>(b, source, s, part, checked(b, ahead));

@@ -19,11 +19,7 @@ struct Forwarding {
   Slot slot{};
 
   __device__ __forceinline__ Forwarding(const CombineBlock& b, int64_t row_bytes, int32_t* ticket)
-      : b(b), ticket(ticket), row_bytes(row_bytes), slots(0) {
-#pragma unroll 1
-    for (int32_t r = 0; r < b.plan.R; ++r)
-      if (!b.is_few(r)) slots = max(slots, b.count_R[r]);
-    slots *= static_cast<int32_t>(b.plan.R);
+      : b(b), ticket(ticket), row_bytes(row_bytes), slots(b.slots(false)) {
     draw();
   }
 
@@ -34,7 +30,7 @@ struct Forwarding {
       int32_t n = __shfl_sync(kAllLanes, drawn, 0);
       if (n >= slots) return -1;
       draw();
-      slot = slot_of(b, n);
+      slot = slot_of(b.plan, n);
       if (slot.s < b.count_R[slot.source] && !b.is_few(slot.source)) left = pieces;
     }
     return (pieces - left--) * kForwardedBytes;

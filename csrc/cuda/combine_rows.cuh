@@ -70,7 +70,7 @@ __device__ __forceinline__ void send_slots(const CombineBlock& b, Pair ahead, ch
   int32_t teams = b.kernel.senders * team.teams(), slots = b.slots(false), stored = 0;
   int32_t n = first_slot(b);
   for (int32_t turn = 0; n < slots; ++turn) {
-    auto [source, s] = slot_of(b, n);
+    auto [source, s] = slot_of(b.plan, n);
     int32_t drawn = 0;
     bool more = slots > teams;
     if (more && team.leads()) drawn = atomicAdd(ticket, 1);  // its way to memory and back is hidden by this slot

@@ -47,12 +47,10 @@ __device__ void zero_outputs(const Exchange& ex) {
 template <bool kFp8>
 __device__ __forceinline__ bool move_rows(DispatchBlock& b, RoundState* round) {
   constexpr int kLongest = 256;  // what a warp has in flight at once, or little more
-  auto R = static_cast<int32_t>(b.plan.R);
-  Units units(R * b.shared.most, static_cast<int32_t>(b.kernel.row_bytes() / 16), b.kernel.senders + b.kernel.tellers,
-              kLongest);
+  Units units(static_cast<int32_t>(b.plan.R) * b.shared.most, static_cast<int32_t>(b.kernel.row_bytes() / 16),
+              b.kernel.senders + b.kernel.tellers, kLongest);
   return units.for_each(&round->ticket[kDispatch], [&](int32_t n, int32_t piece) {
-    int32_t s = n / R, r = n - s * R + static_cast<int32_t>(b.plan.rank);
-    if (r >= R) r -= R;
+    auto [r, s] = slot_of(b.plan, n);
     bool flagged = !b.shared.few_rows[r].tokens;
     return !flagged || s >= b.shared.rank_count[r] || move_row<kFp8>(b, r, s, piece, units.pieces);
   });

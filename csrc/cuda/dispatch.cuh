@@ -124,14 +124,17 @@ struct DispatchBlock {
   __device__ __forceinline__ int32_t pairs_of(int32_t local) const {
     return pairs_before(static_cast<int32_t>(plan.R), local);
   }
+  // Whether a physical expert, which any number may claim to be, is one of this rank.
+  __device__ __forceinline__ bool owns(int32_t id) const {
+    return id >= 0 && id < plan.P && place[id] >> 16 == plan.rank;
+  }
   // The rank of a physical expert as a mask, none for -1.
   __device__ __forceinline__ uint32_t rank_mask(int32_t p) const { return p < 0 ? 0u : 1u << (place[p] >> 16); }
   // The row of a pair that this rank is to compute, -1 for any other; `ordinal` counts its source's pairs of the
   // expert.
   __device__ __forceinline__ int32_t row_of(int32_t id, int32_t ordinal, int32_t r) const {
-    if (id < 0 || id >= plan.P || ordinal < 0) return -1;
-    int32_t at = place[id], local = at & 0xffff;
-    if (at >> 16 != plan.rank) return -1;
+    if (ordinal < 0 || !owns(id)) return -1;
+    int32_t local = place[id] & 0xffff;
     int64_t row = int64_t{count[local]} + pairs_before(r, local) + ordinal;
     return row < min(int64_t{count[local + 1]}, plan.max_rows) ? static_cast<int32_t>(row) : -1;
   }

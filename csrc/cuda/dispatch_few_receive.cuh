@@ -27,7 +27,7 @@ __device__ __forceinline__ bool move_part(const DispatchBlock& b, int32_t r, int
       r);
   if (!__all_sync(kAllLanes, told)) return false;
   auto id = static_cast<int32_t>(pair.x), ordinal = static_cast<int32_t>(pair.y);
-  bool mine = has_pair && id >= 0 && id < plan.P && ordinal >= 0 && b.place[id] >> 16 == plan.rank;
+  bool mine = has_pair && ordinal >= 0 && b.owns(id);
   bool comes = __any_sync(kAllLanes, mine);
   float weight = has_pair ? __uint_as_float(pair.z) : 0.0f;
   int32_t row = mine && !b.shared.differing ? b.row_of(id, ordinal, r) : kNotHere;

@@ -93,9 +93,8 @@ __device__ __forceinline__ bool send_parts(DispatchBlock& b, int32_t tokens, Rou
 __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens, RoundState* round) {
   const ExchangePlan& plan = b.plan;
   int32_t blocks = b.kernel.tellers, block = blockIdx.x - b.kernel.senders, counted = 0;
-  int32_t K = b.args.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32, width = 1;
-  while (width < K) width *= 2;  // lanes of a token
-  int32_t each = 32 / width, k = lane % width;
+  int32_t K = b.args.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  auto [width, each, k] = PairLanes(K);
   if (block == 0) {
     __syncthreads();
     for (int32_t p = threadIdx.x; p < plan.P; p += kThreads) b.count[p] = 0;

@@ -24,7 +24,7 @@ __device__ __forceinline__ Arrived read_slot(const DispatchBlock& b, int32_t r, 
   int32_t row = in_place ? static_cast<int32_t>(said & ~kInPlace) : -1;
   if (!in_place)
     row = b.row_of(id, said, r);
-  else if (id < 0 || id >= plan.P || b.place[id] >> 16 != plan.rank || row >= plan.max_rows)
+  else if (!b.owns(id) || row >= plan.max_rows)
     row = -1;
   return {row, weight, __any_sync(kAllLanes, in_place) != 0};
 }

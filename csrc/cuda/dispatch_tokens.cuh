@@ -29,14 +29,22 @@ __device__ __forceinline__ int32_t physical(const DispatchBlock& b, int32_t t, i
   return b.plan.copies == 1 ? expert : copy_of(b.ex, t, expert);
 }
 
-// By the block's warps from `first_warp` on: adds tokens [begin, end) to the counts by expert and, if asked, by rank. A
-// lane takes a pair, and a warp as many tokens as fit.
+// A lane takes a pair, and a warp as many tokens as fit.
+struct PairLanes {
+  int32_t width = 1, tokens, k;  // lanes of a token, tokens of a warp, this lane's pair
+
+  __device__ __forceinline__ explicit PairLanes(int32_t K) {
+    while (width < K) width *= 2;
+    tokens = 32 / width, k = threadIdx.x % 32 % width;
+  }
+};
+
+// By the block's warps from `first_warp` on: adds tokens [begin, end) to the counts by expert and, if asked, by rank.
 template <bool kByRank = true>
 __device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, int32_t end, int32_t first_warp = 0) {
-  int32_t K = b.args.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32 - first_warp, width = 1;
+  int32_t K = b.args.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32 - first_warp, rows = 0;
   if (warp < 0) return;
-  while (width < K) width *= 2;  // lanes of a token
-  int32_t tokens = 32 / width, k = lane % width, rows = 0;
+  auto [width, tokens, k] = PairLanes(K);
 #pragma unroll 1
   for (int32_t first = begin + warp * tokens; first < end; first += (kWarps - first_warp) * tokens) {
     int32_t t = first + lane / width;

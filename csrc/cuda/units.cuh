@@ -6,6 +6,17 @@
 
 namespace epmoe::cuda {
 
+// A received slot.
+struct Slot {
+  int32_t source, s;
+};
+
+// Slots are taken in the order of their numbers, those of all sources by turns, each rank beginning with itself.
+__device__ __forceinline__ Slot slot_of(const ExchangePlan& plan, int32_t n) {
+  auto R = static_cast<int32_t>(plan.R), s = n / R, source = n - s * R + static_cast<int32_t>(plan.rank);
+  return {source < R ? source : source - R, s};
+}
+
 // Neighbouring numbers are of different blocks.
 __device__ __forceinline__ int32_t number_of_warp(int32_t block, int32_t blocks) {
   return static_cast<int32_t>(threadIdx.x / 32) * blocks + block;

@@ -17,16 +17,16 @@ static_assert(kForwarded * kForwardedBytes <= kStepsBytes);  // they share what 
 
 // By the whole block: the ranks that send rows, as a mask; those that give the round up do not. False if one is
 // missing.
-__device__ bool receive_openings(const Wait& wait, uint32_t& senders) {
-  const ExchangePlan& plan = wait.ex.plan;
+__device__ __forceinline__ bool receive_openings(const CombineBlock& b, uint32_t& senders) {
+  const ExchangePlan& plan = b.plan;
   __shared__ uint32_t mask;
   if (threadIdx.x == 0) mask = 0;
   __syncthreads();
   bool arrived = true;
   if (threadIdx.x < plan.R) {
     int32_t sends[1] = {};
-    auto* mail = in_window<Mail>(wait.ex, plan.rank, plan.combine_mail) + threadIdx.x;
-    arrived = wait.for_words(reinterpret_cast<const uint64_t*>(mail), 0, threadIdx.x, 0, 1, sends);
+    auto* mail = in_window<Mail>(b.ex, plan.rank, plan.combine_mail) + threadIdx.x;
+    arrived = b.wait.for_words(reinterpret_cast<const uint64_t*>(mail), 0, threadIdx.x, 0, 1, sends);
     if (sends[0]) atomicOr(&mask, 1u << threadIdx.x);
   }
   arrived = __syncthreads_and(arrived);
@@ -37,12 +37,15 @@ __device__ bool receive_openings(const Wait& wait, uint32_t& senders) {
 // What a kernel meets only where other ranks bring few tokens and this one many, or the reverse.
 template <typename T, bool kFp8>
 __device__ __noinline__ void send_slots_too(CombineBlock b, char* shared, int32_t* ticket) {
-  send_slots<T, kFp8>(b, read_pair(b, slot_of(b.plan, first_slot(b))), shared, ticket);
+  Owed owed(b, first_slot(b), 1);
+  owed.read(b);
+  send_slots<T, kFp8>(b, owed, shared, ticket);
 }
 template <typename T, bool kFp8>
 __device__ __noinline__ void send_parts_too(CombineBlock b, int32_t* ticket) {
-  int32_t n = first_part(b) / parts_of(wire_bytes<T, kFp8>(b), kSumLines<kFp8>);
-  send_parts<kSumLines<kFp8>, T, kFp8>(b, read_pair(b, slot_of(b.plan, n)), ticket);
+  Owed owed(b, first_part(b), parts_of(wire_bytes<T, kFp8>(b), kSumLines<kFp8>));
+  owed.read(b);
+  send_parts<kSumLines<kFp8>, T, kFp8>(b, owed, ticket);
 }
 
 // kSent: lines of a row that a lane sends at a time where the rows of this rank's tokens come back as those of few do,
@@ -52,54 +55,53 @@ __global__ void __launch_bounds__(kThreads, blocks_together(kSent))
     combine_kernel(const __grid_constant__ CombineKernel kernel) {
   constexpr bool kFew = kSent > 0;
   __shared__ RoundState now;
-  __shared__ int32_t count_R[kMaxExchangeRanks];
+  __shared__ int32_t count_R[kMaxExchangeRanks], most[2];
   __shared__ int64_t sink;
   extern __shared__ __align__(128) char steps[];
   const Exchange& ex = kernel.ex;
   const ExchangePlan& plan = ex.plan;
   const CombineArgs& args = kernel.args;
   fetch_arguments(kernel, &sink);
-  wait_for_predecessor();
-  if (args.send && args.receive) let_successor_start();
-  // All that can be read without knowing the rest is asked for at once.
+  auto* round = in_scratch<RoundState>(ex, plan.state);
+  CombineBlock b{kernel, ex, plan, args, Wait(ex, round, 0), now, count_R, most};
   bool sends = static_cast<int32_t>(blockIdx.x) < kernel.senders && args.rows;
   bool forwards = !kFew && !kFp8 && kernel.forwards;
-  auto* round = in_scratch<RoundState>(ex, plan.state);
-  Wait wait(ex, round, 0);
-  CombineBlock b{kernel, ex, plan, args, wait, now, count_R};
-  Pair first{kNotHere, 0.0f};
-  if (sends && !forwards) {
-    int32_t n = kFew ? first_part(b) / parts_of(wire_bytes<T, kFp8>(b), kSent) : first_slot(b);
-    first = read_pair(b, slot_of(b.plan, n));
-  }
-  if (threadIdx.x < 32) {  // one warp: all of a grid that ask for the same line keep one another waiting
+  Owed owed(b, kFew ? first_part(b) : first_slot(b), kFew ? parts_of(wire_bytes<T, kFp8>(b), kSent) : 1);
+  compute_now(&sink, owed.index, owed.slot.source, owed.slot.s, owed.pair_at);
+  wait_for_predecessor();
+  if (args.send && args.receive) let_successor_start();
+  if (sends && !forwards) owed.read(b);  // all that can be without knowing the rest is asked for at once
+  if (threadIdx.x < 32) {                // one warp: all of a grid that ask for the same line keep one another waiting
     constexpr int kStateWords = offsetof(RoundState, sent) / 4, kFewWord = offsetof(RoundState, few) / 4;
     uint32_t word = threadIdx.x < kStateWords ? reinterpret_cast<const uint32_t*>(round)[threadIdx.x] : 0;
     int32_t count = threadIdx.x < plan.R ? in_scratch<int32_t>(ex, plan.slots_used)[threadIdx.x] : 0;
     if (threadIdx.x < kStateWords) reinterpret_cast<uint32_t*>(&now)[threadIdx.x] = word;
     uint32_t few = __shfl_sync(kAllLanes, word, kFewWord);
-    int64_t most = few >> threadIdx.x & 1u ? plan.few_tokens : plan.M;
-    count_R[threadIdx.x] = max(min(count, static_cast<int32_t>(most)), 0);
+    bool is_few = few >> threadIdx.x & 1u;
+    count = max(min(count, static_cast<int32_t>(is_few ? plan.few_tokens : plan.M)), 0);
+    count_R[threadIdx.x] = count;
+    most[0] = __reduce_max_sync(kAllLanes, is_few ? 0 : count);
+    most[1] = __reduce_max_sync(kAllLanes, is_few ? count : 0);
   }
   __syncthreads();
-  wait.epoch = now.dispatch_epoch;
+  b.wait.epoch = now.dispatch_epoch;
   bool ok = !now.latched;
-  if (blockIdx.x == 0 && threadIdx.x < plan.R && ok && args.send) {
+  if (blockIdx.x == gridDim.x - 1 && threadIdx.x < plan.R && ok && args.send) {  // that block has the least to send
     Mail* mail = in_window<Mail>(ex, threadIdx.x, plan.combine_mail) + plan.rank;
-    store_word(reinterpret_cast<uint64_t*>(mail), wait.epoch, args.rows ? 1 : 0);
+    store_word(reinterpret_cast<uint64_t*>(mail), b.wait.epoch, args.rows ? 1 : 0);
   }
   if (sends && ok) {
     uint32_t all = plan.R == 32 ? kAllLanes : (1u << plan.R) - 1;
     if constexpr (kFew) {
-      send_parts<kSent, T, kFp8>(b, first, &round->few_ticket[kCombine]);
+      send_parts<kSent, T, kFp8>(b, owed, &round->few_ticket[kCombine]);
       if (now.few != all) send_slots_too<T, kFp8>(b, steps, &round->sent[kCombine]);
     } else {
-      if (!forwards) send_slots<T, kFp8>(b, first, steps, &round->sent[kCombine]);
+      if (!forwards) send_slots<T, kFp8>(b, owed, steps, &round->sent[kCombine]);
       if (now.few) send_parts_too<T, kFp8>(b, &round->few_ticket[kCombine]);
     }
   }
   uint32_t senders = 0;
-  if (args.receive) ok = ok && receive_openings(wait, senders);  // by all warps, so before one of them forwards
+  if (args.receive) ok = ok && receive_openings(b, senders);  // by all warps, so before one of them forwards
   if constexpr (!kFew && !kFp8)
     if (forwards && sends && ok && threadIdx.x < 32) forward_rows<T>(b, steps, &round->sent[kCombine]);
   if (!args.receive) return;
@@ -113,11 +115,11 @@ __global__ void __launch_bounds__(kThreads, blocks_together(kSent))
     });
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) {
-    round->combine_epoch = wait.epoch;
+    round->combine_epoch = b.wait.epoch;
     round->sent[kDispatch] = round->ticket[kDispatch] = round->few_ticket[kDispatch] = round->done[kDispatch] =
         round->told = 0;
   }
-  if (!wait.failed(kCombine, ok)) return;
+  if (!b.wait.failed(kCombine, ok)) return;
   auto* y = static_cast<T*>(args.y_TD);
   for (int64_t i = threadIdx.x; i < args.T * args.D; i += kThreads) y[i] = from_float<T>(0.0f);
 }

@@ -19,19 +19,14 @@ struct CombineBlock {
   const Exchange& ex;
   const ExchangePlan& plan;
   const CombineArgs& args;
-  const Wait& wait;
+  Wait wait;
   const RoundState& now;
-  const int32_t* count_R;  // slots to look at, of each source
+  const int32_t* count_R;    // slots to look at, of each source
+  const int32_t (&most)[2];  // the most of those, of one source of many tokens and of one of few
 
   __device__ __forceinline__ bool is_few(int32_t source) const { return now.few >> source & 1u; }
   // Numbers of slots to look at, where sources of few tokens, or those of many, are meant.
-  __device__ __forceinline__ int32_t slots(bool of_few) const {
-    auto R = static_cast<int32_t>(plan.R), most = 0;
-#pragma unroll 1
-    for (int32_t r = 0; r < R; ++r)
-      if (is_few(r) == of_few) most = max(most, count_R[r]);
-    return most * R;
-  }
+  __device__ __forceinline__ int32_t slots(bool of_few) const { return most[of_few] * static_cast<int32_t>(plan.R); }
 };
 
 // One lane's pair of a received slot: the row that it contributes, negative for none, and its weight.
@@ -44,14 +39,27 @@ struct Pair {
   __device__ Pair of(int32_t k) const { return {__shfl_sync(kAllLanes, row, k), __shfl_sync(kAllLanes, weight, k)}; }
 };
 
-__device__ __forceinline__ Pair read_pair(const CombineBlock& b, Slot slot) {
-  const ExchangePlan& plan = b.plan;
-  int32_t lane = threadIdx.x % 32;
-  if (!b.args.expert_major) return {lane == 0 ? static_cast<int32_t>(slot.source * plan.M + slot.s) : kNotHere, 1.0f};
-  if (lane >= plan.K || slot.s >= plan.M) return {kNotHere, 0.0f};
-  int64_t at = (slot.source * plan.M + slot.s) * plan.K + lane;
-  return {in_scratch<int32_t>(b.ex, plan.row_of_pair)[at], in_scratch<float>(b.ex, plan.pair_weights)[at]};
-}
+// A part of what this rank owes a slot's token. Units are parts of slots, in order of slots.
+struct Owed {
+  int32_t unit, index;
+  Slot slot;
+  int64_t pair_at = -1;  // the lane's pair, if there can be one
+  Pair pair{kNotHere, 0.0f};
+
+  __device__ __forceinline__ Owed(const CombineBlock& b, int32_t unit, int32_t parts)
+      : unit(unit), index(unit % parts), slot(slot_of(b.plan, unit / parts)) {
+    int32_t lane = threadIdx.x % 32;
+    if (lane < b.plan.K && slot.s < b.plan.M) pair_at = (slot.source * b.plan.M + slot.s) * b.plan.K + lane;
+  }
+  __device__ __forceinline__ void read(const CombineBlock& b) {
+    const ExchangePlan& plan = b.plan;
+    if (!b.args.expert_major)
+      pair = {threadIdx.x % 32 == 0 ? static_cast<int32_t>(slot.source * plan.M + slot.s) : kNotHere, 1.0f};
+    else if (pair_at >= 0)
+      pair = {in_scratch<int32_t>(b.ex, plan.row_of_pair)[pair_at],
+              in_scratch<float>(b.ex, plan.pair_weights)[pair_at]};
+  }
+};
 
 // The slot in which the lane's rank owes token t its sum, -1 where it owes none: a rank that gave the round up has sent
 // no rows.

@@ -59,17 +59,16 @@ __device__ __forceinline__ int32_t first_part(const CombineBlock& b) {
   return number_of_warp(blockIdx.x, b.kernel.senders);
 }
 
-// `ahead` is the pair of the first one's slot.
+// First the part `owed`.
 template <int N, typename T, bool kFp8>
-__device__ __forceinline__ void send_parts(const CombineBlock& b, Pair ahead, int32_t* ticket) {
+__device__ __forceinline__ void send_parts(const CombineBlock& b, Owed owed, int32_t* ticket) {
   int32_t parts = parts_of(wire_bytes<T, kFp8>(b), N);
-  Units units(b.slots(true) * parts, b.kernel.senders * kWarps, first_part(b));
+  Units units(b.slots(true) * parts, b.kernel.senders * kWarps, owed.unit);
   units.for_each(ticket, [&](int32_t unit, int32_t) {
-    int32_t part = unit % parts;
-    auto [source, s] = slot_of(b.plan, unit / parts);
-    if (unit != units.first) ahead = read_pair(b, {source, s});
-    bool owed = b.is_few(source) && s < b.count_R[source] && was_received(b, ahead);
-    if (owed) send_part<N, T, kFp8>(b, source, s, part, checked(b, ahead));
+    if (unit != owed.unit) owed = {b, unit, parts}, owed.read(b);
+    auto [source, s] = owed.slot;
+    if (b.is_few(source) && s < b.count_R[source] && was_received(b, owed.pair))
+      send_part<N, T, kFp8>(b, source, s, owed.index, checked(b, owed.pair));
     return true;
   });
 }

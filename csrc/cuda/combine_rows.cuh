@@ -62,25 +62,24 @@ __device__ __forceinline__ void send_slot(const CombineBlock& b, const Team& tea
 __device__ __forceinline__ int32_t first_slot(const CombineBlock& b) {
   return Team(b.kernel.team).index * b.kernel.senders + static_cast<int32_t>(blockIdx.x);
 }
-// By the blocks that send: a team takes a slot, and then, by tickets, others. `ahead` is the pair of the first.
+// By the blocks that send: a team takes a slot, first `owed`, and then, by tickets, others.
 template <typename T, bool kFp8>
-__device__ __forceinline__ void send_slots(const CombineBlock& b, Pair ahead, char* shared, int32_t* ticket) {
+__device__ __forceinline__ void send_slots(const CombineBlock& b, Owed owed, char* shared, int32_t* ticket) {
   __shared__ int32_t next[2][kWarps];
   Team team(b.kernel.team);
   int32_t teams = b.kernel.senders * team.teams(), slots = b.slots(false), stored = 0;
-  int32_t n = first_slot(b);
-  for (int32_t turn = 0; n < slots; ++turn) {
-    auto [source, s] = slot_of(b.plan, n);
+  for (int32_t turn = 0; owed.unit < slots; ++turn) {
     int32_t drawn = 0;
     bool more = slots > teams;
     if (more && team.leads()) drawn = atomicAdd(ticket, 1);  // its way to memory and back is hidden by this slot
-    if (turn) ahead = read_pair(b, {source, s});
+    if (turn) owed.read(b);
+    auto [source, s] = owed.slot;
     if (s < b.count_R[source] && !b.is_few(source))
-      send_slot<T, kFp8>(b, team, source, s, checked(b, ahead), shared, stored);
+      send_slot<T, kFp8>(b, team, source, s, checked(b, owed.pair), shared, stored);
     if (!more) break;
     if (team.leads()) next[turn % 2][team.index] = teams + drawn;
     team.sync();
-    n = next[turn % 2][team.index];
+    owed = {b, next[turn % 2][team.index], 1};
   }
 }
 

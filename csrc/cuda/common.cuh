@@ -46,9 +46,12 @@ auto visit(DType dtype, F&& f) {
 }
 
 __device__ __forceinline__ float load_float(const void* base, DType dtype, int64_t index) {
-  if (dtype == DType::kFloat32) return static_cast<const float*>(base)[index];
-  if (dtype == DType::kFloat16) return to_float(static_cast<const __half*>(base)[index]);
-  return to_float(static_cast<const __nv_bfloat16*>(base)[index]);
+  // Without branches, so that other loads are not kept waiting.
+  bool wide = dtype == DType::kFloat32;
+  uint32_t bits = wide ? static_cast<const uint32_t*>(base)[index] : static_cast<const uint16_t*>(base)[index];
+  auto half_bits = static_cast<uint16_t>(bits);
+  float of_half = __half2float(__ushort_as_half(half_bits)), of_bfloat16 = __uint_as_float(bits << 16);
+  return wide ? __uint_as_float(bits) : dtype == DType::kFloat16 ? of_half : of_bfloat16;
 }
 
 __device__ __forceinline__ float warp_sum(float value) {

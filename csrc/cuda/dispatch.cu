@@ -61,8 +61,8 @@ __device__ __noinline__ bool move_rows_too(DispatchBlock b, RoundState* round) {
   return move_rows<kFp8>(b, round);
 }
 template <bool kFp8>
-__device__ __noinline__ bool move_parts_too(DispatchBlock b, RoundState* round) {
-  return move_parts<kLines<kFp8>, kFp8>(b, round);
+__device__ __noinline__ bool move_parts_too(DispatchBlock b) {
+  return move_parts(b, first_arriving<kLines<kFp8>, kFp8>(b));
 }
 
 // kMoved: lines of a row that a lane moves at a time where rows leave as those of few tokens, 0 where they leave with
@@ -76,36 +76,42 @@ __global__ void __launch_bounds__(kThreads, blocks_together(kMoved))
   const Exchange& ex = kernel.ex;
   const ExchangePlan& plan = ex.plan;
   auto* round = in_scratch<RoundState>(ex, plan.state);
-  Wait wait(ex, round, 0);
   auto* place = reinterpret_cast<int32_t*>(dynamic + kPieces * kernel.piece_bytes);
   int32_t *count = place + plan.P, *base = count + plan.P + 1;
-  DispatchBlock b{kernel, ex, plan, kernel.args, wait, shared, dynamic, place, count, base, base + kernel.bases};
+  DispatchBlock b{kernel,  ex,    plan,  kernel.args, Wait(ex, round, 0), shared,
+                  dynamic, place, count, base,        base + kernel.bases};
   fetch_arguments(kernel, &shared.sink);
   read_tables(b);
+  Leaving<Source> leaving(b, kFew ? first_sent(kernel.senders) : 0, parts_of(kernel.row_bytes(), 1));
+  compute_now(&shared.sink, leaving.t, leaving.part.first);
   wait_for_predecessor();
   if (kernel.args.send && kernel.args.receive) let_successor_start();
-  // By one thread: all warps of a grid that ask for the same line keep one another waiting. Tokens are read meanwhile.
-  if (threadIdx.x == 0) shared.epoch = round->combine_epoch + 1, shared.latched = round->latched;
-  bool leader = blockIdx.x == kernel.senders, ok = true;
-  int32_t tokens = kernel.tokens();
+  bool sends = blockIdx.x < kernel.senders, leader = blockIdx.x == kernel.senders, ok = true;
+  // Asked for at once: the state, by one thread, since all of a grid that ask for the same line keep one another
+  // waiting, and what is sent first.
+  RoundState now{};
+  if (threadIdx.x == 0) now.combine_epoch = round->combine_epoch, now.latched = round->latched;
+  int64_t wanted = kernel.wanted_tokens();
+  if (kFew && sends) leaving.read(b);
+  int32_t tokens = kernel.tokens(wanted);
+  if (threadIdx.x == 0) shared.epoch = now.combine_epoch + 1, shared.latched = now.latched;
   if (leader && kernel.args.send) send_counts(b, tokens);
-  if (blockIdx.x < kernel.senders) {
-    if constexpr (kFew)
-      ok = send_parts<(kMoved + 1) / 2, Source>(b, tokens, round);
-    else
-      ok = send_rows<Source>(b, tokens, &round->sent[kDispatch]);
+  if (sends) {
+    ok = kFew ? send_parts(b, tokens, leaving) : send_rows<Source>(b, tokens, &round->sent[kDispatch]);
   } else if (kFew && static_cast<int32_t>(blockIdx.x) < kernel.senders + kernel.tellers) {
     send_pairs(b, tokens, round);
   }
-  if (kernel.args.send && leader && threadIdx.x == 0 && kernel.wanted_tokens() != tokens)
+  if (kernel.args.send && leader && threadIdx.x == 0 && wanted != tokens)
     ++in_scratch<int64_t>(ex, plan.counters)[kClampedNumTokens];
   if (!kernel.args.receive) return;
+  auto arriving = first_arriving<kFew ? kMoved : 1, kFp8>(b);
+  compute_now(&shared.sink, arriving.r, arriving.t, arriving.part.first);
   ok = ok && receive_counts(b);
   uint32_t differing = ok ? shared.differing : 0;
   if constexpr (kFew)
-    ok = ok && move_parts<kMoved, kFp8>(b, round);
+    ok = ok && move_parts(b, arriving);
   else if (ok && shared.most_few)
-    ok = move_parts_too<kFp8>(b, round);
+    ok = move_parts_too<kFp8>(b);
   if (ok && !differing) {
     if (!kFew || shared.most) ok = kFew ? move_rows_too<kFp8>(b, round) : move_rows<kFp8>(b, round);
     if (leader) write_offsets(b);
@@ -115,14 +121,15 @@ __global__ void __launch_bounds__(kThreads, blocks_together(kMoved))
   if (leader) {
     if (differing) zero_outputs(ex);
     if (threadIdx.x == 0) {
-      round->dispatch_epoch = wait.epoch;
+      round->dispatch_epoch = b.wait.epoch;
       round->T = differing ? 0 : tokens, round->D = static_cast<int32_t>(kernel.args.D);
       round->K = kernel.args.K, round->dtype = static_cast<int16_t>(kernel.args.dtype), round->few = shared.few;
       round->sent[kCombine] = round->ticket[kCombine] = round->few_ticket[kCombine] = round->done[kCombine] = 0;
-      if (differing) *ex.status = {kMismatch, kDispatch, wait.epoch, differing, plan.rank, ex.status->needed_rows, {}};
+      if (differing)
+        *ex.status = {kMismatch, kDispatch, b.wait.epoch, differing, plan.rank, ex.status->needed_rows, {}};
     }
   }
-  if (wait.failed(kDispatch, ok)) zero_outputs(ex);
+  if (b.wait.failed(kDispatch, ok)) zero_outputs(ex);
 }
 
 // Calls f with what fp8 is made of, void where the wire carries x as it is.
@@ -156,7 +163,7 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
   int64_t most = whole ? sms * (kernel.sends_few() ? blocks_together(moved) : 2) : sms;  // room for another's half
   int64_t senders = T, receivers = most, share = most * 3 / 4;
   if (kernel.sends_few()) {
-    senders = ceil_div(T * parts_of(kernel.row_bytes(), (moved + 1) / 2), kWarps);
+    senders = ceil_div(T * parts_of(kernel.row_bytes(), 1), kWarps);
     receivers = ceil_div(plan.R * T * parts_of(kernel.row_bytes(), moved), kWarps);
     share = most * (plan.payload_fp8 && T > 128 ? 4 : 3) / 10;  // fp8 is made by those who send
   }

@@ -30,8 +30,9 @@ struct DispatchKernel {
   __device__ __forceinline__ int64_t wanted_tokens() const {
     return args.num_tokens ? *args.num_tokens : args.num_rows;
   }
-  __device__ __forceinline__ int32_t tokens() const {
-    return static_cast<int32_t>(min(max(wanted_tokens(), int64_t{0}), args.T));
+  // Of those, what there is.
+  __device__ __forceinline__ int32_t tokens(int64_t wanted) const {
+    return static_cast<int32_t>(min(max(wanted, int64_t{0}), args.T));
   }
   EPMOE_HD int64_t row_bytes() const { return ex.plan.payload_fp8 ? args.D : args.D * itemsize(args.dtype); }
   // Rows of few tokens travel without flags (lines.cuh), there if they end expert-major, and back.
@@ -95,7 +96,7 @@ struct DispatchBlock {
   const Exchange& ex;
   const ExchangePlan& plan;
   const DispatchArgs& args;
-  Wait& wait;
+  Wait wait;
   DispatchShared& shared;
   // In dynamic shared memory:
   char* pieces;    // [kPieces, piece_bytes]
@@ -104,8 +105,8 @@ struct DispatchBlock {
   int32_t* base;   // [R, most] first row of this source's pairs, on the expert's owner
   int32_t* first;  // [R + 1, e] pairs of a local expert from the sources before
 
-  // After a barrier of the block: takes over the state that one thread has read. False if no round may be opened.
-  __device__ __forceinline__ bool may_open() const {
+  // After a barrier of the block: takes over what one thread has read. False if no round may be opened.
+  __device__ __forceinline__ bool may_open() {
     wait.epoch = shared.epoch;
     return !shared.latched;
   }

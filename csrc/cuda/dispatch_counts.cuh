@@ -22,12 +22,12 @@ __device__ __forceinline__ void send_counts(DispatchBlock& b, int32_t tokens) {
     uint64_t* words = b.kernel.counts(rank, plan.rank) + kCountColumns;
     store_word(words + b.column(b.place[p]), b.wait.epoch, b.count[p]);
   }
-  if (threadIdx.x < R) {
-    uint64_t* words = b.kernel.counts(threadIdx.x, plan.rank);
-    int32_t rows = b.shared.rank_count[threadIdx.x];
+  if (int32_t rank = kThreads - 1 - threadIdx.x; rank < R) {  // the last warps have the fewest experts to tell of
+    uint64_t* words = b.kernel.counts(rank, plan.rank);
+    int32_t rows = b.shared.rank_count[rank];
     store_word(words, b.wait.epoch, b.kernel.size(rows, tokens));
     store_word(words + 1, b.wait.epoch, b.kernel.shape());
-    in_scratch<int64_t>(b.ex, plan.rows_sent)[threadIdx.x] += rows;
+    in_scratch<int64_t>(b.ex, plan.rows_sent)[rank] += rows;
   }
 }
 
@@ -101,11 +101,11 @@ static __device__ __noinline__ void start_segments(int32_t* count, int32_t exper
 }
 
 // Of a source whose call differs: its rows are no good, but they come.
-static __device__ __noinline__ FewRows few_rows_of(const DispatchBlock& b, int32_t shape, int32_t tokens) {
-  int64_t D = min(shape & 0x1ffff, static_cast<int32_t>(b.plan.D));
-  int64_t bytes = b.plan.payload_fp8 ? D : D * itemsize(static_cast<DType>(shape >> 24 & 0xf));
-  return {shape >> 28 & 1 ? tokens : 0, static_cast<int32_t>(min(bytes, b.plan.x_stride_bytes)),
-          min(shape >> 17 & 0x7f, static_cast<int32_t>(b.plan.K))};
+static __device__ __noinline__ FewRows few_rows_of(const ExchangePlan& plan, int32_t shape, int32_t tokens) {
+  int64_t D = min(shape & 0x1ffff, static_cast<int32_t>(plan.D));
+  int64_t bytes = plan.payload_fp8 ? D : D * itemsize(static_cast<DType>(shape >> 24 & 0xf));
+  return {shape >> 28 & 1 ? tokens : 0, static_cast<int32_t>(min(bytes, plan.x_stride_bytes)),
+          min(shape >> 17 & 0x7f, static_cast<int32_t>(plan.K))};
 }
 
 // By the whole block: what each source sends, and where each local expert's segment starts. False if a rank did not
@@ -139,7 +139,7 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
     int32_t rows = few ? words[0] >> (1 + kFewBits) : words[0] >> 1, tokens = few ? words[0] >> 1 & kMostFew : 0;
     shared.rank_count[r] = max(min(rows, static_cast<int32_t>(few ? b.plan.few_tokens : b.plan.M)), 0);
     FewRows awaited = {b.args.expert_major ? tokens : 0, static_cast<int32_t>(b.kernel.row_bytes()), b.args.K};
-    if (differs) awaited = few_rows_of(b, words[1], tokens);
+    if (differs) awaited = few_rows_of(b.plan, words[1], tokens);
     awaited.tokens = min(awaited.tokens, static_cast<int32_t>(b.plan.few_tokens));
     shared.few_rows[r] = awaited;
     atomicMax(awaited.tokens ? &shared.most_few : &shared.most, awaited.tokens ? awaited.tokens : shared.rank_count[r]);

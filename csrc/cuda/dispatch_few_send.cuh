@@ -8,9 +8,9 @@
 namespace epmoe::cuda {
 
 constexpr int kGroupTokens = kWarps;  // whose pairs a block sends at a time
-constexpr int64_t kFewest = 16;       // tokens up to which a lane moves one line of a row at a time
+constexpr int64_t kFewest = 16;       // tokens up to which a lane moves one line of an arrived row at a time
 template <bool kFp8>
-constexpr int kLines = kFp8 ? 2 : 4;  // of more tokens; half as many are sent at a time
+constexpr int kLines = kFp8 ? 2 : 4;  // of more tokens
 
 __device__ __forceinline__ char* few_row(const DispatchBlock& b, int64_t rank, int64_t source, int64_t t) {
   const ExchangePlan& plan = b.plan;
@@ -21,27 +21,50 @@ __device__ __forceinline__ uint4* few_pairs(const DispatchBlock& b, int64_t rank
   return in_window<uint4>(b.ex, rank, plan.few_pairs) + (source * plan.few_tokens + t) * plan.K;
 }
 
-// A lane's lines of a part of a token's row. Source: of what fp8 is made, void where nothing is.
-template <int N, typename Source>
-__device__ __forceinline__ void read_part(const DispatchBlock& b, int64_t t,
-                                          const Part<N, !std::is_void_v<Source>>& part, Line (&lines)[N]) {
-  const char* x = static_cast<const char*>(b.args.x_TD) + t * b.args.x_stride_bytes;
+// A part of a token's row on its way out. Source: of what fp8 is made, void where nothing is.
+template <typename Source>
+struct Leaving {
+  static constexpr bool kFp8 = !std::is_void_v<Source>;
+  int32_t unit, t;
+  Part<1, kFp8> part;
+  Line lines[1]{};
+  uint32_t ranks = 0;  // that need the token
+
+  // Units are parts of rows, in order of tokens.
+  __device__ __forceinline__ Leaving(const DispatchBlock& b, int32_t unit, int32_t parts)
+      : unit(unit), t(unit / parts), part(unit - t * parts, b.kernel.row_bytes()) {}
+
+  __device__ __forceinline__ void read(const DispatchBlock& b) {
+    if (t >= b.args.T) return;
+    using Element = std::conditional_t<kFp8, Source, uint32_t>;
+    constexpr int kCount = kFp8 ? 16 : 4;  // of a line
+    Element elements[kCount] = {};
+    auto* x = reinterpret_cast<const Element*>(static_cast<const char*>(b.args.x_TD) + t * b.args.x_stride_bytes);
+    if (part.inside(0)) load_vectors(x + part.at(0) * kCount, elements);
+    int32_t lane = threadIdx.x % 32;
+    ranks = __reduce_or_sync(kAllLanes, b.rank_mask(physical(b, t, Given(b.args, t, lane, lane < b.args.K))));
+    if constexpr (kFp8) {
+      float values[kCount];
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
-    if constexpr (std::is_void_v<Source>) {
-      lines[n] = {part.inside(n) ? reinterpret_cast<const uint4*>(x)[part.at(n)] : uint4{}, 0};
+      for (int i = 0; i < kCount; ++i) values[i] = to_float(elements[i]);
+      lines[0] = fp8_line(values);
     } else {
-      Source elements[16] = {};
-      if (part.inside(n)) load_vectors(reinterpret_cast<const Source*>(x) + part.at(n) * 16, elements);
-      float values[16];
-#pragma unroll
-      for (int i = 0; i < 16; ++i) values[i] = to_float(elements[i]);
-      lines[n] = fp8_line(values);
+      memcpy(&lines[0].words, elements, sizeof elements);
     }
+    lines[0].make_settable();
   }
-#pragma unroll
-  for (int n = 0; n < N; ++n) lines[n].make_settable();
-}
+
+  // To all those ranks.
+  __device__ __forceinline__ void send(const DispatchBlock& b) const {
+    int32_t lane = threadIdx.x % 32, R = static_cast<int32_t>(b.plan.R);
+    // Tokens begin with different ranks, so that not all send to the same at once.
+#pragma unroll 1
+    for (int32_t i = 0, rank = t % R; i < R; ++i, rank = rank + 1 < R ? rank + 1 : 0)
+      if (ranks >> rank & 1u) part.store(few_row(b, rank, b.plan.rank, t), lines);
+    if (part.is_first() && lane < R)
+      in_scratch<int32_t>(b.ex, b.plan.slots)[int64_t{t} * R + lane] = ranks >> lane & 1u ? t : -1;
+  }
+};
 
 // More rows than those of so many blocks fill the wire, and what is said of them would wait behind: it goes first.
 // Nothing depends on it, so this does not wait for long in any case.
@@ -58,32 +81,18 @@ __device__ __forceinline__ void await_told(const DispatchBlock& b, const RoundSt
   for (int i = 0; i < kTries && told < b.kernel.tellers; ++i) __nanosleep(20);
 }
 
-// By the blocks that send, a warp a part of a token's row. False if the round may not be opened.
-template <int N, typename Source>
-__device__ __forceinline__ bool send_parts(DispatchBlock& b, int32_t tokens, RoundState* round) {
-  int32_t lane = threadIdx.x % 32, R = static_cast<int32_t>(b.plan.R), parts = parts_of(b.kernel.row_bytes(), N);
-  Units units(tokens * parts, b.kernel.senders * kWarps, first_sent(b.kernel.senders));
-  Part<N, !std::is_void_v<Source>> part(units.first % parts, b.kernel.row_bytes());
-  Line lines[N];
-  if (units.first < units.total) read_part<N, Source>(b, units.first / parts, part, lines);  // on its way meanwhile
+// By the blocks that send, a warp a part of a token's row, first `leaving`. False if the round may not be opened.
+template <typename Source>
+__device__ __forceinline__ bool send_parts(DispatchBlock& b, int32_t tokens, Leaving<Source>& leaving) {
+  RoundState* round = b.wait.round;
+  int32_t parts = parts_of(b.kernel.row_bytes(), 1);
   if (blockIdx.x >= kAtOnce && threadIdx.x == 0) await_told(b, round);
   __syncthreads();
   if (!b.may_open()) return false;
+  Units units(tokens * parts, b.kernel.senders * kWarps, leaving.unit);
   return units.for_each(&round->sent[kDispatch], [&](int32_t unit, int32_t) {
-    int32_t t = unit / parts, p = -1;
-    if (unit != units.first) {
-      part = {unit % parts, b.kernel.row_bytes()};
-      read_part<N, Source>(b, t, part, lines);
-    }
-    if (lane < b.args.K) p = physical(b, t, expert_of(b, load_id(b.args, t, lane)), load_weight(b.args, t, lane));
-    uint32_t ranks = __reduce_or_sync(kAllLanes, b.rank_mask(p));
-    // Tokens begin with different ranks, so that not all send to the same at once.
-#pragma unroll 1
-    for (int32_t i = 0, rank = t % R; i < R; ++i, rank = rank + 1 < R ? rank + 1 : 0) {
-      if (ranks >> rank & 1u) part.store(few_row(b, rank, b.plan.rank, t), lines);
-    }
-    if (unit % parts == 0 && lane < R)
-      in_scratch<int32_t>(b.ex, b.plan.slots)[int64_t{t} * R + lane] = ranks >> lane & 1u ? t : -1;
+    if (unit != leaving.unit) leaving = {b, unit, parts}, leaving.read(b);
+    leaving.send(b);
     return true;
   });
 }
@@ -94,7 +103,7 @@ __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens, Rou
   const ExchangePlan& plan = b.plan;
   int32_t blocks = b.kernel.tellers, block = blockIdx.x - b.kernel.senders, counted = 0;
   int32_t K = b.args.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  auto [width, each, k] = PairLanes(K);
+  auto [width, each, later, k] = PairLanes(K);
   if (block == 0) {
     __syncthreads();
     for (int32_t p = threadIdx.x; p < plan.P; p += kThreads) b.count[p] = 0;
@@ -103,10 +112,10 @@ __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens, Rou
   }
 #pragma unroll 1
   for (int32_t begin = (block - 1) * kGroupTokens; begin < tokens; begin += blocks * kGroupTokens) {
-    int32_t end = min(begin + kGroupTokens, tokens), t = begin + warp * each + lane / width, p = -1, ordinal = -1;
+    int32_t end = min(begin + kGroupTokens, tokens), t = begin + warp * each + later, ordinal = -1;
     bool real = k < K && t < end;
-    float weight = real ? load_weight(b.args, t, k) : 0.0f;
-    if (real) p = physical(b, t, expert_of(b, load_id(b.args, t, k)), weight);
+    Given pair(b.args, t, k, real);
+    int32_t p = physical(b, t, pair);
     count_tokens<false>(b, counted, begin);
     counted = end;
     uint32_t same = __match_any_sync(kAllLanes, p), before = same & ((1u << lane) - 1);
@@ -122,7 +131,7 @@ __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens, Rou
     for (int32_t rank = 0; real && rank < plan.R; ++rank) {
       auto id = static_cast<uint32_t>(p < 0 ? b.shared.sentinel[rank] : p);
       store_line(few_pairs(b, rank, plan.rank, t) + k,
-                 {id, static_cast<uint32_t>(ordinal), __float_as_uint(p < 0 ? 0.0f : weight), b.wait.epoch});
+                 {id, static_cast<uint32_t>(ordinal), __float_as_uint(p < 0 ? 0.0f : pair.weight), b.wait.epoch});
     }
     __syncthreads();
   }

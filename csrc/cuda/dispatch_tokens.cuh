@@ -4,14 +4,19 @@
 
 namespace epmoe::cuda {
 
-__device__ __forceinline__ int64_t load_id(const DispatchArgs& args, int64_t t, int32_t k) {
-  int64_t index = t * args.ids_stride + k;
-  return args.wide_ids ? static_cast<const int64_t*>(args.ids_TK)[index]
+// A pair as the caller has given it; `real` says whether there is one.
+struct Given {
+  int64_t id = -1;
+  float weight = 0.0f;
+
+  __device__ __forceinline__ Given(const DispatchArgs& args, int64_t t, int32_t k, bool real) {
+    if (!real) return;
+    int64_t index = t * args.ids_stride + k;
+    id = args.wide_ids ? static_cast<const int64_t*>(args.ids_TK)[index]
                        : static_cast<const int32_t*>(args.ids_TK)[index];
-}
-__device__ __forceinline__ float load_weight(const DispatchArgs& args, int64_t t, int32_t k) {
-  return load_float(args.weights_TK, args.weights_dtype, t * args.weights_stride + k);
-}
+    weight = load_float(args.weights_TK, args.weights_dtype, t * args.weights_stride + k);
+  }
+};
 // The logical expert, -1 for any id that is none.
 __device__ __forceinline__ int32_t expert_of(const DispatchBlock& b, int64_t id) {
   return id >= 0 && id < b.plan.E ? static_cast<int32_t>(id) : -1;
@@ -23,19 +28,21 @@ static __device__ __noinline__ int32_t copy_of(const Exchange& ex, int32_t t, in
   auto copy = (static_cast<uint32_t>(t) + static_cast<uint32_t>(ex.plan.rank)) % copies;
   return in_scratch<int32_t>(ex, ex.plan.copies_table)[expert * ex.plan.copies + copy];
 }
-// The physical expert of a pair, -1 where there is nothing to compute.
-__device__ __forceinline__ int32_t physical(const DispatchBlock& b, int32_t t, int32_t expert, float weight) {
-  if (expert < 0 || weight == 0.0f || !is_finite(weight)) return -1;
+// The physical expert of token t's pair, -1 where there is nothing to compute.
+__device__ __forceinline__ int32_t physical(const DispatchBlock& b, int32_t t, const Given& pair) {
+  int32_t expert = expert_of(b, pair.id);
+  if (expert < 0 || pair.weight == 0.0f || !is_finite(pair.weight)) return -1;
   return b.plan.copies == 1 ? expert : copy_of(b.ex, t, expert);
 }
 
 // A lane takes a pair, and a warp as many tokens as fit.
 struct PairLanes {
-  int32_t width = 1, tokens, k;  // lanes of a token, tokens of a warp, this lane's pair
+  int32_t width, tokens;  // lanes of a token, tokens of a warp
+  int32_t t, k;           // this lane's token, from the warp's first on, and pair
 
   __device__ __forceinline__ explicit PairLanes(int32_t K) {
-    while (width < K) width *= 2;
-    tokens = 32 / width, k = threadIdx.x % 32 % width;
+    int32_t lane = threadIdx.x % 32, log = 32 - __clz(K - 1);
+    width = 1 << log, tokens = 32 >> log, t = lane >> log, k = lane & (width - 1);
   }
 };
 
@@ -44,14 +51,11 @@ template <bool kByRank = true>
 __device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, int32_t end, int32_t first_warp = 0) {
   int32_t K = b.args.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32 - first_warp, rows = 0;
   if (warp < 0) return;
-  auto [width, tokens, k] = PairLanes(K);
+  auto [width, tokens, later, k] = PairLanes(K);
 #pragma unroll 1
   for (int32_t first = begin + warp * tokens; first < end; first += (kWarps - first_warp) * tokens) {
-    int32_t t = first + lane / width;
-    bool real = k < K && t < end;
-    int64_t id = real ? load_id(b.args, t, k) : -1;
-    float weight = real ? load_weight(b.args, t, k) : 0.0f;
-    int32_t p = physical(b, t, expert_of(b, id), weight);
+    int32_t t = first + later;
+    int32_t p = physical(b, t, Given(b.args, t, k, k < K && t < end));
     uint32_t ranks = b.rank_mask(p);
     if (p >= 0) atomicAdd(&b.count[p], 1);
     if constexpr (kByRank) {
@@ -67,20 +71,18 @@ __device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, in
 // By a warp, lane by pair: reads a token's pairs into row `n` of the block's table.
 __device__ __forceinline__ void read_token(DispatchBlock& b, int32_t t, int32_t n) {
   int32_t lane = threadIdx.x % 32;
-  int32_t expert = lane < b.args.K ? expert_of(b, load_id(b.args, t, lane)) : -1;
-  float weight = lane < b.args.K ? load_weight(b.args, t, lane) : 0.0f;
-  expert = physical(b, t, expert, weight);
-  b.shared.ids[n][lane] = expert;
-  b.shared.weights[n][lane] = expert < 0 ? 0.0f : weight;
-  uint32_t ranks = __reduce_or_sync(kAllLanes, b.rank_mask(expert));
+  Given pair(b.args, t, lane, lane < b.args.K);
+  int32_t p = physical(b, t, pair);
+  b.shared.ids[n][lane] = p;
+  b.shared.weights[n][lane] = p < 0 ? 0.0f : pair.weight;
+  uint32_t ranks = __reduce_or_sync(kAllLanes, b.rank_mask(p));
   if (lane == 0) b.shared.ranks[n] = ranks;
 }
 
 // By the same lanes: what is wrong with a token's pairs, into the health counters. Once a token.
 __device__ __forceinline__ void count_health(const DispatchBlock& b, int64_t t) {
   int32_t lane = threadIdx.x % 32;
-  bool mine = lane < b.args.K;
-  int64_t id = mine ? load_id(b.args, t, lane) : -1;
+  auto [id, weight] = Given(b.args, t, lane, lane < b.args.K);
   bool valid = id >= 0 && id < b.plan.E;
   uint32_t same = __match_any_sync(kAllLanes, valid ? static_cast<int32_t>(id) : -1 - lane);
   auto add = [&](Counter counter, bool wrong) {
@@ -90,7 +92,7 @@ __device__ __forceinline__ void count_health(const DispatchBlock& b, int64_t t) 
   };
   add(kOutOfRangeIds, !valid && id != -1 && id != b.plan.E);  // those two say "no expert"
   add(kDuplicateIds, valid && same & ((1u << lane) - 1));
-  add(kNonfiniteWeights, mine && !is_finite(load_weight(b.args, t, lane)));
+  add(kNonfiniteWeights, !is_finite(weight));
 }
 
 }  // namespace epmoe::cuda

@@ -52,6 +52,7 @@ struct Part {
 
   __device__ __forceinline__ Part(int32_t part, int64_t row_bytes)
       : first(part * N * 32 + threadIdx.x % 32), row_lines(static_cast<int32_t>(row_bytes / 16)) {}
+  __device__ __forceinline__ bool is_first() const { return first < 32; }
   // The lane's n-th line.
   __device__ __forceinline__ int32_t at(int n) const { return first + n * 32; }
   __device__ __forceinline__ bool inside(int n) const { return at(n) < row_lines; }

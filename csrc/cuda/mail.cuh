@@ -73,8 +73,14 @@ __device__ __forceinline__ uint64_t now_ns() {
   return value;
 }
 
-// A launch's arguments are cold: their lines are fetched side by side, while the kernel before still runs. `sink` is
-// shared memory that nobody reads.
+// Values that do not depend on the kernel before are to be computed while it still runs, which the compiler would put
+// off. `sink` is shared memory that nobody reads.
+template <typename... Values>
+__device__ __forceinline__ void compute_now(int64_t* sink, Values... values) {
+  *static_cast<volatile int64_t*>(sink) = (int64_t{0} ^ ... ^ static_cast<int64_t>(values));
+}
+
+// A launch's arguments are cold: their lines are fetched side by side, while the kernel before still runs.
 template <typename K>
 __device__ __forceinline__ void fetch_arguments(const K& kernel, int64_t* sink) {
   auto* words = reinterpret_cast<const int64_t*>(&kernel);

@@ -22,16 +22,19 @@ __device__ __forceinline__ int32_t number_of_warp(int32_t block, int32_t blocks)
   return static_cast<int32_t>(threadIdx.x / 32) * blocks + block;
 }
 
+// This warp's, among those of the blocks from `first_block` on; before those -1.
+__device__ __forceinline__ int32_t number_from(int32_t first_block) {
+  int32_t block = blockIdx.x;
+  return block < first_block ? -1 : number_of_warp(block - first_block, gridDim.x - first_block);
+}
+
 struct Units {
   int32_t total, warps, first, pieces;  // warps: that begin with a unit; first: this one's, or -1
 
   __device__ Units(int32_t total, int32_t warps, int32_t first) : total(total), warps(warps), first(first), pieces(1) {}
   // To the blocks from `first_block` on, at first.
   __device__ Units(int32_t total, int32_t first_block)
-      : Units(total, (gridDim.x - first_block) * kWarps,
-              static_cast<int32_t>(blockIdx.x) < first_block
-                  ? -1
-                  : number_of_warp(blockIdx.x - first_block, gridDim.x - first_block)) {}
+      : Units(total, (gridDim.x - first_block) * kWarps, number_from(first_block)) {}
   // Rows are cut into pieces of up to `longest` vectors, and of fewer where warps would idle.
   __device__ Units(int32_t rows, int32_t vectors, int32_t first_block, int32_t longest) : Units(rows, first_block) {
     while (vectors / pieces > longest || (pieces < 16 && total * 2 <= warps && vectors / (pieces * 2) >= 32))

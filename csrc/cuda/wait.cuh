@@ -21,7 +21,7 @@ struct Wait {
   __device__ __forceinline__ bool until(F&& reached, const int32_t& rank) const {
     uint64_t deadline_ns = 0;
     for (uint32_t tries = 1; !reached(); ++tries)
-      if (tries % 64 == 0 && !may_go_on(ex, round, rank, deadline_ns)) return false;
+      if (tries % 64 == 0 && !(deadline_ns = deadline_of(ex, round, rank, deadline_ns))) return false;
     return true;
   }
 
@@ -67,22 +67,23 @@ struct Wait {
         missing_rank);
   }
 
-  // Of a wait that turns out long. Static, so that the rest of it can stay in registers.
-  static __device__ __noinline__ bool may_go_on(const Exchange& ex, RoundState* round, int32_t rank,
-                                                uint64_t& deadline_ns) {
+  // Of a wait that turns out long: until when it may go on, 0 if no longer. Takes and returns values, so that whatever
+  // else the waiting is done with can stay in registers.
+  static __device__ __noinline__ uint64_t deadline_of(const Exchange& ex, RoundState* round, int32_t rank,
+                                                      uint64_t deadline_ns) {
     if (!deadline_ns) deadline_ns = now_ns() + static_cast<uint64_t>(ex.timeout_s * 1e9);
-    if (*reinterpret_cast<volatile uint64_t*>(&round->missing)) return false;
+    if (*reinterpret_cast<volatile uint64_t*>(&round->missing)) return 0;
     auto* errors = in_window<volatile uint64_t>(ex, ex.plan.rank, ex.plan.error_mail);
     uint64_t missing = 0;
     int64_t originator = ex.plan.rank;
     for (int64_t r = 0; r < ex.plan.R && !missing; ++r) missing = errors[r], originator = r;
     if (!missing) {
-      if (now_ns() < deadline_ns) return true;
+      if (now_ns() < deadline_ns) return deadline_ns;
       missing = uint64_t{1} << rank, originator = ex.plan.rank;
     }
     *static_cast<volatile int16_t*>(&round->originator) = static_cast<int16_t>(originator);
     atomicOr(reinterpret_cast<unsigned long long*>(&round->missing), static_cast<unsigned long long>(missing));
-    return false;
+    return 0;
   }
 
   // By the whole block, at its end. Where a wait of this block failed, true, after all blocks are done: latches, tells

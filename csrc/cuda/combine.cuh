@@ -39,15 +39,12 @@ struct Pair {
   __device__ Pair of(int32_t k) const { return {__shfl_sync(kAllLanes, row, k), __shfl_sync(kAllLanes, weight, k)}; }
 };
 
-// A part of what this rank owes a slot's token. Units are parts of slots, in order of slots.
-struct Owed {
-  int32_t unit, index;
-  Slot slot;
+// A part of what this rank owes a slot's token.
+struct Owed : SlotPart {
   int64_t pair_at = -1;  // the lane's pair, if there can be one
   Pair pair{kNotHere, 0.0f};
 
-  __device__ __forceinline__ Owed(const CombineBlock& b, int32_t unit, int32_t parts)
-      : unit(unit), index(unit % parts), slot(slot_of(b.plan, unit / parts)) {
+  __device__ __forceinline__ Owed(const CombineBlock& b, int32_t unit, int32_t parts) : SlotPart(b.plan, unit, parts) {
     int32_t lane = threadIdx.x % 32;
     if (lane < b.plan.K && slot.s < b.plan.M) pair_at = (slot.source * b.plan.M + slot.s) * b.plan.K + lane;
   }

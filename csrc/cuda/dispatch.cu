@@ -62,7 +62,7 @@ __device__ __noinline__ bool move_rows_too(DispatchBlock b, RoundState* round) {
 }
 template <bool kFp8>
 __device__ __noinline__ bool move_parts_too(DispatchBlock b) {
-  return move_parts(b, first_arriving<kLines<kFp8>, kFp8>(b));
+  return move_parts<kLines<kFp8>, kFp8>(b, first_arriving<kLines<kFp8>>(b));
 }
 
 // kMoved: lines of a row that a lane moves at a time where rows leave as those of few tokens, 0 where they leave with
@@ -104,12 +104,12 @@ __global__ void __launch_bounds__(kThreads, blocks_together(kMoved))
   if (kernel.args.send && leader && threadIdx.x == 0 && wanted != tokens)
     ++in_scratch<int64_t>(ex, plan.counters)[kClampedNumTokens];
   if (!kernel.args.receive) return;
-  auto arriving = first_arriving<kFew ? kMoved : 1, kFp8>(b);
-  compute_now(&shared.sink, arriving.r, arriving.t, arriving.part.first);
+  SlotPart arriving = first_arriving<kFew ? kMoved : 1>(b);
+  compute_now(&shared.sink, arriving.slot.source, arriving.slot.s, arriving.index);
   ok = ok && receive_counts(b);
   uint32_t differing = ok ? shared.differing : 0;
   if constexpr (kFew)
-    ok = ok && move_parts(b, arriving);
+    ok = ok && move_parts<kMoved, kFp8>(b, arriving);
   else if (ok && shared.most_few)
     ok = move_parts_too<kFp8>(b);
   if (ok && !differing) {

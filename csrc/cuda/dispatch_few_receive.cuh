@@ -5,28 +5,14 @@
 
 namespace epmoe::cuda {
 
-// A part of a row on its way in, that a warp waits for.
-template <int N, bool kFp8>
-struct Arriving {
-  int32_t unit, index, r, t;
-  Part<N, kFp8> part;
-
-  // Units are parts of rows, in order of tokens.
-  __device__ __forceinline__ Arriving(const DispatchBlock& b, int32_t unit, int32_t parts, int64_t row_bytes)
-      : unit(unit), index(unit % parts), part(index, row_bytes) {
-    int32_t slot = unit / parts, R = static_cast<int32_t>(b.plan.R);
-    t = slot / R, r = slot - t * R;
-  }
-};
-
 // By a warp: one part of a received row to each of its expert-major places, as soon as it is here; of a round that is
 // void, nowhere.
 template <int N, bool kFp8>
-__device__ __forceinline__ bool move_part(const DispatchBlock& b, const Arriving<N, kFp8>& arriving,
+__device__ __forceinline__ bool move_part(const DispatchBlock& b, int32_t r, int32_t t, int32_t index,
                                           const FewRows& from) {
   const ExchangePlan& plan = b.plan;
-  auto [unit, index, r, t, part] = arriving;
   int32_t lane = threadIdx.x % 32;
+  Part<N, kFp8> part(index, from.row_bytes);
   char* at = few_row(b, plan.rank, r, t);
   const uint4* pairs = few_pairs(b, plan.rank, r, t);
   bool has_pair = lane < from.K, here = false;
@@ -73,26 +59,26 @@ __device__ __forceinline__ bool move_part(const DispatchBlock& b, const Arriving
   return true;
 }
 
-// By the blocks that receive: all rows of sources of few tokens, first `arriving`.
-template <int N, bool kFp8>
-__device__ __forceinline__ bool move_parts(const DispatchBlock& b, Arriving<N, kFp8> arriving) {
-  int32_t parts = parts_of(b.shared.longest_few, N), R = static_cast<int32_t>(b.plan.R);
-  int32_t warps = (gridDim.x - b.kernel.senders - b.kernel.tellers) * kWarps,
-          prepared = b.shared.differing ? -1 : arriving.unit;
-  Units units(R * b.shared.most_few * parts, warps, arriving.unit);
-  return units.for_each(&b.wait.round->few_ticket[kDispatch], [&](int32_t unit, int32_t) {
-    if (unit != prepared) arriving = {b, unit, parts, b.kernel.row_bytes()};
-    const FewRows& from = b.shared.few_rows[arriving.r];
-    if (b.shared.differing) arriving.part = {arriving.index, from.row_bytes};
-    return arriving.t >= from.tokens || arriving.index >= parts_of(from.row_bytes, N) || move_part(b, arriving, from);
-  });
+// What a warp moves first, as long as no source's call differs.
+template <int N>
+__device__ __forceinline__ SlotPart first_arriving(const DispatchBlock& b) {
+  return {b.plan, number_from(b.kernel.senders + b.kernel.tellers), parts_of(b.kernel.row_bytes(), N)};
 }
 
-// What of that is this warp's first, as long as no source's call differs.
+// By the blocks that receive: all rows of sources of few tokens, first `arriving`.
 template <int N, bool kFp8>
-__device__ __forceinline__ Arriving<N, kFp8> first_arriving(const DispatchBlock& b) {
-  int64_t row_bytes = b.kernel.row_bytes();
-  return {b, number_from(b.kernel.senders + b.kernel.tellers), parts_of(row_bytes, N), row_bytes};
+__device__ __forceinline__ bool move_parts(const DispatchBlock& b, SlotPart arriving) {
+  int32_t parts = parts_of(b.shared.longest_few, N);
+  if (b.shared.differing) arriving = {b.plan, arriving.unit, parts};
+  Units units(static_cast<int32_t>(b.plan.R) * b.shared.most_few * parts,
+              (gridDim.x - b.kernel.senders - b.kernel.tellers) * kWarps, arriving.unit);
+  return units.for_each(&b.wait.round->few_ticket[kDispatch], [&](int32_t unit, int32_t) {
+    if (unit != arriving.unit) arriving = {b.plan, unit, parts};
+    auto [r, t] = arriving.slot;
+    const FewRows& from = b.shared.few_rows[r];
+    bool comes = t < from.tokens && arriving.index < parts_of(from.row_bytes, N);
+    return !comes || move_part<N, kFp8>(b, r, t, arriving.index, from);
+  });
 }
 
 }  // namespace epmoe::cuda

@@ -17,6 +17,15 @@ __device__ __forceinline__ Slot slot_of(const ExchangePlan& plan, int32_t n) {
   return {source < R ? source : source - R, s};
 }
 
+// A part of a slot, cut into `parts`. Units of work are those, in order of slots.
+struct SlotPart {
+  int32_t unit, index;
+  Slot slot;
+
+  __device__ __forceinline__ SlotPart(const ExchangePlan& plan, int32_t unit, int32_t parts)
+      : unit(unit), index(unit % parts), slot(slot_of(plan, unit / parts)) {}
+};
+
 // Neighbouring numbers are of different blocks.
 __device__ __forceinline__ int32_t number_of_warp(int32_t block, int32_t blocks) {
   return static_cast<int32_t>(threadIdx.x / 32) * blocks + block;

@@ -126,6 +126,19 @@ __global__ void __launch_bounds__(kThreads, blocks_together(kSent))
 
 }  // namespace
 
+cudaError_t load_combine() {
+  for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+    cudaError_t error = visit(dtype, [](auto type) {
+      using T = decltype(type);
+      return load<CombineKernel>({combine_kernel<0, T, false>, combine_kernel<1, T, false>,
+                                  combine_kernel<kSumLines<false>, T, false>, combine_kernel<0, T, true>,
+                                  combine_kernel<1, T, true>, combine_kernel<kSumLines<true>, T, true>});
+    });
+    if (error) return error;
+  }
+  return cudaSuccess;
+}
+
 cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dtype, cudaStream_t stream) {
   const ExchangePlan& plan = exchange.plan;
   Device device;

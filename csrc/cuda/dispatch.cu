@@ -132,6 +132,12 @@ __global__ void __launch_bounds__(kThreads, blocks_together(kMoved))
   if (b.wait.failed(kDispatch, ok)) zero_outputs(ex);
 }
 
+template <typename Source>
+cudaError_t load_dispatch() {
+  return load<DispatchKernel>({dispatch_kernel<0, Source>, dispatch_kernel<1, Source>,
+                               dispatch_kernel<kLines<!std::is_void_v<Source>>, Source>});
+}
+
 // Calls f with what fp8 is made of, void where the wire carries x as it is.
 template <typename F>
 auto visit_wire(bool fp8, DType dtype, F&& f) {
@@ -146,6 +152,12 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
   const ExchangePlan& plan = exchange.plan;
   Device device;
   if (cudaError_t error = current_device(device)) return error;
+  if (static bool loaded[Device::kMost] = {}; !loaded[device.index % Device::kMost]) {
+    for (auto* load_kernels :
+         {load_dispatch<void>, load_dispatch<float>, load_dispatch<__half>, load_dispatch<__nv_bfloat16>, load_combine})
+      if (cudaError_t error = load_kernels()) return error;
+    loaded[device.index % Device::kMost] = true;
+  }
   int64_t sms = std::min<int64_t>(plan.num_sms, device.multiprocessors);
   int64_t bases = plan.R * plan.most_local_experts, first_rows = (plan.R + 1) * plan.num_local_experts;
   DispatchKernel kernel{.ex = exchange,

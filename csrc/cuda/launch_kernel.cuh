@@ -2,12 +2,14 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include <initializer_list>
 #include <set>
 #include <utility>
 
 namespace epmoe::cuda {
 
 struct Device {
+  static constexpr int kMost = 64;
   int index, multiprocessors, major;
 
   // Whether so many multiprocessors are few.
@@ -16,10 +18,10 @@ struct Device {
 
 // The current device's, looked up once for each device.
 inline cudaError_t current_device(Device& device) {
-  static Device known[64] = {};
+  static Device known[Device::kMost] = {};
   int index = 0;
   if (cudaError_t error = cudaGetDevice(&index)) return error;
-  Device& entry = known[index % 64];
+  Device& entry = known[index % Device::kMost];
   if (entry.multiprocessors == 0) {
     entry.index = index;
     if (cudaError_t error = cudaDeviceGetAttribute(&entry.major, cudaDevAttrComputeCapabilityMajor, index))
@@ -28,6 +30,17 @@ inline cudaError_t current_device(Device& device) {
       return error;
   }
   device = entry;
+  return cudaSuccess;
+}
+
+// Kernels are loaded by their first launch, which may then wait for all that runs (CUDA Programming Guide, lazy
+// loading): for ever, where that waits for what this rank launches next. Loads them now.
+template <typename Param>
+cudaError_t load(std::initializer_list<void (*)(Param)> kernels) {
+  for (auto* kernel : kernels) {
+    cudaFuncAttributes attributes;
+    if (cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel))) return error;
+  }
   return cudaSuccess;
 }
 

@@ -65,7 +65,7 @@ def pair_us(side: Side, replays: int, group: dist.ProcessGroup) -> float:
 
 def host_us(side: Side, group: dist.ProcessGroup) -> tuple[float, float]:
     """Microseconds of the host in `out` and in `back`, launched by hand while the GPU is behind. Collective."""
-    out = back = 0.0
+    outs, backs = [], []
     torch.cuda.synchronize()
     torch.cuda._sleep(50 * SLEEP_CYCLES)
     for _ in range(CALLS):
@@ -73,10 +73,10 @@ def host_us(side: Side, group: dist.ProcessGroup) -> tuple[float, float]:
         handle = side.out()
         middle = time.perf_counter()
         side.back(handle)
-        back += time.perf_counter() - middle
-        out += middle - start
+        backs.append(time.perf_counter() - middle)
+        outs.append(middle - start)
     torch.cuda.synchronize()
-    out, back = slowest([out * 1e6 / CALLS, back * 1e6 / CALLS], group)
+    out, back = slowest([statistics.median(times) * 1e6 for times in (outs, backs)], group)
     return out, back
 
 

@@ -44,7 +44,7 @@ struct alignas(64) Mail {
 struct RoundState {
   uint32_t dispatch_epoch, combine_epoch;
   int32_t latched;  // a wait has failed: no payload may be sent any more
-  int32_t T, D, K;
+  int32_t T, D, K;  // D: CPU only, as the next
   int16_t dtype;
   int16_t originator;  // CUDA only: who saw the failure first
   uint32_t few;        // CUDA only: sources whose rows travel without flags, a mask

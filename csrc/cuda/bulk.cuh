@@ -92,4 +92,33 @@ __device__ __forceinline__ void wait_read() {
 #endif
 }
 
+// Pieces of rows on their way through shared memory, in turns: one warp fetches and stores, any thread may look on.
+template <int kBuffers>
+struct Ring {
+  char* buffers;       // [kBuffers, stride_bytes], aligned as bulk copies want it
+  uint64_t* arrivals;  // [kBuffers]
+  int32_t stride_bytes, fetched = 0, taken = 0;
+
+  // `first` in one thread, which prepares the arrivals.
+  __device__ __forceinline__ Ring(char* buffers, uint64_t* arrivals, int32_t stride_bytes, bool first)
+      : buffers(buffers), arrivals(arrivals), stride_bytes(stride_bytes) {
+    for (int i = 0; first && i < kBuffers; ++i) init_arrival(&arrivals[i]);
+  }
+  __device__ __forceinline__ char* buffer(int32_t n) const { return buffers + n % kBuffers * stride_bytes; }
+
+  // By the warp: the next piece, once what was in its buffer has left, which was stored before the last one.
+  __device__ __forceinline__ void fetch_next(const void* from, int32_t bytes) {
+    static_assert(kBuffers > 2);
+    wait_read<1>();
+    __syncwarp();
+    fetch(buffer(fetched), from, bytes, &arrivals[fetched % kBuffers]);
+    ++fetched;
+  }
+  // The oldest that this thread has not taken, when it is here.
+  __device__ __forceinline__ char* take() {
+    await(&arrivals[taken % kBuffers], taken / kBuffers & 1);
+    return buffer(taken++);
+  }
+};
+
 }  // namespace epmoe::cuda

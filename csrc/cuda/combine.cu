@@ -86,8 +86,9 @@ __global__ void __launch_bounds__(kThreads, blocks_together(kSent))
   __syncthreads();
   b.wait.epoch = now.dispatch_epoch;
   bool ok = !now.latched;
-  if (blockIdx.x == gridDim.x - 1 && threadIdx.x < plan.R && ok && args.send) {  // that block has the least to send
-    Mail* mail = in_window<Mail>(ex, threadIdx.x, plan.combine_mail) + plan.rank;
+  // By the last warp, which has the least to send, of the block that starts first.
+  if (int32_t rank = kThreads - 1 - threadIdx.x; blockIdx.x == 0 && rank < plan.R && ok && args.send) {
+    Mail* mail = in_window<Mail>(ex, rank, plan.combine_mail) + plan.rank;
     store_word(reinterpret_cast<uint64_t*>(mail), b.wait.epoch, args.rows ? 1 : 0);
   }
   if (sends && ok) {
@@ -156,10 +157,12 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   if (few) {
     senders = ceil_div(slots * parts_of(args.D * wire, sent), kWarps);
     receivers = ceil_div(T * parts_of(args.D * wire, 1), kWarps);
-    share = together == 1 || T <= 128 ? most / 2 : most * 5 / 8;
+    share = T <= 128 ? most / 2 : most * 5 / 8;  // as measured, like all of these
+    if (plan.combine_fp8 && T <= 256) share = most * 9 / 16;
+    if (together == 1) share = T <= 128 ? most * 5 / 12 : most / 2;
   } else if (forwards) {
     senders = share = most;
-  } else {  // as measured: as many warps a row as there are for all at once, or four, or two if there is more to do
+  } else {  // as many warps a row as there are for all at once, or four, or two if there is more to do
     while (team < kWarps && slots * team * 2 <= share * kWarps) team *= 2;
     int64_t rows = ceil_div(slots * team, share * kWarps);  // of a team
     if (slots <= most) share = most * 5 / 6;

@@ -100,14 +100,16 @@ __device__ __forceinline__ Vector<T, kCount> rounded(const float (&sum)[kCount])
 }
 
 // The sums of a slot's pairs over several stretches of kCount elements: stretch v[i], where the lane has such a one.
-template <typename T, int kDepth, int kCount, int kStretches>
+// Calls meanwhile() when the first of them are on their way.
+template <typename T, int kDepth, int kCount, int kStretches, typename F>
 __device__ __forceinline__ void sum_pairs(const CombineBlock& b, Pair pair, uint32_t kept,
                                           const int32_t (&v)[kStretches], const bool (&inside)[kStretches],
-                                          float (&sum)[kStretches][kCount]) {
+                                          float (&sum)[kStretches][kCount], F&& meanwhile) {
   auto* rows = static_cast<const char*>(b.args.rows);
+  bool first = true;
 #pragma unroll
   for (int i = 0; i < kStretches * kCount; ++i) sum[i / kCount][i % kCount] = 0.0f;
-  while (kept) {
+  do {
     using Loaded = Words<Vector<T, kCount>>;
     Loaded values[kDepth][kStretches];  // in flight
     float weights[kDepth];
@@ -124,6 +126,7 @@ __device__ __forceinline__ void sum_pairs(const CombineBlock& b, Pair pair, uint
       weights[i] = next.weight;
       ++count;
     }
+    if (first) meanwhile(), first = false;
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) {
       if (i >= count) break;
@@ -131,7 +134,7 @@ __device__ __forceinline__ void sum_pairs(const CombineBlock& b, Pair pair, uint
       for (int j = 0; j < kStretches; ++j)
         if (inside[j]) add_words<T>(sum[j], values[i][j], weights[i]);
     }
-  }
+  } while (kept);
 }
 
 }  // namespace epmoe::cuda

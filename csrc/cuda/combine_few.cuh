@@ -24,8 +24,9 @@ __device__ __forceinline__ int64_t wire_bytes(const CombineBlock& b) {
 }
 
 // By a warp: one part of a slot's weighted sum into the window of its source.
-template <int N, typename T, bool kFp8>
-__device__ __forceinline__ void send_part(const CombineBlock& b, int32_t source, int32_t s, int32_t index, Pair pair) {
+template <int N, typename T, bool kFp8, typename F>
+__device__ __forceinline__ void send_part(const CombineBlock& b, int32_t source, int32_t s, int32_t index, Pair pair,
+                                          F&& meanwhile) {
   constexpr int kCount = kPerVector<T>, kVectors = kFp8 ? 16 / kCount : 1;  // of x in a line
   Part<N, kFp8> part(index, wire_bytes<T, kFp8>(b));
   int32_t v[N * kVectors];
@@ -36,7 +37,7 @@ __device__ __forceinline__ void send_part(const CombineBlock& b, int32_t source,
     v[i] = part.at(i / kVectors) * kVectors + i % kVectors;
     inside[i] = part.inside(i / kVectors);
   }
-  sum_pairs<T, N * kVectors == 1 ? 4 : N * kVectors == 2 ? 2 : 1>(b, pair, pair.kept(), v, inside, sum);
+  sum_pairs<T, N * kVectors == 1 ? 4 : N * kVectors == 2 ? 2 : 1>(b, pair, pair.kept(), v, inside, sum, meanwhile);
   Line lines[N];
 #pragma unroll
   for (int n = 0; n < N; ++n) {
@@ -64,12 +65,17 @@ template <int N, typename T, bool kFp8>
 __device__ __forceinline__ void send_parts(const CombineBlock& b, Owed owed, int32_t* ticket) {
   int32_t parts = parts_of(wire_bytes<T, kFp8>(b), N);
   Units units(b.slots(true) * parts, b.kernel.senders * kWarps, owed.unit);
-  units.for_each(ticket, [&](int32_t unit, int32_t) {
-    if (unit != owed.unit) owed = {b, unit, parts}, owed.read(b);
-    auto [source, s] = owed.slot;
-    if (b.is_few(source) && s < b.count_R[source] && was_received(b, owed.pair))
-      send_part<N, T, kFp8>(b, source, s, owed.index, checked(b, owed.pair));
-    return true;
+  auto read = [&](int32_t unit) {
+    Owed next(b, unit, parts);
+    next.read(b);
+    return next;
+  };
+  units.for_each_ahead(ticket, owed, read, [&](const Owed& part, auto&& meanwhile) {
+    auto [source, s] = part.slot;
+    if (b.is_few(source) && s < b.count_R[source] && was_received(b, part.pair))
+      send_part<N, T, kFp8>(b, source, s, part.index, checked(b, part.pair), meanwhile);
+    else
+      meanwhile();
   });
 }
 

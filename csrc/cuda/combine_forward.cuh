@@ -48,9 +48,8 @@ template <typename T>
 __device__ __forceinline__ void forward_rows(const CombineBlock& b, char* shared, int32_t* ticket) {
   __shared__ uint64_t arrivals[kForwarded];
   const ExchangePlan& plan = b.plan;
-  int32_t lane = threadIdx.x % 32, fetched = 0;
-  if (lane == 0)
-    for (uint64_t& arrival : arrivals) init_arrival(&arrival);
+  int32_t lane = threadIdx.x % 32;
+  Ring<kForwarded> ring(shared, arrivals, kForwardedBytes, lane == 0);
   __syncwarp();
   Forwarding rows(b, b.args.D * sizeof(T), ticket);
   // Of the piece that is in the lane's buffer: where it goes, and the flag of its row if it is the last.
@@ -63,11 +62,8 @@ __device__ __forceinline__ void forward_rows(const CombineBlock& b, char* shared
     auto [source, s] = rows.slot;
     auto length = static_cast<int32_t>(min(kForwardedBytes, rows.row_bytes - begin));
     auto* row = static_cast<const char*>(b.args.rows) + (source * plan.M + s) * b.args.rows_stride_bytes;
-    int32_t buffer = fetched++ % kForwarded;
-    wait_read<1>();  // what was in the buffer has left: it was stored before the last one
-    __syncwarp();
-    fetch(shared + buffer * kForwardedBytes, row + begin, length, &arrivals[buffer]);
-    if (lane != buffer) return;
+    ring.fetch_next(row + begin, length);
+    if (lane != (ring.fetched - 1) % kForwarded) return;
     int64_t place = plan.rank * plan.M + s;
     to = in_window<char>(b.ex, source, plan.combine_rows) + place * plan.combine_stride_bytes + begin;
     flag = rows.left ? nullptr : in_window<uint32_t>(b.ex, source, plan.combine_flags) + place;
@@ -77,13 +73,12 @@ __device__ __forceinline__ void forward_rows(const CombineBlock& b, char* shared
   for (int i = 0; i < kForwarded - 1; ++i) fetch_next();
   uint32_t* unraised = nullptr;  // in lane i % 32, of the i-th piece
 #pragma unroll 1
-  for (int32_t i = 0; i < fetched; ++i) {
+  for (int32_t i = 0; i < ring.fetched; ++i) {
     int32_t buffer = i % kForwarded;
     auto* there = reinterpret_cast<char*>(__shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(to), buffer));
     auto* said = reinterpret_cast<uint32_t*>(__shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(flag), buffer));
     int32_t length = __shfl_sync(kAllLanes, bytes, buffer);
-    await(&arrivals[buffer], i / kForwarded & 1);
-    store(lane == 0 ? there : nullptr, shared + buffer * kForwardedBytes, length);
+    store(lane == 0 ? there : nullptr, ring.take(), length);
     if (lane == i % 32) unraised = said;
     fetch_next();
     if (i % kPiecesARelease != kPiecesARelease - 1) continue;

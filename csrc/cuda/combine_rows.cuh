@@ -32,7 +32,7 @@ __device__ __forceinline__ void send_slot(const CombineBlock& b, const Team& tea
     float sum[kStretches][kCount];
 #pragma unroll
     for (int i = 0; i < kStretches; ++i) v[i] = base + i * team.threads() + team.thread, inside[i] = v[i] < vectors;
-    sum_pairs<T, 2>(b, pair, kept, v, inside, sum);
+    sum_pairs<T, 2>(b, pair, kept, v, inside, sum, [] {});
     Out* step = reinterpret_cast<Out*>(shared) + (team.index * kSteps + stored % kSteps) * length;
 #pragma unroll
     for (int i = 0; i < kStretches; ++i) {

@@ -122,8 +122,7 @@ __global__ void __launch_bounds__(kThreads, blocks_together(kMoved))
     if (differing) zero_outputs(ex);
     if (threadIdx.x == 0) {
       round->dispatch_epoch = b.wait.epoch;
-      round->T = differing ? 0 : tokens, round->D = static_cast<int32_t>(kernel.args.D);
-      round->K = kernel.args.K, round->dtype = static_cast<int16_t>(kernel.args.dtype), round->few = shared.few;
+      round->T = differing ? 0 : tokens, round->K = kernel.args.K, round->few = shared.few;
       round->sent[kCombine] = round->ticket[kCombine] = round->few_ticket[kCombine] = round->done[kCombine] = 0;
       if (differing)
         *ex.status = {kMismatch, kDispatch, b.wait.epoch, differing, plan.rank, ex.status->needed_rows, {}};
@@ -134,8 +133,20 @@ __global__ void __launch_bounds__(kThreads, blocks_together(kMoved))
 
 template <typename Source>
 cudaError_t load_dispatch() {
-  return load<DispatchKernel>({dispatch_kernel<0, Source>, dispatch_kernel<1, Source>,
+  return load<DispatchKernel>({dispatch_kernel<0, Source>, dispatch_kernel<1, Source>, dispatch_kernel<2, Source>,
                                dispatch_kernel<kLines<!std::is_void_v<Source>>, Source>});
+}
+
+// Lines of an arrived row that a lane moves at a time, as measured: of few tokens and in halves one, else as many as it
+// can, or two where warps would idle otherwise, or a few of them go twice.
+int lines_to_move(const DispatchKernel& kernel, int64_t T, int64_t sms) {
+  constexpr int64_t kUneven = 128;  // tokens up to which that shows
+  if (T <= kFewest || sms < 2 || !kernel.args.send || !kernel.args.receive) return 1;
+  if (kernel.ex.plan.payload_fp8) return kLines<true>;
+  int64_t warps = sms * kWarps * 2 / 3;  // that receive, more or less
+  auto units = [&](int lines) { return kernel.ex.plan.R * T * parts_of(kernel.row_bytes(), lines); };
+  bool idle = units(2) <= warps, uneven = units(kLines<false>) > warps && T <= kUneven;
+  return idle || uneven ? 2 : kLines<false>;
 }
 
 // Calls f with what fp8 is made of, void where the wire carries x as it is.
@@ -171,13 +182,13 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
                         .tokens_a_release = 1};
   int64_t T = std::max<int64_t>(args.T, 1);
   bool whole = args.send && args.receive;
-  int moved = T <= kFewest || sms < 2 || !whole ? 1 : plan.payload_fp8 ? kLines<true> : kLines<false>;
+  int moved = lines_to_move(kernel, T, sms);
   int64_t most = whole ? sms * (kernel.sends_few() ? blocks_together(moved) : 2) : sms;  // room for another's half
   int64_t senders = T, receivers = most, share = most * 3 / 4;
   if (kernel.sends_few()) {
     senders = ceil_div(T * parts_of(kernel.row_bytes(), 1), kWarps);
     receivers = ceil_div(plan.R * T * parts_of(kernel.row_bytes(), moved), kWarps);
-    share = most * (plan.payload_fp8 && T > 128 ? 4 : 3) / 10;  // fp8 is made by those who send
+    share = plan.payload_fp8 ? most * 3 / 8 : most * 3 / 10;  // as measured; fp8 is made by those who send
   }
   senders = std::min(plan.dispatch_senders ? plan.dispatch_senders : senders, std::max<int64_t>(share, 1));
   if (!args.send) senders = 0;
@@ -201,9 +212,11 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
       kPieces * kernel.piece_bytes + (2 * plan.P + 1 + kernel.bases + kernel.first_rows) * sizeof(int32_t);
   return visit_wire(plan.payload_fp8, args.dtype, [&](auto source) {
     using Source = typename decltype(source)::type;
-    auto* of_few = moved == 1 ? dispatch_kernel<1, Source> : dispatch_kernel<kLines<!std::is_void_v<Source>>, Source>;
-    return launch(kernel.sends_few() ? of_few : dispatch_kernel<0, Source>, blocks, kThreads, shared_bytes, stream,
-                  kernel);
+    auto* chosen = moved == 1   ? dispatch_kernel<1, Source>
+                   : moved == 2 ? dispatch_kernel<2, Source>
+                                : dispatch_kernel<kLines<!std::is_void_v<Source>>, Source>;
+    if (!kernel.sends_few()) chosen = dispatch_kernel<0, Source>;
+    return launch(chosen, blocks, kThreads, shared_bytes, stream, kernel);
   });
 }
 

@@ -6,33 +6,19 @@
 
 namespace epmoe::cuda {
 
-// A block's rows on their way, in pieces: from x into shared memory, and from there to every rank that needs them.
-struct Pieces {
+// A block's rows on their way: from x into shared memory, and from there to every rank that needs them.
+struct Pieces : Ring<kPieces> {
   const DispatchBlock& b;
-  int32_t fetched = 0, taken = 0;
 
-  __device__ explicit Pieces(const DispatchBlock& b) : b(b) {
-    if (threadIdx.x == 0)
-      for (uint64_t& arrival : b.shared.arrivals) init_arrival(&arrival);
-  }
+  __device__ explicit Pieces(const DispatchBlock& b)
+      : Ring(b.pieces, b.shared.arrivals, b.kernel.piece_bytes, threadIdx.x == 0), b(b) {}
   __device__ int32_t bytes(int32_t piece) const {
     auto row_bytes = static_cast<int32_t>(b.args.D * itemsize(b.args.dtype));
-    return min(b.kernel.piece_bytes, row_bytes - piece * b.kernel.piece_bytes);
+    return min(stride_bytes, row_bytes - piece * stride_bytes);
   }
-  __device__ char* buffer(int32_t n) const { return b.pieces + n % kPieces * b.kernel.piece_bytes; }
-
-  // By warp 0: the next one, once what was in its buffer has left.
-  __device__ void fetch_next(int32_t t, int32_t piece) {
-    wait_read<kPieces - 2>();
-    __syncwarp();
-    auto* x = static_cast<const char*>(b.args.x_TD) + t * b.args.x_stride_bytes + piece * b.kernel.piece_bytes;
-    fetch(buffer(fetched), x, bytes(piece), &b.shared.arrivals[fetched % kPieces]);
-    ++fetched;
-  }
-  // The oldest that this thread has not taken, when it is here.
-  __device__ char* take() {
-    await(&b.shared.arrivals[taken % kPieces], taken / kPieces & 1);
-    return buffer(taken++);
+  // By warp 0.
+  __device__ void fetch_piece(int32_t t, int32_t piece) {
+    fetch_next(static_cast<const char*>(b.args.x_TD) + t * b.args.x_stride_bytes + piece * stride_bytes, bytes(piece));
   }
 };
 

@@ -79,7 +79,7 @@ __device__ __forceinline__ bool send_rows(DispatchBlock& b, int32_t tokens, int3
   int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, counted = 0, unflagged = 0, senders = b.kernel.senders;
   bool sends = warp == 0, bases_known = false;
   Pieces pieces(b);
-  if (sends && blockIdx.x < tokens) pieces.fetch_next(blockIdx.x, 0);
+  if (sends && blockIdx.x < tokens) pieces.fetch_piece(blockIdx.x, 0);
   for (int32_t t = blockIdx.x, n = 0, next; t < tokens; t = next, n ^= 1) {
     if (warp == 1 && lane == 0) b.shared.next = tokens <= senders ? tokens : senders + atomicAdd(ticket, 1);
     if (warp == kWarps - 1) read_token(b, t, n);  // the last warps have the fewest tokens to count
@@ -96,7 +96,7 @@ __device__ __forceinline__ bool send_rows(DispatchBlock& b, int32_t tokens, int3
     if (sends) place_token(b, t, n, bases_known);
     __syncthreads();
     for (int32_t piece = 0; piece < b.kernel.row_pieces; ++piece) {
-      if (sends && piece + 1 < b.kernel.row_pieces) pieces.fetch_next(t, piece + 1);
+      if (sends && piece + 1 < b.kernel.row_pieces) pieces.fetch_piece(t, piece + 1);
       if (std::is_void_v<Source> && !sends) break;
       char* buffer = pieces.take();
       if constexpr (!std::is_void_v<Source>) quantize_piece<Source>(b, buffer, pieces.bytes(piece));
@@ -105,7 +105,7 @@ __device__ __forceinline__ bool send_rows(DispatchBlock& b, int32_t tokens, int3
     if (warp == kWarps - 2) count_health(b, t);
     if (!sends) continue;
     send_pairs_of_slots(b, n);
-    if (next < tokens) pieces.fetch_next(next, 0);
+    if (next < tokens) pieces.fetch_piece(next, 0);
     b.shared.unflagged_slots[unflagged++][lane] = b.shared.sending.slot[lane];
     if (unflagged < b.kernel.tokens_a_release && next < tokens) continue;
     raise_flags(b, unflagged);

@@ -65,6 +65,22 @@ struct Units {
     return true;
   }
 
+  // Calls f(what read(unit) has returned, meanwhile), and f calls meanwhile(), once, where it waits for something else:
+  // that reads the next unit. `ahead` is read(first).
+  template <typename A, typename Read, typename F>
+  __device__ void for_each_ahead(int32_t* ticket, A ahead, Read&& read, F&& f) const {
+    bool more = total > warps;
+    for (int32_t unit = first, next; unit < total; unit = next) {
+      int32_t drawn = more ? draw(ticket) : 0;
+      A later = ahead;
+      f(ahead, [&] {
+        next = more ? after(drawn) : total;
+        if (next < total) later = read(next);
+      });
+      ahead = later;
+    }
+  }
+
  private:
   static __device__ int32_t draw(int32_t* ticket) { return threadIdx.x % 32 == 0 ? atomicAdd(ticket, 1) : 0; }
   __device__ int32_t after(int32_t drawn) const { return warps + __shfl_sync(kAllLanes, drawn, 0); }

@@ -36,11 +36,13 @@ class Exchange:
     plans: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # `ExchangePlan` in words, by launch
     memory: tuple[Tensor, ...] = field(init=False)  # as the operators take it
     views: dict[str, Tensor] = field(init=False)
+    timeout_s: float = field(init=False)  # of this round's waits: during the first ranks may still load or compile
     forms: dict[tuple[object, ...], Form] = field(default_factory=dict)  # of the calls that have passed the checks
 
     def __post_init__(self) -> None:
         capacity, window = self.config.capacity, self.window
         self.max_tokens = capacity.max_num_tokens_per_rank
+        self.timeout_s = self.config.exchange.warmup_timeout_s
         self.raises_overflow = capacity.on_overflow == "raise"
         self.memory = window.addresses, window.local, self.scratch, self.status
         # Looked at in every call: a hundredth of what a tensor's element takes.
@@ -76,11 +78,12 @@ class Exchange:
         views["table.sentinels"].copy_(torch.tensor([placement.sentinel(r) for r in range(placement.ep_size)]))
         return exchange
 
-    @property
-    def timeout_s(self) -> float:
-        """Ranks may still load or compile during the first round."""
-        limits = self.config.exchange
-        return limits.timeout_s if self.rounds > 1 else limits.warmup_timeout_s
+    def next_epoch(self) -> int:
+        """The epoch of a round that opens now."""
+        self.rounds += 1
+        if self.rounds == 2:
+            self.timeout_s = self.config.exchange.timeout_s
+        return self.rounds
 
     def check(self) -> None:
         """Raise what the kernels have left in the status word."""

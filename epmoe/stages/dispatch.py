@@ -76,9 +76,8 @@ def _open_round(
     form = _checked_form(exchange, x, ids, weights, layout, weight_rows)
     T = x.shape[0]
     scalar, rows = (None, T) if num_tokens is None else token_count(num_tokens, T, exchange.device)
-    exchange.rounds += 1
     inputs = aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights), scalar, rows
-    return Sent(form, T, exchange.rounds, form.plans[bisect_left(form.steps, T)], inputs)
+    return Sent(form, T, exchange.next_epoch(), form.plans[bisect_left(form.steps, T)], inputs)
 
 
 def _launch(exchange: Exchange, sent: Sent, *, send: bool, receive: bool) -> None:

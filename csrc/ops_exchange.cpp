@@ -63,9 +63,10 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
   check_rows(ids, "ids");
   check_rows(weights, "weights");
   int64_t T = x.size(0), D = x.size(1), K = ids.size(1), bytes = itemsize(dtype_of(x));
-  STD_TORCH_CHECK(T <= plan.M && K <= plan.K && ids.size(0) == T && weights.size(0) == T && weights.size(1) == K,
-                  "x, ids and weights must fit one another and the plan");
-  STD_TORCH_CHECK(D <= plan.D && (plan.payload_fp8 || D * bytes <= plan.x_stride_bytes),
+  STD_TORCH_CHECK(
+      T <= plan.M && K >= 1 && K <= plan.K && ids.size(0) == T && weights.size(0) == T && weights.size(1) == K,
+      "x, ids and weights must fit one another and the plan");
+  STD_TORCH_CHECK(D >= 1 && D <= plan.D && (plan.payload_fp8 || D * bytes <= plan.x_stride_bytes),
                   "a row of x must fit the plan");
   STD_TORCH_CHECK(plan.combine_fp8 || D * bytes <= plan.combine_stride_bytes, "a row of y must fit the plan");
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x.stride(0) * bytes % 16 == 0,

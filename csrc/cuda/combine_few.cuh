@@ -55,12 +55,12 @@ __device__ __forceinline__ void send_part(const CombineBlock& b, int32_t source,
   part.store(few_sum_at(b, source, few_sum(b, static_cast<int32_t>(b.plan.rank), s)), lines);
 }
 
-// By the blocks that send: a warp takes a part of a slot, first this one.
+// What a warp of the blocks that send takes first.
 __device__ __forceinline__ int32_t first_part(const CombineBlock& b) {
   return number_of_warp(blockIdx.x, b.kernel.senders);
 }
 
-// First the part `owed`.
+// By those blocks, a warp a part of a slot, first `owed`.
 template <int N, typename T, bool kFp8>
 __device__ __forceinline__ void send_parts(const CombineBlock& b, Owed owed, int32_t* ticket) {
   int32_t parts = parts_of(wire_bytes<T, kFp8>(b), N);

@@ -13,7 +13,7 @@ namespace epmoe::cuda {
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Programmatic dependent launch: a kernel may be put on the machine while its predecessor ends. Every thread waits for
-// that one's writes before it touches memory, so the order of the stream holds.
+// that one's writes before it touches memory that a kernel may write, so the order of the stream holds.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

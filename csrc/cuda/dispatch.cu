@@ -11,7 +11,6 @@
 #include "dispatch_send.cuh"
 #include "exchange_launch.h"
 #include "launch_kernel.cuh"
-#include "units.cuh"
 
 namespace epmoe::cuda {
 namespace {

@@ -10,7 +10,7 @@ namespace epmoe::cuda {
 constexpr int kGroupTokens = kWarps;  // whose pairs a block sends at a time
 constexpr int64_t kFewest = 16;       // tokens up to which a lane moves one line of an arrived row at a time
 template <bool kFp8>
-constexpr int kLines = kFp8 ? 2 : 4;  // of more tokens
+constexpr int kLines = kFp8 ? 2 : 4;  // the most, of more tokens
 
 __device__ __forceinline__ char* few_row(const DispatchBlock& b, int64_t rank, int64_t source, int64_t t) {
   const ExchangePlan& plan = b.plan;

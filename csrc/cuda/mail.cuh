@@ -73,8 +73,8 @@ __device__ __forceinline__ uint64_t now_ns() {
   return value;
 }
 
-// Values that do not depend on the kernel before are to be computed while it still runs, which the compiler would put
-// off. `sink` is shared memory that nobody reads.
+// Values are to be computed now, before a wait that they do not depend on: the compiler would put that off. `sink` is
+// shared memory that nobody reads.
 template <typename... Values>
 __device__ __forceinline__ void compute_now(int64_t* sink, Values... values) {
   *static_cast<volatile int64_t*>(sink) = (int64_t{0} ^ ... ^ static_cast<int64_t>(values));

@@ -1,6 +1,6 @@
 // Hands out units of work to warps. Some begin with one each; if there are more, whoever has time draws tickets:
-// senders that are done sending, and multiprocessors whose stores the wire takes sooner than others'. A unit is one of
-// `pieces` parts of a row's columns.
+// senders that are done sending, and multiprocessors whose stores the wire takes sooner than others'. A unit is a part
+// of a received slot, or one of `pieces` parts of a row's columns.
 #pragma once
 #include "mail.cuh"
 
@@ -66,7 +66,7 @@ struct Units {
   }
 
   // Calls f(what read(unit) has returned, meanwhile), and f calls meanwhile(), once, where it waits for something else:
-  // that reads the next unit. `ahead` is read(first).
+  // that reads the next unit. `ahead` is read(first); this warp must have a first one.
   template <typename A, typename Read, typename F>
   __device__ void for_each_ahead(int32_t* ticket, A ahead, Read&& read, F&& f) const {
     bool more = total > warps;

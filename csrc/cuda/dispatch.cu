@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, blocks_together(kMoved))
   if (sends) {
     ok = kFew ? send_parts(b, tokens, leaving) : send_rows<Source>(b, tokens, &round->sent[kDispatch]);
   } else if (kFew && static_cast<int32_t>(blockIdx.x) < kernel.senders + kernel.tellers) {
-    send_pairs(b, tokens, round);
+    send_pairs(b, tokens);
   }
   if (kernel.args.send && leader && threadIdx.x == 0 && wanted != tokens)
     ++in_scratch<int64_t>(ex, plan.counters)[kClampedNumTokens];

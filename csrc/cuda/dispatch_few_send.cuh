@@ -75,22 +75,21 @@ __device__ __forceinline__ int32_t first_sent(int32_t senders) {
   int32_t block = blockIdx.x, early = min(kAtOnce, senders);
   return block < early ? number_of_warp(block, early) : early * kWarps + number_of_warp(block - early, senders - early);
 }
-__device__ __forceinline__ void await_told(const DispatchBlock& b, const RoundState* round) {
+__device__ __forceinline__ void await_told(const DispatchBlock& b) {
   constexpr int kTries = 400;
-  const volatile int32_t& told = round->told;
+  const volatile int32_t& told = b.wait.round->told;
   for (int i = 0; i < kTries && told < b.kernel.tellers; ++i) __nanosleep(20);
 }
 
 // By the blocks that send, a warp a part of a token's row, first `leaving`. False if the round may not be opened.
 template <typename Source>
 __device__ __forceinline__ bool send_parts(DispatchBlock& b, int32_t tokens, Leaving<Source>& leaving) {
-  RoundState* round = b.wait.round;
   int32_t parts = parts_of(b.kernel.row_bytes(), 1);
-  if (blockIdx.x >= kAtOnce && threadIdx.x == 0) await_told(b, round);
+  if (blockIdx.x >= kAtOnce && threadIdx.x == 0) await_told(b);
   __syncthreads();
   if (!b.may_open()) return false;
   Units units(tokens * parts, b.kernel.senders * kWarps, leaving.unit);
-  return units.for_each(&round->sent[kDispatch], [&](int32_t unit, int32_t) {
+  return units.for_each(&b.wait.round->sent[kDispatch], [&](int32_t unit, int32_t) {
     if (unit != leaving.unit) leaving = {b, unit, parts}, leaving.read(b);
     leaving.send(b);
     return true;
@@ -99,11 +98,11 @@ __device__ __forceinline__ bool send_parts(DispatchBlock& b, int32_t tokens, Lea
 
 // By the blocks from the one that has counted on, that one last: tells every rank of all pairs, a group of tokens at a
 // time. A lane takes a pair, and a warp as many tokens as fit.
-__device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens, RoundState* round) {
+__device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens) {
   const ExchangePlan& plan = b.plan;
   int32_t blocks = b.kernel.tellers, block = blockIdx.x - b.kernel.senders, counted = 0;
   int32_t K = b.args.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  auto [width, each, later, k] = PairLanes(K);
+  PairLanes lanes(K);
   if (block == 0) {
     __syncthreads();
     for (int32_t p = threadIdx.x; p < plan.P; p += kThreads) b.count[p] = 0;
@@ -112,14 +111,14 @@ __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens, Rou
   }
 #pragma unroll 1
   for (int32_t begin = (block - 1) * kGroupTokens; begin < tokens; begin += blocks * kGroupTokens) {
-    int32_t end = min(begin + kGroupTokens, tokens), t = begin + warp * each + later, ordinal = -1;
-    bool real = k < K && t < end;
-    Given pair(b.args, t, k, real);
+    int32_t end = min(begin + kGroupTokens, tokens), t = begin + warp * lanes.tokens + lanes.t, ordinal = -1;
+    bool real = lanes.k < K && t < end;
+    Given pair(b.args, t, lanes.k, real);
     int32_t p = physical(b, t, pair);
     count_tokens<false>(b, counted, begin);
     counted = end;
     uint32_t same = __match_any_sync(kAllLanes, p), before = same & ((1u << lane) - 1);
-    for (int32_t first = begin, turn = 0; first < end; first += each, ++turn) {
+    for (int32_t first = begin, turn = 0; first < end; first += lanes.tokens, ++turn) {
       __syncthreads();
       if (turn != warp) continue;
       if (p >= 0) ordinal = b.count[p] + __popc(before);
@@ -130,12 +129,12 @@ __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens, Rou
 #pragma unroll 1
     for (int32_t rank = 0; real && rank < plan.R; ++rank) {
       auto id = static_cast<uint32_t>(p < 0 ? b.shared.sentinel[rank] : p);
-      store_line(few_pairs(b, rank, plan.rank, t) + k,
+      store_line(few_pairs(b, rank, plan.rank, t) + lanes.k,
                  {id, static_cast<uint32_t>(ordinal), __float_as_uint(p < 0 ? 0.0f : pair.weight), b.wait.epoch});
     }
     __syncthreads();
   }
-  if (threadIdx.x == 0) atomicAdd(&round->told, 1);
+  if (threadIdx.x == 0) atomicAdd(&b.wait.round->told, 1);
 #pragma unroll 1
   for (int32_t t = (block - 1) * kGroupTokens + warp; t < tokens; t += blocks * kGroupTokens) count_health(b, t);
 }

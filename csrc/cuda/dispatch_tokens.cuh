@@ -51,18 +51,19 @@ template <bool kByRank = true>
 __device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, int32_t end, int32_t first_warp = 0) {
   int32_t K = b.args.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32 - first_warp, rows = 0;
   if (warp < 0) return;
-  auto [width, tokens, later, k] = PairLanes(K);
+  PairLanes lanes(K);
 #pragma unroll 1
-  for (int32_t first = begin + warp * tokens; first < end; first += (kWarps - first_warp) * tokens) {
-    int32_t t = first + later;
-    int32_t p = physical(b, t, Given(b.args, t, k, k < K && t < end));
+  for (int32_t first = begin + warp * lanes.tokens; first < end; first += (kWarps - first_warp) * lanes.tokens) {
+    int32_t t = first + lanes.t;
+    int32_t p = physical(b, t, Given(b.args, t, lanes.k, lanes.k < K && t < end));
     uint32_t ranks = b.rank_mask(p);
     if (p >= 0) atomicAdd(&b.count[p], 1);
     if constexpr (kByRank) {
 #pragma unroll 1
-      for (int32_t offset = 1; offset < width; offset *= 2) ranks |= __shfl_xor_sync(kAllLanes, ranks, offset);
+      for (int32_t offset = 1; offset < lanes.width; offset *= 2) ranks |= __shfl_xor_sync(kAllLanes, ranks, offset);
 #pragma unroll 1
-      for (int32_t token = 0; token < 32; token += width) rows += __shfl_sync(kAllLanes, ranks, token) >> lane & 1u;
+      for (int32_t token = 0; token < 32; token += lanes.width)
+        rows += __shfl_sync(kAllLanes, ranks, token) >> lane & 1u;
     }
   }
   if (rows) atomicAdd(&b.shared.rank_count[lane], rows);

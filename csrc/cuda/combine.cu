@@ -152,7 +152,7 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   bool whole = args.send && args.receive;
   int sent = args.T <= kFewSums || !whole ? 1 : plan.combine_fp8 ? kSumLines<true> : kSumLines<false>;
   int together = few ? blocks_together(sent) : 2;
-  int64_t most = whole ? sms * together : sms;  // room for another's half
+  int64_t most = whole ? sms * together : device.blocks_of_half(sms, args.receive);
   int64_t team = 4, senders = slots, receivers = most, share = std::max<int64_t>(most * 3 / 4, 1);
   if (few) {
     senders = ceil_div(slots * parts_of(args.D * wire, sent), kWarps);

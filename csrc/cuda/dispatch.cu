@@ -182,7 +182,8 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
   int64_t T = std::max<int64_t>(args.T, 1);
   bool whole = args.send && args.receive;
   int moved = lines_to_move(kernel, T, sms);
-  int64_t most = whole ? sms * (kernel.sends_few() ? blocks_together(moved) : 2) : sms;  // room for another's half
+  int64_t together = kernel.sends_few() ? blocks_together(moved) : 2;
+  int64_t most = whole ? sms * together : device.blocks_of_half(sms, args.receive);
   int64_t senders = T, receivers = most, share = most * 3 / 4;
   if (kernel.sends_few()) {
     senders = ceil_div(T * parts_of(kernel.row_bytes(), 1), kWarps);

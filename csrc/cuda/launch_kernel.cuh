@@ -2,6 +2,8 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <initializer_list>
 #include <set>
 #include <utility>
@@ -14,6 +16,13 @@ struct Device {
 
   // Whether so many multiprocessors are few.
   bool is_scarce(int64_t count) const { return count * 2 <= multiprocessors; }
+
+  // Blocks of one half of a stage, on so many: one on each, so that another half finds room beside it, and where it
+  // waits for ranks on three quarters of all. What they wait for may need more shared memory than a waiting block
+  // leaves, which a multiprocessor divides anew only when it is idle.
+  int64_t blocks_of_half(int64_t count, bool waits) const {
+    return waits ? std::min<int64_t>(count, multiprocessors * 3 / 4) : count;
+  }
 };
 
 // The current device's, looked up once for each device.

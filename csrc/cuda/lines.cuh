@@ -107,8 +107,7 @@ constexpr EPMOE_HD int32_t parts_of(int64_t row_bytes, int n) {
 // Blocks that share a multiprocessor, by the lines that a lane moves at a time. Stores that wait for the wire hold up
 // the loads of a block beside them, so that where rows fill the wire each has one to itself, and with it more than the
 // 64 registers a thread that two can have, which is what keeps a second one away. Not in halves: what waits for a rank
-// must leave registers for a block of any other stage. (Of shared memory, whose share of a multiprocessor changes only
-// when that is idle, it may leave too little.)
+// must leave registers for a block of any other stage.
 constexpr EPMOE_HD int blocks_together(int n) { return n > 1 ? 1 : 2; }
 
 // 16 elements as fp8.

@@ -44,11 +44,11 @@ __device__ void zero_outputs(const Exchange& ex) {
 
 // By the blocks that receive: rows that come with flags, to their places.
 template <bool kFp8>
-__device__ __forceinline__ bool move_rows(DispatchBlock& b, RoundState* round) {
+__device__ __forceinline__ bool move_rows(DispatchBlock& b) {
   constexpr int kLongest = 256;  // what a warp has in flight at once, or little more
   Units units(static_cast<int32_t>(b.plan.R) * b.shared.most, static_cast<int32_t>(b.kernel.row_bytes() / 16),
               b.kernel.senders + b.kernel.tellers, kLongest);
-  return units.for_each(&round->ticket[kDispatch], [&](int32_t n, int32_t piece) {
+  return units.for_each(&b.wait.round->ticket[kDispatch], [&](int32_t n, int32_t piece) {
     auto [r, s] = slot_of(b.plan, n);
     bool flagged = !b.shared.few_rows[r].tokens;
     return !flagged || s >= b.shared.rank_count[r] || move_row<kFp8>(b, r, s, piece, units.pieces);
@@ -56,8 +56,8 @@ __device__ __forceinline__ bool move_rows(DispatchBlock& b, RoundState* round) {
 }
 // What a kernel meets only where other ranks bring few tokens and this one many, or the reverse.
 template <bool kFp8>
-__device__ __noinline__ bool move_rows_too(DispatchBlock b, RoundState* round) {
-  return move_rows<kFp8>(b, round);
+__device__ __noinline__ bool move_rows_too(DispatchBlock b) {
+  return move_rows<kFp8>(b);
 }
 template <bool kFp8>
 __device__ __noinline__ bool move_parts_too(DispatchBlock b) {
@@ -88,12 +88,13 @@ __global__ void __launch_bounds__(kThreads, blocks_together(kMoved))
   bool sends = blockIdx.x < kernel.senders, leader = blockIdx.x == kernel.senders, ok = true;
   // Asked for at once: the state, by one thread, since all of a grid that ask for the same line keep one another
   // waiting, and what is sent first.
-  RoundState now{};
-  if (threadIdx.x == 0) now.combine_epoch = round->combine_epoch, now.latched = round->latched;
+  uint32_t last_epoch = 0;
+  int32_t latched = 0;
+  if (threadIdx.x == 0) last_epoch = round->combine_epoch, latched = round->latched;
   int64_t wanted = kernel.wanted_tokens();
   if (kFew && sends) leaving.read(b);
   int32_t tokens = kernel.tokens(wanted);
-  if (threadIdx.x == 0) shared.epoch = now.combine_epoch + 1, shared.latched = now.latched;
+  if (threadIdx.x == 0) shared.epoch = last_epoch + 1, shared.latched = latched;
   if (leader && kernel.args.send) send_counts(b, tokens);
   if (sends) {
     ok = kFew ? send_parts(b, tokens, leaving) : send_rows<Source>(b, tokens, &round->sent[kDispatch]);
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, blocks_together(kMoved))
   else if (ok && shared.most_few)
     ok = move_parts_too<kFp8>(b);
   if (ok && !differing) {
-    if (!kFew || shared.most) ok = kFew ? move_rows_too<kFp8>(b, round) : move_rows<kFp8>(b, round);
+    if (!kFew || shared.most) ok = kFew ? move_rows_too<kFp8>(b) : move_rows<kFp8>(b);
     if (leader) write_offsets(b);
     if (kernel.args.expert_major && plan.alignment > 1) zero_gaps(b);
     if (!kernel.args.expert_major) fill_unused_slots(b);

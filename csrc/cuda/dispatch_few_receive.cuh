@@ -70,8 +70,7 @@ template <int N, bool kFp8>
 __device__ __forceinline__ bool move_parts(const DispatchBlock& b, SlotPart arriving) {
   int32_t parts = parts_of(b.shared.longest_few, N);
   if (b.shared.differing) arriving = {b.plan, arriving.unit, parts};
-  Units units(static_cast<int32_t>(b.plan.R) * b.shared.most_few * parts,
-              (gridDim.x - b.kernel.senders - b.kernel.tellers) * kWarps, arriving.unit);
+  Units units(static_cast<int32_t>(b.plan.R) * b.shared.most_few * parts, b.kernel.senders + b.kernel.tellers);
   return units.for_each(&b.wait.round->few_ticket[kDispatch], [&](int32_t unit, int32_t) {
     if (unit != arriving.unit) arriving = {b.plan, unit, parts};
     auto [r, t] = arriving.slot;

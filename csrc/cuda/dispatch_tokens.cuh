@@ -84,8 +84,9 @@ __device__ __forceinline__ void read_token(DispatchBlock& b, int32_t t, int32_t 
 __device__ __forceinline__ void count_health(const DispatchBlock& b, int64_t t) {
   int32_t lane = threadIdx.x % 32;
   auto [id, weight] = Given(b.args, t, lane, lane < b.args.K);
-  bool valid = id >= 0 && id < b.plan.E;
-  uint32_t same = __match_any_sync(kAllLanes, valid ? static_cast<int32_t>(id) : -1 - lane);
+  int32_t expert = expert_of(b, id);
+  bool valid = expert >= 0;
+  uint32_t same = __match_any_sync(kAllLanes, valid ? expert : -1 - lane);
   auto add = [&](Counter counter, bool wrong) {
     uint32_t votes = __ballot_sync(kAllLanes, wrong);
     auto* counters = reinterpret_cast<unsigned long long*>(in_scratch<int64_t>(b.ex, b.plan.counters));

@@ -116,9 +116,7 @@ __device__ __forceinline__ bool sum_part(const CombineBlock& b, int32_t t, int32
     for (int i = 0; i < kDepth; ++i) {
       if (i >= count) break;
       if constexpr (kFp8) {
-        float scale = __uint_as_float(lines[i][0].scale);
-#pragma unroll
-        for (int e = 0; e < kCount; ++e) sum[e] += scale * from_fp8(from_words<Wire>(lines[i][0].words).at[e]);
+        add_fp8(sum, from_words<Wire>(lines[i][0].words), __uint_as_float(lines[i][0].scale));
       } else {
         add_words<T>(sum, lines[i][0].words, 1.0f);
       }

@@ -131,12 +131,10 @@ __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int3
 #pragma unroll
         for (int j = 0; j < kStretches; ++j) {
           if (base + j * 32 + lane >= end) continue;
-          if constexpr (kFp8) {
-#pragma unroll
-            for (int e = 0; e < kCount; ++e) sum[j][e] += scale[i][j] * from_fp8(from_words<Wire>(values[i][j]).at[e]);
-          } else {
+          if constexpr (kFp8)
+            add_fp8(sum[j], from_words<Wire>(values[i][j]), scale[i][j]);
+          else
             add_words<T>(sum[j], values[i][j], 1.0f);
-          }
         }
       }
     }

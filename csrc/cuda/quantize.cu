@@ -1,6 +1,6 @@
 // Padding and fp8 on the GPU: rows past the number of tokens are stale memory, and are zeros after this, never an amax.
 #include "args.h"
-#include "common.cuh"
+#include "fp8.cuh"
 #include "launch.h"
 #include "launch_kernel.cuh"
 
@@ -62,13 +62,11 @@ struct WarpBlock {
 
   __device__ __forceinline__ void store(const QuantizeArgs& args, float scale, bool wide) const {
     auto* out = static_cast<__nv_fp8_storage_t*>(args.q_TD) + t * args.D + at;
-    __nv_fp8_storage_t q[kPerLane];
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) q[i] = __nv_cvt_float_to_fp8(value[i] / scale, __NV_SATFINITE, __NV_E4M3);
-    if (wide && count == kPerLane) return store_vectors(q, out);
+    auto q = to_fp8(value, scale);
+    if (wide && count == kPerLane) return store_vectors(q.at, out);
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i)
-      if (i < count) out[i] = q[i];
+      if (i < count) out[i] = q.at[i];
   }
 };
 

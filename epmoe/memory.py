@@ -90,6 +90,7 @@ class MemoryPlan:
         # GPUs write into each other's expert-major rows, so there all have equally many.
         N = config.capacity.max_expert_rows or R * M * K + (most if nvlink else e) * (alignment - 1)
         B = -(-D // SCALE_BLOCK)
+        padded_B = _round_up(B, 4)  # GPUs move 16 bytes at a time
         payload_fp8, combine_fp8 = (
             wire == "fp8" for wire in (config.exchange.payload, config.exchange.combine_payload)
         )
@@ -107,11 +108,11 @@ class MemoryPlan:
             ("window", "mail.error", (R,), i64),
             ("window", "doorbell", (1,), i32),
             ("window", "recv.x", (R, M, D), payload),
-            ("window", "recv.scales", (R, M, B) if payload_fp8 else (0,), f32),
+            ("window", "recv.scales", (R, M, padded_B) if payload_fp8 else (0,), f32),
             ("window", "recv.ids", (R, M, K), i32),
             ("window", "recv.weights", (R, M, K), f32),
             ("window", "combine.rows", (R, M, D), combine),
-            ("window", "combine.scales", (R, M, B) if combine_fp8 else (0,), f32),
+            ("window", "combine.scales", (R, M, padded_B) if combine_fp8 else (0,), f32),
             ("window", "recv.flags", (R, M) if nvlink else (0,), i32),
             ("window", "recv.ordinals", (R, M, K) if nvlink else (0,), i32),
             ("window", "recv.counts", (R, R * most + 2) if nvlink else (0,), i64),
@@ -147,7 +148,7 @@ class MemoryPlan:
             ends[region] = _round_up(buffer.offset + buffer.nbytes, BUFFER_ALIGNMENT)
         values = (
             R, rank, M, K, D, E, P, e, copies, N, alignment,
-            payload_fp8, combine_fp8, D * payload.itemsize, D * combine.itemsize, B, most,
+            payload_fp8, combine_fp8, D * payload.itemsize, D * combine.itemsize, padded_B, most,
             config.exchange.num_sms or 2**31 - 1, few, few_stride, few_sum_stride, 0, 0, 0,
         )  # fmt: skip
         return cls(tuple(buffers), dict(zip(SIZES, map(int, values), strict=True)))

@@ -167,13 +167,14 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
     int64_t rows = ceil_div(slots * team, share * kWarps);  // of a team
     if (slots <= most) share = most * 5 / 6;
     if (rows > 1) share = most * 5 / 8;
-    if (rows > 64) share = most * 11 / 12, team = 2;
+    if (rows > 64) share = most * 11 / 12, team = plan.combine_fp8 ? 1 : 2;
   }
   if (plan.combine_team) team = std::min<int64_t>(std::bit_floor(static_cast<uint64_t>(plan.combine_team)), kWarps);
   senders = std::min(plan.combine_senders ? plan.combine_senders : senders, std::max<int64_t>(share, 1));
   if (!args.send) senders = 0;
   if (!args.receive) receivers = 0;
   CombineKernel kernel{exchange, args, static_cast<int32_t>(senders), static_cast<int32_t>(team), forwards};
+  int64_t shared_bytes = kStepsBytes + (plan.combine_fp8 ? kWarps / team * scale_bytes(args.D) : 0);
   int64_t blocks = std::clamp<int64_t>(senders + receivers, 1, most);
   return visit(dtype, [&](auto type) {
     using T = decltype(type);
@@ -181,7 +182,7 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
       constexpr bool kFp8 = fp8;
       auto* of_few = sent == 1 ? combine_kernel<1, T, kFp8> : combine_kernel<kSumLines<kFp8>, T, kFp8>;
       auto* chosen = few ? of_few : combine_kernel<0, T, kFp8>;
-      return launch(chosen, blocks, kThreads, senders ? kStepsBytes : 0, stream, kernel);
+      return launch(chosen, blocks, kThreads, senders ? shared_bytes : 0, stream, kernel);
     };
     return plan.combine_fp8 ? launch_for(std::true_type{}) : launch_for(std::false_type{});
   });

@@ -12,7 +12,7 @@ constexpr int kSteps = 4;      // of a team, on their way through shared memory
 constexpr int kStepsBytes = kSteps * kStretches * kThreads * 16;  // of a block
 
 // By a team: one slot's weighted sum, or its partial row as it is, into the window of its source: summed into shared
-// memory a step at a time, and bulk copies from there. `stored` counts the team's steps.
+// memory a step at a time, and bulk copies from there, the row's scales last. `stored` counts the team's steps.
 template <typename T, bool kFp8>
 __device__ __forceinline__ void send_slot(const CombineBlock& b, const Team& team, int32_t source, int32_t s, Pair pair,
                                           char* shared, int32_t& stored) {
@@ -26,6 +26,7 @@ __device__ __forceinline__ void send_slot(const CombineBlock& b, const Team& tea
   uint32_t kept = pair.kept();
   int32_t length = kStretches * team.threads();
   bool first_warp = team.thread < 32;
+  auto* scales = reinterpret_cast<float*>(shared + kStepsBytes + team.index * scale_bytes(b.args.D));
   for (int32_t base = 0; base < vectors; base += length, ++stored) {
     int32_t v[kStretches];
     bool inside[kStretches];
@@ -40,8 +41,7 @@ __device__ __forceinline__ void send_slot(const CombineBlock& b, const Team& tea
         float scale = block_scale<kCount, kLanes>(sum[i]);
         if (!inside[i]) continue;
         step[v[i] - base] = to_fp8(sum[i], scale);
-        if (v[i] % kLanes == 0)
-          in_window<float>(b.ex, source, plan.combine_scales)[place * plan.scale_blocks + v[i] / kLanes] = scale;
+        if (v[i] % kLanes == 0) scales[v[i] / kLanes] = scale;
       } else if (inside[i]) {
         step[v[i] - base] = rounded<T>(sum[i]);
       }
@@ -53,6 +53,10 @@ __device__ __forceinline__ void send_slot(const CombineBlock& b, const Team& tea
     if (first_warp) store(team.leads() ? out + base : nullptr, step, bytes);
   }
   if (!first_warp) return;
+  if constexpr (kFp8) {
+    float* to = in_window<float>(b.ex, source, plan.combine_scales) + place * plan.scale_blocks;
+    store(team.leads() ? to : nullptr, scales, scale_bytes(b.args.D));
+  }
   wait_stored<0>();
   __syncwarp();
   if (team.leads()) raise_flag(in_window<uint32_t>(b.ex, source, plan.combine_flags) + place, b.wait.epoch);

@@ -199,9 +199,9 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
     int64_t x_bytes = args.D * itemsize(args.dtype), pieces = ceil_div(x_bytes, kMaxPieceBytes);
     kernel.piece_bytes = static_cast<int32_t>(ceil_div(ceil_div(x_bytes, pieces), kStep) * kStep);
     kernel.row_pieces = static_cast<int32_t>(ceil_div(x_bytes, kernel.piece_bytes));
-    // Releases of a multiprocessor wait for each other, and few of them have to do all.
-    if (device.is_scarce(sms))
-      kernel.tokens_a_release = static_cast<int32_t>(std::clamp<int64_t>(T / senders / 6, 1, kMostUnflagged));
+    // Releases of a multiprocessor wait for each other: it shows where few of them have to do all, or rows are short.
+    int64_t most_at_once = device.is_scarce(sms) ? kMostUnflagged : plan.payload_fp8 ? 2 : 1;
+    kernel.tokens_a_release = static_cast<int32_t>(std::clamp<int64_t>(T / senders / 6, 1, most_at_once));
   }
   kernel.senders = static_cast<int32_t>(senders);
   // After the senders the block that counts, and after it those that send pairs; without room, it does that too.

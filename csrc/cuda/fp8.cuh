@@ -5,6 +5,9 @@
 
 namespace epmoe::cuda {
 
+// Of a row's scales, in whole bulk copies.
+EPMOE_HD int32_t scale_bytes(int64_t D) { return static_cast<int32_t>(ceil_div(D, kScaleBlock * 4) * 16); }
+
 // The scale of a block, of which each of kLanes neighbouring lanes holds kCount elements: amax / 448.
 template <int kCount, int kLanes>
 __device__ __forceinline__ float block_scale(const float (&values)[kCount]) {

@@ -12,28 +12,21 @@ namespace {
 
 constexpr int64_t kPlanFields = sizeof(ExchangePlan) / sizeof(int64_t);
 
-// From int64 words on the host, in the order of the struct's fields.
-ExchangePlan plan_of(const Tensor& words) {
-  STD_TORCH_CHECK(!words.is_cuda() && words.numel() == kPlanFields, "the plan must be ", kPlanFields,
-                  " words on the host");
-  ExchangePlan plan;
-  std::memcpy(&plan, pointer<int64_t>(words, kPlanFields, "plan"), sizeof(plan));
-  STD_TORCH_CHECK(plan.R >= 1 && plan.R <= kMaxRanks, "ranks must be from 1 to ", kMaxRanks);
-  return plan;
-}
-
-Exchange exchange_of(const ExchangePlan& plan, const Tensor& peers, const Tensor& window, const Tensor& scratch,
-                     const Tensor& status, double timeout_s) {
-  STD_TORCH_CHECK(!peers.is_cuda(), "peers must be on the host");
-  pointer<uint8_t>(window, plan.combine_scales, "window");
-  Exchange exchange{
-      .plan = plan,
-      .peers_R = {},
-      .scratch = reinterpret_cast<char*>(pointer<uint8_t>(scratch, plan.rows_sent + plan.R * 8, "scratch")),
-      .status = reinterpret_cast<Status*>(pointer<int64_t>(status, sizeof(Status) / 8, "status")),
-      .timeout_s = timeout_s,
-  };
-  std::memcpy(exchange.peers_R, pointer<int64_t>(peers, plan.R, "peers"), plan.R * sizeof(char*));
+// Words on the host: the plan's fields, in their order, and the addresses of the status and of each rank's window.
+Exchange exchange_of(const Tensor& words, const Tensor& window, const Tensor& scratch, double timeout_s) {
+  STD_TORCH_CHECK(!words.is_cuda(), "the exchange's words must be on the host");
+  const int64_t* plan = pointer<int64_t>(words, kPlanFields + 1, "exchange");
+  const int64_t* addresses = plan + kPlanFields;
+  Exchange exchange;
+  std::memcpy(&exchange.plan, plan, sizeof(exchange.plan));
+  int64_t R = exchange.plan.R;
+  STD_TORCH_CHECK(R >= 1 && R <= kMaxRanks && words.numel() == kPlanFields + 1 + R, "ranks must be from 1 to ",
+                  kMaxRanks, ", and each has a window");
+  pointer<uint8_t>(window, exchange.plan.combine_scales, "window");
+  exchange.scratch = reinterpret_cast<char*>(pointer<uint8_t>(scratch, exchange.plan.rows_sent + R * 8, "scratch"));
+  exchange.status = reinterpret_cast<Status*>(addresses[0]);
+  exchange.timeout_s = timeout_s;
+  std::memcpy(exchange.peers_R, addresses + 1, R * sizeof(char*));
   return exchange;
 }
 
@@ -55,10 +48,10 @@ void launch_combine(const Exchange& exchange, const CombineArgs& args, const Ten
 }
 
 void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const std::optional<Tensor>& num_tokens,
-              int64_t num_rows, const Tensor& peers, const Tensor& window, const Tensor& scratch, const Tensor& status,
-              const Tensor& plan_words, bool expert_major, bool weight_rows, bool send, bool receive,
-              double timeout_s) {
-  ExchangePlan plan = plan_of(plan_words);
+              int64_t num_rows, const Tensor& window, const Tensor& scratch, const Tensor& words, bool expert_major,
+              bool weight_rows, bool send, bool receive, double timeout_s) {
+  Exchange exchange = exchange_of(words, window, scratch, timeout_s);
+  const ExchangePlan& plan = exchange.plan;
   check_rows(x, "x");
   check_rows(ids, "ids");
   check_rows(weights, "weights");
@@ -91,13 +84,13 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
       .send = send,
       .receive = receive,
   };
-  launch_dispatch(exchange_of(plan, peers, window, scratch, status, timeout_s), args, x);
+  launch_dispatch(exchange, args, x);
 }
 
-void combine(const Tensor& y, const std::optional<Tensor>& rows, bool expert_major, const Tensor& peers,
-             const Tensor& window, const Tensor& scratch, const Tensor& status, const Tensor& plan_words, bool send,
-             bool receive, double timeout_s) {
-  ExchangePlan plan = plan_of(plan_words);
+void combine(const Tensor& y, const std::optional<Tensor>& rows, bool expert_major, const Tensor& window,
+             const Tensor& scratch, const Tensor& words, bool send, bool receive, double timeout_s) {
+  Exchange exchange = exchange_of(words, window, scratch, timeout_s);
+  const ExchangePlan& plan = exchange.plan;
   STD_TORCH_CHECK(y.dim() == 2 && y.is_contiguous() && y.size(0) <= plan.M && y.size(1) <= plan.D,
                   "y must be contiguous [T, D] and fit the plan");
   CombineArgs args{
@@ -122,7 +115,7 @@ void combine(const Tensor& y, const std::optional<Tensor>& rows, bool expert_maj
     args.rows_stride_bytes = stride_bytes;
     args.num_rows = rows->size(0);
   }
-  launch_combine(exchange_of(plan, peers, window, scratch, status, timeout_s), args, y);
+  launch_combine(exchange, args, y);
 }
 
 }  // namespace

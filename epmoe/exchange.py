@@ -33,8 +33,8 @@ class Exchange:
     open_round: Sent | Dispatched | None = None
     rounds: int = 0
     tuning: Tuning = Tuning(rows=())
-    plans: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # `ExchangePlan` in words, by launch
-    memory: tuple[Tensor, ...] = field(init=False)  # as the operators take it
+    words: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # as the operators take them, by launch
+    memory: tuple[Tensor, Tensor] = field(init=False)  # as the operators take it: window, scratch
     views: dict[str, Tensor] = field(init=False)
     timeout_s: float = field(init=False)  # of this round's waits: during the first ranks may still load or compile
     forms: dict[tuple[object, ...], Form] = field(default_factory=dict)  # of the calls that have passed the checks
@@ -44,7 +44,7 @@ class Exchange:
         self.max_tokens = capacity.max_num_tokens_per_rank
         self.timeout_s = self.config.exchange.warmup_timeout_s
         self.raises_overflow = capacity.on_overflow == "raise"
-        self.memory = window.addresses, window.local, self.scratch, self.status
+        self.memory = window.local, self.scratch
         # Looked at in every call: a hundredth of what a tensor's element takes.
         self.status_words = (ctypes.c_int64 * len(STATUS)).from_address(self.status.data_ptr())
         regions = {"window": self.window.local, "scratch": self.scratch}
@@ -114,12 +114,16 @@ class Exchange:
         self.tuning = tuning
         self.forms.clear()
 
-    def plans_for(self, hidden_size: int) -> tuple[list[int], list[Tensor]]:
-        """Steps of tokens and a plan for each, as `Tuning.steps`: int64 on the host, the words of `ExchangePlan`."""
+    def words_for(self, hidden_size: int) -> tuple[list[int], list[Tensor]]:
+        """Steps of tokens, and for each, as `Tuning.steps`, what the operators know of this exchange beside its memory.
+
+        That is int64 on the host: the plan, and the addresses of the status and of every rank's window.
+        """
         steps, launches = self.tuning.steps(hidden_size, self.plan.sizes["R"])
+        addresses = [self.status.data_ptr(), *self.window.addresses]
         for launch in launches:
-            self.plans.setdefault(tuple(launch.values()), torch.tensor(self.plan.as_ints(**launch)))
-        return steps, [self.plans[tuple(launch.values())] for launch in launches]
+            self.words.setdefault(tuple(launch.values()), torch.tensor([*self.plan.as_ints(**launch), *addresses]))
+        return steps, [self.words[tuple(launch.values())] for launch in launches]
 
     def rows_as(self, name: str, dtype: torch.dtype, length: int) -> Tensor:
         """A scratch buffer as rows [N_cap, length] that follow one another, whatever the call's D and dtype."""

@@ -44,8 +44,8 @@ class Form:
 
     expert_major: bool
     weight_rows: bool
-    steps: list[int]  # plans[bisect_left(steps, T)] is that for T tokens
-    plans: list[Tensor]
+    steps: list[int]  # words[bisect_left(steps, T)] are those for T tokens
+    words: list[Tensor]  # `Exchange.words_for`
     attributes: dict[str, Any]  # of `Dispatched`
 
 
@@ -56,7 +56,7 @@ class Sent:
     form: Form
     num_tokens: int
     epoch: int
-    plan_words: Tensor
+    words: Tensor
     inputs: tuple[Any, ...]  # of the operator, for both halves
     awaits: ClassVar[tuple[str, ...]] = ("dispatch_recv",)
 

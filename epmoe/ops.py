@@ -32,13 +32,13 @@ _library.define(
     "quantize_fp8(Tensor x, Tensor? num_tokens, int num_rows, bool per_tensor) -> (Tensor q, Tensor scales)"
 )
 _library.define(
-    "dispatch(Tensor x, Tensor ids, Tensor weights, Tensor? num_tokens, int num_rows, Tensor peers, "
-    "Tensor(a!) window, Tensor(b!) scratch, Tensor(c!) status, Tensor plan, bool expert_major, bool weight_rows, "
-    "bool send, bool receive, float timeout_s) -> ()"
+    "dispatch(Tensor x, Tensor ids, Tensor weights, Tensor? num_tokens, int num_rows, Tensor(a!) window, "
+    "Tensor(b!) scratch, Tensor exchange, bool expert_major, bool weight_rows, bool send, bool receive, "
+    "float timeout_s) -> ()"
 )
 _library.define(
-    "combine(Tensor(d!) y, Tensor? rows, bool expert_major, Tensor peers, Tensor(a!) window, Tensor(b!) scratch, "
-    "Tensor(c!) status, Tensor plan, bool send, bool receive, float timeout_s) -> ()"
+    "combine(Tensor(c!) y, Tensor? rows, bool expert_major, Tensor(a!) window, Tensor(b!) scratch, Tensor exchange, "
+    "bool send, bool receive, float timeout_s) -> ()"
 )
 
 
@@ -77,14 +77,14 @@ def _(x, num_tokens, num_rows, per_tensor):
 
 @torch.library.register_fake("epmoe::dispatch")
 def _(
-    x, ids, weights, num_tokens, num_rows, peers, window, scratch, status, plan, expert_major, weight_rows, send,
-    receive, timeout_s,
+    x, ids, weights, num_tokens, num_rows, window, scratch, exchange, expert_major, weight_rows, send, receive,
+    timeout_s,
 ):  # fmt: skip
     return None
 
 
 @torch.library.register_fake("epmoe::combine")
-def _(y, rows, expert_major, peers, window, scratch, status, plan, send, receive, timeout_s):
+def _(y, rows, expert_major, window, scratch, exchange, send, receive, timeout_s):
     return None
 
 

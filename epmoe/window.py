@@ -30,17 +30,17 @@ _Value = TypeVar("_Value")
 
 class Window(Protocol):
     """What a transport offers: this rank's window, uint8 [window_bytes], where the kernels run, and everyone's
-    addresses, int64 [R] on the host."""
+    addresses, by rank."""
 
     local: torch.Tensor
-    addresses: torch.Tensor
+    addresses: list[int]
 
 
 class SharedMemoryWindow:
     """This rank's window and everyone's addresses.
 
     local: uint8 [window_bytes], this rank's own.
-    addresses: int64 [R], where each rank's window lies in this process.
+    addresses: where each rank's window lies in this process.
     """
 
     def __init__(self, nbytes: int, rank: int, size: int, group: dist.ProcessGroup | None):
@@ -67,7 +67,7 @@ class SharedMemoryWindow:
                     os.close(fd)
         self._regions = regions  # keeps the mappings
         self.local = regions[rank]
-        self.addresses = torch.tensor([region.data_ptr() for region in regions], dtype=torch.int64)
+        self.addresses = [region.data_ptr() for region in regions]
 
 
 def available_memory_bytes() -> int:

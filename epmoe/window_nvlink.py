@@ -20,7 +20,7 @@ from epmoe.window import all_gather, check_room, raise_together
 class NVLinkWindow:
     """This rank's window and everyone's addresses, as `SharedMemoryWindow` has them.
 
-    local: uint8 [window_bytes] on the device. addresses: int64 [R], on the host.
+    local: uint8 [window_bytes] on the device. addresses: by rank, as mapped here.
     """
 
     def __init__(
@@ -46,17 +46,16 @@ class NVLinkWindow:
         raise_together(problem, size, group)
         if group is None or size == 1:
             self.local = self._cleared(torch.empty(nbytes, dtype=torch.uint8, device=device), unset)
-            addresses = [self.local.data_ptr()]
+            self.addresses = [self.local.data_ptr()]
         else:
             _check_peer_access(rank, size, group, device)
             # Not `symmetric_memory.empty`: its pool hands out what a closed window has freed, and each rank frees in
             # its own time, so that some would meet again over old memory while others wait for them over new.
             self.local = self._cleared(_SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device), unset)
             self._handle = symmetric_memory.rendezvous(self.local, group)  # keeps the mappings
-            addresses = list(self._handle.buffer_ptrs)
+            self.addresses = list(self._handle.buffer_ptrs)
             torch.cuda.synchronize(device)
             dist.barrier(group, device_ids=[device.index])  # nobody writes into a window that is still being cleared
-        self.addresses = torch.tensor(addresses, dtype=torch.int64)
 
     @staticmethod
     def _cleared(local: Tensor, unset: Iterable[slice]) -> Tensor:

@@ -93,15 +93,14 @@ def _launch(
     exchange: Exchange, dispatched: Dispatched, rows: Tensor | None, expert_major: bool, *, receive: bool
 ) -> Tensor:
     y = torch.empty(dispatched.num_tokens, dispatched.hidden_size, dtype=dispatched.dtype, device=exchange.device)
-    plan_words = dispatched.sent.plan_words
-    ops.combine(y, rows, expert_major, *exchange.memory, plan_words, True, receive, exchange.timeout_s)
+    ops.combine(y, rows, expert_major, *exchange.memory, dispatched.sent.words, True, receive, exchange.timeout_s)
     return y
 
 
 def _receive(exchange: Exchange, dispatched: Dispatched) -> Tensor:
     y = dispatched.y
     assert y is not None
-    ops.combine(y, None, True, *exchange.memory, dispatched.sent.plan_words, False, True, exchange.timeout_s)
+    ops.combine(y, None, True, *exchange.memory, dispatched.sent.words, False, True, exchange.timeout_s)
     dispatched.y = None
     return _closed(exchange, y)
 

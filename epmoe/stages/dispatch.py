@@ -77,12 +77,12 @@ def _open_round(
     T = x.shape[0]
     scalar, rows = (None, T) if num_tokens is None else token_count(num_tokens, T, exchange.device)
     inputs = aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights), scalar, rows
-    return Sent(form, T, exchange.next_epoch(), form.plans[bisect_left(form.steps, T)], inputs)
+    return Sent(form, T, exchange.next_epoch(), form.words[bisect_left(form.steps, T)], inputs)
 
 
 def _launch(exchange: Exchange, sent: Sent, *, send: bool, receive: bool) -> None:
     ops.dispatch(
-        *sent.inputs, *exchange.memory, sent.plan_words, sent.form.expert_major, sent.form.weight_rows, send, receive,
+        *sent.inputs, *exchange.memory, sent.words, sent.form.expert_major, sent.form.weight_rows, send, receive,
         exchange.timeout_s,
     )  # fmt: skip
 
@@ -141,7 +141,7 @@ def _new_form(exchange: Exchange, x: Tensor, K: int, layout: Layout, weight_rows
     recv = Received(Received.attributes("recv", layout, received))
     attributes = Dispatched.attributes("dispatched", layout, fields)
     attributes |= {"recv": recv, "layout": layout, "dtype": x.dtype, "hidden_size": D}
-    return Form(layout == "expert", weight_rows, *exchange.plans_for(D), attributes)
+    return Form(layout == "expert", weight_rows, *exchange.words_for(D), attributes)
 
 
 def _check_inputs(exchange: Exchange, x: Tensor, ids: Tensor, weights: Tensor, layout: str, weight_rows: bool) -> None:

@@ -110,6 +110,24 @@ def test_zeros_and_tiny_values(device, granularity):
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_values_are_rounded_as_a_division_rounds_them(device, granularity):
+    """Of every magnitude, and above all on and beside what lies halfway between two of e4m3's numbers."""
+    generator = torch.Generator().manual_seed(5)
+    numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    halfway = (numbers[1:] + numbers[:-1]) / 2
+    for exponent in range(-133, 120, 1 if granularity == "block" else 23):
+        scales = (1 + torch.rand(24, 1, generator=generator)) * 2.0**exponent
+        x = halfway * scales
+        x = (x.view(torch.int32) + torch.randint(-1, 2, x.shape, generator=generator, dtype=torch.int32)).view(x.dtype)
+        x = torch.cat([x.clamp(min=0), 448 * scales, -448 * scales], 1)
+        if granularity == "tensor":
+            x = x[:1]
+        got = epmoe.quantize_fp8(x.to(device), granularity=granularity)
+        want = (x / got.scales.cpu()).to(torch.float8_e4m3fn)
+        assert torch.equal(got.q.cpu().view(torch.uint8), want.view(torch.uint8)), f"2^{exponent}"
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_row_stride(device, granularity):
     wide = randn(20, 512).to(device)
     got = epmoe.quantize_fp8(wide[::2, 128:320], granularity=granularity)

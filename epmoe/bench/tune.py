@@ -27,7 +27,7 @@ from epmoe.tuning import Launch, Tuning, TuningRow
 _Grid = dict[str, tuple[int, ...]]
 _OF_FEW: _Grid = {"combine_senders": (3, 4, 6, 8), "dispatch_senders": (1, 2, 3)}  # whose rows no team sends
 _OF_MANY: _Grid = {
-    "combine_team": (2, 4, 8, 16),
+    "combine_team": (1, 2, 4, 8, 16),
     "combine_senders": (8, 10, 12, 14),
     "dispatch_senders": (8, 10, 12, 14),
 }

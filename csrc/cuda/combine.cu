@@ -162,12 +162,13 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
     if (together == 1) share = T <= 128 ? most * 5 / 12 : most / 2;
   } else if (forwards) {
     senders = share = most;
-  } else {  // as many warps a row as there are for all at once, or four, or two if there is more to do
+  } else {  // as many warps a row as there are for all at once, or four, or fewer if there is more to do
     while (team < kWarps && slots * team * 2 <= share * kWarps) team *= 2;
     int64_t rows = ceil_div(slots * team, share * kWarps);  // of a team
     if (slots <= most) share = most * 5 / 6;
     if (rows > 1) share = most * 5 / 8;
-    if (rows > 64) share = most * 11 / 12, team = plan.combine_fp8 ? 1 : 2;
+    if (rows > 64) share = most * 11 / 12, team = 2;
+    if (plan.combine_fp8 && slots > share * kWarps * 4) team = 1;
   }
   if (plan.combine_team) team = std::min<int64_t>(std::bit_floor(static_cast<uint64_t>(plan.combine_team)), kWarps);
   senders = std::min(plan.combine_senders ? plan.combine_senders : senders, std::max<int64_t>(share, 1));

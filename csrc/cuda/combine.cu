@@ -171,11 +171,11 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
     if (plan.combine_fp8 && slots > share * kWarps * 4) team = 1;
   }
   if (plan.combine_team) team = std::min<int64_t>(std::bit_floor(static_cast<uint64_t>(plan.combine_team)), kWarps);
+  while (plan.combine_fp8 && kWarps / team * scale_bytes(args.D) > kStepsBytes / 2) team *= 2;
   senders = std::min(plan.combine_senders ? plan.combine_senders : senders, std::max<int64_t>(share, 1));
   if (!args.send) senders = 0;
   if (!args.receive) receivers = 0;
   CombineKernel kernel{exchange, args, static_cast<int32_t>(senders), static_cast<int32_t>(team), forwards};
-  int64_t shared_bytes = kStepsBytes + (plan.combine_fp8 ? kWarps / team * scale_bytes(args.D) : 0);
   int64_t blocks = std::clamp<int64_t>(senders + receivers, 1, most);
   return visit(dtype, [&](auto type) {
     using T = decltype(type);
@@ -183,7 +183,7 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
       constexpr bool kFp8 = fp8;
       auto* of_few = sent == 1 ? combine_kernel<1, T, kFp8> : combine_kernel<kSumLines<kFp8>, T, kFp8>;
       auto* chosen = few ? of_few : combine_kernel<0, T, kFp8>;
-      return launch(chosen, blocks, kThreads, senders ? shared_bytes : 0, stream, kernel);
+      return launch(chosen, blocks, kThreads, senders ? kStepsBytes : 0, stream, kernel);
     };
     return plan.combine_fp8 ? launch_for(std::true_type{}) : launch_for(std::false_type{});
   });

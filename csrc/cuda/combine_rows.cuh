@@ -9,7 +9,7 @@ namespace epmoe::cuda {
 
 constexpr int kStretches = 2;  // vectors of a row that a thread sums at a time: a step
 constexpr int kSteps = 4;      // of a team, on their way through shared memory
-constexpr int kStepsBytes = kSteps * kStretches * kThreads * 16;  // of a block
+constexpr int kStepsBytes = kSteps * kStretches * kThreads * 16;  // of a block; fp8 leaves half of it to rows' scales
 
 // By a team: one slot's weighted sum, or its partial row as it is, into the window of its source: summed into shared
 // memory a step at a time, and bulk copies from there, the row's scales last. `stored` counts the team's steps.
@@ -18,6 +18,7 @@ __device__ __forceinline__ void send_slot(const CombineBlock& b, const Team& tea
                                           char* shared, int32_t& stored) {
   constexpr int kCount = kPerVector<T>, kLanes = kScaleBlock / kCount;
   using Out = Vector<std::conditional_t<kFp8, uint8_t, T>, kCount>;
+  static_assert(!kFp8 || kSteps * kStretches * kThreads * sizeof(Out) <= kStepsBytes / 2);
   const ExchangePlan& plan = b.plan;
   int64_t place = plan.rank * plan.M + s;
   auto vectors = static_cast<int32_t>(b.args.D / kCount);
@@ -26,7 +27,7 @@ __device__ __forceinline__ void send_slot(const CombineBlock& b, const Team& tea
   uint32_t kept = pair.kept();
   int32_t length = kStretches * team.threads();
   bool first_warp = team.thread < 32;
-  auto* scales = reinterpret_cast<float*>(shared + kStepsBytes + team.index * scale_bytes(b.args.D));
+  auto* scales = reinterpret_cast<float*>(shared + kStepsBytes / 2 + team.index * scale_bytes(b.args.D));
   for (int32_t base = 0; base < vectors; base += length, ++stored) {
     int32_t v[kStretches];
     bool inside[kStretches];

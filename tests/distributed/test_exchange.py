@@ -20,6 +20,8 @@ from exchanges import (
 from factors import all_pairs
 from helpers import assert_close, poison_
 
+from epmoe.tuning import Tuning, TuningRow
+
 CASES = all_pairs(
     {
         "max_tokens": [12, 70],
@@ -159,6 +161,19 @@ def test_long_rows_on_few_multiprocessors(make_ep, rank, size, few_tokens, layou
     ep = make_ep(few_tokens, hidden=20480, dtype="float32", max_tokens=60, exchange={"payload": payload, "num_sms": 2})
     for seed in range(3):
         check_round(ep, [make_tokens(ep.config, r, 60 - 7 * r, seed=seed) for r in range(size)], layout)
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("team", [0, 1, 16])
+def test_scales_that_fill_no_whole_copy(make_ep, rank, size, team, layout):
+    """fp8 both ways, with scales of 20 and 12 bytes a row; on GPUs rows are sent by any number of warps."""
+    options = {"top_k": 6, "dtype": "bfloat16", "exchange": {"payload": "fp8", "combine_payload": "fp8"}}
+    ep = make_ep(few_tokens=8, hidden=640, max_tokens=60, **options)
+    rows = (TuningRow(tokens=60, hidden_size=D, ranks=size, combine_team=team) for D in (384, 640))
+    ep.retune(Tuning(rows=tuple(rows)))
+    for D in (640, 384):
+        calls = make_config(size, hidden=D, max_tokens=60, **options)
+        check_round(ep, [make_tokens(calls, r, 60 - 3 * r, seed=D) for r in range(size)], layout, calls=calls)
 
 
 def test_smaller_hidden_size_top_k_and_dtype(make_ep, rank, size):

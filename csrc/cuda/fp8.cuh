@@ -35,7 +35,7 @@ class ScaledDown {
   __device__ __forceinline__ float operator()(float value) const {
     float scaled = value * up_, first = scaled * inverse_;
     float corrected = fmaf(fmaf(-first, scale_, scaled), inverse_, first);
-    return is_nan(corrected) ? first : corrected;  // Inf - Inf
+    return copysignf(is_nan(corrected) ? first : corrected, value);  // Inf - Inf; 0 - 0
   }
 
  private:

@@ -17,11 +17,12 @@ Exchange exchange_of(const Tensor& words, const Tensor& window, const Tensor& sc
   STD_TORCH_CHECK(!words.is_cuda(), "the exchange's words must be on the host");
   const int64_t* plan = pointer<int64_t>(words, kPlanFields + 1, "exchange");
   const int64_t* addresses = plan + kPlanFields;
-  Exchange exchange;
+  Exchange exchange{};
   std::memcpy(&exchange.plan, plan, sizeof(exchange.plan));
   int64_t R = exchange.plan.R;
-  STD_TORCH_CHECK(R >= 1 && R <= kMaxRanks && words.numel() == kPlanFields + 1 + R, "ranks must be from 1 to ",
-                  kMaxRanks, ", and each has a window");
+  STD_TORCH_CHECK(R >= 1 && R <= kMaxRanks, "ranks must be from 1 to ", kMaxRanks);
+  STD_TORCH_CHECK(words.numel() == kPlanFields + 1 + R, "the exchange's words must be ", kPlanFields, ", and ", 1 + R,
+                  " addresses");
   pointer<uint8_t>(window, exchange.plan.combine_scales, "window");
   exchange.scratch = reinterpret_cast<char*>(pointer<uint8_t>(scratch, exchange.plan.rows_sent + R * 8, "scratch"));
   exchange.status = reinterpret_cast<Status*>(addresses[0]);

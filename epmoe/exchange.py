@@ -122,7 +122,8 @@ class Exchange:
         steps, launches = self.tuning.steps(hidden_size, self.plan.sizes["R"])
         addresses = [self.status.data_ptr(), *self.window.addresses]
         for launch in launches:
-            self.words.setdefault(tuple(launch.values()), torch.tensor([*self.plan.as_ints(**launch), *addresses]))
+            words = [*self.plan.as_ints(**launch), *addresses]
+            self.words.setdefault(tuple(launch.values()), torch.tensor(words, device="cpu"))
         return steps, [self.words[tuple(launch.values())] for launch in launches]
 
     def rows_as(self, name: str, dtype: torch.dtype, length: int) -> Tensor:

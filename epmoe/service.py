@@ -136,9 +136,10 @@ class ExpertParallel:
         """The first half of `dispatch`, with its arguments and errors: sends, and waits for no rank.
 
         Between the halves other work runs, also the rounds of another `ExpertParallel`: two micro-batches take turns
-        on two of them, in one stream or on two CUDA streams, in any order on each rank. What waits leaves a quarter of
-        the multiprocessors to others; but memory allocated and other kernels loaded for the first time may wait for
-        all that runs. No argument, `num_tokens` included, must be written before `dispatch_recv` has returned.
+        on two of them, in one stream in any order, or on two CUDA streams if both run in halves alone. Then what waits
+        leaves a quarter of the multiprocessors to others; a whole `dispatch` or `combine`, an `abort`, memory allocated
+        and kernels loaded for the first time take or wait for all of them. No argument, `num_tokens` included, must be
+        written before `dispatch_recv` has returned.
         """
         return dispatch_stage.dispatch_send(
             self._open, x, ids, weights, num_tokens=num_tokens, layout=layout,

@@ -21,7 +21,7 @@ struct Device {
   // waits for ranks on three quarters of all. What they wait for may need more shared memory than a waiting block
   // leaves, which a multiprocessor divides anew only when it is idle.
   int64_t blocks_of_half(int64_t count, bool waits) const {
-    return waits ? std::min<int64_t>(count, multiprocessors * 3 / 4) : count;
+    return waits ? std::clamp<int64_t>(multiprocessors * 3 / 4, 1, count) : count;
   }
 };
 

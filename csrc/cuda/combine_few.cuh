@@ -84,7 +84,7 @@ template <typename T, bool kFp8>
 __device__ __forceinline__ bool sum_part(const CombineBlock& b, int32_t t, int32_t index, uint32_t senders) {
   constexpr int kDepth = kFp8 ? 2 : 4,
                 kCount = kFp8 ? 16 : kPerVector<T>;  // ranks whose lines are in flight; elements of one
-  using Wire = Vector<std::conditional_t<kFp8, uint8_t, T>, kCount>;
+  using Wire = std::conditional_t<kFp8, uint8_t, T>;
   const ExchangePlan& plan = b.plan;
   int32_t slot = owed_slot(b, t, senders);
   Part<1, kFp8> part(index, wire_bytes<T, kFp8>(b));
@@ -115,11 +115,7 @@ __device__ __forceinline__ bool sum_part(const CombineBlock& b, int32_t t, int32
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) {
       if (i >= count) break;
-      if constexpr (kFp8) {
-        add_fp8(sum, from_words<Wire>(lines[i][0].words), __uint_as_float(lines[i][0].scale));
-      } else {
-        add_words<T>(sum, lines[i][0].words, 1.0f);
-      }
+      add_words<Wire>(sum, lines[i][0].words, kFp8 ? __uint_as_float(lines[i][0].scale) : 1.0f);
     }
   }
   if (part.inside(0)) {

@@ -93,8 +93,8 @@ template <typename T, bool kFp8>
 __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int32_t piece, int32_t pieces,
                                           uint32_t senders) {
   constexpr int kCount = kPerVector<T>;
-  using Wire = Vector<std::conditional_t<kFp8, uint8_t, T>, kCount>;
-  using Loaded = Words<Wire>;
+  using Wire = std::conditional_t<kFp8, uint8_t, T>;
+  using Loaded = Words<Vector<Wire, kCount>>;
   const ExchangePlan& plan = b.plan;
   int32_t lane = threadIdx.x % 32;
   int32_t slot = owed_slot(b, t, senders);
@@ -136,10 +136,7 @@ __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int3
 #pragma unroll
         for (int j = 0; j < kStretches; ++j) {
           if (base + j * 32 + lane >= end) continue;
-          if constexpr (kFp8)
-            add_fp8(sum[j], from_words<Wire>(values[i][j]), scale[i][j]);
-          else
-            add_words<T>(sum[j], values[i][j], 1.0f);
+          add_words<Wire>(sum[j], values[i][j], kFp8 ? scale[i][j] : 1.0f);
         }
       }
     }

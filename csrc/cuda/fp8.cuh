@@ -56,25 +56,17 @@ __device__ __forceinline__ Vector<uint8_t, kCount> to_fp8(const float (&values)[
   return packed;
 }
 
+// From fp8, without the scale.
 template <int kCount>
-__device__ __forceinline__ void from_fp8(const Vector<uint8_t, kCount>& packed, float (&values)[kCount]) {
+__device__ __forceinline__ void to_floats(const Vector<uint8_t, kCount>& packed, float (&out)[kCount]) {
   static_assert(kCount % 2 == 0);
 #pragma unroll
   for (int i = 0; i < kCount; i += 2) {
     __nv_fp8x2_storage_t two;
     memcpy(&two, &packed.at[i], sizeof two);
     float2 both = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3)));
-    values[i] = both.x, values[i + 1] = both.y;
+    out[i] = both.x, out[i + 1] = both.y;
   }
-}
-
-// Adds them, each times the scale.
-template <int kCount>
-__device__ __forceinline__ void add_fp8(float (&sum)[kCount], const Vector<uint8_t, kCount>& packed, float scale) {
-  float values[kCount];
-  from_fp8(packed, values);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) sum[i] += scale * values[i];
 }
 
 }  // namespace epmoe::cuda

@@ -8,9 +8,9 @@ namespace epmoe::cuda {
 // Of a row's scales, in whole bulk copies.
 EPMOE_HD int32_t scale_bytes(int64_t D) { return static_cast<int32_t>(ceil_div(D, kScaleBlock * 4) * 16); }
 
-// The scale of a block, of which each of kLanes neighbouring lanes holds kCount elements: amax / 448.
-template <int kCount, int kLanes>
-__device__ __forceinline__ float block_scale(const float (&values)[kCount]) {
+// The largest finite magnitude.
+template <int kCount>
+__device__ __forceinline__ float finite_amax(const float (&values)[kCount]) {
   float amax = 0.0f;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) amax = fmaxf(amax, fabsf(values[i]));  // passes over NaN
@@ -19,6 +19,13 @@ __device__ __forceinline__ float block_scale(const float (&values)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) amax = fmaxf(amax, is_finite(values[i]) ? fabsf(values[i]) : 0.0f);
   }
+  return amax;
+}
+
+// The scale of a block, of which each of kLanes neighbouring lanes holds kCount elements: amax / 448.
+template <int kCount, int kLanes>
+__device__ __forceinline__ float block_scale(const float (&values)[kCount]) {
+  float amax = finite_amax(values);
 #pragma unroll
   for (int offset = kLanes / 2; offset; offset /= 2) amax = fmaxf(amax, __shfl_xor_sync(kAllLanes, amax, offset));
   return scale_for(amax);

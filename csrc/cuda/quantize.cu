@@ -25,11 +25,6 @@ __global__ void __launch_bounds__(kThreads) clear_rows(const __grid_constant__ P
   }
 }
 
-__device__ __forceinline__ float finite_magnitude(float value) {
-  float magnitude = fabsf(value);
-  return magnitude < INFINITY ? magnitude : 0.0f;
-}
-
 // One warp has one block of kScaleBlock values of one row, each lane kPerLane in a row.
 template <typename T>
 struct WarpBlock {
@@ -53,12 +48,7 @@ struct WarpBlock {
     }
   }
 
-  __device__ __forceinline__ float largest() const {
-    float largest = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) largest = fmaxf(largest, finite_magnitude(value[i]));
-    return warp_max(largest);
-  }
+  __device__ __forceinline__ float largest() const { return warp_max(finite_amax(value)); }
 
   __device__ __forceinline__ void store(const QuantizeArgs& args, float scale, bool wide) const {
     auto* out = static_cast<__nv_fp8_storage_t*>(args.q_TD) + t * args.D + at;

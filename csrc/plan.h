@@ -13,7 +13,7 @@ struct ExchangePlan {
   int64_t max_rows, alignment;
   int64_t payload_fp8, combine_fp8;              // wire formats: 0 is the dtype of x
   int64_t x_stride_bytes, combine_stride_bytes;  // between slots, on the wire
-  int64_t scale_blocks;                          // scales between slots, a multiple of 4
+  int64_t scale_blocks, combine_scale_blocks;    // scales between slots; of combine a multiple of 4
   int64_t most_local_experts;                    // of any rank
   int64_t num_sms;                               // multiprocessors a kernel may use
   int64_t few_tokens;  // up to which a source's rows travel without flags; CUDA only, as the next five

@@ -31,7 +31,7 @@ class _Fields:
 
 class Received(_Fields):
     """What came, by source: counts int32 [R]; with layout="rank" also x [R,M,D], ids int32 [R,M,K] (physical),
-    weights fp32 [R,M,K] and, with an fp8 payload, scales fp32 [R,M,D/128], not always contiguous.
+    weights fp32 [R,M,K] and, with an fp8 payload, scales fp32 [R,M,D/128].
 
     Source r fills slots [0, counts[r]) in its own token order; the rest carry the sentinel and 0, and their x is never
     read. In a used slot, pairs of other ranks keep their ids; pairs without an expert carry the sentinel and 0.

@@ -28,7 +28,7 @@ Region = Literal["window", "scratch"]
 # The integers of `ExchangePlan` in csrc/plan.h, in its order: sizes first, then the offset of each buffer.
 SIZES = (
     "R", "rank", "M", "K", "D", "E", "P", "num_local_experts", "copies", "max_rows", "alignment",
-    "payload_fp8", "combine_fp8", "x_stride_bytes", "combine_stride_bytes", "scale_blocks",
+    "payload_fp8", "combine_fp8", "x_stride_bytes", "combine_stride_bytes", "scale_blocks", "combine_scale_blocks",
     "most_local_experts", "num_sms", "few_tokens", "few_stride_bytes", "few_sum_stride_bytes",
     "dispatch_senders", "combine_senders", "combine_team",
 )  # fmt: skip
@@ -108,7 +108,7 @@ class MemoryPlan:
             ("window", "mail.error", (R,), i64),
             ("window", "doorbell", (1,), i32),
             ("window", "recv.x", (R, M, D), payload),
-            ("window", "recv.scales", (R, M, padded_B) if payload_fp8 else (0,), f32),
+            ("window", "recv.scales", (R, M, B) if payload_fp8 else (0,), f32),
             ("window", "recv.ids", (R, M, K), i32),
             ("window", "recv.weights", (R, M, K), f32),
             ("window", "combine.rows", (R, M, D), combine),
@@ -148,7 +148,7 @@ class MemoryPlan:
             ends[region] = _round_up(buffer.offset + buffer.nbytes, BUFFER_ALIGNMENT)
         values = (
             R, rank, M, K, D, E, P, e, copies, N, alignment,
-            payload_fp8, combine_fp8, D * payload.itemsize, D * combine.itemsize, padded_B, most,
+            payload_fp8, combine_fp8, D * payload.itemsize, D * combine.itemsize, B, padded_B, most,
             config.exchange.num_sms or 2**31 - 1, few, few_stride, few_sum_stride, 0, 0, 0,
         )  # fmt: skip
         return cls(tuple(buffers), dict(zip(SIZES, map(int, values), strict=True)))

@@ -34,6 +34,12 @@ def test_by_hand():
     assert [plan_of(rank)["tokens_per_expert"].shape for rank in range(4)] == [(3,), (3,), (2,), (2,)]
 
 
+def test_only_what_leaves_in_whole_copies_is_padded():
+    """Scales of 5 blocks: those that the caller sees follow one another."""
+    plan = plan_of(model={"hidden_size": 640}, exchange={"payload": "fp8", "combine_payload": "fp8"})
+    assert (plan["recv.scales"].shape, plan["combine.scales"].shape) == ((4, 8, 5), (4, 8, 8))
+
+
 @pytest.mark.parametrize(
     "sections",
     [

@@ -18,7 +18,7 @@ void send_row(const Exchange& ex, int64_t source, int64_t slot, const float* sum
   int64_t place = plan.rank * plan.M + slot;
   char* out = in_window<char>(ex, source, plan.combine_rows) + place * plan.combine_stride_bytes;
   if (plan.combine_fp8) {
-    float* scales = in_window<float>(ex, source, plan.combine_scales) + place * plan.scale_blocks;
+    float* scales = in_window<float>(ex, source, plan.combine_scales) + place * plan.combine_scale_blocks;
     quantise_row(sum_D, D, reinterpret_cast<Float8*>(out), scales);
   } else {
     for (int64_t d = 0; d < D; ++d) packed_D[d] = from_float<T>(sum_D[d]);
@@ -72,7 +72,7 @@ void add_returned(const Exchange& ex, int64_t r, int64_t slot, int64_t D, float*
   int64_t place = r * plan.M + slot;
   const char* row = in_window<char>(ex, plan.rank, plan.combine_rows) + place * plan.combine_stride_bytes;
   if (!plan.combine_fp8) return add_row(sum_D, reinterpret_cast<const T*>(row), 1.0f, D);
-  const float* scales = in_window<float>(ex, plan.rank, plan.combine_scales) + place * plan.scale_blocks;
+  const float* scales = in_window<float>(ex, plan.rank, plan.combine_scales) + place * plan.combine_scale_blocks;
   for (int64_t begin = 0; begin < D; begin += kScaleBlock) {
     add_row(sum_D + begin, reinterpret_cast<const Float8*>(row) + begin, scales[begin / kScaleBlock],
             std::min(kScaleBlock, D - begin));

@@ -55,7 +55,7 @@ __device__ __forceinline__ void send_slot(const CombineBlock& b, const Team& tea
   }
   if (!first_warp) return;
   if constexpr (kFp8) {
-    float* to = in_window<float>(b.ex, source, plan.combine_scales) + place * plan.scale_blocks;
+    float* to = in_window<float>(b.ex, source, plan.combine_scales) + place * plan.combine_scale_blocks;
     store(team.leads() ? to : nullptr, scales, scale_bytes(b.args.D));
   }
   wait_stored<0>();
@@ -127,7 +127,8 @@ __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int3
         for (int j = 0; j < kStretches; ++j) {
           int32_t v = base + j * 32 + lane;
           if (v < end) values[i][j] = __ldcg(row + v);
-          if (kFp8 && v < end) scale[i][j] = __ldcg(scales + place * plan.scale_blocks + v * kCount / kScaleBlock);
+          if (kFp8 && v < end)
+            scale[i][j] = __ldcg(scales + place * plan.combine_scale_blocks + v * kCount / kScaleBlock);
         }
       }
 #pragma unroll

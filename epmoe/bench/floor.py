@@ -52,7 +52,6 @@ class FloorWindow:
         rows = (self.size - 1) * config.capacity.max_num_tokens_per_rank
         self.region_bytes = rows * wire_bytes(config.model.hidden_size, config.model.torch_dtype, "auto")
         self.window = NVLinkWindow(_FLAG_BYTES + 2 * self.region_bytes, rank, self.size, group, device)
-        self.addresses = self.window.addresses
         self.states = torch.zeros(2, 4, dtype=torch.int32, device=device)  # `FloorState` of each way
         self.timeout_ns = int(config.exchange.timeout_s * 1e9)
 
@@ -110,15 +109,16 @@ class _Way:
         rows_in = sum(self.splits_in)
         self.arrived = window.window.local[region : region + rows_in * row_bytes].view(rows_in, row_bytes)
         first_R = traffic_RR[:rank].sum(dim=0) * row_bytes + region
-        targets = [address + first for address, first in zip(window.addresses, first_R.tolist(), strict=True)]
+        addresses = window.window.addresses
+        targets = [address + first for address, first in zip(addresses, first_R.tolist(), strict=True)]
         self._moves = moves(self.source, rank, self.splits_out, targets).to(window.device)
-        self._flags = torch.tensor([address + flags + 4 * rank for address in window.addresses], device=window.device)
+        self._flags = torch.tensor([address + flags + 4 * rank for address in addresses], device=window.device)
         self._args = _Args(
             rows_n=self._moves.data_ptr(),
             n=len(self._moves),
             vectors=row_bytes // 16,
             flags_R=self._flags.data_ptr(),
-            arrived_R=window.addresses[rank] + flags,
+            arrived_R=addresses[rank] + flags,
             state=window.states[way].data_ptr(),
             rank=rank,
             R=window.size,

@@ -19,9 +19,7 @@ struct Forwarding {
   Slot slot{};
 
   __device__ __forceinline__ Forwarding(const CombineBlock& b, int64_t row_bytes, int32_t* ticket)
-      : b(b), ticket(ticket), row_bytes(row_bytes), slots(b.slots(false)) {
-    draw();
-  }
+      : b(b), ticket(ticket), row_bytes(row_bytes), slots(b.slots(false)), drawn(draw(ticket)) {}
 
   // Goes on to the next piece: where it begins in the row of `slot`, -1 if there is none.
   __device__ __forceinline__ int64_t next() {
@@ -29,16 +27,11 @@ struct Forwarding {
     while (!left) {
       int32_t n = __shfl_sync(kAllLanes, drawn, 0);
       if (n >= slots) return -1;
-      draw();
+      drawn = draw(ticket);
       slot = slot_of(b.plan, n);
       if (slot.s < b.count_R[slot.source] && !b.is_few(slot.source)) left = pieces;
     }
     return (pieces - left--) * kForwardedBytes;
-  }
-
- private:
-  __device__ __forceinline__ void draw() {
-    if (threadIdx.x % 32 == 0) drawn = atomicAdd(ticket, 1);
   }
 };
 

@@ -17,7 +17,7 @@ template <typename T, bool kFp8>
 __device__ __forceinline__ void send_slot(const CombineBlock& b, const Team& team, int32_t source, int32_t s, Pair pair,
                                           char* shared, int32_t& stored) {
   constexpr int kCount = kPerVector<T>, kLanes = kScaleBlock / kCount;
-  using Out = Vector<std::conditional_t<kFp8, uint8_t, T>, kCount>;
+  using Out = std::conditional_t<kFp8, Fp8Words<kCount>, Vector<T, kCount>>;
   static_assert(!kFp8 || kSteps * kStretches * kThreads * sizeof(Out) <= kStepsBytes / 2);
   const ExchangePlan& plan = b.plan;
   int64_t place = plan.rank * plan.M + s;
@@ -76,7 +76,7 @@ __device__ __forceinline__ void send_slots(const CombineBlock& b, Owed owed, cha
   for (int32_t turn = 0; owed.unit < slots; ++turn) {
     int32_t drawn = 0;
     bool more = slots > teams;
-    if (more && team.leads()) drawn = atomicAdd(ticket, 1);  // its way to memory and back is hidden by this slot
+    if (more && team.leads()) drawn = draw(ticket);  // its way to memory and back is hidden by this slot
     if (turn) owed.read(b);
     auto [source, s] = owed.slot;
     if (s < b.count_R[source] && !b.is_few(source))

@@ -2,6 +2,7 @@
 #pragma once
 #include "dispatch_counts.cuh"
 #include "dispatch_pieces.cuh"
+#include "units.cuh"
 
 namespace epmoe::cuda {
 
@@ -77,14 +78,15 @@ __device__ __forceinline__ void raise_flags(const DispatchBlock& b, int32_t coun
 template <typename Source>
 __device__ __forceinline__ bool send_rows(DispatchBlock& b, int32_t tokens, int32_t* ticket) {
   int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, counted = 0, unflagged = 0, senders = b.kernel.senders;
-  bool sends = warp == 0, bases_known = false;
+  bool sends = warp == 0, more = tokens > senders, bases_known = false;
   Pieces pieces(b);
   if (sends && blockIdx.x < tokens) pieces.fetch_piece(blockIdx.x, 0);
   for (int32_t t = blockIdx.x, n = 0, next; t < tokens; t = next, n ^= 1) {
-    if (warp == 1 && lane == 0) b.shared.next = tokens <= senders ? tokens : senders + atomicAdd(ticket, 1);
+    int32_t drawn = warp == 1 && more ? draw(ticket) : 0;
     if (warp == kWarps - 1) read_token(b, t, n);  // the last warps have the fewest tokens to count
     count_tokens(b, counted, t, 1);
     counted = t + 1;
+    if (warp == 1 && lane == 0) b.shared.next = more ? senders + drawn : tokens;
     __syncthreads();
     next = b.shared.next;
     if (!b.may_open()) {

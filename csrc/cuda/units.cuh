@@ -6,6 +6,13 @@
 
 namespace epmoe::cuda {
 
+// A ticket for a warp, in its lane 0, that nothing waits for before it is looked at. The compiler gathers a warp's
+// atomicAdds of one, and waits for the result at once, to share it out; not so with atomicInc.
+__device__ __forceinline__ int32_t draw(int32_t* ticket) {
+  constexpr uint32_t kMost = 0x7fffffff;
+  return threadIdx.x % 32 == 0 ? atomicInc(reinterpret_cast<uint32_t*>(ticket), kMost) : 0;
+}
+
 // A received slot.
 struct Slot {
   int32_t source, s;
@@ -82,7 +89,6 @@ struct Units {
   }
 
  private:
-  static __device__ int32_t draw(int32_t* ticket) { return threadIdx.x % 32 == 0 ? atomicAdd(ticket, 1) : 0; }
   __device__ int32_t after(int32_t drawn) const { return warps + __shfl_sync(kAllLanes, drawn, 0); }
 };
 

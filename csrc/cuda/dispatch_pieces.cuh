@@ -26,7 +26,7 @@ struct Pieces : Ring<kPieces> {
 template <typename Source>
 __device__ __forceinline__ void quantize_piece(const DispatchBlock& b, char* buffer, int32_t bytes) {
   constexpr int kCount = kPerVector<Source>, kLanes = kScaleBlock / kCount, kEach = kMaxPieceBytes / (16 * kThreads);
-  Vector<uint8_t, kCount> packed[kEach];
+  Fp8Words<kCount> packed[kEach];
   float scales[kEach];
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void quantize_piece(const DispatchBlock& b, char* buf
   for (int i = 0; i < kEach; ++i) {
     int32_t v = i * kThreads + threadIdx.x;
     if (v * 16 >= bytes) continue;
-    reinterpret_cast<Vector<uint8_t, kCount>*>(buffer)[v] = packed[i];
+    reinterpret_cast<Fp8Words<kCount>*>(buffer)[v] = packed[i];
     if (v % kLanes == 0) b.shared.scales[v / kLanes] = scales[i];
   }
   publish_shared();

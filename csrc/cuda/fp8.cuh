@@ -31,34 +31,53 @@ __device__ __forceinline__ float block_scale(const float (&values)[kCount]) {
   return scale_for(amax);
 }
 
-// Divides by a scale of scale_for. The compiler's division takes a branch, and so many elements one after the other;
-// the product with the rounded reciprocal, corrected once, is the same wherever fp8 can tell (Markstein 1990), as long
-// as nothing is denormal, from which a small scale is kept away by a power of two.
-class ScaledDown {
- public:
-  __device__ __forceinline__ explicit ScaledDown(float scale)
-      : up_(scale < 0x1p-64f ? 0x1p64f : 1.0f), scale_(scale * up_), inverse_(1.0f / scale_) {}
+// kCount elements as they lie in registers: put together byte by byte, they take twice as many instructions.
+template <int kCount>
+using Fp8Words = Words<Vector<uint8_t, kCount>>;
 
-  __device__ __forceinline__ float operator()(float value) const {
-    float scaled = value * up_, first = scaled * inverse_;
-    float corrected = fmaf(fmaf(-first, scale_, scaled), inverse_, first);
-    return copysignf(is_nan(corrected) ? first : corrected, value);  // Inf - Inf; 0 - 0
+template <int kCount, typename F>
+__device__ __forceinline__ Fp8Words<kCount> packed_fp8(const float (&values)[kCount], F&& scaled_down) {
+  uint32_t words[kCount / 4];
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    auto two = [&](int j) -> uint32_t {
+      float2 both = make_float2(scaled_down(values[j]), scaled_down(values[j + 1]));
+      return __nv_cvt_float2_to_fp8x2(both, __NV_SATFINITE, __NV_E4M3);
+    };
+    words[i / 4] = two(i) | two(i + 2) << 16;
   }
-
- private:
-  float up_, scale_, inverse_;
-};
+  Fp8Words<kCount> packed;
+  memcpy(&packed, words, sizeof packed);
+  return packed;
+}
 
 template <int kCount>
-__device__ __forceinline__ Vector<uint8_t, kCount> to_fp8(const float (&values)[kCount], float scale) {
-  static_assert(kCount % 2 == 0);
-  ScaledDown down(scale);
-  Vector<uint8_t, kCount> packed;
+__device__ __forceinline__ bool has_nan(const Fp8Words<kCount>& packed) {
+  uint32_t words[kCount / 4], found = 0;
+  memcpy(words, &packed, sizeof words);
 #pragma unroll
-  for (int i = 0; i < kCount; i += 2) {
-    __nv_fp8x2_storage_t two =
-        __nv_cvt_float2_to_fp8x2(make_float2(down(values[i]), down(values[i + 1])), __NV_SATFINITE, __NV_E4M3);
-    memcpy(&packed.at[i], &two, sizeof two);
+  for (uint32_t word : words) found |= (word & 0x7f7f7f7fu) + 0x01010101u;
+  return found & 0x80808080u;
+}
+
+// Divides by a scale of scale_for. The compiler's division takes a branch, and so many elements one after the other;
+// the product with the rounded reciprocal, corrected once, is the same wherever fp8 can tell (Markstein 1990), as long
+// as nothing is denormal or infinite: a NaN may then be none, and all is done again.
+template <int kCount>
+__device__ __forceinline__ Fp8Words<kCount> to_fp8(const float (&values)[kCount], float scale) {
+  constexpr float kSmall = 0x1p-64f;
+  float inverse = 1.0f / scale;
+  auto packed = packed_fp8(values, [&](float value) {
+    float first = value * inverse;
+    return fmaf(-fmaf(first, scale, -value), inverse, first);  // keeps the sign of 0
+  });
+  if (scale < kSmall || has_nan<kCount>(packed)) {
+    float up = scale < kSmall ? 1.0f / kSmall : 1.0f, upscaled = scale * up;
+    inverse = 1.0f / upscaled;
+    packed = packed_fp8(values, [&](float value) {
+      float first = value * up * inverse, corrected = fmaf(-fmaf(first, upscaled, -value * up), inverse, first);
+      return is_nan(corrected) ? first : corrected;  // Inf - Inf
+    });
   }
   return packed;
 }
@@ -66,11 +85,11 @@ __device__ __forceinline__ Vector<uint8_t, kCount> to_fp8(const float (&values)[
 // From fp8, without the scale.
 template <int kCount>
 __device__ __forceinline__ void to_floats(const Vector<uint8_t, kCount>& packed, float (&out)[kCount]) {
-  static_assert(kCount % 2 == 0);
+  uint32_t words[kCount / 4];
+  memcpy(words, &packed, sizeof words);
 #pragma unroll
   for (int i = 0; i < kCount; i += 2) {
-    __nv_fp8x2_storage_t two;
-    memcpy(&two, &packed.at[i], sizeof two);
+    auto two = static_cast<__nv_fp8x2_storage_t>(words[i / 4] >> i % 4 * 8);
     float2 both = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3)));
     out[i] = both.x, out[i + 1] = both.y;
   }

@@ -113,11 +113,7 @@ constexpr EPMOE_HD int blocks_together(int n) { return n > 1 ? 1 : 2; }
 // 16 elements as fp8.
 __device__ __forceinline__ Line fp8_line(const float (&values)[16]) {
   float scale = block_scale<16, kScaleLines>(values);
-  auto packed = to_fp8(values, scale);
-  Line line;
-  memcpy(&line.words, &packed, sizeof packed);
-  line.scale = __float_as_uint(scale);
-  return line;
+  return {to_fp8(values, scale), __float_as_uint(scale)};
 }
 
 }  // namespace epmoe::cuda

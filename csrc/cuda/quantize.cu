@@ -51,12 +51,15 @@ struct WarpBlock {
   __device__ __forceinline__ float largest() const { return warp_max(finite_amax(value)); }
 
   __device__ __forceinline__ void store(const QuantizeArgs& args, float scale, bool wide) const {
-    auto* out = static_cast<__nv_fp8_storage_t*>(args.q_TD) + t * args.D + at;
-    auto q = to_fp8(value, scale);
-    if (wide && count == kPerLane) return store_vectors(q.at, out);
+    auto* out = static_cast<uint8_t*>(args.q_TD) + t * args.D + at;
+    Fp8Words<kPerLane> q = to_fp8(value, scale);
+    if (wide && count == kPerLane) {
+      *reinterpret_cast<Fp8Words<kPerLane>*>(out) = q;
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i)
-      if (i < count) out[i] = q.at[i];
+      if (i < count) out[i] = static_cast<uint8_t>(q >> 8 * i);
   }
 };
 

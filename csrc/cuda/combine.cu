@@ -43,9 +43,9 @@ __device__ __noinline__ void send_slots_too(CombineBlock b, char* shared, int32_
 }
 template <typename T, bool kFp8>
 __device__ __noinline__ void send_parts_too(CombineBlock b, int32_t* ticket) {
-  Owed owed(b, first_part(b), parts_of(wire_bytes<T, kFp8>(b), kSumLines<kFp8>));
+  Owed owed(b, first_part(b), parts_of(wire_bytes<T, kFp8>(b), 1));
   owed.read(b);
-  send_parts<kSumLines<kFp8>, T, kFp8>(b, owed, ticket);
+  send_parts<1, T, kFp8>(b, owed, ticket);
 }
 
 // kSent: lines of a row that a lane sends at a time where the rows of this rank's tokens come back as those of few do,
@@ -132,8 +132,8 @@ cudaError_t load_combine() {
     cudaError_t error = visit(dtype, [](auto type) {
       using T = decltype(type);
       return load<CombineKernel>({combine_kernel<0, T, false>, combine_kernel<1, T, false>,
-                                  combine_kernel<kSumLines<false>, T, false>, combine_kernel<0, T, true>,
-                                  combine_kernel<1, T, true>, combine_kernel<kSumLines<true>, T, true>});
+                                  combine_kernel<kSumLines, T, false>, combine_kernel<0, T, true>,
+                                  combine_kernel<1, T, true>, combine_kernel<kSumLines, T, true>});
     });
     if (error) return error;
   }
@@ -150,16 +150,15 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   bool few = args.T <= plan.few_tokens;
   bool forwards = !few && !plan.combine_fp8 && !args.expert_major && device.major >= 9 && device.is_scarce(sms);
   bool whole = args.send && args.receive;
-  int sent = args.T <= kFewSums || !whole ? 1 : plan.combine_fp8 ? kSumLines<true> : kSumLines<false>;
+  int sent = args.T <= most_sent_by_line(plan.combine_fp8) || !whole ? 1 : kSumLines;
   int together = few ? blocks_together(sent) : 2;
   int64_t most = whole ? sms * together : device.blocks_of_half(sms, args.receive);
   int64_t team = 4, senders = slots, receivers = most, share = std::max<int64_t>(most * 3 / 4, 1);
   if (few) {
     senders = ceil_div(slots * parts_of(args.D * wire, sent), kWarps);
     receivers = ceil_div(T * parts_of(args.D * wire, 1), kWarps);
-    share = T <= 128 ? most / 2 : most * 5 / 8;  // as measured, like all of these
-    if (plan.combine_fp8 && T <= 256) share = most * 9 / 16;
-    if (together == 1) share = T <= 128 ? most * 5 / 12 : most / 2;
+    share = plan.combine_fp8 ? most * 9 / 16 : T <= 128 ? most / 2 : most * 5 / 8;  // as measured, like all of these
+    if (together == 1) share = plan.combine_fp8 ? most * 7 / 10 : T <= 128 ? most * 5 / 12 : most / 2;
   } else if (forwards) {
     senders = share = most;
   } else {  // as many warps a row as there are for all at once, or four, or fewer if there is more to do
@@ -181,7 +180,7 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
     using T = decltype(type);
     auto launch_for = [&](auto fp8) {
       constexpr bool kFp8 = fp8;
-      auto* of_few = sent == 1 ? combine_kernel<1, T, kFp8> : combine_kernel<kSumLines<kFp8>, T, kFp8>;
+      auto* of_few = sent == 1 ? combine_kernel<1, T, kFp8> : combine_kernel<kSumLines, T, kFp8>;
       auto* chosen = few ? of_few : combine_kernel<0, T, kFp8>;
       return launch(chosen, blocks, kThreads, senders ? kStepsBytes : 0, stream, kernel);
     };

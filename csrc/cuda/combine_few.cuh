@@ -5,9 +5,8 @@
 
 namespace epmoe::cuda {
 
-constexpr int64_t kFewSums = 64;  // tokens up to which a lane sends one line of a row at a time
-template <bool kFp8>
-constexpr int kSumLines = kFp8 ? 1 : 2;  // of more
+constexpr int kSumLines = 2;  // that a lane sends at a time, of more tokens than most_sent_by_line()
+constexpr int64_t most_sent_by_line(bool fp8) { return fp8 ? 128 : 64; }
 
 // In `rank`'s window, where `sender` puts what it owes the token of a slot.
 __device__ __forceinline__ int32_t few_sum(const CombineBlock& b, int32_t sender, int32_t slot) {
@@ -37,7 +36,8 @@ __device__ __forceinline__ void send_part(const CombineBlock& b, int32_t source,
     v[i] = part.at(i / kVectors) * kVectors + i % kVectors;
     inside[i] = part.inside(i / kVectors);
   }
-  sum_pairs<T, N * kVectors == 1 ? 4 : N * kVectors == 2 ? 2 : 1>(b, pair, pair.kept(), v, inside, sum, meanwhile);
+  constexpr int kDepth = blocks_together(N) == 1 ? 2 : 4 / kVectors;  // as registers allow
+  sum_pairs<T, kDepth>(b, pair, pair.kept(), v, inside, sum, meanwhile);
   Line lines[N];
 #pragma unroll
   for (int n = 0; n < N; ++n) {

@@ -65,10 +65,10 @@ __device__ __noinline__ bool move_parts_too(DispatchBlock b) {
 }
 
 // kMoved: lines of a row that a lane moves at a time where rows leave as those of few tokens, 0 where they leave with
-// flags. Source: of what fp8 rows are made, void for rows as they are.
-template <int kMoved, typename Source>
-__global__ void __launch_bounds__(kThreads, blocks_together(kMoved))
-    dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
+// flags. Source: of what fp8 rows are made, void for rows as they are. kTogether: blocks that may share a
+// multiprocessor.
+template <int kMoved, typename Source, int kTogether = blocks_together(kMoved)>
+__global__ void __launch_bounds__(kThreads, kTogether) dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
   constexpr bool kFp8 = !std::is_void_v<Source>, kFew = kMoved > 0;
   __shared__ DispatchShared shared;
   extern __shared__ __align__(128) char dynamic[];
@@ -133,8 +133,8 @@ __global__ void __launch_bounds__(kThreads, blocks_together(kMoved))
 
 template <typename Source>
 cudaError_t load_dispatch() {
-  return load<DispatchKernel>({dispatch_kernel<0, Source>, dispatch_kernel<1, Source>, dispatch_kernel<2, Source>,
-                               dispatch_kernel<kLines<!std::is_void_v<Source>>, Source>});
+  return load<DispatchKernel>({dispatch_kernel<0, Source>, dispatch_kernel<1, Source>, dispatch_kernel<1, Source, 1>,
+                               dispatch_kernel<2, Source>, dispatch_kernel<kLines<!std::is_void_v<Source>>, Source>});
 }
 
 // Lines of an arrived row that a lane moves at a time, as measured: of few tokens and in halves one, else as many as it
@@ -190,6 +190,7 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
     senders = ceil_div(T * parts_of(kernel.row_bytes(), 1), kWarps);
     receivers = ceil_div(plan.R * T * parts_of(kernel.row_bytes(), moved), kWarps);
     share = plan.payload_fp8 ? most * 3 / 8 : most * 3 / 10;  // as measured; fp8 is made by those who send
+    if (T > 64 && T <= 256) share = most / 4;
   }
   senders = std::min(plan.dispatch_senders ? plan.dispatch_senders : senders, std::max<int64_t>(share, 1));
   if (!args.send) senders = 0;
@@ -209,11 +210,13 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
   int64_t tellers = args.send ? std::clamp<int64_t>(most - senders, 1, groups + 1) : 0;
   int64_t blocks = std::max(std::min(senders + tellers + receivers, most), senders + std::max<int64_t>(tellers, 1));
   kernel.tellers = static_cast<int32_t>(tellers);
+  bool apart = whole && blocks <= sms;  // each on a multiprocessor of its own in any case: with all registers
   int64_t shared_bytes =
       kPieces * kernel.piece_bytes + (2 * plan.P + 1 + kernel.bases + kernel.first_rows) * sizeof(int32_t);
   return visit_wire(plan.payload_fp8, args.dtype, [&](auto source) {
     using Source = typename decltype(source)::type;
-    auto* chosen = moved == 1   ? dispatch_kernel<1, Source>
+    auto* of_one = apart ? dispatch_kernel<1, Source, 1> : dispatch_kernel<1, Source>;
+    auto* chosen = moved == 1   ? of_one
                    : moved == 2 ? dispatch_kernel<2, Source>
                                 : dispatch_kernel<kLines<!std::is_void_v<Source>>, Source>;
     if (!kernel.sends_few()) chosen = dispatch_kernel<0, Source>;

@@ -38,8 +38,13 @@ def _group() -> Iterator[None]:
         return
     backend = "cpu:gloo"
     if torch.cuda.is_available():
-        backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        gpus = torch.cuda.device_count()
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
+        if int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus:
+            backend = "cpu:gloo,cuda:nccl"
+        else:  # ranks share GPUs by time slices: slow, but any number of them can be tested; NCCL refuses that
+            backend = "cpu:gloo,cuda:gloo"
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     dist.init_process_group(backend, timeout=timedelta(seconds=60))
     yield
     dist.destroy_process_group()

@@ -150,7 +150,7 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   bool few = args.T <= plan.few_tokens;
   bool forwards = !few && !plan.combine_fp8 && !args.expert_major && device.major >= 9 && device.is_scarce(sms);
   bool whole = args.send && args.receive;
-  int sent = args.T <= most_sent_by_line(plan.combine_fp8) || !whole ? 1 : kSumLines;
+  int sent = args.T <= tokens_by_line(plan.combine_fp8) || !whole ? 1 : kSumLines;
   int together = few ? blocks_together(sent) : 2;
   int64_t most = whole ? sms * together : device.blocks_of_half(sms, args.receive);
   int64_t team = 4, senders = slots, receivers = most, share = std::max<int64_t>(most * 3 / 4, 1);

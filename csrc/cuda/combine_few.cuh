@@ -5,8 +5,9 @@
 
 namespace epmoe::cuda {
 
-constexpr int kSumLines = 2;  // that a lane sends at a time, of more tokens than most_sent_by_line()
-constexpr int64_t most_sent_by_line(bool fp8) { return fp8 ? 128 : 64; }
+// Lines of a row that a lane sends at a time: one of as many tokens as this, of more the most.
+constexpr int64_t tokens_by_line(bool fp8) { return fp8 ? 128 : 64; }
+constexpr int kSumLines = 2;
 
 // In `rank`'s window, where `sender` puts what it owes the token of a slot.
 __device__ __forceinline__ int32_t few_sum(const CombineBlock& b, int32_t sender, int32_t slot) {

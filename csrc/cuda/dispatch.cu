@@ -189,8 +189,8 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
   if (kernel.sends_few()) {
     senders = ceil_div(T * parts_of(kernel.row_bytes(), 1), kWarps);
     receivers = ceil_div(plan.R * T * parts_of(kernel.row_bytes(), moved), kWarps);
-    share = plan.payload_fp8 ? most * 3 / 8 : most * 3 / 10;  // as measured; fp8 is made by those who send
-    if (T > 64 && T <= 256) share = most / 4;
+    // As measured. fp8 is made by those who send; of these sizes, those who receive are wanted more.
+    share = whole && T > 64 && T <= 256 ? most / 4 : plan.payload_fp8 ? most * 3 / 8 : most * 3 / 10;
   }
   senders = std::min(plan.dispatch_senders ? plan.dispatch_senders : senders, std::max<int64_t>(share, 1));
   if (!args.send) senders = 0;
@@ -210,7 +210,7 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
   int64_t tellers = args.send ? std::clamp<int64_t>(most - senders, 1, groups + 1) : 0;
   int64_t blocks = std::max(std::min(senders + tellers + receivers, most), senders + std::max<int64_t>(tellers, 1));
   kernel.tellers = static_cast<int32_t>(tellers);
-  bool apart = whole && blocks <= sms;  // each on a multiprocessor of its own in any case: with all registers
+  bool apart = whole && blocks <= sms;  // there is a multiprocessor for each, with all its registers
   int64_t shared_bytes =
       kPieces * kernel.piece_bytes + (2 * plan.P + 1 + kernel.bases + kernel.first_rows) * sizeof(int32_t);
   return visit_wire(plan.payload_fp8, args.dtype, [&](auto source) {

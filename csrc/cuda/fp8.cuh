@@ -37,6 +37,7 @@ using Fp8Words = Words<Vector<uint8_t, kCount>>;
 
 template <int kCount, typename F>
 __device__ __forceinline__ Fp8Words<kCount> packed_fp8(const float (&values)[kCount], F&& scaled_down) {
+  static_assert(sizeof(Fp8Words<kCount>) == kCount);
   uint32_t words[kCount / 4];
 #pragma unroll
   for (int i = 0; i < kCount; i += 4) {
@@ -62,7 +63,8 @@ __device__ __forceinline__ bool has_nan(const Fp8Words<kCount>& packed) {
 
 // Divides by a scale of scale_for. The compiler's division takes a branch, and so many elements one after the other;
 // the product with the rounded reciprocal, corrected once, is the same wherever fp8 can tell (Markstein 1990), as long
-// as nothing is denormal or infinite: a NaN may then be none, and all is done again.
+// as nothing is infinite or denormal. Where an infinity has made a NaN, or a small scale must be kept away from
+// denormals by a power of two, all is done again.
 template <int kCount>
 __device__ __forceinline__ Fp8Words<kCount> to_fp8(const float (&values)[kCount], float scale) {
   constexpr float kSmall = 0x1p-64f;
@@ -85,6 +87,7 @@ __device__ __forceinline__ Fp8Words<kCount> to_fp8(const float (&values)[kCount]
 // From fp8, without the scale.
 template <int kCount>
 __device__ __forceinline__ void to_floats(const Vector<uint8_t, kCount>& packed, float (&out)[kCount]) {
+  static_assert(kCount % 4 == 0);
   uint32_t words[kCount / 4];
   memcpy(words, &packed, sizeof words);
 #pragma unroll

@@ -6,8 +6,8 @@
 
 namespace epmoe::cuda {
 
-// A ticket for a warp, in its lane 0, that nothing waits for before it is looked at. The compiler gathers a warp's
-// atomicAdds of one, and waits for the result at once, to share it out; not so with atomicInc.
+// A ticket for a warp, in its lane 0, which need not be waited for before it is looked at. The compiler gathers a
+// warp's atomicAdds of one, and then waits for the result at once, to share it out; not so with atomicInc.
 __device__ __forceinline__ int32_t draw(int32_t* ticket) {
   constexpr uint32_t kMost = 0x7fffffff;
   return threadIdx.x % 32 == 0 ? atomicInc(reinterpret_cast<uint32_t*>(ticket), kMost) : 0;

@@ -35,12 +35,12 @@ def outputs(ep: ExpertParallel, d: Dispatched) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
-@pytest.mark.parametrize(("max_tokens", "few_tokens"), [(16, 32), (200, 32), (200, 256)])
-def test_halves_are_the_whole(make_ep, rank, size, max_tokens, few_tokens, payload, layout):
+@pytest.mark.parametrize(("max_tokens", "few_tokens", "hidden"), [(16, 32, 256), (200, 32, 256), (200, 256, 1152)])
+def test_halves_are_the_whole(make_ep, rank, size, max_tokens, few_tokens, hidden, payload, layout):
     ep = make_ep(
         few_tokens,
         top_k=6,
-        hidden=256,
+        hidden=hidden,
         dtype="bfloat16",
         max_tokens=max_tokens,
         placement=PLACEMENT,

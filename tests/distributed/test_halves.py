@@ -48,7 +48,7 @@ def test_halves_are_the_whole(make_ep, rank, size, max_tokens, few_tokens, hidde
     )
     for n in range(4):
         tokens = [
-            make_tokens(ep.config, r, (max_tokens, 5 * r, 0, 7)[n], seed=n, kind="adversarial", padded=2)
+            make_tokens(ep.config, r, (max_tokens, min(5 * r, max_tokens), 0, 7)[n], seed=n, kind="adversarial", padded=2)
             for r in range(size)
         ]
         mine = tokens[rank]

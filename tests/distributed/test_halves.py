@@ -48,7 +48,7 @@ def test_halves_are_the_whole(make_ep, rank, size, max_tokens, few_tokens, hidde
     )
     for n in range(4):
         tokens = [
-            make_tokens(ep.config, r, (max_tokens, min(5 * r, max_tokens), 0, 7)[n], seed=n, kind="adversarial", padded=2)
+            make_tokens(ep.config, r, (max_tokens, 2 * r, 0, 7)[n], seed=n, kind="adversarial", padded=2)
             for r in range(size)
         ]
         mine = tokens[rank]
@@ -220,7 +220,7 @@ def test_abort_between_halves(make_ep, rank, size, after, alone):
     """On every rank, or on the last alone: the round is closed, and the next one is whole."""
     ep = make_ep()
     for n in range(3):
-        tokens = make_tokens(ep.config, rank, 10 + rank, seed=n)
+        tokens = make_tokens(ep.config, rank, 16 - rank, seed=n)
         poison(ep)
         handle = ep.dispatch_send(*given(ep, tokens))
         if alone and rank != size - 1:

@@ -54,7 +54,7 @@ def test_bitwise_the_same_on_repeated_runs(make_ep, rank, size, dtype, layout):
     ep = make_ep(experts=23, top_k=8, hidden=256, dtype=dtype, placement=PLACEMENT)
     tokens = make_tokens(ep.config, rank, 16, kind="zipf")
     first = run_round(ep, tokens, layout)
-    other = make_tokens(ep.config, rank, 5 * rank, seed=1)
+    other = make_tokens(ep.config, rank, 2 * rank, seed=1)
     for _ in range(10):
         run_round(ep, other, layout)
         assert torch.equal(run_round(ep, tokens, layout), first)
@@ -64,7 +64,7 @@ def test_abort_closes_a_round(make_ep, rank, size):
     """Experts that raise on every rank: the round is closed without rows, and the next one is whole."""
     ep = make_ep()
     for n in range(4):
-        tokens = make_tokens(ep.config, rank, 10 + rank, seed=n)
+        tokens = make_tokens(ep.config, rank, 16 - rank, seed=n)
         poison(ep)
         d = ep.dispatch(*(t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)))
         ep.abort(d)

@@ -61,6 +61,11 @@ __device__ __forceinline__ bool has_nan(const Fp8Words<kCount>& packed) {
   return found & 0x80808080u;
 }
 
+// The quotient of which `first` is the product with the rounded reciprocal, corrected once; the sign of 0 is kept.
+__device__ __forceinline__ float corrected(float first, float value, float scale, float inverse) {
+  return fmaf(-fmaf(first, scale, -value), inverse, first);
+}
+
 // Divides by a scale of scale_for. The compiler's division takes a branch, and so many elements one after the other;
 // the product with the rounded reciprocal, corrected once, is the same wherever fp8 can tell (Markstein 1990), as long
 // as nothing is infinite or denormal. Where an infinity has made a NaN, or a small scale must be kept away from
@@ -69,16 +74,13 @@ template <int kCount>
 __device__ __forceinline__ Fp8Words<kCount> to_fp8(const float (&values)[kCount], float scale) {
   constexpr float kSmall = 0x1p-64f;
   float inverse = 1.0f / scale;
-  auto packed = packed_fp8(values, [&](float value) {
-    float first = value * inverse;
-    return fmaf(-fmaf(first, scale, -value), inverse, first);  // keeps the sign of 0
-  });
+  auto packed = packed_fp8(values, [&](float value) { return corrected(value * inverse, value, scale, inverse); });
   if (scale < kSmall || has_nan<kCount>(packed)) {
     float up = scale < kSmall ? 1.0f / kSmall : 1.0f, upscaled = scale * up;
     inverse = 1.0f / upscaled;
     packed = packed_fp8(values, [&](float value) {
-      float first = value * up * inverse, corrected = fmaf(-fmaf(first, upscaled, -value * up), inverse, first);
-      return is_nan(corrected) ? first : corrected;  // Inf - Inf
+      float first = value * up * inverse, second = corrected(first, value * up, upscaled, inverse);
+      return is_nan(second) ? first : second;  // Inf - Inf
     });
   }
   return packed;

@@ -1,4 +1,4 @@
-"""One process group for the session, on gloo and CPU or with NCCL and CUDA beside it; every rank runs every test."""
+"""One process group for the session, on gloo and CPU or with CUDA beside it; every rank runs every test."""
 
 from __future__ import annotations
 

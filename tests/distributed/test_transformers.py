@@ -46,6 +46,11 @@ def check_generation(single, spread, prompt: Tensor, new_tokens: int, synced_gpu
     assert (got_logits - logits).abs().max() <= FP32_LOGITS
 
 
+def need_shared_heads(name: str, size: int) -> None:
+    if demo.MODELS[name]["num_key_value_heads"] % size:
+        pytest.skip("the ranks must share the heads evenly")
+
+
 def routers(model) -> list[torch.nn.Module]:
     return [module for name, module in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
 
@@ -83,8 +88,7 @@ def test_bfloat16_logits(name, way, rank):
 @pytest.mark.parametrize("name", demo.MODELS)
 def test_a_batch_that_all_ranks_share(name, rank, size):
     """Tensor parallel: each rank sends its slice, decoding leaves all but one with none, and nobody has to agree."""
-    if demo.MODELS[name]["num_key_value_heads"] % size:
-        pytest.skip("the ranks must share the heads evenly")
+    need_shared_heads(name, size)
     plan = {"lm_head": "colwise_gather_output"} if name == "gpt_oss" else None
     single, spread = both(name, tp_size=size, tp_plan=plan, ep_size=size)
     prompt = random_ids(13, seed=0)
@@ -153,8 +157,7 @@ def test_prompts_longer_than_the_cap_run_in_rounds(way, rank, size):
 
 @needs_ep
 def test_a_shared_batch_longer_than_the_cap(rank, size):
-    if demo.MODELS["gpt_oss"]["num_key_value_heads"] % size:
-        pytest.skip("the ranks must share the heads evenly")
+    need_shared_heads("gpt_oss", size)
     integration.configure(max_num_tokens_per_rank=3)
     plan = {"lm_head": "colwise_gather_output"}
     single, spread = both("gpt_oss", tp_size=size, tp_plan=plan, ep_size=size)

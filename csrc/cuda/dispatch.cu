@@ -163,7 +163,7 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
   const ExchangePlan& plan = exchange.plan;
   Device device;
   if (cudaError_t error = current_device(device)) return error;
-  if (static bool loaded[Device::kMost] = {}; !loaded[device.index % Device::kMost]) {
+  if (thread_local bool loaded[Device::kMost] = {}; !loaded[device.index % Device::kMost]) {
     for (auto* load_kernels :
          {load_dispatch<void>, load_dispatch<float>, load_dispatch<__half>, load_dispatch<__nv_bfloat16>, load_combine})
       if (cudaError_t error = load_kernels()) return error;

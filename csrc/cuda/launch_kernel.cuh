@@ -25,9 +25,9 @@ struct Device {
   }
 };
 
-// The current device's, looked up once for each device.
+// The current device's, looked up once a thread for each device.
 inline cudaError_t current_device(Device& device) {
-  static Device known[Device::kMost] = {};
+  thread_local Device known[Device::kMost] = {};
   int index = 0;
   if (cudaError_t error = cudaGetDevice(&index)) return error;
   Device& entry = known[index % Device::kMost];

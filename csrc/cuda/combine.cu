@@ -51,7 +51,7 @@ __device__ __noinline__ void send_parts_too(CombineBlock b, int32_t* ticket) {
 // kSent: lines of a row that a lane sends at a time where the rows of this rank's tokens come back as those of few do,
 // 0 where they come with flags.
 template <int kSent, typename T, bool kFp8>
-__global__ void __launch_bounds__(kThreads, blocks_together(kSent))
+__global__ void __launch_bounds__(threads_of(kSent), blocks_together(kSent))
     combine_kernel(const __grid_constant__ CombineKernel kernel) {
   constexpr bool kFew = kSent > 0;
   __shared__ RoundState now;
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, blocks_together(kSent))
   b.wait.epoch = now.dispatch_epoch;
   bool ok = !now.latched;
   // By the last warp, which has the least to send, of the block that starts first.
-  if (int32_t rank = kThreads - 1 - threadIdx.x; blockIdx.x == 0 && rank < plan.R && ok && args.send) {
+  if (int32_t rank = block_threads() - 1 - threadIdx.x; blockIdx.x == 0 && rank < plan.R && ok && args.send) {
     Mail* mail = in_window<Mail>(ex, rank, plan.combine_mail) + plan.rank;
     store_word(reinterpret_cast<uint64_t*>(mail), b.wait.epoch, args.rows ? 1 : 0);
   }
@@ -122,7 +122,15 @@ __global__ void __launch_bounds__(kThreads, blocks_together(kSent))
   }
   if (!b.wait.failed(kCombine, ok)) return;
   auto* y = static_cast<T*>(args.y_TD);
-  for (int64_t i = threadIdx.x; i < args.T * args.D; i += kThreads) y[i] = from_float<T>(0.0f);
+  for (int64_t i = threadIdx.x; i < args.T * args.D; i += block_threads()) y[i] = from_float<T>(0.0f);
+}
+
+// Of the blocks, those that send first where rows come back as those of few tokens do; as measured.
+int64_t percent_sending(bool fp8, int64_t T, int lines, bool whole) {
+  if (lines > 1) return fp8 ? 70 : T <= 128 ? 42 : 50;
+  if (!whole) return fp8 ? 56 : T <= 128 ? 50 : 62;
+  if (fp8) return T <= 96 ? 56 : 68;
+  return T <= 16 ? 50 : 40;
 }
 
 }  // namespace
@@ -150,27 +158,27 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   bool few = args.T <= plan.few_tokens;
   bool forwards = !few && !plan.combine_fp8 && !args.expert_major && device.major >= 9 && device.is_scarce(sms);
   bool whole = args.send && args.receive;
-  int sent = args.T <= tokens_by_line(plan.combine_fp8) || !whole ? 1 : kSumLines;
-  int together = few ? blocks_together(sent) : 2;
+  int sent = !few ? 0 : args.T <= tokens_by_line(plan.combine_fp8) || !whole ? 1 : kSumLines;
+  int together = blocks_together(sent), threads = threads_of(sent), warps = threads / 32;
   int64_t most = whole ? sms * together : device.blocks_of_half(sms, args.receive);
   int64_t team = 4, senders = slots, receivers = most, share = std::max<int64_t>(most * 3 / 4, 1);
   if (few) {
-    senders = ceil_div(slots * parts_of(args.D * wire, sent), kWarps);
-    receivers = ceil_div(T * parts_of(args.D * wire, 1), kWarps);
-    share = plan.combine_fp8 ? most * 9 / 16 : T <= 128 ? most / 2 : most * 5 / 8;  // as measured, like all of these
-    if (together == 1) share = plan.combine_fp8 ? most * 7 / 10 : T <= 128 ? most * 5 / 12 : most / 2;
+    senders = ceil_div(slots * parts_of(args.D * wire, sent), warps);
+    receivers = ceil_div(T * parts_of(args.D * wire, 1), warps);
+    share = most * percent_sending(plan.combine_fp8, T, sent, whole) / 100;
   } else if (forwards) {
     senders = share = most;
   } else {  // as many warps a row as there are for all at once, or four, or fewer if there is more to do
-    while (team < kWarps && slots * team * 2 <= share * kWarps) team *= 2;
-    int64_t rows = ceil_div(slots * team, share * kWarps);  // of a team
+    while (team < warps && slots * team * 2 <= share * warps) team *= 2;
+    int64_t rows = ceil_div(slots * team, share * warps);  // of a team
     if (slots <= most) share = most * 5 / 6;
     if (rows > 1) share = most * 5 / 8;
     if (rows > 64) share = most * 11 / 12, team = 2;
-    if (plan.combine_fp8 && slots > share * kWarps * 4) team = 1;
+    if (plan.combine_fp8 && slots > share * warps * 4) team = 1;
   }
-  if (plan.combine_team) team = std::min<int64_t>(std::bit_floor(static_cast<uint64_t>(plan.combine_team)), kWarps);
-  while (plan.combine_fp8 && kWarps / team * scale_bytes(args.D) > kStepsBytes / 2) team *= 2;
+  if (plan.combine_team)
+    team = std::min<int64_t>(std::bit_floor(static_cast<uint64_t>(plan.combine_team)), warps & -warps);
+  while (plan.combine_fp8 && warps / team * scale_bytes(args.D) > kStepsBytes / 2) team *= 2;
   senders = std::min(plan.combine_senders ? plan.combine_senders : senders, std::max<int64_t>(share, 1));
   if (!args.send) senders = 0;
   if (!args.receive) receivers = 0;
@@ -180,9 +188,10 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
     using T = decltype(type);
     auto launch_for = [&](auto fp8) {
       constexpr bool kFp8 = fp8;
-      auto* of_few = sent == 1 ? combine_kernel<1, T, kFp8> : combine_kernel<kSumLines, T, kFp8>;
-      auto* chosen = few ? of_few : combine_kernel<0, T, kFp8>;
-      return launch(chosen, blocks, kThreads, senders ? kStepsBytes : 0, stream, kernel);
+      auto* chosen = sent == 0   ? combine_kernel<0, T, kFp8>
+                     : sent == 1 ? combine_kernel<1, T, kFp8>
+                                 : combine_kernel<kSumLines, T, kFp8>;
+      return launch(chosen, blocks, threads, senders ? kStepsBytes : 0, stream, kernel);
     };
     return plan.combine_fp8 ? launch_for(std::true_type{}) : launch_for(std::false_type{});
   });

@@ -65,7 +65,7 @@ __device__ __forceinline__ int32_t first_part(const CombineBlock& b) {
 template <int N, typename T, bool kFp8>
 __device__ __forceinline__ void send_parts(const CombineBlock& b, Owed owed, int32_t* ticket) {
   int32_t parts = parts_of(wire_bytes<T, kFp8>(b), N);
-  Units units(b.slots(true) * parts, b.kernel.senders * kWarps, owed.unit);
+  Units units(b.slots(true) * parts, b.kernel.senders * block_warps(), owed.unit);
   auto read = [&](int32_t unit) {
     Owed next(b, unit, parts);
     next.read(b);
@@ -83,8 +83,7 @@ __device__ __forceinline__ void send_parts(const CombineBlock& b, Owed owed, int
 // By a warp: one part of a token's row, from all ranks that owe it, in rank order.
 template <typename T, bool kFp8>
 __device__ __forceinline__ bool sum_part(const CombineBlock& b, int32_t t, int32_t index, uint32_t senders) {
-  constexpr int kDepth = kFp8 ? 2 : 4,
-                kCount = kFp8 ? 16 : kPerVector<T>;  // ranks whose lines are in flight; elements of one
+  constexpr int kDepth = 2, kCount = kFp8 ? 16 : kPerVector<T>;  // ranks whose lines are in flight; elements of one
   using Wire = std::conditional_t<kFp8, uint8_t, T>;
   const ExchangePlan& plan = b.plan;
   int32_t slot = owed_slot(b, t, senders);
@@ -93,25 +92,26 @@ __device__ __forceinline__ bool sum_part(const CombineBlock& b, int32_t t, int32
   uint32_t owing = __ballot_sync(kAllLanes, slot >= 0);
   for (uint32_t left = owing; left;) {
     Line lines[kDepth][1];
-    int32_t from[kDepth];
-    int32_t count = 0, rank = 0;
+    char* from[kDepth];
+    int32_t ranks[kDepth], count = 0, awaited = 0;
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) {
       if (!left) break;
-      rank = __ffs(left) - 1;
+      ranks[i] = __ffs(left) - 1;
       left &= left - 1;
-      from[i] = few_sum(b, rank, __shfl_sync(kAllLanes, slot, rank));
+      from[i] = few_sum_at(b, plan.rank, few_sum(b, ranks[i], __shfl_sync(kAllLanes, slot, ranks[i])));
       ++count;
     }
+    uint32_t missing = part.inside(0) ? (1u << count) - 1 : 0;
     bool here = b.wait.until(
         [&] {
-          bool all = true;
+          bool all = part.load(from, lines, missing);
 #pragma unroll
           for (int i = 0; i < kDepth; ++i)
-            if (i < count) all = part.load(few_sum_at(b, plan.rank, from[i]), lines[i]) && all;
+            if (missing >> i & 1u) awaited = ranks[i];
           return all;
         },
-        rank);
+        awaited);
     if (!__all_sync(kAllLanes, here)) return false;
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) {

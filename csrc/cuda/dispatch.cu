@@ -23,7 +23,7 @@ __device__ void read_tables(DispatchBlock& b) {
     if (threadIdx.x < b.plan.R) shared.sentinel[threadIdx.x] = in_scratch<int32_t>(b.ex, b.plan.sentinels)[threadIdx.x];
   }
   __syncthreads();
-  for (int32_t p = threadIdx.x; p < b.plan.P; p += kThreads) {
+  for (int32_t p = threadIdx.x; p < b.plan.P; p += block_threads()) {
     int32_t local = in_scratch<int32_t>(b.ex, b.plan.local_index)[p];
     int32_t owner = in_scratch<int32_t>(b.ex, b.plan.owners)[p];
     b.place[p] = owner << 16 | local;
@@ -34,7 +34,7 @@ __device__ void read_tables(DispatchBlock& b) {
 }
 
 __device__ void zero_outputs(const Exchange& ex) {
-  for (int64_t i = threadIdx.x; i <= ex.plan.num_local_experts; i += kThreads) {
+  for (int64_t i = threadIdx.x; i <= ex.plan.num_local_experts; i += block_threads()) {
     in_scratch<int32_t>(ex, ex.plan.expert_offsets)[i] = 0;
     if (i < ex.plan.num_local_experts) in_scratch<int32_t>(ex, ex.plan.tokens_per_expert)[i] = 0;
   }
@@ -68,7 +68,8 @@ __device__ __noinline__ bool move_parts_too(DispatchBlock b) {
 // flags. Source: of what fp8 rows are made, void for rows as they are. kTogether: blocks that may share a
 // multiprocessor.
 template <int kMoved, typename Source, int kTogether = blocks_together(kMoved)>
-__global__ void __launch_bounds__(kThreads, kTogether) dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
+__global__ void __launch_bounds__(threads_of(kMoved), kTogether)
+    dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
   constexpr bool kFp8 = !std::is_void_v<Source>, kFew = kMoved > 0;
   __shared__ DispatchShared shared;
   extern __shared__ __align__(128) char dynamic[];
@@ -137,10 +138,11 @@ cudaError_t load_dispatch() {
                                dispatch_kernel<2, Source>, dispatch_kernel<kLines<!std::is_void_v<Source>>, Source>});
 }
 
-// Lines of an arrived row that a lane moves at a time, as measured: of few tokens and in halves one, else as many as it
-// can, or two where warps would idle otherwise, or a few of them go twice.
+// Lines of an arrived row that a lane moves at a time, 0 where rows leave with flags. As measured: of few tokens and in
+// halves one, else as many as it can, or two where warps would idle otherwise, or a few of them go twice.
 int lines_to_move(const DispatchKernel& kernel, int64_t T, int64_t sms) {
   constexpr int64_t kUneven = 128;  // tokens up to which that shows
+  if (!kernel.sends_few()) return 0;
   if (T <= kFewest || sms < 2 || !kernel.args.send || !kernel.args.receive) return 1;
   if (kernel.ex.plan.payload_fp8) return kLines<true>;
   int64_t warps = sms * kWarps * 2 / 3;  // that receive, more or less
@@ -183,12 +185,12 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
   int64_t T = std::max<int64_t>(args.T, 1);
   bool whole = args.send && args.receive;
   int moved = lines_to_move(kernel, T, sms);
-  int64_t together = kernel.sends_few() ? blocks_together(moved) : 2;
+  int64_t together = blocks_together(moved), threads = threads_of(moved), warps = threads / 32;
   int64_t most = whole ? sms * together : device.blocks_of_half(sms, args.receive);
   int64_t senders = T, receivers = most, share = most * 3 / 4;
   if (kernel.sends_few()) {
-    senders = ceil_div(T * parts_of(kernel.row_bytes(), 1), kWarps);
-    receivers = ceil_div(plan.R * T * parts_of(kernel.row_bytes(), moved), kWarps);
+    senders = ceil_div(T * parts_of(kernel.row_bytes(), 1), warps);
+    receivers = ceil_div(plan.R * T * parts_of(kernel.row_bytes(), moved), warps);
     // As measured. fp8 is made by those who send; of these sizes, those who receive are wanted more.
     share = whole && T > 64 && T <= 256 ? most / 4 : plan.payload_fp8 ? most * 3 / 8 : most * 3 / 10;
   }
@@ -206,7 +208,7 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
   }
   kernel.senders = static_cast<int32_t>(senders);
   // After the senders the block that counts, and after it those that send pairs; without room, it does that too.
-  int64_t groups = kernel.sends_few() ? ceil_div(args.T, kGroupTokens) : 0;
+  int64_t groups = kernel.sends_few() ? ceil_div(args.T, warps) : 0;
   int64_t tellers = args.send ? std::clamp<int64_t>(most - senders, 1, groups + 1) : 0;
   int64_t blocks = std::max(std::min(senders + tellers + receivers, most), senders + std::max<int64_t>(tellers, 1));
   kernel.tellers = static_cast<int32_t>(tellers);
@@ -216,11 +218,11 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
   return visit_wire(plan.payload_fp8, args.dtype, [&](auto source) {
     using Source = typename decltype(source)::type;
     auto* of_one = apart ? dispatch_kernel<1, Source, 1> : dispatch_kernel<1, Source>;
-    auto* chosen = moved == 1   ? of_one
+    auto* chosen = moved == 0   ? dispatch_kernel<0, Source>
+                   : moved == 1 ? of_one
                    : moved == 2 ? dispatch_kernel<2, Source>
                                 : dispatch_kernel<kLines<!std::is_void_v<Source>>, Source>;
-    if (!kernel.sends_few()) chosen = dispatch_kernel<0, Source>;
-    return launch(chosen, blocks, kThreads, shared_bytes, stream, kernel);
+    return launch(chosen, blocks, threads, shared_bytes, stream, kernel);
   });
 }
 

@@ -17,12 +17,13 @@ __device__ __forceinline__ void send_counts(DispatchBlock& b, int32_t tokens) {
   // To the rank of each expert, and to all others too where they may be looking for the place of a row of theirs.
   bool all = !b.kernel.few();
 #pragma unroll 1
-  for (int32_t i = threadIdx.x; i < (all ? P * R : P); i += kThreads) {
+  for (int32_t i = threadIdx.x; i < (all ? P * R : P); i += block_threads()) {
     int32_t p = all ? i % P : i, rank = all ? i / P : b.place[p] >> 16;
     uint64_t* words = b.kernel.counts(rank, plan.rank) + kCountColumns;
     store_word(words + b.column(b.place[p]), b.wait.epoch, b.count[p]);
   }
-  if (int32_t rank = kThreads - 1 - threadIdx.x; rank < R) {  // the last warps have the fewest experts to tell of
+  // The last warps have the fewest experts to tell of.
+  if (int32_t rank = block_threads() - 1 - threadIdx.x; rank < R) {
     uint64_t* words = b.kernel.counts(rank, plan.rank);
     int32_t rows = b.shared.rank_count[rank];
     store_word(words, b.wait.epoch, b.kernel.size(rows, tokens));
@@ -31,22 +32,25 @@ __device__ __forceinline__ void send_counts(DispatchBlock& b, int32_t tokens) {
   }
 }
 
-// By one lane: what all sources bring for local expert `local` of `owner`. Calls f(source, pairs) in order of sources.
-// False if it is not here: at once, or with kWaits after the deadline.
+// By one lane: what sources `first`, `first` + `step` and so on bring for local expert `local` of `owner`. Calls
+// f(source, pairs) in this order. False if it is not here: at once, or with kWaits after the deadline.
 template <bool kWaits, typename F>
-__device__ __forceinline__ bool each_source(const DispatchBlock& b, int32_t owner, int32_t local, F&& f) {
+__device__ __forceinline__ bool each_source(const DispatchBlock& b, int32_t owner, int32_t local, int32_t first,
+                                            int32_t step, F&& f) {
   auto R = static_cast<int32_t>(b.plan.R);
+  int64_t columns = b.kernel.count_columns();
   const uint64_t* words = b.kernel.counts(b.plan.rank, 0) + kCountColumns + owner * b.plan.most_local_experts + local;
 #pragma unroll 1
-  for (int32_t r = 0; r < R; r += kSources) {
-    int32_t pairs[kSources], missing;
-    const uint64_t* first = words + r * b.kernel.count_columns();
-    if (!(kWaits ? b.wait.for_words(first, b.kernel.count_columns(), r, 1, R - r, pairs)
-                 : b.wait.has_words(first, b.kernel.count_columns(), R - r, pairs, missing)))
+  for (int32_t r = first; r < R; r += kSources * step) {
+    int32_t pairs[kSources], missing, count = 0;
+#pragma unroll
+    for (int i = 0; i < kSources; ++i) count += r + i * step < R;
+    if (!(kWaits ? b.wait.for_words(words + r * columns, step * columns, r, step, count, pairs)
+                 : b.wait.has_words(words + r * columns, step * columns, count, pairs, missing)))
       return false;
 #pragma unroll
     for (int i = 0; i < kSources; ++i)
-      if (r + i < R) f(r + i, pairs[i]);
+      if (i < count) f(r + i * step, pairs[i]);
   }
   return true;
 }
@@ -68,12 +72,12 @@ __device__ __forceinline__ int32_t segment_start(int32_t length, int32_t alignme
 __device__ __forceinline__ bool learn_bases(DispatchBlock& b) {
   auto most = static_cast<int32_t>(b.plan.most_local_experts), alignment = static_cast<int32_t>(b.plan.alignment);
   bool arrived = true;
-  for (int32_t owner = threadIdx.x / 32; owner < b.plan.R; owner += kWarps) {
+  for (int32_t owner = threadIdx.x / 32; owner < b.plan.R; owner += block_warps()) {
     int32_t next = 0;
     for (int32_t base = 0; base < b.shared.experts[owner]; base += 32) {
       int32_t local = base + threadIdx.x % 32, total = 0, before = 0;
       if (local < b.shared.experts[owner])
-        arrived = arrived && each_source<false>(b, owner, local, [&](int32_t r, int32_t pairs) {
+        arrived = arrived && each_source<false>(b, owner, local, 0, 1, [&](int32_t r, int32_t pairs) {
                     if (r < b.plan.rank) before += pairs;
                     total += pairs;
                   });
@@ -112,26 +116,28 @@ static __device__ __noinline__ FewRows few_rows_of(const ExchangePlan& plan, int
 // open the round.
 __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
   auto experts = static_cast<int32_t>(b.plan.num_local_experts), rank = static_cast<int32_t>(b.plan.rank);
+  auto R = static_cast<int32_t>(b.plan.R);
   DispatchShared& shared = b.shared;
   __syncthreads();
   if (!b.may_open()) return false;
   if (threadIdx.x == 0)
     shared.differing = shared.few = 0, shared.most_few = shared.most = 0,
     shared.longest_few = static_cast<int32_t>(b.kernel.row_bytes());
+  for (int32_t local = threadIdx.x; local < experts; local += block_threads()) b.count[local] = 0;
   __syncthreads();
   bool arrived = true;
+  // As many threads share an expert's sources as there are for all experts, so that all words are asked for at once.
+  int32_t sharing = max(1, min(R, block_threads() / max(experts, 1)));
 #pragma unroll 1
-  for (int32_t local = threadIdx.x; local < experts; local += kThreads) {
-    int32_t total = 0;
-    arrived = arrived && each_source<true>(b, rank, local, [&](int32_t r, int32_t pairs) {
-                if (b.kernel.first_rows) b.first[r * experts + local] = total;
-                total += pairs;
+  for (int32_t i = threadIdx.x; i < experts * sharing; i += block_threads()) {
+    int32_t share = i / experts, local = i - share * experts;
+    arrived = arrived && each_source<true>(b, rank, local, share, sharing, [&](int32_t r, int32_t pairs) {
+                atomicAdd(&b.count[local], pairs);
+                if (b.kernel.first_rows) b.first[r * experts + local] = pairs;
               });
-    if (b.kernel.first_rows) b.first[b.plan.R * experts + local] = total;
-    b.count[local] = total;
   }
-  // The last warps have the fewest experts to look after.
-  if (int32_t r = kThreads - 1 - threadIdx.x; r < b.plan.R) {
+  // The last warps have the fewest words to wait for.
+  if (int32_t r = block_threads() - 1 - threadIdx.x; r < b.plan.R) {
     int32_t words[kCountColumns] = {};
     uint64_t* first = b.kernel.counts(rank, r);
     arrived = b.wait.for_words(first, 1, r, 0, kCountColumns, words) && arrived;
@@ -148,6 +154,18 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
   }
   if (!__syncthreads_and(arrived)) return false;
   if (threadIdx.x < 32) start_segments(b.count, experts, static_cast<int32_t>(b.plan.alignment));
+  int32_t others = block_threads() - 32;  // sum up by source meanwhile
+#pragma unroll 1
+  for (int32_t local = threadIdx.x - 32; b.kernel.first_rows && local >= 0 && local < experts; local += others) {
+    int32_t total = 0, *before = b.first + local;
+#pragma unroll 1
+    for (int32_t r = 0; r < R; ++r, before += experts) {
+      int32_t pairs = *before;
+      *before = total;
+      total += pairs;
+    }
+    *before = total;
+  }
   __syncthreads();
   return true;
 }

@@ -15,13 +15,15 @@ __device__ __forceinline__ bool move_part(const DispatchBlock& b, int32_t r, int
   Part<N, kFp8> part(index, from.row_bytes);
   char* at = few_row(b, plan.rank, r, t);
   const uint4* pairs = few_pairs(b, plan.rank, r, t);
-  bool has_pair = lane < from.K, here = false;
-  Line lines[N];
+  bool has_pair = lane < from.K;
+  Line lines[1][N];
+  uint32_t missing = part.mask();
   uint4 pair;
+  auto load = [&] { return part.load({at}, lines, missing); };
   bool told = b.wait.until(
       [&] {
         if (has_pair) pair = load_line(pairs + lane);
-        if (!here) here = part.load(at, lines);
+        load();
         return !has_pair || b.wait.reached(pair.w);
       },
       r);
@@ -32,7 +34,7 @@ __device__ __forceinline__ bool move_part(const DispatchBlock& b, int32_t r, int
   float weight = has_pair ? __uint_as_float(pair.z) : 0.0f;
   int32_t row = mine && !b.shared.differing ? b.row_of(id, ordinal, r) : kNotHere;
   if (comes) {
-    here = here || b.wait.until([&] { return part.load(at, lines); }, r);
+    bool here = !missing || b.wait.until(load, r);
     if (!__all_sync(kAllLanes, here)) return false;
   }
   if (index == 0 && has_pair && !b.shared.differing) {
@@ -50,8 +52,9 @@ __device__ __forceinline__ bool move_part(const DispatchBlock& b, int32_t r, int
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       if (!part.inside(n)) continue;
-      words[part.at(n)] = b.args.weight_rows && !kFp8 ? weighted(lines[n].words, b.args.dtype, factor) : lines[n].words;
-      if (part.has_scale(n)) scales[part.at(n) / kScaleLines] = __uint_as_float(lines[n].scale) * factor;
+      words[part.at(n)] =
+          b.args.weight_rows && !kFp8 ? weighted(lines[0][n].words, b.args.dtype, factor) : lines[0][n].words;
+      if (part.has_scale(n)) scales[part.at(n) / kScaleLines] = __uint_as_float(lines[0][n].scale) * factor;
     }
   }
   __syncwarp();

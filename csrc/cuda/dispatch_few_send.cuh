@@ -7,8 +7,7 @@
 
 namespace epmoe::cuda {
 
-constexpr int kGroupTokens = kWarps;  // whose pairs a block sends at a time
-constexpr int64_t kFewest = 16;       // tokens up to which a lane moves one line of an arrived row at a time
+constexpr int64_t kFewest = 8;  // tokens up to which a lane moves one line of an arrived row at a time
 template <bool kFp8>
 constexpr int kLines = kFp8 ? 2 : 4;  // the most, of more tokens
 
@@ -73,7 +72,8 @@ constexpr int32_t kAtOnce = 32;
 // These blocks begin with the first tokens, so that rows arrive in the order in which receivers wait for them.
 __device__ __forceinline__ int32_t first_sent(int32_t senders) {
   int32_t block = blockIdx.x, early = min(kAtOnce, senders);
-  return block < early ? number_of_warp(block, early) : early * kWarps + number_of_warp(block - early, senders - early);
+  return block < early ? number_of_warp(block, early)
+                       : early * block_warps() + number_of_warp(block - early, senders - early);
 }
 __device__ __forceinline__ void await_told(const DispatchBlock& b) {
   constexpr int kTries = 400;
@@ -88,7 +88,7 @@ __device__ __forceinline__ bool send_parts(DispatchBlock& b, int32_t tokens, Lea
   if (blockIdx.x >= kAtOnce && threadIdx.x == 0) await_told(b);
   __syncthreads();
   if (!b.may_open()) return false;
-  Units units(tokens * parts, b.kernel.senders * kWarps, leaving.unit);
+  Units units(tokens * parts, b.kernel.senders * block_warps(), leaving.unit);
   return units.for_each(&b.wait.round->sent[kDispatch], [&](int32_t unit, int32_t) {
     if (unit != leaving.unit) leaving = {b, unit, parts}, leaving.read(b);
     leaving.send(b);
@@ -96,22 +96,22 @@ __device__ __forceinline__ bool send_parts(DispatchBlock& b, int32_t tokens, Lea
   });
 }
 
-// By the blocks from the one that has counted on, that one last: tells every rank of all pairs, a group of tokens at a
-// time. A lane takes a pair, and a warp as many tokens as fit.
+// By the blocks from the one that has counted on, that one last: tells every rank of all pairs, as many tokens at a
+// time as a block has warps. A lane takes a pair, and a warp as many tokens as fit.
 __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens) {
   const ExchangePlan& plan = b.plan;
-  int32_t blocks = b.kernel.tellers, block = blockIdx.x - b.kernel.senders, counted = 0;
+  int32_t blocks = b.kernel.tellers, block = blockIdx.x - b.kernel.senders, counted = 0, group = block_warps();
   int32_t K = b.args.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   PairLanes lanes(K);
   if (block == 0) {
     __syncthreads();
-    for (int32_t p = threadIdx.x; p < plan.P; p += kThreads) b.count[p] = 0;
+    for (int32_t p = threadIdx.x; p < plan.P; p += block_threads()) b.count[p] = 0;
     block = blocks;
     __syncthreads();
   }
 #pragma unroll 1
-  for (int32_t begin = (block - 1) * kGroupTokens; begin < tokens; begin += blocks * kGroupTokens) {
-    int32_t end = min(begin + kGroupTokens, tokens), t = begin + warp * lanes.tokens + lanes.t, ordinal = -1;
+  for (int32_t begin = (block - 1) * group; begin < tokens; begin += blocks * group) {
+    int32_t end = min(begin + group, tokens), t = begin + warp * lanes.tokens + lanes.t, ordinal = -1;
     bool real = lanes.k < K && t < end;
     Given pair(b.args, t, lanes.k, real);
     int32_t p = physical(b, t, pair);
@@ -136,7 +136,7 @@ __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens) {
   }
   if (threadIdx.x == 0) atomicAdd(&b.wait.round->told, 1);
 #pragma unroll 1
-  for (int32_t t = (block - 1) * kGroupTokens + warp; t < tokens; t += blocks * kGroupTokens) count_health(b, t);
+  for (int32_t t = (block - 1) * group + warp; t < tokens; t += blocks * group) count_health(b, t);
 }
 
 }  // namespace epmoe::cuda

@@ -104,7 +104,7 @@ __device__ __forceinline__ void write_offsets(const DispatchBlock& b) {
   if (threadIdx.x == 0 && needed > plan.max_rows)
     b.ex.status->needed_rows = max(b.ex.status->needed_rows, int64_t{needed});
 #pragma unroll 1
-  for (int32_t i = threadIdx.x; i <= experts; i += kThreads) {
+  for (int32_t i = threadIdx.x; i <= experts; i += block_threads()) {
     int64_t start = min(int64_t{b.count[i]}, plan.max_rows);
     in_scratch<int32_t>(b.ex, plan.expert_offsets)[i] = static_cast<int32_t>(start);
     if (i == experts) break;
@@ -126,9 +126,10 @@ __device__ __forceinline__ void zero_gaps(const DispatchBlock& b) {
   for (int32_t i = blockIdx.x; i < plan.num_local_experts; i += gridDim.x) {
     int64_t begin = b.count[i] + b.pairs_of(i), end = min(int64_t{b.count[i + 1]}, plan.max_rows);
 #pragma unroll 1
-    for (int64_t v = begin * vectors + threadIdx.x; v < end * vectors; v += kThreads) rows[v] = make_uint4(0, 0, 0, 0);
+    for (int64_t v = begin * vectors + threadIdx.x; v < end * vectors; v += block_threads())
+      rows[v] = make_uint4(0, 0, 0, 0);
 #pragma unroll 1
-    for (int64_t n = begin * blocks + threadIdx.x; plan.payload_fp8 && n < end * blocks; n += kThreads)
+    for (int64_t n = begin * blocks + threadIdx.x; plan.payload_fp8 && n < end * blocks; n += block_threads())
       scales[n] = 1.0f;
   }
 }
@@ -141,8 +142,8 @@ __device__ __forceinline__ void fill_unused_slots(const DispatchBlock& b) {
   for (int64_t r = 0; r < plan.R; ++r) {
     int64_t begin = (r * plan.M + b.shared.rank_count[r]) * plan.K, end = (r + 1) * plan.M * plan.K;
 #pragma unroll 1
-    for (int64_t i = begin + int64_t{blockIdx.x} * kThreads + threadIdx.x; i < end;
-         i += int64_t{gridDim.x} * kThreads) {
+    for (int64_t i = begin + int64_t{blockIdx.x} * block_threads() + threadIdx.x; i < end;
+         i += int64_t{gridDim.x} * block_threads()) {
       in_window<int32_t>(b.ex, plan.rank, plan.recv_ids)[i] = sentinel;
       in_window<float>(b.ex, plan.rank, plan.recv_weights)[i] = 0.0f;
     }

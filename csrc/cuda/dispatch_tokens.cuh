@@ -53,7 +53,7 @@ __device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, in
   if (warp < 0) return;
   PairLanes lanes(K);
 #pragma unroll 1
-  for (int32_t first = begin + warp * lanes.tokens; first < end; first += (kWarps - first_warp) * lanes.tokens) {
+  for (int32_t first = begin + warp * lanes.tokens; first < end; first += (block_warps() - first_warp) * lanes.tokens) {
     int32_t t = first + lanes.t;
     int32_t p = physical(b, t, Given(b.args, t, lanes.k, lanes.k < K && t < end));
     uint32_t ranks = b.rank_mask(p);

@@ -43,6 +43,7 @@ struct Line {
   uint32_t scale;
 
   __device__ __forceinline__ void make_settable() { words.w = settable(words.w), scale = settable(scale); }
+  __device__ __forceinline__ bool is_here(bool fp8) const { return words.w != kUnset && (!fp8 || scale != kUnset); }
 };
 
 // What a warp takes of a row of `row_bytes`, behind which lie the scales of fp8: N lines a lane.
@@ -66,19 +67,33 @@ struct Part {
       if (has_scale(n)) store_scale(row, n, lines[n].scale);
     }
   }
-  // Whether the lines are here.
-  __device__ __forceinline__ bool load(char* row, Line (&lines)[N]) const {
+  // A bit for each of the lane's lines.
+  __device__ __forceinline__ uint32_t mask() const {
+    uint32_t lines = 0;
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
-      if (!inside(n)) continue;
-      lines[n].words = load_line(reinterpret_cast<const uint4*>(row) + at(n));
-      if (kFp8) lines[n].scale = load_relaxed(scale_at(row, n));
-    }
-    bool here = true;
+    for (int n = 0; n < N; ++n) lines |= uint32_t{inside(n)} << n;
+    return lines;
+  }
+  // Asks for the missing lines of all rows, then looks which of them are here. Those that have come are not asked for
+  // again: what is still on its way would wait behind them.
+  template <int kRows>
+  __device__ __forceinline__ bool load(char* const (&rows)[kRows], Line (&lines)[kRows][N], uint32_t& missing) const {
 #pragma unroll
-    for (int n = 0; n < N; ++n)
-      if (inside(n)) here = here && lines[n].words.w != kUnset && (!kFp8 || lines[n].scale != kUnset);
-    return here;
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        if (!(missing & 1u << (i * N + n))) continue;
+        lines[i][n].words = load_line(reinterpret_cast<const uint4*>(rows[i]) + at(n));
+        if (kFp8) lines[i][n].scale = load_relaxed(scale_at(rows[i], n));
+      }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        uint32_t line = 1u << (i * N + n);
+        if (missing & line && lines[i][n].is_here(kFp8)) missing &= ~line;
+      }
+    return !missing;
   }
   // After all lanes have loaded theirs.
   __device__ __forceinline__ void unset(char* row) const {
@@ -105,10 +120,14 @@ constexpr EPMOE_HD int32_t parts_of(int64_t row_bytes, int n) {
 }
 
 // Blocks that share a multiprocessor, by the lines that a lane moves at a time. Stores that wait for the wire hold up
-// the loads of a block beside them, so that where rows fill the wire each has one to itself, and with it more than the
-// 64 registers a thread that two can have, which is what keeps a second one away. Not in halves: what waits for a rank
-// must leave registers for a block of any other stage.
+// the loads of a block beside them, so that where rows fill the wire each has one to itself, and with it more registers
+// than two can have, which is what keeps a second one away. Not in halves: what waits for a rank must leave registers
+// for a block of any other stage.
 constexpr EPMOE_HD int blocks_together(int n) { return n > 1 ? 1 : 2; }
+
+// Their threads: of two blocks of 384 each has 80 registers, with which waiting for a line spills little; of 512, 64.
+constexpr EPMOE_HD int threads_of(int n) { return n == 1 ? 384 : kThreads; }
+static_assert(threads_of(0) == kThreads);  // where rows go through shared memory
 
 // 16 elements as fp8.
 __device__ __forceinline__ Line fp8_line(const float (&values)[16]) {

@@ -20,9 +20,12 @@ namespace epmoe::cuda {
 
 constexpr int kMaxExchangeRanks = 32;  // one lane a rank
 constexpr int kMaxExchangeTopK = 32;   // one lane a pair
-constexpr int kThreads = 512;
+constexpr int kThreads = 512;          // of a block, at most
 constexpr int kWarps = kThreads / 32;
 constexpr int32_t kNotHere = -1, kDropped = -2;  // in place of a pair's row: another rank's, or none is left for it
+
+__device__ __forceinline__ int32_t block_threads() { return static_cast<int32_t>(blockDim.x); }
+__device__ __forceinline__ int32_t block_warps() { return block_threads() / 32; }
 
 template <typename T>
 __device__ __forceinline__ T* in_window(const Exchange& ex, int64_t rank, int64_t offset) {
@@ -85,7 +88,7 @@ template <typename K>
 __device__ __forceinline__ void fetch_arguments(const K& kernel, int64_t* sink) {
   auto* words = reinterpret_cast<const int64_t*>(&kernel);
   constexpr int kLine = 8;
-  for (int i = threadIdx.x / 32 * kLine; i < static_cast<int>(sizeof(K) / sizeof(int64_t)); i += kWarps * kLine)
+  for (int i = threadIdx.x / 32 * kLine; i < static_cast<int>(sizeof(K) / sizeof(int64_t)); i += block_warps() * kLine)
     if (threadIdx.x % 32 == 0) *static_cast<volatile int64_t*>(sink) = words[i];
 }
 

@@ -50,7 +50,7 @@ struct Units {
   __device__ Units(int32_t total, int32_t warps, int32_t first) : total(total), warps(warps), first(first), pieces(1) {}
   // To the blocks from `first_block` on, at first.
   __device__ Units(int32_t total, int32_t first_block)
-      : Units(total, (gridDim.x - first_block) * kWarps, number_from(first_block)) {}
+      : Units(total, (gridDim.x - first_block) * block_warps(), number_from(first_block)) {}
   // Rows are cut into pieces of up to `longest` vectors, and of fewer where warps would idle.
   __device__ Units(int32_t rows, int32_t vectors, int32_t first_block, int32_t longest) : Units(rows, first_block) {
     while (vectors / pieces > longest || (pieces < 16 && total * 2 <= warps && vectors / (pieces * 2) >= 32))

@@ -1,7 +1,7 @@
 // The sending half of dispatch. Slots and ordinals need no atomics' order: a block counts the tokens before its own.
 #pragma once
-#include "dispatch_counts.cuh"
 #include "dispatch_pieces.cuh"
+#include "dispatch_places.cuh"
 #include "units.cuh"
 
 namespace epmoe::cuda {

@@ -153,6 +153,15 @@ def test_hostile_routing_to_the_letter(make_ep, rank, size, few_tokens, id_dtype
         check_round(ep, tokens, layout)
 
 
+@pytest.mark.parametrize("few_tokens", [4, 32])
+@pytest.mark.parametrize("experts", [600, 4000])
+def test_many_experts(make_ep, rank, size, experts, few_tokens):
+    """On GPUs a block has fewer threads than there are counts to wait for, and at last no table of them by source."""
+    ep = make_ep(few_tokens, experts=experts, top_k=8, max_tokens=24)
+    for seed in range(2):
+        check_round(ep, [make_tokens(ep.config, r, 24 - 3 * r, seed=seed) for r in range(size)], "expert")
+
+
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("few_tokens", [32, 256])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchanges import make_config
+from helpers import RANKS_SHARE_GPUS
 
 from epmoe import ExpertParallel, memory
 
@@ -38,11 +39,9 @@ def _group() -> Iterator[None]:
         return
     backend = "cpu:gloo"
     if torch.cuda.is_available():
-        gpus = torch.cuda.device_count()
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
-        if int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus:
-            backend = "cpu:gloo,cuda:nccl"
-        else:  # ranks share GPUs by time slices: slow, but any number of them can be tested; NCCL refuses that
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        if RANKS_SHARE_GPUS:  # by time slices: slow, but any number of ranks can be tested; NCCL refuses that
             backend = "cpu:gloo,cuda:gloo"
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     dist.init_process_group(backend, timeout=timedelta(seconds=60))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from unittest.mock import Mock
 
 import pytest
@@ -13,15 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("transformers")
 
+from helpers import RANKS_SHARE_GPUS
 from spread_models import DEVICE, OneLayer, both, random_ids
 
 import epmoe.integrations.transformers as integration
 from epmoe.integrations import demo, shared
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available() and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count(),
-    reason="transformers gives each rank the GPU of its number",
-)
+pytestmark = pytest.mark.skipif(RANKS_SHARE_GPUS, reason="transformers gives each rank the GPU of its number")
 needs_ep = pytest.mark.skipif(not hasattr(integration, "EpmoeEP"), reason="EP implementations need transformers 5.23")
 both_ways = pytest.mark.parametrize(
     "way", [pytest.param("ep_implementation", marks=needs_ep), "experts_implementation"]

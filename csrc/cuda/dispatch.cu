@@ -7,6 +7,7 @@
 //  - Few tokens: rows leave at once, and blocks of their own, the tellers, send what is said of pairs. A row's lines
 //    say by themselves that they are here.
 #include "dispatch_few_receive.cuh"
+#include "dispatch_places.cuh"
 #include "dispatch_receive.cuh"
 #include "dispatch_send.cuh"
 #include "exchange_launch.h"

@@ -1,7 +1,6 @@
 // The receiving half of dispatch for few tokens: no row waits for more than its own lines, its pairs and the counts.
 #pragma once
 #include "dispatch_few_send.cuh"
-#include "dispatch_places.cuh"
 #include "weighted.cuh"
 
 namespace epmoe::cuda {

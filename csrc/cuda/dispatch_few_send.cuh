@@ -1,7 +1,7 @@
 // The sending half of dispatch for few tokens: a row leaves without waiting for counts, since a token has the slot of
 // its number on every rank, and every rank is told of all pairs.
 #pragma once
-#include "dispatch_counts.cuh"
+#include "dispatch_tokens.cuh"
 #include "lines.cuh"
 #include "units.cuh"
 

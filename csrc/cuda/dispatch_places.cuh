@@ -54,6 +54,23 @@ static __device__ __noinline__ void start_segments(int32_t* count, int32_t exper
   for (int32_t local = begin; local < end; ++local) count[local] += start;
 }
 
+// By the other warps of the block, where there is a table: from the pairs of each source to those of the sources
+// before, and of all, in place.
+__device__ __forceinline__ void start_sources(const DispatchBlock& b, int32_t R, int32_t experts) {
+  int32_t others = block_threads() - 32;
+#pragma unroll 1
+  for (int32_t local = threadIdx.x - 32; b.kernel.first_rows && local >= 0 && local < experts; local += others) {
+    int32_t total = 0, *before = b.first + local;
+#pragma unroll 1
+    for (int32_t r = 0; r < R; ++r, before += experts) {
+      int32_t pairs = *before;
+      *before = total;
+      total += pairs;
+    }
+    *before = total;
+  }
+}
+
 // Of a source whose call differs: its rows are no good, but they come.
 static __device__ __noinline__ FewRows few_rows_of(const ExchangePlan& plan, int32_t shape, int32_t tokens) {
   int64_t D = min(shape & 0x1ffff, static_cast<int32_t>(plan.D));
@@ -104,18 +121,7 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
   }
   if (!__syncthreads_and(arrived)) return false;
   if (threadIdx.x < 32) start_segments(b.count, experts, static_cast<int32_t>(b.plan.alignment));
-  int32_t others = block_threads() - 32;  // sum up by source meanwhile
-#pragma unroll 1
-  for (int32_t local = threadIdx.x - 32; b.kernel.first_rows && local >= 0 && local < experts; local += others) {
-    int32_t total = 0, *before = b.first + local;
-#pragma unroll 1
-    for (int32_t r = 0; r < R; ++r, before += experts) {
-      int32_t pairs = *before;
-      *before = total;
-      total += pairs;
-    }
-    *before = total;
-  }
+  start_sources(b, R, experts);
   __syncthreads();
   return true;
 }

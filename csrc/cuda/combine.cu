@@ -125,6 +125,19 @@ __global__ void __launch_bounds__(threads_of(kSent), blocks_together(kSent))
   for (int64_t i = threadIdx.x; i < args.T * args.D; i += block_threads()) y[i] = from_float<T>(0.0f);
 }
 
+template <typename T, bool kFp8>
+auto* kernel_of(int sent) {
+  return sent == 0   ? combine_kernel<0, T, kFp8>
+         : sent == 1 ? combine_kernel<1, T, kFp8>
+                     : combine_kernel<kSumLines, T, kFp8>;
+}
+auto* kernel_for(int sent, bool fp8, DType dtype) {
+  return visit(dtype, [&](auto type) {
+    using T = decltype(type);
+    return fp8 ? kernel_of<T, true>(sent) : kernel_of<T, false>(sent);
+  });
+}
+
 // Of the blocks, those that send first where rows come back as those of few tokens do; as measured.
 int64_t percent_sending(bool fp8, int64_t T, int lines, bool whole) {
   if (lines > 1) return fp8 ? 70 : T <= 128 ? 42 : 50;
@@ -136,15 +149,10 @@ int64_t percent_sending(bool fp8, int64_t T, int lines, bool whole) {
 }  // namespace
 
 cudaError_t load_combine() {
-  for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
-    cudaError_t error = visit(dtype, [](auto type) {
-      using T = decltype(type);
-      return load<CombineKernel>({combine_kernel<0, T, false>, combine_kernel<1, T, false>,
-                                  combine_kernel<kSumLines, T, false>, combine_kernel<0, T, true>,
-                                  combine_kernel<1, T, true>, combine_kernel<kSumLines, T, true>});
-    });
-    if (error) return error;
-  }
+  for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16})
+    for (bool fp8 : {false, true})
+      for (int sent : {0, 1, kSumLines})
+        if (cudaError_t error = load(kernel_for(sent, fp8, dtype))) return error;
   return cudaSuccess;
 }
 
@@ -184,17 +192,7 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   if (!args.receive) receivers = 0;
   CombineKernel kernel{exchange, args, static_cast<int32_t>(senders), static_cast<int32_t>(team), forwards};
   int64_t blocks = std::clamp<int64_t>(senders + receivers, 1, most);
-  return visit(dtype, [&](auto type) {
-    using T = decltype(type);
-    auto launch_for = [&](auto fp8) {
-      constexpr bool kFp8 = fp8;
-      auto* chosen = sent == 0   ? combine_kernel<0, T, kFp8>
-                     : sent == 1 ? combine_kernel<1, T, kFp8>
-                                 : combine_kernel<kSumLines, T, kFp8>;
-      return launch(chosen, blocks, threads, senders ? kStepsBytes : 0, stream, kernel);
-    };
-    return plan.combine_fp8 ? launch_for(std::true_type{}) : launch_for(std::false_type{});
-  });
+  return launch(kernel_for(sent, plan.combine_fp8, dtype), blocks, threads, senders ? kStepsBytes : 0, stream, kernel);
 }
 
 }  // namespace epmoe::cuda

@@ -133,30 +133,40 @@ __global__ void __launch_bounds__(threads_of(kMoved), kTogether)
   if (b.wait.failed(kDispatch, ok)) zero_outputs(ex);
 }
 
+// apart: whether each block has a multiprocessor to itself.
 template <typename Source>
+auto* kernel_of(int moved, bool apart) {
+  return moved == 0   ? dispatch_kernel<0, Source>
+         : moved == 2 ? dispatch_kernel<2, Source>
+         : moved > 2  ? dispatch_kernel<kLines<!std::is_void_v<Source>>, Source>
+         : apart      ? dispatch_kernel<1, Source, 1>
+                      : dispatch_kernel<1, Source>;
+}
+auto* kernel_for(int moved, bool apart, bool fp8, DType dtype) {
+  if (!fp8) return kernel_of<void>(moved, apart);
+  return visit(dtype, [&](auto source) { return kernel_of<decltype(source)>(moved, apart); });
+}
+
 cudaError_t load_dispatch() {
-  return load<DispatchKernel>({dispatch_kernel<0, Source>, dispatch_kernel<1, Source>, dispatch_kernel<1, Source, 1>,
-                               dispatch_kernel<2, Source>, dispatch_kernel<kLines<!std::is_void_v<Source>>, Source>});
+  for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16})
+    for (bool fp8 : {false, true})
+      for (int moved : {0, 1, 2, kLines<false>})
+        for (bool apart : {false, true})
+          if (cudaError_t error = load(kernel_for(moved, apart, fp8, dtype))) return error;
+  return cudaSuccess;
 }
 
 // Lines of an arrived row that a lane moves at a time, 0 where rows leave with flags. As measured: of few tokens and in
 // halves one, else as many as it can, or two where warps would idle otherwise, or a few of them go twice.
-int lines_to_move(const DispatchKernel& kernel, int64_t T, int64_t sms) {
+int lines_to_move(const DispatchKernel& kernel, int64_t T, int64_t sms, bool whole) {
   constexpr int64_t kUneven = 128;  // tokens up to which that shows
   if (!kernel.sends_few()) return 0;
-  if (T <= kFewest || sms < 2 || !kernel.args.send || !kernel.args.receive) return 1;
+  if (T <= kFewest || sms < 2 || !whole) return 1;
   if (kernel.ex.plan.payload_fp8) return kLines<true>;
   int64_t warps = sms * kWarps * 2 / 3;  // that receive, more or less
   auto units = [&](int lines) { return kernel.ex.plan.R * T * parts_of(kernel.row_bytes(), lines); };
   bool idle = units(2) <= warps, uneven = units(kLines<false>) > warps && T <= kUneven;
   return idle || uneven ? 2 : kLines<false>;
-}
-
-// Calls f with what fp8 is made of, void where the wire carries x as it is.
-template <typename F>
-auto visit_wire(bool fp8, DType dtype, F&& f) {
-  if (!fp8) return f(std::type_identity<void>{});
-  return visit(dtype, [&](auto source) { return f(std::type_identity<decltype(source)>{}); });
 }
 
 }  // namespace
@@ -167,8 +177,7 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
   Device device;
   if (cudaError_t error = current_device(device)) return error;
   if (thread_local bool loaded[Device::kMost] = {}; !loaded[device.index % Device::kMost]) {
-    for (auto* load_kernels :
-         {load_dispatch<void>, load_dispatch<float>, load_dispatch<__half>, load_dispatch<__nv_bfloat16>, load_combine})
+    for (auto* load_kernels : {load_dispatch, load_combine})
       if (cudaError_t error = load_kernels()) return error;
     loaded[device.index % Device::kMost] = true;
   }
@@ -185,11 +194,11 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
                         .tokens_a_release = 1};
   int64_t T = std::max<int64_t>(args.T, 1);
   bool whole = args.send && args.receive;
-  int moved = lines_to_move(kernel, T, sms);
+  int moved = lines_to_move(kernel, T, sms, whole);
   int64_t together = blocks_together(moved), threads = threads_of(moved), warps = threads / 32;
   int64_t most = whole ? sms * together : device.blocks_of_half(sms, args.receive);
   int64_t senders = T, receivers = most, share = most * 3 / 4;
-  if (kernel.sends_few()) {
+  if (moved) {
     senders = ceil_div(T * parts_of(kernel.row_bytes(), 1), warps);
     receivers = ceil_div(plan.R * T * parts_of(kernel.row_bytes(), moved), warps);
     // As measured. fp8 is made by those who send; of these sizes, those who receive are wanted more.
@@ -198,7 +207,7 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
   senders = std::min(plan.dispatch_senders ? plan.dispatch_senders : senders, std::max<int64_t>(share, 1));
   if (!args.send) senders = 0;
   if (!args.receive) receivers = 0;
-  if (senders && !kernel.sends_few()) {
+  if (senders && !moved) {
     constexpr int64_t kStep = 512;  // a multiple of 128 elements
     int64_t x_bytes = args.D * itemsize(args.dtype), pieces = ceil_div(x_bytes, kMaxPieceBytes);
     kernel.piece_bytes = static_cast<int32_t>(ceil_div(ceil_div(x_bytes, pieces), kStep) * kStep);
@@ -209,22 +218,14 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
   }
   kernel.senders = static_cast<int32_t>(senders);
   // After the senders the block that counts, and after it those that send pairs; without room, it does that too.
-  int64_t groups = kernel.sends_few() ? ceil_div(args.T, warps) : 0;
+  int64_t groups = moved ? ceil_div(args.T, warps) : 0;
   int64_t tellers = args.send ? std::clamp<int64_t>(most - senders, 1, groups + 1) : 0;
   int64_t blocks = std::max(std::min(senders + tellers + receivers, most), senders + std::max<int64_t>(tellers, 1));
   kernel.tellers = static_cast<int32_t>(tellers);
   bool apart = whole && blocks <= sms;  // there is a multiprocessor for each, with all its registers
   int64_t shared_bytes =
       kPieces * kernel.piece_bytes + (2 * plan.P + 1 + kernel.bases + kernel.first_rows) * sizeof(int32_t);
-  return visit_wire(plan.payload_fp8, args.dtype, [&](auto source) {
-    using Source = typename decltype(source)::type;
-    auto* of_one = apart ? dispatch_kernel<1, Source, 1> : dispatch_kernel<1, Source>;
-    auto* chosen = moved == 0   ? dispatch_kernel<0, Source>
-                   : moved == 1 ? of_one
-                   : moved == 2 ? dispatch_kernel<2, Source>
-                                : dispatch_kernel<kLines<!std::is_void_v<Source>>, Source>;
-    return launch(chosen, blocks, threads, shared_bytes, stream, kernel);
-  });
+  return launch(kernel_for(moved, apart, plan.payload_fp8, args.dtype), blocks, threads, shared_bytes, stream, kernel);
 }
 
 }  // namespace epmoe::cuda

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <initializer_list>
 #include <set>
 #include <utility>
 
@@ -42,15 +41,12 @@ inline cudaError_t current_device(Device& device) {
   return cudaSuccess;
 }
 
-// Kernels are loaded by their first launch, which may then wait for all that runs (CUDA Programming Guide, lazy
-// loading): for ever, where that waits for what this rank launches next. Loads them now.
+// A kernel is loaded by its first launch, which may then wait for all that runs (CUDA Programming Guide, lazy loading):
+// for ever, where that waits for what this rank launches next. Loads it now.
 template <typename Param>
-cudaError_t load(std::initializer_list<void (*)(Param)> kernels) {
-  for (auto* kernel : kernels) {
-    cudaFuncAttributes attributes;
-    if (cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel))) return error;
-  }
-  return cudaSuccess;
+cudaError_t load(void (*kernel)(Param)) {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
 }
 
 // Lets a kernel have as much dynamic shared memory as there is beside its own; none has so much without asking. Any

@@ -10,24 +10,38 @@
 namespace epmoe {
 namespace {
 
-constexpr int64_t kPlanFields = sizeof(ExchangePlan) / sizeof(int64_t);
+enum class Half { kBoth, kSend, kReceive };
 
-// Words on the host: the plan's fields, in their order, and the addresses of the status and of each rank's window.
-Exchange exchange_of(const Tensor& words, const Tensor& window, const Tensor& scratch, double timeout_s) {
-  STD_TORCH_CHECK(!words.is_cuda(), "the exchange's words must be on the host");
-  const int64_t* plan = pointer<int64_t>(words, kPlanFields + 1, "exchange");
-  const int64_t* addresses = plan + kPlanFields;
-  Exchange exchange{};
-  std::memcpy(&exchange.plan, plan, sizeof(exchange.plan));
-  int64_t R = exchange.plan.R;
+// What the calls of a round have in common, on the host, as `Exchange.words_for` in epmoe/exchange.py writes it: int64
+// each, and after them the address of each rank's window. Scalars of an operator cost the host more than tensors do.
+struct Words {
+  ExchangePlan plan;
+  int64_t expert_major, weight_rows;  // as in DispatchArgs
+  int64_t timeout_ns;
+  int64_t status;  // its address
+};
+
+const Words& words_of(const Tensor& exchange) {
+  constexpr int64_t kFields = sizeof(Words) / sizeof(int64_t);
+  STD_TORCH_CHECK(!exchange.is_cuda(), "the exchange's words must be on the host");
+  const auto& words = *reinterpret_cast<const Words*>(pointer<int64_t>(exchange, kFields, "exchange"));
+  int64_t R = words.plan.R;
   STD_TORCH_CHECK(R >= 1 && R <= kMaxRanks, "ranks must be from 1 to ", kMaxRanks);
-  STD_TORCH_CHECK(words.numel() == kPlanFields + 1 + R, "the exchange's words must be ", kPlanFields, ", and ", 1 + R,
-                  " addresses");
-  pointer<uint8_t>(window, exchange.plan.combine_scales, "window");
-  exchange.scratch = reinterpret_cast<char*>(pointer<uint8_t>(scratch, exchange.plan.rows_sent + R * 8, "scratch"));
-  exchange.status = reinterpret_cast<Status*>(addresses[0]);
-  exchange.timeout_s = timeout_s;
-  std::memcpy(exchange.peers_R, addresses + 1, R * sizeof(char*));
+  STD_TORCH_CHECK(exchange.numel() == kFields + R, "the exchange's words must be ", kFields, ", and ", R, " addresses");
+  return words;
+}
+
+Exchange exchange_of(const Words& words, const Tensor& window, const Tensor& scratch) {
+  int64_t R = words.plan.R;
+  pointer<uint8_t>(window, words.plan.combine_scales, "window");
+  Exchange exchange{
+      .plan = words.plan,
+      .peers_R = {},
+      .scratch = reinterpret_cast<char*>(pointer<uint8_t>(scratch, words.plan.rows_sent + R * 8, "scratch")),
+      .status = reinterpret_cast<Status*>(words.status),
+      .timeout_s = static_cast<double>(words.timeout_ns) / 1e9,
+  };
+  std::memcpy(exchange.peers_R, &words + 1, R * sizeof(char*));
   return exchange;
 }
 
@@ -48,11 +62,11 @@ void launch_combine(const Exchange& exchange, const CombineArgs& args, const Ten
   cpu::combine(exchange, args);
 }
 
+template <Half kHalf>
 void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const std::optional<Tensor>& num_tokens,
-              int64_t num_rows, const Tensor& window, const Tensor& scratch, const Tensor& words, bool expert_major,
-              bool weight_rows, bool send, bool receive, double timeout_s) {
-  Exchange exchange = exchange_of(words, window, scratch, timeout_s);
-  const ExchangePlan& plan = exchange.plan;
+              int64_t num_rows, const Tensor& window, const Tensor& scratch, const Tensor& exchange) {
+  const Words& words = words_of(exchange);
+  const ExchangePlan& plan = words.plan;
   check_rows(x, "x");
   check_rows(ids, "ids");
   check_rows(weights, "weights");
@@ -80,57 +94,60 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
       .num_rows = num_rows,
       .D = D,
       .K = static_cast<int32_t>(K),
-      .expert_major = expert_major,
-      .weight_rows = weight_rows,
-      .send = send,
-      .receive = receive,
+      .expert_major = words.expert_major != 0,
+      .weight_rows = words.weight_rows != 0,
+      .send = kHalf != Half::kReceive,
+      .receive = kHalf != Half::kSend,
   };
-  launch_dispatch(exchange, args, x);
+  launch_dispatch(exchange_of(words, window, scratch), args, x);
 }
 
-void combine(const Tensor& y, const std::optional<Tensor>& rows, bool expert_major, const Tensor& window,
-             const Tensor& scratch, const Tensor& words, bool send, bool receive, double timeout_s) {
-  Exchange exchange = exchange_of(words, window, scratch, timeout_s);
-  const ExchangePlan& plan = exchange.plan;
+template <Half kHalf>
+void combine(const Tensor& y, const std::optional<Tensor>& rows, const Tensor& window, const Tensor& scratch,
+             const Tensor& exchange) {
+  const Words& words = words_of(exchange);
+  const ExchangePlan& plan = words.plan;
   STD_TORCH_CHECK(y.dim() == 2 && y.is_contiguous() && y.size(0) <= plan.M && y.size(1) <= plan.D,
                   "y must be contiguous [T, D] and fit the plan");
   CombineArgs args{
       .rows = nullptr,
-      .expert_major = expert_major,
+      .expert_major = !rows || words.expert_major,  // no rows, nothing to forward: cuda/combine.cu
       .rows_stride_bytes = 0,
       .num_rows = 0,
       .y_TD = y.data_ptr(),
       .T = y.size(0),
       .D = y.size(1),
-      .send = send,
-      .receive = receive,
+      .send = kHalf != Half::kReceive,
+      .receive = kHalf != Half::kSend,
   };
   if (rows) {
     check_rows(*rows, "rows");
     int64_t stride_bytes = rows->stride(0) * itemsize(dtype_of(y));
     STD_TORCH_CHECK(rows->size(1) == y.size(1) && dtype_of(*rows) == dtype_of(y), "rows must be like y");
-    STD_TORCH_CHECK(expert_major || rows->size(0) == plan.R * plan.M, "partial rows must be [R * M, D]");
+    STD_TORCH_CHECK(args.expert_major || rows->size(0) == plan.R * plan.M, "partial rows must be [R * M, D]");
     STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(rows->data_ptr()) % 16 == 0 && stride_bytes % 16 == 0,
                     "rows must start at multiples of 16 bytes");
     args.rows = rows->data_ptr();
     args.rows_stride_bytes = stride_bytes;
     args.num_rows = rows->size(0);
   }
-  launch_combine(exchange, args, y);
+  launch_combine(exchange_of(words, window, scratch), args, y);
+}
+
+void implement(torch::stable::detail::StableLibrary& library) {
+  library.impl("dispatch", TORCH_BOX(&dispatch<Half::kBoth>));
+  library.impl("dispatch_send", TORCH_BOX(&dispatch<Half::kSend>));
+  library.impl("dispatch_recv", TORCH_BOX(&dispatch<Half::kReceive>));
+  library.impl("combine", TORCH_BOX(&combine<Half::kBoth>));
+  library.impl("combine_send", TORCH_BOX(&combine<Half::kSend>));
+  library.impl("combine_recv", TORCH_BOX(&combine<Half::kReceive>));
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(epmoe, CPU, library) {
-  library.impl("dispatch", TORCH_BOX(&dispatch));
-  library.impl("combine", TORCH_BOX(&combine));
-}
-
+STABLE_TORCH_LIBRARY_IMPL(epmoe, CPU, library) { implement(library); }
 #if defined(EPMOE_CUDA)
-STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) {
-  library.impl("dispatch", TORCH_BOX(&dispatch));
-  library.impl("combine", TORCH_BOX(&combine));
-}
+STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) { implement(library); }
 #endif
 
 }  // namespace epmoe

@@ -11,12 +11,13 @@ from torch import Tensor
 from epmoe.config import EPConfig
 from epmoe.handles import Dispatched, Form, Sent
 from epmoe.health import STATUS, raise_on_failure, raise_on_overflow
-from epmoe.memory import MemoryPlan
+from epmoe.memory import OFFSETS, SIZES, MemoryPlan
 from epmoe.placement import Placement
 from epmoe.tuning import Tuning
 from epmoe.window import Window
 
 _CODE, _NEEDED_ROWS = STATUS.index("code"), STATUS.index("needed_rows")
+_TIMEOUT_NS = len(SIZES + OFFSETS) + 2  # of an exchange's words
 
 
 @dataclass
@@ -33,16 +34,16 @@ class Exchange:
     open_round: Sent | Dispatched | None = None
     rounds: int = 0
     tuning: Tuning = Tuning(rows=())
-    words: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # as the operators take them, by launch
+    words: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # as the operators take them; see `words_for`
     memory: tuple[Tensor, Tensor] = field(init=False)  # as the operators take it: window, scratch
     views: dict[str, Tensor] = field(init=False)
-    timeout_s: float = field(init=False)  # of this round's waits: during the first ranks may still load or compile
+    timeout_ns: int = field(init=False)  # of this round's waits: during the first ranks may still load or compile
     forms: dict[tuple[object, ...], Form] = field(default_factory=dict)  # of the calls that have passed the checks
 
     def __post_init__(self) -> None:
         capacity, window = self.config.capacity, self.window
         self.max_tokens = capacity.max_num_tokens_per_rank
-        self.timeout_s = self.config.exchange.warmup_timeout_s
+        self.timeout_ns = round(self.config.exchange.warmup_timeout_s * 1e9)
         self.raises_overflow = capacity.on_overflow == "raise"
         self.memory = window.local, self.scratch
         # Looked at in every call: a hundredth of what a tensor's element takes.
@@ -82,7 +83,9 @@ class Exchange:
         """The epoch of a round that opens now."""
         self.rounds += 1
         if self.rounds == 2:
-            self.timeout_s = self.config.exchange.timeout_s
+            self.timeout_ns = round(self.config.exchange.timeout_s * 1e9)
+            for words in self.words.values():
+                words[_TIMEOUT_NS] = self.timeout_ns
         return self.rounds
 
     def check(self) -> None:
@@ -114,17 +117,19 @@ class Exchange:
         self.tuning = tuning
         self.forms.clear()
 
-    def words_for(self, hidden_size: int) -> tuple[list[int], list[Tensor]]:
-        """Steps of tokens, and for each, as `Tuning.steps`, what the operators know of this exchange beside its memory.
+    def words_for(self, hidden_size: int, expert_major: bool, weight_rows: bool) -> tuple[list[int], list[Tensor]]:
+        """Steps of tokens, and for each, as `Tuning.steps`, what the operators know of a round beside its memory.
 
-        That is int64 on the host: the plan, and the addresses of the status and of every rank's window.
+        That is int64 on the host, `Words` in csrc/ops_exchange.cpp; one tensor for each launch and both flags.
         """
         steps, launches = self.tuning.steps(hidden_size, self.plan.sizes["R"])
         addresses = [self.status.data_ptr(), *self.window.addresses]
-        for launch in launches:
-            words = [*self.plan.as_ints(**launch), *addresses]
-            self.words.setdefault(tuple(launch.values()), torch.tensor(words, device="cpu"))
-        return steps, [self.words[tuple(launch.values())] for launch in launches]
+        keys = [(expert_major, weight_rows, *launch.values()) for launch in launches]
+        with torch.inference_mode(False):  # else another timeout could not be written outside inference mode
+            for key, launch in zip(keys, launches, strict=True):
+                words = [*self.plan.as_ints(**launch), expert_major, weight_rows, self.timeout_ns, *addresses]
+                self.words.setdefault(key, torch.tensor(words, dtype=torch.int64, device="cpu"))
+        return steps, [self.words[key] for key in keys]
 
     def rows_as(self, name: str, dtype: torch.dtype, length: int) -> Tensor:
         """A scratch buffer as rows [N_cap, length] that follow one another, whatever the call's D and dtype."""

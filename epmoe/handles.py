@@ -42,8 +42,6 @@ class Received(_Fields):
 class Form:
     """What all rounds share whose calls agree in D, K, dtypes, layout and where the weights apply."""
 
-    expert_major: bool
-    weight_rows: bool
     steps: list[int]  # words[bisect_left(steps, T)] are those for T tokens
     words: list[Tensor]  # `Exchange.words_for`
     attributes: dict[str, Any]  # of `Dispatched`
@@ -57,7 +55,7 @@ class Sent:
     num_tokens: int
     epoch: int
     words: Tensor
-    inputs: tuple[Any, ...]  # of the operator, for both halves
+    arguments: tuple[Any, ...]  # of the operator, for both halves
     awaits: ClassVar[tuple[str, ...]] = ("dispatch_recv",)
 
 

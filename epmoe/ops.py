@@ -31,15 +31,14 @@ _library.define("zero_padding_rows_(Tensor(a!) x, Tensor? num_tokens, int num_ro
 _library.define(
     "quantize_fp8(Tensor x, Tensor? num_tokens, int num_rows, bool per_tensor) -> (Tensor q, Tensor scales)"
 )
-_library.define(
-    "dispatch(Tensor x, Tensor ids, Tensor weights, Tensor? num_tokens, int num_rows, Tensor(a!) window, "
-    "Tensor(b!) scratch, Tensor exchange, bool expert_major, bool weight_rows, bool send, bool receive, "
-    "float timeout_s) -> ()"
-)
-_library.define(
-    "combine(Tensor(c!) y, Tensor? rows, bool expert_major, Tensor(a!) window, Tensor(b!) scratch, Tensor exchange, "
-    "bool send, bool receive, float timeout_s) -> ()"
-)
+for _half in ("", "_send", "_recv"):
+    _library.define(
+        f"dispatch{_half}(Tensor x, Tensor ids, Tensor weights, Tensor? num_tokens, int num_rows, Tensor(a!) window, "
+        "Tensor(b!) scratch, Tensor exchange) -> ()"
+    )
+    _library.define(
+        f"combine{_half}(Tensor(c!) y, Tensor? rows, Tensor(a!) window, Tensor(b!) scratch, Tensor exchange) -> ()"
+    )
 
 
 @torch.library.register_fake("epmoe::route")
@@ -76,19 +75,23 @@ def _(x, num_tokens, num_rows, per_tensor):
 
 
 @torch.library.register_fake("epmoe::dispatch")
-def _(
-    x, ids, weights, num_tokens, num_rows, window, scratch, exchange, expert_major, weight_rows, send, receive,
-    timeout_s,
-):  # fmt: skip
+@torch.library.register_fake("epmoe::dispatch_send")
+@torch.library.register_fake("epmoe::dispatch_recv")
+def _(x, ids, weights, num_tokens, num_rows, window, scratch, exchange):
     return None
 
 
 @torch.library.register_fake("epmoe::combine")
-def _(y, rows, expert_major, window, scratch, exchange, send, receive, timeout_s):
+@torch.library.register_fake("epmoe::combine_send")
+@torch.library.register_fake("epmoe::combine_recv")
+def _(y, rows, window, scratch, exchange):
     return None
 
 
-_OPERATORS = ("route", "permute", "finalize", "zero_padding_rows_", "quantize_fp8", "dispatch", "combine")
+_OPERATORS = (
+    "route", "permute", "finalize", "zero_padding_rows_", "quantize_fp8",
+    "dispatch", "dispatch_send", "dispatch_recv", "combine", "combine_send", "combine_recv",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> torch._ops.OpOverload:

@@ -1,4 +1,4 @@
-"""The local operators as torch sees them: schemas, fakes, opcheck, and one graph under torch.compile."""
+"""The operators as torch sees them: schemas, fakes, opcheck, and one graph under torch.compile."""
 
 from __future__ import annotations
 
@@ -36,6 +36,26 @@ def test_opcheck_permute_and_finalize(device, id_dtype, counts):
     rows, _, _, row_of_pair = ops.permute(*args)
     if counts is None:  # slots past the counts are not written either
         torch.library.opcheck(ops.finalize, (rows, row_of_pair, randn(T, K).to(device), None))
+
+
+@pytest.mark.parametrize("half", ["", "_send", "_recv"])
+def test_opcheck_exchange(half):
+    """Each amid a round that has sent, since opcheck runs it on copies of its arguments, twice."""
+    config = epmoe.EPConfig(
+        model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"},
+        topology={"ep_size": 1},
+        capacity={"max_num_tokens_per_rank": T},
+    )
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    with epmoe.ExpertParallel(config) as ep:
+        sent = ep.dispatch_send(x := randn(T, D), distinct_ids(T, E, K), torch.full((T, K), 0.25))
+        *_, window, scratch, words = sent.arguments
+        torch.library.opcheck(getattr(ops, f"dispatch{half}"), sent.arguments, test_utils=checks)
+        d = ep.dispatch_recv(sent)
+        ep.combine_send(d.rows, d)
+        arguments = (torch.empty(T, D), d.rows, window, scratch, words)
+        torch.library.opcheck(getattr(ops, f"combine{half}"), arguments, test_utils=checks)
+        assert torch.equal(ep.combine_recv(d), x)
 
 
 def test_fakes_agree_on_other_dtypes(device):

@@ -9,6 +9,7 @@ import torch
 
 import epmoe
 from epmoe.group import check_multiprocessor
+from epmoe.memory import OFFSETS, SIZES
 
 
 def make_config(size: int = 1, experts: int = 8, top_k: int = 2, transport: str = "auto") -> epmoe.EPConfig:
@@ -111,6 +112,22 @@ def test_usable_outside_the_inference_mode_it_was_made_in():
     d = ep.dispatch(x, torch.tensor([[0], [1]]), torch.ones(2, 1))
     assert torch.equal(ep.combine(d.rows, d), x)
     ep.close()
+
+
+def timeout_s(ep: epmoe.ExpertParallel, layout: str) -> float:
+    """How long the operators of a round wait, as they are told."""
+    d = ep.dispatch(torch.zeros(1, 64), torch.tensor([[0]]), torch.ones(1, 1), layout=layout)
+    ep.abort(d)
+    return d.sent.words[len(SIZES + OFFSETS) + 2].item() / 1e9
+
+
+def test_only_the_first_round_waits_for_ranks_that_still_load():
+    with epmoe.ExpertParallel(make_config()) as ep:
+        first, later = ep.config.exchange.warmup_timeout_s, ep.config.exchange.timeout_s
+        with torch.inference_mode():  # what is made in it must change outside, too
+            assert timeout_s(ep, "expert") == first > later
+        for layout in ("expert", "rank", "expert"):  # one that there was, one that there was not
+            assert timeout_s(ep, layout) == later
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,9 @@ def test_a_call_is_launched_as_its_row_says(table, name):
 def test_without_a_table_the_kernels_choose():
     with make_ep(None) as ep:
         assert launched(ep, 5) == [0, 0, 0]
-        words, plan = ep._exchange.words_for(64)[1][0], MemoryPlan.build(ep.config).as_ints()
+        words, plan = ep._exchange.words_for(64, True, False)[1][0], MemoryPlan.build(ep.config).as_ints()
         assert words.dtype == torch.int64 and words[: len(plan)].tolist() == plan
+        assert words[len(plan) :].tolist()[:2] == [True, False]  # expert_major, weight_rows
 
 
 def test_steps_ascend_whatever_the_order_of_rows():
@@ -128,7 +129,7 @@ def test_the_fastest_launch_is_found(monkeypatch, tmp_path):
         return SimpleNamespace(ep=ep, sample=sample, check=lambda: None)
 
     def pair_us(side, repeats, group):
-        words = side.ep._open.words_for(64)[1][0]
+        words = side.ep._open.words_for(64, True, False)[1][0]
         senders, _, team = (int(words[i]) for i in LAUNCH)
         return 100 + abs((team or 8) - 4) + abs((senders or 99) - 99)
 

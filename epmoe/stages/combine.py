@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from epmoe import ops
 from epmoe.exchange import Exchange
@@ -18,8 +19,8 @@ def combine(exchange: Exchange, expert_rows: Tensor, dispatched: Dispatched) -> 
     _check_round(exchange, dispatched, "combine")
     if dispatched.layout != "expert":
         raise ValueError("`combine` takes expert-major rows; a round of layout='rank' ends with combine_partial")
-    y = _launch(exchange, dispatched, _expert_rows(exchange, expert_rows, dispatched), True, receive=True)
-    return _closed(exchange, y)
+    rows = _expert_rows(exchange, expert_rows, dispatched)
+    return _closed(exchange, _launch(ops.combine, exchange, rows, dispatched))
 
 
 def combine_partial(exchange: Exchange, partial: Tensor, dispatched: Dispatched) -> Tensor:
@@ -27,16 +28,15 @@ def combine_partial(exchange: Exchange, partial: Tensor, dispatched: Dispatched)
     _check_round(exchange, dispatched, "combine_partial")
     if dispatched.layout != "rank":
         raise ValueError("`combine_partial` takes rank-major rows; a round of layout='expert' ends with combine")
-    y = _launch(exchange, dispatched, _partial_rows(exchange, partial, dispatched), False, receive=True)
-    return _closed(exchange, y)
+    rows = _partial_rows(exchange, partial, dispatched)
+    return _closed(exchange, _launch(ops.combine, exchange, rows, dispatched))
 
 
 def combine_send(exchange: Exchange, rows: Tensor, dispatched: Dispatched) -> None:
     """The first half of `combine`, or of `combine_partial` with layout="rank"; waits for nobody."""
     _check_round(exchange, dispatched, "combine_send")
-    expert_major = dispatched.layout == "expert"
-    checked = (_expert_rows if expert_major else _partial_rows)(exchange, rows, dispatched)
-    dispatched.y = _launch(exchange, dispatched, checked, expert_major, receive=False)
+    checked = (_expert_rows if dispatched.layout == "expert" else _partial_rows)(exchange, rows, dispatched)
+    dispatched.y = _launch(ops.combine_send, exchange, checked, dispatched)
     dispatched.awaits = ("combine_recv",)
 
 
@@ -66,7 +66,7 @@ def _give_up(exchange: Exchange, handle: Sent | Dispatched) -> None:
     if isinstance(handle, Sent):  # combine's flags say that dispatch has seen everyone's
         handle = dispatch_recv(exchange, handle)
     if handle.y is None:
-        _closed(exchange, _launch(exchange, handle, None, True, receive=True))
+        _closed(exchange, _launch(ops.combine, exchange, None, handle))
     else:
         _receive(exchange, handle)
 
@@ -89,18 +89,16 @@ def _partial_rows(exchange: Exchange, partial: Tensor, dispatched: Dispatched) -
     return aligned_rows(partial.flatten(0, 1))
 
 
-def _launch(
-    exchange: Exchange, dispatched: Dispatched, rows: Tensor | None, expert_major: bool, *, receive: bool
-) -> Tensor:
+def _launch(operator: OpOverload, exchange: Exchange, rows: Tensor | None, dispatched: Dispatched) -> Tensor:
     y = torch.empty(dispatched.num_tokens, dispatched.hidden_size, dtype=dispatched.dtype, device=exchange.device)
-    ops.combine(y, rows, expert_major, *exchange.memory, dispatched.sent.words, True, receive, exchange.timeout_s)
+    operator(y, rows, *exchange.memory, dispatched.sent.words)
     return y
 
 
 def _receive(exchange: Exchange, dispatched: Dispatched) -> Tensor:
     y = dispatched.y
     assert y is not None
-    ops.combine(y, None, True, *exchange.memory, dispatched.sent.words, False, True, exchange.timeout_s)
+    ops.combine_recv(y, None, *exchange.memory, dispatched.sent.words)
     dispatched.y = None
     return _closed(exchange, y)
 

@@ -37,7 +37,8 @@ def dispatch(
 ) -> Dispatched:
     """Send this rank's tokens and receive what its experts must compute; collective. See `ExpertParallel.dispatch`."""
     sent = _open_round(exchange, x, ids, weights, num_tokens, layout, apply_router_weight_on_input)
-    return _run(exchange, sent, send=True)
+    ops.dispatch(*sent.arguments)
+    return _received(exchange, sent)
 
 
 def dispatch_send(
@@ -52,7 +53,7 @@ def dispatch_send(
 ) -> Sent:
     """The first half of `dispatch`, which waits for nobody."""
     sent = _open_round(exchange, x, ids, weights, num_tokens, layout, apply_router_weight_on_input)
-    _launch(exchange, sent, send=True, receive=False)
+    ops.dispatch_send(*sent.arguments)
     exchange.open_round = sent
     return sent
 
@@ -60,7 +61,8 @@ def dispatch_send(
 def dispatch_recv(exchange: Exchange, sent: Sent) -> Dispatched:
     """The second half of `dispatch`."""
     exchange.expect(sent, "dispatch_recv", "sent")
-    return _run(exchange, sent, send=False)
+    ops.dispatch_recv(*sent.arguments)
+    return _received(exchange, sent)
 
 
 def _open_round(
@@ -76,20 +78,13 @@ def _open_round(
     form = _checked_form(exchange, x, ids, weights, layout, weight_rows)
     T = x.shape[0]
     scalar, rows = (None, T) if num_tokens is None else token_count(num_tokens, T, exchange.device)
+    words = form.words[bisect_left(form.steps, T)]
     inputs = aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights), scalar, rows
-    return Sent(form, T, exchange.next_epoch(), form.words[bisect_left(form.steps, T)], inputs)
+    return Sent(form, T, exchange.next_epoch(), words, (*inputs, *exchange.memory, words))
 
 
-def _launch(exchange: Exchange, sent: Sent, *, send: bool, receive: bool) -> None:
-    ops.dispatch(
-        *sent.inputs, *exchange.memory, sent.words, sent.form.expert_major, sent.form.weight_rows, send, receive,
-        exchange.timeout_s,
-    )  # fmt: skip
-
-
-def _run(exchange: Exchange, sent: Sent, *, send: bool) -> Dispatched:
-    _launch(exchange, sent, send=send, receive=True)
-    sent.inputs = ()  # the round needs their memory no longer
+def _received(exchange: Exchange, sent: Sent) -> Dispatched:
+    sent.arguments = ()  # the round needs their memory no longer
     exchange.open_round = dispatched = Dispatched(sent)
     return dispatched
 
@@ -141,7 +136,7 @@ def _new_form(exchange: Exchange, x: Tensor, K: int, layout: Layout, weight_rows
     recv = Received(Received.attributes("recv", layout, received))
     attributes = Dispatched.attributes("dispatched", layout, fields)
     attributes |= {"recv": recv, "layout": layout, "dtype": x.dtype, "hidden_size": D}
-    return Form(layout == "expert", weight_rows, *exchange.words_for(D), attributes)
+    return Form(*exchange.words_for(D, layout == "expert", weight_rows), attributes)
 
 
 def _check_inputs(exchange: Exchange, x: Tensor, ids: Tensor, weights: Tensor, layout: str, weight_rows: bool) -> None:

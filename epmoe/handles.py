@@ -15,7 +15,7 @@ class _Fields:
     """Named tensors, some of which a layout has not. Rounds of one form share them: the buffers never move."""
 
     def __init__(self, attributes: dict[str, Any]):
-        self.__dict__.update(attributes)
+        self.__dict__ = attributes
 
     @staticmethod
     def attributes(owner: str, layout: str, fields: dict[str, Tensor | None]) -> dict[str, Any]:
@@ -76,5 +76,5 @@ class Dispatched(_Fields):
     y: Tensor | None = None  # from combine_send to combine_recv
 
     def __init__(self, sent: Sent):
-        super().__init__(sent.form.attributes)
+        self.__dict__ = sent.form.attributes.copy()
         self.sent, self.num_tokens, self.epoch = sent, sent.num_tokens, sent.epoch

@@ -118,9 +118,8 @@ class ExpertParallel:
         """
         exchange = self._open
         dispatched = dispatch_stage.dispatch(
-            exchange, x, ids, weights, num_tokens=num_tokens, layout=layout,
-            apply_router_weight_on_input=apply_router_weight_on_input,
-        )  # fmt: skip
+            exchange, x, ids, weights, num_tokens, layout, apply_router_weight_on_input
+        )
         return _looked_at(exchange, dispatched)
 
     def dispatch_send(
@@ -142,9 +141,8 @@ class ExpertParallel:
         written before `dispatch_recv` has returned.
         """
         return dispatch_stage.dispatch_send(
-            self._open, x, ids, weights, num_tokens=num_tokens, layout=layout,
-            apply_router_weight_on_input=apply_router_weight_on_input,
-        )  # fmt: skip
+            self._open, x, ids, weights, num_tokens, layout, apply_router_weight_on_input
+        )
 
     def dispatch_recv(self, sent: Sent) -> Dispatched:
         """The second half of `dispatch`: waits for every rank's tokens.

@@ -78,6 +78,22 @@ def test_calls_like_one_that_passed_are_still_checked():
                 ep.dispatch(*bad)
 
 
+def test_rows_of_the_shape_that_dispatch_returned_are_still_checked():
+    with epmoe.ExpertParallel(make_config()) as ep:
+        x = torch.randn(3, 64)
+        d = ep.dispatch(x, torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1))
+        for bad, error, message in [
+            (d.rows.double(), TypeError, r"`expert_rows` must be float32 \[N, 64\], got float64"),
+            (d.rows.to("meta"), ValueError, "`expert_rows` must be on cpu, got meta"),
+            (d.rows.clone().requires_grad_(), RuntimeError, "forward only"),
+            (d.rows.numpy(), TypeError, "`expert_rows` must be .*, got ndarray"),
+        ]:
+            with pytest.raises(error, match=message):
+                ep.combine(bad, d)
+        unaligned = torch.empty(d.rows.numel() + 1)[1:].view_as(d.rows).copy_(d.rows)
+        assert torch.equal(ep.combine(unaligned, d), x)
+
+
 def test_several_ranks_need_a_group():
     with pytest.raises(
         ValueError, match=r"ep_size must equal the size of the group, 1, got 2; torch.distributed is not"

@@ -30,13 +30,12 @@ def dispatch(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    *,
-    num_tokens: int | Tensor | None = None,
-    layout: Layout = "expert",
-    apply_router_weight_on_input: bool = False,
+    num_tokens: int | Tensor | None,
+    layout: Layout,
+    weight_rows: bool,
 ) -> Dispatched:
     """Send this rank's tokens and receive what its experts must compute; collective. See `ExpertParallel.dispatch`."""
-    sent = _open_round(exchange, x, ids, weights, num_tokens, layout, apply_router_weight_on_input)
+    sent = _open_round(exchange, x, ids, weights, num_tokens, layout, weight_rows)
     ops.dispatch(*sent.arguments)
     return _received(exchange, sent)
 
@@ -46,13 +45,12 @@ def dispatch_send(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    *,
-    num_tokens: int | Tensor | None = None,
-    layout: Layout = "expert",
-    apply_router_weight_on_input: bool = False,
+    num_tokens: int | Tensor | None,
+    layout: Layout,
+    weight_rows: bool,
 ) -> Sent:
     """The first half of `dispatch`, which waits for nobody."""
-    sent = _open_round(exchange, x, ids, weights, num_tokens, layout, apply_router_weight_on_input)
+    sent = _open_round(exchange, x, ids, weights, num_tokens, layout, weight_rows)
     ops.dispatch_send(*sent.arguments)
     exchange.open_round = sent
     return sent
@@ -79,8 +77,11 @@ def _open_round(
     T = x.shape[0]
     scalar, rows = (None, T) if num_tokens is None else token_count(num_tokens, T, exchange.device)
     words = form.words[bisect_left(form.steps, T)]
-    inputs = aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights), scalar, rows
-    return Sent(form, T, exchange.next_epoch(), words, (*inputs, *exchange.memory, words))
+    # One row is contiguous whatever its stride, which must be of whole 16 bytes.
+    if not (T > 1 and x.is_contiguous() and ids.is_contiguous() and weights.is_contiguous() and not x.data_ptr() % 16):
+        x, ids, weights = aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights)
+    arguments = x, ids, weights, scalar, rows, *exchange.memory, words
+    return Sent(form, T, exchange.next_epoch(), words, arguments)
 
 
 def _received(exchange: Exchange, sent: Sent) -> Dispatched:
@@ -94,14 +95,15 @@ def _checked_form(
 ) -> Form:
     """Raises what `_check_inputs` does, but of a form that has passed before looks only at what may differ."""
     try:
-        (T, D), (rows, K) = x.shape, ids.shape
+        T, D = x.shape
+        shape = rows, K = ids.shape
         key = (D, K, x.dtype, ids.dtype, weights.dtype, layout, weight_rows)
         form = exchange.forms.get(key)
         device = exchange.device
         if (
             form is not None
             and rows == T <= exchange.max_tokens
-            and weights.shape == ids.shape
+            and weights.shape == shape
             and x.device == device
             and ids.device == device
             and weights.device == device

@@ -39,6 +39,13 @@ def test_rows_may_start_anywhere(x):
         assert torch.equal(ep.combine(d.rows, d), x)
 
 
+def test_a_single_row_may_have_any_stride():
+    with epmoe.ExpertParallel(make_config()) as ep:
+        x = torch.randn(2, 65)[:1, :64]
+        d = ep.dispatch(x, torch.zeros(2, 3, dtype=torch.int32)[:1, :1], torch.ones(2, 5)[:1, :1])
+        assert torch.equal(ep.combine(d.rows, d), x)
+
+
 def test_ids_of_no_token_may_have_any_strides():
     with epmoe.ExpertParallel(make_config()) as ep:
         no_ids, no_weights = torch.empty(2, 0, dtype=torch.int32).t(), torch.empty(2, 0).t()

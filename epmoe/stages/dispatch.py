@@ -77,8 +77,7 @@ def _open_round(
     T = x.shape[0]
     scalar, rows = (None, T) if num_tokens is None else token_count(num_tokens, T, exchange.device)
     words = form.words[bisect_left(form.steps, T)]
-    # One row is contiguous whatever its stride, which must be of whole 16 bytes.
-    if not (T > 1 and x.is_contiguous() and ids.is_contiguous() and weights.is_contiguous() and not x.data_ptr() % 16):
+    if not (x.is_contiguous() and ids.is_contiguous() and weights.is_contiguous() and not x.data_ptr() % 16):
         x, ids, weights = aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights)
     arguments = x, ids, weights, scalar, rows, *exchange.memory, words
     return Sent(form, T, exchange.next_epoch(), words, arguments)

@@ -162,7 +162,7 @@ def test_two_gpus(tmp_path):
     done = run([*launch, *bench], PYTHONPATH=os.pathsep.join(sys.path))  # packages that were carried along, too
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "figures.json").read_text())
-    assert len(rows) == 2 * (5 + 3 + 3)
+    assert len(rows) == 2 * (6 + 4 + 4)  # NCCL carries plain rows alone
     assert all(row["times"]["pair"] > 0 for row in rows)
 
 

@@ -72,19 +72,16 @@ def _give_up(exchange: Exchange, handle: Sent | Dispatched) -> None:
 
 
 def _expert_rows(exchange: Exchange, rows: Tensor, dispatched: Dispatched) -> Tensor:
-    if not (  # as many rows as dispatch made room for
-        isinstance(rows, Tensor)
-        and rows.shape == dispatched.rows.shape
-        and rows.dtype == dispatched.dtype
-        and rows.device == exchange.device
-        and not rows.requires_grad
-    ):
-        check_tensor("expert_rows", rows, (dispatched.dtype,), ("N", dispatched.hidden_size), exchange.device)
-        check_forward_only(rows)
-        if rows.shape[0] < exchange.plan.sizes["max_rows"] and exchange.device.type == "cpu":  # a GPU skips such rows
-            needed = int(exchange.views["expert_offsets"][-1])
-            if rows.shape[0] < needed:
-                raise ValueError(f"`expert_rows` must hold at least {needed} rows, got {rows.shape[0]}")
+    # The long check only where something differs.
+    D = dispatched.hidden_size
+    shape: tuple[int, ...] = getattr(rows, "shape", ())
+    if len(shape) != 2 or shape[1] != D or rows.dtype != dispatched.dtype or rows.device != exchange.device:
+        check_tensor("expert_rows", rows, (dispatched.dtype,), ("N", D), exchange.device)
+    check_forward_only(rows)
+    if exchange.device.type == "cpu" and rows.shape[0] < exchange.plan.sizes["max_rows"]:  # a GPU skips such rows
+        needed = int(exchange.views["expert_offsets"][-1])
+        if rows.shape[0] < needed:
+            raise ValueError(f"`expert_rows` must hold at least {needed} rows, got {rows.shape[0]}")
     return aligned_rows(rows)
 
 

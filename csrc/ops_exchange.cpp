@@ -77,7 +77,7 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
   STD_TORCH_CHECK(D >= 1 && D <= plan.D && (plan.payload_fp8 || D * bytes <= plan.x_stride_bytes),
                   "a row of x must fit the plan");
   STD_TORCH_CHECK(plan.combine_fp8 || D * bytes <= plan.combine_stride_bytes, "a row of y must fit the plan");
-  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && (T <= 1 || x.stride(0) * bytes % 16 == 0),
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x.stride(0) * bytes % 16 == 0,
                   "rows of x must start at multiples of 16 bytes");
   DispatchArgs args{
       .x_TD = x.data_ptr(),

@@ -53,6 +53,19 @@ def test_ids_of_no_token_may_have_any_strides():
         assert ep.combine(d.rows, d).shape == (0, 64)
 
 
+@pytest.mark.parametrize("step", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+def test_no_tokens_may_lie_apart_within_a_row(step):
+    """Which torch calls contiguous all the same."""
+    dtypes, lengths = (torch.float32, torch.int32, torch.float32), (64, 2, 2)
+    with epmoe.ExpertParallel(make_config()) as ep:
+        for _ in range(2):  # also once the form has passed
+            sliced = (
+                torch.empty(0, n * s, dtype=dtype)[:, ::s] for n, s, dtype in zip(lengths, step, dtypes, strict=True)
+            )
+            d = ep.dispatch(*sliced)
+            assert ep.combine(d.rows, d).shape == (0, 64)
+
+
 def test_too_few_expert_rows():
     with epmoe.ExpertParallel(make_config()) as ep:
         x = torch.randn(3, 64)

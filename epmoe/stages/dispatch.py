@@ -77,9 +77,8 @@ def _open_round(
     T = x.shape[0]
     scalar, rows = (None, T) if num_tokens is None else token_count(num_tokens, T, exchange.device)
     words = form.words[bisect_left(form.steps, T)]
-    if not (x.is_contiguous() and ids.is_contiguous() and weights.is_contiguous() and not x.data_ptr() % 16):
-        x, ids, weights = aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights)
-    arguments = x, ids, weights, scalar, rows, *exchange.memory, words
+    inputs = aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights)
+    arguments = *inputs, scalar, rows, *exchange.memory, words
     return Sent(form, T, exchange.next_epoch(), words, arguments)
 
 

@@ -17,7 +17,9 @@ from epmoe.tuning import Tuning
 from epmoe.window import Window
 
 _CODE, _NEEDED_ROWS = STATUS.index("code"), STATUS.index("needed_rows")
-_TIMEOUT_NS = len(SIZES + OFFSETS) + 2  # of an exchange's words
+# What the operators know of a round beside its memory, `Words` in csrc/ops_exchange.cpp; every rank's window follows.
+WORDS = (*SIZES, *OFFSETS, "expert_major", "weight_rows", "timeout_ns", "status")
+_TIMEOUT_NS = WORDS.index("timeout_ns")
 
 
 @dataclass
@@ -120,15 +122,16 @@ class Exchange:
     def words_for(self, hidden_size: int, expert_major: bool, weight_rows: bool) -> tuple[list[int], list[Tensor]]:
         """Steps of tokens, and for each, as `Tuning.steps`, what the operators know of a round beside its memory.
 
-        That is int64 on the host, `Words` in csrc/ops_exchange.cpp; one tensor for each launch and both flags.
+        That is int64 on the host: `WORDS`, then every rank's window; one tensor for each launch and both flags.
         """
         steps, launches = self.tuning.steps(hidden_size, self.plan.sizes["R"])
         addresses = [self.status.data_ptr(), *self.window.addresses]
         keys = [(expert_major, weight_rows, *launch.values()) for launch in launches]
         with torch.inference_mode(False):  # else another timeout could not be written outside inference mode
             for key, launch in zip(keys, launches, strict=True):
-                words = [*self.plan.as_ints(**launch), expert_major, weight_rows, self.timeout_ns, *addresses]
-                self.words.setdefault(key, torch.tensor(words, dtype=torch.int64, device="cpu"))
+                if key not in self.words:
+                    words = [*self.plan.as_ints(**launch), expert_major, weight_rows, self.timeout_ns, *addresses]
+                    self.words[key] = torch.tensor(words, dtype=torch.int64, device="cpu")
         return steps, [self.words[key] for key in keys]
 
     def rows_as(self, name: str, dtype: torch.dtype, length: int) -> Tensor:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import epmoe
+from epmoe.exchange import WORDS
 from epmoe.group import check_multiprocessor
-from epmoe.memory import OFFSETS, SIZES
 
 
 def make_config(size: int = 1, experts: int = 8, top_k: int = 2, transport: str = "auto") -> epmoe.EPConfig:
@@ -154,7 +154,7 @@ def timeout_s(ep: epmoe.ExpertParallel, layout: str) -> float:
     """How long the operators of a round wait, as they are told."""
     d = ep.dispatch(torch.zeros(1, 64), torch.tensor([[0]]), torch.ones(1, 1), layout=layout)
     ep.abort(d)
-    return d.sent.words[len(SIZES + OFFSETS) + 2].item() / 1e9
+    return d.sent.words[WORDS.index("timeout_ns")].item() / 1e9
 
 
 def test_only_the_first_round_waits_for_ranks_that_still_load():

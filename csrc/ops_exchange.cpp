@@ -111,7 +111,7 @@ void combine(const Tensor& y, const std::optional<Tensor>& rows, const Tensor& w
                   "y must be contiguous [T, D] and fit the plan");
   CombineArgs args{
       .rows = nullptr,
-      .expert_major = !rows || words.expert_major,  // no rows, nothing to forward: cuda/combine.cu
+      .expert_major = words.expert_major != 0,
       .rows_stride_bytes = 0,
       .num_rows = 0,
       .y_TD = y.data_ptr(),

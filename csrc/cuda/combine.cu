@@ -164,7 +164,8 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   // What this rank has received it knows on the device only: as much as it sends, on average.
   int64_t T = std::max<int64_t>(args.T, 1), wire = plan.combine_fp8 ? 1 : itemsize(dtype), slots = T * plan.R;
   bool few = args.T <= plan.few_tokens;
-  bool forwards = !few && !plan.combine_fp8 && !args.expert_major && device.major >= 9 && device.is_scarce(sms);
+  bool forwards =
+      args.rows && !args.expert_major && !plan.combine_fp8 && !few && device.major >= 9 && device.is_scarce(sms);
   bool whole = args.send && args.receive;
   int sent = !few ? 0 : args.T <= tokens_by_line(plan.combine_fp8) || !whole ? 1 : kSumLines;
   int together = blocks_together(sent), threads = threads_of(sent), warps = threads / 32;

@@ -182,7 +182,9 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
     int64_t rows = ceil_div(slots * team, share * warps);  // of a team
     if (slots <= most) share = most * 5 / 6;
     if (rows > 1) share = most * 5 / 8;
-    if (rows > 64) share = most * 11 / 12, team = 2;
+    bool sums = args.expert_major && plan.K > 2 * plan.R;  // of so many rows that those take longer than the wire
+    if (rows > 64) share = most * 11 / 12;
+    if (rows > 64 || sums) team = 2;
     if (plan.combine_fp8 && slots > share * warps * 4) team = 1;
   }
   if (plan.combine_team)

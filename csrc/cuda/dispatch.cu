@@ -72,6 +72,7 @@ template <int kMoved, typename Source, int kTogether = blocks_together(kMoved)>
 __global__ void __launch_bounds__(threads_of(kMoved), kTogether)
     dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
   constexpr bool kFp8 = !std::is_void_v<Source>, kFew = kMoved > 0;
+  constexpr int kGroups = kMoved == 1 ? 1 : kFew ? 2 : 4;  // of many tokens waiting costs more, of few longer code
   __shared__ DispatchShared shared;
   extern __shared__ __align__(128) char dynamic[];
   const Exchange& ex = kernel.ex;
@@ -97,11 +98,11 @@ __global__ void __launch_bounds__(threads_of(kMoved), kTogether)
   if (kFew && sends) leaving.read(b);
   int32_t tokens = kernel.tokens(wanted);
   if (threadIdx.x == 0) shared.epoch = last_epoch + 1, shared.latched = latched;
-  if (leader && kernel.args.send) send_counts(b, tokens);
+  if (leader && kernel.args.send) send_counts<kGroups>(b, tokens);
   if (sends) {
-    ok = kFew ? send_parts(b, tokens, leaving) : send_rows<Source>(b, tokens, &round->sent[kDispatch]);
+    ok = kFew ? send_parts(b, tokens, leaving) : send_rows<Source, kGroups>(b, tokens, &round->sent[kDispatch]);
   } else if (kFew && static_cast<int32_t>(blockIdx.x) < kernel.senders + kernel.tellers) {
-    send_pairs(b, tokens);
+    send_pairs<kGroups>(b, tokens);
   }
   if (kernel.args.send && leader && threadIdx.x == 0 && wanted != tokens)
     ++in_scratch<int64_t>(ex, plan.counters)[kClampedNumTokens];

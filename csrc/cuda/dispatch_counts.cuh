@@ -8,10 +8,11 @@ namespace epmoe::cuda {
 constexpr int kSources = 4;  // whose words are asked for at once
 
 // By one block: counts everything and tells every rank, which opens the round, if it may be opened.
+template <int kGroups>
 __device__ __forceinline__ void send_counts(DispatchBlock& b, int32_t tokens) {
   const ExchangePlan& plan = b.plan;
   auto R = static_cast<int32_t>(plan.R), P = static_cast<int32_t>(plan.P);
-  count_tokens(b, 0, tokens);
+  count_tokens<kGroups>(b, 0, tokens);
   __syncthreads();
   if (!b.may_open()) return;
   // To the rank of each expert, and to all others too where they may be looking for the place of a row of theirs.

@@ -98,6 +98,7 @@ __device__ __forceinline__ bool send_parts(DispatchBlock& b, int32_t tokens, Lea
 
 // By the blocks from the one that has counted on, that one last: tells every rank of all pairs, as many tokens at a
 // time as a block has warps. A lane takes a pair, and a warp as many tokens as fit.
+template <int kGroups>
 __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens) {
   const ExchangePlan& plan = b.plan;
   int32_t blocks = b.kernel.tellers, block = blockIdx.x - b.kernel.senders, counted = 0, group = block_warps();
@@ -115,7 +116,7 @@ __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens) {
     bool real = lanes.k < K && t < end;
     Given pair(b.args, t, lanes.k, real);
     int32_t p = physical(b, t, pair);
-    count_tokens<false>(b, counted, begin);
+    count_tokens<kGroups, false>(b, counted, begin);
     counted = end;
     uint32_t same = __match_any_sync(kAllLanes, p), before = same & ((1u << lane) - 1);
     for (int32_t first = begin, turn = 0; first < end; first += lanes.tokens, ++turn) {

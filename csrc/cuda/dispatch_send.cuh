@@ -75,7 +75,7 @@ __device__ __forceinline__ void raise_flags(const DispatchBlock& b, int32_t coun
 
 // By the blocks that send, a token at a time: warp 0 sends it, and raises its flags when it has arrived, while the
 // others count those up to the next. False if the round may not be opened.
-template <typename Source>
+template <typename Source, int kGroups>
 __device__ __forceinline__ bool send_rows(DispatchBlock& b, int32_t tokens, int32_t* ticket) {
   int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, counted = 0, unflagged = 0, senders = b.kernel.senders;
   bool sends = warp == 0, more = tokens > senders, bases_known = false;
@@ -84,7 +84,7 @@ __device__ __forceinline__ bool send_rows(DispatchBlock& b, int32_t tokens, int3
   for (int32_t t = blockIdx.x, n = 0, next; t < tokens; t = next, n ^= 1) {
     int32_t drawn = warp == 1 && more ? draw(ticket) : 0;
     if (warp == kWarps - 1) read_token(b, t, n);  // the last warps have the fewest tokens to count
-    count_tokens(b, counted, t, 1);
+    count_tokens<kGroups>(b, counted, t, 1);
     counted = t + 1;
     if (warp == 1 && lane == 0) b.shared.next = more ? senders + drawn : tokens;
     __syncthreads();

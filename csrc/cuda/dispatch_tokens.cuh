@@ -9,12 +9,14 @@ struct Given {
   int64_t id = -1;
   float weight = 0.0f;
 
+  Given() = default;
+  // Without branches, so that what is asked for next is not kept waiting: where there are tokens, there is a pair 0.
   __device__ __forceinline__ Given(const DispatchArgs& args, int64_t t, int32_t k, bool real) {
-    if (!real) return;
-    int64_t index = t * args.ids_stride + k;
-    id = args.wide_ids ? static_cast<const int64_t*>(args.ids_TK)[index]
-                       : static_cast<const int32_t*>(args.ids_TK)[index];
-    weight = load_float(args.weights_TK, args.weights_dtype, t * args.weights_stride + k);
+    int64_t index = real ? t * args.ids_stride + k : 0;
+    int64_t given = args.wide_ids ? static_cast<const int64_t*>(args.ids_TK)[index]
+                                  : static_cast<const int32_t*>(args.ids_TK)[index];
+    float value = load_float(args.weights_TK, args.weights_dtype, real ? t * args.weights_stride + k : 0);
+    if (real) id = given, weight = value;
   }
 };
 // The logical expert, -1 for any id that is none.
@@ -47,26 +49,31 @@ struct PairLanes {
 };
 
 // By the block's warps from `first_warp` on: adds tokens [begin, end) to the counts by expert and, if asked, by rank.
-template <bool kByRank = true>
+// kGroups: of as many tokens as fit into a warp, whose pairs are asked for before the first is counted.
+template <int kGroups, bool kByRank = true>
 __device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, int32_t end, int32_t first_warp = 0) {
-  int32_t K = b.args.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32 - first_warp, rows = 0;
+  int32_t K = b.args.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32 - first_warp;
   if (warp < 0) return;
   PairLanes lanes(K);
+  int32_t step = (block_warps() - first_warp) * lanes.tokens;
 #pragma unroll 1
-  for (int32_t first = begin + warp * lanes.tokens; first < end; first += (block_warps() - first_warp) * lanes.tokens) {
-    int32_t t = first + lanes.t;
-    int32_t p = physical(b, t, Given(b.args, t, lanes.k, lanes.k < K && t < end));
-    uint32_t ranks = b.rank_mask(p);
-    if (p >= 0) atomicAdd(&b.count[p], 1);
-    if constexpr (kByRank) {
-#pragma unroll 1
-      for (int32_t offset = 1; offset < lanes.width; offset *= 2) ranks |= __shfl_xor_sync(kAllLanes, ranks, offset);
-#pragma unroll 1
-      for (int32_t token = 0; token < 32; token += lanes.width)
-        rows += __shfl_sync(kAllLanes, ranks, token) >> lane & 1u;
+  for (int32_t first = begin + warp * lanes.tokens + lanes.t; first - lanes.t < end; first += kGroups * step) {
+    Given pairs[kGroups];
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      int32_t t = first + i * step;
+      pairs[i] = {b.args, t, lanes.k, lanes.k < K && t < end};
+    }
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      int32_t p = physical(b, first + i * step, pairs[i]), owner = p < 0 ? -1 : b.place[p] >> 16;
+      if (p >= 0) atomicAdd(&b.count[p], 1);
+      if constexpr (kByRank) {  // once a token and rank
+        uint32_t same = __match_any_sync(kAllLanes, owner < 0 ? -1 : lanes.t << 16 | owner);
+        if (owner >= 0 && !(same & ((1u << lane) - 1))) atomicAdd(&b.shared.rank_count[owner], 1);
+      }
     }
   }
-  if (rows) atomicAdd(&b.shared.rank_count[lane], rows);
 }
 
 // By a warp, lane by pair: reads a token's pairs into row `n` of the block's table.

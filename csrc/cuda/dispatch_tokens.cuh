@@ -19,6 +19,7 @@ struct Given {
     if (real) id = given, weight = value;
   }
 };
+
 // The logical expert, -1 for any id that is none.
 __device__ __forceinline__ int32_t expert_of(const DispatchBlock& b, int64_t id) {
   return id >= 0 && id < b.plan.E ? static_cast<int32_t>(id) : -1;
@@ -30,6 +31,7 @@ static __device__ __noinline__ int32_t copy_of(const Exchange& ex, int32_t t, in
   auto copy = (static_cast<uint32_t>(t) + static_cast<uint32_t>(ex.plan.rank)) % copies;
   return in_scratch<int32_t>(ex, ex.plan.copies_table)[expert * ex.plan.copies + copy];
 }
+
 // The physical expert of token t's pair, -1 where there is nothing to compute.
 __device__ __forceinline__ int32_t physical(const DispatchBlock& b, int32_t t, const Given& pair) {
   int32_t expert = expert_of(b, pair.id);

@@ -129,8 +129,9 @@ struct DispatchBlock {
   __device__ __forceinline__ bool owns(int32_t id) const {
     return id >= 0 && id < plan.P && place[id] >> 16 == plan.rank;
   }
-  // The rank of a physical expert as a mask, none for -1.
-  __device__ __forceinline__ uint32_t rank_mask(int32_t p) const { return p < 0 ? 0u : 1u << (place[p] >> 16); }
+  // The rank of a physical expert, -1 for -1; and as a mask, none for -1.
+  __device__ __forceinline__ int32_t owner_of(int32_t p) const { return p < 0 ? -1 : place[p] >> 16; }
+  __device__ __forceinline__ uint32_t rank_mask(int32_t p) const { return p < 0 ? 0u : 1u << owner_of(p); }
   // The row of a pair that this rank is to compute, -1 for any other; `ordinal` counts its source's pairs of the
   // expert.
   __device__ __forceinline__ int32_t row_of(int32_t id, int32_t ordinal, int32_t r) const {

@@ -12,7 +12,7 @@ __device__ __forceinline__ void place_token(DispatchBlock& b, int32_t t, int32_t
   const ExchangePlan& plan = b.plan;
   DispatchShared& shared = b.shared;
   Sending& sending = b.shared.sending;
-  int32_t lane = threadIdx.x, id = shared.ids[n][lane], owner = id < 0 ? -1 : b.place[id] >> 16;
+  int32_t lane = threadIdx.x, id = shared.ids[n][lane], owner = b.owner_of(id);
   uint32_t ranks = shared.ranks[n], same = __match_any_sync(kAllLanes, id), before = (1u << lane) - 1;
   int32_t ordinal = id < 0 ? -1 : b.count[id] + __popc(same & before);
   int32_t slot = ranks >> lane & 1u ? shared.rank_count[lane] : -1, row = -1;

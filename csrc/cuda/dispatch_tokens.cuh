@@ -41,12 +41,12 @@ __device__ __forceinline__ int32_t physical(const DispatchBlock& b, int32_t t, c
 
 // A lane takes a pair, and a warp as many tokens as fit.
 struct PairLanes {
-  int32_t width, tokens;  // lanes of a token, tokens of a warp
-  int32_t t, k;           // this lane's token, from the warp's first on, and pair
+  int32_t tokens;  // of a warp
+  int32_t t, k;    // this lane's token, from the warp's first on, and pair
 
   __device__ __forceinline__ explicit PairLanes(int32_t K) {
     int32_t lane = threadIdx.x % 32, log = 32 - __clz(K - 1);
-    width = 1 << log, tokens = 32 >> log, t = lane >> log, k = lane & (width - 1);
+    tokens = 32 >> log, t = lane >> log, k = lane & ((1 << log) - 1);
   }
 };
 
@@ -68,7 +68,7 @@ __device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, in
     }
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
-      int32_t p = physical(b, first + i * step, pairs[i]), owner = p < 0 ? -1 : b.place[p] >> 16;
+      int32_t p = physical(b, first + i * step, pairs[i]), owner = b.owner_of(p);
       if (p >= 0) atomicAdd(&b.count[p], 1);
       if constexpr (kByRank) {  // once a token and rank
         uint32_t same = __match_any_sync(kAllLanes, owner < 0 ? -1 : lanes.t << 16 | owner);

@@ -76,5 +76,5 @@ class Dispatched(_Fields):
     y: Tensor | None = None  # from combine_send to combine_recv
 
     def __init__(self, sent: Sent):
-        self.__dict__ = sent.form.attributes.copy()
+        super().__init__(sent.form.attributes.copy())
         self.sent, self.num_tokens, self.epoch = sent, sent.num_tokens, sent.epoch

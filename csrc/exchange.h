@@ -10,7 +10,7 @@ struct Exchange {
   char* peers_R[kMaxRanks];
   char* scratch;
   Status* status;
-  double timeout_s;
+  int64_t timeout_ns;
 };
 
 struct DispatchArgs {

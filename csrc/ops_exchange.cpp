@@ -39,7 +39,7 @@ Exchange exchange_of(const Words& words, const Tensor& window, const Tensor& scr
       .peers_R = {},
       .scratch = reinterpret_cast<char*>(pointer<uint8_t>(scratch, words.plan.rows_sent + R * 8, "scratch")),
       .status = reinterpret_cast<Status*>(words.status),
-      .timeout_s = static_cast<double>(words.timeout_ns) / 1e9,
+      .timeout_ns = words.timeout_ns,
   };
   std::memcpy(exchange.peers_R, &words + 1, R * sizeof(char*));
   return exchange;

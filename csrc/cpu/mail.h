@@ -33,10 +33,10 @@ T* in_scratch(const Exchange& ex, int64_t offset) {
   return reinterpret_cast<T*>(ex.scratch + offset);
 }
 
-inline double now_s() {
+inline int64_t now_ns() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
-  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+  return int64_t{t.tv_sec} * 1'000'000'000 + t.tv_nsec;
 }
 
 inline void ring(const Exchange& ex, int64_t rank) {
@@ -85,10 +85,10 @@ inline void fail(const Exchange& ex, Stage stage, uint32_t epoch, uint64_t missi
 // Waits for every rank's flag. False after the deadline, or when another rank has told of its own failure.
 inline bool wait_for_all(const Exchange& ex, Stage stage, int64_t mail_offset, uint32_t epoch) {
   constexpr int kSpins = 64, kYields = 16;
-  constexpr double kLongestSleep = 0.05;
+  constexpr int64_t kLongestSleepNs = 50'000'000;
   auto* bell = in_window<uint32_t>(ex, ex.plan.rank, ex.plan.doorbell);
   auto* errors = in_window<uint64_t>(ex, ex.plan.rank, ex.plan.error_mail);
-  double deadline = now_s() + ex.timeout_s;
+  int64_t deadline_ns = now_ns() + ex.timeout_ns;
   for (int64_t tries = 0;; ++tries) {
     uint32_t heard = std::atomic_ref(*bell).load(std::memory_order_acquire);
     uint64_t missing = missing_ranks(ex, mail_offset, epoch);
@@ -97,8 +97,8 @@ inline bool wait_for_all(const Exchange& ex, Stage stage, int64_t mail_offset, u
       uint64_t theirs = std::atomic_ref(errors[r]).load(std::memory_order_acquire);
       if (theirs) return fail(ex, stage, epoch, theirs, r), false;
     }
-    double left = deadline - now_s();
-    if (left <= 0) return fail(ex, stage, epoch, missing, ex.plan.rank), false;
+    int64_t left_ns = deadline_ns - now_ns();
+    if (left_ns <= 0) return fail(ex, stage, epoch, missing, ex.plan.rank), false;
     if (tries < kSpins) {
 #if defined(__x86_64__)
       __builtin_ia32_pause();
@@ -106,7 +106,7 @@ inline bool wait_for_all(const Exchange& ex, Stage stage, int64_t mail_offset, u
     } else if (tries < kSpins + kYields) {
       sched_yield();
     } else {
-      timespec sleep{0, static_cast<long>(std::min(left, kLongestSleep) * 1e9)};
+      timespec sleep{0, std::min(left_ns, kLongestSleepNs)};
       syscall(SYS_futex, bell, FUTEX_WAIT, heard, &sleep, nullptr, 0);
     }
   }

@@ -45,12 +45,12 @@ template <typename T, bool kFp8>
 __device__ __noinline__ void send_parts_too(CombineBlock b, int32_t* ticket) {
   Owed owed(b, first_part(b), parts_of(wire_bytes<T, kFp8>(b), 1));
   owed.read(b);
-  send_parts<1, T, kFp8>(b, owed, ticket);
+  send_parts<1, false, T, kFp8>(b, owed, ticket);
 }
 
 // kSent: lines of a row that a lane sends at a time where the rows of this rank's tokens come back as those of few do,
-// 0 where they come with flags.
-template <int kSent, typename T, bool kFp8>
+// 0 where they come with flags. kWide: it also sums so many at a time, else one, and has more pairs in flight.
+template <int kSent, bool kWide, typename T, bool kFp8>
 __global__ void __launch_bounds__(threads_of(kSent), blocks_together(kSent))
     combine_kernel(const __grid_constant__ CombineKernel kernel) {
   constexpr bool kFew = kSent > 0;
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(threads_of(kSent), blocks_together(kSent))
   if (sends && ok) {
     uint32_t all = plan.R == 32 ? kAllLanes : (1u << plan.R) - 1;
     if constexpr (kFew) {
-      send_parts<kSent, T, kFp8>(b, owed, &round->few_ticket[kCombine]);
+      send_parts<kSent, kWide, T, kFp8>(b, owed, &round->few_ticket[kCombine]);
       if (now.few != all) send_slots_too<T, kFp8>(b, steps, &round->sent[kCombine]);
     } else {
       if (!forwards) send_slots<T, kFp8>(b, owed, steps, &round->sent[kCombine]);
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(threads_of(kSent), blocks_together(kSent))
     if (forwards && sends && ok && threadIdx.x < 32) forward_rows<T>(b, steps, &round->sent[kCombine]);
   if (!args.receive) return;
   if constexpr (kFew) {
-    ok = ok && sum_parts<T, kFp8>(b, senders, &round->ticket[kCombine]);
+    ok = ok && sum_parts<kWide ? kSent : 1, T, kFp8>(b, senders, &round->ticket[kCombine]);
   } else if (ok) {
     constexpr int kLongest = 384;  // seven turns or so: what arrives last is not kept waiting
     Units units(args.T, static_cast<int32_t>(args.D / kPerVector<T>), forwards ? 0 : kernel.senders, kLongest);
@@ -126,24 +126,42 @@ __global__ void __launch_bounds__(threads_of(kSent), blocks_together(kSent))
 }
 
 template <typename T, bool kFp8>
-auto* kernel_of(int sent) {
-  return sent == 0   ? combine_kernel<0, T, kFp8>
-         : sent == 1 ? combine_kernel<1, T, kFp8>
-                     : combine_kernel<kSumLines, T, kFp8>;
+auto* kernel_of(int sent, bool wide) {
+  return sent == 0   ? combine_kernel<0, false, T, kFp8>
+         : sent == 1 ? combine_kernel<1, false, T, kFp8>
+         : wide      ? combine_kernel<kSumLines, !kFp8, T, kFp8>
+                     : combine_kernel<kSumLines, false, T, kFp8>;
 }
-auto* kernel_for(int sent, bool fp8, DType dtype) {
+auto* kernel_for(int sent, bool wide, bool fp8, DType dtype) {
   return visit(dtype, [&](auto type) {
     using T = decltype(type);
-    return fp8 ? kernel_of<T, true>(sent) : kernel_of<T, false>(sent);
+    return fp8 ? kernel_of<T, true>(sent, wide) : kernel_of<T, false>(sent, wide);
   });
 }
 
-// Of the blocks, those that send first where rows come back as those of few tokens do; as measured.
-int64_t percent_sending(bool fp8, int64_t T, int lines, bool whole) {
-  if (lines > 1) return fp8 ? 70 : T <= 128 ? 42 : 50;
-  if (!whole) return fp8 ? 56 : T <= 128 ? 50 : 62;
-  if (fp8) return T <= 96 ? 56 : 68;
-  return T <= 16 ? 50 : 40;
+// Lines of a row that a lane sends at a time, 0 where rows come with flags. As measured: of few rows and in halves one.
+int lines_to_send(const ExchangePlan& plan, const CombineArgs& args, int64_t row_bytes, bool whole) {
+  constexpr int64_t kFewParts = 1024;  // of rows, of one line a lane
+  if (args.T > plan.few_tokens) return 0;
+  int64_t parts = args.T * parts_of(row_bytes, 1);
+  bool one = plan.R <= kFewRanks ? parts <= kFewParts : args.T <= (plan.combine_fp8 ? 128 : 64);
+  return one || !whole ? 1 : kSumLines;
+}
+
+// Of so many blocks, those that send first where rows come back as those of few tokens do; as measured. Among few ranks
+// by what a token's row costs those who send, who read K rows and write R sums, and those who receive, who read and
+// unset these and write one row.
+int64_t share_sending(const ExchangePlan& plan, const CombineArgs& args, int64_t blocks, int64_t T, int lines) {
+  bool fp8 = plan.combine_fp8, whole = args.send && args.receive;
+  if (lines > 1 && plan.R <= kFewRanks) {
+    int64_t sending = 10 * ((args.expert_major ? plan.K : plan.R) + plan.R);
+    int64_t receiving = (fp8 ? 5 : 9) * (2 * plan.R + 1);
+    return blocks * sending / (sending + receiving);
+  }
+  if (lines > 1) return blocks * (fp8 ? 70 : T <= 128 ? 42 : 50) / 100;
+  if (!whole) return blocks * (fp8 ? 56 : T <= 128 ? 50 : 62) / 100;
+  if (fp8) return blocks * (T <= 96 ? 56 : 68) / 100;
+  return blocks * (T <= 16 ? 50 : 40) / 100;
 }
 
 }  // namespace
@@ -152,7 +170,8 @@ cudaError_t load_combine() {
   for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16})
     for (bool fp8 : {false, true})
       for (int sent : {0, 1, kSumLines})
-        if (cudaError_t error = load(kernel_for(sent, fp8, dtype))) return error;
+        for (bool wide : {false, true})
+          if (cudaError_t error = load(kernel_for(sent, wide, fp8, dtype))) return error;
   return cudaSuccess;
 }
 
@@ -162,19 +181,20 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   if (cudaError_t error = current_device(device)) return error;
   int64_t sms = std::min<int64_t>(plan.num_sms, device.multiprocessors);
   // What this rank has received it knows on the device only: as much as it sends, on average.
-  int64_t T = std::max<int64_t>(args.T, 1), wire = plan.combine_fp8 ? 1 : itemsize(dtype), slots = T * plan.R;
-  bool few = args.T <= plan.few_tokens;
-  bool forwards =
-      args.rows && !args.expert_major && !plan.combine_fp8 && !few && device.major >= 9 && device.is_scarce(sms);
+  int64_t T = std::max<int64_t>(args.T, 1), slots = T * plan.R;
+  int64_t row_bytes = args.D * (plan.combine_fp8 ? 1 : itemsize(dtype));
   bool whole = args.send && args.receive;
-  int sent = !few ? 0 : args.T <= tokens_by_line(plan.combine_fp8) || !whole ? 1 : kSumLines;
+  int sent = lines_to_send(plan, args, row_bytes, whole);
+  bool forwards =
+      args.rows && !args.expert_major && !plan.combine_fp8 && !sent && device.major >= 9 && device.is_scarce(sms);
+  bool wide = sent > 1 && plan.R <= kFewRanks && !plan.combine_fp8;  // fp8 of 256 tokens loses what 1024 gain
   int together = blocks_together(sent), threads = threads_of(sent), warps = threads / 32;
   int64_t most = whole ? sms * together : device.blocks_of_half(sms, args.receive);
   int64_t team = 4, senders = slots, receivers = most, share = std::max<int64_t>(most * 3 / 4, 1);
-  if (few) {
-    senders = ceil_div(slots * parts_of(args.D * wire, sent), warps);
-    receivers = ceil_div(T * parts_of(args.D * wire, 1), warps);
-    share = most * percent_sending(plan.combine_fp8, T, sent, whole) / 100;
+  if (sent) {
+    senders = ceil_div(slots * parts_of(row_bytes, sent), warps);
+    receivers = ceil_div(T * parts_of(row_bytes, wide ? sent : 1), warps);
+    share = share_sending(plan, args, most, T, sent);
   } else if (forwards) {
     senders = share = most;
   } else {  // as many warps a row as there are for all at once, or four, or fewer if there is more to do
@@ -190,12 +210,14 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   if (plan.combine_team)
     team = std::min<int64_t>(std::bit_floor(static_cast<uint64_t>(plan.combine_team)), warps & -warps);
   while (plan.combine_fp8 && warps / team * scale_bytes(args.D) > kStepsBytes / 2) team *= 2;
-  senders = std::min(plan.combine_senders ? plan.combine_senders : senders, std::max<int64_t>(share, 1));
+  senders = plan.combine_senders ? std::min(plan.combine_senders, most) : std::min(senders, share);
+  senders = std::max<int64_t>(senders, 1);
   if (!args.send) senders = 0;
   if (!args.receive) receivers = 0;
   CombineKernel kernel{exchange, args, static_cast<int32_t>(senders), static_cast<int32_t>(team), forwards};
   int64_t blocks = std::clamp<int64_t>(senders + receivers, 1, most);
-  return launch(kernel_for(sent, plan.combine_fp8, dtype), blocks, threads, senders ? kStepsBytes : 0, stream, kernel);
+  auto* function = kernel_for(sent, wide, plan.combine_fp8, dtype);
+  return launch(function, blocks, threads, senders ? kStepsBytes : 0, stream, kernel);
 }
 
 }  // namespace epmoe::cuda

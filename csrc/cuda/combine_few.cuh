@@ -5,9 +5,7 @@
 
 namespace epmoe::cuda {
 
-// Lines of a row that a lane sends at a time: one of as many tokens as this, of more the most.
-constexpr int64_t tokens_by_line(bool fp8) { return fp8 ? 128 : 64; }
-constexpr int kSumLines = 2;
+constexpr int kSumLines = 2;  // of a row, the most that a lane sends at a time
 
 // In `rank`'s window, where `sender` puts what it owes the token of a slot.
 __device__ __forceinline__ int32_t few_sum(const CombineBlock& b, int32_t sender, int32_t slot) {
@@ -23,8 +21,8 @@ __device__ __forceinline__ int64_t wire_bytes(const CombineBlock& b) {
   return b.args.D * (kFp8 ? 1 : sizeof(T));
 }
 
-// By a warp: one part of a slot's weighted sum into the window of its source.
-template <int N, typename T, bool kFp8, typename F>
+// By a warp: one part of a slot's weighted sum into the window of its source. kWide: of many pairs.
+template <int N, bool kWide, typename T, bool kFp8, typename F>
 __device__ __forceinline__ void send_part(const CombineBlock& b, int32_t source, int32_t s, int32_t index, Pair pair,
                                           F&& meanwhile) {
   constexpr int kCount = kPerVector<T>, kVectors = kFp8 ? 16 / kCount : 1;  // of x in a line
@@ -37,7 +35,7 @@ __device__ __forceinline__ void send_part(const CombineBlock& b, int32_t source,
     v[i] = part.at(i / kVectors) * kVectors + i % kVectors;
     inside[i] = part.inside(i / kVectors);
   }
-  constexpr int kDepth = blocks_together(N) == 1 ? 2 : 4 / kVectors;  // as registers allow
+  constexpr int kDepth = kWide ? 4 : blocks_together(N) == 1 ? 2 : 4 / kVectors;  // as registers allow
   sum_pairs<T, kDepth>(b, pair, pair.kept(), v, inside, sum, meanwhile);
   Line lines[N];
 #pragma unroll
@@ -62,7 +60,7 @@ __device__ __forceinline__ int32_t first_part(const CombineBlock& b) {
 }
 
 // By those blocks, a warp a part of a slot, first `owed`.
-template <int N, typename T, bool kFp8>
+template <int N, bool kWide, typename T, bool kFp8>
 __device__ __forceinline__ void send_parts(const CombineBlock& b, Owed owed, int32_t* ticket) {
   int32_t parts = parts_of(wire_bytes<T, kFp8>(b), N);
   Units units(b.slots(true) * parts, b.kernel.senders * block_warps(), owed.unit);
@@ -74,24 +72,24 @@ __device__ __forceinline__ void send_parts(const CombineBlock& b, Owed owed, int
   units.for_each_ahead(ticket, owed, read, [&](const Owed& part, auto&& meanwhile) {
     auto [source, s] = part.slot;
     if (b.is_few(source) && s < b.count_R[source] && was_received(b, part.pair))
-      send_part<N, T, kFp8>(b, source, s, part.index, checked(b, part.pair), meanwhile);
+      send_part<N, kWide, T, kFp8>(b, source, s, part.index, checked(b, part.pair), meanwhile);
     else
       meanwhile();
   });
 }
 
 // By a warp: one part of a token's row, from all ranks that owe it, in rank order.
-template <typename T, bool kFp8>
+template <int N, typename T, bool kFp8>
 __device__ __forceinline__ bool sum_part(const CombineBlock& b, int32_t t, int32_t index, uint32_t senders) {
   constexpr int kDepth = 2, kCount = kFp8 ? 16 : kPerVector<T>;  // ranks whose lines are in flight; elements of one
   using Wire = std::conditional_t<kFp8, uint8_t, T>;
   const ExchangePlan& plan = b.plan;
   int32_t slot = owed_slot(b, t, senders);
-  Part<1, kFp8> part(index, wire_bytes<T, kFp8>(b));
-  float sum[kCount] = {};
+  Part<N, kFp8> part(index, wire_bytes<T, kFp8>(b));
+  float sum[N][kCount] = {};
   uint32_t owing = __ballot_sync(kAllLanes, slot >= 0);
   for (uint32_t left = owing; left;) {
-    Line lines[kDepth][1];
+    Line lines[kDepth][N];
     char* from[kDepth];
     int32_t ranks[kDepth], count = 0, awaited = 0;
 #pragma unroll
@@ -102,13 +100,16 @@ __device__ __forceinline__ bool sum_part(const CombineBlock& b, int32_t t, int32
       from[i] = few_sum_at(b, plan.rank, few_sum(b, ranks[i], __shfl_sync(kAllLanes, slot, ranks[i])));
       ++count;
     }
-    uint32_t missing = part.inside(0) ? (1u << count) - 1 : 0;
+    uint32_t missing = 0;
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+      if (part.inside(n)) missing |= ((1u << count * N) - 1) / ((1u << N) - 1) << n;  // every N-th bit
     bool here = b.wait.until(
         [&] {
           bool all = part.load(from, lines, missing);
 #pragma unroll
           for (int i = 0; i < kDepth; ++i)
-            if (missing >> i & 1u) awaited = ranks[i];
+            if (missing >> i * N & ((1u << N) - 1)) awaited = ranks[i];
           return all;
         },
         awaited);
@@ -116,14 +117,18 @@ __device__ __forceinline__ bool sum_part(const CombineBlock& b, int32_t t, int32
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) {
       if (i >= count) break;
-      add_words<Wire>(sum, lines[i][0].words, kFp8 ? __uint_as_float(lines[i][0].scale) : 1.0f);
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+        add_words<Wire>(sum[n], lines[i][n].words, kFp8 ? __uint_as_float(lines[i][n].scale) : 1.0f);
     }
   }
-  if (part.inside(0)) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    if (!part.inside(n)) continue;
     T out[kCount];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) out[i] = from_float<T>(sum[i]);
-    store_vectors(out, static_cast<T*>(b.args.y_TD) + int64_t{t} * b.args.D + part.at(0) * kCount);
+    for (int i = 0; i < kCount; ++i) out[i] = from_float<T>(sum[n][i]);
+    store_vectors(out, static_cast<T*>(b.args.y_TD) + int64_t{t} * b.args.D + part.at(n) * kCount);
   }
   __syncwarp();
 #pragma unroll 1
@@ -135,11 +140,11 @@ __device__ __forceinline__ bool sum_part(const CombineBlock& b, int32_t t, int32
 }
 
 // By the blocks that receive.
-template <typename T, bool kFp8>
+template <int N, typename T, bool kFp8>
 __device__ __forceinline__ bool sum_parts(const CombineBlock& b, uint32_t senders, int32_t* ticket) {
-  int32_t parts = parts_of(wire_bytes<T, kFp8>(b), 1);
+  int32_t parts = parts_of(wire_bytes<T, kFp8>(b), N);
   return Units(b.args.T * parts, b.kernel.senders).for_each(ticket, [&](int32_t unit, int32_t) {
-    return sum_part<T, kFp8>(b, unit / parts, unit % parts, senders);
+    return sum_part<N, T, kFp8>(b, unit / parts, unit % parts, senders);
   });
 }
 

@@ -66,9 +66,9 @@ __device__ __noinline__ bool move_parts_too(DispatchBlock b) {
 }
 
 // kMoved: lines of a row that a lane moves at a time where rows leave as those of few tokens, 0 where they leave with
-// flags. Source: of what fp8 rows are made, void for rows as they are. kTogether: blocks that may share a
-// multiprocessor.
-template <int kMoved, typename Source, int kTogether = blocks_together(kMoved)>
+// flags. kWide: it also sends so many at a time, else one. Source: of what fp8 rows are made, void for rows as they
+// are. kTogether: blocks that may share a multiprocessor.
+template <int kMoved, bool kWide, typename Source, int kTogether = blocks_together(kMoved)>
 __global__ void __launch_bounds__(threads_of(kMoved), kTogether)
     dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
   constexpr bool kFp8 = !std::is_void_v<Source>, kFew = kMoved > 0;
@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(threads_of(kMoved), kTogether)
                   dynamic, place, count, base,        base + kernel.bases};
   fetch_arguments(kernel, &shared.sink);
   read_tables(b);
-  Leaving<Source> leaving(b, kFew ? first_sent(kernel.senders) : 0, parts_of(kernel.row_bytes(), 1));
+  constexpr int kSent = kWide ? kMoved : 1;
+  Leaving<kSent, Source> leaving(b, kFew ? first_sent(kernel.senders) : 0, parts_of(kernel.row_bytes(), kSent));
   compute_now(&shared.sink, leaving.t, leaving.part.first);
   wait_for_predecessor();
   if (kernel.args.send && kernel.args.receive) let_successor_start();
@@ -136,24 +137,25 @@ __global__ void __launch_bounds__(threads_of(kMoved), kTogether)
 
 // apart: whether each block has a multiprocessor to itself.
 template <typename Source>
-auto* kernel_of(int moved, bool apart) {
-  return moved == 0   ? dispatch_kernel<0, Source>
-         : moved == 2 ? dispatch_kernel<2, Source>
-         : moved > 2  ? dispatch_kernel<kLines<!std::is_void_v<Source>>, Source>
-         : apart      ? dispatch_kernel<1, Source, 1>
-                      : dispatch_kernel<1, Source>;
+auto* kernel_of(int moved, bool wide, bool apart) {
+  constexpr int kMost = kLines<!std::is_void_v<Source>>;
+  if (moved == 0) return dispatch_kernel<0, false, Source>;
+  if (moved == 1) return apart ? dispatch_kernel<1, false, Source, 1> : dispatch_kernel<1, false, Source>;
+  if (moved == 2) return wide ? dispatch_kernel<2, true, Source> : dispatch_kernel<2, false, Source>;
+  return wide ? dispatch_kernel<kMost, true, Source> : dispatch_kernel<kMost, false, Source>;
 }
-auto* kernel_for(int moved, bool apart, bool fp8, DType dtype) {
-  if (!fp8) return kernel_of<void>(moved, apart);
-  return visit(dtype, [&](auto source) { return kernel_of<decltype(source)>(moved, apart); });
+auto* kernel_for(int moved, bool wide, bool apart, bool fp8, DType dtype) {
+  if (!fp8) return kernel_of<void>(moved, wide, apart);
+  return visit(dtype, [&](auto source) { return kernel_of<decltype(source)>(moved, wide, apart); });
 }
 
 cudaError_t load_dispatch() {
   for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16})
     for (bool fp8 : {false, true})
       for (int moved : {0, 1, 2, kLines<false>})
-        for (bool apart : {false, true})
-          if (cudaError_t error = load(kernel_for(moved, apart, fp8, dtype))) return error;
+        for (bool wide : {false, true})
+          for (bool apart : {false, true})
+            if (cudaError_t error = load(kernel_for(moved, wide, apart, fp8, dtype))) return error;
   return cudaSuccess;
 }
 
@@ -168,6 +170,16 @@ int lines_to_move(const DispatchKernel& kernel, int64_t T, int64_t sms, bool who
   auto units = [&](int lines) { return kernel.ex.plan.R * T * parts_of(kernel.row_bytes(), lines); };
   bool idle = units(2) <= warps, uneven = units(kLines<false>) > warps && T <= kUneven;
   return idle || uneven ? 2 : kLines<false>;
+}
+
+// Of so many blocks, those that send first where rows leave as those of few tokens do; as measured. Among few ranks by
+// what a token's row costs those who receive, who read R slots, unset them and write K places.
+int64_t share_sending(const DispatchKernel& kernel, int64_t blocks, int64_t T, bool whole) {
+  const ExchangePlan& plan = kernel.ex.plan;
+  int64_t sending = plan.payload_fp8 ? 8 : 5;  // fp8 is made by those who send
+  if (plan.R <= kFewRanks) return blocks * sending / (sending + 2 * plan.R + kernel.args.K);
+  if (whole && T > 64 && T <= 256) return blocks / 4;  // of these sizes, those who receive are wanted more
+  return plan.payload_fp8 ? blocks * 3 / 8 : blocks * 3 / 10;
 }
 
 }  // namespace
@@ -199,13 +211,16 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
   int64_t together = blocks_together(moved), threads = threads_of(moved), warps = threads / 32;
   int64_t most = whole ? sms * together : device.blocks_of_half(sms, args.receive);
   int64_t senders = T, receivers = most, share = most * 3 / 4;
+  bool wide = false;
   if (moved) {
-    senders = ceil_div(T * parts_of(kernel.row_bytes(), 1), warps);
+    share = std::max<int64_t>(share_sending(kernel, most, T, whole), 1);
+    int64_t units = T * parts_of(kernel.row_bytes(), 1);
+    wide = moved > 1 && plan.R <= kFewRanks && units * 2 > share * warps * 3;  // else most warps have one to send
+    senders = ceil_div(wide ? T * parts_of(kernel.row_bytes(), moved) : units, warps);
     receivers = ceil_div(plan.R * T * parts_of(kernel.row_bytes(), moved), warps);
-    // As measured. fp8 is made by those who send; of these sizes, those who receive are wanted more.
-    share = whole && T > 64 && T <= 256 ? most / 4 : plan.payload_fp8 ? most * 3 / 8 : most * 3 / 10;
   }
-  senders = std::min(plan.dispatch_senders ? plan.dispatch_senders : senders, std::max<int64_t>(share, 1));
+  senders = plan.dispatch_senders ? std::min(plan.dispatch_senders, most - 1) : std::min(senders, share);
+  senders = std::max<int64_t>(senders, 1);
   if (!args.send) senders = 0;
   if (!args.receive) receivers = 0;
   if (senders && !moved) {
@@ -226,7 +241,8 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
   bool apart = whole && blocks <= sms;  // there is a multiprocessor for each, with all its registers
   int64_t shared_bytes =
       kPieces * kernel.piece_bytes + (2 * plan.P + 1 + kernel.bases + kernel.first_rows) * sizeof(int32_t);
-  return launch(kernel_for(moved, apart, plan.payload_fp8, args.dtype), blocks, threads, shared_bytes, stream, kernel);
+  auto* function = kernel_for(moved, wide, apart, plan.payload_fp8, args.dtype);
+  return launch(function, blocks, threads, shared_bytes, stream, kernel);
 }
 
 }  // namespace epmoe::cuda

@@ -20,13 +20,13 @@ __device__ __forceinline__ uint4* few_pairs(const DispatchBlock& b, int64_t rank
   return in_window<uint4>(b.ex, rank, plan.few_pairs) + (source * plan.few_tokens + t) * plan.K;
 }
 
-// A part of a token's row on its way out. Source: of what fp8 is made, void where nothing is.
-template <typename Source>
+// A part of a token's row on its way out, N lines a lane. Source: of what fp8 is made, void where nothing is.
+template <int N, typename Source>
 struct Leaving {
   static constexpr bool kFp8 = !std::is_void_v<Source>;
   int32_t unit, t;
-  Part<1, kFp8> part;
-  Line lines[1]{};
+  Part<N, kFp8> part;
+  Line lines[N]{};
   uint32_t ranks = 0;  // that need the token
 
   // Units are parts of rows, in order of tokens.
@@ -37,20 +37,25 @@ struct Leaving {
     if (t >= b.args.T) return;
     using Element = std::conditional_t<kFp8, Source, uint32_t>;
     constexpr int kCount = kFp8 ? 16 : 4;  // of a line
-    Element elements[kCount] = {};
+    Element elements[N][kCount] = {};
     auto* x = reinterpret_cast<const Element*>(static_cast<const char*>(b.args.x_TD) + t * b.args.x_stride_bytes);
-    if (part.inside(0)) load_vectors(x + part.at(0) * kCount, elements);
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+      if (part.inside(n)) load_vectors(x + part.at(n) * kCount, elements[n]);
     int32_t lane = threadIdx.x % 32;
     ranks = __reduce_or_sync(kAllLanes, b.rank_mask(physical(b, t, Given(b.args, t, lane, lane < b.args.K))));
-    if constexpr (kFp8) {
-      float values[kCount];
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) values[i] = to_float(elements[i]);
-      lines[0] = fp8_line(values);
-    } else {
-      memcpy(&lines[0].words, elements, sizeof elements);
+    for (int n = 0; n < N; ++n) {
+      if constexpr (kFp8) {
+        float values[kCount];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) values[i] = to_float(elements[n][i]);
+        lines[n] = fp8_line(values);
+      } else {
+        memcpy(&lines[n].words, elements[n], sizeof elements[n]);
+      }
+      lines[n].make_settable();
     }
-    lines[0].make_settable();
   }
 
   // To all those ranks.
@@ -82,9 +87,9 @@ __device__ __forceinline__ void await_told(const DispatchBlock& b) {
 }
 
 // By the blocks that send, a warp a part of a token's row, first `leaving`. False if the round may not be opened.
-template <typename Source>
-__device__ __forceinline__ bool send_parts(DispatchBlock& b, int32_t tokens, Leaving<Source>& leaving) {
-  int32_t parts = parts_of(b.kernel.row_bytes(), 1);
+template <int N, typename Source>
+__device__ __forceinline__ bool send_parts(DispatchBlock& b, int32_t tokens, Leaving<N, Source>& leaving) {
+  int32_t parts = parts_of(b.kernel.row_bytes(), N);
   if (blockIdx.x >= kAtOnce && threadIdx.x == 0) await_told(b);
   __syncthreads();
   if (!b.may_open()) return false;

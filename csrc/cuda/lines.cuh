@@ -114,6 +114,9 @@ struct Part {
   }
 };
 
+// Ranks up to which rows without flags wait for this GPU's own work more than for the wire; as measured of 1, 2 and 4.
+constexpr int64_t kFewRanks = 2;
+
 // Parts of N lines a lane.
 constexpr EPMOE_HD int32_t parts_of(int64_t row_bytes, int n) {
   return static_cast<int32_t>((row_bytes + n * 512 - 1) / (n * 512));

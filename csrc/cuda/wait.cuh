@@ -71,7 +71,7 @@ struct Wait {
   // else the waiting is done with can stay in registers.
   static __device__ __noinline__ uint64_t deadline_of(const Exchange& ex, RoundState* round, int32_t rank,
                                                       uint64_t deadline_ns) {
-    if (!deadline_ns) deadline_ns = now_ns() + static_cast<uint64_t>(ex.timeout_s * 1e9);
+    if (!deadline_ns) deadline_ns = now_ns() + ex.timeout_ns;
     if (*reinterpret_cast<volatile uint64_t*>(&round->missing)) return 0;
     auto* errors = in_window<volatile uint64_t>(ex, ex.plan.rank, ex.plan.error_mail);
     uint64_t missing = 0;

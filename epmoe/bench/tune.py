@@ -25,7 +25,7 @@ from epmoe.tuning import Launch, Tuning, TuningRow
 
 # Senders in eighths of the multiprocessors, of which a kernel has one or two blocks each; as many as the kernels allow.
 _Grid = dict[str, tuple[int, ...]]
-_OF_FEW: _Grid = {"combine_senders": (3, 4, 6, 8), "dispatch_senders": (1, 2, 3)}  # whose rows no team sends
+_OF_FEW: _Grid = {"combine_senders": (3, 4, 5, 6, 8), "dispatch_senders": (1, 2, 3, 4, 5)}  # whose rows no team sends
 _OF_MANY: _Grid = {
     "combine_team": (1, 2, 4, 8, 16),
     "combine_senders": (8, 10, 12, 14),

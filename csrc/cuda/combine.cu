@@ -141,7 +141,7 @@ auto* kernel_for(int sent, bool wide, bool fp8, DType dtype) {
 
 // Lines of a row that a lane sends at a time, 0 where rows come with flags. As measured: of few rows and in halves one.
 int lines_to_send(const ExchangePlan& plan, const CombineArgs& args, int64_t row_bytes, bool whole) {
-  constexpr int64_t kFewParts = 1024;  // of rows, of one line a lane
+  constexpr int64_t kFewParts = 960;  // of rows, of one line a lane
   if (args.T > plan.few_tokens) return 0;
   int64_t parts = args.T * parts_of(row_bytes, 1);
   bool one = plan.R <= kFewRanks ? parts <= kFewParts : args.T <= (plan.combine_fp8 ? 128 : 64);

@@ -55,11 +55,14 @@ def _fits(got: Sequence[int], wanted: Sequence[int | str]) -> bool:
 
 def check_forward_only(*inputs: Tensor) -> None:
     """Raises RuntimeError where autograd would expect a backward of the exchange."""
-    if torch.is_grad_enabled() and any(value.requires_grad for value in inputs):
-        raise RuntimeError(
-            "dispatch and combine are forward only, but an input requires grad: run under torch.inference_mode() "
-            "or torch.no_grad()"
-        )
+    if not torch.is_grad_enabled():
+        return
+    for value in inputs:
+        if value.requires_grad:
+            raise RuntimeError(
+                "dispatch and combine are forward only, but an input requires grad: run under torch.inference_mode() "
+                "or torch.no_grad()"
+            )
 
 
 def contiguous_rows(x: Tensor) -> Tensor:

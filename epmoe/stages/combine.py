@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
@@ -94,7 +93,7 @@ def _partial_rows(exchange: Exchange, partial: Tensor, dispatched: Dispatched) -
 
 
 def _launch(operator: OpOverload, exchange: Exchange, rows: Tensor | None, dispatched: Dispatched) -> Tensor:
-    y = torch.empty(dispatched.num_tokens, dispatched.hidden_size, dtype=dispatched.dtype, device=exchange.device)
+    y = dispatched.sent.form.like.new_empty(dispatched.num_tokens, dispatched.hidden_size)
     operator(y, rows, *exchange.memory, dispatched.sent.words)
     return y
 

@@ -45,12 +45,12 @@ class Form:
     steps: list[int]  # words[bisect_left(steps, T)] are those for T tokens
     words: list[Tensor]  # `Exchange.words_for`
     attributes: dict[str, Any]  # of `Dispatched`
-    like: Tensor  # empty, of y's dtype and device: to make y from it takes the host half as long as from those
+    like: Tensor  # empty, of y's dtype and device: to make y from it costs the host less than from those
 
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """A round whose tokens are on their way: `ep.dispatch_recv` makes a `Dispatched` of it."""
+    """A round whose tokens are on their way, or about to leave: `ep.dispatch_recv` makes a `Dispatched` of it."""
 
     form: Form
     num_tokens: int

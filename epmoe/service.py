@@ -117,10 +117,8 @@ class ExpertParallel:
         On a GPU nothing here waits for the device, so these two come from whichever call sees them first.
         """
         exchange = self._open
-        dispatched = dispatch_stage.dispatch(
-            exchange, x, ids, weights, num_tokens, layout, apply_router_weight_on_input
-        )
-        return _looked_at(exchange, dispatched)
+        sent = dispatch_stage.open_round(exchange, x, ids, weights, num_tokens, layout, apply_router_weight_on_input)
+        return _looked_at(exchange, dispatch_stage.dispatch(exchange, sent))
 
     def dispatch_send(
         self,
@@ -140,9 +138,9 @@ class ExpertParallel:
         and kernels loaded for the first time take or wait for all of them. No argument, `num_tokens` included, must be
         written before `dispatch_recv` has returned.
         """
-        return dispatch_stage.dispatch_send(
-            self._open, x, ids, weights, num_tokens, layout, apply_router_weight_on_input
-        )
+        exchange = self._open
+        sent = dispatch_stage.open_round(exchange, x, ids, weights, num_tokens, layout, apply_router_weight_on_input)
+        return dispatch_stage.dispatch_send(exchange, sent)
 
     def dispatch_recv(self, sent: Sent) -> Dispatched:
         """The second half of `dispatch`: waits for every rank's tokens.

@@ -25,22 +25,7 @@ from epmoe.stages.checks import (
 FP8 = torch.float8_e4m3fn
 
 
-def dispatch(
-    exchange: Exchange,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    num_tokens: int | Tensor | None,
-    layout: Layout,
-    weight_rows: bool,
-) -> Dispatched:
-    """Send this rank's tokens and receive what its experts must compute; collective. See `ExpertParallel.dispatch`."""
-    sent = _open_round(exchange, x, ids, weights, num_tokens, layout, weight_rows)
-    ops.dispatch(*sent.arguments)
-    return _received(exchange, sent)
-
-
-def dispatch_send(
+def open_round(
     exchange: Exchange,
     x: Tensor,
     ids: Tensor,
@@ -49,8 +34,25 @@ def dispatch_send(
     layout: Layout,
     weight_rows: bool,
 ) -> Sent:
+    """Checks the arguments of `ExpertParallel.dispatch` and gives them a round; then `dispatch` or `dispatch_send`."""
+    exchange.check()
+    form = _checked_form(exchange, x, ids, weights, layout, weight_rows)
+    T = x.shape[0]
+    scalar, rows = (None, T) if num_tokens is None else token_count(num_tokens, T, exchange.device)
+    words = form.words[bisect_left(form.steps, T)]
+    inputs = aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights)
+    arguments = *inputs, scalar, rows, *exchange.memory, words
+    return Sent(form, T, exchange.next_epoch(), words, arguments)
+
+
+def dispatch(exchange: Exchange, sent: Sent) -> Dispatched:
+    """Send this rank's tokens and receive what its experts must compute; collective. See `ExpertParallel.dispatch`."""
+    ops.dispatch(*sent.arguments)
+    return _received(exchange, sent)
+
+
+def dispatch_send(exchange: Exchange, sent: Sent) -> Sent:
     """The first half of `dispatch`, which waits for nobody."""
-    sent = _open_round(exchange, x, ids, weights, num_tokens, layout, weight_rows)
     ops.dispatch_send(*sent.arguments)
     exchange.open_round = sent
     return sent
@@ -61,25 +63,6 @@ def dispatch_recv(exchange: Exchange, sent: Sent) -> Dispatched:
     exchange.expect(sent, "dispatch_recv", "sent")
     ops.dispatch_recv(*sent.arguments)
     return _received(exchange, sent)
-
-
-def _open_round(
-    exchange: Exchange,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    num_tokens: int | Tensor | None,
-    layout: Layout,
-    weight_rows: bool,
-) -> Sent:
-    exchange.check()
-    form = _checked_form(exchange, x, ids, weights, layout, weight_rows)
-    T = x.shape[0]
-    scalar, rows = (None, T) if num_tokens is None else token_count(num_tokens, T, exchange.device)
-    words = form.words[bisect_left(form.steps, T)]
-    inputs = aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights)
-    arguments = *inputs, scalar, rows, *exchange.memory, words
-    return Sent(form, T, exchange.next_epoch(), words, arguments)
 
 
 def _received(exchange: Exchange, sent: Sent) -> Dispatched:

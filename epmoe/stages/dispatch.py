@@ -119,7 +119,8 @@ def _new_form(exchange: Exchange, x: Tensor, K: int, layout: Layout, weight_rows
     recv = Received(Received.attributes("recv", layout, received))
     attributes = Dispatched.attributes("dispatched", layout, fields)
     attributes |= {"recv": recv, "layout": layout, "dtype": x.dtype, "hidden_size": D}
-    return Form(*exchange.words_for(D, layout == "expert", weight_rows), attributes, like=x.new_empty(0))
+    like = torch.empty(0, dtype=x.dtype, device=exchange.device)
+    return Form(*exchange.words_for(D, layout == "expert", weight_rows), attributes, like)
 
 
 def _check_inputs(exchange: Exchange, x: Tensor, ids: Tensor, weights: Tensor, layout: str, weight_rows: bool) -> None:

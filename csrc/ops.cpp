@@ -5,8 +5,6 @@
 #include "cpu/stages.h"
 #include "unwrap.h"
 #if defined(EPMOE_CUDA)
-#include <torch/csrc/stable/accelerator.h>
-
 #include "cuda/launch.h"
 #endif
 
@@ -19,7 +17,7 @@ template <typename Args>
 void launch(const Tensor& like, const Args& args, void (*on_cpu)(const Args&),
             cudaError_t (*on_cuda)(const Args&, cudaStream_t)) {
   if (!like.is_cuda()) return on_cpu(args);
-  torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
+  auto guard = on_device_of(like);
   check_cuda(on_cuda(args, current_stream(like)));
 }
 #define EPMOE_LAUNCH(like, stage, args) launch(like, args, cpu::stage, cuda::stage)

@@ -13,6 +13,7 @@
 #include "types.h"
 #if defined(EPMOE_CUDA)
 #include <cuda_runtime_api.h>
+#include <torch/csrc/stable/accelerator.h>
 #endif
 
 namespace epmoe {
@@ -72,14 +73,22 @@ T* pointer(const std::optional<Tensor>& t, int64_t numel, const char* name) {
 }
 
 #if defined(EPMOE_CUDA)
+inline void check_cuda(cudaError_t error) {
+  STD_TORCH_CHECK(error == cudaSuccess, "CUDA: ", cudaGetErrorString(error));
+}
+
+// As long as this is kept, the tensor's device is the current one. To look first costs the host less than to set it.
+inline std::optional<torch::stable::accelerator::DeviceGuard> on_device_of(const Tensor& t) {
+  int current = -1;
+  check_cuda(cudaGetDevice(&current));
+  if (current == t.get_device_index()) return std::nullopt;
+  return std::optional<torch::stable::accelerator::DeviceGuard>(std::in_place, t.get_device_index());
+}
+
 inline cudaStream_t current_stream(const Tensor& t) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
   return static_cast<cudaStream_t>(stream);
-}
-
-inline void check_cuda(cudaError_t error) {
-  STD_TORCH_CHECK(error == cudaSuccess, "CUDA: ", cudaGetErrorString(error));
 }
 #endif
 

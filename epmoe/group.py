@@ -18,7 +18,7 @@ def device_of(config: EPConfig, device: torch.device | str | None) -> torch.devi
     if wanted.type not in fitting:
         raise ValueError(f"`device` must be {' or '.join(fitting)} with exchange.transport={transport!r}, got {wanted}")
     if wanted.type == "cpu":
-        return wanted
+        return torch.device("cpu")  # as tensors name it, also those on "cpu:0"
     for key, value, most in (
         ("topology.ep_size", config.topology.ep_size, 32),
         ("model.num_experts_per_tok", config.model.num_experts_per_tok, 32),

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import epmoe
 from epmoe.exchange import WORDS
 from epmoe.group import check_multiprocessor
+from epmoe.stages.checks import check_tensor
 
 
 def make_config(size: int = 1, experts: int = 8, top_k: int = 2, transport: str = "auto") -> epmoe.EPConfig:
@@ -139,6 +141,24 @@ def test_where_it_may_run(config, device, message):
 def test_no_gpu():
     with pytest.raises(ValueError, match="torch finds no GPU here"):
         epmoe.ExpertParallel(make_config(transport="nvlink"))
+
+
+def test_another_gpu_is_another_device():
+    with FakeTensorMode():
+        x = torch.empty(2, 64, device="cuda:1")
+    with pytest.raises(ValueError, match="`x` must be on cuda:0, got cuda:1"):
+        check_tensor("x", x, (torch.float32,), ("T", "D"), torch.device("cuda:0"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_gpu_that_is_not_the_current_one():
+    with torch.cuda.device(0), epmoe.ExpertParallel(make_config(), device="cuda:1") as ep:
+        x, ids, weights = (t.to("cuda:1") for t in (torch.randn(2, 64), torch.tensor([[0], [1]]), torch.ones(2, 1)))
+        d = ep.dispatch(x, ids, weights)
+        assert torch.equal(ep.combine(d.rows, d), x)
+        with pytest.raises(ValueError, match="`ids` must be on cuda:1, got cuda:0"):
+            ep.dispatch(x, ids.to("cuda:0"), weights)
 
 
 def test_usable_outside_the_inference_mode_it_was_made_in():

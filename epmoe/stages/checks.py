@@ -35,7 +35,7 @@ def check_tensor(
         raise TypeError(_must_be(name, dtypes, shape, value))
     if not _fits(value.shape, shape):
         raise ValueError(_must_be(name, dtypes, shape, value))
-    if device is not None and value.device != device and value.device.type != device.type:  # names take long
+    if device is not None and value.device != device:
         raise ValueError(f"`{name}` must be on {device}, got {value.device}")
 
 

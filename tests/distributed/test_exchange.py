@@ -185,6 +185,18 @@ def test_scales_that_fill_no_whole_copy(make_ep, rank, size, team, layout):
         check_round(ep, [make_tokens(calls, r, 60 - 3 * r, seed=D) for r in range(size)], layout, calls=calls)
 
 
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("few_tokens", [8, 256])
+@pytest.mark.parametrize("senders", [1, 1024])
+def test_any_number_of_blocks_sends(make_ep, rank, size, senders, few_tokens, layout):
+    """On GPUs one, or all that there are, so that nobody is left who only receives."""
+    ep = make_ep(few_tokens, top_k=6, hidden=1152, max_tokens=90)
+    row = TuningRow(tokens=90, hidden_size=1152, ranks=size, dispatch_senders=senders, combine_senders=senders)
+    ep.retune(Tuning(rows=(row,)))
+    for seed in range(2):
+        check_round(ep, [make_tokens(ep.config, r, 90 - 7 * r, seed=seed) for r in range(size)], layout)
+
+
 def test_smaller_hidden_size_top_k_and_dtype(make_ep, rank, size):
     """A call may use less than the config: strides between slots stay."""
     ep = make_ep(hidden=512, top_k=8, dtype="float32")

@@ -100,10 +100,7 @@ __device__ __forceinline__ bool sum_part(const CombineBlock& b, int32_t t, int32
       from[i] = few_sum_at(b, plan.rank, few_sum(b, ranks[i], __shfl_sync(kAllLanes, slot, ranks[i])));
       ++count;
     }
-    uint32_t missing = 0;
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-      if (part.inside(n)) missing |= ((1u << count * N) - 1) / ((1u << N) - 1) << n;  // every N-th bit
+    uint32_t missing = part.mask(count);
     bool here = b.wait.until(
         [&] {
           bool all = part.load(from, lines, missing);

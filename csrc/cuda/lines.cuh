@@ -67,12 +67,12 @@ struct Part {
       if (has_scale(n)) store_scale(row, n, lines[n].scale);
     }
   }
-  // A bit for each of the lane's lines.
-  __device__ __forceinline__ uint32_t mask() const {
+  // A bit for each of the lane's lines, of so many rows one after the other.
+  __device__ __forceinline__ uint32_t mask(int32_t rows = 1) const {
     uint32_t lines = 0;
 #pragma unroll
     for (int n = 0; n < N; ++n) lines |= uint32_t{inside(n)} << n;
-    return lines;
+    return lines * (((1u << rows * N) - 1) / ((1u << N) - 1));
   }
   // Asks for the missing lines of all rows, then looks which of them are here. Those that have come are not asked for
   // again: what is still on its way would wait behind them.

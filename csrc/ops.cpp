@@ -17,8 +17,7 @@ template <typename Args>
 void launch(const Tensor& like, const Args& args, void (*on_cpu)(const Args&),
             cudaError_t (*on_cuda)(const Args&, cudaStream_t)) {
   if (!like.is_cuda()) return on_cpu(args);
-  auto guard = on_device_of(like);
-  check_cuda(on_cuda(args, current_stream(like)));
+  launch_beside(like, [&](cudaStream_t stream) { return on_cuda(args, stream); });
 }
 #define EPMOE_LAUNCH(like, stage, args) launch(like, args, cpu::stage, cuda::stage)
 #else

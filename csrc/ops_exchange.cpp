@@ -47,20 +47,15 @@ Exchange exchange_of(const Words& words, const Tensor& window, const Tensor& scr
 
 void launch_dispatch(const Exchange& exchange, const DispatchArgs& args, const Tensor& x) {
 #if defined(EPMOE_CUDA)
-  if (x.is_cuda()) {
-    auto guard = on_device_of(x);
-    return check_cuda(cuda::dispatch(exchange, args, current_stream(x)));
-  }
+  if (x.is_cuda()) return launch_beside(x, [&](cudaStream_t stream) { return cuda::dispatch(exchange, args, stream); });
 #endif
   cpu::dispatch(exchange, args);
 }
 
 void launch_combine(const Exchange& exchange, const CombineArgs& args, const Tensor& y) {
 #if defined(EPMOE_CUDA)
-  if (y.is_cuda()) {
-    auto guard = on_device_of(y);
-    return check_cuda(cuda::combine(exchange, args, dtype_of(y), current_stream(y)));
-  }
+  if (y.is_cuda())
+    return launch_beside(y, [&](cudaStream_t stream) { return cuda::combine(exchange, args, dtype_of(y), stream); });
 #endif
   auto* offsets = reinterpret_cast<const int32_t*>(exchange.scratch + exchange.plan.expert_offsets);
   int64_t needed = args.rows && args.expert_major ? offsets[exchange.plan.num_local_experts] : 0;

@@ -77,18 +77,17 @@ inline void check_cuda(cudaError_t error) {
   STD_TORCH_CHECK(error == cudaSuccess, "CUDA: ", cudaGetErrorString(error));
 }
 
-// As long as this is kept, the tensor's device is the current one. To look first costs the host less than to set it.
-inline std::optional<torch::stable::accelerator::DeviceGuard> on_device_of(const Tensor& t) {
+// `launch(stream)` on the tensor's device, in its current stream. The device is made the current one only if it is not:
+// to look costs the host less.
+template <typename F>
+void launch_beside(const Tensor& t, F&& launch) {
   int current = -1;
   check_cuda(cudaGetDevice(&current));
-  if (current == t.get_device_index()) return std::nullopt;
-  return std::optional<torch::stable::accelerator::DeviceGuard>(std::in_place, t.get_device_index());
-}
-
-inline cudaStream_t current_stream(const Tensor& t) {
+  std::optional<torch::stable::accelerator::DeviceGuard> guard;
+  if (current != t.get_device_index()) guard.emplace(t.get_device_index());
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
-  return static_cast<cudaStream_t>(stream);
+  check_cuda(launch(static_cast<cudaStream_t>(stream)));
 }
 #endif
 

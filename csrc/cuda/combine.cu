@@ -151,8 +151,9 @@ int lines_to_send(const ExchangePlan& plan, const CombineArgs& args, int64_t row
 // Of so many blocks, those that send first where rows come back as those of few tokens do; as measured. Among few ranks
 // by what a token's row costs those who send, who read K rows and write R sums, and those who receive, who read and
 // unset these and write one row.
-int64_t share_sending(const ExchangePlan& plan, const CombineArgs& args, int64_t blocks, int64_t T, int lines) {
-  bool fp8 = plan.combine_fp8, whole = args.send && args.receive;
+int64_t share_sending(const ExchangePlan& plan, const CombineArgs& args, int64_t blocks, int lines, bool whole) {
+  int64_t T = args.T;
+  bool fp8 = plan.combine_fp8;
   if (lines > 1 && plan.R <= kFewRanks) {
     int64_t sending = 10 * ((args.expert_major ? plan.K : plan.R) + plan.R);
     int64_t receiving = (fp8 ? 5 : 9) * (2 * plan.R + 1);
@@ -194,7 +195,7 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   if (sent) {
     senders = ceil_div(slots * parts_of(row_bytes, sent), warps);
     receivers = ceil_div(T * parts_of(row_bytes, wide ? sent : 1), warps);
-    share = share_sending(plan, args, most, T, sent);
+    share = share_sending(plan, args, most, sent, whole);
   } else if (forwards) {
     senders = share = most;
   } else {  // as many warps a row as there are for all at once, or four, or fewer if there is more to do

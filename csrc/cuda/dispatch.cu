@@ -174,8 +174,9 @@ int lines_to_move(const DispatchKernel& kernel, int64_t T, int64_t sms, bool who
 
 // Of so many blocks, those that send first where rows leave as those of few tokens do; as measured. Among few ranks by
 // what a token's row costs those who receive, who read R slots, unset them and write K places.
-int64_t share_sending(const DispatchKernel& kernel, int64_t blocks, int64_t T, bool whole) {
+int64_t share_sending(const DispatchKernel& kernel, int64_t blocks, bool whole) {
   const ExchangePlan& plan = kernel.ex.plan;
+  int64_t T = kernel.args.T;
   int64_t sending = plan.payload_fp8 ? 8 : 5;  // fp8 is made by those who send
   if (plan.R <= kFewRanks) return blocks * sending / (sending + 2 * plan.R + kernel.args.K);
   if (whole && T > 64 && T <= 256) return blocks / 4;  // of these sizes, those who receive are wanted more
@@ -213,7 +214,7 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
   int64_t senders = T, receivers = most, share = most * 3 / 4;
   bool wide = false;
   if (moved) {
-    share = std::max<int64_t>(share_sending(kernel, most, T, whole), 1);
+    share = std::max<int64_t>(share_sending(kernel, most, whole), 1);
     int64_t units = T * parts_of(kernel.row_bytes(), 1);
     wide = moved > 1 && plan.R <= kFewRanks && units * 2 > share * warps * 3;  // else most warps have one to send
     senders = ceil_div(wide ? T * parts_of(kernel.row_bytes(), moved) : units, warps);

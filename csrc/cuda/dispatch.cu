@@ -62,16 +62,17 @@ __device__ __noinline__ bool move_rows_too(DispatchBlock b) {
 }
 template <bool kFp8>
 __device__ __noinline__ bool move_parts_too(DispatchBlock b) {
-  return move_parts<kLines<kFp8>, kFp8>(b, first_arriving<kLines<kFp8>>(b));
+  return move_parts<kLines<kFp8>, kFp8, false>(b, first_arriving<kLines<kFp8>>(b));
 }
 
 // kMoved: lines of a row that a lane moves at a time where rows leave as those of few tokens, 0 where they leave with
-// flags. kWide: it also sends so many at a time, else one. Source: of what fp8 rows are made, void for rows as they
-// are. kTogether: blocks that may share a multiprocessor.
+// flags. kWide: it also sends so many at a time, else one, and takes this rank's own rows from where the caller has
+// them, unless they become fp8. Source: of what fp8 rows are made, void for rows as they are. kTogether: blocks that
+// may share a multiprocessor.
 template <int kMoved, bool kWide, typename Source, int kTogether = blocks_together(kMoved)>
 __global__ void __launch_bounds__(threads_of(kMoved), kTogether)
     dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
-  constexpr bool kFp8 = !std::is_void_v<Source>, kFew = kMoved > 0;
+  constexpr bool kFp8 = !std::is_void_v<Source>, kFew = kMoved > 0, kStays = kWide && !kFp8;
   constexpr int kGroups = kMoved == 1 ? 1 : kFew ? 2 : 4;  // of many tokens waiting costs more, of few longer code
   __shared__ DispatchShared shared;
   extern __shared__ __align__(128) char dynamic[];
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(threads_of(kMoved), kTogether)
   if (threadIdx.x == 0) shared.epoch = last_epoch + 1, shared.latched = latched;
   if (leader && kernel.args.send) send_counts<kGroups>(b, tokens);
   if (sends) {
-    ok = kFew ? send_parts(b, tokens, leaving) : send_rows<Source, kGroups>(b, tokens, &round->sent[kDispatch]);
+    ok = kFew ? send_parts<kStays>(b, tokens, leaving) : send_rows<Source, kGroups>(b, tokens, &round->sent[kDispatch]);
   } else if (kFew && static_cast<int32_t>(blockIdx.x) < kernel.senders + kernel.tellers) {
     send_pairs<kGroups>(b, tokens);
   }
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(threads_of(kMoved), kTogether)
   ok = ok && receive_counts(b);
   uint32_t differing = ok ? shared.differing : 0;
   if constexpr (kFew)
-    ok = ok && move_parts<kMoved, kFp8>(b, arriving);
+    ok = ok && move_parts<kMoved, kFp8, kStays>(b, arriving);
   else if (ok && shared.most_few)
     ok = move_parts_too<kFp8>(b);
   if (ok && !differing) {
@@ -173,11 +174,11 @@ int lines_to_move(const DispatchKernel& kernel, int64_t T, int64_t sms, bool who
 }
 
 // Of so many blocks, those that send first where rows leave as those of few tokens do; as measured. Among few ranks by
-// what a token's row costs those who receive, who read R slots, unset them and write K places.
+// what a token's row costs those who receive, who read R rows, unset slots and write K places.
 int64_t share_sending(const DispatchKernel& kernel, int64_t blocks, bool whole) {
   const ExchangePlan& plan = kernel.ex.plan;
   int64_t T = kernel.args.T;
-  int64_t sending = plan.payload_fp8 ? 8 : 5;  // fp8 is made by those who send
+  int64_t sending = plan.payload_fp8 ? 8 : 3;  // fp8 is made by those who send, for this rank as well
   if (plan.R <= kFewRanks) return blocks * sending / (sending + 2 * plan.R + kernel.args.K);
   if (whole && T > 64 && T <= 256) return blocks / 4;  // of these sizes, those who receive are wanted more
   return plan.payload_fp8 ? blocks * 3 / 8 : blocks * 3 / 10;

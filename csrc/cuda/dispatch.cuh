@@ -129,6 +129,9 @@ struct DispatchBlock {
   __device__ __forceinline__ bool owns(int32_t id) const {
     return id >= 0 && id < plan.P && place[id] >> 16 == plan.rank;
   }
+  __device__ __forceinline__ const char* x_at(int64_t t) const {
+    return static_cast<const char*>(args.x_TD) + t * args.x_stride_bytes;
+  }
   // The rank of a physical expert, -1 for -1; and as a mask, none for -1.
   __device__ __forceinline__ int32_t owner_of(int32_t p) const { return p < 0 ? -1 : place[p] >> 16; }
   __device__ __forceinline__ uint32_t rank_mask(int32_t p) const { return p < 0 ? 0u : 1u << owner_of(p); }

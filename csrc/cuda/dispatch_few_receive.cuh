@@ -6,8 +6,8 @@
 namespace epmoe::cuda {
 
 // By a warp: one part of a received row to each of its expert-major places, as soon as it is here; of a round that is
-// void, nowhere.
-template <int N, bool kFp8>
+// void, nowhere. kStays: this rank's own rows are where the caller has them.
+template <int N, bool kFp8, bool kStays>
 __device__ __forceinline__ bool move_part(const DispatchBlock& b, int32_t r, int32_t t, int32_t index,
                                           const FewRows& from) {
   const ExchangePlan& plan = b.plan;
@@ -17,7 +17,9 @@ __device__ __forceinline__ bool move_part(const DispatchBlock& b, int32_t r, int
   const uint4* pairs = few_pairs(b, plan.rank, r, t);
   bool has_pair = lane < from.K;
   Line lines[1][N];
-  uint32_t missing = part.mask();
+  bool stayed = kStays && r == plan.rank && t < b.args.T;
+  uint32_t missing = stayed ? 0 : part.mask();
+  if (stayed) part.read(b.x_at(t), lines[0]);
   uint4 pair;
   auto load = [&] { return part.load({at}, lines, missing); };
   bool told = b.wait.until(
@@ -58,7 +60,7 @@ __device__ __forceinline__ bool move_part(const DispatchBlock& b, int32_t r, int
     }
   }
   __syncwarp();
-  if (comes) part.unset(at);
+  if (comes && !stayed) part.unset(at);
   return true;
 }
 
@@ -69,7 +71,7 @@ __device__ __forceinline__ SlotPart first_arriving(const DispatchBlock& b) {
 }
 
 // By the blocks that receive: all rows of sources of few tokens, first `arriving`.
-template <int N, bool kFp8>
+template <int N, bool kFp8, bool kStays>
 __device__ __forceinline__ bool move_parts(const DispatchBlock& b, SlotPart arriving) {
   int32_t parts = parts_of(b.shared.longest_few, N);
   if (b.shared.differing) arriving = {b.plan, arriving.unit, parts};
@@ -79,7 +81,7 @@ __device__ __forceinline__ bool move_parts(const DispatchBlock& b, SlotPart arri
     auto [r, t] = arriving.slot;
     const FewRows& from = b.shared.few_rows[r];
     bool comes = t < from.tokens && arriving.index < parts_of(from.row_bytes, N);
-    return !comes || move_part<N, kFp8>(b, r, t, arriving.index, from);
+    return !comes || move_part<N, kFp8, kStays>(b, r, t, arriving.index, from);
   });
 }
 

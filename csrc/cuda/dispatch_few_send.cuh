@@ -38,7 +38,7 @@ struct Leaving {
     using Element = std::conditional_t<kFp8, Source, uint32_t>;
     constexpr int kCount = kFp8 ? 16 : 4;  // of a line
     Element elements[N][kCount] = {};
-    auto* x = reinterpret_cast<const Element*>(static_cast<const char*>(b.args.x_TD) + t * b.args.x_stride_bytes);
+    auto* x = reinterpret_cast<const Element*>(b.x_at(t));
 #pragma unroll
     for (int n = 0; n < N; ++n)
       if (part.inside(n)) load_vectors(x + part.at(n) * kCount, elements[n]);
@@ -58,13 +58,13 @@ struct Leaving {
     }
   }
 
-  // To all those ranks.
-  __device__ __forceinline__ void send(const DispatchBlock& b) const {
+  // To those ranks that are among `others`.
+  __device__ __forceinline__ void send(const DispatchBlock& b, uint32_t others) const {
     int32_t lane = threadIdx.x % 32, R = static_cast<int32_t>(b.plan.R);
     // Tokens begin with different ranks, so that not all send to the same at once.
 #pragma unroll 1
     for (int32_t i = 0, rank = t % R; i < R; ++i, rank = rank + 1 < R ? rank + 1 : 0)
-      if (ranks >> rank & 1u) part.store(few_row(b, rank, b.plan.rank, t), lines);
+      if (ranks & others & 1u << rank) part.store(few_row(b, rank, b.plan.rank, t), lines);
     if (part.is_first() && lane < R)
       in_scratch<int32_t>(b.ex, b.plan.slots)[int64_t{t} * R + lane] = ranks >> lane & 1u ? t : -1;
   }
@@ -86,17 +86,19 @@ __device__ __forceinline__ void await_told(const DispatchBlock& b) {
   for (int i = 0; i < kTries && told < b.kernel.tellers; ++i) __nanosleep(20);
 }
 
-// By the blocks that send, a warp a part of a token's row, first `leaving`. False if the round may not be opened.
-template <int N, typename Source>
+// By the blocks that send, a warp a part of a token's row, first `leaving`. kStays: this rank's own tokens need not
+// travel. False if the round may not be opened.
+template <bool kStays, int N, typename Source>
 __device__ __forceinline__ bool send_parts(DispatchBlock& b, int32_t tokens, Leaving<N, Source>& leaving) {
   int32_t parts = parts_of(b.kernel.row_bytes(), N);
   if (blockIdx.x >= kAtOnce && threadIdx.x == 0) await_told(b);
   __syncthreads();
   if (!b.may_open()) return false;
   Units units(tokens * parts, b.kernel.senders * block_warps(), leaving.unit);
+  uint32_t others = kStays ? ~(1u << b.plan.rank) : kAllLanes;
   return units.for_each(&b.wait.round->sent[kDispatch], [&](int32_t unit, int32_t) {
     if (unit != leaving.unit) leaving = {b, unit, parts}, leaving.read(b);
-    leaving.send(b);
+    leaving.send(b, others);
     return true;
   });
 }

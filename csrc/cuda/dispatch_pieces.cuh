@@ -17,9 +17,7 @@ struct Pieces : Ring<kPieces> {
     return min(stride_bytes, row_bytes - piece * stride_bytes);
   }
   // By warp 0.
-  __device__ void fetch_piece(int32_t t, int32_t piece) {
-    fetch_next(static_cast<const char*>(b.args.x_TD) + t * b.args.x_stride_bytes + piece * stride_bytes, bytes(piece));
-  }
+  __device__ void fetch_piece(int32_t t, int32_t piece) { fetch_next(b.x_at(t) + piece * stride_bytes, bytes(piece)); }
 };
 
 // By the whole block: a piece as fp8, in its own place; kLanes threads share a block of 128 elements.

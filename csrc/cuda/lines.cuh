@@ -67,6 +67,12 @@ struct Part {
       if (has_scale(n)) store_scale(row, n, lines[n].scale);
     }
   }
+  // Of a row that has not travelled.
+  __device__ __forceinline__ void read(const char* row, Line (&lines)[N]) const {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+      if (inside(n)) lines[n].words = reinterpret_cast<const uint4*>(row)[at(n)];
+  }
   // A bit for each of the lane's lines, of so many rows one after the other.
   __device__ __forceinline__ uint32_t mask(int32_t rows = 1) const {
     uint32_t lines = 0;

@@ -25,8 +25,10 @@ PLACEMENT = {"strategy": "round_robin", "num_redundant_experts": 3}
 
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("payload", ["float32", "bfloat16", "float16", "fp8"])
-@pytest.mark.parametrize(("tokens_of_all", "few_tokens"), [(5, 256), (40, 32), (40, 256)])
-def test_rows_are_weighted_and_y_is_their_sum(make_ep, rank, size, tokens_of_all, few_tokens, payload, halves):
+@pytest.mark.parametrize(
+    ("tokens_of_all", "few_tokens", "num_sms"), [(5, 256, None), (40, 32, None), (40, 256, None), (40, 256, 2)]
+)
+def test_rows_are_weighted_and_y_is_their_sum(make_ep, rank, size, tokens_of_all, few_tokens, num_sms, payload, halves):
     fp8 = payload == "fp8"
     ep = make_ep(
         few_tokens,
@@ -36,7 +38,7 @@ def test_rows_are_weighted_and_y_is_their_sum(make_ep, rank, size, tokens_of_all
         max_tokens=40,
         placement=PLACEMENT,
         capacity={"alignment": 8},
-        exchange={"payload": "fp8" if fp8 else "auto"},
+        exchange={"payload": "fp8" if fp8 else "auto", "num_sms": num_sms},
     )
     gain = gains(ep.config, 256).double()
     for n in range(3):

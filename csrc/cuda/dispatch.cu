@@ -5,7 +5,8 @@
 //  - Many tokens: a sender that knows all counts sends rows to their first place, says which that is, and they are only
 //    copied to the others. A row's flag says that it is here.
 //  - Few tokens: rows leave at once, and blocks of their own, the tellers, send what is said of pairs. A row's lines
-//    say by themselves that they are here.
+//    say by themselves that they are here. With few ranks a large part of them are this rank's own, which then stay
+//    where the caller has them until they are moved.
 #include "dispatch_few_receive.cuh"
 #include "dispatch_places.cuh"
 #include "dispatch_receive.cuh"

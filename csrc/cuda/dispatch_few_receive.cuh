@@ -17,7 +17,7 @@ __device__ __forceinline__ bool move_part(const DispatchBlock& b, int32_t r, int
   const uint4* pairs = few_pairs(b, plan.rank, r, t);
   bool has_pair = lane < from.K;
   Line lines[1][N];
-  bool stayed = kStays && r == plan.rank && t < b.args.T;
+  bool stayed = kStays && r == plan.rank && t < b.args.T;  // from.tokens has passed through the window
   uint32_t missing = stayed ? 0 : part.mask();
   if (stayed) part.read(b.x_at(t), lines[0]);
   uint4 pair;

@@ -9,35 +9,38 @@ export OMP_NUM_THREADS := 1
 
 TORCHRUN := torchrun --standalone --nproc-per-node
 
-.PHONY: help setup demo test unit distributed lint bench cuda-compile gpu-deps gpu-test clean
+.PHONY: help setup demo test unit distributed lint docs bench benchmarks-report cuda-compile gpu-deps gpu-test clean
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*##' '{printf "  make %-13s%s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*##' '{printf "  make %-19s%s\n", $$1, $$2}'
 
 demo: setup  ## four real MoE models generate text, their experts spread over 4 processes; writes report.html
 	$(TORCHRUN) 4 -m epmoe run configs/cpu_demo.yaml --model all --report report.html
 
-test: lint unit distributed cuda-compile  ## everything CI runs
+test: lint docs unit distributed cuda-compile  ## everything CI runs
 
 setup: $(READY)  ## virtual environment, packages and native library
 	@python -c 'from epmoe.build import build; print("native library:", build())'
 
-# torch first and alone: setup.py looks for it, and pip need not weigh it against anything else.
+# torch comes first, in a step of its own: setup.py looks for it, and pip then resolves the other packages against it.
 $(READY): pyproject.toml constraints.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "epmoe needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing torch and the other packages into $(VENV): minutes, the first time"
 	pip install --quiet -c constraints.txt 'setuptools>=77' torch
-	pip install --quiet -c constraints.txt --no-build-isolation -e '.[hf,dev]'
+	pip install --quiet -c constraints.txt --no-build-isolation -e '.[hf,dev,docs]'
 	@touch $@
 
-lint: setup  ## ruff, clang-format and mypy, as in .pre-commit-config.yaml
+lint: setup  ## ruff, clang-format, mypy and pydoclint, as in .pre-commit-config.yaml
 	pre-commit run --all-files
+
+docs: setup  ## the documentation as a site in build/site; a dead link fails
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
 unit: setup  ## tests of one process
 	pytest --ignore tests/distributed
 
-# Rank 0 prints; the others write files, shown where a rank fails.
+# Rank 0 prints. The other ranks write files, whose ends are shown if a rank fails.
 distributed: setup  ## tests over 2, 3 and 4 ranks
 	@for ranks in 2 3 4; do \
 	  rm -rf build/ranks; echo "== $$ranks ranks"; \
@@ -45,28 +48,32 @@ distributed: setup  ## tests over 2, 3 and 4 ranks
 	    || { find build/ranks -name stdout.log -exec tail -n 60 {} +; exit 1; }; \
 	done
 
+benchmarks-report: setup  ## BENCHMARKS.md and its plot, from benchmarks/*.json
+	python -m benchmarks.render
+
 bench: setup  ## the exchange against gloo's all_to_all, on this machine
 	$(TORCHRUN) 4 -m epmoe bench configs/cpu_bench.yaml
 
-# With the symbols that torch's own build defines, so that what passes here passes there.
+# `symbols` are those that torch's build defines, so that a kernel that compiles here also compiles there.
 cuda-compile:  ## every kernel compiles for sm_90 and sm_80 (needs nvcc, no GPU)
 	@command -v nvcc >/dev/null || { echo "cuda-compile: skipped, there is no nvcc on the PATH"; exit 0; }; \
 	mkdir -p build; \
 	flags=$$($(PYTHON) -c 'import runpy; print(*runpy.run_path("epmoe/build.py")["CUDA_FLAGS"])'); \
 	symbols="-D__CUDA_NO_HALF_OPERATORS__ -D__CUDA_NO_HALF_CONVERSIONS__ -D__CUDA_NO_BFLOAT16_CONVERSIONS__ -D__CUDA_NO_HALF2_OPERATORS__"; \
-	for source in $(wildcard csrc/cuda/*.cu epmoe/bench/*.cu); do for arch in sm_90 sm_80; do \
+	for source in $(wildcard csrc/cuda/*/*.cu epmoe/bench/*.cu); do for arch in sm_90 sm_80; do \
 	  echo "nvcc $$source $$arch"; nvcc -c $$flags $$symbols -arch=$$arch -Icsrc -o build/kernel.o $$source || exit 1; \
 	done; done
 
-# A GPU machine may reach no package registry: its own Python holds torch and pytest, and `make gpu-deps`, run where
-# there is a registry, puts the rest into .gpu-deps for that Python's version. Then, there: make gpu-test
+# For a GPU machine that reaches no package registry. Its own Python has torch and pytest. `make gpu-deps`, run where a
+# registry can be reached, puts the other packages into .gpu-deps for that Python's version. Then run `make gpu-test` on
+# the GPU machine.
 GPU_PYTHON_VERSION ?= 3.12
 gpu-deps: setup
 	pip install --quiet --target .gpu-deps --upgrade --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
 	  -c constraints.txt pydantic pydantic-core annotated-types typing-extensions typing-inspection pyyaml \
 	  typer click shellingham annotated-doc rich markdown-it-py mdurl pygments
 
-gpu-test:  ## tests marked gpu, with the machine's own Python (set PYTHON); see README
+gpu-test:  ## tests marked gpu, with the machine's own Python (set PYTHON); see docs/testing.md
 	PYTHONPATH=.:.gpu-deps $(PYTHON) -m pytest -m gpu tests
 
 clean:  ## everything that `make` made

@@ -1,5 +1,7 @@
-"""Ships `csrc` inside the package, and builds the native library ahead of time where torch can be imported
-(`pip install --no-build-isolation .`). Without torch it is built at first use. The rest is in pyproject.toml."""
+"""Adds `csrc` to the package, and builds the native library if torch is there (`pip install --no-build-isolation .`).
+
+Without torch, epmoe builds the library at first use. All other settings are in pyproject.toml.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ AHEAD_OF_TIME = importlib.util.find_spec("torch") is not None
 
 
 def load_builder() -> ModuleType:
-    """epmoe/build.py alone: importing the package would load the library that is yet to be built."""
+    """epmoe/build.py alone: importing the package would need all its dependencies."""
     spec = importlib.util.spec_from_file_location("epmoe_build", ROOT / "epmoe" / "build.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -25,7 +27,7 @@ def load_builder() -> ModuleType:
 
 
 class BuildPy(build_py):
-    """An editable install keeps using the tree's own csrc, and builds from it at first use."""
+    """Adds the native sources and library to a wheel. An editable install builds from the checkout at first use."""
 
     def run(self) -> None:
         super().run()
@@ -41,7 +43,7 @@ class BuildPy(build_py):
 
 
 class PlatformDistribution(Distribution):
-    """A wheel with a native library in it belongs to one platform."""
+    """Gives a wheel that holds the native library the tag of its platform."""
 
     def has_ext_modules(self) -> bool:
         return AHEAD_OF_TIME

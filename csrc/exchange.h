@@ -1,43 +1,46 @@
-// Arguments of dispatch and combine, the same for CPU and CUDA.
+// Arguments of dispatch and combine, the same for CPU and CUDA. Letters and strides as in args.h.
 #pragma once
 #include "plan.h"
 
 namespace epmoe {
 
-// This rank's side of the exchange: its own memory, and every rank's window as mapped here.
+// This rank's side of the exchange: its own memory, and every rank's window.
 struct Exchange {
   ExchangePlan plan;
-  char* peers_R[kMaxRanks];
-  char* scratch;
-  Status* status;
-  int64_t timeout_ns;
+  char* peers_R[kMaxRanks];  // start of each rank's window, as this process (CPU) or device (CUDA) addresses it
+  char* scratch;             // start of this rank's scratch
+  Status* status;            // in host memory
+  int64_t timeout_ns;        // of each wait
 };
 
 struct DispatchArgs {
   const void* x_TD;
-  DType dtype;
-  int64_t x_stride_bytes;
-  const void* ids_TK;
-  bool wide_ids;
-  int64_t ids_stride;
+  DType dtype;             // of x
+  int64_t x_stride_bytes;  // between rows
+  const void* ids_TK;      // logical experts
+  bool wide_ids;           // ids are int64, else int32
+  int64_t ids_stride;      // between rows
   const void* weights_TK;
   DType weights_dtype;
-  int64_t weights_stride;
-  const int32_t* num_tokens;  // scalar where the kernel runs, or null: then num_rows holds
-  int64_t T, num_rows, D;     // T rows, of which the first are real
+  int64_t weights_stride;     // between rows
+  const int32_t* num_tokens;  // real tokens, a scalar where the kernel runs; null: num_rows holds
+  int64_t T;                  // rows of x; rows at and past the number of tokens are padding
+  int64_t num_rows;           // real tokens, as the host knows them
+  int64_t D;
   int32_t K;
-  bool expert_major;
-  bool weight_rows;    // each pair's row is multiplied by its weight, and combine only adds
-  bool send, receive;  // either half of the stage, or both
+  bool expert_major;   // layout="expert": permute the rows on arrival, else leave them in their slots
+  bool weight_rows;    // multiply each pair's row by its weight on arrival; combine then only adds
+  bool send, receive;  // the phases of this call: either or both
 };
 
 struct CombineArgs {
-  const void* rows;  // expert-major [N, D], rank-major [R, M, D], or null: no rows, the round is given up
-  bool expert_major;
-  int64_t rows_stride_bytes, num_rows;
-  void* y_TD;          // contiguous, in the round's dtype
-  int64_t T, D;        // of y
-  bool send, receive;  // as in DispatchArgs
+  const void* rows;           // expert-major [N, D] or rank-major [R, M, D]; null gives the round up: no rows are sent
+  bool expert_major;          // which of the two layouts
+  int64_t rows_stride_bytes;  // between rows
+  int64_t num_rows;           // rows that exist; pairs with a larger row index add nothing
+  void* y_TD;                 // out: contiguous, in the dtype of dispatch's x
+  int64_t T, D;               // of y
+  bool send, receive;         // as in DispatchArgs
 };
 
 }  // namespace epmoe

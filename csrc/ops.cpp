@@ -1,23 +1,23 @@
-// The local operators: checks, unwraps, launches. Schemas and fakes: epmoe/ops.py.
+// The local operators: they check and unwrap tensors, and launch. Schemas and fakes are in epmoe/ops.py.
 #include <tuple>
 
 #include "args.h"
 #include "cpu/stages.h"
 #include "unwrap.h"
 #if defined(EPMOE_CUDA)
-#include "cuda/launch.h"
+#include "cuda/stages.h"
 #endif
 
 namespace epmoe {
 namespace {
 
-// `on_cuda(args, stream)` with the tensor's device current, or `on_cpu(args)`.
+// Calls `on_cuda(args, stream)` for a tensor on a GPU, else `on_cpu(args)`.
 #if defined(EPMOE_CUDA)
 template <typename Args>
 void launch(const Tensor& like, const Args& args, void (*on_cpu)(const Args&),
             cudaError_t (*on_cuda)(const Args&, cudaStream_t)) {
   if (!like.is_cuda()) return on_cpu(args);
-  launch_beside(like, [&](cudaStream_t stream) { return on_cuda(args, stream); });
+  launch_on_device_of(like, [&](cudaStream_t stream) { return on_cuda(args, stream); });
 }
 #define EPMOE_LAUNCH(like, stage, args) launch(like, args, cpu::stage, cuda::stage)
 #else
@@ -78,12 +78,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor
   Tensor expert_offsets = empty_like_device(ids, {num_local_experts + 1}, ScalarType::Int);
   Tensor tokens_per_expert = empty_like_device(ids, {num_local_experts}, ScalarType::Int);
   Tensor row_of_pair = empty_like_device(ids, {S, K}, ScalarType::Int);
-  int64_t scratch_bytes = 0;
+  int64_t workspace_bytes = 0;
 #if defined(EPMOE_CUDA)
   if (x.is_cuda())
-    scratch_bytes = cuda::permute_workspace_bytes(S, static_cast<int32_t>(K), static_cast<int32_t>(num_local_experts));
+    workspace_bytes =
+        cuda::permute_workspace_bytes(S, static_cast<int32_t>(K), static_cast<int32_t>(num_local_experts));
 #endif
-  Tensor scratch = empty_like_device(ids, {scratch_bytes}, ScalarType::Byte);
+  Tensor workspace = empty_like_device(ids, {workspace_bytes}, ScalarType::Byte);
   PermuteArgs args{
       .x_SD = x.data_ptr(),
       .dtype = dtype_of(x),
@@ -109,7 +110,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor
       .tokens_per_expert = static_cast<int32_t*>(tokens_per_expert.data_ptr()),
       .row_of_pair_SK = static_cast<int32_t*>(row_of_pair.data_ptr()),
       .row_of_pair_stride = K,
-      .workspace = scratch.data_ptr(),
+      .workspace = workspace.data_ptr(),
       .counters = pointer<int64_t>(counters, kNumCounters, "counters"),
       .needed = nullptr,
   };

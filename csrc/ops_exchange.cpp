@@ -1,53 +1,57 @@
-// The operators of the exchange: checks, unwraps, launches. Schemas and fakes: epmoe/ops.py.
+// The operators of the exchange: they check and unwrap tensors, and launch. Schemas and fakes are in epmoe/ops.py.
 #include <cstring>
 
 #include "cpu/stages.h"
 #include "unwrap.h"
 #if defined(EPMOE_CUDA)
-#include "cuda/exchange_launch.h"
+#include "cuda/stages.h"
 #endif
 
 namespace epmoe {
 namespace {
 
-enum class Half { kBoth, kSend, kReceive };
+// The phases of a stage that one operator runs.
+enum class Phase { kSendRecv, kSend, kRecv };
 
-// What the calls of a round have in common, on the host, as `Exchange.words_for` in epmoe/exchange.py writes it: int64
-// each, and after them the address of each rank's window. Scalars of an operator cost the host more than tensors do.
-struct Words {
+// What both stages of a round need beside its memory, in a host tensor of int64 that `Exchange.descriptors_for` in
+// epmoe/exchange.py writes. The addresses of all R windows follow the struct. One tensor costs the host less than
+// scalar arguments of the operator.
+struct ExchangeDescriptor {
   ExchangePlan plan;
   int64_t expert_major, weight_rows;  // as in DispatchArgs
-  int64_t timeout_ns;
-  int64_t status;  // its address
+  int64_t timeout_ns;                 // of each wait
+  int64_t status;                     // address of the Status
 };
 
-const Words& words_of(const Tensor& exchange) {
-  constexpr int64_t kFields = sizeof(Words) / sizeof(int64_t);
-  STD_TORCH_CHECK(!exchange.is_cuda(), "the exchange's words must be on the host");
-  const auto& words = *reinterpret_cast<const Words*>(pointer<int64_t>(exchange, kFields, "exchange"));
-  int64_t R = words.plan.R;
+const ExchangeDescriptor& parsed(const Tensor& descriptor) {
+  constexpr int64_t kFields = sizeof(ExchangeDescriptor) / sizeof(int64_t);
+  STD_TORCH_CHECK(!descriptor.is_cuda(), "`descriptor` must be on the host");
+  const auto& d = *reinterpret_cast<const ExchangeDescriptor*>(pointer<int64_t>(descriptor, kFields, "descriptor"));
+  int64_t R = d.plan.R;
   STD_TORCH_CHECK(R >= 1 && R <= kMaxRanks, "ranks must be from 1 to ", kMaxRanks);
-  STD_TORCH_CHECK(exchange.numel() == kFields + R, "the exchange's words must be ", kFields, ", and ", R, " addresses");
-  return words;
+  STD_TORCH_CHECK(descriptor.numel() == kFields + R, "`descriptor` must hold ", kFields, " fields and ", R,
+                  " addresses");
+  return d;
 }
 
-Exchange exchange_of(const Words& words, const Tensor& window, const Tensor& scratch) {
-  int64_t R = words.plan.R;
-  pointer<uint8_t>(window, words.plan.combine_scales, "window");
+Exchange exchange_of(const ExchangeDescriptor& d, const Tensor& window, const Tensor& scratch) {
+  int64_t R = d.plan.R;
+  pointer<uint8_t>(window, d.plan.combine_scales, "window");
   Exchange exchange{
-      .plan = words.plan,
+      .plan = d.plan,
       .peers_R = {},
-      .scratch = reinterpret_cast<char*>(pointer<uint8_t>(scratch, words.plan.rows_sent + R * 8, "scratch")),
-      .status = reinterpret_cast<Status*>(words.status),
-      .timeout_ns = words.timeout_ns,
+      .scratch = reinterpret_cast<char*>(pointer<uint8_t>(scratch, d.plan.health_rows_sent + R * 8, "scratch")),
+      .status = reinterpret_cast<Status*>(d.status),
+      .timeout_ns = d.timeout_ns,
   };
-  std::memcpy(exchange.peers_R, &words + 1, R * sizeof(char*));
+  std::memcpy(exchange.peers_R, &d + 1, R * sizeof(char*));
   return exchange;
 }
 
 void launch_dispatch(const Exchange& exchange, const DispatchArgs& args, const Tensor& x) {
 #if defined(EPMOE_CUDA)
-  if (x.is_cuda()) return launch_beside(x, [&](cudaStream_t stream) { return cuda::dispatch(exchange, args, stream); });
+  if (x.is_cuda())
+    return launch_on_device_of(x, [&](cudaStream_t stream) { return cuda::dispatch(exchange, args, stream); });
 #endif
   cpu::dispatch(exchange, args);
 }
@@ -55,7 +59,8 @@ void launch_dispatch(const Exchange& exchange, const DispatchArgs& args, const T
 void launch_combine(const Exchange& exchange, const CombineArgs& args, const Tensor& y) {
 #if defined(EPMOE_CUDA)
   if (y.is_cuda())
-    return launch_beside(y, [&](cudaStream_t stream) { return cuda::combine(exchange, args, dtype_of(y), stream); });
+    return launch_on_device_of(y,
+                               [&](cudaStream_t stream) { return cuda::combine(exchange, args, dtype_of(y), stream); });
 #endif
   auto* offsets = reinterpret_cast<const int32_t*>(exchange.scratch + exchange.plan.expert_offsets);
   int64_t needed = args.rows && args.expert_major ? offsets[exchange.plan.num_local_experts] : 0;
@@ -63,11 +68,11 @@ void launch_combine(const Exchange& exchange, const CombineArgs& args, const Ten
   cpu::combine(exchange, args);
 }
 
-template <Half kHalf>
+template <Phase kPhase>
 void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const std::optional<Tensor>& num_tokens,
-              int64_t num_rows, const Tensor& window, const Tensor& scratch, const Tensor& exchange) {
-  const Words& words = words_of(exchange);
-  const ExchangePlan& plan = words.plan;
+              int64_t num_rows, const Tensor& window, const Tensor& scratch, const Tensor& descriptor) {
+  const ExchangeDescriptor& d = parsed(descriptor);
+  const ExchangePlan& plan = d.plan;
   check_rows(x, "x");
   check_rows(ids, "ids");
   check_rows(weights, "weights");
@@ -95,31 +100,31 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
       .num_rows = num_rows,
       .D = D,
       .K = static_cast<int32_t>(K),
-      .expert_major = words.expert_major != 0,
-      .weight_rows = words.weight_rows != 0,
-      .send = kHalf != Half::kReceive,
-      .receive = kHalf != Half::kSend,
+      .expert_major = d.expert_major != 0,
+      .weight_rows = d.weight_rows != 0,
+      .send = kPhase != Phase::kRecv,
+      .receive = kPhase != Phase::kSend,
   };
-  launch_dispatch(exchange_of(words, window, scratch), args, x);
+  launch_dispatch(exchange_of(d, window, scratch), args, x);
 }
 
-template <Half kHalf>
+template <Phase kPhase>
 void combine(const Tensor& y, const std::optional<Tensor>& rows, const Tensor& window, const Tensor& scratch,
-             const Tensor& exchange) {
-  const Words& words = words_of(exchange);
-  const ExchangePlan& plan = words.plan;
+             const Tensor& descriptor) {
+  const ExchangeDescriptor& d = parsed(descriptor);
+  const ExchangePlan& plan = d.plan;
   STD_TORCH_CHECK(y.dim() == 2 && y.is_contiguous() && y.size(0) <= plan.M && y.size(1) <= plan.D,
                   "y must be contiguous [T, D] and fit the plan");
   CombineArgs args{
       .rows = nullptr,
-      .expert_major = words.expert_major != 0,
+      .expert_major = d.expert_major != 0,
       .rows_stride_bytes = 0,
       .num_rows = 0,
       .y_TD = y.data_ptr(),
       .T = y.size(0),
       .D = y.size(1),
-      .send = kHalf != Half::kReceive,
-      .receive = kHalf != Half::kSend,
+      .send = kPhase != Phase::kRecv,
+      .receive = kPhase != Phase::kSend,
   };
   if (rows) {
     check_rows(*rows, "rows");
@@ -132,16 +137,16 @@ void combine(const Tensor& y, const std::optional<Tensor>& rows, const Tensor& w
     args.rows_stride_bytes = stride_bytes;
     args.num_rows = rows->size(0);
   }
-  launch_combine(exchange_of(words, window, scratch), args, y);
+  launch_combine(exchange_of(d, window, scratch), args, y);
 }
 
 void implement(torch::stable::detail::StableLibrary& library) {
-  library.impl("dispatch", TORCH_BOX(&dispatch<Half::kBoth>));
-  library.impl("dispatch_send", TORCH_BOX(&dispatch<Half::kSend>));
-  library.impl("dispatch_recv", TORCH_BOX(&dispatch<Half::kReceive>));
-  library.impl("combine", TORCH_BOX(&combine<Half::kBoth>));
-  library.impl("combine_send", TORCH_BOX(&combine<Half::kSend>));
-  library.impl("combine_recv", TORCH_BOX(&combine<Half::kReceive>));
+  library.impl("dispatch", TORCH_BOX(&dispatch<Phase::kSendRecv>));
+  library.impl("dispatch_send", TORCH_BOX(&dispatch<Phase::kSend>));
+  library.impl("dispatch_recv", TORCH_BOX(&dispatch<Phase::kRecv>));
+  library.impl("combine", TORCH_BOX(&combine<Phase::kSendRecv>));
+  library.impl("combine_send", TORCH_BOX(&combine<Phase::kSend>));
+  library.impl("combine_recv", TORCH_BOX(&combine<Phase::kRecv>));
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
-// The exchange's memory as the kernels see it: offsets computed once, in epmoe/memory.py, and handed over as
-// a list of integers in the order of the fields below (`SIZES` and `OFFSETS` there).
+// The memory of the exchange as the kernels see it. epmoe/memory.py computes every size and offset once and hands them
+// over as int64, in the order of the fields of `ExchangePlan` (`SIZES` and `OFFSETS` there; a test compares the names).
+// docs/protocol.md has the map of the window: writer, reader, signal and re-arming of each buffer.
 #pragma once
 #include "types.h"
 
@@ -7,67 +8,124 @@ namespace epmoe {
 
 constexpr int kMaxRanks = 64;  // a set of ranks is one 64-bit mask
 
+// The same on CPU and CUDA unless a comment says otherwise; kernels only read it. Letters as in args.h. "[R, M, K]"
+// after a buffer is its shape; index 0 is the source rank. An unused buffer has 0 bytes.
 struct ExchangePlan {
-  int64_t R, rank, M, K, D, E, P, num_local_experts,
-      copies;  // letters as in args.h; K, D: a call may use less
-  int64_t max_rows, alignment;
-  int64_t payload_fp8, combine_fp8;              // wire formats: 0 is the dtype of x
-  int64_t x_stride_bytes, combine_stride_bytes;  // between slots, on the wire
-  int64_t scale_blocks, combine_scale_blocks;    // scales between slots; of combine a multiple of 4
-  int64_t most_local_experts;                    // of any rank
-  int64_t num_sms;                               // multiprocessors a kernel may use
-  int64_t few_tokens;  // up to which a source's rows travel without flags; CUDA only, as the next five
-  int64_t few_stride_bytes, few_sum_stride_bytes;           // between those, with their scales
-  int64_t dispatch_senders, combine_senders, combine_team;  // blocks, warps a row; 0: the kernel chooses
-  // in every rank's window
-  int64_t dispatch_mail, combine_mail, error_mail, doorbell;
-  int64_t recv_x, recv_scales, recv_ids, recv_weights, combine_rows, combine_scales;
-  int64_t recv_flags, recv_ordinals, recv_counts, combine_flags, few_rows, few_pairs, few_sums;  // CUDA only
-  int64_t rows, row_scales;  // in the window on CUDA, in scratch on the CPU
-  // in this rank's scratch; slots_used: CUDA only
-  int64_t state, counts, slots_used, slots, expert_offsets, tokens_per_expert, row_of_pair;
-  int64_t expert_map, owners, copies_table, num_copies, sentinels;
-  int64_t local_index, pair_weights;  // CUDA only
-  int64_t counters, total_tokens_per_expert, rows_sent;
+  // Sizes.
+  int64_t R;                     // ranks of the group
+  int64_t rank;                  // this rank in the group
+  int64_t M;                     // tokens a rank may bring to one call: the slots of a slab
+  int64_t K;                     // experts a token, of the config: the stride of pairs; a call may use fewer
+  int64_t D;                     // elements of a row, of the config; a call may use fewer
+  int64_t E;                     // logical experts
+  int64_t P;                     // physical experts: E and the redundant copies
+  int64_t num_local_experts;     // physical experts of this rank
+  int64_t copies;                // columns of table_copies: the most copies that a logical expert has
+  int64_t max_rows;              // N: expert-major rows that fit
+  int64_t alignment;             // rows: an expert's segment starts at a multiple of it
+  int64_t payload_fp8;           // format of rows that dispatch sends: 1 is fp8 with scales, 0 the dtype of x
+  int64_t combine_fp8;           // format of rows that combine sends, likewise
+  int64_t x_stride_bytes;        // between slots of recv_x
+  int64_t combine_stride_bytes;  // between slots of combine_rows
+  int64_t scale_blocks;          // fp32 scales between slots of recv_scales
+  int64_t combine_scale_blocks;  // fp32 scales between slots of combine_scales; a multiple of 4, so of 16 bytes
+  int64_t most_local_experts;    // the largest num_local_experts of any rank
+  // Sizes that only the CUDA kernels use.
+  int64_t num_sms;              // multiprocessors that a kernel may use, at most
+  int64_t ll_max_tokens;        // tokens of a call up to which its source uses the LL protocol: slots of an ll_ slab
+  int64_t ll_row_stride_bytes;  // between slots of ll_rows: the row and, for fp8, its scales
+  int64_t ll_sum_stride_bytes;  // between slots of ll_sums, likewise
+  int64_t dispatch_senders;     // blocks of dispatch that start as senders; 0: the launch policy chooses
+  int64_t combine_senders;      // blocks of combine that start as senders; 0: the launch policy chooses
+  int64_t combine_team;         // warps of combine that send a row together; 0: the launch policy chooses
+
+  // Offsets in bytes from the start of a window. Each rank has one window, and every rank writes into all windows.
+  int64_t signal_dispatch;  // RoundHeader [R]: dispatch send -> dispatch receive; CPU only
+  int64_t signal_combine;   // RoundHeader [R]: combine send -> combine receive; CUDA uses its first 8 bytes
+  int64_t signal_error;     // uint64 [R]: masks of missing ranks, from each rank whose wait failed -> every wait
+  int64_t doorbell;         // uint32: a futex that every signal increments, and on which this rank sleeps; CPU only
+  int64_t recv_x;           // rows [R, M, D]: dispatch send -> dispatch receive, or the caller with layout="rank"
+  int64_t recv_scales;      // float [R, M, scale_blocks]: with recv_x, for fp8
+  int64_t recv_ids;         // int32 [R, M, K]: physical experts, with recv_x
+  int64_t recv_weights;     // float [R, M, K]: with recv_x; on the CPU combine send reads them too
+  int64_t combine_rows;     // partial rows [R, M, D]: combine send -> combine receive
+  int64_t combine_scales;   // float [R, M, combine_scale_blocks]: with combine_rows, for fp8
+  // CUDA only.
+  int64_t recv_flags;     // uint32 [R, M]: the epoch whose row is in the slot, Simple protocol
+  int64_t recv_ordinals;  // int32 [R, M, K]: ordinal of the pair in (source, expert), or its final row with bit 31 set
+  int64_t recv_counts;    // 8-byte words [R, 2 + R * most_local_experts]: rows sent, shape of the call, pairs by expert
+  int64_t combine_flags;  // uint32 [R, M]: the epoch whose partial row is in the slot, Simple protocol
+  int64_t ll_rows;        // LL lines [R, ll_max_tokens]: dispatch send -> dispatch receive, which re-arms them
+  int64_t ll_pairs;       // LL lines [R, ll_max_tokens, K]: id, ordinal, weight, epoch of each pair; with ll_rows
+  int64_t ll_sums;        // LL lines [R, ll_max_tokens]: combine send -> combine receive, which re-arms them
+  // In the window on CUDA, where senders write final rows; in scratch on the CPU.
+  int64_t rows;        // expert-major rows [N, D]: dispatch -> the experts
+  int64_t row_scales;  // float [N, scale_blocks]: with rows, for fp8
+
+  // Offsets in bytes from the start of this rank's scratch, which no other rank sees.
+  int64_t state;           // RoundState
+  int64_t counts;          // int32 [R]: rows received from each source; dispatch -> the caller, on the CPU combine send
+  int64_t slots_used;      // int32 [R]: slots of each source that combine visits; CUDA only
+  int64_t slots;           // int32 [M, R]: slot of token t on each rank, -1 if not sent; dispatch -> combine receive
+  int64_t expert_offsets;  // int32 [e + 1]: first row of each expert; dispatch -> the experts
+  int64_t tokens_per_expert;  // int32 [e]: rows of each expert without the gap; dispatch -> the experts
+  int64_t row_of_pair;        // int32 [R, M, K]: row of each received pair, negative for none; dispatch -> combine send
+  // Tables: the host writes them once, dispatch reads them.
+  int64_t table_expert_map;   // int32 [P]: local index of a physical expert, -1 if another rank owns it; CPU only
+  int64_t table_owners;       // int32 [P]: rank of a physical expert
+  int64_t table_copies;       // int32 [E, copies]: physical experts of a logical expert
+  int64_t table_num_copies;   // int32 [E]: number of physical experts of a logical expert
+  int64_t table_sentinels;    // int32 [R]: for each rank a valid id that another rank owns, P if there is none
+  int64_t table_local_index;  // int32 [P]: local index of a physical expert on its owner; CUDA only
+  int64_t pair_weights;       // float [R, M, K]: weights of received pairs; dispatch -> combine send; CUDA only
+  // Totals: kernels add to them, the host reads them (epmoe/health.py).
+  int64_t health_counters;           // int64 [kNumCounters]
+  int64_t health_tokens_per_expert;  // int64 [e]: rows that this rank's experts have received
+  int64_t health_rows_sent;          // int64 [R]: rows sent to each rank
 };
 
-// What a source tells each receiver with its flag, a cache line each. `epoch` is the flag, written last.
-struct alignas(64) Mail {
-  uint32_t epoch;
-  int32_t count;  // rows sent
-  int32_t D, K, dtype;
+// What a source signals to each receiver, in a cache line of its own. The source writes `epoch`, the flag, last.
+// CUDA uses it in combine only, and there one 8-byte word of it: `epoch` and `count`.
+struct alignas(64) RoundHeader {
+  uint32_t epoch;       // CPU: the round whose payload is complete; CUDA: the round that the source has opened
+  int32_t count;        // rows sent to this receiver; on CUDA 1, or 0 if the source gives the round up
+  int32_t D, K, dtype;  // of the source's call; CPU only
   int32_t unused[11];
 };
 
-// What dispatch leaves for combine, and the epochs, which only grow. The CPU compares them as signed differences, CUDA
-// for equality (cuda/mail.cuh).
+// State of the round, in scratch, zero at first. dispatch writes what it leaves for combine. Epochs count rounds and
+// only grow: the CPU compares them as signed differences, CUDA for equality (cuda/exchange/signal.cuh).
 struct RoundState {
-  uint32_t dispatch_epoch, combine_epoch;
-  int32_t latched;  // a wait has failed: no payload may be sent any more
-  int32_t T, D, K;  // D: CPU only, as the next
-  int16_t dtype;
-  int16_t originator;  // CUDA only: who saw the failure first
-  uint32_t few;        // CUDA only: sources whose rows travel without flags, a mask
-  uint64_t missing;    // CUDA only: ranks that were waited for in vain, a mask
-  // CUDA only, as what follows; [Stage]: blocks done. Each kernel clears the other's counters.
-  int32_t done[2];
-  int32_t told;  // blocks of dispatch that have sent what is said of pairs
-  // [Stage]: handed out to be sent and to be received; then what of rows without flags may be handed out beside others,
-  // received by dispatch, sent by combine. On lines of their own: many draw from one while others draw from the next.
-  alignas(64) int32_t sent[2];
-  alignas(64) int32_t ticket[2];
-  alignas(64) int32_t few_ticket[2];
+  uint32_t dispatch_epoch;  // of the last round that dispatch sent (CPU) or received (CUDA)
+  uint32_t combine_epoch;   // of the last round that combine sent (CPU) or received (CUDA); CUDA: dispatch takes it + 1
+  int32_t latched;          // 1 after a wait has failed: this rank sends no payload any more
+  int32_t T;                // real tokens of this rank's dispatch; 0 on CUDA if the calls of the ranks do not match
+  int32_t D;                // of the call; CPU only
+  int32_t K;                // of the call
+  int16_t dtype;            // DType of the call's x; CPU only
+  int16_t originator;       // CUDA only: the rank that saw the failure first
+  uint32_t ll_mask;         // CUDA only: sources of up to ll_max_tokens tokens; their sums return by the LL protocol
+  uint64_t missing;         // CUDA only: ranks that a wait has missed; not 0 ends all other waits of this rank
+  // CUDA only, from here on. `[2]` is indexed by Stage. Each kernel clears what belongs to the other stage.
+  int32_t done[2];   // blocks that have finished
+  int32_t notified;  // notify blocks of dispatch that have sent all their pairs; combine clears it
+  // Heads of the work queues: the next item that no warp has claimed, counted from the items that warps start with.
+  // They lie on separate cache lines, because many warps claim from different queues at once.
+  alignas(64) int32_t send_queue[2];  // items to send
+  alignas(64) int32_t recv_queue[2];  // items to receive
+  alignas(64) int32_t ll_queue[2];    // LL items beside the Simple ones: dispatch receives them, combine sends them
 };
 static_assert(sizeof(RoundState) == 256);
 
-// What the host looks at; int64 each, in the order of `epmoe.health.STATUS`.
+// What went wrong, for the host: int64 each, in the order of `epmoe.health.STATUS`. It lies in host memory (pinned on
+// CUDA); kernels write it, and the host looks at it without synchronising and clears it.
 struct Status {
-  int64_t code;         // StatusCode
+  int64_t code;         // StatusCode; written last on a timeout
   int64_t stage;        // Stage
   int64_t epoch;        // of the failed round
-  int64_t missing;      // ranks that were waited for, a mask
+  int64_t missing;      // mask of ranks: on a timeout the missing ones, on a mismatch the ranks whose call differs
   int64_t originator;   // the rank that saw the failure first
-  int64_t needed_rows;  // the most expert-major rows a round needed beyond max_rows, or 0
+  int64_t needed_rows;  // the most expert-major rows that a round needed if that is more than max_rows, else 0
   int64_t unused[2];
 };
 

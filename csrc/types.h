@@ -1,4 +1,4 @@
-// Element types and the health counters, shared by the CPU and the CUDA kernels. No torch header.
+// Element types and health counters of the CPU and the CUDA kernels. No torch header.
 #pragma once
 #include <cstdint>
 
@@ -14,12 +14,14 @@ enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kFloat8E
 
 EPMOE_HD int64_t itemsize(DType dtype) { return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat8E4M3 ? 1 : 2; }
 
+constexpr EPMOE_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 // Elements that share one fp8 scale.
 constexpr int64_t kScaleBlock = 128;
 constexpr float kFloat8Max = 448.0f;
 
-// The scale of values up to `largest`, which is finite: amax / 448, 1 for zeros, and never so small that dividing by it
-// overflows.
+// The scale of a block whose largest finite magnitude is `largest`: largest / 448, and 1 if all values are 0. It is at
+// least 2^-126, so that dividing by it does not overflow.
 EPMOE_HD float scale_for(float largest) {
   float scale = largest / kFloat8Max;
   return largest > 0.0f ? (scale > 0x1p-126f ? scale : 0x1p-126f) : 1.0f;

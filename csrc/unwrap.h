@@ -1,6 +1,6 @@
-// From tensors to pointers, with the checks that keep a wrong call from becoming a wild pointer. Wording for
-// users is Python's; what fails here is a bug of the caller in this package. The only header that includes
-// torch's.
+// From tensors to pointers, with the checks that keep a wrong call from becoming a wild pointer. Python checks what
+// users pass, and words those errors; a check that fails here shows a bug in this package. Of the headers, only this
+// one includes torch's.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -42,7 +42,7 @@ inline bool is_wide(const Tensor& ids) {
   return ids.scalar_type() == ScalarType::Long;
 }
 
-// A matrix whose rows may be strided, and whose elements follow one another within a row.
+// Checks for a matrix whose rows are contiguous; the stride between rows is free.
 inline void check_rows(const Tensor& t, const char* name) {
   STD_TORCH_CHECK(t.dim() == 2 && (t.size(1) <= 1 || t.stride(1) == 1), "`", name,
                   "` must be 2-D with contiguous rows");
@@ -59,7 +59,7 @@ constexpr ScalarType kScalarType<float> = ScalarType::Float;
 template <>
 constexpr ScalarType kScalarType<uint8_t> = ScalarType::Byte;
 
-// Pointer to a contiguous tensor of T with at least `numel` elements.
+// The data of a contiguous tensor of T with at least `numel` elements.
 template <typename T>
 T* pointer(const Tensor& t, int64_t numel, const char* name) {
   STD_TORCH_CHECK(t.scalar_type() == kScalarType<T> && t.is_contiguous() && t.numel() >= numel, "`", name,
@@ -77,10 +77,10 @@ inline void check_cuda(cudaError_t error) {
   STD_TORCH_CHECK(error == cudaSuccess, "CUDA: ", cudaGetErrorString(error));
 }
 
-// `launch(stream)` on the tensor's device, in its current stream. The device is made the current one only if it is not:
-// to look costs the host less.
+// Calls `launch(stream)` with the current stream of the tensor's device. The device becomes the current one only if it
+// is not: to ask costs the host less than to set it.
 template <typename F>
-void launch_beside(const Tensor& t, F&& launch) {
+void launch_on_device_of(const Tensor& t, F&& launch) {
   int current = -1;
   check_cuda(cudaGetDevice(&current));
   std::optional<torch::stable::accelerator::DeviceGuard> guard;

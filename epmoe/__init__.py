@@ -4,8 +4,8 @@
                                                                                                         │ experts
     y [T,D] ◀─ combine ── partial rows [R,M,D] ◀─ finalize ── expert-major outputs [N,D] ◀──────────────┘
 
-T tokens on this rank, M the most it may bring, D hidden size, E logical and P physical experts, e those of one rank,
-K experts per token, R ranks, N expert-major rows.
+T: tokens on this rank. M: most tokens a rank may bring to a round. D: hidden size. K: experts per token.
+E: logical experts. P: physical experts. e: physical experts of this rank. R: ranks. N: expert-major rows.
 """
 
 from epmoe.config import ConfigError, EPConfig
@@ -21,6 +21,8 @@ from epmoe.stages.finalize import finalize
 from epmoe.stages.permute import Permuted, permute
 from epmoe.stages.quantize import Quantized, quantize_fp8, zero_padding_rows_
 from epmoe.stages.route import Routing, route
+
+__version__ = "0.1.0"  # the only place of the version: pyproject.toml reads it from here
 
 __all__ = [
     "ConfigError",

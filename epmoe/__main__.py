@@ -1,5 +1,26 @@
-"""`python -m epmoe`, also as `torchrun ... -m epmoe`: the command line."""
+"""The command line: `epmoe`, `python -m epmoe` and `torchrun ... -m epmoe`."""
 
-from epmoe.cli import app
+from __future__ import annotations
 
-app(prog_name="epmoe")
+import os
+import sys
+
+from epmoe.extras import explain
+
+
+def main() -> None:
+    """Run the command line. Without the `cli` extra, print one sentence that names it and exit with code 2."""
+    try:
+        from epmoe.cli import app
+    except ModuleNotFoundError as error:
+        message = explain(error)
+        if message is None:
+            raise
+        if os.environ.get("RANK", "0") == "0":  # under torchrun, only one rank prints
+            print(f"epmoe: {message}", file=sys.stderr)
+        sys.exit(2)
+    app(prog_name="epmoe")
+
+
+if __name__ == "__main__":
+    main()

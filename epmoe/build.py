@@ -1,8 +1,8 @@
 """Builds the native library from ``csrc``: ahead of time by ``setup.py``, otherwise at first use.
 
-A library is cached by the hash of everything that shapes it (sources, flags, torch, compiler, CPU), so a stale one is
-never loaded. The processes of a machine take a file lock, which the kernel releases with its holder: the first builds,
-the others wait, and a builder that was killed leaves nothing to wait for.
+A library is cached by the hash of all its inputs (sources, flags, torch, compiler, CPU), so a stale library is never
+loaded. The processes of a machine take a file lock: the first process builds, and the others wait. The operating
+system releases the lock when its holder ends, so nobody waits for a builder that was killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 LOCK_TIMEOUT_S = 900.0
 PACKAGE = Path(__file__).resolve().parent
 AHEAD_OF_TIME = PACKAGE / "_native" / "libepmoe.so"
-# The stable ABI is used as of torch 2.11, so one library serves every later torch.
+# The library uses torch's stable ABI as of torch 2.11, so it works with every later torch.
 CXX_FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-DTORCH_TARGET_VERSION=0x020b000000000000")
 CUDA_FLAGS = ("-std=c++20", "-O3", "--fmad=false", "-lineinfo")
 
@@ -32,7 +32,7 @@ class BuildError(RuntimeError):
 
 
 def csrc() -> Path:
-    """The folder of the native sources: beside the package in a checkout, inside it when installed."""
+    """The folder of the native sources: beside the package in a checkout, inside the package when installed."""
     for folder in (PACKAGE.parent / "csrc", PACKAGE / "csrc"):
         if (folder / "ops.cpp").exists():
             return folder
@@ -40,12 +40,15 @@ def csrc() -> Path:
 
 
 def build(output_dir: Path | None = None, defines: tuple[str, ...] = (), *, portable: bool = False) -> Path:
-    """Compile the native library and return its path; a library already built from the same inputs is returned as is.
+    """Compile the native library, unless one is cached that was built from the same inputs.
 
     Args:
         output_dir: where the library goes; by default a folder in the user's cache.
         defines: preprocessor symbols; the tests build mutated libraries with them.
-        portable: for a library that leaves this machine: no instructions that only this CPU has.
+        portable: leave out `-march=native`, for a library that other machines load.
+
+    Returns:
+        The path of the library.
 
     Raises:
         BuildError: no compiler, the compiler's own errors, or a lock held longer than ``LOCK_TIMEOUT_S``.
@@ -74,12 +77,12 @@ def _compile(
 ) -> None:
     from torch.utils import cpp_extension
 
-    name = f"epmoe_{folder.name}"  # one name for one library: torch gives a name that it has seen a suffix
-    (folder / "lock").unlink(missing_ok=True)  # torch's own lock; ours is held, so nobody is behind it
+    name = f"epmoe_{folder.name}"  # differs by library, because torch adds a suffix to a name that it has seen
+    (folder / "lock").unlink(missing_ok=True)  # torch's own lock, left by a killed build: we hold the outer lock
     symbols = [f"-D{name}" for name in defines]
     cuda_symbols = ["-DEPMOE_CUDA", "-DUSE_CUDA"] if with_cuda else []
     search = os.environ.get("PATH", "")
-    # ninja lies beside the Python of a virtual environment, which need not be an active one.
+    # pip installs ninja beside the environment's Python, and the environment may not be activated.
     os.environ["PATH"] = os.pathsep.join([search, str(Path(sys.executable).parent)])
     try:
         cpp_extension.load(
@@ -103,7 +106,7 @@ def _sources(with_cuda: bool) -> list[Path]:
     root = csrc()
     sources = [*root.glob("*.cpp"), *(root / "cpu").glob("*.cpp")]
     if with_cuda:
-        sources += (root / "cuda").glob("*.cu")
+        sources += (root / "cuda").rglob("*.cu")
     return sorted(sources)
 
 
@@ -118,7 +121,7 @@ def _hash(sources: list[Path], flags: tuple[str, ...], compiler: str, torch_vers
 
 
 def _cpu_features() -> str:
-    """What ``-march=native`` sees: a cache on a shared home directory must not serve another kind of CPU."""
+    """The CPU features that ``-march=native`` uses: machines that share a cache folder may have different CPUs."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as cpuinfo:
         for line in cpuinfo:
             if line.startswith(("flags", "Features")):

@@ -1,7 +1,6 @@
 """The configuration of one expert-parallel group: strict, frozen, and its own documentation (`epmoe schema`).
 
-Letters as everywhere: T tokens, M tokens a rank may bring, D hidden size, E logical and P physical experts,
-e experts of one rank, K experts per token, R ranks, N expert-major rows.
+Letters as in the package docstring: T, M, D, K, E, P, e, R, N.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from epmoe.config_file import ConfigError, environment_overrides, read_config
 __all__ = ["ConfigError", "EPConfig"]
 
 _INT32_MAX = 2**31 - 1
-_Rule = tuple[str, bool, str, object]  # dotted key, whether it holds, what the key must be, what it is
+_Rule = tuple[str, bool, str, object]  # dotted key, whether its value is allowed, what it must be, what it is
 
 
 class Strict(BaseModel):
-    """Refuses unknown keys and other types, and is frozen."""
+    """A frozen model that refuses unknown keys and does not convert types."""
 
     model_config = ConfigDict(
         strict=True, frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
@@ -58,7 +57,7 @@ class RoutingConfig(Strict):
     num_expert_groups: int = Field(default=1, ge=1, le=4096)
     """Groups that the E experts are split into, in order and evenly; 1 means no groups."""
     top_groups: int = Field(default=1, ge=1, le=4096)
-    """Best groups of a token, among whose experts its K are chosen."""
+    """A token's K experts are chosen from its best groups; this is their number."""
     routed_scaling_factor: float = Field(default=1.0, gt=0)
     """Multiplies the weights, after renormalisation."""
 
@@ -67,9 +66,9 @@ class TopologyConfig(Strict):
     """The ranks that share the experts."""
 
     ep_size: int = Field(ge=1, le=64)
-    """R: ranks in the expert-parallel group, which must have this very size."""
+    """R: ranks in the expert-parallel group; must equal the group's size."""
     ranks_per_node: int | None = Field(default=None, ge=1)
-    """Ranks on one machine; unset means all R. More than one machine is not built yet."""
+    """Ranks on one machine; by default all R. More than one machine is not built yet."""
 
 
 class PlacementConfig(Strict):
@@ -89,11 +88,11 @@ class CapacityConfig(Strict):
     max_num_tokens_per_rank: int = Field(default=1024, ge=1, le=2**20)
     """M: most tokens a rank may bring to one round."""
     max_expert_rows: int | None = Field(default=None, ge=1, le=_INT32_MAX)
-    """Most expert-major rows N a rank can hold; unset means the worst case, R·M·K + e·(alignment−1)."""
+    """Most expert-major rows N that a rank can hold; by default the worst case, R·M·K + e·(alignment−1)."""
     alignment: int = Field(default=1, ge=1, le=4096)
-    """Rows: each expert's segment starts at a multiple of it (block-scaled GEMMs want 128)."""
+    """In rows: each expert's segment starts at a multiple of this number (block-scaled GEMMs need 128)."""
     on_overflow: Literal["raise", "drop"] = "raise"
-    """More than `max_expert_rows`: raise EPOverflowError at the next look, or only count what was dropped."""
+    """More rows than `max_expert_rows`: raise EPOverflowError in `combine` or `check`, or only count dropped pairs."""
 
 
 class ExchangeConfig(Strict):
@@ -102,17 +101,17 @@ class ExchangeConfig(Strict):
     transport: Literal["auto", "shared_memory", "nvlink"] = "auto"
     """auto: shared_memory on CPU, nvlink on CUDA."""
     payload: Literal["auto", "fp8"] = "auto"
-    """Rows on the way to the experts; auto: as `model.dtype`; fp8: with one fp32 scale per 128 elements."""
+    """Format of rows sent to the experts; auto: `model.dtype`; fp8: e4m3 with one fp32 scale per 128 elements."""
     combine_payload: Literal["auto", "fp8"] = "auto"
-    """Rows on the way back, likewise."""
+    """Format of rows sent back by combine; the same choices."""
     timeout_s: float = Field(default=30.0, gt=0, le=86400)
-    """Seconds that a rank waits for the others before EPTimeoutError."""
+    """Seconds that a rank waits for the other ranks before EPTimeoutError."""
     warmup_timeout_s: float = Field(default=300.0, gt=0, le=86400)
-    """Seconds for the first call, in which ranks may still load or compile."""
+    """Replaces `timeout_s` in the first round, during which ranks may still load or compile."""
     num_sms: int | None = Field(default=None, ge=1)
-    """Multiprocessors that a communication kernel may use (CUDA); unset means the library's choice."""
+    """Most multiprocessors (SMs) that a communication kernel may use (CUDA); by default the library's choice."""
     tuning: str | None = None
-    """Path of a tuning table, which gives the kernels' launches by the number of tokens (CUDA); unset: they choose."""
+    """Path of a tuning table: launch parameters by number of tokens (CUDA); by default the library's choice."""
 
 
 class EPConfig(Strict):
@@ -126,7 +125,7 @@ class EPConfig(Strict):
     exchange: ExchangeConfig = ExchangeConfig()
 
     def __init__(self, /, **sections: Any) -> None:
-        """Raises ConfigError, which lists every wrong key and what it must be."""
+        """Check the sections; raises ConfigError, which lists every wrong key and what it must be."""
         try:
             super().__init__(**sections)
         except ValidationError as error:
@@ -143,7 +142,7 @@ class EPConfig(Strict):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """From a YAML, TOML or JSON file, with the environment's `EPMOE_<SECTION>__<KEY>` over it."""
+        """Read a YAML, TOML or JSON file; environment variables `EPMOE_<SECTION>__<KEY>` override its keys."""
         data = read_config(path)
         overrides = environment_overrides(os.environ, _KEYS)
         for section, key, value in overrides.values():
@@ -157,7 +156,7 @@ class EPConfig(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        """What depends on more than one key."""
+        """Check the rules that involve more than one key."""
         for key, ok, what, got in (*self._model_rules(), *self._placement_rules(), *self._capacity_rules()):
             if not ok:
                 raise ValueError(f"`{key}` must be {what}, got {got}")
@@ -212,7 +211,10 @@ _KEYS = {
 
 
 def explain(item: Any, known: Sequence[str]) -> str:
-    """One pydantic error in our words: the dotted key, what it must be, what it got; `known` are the keys beside it."""
+    """One pydantic error in our words: the dotted key, what it must be, what it is.
+
+    `known` are the keys allowed at that place, for the hint about a misspelt one.
+    """
     last = item["loc"][-1] if item["loc"] else None
     key = "`" + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in item["loc"]).lstrip(".") + "`"
     match item["type"]:

@@ -1,4 +1,4 @@
-"""Reads YAML, TOML, JSON and the environment; `EPConfig` checks what they say."""
+"""Reads YAML, TOML, JSON and the environment; `EPConfig` checks the values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ConfigError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, which also refuses a key given twice (plain YAML silently keeps the last)."""
+    """The safe loader, made to refuse a key given twice; plain YAML silently keeps the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, int] = {}
@@ -84,8 +84,8 @@ def environment_overrides(
 ) -> dict[str, tuple[str, str, Any]]:
     """Variables `EPMOE_<SECTION>__<KEY>` as {variable: (section, key, value)}, values in YAML.
 
-    Variables without the double underscore are not configuration. One that names no key of `sections` is an
-    error: a misspelt override that does nothing is worse than none.
+    Variables without the double underscore are not configuration. A variable that names no key of `sections` is an
+    error, because a misspelt override would silently do nothing.
     """
     overrides = {}
     for variable in sorted(environ):

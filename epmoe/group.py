@@ -1,4 +1,4 @@
-"""Which processes and which device an `ExpertParallel` runs on: what fits together, and what is refused by name."""
+"""The processes and the device of an `ExpertParallel`: checks that they fit the config and one another."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import torch
 import torch.distributed as dist
 
 from epmoe.config import EPConfig
+from epmoe.launch_policy import shared_bytes_needed
+from epmoe.memory import MemoryPlan
 from epmoe.placement import Placement
 from epmoe.window import all_gather
 
 
 def device_of(config: EPConfig, device: torch.device | str | None) -> torch.device:
-    """The device, by default what the transport asks for. Raises ValueError where it does not fit the config."""
+    """The device, by default the transport's. Raises ValueError if it does not fit the config or does not exist."""
     transport = config.exchange.transport
     wanted = torch.device(device or ("cuda" if transport == "nvlink" else "cpu"))
     fitting = {"auto": ("cpu", "cuda"), "shared_memory": ("cpu",), "nvlink": ("cuda",)}[transport]
     if wanted.type not in fitting:
         raise ValueError(f"`device` must be {' or '.join(fitting)} with exchange.transport={transport!r}, got {wanted}")
     if wanted.type == "cpu":
-        return torch.device("cpu")  # as tensors name it, also those on "cpu:0"
+        return torch.device("cpu")  # the name that tensors give, also those made on "cpu:0"
     for key, value, most in (
         ("topology.ep_size", config.topology.ep_size, 32),
         ("model.num_experts_per_tok", config.model.num_experts_per_tok, 32),
@@ -31,33 +33,29 @@ def device_of(config: EPConfig, device: torch.device | str | None) -> torch.devi
     return wanted if wanted.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
-def check_multiprocessor(placement: Placement, device: torch.device) -> None:
-    """Raises ValueError, on all ranks alike, where a multiprocessor has not the shared memory for two blocks of each
-    kernel of the exchange: blocks wait for one another, and all have to run at once (csrc/cuda/dispatch.cu)."""
-    R, P = placement.ep_size, placement.num_physical_experts
-    experts = [placement.num_local_experts(rank) for rank in range(R)]
-    pieces, steps, declared = 48 << 10, 64 << 10, 12 << 10  # bytes of a block; declared: what it has in any case
-    bases = R * max(experts)
-    first_rows = max((R + 1) * e if (R + 1) * e <= 4096 else 0 for e in experts)
-    tables = 4 * (2 * P + 1 + (bases if bases <= 8192 else 0) + first_rows)
-    needed = 2 * (max(pieces + tables, steps) + declared)
+def check_multiprocessor(config: EPConfig, placement: Placement, device: torch.device) -> None:
+    """Raises ValueError, on all ranks alike, if a multiprocessor has too little shared memory for two blocks of each
+    kernel of the exchange. The blocks wait for one another, so all of them must be resident."""
+    ranks = range(placement.ep_size)
+    needed = max(shared_bytes_needed(MemoryPlan.build(config, rank, placement, nvlink=True)) for rank in ranks)
     available = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     if needed > available:
         raise ValueError(
-            f"`device` has {available >> 10} KiB of shared memory a multiprocessor, but the exchange of {P} physical "
-            f"experts over {R} ranks needs {-(-needed >> 10)}: take fewer experts, or a GPU as large as A100 or H100"
+            f"`device` has {available >> 10} KiB of shared memory a multiprocessor, but the exchange of "
+            f"{placement.num_physical_experts} physical experts over {placement.ep_size} ranks needs "
+            f"{-(-needed >> 10)}: take fewer experts, or a GPU as large as A100 or H100"
         )
 
 
 def members_of(group: dist.ProcessGroup | None) -> tuple[int, int, list[int]]:
-    """This rank, the size, and the global rank of each member."""
+    """This rank in the group, the size of the group, and the global rank of each member."""
     if group is None:
         return 0, 1, [0]
     return dist.get_rank(group), dist.get_world_size(group), dist.get_process_group_ranks(group)
 
 
 def check_group(config: EPConfig, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
-    """Raises ValueError, on all ranks, unless the group can run this config and all have the same. Collective."""
+    """Raises ValueError, on all ranks, unless the group fits the config and all ranks have the same. Collective."""
     if group is not None and "cpu:" not in dist.get_backend_config(group):
         raise ValueError(
             f"`group` must have a CPU backend, got {dist.get_backend_config(group)!r}: use "

@@ -1,9 +1,10 @@
-"""What the calls of a round hand on: to the caller, and from one call to the next."""
+"""The handles of a round: what each call returns to the caller and needs back for the next call."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,70 +13,115 @@ Layout = Literal["expert", "rank"]
 
 
 class _Fields:
-    """Named tensors, some of which a layout has not. Rounds of one form share them: the buffers never move."""
+    """Named values, some of which exist in the other layout only: reading one of these raises AttributeError.
 
-    def __init__(self, attributes: dict[str, Any]):
+    All rounds of one `RoundTemplate` have the same values, since the buffers never move.
+    """
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
         self.__dict__ = attributes
 
     @staticmethod
-    def attributes(owner: str, layout: str, fields: dict[str, Tensor | None]) -> dict[str, Any]:
-        """What an object with these fields is made of; None is a field that it has not."""
-        present = {name: value for name, value in fields.items() if value is not None}
-        return present | {"_owner": owner, "_layout": layout, "_names": tuple(fields)}
+    def attributes(
+        owner: str, layout: Layout, present: Mapping[str, object], absent: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
+        """The `__dict__` of an object that callers know as `owner`; `absent` names what `layout` does not have."""
+        return dict(present) | {"_owner": owner, "_layout": layout, "_absent": absent}
 
-    def __getattr__(self, name: str) -> Tensor:
-        if name in self.__dict__.get("_names", ()):
-            raise AttributeError(f"`{self._owner}.{name}` does not exist with layout={self._layout!r} and this payload")
+    def __getattr__(self, name: str) -> object:
+        if name in self.__dict__.get("_absent", ()):
+            raise AttributeError(f"`{self._owner}.{name}` does not exist with layout={self._layout!r}")
         raise AttributeError(name)
 
 
 class Received(_Fields):
-    """What came, by source: counts int32 [R]; with layout="rank" also x [R,M,D], ids int32 [R,M,K] (physical),
-    weights fp32 [R,M,K] and, with an fp8 payload, scales fp32 [R,M,D/128].
+    """The rows that arrived, by source rank: `recv` of a `Dispatched`.
 
-    Source r fills slots [0, counts[r]) in its own token order; the rest carry the sentinel and 0, and their x is never
-    read. In a used slot, pairs of other ranks keep their ids; pairs without an expert carry the sentinel and 0.
+    Source r fills slots [0, counts[r]) of its slab in its own token order. In these slots a pair of another rank keeps
+    its id, and a pair without an expert carries the sentinel and weight 0. All other slots carry the sentinel and
+    weight 0, and their x must not be read.
+
+    With layout="expert" only `counts` exists; reading another attribute raises AttributeError.
+
+    Attributes:
+        counts: int32 [R], rows from each source.
+        x: [R, M, D] in the dtype of the call's x, or float8_e4m3fn with an fp8 payload.
+        scales: fp32 [R, M, ⌈D/128⌉] with an fp8 payload, otherwise None.
+        ids: int32 [R, M, K], physical experts.
+        weights: fp32 [R, M, K].
     """
+
+    counts: Tensor
+    x: Tensor
+    scales: Tensor | None
+    ids: Tensor
+    weights: Tensor
 
 
 @dataclass(slots=True)
-class Form:
-    """What all rounds share whose calls agree in D, K, dtypes, layout and where the weights apply."""
+class RoundTemplate:
+    """What rounds share whose calls agree in D, K, dtypes, layout, and in where the weights apply."""
 
-    steps: list[int]  # words[bisect_left(steps, T)] are those for T tokens
-    words: list[Tensor]  # `Exchange.words_for`
+    steps: list[int]  # a call of T tokens takes descriptors[bisect_left(steps, T)]
+    descriptors: list[Tensor]  # of `Exchange.descriptors_for`
     attributes: dict[str, Any]  # of `Dispatched`
-    like: Tensor  # empty, of y's dtype and device: to make y from it costs the host less than from those
+    hidden_size: int  # D
+    like: Tensor  # empty, in y's dtype and device: `new_empty` of it costs the host less than `torch.empty`
 
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """A round whose tokens are on their way, or about to leave: `ep.dispatch_recv` makes a `Dispatched` of it."""
+    """A round whose tokens are under way: what `ep.dispatch_send` returns, for `ep.dispatch_recv`.
 
-    form: Form
+    Attributes:
+        num_tokens: T of this rank's call, padding included.
+        epoch: the round's number, from 1.
+    """
+
+    template: RoundTemplate
     num_tokens: int
     epoch: int
-    words: Tensor
-    arguments: tuple[Any, ...]  # of the operator, for both halves
-    awaits: ClassVar[tuple[str, ...]] = ("dispatch_recv",)
+    descriptor: Tensor  # int64, host: `DESCRIPTOR` in epmoe/exchange.py
+    arguments: tuple[Any, ...]  # of the operators of dispatch; empty once the tokens are received
+
+    def new_y(self) -> Tensor:
+        """The round's y [T, D], not yet written."""
+        return self.template.like.new_empty(self.num_tokens, self.template.hidden_size)
 
 
 class Dispatched(_Fields):
-    """One open round, valid until `combine` or `combine_send` is called.
+    """An open round, whose rows this rank's experts must compute: what `ep.dispatch` and `ep.dispatch_recv` return.
 
-    rows [N_cap, D], expert_offsets int32 [e+1], tokens_per_expert int32 [e] and, with an fp8 payload, scales fp32
-    [N_cap, D/128] with layout="expert"; `recv` in both layouts. Rows past `expert_offsets[e]` must not be read.
+    All tensors are views of the exchange's buffers. They are valid until `combine`, `combine_partial` or `combine_send`
+    is called. With layout="rank" the first four do not exist: reading one raises AttributeError.
+
+    Attributes:
+        rows: [N_cap, D], expert by expert, in the dtype of the call's x, or float8_e4m3fn with an fp8 payload. N_cap is
+            `capacity.max_expert_rows` or the worst case. Rows past `expert_offsets[e]` must not be read.
+        scales: fp32 [N_cap, ⌈D/128⌉] with an fp8 payload, otherwise None.
+        expert_offsets: int32 [e + 1], the first row of each expert's segment, gaps of `capacity.alignment` included.
+        tokens_per_expert: int32 [e], rows of each segment without its gap.
+        recv: what arrived from each source rank.
+        num_tokens: T of this rank's call, padding included.
+        epoch: the round's number, from 1.
+        layout: "expert" or "rank".
+        dtype: of the call's x, of the rows that combine takes, and of y.
+        hidden_size: D of the call.
     """
 
+    rows: Tensor
+    scales: Tensor | None
+    expert_offsets: Tensor
+    tokens_per_expert: Tensor
     recv: Received
     num_tokens: int
     epoch: int
     layout: Layout
     dtype: torch.dtype
     hidden_size: int
-    awaits: tuple[str, ...] = ("combine", "combine_partial", "combine_send")  # the calls that may come next
-    y: Tensor | None = None  # from combine_send to combine_recv
+    sent: Sent
 
-    def __init__(self, sent: Sent):
-        super().__init__(sent.form.attributes.copy())
+    def __init__(self, sent: Sent) -> None:
+        """The round that `sent` opened."""
+        super().__init__(sent.template.attributes.copy())
         self.sent, self.num_tokens, self.epoch = sent, sent.num_tokens, sent.epoch

@@ -1,4 +1,4 @@
-"""What went wrong, and how often: health counters, the status word that kernels leave, and the errors made from it."""
+"""What went wrong, and how often: health counters, the status words that kernels write, and the errors from them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _STAGES = ("dispatch", "combine")
 
 @dataclass(frozen=True)
 class Health:
-    """Counts since the start of one `ExpertParallel`, on this rank.
+    """Counts of this rank since its `ExpertParallel` was made.
 
-    `tokens_per_expert` [e] counts rows of each local expert, `rows_sent` [R] rows sent to each rank.
+    `tokens_per_expert` [e] counts the rows of each local expert, and `rows_sent` [R] the rows sent to each rank.
     """
 
     sanitised_rows: int
@@ -43,12 +43,13 @@ class Health:
 
     @classmethod
     def read(cls, counters: torch.Tensor, tokens_per_expert: torch.Tensor, rows_sent: torch.Tensor) -> Health:
+        """From the buffers of the same names: int64 [8], int64 [e] and int64 [R]."""
         counts = dict(zip(COUNTERS, counters.tolist(), strict=True))
         return cls(**counts, tokens_per_expert=tokens_per_expert.tolist(), rows_sent=rows_sent.tolist())
 
 
 class EPError(RuntimeError):
-    """Something went wrong in the exchange."""
+    """The exchange failed."""
 
 
 class EPTimeoutError(EPError, TimeoutError):
@@ -86,7 +87,7 @@ class EPMismatchError(EPError, ValueError):
 
 
 def raise_on_failure(status: torch.Tensor, global_ranks: list[int]) -> None:
-    """Raise what the status word (int64 [8], host memory) holds. A mismatch is cleared: its round is closed."""
+    """Raise the failure in `status` (int64 [8], host memory); clear a mismatch, since the caller closes its round."""
     code, stage, epoch, missing_mask, originator = status[:5].tolist()
     if not code:
         return
@@ -99,7 +100,7 @@ def raise_on_failure(status: torch.Tensor, global_ranks: list[int]) -> None:
 
 
 def raise_on_overflow(status: torch.Tensor, max_rows: int) -> None:
-    """Raise, once for each overflow, if a round needed more rows than there are."""
+    """Raise if a round needed more than `max_rows` expert-major rows, and clear it, so that it is raised once."""
     needed = int(status[STATUS.index("needed_rows")])
     if needed:
         status[STATUS.index("needed_rows")] = 0

@@ -1,4 +1,4 @@
-"""An MoE layer over an `ExpertParallel`, in six calls."""
+"""A whole MoE layer over an `ExpertParallel`: router, exchange and experts, in six calls."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ from epmoe.service import ExpertParallel
 class MoELayer(nn.Module):
     """Router, exchange and experts of one layer. Any number of layers share one `ExpertParallel` and its windows.
 
-    router_weight [E, D] (its dtype is the one that logits are computed in); `experts` maps (rows [N, D],
-    expert_offsets [e+1], scales or None) to outputs [N, D], as `SwiGLUExperts` does; bias [E] fp32 steers the choice;
-    `apply_router_weight_on_input` is that of `ExpertParallel.dispatch`.
+    Args:
+        ep: of the group whose ranks hold the experts.
+        router_weight: [E, D]; the logits are computed in its dtype.
+        experts: maps rows [N, D], expert_offsets int32 [e+1] and scales (fp32 [N, D/128] with an fp8 payload, otherwise
+            None) to outputs [N, D], as `SwiGLUExperts` does.
+        bias: fp32 [E], added to the scores for the choice of experts only.
+        apply_router_weight_on_input: as of `ExpertParallel.dispatch`.
+
+    Raises:
+        ValueError: `router_weight` has another shape than the config says.
     """
 
     router_weight: Tensor
@@ -40,9 +47,10 @@ class MoELayer(nn.Module):
         self.register_buffer("bias", bias)
 
     def forward(self, x_TD: Tensor, num_tokens: int | Tensor | None = None) -> Tensor:
-        """x [T, D] of this rank's tokens → y [T, D]; rows at and past `num_tokens` are padding and yield zeros.
+        """x [T, D] of this rank's tokens → y [T, D] in x's dtype. Collective: every rank calls, also with T = 0.
 
-        Every rank of the group takes part in every call, also with T = 0.
+        Rows at and past `num_tokens`, an int or an int32 scalar tensor on the device, are padding and yield zeros.
+        Raises what `ExpertParallel.dispatch` and `ExpertParallel.combine` raise.
         """
         router_in_TD = x_TD.to(self.router_weight.dtype)
         logits_TE = F.linear(router_in_TD, self.router_weight)
@@ -51,5 +59,5 @@ class MoELayer(nn.Module):
             x_TD, routing.ids, routing.weights, num_tokens=num_tokens,
             apply_router_weight_on_input=self.apply_router_weight_on_input,
         )  # fmt: skip
-        expert_rows_ND = self.experts(d.rows, d.expert_offsets, getattr(d, "scales", None))
+        expert_rows_ND = self.experts(d.rows, d.expert_offsets, d.scales)
         return self.ep.combine(expert_rows_ND, d)

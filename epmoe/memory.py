@@ -1,7 +1,7 @@
 """The memory plan: every buffer of one rank, to the byte, before anything is allocated.
 
-The offsets computed here are the only ones there are: the service allocates by them and the kernels get them as a list
-of integers (``csrc/plan.h``). Letters as in the package docstring; B is the number of fp8 scales of a row.
+No other code computes an offset: the service allocates by this plan, and the kernels receive it as a list of integers
+(``csrc/plan.h``). Letters as in the package docstring; B is the number of fp8 scales of a row.
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ import torch
 from epmoe.config import EPConfig
 from epmoe.placement import Placement
 
-SCALE_BLOCK = 128
-MAIL_BYTES = 64  # one cache line a source: flag, count and header of a round
+SCALE_BLOCK = 128  # elements of a row that share one fp8 scale
+SIGNAL_BYTES = 64  # a cache line for each source: `RoundHeader` in csrc/plan.h
 BUFFER_ALIGNMENT = 128
 PAGE_BYTES = 4096
 NUM_COUNTERS = 8
-FEW_TOKENS = 1024  # up to so many, rows travel without flags on GPUs (csrc/cuda/lines.cuh); 4095 at most
-LINE_WORDS = 4
+# On GPUs, calls of up to 1024 tokens use the LL protocol (csrc/cuda/exchange/ll.cuh), except dispatch with
+# layout="rank". Dispatch sends the number of tokens in 12 bits, so 4095 is the limit.
+LL_MAX_TOKENS = 1024
+LINE_INTS = 4  # a line of the LL protocol has 16 bytes
 
 Region = Literal["window", "scratch"]
 
-# The integers of `ExchangePlan` in csrc/plan.h, in its order: sizes first, then the offset of each buffer.
+# The fields of `ExchangePlan` in csrc/plan.h, in its order: sizes, then the offset of each buffer ("." for "_").
 SIZES = (
     "R", "rank", "M", "K", "D", "E", "P", "num_local_experts", "copies", "max_rows", "alignment",
     "payload_fp8", "combine_fp8", "x_stride_bytes", "combine_stride_bytes", "scale_blocks", "combine_scale_blocks",
-    "most_local_experts", "num_sms", "few_tokens", "few_stride_bytes", "few_sum_stride_bytes",
+    "most_local_experts", "num_sms", "ll_max_tokens", "ll_row_stride_bytes", "ll_sum_stride_bytes",
     "dispatch_senders", "combine_senders", "combine_team",
 )  # fmt: skip
 OFFSETS = (
-    "mail.dispatch", "mail.combine", "mail.error", "doorbell",
+    "signal.dispatch", "signal.combine", "signal.error", "doorbell",
     "recv.x", "recv.scales", "recv.ids", "recv.weights", "combine.rows", "combine.scales",
-    "recv.flags", "recv.ordinals", "recv.counts", "combine.flags", "few.rows", "few.pairs", "few.sums",
+    "recv.flags", "recv.ordinals", "recv.counts", "combine.flags", "ll.rows", "ll.pairs", "ll.sums",
     "rows", "row_scales",
     "state", "counts", "slots_used", "slots", "expert_offsets", "tokens_per_expert", "row_of_pair",
     "table.expert_map", "table.owners", "table.copies", "table.num_copies", "table.sentinels",
@@ -46,7 +48,7 @@ OFFSETS = (
 
 @dataclass(frozen=True)
 class Buffer:
-    """A named part of a region: `offset` and `nbytes` in bytes from the region's start."""
+    """A named part of a region; `offset` is in bytes from the region's start."""
 
     name: str
     region: Region
@@ -56,10 +58,11 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
+        """Bytes without the padding behind it; 0 for a buffer that this configuration does not use."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, region: torch.Tensor) -> torch.Tensor:
-        """This buffer as a tensor of its shape and dtype, over the region's bytes (uint8 [n])."""
+        """This buffer as a tensor of its shape and dtype, within the region's bytes (uint8 [n])."""
         return region[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
@@ -67,7 +70,12 @@ class Buffer:
 class MemoryPlan:
     """All memory of one rank: its window, which every rank maps, and its own scratch.
 
-    A round allocates nothing besides, but for the tensor that `combine` returns (T·D of x's dtype).
+    A round allocates only y, the tensor [T, D] that `combine` returns, and copies of arguments whose rows are not
+    contiguous or not aligned to 16 bytes.
+
+    Attributes:
+        buffers: in the order of their offsets within each region.
+        sizes: the values of `SIZES`.
     """
 
     buffers: tuple[Buffer, ...]
@@ -77,8 +85,17 @@ class MemoryPlan:
     def build(
         cls, config: EPConfig, rank: int = 0, placement: Placement | None = None, nvlink: bool | None = None
     ) -> MemoryPlan:
-        """The plan of `rank`; needs no GPU, no group and no native library. `nvlink` tells whether the windows are
-        those of GPUs, by default if `exchange.transport` says so."""
+        """Lay out the buffers of one rank. It needs no GPU, no group and no native library.
+
+        Args:
+            config: the same on all ranks.
+            rank: of the group; ranks may own different numbers of experts.
+            placement: by default the config's.
+            nvlink: whether the windows lie in GPU memory; by default, whether `exchange.transport` is "nvlink".
+
+        Returns:
+            The plan of `rank`.
+        """
         nvlink = config.exchange.transport == "nvlink" if nvlink is None else nvlink
         placement = placement or Placement.from_config(config)
         R, M = config.topology.ep_size, config.capacity.max_num_tokens_per_rank
@@ -87,25 +104,25 @@ class MemoryPlan:
         x_dtype, alignment = config.model.torch_dtype, config.capacity.alignment
         most = max(map(placement.num_local_experts, range(R)))
         copies = placement.copies_table().shape[1]
-        # GPUs write into each other's expert-major rows, so there all have equally many.
+        # GPUs write into each other's expert-major rows, so these are equally many on all GPUs.
         N = config.capacity.max_expert_rows or R * M * K + (most if nvlink else e) * (alignment - 1)
         B = -(-D // SCALE_BLOCK)
-        padded_B = _round_up(B, 4)  # GPUs move 16 bytes at a time
+        padded_B = _round_up(B, 4)  # GPUs copy 16 bytes at a time
         payload_fp8, combine_fp8 = (
             wire == "fp8" for wire in (config.exchange.payload, config.exchange.combine_payload)
         )
         payload = torch.float8_e4m3fn if payload_fp8 else x_dtype
         combine = torch.float8_e4m3fn if combine_fp8 else x_dtype
-        few = min(M, FEW_TOKENS)
-        few_stride, few_sum_stride = (
+        ll_tokens = min(M, LL_MAX_TOKENS)
+        ll_row_stride, ll_sum_stride = (
             _round_up(D * wire.itemsize + 4 * B * fp8, 16)
             for wire, fp8 in ((payload, payload_fp8), (combine, combine_fp8))
         )
         i32, i64, f32 = torch.int32, torch.int64, torch.float32
         layout: list[tuple[Region, str, tuple[int, ...], torch.dtype]] = [
-            ("window", "mail.dispatch", (R, MAIL_BYTES), torch.uint8),
-            ("window", "mail.combine", (R, MAIL_BYTES), torch.uint8),
-            ("window", "mail.error", (R,), i64),
+            ("window", "signal.dispatch", (R, SIGNAL_BYTES), torch.uint8),
+            ("window", "signal.combine", (R, SIGNAL_BYTES), torch.uint8),
+            ("window", "signal.error", (R,), i64),
             ("window", "doorbell", (1,), i32),
             ("window", "recv.x", (R, M, D), payload),
             ("window", "recv.scales", (R, M, B) if payload_fp8 else (0,), f32),
@@ -117,9 +134,9 @@ class MemoryPlan:
             ("window", "recv.ordinals", (R, M, K) if nvlink else (0,), i32),
             ("window", "recv.counts", (R, R * most + 2) if nvlink else (0,), i64),
             ("window", "combine.flags", (R, M) if nvlink else (0,), i32),
-            ("window", "few.rows", (R, few, few_stride) if nvlink else (0,), torch.uint8),
-            ("window", "few.pairs", (R, few, K, LINE_WORDS) if nvlink else (0,), i32),
-            ("window", "few.sums", (R, few, few_sum_stride) if nvlink else (0,), torch.uint8),
+            ("window", "ll.rows", (R, ll_tokens, ll_row_stride) if nvlink else (0,), torch.uint8),
+            ("window", "ll.pairs", (R, ll_tokens, K, LINE_INTS) if nvlink else (0,), i32),
+            ("window", "ll.sums", (R, ll_tokens, ll_sum_stride) if nvlink else (0,), torch.uint8),
             ("window" if nvlink else "scratch", "rows", (N, D), payload),
             ("window" if nvlink else "scratch", "row_scales", (N, B) if payload_fp8 else (0,), f32),
             ("scratch", "state", (64,), i32),
@@ -149,33 +166,36 @@ class MemoryPlan:
         values = (
             R, rank, M, K, D, E, P, e, copies, N, alignment,
             payload_fp8, combine_fp8, D * payload.itemsize, D * combine.itemsize, B, padded_B, most,
-            config.exchange.num_sms or 2**31 - 1, few, few_stride, few_sum_stride, 0, 0, 0,
+            config.exchange.num_sms or 2**31 - 1, ll_tokens, ll_row_stride, ll_sum_stride, 0, 0, 0,
         )  # fmt: skip
         return cls(tuple(buffers), dict(zip(SIZES, map(int, values), strict=True)))
 
     def __getitem__(self, name: str) -> Buffer:
+        """The buffer of this name, which must be one of the plan's."""
         return next(buffer for buffer in self.buffers if buffer.name == name)
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of this rank's window, whole pages."""
+        """Bytes of this rank's window, in whole pages."""
         return _round_up(self._end("window"), PAGE_BYTES)
 
     @property
-    def unset(self) -> list[slice]:
-        """Bytes of the window that begin as 0xff: where kernels see by the words themselves what has arrived."""
-        return [slice(b.offset, b.offset + b.nbytes) for b in (self["few.rows"], self["few.sums"])]
+    def empty_lines(self) -> list[slice]:
+        """Bytes of the window that begin as 0xff: lines of the LL protocol that have not arrived have this value."""
+        return [slice(b.offset, b.offset + b.nbytes) for b in (self["ll.rows"], self["ll.sums"])]
 
     @property
     def scratch_bytes(self) -> int:
+        """Bytes of this rank's scratch, which no other rank maps."""
         return self._end("scratch")
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of the window and of the scratch."""
         return self.window_bytes + self.scratch_bytes
 
     def as_ints(self, **launch: int) -> list[int]:
-        """What the kernels get: the fields of `ExchangePlan`, in order; `launch` replaces sizes of those names."""
+        """The fields of `ExchangePlan` in order; `launch` replaces sizes of these names."""
         return [*(self.sizes | launch).values(), *(self[name].offset for name in OFFSETS)]
 
     def _end(self, region: Region) -> int:

@@ -31,25 +31,52 @@ _library.define("zero_padding_rows_(Tensor(a!) x, Tensor? num_tokens, int num_ro
 _library.define(
     "quantize_fp8(Tensor x, Tensor? num_tokens, int num_rows, bool per_tensor) -> (Tensor q, Tensor scales)"
 )
-for _half in ("", "_send", "_recv"):
+for _phase in ("", "_send", "_recv"):
     _library.define(
-        f"dispatch{_half}(Tensor x, Tensor ids, Tensor weights, Tensor? num_tokens, int num_rows, Tensor(a!) window, "
-        "Tensor(b!) scratch, Tensor exchange) -> ()"
+        f"dispatch{_phase}(Tensor x, Tensor ids, Tensor weights, Tensor? num_tokens, int num_rows, Tensor(a!) window, "
+        "Tensor(b!) scratch, Tensor descriptor) -> ()"
     )
     _library.define(
-        f"combine{_half}(Tensor(c!) y, Tensor? rows, Tensor(a!) window, Tensor(b!) scratch, Tensor exchange) -> ()"
+        f"combine{_phase}(Tensor(c!) y, Tensor? rows, Tensor(a!) window, Tensor(b!) scratch, Tensor descriptor) -> ()"
     )
+_library.define(
+    "launch_policy(Tensor plan, int tokens, int hidden_size, int top_k, int dtype, bool expert_major, bool send, "
+    "bool receive, int multiprocessors, int major) -> Tensor"
+)
+_library.define("shared_bytes_needed(Tensor plan) -> int")
 
 
 @torch.library.register_fake("epmoe::route")
-def _(logits, top_k, bias, num_tokens, num_rows, sigmoid, renormalize, groups, top_groups, scale, int64_ids, counters):
+def _(
+    logits: Tensor,
+    top_k: int,
+    bias: Tensor | None,
+    num_tokens: Tensor | None,
+    num_rows: int,
+    sigmoid: bool,
+    renormalize: bool,
+    num_expert_groups: int,
+    top_groups: int,
+    routed_scaling_factor: float,
+    int64_ids: bool,
+    counters: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], top_k)
     ids = logits.new_empty(shape, dtype=torch.int64 if int64_ids else torch.int32)
     return ids, logits.new_empty(shape, dtype=torch.float32)
 
 
 @torch.library.register_fake("epmoe::permute")
-def _(x, ids, expert_map, num_local_experts, counts, alignment, max_rows, counters):
+def _(
+    x: Tensor,
+    ids: Tensor,
+    expert_map: Tensor,
+    num_local_experts: int,
+    counts: Tensor | None,
+    alignment: int,
+    max_rows: int,
+    counters: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def new_int32(*shape: int) -> Tensor:
         return ids.new_empty(shape, dtype=torch.int32)
 
@@ -58,17 +85,17 @@ def _(x, ids, expert_map, num_local_experts, counts, alignment, max_rows, counte
 
 
 @torch.library.register_fake("epmoe::finalize")
-def _(rows, row_of_pair, weights, counts):
+def _(rows: Tensor, row_of_pair: Tensor, weights: Tensor, counts: Tensor | None) -> Tensor:
     return rows.new_empty((row_of_pair.shape[0], rows.shape[1]))
 
 
 @torch.library.register_fake("epmoe::zero_padding_rows_")
-def _(x, num_tokens, num_rows):
+def _(x: Tensor, num_tokens: Tensor | None, num_rows: int) -> None:
     return None
 
 
 @torch.library.register_fake("epmoe::quantize_fp8")
-def _(x, num_tokens, num_rows, per_tensor):
+def _(x: Tensor, num_tokens: Tensor | None, num_rows: int, per_tensor: bool) -> tuple[Tensor, Tensor]:
     T, D = x.shape
     scales = (1,) if per_tensor else (T, -(-D // SCALE_BLOCK))
     return x.new_empty((T, D), dtype=torch.float8_e4m3fn), x.new_empty(scales, dtype=torch.float32)
@@ -77,25 +104,38 @@ def _(x, num_tokens, num_rows, per_tensor):
 @torch.library.register_fake("epmoe::dispatch")
 @torch.library.register_fake("epmoe::dispatch_send")
 @torch.library.register_fake("epmoe::dispatch_recv")
-def _(x, ids, weights, num_tokens, num_rows, window, scratch, exchange):
+def _(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    num_tokens: Tensor | None,
+    num_rows: int,
+    window: Tensor,
+    scratch: Tensor,
+    descriptor: Tensor,
+) -> None:
     return None
 
 
 @torch.library.register_fake("epmoe::combine")
 @torch.library.register_fake("epmoe::combine_send")
 @torch.library.register_fake("epmoe::combine_recv")
-def _(y, rows, window, scratch, exchange):
+def _(y: Tensor, rows: Tensor | None, window: Tensor, scratch: Tensor, descriptor: Tensor) -> None:
     return None
 
 
 _OPERATORS = (
     "route", "permute", "finalize", "zero_padding_rows_", "quantize_fp8",
     "dispatch", "dispatch_send", "dispatch_recv", "combine", "combine_send", "combine_recv",
+    "launch_policy", "shared_bytes_needed",
 )  # fmt: skip
 
 
 def __getattr__(name: str) -> torch._ops.OpOverload:
-    """An operator. The first loads the library: configs, plans and the doctor need neither it nor a compiler."""
+    """An operator. The first one loads the library: configs, plans and the doctor need neither it nor a compiler.
+
+    Raises AttributeError if there is no such operator, and BuildError if the library does not build.
+    """
     if name not in _OPERATORS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _load()

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Placement:
-    """E logical experts and their copies, P physical ones in all, on R ranks.
+    """P physical experts, that is E logical experts and their copies, on R ranks.
 
-    Physical expert p < E is logical expert p; p ≥ E is a copy of logical expert (p − E) mod E. Source rank s
-    sends its token t to copy (t + s) mod n of an expert's n copies: they share the load, every run alike.
+    Physical expert p < E is logical expert p; p ≥ E is a copy of logical expert (p − E) mod E. Source rank s sends its
+    token t to copy (t + s) mod n of an expert's n copies. So the copies share the load, and every run chooses alike.
     """
 
     num_experts: int
@@ -37,8 +37,14 @@ class Placement:
         assignment: Sequence[int] | None = None,
         num_redundant_experts: int = 0,
     ) -> Self:
-        """linear: blocks in order, the first P mod R ranks own one more; round_robin: p on rank p mod R;
-        explicit: `assignment` [P] gives each owner. Raises ValueError on anything else."""
+        """Place P = `num_experts` + `num_redundant_experts` physical experts on `ep_size` ranks.
+
+        - linear: blocks of experts in order; the first P mod R ranks own one expert more.
+        - round_robin: expert p on rank p mod R.
+        - explicit: `assignment` [P] gives the owner of each expert.
+
+        Raises ValueError, which names the wrong argument.
+        """
         for name, value, least in (
             ("num_experts", num_experts, 1),
             ("ep_size", ep_size, 1),
@@ -70,6 +76,7 @@ class Placement:
 
     @classmethod
     def from_config(cls, config: EPConfig) -> Self:
+        """The placement that the `placement` section of a configuration describes."""
         section = config.placement
         return cls.build(
             config.model.num_experts,
@@ -81,12 +88,12 @@ class Placement:
 
     @property
     def num_physical_experts(self) -> int:
-        """P"""
+        """P: logical experts and copies."""
         return len(self.owners)
 
     @cached_property
     def local_index(self) -> tuple[int, ...]:
-        """[P] index of each physical expert among its owner's, in ascending order of physical id."""
+        """[P] the index of each physical expert among the experts of its owner, in ascending order of physical id."""
         seen = [0] * self.ep_size
         index = []
         for rank in self.owners:
@@ -99,12 +106,12 @@ class Placement:
         return self.owners[_in_range("physical", physical, self.num_physical_experts)]
 
     def local_experts(self, rank: int) -> list[int]:
-        """Physical ids that a rank owns, ascending: its local experts 0..e−1."""
+        """Physical ids that a rank owns, ascending: entry i is its local expert i."""
         _in_range("rank", rank, self.ep_size)
         return [p for p, owner in enumerate(self.owners) if owner == rank]
 
     def num_local_experts(self, rank: int) -> int:
-        """e, which is 0 where there are fewer experts than ranks."""
+        """e; it may be 0, for instance where there are fewer experts than ranks."""
         return self.owners.count(_in_range("rank", rank, self.ep_size))
 
     def expert_map(self, rank: int) -> torch.Tensor:
@@ -114,27 +121,27 @@ class Placement:
         return torch.tensor([i if owner == rank else -1 for owner, i in pairs], dtype=torch.int32)
 
     def sentinel(self, rank: int) -> int:
-        """The id in unused slots: a valid one that `expert_map` reads as −1, or P where none is foreign."""
+        """The id in unused slots: a foreign expert, which `expert_map` maps to −1, or P where no expert is foreign."""
         _in_range("rank", rank, self.ep_size)
         return next((p for p, owner in enumerate(self.owners) if owner != rank), self.num_physical_experts)
 
     def logical(self, physical: int) -> int:
-        """The expert that a physical one is, or copies."""
+        """The logical expert of a physical expert, which may be a copy."""
         return _in_range("physical", physical, self.num_physical_experts) % self.num_experts
 
     def copies(self, logical: int) -> tuple[int, ...]:
-        """Physical ids of a logical expert, its own first."""
+        """Physical ids of a logical expert: its own id first, then its copies."""
         _in_range("logical", logical, self.num_experts)
         return tuple(range(logical, self.num_physical_experts, self.num_experts))
 
     def copies_table(self) -> torch.Tensor:
-        """int32 [E, C]: `copies` of every expert, padded with −1 to the most copies C."""
+        """int32 [E, C]: `copies` of every expert, padded with −1 to C, the largest number of copies."""
         most = len(self.copies(0))
         rows = [self.copies(x) + (-1,) * (most - len(self.copies(x))) for x in range(self.num_experts)]
         return torch.tensor(rows, dtype=torch.int32)
 
     def num_copies(self) -> torch.Tensor:
-        """int32 [E], at least 1."""
+        """int32 [E]: physical experts of each logical expert, at least 1."""
         return torch.tensor([len(self.copies(x)) for x in range(self.num_experts)], dtype=torch.int32)
 
 

@@ -1,7 +1,7 @@
 """The dense oracle: what every stage must compute, in plain torch and fp64, as short as the contract allows.
 
-Nothing here is fast and nothing here talks to another rank. The tests hold the native stages against it, and whoever
-wants to know what a stage means reads it here.
+Nothing here is fast, and nothing here communicates. The tests compare the native stages with it, and it defines what
+a stage means.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def route_reference(
     undefined_TE = ~scores_TE.isfinite()  # under softmax whole rows, under sigmoid single experts
     scores_TE = scores_TE.masked_fill(undefined_TE, 0.0)
 
-    # Both scorings are monotonic: without a bias the logits themselves decide, exactly, and an undefined score is
-    # as low as a logit can be. With a bias the fp32 sum decides.
+    # Both scoring functions are monotonic. Without a bias the exact logits therefore decide the order, and an undefined
+    # score counts as the lowest logit. With a bias the fp32 sum of score and bias decides.
     keys_TE = logits_TE.masked_fill(undefined_TE, -torch.inf)
     if bias is not None:
         keys_TE = (scores_TE.float() + bias).double()
@@ -54,7 +54,7 @@ def route_reference(
         chosen_TG = torch.zeros_like(group_TG, dtype=torch.bool)
         chosen_TG.scatter_(1, _best_first(group_TG)[:, :top_groups], True)
         out_TE = ~chosen_TG.repeat_interleave(E // num_expert_groups, dim=1)
-        # A stable partition: below everything, −Inf included, come the experts of groups that were not chosen.
+        # A stable partition: experts of groups that were not chosen come last, also after experts whose key is −Inf.
         order_TE = order_TE.gather(1, out_TE.gather(1, order_TE).sort(dim=-1, stable=True).indices)
 
     ids_TK = order_TE[:, :top_k]
@@ -80,7 +80,7 @@ def permute_reference(
     alignment: int = 1,
     max_rows: int | None = None,
 ) -> Permuted:
-    """`epmoe.permute` by its contract; its rows end where the last segment does, unless `max_rows` cuts them."""
+    """`epmoe.permute` by its contract. Its rows end with the last expert's segment, at most at `max_rows`."""
     S, K = ids_SK.shape
     P = expert_map_P.numel()
     known_SK = (ids_SK >= 0) & (ids_SK < P)
@@ -137,11 +137,14 @@ def moe_reference(
     *,
     apply_router_weight_on_input: bool = False,
 ) -> Tensor:
-    """The whole layer on one rank, in fp64: y [T, D] = Σ_k weights[t, k] · expert ids[t, k] (x[t]), or the Σ_k of
-    expert ids[t, k] (weights[t, k] · x[t]), whose product is an fp32 one, rounded to x's dtype.
+    """The whole layer on one rank, in fp64.
+
+    y [T, D]: y[t] = Σ_k weights[t, k] · f(ids[t, k], x[t]), where f(i, x) is the output of expert i. With
+    `apply_router_weight_on_input`, y[t] = Σ_k f(ids[t, k], weights[t, k] · x[t]), and the product is computed in fp32
+    and rounded to x's dtype.
 
     `experts` is a callable on (rows, expert id), or the pair (w_gate_up [E, 2F, D], w_down [E, D, F]). Pairs whose
-    weight is 0, NaN or Inf contribute nothing; ids must be ones that `experts` knows, −1 apart.
+    weight is 0, NaN or Inf contribute nothing, nor do pairs with a negative id. `experts` must know all other ids.
     """
     expert = experts if callable(experts) else swiglu_reference(*experts)
     y_TD = x_TD.new_zeros(x_TD.shape, dtype=torch.float64)

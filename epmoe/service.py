@@ -1,4 +1,4 @@
-"""ExpertParallel: owns one group's windows, placement and plan, and offers the stages over them."""
+"""ExpertParallel: owns the windows, placement and memory plan of one group, and offers the stages over them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epmoe import ops
+from epmoe import ops, rounds
 from epmoe.config import EPConfig
 from epmoe.exchange import Exchange
 from epmoe.group import check_group, check_multiprocessor, device_of, members_of
 from epmoe.handles import Dispatched, Layout, Sent
-from epmoe.health import EPMismatchError, Health
+from epmoe.health import Health
 from epmoe.memory import MemoryPlan
 from epmoe.placement import Placement
 from epmoe.stages import combine as combine_stage
@@ -26,17 +26,20 @@ from epmoe.window_nvlink import NVLinkWindow
 
 
 class ExpertParallel:
-    """Dispatch and combine over the ranks of a group; every layer of a model can share one.
+    """Dispatch and combine over the ranks of a group. All layers of a model can share one.
 
     Args:
         config: the same on all ranks.
-        group: a torch process group with a CPU backend (gloo, or cpu:gloo,cuda:nccl), by default the world; without
-            torch.distributed, a group of one.
-        device: where the tensors live, by default the CPU, or the current GPU where exchange.transport is nvlink.
+        group: a torch process group with a CPU backend (gloo, or cpu:gloo,cuda:nccl), by default the world. Without
+            torch.distributed this process is a group of one.
+        device: of all tensors; by default the CPU, or with exchange.transport "nvlink" the current GPU.
 
     Raises:
         ValueError: the config does not fit the group or differs between ranks, or the group has no CPU backend.
         MemoryError: the windows do not fit.
+        RuntimeError: the ranks are on several machines, or their GPUs cannot reach each other's memory.
+        ConfigError: the tuning table that the config names is missing or wrong.
+        BuildError: the native library does not build.
     """
 
     def __init__(
@@ -48,16 +51,16 @@ class ExpertParallel:
         self.group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
         self.rank, self.size, global_ranks = members_of(self.group)
         check_group(config, self.group, self.rank, self.size)
-        _ = ops.dispatch  # a library that does not build fails here, and not in a round that others wait in
+        _ = ops.dispatch  # builds or loads the library now, not in a round in which other ranks wait
         self.placement = Placement.from_config(config)
         if nvlink:
-            check_multiprocessor(self.placement, self.device)
+            check_multiprocessor(config, self.placement, self.device)
         plan = MemoryPlan.build(config, self.rank, self.placement, nvlink)
-        with torch.inference_mode(False):  # else the buffers could not be written outside inference mode
+        with torch.inference_mode(False):  # otherwise the buffers could not be written outside inference mode
             window: Window
             if nvlink:
                 window = NVLinkWindow(
-                    plan.window_bytes, self.rank, self.size, self.group, self.device, unset=plan.unset
+                    plan.window_bytes, self.rank, self.size, self.group, self.device, empty_lines=plan.empty_lines
                 )
             else:
                 window = SharedMemoryWindow(plan.window_bytes, self.rank, self.size, self.group)
@@ -71,7 +74,7 @@ class ExpertParallel:
         return self.placement.num_local_experts(self.rank)
 
     def route(self, logits: Tensor, bias: Tensor | None = None, num_tokens: int | Tensor | None = None) -> Routing:
-        """`epmoe.route` with the config's routing: logits [T,E] → ids int32 [T,K], weights fp32 [T,K]."""
+        """`epmoe.route` with the config's routing: logits [T, E] → ids int32 [T, K], weights fp32 [T, K]."""
         routing = self.config.routing
         return route(
             logits,
@@ -96,29 +99,35 @@ class ExpertParallel:
         layout: Layout = "expert",
         apply_router_weight_on_input: bool = False,
     ) -> Dispatched:
-        """Send each token once to each rank that holds one of its experts; every rank takes part, also with T = 0.
+        """Send each token once to each rank that holds one of its experts.
+
+        Collective: every rank calls, also with T = 0. On a GPU the host does not wait for the device, so an
+        EPMismatchError or EPTimeoutError may come from a later call.
 
         Args:
-            x: [T, D], 0 ≤ T ≤ M; D and dtype may be smaller than the config's but are equal on all ranks. Rows arrive
-                bit by bit as they are; only on GPUs the NaN of all ones may arrive as another NaN.
-            ids: int32 or int64 [T, K], logical experts. −1, E and any id out of range mean no expert.
+            x: [T, D] fp32, fp16 or bf16, 0 ≤ T ≤ M. D and dtype may be smaller than the config's but are equal on all
+                ranks. Values arrive bit by bit; only the NaN whose bits are all 1 may arrive as another NaN on a GPU.
+            ids: int32 or int64 [T, K], logical experts. −1, E and any other id out of range mean "no expert".
             weights: fp32, bf16 or fp16 [T, K]. A pair of weight 0 does not travel; NaN and Inf count as 0.
-            num_tokens: rows at and past it are padding and are not sent.
-            layout: "expert" for expert-major rows, "rank" for what came, slab by source.
+            num_tokens: int or int32 scalar tensor on the device. Rows at and past it are padding and are not sent.
+            layout: "expert" for expert-major rows, "rank" for one slab of rows for each source rank.
             apply_router_weight_on_input: with layout="expert" only. Each pair's row is weight · x, an fp32 product
-                rounded once to x's dtype (with an fp8 payload the row's scales are multiplied), and combine only adds.
+                rounded once to x's dtype; with an fp8 payload the row's scales are multiplied instead. combine then
+                adds without weights.
+
+        Returns:
+            The open round, valid until combine, combine_partial or combine_send is called.
 
         Raises:
-            TypeError, ValueError: an argument is not as above; nothing was sent.
-            RuntimeError: a round is still open, or an input requires grad in grad mode.
+            TypeError: an argument has another type or dtype; nothing was sent.
+            ValueError: an argument has another value, shape or device; nothing was sent.
+            RuntimeError: a round is still open, an input requires grad in grad mode, or this object is closed.
             EPMismatchError: the ranks brought different K, D or dtype; the round is closed.
             EPTimeoutError: ranks did not arrive in time.
-
-        On a GPU nothing here waits for the device, so these two come from whichever call sees them first.
         """
         exchange = self._open
         sent = dispatch_stage.open_round(exchange, x, ids, weights, num_tokens, layout, apply_router_weight_on_input)
-        return _looked_at(exchange, dispatch_stage.dispatch(exchange, sent))
+        return dispatch_stage.dispatch(exchange, sent)
 
     def dispatch_send(
         self,
@@ -130,68 +139,106 @@ class ExpertParallel:
         layout: Layout = "expert",
         apply_router_weight_on_input: bool = False,
     ) -> Sent:
-        """The first half of `dispatch`, with its arguments and errors: sends, and waits for no rank.
+        """The send phase of `dispatch`, with its arguments and errors: sends, and waits for no rank.
 
-        Between the halves other work runs, also the rounds of another `ExpertParallel`: two micro-batches take turns
-        on two of them, in one stream in any order, or on two CUDA streams if both run in halves alone. Then what waits
-        leaves a quarter of the multiprocessors to others; a whole `dispatch` or `combine`, an `abort`, memory allocated
-        and kernels loaded for the first time take or wait for all of them. No argument, `num_tokens` included, must be
-        written before `dispatch_recv` has returned.
+        Returns the open round, for `dispatch_recv`.
+
+        Other work can run between the two phases, such as the rounds of another `ExpertParallel`: two micro-batches
+        take turns on two of them. They may share one stream in any order. On two CUDA streams both must use separate
+        phases only, whose receiving kernels leave a quarter of the multiprocessors to others. `dispatch`, `combine` and
+        `abort`, with both phases in one call, take all multiprocessors. Allocating memory and loading a kernel for the
+        first time may wait for all of them.
+
+        No argument, `num_tokens` included, may be overwritten before `dispatch_recv` has returned.
         """
         exchange = self._open
         sent = dispatch_stage.open_round(exchange, x, ids, weights, num_tokens, layout, apply_router_weight_on_input)
         return dispatch_stage.dispatch_send(exchange, sent)
 
     def dispatch_recv(self, sent: Sent) -> Dispatched:
-        """The second half of `dispatch`: waits for every rank's tokens.
+        """The receive phase of `dispatch`: waits for every rank's tokens.
+
+        Args:
+            sent: the open round, from `dispatch_send`.
+
+        Returns:
+            The same round, as `dispatch` returns it.
 
         Raises:
-            ValueError: `sent` is of another round, or was received before.
-            EPMismatchError, EPTimeoutError: as `dispatch` does.
+            ValueError: `sent` belongs to another round, or was received before.
+            EPMismatchError: the ranks brought different K, D or dtype; the round is closed.
+            EPTimeoutError: ranks did not arrive in time.
         """
-        exchange = self._open
-        return _looked_at(exchange, dispatch_stage.dispatch_recv(exchange, sent))
+        return dispatch_stage.dispatch_recv(self._open, sent)
 
     def combine(self, expert_rows: Tensor, dispatched: Dispatched) -> Tensor:
-        """Weighted sum over a token's experts: expert-major outputs [N, D] → y [T, D], in x's dtype.
+        """The weighted sum over each token's experts, from expert-major outputs. Collective.
 
-        fp32 accumulation, over ranks in rank order: bitwise the same on every run. Padded rows of y are zeros.
+        The sum is fp32, over ranks in rank order: bitwise the same on every run. Padded rows of y are zeros.
+
+        Args:
+            expert_rows: [N, D] in the dtype of x, in the order of `dispatched.rows`; N ≥ expert_offsets[e].
+            dispatched: the open round, of layout="expert".
+
+        Returns:
+            y [T, D] in the dtype of x.
 
         Raises:
-            TypeError, ValueError: other rows, or the handle of another round; nothing was sent.
-            EPTimeoutError, EPOverflowError: as their docstrings say.
+            TypeError: `expert_rows` has another dtype; nothing was sent.
+            ValueError: `expert_rows` has another shape or device, or the round is another one; nothing was sent.
+            RuntimeError: `expert_rows` requires grad in grad mode, or this object is closed.
+            EPMismatchError: the ranks brought different K, D or dtype to dispatch (GPU); the round is closed.
+            EPTimeoutError: ranks did not arrive in time.
+            EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
         """
         return combine_stage.combine(self._open, expert_rows, dispatched)
 
     def combine_partial(self, partial: Tensor, dispatched: Dispatched) -> Tensor:
-        """As `combine`, from rank-major rows [R, M, D] that a fused MoE has already weighted and summed."""
+        """As `combine`, for layout="rank": from rows [R, M, D] that a fused MoE has already weighted and summed over
+        this rank's experts."""
         return combine_stage.combine_partial(self._open, partial, dispatched)
 
     def combine_send(self, rows: Tensor, dispatched: Dispatched) -> None:
-        """The first half of `combine`, with its errors: sends, and waits for no rank.
+        """The send phase of `combine`, with its errors: sends, and waits for no rank.
 
-        `rows` are expert-major outputs [N, D], or with layout="rank" the partial rows [R, M, D] of `combine_partial`.
+        Args:
+            rows: expert-major outputs [N, D], or with layout="rank" the rows [R, M, D] of `combine_partial`.
+            dispatched: the open round.
         """
         combine_stage.combine_send(self._open, rows, dispatched)
 
     def combine_recv(self, dispatched: Dispatched) -> Tensor:
-        """The second half of `combine`: waits for every rank's rows → y [T, D].
+        """The receive phase of `combine`: waits for every rank's rows.
+
+        Args:
+            dispatched: the open round, as given to `combine_send`.
+
+        Returns:
+            y [T, D] in the dtype of x.
 
         Raises:
-            ValueError: `dispatched` is of another round, or combine_send did not come first.
-            EPTimeoutError, EPOverflowError: as their docstrings say.
+            ValueError: `dispatched` belongs to another round, or combine_send did not come first.
+            EPTimeoutError: ranks did not arrive in time.
+            EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
         """
         return combine_stage.combine_recv(self._open, dispatched)
 
     def abort(self, dispatched: Sent | Dispatched) -> None:
         """Close a round that an exception left open, between any two calls. Collective: every rank aborts or combines.
 
-        Takes what the round's last call returned; after combine_send, what went into it.
+        Args:
+            dispatched: what the round's last call returned; after combine_send, what combine_send was given.
+
+        Raises:
+            ValueError: `dispatched` is not the handle of the open round.
+            EPMismatchError: the ranks brought different K, D or dtype; the round is closed.
+            EPTimeoutError: ranks did not arrive in time.
+            EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
         """
-        combine_stage.abort(self._open, dispatched)
+        rounds.abort(self._open, dispatched)
 
     def retune(self, tuning: Tuning) -> None:
-        """Launch the kernels of rounds to come by this table; the one of `exchange.tuning` no longer holds."""
+        """Launch the kernels of rounds to come by this table, in place of the one that `exchange.tuning` names."""
         self._open.retune(tuning)
 
     def memory_plan(self) -> MemoryPlan:
@@ -199,16 +246,18 @@ class ExpertParallel:
         return self._open.plan
 
     def health(self) -> Health:
-        """Counts since the start, on this rank."""
+        """Counts since the start, on this rank; on a GPU this waits for the current stream."""
         views = self._open.views
         names = ("health.counters", "health.tokens_per_expert", "health.rows_sent")
         return Health.read(*(views[name] for name in names))
 
     def check(self) -> None:
-        """Wait for what has been launched, and raise whatever has gone wrong so far.
+        """Wait for everything that has been launched on the device, and raise what has gone wrong so far.
 
         Raises:
-            EPTimeoutError, EPMismatchError, EPOverflowError: as their docstrings say.
+            EPTimeoutError: ranks did not arrive in time.
+            EPMismatchError: the ranks brought different K, D or dtype to a round.
+            EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -216,7 +265,7 @@ class ExpertParallel:
         self._open.check_overflow()
 
     def close(self) -> None:
-        """Let go of the windows. What dispatch returned must not be used any more."""
+        """Release the windows. Handles of earlier rounds, and their tensors, must not be used any more."""
         self._exchange = None
 
     def __enter__(self) -> Self:
@@ -232,12 +281,3 @@ class ExpertParallel:
         if self._exchange is None:
             raise RuntimeError("this ExpertParallel is closed")
         return self._exchange
-
-
-def _looked_at(exchange: Exchange, dispatched: Dispatched) -> Dispatched:
-    try:
-        exchange.check()
-    except EPMismatchError:  # everyone sees it, so everyone closes the round
-        combine_stage.abort(exchange, dispatched)
-        raise
-    return dispatched

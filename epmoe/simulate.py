@@ -1,7 +1,8 @@
-"""Simulated routing for tests, benchmarks and demonstrations; seeded, so that every run gets the same.
+"""Simulated routing for tests, benchmarks and demonstrations; a seed determines all values.
 
-Every kind is a popularity of experts (log weights [E]) under Gumbel noise: the K largest are K distinct
-experts drawn without replacement in proportion to it (Gumbel-top-k; Kool, van Hoof and Welling, 2019).
+Every kind defines a popularity of the experts (log weights [E]) and adds Gumbel noise to it. The K largest sums are
+then K distinct experts, drawn without replacement in proportion to their popularity (Gumbel-top-k; Kool, van Hoof
+and Welling, 2019).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from epmoe.stages.route import Routing
 Kind = Literal["uniform", "zipf", "normal", "group_limited", "hot_rank", "adversarial"]
 
 _ZIPF_EXPONENT = 1.2
-_NORMAL_SIGMAS = 4.0  # the E experts span this many standard deviations to either side of the middle one
-_HOT = 60.0  # more than the noise spans: hot experts come first, others only where K needs them
+_NORMAL_SIGMAS = 4.0  # the E experts span this many standard deviations to either side of the middle expert
+_HOT = 60.0  # more than the range of the noise: hot experts come first, others only where K exceeds their number
 
 
 def simulate_logits(
@@ -34,14 +35,14 @@ def simulate_logits(
 ) -> torch.Tensor:
     """Router logits [T, E] in `dtype`.
 
-    - uniform: every expert is as likely
-    - zipf: the experts, shuffled, are ever less popular
-    - normal: the middle experts are the popular ones
-    - group_limited: each token has `top_groups` of `num_expert_groups` groups; the others are −Inf
-    - hot_rank: the experts that a linear placement gives to `hot_rank` of `ep_size` lead in every row
-    - adversarial: uniform, half of the rows spoilt by NaN, ±Inf, huge values or ties, in one expert or in all
+    - uniform: all experts are equally likely
+    - zipf: popularity falls as (1 + position)^-1.2 over the shuffled experts
+    - normal: popularity is a bell curve over the expert ids, with its peak in the middle
+    - group_limited: each token has `top_groups` of `num_expert_groups` groups; experts of the other groups are −Inf
+    - hot_rank: the experts that a linear placement gives to `hot_rank` of `ep_size` have the largest logits of each row
+    - adversarial: uniform, but half of the rows have NaN, ±Inf, huge values or ties, in one expert or in all
 
-    Raises ValueError that names the argument.
+    Raises ValueError, which names the wrong argument.
     """
     if kind not in get_args(Kind):
         raise ValueError(f"`kind` must be one of {', '.join(get_args(Kind))}, got {kind!r}")
@@ -85,9 +86,11 @@ def simulate_routing(
 ) -> Routing:
     """Ids [T, K] in `id_dtype` (int32 or int64) and fp32 weights [T, K]; kinds as in `simulate_logits`.
 
-    Ids of a row are distinct and in [0, E), its weights sum to 1. Not so with adversarial: there, half of the
-    rows have duplicates, −1, E, other ids out of range (in int64 also a valid one plus 2³², which a careless
-    narrowing lets pass), and weights NaN, ±Inf, 0 and −0. Raises ValueError that names the argument.
+    The ids of a row are distinct and in [0, E), and its weights sum to 1. The kind adversarial breaks these rules in
+    half of its rows. Such a row may have duplicate ids, −1, E and other ids out of range, and weights NaN, ±Inf, 0
+    and −0. In int64 it may also have a valid id plus 2³², which an unchecked narrowing to int32 would accept.
+
+    Raises ValueError, which names the wrong argument.
     """
     if id_dtype not in (torch.int32, torch.int64):
         raise ValueError(f"`id_dtype` must be torch.int32 or torch.int64, got {id_dtype}")
@@ -106,7 +109,7 @@ def simulate_routing(
     if not 1 <= top_k <= reachable:
         raise ValueError(f"`top_k` must be 1 to {reachable}, as a token reaches no more, got {top_k}")
     ids_TK = logits_TE.topk(top_k, dim=1).indices
-    generator = torch.Generator().manual_seed(seed + 2**32)  # not the numbers that the logits saw
+    generator = torch.Generator().manual_seed(seed + 2**32)  # independent of the logits' numbers
     weights_TK = torch.randn(num_tokens, top_k, generator=generator).softmax(dim=1)
     if kind == "adversarial":
         _spoil_routing(ids_TK, weights_TK, num_experts, id_dtype, generator)
@@ -118,7 +121,7 @@ def _spoil_logits(logits_TE: torch.Tensor, generator: torch.Generator) -> None:
     bad = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, -3e38, 0.0], dtype=logits_TE.dtype)
     value_T1 = bad[torch.randint(len(bad), (tokens, 1), generator=generator)]
     victim_T1 = torch.randint(experts, (tokens, 1), generator=generator)
-    kind_T1 = torch.randint(4, (tokens, 1), generator=generator)  # one expert, all of them, or (2, 3) clean
+    kind_T1 = torch.randint(4, (tokens, 1), generator=generator)  # 0: one expert, 1: all experts, 2 and 3: clean
     struck_TE = (kind_T1 == 1) | ((kind_T1 == 0) & (torch.arange(experts) == victim_T1))
     logits_TE.copy_(torch.where(struck_TE, value_T1, logits_TE))
 
@@ -140,7 +143,7 @@ def _spoil_routing(
     def pick(values: torch.Tensor) -> torch.Tensor:
         return values[torch.randint(len(values), shape, generator=generator)]
 
-    kind_TK = torch.randint(4, shape, generator=generator)  # duplicate, bad id, bad weight, clean
+    kind_TK = torch.randint(4, shape, generator=generator)  # 0: duplicate, 1: bad id, 2: bad weight, 3: clean
     kind_TK[torch.rand(shape[0], generator=generator) < 0.5] = 3
     ids_TK.copy_(torch.where(kind_TK == 0, ids_TK[:, :1], ids_TK))
     ids_TK.copy_(torch.where(kind_TK == 1, pick(torch.tensor(bad_ids)), ids_TK))

@@ -1,4 +1,4 @@
-"""A tuning table: which blocks and warps the kernels take for how many tokens, as measured on this machine."""
+"""The tuning table: launch parameters of the kernels by number of tokens, as measured on one machine (CUDA)."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from epmoe.config_file import ConfigError, read_config
 
 
 class Launch(Strict):
-    """How the kernels of the exchange are launched (CUDA); 0 leaves it to them."""
+    """How the kernels of the exchange are launched (CUDA). 0 leaves the choice to csrc/launch_policy.h."""
 
     dispatch_senders: int = Field(default=0, ge=0, le=1024)
-    """Blocks of dispatch that send."""
+    """Blocks of dispatch that start as senders."""
     combine_senders: int = Field(default=0, ge=0, le=1024)
-    """Blocks of combine that send."""
+    """Blocks of combine that start as senders."""
     combine_team: int = Field(default=0, ge=0, le=32)
-    """Warps that send a row together in combine."""
+    """Warps of combine that send a row together; the Simple protocol only."""
 
 
 class TuningRow(Launch):
     """The launch for calls of one hidden size and group size, up to a number of tokens."""
 
     tokens: int = Field(ge=0, le=2**20)
-    """T up to which this row holds, from that of the row before; past the last row the kernels choose."""
+    """The row holds for calls of up to this T, down to the next smaller row. Past the largest row no row holds."""
     hidden_size: int = Field(ge=1, le=65536)
-    """D of the calls."""
+    """D of the call."""
     ranks: int = Field(ge=1, le=64)
     """R of the group."""
 
 
 class Tuning(Strict):
-    """What `exchange.tuning` names: a YAML, TOML or JSON file that holds `rows`."""
+    """The contents of the YAML, TOML or JSON file that `exchange.tuning` names."""
 
-    rows: tuple[TuningRow, ...] = Field(strict=False)  # a file's list
+    rows: tuple[TuningRow, ...] = Field(strict=False)  # files have lists
 
     @classmethod
     def load(cls, path: str | Path) -> Tuning:
-        """Raises ConfigError, which names the file and what is wrong with it."""
+        """The table of a file. Raises ConfigError, which names the file and the mistake."""
         try:
             return cls(**read_config(path, holds="a list `rows:`"))
         except ValidationError as error:
@@ -53,17 +53,14 @@ class Tuning(Strict):
     def _check(self) -> Tuning:
         seen: set[tuple[int, int, int]] = set()
         for i, row in enumerate(self.rows):
-            place = row.hidden_size, row.ranks, row.tokens
-            if place in seen:
+            key = row.hidden_size, row.ranks, row.tokens
+            if key in seen:
                 raise ValueError(f"`rows[{i}]` must be the only one for these tokens, hidden_size and ranks")
-            seen.add(place)
+            seen.add(key)
         return self
 
     def steps(self, hidden_size: int, ranks: int) -> tuple[list[int], list[dict[str, int]]]:
-        """Ascending numbers of tokens up to which each launch holds, and the launches, which are one more.
-
-        With i = bisect_left(tokens, T), launches[i] is that for T tokens.
-        """
+        """Steps of tokens, ascending, and one launch more: launches[bisect_left(steps, T)] is for calls of T tokens."""
         rows = [row for row in self.rows if (row.hidden_size, row.ranks) == (hidden_size, ranks)]
         rows.sort(key=lambda row: row.tokens)
         launches = [row.model_dump(include=set(Launch.model_fields)) for row in rows]

@@ -1,8 +1,8 @@
-"""Symmetric windows: one region of memory a rank, mapped by every rank of the group.
+"""Symmetric windows: one region of memory per rank, mapped by every rank of the group.
 
-On the CPU a window is anonymous shared memory whose descriptor travels over a Unix socket, so it has no name, needs no
-room in /dev/shm and vanishes with the last process that maps it, however that one ends. Another transport is another
-file with a class like `Window`.
+On the CPU a window is anonymous shared memory (memfd). Ranks pass its file descriptor over Unix sockets, so a window
+has no name and needs no room in /dev/shm. Its memory is freed when the last process that maps it ends, also after a
+crash. Another transport is another file with a class like `Window`.
 """
 
 from __future__ import annotations
@@ -29,26 +29,29 @@ _Value = TypeVar("_Value")
 
 
 class Window(Protocol):
-    """What a transport offers: this rank's window, uint8 [window_bytes], where the kernels run, and everyone's
-    addresses, by rank."""
+    """What a transport offers."""
 
     local: torch.Tensor
+    """uint8 [window_bytes], this rank's window, on the device where the kernels run."""
     addresses: list[int]
+    """By rank: where its window is mapped in this process."""
 
 
 class SharedMemoryWindow:
-    """This rank's window and everyone's addresses.
-
-    local: uint8 [window_bytes], this rank's own.
-    addresses: where each rank's window lies in this process.
-    """
+    """A `Window` in shared memory of one machine."""
 
     def __init__(self, nbytes: int, rank: int, size: int, group: dist.ProcessGroup | None):
-        """Collective. Reserves the memory at once, so that too little of it is an error here and no fault later.
+        """Collective. Reserves the memory now: a shortage is an error here and not a fault in a later round.
+
+        Args:
+            nbytes: size of each rank's window.
+            rank: this rank in the group.
+            size: ranks in the group.
+            group: None is a group of one.
 
         Raises:
-            MemoryError: no room, on this or on another rank.
-            RuntimeError: the ranks are not on one machine, or a rank did not answer.
+            MemoryError: this or another rank has no room.
+            RuntimeError: the ranks are on several machines, or a rank did not answer within `SOCKET_TIMEOUT_S`.
         """
         descriptor, problem = -1, None
         try:
@@ -59,7 +62,7 @@ class SharedMemoryWindow:
         descriptors = [descriptor]
         try:
             raise_together(problem, size, group)
-            descriptors = _exchange(descriptor, rank, size, group)
+            descriptors = _share_descriptors(descriptor, rank, size, group)
             regions = [_map(fd, nbytes) for fd in descriptors]
         finally:
             for fd in descriptors:
@@ -71,7 +74,7 @@ class SharedMemoryWindow:
 
 
 def available_memory_bytes() -> int:
-    """What this machine, or the container around this process, can still give."""
+    """Bytes that this machine, or the container around this process, can still give."""
     free = [sys.maxsize]
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -80,7 +83,7 @@ def available_memory_bytes() -> int:
         limit = int(_CGROUP.joinpath("memory.max").read_text())
         used = int(_CGROUP.joinpath("memory.current").read_text())
         statistics = dict(line.split() for line in _CGROUP.joinpath("memory.stat").read_text().splitlines())
-        free.append(limit - used + int(statistics["inactive_file"]))  # what the kernel gives back at once
+        free.append(limit - used + int(statistics["inactive_file"]))  # page cache that is reclaimed at once
     return min(free)
 
 
@@ -94,7 +97,7 @@ def all_gather(value: _Value, size: int, group: dist.ProcessGroup | None) -> lis
 
 
 def check_room(nbytes: int, available: int) -> None:
-    """Raises MemoryError where windows of so many bytes do not fit."""
+    """Raise MemoryError where windows of `nbytes` in all do not fit into `available` bytes."""
     if nbytes > available:
         raise MemoryError(
             f"the windows need {nbytes:,} bytes of memory that ranks share, but only {available:,} are available: "
@@ -103,7 +106,7 @@ def check_room(nbytes: int, available: int) -> None:
 
 
 def raise_together(problem: str | None, size: int, group: dist.ProcessGroup | None) -> None:
-    """Raises MemoryError on all ranks where one of them has a problem. Collective."""
+    """Raise MemoryError on all ranks if one of them has a problem. Collective."""
     for rank, theirs in enumerate(all_gather(problem, size, group)):
         if theirs:
             raise MemoryError(f"rank {rank}: {theirs}")
@@ -120,7 +123,7 @@ def _reserve(nbytes: int) -> int:
             f"cannot reserve {nbytes:,} bytes of shared memory for a window ({name}): lower "
             "capacity.max_num_tokens_per_rank, or give the container more memory"
         ) from error
-    # Nobody can shrink it under a reader, which would be a SIGBUS.
+    # A reader of a window that another process has shrunk would get a SIGBUS: forbid it.
     fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW)
     return descriptor
 
@@ -130,14 +133,17 @@ def _map(descriptor: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | populate), dtype=torch.uint8)
 
 
-def _exchange(descriptor: int, rank: int, size: int, group: dist.ProcessGroup | None) -> list[int]:
-    """Everyone's descriptor, by rank. Each rank connects to all others before it accepts, so nobody waits in a ring."""
+def _share_descriptors(descriptor: int, rank: int, size: int, group: dist.ProcessGroup | None) -> list[int]:
+    """Every rank's file descriptor, by rank.
+
+    Each rank connects to all others before it accepts, so ranks cannot wait for one another in a circle.
+    """
     if size == 1:
         return [descriptor]
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.settimeout(SOCKET_TIMEOUT_S)
-        listener.bind(f"\0epmoe-{secrets.token_hex(16)}")  # abstract: leaves no file
+        listener.bind(f"\0epmoe-{secrets.token_hex(16)}")  # an abstract name: it leaves no file
         listener.listen(size)
         machine = Path("/proc/sys/kernel/random/boot_id").read_text()
         peers = all_gather((machine, listener.getsockname()), size, group)
@@ -160,7 +166,7 @@ def _exchange(descriptor: int, rank: int, size: int, group: dist.ProcessGroup | 
         while served < size - 1:
             connection, _ = listener.accept()
             with connection:
-                if _user_of(connection) == os.getuid():  # abstract names are visible to every user
+                if _user_of(connection) == os.getuid():  # every user can connect to an abstract name
                     socket.send_fds(connection, [b"w"], [descriptor])
                     served += 1
         return [descriptor if peer == rank else _receive(connections[peer], peer) for peer in range(size)]

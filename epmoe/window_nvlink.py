@@ -1,7 +1,7 @@
 """Symmetric windows of GPUs: torch symmetric memory, peer pointers over NVLink, no multicast.
 
-torch numbers its rendezvous by process, whatever the group: the ranks of a group meet only if each has opened as
-many windows of several ranks before, as it is where every rank belongs to one group of each kind.
+torch counts rendezvous by process and not by group. The ranks of a group therefore meet only if all of them have opened
+the same number of windows of several ranks before. They have, where every rank belongs to one group of each kind.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from epmoe.window import all_gather, check_room, raise_together
 
 
 class NVLinkWindow:
-    """This rank's window and everyone's addresses, as `SharedMemoryWindow` has them.
-
-    local: uint8 [window_bytes] on the device. addresses: by rank, as mapped here.
-    """
+    """A `Window` in GPU memory of one NVLink domain."""
 
     def __init__(
         self,
@@ -30,13 +27,21 @@ class NVLinkWindow:
         size: int,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        unset: Iterable[slice] = (),
+        empty_lines: Iterable[slice] = (),
     ):
-        """Collective. The window begins as zeros, its bytes in `unset` as 0xff.
+        """Collective. Clears the window on all ranks before it returns.
+
+        Args:
+            nbytes: size of each rank's window.
+            rank: this rank in the group.
+            size: ranks in the group.
+            group: None is a group of one.
+            device: this rank's GPU.
+            empty_lines: slices of the window's bytes that begin as 0xff, where all other bytes begin as 0.
 
         Raises:
-            MemoryError: no room, on this or on another rank.
-            RuntimeError: two GPUs of the group cannot reach each other's memory.
+            MemoryError: this or another rank has no room.
+            RuntimeError: this GPU has no peer access to another GPU of the group.
         """
         problem = None
         try:
@@ -45,22 +50,24 @@ class NVLinkWindow:
             problem = str(error)
         raise_together(problem, size, group)
         if group is None or size == 1:
-            self.local = self._cleared(torch.empty(nbytes, dtype=torch.uint8, device=device), unset)
+            self.local = self._cleared(torch.empty(nbytes, dtype=torch.uint8, device=device), empty_lines)
             self.addresses = [self.local.data_ptr()]
         else:
             _check_peer_access(rank, size, group, device)
-            # Not `symmetric_memory.empty`: its pool hands out what a closed window has freed, and each rank frees in
-            # its own time, so that some would meet again over old memory while others wait for them over new.
-            self.local = self._cleared(_SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device), unset)
+            # Not `symmetric_memory.empty`: its pool reuses the memory of closed windows, and ranks free their windows
+            # at different times. Some ranks would then meet over old memory while others wait for them over new.
+            self.local = self._cleared(
+                _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device), empty_lines
+            )
             self._handle = symmetric_memory.rendezvous(self.local, group)  # keeps the mappings
             self.addresses = list(self._handle.buffer_ptrs)
             torch.cuda.synchronize(device)
-            dist.barrier(group, device_ids=[device.index])  # nobody writes into a window that is still being cleared
+            dist.barrier(group, device_ids=[device.index])  # no rank writes into a window before it is cleared
 
     @staticmethod
-    def _cleared(local: Tensor, unset: Iterable[slice]) -> Tensor:
+    def _cleared(local: Tensor, empty_lines: Iterable[slice]) -> Tensor:
         local.zero_()
-        for part in unset:
+        for part in empty_lines:
             local[part].fill_(0xFF)
         return local
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # epmoe over the processes of one machine: launch/torchrun.sh RANKS CONFIG [options of `epmoe run`]
-# --standalone: torchrun finds a free port by itself, so that several runs can share a machine.
+# With --standalone torchrun takes a free port, so that several runs can share a machine.
 set -euo pipefail
 ranks=${1:?usage: $0 RANKS CONFIG [options of epmoe run]}
 shift

@@ -1,4 +1,4 @@
-"""Fixtures of every test: the device, one at a time; what runs on CUDA is marked `gpu` and says why it is skipped."""
+"""The `device` fixture: a test runs on the CPU and on CUDA. CUDA cases have the mark `gpu` and a skip reason."""
 
 from __future__ import annotations
 

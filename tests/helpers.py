@@ -1,4 +1,4 @@
-"""What several test files share: random inputs, comparisons, and builds with one guard left out."""
+"""Helpers that several test files share: random inputs, comparisons, and builds without one guard."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ RANKS_SHARE_GPUS = torch.cuda.is_available() and int(os.environ.get("LOCAL_WORLD
 ON_GPUS = pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=[pytest.mark.gpu, NO_CUDA])])
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 WEIGHT_TOLERANCE = 2e-6
-"""Relative, of a weight against fp64."""
+"""Relative error of a routing weight against fp64."""
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Relative to the largest |value| of the reference, of sums that travel in this dtype."""
+"""Error of a sum that is sent in this dtype, relative to max(1, the largest |value| of the reference)."""
 
 
 def generator(seed: int) -> torch.Generator:
@@ -33,7 +33,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def random_bits(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Every bit pattern alike: about 1 value in 256 (bf16, fp32) or 32 (fp16) is NaN or Inf."""
+    """Uniform random bit patterns: about 1 value in 256 (bf16, fp32) or 32 (fp16) is NaN or Inf."""
     bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     info = torch.iinfo(bits)
     return torch.randint(info.min, info.max + 1, shape, dtype=bits, generator=generator(seed)).view(dtype)
@@ -45,7 +45,7 @@ def distinct_ids(tokens: int, experts: int, top_k: int, seed: int = 0) -> Tensor
 
 
 def poison_(x: Tensor) -> Tensor:
-    """0xFF in every byte: NaN as a float, −1 as an integer."""
+    """Fills every byte with 0xFF: NaN as a float, −1 as an integer."""
     x.view(-1).view(torch.uint8).fill_(0xFF)
     return x
 
@@ -62,7 +62,7 @@ def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype | None = None, sl
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Whatever torch allocates without filling it is full of NaN or of the largest integer."""
+    """Inside it, torch fills uninitialised tensors with NaN, or with the largest integer."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -71,12 +71,12 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def run_python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Another interpreter, from the root of the repository."""
+    """Runs another interpreter in the root of the repository."""
     return subprocess.run([sys.executable, *args], cwd=ROOT, env=os.environ | env, capture_output=True, text=True)
 
 
 def build_without(guard: str) -> str:
-    """Path of a library that leaves one guard out. Built elsewhere: a build loads the library in its own process."""
+    """Path of a library without one guard. A child process builds it, since a build also loads the library."""
     script = f"from epmoe.build import build; print(build(defines=({guard!r},)))"
     built = run_python("-c", script)
     assert built.returncode == 0, built.stderr

@@ -1,4 +1,4 @@
-"""Programs over several ranks, in processes of their own."""
+"""Runs programs in child processes, over several ranks with torchrun."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def torchrun(ranks: int, *program: object) -> subprocess.CompletedProcess[str]:
-    """`program` is what torchrun gets after its own options: a script or `-m` and a module, then arguments."""
+    """Runs `program` under torchrun: a script, or `-m` and a module, followed by its arguments."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return run([*launch, *map(str, program)])
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from launched import run, torchrun
 
-from epmoe.bench import exchange, floor, nvlink
+from epmoe.bench import all_to_all, floor, gloo, gpu
 from epmoe.bench.report import Times
 from epmoe.bench.sample import Sample, wire_bytes
 from epmoe.bench.sides import Fused, Side
@@ -22,7 +22,7 @@ from epmoe.service import ExpertParallel
 
 REPEATS = 2
 TOKENS = (0, 1, 32)
-GPU_CONTENDERS = [contender for contender in nvlink.Contender if contender is not nvlink.Contender.FLOOR]
+GPU_CONTENDERS = [contender for contender in gpu.Contender if contender is not gpu.Contender.FLOOR]
 
 
 def _config(dtype: str, strategy: str, **changes: dict) -> EPConfig:
@@ -41,21 +41,21 @@ def _worker(folder: Path) -> None:
     samples: list[None] = []
     for dtype, strategy in (("float32", "linear"), ("bfloat16", "round_robin")):
         config = _config(dtype, strategy)
-        results = exchange.run(config, TOKENS, REPEATS, advance=lambda: samples.append(None))
+        report = gloo.run(config, TOKENS, REPEATS, advance=lambda: samples.append(None))
         _gpu_sides(config)
         _rows_are_counted(config)
     assert len(samples) == 2 * 3 * REPEATS
-    broken = exchange.AllToAll.combine
-    exchange.AllToAll.combine = lambda self, rows, sent: broken(self, rows, sent) * 1.5
+    combine = all_to_all.AllToAll.combine
+    all_to_all.AllToAll.combine = lambda self, rows, sent: combine(self, rows, sent) * 1.5
     with pytest.raises(RuntimeError, match="gloo: the round's output is not the weighted sum"):
-        exchange.run(config, (4,), 1)
+        gloo.run(config, (4,), 1)
     if dist.get_rank() == 0:
-        exchange.write_json(results, folder / "results.json")
+        report.write_json(folder / "results.json")
     dist.destroy_process_group()
 
 
 def _gpu_sides(config: EPConfig) -> None:
-    """The contenders of GPUs, here on the CPU: each checks itself, and its rounds are alike bit for bit."""
+    """The contenders of GPUs, here on the CPU. Each checks itself, and its rounds are equal bit for bit."""
 
     def measure(side: Side, repeats: int, group: dist.ProcessGroup) -> Times:
         rounds = []
@@ -66,12 +66,12 @@ def _gpu_sides(config: EPConfig) -> None:
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(*rounds, strict=True))
         return Times(1.0, 2.0, 3.0)
 
-    nvlink.measure, nvlink.host_us = measure, lambda side, group: (4.0, 5.0)
-    results = nvlink.run(config, TOKENS, REPEATS, contenders=GPU_CONTENDERS)
+    gpu.measure, gpu.host_us = measure, lambda side, group: (4.0, 5.0)
+    results = gpu.run(config, TOKENS, REPEATS, contenders=GPU_CONTENDERS).results
     assert [(r.tokens, r.contender, r.payload) for r in results] == [
         (T, contender, payload)
         for T in TOKENS
-        for payload in nvlink.Payload
+        for payload in gpu.Payload
         for contender in (GPU_CONTENDERS if payload == "plain" else ["rank-major", "apart", "fused"])
     ]
 
@@ -92,42 +92,44 @@ def test_two_ranks(tmp_path):
     assert [row["tokens"] for row in rows] == list(TOKENS)
     for row in rows:
         for side in ("epmoe", "gloo", "gloo_kept"):
-            assert 0 < max(row[side]["dispatch"], row[side]["combine"]) <= row[side]["pair"]
-        assert row["ratio"] == row["gloo"]["pair"] / row["epmoe"]["pair"]
+            assert 0 < max(row[side]["dispatch"], row[side]["combine"]) <= row[side]["round"]
+        assert row["ratio"] == row["gloo"]["round"] / row["epmoe"]["round"]
 
 
 def test_views(tmp_path):
     times = [Times(1.0, 2.0, 3.0), Times(10.0, 11.0, 21.0), Times(4.0, 5.0, 9.0)]
-    results = [exchange.Result(tokens, *times) for tokens in (1, 16)]
-    assert exchange.table(results).row_count == 6
-    assert (results[0].ratio, results[0].ratio_kept) == (7, 3)
-    exchange.plot(results, tmp_path / "plot.png")
+    report = gloo.GlooReport([gloo.Result(tokens, *times) for tokens in (1, 16)])
+    assert report.table().row_count == 6
+    assert (report.results[0].ratio, report.results[0].ratio_kept) == (7, 3)
+    report.plot(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_views_of_gpus(tmp_path):
-    plain = nvlink.Payload.PLAIN
-    results = [
-        nvlink.Result(T, contender, plain, Times(4.0, 5.0, pair), 3000, 5000, 2, 8.0, blocks, host)
-        for T in (1, 16)
-        for contender, pair, blocks, host in (
-            (nvlink.Contender.FLOOR, 8.0, 64, None),
-            (nvlink.Contender.FUSED, 10.0, None, (6.0, 7.0)),
-        )
-    ]
-    assert nvlink.table(results).row_count == 4
-    nvlink.write_json(results, tmp_path / "figures.json")
+    plain = gpu.Payload.PLAIN
+    report = gpu.GpuReport(
+        [
+            gpu.Result(T, contender, plain, Times(4.0, 5.0, us), 3000, 5000, 2, 8.0, blocks, host)
+            for T in (1, 16)
+            for contender, us, blocks, host in (
+                (gpu.Contender.FLOOR, 8.0, 64, None),
+                (gpu.Contender.FUSED, 10.0, None, (6.0, 7.0)),
+            )
+        ]
+    )
+    assert report.table().row_count == 4
+    report.write_json(tmp_path / "figures.json")
     floor_row, ours = json.loads((tmp_path / "figures.json").read_text())[:2]
     assert (floor_row["contender"], floor_row["floor_percent"], floor_row["blocks"]) == ("floor", 100, 64)
     assert (ours["payload"], ours["floor_percent"], ours["wire_gbps"]) == ("plain", 80, 0.8)
-    nvlink.plot(results, tmp_path / "plot.svg")
+    report.plot(tmp_path / "plot.svg")
     assert "<svg" in (tmp_path / "plot.svg").read_text()
 
 
 def test_fp8_is_refused():
     config = _config("bfloat16", "linear", exchange={"payload": "fp8"})
     with pytest.raises(ValueError, match="`exchange.payload` and `exchange.combine_payload` must be auto"):
-        exchange.run(config)
+        gloo.run(config)
 
 
 def test_bytes_of_a_row():
@@ -137,7 +139,7 @@ def test_bytes_of_a_row():
 
 
 def test_rows_that_the_floor_moves():
-    """Three ranks in one process: what each is told to move arrives in order of source, and each row once."""
+    """Three ranks in one process: every row arrives once, in order of source rank."""
     config = _config("float32", "linear", topology={"ep_size": 3})
     traffic_RR = Sample(config, 0, 32).rows_RR.fill_diagonal_(0)
     sources = [torch.randint(1, 255, (int(traffic_RR[r].sum()), 16), dtype=torch.uint8) for r in range(3)]
@@ -147,8 +149,8 @@ def test_rows_that_the_floor_moves():
         for origin, target in floor.moves(source, rank, traffic_RR[rank].tolist(), targets).tolist():
             ctypes.memmove(target, origin, 16)
     for rank in range(3):
-        parts = [source.split(traffic_RR[r].tolist())[rank] for r, source in enumerate(sources)]
-        assert torch.equal(arrived[rank], torch.cat(parts))
+        rows = [source.split(traffic_RR[r].tolist())[rank] for r, source in enumerate(sources)]
+        assert torch.equal(arrived[rank], torch.cat(rows))
 
 
 @pytest.mark.gpu
@@ -159,11 +161,11 @@ def test_two_gpus(tmp_path):
     options = ["--tokens", "1", "--tokens", "32", "--repeats", "3", "--json", str(tmp_path / "figures.json")]
     bench = ["-m", "epmoe", "bench", str(tmp_path / "config.json"), *options]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run([*launch, *bench], PYTHONPATH=os.pathsep.join(sys.path))  # packages that were carried along, too
+    done = run([*launch, *bench], PYTHONPATH=os.pathsep.join(sys.path))  # also packages outside site-packages
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "figures.json").read_text())
     assert len(rows) == 2 * (6 + 4 + 4)  # NCCL carries plain rows alone
-    assert all(row["times"]["pair"] > 0 for row in rows)
+    assert all(row["times"]["round"] > 0 for row in rows)
 
 
 if __name__ == "__main__":

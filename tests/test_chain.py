@@ -1,7 +1,7 @@
-"""The chain that must never happen: stale rows → NaN logits → duplicate ids → unwritten map → wild reads.
+"""The failure chain: stale rows → NaN logits → duplicate ids → unwritten map entries → out-of-bounds reads.
 
-Every link holds by itself: a build with one guard left out fails that guard's own tests, and the links behind it keep
-the real rows exact.
+Each of three guards breaks one link. A build without one guard fails that guard's own tests, and the guard of the next
+link still keeps the real rows exact.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ E, K, D = 128, 8, 64
 
 @pytest.mark.parametrize(("tokens", "real"), [(128, 1), (257, 4), (1024, 1), (1024, 4)])
 def test_stale_rows_never_reach_real_ones(device, tokens, real):
-    """A batch padded for replay, its stale rows not even declared: the real rows stay exact."""
+    """Real rows stay exact in a batch padded for graph replay, even without `num_tokens`."""
     x, logits = poison_(torch.empty(tokens, D)), poison_(torch.empty(tokens, E))
     where = torch.randperm(tokens, generator=generator(0))[:real]
     x[where], logits[where] = randn(real, D), randn(real, E, seed=1) * 3
@@ -45,25 +45,26 @@ def test_declared_padding_yields_zeros(device, tokens, real):
     assert y[real:].eq(0).all()
 
 
+# Guard → the tests that fail without it, and tests that still pass because of the next guard.
 LINKS = {
     "EPMOE_MUTATE_ROUTE_CLAMP": (
-        ["route.py::test_poisoned_rows", "route.py::test_random_bits", "route.py::test_any_bits_of_hypothesis"],
-        ["chain.py::test_stale_rows_never_reach_real_ones", "finalize.py::test_duplicate_ids_from_end_to_end"],
+        ["route.py::test_poisoned_rows", "route.py::test_random_bits", "route.py::test_any_bits_with_hypothesis"],
+        ["chain.py::test_stale_rows_never_reach_real_ones", "finalize.py::test_duplicate_ids_end_to_end"],
     ),
     "EPMOE_MUTATE_SORT_GUARD": (
-        ["permute.py::test_by_hand", "permute.py::test_ids_out_of_range_are_nobodys"],
-        ["chain.py::test_stale_rows_never_reach_real_ones", "finalize.py::test_duplicate_ids_from_end_to_end"],
+        ["permute.py::test_by_hand", "permute.py::test_ids_out_of_range_are_skipped"],
+        ["chain.py::test_stale_rows_never_reach_real_ones", "finalize.py::test_duplicate_ids_end_to_end"],
     ),
     "EPMOE_MUTATE_FINALIZE_GUARD": (
-        ["finalize.py::test_rows_that_are_not_there_are_skipped"],
-        ["permute.py::test_ids_out_of_range_are_nobodys"],
+        ["finalize.py::test_row_indices_out_of_range_are_skipped"],
+        ["permute.py::test_ids_out_of_range_are_skipped"],
     ),
 }
 
 
 @pytest.mark.parametrize("guard", LINKS)
 def test_a_build_without_one_guard_fails(guard):
-    """… the guard's own tests, and passes those of the next link."""
+    """The build fails the guard's own tests and passes the tests of the next link."""
     failing, holding = ([f"tests/test_{name}" for name in names] for names in LINKS[guard])
     options = ["-q", "-rA", "--tb=line", "-p", "no:cacheprovider", "-k", "not cuda"]
     run = run_python("-m", "pytest", *options, *failing, *holding, EPMOE_LIBRARY=build_without(guard))

@@ -1,4 +1,4 @@
-"""The commands that one process runs, and what they say of a user's mistakes."""
+"""Commands that run in one process, and their messages for mistakes of the user."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_python_m_epmoe_is_the_command_line() -> None:
     assert "num_experts" in run.stdout
 
 
-def test_schema_is_that_of_the_config() -> None:
+def test_schema_equals_the_config_schema() -> None:
     assert json.loads(epmoe("schema").output) == EPConfig.model_json_schema()
 
 
@@ -64,7 +64,7 @@ def test_plan_shows_the_bytes_of_the_memory_plan() -> None:
     assert result.exit_code == 0
     assert f"{plan['recv.x'].nbytes:,}" in result.output
     assert f"{plan.window_bytes:,}" in result.output
-    assert f"{4 * plan.total_bytes:,}" in result.output  # four ranks own alike
+    assert f"{4 * plan.total_bytes:,}" in result.output  # four equal ranks
 
 
 def test_plan_as_json_counts_every_rank_of_an_uneven_placement(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_plan_as_json_counts_every_rank_of_an_uneven_placement(tmp_path: Path) -
     assert [b["nbytes"] for b in shown["ranks"][1]["buffers"]] == [b.nbytes for b in plans[1].buffers]
 
 
-def test_doctor_passes_here() -> None:
+def test_doctor_passes_on_this_machine() -> None:
     result = epmoe("doctor", DEMO)
     assert result.exit_code == 0, result.output
     for subject in ("compiler", "ninja", "torch", "native library", "GPUs", "memory", "/dev/shm"):
@@ -115,28 +115,28 @@ def test_doctor_names_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 @pytest.mark.parametrize("command", ["plan", "run", "doctor", "bench"])
-def test_a_wrong_key_is_one_message_and_exit_code_2(tmp_path: Path, command: str, changes: dict, message: str) -> None:
+def test_wrong_key_gives_one_message_and_exit_code_2(tmp_path: Path, command: str, changes: dict, message: str) -> None:
     result = epmoe(command, write(tmp_path, **changes))
     assert result.exit_code == 2
     assert message in result.output
     assert "Traceback" not in result.output
 
 
-def test_a_missing_file_is_one_message() -> None:
+def test_missing_file_gives_one_message() -> None:
     result = epmoe("plan", "nowhere.yaml")
     assert result.exit_code == 2
     assert result.output == "epmoe: nowhere.yaml: no such configuration file\n"
 
 
 @pytest.mark.parametrize("command", ["run", "bench"])
-def test_without_torchrun_the_command_to_type_is_shown(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchrun_the_message_shows_the_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["epmoe", command, "my config.yaml"])
     result = epmoe(command, DEMO)
     assert result.exit_code == 2
     assert f"torchrun --standalone --nproc-per-node 4 -m epmoe {command} 'my config.yaml'" in result.output
 
 
-def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_number_of_processes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     result = epmoe("run", DEMO)
@@ -145,7 +145,7 @@ def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("command", ["run", "bench"])
-def test_a_gpu_for_each_rank_or_none(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvlink_with_too_few_gpus_is_an_error(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -186,7 +186,7 @@ def test_bad_options_of_bench(tmp_path: Path, transport: str, options: list[str]
     assert message in result.output
 
 
-def test_run_refuses_what_the_machine_cannot_hold(tmp_path: Path) -> None:
+def test_run_rejects_a_plan_that_exceeds_memory(tmp_path: Path) -> None:
     path = write(tmp_path, model={"hidden_size": 65536}, capacity={"max_num_tokens_per_rank": 2**20})
     result = epmoe("run", path)
     assert result.exit_code == 2
@@ -194,7 +194,7 @@ def test_run_refuses_what_the_machine_cannot_hold(tmp_path: Path) -> None:
     assert "lower `capacity.max_num_tokens_per_rank`" in result.output
 
 
-def test_models_want_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_option_needs_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     from epmoe.cli import models
     from epmoe.cli.console import UserError
 
@@ -205,7 +205,7 @@ def test_models_want_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         models.run_models(EPConfig.load(DEMO), [models.Model.MIXTRAL], steps=1, seed=0)
 
 
-def test_numbers_as_people_write_them() -> None:
+def test_human_readable_numbers() -> None:
     assert [human_bytes(n) for n in (0, 1023, 1536, 3 << 30, 5 << 40)] == [
         "0 B",
         "1023 B",

@@ -1,4 +1,4 @@
-"""EPConfig: what it takes, what it refuses, and in which words."""
+"""EPConfig: accepted values, rejected values, and the error messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOPOLOGY = {"ep_size": 4}
 
 
 def make(**sections: Any) -> EPConfig:
-    """A small configuration, with the keys of `sections` over it."""
+    """A small configuration; the keys of `sections` override its keys."""
     base: dict[str, Any] = {"model": MODEL, "topology": TOPOLOGY}
     return EPConfig(**base | {name: base.get(name, {}) | keys for name, keys in sections.items()})
 
@@ -67,7 +67,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_format_says_the_same(tmp_path, name):
+def test_all_formats_load_the_same_config(tmp_path, name):
     assert EPConfig.load(write(tmp_path, FILES[name], name)) == make()
 
 
@@ -174,7 +174,7 @@ def test_a_missing_file_is_named(tmp_path):
         EPConfig.load(tmp_path / "nowhere.yaml")
 
 
-def test_the_environment_goes_over_the_file(tmp_path, monkeypatch):
+def test_environment_overrides_the_file(tmp_path, monkeypatch):
     path = write(tmp_path, YAML)
     monkeypatch.setenv("EPMOE_TOPOLOGY__EP_SIZE", "2")
     monkeypatch.setenv("EPMOE_ROUTING__RENORMALIZE", "true")
@@ -219,7 +219,7 @@ def test_the_schema_documents_every_key():
     groups=st.integers(1, 16),
     top_groups=st.integers(1, 16),
 )
-def test_accepted_means_that_routing_is_possible(experts, top_k, groups, top_groups):
+def test_config_is_accepted_exactly_if_routing_is_possible(experts, top_k, groups, top_groups):
     sections = {
         "model": {"num_experts": experts, "num_experts_per_tok": top_k},
         "routing": {"num_expert_groups": groups, "top_groups": top_groups},

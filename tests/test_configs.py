@@ -1,4 +1,4 @@
-"""Every ready configuration loads, places its experts, and has its model's true shape."""
+"""Every file in configs/ loads, gives each rank the same number of experts, and has its model's shape."""
 
 from __future__ import annotations
 

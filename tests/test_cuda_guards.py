@@ -1,5 +1,8 @@
-"""On a GPU: a build with one guard left out fails that guard's own tests, and compute-sanitizer sees the illegal access
-that took servers down only where both the sort's and finalize's guards are out."""
+"""The guards on a GPU.
+
+A build without one guard fails that guard's own tests. compute-sanitizer reports the illegal access that crashed
+servers only in a build without both guards: that of the sort and that of finalize.
+"""
 
 from __future__ import annotations
 
@@ -20,36 +23,36 @@ SANITIZER = pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason
 FAILING = {
     "EPMOE_MUTATE_WARP_CLAMP": "route.py::test_poisoned_rows",
     "EPMOE_MUTATE_GENERAL_CLAMP": "route.py::test_poisoned_rows",
-    "EPMOE_MUTATE_SORT_GUARD": "permute.py::test_ids_out_of_range_are_nobodys",
-    "EPMOE_MUTATE_FINALIZE_GUARD": "finalize.py::test_rows_that_are_not_there_are_skipped",
+    "EPMOE_MUTATE_SORT_GUARD": "permute.py::test_ids_out_of_range_are_skipped",
+    "EPMOE_MUTATE_FINALIZE_GUARD": "finalize.py::test_row_indices_out_of_range_are_skipped",
 }
-# Duplicate, foreign and invalid ids and stale rows through everything. Whatever nobody writes is the largest integer or
-# NaN, and every tensor is an allocation of its own.
+# The local pipeline with duplicate, foreign and invalid ids and with stale rows. Unwritten memory holds the largest
+# integer or NaN. Every tensor is a separate allocation.
 PIPELINE = """
 import torch, epmoe
 torch.use_deterministic_algorithms(True, warn_only=True)
-everything = torch.arange(128, dtype=torch.int32, device="cuda")
+identity_map = torch.arange(128, dtype=torch.int32, device="cuda")
 for T in (200, 288):
     logits = torch.randn(T, 128, device="cuda").bfloat16()
     logits[1] = torch.nan
     routing = epmoe.route(logits, 8, num_tokens=torch.tensor(T - 7, dtype=torch.int32, device="cuda"))
     routing.ids[:4] = torch.tensor([5, 88, 88, 65, -1, 5, 127, 128], dtype=torch.int32, device="cuda")
     x = torch.randn(T, 512, device="cuda").bfloat16()
-    permuted = epmoe.permute(x, routing.ids, everything, 128, alignment=4)
+    permuted = epmoe.permute(x, routing.ids, identity_map, 128, alignment=4)
     partial = epmoe.finalize(permuted.rows, permuted, torch.ones(T, 8, device="cuda"))
     q = epmoe.quantize_fp8(epmoe.zero_padding_rows_(partial, T - 7), granularity="tensor", num_tokens=T - 7)
     torch.cuda.synchronize()
 print("done")
 """
-# The ids that took servers down, all of them valid: without its guard the sort leaves the duplicates' entries
+# The ids that crashed servers. All of them are valid. Without its guard the sort leaves the map entries of duplicates
 # unwritten.
 DUPLICATES = """
 import torch, epmoe
 torch.use_deterministic_algorithms(True, warn_only=True)
-everything = torch.arange(128, dtype=torch.int32, device="cuda")
+identity_map = torch.arange(128, dtype=torch.int32, device="cuda")
 for T in (200, 288):
     ids = torch.tensor([5, 88, 88, 65, 3, 5, 127, 0], dtype=torch.int32, device="cuda").repeat(T, 1)
-    permuted = epmoe.permute(torch.randn(T, 512, device="cuda").bfloat16(), ids, everything, 128)
+    permuted = epmoe.permute(torch.randn(T, 512, device="cuda").bfloat16(), ids, identity_map, 128)
     epmoe.finalize(permuted.rows, permuted, torch.ones(T, 8, device="cuda"))
     torch.cuda.synchronize()
 print("done")
@@ -57,7 +60,7 @@ print("done")
 
 
 def build_without(*guards: str) -> str:
-    """As in helpers, with any number of guards."""
+    """As `helpers.build_without`, for any number of guards."""
     built = run_python("-c", f"from epmoe.build import build; print(build(defines={guards!r}))")
     assert built.returncode == 0, built.stderr
     return built.stdout.split()[-1]
@@ -79,7 +82,7 @@ def sanitize(tool: str, script: str, library: str | None = None) -> subprocess.C
 
 @SANITIZER
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
-def test_the_local_pipeline_is_clean(tool):
+def test_sanitizer_reports_no_error_in_the_local_pipeline(tool):
     run = sanitize(tool, PIPELINE)
     assert run.returncode == 0 and "done" in run.stdout, run.stdout[-4000:] + run.stderr[-2000:]
 
@@ -93,7 +96,7 @@ def test_the_local_pipeline_is_clean(tool):
         (("EPMOE_MUTATE_FINALIZE_GUARD",), False),
     ],
 )
-def test_the_illegal_access_needs_both_guards_out(guards, illegal):
+def test_illegal_access_only_without_both_guards(guards, illegal):
     run = sanitize("memcheck", DUPLICATES, build_without(*guards))
     assert (run.returncode != 0) == illegal, run.stdout[-4000:] + run.stderr[-2000:]
     assert ("Invalid __global__ read" in run.stdout) == illegal

@@ -1,4 +1,4 @@
-"""The local kernels on a GPU: the CPU's own results bit for bit, graphs, compilation, streams, and large tensors."""
+"""The local kernels on a GPU: agreement with the CPU, CUDA graphs, torch.compile, streams, and large tensors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = [
 SCORINGS = ["softmax", "sigmoid"]
 
 
-def same_permutation(x: Tensor, ids: Tensor, expert_map: Tensor, e: int, **options) -> None:
-    """CPU and CUDA agree in every map, offset, row and counter."""
+def assert_same_permutation(x: Tensor, ids: Tensor, expert_map: Tensor, e: int, **options) -> None:
+    """CPU and CUDA agree bitwise in every map, offset, row and counter."""
     results = []
     for device in ("cpu", "cuda"):
         counters = torch.zeros(8, dtype=torch.int64, device=device)
@@ -59,8 +59,8 @@ def test_route_agrees_with_the_cpu_for_every_top_k(E):
 @pytest.mark.parametrize(
     ("E", "groups", "top_groups"), [(256, 8, 4), (256, 1, 1), (160, 8, 3), (96, 32, 5), (72, 9, 2)]
 )
-def test_biased_sigmoid_is_the_cpus_bit_for_bit(E, groups, top_groups):
-    """Sigmoids are made of the same operations on both, so that the keys, and with them the ids, are equal."""
+def test_biased_sigmoid_equals_the_cpu_bitwise(E, groups, top_groups):
+    """CPU and CUDA compute a sigmoid with the same operations. The keys are bitwise equal, and so are the ids."""
     logits, bias = randn(4000, E) * 4, randn(E, seed=1) * 0.1
     options = {"scoring": "sigmoid", "num_expert_groups": groups, "top_groups": top_groups}
     want = epmoe.route(logits, 8, bias=bias, **options)
@@ -68,27 +68,27 @@ def test_biased_sigmoid_is_the_cpus_bit_for_bit(E, groups, top_groups):
     assert torch.equal(got.ids.cpu(), want.ids) and torch.equal(got.weights.cpu(), want.weights)
 
 
-def test_sigmoid_is_the_cpus_bit_for_bit():
+def test_sigmoid_equals_the_cpu_bitwise():
     logits = random_bits(1 << 22, 1, dtype=torch.float32)
     want, got = epmoe.route(logits, 1, scoring="sigmoid"), epmoe.route(logits.cuda(), 1, scoring="sigmoid")
     assert torch.equal(got.weights.cpu().view(torch.int32), want.weights.view(torch.int32))
 
 
-def test_top_k_beyond_the_kernels_is_an_error():
+def test_top_k_above_32_is_an_error():
     with pytest.raises(ValueError, match="`top_k` must be at most 32 on CUDA, got 33"):
         epmoe.route(torch.zeros(2, 64, device="cuda"), 33)
 
 
 @pytest.mark.parametrize("alignment", [1, 4, 128])
-@pytest.mark.parametrize("wide", [False, True])
-def test_permute_agrees_with_the_cpu(wide, alignment):
+@pytest.mark.parametrize("int64", [False, True])
+def test_permute_agrees_with_the_cpu(int64, alignment):
     for S in (0, 1, 2, 31, 256, 257, 300, 1024, 5000):
         for P, e, K in [(8, 8, 2), (256, 32, 8), (60, 7, 5), (3000, 2000, 3)]:
             expert_map = torch.full((P,), -1, dtype=torch.int32)
             expert_map[torch.randperm(P, generator=generator(S))[:e]] = torch.arange(e, dtype=torch.int32)
-            ids = torch.randint(-2, P + 2, (S, K), generator=generator(S), dtype=torch.int64 if wide else torch.int32)
-            same_permutation(randn(S, 24, seed=S), ids, expert_map, e, alignment=alignment)
-            same_permutation(randn(S, 24, seed=S), ids, expert_map, e, alignment=alignment, max_rows=S * K // e)
+            ids = torch.randint(-2, P + 2, (S, K), generator=generator(S), dtype=torch.int64 if int64 else torch.int32)
+            assert_same_permutation(randn(S, 24, seed=S), ids, expert_map, e, alignment=alignment)
+            assert_same_permutation(randn(S, 24, seed=S), ids, expert_map, e, alignment=alignment, max_rows=S * K // e)
 
 
 @pytest.mark.parametrize("counts", [[0], [7], [0, 0, 0], [128, 0, 5], [90, 400, 128, 1], [-3, 1 << 30, 64, 64]])
@@ -100,7 +100,7 @@ def test_permute_and_finalize_agree_with_the_cpu_on_slabs(M, counts):
     for r, count in enumerate(counts):
         poison_(x[r * M + max(count, 0) : (r + 1) * M])
     expert_map = torch.arange(P, dtype=torch.int32).where(torch.arange(P) < 40, -1)
-    same_permutation(x, ids, expert_map, 40, counts_R=counts_R)
+    assert_same_permutation(x, ids, expert_map, 40, counts_R=counts_R)
     weights = randn(R * M, K, seed=2)
     partials = []
     for device in ("cpu", "cuda"):
@@ -125,7 +125,7 @@ def test_quantize_agrees_with_the_cpu(dtype):
 
 
 class Layer:
-    """The whole local pipeline on fixed buffers, as a graph captures it."""
+    """The local pipeline on static buffers, so that a CUDA graph can capture it."""
 
     def __init__(self, T: int, dtype: torch.dtype = torch.bfloat16) -> None:
         self.logits = torch.empty(T, 128, dtype=dtype, device="cuda")
@@ -201,13 +201,13 @@ def test_compiles_into_one_graph():
 def test_opcheck():
     logits, x, ids = randn(20, 64).cuda(), randn(20, 128).cuda(), distinct_ids(20, 64, 4).cuda()
     bias, counters = randn(64).cuda(), torch.zeros(8, dtype=torch.int64, device="cuda")
-    tokens, everything = torch.tensor(9, dtype=torch.int32, device="cuda"), torch.arange(64).int().cuda()
+    tokens, identity_map = torch.tensor(9, dtype=torch.int32, device="cuda"), torch.arange(64).int().cuda()
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     route = (logits, 4, bias, tokens, 20, True, True, 8, 4, 2.5, True, counters)
     torch.library.opcheck(ops.route, route, test_utils=checks)
     for max_rows, counts in [(80, None), (30, torch.tensor([5, 9], dtype=torch.int32, device="cuda"))]:
         torch.library.opcheck(
-            ops.permute, (x, ids, everything, 64, counts, 4, max_rows, counters), test_utils=checks[:2]
+            ops.permute, (x, ids, identity_map, 64, counts, 4, max_rows, counters), test_utils=checks[:2]
         )
     row_of_pair = torch.arange(80, dtype=torch.int32, device="cuda").view(20, 4)
     torch.library.opcheck(ops.finalize, (randn(80, 128).cuda(), row_of_pair, randn(20, 4).cuda(), None))
@@ -217,7 +217,7 @@ def test_opcheck():
 
 
 def test_more_than_2_to_the_31_elements():
-    """E = 256, 300 000 rows of 7168: offsets pass 2³¹ elements and 2³² bytes."""
+    """E = 256 and 300 000 rows of 7168 elements: offsets exceed 2³¹ elements and 2³² bytes."""
     S, D, K = 37_500, 7168, 8
     x = torch.randint(-100, 100, (S, D), dtype=torch.int8, device="cuda").bfloat16()
     ids = torch.rand(S, 256, device="cuda").argsort(1)[:, :K].int()

@@ -9,7 +9,7 @@ from helpers import FLOATS, assert_close, poison_, randn
 from epmoe.reference import swiglu_reference
 from epmoe.stages.experts import SwiGLUExperts
 
-SHAPES = [(3, 64, 32, True), (5, 1000, 24, True), (2, 10, 6, False)]  # e, D, F, grouped_mm takes it
+SHAPES = [(3, 64, 32, True), (5, 1000, 24, True), (2, 10, 6, False)]  # e, D, F, whether grouped_mm takes the shape
 
 
 def _experts(e: int, D: int, F: int, dtype: torch.dtype, device: torch.device) -> SwiGLUExperts:
@@ -45,7 +45,7 @@ def test_loop_equals_grouped_mm(device):
     torch.testing.assert_close(experts(rows, ends), grouped)
 
 
-def test_fp64_takes_the_loop():
+def test_fp64_uses_the_loop():
     experts = _experts(2, 16, 8, torch.float64, torch.device("cpu"))
     rows = randn(5, 16).double()
     assert not experts.grouped
@@ -85,6 +85,6 @@ W_GATE_UP, W_DOWN, ENDS = torch.zeros(2, 8, 4), torch.zeros(2, 4, 4), torch.zero
         ((W_GATE_UP, W_DOWN), (torch.zeros(3, 4), ENDS[:2]), r"`expert_offsets` must be int32 \[3\], got int32 \[2\]"),
     ],
 )
-def test_errors_say_what_must_be(weights, call, message):
+def test_error_messages(weights, call, message):
     with pytest.raises((ValueError, TypeError), match=message):
         SwiGLUExperts(*weights)(*call)

@@ -1,7 +1,7 @@
-"""Ranks that die or stall: the others say who is missing, within the deadline, and nothing is left behind.
+"""Ranks that die or stall: the others name the missing rank within the deadline, and nothing is left behind.
 
-The tests start their own processes (torchrun would end the survivors itself), without fixed ports and without sleeps
-to wait for a state: a rank reports when it is where it is to be killed.
+The tests start their own processes, since torchrun would end the survivors. They use no fixed ports, and no sleeps to
+wait for a state: a rank reports when it has reached the point where it is to be killed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ context.set_forkserver_preload(["torch", "epmoe"])
 
 
 class Rank:
-    """A process that runs `body(ep, report)` on an ExpertParallel of its own, and reports."""
+    """A process that runs `body(ep, report)` on its own ExpertParallel; `report` sends to this process."""
 
     def __init__(self, rank: int, store: Path, body: Callable, exchange: dict):
         self.pipe, theirs = context.Pipe()
@@ -61,11 +61,11 @@ def _run(rank: int, store: Path, body: Callable, exchange: dict, pipe: Connectio
     body(ep, pipe.send)
     ep.close()
     pipe.send(("left behind", open_files() - before))
-    os._exit(0)  # the group of a killed rank cannot be torn down in peace
+    os._exit(0)  # tearing down the group of a killed rank may hang
 
 
 def open_files() -> set[str]:
-    """What this process holds open or mapped of windows; a peer's death may close others."""
+    """Mapped windows and open files of this process; a peer's death may close others."""
     held = {line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "epmoe-" in line}
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
@@ -74,7 +74,7 @@ def open_files() -> set[str]:
 
 
 def play_round(ep: epmoe.ExpertParallel) -> None:
-    """One round of 6 tokens, experts that return what they get, checked."""
+    """One round of 6 tokens with experts that return their input, checked."""
     x = torch.full((6, 64), 1.0 + ep.rank)
     ids = (torch.arange(12).view(6, 2) + ep.rank) % 7
     d = ep.dispatch(x, ids, torch.full((6, 2), 0.5))
@@ -82,7 +82,7 @@ def play_round(ep: epmoe.ExpertParallel) -> None:
 
 
 def survive(ep: epmoe.ExpertParallel, report: Callable, rounds: int | None = None) -> None:
-    """Plays rounds until one times out, then reports the error and how long the call took."""
+    """Plays rounds until one times out, then reports the error and the duration of the failed round."""
     while rounds is None or rounds:
         started = time.monotonic()
         try:
@@ -96,7 +96,7 @@ def survive(ep: epmoe.ExpertParallel, report: Callable, rounds: int | None = Non
 
 
 def _assert_latched(ep: epmoe.ExpertParallel) -> None:
-    """Only close() ends the state of failure; until then every call says so at once."""
+    """Only close() ends the state of failure; until then every call raises at once."""
     started = time.monotonic()
     for call in (ep.check, lambda: play_round(ep)):
         with pytest.raises(epmoe.EPTimeoutError):
@@ -106,7 +106,7 @@ def _assert_latched(ep: epmoe.ExpertParallel) -> None:
 
 @contextmanager
 def ranks(tmp_path: Path, bodies: list[Callable], **exchange) -> Iterator[list[Rank]]:
-    """One process for each body; afterwards all have ended, and /dev/shm is as it was."""
+    """One process for each body. At the end all processes have ended, and /dev/shm is unchanged."""
     before = sorted(os.listdir("/dev/shm"))
     started = [Rank(rank, tmp_path / "store", body, exchange) for rank, body in enumerate(bodies)]
     try:
@@ -163,7 +163,7 @@ def test_a_killed_rank_is_named(tmp_path, body, stage, dead):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_rank_killed_at_any_moment(tmp_path, seed):
-    """In mid-round or between, in dispatch or in combine: wherever it is by chance."""
+    """Between rounds, in dispatch or in combine, by chance."""
     rng = random.Random(seed)
     dead = rng.randrange(RANKS)
     bodies = [play_on if rank == dead else survive for rank in range(RANKS)]
@@ -174,8 +174,8 @@ def test_a_rank_killed_at_any_moment(tmp_path, seed):
         assert_names_the_dead([rank for rank in started if rank is not started[dead]], dead)
 
 
-def test_a_stopped_rank_is_named_and_hears_of_it(tmp_path):
-    """SIGSTOP looks like death to the others; the rank that wakes up finds the group latched, and ends cleanly too."""
+def test_a_stopped_rank_is_named_and_raises_too(tmp_path):
+    """To the others SIGSTOP looks like death. The stopped rank continues, finds the group latched, and ends cleanly."""
     bodies = [survive, survive, play_on]
     with ranks(tmp_path, bodies) as started:
         started[2].next_report()
@@ -188,7 +188,7 @@ def test_a_stopped_rank_is_named_and_hears_of_it(tmp_path):
 
 
 def test_a_slow_rank_is_waited_for(tmp_path):
-    """Slower than the ordinary deadline, but in its first round: nobody is dead."""
+    """Slower than the ordinary deadline, but in the first round, which has a longer one."""
     with ranks(tmp_path, [play_once, play_once_late, play_once]) as started:
         for rank in started:
             assert rank.next_report() == "played"

@@ -1,4 +1,4 @@
-"""finalize: every received slot gets its weighted sum, and no row index or weight can bring in anything else."""
+"""finalize: every received slot gets its weighted sum. Invalid row indices and weights of 0 add nothing to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from epmoe.reference import finalize_reference
 
 
 def permuted_by(row_of_pair: Tensor, counts: Tensor | None = None) -> epmoe.Permuted:
-    """Only the map matters to finalize."""
+    """A `Permuted` with the two fields that finalize reads."""
     nothing = row_of_pair.new_zeros(1)
     return epmoe.Permuted(nothing, nothing, nothing, row_of_pair, counts)
 
@@ -40,8 +40,8 @@ def test_agrees_with_fp64(device, dtype, weight_dtype, D):
     assert torch.equal(got, epmoe.finalize(rows, permuted_by(row_of_pair), weights))
 
 
-def test_rows_that_are_not_there_are_skipped(device):
-    """−1 and indices past the end point at NaN that lies beside the rows."""
+def test_row_indices_out_of_range_are_skipped(device):
+    """NaN lies before and after the rows, where −1 and indices past the end point."""
     beside = poison_(torch.empty(8, 16, device=device))
     rows = beside[2:6].fill_(1.0)
     row_of_pair = torch.tensor([[-1, 0], [4, 1], [-2, 2], [5, 3], [4, -1]], dtype=torch.int32, device=device)
@@ -49,7 +49,7 @@ def test_rows_that_are_not_there_are_skipped(device):
     assert partial[:4].eq(1).all() and partial[4].eq(0).all()
 
 
-def test_wild_row_indices_are_skipped(device):
+def test_extreme_row_indices_are_skipped(device):
     row_of_pair = torch.tensor([[-(2**31), 0], [2**31 - 1, 1], [2**30, -1]], dtype=torch.int32, device=device)
     partial = epmoe.finalize(
         torch.ones(2, 16, device=device), permuted_by(row_of_pair), torch.ones(3, 2, device=device)
@@ -58,7 +58,7 @@ def test_wild_row_indices_are_skipped(device):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_a_weight_of_zero_never_multiplies(device, dtype):
+def test_zero_weight_never_multiplies(device, dtype):
     rows = torch.ones(3, 32, dtype=dtype, device=device)
     rows[1], rows[2] = torch.nan, torch.inf
     row_of_pair = torch.tensor([[0, 1, 2], [1, 1, 2]], dtype=torch.int32, device=device)
@@ -68,13 +68,13 @@ def test_a_weight_of_zero_never_multiplies(device, dtype):
 
 
 @pytest.mark.parametrize("counts", [[3, 0], [0, 10], [10, 7]])
-def test_slots_past_the_counts_are_left_alone(device, counts):
+def test_slots_past_the_counts_are_not_read(device, counts):
     M, K = 10, 3
     x, ids = randn(2 * M, 16).to(device), distinct_ids(2 * M, 6, K).to(device)
     weights = randn(2 * M, K, seed=1)
     counts_R = torch.tensor(counts, dtype=torch.int32, device=device)
-    everything = torch.arange(6, dtype=torch.int32, device=device)
-    permuted = epmoe.permute(x, ids, everything, 6, counts_R=counts_R)
+    identity_map = torch.arange(6, dtype=torch.int32, device=device)
+    permuted = epmoe.permute(x, ids, identity_map, 6, counts_R=counts_R)
     for r, count in enumerate(counts):
         poison_(weights[r * M + count : (r + 1) * M])
     weights = weights.to(device)
@@ -85,8 +85,8 @@ def test_slots_past_the_counts_are_left_alone(device, counts):
 
 @pytest.mark.parametrize("alignment", [1, 128])
 @pytest.mark.parametrize("tokens", [1, 256, 257, 512])
-def test_duplicate_ids_from_end_to_end(device, tokens, alignment):
-    """permute, then finalize, of ids with duplicates, strangers and nobodies: each real pair counts once."""
+def test_duplicate_ids_end_to_end(device, tokens, alignment):
+    """permute and finalize, with duplicate, foreign and invalid ids: each pair of a local expert counts once."""
     ids = torch.randint(-2, 70, (tokens, 8), generator=generator(tokens))
     ids[0] = torch.tensor([5, 44, 44, 33, 5, 44, 63, 0])
     x, weights = randn(tokens, 64).to(device), randn(tokens, 8, seed=1).to(device)
@@ -119,6 +119,6 @@ MAP = permuted_by(torch.zeros(4, 2, dtype=torch.int32))
         (torch.zeros(3, 16), torch.zeros(4, 2).long(), r"`weights` must be .* \[4, 2\], got int64 \[4, 2\]"),
     ],
 )
-def test_errors_say_what_must_be(rows, weights, message):
+def test_error_messages(rows, weights, message):
     with pytest.raises((ValueError, TypeError), match=message):
         epmoe.finalize(rows, MAP, weights)

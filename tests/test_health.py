@@ -1,4 +1,4 @@
-"""Counters of the local stages, and errors that say which rank, which round and what to set."""
+"""Counters of the local stages, and errors that name the rank, the round and the value to set."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_route_counts_rows(device):
     counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
     logits = randn(10, 16).to(device)
     logits[1, 3], logits[4], logits[5, 0] = torch.nan, -torch.inf, torch.inf
-    logits[9] = torch.nan  # padding: nobody looks
+    logits[9] = torch.nan  # padding, which is not read
     epmoe.route(logits, 4, num_tokens=9, counters=counters)
     assert counted(counters) == {"sanitised_rows": 3, "padded_rows": 1}
     epmoe.route(
@@ -37,10 +37,10 @@ def test_route_counts_rows(device):
 
 def test_permute_counts_dropped_pairs(device):
     counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
-    ids, everything = distinct_ids(10, 8, 4).to(device), torch.arange(8, dtype=torch.int32, device=device)
-    epmoe.permute(randn(10, 16).to(device), ids, everything, 8, max_rows=33, counters=counters)
+    ids, identity_map = distinct_ids(10, 8, 4).to(device), torch.arange(8, dtype=torch.int32, device=device)
+    epmoe.permute(randn(10, 16).to(device), ids, identity_map, 8, max_rows=33, counters=counters)
     assert counted(counters) == {"dropped_pairs": 7}
-    epmoe.permute(randn(10, 16).to(device), ids, everything, 8, counters=counters)
+    epmoe.permute(randn(10, 16).to(device), ids, identity_map, 8, counters=counters)
     assert counted(counters) == {"dropped_pairs": 7}
 
 
@@ -53,7 +53,7 @@ def test_health_holds_every_counter():
 
 
 def test_timeout_names_stage_round_and_ranks():
-    """Rank 1 of the group is rank 9 of the world; the error stays until close()."""
+    """Rank 1 of the group is rank 9 of the world. Every call raises the error until close()."""
     status = status_word(code=1, stage=1, epoch=42, missing=0b1010, originator=2)
     for _ in range(2):
         with pytest.raises(epmoe.EPTimeoutError, match=r"combine of round 42 .*\[1, 3\].*\[9, 11\].*rank 2") as raised:
@@ -64,14 +64,14 @@ def test_timeout_names_stage_round_and_ranks():
     assert isinstance(error, TimeoutError) and isinstance(error, epmoe.EPError)
 
 
-def test_mismatch_is_told_once():
+def test_mismatch_is_reported_once():
     status = status_word(code=2, epoch=3, missing=0b01)
     with pytest.raises(epmoe.EPMismatchError, match=r"round 3: rank\(s\) \[0\]"):
         raise_on_failure(status, [0, 1])
     raise_on_failure(status, [0, 1])
 
 
-def test_overflow_says_what_to_set_once():
+def test_overflow_is_reported_once_with_the_value_to_set():
     status = status_word(needed_rows=512)
     with pytest.raises(
         EPOverflowError, match=r"needed 512 .*capacity.max_expert_rows is 100: set it to at\s+least 512"

@@ -1,4 +1,4 @@
-"""The launchers start what they say, here without Slurm and Kubernetes around them."""
+"""The launchers start `epmoe run`. The tests run them without Slurm and Kubernetes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def config(tmp_path: Path) -> Path:
 
 
 def start(tmp_path: Path, *command: object, **variables: str) -> None:
-    """Run it with this Python's torchrun, and a `srun` that runs its arguments here; it must pass its check."""
+    """Runs `command`, which must pass its check.
+
+    PATH has this Python's torchrun and an `srun` that runs its arguments here.
+    """
     (tmp_path / "srun").write_text('#!/bin/sh\nexec "$@"\n')
     (tmp_path / "srun").chmod(0o755)
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])

@@ -1,4 +1,4 @@
-"""The memory plan: every buffer in its place, known before anything exists. What is allocated: tests/distributed."""
+"""The memory plan: offsets and sizes of every buffer before anything is allocated; allocation: tests/distributed."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_by_hand():
     assert [plan_of(rank)["tokens_per_expert"].shape for rank in range(4)] == [(3,), (3,), (2,), (2,)]
 
 
-def test_only_what_leaves_in_whole_copies_is_padded():
-    """Scales of 5 blocks: those that the caller sees follow one another."""
+def test_only_scales_that_are_copied_by_16_bytes_are_padded():
+    """Scales of 5 blocks: rows of the scales that the caller sees have no gap between them."""
     plan = plan_of(model={"hidden_size": 640}, exchange={"payload": "fp8", "combine_payload": "fp8"})
     assert (plan["recv.scales"].shape, plan["combine.scales"].shape) == ((4, 8, 5), (4, 8, 8))
 

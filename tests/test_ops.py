@@ -1,4 +1,4 @@
-"""The operators as torch sees them: schemas, fakes, opcheck, and one graph under torch.compile."""
+"""The operators in torch: schemas, fakes, opcheck, and one graph under torch.compile."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from epmoe import ops
 T, E, K, D = 9, 12, 4, 16
 
 
-@pytest.mark.parametrize("everything", [False, True])
-def test_opcheck_route(device, everything):
-    bias = randn(E, seed=1).to(device) if everything else None
-    num_tokens = torch.tensor(5, dtype=torch.int32, device=device) if everything else None
-    counters = torch.zeros(8, dtype=torch.int64, device=device) if everything else None
-    args = (randn(T, E).to(device), K, bias, num_tokens, T, everything, everything, 3, 2, 2.5, everything, counters)
+@pytest.mark.parametrize("all_options", [False, True])
+def test_opcheck_route(device, all_options):
+    bias = randn(E, seed=1).to(device) if all_options else None
+    num_tokens = torch.tensor(5, dtype=torch.int32, device=device) if all_options else None
+    counters = torch.zeros(8, dtype=torch.int64, device=device) if all_options else None
+    args = (randn(T, E).to(device), K, bias, num_tokens, T, all_options, all_options, 3, 2, 2.5, all_options, counters)
     torch.library.opcheck(ops.route, args)
 
 
@@ -27,20 +27,20 @@ def test_opcheck_route(device, everything):
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
 def test_opcheck_permute_and_finalize(device, id_dtype, counts):
     counts = None if counts is None else torch.tensor(counts, dtype=torch.int32, device=device)
-    ids, everything = distinct_ids(T, E, K).to(device, id_dtype), torch.arange(E, dtype=torch.int32, device=device)
+    ids, identity_map = distinct_ids(T, E, K).to(device, id_dtype), torch.arange(E, dtype=torch.int32, device=device)
     x = randn(T, D).to(device)
-    # Rows past the last segment are not written, so only what is defined can be compared: no spare rows.
+    # opcheck compares all rows, and rows past the last segment are not written: allocate none.
     rows = T * K if counts is None else int(counts.sum()) * K
-    args = (x, ids, everything, E, counts, 1, rows, None)
+    args = (x, ids, identity_map, E, counts, 1, rows, None)
     torch.library.opcheck(ops.permute, args)
     rows, _, _, row_of_pair = ops.permute(*args)
     if counts is None:  # slots past the counts are not written either
         torch.library.opcheck(ops.finalize, (rows, row_of_pair, randn(T, K).to(device), None))
 
 
-@pytest.mark.parametrize("half", ["", "_send", "_recv"])
-def test_opcheck_exchange(half):
-    """Each amid a round that has sent, since opcheck runs it on copies of its arguments, twice."""
+@pytest.mark.parametrize("phase", ["", "_send", "_recv"])
+def test_opcheck_exchange(phase):
+    """The round is open and its send phase is over, because opcheck runs an op twice, on copies of its arguments."""
     config = epmoe.EPConfig(
         model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"},
         topology={"ep_size": 1},
@@ -49,17 +49,17 @@ def test_opcheck_exchange(half):
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     with epmoe.ExpertParallel(config) as ep:
         sent = ep.dispatch_send(x := randn(T, D), distinct_ids(T, E, K), torch.full((T, K), 0.25))
-        *_, window, scratch, words = sent.arguments
-        torch.library.opcheck(getattr(ops, f"dispatch{half}"), sent.arguments, test_utils=checks)
+        *_, window, scratch, descriptor = sent.arguments
+        torch.library.opcheck(getattr(ops, f"dispatch{phase}"), sent.arguments, test_utils=checks)
         d = ep.dispatch_recv(sent)
         ep.combine_send(d.rows, d)
-        arguments = (torch.empty(T, D), d.rows, window, scratch, words)
-        torch.library.opcheck(getattr(ops, f"combine{half}"), arguments, test_utils=checks)
+        arguments = (torch.empty(T, D), d.rows, window, scratch, descriptor)
+        torch.library.opcheck(getattr(ops, f"combine{phase}"), arguments, test_utils=checks)
         assert torch.equal(ep.combine_recv(d), x)
 
 
 def test_fakes_agree_on_other_dtypes(device):
-    """What opcheck compares once, for every dtype that goes in."""
+    """Fakes have the shapes, dtypes, devices and strides of real outputs, for every dtype of x; opcheck covers one."""
     from torch._subclasses import FakeTensorMode
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -1,4 +1,4 @@
-"""permute: every entry of the map is written, every row lands once, nothing of the padding is touched."""
+"""permute: every entry of the map is written, every row is placed once, and padding is not read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from epmoe.reference import permute_reference
 
 
 def checked_permute(x: Tensor, ids: Tensor, expert_map: Tensor, num_local_experts: int, **options) -> epmoe.Permuted:
-    """Permutes into poisoned memory and holds every defined value against the reference."""
+    """Permutes into poisoned memory and compares every defined value with the reference."""
     with poisoned_memory():
         got = epmoe.permute(x, ids, expert_map, num_local_experts, **options)
     want = permute_reference(x, ids, expert_map, num_local_experts, **options)
@@ -31,7 +31,7 @@ def expert_map(num_experts: int, local: list[int], device: torch.device) -> Tens
 
 
 def test_by_hand(device):
-    """Three tokens, top-2; this rank owns experts 3 and 0 (as local 0 and 1), expert 1 is foreign, 9 is nobody."""
+    """Three tokens, top-2. This rank owns experts 3 and 0 (local 0 and 1). Expert 1 is foreign, and id 9 is invalid."""
     x = torch.tensor([[1.0, 1], [2, 2], [3, 3]], device=device)
     ids = torch.tensor([[0, 3], [1, 3], [9, 0]], dtype=torch.int32, device=device)
     permuted = epmoe.permute(x, ids, expert_map(4, [3, 0], device), 2)
@@ -44,14 +44,14 @@ def test_by_hand(device):
 @pytest.mark.parametrize("alignment", [1, 128])
 @pytest.mark.parametrize("tokens", [1, 32, 256, 257, 288, 384, 512])
 def test_duplicate_ids_at_every_batch_size(device, tokens, alignment):
-    """The field's table: 128 experts, top-8, rows such as [5, 88, 88, 65, …], replayed ten times."""
+    """The case that crashed serving stacks: 128 experts, top-8, ids such as [5, 88, 88, 65, …]; ten runs agree."""
     ids = torch.randint(0, 128, (tokens, 8), dtype=torch.int32, generator=generator(tokens))
     ids[0] = torch.tensor([5, 88, 88, 65, 5, 88, 127, 0])
-    ids[tokens // 2] = 0  # as the argmax over NaN chose
-    x, everything = randn(tokens, 64, dtype=torch.bfloat16).to(device), expert_map(128, list(range(128)), device)
-    first = checked_permute(x, ids.to(device), everything, 128, alignment=alignment)
+    ids[tokens // 2] = 0  # what argmax over NaN returns
+    x, identity_map = randn(tokens, 64, dtype=torch.bfloat16).to(device), expert_map(128, list(range(128)), device)
+    first = checked_permute(x, ids.to(device), identity_map, 128, alignment=alignment)
     for _ in range(9):
-        again = epmoe.permute(x, ids.to(device), everything, 128, alignment=alignment)
+        again = epmoe.permute(x, ids.to(device), identity_map, 128, alignment=alignment)
         used = int(first.expert_offsets[-1])
         assert torch.equal(again.row_of_pair, first.row_of_pair) and torch.equal(again.rows[:used], first.rows[:used])
     checked_permute(x, ids.to(device), expert_map(128, list(range(3, 128, 5)), device), 25, alignment=alignment)
@@ -73,7 +73,7 @@ def test_rows_of_any_width(device, dtype, D):
 
 
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
-def test_ids_out_of_range_are_nobodys(device, id_dtype):
+def test_ids_out_of_range_are_skipped(device, id_dtype):
     limits = torch.iinfo(id_dtype)
     bad = [-1, 8, 9, -2, limits.min, limits.max]
     if id_dtype == torch.int64:
@@ -84,7 +84,7 @@ def test_ids_out_of_range_are_nobodys(device, id_dtype):
 
 
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
-def test_every_id_may_be_nobodys(device, id_dtype):
+def test_all_ids_may_be_invalid(device, id_dtype):
     ids = torch.full((300, 4), -1, dtype=id_dtype, device=device)
     permuted = checked_permute(randn(300, 16).to(device), ids, expert_map(8, [1, 2], device), 2, alignment=128)
     assert permuted.expert_offsets.tolist() == [0, 0, 0]
@@ -93,7 +93,7 @@ def test_every_id_may_be_nobodys(device, id_dtype):
 @pytest.mark.parametrize("alignment", [1, 8])
 @pytest.mark.parametrize("counts", [[5, 0, 70], [0, 0, 0], [80, 80, 80], [1, 80, 2]])
 def test_slabs_with_poisoned_padding(device, counts, alignment):
-    """Slots past a source's count hold NaN, and ids that would be valid: neither is looked at."""
+    """Slots past a source's count hold NaN and valid ids. permute reads neither."""
     M, K, D = 80, 3, 32
     x, ids = randn(3 * M, D), distinct_ids(3 * M, 10, K)
     for r, count in enumerate(counts):
@@ -106,12 +106,12 @@ def test_slabs_with_poisoned_padding(device, counts, alignment):
 
 
 def test_counts_are_bounded(device):
-    """A count that no slab can hold reads no memory that is not there."""
+    """A count outside [0, M] is clamped, so that permute reads no memory outside the slab."""
     x, ids = randn(20, 16).to(device), distinct_ids(20, 4, 2).to(device)
-    everything = expert_map(4, [0, 1, 2, 3], device)
-    wild = epmoe.permute(x, ids, everything, 4, counts_R=torch.tensor([2**30, -7], dtype=torch.int32, device=device))
-    tame = epmoe.permute(x, ids, everything, 4, counts_R=torch.tensor([10, 0], dtype=torch.int32, device=device))
-    assert torch.equal(wild.row_of_pair, tame.row_of_pair)
+    identity_map = expert_map(4, [0, 1, 2, 3], device)
+    got = epmoe.permute(x, ids, identity_map, 4, counts_R=torch.tensor([2**30, -7], dtype=torch.int32, device=device))
+    want = epmoe.permute(x, ids, identity_map, 4, counts_R=torch.tensor([10, 0], dtype=torch.int32, device=device))
+    assert torch.equal(got.row_of_pair, want.row_of_pair)
 
 
 @pytest.mark.parametrize("alignment", [1, 16])
@@ -132,8 +132,8 @@ def test_alignment_gaps_are_zero_rows(device):
 
 
 def test_no_tokens_and_no_experts(device):
-    everything = expert_map(8, list(range(8)), device)
-    empty = checked_permute(randn(0, 16).to(device), distinct_ids(0, 8, 2).to(device), everything, 8)
+    identity_map = expert_map(8, list(range(8)), device)
+    empty = checked_permute(randn(0, 16).to(device), distinct_ids(0, 8, 2).to(device), identity_map, 8)
     assert empty.row_of_pair.shape == (0, 2) and empty.expert_offsets.eq(0).all()
     idle = checked_permute(randn(5, 16).to(device), distinct_ids(5, 8, 2).to(device), expert_map(8, [], device), 0)
     assert idle.expert_offsets.tolist() == [0] and idle.row_of_pair.eq(-1).all()
@@ -166,6 +166,6 @@ X, IDS, MAP = torch.zeros(4, 16), torch.zeros(4, 2, dtype=torch.int32), torch.ze
         ((X, IDS, MAP, 8), {"counts_R": torch.zeros(2)}, r"`counts_R` must be int32 .*, got float32 \[2\]"),
     ],
 )
-def test_errors_say_what_must_be(args, options, message):
+def test_error_messages(args, options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         epmoe.permute(*args, **options)

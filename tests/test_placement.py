@@ -1,4 +1,4 @@
-"""Placement: hand-computed cases, and what must hold for every one."""
+"""Placement: hand-computed cases, and properties of every placement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from epmoe.config import EPConfig
 from epmoe.placement import Placement
 
 
-def test_linear_gives_the_first_ranks_one_more():
+def test_linear_gives_the_first_ranks_one_more_expert():
     placement = Placement.build(10, 4)
     assert placement.owners == (0, 0, 0, 1, 1, 1, 2, 2, 3, 3)
     assert placement.expert_map(1).tolist() == [-1, -1, -1, 0, 1, 2, -1, -1, -1, -1]
@@ -96,7 +96,7 @@ def placements(draw: st.DrawFn) -> Placement:
 
 
 @given(placements())
-def test_every_physical_expert_has_one_owner_and_one_place(placement):
+def test_every_physical_expert_has_one_owner_and_one_local_index(placement):
     maps = torch.stack([placement.expert_map(rank) for rank in range(placement.ep_size)])
     assert maps.dtype == torch.int32 and maps.shape == (placement.ep_size, placement.num_physical_experts)
     assert ((maps >= 0).sum(dim=0) == 1).all()

@@ -1,4 +1,4 @@
-"""zero_padding_rows_ and the fp8 quantisers: stale rows leave no trace in what is real, nor in any scale."""
+"""zero_padding_rows_ and quantize_fp8: stale rows change neither real rows nor scales."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GRANULARITIES = ["tensor", "block"]
 
 
 def padded(T: int, D: int, real: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Real rows, then stale memory."""
+    """`real` random rows, followed by stale rows full of NaN."""
     x = poison_(torch.empty(T, D, dtype=dtype))
     x[:real] = randn(real, D, dtype=dtype) * 5
     return x.to(device)
@@ -84,7 +84,8 @@ def test_quantises_real_rows_only(device, T, real, D, granularity, dtype):
             got.scales[:real].double().cpu().flatten(), (amax / 448).flatten(), rtol=1e-6, atol=0
         )
     error = (dequantised(got)[:real] - want).abs()
-    step = dequantised(got)[:real].abs() / 16 + got.scales.max().item() * 2**-9  # half of e4m3's
+    # Half a step of a normal e4m3 value, and one step of a subnormal.
+    step = dequantised(got)[:real].abs() / 16 + got.scales.max().item() * 2**-9
     assert (error <= step * 1.01).all()
 
 
@@ -110,8 +111,8 @@ def test_zeros_and_tiny_values(device, granularity):
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_values_are_rounded_as_a_division_rounds_them(device, granularity):
-    """Of every magnitude, and above all on and beside what lies halfway between two of e4m3's numbers."""
+def test_values_are_rounded_as_by_division(device, granularity):
+    """q is x / scale rounded to e4m3. The x are midpoints of neighbouring e4m3 values, and floats next to them."""
     generator = torch.Generator().manual_seed(5)
     numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     halfway = (numbers[1:] + numbers[:-1]) / 2
@@ -146,6 +147,6 @@ def test_row_stride(device, granularity):
         (torch.zeros(4, 4), {"num_tokens": 1.5}, "`num_tokens` must be an int or an int32 scalar tensor, got float"),
     ],
 )
-def test_errors_say_what_must_be(x, options, message):
+def test_error_messages(x, options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         epmoe.quantize_fp8(x, **options)

@@ -1,4 +1,4 @@
-"""The oracle itself, against torch's own words on clean input."""
+"""The references themselves: against torch on clean input, and against results by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_route_is_topk_of_scores(scoring):
 
 
 def test_route_groups_by_hand():
-    """Two of three groups: without bias by the best expert, with bias by the sum of the two best."""
+    """Two of three groups are chosen: without a bias by their best score, with a bias by the sum of their two best."""
     logits = torch.tensor([[5.0, -9.0, 3.0, 3.0, 4.0, -9.0]])
     groups = {"scoring": "sigmoid", "num_expert_groups": 3, "top_groups": 2}
     assert reference.route_reference(logits, 3, **groups).ids.tolist() == [[0, 4, 1]]
@@ -58,7 +58,7 @@ def test_permute_by_hand():
 
 
 def test_stages_compose_to_the_dense_layer():
-    """permute, experts and finalize of two ranks, summed, equal the layer on one."""
+    """The sum over two ranks of permute, experts and finalize equals the layer on one rank."""
     T, E, K, D, F = 30, 7, 3, 16, 8
     x, weights = randn(T, D).double(), randn(T, K, seed=1).double()
     w_gate_up, w_down = randn(E, 2 * F, D, seed=2).double(), randn(E, D, F, seed=3).double()
@@ -75,7 +75,7 @@ def test_stages_compose_to_the_dense_layer():
     torch.testing.assert_close(y, reference.moe_reference(x, ids, weights, (w_gate_up, w_down)))
 
 
-def test_dead_pairs_contribute_nothing():
+def test_invalid_and_zero_weight_pairs_contribute_nothing():
     x = torch.ones(1, 4)
     ids = torch.tensor([[0, 1, 2, -1]])
     weights = torch.tensor([[2.0, torch.nan, 0.0, 1.0]])

@@ -1,4 +1,4 @@
-"""The HTML report: one file, whole in itself, and honest about what failed."""
+"""The HTML report: one self-contained file, which shows failed checks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_report_needs_no_other_file(tmp_path: Path) -> None:
         assert ElementTree.fromstring(base64.b64decode(data)).tag.endswith("svg")
 
 
-def test_the_report_says_what_was_measured(tmp_path: Path) -> None:
+def test_the_report_shows_checks_and_counters(tmp_path: Path) -> None:
     failed = Check("logit error", "0.5 (limit 1e-05)", False)
     write_report([result(), result(name="other", checks=[failed])], tmp_path / "report.html", {"ranks": "2"})
     html = (tmp_path / "report.html").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""route: unique ids and finite weights whatever the bits, and the reference's own choice on clean rows."""
+"""route: unique ids and finite weights for every bit pattern, and agreement with the reference."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from epmoe.reference import route_reference
 
 POISON = {"nan": torch.nan, "+inf": torch.inf, "-inf": -torch.inf}
 SCORINGS = ["softmax", "sigmoid"]
-# Every number of experts takes its own way through a kernel: power of two, multiple of 64, anything else.
+# E selects the CUDA kernel and its variant: a power of two, a multiple of 64, or any other number.
 SIZES = [(6, 3), (6, 4), (8, 3), (8, 8), (16, 4), (16, 8), (100, 8), (128, 8), (192, 6), (256, 8)]  # E, K
 
 
 def assert_sound(routing: epmoe.Routing, num_experts: int) -> None:
-    """The guarantee that holds for every bit pattern."""
+    """What holds for every bit pattern: ids are unique and in [0, E), weights are finite."""
     ids_TK, weights_TK = routing.ids.long().cpu(), routing.weights.cpu()
     assert weights_TK.dtype == torch.float32 and weights_TK.isfinite().all()
     assert ((ids_TK >= 0) & (ids_TK < num_experts)).all()
@@ -38,7 +38,7 @@ def clean_logits(T: int, E: int, dtype: torch.dtype = torch.float32, seed: int =
 @pytest.mark.parametrize("kind", POISON)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_poisoned_rows(device, dtype, kind, scoring):
-    """The whole table: poisoned rows route soundly, and their clean neighbours as if nothing were there."""
+    """Poisoned rows get unique ids and finite weights. Clean rows beside them are not affected."""
     for E, K in SIZES:
         logits = clean_logits(24, E, dtype, seed=E).to(device)
         logits[0] = POISON[kind]  # everywhere
@@ -62,7 +62,7 @@ def test_all_nan_row_takes_the_first_experts(device, scoring):
 @pytest.mark.parametrize("scoring", SCORINGS)
 def test_agrees_with_the_reference(device, scoring, dtype):
     for E, K in [(1, 1), (2, 2), (7, 3), (64, 6), (100, 100), (257, 8), (1000, 32), (4096, 9)]:
-        logits = clean_logits(50, E, dtype, seed=E).to(device)  # bf16 has ties in plenty
+        logits = clean_logits(50, E, dtype, seed=E).to(device)  # bf16 has many ties
         for renormalize, scale in [(False, 1.0), (True, 2.5)]:
             options = {"scoring": scoring, "renormalize": renormalize, "routed_scaling_factor": scale}
             if device.type == "cuda" and K > 32:
@@ -83,10 +83,10 @@ def test_logits_decide_where_scores_underflow(device):
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
-def test_bias_steers_the_choice_only(device, scoring):
+def test_bias_changes_the_choice_only(device, scoring):
     for E, K in [(16, 4), (100, 8), (256, 8)]:
         logits = clean_logits(40, E, seed=E).to(device)
-        # Steps far above a rounding error of the scores: the choice is exact.
+        # Steps of 2 are far above the rounding error of a score, so the choice is exact.
         bias = (torch.randperm(E, generator=generator(E)) * 2.0).to(device)
         routing = epmoe.route(logits, K, scoring=scoring, bias=bias)
         assert_agrees(routing, route_reference(logits, K, scoring=scoring, bias=bias))
@@ -107,8 +107,8 @@ def test_bias_near_ties_lie_within_rounding(device, scoring):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, -3.4e38, 3.4e38])
 @pytest.mark.parametrize("scoring", SCORINGS)
-def test_hostile_bias(device, scoring, value):
-    """A bias that is not finite or hugely negative orders naturally and never duplicates an expert."""
+def test_non_finite_and_huge_bias(device, scoring, value):
+    """Experts are ordered as in the reference and never duplicated, also under a bias of ±Inf, NaN or ±3.4e38."""
     for groups, top_groups in [(1, 1), (4, 2)]:
         logits = clean_logits(6, 16).to(device)
         logits[2] = torch.nan
@@ -129,7 +129,7 @@ def test_groups(device, E, groups, top_groups, K, with_bias):
     logits = clean_logits(60, E, seed=E).to(device)
     logits[5] = torch.nan
     logits[7, : E // 2] = -torch.inf
-    bias = (randn(E, seed=1) * 100).to(device) if with_bias else None  # no two sums of two within rounding
+    bias = (randn(E, seed=1) * 100).to(device) if with_bias else None  # sums of two differ by more than rounding
     for scoring in SCORINGS:
         options = {"scoring": scoring, "num_expert_groups": groups, "top_groups": top_groups, "bias": bias}
         routing = epmoe.route(logits, K, **options)
@@ -140,7 +140,7 @@ def test_groups(device, E, groups, top_groups, K, with_bias):
 @pytest.mark.parametrize("scale", [1.0, 0.0])
 @pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (8, 8), (8, 4), (8, 1)])
 def test_ties_under_a_bias_go_to_the_lower_id(device, groups, top_groups, scale):
-    """Few values, and so ties within a lane, across lanes and across groups; scale 0: nothing but ties."""
+    """Logits have 4 values, so ties occur within a lane, across lanes and across groups. With scale 0 all are ties."""
     for E in (16, 32, 64, 128, 256, 512):
         logits = torch.randint(4, (200, E), generator=generator(E)).float().mul(scale).to(device)
         bias = torch.zeros(E, device=device)
@@ -151,8 +151,8 @@ def test_ties_under_a_bias_go_to_the_lower_id(device, groups, top_groups, scale)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_sigmoid_is_exact_to_its_ends(device, dtype):
-    """Under a bias, too, and down to where a score underflows."""
+def test_sigmoid_over_its_range(device, dtype):
+    """Weights agree with fp64, with and without a bias, for logits from −85, near underflow, to 40."""
     logits = torch.linspace(-85, 40, 64 * 50).view(50, 64).to(dtype).to(device)
     bias = (torch.randperm(64, generator=generator(0)) * 2.0).to(device)
     for b in (None, bias):
@@ -164,7 +164,7 @@ def test_sigmoid_is_exact_to_its_ends(device, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_random_bits(device, dtype):
-    """Every bit pattern of logits and bias alike, in bulk."""
+    """Uniform random bit patterns as logits and as bias."""
     for E, K, groups in [(5, 5, 1), (8, 4, 4), (64, 6, 8), (96, 8, 6), (128, 8, 1), (255, 8, 1), (256, 8, 8)]:
         logits = random_bits(500, E, dtype=dtype, seed=E).to(device)
         bias = random_bits(E, dtype=torch.float32, seed=E + 1).to(device)
@@ -177,8 +177,8 @@ def test_random_bits(device, dtype):
                 assert_sound(epmoe.route(logits, min(K, E // 2), bias=b, renormalize=True, **options), E)
 
 
-def test_any_bits_of_hypothesis(device):
-    """The same, with examples that shrink: special patterns and neighbours of them mixed with any others."""
+def test_any_bits_with_hypothesis(device):
+    """As `test_random_bits`, with special bit patterns among the others, and with examples that hypothesis shrinks."""
     hypothesis = pytest.importorskip("hypothesis")
     st = hypothesis.strategies
     special = {  # ±0, smallest, largest, ±Inf, quiet and signalling NaN
@@ -214,7 +214,7 @@ def test_any_bits_of_hypothesis(device):
         groups = draw(st.sampled_from([1, 1, 2, 4]))
         E = groups * draw(st.integers(1, 12))
         top_groups = draw(st.integers(1, groups))
-        K = draw(st.integers(1, min(E // groups * top_groups, 32)))  # as many as a GPU takes
+        K = draw(st.integers(1, min(E // groups * top_groups, 32)))  # at most 32 on CUDA
         logits = draw(bits(draw(st.sampled_from(FLOATS)), 2 * E)).view(2, E)
         bias = draw(st.none() | bits(torch.float32, E))
         scoring, renormalize = draw(st.sampled_from(SCORINGS)), draw(st.booleans())
@@ -246,8 +246,8 @@ def test_padding_rows_hold_no_expert(device, num_tokens, real, as_tensor):
 
 @pytest.mark.parametrize("real", [1, 4])
 @pytest.mark.parametrize("T", [128, 1024])
-def test_one_real_row_among_stale_ones(device, T, real):
-    """A replayed batch: the rows behind the real ones hold whatever the last one left."""
+def test_real_rows_before_stale_rows(device, T, real):
+    """A batch of a graph replay: rows past the real ones hold stale data."""
     logits = random_bits(T, 256, dtype=torch.bfloat16).to(device)
     logits[:real] = clean_logits(real, 256, torch.bfloat16).to(device)
     routing = epmoe.route(logits, 8, num_tokens=real)
@@ -293,6 +293,6 @@ L = torch.zeros(4, 8)
         (L, {"num_tokens": torch.tensor(2.0)}, r"`num_tokens` must be .*int32.*, got float32"),
     ],
 )
-def test_errors_say_what_must_be(logits, options, message):
+def test_error_messages(logits, options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         epmoe.route(logits, **{"top_k": 2} | options)

@@ -1,4 +1,4 @@
-"""`epmoe run` and `epmoe bench` as a user starts them: under torchrun, in processes of their own."""
+"""`epmoe run` and `epmoe bench` as a user starts them: under torchrun, in child processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""ExpertParallel in one process: where it may run, and what it refuses. Everything else is in tests/distributed."""
+"""ExpertParallel in one process: where it may run, what it refuses, and the fields of its handles. The exchange between
+ranks: tests/distributed."""
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +11,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import epmoe
-from epmoe.exchange import WORDS
+from epmoe.exchange import DESCRIPTOR
 from epmoe.group import check_multiprocessor
+from epmoe.health import STATUS
 from epmoe.stages.checks import check_tensor
 
 
@@ -35,7 +38,7 @@ def test_one_process_is_a_group_of_one():
 
 @pytest.mark.parametrize("x", [torch.randn(1 + 2 * 64)[1:].view(2, 64), torch.randn(3, 65)[:1, :64]])
 def test_rows_may_start_anywhere(x):
-    """Contiguous, but not at multiples of 16 bytes."""
+    """Rows that are contiguous but do not start at multiples of 16 bytes."""
     with epmoe.ExpertParallel(make_config()) as ep:
         d = ep.dispatch(x, torch.zeros(len(x), 1, dtype=torch.int32), torch.ones(len(x), 1))
         assert torch.equal(ep.combine(d.rows, d), x)
@@ -57,10 +60,10 @@ def test_ids_of_no_token_may_have_any_strides():
 
 @pytest.mark.parametrize("step", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_no_tokens_may_lie_apart_within_a_row(step):
-    """Which torch calls contiguous all the same."""
+    """torch calls a tensor of 0 rows contiguous, whatever the stride within a row."""
     dtypes, lengths = (torch.float32, torch.int32, torch.float32), (64, 2, 2)
     with epmoe.ExpertParallel(make_config()) as ep:
-        for _ in range(2):  # also once the form has passed
+        for _ in range(2):  # the second call finds its template
             sliced = (
                 torch.empty(0, n * s, dtype=dtype)[:, ::s] for n, s, dtype in zip(lengths, step, dtypes, strict=True)
             )
@@ -78,7 +81,7 @@ def test_too_few_expert_rows():
 
 
 def test_calls_like_one_that_passed_are_still_checked():
-    """What dispatch remembers of a form is not all that may be wrong with the next call of it."""
+    """A call whose template exists skips most checks, but none that could still fail."""
     with epmoe.ExpertParallel(make_config()) as ep:
         x, ids, weights = torch.randn(3, 64), torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)
         for bad, error, message in [
@@ -171,18 +174,18 @@ def test_usable_outside_the_inference_mode_it_was_made_in():
 
 
 def timeout_s(ep: epmoe.ExpertParallel, layout: str) -> float:
-    """How long the operators of a round wait, as they are told."""
+    """How long the operators of a round wait, by its descriptor."""
     d = ep.dispatch(torch.zeros(1, 64), torch.tensor([[0]]), torch.ones(1, 1), layout=layout)
     ep.abort(d)
-    return d.sent.words[WORDS.index("timeout_ns")].item() / 1e9
+    return d.sent.descriptor[DESCRIPTOR.index("timeout_ns")].item() / 1e9
 
 
 def test_only_the_first_round_waits_for_ranks_that_still_load():
     with epmoe.ExpertParallel(make_config()) as ep:
         first, later = ep.config.exchange.warmup_timeout_s, ep.config.exchange.timeout_s
-        with torch.inference_mode():  # what is made in it must change outside, too
+        with torch.inference_mode():  # a descriptor made in it must change outside, too
             assert timeout_s(ep, "expert") == first > later
-        for layout in ("expert", "rank", "expert"):  # one that there was, one that there was not
+        for layout in ("expert", "rank", "expert"):  # the first has a descriptor already, the second needs another
             assert timeout_s(ep, layout) == later
 
 
@@ -192,12 +195,15 @@ def test_only_the_first_round_waits_for_ranks_that_still_load():
 def test_a_multiprocessor_has_to_hold_two_blocks(monkeypatch, experts, kib, fits):
     properties = SimpleNamespace(shared_memory_per_multiprocessor=kib << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    placement = epmoe.Placement.build(experts, 8)
+    config = epmoe.EPConfig(
+        model={"num_experts": experts, "num_experts_per_tok": 2, "hidden_size": 256}, topology={"ep_size": 8}
+    )
+    check = partial(check_multiprocessor, config, epmoe.Placement.from_config(config), torch.device("cuda", 0))
     if fits:
-        check_multiprocessor(placement, torch.device("cuda", 0))
+        check()
         return
     with pytest.raises(ValueError, match=rf"`device` has {kib} KiB .* {experts} physical experts over 8 ranks needs"):
-        check_multiprocessor(placement, torch.device("cuda", 0))
+        check()
 
 
 def test_fp8_travels_in_whole_blocks():
@@ -213,3 +219,67 @@ def test_fp8_travels_in_whole_blocks():
             ep.dispatch(torch.randn(2, 192), ids, weights)
         d = ep.dispatch(x := torch.randn(2, 128), ids, weights)
         assert torch.allclose(ep.combine(d.rows, d), x, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("payload", ["auto", "fp8"])
+def test_fields_by_layout(payload):
+    """A field of the other layout raises by name; `scales` is None without an fp8 payload."""
+    config = make_config().model_dump()
+    config["model"]["hidden_size"], config["exchange"]["payload"] = 128, payload
+    fields = {"rows", "scales", "expert_offsets", "tokens_per_expert"}, {"x", "scales", "ids", "weights"}
+    inputs = torch.randn(2, 128), torch.tensor([[0], [1]]), torch.ones(2, 1)
+    with epmoe.ExpertParallel(epmoe.EPConfig(**config)) as ep:
+        for layout, here in (("expert", 0), ("rank", 1)):
+            d = ep.dispatch(*inputs, layout=layout)
+            handles = d, d.recv
+            owner, absent = ("dispatched", "recv")[1 - here], handles[1 - here]
+            assert all(hasattr(handles[here], name) for name in fields[here])
+            scales = handles[here].scales
+            if payload == "fp8":
+                assert (scales.dtype, scales.shape[-1]) == (torch.float32, 1)
+            else:
+                assert scales is None
+            for name in fields[1 - here]:
+                with pytest.raises(AttributeError, match=f"`{owner}.{name}` does not exist with layout='{layout}'"):
+                    getattr(absent, name)
+            with pytest.raises(AttributeError, match="^row$"):
+                _ = d.row
+            assert d.recv.counts.tolist() == [2]
+            ep.abort(d)
+
+
+def mismatch(ep: epmoe.ExpertParallel) -> None:
+    """Leaves in the status words what kernels leave when the ranks' calls differ."""
+    code, epoch = (STATUS.index(name) for name in ("code", "epoch"))
+    ep._exchange.status[epoch], ep._exchange.status[code] = ep._exchange.rounds.count, 2
+
+
+@pytest.mark.parametrize("call", ["dispatch_recv", "combine", "combine_send", "combine_recv", "abort"])
+def test_a_mismatch_closes_the_round_whichever_call_sees_it(call):
+    with epmoe.ExpertParallel(make_config()) as ep:
+        x, ids, weights = torch.randn(3, 64), torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
+        for n in (1, 3):
+            sent = ep.dispatch_send(x, ids, weights)
+            handle = sent if call == "dispatch_recv" else ep.dispatch_recv(sent)
+            rows = [handle.rows] if call in ("combine", "combine_send") else []
+            if call == "combine_recv":
+                ep.combine_send(handle.rows, handle)
+            mismatch(ep)
+            with pytest.raises(epmoe.EPMismatchError, match=f"round {n}: .* The round was closed"):
+                getattr(ep, call)(*rows, handle)
+            with pytest.raises(ValueError, match=f"round {n} is closed: dispatch comes before combine"):
+                ep.abort(handle)
+            d = ep.dispatch(x, ids, weights)
+            assert torch.equal(ep.combine(d.rows, d), x)
+
+
+def test_the_handle_of_another_round_closes_none():
+    with epmoe.ExpertParallel(make_config()) as ep:
+        x, ids, weights = torch.randn(3, 64), torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
+        first = ep.dispatch(x, ids, weights)
+        ep.combine(first.rows, first)
+        d = ep.dispatch(x, ids, weights)
+        mismatch(ep)
+        with pytest.raises(epmoe.EPMismatchError):
+            ep.combine(d.rows, first)
+        assert torch.equal(ep.combine(d.rows, d), x)

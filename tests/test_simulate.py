@@ -1,4 +1,4 @@
-"""Routing simulators: what each kind promises, and that a seed fixes it."""
+"""Routing simulators: the properties of each kind, and the same result for the same seed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_clean_kinds_are_distinct_and_in_range(kind, id_dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_seed_fixes_everything(kind):
+def test_same_seed_gives_the_same_routing(kind):
     torch.manual_seed(1)
     first = simulate_routing(kind, T, E, K, seed=3)
     state = torch.get_rng_state()
@@ -63,22 +63,22 @@ def test_one_rank_is_hot():
     placement = Placement.build(10, 4)
     ids = simulate_routing("hot_rank", T, 10, 3, ep_size=4, hot_rank=1).ids
     assert (placement.expert_map(1)[ids.long()] >= 0).all()
-    ids = simulate_routing("hot_rank", T, 10, 5, ep_size=4, hot_rank=1).ids  # more than the three that it has
+    ids = simulate_routing("hot_rank", T, 10, 5, ep_size=4, hot_rank=1).ids  # the rank owns only three experts
     assert ((placement.expert_map(1)[ids.long()] >= 0).sum(dim=1) == 3).all()
 
 
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
-def test_adversarial_has_every_vice(id_dtype):
+def test_adversarial_has_every_kind_of_bad_value(id_dtype):
     ids, weights = simulate_routing("adversarial", T, E, K, id_dtype=id_dtype)
     limits = torch.iinfo(id_dtype)
-    for vice in (-1, E, limits.min, limits.max):
-        assert (ids == vice).any()
+    for bad_id in (-1, E, limits.min, limits.max):
+        assert (ids == bad_id).any()
     valid = (ids >= 0) & (ids < E)
     duplicates = (ids.sort(dim=1).values.diff(dim=1) == 0).any(dim=1)
     assert duplicates.any() and valid.any()
-    assert (valid.all(dim=1) & ~duplicates & weights.isfinite().all(dim=1)).any()  # and rows without any
+    assert (valid.all(dim=1) & ~duplicates & weights.isfinite().all(dim=1)).any()  # some rows are valid throughout
     assert weights.isnan().any() and weights.isposinf().any() and weights.isneginf().any() and (weights == 0).any()
-    if id_dtype == torch.int64:  # ids that are valid once their upper half is lost
+    if id_dtype == torch.int64:  # ids that become valid when narrowed to 32 bits
         narrowed = ids.to(torch.int32)
         assert (~valid & (narrowed >= 0) & (narrowed < E)).any()
 

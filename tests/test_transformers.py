@@ -1,4 +1,4 @@
-"""The embedding in transformers, in one process: the experts function on a group of one."""
+"""The integration in transformers, in one process: the experts function on a group of one rank."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tokens_for(experts, num_tokens: int, top_k: int) -> tuple[Tensor, Tensor, Te
     return randn(num_tokens, hidden, dtype=dtype), ids, randn(num_tokens, top_k, seed=2).softmax(1)
 
 
-def test_importing_registers_both_ways():
+def test_import_registers_both_entry_points():
     assert ExpertsInterface()["epmoe"] is integration.experts_forward
     expert_parallel = pytest.importorskip("transformers.distributed.expert_parallel", reason="since transformers 5.23")
     assert expert_parallel.EPImplementationInterface()["epmoe"] is integration.EpmoeEP
@@ -59,7 +59,7 @@ def test_importing_registers_both_ways():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", demo.MODELS)
 @torch.inference_mode()
-def test_one_layer_equals_the_models_own(name, dtype):
+def test_one_layer_equals_the_original_layer(name, dtype):
     experts = experts_of(loaded(name, dtype))
     x, ids, weights = tokens_for(experts, 50, 4)
     want = experts(x, ids, weights)
@@ -71,14 +71,14 @@ def test_one_layer_equals_the_models_own(name, dtype):
 
 @pytest.mark.parametrize("name", demo.MODELS)
 @torch.inference_mode()
-def test_logits_equal_the_models_own(name):
+def test_logits_equal_the_original_model(name):
     want = loaded(name)(prompt_ids()).logits
     got = loaded(name, experts_implementation="epmoe")(prompt_ids()).logits
     assert (got - want).abs().max() <= 1e-5
 
 
 @torch.inference_mode()
-def test_the_layers_of_a_model_share_one_expert_parallel_and_other_shapes_get_another():
+def test_layers_of_one_shape_share_one_expert_parallel():
     model = loaded("qwen3_moe", experts_implementation="epmoe")
     model(prompt_ids())
     model(prompt_ids(3))
@@ -89,7 +89,7 @@ def test_the_layers_of_a_model_share_one_expert_parallel_and_other_shapes_get_an
 
 
 @torch.inference_mode()
-def test_longer_prompts_than_the_cap_run_in_rounds():
+def test_prompts_longer_than_the_limit_run_in_several_rounds():
     model = loaded("deepseek_v3", experts_implementation="epmoe")
     want = model(prompt_ids()).logits
     integration.configure(max_num_tokens_per_rank=10)
@@ -100,7 +100,7 @@ def test_longer_prompts_than_the_cap_run_in_rounds():
     assert (got - want).abs().max() <= 1e-5
 
 
-def test_configure_names_a_wrong_key_and_leaves_the_rest_alone():
+def test_configure_names_a_wrong_key_and_keeps_earlier_settings():
     integration.configure(max_num_tokens_per_rank=7, timeout_s=3.0)
     with pytest.raises(ConfigError, match="`exchange.timeout_s`"):
         integration.configure(timeout_s=-1.0)
@@ -124,7 +124,7 @@ def test_no_tokens():
     assert experts(*tokens_for(experts, 0, 2)).shape == (0, 96)
 
 
-def test_what_inference_mode_made_serves_no_grad_too():
+def test_windows_made_in_inference_mode_work_under_no_grad():
     experts = experts_of(loaded("mixtral", experts_implementation="epmoe"))
     inputs = tokens_for(experts, 8, 2)
     with torch.inference_mode():
@@ -134,7 +134,7 @@ def test_what_inference_mode_made_serves_no_grad_too():
 
 
 @pytest.mark.parametrize("requires_grad", ["x", "weights", "experts"])
-def test_grad_mode_is_refused_and_closes_the_round(requires_grad):
+def test_grad_mode_is_an_error_and_closes_the_round(requires_grad):
     experts = experts_of(loaded("mixtral", experts_implementation="epmoe"))
     experts.requires_grad_(requires_grad == "experts")
     x, ids, weights = tokens_for(experts, 8, 2)
@@ -147,7 +147,7 @@ def test_grad_mode_is_refused_and_closes_the_round(requires_grad):
 
 
 @torch.inference_mode()
-def test_an_fp8_payload_reaches_the_experts_as_their_dtype(monkeypatch):
+def test_fp8_payload_reaches_the_experts_in_their_dtype(monkeypatch):
     monkeypatch.setitem(demo.MODELS["mixtral"], "hidden_size", 256)
     experts = experts_of(loaded("mixtral"))
     x, ids, weights = tokens_for(experts, 33, 2)
@@ -158,7 +158,7 @@ def test_an_fp8_payload_reaches_the_experts_as_their_dtype(monkeypatch):
     assert 0 < error < 0.06  # e4m3 has 3 bits of mantissa
 
 
-def test_the_experts_function_is_refused_under_expert_parallelism():
+def test_the_experts_function_is_an_error_under_expert_parallelism():
     experts = experts_of(loaded("mixtral", experts_implementation="epmoe"))
     experts._is_expert_parallel = True
     with pytest.raises(ValueError, match='`ep_implementation="epmoe"` alone'):
@@ -189,7 +189,7 @@ def test_transformers_without_ep_implementations_has_the_experts_function():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_demos_tokenizer_gives_its_prompts_back():
+def test_demo_tokenizer_decodes_its_encoded_prompts():
     tokenizer = demo.make_tokenizer()
     assert tokenizer.get_vocab_size() == demo.MODELS["mixtral"]["vocab_size"]
     assert [tokenizer.decode(tokenizer.encode(prompt).ids) for prompt in demo.PROMPTS] == list(demo.PROMPTS)
@@ -197,7 +197,7 @@ def test_the_demos_tokenizer_gives_its_prompts_back():
 
 
 @pytest.mark.parametrize("name", demo.MODELS)
-def test_the_demo_alone(name):
+def test_the_demo_in_one_process(name):
     reports = []
     result = demo.run_model(name, max_new_tokens=6, progress=lambda *report: reports.append(report))
     assert result.tokens_equal
@@ -208,6 +208,6 @@ def test_the_demo_alone(name):
     assert not integration.shared()
 
 
-def test_the_demo_names_its_models():
+def test_unknown_demo_model_is_an_error():
     with pytest.raises(ValueError, match="`name` must be one of qwen3_moe, mixtral, deepseek_v3, gpt_oss, got 'llama'"):
         demo.run_model("llama")

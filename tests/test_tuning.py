@@ -44,7 +44,7 @@ def launched(ep: epmoe.ExpertParallel, T: int, D: int = 64) -> list[int]:
     x = torch.randn(T, D)
     d = ep.dispatch(x, torch.zeros(T, 1, dtype=torch.int32), torch.ones(T, 1))
     assert torch.equal(ep.combine(d.rows, d), x)
-    return d.sent.words[LAUNCH].tolist()
+    return d.sent.descriptor[LAUNCH].tolist()
 
 
 @pytest.mark.parametrize("name", ["table.json", "table.yaml"])
@@ -62,15 +62,15 @@ def test_a_call_is_launched_as_its_row_says(table, name):
             assert launched(ep, T) == [16, 5, 1]
         assert launched(ep, 33) == [0, 0, 0]  # past the last row
         assert launched(ep, 33, D=32) == [3, 2, 7]
-        assert len(ep._exchange.words) == 4  # one for each launch, not for each call
+        assert len(ep._exchange.descriptors) == 4  # one for each launch, not for each call
 
 
 def test_without_a_table_the_kernels_choose():
     with make_ep(None) as ep:
         assert launched(ep, 5) == [0, 0, 0]
-        words, plan = ep._exchange.words_for(64, True, False)[1][0], MemoryPlan.build(ep.config).as_ints()
-        assert words.dtype == torch.int64 and words[: len(plan)].tolist() == plan
-        assert words[len(plan) :].tolist()[:2] == [True, False]  # expert_major, weight_rows
+        descriptor, plan = ep._exchange.descriptors_for(64, True, False)[1][0], MemoryPlan.build(ep.config).as_ints()
+        assert descriptor.dtype == torch.int64 and descriptor[: len(plan)].tolist() == plan
+        assert descriptor[len(plan) :].tolist()[:2] == [True, False]  # expert_major, weight_rows
 
 
 def test_steps_ascend_whatever_the_order_of_rows():
@@ -122,30 +122,33 @@ def test_another_table_holds_from_the_next_round_on():
 
 
 def test_the_fastest_launch_is_found(monkeypatch, tmp_path):
-    """With times made up: the search ends at the best of each parameter, and what it writes can be loaded."""
+    """With invented times: the search ends at the best value of each parameter, and its file can be loaded."""
     from epmoe.bench import tune
 
     def fused(ep, sample):
         return SimpleNamespace(ep=ep, sample=sample, check=lambda: None)
 
-    def pair_us(side, repeats, group):
-        words = side.ep._open.words_for(64, True, False)[1][0]
-        senders, _, team = (int(words[i]) for i in LAUNCH)
+    def round_us(side, repeats, group):
+        descriptor = side.ep._open.descriptors_for(64, True, False)[1][0]
+        senders, _, team = (int(descriptor[i]) for i in LAUNCH)
         return 100 + abs((team or 8) - 4) + abs((senders or 99) - 99)
 
     tried = []
-    monkeypatch.setattr(tune.memory, "FEW_TOKENS", 8)
+    monkeypatch.setattr(tune.memory, "LL_MAX_TOKENS", 8)
     monkeypatch.setattr(tune, "Fused", fused)
-    monkeypatch.setattr(tune, "pair_us", pair_us)
+    monkeypatch.setattr(tune, "round_us", round_us)
     monkeypatch.setattr(tune, "Sample", lambda *args: args)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=100))
     monkeypatch.setattr(tune, "ExpertParallel", lambda config, group: make_ep(None))
     config = make_ep(None).config
-    few, many = results = tune.run(config, [4, 16], group=object(), advance=lambda: tried.append(1))
-    assert few == (TuningRow(tokens=4, hidden_size=few[0].hidden_size, ranks=1), 104, 104)  # no team sends its rows
-    row, us, default = many
+    report = tune.run(config, [4, 16], group=object(), advance=lambda: tried.append(1))
+    ll, simple = report.results
+    assert ll == (TuningRow(tokens=4, hidden_size=ll.row.hidden_size, ranks=1), 104, 104)  # LL has no warp teams
+    row, us, default = simple
     assert (row.tokens, row.combine_team, row.dispatch_senders) == (16, 4, 0)
     assert (us, default) == (100, 104) and len(tried) == tune.launches([4, 16])
-    tune.write_json(results, tmp_path / "table.json")
-    assert Tuning.load(tmp_path / "table.json").rows == tuple(row for row, *_ in results)
-    assert tune.table(results).row_count == 2
+    report.write_json(tmp_path / "table.json")
+    assert Tuning.load(tmp_path / "table.json").rows == tuple(row for row, *_ in report.results)
+    assert report.table().row_count == 2
+    report.plot(tmp_path / "plot.svg")
+    assert "<svg" in (tmp_path / "plot.svg").read_text()

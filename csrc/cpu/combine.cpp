@@ -1,24 +1,26 @@
-// combine on the CPU: finalizes each source's rows straight into that source's window, then sums what came back.
+// combine on the CPU: a rank sums each received slot and writes the sum into the window of the slot's source. The
+// source then adds up what comes back for its tokens.
 #include <algorithm>
 #include <cstring>
 #include <numeric>
 #include <vector>
 
 #include "finalize.h"
-#include "mail.h"
+#include "signal.h"
 
 namespace epmoe::cpu {
 namespace {
 
-// One partial row into a source's window, in the dtype of x or as fp8. `packed_D` is room for the former.
+// Writes one partial row into its slot of the source's window, in the dtype of x or as fp8. `packed_D` is workspace for
+// the dtype of x.
 template <typename T>
 void send_row(const Exchange& ex, int64_t source, int64_t slot, const float* sum_D, int64_t D, T* packed_D,
               bool stream) {
   const ExchangePlan& plan = ex.plan;
-  int64_t place = plan.rank * plan.M + slot;
-  char* out = in_window<char>(ex, source, plan.combine_rows) + place * plan.combine_stride_bytes;
+  int64_t index = plan.rank * plan.M + slot;
+  char* out = in_window<char>(ex, source, plan.combine_rows) + index * plan.combine_stride_bytes;
   if (plan.combine_fp8) {
-    float* scales = in_window<float>(ex, source, plan.combine_scales) + place * plan.combine_scale_blocks;
+    float* scales = in_window<float>(ex, source, plan.combine_scales) + index * plan.combine_scale_blocks;
     quantise_row(sum_D, D, reinterpret_cast<Float8*>(out), scales);
   } else {
     for (int64_t d = 0; d < D; ++d) packed_D[d] = from_float<T>(sum_D[d]);
@@ -26,6 +28,7 @@ void send_row(const Exchange& ex, int64_t source, int64_t slot, const float* sum
   }
 }
 
+// Sends the partial rows of all received slots: their weighted sums over experts, or with rank-major rows the rows.
 template <typename T>
 void send_rows(const Exchange& ex, const CombineArgs& args, const RoundState& round, const int32_t* counts_R) {
   const ExchangePlan& plan = ex.plan;
@@ -51,7 +54,7 @@ void send_rows(const Exchange& ex, const CombineArgs& args, const RoundState& ro
   int64_t slots = std::accumulate(counts_R, counts_R + plan.R, int64_t{0});
   bool stream = streams(slots * plan.combine_stride_bytes);
   for (int64_t i = 0; i < plan.R; ++i) {
-    int64_t source = (plan.rank + i) % plan.R;  // rotated, so that no window is written by all at once
+    int64_t source = (plan.rank + i) % plan.R;  // rotated: ranks start with different windows
     for (int64_t slot = 0; slot < counts_R[source]; ++slot) {
       int64_t row = source * plan.M + slot;
       if (args.expert_major) {
@@ -65,26 +68,26 @@ void send_rows(const Exchange& ex, const CombineArgs& args, const RoundState& ro
   }
 }
 
-// Adds the row that rank `r` sent back for one of this rank's tokens.
+// Adds the partial row that rank `r` has returned in `slot`.
 template <typename T>
 void add_returned(const Exchange& ex, int64_t r, int64_t slot, int64_t D, float* sum_D) {
   const ExchangePlan& plan = ex.plan;
-  int64_t place = r * plan.M + slot;
-  const char* row = in_window<char>(ex, plan.rank, plan.combine_rows) + place * plan.combine_stride_bytes;
+  int64_t index = r * plan.M + slot;
+  const char* row = in_window<char>(ex, plan.rank, plan.combine_rows) + index * plan.combine_stride_bytes;
   if (!plan.combine_fp8) return add_row(sum_D, reinterpret_cast<const T*>(row), 1.0f, D);
-  const float* scales = in_window<float>(ex, plan.rank, plan.combine_scales) + place * plan.combine_scale_blocks;
+  const float* scales = in_window<float>(ex, plan.rank, plan.combine_scales) + index * plan.combine_scale_blocks;
   for (int64_t begin = 0; begin < D; begin += kScaleBlock) {
     add_row(sum_D + begin, reinterpret_cast<const Float8*>(row) + begin, scales[begin / kScaleBlock],
             std::min(kScaleBlock, D - begin));
   }
 }
 
-// y = the sum over ranks, in rank order and in fp32, whatever the order of arrival; rows that are padding are zeros.
+// y = the sum over ranks in fp32, always in rank order; padded rows become zeros.
 template <typename T>
 void sum_returned(const Exchange& ex, const CombineArgs& args, const RoundState& round) {
   const ExchangePlan& plan = ex.plan;
   auto* slots = in_scratch<int32_t>(ex, plan.slots);
-  auto* mail = in_window<Mail>(ex, plan.rank, plan.combine_mail);
+  auto* headers = in_window<RoundHeader>(ex, plan.rank, plan.signal_combine);
   std::vector<float> sum_D(round.D);
   int64_t tokens = std::min<int64_t>(round.T, args.T);
   T* y = static_cast<T*>(args.y_TD);
@@ -92,15 +95,15 @@ void sum_returned(const Exchange& ex, const CombineArgs& args, const RoundState&
     std::fill(sum_D.begin(), sum_D.end(), 0.0f);
     for (int64_t r = 0; r < plan.R; ++r) {
       int32_t slot = slots[t * plan.R + r];
-      // A rank that gave the round up has sent no rows.
-      if (slot >= 0 && slot < mail[r].count) add_returned<T>(ex, r, slot, round.D, sum_D.data());
+      // A rank that gives the round up has sent no rows: its count is 0.
+      if (slot >= 0 && slot < headers[r].count) add_returned<T>(ex, r, slot, round.D, sum_D.data());
     }
     for (int64_t d = 0; d < round.D; ++d) y[t * round.D + d] = from_float<T>(sum_D[d]);
   }
   std::memset(y + tokens * round.D, 0, (args.T - tokens) * round.D * sizeof(T));
 }
 
-// Waits for nobody: dispatch has seen every rank's flag of this round.
+// The send phase. It waits for nobody: dispatch has seen the flag of every rank in this round.
 template <typename T>
 void send(const Exchange& ex, const CombineArgs& args, RoundState& round) {
   const ExchangePlan& plan = ex.plan;
@@ -111,13 +114,15 @@ void send(const Exchange& ex, const CombineArgs& args, RoundState& round) {
     std::copy_n(in_scratch<int32_t>(ex, plan.counts), plan.R, counts.begin());
     send_rows<T>(ex, args, round, counts.data());
   }
-  Mail mail{.epoch = round.combine_epoch, .count = 0, .D = round.D, .K = round.K, .dtype = round.dtype, .unused = {}};
-  send_mail(ex, plan.combine_mail, mail, counts.data());
+  RoundHeader header{
+      .epoch = round.combine_epoch, .count = 0, .D = round.D, .K = round.K, .dtype = round.dtype, .unused = {}};
+  signal_all(ex, plan.signal_combine, header, counts.data());
 }
 
+// The receive phase. After a failed wait y is all zeros.
 template <typename T>
 void receive(const Exchange& ex, const CombineArgs& args, const RoundState& round) {
-  if (!round.latched && wait_for_all(ex, kCombine, ex.plan.combine_mail, round.combine_epoch)) {
+  if (!round.latched && wait_for_all(ex, kCombine, ex.plan.signal_combine, round.combine_epoch)) {
     sum_returned<T>(ex, args, round);
   } else {
     std::memset(args.y_TD, 0, args.T * round.D * sizeof(T));

@@ -1,4 +1,4 @@
-// Element types on the CPU: conversion from and to fp32, the block-quantised fp8 wire format, ids and
+// Element types on the CPU: conversion from and to fp32, the fp8 format with one scale a block, loads of ids and
 // weights.
 #pragma once
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace epmoe::cpu {
 
-using Half = _Float16;
+using Float16 = _Float16;
 struct BFloat16 {
   uint16_t bits;
 };
@@ -19,12 +19,12 @@ struct Float8 {  // e4m3, finite: no Inf, NaN is 0x7f
 };
 
 inline float to_float(float value) { return value; }
-inline float to_float(Half value) { return static_cast<float>(value); }
+inline float to_float(Float16 value) { return static_cast<float>(value); }
 inline float to_float(BFloat16 value) { return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
 inline float to_float(Float8 value) {
   uint32_t sign = static_cast<uint32_t>(value.bits & 0x80) << 24, magnitude = value.bits & 0x7f;
   if (magnitude == 0x7f) return std::bit_cast<float>(sign | 0x7fc00000u);
-  // The bits as the top of an fp32 number are 2^-120 times the value, denormals included.
+  // Read as the top bits of an fp32 number, the bits are 2^-120 times the value, denormals included.
   return std::bit_cast<float>(sign | magnitude << 20) * 0x1p120f;
 }
 
@@ -35,8 +35,8 @@ inline float from_float<float>(float value) {
   return value;
 }
 template <>
-inline Half from_float<Half>(float value) {
-  return static_cast<Half>(value);
+inline Float16 from_float<Float16>(float value) {
+  return static_cast<Float16>(value);
 }
 template <>
 inline BFloat16 from_float<BFloat16>(float value) {
@@ -58,12 +58,12 @@ inline Float8 from_float<Float8>(float value) {
   return {static_cast<uint8_t>(sign | std::min<uint32_t>(rounded - (120u << 3), 0x7e))};
 }
 
-// Calls f with a value of the C++ type behind dtype.
+// Calls f with a value of the C++ type of `dtype`.
 template <typename F>
 auto visit(DType dtype, F&& f) {
   switch (dtype) {
     case DType::kFloat16:
-      return f(Half{});
+      return f(Float16{});
     case DType::kBFloat16:
       return f(BFloat16{});
     case DType::kFloat8E4M3:
@@ -81,7 +81,7 @@ inline int64_t load_id(const void* base, bool wide, int64_t index) {
   return wide ? static_cast<const int64_t*>(base)[index] : static_cast<const int32_t*>(base)[index];
 }
 
-// The largest finite magnitude of n values: what is infinite or NaN gives no scale.
+// The largest finite magnitude of n values. Inf and NaN do not count, so that they do not set a scale.
 template <typename T>
 float finite_amax(const T* values, int64_t n) {
   float largest = 0.0f;
@@ -92,8 +92,8 @@ float finite_amax(const T* values, int64_t n) {
   return largest;
 }
 
-// A row of n values to fp8 with one scale a block. Infinite and NaN values saturate and stay NaN, and leave
-// the rest of their block as it is.
+// Quantises a row of n values to fp8 with one scale for each kScaleBlock values. Inf saturates and NaN stays NaN; the
+// other values of their block are not affected.
 template <typename T>
 void quantise_row(const T* row, int64_t n, Float8* out, float* scales) {
   for (int64_t begin = 0; begin < n; begin += kScaleBlock) {

@@ -1,30 +1,31 @@
-// dispatch on the CPU: each token once to each distinct rank that needs it, straight into that rank's window.
+// dispatch on the CPU: a rank writes each of its tokens once into the window of each rank that needs it. The receiver
+// then permutes the rows.
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
 #include "convert.h"
-#include "mail.h"
 #include "scoring.h"
+#include "signal.h"
 
 namespace epmoe::cpu {
 namespace {
 
-// A token's pairs, checked: physical ids, -1 where there is nothing to compute, and finite weights.
+// The checked pairs of one token: physical ids, -1 where there is nothing to compute, and finite weights.
 struct Pairs {
   std::vector<int32_t> ids;
   std::vector<float> weights;
-  std::vector<int64_t> last_seen;  // the last token that chose an expert
-  explicit Pairs(const ExchangePlan& plan) : ids(plan.K), weights(plan.K), last_seen(plan.E, -1) {}
+  std::vector<int64_t> last_token;  // of each logical expert: the last token that chose it
+  explicit Pairs(const ExchangePlan& plan) : ids(plan.K), weights(plan.K), last_token(plan.E, -1) {}
 };
 
-// Returns the ranks that token t needs, as a mask.
+// Reads the pairs of token t and counts what is wrong with them. Returns the ranks that need the token, as a mask.
 uint64_t read_pairs(const Exchange& ex, const DispatchArgs& args, int64_t t, Pairs& pairs) {
   const ExchangePlan& plan = ex.plan;
-  auto* counters = in_scratch<int64_t>(ex, plan.counters);
-  auto* copies = in_scratch<int32_t>(ex, plan.copies_table);
-  auto* num_copies = in_scratch<int32_t>(ex, plan.num_copies);
-  auto* owners = in_scratch<int32_t>(ex, plan.owners);
+  auto* counters = in_scratch<int64_t>(ex, plan.health_counters);
+  auto* copies = in_scratch<int32_t>(ex, plan.table_copies);
+  auto* num_copies = in_scratch<int32_t>(ex, plan.table_num_copies);
+  auto* owners = in_scratch<int32_t>(ex, plan.table_owners);
   uint64_t ranks = 0;
   for (int32_t k = 0; k < args.K; ++k) {
     int64_t id = load_id(args.ids_TK, args.wide_ids, t * args.ids_stride + k);
@@ -36,11 +37,11 @@ uint64_t read_pairs(const Exchange& ex, const DispatchArgs& args, int64_t t, Pai
       weight = 0.0f;
     }
     if (id < 0 || id >= plan.E) {
-      counters[kOutOfRangeIds] += id != -1 && id != plan.E;  // those two say "no expert"
+      counters[kOutOfRangeIds] += id != -1 && id != plan.E;  // -1 and E mean "no expert"
       continue;
     }
-    counters[kDuplicateIds] += pairs.last_seen[id] == t;
-    pairs.last_seen[id] = t;
+    counters[kDuplicateIds] += pairs.last_token[id] == t;
+    pairs.last_token[id] = t;
     if (weight == 0.0f) continue;
     pairs.ids[k] = copies[id * plan.copies + (t + plan.rank) % num_copies[id]];
     pairs.weights[k] = weight;
@@ -49,25 +50,26 @@ uint64_t read_pairs(const Exchange& ex, const DispatchArgs& args, int64_t t, Pai
   return ranks;
 }
 
+// Writes one token into its slot of `rank`'s window: the row, its scales if there are any, and its pairs.
 void send_token(const Exchange& ex, const DispatchArgs& args, const Pairs& pairs, int64_t rank, int32_t slot,
                 const void* row, int64_t row_bytes, const float* scales, bool stream) {
   const ExchangePlan& plan = ex.plan;
-  int64_t place = plan.rank * plan.M + slot;
-  copy_row(in_window<char>(ex, rank, plan.recv_x) + place * plan.x_stride_bytes, row, row_bytes, stream);
+  int64_t index = plan.rank * plan.M + slot;
+  copy_row(in_window<char>(ex, rank, plan.recv_x) + index * plan.x_stride_bytes, row, row_bytes, stream);
   if (scales) {
     std::copy_n(scales, (args.D + kScaleBlock - 1) / kScaleBlock,
-                in_window<float>(ex, rank, plan.recv_scales) + place * plan.scale_blocks);
+                in_window<float>(ex, rank, plan.recv_scales) + index * plan.scale_blocks);
   }
-  int32_t* ids = in_window<int32_t>(ex, rank, plan.recv_ids) + place * plan.K;
-  float* weights = in_window<float>(ex, rank, plan.recv_weights) + place * plan.K;
-  int32_t sentinel = in_scratch<int32_t>(ex, plan.sentinels)[rank];
+  int32_t* ids = in_window<int32_t>(ex, rank, plan.recv_ids) + index * plan.K;
+  float* weights = in_window<float>(ex, rank, plan.recv_weights) + index * plan.K;
+  int32_t sentinel = in_scratch<int32_t>(ex, plan.table_sentinels)[rank];
   for (int32_t k = 0; k < args.K; ++k) {
     ids[k] = pairs.ids[k] < 0 ? sentinel : pairs.ids[k];
     weights[k] = pairs.weights[k];
   }
 }
 
-// Writes all tokens into the windows; counts_R[r] is how many went to rank r.
+// Sends all tokens. Adds to counts_R[r] the number of rows sent to rank r.
 void send_tokens(const Exchange& ex, const DispatchArgs& args, int64_t tokens, std::vector<int32_t>& counts_R) {
   const ExchangePlan& plan = ex.plan;
   auto* slots = in_scratch<int32_t>(ex, plan.slots);
@@ -93,22 +95,23 @@ void send_tokens(const Exchange& ex, const DispatchArgs& args, int64_t tokens, s
                    plan.payload_fp8 ? scales.data() : nullptr, stream);
     }
   }
-  auto* sent = in_scratch<int64_t>(ex, plan.rows_sent);
-  for (int64_t r = 0; r < plan.R; ++r) sent[r] += counts_R[r];
+  auto* rows_sent = in_scratch<int64_t>(ex, plan.health_rows_sent);
+  for (int64_t r = 0; r < plan.R; ++r) rows_sent[r] += counts_R[r];
 }
 
-// Reads every source's header. Ranks whose K, D or dtype differ from this rank's, as a mask.
+// Reads every source's header into counts_R. Returns the ranks whose K, D or dtype differ from this rank's, as a mask.
 uint64_t read_headers(const Exchange& ex, const RoundState& round, int32_t* counts_R) {
-  auto* mail = in_window<Mail>(ex, ex.plan.rank, ex.plan.dispatch_mail);
-  uint64_t differing = 0;
+  auto* headers = in_window<RoundHeader>(ex, ex.plan.rank, ex.plan.signal_dispatch);
+  uint64_t mismatched = 0;
   for (int64_t r = 0; r < ex.plan.R; ++r) {
-    if (mail[r].K != round.K || mail[r].D != round.D || mail[r].dtype != round.dtype) differing |= uint64_t{1} << r;
-    counts_R[r] = static_cast<int32_t>(std::clamp<int64_t>(mail[r].count, 0, ex.plan.M));
+    if (headers[r].K != round.K || headers[r].D != round.D || headers[r].dtype != round.dtype)
+      mismatched |= uint64_t{1} << r;
+    counts_R[r] = static_cast<int32_t>(std::clamp<int64_t>(headers[r].count, 0, ex.plan.M));
   }
-  return differing;
+  return mismatched;
 }
 
-// Calls f(place) for each pair of each slot in use, in order; a slot has room for plan.K.
+// Calls f(pair) for each pair of each used slot, in order. `pair` is an index into [R, M, K].
 template <typename F>
 void for_each_pair(const Exchange& ex, const DispatchArgs& args, const int32_t* counts_R, F&& f) {
   const ExchangePlan& plan = ex.plan;
@@ -134,7 +137,7 @@ void permute_received(const Exchange& ex, const DispatchArgs& args, const int32_
       .ids_SK = in_window<int32_t>(ex, plan.rank, plan.recv_ids),
       .wide_ids = false,
       .ids_stride = plan.K,
-      .expert_map_P = in_scratch<int32_t>(ex, plan.expert_map),
+      .expert_map_P = in_scratch<int32_t>(ex, plan.table_expert_map),
       .counts_R = counts_R,
       .S = plan.R * plan.M,
       .D = args.D,
@@ -151,16 +154,16 @@ void permute_received(const Exchange& ex, const DispatchArgs& args, const int32_
       .row_of_pair_SK = in_scratch<int32_t>(ex, plan.row_of_pair),
       .row_of_pair_stride = plan.K,
       .workspace = nullptr,
-      .counters = in_scratch<int64_t>(ex, plan.counters),
+      .counters = in_scratch<int64_t>(ex, plan.health_counters),
       .needed = &needed,
   };
   permute(permute_args);
   if (needed > plan.max_rows) ex.status->needed_rows = std::max(ex.status->needed_rows, needed);
-  auto* total = in_scratch<int64_t>(ex, plan.total_tokens_per_expert);
+  auto* total = in_scratch<int64_t>(ex, plan.health_tokens_per_expert);
   for (int64_t i = 0; i < plan.num_local_experts; ++i) total[i] += permute_args.tokens_per_expert[i];
 }
 
-// Multiplies each expert-major row, or its scales, by the weight of its pair, which is 1 from there on.
+// Multiplies each expert-major row, or its scales, by the weight of its pair, and sets the weight to 1.
 void weight_rows(const Exchange& ex, const DispatchArgs& args, const int32_t* counts_R) {
   const ExchangePlan& plan = ex.plan;
   auto* weights = in_window<float>(ex, plan.rank, plan.recv_weights);
@@ -180,14 +183,14 @@ void weight_rows(const Exchange& ex, const DispatchArgs& args, const int32_t* co
   });
 }
 
-// layout="rank": unused slots carry the sentinel and 0 throughout, and what arrived is counted.
+// layout="rank": counts the received pairs, and writes the sentinel and weight 0 into all unused slots.
 void fill_unused_slots(const Exchange& ex, const DispatchArgs& args, const int32_t* counts_R) {
   const ExchangePlan& plan = ex.plan;
   auto* ids = in_window<int32_t>(ex, plan.rank, plan.recv_ids);
   auto* weights = in_window<float>(ex, plan.rank, plan.recv_weights);
-  auto* expert_map = in_scratch<int32_t>(ex, plan.expert_map);
-  auto* total = in_scratch<int64_t>(ex, plan.total_tokens_per_expert);
-  int32_t sentinel = in_scratch<int32_t>(ex, plan.sentinels)[plan.rank];
+  auto* expert_map = in_scratch<int32_t>(ex, plan.table_expert_map);
+  auto* total = in_scratch<int64_t>(ex, plan.health_tokens_per_expert);
+  int32_t sentinel = in_scratch<int32_t>(ex, plan.table_sentinels)[plan.rank];
   for_each_pair(ex, args, counts_R, [&](int64_t pair) {
     int32_t id = ids[pair];
     if (id >= 0 && id < plan.P && expert_map[id] >= 0) ++total[expert_map[id]];
@@ -198,13 +201,13 @@ void fill_unused_slots(const Exchange& ex, const DispatchArgs& args, const int32
   }
 }
 
-// Opens a round, and waits for nobody: that this rank's combine of the last round returned is all that it takes.
+// The send phase opens a round. It waits for nobody: the combine of the last round has returned, and that is enough.
 void send(const Exchange& ex, const DispatchArgs& args) {
   const ExchangePlan& plan = ex.plan;
   auto* round = in_scratch<RoundState>(ex, plan.state);
   int64_t wanted = args.num_tokens ? *args.num_tokens : args.num_rows;
   int64_t tokens = std::clamp<int64_t>(wanted, 0, args.T);
-  auto* counters = in_scratch<int64_t>(ex, plan.counters);
+  auto* counters = in_scratch<int64_t>(ex, plan.health_counters);
   counters[kClampedNumTokens] += tokens != wanted;
 
   ++round->dispatch_epoch;
@@ -213,25 +216,30 @@ void send(const Exchange& ex, const DispatchArgs& args) {
   round->K = args.K;
   round->dtype = static_cast<int16_t>(args.dtype);
   if (round->latched) return;
-  std::vector<int32_t> sent(plan.R, 0);
-  send_tokens(ex, args, tokens, sent);
-  Mail mail{
+  std::vector<int32_t> counts(plan.R, 0);
+  send_tokens(ex, args, tokens, counts);
+  RoundHeader header{
       .epoch = round->dispatch_epoch, .count = 0, .D = round->D, .K = args.K, .dtype = round->dtype, .unused = {}};
-  send_mail(ex, plan.dispatch_mail, mail, sent.data());
+  signal_all(ex, plan.signal_dispatch, header, counts.data());
 }
 
+// The receive phase. After a failed wait or a mismatch of the calls the round is empty: all counts are 0.
 void receive(const Exchange& ex, const DispatchArgs& args) {
   const ExchangePlan& plan = ex.plan;
   auto* round = in_scratch<RoundState>(ex, plan.state);
   auto* counts = in_scratch<int32_t>(ex, plan.counts);
-  bool arrived = !round->latched && wait_for_all(ex, kDispatch, plan.dispatch_mail, round->dispatch_epoch);
-  uint64_t differing = 0;
-  if (arrived) differing = read_headers(ex, *round, counts);
-  if (differing)
-    *ex.status = {
-        kMismatch, kDispatch, round->dispatch_epoch, static_cast<int64_t>(differing), plan.rank, ex.status->needed_rows,
-        {}};
-  if (!arrived || differing) std::fill_n(counts, plan.R, 0);
+  bool arrived = !round->latched && wait_for_all(ex, kDispatch, plan.signal_dispatch, round->dispatch_epoch);
+  uint64_t mismatched = 0;
+  if (arrived) mismatched = read_headers(ex, *round, counts);
+  if (mismatched)
+    *ex.status = {kMismatch,
+                  kDispatch,
+                  round->dispatch_epoch,
+                  static_cast<int64_t>(mismatched),
+                  plan.rank,
+                  ex.status->needed_rows,
+                  {}};
+  if (!arrived || mismatched) std::fill_n(counts, plan.R, 0);
   if (!args.expert_major) return fill_unused_slots(ex, args, counts);
   permute_received(ex, args, counts);
   if (args.weight_rows) weight_rows(ex, args, counts);

@@ -1,4 +1,4 @@
-// finalize on the CPU: undoes the permutation, one weighted fp32 sum for each received slot.
+// finalize on the CPU: undoes the permutation. Each received slot gets one weighted sum in fp32.
 #include "finalize.h"
 
 #include <algorithm>

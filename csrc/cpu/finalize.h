@@ -1,5 +1,4 @@
-// One received slot's weighted sum over this rank's experts, shared by finalize and by combine, which sends
-// it on.
+// The weighted sum of one received slot over this rank's experts. finalize stores it; combine sends it.
 #pragma once
 #include "args.h"
 #include "convert.h"
@@ -11,8 +10,8 @@ inline void add_row(float* sum, const T* row, float weight, int64_t n) {
   for (int64_t d = 0; d < n; ++d) sum[d] += weight * to_float(row[d]);
 }
 
-// sum_D = sum over k of weight * row, in the order of k; zeros where the slot has no row. A weight of 0
-// multiplies nothing, so that 0 * NaN never arises.
+// sum_D = sum over k of weight * row, in the order of k; zeros if the slot has no row. Rows of weight 0 are skipped, so
+// that 0 * NaN never arises.
 template <typename T>
 inline void finalize_slot(const FinalizeArgs& args, int64_t slot, float* sum_D) {
   std::fill_n(sum_D, args.D, 0.0f);

@@ -1,5 +1,5 @@
-// permute on the CPU: one counting sort by local expert, then each row is read once and written to its
-// places.
+// permute on the CPU: one counting sort by local expert; then each row of x is read once and copied to its expert-major
+// rows.
 #include <algorithm>
 #include <vector>
 
@@ -10,6 +10,7 @@
 namespace epmoe::cpu {
 namespace {
 
+// The local index of a pair's expert, -1 if the pair is not this rank's.
 int32_t local_expert(const PermuteArgs& args, int64_t slot, int32_t k) {
   int64_t id = load_id(args.ids_SK, args.wide_ids, slot * args.ids_stride + k);
   if (id < 0 || id >= args.P) return -1;
@@ -32,21 +33,21 @@ void for_each_slot(const PermuteArgs& args, F&& f) {
 void permute(const PermuteArgs& args) {
   int32_t experts = args.num_local_experts;
   int64_t slab = args.R > 0 ? args.S / args.R : 0;
-  std::vector<int64_t> next(experts + 1, 0), filled(experts, 0);
+  std::vector<int64_t> next(experts + 1, 0), pairs(experts, 0);
   for_each_slot(args, [&](int64_t slot) {
     for (int32_t k = 0; k < args.K; ++k)
-      if (int32_t local = local_expert(args, slot, k); local >= 0) ++filled[local];
+      if (int32_t local = local_expert(args, slot, k); local >= 0) ++pairs[local];
   });
-  // Segments start at multiples of the alignment; whatever lies past max_rows is cut off, in expert-major
-  // order.
+  // Segments start at multiples of the alignment. Pairs whose row would lie past max_rows are dropped; the order is
+  // expert-major.
   int64_t begin = 0, dropped = 0;
   for (int32_t i = 0; i < experts; ++i) {
     next[i] = begin;
     args.expert_offsets[i] = static_cast<int32_t>(std::min(begin, args.max_rows));
-    int64_t kept = std::clamp<int64_t>(args.max_rows - begin, 0, filled[i]);
-    dropped += filled[i] - kept;
+    int64_t kept = std::clamp<int64_t>(args.max_rows - begin, 0, pairs[i]);
+    dropped += pairs[i] - kept;
     args.tokens_per_expert[i] = static_cast<int32_t>(kept);
-    begin += (filled[i] + args.alignment - 1) / args.alignment * args.alignment;
+    begin += (pairs[i] + args.alignment - 1) / args.alignment * args.alignment;
   }
   args.expert_offsets[experts] = static_cast<int32_t>(std::min(begin, args.max_rows));
   if (args.needed) *args.needed = begin;
@@ -62,7 +63,7 @@ void permute(const PermuteArgs& args) {
       int64_t row = local < 0 ? -1 : next[local]++;
       if (row >= args.max_rows) row = -1;
 #if defined(EPMOE_MUTATE_SORT_GUARD)
-      if (row < 0) continue;  // as in the field: an entry nobody writes
+      if (row < 0) continue;  // the known bug of the field: nobody writes this entry
 #endif
       args.row_of_pair_SK[slot * args.row_of_pair_stride + k] = static_cast<int32_t>(row);
       if (row < 0) continue;
@@ -75,7 +76,7 @@ void permute(const PermuteArgs& args) {
 
   if (stream) finish_streaming();
 
-  // The map is written in full, and gap rows are zeros: nothing is left as it was.
+  // Slots that are not real get -1 in the map, and the rows of the gaps become zeros: no output stays uninitialised.
   for (int64_t r = 0; args.counts_R && r < args.R; ++r) {
     int64_t count = std::clamp<int64_t>(args.counts_R[r], 0, slab);
     for (int64_t slot = r * slab + count; slot < (r + 1) * slab; ++slot)

@@ -1,4 +1,5 @@
-// Padding and fp8 on the CPU: rows past the number of tokens are stale memory, and are zeros after this, never an amax.
+// Padding and fp8 on the CPU. Rows at and past the number of tokens are stale memory: both kernels make them zeros, and
+// they never count in an amax.
 #include <algorithm>
 
 #include "convert.h"

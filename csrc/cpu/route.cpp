@@ -1,4 +1,4 @@
-// route on the CPU: scores, sanitised; K experts by repeated selection of the best key that is still free.
+// route on the CPU: scores are sanitised, then K experts are chosen one by one, each time the best key not yet taken.
 #include <algorithm>
 #include <vector>
 
@@ -9,21 +9,21 @@
 namespace epmoe::cpu {
 namespace {
 
-// What is kept of one row while it is routed.
+// One row while it is routed.
 struct Row {
   std::vector<float> logits, scores;
   std::vector<uint32_t> keys;
   explicit Row(int64_t experts) : logits(experts), scores(experts), keys(experts) {}
 };
 
-// Fills scores (sanitised) and tells whether any of them had to be.
+// Fills row.scores with sanitised scores, and returns whether one of them was not finite.
 bool score_row(const RouteArgs& args, Row& row) {
   bool sanitised = false;
   if (args.sigmoid) {
     for (int32_t i = 0; i < args.E; ++i) row.scores[i] = sigmoid(row.logits[i]);
   } else {
     float largest = -INFINITY;
-    double sum = 0.0;  // of up to 4096 terms, which fp32 would add up too roughly
+    double sum = 0.0;  // fp32 would be too coarse for up to 4096 terms
     bool has_nan = false;
     for (float logit : row.logits) {
       largest = logit > largest ? logit : largest;
@@ -41,8 +41,8 @@ bool score_row(const RouteArgs& args, Row& row) {
   return sanitised;
 }
 
-// Keys of the choice. Both scorings are monotonic, so without a bias the logits decide, which keeps apart
-// what rounding would tie; a row whose softmax is undefined ties everywhere.
+// Fills row.keys, by which experts are chosen. Both scorings are monotonic, so without a bias the logits decide: scores
+// that rounding makes equal stay apart. In a row whose softmax is undefined all keys are equal.
 void key_row(const RouteArgs& args, bool sanitised, Row& row) {
   for (int32_t i = 0; i < args.E; ++i) {
     float value = args.bias_E ? row.scores[i] + args.bias_E[i] : row.logits[i];
@@ -50,8 +50,8 @@ void key_row(const RouteArgs& args, bool sanitised, Row& row) {
   }
 }
 
-// Group-limited choice (DeepSeek-V3): experts of groups outside the best `top_groups` get key 0. A group is
-// worth the sum of its two best biased scores, or its best key where there is no bias.
+// Group-limited choice (DeepSeek-V3): experts of groups outside the best `top_groups` get key 0. The value of a group
+// is the sum of its two best biased scores, or without a bias its best key.
 void drop_groups(const RouteArgs& args, Row& row, std::vector<uint32_t>& group_keys) {
   int32_t size = args.E / args.num_groups;
   group_keys.resize(args.num_groups);
@@ -72,7 +72,7 @@ void drop_groups(const RouteArgs& args, Row& row, std::vector<uint32_t>& group_k
   }
   std::vector<bool> kept(args.num_groups, false);
   for (int32_t n = 0; n < args.top_groups; ++n) {
-    auto best = std::max_element(group_keys.begin(), group_keys.end());  // the first of equals
+    auto best = std::max_element(group_keys.begin(), group_keys.end());  // ties: the first
     kept[best - group_keys.begin()] = true;
     *best = 0;
   }
@@ -90,8 +90,8 @@ void select(const RouteArgs& args, int64_t t, Row& row) {
     int32_t best = -1;
     for (int32_t i = 0; i < args.E; ++i) {
 #if defined(EPMOE_MUTATE_ROUTE_CLAMP)
-      // As it went wrong in the field: floats compared, the chosen one "removed" by a value that NaN does not
-      // lose to.
+      // The known bug of the field: it compares floats, and "removes" the chosen expert with a value against which NaN
+      // does not lose.
       float value = args.bias_E ? row.scores[i] + args.bias_E[i] : row.scores[i];
       float leader = best < 0 ? 0.0f : args.bias_E ? row.scores[best] + args.bias_E[best] : row.scores[best];
       if (best < 0 || value > leader) best = i;

@@ -1,5 +1,6 @@
-// Copies of rows that leave the cache before they are read again: stores of whole lines that go around it spare the
-// read that would otherwise fill each line first. An eighth of a round's time where rows outgrow the cache.
+// Copies of rows that would leave the cache before they are read again. Streaming stores write whole cache lines past
+// the cache, which saves the read that would otherwise fill each line first. They save an eighth of a round's time
+// where the rows outgrow the cache.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -9,7 +10,7 @@
 
 namespace epmoe::cpu {
 
-// Whether a process that writes so many bytes, one row after the other, outgrows its share of the cache.
+// Whether a process that writes `nbytes`, one row after the other, outgrows its share of the cache.
 inline bool streams(int64_t nbytes) { return nbytes > (int64_t{1} << 20); }
 
 inline void copy_row(void* to, const void* from, int64_t nbytes, [[maybe_unused]] bool stream) {
@@ -24,7 +25,7 @@ inline void copy_row(void* to, const void* from, int64_t nbytes, [[maybe_unused]
   std::memcpy(to, from, nbytes);
 }
 
-// Before anyone is told of such rows: streamed stores are not ordered by a release.
+// Call it between streamed rows and their signal: a release does not order streaming stores.
 inline void finish_streaming() {
 #if defined(__AVX512F__)
   _mm_sfence();

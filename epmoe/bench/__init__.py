@@ -1,1 +1,1 @@
-"""One file per benchmark, and what it is measured against."""
+"""Benchmarks: one file each, and the sides that they compare."""

@@ -1,7 +1,7 @@
-"""The yardstick: dispatch and combine as they are usually written, over `all_to_all_single`.
+"""The baseline: dispatch and combine as layers usually write them, over `all_to_all_single`.
 
-One row travels for each (token, expert) pair: sort by expert, exchange counts, exchange rows, put them in expert
-order; on the way back exchange rows, undo the sort and sum with the weights.
+One row travels for each (token, expert) pair. Dispatch sorts pairs by expert, exchanges counts, exchanges rows and
+puts the arrived rows into expert order. Combine exchanges rows, undoes the sort and sums with the weights.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from epmoe.placement import Placement
 
 @dataclass(frozen=True)
 class Sent:
-    """What `combine` needs from `dispatch`: the expert-major rows [N, D] and how they got there."""
+    """The expert-major rows [N, D] and what `combine` needs to send their outputs back."""
 
     rows: torch.Tensor
-    expert_offsets: torch.Tensor  # [e+1] first row of each of this rank's experts
-    order: torch.Tensor  # [T·K] pair of each sent row
-    place: torch.Tensor  # [N] arrival of each expert-major row
+    expert_offsets: torch.Tensor  # [e+1] first row of each local expert
+    order: torch.Tensor  # [T·K] pair of each row that left
+    arrival: torch.Tensor  # [N] for each expert-major row, its index among the arrived rows
     splits_out: list[int]
     splits_in: list[int]
     weights: torch.Tensor
 
 
 class AllToAll:
-    """Dispatch and combine for one rank of `group`, on `device`; the host reads the counts.
+    """Dispatch and combine for one rank of `group`, on `device`. The host reads the counts in each round.
 
-    Buffers are made anew in each call, as layers of this kind do, whose sizes change with the routing; with
-    `keep_buffers` they stay, at the largest size seen: no page faults, the best that can be done on this way.
+    By default every call allocates its buffers, as such layers do because sizes change with the routing. With
+    `keep_buffers` each buffer stays at the largest size seen. No page fault is left then: the best case of this method.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class AllToAll:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def dispatch(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Sent:
-        """Rows in the order of this rank's experts, within one by source rank, then token."""
+        """Rows in the order of the local experts; within an expert by source rank, then token."""
         positions = self.position_P[ids_TK.flatten()]
         order = positions.argsort(stable=True)
         counts_P = positions.bincount(minlength=len(self.position_P))
@@ -66,17 +66,17 @@ class AllToAll:
         arrived = self._rows("arrived", sum(splits_in), x_TD)
         dist.all_to_all_single(arrived, out, splits_in, splits_out, group=self.group)
         expert = torch.arange(local, device=x_TD.device).repeat(len(counts_Re)).repeat_interleave(counts_Re.view(-1))
-        place = expert.argsort(stable=True)
-        rows = self._rows("rows", len(place), x_TD)
-        torch.index_select(arrived, 0, place, out=rows)
+        arrival = expert.argsort(stable=True)
+        rows = self._rows("rows", len(arrival), x_TD)
+        torch.index_select(arrived, 0, arrival, out=rows)
         offsets = torch.nn.functional.pad(counts_Re.sum(dim=0).cumsum(dim=0), (1, 0))
-        return Sent(rows, offsets, order, place, splits_out, splits_in, weights_TK)
+        return Sent(rows, offsets, order, arrival, splits_out, splits_in, weights_TK)
 
     def combine(self, rows_ND: torch.Tensor, sent: Sent) -> torch.Tensor:
-        """y [T, D]: each token's rows from its experts, times its weights, summed."""
+        """y [T, D]: the sum over each token's experts of weight times output row."""
         T, K = sent.weights.shape
         back = self._rows("arrived", len(rows_ND), rows_ND)
-        back.index_copy_(0, sent.place, rows_ND)
+        back.index_copy_(0, sent.arrival, rows_ND)
         home = self._rows("out", T * K, rows_ND)
         dist.all_to_all_single(home, back, sent.splits_out, sent.splits_in, group=self.group)
         pairs = self._rows("pairs", T * K, rows_ND)

@@ -1,7 +1,7 @@
-"""The floor of the exchange: one kernel each way that stores the rows which have to cross, and waits for the flags.
+"""The floor of the exchange: one kernel each way that stores the rows that must cross, and waits for the flags.
 
-The kernel (floor.cu) is told from where to where each row goes; what arrives is dense, in order of source. It is no
-part of the library: `FloorWindow` compiles it where it is measured.
+The kernel (floor.cu) gets the source and target address of each row. Rows arrive densely, in order of source rank. The
+kernel is not part of the library: `FloorWindow` compiles it on the machine that runs the benchmark.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from epmoe.window import all_gather
 from epmoe.window_nvlink import NVLinkWindow
 
 BLOCKS = (16, 32, 64, 128)
-_FLAG_BYTES = 4096  # for the flags of both ways, each its half
+_FLAG_BYTES = 4096  # the first half for the flags of the way out, the second for the way back
 
 
 class _Args(ctypes.Structure):
@@ -44,7 +44,7 @@ class _Args(ctypes.Structure):
 
 
 class FloorWindow:
-    """The kernel, and one window for every T and payload of a configuration. Collective."""
+    """The kernel and one window that fits every T and payload of a configuration. Collective."""
 
     def __init__(self, config: EPConfig, rank: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank, self.size, self.group, self.device = rank, config.topology.ep_size, group, device
@@ -57,7 +57,7 @@ class FloorWindow:
 
 
 class Floor(Side):
-    """Rows of `out_bytes` to other ranks, rows of `back_bytes` in answer, from `blocks` blocks each."""
+    """Rows of `out_bytes` bytes to other ranks and rows of `back_bytes` bytes back, with `blocks` blocks each way."""
 
     def __init__(self, window: FloorWindow, sample: Sample, out_bytes: int, back_bytes: int, name: str = "floor"):
         self.name, self.window, self.blocks = name, window, BLOCKS[-1]
@@ -76,7 +76,7 @@ class Floor(Side):
         return [self._ways[0].arrived]
 
     def check(self) -> None:
-        """What arrives is what NCCL brings."""
+        """Raise RuntimeError unless the arrived rows equal what NCCL delivers."""
         poison(way.arrived for way in self._ways)
         torch.cuda.synchronize()
         dist.barrier(self.window.group, device_ids=[self.window.device.index])
@@ -85,17 +85,19 @@ class Floor(Side):
             wanted = torch.empty_like(way.arrived)
             dist.all_to_all_single(wanted, way.source, way.splits_in, way.splits_out, group=self.window.group)
             if not torch.equal(way.arrived, wanted):
-                raise RuntimeError(f"{self.name}: what arrived is not what NCCL brings")
+                raise RuntimeError(f"{self.name}: the arrived rows differ from those that NCCL delivers")
         self.raise_if_missed()
 
     def raise_if_missed(self) -> None:
-        """RuntimeError where a flag did not come in time; the figures of that round are worth nothing."""
+        """Raise RuntimeError if a flag missed its deadline: the times of that round are void."""
         if any(missed := self.window.states[:, 2].tolist()):
-            raise RuntimeError(f"{self.name}: rank {self.window.rank} waited in vain for others (bits {missed})")
+            raise RuntimeError(
+                f"{self.name}: rank {self.window.rank} timed out waiting for other ranks (bits {missed})"
+            )
 
 
 class _Way:
-    """One way's rows and where they go; traffic_RR: rows from each rank (first index) to each other."""
+    """The rows of one way and their targets. traffic_RR: rows from each rank (first index) to each other rank."""
 
     def __init__(self, window: FloorWindow, way: int, traffic_RR: Tensor, row_bytes: int) -> None:
         rank, region = window.rank, _FLAG_BYTES + way * window.region_bytes
@@ -132,9 +134,9 @@ class _Way:
 
 
 def moves(source: Tensor, rank: int, splits: list[int], targets: list[int]) -> Tensor:
-    """Addresses int64 [n, 2], from where to where each row of `source` goes: splits[r] of them to `targets[r]` and on.
+    """Addresses int64 [n, 2]: source and target of each row. splits[r] rows go to address `targets[r]` and on.
 
-    In an order that keeps all links busy, and that makes no rank the target of all others at a time.
+    The order keeps all links busy, and never makes one rank the target of all others at a time.
     """
     row_bytes, R = source.shape[1], len(splits)
     peer = torch.arange(R).repeat_interleave(torch.tensor(splits))
@@ -146,7 +148,7 @@ def moves(source: Tensor, rank: int, splits: list[int], targets: list[int]) -> T
 
 
 def _compiled(rank: int, size: int, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """`epmoe_floor`. Rank 0 compiles, in about a second, and nothing of it is left behind."""
+    """`epmoe_floor`. Rank 0 compiles it in about a second; its folder is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="epmoe-floor-") as folder:
         library, problem = str(Path(folder) / "libfloor.so"), ""
         if rank == 0:
@@ -163,6 +165,6 @@ def _compiled(rank: int, size: int, group: dist.ProcessGroup, device: torch.devi
         if problem:
             raise build.BuildError(f"the benchmark's kernel did not compile:\n{problem}")
         launch = ctypes.CDLL(library).epmoe_floor
-        all_gather(None, size, group)  # all have it open before its folder goes
+        all_gather(None, size, group)  # every rank has it open before the folder is removed
     launch.argtypes, launch.restype = (ctypes.POINTER(_Args), ctypes.c_int, ctypes.c_void_p), ctypes.c_char_p
     return launch

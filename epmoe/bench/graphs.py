@@ -1,8 +1,9 @@
 """Times a `Side` on GPUs.
 
-A CUDA graph of pairs is replayed behind a sleeping kernel, in which the host gets ahead, and one pair that brings the
-ranks into step. What the host takes part in is run instead, behind the pair. A figure is the median over replays, of
-the rank where that is longest. What the replays leave must be, bit for bit, what a round launched by hand left.
+A CUDA graph of rounds is replayed. Before it, a kernel sleeps for about 1 ms, so that the host can enqueue everything,
+and one round brings the ranks into step. A side that needs the host inside a round cannot be captured: its rounds run
+eagerly behind the same start. A figure is the median over replays of the slowest rank. After the replays, the outputs
+must equal, bit for bit, the outputs of an eager round.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,15 +21,18 @@ from torch import Tensor
 from epmoe.bench.report import Times
 from epmoe.bench.sides import Side, poison
 
-PAIRS, EAGER_PAIRS = 10, 3
-BATCHES, CALLS = 5, 50  # of the host; the kernels of a batch all fit into the queue of a stream
+ROUNDS, EAGER_ROUNDS = 10, 3
+BATCHES, CALLS = 5, 50  # for host time; all kernels of a batch fit into a stream's queue
 SLEEP_CYCLES = 2_000_000  # about 1 ms
+
+_T = TypeVar("_T")
 
 
 def measure(side: Side, replays: int, group: dist.ProcessGroup) -> Times:
-    """Of a pair from a graph of nothing else; each way from another, with events between, which cost about 1 µs each.
+    """The times of `side`. Collective.
 
-    Collective. RuntimeError where the replays leave something else than a round launched by hand.
+    The round is timed with a graph of rounds alone. Dispatch and combine are timed with a second graph that has events
+    between them, which cost about 1 µs each. Raises RuntimeError if the replays' outputs differ from an eager round's.
     """
     handle = side.out()
     wanted = [tensor.clone() for tensor in side.arrived(handle)]
@@ -40,33 +44,33 @@ def measure(side: Side, replays: int, group: dist.ProcessGroup) -> Times:
         events[-1].record()
 
     if side.captured:
-        plain, plain_last = _captured(lambda: _pairs(side, PAIRS, lambda: None))
-        stamped, stamped_last = _captured(lambda: _pairs(side, PAIRS, stamp))
+        plain, plain_last = _captured(lambda: _rounds(side, ROUNDS, lambda: None))
+        stamped, stamped_last = _captured(lambda: _rounds(side, ROUNDS, stamp))
         last = [*_left(side, *plain_last), *_left(side, *stamped_last)]
         poison(last)
-        pairs = [_graph_us(side, plain, group) for _ in range(replays)]
+        rounds = [_graph_us(side, plain, group) for _ in range(replays)]
         ways = [_ways_us(side, stamped.replay, events, group) for _ in range(replays)]
         _compare(side, last, wanted * 2)
     else:
         ways = []
         for _ in range(replays):
             events.clear()
-            ways.append(_ways_us(side, lambda: _pairs(side, EAGER_PAIRS, stamp), events, group))
-        pairs = [out + back for out, back in ways]
+            ways.append(_ways_us(side, lambda: _rounds(side, EAGER_ROUNDS, stamp), events, group))
+        rounds = [out + back for out, back in ways]
     outs, backs = zip(*ways, strict=True)
-    return Times(*slowest([statistics.median(times) for times in (outs, backs, pairs)], group))
+    return Times(*slowest([statistics.median(times) for times in (outs, backs, rounds)], group))
 
 
-def pair_us(side: Side, replays: int, group: dist.ProcessGroup) -> float:
-    """Microseconds of a pair alone, unchecked. Collective."""
-    graph, _ = _captured(lambda: _pairs(side, PAIRS, lambda: None))
+def round_us(side: Side, replays: int, group: dist.ProcessGroup) -> float:
+    """Microseconds of a round; the outputs are not checked. Collective."""
+    graph, _ = _captured(lambda: _rounds(side, ROUNDS, lambda: None))
     return slowest([statistics.median(_graph_us(side, graph, group) for _ in range(replays))], group)[0]
 
 
 def host_us(side: Side, group: dist.ProcessGroup) -> tuple[float, float]:
-    """Microseconds of the host in `out` and in `back`, launched by hand while the GPU is behind. Collective.
+    """Host microseconds of an eager `out` and of an eager `back` while the GPU lags behind. Collective.
 
-    Medians of a batch of calls, of the batch that was disturbed least: other processes on the core are no cost of ours.
+    The median over the calls of a batch, of the fastest batch: other processes on the same core slow the others down.
     """
     batches = [_host_batch_us(side) for _ in range(BATCHES)]
     out, back = slowest([min(times) for times in zip(*batches, strict=True)], group)
@@ -89,14 +93,14 @@ def _host_batch_us(side: Side) -> tuple[float, float]:
 
 
 def slowest(figures: list[float], group: dist.ProcessGroup) -> list[float]:
-    """The largest of all ranks, each. Collective."""
+    """The largest value over all ranks, for each figure. Collective."""
     all_figures = torch.tensor(figures, dtype=torch.float64)
     dist.all_reduce(all_figures, dist.ReduceOp.MAX, group=group)
     return all_figures.tolist()
 
 
-def _pairs(side: Side, count: int, stamp: Callable[[], None]) -> tuple[Any, Tensor]:
-    """The last pair's handle and what came back; `stamp` is called before the first and after each way."""
+def _rounds(side: Side, count: int, stamp: Callable[[], None]) -> tuple[Any, Tensor]:
+    """The last round's handle and output. `stamp` is called at the start and after each `out` and each `back`."""
     stamp()
     for _ in range(count):
         handle = side.out()
@@ -106,7 +110,7 @@ def _pairs(side: Side, count: int, stamp: Callable[[], None]) -> tuple[Any, Tens
     return handle, came_back
 
 
-def _captured(body: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+def _captured(body: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -127,7 +131,7 @@ def _graph_us(side: Side, graph: torch.cuda.CUDAGraph, group: dist.ProcessGroup)
     graph.replay()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) * 1e3 / PAIRS
+    return begin.elapsed_time(end) * 1e3 / ROUNDS
 
 
 def _ways_us(
@@ -148,4 +152,4 @@ def _compare(side: Side, got: list[Tensor], wanted: list[Tensor]) -> None:
     torch.cuda.synchronize()
     for left, right in zip(got, wanted, strict=True):
         if not torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
-            raise RuntimeError(f"{side.name}: a replayed round leaves something else than one launched by hand")
+            raise RuntimeError(f"{side.name}: the outputs of a replayed round differ from an eager round's")

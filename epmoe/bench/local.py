@@ -1,8 +1,8 @@
 """Times the local kernels on one GPU: `python -m epmoe.bench.local [--json FILE] [route|permute|finalize ...]`.
 
-A graph holds several calls, each with its own inputs and outputs, together ten times the L2 cache where the sizes
-allow; a figure is the median over replays of the time of a call. Outputs are compared after the replays, so nothing
-is timed that did not do its work. Targets are the figures to reach on an H200, `peer` those of vLLM 0.33.0 there.
+A CUDA graph holds several calls, each with its own inputs and outputs: together ten times the L2 cache where the sizes
+allow. A figure is the median over replays of the time of a call. Outputs are poisoned before and compared after the
+replays. `target` is the figure to reach on an H200, `peer` the figure of vLLM 0.33.0 there.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch import Tensor
 import epmoe
 
 D, K = 7168, 8
-ROTATED_BYTES = 600 << 20
-COPY_BYTES_PER_US = 4262e3
+ROTATED_BYTES = 600 << 20  # inputs and outputs of a graph: more than ten times the 50 MB of an H200's L2 cache
+COPY_BYTES_PER_US = 4262e3  # of a plain copy on an H200, read plus written
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table: `call(i)` runs on the i-th of `sets` inputs, `check(i, result)` raises if it is wrong."""
+    """One row of the table. `call(i)` runs on the i-th of `sets` inputs; `check(i, result)` raises if it is wrong."""
 
     kernel: str
     tokens: int
@@ -43,7 +43,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds a call; floor: its bytes at the speed of a local copy."""
+    """us: microseconds a call. floor: microseconds that its bytes take at the speed of a local copy."""
 
     kernel: str
     tokens: int
@@ -54,11 +54,12 @@ class Timing:
 
 
 def sets_for(num_bytes: int) -> int:
+    """How many sets of inputs a graph gets, each call moving `num_bytes`."""
     return max(3, min(64, ROTATED_BYTES // num_bytes))
 
 
 def graph_us(call: Callable[[int], Any], sets: int, replays: int = 30) -> tuple[float, list[Any]]:
-    """Median microseconds a call, over replays of a graph of one call on each set, and the calls' results."""
+    """Median microseconds a call, over replays of a graph of one call for each set, and the calls' results."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         call(0)
@@ -81,6 +82,7 @@ def graph_us(call: Callable[[int], Any], sets: int, replays: int = 30) -> tuple[
 
 
 def poison(result: Any) -> None:
+    """Set all bits of every tensor in `result`."""
     for tensor in result if isinstance(result, tuple) else [result]:
         if isinstance(tensor, Tensor) and tensor.numel():
             tensor.view(-1).view(torch.uint8).fill_(0xFF)
@@ -128,6 +130,7 @@ def route_case(
 
 
 def layer_inputs(T: int, num_bytes: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """For each set: x [T, D] bf16 and ids int32 [T, K]; and the expert map of a rank that owns all 256 experts."""
     sets = sets_for(num_bytes)
     x = [torch.randn(T, D, device="cuda").bfloat16() for _ in range(sets)]
     ids = [torch.rand(T, 256, device="cuda").argsort(1)[:, :K].int() for _ in range(sets)]
@@ -173,6 +176,7 @@ CASES = {"route": route_cases, "permute": permute_cases, "finalize": finalize_ca
 
 
 def run(kernels: list[str]) -> list[Timing]:
+    """Time every case of `kernels`, keys of `CASES`, and check its results."""
     timings = []
     for kernel in kernels:
         for case in CASES[kernel]():
@@ -186,6 +190,7 @@ def run(kernels: list[str]) -> list[Timing]:
 
 
 def table_of(timings: list[Timing]) -> Table:
+    """One row a case; "!" marks a missed target."""
     table = Table("kernel", title=f"{torch.cuda.get_device_name()}, µs a call")
     for column in ("tokens", "µs", "target", "peer", "bytes' floor"):
         table.add_column(column, justify="right")

@@ -1,26 +1,64 @@
-"""What the benchmarks of the exchange share: times, their file and their plot."""
+"""What the benchmarks of the exchange share: their common shape, the times, the JSON file and the plot."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from rich.table import Table
+
+from epmoe.config import EPConfig
+from epmoe.simulate import Kind
+
+
+class Report(Protocol):
+    """The figures of one benchmark, the same on every rank."""
+
+    def table(self, title: str = "") -> Table:
+        """The figures for a terminal."""
+
+    def write_json(self, path: Path) -> None:
+        """The figures for a program."""
+
+    def plot(self, path: Path) -> None:
+        """The round's time over T. The file's suffix picks the format (.png, .svg, .pdf)."""
+
+
+class Benchmark(Protocol):
+    """What `epmoe bench` chooses between: `gloo.run`, `gpu.run` and `tune.run`."""
+
+    def __call__(
+        self,
+        config: EPConfig,
+        tokens: Sequence[int],
+        repeats: int = ...,
+        routing: Kind = ...,
+        *,
+        group: dist.ProcessGroup | None = ...,
+        advance: Callable[[], object] = ...,
+    ) -> Report:
+        """Measure each T of `tokens`. Collective over `group` (default: the world); all ranks pass the same arguments.
+
+        `advance` is called after each step, for a progress bar.
+        """
 
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds a round: to the experts (dispatch and permute), back (finalize and combine), and both."""
+    """Microseconds of one round: dispatch with permute, combine with finalize, and both together."""
 
     dispatch: float
     combine: float
-    pair: float
+    round: float
 
 
 @dataclass(frozen=True)
 class Line:
-    """One side in a plot: (tokens, µs of a pair), and a note at each of them; colour and dashes as matplotlib's."""
+    """One side of a plot: (T, µs of a round), a note at each point, and matplotlib's colour and line style."""
 
     label: str
     points: Sequence[tuple[int, float]]
@@ -30,12 +68,12 @@ class Line:
 
 
 def write_object(content: Mapping[str, Any] | Sequence[Mapping[str, Any]], path: Path) -> None:
-    """As JSON that people can read."""
+    """Write `content` as indented JSON."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def plot_pairs(lines: Sequence[Line], path: Path) -> None:
-    """Every side's time of a pair over T, in the format of the file's suffix (.png, .svg, .pdf)."""
+def plot_rounds(lines: Sequence[Line], path: Path) -> None:
+    """Plot every side's time of a round over T. The file's suffix picks the format (.png, .svg, .pdf)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")

@@ -1,4 +1,4 @@
-"""What a benchmark sends: one rank's tokens, its routing, what has to come out, and how many rows go where."""
+"""The input of a benchmark: one rank's tokens and routing, the expected output, and the rows between ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from epmoe.stages.quantize import dequantize_rows
 
 
 class Sample:
-    """T tokens of one rank, the same for all sides; expert i multiplies a row by its own factor.
+    """T tokens of one rank, the same for all sides. An expert multiplies a row by a factor of its own.
 
-    Every rank simulates the routing of all, so that experts popular on one are popular on all, and everyone knows what
-    comes. needs_TR: whether a rank holds an expert of a token. rows_RR: rows from each source (first index) to each
-    destination.
+    Every rank simulates the routing of all ranks. So an expert that is popular on one rank is popular on all, and each
+    rank knows how many rows will arrive. needs_TR: bool [T, R], whether a rank holds an expert of a token. rows_RR:
+    int64 [R, R], rows from each source (first index) to each destination.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Sample:
         self.factors_e1 = factors_E[logical].unsqueeze(1).to(device, self.dtype)
 
     def experts(self, rows_ND: Tensor, scales: Tensor | None, offsets: Tensor) -> Tensor:
-        """Outputs of this rank's experts, for as many rows as there are."""
+        """Outputs of this rank's experts for the rows that arrived, [offsets[-1], D]."""
         row_N = torch.arange(int(offsets[-1]), device=rows_ND.device)
         expert_N = torch.searchsorted(offsets[1:].long(), row_N, right=True)
         rows = rows_ND[: len(row_N)]
@@ -55,13 +55,13 @@ class Sample:
         return rows * self.factors_e1[expert_N]
 
     def check(self, name: str, y_TD: Tensor, fp8: bool = False) -> None:
-        """RuntimeError unless y is the weighted sum, to the precision of `dtype`, or of fp8 rows."""
+        """Raise RuntimeError unless y is the weighted sum, to the precision of `dtype`, or to that of fp8 rows."""
         self._check(f"{name}: the round's output is not the weighted sum over its experts", y_TD, self.expected_TD, fp8)
 
     def check_echo(self, name: str, y_TD: Tensor, fp8: bool = False) -> None:
-        """RuntimeError unless y is the sum of x from all ranks that it was sent to."""
+        """Raise RuntimeError unless each row of y is the sum of x over the ranks that received it."""
         expected_TD = self.x_TD * self.needs_TR.sum(dim=1, keepdim=True).to(self.x_TD)
-        self._check(f"{name}: the rows that came home are not those that left", y_TD, expected_TD, fp8)
+        self._check(f"{name}: the rows that came back differ from the rows that left", y_TD, expected_TD, fp8)
 
     def _check(self, message: str, y_TD: Tensor, expected_TD: Tensor, fp8: bool) -> None:
         limit = 16 * torch.finfo(torch.bfloat16 if fp8 else self.dtype).eps
@@ -69,19 +69,19 @@ class Sample:
             raise RuntimeError(message)
 
     def remote_rows(self) -> tuple[int, int]:
-        """Rows to other ranks each way: most that one rank sends to experts, and most that one sends back."""
+        """Rows that cross to other ranks: the most that one rank sends in dispatch, and the most in combine."""
         remote_RR = self.rows_RR - self.rows_RR.diag().diag()
         return int(remote_RR.sum(dim=1).max()), int(remote_RR.sum(dim=0).max())
 
 
 def wire_bytes(hidden: int, dtype: torch.dtype, payload: str) -> int:
-    """Bytes of a row under way, with its fp32 scales where the payload is fp8, in whole 16 bytes."""
+    """Bytes of a row on the wire, rounded up to 16; an fp8 row includes its fp32 scales."""
     row = hidden + 4 * (hidden // 128) if payload == "fp8" else hidden * dtype.itemsize
     return -(-row // 16) * 16
 
 
 def _needs(placement: Placement, ids_RTK: Tensor) -> Tensor:
-    """Whether source r sends token t to a rank [R, T, R]; a token takes the copy of an expert that dispatch takes."""
+    """bool [R, T, R]: whether source r sends token t to a rank. Copies of experts are chosen as in dispatch."""
     R, T, _ = ids_RTK.shape
     turn_RT1 = torch.arange(R).view(R, 1, 1) + torch.arange(T).view(1, T, 1)
     copy_RTK = turn_RT1 % placement.num_copies().long()[ids_RTK]

@@ -1,4 +1,4 @@
-"""What a benchmark compares: ways to bring rows to their experts and back, each a `Side`."""
+"""What a benchmark compares: ways to bring rows to their experts and back. Each is a `Side`."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from epmoe.stages.quantize import dequantize_rows
 
 
 class Side:
-    """`out` takes rows to their experts, `back` returns what comes back; both collective.
+    """`out` takes rows to their experts, `back` brings their outputs home. Both are collective.
 
-    name: who it is. captured: whether a CUDA graph can hold it.
+    name: for messages. captured: whether a CUDA graph can hold a round.
     """
 
     name: str
     captured = True
 
     def out(self) -> Any:
-        """A handle for `back`."""
+        """Start a round and return the handle for `back`."""
         raise NotImplementedError
 
     def back(self, handle: Any) -> Tensor:
-        """What has come back to this rank."""
+        """End the round and return what came back to this rank."""
         raise NotImplementedError
 
     def arrived(self, handle: Any) -> list[Tensor]:
-        """What `out` has filled, each contiguous."""
+        """The contiguous tensors that `out` filled."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """RuntimeError unless a round does its work."""
+        """Raise RuntimeError unless a round moves every row."""
         raise NotImplementedError
 
 
 class Layer(Side):
-    """A side that delivers expert-major rows and takes back their outputs, which are made beforehand."""
+    """A side that delivers expert-major rows and takes back expert outputs, which are computed before the timing."""
 
     fp8 = False
 
@@ -54,7 +54,7 @@ class Layer(Side):
         self.check()
 
     def rows(self, handle: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Expert-major rows, their scales and the offsets of the experts."""
+        """Expert-major rows, their fp8 scales or None, and the experts' offsets."""
         raise NotImplementedError
 
     def arrived(self, handle: Any) -> list[Tensor]:
@@ -62,7 +62,7 @@ class Layer(Side):
         return [t[: len(self.outputs_ND)] for t in (rows, scales) if t is not None]
 
     def check(self) -> None:
-        """Two rounds, experts included: the first leaves NaN where rows arrive, and the second must write each."""
+        """Run two rounds with experts. After the first, arrived rows become NaN; the second must write each again."""
         for _ in range(2):
             handle = self.out()
             self.outputs_ND = self.sample.experts(*self.rows(handle))
@@ -84,12 +84,12 @@ class Fused(Layer):
         return self.ep.combine(self.outputs_ND, handle)
 
     def rows(self, handle: Dispatched) -> tuple[Tensor, Tensor | None, Tensor]:
-        return handle.rows, getattr(handle, "scales", None), handle.expert_offsets
+        return handle.rows, handle.scales, handle.expert_offsets
 
 
 class Apart(Layer):
     """Ours, stage by stage: rank-major dispatch, permute, finalize, combine of partial rows. fp8 scales are permuted
-    as the rows are."""
+    like rows."""
 
     def __init__(self, ep: ExpertParallel, sample: Sample, name: str = "epmoe, stages apart") -> None:
         self.ep, self.fp8 = ep, _uses_fp8(ep)
@@ -99,7 +99,7 @@ class Apart(Layer):
     def out(self) -> tuple[Dispatched, Permuted, Permuted | None]:
         sample = self.sample
         d = self.ep.dispatch(sample.x_TD, sample.ids_TK, sample.weights_TK, layout="rank")
-        scales = getattr(d.recv, "scales", None)
+        scales = d.recv.scales
         return d, self._permuted(d, d.recv.x), None if scales is None else self._permuted(d, scales)
 
     def back(self, handle: tuple[Dispatched, Permuted, Permuted | None]) -> Tensor:
@@ -128,8 +128,8 @@ class Apart(Layer):
 
 
 class RankMajor(Side):
-    """Ours, the exchange only: rank-major rows as they arrive, and as many partial rows back, which are made
-    beforehand."""
+    """Ours, the exchange alone: rank-major rows out, and as many partial rows back, which are computed before the
+    timing."""
 
     def __init__(self, ep: ExpertParallel, sample: Sample, name: str = "epmoe, rank-major") -> None:
         self.name, self.ep, self.sample, self.fp8 = name, ep, sample, _uses_fp8(ep)
@@ -142,27 +142,27 @@ class RankMajor(Side):
         return self.ep.combine_partial(self.partial_RMD, handle)
 
     def arrived(self, handle: Dispatched) -> list[Tensor]:
-        parts = [handle.recv.x, getattr(handle.recv, "scales", None)]
-        return [slab for part in parts if part is not None for slab in _slabs(self.sample, part)]
+        buffers = [handle.recv.x, handle.recv.scales]
+        return [slab for buffer in buffers if buffer is not None for slab in _slabs(self.sample, buffer)]
 
     def check(self) -> None:
         for _ in range(2):
             handle = self.out()
-            x, scales = handle.recv.x, getattr(handle.recv, "scales", None)
+            x, scales = handle.recv.x, handle.recv.scales
             rows_SD = None if scales is None else dequantize_rows(x.flatten(0, 1), scales.flatten(0, 1), handle.dtype)
             self.partial_RMD = x.clone() if rows_SD is None else rows_SD.view(x.shape)
             poison(self.arrived(handle))
             self.sample.check_echo(self.name, self.back(handle), self.fp8)
 
 
-def _slabs(sample: Sample, part_RMX: Tensor) -> list[Tensor]:
-    """What has arrived from each source."""
+def _slabs(sample: Sample, buffer_RMX: Tensor) -> list[Tensor]:
+    """The rows that arrived, by source."""
     counts_R = sample.rows_RR[:, sample.rank].tolist()
-    return [slab[:count] for slab, count in zip(part_RMX, counts_R, strict=True)]
+    return [slab[:count] for slab, count in zip(buffer_RMX, counts_R, strict=True)]
 
 
 class Pipeline(Layer):
-    """The same work over `all_to_all_single`, which the host reads counts for."""
+    """The same work over `all_to_all_single`. The host reads the counts, so that no CUDA graph can hold it."""
 
     captured = False
 
@@ -181,7 +181,7 @@ class Pipeline(Layer):
 
 
 class Rows(Side):
-    """`all_to_all_single` of the rows that cross to other ranks, both ways; nothing is sorted, counted or summed."""
+    """`all_to_all_single` of the rows that cross to other ranks, both ways. Nothing is sorted, counted or summed."""
 
     def __init__(self, sample: Sample, group: dist.ProcessGroup, name: str = "all_to_all_single, rows only") -> None:
         self.name, self.group = name, group
@@ -206,18 +206,18 @@ class Rows(Side):
     def check(self) -> None:
         poison([self.received, self.home])
         if not torch.equal(self.back(self.out()), self.sent):
-            raise RuntimeError(f"{self.name}: the rows that came home are not those that left")
+            raise RuntimeError(f"{self.name}: the rows that came back differ from the rows that left")
 
 
 def remote_splits(sample: Sample) -> tuple[list[int], list[int]]:
-    """Rows to and from each rank, none to this one itself."""
+    """Rows to each rank and rows from each rank, with 0 for this rank itself."""
     out_R, in_R = sample.rows_RR[sample.rank].clone(), sample.rows_RR[:, sample.rank].clone()
     out_R[sample.rank] = in_R[sample.rank] = 0
     return out_R.tolist(), in_R.tolist()
 
 
 def poison(tensors: Iterable[Tensor]) -> None:
-    """All bits set: NaN in every floating type, fp8 too."""
+    """Set all bits: NaN in every floating type, fp8 included."""
     for tensor in tensors:
         if tensor.numel():
             tensor.view(torch.uint8).fill_(0xFF)

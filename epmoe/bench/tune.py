@@ -1,21 +1,24 @@
-"""Finds the launch of the exchange's kernels that is fastest on this machine, for each number of tokens.
+"""Finds the fastest launch of the exchange's kernels on this machine for each number of tokens.
 
-One parameter after the other, each at the best of those before it; the launch that the kernels choose themselves is the
-first to beat. What is measured is a pair of the fused pipeline, as in graphs.py, its output checked at every launch.
+The search starts from the launch that the kernels choose by themselves. It varies one parameter at a time, with the
+parameters before it at their best values. Each launch is timed over rounds of the fused pipeline, as in graphs.py, and
+its output is checked.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from rich.table import Table
 
 from epmoe import memory
-from epmoe.bench.graphs import pair_us
-from epmoe.bench.report import write_object
+from epmoe.bench.graphs import round_us
+from epmoe.bench.report import Line, plot_rounds, write_object
 from epmoe.bench.sample import Sample
 from epmoe.bench.sides import Fused
 from epmoe.config import EPConfig
@@ -23,18 +26,58 @@ from epmoe.service import ExpertParallel
 from epmoe.simulate import Kind
 from epmoe.tuning import Launch, Tuning, TuningRow
 
-# Senders in eighths of the multiprocessors, of which a kernel has one or two blocks each; as many as the kernels allow.
+# Senders are given in eighths of the multiprocessors. A kernel has one or two blocks on each, so that the grid goes up
+# to 8 eighths for LL and to 14 for Simple.
 _Grid = dict[str, tuple[int, ...]]
-_OF_FEW: _Grid = {"combine_senders": (3, 4, 5, 6, 8), "dispatch_senders": (1, 2, 3, 4, 5)}  # whose rows no team sends
-_OF_MANY: _Grid = {
+_LL: _Grid = {"combine_senders": (3, 4, 5, 6, 8), "dispatch_senders": (1, 2, 3, 4, 5)}  # LL has no warp teams
+_SIMPLE: _Grid = {
     "combine_team": (1, 2, 4, 8, 16),
     "combine_senders": (8, 10, 12, 14),
     "dispatch_senders": (8, 10, 12, 14),
 }
 
 
+class Tuned(NamedTuple):
+    """The fastest launch found for one T."""
+
+    row: TuningRow
+    us: float
+    """microseconds of a round with it"""
+    untuned_us: float
+    """microseconds of a round with the launch that the kernels choose"""
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningReport:
+    """One result for each T, ascending."""
+
+    results: Sequence[Tuned]
+
+    def table(self, title: str = "") -> Table:
+        """A row for each T: the launch, the time of its round, and the time untuned."""
+        view = Table(title=title, caption="µs a round on the slowest rank; 0: the kernels choose", pad_edge=False)
+        for column in ("T", *Launch.model_fields, "round", "untuned"):
+            view.add_column(column.replace("_", " "), justify="right")
+        for row, us, untuned_us in self.results:
+            launch = (f"{getattr(row, name)}" for name in Launch.model_fields)
+            view.add_row(f"{row.tokens}", *launch, f"{us:,.1f}", f"{untuned_us:,.1f}")
+        return view
+
+    def write_json(self, path: Path) -> None:
+        """The file that `exchange.tuning` names."""
+        write_object({"rows": [row.model_dump() for row, *_ in self.results]}, path)
+
+    def plot(self, path: Path) -> None:
+        """The round over T, tuned and untuned, in the format of the file's suffix (.png, .svg, .pdf)."""
+        lines = [
+            Line("untuned", [(row.tokens, untuned_us) for row, _, untuned_us in self.results]),
+            Line("tuned", [(row.tokens, us) for row, us, _ in self.results]),
+        ]
+        plot_rounds(lines, path)
+
+
 def launches(tokens: Sequence[int]) -> int:
-    """How many are tried for these numbers of tokens."""
+    """How many launches `run` tries for these numbers of tokens."""
     return sum(1 + sum(map(len, _grid(T).values())) for T in tokens)
 
 
@@ -46,35 +89,34 @@ def run(
     *,
     group: dist.ProcessGroup | None = None,
     advance: Callable[[], object] = lambda: None,
-) -> list[tuple[TuningRow, float, float]]:
-    """By T: the row of the table, microseconds a pair with it, and with what the kernels choose. Collective.
+) -> TuningReport:
+    """Tune each T of `tokens`. Collective over `group` (default: the world); all ranks pass the same arguments.
 
-    `repeats` replays are taken of each launch, after which `advance` is called. Raises RuntimeError where an output is
-    wrong.
+    Each launch is replayed `repeats` times; `advance` is called after it. Raises RuntimeError if an output is wrong.
     """
     group = group or dist.group.WORLD
-    assert group is not None  # torchrun's
+    assert group is not None  # the world that torchrun started
     results = []
     with ExpertParallel(config, group) as ep:
         for T in sorted(tokens):
             side = Fused(ep, Sample(config, ep.rank, T, routing, ep.device))
             own = TuningRow(tokens=T, hidden_size=config.model.hidden_size, ranks=ep.size)
-            default = _pair_us(ep, side, own, repeats, group)
+            untuned_us = _round_us(ep, side, own, repeats, group)
             advance()
-            best, least = own, default
+            best, least_us = own, untuned_us
             for name, values in _values(T, ep.device):
                 start = best
                 for value in values:
                     row = start.model_copy(update={name: value})
-                    if (us := _pair_us(ep, side, row, repeats, group)) < least:
-                        best, least = row, us
+                    if (us := _round_us(ep, side, row, repeats, group)) < least_us:
+                        best, least_us = row, us
                     advance()
-            results.append((best, least, default))
-    return results
+            results.append(Tuned(best, least_us, untuned_us))
+    return TuningReport(results)
 
 
 def _grid(tokens: int) -> _Grid:
-    return _OF_FEW if tokens <= memory.FEW_TOKENS else _OF_MANY
+    return _LL if tokens <= memory.LL_MAX_TOKENS else _SIMPLE
 
 
 def _values(tokens: int, device: torch.device) -> Iterator[tuple[str, list[int]]]:
@@ -83,23 +125,7 @@ def _values(tokens: int, device: torch.device) -> Iterator[tuple[str, list[int]]
         yield name, [processors * value // 8 if name.endswith("senders") else value for value in values]
 
 
-def _pair_us(ep: ExpertParallel, side: Fused, row: TuningRow, repeats: int, group: dist.ProcessGroup) -> float:
+def _round_us(ep: ExpertParallel, side: Fused, row: TuningRow, repeats: int, group: dist.ProcessGroup) -> float:
     ep.retune(Tuning(rows=(row,)))
     side.check()
-    return pair_us(side, repeats, group)
-
-
-def table(results: Sequence[tuple[TuningRow, float, float]], title: str = "") -> Table:
-    """A row for each number of tokens: the launch, and what it saves."""
-    view = Table(title=title, caption="µs a pair on the slowest rank; 0: the kernels choose", pad_edge=False)
-    for column in ("T", *Launch.model_fields, "pair", "untuned"):
-        view.add_column(column.replace("_", " "), justify="right")
-    for row, us, default in results:
-        launch = (f"{getattr(row, name)}" for name in Launch.model_fields)
-        view.add_row(f"{row.tokens}", *launch, f"{us:,.1f}", f"{default:,.1f}")
-    return view
-
-
-def write_json(results: Sequence[tuple[TuningRow, float, float]], path: Path) -> None:
-    """The file that `exchange.tuning` names."""
-    write_object({"rows": [row.model_dump() for row, _, _ in results]}, path)
+    return round_us(side, repeats, group)

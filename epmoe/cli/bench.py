@@ -1,15 +1,17 @@
-"""`epmoe bench CONFIG`: rounds of the exchange, on the CPU against gloo, on GPUs against the floor and NCCL."""
+"""`epmoe bench CONFIG`: times rounds of the exchange, on the CPU against gloo, on GPUs against the floor and NCCL."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.progress import Progress
 
-from epmoe.bench import exchange, nvlink, tune
-from epmoe.cli.console import UserError, console
+from epmoe.bench import gloo, gpu, tune
+from epmoe.bench.report import Benchmark
+from epmoe.cli.console import UserError, console, require
 from epmoe.cli.launch import all_ranks
 from epmoe.config import EPConfig
 from epmoe.simulate import Kind
@@ -24,10 +26,10 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, help="Samples of each side.")] = 20,
     routing: Annotated[Kind, typer.Option(help="Simulated routing.")] = "uniform",
     side: Annotated[
-        list[nvlink.Contender] | None, typer.Option(help="On GPUs: only this; may be repeated. [default: all]")
+        list[gpu.Contender] | None, typer.Option(help="On GPUs: only this; may be repeated. [default: all]")
     ] = None,
     payload: Annotated[
-        list[nvlink.Payload] | None, typer.Option(help="On GPUs: only this; may be repeated. [default: all]")
+        list[gpu.Payload] | None, typer.Option(help="On GPUs: only this; may be repeated. [default: all]")
     ] = None,
     tuning: Annotated[
         Path | None,
@@ -42,36 +44,39 @@ def bench(
     """
     parsed = EPConfig.load(config)
     on_gpus = parsed.exchange.transport == "nvlink"
-    device: Any = nvlink if on_gpus else exchange
     limit = parsed.capacity.max_num_tokens_per_rank
-    counts = tokens or [count for count in device.TOKENS if count <= limit]
+    counts = tokens or [count for count in (gpu.TOKENS if on_gpus else gloo.TOKENS) if count <= limit]
     if max(counts) > limit:
         raise UserError(f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got {max(counts)}")
     if routing == "adversarial":
-        raise UserError("`--routing` must not be adversarial: what comes back of it is not what came in")
-    samples, choice = repeats * len(counts), dict[str, Any]()
+        raise UserError("`--routing` must not be adversarial: its outputs are not the weighted sums that are checked")
+    benchmark: Benchmark = gloo.run
+    steps = repeats * len(counts)
     if tuning:
-        if not on_gpus or side or payload or as_json or plot:
-            raise UserError("`--tune` is for GPUs, and goes without `--side`, `--payload`, `--json` and `--plot`")
-        device, as_json, samples = tune, tuning, tune.launches(counts)
+        if not on_gpus or side or payload or as_json:
+            raise UserError("`--tune` is for GPUs, and goes without `--side`, `--payload` and `--json`")
+        benchmark, steps, as_json = tune.run, tune.launches(counts), tuning
     elif on_gpus:
-        fitting = nvlink.default_payloads(parsed)
+        fitting = gpu.default_payloads(parsed)
         if refused := set(payload or ()) - set(fitting):
             raise UserError(f"`--payload` {', '.join(refused)} wants `model.hidden_size` to be a multiple of 128")
-        choice = {"contenders": side or list(nvlink.Contender), "payloads": payload or fitting}
-        samples = len(counts) * len(choice["payloads"])
+        payloads = payload or fitting
+        benchmark = partial(gpu.run, contenders=side or list(gpu.Contender), payloads=payloads)
+        steps = len(counts) * len(payloads)
     elif side or payload:
         raise UserError("`--side` and `--payload` are for GPUs, which `exchange.transport: nvlink` asks for")
+    if plot:
+        require("matplotlib", "`--plot`")  # now, not after the run
     with all_ranks(parsed) as rank, Progress(console=console, transient=True) as progress:
-        task = progress.add_task("samples", total=samples)
+        task = progress.add_task("samples", total=steps)
         try:
-            results = device.run(parsed, counts, repeats, routing, advance=lambda: progress.advance(task), **choice)
+            report = benchmark(parsed, counts, repeats, routing, advance=lambda: progress.advance(task))
         except (ValueError, MemoryError) as error:
             raise UserError(str(error)) from None
     if rank != 0:
         return
-    console.print(device.table(results, title=f"{config}: {parsed.topology.ep_size} ranks, {routing} routing"))
+    console.print(report.table(title=f"{config}: {parsed.topology.ep_size} ranks, {routing} routing"))
     if as_json:
-        device.write_json(results, as_json)
+        report.write_json(as_json)
     if plot:
-        device.plot(results, plot)
+        report.plot(plot)

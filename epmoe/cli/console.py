@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
 
@@ -9,22 +10,30 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from epmoe.extras import sentence
+
 console = Console(highlight=False)
 _stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 class UserError(Exception):
-    """A mistake that the user can mend: printed without a traceback, exit code 2."""
+    """A mistake that the user can correct: printed without a traceback, exit code 2."""
+
+
+def require(package: str, purpose: str) -> None:
+    """Raise UserError, which names the extra to install, unless `package` can be imported."""
+    if importlib.util.find_spec(package) is None:
+        raise UserError(sentence(purpose, package))
 
 
 def launched_rank() -> int | None:
-    """This process's rank under torchrun (or a launcher that sets the same variables), else None."""
+    """This process's rank under torchrun or a launcher that sets the same variables, else None."""
     rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     return int(rank) if rank is not None and size is not None else None
 
 
 def fail(message: str, *, code: int, every_rank: bool = False) -> typer.Exit:
-    """Print one message (of rank 0 alone, unless every rank has its own to tell); return what to raise."""
+    """Print one message, on rank 0 only unless `every_rank`, and return the exception to raise."""
     rank = launched_rank()
     if not rank or every_rank:
         where = f" (rank {rank})" if every_rank and rank is not None else ""
@@ -50,7 +59,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """One bar per value, at most `width` of them (neighbours are summed), scaled to the largest."""
+    """One bar per value, scaled to the largest; with more than `width` values, neighbours are summed."""
     step = -(-len(values) // width) or 1
     sums = [sum(values[i : i + step]) for i in range(0, len(values), step)]
     top = max(sums, default=0) or 1

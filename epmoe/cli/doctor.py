@@ -1,4 +1,4 @@
-"""`epmoe doctor [CONFIG]`: can this machine build and run epmoe, and if not, what to do."""
+"""`epmoe doctor [CONFIG]`: whether this machine can build and run epmoe, and if not, what to do."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from epmoe import build
 from epmoe.cli.console import console, human_bytes
 from epmoe.cli.plan import rank_plans
 from epmoe.config import EPConfig
+from epmoe.extras import EXTRAS
 from epmoe.window import available_memory_bytes
 
 OLDEST_TORCH = (2, 11)
@@ -53,7 +54,7 @@ def doctor(
 
 
 def diagnose(config: EPConfig | None) -> Iterator[Finding]:
-    """All findings, in the order in which one would mend them."""
+    """All findings, in the order in which to correct them."""
     yield _compiler()
     yield _ninja()
     yield _torch()
@@ -61,7 +62,8 @@ def diagnose(config: EPConfig | None) -> Iterator[Finding]:
         native = _native_library()
     yield native
     yield from _gpus()
-    yield _transformers()
+    yield _optional("transformers", "no `epmoe run --model`")
+    yield _optional("matplotlib", "no `epmoe run --report`, no `epmoe bench --plot`")
     yield _anonymous_memory()
     yield from _memory(config)
 
@@ -141,11 +143,11 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("warn", "nvcc", "not on the PATH: the native library is built without CUDA", advice)
 
 
-def _transformers() -> Finding:
+def _optional(package: str, without: str) -> Finding:
     try:
-        return Finding("ok", "transformers", importlib.metadata.version("transformers"))
+        return Finding("ok", package, importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
-        return Finding("warn", "transformers", "not installed: no `epmoe run --model`", "pip install 'epmoe[hf]'")
+        return Finding("warn", package, f"not installed: {without}", f"pip install 'epmoe[{EXTRAS[package]}]'")
 
 
 def _anonymous_memory() -> Finding:

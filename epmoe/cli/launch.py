@@ -1,4 +1,4 @@
-"""Commands that run on several ranks: they ask for torchrun, and only rank 0 prints."""
+"""Commands that run on several ranks: they need torchrun, and only rank 0 prints."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from epmoe.config import EPConfig
 
 @contextmanager
 def all_ranks(config: EPConfig) -> Iterator[int]:
-    """This process's rank, in a process group over gloo, and NCCL where the configuration is for GPUs.
+    """Initialise the default process group over gloo, with `transport: nvlink` also over NCCL; yields this rank.
 
-    Raises UserError: not under torchrun (with the command to type), or fewer GPUs than ranks.
+    Raises UserError if torchrun did not start this process or started another number of processes (with the command to
+    type), and if there are fewer GPUs than ranks.
     """
     size = config.topology.ep_size
     command = f"torchrun --standalone --nproc-per-node {size} -m epmoe {shlex.join(sys.argv[1:])}"

@@ -1,4 +1,4 @@
-"""`epmoe run --model`: real architectures of transformers generate text, held against a single process."""
+"""`epmoe run --model`: real architectures of transformers generate text, compared with a single process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from epmoe.cli.console import UserError, console
 from epmoe.cli.result import Check, Result
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Model(StrEnum):
-    """Names as transformers has them, and all of them."""
+    """Names of architectures in transformers, and `all`."""
 
     QWEN3_MOE = "qwen3_moe"
     MIXTRAL = "mixtral"
@@ -29,11 +29,11 @@ class Model(StrEnum):
     ALL = "all"
 
 
-LOGIT_TOLERANCE = 1e-5  # fp32, absolute
+LOGIT_TOLERANCE = 1e-5  # absolute; the models run in fp32
 
 
 def run_models(config: EPConfig, names: Sequence[Model], steps: int, seed: int) -> list[Result]:
-    """Run each model over all ranks and show it; Results are whole on every rank."""
+    """Run each model over all ranks and print its result; the Results are the same on every rank."""
     try:
         from epmoe.integrations.demo import run_model
         from epmoe.integrations.transformers import configure
@@ -48,8 +48,8 @@ def run_models(config: EPConfig, names: Sequence[Model], steps: int, seed: int) 
     )
     console.print(
         "Models of transformers with random weights, each run twice: in one process, then with its experts spread "
-        f"over {config.topology.ep_size} processes, the tokens travelling through epmoe. The words mean nothing; "
-        "what counts is that both runs write the same ones.\n"
+        f"over {config.topology.ep_size} processes, which exchange tokens through epmoe. The generated text has no "
+        "meaning; the check is that both runs generate the same tokens.\n"
     )
     results = []
     for number, name in enumerate(chosen, start=1):
@@ -61,7 +61,9 @@ def run_models(config: EPConfig, names: Sequence[Model], steps: int, seed: int) 
                 "distributed": progress.add_task(f"experts on {config.topology.ep_size} ranks", total=steps),
             }
 
-            def report(stage: str, done: int, total: int, progress=progress, stages=stages) -> None:
+            def report(
+                stage: str, done: int, total: int, progress: Progress = progress, stages: dict[str, TaskID] = stages
+            ) -> None:
                 progress.update(stages[stage], completed=done, total=total)
 
             outcome = run_model(name, max_new_tokens=steps, seed=seed, progress=report)

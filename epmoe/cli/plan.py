@@ -1,30 +1,37 @@
-"""`epmoe plan CONFIG`: every buffer's bytes, before anything is allocated."""
+"""`epmoe plan CONFIG`: every buffer's bytes before anything is allocated, and on GPUs the launch of each kernel."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
 from rich.table import Table
 
+from epmoe.build import BuildError
 from epmoe.cli.console import console, human_bytes
 from epmoe.config import EPConfig
 from epmoe.memory import MemoryPlan
 from epmoe.placement import Placement
 
+TOKENS = (1, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096)
+
 
 def plan(
     config: Annotated[Path, typer.Argument(help="Configuration file (YAML, TOML or JSON).")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    multiprocessors: Annotated[int, typer.Option(min=1, help="Of the GPU; an H200 has 132.")] = 132,
 ) -> None:
-    """Show what memory a configuration takes, buffer by buffer, per rank and per node."""
+    """Show what memory a configuration takes, per rank and per node, and on GPUs how its kernels are launched."""
     parsed = EPConfig.load(config)
     plans = rank_plans(parsed)
     if as_json:
-        typer.echo(json.dumps(_as_dict(parsed, plans), indent=2))
+        content = _as_dict(parsed, plans)
+        if parsed.exchange.transport == "nvlink":
+            content["launches"] = _launches(parsed, plans[0], multiprocessors)
+        typer.echo(json.dumps(content, indent=2))
         return
     largest = max(plans, key=lambda p: p.total_bytes)
     rank = plans.index(largest)
@@ -41,12 +48,61 @@ def plan(
         table.add_row(f"[bold]{name}", "", f"[bold]{human_bytes(count)}", "", f"[bold]{count:,}")
     console.print(table)
     console.print("[dim]Buffers start at aligned offsets, so a region is a little larger than their sum.[/]")
+    if parsed.exchange.transport == "nvlink":
+        try:
+            console.print(_launch_table(_launches(parsed, plans[0], multiprocessors), multiprocessors))
+        except (BuildError, OSError) as error:
+            console.print(f"[dim]The launches are not shown, since the native library cannot be loaded: {error}[/]")
 
 
 def rank_plans(config: EPConfig) -> list[MemoryPlan]:
-    """The plan of every rank; they differ only where ranks own different numbers of experts."""
+    """The plan of every rank; plans differ only where ranks own different numbers of experts."""
     placement = Placement.from_config(config)
     return [MemoryPlan.build(config, rank, placement) for rank in range(config.topology.ep_size)]
+
+
+def _launches(config: EPConfig, plan: MemoryPlan, multiprocessors: int) -> list[dict[str, Any]]:
+    """By T, up to M: the launch of dispatch and that of combine, from both phases in one call and expert-major rows."""
+    from epmoe.launch_policy import launches  # needs the native library, unlike the memory plan
+
+    dtype, largest = config.model.torch_dtype, config.capacity.max_num_tokens_per_rank
+    rows = []
+    for T in sorted({*(tokens for tokens in TOKENS if tokens < largest), largest}):
+        dispatch, combine = launches(plan, T, dtype, multiprocessors=multiprocessors)
+        rows.append(
+            {
+                "tokens": T,
+                "dispatch": dispatch._asdict() | {"protocol": dispatch.protocol, "send_lines": dispatch.send_lines},
+                "combine": combine._asdict() | {"protocol": combine.protocol, "recv_lines": combine.recv_lines},
+            }
+        )
+    return rows
+
+
+def _launch_table(rows: list[dict[str, Any]], multiprocessors: int) -> Table:
+    table = Table(
+        title=f"launches by T on {multiprocessors} multiprocessors",
+        caption="LL s/r: lines of 16 bytes that a sending / receiving lane moves at once. blocks × threads",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for column in ("T", "dispatch", "blocks", "send + notify", "combine", "blocks", "send"):
+        table.add_column(column, justify="left" if column in ("dispatch", "combine") else "right", no_wrap=True)
+    for row in rows:
+        out, back = row["dispatch"], row["combine"]
+        table.add_row(
+            f"{row['tokens']}",
+            *_shown(out),
+            f"{out['send_blocks']} + {out['notify_blocks']}",
+            *_shown(back),
+            f"{back['send_blocks']}",
+        )
+    return table
+
+
+def _shown(launch: dict[str, Any]) -> tuple[str, str]:
+    lines = f" {launch['send_lines']}/{launch['recv_lines']}" if launch["protocol"] == "LL" else ""
+    return launch["protocol"] + lines, f"{launch['blocks']} × {launch['threads']}"
 
 
 def _totals(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, int]:
@@ -59,7 +115,7 @@ def _totals(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, int]:
     }
 
 
-def _as_dict(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, object]:
+def _as_dict(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, Any]:
     ranks = [
         {
             "rank": rank,

@@ -1,4 +1,4 @@
-"""The HTML report of a run: one file that needs nothing else, its pictures inside it."""
+"""The HTML report of a run: one file that contains its pictures and needs no other file."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import base64
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jinja2
 
 from epmoe.cli.console import human_seconds
 from epmoe.cli.result import Result
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 INK, MUTED, LINE, BLUE, AMBER = "#1c2733", "#64748b", "#e2e8f0", "#2563eb", "#d97706"
 
 
 def write_report(results: Sequence[Result], path: Path, facts: dict[str, str]) -> None:
-    """Write `results` to `path`; `facts` are about the run as a whole. Raises OSError where it cannot be written."""
+    """Write `results` to `path`. `facts` describe the run as a whole. Raises OSError if `path` cannot be written."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("epmoe.cli", "."),
         autoescape=True,
@@ -33,10 +37,10 @@ def write_report(results: Sequence[Result], path: Path, facts: dict[str, str]) -
 
 
 def traffic(result: Result) -> str:
-    """Heat map of rows from rank to rank, as a data URI."""
+    """Heat map of the rows sent from rank to rank, as a data URI."""
     size = len(result.traffic)
 
-    def draw(axes) -> None:
+    def draw(axes: Axes) -> None:
         axes.imshow(result.traffic, cmap="Blues", vmin=0)
         top = max(map(max, result.traffic)) or 1
         if size <= 8:
@@ -54,9 +58,9 @@ def traffic(result: Result) -> str:
 
 
 def load(result: Result) -> str:
-    """Bars of tokens per physical expert, the balanced load as a line, as a data URI."""
+    """Bars of the tokens per physical expert, with a line at the mean, as a data URI."""
 
-    def draw(axes) -> None:
+    def draw(axes: Axes) -> None:
         experts = range(len(result.load))
         owners = result.placement.owners
         axes.bar(
@@ -74,7 +78,7 @@ def load(result: Result) -> str:
         axes.set_xlim(-0.6, len(result.load) - 0.4)
         axes.set_xlabel("expert")
         axes.set_ylabel("tokens")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]  # an AutoLocator takes it
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.spines[["top", "right"]].set_visible(False)
 
@@ -82,9 +86,9 @@ def load(result: Result) -> str:
 
 
 def time(result: Result) -> str:
-    """Bars of time per round by stage, as a data URI."""
+    """Bars of the time per round of each stage, as a data URI."""
 
-    def draw(axes) -> None:
+    def draw(axes: Axes) -> None:
         stages = list(result.seconds)
         each = [result.seconds[stage] / max(1, result.rounds) for stage in stages]
         axes.barh(stages, each, color=BLUE, height=0.6)
@@ -101,7 +105,7 @@ def time(result: Result) -> str:
     return _picture(draw, 3.6, 3.4)
 
 
-def _picture(draw: Callable, width: float, height: float) -> str:
+def _picture(draw: Callable[[Axes], None], width: float, height: float) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What one run shows, in the terminal and in the report alike."""
+"""The outcome of one run, for the terminal and for the report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from epmoe.placement import Placement
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that had to hold."""
+    """One condition of a run: what was measured, and whether it is within its limit."""
 
     what: str
     measured: str
@@ -30,14 +30,14 @@ class Result:
     load: Sequence[int]
     """[P] tokens that each physical expert computed"""
     seconds: Mapping[str, float]
-    """stage → seconds, mean over ranks; waiting for other ranks is part of a stage"""
+    """stage → seconds in all rounds, mean over ranks; a stage includes waiting for other ranks"""
     rounds: int
-    """what `seconds` add up over"""
+    """rounds that `traffic`, `load` and `seconds` are sums of"""
     health: Mapping[str, int]
     texts: Sequence[tuple[str, str]] = ()
-    """(prompt, what the model wrote after it)"""
+    """(prompt, text that the model generated after it), by rank"""
     unit: str = "round"
-    """what `rounds` counts"""
+    """what `rounds` counts: "round" or "token\""""
 
     @property
     def passed(self) -> bool:

@@ -1,4 +1,4 @@
-"""`epmoe run CONFIG`: the layer, or a real model, over the ranks that torchrun started; tables and a report."""
+"""`epmoe run CONFIG`: runs the layer or a real model over the ranks that torchrun started, and reports the outcome."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from rich.progress import Progress
 
 from epmoe.cli import models, simulated
-from epmoe.cli.console import UserError, console
+from epmoe.cli.console import UserError, console, require
 from epmoe.cli.launch import all_ranks
 from epmoe.cli.result import Check, Result
 from epmoe.cli.tables import show
@@ -36,8 +36,11 @@ def run(
 ) -> None:
     """Run the layer, or real models with --model, over all ranks, and check the outcome. Start it under torchrun."""
     parsed = EPConfig.load(config)
-    if report is not None and not report.resolve().parent.is_dir():
-        raise UserError(f"`--report` must be in an existing folder, got {report}")
+    if report is not None:
+        for package in ("jinja2", "matplotlib"):  # now, not after the run
+            require(package, "`--report`")
+        if not report.resolve().parent.is_dir():
+            raise UserError(f"`--report` must be in an existing folder, got {report}")
     if tokens is not None and tokens > parsed.capacity.max_num_tokens_per_rank:
         limit = parsed.capacity.max_num_tokens_per_rank
         raise UserError(f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got {tokens}")
@@ -58,7 +61,7 @@ def run(
 
 
 def _run_layer(config: EPConfig, name: str, kind: Kind, steps: int, tokens: int | None, seed: int) -> Result:
-    """Rounds of the configuration's own layer; the Result is whole on rank 0, and the verdict on every rank."""
+    """Rounds of the configuration's own layer. The Result is the same on every rank; rank 0 prints it."""
     model = config.model
     tokens = min(64, config.capacity.max_num_tokens_per_rank) if tokens is None else tokens
     console.rule(f"[bold]{name}[/]: {steps} rounds of {tokens} tokens a rank, {kind} routing")

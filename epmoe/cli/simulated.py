@@ -1,4 +1,4 @@
-"""`epmoe run` without a model: the configuration's own MoE layer, fed with simulated logits."""
+"""`epmoe run` without a model: the configuration's own MoE layer with simulated logits."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from epmoe.stages.experts import SwiGLUExperts
 from epmoe.window import available_memory_bytes
 
 STAGES = ("route", "dispatch", "experts", "combine")
-POOL_ROWS = 1024  # simulated logits, of which every round draws some
-CHECKED_ROWS = 32  # per round and rank, held against the dense reference
-TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}  # of the largest element of a round's output
-FP8_TOLERANCE = 1e-1
-WEIGHT_BUDGET = 64 << 20  # bytes; every rank holds all experts' weights, for the reference
-PROCESS_BYTES = 400 << 20  # torch and its libraries, a rank
+POOL_ROWS = 1024  # rows of simulated logits; every round draws its rows from them
+CHECKED_ROWS = 32  # rows per round and rank that are compared with the dense reference, about
+TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}  # relative to the largest element of a round's output
+FP8_TOLERANCE = 1e-1  # the same, with an fp8 payload in either direction
+WEIGHT_BUDGET = 64 << 20  # bytes per rank; every rank holds all experts' weights, for the reference
+PROCESS_BYTES = 400 << 20  # memory of torch and its libraries, per rank
 
 
 @dataclass
 class Measured:
-    """What one rank saw over all rounds; `worst_error` is relative to the largest element of a round's output."""
+    """One rank's figures over all rounds; `worst_error` is relative to the largest element of a round's output."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     worst_error: float = 0.0
@@ -37,15 +37,15 @@ class Measured:
 def run_layer(
     ep: ExpertParallel, kind: Kind, steps: int, tokens: int, seed: int, advance: Callable[[], object]
 ) -> Measured:
-    """`steps` rounds of route, dispatch, experts and combine, some rows of each checked against the reference.
+    """Run `steps` rounds of route, dispatch, experts and combine, and check some rows of each with the reference.
 
-    An empty round before them brings all ranks to the start. `advance` is called after each round.
+    An empty round, which is not measured, synchronises the ranks first. `advance` is called after each measured round.
     """
     config, model, measured = ep.config, ep.config.model, Measured()
     weights = _expert_weights(config, seed, ep.device)
     logical = [ep.placement.logical(expert) for expert in ep.placement.local_experts(ep.rank)]
     experts = SwiGLUExperts(*(w[logical] for w in weights))
-    pool_TE = simulate_logits(  # alike on all ranks and in all rounds: popular experts stay popular
+    pool_TE = simulate_logits(  # the same on all ranks and in all rounds, so popular experts stay popular
         kind,
         POOL_ROWS,
         model.num_experts,
@@ -63,7 +63,7 @@ def run_layer(
         clock.append(_now(ep.device))
         d = ep.dispatch(x_TD, routing.ids, routing.weights)
         clock.append(_now(ep.device))
-        rows_ND = experts(d.rows, d.expert_offsets, getattr(d, "scales", None))
+        rows_ND = experts(d.rows, d.expert_offsets, d.scales)
         clock.append(_now(ep.device))
         y_TD = ep.combine(rows_ND, d)
         clock.append(_now(ep.device))
@@ -86,15 +86,15 @@ def _now(device: torch.device) -> float:
 
 
 def tolerance(config: EPConfig) -> float:
-    """What `Measured.worst_error` may be: rounding of the rows' dtype, inside the experts too."""
+    """The limit of `Measured.worst_error`: it allows for the rounding of rows' dtype, also inside the experts."""
     fp8 = "fp8" in (config.exchange.payload, config.exchange.combine_payload)
     return FP8_TOLERANCE if fp8 else TOLERANCE[config.model.dtype]
 
 
 def require_memory(config: EPConfig) -> None:
-    """Raise UserError where this machine's memory cannot hold all ranks of `config`."""
+    """Raise UserError if this machine's memory cannot hold all ranks of `config`."""
     if config.exchange.transport == "nvlink":
-        return  # the memory of GPUs, each rank its own
+        return  # each rank uses the memory of its own GPU
     ranks = config.topology.ep_size
     weights = _bytes_per_intermediate(config) * _intermediate_size(config)
     needed = sum(plan.total_bytes for plan in rank_plans(config)) + ranks * (2 * weights + PROCESS_BYTES)
@@ -117,7 +117,7 @@ def _expert_weights(config: EPConfig, seed: int, device: torch.device) -> tuple[
 
 
 def _intermediate_size(config: EPConfig) -> int:
-    """F, a multiple of 16: half of D, or less where the weights would pass their budget."""
+    """F, a multiple of 16: half of D, or less where the weights would exceed `WEIGHT_BUDGET`."""
     most = min(config.model.hidden_size // 2, WEIGHT_BUDGET // _bytes_per_intermediate(config))
     return max(16, most // 16 * 16)
 

@@ -15,7 +15,7 @@ _PLAIN = {"box": None, "pad_edge": False, "header_style": "dim", "padding": (0, 
 
 
 def show(result: Result) -> None:
-    """Print texts, loads, times, health and verdicts of one run."""
+    """Print the texts, loads, times, health counters and checks of one run."""
     texts = Table.grid(padding=(0, 2, 0, 2))
     for rank, (prompt, continuation) in enumerate(result.texts):
         texts.add_row(f"[dim]rank {rank}", Text.assemble(prompt, (" → ", "dim"), (continuation.strip(), "bold cyan")))
@@ -35,7 +35,7 @@ def show(result: Result) -> None:
 
 
 def summarise(results: Sequence[Result]) -> None:
-    """One line for each run, where there were several."""
+    """Print one line for each run, if there were several."""
     if len(results) < 2:
         return
     console.rule("[bold]summary[/]")

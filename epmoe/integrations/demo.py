@@ -1,5 +1,6 @@
-"""Real MoE models of transformers, small, with random weights and their experts spread over the ranks, held
-against the same model in a single process: what `epmoe run --model` shows.
+"""Small MoE models of transformers with random weights, for `epmoe run --model`.
+
+A model whose experts are spread over the ranks is compared with the same model in a single process.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PROMPTS = (
     "Four processes share one model: each of them keeps some of the experts, and the tokens travel",
     "Dear reader,",
 )
-"""Each rank takes the one of its number, so that all bring batches of different lengths."""
+"""Rank r takes prompt r mod 8, so ranks bring batches of different lengths."""
 
 _VOCABULARY = 240
 _SHAPE = {
@@ -43,7 +44,7 @@ _SHAPE = {
     "num_key_value_heads": 12,
     "head_dim": 8,
     "intermediate_size": 96,
-    "initializer_range": 0.1,  # wide enough for the experts to steer which token comes next
+    "initializer_range": 0.1,  # large enough for the experts to influence which token comes next
     "pad_token_id": 0,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -72,7 +73,7 @@ MODELS: dict[str, dict[str, Any]] = {
 """Keys of each architecture's own config class; the 24 experts divide over 2, 3, 4, 6, 8, 12 and 24 ranks."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with the stage ("reference" or "distributed"), the tokens generated so far, and how many it will be."""
+"""Called with the stage ("reference" or "distributed"), the number of tokens generated so far, and their total."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class ModelResult:
     tokens_per_expert: list[int]
     """Rows computed by each of the E experts, over all layers."""
     seconds: list[dict[str, float]]
-    """Wall time by stage: agree (on rounds), dispatch, experts, combine, and the rest of the model."""
+    """Wall time by stage: agree (on the number of rounds), dispatch, experts, combine, and rest (of the model)."""
     health: list[Health]
 
     @property
@@ -105,8 +106,9 @@ class ModelResult:
 def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: Progress | None = None) -> ModelResult:
     """Generate greedily from this rank's prompt, in a single process and with the experts spread over all ranks.
 
-    Every rank of the default process group calls it alike, or a process on its own. fp32, on GPUs where that group has
-    NCCL, else on the CPU. Every `ExpertParallel` of the integration is closed, before and after.
+    Every rank of the default process group calls it with the same arguments; without torch.distributed, a single
+    process does. Models are fp32, on GPUs if the group has NCCL, otherwise on the CPU. Every `ExpertParallel` of the
+    integration is closed before and after the run. Raises ValueError for an unknown `name`.
     """
     if name not in MODELS:
         raise ValueError(f"`name` must be one of {', '.join(MODELS)}, got {name!r}")
@@ -155,7 +157,7 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: P
 
 
 def make_tokenizer() -> Tokenizer:
-    """A BPE tokenizer of ASCII text trained on `PROMPTS`, so that any token that comes out can be printed."""
+    """A BPE tokenizer of ASCII text, trained on `PROMPTS`. Every token of it can be printed."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -169,18 +171,18 @@ def make_tokenizer() -> Tokenizer:
 
 @contextmanager
 def saved_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Iterator[str]:
-    """The folder of a checkpoint made on the spot, on one machine the same for all ranks."""
+    """The folder of a new checkpoint of model `name`; all ranks, which must be on one machine, get the same folder."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **MODELS[name]), dtype=dtype)
         for key, tensor in model.state_dict().items():
-            if key.endswith("bias"):  # zeros at first, which would hide one that is left out
+            if key.endswith("bias"):  # initialised to zeros, which would hide a bias that is left out
                 tensor.normal_(std=0.1)
     with tempfile.TemporaryDirectory() as folder:
         of_rank_0 = [folder]
         if dist.is_initialized():
             dist.broadcast_object_list(of_rank_0)
-        model.save_pretrained(of_rank_0[0])  # transformers lets only rank 0 write
+        model.save_pretrained(of_rank_0[0])  # in transformers only rank 0 writes
         if dist.is_initialized():
             dist.barrier()
         yield of_rank_0[0]
@@ -189,10 +191,10 @@ def saved_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32)
 
 
 def _load_distributed(path: str, size: int, device: str) -> PreTrainedModel:
-    """The model in `path` on `device`, its experts spread over `size` ranks, each with a batch of its own.
+    """The model in `path` on `device`, with its experts spread over `size` ranks; each rank brings its own batch.
 
-    A rank holds its share of the expert weights; or all of them, where transformers has no EP implementations yet, or
-    would put the model elsewhere: with a DistributedConfig it takes the accelerator, if there is one.
+    A rank holds its share of the expert weights. It holds all of them where transformers has no EP implementations
+    yet, or would choose another device: with a DistributedConfig it takes the accelerator, if there is one.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if size == 1 or device != (accelerator.type if accelerator else "cpu") or not hasattr(integration, "EpmoeEP"):
@@ -208,7 +210,7 @@ def generate(
     streamer: BaseStreamer | None = None,
     synced_gpus: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Greedy new tokens [n] after `ids` [1,T], and the logits [n,V] that they were chosen by."""
+    """The tokens [n] that greedy decoding appends to `ids` [1,T], and the logits [n,V] of each step."""
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -227,7 +229,7 @@ class _Counter(BaseStreamer):
 
     def __init__(self, stage: str, total: int, progress: Progress) -> None:
         self._report = lambda done: progress(stage, done, total)
-        self._done = -1  # the prompt comes first
+        self._done = -1  # generate streams the prompt first
 
     def put(self, value: torch.Tensor) -> None:
         self._done += 1

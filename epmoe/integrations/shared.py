@@ -1,5 +1,7 @@
-"""What every host framework needs around `ExpertParallel`: one for all layers of a model, made at the first call, and
-batches of any length.
+"""What every host framework needs around `ExpertParallel`.
+
+All layers of a model share one `ExpertParallel`, which the first call makes. A batch of any length takes as many rounds
+as it needs:
 
     x [T,D] ─ rounds of at most M tokens ─▶ dispatch ─▶ experts(rows [n,D], local ids [n]) ─▶ combine ─▶ y [T,D]
 """
@@ -22,26 +24,30 @@ from epmoe.stages.checks import check_forward_only
 from epmoe.stages.quantize import dequantize_rows
 
 Experts = Callable[[Tensor, Tensor], Tensor]
-"""Rows [n,D] sorted by expert, and the local expert of each, int64 [n], to their outputs [n,D]; n > 0."""
+"""(rows [n,D] sorted by expert, local expert of each row, int64 [n]) → outputs [n,D]; n > 0."""
 
 
 class SharedExpertParallel:
-    """The `ExpertParallel` of all layers with the same shapes on one group: `ep`, and in `seconds` the wall time that
-    each stage has taken so far, waiting for other ranks included; on GPUs the host's, which waits only in `agree` and
-    `experts`.
+    """The `ExpertParallel` of all layers with the same shapes on one group.
+
+    Attributes:
+        ep: the `ExpertParallel`.
+        seconds: wall time of each stage so far, waiting for other ranks included. On GPUs this is the time of the host,
+            which waits for the device only in the stages `agree` and `experts`.
     """
 
     def __init__(self, config: EPConfig, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """Collective; takes the arguments of `ExpertParallel`."""
         self.ep = ExpertParallel(config, group, device)
         self.seconds = dict.fromkeys(("agree", "dispatch", "experts", "combine"), 0.0)
         self._max_tokens = config.capacity.max_num_tokens_per_rank
 
     def rounds(self, num_tokens: int) -> int:
-        """Rounds that a batch of so many tokens takes; a rank with none still takes part in one."""
+        """Rounds that a batch of `num_tokens` takes, at least 1: a rank without tokens still takes part."""
         return max(1, -(-num_tokens // self._max_tokens))
 
     def agree_on_rounds(self, num_tokens: int) -> int:
-        """The rounds that the longest batch of all ranks takes; collective."""
+        """Rounds that the longest batch of all ranks takes. Collective."""
         rounds = self.rounds(num_tokens)
         if self.ep.size == 1:
             return rounds
@@ -51,9 +57,10 @@ class SharedExpertParallel:
             return int(most)
 
     def run(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Experts, rounds: int) -> Tensor:
-        """Weighted expert outputs [T,D] of this rank's tokens; collective, with the same `rounds` on every rank.
+        """Weighted expert outputs [T,D] of this rank's tokens. Collective, with the same `rounds` on every rank.
 
-        Raises, besides what `ExpertParallel.dispatch` and `combine` raise, what `experts` does; the round is closed.
+        Raises what `ExpertParallel.dispatch`, `ExpertParallel.combine` and `experts` raise. An exception of `experts`
+        closes the round.
         """
         starts = range(0, rounds * self._max_tokens, self._max_tokens)
         parts = [slice(start, start + self._max_tokens) for start in starts]
@@ -80,11 +87,11 @@ class SharedExpertParallel:
 
 
 def _run_experts(dispatched: Dispatched, experts: Experts) -> Tensor:
-    """Outputs [n,D] of the rows that came. Frameworks' experts size their work by n, so it is read back to the host."""
+    """Outputs [n,D] of the rows that arrived. Frameworks' experts need n on the host, so this reads it back."""
     offsets = dispatched.expert_offsets
     n = int(offsets[-1])
     rows = dispatched.rows[:n]
-    if rows.dtype != dispatched.dtype:  # an fp8 payload, with scales per 128 elements
+    if dispatched.scales is not None:  # an fp8 payload
         rows = dequantize_rows(rows, dispatched.scales[:n], dispatched.dtype)
     if n == 0:
         return rows
@@ -99,14 +106,18 @@ _shared: dict[tuple[object, ...], SharedExpertParallel] = {}
 
 
 def configure(*, group: dist.ProcessGroup | None = None, **settings: Any) -> None:
-    """Set what later calls use, alike on every rank and between forward passes; what is left out stays as it is.
+    """Change the settings of later calls. Call it on every rank with the same arguments, between forward passes.
+
+    Settings that a call leaves out keep their values. Every `ExpertParallel` in use is closed; the next forward pass
+    makes new ones.
 
     Args:
-        group: the expert-parallel group of layers whose framework names none; at first the world.
+        group: the expert-parallel group of layers whose framework names no group; the world by default.
         settings: keys of the `capacity` and `exchange` sections of `EPConfig`, above all `max_num_tokens_per_rank`
             (longer batches take several rounds) and `timeout_s`.
 
-    What exists is closed, and made anew at the next call. Raises ConfigError, naming the wrong key.
+    Raises:
+        ConfigError: a key or its value is wrong; the message names the key.
     """
     global _settings, _group
     changed = {**_settings, **settings}
@@ -122,14 +133,14 @@ def close() -> None:
 
 
 def shared() -> tuple[SharedExpertParallel, ...]:
-    """Those in use, oldest first."""
+    """Every `SharedExpertParallel` in use, oldest first."""
     return tuple(_shared.values())
 
 
 def share(
     x_TD: Tensor, ids_TK: Tensor, num_experts: int, group: dist.ProcessGroup | None = None
 ) -> SharedExpertParallel:
-    """The one of this group and these shapes, made by all its ranks together at their first call."""
+    """The `SharedExpertParallel` of this group and these shapes. The first call makes it and is collective."""
     group = group or _group
     ranks = tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
     hidden_size, top_k = x_TD.shape[1], ids_TK.shape[1]

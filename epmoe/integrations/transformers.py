@@ -1,19 +1,19 @@
-"""epmoe in Hugging Face transformers: importing this module registers `"epmoe"` with it, twice.
+"""epmoe in Hugging Face transformers: importing this module registers the name `"epmoe"` in two ways.
 
-As an EP implementation (transformers ≥ 5.23), each rank holding its share of the expert weights:
+As an EP implementation (transformers ≥ 5.23): each rank holds its share of the expert weights.
 
     import epmoe.integrations.transformers
     parallel = DistributedConfig(tp_size=1, fsdp_size=8, ep_size=8, ep_implementation="epmoe")
     model = AutoModelForCausalLM.from_pretrained(name, distributed_config=parallel)
 
-As an experts function (≥ 5.17), each rank holding all weights and computing its share of the experts:
+As an experts function (transformers ≥ 5.17): each rank holds all weights and computes its share of the experts.
 
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="epmoe")
 
-Every rank may bring another batch, of any length, none included; ranks that finish `generate` early have to keep
-stepping, which is its default for the first way and `synced_gpus=True` for the second. Inference only, under
-`torch.no_grad()`, as torch's FSDP refuses inference mode. All layers share one `ExpertParallel`; see `configure`,
-`close` and `shared`.
+Every rank may bring its own batch, of any length, also an empty one. A rank that finishes `generate` early must keep
+stepping: the EP implementation does so by default, and the experts function needs `synced_gpus=True`. Inference only,
+under `torch.no_grad()`, because torch's FSDP refuses inference mode. All layers share one `ExpertParallel`; see
+`configure`, `close` and `shared`.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ __all__ = ["close", "configure", "experts_forward", "shared"]
 def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The experts function: tokens [T,D], expert ids and weights [T,K] of this rank to weighted outputs [T,D].
+    """The experts function: this rank's tokens [T,D], expert ids and weights [T,K] → weighted outputs [T,D].
 
-    Works on the group of `configure(group=…)`, by default the world; a process on its own is a group of one.
+    Its group is that of `configure(group=…)`, by default the world. A single process is a group of one.
     """
-    if getattr(self, "_is_expert_parallel", False):  # transformers 5.17 has no such mark
+    if getattr(self, "_is_expert_parallel", False):  # transformers 5.17 does not set it
         raise ValueError(
             '`experts_implementation="epmoe"` must be left out where the experts are already spread over ranks: '
             'with `DistributedConfig(ep_size=…)`, `ep_implementation="epmoe"` alone does it'
@@ -64,7 +64,7 @@ def experts_forward(
 
 
 def _top_1(rows: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [n,1] and unit weights [n,1]: the experts only compute, combine weights and sums."""
+    """Ids [n,1] and unit weights [n,1]: the experts only compute, and `combine` applies the weights and sums."""
     return ids[:, None], rows.new_ones(len(ids), 1)
 
 
@@ -77,12 +77,12 @@ except ImportError:  # transformers < 5.23 has the experts function only
 else:
 
     class EpmoeEP(EPImplementation):
-        """Experts spread over `ep_mesh`; ranks of one `tp_mesh` share a batch, of which each sends its slice."""
+        """Experts spread over `ep_mesh`. The ranks of one `tp_mesh` have the same batch; each sends a slice of it."""
 
         def __call__(
             self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
         ) -> torch.Tensor:
-            """Tokens [T,D], global expert ids and weights [T,K] of this rank to weighted outputs [T,D]."""
+            """This rank's tokens [T,D], global expert ids and weights [T,K] → weighted outputs [T,D]."""
             num_experts = self.num_local_experts * self.ep_mesh.size()
             layers = share(hidden_states, top_k_index, num_experts, self.ep_mesh.get_group())
             num_tokens, sharers = hidden_states.shape[0], self.tp_mesh.size()

@@ -1,4 +1,4 @@
-"""Checks of what callers hand in, and their wording: "`x` must be bfloat16 [T, 7168], got float32 [128, 4096]"."""
+"""Checks of the arguments that callers pass. They say "`x` must be bfloat16 [T, 7168], got float32 [128, 4096]"."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INTS = (torch.int32, torch.int64)
 
 
 def describe(value: object) -> str:
-    """A tensor by dtype and shape, anything else by type."""
+    """The words for a value in an error: dtype and shape of a tensor, else the type."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{_name(value.dtype)} {list(value.shape)}"
@@ -25,11 +25,9 @@ def check_tensor(
     shape: Sequence[int | str],
     device: torch.device | None = None,
 ) -> None:
-    """A tensor of one of `dtypes` and of `shape`, in which letters stand for any size.
+    """Check for a tensor of one of `dtypes` and of `shape`, in which a letter stands for any size.
 
-    Raises:
-        TypeError: not a tensor, or another dtype.
-        ValueError: another shape or device.
+    Raises TypeError for another type or dtype, and ValueError for another shape or device.
     """
     if not isinstance(value, Tensor) or value.dtype not in dtypes:
         raise TypeError(_must_be(name, dtypes, shape, value))
@@ -47,14 +45,14 @@ def _must_be(name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | str
 def _fits(got: Sequence[int], wanted: Sequence[int | str]) -> bool:
     if len(got) != len(wanted):
         return False
-    for i, want in enumerate(wanted):  # noqa: SIM110 - in every call, where `zip` and `all` take two to three times as long
+    for i, want in enumerate(wanted):  # noqa: SIM110 - on the path of every call; `zip` and `all` take two to three times as long
         if got[i] != want and not isinstance(want, str):
             return False
     return True
 
 
 def check_forward_only(*inputs: Tensor) -> None:
-    """Raises RuntimeError where autograd would expect a backward of the exchange."""
+    """Raises RuntimeError if autograd would need a backward of the exchange."""
     if not torch.is_grad_enabled():
         return
     for value in inputs:
@@ -66,22 +64,25 @@ def check_forward_only(*inputs: Tensor) -> None:
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """`x` itself where its rows are contiguous, any stride between them; otherwise a copy."""
+    """`x` itself if each row is contiguous, with any stride between rows; otherwise a copy."""
     if x.stride()[-1] == 1 or x.shape[-1] <= 1:
         return x
-    return x.clone(memory_format=torch.contiguous_format)  # `contiguous` may find nothing to do
+    return x.clone(memory_format=torch.contiguous_format)  # not `contiguous`, which may return `x` itself
 
 
 def aligned_rows(x: Tensor) -> Tensor:
-    """`x` itself where its rows are contiguous and start at multiples of 16 bytes; otherwise a copy."""
+    """`x` itself if each row is contiguous and starts at a multiple of 16 bytes; otherwise a copy."""
     stride, element = x.stride()
     if x.data_ptr() % 16 or stride * x.itemsize % 16 or element != 1:
-        return x.clone(memory_format=torch.contiguous_format)  # `contiguous` may find nothing to do
+        return x.clone(memory_format=torch.contiguous_format)  # not `contiguous`, which may return `x` itself
     return x
 
 
 def token_count(num_tokens: int | Tensor | None, num_rows: int, device: torch.device) -> tuple[Tensor | None, int]:
-    """`num_tokens` as the operators take it: a scalar on the device, or a number; default all rows."""
+    """`num_tokens` as the operators take it: a scalar tensor or None, and a number of rows, by default all.
+
+    Raises TypeError for anything but an int or an int32 tensor of one element, and ValueError for another device.
+    """
     if isinstance(num_tokens, Tensor):
         check_tensor("num_tokens", num_tokens.reshape(-1), (torch.int32,), (1,), device)
         return num_tokens, num_rows

@@ -1,4 +1,4 @@
-"""Dispatch: each token once to each distinct rank that holds one of its experts, one-sided."""
+"""Dispatch: each token goes one-sided, and once, to each distinct rank that holds one of its experts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from bisect import bisect_left
 import torch
 from torch import Tensor
 
-from epmoe import ops
+from epmoe import ops, rounds
 from epmoe.exchange import Exchange
-from epmoe.handles import Dispatched, Form, Layout, Received, Sent
+from epmoe.handles import Dispatched, Layout, Received, RoundTemplate, Sent
 from epmoe.memory import SCALE_BLOCK
 from epmoe.stages.checks import (
     FLOATS,
@@ -34,101 +34,99 @@ def open_round(
     layout: Layout,
     weight_rows: bool,
 ) -> Sent:
-    """Checks the arguments of `ExpertParallel.dispatch` and gives them a round; then `dispatch` or `dispatch_send`."""
-    exchange.check()
-    form = _checked_form(exchange, x, ids, weights, layout, weight_rows)
+    """Check the arguments of `ExpertParallel.dispatch` and give them a round, for `dispatch` or `dispatch_send`."""
+    rounds.check_closed(exchange)
+    template = _checked_template(exchange, x, ids, weights, layout, weight_rows)
     T = x.shape[0]
     scalar, rows = (None, T) if num_tokens is None else token_count(num_tokens, T, exchange.device)
-    words = form.words[bisect_left(form.steps, T)]
+    descriptor = template.descriptors[bisect_left(template.steps, T)]
     inputs = aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights)
-    arguments = *inputs, scalar, rows, *exchange.memory, words
-    return Sent(form, T, exchange.next_epoch(), words, arguments)
+    arguments = *inputs, scalar, rows, *exchange.memory, descriptor
+    return rounds.opened(exchange, template, T, descriptor, arguments)
 
 
 def dispatch(exchange: Exchange, sent: Sent) -> Dispatched:
-    """Send this rank's tokens and receive what its experts must compute; collective. See `ExpertParallel.dispatch`."""
+    """Send this rank's tokens and receive those of its experts. Collective; see `ExpertParallel.dispatch`."""
     ops.dispatch(*sent.arguments)
-    return _received(exchange, sent)
+    return rounds.dispatched(exchange, sent)
 
 
 def dispatch_send(exchange: Exchange, sent: Sent) -> Sent:
-    """The first half of `dispatch`, which waits for nobody."""
+    """The send phase of `dispatch`; waits for no rank."""
     ops.dispatch_send(*sent.arguments)
-    exchange.open_round = sent
-    return sent
+    return rounds.sent(exchange, sent)
 
 
 def dispatch_recv(exchange: Exchange, sent: Sent) -> Dispatched:
-    """The second half of `dispatch`."""
-    exchange.expect(sent, "dispatch_recv", "sent")
+    """The receive phase of `dispatch`."""
+    rounds.expect(exchange, sent, "dispatch_recv", "sent")
     ops.dispatch_recv(*sent.arguments)
-    return _received(exchange, sent)
+    return rounds.dispatched(exchange, sent)
 
 
-def _received(exchange: Exchange, sent: Sent) -> Dispatched:
-    sent.arguments = ()  # the round needs their memory no longer
-    exchange.open_round = dispatched = Dispatched(sent)
-    return dispatched
-
-
-def _checked_form(
+def _checked_template(
     exchange: Exchange, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout, weight_rows: bool
-) -> Form:
-    """Raises what `_check_inputs` does, but of a form that has passed before looks only at what may differ."""
+) -> RoundTemplate:
+    """The template of a call. Raises what `_check_inputs` does.
+
+    Once a call has passed, calls with the same template need only the checks of what may still differ.
+    """
     try:
         T, D = x.shape
         shape = rows, K = ids.shape
         key = (D, K, x.dtype, ids.dtype, weights.dtype, layout, weight_rows)
-        form = exchange.forms.get(key)
+        template = exchange.templates.get(key)
         device = exchange.device
         if (
-            form is not None
+            template is not None
             and rows == T <= exchange.max_tokens
             and weights.shape == shape
             and x.device == device
             and ids.device == device
             and weights.device == device
-            and exchange.open_round is None
             and not (torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad))
         ):
-            return form
+            return template
     except (AttributeError, TypeError, ValueError):
-        pass  # not even tensors: the checks say so
+        pass  # not even tensors of two dimensions: `_check_inputs` says so
     _check_inputs(exchange, x, ids, weights, layout, weight_rows)
-    exchange.forms[key] = form = _new_form(exchange, x, ids.shape[1], layout, weight_rows)
-    return form
+    exchange.templates[key] = template = _new_template(exchange, x, ids.shape[1], layout, weight_rows)
+    return template
 
 
-def _new_form(exchange: Exchange, x: Tensor, K: int, layout: Layout, weight_rows: bool) -> Form:
+def _new_template(exchange: Exchange, x: Tensor, K: int, layout: Layout, weight_rows: bool) -> RoundTemplate:
     views, wire_fp8 = exchange.views, bool(exchange.plan.sizes["payload_fp8"])
     wire, D = FP8 if wire_fp8 else x.dtype, x.shape[1]
     blocks = -(-D // SCALE_BLOCK)
-    fields: dict[str, Tensor | None] = dict.fromkeys(("rows", "scales", "expert_offsets", "tokens_per_expert"))
-    received: dict[str, Tensor | None] = dict.fromkeys(("x", "scales", "ids", "weights"))
-    received["counts"] = views["counts"]
+    recv_fields: dict[str, Tensor | None]
     if layout == "expert":
-        fields["rows"] = exchange.rows_as("rows", wire, D)
-        fields["scales"] = exchange.rows_as("row_scales", torch.float32, blocks) if wire_fp8 else None
-        fields["expert_offsets"] = views["expert_offsets"]
-        fields["tokens_per_expert"] = views["tokens_per_expert"]
+        fields = {
+            "rows": exchange.rows_as("rows", wire, D),
+            "scales": exchange.rows_as("row_scales", torch.float32, blocks) if wire_fp8 else None,
+            "expert_offsets": views["expert_offsets"],
+            "tokens_per_expert": views["tokens_per_expert"],
+        }
+        attributes = Dispatched.attributes("dispatched", layout, fields)
+        recv_fields = {"counts": views["counts"]}
+        received = Received.attributes("recv", layout, recv_fields, absent=("x", "scales", "ids", "weights"))
     else:
-        received["x"] = exchange.slabs("recv.x", wire, D)
-        received["scales"] = exchange.slabs("recv.scales", torch.float32, blocks) if wire_fp8 else None
-        received["ids"] = exchange.slabs("recv.ids", torch.int32, K)
-        received["weights"] = exchange.slabs("recv.weights", torch.float32, K)
-    recv = Received(Received.attributes("recv", layout, received))
-    attributes = Dispatched.attributes("dispatched", layout, fields)
-    attributes |= {"recv": recv, "layout": layout, "dtype": x.dtype, "hidden_size": D}
-    like = torch.empty(0, dtype=x.dtype, device=exchange.device)
-    return Form(*exchange.words_for(D, layout == "expert", weight_rows), attributes, like)
+        absent = ("rows", "scales", "expert_offsets", "tokens_per_expert")
+        attributes = Dispatched.attributes("dispatched", layout, {}, absent)
+        recv_fields = {
+            "counts": views["counts"],
+            "x": exchange.slabs("recv.x", wire, D),
+            "scales": exchange.slabs("recv.scales", torch.float32, blocks) if wire_fp8 else None,
+            "ids": exchange.slabs("recv.ids", torch.int32, K),
+            "weights": exchange.slabs("recv.weights", torch.float32, K),
+        }
+        received = Received.attributes("recv", layout, recv_fields)
+    attributes |= {"recv": Received(received), "layout": layout, "dtype": x.dtype, "hidden_size": D}
+    steps, descriptors = exchange.descriptors_for(D, layout == "expert", weight_rows)
+    return RoundTemplate(steps, descriptors, attributes, D, torch.empty(0, dtype=x.dtype, device=exchange.device))
 
 
 def _check_inputs(exchange: Exchange, x: Tensor, ids: Tensor, weights: Tensor, layout: str, weight_rows: bool) -> None:
     model, capacity = exchange.config.model, exchange.config.capacity
-    if exchange.open_round is not None:
-        raise RuntimeError(
-            f"round {exchange.open_round.epoch} is still open: call combine, or abort on all ranks, before dispatch"
-        )
     if layout not in ("expert", "rank"):
         raise ValueError(f"`layout` must be 'expert' or 'rank', got {layout!r}")
     if not isinstance(weight_rows, bool):

@@ -1,4 +1,4 @@
-"""The experts stage: a grouped GEMM over `expert_offsets`. A library's work, not ours."""
+"""The experts stage: a grouped GEMM over `expert_offsets`, by torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from epmoe.stages.quantize import dequantize_rows
 
 
 class SwiGLUExperts:
-    """This rank's SwiGLU experts: `down(silu(gate(x)) · up(x))`, as `ep.dispatch` lays their rows out.
+    """This rank's SwiGLU experts, `down(silu(gate(x)) · up(x))`, over rows in the order of `ep.dispatch`.
 
-    w_gate_up [e, 2F, D] holds each expert's gate rows, then its up rows; w_down [e, D, F]. Whether
-    `torch.nn.functional.grouped_mm` takes their dtype and shape (it wants strides of 16 bytes and no fp64) is tried
-    once, here; elsewhere a plain loop over the experts does the same.
+    The constructor tries once whether `torch.nn.functional.grouped_mm` accepts the weights: it needs strides that are
+    multiples of 16 bytes, and no fp64. If it does not, a loop over the experts computes the same.
+
+    Args:
+        w_gate_up: [e, 2F, D], in which each expert has F gate rows, then F up rows.
+        w_down: [e, D, F], same dtype and device.
+
+    Raises:
+        TypeError: a weight is no tensor, or the dtypes differ.
+        ValueError: the shapes or devices do not fit each other.
     """
 
     def __init__(self, w_gate_up: Tensor, w_down: Tensor) -> None:
@@ -27,11 +34,21 @@ class SwiGLUExperts:
         self.grouped = self._accepts_grouped_mm()
 
     def __call__(self, rows_ND: Tensor, expert_offsets: Tensor, scales: Tensor | None = None) -> Tensor:
-        """rows [N, D] → outputs [N, D] in the weights' dtype.
+        """Apply each expert to its segment of rows.
 
-        Expert i's segment is rows[expert_offsets[i] : expert_offsets[i+1]], alignment gaps included; rows past
-        `expert_offsets[e]` are never read, and their outputs are undefined. With `scales` fp32 [N, D/128] the rows
-        are fp8 and are dequantised first. Raises TypeError or ValueError where an argument is not so.
+        Args:
+            rows_ND: [N, D] in the weights' dtype, or fp8 with `scales`. Rows past `expert_offsets[e]` have no effect on
+                others, and their outputs are undefined.
+            expert_offsets: int32 [e + 1]. Expert i's segment is rows[expert_offsets[i] : expert_offsets[i + 1]],
+                alignment gaps included.
+            scales: fp32 [N, D/128], by which the rows are dequantised, or None.
+
+        Returns:
+            Outputs [N, D] in the weights' dtype.
+
+        Raises:
+            TypeError: an argument has another dtype.
+            ValueError: an argument has another shape or device.
         """
         e, D, _ = self.w_down.shape
         check_tensor("expert_offsets", expert_offsets, (torch.int32,), (e + 1,), rows_ND.device)
@@ -42,7 +59,7 @@ class SwiGLUExperts:
         return (self._grouped if self.grouped else self._loop)(rows_ND, expert_offsets, scales)
 
     def _grouped(self, rows_ND: Tensor, expert_offsets: Tensor, scales: Tensor | None) -> Tensor:
-        # The host knows how many rows there are at no cost: spare the capacity past them.
+        # On the CPU the number of rows costs no synchronisation, so rows past the last segment are left out.
         n = rows_ND.shape[0] if rows_ND.is_cuda else int(expert_offsets[-1])
         rows_nD = self._dequantise(rows_ND[:n], None if scales is None else scales[:n])
         ends = expert_offsets[1:]

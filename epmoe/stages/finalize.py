@@ -1,4 +1,4 @@
-"""Finalize: expert-major outputs → one weighted row for each received token."""
+"""Finalize: expert-major outputs become one weighted row for each received token."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from epmoe.stages.permute import Permuted
 def finalize(expert_rows: Tensor, permuted: Permuted, weights: Tensor) -> Tensor:
     """Undo the permutation: partial[s] = Σ_k weights[s, k] · expert_rows[row_of_pair[s, k]], summed in fp32.
 
-    A pair without a row adds nothing, a slot without any yields zeros, and a weight of 0 never multiplies. Where
+    A pair without a row, or of weight 0, adds nothing, whatever its output holds; a slot without pairs yields zeros. If
     `permuted` has counts, slots past them are not written.
 
     Args:
         expert_rows: [N, D] fp32, fp16 or bf16, in the order of `permuted.rows`.
-        permuted: what `permute` returned.
+        permuted: as `permute` returned it.
         weights: [S, K] fp32, fp16 or bf16.
 
     Returns:
         [S, D] in the dtype of `expert_rows`.
 
     Raises:
-        TypeError, ValueError: an argument is not as above.
+        TypeError: an argument has another dtype.
+        ValueError: an argument has another shape or device.
     """
     check_tensor("expert_rows", expert_rows, FLOATS, ("N", "D"))
     check_tensor("weights", weights, FLOATS, tuple(permuted.row_of_pair.shape), expert_rows.device)

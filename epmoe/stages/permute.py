@@ -1,4 +1,4 @@
-"""Permute: received rows → expert-major rows, by the expert map."""
+"""Permute: received rows become expert-major rows, by the expert map."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ I32 = (torch.int32,)
 
 @dataclass(frozen=True)
 class Permuted:
-    """Rows sorted by local expert, and where each came from.
+    """Rows sorted by local expert, and the row of each (token, expert) pair.
 
-    rows [N, D]: what lies past `expert_offsets[e]` is not written and must not be read.
-    expert_offsets int32 [e+1]: where each segment starts; `expert_offsets[1:]` are the ends a grouped GEMM takes.
-    tokens_per_expert int32 [e]: rows of each segment without its gap.
-    row_of_pair int32 [S, K]: the row of each pair, −1 where it has none.
-    counts int32 [R] or None: the real slots of each source, as given.
+    Attributes:
+        rows: [N, D]. Rows past `expert_offsets[e]` are not written and must not be read.
+        expert_offsets: int32 [e + 1], the first row of each segment; a grouped GEMM takes `expert_offsets[1:]`.
+        tokens_per_expert: int32 [e], rows of each segment without its gap.
+        row_of_pair: int32 [S, K], −1 for a pair without a row.
+        counts: int32 [R], the real slots of each source, or None; as passed.
     """
 
     rows: Tensor
@@ -42,21 +43,25 @@ def permute(
     max_rows: int | None = None,
     counters: Tensor | None = None,
 ) -> Permuted:
-    """Expand and sort rows by local expert, in a stable order: within an expert by source rank, then token.
+    """Copy each row once for each of its local experts. Order: by expert, then source rank, then token.
 
     Args:
         x: [S, D] fp32, fp16, bf16 or fp8, any row stride.
         ids: [S, K] int32 or int64. An id out of range, or one that the map sends to −1, gets no row.
-        expert_map: int32 [P], id → local index in [0, e), −1 elsewhere.
+        expert_map: int32 [P], the local index in [0, e) of each id, −1 for an expert of another rank.
         num_local_experts: e.
-        counts_R: int32 [R]; then x is R slabs of S/R slots, and only the first counts_R[r] of each are real.
-        alignment: segments start at its multiples; rows of the gaps are zeros.
-        max_rows: rows to hold, by default the worst case S·K + e·(alignment − 1). Pairs past it, in expert-major
-            order, get row −1 and count as dropped.
-        counters: int64 [8] health counters to add to.
+        counts_R: int32 [R]. With it, x is R slabs of S/R slots, and only the first counts_R[r] slots of slab r count.
+        alignment: in rows. Segments start at its multiples; the gaps between them are zeros.
+        max_rows: N, by default the worst case S·K + e·(alignment − 1). Pairs past it, in expert-major order, get row −1
+            and count as dropped.
+        counters: int64 [8], to which the health counters are added, in the order of `epmoe.health.COUNTERS`.
+
+    Returns:
+        The rows [N, D] in x's dtype, and where each pair's row is.
 
     Raises:
-        TypeError, ValueError: an argument is not as above.
+        TypeError: an argument has another dtype.
+        ValueError: an argument has another shape, value or device.
     """
     check_tensor("x", x, (*FLOATS, torch.float8_e4m3fn), ("S", "D"))
     S, _ = x.shape

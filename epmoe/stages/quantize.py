@@ -1,4 +1,4 @@
-"""Quantize: what a serving stack does to padded batches before and after the experts, without stale rows in it."""
+"""Quantize and zero rows of padded batches, without reading the stale rows behind the real ones."""
 
 from __future__ import annotations
 
@@ -13,25 +13,31 @@ from epmoe.stages.checks import FLOATS, check_tensor, contiguous_rows, describe,
 
 
 class Quantized(NamedTuple):
-    """q [T, D] float8_e4m3fn; scales fp32 [1] or [T, ⌈D/128⌉], by which q is multiplied to get the values back."""
+    """q [T, D] float8_e4m3fn, and scales fp32 [1] or [T, ⌈D/128⌉]: a value is about q · scale."""
 
     q: Tensor
     scales: Tensor
 
 
 def zero_padding_rows_(x: Tensor, num_tokens: int | Tensor) -> Tensor:
-    """Set the rows of padding to zero, in place, without looking at what they hold; returns `x`.
+    """Set the rows of padding to zero, in place, without reading them.
 
     A serving stack that pads its batch (for graph replay, or to equal sizes on all ranks) leaves stale memory behind
-    the real rows. Zeros route and quantise harmlessly.
+    the real rows. Zeros are harmless in routing and in quantisation.
 
     Args:
-        x: [..., D], rows counted over all leading dimensions, as in [requests, tokens of a request, D]; they must be
-            evenly spaced.
-        num_tokens: real rows, an int or an int32 scalar on the device (captured graphs read it anew at each replay).
+        x: [..., D]. All leading dimensions together count the rows, as in [requests, tokens of a request, D], and the
+            rows must be evenly spaced.
+        num_tokens: the number of real rows: an int, or an int32 scalar tensor on the device, which a CUDA graph reads
+            anew at each replay.
+
+    Returns:
+        `x`.
 
     Raises:
-        TypeError, ValueError: an argument is not as above.
+        TypeError: an argument has another type or dtype.
+        ValueError: the elements of a row are not contiguous.
+        RuntimeError: the rows are not evenly spaced.
     """
     if not isinstance(x, Tensor) or x.dim() < 2:
         raise TypeError(f"`x` must be a tensor [..., D], got {describe(x)}")
@@ -45,18 +51,22 @@ def zero_padding_rows_(x: Tensor, num_tokens: int | Tensor) -> Tensor:
 def quantize_fp8(
     x: Tensor, *, granularity: Literal["tensor", "block"] = "block", num_tokens: int | Tensor | None = None
 ) -> Quantized:
-    """Quantise to fp8 e4m3 by the largest magnitude of the REAL rows: a stale row neither reads as data nor as a scale.
+    """Quantise to fp8 e4m3 by the largest magnitude of the REAL rows: stale rows change neither values nor scales.
 
-    A scale is amax / 448, or 1 where all values are zero. NaN stays NaN and ±Inf saturates; neither enters an amax, so
-    every scale is finite. Padded rows come out as zeros with scale 1.
+    A scale is amax / 448, at least 2⁻¹²⁶, or 1 if all values are zero. NaN stays NaN and ±Inf saturates; neither enters
+    an amax, so every scale is finite. Padded rows become zeros with scale 1.
 
     Args:
         x: [T, D] fp32, fp16 or bf16, any row stride.
-        granularity: "tensor", one scale in all, or "block", one for each 128 elements of a row.
-        num_tokens: rows at and past it are padding. An int, or an int32 scalar on the device.
+        granularity: "tensor" for one scale in all, "block" for one for each 128 elements of a row.
+        num_tokens: int or int32 scalar tensor on the device. Rows at and past it are padding.
+
+    Returns:
+        fp8 values [T, D], and fp32 scales [1] or [T, ⌈D/128⌉].
 
     Raises:
-        TypeError, ValueError: an argument is not as above.
+        TypeError: an argument has another type or dtype.
+        ValueError: an argument has another shape or value.
     """
     check_tensor("x", x, FLOATS, ("T", "D"))
     if granularity not in ("tensor", "block"):
@@ -66,5 +76,5 @@ def quantize_fp8(
 
 
 def dequantize_rows(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp8 rows [N, D] with fp32 scales [N, D/128], as an fp8 payload brings them, to rows [N, D] of `dtype`."""
+    """Rows [N, D] in `dtype` of fp8 rows [N, D] and scales fp32 [N, D/128]; D is a multiple of 128."""
     return (rows.float().unflatten(1, (-1, SCALE_BLOCK)) * scales[..., None]).flatten(1).to(dtype)

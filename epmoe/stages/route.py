@@ -1,4 +1,4 @@
-"""Routing: scores → K unique experts a token and finite weights, whatever the bits of the logits are."""
+"""Route: K unique experts and finite weights for each token, whatever the bits of the logits are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_TOP_K_ON_CUDA = 32
 
 
 class Routing(NamedTuple):
-    """K experts of each token: ids [T,K] int32 or int64, weights [T,K] fp32."""
+    """The K experts of each token: ids int32 or int64 [T, K], weights fp32 [T, K]."""
 
     ids: Tensor
     weights: Tensor
@@ -36,25 +36,30 @@ def route(
 ) -> Routing:
     """Choose `top_k` experts for each row of logits.
 
-    A score that is not finite counts as 0, so for every bit pattern of logits and bias the ids of a real row are unique
-    and in [0, E) and its weights are finite. The best score comes first, ties go to the lower id; without a bias the
-    logits themselves decide, since both scorings are monotonic.
+    A score that is not finite counts as 0. For every bit pattern of logits and bias, the ids of a real row are
+    therefore unique and in [0, E), and its weights are finite. The best score comes first; of equal scores the lower id
+    comes first. Without a bias the logits themselves decide, since both scorings are monotonic.
 
     Args:
         logits: [T, E] fp32, fp16 or bf16, any row stride; 1 ≤ K ≤ E ≤ 4096.
         top_k: K, at most 32 on CUDA.
         scoring: softmax over the experts, or sigmoid of each.
-        bias: [E] fp32, added to the scores for the choice only (DeepSeek-V3's auxiliary-loss-free balancing).
+        bias: fp32 [E], added to the scores for the choice only (auxiliary-loss-free balancing of DeepSeek-V3).
         renormalize: divide the weights of a token by their sum (a sum of 0 counts as 1).
-        num_expert_groups, top_groups: choose among the experts of the best groups only; a group's score is the sum of
-            its two best biased scores, or its best one where there is no bias.
+        num_expert_groups: groups of E / num_expert_groups experts that follow one another.
+        top_groups: choose among the experts of this many groups, the best ones. A group's score is the sum of its two
+            best biased scores, or without a bias its best score (group-limited routing of DeepSeek-V3 and -V2).
         routed_scaling_factor: multiplies the weights, last.
-        num_tokens: rows at and past it are padding: ids E, weights 0. An int, or an int32 scalar on the device.
+        num_tokens: int or int32 scalar tensor on the device. Rows at and past it are padding: ids E, weights 0.
         id_dtype: torch.int32 or torch.int64.
-        counters: int64 [8] health counters to add to, in the order of `epmoe.health.COUNTERS`.
+        counters: int64 [8], to which the health counters are added, in the order of `epmoe.health.COUNTERS`.
+
+    Returns:
+        ids [T, K] of `id_dtype` and weights fp32 [T, K].
 
     Raises:
-        TypeError, ValueError: an argument is not as above.
+        TypeError: an argument has another type or dtype.
+        ValueError: an argument has another shape, value or device.
     """
     check_tensor("logits", logits, FLOATS, ("T", "E"))
     T, E = logits.shape

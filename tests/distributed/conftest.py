@@ -1,4 +1,4 @@
-"""One process group for the session, on gloo and CPU or with CUDA beside it; every rank runs every test."""
+"""One process group for the session: gloo for CPU tensors, NCCL for CUDA tensors. Every rank runs every test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNDER_TORCHRUN = "RANK" in os.environ
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Ranks that have parted cannot meet again: the first to fail ends, and torchrun ends the others.
+    # A rank that fails is out of step with the others for good: it ends at once, and torchrun ends the others.
     if UNDER_TORCHRUN:
         config.option.maxfail = 1
 
@@ -41,7 +41,8 @@ def _group() -> Iterator[None]:
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        if RANKS_SHARE_GPUS:  # by time slices: slow, but any number of ranks can be tested; NCCL refuses that
+        # Ranks share a GPU by time slices, which is slow but tests any number of ranks. NCCL refuses it, gloo does not.
+        if RANKS_SHARE_GPUS:
             backend = "cpu:gloo,cuda:gloo"
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     dist.init_process_group(backend, timeout=timedelta(seconds=60))
@@ -51,7 +52,7 @@ def _group() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _lockstep(_group: None, request: pytest.FixtureRequest) -> Iterator[None]:
-    """No rank begins a test before all have passed the last one."""
+    """No rank begins a test before all ranks have passed the previous one."""
     yield
     if UNDER_TORCHRUN and not request.session.testsfailed:
         dist.all_reduce(torch.zeros(1))
@@ -71,12 +72,13 @@ def size() -> int:
 def make_ep(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ExpertParallel]]:
     """Makes ExpertParallels from the options of `make_config`, and closes them after the test.
 
-    On GPUs, `few_tokens` travel in another way than many: given, a test meets both with small numbers of them.
+    On GPUs, calls of up to `ll_max_tokens` tokens use the LL protocol, larger ones the Simple protocol. A small value
+    lets a test cover both protocols with small batches.
     """
     made = []
 
-    def make(few_tokens: int = memory.FEW_TOKENS, **options) -> ExpertParallel:
-        monkeypatch.setattr(memory, "FEW_TOKENS", few_tokens)
+    def make(ll_max_tokens: int = memory.LL_MAX_TOKENS, **options) -> ExpertParallel:
+        monkeypatch.setattr(memory, "LL_MAX_TOKENS", ll_max_tokens)
         made.append(ExpertParallel(make_config(dist.get_world_size(), **options), device=device))
         return made[-1]
 

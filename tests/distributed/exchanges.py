@@ -1,6 +1,6 @@
-"""Rounds of an exchange for the tests: configs, every rank's input, and what dispatch and combine must make of it.
+"""Rounds of an exchange for the tests: configs, every rank's input, and the expected results of dispatch and combine.
 
-Each rank makes the input of ALL ranks from seeds, so what it must receive is computed here, without asking anyone.
+Each rank generates the input of ALL ranks from seeds. It computes what it must receive without communication.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from torch import Tensor
 from epmoe import Dispatched, EPConfig, ExpertParallel, Permuted, Placement, simulate_routing
 from epmoe.reference import finalize_reference, moe_reference, permute_reference
 
-CONTROL = ("mail.", "doorbell", "state", "table.", "health.", "few.")
+CONTROL = ("signal.", "doorbell", "state", "table.", "health.", "ll.")
 FP8 = torch.float8_e4m3fn
-ROUNDINGS = {  # relative, absolute: two roundings to half a unit of the last place, and what denormals lose
+# (relative, absolute) error of y, with 10 % of slack: roundings to half a unit in the last place (two, with fp8 one),
+# and the loss in denormals.
+ROUNDINGS = {
     torch.float32: (1e-6, 0.0),
     torch.bfloat16: (2.2 * 2**-8, 0.0),
     torch.float16: (2.2 * 2**-11, 1e-6),
@@ -50,7 +52,7 @@ def make_config(
 
 @dataclass
 class Tokens:
-    """One rank's input of a round; rows at and past `real` are padding, full of NaN and of valid ids."""
+    """One rank's input of a round. Rows from `real` on are padding, full of NaN and valid ids."""
 
     x: Tensor
     ids: Tensor
@@ -58,7 +60,7 @@ class Tokens:
     real: int
 
     def live(self, num_experts: int) -> tuple[Tensor, Tensor]:
-        """Logical ids int64 and fp32 weights of the real rows, −1 and 0 where a pair does not count."""
+        """Logical ids int64 and fp32 weights of the real rows, −1 and 0 for a pair that does not count."""
         ids, weights = self.ids[: self.real].long(), self.weights[: self.real].float()
         live = (ids >= 0) & (ids < num_experts) & weights.isfinite() & (weights != 0)
         return ids.where(live, -1), weights.where(live, 0.0)
@@ -75,7 +77,7 @@ def make_tokens(
     weight_dtype: torch.dtype = torch.float32,
     padded: int = 0,
 ) -> Tokens:
-    """`num_tokens` rows of one rank, the last `padded` of them padding."""
+    """`num_tokens` rows of one rank, of which the last `padded` are padding."""
     model, seed = config.model, 1000 * seed + rank
     x = randn(num_tokens, model.hidden_size, dtype=model.torch_dtype, seed=seed)
     ids, weights = simulate_routing(
@@ -87,16 +89,16 @@ def make_tokens(
 
 
 def gains(config: EPConfig, hidden: int) -> Tensor:
-    """The tests' experts [E, D]: each multiplies a row by its own gains, powers of two, so exactly in every dtype."""
-    shape = (config.model.num_experts, 61)  # prime: no two blocks of a row alike
+    """[E, D]: the tests' expert e multiplies a row by gains[e]. These are ± powers of two, so exact in every dtype."""
+    shape = (config.model.num_experts, 61)  # prime, so that the blocks of a row differ
     exponent = torch.randint(-1, 2, shape, generator=generator(7))
     sign = torch.randint(0, 2, shape, generator=generator(8)) * 2 - 1
     return (sign * 2.0**exponent)[:, torch.arange(hidden) % 61]
 
 
 def run_experts(ep: ExpertParallel, d: Dispatched) -> Tensor:
-    """Expert-major outputs of `gains`; what lies past the last segment is NaN."""
-    rows = dequantised(d.rows, getattr(d, "scales", None), d.dtype)
+    """Expert-major outputs: the rows times `gains`. Rows past the last segment are NaN."""
+    rows = dequantised(d.rows, d.scales, d.dtype)
     gain, ends = gains(ep.config, rows.shape[1]), d.expert_offsets.tolist()
     out = poison_(torch.empty_like(rows))
     for i, physical in enumerate(ep.placement.local_experts(ep.rank)):
@@ -106,13 +108,13 @@ def run_experts(ep: ExpertParallel, d: Dispatched) -> Tensor:
 
 
 def run_fused_experts(ep: ExpertParallel, d: Dispatched) -> Tensor:
-    """What a stack's own fused MoE makes of layout="rank": partial rows [R, M, D]; unused slots are NaN."""
-    x = dequantised(d.recv.x, getattr(d.recv, "scales", None), d.dtype)
+    """Stands in for a stack's fused MoE on layout="rank": returns partial rows [R, M, D]. Unused slots are NaN."""
+    x = dequantised(d.recv.x, d.recv.scales, d.dtype)
     partial = poison_(torch.empty_like(x, memory_format=torch.contiguous_format))
     expert_map, gain = ep.placement.expert_map(ep.rank).long(), gains(ep.config, x.shape[2])
     for r, count in enumerate(d.recv.counts.tolist()):
         ids, weights = d.recv.ids[r, :count].cpu().long(), d.recv.weights[r, :count].cpu().double()
-        mine = expert_map[ids] >= 0  # reads −1 at the sentinel
+        mine = expert_map[ids] >= 0  # the sentinel's entry is −1
         gain_ckD = gain[ids % ep.placement.num_experts] * (weights * mine)[..., None]
         partial[r, :count] = (x[r, :count].double() * gain_ckD.sum(1).to(x.device)).to(x.dtype)
     return partial
@@ -134,14 +136,14 @@ def quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Slabs:
-    """What one rank must find in its window: S = R·M slots; x past the counts is NaN."""
+    """The expected content of one rank's window: S = R·M slots. x past the counts is NaN."""
 
     x: Tensor
     ids: Tensor
     weights: Tensor
     counts: Tensor
     token: list[list[int]]
-    """[R][counts[r]] the source's token in each used slot"""
+    """[R][counts[r]]: the source's token in each used slot."""
 
 
 def expected_slabs(config: EPConfig, placement: Placement, tokens: list[Tokens], rank: int) -> Slabs:
@@ -150,12 +152,12 @@ def expected_slabs(config: EPConfig, placement: Placement, tokens: list[Tokens],
     x = poison_(torch.empty(R, M, D, dtype=tokens[0].x.dtype))
     ids, weights = torch.full((R, M, K), sentinel, dtype=torch.int32), torch.zeros(R, M, K)
     owners, token = torch.tensor([*placement.owners, -1]), []
-    for source, given in enumerate(tokens):
-        logical, live_weights = given.live(placement.num_experts)
-        t = torch.arange(given.real)[:, None] + source
+    for source, sender in enumerate(tokens):
+        logical, live_weights = sender.live(placement.num_experts)
+        t = torch.arange(sender.real)[:, None] + source
         physical = placement.copies_table().long()[logical, t % placement.num_copies()[logical]].where(logical >= 0, -1)
         sent = (owners[physical] == rank).any(1).nonzero()[:, 0]
-        x[source, : len(sent)] = given.x[sent]
+        x[source, : len(sent)] = sender.x[sent]
         ids[source, : len(sent)] = physical[sent].where(physical[sent] >= 0, sentinel).int()
         weights[source, : len(sent)] = live_weights[sent]
         token.append(sent.tolist())
@@ -177,7 +179,7 @@ def expected_rows(config: EPConfig, placement: Placement, slabs: Slabs, rank: in
 
 
 def expected_y(config: EPConfig, tokens: Tokens) -> Tensor:
-    """y [T, D] of one rank in fp64: the dense layer, on what the payload leaves of x; zeros where padded."""
+    """y [T, D] of one rank in fp64: the dense layer on x as the payload rounds it. Padding rows are zeros."""
     return _dense_y(config, tokens, lambda value: value)
 
 
@@ -193,9 +195,9 @@ def _dense_y(config: EPConfig, tokens: Tokens, each: Callable[[Tensor], Tensor])
 
 
 def assert_y(got: Tensor, config: EPConfig, tokens: Tokens) -> None:
-    """`got` is this rank's y, as closely as its roundings allow: one of each rank's sum, one of the sum of those.
+    """`got` is this rank's y up to roundings: one of the sum over a rank's experts, one of the sum over ranks.
 
-    Their errors are relative to Σ_k |weight · expert(x)|, element by element.
+    Rounding errors are relative to Σ_k |weight · expert(x)|, element by element.
     """
     assert got.shape == tokens.x.shape and got.dtype == tokens.x.dtype
     assert got[tokens.real :].eq(0).all()
@@ -206,7 +208,7 @@ def assert_y(got: Tensor, config: EPConfig, tokens: Tokens) -> None:
 
 
 def expected_y_after_drops(config: EPConfig, placement: Placement, tokens: list[Tokens], rank: int) -> Tensor:
-    """y [T, D] of one rank by the stages' own oracles, so that pairs past `max_expert_rows` are missing from it."""
+    """y [T, D] of one rank from the references of the stages. Pairs past `max_expert_rows` are missing from it."""
     y, gain = torch.zeros(tokens[rank].x.shape, dtype=torch.float64), gains(config, config.model.hidden_size).double()
     for r in range(len(tokens)):
         slabs = expected_slabs(config, placement, tokens, r)
@@ -222,25 +224,26 @@ def expected_y_after_drops(config: EPConfig, placement: Placement, tokens: list[
 def poison(ep: ExpertParallel) -> None:
     """Fills every payload buffer of this rank's window and scratch with 0xFF, while no rank is in a round.
 
-    What rows of few tokens have filled must be so already: else a later round would take it for its own.
+    Lines of the LL protocol must be 0xFF already: the round that read them re-arms them. A later round would take any
+    other value for its own payload.
     """
     if ep.device.type == "cuda":
         torch.cuda.synchronize()
     dist.all_reduce(torch.zeros(1))
-    for unset in ep._exchange.plan.unset:
-        assert ep._exchange.window.local[unset].eq(0xFF).all()
+    for lines in ep._exchange.plan.empty_lines:
+        assert ep._exchange.window.local[lines].eq(0xFF).all()
     for name, buffer in ep._exchange.views.items():
         if buffer.numel() and not name.startswith(CONTROL) and not name.endswith(".flags"):
             poison_(buffer)
     if ep.device.type == "cuda":
-        torch.cuda.synchronize()  # before another rank may write here
+        torch.cuda.synchronize()  # before another rank writes here
     dist.all_reduce(torch.zeros(1))
 
 
 def run_round(
     ep: ExpertParallel, tokens: Tokens, layout: str = "expert", num_tokens: int | Tensor | None = None
 ) -> Tensor:
-    """dispatch, the tests' experts, combine."""
+    """dispatch, the tests' experts, and combine."""
     x, ids, weights = (t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
     d = ep.dispatch(x, ids, weights, num_tokens=num_tokens, layout=layout)
     if layout == "rank":

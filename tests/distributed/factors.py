@@ -1,4 +1,4 @@
-"""All pairs: few cases in which every two values of any two factors still meet."""
+"""Pairwise (all-pairs) testing: a small set of cases that covers every combination of two values of two factors."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ from typing import Any
 
 
 def all_pairs(factors: Mapping[str, Sequence[Any]], seed: int = 0, tries: int = 30) -> list[dict[str, Any]]:
-    """Cases, one value of each factor, that cover every pair of values of every two factors.
+    """Cases, with one value of each factor, that cover every pair of values of every two factors.
 
-    Greedy, as in AETG (Cohen et al., 1997): each case starts from a pair not yet met, gets its other factors in
-    random order, each the value that meets most new pairs, and the best of `tries` such cases is kept.
+    The search is greedy, as in AETG (Cohen et al., 1997). A candidate starts from an uncovered pair. It takes the other
+    factors in random order, each with the value that covers most uncovered pairs. The best of `tries` candidates
+    becomes a case.
     """
     rng = random.Random(seed)
-    open_pairs = {
+    uncovered = {
         frozenset([(f, i), (g, j)])
         for f, g in itertools.combinations(factors, 2)
         for i in range(len(factors[f]))
         for j in range(len(factors[g]))
     }
 
-    def met(case: dict[str, int]) -> set[frozenset]:
-        return {pair for pair in map(frozenset, itertools.combinations(case.items(), 2)) if pair in open_pairs}
+    def newly_covered(case: dict[str, int]) -> set[frozenset]:
+        return {pair for pair in map(frozenset, itertools.combinations(case.items(), 2)) if pair in uncovered}
 
     def candidate() -> dict[str, int]:
-        case = dict(rng.choice(sorted(map(sorted, open_pairs))))
+        case = dict(rng.choice(sorted(map(sorted, uncovered))))
         for f in rng.sample(sorted(factors), len(factors)):
             if f not in case:
                 values = rng.sample(range(len(factors[f])), len(factors[f]))
-                case[f] = max(values, key=lambda i: len(met(case | {f: i})))
+                case[f] = max(values, key=lambda i: len(newly_covered(case | {f: i})))
         return case
 
     cases = []
-    while open_pairs:
-        best = max((candidate() for _ in range(tries)), key=lambda case: len(met(case)))
-        open_pairs -= met(best)
+    while uncovered:
+        best = max((candidate() for _ in range(tries)), key=lambda case: len(newly_covered(case)))
+        uncovered -= newly_covered(best)
         cases.append({f: factors[f][best[f]] for f in factors})
     return cases

@@ -1,4 +1,4 @@
-"""Models of transformers, and single layers of them, in one process and with their experts spread over the ranks."""
+"""Models of transformers and their single layers, in one process and with their experts spread over the ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from epmoe.integrations import demo
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Where transformers puts a model that is spread over ranks."""
-ROWS = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
-"""Relative to the largest value of one layer's output; in bfloat16 2 roundings to 8 bits, before and after the sum over
-ranks."""
+LAYER_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
+"""Error of one layer's output, relative to its largest value. In bfloat16 it has two roundings to 8 bits: before and
+after the sum over ranks.
+"""
 
 
 def random_ids(num_tokens: int, seed: int) -> Tensor:
@@ -28,11 +29,13 @@ def load(path: str, **options):
     return AutoModelForCausalLM.from_pretrained(path, **options).to(DEVICE)
 
 
-def both(name: str, way: str = "ep_implementation", dtype: torch.dtype = torch.float32, **parallel):
-    """The model in one process, and spread over all."""
+def single_and_spread(
+    name: str, entry_point: str = "ep_implementation", dtype: torch.dtype = torch.float32, **parallel
+):
+    """The model in this process, and the model spread over all ranks."""
     with demo.saved_model(name, dtype=dtype) as path:
         single = load(path, dtype=dtype)
-        if way == "experts_implementation":
+        if entry_point == "experts_implementation":
             return single, load(path, dtype=dtype, experts_implementation="epmoe")
         size = dist.get_world_size()
         sizes = parallel or {"tp_size": 1, "fsdp_size": size, "ep_size": size}
@@ -41,19 +44,19 @@ def both(name: str, way: str = "ep_implementation", dtype: torch.dtype = torch.f
 
 
 class OneLayer:
-    """The experts of a model's last layer: `whole` in this process, `spread` over a mesh, by default of all ranks."""
+    """The experts of a model's last layer: `single` in this process, `spread` over a mesh, by default of all ranks."""
 
-    def __init__(self, name: str, way: str, dtype: torch.dtype = torch.float32, mesh=None, **config):
+    def __init__(self, name: str, entry_point: str, dtype: torch.dtype = torch.float32, mesh=None, **config):
         with pytest.MonkeyPatch.context() as patch:
             for key, value in config.items():
                 patch.setitem(demo.MODELS[name], key, value)
             with demo.saved_model(name, dtype=dtype) as path:
                 models = [load(path, dtype=dtype) for _ in range(2)]
-        self.whole, self.spread = (model.model.layers[-1].mlp.experts for model in models)
-        self.num_experts, self.dtype = self.whole.num_experts, dtype
+        self.single, self.spread = (model.model.layers[-1].mlp.experts for model in models)
+        self.num_experts, self.dtype = self.single.num_experts, dtype
         self.hidden_size = models[0].config.hidden_size
         self.model = models[1]
-        if way == "experts_implementation":
+        if entry_point == "experts_implementation":
             self.spread.config._experts_implementation = "epmoe"
             return
         from transformers.distributed.expert_parallel import apply_expert_parallelism
@@ -70,15 +73,15 @@ class OneLayer:
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(num_tokens, self.hidden_size, generator=generator).to(self.dtype)
         ids = torch.rand(num_tokens, self.num_experts, generator=generator).argsort(1)[:, :top_k]
-        weights = 2.5 * torch.rand(num_tokens, top_k, generator=generator).softmax(1)  # DeepSeek's sum, in fp32
+        weights = 2.5 * torch.rand(num_tokens, top_k, generator=generator).softmax(1)  # sum 2.5, as in DeepSeek; fp32
         return x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)
 
     def check(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
-        """Collective: `spread` gives what `whole` gives."""
+        """Compares the output of `spread` with that of `single`. Collective."""
         with torch.no_grad():
             got = self.spread(x, ids, weights)
-            want = self.whole(x, ids, weights) if len(x) else x  # no kernel has to take no rows
+            want = self.single(x, ids, weights) if len(x) else x  # a kernel need not accept zero rows
         assert got.dtype == want.dtype == self.dtype
         assert got.shape == want.shape
         if len(x):
-            assert (got - want).abs().max() <= ROWS[self.dtype] * want.abs().max()
+            assert (got - want).abs().max() <= LAYER_TOLERANCE[self.dtype] * want.abs().max()

@@ -1,4 +1,4 @@
-"""Bad input is refused before anything is sent, in words that say what must be; the round after it is whole."""
+"""Bad input is refused before anything is sent, with an error that says what it must be; the next round is complete."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_combine(make_ep, rank, size):
 
 
 def test_order_of_calls(make_ep, rank, size):
-    """dispatch twice, combine twice, and combine with the handle of another round or of another object."""
+    """dispatch twice, combine twice, and combine with the handle of another round or of another ExpertParallel."""
     ep, other = make_ep(top_k=K, hidden=D, max_tokens=M), make_ep(top_k=K, hidden=D, max_tokens=M)
     tokens = make_tokens(ep.config, rank, 7)
     given = [t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)]
@@ -126,7 +126,7 @@ def test_group(rank, size, device):
 
 
 def test_a_subgroup_numbers_its_own_ranks(rank, size, device):
-    """The first ranks and the last two are worlds of their own, side by side."""
+    """The first ranks and the last two ranks are separate groups."""
     parts = [part for part in (list(range(size - 2)), [size - 2, size - 1]) if part]
     for members, group in [(part, dist.new_group(part)) for part in parts]:
         if rank not in members:
@@ -138,7 +138,7 @@ def test_a_subgroup_numbers_its_own_ranks(rank, size, device):
 
 
 def test_no_room_for_the_windows(rank, size, device):
-    """More memory than there is: an error on every rank before anything is mapped."""
+    """More memory than the machine has: an error on every rank before anything is mapped."""
     huge = make_config(size, hidden=65536, max_tokens=2**20)
     with pytest.raises(MemoryError, match=r"rank \d: .*bytes.*max_num_tokens_per_rank"):
         epmoe.ExpertParallel(huge, device=device)

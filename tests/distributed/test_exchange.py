@@ -1,4 +1,4 @@
-"""dispatch and combine against the dense reference, pairwise over everything that can vary."""
+"""dispatch and combine against the dense reference, with all pairs of the factors that can vary."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from epmoe.tuning import Tuning, TuningRow
 CASES = all_pairs(
     {
         "max_tokens": [12, 70],
-        "few_tokens": [32, 256],
-        "experts": [12, 13, 23],  # 12 divides by 2, 3 and 4 ranks
+        "ll_max_tokens": [32, 256],
+        "experts": [12, 13, 23],  # 12: the same number on each of 2, 3 or 4 ranks
         "placement": ["linear", "round_robin", "explicit"],
         "redundant": [0, 2, 30],
         "top_k": [1, 2, 6, 8],
@@ -40,7 +40,7 @@ CASES = all_pairs(
         "alignment": [1, 128],
         "layout": ["expert", "rank"],
         "padding": [None, int, torch.tensor],
-        "num_sms": [None, 20],  # of GPUs
+        "num_sms": [None, 20],  # has an effect on GPUs only
     }
 )
 
@@ -50,7 +50,7 @@ def _name(case: dict) -> str:
 
 
 def _options(case: dict, size: int) -> dict:
-    """What `make_config` takes. fp8 needs whole blocks of 128; explicit placement leaves rank 1 hardly an expert."""
+    """Options of `make_ep`. fp8 needs a multiple of 128 as hidden size. Explicit placement gives rank 1 one expert."""
     fp8 = "fp8" in (case["payload"], case["combine_payload"])
     placement = {"strategy": case["placement"], "num_redundant_experts": case["redundant"]}
     if case["placement"] == "explicit":
@@ -62,7 +62,7 @@ def _options(case: dict, size: int) -> dict:
         "hidden": -(-case["hidden"] // 128) * 128 if fp8 else case["hidden"],
         "dtype": "bfloat16" if case["payload"] == "fp8" else case["payload"],
         "max_tokens": case["max_tokens"],
-        "few_tokens": case["few_tokens"],
+        "ll_max_tokens": case["ll_max_tokens"],
         "placement": placement,
         "capacity": {"alignment": case["alignment"]},
         "exchange": {
@@ -80,7 +80,7 @@ def _num_tokens(case: dict, rank: int, size: int) -> int:
 
 
 def assert_slabs(got, want, fp8: bool) -> None:
-    """layout="rank": every slot's ids and weights, and the rows of the used ones."""
+    """layout="rank": the ids and weights of every slot, and the rows of the used slots."""
     assert torch.equal(got.ids.flatten(0, 1).cpu(), want.ids)
     assert torch.equal(got.weights.flatten(0, 1).cpu(), want.weights)
     want_x = want.x.unflatten(0, (len(want.counts), -1))
@@ -97,7 +97,7 @@ def assert_rows(d, want, fp8: bool) -> None:
 
 
 def assert_payload(rows, scales, want) -> None:
-    """Rows as they were sent: the same bits, or (their scales within rounding) the same fp8 values."""
+    """Rows equal those sent: in every bit, or with fp8 in every value, and in the scales up to rounding."""
     if scales is None:
         assert torch.equal(rows.cpu(), want)
     elif want.numel():
@@ -107,9 +107,9 @@ def assert_payload(rows, scales, want) -> None:
 
 
 def check_round(ep, tokens, layout, *, calls=None, num_tokens=None) -> None:
-    """One round on poisoned windows: what arrives, to the bit, and what comes back.
+    """One round on poisoned windows: dispatched rows are bitwise equal, y is within its roundings.
 
-    `calls` is the config that describes the calls, where they use less than that of `ep`.
+    `calls` describes calls whose hidden size, top_k or dtype is smaller than in the config of `ep`.
     """
     config, mine = calls or ep.config, tokens[ep.rank]
     fp8 = config.exchange.payload == "fp8"
@@ -143,41 +143,43 @@ def test_agrees_with_the_dense_reference(make_ep, rank, size, case):
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("few_tokens", [32, 256])
-def test_hostile_routing_to_the_letter(make_ep, rank, size, few_tokens, id_dtype, layout):
-    """Duplicates, −1, ids out of range, weights of 0, NaN and Inf, beside live pairs of the same tokens."""
-    ep = make_ep(few_tokens, experts=13, top_k=8, max_tokens=90, placement={"num_redundant_experts": 15})
+@pytest.mark.parametrize("ll_max_tokens", [32, 256])
+def test_adversarial_routing(make_ep, rank, size, ll_max_tokens, id_dtype, layout):
+    """Duplicate ids, −1, ids out of range, and weights of 0, NaN and Inf, beside valid pairs of the same tokens."""
+    ep = make_ep(ll_max_tokens, experts=13, top_k=8, max_tokens=90, placement={"num_redundant_experts": 15})
     for seed in range(10):
         T = 16 if seed % 2 else 90
         tokens = [make_tokens(ep.config, r, T, seed=seed, kind="adversarial", id_dtype=id_dtype) for r in range(size)]
         check_round(ep, tokens, layout)
 
 
-@pytest.mark.parametrize("few_tokens", [4, 32])
+@pytest.mark.parametrize("ll_max_tokens", [4, 32])
 @pytest.mark.parametrize("experts", [600, 4000])
-def test_many_experts(make_ep, rank, size, experts, few_tokens):
-    """On GPUs a block has fewer threads than there are counts to wait for, and at last no table of them by source."""
-    ep = make_ep(few_tokens, experts=experts, top_k=8, max_tokens=24)
+def test_many_experts(make_ep, rank, size, experts, ll_max_tokens):
+    """On GPUs a block awaits more counts than it has threads. With 4000 experts it has no table by source."""
+    ep = make_ep(ll_max_tokens, experts=experts, top_k=8, max_tokens=24)
     for seed in range(2):
         check_round(ep, [make_tokens(ep.config, r, 24 - 3 * r, seed=seed) for r in range(size)], "expert")
 
 
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
-@pytest.mark.parametrize("few_tokens", [32, 256])
-def test_long_rows_on_few_multiprocessors(make_ep, rank, size, few_tokens, layout, payload):
-    """On GPUs rows in several pieces, and blocks that send many tokens, in place once they know where."""
-    ep = make_ep(few_tokens, hidden=20480, dtype="float32", max_tokens=60, exchange={"payload": payload, "num_sms": 2})
+@pytest.mark.parametrize("ll_max_tokens", [32, 256])
+def test_long_rows_on_few_multiprocessors(make_ep, rank, size, ll_max_tokens, layout, payload):
+    """On GPUs a row has several chunks, and each block sends many tokens, to final rows once it knows the offsets."""
+    ep = make_ep(
+        ll_max_tokens, hidden=20480, dtype="float32", max_tokens=60, exchange={"payload": payload, "num_sms": 2}
+    )
     for seed in range(3):
         check_round(ep, [make_tokens(ep.config, r, 60 - 7 * r, seed=seed) for r in range(size)], layout)
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("team", [0, 1, 16])
-def test_scales_that_fill_no_whole_copy(make_ep, rank, size, team, layout):
-    """fp8 both ways, with scales of 20 and 12 bytes a row; on GPUs rows are sent by any number of warps."""
+def test_scales_not_a_multiple_of_16_bytes(make_ep, rank, size, team, layout):
+    """fp8 in dispatch and combine, with 20 or 12 bytes of scales a row. On GPUs `team` warps send a row (0: policy)."""
     options = {"top_k": 6, "dtype": "bfloat16", "exchange": {"payload": "fp8", "combine_payload": "fp8"}}
-    ep = make_ep(few_tokens=8, hidden=640, max_tokens=60, **options)
+    ep = make_ep(ll_max_tokens=8, hidden=640, max_tokens=60, **options)
     rows = (TuningRow(tokens=60, hidden_size=D, ranks=size, combine_team=team) for D in (384, 640))
     ep.retune(Tuning(rows=tuple(rows)))
     for D in (640, 384):
@@ -186,11 +188,11 @@ def test_scales_that_fill_no_whole_copy(make_ep, rank, size, team, layout):
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
-@pytest.mark.parametrize("few_tokens", [8, 256])
+@pytest.mark.parametrize("ll_max_tokens", [8, 256])
 @pytest.mark.parametrize("senders", [1, 1024])
-def test_any_number_of_blocks_sends(make_ep, rank, size, senders, few_tokens, layout):
-    """On GPUs one, or all that there are, so that nobody is left who only receives."""
-    ep = make_ep(few_tokens, top_k=6, hidden=1152, max_tokens=90)
+def test_any_number_of_send_blocks(make_ep, rank, size, senders, ll_max_tokens, layout):
+    """On GPUs one block sends, or as many as there are, so that no block only receives."""
+    ep = make_ep(ll_max_tokens, top_k=6, hidden=1152, max_tokens=90)
     row = TuningRow(tokens=90, hidden_size=1152, ranks=size, dispatch_senders=senders, combine_senders=senders)
     ep.retune(Tuning(rows=(row,)))
     for seed in range(2):
@@ -198,7 +200,7 @@ def test_any_number_of_blocks_sends(make_ep, rank, size, senders, few_tokens, la
 
 
 def test_smaller_hidden_size_top_k_and_dtype(make_ep, rank, size):
-    """A call may use less than the config: strides between slots stay."""
+    """A call may use smaller values than the config. The strides between slots remain those of the config."""
     ep = make_ep(hidden=512, top_k=8, dtype="float32")
     calls = make_config(size, hidden=128, top_k=3, dtype="bfloat16")
     for layout in ("expert", "rank"):
@@ -206,8 +208,8 @@ def test_smaller_hidden_size_top_k_and_dtype(make_ep, rank, size):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_nan_token_spoils_no_other(make_ep, rank, size, dtype):
-    """Of all ones, by which GPUs tell what has not arrived."""
+def test_nan_token_leaves_other_tokens_unchanged(make_ep, rank, size, dtype):
+    """All bits of the NaN are ones, which on GPUs marks a line that has not arrived."""
     ep = make_ep(dtype=dtype)
     tokens = [make_tokens(ep.config, r, 12) for r in range(size)]
     mine = tokens[rank]
@@ -220,8 +222,8 @@ def test_a_nan_token_spoils_no_other(make_ep, rank, size, dtype):
     assert_close(y[others.to(y.device)], want[others])
 
 
-def test_dead_tokens_do_not_travel(make_ep, rank, size):
-    """NaN rows whose pairs are nobody's, of weight 0 or of a weight that is not finite: y is zeros."""
+def test_tokens_without_valid_pairs_are_not_sent(make_ep, rank, size):
+    """NaN rows whose pairs have an invalid id, weight 0 or a non-finite weight: nothing is sent, and y is zeros."""
     ep = make_ep(top_k=4)
     x = poison_(torch.empty(4, 64, device=ep.device))
     ids = torch.tensor([[-1, 13, 99, -7], [0, 1, 2, 3], [4, 5, 6, 7], [-1, 0, 13, 1]], device=ep.device)

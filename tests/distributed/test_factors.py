@@ -1,4 +1,4 @@
-"""The all-pairs generator of the distributed tests keeps its promise."""
+"""The all-pairs generator of the distributed tests covers every pair of values, with a small number of cases."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 from factors import all_pairs
 
 
-def test_every_pair_is_met_by_few_cases():
+def test_cases_cover_every_pair_of_values():
     factors = {"a": [1, 2, 3, 4], "b": "xyz", "c": [True, False], "d": [None, 0.5, 1.5, 2.5, 3.5]}
     cases = all_pairs(factors, tries=10)
     for f, g in itertools.combinations(factors, 2):

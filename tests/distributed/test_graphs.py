@@ -1,4 +1,4 @@
-"""CUDA graphs: captured at some T, replayed with fewer real tokens, beside ranks that replay another; stale rows."""
+"""CUDA graphs: replays with fewer real tokens than captured, ranks that replay different graphs, and stale rows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import epmoe
 from epmoe import Dispatched, ExpertParallel
 
 
-def graphable_experts(ep: ExpertParallel) -> Callable[[Dispatched], Tensor]:
-    """The tests' experts, without a look of the host; what lies past the last segment stays as it is."""
+def capturable_experts(ep: ExpertParallel) -> Callable[[Dispatched], Tensor]:
+    """The tests' experts without host synchronisation. Rows past the last segment are undefined."""
     local = [ep.placement.logical(p) for p in ep.placement.local_experts(ep.rank)]
     gain_eD = gains(ep.config, ep.config.model.hidden_size)[local].to(ep.device)
 
@@ -28,11 +28,11 @@ def graphable_experts(ep: ExpertParallel) -> Callable[[Dispatched], Tensor]:
 
 
 class Captured:
-    """A round of T tokens in a graph, its inputs and the number of real ones."""
+    """A captured round of T tokens, with its input buffers and the number of real tokens."""
 
     def __init__(self, ep: ExpertParallel, T: int) -> None:
         model = ep.config.model
-        self.ep, self.experts = ep, graphable_experts(ep)
+        self.ep, self.experts = ep, capturable_experts(ep)
         self.x = torch.zeros(T, model.hidden_size, dtype=model.torch_dtype, device=ep.device)
         self.ids = torch.zeros(T, model.num_experts_per_tok, dtype=torch.int32, device=ep.device)
         self.weights = torch.ones(T, model.num_experts_per_tok, device=ep.device)
@@ -48,7 +48,7 @@ class Captured:
         return self.ep.combine(self.experts(d), d)
 
     def check(self, seed: int, real: int) -> None:
-        """Replays it on other tokens, of which the first are real."""
+        """Replays the round on new tokens, of which the first `real` are real."""
         T = len(self.x)
         tokens = make_tokens(self.ep.config, self.ep.rank, T, seed=seed, padded=T - real)
         for buffer, values in zip(
@@ -62,9 +62,9 @@ class Captured:
 
 
 @ON_GPUS
-@pytest.mark.parametrize(("T", "few_tokens"), [(16, 256), (128, 256), (300, 256), (400, 512)])
-def test_any_number_of_real_tokens(make_ep, rank, size, device, T, few_tokens):
-    captured = Captured(make_ep(few_tokens, top_k=6, hidden=256, max_tokens=T), T)
+@pytest.mark.parametrize(("T", "ll_max_tokens"), [(16, 256), (128, 256), (300, 256), (400, 512)])
+def test_any_number_of_real_tokens(make_ep, rank, size, device, T, ll_max_tokens):
+    captured = Captured(make_ep(ll_max_tokens, top_k=6, hidden=256, max_tokens=T), T)
     for seed, real in enumerate((0, 1, T // 2, T, 1, T)):
         captured.check(seed, real if rank % 2 == 0 else T - real)
     captured.ep.check()
@@ -72,7 +72,7 @@ def test_any_number_of_real_tokens(make_ep, rank, size, device, T, few_tokens):
 
 @ON_GPUS
 def test_ranks_that_replay_different_graphs(make_ep, rank, size, device):
-    ep = make_ep(few_tokens=32, top_k=6, hidden=256, max_tokens=128)
+    ep = make_ep(ll_max_tokens=32, top_k=6, hidden=256, max_tokens=128)
     captured = [Captured(ep, T) for T in (8, 40, 128)]
     for n in range(9):
         mine = captured[(rank + n // 2) % 3]
@@ -82,11 +82,11 @@ def test_ranks_that_replay_different_graphs(make_ep, rank, size, device):
 
 @ON_GPUS
 @pytest.mark.parametrize("T", [128, 1024])
-@pytest.mark.parametrize("real", [1, 4])  # tokens of a request
+@pytest.mark.parametrize("real", [1, 4])  # tokens of one request
 def test_stale_rows(make_ep, rank, size, device, T, real):
-    """All but a request's tokens are padding, and every buffer is full of NaN before each replay."""
+    """All rows but those of one request are padding. Every buffer is full of NaN before each replay."""
     ep = make_ep(experts=32, top_k=4, hidden=256, dtype="bfloat16", max_tokens=T)
-    experts, num_tokens = graphable_experts(ep), torch.full((), real, dtype=torch.int32, device=device)
+    experts, num_tokens = capturable_experts(ep), torch.full((), real, dtype=torch.int32, device=device)
     x, logits = torch.zeros(T, 256, dtype=torch.bfloat16, device=device), torch.zeros(T, 32, device=device)
 
     def layer() -> tuple[epmoe.Routing, Tensor, Tensor]:

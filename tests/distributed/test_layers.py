@@ -1,4 +1,4 @@
-"""MoELayer over several ranks, many layers on one ExpertParallel, and what all of it occupies."""
+"""MoELayer over several ranks, many layers on one ExpertParallel, and their memory."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_fp8_payload_reaches_the_experts(make_ep, rank, size):
     assert_close(layer(x.to(ep.device)), moe_reference(x, ids, w, (w_gate_up, w_down)), slack=5)
 
 
-def test_61_layers_add_nothing(make_ep, rank, size):
-    """All layers share one set of windows: its plan is what is mapped, before the first layer and after the last."""
+def test_61_layers_share_one_set_of_windows(make_ep, rank, size):
+    """All layers share one set of windows: the plan's bytes are mapped before the first layer and after the last."""
     ep = make_ep(experts=E, top_k=K, hidden=D)
     before = mapped_windows()
     x = randn(7 + rank, D, seed=rank).to(ep.device)
@@ -71,7 +71,7 @@ def test_61_layers_add_nothing(make_ep, rank, size):
 
 
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
-def test_the_plan_is_what_is_allocated(make_ep, rank, size, device, payload):
+def test_allocation_equals_the_plan(make_ep, rank, size, device, payload):
     options = {"experts": E, "hidden": 256, "dtype": "bfloat16", "max_tokens": 100}
     options |= {"exchange": {"payload": payload, "combine_payload": payload}, "placement": {"num_redundant_experts": 3}}
     want = MemoryPlan.build(make_config(size, **options), rank)  # before anything is allocated
@@ -90,7 +90,7 @@ def test_the_plan_is_what_is_allocated(make_ep, rank, size, device, payload):
 
 
 def mapped_windows() -> list[int]:
-    """Bytes of every window of shared memory that this process maps, its own and its peers'."""
+    """Bytes of each window in shared memory that this process maps: its own and those of its peers."""
     with open("/proc/self/maps") as maps:
         spans = [line.split()[0].split("-") for line in maps if "memfd:epmoe" in line]
     return [int(end, 16) - int(start, 16) for start, end in spans]

@@ -1,4 +1,4 @@
-"""Round after round on the same windows: nothing of one reaches the next, and every run gives the same bits."""
+"""Round after round on the same windows: no round changes the next one, and every run gives the same bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLACEMENT = {"strategy": "round_robin", "num_redundant_experts": 3}
 
 
 def test_200_rounds_back_to_back(make_ep, rank, size):
-    """No barrier between them; every rank's T wanders from 0 to M on its own, and layouts alternate."""
+    """Without a barrier between rounds. T varies from 0 to M, differently on each rank, and layouts alternate."""
     M = 20
     ep = make_ep(experts=13, top_k=6, max_tokens=M, placement=PLACEMENT)
     for n in range(200):
@@ -33,7 +33,7 @@ def test_200_rounds_back_to_back(make_ep, rank, size):
 
 
 def test_two_objects_interleaved(make_ep, rank, size):
-    """Rounds of two ExpertParallels overlap in time, as two models in one process do."""
+    """Rounds of two ExpertParallels overlap in time, as with two models in one process."""
     one = make_ep(experts=12, top_k=2, hidden=64)
     two = make_ep(experts=13, top_k=8, hidden=1000, dtype="bfloat16", placement=PLACEMENT)
     for n in range(20):
@@ -61,7 +61,7 @@ def test_bitwise_the_same_on_repeated_runs(make_ep, rank, size, dtype, layout):
 
 
 def test_abort_closes_a_round(make_ep, rank, size):
-    """Experts that raise on every rank: the round is closed without rows, and the next one is whole."""
+    """Experts raise on every rank: the round is closed without rows, and the next round is complete."""
     ep = make_ep()
     for n in range(4):
         tokens = make_tokens(ep.config, rank, 16 - rank, seed=n)
@@ -72,7 +72,7 @@ def test_abort_closes_a_round(make_ep, rank, size):
 
 
 def test_one_rank_may_abort_alone(make_ep, rank, size):
-    """The others combine and miss that rank's experts only."""
+    """The others combine, and only the experts of that rank are missing from their sums."""
     ep = make_ep()
     tokens = [make_tokens(ep.config, r, 10) for r in range(size)]
     x, ids, weights = (t.to(ep.device) for t in (tokens[rank].x, tokens[rank].ids, tokens[rank].weights))
@@ -90,7 +90,7 @@ def test_one_rank_may_abort_alone(make_ep, rank, size):
 
 @pytest.mark.parametrize("alignment", [1, 16])
 def test_rows_past_the_capacity(make_ep, rank, size, alignment):
-    """All tokens go to rank 0, which has room for half of them: it says so, or only counts what it dropped."""
+    """All tokens go to rank 0, which has room for half of them: it raises, or it only counts the dropped pairs."""
     capacity = {"max_expert_rows": 8 * size, "alignment": alignment}
     config = {"experts": 4 * size, "top_k": 2, "max_tokens": 8}
     tokens = []
@@ -125,14 +125,14 @@ def test_rows_past_the_capacity(make_ep, rank, size, alignment):
 
 
 def test_ranks_that_disagree_hear_of_it(make_ep, rank, size):
-    """Another K, D or dtype on one rank: an error on all of them, and the next round is whole."""
+    """Another K, D or dtype on one rank: an error on all ranks, and the next round is complete."""
     ep = make_ep(top_k=4, hidden=64, dtype="float32")
     tokens = make_tokens(ep.config, rank, 6)
     odd = rank == size - 1
     for x, k in [(tokens.x[:, :32], 4), (tokens.x, 3), (tokens.x.bfloat16(), 4)]:
         x, k = (x, k) if odd else (tokens.x, 4)
         with pytest.raises(epmoe.EPMismatchError, match="hidden size or dtype"):
-            # The CPU knows at once, a GPU's host when it looks.
+            # On the CPU dispatch raises; on a GPU the first call after the kernel has reported.
             d = ep.dispatch(*(t.to(ep.device) for t in (x, tokens.ids[:, :k], tokens.weights[:, :k])))
             ep.combine(torch.zeros_like(d.rows), d)
             ep.check()
@@ -141,7 +141,7 @@ def test_ranks_that_disagree_hear_of_it(make_ep, rank, size):
 
 @pytest.mark.parametrize("stage", ["dispatch", "combine"])
 def test_a_rank_that_stays_away(make_ep, rank, size, stage):
-    """The others hear of it within the deadline, get zeros, and can start afresh with all ranks."""
+    """The others raise within the deadline, get zeros, and can start again with all ranks in a new object."""
     ep = make_ep(timeout_s=2.0)
     tokens = make_tokens(ep.config, rank, 6)
     assert_y(run_round(ep, tokens), ep.config, tokens)
@@ -180,7 +180,7 @@ def test_health_counts(make_ep, rank, size):
 
 
 def test_slots_follow_token_order(make_ep, rank, size):
-    """layout="rank" of a source that sends every other token: its slots are those tokens, in their order."""
+    """layout="rank", and a source that sends every other token: its slots hold these tokens in their order."""
     ep = make_ep(experts=size, top_k=1, max_tokens=16)
     ids = torch.arange(16)[:, None] % size
     x = torch.arange(16.0)[:, None].expand(16, 64).contiguous()
@@ -196,7 +196,7 @@ def test_slots_follow_token_order(make_ep, rank, size):
 
 
 def test_redundant_copies_share_the_load(make_ep, rank, size):
-    """All tokens want expert 0, which every rank has a copy of: each copy computes its share."""
+    """Two copies of each expert: each copy computes its share."""
     ep = make_ep(
         experts=size,
         top_k=1,

@@ -1,4 +1,4 @@
-"""Models of transformers with their experts spread over the ranks; under torchrun with 2 ranks or more."""
+"""Models of transformers with their experts spread over the ranks; under torchrun with at least 2 ranks."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch.distributed.device_mesh import init_device_mesh
 pytest.importorskip("transformers")
 
 from helpers import RANKS_SHARE_GPUS
-from spread_models import DEVICE, OneLayer, both, random_ids
+from spread_models import DEVICE, OneLayer, random_ids, single_and_spread
 
 import epmoe.integrations.transformers as integration
 from epmoe.integrations import demo, shared
 
-pytestmark = pytest.mark.skipif(RANKS_SHARE_GPUS, reason="transformers gives each rank the GPU of its number")
+pytestmark = pytest.mark.skipif(RANKS_SHARE_GPUS, reason="transformers gives GPU r to rank r")
 needs_ep = pytest.mark.skipif(not hasattr(integration, "EpmoeEP"), reason="EP implementations need transformers 5.23")
-both_ways = pytest.mark.parametrize(
-    "way", [pytest.param("ep_implementation", marks=needs_ep), "experts_implementation"]
+both_entry_points = pytest.mark.parametrize(
+    "entry_point", [pytest.param("ep_implementation", marks=needs_ep), "experts_implementation"]
 )
-"""Each rank with its share of the expert weights, or with all of them and its share of the work."""
+"""Each rank holds its share of the expert weights, or all weights and takes its share of the work."""
 FP32_LOGITS = 1e-5 if DEVICE == "cpu" else 1e-4
-"""Absolute, of logits up to 5 in size, which fp32 on the CPU gives to within 3e-6 of fp64. On GPUs the two sides also
-sum in different orders: transformers decodes with `batched_mm` there, and libraries choose kernels by rows.
+"""Absolute error, of logits of magnitude up to 5. On the CPU fp32 is within 3e-6 of fp64. On GPUs the two models also
+sum in different orders: transformers decodes with `batched_mm` there, and libraries choose kernels by row count.
 """
 BF16_LOGITS = 2e-2
-"""Relative to the largest logit, after 3 layers."""
+"""Error after 3 layers, relative to the largest logit."""
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -48,32 +48,34 @@ def check_generation(single, spread, prompt: Tensor, new_tokens: int, synced_gpu
     assert (got_logits - logits).abs().max() <= FP32_LOGITS
 
 
-def need_shared_heads(name: str, size: int) -> None:
+def skip_unless_ranks_divide_the_heads(name: str, size: int) -> None:
     if demo.MODELS[name]["num_key_value_heads"] % size:
-        pytest.skip("the ranks must share the heads evenly")
+        pytest.skip("needs a number of heads that the ranks divide")
 
 
 def routers(model) -> list[torch.nn.Module]:
     return [module for name, module in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
 
 
-@both_ways
+@both_entry_points
 @pytest.mark.parametrize("name", demo.MODELS)
-def test_generation_from_different_prompts_equals_a_single_process(name, way, rank, size):
-    """Ranks that have finished keep stepping until the last has: unasked, where torch's FSDP holds the weights."""
-    single, spread = both(name, way)
+def test_generation_from_different_prompts_equals_a_single_process(name, entry_point, rank, size):
+    """A rank that has finished keeps stepping until the last rank has; with torch's FSDP it does so by default."""
+    single, spread = single_and_spread(name, entry_point)
     prompt, new_tokens = random_ids(3 + 9 * rank, seed=rank), 4 + 3 * rank
-    check_generation(single, spread, prompt, new_tokens, synced_gpus=True if way == "experts_implementation" else None)
+    check_generation(
+        single, spread, prompt, new_tokens, synced_gpus=True if entry_point == "experts_implementation" else None
+    )
     (layers,) = integration.shared()  # all layers of the model
     assert layers.ep.size == size
     assert layers.seconds["dispatch"] > 0
 
 
-@both_ways
+@both_entry_points
 @pytest.mark.parametrize("name", demo.MODELS)
-def test_bfloat16_logits(name, way, rank):
-    """Teacher-forced, in tokens and in routing: at bfloat16's near ties another rounding takes another expert."""
-    single, spread = both(name, way, torch.bfloat16)
+def test_bfloat16_logits(name, entry_point, rank):
+    """Tokens and routing are teacher-forced: at near ties in bfloat16, another rounding chooses another expert."""
+    single, spread = single_and_spread(name, entry_point, torch.bfloat16)
     routings: list[tuple] = []
     for router in routers(single):
         router.register_forward_hook(lambda module, args, output: routings.append(output))
@@ -88,11 +90,14 @@ def test_bfloat16_logits(name, way, rank):
 
 @needs_ep
 @pytest.mark.parametrize("name", demo.MODELS)
-def test_a_batch_that_all_ranks_share(name, rank, size):
-    """Tensor parallel: each rank sends its slice, decoding leaves all but one with none, and nobody has to agree."""
-    need_shared_heads(name, size)
+def test_batch_shared_by_all_ranks(name, rank, size):
+    """Tensor parallel: each rank sends its slice, and in decoding only one rank has a token.
+
+    All ranks know the length of the batch, so they need not agree on the number of rounds.
+    """
+    skip_unless_ranks_divide_the_heads(name, size)
     plan = {"lm_head": "colwise_gather_output"} if name == "gpt_oss" else None
-    single, spread = both(name, tp_size=size, tp_plan=plan, ep_size=size)
+    single, spread = single_and_spread(name, tp_size=size, tp_plan=plan, ep_size=size)
     prompt = random_ids(13, seed=0)
     check_generation(single, spread, prompt, 8)
     (layers,) = integration.shared()
@@ -100,14 +105,14 @@ def test_a_batch_that_all_ranks_share(name, rank, size):
     sent = torch.tensor(sum(layers.ep.health().rows_sent))
     dist.all_reduce(sent)
     moe_layers = 2 if name == "deepseek_v3" else 3
-    assert sent <= moe_layers * (13 + 7) * min(size, 8)  # each token once to each rank, not once from each
+    assert sent <= moe_layers * (13 + 7) * min(size, 8)  # each token once to each rank, not once from every rank
 
 
 @needs_ep
-def test_pairs_of_ranks_that_share_a_batch(rank, size):
+def test_batches_shared_by_two_ranks_each(rank, size):
     if size != 4:
         pytest.skip("needs 4 ranks")
-    single, spread = both("qwen3_moe", tp_size=2, fsdp_size=2, ep_size=4)
+    single, spread = single_and_spread("qwen3_moe", tp_size=2, fsdp_size=2, ep_size=4)
     prompt = random_ids(5 + 6 * (rank // 2), seed=rank // 2)
     check_generation(single, spread, prompt, 5)
 
@@ -122,33 +127,33 @@ def test_two_groups_of_ranks_each_with_all_experts(rank, size):
     assert integration.shared()[0].ep.size == 2
 
 
-@both_ways
+@both_entry_points
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", demo.MODELS)
-def test_one_layer_with_batches_of_any_length(name, dtype, way, rank, size):
-    layer = OneLayer(name, way, dtype)
-    for step in range(2 * size):  # each rank has no tokens twice, also while another has 70
+def test_one_layer_with_batches_of_any_length(name, dtype, entry_point, rank, size):
+    layer = OneLayer(name, entry_point, dtype)
+    for step in range(2 * size):  # each rank has no tokens in two steps, also while another has 70
         turn = (rank + step) % size
         layer.check(*layer.inputs((0, 1, 17, 70)[turn % 4], 4, seed=10 * step + rank))
 
 
-@both_ways
-def test_nobody_has_a_token(way):
-    layer = OneLayer("mixtral", way)
+@both_entry_points
+def test_no_rank_has_tokens(entry_point):
+    layer = OneLayer("mixtral", entry_point)
     layer.check(*layer.inputs(0, 2, seed=0))
 
 
-@both_ways
-def test_experts_that_get_no_row(way, rank):
-    layer = OneLayer("gpt_oss", way)
+@both_entry_points
+def test_experts_without_rows(entry_point, rank):
+    layer = OneLayer("gpt_oss", entry_point)
     x, ids, weights = layer.inputs(9, 4, seed=rank)
     layer.check(x, ids % 5, weights)  # all on rank 0
 
 
-@both_ways
-def test_prompts_longer_than_the_cap_run_in_rounds(way, rank, size):
+@both_entry_points
+def test_prompts_longer_than_the_limit_run_in_several_rounds(entry_point, rank, size):
     integration.configure(max_num_tokens_per_rank=8)
-    layer = OneLayer("deepseek_v3", way)
+    layer = OneLayer("deepseek_v3", entry_point)
     for step in range(size):
         turn = (rank + step) % size
         layer.check(*layer.inputs((0, 8, 9, 33)[turn % 4], 6, seed=rank))
@@ -158,11 +163,11 @@ def test_prompts_longer_than_the_cap_run_in_rounds(way, rank, size):
 
 
 @needs_ep
-def test_a_shared_batch_longer_than_the_cap(rank, size):
-    need_shared_heads("gpt_oss", size)
+def test_shared_batch_longer_than_the_limit(rank, size):
+    skip_unless_ranks_divide_the_heads("gpt_oss", size)
     integration.configure(max_num_tokens_per_rank=3)
     plan = {"lm_head": "colwise_gather_output"}
-    single, spread = both("gpt_oss", tp_size=size, tp_plan=plan, ep_size=size)
+    single, spread = single_and_spread("gpt_oss", tp_size=size, tp_plan=plan, ep_size=size)
     ids = random_ids(29, seed=0)
     with torch.inference_mode():
         assert (spread(ids).logits - single(ids).logits).abs().max() <= FP32_LOGITS
@@ -182,9 +187,9 @@ def test_the_experts_function_on_a_group_of_its_own(rank, size):
     assert integration.shared()[0].ep.size == 1
 
 
-@both_ways
-def test_an_error_in_the_experts_of_one_rank_leaves_the_others_in_step(way, rank, monkeypatch):
-    layer = OneLayer("mixtral", way)
+@both_entry_points
+def test_error_in_the_experts_of_one_rank_keeps_the_ranks_in_step(entry_point, rank, monkeypatch):
+    layer = OneLayer("mixtral", entry_point)
     inputs = layer.inputs(12, 2, seed=rank)
     with monkeypatch.context() as patch, torch.no_grad():
         if rank == 0:

@@ -1,4 +1,4 @@
-"""apply_router_weight_on_input: rows arrive weighted, rounded once, and combine only adds."""
+"""apply_router_weight_on_input: rows arrive weighted and rounded once, and combine only adds."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ from epmoe.reference import moe_reference, route_reference
 PLACEMENT = {"strategy": "round_robin", "num_redundant_experts": 3}
 
 
-@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("phases", [False, True])
 @pytest.mark.parametrize("payload", ["float32", "bfloat16", "float16", "fp8"])
-# For two multiprocessors of a GPU 40 tokens are many, so that of few ranks this rank's own rows are not sent.
+# With 2 multiprocessors and up to 2 ranks, 40 tokens take the coarse LL kernel. It does not send a rank's own rows.
 @pytest.mark.parametrize(
-    ("tokens_of_all", "few_tokens", "num_sms"), [(5, 256, None), (40, 32, None), (40, 256, None), (40, 256, 2)]
+    ("tokens_of_all", "ll_max_tokens", "num_sms"), [(5, 256, None), (40, 32, None), (40, 256, None), (40, 256, 2)]
 )
-def test_rows_are_weighted_and_y_is_their_sum(make_ep, rank, size, tokens_of_all, few_tokens, num_sms, payload, halves):
+def test_rows_are_weighted_and_y_is_their_sum(
+    make_ep, rank, size, tokens_of_all, ll_max_tokens, num_sms, payload, phases
+):
     fp8 = payload == "fp8"
     ep = make_ep(
-        few_tokens,
+        ll_max_tokens,
         top_k=6,
         hidden=256,
         dtype="bfloat16" if fp8 else payload,
@@ -50,7 +52,7 @@ def test_rows_are_weighted_and_y_is_their_sum(make_ep, rank, size, tokens_of_all
         x, ids, weights = (t.to(ep.device) for t in (mine.x, mine.ids, mine.weights))
         options = {"num_tokens": mine.real, "apply_router_weight_on_input": True}
         poison(ep)
-        if halves:
+        if phases:
             d = ep.dispatch_recv(ep.dispatch_send(x, ids, weights, **options))
         else:
             d = ep.dispatch(x, ids, weights, **options)
@@ -69,7 +71,7 @@ def test_rows_are_weighted_and_y_is_their_sum(make_ep, rank, size, tokens_of_all
             assert torch.equal(d.rows[:used].cpu(), (want.rows.float() * weight_of_row).to(want.rows.dtype))
 
         rows = run_experts(ep, d)
-        if halves:
+        if phases:
             ep.combine_send(rows, d)
             y = ep.combine_recv(d)
         else:
@@ -82,18 +84,18 @@ def test_rows_are_weighted_and_y_is_their_sum(make_ep, rank, size, tokens_of_all
         )
         assert_close(y[: mine.real], want_y)
         assert y[mine.real :].eq(0).all()
-        run_round(ep, mine, num_tokens=mine.real)  # with weights on the way back, on the same windows
+        run_round(ep, mine, num_tokens=mine.real)  # on the same windows, with weights in combine
 
 
-def test_refused(make_ep, rank, size):
+def test_rank_layout_and_non_bool_are_errors(make_ep, rank, size):
     ep = make_ep()
     tokens = make_tokens(ep.config, rank, 3)
-    given = [t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)]
+    inputs = [t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)]
     for dispatch in (ep.dispatch, ep.dispatch_send):
         with pytest.raises(ValueError, match=r"`apply_router_weight_on_input` .* must be False with layout='rank'"):
-            dispatch(*given, layout="rank", apply_router_weight_on_input=True)
+            dispatch(*inputs, layout="rank", apply_router_weight_on_input=True)
         with pytest.raises(TypeError, match=r"`apply_router_weight_on_input` must be a bool, got str"):
-            dispatch(*given, apply_router_weight_on_input="yes")
+            dispatch(*inputs, apply_router_weight_on_input="yes")
 
 
 def test_layer(make_ep, rank, size):

@@ -1,0 +1,1 @@
+"""Current benchmark results, one JSON file for each measurement, and what renders BENCHMARKS.md from them."""

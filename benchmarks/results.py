@@ -1,0 +1,118 @@
+"""The schema of `benchmarks/*.json`: one current result for each machine and measurement."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+FOLDER = Path(__file__).resolve().parent
+
+Figure = Decimal | int
+"""Decimal where the file has a fraction, so that a figure is printed with the digits it was recorded with."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Column(_Strict):
+    """A column of a table."""
+
+    name: str
+    unit: str = ""
+    tokens: int | None = None
+    """T, the tokens a rank, if the column holds times for one T; the plot takes its x from it"""
+
+
+class Row(_Strict):
+    """A row of a table; `cells` has one entry for each column, null where nothing was measured."""
+
+    cells: tuple[Figure | str | None, ...]
+    line: Literal["epmoe", "flashinfer", "flashinfer_permute", "deepep_ll", "deepep_v2", "floor"] | None = None
+    """the plot's line that this row is"""
+
+
+class Asked(_Strict):
+    """Figures that were to be reached. A result is missed if one of its figures is."""
+
+    what: str
+    limit: Literal["at most", "at least"]
+    asked: tuple[Figure, ...]
+    measured: tuple[Figure, ...]
+    unit: str
+    bound_by: str = ""
+    """what keeps the figure from being better, in one line"""
+
+    @property
+    def reached(self) -> bool:
+        """Whether every measured figure is within its limit."""
+        figures = zip(self.measured, self.asked, strict=True)
+        return all(got <= wanted if self.limit == "at most" else got >= wanted for got, wanted in figures)
+
+    @model_validator(mode="after")
+    def _check(self) -> Asked:
+        if len(self.asked) != len(self.measured):
+            raise ValueError(f"`asked` has {len(self.asked)} figures, but `measured` has {len(self.measured)}")
+        return self
+
+
+class Result(_Strict):
+    """One measurement on one machine."""
+
+    title: str
+    where: str
+    """the machine in a few words"""
+    machine: str
+    gpus: int = Field(ge=0)
+    date: datetime.date
+    commit: str = Field(pattern="^[0-9a-f]{7,40}$")
+    torch: str
+    command: str = Field(min_length=1)
+    caption: str
+    """what the table's figures are"""
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    asked: tuple[Asked, ...] = ()
+    notes: tuple[str, ...] = ()
+    panel: str | None = None
+    """title of the plot's panel that shows the rows with a `line`"""
+
+    @model_validator(mode="after")
+    def _check(self) -> Result:
+        for row in self.rows:
+            if len(row.cells) != len(self.columns):
+                raise ValueError(f"row {row.cells[0]!r} has {len(row.cells)} cells for {len(self.columns)} columns")
+        return self
+
+    @property
+    def units(self) -> set[str]:
+        """The units of the columns."""
+        return {column.unit for column in self.columns if column.unit}
+
+    def line(self, name: str) -> list[tuple[int, Figure]]:
+        """(T, figure) of the row whose `line` is `name`; empty if there is no such row."""
+        cells = next((row.cells for row in self.rows if row.line == name), ())
+        return [
+            (column.tokens, cell)
+            for column, cell in zip(self.columns, cells, strict=False)
+            if column.tokens is not None and isinstance(cell, Decimal | int)
+        ]
+
+
+def load(folder: Path = FOLDER) -> list[Result]:
+    """The results of all JSON files in `folder`, most GPUs first, then by file name.
+
+    Raises pydantic.ValidationError, a ValueError, if a file does not fit the schema.
+    """
+    results = [read(path) for path in sorted(folder.glob("*.json"))]
+    return sorted(results, key=lambda result: -result.gpus)
+
+
+def read(path: Path) -> Result:
+    """The result in one file."""
+    return Result.model_validate(json.loads(path.read_text(encoding="utf-8"), parse_float=Decimal))

@@ -1,0 +1,165 @@
+// combine over NVLink, one kernel, two roles of blocks. Send blocks sum the rows of each slot's pairs and write the sum
+// straight into the window of the slot's source. All other blocks, and send blocks once they are done, add what comes
+// back for this rank's tokens, in rank order, as it arrives. On few multiprocessors, rows that need no sums
+// (layout="rank") are forwarded by one warp of each block instead.
+// docs/protocol.md has the round's timeline, docs/kernels.md the roles and the variants.
+#include <cstddef>
+
+#include "cuda/combine/forward.cuh"
+#include "cuda/combine/ll.cuh"
+#include "cuda/combine/simple.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/stages.h"
+
+namespace epmoe::cuda {
+namespace {
+
+// The whole block learns which ranks send rows, as a mask; a rank that gives the round up does not. Returns false if a
+// rank did not open combine.
+__device__ __forceinline__ bool receive_signals(const CombineBlock& b, uint32_t& sending_ranks) {
+  const ExchangePlan& plan = b.plan;
+  __shared__ uint32_t mask;
+  if (threadIdx.x == 0) mask = 0;
+  __syncthreads();
+  bool arrived = true;
+  if (threadIdx.x < plan.R) {
+    int32_t sends[1] = {};
+    auto* header = in_window<RoundHeader>(b.ex, plan.rank, plan.signal_combine) + threadIdx.x;
+    arrived = b.wait.await(reinterpret_cast<const Word*>(header), 0, threadIdx.x, 0, 1, sends);
+    if (sends[0]) atomicOr(&mask, 1u << threadIdx.x);
+  }
+  arrived = __syncthreads_and(arrived);
+  sending_ranks = mask;
+  return arrived;
+}
+
+// A kernel meets the other protocol only where ranks bring different numbers of tokens. Out of line, so that the usual
+// case stays short.
+template <typename T, bool kFp8>
+__device__ __noinline__ void send_to_simple_sources_too(CombineBlock b, char* shared, int32_t* head) {
+  OutgoingSum outgoing(b, first_slot(b), 1);
+  outgoing.read(b);
+  send_slots<T, kFp8>(b, outgoing, shared, head);
+}
+template <typename T, bool kFp8>
+__device__ __noinline__ void send_to_ll_sources_too(CombineBlock b, int32_t* head) {
+  OutgoingSum outgoing(b, first_chunk(b), num_chunks(wire_bytes<T, kFp8>(b), 1));
+  outgoing.read(b);
+  send_chunks<1, false, T, kFp8>(b, outgoing, head);
+}
+
+// kSendLines: lines of a row that a sending lane moves at once with the LL protocol; 0: Simple protocol. kCoarse:
+// receivers also sum kSendLines lines at once, otherwise one, and senders have more pairs in flight.
+template <int kSendLines, bool kCoarse, typename T, bool kFp8>
+__global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(kSendLines))
+    combine_kernel(const __grid_constant__ CombineKernel kernel) {
+  constexpr bool kLL = kSendLines > 0;
+  __shared__ RoundState now;
+  __shared__ int32_t count_R[kMaxExchangeRanks], max_slots[2];
+  __shared__ int64_t sink;
+  extern __shared__ __align__(128) char buffers[];
+  const Exchange& ex = kernel.ex;
+  const ExchangePlan& plan = ex.plan;
+  const CombineArgs& args = kernel.args;
+  fetch_arguments(kernel, &sink);
+  auto* round = in_scratch<RoundState>(ex, plan.state);
+  CombineBlock b{kernel, ex, plan, args, Wait(ex, round, 0), now, count_R, max_slots};
+  bool sends = static_cast<int32_t>(blockIdx.x) < kernel.send_blocks && args.rows;
+  bool forwards = !kLL && !kFp8 && kernel.forwards;
+  OutgoingSum outgoing(b, kLL ? first_chunk(b) : first_slot(b),
+                       kLL ? num_chunks(wire_bytes<T, kFp8>(b), kSendLines) : 1);
+  compute_now(&sink, outgoing.index, outgoing.slot.source, outgoing.slot.s, outgoing.pair_at);
+  wait_for_predecessor();
+  if (args.send && args.receive) let_successor_start();
+  if (sends && !forwards) outgoing.read(b);  // load at once what does not depend on the round's state
+  if (threadIdx.x < 32) {  // one warp loads the state: the threads of a grid that load the same line delay one another
+    constexpr int kStateInts = offsetof(RoundState, send_queue) / 4, kMaskAt = offsetof(RoundState, ll_mask) / 4;
+    uint32_t word = threadIdx.x < kStateInts ? reinterpret_cast<const uint32_t*>(round)[threadIdx.x] : 0;
+    int32_t count = threadIdx.x < plan.R ? in_scratch<int32_t>(ex, plan.slots_used)[threadIdx.x] : 0;
+    if (threadIdx.x < kStateInts) reinterpret_cast<uint32_t*>(&now)[threadIdx.x] = word;
+    uint32_t ll_mask = __shfl_sync(kAllLanes, word, kMaskAt);
+    bool is_ll = ll_mask >> threadIdx.x & 1u;
+    count = max(min(count, static_cast<int32_t>(is_ll ? plan.ll_max_tokens : plan.M)), 0);
+    count_R[threadIdx.x] = count;
+    max_slots[0] = __reduce_max_sync(kAllLanes, is_ll ? 0 : count);
+    max_slots[1] = __reduce_max_sync(kAllLanes, is_ll ? count : 0);
+  }
+  __syncthreads();
+  b.wait.epoch = now.dispatch_epoch;
+  bool ok = !now.latched;
+  // The block that starts first opens combine, with its last warp, which has the least to send.
+  if (int32_t rank = block_threads() - 1 - threadIdx.x; blockIdx.x == 0 && rank < plan.R && ok && args.send) {
+    RoundHeader* header = in_window<RoundHeader>(ex, rank, plan.signal_combine) + plan.rank;
+    Word::publish(reinterpret_cast<Word*>(header), b.wait.epoch, args.rows ? 1 : 0);
+  }
+  if (sends && ok) {
+    uint32_t all = plan.R == 32 ? kAllLanes : (1u << plan.R) - 1;
+    if constexpr (kLL) {
+      send_chunks<kSendLines, kCoarse, T, kFp8>(b, outgoing, &round->ll_queue[kCombine]);
+      if (now.ll_mask != all) send_to_simple_sources_too<T, kFp8>(b, buffers, &round->send_queue[kCombine]);
+    } else {
+      if (!forwards) send_slots<T, kFp8>(b, outgoing, buffers, &round->send_queue[kCombine]);
+      if (now.ll_mask) send_to_ll_sources_too<T, kFp8>(b, &round->ll_queue[kCombine]);
+    }
+  }
+  uint32_t sending_ranks = 0;
+  if (args.receive) ok = ok && receive_signals(b, sending_ranks);  // all warps, before one of them forwards
+  if constexpr (!kLL && !kFp8)
+    if (forwards && sends && ok && threadIdx.x < 32) forward_rows<T>(b, buffers, &round->send_queue[kCombine]);
+  if (!args.receive) return;
+  if constexpr (kLL) {
+    ok = ok && sum_chunks<kCoarse ? kSendLines : 1, T, kFp8>(b, sending_ranks, &round->recv_queue[kCombine]);
+  } else if (ok) {
+    constexpr int kMaxChunkVectors = 384;  // about seven turns of a warp, so that late rows do not wait for long
+    WorkQueue queue(args.T, static_cast<int32_t>(args.D / kPerVector<T>), forwards ? 0 : kernel.send_blocks,
+                    kMaxChunkVectors);
+    ok = queue.for_each(&round->recv_queue[kCombine], [&](int32_t t, int32_t chunk) {
+      return sum_token<T, kFp8>(b, t, chunk, queue.chunks, sending_ranks);
+    });
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    round->combine_epoch = b.wait.epoch;
+    round->send_queue[kDispatch] = round->recv_queue[kDispatch] = round->ll_queue[kDispatch] = round->done[kDispatch] =
+        round->notified = 0;
+  }
+  if (!b.wait.failed(kCombine, ok)) return;
+  auto* y = static_cast<T*>(args.y_TD);
+  for (int64_t i = threadIdx.x; i < args.T * args.D; i += block_threads()) y[i] = from_float<T>(0.0f);
+}
+
+template <typename T, bool kFp8>
+auto* variant_of(int64_t send_lines, bool coarse) {
+  return send_lines == 0   ? combine_kernel<0, false, T, kFp8>
+         : send_lines == 1 ? combine_kernel<1, false, T, kFp8>
+         : coarse          ? combine_kernel<kMaxSumLines, !kFp8, T, kFp8>
+                           : combine_kernel<kMaxSumLines, false, T, kFp8>;
+}
+auto* variant_for(int64_t send_lines, bool coarse, bool fp8, DType dtype) {
+  return visit(dtype, [&](auto type) {
+    using T = decltype(type);
+    return fp8 ? variant_of<T, true>(send_lines, coarse) : variant_of<T, false>(send_lines, coarse);
+  });
+}
+
+}  // namespace
+
+cudaError_t load_combine() {
+  for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16})
+    for (bool fp8 : {false, true})
+      for (int send_lines : {0, 1, kMaxSumLines})
+        for (bool coarse : {false, true})
+          if (cudaError_t error = load(variant_for(send_lines, coarse, fp8, dtype))) return error;
+  return cudaSuccess;
+}
+
+cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dtype, cudaStream_t stream) {
+  Device device;
+  if (cudaError_t error = current_device(device)) return error;
+  CombineLaunch policy = combine_launch(exchange.plan, args, dtype, {device.multiprocessors, device.major});
+  CombineKernel kernel{exchange, args, static_cast<int32_t>(policy.send_blocks), static_cast<int32_t>(policy.team),
+                       policy.forwards};
+  auto* variant = variant_for(policy.send_lines, policy.coarse, exchange.plan.combine_fp8, dtype);
+  return launch(variant, policy.blocks, static_cast<int>(policy.threads), policy.shared_bytes, stream, kernel);
+}
+
+}  // namespace epmoe::cuda

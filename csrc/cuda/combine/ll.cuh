@@ -1,0 +1,138 @@
+// combine, LL protocol: sums travel in lines that tell by themselves that they have arrived.
+#pragma once
+#include "cuda/combine/block.cuh"
+#include "cuda/exchange/ll.cuh"
+
+namespace epmoe::cuda {
+
+// Bytes of a row on the wire, without its scales.
+template <typename T, bool kFp8>
+__device__ __forceinline__ int64_t wire_bytes(const CombineBlock& b) {
+  return b.args.D * (kFp8 ? 1 : sizeof(T));
+}
+
+// One warp sums a chunk of a slot's pairs into the window of its source. kCoarse: four pairs are in flight.
+template <int N, bool kCoarse, typename T, bool kFp8, typename F>
+__device__ __forceinline__ void send_chunk(const CombineBlock& b, int32_t source, int32_t s, int32_t index,
+                                           ReceivedPair pair, F&& prefetch) {
+  constexpr int kCount = kPerVector<T>, kVectors = kFp8 ? 16 / kCount : 1;  // vectors of x in a line
+  RowChunk<N, kFp8> chunk(index, wire_bytes<T, kFp8>(b));
+  int32_t v[N * kVectors];
+  bool inside[N * kVectors];
+  float sum[N * kVectors][kCount];
+#pragma unroll
+  for (int i = 0; i < N * kVectors; ++i) {
+    v[i] = chunk.at(i / kVectors) * kVectors + i % kVectors;
+    inside[i] = chunk.inside(i / kVectors);
+  }
+  constexpr int kDepth = kCoarse ? 4 : blocks_per_sm(N) == 1 ? 2 : 4 / kVectors;  // as the registers allow
+  sum_pairs<T, kDepth>(b, pair, pair.kept(), v, inside, sum, prefetch);
+  LineData lines[N];
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    if constexpr (kFp8) {
+      float values[16];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) values[i] = sum[n * kVectors + i / kCount][i % kCount];
+      lines[n] = fp8_line(values);
+    } else {
+      auto out = rounded<T>(sum[n]);
+      memcpy(&lines[n].words, &out, sizeof out);
+    }
+    lines[n].avoid_empty();
+  }
+  chunk.publish(ll_sum_at(b, source, ll_sum_index(b, static_cast<int32_t>(b.plan.rank), s)), lines);
+}
+
+// The item that this warp of a send block sends first.
+__device__ __forceinline__ int32_t first_chunk(const CombineBlock& b) {
+  return warp_number(blockIdx.x, b.kernel.send_blocks);
+}
+
+// The send blocks send the chunks of all sums, one a warp, first `outgoing`.
+template <int N, bool kCoarse, typename T, bool kFp8>
+__device__ __forceinline__ void send_chunks(const CombineBlock& b, OutgoingSum outgoing, int32_t* head) {
+  int32_t chunks = num_chunks(wire_bytes<T, kFp8>(b), N);
+  WorkQueue queue(b.slots(true) * chunks, b.kernel.send_blocks * block_warps(), outgoing.item);
+  auto read = [&](int32_t item) {
+    OutgoingSum next(b, item, chunks);
+    next.read(b);
+    return next;
+  };
+  queue.for_each_prefetched(head, outgoing, read, [&](const OutgoingSum& sum, auto&& prefetch) {
+    auto [source, s] = sum.slot;
+    if (b.is_ll(source) && s < b.count_R[source] && was_received(b, sum.pair))
+      send_chunk<N, kCoarse, T, kFp8>(b, source, s, sum.index, checked(b, sum.pair), prefetch);
+    else
+      prefetch();
+  });
+}
+
+// One warp adds a chunk of the sums that all ranks return for token t, in rank order, and writes it to y.
+template <int N, typename T, bool kFp8>
+__device__ __forceinline__ bool sum_chunk(const CombineBlock& b, int32_t t, int32_t index, uint32_t sending_ranks) {
+  constexpr int kDepth = 2, kCount = kFp8 ? 16 : kPerVector<T>;  // ranks whose lines are in flight; elements of a line
+  using Wire = std::conditional_t<kFp8, uint8_t, T>;
+  const ExchangePlan& plan = b.plan;
+  int32_t slot = slot_of_sum(b, t, sending_ranks);
+  RowChunk<N, kFp8> chunk(index, wire_bytes<T, kFp8>(b));
+  float sum[N][kCount] = {};
+  uint32_t returning = __ballot_sync(kAllLanes, slot >= 0);
+  for (uint32_t left = returning; left;) {
+    LineData lines[kDepth][N];
+    char* from[kDepth];
+    int32_t ranks[kDepth], count = 0, awaited = 0;
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+      if (!left) break;
+      ranks[i] = __ffs(left) - 1;
+      left &= left - 1;
+      from[i] = ll_sum_at(b, plan.rank, ll_sum_index(b, ranks[i], __shfl_sync(kAllLanes, slot, ranks[i])));
+      ++count;
+    }
+    uint32_t missing = chunk.mask(count);
+    bool here = b.wait.until(
+        [&] {
+          bool all = chunk.poll(from, lines, missing);
+#pragma unroll
+          for (int i = 0; i < kDepth; ++i)
+            if (missing >> i * N & ((1u << N) - 1)) awaited = ranks[i];
+          return all;
+        },
+        awaited);
+    if (!__all_sync(kAllLanes, here)) return false;
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+      if (i >= count) break;
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+        add_weighted<Wire>(sum[n], lines[i][n].words, kFp8 ? __uint_as_float(lines[i][n].scale) : 1.0f);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    if (!chunk.inside(n)) continue;
+    T out[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) out[i] = from_float<T>(sum[n][i]);
+    store_vectors(out, static_cast<T*>(b.args.y_TD) + int64_t{t} * b.args.D + chunk.at(n) * kCount);
+  }
+  __syncwarp();
+#pragma unroll 1
+  for (; returning; returning &= returning - 1) {
+    int32_t rank = __ffs(returning) - 1;
+    chunk.rearm(ll_sum_at(b, plan.rank, ll_sum_index(b, rank, __shfl_sync(kAllLanes, slot, rank))));
+  }
+  return true;
+}
+
+// The blocks that receive write all chunks of y.
+template <int N, typename T, bool kFp8>
+__device__ __forceinline__ bool sum_chunks(const CombineBlock& b, uint32_t sending_ranks, int32_t* head) {
+  int32_t chunks = num_chunks(wire_bytes<T, kFp8>(b), N);
+  return WorkQueue(b.args.T * chunks, b.kernel.send_blocks).for_each(head, [&](int32_t item, int32_t) {
+    return sum_chunk<N, T, kFp8>(b, item / chunks, item % chunks, sending_ranks);
+  });
+}
+
+}  // namespace epmoe::cuda

@@ -1,0 +1,149 @@
+// What the parts of dispatch share: the kernel's arguments, and a block's tables of experts and offsets.
+#pragma once
+#include "cuda/exchange/wait.cuh"
+#include "scoring.h"
+
+namespace epmoe::cuda {
+
+// The counts of a source start with two words: its size (rows sent; LL or Simple; with LL the number of tokens), and
+// the shape of its call. The pairs by rank and local expert follow.
+constexpr int kCountColumns = 2;
+constexpr int kLLTokenBits = 12, kMaxLLTokens = (1 << kLLTokenBits) - 1;
+
+// Simple protocol: normally `recv_ordinals[pair]` is the pair's ordinal within (source, expert). With this bit set it
+// is the final row index, and the sender has already written the row there.
+constexpr uint32_t kFinalRow = 1u << 31;
+
+// What a source sends by the LL protocol; 0 tokens where it uses the Simple protocol.
+struct LLSource {
+  int32_t tokens, row_bytes, K;
+};
+
+struct DispatchKernel {
+  Exchange ex;
+  DispatchArgs args;
+  int32_t send_blocks, notify_blocks;  // as in DispatchLaunch, like the next fields
+  int32_t send_offset_entries, source_offset_entries;
+  int32_t row_chunks, chunk_bytes;
+  int32_t tokens_per_release;
+
+  __device__ __forceinline__ int64_t wanted_tokens() const {
+    return args.num_tokens ? *args.num_tokens : args.num_rows;
+  }
+  __device__ __forceinline__ int32_t tokens(int64_t wanted) const {
+    return static_cast<int32_t>(min(max(wanted, int64_t{0}), args.T));
+  }
+  EPMOE_HD int64_t row_bytes() const { return ex.plan.payload_fp8 ? args.D : args.D * itemsize(args.dtype); }
+  // The protocol of combine's rows, and in the expert-major layout also of dispatch's.
+  EPMOE_HD bool uses_ll() const { return args.T <= ex.plan.ll_max_tokens; }
+  // Simple protocol: whether rows that leave after all counts are known go straight to their first expert-major row.
+  // Rows that are weighted on arrival do not.
+  EPMOE_HD bool sends_to_final_rows() const {
+    return args.expert_major && args.receive && !args.weight_rows && send_offset_entries && !uses_ll();
+  }
+  // A source's first word: bit 0 says LL; then with LL the tokens; then the rows.
+  __device__ __forceinline__ int32_t size(int32_t rows, int32_t tokens) const {
+    return uses_ll() ? 1 | tokens << 1 | rows << (1 + kLLTokenBits) : rows << 1;
+  }
+  // A source's second word: what must be equal on all ranks.
+  __device__ __forceinline__ int32_t shape() const {
+    return static_cast<int32_t>(args.D | int64_t{args.K} << 17 | static_cast<int64_t>(args.dtype) << 24 |
+                                int64_t{args.expert_major} << 28 | int64_t{args.weight_rows} << 29);
+  }
+  __device__ __forceinline__ int64_t count_columns() const {
+    return ex.plan.R * ex.plan.most_local_experts + kCountColumns;
+  }
+  // The counts of `source` in `rank`'s window.
+  __device__ __forceinline__ Word* counts(int64_t rank, int64_t source) const {
+    return in_window<Word>(ex, rank, ex.plan.recv_counts) + source * count_columns();
+  }
+};
+
+// Simple protocol: where a token goes, by pair and by rank.
+struct Destinations {
+  int32_t row_or_ordinal[kMaxExchangeTopK];  // of a pair: its final row with kFinalRow, or its ordinal; -1 for none
+  int32_t slot[kMaxExchangeRanks];
+  char* row_at[kMaxExchangeRanks];  // null: no expert of the rank has room for it
+  float* scales_at[kMaxExchangeRanks];
+};
+
+struct DispatchShared {
+  uint32_t epoch;
+  int32_t latched;
+  int64_t sink;
+  int32_t rank_count[kMaxExchangeRanks];  // sending: rows for each rank before this token; receiving: rows from it
+  int32_t num_experts[kMaxExchangeRanks];
+  int32_t sentinel[kMaxExchangeRanks];
+  LLSource ll_source[kMaxExchangeRanks];
+  uint32_t mismatched, ll_mask;               // masks of sources: another shape; the LL protocol
+  int32_t ll_most_tokens, ll_most_row_bytes;  // the largest of any LL source
+  int32_t simple_most_rows;                   // the largest of any Simple source
+  int32_t next_token;                         // the next that this block sends
+  int32_t unsignaled_slots[kMaxTokensPerRelease][kMaxExchangeRanks];  // stored, but their flags are not published
+  uint64_t chunk_barriers[kPipelineStages];                           // mbarriers of the TMA loads
+  float scales[kMaxChunkBytes / (kScaleBlock * 2)];                   // of a chunk
+  // The token that is being sent and the next one:
+  int32_t ids[2][kMaxExchangeTopK];
+  float weights[2][kMaxExchangeTopK];
+  uint32_t ranks[2];
+  Destinations destinations;
+};
+static_assert(sizeof(DispatchShared) <= kDeclaredSharedBytes);
+
+// One block at work.
+struct DispatchBlock {
+  const DispatchKernel& kernel;
+  const Exchange& ex;
+  const ExchangePlan& plan;
+  const DispatchArgs& args;
+  Wait wait;
+  DispatchShared& shared;
+  // In dynamic shared memory:
+  char* chunks;          // [kPipelineStages, chunk_bytes]
+  int32_t* location;     // [P] of a physical expert: its rank << 16 | its local index
+  int32_t* count;        // [P + 1] sending: pairs of each expert before this token; receiving: first row of its segment
+  int32_t* send_offset;  // [R, most] first row of this source's pairs, on the expert's rank
+  int32_t* source_offset;  // [R + 1, e] pairs of a local expert from the sources before
+
+  // Call this after a barrier of the block: it takes over the epoch that one thread has read. Returns false if no round
+  // may be opened.
+  __device__ __forceinline__ bool may_open() {
+    wait.epoch = shared.epoch;
+    return !shared.latched;
+  }
+  __device__ __forceinline__ int64_t column(int32_t location) const {
+    return (location >> 16) * plan.most_local_experts + (location & 0xffff);
+  }
+  // Pairs of a local expert from the sources before r; with r = R from all sources.
+  __device__ __forceinline__ int32_t pairs_before(int32_t r, int32_t local) const {
+    if (kernel.source_offset_entries) return source_offset[r * static_cast<int32_t>(plan.num_local_experts) + local];
+    Word* words = kernel.counts(plan.rank, 0) + kCountColumns + plan.rank * plan.most_local_experts + local;
+    int32_t sum = 0;
+#pragma unroll 1
+    for (int32_t s = 0; s < r; ++s) sum += Word::peek(words + s * kernel.count_columns()).value();
+    return sum;
+  }
+  __device__ __forceinline__ int32_t pairs_of(int32_t local) const {
+    return pairs_before(static_cast<int32_t>(plan.R), local);
+  }
+  // Whether this rank holds a physical expert. `id` comes from a peer and may be any number.
+  __device__ __forceinline__ bool owns(int32_t id) const {
+    return id >= 0 && id < plan.P && location[id] >> 16 == plan.rank;
+  }
+  __device__ __forceinline__ const char* x_at(int64_t t) const {
+    return static_cast<const char*>(args.x_TD) + t * args.x_stride_bytes;
+  }
+  // The rank of a physical expert, -1 for expert -1; and the same as a mask, empty for expert -1.
+  __device__ __forceinline__ int32_t owner_of(int32_t p) const { return p < 0 ? -1 : location[p] >> 16; }
+  __device__ __forceinline__ uint32_t rank_mask(int32_t p) const { return p < 0 ? 0u : 1u << owner_of(p); }
+  // The expert-major row of a pair, -1 if this rank does not compute it or no row is left. `ordinal` counts the pairs
+  // of source r for the expert.
+  __device__ __forceinline__ int32_t row_of(int32_t id, int32_t ordinal, int32_t r) const {
+    if (ordinal < 0 || !owns(id)) return -1;
+    int32_t local = location[id] & 0xffff;
+    int64_t row = int64_t{count[local]} + pairs_before(r, local) + ordinal;
+    return row < min(int64_t{count[local + 1]}, plan.max_rows) ? static_cast<int32_t>(row) : -1;
+  }
+};
+
+}  // namespace epmoe::cuda

@@ -1,0 +1,182 @@
+// dispatch over NVLink, one kernel, three roles of blocks. Send blocks send each token once to each rank that needs it.
+// Notify blocks count, so that every rank learns all counts while rows are on the wire. All other blocks, and send
+// blocks once they are done, move what has arrived to its expert-major rows. A sender gives each pair its ordinal among
+// this source's pairs of the expert; the counts say where (expert, source) starts.
+//  - LL protocol: rows leave at once, and the notify blocks send the pairs. A row's lines tell by themselves that they
+//    have arrived. Up to two ranks, this rank's own rows stay where the caller has them until they are moved.
+//  - Simple protocol: a sender that knows all counts writes a row straight to its first expert-major row; the receiver
+//    only copies it to the others. A slot's flag says that its row has arrived.
+// docs/protocol.md has the round's timeline, docs/kernels.md the roles, the variants and an example with numbers.
+#include "cuda/device/launch.cuh"
+#include "cuda/dispatch/counts.cuh"
+#include "cuda/dispatch/ll_recv.cuh"
+#include "cuda/dispatch/offsets.cuh"
+#include "cuda/dispatch/outputs.cuh"
+#include "cuda/dispatch/simple_recv.cuh"
+#include "cuda/dispatch/simple_send.cuh"
+#include "cuda/stages.h"
+
+namespace epmoe::cuda {
+namespace {
+
+// Reads the tables that no kernel writes, so it may run before the predecessor has ended.
+__device__ void read_tables(DispatchBlock& b) {
+  DispatchShared& shared = b.shared;
+  if (threadIdx.x < kMaxExchangeRanks) {
+    shared.rank_count[threadIdx.x] = shared.num_experts[threadIdx.x] = 0;
+    if (threadIdx.x < b.plan.R)
+      shared.sentinel[threadIdx.x] = in_scratch<int32_t>(b.ex, b.plan.table_sentinels)[threadIdx.x];
+  }
+  __syncthreads();
+  for (int32_t p = threadIdx.x; p < b.plan.P; p += block_threads()) {
+    int32_t local = in_scratch<int32_t>(b.ex, b.plan.table_local_index)[p];
+    int32_t owner = in_scratch<int32_t>(b.ex, b.plan.table_owners)[p];
+    b.location[p] = owner << 16 | local;
+    b.count[p] = 0;
+    atomicMax(&shared.num_experts[owner], local + 1);
+  }
+  __syncthreads();
+}
+
+// A kernel meets the other protocol only where ranks bring different numbers of tokens. Out of line, so that the usual
+// case stays short.
+template <bool kFp8>
+__device__ __noinline__ bool recv_simple_sources_too(DispatchBlock b) {
+  return recv_rows<kFp8>(b);
+}
+template <bool kFp8>
+__device__ __noinline__ bool recv_ll_sources_too(DispatchBlock b) {
+  return recv_chunks<kMaxLines<kFp8>, kFp8, false>(b, first_incoming<kMaxLines<kFp8>>(b));
+}
+
+// kRecvLines: lines of a row that a receiving lane moves at once with the LL protocol; 0: Simple protocol.
+// kCoarse: senders also move kRecvLines lines at once, otherwise one, and this rank's own rows do not travel, unless
+// they become fp8. Source: the dtype that becomes fp8; void where rows travel as they are.
+template <int kRecvLines, bool kCoarse, typename Source, int kBlocksPerSM = blocks_per_sm(kRecvLines)>
+__global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
+    dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
+  constexpr bool kFp8 = !std::is_void_v<Source>, kLL = kRecvLines > 0, kSkipSelf = kCoarse && !kFp8;
+  // Simple: waiting for pairs costs more than registers. LL: longer code costs more.
+  constexpr int kGroupsInFlight = kRecvLines == 1 ? 1 : kLL ? 2 : 4;
+  __shared__ DispatchShared shared;
+  extern __shared__ __align__(128) char dynamic[];
+  const Exchange& ex = kernel.ex;
+  const ExchangePlan& plan = ex.plan;
+  auto* round = in_scratch<RoundState>(ex, plan.state);
+  auto* location = reinterpret_cast<int32_t*>(dynamic + kPipelineStages * kernel.chunk_bytes);
+  int32_t *count = location + plan.P, *send_offset = count + plan.P + 1;
+  DispatchBlock b{kernel,
+                  ex,
+                  plan,
+                  kernel.args,
+                  Wait(ex, round, 0),
+                  shared,
+                  dynamic,
+                  location,
+                  count,
+                  send_offset,
+                  send_offset + kernel.send_offset_entries};
+  fetch_arguments(kernel, &shared.sink);
+  read_tables(b);
+  constexpr int kSendLines = kCoarse ? kRecvLines : 1;
+  OutgoingChunk<kSendLines, Source> outgoing(b, kLL ? first_outgoing(kernel.send_blocks) : 0,
+                                             num_chunks(kernel.row_bytes(), kSendLines));
+  compute_now(&shared.sink, outgoing.t, outgoing.chunk.first);
+  wait_for_predecessor();
+  if (kernel.args.send && kernel.args.receive) let_successor_start();
+  bool sends = blockIdx.x < kernel.send_blocks, leader = blockIdx.x == kernel.send_blocks, ok = true;
+  // Load at once: the round's state, and the first chunk to send. One thread loads the state, since the threads of a
+  // grid that load the same line delay one another.
+  uint32_t last_epoch = 0;
+  int32_t latched = 0;
+  if (threadIdx.x == 0) last_epoch = round->combine_epoch, latched = round->latched;
+  int64_t wanted = kernel.wanted_tokens();
+  if (kLL && sends) outgoing.read(b);
+  int32_t tokens = kernel.tokens(wanted);
+  if (threadIdx.x == 0) shared.epoch = last_epoch + 1, shared.latched = latched;
+  if (leader && kernel.args.send) send_counts<kGroupsInFlight>(b, tokens);
+  if (sends) {
+    ok = kLL ? send_chunks<kSkipSelf>(b, tokens, outgoing)
+             : send_rows<Source, kGroupsInFlight>(b, tokens, &round->send_queue[kDispatch]);
+  } else if (kLL && static_cast<int32_t>(blockIdx.x) < kernel.send_blocks + kernel.notify_blocks) {
+    send_pairs<kGroupsInFlight>(b, tokens);
+  }
+  if (kernel.args.send && leader && threadIdx.x == 0 && wanted != tokens)
+    ++in_scratch<int64_t>(ex, plan.health_counters)[kClampedNumTokens];
+  if (!kernel.args.receive) return;
+  SlotChunk incoming = first_incoming<kLL ? kRecvLines : 1>(b);
+  compute_now(&shared.sink, incoming.slot.source, incoming.slot.s, incoming.index);
+  ok = ok && receive_counts(b);
+  uint32_t mismatched = ok ? shared.mismatched : 0;
+  if constexpr (kLL)
+    ok = ok && recv_chunks<kRecvLines, kFp8, kSkipSelf>(b, incoming);
+  else if (ok && shared.ll_most_tokens)
+    ok = recv_ll_sources_too<kFp8>(b);
+  if (ok && !mismatched) {
+    if (!kLL || shared.simple_most_rows) ok = kLL ? recv_simple_sources_too<kFp8>(b) : recv_rows<kFp8>(b);
+    if (leader) write_offsets(b);
+    if (kernel.args.expert_major && plan.alignment > 1) zero_gaps(b);
+    if (!kernel.args.expert_major) fill_unused_slots(b);
+  }
+  if (leader) {
+    if (mismatched) zero_outputs(ex);
+    if (threadIdx.x == 0) {
+      round->dispatch_epoch = b.wait.epoch;
+      round->T = mismatched ? 0 : tokens, round->K = kernel.args.K, round->ll_mask = shared.ll_mask;
+      round->send_queue[kCombine] = round->recv_queue[kCombine] = round->ll_queue[kCombine] = round->done[kCombine] = 0;
+      if (mismatched)
+        *ex.status = {kMismatch, kDispatch, b.wait.epoch, mismatched, plan.rank, ex.status->needed_rows, {}};
+    }
+  }
+  if (b.wait.failed(kDispatch, ok)) zero_outputs(ex);
+}
+
+template <typename Source>
+auto* variant_of(int64_t recv_lines, bool coarse, bool exclusive) {
+  constexpr int kMost = kMaxLines<!std::is_void_v<Source>>;
+  if (recv_lines == 0) return dispatch_kernel<0, false, Source>;
+  if (recv_lines == 1) return exclusive ? dispatch_kernel<1, false, Source, 1> : dispatch_kernel<1, false, Source>;
+  if (recv_lines == 2) return coarse ? dispatch_kernel<2, true, Source> : dispatch_kernel<2, false, Source>;
+  return coarse ? dispatch_kernel<kMost, true, Source> : dispatch_kernel<kMost, false, Source>;
+}
+auto* variant_for(int64_t recv_lines, bool coarse, bool exclusive, bool fp8, DType dtype) {
+  if (!fp8) return variant_of<void>(recv_lines, coarse, exclusive);
+  return visit(dtype, [&](auto source) { return variant_of<decltype(source)>(recv_lines, coarse, exclusive); });
+}
+
+cudaError_t load_dispatch() {
+  for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16})
+    for (bool fp8 : {false, true})
+      for (int recv_lines : {0, 1, 2, kMaxLines<false>})
+        for (bool coarse : {false, true})
+          for (bool exclusive : {false, true})
+            if (cudaError_t error = load(variant_for(recv_lines, coarse, exclusive, fp8, dtype))) return error;
+  return cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStream_t stream) {
+  Device device;
+  if (cudaError_t error = current_device(device)) return error;
+  if (thread_local bool loaded[Device::kMaxDevices] = {}; !loaded[device.index % Device::kMaxDevices]) {
+    for (auto* load_kernels : {load_dispatch, load_combine})
+      if (cudaError_t error = load_kernels()) return error;
+    loaded[device.index % Device::kMaxDevices] = true;
+  }
+  DispatchLaunch policy = dispatch_launch(exchange.plan, args, {device.multiprocessors, device.major});
+  DispatchKernel kernel{.ex = exchange,
+                        .args = args,
+                        .send_blocks = static_cast<int32_t>(policy.send_blocks),
+                        .notify_blocks = static_cast<int32_t>(policy.notify_blocks),
+                        .send_offset_entries = static_cast<int32_t>(policy.send_offset_entries),
+                        .source_offset_entries = static_cast<int32_t>(policy.source_offset_entries),
+                        .row_chunks = static_cast<int32_t>(policy.row_chunks),
+                        .chunk_bytes = static_cast<int32_t>(policy.chunk_bytes),
+                        .tokens_per_release = static_cast<int32_t>(policy.tokens_per_release)};
+  auto* variant =
+      variant_for(policy.recv_lines, policy.coarse, policy.exclusive, exchange.plan.payload_fp8, args.dtype);
+  return launch(variant, policy.blocks, static_cast<int>(policy.threads), policy.shared_bytes, stream, kernel);
+}
+
+}  // namespace epmoe::cuda

@@ -1,0 +1,89 @@
+// The recv phase of dispatch, LL protocol: a row waits only for its own lines, its pairs and the counts.
+#pragma once
+#include "cuda/device/weighted.cuh"
+#include "cuda/dispatch/ll_send.cuh"
+
+namespace epmoe::cuda {
+
+// One warp moves a chunk of token t of source r to each of its expert-major rows, as soon as it is here; in a void
+// round, to none. kSkipSelf: this rank's own rows are read where the caller has them.
+template <int N, bool kFp8, bool kSkipSelf>
+__device__ __forceinline__ bool recv_chunk(const DispatchBlock& b, int32_t r, int32_t t, int32_t index,
+                                           const LLSource& source) {
+  const ExchangePlan& plan = b.plan;
+  int32_t lane = threadIdx.x % 32;
+  RowChunk<N, kFp8> chunk(index, source.row_bytes);
+  char* at = ll_row_at(b, plan.rank, r, t);
+  const Line* pairs = ll_pairs_at(b, plan.rank, r, t);
+  bool has_pair = lane < source.K;
+  LineData lines[1][N];
+  bool is_local = kSkipSelf && r == plan.rank && t < b.args.T;  // t came through the window: check it before x
+  uint32_t missing = is_local ? 0 : chunk.mask();
+  if (is_local) chunk.read(b.x_at(t), lines[0]);
+  uint4 pair;
+  auto poll = [&] { return chunk.poll({at}, lines, missing); };
+  bool notified = b.wait.until(
+      [&] {
+        if (has_pair) pair = Line::peek(pairs + lane);
+        poll();
+        return !has_pair || b.wait.reached(pair.w);
+      },
+      r);
+  if (!__all_sync(kAllLanes, notified)) return false;
+  auto id = static_cast<int32_t>(pair.x), ordinal = static_cast<int32_t>(pair.y);
+  bool mine = has_pair && ordinal >= 0 && b.owns(id);
+  bool comes = __any_sync(kAllLanes, mine);
+  float weight = has_pair ? __uint_as_float(pair.z) : 0.0f;
+  int32_t row = mine && !b.shared.mismatched ? b.row_of(id, ordinal, r) : kForeign;
+  if (comes) {
+    bool here = !missing || b.wait.until(poll, r);
+    if (!__all_sync(kAllLanes, here)) return false;
+  }
+  if (index == 0 && has_pair && !b.shared.mismatched) {
+    int64_t entry = (r * plan.M + t) * plan.K + lane;
+    in_scratch<int32_t>(b.ex, plan.row_of_pair)[entry] = mine && row < 0 ? kDropped : row;
+    in_scratch<float>(b.ex, plan.pair_weights)[entry] = b.args.weight_rows ? 1.0f : weight;
+  }
+#pragma unroll 1
+  for (uint32_t left = __ballot_sync(kAllLanes, row >= 0); left; left &= left - 1) {
+    int32_t k = __ffs(left) - 1;
+    int64_t to = __shfl_sync(kAllLanes, row, k);
+    float factor = b.args.weight_rows ? __shfl_sync(kAllLanes, weight, k) : 1.0f;
+    auto* words = in_window<uint4>(b.ex, plan.rank, plan.rows) + to * chunk.row_lines;
+    auto* scales = in_window<float>(b.ex, plan.rank, plan.row_scales) + to * (chunk.row_lines / kScaleLines);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      if (!chunk.inside(n)) continue;
+      words[chunk.at(n)] =
+          b.args.weight_rows && !kFp8 ? weighted(lines[0][n].words, b.args.dtype, factor) : lines[0][n].words;
+      if (chunk.has_scale(n)) scales[chunk.at(n) / kScaleLines] = __uint_as_float(lines[0][n].scale) * factor;
+    }
+  }
+  __syncwarp();
+  if (comes && !is_local) chunk.rearm(at);
+  return true;
+}
+
+// The item that a warp receives first, unless a source's shape differs.
+template <int N>
+__device__ __forceinline__ SlotChunk first_incoming(const DispatchBlock& b) {
+  return {b.plan, warp_number_from(b.kernel.send_blocks + b.kernel.notify_blocks), num_chunks(b.kernel.row_bytes(), N)};
+}
+
+// The blocks that receive move all rows of the LL sources, first `incoming`.
+template <int N, bool kFp8, bool kSkipSelf>
+__device__ __forceinline__ bool recv_chunks(const DispatchBlock& b, SlotChunk incoming) {
+  int32_t chunks = num_chunks(b.shared.ll_most_row_bytes, N);
+  if (b.shared.mismatched) incoming = {b.plan, incoming.item, chunks};
+  WorkQueue queue(static_cast<int32_t>(b.plan.R) * b.shared.ll_most_tokens * chunks,
+                  b.kernel.send_blocks + b.kernel.notify_blocks);
+  return queue.for_each(&b.wait.round->ll_queue[kDispatch], [&](int32_t item, int32_t) {
+    if (item != incoming.item) incoming = {b.plan, item, chunks};
+    auto [r, t] = incoming.slot;
+    const LLSource& source = b.shared.ll_source[r];
+    bool comes = t < source.tokens && incoming.index < num_chunks(source.row_bytes, N);
+    return !comes || recv_chunk<N, kFp8, kSkipSelf>(b, r, t, incoming.index, source);
+  });
+}
+
+}  // namespace epmoe::cuda

@@ -1,0 +1,138 @@
+// The send phase of dispatch, LL protocol. A row leaves without waiting for counts: a token has the slot of its number
+// on every rank. Every rank gets the pairs of all tokens.
+#pragma once
+#include "cuda/dispatch/routing.cuh"
+#include "cuda/exchange/ll.cuh"
+#include "cuda/exchange/work_queue.cuh"
+
+namespace epmoe::cuda {
+
+// A chunk of a token's row on its way out, N lines a lane. Source: the dtype that becomes fp8; void where rows leave as
+// they are.
+template <int N, typename Source>
+struct OutgoingChunk {
+  static constexpr bool kFp8 = !std::is_void_v<Source>;
+  int32_t item, t;
+  RowChunk<N, kFp8> chunk;
+  LineData lines[N]{};
+  uint32_t ranks = 0;  // the ranks that need the token, as a mask
+
+  // Items are chunks of rows, in order of tokens.
+  __device__ __forceinline__ OutgoingChunk(const DispatchBlock& b, int32_t item, int32_t chunks)
+      : item(item), t(item / chunks), chunk(item - t * chunks, b.kernel.row_bytes()) {}
+
+  __device__ __forceinline__ void read(const DispatchBlock& b) {
+    if (t >= b.args.T) return;
+    using Element = std::conditional_t<kFp8, Source, uint32_t>;
+    constexpr int kCount = kFp8 ? 16 : 4;  // elements of a line
+    Element elements[N][kCount] = {};
+    auto* x = reinterpret_cast<const Element*>(b.x_at(t));
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+      if (chunk.inside(n)) load_vectors(x + chunk.at(n) * kCount, elements[n]);
+    int32_t lane = threadIdx.x % 32;
+    ranks = __reduce_or_sync(kAllLanes, b.rank_mask(physical(b, t, RoutedPair(b.args, t, lane, lane < b.args.K))));
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      if constexpr (kFp8) {
+        float values[kCount];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) values[i] = to_float(elements[n][i]);
+        lines[n] = fp8_line(values);
+      } else {
+        memcpy(&lines[n].words, elements[n], sizeof elements[n]);
+      }
+      lines[n].avoid_empty();
+    }
+  }
+
+  // Sends to the ranks that need the token and are in `allowed`.
+  __device__ __forceinline__ void send(const DispatchBlock& b, uint32_t allowed) const {
+    int32_t lane = threadIdx.x % 32, R = static_cast<int32_t>(b.plan.R);
+    // Tokens begin with different ranks, so that not all write to the same rank at once.
+#pragma unroll 1
+    for (int32_t i = 0, rank = t % R; i < R; ++i, rank = rank + 1 < R ? rank + 1 : 0)
+      if (ranks & allowed & 1u << rank) chunk.publish(ll_row_at(b, rank, b.plan.rank, t), lines);
+    if (chunk.is_first() && lane < R)
+      in_scratch<int32_t>(b.ex, b.plan.slots)[int64_t{t} * R + lane] = ranks >> lane & 1u ? t : -1;
+  }
+};
+
+// The item that this warp of a send block sends first.
+__device__ __forceinline__ int32_t first_outgoing(int32_t send_blocks) {
+  int32_t block = blockIdx.x, early = min(kEarlyBlocks, send_blocks);
+  return block < early ? warp_number(block, early)
+                       : early * block_warps() + warp_number(block - early, send_blocks - early);
+}
+
+// Rows from more than 32 send blocks saturate NVLink, so pair lines queued behind them would arrive last. Later blocks
+// therefore poll up to 400 times, 20 ns apart, for the notify blocks to finish: a hint, not a dependency.
+__device__ __forceinline__ void await_notified(const DispatchBlock& b) {
+  constexpr int kTries = 400;
+  const volatile int32_t& notified = b.wait.round->notified;
+  for (int i = 0; i < kTries && notified < b.kernel.notify_blocks; ++i) __nanosleep(20);
+}
+
+// The send blocks send all chunks, one a warp, first `outgoing`. kSkipSelf: this rank's own rows do not travel. Returns
+// false if the round may not be opened.
+template <bool kSkipSelf, int N, typename Source>
+__device__ __forceinline__ bool send_chunks(DispatchBlock& b, int32_t tokens, OutgoingChunk<N, Source>& outgoing) {
+  int32_t chunks = num_chunks(b.kernel.row_bytes(), N);
+  if (blockIdx.x >= kEarlyBlocks && threadIdx.x == 0) await_notified(b);
+  __syncthreads();
+  if (!b.may_open()) return false;
+  WorkQueue queue(tokens * chunks, b.kernel.send_blocks * block_warps(), outgoing.item);
+  uint32_t allowed = kSkipSelf ? ~(1u << b.plan.rank) : kAllLanes;
+  return queue.for_each(&b.wait.round->send_queue[kDispatch], [&](int32_t item, int32_t) {
+    if (item != outgoing.item) outgoing = {b, item, chunks}, outgoing.read(b);
+    outgoing.send(b, allowed);
+    return true;
+  });
+}
+
+// The notify blocks send the pairs of all tokens to every rank, as many tokens at a time as a block has warps. A lane
+// takes one pair. The block that has counted takes the last tokens.
+template <int kGroupsInFlight>
+__device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens) {
+  const ExchangePlan& plan = b.plan;
+  int32_t blocks = b.kernel.notify_blocks, block = blockIdx.x - b.kernel.send_blocks;
+  int32_t counted = 0, group = block_warps();
+  int32_t K = b.args.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  PairLanes lanes(K);
+  if (block == 0) {
+    __syncthreads();
+    for (int32_t p = threadIdx.x; p < plan.P; p += block_threads()) b.count[p] = 0;
+    block = blocks;
+    __syncthreads();
+  }
+#pragma unroll 1
+  for (int32_t begin = (block - 1) * group; begin < tokens; begin += blocks * group) {
+    int32_t end = min(begin + group, tokens), t = begin + warp * lanes.tokens + lanes.t, ordinal = -1;
+    bool real = lanes.k < K && t < end;
+    RoutedPair pair(b.args, t, lanes.k, real);
+    int32_t p = physical(b, t, pair);
+    count_tokens<kGroupsInFlight, false>(b, counted, begin);
+    counted = end;
+    uint32_t same = __match_any_sync(kAllLanes, p), before = same & ((1u << lane) - 1);
+    for (int32_t first = begin, turn = 0; first < end; first += lanes.tokens, ++turn) {
+      __syncthreads();
+      if (turn != warp) continue;
+      if (p >= 0) ordinal = b.count[p] + __popc(before);
+      __syncwarp();
+      if (p >= 0 && !before) b.count[p] += __popc(same);
+    }
+    if (!b.may_open()) return;
+#pragma unroll 1
+    for (int32_t rank = 0; real && rank < plan.R; ++rank) {
+      int32_t id = p < 0 ? b.shared.sentinel[rank] : p;
+      PairLine::publish(ll_pairs_at(b, rank, plan.rank, t) + lanes.k,
+                        {id, ordinal, p < 0 ? 0.0f : pair.weight, b.wait.epoch});
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) atomicAdd(&b.wait.round->notified, 1);
+#pragma unroll 1
+  for (int32_t t = (block - 1) * group + warp; t < tokens; t += blocks * group) count_health(b, t);
+}
+
+}  // namespace epmoe::cuda

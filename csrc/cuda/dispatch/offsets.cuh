@@ -1,0 +1,133 @@
+// The offsets of expert-major rows, from the count matrix. The segments of the experts follow one another; within a
+// segment the pairs of source 0 come first. docs/kernels.md works an example with numbers.
+#pragma once
+#include "cuda/dispatch/counts.cuh"
+
+namespace epmoe::cuda {
+
+__device__ __forceinline__ int32_t aligned(int32_t length, int32_t alignment) {
+  return alignment == 1 ? length : (length + alignment - 1) / alignment * alignment;
+}
+
+// One warp lays out segments of `length` rows, one a lane, from `next` on. Returns where the lane's segment starts;
+// `next` becomes the end of the last one.
+__device__ __forceinline__ int32_t segment_start(int32_t length, int32_t alignment, int32_t& next) {
+  length = aligned(length, alignment);
+  int32_t end = warp_inclusive_sum(length);
+  int32_t start = next + end - length;
+  next += __shfl_sync(kAllLanes, end, 31);
+  return start;
+}
+
+// The whole block computes where this source's pairs start on each expert's rank. Returns false, without waiting, if a
+// count is missing.
+__device__ __forceinline__ bool compute_send_offsets(DispatchBlock& b) {
+  auto most = static_cast<int32_t>(b.plan.most_local_experts), alignment = static_cast<int32_t>(b.plan.alignment);
+  bool arrived = true;
+  for (int32_t owner = threadIdx.x / 32; owner < b.plan.R; owner += block_warps()) {
+    int32_t next = 0;
+    for (int32_t base = 0; base < b.shared.num_experts[owner]; base += 32) {
+      int32_t local = base + threadIdx.x % 32, total = 0, before = 0;
+      if (local < b.shared.num_experts[owner])
+        arrived = arrived && each_source<false>(b, owner, local, 0, 1, [&](int32_t r, int32_t pairs) {
+                    if (r < b.plan.rank) before += pairs;
+                    total += pairs;
+                  });
+      __syncwarp();
+      int32_t start = segment_start(total, alignment, next);
+      if (local < b.shared.num_experts[owner]) b.send_offset[owner * most + local] = start + before;
+    }
+  }
+  return __syncthreads_and(arrived);
+}
+
+// One warp turns the pairs of each local expert into the start of its segment, in place. A lane takes neighbouring
+// experts, so that one sum over the warp is enough.
+static __device__ __noinline__ void sum_expert_counts(int32_t* count, int32_t experts, int32_t alignment) {
+  int32_t each = experts / 32 + 1, begin = threadIdx.x * each, end = min(begin + each, experts + 1), length = 0;
+#pragma unroll 1
+  for (int32_t local = begin; local < end; ++local) {
+    int32_t pairs = local < experts ? count[local] : 0;
+    count[local] = length;
+    length += aligned(pairs, alignment);
+  }
+  int32_t start = warp_inclusive_sum(length) - length;
+#pragma unroll 1
+  for (int32_t local = begin; local < end; ++local) count[local] += start;
+}
+
+// The other warps of the block turn the pairs of each source into those of the sources before it, in place, and append
+// the total. Only where the table fits into shared memory.
+__device__ __forceinline__ void sum_source_counts(const DispatchBlock& b, int32_t R, int32_t experts) {
+  int32_t others = block_threads() - 32;
+#pragma unroll 1
+  for (int32_t local = threadIdx.x - 32; b.kernel.source_offset_entries && local >= 0 && local < experts;
+       local += others) {
+    int32_t total = 0, *before = b.source_offset + local;
+#pragma unroll 1
+    for (int32_t r = 0; r < R; ++r, before += experts) {
+      int32_t pairs = *before;
+      *before = total;
+      total += pairs;
+    }
+    *before = total;
+  }
+}
+
+// The LL rows of a source whose shape differs. The round is void, but the rows arrive and must be re-armed.
+static __device__ __noinline__ LLSource ll_source_of(const ExchangePlan& plan, int32_t shape, int32_t tokens) {
+  int64_t D = min(shape & 0x1ffff, static_cast<int32_t>(plan.D));
+  int64_t bytes = plan.payload_fp8 ? D : D * itemsize(static_cast<DType>(shape >> 24 & 0xf));
+  return {shape >> 28 & 1 ? tokens : 0, static_cast<int32_t>(min(bytes, plan.x_stride_bytes)),
+          min(shape >> 17 & 0x7f, static_cast<int32_t>(plan.K))};
+}
+
+// The whole block awaits all counts and computes what each source sends and where each local expert's segment starts.
+// Returns false if a rank did not open the round.
+__device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
+  auto experts = static_cast<int32_t>(b.plan.num_local_experts), rank = static_cast<int32_t>(b.plan.rank);
+  auto R = static_cast<int32_t>(b.plan.R);
+  DispatchShared& shared = b.shared;
+  __syncthreads();
+  if (!b.may_open()) return false;
+  if (threadIdx.x == 0)
+    shared.mismatched = shared.ll_mask = 0, shared.ll_most_tokens = shared.simple_most_rows = 0,
+    shared.ll_most_row_bytes = static_cast<int32_t>(b.kernel.row_bytes());
+  for (int32_t local = threadIdx.x; local < experts; local += block_threads()) b.count[local] = 0;
+  __syncthreads();
+  bool arrived = true;
+  // Several threads share the sources of an expert, so that all words are loaded at once.
+  int32_t sharing = max(1, min(R, block_threads() / max(experts, 1)));
+#pragma unroll 1
+  for (int32_t i = threadIdx.x; i < experts * sharing; i += block_threads()) {
+    int32_t share = i / experts, local = i - share * experts;
+    arrived = arrived && each_source<true>(b, rank, local, share, sharing, [&](int32_t r, int32_t pairs) {
+                atomicAdd(&b.count[local], pairs);
+                if (b.kernel.source_offset_entries) b.source_offset[r * experts + local] = pairs;
+              });
+  }
+  // The last warps have the fewest words to await.
+  if (int32_t r = block_threads() - 1 - threadIdx.x; r < b.plan.R) {
+    int32_t words[kCountColumns] = {};
+    Word* first = b.kernel.counts(rank, r);
+    arrived = b.wait.await(first, 1, r, 0, kCountColumns, words) && arrived;
+    bool ll = words[0] & 1, differs = words[1] != b.kernel.shape();
+    int32_t rows = ll ? words[0] >> (1 + kLLTokenBits) : words[0] >> 1, tokens = ll ? words[0] >> 1 & kMaxLLTokens : 0;
+    shared.rank_count[r] = max(min(rows, static_cast<int32_t>(ll ? b.plan.ll_max_tokens : b.plan.M)), 0);
+    LLSource source = {b.args.expert_major ? tokens : 0, static_cast<int32_t>(b.kernel.row_bytes()), b.args.K};
+    if (differs) source = ll_source_of(b.plan, words[1], tokens);
+    source.tokens = min(source.tokens, static_cast<int32_t>(b.plan.ll_max_tokens));
+    shared.ll_source[r] = source;
+    atomicMax(source.tokens ? &shared.ll_most_tokens : &shared.simple_most_rows,
+              source.tokens ? source.tokens : shared.rank_count[r]);
+    if (ll) atomicOr(&shared.ll_mask, 1u << r);
+    if (differs) atomicMax(&shared.ll_most_row_bytes, source.row_bytes), atomicOr(&shared.mismatched, 1u << r);
+  }
+  if (!__syncthreads_and(arrived)) return false;
+  if (threadIdx.x < 32) sum_expert_counts(b.count, experts, static_cast<int32_t>(b.plan.alignment));
+  sum_source_counts(b, R, experts);
+  __syncthreads();
+  return true;
+}
+
+}  // namespace epmoe::cuda

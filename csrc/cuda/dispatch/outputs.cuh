@@ -1,0 +1,77 @@
+// What dispatch returns beside the rows of pairs: offsets, counts, zeros in gaps, sentinels in unused slots.
+#pragma once
+#include "cuda/dispatch/block.cuh"
+
+namespace epmoe::cuda {
+
+// One block writes offsets and counts, and adds to the totals.
+__device__ __forceinline__ void write_offsets(const DispatchBlock& b) {
+  const ExchangePlan& plan = b.plan;
+  if (int32_t r = threadIdx.x; r < plan.R) {
+    in_scratch<int32_t>(b.ex, plan.counts)[r] = b.shared.rank_count[r];
+    int32_t ll_tokens = b.shared.ll_source[r].tokens;
+    in_scratch<int32_t>(b.ex, plan.slots_used)[r] = ll_tokens ? ll_tokens : b.shared.rank_count[r];
+  }
+  auto experts = static_cast<int32_t>(plan.num_local_experts);
+  int32_t needed = b.count[experts];
+  if (threadIdx.x == 0 && needed > plan.max_rows)
+    b.ex.status->needed_rows = max(b.ex.status->needed_rows, int64_t{needed});
+#pragma unroll 1
+  for (int32_t i = threadIdx.x; i <= experts; i += block_threads()) {
+    int64_t start = min(int64_t{b.count[i]}, plan.max_rows);
+    in_scratch<int32_t>(b.ex, plan.expert_offsets)[i] = static_cast<int32_t>(start);
+    if (i == experts) break;
+    int64_t total = b.pairs_of(i), kept = min(plan.max_rows - start, total);
+    in_scratch<int32_t>(b.ex, plan.tokens_per_expert)[i] = static_cast<int32_t>(kept);
+    in_scratch<int64_t>(b.ex, plan.health_tokens_per_expert)[i] += kept;
+    auto* dropped =
+        reinterpret_cast<unsigned long long*>(in_scratch<int64_t>(b.ex, plan.health_counters) + kDroppedPairs);
+    if (kept < total) atomicAdd(dropped, static_cast<unsigned long long>(total - kept));
+  }
+}
+
+// Zeros the gap rows that alignment leaves between segments; each block takes some experts.
+__device__ __forceinline__ void zero_gaps(const DispatchBlock& b) {
+  const ExchangePlan& plan = b.plan;
+  int64_t vectors = b.kernel.row_bytes() / 16, blocks = ceil_div(b.args.D, kScaleBlock);
+  auto* rows = in_window<uint4>(b.ex, plan.rank, plan.rows);
+  auto* scales = in_window<float>(b.ex, plan.rank, plan.row_scales);
+#pragma unroll 1
+  for (int32_t i = blockIdx.x; i < plan.num_local_experts; i += gridDim.x) {
+    int64_t begin = b.count[i] + b.pairs_of(i), end = min(int64_t{b.count[i + 1]}, plan.max_rows);
+#pragma unroll 1
+    for (int64_t v = begin * vectors + threadIdx.x; v < end * vectors; v += block_threads())
+      rows[v] = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
+    for (int64_t n = begin * blocks + threadIdx.x; plan.payload_fp8 && n < end * blocks; n += block_threads())
+      scales[n] = 1.0f;
+  }
+}
+
+// layout="rank": unused slots carry the sentinel and weight 0 throughout.
+__device__ __forceinline__ void fill_unused_slots(const DispatchBlock& b) {
+  const ExchangePlan& plan = b.plan;
+  int32_t sentinel = b.shared.sentinel[plan.rank];
+#pragma unroll 1
+  for (int64_t r = 0; r < plan.R; ++r) {
+    int64_t begin = (r * plan.M + b.shared.rank_count[r]) * plan.K, end = (r + 1) * plan.M * plan.K;
+#pragma unroll 1
+    for (int64_t i = begin + int64_t{blockIdx.x} * block_threads() + threadIdx.x; i < end;
+         i += int64_t{gridDim.x} * block_threads()) {
+      in_window<int32_t>(b.ex, plan.rank, plan.recv_ids)[i] = sentinel;
+      in_window<float>(b.ex, plan.rank, plan.recv_weights)[i] = 0.0f;
+    }
+  }
+}
+
+// A round that failed or whose shapes differ returns no rows.
+static __device__ void zero_outputs(const Exchange& ex) {
+  for (int64_t i = threadIdx.x; i <= ex.plan.num_local_experts; i += block_threads()) {
+    in_scratch<int32_t>(ex, ex.plan.expert_offsets)[i] = 0;
+    if (i < ex.plan.num_local_experts) in_scratch<int32_t>(ex, ex.plan.tokens_per_expert)[i] = 0;
+  }
+  if (threadIdx.x < ex.plan.R)
+    in_scratch<int32_t>(ex, ex.plan.counts)[threadIdx.x] = in_scratch<int32_t>(ex, ex.plan.slots_used)[threadIdx.x] = 0;
+}
+
+}  // namespace epmoe::cuda

@@ -1,0 +1,110 @@
+// The routing of tokens as dispatch reads it: each token's pairs, what is wrong with them, and how many go where.
+#pragma once
+#include "cuda/dispatch/block.cuh"
+
+namespace epmoe::cuda {
+
+// A pair as the caller gave it: a logical expert and a weight; id -1 where there is no pair.
+struct RoutedPair {
+  int64_t id = -1;
+  float weight = 0.0f;
+
+  RoutedPair() = default;
+  // No branches, so that the loads after these do not wait. Where `real` is false, it loads pair 0 of token 0, which
+  // exists wherever a token exists.
+  __device__ __forceinline__ RoutedPair(const DispatchArgs& args, int64_t t, int32_t k, bool real) {
+    int64_t index = real ? t * args.ids_stride + k : 0;
+    int64_t logical = args.wide_ids ? static_cast<const int64_t*>(args.ids_TK)[index]
+                                    : static_cast<const int32_t*>(args.ids_TK)[index];
+    float value = load_float(args.weights_TK, args.weights_dtype, real ? t * args.weights_stride + k : 0);
+    if (real) id = logical, weight = value;
+  }
+};
+
+// The logical expert, -1 for an id that is out of range.
+__device__ __forceinline__ int32_t expert_of(const DispatchBlock& b, int64_t id) {
+  return id >= 0 && id < b.plan.E ? static_cast<int32_t>(id) : -1;
+}
+
+// The copy of an expert that token t takes. Copies take turns, so that they share the load.
+static __device__ __noinline__ int32_t copy_of(const Exchange& ex, int32_t t, int32_t expert) {
+  auto copies = static_cast<uint32_t>(in_scratch<int32_t>(ex, ex.plan.table_num_copies)[expert]);
+  auto copy = (static_cast<uint32_t>(t) + static_cast<uint32_t>(ex.plan.rank)) % copies;
+  return in_scratch<int32_t>(ex, ex.plan.table_copies)[expert * ex.plan.copies + copy];
+}
+
+// The physical expert of token t's pair; -1 where there is nothing to compute.
+__device__ __forceinline__ int32_t physical(const DispatchBlock& b, int32_t t, const RoutedPair& pair) {
+  int32_t expert = expert_of(b, pair.id);
+  if (expert < 0 || pair.weight == 0.0f || !is_finite(pair.weight)) return -1;
+  return b.plan.copies == 1 ? expert : copy_of(b.ex, t, expert);
+}
+
+// A lane takes one pair, and a warp takes as many tokens as fit into its lanes.
+struct PairLanes {
+  int32_t tokens;  // of a warp
+  int32_t t, k;    // this lane's token, counted from the warp's first, and its pair
+
+  __device__ __forceinline__ explicit PairLanes(int32_t K) {
+    int32_t lane = threadIdx.x % 32, log = 32 - __clz(K - 1);
+    tokens = 32 >> log, t = lane >> log, k = lane & ((1 << log) - 1);
+  }
+};
+
+// Adds tokens [begin, end) to the counts by expert, and with kByRank by rank. The block's warps from `first_warp` on
+// call it. A warp loads the pairs of kGroupsInFlight groups of tokens before it counts the first group.
+template <int kGroupsInFlight, bool kByRank = true>
+__device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, int32_t end, int32_t first_warp = 0) {
+  int32_t K = b.args.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32 - first_warp;
+  if (warp < 0) return;
+  PairLanes lanes(K);
+  int32_t step = (block_warps() - first_warp) * lanes.tokens;
+#pragma unroll 1
+  for (int32_t first = begin + warp * lanes.tokens + lanes.t; first - lanes.t < end; first += kGroupsInFlight * step) {
+    RoutedPair pairs[kGroupsInFlight];
+#pragma unroll
+    for (int i = 0; i < kGroupsInFlight; ++i) {
+      int32_t t = first + i * step;
+      pairs[i] = {b.args, t, lanes.k, lanes.k < K && t < end};
+    }
+#pragma unroll
+    for (int i = 0; i < kGroupsInFlight; ++i) {
+      int32_t p = physical(b, first + i * step, pairs[i]), owner = b.owner_of(p);
+      if (p >= 0) atomicAdd(&b.count[p], 1);
+      if constexpr (kByRank) {  // a token counts once for each rank
+        uint32_t same = __match_any_sync(kAllLanes, owner < 0 ? -1 : lanes.t << 16 | owner);
+        if (owner >= 0 && !(same & ((1u << lane) - 1))) atomicAdd(&b.shared.rank_count[owner], 1);
+      }
+    }
+  }
+}
+
+// One warp reads a token's pairs, a lane each, into row `n` of the block's table.
+__device__ __forceinline__ void read_token(DispatchBlock& b, int32_t t, int32_t n) {
+  int32_t lane = threadIdx.x % 32;
+  RoutedPair pair(b.args, t, lane, lane < b.args.K);
+  int32_t p = physical(b, t, pair);
+  b.shared.ids[n][lane] = p;
+  b.shared.weights[n][lane] = p < 0 ? 0.0f : pair.weight;
+  uint32_t ranks = __reduce_or_sync(kAllLanes, b.rank_mask(p));
+  if (lane == 0) b.shared.ranks[n] = ranks;
+}
+
+// One warp adds what is wrong with a token's pairs to the health counters. Once a token.
+__device__ __forceinline__ void count_health(const DispatchBlock& b, int64_t t) {
+  int32_t lane = threadIdx.x % 32;
+  auto [id, weight] = RoutedPair(b.args, t, lane, lane < b.args.K);
+  int32_t expert = expert_of(b, id);
+  bool valid = expert >= 0;
+  uint32_t same = __match_any_sync(kAllLanes, valid ? expert : -1 - lane);
+  auto add = [&](Counter counter, bool wrong) {
+    uint32_t votes = __ballot_sync(kAllLanes, wrong);
+    auto* counters = reinterpret_cast<unsigned long long*>(in_scratch<int64_t>(b.ex, b.plan.health_counters));
+    if (votes && lane == 0) atomicAdd(&counters[counter], static_cast<unsigned long long>(__popc(votes)));
+  };
+  add(kOutOfRangeIds, !valid && id != -1 && id != b.plan.E);  // -1 and E mean "no expert"
+  add(kDuplicateIds, valid && same & ((1u << lane) - 1));
+  add(kNonfiniteWeights, !is_finite(weight));
+}
+
+}  // namespace epmoe::cuda

@@ -1,0 +1,109 @@
+// The recv phase of dispatch, Simple protocol: rows whose slot has a flag.
+#pragma once
+#include "cuda/device/weighted.cuh"
+#include "cuda/dispatch/block.cuh"
+#include "cuda/exchange/work_queue.cuh"
+
+namespace epmoe::cuda {
+
+// The pairs of a received slot, a lane each.
+struct SlotPair {
+  int32_t row;  // expert-major; -1: not on this rank
+  float weight;
+  bool first_is_final;  // of the slot: the sender has already written the first of its rows
+};
+
+__device__ __forceinline__ SlotPair read_slot(const DispatchBlock& b, int32_t r, int32_t s) {
+  const ExchangePlan& plan = b.plan;
+  int32_t lane = threadIdx.x % 32;
+  int64_t pair = (r * plan.M + s) * plan.K + lane;
+  bool has_pair = lane < b.args.K;
+  int32_t id = has_pair ? in_window<int32_t>(b.ex, plan.rank, plan.recv_ids)[pair] : -1;
+  int32_t row_or_ordinal = has_pair ? in_window<int32_t>(b.ex, plan.rank, plan.recv_ordinals)[pair] : -1;
+  float weight = has_pair ? in_window<float>(b.ex, plan.rank, plan.recv_weights)[pair] : 0.0f;
+  bool is_final = row_or_ordinal < -1;
+  int32_t row = is_final ? static_cast<int32_t>(row_or_ordinal & ~kFinalRow) : -1;
+  if (!is_final)
+    row = b.row_of(id, row_or_ordinal, r);
+  else if (!b.owns(id) || row >= plan.max_rows)
+    row = -1;
+  return {row, weight, __any_sync(kAllLanes, is_final) != 0};
+}
+
+// One warp moves a chunk of slot s of source r to each of its expert-major rows, as soon as the slot's flag is here.
+template <bool kFp8>
+__device__ __forceinline__ bool recv_row(const DispatchBlock& b, int32_t r, int32_t s, int32_t chunk, int32_t chunks) {
+  const ExchangePlan& plan = b.plan;
+  int32_t lane = threadIdx.x % 32;
+  int64_t slot = r * plan.M + s;
+  bool here = lane != 0 || b.wait.await(in_window<Flag>(b.ex, plan.rank, plan.recv_flags) + slot, r);
+  if (!__all_sync(kAllLanes, here)) return false;
+  __syncwarp();  // what one lane has acquired holds for all
+  if (!b.args.expert_major) return true;
+  SlotPair pair = read_slot(b, r, s);
+  if (chunk == 0 && lane < b.args.K) {
+    in_scratch<int32_t>(b.ex, plan.row_of_pair)[slot * plan.K + lane] = pair.row;
+    in_scratch<float>(b.ex, plan.pair_weights)[slot * plan.K + lane] = b.args.weight_rows ? 1.0f : pair.weight;
+  }
+  uint32_t pairs = __ballot_sync(kAllLanes, pair.row >= 0);
+  if (!pairs) return true;
+  auto vectors = static_cast<int32_t>(b.kernel.row_bytes() / 16);
+  auto* rows = in_window<uint4>(b.ex, plan.rank, plan.rows);
+  auto* from =
+      reinterpret_cast<const uint4*>(in_window<char>(b.ex, plan.rank, plan.recv_x) + slot * plan.x_stride_bytes);
+  auto* scales_from = in_window<float>(b.ex, plan.rank, plan.recv_scales) + slot * plan.scale_blocks;
+  int64_t blocks = ceil_div(b.args.D, kScaleBlock);
+  auto* row_scales = in_window<float>(b.ex, plan.rank, plan.row_scales);
+  if (pair.first_is_final) {
+    int64_t first = __shfl_sync(kAllLanes, pair.row, __ffs(pairs) - 1);
+    from = rows + first * vectors, scales_from = row_scales + first * blocks;
+    pairs &= pairs - 1;
+    if (!pairs) return true;
+  }
+  bool weigh = b.args.weight_rows && !kFp8;
+  int32_t begin = vectors * chunk / chunks, end = vectors * (chunk + 1) / chunks;
+  constexpr int kDepth = 7;  // loads in flight
+  for (int32_t base = begin; base < end; base += kDepth * 32) {
+    uint4 values[kDepth];
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i)
+      if (int32_t v = base + i * 32 + lane; v < end) values[i] = __ldcg(from + v);
+#pragma unroll 1
+    for (uint32_t left = pairs; left; left &= left - 1) {
+      int32_t k = __ffs(left) - 1;
+      auto* to = rows + int64_t{__shfl_sync(kAllLanes, pair.row, k)} * vectors;
+      float factor = __shfl_sync(kAllLanes, pair.weight, k);
+#pragma unroll
+      for (int i = 0; i < kDepth; ++i)
+        if (int32_t v = base + i * 32 + lane; v < end)
+          to[v] = weigh ? weighted(values[i], b.args.dtype, factor) : values[i];
+    }
+  }
+  if constexpr (kFp8) {
+#pragma unroll 1
+    for (uint32_t left = chunk ? 0 : pairs; left; left &= left - 1) {
+      int32_t k = __ffs(left) - 1;
+      int64_t to = __shfl_sync(kAllLanes, pair.row, k);
+      float factor = b.args.weight_rows ? __shfl_sync(kAllLanes, pair.weight, k) : 1.0f;
+#pragma unroll 1
+      for (int64_t i = lane; i < blocks; i += 32) row_scales[to * blocks + i] = __ldcg(scales_from + i) * factor;
+    }
+  }
+  return true;
+}
+
+// The blocks that receive move all rows of the Simple sources.
+template <bool kFp8>
+__device__ __forceinline__ bool recv_rows(DispatchBlock& b) {
+  constexpr int kMaxChunkVectors = 256;  // about what a warp has in flight at once
+  WorkQueue queue(static_cast<int32_t>(b.plan.R) * b.shared.simple_most_rows,
+                  static_cast<int32_t>(b.kernel.row_bytes() / 16), b.kernel.send_blocks + b.kernel.notify_blocks,
+                  kMaxChunkVectors);
+  return queue.for_each(&b.wait.round->recv_queue[kDispatch], [&](int32_t n, int32_t chunk) {
+    auto [r, s] = slot_of(b.plan, n);
+    bool is_simple = !b.shared.ll_source[r].tokens;
+    return !is_simple || s >= b.shared.rank_count[r] || recv_row<kFp8>(b, r, s, chunk, queue.chunks);
+  });
+}
+
+}  // namespace epmoe::cuda

@@ -1,0 +1,80 @@
+// Signals between GPUs: a `Flag` says that payload has arrived, a `Word` carries a small value with its epoch.
+// docs/protocol.md has the round's timeline and the proof that no buffer is overwritten while somebody reads it. The
+// proof lets no rank run a round ahead of one that still waits, so kernels compare epochs for equality: the flag of a
+// slot that lay unused for 2^31 rounds must not look reached.
+// Neither type needs re-arming: the next round has another epoch. A `Line` (ll.cuh) needs it.
+#pragma once
+#include "cuda/exchange/layout.cuh"
+
+namespace epmoe::cuda {
+
+// 4 bytes: the epoch of the last round whose payload is complete.
+struct Flag {
+  uint32_t epoch;
+
+  // One thread publishes, after a barrier of all threads that stored the payload. The release waits until the payload
+  // has arrived. The end of a TMA store (tma.cuh) alone does not: without a release, readers saw flags before rows.
+  static __device__ __forceinline__ void publish(Flag* flag, uint32_t epoch) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(epoch) : "memory");
+  }
+  // Publishes after `release_all`: one release then serves the flags of several rows.
+  static __device__ __forceinline__ void publish_released(Flag* flag, uint32_t epoch) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(epoch) : "memory");
+  }
+  static __device__ __forceinline__ uint32_t acquire(const Flag* flag) {
+    uint32_t value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+    return value;
+  }
+  static __device__ __forceinline__ uint32_t peek(const Flag* flag) {
+    uint32_t value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+    return value;
+  }
+};
+static_assert(sizeof(Flag) == sizeof(uint32_t));
+
+__device__ __forceinline__ void release_all() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// 8 bytes: a value and the epoch of its round. One access moves both, so no reader sees one without the other.
+struct Word {
+  uint64_t bits;
+
+  __device__ __forceinline__ uint32_t epoch() const { return static_cast<uint32_t>(bits); }
+  __device__ __forceinline__ int32_t value() const { return static_cast<int32_t>(bits >> 32); }
+
+  static __device__ __forceinline__ void publish(Word* word, uint32_t epoch, int32_t value) {
+    uint64_t packed = uint64_t{static_cast<uint32_t>(value)} << 32 | epoch;
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(packed) : "memory");
+  }
+  static __device__ __forceinline__ Word peek(const Word* word) {
+    uint64_t packed;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(packed) : "l"(word) : "memory");
+    return {packed};
+  }
+};
+static_assert(sizeof(Word) == sizeof(uint64_t));
+
+__device__ __forceinline__ uint64_t now_ns() {
+  uint64_t value;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
+  return value;
+}
+
+// Forces values to be computed now, before a wait on which they do not depend; the compiler would compute them after
+// it. `sink` is shared memory that nobody reads.
+template <typename... Values>
+__device__ __forceinline__ void compute_now(int64_t* sink, Values... values) {
+  *static_cast<volatile int64_t*>(sink) = (int64_t{0} ^ ... ^ static_cast<int64_t>(values));
+}
+
+// The arguments of a launch are cold. This fetches their cache lines side by side, while the predecessor still runs.
+template <typename K>
+__device__ __forceinline__ void fetch_arguments(const K& kernel, int64_t* sink) {
+  auto* words = reinterpret_cast<const int64_t*>(&kernel);
+  constexpr int kLine = 8;
+  for (int i = threadIdx.x / 32 * kLine; i < static_cast<int>(sizeof(K) / sizeof(int64_t)); i += block_warps() * kLine)
+    if (threadIdx.x % 32 == 0) *static_cast<volatile int64_t*>(sink) = words[i];
+}
+
+}  // namespace epmoe::cuda

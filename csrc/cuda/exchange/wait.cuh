@@ -1,0 +1,123 @@
+// Waiting for other ranks. Every wait has a deadline, and no failure traps: the first failure latches on this rank,
+// reaches the host and every rank, and ends all other waits.
+#pragma once
+#include "cuda/exchange/signal.cuh"
+
+namespace epmoe::cuda {
+
+// The waits of one kernel: for one round, with one deadline each.
+struct Wait {
+  const Exchange& ex;
+  RoundState* round;
+  uint32_t epoch;
+
+  __device__ Wait(const Exchange& exchange, RoundState* round, uint32_t epoch)
+      : ex(exchange), round(round), epoch(epoch) {}
+
+  __device__ bool reached(uint32_t seen) const { return seen == epoch; }
+
+  // Polls `reached` until it returns true. Returns false once any wait of this kernel has failed. `rank` names the rank
+  // that is waited for; `reached` may update it.
+  template <typename F>
+  __device__ __forceinline__ bool until(F&& reached, const int32_t& rank) const {
+    uint64_t deadline_ns = 0;
+    for (uint32_t tries = 1; !reached(); ++tries)
+      if (tries % 64 == 0 && !(deadline_ns = deadline_of(ex, round, rank, deadline_ns))) return false;
+    return true;
+  }
+
+  // Awaits a flag. An acquire empties the multiprocessor's L1 cache, so only the last look is an acquire.
+  __device__ bool await(const Flag* flag, int32_t rank) const {
+    bool up = until(
+        [&] {
+          if (reached(Flag::peek(flag))) return true;
+          __nanosleep(20);  // leaves the flags' memory partition to the ranks that publish
+          return false;
+        },
+        rank);
+    return up && reached(Flag::acquire(flag));
+  }
+
+  // Loads `count` words, `stride` apart, and takes their values. Returns whether all have this epoch; `missing` is the
+  // last that has not. All loads are issued before the first result is used.
+  template <int N>
+  __device__ __forceinline__ bool have_arrived(const Word* first, int64_t stride, int32_t count, int32_t (&values)[N],
+                                               int32_t& missing) const {
+    Word words[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) words[i] = i < count ? Word::peek(first + i * stride) : Word{epoch};
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (!reached(words[i].epoch())) all = false, missing = i;
+      values[i] = words[i].value();
+    }
+    return all;
+  }
+  // Awaits `count` words: the first comes from `rank`, each next one from `next` ranks further on.
+  template <int N>
+  __device__ __forceinline__ bool await(const Word* first, int64_t stride, int32_t rank, int32_t next, int32_t count,
+                                        int32_t (&values)[N]) const {
+    int32_t missing = 0, missing_rank = rank;
+    return until(
+        [&] {
+          bool all = have_arrived(first, stride, count, values, missing);
+          missing_rank = rank + missing * next;
+          return all;
+        },
+        missing_rank);
+  }
+
+  // The slow path of a long wait: returns the deadline, or 0 if the wait must end. It takes and returns values, so that
+  // the state of the waiting code can stay in registers.
+  static __device__ __noinline__ uint64_t deadline_of(const Exchange& ex, RoundState* round, int32_t rank,
+                                                      uint64_t deadline_ns) {
+    if (!deadline_ns) deadline_ns = now_ns() + ex.timeout_ns;
+    if (*reinterpret_cast<volatile uint64_t*>(&round->missing)) return 0;
+    auto* errors = in_window<volatile uint64_t>(ex, ex.plan.rank, ex.plan.signal_error);
+    uint64_t missing = 0;
+    int64_t originator = ex.plan.rank;
+    for (int64_t r = 0; r < ex.plan.R && !missing; ++r) missing = errors[r], originator = r;
+    if (!missing) {
+      if (now_ns() < deadline_ns) return deadline_ns;
+      missing = uint64_t{1} << rank, originator = ex.plan.rank;
+    }
+    *static_cast<volatile int16_t*>(&round->originator) = static_cast<int16_t>(originator);
+    atomicOr(reinterpret_cast<unsigned long long*>(&round->missing), static_cast<unsigned long long>(missing));
+    return 0;
+  }
+
+  // The whole block calls this at its end. Where a wait of this block failed: waits for all blocks, latches, reports to
+  // the host and to every rank, and returns true; the caller then zeroes the outputs.
+  // The count of finished blocks is relaxed, since a release would slow down every round that goes well. Instead, the
+  // failing block gives the stores of the other blocks 1 ms to arrive.
+  __device__ bool failed(Stage stage, bool ok) const {
+    ok = __syncthreads_and(ok);
+    if (threadIdx.x == 0) asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(&round->done[stage]) : "memory");
+    if (ok) return false;
+    if (threadIdx.x == 0) {
+      constexpr uint64_t kArrivedNs = 1'000'000;
+      auto* done = reinterpret_cast<volatile int32_t*>(&round->done[stage]);
+      while (*done < static_cast<int32_t>(gridDim.x)) __nanosleep(100);
+      for (uint64_t then = now_ns(); now_ns() - then < kArrivedNs;) __nanosleep(1000);
+      __threadfence();
+      if (atomicExch(&round->latched, 1) == 0) report(ex, round, epoch, stage);
+    }
+    __syncthreads();
+    return true;
+  }
+
+  static __device__ __noinline__ void report(const Exchange& ex, RoundState* round, uint32_t epoch, Stage stage) {
+    ++in_scratch<int64_t>(ex, ex.plan.health_counters)[kTimeouts];
+    volatile Status* status = ex.status;
+    status->stage = stage, status->epoch = epoch;
+    status->missing = static_cast<int64_t>(round->missing), status->originator = round->originator;
+    __threadfence_system();
+    status->code = kTimeout;
+    for (int64_t rank = 0; rank < ex.plan.R; ++rank)
+      in_window<volatile uint64_t>(ex, rank, ex.plan.signal_error)[ex.plan.rank] = round->missing;
+    __threadfence_system();
+  }
+};
+
+}  // namespace epmoe::cuda

@@ -1,0 +1,30 @@
+// The CUDA kernels, as ops.cpp and ops_exchange.cpp launch them: on a stream, without synchronising, capturable in a
+// graph. The operators have checked the arguments. Ids, counts and row indices inside tensors are unchecked, and the
+// kernels check them before they become addresses.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include "args.h"
+#include "exchange.h"
+
+namespace epmoe::cuda {
+
+constexpr int32_t kMaxTopK = 32;  // of route: one lane keeps each choice
+
+cudaError_t route(const RouteArgs& args, cudaStream_t stream);
+
+int64_t permute_workspace_bytes(int64_t S, int32_t K, int32_t num_local_experts);
+cudaError_t permute(const PermuteArgs& args, cudaStream_t stream);
+
+cudaError_t finalize(const FinalizeArgs& args, cudaStream_t stream);
+
+cudaError_t zero_padding_rows(const PaddingArgs& args, cudaStream_t stream);
+cudaError_t quantize(const QuantizeArgs& args, cudaStream_t stream);
+
+cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStream_t stream);
+cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dtype, cudaStream_t stream);
+
+// Loads all kernels of combine. The first dispatch on a device calls it before any kernel waits.
+cudaError_t load_combine();
+
+}  // namespace epmoe::cuda

@@ -1,0 +1,271 @@
+// The launch policy of the exchange: which variant of the dispatch or combine kernel a call takes, with how many
+// blocks, threads and bytes of shared memory. Every measured threshold of the exchange stands in this file. The
+// figures behind them are in docs/experiments.md, the variants in docs/kernels.md. No CUDA header: `epmoe plan` prints
+// the policy, and its table is tested, on machines without a GPU.
+#pragma once
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+
+#include "exchange.h"
+
+namespace epmoe {
+
+// --- What kernels and policy share ---
+
+constexpr int kThreads = 512;  // the largest block of the exchange
+constexpr int kWarps = kThreads / 32;
+
+// Simple protocol, dispatch: a sending block has up to three chunks of rows on their way through shared memory.
+constexpr int kPipelineStages = 3;
+constexpr int64_t kMaxChunkBytes = 16 << 10;
+constexpr int kMaxTokensPerRelease = 8;  // tokens whose flags a sending block may publish after one release
+// Simple protocol, combine: a block's shared memory for sums on their way out. With fp8, half of it holds scales.
+constexpr int kSendBufferBytes = 64 << 10;
+
+// LL protocol: the most lines of a row that a lane moves at once.
+template <bool kFp8>
+constexpr int kMaxLines = kFp8 ? 2 : 4;  // dispatch
+constexpr int kMaxSumLines = 2;          // combine
+// LL protocol, dispatch: these send blocks begin with the first tokens, so that rows arrive in the order in which
+// receivers wait for them. 32 blocks saturate NVLink.
+constexpr int32_t kEarlyBlocks = 32;
+
+// Up to two ranks, rows of the LL protocol wait for this GPU's own memory more than for the wire; as measured on 1, 2
+// and 4 GPUs.
+constexpr int64_t kLocalBoundRanks = 2;
+
+// Blocks that share a multiprocessor, by the lines that a lane moves at once (0: Simple protocol). Stores that wait for
+// the wire delay the loads of a block on the same multiprocessor. Where rows fill the wire (2 lines and more), each
+// block therefore has a multiprocessor to itself. It then takes more registers than two blocks can have, which keeps a
+// second block away. A launch of one phase alone takes one line: a waiting block must leave registers to the blocks of
+// every other stage.
+constexpr EPMOE_HD int blocks_per_sm(int lines) { return lines > 1 ? 1 : 2; }
+
+// With two blocks of 384 threads a thread has 80 registers, so that waiting for a line spills little; of 512, 64.
+constexpr EPMOE_HD int threads_per_block(int lines) { return lines == 1 ? 384 : kThreads; }
+static_assert(threads_per_block(0) == kThreads);  // the Simple protocol's buffers in shared memory assume it
+
+// Chunks of a row, of `lines` lines of 16 bytes for each of a warp's 32 lanes.
+constexpr EPMOE_HD int32_t num_chunks(int64_t row_bytes, int lines) {
+  return static_cast<int32_t>((row_bytes + lines * 512 - 1) / (lines * 512));
+}
+
+// Bytes of a row's fp8 scales, rounded up to TMA copies of 16 bytes.
+EPMOE_HD int32_t scale_bytes(int64_t D) { return static_cast<int32_t>(ceil_div(D, kScaleBlock * 4) * 16); }
+
+// --- The GPU, and the shares that every launch has in common ---
+
+struct Gpu {
+  int64_t multiprocessors;
+  int major;  // of the compute capability
+
+  // Whether `count` multiprocessors are at most half of the GPU.
+  bool is_scarce(int64_t count) const { return count * 2 <= multiprocessors; }
+
+  // Blocks of a launch of one phase, on `count` multiprocessors: one on each, so that another launch finds room beside
+  // it. A launch that waits for ranks takes at most three quarters of the GPU: what the ranks wait for may need more
+  // shared memory than a waiting block leaves, and an SM divides its shared memory anew only when it is idle.
+  int64_t phase_blocks(int64_t count, bool waits) const {
+    return waits ? std::clamp<int64_t>(multiprocessors * 3 / 4, 1, count) : count;
+  }
+};
+
+// --- Dispatch ---
+
+struct DispatchLaunch {
+  int64_t recv_lines;  // lines of a row that a receiving lane moves at once (LL); 0: Simple protocol
+  bool coarse;         // senders also move recv_lines lines at once, otherwise one
+  bool exclusive;      // every block has a multiprocessor to itself, also where two would fit
+  int64_t blocks, threads, send_blocks;
+  int64_t notify_blocks;  // after the send blocks: block 0 of them counts, the others send the LL pairs
+  int64_t send_offset_entries, source_offset_entries;  // tables in shared memory; 0: too large for it
+  int64_t row_chunks, chunk_bytes;                     // of a row of x (Simple)
+  int64_t tokens_per_release;                          // Simple
+  int64_t shared_bytes;
+};
+
+inline bool dispatch_uses_ll(const ExchangePlan& plan, const DispatchArgs& args) {
+  return args.expert_major && args.T <= plan.ll_max_tokens;
+}
+inline int64_t wire_row_bytes(const ExchangePlan& plan, const DispatchArgs& args) {
+  return plan.payload_fp8 ? args.D : args.D * itemsize(args.dtype);
+}
+
+// Up to 8 tokens, in launches of one phase and on one multiprocessor: one line. More tokens: as many lines as the
+// registers hold, or two where warps would idle, or where, up to 128 tokens, some warps would go twice.
+inline int dispatch_recv_lines(const ExchangePlan& plan, const DispatchArgs& args, int64_t T, int64_t sms) {
+  constexpr int64_t kMaxOneLineTokens = 8, kMaxUnevenTokens = 128;
+  if (!dispatch_uses_ll(plan, args)) return 0;
+  if (T <= kMaxOneLineTokens || sms < 2 || !(args.send && args.receive)) return 1;
+  if (plan.payload_fp8) return kMaxLines<true>;
+  int64_t receiving_warps = sms * kWarps * 2 / 3;  // roughly
+  auto items = [&](int lines) { return plan.R * T * num_chunks(wire_row_bytes(plan, args), lines); };
+  bool idle = items(2) <= receiving_warps;
+  bool uneven = items(kMaxLines<false>) > receiving_warps && T <= kMaxUnevenTokens;
+  return idle || uneven ? 2 : kMaxLines<false>;
+}
+
+// Of `blocks`, those that send first (LL). Up to two ranks, by what a token's row costs a receiver, which reads R rows,
+// re-arms R slots and writes K rows; a sender also makes fp8, for its own rank too.
+inline int64_t dispatch_send_share(const ExchangePlan& plan, const DispatchArgs& args, int64_t blocks) {
+  int64_t T = args.T, sending = plan.payload_fp8 ? 8 : 3;
+  if (plan.R <= kLocalBoundRanks) return blocks * sending / (sending + 2 * plan.R + args.K);
+  if (args.send && args.receive && T > 64 && T <= 256)
+    return blocks / 4;  // receivers are the bottleneck at these sizes
+  return plan.payload_fp8 ? blocks * 3 / 8 : blocks * 3 / 10;
+}
+
+inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchArgs& args, const Gpu& gpu) {
+  constexpr int64_t kMaxSendOffsets = 8192, kMaxSourceOffsets = 4096;
+  int64_t sms = std::min<int64_t>(plan.num_sms, gpu.multiprocessors), T = std::max<int64_t>(args.T, 1);
+  int64_t send_offsets = plan.R * plan.most_local_experts, source_offsets = (plan.R + 1) * plan.num_local_experts;
+  bool both_phases = args.send && args.receive;
+  int lines = dispatch_recv_lines(plan, args, T, sms);
+  DispatchLaunch launch{.recv_lines = lines,
+                        .coarse = false,
+                        .exclusive = false,
+                        .blocks = 0,
+                        .threads = threads_per_block(lines),
+                        .send_blocks = 0,
+                        .notify_blocks = 0,
+                        .send_offset_entries = send_offsets <= kMaxSendOffsets ? send_offsets : 0,
+                        .source_offset_entries = source_offsets <= kMaxSourceOffsets ? source_offsets : 0,
+                        .row_chunks = 0,
+                        .chunk_bytes = 0,
+                        .tokens_per_release = 1,
+                        .shared_bytes = 0};
+  int64_t warps = launch.threads / 32;
+  int64_t most = both_phases ? sms * blocks_per_sm(lines) : gpu.phase_blocks(sms, args.receive);
+  int64_t senders = T, receivers = most, share = most * 3 / 4;
+  if (lines) {
+    int64_t row_bytes = wire_row_bytes(plan, args), items = T * num_chunks(row_bytes, 1);
+    share = std::max<int64_t>(dispatch_send_share(plan, args, most), 1);
+    // Below one and a half items a sending warp, most warps have one item anyway.
+    launch.coarse = lines > 1 && plan.R <= kLocalBoundRanks && items * 2 > share * warps * 3;
+    senders = ceil_div(launch.coarse ? T * num_chunks(row_bytes, lines) : items, warps);
+    receivers = ceil_div(plan.R * T * num_chunks(row_bytes, lines), warps);
+  }
+  senders = plan.dispatch_senders ? std::min(plan.dispatch_senders, most - 1) : std::min(senders, share);
+  senders = args.send ? std::max<int64_t>(senders, 1) : 0;
+  if (!args.receive) receivers = 0;
+  if (senders && !lines) {
+    constexpr int64_t kStep = 512;  // bytes: a multiple of 128 elements of every dtype
+    int64_t x_bytes = args.D * itemsize(args.dtype), chunks = ceil_div(x_bytes, kMaxChunkBytes);
+    launch.chunk_bytes = ceil_div(ceil_div(x_bytes, chunks), kStep) * kStep;
+    launch.row_chunks = ceil_div(x_bytes, launch.chunk_bytes);
+    // The releases of one multiprocessor wait for each other. It shows where few multiprocessors send all rows, or
+    // where rows are short.
+    int64_t most_at_once = gpu.is_scarce(sms) ? kMaxTokensPerRelease : plan.payload_fp8 ? 2 : 1;
+    launch.tokens_per_release = std::clamp<int64_t>(T / senders / 6, 1, most_at_once);
+  }
+  // One block counts, and with LL others send the pairs; where there is no room for them, the counting block does both.
+  int64_t groups = lines ? ceil_div(args.T, warps) : 0;
+  launch.send_blocks = senders;
+  launch.notify_blocks = args.send ? std::clamp<int64_t>(most - senders, 1, groups + 1) : 0;
+  launch.blocks = std::max(std::min(senders + launch.notify_blocks + receivers, most),
+                           senders + std::max<int64_t>(launch.notify_blocks, 1));
+  launch.exclusive = both_phases && launch.blocks <= sms;
+  int64_t table_entries = 2 * plan.P + 1 + launch.send_offset_entries + launch.source_offset_entries;
+  launch.shared_bytes = kPipelineStages * launch.chunk_bytes + table_entries * int64_t{sizeof(int32_t)};
+  return launch;
+}
+
+// --- Combine ---
+
+struct CombineLaunch {
+  int64_t send_lines;  // lines of a row that a sending lane moves at once (LL); 0: Simple protocol
+  bool coarse;         // receivers also sum send_lines lines at once, otherwise one; senders have four pairs in flight
+  bool forwards;       // one warp of each block forwards rows that need no sums
+  int64_t blocks, threads, send_blocks;
+  int64_t team;  // warps that send a row together (Simple)
+  int64_t shared_bytes;
+};
+
+inline int combine_send_lines(const ExchangePlan& plan, const CombineArgs& args, int64_t row_bytes) {
+  constexpr int64_t kMaxOneLineChunks = 960;  // chunks of one line a lane
+  if (args.T > plan.ll_max_tokens) return 0;
+  int64_t chunks = args.T * num_chunks(row_bytes, 1);
+  bool one = plan.R <= kLocalBoundRanks ? chunks <= kMaxOneLineChunks : args.T <= (plan.combine_fp8 ? 128 : 64);
+  return one || !(args.send && args.receive) ? 1 : kMaxSumLines;
+}
+
+// Of `blocks`, those that send first (LL). Up to two ranks, by what a token's row costs the sender, which reads K rows
+// and writes R sums, and the receiver, which reads and re-arms R sums and writes one row.
+inline int64_t combine_send_share(const ExchangePlan& plan, const CombineArgs& args, int64_t blocks, int lines) {
+  int64_t T = args.T;
+  bool fp8 = plan.combine_fp8;
+  if (lines > 1 && plan.R <= kLocalBoundRanks) {
+    int64_t sending = 10 * ((args.expert_major ? plan.K : plan.R) + plan.R);
+    int64_t receiving = (fp8 ? 5 : 9) * (2 * plan.R + 1);
+    return blocks * sending / (sending + receiving);
+  }
+  if (lines > 1) return blocks * (fp8 ? 70 : T <= 128 ? 42 : 50) / 100;
+  if (!(args.send && args.receive)) return blocks * (fp8 ? 56 : T <= 128 ? 50 : 62) / 100;
+  if (fp8) return blocks * (T <= 96 ? 56 : 68) / 100;
+  return blocks * (T <= 16 ? 50 : 40) / 100;
+}
+
+inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs& args, DType dtype, const Gpu& gpu) {
+  int64_t sms = std::min<int64_t>(plan.num_sms, gpu.multiprocessors);
+  // Only the device knows how many slots this rank has received. The policy assumes as many as the rank sends.
+  int64_t T = std::max<int64_t>(args.T, 1), slots = T * plan.R;
+  int64_t row_bytes = args.D * (plan.combine_fp8 ? 1 : itemsize(dtype));
+  bool both_phases = args.send && args.receive;
+  int lines = combine_send_lines(plan, args, row_bytes);
+  bool forwards =
+      args.rows && !args.expert_major && !plan.combine_fp8 && !lines && gpu.major >= 9 && gpu.is_scarce(sms);
+  // Not with fp8: 256 tokens lose what 1024 gain.
+  bool coarse = lines > 1 && plan.R <= kLocalBoundRanks && !plan.combine_fp8;
+  int64_t threads = threads_per_block(lines), warps = threads / 32;
+  int64_t most = both_phases ? sms * blocks_per_sm(lines) : gpu.phase_blocks(sms, args.receive);
+  int64_t team = 4, senders = slots, receivers = most, share = std::max<int64_t>(most * 3 / 4, 1);
+  if (lines) {
+    senders = ceil_div(slots * num_chunks(row_bytes, lines), warps);
+    receivers = ceil_div(T * num_chunks(row_bytes, coarse ? lines : 1), warps);
+    share = combine_send_share(plan, args, most, lines);
+  } else if (forwards) {
+    senders = share = most;
+  } else {
+    // As many warps a row as send all rows at once; four where a team sends several rows, or fewer.
+    while (team < warps && slots * team * 2 <= share * warps) team *= 2;
+    int64_t rows_per_team = ceil_div(slots * team, share * warps);
+    if (slots <= most) share = most * 5 / 6;
+    if (rows_per_team > 1) share = most * 5 / 8;
+    bool sums_dominate = args.expert_major && plan.K > 2 * plan.R;  // summing takes longer than the wire
+    if (rows_per_team > 64) share = most * 11 / 12;
+    if (rows_per_team > 64 || sums_dominate) team = 2;
+    if (plan.combine_fp8 && slots > share * warps * 4) team = 1;
+  }
+  if (plan.combine_team)
+    team = std::min<int64_t>(std::bit_floor(static_cast<uint64_t>(plan.combine_team)), warps & -warps);
+  while (plan.combine_fp8 && warps / team * scale_bytes(args.D) > kSendBufferBytes / 2) team *= 2;
+  senders = plan.combine_senders ? std::min(plan.combine_senders, most) : std::min(senders, share);
+  senders = args.send ? std::max<int64_t>(senders, 1) : 0;
+  if (!args.receive) receivers = 0;
+  return {.send_lines = lines,
+          .coarse = coarse,
+          .forwards = forwards,
+          .blocks = std::clamp<int64_t>(senders + receivers, 1, most),
+          .threads = threads,
+          .send_blocks = senders,
+          .team = team,
+          .shared_bytes = senders ? kSendBufferBytes : 0};
+}
+
+// --- What a GPU must have ---
+
+// Shared memory that a kernel of the exchange declares statically, at most.
+constexpr int64_t kDeclaredSharedBytes = 12 << 10;
+
+// Bytes of shared memory that a multiprocessor needs to hold two blocks of each kernel of the exchange: blocks wait for
+// one another, so all blocks of a launch must be resident.
+inline int64_t shared_bytes_per_multiprocessor(const ExchangePlan& plan) {
+  DispatchArgs args{};
+  args.T = plan.ll_max_tokens + 1, args.D = kMaxChunkBytes, args.dtype = DType::kFloat32;
+  args.K = 1, args.expert_major = args.send = args.receive = true;
+  int64_t dispatch = dispatch_launch(plan, args, Gpu{.multiprocessors = 2, .major = 9}).shared_bytes;
+  return 2 * (std::max<int64_t>(dispatch, kSendBufferBytes) + kDeclaredSharedBytes);
+}
+
+}  // namespace epmoe

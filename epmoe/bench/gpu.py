@@ -1,0 +1,224 @@
+"""Times rounds of `ExpertParallel` on GPUs beside the machine's floor and NCCL, on the same routing, in one run.
+
+graphs.py takes the times. `Contender` lists who takes part. All contenders carry rows in the model's dtype; ours and
+the floor also carry fp8 rows. Every contender's output is checked first, with its buffers filled with NaN before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+
+from epmoe.bench.all_to_all import AllToAll
+from epmoe.bench.floor import BLOCKS, Floor, FloorWindow
+from epmoe.bench.graphs import host_us, measure, round_us
+from epmoe.bench.report import Line, Times, plot_rounds, write_object
+from epmoe.bench.sample import Sample, wire_bytes
+from epmoe.bench.sides import Apart, Fused, Pipeline, RankMajor, Rows, Side
+from epmoe.config import EPConfig
+from epmoe.service import ExpertParallel
+from epmoe.simulate import Kind
+
+TOKENS = (1, 16, 64, 128, 512, 4096)
+_CAPTION = (
+    "µs on the slowest rank, median of CUDA-graph replays of 10 rounds (pipeline: of eager rounds). out: dispatch and "
+    "permute, back: finalize and combine, both from graphs with events between, about 1 µs more each. GB/s: unique "
+    "remote rows of the busiest rank, both ways, over the round. floor: the floor's round with that payload / this "
+    "round. host: µs of an eager dispatch + combine"
+)
+
+
+class Contender(StrEnum):
+    """What is measured."""
+
+    FLOOR = "floor"
+    """one kernel each way that stores the rows, raises flags and waits, with the fastest number of blocks"""
+    ROWS = "rows"
+    """NCCL's all_to_all_single of the same rows"""
+    PIPELINE = "pipeline"
+    """sort, all_to_all_single, permute; finalize, all_to_all_single, sum"""
+    RANK_MAJOR = "rank-major"
+    """ours, the exchange alone: rank-major rows out, partial rows back"""
+    APART = "apart"
+    """ours, rank-major, with permute and finalize as kernels of their own"""
+    FUSED = "fused"
+    """ours, expert-major"""
+
+
+class Payload(StrEnum):
+    """The format of rows on the wire."""
+
+    PLAIN = "plain"
+    FP8_OUT = "fp8-out"
+    FP8_BOTH = "fp8-both"
+
+    @property
+    def wires(self) -> tuple[str, str]:
+        """exchange.payload and exchange.combine_payload."""
+        return "auto" if self is Payload.PLAIN else "fp8", "fp8" if self is Payload.FP8_BOTH else "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One contender with one payload at one T (tokens a rank). Bytes and rows are those of the busiest rank."""
+
+    tokens: int
+    contender: Contender
+    payload: Payload
+    times: Times
+    wire_bytes_out: int
+    wire_bytes_back: int
+    remote_rows: int
+    """unique (token, remote rank) combinations"""
+    floor: float | None
+    """microseconds of the floor's round with this payload"""
+    blocks: int | None = None
+    """of the floor"""
+    host: tuple[float, float] | None = None
+    """host microseconds of an eager dispatch and of an eager combine"""
+
+    @property
+    def wire_gbps(self) -> float:
+        """Gigabytes a second, both ways together over the time of the round."""
+        return (self.wire_bytes_out + self.wire_bytes_back) / self.times.round * 1e-3
+
+    @property
+    def floor_percent(self) -> float | None:
+        """The floor's round as a percentage of this round; 100 is as fast as the floor."""
+        return None if self.floor is None else 100 * self.floor / self.times.round
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuReport:
+    """One result for each T, contender and payload, in ascending T."""
+
+    results: Sequence[Result]
+
+    def table(self, title: str = "") -> Table:
+        """A row for each contender and payload, by T."""
+        view = Table(title=title, caption=_CAPTION, pad_edge=False)
+        for column in ("T", "side", "payload", "out", "back", "round", "GB/s", "floor", "host"):
+            text = column in ("side", "payload", "host")
+            view.add_column(column, justify="left" if text else "right", no_wrap=text)
+        last = None
+        for r in self.results:
+            if last not in (None, r.tokens):
+                view.add_section()
+            shown = f"{r.tokens}" if r.tokens != last else ""
+            share = "" if r.floor_percent is None or r.blocks else f"[bold]{r.floor_percent:.0f}%[/]"
+            note = f"{r.blocks} blocks" if r.blocks else f"{r.host[0]:.0f} + {r.host[1]:.0f}" if r.host else ""
+            times = (f"{value:,.1f}" if value < 1000 else f"{value:,.0f}" for value in dataclasses.astuple(r.times))
+            view.add_row(shown, r.contender, r.payload, *times, f"{r.wire_gbps:.0f}", share, note)
+            last = r.tokens
+        return view
+
+    def write_json(self, path: Path) -> None:
+        """A list of one object for each row of the table, with its wire speed and its share of the floor."""
+        shares = ({"wire_gbps": r.wire_gbps, "floor_percent": r.floor_percent} for r in self.results)
+        write_object([dataclasses.asdict(r) | share for r, share in zip(self.results, shares, strict=True)], path)
+
+    def plot(self, path: Path) -> None:
+        """Every contender's round over T, in the format of the file's suffix (.png, .svg, .pdf)."""
+        points: dict[tuple[Contender, Payload], list[tuple[int, float]]] = {}
+        for r in self.results:
+            points.setdefault((r.contender, r.payload), []).append((r.tokens, r.times.round))
+        colors = {contender: f"C{i}" for i, contender in enumerate(Contender)}
+        dashes = dict(zip(Payload, ("-", "--", ":"), strict=True))
+        names = {side: side[0] if side[1] is Payload.PLAIN else ", ".join(side) for side in points}
+        plot_rounds([Line(names[s], of, color=colors[s[0]], dashes=dashes[s[1]]) for s, of in points.items()], path)
+
+
+def default_payloads(config: EPConfig) -> list[Payload]:
+    """All payloads, or plain alone if `hidden_size` is not a multiple of the 128 elements of an fp8 block."""
+    return list(Payload) if config.model.hidden_size % 128 == 0 else [Payload.PLAIN]
+
+
+def run(
+    config: EPConfig,
+    tokens: Sequence[int] = TOKENS,
+    repeats: int = 20,
+    routing: Kind = "uniform",
+    *,
+    contenders: Sequence[Contender] = tuple(Contender),
+    payloads: Sequence[Payload] = tuple(Payload),
+    group: dist.ProcessGroup | None = None,
+    advance: Callable[[], object] = lambda: None,
+) -> GpuReport:
+    """Measure each T of `tokens`. Collective over `group` (default: the world); all ranks pass the same arguments.
+
+    Each graph is replayed `repeats` times. `advance` is called after each (T, payload). Raises RuntimeError if an
+    output is wrong.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None  # the world that torchrun started
+    results: list[Result] = []
+    samples: dict[int, Sample] = {}
+    floor_window = None
+    for payload in payloads:
+        with ExpertParallel(_with_payload(config, payload), group) as ep:
+            if Contender.FLOOR in contenders and floor_window is None:
+                floor_window = FloorWindow(config, ep.rank, group, ep.device)
+            for T in tokens:
+                if T not in samples:
+                    samples[T] = Sample(config, ep.rank, T, routing, ep.device)
+                results += _measure(ep, group, samples[T], payload, contenders, floor_window, repeats)
+                torch.cuda.empty_cache()  # the graphs' pools would leave the next windows too little memory
+                advance()
+    return GpuReport(sorted(results, key=lambda result: tokens.index(result.tokens)))
+
+
+def _with_payload(config: EPConfig, payload: Payload) -> EPConfig:
+    out, back = payload.wires
+    exchange = config.exchange.model_copy(update={"payload": out, "combine_payload": back})
+    return config.model_copy(update={"exchange": exchange})
+
+
+def _measure(
+    ep: ExpertParallel,
+    group: dist.ProcessGroup,
+    sample: Sample,
+    payload: Payload,
+    contenders: Sequence[Contender],
+    floor_window: FloorWindow | None,
+    repeats: int,
+) -> Iterator[Result]:
+    out_bytes, back_bytes = (wire_bytes(sample.hidden, sample.dtype, wire) for wire in payload.wires)
+    rows_out, rows_back = sample.remote_rows()
+    floor: float | None = None
+
+    def result(
+        contender: Contender, side: Side, *, blocks: int | None = None, host: tuple[float, float] | None = None
+    ) -> Result:
+        times = measure(side, repeats, group)
+        wire = (rows_out * out_bytes, rows_back * back_bytes, rows_out)
+        reference = times.round if contender is Contender.FLOOR else floor
+        return Result(sample.tokens, contender, payload, times, *wire, reference, blocks, host)
+
+    if floor_window is not None:
+        side = Floor(floor_window, sample, out_bytes, back_bytes)
+        side.blocks = min(BLOCKS, key=lambda blocks: _floor_us(side, blocks, repeats, group))
+        yield (best := result(Contender.FLOOR, side, blocks=side.blocks))
+        side.raise_if_missed()
+        floor = best.times.round
+    if Contender.ROWS in contenders and payload is Payload.PLAIN:
+        yield result(Contender.ROWS, Rows(sample, group))
+    if Contender.PIPELINE in contenders and payload is Payload.PLAIN:
+        layer = AllToAll(ep.placement, group, ep.device)
+        yield result(Contender.PIPELINE, Pipeline(layer, sample, "all_to_all_single, the whole pipeline"))
+    ours_of = {Contender.RANK_MAJOR: RankMajor, Contender.APART: Apart, Contender.FUSED: Fused}
+    for contender, kind in ours_of.items():
+        if contender in contenders:
+            ours = kind(ep, sample)
+            yield result(contender, ours, host=host_us(ours, group))
+            ep.check()
+
+
+def _floor_us(side: Floor, blocks: int, repeats: int, group: dist.ProcessGroup) -> float:
+    side.blocks = blocks
+    return round_us(side, -(-repeats // 4), group)

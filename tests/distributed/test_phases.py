@@ -1,0 +1,264 @@
+"""Send and receive phases: the same bits as in one call, two micro-batches at once, and the order of calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchanges import (
+    Tokens,
+    assert_y,
+    expected_rows,
+    expected_slabs,
+    make_tokens,
+    poison,
+    run_experts,
+    run_fused_experts,
+    run_round,
+)
+from helpers import ON_GPUS
+from test_exchange import assert_rows, assert_slabs
+
+import epmoe
+from epmoe import Dispatched, ExpertParallel
+
+PLACEMENT = {"strategy": "round_robin", "num_redundant_experts": 3}
+
+
+def given(ep: ExpertParallel, tokens: Tokens) -> list[torch.Tensor]:
+    return [t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)]
+
+
+def outputs(ep: ExpertParallel, d: Dispatched) -> torch.Tensor:
+    return run_fused_experts(ep, d) if d.layout == "rank" else run_experts(ep, d)
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("payload", ["auto", "fp8"])
+@pytest.mark.parametrize(("max_tokens", "ll_max_tokens", "hidden"), [(16, 32, 256), (200, 32, 256), (200, 256, 1152)])
+def test_phases_have_the_bits_of_one_call(make_ep, rank, size, max_tokens, ll_max_tokens, hidden, payload, layout):
+    ep = make_ep(
+        ll_max_tokens,
+        top_k=6,
+        hidden=hidden,
+        dtype="bfloat16",
+        max_tokens=max_tokens,
+        placement=PLACEMENT,
+        exchange={"payload": payload, "combine_payload": payload},
+    )
+    for n in range(4):
+        tokens = [
+            make_tokens(ep.config, r, (max_tokens, 2 * r, 0, 7)[n], seed=n, kind="adversarial", padded=2)
+            for r in range(size)
+        ]
+        mine = tokens[rank]
+        at_once = run_round(ep, mine, layout, num_tokens=mine.real)
+        poison(ep)
+        sent = ep.dispatch_send(*given(ep, mine), num_tokens=mine.real, layout=layout)
+        d = ep.dispatch_recv(sent)
+        slabs = expected_slabs(ep.config, ep.placement, tokens, rank)
+        if layout == "rank":
+            assert_slabs(d.recv, slabs, payload == "fp8")
+        else:
+            assert_rows(d, expected_rows(ep.config, ep.placement, slabs, rank), payload == "fp8")
+        ep.combine_send(outputs(ep, d), d)
+        y = ep.combine_recv(d)
+        assert torch.equal(y, at_once)
+        assert_y(y, ep.config, mine)
+
+
+def test_one_stage_in_phases_and_the_other_in_one_call(make_ep, rank, size):
+    ep = make_ep()
+    tokens = make_tokens(ep.config, rank, 9)
+    d = ep.dispatch_recv(ep.dispatch_send(*given(ep, tokens)))
+    assert_y(ep.combine(run_experts(ep, d), d), ep.config, tokens)
+    d = ep.dispatch(*given(ep, tokens))
+    ep.combine_send(run_experts(ep, d), d)
+    assert_y(ep.combine_recv(d), ep.config, tokens)
+
+
+def test_sending_waits_for_no_rank(make_ep, rank, size):
+    """All other ranks send and reach a barrier before rank 0 sends."""
+    ep = make_ep(timeout_s=10)
+    tokens = make_tokens(ep.config, rank, 7)
+    for _ in range(3):
+        sent = ep.dispatch_send(*given(ep, tokens)) if rank else None
+        dist.barrier()
+        d = ep.dispatch_recv(sent or ep.dispatch_send(*given(ep, tokens)))
+        rows = run_experts(ep, d)
+        if rank:
+            ep.combine_send(rows, d)
+        dist.barrier()
+        if not rank:
+            ep.combine_send(rows, d)
+        assert_y(ep.combine_recv(d), ep.config, tokens)
+
+
+def overlapped(pair: list[tuple[ExpertParallel, list[torch.Tensor]]]) -> list[torch.Tensor]:
+    """One round of each of two micro-batches: while rows of one are under way, those of the other are computed."""
+    sent = [ep.dispatch_send(*inputs) for ep, inputs in pair]
+    open_rounds = []
+    for (ep, _), waiting in zip(pair, sent, strict=True):
+        d = ep.dispatch_recv(waiting)
+        ep.combine_send(d.rows, d)
+        open_rounds.append(d)
+    return [ep.combine_recv(d) for (ep, _), d in zip(pair, open_rounds, strict=True)]
+
+
+def identity_y(config: epmoe.EPConfig, tokens: Tokens) -> torch.Tensor:
+    """y of experts that return their input: each token times the sum of its live weights."""
+    _, weights = tokens.live(config.model.num_experts)
+    y = torch.zeros_like(tokens.x, dtype=torch.float64)
+    y[: tokens.real] = tokens.x[: tokens.real].double() * weights.double().sum(1, keepdim=True)
+    return y
+
+
+def test_two_micro_batches_overlap(make_ep, rank, size):
+    """Round after round without a barrier. Ranks take the batches in different orders, with any number of tokens."""
+    eps = [make_ep(top_k=6, hidden=256, max_tokens=24, placement=PLACEMENT) for _ in range(2)]
+    for n in range(50):
+        batches = [
+            make_tokens(ep.config, rank, (7 * n * (rank + 1) + i) % 25, seed=2 * n + i, kind="zipf")
+            for i, ep in enumerate(eps)
+        ]
+        order = [0, 1] if (rank + n) % 2 else [1, 0]
+        ys = overlapped([(eps[i], given(eps[i], batches[i])) for i in order])
+        for i, y in zip(order, ys, strict=True):
+            torch.testing.assert_close(y.double().cpu(), identity_y(eps[i].config, batches[i]), rtol=1e-5, atol=1e-5)
+
+
+@ON_GPUS
+@pytest.mark.parametrize("T", [4, 200, 300])
+def test_two_micro_batches_overlap_in_a_graph(make_ep, rank, size, device, T):
+    """The graph is captured once and replayed on other inputs."""
+    eps = [make_ep(ll_max_tokens=256, top_k=6, hidden=256, max_tokens=300) for _ in range(2)]
+    inputs = [given(ep, make_tokens(ep.config, rank, T)) for ep in eps]
+    pair = list(zip(eps, inputs, strict=True))
+    overlapped(pair)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ys = overlapped(pair)
+    for n in range(20):
+        batches = [make_tokens(ep.config, rank, T, seed=2 * n + i) for i, ep in enumerate(eps)]
+        for ep, static, tokens in zip(eps, inputs, batches, strict=True):
+            for buffer, values in zip(static, given(ep, tokens), strict=True):
+                buffer.copy_(values)
+        graph.replay()
+        for ep, y, tokens in zip(eps, ys, batches, strict=True):
+            torch.testing.assert_close(y.double().cpu(), identity_y(ep.config, tokens), rtol=1e-5, atol=1e-5)
+    for ep in eps:
+        ep.check()
+
+
+@ON_GPUS
+@pytest.mark.parametrize(("larger", "smaller", "hidden"), [(600, 100, 256), (1400, 50, 256), (300, 20, 7168)])
+def test_two_micro_batches_on_two_streams(make_ep, rank, size, device, larger, smaller, hidden):
+    """Batches of different sizes: the kernel that one rank waits for must start beside the kernel that waits there."""
+    eps = [make_ep(top_k=6, hidden=hidden, max_tokens=larger) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in eps]
+    order = [0, 1] if rank % 2 else [1, 0]  # each rank starts its larger batch first
+    for n in range(10):
+        counts = {order[0]: larger, order[1]: smaller}
+        batches = [make_tokens(ep.config, rank, counts[i], seed=n) for i, ep in enumerate(eps)]
+        inputs = [given(ep, tokens) for ep, tokens in zip(eps, batches, strict=True)]
+        torch.cuda.synchronize()
+        ys = {}
+        for i in order if n else [0, 1]:  # at first in the same order: an allocation of torch may wait for all kernels
+            with torch.cuda.stream(streams[i]):
+                ys[i] = overlapped([(eps[i], inputs[i])])[0]
+        torch.cuda.synchronize()
+        for i, ep in enumerate(eps):
+            torch.testing.assert_close(ys[i].double().cpu(), identity_y(ep.config, batches[i]), rtol=1e-5, atol=1e-5)
+
+
+def test_order_of_phases(make_ep, rank, size):
+    ep, other = make_ep(), make_ep()
+    tokens = make_tokens(ep.config, rank, 7)
+    inputs = given(ep, tokens)
+    rows = torch.zeros(1, 64, device=ep.device)
+
+    sent = ep.dispatch_send(*inputs)
+    with pytest.raises(RuntimeError, match="round 1 is still open"):
+        ep.dispatch_send(*inputs)
+    for call in (ep.combine, ep.combine_partial, ep.combine_send):
+        with pytest.raises(ValueError, match=f"round 1 awaits dispatch_recv, got {call.__name__}"):
+            call(rows, sent)
+    with pytest.raises(ValueError, match="round 1 awaits dispatch_recv, got combine_recv"):
+        ep.combine_recv(sent)
+    d = ep.dispatch_recv(sent)
+    with pytest.raises(ValueError, match="round 1 awaits combine or .* or combine_send, got dispatch_recv"):
+        ep.dispatch_recv(sent)
+    with pytest.raises(ValueError, match="round 1 awaits combine or .* or combine_send, got combine_recv"):
+        ep.combine_recv(d)
+    with pytest.raises(TypeError, match=r"`expert_rows` must be float32 \[N, 64\], got float16"):
+        ep.combine_send(d.rows.half(), d)
+    outputs = run_experts(ep, d)
+    ep.combine_send(outputs, d)
+    for call in (ep.combine, ep.combine_send):
+        with pytest.raises(ValueError, match=f"round 1 awaits combine_recv, got {call.__name__}"):
+            call(outputs, d)
+    with pytest.raises(RuntimeError, match="round 1 is still open"):
+        ep.dispatch(*inputs)
+    assert_y(ep.combine_recv(d), ep.config, tokens)
+    with pytest.raises(ValueError, match="round 1 is closed: dispatch comes before combine"):
+        ep.combine_recv(d)
+    with pytest.raises(ValueError, match="round 1 is closed: dispatch_send comes before dispatch_recv"):
+        ep.dispatch_recv(sent)
+
+    second, elsewhere = ep.dispatch_send(*inputs), other.dispatch_send(*inputs)
+    for wrong in (sent, elsewhere):
+        with pytest.raises(ValueError, match="`sent` must be the handle of the open round 2, got .* round 1"):
+            ep.dispatch_recv(wrong)
+    ep.abort(second)
+    other.abort(elsewhere)
+
+
+@pytest.mark.parametrize("after", ["dispatch_send", "dispatch_recv", "combine_send"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_abort_between_phases(make_ep, rank, size, after, alone):
+    """On every rank, or on the last one alone: the round is closed, and the next round is complete."""
+    ep = make_ep()
+    for n in range(3):
+        tokens = make_tokens(ep.config, rank, 16 - rank, seed=n)
+        poison(ep)
+        handle = ep.dispatch_send(*given(ep, tokens))
+        if alone and rank != size - 1:
+            d = ep.dispatch_recv(handle)
+            ep.combine(run_experts(ep, d), d)
+        else:
+            if after != "dispatch_send":
+                handle = ep.dispatch_recv(handle)
+            if after == "combine_send":
+                ep.combine_send(run_experts(ep, handle), handle)
+            ep.abort(handle)
+        assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+def test_ranks_that_disagree_hear_of_it(make_ep, rank, size):
+    ep = make_ep(top_k=4)
+    tokens = make_tokens(ep.config, rank, 6)
+    x, ids, weights = given(ep, tokens)
+    K = 3 if rank == 0 else 4
+    with pytest.raises(epmoe.EPMismatchError, match="hidden size or dtype"):
+        d = ep.dispatch_recv(ep.dispatch_send(x, ids[:, :K], weights[:, :K]))
+        ep.combine_send(torch.zeros_like(d.rows), d)
+        ep.combine_recv(d)
+        ep.check()
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+@pytest.mark.parametrize("stage", ["dispatch", "combine"])
+def test_a_rank_that_stays_away(make_ep, rank, size, stage):
+    """Send phases do not report it; receive phases name it."""
+    ep = make_ep(timeout_s=2.0)
+    tokens = make_tokens(ep.config, rank, 6)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    d = ep.dispatch(*given(ep, tokens)) if stage == "combine" else None
+    if rank != 0:
+        with pytest.raises(epmoe.EPTimeoutError, match=rf"{stage} of round 2 .*rank\(s\) \[0\]"):
+            d = d or ep.dispatch_recv(ep.dispatch_send(*given(ep, tokens)))
+            ep.combine_send(run_experts(ep, d), d)
+            ep.combine_recv(d)
+            ep.check()
+    dist.barrier()

@@ -1,0 +1,203 @@
+"""The launch policy: its table, the two mirrors of it in Python, and the variants that docs/kernels.md lists."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+from helpers import ROOT
+
+import epmoe
+from epmoe.launch_policy import CombineLaunch, DispatchLaunch, launches, shared_bytes_needed
+from epmoe.memory import MemoryPlan
+
+KERNELS = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+POLICY = (ROOT / "csrc" / "launch_policy.h").read_text(encoding="utf-8")
+BF16 = torch.bfloat16
+
+
+def plan_of(R: int = 8, D: int = 7168, K: int = 8, E: int = 256, M: int = 4096, **exchange: object) -> MemoryPlan:
+    config = epmoe.EPConfig(
+        model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "bfloat16"},
+        topology={"ep_size": R},
+        capacity={"max_num_tokens_per_rank": M},
+        exchange={"transport": "nvlink", **exchange},
+    )
+    return MemoryPlan.build(config, rank=0, nvlink=True)
+
+
+# R, payload, T -> dispatch: lines sent / received, exclusive, blocks, send, notify; combine: lines, blocks, send, team.
+TABLE = [
+    (8, "auto", 1, (1, 1, 1, 24, 3, 2), (1, 1, 22, 19, 4)),
+    (8, "auto", 8, (1, 1, 0, 171, 19, 2), (1, 1, 151, 132, 4)),
+    (8, "auto", 16, (1, 4, 1, 86, 28, 2), (1, 1, 170, 132, 4)),
+    (8, "auto", 64, (1, 2, 1, 132, 39, 5), (1, 1, 255, 105, 4)),
+    (8, "auto", 128, (1, 2, 1, 132, 33, 9), (2, 1, 132, 55, 4)),
+    (8, "auto", 200, (1, 4, 1, 132, 33, 14), (2, 1, 132, 66, 4)),
+    (8, "auto", 1024, (1, 4, 1, 132, 39, 65), (2, 1, 132, 66, 4)),
+    (8, "auto", 1025, (0, 0, 0, 264, 198, 1), (0, 0, 264, 165, 4)),
+    (1, "auto", 1, (1, 1, 1, 8, 3, 2), (1, 1, 6, 3, 4)),
+    (1, "auto", 16, (1, 2, 1, 44, 28, 2), (1, 1, 76, 38, 4)),
+    (1, "auto", 64, (2, 2, 1, 91, 30, 5), (2, 2, 112, 56, 4)),
+    (1, "auto", 256, (4, 4, 1, 132, 30, 17), (2, 2, 132, 101, 4)),
+    (1, "auto", 1024, (4, 4, 1, 132, 30, 65), (2, 2, 132, 101, 4)),
+    (1, "auto", 4096, (0, 0, 0, 264, 198, 1), (0, 0, 264, 165, 2)),
+    (1, "fp8", 1, (1, 1, 1, 6, 2, 2), (1, 1, 4, 2, 4)),
+    (1, "fp8", 16, (1, 2, 1, 23, 14, 2), (1, 1, 38, 19, 4)),
+    (1, "fp8", 64, (1, 2, 1, 89, 56, 5), (1, 1, 150, 75, 4)),
+    (1, "fp8", 256, (2, 2, 1, 132, 58, 17), (2, 1, 132, 112, 4)),
+    (1, "fp8", 1024, (2, 2, 1, 132, 58, 65), (2, 1, 132, 113, 4)),
+    (1, "fp8", 4096, (0, 0, 0, 264, 198, 1), (0, 0, 264, 165, 2)),
+    (2, "auto", 1, (1, 1, 1, 10, 3, 2), (1, 1, 8, 5, 4)),
+    (2, "auto", 16, (1, 2, 1, 56, 26, 2), (1, 1, 113, 75, 4)),
+    (2, "auto", 64, (4, 4, 1, 87, 26, 5), (2, 2, 132, 91, 4)),
+    (2, "auto", 256, (4, 4, 1, 132, 26, 17), (2, 2, 132, 91, 4)),
+    (2, "auto", 1024, (4, 4, 1, 132, 26, 65), (2, 2, 132, 91, 4)),
+    (2, "auto", 4096, (0, 0, 0, 264, 198, 1), (0, 0, 264, 165, 2)),
+    (2, "fp8", 1, (1, 1, 1, 7, 2, 2), (1, 1, 5, 3, 4)),
+    (2, "fp8", 16, (1, 2, 1, 30, 14, 2), (1, 1, 57, 38, 4)),
+    (2, "fp8", 64, (1, 2, 1, 113, 52, 5), (1, 1, 222, 147, 4)),
+    (2, "fp8", 256, (2, 2, 1, 132, 52, 17), (2, 1, 132, 105, 4)),
+    (2, "fp8", 1024, (2, 2, 1, 132, 52, 65), (2, 1, 132, 105, 4)),
+    (2, "fp8", 4096, (0, 0, 0, 264, 198, 1), (0, 0, 264, 165, 2)),
+    (4, "auto", 1, (1, 1, 1, 15, 3, 2), (1, 1, 13, 10, 4)),
+    (4, "auto", 16, (1, 2, 1, 86, 28, 2), (1, 1, 170, 132, 4)),
+    (4, "auto", 64, (1, 2, 1, 132, 39, 5), (1, 1, 255, 105, 4)),
+    (4, "auto", 256, (1, 4, 1, 132, 33, 17), (2, 1, 132, 66, 4)),
+    (4, "auto", 1024, (1, 4, 1, 132, 39, 65), (2, 1, 132, 66, 4)),
+    (4, "auto", 4096, (0, 0, 0, 264, 198, 1), (0, 0, 264, 165, 4)),
+    (4, "fp8", 1, (1, 1, 1, 9, 2, 2), (1, 1, 7, 5, 4)),
+    (4, "fp8", 16, (1, 2, 1, 44, 14, 2), (1, 1, 94, 75, 4)),
+    (4, "fp8", 64, (1, 2, 1, 132, 49, 5), (1, 1, 222, 147, 4)),
+    (4, "fp8", 256, (1, 2, 1, 132, 33, 17), (2, 1, 132, 92, 4)),
+    (4, "fp8", 1024, (1, 2, 1, 132, 49, 65), (2, 1, 132, 92, 4)),
+    (4, "fp8", 4096, (0, 0, 0, 264, 198, 1), (0, 0, 264, 165, 1)),
+    (8, "fp8", 1, (1, 1, 1, 14, 2, 2), (1, 1, 12, 10, 4)),
+    (8, "fp8", 16, (1, 2, 1, 72, 14, 2), (1, 1, 166, 147, 4)),
+    (8, "fp8", 64, (1, 2, 1, 132, 49, 5), (1, 1, 222, 147, 4)),
+    (8, "fp8", 256, (1, 2, 1, 132, 33, 17), (2, 1, 132, 92, 4)),
+    (8, "fp8", 1024, (1, 2, 1, 132, 49, 65), (2, 1, 132, 92, 4)),
+    (8, "fp8", 4096, (0, 0, 0, 264, 198, 1), (0, 0, 264, 165, 1)),
+]
+
+
+def row(R: int, payload: str, T: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    plan = plan_of(R, payload=payload, combine_payload=payload)
+    d, c = launches(plan, T)
+    out = (d.send_lines, d.recv_lines, d.exclusive, d.blocks, d.send_blocks, d.notify_blocks)
+    return out, (c.send_lines, c.recv_lines, c.blocks, c.send_blocks, c.team)
+
+
+@pytest.mark.parametrize(("R", "payload", "T", "dispatch", "combine"), TABLE)
+def test_table_of_an_h200(R, payload, T, dispatch, combine):
+    assert row(R, payload, T) == (dispatch, combine)
+
+
+def test_the_answer_in_the_docs():
+    """docs/kernels.md: which kernel runs for 200 tokens of 7168 bf16 on 8 ranks."""
+    dispatch, combine = launches(plan_of(M=1024), 200, BF16)
+    receiving = dispatch.blocks - dispatch.send_blocks - dispatch.notify_blocks
+    section = KERNELS.split("## Which kernel runs for 200 tokens of 7168 bf16 on 8 ranks, and why?")[1].split("\n## ")[
+        0
+    ]
+    says = " ".join(section.split())
+    assert f"`dispatch_kernel<{dispatch.recv_lines}, false, void, 1>`**, {dispatch.blocks} blocks of 512" in says
+    assert f"{dispatch.send_blocks} send, {dispatch.notify_blocks} notify, {receiving} receive" in says
+    assert f"`combine_kernel<{combine.send_lines}, false, __nv_bfloat16, false>`**, {combine.blocks} blocks" in says
+    assert f"of which {combine.send_blocks} send" in says
+    assert (dispatch.coarse, dispatch.exclusive, combine.coarse) == (0, 1, 0)
+
+
+def test_a_launch_holds_together():
+    """Every launch has blocks for each role, and fits the multiprocessors that the kernel is bound to."""
+    for R in (1, 2, 3, 8, 32):
+        for payload in ("auto", "fp8"):
+            plan = plan_of(R, payload=payload, combine_payload=payload)
+            for T in (0, 1, 7, 9, 65, 257, 1024, 1025, 4096):
+                for sms in (1, 2, 24, 132):
+                    for phases in ((True, True), (True, False), (False, True)):
+                        send, receive = phases
+                        d, c = launches(plan, T, multiprocessors=sms, send=send, receive=receive)
+                        most = sms * (2 if d.recv_lines < 2 else 1)
+                        assert (d.send_blocks > 0, d.notify_blocks > 0) == (send, send)
+                        assert d.send_blocks + max(d.notify_blocks, 1) <= d.blocks <= max(most, d.send_blocks + 1)
+                        assert 0 < c.blocks <= sms * (2 if c.send_lines < 2 else 1)
+                        assert (c.send_blocks > 0) == send and c.send_blocks <= max(c.blocks, 1)
+                        assert c.threads // 32 % c.team == 0 or c.send_lines
+                        assert d.threads in (384, 512) and c.threads in (384, 512)
+                        assert max(d.shared_bytes, c.shared_bytes) <= shared_bytes_needed(plan) // 2
+
+
+def test_one_phase_leaves_room():
+    """A launch that waits takes at most three quarters of the GPU, and one line a lane."""
+    for T in (1, 64, 1024, 4096):
+        d, c = launches(plan_of(2), T, send=False)
+        assert max(d.blocks, c.blocks) <= 132 * 3 // 4 and max(d.recv_lines, c.send_lines) <= 1
+
+
+def test_a_tuning_table_holds():
+    plan = plan_of()
+    plan.sizes.update(dispatch_senders=17, combine_senders=23, combine_team=8)
+    d, c = launches(plan, 4096)
+    assert (d.send_blocks, c.send_blocks, c.team) == (17, 23, 8)
+
+
+def fields_of(struct: str) -> list[str]:
+    """The fields of a struct in launch_policy.h, in order."""
+    body = re.search(rf"struct {struct} {{(.*?)\n}};", POLICY, re.DOTALL)
+    assert body is not None
+    code = re.sub(r"//[^\n]*", "", body[1])
+    return [name.strip() for names in re.findall(r"(?:int64_t|bool) ([\w, ]+);", code) for name in names.split(",")]
+
+
+def test_python_names_the_fields_in_order():
+    assert fields_of("DispatchLaunch") == list(DispatchLaunch._fields)
+    assert fields_of("CombineLaunch") == list(CombineLaunch._fields)
+    order = (ROOT / "csrc" / "ops_launch.cpp").read_text(encoding="utf-8")
+    listed = re.findall(r"\b([dc])\.(\w+)", order.split("const int64_t fields[] = {")[1].split("}")[0])
+    assert [name for stage, name in listed if stage == "d"] == list(DispatchLaunch._fields)
+    assert [name for stage, name in listed if stage == "c"] == list(CombineLaunch._fields)
+
+
+def documented_variants() -> set[str]:
+    """The variant table of docs/kernels.md, a row for each compiled kernel."""
+    variants = set()
+    for name, dtypes in re.findall(r"^\| `(\w+<.*?>)` \|.*\| (.*?) \|$", KERNELS, re.MULTILINE):
+        types, _, fp8s = dtypes.partition("; fp8: ")
+        for dtype in types.split(", "):
+            for fp8 in fp8s.split(", "):
+                variants.add(re.sub(r"\b[ST]\b", dtype, name).replace("fp8", fp8))
+    return variants
+
+
+def test_the_variant_table_counts():
+    variants = documented_variants()
+    assert sum(name.startswith("dispatch") for name in variants) == 22
+    assert sum(name.startswith("combine") for name in variants) == 21
+
+
+MANGLED = {"v": "void", "f": "float", "6__half": "__half", "13__nv_bfloat16": "__nv_bfloat16"}
+
+
+def compiled_variants(stage: str, folder) -> set[str]:
+    """The kernels that nvcc makes of csrc/cuda/<stage>/<stage>.cu, by their mangled names."""
+    ptx = folder / f"{stage}.ptx"
+    source = ROOT / "csrc" / "cuda" / stage / f"{stage}.cu"
+    command = ["nvcc", "-ptx", "-std=c++20", "-O0", "-arch=sm_90", f"-I{ROOT / 'csrc'}", "-o", str(ptx), str(source)]
+    subprocess.run(command, check=True, capture_output=True)
+    found = set()
+    for arguments in re.findall(rf"\.entry \w*?{stage}_kernelI(\w*?)EEvNS", ptx.read_text()):
+        values = re.findall(r"Li(\d+)E|Lb([01])E|(6__half|13__nv_bfloat16|v|f)", arguments + "E")
+        names = [n or (("false", "true")[int(b)] if b else MANGLED[t]) for n, b, t in values]
+        found.add(f"{stage}_kernel<{', '.join(names)}>")
+    return found
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc on the PATH")
+@pytest.mark.parametrize("stage", ["dispatch", "combine"])
+def test_the_variant_table_is_what_is_compiled(stage, tmp_path):
+    documented = {name for name in documented_variants() if name.startswith(stage)}
+    assert compiled_variants(stage, tmp_path) == documented

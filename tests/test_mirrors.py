@@ -1,0 +1,166 @@
+"""What Python and C++ declare twice: the same names in the same order, since both sides exchange bare integers.
+
+The C++ side is read as text, so these tests need neither a compiler nor a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from helpers import ROOT
+
+import epmoe
+from epmoe.exchange import DESCRIPTOR
+from epmoe.health import COUNTERS, STATUS
+from epmoe.memory import LL_MAX_TOKENS, NUM_COUNTERS, OFFSETS, SCALE_BLOCK, SIGNAL_BYTES, SIZES, MemoryPlan
+
+CSRC = ROOT / "csrc"
+Names = tuple[tuple[str, str], ...]
+"""(type, name) of each field or enumerator, in order"""
+
+
+def without_comments(text: str) -> str:
+    return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
+
+
+def body_of(text: str, kind: str, name: str) -> str:
+    """What stands between the braces of the one `struct` or `enum` of this name."""
+    (body,) = re.findall(rf"\b{kind}\s+(?:alignas\(\d+\)\s+)?{name}\b[^{{;]*{{([^{{}}]*)}};", without_comments(text))
+    return body
+
+
+def struct_fields(text: str, name: str) -> Names:
+    """The fields of a struct of plain members; `int64_t a, b[2];` counts as a, b, b."""
+    fields = []
+    for declaration in filter(None, map(str.strip, body_of(text, "struct", name).split(";"))):
+        kind, declared = declaration.split(maxsplit=1)
+        for field in declared.split(","):
+            match = re.fullmatch(r"\s*(\w+)(?:\[(\d+)\])?\s*", field)
+            assert match, f"{name}: cannot read {declaration!r}"
+            fields += [(kind, match[1])] * int(match[2] or 1)
+    return tuple(fields)
+
+
+def enumerators(text: str, name: str) -> Names:
+    """The enumerators of an enum that counts from 0."""
+    values = filter(None, map(str.strip, body_of(text, "enum", name).split(",")))
+    return tuple(("enumerator", value) for value in values)
+
+
+def int64s(*names: str) -> Names:
+    return tuple(("int64_t", name.replace(".", "_")) for name in names)
+
+
+def camel(name: str) -> str:
+    return "k" + "".join(part.capitalize() for part in name.split("_"))
+
+
+@dataclass
+class Mirror:
+    path: str
+    read: Callable[[str, str], Names]
+    want: Names
+
+    def text(self) -> str:
+        return (CSRC / self.path).read_text()
+
+
+MIRRORS = {
+    "ExchangePlan": Mirror("plan.h", struct_fields, int64s(*SIZES, *OFFSETS)),
+    "ExchangeDescriptor": Mirror(
+        "ops_exchange.cpp",
+        struct_fields,
+        (("ExchangePlan", "plan"), *int64s(*DESCRIPTOR[len(SIZES) + len(OFFSETS) :])),
+    ),
+    "Status": Mirror("plan.h", struct_fields, int64s(*STATUS)),
+    "Counter": Mirror(
+        "types.h", enumerators, tuple(("enumerator", camel(name)) for name in (*COUNTERS, "num_counters"))
+    ),
+}
+EVERY_MIRROR = pytest.mark.parametrize(("name", "mirror"), MIRRORS.items(), ids=MIRRORS)
+
+
+@EVERY_MIRROR
+def test_both_sides_declare_the_same(name, mirror):
+    assert mirror.read(mirror.text(), name) == mirror.want
+
+
+@EVERY_MIRROR
+def test_two_swapped_fields_are_seen(name, mirror):
+    """Each pair of neighbours, swapped in the C++ text."""
+    body = body_of(mirror.text(), r"(?:struct|enum)", name)
+    for (_, a), (_, b) in itertools.pairwise(mirror.want):
+        if a == b:  # the unused ones
+            continue
+        swapped = re.sub(rf"\b({a}|{b})\b", lambda match, a=a, b=b: b if match[1] == a else a, body)
+        assert swapped != body
+        assert mirror.read(without_comments(mirror.text()).replace(body, swapped), name) != mirror.want
+
+
+@EVERY_MIRROR
+def test_a_field_too_few_or_too_many_is_seen(name, mirror):
+    text, (kind, last) = without_comments(mirror.text()), mirror.want[-1]
+    body = body_of(text, r"(?:struct|enum)", name)
+    separator = "," if kind == "enumerator" else ";"
+    *others, _ = body.strip().rstrip(separator).split(separator)
+    fewer = f"{separator}\n".join(others) + separator
+    more = body + ("kOneMore," if kind == "enumerator" else "int64_t one_more;")
+    assert last in body
+    for changed in (fewer, more):
+        assert mirror.read(text.replace(body, changed), name) != mirror.want
+
+
+@pytest.mark.parametrize("name", [name for name, mirror in MIRRORS.items() if mirror.read is struct_fields])
+def test_a_narrower_field_is_seen(name):
+    mirror = MIRRORS[name]
+    body = body_of(mirror.text(), "struct", name)
+    changed = body.replace("int64_t", "int32_t", 1)
+    assert mirror.read(without_comments(mirror.text()).replace(body, changed), name) != mirror.want
+
+
+def test_comments_do_not_count():
+    text = (
+        "struct S {\n  int64_t a;  // int64_t b;\n  /* int64_t\n  c; */ int64_t d, e[2];\n};\nstruct T { int64_t a; };"
+    )
+    assert struct_fields(text, "S") == int64s("a", "d", "e", "e")
+
+
+def constant(pattern: str, *suffixes: str) -> int:
+    """The number that the one match of `pattern` in the sources captures."""
+    texts = (without_comments(path.read_text()) for path in CSRC.rglob("*.*") if path.suffix in suffixes)
+    (number,) = (int(number) for text in texts for number in re.findall(pattern, text))
+    return number
+
+
+def plan(transport: str) -> MemoryPlan:
+    return MemoryPlan.build(
+        epmoe.EPConfig(
+            model={"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 128, "dtype": "float32"},
+            topology={"ep_size": 2},
+            capacity={"max_num_tokens_per_rank": 2 * LL_MAX_TOKENS},
+            exchange={"transport": transport},
+        )
+    )
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "nvlink"])
+def test_every_buffer_has_an_offset(transport):
+    assert sorted(buffer.name for buffer in plan(transport).buffers) == sorted(OFFSETS)
+    assert tuple(plan(transport).sizes) == SIZES
+
+
+def test_sizes_that_both_sides_know():
+    assert NUM_COUNTERS == len(COUNTERS) == plan("nvlink")["health.counters"].shape[0]
+    assert plan("nvlink")["state"].nbytes == constant(r"sizeof\(RoundState\) == (\d+)", ".h")
+    assert constant(r"\bkScaleBlock = (\d+)", ".h", ".cuh") == SCALE_BLOCK
+    assert constant(r"struct alignas\((\d+)\) RoundHeader", ".h") == SIGNAL_BYTES
+
+
+def test_the_number_of_ll_tokens_fits_its_bits():
+    """Dispatch sends it beside the number of rows, in one word: csrc/cuda/dispatch/block.cuh."""
+    limit = 2 ** constant(r"\bkLLTokenBits = (\d+)", ".h", ".cuh") - 1
+    assert plan("nvlink").sizes["ll_max_tokens"] == LL_MAX_TOKENS <= limit

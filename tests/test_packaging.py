@@ -1,0 +1,131 @@
+"""The package as users install it: its version, the contents of the wheel, and what works without the extras."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import epmoe
+from epmoe.__main__ import main
+from epmoe.cli import app
+from epmoe.extras import EXTRAS
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+COMMAND_LINE = "import runpy; runpy.run_module('epmoe', run_name='__main__', alter_sys=True)"
+
+
+def without(packages: list[str], program: str) -> subprocess.CompletedProcess[str]:
+    """Run `program` in an interpreter in which `packages` cannot be imported."""
+    block = f"import sys; sys.modules.update(dict.fromkeys({packages!r}))"  # to None: an import of it fails
+    command = [sys.executable, "-c", f"{block}\n{program}"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel of a copy of the tree, built as pip does. Without torch, so that it compiles nothing."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in ("epmoe", "csrc", "configs"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "_native"))
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    build = f"import os; os.chdir({str(tree)!r}); from setuptools import build_meta; build_meta.build_wheel('dist')"
+    run = without(["torch"], build)
+    assert run.returncode == 0, run.stdout + run.stderr
+    (path,) = (tree / "dist").glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_the_wheel_holds_everything_that_is_read_at_run_time(wheel: zipfile.ZipFile) -> None:
+    names = set(wheel.namelist())
+    assert "epmoe/py.typed" in names
+    for folder, patterns in (("epmoe", ("*.py", "*.j2", "*.cu")), ("csrc", ("*.cpp", "*.h", "*.cu", "*.cuh"))):
+        inside = "" if folder == "epmoe" else "epmoe/"
+        for path in (path for pattern in patterns for path in (ROOT / folder).rglob(pattern)):
+            assert f"{inside}{path.relative_to(ROOT).as_posix()}" in names
+    assert not [name for name in names if name.startswith(("tests/", "docs/"))]
+
+
+def test_one_version_everywhere(wheel: zipfile.ZipFile) -> None:
+    (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    assert Parser().parsestr(wheel.read(metadata).decode())["Version"] == epmoe.__version__
+    shown = CliRunner().invoke(app, ["--version"])
+    assert (shown.exit_code, shown.output) == (0, f"epmoe {epmoe.__version__}\n")
+
+
+def test_every_optional_package_is_in_its_extra() -> None:
+    for package, extra in EXTRAS.items():
+        required = [requirement.split(">=")[0] for requirement in PROJECT["optional-dependencies"][extra]]
+        assert package in required or package == "click", "typer brings click"
+        assert package not in [requirement.split(">=")[0] for requirement in PROJECT["dependencies"]]
+
+
+def test_the_library_needs_no_extra() -> None:
+    run = without(list(EXTRAS), "import epmoe; epmoe.EPConfig.load('configs/cpu_demo.yaml'); print(epmoe.__version__)")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == epmoe.__version__
+
+
+@pytest.mark.parametrize(("start", "package"), [("python -m", "typer"), ("console script", "rich")])
+def test_the_command_line_names_its_extra(start: str, package: str) -> None:
+    module, function = PROJECT["scripts"]["epmoe"].split(":")
+    program = COMMAND_LINE if start == "python -m" else f"from {module} import {function}; {function}()"
+    run = without([package], program)
+    assert run.returncode == 2
+    assert run.stderr == f"epmoe: this command needs {package}: pip install 'epmoe[cli]'\n"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_one_rank_names_the_extra(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "epmoe.cli")
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.setenv("RANK", str(rank))
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert ("epmoe[cli]" in capsys.readouterr().err) == (rank == 0)
+
+
+def test_another_missing_module_is_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "epmoe.cli")
+    monkeypatch.setitem(sys.modules, "epmoe.cli.plan", None)
+    with pytest.raises(ModuleNotFoundError, match="epmoe.cli.plan"):
+        main()
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
+def test_a_report_names_its_extra_before_the_run(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps(
+            {"model": {"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 64}, "topology": {"ep_size": 1}}
+        )
+    )
+    result = CliRunner().invoke(app, ["run", str(config), "--report", str(tmp_path / "report.html")])
+    assert result.exit_code == 2
+    assert result.output == f"epmoe: `--report` needs {package}: pip install 'epmoe[{EXTRAS[package]}]'\n"
+
+
+def test_a_command_names_the_extra_of_a_late_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    def needs_matplotlib(*_: object) -> None:
+        raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib.figure")
+
+    monkeypatch.setattr("epmoe.cli.doctor.diagnose", needs_matplotlib)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 2
+    assert result.output == "epmoe: this command needs matplotlib: pip install 'epmoe[bench]'\n"

@@ -1,0 +1,87 @@
+"""BENCHMARKS.md and its plot are what the JSON files of benchmarks/ render to, and the files fit their schema."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from launched import ROOT
+
+from benchmarks import render
+from benchmarks.results import FOLDER, Asked, Result, load, read
+
+FILES = sorted(FOLDER.glob("*.json"))
+
+
+def test_the_committed_markdown_is_what_the_files_render_to(tmp_path):
+    render.write(load(), tmp_path)
+    text = (tmp_path / render.MARKDOWN).read_text(encoding="utf-8")
+    assert (ROOT / render.MARKDOWN).read_text(encoding="utf-8") == text, "run `make benchmarks-report`"
+    assert len(text.splitlines()) <= 120
+    assert "make benchmarks-report" in text.partition("\n## ")[0], "the header says what generates the file"
+    assert f"({render.PLOT})" in text
+
+
+def test_the_plot_is_drawn_alike_each_time(tmp_path):
+    assert "<svg" in (ROOT / render.PLOT).read_text(encoding="utf-8")
+    for folder in ("first", "second"):
+        render.write(load(), tmp_path / folder)
+    first, second = ((tmp_path / folder / render.PLOT).read_bytes() for folder in ("first", "second"))
+    assert first == second
+    assert len(first) < 200_000
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_result_says_where_it_comes_from(path):
+    result, content = read(path), json.loads(path.read_text(encoding="utf-8"))
+    assert content["commit"] and content["command"]
+    text = render.markdown([result])
+    for fact in (result.title, result.machine, str(result.date), result.commit, result.torch, result.command):
+        assert fact in text
+    assert any(column.unit for column in result.columns) and result.rows
+
+
+def test_every_machine_is_there():
+    results = load()
+    assert {0, 1, 2, 4} <= {result.gpus for result in results}
+    assert results == sorted(results, key=lambda result: -result.gpus)
+    for panel in [result for result in results if result.panel]:
+        assert all(panel.line(name) for name in ("epmoe", "flashinfer", "deepep_ll", "floor"))
+
+
+def _asked(measured: list[float], limit: str = "at most") -> Asked:
+    return Asked(what="a round", limit=limit, asked=(2, 3), measured=measured, unit="µs", bound_by="the wire")
+
+
+def test_a_miss_stays_visible():
+    assert _asked([2, 3]).reached and _asked([2, 3], "at least").reached
+    assert not _asked([2, 4]).reached and not _asked([1, 3], "at least").reached
+    for asked, verdict in ((_asked([2, 3]), "reached"), (_asked([2, 4]), "**missed**")):
+        result = load()[0].model_copy(update={"asked": (asked,)})
+        shown = " / ".join(str(figure) for figure in asked.measured)
+        assert f"a round: at most 2 / 3 µs | {shown} | {verdict} | the wire |" in render.markdown([result])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": [{"cells": [1, 2]}]}, "row 1 has 2 cells for 8 columns"),
+        ({"commit": "newest"}, "commit"),
+        ({"command": ""}, "command"),
+        ({"colour": "blue"}, "colour"),
+        (
+            {"asked": [{"what": "", "limit": "at most", "asked": [1], "measured": [], "unit": ""}]},
+            "`asked` has 1 figures",
+        ),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(change, message):
+    content = json.loads((FOLDER / "cpu_exchange.json").read_text(encoding="utf-8"))
+    Result.model_validate(content)
+    with pytest.raises(ValueError, match=message):
+        Result.model_validate(content | change)
+
+
+def test_figures_keep_the_digits_they_were_recorded_with():
+    text = render.markdown(load())
+    assert "| 1.60 |" in text and "| 11.0 |" in text and "| 221,542 |" in text

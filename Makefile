@@ -9,15 +9,16 @@ export OMP_NUM_THREADS := 1
 
 TORCHRUN := torchrun --standalone --nproc-per-node
 
-.PHONY: help setup demo test unit distributed lint docs bench benchmarks-report cuda-compile gpu-deps gpu-test clean
+.PHONY: help setup demo test unit distributed lint docs bench benchmarks-report wheel first-hour cuda-compile gpu-deps \
+  gpu-test clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*##' '{printf "  make %-19s%s\n", $$1, $$2}'
 
 demo: setup  ## four real MoE models generate text, their experts spread over 4 processes; writes report.html
-	$(TORCHRUN) 4 -m epmoe run configs/cpu_demo.yaml --model all --report report.html
+	epmoe run cpu_demo --model all --report report.html
 
-test: lint docs unit distributed cuda-compile  ## everything CI runs
+test: lint docs unit distributed first-hour cuda-compile  ## everything CI runs
 
 setup: $(READY)  ## virtual environment, packages and native library
 	@python -c 'from epmoe.build import build; print("native library:", build())'
@@ -52,16 +53,24 @@ benchmarks-report: setup  ## BENCHMARKS.md and its plot, from benchmarks/*.json
 	python -m benchmarks.render
 
 bench: setup  ## the exchange against gloo's all_to_all, on this machine
-	$(TORCHRUN) 4 -m epmoe bench configs/cpu_bench.yaml
+	epmoe bench cpu_bench
 
-# `symbols` are those that torch's build defines, so that a kernel that compiles here also compiles there.
+# By way of the sdist. The library inside needs torch's libtorch_cpu.so, which torch brings.
+wheel: setup  ## dist/: a wheel with the native library inside, with CUDA kernels where nvcc is, and the sdist
+	@rm -rf dist build/wheel
+	python -m build --quiet --no-isolation --outdir build/wheel
+	auditwheel repair --exclude libtorch_cpu.so --wheel-dir dist build/wheel/*.whl
+	@mv build/wheel/*.tar.gz dist; ls dist
+
+first-hour: wheel  ## the wheel as a new user has it: new environment, no compiler, outside the tree
+	tests/first_hour.sh
+
 cuda-compile:  ## every kernel compiles for sm_90 and sm_80 (needs nvcc, no GPU)
 	@command -v nvcc >/dev/null || { echo "cuda-compile: skipped, there is no nvcc on the PATH"; exit 0; }; \
 	mkdir -p build; \
 	flags=$$($(PYTHON) -c 'import runpy; print(*runpy.run_path("epmoe/build.py")["CUDA_FLAGS"])'); \
-	symbols="-D__CUDA_NO_HALF_OPERATORS__ -D__CUDA_NO_HALF_CONVERSIONS__ -D__CUDA_NO_BFLOAT16_CONVERSIONS__ -D__CUDA_NO_HALF2_OPERATORS__"; \
-	for source in $(wildcard csrc/cuda/*/*.cu epmoe/bench/*.cu); do for arch in sm_90 sm_80; do \
-	  echo "nvcc $$source $$arch"; nvcc -c $$flags $$symbols -arch=$$arch -Icsrc -o build/kernel.o $$source || exit 1; \
+	for source in $(wildcard csrc/*.cu csrc/cuda/*/*.cu epmoe/bench/*.cu); do for arch in sm_90 sm_80; do \
+	  echo "nvcc $$source $$arch"; nvcc -c $$flags -arch=$$arch -Icsrc -o build/kernel.o $$source || exit 1; \
 	done; done
 
 # For a GPU machine that reaches no package registry. Its own Python has torch and pytest. `make gpu-deps`, run where a

@@ -1,16 +1,19 @@
-"""Adds `csrc` to the package, and builds the native library if torch is there (`pip install --no-build-isolation .`).
+"""Adds `csrc`, `configs` and, if torch is there, the native library to the package.
 
-Without torch, epmoe builds the library at first use. All other settings are in pyproject.toml.
+Torch is there with `pip install --no-build-isolation .` and with `make wheel`. Without it, epmoe builds the library at
+first use. All other settings are in pyproject.toml.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import shutil
+import sys
 from pathlib import Path
 from types import ModuleType
 
 from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
@@ -22,24 +25,37 @@ def load_builder() -> ModuleType:
     spec = importlib.util.spec_from_file_location("epmoe_build", ROOT / "epmoe" / "build.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
 
 class BuildPy(build_py):
-    """Adds the native sources and library to a wheel. An editable install builds from the checkout at first use."""
+    """Completes the package of a wheel. An editable install finds everything in the checkout."""
 
     def run(self) -> None:
         super().run()
         if self.editable_mode:
             return
         package = Path(self.build_lib) / "epmoe"
-        shutil.copytree(ROOT / "csrc", package / "csrc", dirs_exist_ok=True)
+        for folder in ("csrc", "configs"):
+            shutil.copytree(ROOT / folder, package / folder, dirs_exist_ok=True)
         if AHEAD_OF_TIME:
-            temporary = Path(self.get_finalized_command("build").build_temp)
-            library = load_builder().build(temporary.resolve(), portable=True)
-            (package / "_native").mkdir(exist_ok=True)
-            shutil.copy(library, package / "_native" / "libepmoe.so")
+            builder = load_builder()
+            library = builder.build(portable=True)
+            native = package / "_native"
+            shutil.rmtree(native, ignore_errors=True)  # of an earlier build, perhaps with CUDA
+            native.mkdir()
+            for path in library.parent.glob("*.so"):
+                shutil.copy(path, native)
+
+
+class BdistWheel(bdist_wheel):
+    """Tags a wheel with the native library by its platform alone: the library does not call Python's C interface."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        _, _, platform = super().get_tag()
+        return "py3", "none", platform
 
 
 class PlatformDistribution(Distribution):
@@ -49,4 +65,4 @@ class PlatformDistribution(Distribution):
         return AHEAD_OF_TIME
 
 
-setup(cmdclass={"build_py": BuildPy}, distclass=PlatformDistribution)
+setup(cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel}, distclass=PlatformDistribution)

@@ -9,7 +9,7 @@ struct Exchange {
   ExchangePlan plan;
   char* peers_R[kMaxRanks];  // start of each rank's window, as this process (CPU) or device (CUDA) addresses it
   char* scratch;             // start of this rank's scratch
-  Status* status;            // in host memory
+  Status* status;            // in host memory; on CUDA, Progress follows it
   int64_t timeout_ns;        // of each wait
 };
 

@@ -4,25 +4,17 @@
 #include "args.h"
 #include "cpu/stages.h"
 #include "unwrap.h"
-#if defined(EPMOE_CUDA)
-#include "cuda/stages.h"
-#endif
 
 namespace epmoe {
 namespace {
 
-// Calls `on_cuda(args, stream)` for a tensor on a GPU, else `on_cpu(args)`.
-#if defined(EPMOE_CUDA)
+// Calls `on_cuda` of the CUDA kernels for a tensor on a GPU, else `on_cpu`.
 template <typename Args>
 void launch(const Tensor& like, const Args& args, void (*on_cpu)(const Args&),
-            cudaError_t (*on_cuda)(const Args&, cudaStream_t)) {
+            int (*cuda::Api::*on_cuda)(const Args&, cuda::Stream)) {
   if (!like.is_cuda()) return on_cpu(args);
-  launch_on_device_of(like, [&](cudaStream_t stream) { return on_cuda(args, stream); });
+  launch_on_device_of(like, [&](const cuda::Api& api, cuda::Stream stream) { return (api.*on_cuda)(args, stream); });
 }
-#define EPMOE_LAUNCH(like, stage, args) launch(like, args, cpu::stage, cuda::stage)
-#else
-#define EPMOE_LAUNCH(like, stage, args) cpu::stage(args)
-#endif
 
 std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, const std::optional<Tensor>& bias,
                                  const std::optional<Tensor>& num_tokens, int64_t num_rows, bool sigmoid,
@@ -31,9 +23,7 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, const std:
   check_rows(logits, "logits");
   int64_t T = logits.size(0), E = logits.size(1);
   STD_TORCH_CHECK(1 <= top_k && top_k <= E, "top_k must lie in [1, E]");
-#if defined(EPMOE_CUDA)
   STD_TORCH_CHECK(!logits.is_cuda() || top_k <= cuda::kMaxTopK, "top_k must be at most 32 on CUDA");
-#endif
   STD_TORCH_CHECK(num_groups >= 1 && E % num_groups == 0 && 1 <= top_groups && top_groups <= num_groups &&
                       top_k <= top_groups * (E / num_groups),
                   "groups must divide E and leave at least top_k experts");
@@ -59,7 +49,7 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, const std:
       .weights_TK = static_cast<float*>(weights.data_ptr()),
       .counters = pointer<int64_t>(counters, kNumCounters, "counters"),
   };
-  EPMOE_LAUNCH(logits, route, args);
+  launch(logits, args, cpu::route, &cuda::Api::route);
   return {ids, weights};
 }
 
@@ -79,11 +69,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor
   Tensor tokens_per_expert = empty_like_device(ids, {num_local_experts}, ScalarType::Int);
   Tensor row_of_pair = empty_like_device(ids, {S, K}, ScalarType::Int);
   int64_t workspace_bytes = 0;
-#if defined(EPMOE_CUDA)
   if (x.is_cuda())
-    workspace_bytes =
-        cuda::permute_workspace_bytes(S, static_cast<int32_t>(K), static_cast<int32_t>(num_local_experts));
-#endif
+    workspace_bytes = cuda::library().api->permute_workspace_bytes(S, static_cast<int32_t>(K),
+                                                                   static_cast<int32_t>(num_local_experts));
   Tensor workspace = empty_like_device(ids, {workspace_bytes}, ScalarType::Byte);
   PermuteArgs args{
       .x_SD = x.data_ptr(),
@@ -114,7 +102,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> permute(const Tensor& x, const Tensor
       .counters = pointer<int64_t>(counters, kNumCounters, "counters"),
       .needed = nullptr,
   };
-  EPMOE_LAUNCH(x, permute, args);
+  launch(x, args, cpu::permute, &cuda::Api::permute);
   return {rows, expert_offsets, tokens_per_expert, row_of_pair};
 }
 
@@ -145,7 +133,7 @@ Tensor finalize(const Tensor& rows, const Tensor& row_of_pair, const Tensor& wei
       .R = static_cast<int32_t>(R),
       .partial_SD = partial.data_ptr(),
   };
-  EPMOE_LAUNCH(rows, finalize, args);
+  launch(rows, args, cpu::finalize, &cuda::Api::finalize);
   return partial;
 }
 
@@ -159,7 +147,7 @@ void zero_padding_rows(const Tensor& x, const std::optional<Tensor>& num_tokens,
       .num_tokens = pointer<int32_t>(num_tokens, 1, "num_tokens"),
       .num_rows = num_rows,
   };
-  EPMOE_LAUNCH(x, zero_padding_rows, args);
+  launch(x, args, cpu::zero_padding_rows, &cuda::Api::zero_padding_rows);
 }
 
 std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const std::optional<Tensor>& num_tokens, int64_t num_rows,
@@ -183,28 +171,21 @@ std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const std::optional<Ten
       .scales_TB = static_cast<float*>(scales.data_ptr()),
       .largest = static_cast<uint32_t*>(largest.data_ptr()),
   };
-  EPMOE_LAUNCH(x, quantize, args);
+  launch(x, args, cpu::quantize, &cuda::Api::quantize);
   return {q, scales};
+}
+
+void implement(torch::stable::detail::StableLibrary& library) {
+  library.impl("route", TORCH_BOX(&route));
+  library.impl("permute", TORCH_BOX(&permute));
+  library.impl("finalize", TORCH_BOX(&finalize));
+  library.impl("zero_padding_rows_", TORCH_BOX(&zero_padding_rows));
+  library.impl("quantize_fp8", TORCH_BOX(&quantize_fp8));
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(epmoe, CPU, library) {
-  library.impl("route", TORCH_BOX(&route));
-  library.impl("permute", TORCH_BOX(&permute));
-  library.impl("finalize", TORCH_BOX(&finalize));
-  library.impl("zero_padding_rows_", TORCH_BOX(&zero_padding_rows));
-  library.impl("quantize_fp8", TORCH_BOX(&quantize_fp8));
-}
-
-#if defined(EPMOE_CUDA)
-STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) {
-  library.impl("route", TORCH_BOX(&route));
-  library.impl("permute", TORCH_BOX(&permute));
-  library.impl("finalize", TORCH_BOX(&finalize));
-  library.impl("zero_padding_rows_", TORCH_BOX(&zero_padding_rows));
-  library.impl("quantize_fp8", TORCH_BOX(&quantize_fp8));
-}
-#endif
+STABLE_TORCH_LIBRARY_IMPL(epmoe, CPU, library) { implement(library); }
+STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) { implement(library); }
 
 }  // namespace epmoe

@@ -3,9 +3,6 @@
 
 #include "cpu/stages.h"
 #include "unwrap.h"
-#if defined(EPMOE_CUDA)
-#include "cuda/stages.h"
-#endif
 
 namespace epmoe {
 namespace {
@@ -20,7 +17,7 @@ struct ExchangeDescriptor {
   ExchangePlan plan;
   int64_t expert_major, weight_rows;  // as in DispatchArgs
   int64_t timeout_ns;                 // of each wait
-  int64_t status;                     // address of the Status
+  int64_t status;                     // address of the Status, and on CUDA of the Progress behind it
 };
 
 const ExchangeDescriptor& parsed(const Tensor& descriptor) {
@@ -48,20 +45,27 @@ Exchange exchange_of(const ExchangeDescriptor& d, const Tensor& window, const Te
   return exchange;
 }
 
+// Notes what was launched on a GPU, for the host. The CPU kernels note their phases themselves.
+template <typename Args>
+void note_launch(const Exchange& exchange, const Args& args) {
+  reinterpret_cast<Progress*>(exchange.status + 1)->phases += args.send + args.receive;
+}
+
 void launch_dispatch(const Exchange& exchange, const DispatchArgs& args, const Tensor& x) {
-#if defined(EPMOE_CUDA)
-  if (x.is_cuda())
-    return launch_on_device_of(x, [&](cudaStream_t stream) { return cuda::dispatch(exchange, args, stream); });
-#endif
+  if (x.is_cuda()) {
+    launch_on_device_of(
+        x, [&](const cuda::Api& api, cuda::Stream stream) { return api.dispatch(exchange, args, stream); });
+    return note_launch(exchange, args);
+  }
   cpu::dispatch(exchange, args);
 }
 
 void launch_combine(const Exchange& exchange, const CombineArgs& args, const Tensor& y) {
-#if defined(EPMOE_CUDA)
-  if (y.is_cuda())
-    return launch_on_device_of(y,
-                               [&](cudaStream_t stream) { return cuda::combine(exchange, args, dtype_of(y), stream); });
-#endif
+  if (y.is_cuda()) {
+    launch_on_device_of(
+        y, [&](const cuda::Api& api, cuda::Stream stream) { return api.combine(exchange, args, dtype_of(y), stream); });
+    return note_launch(exchange, args);
+  }
   auto* offsets = reinterpret_cast<const int32_t*>(exchange.scratch + exchange.plan.expert_offsets);
   int64_t needed = args.rows && args.expert_major ? offsets[exchange.plan.num_local_experts] : 0;
   STD_TORCH_CHECK(args.num_rows >= needed, "`expert_rows` must hold at least ", needed, " rows, got ", args.num_rows);
@@ -133,7 +137,8 @@ void combine(const Tensor& y, const std::optional<Tensor>& rows, const Tensor& w
     STD_TORCH_CHECK(args.expert_major || rows->size(0) == plan.R * plan.M, "partial rows must be [R * M, D]");
     STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(rows->data_ptr()) % 16 == 0 && stride_bytes % 16 == 0,
                     "rows must start at multiples of 16 bytes");
-    args.rows = rows->data_ptr();
+    static const char kNoRow[16] = {};  // an empty tensor has no address, but null would give the round up
+    args.rows = rows->size(0) ? rows->data_ptr() : kNoRow;
     args.rows_stride_bytes = stride_bytes;
     args.num_rows = rows->size(0);
   }
@@ -152,8 +157,6 @@ void implement(torch::stable::detail::StableLibrary& library) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(epmoe, CPU, library) { implement(library); }
-#if defined(EPMOE_CUDA)
 STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) { implement(library); }
-#endif
 
 }  // namespace epmoe

@@ -2,6 +2,8 @@
 // over as int64, in the order of the fields of `ExchangePlan` (`SIZES` and `OFFSETS` there; a test compares the names).
 // docs/protocol.md has the map of the window: writer, reader, signal and re-arming of each buffer.
 #pragma once
+#include <cstddef>
+
 #include "types.h"
 
 namespace epmoe {
@@ -85,12 +87,22 @@ struct ExchangePlan {
 };
 
 // What a source signals to each receiver, in a cache line of its own. The source writes `epoch`, the flag, last.
-// CUDA uses it in combine only, and there one 8-byte word of it: `epoch` and `count`.
+// CUDA uses it in combine only, and there one 8-byte word of it: `epoch` and `sends`.
 struct alignas(64) RoundHeader {
   uint32_t epoch;       // CPU: the round whose payload is complete; CUDA: the round that the source has opened
-  int32_t count;        // rows sent to this receiver; on CUDA 1, or 0 if the source gives the round up
+  int32_t sends;        // CUDA only: 1, or 0 if the source gives the round up
   int32_t D, K, dtype;  // of the source's call; CPU only
-  int32_t unused[11];
+  int32_t counts[2];    // CPU only: rows sent to this receiver in round n, at n % 2; see cpu/signal.h
+  int32_t needed_rows;  // CPU only: the source's Status::needed_rows
+  int32_t unused[8];
+};
+
+// How far this rank's calls have come. The operators write it, no kernel does, and the host looks at it after each
+// call: a signal handler of Python may raise right behind a call, so that its caller never learns that it returned. On
+// the CPU it lies in RoundState, on CUDA in host memory behind the Status.
+struct Progress {
+  int64_t phases;       // phases that have ended, four a round; in the order of the states of epmoe/rounds.py
+  int64_t deadline_ns;  // CPU only: of the wait that a call has left so that Python can handle signals; 0: it left none
 };
 
 // State of the round, in scratch, zero at first. dispatch writes what it leaves for combine. Epochs count rounds and
@@ -114,8 +126,9 @@ struct RoundState {
   alignas(64) int32_t send_queue[2];  // items to send
   alignas(64) int32_t recv_queue[2];  // items to receive
   alignas(64) int32_t ll_queue[2];    // LL items beside the Simple ones: dispatch receives them, combine sends them
+  Progress progress;                  // CPU only
 };
-static_assert(sizeof(RoundState) == 256);
+static_assert(sizeof(RoundState) == 256 && offsetof(RoundState, progress) == 200);
 
 // What went wrong, for the host: int64 each, in the order of `epmoe.health.STATUS`. It lies in host memory (pinned on
 // CUDA); kernels write it, and the host looks at it without synchronising and clears it.

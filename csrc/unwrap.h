@@ -2,6 +2,7 @@
 // users pass, and words those errors; a check that fails here shows a bug in this package. Of the headers, only this
 // one includes torch's.
 #pragma once
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -10,11 +11,8 @@
 #include <initializer_list>
 #include <optional>
 
+#include "cuda_api.h"
 #include "types.h"
-#if defined(EPMOE_CUDA)
-#include <cuda_runtime_api.h>
-#include <torch/csrc/stable/accelerator.h>
-#endif
 
 namespace epmoe {
 
@@ -72,24 +70,20 @@ T* pointer(const std::optional<Tensor>& t, int64_t numel, const char* name) {
   return t ? pointer<T>(*t, numel, name) : nullptr;
 }
 
-#if defined(EPMOE_CUDA)
-inline void check_cuda(cudaError_t error) {
-  STD_TORCH_CHECK(error == cudaSuccess, "CUDA: ", cudaGetErrorString(error));
-}
-
-// Calls `launch(stream)` with the current stream of the tensor's device. The device becomes the current one only if it
-// is not: to ask costs the host less than to set it.
+// Calls `launch(api, stream)` with the current stream of the tensor's device. The device becomes the current one only
+// if it is not: to ask costs the host less than to set it.
 template <typename F>
 void launch_on_device_of(const Tensor& t, F&& launch) {
+  const cuda::Library& cuda = cuda::library();
+  auto check = [&](int error) { STD_TORCH_CHECK(error == 0, "CUDA: ", cuda.api->error_string(error)); };
   int current = -1;
-  check_cuda(cudaGetDevice(&current));
+  check(cuda.api->current_device(&current));
   std::optional<torch::stable::accelerator::DeviceGuard> guard;
   if (current != t.get_device_index()) guard.emplace(t.get_device_index());
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
-  check_cuda(launch(static_cast<cudaStream_t>(stream)));
+  cuda::Stream stream = nullptr;
+  STD_TORCH_CHECK(cuda.current_stream(t.get_device_index(), &stream) == 0, "torch has no current stream");
+  check(launch(*cuda.api, stream));
 }
-#endif
 
 inline Tensor empty_like_device(const Tensor& t, std::initializer_list<int64_t> shape, ScalarType dtype) {
   return torch::stable::new_empty(t, shape, dtype);

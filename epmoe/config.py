@@ -19,6 +19,7 @@ from epmoe.config_file import ConfigError, environment_overrides, read_config
 __all__ = ["ConfigError", "EPConfig"]
 
 _INT32_MAX = 2**31 - 1
+_MOST_ERRORS = 12  # of a message: one screen
 _Rule = tuple[str, bool, str, object]  # dotted key, whether its value is allowed, what it must be, what it is
 
 
@@ -130,9 +131,11 @@ class EPConfig(Strict):
             super().__init__(**sections)
         except ValidationError as error:
             lines = []
-            for item in error.errors():
+            for item in error.errors()[:_MOST_ERRORS]:
                 section = item["loc"][0] if len(item["loc"]) > 1 else None
                 lines.append(explain(item, _KEYS.get(str(section), ()) if section else tuple(_KEYS)))
+            if (more := error.error_count() - _MOST_ERRORS) > 0:
+                lines.append(f"and {more:,} more")
             raise ConfigError("\n".join(lines)) from None
 
     @property
@@ -216,16 +219,22 @@ def explain(item: Any, known: Sequence[str]) -> str:
     `known` are the keys allowed at that place, for the hint about a misspelt one.
     """
     last = item["loc"][-1] if item["loc"] else None
-    key = "`" + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in item["loc"]).lstrip(".") + "`"
+    key = "`" + "".join(f"[{p}]" if isinstance(p, int) else f".{_short(p)}" for p in item["loc"]).lstrip(".") + "`"
+    got = _short(repr(item["input"]))
     match item["type"]:
         case "value_error":
             return str(item["ctx"]["error"])
         case "missing":
             return f"{key} must be set"
-        case "extra_forbidden":
+        case "extra_forbidden" | "invalid_key":
             close = difflib.get_close_matches(str(last), known, n=1)
             hint = f"did you mean `{close[0]}`?" if close else f"use {', '.join(known)}"
             return f"{key} is not a known key; {hint}"
         case "model_type":
-            return f"{key} must be a mapping of keys, got {item['input']!r}"
-    return f"{key} {item['msg'].replace('Input should be', 'must be')}, got {item['input']!r}"
+            return f"{key} must be a mapping of keys, got {got}"
+    return f"{key} {item['msg'].replace('Input should be', 'must be')}, got {got}"
+
+
+def _short(text: str, most: int = 80) -> str:
+    """`text`, or its beginning: a value may be as large as its file."""
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from threading import Thread, get_ident
 
 import torch
 from torch import Tensor
 
 from epmoe.config import EPConfig
-from epmoe.handles import RoundTemplate
-from epmoe.health import STATUS, raise_on_failure, raise_on_overflow
+from epmoe.handles import RoundTemplate, Sent
+from epmoe.health import STATUS, TIMEOUT, raise_on_failure, raise_on_overflow
 from epmoe.memory import OFFSETS, SIZES, MemoryPlan
 from epmoe.placement import Placement
-from epmoe.rounds import Rounds
+from epmoe.rounds import PROGRESS, Rounds
 from epmoe.tuning import Tuning
 from epmoe.window import Window
 
@@ -22,6 +25,7 @@ _CODE, _NEEDED_ROWS = STATUS.index("code"), STATUS.index("needed_rows")
 # The address of every rank's window follows.
 DESCRIPTOR = (*SIZES, *OFFSETS, "expert_major", "weight_rows", "timeout_ns", "status")
 _TIMEOUT_NS = DESCRIPTOR.index("timeout_ns")
+PROGRESS_AT = 200  # bytes: `progress` in `RoundState` of csrc/plan.h
 
 
 @dataclass
@@ -32,10 +36,10 @@ class Exchange:
     plan: MemoryPlan
     window: Window
     scratch: Tensor  # uint8 [scratch_bytes]
-    status: Tensor  # int64 [8], host memory that the kernels write: `epmoe.health.STATUS`
+    status: Tensor  # int64 in host memory that the kernels write: `epmoe.health.STATUS`; on CUDA, `PROGRESS` follows
     global_ranks: list[int]
     device: torch.device
-    rounds: Rounds = field(default_factory=Rounds)
+    thread: int = 0  # the thread that is in a call, or 0
     tuning: Tuning = Tuning(rows=())
     # By expert_major, weight_rows and launch; see `descriptors_for`.
     descriptors: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
@@ -44,6 +48,8 @@ class Exchange:
     memory: tuple[Tensor, Tensor] = field(init=False)  # window and scratch, as the operators take them
     views: dict[str, Tensor] = field(init=False)  # every buffer of the plan
     timeout_ns: int = field(init=False)  # of each wait in the rounds to come
+    rounds: Rounds = field(init=False)
+    unread: Tensor = field(init=False)  # uint8, on GPUs; see `unread_y`
 
     def __post_init__(self) -> None:
         capacity = self.config.capacity
@@ -55,6 +61,10 @@ class Exchange:
         self.status_words = (ctypes.c_int64 * len(STATUS)).from_address(self.status.data_ptr())
         regions = {"window": self.window.local, "scratch": self.scratch}
         self.views = {buffer.name: buffer.view(regions[buffer.region]) for buffer in self.plan.buffers}
+        in_state = self.views["state"].data_ptr() + PROGRESS_AT
+        behind_status = self.status.data_ptr() + 8 * len(STATUS)
+        progress = in_state if self.device.type == "cpu" else behind_status
+        self.rounds = Rounds((ctypes.c_int64 * len(PROGRESS)).from_address(progress))
 
     @classmethod
     def create(
@@ -72,10 +82,15 @@ class Exchange:
         Raises ConfigError if the file that `exchange.tuning` names is missing or wrong.
         """
         scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
-        status = torch.zeros(len(STATUS), dtype=torch.int64, pin_memory=device.type == "cuda")
+        status = torch.zeros(len(STATUS) + len(PROGRESS), dtype=torch.int64, pin_memory=device.type == "cuda")
         tuning = Tuning.load(config.exchange.tuning) if config.exchange.tuning else Tuning(rows=())
         exchange = cls(config, plan, window, scratch, status, global_ranks, device, tuning=tuning)
         views = exchange.views
+        if device.type == "cuda":
+            y_bytes = plan.sizes["M"] * plan.sizes["D"] * config.model.torch_dtype.itemsize
+            exchange.unread = views["rows"].flatten().view(torch.uint8)
+            if exchange.unread.numel() < y_bytes:  # few rows, or rows of fp8
+                exchange.unread = torch.empty(y_bytes, dtype=torch.uint8, device=device)
         for name in ("state", "counts", "health.counters", "health.tokens_per_expert", "health.rows_sent"):
             views[name].zero_()
         views["table.expert_map"].copy_(placement.expert_map(rank))
@@ -87,6 +102,19 @@ class Exchange:
         views["table.sentinels"].copy_(torch.tensor([placement.sentinel(r) for r in range(placement.ep_size)]))
         return exchange
 
+    def enter(self) -> None:
+        """The start of a call, whose end, also by an exception, sets `thread` to 0.
+
+        Raises RuntimeError during a call of another thread: both would write the same window.
+        """
+        caller = get_ident()
+        # CPython switches threads at calls and jumps back only, of which there is none between comparing and storing.
+        if self.thread and self.thread != caller:
+            raise RuntimeError(
+                "another thread is in a call of this ExpertParallel: one thread at a time, so order their calls"
+            )
+        self.thread = caller
+
     def set_timeout(self, seconds: float) -> None:
         """The deadline of each wait, from the next call of an operator on."""
         self.timeout_ns = round(seconds * 1e9)
@@ -97,6 +125,32 @@ class Exchange:
         """Raise EPTimeoutError or EPMismatchError if the kernels have left one in the status words."""
         if self.status_words[_CODE]:
             raise_on_failure(self.status, self.global_ranks)
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether a wait has failed, as far as the host knows. The exchange can only be closed then."""
+        return self.status_words[_CODE] == TIMEOUT
+
+    def forget(self) -> None:
+        """Drop a mismatch and an overflow of a round that was given up, so that they do not hit the next round."""
+        self.status_words[_CODE] = self.status_words[_NEEDED_ROWS] = 0
+
+    def leave(self) -> None:
+        """End the waits of all other ranks at once, with an EPTimeoutError that names this rank. Waits for no rank."""
+        sizes = self.plan.sizes
+        if sizes["R"] > 1 and not self.timed_out:
+            rank = sizes["rank"]
+            with suppress(RuntimeError):  # of a GPU in distress: the others run into their deadline
+                self.window.store(self.plan["signal.error"].offset + 8 * rank, 1 << rank)
+
+    def unread_y(self, sent: Sent) -> Tensor:
+        """A y [T, D] for a combine without rows, on a GPU: memory that exists, since an abort allocates nothing.
+
+        It lies over the expert-major rows. A combine without rows does not read them, and other ranks write into them
+        only after this rank has opened its next dispatch, a later kernel.
+        """
+        D, dtype = sent.template.hidden_size, sent.template.like.dtype
+        return self.unread[: sent.num_tokens * D * dtype.itemsize].view(dtype).view(sent.num_tokens, D)
 
     def check_overflow(self) -> None:
         """Raise EPOverflowError if a round needed more rows than there are, unless the config only counts them."""
@@ -136,3 +190,24 @@ class Exchange:
         """A window buffer as [R, M, length] of `dtype`; its strides stay the plan's, whose rows may be longer."""
         slabs = self.views[name].view(torch.uint8).view(dtype)
         return slabs[..., :length]
+
+
+def interruptible(wait: Callable[[], None]) -> None:
+    """Calls `wait`, which may block for long, on another thread, so that this thread can run signal handlers meanwhile.
+
+    Raises what `wait` raises, and what a signal handler raises.
+    """
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            wait()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = Thread(target=call, daemon=True)  # a wait that a signal has ended must not keep the process alive
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.1)
+    if errors:
+        raise errors[0]

@@ -1,6 +1,8 @@
-"""The processes and the device of an `ExpertParallel`: checks that they fit the config and one another."""
+"""The processes and the device of an `ExpertParallel`: checks that they fit the config and one another; the windows."""
 
 from __future__ import annotations
+
+import os
 
 import torch
 import torch.distributed as dist
@@ -9,16 +11,44 @@ from epmoe.config import EPConfig
 from epmoe.launch_policy import shared_bytes_needed
 from epmoe.memory import MemoryPlan
 from epmoe.placement import Placement
-from epmoe.window import all_gather
+from epmoe.stages.checks import describe
+from epmoe.window import SharedMemoryWindow, Window, all_gather
+from epmoe.window_nvlink import NVLinkWindow
+
+
+def config_of(config: EPConfig | str | os.PathLike[str]) -> EPConfig:
+    """The config itself, or the file's of this path. Raises TypeError for anything else, ConfigError for a bad file."""
+    if isinstance(config, (str, os.PathLike)):
+        return EPConfig.load(os.fspath(config))
+    if not isinstance(config, EPConfig):
+        hint = ": use EPConfig(**config)" if isinstance(config, dict) else ""
+        raise TypeError(f"`config` must be an EPConfig or the path of its file, got {describe(config)}{hint}")
+    return config
+
+
+def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group itself, by default the world. Raises TypeError or ValueError for what is no group of this process."""
+    if group is None:
+        return dist.group.WORLD if dist.is_initialized() else None
+    if not isinstance(group, dist.ProcessGroup):
+        if group == dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` returns to processes outside it
+            raise ValueError("this process is no member of `group`: only its members may make an ExpertParallel of it")
+        raise TypeError(f"`group` must be a process group of torch.distributed, got {describe(group)}")
+    return group
 
 
 def device_of(config: EPConfig, device: torch.device | str | None) -> torch.device:
     """The device, by default the transport's. Raises ValueError if it does not fit the config or does not exist."""
     transport = config.exchange.transport
-    wanted = torch.device(device or ("cuda" if transport == "nvlink" else "cpu"))
     fitting = {"auto": ("cpu", "cuda"), "shared_memory": ("cpu",), "nvlink": ("cuda",)}[transport]
-    if wanted.type not in fitting:
-        raise ValueError(f"`device` must be {' or '.join(fitting)} with exchange.transport={transport!r}, got {wanted}")
+    try:
+        wanted = torch.device(("cuda" if transport == "nvlink" else "cpu") if device is None else device)
+    except TypeError:
+        raise TypeError(f"`device` must be a torch.device or its name, got {describe(device)}") from None
+    except RuntimeError:  # a name that torch does not know
+        wanted = None
+    if wanted is None or wanted.type not in fitting:
+        raise ValueError(f"`device` must be {' or '.join(fitting)} with exchange.transport={transport!r}, got {device}")
     if wanted.type == "cpu":
         return torch.device("cpu")  # the name that tensors give, also those made on "cpu:0"
     for key, value, most in (
@@ -36,6 +66,8 @@ def device_of(config: EPConfig, device: torch.device | str | None) -> torch.devi
 def check_multiprocessor(config: EPConfig, placement: Placement, device: torch.device) -> None:
     """Raises ValueError, on all ranks alike, if a multiprocessor has too little shared memory for two blocks of each
     kernel of the exchange. The blocks wait for one another, so all of them must be resident."""
+    if device.type == "cpu":
+        return
     ranks = range(placement.ep_size)
     needed = max(shared_bytes_needed(MemoryPlan.build(config, rank, placement, nvlink=True)) for rank in ranks)
     available = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
@@ -70,3 +102,12 @@ def check_group(config: EPConfig, group: dist.ProcessGroup | None, rank: int, si
     others = [other for other, theirs in enumerate(all_gather(text, size, group)) if theirs != text]
     if others:
         raise ValueError(f"the config of rank {rank} differs from that of rank(s) {others}: it must be the same on all")
+
+
+def open_window(
+    plan: MemoryPlan, rank: int, size: int, group: dist.ProcessGroup | None, device: torch.device
+) -> Window:
+    """This rank's window, which the other ranks map. Collective."""
+    if device.type == "cpu":
+        return SharedMemoryWindow(plan.window_bytes, rank, size, group)
+    return NVLinkWindow(plan.window_bytes, rank, size, group, device, empty_lines=plan.empty_lines)

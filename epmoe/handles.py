@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
 
+from epmoe.stages.checks import describe_fields
+
 Layout = Literal["expert", "rank"]
 
 
-class _Fields:
+class HoldsWindows:
+    """What cannot leave its process: pickling and copying, also by deepcopy, raise TypeError."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or copied: it holds windows of this process; each process makes "
+            "its own ExpertParallel"
+        )
+
+
+class _Fields(HoldsWindows):
     """Named values, some of which exist in the other layout only: reading one of these raises AttributeError.
 
     All rounds of one `RoundTemplate` have the same values, since the buffers never move.
@@ -57,6 +71,9 @@ class Received(_Fields):
     ids: Tensor
     weights: Tensor
 
+    def __repr__(self) -> str:
+        return describe_fields(self, {name: v for name, v in self.__dict__.items() if name[0] != "_"})
+
 
 @dataclass(slots=True)
 class RoundTemplate:
@@ -64,13 +81,13 @@ class RoundTemplate:
 
     steps: list[int]  # a call of T tokens takes descriptors[bisect_left(steps, T)]
     descriptors: list[Tensor]  # of `Exchange.descriptors_for`
-    attributes: dict[str, Any]  # of `Dispatched`
+    attributes: dict[str, Any]  # of `Dispatched`; `_rounds`, a weak reference, and `_rank` serve `repr`
     hidden_size: int  # D
-    like: Tensor  # empty, in y's dtype and device: `new_empty` of it costs the host less than `torch.empty`
+    like: Tensor  # a y [0, D]: `new_empty` of it costs the host less than `torch.empty`, and an abort needs some y
 
 
-@dataclass(slots=True, eq=False)
-class Sent:
+@dataclass(slots=True, eq=False, repr=False)
+class Sent(HoldsWindows):
     """A round whose tokens are under way: what `ep.dispatch_send` returns, for `ep.dispatch_recv`.
 
     Attributes:
@@ -87,6 +104,17 @@ class Sent:
     def new_y(self) -> Tensor:
         """The round's y [T, D], not yet written."""
         return self.template.like.new_empty(self.num_tokens, self.template.hidden_size)
+
+    def __repr__(self) -> str:
+        return describe_fields(self, {}, self.summary())
+
+    def summary(self) -> str:
+        """Rank, round and shape, for `repr`."""
+        attributes = self.template.attributes
+        rounds = attributes["_rounds"]()
+        state = f"round {self.epoch} released" if rounds is None else rounds.describe(self.epoch)
+        shape = f"T={self.num_tokens}, D={self.template.hidden_size} {str(attributes['dtype']).removeprefix('torch.')}"
+        return f"rank {attributes['_rank']}, {state}, {shape}, layout={attributes['layout']!r}"
 
 
 class Dispatched(_Fields):
@@ -125,3 +153,7 @@ class Dispatched(_Fields):
         """The round that `sent` opened."""
         super().__init__(sent.template.attributes.copy())
         self.sent, self.num_tokens, self.epoch = sent, sent.num_tokens, sent.epoch
+
+    def __repr__(self) -> str:
+        names = ("rows", "scales", "expert_offsets", "tokens_per_expert") if self.layout == "expert" else ("recv",)
+        return describe_fields(self, {name: getattr(self, name) for name in names}, self.sent.summary())

@@ -19,7 +19,7 @@ COUNTERS = (
 )
 # int64 each, in the order of `Status` in csrc/plan.h.
 STATUS = ("code", "stage", "epoch", "missing", "originator", "needed_rows", "unused", "unused")
-_TIMEOUT, _MISMATCH = 1, 2
+TIMEOUT, MISMATCH = 1, 2
 _STAGES = ("dispatch", "combine")
 
 
@@ -53,15 +53,20 @@ class EPError(RuntimeError):
 
 
 class EPTimeoutError(EPError, TimeoutError):
-    """Ranks did not arrive within the deadline. The `ExpertParallel` can only be closed."""
+    """Ranks did not arrive within the deadline, or left the group. The `ExpertParallel` can only be closed."""
 
-    def __init__(self, stage: str, epoch: int, missing: list[int], missing_global: list[int], originator: int):
+    def __init__(
+        self, stage: str, epoch: int, missing: list[int], missing_global: list[int], originator: int, left: bool = False
+    ):
         self.stage, self.epoch = stage, epoch
         self.missing_ranks, self.missing_global_ranks = missing, missing_global
+        ranks = f"rank(s) {missing} of the group (global rank(s) {missing_global})"
         super().__init__(
-            f"{stage} of round {epoch} timed out waiting for rank(s) {missing} of the group "
-            f"(global rank(s) {missing_global}), first seen by rank {originator}; this ExpertParallel can only be "
-            "closed. Raise exchange.timeout_s if the ranks are only slow"
+            f"{stage} of round {epoch} ended early: {ranks} left the group by an exception or with a round open; this "
+            "ExpertParallel can only be closed"
+            if left
+            else f"{stage} of round {epoch} timed out waiting for {ranks}, first seen by rank {originator}; this "
+            "ExpertParallel can only be closed. Raise exchange.timeout_s if the ranks are only slow"
         )
 
 
@@ -87,16 +92,17 @@ class EPMismatchError(EPError, ValueError):
 
 
 def raise_on_failure(status: torch.Tensor, global_ranks: list[int]) -> None:
-    """Raise the failure in `status` (int64 [8], host memory); clear a mismatch, since the caller closes its round."""
+    """Raise the failure in `status` (int64, host memory); clear a mismatch, since the caller closes its round."""
     code, stage, epoch, missing_mask, originator = status[:5].tolist()
     if not code:
         return
     ranks = [rank for rank in range(len(global_ranks)) if missing_mask >> rank & 1]
-    if code == _MISMATCH:
+    if code == MISMATCH:
         status[0] = 0
         raise EPMismatchError(epoch, ranks)
-    assert code == _TIMEOUT, f"unknown status code {code}"
-    raise EPTimeoutError(_STAGES[stage], epoch, ranks, [global_ranks[rank] for rank in ranks], originator)
+    assert code == TIMEOUT, f"unknown status code {code}"
+    left = ranks == [originator] and len(global_ranks) > 1  # only a rank that leaves reports itself missing
+    raise EPTimeoutError(_STAGES[stage], epoch, ranks, [global_ranks[rank] for rank in ranks], originator, left)
 
 
 def raise_on_overflow(status: torch.Tensor, max_rows: int) -> None:

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import Any, Self
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from epmoe import rounds
 from epmoe.service import ExpertParallel
+from epmoe.stages.checks import FLOATS, check_tensor, describe
+from epmoe.stages.experts import SwiGLUExperts, without_autocast
 
 
 class MoELayer(nn.Module):
     """Router, exchange and experts of one layer. Any number of layers share one `ExpertParallel` and its windows.
 
+    Casts (`to`, `bfloat16`, `half`) reach the experts only, because the choice of experts needs the router's precision:
+    `router_weight` and `bias` keep their dtypes. Moves reach both. Logits are computed in the dtype of `router_weight`,
+    also under autocast. A deepcopy copies the weights and shares `ep`. As the exchange is forward only, gradients are
+    refused.
+
     Args:
         ep: of the group whose ranks hold the experts.
-        router_weight: [E, D]; the logits are computed in its dtype.
+        router_weight: fp32, fp16 or bf16 [E, D].
         experts: maps rows [N, D], expert_offsets int32 [e+1] and scales (fp32 [N, D/128] with an fp8 payload, otherwise
-            None) to outputs [N, D], as `SwiGLUExperts` does.
+            None) to outputs [N, D] in x's dtype, as `SwiGLUExperts` does.
         bias: fp32 [E], added to the scores for the choice of experts only.
         apply_router_weight_on_input: as of `ExpertParallel.dispatch`.
 
     Raises:
-        ValueError: `router_weight` has another shape than the config says.
+        TypeError: an argument has another type or dtype.
+        ValueError: `router_weight`, `bias` or `experts` has another shape than the config says.
     """
 
     router_weight: Tensor
@@ -37,27 +49,102 @@ class MoELayer(nn.Module):
         bias: Tensor | None = None,
         apply_router_weight_on_input: bool = False,
     ) -> None:
-        want = (ep.config.model.num_experts, ep.config.model.hidden_size)
+        if not isinstance(ep, ExpertParallel):
+            raise TypeError(f"`ep` must be an ExpertParallel, got {describe(ep)}")
+        E, D = want = (ep.config.model.num_experts, ep.config.model.hidden_size)
+        if not isinstance(router_weight, Tensor) or router_weight.dtype not in FLOATS:
+            check_tensor("router_weight", router_weight, FLOATS, want)
         if router_weight.shape != want:
             raise ValueError(f"`router_weight` must be {list(want)}, got {list(router_weight.shape)}")
+        if not callable(experts):
+            raise TypeError(f"`experts` must be callable on (rows, expert_offsets, scales), got {describe(experts)}")
+        if isinstance(experts, SwiGLUExperts) and (got := experts.w_down.shape[:2]) != (ep.num_local_experts, D):
+            held = f"the {ep.num_local_experts} of this rank, with D={D}"
+            raise ValueError(f"`experts` must be {held}, got {got[0]} with D={got[1]}")
+        if bias is not None:
+            check_tensor("bias", bias, (torch.float32,), (E,))
+        if not isinstance(apply_router_weight_on_input, bool):
+            got_type = describe(apply_router_weight_on_input)
+            raise TypeError(f"`apply_router_weight_on_input` must be a bool, got {got_type}")
         super().__init__()
         self.ep, self.experts = ep, experts
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self.register_buffer("router_weight", router_weight)
         self.register_buffer("bias", bias)
 
-    def forward(self, x_TD: Tensor, num_tokens: int | Tensor | None = None) -> Tensor:
-        """x [T, D] of this rank's tokens → y [T, D] in x's dtype. Collective: every rank calls, also with T = 0.
+    def forward(self, x: Tensor, num_tokens: int | Tensor | None = None) -> Tensor:
+        """x [T, D] of this rank's tokens, or [B, T, D] of B·T tokens → y of the same shape and dtype.
 
-        Rows at and past `num_tokens`, an int or an int32 scalar tensor on the device, are padding and yield zeros.
-        Raises what `ExpertParallel.dispatch` and `ExpertParallel.combine` raise.
+        Collective: every rank calls, also without tokens. Rows at and past `num_tokens`, an int or an int32 scalar
+        tensor on the device, are padding and yield zeros; with [B, T, D] it counts rows [B·T, D].
+
+        Raises what `ExpertParallel.dispatch` and `ExpertParallel.combine` raise, and before anything is sent TypeError
+        or ValueError unless x fits the config, and the dtype of `SwiGLUExperts`, and RuntimeError if anything requires
+        grad in grad mode. An exception, also one of the experts, closes the round on this rank. The other ranks get
+        sums without its experts, and none of them waits.
         """
-        router_in_TD = x_TD.to(self.router_weight.dtype)
-        logits_TE = F.linear(router_in_TD, self.router_weight)
+        self._check(x)
+        self._check_forward_only(x)
+        x_TD = x.flatten(0, -2)
+        with without_autocast(x.device):
+            logits_TE = F.linear(x_TD.to(self.router_weight.dtype), self.router_weight)
         routing = self.ep.route(logits_TE, bias=self.bias, num_tokens=num_tokens)
-        d = self.ep.dispatch(
-            x_TD, routing.ids, routing.weights, num_tokens=num_tokens,
-            apply_router_weight_on_input=self.apply_router_weight_on_input,
-        )  # fmt: skip
-        expert_rows_ND = self.experts(d.rows, d.expert_offsets, d.scales)
-        return self.ep.combine(expert_rows_ND, d)
+        exchange = self.ep._open
+        last_round = exchange.rounds.count
+        try:
+            d = self.ep.dispatch(
+                x_TD, routing.ids, routing.weights, num_tokens=num_tokens,
+                apply_router_weight_on_input=self.apply_router_weight_on_input,
+            )  # fmt: skip
+            expert_rows_ND = self.experts(d.rows, d.expert_offsets, d.scales)
+            return self.ep.combine(expert_rows_ND, d).view(x.shape)
+        except BaseException:
+            rounds.abort_after(exchange, last_round)
+            raise
+
+    def extra_repr(self) -> str:
+        """What `repr` says of the exchange."""
+        return repr(self.ep)
+
+    def _check(self, x: Tensor) -> None:
+        model, device, experts = self.ep.config.model, self.ep.device, self.experts
+        if swiglu := isinstance(experts, SwiGLUExperts):
+            dtypes = [experts.dtype]
+        else:
+            dtypes = [model.torch_dtype, *(d for d in FLOATS if d.itemsize < model.torch_dtype.itemsize)]
+        is_tensor, D = isinstance(x, Tensor), model.hidden_size
+        if not is_tensor or x.dtype not in dtypes or x.dim() not in (2, 3) or x.shape[-1] != D:
+            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            error = ValueError if is_tensor and x.dtype in dtypes else TypeError
+            why = f": the experts' weights are {names}" if swiglu and is_tensor and error is TypeError else ""
+            raise error(f"`x` must be {names} [T, {D}] or [B, T, {D}], got {describe(x)}{why}")
+        if x.device != device:
+            raise ValueError(f"`x` must be on {device}, got {x.device}")
+        if self.router_weight.device != device:
+            where = self.router_weight.device
+            raise ValueError(f"`router_weight` must be on {device}, got {where}: move the layer with `.to`")
+
+    def _check_forward_only(self, x: Tensor) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for name, value in (("x", x), *self.named_buffers(), *self.named_parameters()):
+            if value.requires_grad:
+                raise RuntimeError(
+                    f"MoELayer is forward only, but `{name}` requires grad: run under torch.inference_mode() or "
+                    "torch.no_grad()"
+                )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = {name: getattr(self, name) for name in ("router_weight", "bias")}
+        super()._apply(fn, recurse)
+        for name, tensor in before.items():
+            after = getattr(self, name)
+            if after is not None and after.dtype != tensor.dtype:
+                setattr(self, name, tensor.to(after.device))
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = self.__new__(type(self))
+        memo[id(self)], memo[id(self.ep)] = twin, self.ep
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin

@@ -7,6 +7,7 @@ load in place of the built one.
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import torch
@@ -44,6 +45,8 @@ _library.define(
     "bool receive, int multiprocessors, int major) -> Tensor"
 )
 _library.define("shared_bytes_needed(Tensor plan) -> int")
+# Raises RuntimeError, with a sentence for users, if the other operators cannot work on GPUs here.
+_library.define("load_cuda() -> ()")
 
 
 @torch.library.register_fake("epmoe::route")
@@ -127,7 +130,7 @@ def _(y: Tensor, rows: Tensor | None, window: Tensor, scratch: Tensor, descripto
 _OPERATORS = (
     "route", "permute", "finalize", "zero_padding_rows_", "quantize_fp8",
     "dispatch", "dispatch_send", "dispatch_recv", "combine", "combine_send", "combine_recv",
-    "launch_policy", "shared_bytes_needed",
+    "launch_policy", "shared_bytes_needed", "load_cuda",
 )  # fmt: skip
 
 
@@ -151,4 +154,11 @@ def _load() -> None:
         path = build.AHEAD_OF_TIME
     else:
         path = build.build()
-    torch.ops.load_library(str(path))
+    problem = build.problem_with_torch(torch.__version__)
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        reasons = [str(error.__cause__ or error), *([problem] if problem else [])]  # the cause has the linker's words
+        raise build.BuildError(f"the native library does not load: {'; '.join(reasons)}") from None
+    if problem:
+        warnings.warn(problem, stacklevel=2)

@@ -9,95 +9,150 @@
 `abort` leads from every open state to CLOSED. An exchange has at most one open round, because all its rounds use the
 same window. After an `EPTimeoutError` the round stays where it is: the exchange can only be closed.
 
+The operators count the phases that have ended, four a round, and the state is that count modulo four. A call may end by
+an exception anywhere, also by one that a signal handler raises right behind the operator. The count is right then, too:
+an operator that raises before it sends leaves the round unopened, and the call may be repeated.
+
 The stages call these functions in every round, where each microsecond of the host counts. The functions therefore look
-at Python attributes and at the status words only, never at a tensor.
+at Python attributes, status words and progress words only, never at a tensor.
 """
 
 from __future__ import annotations
 
+from ctypes import Array, c_int64
 from dataclasses import dataclass
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
+from torch._ops import OpOverload
 
 from epmoe import ops
 from epmoe.handles import Dispatched, RoundTemplate, Sent
 from epmoe.health import EPMismatchError
+from epmoe.stages.checks import describe
 
 if TYPE_CHECKING:
     from epmoe.exchange import Exchange
 
-# A state is the tuple of the calls that it permits.
-CLOSED = ("dispatch", "dispatch_send")
-SENT = ("dispatch_recv",)
-DISPATCHED = ("combine", "combine_partial", "combine_send")
-RETURNING = ("combine_recv",)
+CLOSED, SENT, DISPATCHED, RETURNING = range(4)
+# By state, the calls that it permits.
+PERMITTED = (
+    ("dispatch", "dispatch_send"),
+    ("dispatch_recv",),
+    ("combine", "combine_partial", "combine_send"),
+    ("combine_recv",),
+)
+# Places in `Rounds.progress`, in the order of `Progress` in csrc/plan.h.
+PROGRESS = ("phases", "deadline_ns")
+PHASES, _DEADLINE = range(2)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Rounds:
-    """The rounds of one exchange, of which the last may be open. Only the functions of this module change it."""
+    """The rounds of one exchange, of which the last may be open. Only the functions of this module change it.
 
-    count: int = 0  # rounds opened so far: the epoch of the last one
-    state: tuple[str, ...] = CLOSED
-    handle: Sent | Dispatched | None = None  # of the open round, as its last call returned it
-    y: Tensor | None = None  # of the open round, from combine_send to combine_recv
+    progress: `PROGRESS`, int64 in host memory. The operators write it.
+    handle: of the open round, as its last call returned it. It means nothing while no round is open.
+    y: of the open round, from combine_send to combine_recv.
+    opener: the thread that opened the last round.
+    """
+
+    progress: Array[c_int64]
+    handle: Sent | Dispatched | None = None
+    y: Tensor | None = None
+    opener: int = 0
+
+    @property
+    def state(self) -> int:
+        """CLOSED if no round is open, otherwise how far the open round has come."""
+        return self.progress[PHASES] & 3
+
+    @property
+    def count(self) -> int:
+        """Rounds opened so far: the epoch of the last one."""
+        return self.progress[PHASES] + 3 >> 2
+
+    def describe(self, epoch: int) -> str:
+        """The state of round `epoch`, for `repr`."""
+        is_open = self.state != CLOSED and epoch == self.count
+        return f"round {epoch} " + (f"awaits {' or '.join(PERMITTED[self.state])}" if is_open else "closed")
 
 
-def check_closed(exchange: Exchange) -> None:
-    """Before a call that opens a round.
+def check_closed(exchange: Exchange) -> int:
+    """Before a call that opens a round: returns the epoch that it will have.
 
     Raises RuntimeError if a round is open, and EPTimeoutError or EPMismatchError if an earlier round has failed.
     """
     exchange.check()
-    if exchange.rounds.handle is not None:
-        raise RuntimeError(
-            f"round {exchange.rounds.handle.epoch} is still open: call combine, or abort on all ranks, before dispatch"
-        )
+    phases = exchange.rounds.progress[PHASES]
+    epoch = (phases >> 2) + 1
+    if phases & 3:
+        raise RuntimeError(f"round {epoch} is still open: call combine, or abort on all ranks, before dispatch")
+    return epoch
 
 
 def opened(
-    exchange: Exchange, template: RoundTemplate, num_tokens: int, descriptor: Tensor, arguments: tuple[Any, ...]
+    exchange: Exchange,
+    template: RoundTemplate,
+    num_tokens: int,
+    epoch: int,
+    descriptor: Tensor,
+    arguments: tuple[Any, ...],
 ) -> Sent:
-    """A new round, whose tokens have not left yet: its epoch, and from the second round on the ordinary deadline."""
+    """A new round, whose tokens have not left yet: from the second round on with the ordinary deadline.
+
+    The operator opens it. Until then no round is open, and another call may take its place.
+    """
     rounds = exchange.rounds
-    rounds.count += 1
-    if rounds.count == 2:
+    if epoch == 2:
         exchange.set_timeout(exchange.config.exchange.timeout_s)
-    return Sent(template, num_tokens, rounds.count, descriptor, arguments)
+    rounds.y, rounds.opener = None, exchange.thread
+    rounds.handle = sent = Sent(template, num_tokens, epoch, descriptor, arguments)
+    return sent
 
 
-def sent(exchange: Exchange, handle: Sent) -> Sent:
-    """CLOSED → SENT, after the operator."""
-    exchange.rounds.state, exchange.rounds.handle = SENT, handle
-    return handle
+def wait_on(exchange: Exchange, operator: OpOverload, arguments: tuple[Any, ...], state: int) -> None:
+    """After an operator that should have led the round to `state` and has not.
+
+    On the CPU an operator interrupts its wait when a signal arrives, and at least every 100 ms, so that Python can run
+    its signal handlers. If these raise, the round stays where it is. Otherwise the wait goes on with the same deadline.
+
+    Raises EPTimeoutError if dispatch waited in vain for ranks to end a round that this rank has given up.
+    """
+    progress = exchange.rounds.progress
+    receive = ops.dispatch_recv if state == DISPATCHED else ops.combine_recv
+    epoch = (progress[PHASES] >> 2) + 1
+    try:
+        while progress[_DEADLINE]:
+            (receive if progress[PHASES] & 1 else operator)(*arguments)
+    finally:
+        progress[_DEADLINE] = 0
+    if exchange.rounds.state != state:
+        exchange.check()
+        raise RuntimeError(f"round {epoch} was aborted while this call waited")
 
 
 def dispatched(exchange: Exchange, handle: Sent) -> Dispatched:
-    """CLOSED or SENT → DISPATCHED, after the operator.
+    """In state DISPATCHED, after the operator.
 
     Raises EPMismatchError if the calls of the ranks do not match, and closes the round. Raises EPTimeoutError if ranks
     did not arrive in time.
     """
     handle.arguments = ()  # the caller's tensors need not live any longer
     rounds = exchange.rounds
-    rounds.state, rounds.handle = DISPATCHED, Dispatched(handle)
+    rounds.handle = Dispatched(handle)
     _look(exchange, rounds.handle)
     return rounds.handle
 
 
-def returning(exchange: Exchange, y: Tensor) -> None:
-    """DISPATCHED → RETURNING, after the operator, which writes `y` in combine_recv."""
-    exchange.rounds.state, exchange.rounds.y = RETURNING, y
-
-
 def closed(exchange: Exchange, y: Tensor) -> Tensor:
-    """DISPATCHED or RETURNING → CLOSED, after the operator; returns `y`.
+    """In state CLOSED, after the operator; returns `y`.
 
     Raises EPTimeoutError, EPMismatchError or EPOverflowError if the round, or on a GPU an earlier one, has failed.
     """
     rounds = exchange.rounds
-    rounds.state, rounds.handle, rounds.y = CLOSED, None, None
+    rounds.handle = rounds.y = None
     exchange.check()
     exchange.check_overflow()
     return y
@@ -111,7 +166,7 @@ def permit(exchange: Exchange, handle: Sent | Dispatched, call: str) -> None:
     """
     _look(exchange, handle)
     rounds = exchange.rounds
-    if rounds.handle is not handle or call not in rounds.state:  # as `expect`, without the cost of another call
+    if rounds.handle is not handle or call not in PERMITTED[rounds.progress[PHASES] & 3]:  # `expect` costs a call more
         _refuse(rounds, handle, call, "dispatched")
 
 
@@ -119,21 +174,41 @@ def expect(exchange: Exchange, handle: Sent | Dispatched, call: str, name: str =
     """Before a call that only receives. Raises ValueError unless `handle`, the caller's argument `name`, is that of the
     open round and the round permits `call`."""
     rounds = exchange.rounds
-    if rounds.handle is not handle or call not in rounds.state:
+    if rounds.handle is not handle or call not in PERMITTED[rounds.state]:
         _refuse(rounds, handle, call, name)
 
 
-def abort(exchange: Exchange, handle: Sent | Dispatched) -> None:
-    """Any open state → CLOSED, without rows. Collective: every rank aborts or combines.
+def abort(exchange: Exchange, handle: Sent | Dispatched | None) -> None:
+    """Any state → CLOSED, without rows. Collective: every rank aborts or combines.
 
-    Raises ValueError if `handle` is not that of the open round. Raises EPMismatchError if the calls of the ranks do not
-    match, and closes the round. Raises EPTimeoutError and EPOverflowError as `closed` does; after an earlier timeout,
-    the round stays open.
+    Without a handle it closes whatever round is open, and raises nothing that kernels have reported: the caller has an
+    exception already. After a timeout the round stays open.
+
+    With a handle it raises ValueError if that is not the open round's. It raises EPMismatchError if the calls of the
+    ranks do not match, and closes the round. It raises EPTimeoutError and EPOverflowError as `closed` does.
     """
-    _look(exchange, handle)
-    if exchange.rounds.handle is not handle:
-        _refuse(exchange.rounds, handle, "abort", "dispatched")
-    _close_without_rows(exchange, handle)
+    rounds = exchange.rounds
+    exchange.enter()
+    try:
+        if handle is None:
+            if rounds.state != CLOSED and not exchange.timed_out:
+                _give_up(exchange)
+                exchange.forget()
+            return
+        _look(exchange, handle)
+        if rounds.handle is not handle or rounds.state == CLOSED:
+            _refuse(rounds, handle, "abort", "dispatched")
+        _give_up(exchange)
+        exchange.check()
+        exchange.check_overflow()
+    finally:
+        exchange.thread = 0
+
+
+def abort_after(exchange: Exchange, epoch: int) -> None:
+    """`abort` of a round after `epoch`, if this thread has opened one: for a caller that passes an exception on."""
+    if exchange.rounds.count > epoch and exchange.rounds.opener == get_ident():
+        abort(exchange, None)
 
 
 def _look(exchange: Exchange, handle: Sent | Dispatched) -> None:
@@ -141,33 +216,40 @@ def _look(exchange: Exchange, handle: Sent | Dispatched) -> None:
     try:
         exchange.check()
     except EPMismatchError:
-        if exchange.rounds.handle is handle:
-            _close_without_rows(exchange, handle)
+        if exchange.rounds.handle is handle and exchange.rounds.state != CLOSED:
+            _give_up(exchange)
         raise
 
 
-def _close_without_rows(exchange: Exchange, handle: Sent | Dispatched) -> None:
+def _give_up(exchange: Exchange) -> None:
+    """Any open state → CLOSED. It allocates nothing and waits for nobody, so it works in any distress."""
     rounds = exchange.rounds
-    round_sent = handle.sent if isinstance(handle, Dispatched) else handle
-    if rounds.state is SENT:  # a combine signal promises that its rank has received all dispatch signals
-        ops.dispatch_recv(*round_sent.arguments)
-        round_sent.arguments = ()
-        rounds.state = DISPATCHED
-    if (y := rounds.y) is None:
-        y = round_sent.new_y()
-        ops.combine(y, None, *exchange.memory, round_sent.descriptor)
-    else:
-        ops.combine_recv(y, None, *exchange.memory, round_sent.descriptor)
-    closed(exchange, y)
+    sent = rounds.handle.sent if isinstance(rounds.handle, Dispatched) else rounds.handle
+    assert sent is not None
+    memory = (*exchange.memory, sent.descriptor)
+    if exchange.device.type == "cpu":
+        ops.combine(sent.template.like, None, *memory)
+    else:  # a launch waits for nobody; it receives what others send, since LL lines must be re-armed
+        if rounds.state == SENT:
+            ops.dispatch_recv(*sent.arguments)
+        if rounds.state == DISPATCHED:
+            ops.combine(exchange.unread_y(sent), None, *memory)
+        elif rounds.state == RETURNING:
+            ops.combine_recv(rounds.y, None, *memory)
+    rounds.handle = rounds.y = None
 
 
 def _refuse(rounds: Rounds, handle: Sent | Dispatched, call: str, name: str) -> NoReturn:
-    current = rounds.handle
+    current = rounds.handle if rounds.state != CLOSED else None
+    if not isinstance(handle, (Sent, Dispatched)):
+        before = "dispatch_send" if call == "dispatch_recv" else "dispatch"
+        order = f": {call} takes the rows first" if isinstance(handle, Tensor) and call in PERMITTED[DISPATCHED] else ""
+        raise TypeError(f"`{name}` must be what {before} returned, got {describe(handle)}{order}")
     if current is None:
         first, second = ("dispatch_send", call) if call == "dispatch_recv" else ("dispatch", "combine")
         raise ValueError(f"round {handle.epoch} is closed: {first} comes before {second}")
     if handle is current or isinstance(current, Dispatched) and handle is current.sent:
-        raise ValueError(f"round {current.epoch} awaits {' or '.join(rounds.state)}, got {call}")
+        raise ValueError(f"round {current.epoch} awaits {' or '.join(PERMITTED[rounds.state])}, got {call}")
     raise ValueError(
         f"`{name}` must be the handle of the open round {current.epoch}, got another's, of round {handle.epoch}"
     )

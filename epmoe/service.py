@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+import os
+from functools import partial
 from typing import Self
 
 import torch
@@ -11,59 +12,59 @@ from torch import Tensor
 
 from epmoe import ops, rounds
 from epmoe.config import EPConfig
-from epmoe.exchange import Exchange
-from epmoe.group import check_group, check_multiprocessor, device_of, members_of
-from epmoe.handles import Dispatched, Layout, Sent
+from epmoe.exchange import Exchange, interruptible
+from epmoe.group import check_group, check_multiprocessor, config_of, device_of, group_of, members_of, open_window
+from epmoe.handles import Dispatched, HoldsWindows, Layout, Sent
 from epmoe.health import Health
 from epmoe.memory import MemoryPlan
 from epmoe.placement import Placement
 from epmoe.stages import combine as combine_stage
 from epmoe.stages import dispatch as dispatch_stage
+from epmoe.stages.checks import FLOATS, check_tensor
 from epmoe.stages.route import Routing, route
 from epmoe.tuning import Tuning
-from epmoe.window import SharedMemoryWindow, Window
-from epmoe.window_nvlink import NVLinkWindow
 
 
-class ExpertParallel:
+class ExpertParallel(HoldsWindows):
     """Dispatch and combine over the ranks of a group. All layers of a model can share one.
 
+    It serves one thread at a time: whoever calls one `ExpertParallel` from several threads orders their calls and
+    rounds. A call during the call of another thread raises RuntimeError and changes nothing. `health`, `memory_plan`
+    and `repr` may be called at any time. It cannot be pickled or copied.
+
     Args:
-        config: the same on all ranks.
+        config: the same on all ranks; or the path of its file, for `EPConfig.load`.
         group: a torch process group with a CPU backend (gloo, or cpu:gloo,cuda:nccl), by default the world. Without
             torch.distributed this process is a group of one.
         device: of all tensors; by default the CPU, or with exchange.transport "nvlink" the current GPU.
 
     Raises:
+        TypeError: an argument has another type.
         ValueError: the config does not fit the group or differs between ranks, or the group has no CPU backend.
         MemoryError: the windows do not fit.
         RuntimeError: the ranks are on several machines, or their GPUs cannot reach each other's memory.
-        ConfigError: the tuning table that the config names is missing or wrong.
+        ConfigError: the file of the config, or the tuning table that it names, is missing or wrong.
         BuildError: the native library does not build.
     """
 
     def __init__(
-        self, config: EPConfig, group: dist.ProcessGroup | None = None, device: torch.device | str | None = None
+        self,
+        config: EPConfig | str | os.PathLike[str],
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
     ):
-        self.config = config
+        self.config = config = config_of(config)
         self.device = device_of(config, device)
-        nvlink = self.device.type == "cuda"
-        self.group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
+        self.group = group_of(group)
+        self._routing = config.routing.model_dump()
         self.rank, self.size, global_ranks = members_of(self.group)
         check_group(config, self.group, self.rank, self.size)
         _ = ops.dispatch  # builds or loads the library now, not in a round in which other ranks wait
         self.placement = Placement.from_config(config)
-        if nvlink:
-            check_multiprocessor(config, self.placement, self.device)
-        plan = MemoryPlan.build(config, self.rank, self.placement, nvlink)
+        check_multiprocessor(config, self.placement, self.device)
+        plan = MemoryPlan.build(config, self.rank, self.placement, nvlink=self.device.type == "cuda")
         with torch.inference_mode(False):  # otherwise the buffers could not be written outside inference mode
-            window: Window
-            if nvlink:
-                window = NVLinkWindow(
-                    plan.window_bytes, self.rank, self.size, self.group, self.device, empty_lines=plan.empty_lines
-                )
-            else:
-                window = SharedMemoryWindow(plan.window_bytes, self.rank, self.size, self.group)
+            window = open_window(plan, self.rank, self.size, self.group, self.device)
             self._exchange: Exchange | None = Exchange.create(
                 config, plan, self.placement, window, self.rank, global_ranks, self.device
             )
@@ -75,19 +76,16 @@ class ExpertParallel:
 
     def route(self, logits: Tensor, bias: Tensor | None = None, num_tokens: int | Tensor | None = None) -> Routing:
         """`epmoe.route` with the config's routing: logits [T, E] → ids int32 [T, K], weights fp32 [T, K]."""
-        routing = self.config.routing
-        return route(
-            logits,
-            self.config.model.num_experts_per_tok,
-            scoring=routing.scoring,
-            bias=bias,
-            renormalize=routing.renormalize,
-            num_expert_groups=routing.num_expert_groups,
-            top_groups=routing.top_groups,
-            routed_scaling_factor=routing.routed_scaling_factor,
-            num_tokens=num_tokens,
-            counters=self._open.views["health.counters"],
-        )
+        exchange, E, K = self._open, self.config.model.num_experts, self.config.model.num_experts_per_tok
+        counters = exchange.views["health.counters"]
+        shape: tuple[int, ...] = getattr(logits, "shape", ())
+        if len(shape) != 2 or shape[1] != E or logits.device != self.device:
+            check_tensor("logits", logits, FLOATS, ("T", E), self.device)
+        exchange.enter()
+        try:
+            return route(logits, K, bias=bias, num_tokens=num_tokens, counters=counters, **self._routing)
+        finally:
+            exchange.thread = 0
 
     def dispatch(
         self,
@@ -123,11 +121,10 @@ class ExpertParallel:
             ValueError: an argument has another value, shape or device; nothing was sent.
             RuntimeError: a round is still open, an input requires grad in grad mode, or this object is closed.
             EPMismatchError: the ranks brought different K, D or dtype; the round is closed.
-            EPTimeoutError: ranks did not arrive in time.
+            EPTimeoutError: ranks did not arrive in time, or left. Ctrl-C, too, ends a wait, and leaves the round open.
         """
-        exchange = self._open
-        sent = dispatch_stage.open_round(exchange, x, ids, weights, num_tokens, layout, apply_router_weight_on_input)
-        return dispatch_stage.dispatch(exchange, sent)
+        arguments = x, ids, weights, num_tokens, layout, apply_router_weight_on_input
+        return dispatch_stage.dispatch(self._open, *arguments)
 
     def dispatch_send(
         self,
@@ -139,7 +136,7 @@ class ExpertParallel:
         layout: Layout = "expert",
         apply_router_weight_on_input: bool = False,
     ) -> Sent:
-        """The send phase of `dispatch`, with its arguments and errors: sends, and waits for no rank.
+        """The send phase of `dispatch`, with its arguments and errors: sends, and waits for no rank (see `abort`).
 
         Returns the open round, for `dispatch_recv`.
 
@@ -151,9 +148,8 @@ class ExpertParallel:
 
         No argument, `num_tokens` included, may be overwritten before `dispatch_recv` has returned.
         """
-        exchange = self._open
-        sent = dispatch_stage.open_round(exchange, x, ids, weights, num_tokens, layout, apply_router_weight_on_input)
-        return dispatch_stage.dispatch_send(exchange, sent)
+        arguments = x, ids, weights, num_tokens, layout, apply_router_weight_on_input
+        return dispatch_stage.dispatch_send(self._open, *arguments)
 
     def dispatch_recv(self, sent: Sent) -> Dispatched:
         """The receive phase of `dispatch`: waits for every rank's tokens.
@@ -223,19 +219,25 @@ class ExpertParallel:
         """
         return combine_stage.combine_recv(self._open, dispatched)
 
-    def abort(self, dispatched: Sent | Dispatched) -> None:
+    def abort(self, dispatched: Sent | Dispatched | None = None) -> None:
         """Close a round that an exception left open, between any two calls. Collective: every rank aborts or combines.
 
+        This rank sends no rows; the other ranks get sums without its experts. It allocates nothing and waits for no
+        rank, so it also works after an out-of-memory error and in a signal handler. On the CPU the next dispatch or
+        dispatch_send waits instead, until all ranks have ended the round.
+
         Args:
-            dispatched: what the round's last call returned; after combine_send, what combine_send was given.
+            dispatched: what the round's last call returned; after combine_send, what combine_send was given. None
+                closes whatever round is open, does nothing if there is none, and raises none of the errors below.
 
         Raises:
             ValueError: `dispatched` is not the handle of the open round.
             EPMismatchError: the ranks brought different K, D or dtype; the round is closed.
-            EPTimeoutError: ranks did not arrive in time.
+            EPTimeoutError: an earlier call has timed out.
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
         """
-        rounds.abort(self._open, dispatched)
+        if dispatched is not None or self._exchange is not None:
+            rounds.abort(self._open, dispatched)
 
     def retune(self, tuning: Tuning) -> None:
         """Launch the kernels of rounds to come by this table, in place of the one that `exchange.tuning` names."""
@@ -248,6 +250,8 @@ class ExpertParallel:
     def health(self) -> Health:
         """Counts since the start, on this rank; on a GPU this waits for the current stream."""
         views = self._open.views
+        if self.device.type == "cuda":
+            interruptible(torch.cuda.current_stream(self.device).synchronize)
         names = ("health.counters", "health.tokens_per_expert", "health.rows_sent")
         return Health.read(*(views[name] for name in names))
 
@@ -260,20 +264,32 @@ class ExpertParallel:
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
         """
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            interruptible(partial(torch.cuda.synchronize, self.device))
         self._open.check()
         self._open.check_overflow()
 
     def close(self) -> None:
-        """Release the windows. Handles of earlier rounds, and their tensors, must not be used any more."""
-        self._exchange = None
+        """Release the windows. Handles of earlier rounds, and their tensors, must not be used any more.
+
+        With a round open, the waits of the other ranks end at once, with an EPTimeoutError that names this rank.
+        """
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None and exchange.rounds.state != rounds.CLOSED:
+            exchange.leave()
+
+    def __repr__(self) -> str:
+        model, M = self.config.model, self.config.capacity.max_num_tokens_per_rank
+        shape = f"E={model.num_experts} K={model.num_experts_per_tok} D={model.hidden_size} {model.dtype}, M={M}"
+        state = "closed" if self._exchange is None else self._exchange.rounds.describe(self._exchange.rounds.count)
+        return f"ExpertParallel(rank {self.rank} of {self.size}, {shape}, {self.device}, {state})"
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close. After an exception the waits of the other ranks end at once, also where no round is open here."""
+        if kind is not None and self._exchange is not None:
+            self._exchange.leave()
         self.close()
 
     @property

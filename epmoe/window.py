@@ -8,6 +8,7 @@ crash. Another transport is another file with a class like `Window`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -35,6 +36,9 @@ class Window(Protocol):
     """uint8 [window_bytes], this rank's window, on the device where the kernels run."""
     addresses: list[int]
     """By rank: where its window is mapped in this process."""
+
+    def store(self, offset: int, value: int) -> None:
+        """Store an unsigned 64-bit word into every rank's window, `offset` bytes from its start. Waits for no rank."""
 
 
 class SharedMemoryWindow:
@@ -71,6 +75,11 @@ class SharedMemoryWindow:
         self._regions = regions  # keeps the mappings
         self.local = regions[rank]
         self.addresses = [region.data_ptr() for region in regions]
+
+    def store(self, offset: int, value: int) -> None:
+        """As `Window.store`. A rank that sleeps sees the word when it next looks up, after 100 ms at most."""
+        for address in self.addresses:
+            ctypes.c_uint64.from_address(address + offset).value = value
 
 
 def available_memory_bytes() -> int:

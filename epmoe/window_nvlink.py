@@ -6,6 +6,7 @@ the same number of windows of several ranks before. They have, where every rank 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import torch
@@ -52,6 +53,7 @@ class NVLinkWindow:
         if group is None or size == 1:
             self.local = self._cleared(torch.empty(nbytes, dtype=torch.uint8, device=device), empty_lines)
             self.addresses = [self.local.data_ptr()]
+            windows = [self.local]
         else:
             _check_peer_access(rank, size, group, device)
             # Not `symmetric_memory.empty`: its pool reuses the memory of closed windows, and ranks free their windows
@@ -61,8 +63,26 @@ class NVLinkWindow:
             )
             self._handle = symmetric_memory.rendezvous(self.local, group)  # keeps the mappings
             self.addresses = list(self._handle.buffer_ptrs)
+            windows = [self._handle.get_buffer(peer, (nbytes,), torch.uint8) for peer in range(size)]
             torch.cuda.synchronize(device)
             dist.barrier(group, device_ids=[device.index])  # no rank writes into a window before it is cleared
+        # For `store`, which allocates nothing.
+        self._words = [window.view(torch.int64) for window in windows]
+        self._word, self._stream = torch.empty(1, dtype=torch.int64, pin_memory=True), torch.cuda.Stream(device)
+
+    def store(self, offset: int, value: int) -> None:
+        """As `Window.store`, for a word below 2^63. It returns once the words have arrived, or after 1 s.
+
+        The copies run on a stream of their own and from pinned memory, so by a copy engine: kernels of this rank that
+        wait for other ranks may hold all multiprocessors.
+        """
+        self._word[0] = value
+        with torch.cuda.stream(self._stream):
+            for words in self._words:
+                words[offset // 8 : offset // 8 + 1].copy_(self._word, non_blocking=True)
+        give_up = time.monotonic() + 1.0
+        while not self._stream.query() and time.monotonic() < give_up:
+            time.sleep(1e-4)
 
     @staticmethod
     def _cleared(local: Tensor, empty_lines: Iterable[slice]) -> Tensor:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib
 import pytest
 import torch
 import torch.distributed as dist
 from launched import run, torchrun
 
-from epmoe.bench import all_to_all, floor, gloo, gpu
+from epmoe.bench import all_to_all, floor, gloo, gpu, tune
+from epmoe.bench.facts import commit, facts
 from epmoe.bench.report import Times
 from epmoe.bench.sample import Sample, wire_bytes
 from epmoe.bench.sides import Fused, Side
 from epmoe.config import EPConfig
 from epmoe.service import ExpertParallel
+from epmoe.tuning import Tuning, TuningRow
 
 REPEATS = 2
 TOKENS = (0, 1, 32)
@@ -88,7 +93,7 @@ def _rows_are_counted(config: EPConfig) -> None:
 def test_two_ranks(tmp_path):
     done = torchrun(2, __file__, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "results.json").read_text())
+    rows = json.loads((tmp_path / "results.json").read_text())["results"]
     assert [row["tokens"] for row in rows] == list(TOKENS)
     for row in rows:
         for side in ("epmoe", "gloo", "gloo_kept"):
@@ -105,6 +110,41 @@ def test_views(tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_plot_has_a_title_and_says_what_its_ratios_are(tmp_path, monkeypatch):
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # text as text
+    gloo.GlooReport([gloo.Result(16, *[Times(1.0, 2.0, 3.0)] * 3)]).plot(tmp_path / "plot.svg", "tiny: 2 ranks")
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert "tiny: 2 ranks" in drawn and "ratio: the round of gloo all_to_all / the round of epmoe" in drawn
+
+
+def test_the_facts_beside_the_figures(tmp_path):
+    """The facts of the run come before the figures, but not into the file that `exchange.tuning` names."""
+    report = gloo.GlooReport([gloo.Result(16, *[Times(1.0, 2.0, 3.0)] * 3)])
+    report.write_json(tmp_path / "figures.json", facts(_config("float32", "linear"), "uniform", 3))
+    content = json.loads((tmp_path / "figures.json").read_text())
+    assert list(content)[:4] == ["benchmark", "config", "routing", "ranks"] and list(content)[-2:] == [
+        "units",
+        "results",
+    ]
+    row = TuningRow(tokens=16, hidden_size=128, ranks=2)
+    tune.TuningReport([tune.Tuned(row, 1.0, 2.0)]).write_json(tmp_path / "tuning.json", {"ranks": 2})
+    assert json.loads((tmp_path / "tuning.json").read_text()) == {"rows": [row.model_dump()]}
+    assert Tuning.load(tmp_path / "tuning.json").rows == (row,)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not on the PATH")
+def test_the_commit_of_a_checkout(tmp_path):
+    assert commit(tmp_path) is None
+    identity = ["-c", "user.name=tester", "-c", "user.email=tester@example.org"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True)
+    head = commit(tmp_path)
+    assert head and len(head) == 40
+    (tmp_path / "file").write_text("a")
+    subprocess.run(["git", "-C", str(tmp_path), "add", "file"], check=True)
+    assert commit(tmp_path) == f"{head}-dirty"
+
+
 def test_views_of_gpus(tmp_path):
     plain = gpu.Payload.PLAIN
     report = gpu.GpuReport(
@@ -119,7 +159,7 @@ def test_views_of_gpus(tmp_path):
     )
     assert report.table().row_count == 4
     report.write_json(tmp_path / "figures.json")
-    floor_row, ours = json.loads((tmp_path / "figures.json").read_text())[:2]
+    floor_row, ours = json.loads((tmp_path / "figures.json").read_text())["results"][:2]
     assert (floor_row["contender"], floor_row["floor_percent"], floor_row["blocks"]) == ("floor", 100, 64)
     assert (ours["payload"], ours["floor_percent"], ours["wire_gbps"]) == ("plain", 80, 0.8)
     report.plot(tmp_path / "plot.svg")
@@ -163,7 +203,7 @@ def test_two_gpus(tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run([*launch, *bench], PYTHONPATH=os.pathsep.join(sys.path))  # also packages outside site-packages
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "figures.json").read_text())
+    rows = json.loads((tmp_path / "figures.json").read_text())["results"]
     assert len(rows) == 2 * (6 + 4 + 4)  # NCCL carries plain rows alone
     assert all(row["times"]["round"] > 0 for row in rows)
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from epmoe import __version__
 from epmoe.cli import app
-from epmoe.cli import doctor as doctor_module
-from epmoe.cli.console import human_bytes, human_seconds, sparkline
+from epmoe.cli.console import console, human_bytes, human_seconds, sparkline
 from epmoe.config import EPConfig
 from epmoe.memory import MemoryPlan
 
@@ -25,6 +25,7 @@ DEMO = ROOT / "configs" / "cpu_demo.yaml"
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(console, "quiet", False)
 
 
 def epmoe(*arguments: object) -> Result:
@@ -76,36 +77,6 @@ def test_plan_as_json_counts_every_rank_of_an_uneven_placement(tmp_path: Path) -
     assert [b["nbytes"] for b in shown["ranks"][1]["buffers"]] == [b.nbytes for b in plans[1].buffers]
 
 
-def test_doctor_passes_on_this_machine() -> None:
-    result = epmoe("doctor", DEMO)
-    assert result.exit_code == 0, result.output
-    for subject in ("compiler", "ninja", "torch", "native library", "GPUs", "memory", "/dev/shm"):
-        assert subject in result.output
-
-
-def test_doctor_fails_where_the_plan_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_module, "available_memory_bytes", lambda: 2**20)
-    result = epmoe("doctor", DEMO)
-    assert result.exit_code == 1
-    assert "1.0 MiB available" in result.output
-    assert "lower `capacity.max_num_tokens_per_rank`" in result.output
-
-
-def test_doctor_counts_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    result = epmoe("doctor", write(tmp_path, exchange={"transport": "nvlink"}))
-    assert result.exit_code == 1
-    assert "torch sees 1, and `exchange.transport` nvlink wants one for each of 2 ranks" in result.output
-
-
-def test_doctor_names_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    result = epmoe("doctor")
-    assert result.exit_code == 1
-    assert "`no-such-compiler` is not on the PATH" in result.output
-    assert "install g++ 11" in result.output
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -129,19 +100,80 @@ def test_missing_file_gives_one_message() -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "bench"])
-def test_without_torchrun_the_message_shows_the_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchrun_a_command_starts_its_ranks(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def start(config: EPConfig, arguments: list[str]) -> int:
+        started.append((config.topology.ep_size, arguments))
+        return 1
+
+    monkeypatch.setattr(sys.modules[f"epmoe.cli.{command}"], "start_ranks", start)
+    assert epmoe(command, DEMO).exit_code == 1
+    assert epmoe(command, "cpu_demo", "--nproc", 2, "--tokens", 8).exit_code == 1
+    assert started == [(4, [command, str(DEMO)]), (2, [command, "cpu_demo", "--nproc", "2", "--tokens", "8"])]
+
+
+@pytest.mark.parametrize("command", ["run", "bench"])
+def test_wrong_number_of_processes_is_an_error(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["epmoe", command, "my config.yaml"])
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
     result = epmoe(command, DEMO)
     assert result.exit_code == 2
+    assert "`topology.ep_size` is 4, but torchrun started 3 processes" in result.output
     assert f"torchrun --standalone --nproc-per-node 4 -m epmoe {command} 'my config.yaml'" in result.output
 
 
-def test_wrong_number_of_processes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    result = epmoe("run", DEMO)
-    assert result.exit_code == 2
-    assert "`topology.ep_size` is 4, but torchrun started 3 processes" in result.output
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the only rank of a launcher; the port is a free one."""
+    for variable, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(variable, value)
+
+
+def test_no_tokens_are_no_passed_check(one_rank: None, tmp_path: Path) -> None:
+    path = write(tmp_path, topology={"ep_size": 1})
+    result = epmoe("run", path, "--steps", 1, "--tokens", 0)
+    assert result.exit_code == 0, result.output
+    assert "nothing was checked: no rank brought tokens" in result.output and "✓" not in result.output
+    result = epmoe("bench", path, "--repeats", 1, "--tokens", 0)
+    assert result.exit_code == 0, result.output
+    assert "T = 0: no tokens, so nothing was checked" in result.output
+
+
+def test_run_says_what_travelled(one_rank: None, tmp_path: Path) -> None:
+    result = epmoe("run", write(tmp_path, topology={"ep_size": 1}), "--steps", 2, "--tokens", 5)
+    assert result.exit_code == 0, result.output
+    assert "travelled: 0 rows between ranks (0 B out, 0 B back); 10 stayed" in result.output
+
+
+def test_a_ready_configuration_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = json.loads(epmoe("plan", "cpu_demo", "--json").output)
+    assert shown == json.loads(epmoe("plan", DEMO, "--json").output)
+    assert shown == json.loads(epmoe("plan", "cpu_demo.yaml", "--json").output)
+    write(tmp_path).rename("cpu_demo")  # a file comes before a name
+    assert "a configuration must end in .yaml" in epmoe("plan", "cpu_demo").output
+
+
+def test_the_version() -> None:
+    assert epmoe("--version").output == f"epmoe {__version__}\n"
+
+
+def test_the_shell_completes_commands_names_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # of the shell that started pytest
+    script = epmoe("--show-completion", "bash").output
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert "complete -o default -F _epmoe_completion epmoe" in script
+
+    def completed(line: str) -> list[str]:
+        variables = {"_EPMOE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+        return CliRunner().invoke(app, env=variables, prog_name="epmoe").output.split()
+
+    assert completed("epmoe ") == ["run", "plan", "doctor", "schema", "bench"]
+    assert completed("epmoe plan cpu") == ["cpu_bench", "cpu_demo"]
+    assert completed("epmoe run cpu_demo --model m") == ["mixtral"]
+    assert "--nproc" in completed("epmoe run --")
 
 
 @pytest.mark.parametrize("command", ["run", "bench"])

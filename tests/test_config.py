@@ -11,8 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epmoe import config_file
 from epmoe.config import ConfigError, EPConfig
+from epmoe.config_file import find_config
 
+ROOT = Path(__file__).parents[1]
 MODEL = {"num_experts": 16, "num_experts_per_tok": 4, "hidden_size": 64}
 TOPOLOGY = {"ep_size": 4}
 
@@ -180,7 +183,8 @@ def test_environment_overrides_the_file(tmp_path, monkeypatch):
     monkeypatch.setenv("EPMOE_ROUTING__RENORMALIZE", "true")
     monkeypatch.setenv("EPMOE_PLACEMENT__STRATEGY", "explicit")
     monkeypatch.setenv("EPMOE_PLACEMENT__ASSIGNMENT", str([0, 1] * 8))
-    monkeypatch.setenv("EPMOE_CACHE", "not ours")
+    for variable in ("EPMOE_CACHE", "EPMOE_CACHE_DIR", "EPMOE_LIBRARY", "EPMOE_MODEL", "EPMOE_HOME"):
+        monkeypatch.setenv(variable, "no override")
     config = EPConfig.load(path)
     assert (config.topology.ep_size, config.routing.renormalize) == (2, True)
     assert config.placement.assignment == [0, 1] * 8
@@ -196,13 +200,49 @@ def test_environment_overrides_the_file(tmp_path, monkeypatch):
             "yes",
             "`topology.ep_size` .* environment sets EPMOE_TOPOLOGY__EP_SIZE",
         ),
-        ("EPMOE_TOPOLOGY__EP_SIZE", "[", "EPMOE_TOPOLOGY__EP_SIZE: is not a YAML value"),
+        ("EPMOE_TOPOLOGY__EP_SIZE", "[", "EPMOE_TOPOLOGY__EP_SIZE: is not a YAML value: line 1: "),
+        ("EPMOE_TOPOLOGY__EP_SIZE", "*four", "EPMOE_TOPOLOGY__EP_SIZE: is not a YAML value: line 1: anchors and "),
+        ("EPMOE_TOPOLOGY_EP_SIZE", "2", "EPMOE_TOPOLOGY_EP_SIZE: .* did you mean EPMOE_TOPOLOGY__EP_SIZE, with two"),
+        ("EPMOE_EXCHANGE_TIMEOUTS", "2", "did you mean EPMOE_EXCHANGE__TIMEOUT_S, with two underscores"),
+        ("EPMOE_TIMEOUT_S", "2", "did you mean EPMOE_EXCHANGE__TIMEOUT_S, with two underscores"),
     ],
 )
 def test_a_wrong_variable_is_named(tmp_path, monkeypatch, variable, value, message):
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=message):
         EPConfig.load(write(tmp_path, YAML))
+
+
+def test_find_config_takes_a_file_before_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ready = ROOT / "configs" / "cpu_demo.yaml"
+    assert find_config("cpu_demo") == find_config("cpu_demo.yaml") == ready
+    assert find_config("other.yaml") == Path("other.yaml")  # reading it gives the error
+    write(tmp_path, YAML, "cpu_demo.yaml")
+    assert (find_config("cpu_demo"), find_config("cpu_demo.yaml")) == (ready, Path("cpu_demo.yaml"))
+    with pytest.raises(
+        ConfigError, match="cpu_dem: is neither a file nor a ready .*; there are cpu_bench, cpu_demo, h"
+    ):
+        find_config("cpu_dem")
+
+
+def test_ready_configs_are_those_of_the_package_if_it_has_some(tmp_path, monkeypatch):
+    """In a wheel they lie inside the package; a folder `configs` beside an installed package is somebody else's."""
+    monkeypatch.setattr(config_file, "_PACKAGE", tmp_path / "epmoe")
+    (tmp_path / "configs").mkdir()
+    write(tmp_path / "configs", YAML, "beside.yaml")
+    assert config_file.ready_configs() == {}
+    (tmp_path / "pyproject.toml").touch()
+    assert [*config_file.ready_configs()] == ["beside"]
+    (tmp_path / "epmoe" / "configs").mkdir(parents=True)
+    inside = write(tmp_path / "epmoe" / "configs", YAML, "inside.yaml")
+    assert config_file.ready_configs() == {"inside": inside}
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path):
+    for name, text in FILES.items():
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+        assert EPConfig.load(tmp_path / name) == make()
 
 
 def test_the_schema_documents_every_key():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+
 import pytest
 import torch
 from helpers import FLOATS, assert_close, poison_, randn
@@ -83,8 +87,109 @@ W_GATE_UP, W_DOWN, ENDS = torch.zeros(2, 8, 4), torch.zeros(2, 4, 4), torch.zero
         ((W_GATE_UP.half(), W_DOWN), (), r"`w_gate_up` must be float32 \[2, 8, 4\], got float16 \[2, 8, 4\]"),
         ((W_GATE_UP, W_DOWN), (torch.zeros(3, 5), ENDS), r"`rows` must be float32 \[N, 4\], got float32 \[3, 5\]"),
         ((W_GATE_UP, W_DOWN), (torch.zeros(3, 4), ENDS[:2]), r"`expert_offsets` must be int32 \[3\], got int32 \[2\]"),
+        ((W_GATE_UP, None), (), r"`w_down` must be float32 or .* \[e, D, F\], got NoneType"),
+        ((None, W_DOWN), (), r"`w_gate_up` must be float32 \[2, 8, 4\], got NoneType"),
+        ((W_GATE_UP.int(), W_DOWN.int()), (), r"`w_down` must be float32 or .* \[e, D, F\], got int32 \[2, 4, 4\]"),
+        ((W_GATE_UP, W_DOWN), (None, ENDS), r"`rows` must be float32 \[N, 4\], got NoneType"),
+        ((W_GATE_UP, W_DOWN), (ENDS, torch.zeros(3, 4)), r"`rows` must be float32 \[N, 4\], got int32 \[3\]"),
+        (
+            (W_GATE_UP, W_DOWN),
+            (torch.zeros(3, 4), ENDS, torch.ones(3, 0)),
+            r"`rows` must be float8_e4m3fn \[N, 4\], got float32 \[3, 4\]",
+        ),
     ],
 )
 def test_error_messages(weights, call, message):
     with pytest.raises((ValueError, TypeError), match=message):
         SwiGLUExperts(*weights)(*call)
+
+
+def test_weights_are_in_the_state_dict_and_in_the_parameters(device):
+    experts = _experts(3, 64, 32, torch.float32, device)
+    assert isinstance(experts, torch.nn.Module)
+    assert list(experts.state_dict()) == [name for name, _ in experts.named_parameters()] == ["w_gate_up", "w_down"]
+    other = SwiGLUExperts(torch.zeros(3, 64, 64, device=device), torch.zeros(3, 64, 32, device=device))
+    other.load_state_dict(experts.state_dict())
+    rows, ends = randn(20, 64).to(device), torch.tensor([0, 7, 7, 20], dtype=torch.int32, device=device)
+    assert torch.equal(other(rows, ends), experts(rows, ends))
+
+
+def test_weights_are_not_copied_and_need_no_grad():
+    """As the exchange is forward only, a call outside no_grad works, also with weights of a model that trains."""
+    w_gate_up, w_down = torch.nn.Parameter(randn(2, 16, 16)), torch.nn.Parameter(randn(2, 16, 8))
+    experts = SwiGLUExperts(w_gate_up, w_down)
+    assert experts.w_down.data_ptr() == w_down.data_ptr()
+    assert not any(p.requires_grad for p in experts.parameters()) and w_down.requires_grad
+    assert not experts(randn(5, 16), torch.tensor([0, 2, 5], dtype=torch.int32)).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("e", "D", "F", "grouped"), SHAPES)
+def test_to_casts_the_weights(device, dtype, e, D, F, grouped):
+    """Whether grouped_mm takes the weights depends on their dtype: it is tried again."""
+    experts = _experts(e, D, F, torch.float32, device).to(dtype)
+    assert experts.w_gate_up.dtype == experts.w_down.dtype == experts.dtype == dtype
+    if device.type == "cpu":
+        assert experts.grouped is (grouped and dtype == torch.bfloat16)
+    ends = torch.tensor([0, 4, 4, 12, 16, 20], dtype=torch.int32, device=device)[: e + 1]
+    used = int(ends[-1])
+    rows = randn(used, D, dtype=dtype).to(device)
+    out = experts(rows, ends)
+    assert out.dtype == dtype
+    assert_close(out, _want(experts, rows, ends.tolist()), dtype if dtype in FLOATS else torch.float32, slack=4)
+
+
+def test_to_moves_the_weights():
+    experts = _experts(2, 64, 32, torch.float32, torch.device("cpu")).to("meta")
+    assert experts.w_gate_up.device.type == experts.w_down.device.type == "meta"
+
+
+def test_weights_may_come_with_load_state_dict_assign():
+    """A model made on the meta device takes the tensors of a checkpoint, here of another dtype."""
+    experts = _experts(2, 64, 32, torch.float32, torch.device("cpu"))
+    assert experts.grouped
+    meta = copy.deepcopy(experts).to("meta")
+    meta.load_state_dict(experts.double().state_dict(), assign=True)
+    assert meta.dtype == torch.float64 and not meta.grouped
+    rows = randn(5, 64).double()
+    ends = torch.tensor([0, 2, 5], dtype=torch.int32)
+    torch.testing.assert_close(meta(rows, ends), _want(experts, rows, [0, 2, 5]))
+
+
+@pytest.mark.parametrize("made_in_inference_mode", [True, False])
+def test_inference_mode(device, made_in_inference_mode):
+    with torch.inference_mode(made_in_inference_mode):
+        experts = _experts(3, 64, 32, torch.float32, device)
+    rows, ends = randn(20, 64).to(device), torch.tensor([0, 7, 7, 20], dtype=torch.int32, device=device)
+    with torch.inference_mode():
+        inside = experts(rows, ends)
+    assert inside.is_inference() and torch.equal(inside, experts(rows, ends))
+
+
+def test_deepcopy_and_pickle():
+    experts = _experts(3, 64, 32, torch.float32, torch.device("cpu"))
+    rows, ends = randn(20, 64), torch.tensor([0, 7, 7, 20], dtype=torch.int32)
+    saved = io.BytesIO()
+    torch.save(experts.state_dict(), saved)
+    saved.seek(0)
+    loaded = copy.deepcopy(experts)
+    loaded.load_state_dict(torch.load(saved, weights_only=True))
+    for other in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts)), loaded):
+        assert other.w_down.data_ptr() != experts.w_down.data_ptr()
+        assert torch.equal(other(rows, ends), experts(rows, ends))
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_autocast_changes_nothing(device, grouped):
+    """Outputs stay in the weights' dtype, which is that of the rows and the one that combine takes."""
+    experts = _experts(3, 64, 32, torch.float32, device)
+    experts.grouped = grouped
+    rows, ends = randn(20, 64).to(device), torch.tensor([0, 7, 7, 20], dtype=torch.int32, device=device)
+    want = experts(rows, ends)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert torch.equal(experts(rows, ends), want)
+
+
+def test_repr_says_the_shape():
+    experts = _experts(3, 64, 32, torch.bfloat16, torch.device("meta"))
+    assert repr(experts) == "SwiGLUExperts(e=3, D=64, F=32, bfloat16)"

@@ -122,3 +122,15 @@ MAP = permuted_by(torch.zeros(4, 2, dtype=torch.int32))
 def test_error_messages(rows, weights, message):
     with pytest.raises((ValueError, TypeError), match=message):
         epmoe.finalize(rows, MAP, weights)
+
+
+@pytest.mark.parametrize("of", [0, 1])
+def test_refuses_inputs_that_require_grad(of):
+    """Without the error, experts and router would silently get no gradient."""
+    inputs = [torch.ones(3, 16), torch.ones(4, 2)]
+    inputs[of].requires_grad_()
+    rows, weights = inputs
+    with pytest.raises(RuntimeError, match=r"forward only.*requires grad.*torch\.inference_mode"):
+        epmoe.finalize(rows, MAP, weights)
+    with torch.no_grad():
+        assert epmoe.finalize(rows, MAP, weights).eq(2).all()

@@ -1,16 +1,26 @@
-"""The launchers start `epmoe run`. The tests run them without Slurm and Kubernetes."""
+"""`epmoe run` starts its ranks itself, and the launchers start it: here without Slurm and Kubernetes."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+import subprocess
 import sys
+import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 from launched import ROOT, run
 
+from epmoe.cli import launch
+from epmoe.config import EPConfig
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 LAUNCH = ROOT / "launch"
 
 
@@ -23,10 +33,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def start(tmp_path: Path, *command: object, **variables: str) -> None:
-    """Runs `command`, which must pass its check.
-
-    PATH has this Python's torchrun and an `srun` that runs its arguments here.
-    """
+    """Runs `command`, which must pass its check. PATH has this Python's torchrun and an `srun` that runs the rest."""
     (tmp_path / "srun").write_text('#!/bin/sh\nexec "$@"\n')
     (tmp_path / "srun").chmod(0o755)
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -54,3 +61,183 @@ def test_kubernetes(tmp_path: Path, config: Path) -> None:
     assert arguments != container["args"], "the rendezvous is at the pod of index 0"
     arguments = [arg.replace("--nproc-per-node=4", "--nproc-per-node=2") for arg in arguments[:-1]]
     start(tmp_path, *container["command"], *arguments, config, "--steps", 1)
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for temporary files, in an environment without a launcher."""
+    for variable in LAUNCHER:
+        monkeypatch.delenv(variable, raising=False)
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(launch.console, "quiet", False)
+    return folder
+
+
+def children() -> set[str]:
+    """Process ids of this process's children. Other test files may have left some that serve them all."""
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+def epmoe(command: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Types `epmoe COMMAND` in `folder`."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"} | variables
+    arguments = [sys.executable, "-m", "epmoe", *command.split()]
+    return subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def test_run_starts_its_ranks_itself(alone: Path, config: Path) -> None:
+    """By name and outside the tree, with another number of ranks than the file has."""
+    done = epmoe("run cpu_demo --nproc 2 --steps 1 --report report.html", config.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert done.stdout.count("✓ error against the dense fp64 reference") == 1
+    assert "travelled: " in done.stdout and "rows between ranks" in done.stdout
+    assert "</html>" in (config.parent / "report.html").read_text()
+    assert list(alone.iterdir()) == []
+
+
+def test_a_failed_exchange_is_one_message_and_exit_code_1(alone: Path, config: Path) -> None:
+    done = epmoe(f"run {config.name} --steps 1", config.parent, EPMOE_CAPACITY__MAX_EXPERT_ROWS="8")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (message,) = done.stderr.splitlines()
+    assert message.startswith("epmoe: rank ") and "EPOverflowError: " in message
+    assert list(alone.iterdir()) == []
+
+
+SAY = """
+import json, os, sys, time
+rank = int(os.environ["RANK"])
+def say(message, code):
+    said = {"message": message, "code": code, "timestamp": time.time()}
+    open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(json.dumps(said))
+    sys.exit(code)
+"""
+RANKS = {  # what the ranks do: the exit code of the command, what it prints
+    "succeeds": ("", 0, ""),
+    "is killed": (
+        "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)",
+        1,
+        "epmoe: rank 1 was ended by SIGKILL, as happens when memory runs out\n",
+    ),
+    "crashes": ("os.abort() if rank == 0 else time.sleep(60)", 1, "epmoe: rank 0 was ended by SIGABRT\n"),
+    "dies": (
+        "if rank == 1: print('some noise', 'last words', sep='\\n', file=sys.stderr); os._exit(7)\ntime.sleep(60)",
+        1,
+        "epmoe: rank 1 ended with exit code 7: last words; the same command under torchrun shows the traceback\n",
+    ),
+    "has an exception": (
+        "if rank == 1: 1 / 0\ntime.sleep(60)",
+        1,
+        "epmoe: rank 1 ended with exit code 1: ZeroDivisionError: division by zero; the same command under torchrun "
+        "shows the traceback\n",
+    ),
+    "refuses its input, as all do": ("say('wrong', 2)", 2, "epmoe: wrong\n"),
+    "has the cause": ("time.sleep(rank); say(f'rank {rank}: EPTimeoutError', 1 + (rank == 0))", 2, "epmoe: rank 0: "),
+    "is second": ("rank and (time.sleep(0.05), say('consequence', 1)); say('cause', 2)", 2, "epmoe: cause\n"),
+    "fails a check": ("rank or say('', 1)", 1, ""),
+    "is too slow to end": (
+        "try: say('cause' if rank else 'effect', 1 + rank)\nfinally: rank and time.sleep(60)",
+        2,
+        "epmoe: cause\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", RANKS)
+def test_a_rank(what: str, alone: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    program, code, printed = RANKS[what]
+    monkeypatch.setattr(launch, "_RANK", SAY + program)
+    before, running, started = dict(os.environ), children(), time.monotonic()
+    assert launch.start_ranks(two_ranks(), []) == code
+    assert time.monotonic() - started < 20
+    error = capfd.readouterr().err
+    assert error.startswith(printed) and len(error.splitlines()) == bool(printed), error
+    assert list(alone.iterdir()) == [] and children() <= running and os.environ == before
+
+
+def test_ranks_that_cannot_be_started_are_one_message(
+    alone: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert launch.start_ranks(two_ranks(), []) == 1
+    assert capfd.readouterr().err.startswith("epmoe: the ranks cannot be started: FileNotFoundError: ")
+    assert list(alone.iterdir()) == []
+
+
+def two_ranks() -> EPConfig:
+    model = {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64}
+    return EPConfig(model=model, topology={"ep_size": 2})
+
+
+def test_ranks_have_an_environment_of_their_own(alone: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The module search path of this process, one thread, a folder for temporary files, and the arguments."""
+    tell = "import tempfile; tempfile.mkstemp(); found = [sys.argv[1:], sys.path, tempfile.gettempdir(), "
+    tell += (
+        "os.environ['OMP_NUM_THREADS'], os.environ['WORLD_SIZE']]; open(sys.argv[1] + str(rank), 'w').write(str(found))"
+    )
+    monkeypatch.setattr(launch, "_RANK", SAY + tell)
+    assert launch.start_ranks(two_ranks(), [str(tmp_path / "rank"), "two words"]) == 0
+    for rank in range(2):
+        arguments, path, temporary, threads, size = eval((tmp_path / f"rank{rank}").read_text())
+        assert arguments == [str(tmp_path / "rank"), "two words"]
+        assert [entry for entry in path if entry in sys.path] == [entry for entry in dict.fromkeys(sys.path) if entry]
+        assert Path(temporary).is_relative_to(alone)
+        assert (threads, size) == ("1", "2")
+    assert list(alone.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_ends_all_ranks_at_once(
+    number: int,
+    code: int,
+    alone: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    ready, sent = tmp_path / "ready", []
+    monkeypatch.setattr(launch, "_RANK", launch._RANK.partition("from epmoe")[0] + SAY + WAIT.format(ready=str(ready)))
+
+    def send() -> None:
+        while not (Path(f"{ready}0").exists() and Path(f"{ready}1").exists()):
+            time.sleep(0.05)
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), number)
+
+    handler, running = signal.getsignal(number), children()
+    threading.Thread(target=send, daemon=True).start()
+    assert launch.start_ranks(two_ranks(), []) == code
+    assert time.monotonic() - sent[0] < 5
+    assert capfd.readouterr().err == ""
+    assert list(alone.iterdir()) == [] and children() <= running and signal.getsignal(number) is handler
+
+
+WAIT = """
+open({ready!r} + str(rank), "w").close()
+time.sleep(60)
+"""
+
+
+def test_ranks_end_with_the_process_that_started_them(alone: Path, tmp_path: Path) -> None:
+    program = f"""
+from epmoe.cli import launch
+from epmoe.config import EPConfig
+launch._RANK = launch._RANK.partition("from epmoe")[0] + {SAY!r} + "open({str(tmp_path / "pid")!r} + str(rank), 'w')"
+launch._RANK += ".write(str(os.getpid()))\\ntime.sleep(60)"
+launch.start_ranks(EPConfig(**{two_ranks().model_dump()!r}), [])
+"""
+    starter = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    files = [tmp_path / "pid0", tmp_path / "pid1"]
+    deadline = time.monotonic() + 120
+    while not all(file.exists() and file.read_text() for file in files):
+        assert starter.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    starter.kill()
+    starter.wait()
+    time.sleep(1)
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):  # a process that has ended may wait for init to collect it
+            assert "State:\tZ" in Path(f"/proc/{file.read_text()}/status").read_text()

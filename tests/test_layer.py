@@ -62,7 +62,7 @@ def test_padding_yields_zeros_whatever_it_holds(ep):
 
 def test_is_a_module(ep):
     layer, _ = layer_and_weights(ep, bias=torch.zeros(E, device=ep.device))
-    assert set(layer.state_dict()) == {"router_weight", "bias"}
+    assert set(layer.state_dict()) == {"router_weight", "bias", "experts.w_gate_up", "experts.w_down"}
     x = randn(4, D).to(ep.device)
     assert torch.equal(torch.nn.Sequential(layer, layer)(x), layer(layer(x)))
 

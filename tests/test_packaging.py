@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from email.parser import Parser
@@ -22,6 +23,7 @@ from epmoe.extras import EXTRAS
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FOLDERS = ("epmoe", "csrc", "configs")
 COMMAND_LINE = "import runpy; runpy.run_module('epmoe', run_name='__main__', alter_sys=True)"
 
 
@@ -33,29 +35,54 @@ def without(packages: list[str], program: str) -> subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
+def distribution(kind: str, tree: Path) -> Path:
+    """The sdist or wheel of a tree, built as pip does. Without torch, so that it compiles nothing."""
+    build = f"import os; os.chdir({str(tree)!r}); from setuptools import build_meta; build_meta.build_{kind}('dist')"
+    run = without(["torch"], build)
+    assert run.returncode == 0, run.stdout + run.stderr
+    (path,) = (tree / "dist").glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    return path
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel of a copy of the tree, built as pip does. Without torch, so that it compiles nothing."""
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what the distributions are made of."""
     tree = tmp_path_factory.mktemp("tree")
-    for name in ("epmoe", "csrc", "configs"):
+    for name in FOLDERS:
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "_native"))
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
-    build = f"import os; os.chdir({str(tree)!r}); from setuptools import build_meta; build_meta.build_wheel('dist')"
-    run = without(["torch"], build)
-    assert run.returncode == 0, run.stdout + run.stderr
-    (path,) = (tree / "dist").glob("*.whl")
-    return zipfile.ZipFile(path)
+    return tree
 
 
-def test_the_wheel_holds_everything_that_is_read_at_run_time(wheel: zipfile.ZipFile) -> None:
+@pytest.fixture(scope="module")
+def wheel(tree: Path) -> zipfile.ZipFile:
+    return zipfile.ZipFile(distribution("wheel", tree))
+
+
+def test_the_wheel_holds_everything_that_is_read_at_run_time(tree: Path, wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
-    assert "epmoe/py.typed" in names
-    for folder, patterns in (("epmoe", ("*.py", "*.j2", "*.cu")), ("csrc", ("*.cpp", "*.h", "*.cu", "*.cuh"))):
+    for folder in FOLDERS:
         inside = "" if folder == "epmoe" else "epmoe/"
-        for path in (path for pattern in patterns for path in (ROOT / folder).rglob(pattern)):
-            assert f"{inside}{path.relative_to(ROOT).as_posix()}" in names
+        for path in (path for path in (tree / folder).rglob("*") if path.is_file()):
+            assert f"{inside}{path.relative_to(tree).as_posix()}" in names
+    assert {"epmoe/py.typed", "epmoe/configs/cpu_demo.yaml", "epmoe/csrc/cuda_api.cu"} <= names
     assert not [name for name in names if name.startswith(("tests/", "docs/"))]
+
+
+def test_a_wheel_without_the_library_is_for_any_platform(wheel: zipfile.ZipFile) -> None:
+    assert Path(str(wheel.filename)).name == f"epmoe-{epmoe.__version__}-py3-none-any.whl"
+    assert not [name for name in wheel.namelist() if name.endswith(".so")]
+
+
+def test_the_wheel_of_an_sdist_is_the_wheel_of_the_tree(tree: Path, wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    with tarfile.open(distribution("sdist", tree)) as sdist:
+        sdist.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.iterdir()
+    again = zipfile.ZipFile(distribution("wheel", unpacked))
+    assert {entry.filename: entry.CRC for entry in again.infolist()} == {
+        entry.filename: entry.CRC for entry in wheel.infolist()
+    }
 
 
 def test_one_version_everywhere(wheel: zipfile.ZipFile) -> None:
@@ -107,8 +134,13 @@ def test_another_missing_module_is_an_exception(monkeypatch: pytest.MonkeyPatch)
         main()
 
 
-@pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
-def test_a_report_names_its_extra_before_the_run(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("command", "option", "file", "package"),
+    [("run", "--report", "report.html", "jinja2"), ("bench", "--plot", "plot.svg", "matplotlib")],
+)
+def test_an_output_names_its_extra_before_the_run(
+    command: str, option: str, file: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     config = tmp_path / "config.json"
     config.write_text(
@@ -116,9 +148,9 @@ def test_a_report_names_its_extra_before_the_run(package: str, tmp_path: Path, m
             {"model": {"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 64}, "topology": {"ep_size": 1}}
         )
     )
-    result = CliRunner().invoke(app, ["run", str(config), "--report", str(tmp_path / "report.html")])
+    result = CliRunner().invoke(app, [command, str(config), option, str(tmp_path / file)])
     assert result.exit_code == 2
-    assert result.output == f"epmoe: `--report` needs {package}: pip install 'epmoe[{EXTRAS[package]}]'\n"
+    assert result.output == f"epmoe: `{option}` needs {package}: pip install 'epmoe[{EXTRAS[package]}]'\n"
 
 
 def test_a_command_names_the_extra_of_a_late_import(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,3 +169,12 @@ X, IDS, MAP = torch.zeros(4, 16), torch.zeros(4, 2, dtype=torch.int32), torch.ze
 def test_error_messages(args, options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         epmoe.permute(*args, **options)
+
+
+def test_refuses_rows_that_require_grad():
+    """Without the error, x would silently get no gradient."""
+    x = X.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=r"forward only.*requires grad.*torch\.inference_mode"):
+        epmoe.permute(x, IDS, MAP, 8)
+    with torch.no_grad():
+        assert epmoe.permute(x, IDS, MAP, 8).tokens_per_expert.tolist() == [8] + 7 * [0]

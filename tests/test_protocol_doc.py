@@ -25,6 +25,7 @@ HEADINGS = (
     "Send and receive phases",
     "Memory order",
     "The deadline and what follows",
+    "What an abort does",
     "Mismatch",
 )
 TEXT = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")

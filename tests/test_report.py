@@ -1,68 +1,288 @@
-"""The HTML report: one self-contained file, which shows failed checks."""
+"""The HTML report: one file that loads nothing, says what was run, and shows failed checks."""
 
 from __future__ import annotations
 
-import base64
+import dataclasses
 import re
+from datetime import UTC, datetime
+from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
-from epmoe.cli.report import write_report
-from epmoe.cli.result import Check, Result
+from epmoe.cli import about as abouts
+from epmoe.cli import charts
+from epmoe.cli.about import About
+from epmoe.cli.report import caution, headline, write_report
+from epmoe.cli.result import STAGES, Baseline, Check, Result, imbalance, mean_stages
+from epmoe.config import EPConfig
 from epmoe.placement import Placement
+
+CONFIG = EPConfig(
+    model={"num_experts": 5, "num_experts_per_tok": 2, "hidden_size": 128, "dtype": "bfloat16"},
+    topology={"ep_size": 2},
+)
+ABOUT = About(
+    command="epmoe run tiny.yaml --report report.html",
+    configuration="tiny.yaml",
+    started="9 May 2026, 07:29 UTC",
+    took="57 s",
+    machine="A Processor 9000 · 2 cores",
+    cores=2,
+    versions={"epmoe": "0.1.0", "python": "3.11.7", "torch": "2.13.0", "transformers": "5.23.0"},
+)
 
 
 def result(**changes: object) -> Result:
     fields: dict = {
         "name": "tiny",
         "facts": {"experts": "5"},
+        "config": CONFIG,
         "checks": [Check("error", "1e-7", True)],
         "placement": Placement.build(5, 2, "round_robin"),
         "traffic": [[3, 4], [5, 6]],
         "load": [1, 20, 3, 40, 5],
-        "seconds": {"dispatch": 0.02, "combine": 0.01},
+        "stages": [{"dispatch": 0.02, "combine": 0.01}, {"dispatch": 0.04, "combine": 0.03}],
+        "elapsed": [0.03, 0.07],
         "rounds": 2,
         "health": {"timeouts": 0, "duplicate_ids": 7},
-        "texts": [("<b>prompt</b>", "a & b")],
+        "texts": [("<b>prompt</b>", "a & b"), ("Once", "upon")],
     }
     return Result(**(fields | changes))
 
 
+BASELINE = Baseline(
+    texts=["a & b", "a time"],
+    stages=[{"attention": 0.002, "loop": 0.001}, {"attention": 0.004, "loop": 0.003}],
+    elapsed=[0.003, 0.007],
+    logit_errors=[[1e-7, 2e-6], [0.0, 3e-7]],
+    logit_limit=1e-5,
+)
+
+
+def written(tmp_path: Path, *results: Result, about: About = ABOUT) -> str:
+    write_report(results, tmp_path / "report.html", about)
+    return (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+class Elements(HTMLParser):
+    """Every start tag of a page with its attributes, and the text of the page without its style and script."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.text = ""
+        self._inside = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {key: value or "" for key, value in attributes}))
+        self._inside = tag if tag in ("style", "script") else ""
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if not self._inside:
+            self.text += data
+
+    def of_class(self, name: str) -> list[dict[str, str]]:
+        return [attributes for _, attributes in self.tags if name in attributes.get("class", "").split()]
+
+
 def test_the_report_needs_no_other_file(tmp_path: Path) -> None:
-    write_report([result()], tmp_path / "report.html", {"ranks": "2"})
-    html = (tmp_path / "report.html").read_text(encoding="utf-8")
-    sources = re.findall(r'(?:src|href)="([^"]*)"', html)
-    assert len(sources) == 3
-    for source in sources:
-        kind, data = source.split(",", 1)
-        assert kind == "data:image/svg+xml;base64"
-        assert ElementTree.fromstring(base64.b64decode(data)).tag.endswith("svg")
+    html = written(tmp_path, result(baseline=BASELINE), result(name="other"))
+    for tag, attributes in Elements(html).tags:
+        assert tag not in ("img", "iframe", "object", "embed", "base")
+        assert "src" not in attributes
+        assert attributes.get("href", "#").startswith(("#", "data:,")), attributes
+        if tag == "a":
+            assert f'id="{attributes["href"][1:]}"' in html, "a link within the page leads nowhere"
+    assert "http:" not in html and "https:" not in html and "@import" not in html and "url(" not in html
+    assert "default-src 'none'" in html, "the browser refuses whatever the page would load"
+
+
+def test_the_report_says_what_was_run_where_when_and_with_which_versions(tmp_path: Path) -> None:
+    text = Elements(written(tmp_path, result())).text
+    for said in (ABOUT.command, ABOUT.configuration, ABOUT.started, ABOUT.took, ABOUT.machine, "bfloat16", "K = 2"):
+        assert said in text
+    for name, version in ABOUT.versions.items():
+        assert f"{name} {version}" in text
+    assert "9 rows there, as many sums back" in text
+    assert "hidden_size: 128" in text and "ep_size: 2" in text
+
+
+def test_the_result_is_one_line(tmp_path: Path) -> None:
+    models = [result(name="a", baseline=BASELINE), result(name="b", baseline=BASELINE)]
+    assert headline(models) == "2 of 2 models: 2 processes generate the same tokens as one; logits agree within 2.0e-06"
+    assert headline(models[:1]) == "a: 2 processes generate the same tokens as one; logits agree within 2.0e-06"
+    failed = result(name="c", checks=[Check("same tokens", "no", False), Check("error ≤ 1e-05", "0.5", False)])
+    assert headline([*models, failed]) == "1 of 3 failed: c (same tokens: no; error 0.5 (limit 1e-05))"
+    assert headline([result(checks=[Check("error ≤ 1e-05", "7e-07", True)])]) == (
+        "tiny, 2 rounds on 2 ranks: error 7e-07 (limit 1e-05)"
+    )
+    assert headline([result(checks=[])]) == "tiny, 2 rounds on 2 ranks: nothing was checked"
+    html = written(tmp_path, *models, failed)
+    assert '<h1 class="failed">' in html
+    assert '<h1 class="good">' in written(tmp_path, *models)
+    assert '<h1 class="none">' in written(tmp_path, result(checks=[])), "nothing checked is no success"
 
 
 def test_the_report_shows_checks_and_counters(tmp_path: Path) -> None:
     failed = Check("logit error", "0.5 (limit 1e-05)", False)
-    write_report([result(), result(name="other", checks=[failed])], tmp_path / "report.html", {"ranks": "2"})
-    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    html = written(tmp_path, result(), result(name="other", checks=[failed]))
     assert '<li class="ok">✓ error: 1e-7</li>' in html
     assert '<li class="bad">✗ logit error: 0.5 (limit 1e-05)</li>' in html
     assert "duplicate ids 7" in html and "timeouts" not in html
     assert "&lt;b&gt;prompt&lt;/b&gt;" in html and "a &amp; b" in html
 
 
-@pytest.mark.parametrize("ranks", [1, 16])
+def test_one_process_stands_beside_the_ranks(tmp_path: Path) -> None:
+    text = Elements(written(tmp_path, result(baseline=BASELINE))).text
+    assert text.count("a & b") == 2 and "a time" in text and "upon" in text
+    assert text.count("✓ same") == 1 and text.count("✗ differs") == 1
+    assert "2.0e-06" in text and "3.0e-07" in text, "largest logit difference of each rank"
+    assert "3.00 ms" in text and "7.00 ms" in text and "30.0 ms" in text and "70.0 ms" in text, "times of both"
+
+
+@pytest.mark.parametrize("baseline", [None, BASELINE])
+def test_every_stage_in_the_report_is_defined(tmp_path: Path, baseline: Baseline | None) -> None:
+    html = written(tmp_path, result(baseline=baseline))
+    shown = set(re.findall(r'data-stage="([^"]*)"', html))
+    assert shown == {"dispatch", "combine"} | ({"attention", "loop"} if baseline else set())
+    text = Elements(html).text
+    for stage, definition in STAGES.items():
+        assert (f"{stage}{definition}" in text) == (stage in shown)
+        assert definition.endswith(".") and definition.count(". ") == 0, "one sentence"
+
+
+def test_the_time_of_a_model_is_all_in_named_stages() -> None:
+    """Measured: a model of one process, whose stages are timed apart from its total."""
+    pytest.importorskip("transformers")
+    from epmoe.integrations.demo import run_model
+
+    outcome = run_model("mixtral", max_new_tokens=4)
+    for seconds, elapsed in (
+        *zip(outcome.seconds, outcome.elapsed, strict=True),
+        *zip(outcome.baseline_seconds, outcome.baseline_elapsed, strict=True),
+    ):
+        assert set(seconds) <= set(STAGES)
+        assert sum(seconds.values()) == pytest.approx(elapsed, rel=0.02)
+        assert min(seconds.values()) >= 0
+    assert {"attention", "route", "experts", "other layers", "loop"} == set(outcome.baseline_seconds[0])
+    assert {"set up", "dispatch", "combine"} <= set(outcome.seconds[0])
+
+
+def test_the_means_of_stages_add_up_to_the_mean_time() -> None:
+    assert result().seconds == {"dispatch": pytest.approx(0.03), "combine": pytest.approx(0.02)}
+    assert sum(result().seconds.values()) == pytest.approx(sum(result().elapsed) / 2)
+    assert list(mean_stages([{"loop": 1.0, "gather": 2.0}, {"gather": 4.0}])) == ["gather", "loop"]
+    assert mean_stages([{"loop": 1.0}, {}]) == {"loop": 0.5}
+    chart = charts.stage_chart(result(baseline=BASELINE))
+    assert [bar.name for bar in chart.bars] == ["one process", "rank 0", "rank 1"]
+    assert [round(sum(one.share for one in bar.segments), 6) for bar in chart.bars] == [1, 1, 1]
+
+
+def test_rows_to_oneself_stand_apart_from_rows_on_the_wire(tmp_path: Path) -> None:
+    traffic = [[900, 4, 0], [8, 700, 1], [2, 2, 0]]
+    three = result(placement=Placement.build(5, 3), traffic=traffic, stages=[{}] * 3, elapsed=[0.0] * 3, texts=())
+    assert (three.rows_moved, three.rows_kept) == (17, 1600)
+    assert three.bytes_dispatched == 17 * (128 * 2 + 2 * 8) and three.bytes_combined == 17 * 128 * 2
+    heat = charts.heat(three)
+    assert heat.top == 8, "the colours are of rows on the wire alone"
+    assert [[cell.own for cell in row] for row in heat.rows] == [[i == j for j in range(3)] for i in range(3)]
+    assert [cell.level for cell in heat.rows[1]] == [1.0, 0.0, 0.125]
+    page = Elements(written(tmp_path, three))
+    cells = [attributes for tag, attributes in page.tags if tag == "td" and "rank" in attributes.get("title", "")]
+    assert len(cells) == 9
+    for own in page.of_class("own")[:3]:
+        assert "to itself" in own["title"] and "--v" not in own.get("style", "")
+    assert "rank 1 to rank 0: 8 rows" in [cell["title"] for cell in cells]
+    assert "17 rows cross to another rank" in page.text and "1,600 rows stay on their rank" in page.text
+    assert page.of_class("ramp"), "a colour bar"
+
+
+def test_bytes_of_fp8_rows() -> None:
+    fp8 = EPConfig(**CONFIG.model_dump() | {"exchange": {"payload": "fp8", "combine_payload": "fp8"}})
+    assert result(config=fp8).bytes_dispatched == 9 * (128 + 4 + 2 * 8)
+    assert result(config=fp8).bytes_combined == 9 * (128 + 4)
+
+
+def test_imbalance_is_the_largest_load_over_the_mean() -> None:
+    assert imbalance([1, 20, 3, 40, 5]) == pytest.approx(40 / 13.8)
+    assert result().pairs_by_rank == [9, 60]
+    assert imbalance(result().pairs_by_rank) == pytest.approx(60 / 34.5)
+    assert imbalance([7, 7, 7]) == 1 and imbalance([0, 0]) is None
+    chart = charts.load_chart(result())
+    assert [[one.index for one in rank] for rank in chart.ranks] == [[0, 2, 4], [1, 3]]
+    assert chart.mean == pytest.approx(13.8)
+    assert [round(one.times_mean, 2) for one in chart.ranks[1]] == [1.45, 2.9]
+
+
+def test_imbalance_in_the_report(tmp_path: Path) -> None:
+    text = Elements(written(tmp_path, result())).text
+    assert "1.74× the mean: rank 1, 60 pairs" in text
+    assert "2.90× the mean: expert 3, 40 tokens" in text
+
+
+@pytest.mark.parametrize("ranks", [1, 16, 64])
 def test_any_number_of_ranks_and_no_traffic_at_all(tmp_path: Path, ranks: int) -> None:
     idle = result(
-        placement=Placement.build(16, ranks),
+        placement=Placement.build(256, ranks),
         traffic=[[0] * ranks] * ranks,
-        load=[0] * 16,
-        seconds={"dispatch": 0.0},
+        load=[0] * 256,
+        stages=[{"dispatch": 0.0}] * ranks,
+        elapsed=[0.0] * ranks,
         rounds=0,
         texts=(),
     )
-    write_report([idle], tmp_path / "report.html", {})
-    assert "Rows from rank to rank" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    html = written(tmp_path, idle)
+    assert "Who sends to whom" in html
+    assert len(html) < 500_000
+
+
+def test_four_models_are_a_small_file(tmp_path: Path) -> None:
+    assert len(written(tmp_path, *[result(name=f"model {n}", baseline=BASELINE) for n in range(4)])) < 200_000
+
+
+def test_logits_that_are_not_numbers_are_drawn(tmp_path: Path) -> None:
+    broken = dataclasses.replace(BASELINE, logit_errors=[[float("nan"), 1e-6], [float("inf"), 0.0]])
+    chart = charts.error_chart(result(baseline=broken))
+    assert chart is not None
+    assert [dot.y for dot in chart.lines[0][1]][0] == 0, "on the upper edge"
+    assert all(0 <= dot.y <= 100 for _, dots in chart.lines for dot in dots)
+    assert "token 1: rank 0 nan, rank 1 inf" in written(tmp_path, result(baseline=broken))
+
+
+@pytest.mark.parametrize(
+    ("top", "labels"),
+    [(0.0, ["0", "1"]), (1.0, ["0", "1"]), (193, ["0", "50", "100", "150", "200"]), (3, ["0", "1", "2", "3"])],
+)
+def test_axes_have_round_numbers(top: float, labels: list[str]) -> None:
+    end, ticks = charts.axis(top, lambda value: f"{value:g}", whole=True)
+    assert end >= top and [tick.label for tick in ticks] == labels
+    assert (ticks[0].at, ticks[-1].at) == (0, 100)
+
+
+def test_no_path_of_the_machine_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["epmoe", "run", "/home/me/a b.yaml", "--report=/srv/out/r.html", "--steps", "3"])
+    monkeypatch.setenv("EPMOE_EXCHANGE__TUNING", "/opt/tables/t.json")
+    run = About.of_this_process(Path("/home/me/a b.yaml"), datetime.now(UTC))
+    assert run.command == "EPMOE_EXCHANGE__TUNING=t.json epmoe run 'a b.yaml' --report=r.html --steps 3"
+    assert run.configuration == "a b.yaml"
+    assert (
+        abouts.without_folder("../up/x.yaml") == "x.yaml"
+        and abouts.without_folder("configs/x.yaml") == "configs/x.yaml"
+    )
+    assert {"epmoe", "python", "torch"} <= set(run.versions)
+    assert f"{run.cores} core" in run.machine
+
+
+def test_a_reader_is_told_that_ranks_share_cores() -> None:
+    assert "4 processes take turns on 2 cores" in caution([result(placement=Placement.build(8, 4))], ABOUT)
+    assert "and the one process runs alone" in caution([result(baseline=BASELINE)], ABOUT)
+    on_gpus = EPConfig(**CONFIG.model_dump() | {"exchange": {"transport": "nvlink"}})
+    assert caution([result(config=on_gpus)], ABOUT) == ""
 
 
 def test_sums_by_rank() -> None:

@@ -7,7 +7,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from launched import torchrun
+
+from epmoe import __version__
+from epmoe.bench.facts import commit
+from epmoe.config import EPConfig
 
 TINY = {
     "model": {"num_experts": 7, "num_experts_per_tok": 3, "hidden_size": 128, "dtype": "float32"},
@@ -74,8 +79,17 @@ def test_a_model_generates_the_tokens_of_one_process(config: Path, tmp_path: Pat
 
 
 def test_bench_prints_and_writes_its_figures(config: Path, tmp_path: Path) -> None:
-    written = tmp_path / "bench.json"
-    run = epmoe("bench", config, "--tokens", 1, "--tokens", 16, "--repeats", 2, "--json", written)
+    written, plot = tmp_path / "bench.json", tmp_path / "plot.svg"
+    options = ["--tokens", 1, "--tokens", 16, "--repeats", 2, "--json", written, "--plot", plot]
+    run = epmoe("bench", config, *options)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "gloo" in run.stdout
-    assert [row["tokens"] for row in json.loads(written.read_text())] == [1, 16]
+    content = json.loads(written.read_text())
+    assert [row["tokens"] for row in content["results"]] == [1, 16]
+    assert (content["benchmark"], content["routing"], content["ranks"], content["repeats"]) == ("gloo", "uniform", 2, 2)
+    assert EPConfig(**content["config"]) == EPConfig.load(config)
+    assert content["versions"]["epmoe"] == __version__ and content["versions"]["torch"] == torch.__version__
+    assert content["machine"]["cpu"] and content["machine"]["cores"] >= 1
+    assert content["commit"] == commit()
+    assert set(content["units"]) == {"tokens", "dispatch, combine, round", "ratio, ratio_kept"}
+    assert "<svg" in plot.read_text()

@@ -88,6 +88,7 @@ void sum_returned(const Exchange& ex, const CombineArgs& args, const RoundState&
   const ExchangePlan& plan = ex.plan;
   auto* slots = in_scratch<int32_t>(ex, plan.slots);
   auto* headers = in_window<RoundHeader>(ex, plan.rank, plan.signal_combine);
+  uint32_t parity = round.combine_epoch % 2;
   std::vector<float> sum_D(round.D);
   int64_t tokens = std::min<int64_t>(round.T, args.T);
   T* y = static_cast<T*>(args.y_TD);
@@ -96,7 +97,7 @@ void sum_returned(const Exchange& ex, const CombineArgs& args, const RoundState&
     for (int64_t r = 0; r < plan.R; ++r) {
       int32_t slot = slots[t * plan.R + r];
       // A rank that gives the round up has sent no rows: its count is 0.
-      if (slot >= 0 && slot < headers[r].count) add_returned<T>(ex, r, slot, round.D, sum_D.data());
+      if (slot >= 0 && slot < headers[r].counts[parity]) add_returned<T>(ex, r, slot, round.D, sum_D.data());
     }
     for (int64_t d = 0; d < round.D; ++d) y[t * round.D + d] = from_float<T>(sum_D[d]);
   }
@@ -106,33 +107,51 @@ void sum_returned(const Exchange& ex, const CombineArgs& args, const RoundState&
 // The send phase. It waits for nobody: dispatch has seen the flag of every rank in this round.
 template <typename T>
 void send(const Exchange& ex, const CombineArgs& args, RoundState& round) {
-  const ExchangePlan& plan = ex.plan;
+  auto* counts = in_scratch<int32_t>(ex, ex.plan.counts);
+  if (!round.latched) send_rows<T>(ex, args, round, counts);
   round.combine_epoch = round.dispatch_epoch;
-  if (round.latched) return;
-  std::vector<int32_t> counts(plan.R, 0);
-  if (args.rows) {
-    std::copy_n(in_scratch<int32_t>(ex, plan.counts), plan.R, counts.begin());
-    send_rows<T>(ex, args, round, counts.data());
-  }
-  RoundHeader header{
-      .epoch = round.combine_epoch, .count = 0, .D = round.D, .K = round.K, .dtype = round.dtype, .unused = {}};
-  signal_all(ex, plan.signal_combine, header, counts.data());
+  ++round.progress.phases;
+  if (!round.latched) signal_all(ex, ex.plan.signal_combine, round.combine_epoch, round, counts);
+}
+
+// A rank without room for its rows learns how many rows the fullest rank needed, since the config is the same on all.
+void widen_needed_rows(const Exchange& ex) {
+  auto* headers = in_window<RoundHeader>(ex, ex.plan.rank, ex.plan.signal_combine);
+  int64_t& needed = ex.status->needed_rows;
+  for (int64_t r = 0; needed && r < ex.plan.R; ++r) needed = std::max<int64_t>(needed, headers[r].needed_rows);
 }
 
 // The receive phase. After a failed wait y is all zeros.
 template <typename T>
-void receive(const Exchange& ex, const CombineArgs& args, const RoundState& round) {
-  if (!round.latched && wait_for_all(ex, kCombine, ex.plan.signal_combine, round.combine_epoch)) {
+void receive(const Exchange& ex, const CombineArgs& args, RoundState& round) {
+  Wait waited = Wait::kFailed;
+  if (!round.latched) waited = wait_for_all(ex, kCombine, ex.plan.signal_combine, round.combine_epoch);
+  if (waited == Wait::kInterrupted) return;
+  if (waited == Wait::kArrived) {
     sum_returned<T>(ex, args, round);
+    widen_needed_rows(ex);
   } else {
     std::memset(args.y_TD, 0, args.T * round.D * sizeof(T));
   }
+  ++round.progress.phases;
+}
+
+// Closes the round from any state without rows; does nothing if none is open. It allocates nothing and waits for no
+// rank: if others have not ended the round when this rank opens the next one, dispatch waits for them.
+void give_up(const Exchange& ex, RoundState& round) {
+  round.progress.phases += -round.progress.phases & 3;
+  round.progress.deadline_ns = 0;
+  if (round.combine_epoch == round.dispatch_epoch) return;
+  round.combine_epoch = round.dispatch_epoch;
+  constexpr int32_t kNoRows[kMaxRanks] = {};
+  if (!round.latched) signal_all(ex, ex.plan.signal_combine, round.combine_epoch, round, kNoRows);
 }
 
 }  // namespace
 
 void combine(const Exchange& ex, const CombineArgs& args) {
   auto* round = in_scratch<RoundState>(ex, ex.plan.state);
+  if (args.send && !args.rows) return give_up(ex, *round);
   visit(static_cast<DType>(round->dtype), [&](auto type) {
     if (args.send) send<decltype(type)>(ex, args, *round);
     if (args.receive) receive<decltype(type)>(ex, args, *round);

@@ -106,7 +106,7 @@ uint64_t read_headers(const Exchange& ex, const RoundState& round, int32_t* coun
   for (int64_t r = 0; r < ex.plan.R; ++r) {
     if (headers[r].K != round.K || headers[r].D != round.D || headers[r].dtype != round.dtype)
       mismatched |= uint64_t{1} << r;
-    counts_R[r] = static_cast<int32_t>(std::clamp<int64_t>(headers[r].count, 0, ex.plan.M));
+    counts_R[r] = static_cast<int32_t>(std::clamp<int64_t>(headers[r].counts[round.dispatch_epoch % 2], 0, ex.plan.M));
   }
   return mismatched;
 }
@@ -201,26 +201,29 @@ void fill_unused_slots(const Exchange& ex, const DispatchArgs& args, const int32
   }
 }
 
-// The send phase opens a round. It waits for nobody: the combine of the last round has returned, and that is enough.
-void send(const Exchange& ex, const DispatchArgs& args) {
+// The send phase opens a round. Normally it waits for nobody, because combine has waited for every rank to end the last
+// round. A rank that gave the last round up has not, and waits now; returns false if that wait did not succeed. State
+// changes right before the signal, so the call may be repeated after an exception.
+bool send(const Exchange& ex, const DispatchArgs& args) {
   const ExchangePlan& plan = ex.plan;
   auto* round = in_scratch<RoundState>(ex, plan.state);
+  if (missing_ranks(ex, plan.signal_combine, round->dispatch_epoch) && !round->latched &&
+      wait_for_all(ex, kCombine, plan.signal_combine, round->dispatch_epoch) != Wait::kArrived)
+    return false;
   int64_t wanted = args.num_tokens ? *args.num_tokens : args.num_rows;
   int64_t tokens = std::clamp<int64_t>(wanted, 0, args.T);
   auto* counters = in_scratch<int64_t>(ex, plan.health_counters);
+  std::vector<int32_t> counts(plan.R, 0);
+  if (!round->latched) send_tokens(ex, args, tokens, counts);
   counters[kClampedNumTokens] += tokens != wanted;
-
   ++round->dispatch_epoch;
   round->T = static_cast<int32_t>(tokens);
   round->D = static_cast<int32_t>(args.D);
   round->K = args.K;
   round->dtype = static_cast<int16_t>(args.dtype);
-  if (round->latched) return;
-  std::vector<int32_t> counts(plan.R, 0);
-  send_tokens(ex, args, tokens, counts);
-  RoundHeader header{
-      .epoch = round->dispatch_epoch, .count = 0, .D = round->D, .K = args.K, .dtype = round->dtype, .unused = {}};
-  signal_all(ex, plan.signal_dispatch, header, counts.data());
+  ++round->progress.phases;
+  if (!round->latched) signal_all(ex, plan.signal_dispatch, round->dispatch_epoch, *round, counts.data());
+  return true;
 }
 
 // The receive phase. After a failed wait or a mismatch of the calls the round is empty: all counts are 0.
@@ -228,7 +231,12 @@ void receive(const Exchange& ex, const DispatchArgs& args) {
   const ExchangePlan& plan = ex.plan;
   auto* round = in_scratch<RoundState>(ex, plan.state);
   auto* counts = in_scratch<int32_t>(ex, plan.counts);
-  bool arrived = !round->latched && wait_for_all(ex, kDispatch, plan.signal_dispatch, round->dispatch_epoch);
+  bool arrived = false;
+  if (!round->latched) {
+    Wait waited = wait_for_all(ex, kDispatch, plan.signal_dispatch, round->dispatch_epoch);
+    if (waited == Wait::kInterrupted) return;
+    arrived = waited == Wait::kArrived;
+  }
   uint64_t mismatched = 0;
   if (arrived) mismatched = read_headers(ex, *round, counts);
   if (mismatched)
@@ -240,15 +248,19 @@ void receive(const Exchange& ex, const DispatchArgs& args) {
                   ex.status->needed_rows,
                   {}};
   if (!arrived || mismatched) std::fill_n(counts, plan.R, 0);
-  if (!args.expert_major) return fill_unused_slots(ex, args, counts);
-  permute_received(ex, args, counts);
-  if (args.weight_rows) weight_rows(ex, args, counts);
+  if (args.expert_major) {
+    permute_received(ex, args, counts);
+    if (args.weight_rows) weight_rows(ex, args, counts);
+  } else {
+    fill_unused_slots(ex, args, counts);
+  }
+  ++round->progress.phases;
 }
 
 }  // namespace
 
 void dispatch(const Exchange& ex, const DispatchArgs& args) {
-  if (args.send) send(ex, args);
+  if (args.send && !send(ex, args)) return;
   if (args.receive) receive(ex, args);
 }
 

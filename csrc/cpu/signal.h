@@ -3,9 +3,16 @@
 //
 // No buffer is overwritten while somebody reads it, because both stages wait for the flag of EVERY rank. A rank raises
 // its combine flag of round n only after its last read of its dispatch slabs, counts and rows of n. It raises its
-// dispatch flag of n+1 only after it has summed its combine slabs of n. Dispatch and combine slabs never alias, and
-// each slab has one writer. The proof: docs/protocol.md, 'Why can no buffer be overwritten while read?'.
+// dispatch flag of n+1 only after it has summed its combine slabs of n, and after it has seen every combine flag of n.
+// Dispatch and combine slabs never alias, and each slab has one writer. The proof: docs/protocol.md, 'Why can no
+// buffer be overwritten while read?'.
+//
+// A rank that gives round n up raises its combine flag of n at once, perhaps before it has seen any dispatch flag of n.
+// A slow rank may then still sum round n-1 and read the count that this rank sent with that flag. Headers therefore
+// hold the counts of two rounds. The next flag that would overwrite the count of n-1 is that of n+1. It follows this
+// rank's dispatch of n+1, and so every combine flag of n.
 #pragma once
+#include <errno.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
@@ -14,6 +21,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
+#include <utility>
 
 #include "stages.h"
 #include "stream.h"
@@ -43,15 +52,18 @@ inline void wake(const Exchange& ex, int64_t rank) {
   syscall(SYS_futex, doorbell, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
 }
 
-// Writes this rank's header into every window, the flag last. count_R[r] is the number of rows sent to rank r.
-inline void signal_all(const Exchange& ex, int64_t signals_offset, RoundHeader header, const int32_t* count_R) {
+// Writes this rank's header of round `epoch` into every window, the flag last. count_R[r] is the number of rows sent to
+// rank r.
+inline void signal_all(const Exchange& ex, int64_t signals_offset, uint32_t epoch, const RoundState& round,
+                       const int32_t* count_R) {
   finish_streaming();
   for (int64_t i = 0; i < ex.plan.R; ++i) {
     int64_t rank = (ex.plan.rank + i) % ex.plan.R;
     RoundHeader* slot = in_window<RoundHeader>(ex, rank, signals_offset) + ex.plan.rank;
-    slot->count = count_R[rank];
-    slot->D = header.D, slot->K = header.K, slot->dtype = header.dtype;
-    std::atomic_ref(slot->epoch).store(header.epoch, std::memory_order_release);
+    slot->counts[epoch % 2] = count_R[rank];
+    slot->D = round.D, slot->K = round.K, slot->dtype = round.dtype;
+    slot->needed_rows = static_cast<int32_t>(std::min<int64_t>(ex.status->needed_rows, INT32_MAX));
+    std::atomic_ref(slot->epoch).store(epoch, std::memory_order_release);
     wake(ex, rank);
   }
 }
@@ -67,8 +79,11 @@ inline uint64_t missing_ranks(const Exchange& ex, int64_t signals_offset, uint32
   return missing;
 }
 
+// A rank that left reports itself missing: the host writes this word into every window (epmoe/exchange.py).
+inline uint64_t departure_of(int64_t rank) { return uint64_t{1} << rank; }
+
 // Records the first failure, reports it to every rank, and latches: the proof above no longer holds, so this rank sends
-// no payload any more.
+// no payload any more. It repeats the word of a rank that left, so that no rank sees the report before that word.
 inline void fail(const Exchange& ex, Stage stage, uint32_t epoch, uint64_t missing, int64_t originator) {
   auto* state = in_scratch<RoundState>(ex, ex.plan.state);
   if (state->latched) return;
@@ -77,29 +92,46 @@ inline void fail(const Exchange& ex, Stage stage, uint32_t epoch, uint64_t missi
   *ex.status = {kTimeout, stage, epoch, static_cast<int64_t>(missing), originator, ex.status->needed_rows, {}};
   for (int64_t rank = 0; rank < ex.plan.R; ++rank) {
     auto* errors = in_window<uint64_t>(ex, rank, ex.plan.signal_error);
+    if (missing == departure_of(originator)) std::atomic_ref(errors[originator]).store(missing);
     std::atomic_ref(errors[ex.plan.rank]).store(missing, std::memory_order_release);
     wake(ex, rank);
   }
 }
 
-// Waits for the flag of every rank. Returns false after the deadline, or once another rank has reported a failure. It
-// spins, then yields, then sleeps until the doorbell changes, at most 50 ms at a time.
-inline bool wait_for_all(const Exchange& ex, Stage stage, int64_t signals_offset, uint32_t epoch) {
-  constexpr int kSpins = 64, kYields = 16;
-  constexpr int64_t kLongestSleepNs = 50'000'000;
-  auto* doorbell = in_window<uint32_t>(ex, ex.plan.rank, ex.plan.doorbell);
+// Whether a rank has reported a failure; if so, it becomes this rank's failure. Where a rank left, that rank is named
+// as the originator, whoever repeats its word.
+inline bool failed_elsewhere(const Exchange& ex, Stage stage, uint32_t epoch) {
   auto* errors = in_window<uint64_t>(ex, ex.plan.rank, ex.plan.signal_error);
-  int64_t deadline_ns = now_ns() + ex.timeout_ns;
+  for (int64_t r = 0; r < ex.plan.R; ++r) {
+    uint64_t reported = std::atomic_ref(errors[r]).load(std::memory_order_acquire);
+    if (!reported) continue;
+    int64_t missing = std::countr_zero(reported);
+    bool left = reported == departure_of(missing) && std::atomic_ref(errors[missing]).load() == reported;
+    fail(ex, stage, epoch, reported, left ? missing : r);
+    return true;
+  }
+  return false;
+}
+
+enum class Wait { kArrived, kFailed, kInterrupted };
+
+// Waits for the flag of every rank. It fails after the deadline, or once another rank has reported a failure. It spins,
+// then yields, then sleeps until the doorbell changes. A signal, or 100 ms of sleep, interrupts it, so that Python can
+// run its signal handlers: the host then calls the operator of the same phase again, and the deadline stays the same.
+inline Wait wait_for_all(const Exchange& ex, Stage stage, int64_t signals_offset, uint32_t epoch) {
+  constexpr int kSpins = 64, kYields = 16;
+  constexpr int64_t kLongestSleepNs = 100'000'000;
+  auto* doorbell = in_window<uint32_t>(ex, ex.plan.rank, ex.plan.doorbell);
+  Progress& progress = in_scratch<RoundState>(ex, ex.plan.state)->progress;
+  int64_t deadline_ns = std::exchange(progress.deadline_ns, 0);
+  if (!deadline_ns) deadline_ns = now_ns() + ex.timeout_ns;
   for (int64_t polls = 0;; ++polls) {
     uint32_t doorbell_before = std::atomic_ref(*doorbell).load(std::memory_order_acquire);
     uint64_t missing = missing_ranks(ex, signals_offset, epoch);
-    if (!missing) return true;
-    for (int64_t r = 0; r < ex.plan.R; ++r) {
-      uint64_t reported = std::atomic_ref(errors[r]).load(std::memory_order_acquire);
-      if (reported) return fail(ex, stage, epoch, reported, r), false;
-    }
+    if (!missing) return Wait::kArrived;
+    if (failed_elsewhere(ex, stage, epoch)) return Wait::kFailed;
     int64_t left_ns = deadline_ns - now_ns();
-    if (left_ns <= 0) return fail(ex, stage, epoch, missing, ex.plan.rank), false;
+    if (left_ns <= 0) return fail(ex, stage, epoch, missing, ex.plan.rank), Wait::kFailed;
     if (polls < kSpins) {
 #if defined(__x86_64__)
       __builtin_ia32_pause();
@@ -108,7 +140,8 @@ inline bool wait_for_all(const Exchange& ex, Stage stage, int64_t signals_offset
       sched_yield();
     } else {
       timespec sleep{0, std::min(left_ns, kLongestSleepNs)};
-      syscall(SYS_futex, doorbell, FUTEX_WAIT, doorbell_before, &sleep, nullptr, 0);
+      bool woken = syscall(SYS_futex, doorbell, FUTEX_WAIT, doorbell_before, &sleep, nullptr, 0) == 0;
+      if (!woken && errno != EAGAIN) return progress.deadline_ns = deadline_ns, Wait::kInterrupted;
     }
   }
 }

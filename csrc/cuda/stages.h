@@ -1,15 +1,12 @@
-// The CUDA kernels, as ops.cpp and ops_exchange.cpp launch them: on a stream, without synchronising, capturable in a
-// graph. The operators have checked the arguments. Ids, counts and row indices inside tensors are unchecked, and the
-// kernels check them before they become addresses.
+// The CUDA kernels, as the table in cuda_api.cu offers them to the operators: launched on a stream, without
+// synchronising, capturable in a graph. The operators have checked the arguments. Ids, counts and row indices inside
+// tensors are unchecked, and the kernels check them before they become addresses.
 #pragma once
 #include <cuda_runtime_api.h>
 
-#include "args.h"
-#include "exchange.h"
+#include "cuda_api.h"
 
 namespace epmoe::cuda {
-
-constexpr int32_t kMaxTopK = 32;  // of route: one lane keeps each choice
 
 cudaError_t route(const RouteArgs& args, cudaStream_t stream);
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,11 @@ from epmoe.simulate import Kind
 
 TOKENS = (1, 16, 128, 1024)
 _CAPTION = "µs a round on the slowest rank, median of samples; ratio: that side's round / epmoe's round"
+_UNITS = {
+    "tokens": "tokens of a rank in a round",
+    "dispatch, combine, round": "µs on the slowest rank, median of samples",
+    "ratio, ratio_kept": "the round of gloo, and of gloo with kept buffers, divided by the round of epmoe",
+}
 # Most rounds of a sample; a large T gets fewer. The skew with which ranks leave the barrier must not show in the mean.
 _ROUNDS = 16
 
@@ -73,13 +79,12 @@ class GlooReport:
             view.add_section()
         return view
 
-    def write_json(self, path: Path) -> None:
-        """A list of one object for each T: `tokens`, the times of each side in µs, and the ratios."""
-        write_object(
-            [dataclasses.asdict(r) | {"ratio": r.ratio, "ratio_kept": r.ratio_kept} for r in self.results], path
-        )
+    def write_json(self, path: Path, facts: Mapping[str, Any] | None = None) -> None:
+        """`facts`, `units`, and `results`: one object for each T, with the times of each side and the ratios."""
+        results = [dataclasses.asdict(r) | {"ratio": r.ratio, "ratio_kept": r.ratio_kept} for r in self.results]
+        write_object({"benchmark": "gloo", **(facts or {}), "units": _UNITS, "results": results}, path)
 
-    def plot(self, path: Path) -> None:
+    def plot(self, path: Path, title: str = "") -> None:
         """Every side's time of a round over T, in the format of the file's suffix (.png, .svg, .pdf)."""
         results = self.results
         lines = [
@@ -87,7 +92,7 @@ class GlooReport:
             Line("gloo all_to_all, kept buffers", [(r.tokens, r.gloo_kept.round) for r in results]),
             Line("epmoe", [(r.tokens, r.epmoe.round) for r in results], [f"{r.ratio:.1f}x" for r in results]),
         ]
-        plot_rounds(lines, path)
+        plot_rounds(lines, path, title, "ratio: the round of gloo all_to_all / the round of epmoe")
 
 
 def run(

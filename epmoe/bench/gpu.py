@@ -7,9 +7,10 @@ the floor also carry fp8 rows. Every contender's output is checked first, with i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,19 @@ _CAPTION = (
     "remote rows of the busiest rank, both ways, over the round. floor: the floor's round with that payload / this "
     "round. host: µs of an eager dispatch + combine"
 )
+
+_UNITS = {
+    "tokens": "tokens of a rank in a round",
+    "times.dispatch, times.combine, times.round": "µs on the slowest rank, median of replays; dispatch and combine "
+    "with events between, about 1 µs more each",
+    "wire_bytes_out, wire_bytes_back": "bytes between ranks of the busiest rank in a round",
+    "remote_rows": "(token, remote rank) combinations of the busiest rank in a round",
+    "floor": "µs of the floor's round with the same payload",
+    "blocks": "thread blocks of the floor's kernel",
+    "host": "µs of the host in an eager dispatch and in an eager combine",
+    "wire_gbps": "gigabytes a second, both ways, over the round",
+    "floor_percent": "the floor's round as a percentage of this round",
+}
 
 
 class Contender(StrEnum):
@@ -118,12 +132,13 @@ class GpuReport:
             last = r.tokens
         return view
 
-    def write_json(self, path: Path) -> None:
-        """A list of one object for each row of the table, with its wire speed and its share of the floor."""
+    def write_json(self, path: Path, facts: Mapping[str, Any] | None = None) -> None:
+        """`facts`, `units`, and `results`: one object for each row of the table, with wire speed and share of floor."""
         shares = ({"wire_gbps": r.wire_gbps, "floor_percent": r.floor_percent} for r in self.results)
-        write_object([dataclasses.asdict(r) | share for r, share in zip(self.results, shares, strict=True)], path)
+        results = [dataclasses.asdict(r) | share for r, share in zip(self.results, shares, strict=True)]
+        write_object({"benchmark": "gpu", **(facts or {}), "units": _UNITS, "results": results}, path)
 
-    def plot(self, path: Path) -> None:
+    def plot(self, path: Path, title: str = "") -> None:
         """Every contender's round over T, in the format of the file's suffix (.png, .svg, .pdf)."""
         points: dict[tuple[Contender, Payload], list[tuple[int, float]]] = {}
         for r in self.results:
@@ -131,7 +146,8 @@ class GpuReport:
         colors = {contender: f"C{i}" for i, contender in enumerate(Contender)}
         dashes = dict(zip(Payload, ("-", "--", ":"), strict=True))
         names = {side: side[0] if side[1] is Payload.PLAIN else ", ".join(side) for side in points}
-        plot_rounds([Line(names[s], of, color=colors[s[0]], dashes=dashes[s[1]]) for s, of in points.items()], path)
+        lines = [Line(names[s], of, color=colors[s[0]], dashes=dashes[s[1]]) for s, of in points.items()]
+        plot_rounds(lines, path, title)
 
 
 def default_payloads(config: EPConfig) -> list[Payload]:

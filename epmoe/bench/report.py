@@ -21,10 +21,10 @@ class Report(Protocol):
     def table(self, title: str = "") -> Table:
         """The figures for a terminal."""
 
-    def write_json(self, path: Path) -> None:
-        """The figures for a program."""
+    def write_json(self, path: Path, facts: Mapping[str, Any] | None = None) -> None:
+        """The figures for a program, with the `facts` of the run beside them."""
 
-    def plot(self, path: Path) -> None:
+    def plot(self, path: Path, title: str = "") -> None:
         """The round's time over T. The file's suffix picks the format (.png, .svg, .pdf)."""
 
 
@@ -72,18 +72,20 @@ def write_object(content: Mapping[str, Any] | Sequence[Mapping[str, Any]], path:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def plot_rounds(lines: Sequence[Line], path: Path) -> None:
-    """Plot every side's time of a round over T. The file's suffix picks the format (.png, .svg, .pdf)."""
+def plot_rounds(lines: Sequence[Line], path: Path, title: str = "", note: str = "") -> None:
+    """Plot every side's time of a round over T, `note` below it. The file's suffix picks the format."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     for line in lines:
         axes.loglog(*zip(*line.points, strict=True), "o", ls=line.dashes, color=line.color, label=line.label)
-        for at, note in zip(line.points, line.notes, strict=False):
-            axes.annotate(note, at, (0, -14), textcoords="offset points", ha="center")
+        for at, text in zip(line.points, line.notes, strict=False):
+            axes.annotate(text, at, (0, -14), textcoords="offset points", ha="center")
     tokens = sorted({at for line in lines for at, _ in line.points})
-    axes.set(xlabel="tokens per rank", ylabel="dispatch + combine, µs")
+    axes.set(xlabel="tokens per rank", ylabel="dispatch + combine, µs", title=title)
+    if note:
+        figure.supxlabel(note, fontsize="small")
     axes.set_xticks(tokens, [str(T) for T in tokens])
     axes.minorticks_off()
     axes.margins(y=0.15)

@@ -8,9 +8,9 @@ its output is checked.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,17 +63,17 @@ class TuningReport:
             view.add_row(f"{row.tokens}", *launch, f"{us:,.1f}", f"{untuned_us:,.1f}")
         return view
 
-    def write_json(self, path: Path) -> None:
-        """The file that `exchange.tuning` names."""
+    def write_json(self, path: Path, facts: Mapping[str, Any] | None = None) -> None:
+        """The file that `exchange.tuning` names: its rows alone, without `facts`."""
         write_object({"rows": [row.model_dump() for row, *_ in self.results]}, path)
 
-    def plot(self, path: Path) -> None:
+    def plot(self, path: Path, title: str = "") -> None:
         """The round over T, tuned and untuned, in the format of the file's suffix (.png, .svg, .pdf)."""
         lines = [
             Line("untuned", [(row.tokens, untuned_us) for row, _, untuned_us in self.results]),
             Line("tuned", [(row.tokens, us) for row, us, _ in self.results]),
         ]
-        plot_rounds(lines, path)
+        plot_rounds(lines, path, title)
 
 
 def launches(tokens: Sequence[int]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import signal
 from typing import Annotated, Any
 
 import typer
@@ -10,13 +12,29 @@ from typer.core import TyperGroup
 from epmoe import __version__
 from epmoe.build import BuildError
 from epmoe.cli import bench, doctor, plan, run, schema
-from epmoe.cli.console import UserError, fail
+from epmoe.cli.console import SEE_TRACEBACK, UserError, fail, launched_rank, message_file, quiet_exit
 from epmoe.config import ConfigError
 from epmoe.extras import explain
 from epmoe.health import EPError
 
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or that of the click inside typer
+
 
 class _Commands(TyperGroup):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Keep what was typed, for the ranks that a command starts. Under torchrun only rank 0 prints the usage."""
+        ctx.meta["epmoe.arguments"] = list(args)
+        return super().parse_args(ctx, args)
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the command line; of several ranks with the same mistake, only rank 0 prints it."""
+        if not launched_rank():
+            return super().main(*args, **kwargs)
+        try:
+            raise SystemExit(super().main(*args, **kwargs | {"standalone_mode": False}))
+        except _UsageError:
+            raise SystemExit(2) from None
+
     def invoke(self, ctx: Any) -> Any:
         """Run a command. A user's mistake is one message and exit code 2; a failed exchange is exit code 1."""
         try:
@@ -30,13 +48,27 @@ class _Commands(TyperGroup):
             raise fail(message, code=2) from None
         except EPError as error:
             raise fail(f"{type(error).__name__}: {error}", code=1, every_rank=True) from None
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader of the output has gone
+                raise
+            raise fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), code=1) from None
+        except SystemExit:  # from rich: the reader of the output has gone
+            raise quiet_exit() from None
+        except KeyboardInterrupt:
+            raise typer.Exit(128 + signal.SIGINT) from None
+        except (typer.Exit, typer.Abort, _UsageError):
+            raise
+        except Exception as error:
+            if message_file() is None:
+                raise  # a bug: the traceback helps
+            text = f"{type(error).__name__}: {error}"[:1000]
+            raise fail(text + SEE_TRACEBACK, code=1, every_rank=True) from None
 
 
 app = typer.Typer(
     cls=_Commands,
     name="epmoe",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

@@ -10,15 +10,16 @@ import typer
 from rich.progress import Progress
 
 from epmoe.bench import gloo, gpu, tune
+from epmoe.bench.facts import facts
 from epmoe.bench.report import Benchmark
-from epmoe.cli.console import UserError, console, require
-from epmoe.cli.launch import all_ranks
-from epmoe.config import EPConfig
+from epmoe.cli.console import UserError, check_output, console, launched_rank, require
+from epmoe.cli.launch import CONFIG, NPROC, all_ranks, check_ranks, load, start_ranks
 from epmoe.simulate import Kind
 
 
 def bench(
-    config: Annotated[Path, typer.Argument(help="Configuration file (YAML, TOML or JSON).")],
+    context: typer.Context,
+    config: Annotated[Path, CONFIG],
     tokens: Annotated[
         list[int] | None,
         typer.Option(min=0, help="Tokens a rank brings; may be repeated. [default: 1 16 128 1024; on GPUs 1 … 4096]"),
@@ -37,15 +38,19 @@ def bench(
     ] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw them into this .png, .svg or .pdf.")] = None,
+    nproc: Annotated[int | None, NPROC] = None,
 ) -> None:
     """Time dispatch and combine on all ranks, against gloo's all_to_all, on GPUs against the machine's floor and NCCL.
 
-    Start it under torchrun.
+    It starts one process for each rank; under torchrun it is one of them.
     """
-    parsed = EPConfig.load(config)
+    parsed = load(config, nproc)
+    check_output("--tune", tuning, (".json", ".yaml", ".yml"))  # JSON is YAML
+    check_output("--json", as_json, (".json",))
+    check_output("--plot", plot, (".png", ".svg", ".pdf"))
     on_gpus = parsed.exchange.transport == "nvlink"
-    limit = parsed.capacity.max_num_tokens_per_rank
-    counts = tokens or [count for count in (gpu.TOKENS if on_gpus else gloo.TOKENS) if count <= limit]
+    model, limit = parsed.model, parsed.capacity.max_num_tokens_per_rank
+    counts = sorted(set(tokens or [count for count in (gpu.TOKENS if on_gpus else gloo.TOKENS) if count <= limit]))
     if max(counts) > limit:
         raise UserError(f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got {max(counts)}")
     if routing == "adversarial":
@@ -55,7 +60,7 @@ def bench(
     if tuning:
         if not on_gpus or side or payload or as_json:
             raise UserError("`--tune` is for GPUs, and goes without `--side`, `--payload` and `--json`")
-        benchmark, steps, as_json = tune.run, tune.launches(counts), tuning
+        benchmark, steps = tune.run, tune.launches(counts)
     elif on_gpus:
         fitting = gpu.default_payloads(parsed)
         if refused := set(payload or ()) - set(fitting):
@@ -67,6 +72,9 @@ def bench(
         raise UserError("`--side` and `--payload` are for GPUs, which `exchange.transport: nvlink` asks for")
     if plot:
         require("matplotlib", "`--plot`")  # now, not after the run
+    check_ranks(parsed)
+    if launched_rank() is None:
+        raise typer.Exit(start_ranks(parsed, context.meta["epmoe.arguments"]))
     with all_ranks(parsed) as rank, Progress(console=console, transient=True) as progress:
         task = progress.add_task("samples", total=steps)
         try:
@@ -75,8 +83,12 @@ def bench(
             raise UserError(str(error)) from None
     if rank != 0:
         return
-    console.print(report.table(title=f"{config}: {parsed.topology.ep_size} ranks, {routing} routing"))
-    if as_json:
-        report.write_json(as_json)
+    title = f"{config.stem}: {parsed.topology.ep_size} ranks, {routing} routing"
+    console.print(report.table(title))
+    if 0 in counts:
+        console.print("T = 0: no tokens, so nothing was checked")
+    if path := as_json or tuning:
+        report.write_json(path, facts(parsed, routing, repeats))
     if plot:
-        report.plot(plot)
+        experts = f"{model.num_experts} experts, top-{model.num_experts_per_tok}"
+        report.plot(plot, f"{title}\nhidden size {model.hidden_size} {model.dtype}, {experts}")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
 import os
+import tempfile
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -14,6 +19,9 @@ from epmoe.extras import sentence
 
 console = Console(highlight=False)
 _stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+SEE_TRACEBACK = "; the same command under torchrun shows the traceback"
+MOST_LINES = 18  # of a message: with what a shell adds, one screen
+RUN_ID = "epmoe-run-"  # how the ids of runs begin that `epmoe` started itself
 
 
 class UserError(Exception):
@@ -28,17 +36,64 @@ def require(package: str, purpose: str) -> None:
 
 def launched_rank() -> int | None:
     """This process's rank under torchrun or a launcher that sets the same variables, else None."""
-    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    return int(rank) if rank is not None and size is not None else None
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return int(rank) if rank.isdecimal() and size.isdecimal() and int(rank) < int(size) else None
 
 
 def fail(message: str, *, code: int, every_rank: bool = False) -> typer.Exit:
-    """Print one message, on rank 0 only unless `every_rank`, and return the exception to raise."""
-    rank = launched_rank()
-    if not rank or every_rank:
+    """Print one message, on rank 0 only unless `every_rank`, and return the exception to raise.
+
+    A rank that `epmoe` itself started prints nothing: it leaves its message to the process that started it.
+    """
+    rank, file, lines = launched_rank(), message_file(), message.splitlines()
+    if len(lines) > MOST_LINES:  # of a compiler, say: the first ones are the cause
+        message = "\n".join([*lines[:MOST_LINES], f"… and {len(lines) - MOST_LINES} more lines"])
+    if file is not None:
+        _leave(file, f"rank {rank}: {message}" if every_rank else message, code)
+    elif not rank or every_rank:
         where = f" (rank {rank})" if every_rank and rank is not None else ""
         _stderr.print(f"[bold red]epmoe{where}:[/] {escape(message)}")
     return typer.Exit(code)
+
+
+def quiet_exit() -> typer.Exit:
+    """What to raise where there is nothing more to say, as after a check that failed: exit code 1."""
+    if (file := message_file()) is not None:
+        _leave(file, "", 1)
+    return typer.Exit(1)
+
+
+def _leave(file: Path, message: str, code: int) -> None:
+    text = json.dumps({"message": message, "code": code, "timestamp": time.time()})
+    file.with_suffix(".new").write_text(text, encoding="utf-8")
+    file.with_suffix(".new").replace(file)  # whole, even if the launcher ends this rank now
+
+
+def message_file() -> Path | None:
+    """Where a rank that `epmoe` itself started leaves its message; None in any other process."""
+    ours = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID)
+    return Path(os.environ["TORCHELASTIC_ERROR_FILE"]) if ours and launched_rank() is not None else None
+
+
+def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
+    """Raise UserError unless a file of this name can be written, before hours of work depend on it."""
+    if path is None:
+        return
+    if path.suffix.lower() not in suffixes:
+        raise UserError(f"`{option}` must end in {' or '.join(suffixes)}, got {path}")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UserError(f"`{option}` must be in an existing folder, got {path}")
+    if path.is_dir():
+        raise UserError(f"`{option}` must be a file, but {path} is a folder")
+    try:
+        if path.exists():
+            path.open("ab").close()
+        else:
+            with contextlib.closing(tempfile.TemporaryFile(dir=folder)):
+                pass
+    except OSError as error:
+        raise UserError(f"`{option}` cannot be written: {path}: {error.strerror}") from None
 
 
 def human_bytes(count: float) -> str:

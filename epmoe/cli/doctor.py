@@ -18,13 +18,14 @@ from rich.markup import escape
 
 from epmoe import build
 from epmoe.cli.console import console, human_bytes
+from epmoe.cli.launch import load, ready_names
 from epmoe.cli.plan import rank_plans
 from epmoe.config import EPConfig
 from epmoe.extras import EXTRAS
 from epmoe.window import available_memory_bytes
 
-OLDEST_TORCH = (2, 11)
 OLDEST_GPU = (8, 0)
+_ADVICE_OF_CACHE = "EPMOE_CACHE_DIR names a folder to build the library in, EPMOE_LIBRARY one that is built"
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,17 @@ class Finding:
 
 
 def doctor(
-    config: Annotated[Path | None, typer.Argument(help="Configuration to check the machine against.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="CONFIG",
+            help="Configuration to check the machine against: a file, or the name of a ready one.",
+            autocompletion=ready_names,
+        ),
+    ] = None,
 ) -> None:
     """Check compiler, torch, native library, GPUs and memory, and say what to do."""
-    parsed = EPConfig.load(config) if config else None
+    parsed = load(config) if config else None
     failed = False
     for finding in diagnose(parsed):
         failed |= finding.level == "fail"
@@ -55,47 +63,47 @@ def doctor(
 
 def diagnose(config: EPConfig | None) -> Iterator[Finding]:
     """All findings, in the order in which to correct them."""
-    yield _compiler()
-    yield _ninja()
+    if not _prebuilt():
+        yield _compiler()
     yield _torch()
     with console.status("building and loading the native library ..."):
         native = _native_library()
     yield native
-    yield from _gpus()
+    yield from _gpus(config)
     yield _optional("transformers", "no `epmoe run --model`")
-    yield _optional("matplotlib", "no `epmoe run --report`, no `epmoe bench --plot`")
+    yield _optional("matplotlib", "no `epmoe bench --plot`")
     yield _anonymous_memory()
     yield from _memory(config)
 
 
+def _prebuilt() -> bool:
+    """Whether the library is there already, so that nothing is compiled on this machine."""
+    return bool(os.environ.get("EPMOE_LIBRARY")) or build.AHEAD_OF_TIME.exists()
+
+
 def _compiler() -> Finding:
     compiler = os.environ.get("CXX", "c++")
-    needed: Literal["warn", "fail"] = "warn" if build.AHEAD_OF_TIME.exists() else "fail"
     advice = "install g++ 11 or newer (Debian, Ubuntu: apt-get install g++), or point CXX to a compiler"
     path = shutil.which(compiler)
     if path is None:
-        return Finding(needed, "compiler", f"`{compiler}` is not on the PATH", advice)
+        return Finding("fail", "compiler", f"`{compiler}` is not on the PATH", advice)
     version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
     line = version.splitlines()[0] if version else path
     found = re.search(r"(\d+)\.\d+", line)
     is_gcc = "clang" not in line.lower()
     if is_gcc and found and int(found[1]) < 11:
-        return Finding(needed, "compiler", f"{line}: too old for C++20", advice)
+        return Finding("fail", "compiler", f"{line}: too old for C++20", advice)
     return Finding("ok", "compiler", line)
-
-
-def _ninja() -> Finding:
-    path = shutil.which("ninja")
-    if path is None:
-        return Finding("warn", "ninja", "not on the PATH", "activate the virtual environment, or: pip install ninja")
-    return Finding("ok", "ninja", path)
 
 
 def _torch() -> Finding:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     detail = f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU only'}"
-    if version < OLDEST_TORCH:
-        return Finding("fail", "torch", detail, f"install torch ≥ {'.'.join(map(str, OLDEST_TORCH))}")
+    oldest = build.TRIED_TORCH[0]
+    if version < oldest:
+        return Finding("fail", "torch", detail, f"install torch ≥ {'.'.join(map(str, oldest))}")
+    if problem := build.problem_with_torch(torch.__version__):
+        return Finding("warn", "torch", detail, problem)
     return Finding("ok", "torch", detail)
 
 
@@ -104,32 +112,35 @@ def _native_library() -> Finding:
         from epmoe.stages.route import route
 
         route(torch.zeros(1, 2), 1)
-        path = build.AHEAD_OF_TIME if build.AHEAD_OF_TIME.exists() else build.build()
-    except (build.BuildError, OSError) as error:
-        return Finding("fail", "native library", " ".join(str(error).split())[:400])
-    how = "built at installation" if path == build.AHEAD_OF_TIME else "built on this machine"
-    return Finding("ok", "native library", f"loads; {how}: {path}")
+        path = Path(os.environ.get("EPMOE_LIBRARY") or (build.AHEAD_OF_TIME if _prebuilt() else build.build()))
+    except (OSError, RuntimeError) as error:  # a BuildError, or there is no home folder for the cache
+        advice = "" if "EPMOE_CACHE_DIR" in str(error) else _ADVICE_OF_CACHE
+        return Finding("fail", "native library", " ".join(str(error).split())[:400], advice)
+    how = "loads; built at installation" if path == build.AHEAD_OF_TIME else "loads"
+    return Finding("ok", "native library", f"{how}: {path}")
 
 
-def _gpus() -> Iterator[Finding]:
-    if not torch.cuda.is_available():
+def _gpus(config: EPConfig | None) -> Iterator[Finding]:
+    count, size = torch.cuda.device_count(), config.topology.ep_size if config else 0
+    if config and config.exchange.transport == "nvlink" and count < size:
+        detail = f"torch sees {count}, and `exchange.transport` nvlink wants one for each of {size} ranks"
+        yield Finding("fail", "GPUs", detail, "EPMOE_EXCHANGE__TRANSPORT=shared_memory runs it on the CPU")
+    elif count == 0:
         if shutil.which("nvidia-smi"):
             advice = "install a torch build with CUDA; `nvidia-smi` says what the driver supports"
             yield Finding("warn", "GPUs", "there is a driver, but torch sees no GPU", advice)
         else:
             yield Finding("ok", "GPUs", "none: epmoe runs on the CPU")
+    if not torch.cuda.is_available():
         return
-    count = torch.cuda.device_count()
     for index in range(count):
         properties = torch.cuda.get_device_properties(index)
         capability = (properties.major, properties.minor)
-        detail = f"cuda:{index} {properties.name}, sm_{properties.major}{properties.minor}, " + human_bytes(
-            properties.total_memory
-        )
+        detail = f"{properties.name}, sm_{properties.major}{properties.minor}, {human_bytes(properties.total_memory)}"
         if capability < OLDEST_GPU:
-            yield Finding("fail", "GPUs", detail, "epmoe needs sm_80 or newer")
+            yield Finding("fail", f"cuda:{index}", detail, "epmoe needs sm_80 or newer")
         else:
-            yield Finding("ok", "GPUs", detail)
+            yield Finding("ok", f"cuda:{index}", detail)
     cut = [
         f"{a}→{b}" for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)
     ]
@@ -138,7 +149,7 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("fail", "peer access", f"missing: {', '.join(cut)}", advice)
     elif count > 1:
         yield Finding("ok", "peer access", f"between all {count} GPUs")
-    if shutil.which("nvcc") is None and not build.AHEAD_OF_TIME.exists():
+    if shutil.which("nvcc") is None and not _prebuilt():
         advice = f"install the CUDA {torch.version.cuda} toolkit and put its bin/ on the PATH"
         yield Finding("warn", "nvcc", "not on the PATH: the native library is built without CUDA", advice)
 
@@ -174,10 +185,7 @@ def _memory(config: EPConfig | None) -> Iterator[Finding]:
     needed = sum(p.total_bytes for p in plans)
     advice = "lower `capacity.max_num_tokens_per_rank` or set `capacity.max_expert_rows`; see `epmoe plan`"
     if config.exchange.transport == "nvlink":
-        found = torch.cuda.device_count()
-        if found < size:
-            detail = f"torch sees {found}, and `exchange.transport` nvlink wants one for each of {size} ranks"
-            yield Finding("fail", "GPUs", detail, "EPMOE_EXCHANGE__TRANSPORT=shared_memory runs it on the CPU")
+        if torch.cuda.device_count() < size:  # which _gpus says
             return
         each, (free, _) = max(p.total_bytes for p in plans), torch.cuda.mem_get_info()
         fits, detail = each <= free, f"{human_bytes(each)} planned on each GPU, {human_bytes(free)} free"

@@ -1,45 +1,265 @@
-"""Commands that run on several ranks: they need torchrun, and only rank 0 prints."""
+"""Commands that run on several ranks: they start their ranks themselves, or are one of those that torchrun started."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import shlex
+import signal
 import sys
-from collections.abc import Iterator
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+import typer
 
-from epmoe.cli.console import UserError, console, launched_rank
-from epmoe.config import EPConfig
+from epmoe.cli.console import RUN_ID, SEE_TRACEBACK, UserError, console, fail, launched_rank
+from epmoe.config import ConfigError, EPConfig
+from epmoe.config_file import find_config, ready_configs
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+
+def ready_names() -> list[str]:
+    """The names of the ready configurations, for the shell's completion."""
+    return [*ready_configs()]
+
+
+CONFIG = typer.Argument(
+    metavar="CONFIG",
+    help="Configuration file (YAML, TOML or JSON), or the name of a ready one, as in cpu_demo.",
+    autocompletion=ready_names,
+)
+NPROC = typer.Option(min=1, help="Ranks to start, in place of `topology.ep_size`.", show_default=False)
+_BACKENDS = "cpu:gloo,cuda:nccl"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # torch's launcher handles them
+_MONITOR_S = 0.1  # how often the launcher looks after its ranks
+# What a rank runs. Before anything else: Ctrl-C ends it without a traceback, also while it imports torch, and the
+# kernel ends it (PR_SET_PDEATHSIG) if the process that started it is killed.
+_RANK = """
+import ctypes, signal
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+from epmoe.__main__ import main
+main()
+"""
+
+
+def load(config: Path, nproc: int | None = None) -> EPConfig:
+    """The configuration of this name or path, for `nproc` ranks if that is given. Raises ConfigError."""
+    parsed = EPConfig.load(find_config(config))
+    if nproc is None:
+        return parsed
+    sections = parsed.model_dump()
+    sections["topology"]["ep_size"] = nproc
+    try:
+        return EPConfig(**sections)
+    except ConfigError as error:
+        raise ConfigError(f"{config} with `--nproc` {nproc}: {error}") from None
+
+
+def check_ranks(config: EPConfig) -> None:
+    """Raise UserError if `config` cannot run here: its ranks, its GPUs, torch's backends, a launcher's variables."""
+    size, on_gpus = config.topology.ep_size, config.exchange.transport == "nvlink"
+    variables = _launcher_variables()
+    if variables and variables["WORLD_SIZE"] != size:
+        raise UserError(
+            f"`topology.ep_size` is {size}, but torchrun started {variables['WORLD_SIZE']} processes:\n  "
+            f"torchrun --standalone --nproc-per-node {size} -m epmoe {shlex.join(sys.argv[1:])}"
+        )
+    if on_gpus and (found := torch.cuda.device_count()) < size:
+        raise UserError(
+            f"`exchange.transport` nvlink wants a GPU for each of {size} ranks, and torch sees {found}; "
+            "EPMOE_EXCHANGE__TRANSPORT=shared_memory in the environment runs this configuration on the CPU"
+        )
+    if variables and (missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]):
+        raise UserError(
+            f"RANK is set in the environment, but {missing[0]} is not: unset RANK, and this command starts its ranks "
+            "itself, or start it under torchrun"
+        )
+    if not dist.is_available() or not dist.is_gloo_available() or (on_gpus and not dist.is_nccl_available()):
+        needed = "gloo and NCCL" if on_gpus else "gloo"
+        raise UserError(f"this build of torch has no torch.distributed with {needed}: install torch from pytorch.org")
+
+
+def _launcher_variables() -> dict[str, int] | None:
+    """RANK and WORLD_SIZE, and LOCAL_RANK and MASTER_PORT if they are there; None where no launcher set RANK."""
+    if "RANK" not in os.environ:
+        return None
+    values = {}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        value = os.environ.get(name)
+        if value is None and name == "WORLD_SIZE":
+            raise UserError(
+                "RANK is set in the environment, but WORLD_SIZE is not: unset RANK, and this command starts its ranks "
+                "itself, or start it under torchrun"
+            )
+        if value is not None and not value.isdecimal():
+            raise UserError(f"environment variable {name} must be a number, got {value!r}; launchers set it, not users")
+        if value is not None:
+            values[name] = int(value)
+    if values["RANK"] >= values["WORLD_SIZE"]:
+        size = values["WORLD_SIZE"]
+        raise UserError(f"environment variable RANK must be below WORLD_SIZE, {size}, got {values['RANK']}")
+    return values
 
 
 @contextmanager
 def all_ranks(config: EPConfig) -> Iterator[int]:
-    """Initialise the default process group over gloo, with `transport: nvlink` also over NCCL; yields this rank.
-
-    Raises UserError if torchrun did not start this process or started another number of processes (with the command to
-    type), and if there are fewer GPUs than ranks.
-    """
-    size = config.topology.ep_size
-    command = f"torchrun --standalone --nproc-per-node {size} -m epmoe {shlex.join(sys.argv[1:])}"
-    rank, started = launched_rank(), os.environ.get("WORLD_SIZE")
-    if rank is None:
-        raise UserError(f"this command wants {size} processes; start them with torchrun:\n  {command}")
-    if started != str(size):
-        raise UserError(f"`topology.ep_size` is {size}, but torchrun started {started} processes:\n  {command}")
-    on_gpus = config.exchange.transport == "nvlink"
+    """Initialise the default process group over gloo, with `transport: nvlink` also over NCCL; yields this rank."""
+    rank, on_gpus = launched_rank(), config.exchange.transport == "nvlink"
+    assert rank is not None  # check_ranks
     if on_gpus:
-        if (found := torch.cuda.device_count()) < size:
-            raise UserError(
-                f"`exchange.transport` nvlink wants a GPU for each of {size} ranks, and torch sees {found}; "
-                "EPMOE_EXCHANGE__TRANSPORT=shared_memory in the environment runs this configuration on the CPU"
-            )
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
     console.quiet = rank != 0
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
+    _load_native_library()
+    try:
+        dist.init_process_group(_BACKENDS if on_gpus else "gloo")
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise UserError(f"rank {rank} cannot join the others at {where}: {str(error).splitlines()[0]}") from None
     try:
         yield rank
     finally:
         dist.destroy_process_group()
+
+
+def start_ranks(config: EPConfig, arguments: Sequence[str]) -> int:
+    """Start one process for each rank, wait for them, and print at most one message.
+
+    Nothing is left behind: neither processes nor files.
+
+    Args:
+        config: of all ranks.
+        arguments: of `epmoe`, for each rank.
+
+    Returns:
+        The exit code: 0, that of the rank which failed first, or 128 plus the number of the signal that ended this
+        process.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+    _load_native_library()
+    try:
+        with tempfile.TemporaryDirectory(prefix="epmoe-") as folder, _own_process(folder, config.topology.ep_size):
+            # Rank 0 prints to the terminal; what else ranks print goes to files, which are read if a rank fails.
+            quiet = {rank: Std.ERR if rank == 0 else Std.ALL for rank in range(config.topology.ep_size)}
+            launch = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=config.topology.ep_size,
+                run_id=RUN_ID + uuid.uuid4().hex,
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",  # any free port
+                local_addr="localhost",
+                max_restarts=0,
+                monitor_interval=_MONITOR_S,
+                logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=quiet),
+            )
+            try:
+                launch_agent(launch, sys.executable, ["-P", "-c", _RANK, *arguments])
+            except ChildFailedError as error:
+                console.show_cursor()
+                return _explain(error.failures, Path(folder))
+    except SignalException as ended:
+        console.show_cursor()
+        return 128 + ended.sigval
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:  # of torch's launcher: no port, no process
+        fail(f"the ranks cannot be started: {type(error).__name__}: {' '.join(str(error).split())[:400]}", code=1)
+        return 1
+    return 0
+
+
+@contextmanager
+def _own_process(folder: str, size: int) -> Iterator[None]:
+    """What the launcher changes in this process for its ranks, undone afterwards.
+
+    Ranks get this process's module search path, `folder` for temporary files, and one thread each, as under torchrun.
+    """
+    environment, disabled = os.environ.copy(), logging.root.manager.disable
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    temporary = Path(folder, "tmp")
+    temporary.mkdir()
+    os.environ |= {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path), "TMPDIR": str(temporary)}
+    if size > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    logging.disable(logging.CRITICAL)  # torch's launcher logs every failure and every signal
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        os.environ.clear()
+        os.environ.update(environment)
+        with contextlib.suppress(ValueError):  # not in the main thread, where torch has set none either
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def _explain(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
+    """Print why the run failed, from the rank that failed first. Returns the exit code."""
+    rank, failure = _cause(failures)
+    if _could_speak(failure):
+        if message := failure.error_file_data["message"]:
+            fail(message, code=1)
+        return failure.error_file_data["code"]  # without a message: rank 0 has printed that a check failed
+    if failure.exitcode < 0:
+        memory = ", as happens when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
+        message = f"rank {rank} was ended by {failure.signal_name()}{memory}"
+    else:
+        printed = [path.read_text(errors="replace") for path in folder.glob(f"*/attempt_0/{rank}/stderr.log")]
+        last = "".join(printed).strip().rpartition("\n")[2]
+        message = f"rank {rank} ended with exit code {failure.exitcode}{': ' if last else ''}{last}{SEE_TRACEBACK}"
+    fail(message, code=1)
+    return 1
+
+
+def _cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The failure that explains the others, and its rank.
+
+    It is among the first. A rank that dies or refuses its input makes others fail within moments; and once one has
+    failed, torch's launcher ends the others: with SIGTERM, and those that remain with SIGKILL after 30 s.
+    """
+    times = {rank: one.error_file_data.get("timestamp", one.timestamp) for rank, one in failures.items()}
+    ended = {rank for rank, one in failures.items() if one.exitcode == -signal.SIGTERM and not _could_speak(one)}
+    first = min(times[rank] for rank in failures.keys() - ended or failures)
+
+    def order(rank: int) -> tuple[bool, bool, bool, bool, float]:
+        one = failures[rank]
+        refused = _could_speak(one) and one.error_file_data["code"] == 2
+        return rank in ended, times[rank] > first + 3, _could_speak(one) or one.exitcode >= 0, not refused, times[rank]
+
+    rank = min(failures, key=order)
+    return rank, failures[rank]
+
+
+def _could_speak(failure: ProcessFailure) -> bool:
+    """Whether the rank left a message before it ended, which may be empty."""
+    return "code" in failure.error_file_data
+
+
+def _load_native_library() -> None:
+    """Build it here if need be: a minute, which should not count as waiting for a rank."""
+    from epmoe import ops
+    from epmoe.build import BuildError
+
+    try:
+        with console.status("loading the native library; the first time it is built, which takes minutes"):
+            _ = ops.route
+    except BuildError:
+        raise
+    except (OSError, RuntimeError) as error:  # it does not load, or there is no home folder for the cache
+        raise UserError(
+            f"the native library cannot be built or loaded: {' '.join(str(error).split())}; EPMOE_CACHE_DIR names a "
+            "folder to build it in, EPMOE_LIBRARY a library that is built"
+        ) from None

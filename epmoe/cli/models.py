@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from epmoe.cli.console import UserError, console
-from epmoe.cli.result import Check, Result
+from epmoe.cli.console import UserError, console, human_bytes, require
+from epmoe.cli.result import Baseline, Check, Result
 from epmoe.cli.tables import show, summarise
 from epmoe.config import EPConfig
 from epmoe.placement import Placement
+from epmoe.window import available_memory_bytes
 
 if TYPE_CHECKING:
     from epmoe.integrations.demo import ModelResult
@@ -30,30 +32,68 @@ class Model(StrEnum):
 
 
 LOGIT_TOLERANCE = 1e-5  # absolute; the models run in fp32
+_RANDOM = "Weights are random and the model is tiny: the words have no meaning, the agreement has."
+CHECKPOINT_TOLERANCE = 1e-4  # relative to the largest logit: a checkpoint has many more layers
 
 
-def run_models(config: EPConfig, names: Sequence[Model], steps: int, seed: int) -> list[Result]:
+def model_names() -> list[str]:
+    """The values of `--model` apart from folders, for the shell's completion."""
+    return list(Model)
+
+
+def check_models(config: EPConfig, names: Sequence[str]) -> None:
+    """Raise UserError unless each of `names` is a `Model` or a folder with a checkpoint that fits this machine."""
+    require("transformers", "`--model`")
+    for name in names:
+        if name in list(Model):
+            continue
+        if not Path(name).is_dir():
+            raise UserError(f"`--model` {name!r} is not one of {', '.join(Model)}, nor a folder with a checkpoint")
+        from epmoe.integrations import checkpoint
+
+        try:
+            found = checkpoint.inspect(Path(name), config.topology.ep_size)
+        except ValueError as error:
+            raise UserError(f"`--model` {error}") from None
+        needed = found.fp32_bytes * (1 if found.shares_weights else config.topology.ep_size)
+        if config.exchange.transport != "nvlink" and needed > (available := available_memory_bytes()):
+            raise UserError(
+                f"`--model` {name}: {found.architecture} needs {human_bytes(needed)} in fp32, and this machine has "
+                f"{human_bytes(available)} available"
+            )
+
+
+def run_models(config: EPConfig, names: Sequence[str], steps: int, seed: int) -> list[Result]:
     """Run each model over all ranks and print its result; the Results are the same on every rank."""
+    require("transformers", "`--model`")
     try:
         from epmoe.integrations.demo import run_model
         from epmoe.integrations.transformers import configure
     except ImportError as error:
         raise UserError(f"`--model` needs transformers: pip install 'epmoe[hf]' ({error})") from None
-    chosen = [name for name in Model if name is not Model.ALL and (name in names or Model.ALL in names)]
+    chosen = [name.value for name in Model if name is not Model.ALL and (name in names or Model.ALL in names)]
+    checkpoints = [name for name in dict.fromkeys(names) if name not in list(Model)]
     exchange = config.exchange
     configure(
         max_num_tokens_per_rank=config.capacity.max_num_tokens_per_rank,
         timeout_s=exchange.timeout_s,
         warmup_timeout_s=exchange.warmup_timeout_s,
+        transport=exchange.transport,
     )
     console.print(
-        "Models of transformers with random weights, each run twice: in one process, then with its experts spread "
-        f"over {config.topology.ep_size} processes, which exchange tokens through epmoe. The generated text has no "
-        "meaning; the check is that both runs generate the same tokens.\n"
+        "Each model generates text twice: in one process, then with its experts spread over "
+        f"{config.topology.ep_size} processes, which exchange tokens through epmoe. The check is that both runs "
+        "generate the same tokens."
     )
+    if chosen:
+        console.print(
+            f"[bold]{', '.join(chosen)}: the weights are random and the models tiny[/] (3 layers, hidden size 96, 24 "
+            "experts). The words mean nothing; --model FOLDER runs a checkpoint of your own."
+        )
+    console.print()
     results = []
-    for number, name in enumerate(chosen, start=1):
-        console.rule(f"[bold]{name}[/] ({number} of {len(chosen)})")
+    for number, name in enumerate([*chosen, *checkpoints], start=1):
+        console.rule(f"[bold]{Path(name).resolve().name}[/] ({number} of {len(chosen) + len(checkpoints)})")
         columns = (TextColumn("  {task.description:<36}"), BarColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console) as progress:
             stages = {
@@ -67,17 +107,19 @@ def run_models(config: EPConfig, names: Sequence[Model], steps: int, seed: int) 
                 progress.update(stages[stage], completed=done, total=total)
 
             outcome = run_model(name, max_new_tokens=steps, seed=seed, progress=report)
-        results.append(_result(outcome, config.topology.ep_size, steps))
+        results.append(_result(outcome, config.topology.ep_size, steps, random=name in chosen))
         show(results[-1])
     summarise(results)
     return results
 
 
-def _result(outcome: ModelResult, ranks: int, steps: int) -> Result:
+def _result(outcome: ModelResult, ranks: int, steps: int, random: bool) -> Result:
+    limit = LOGIT_TOLERANCE if random else CHECKPOINT_TOLERANCE * max(1.0, outcome.largest_logit)
     health = [dataclasses.asdict(one) for one in outcome.health]
     error = outcome.max_logit_error
     return Result(
         name=outcome.name,
+        config=outcome.config,
         facts={
             "architecture": outcome.architecture,
             "experts": f"{len(outcome.tokens_per_expert)} on {ranks} ranks",
@@ -89,14 +131,23 @@ def _result(outcome: ModelResult, ranks: int, steps: int) -> Result:
                 "yes" if outcome.tokens_equal else "no",
                 outcome.tokens_equal,
             ),
-            Check(f"logit error ≤ {LOGIT_TOLERANCE:.0e}", f"{error:.1e}", error <= LOGIT_TOLERANCE),
+            Check(f"logit error ≤ {limit:.0e}", f"{error:.1e}", error <= limit),
         ],
         placement=Placement.build(len(outcome.tokens_per_expert), ranks),
         traffic=outcome.traffic,
         load=outcome.tokens_per_expert,
-        seconds={stage: sum(one[stage] for one in outcome.seconds) / ranks for stage in outcome.seconds[0]},
+        stages=outcome.seconds,
+        elapsed=outcome.elapsed,
         rounds=steps,
         unit="token",
         health={key: sum(one[key] for one in health) for key, value in health[0].items() if isinstance(value, int)},
         texts=list(zip(outcome.prompts, outcome.texts, strict=True)),
+        baseline=Baseline(
+            texts=outcome.baseline_texts,
+            stages=outcome.baseline_seconds,
+            elapsed=outcome.baseline_elapsed,
+            logit_errors=outcome.logit_errors,
+            logit_limit=limit,
+        ),
+        note=_RANDOM if random else "",
     )

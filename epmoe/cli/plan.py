@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,9 @@ from rich import box
 from rich.table import Table
 
 from epmoe.build import BuildError
+from epmoe.cli.capacity import Capacity, advice, suggestions
 from epmoe.cli.console import console, human_bytes
+from epmoe.cli.launch import CONFIG, load
 from epmoe.config import EPConfig
 from epmoe.memory import MemoryPlan
 from epmoe.placement import Placement
@@ -20,34 +23,29 @@ TOKENS = (1, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def plan(
-    config: Annotated[Path, typer.Argument(help="Configuration file (YAML, TOML or JSON).")],
+    config: Annotated[Path, CONFIG],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     multiprocessors: Annotated[int, typer.Option(min=1, help="Of the GPU; an H200 has 132.")] = 132,
 ) -> None:
     """Show what memory a configuration takes, per rank and per node, and on GPUs how its kernels are launched."""
-    parsed = EPConfig.load(config)
+    parsed = load(config)
     plans = rank_plans(parsed)
     if as_json:
-        content = _as_dict(parsed, plans)
+        content = _as_dict(parsed, plans) | {"expert_rows": _expert_rows(parsed)}
         if parsed.exchange.transport == "nvlink":
             content["launches"] = _launches(parsed, plans[0], multiprocessors)
         typer.echo(json.dumps(content, indent=2))
         return
     largest = max(plans, key=lambda p: p.total_bytes)
-    rank = plans.index(largest)
-    console.print(f"[bold]{config}[/]: memory of rank {rank}, shared by all MoE layers of a model")
-    table = Table("buffer", "region", "shape", "dtype", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("bytes", justify="right")
-    for buffer in largest.buffers:
-        if buffer.nbytes:
-            shape = " × ".join(map(str, buffer.shape))
-            dtype = str(buffer.dtype).removeprefix("torch.")
-            table.add_row(buffer.name, buffer.region, shape, dtype, f"{buffer.nbytes:,}")
-    table.add_section()
-    for name, count in _totals(parsed, plans).items():
-        table.add_row(f"[bold]{name}", "", f"[bold]{human_bytes(count)}", "", f"[bold]{count:,}")
-    console.print(table)
+    console.print(
+        f"[bold]{config.stem}[/]: memory of rank {plans.index(largest)}, shared by all MoE layers of a model",
+        soft_wrap=True,
+    )
+    console.print(_memory_table(largest, _totals(parsed, plans)))
     console.print("[dim]Buffers start at aligned offsets, so a region is a little larger than their sum.[/]")
+    for paragraph in advice(parsed):
+        console.print()
+        console.print(paragraph)
     if parsed.exchange.transport == "nvlink":
         try:
             console.print(_launch_table(_launches(parsed, plans[0], multiprocessors), multiprocessors))
@@ -59,6 +57,24 @@ def rank_plans(config: EPConfig) -> list[MemoryPlan]:
     """The plan of every rank; plans differ only where ranks own different numbers of experts."""
     placement = Placement.from_config(config)
     return [MemoryPlan.build(config, rank, placement) for rank in range(config.topology.ep_size)]
+
+
+def _memory_table(plan: MemoryPlan, totals: dict[str, int]) -> Table:
+    """The buffers by region, and the totals; 80 columns hold it."""
+    table = Table("", "shape", "dtype", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.columns[0].no_wrap = True
+    regions: dict[str, str] = {"window": "window, which every rank maps", "scratch": "scratch, of the rank alone"}
+    for region, title in regions.items():
+        table.add_row(f"[bold]{title}")
+        for buffer in plan.buffers:
+            if buffer.nbytes and buffer.region == region:
+                shape = " × ".join(map(str, buffer.shape))
+                table.add_row(f"  {buffer.name}", shape, str(buffer.dtype).removeprefix("torch."), f"{buffer.nbytes:,}")
+        table.add_section()
+    for name, count in totals.items():
+        table.add_row(f"[bold]{name}", f"[bold]{human_bytes(count)}", "", f"[bold]{count:,}")
+    return table
 
 
 def _launches(config: EPConfig, plan: MemoryPlan, multiprocessors: int) -> list[dict[str, Any]]:
@@ -113,6 +129,12 @@ def _totals(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, int]:
         "total per rank": max(p.total_bytes for p in plans),
         "total per node": sum(p.total_bytes for p in node),
     }
+
+
+def _expert_rows(config: EPConfig) -> dict[str, Any]:
+    """The rows of a rank, and the values of `max_expert_rows` that `advice` shows."""
+    found = [dataclasses.asdict(suggestion) for suggestion in suggestions(config)]
+    return {"worst": Capacity.of(config).worst, "mean": Capacity.of(config).mean, "suggestions": found}
 
 
 def _as_dict(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, Any]:

@@ -5,7 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from epmoe.config import EPConfig
+from epmoe.memory import SCALE_BLOCK
 from epmoe.placement import Placement
+
+STAGES = {
+    "set up": "The first call of the first layer allocates the windows, and each rank maps those of all others.",
+    "gather": "FSDP collects the weights that the ranks share out (attention, embeddings, norms), layer by layer.",
+    "attention": "The attention of all layers, with its projections and its cache.",
+    "other layers": "Embeddings, norms, dense and shared feed-forward layers, the output head, and the residual sums.",
+    "route": "The router scores the experts for each token and chooses the K best, with their weights.",
+    "agree": "The ranks agree, once a layer, on the number of rounds that the longest batch of any rank needs.",
+    "dispatch": "Each token goes once to every rank that holds one of its experts, and its rows are sorted by expert.",
+    "experts": "The feed-forward networks of the experts that a rank holds compute the rows that arrived.",
+    "combine": "Each rank sums its experts' outputs of a token, and the sums travel back and are added up.",
+    "loop": "Around the model: the choice of the next token, the cache, and the ranks' agreement to go on.",
+}
+"""What each stage of a run is, in the order in which the stages follow each other."""
 
 
 @dataclass(frozen=True)
@@ -18,35 +34,83 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Baseline:
+    """The same model in a single process. Sequences go by rank: the ranks run the single process in turn."""
+
+    texts: Sequence[str]
+    stages: Sequence[Mapping[str, float]]
+    """stage → seconds"""
+    elapsed: Sequence[float]
+    """seconds of the whole run, measured on their own"""
+    logit_errors: Sequence[Sequence[float]]
+    """largest absolute difference of the ranks' logits from the single process's, by rank and step"""
+    logit_limit: float
+    """the largest difference that is allowed"""
+
+
+@dataclass(frozen=True)
 class Result:
     """Counts are sums over all rounds and ranks; `traffic` counts rows, `load` (token, expert) pairs."""
 
     name: str
     facts: Mapping[str, str]
+    config: EPConfig
+    """of the exchange that was run; a model's own where a model was run"""
     checks: Sequence[Check]
     placement: Placement
     traffic: Sequence[Sequence[int]]
     """[R][R] rows from each source rank (first index) to each destination"""
     load: Sequence[int]
     """[P] tokens that each physical expert computed"""
-    seconds: Mapping[str, float]
-    """stage → seconds in all rounds, mean over ranks; a stage includes waiting for other ranks"""
+    stages: Sequence[Mapping[str, float]]
+    """by rank: stage → seconds in all rounds; a stage includes waiting for other ranks, and `STAGES` defines it"""
+    elapsed: Sequence[float]
+    """by rank: seconds of the whole run, measured on their own"""
     rounds: int
-    """rounds that `traffic`, `load` and `seconds` are sums of"""
+    """rounds that `traffic`, `load` and `stages` are sums of"""
     health: Mapping[str, int]
     texts: Sequence[tuple[str, str]] = ()
     """(prompt, text that the model generated after it), by rank"""
     unit: str = "round"
     """what `rounds` counts: "round" or "token\""""
+    baseline: Baseline | None = None
+    note: str = ""
+    """what a reader must know of the texts"""
 
     @property
     def passed(self) -> bool:
         return all(check.passed for check in self.checks)
 
     @property
+    def seconds(self) -> dict[str, float]:
+        """Stage → seconds in all rounds, mean over ranks."""
+        return mean_stages(self.stages)
+
+    @property
     def rows_moved(self) -> int:
         """Rows between different ranks."""
-        return sum(count for source, row in enumerate(self.traffic) for rank, count in enumerate(row) if rank != source)
+        return sum(map(sum, self.traffic)) - self.rows_kept
+
+    @property
+    def rows_kept(self) -> int:
+        """Rows from a rank to itself."""
+        return sum(row[rank] for rank, row in enumerate(self.traffic))
+
+    @property
+    def bytes_dispatched(self) -> int:
+        """Bytes of the rows between different ranks, on their way to the experts: values, K ids and K weights."""
+        model, fp8 = self.config.model, self.config.exchange.payload == "fp8"
+        return self.rows_moved * (_row_bytes(self.config, fp8) + 8 * model.num_experts_per_tok)
+
+    @property
+    def bytes_combined(self) -> int:
+        """Bytes of the sums that come back between different ranks: one row for each that was dispatched."""
+        return self.rows_moved * _row_bytes(self.config, self.config.exchange.combine_payload == "fp8")
+
+    @property
+    def pairs_by_rank(self) -> list[int]:
+        """[R] pairs that each rank computed."""
+        return [sum(self.load[p] for p in self.placement.local_experts(r)) for r in range(self.placement.ep_size)]
 
     def rank_rows(self) -> list[tuple[int, int, int, list[int]]]:
         """Per rank: rows sent, rows received, pairs computed, load of each of its experts."""
@@ -56,3 +120,23 @@ class Result:
             received = sum(source[rank] for source in self.traffic)
             rows.append((sum(self.traffic[rank]), received, sum(load), load))
         return rows
+
+
+def mean_stages(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Stage → mean seconds over `ranks`, in the order of `STAGES`; a stage that a rank has not counts as 0."""
+    return {
+        stage: sum(one.get(stage, 0.0) for one in ranks) / len(ranks)
+        for stage in STAGES
+        if any(stage in one for one in ranks)
+    }
+
+
+def imbalance(loads: Sequence[int]) -> float | None:
+    """The largest load over the mean load: 1 if all are equal. None if there is no load."""
+    return max(loads) * len(loads) / sum(loads) if sum(loads) else None
+
+
+def _row_bytes(config: EPConfig, fp8: bool) -> int:
+    """Bytes of one row's values on the wire; an fp8 row has a fp32 scale for each block of values."""
+    D = config.model.hidden_size
+    return D + 4 * -(-D // SCALE_BLOCK) if fp8 else D * config.model.torch_dtype.itemsize

@@ -1,8 +1,9 @@
-"""`epmoe run CONFIG`: runs the layer or a real model over the ranks that torchrun started, and reports the outcome."""
+"""`epmoe run CONFIG`: runs the layer or a real model over all ranks, and reports the outcome."""
 
 from __future__ import annotations
 
 import dataclasses
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +12,8 @@ import typer
 from rich.progress import Progress
 
 from epmoe.cli import models, simulated
-from epmoe.cli.console import UserError, console, require
-from epmoe.cli.launch import all_ranks
+from epmoe.cli.console import UserError, check_output, console, launched_rank, quiet_exit, require
+from epmoe.cli.launch import CONFIG, NPROC, all_ranks, check_ranks, load, start_ranks
 from epmoe.cli.result import Check, Result
 from epmoe.cli.tables import show
 from epmoe.config import EPConfig
@@ -21,10 +22,15 @@ from epmoe.simulate import Kind
 
 
 def run(
-    config: Annotated[Path, typer.Argument(help="Configuration file (YAML, TOML or JSON).")],
+    context: typer.Context,
+    config: Annotated[Path, CONFIG],
     model: Annotated[
-        list[models.Model] | None,
-        typer.Option(help="Generate text with this architecture (random weights); may be repeated."),
+        list[str] | None,
+        typer.Option(
+            help=f"Generate text with this model, one of {', '.join(models.Model)} (tiny, random weights), or with the "
+            "checkpoint in this folder; may be repeated.",
+            autocompletion=models.model_names,
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Rounds, or tokens to generate with --model.")] = 16,
     tokens: Annotated[
@@ -33,31 +39,41 @@ def run(
     routing: Annotated[Kind, typer.Option(help="Simulated routing, without --model.")] = "uniform",
     seed: Annotated[int, typer.Option(help="Of weights, tokens and simulated routing.")] = 0,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
+    nproc: Annotated[int | None, NPROC] = None,
 ) -> None:
-    """Run the layer, or real models with --model, over all ranks, and check the outcome. Start it under torchrun."""
-    parsed = EPConfig.load(config)
+    """Run the layer, or real models with --model, over all ranks, and check the outcome.
+
+    It starts one process for each rank; under torchrun it is one of them.
+    """
+    started = datetime.now().astimezone()
+    parsed = load(config, nproc)
+    check_output("--report", report, (".html", ".htm"))
     if report is not None:
-        for package in ("jinja2", "matplotlib"):  # now, not after the run
-            require(package, "`--report`")
-        if not report.resolve().parent.is_dir():
-            raise UserError(f"`--report` must be in an existing folder, got {report}")
+        require("jinja2", "`--report`")  # now, not after the run
     if tokens is not None and tokens > parsed.capacity.max_num_tokens_per_rank:
         limit = parsed.capacity.max_num_tokens_per_rank
         raise UserError(f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got {tokens}")
-    if not model:
+    check_ranks(parsed)
+    if model:
+        models.check_models(parsed, model)
+    else:
         simulated.require_memory(parsed)
+    if launched_rank() is None:
+        raise typer.Exit(start_ranks(parsed, context.meta["epmoe.arguments"]))
     with all_ranks(parsed) as rank:
         if model:
             results = models.run_models(parsed, model, steps, seed)
         else:
             results = [_run_layer(parsed, config.stem, routing, steps, tokens, seed)]
     if rank == 0 and report is not None:
+        from epmoe.cli.about import About
         from epmoe.cli.report import write_report
 
-        write_report(results, report, {"configuration": str(config), "ranks": str(parsed.topology.ep_size)})
+        write_report(results, report, About.of_this_process(config, started))
         console.print(f"\nreport: {report.resolve()}")
-    if not all(result.passed for result in results):
-        raise typer.Exit(1)
+    # Rank 0 alone reports a failed check: the exit of another rank would end rank 0, which may still be writing.
+    if rank == 0 and not all(result.passed for result in results):
+        raise quiet_exit()
 
 
 def _run_layer(config: EPConfig, name: str, kind: Kind, steps: int, tokens: int | None, seed: int) -> Result:
@@ -76,19 +92,22 @@ def _run_layer(config: EPConfig, name: str, kind: Kind, steps: int, tokens: int 
         for expert, count in zip(placement.local_experts(rank), counts.pop("tokens_per_expert"), strict=True):
             load[expert] = count
     limit, worst = simulated.tolerance(config), max(m.worst_error for m, _ in gathered)
+    check = Check(f"error against the dense fp64 reference ≤ {limit:.0e}", f"{worst:.1e}", worst <= limit)
     result = Result(
         name=name,
+        config=config,
         facts={
             "experts": f"{model.num_experts}, {model.num_experts_per_tok} per token",
             "hidden size": f"{model.hidden_size} {model.dtype}",
             "rounds": f"{steps} of {tokens} tokens a rank",
             "routing": kind,
         },
-        checks=[Check(f"error against the dense fp64 reference ≤ {limit:.0e}", f"{worst:.1e}", worst <= limit)],
+        checks=[check] if tokens else [],
         placement=placement,
         traffic=[counts.pop("rows_sent") for _, counts in gathered],
         load=load,
-        seconds={s: sum(m.seconds[s] for m, _ in gathered) / len(gathered) for s in simulated.STAGES},
+        stages=[m.seconds for m, _ in gathered],
+        elapsed=[sum(m.seconds.values()) for m, _ in gathered],
         rounds=steps,
         health={key: sum(counts[key] for _, counts in gathered) for key in gathered[0][1]},
     )

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from epmoe.cli.console import console, human_seconds, sparkline
+from epmoe.cli.console import console, human_bytes, human_seconds, sparkline
 from epmoe.cli.result import Check, Result
 
 _PLAIN = {"box": None, "pad_edge": False, "header_style": "dim", "padding": (0, 2, 0, 2)}
@@ -26,11 +26,15 @@ def show(result: Result) -> None:
     console.print()
     console.print(_stages(result))
     console.print()
+    sizes = f"{human_bytes(result.bytes_dispatched)} out, {human_bytes(result.bytes_combined)} back"
+    console.print(f"  travelled: {result.rows_moved:,} rows between ranks ({sizes}); {result.rows_kept:,} stayed")
     problems = {name: count for name, count in result.health.items() if count}
     counts = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in problems.items())
     console.print(f"  health: {counts or 'nothing to report'}")
     for check in result.checks:
         console.print(f"  {mark(check)} {escape(check.what)}: {escape(check.measured)}")
+    if not result.checks:
+        console.print("  – nothing was checked: no rank brought tokens")
     console.print()
 
 

@@ -1,4 +1,4 @@
-"""Small MoE models of transformers with random weights, for `epmoe run --model`.
+"""MoE models of transformers for `epmoe run --model`: tiny ones with random weights, and local checkpoints.
 
 A model whose experts are spread over the ranks is compared with the same model in a single process.
 """
@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from time import perf_counter
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 import epmoe.integrations.transformers as integration
+from epmoe.config import EPConfig
 from epmoe.health import Health
+from epmoe.integrations.checkpoint import load_tokenizer
+from epmoe.integrations.clock import StageClock
 
 PROMPTS = (
     "The mixture of experts sends every token to",
@@ -94,7 +97,21 @@ class ModelResult:
     tokens_per_expert: list[int]
     """Rows computed by each of the E experts, over all layers."""
     seconds: list[dict[str, float]]
-    """Wall time by stage: agree (on the number of rounds), dispatch, experts, combine, and rest (of the model)."""
+    """Wall time of the distributed model by stage: those of `StageClock` and of `SharedExpertParallel`."""
+    elapsed: list[float]
+    """Wall time of the distributed model, measured as a whole."""
+    baseline_texts: list[str]
+    """What the single process generated."""
+    baseline_seconds: list[dict[str, float]]
+    """Wall time of the single process by stage. The ranks run theirs in turn."""
+    baseline_elapsed: list[float]
+    """Wall time of the single process, measured as a whole."""
+    logit_errors: list[list[float]]
+    """Largest absolute difference from the single process's logits, by rank and step."""
+    largest_logit: float
+    """Largest absolute logit of the single process."""
+    config: EPConfig
+    """Of the `ExpertParallel` that all layers share."""
     health: list[Health]
 
     @property
@@ -106,52 +123,80 @@ class ModelResult:
 def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: Progress | None = None) -> ModelResult:
     """Generate greedily from this rank's prompt, in a single process and with the experts spread over all ranks.
 
-    Every rank of the default process group calls it with the same arguments; without torch.distributed, a single
-    process does. Models are fp32, on GPUs if the group has NCCL, otherwise on the CPU. Every `ExpertParallel` of the
-    integration is closed before and after the run. Raises ValueError for an unknown `name`.
+    `name` is one of `MODELS`, or a folder with a checkpoint. Every rank of the default process group calls it with the
+    same arguments; without torch.distributed, a single process does. Models are fp32, on GPUs if the group has NCCL,
+    otherwise on the CPU. The ranks take turns with the single process, so that one is in memory at a time. Every
+    `ExpertParallel` of the integration is closed before and after the run. Raises ValueError for an unknown `name`.
     """
-    if name not in MODELS:
+    if name not in MODELS and not Path(name).is_dir():
         raise ValueError(f"`name` must be one of {', '.join(MODELS)}, got {name!r}")
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device = "cuda" if size > 1 and "cuda:nccl" in dist.get_backend_config() else "cpu"
-    tokenizer, prompt = make_tokenizer(), PROMPTS[rank % len(PROMPTS)]
-    ids = torch.tensor([tokenizer.encode(prompt).ids], device=device)
-
+    prompt = PROMPTS[rank % len(PROMPTS)]
     integration.close()
-    with saved_model(name, seed=seed) as path:
-        single = AutoModelForCausalLM.from_pretrained(path).to(device)
+    alone, clock = StageClock(device), StageClock(device)
+    with saved_model(name, seed=seed) if name in MODELS else nullcontext(name) as path:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        vocabulary = config.get_text_config().vocab_size
+        tokenizer = make_tokenizer() if name in MODELS else load_tokenizer(Path(path), vocabulary)
+        encoded = tokenizer.encode(prompt)
+        ids = torch.tensor([encoded.ids if isinstance(encoded, Encoding) else encoded], device=device)
+        for turn in range(size):
+            if turn == rank:
+                single = _load(path).to(device)
+                architecture = type(single).__name__
+                streamer = _streamer("reference", max_new_tokens, progress)
+                with alone.watch(single):
+                    tokens, logits = generate(single, ids, max_new_tokens, streamer)
+                del single
+            if size > 1:
+                dist.barrier()
         spread = _load_distributed(path, size, device)
-    tokens, logits = generate(single, ids, max_new_tokens, _streamer("reference", max_new_tokens, progress))
-    start = perf_counter()
-    streamer = _streamer("distributed", max_new_tokens, progress)
-    got, got_logits = generate(spread, ids, max_new_tokens, streamer, synced_gpus=size > 1)
-    total = perf_counter() - start
+    if size > 1:
+        dist.barrier()  # otherwise the first stage would include waiting for the slowest to load
+    with clock.watch(spread):
+        streamer = _streamer("distributed", max_new_tokens, progress)
+        got, got_logits = generate(spread, ids, max_new_tokens, streamer, synced_gpus=size > 1)
 
     (layers,) = integration.shared()
-    health, seconds = layers.ep.health(), dict(layers.seconds)
-    seconds["rest"] = total - sum(seconds.values())
+    health = layers.ep.health()
+    clock.divide("experts", layers.seconds, rest="other layers")
+    errors = (logits - got_logits).abs().amax(dim=1)
     mine = {
         "prompts": prompt,
         "texts": tokenizer.decode(got.tolist()),
         "equal": torch.equal(tokens, got),
-        "error": (logits - got_logits).abs().max().item(),
-        "seconds": seconds,
+        "errors": errors.tolist(),
+        "largest": logits.abs().max().item(),
+        "seconds": clock.seconds,
+        "elapsed": clock.elapsed,
+        "baseline_texts": tokenizer.decode(tokens.tolist()),
+        "baseline_seconds": alone.seconds,
+        "baseline_elapsed": alone.elapsed,
         "health": health,
     }
     integration.close()
     of_ranks = _all_gather(mine, size)
     by_rank = {key: [one[key] for one in of_ranks] for key in mine}
     return ModelResult(
-        name=name,
-        architecture=type(single).__name__,
+        name=Path(path).resolve().name if path == name else name,
+        architecture=architecture,
         prompts=by_rank["prompts"],
         texts=by_rank["texts"],
         tokens_equal=all(by_rank["equal"]),
-        max_logit_error=torch.tensor(by_rank["error"]).max().item(),  # NaN if any is
+        max_logit_error=torch.tensor(by_rank["errors"]).max().item(),  # NaN if any is
         traffic=[one.rows_sent for one in by_rank["health"]],
         tokens_per_expert=[count for one in by_rank["health"] for count in one.tokens_per_expert],
         seconds=by_rank["seconds"],
+        elapsed=by_rank["elapsed"],
+        baseline_texts=by_rank["baseline_texts"],
+        baseline_seconds=by_rank["baseline_seconds"],
+        baseline_elapsed=by_rank["baseline_elapsed"],
+        logit_errors=by_rank["errors"],
+        largest_logit=max(by_rank["largest"]),
+        config=layers.ep.config,
         health=by_rank["health"],
     )
 
@@ -198,9 +243,13 @@ def _load_distributed(path: str, size: int, device: str) -> PreTrainedModel:
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if size == 1 or device != (accelerator.type if accelerator else "cpu") or not hasattr(integration, "EpmoeEP"):
-        return AutoModelForCausalLM.from_pretrained(path, experts_implementation="epmoe").to(device)
+        return _load(path, experts_implementation="epmoe").to(device)
     parallel = DistributedConfig(tp_size=1, fsdp_size=size, ep_size=size, ep_implementation="epmoe")
-    return AutoModelForCausalLM.from_pretrained(path, distributed_config=parallel)
+    return _load(path, distributed_config=parallel)
+
+
+def _load(path: str, **options: Any) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True, **options)
 
 
 def generate(
@@ -215,6 +264,7 @@ def generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=max_new_tokens,
+        min_new_tokens=max_new_tokens,  # also past the end of a text, so that runs can be compared
         do_sample=False,
         output_logits=True,
         return_dict_in_generate=True,

@@ -23,6 +23,9 @@ from epmoe.service import ExpertParallel
 from epmoe.stages.checks import check_forward_only
 from epmoe.stages.quantize import dequantize_rows
 
+now: Callable[[], float] = time.perf_counter
+"""The clock of `SharedExpertParallel.seconds`. `epmoe.integrations.clock` sets one that waits for the GPU."""
+
 Experts = Callable[[Tensor, Tensor], Tensor]
 """(rows [n,D] sorted by expert, local expert of each row, int64 [n]) → outputs [n,D]; n > 0."""
 
@@ -32,14 +35,15 @@ class SharedExpertParallel:
 
     Attributes:
         ep: the `ExpertParallel`.
-        seconds: wall time of each stage so far, waiting for other ranks included. On GPUs this is the time of the host,
-            which waits for the device only in the stages `agree` and `experts`.
+        seconds: wall time of each stage so far, by the clock `now`, waiting for other ranks included. On GPUs this is
+            the time of the host, which waits for the device only in the stages `agree` and `experts`.
     """
 
     def __init__(self, config: EPConfig, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Collective; takes the arguments of `ExpertParallel`."""
-        self.ep = ExpertParallel(config, group, device)
-        self.seconds = dict.fromkeys(("agree", "dispatch", "experts", "combine"), 0.0)
+        self.seconds = dict.fromkeys(("set up", "agree", "dispatch", "experts", "combine"), 0.0)
+        with self._timed("set up"):
+            self.ep = ExpertParallel(config, group, device)
         self._max_tokens = config.capacity.max_num_tokens_per_rank
 
     def rounds(self, num_tokens: int) -> int:
@@ -81,9 +85,9 @@ class SharedExpertParallel:
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start = now()
         yield
-        self.seconds[stage] += time.perf_counter() - start
+        self.seconds[stage] += now() - start
 
 
 def _run_experts(dispatched: Dispatched, experts: Experts) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,12 @@ def describe(value: object) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{_name(value.dtype)} {list(value.shape)}"
+
+
+def describe_fields(owner: object, fields: Mapping[str, object], *before: str) -> str:
+    """One line for `repr`. Of a tensor it says dtype and shape: its values would have to be fetched from the device."""
+    words = [f"{name} {describe(value) if isinstance(value, Tensor) else value}" for name, value in fields.items()]
+    return f"{type(owner).__name__}({', '.join([*before, *words])})"
 
 
 def check_tensor(
@@ -52,14 +58,13 @@ def _fits(got: Sequence[int], wanted: Sequence[int | str]) -> bool:
 
 
 def check_forward_only(*inputs: Tensor) -> None:
-    """Raises RuntimeError if autograd would need a backward of the exchange."""
+    """Raises RuntimeError if autograd would need a backward, which no stage has."""
     if not torch.is_grad_enabled():
         return
     for value in inputs:
         if value.requires_grad:
             raise RuntimeError(
-                "dispatch and combine are forward only, but an input requires grad: run under torch.inference_mode() "
-                "or torch.no_grad()"
+                "epmoe is forward only, but an input requires grad: run under torch.inference_mode() or torch.no_grad()"
             )
 
 

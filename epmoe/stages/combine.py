@@ -8,41 +8,61 @@ from torch._ops import OpOverload
 from epmoe import ops, rounds
 from epmoe.exchange import Exchange
 from epmoe.handles import Dispatched
+from epmoe.rounds import CLOSED, PHASES, RETURNING
 from epmoe.stages.checks import aligned_rows, check_forward_only, check_tensor
 
 
 def combine(exchange: Exchange, expert_rows: Tensor, dispatched: Dispatched) -> Tensor:
     """Finalize expert-major outputs [N, D] and bring them back: y [T, D]. Collective; see `ExpertParallel.combine`."""
-    rounds.permit(exchange, dispatched, "combine")
-    if dispatched.layout != "expert":
-        raise ValueError("`combine` takes expert-major rows; a round of layout='rank' ends with combine_partial")
-    rows = _expert_rows(exchange, expert_rows, dispatched)
-    return rounds.closed(exchange, _launch(ops.combine, exchange, rows, dispatched))
+    exchange.enter()
+    try:
+        rounds.permit(exchange, dispatched, "combine")
+        if dispatched.layout != "expert":
+            raise ValueError("`combine` takes expert-major rows; a round of layout='rank' ends with combine_partial")
+        rows = _expert_rows(exchange, expert_rows, dispatched)
+        return rounds.closed(exchange, _run(exchange, ops.combine, rows, dispatched, CLOSED))
+    finally:
+        exchange.thread = 0
 
 
 def combine_partial(exchange: Exchange, partial: Tensor, dispatched: Dispatched) -> Tensor:
     """Bring rank-major rows [R, M, D], already weighted and summed over this rank's experts, back: y [T, D]."""
-    rounds.permit(exchange, dispatched, "combine_partial")
-    if dispatched.layout != "rank":
-        raise ValueError("`combine_partial` takes rank-major rows; a round of layout='expert' ends with combine")
-    rows = _partial_rows(exchange, partial, dispatched)
-    return rounds.closed(exchange, _launch(ops.combine, exchange, rows, dispatched))
+    exchange.enter()
+    try:
+        rounds.permit(exchange, dispatched, "combine_partial")
+        if dispatched.layout != "rank":
+            raise ValueError("`combine_partial` takes rank-major rows; a round of layout='expert' ends with combine")
+        rows = _partial_rows(exchange, partial, dispatched)
+        return rounds.closed(exchange, _run(exchange, ops.combine, rows, dispatched, CLOSED))
+    finally:
+        exchange.thread = 0
 
 
 def combine_send(exchange: Exchange, rows: Tensor, dispatched: Dispatched) -> None:
     """The send phase of `combine`, or of `combine_partial` with layout="rank"; waits for no rank."""
-    rounds.permit(exchange, dispatched, "combine_send")
-    checked = (_expert_rows if dispatched.layout == "expert" else _partial_rows)(exchange, rows, dispatched)
-    rounds.returning(exchange, _launch(ops.combine_send, exchange, checked, dispatched))
+    exchange.enter()
+    try:
+        rounds.permit(exchange, dispatched, "combine_send")
+        checked = (_expert_rows if dispatched.layout == "expert" else _partial_rows)(exchange, rows, dispatched)
+        _run(exchange, ops.combine_send, checked, dispatched, RETURNING)
+    finally:
+        exchange.thread = 0
 
 
 def combine_recv(exchange: Exchange, dispatched: Dispatched) -> Tensor:
     """The receive phase of `combine`: y [T, D]."""
-    rounds.expect(exchange, dispatched, "combine_recv")
-    y = exchange.rounds.y
-    assert y is not None
-    ops.combine_recv(y, None, *exchange.memory, dispatched.sent.descriptor)
-    return rounds.closed(exchange, y)
+    exchange.enter()
+    try:
+        rounds.expect(exchange, dispatched, "combine_recv")
+        y = exchange.rounds.y
+        assert y is not None
+        arguments = y, None, *exchange.memory, dispatched.sent.descriptor
+        ops.combine_recv(*arguments)
+        if exchange.rounds.progress[PHASES] & 3 != CLOSED:
+            rounds.wait_on(exchange, ops.combine_recv, arguments, CLOSED)
+        return rounds.closed(exchange, y)
+    finally:
+        exchange.thread = 0
 
 
 def _expert_rows(exchange: Exchange, rows: Tensor, dispatched: Dispatched) -> Tensor:
@@ -67,8 +87,12 @@ def _partial_rows(exchange: Exchange, partial: Tensor, dispatched: Dispatched) -
     return aligned_rows(partial.flatten(0, 1))
 
 
-def _launch(operator: OpOverload, exchange: Exchange, rows: Tensor, dispatched: Dispatched) -> Tensor:
-    sent = dispatched.sent
-    y = sent.new_y()
-    operator(y, rows, *exchange.memory, sent.descriptor)
+def _run(exchange: Exchange, operator: OpOverload, rows: Tensor, dispatched: Dispatched, state: int) -> Tensor:
+    """Calls an operator that sends `rows` and leads to `state`. Returns y, which combine_send leaves unwritten."""
+    sent, opened = dispatched.sent, exchange.rounds
+    opened.y = y = sent.new_y()
+    arguments = y, rows, *exchange.memory, sent.descriptor
+    operator(*arguments)
+    if opened.progress[PHASES] & 3 != state:
+        rounds.wait_on(exchange, operator, arguments, state)
     return y

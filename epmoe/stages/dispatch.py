@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from epmoe import ops, rounds
 from epmoe.exchange import Exchange
 from epmoe.handles import Dispatched, Layout, Received, RoundTemplate, Sent
 from epmoe.memory import SCALE_BLOCK
+from epmoe.rounds import DISPATCHED, PHASES, SENT
 from epmoe.stages.checks import (
     FLOATS,
     INTS,
@@ -25,7 +27,28 @@ from epmoe.stages.checks import (
 FP8 = torch.float8_e4m3fn
 
 
-def open_round(
+def dispatch(
+    exchange: Exchange,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    num_tokens: int | Tensor | None,
+    layout: Layout,
+    weight_rows: bool,
+) -> Dispatched:
+    """Send this rank's tokens and receive those of its experts. Collective; see `ExpertParallel.dispatch`."""
+    exchange.enter()
+    try:
+        sent = _opened(exchange, x, ids, weights, num_tokens, layout, weight_rows)
+        ops.dispatch(*sent.arguments)
+        if exchange.rounds.progress[PHASES] & 3 != DISPATCHED:
+            rounds.wait_on(exchange, ops.dispatch, sent.arguments, DISPATCHED)
+        return rounds.dispatched(exchange, sent)
+    finally:
+        exchange.thread = 0
+
+
+def dispatch_send(
     exchange: Exchange,
     x: Tensor,
     ids: Tensor,
@@ -34,34 +57,49 @@ def open_round(
     layout: Layout,
     weight_rows: bool,
 ) -> Sent:
-    """Check the arguments of `ExpertParallel.dispatch` and give them a round, for `dispatch` or `dispatch_send`."""
-    rounds.check_closed(exchange)
+    """The send phase of `dispatch`; waits for no rank, except after an abort."""
+    exchange.enter()
+    try:
+        sent = _opened(exchange, x, ids, weights, num_tokens, layout, weight_rows)
+        ops.dispatch_send(*sent.arguments)
+        if exchange.rounds.progress[PHASES] & 3 != SENT:
+            rounds.wait_on(exchange, ops.dispatch_send, sent.arguments, SENT)
+        return sent
+    finally:
+        exchange.thread = 0
+
+
+def dispatch_recv(exchange: Exchange, sent: Sent) -> Dispatched:
+    """The receive phase of `dispatch`."""
+    exchange.enter()
+    try:
+        rounds.expect(exchange, sent, "dispatch_recv", "sent")
+        ops.dispatch_recv(*sent.arguments)
+        if exchange.rounds.progress[PHASES] & 3 != DISPATCHED:
+            rounds.wait_on(exchange, ops.dispatch_recv, sent.arguments, DISPATCHED)
+        return rounds.dispatched(exchange, sent)
+    finally:
+        exchange.thread = 0
+
+
+def _opened(
+    exchange: Exchange,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    num_tokens: int | Tensor | None,
+    layout: Layout,
+    weight_rows: bool,
+) -> Sent:
+    """Check the arguments of `ExpertParallel.dispatch` and give them a round."""
+    epoch = rounds.check_closed(exchange)
     template = _checked_template(exchange, x, ids, weights, layout, weight_rows)
     T = x.shape[0]
     scalar, rows = (None, T) if num_tokens is None else token_count(num_tokens, T, exchange.device)
     descriptor = template.descriptors[bisect_left(template.steps, T)]
     inputs = aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights)
     arguments = *inputs, scalar, rows, *exchange.memory, descriptor
-    return rounds.opened(exchange, template, T, descriptor, arguments)
-
-
-def dispatch(exchange: Exchange, sent: Sent) -> Dispatched:
-    """Send this rank's tokens and receive those of its experts. Collective; see `ExpertParallel.dispatch`."""
-    ops.dispatch(*sent.arguments)
-    return rounds.dispatched(exchange, sent)
-
-
-def dispatch_send(exchange: Exchange, sent: Sent) -> Sent:
-    """The send phase of `dispatch`; waits for no rank."""
-    ops.dispatch_send(*sent.arguments)
-    return rounds.sent(exchange, sent)
-
-
-def dispatch_recv(exchange: Exchange, sent: Sent) -> Dispatched:
-    """The receive phase of `dispatch`."""
-    rounds.expect(exchange, sent, "dispatch_recv", "sent")
-    ops.dispatch_recv(*sent.arguments)
-    return rounds.dispatched(exchange, sent)
+    return rounds.opened(exchange, template, T, epoch, descriptor, arguments)
 
 
 def _checked_template(
@@ -121,8 +159,9 @@ def _new_template(exchange: Exchange, x: Tensor, K: int, layout: Layout, weight_
         }
         received = Received.attributes("recv", layout, recv_fields)
     attributes |= {"recv": Received(received), "layout": layout, "dtype": x.dtype, "hidden_size": D}
+    attributes |= {"_rounds": ref(exchange.rounds), "_rank": exchange.plan.sizes["rank"]}
     steps, descriptors = exchange.descriptors_for(D, layout == "expert", weight_rows)
-    return RoundTemplate(steps, descriptors, attributes, D, torch.empty(0, dtype=x.dtype, device=exchange.device))
+    return RoundTemplate(steps, descriptors, attributes, D, torch.empty(0, D, dtype=x.dtype, device=exchange.device))
 
 
 def _check_inputs(exchange: Exchange, x: Tensor, ids: Tensor, weights: Tensor, layout: str, weight_rows: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from epmoe import ops
-from epmoe.stages.checks import FLOATS, check_tensor, contiguous_rows
+from epmoe.stages.checks import FLOATS, check_forward_only, check_tensor, contiguous_rows, describe
 from epmoe.stages.permute import Permuted
 
 
@@ -24,9 +24,13 @@ def finalize(expert_rows: Tensor, permuted: Permuted, weights: Tensor) -> Tensor
         [S, D] in the dtype of `expert_rows`.
 
     Raises:
-        TypeError: an argument has another dtype.
+        TypeError: an argument has another type or dtype.
         ValueError: an argument has another shape or device.
+        RuntimeError: an argument requires grad in grad mode.
     """
     check_tensor("expert_rows", expert_rows, FLOATS, ("N", "D"))
+    if not isinstance(permuted, Permuted):
+        raise TypeError(f"`permuted` must be what permute returned, got {describe(permuted)}")
     check_tensor("weights", weights, FLOATS, tuple(permuted.row_of_pair.shape), expert_rows.device)
+    check_forward_only(expert_rows, weights)
     return ops.finalize(contiguous_rows(expert_rows), permuted.row_of_pair, contiguous_rows(weights), permuted.counts)

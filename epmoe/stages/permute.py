@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epmoe import ops
-from epmoe.stages.checks import FLOATS, INTS, check_tensor, contiguous_rows
+from epmoe.stages.checks import FLOATS, INTS, check_forward_only, check_tensor, contiguous_rows, describe_fields
 
 I32 = (torch.int32,)
 
@@ -30,6 +30,9 @@ class Permuted:
     tokens_per_expert: Tensor
     row_of_pair: Tensor
     counts: Tensor | None
+
+    def __repr__(self) -> str:
+        return describe_fields(self, vars(self))
 
 
 def permute(
@@ -62,6 +65,7 @@ def permute(
     Raises:
         TypeError: an argument has another dtype.
         ValueError: an argument has another shape, value or device.
+        RuntimeError: `x` requires grad in grad mode.
     """
     check_tensor("x", x, (*FLOATS, torch.float8_e4m3fn), ("S", "D"))
     S, _ = x.shape
@@ -79,6 +83,7 @@ def permute(
         max_rows = S * ids.shape[1] + num_local_experts * (alignment - 1)
     if not 0 <= max_rows < 2**31:
         raise ValueError(f"`max_rows` must be from 0 to 2147483647, got {max_rows}")
+    check_forward_only(x)
     rows, offsets, tokens, row_of_pair = ops.permute(
         contiguous_rows(x), contiguous_rows(ids), expert_map.contiguous(), num_local_experts, counts_R, alignment,
         max_rows, counters,

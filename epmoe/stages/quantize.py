@@ -9,7 +9,15 @@ from torch import Tensor
 
 from epmoe import ops
 from epmoe.memory import SCALE_BLOCK
-from epmoe.stages.checks import FLOATS, check_tensor, contiguous_rows, describe, token_count
+from epmoe.stages.checks import (
+    FLOATS,
+    check_forward_only,
+    check_tensor,
+    contiguous_rows,
+    describe,
+    describe_fields,
+    token_count,
+)
 
 
 class Quantized(NamedTuple):
@@ -17,6 +25,9 @@ class Quantized(NamedTuple):
 
     q: Tensor
     scales: Tensor
+
+    def __repr__(self) -> str:
+        return describe_fields(self, self._asdict())
 
 
 def zero_padding_rows_(x: Tensor, num_tokens: int | Tensor) -> Tensor:
@@ -37,13 +48,14 @@ def zero_padding_rows_(x: Tensor, num_tokens: int | Tensor) -> Tensor:
     Raises:
         TypeError: an argument has another type or dtype.
         ValueError: the elements of a row are not contiguous.
-        RuntimeError: the rows are not evenly spaced.
+        RuntimeError: the rows are not evenly spaced, or `x` requires grad in grad mode.
     """
     if not isinstance(x, Tensor) or x.dim() < 2:
         raise TypeError(f"`x` must be a tensor [..., D], got {describe(x)}")
     rows = x.view(-1, x.shape[-1])
     if rows.stride(1) != 1 and rows.shape[1] > 1:
         raise ValueError(f"`x` must have contiguous rows, got strides {x.stride()}")
+    check_forward_only(x)
     ops.zero_padding_rows_(rows, *token_count(num_tokens, rows.shape[0], x.device))
     return x
 
@@ -67,10 +79,12 @@ def quantize_fp8(
     Raises:
         TypeError: an argument has another type or dtype.
         ValueError: an argument has another shape or value.
+        RuntimeError: `x` requires grad in grad mode.
     """
     check_tensor("x", x, FLOATS, ("T", "D"))
     if granularity not in ("tensor", "block"):
         raise ValueError(f"`granularity` must be 'tensor' or 'block', got {granularity!r}")
+    check_forward_only(x)
     scalar, rows = token_count(num_tokens, x.shape[0], x.device)
     return Quantized(*ops.quantize_fp8(contiguous_rows(x), scalar, rows, granularity == "tensor"))
 

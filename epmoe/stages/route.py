@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from epmoe import ops
-from epmoe.stages.checks import FLOATS, INTS, check_tensor, contiguous_rows, token_count
+from epmoe.stages.checks import (
+    FLOATS,
+    INTS,
+    check_forward_only,
+    check_tensor,
+    contiguous_rows,
+    describe_fields,
+    token_count,
+)
 
 MAX_TOP_K_ON_CUDA = 32
 
@@ -18,6 +26,9 @@ class Routing(NamedTuple):
 
     ids: Tensor
     weights: Tensor
+
+    def __repr__(self) -> str:
+        return describe_fields(self, self._asdict())
 
 
 def route(
@@ -60,6 +71,7 @@ def route(
     Raises:
         TypeError: an argument has another type or dtype.
         ValueError: an argument has another shape, value or device.
+        RuntimeError: `logits` or `bias` requires grad in grad mode.
     """
     check_tensor("logits", logits, FLOATS, ("T", "E"))
     T, E = logits.shape
@@ -84,7 +96,9 @@ def route(
         raise TypeError(f"`id_dtype` must be torch.int32 or torch.int64, got {id_dtype}")
     if bias is not None:
         check_tensor("bias", bias, (torch.float32,), (E,), logits.device)
+        check_forward_only(bias)
         bias = bias.contiguous()
+    check_forward_only(logits)
     scalar, rows = token_count(num_tokens, T, logits.device)
     ids, weights = ops.route(
         contiguous_rows(logits), top_k, bias, scalar, rows, scoring == "sigmoid", renormalize, num_expert_groups,

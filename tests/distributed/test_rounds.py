@@ -88,6 +88,36 @@ def test_one_rank_may_abort_alone(make_ep, rank, size):
     assert_y(run_round(ep, tokens[0]), ep.config, tokens[0])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs a rank knows only what it needed itself")
+def test_the_value_to_set_is_that_of_the_fullest_rank(make_ep, rank, size):
+    """Two ranks have too little room: both errors name the rows that the fuller one needed."""
+    ep = make_ep(experts=2 * size, top_k=1, max_tokens=8, capacity={"max_expert_rows": 4})
+    T = 8
+    ids = torch.full((T, 1), 2, dtype=torch.int32)  # rank 1
+    ids[:3] = 0
+    d = ep.dispatch(torch.ones(T, ep.config.model.hidden_size, device=ep.device), ids, torch.ones(T, 1))
+    rows = run_experts(ep, d)
+    if rank > 1:
+        ep.combine(rows, d)
+    else:
+        with pytest.raises(epmoe.EPOverflowError) as error:
+            ep.combine(rows, d)
+        assert error.value.needed_rows == 5 * size
+
+
+def test_experts_without_rows_hand_back_none(make_ep, rank, size):
+    """A tensor of no rows has no address, and is no abort: other ranks' sums arrive."""
+    ep = make_ep(experts=2 * size, top_k=1, max_tokens=4)
+    D = ep.config.model.hidden_size
+    x = torch.full((2, D), rank + 1.0, dtype=ep.config.model.torch_dtype, device=ep.device)
+    ids = torch.zeros(2, 1, dtype=torch.int32, device=ep.device)  # all tokens go to rank 0
+    for _ in range(3):
+        d = ep.dispatch(x, ids, torch.ones(2, 1, device=ep.device))
+        used = int(d.expert_offsets[-1])
+        assert (used == 0) == (rank > 0)
+        assert torch.equal(ep.combine(d.rows[:used].clone(), d), x)
+
+
 @pytest.mark.parametrize("alignment", [1, 16])
 def test_rows_past_the_capacity(make_ep, rank, size, alignment):
     """All tokens go to rank 0, which has room for half of them: it raises, or it only counts the dropped pairs."""

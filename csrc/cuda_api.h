@@ -1,0 +1,40 @@
+// The CUDA kernels are a library of their own, libepmoe_cuda.so, which nvcc builds without torch. This table is all
+// that the operators see of it. No CUDA header and no torch header: libepmoe.so is compiled once, with or without a
+// CUDA toolkit, and works with every build of torch. Errors are cudaError_t as int, 0 for success.
+#pragma once
+#include "args.h"
+#include "exchange.h"
+
+namespace epmoe::cuda {
+
+constexpr int32_t kMaxTopK = 32;  // of route: one lane keeps each choice
+
+using Stream = void*;  // cudaStream_t
+
+struct Api {
+  const char* (*error_string)(int error);
+  int (*current_device)(int* index);
+  int64_t (*permute_workspace_bytes)(int64_t S, int32_t K, int32_t num_local_experts);
+  int (*route)(const RouteArgs& args, Stream stream);
+  int (*permute)(const PermuteArgs& args, Stream stream);
+  int (*finalize)(const FinalizeArgs& args, Stream stream);
+  int (*zero_padding_rows)(const PaddingArgs& args, Stream stream);
+  int (*quantize)(const QuantizeArgs& args, Stream stream);
+  int (*dispatch)(const Exchange& exchange, const DispatchArgs& args, Stream stream);
+  int (*combine)(const Exchange& exchange, const CombineArgs& args, DType dtype, Stream stream);
+};
+
+// The one symbol of libepmoe_cuda.so that libepmoe.so looks up: `const Api* epmoe_cuda_api()`.
+constexpr const char* kApiSymbol = "epmoe_cuda_api";
+
+// What the operators call for tensors on a GPU.
+struct Library {
+  const Api* api;
+  int32_t (*current_stream)(int32_t device, Stream* stream);  // of torch; not 0: failed
+};
+
+// Loads libepmoe_cuda.so from the folder of libepmoe.so at the first call. Throws std::runtime_error, with a sentence
+// for users, if the kernels are missing or torch has no CUDA.
+const Library& library();
+
+}  // namespace epmoe::cuda

@@ -1,0 +1,75 @@
+"""What a benchmark's JSON holds beside its figures: what was run, on which machine, with which versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from epmoe import __version__
+from epmoe.config import EPConfig
+from epmoe.simulate import Kind
+
+
+def facts(config: EPConfig, routing: Kind, repeats: int) -> dict[str, Any]:
+    """All that is known about this run apart from its figures, as JSON can hold it."""
+    return {
+        "config": config.model_dump(mode="json"),
+        "routing": routing,
+        "ranks": config.topology.ep_size,
+        "repeats": repeats,
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions(),
+        "commit": commit(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores that this process may use and in all, memory in bytes, GPUs, and system."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "cpu": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "cores_of_machine": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "gpus": gpus,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of epmoe, Python and torch; of CUDA and NCCL where torch has them, else None."""
+    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
+    return {
+        "epmoe": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, nccl)) if nccl else None,
+    }
+
+
+def commit(folder: Path = Path(__file__).resolve().parents[2]) -> str | None:
+    """The commit of the checkout in `folder`, with "-dirty" where files differ from it; None if it is no checkout."""
+    if not (folder / ".git").exists():
+        return None
+    command = ["git", "-C", str(folder), "--no-optional-locks", "describe", "--always", "--abbrev=40", "--dirty"]
+    try:
+        done = subprocess.run([*command, "--exclude", "*"], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
+    except (OSError, StopIteration):
+        return platform.machine()

@@ -1,0 +1,122 @@
+"""What `capacity.max_expert_rows` is worth: the rows that a rank needs for a load, and the memory that they save.
+
+By default a rank has room for the worst case, in which all tokens of all ranks go to its experts: R·M·K rows. If the
+router balances its load, a rank gets R·M·K·e/P of them on average.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from epmoe.cli.console import human_bytes
+from epmoe.config import EPConfig
+from epmoe.memory import MemoryPlan
+from epmoe.placement import Placement
+
+LOADS = (1.0, 1.5, 2.0)
+"""Times the mean load, of which `suggestions` gives the rows."""
+SIGMAS = 6  # of chance: a round in a thousand million exceeds it
+WORTH_BYTES = 1 << 30  # of a node: less is not worth the risk of an EPOverflowError
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A value of `capacity.max_expert_rows`."""
+
+    load: float
+    """what a rank may get on average, times the mean load of all ranks"""
+    rows: int
+    """enough for that load"""
+    saved_bytes: int
+    """of the node, against the worst case"""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The expert-major rows of the rank with the most experts, in rounds of M tokens on each rank."""
+
+    worst: int
+    """rows that hold whatever comes, with the padding for `capacity.alignment`"""
+    mean: float
+    """rows that a rank gets on average if all experts are equally likely"""
+    sigma: float
+    """standard deviation of these rows"""
+    padding: int
+    """most rows between the experts' segments"""
+
+    @classmethod
+    def of(cls, config: EPConfig) -> Capacity:
+        """From first principles: a token's K experts are K draws of the P, of which e are this rank's."""
+        placement, R = Placement.from_config(config), config.topology.ep_size
+        K, P = config.model.num_experts_per_tok, config.num_physical_experts
+        tokens = R * config.capacity.max_num_tokens_per_rank
+        e = max(placement.num_local_experts(rank) for rank in range(R))
+        share = e / P
+        variance = K * share * (1 - share) * (P - K) / max(1, P - 1)  # of one token: draws without replacement
+        padding = e * (config.capacity.alignment - 1)
+        return cls(tokens * K + padding, tokens * K * share, math.sqrt(tokens * variance), padding)
+
+    def rows(self, load: float) -> int:
+        """Rows for a rank that gets `load` times the mean, with `SIGMAS` for chance; at most the worst case."""
+        chance = SIGMAS * self.sigma * math.sqrt(load)
+        return min(self.worst, math.ceil(load * self.mean + chance) + self.padding)
+
+    def load(self, rows: int) -> float:
+        """The largest load, times the mean, for which `rows` are enough: the inverse of `rows`."""
+        free, chance = max(0, rows - self.padding), SIGMAS * self.sigma
+        root = (math.sqrt(chance**2 + 4 * self.mean * free) - chance) / (2 * self.mean)
+        return root**2
+
+
+def suggestions(config: EPConfig) -> list[Suggestion]:
+    """For each of `LOADS`: the rows, and the bytes of the node that they save. Empty if the saving is small."""
+    capacity, unlimited = Capacity.of(config), _limited(config, None)
+    whole = _node_bytes(unlimited)
+    found = [
+        Suggestion(load, rows, whole - _node_bytes(_limited(config, rows)))
+        for load in LOADS
+        if (rows := capacity.rows(load)) < capacity.worst
+    ]
+    return found if found and found[0].saved_bytes >= WORTH_BYTES else []
+
+
+def advice(config: EPConfig) -> Iterator[str | Table]:
+    """For `epmoe plan`: what `max_expert_rows` would save, if that is much; if it is set, the load it is enough for."""
+    capacity, limit = Capacity.of(config), config.capacity.max_expert_rows
+    beyond = "A round with more rows raises EPOverflowError."
+    if config.capacity.on_overflow == "drop":
+        beyond = "Pairs beyond it are dropped and counted."
+    mean = f"{capacity.mean:,.0f} rows a rank are the mean of balanced routing"
+    if limit is not None:
+        yield (
+            f"`capacity.max_expert_rows` = {limit:,} is enough for {capacity.load(limit):.2g} × the mean load: {mean}, "
+            f"{capacity.worst:,} the worst case. {beyond}"
+        )
+        return
+    if not (found := suggestions(config)):
+        return
+    yield (
+        f"`capacity.max_expert_rows` would save memory. By default a rank has {capacity.worst:,} rows, for the case "
+        f"that all tokens go to its experts; {mean}. Values that are safe for a load:"
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    for column in ("max_expert_rows", "the most loaded rank gets", "saves per node"):
+        table.add_column(column, justify="left" if "rank" in column else "right", no_wrap=True)
+    for one in found:
+        table.add_row(f"{one.rows:,}", f"{one.load:g} × the mean", human_bytes(one.saved_bytes))
+    yield table
+    yield beyond
+
+
+def _limited(config: EPConfig, rows: int | None) -> EPConfig:
+    return config.model_copy(update={"capacity": config.capacity.model_copy(update={"max_expert_rows": rows})})
+
+
+def _node_bytes(config: EPConfig) -> int:
+    placement, R = Placement.from_config(config), config.topology.ep_size
+    ranks = range(min(R, config.topology.ranks_per_node or R))
+    return sum(MemoryPlan.build(config, rank, placement).total_bytes for rank in ranks)

@@ -1,0 +1,214 @@
+"""The report's charts as numbers: what to draw where, in percent of the drawing. `charts.html.j2` draws them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from epmoe.cli.console import human_seconds
+from epmoe.cli.result import STAGES, Result, mean_stages
+
+MOST_RANKS = 16  # with more, a chart that has a bar or a line for each rank shows one for all of them
+MOST_LABELLED = 8  # with more ranks, the cells of the heat map have no numbers in them
+DARK_CELL = 0.55  # of the colour scale: from here on the text in a cell has the other colour
+
+
+@dataclass(frozen=True)
+class Tick:
+    at: float  # percent
+    label: str
+
+
+@dataclass(frozen=True)
+class Segment:
+    stage: str
+    width: float  # percent
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Bar:
+    name: str
+    seconds: float
+    segments: Sequence[Segment]
+
+
+@dataclass(frozen=True)
+class StageChart:
+    """One bar for the single process, one for each rank."""
+
+    bars: Sequence[Bar]
+    ticks: Sequence[Tick]
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One line of the table of stages; `alone` is None where the single process has no such stage, or was not run."""
+
+    stage: str
+    alone: float | None
+    mean: float
+    least: float
+    most: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    count: int
+    own: bool
+    level: float  # of the colour scale, 0 to 1
+    dark: bool
+
+
+@dataclass(frozen=True)
+class Heat:
+    """Rows from each source rank, first index, to each destination. The scale counts only rows between ranks."""
+
+    rows: Sequence[Sequence[Cell]]
+    top: int
+    labelled: bool
+
+
+@dataclass(frozen=True)
+class Expert:
+    index: int
+    logical: int
+    count: int
+    height: float  # percent
+    times_mean: float
+
+
+@dataclass(frozen=True)
+class LoadChart:
+    """Bars of the experts, rank by rank."""
+
+    ranks: Sequence[Sequence[Expert]]
+    mean: float
+    mean_at: float  # percent
+    ticks: Sequence[Tick]
+
+
+@dataclass(frozen=True)
+class Dot:
+    x: float  # percent
+    y: float  # percent from the top
+
+
+@dataclass(frozen=True)
+class ErrorChart:
+    """Logit differences by generated token, on a logarithmic scale: a line for each rank."""
+
+    lines: Sequence[tuple[str, Sequence[Dot]]]
+    limit_at: float  # percent from the top
+    ticks: Sequence[Tick]
+    steps: int
+    titles: Sequence[str]  # by generated token
+
+
+def stage_chart(result: Result) -> StageChart:
+    """Seconds by stage, of the single process (the mean over ranks) and of each rank."""
+    ranks = result.stages
+    named = [(f"rank {rank}", one) for rank, one in enumerate(ranks)]
+    if len(ranks) > MOST_RANKS:
+        named = [(f"mean of {len(ranks)} ranks", result.seconds)]
+    if result.baseline:
+        named.insert(0, ("one process", mean_stages(result.baseline.stages)))
+    top, ticks = axis(max((sum(one.values()) for _, one in named), default=0.0), human_seconds)
+    bars = []
+    for name, one in named:
+        total = sum(one.values())
+        segments = [
+            Segment(stage, 100 * one[stage] / top, one[stage], one[stage] / total)
+            for stage in STAGES
+            if one.get(stage, 0.0) > 0
+        ]
+        bars.append(Bar(name, total, segments))
+    return StageChart(bars, ticks)
+
+
+def stage_rows(result: Result) -> list[StageRow]:
+    """One line for each stage that the ranks or the single process have."""
+    alone = mean_stages(result.baseline.stages) if result.baseline else {}
+    mean = result.seconds
+    total = sum(mean.values()) or 1.0
+    rows = []
+    for stage in STAGES:
+        if stage in mean or stage in alone:
+            each = [one.get(stage, 0.0) for one in result.stages]
+            seconds = mean.get(stage, 0.0)
+            rows.append(StageRow(stage, alone.get(stage), seconds, min(each), max(each), seconds / total))
+    return rows
+
+
+def heat(result: Result) -> Heat:
+    """The heat map of the rows from rank to rank."""
+    between = [count for source, row in enumerate(result.traffic) for rank, count in enumerate(row) if rank != source]
+    top = max(between, default=0)
+    rows = []
+    for source, counts in enumerate(result.traffic):
+        levels = [count / top if top else 0.0 for count in counts]
+        rows.append(
+            [
+                Cell(count, rank == source, 0.0 if rank == source else level, rank != source and level > DARK_CELL)
+                for rank, (count, level) in enumerate(zip(counts, levels, strict=True))
+            ]
+        )
+    return Heat(rows, top, labelled=len(rows) <= MOST_LABELLED)
+
+
+def load_chart(result: Result) -> LoadChart:
+    """Tokens of each physical expert."""
+    placement, loads = result.placement, result.load
+    mean = sum(loads) / len(loads)
+    top, ticks = axis(max(loads), lambda value: f"{value:,.0f}", whole=True)
+    ranks = [
+        [
+            Expert(index, placement.logical(index), loads[index], 100 * loads[index] / top, loads[index] / (mean or 1))
+            for index in placement.local_experts(rank)
+        ]
+        for rank in range(placement.ep_size)
+    ]
+    return LoadChart(ranks, mean, 100 * mean / top, ticks)
+
+
+def error_chart(result: Result) -> ErrorChart | None:
+    """The differences of the logits; None without a single process to compare with."""
+    if result.baseline is None or not any(result.baseline.logit_errors):
+        return None
+    errors, limit = result.baseline.logit_errors, result.baseline.logit_limit
+    seen = [error for one in errors for error in one if error > 0 and math.isfinite(error)]
+    low = math.floor(math.log10(min([*seen, limit])))
+    high = math.log10(max([*seen, limit])) + 0.4
+
+    def at(error: float) -> float:
+        """Percent from the top: an error of 0 lies on the lower edge, NaN and Inf on the upper."""
+        if not math.isfinite(error):
+            return 0.0
+        return 100 * (high - math.log10(max(error, 10.0**low))) / (high - low)
+
+    steps = max(map(len, errors))
+    named = [(f"rank {rank}", one) for rank, one in enumerate(errors)]
+    if len(errors) > MOST_LABELLED:
+        named = [("all ranks", [max(one) for one in zip(*errors, strict=False)])]
+    lines = [
+        (name, [Dot(100 * (step + 0.5) / steps, at(error)) for step, error in enumerate(one)]) for name, one in named
+    ]
+    titles = [
+        f"token {step + 1}: " + ", ".join(f"{name} {one[step]:.1e}" for name, one in named if step < len(one))
+        for step in range(steps)
+    ]
+    ticks = [Tick(at(10.0**power), f"1e{power}") for power in range(low, math.floor(high) + 1)]
+    return ErrorChart(lines, at(limit), ticks, steps, titles)
+
+
+def axis(top: float, label: Callable[[float], str], whole: bool = False) -> tuple[float, list[Tick]]:
+    """The end of an axis that starts at 0 and holds `top`, and three to six ticks at round numbers."""
+    top = top if top > 0 and math.isfinite(top) else 1.0
+    power = 10.0 ** math.floor(math.log10(top / 4))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= top / 4)
+    step = max(1.0, step) if whole else step
+    count = math.ceil(top / step - 1e-9)
+    return count * step, [Tick(100 * n / count, label(n * step) if n else "0") for n in range(count + 1)]

@@ -1,0 +1,219 @@
+"""Ctrl-C, SIGTERM and other signals while a rank waits for others: the wait ends at once, or goes on as before.
+
+Deadlines are 300 s, so that a test which passes has not run into one. On the CPU the operators wait, on GPUs `check`.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchanges import assert_y, expected_y, make_tokens, run_experts, run_round
+from helpers import ON_GPUS
+from test_exceptions import AT_ONCE_S, LONG_S, within, without_rank
+from test_phases import given
+
+import epmoe
+from epmoe import ExpertParallel
+
+ON_CPU = pytest.mark.parametrize("device", [torch.device("cpu")])
+
+
+@pytest.fixture
+def ep(make_ep) -> ExpertParallel:
+    return make_ep(timeout_s=LONG_S)
+
+
+@contextmanager
+def ctrl_c(after_s: float = 0.3) -> Iterator[None]:
+    """Somebody presses Ctrl-C in the meantime, and the KeyboardInterrupt comes at once."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # torchrun may have left another
+    timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
+    with within(after_s + AT_ONCE_S), pytest.raises(KeyboardInterrupt):
+        timer.start()
+        yield
+    timer.join()
+
+
+@ON_CPU
+@pytest.mark.parametrize("stage", ["dispatch", "combine", "opening"])
+def test_ctrl_c_ends_a_wait(ep, rank, size, stage):
+    """It ends at once, the round can be closed, and the ranks go on together."""
+    tokens = make_tokens(ep.config, rank, 9)
+    inputs = given(ep, tokens)
+    for _ in range(2):
+        if rank == 0 and stage == "opening":  # the others have yet to end the round that this rank has given up
+            ep.dispatch_send(*inputs)
+            ep.abort()
+        d = ep.dispatch(*inputs) if stage == "combine" else None
+        if rank == 0:
+            with ctrl_c():
+                ep.combine(run_experts(ep, d), d) if d else ep.dispatch(*inputs)
+            ep.abort()
+        dist.barrier()
+        if rank != 0:
+            y = ep.combine(run_experts(ep, d), d) if d else run_round(ep, tokens)
+            assert_y(y, ep.config, tokens if stage == "combine" else without_rank(ep, tokens, 0))
+        assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+@ON_CPU
+def test_a_wait_that_ctrl_c_has_ended_can_be_taken_up_again(ep, rank, size):
+    tokens = make_tokens(ep.config, rank, 9)
+    sent = ep.dispatch_send(*given(ep, tokens)) if rank == 0 else None
+    if sent:
+        with ctrl_c():
+            ep.dispatch_recv(sent)
+    dist.barrier()
+    d = ep.dispatch_recv(sent) if sent else ep.dispatch(*given(ep, tokens))
+    if rank == 0:
+        with ctrl_c():
+            ep.combine(run_experts(ep, d), d)
+    dist.barrier()
+    y = ep.combine_recv(d) if rank == 0 else ep.combine(run_experts(ep, d), d)
+    assert_y(y, ep.config, tokens)
+
+
+@ON_CPU
+def test_sigterm_ends_a_wait(ep, rank, size):
+    """With a handler that raises SystemExit, as servers install it. Python's default ends the process at once."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(0)
+
+    tokens = make_tokens(ep.config, rank, 9)
+    if rank == 0:
+        before = signal.signal(signal.SIGTERM, leave)
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
+        with within(0.3 + AT_ONCE_S), pytest.raises(SystemExit):
+            timer.start()
+            ep.dispatch(*given(ep, tokens))
+        signal.signal(signal.SIGTERM, before)
+        ep.abort()
+    dist.barrier()
+    if rank != 0:
+        run_round(ep, tokens)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+@ON_CPU
+def test_a_signal_whose_handler_returns_does_not_lengthen_the_wait(make_ep, rank, size):
+    """A timer of 20 ms, as profilers set it: the wait goes on, and its deadline stays the same."""
+    ep = make_ep(timeout_s=1.0)
+    tokens = make_tokens(ep.config, rank, 9)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    if rank == 0:
+        ticks = []
+        before = signal.signal(signal.SIGALRM, lambda number, frame: ticks.append(number))
+        signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+        started = time.monotonic()
+        try:
+            with pytest.raises(epmoe.EPTimeoutError, match="dispatch of round 2 timed out"):
+                ep.dispatch(*given(ep, tokens))
+            assert 1.0 <= time.monotonic() - started < 3.0
+            assert len(ticks) > 10
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+    dist.barrier()
+
+
+@ON_CPU
+def test_a_signal_handler_may_abort_the_round(ep, rank, size):
+    """The call that waits says so: it has no rows to return."""
+    tokens = make_tokens(ep.config, rank, 9)
+    if rank == 0:
+        before = signal.signal(signal.SIGALRM, lambda number, frame: ep.abort())
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with within(0.2 + AT_ONCE_S), pytest.raises(RuntimeError, match="round 1 was aborted while this call waited"):
+            ep.dispatch(*given(ep, tokens))
+        signal.signal(signal.SIGALRM, before)
+    dist.barrier()
+    if rank != 0:
+        run_round(ep, tokens)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+class Tick(Exception):
+    pass
+
+
+@ON_CPU
+def test_an_exception_at_any_moment(ep, rank, size):
+    """A timer raises anywhere in rank 0's calls, and it aborts. Sums of the others lack its experts or are complete."""
+    armed, rng = [], random.Random(5)
+
+    def raise_once(number: int, frame: object) -> None:
+        if armed:
+            armed.clear()
+            raise Tick
+
+    before = signal.signal(signal.SIGALRM, raise_once)
+    tokens = make_tokens(ep.config, rank, 16)
+    rounds, alone = ep._exchange.rounds, without_rank(ep, tokens, 0)
+    for n in range(1, 61):
+        while rounds.count < n:  # an exception before anything was sent opens no round
+            try:
+                if rank == 0:
+                    armed.append(True)
+                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 4e-3))
+                if n % 2:
+                    y = run_round(ep, tokens)
+                else:
+                    d = ep.dispatch_recv(ep.dispatch_send(*given(ep, tokens)))
+                    ep.combine_send(run_experts(ep, d), d)
+                    y = ep.combine_recv(d)
+                armed.clear()
+            except Tick:
+                ep.abort()
+            else:
+                complete = rank == 0 or torch.allclose(y.double(), expected_y(ep.config, tokens), atol=1e-4)
+                assert_y(y, ep.config, tokens if complete else alone)
+        assert rounds.count == n
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+    dist.barrier()
+
+
+@ON_CPU
+def test_another_thread_waits_without_blocking_the_main_thread(ep, rank, size):
+    """It waits in the same slices, and the main thread gets Ctrl-C meanwhile."""
+    tokens, results = make_tokens(ep.config, rank, 9), queue.SimpleQueue()
+    thread = threading.Thread(target=lambda: results.put(run_round(ep, tokens)))
+    if rank == 0:
+        thread.start()
+        with ctrl_c():
+            results.get()
+        dist.barrier()
+    else:
+        dist.barrier()
+        thread.start()
+    assert_y(results.get(timeout=60.0), ep.config, tokens)
+    thread.join()
+
+
+@ON_GPUS
+def test_ctrl_c_ends_a_wait_for_the_gpu(make_ep, rank, size, device):
+    """`check` and `health` wait for kernels, which wait for other ranks."""
+    ep = make_ep(timeout_s=20.0)
+    tokens = make_tokens(ep.config, rank, 9)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    if rank == 0:
+        ep.dispatch(*given(ep, tokens))
+        for call in (ep.check, ep.health):
+            with ctrl_c():
+                call()
+        ep.abort()
+    dist.barrier()
+    if rank != 0:
+        run_round(ep, tokens)
+    assert_y(run_round(ep, tokens), ep.config, tokens)

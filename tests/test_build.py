@@ -1,0 +1,226 @@
+"""The build of the native library: what makes it anew, what it is compiled for, and what a user reads when it fails."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import run_python
+
+import epmoe
+from epmoe import build, ops
+
+NVCC = "nvcc: release 13.0, V13.0.88"
+
+
+@pytest.fixture
+def toolchain(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Tools and their versions, to be changed by a test. Commands run nothing: their output is their command line."""
+    tools = {"nvcc": NVCC, "c++": "g++ 12.2"}
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda tool: f"/bin/{tool}" if tool in tools else None)
+    monkeypatch.setattr(build, "_version", tools.__getitem__)
+    monkeypatch.setattr(build, "_run", lambda *words: Path(words[words.index("-o") + 1]).write_text(" ".join(words)))
+    return tools
+
+
+def use_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capabilities[gpu])
+
+
+def links(library: Path) -> tuple[str, str]:
+    """The command that linked each of the two libraries in a folder."""
+    return library.read_text(), library.with_name(build.CUDA_LIBRARY).read_text()
+
+
+def test_kernels_are_built_anew_for_other_gpus_or_another_nvcc(toolchain, tmp_path, monkeypatch):
+    libraries = [build.build(tmp_path, portable=True)]
+    for change in (
+        lambda: monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0"),
+        lambda: monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0+PTX"),
+        lambda: toolchain.update({"nvcc": "nvcc: release 13.1"}),
+        lambda: toolchain.update({"c++": "g++ 13.1"}),
+        lambda: monkeypatch.setattr(build, "CUDA_FLAGS", ("-O2",)),
+    ):
+        change()
+        libraries.append(build.build(tmp_path, portable=True))
+    assert len({library.parent for library in libraries}) == len(libraries)
+    assert len({links(library)[1] for library in libraries}) == len(libraries)
+    assert build.build(tmp_path, portable=True) == libraries[-1]
+
+
+def test_another_spelling_of_the_same_gpus_builds_nothing(toolchain, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0")
+    library = build.build(tmp_path, portable=True)
+    for spelling in ("10.0 9.0 8.0", "8.0, 9.0,10.0,9.0", "7.5;8.0;9.0;10.0", ""):
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", spelling)
+        assert build.build(tmp_path, portable=True) == library
+
+
+def test_another_torch_builds_the_operators_anew_and_not_the_kernels(toolchain, tmp_path, monkeypatch):
+    before = build.build(tmp_path, portable=True)
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    after = build.build(tmp_path, portable=True)
+    assert before != after
+    kernels = [library.with_name(build.CUDA_LIBRARY) for library in (before, after)]
+    assert kernels[0].samefile(kernels[1])
+
+
+def test_the_kernels_get_the_flags_that_their_results_rest_on(toolchain, tmp_path, monkeypatch):
+    commands = []
+    run = build._run
+    monkeypatch.setattr(build, "_run", lambda *words: (commands.append(words), run(*words)))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
+    build.build(tmp_path, ("EPMOE_MUTATE_X",), portable=True)
+    compiles = [words for words in commands if words[0] == "nvcc" and "-c" in words]
+    assert {words[-1] for words in compiles} == {
+        path.relative_to(build.csrc()).as_posix() for path in build.csrc().rglob("*.cu")
+    }
+    for words in compiles:
+        assert {"-O3", "--fmad=false", "-lineinfo", "-std=c++20", "-DEPMOE_MUTATE_X"} <= set(words)
+        assert {word for word in words if "CUDA_NO" in word} == {
+            f"-D__CUDA_NO_{name}__"
+            for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS")
+        }
+        assert [word for word in words if word.startswith("-gencode")] == [
+            "-gencode=arch=compute_80,code=sm_80",
+            "-gencode=arch=compute_90,code=sm_90",
+            "-gencode=arch=compute_90,code=compute_90",
+        ]
+    (link,) = [words for words in commands if words[0] == "nvcc" and "-c" not in words]
+    assert "-cudart=static" in link and not [word for word in link if "torch" in word or "cudart=shared" in word]
+
+
+def test_first_use_builds_for_the_gpus_that_torch_sees(toolchain, tmp_path, monkeypatch):
+    use_gpus(monkeypatch, (9, 0), (8, 0), (9, 0))
+    assert build.architectures() == ("8.0", "9.0")
+    assert "code=sm_80 -gencode=arch=compute_90,code=sm_90" in links(build.build(tmp_path))[1]
+
+
+def test_torch_with_cuda_but_no_gpu_in_sight_is_told_what_to_do(toolchain, tmp_path, monkeypatch):
+    use_gpus(monkeypatch)
+    with pytest.raises(build.BuildError, match="sees no GPU to build the kernels for: set TORCH_CUDA_ARCH_LIST"):
+        build.build(tmp_path)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    assert links(build.build(tmp_path))
+
+
+@pytest.mark.parametrize("missing", ["nvcc", "CUDA in torch"])
+def test_first_use_without_cuda_builds_the_cpu_kernels(missing, toolchain, tmp_path, monkeypatch):
+    if missing == "nvcc":
+        use_gpus(monkeypatch)
+        del toolchain["nvcc"]
+    else:
+        monkeypatch.setattr(torch.version, "cuda", None)
+    library = build.build(tmp_path)
+    assert library.exists() and not library.with_name(build.CUDA_LIBRARY).exists()
+
+
+@pytest.mark.parametrize(
+    ("listed", "sentence"),
+    [
+        ("Hopper", "TORCH_CUDA_ARCH_LIST must be like `8.0;9.0+PTX`, got 'Hopper'"),
+        ("9.0;sm_90", "got 'sm_90' in '9.0;sm_90'"),
+        ("7.0 7.5", "epmoe needs GPUs of compute capability 8.0 or newer, got 7.0, 7.5"),
+    ],
+)
+def test_an_architecture_list_that_cannot_be_used_is_named(listed, sentence, toolchain, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    with pytest.raises(build.BuildError, match=re.escape(sentence)):
+        build.build(tmp_path, portable=True)
+
+
+def test_without_a_compiler_the_message_names_one(toolchain, tmp_path):
+    del toolchain["c++"], toolchain["nvcc"]
+    with pytest.raises(build.BuildError, match=re.escape("`c++` is not on the PATH; install g++ ≥ 11 or set CXX")):
+        build.build(tmp_path)
+
+
+def test_an_error_of_the_compiler_is_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "cat")  # it knows none of the options
+    with pytest.raises(build.BuildError, match=r"did not compile:\ncat -std=c\+\+20 (.|\n)*\ncat: "):
+        build.build(tmp_path)
+
+
+def test_a_build_that_was_killed_is_started_over(toolchain, tmp_path):
+    library = build.build(tmp_path, portable=True)
+    library.unlink()
+    (library.parent / "objects").mkdir()
+    (library.parent / "objects" / "half.o").write_text("")
+    assert build.build(tmp_path, portable=True) == library
+    assert sorted(path.name for path in library.parent.iterdir()) == [
+        "builder.lock", "libepmoe.so", build.CUDA_LIBRARY,
+    ]  # fmt: skip
+
+
+def test_a_build_of_another_process_is_waited_for(toolchain, tmp_path, monkeypatch):
+    library = build.build(tmp_path, portable=True)
+    library.unlink()
+    monkeypatch.setattr(build, "LOCK_TIMEOUT_S", 0.3)
+    with open(library.parent / "builder.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(build.BuildError, match="another process has been building for"):
+            build.build(tmp_path, portable=True)
+
+
+def test_a_cache_that_cannot_be_written_names_the_variable(toolchain, monkeypatch):
+    monkeypatch.setenv("EPMOE_CACHE_DIR", "/dev/null")
+    with pytest.raises(build.BuildError, match="set EPMOE_CACHE_DIR to a folder that can be written"):
+        build.build()
+
+
+@pytest.mark.parametrize(
+    ("version", "is_tried"),
+    [("2.10.1", False), ("2.11.0+cu130", True), ("2.13.0+cpu", True), ("2.14.0a0+git1", False), ("3.0.0", False)],
+)
+def test_a_torch_that_was_never_tried_is_said_to_be(version, is_tried):
+    sentence = f"epmoe {epmoe.__version__} was tried with torch 2.11 to 2.13 (2.12 untested); this is torch {version}"
+    assert build.problem_with_torch(version) == (None if is_tried else sentence)
+
+
+NEWER_TORCH = "import torch; torch.__version__ = '2.14.0'; from epmoe import ops; ops.route; ops.permute; print('ok')"
+
+
+def test_a_newer_torch_is_one_warning():
+    run = run_python("-c", NEWER_TORCH, EPMOE_LIBRARY=str(native_library()))
+    assert (run.returncode, run.stdout) == (0, "ok\n"), run.stderr
+    assert run.stderr.count("was tried with torch 2.11 to 2.13 (2.12 untested); this is torch 2.14.0") == 1
+
+
+def test_a_library_that_does_not_load_is_one_sentence(tmp_path):
+    (tmp_path / "libepmoe.so").write_text("no library")
+    run = run_python("-c", NEWER_TORCH, EPMOE_LIBRARY=str(tmp_path / "libepmoe.so"))
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith(f"epmoe.build.BuildError: the native library does not load: {tmp_path}/libepmoe.so: ")
+    assert "file too short" in last
+    assert last.endswith("; this is torch 2.14.0")
+
+
+def test_missing_cuda_kernels_are_one_sentence(tmp_path):
+    shutil.copy(native_library(), tmp_path)  # alone
+    run = run_python("-c", "from epmoe import ops; ops.load_cuda()", EPMOE_LIBRARY=str(tmp_path / "libepmoe.so"))
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith(f"RuntimeError: this installation of epmoe has no CUDA kernels ({tmp_path}/libepmoe_cuda.so")
+    assert last.endswith("put nvcc on the PATH and start again")
+
+
+def test_kernels_load_where_torch_has_cuda():
+    if torch.cuda.is_available() and shutil.which("nvcc"):
+        assert ops.load_cuda() is None
+    else:
+        with pytest.raises(RuntimeError, match="has no CUDA"):
+            ops.load_cuda()
+
+
+def native_library() -> Path:
+    """libepmoe.so as this process loads it."""
+    return Path(os.environ.get("EPMOE_LIBRARY") or build.build())

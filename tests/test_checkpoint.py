@@ -1,0 +1,97 @@
+"""`epmoe run --model PATH`: a local checkpoint of any architecture whose experts transformers can hand to `epmoe`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from helpers import ROOT
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from epmoe.cli import models
+from epmoe.cli.console import UserError
+from epmoe.config import EPConfig
+from epmoe.integrations import checkpoint, demo
+
+TINY = {
+    "vocab_size": 240,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 48,
+    "initializer_range": 0.1,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "eos_token_id": 7,
+}
+NUMBER_OF_EXPERTS = {"olmoe": "num_experts", "granitemoe": "num_local_experts", "glm4_moe": "n_routed_experts"}
+"""Architectures that the demonstration does not have, and their name for the number of experts."""
+
+
+def saved(architecture: str, folder: Path) -> Path:
+    """A new checkpoint in `folder`, in bf16 as most are, without a tokenizer."""
+    config = AutoConfig.for_model(architecture, **TINY, **{NUMBER_OF_EXPERTS[architecture]: 8})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved("olmoe", tmp_path_factory.mktemp("models") / "my-olmoe")
+
+
+@pytest.mark.parametrize("architecture", NUMBER_OF_EXPERTS)
+def test_a_checkpoint_of_any_architecture_generates_the_tokens_of_one_process(architecture, tmp_path):
+    result = demo.run_model(str(saved(architecture, tmp_path / architecture)), max_new_tokens=4)
+    assert result.name == architecture
+    assert result.tokens_equal
+    assert result.max_logit_error <= 1e-5 * max(1.0, result.largest_logit)
+    assert len(result.tokens_per_expert) == 8
+    assert [len(text.split()) for text in result.texts] == [4]  # without a tokenizer, ids; also after an end of text
+
+
+def test_a_checkpoint_brings_its_tokenizer(olmoe, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(olmoe, folder)
+    PreTrainedTokenizerFast(tokenizer_object=demo.make_tokenizer()).save_pretrained(folder)
+    result = demo.run_model(str(folder), max_new_tokens=4)
+    assert result.tokens_equal and not result.texts[0].replace(" ", "").isdecimal()
+
+
+def test_what_a_checkpoint_needs_is_known_beforehand(olmoe):
+    found = checkpoint.inspect(olmoe, 2)
+    weights = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(olmoe).parameters())
+    assert (found.architecture, found.num_experts, found.fp32_bytes) == ("OlmoeForCausalLM", 8, 4 * weights)
+
+
+def test_too_large_a_checkpoint_is_refused_before_it_is_loaded(olmoe, monkeypatch):
+    monkeypatch.setattr(models, "available_memory_bytes", lambda: 2**10)
+    with pytest.raises(UserError, match=r"my-olmoe: OlmoeForCausalLM needs .* in fp32, .* 1.0 KiB available"):
+        models.check_models(EPConfig.load(ROOT / "configs" / "cpu_demo.yaml"), [str(olmoe)])
+
+
+def test_run_takes_a_folder_beside_names(olmoe, tmp_path):
+    """As a user types it: two ranks with a share of the weights each; the demonstration says that it means nothing."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+    command = [sys.executable, "-m", "epmoe", "run", "cpu_demo", "--nproc", "2", "--steps", "3"]
+    options = ["--model", "./my-olmoe", "--model", "mixtral", "--report", str(tmp_path / "report.html")]
+    run = subprocess.run([*command, *options], cwd=olmoe.parent, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    said = " ".join(run.stdout.split())
+    assert "mixtral: the weights are random and the models tiny" in said
+    assert "The words mean nothing" in said
+    assert said.count("✓ same tokens as one process: yes") == 2
+    assert "OlmoeForCausalLM" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert json.loads((olmoe / "config.json").read_text())["model_type"] == "olmoe"

@@ -1,0 +1,74 @@
+"""`epmoe doctor`: what it finds, and what it advises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_cli import DEMO, epmoe, write
+
+from epmoe import build
+from epmoe.cli import doctor as doctor_module
+
+
+def test_doctor_passes_on_this_machine() -> None:
+    result = epmoe("doctor", DEMO)
+    assert result.exit_code == 0, result.output
+    for subject in ("compiler", "torch", "native library", "GPUs", "memory", "/dev/shm"):
+        assert subject in result.output
+
+
+def test_doctor_fails_where_the_plan_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_module, "available_memory_bytes", lambda: 2**20)
+    result = epmoe("doctor", DEMO)
+    assert result.exit_code == 1
+    assert "1.0 MiB available" in result.output
+    assert "lower `capacity.max_num_tokens_per_rank`" in result.output
+
+
+def test_doctor_counts_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    result = epmoe("doctor", write(tmp_path, exchange={"transport": "nvlink"}))
+    assert result.exit_code == 1
+    assert "torch sees 1, and `exchange.transport` nvlink wants one for each of 2 ranks" in result.output
+
+
+def test_doctor_says_once_that_there_are_no_gpus(tmp_path: Path) -> None:
+    result = epmoe("doctor", write(tmp_path, exchange={"transport": "nvlink"}))
+    (line,) = [line for line in result.output.splitlines() if "GPUs" in line]
+    assert line.startswith("fail") and "torch sees 0" in line
+
+
+def test_doctor_asks_for_no_compiler_where_the_library_is_prebuilt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "AHEAD_OF_TIME", tmp_path)  # exists
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("PATH", "/nowhere")
+    result = epmoe("doctor")
+    assert result.exit_code == 0, result.output
+    assert "compiler" not in result.output and "nvcc" not in result.output
+    assert f"built at installation: {tmp_path}" in result.output
+
+
+@pytest.mark.parametrize("variable", ["HOME", "EPMOE_CACHE_DIR"])
+def test_doctor_names_the_variable_of_a_cache_that_cannot_be_written(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in ("XDG_CACHE_HOME", "EPMOE_CACHE_DIR", "EPMOE_LIBRARY"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(variable, "/proc/nowhere")
+    result = epmoe("doctor")
+    assert result.exit_code == 1
+    (line,) = [line for line in result.output.splitlines() if line.startswith("fail")]
+    assert "native library" in line and "/proc/nowhere" in line
+    assert "set EPMOE_CACHE_DIR to a folder that can be written" in line
+
+
+def test_doctor_names_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    result = epmoe("doctor")
+    assert result.exit_code == 1
+    assert "`no-such-compiler` is not on the PATH" in result.output
+    assert "install g++ 11" in result.output

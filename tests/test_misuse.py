@@ -1,0 +1,298 @@
+"""What a new user gets wrong: each mistake is one sentence that says what it must be, before anything is sent."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import distinct_ids, randn
+
+import epmoe
+from epmoe import ops
+
+E, D, K, M = 12, 64, 3, 16
+SECTIONS = {
+    "model": {"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"},
+    "topology": {"ep_size": 1},
+    "capacity": {"max_num_tokens_per_rank": M},
+}
+
+
+@pytest.fixture
+def ep():
+    with epmoe.ExpertParallel(epmoe.EPConfig(**SECTIONS)) as ep:
+        yield ep
+
+
+def inputs(T: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return randn(T, D), distinct_ids(T, E, K), torch.full((T, K), 1 / K)
+
+
+def assert_works(ep: epmoe.ExpertParallel) -> None:
+    """Nothing was sent: the next round is complete."""
+    x, ids, weights = inputs()
+    d = ep.dispatch(x, ids, weights)
+    torch.testing.assert_close(ep.combine(d.rows, d), x)
+
+
+def test_logits_of_more_columns_than_experts(ep):
+    """16 columns for 12 experts would give ids 12 to 15, which dispatch takes for "no expert": zeros in y."""
+    with pytest.raises(ValueError, match=r"`logits` must be .* \[T, 12\], got float32 \[5, 16\]"):
+        ep.route(randn(5, 16))
+    with pytest.raises(ValueError, match=r"`logits` must be .* \[T, 12\], got float32 \[5, 11\]"):
+        ep.route(randn(5, 11))
+    with pytest.raises(ValueError, match=r"`logits` must be .* \[T, 12\], got float32 \[12\]"):
+        ep.route(randn(12))
+    with pytest.raises(ValueError, match="`logits` must be on cpu, got meta"):
+        ep.route(randn(5, 12).to("meta"))
+    with pytest.raises(TypeError, match=r"`logits` must be .* \[T, 12\], got list"):
+        ep.route([[0.0] * 12])
+
+
+def test_rows_and_handle_in_the_wrong_order(ep):
+    d = ep.dispatch(*inputs())
+    hint = r"`dispatched` must be what dispatch returned, got float32 \[.*\]: {} takes the rows first"
+    for call in ("combine", "combine_send"):
+        with pytest.raises(TypeError, match=hint.format(call)):
+            getattr(ep, call)(d, d.rows)
+    with pytest.raises(TypeError, match=hint.format("combine_partial")):
+        ep.combine_partial(d, d.rows)
+    ep.combine(d.rows, d)
+    with pytest.raises(TypeError, match=hint.format("combine")):
+        ep.combine(d, d.rows)
+    assert_works(ep)
+
+
+def test_the_handle_passed_twice(ep):
+    d = ep.dispatch(*inputs())
+    for call in ("combine", "combine_send"):
+        with pytest.raises(TypeError, match=r"`expert_rows` must be float32 \[N, 64\], got Dispatched"):
+            getattr(ep, call)(d, d)
+    ep.combine(d.rows, d)
+    assert_works(ep)
+
+
+@pytest.mark.parametrize("wrong", [None, "round 1", torch.zeros(3), inputs()])
+def test_something_else_for_a_handle(ep, wrong):
+    sent = ep.dispatch_send(*inputs())
+    with pytest.raises(TypeError, match="`sent` must be what dispatch_send returned, got "):
+        ep.dispatch_recv(wrong)
+    d = ep.dispatch_recv(sent)
+    with pytest.raises(TypeError, match="`dispatched` must be what dispatch returned, got "):
+        ep.combine(d.rows, wrong)
+    ep.combine_send(d.rows, d)
+    with pytest.raises(TypeError, match="`dispatched` must be what dispatch returned, got "):
+        ep.combine_recv(wrong)
+    ep.combine_recv(d)
+    assert_works(ep)
+
+
+def test_ids_and_weights_in_the_wrong_order(ep):
+    x, ids, weights = inputs()
+    with pytest.raises(TypeError, match=r"`ids` must be int32 or int64 \[5, K\], got float32 \[5, 3\]"):
+        ep.dispatch(x, weights, ids)
+    assert_works(ep)
+
+
+@pytest.mark.parametrize("as_path", [False, True])
+def test_a_path_for_a_config(tmp_path, as_path):
+    path = tmp_path / "one.json"
+    path.write_text(epmoe.EPConfig(**SECTIONS).model_dump_json(exclude_none=True))
+    with epmoe.ExpertParallel(path if as_path else str(path)) as ep:
+        assert ep.config == epmoe.EPConfig(**SECTIONS)
+        assert_works(ep)
+    with pytest.raises(epmoe.ConfigError, match="missing.yaml: no such configuration file"):
+        epmoe.ExpertParallel(tmp_path / "missing.yaml" if as_path else str(tmp_path / "missing.yaml"))
+
+
+def test_a_dict_for_a_config():
+    want = r"`config` must be an EPConfig or the path of its file, got dict: use EPConfig\(\*\*config\)"
+    with pytest.raises(TypeError, match=want):
+        epmoe.ExpertParallel(SECTIONS)
+    with pytest.raises(TypeError, match="`config` must be an EPConfig or the path of its file, got NoneType"):
+        epmoe.ExpertParallel(None)
+    with pytest.raises(TypeError, match="`config` must be an EPConfig or the path of its file, got ModelConfig"):
+        epmoe.ExpertParallel(epmoe.EPConfig(**SECTIONS).model)
+
+
+def test_something_else_for_a_group():
+    config = epmoe.EPConfig(**SECTIONS)
+    with pytest.raises(TypeError, match="`group` must be a process group of torch.distributed, got str"):
+        epmoe.ExpertParallel(config, "cpu")
+    with pytest.raises(TypeError, match="`group` must be a process group of torch.distributed, got list"):
+        epmoe.ExpertParallel(config, [0])
+    with pytest.raises(ValueError, match="this process is no member of `group`"):
+        epmoe.ExpertParallel(config, dist.GroupMember.NON_GROUP_MEMBER)  # what new_group returns to other processes
+
+
+def test_a_device_that_torch_does_not_know():
+    with pytest.raises(ValueError, match="`device` must be cpu or cuda with exchange.transport='auto', got gpu"):
+        epmoe.ExpertParallel(epmoe.EPConfig(**SECTIONS), device="gpu")
+    with pytest.raises(TypeError, match="`device` must be a torch.device or its name, got dict"):
+        epmoe.ExpertParallel(epmoe.EPConfig(**SECTIONS), device={"type": "cpu"})
+
+
+def test_a_permutation_that_is_none():
+    with pytest.raises(TypeError, match=r"`permuted` must be what permute returned, got float32 \[5, 3\]"):
+        epmoe.finalize(randn(5, D), torch.ones(5, 3), None)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: epmoe.route(x, 2),
+        lambda x: epmoe.route(x.detach(), 2, bias=x[0]),
+        epmoe.quantize_fp8,
+        lambda x: epmoe.zero_padding_rows_(x.clone(), 2),
+    ],
+)
+def test_what_requires_grad_is_refused(call):
+    """No stage has a backward. Without the error, router or x would silently get no gradient."""
+    x = randn(4, 128).requires_grad_()
+    with pytest.raises(RuntimeError, match=r"forward only.*requires grad.*torch\.inference_mode"):
+        call(x)
+    with torch.no_grad():
+        call(x)
+
+
+def test_repr_of_results_says_shapes():
+    """Values would have to be fetched from the device."""
+    x, ids, weights = inputs()
+    assert repr(epmoe.Routing(ids, weights)) == "Routing(ids int32 [5, 3], weights float32 [5, 3])"
+    assert repr(epmoe.quantize_fp8(x)) == "Quantized(q float8_e4m3fn [5, 64], scales float32 [5, 1])"
+    tables = "expert_offsets int32 [13], tokens_per_expert int32 [12], row_of_pair int32 [5, 3], counts None"
+    permuted = epmoe.permute(x, ids, torch.arange(E, dtype=torch.int32), E)
+    assert repr(permuted) == f"Permuted(rows float32 [15, 64], {tables})"
+
+
+def test_repr_of_an_expert_parallel(ep):
+    shape = "rank 0 of 1, E=12 K=3 D=64 float32, M=16, cpu"
+    assert repr(ep) == f"ExpertParallel({shape}, round 0 closed)"
+    d = ep.dispatch(*inputs())
+    assert repr(ep) == f"ExpertParallel({shape}, round 1 awaits combine or combine_partial or combine_send)"
+    ep.combine_send(d.rows, d)
+    assert repr(ep) == f"ExpertParallel({shape}, round 1 awaits combine_recv)"
+    ep.combine_recv(d)
+    assert repr(ep) == f"ExpertParallel({shape}, round 1 closed)"
+    ep.close()
+    assert repr(ep) == f"ExpertParallel({shape}, closed)"
+
+
+def test_repr_of_handles(ep):
+    sent = ep.dispatch_send(*inputs())
+    assert repr(sent) == "Sent(rank 0, round 1 awaits dispatch_recv, T=5, D=64 float32, layout='expert')"
+    d = ep.dispatch_recv(sent)
+    state = "round 1 awaits combine or combine_partial or combine_send"
+    assert repr(sent) == f"Sent(rank 0, {state}, T=5, D=64 float32, layout='expert')"
+    rows = "rows float32 [48, 64], scales None, expert_offsets int32 [13], tokens_per_expert int32 [12]"
+    assert repr(d) == f"Dispatched(rank 0, {state}, T=5, D=64 float32, layout='expert', {rows})"
+    assert repr(d.recv) == "Received(counts int32 [1])"
+    ep.combine(d.rows, d)
+    assert repr(d).startswith("Dispatched(rank 0, round 1 closed, T=5,")
+    later = ep.dispatch(*inputs(), layout="rank")
+    assert repr(d).startswith("Dispatched(rank 0, round 1 closed, T=5,")
+    slabs = "counts int32 [1], x float32 [1, 16, 64], scales None, ids int32 [1, 16, 3], weights float32 [1, 16, 3]"
+    state = state.replace("1", "2")
+    want = f"Dispatched(rank 0, {state}, T=5, D=64 float32, layout='rank', recv Received({slabs}))"
+    assert repr(later) == want
+    ep.close()
+    assert repr(later).startswith("Dispatched(rank 0, round 2 released, T=5,")
+
+
+@pytest.mark.parametrize(
+    "copies", [pickle.dumps, copy.deepcopy, copy.copy, lambda value: torch.save(value, io.BytesIO())]
+)
+def test_what_holds_windows_cannot_be_pickled_or_copied(ep, copies):
+    sent = ep.dispatch_send(*inputs())
+    d = ep.dispatch_recv(sent)
+    for value in (ep, sent, d, d.recv):
+        name = type(value).__name__
+        want = f"{name} cannot be pickled or copied: it holds windows of this process; each process makes its own"
+        with pytest.raises(TypeError, match=want):
+            copies(value)
+    ep.combine(d.rows, d)
+    assert_works(ep)
+
+
+def test_a_second_thread_in_a_call(ep, monkeypatch):
+    """Calls of one `ExpertParallel` from several threads must be ordered; every one that is not is refused."""
+    inside, go_on = threading.Event(), threading.Event()
+    dispatch = ops.dispatch
+
+    def slow_dispatch(*arguments):
+        inside.set()
+        assert go_on.wait(30)
+        dispatch(*arguments)
+
+    monkeypatch.setattr(ops, "dispatch", slow_dispatch)
+    got = []
+    thread = threading.Thread(target=lambda: got.append(ep.dispatch(*inputs())))
+    thread.start()
+    assert inside.wait(30)
+    want = "another thread is in a call of this ExpertParallel: one thread at a time"
+    for call in (
+        lambda: ep.dispatch(*inputs()),
+        lambda: ep.dispatch_send(*inputs()),
+        lambda: ep.combine(torch.zeros(60, D), None),
+        lambda: ep.route(randn(5, E)),
+    ):
+        with pytest.raises(RuntimeError, match=want):
+            call()
+    assert ep.health().timeouts == 0 and "round" in repr(ep)  # what only reads is open to every thread
+    go_on.set()
+    thread.join()
+    monkeypatch.undo()
+    x, *_ = inputs()
+    torch.testing.assert_close(ep.combine(got[0].rows, got[0]), x)  # a thread may hand a round on
+    assert_works(ep)
+
+
+def test_a_refused_call_leaves_the_expert_parallel_to_other_threads(ep):
+    with pytest.raises(TypeError):
+        ep.dispatch(None, None, None)
+    thread = threading.Thread(target=assert_works, args=[ep])
+    thread.start()
+    thread.join()
+    assert sum(ep.health().tokens_per_expert) == 5 * K  # the other thread's round is complete
+
+
+def test_threads_without_order_get_errors_and_no_wrong_result(ep):
+    """A refused call changes nothing and may be repeated; every round that completes is right."""
+    wrong, refused = [], set()
+
+    def repeat_until_accepted(call, *arguments):
+        while True:
+            try:
+                return call(*arguments)
+            except RuntimeError as error:
+                refused.add(re.sub(r"\d+", "n", str(error)))
+                time.sleep(1e-5)  # otherwise this loop would keep the interpreter to itself for 5 ms
+
+    def play(seed: int) -> None:
+        for n in range(100):
+            x = torch.full((4, D), float(seed * 1000 + n))
+            d = repeat_until_accepted(ep.dispatch, x, *inputs(4)[1:])
+            y = repeat_until_accepted(ep.combine, d.rows, d)
+            wrong.extend([] if torch.allclose(y, x) else [n])
+
+    threads = [threading.Thread(target=play, args=[seed]) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and repr(ep).endswith("round 300 closed)")
+    assert refused <= {
+        "another thread is in a call of this ExpertParallel: one thread at a time, so order their calls",
+        "round n is still open: call combine, or abort on all ranks, before dispatch",
+    }
+
+
+def test_the_documentation_says_so():
+    assert "one thread at a time" in " ".join((epmoe.ExpertParallel.__doc__ or "").split())

@@ -1,0 +1,264 @@
+"""MoELayer as the nn.Module that users expect: state_dict, casts and moves, autocast, deepcopy, shapes, wrong calls."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from helpers import assert_close, randn
+
+import epmoe
+from epmoe.reference import moe_reference, route_reference
+
+E, F, D, K, M = 12, 32, 64, 3, 40
+CASTS = {
+    "to": (lambda layer: layer.to(torch.bfloat16), torch.bfloat16),
+    "to a tensor's": (
+        lambda layer: layer.to(torch.zeros((), dtype=torch.float16, device=layer.ep.device)),
+        torch.float16,
+    ),
+    "bfloat16": (lambda layer: layer.bfloat16(), torch.bfloat16),
+    "half": (lambda layer: layer.half(), torch.float16),
+    "type": (lambda layer: layer.type(torch.bfloat16), torch.bfloat16),
+    "of the model around it": (lambda layer: torch.nn.Sequential(layer).half()[0], torch.float16),
+}
+
+
+@pytest.fixture
+def ep(device):
+    config = epmoe.EPConfig(
+        model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"},
+        routing={"scoring": "sigmoid", "renormalize": True},
+        topology={"ep_size": 1},
+        capacity={"max_num_tokens_per_rank": M},
+    )
+    with epmoe.ExpertParallel(config, device=device) as ep:
+        yield ep
+
+
+def make_experts(ep, e=E, D=D, dtype=torch.float32):
+    w_gate_up, w_down = randn(e, 2 * F, D, dtype=dtype, seed=1) / D**0.5, randn(e, D, F, dtype=dtype, seed=2) / F**0.5
+    return epmoe.SwiGLUExperts(w_gate_up.to(ep.device), w_down.to(ep.device))
+
+
+def make_layer(ep, bias=True):
+    bias_E = (randn(E, seed=5) * 3).to(ep.device) if bias else None
+    return epmoe.MoELayer(ep, randn(E, D).to(ep.device), make_experts(ep), bias=bias_E)
+
+
+def want(layer, x):
+    """The layer's output in fp64; rounding decides no choice of experts."""
+    logits, bias = x.float().cpu() @ layer.router_weight.cpu().T, None if layer.bias is None else layer.bias.cpu()
+    ids, weights = route_reference(logits, K, scoring="sigmoid", renormalize=True, bias=bias)
+    return moe_reference(x.cpu(), ids, weights, (layer.experts.w_gate_up.cpu(), layer.experts.w_down.cpu()))
+
+
+def assert_works(layer, dtype=torch.float32):
+    x = randn(7, D, dtype=dtype, seed=9).to(layer.ep.device)
+    assert_close(layer(x), want(layer, x), slack=4)
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_cast_keeps_router_and_bias_in_fp32(ep, cast, bias):
+    """As serving stacks do: the choice of experts needs fp32. The experts are cast."""
+    layer = make_layer(ep, bias)
+    router_weight = layer.router_weight.clone()
+    cast_layer, dtype = CASTS[cast][0](layer), CASTS[cast][1]
+    assert cast_layer is layer and layer.experts.dtype == dtype
+    assert torch.equal(layer.router_weight, router_weight) and layer.router_weight.dtype == torch.float32
+    assert layer.bias is None or layer.bias.dtype == torch.float32
+    assert_works(layer, dtype)
+
+
+def test_a_router_in_another_dtype_keeps_it(ep):
+    layer = epmoe.MoELayer(ep, randn(E, D, dtype=torch.bfloat16).to(ep.device), make_experts(ep))
+    assert layer.half().router_weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("arguments", [["meta"], ["meta", torch.bfloat16], [torch.zeros((), device="meta")]])
+def test_a_move_takes_everything_along(ep, arguments):
+    layer = make_layer(ep).to(*arguments)
+    assert {tensor.device.type for tensor in layer.state_dict().values()} == {"meta"}
+    assert layer.router_weight.dtype == layer.bias.dtype == torch.float32
+    assert layer.to_empty(device=ep.device).router_weight.device == ep.device
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("grouped", [True, False])
+def test_autocast_changes_no_choice_of_experts(ep, dtype, grouped):
+    """Logits in autocast's dtype would choose other experts."""
+    layer = make_layer(ep)
+    layer.experts.grouped = grouped
+    x = randn(M, D, seed=3).to(ep.device)
+    y = layer(x)
+    with torch.autocast(ep.device.type, dtype):
+        assert torch.equal(layer(x), y)
+    assert_close(y, want(layer, x), slack=4)
+
+
+def test_needs_no_no_grad(ep):
+    """No parameter requires grad, since the exchange is forward only: a plain call works and returns no graph."""
+    layer = make_layer(ep)
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+    assert not layer(randn(4, D).to(ep.device)).requires_grad
+    with torch.inference_mode():
+        assert_works(layer)
+
+
+def test_a_checkpoint_holds_router_and_experts(ep):
+    layer, other = make_layer(ep), make_layer(ep)
+    assert list(layer.state_dict()) == ["router_weight", "bias", "experts.w_gate_up", "experts.w_down"]
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    for tensor in other.state_dict().values():
+        tensor.zero_()
+    other.load_state_dict(torch.load(file, weights_only=True))
+    x = randn(7, D).to(ep.device)
+    assert torch.equal(other(x), layer(x)) and layer(x).abs().max() > 0
+
+
+def test_deepcopy_copies_weights_and_shares_the_exchange(ep):
+    model = torch.nn.Sequential(make_layer(ep), make_layer(ep))
+    x = randn(7, D).to(ep.device)
+    y = model(x)
+    twin = copy.deepcopy(model)
+    assert twin[0] is not twin[1] and twin[0].ep is twin[1].ep is ep
+    assert torch.equal(twin(x), y)
+    for tensor in twin.state_dict().values():
+        tensor.zero_()
+    assert twin(x).eq(0).all() and torch.equal(model(x), y)
+    assert_works(twin[0].bfloat16(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("save", [pickle.dumps, lambda layer: torch.save(layer, io.BytesIO())])
+def test_a_whole_layer_cannot_be_pickled(ep, save):
+    with pytest.raises(TypeError, match="ExpertParallel cannot be pickled or copied: it holds windows of this process"):
+        save(make_layer(ep))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (1, 7), (7, 1), (0, 4), (4, 0)])
+def test_batches_of_sequences(ep, shape):
+    """[B, T, D] is B·T tokens."""
+    layer = make_layer(ep)
+    x = randn(*shape, D).to(ep.device)
+    y = layer(x)
+    assert y.shape == x.shape and torch.equal(y.view(-1, D), layer(x.view(-1, D)))
+    turned = randn(shape[1], shape[0], D).to(ep.device).transpose(0, 1)
+    assert torch.equal(layer(turned), layer(turned.contiguous()))
+
+
+def test_padding_behind_batches_of_sequences(ep):
+    layer = make_layer(ep)
+    x = randn(3, 5, D).to(ep.device)
+    y = layer(x, num_tokens=7).view(15, D)
+    assert torch.equal(y[:7], layer(x.view(15, D)[:7])) and y[7:].eq(0).all()
+
+
+X = torch.zeros(4, D)
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (X[0], ValueError, r"`x` must be float32 \[T, 64\] or \[B, T, 64\], got float32 \[64\]"),
+        (X[None, None], ValueError, r"`x` must be float32 \[T, 64\] or \[B, T, 64\], got float32 \[1, 1, 4, 64\]"),
+        (X[:, :32], ValueError, r"`x` must be float32 \[T, 64\] or \[B, T, 64\], got float32 \[4, 32\]"),
+        (X[None, :, 1:], ValueError, r"`x` must be float32 \[T, 64\] or \[B, T, 64\], got float32 \[1, 4, 63\]"),
+        (X.double(), TypeError, r"`x` must be float32 \[T, 64\] or \[B, T, 64\], got float64 \[4, 64\]"),
+        (X.int(), TypeError, r"`x` must be float32 \[T, 64\] or \[B, T, 64\], got int32 \[4, 64\]"),
+        (X.tolist(), TypeError, r"`x` must be float32 \[T, 64\] or \[B, T, 64\], got list"),
+        (None, TypeError, r"`x` must be float32 \[T, 64\] or \[B, T, 64\], got NoneType"),
+        (X.to("meta"), ValueError, r"`x` must be on cpu, got meta"),
+        (X.repeat(11, 1), ValueError, r"`x` has 44 tokens, but capacity.max_num_tokens_per_rank is 40"),
+        (X.repeat(11, 1).view(11, 4, D), ValueError, r"`x` has 44 tokens, but capacity.max_num_tokens_per_rank is 40"),
+        (X.clone().requires_grad_(), RuntimeError, r"forward only.*requires grad.*torch\.inference_mode"),
+        (
+            X.bfloat16(),
+            TypeError,
+            r"`x` must be float32 \[T, 64\] or \[B, T, 64\], got bfloat16 \[4, 64\]: the experts' weights are float32",
+        ),
+    ],
+)
+def test_a_wrong_x_is_refused_before_anything_is_sent(x, error, message):
+    config = epmoe.EPConfig(
+        model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"},
+        routing={"scoring": "sigmoid", "renormalize": True},
+        topology={"ep_size": 1},
+        capacity={"max_num_tokens_per_rank": M},
+    )
+    with epmoe.ExpertParallel(config) as ep:
+        layer = make_layer(ep)
+        for wrong_call_in_round in (1, 2):
+            with pytest.raises(error, match=message):
+                layer(x)
+            assert f"round {wrong_call_in_round - 1} closed" in repr(ep)
+            assert_works(layer)
+
+
+def test_x_of_the_smaller_dtype_needs_experts_of_it(ep):
+    """x in bf16 may go through an exchange of fp32, which only has bytes to spare, but not through fp32 experts."""
+    layer = make_layer(ep)
+    x = randn(4, D, dtype=torch.bfloat16).to(ep.device)
+    with pytest.raises(TypeError, match="the experts' weights are float32"):
+        layer(x)
+    assert_close(layer.bfloat16()(x), want(layer, x), slack=4)
+
+
+def test_x_for_experts_of_the_user(ep):
+    """Of these only the config's dtype is known."""
+    layer = epmoe.MoELayer(ep, randn(E, D).to(ep.device), lambda rows, offsets, scales: rows)
+    want = r"`x` must be float32 or float16 or bfloat16 \[T, 64\] or \[B, T, 64\], got float64 \[4, 64\]$"
+    with pytest.raises(TypeError, match=want):
+        layer(randn(4, D).double().to(ep.device))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert layer(randn(4, D, dtype=dtype).to(ep.device)).dtype == dtype
+
+
+def test_a_router_left_on_another_device(ep):
+    layer = epmoe.MoELayer(ep, randn(E, D).to("meta"), make_experts(ep))
+    with pytest.raises(
+        ValueError, match=f"`router_weight` must be on {ep.device}, got meta: move the layer with `.to`"
+    ):
+        layer(randn(4, D).to(ep.device))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"ep": None}, TypeError, "`ep` must be an ExpertParallel, got NoneType"),
+        ({"experts": None}, TypeError, r"`experts` must be callable on \(rows, expert_offsets, scales\), got NoneType"),
+        ({"experts": torch.zeros(3)}, TypeError, r"`experts` must be callable on .*, got float32 \[3\]"),
+        ({"router_weight": None}, TypeError, r"`router_weight` must be .* \[12, 64\], got NoneType"),
+        ({"router_weight": torch.zeros(E, D).int()}, TypeError, r"`router_weight` must be .*, got int32 \[12, 64\]"),
+        ({"router_weight": torch.zeros(D)}, ValueError, r"`router_weight` must be \[12, 64\], got \[64\]"),
+        ({"bias": torch.zeros(E - 1)}, ValueError, r"`bias` must be float32 \[12\], got float32 \[11\]"),
+        ({"bias": torch.zeros(E).half()}, TypeError, r"`bias` must be float32 \[12\], got float16 \[12\]"),
+        ({"bias": 0.0}, TypeError, r"`bias` must be float32 \[12\], got float"),
+        (
+            {"apply_router_weight_on_input": None},
+            TypeError,
+            "`apply_router_weight_on_input` must be a bool, got NoneType",
+        ),
+    ],
+)
+def test_wrong_arguments_of_the_constructor(ep, change, error, message):
+    arguments = {"ep": ep, "router_weight": torch.zeros(E, D), "experts": make_experts(ep)} | change
+    with pytest.raises(error, match=message):
+        epmoe.MoELayer(**arguments)
+
+
+@pytest.mark.parametrize("e, D", [(E - 1, D), (E, 2 * D)])
+def test_experts_of_another_model(ep, e, D):
+    with pytest.raises(ValueError, match=rf"`experts` must be the 12 of this rank, with D=64, got {e} with D={D}"):
+        epmoe.MoELayer(ep, torch.zeros(E, 64), make_experts(ep, e, D))
+
+
+def test_repr_says_what_it_is(ep):
+    text = repr(make_layer(ep))
+    assert "ExpertParallel(rank 0 of 1, E=12 K=3 D=64 float32" in text
+    assert "(experts): SwiGLUExperts(e=12, D=64, F=32, float32)" in text

@@ -1,0 +1,110 @@
+"""`epmoe plan`: its tables on a narrow terminal, and what it advises about `capacity.max_expert_rows`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers import ROOT
+from typer.testing import CliRunner
+
+from epmoe.cli import app
+from epmoe.cli.capacity import LOADS, Capacity, suggestions
+from epmoe.config import EPConfig
+from epmoe.memory import MemoryPlan
+from epmoe.placement import Placement
+from epmoe.simulate import simulate_routing
+
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+DEEPSEEK = ROOT / "configs" / "h200x8_deepseek_v3.yaml"
+
+
+def plan(*arguments: object, **environment: str) -> str:
+    env = {"COLUMNS": "80"} | environment
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)], env=env)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def tiny(**capacity: object) -> EPConfig:
+    """4 ranks × 100 tokens × top-3 of 12 experts, of which each rank has 3."""
+    return EPConfig(
+        model={"num_experts": 12, "num_experts_per_tok": 3, "hidden_size": 64},
+        topology={"ep_size": 4},
+        capacity={"max_num_tokens_per_rank": 100} | capacity,
+    )
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_plan_fits_80_columns_and_cuts_no_name(path):
+    shown = plan(path)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+    used = [buffer for buffer in MemoryPlan.build(EPConfig.load(path)).buffers if buffer.nbytes]
+    for buffer in used:
+        assert f" {buffer.name} " in shown
+        assert f" {buffer.nbytes:,} " in shown
+
+
+def test_the_plan_says_what_max_expert_rows_would_save():
+    """DeepSeek-V3 on 8 GPUs: 8·1024·8 rows at worst, an eighth of them if the load is balanced."""
+    shown = words(plan(DEEPSEEK))
+    assert "By default a rank has 65,536 rows" in shown
+    assert "8,192 rows a rank are the mean of balanced routing" in shown
+    config, found = EPConfig.load(DEEPSEEK), suggestions(EPConfig.load(DEEPSEEK))
+    assert [one.load for one in found] == list(LOADS) == [1.0, 1.5, 2.0]
+    for one in found:
+        assert f"{one.rows:,} {one.load:g} × the mean {one.saved_bytes / 2**30:.1f} GiB" in shown
+        limited = EPConfig(**config.model_dump() | {"capacity": {"max_expert_rows": one.rows}})
+        saved = MemoryPlan.build(config).total_bytes - MemoryPlan.build(limited).total_bytes
+        assert one.saved_bytes == 8 * saved  # eight equal ranks
+    assert "A round with more rows raises EPOverflowError." in shown
+    assert "Pairs beyond it are dropped and counted." in words(plan(DEEPSEEK, EPMOE_CAPACITY__ON_OVERFLOW="drop"))
+
+
+def test_a_limit_that_is_set_is_told_as_a_load():
+    shown = words(plan(DEEPSEEK, EPMOE_CAPACITY__MAX_EXPERT_ROWS="12902"))
+    assert "`capacity.max_expert_rows` = 12,902 is enough for 1.5 × the mean load" in shown
+
+
+def test_nothing_is_advised_where_little_would_be_saved():
+    assert "max_expert_rows" not in plan("cpu_demo")
+
+
+def test_the_rows_as_json():
+    rows = json.loads(plan(DEEPSEEK, "--json"))["expert_rows"]
+    assert (rows["worst"], rows["mean"]) == (65536, 8192)
+    assert [one["load"] for one in rows["suggestions"]] == list(LOADS)
+
+
+def test_rows_by_hand():
+    """Of one token, 3·3/12 = 0.75 pairs go to a rank, with variance 3 · 1/4 · 3/4 · 9/11."""
+    capacity = Capacity.of(tiny())
+    assert (capacity.worst, capacity.mean, capacity.padding) == (1200, 300, 0)
+    assert capacity.sigma == pytest.approx((400 * 3 * 3 / 16 * 9 / 11) ** 0.5)
+    assert capacity.rows(1.0) == 382  # 300 + 6 · 13.57
+    assert capacity.rows(2.0) == 716  # 600 + 6 · 13.57 · √2
+    assert capacity.rows(10.0) == 1200  # never more than the worst case
+    assert Capacity.of(tiny(alignment=8)).rows(1.0) == 382 + 3 * 7
+    assert Capacity.of(tiny(alignment=8)).worst == 1200 + 3 * 7
+
+
+@pytest.mark.parametrize("load", [0.5, *LOADS])
+def test_the_load_of_a_limit_is_the_inverse(load):
+    capacity = Capacity.of(tiny(alignment=4))
+    assert capacity.load(capacity.rows(load)) == pytest.approx(load, rel=0.01)
+
+
+def test_balanced_routing_stays_below_the_value_for_a_load_of_1():
+    capacity, placement = Capacity.of(tiny()), Placement.from_config(tiny())
+    owners = torch.tensor(placement.owners)
+    rounds = [simulate_routing("uniform", 400, 12, 3, seed=seed, ep_size=4)[0].long() for seed in range(200)]
+    rows = torch.stack([owners[ids].flatten().bincount(minlength=4) for ids in rounds]).double()
+    assert rows.mean().item() == capacity.mean
+    assert rows.std().item() == pytest.approx(capacity.sigma, rel=0.1)
+    assert rows.max().item() < capacity.rows(1.0)

@@ -1,0 +1,251 @@
+"""Wrong files, flags and environments: each gets one short message, the right exit code, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import ROOT
+from typer.testing import CliRunner
+
+from epmoe.cli import app
+from epmoe.config import ConfigError, EPConfig
+from epmoe.tuning import Tuning
+
+SCREEN = 24  # lines
+GOOD = """
+model: {num_experts: 8, num_experts_per_tok: 2, hidden_size: 64, dtype: float32}
+topology: {ep_size: 2}
+capacity: {max_num_tokens_per_rank: 16}
+"""
+LAUGHS = "a: &a [x, x]\nb: &b [*a, *a]\nmodel: *b\n"
+RANKS = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Wrong(NamedTuple):
+    """What is typed, what must be said, and the environment."""
+
+    command: str
+    says: str
+    environment: dict[str, str] = {}
+
+
+FILES: dict[str, tuple[str | bytes, str]] = {
+    "empty.yaml": ("", "empty.yaml: `model` must be set"),
+    "binary.yaml": (b"model\0\x01\x02", "binary.yaml: is not a text file"),
+    "latin1.yaml": ("# gr\u00fc\u00dfe".encode("latin-1"), "is not a text file in UTF-8 (line 1, byte 0xfc)"),
+    "utf16.json": ("{}".encode("utf-16"), "utf16.json: is not a text file"),
+    "bell.yaml": ("model: \a", "bell.yaml: is not valid YAML: special characters are not allowed"),
+    "tab.yaml": ("model:\n\tnum_experts: 8\n", "line 2: a tab, where YAML is indented with spaces"),
+    "open.yaml": ("model: [\n", "open.yaml: is not valid YAML: line 2: "),
+    "twice.yaml": (GOOD + "topology: {}\n", "key `topology` is given twice, on line 3 and on line 5"),
+    "alias.yaml": (LAUGHS, "line 1: anchors and aliases (`&a`, `*a`) are not read: write the value"),
+    "merge.yaml": (GOOD + "routing: {<<: {renormalize: true}}\n", "line 5: merge keys (`<<`) are not read"),
+    "deep.yaml": ("[" * 100_000, "deep.yaml: line 1: is nested more than 16 levels deep"),
+    "deep.json": ('{"a":' * 40_000, "deep.json: is nested more than 16 levels deep"),
+    "deep.toml": (f"a = {'[' * 50}{']' * 50}", "deep.toml: is nested more than 16 levels deep"),
+    "huge.yaml": ("# " + "x" * 5_000_000, "huge.yaml: is larger than 256 KiB, which no configuration is"),
+    "list.yaml": ("- 1\n", "list.yaml: must hold sections such as `model:`"),
+    "tag.yaml": ("model: !!python/object/apply:os.getpid []\n", "line 1: could not determine a constructor"),
+    "two.yaml": (GOOD + "---\nmodel: {}\n", "two.yaml: is not valid YAML: line 5: "),
+    "comma.json": ('{"model": {},}', "comma.json: is not valid JSON: line 1: "),
+    "section.yaml": (
+        GOOD.replace("topology: {ep_size: 2}", "topology: 2"),
+        "`topology` must be a mapping of keys, got 2",
+    ),
+    "type.yaml": (GOOD.replace("hidden_size: 64", "hidden_size: '64'"), "`model.hidden_size` must be a valid integer"),
+    "key.yaml": (GOOD.replace("ep_size", "ep_sise"), "is not a known key; did you mean `ep_size`?"),
+    "keys.json": (json.dumps({"model": {f"key{i}": i for i in range(5000)}}), "and 4,992 more"),
+    "long.json": (
+        json.dumps({"model": "x" * 200_000, "topology": {"ep_size": 2}}),
+        "must be a mapping of keys, got 'xxx",
+    ),
+    "number.json": ('{"model": {"num_experts": ' + "9" * 5000 + "}}", "number.json: is not valid JSON: "),
+    "suffix.ini": (GOOD, "suffix.ini: a configuration must end in .yaml, .yml, .toml, .json, got `.ini`"),
+}
+FLAGS = [
+    Wrong("plan nowhere.yaml", "nowhere.yaml: no such configuration file"),
+    Wrong("run cpu_dem", "cpu_dem: is neither a file nor a ready configuration; there are cpu_bench, cpu_demo,"),
+    Wrong("plan folder.yaml", "folder.yaml: is not a file"),
+    Wrong("ran good.yaml", "No such command 'ran'"),
+    Wrong("run", "Missing argument 'CONFIG'"),
+    Wrong("run good.yaml --colour red", "No such option: --colour"),
+    Wrong("run good.yaml --tokens -1", "Invalid value for '--tokens'"),
+    Wrong("run good.yaml --tokens 17", "`--tokens` must be at most `capacity.max_num_tokens_per_rank` = 16, got 17"),
+    Wrong("run good.yaml --steps 0", "Invalid value for '--steps'"),
+    Wrong("run good.yaml --routing nonsense", "'nonsense' is not one of"),
+    Wrong("run good.yaml --nproc 0", "Invalid value for '--nproc'"),
+    Wrong(
+        "run good.yaml --nproc 65", "good.yaml with `--nproc` 65: `topology.ep_size` must be less than or equal to 64"
+    ),
+    Wrong("run good.yaml --report nowhere/report.html", "`--report` must be in an existing folder"),
+    Wrong("run good.yaml --report report.pdf", "`--report` must end in .html or .htm, got report.pdf"),
+    Wrong("run good.yaml --report folder.html", "`--report` must be a file, but folder.html is a folder"),
+    Wrong(
+        "run good.yaml --model llama",
+        "`--model` 'llama' is not one of qwen3_moe, mixtral, deepseek_v3, gpt_oss, all, nor",
+    ),
+    Wrong("bench good.yaml --json figures.yaml", "`--json` must end in .json, got figures.yaml"),
+    Wrong("bench good.yaml --json /proc/figures.json", "`--json` cannot be written: /proc/figures.json: "),
+    Wrong("bench good.yaml --plot plot.jpg", "`--plot` must end in .png or .svg or .pdf, got plot.jpg"),
+    Wrong("bench good.yaml --tune tuning.json", "`--tune` is for GPUs"),
+    Wrong("bench good.yaml --side fused", "`--side` and `--payload` are for GPUs"),
+    Wrong("bench good.yaml --routing adversarial", "`--routing` must not be adversarial"),
+]
+ENVIRONMENT = [
+    Wrong("run good.yaml", "environment variable RANK must be a number, got 'abc'", {"RANK": "abc"}),
+    Wrong("run good.yaml", "environment variable RANK must be a number, got '-1'", RANKS | {"RANK": "-1"}),
+    Wrong("run good.yaml", "RANK is set in the environment, but WORLD_SIZE is not: unset RANK", {"RANK": "0"}),
+    Wrong("bench good.yaml", "but MASTER_ADDR is not: unset RANK", {"RANK": "0", "WORLD_SIZE": "2"}),
+    Wrong("run good.yaml", "must be a number, got 'no'", RANKS | {"RANK": "0", "MASTER_PORT": "no"}),
+    Wrong("run good.yaml", "RANK must be below WORLD_SIZE, 2, got 2", RANKS | {"RANK": "2"}),
+    Wrong("run good.yaml", "but torchrun started 3 processes", RANKS | {"RANK": "0", "WORLD_SIZE": "3"}),
+    Wrong(
+        "plan good.yaml",
+        "EPMOE_CAPACITY_MAX_NUM_TOKENS_PER_RANK: has no effect; did you mean EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK",
+        {"EPMOE_CAPACITY_MAX_NUM_TOKENS_PER_RANK": "8"},
+    ),
+    Wrong("plan good.yaml", "did you mean EPMOE_CAPACITY__MAX_EXPERT_ROWS,", {"EPMOE_MAX_EXPERT_ROWS": "8"}),
+    Wrong("plan good.yaml", "EPMOE_TOPOLGY__EP_SIZE: no section `topolgy`", {"EPMOE_TOPOLGY__EP_SIZE": "2"}),
+    Wrong("plan good.yaml", "EPMOE_TOPOLOGY__EP_SIZE: is not a YAML value: line 1: ", {"EPMOE_TOPOLOGY__EP_SIZE": "["}),
+    Wrong("plan good.yaml", "`topology.ep_size` must be a valid integer", {"EPMOE_TOPOLOGY__EP_SIZE": "many"}),
+    Wrong("bench good.yaml", "nvlink wants a GPU for each of 2 ranks", {"EPMOE_EXCHANGE__TRANSPORT": "nvlink"}),
+    Wrong(
+        "run good.yaml",
+        "this configuration needs ",
+        {"EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK": str(2**20), "EPMOE_MODEL__HIDDEN_SIZE": "65536"},
+    ),
+]
+
+
+def children() -> list[str]:
+    """Process ids of this process's children."""
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(tmp_path, monkeypatch):
+    """Runs the test in a folder of its own. Afterwards there are the same files and processes as before."""
+    for variable in [name for name in os.environ if name in LAUNCHER or name.startswith("EPMOE_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Path("good.yaml").write_text(GOOD)
+    for folder in ("folder.yaml", "folder.html"):
+        Path(folder).mkdir()
+    before = set(children())
+    yield
+    left = {path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor_")}  # torch's cache
+    assert left - set(FILES) == {"folder.html", "folder.yaml", "good.yaml"}
+    assert set(children()) <= before
+
+
+def refused(command: str, says: str, environment: dict[str, str] | None = None) -> None:
+    """Types `epmoe COMMAND`: exit code 2, and `says` in an answer of one screen, with the usage at most once."""
+    result = CliRunner().invoke(app, command.split(), env={"COLUMNS": "160"} | (environment or {}))
+    assert isinstance(result.exception, SystemExit), f"{result.exception!r}\n{result.output}"
+    check(result.exit_code, result.output, says)
+
+
+def check(code: int, output: str, says: str) -> None:
+    assert code == 2, output
+    assert says in " ".join(output.split()), output
+    assert "Traceback" not in output
+    assert len(output.splitlines()) <= SCREEN, output
+    assert max(map(len, output.splitlines())) < 600
+    assert output.count("Usage:") <= 1 and output.count("epmoe: ") <= 1
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_wrong_file(name: str) -> None:
+    content, says = FILES[name]
+    Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    refused(f"plan {name}", says)
+
+
+@pytest.mark.parametrize("wrong", FLAGS, ids=lambda wrong: wrong.command)
+def test_wrong_flags(wrong: Wrong) -> None:
+    refused(*wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", ENVIRONMENT, ids=lambda wrong: " ".join(f"{k}={v}" for k, v in wrong.environment.items())
+)
+def test_a_wrong_environment(wrong: Wrong) -> None:
+    refused(*wrong)
+
+
+def test_torch_without_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    refused("run good.yaml", "this build of torch has no torch.distributed with gloo")
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({}, "checkpoint: has no config.json, as a checkpoint of transformers has"),
+        ({"config.json": '{"model_type": "mixtral"}'}, "checkpoint: has no weights (*.safetensors)"),
+        ({"config.json": "{", "model.safetensors": ""}, "checkpoint: transformers cannot make the model: "),
+        (
+            {"config.json": '{"model_type": "nonsense"}', "model.safetensors": ""},
+            "transformers cannot make the model: ",
+        ),
+        (
+            {"config.json": '{"model_type": "llama", "num_hidden_layers": 1}', "model.safetensors": ""},
+            "LlamaForCausalLM has no experts that transformers can spread over ranks",
+        ),
+        (
+            {"config.json": '{"model_type": "mixtral", "num_local_experts": 7}', "model.safetensors": ""},
+            "its experts must divide evenly over 2 ranks, got 7",
+        ),
+    ],
+    ids=["empty", "no weights", "broken", "unknown", "dense", "uneven"],
+)
+def test_a_wrong_checkpoint(files: dict[str, str], says: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("models") / "checkpoint"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    refused(f"run good.yaml --model {folder}", says)
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"EPMOE_LIBRARY": "/nowhere/libepmoe.so"}, "the native library does not load"),
+        ({"EPMOE_CACHE_DIR": "/proc/nowhere"}, "set EPMOE_CACHE_DIR to a folder that can be written"),
+    ],
+    ids=["library", "cache"],
+)
+def test_a_library_that_is_not_there(variables: dict[str, str], says: str) -> None:
+    """In a process of its own, because the library of this one is loaded."""
+    command = [sys.executable, "-m", "epmoe", "run", "good.yaml"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    check(run.returncode, run.stdout + run.stderr, says)
+
+
+def test_of_several_ranks_only_one_prints_the_usage() -> None:
+    for arguments in ("run", "run good.yaml --steps 0", "ran", "run nowhere.yaml"):
+        result = CliRunner().invoke(app, arguments.split(), env=RANKS | {"RANK": "1"})
+        assert (result.exit_code, result.output) == (2, ""), arguments
+
+
+@pytest.mark.parametrize("load", [EPConfig.load, Tuning.load], ids=["config", "tuning"])
+@pytest.mark.parametrize("name", ["nowhere.yaml", "folder.yaml", "good.ini"])
+def test_wrong_calls_raise_a_config_error_of_one_line(load, name: str) -> None:
+    with pytest.raises(ConfigError, match=name) as caught:
+        load(name)
+    assert len(str(caught.value).splitlines()) == 1

@@ -9,13 +9,13 @@ wheels=("$tree"/dist/epmoe-*-py3-none-manylinux_*.whl)
 
 away=$(mktemp -d)
 trap 'rm -rf "$away"' EXIT
-mkdir "$away/bin" "$away/home" "$away/work"
+mkdir "$away/bin" "$away/home" "$away/user"
 python=$(realpath -s "$(command -v "${PYTHON:-python3}")")
 failed() { echo "first-hour: FAILED: $1"; [ -z "${2:-}" ] || sed 's/^/  | /' "$2"; exit 1; }
 
 echo "first-hour: $(basename "${wheels[0]}")"
 "$python" -m venv "$away/venv"
-cd "$away/work"
+cd "$away/user"
 "$away/venv/bin/pip" install --quiet --no-compile -c "$tree/constraints.txt" torch "${wheels[0]}[cli]"
 
 # What the wheel brings. Where nvcc is, so are the CUDA kernels, for each architecture that was asked for.
@@ -55,8 +55,8 @@ count=0
 jobs=()
 wrong() {
   count=$((count + 1))
-  mkdir "$away/work/$count"
-  (cd "$away/work/$count" && answered "$away/out$count" "$@") &
+  mkdir "$away/user/$count"
+  (cd "$away/user/$count" && answered "$away/out$count" "$@") &
   jobs+=($!)
   [ "${#jobs[@]}" = 1 ] || both
 }

@@ -38,8 +38,8 @@ lint: setup  ## ruff, clang-format, mypy and pydoclint, as in .pre-commit-config
 docs: setup  ## the documentation as a site in build/site; a dead link fails
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
-unit: setup  ## tests of one process
-	pytest --ignore tests/distributed
+unit: setup  ## tests of one process, on up to four cores
+	pytest -n logical --maxprocesses 4 --dist worksteal --ignore tests/distributed
 
 # Rank 0 prints. The other ranks write files, whose ends are shown if a rank fails.
 distributed: setup  ## tests over 2, 3 and 4 ranks
@@ -65,13 +65,16 @@ wheel: setup  ## dist/: a wheel with the native library inside, with CUDA kernel
 first-hour: wheel  ## the wheel as a new user has it: new environment, no compiler, outside the tree
 	tests/first_hour.sh
 
-cuda-compile:  ## every kernel compiles for sm_90 and sm_80 (needs nvcc, no GPU)
+# The kernels of csrc come from the cache, if `make wheel` has compiled the same ones.
+cuda-compile: export TORCH_CUDA_ARCH_LIST :=
+cuda-compile: setup  ## every kernel compiles for sm_80, sm_90 and sm_100 (needs nvcc, no GPU)
 	@command -v nvcc >/dev/null || { echo "cuda-compile: skipped, there is no nvcc on the PATH"; exit 0; }; \
-	mkdir -p build; \
-	flags=$$($(PYTHON) -c 'import runpy; print(*runpy.run_path("epmoe/build.py")["CUDA_FLAGS"])'); \
-	for source in $(wildcard csrc/*.cu csrc/cuda/*/*.cu epmoe/bench/*.cu); do for arch in sm_90 sm_80; do \
-	  echo "nvcc $$source $$arch"; nvcc -c $$flags -arch=$$arch -Icsrc -o build/kernel.o $$source || exit 1; \
-	done; done
+	python -c 'from epmoe.build import build; print("kernels:", build(portable=True).with_name("libepmoe_cuda.so"))' && \
+	flags=$$(python -c 'from epmoe.build import CUDA_FLAGS; print(*CUDA_FLAGS)') && mkdir -p build && \
+	codes="$(foreach number,80 90 100,-gencode=arch=compute_$(number),code=sm_$(number))"; \
+	for source in $(wildcard epmoe/bench/*.cu); do \
+	  echo "nvcc $$source"; nvcc -c $$flags $$codes --threads=0 -Icsrc -o build/kernel.o $$source || exit 1; \
+	done
 
 # For a GPU machine that reaches no package registry. Its own Python has torch and pytest. `make gpu-deps`, run where a
 # registry can be reached, puts the other packages into .gpu-deps for that Python's version. Then run `make gpu-test` on

@@ -29,8 +29,9 @@ class ExpertParallel(HoldsWindows):
     """Dispatch and combine over the ranks of a group. All layers of a model can share one.
 
     It serves one thread at a time: whoever calls one `ExpertParallel` from several threads orders their calls and
-    rounds. A call during the call of another thread raises RuntimeError and changes nothing. `health`, `memory_plan`
-    and `repr` may be called at any time. It cannot be pickled or copied.
+    rounds. A call during the call of another thread raises RuntimeError and changes nothing, which a Python without
+    the GIL does not promise. `health`, `memory_plan` and `repr` may be called at any time. It cannot be pickled or
+    copied.
 
     Args:
         config: the same on all ranks; or the path of its file, for `EPConfig.load`.

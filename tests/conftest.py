@@ -1,6 +1,11 @@
-"""The `device` fixture: a test runs on the CPU and on CUDA. CUDA cases have the mark `gpu` and a skip reason."""
+"""The `device` fixture: a test runs on the CPU and on CUDA. CUDA cases have the mark `gpu` and a skip reason.
+
+At the end, a line for each reason says how many tests it skipped.
+"""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import pytest
 import torch
@@ -12,3 +17,9 @@ torch.set_num_threads(1)
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])])
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reasons = Counter(report.longrepr[2] for report in terminalreporter.getreports("skipped"))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")

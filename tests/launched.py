@@ -1,21 +1,111 @@
-"""Runs programs in child processes, over several ranks with torchrun."""
+"""Runs programs in child processes.
+
+An interpreter takes seconds to import torch. Most children are therefore forked from a server that has imported it, and
+nothing of epmoe. `run` starts a command as a shell does.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
+import uuid
+from multiprocessing import forkserver
 from pathlib import Path
 
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
 ROOT = Path(__file__).parent.parent
+TIMEOUT_S = 240
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(
+    ["torch", "torch.distributed._functional_collectives", "pydantic._internal._generate_schema", "yaml", "pytest"]
+)
+
+
+def start_server() -> None:
+    """For a test that watches this process's children and files: the server is there before, and stays."""
+    forkserver.ensure_running()
+
+
+def run_python(*program: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs `python PROGRAM` in the root of the repository: `-c` and code, `-m` and a module, or a script."""
+    words = [*map(str, program)]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, name) for name in ("stdout", "stderr")]
+        child = context.Process(target=_execute_alone, args=(words, os.environ | variables, files))
+        child.start()
+        child.join(TIMEOUT_S)
+        if child.exitcode is None:
+            child.kill()
+            raise subprocess.TimeoutExpired(words, TIMEOUT_S)
+        return subprocess.CompletedProcess(words, child.exitcode, *(file.read_text() for file in files))
 
 
 def torchrun(ranks: int, *program: object) -> subprocess.CompletedProcess[str]:
-    """Runs `program` under torchrun: a script, or `-m` and a module, followed by its arguments."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return run([*launch, *map(str, program)])
+    """Runs `torchrun --nproc-per-node RANKS PROGRAM`: its own agent, here, forks the ranks."""
+    from epmoe.cli.launch import _own_process
+
+    words, code, failures = [*map(str, program)], 0, ""
+    with tempfile.TemporaryDirectory() as folder, _own_process(folder, ranks):
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",  # any free port
+            local_addr="localhost",
+            max_restarts=0,
+            monitor_interval=0.05,
+            start_method="forkserver",
+            logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
+        )
+        try:
+            launch_agent(config, _execute, [words, os.environ | {"COLUMNS": "120"}])
+        except ChildFailedError as error:
+            code, failures = 1, str(error)
+        stdout, stderr = (
+            "".join(path.read_text() for path in sorted(Path(folder).glob(f"*/attempt_0/*/{stream}.log")))
+            for stream in ("stdout", "stderr")
+        )
+    return subprocess.CompletedProcess(words, code, stdout, stderr + failures)
 
 
 def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"} | variables
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+def _execute_alone(program: list[str], environment: dict[str, str], files: list[Path]) -> None:
+    os.environ.clear()
+    for descriptor, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
+    _execute(program, environment)
+
+
+def _execute(program: list[str], environment: dict[str, str]) -> None:
+    """What a child does."""
+    os.environ |= environment
+    os.chdir(ROOT)
+    torch.set_num_threads(1)
+    first, *rest = program
+    try:
+        if first == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+        elif first == "-m":
+            sys.argv = rest
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = program
+            runpy.run_path(first, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code:  # otherwise it returns: torchrun's agent waits for that
+            raise

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_python
+from launched import run_python
 
 import epmoe
 from epmoe import build, ops

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_close, build_without, generator, poison_, poisoned_memory, randn, run_python
+from helpers import assert_close, build_without, generator, poison_, poisoned_memory, randn
+from launched import run_python
 
 import epmoe
 from epmoe.reference import moe_reference, route_reference

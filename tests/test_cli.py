@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launched import ROOT, run_python
 from typer.testing import CliRunner, Result
 
 from epmoe import __version__
@@ -17,7 +18,6 @@ from epmoe.cli.console import console, human_bytes, human_seconds, sparkline
 from epmoe.config import EPConfig
 from epmoe.memory import MemoryPlan
 
-ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "configs" / "cpu_demo.yaml"
 
 
@@ -51,7 +51,7 @@ def test_help_lists_every_command() -> None:
 
 
 def test_python_m_epmoe_is_the_command_line() -> None:
-    run = subprocess.run([sys.executable, "-m", "epmoe", "schema"], cwd=ROOT, capture_output=True, text=True)
+    run = run_python("-m", "epmoe", "schema")
     assert run.returncode == 0, run.stderr
     assert "num_experts" in run.stdout
 

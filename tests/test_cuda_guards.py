@@ -13,7 +13,8 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, run_python
+from helpers import ROOT, build_without
+from launched import run_python
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,13 +58,6 @@ for T in (200, 288):
     torch.cuda.synchronize()
 print("done")
 """
-
-
-def build_without(*guards: str) -> str:
-    """As `helpers.build_without`, for any number of guards."""
-    built = run_python("-c", f"from epmoe.build import build; print(build(defines={guards!r}))")
-    assert built.returncode == 0, built.stderr
-    return built.stdout.split()[-1]
 
 
 @pytest.mark.parametrize("guard", FAILING)

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 import torch
-from helpers import ROOT, run_python
+from helpers import ROOT
+from launched import run_python
 
 import epmoe
 from epmoe.memory import BUFFER_ALIGNMENT, MemoryPlan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from launched import ROOT, run_python
 from typer.testing import CliRunner
 
 import epmoe
@@ -21,7 +21,6 @@ from epmoe.__main__ import main
 from epmoe.cli import app
 from epmoe.extras import EXTRAS
 
-ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FOLDERS = ("epmoe", "csrc", "configs")
 COMMAND_LINE = "import runpy; runpy.run_module('epmoe', run_name='__main__', alter_sys=True)"
@@ -30,9 +29,7 @@ COMMAND_LINE = "import runpy; runpy.run_module('epmoe', run_name='__main__', alt
 def without(packages: list[str], program: str) -> subprocess.CompletedProcess[str]:
     """Run `program` in an interpreter in which `packages` cannot be imported."""
     block = f"import sys; sys.modules.update(dict.fromkeys({packages!r}))"  # to None: an import of it fails
-    command = [sys.executable, "-c", f"{block}\n{program}"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return run_python("-c", f"{block}\n{program}")
 
 
 def distribution(kind: str, tree: Path) -> Path:
@@ -112,6 +109,12 @@ def test_the_command_line_names_its_extra(start: str, package: str) -> None:
     run = without([package], program)
     assert run.returncode == 2
     assert run.stderr == f"epmoe: this command needs {package}: pip install 'epmoe[cli]'\n"
+
+
+def test_a_benchmark_of_its_own_names_its_extra() -> None:
+    run = without(["rich"], "import runpy; runpy.run_module('epmoe.bench.local', run_name='__main__')")
+    assert run.returncode == 2
+    assert run.stderr.endswith("error: this command needs rich: pip install 'epmoe[cli]'\n"), run.stderr
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +9,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from helpers import assert_close, randn
+from launched import run_python
 from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ExpertsInterface
 
@@ -146,6 +144,23 @@ def test_grad_mode_is_an_error_and_closes_the_round(requires_grad):
         experts(x, ids, weights)
 
 
+@pytest.mark.parametrize("where", ["ops.dispatch", "rounds.dispatched", "rounds.permit", "rounds.closed"])
+@torch.inference_mode()
+def test_an_exception_anywhere_in_a_round_closes_it(where, monkeypatch):
+    """Before or behind what dispatch and combine send, as of a signal handler."""
+    experts = experts_of(loaded("mixtral", experts_implementation="epmoe"))
+    inputs = tokens_for(experts, 8, 2)
+    want = experts(*inputs)
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(f"epmoe.{where}", interrupt)
+        experts(*inputs)
+    assert torch.equal(experts(*inputs), want)
+
+
 @torch.inference_mode()
 def test_fp8_payload_reaches_the_experts_in_their_dtype(monkeypatch):
     monkeypatch.setitem(demo.MODELS["mixtral"], "hidden_size", 256)
@@ -174,7 +189,7 @@ def test_the_experts_function_is_an_error_under_expert_parallelism():
 )
 def test_transformers_absent_or_too_old(first, message):
     code = f"{first}\nimport epmoe.integrations.transformers"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    run = run_python("-c", code)
     with pytest.raises(ImportError, match=message):
         raise ImportError(run.stderr.strip().splitlines()[-1])
 
@@ -186,7 +201,8 @@ def test_transformers_without_ep_implementations_has_the_experts_function():
         "assert not hasattr(integration, 'EpmoeEP')\n"
         "assert 'epmoe' in integration.ExpertsInterface()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run = run_python("-c", code)
+    assert run.returncode == 0, run.stderr
 
 
 def test_demo_tokenizer_decodes_its_encoded_prompts():

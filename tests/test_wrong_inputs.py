@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT
+from launched import run_python, start_server
 from typer.testing import CliRunner
 
 from epmoe.cli import app
@@ -135,6 +133,7 @@ def children() -> list[str]:
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(tmp_path, monkeypatch):
     """Runs the test in a folder of its own. Afterwards there are the same files and processes as before."""
+    start_server()
     for variable in [name for name in os.environ if name in LAUNCHER or name.startswith("EPMOE_")]:
         monkeypatch.delenv(variable)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -231,9 +230,7 @@ def test_a_wrong_checkpoint(files: dict[str, str], says: str, tmp_path_factory: 
 )
 def test_a_library_that_is_not_there(variables: dict[str, str], says: str) -> None:
     """In a process of its own, because the library of this one is loaded."""
-    command = [sys.executable, "-m", "epmoe", "run", "good.yaml"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    run = run_python("-m", "epmoe", "run", Path("good.yaml").absolute(), **variables)
     check(run.returncode, run.stdout + run.stderr, says)
 
 

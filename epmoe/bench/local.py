@@ -13,14 +13,16 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import epmoe
+from epmoe.extras import explain
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 D, K = 7168, 8
 ROTATED_BYTES = 600 << 20  # inputs and outputs of a graph: more than ten times the 50 MB of an H200's L2 cache
@@ -191,6 +193,8 @@ def run(kernels: list[str]) -> list[Timing]:
 
 def table_of(timings: list[Timing]) -> Table:
     """One row a case; "!" marks a missed target."""
+    from rich.table import Table
+
     table = Table("kernel", title=f"{torch.cuda.get_device_name()}, µs a call")
     for column in ("tokens", "µs", "target", "peer", "bytes' floor"):
         table.add_column(column, justify="right")
@@ -206,6 +210,10 @@ def main() -> None:
     parser.add_argument("kernels", nargs="*", help=f"of {', '.join(CASES)}; default: all")
     parser.add_argument("--json", type=Path, help="also write the timings to this file")
     arguments = parser.parse_args()
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError as error:
+        parser.error(explain(error) or str(error))
     if unknown := set(arguments.kernels) - set(CASES):
         parser.error(f"no such kernel: {', '.join(unknown)}")
     timings = run(arguments.kernels or list(CASES))

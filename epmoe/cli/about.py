@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePath
+from typing import Any
 
 from epmoe.bench import facts
 from epmoe.cli.console import human_bytes, human_seconds
@@ -31,13 +32,14 @@ class About:
     @classmethod
     def of_this_process(cls, configuration: Path, started: datetime) -> About:
         """The run of this process, from `started`, which has a time zone, until now."""
+        found = facts.machine()
         return cls(
             command=command(sys.argv[1:]),
             configuration=without_folder(str(configuration)),
             started=f"{started:%d %B %Y, %H:%M %Z}".lstrip("0"),
             took=human_seconds((datetime.now().astimezone() - started).total_seconds()),
-            machine=machine(),
-            cores=facts.machine()["cores"],
+            machine=machine(found),
+            cores=found["cores"],
             versions=versions(),
         )
 
@@ -56,9 +58,8 @@ def without_folder(word: str) -> str:
     return path.name if path.is_absolute() or path.parts[:1] in (("..",), ("~",)) else word
 
 
-def machine() -> str:
-    """Processor, cores that this process may use, memory, GPUs and system."""
-    found = facts.machine()
+def machine(found: dict[str, Any]) -> str:
+    """What `facts.machine` has found, in words: processor, cores that this process may use, memory, GPUs and system."""
     cores, gpus = found["cores"], found["gpus"]
     parts = [found["cpu"], f"{cores} core{'s' * (cores != 1)}", f"{human_bytes(found['memory_bytes'])} memory"]
     parts += [f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)]

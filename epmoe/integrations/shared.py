@@ -19,6 +19,7 @@ from torch import Tensor
 
 from epmoe.config import EPConfig, ExchangeConfig
 from epmoe.handles import Dispatched
+from epmoe.rounds import abort_after
 from epmoe.service import ExpertParallel
 from epmoe.stages.checks import check_forward_only
 from epmoe.stages.quantize import dequantize_rows
@@ -63,8 +64,8 @@ class SharedExpertParallel:
     def run(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Experts, rounds: int) -> Tensor:
         """Weighted expert outputs [T,D] of this rank's tokens. Collective, with the same `rounds` on every rank.
 
-        Raises what `ExpertParallel.dispatch`, `ExpertParallel.combine` and `experts` raise. An exception of `experts`
-        closes the round.
+        Raises what `ExpertParallel.dispatch`, `ExpertParallel.combine` and `experts` raise. An exception closes the
+        round, wherever it comes from.
         """
         starts = range(0, rounds * self._max_tokens, self._max_tokens)
         parts = [slice(start, start + self._max_tokens) for start in starts]
@@ -72,16 +73,18 @@ class SharedExpertParallel:
         return outputs[0] if rounds == 1 else torch.cat(outputs)
 
     def _round(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
-        with self._timed("dispatch"):
-            dispatched = self.ep.dispatch(x, ids, weights)
+        exchange = self.ep._open
+        last_round = exchange.rounds.count
         try:
+            with self._timed("dispatch"):
+                dispatched = self.ep.dispatch(x, ids, weights)
             with self._timed("experts"):
                 rows = _run_experts(dispatched, experts)
+            with self._timed("combine"):
+                return self.ep.combine(rows, dispatched)
         except BaseException:
-            self.ep.abort(dispatched)
+            abort_after(exchange, last_round)
             raise
-        with self._timed("combine"):
-            return self.ep.combine(rows, dispatched)
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:

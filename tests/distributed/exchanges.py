@@ -115,8 +115,9 @@ def run_fused_experts(ep: ExpertParallel, d: Dispatched) -> Tensor:
     for r, count in enumerate(d.recv.counts.tolist()):
         ids, weights = d.recv.ids[r, :count].cpu().long(), d.recv.weights[r, :count].cpu().double()
         mine = expert_map[ids] >= 0  # the sentinel's entry is −1
-        gain_ckD = gain[ids % ep.placement.num_experts] * (weights * mine)[..., None]
-        partial[r, :count] = (x[r, :count].double() * gain_ckD.sum(1).to(x.device)).to(x.dtype)
+        weights_cE = torch.zeros(count, len(gain), dtype=torch.float64)
+        weights_cE.scatter_add_(1, ids % len(gain), weights * mine)
+        partial[r, :count] = (x[r, :count].double() * (weights_cE @ gain.double()).to(x.device)).to(x.dtype)
     return partial
 
 

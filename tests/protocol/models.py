@@ -1,0 +1,55 @@
+"""The model of a protocol: its ranks, its rules, and what may go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from protocol.cpu import CpuRank
+from protocol.cuda import CudaRank
+from protocol.machine import Machine
+from protocol.rules import CPU
+
+
+def build(
+    protocol: str,
+    ranks: int,
+    *,
+    rounds: int = 3,
+    one_way: bool = False,
+    aborts: bool = False,
+    late: Iterable[int] = (),
+    dying: Iterable[int] = (),
+    without: str = "",
+    lazy: bool = False,
+) -> Machine:
+    """A model for `explore`.
+
+    Args:
+        protocol: of `PROTOCOLS`.
+        ranks: of the group.
+        rounds: that each rank runs.
+        one_way: whether rows go only from lower ranks to higher ones, otherwise between all.
+        aborts: whether each rank may abort in each open state.
+        late: ranks whose waits may run into their deadline at any time.
+        dying: ranks that may die at any time. All waits have a deadline then.
+        without: the rule of `RULES` that is taken out.
+        lazy: whether all stores arrive at any time, which takes more states and finds no more.
+
+    Returns:
+        The machine, with a program for each rank.
+    """
+    dying = frozenset(dying)
+    deadlines = frozenset(range(ranks) if dying else late)
+    machine = Machine(
+        ranks,
+        deadlines if without != "deadline" else frozenset(),
+        dying,
+        reports=without != "report",
+        latches=without != "latch",
+        lazy=lazy,
+    )
+    writer = CpuRank if protocol == CPU else CudaRank
+    for rank in range(ranks):
+        writer(machine, rank, protocol, rounds, one_way, aborts, without).write()
+    machine.finish()
+    return machine

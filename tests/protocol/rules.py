@@ -1,0 +1,34 @@
+"""The rules of docs/protocol.md by name, and the protocols that break without each."""
+
+from __future__ import annotations
+
+CPU, LL = "CPU", "LL"
+COPIED, FINAL_ROWS, RANK_MAJOR = "Simple", "Simple with final rows", "Simple with combine_partial"
+"""CUDA's Simple protocol three times: rows that the receiver copies from their slots, rows that senders write to their
+final places, and rows that lie in their slots until combine has sent them back (`combine_partial` of `recv.x`)."""
+SIMPLE = (COPIED, FINAL_ROWS, RANK_MAJOR)
+CUDA = (*SIMPLE, LL)
+PROTOCOLS = (CPU, *CUDA)
+
+RULES = {
+    "open-all": PROTOCOLS,
+    "dispatch-awaits-all": CUDA,  # the CPU's headers hold the counts of two rounds
+    "combine-awaits-all": PROTOCOLS,
+    "finish-first": PROTOCOLS,
+    "own-slab": PROTOCOLS,
+    "final-rows": (FINAL_ROWS,),
+    "release": (CPU, *SIMPLE),
+    "one-access": (LL,),
+    "epoch": PROTOCOLS,
+    "re-arm": (LL,),
+    "drain": (LL,),
+    "deadline": PROTOCOLS,
+    "report": PROTOCOLS,
+    "latch": PROTOCOLS,
+    "abort-opens": PROTOCOLS,
+    "no-rows": PROTOCOLS,
+    "abort-receives": (LL,),
+    "abort-waits": (CPU,),
+    "two-counts": (CPU,),
+    "later-epoch": (CPU,),
+}

@@ -1,0 +1,110 @@
+"""docs/protocol.md as a model: every interleaving of its steps keeps its promises, and none of its rules is idle.
+
+The model's files are in tests/protocol: what a rank does in `cpu.py` and `cuda.py`, how stores and ranks move in
+`machine.py`, the search in `explorer.py`, the rules in `rules.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import pytest
+from helpers import ROOT
+from protocol.explorer import Violation, explore
+from protocol.models import build
+from protocol.rules import COPIED, CPU, LL, PROTOCOLS, RULES
+
+SCENARIOS = {
+    "no failure": {},
+    "some ranks send nothing": {"one_way": True},
+    "a deadline passes": {"late": [0]},
+    "a rank dies": {"dying": [0]},
+    "aborts": {"aborts": True},
+    "aborts, and some ranks send nothing": {"aborts": True, "one_way": True},
+    "aborts, and a deadline passes": {"aborts": True, "late": [0]},
+}
+# At least this many states in all scenarios of a protocol together: a model that stands still must not pass.
+LEAST_STATES = {2: 10_000, 3: 20_000}
+# The stage that a rank has opened last, D(n) or C(n), by its node of round n. In all others it is C(n).
+BEFORE_COMBINE = ("opened", "sent", "dispatched")
+
+
+@cache
+def reached(protocol: str, ranks: int, scenario: str, *, lazy: bool) -> tuple[int, set[tuple[int, ...]]]:
+    """The number of states, and every set of nodes where the ranks can stand at the same time."""
+    states = explore(build(protocol, ranks, **SCENARIOS[scenario], lazy=lazy))
+    return len(states), {state.nodes for state in states}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_every_interleaving_keeps_the_promises(protocol, ranks):
+    """Nothing is overwritten unread, no read comes too early, and whoever waits goes on. Over two ranks every store
+    arrives at any time, over three where it matters."""
+    counts = {scenario: reached(protocol, ranks, scenario, lazy=ranks == 2)[0] for scenario in SCENARIOS}
+    print(protocol, ranks, counts)
+    assert sum(counts.values()) >= LEAST_STATES[ranks]
+    assert counts["no failure"] < counts["aborts"] < counts["aborts, and a deadline passes"]
+
+
+@pytest.mark.parametrize("protocol", [CPU, COPIED, LL])
+def test_three_ranks_whose_stores_arrive_at_any_time(protocol):
+    states, nodes = reached(protocol, 3, "no failure", lazy=True)
+    print(protocol, states)
+    assert states > 50_000
+    assert nodes == reached(protocol, 3, "no failure", lazy=False)[1]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_early_arrival_hides_nothing(protocol, scenario):
+    """The reduction that machine.py argues for: with it, ranks can stand at the same places at the same time."""
+    states, nodes = reached(protocol, 2, scenario, lazy=True)
+    fewer_states, same_nodes = reached(protocol, 2, scenario, lazy=False)
+    assert nodes == same_nodes
+    assert states > fewer_states
+
+
+@pytest.mark.parametrize(("rule", "protocol"), [(rule, protocol) for rule in RULES for protocol in RULES[rule]])
+def test_no_rule_can_be_left_out(rule, protocol):
+    """Without it, a scenario ends in a violation."""
+    ranks = 3 if rule == "final-rows" else 2  # with final rows, two sources follow one another in a place
+    for options in SCENARIOS.values():
+        try:
+            explore(build(protocol, ranks, **options, without=rule, lazy=True))
+        except Violation:
+            return
+    pytest.fail(f"{protocol} keeps its promises without the rule {rule}")
+
+
+@pytest.mark.parametrize("scenario", ["no failure", "aborts"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_ranks_are_at_most_one_stage_apart(protocol, scenario):
+    """As the page says. On the CPU an abort opens combine early, which makes it two."""
+    machine = build(protocol, 3, **SCENARIOS[scenario])
+
+    def opened(rank: int, node: int) -> int:
+        name, n = machine.programs[rank][node].name.rsplit(" ", 1)
+        return 2 * int(n) - (name in BEFORE_COMBINE)
+
+    apart = 0
+    for nodes in reached(protocol, 3, scenario, lazy=False)[1]:
+        stages = [opened(rank, node) for rank, node in enumerate(nodes)]
+        apart = max(apart, max(stages) - min(stages))
+    assert apart == (2 if scenario == "aborts" and protocol == CPU else 1)
+
+
+def test_the_page_names_the_rules_of_the_model():
+    text = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
+    named = re.findall(r"\*\*Rule ([\w-]+)\.\*\*", text)
+    assert sorted(named) == sorted(RULES)
+
+
+def test_a_violation_shows_the_way():
+    with pytest.raises(Violation) as caught:
+        explore(build(CPU, 2, without="release", lazy=True))
+    assert "reads" in caught.value.why
+    lines = str(caught.value).splitlines()
+    assert lines[-1].strip() == caught.value.trace[-1]
+    assert any("arrives" in line for line in lines)

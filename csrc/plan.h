@@ -84,6 +84,7 @@ struct ExchangePlan {
   int64_t health_counters;           // int64 [kNumCounters]
   int64_t health_tokens_per_expert;  // int64 [e]: rows that this rank's experts have received
   int64_t health_rows_sent;          // int64 [R]: rows sent to each rank
+  int64_t health_waited_ns;          // int64 [R]: nanoseconds that this rank has waited for each rank
 };
 
 // What a source signals to each receiver, in a cache line of its own. The source writes `epoch`, the flag, last.
@@ -103,6 +104,8 @@ struct alignas(64) RoundHeader {
 struct Progress {
   int64_t phases;       // phases that have ended, four a round; in the order of the states of epmoe/rounds.py
   int64_t deadline_ns;  // CPU only: of the wait that a call has left so that Python can handle signals; 0: it left none
+  int64_t missing;      // CPU only: mask of the ranks that this wait still missed
+  int64_t counted_ns;   // CPU only: the time up to which health_waited_ns has this wait
 };
 
 // State of the round, in scratch, zero at first. dispatch writes what it leaves for combine. Epochs count rounds and

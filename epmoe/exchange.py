@@ -6,14 +6,16 @@ import ctypes
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Thread, get_ident
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from epmoe.config import EPConfig
 from epmoe.handles import RoundTemplate, Sent
-from epmoe.health import STATUS, TIMEOUT, raise_on_failure, raise_on_overflow
+from epmoe.health import STATUS, TIMEOUT, TOTALS, Health, Totals, raise_on_failure, raise_on_overflow
 from epmoe.memory import OFFSETS, SIZES, MemoryPlan
 from epmoe.placement import Placement
 from epmoe.rounds import PROGRESS, Rounds
@@ -49,6 +51,8 @@ class Exchange:
     views: dict[str, Tensor] = field(init=False)  # every buffer of the plan
     timeout_ns: int = field(init=False)  # of each wait in the rounds to come
     rounds: Rounds = field(init=False)
+    totals: Totals = field(init=False)
+    routing: dict[str, Any] = field(init=False)  # options of `route`
     unread: Tensor = field(init=False)  # uint8, on GPUs; see `unread_y`
 
     def __post_init__(self) -> None:
@@ -59,8 +63,10 @@ class Exchange:
         self.memory = self.window.local, self.scratch
         # Every call reads these words, at a hundredth of the host time that reading a tensor's element takes.
         self.status_words = (ctypes.c_int64 * len(STATUS)).from_address(self.status.data_ptr())
+        self.routing = self.config.routing.model_dump()
         regions = {"window": self.window.local, "scratch": self.scratch}
         self.views = {buffer.name: buffer.view(regions[buffer.region]) for buffer in self.plan.buffers}
+        self.totals = Totals(self.views)
         in_state = self.views["state"].data_ptr() + PROGRESS_AT
         behind_status = self.status.data_ptr() + 8 * len(STATUS)
         progress = in_state if self.device.type == "cpu" else behind_status
@@ -91,7 +97,7 @@ class Exchange:
             exchange.unread = views["rows"].flatten().view(torch.uint8)
             if exchange.unread.numel() < y_bytes:  # few rows, or rows of fp8
                 exchange.unread = torch.empty(y_bytes, dtype=torch.uint8, device=device)
-        for name in ("state", "counts", "health.counters", "health.tokens_per_expert", "health.rows_sent"):
+        for name in ("state", "counts", *TOTALS):
             views[name].zero_()
         views["table.expert_map"].copy_(placement.expert_map(rank))
         views["table.owners"].copy_(torch.tensor(placement.owners))
@@ -125,6 +131,17 @@ class Exchange:
         """Raise EPTimeoutError or EPMismatchError if the kernels have left one in the status words."""
         if self.status_words[_CODE]:
             raise_on_failure(self.status, self.global_ranks)
+
+    def await_device(self) -> None:
+        """Wait for everything that has been launched on the device; Python can handle signals meanwhile."""
+        if self.device.type == "cuda":
+            interruptible(partial(torch.cuda.synchronize, self.device))
+
+    def health(self, wait: bool) -> Health:
+        """The counts; with `wait`, once the current stream has done what was launched on it."""
+        if wait and self.device.type == "cuda":
+            interruptible(torch.cuda.current_stream(self.device).synchronize)
+        return self.totals.read()
 
     @property
     def timed_out(self) -> bool:

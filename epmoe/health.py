@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from threading import RLock
 
 import torch
+from torch import Tensor
 
 # int64 each, in the order of `Counter` in csrc/types.h.
 COUNTERS = (
@@ -23,13 +27,32 @@ TIMEOUT, MISMATCH = 1, 2
 _STAGES = ("dispatch", "combine")
 
 
+# Buffers of the memory plan that only grow, and the count of rounds: what `Health` is made of.
+TOTALS = ("health.counters", "health.tokens_per_expert", "health.rows_sent", "health.waited_ns")
+_ROUNDS = "state"  # whose first 4 bytes are `dispatch_epoch` in `RoundState` of csrc/plan.h
+
+
 @dataclass(frozen=True)
 class Health:
-    """Counts of this rank since its `ExpertParallel` was made.
+    """Counts of this rank since its `ExpertParallel` was made. No count ever falls.
 
-    `tokens_per_expert` [e] counts the rows of each local expert, and `rows_sent` [R] the rows sent to each rank.
+    Attributes:
+        rounds: whose dispatch this rank has sent, on GPUs received; replays of a CUDA graph count.
+        sanitised_rows: rows of logits in which `ep.route` found NaN or Inf.
+        padded_rows: rows at and past `num_tokens`, in `ep.route`.
+        out_of_range_ids: ids outside [0, E) that dispatch was given, other than -1 and E.
+        duplicate_ids: ids that a row of dispatch names again.
+        nonfinite_weights: weights of NaN or Inf that dispatch was given.
+        dropped_pairs: pairs that found no room in `capacity.max_expert_rows`.
+        clamped_num_tokens: calls whose `num_tokens` was negative or more than T.
+        timeouts: waits that failed, 0 or 1: the first one is the last.
+        tokens_per_expert: [e], rows of each local expert.
+        rows_sent: [R], rows sent to each rank.
+        waited_s: [R], seconds that this rank has waited for each rank. A wait for all ranks counts for each of them
+            from its start until the signal of that rank was seen, and 0 if that was there at the first look.
     """
 
+    rounds: int
     sanitised_rows: int
     padded_rows: int
     out_of_range_ids: int
@@ -40,12 +63,55 @@ class Health:
     timeouts: int
     tokens_per_expert: list[int]
     rows_sent: list[int]
+    waited_s: list[float]
 
     @classmethod
-    def read(cls, counters: torch.Tensor, tokens_per_expert: torch.Tensor, rows_sent: torch.Tensor) -> Health:
-        """From the buffers of the same names: int64 [8], int64 [e] and int64 [R]."""
-        counts = dict(zip(COUNTERS, counters.tolist(), strict=True))
-        return cls(**counts, tokens_per_expert=tokens_per_expert.tolist(), rows_sent=rows_sent.tolist())
+    def read(
+        cls, rounds: int, counters: Tensor, tokens_per_expert: Tensor, rows_sent: Tensor, waited_ns: Tensor
+    ) -> Health:
+        """From the buffers of the same names: int64 [8], int64 [e], int64 [R] and int64 [R]."""
+        return cls(
+            rounds=rounds,
+            **dict(zip(COUNTERS, counters.tolist(), strict=True)),
+            tokens_per_expert=tokens_per_expert.tolist(),
+            rows_sent=rows_sent.tolist(),
+            waited_s=[ns / 1e9 for ns in waited_ns.tolist()],
+        )
+
+    def as_dict(self) -> dict[str, int | list[int] | list[float]]:
+        """The attributes as plain numbers and lists, ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+class Totals:
+    """Reads the totals of one rank at any time, on any thread. On a GPU no kernel waits for it, nor it for a kernel.
+
+    Args:
+        views: the buffers of the memory plan by name.
+    """
+
+    def __init__(self, views: Mapping[str, Tensor]) -> None:
+        self._device = views[_ROUNDS].device
+        self._views = {name: views[name] for name in TOTALS} | {_ROUNDS: views[_ROUNDS][:1]}
+        if self._device.type == "cuda":
+            # Of a priority that streams of models rarely have: torch hands out the same few streams again and again.
+            self._stream = torch.cuda.Stream(self._device, priority=-1)
+            self._copies = {name: torch.empty_like(v, device="cpu").pin_memory() for name, v in self._views.items()}
+            self._lock = RLock()  # a signal handler may read during a read
+
+    def read(self) -> Health:
+        """The totals now. Those of a kernel under way are counted in part."""
+        if self._device.type == "cpu":
+            return self._health(self._views)
+        with self._lock, torch.cuda.stream(self._stream):
+            for name, copy in self._copies.items():
+                copy.copy_(self._views[name], non_blocking=True)
+            self._stream.synchronize()
+            return self._health(self._copies)
+
+    @staticmethod
+    def _health(views: Mapping[str, Tensor]) -> Health:
+        return Health.read(int(views[_ROUNDS]) & 0xFFFFFFFF, *(views[name] for name in TOTALS))
 
 
 class EPError(RuntimeError):
@@ -91,7 +157,7 @@ class EPMismatchError(EPError, ValueError):
         )
 
 
-def raise_on_failure(status: torch.Tensor, global_ranks: list[int]) -> None:
+def raise_on_failure(status: Tensor, global_ranks: list[int]) -> None:
     """Raise the failure in `status` (int64, host memory); clear a mismatch, since the caller closes its round."""
     code, stage, epoch, missing_mask, originator = status[:5].tolist()
     if not code:
@@ -105,7 +171,7 @@ def raise_on_failure(status: torch.Tensor, global_ranks: list[int]) -> None:
     raise EPTimeoutError(_STAGES[stage], epoch, ranks, [global_ranks[rank] for rank in ranks], originator, left)
 
 
-def raise_on_overflow(status: torch.Tensor, max_rows: int) -> None:
+def raise_on_overflow(status: Tensor, max_rows: int) -> None:
     """Raise if a round needed more than `max_rows` expert-major rows, and clear it, so that it is raised once."""
     needed = int(status[STATUS.index("needed_rows")])
     if needed:

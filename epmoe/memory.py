@@ -42,7 +42,7 @@ OFFSETS = (
     "state", "counts", "slots_used", "slots", "expert_offsets", "tokens_per_expert", "row_of_pair",
     "table.expert_map", "table.owners", "table.copies", "table.num_copies", "table.sentinels",
     "table.local_index", "pair_weights",
-    "health.counters", "health.tokens_per_expert", "health.rows_sent",
+    "health.counters", "health.tokens_per_expert", "health.rows_sent", "health.waited_ns",
 )  # fmt: skip
 
 
@@ -156,6 +156,7 @@ class MemoryPlan:
             ("scratch", "health.counters", (NUM_COUNTERS,), i64),
             ("scratch", "health.tokens_per_expert", (e,), i64),
             ("scratch", "health.rows_sent", (R,), i64),
+            ("scratch", "health.waited_ns", (R,), i64),
         ]
         ends: dict[Region, int] = {"window": 0, "scratch": 0}
         buffers = []

@@ -44,8 +44,8 @@ PERMITTED = (
     ("combine_recv",),
 )
 # Places in `Rounds.progress`, in the order of `Progress` in csrc/plan.h.
-PROGRESS = ("phases", "deadline_ns")
-PHASES, _DEADLINE = range(2)
+PROGRESS = ("phases", "deadline_ns", "missing", "counted_ns")
+PHASES, _DEADLINE = range(2)  # the others are the operators' own
 
 
 @dataclass(slots=True, weakref_slot=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import Self
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from epmoe import ops, rounds
 from epmoe.config import EPConfig
-from epmoe.exchange import Exchange, interruptible
+from epmoe.exchange import Exchange
 from epmoe.group import check_group, check_multiprocessor, config_of, device_of, group_of, members_of, open_window
 from epmoe.handles import Dispatched, HoldsWindows, Layout, Sent
 from epmoe.health import Health
@@ -20,8 +19,8 @@ from epmoe.memory import MemoryPlan
 from epmoe.placement import Placement
 from epmoe.stages import combine as combine_stage
 from epmoe.stages import dispatch as dispatch_stage
-from epmoe.stages.checks import FLOATS, check_tensor
-from epmoe.stages.route import Routing, route
+from epmoe.stages import route as route_stage
+from epmoe.stages.route import Routing
 from epmoe.tuning import Tuning
 
 
@@ -57,7 +56,6 @@ class ExpertParallel(HoldsWindows):
         self.config = config = config_of(config)
         self.device = device_of(config, device)
         self.group = group_of(group)
-        self._routing = config.routing.model_dump()
         self.rank, self.size, global_ranks = members_of(self.group)
         check_group(config, self.group, self.rank, self.size)
         _ = ops.dispatch  # builds or loads the library now, not in a round in which other ranks wait
@@ -77,16 +75,7 @@ class ExpertParallel(HoldsWindows):
 
     def route(self, logits: Tensor, bias: Tensor | None = None, num_tokens: int | Tensor | None = None) -> Routing:
         """`epmoe.route` with the config's routing: logits [T, E] → ids int32 [T, K], weights fp32 [T, K]."""
-        exchange, E, K = self._open, self.config.model.num_experts, self.config.model.num_experts_per_tok
-        counters = exchange.views["health.counters"]
-        shape: tuple[int, ...] = getattr(logits, "shape", ())
-        if len(shape) != 2 or shape[1] != E or logits.device != self.device:
-            check_tensor("logits", logits, FLOATS, ("T", E), self.device)
-        exchange.enter()
-        try:
-            return route(logits, K, bias=bias, num_tokens=num_tokens, counters=counters, **self._routing)
-        finally:
-            exchange.thread = 0
+        return route_stage.route_counted(self._open, logits, bias, num_tokens)
 
     def dispatch(
         self,
@@ -124,8 +113,7 @@ class ExpertParallel(HoldsWindows):
             EPMismatchError: the ranks brought different K, D or dtype; the round is closed.
             EPTimeoutError: ranks did not arrive in time, or left. Ctrl-C, too, ends a wait, and leaves the round open.
         """
-        arguments = x, ids, weights, num_tokens, layout, apply_router_weight_on_input
-        return dispatch_stage.dispatch(self._open, *arguments)
+        return dispatch_stage.dispatch(self._open, x, ids, weights, num_tokens, layout, apply_router_weight_on_input)
 
     def dispatch_send(
         self,
@@ -141,16 +129,12 @@ class ExpertParallel(HoldsWindows):
 
         Returns the open round, for `dispatch_recv`.
 
-        Other work can run between the two phases, such as the rounds of another `ExpertParallel`: two micro-batches
-        take turns on two of them. They may share one stream in any order. On two CUDA streams both must use separate
-        phases only, whose receiving kernels leave a quarter of the multiprocessors to others. `dispatch`, `combine` and
-        `abort`, with both phases in one call, take all multiprocessors. Allocating memory and loading a kernel for the
-        first time may wait for all of them.
-
-        No argument, `num_tokens` included, may be overwritten before `dispatch_recv` has returned.
+        Other work can run between the two phases, such as the rounds of another `ExpertParallel`. No argument,
+        `num_tokens` included, may be overwritten before `dispatch_recv` has returned.
         """
-        arguments = x, ids, weights, num_tokens, layout, apply_router_weight_on_input
-        return dispatch_stage.dispatch_send(self._open, *arguments)
+        return dispatch_stage.dispatch_send(
+            self._open, x, ids, weights, num_tokens, layout, apply_router_weight_on_input
+        )
 
     def dispatch_recv(self, sent: Sent) -> Dispatched:
         """The receive phase of `dispatch`: waits for every rank's tokens.
@@ -248,26 +232,36 @@ class ExpertParallel(HoldsWindows):
         """Every buffer of this rank, to the byte."""
         return self._open.plan
 
-    def health(self) -> Health:
-        """Counts since the start, on this rank; on a GPU this waits for the current stream."""
-        views = self._open.views
-        if self.device.type == "cuda":
-            interruptible(torch.cuda.current_stream(self.device).synchronize)
-        names = ("health.counters", "health.tokens_per_expert", "health.rows_sent")
-        return Health.read(*(views[name] for name in names))
+    def health(self, wait: bool = True) -> Health:
+        """Counts since the start, on this rank. Any thread may read them; not during the capture of a CUDA graph.
 
-    def check(self) -> None:
-        """Wait for everything that has been launched on the device, and raise what has gone wrong so far.
+        Args:
+            wait: on a GPU, first for the current stream. With False this waits for no kernel and delays none, so the
+                counts of kernels under way are partial.
+
+        Returns:
+            The counts, which never fall.
+        """
+        return self._open.health(wait)
+
+    def poll(self) -> None:
+        """Raise what kernels have reported so far. It never waits, and does not stop the device.
+
+        Every call looks by itself. The replay of a CUDA graph is no call: after a timeout replays yield zeros for ever,
+        so poll at every step. A replay that is still running shows in a later poll.
 
         Raises:
-            EPTimeoutError: ranks did not arrive in time.
+            EPTimeoutError: ranks did not arrive in time; every poll raises it again.
             EPMismatchError: the ranks brought different K, D or dtype to a round.
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
         """
-        if self.device.type == "cuda":
-            interruptible(partial(torch.cuda.synchronize, self.device))
         self._open.check()
         self._open.check_overflow()
+
+    def check(self) -> None:
+        """Wait for everything that has been launched on the device, then `poll`."""
+        self._open.await_device()
+        self.poll()
 
     def close(self) -> None:
         """Release the windows. Handles of earlier rounds, and their tensors, must not be used any more.

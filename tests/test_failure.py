@@ -96,7 +96,7 @@ def survive(ep: epmoe.ExpertParallel, report: Callable, rounds: int | None = Non
 def _assert_latched(ep: epmoe.ExpertParallel) -> None:
     """Only close() ends the state of failure; until then every call raises at once."""
     started = time.monotonic()
-    for call in (ep.check, lambda: play_round(ep)):
+    for call in (ep.poll, ep.check, lambda: play_round(ep)):
         with pytest.raises(epmoe.EPTimeoutError):
             call()
     assert time.monotonic() - started < TIMEOUT_S and ep.health().timeouts == 1

@@ -46,6 +46,7 @@ def result(**changes: object) -> Result:
         "elapsed": [0.03, 0.07],
         "rounds": 2,
         "health": {"timeouts": 0, "duplicate_ids": 7},
+        "waited": [[0.0, 0.25], [0.5, 0.0]],
         "texts": [("<b>prompt</b>", "a & b"), ("Once", "upon")],
     }
     return Result(**(fields | changes))
@@ -181,25 +182,6 @@ def test_the_means_of_stages_add_up_to_the_mean_time() -> None:
     chart = charts.stage_chart(result(baseline=BASELINE))
     assert [bar.name for bar in chart.bars] == ["one process", "rank 0", "rank 1"]
     assert [round(sum(one.share for one in bar.segments), 6) for bar in chart.bars] == [1, 1, 1]
-
-
-def test_rows_to_oneself_stand_apart_from_rows_on_the_wire(tmp_path: Path) -> None:
-    traffic = [[900, 4, 0], [8, 700, 1], [2, 2, 0]]
-    three = result(placement=Placement.build(5, 3), traffic=traffic, stages=[{}] * 3, elapsed=[0.0] * 3, texts=())
-    assert (three.rows_moved, three.rows_kept) == (17, 1600)
-    assert three.bytes_dispatched == 17 * (128 * 2 + 2 * 8) and three.bytes_combined == 17 * 128 * 2
-    heat = charts.heat(three)
-    assert heat.top == 8, "the colours are of rows on the wire alone"
-    assert [[cell.own for cell in row] for row in heat.rows] == [[i == j for j in range(3)] for i in range(3)]
-    assert [cell.level for cell in heat.rows[1]] == [1.0, 0.0, 0.125]
-    page = Elements(written(tmp_path, three))
-    cells = [attributes for tag, attributes in page.tags if tag == "td" and "rank" in attributes.get("title", "")]
-    assert len(cells) == 9
-    for own in page.of_class("own")[:3]:
-        assert "to itself" in own["title"] and "--v" not in own.get("style", "")
-    assert "rank 1 to rank 0: 8 rows" in [cell["title"] for cell in cells]
-    assert "17 rows cross to another rank" in page.text and "1,600 rows stay on their rank" in page.text
-    assert page.of_class("ramp"), "a colour bar"
 
 
 def test_bytes_of_fp8_rows() -> None:

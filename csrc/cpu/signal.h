@@ -113,25 +113,41 @@ inline bool failed_elsewhere(const Exchange& ex, Stage stage, uint32_t epoch) {
   return false;
 }
 
+// Adds to the time that this rank has waited for each of `ranks`, a mask.
+inline void add_waited(const Exchange& ex, uint64_t ranks, int64_t waited_ns) {
+  auto* total_ns = in_scratch<int64_t>(ex, ex.plan.health_waited_ns);
+  for (; ranks; ranks &= ranks - 1) total_ns[std::countr_zero(ranks)] += waited_ns;
+}
+
 enum class Wait { kArrived, kFailed, kInterrupted };
 
 // Waits for the flag of every rank. It fails after the deadline, or once another rank has reported a failure. It spins,
 // then yields, then sleeps until the doorbell changes. A signal, or 100 ms of sleep, interrupts it, so that Python can
 // run its signal handlers: the host then calls the operator of the same phase again, and the deadline stays the same.
+// Its time counts for each rank until the signal of that rank is seen, signal handlers included.
 inline Wait wait_for_all(const Exchange& ex, Stage stage, int64_t signals_offset, uint32_t epoch) {
   constexpr int kSpins = 64, kYields = 16;
   constexpr int64_t kLongestSleepNs = 100'000'000;
   auto* doorbell = in_window<uint32_t>(ex, ex.plan.rank, ex.plan.doorbell);
   Progress& progress = in_scratch<RoundState>(ex, ex.plan.state)->progress;
   int64_t deadline_ns = std::exchange(progress.deadline_ns, 0);
-  if (!deadline_ns) deadline_ns = now_ns() + ex.timeout_ns;
+  if (!deadline_ns) {
+    progress.missing = static_cast<int64_t>(missing_ranks(ex, signals_offset, epoch));
+    if (!progress.missing) return Wait::kArrived;
+    progress.counted_ns = now_ns();
+    deadline_ns = progress.counted_ns + ex.timeout_ns;
+  }
+  uint64_t missing = progress.missing;
   for (int64_t polls = 0;; ++polls) {
     uint32_t doorbell_before = std::atomic_ref(*doorbell).load(std::memory_order_acquire);
-    uint64_t missing = missing_ranks(ex, signals_offset, epoch);
+    uint64_t still_missing = missing_ranks(ex, signals_offset, epoch);
+    int64_t time_ns = now_ns();
+    add_waited(ex, missing & ~still_missing, time_ns - progress.counted_ns);
+    missing = still_missing;
     if (!missing) return Wait::kArrived;
-    if (failed_elsewhere(ex, stage, epoch)) return Wait::kFailed;
-    int64_t left_ns = deadline_ns - now_ns();
-    if (left_ns <= 0) return fail(ex, stage, epoch, missing, ex.plan.rank), Wait::kFailed;
+    bool failed = failed_elsewhere(ex, stage, epoch);
+    if (!failed && time_ns >= deadline_ns) fail(ex, stage, epoch, missing, ex.plan.rank), failed = true;
+    if (failed) return add_waited(ex, missing, time_ns - progress.counted_ns), Wait::kFailed;
     if (polls < kSpins) {
 #if defined(__x86_64__)
       __builtin_ia32_pause();
@@ -139,9 +155,13 @@ inline Wait wait_for_all(const Exchange& ex, Stage stage, int64_t signals_offset
     } else if (polls < kSpins + kYields) {
       sched_yield();
     } else {
-      timespec sleep{0, std::min(left_ns, kLongestSleepNs)};
+      timespec sleep{0, std::min(deadline_ns - time_ns, kLongestSleepNs)};
       bool woken = syscall(SYS_futex, doorbell, FUTEX_WAIT, doorbell_before, &sleep, nullptr, 0) == 0;
-      if (!woken && errno != EAGAIN) return progress.deadline_ns = deadline_ns, Wait::kInterrupted;
+      if (woken || errno == EAGAIN) continue;
+      int64_t counted_ns = std::exchange(progress.counted_ns, now_ns());
+      add_waited(ex, missing, progress.counted_ns - counted_ns);
+      progress.missing = static_cast<int64_t>(missing), progress.deadline_ns = deadline_ns;
+      return Wait::kInterrupted;
     }
   }
 }

@@ -57,7 +57,7 @@ class StageRow:
 
 @dataclass(frozen=True)
 class Cell:
-    count: int
+    text: str
     own: bool
     level: float  # of the colour scale, 0 to 1
     dark: bool
@@ -65,10 +65,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Heat:
-    """Rows from each source rank, first index, to each destination. The scale counts only rows between ranks."""
+    """A value for each pair of ranks, the rank of the row first. The scale leaves out a rank's value for itself."""
 
     rows: Sequence[Sequence[Cell]]
-    top: int
+    top: str
     labelled: bool
 
 
@@ -145,18 +145,26 @@ def stage_rows(result: Result) -> list[StageRow]:
 
 def heat(result: Result) -> Heat:
     """The heat map of the rows from rank to rank."""
-    between = [count for source, row in enumerate(result.traffic) for rank, count in enumerate(row) if rank != source]
-    top = max(between, default=0)
+    return _heat(result.traffic, lambda rows: f"{rows:,.0f}")
+
+
+def waits(result: Result) -> Heat:
+    """The heat map of the time that each rank waited for each other rank."""
+    return _heat(result.waited, lambda seconds: human_seconds(seconds) if seconds else "0")
+
+
+def _heat(values: Sequence[Sequence[float]], label: Callable[[float], str]) -> Heat:
+    top = max((one for i, row in enumerate(values) for j, one in enumerate(row) if i != j), default=0)
     rows = []
-    for source, counts in enumerate(result.traffic):
-        levels = [count / top if top else 0.0 for count in counts]
+    for i, row in enumerate(values):
+        levels = [0.0 if i == j or not top else one / top for j, one in enumerate(row)]
         rows.append(
             [
-                Cell(count, rank == source, 0.0 if rank == source else level, rank != source and level > DARK_CELL)
-                for rank, (count, level) in enumerate(zip(counts, levels, strict=True))
+                Cell(label(one), i == j, level, level > DARK_CELL)
+                for j, (one, level) in enumerate(zip(row, levels, strict=True))
             ]
         )
-    return Heat(rows, top, labelled=len(rows) <= MOST_LABELLED)
+    return Heat(rows, label(top), labelled=len(rows) <= MOST_LABELLED)
 
 
 def load_chart(result: Result) -> LoadChart:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from epmoe.cli.console import UserError, console, human_bytes, require
-from epmoe.cli.result import Baseline, Check, Result
+from epmoe.cli.result import Baseline, Check, Result, sum_counters
 from epmoe.cli.tables import show, summarise
 from epmoe.config import EPConfig
 from epmoe.placement import Placement
@@ -115,7 +114,6 @@ def run_models(config: EPConfig, names: Sequence[str], steps: int, seed: int) ->
 
 def _result(outcome: ModelResult, ranks: int, steps: int, random: bool) -> Result:
     limit = LOGIT_TOLERANCE if random else CHECKPOINT_TOLERANCE * max(1.0, outcome.largest_logit)
-    health = [dataclasses.asdict(one) for one in outcome.health]
     error = outcome.max_logit_error
     return Result(
         name=outcome.name,
@@ -140,7 +138,8 @@ def _result(outcome: ModelResult, ranks: int, steps: int, random: bool) -> Resul
         elapsed=outcome.elapsed,
         rounds=steps,
         unit="token",
-        health={key: sum(one[key] for one in health) for key, value in health[0].items() if isinstance(value, int)},
+        health=sum_counters(outcome.health),
+        waited=[one.waited_s for one in outcome.health],
         texts=list(zip(outcome.prompts, outcome.texts, strict=True)),
         baseline=Baseline(
             texts=outcome.baseline_texts,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from epmoe.config import EPConfig
+from epmoe.health import COUNTERS, Health
 from epmoe.memory import SCALE_BLOCK
 from epmoe.placement import Placement
 
@@ -69,6 +70,8 @@ class Result:
     rounds: int
     """rounds that `traffic`, `load` and `stages` are sums of"""
     health: Mapping[str, int]
+    waited: Sequence[Sequence[float]]
+    """[R][R] seconds that each rank (first index) waited for each rank, as `Health.waited_s`"""
     texts: Sequence[tuple[str, str]] = ()
     """(prompt, text that the model generated after it), by rank"""
     unit: str = "round"
@@ -99,18 +102,23 @@ class Result:
     @property
     def bytes_dispatched(self) -> int:
         """Bytes of the rows between different ranks, on their way to the experts: values, K ids and K weights."""
-        model, fp8 = self.config.model, self.config.exchange.payload == "fp8"
-        return self.rows_moved * (_row_bytes(self.config, fp8) + 8 * model.num_experts_per_tok)
+        return self.rows_moved * bytes_out(self.config)
 
     @property
     def bytes_combined(self) -> int:
         """Bytes of the sums that come back between different ranks: one row for each that was dispatched."""
-        return self.rows_moved * _row_bytes(self.config, self.config.exchange.combine_payload == "fp8")
+        return self.rows_moved * bytes_back(self.config)
 
     @property
     def pairs_by_rank(self) -> list[int]:
         """[R] pairs that each rank computed."""
         return [sum(self.load[p] for p in self.placement.local_experts(r)) for r in range(self.placement.ep_size)]
+
+    @property
+    def late(self) -> tuple[int, float] | None:
+        """The rank that all ranks together have waited for the longest, and these seconds; None if nobody waited."""
+        seconds = [sum(one) for one in zip(*self.waited, strict=True)]
+        return (seconds.index(max(seconds)), max(seconds)) if any(seconds) else None
 
     def rank_rows(self) -> list[tuple[int, int, int, list[int]]]:
         """Per rank: rows sent, rows received, pairs computed, load of each of its experts."""
@@ -134,6 +142,21 @@ def mean_stages(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def imbalance(loads: Sequence[int]) -> float | None:
     """The largest load over the mean load: 1 if all are equal. None if there is no load."""
     return max(loads) * len(loads) / sum(loads) if sum(loads) else None
+
+
+def sum_counters(ranks: Sequence[Health]) -> dict[str, int]:
+    """Counter → its sum over `ranks`."""
+    return {name: sum(getattr(one, name) for one in ranks) for name in COUNTERS}
+
+
+def bytes_out(config: EPConfig) -> int:
+    """Bytes of a row on its way to the experts: values, K ids and K weights."""
+    return _row_bytes(config, config.exchange.payload == "fp8") + 8 * config.model.num_experts_per_tok
+
+
+def bytes_back(config: EPConfig) -> int:
+    """Bytes of the sum that comes back for a row."""
+    return _row_bytes(config, config.exchange.combine_payload == "fp8")
 
 
 def _row_bytes(config: EPConfig, fp8: bool) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -14,9 +15,11 @@ from rich.progress import Progress
 from epmoe.cli import models, simulated
 from epmoe.cli.console import UserError, check_output, console, launched_rank, quiet_exit, require
 from epmoe.cli.launch import CONFIG, NPROC, all_ranks, check_ranks, load, start_ranks
-from epmoe.cli.result import Check, Result
+from epmoe.cli.result import Check, Result, sum_counters
 from epmoe.cli.tables import show
+from epmoe.cli.watch import watching
 from epmoe.config import EPConfig
+from epmoe.health import Health
 from epmoe.service import ExpertParallel
 from epmoe.simulate import Kind
 
@@ -38,6 +41,9 @@ def run(
     ] = None,
     routing: Annotated[Kind, typer.Option(help="Simulated routing, without --model.")] = "uniform",
     seed: Annotated[int, typer.Option(help="Of weights, tokens and simulated routing.")] = 0,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show rates, late ranks and hot experts while it runs, without --model.")
+    ] = False,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
     nproc: Annotated[int | None, NPROC] = None,
 ) -> None:
@@ -53,6 +59,8 @@ def run(
     if tokens is not None and tokens > parsed.capacity.max_num_tokens_per_rank:
         limit = parsed.capacity.max_num_tokens_per_rank
         raise UserError(f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got {tokens}")
+    if watch and model:
+        raise UserError("`--watch` shows the rounds of the layer: leave `--model` out")
     check_ranks(parsed)
     if model:
         models.check_models(parsed, model)
@@ -64,7 +72,7 @@ def run(
         if model:
             results = models.run_models(parsed, model, steps, seed)
         else:
-            results = [_run_layer(parsed, config.stem, routing, steps, tokens, seed)]
+            results = [_run_layer(parsed, config.stem, routing, steps, tokens, seed, watch)]
     if rank == 0 and report is not None:
         from epmoe.cli.about import About
         from epmoe.cli.report import write_report
@@ -76,20 +84,21 @@ def run(
         raise quiet_exit()
 
 
-def _run_layer(config: EPConfig, name: str, kind: Kind, steps: int, tokens: int | None, seed: int) -> Result:
+def _run_layer(
+    config: EPConfig, name: str, kind: Kind, steps: int, tokens: int | None, seed: int, watch: bool
+) -> Result:
     """Rounds of the configuration's own layer. The Result is the same on every rank; rank 0 prints it."""
     model = config.model
     tokens = min(64, config.capacity.max_num_tokens_per_rank) if tokens is None else tokens
     console.rule(f"[bold]{name}[/]: {steps} rounds of {tokens} tokens a rank, {kind} routing")
-    with _open(config) as ep, Progress(console=console, transient=True) as progress:
-        task = progress.add_task("rounds", total=steps)
-        mine = simulated.run_layer(ep, kind, steps, tokens, seed, advance=lambda: progress.advance(task))
-        health, placement = dataclasses.asdict(ep.health()), ep.placement
-    gathered: list[tuple[simulated.Measured, dict]] = [None] * config.topology.ep_size  # type: ignore[list-item]
+    with _open(config) as ep, _advancing(ep, steps, watch) as advance:
+        mine = simulated.run_layer(ep, kind, steps, tokens, seed, advance)
+        health, placement = ep.health(), ep.placement
+    gathered: list[tuple[simulated.Measured, Health]] = [None] * config.topology.ep_size  # type: ignore[list-item]
     dist.all_gather_object(gathered, (mine, health))
     load = [0] * placement.num_physical_experts
     for rank, (_, counts) in enumerate(gathered):
-        for expert, count in zip(placement.local_experts(rank), counts.pop("tokens_per_expert"), strict=True):
+        for expert, count in zip(placement.local_experts(rank), counts.tokens_per_expert, strict=True):
             load[expert] = count
     limit, worst = simulated.tolerance(config), max(m.worst_error for m, _ in gathered)
     check = Check(f"error against the dense fp64 reference ≤ {limit:.0e}", f"{worst:.1e}", worst <= limit)
@@ -104,15 +113,28 @@ def _run_layer(config: EPConfig, name: str, kind: Kind, steps: int, tokens: int 
         },
         checks=[check] if tokens else [],
         placement=placement,
-        traffic=[counts.pop("rows_sent") for _, counts in gathered],
+        traffic=[counts.rows_sent for _, counts in gathered],
         load=load,
         stages=[m.seconds for m, _ in gathered],
         elapsed=[sum(m.seconds.values()) for m, _ in gathered],
         rounds=steps,
-        health={key: sum(counts[key] for _, counts in gathered) for key in gathered[0][1]},
+        health=sum_counters([counts for _, counts in gathered]),
+        waited=[m.waited for m, _ in gathered],
     )
     show(result)
     return result
+
+
+@contextmanager
+def _advancing(ep: ExpertParallel, steps: int, watch: bool) -> Iterator[Callable[[], object]]:
+    """Shows how the run goes on; yields what to call after each round."""
+    if watch:
+        with watching(ep):
+            yield lambda: None
+        return
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("rounds", total=steps)
+        yield lambda: progress.advance(task)
 
 
 def _open(config: EPConfig) -> ExpertParallel:

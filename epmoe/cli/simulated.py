@@ -28,10 +28,12 @@ PROCESS_BYTES = 400 << 20  # memory of torch and its libraries, per rank
 
 @dataclass
 class Measured:
-    """One rank's figures over all rounds; `worst_error` is relative to the largest element of a round's output."""
+    """One rank's figures over all rounds. `worst_error` is relative to the largest element of a round's output, and
+    `waited` are the seconds that it waited for each rank."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     worst_error: float = 0.0
+    waited: list[float] = field(default_factory=list)
 
 
 def run_layer(
@@ -68,6 +70,7 @@ def run_layer(
         y_TD = ep.combine(rows_ND, d)
         clock.append(_now(ep.device))
         if T == 0:
+            waited_before = ep.health().waited_s
             continue
         for stage, start, end in zip(STAGES, clock, clock[1:], strict=False):
             measured.seconds[stage] += end - start
@@ -76,6 +79,7 @@ def run_layer(
         measured.worst_error = max(measured.worst_error, _relative_error(y_TD[some], expected_TD))
         advance()
     ep.check()
+    measured.waited = [now - then for now, then in zip(ep.health().waited_s, waited_before, strict=True)]
     return measured
 
 

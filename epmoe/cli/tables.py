@@ -28,6 +28,9 @@ def show(result: Result) -> None:
     console.print()
     sizes = f"{human_bytes(result.bytes_dispatched)} out, {human_bytes(result.bytes_combined)} back"
     console.print(f"  travelled: {result.rows_moved:,} rows between ranks ({sizes}); {result.rows_kept:,} stayed")
+    if result.late:
+        rank, seconds = result.late
+        console.print(f"  waits: longest for rank {rank}, {human_seconds(seconds)} of all ranks together")
     problems = {name: count for name, count in result.health.items() if count}
     counts = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in problems.items())
     console.print(f"  health: {counts or 'nothing to report'}")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from exchanges import assert_y, expected_y, gains, make_tokens, poison
-from helpers import ON_GPUS, assert_close, poison_
+from helpers import ON_GPUS, ROOT, assert_close, poison_, randn
+from test_layers import D, E, K, make_layer
 from torch import Tensor
 
 import epmoe
@@ -114,3 +118,88 @@ def test_stale_rows(make_ep, rank, size, device, T, real):
         assert y[real:].eq(0).all()
         assert scale.isfinite().all() and y.abs().amax().isfinite()
     ep.check()
+
+
+def example() -> type:
+    """`CapturedLayer` as it stands in docs/graphs.md."""
+    page, names = (ROOT / "docs/graphs.md").read_text(encoding="utf-8"), {}
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(block, "docs/graphs.md", "exec"), names)
+    return names["CapturedLayer"]
+
+
+def captured_example(make_ep: Callable[..., ExpertParallel], **options) -> tuple[epmoe.MoELayer, Callable]:
+    ep = make_ep(experts=E, top_k=K, hidden=D, dtype="bfloat16", max_tokens=32, **options)
+    layer, _ = make_layer(ep)
+    assert layer.experts.grouped, "a loop over the experts reads the offsets on the host"
+    return layer, example()(layer, 32)
+
+
+@ON_GPUS
+def test_the_example_of_the_documents(make_ep, rank, size, device):
+    layer, step = captured_example(make_ep)
+    for seed, tokens in enumerate((32, 1, 0, 17 - rank)):
+        x = randn(tokens, D, dtype=torch.bfloat16, seed=10 * seed + rank).to(device)
+        got = step(x).clone()
+        assert_close(got, layer(x))
+    layer.ep.check()
+
+
+@ON_GPUS
+def test_replays_after_a_timeout(make_ep, rank, size, device):
+    """Rank 0 stays away: the replays of the others yield zeros, and every `poll` raises, without a wait."""
+    layer, step = captured_example(make_ep, timeout_s=1.0)
+    x = randn(8, D, dtype=torch.bfloat16, seed=rank).to(device)
+    step(x)
+    torch.cuda.synchronize()
+    layer.ep.poll()
+    if rank != 0:
+        step(x)
+        torch.cuda.synchronize()
+        for _ in range(2):
+            started = time.perf_counter()
+            with pytest.raises(epmoe.EPTimeoutError, match=r"rank\(s\) \[0\]"):
+                step(x)
+            assert time.perf_counter() - started < 0.5
+            torch.cuda.synchronize()
+            assert step.y.eq(0).all()
+    dist.barrier()
+
+
+@ON_GPUS
+def test_a_replay_that_overflows(make_ep, rank, size, device):
+    """All tokens go to rank 0, where each replay that drops rows makes `poll` raise once."""
+    ep = make_ep(experts=size, top_k=1, max_tokens=16, capacity={"max_expert_rows": 8 * size})
+    captured = Captured(ep, 16)
+    for real in (1, 16, 1, 16):
+        captured.real.fill_(real)
+        captured.graph.replay()
+        torch.cuda.synchronize()
+        if real == 16 and rank == 0:
+            with pytest.raises(epmoe.EPOverflowError, match=f"needed {16 * size} expert-major rows"):
+                ep.poll()
+        ep.poll()
+
+
+@ON_GPUS
+def test_health_is_read_while_a_kernel_waits(make_ep, rank, size, device):
+    """Rank 0 comes late. The others read their counts meanwhile, and the kernel that waits for it still runs."""
+    ep = make_ep(timeout_s=20.0)
+    tokens = make_tokens(ep.config, rank, 6)
+    x, ids, weights = (t.to(device) for t in (tokens.x, tokens.ids, tokens.weights))
+    d = ep.dispatch(x, ids, weights)
+    ep.combine(d.rows, d)
+    before = ep.health()
+    if rank != 0:
+        d = ep.dispatch(x, ids, weights)
+        waiting = torch.cuda.Event()
+        waiting.record()
+        for _ in range(3):
+            now = ep.health(wait=False)
+            assert now.timeouts == 0 and now.rounds in (before.rounds, before.rounds + 1)
+        assert not waiting.query(), "reading has waited for the kernel"
+    dist.barrier()
+    if rank == 0:
+        d = ep.dispatch(x, ids, weights)
+    ep.combine(d.rows, d)
+    assert ep.health().rounds == before.rounds + 1

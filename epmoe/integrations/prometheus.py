@@ -1,0 +1,78 @@
+"""Metrics of `ExpertParallel` objects for Prometheus: each scrape reads their health and stops no stream.
+
+    from prometheus_client import REGISTRY, start_http_server
+    from epmoe.integrations.prometheus import HealthCollector
+
+    REGISTRY.register(HealthCollector(ep))
+    start_http_server(9400 + ep.rank)
+
+Each rank exports its own counts, since each is a process. They need the extra `prometheus`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from epmoe.health import COUNTERS
+from epmoe.service import ExpertParallel
+
+_TEXTS = {
+    "sanitised_rows": "Rows of logits in which route found NaN or Inf",
+    "padded_rows": "Padded rows that route was given",
+    "out_of_range_ids": "Expert ids out of range that dispatch was given",
+    "duplicate_ids": "Expert ids that a token names again",
+    "nonfinite_weights": "Weights of NaN or Inf that dispatch was given",
+    "dropped_pairs": "Pairs that found no room in capacity.max_expert_rows",
+    "clamped_num_tokens": "Calls whose num_tokens was out of range",
+    "timeouts": "Waits that failed; the first failure is the last",
+}
+
+
+class HealthCollector(Collector):
+    """Exports `ExpertParallel.health` at each scrape: register it once, in a `prometheus_client` registry.
+
+    Every metric has the labels `exchange` and `rank`, this rank in its group:
+
+    - `epmoe_rounds_total`, and `epmoe_NAME_total` for each counter NAME of `Health`
+    - `epmoe_rows_sent_total` with `to`, the rank that they were sent to
+    - `epmoe_tokens_per_expert_total` with `expert`, the physical expert of this rank
+    - `epmoe_wait_seconds_total` with `source`, the rank that was waited for
+
+    Args:
+        exchanges: one `ExpertParallel`, which the label `exchange` calls "default"; or several by their names. One that
+            is closed exports nothing.
+    """
+
+    def __init__(self, exchanges: ExpertParallel | Mapping[str, ExpertParallel]) -> None:
+        self._exchanges = {"default": exchanges} if isinstance(exchanges, ExpertParallel) else dict(exchanges)
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """The metrics of one scrape; the registry calls this, on any thread."""
+        rounds = _counter("rounds", "Rounds of this rank")
+        counters = {name: _counter(name, _TEXTS[name]) for name in COUNTERS}
+        sent = _counter("rows_sent", "Rows sent to each rank", "to")
+        tokens = _counter("tokens_per_expert", "Rows of each local expert", "expert")
+        waited = _counter("wait_seconds", "Seconds that this rank has waited for each rank", "source")
+        for name, ep in self._exchanges.items():
+            exchange = ep._exchange
+            if exchange is None:  # closed
+                continue
+            health, labels = exchange.health(wait=False), [name, str(ep.rank)]
+            rounds.add_metric(labels, health.rounds)
+            for counter, family in counters.items():
+                family.add_metric(labels, getattr(health, counter))
+            for family, names, values in (
+                (sent, range(ep.size), health.rows_sent),
+                (tokens, ep.placement.local_experts(ep.rank), health.tokens_per_expert),
+                (waited, range(ep.size), health.waited_s),
+            ):
+                for index, value in zip(names, values, strict=True):
+                    family.add_metric([*labels, str(index)], value)
+        yield from (rounds, *counters.values(), sent, tokens, waited)
+
+
+def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"epmoe_{name}", text, labels=["exchange", "rank", *labels])

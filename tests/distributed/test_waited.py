@@ -1,0 +1,128 @@
+"""How long this rank has waited for each rank, and `poll` after a timeout: who is late, and who stays away."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchanges import assert_y, make_tokens, run_experts, run_round
+
+import epmoe
+
+LATE_S = 0.35  # longer than three sleeps of a wait, which let Python handle its signals
+ON_THE_CPU = pytest.mark.parametrize("device", [torch.device("cpu")])
+
+
+def given(ep: epmoe.ExpertParallel) -> tuple[torch.Tensor, ...]:
+    tokens = make_tokens(ep.config, ep.rank, 6)
+    return tuple(t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
+
+
+@ON_THE_CPU
+@pytest.mark.parametrize("stage", ["dispatch", "combine"])
+def test_the_late_rank_is_told_from_the_others(make_ep, rank, size, device, stage):
+    """The time of a wait counts once and in full, however often the wait was interrupted."""
+    ep, late = make_ep(), size - 1
+    d = ep.dispatch(*given(ep)) if stage == "combine" else None
+    before = ep.health().waited_s
+    assert ep.health(wait=False) == ep.health()
+    dist.barrier()
+    if rank == late:
+        threading.Event().wait(LATE_S)
+    started = time.perf_counter()
+    if stage == "dispatch":
+        d = ep.dispatch(*given(ep))
+    else:
+        ep.combine(run_experts(ep, d), d)
+    took = time.perf_counter() - started
+    if stage == "dispatch":
+        ep.abort(d)
+    waited = [after - b for after, b in zip(ep.health().waited_s, before, strict=True)]
+    assert waited[rank] == 0, "its own signal is always there"
+    assert all(0 <= seconds <= took for seconds in waited)
+    if rank != late and took > 0.1:  # a busy machine may hold up this rank for longer than the late one
+        assert waited[late] >= 0.8 * took
+        assert waited[late] == max(waited)
+
+
+@ON_THE_CPU
+def test_a_rank_that_stays_away_has_been_waited_for_until_the_deadline(make_ep, rank, size, device):
+    ep = make_ep(timeout_s=0.5)
+    tokens = make_tokens(ep.config, rank, 6)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    ep.poll()
+    before = ep.health().waited_s[0]
+    if rank != 0:
+        with pytest.raises(epmoe.EPTimeoutError):
+            ep.dispatch(*given(ep))
+        with pytest.raises(epmoe.EPTimeoutError, match=r"rank\(s\) \[0\]"):
+            ep.poll()
+        waited = ep.health().waited_s[0] - before
+        assert 0 < waited < 5.0
+        if rank == 1 and size == 2:  # with more ranks, another may have started its wait earlier
+            assert waited >= 0.5
+    dist.barrier()
+
+
+@ON_THE_CPU
+def test_a_wait_that_another_rank_ends_counts(make_ep, rank, size, device):
+    """Rank 0 stays away. Rank 2 starts late, and rank 1 ends its wait, which is shorter than one sleep."""
+    if size < 3:
+        pytest.skip("needs three ranks")
+    ep = make_ep(timeout_s=0.5)
+    tokens = make_tokens(ep.config, rank, 6)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    before = ep.health().waited_s[0]
+    dist.barrier()
+    if rank != 0:
+        if rank == 2:
+            threading.Event().wait(0.43)
+        started = time.perf_counter()
+        with pytest.raises(epmoe.EPTimeoutError):
+            ep.dispatch(*given(ep))
+        took, waited = time.perf_counter() - started, ep.health().waited_s[0] - before
+        assert waited <= took
+        if rank != 2 or took > 0.03:  # a busy machine may hold rank 2 up until the wait of rank 1 is over
+            assert waited >= 0.5 * took
+    dist.barrier()
+
+
+@contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Raises InterruptedError in the main thread after `seconds`."""
+
+    def handler(*_: object) -> None:
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@ON_THE_CPU
+def test_a_wait_that_an_exception_ends_counts_until_then(make_ep, rank, size, device):
+    """Rank 0 waits twice: the others come only after an exception has ended its first wait."""
+    ep = make_ep()
+    if rank == 0:
+        sent, started = ep.dispatch_send(*given(ep)), time.perf_counter()
+        with alarm(0.15), pytest.raises(InterruptedError):
+            ep.dispatch_recv(sent)
+        first = ep.health().waited_s
+        assert first[0] == 0 and all(0.1 < seconds < time.perf_counter() - started for seconds in first[1:])
+        dist.barrier()
+        d = ep.dispatch_recv(sent)
+        assert ep.health().waited_s >= first
+    else:
+        dist.barrier()
+        d = ep.dispatch(*given(ep))
+    ep.combine(run_experts(ep, d), d)

@@ -1,0 +1,79 @@
+"""The metrics for Prometheus, as a scrape reads them from a real registry."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from test_poll import IDS, WEIGHTS, X, make_ep
+
+import epmoe
+
+prometheus_client = pytest.importorskip("prometheus_client")
+
+from epmoe.health import COUNTERS  # noqa: E402
+from epmoe.integrations.prometheus import HealthCollector  # noqa: E402
+
+
+def registry(exchanges: object) -> prometheus_client.CollectorRegistry:
+    made = prometheus_client.CollectorRegistry()
+    made.register(HealthCollector(exchanges))
+    return made
+
+
+def play(ep: epmoe.ExpertParallel) -> None:
+    ids = IDS.clone()
+    ids[0] = torch.tensor([3, 99])
+    d = ep.dispatch(X, ids, WEIGHTS)
+    ep.combine(d.rows, d)
+
+
+def test_every_count_is_exported():
+    with make_ep() as ep:
+        scraped = registry(ep)
+        for rounds in (1, 2):
+            play(ep)
+            lines = prometheus_client.generate_latest(scraped).decode().splitlines()
+            label = 'exchange="default",rank="0"'
+            assert f"epmoe_rounds_total{{{label}}} {rounds}.0" in lines
+            assert f"epmoe_out_of_range_ids_total{{{label}}} {rounds}.0" in lines
+            assert f'epmoe_rows_sent_total{{{label},to="0"}} {4 * rounds}.0' in lines
+            assert f'epmoe_tokens_per_expert_total{{exchange="default",expert="3",rank="0"}} {rounds}.0' in lines
+            assert f'epmoe_tokens_per_expert_total{{exchange="default",expert="0",rank="0"}} {6 * rounds}.0' in lines
+            assert f'epmoe_wait_seconds_total{{{label},source="0"}} 0.0' in lines
+        for name in COUNTERS:
+            assert f"# TYPE epmoe_{name}_total counter" in lines
+            assert scraped.get_sample_value(f"epmoe_{name}_total", {"exchange": "default", "rank": "0"}) is not None
+
+
+def test_several_exchanges_of_which_one_is_closed():
+    with make_ep() as model, make_ep() as draft:
+        scraped = registry({"model": model, "draft": draft})
+        play(model)
+
+        def rounds(name: str) -> float | None:
+            return scraped.get_sample_value("epmoe_rounds_total", {"exchange": name, "rank": "0"})
+
+        assert (rounds("model"), rounds("draft")) == (1.0, 0.0)
+        draft.close()
+        assert (rounds("model"), rounds("draft")) == (1.0, None)
+
+
+def test_a_scrape_on_another_thread_during_rounds():
+    with make_ep() as ep:
+        scraped, stop, seen = registry(ep), threading.Event(), []
+
+        def scrape() -> None:
+            while not stop.is_set():
+                seen.append(scraped.get_sample_value("epmoe_rounds_total", {"exchange": "default", "rank": "0"}))
+
+        thread = threading.Thread(target=scrape)
+        thread.start()
+        try:
+            while len(seen) < 20:
+                play(ep)
+        finally:
+            stop.set()
+            thread.join()
+        assert seen == sorted(seen) and seen[-1] <= ep.health().rounds

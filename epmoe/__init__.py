@@ -10,10 +10,10 @@ E: logical experts. P: physical experts. e: physical experts of this rank. R: ra
 
 from epmoe.config import ConfigError, EPConfig
 from epmoe.handles import Dispatched, Sent
-from epmoe.health import EPError, EPMismatchError, EPOverflowError, EPTimeoutError, Health
+from epmoe.health import EPError, EPMismatchError, EPOverflowError, EPResumeError, EPTimeoutError, Health
 from epmoe.layer import MoELayer
 from epmoe.memory import MemoryPlan
-from epmoe.placement import Placement
+from epmoe.placement import Move, Placement
 from epmoe.service import ExpertParallel
 from epmoe.simulate import simulate_routing
 from epmoe.stages.experts import SwiGLUExperts
@@ -31,11 +31,13 @@ __all__ = [
     "EPError",
     "EPMismatchError",
     "EPOverflowError",
+    "EPResumeError",
     "EPTimeoutError",
     "ExpertParallel",
     "Health",
     "MemoryPlan",
     "MoELayer",
+    "Move",
     "Permuted",
     "Placement",
     "Quantized",

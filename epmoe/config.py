@@ -9,12 +9,15 @@ import difflib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from epmoe.config_file import ConfigError, environment_overrides, read_config
+
+if TYPE_CHECKING:
+    from epmoe.placement import Placement
 
 __all__ = ["ConfigError", "EPConfig"]
 
@@ -81,6 +84,8 @@ class PlacementConfig(Strict):
     """With `strategy: explicit`, the owning rank of each of the P physical experts."""
     num_redundant_experts: int = Field(default=0, ge=0, le=4096)
     """Copies beside the E experts: physical expert E+i copies logical expert i mod E; P = E + copies."""
+    copied_experts: list[int] | None = None
+    """With `strategy: explicit`, the logical expert of each of these copies, where it is not i mod E."""
 
 
 class CapacityConfig(Strict):
@@ -143,6 +148,21 @@ class EPConfig(Strict):
         """P: the logical experts and their copies."""
         return self.model.num_experts + self.placement.num_redundant_experts
 
+    def with_placement(self, placement: Placement) -> Self:
+        """This configuration for the ranks, owners and copies of `placement`: what the ranks of a resumed group have.
+
+        Raises ConfigError if it does not fit the other sections, as with more ranks than `topology.ranks_per_node`.
+        """
+        explicit = {
+            "strategy": "explicit",
+            "assignment": list(placement.owners),
+            "num_redundant_experts": placement.num_physical_experts - placement.num_experts,
+            "copied_experts": placement.copied_experts and list(placement.copied_experts),
+        }
+        sections = self.model_dump() | {"placement": explicit}
+        sections["topology"]["ep_size"] = placement.ep_size
+        return type(self)(**sections)
+
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a YAML, TOML or JSON file; environment variables `EPMOE_<SECTION>__<KEY>` override its keys."""
@@ -192,6 +212,13 @@ class EPConfig(Strict):
             for p, rank in enumerate(owners):
                 what = f"a rank from 0 to {size - 1}"
                 yield f"placement.assignment[{p}]", 0 <= rank < size, what, rank
+        if (copied := self.placement.copied_experts) is not None:
+            yield "placement.strategy", explicit, "explicit with copied_experts", self.placement.strategy
+            what = f"{self.placement.num_redundant_experts} experts, one for each copy"
+            yield "placement.copied_experts", len(copied) == self.placement.num_redundant_experts, what, len(copied)
+            for i, expert in enumerate(copied):
+                what = f"an expert from 0 to {self.model.num_experts - 1}"
+                yield f"placement.copied_experts[{i}]", 0 <= expert < self.model.num_experts, what, expert
 
     def _capacity_rules(self) -> Iterator[_Rule]:
         model, exchange, tokens = self.model, self.exchange, self.capacity.max_num_tokens_per_rank

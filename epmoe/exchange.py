@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import math
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from epmoe.tuning import Tuning
 from epmoe.window import Window
 
 _CODE, _NEEDED_ROWS = STATUS.index("code"), STATUS.index("needed_rows")
+_MISSING = STATUS.index("missing")
 # What the operators know of a round besides its memory, in the order of `ExchangeDescriptor` in csrc/ops_exchange.cpp.
 # The address of every rank's window follows.
 DESCRIPTOR = (*SIZES, *OFFSETS, "expert_major", "weight_rows", "timeout_ns", "status")
@@ -145,8 +148,20 @@ class Exchange:
 
     @property
     def timed_out(self) -> bool:
-        """Whether a wait has failed, as far as the host knows. The exchange can only be closed then."""
+        """Whether a wait has failed, as far as the host knows. Only `resume` and `close` are left then."""
         return self.status_words[_CODE] == TIMEOUT
+
+    def missing(self) -> int:
+        """Ranks that this rank has missed, or that another has reported to it, as a mask. Waits for no kernel."""
+        mask = self.status_words[_MISSING] if self.status_words[_CODE] == TIMEOUT else 0
+        errors = self.views["signal.error"]
+        with suppress(RuntimeError):  # of a GPU in distress
+            if self.device.type == "cuda":
+                with torch.cuda.stream(torch.cuda.Stream(self.device)):
+                    errors = errors.cpu()
+            for reported in errors.tolist():
+                mask |= reported
+        return mask
 
     def forget(self) -> None:
         """Drop a mismatch and an overflow of a round that was given up, so that they do not hit the next round."""
@@ -209,10 +224,18 @@ class Exchange:
         return slabs[..., :length]
 
 
-def interruptible(wait: Callable[[], None]) -> None:
+def interruptible(wait: Callable[[], None], timeout_s: float | None = None) -> bool:
     """Calls `wait`, which may block for long, on another thread, so that this thread can run signal handlers meanwhile.
 
-    Raises what `wait` raises, and what a signal handler raises.
+    Args:
+        wait: runs to its end, also where this function has given it up.
+        timeout_s: how long this function waits, in seconds; None: until `wait` ends.
+
+    Returns:
+        Whether `wait` has ended.
+
+    Raises:
+        BaseException: what `wait` or a signal handler raises.
     """
     errors: list[BaseException] = []
 
@@ -224,7 +247,9 @@ def interruptible(wait: Callable[[], None]) -> None:
 
     thread = Thread(target=call, daemon=True)  # a wait that a signal has ended must not keep the process alive
     thread.start()
-    while thread.is_alive():
+    give_up = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    while thread.is_alive() and time.monotonic() < give_up:
         thread.join(0.1)
     if errors:
         raise errors[0]
+    return not thread.is_alive()

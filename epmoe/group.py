@@ -10,9 +10,10 @@ import torch.distributed as dist
 from epmoe.config import EPConfig
 from epmoe.launch_policy import shared_bytes_needed
 from epmoe.memory import MemoryPlan
+from epmoe.peers import Peers
 from epmoe.placement import Placement
 from epmoe.stages.checks import describe
-from epmoe.window import SharedMemoryWindow, Window, all_gather
+from epmoe.window import SharedMemoryWindow, Window
 from epmoe.window_nvlink import NVLinkWindow
 
 
@@ -79,35 +80,27 @@ def check_multiprocessor(config: EPConfig, placement: Placement, device: torch.d
         )
 
 
-def members_of(group: dist.ProcessGroup | None) -> tuple[int, int, list[int]]:
-    """This rank in the group, the size of the group, and the global rank of each member."""
-    if group is None:
-        return 0, 1, [0]
-    return dist.get_rank(group), dist.get_world_size(group), dist.get_process_group_ranks(group)
-
-
-def check_group(config: EPConfig, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
-    """Raises ValueError, on all ranks, unless the group fits the config and all ranks have the same. Collective."""
+def check_backend(group: dist.ProcessGroup | None) -> None:
+    """Raises ValueError unless the group can exchange CPU tensors."""
     if group is not None and "cpu:" not in dist.get_backend_config(group):
         raise ValueError(
             f"`group` must have a CPU backend, got {dist.get_backend_config(group)!r}: use "
             "init_process_group('cpu:gloo,cuda:nccl')"
         )
-    if config.topology.ep_size != size:
-        hint = "" if group is not None else "; torch.distributed is not initialised, so the group is this process alone"
+
+
+def check_size(config: EPConfig, peers: Peers) -> None:
+    """Raises ValueError unless the group has as many ranks as the config says."""
+    if config.topology.ep_size != peers.size:
+        alone = peers.group is None
+        hint = "; torch.distributed is not initialised, so the group is this process alone" if alone else ""
         raise ValueError(
-            f"topology.ep_size must equal the size of the group, {size}, got {config.topology.ep_size}{hint}"
+            f"topology.ep_size must equal the size of the group, {peers.size}, got {config.topology.ep_size}{hint}"
         )
-    text = config.model_dump_json()
-    others = [other for other, theirs in enumerate(all_gather(text, size, group)) if theirs != text]
-    if others:
-        raise ValueError(f"the config of rank {rank} differs from that of rank(s) {others}: it must be the same on all")
 
 
-def open_window(
-    plan: MemoryPlan, rank: int, size: int, group: dist.ProcessGroup | None, device: torch.device
-) -> Window:
+def open_window(plan: MemoryPlan, peers: Peers, device: torch.device) -> Window:
     """This rank's window, which the other ranks map. Collective."""
     if device.type == "cpu":
-        return SharedMemoryWindow(plan.window_bytes, rank, size, group)
-    return NVLinkWindow(plan.window_bytes, rank, size, group, device, empty_lines=plan.empty_lines)
+        return SharedMemoryWindow(plan.window_bytes, peers)
+    return NVLinkWindow(plan.window_bytes, peers, device, empty_lines=plan.empty_lines)

@@ -119,7 +119,7 @@ class EPError(RuntimeError):
 
 
 class EPTimeoutError(EPError, TimeoutError):
-    """Ranks did not arrive within the deadline, or left the group. The `ExpertParallel` can only be closed."""
+    """Ranks did not arrive within the deadline, or left. The `ExpertParallel` can only be resumed or closed."""
 
     def __init__(
         self, stage: str, epoch: int, missing: list[int], missing_global: list[int], originator: int, left: bool = False
@@ -129,10 +129,20 @@ class EPTimeoutError(EPError, TimeoutError):
         ranks = f"rank(s) {missing} of the group (global rank(s) {missing_global})"
         super().__init__(
             f"{stage} of round {epoch} ended early: {ranks} left the group by an exception or with a round open; this "
-            "ExpertParallel can only be closed"
+            "ExpertParallel can only be resumed or closed"
             if left
             else f"{stage} of round {epoch} timed out waiting for {ranks}, first seen by rank {originator}; this "
-            "ExpertParallel can only be closed. Raise exchange.timeout_s if the ranks are only slow"
+            "ExpertParallel can only be resumed or closed. Raise exchange.timeout_s if the ranks are only slow"
+        )
+
+
+class EPResumeError(EPError):
+    """The ranks of a new group did not all get through `ExpertParallel.resume`. It may be called again."""
+
+    def __init__(self, timeout_s: float, error: Exception):
+        super().__init__(
+            f"the new group did not form within {timeout_s} s, or lost a rank ({error}): resume in a group of ranks "
+            "that answer"
         )
 
 

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
 if TYPE_CHECKING:
     from epmoe.config import EPConfig
 
+_MOST_NAMED = 20  # experts in a message
+
+
+class Move(NamedTuple):
+    """A local expert of a rank whose weights do not lie at its index yet."""
+
+    local_index: int
+    """Where the weights belong: the expert's index among the experts of the rank."""
+    logical: int
+    """The logical expert whose weights these are."""
+    source: int | None
+    """The index at which the rank has held these weights so far; None if it must load them."""
+
 
 @dataclass(frozen=True)
 class Placement:
     """P physical experts, that is E logical experts and their copies, on R ranks.
 
-    Physical expert p < E is logical expert p; p ≥ E is a copy of logical expert (p − E) mod E. Source rank s sends its
-    token t to copy (t + s) mod n of an expert's n copies. So the copies share the load, and every run chooses alike.
+    Physical expert p < E is logical expert p; p ≥ E is a copy, by default of logical expert (p − E) mod E. Source rank
+    s sends its token t to copy (t + s) mod n of an expert's n copies. So the copies share the load, and every run
+    chooses alike.
     """
 
     num_experts: int
@@ -27,6 +41,8 @@ class Placement:
     """R"""
     owners: tuple[int, ...]
     """[P] the rank that owns each physical expert"""
+    copied_experts: tuple[int, ...] | None = None
+    """[P − E] the logical expert of each copy; None: copy i is of logical expert i mod E"""
 
     @classmethod
     def build(
@@ -36,12 +52,14 @@ class Placement:
         strategy: str = "linear",
         assignment: Sequence[int] | None = None,
         num_redundant_experts: int = 0,
+        copied_experts: Sequence[int] | None = None,
     ) -> Self:
         """Place P = `num_experts` + `num_redundant_experts` physical experts on `ep_size` ranks.
 
         - linear: blocks of experts in order; the first P mod R ranks own one expert more.
         - round_robin: expert p on rank p mod R.
-        - explicit: `assignment` [P] gives the owner of each expert.
+        - explicit: `assignment` [P] gives the owner of each expert, and `copied_experts` [P − E], if given, the logical
+          expert of each copy.
 
         Raises ValueError, which names the wrong argument.
         """
@@ -57,6 +75,8 @@ class Placement:
                 f"`assignment` must be given with strategy 'explicit' and with no other, "
                 f"got {strategy!r} with {'none' if assignment is None else 'one'}"
             )
+        if copied_experts is not None and strategy != "explicit":
+            raise ValueError(f"`copied_experts` may be given with strategy 'explicit' only, got {strategy!r}")
         physical = num_experts + num_redundant_experts
         if assignment is not None:
             owners = tuple(assignment)
@@ -72,7 +92,13 @@ class Placement:
         for p, rank in enumerate(owners):
             if not _is_int(rank) or not 0 <= rank < ep_size:
                 raise ValueError(f"`assignment[{p}]` must be a rank from 0 to {ep_size - 1}, got {rank!r}")
-        return cls(num_experts, ep_size, owners)
+        if copied_experts is None:
+            return cls(num_experts, ep_size, owners)
+        if len(copied_experts) != num_redundant_experts:
+            raise ValueError(f"`copied_experts` must be {num_redundant_experts} experts, got {len(copied_experts)}")
+        for i, logical in enumerate(copied_experts):
+            _in_range(f"copied_experts[{i}]", logical, num_experts)
+        return cls._with_copies(num_experts, ep_size, owners, tuple(copied_experts))
 
     @classmethod
     def from_config(cls, config: EPConfig) -> Self:
@@ -84,7 +110,93 @@ class Placement:
             section.strategy,
             section.assignment,
             section.num_redundant_experts,
+            section.copied_experts,
         )
+
+    @classmethod
+    def _with_copies(cls, num_experts: int, ep_size: int, owners: tuple[int, ...], copied: tuple[int, ...]) -> Self:
+        """In the one form that equal placements have: copies in the usual order are not listed."""
+        usual = all(logical == i % num_experts for i, logical in enumerate(copied))
+        return cls(num_experts, ep_size, owners, None if usual else copied)
+
+    def without(self, ranks: Collection[int], *, spread_lost: bool = False) -> Self:
+        """This placement over the ranks that remain once `ranks` are gone.
+
+        The remaining ranks are renumbered from 0 in their order. Every expert and copy stays on its rank, so no weights
+        travel. Where expert p < E is gone, its first remaining copy takes the id p. Physical ids, and with them the
+        order of the experts on a rank, may therefore change: see `moves`.
+
+        Args:
+            ranks: to leave out.
+            spread_lost: place logical experts of which no copy remains on the ranks with the fewest experts. Their
+                weights must be loaded there.
+
+        Returns:
+            A placement of R − len(ranks) ranks. It may have fewer copies than this one.
+
+        Raises:
+            ValueError: no rank remains, or, without `spread_lost`, a logical expert is lost; the error names it.
+        """
+        gone = {_in_range("ranks", rank, self.ep_size) for rank in ranks}
+        renumbered = {rank: i for i, rank in enumerate(r for r in range(self.ep_size) if r not in gone)}
+        if not renumbered:
+            raise ValueError(f"`ranks` must leave at least one of {self.ep_size} ranks, got {sorted(gone)}")
+        first: dict[int, int] = {}  # logical expert → new rank
+        copies: list[tuple[int, int]] = []
+        load = [0] * len(renumbered)
+        for p, rank in enumerate(self.owners):
+            if rank not in gone:
+                x, new_rank = self.logical(p), renumbered[rank]
+                load[new_rank] += 1
+                if x in first:
+                    copies.append((x, new_rank))
+                else:
+                    first[x] = new_rank
+        lost = [x for x in range(self.num_experts) if x not in first]
+        if lost and not spread_lost:
+            names = f"{lost[:_MOST_NAMED]}" + (f" and {len(lost) - _MOST_NAMED} more" if lost[_MOST_NAMED:] else "")
+            raise ValueError(
+                f"logical expert(s) {names} have no copy outside rank(s) {sorted(gone)}: load their weights and say "
+                "where, as Placement.without(ranks, spread_lost=True) does"
+            )
+        for x in lost:
+            first[x] = load.index(min(load))
+            load[first[x]] += 1
+        owners = (*(first[x] for x in range(self.num_experts)), *(rank for _, rank in copies))
+        return self._with_copies(self.num_experts, len(renumbered), owners, tuple(x for x, _ in copies))
+
+    def moves(self, new: Placement, ranks: Sequence[int | None] | None = None) -> list[tuple[Move, ...]]:
+        """Which weights each rank of `new` must load or reorder, where this placement has held so far.
+
+        Args:
+            new: the placement to come, of the same E.
+            ranks: for each rank of `new`, its number in this placement, or None for a rank that holds no weights yet.
+                By default ranks keep their numbers.
+
+        Returns:
+            For each rank of `new`, its local experts whose weights do not lie at their index yet.
+
+        Raises:
+            ValueError: the placements have different E, or `ranks` does not fit them.
+        """
+        if new.num_experts != self.num_experts:
+            raise ValueError(f"`new` must place {self.num_experts} logical experts, got {new.num_experts}")
+        if ranks is None:
+            ranks = [rank if rank < self.ep_size else None for rank in range(new.ep_size)]
+        if len(ranks) != new.ep_size:
+            raise ValueError(f"`ranks` must name {new.ep_size} ranks, one for each rank of `new`, got {len(ranks)}")
+        moves = []
+        for rank, before in enumerate(ranks):
+            held = [] if before is None else [self.logical(p) for p in self.local_experts(before)]
+            wanted = [new.logical(p) for p in new.local_experts(rank)]
+            moves.append(
+                tuple(
+                    Move(i, logical, held.index(logical) if logical in held else None)
+                    for i, logical in enumerate(wanted)
+                    if held[i : i + 1] != [logical]
+                )
+            )
+        return moves
 
     @property
     def num_physical_experts(self) -> int:
@@ -127,22 +239,31 @@ class Placement:
 
     def logical(self, physical: int) -> int:
         """The logical expert of a physical expert, which may be a copy."""
-        return _in_range("physical", physical, self.num_physical_experts) % self.num_experts
+        copy = _in_range("physical", physical, self.num_physical_experts) - self.num_experts
+        if copy < 0 or self.copied_experts is None:
+            return physical % self.num_experts
+        return self.copied_experts[copy]
 
     def copies(self, logical: int) -> tuple[int, ...]:
         """Physical ids of a logical expert: its own id first, then its copies."""
-        _in_range("logical", logical, self.num_experts)
-        return tuple(range(logical, self.num_physical_experts, self.num_experts))
+        return self._copies[_in_range("logical", logical, self.num_experts)]
 
     def copies_table(self) -> torch.Tensor:
         """int32 [E, C]: `copies` of every expert, padded with −1 to C, the largest number of copies."""
-        most = len(self.copies(0))
-        rows = [self.copies(x) + (-1,) * (most - len(self.copies(x))) for x in range(self.num_experts)]
+        most = max(map(len, self._copies))
+        rows = [copies + (-1,) * (most - len(copies)) for copies in self._copies]
         return torch.tensor(rows, dtype=torch.int32)
 
     def num_copies(self) -> torch.Tensor:
         """int32 [E]: physical experts of each logical expert, at least 1."""
-        return torch.tensor([len(self.copies(x)) for x in range(self.num_experts)], dtype=torch.int32)
+        return torch.tensor([len(copies) for copies in self._copies], dtype=torch.int32)
+
+    @cached_property
+    def _copies(self) -> tuple[tuple[int, ...], ...]:
+        copies: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for p in range(self.num_physical_experts):
+            copies[self.logical(p)].append(p)
+        return tuple(map(tuple, copies))
 
 
 def _is_int(value: object) -> bool:

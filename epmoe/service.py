@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epmoe import ops, rounds
+from epmoe import rounds
 from epmoe.config import EPConfig
 from epmoe.exchange import Exchange
-from epmoe.group import check_group, check_multiprocessor, config_of, device_of, group_of, members_of, open_window
-from epmoe.handles import Dispatched, HoldsWindows, Layout, Sent
+from epmoe.group import config_of, device_of, group_of
+from epmoe.handles import Dispatched, Layout, Sent
 from epmoe.health import Health
 from epmoe.memory import MemoryPlan
-from epmoe.placement import Placement
+from epmoe.peers import Peers
+from epmoe.resume import Hello, Resumable
 from epmoe.stages import combine as combine_stage
 from epmoe.stages import dispatch as dispatch_stage
 from epmoe.stages import route as route_stage
@@ -24,7 +25,7 @@ from epmoe.stages.route import Routing
 from epmoe.tuning import Tuning
 
 
-class ExpertParallel(HoldsWindows):
+class ExpertParallel(Resumable):
     """Dispatch and combine over the ranks of a group. All layers of a model can share one.
 
     It serves one thread at a time: whoever calls one `ExpertParallel` from several threads orders their calls and
@@ -53,20 +54,9 @@ class ExpertParallel(HoldsWindows):
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
     ):
-        self.config = config = config_of(config)
+        config = config_of(config)
         self.device = device_of(config, device)
-        self.group = group_of(group)
-        self.rank, self.size, global_ranks = members_of(self.group)
-        check_group(config, self.group, self.rank, self.size)
-        _ = ops.dispatch  # builds or loads the library now, not in a round in which other ranks wait
-        self.placement = Placement.from_config(config)
-        check_multiprocessor(config, self.placement, self.device)
-        plan = MemoryPlan.build(config, self.rank, self.placement, nvlink=self.device.type == "cuda")
-        with torch.inference_mode(False):  # otherwise the buffers could not be written outside inference mode
-            window = open_window(plan, self.rank, self.size, self.group, self.device)
-            self._exchange: Exchange | None = Exchange.create(
-                config, plan, self.placement, window, self.rank, global_ranks, self.device
-            )
+        self._join(Peers.of(group_of(group)), config, Hello(config.model_dump_json()))
 
     @property
     def num_local_experts(self) -> int:
@@ -263,20 +253,12 @@ class ExpertParallel(HoldsWindows):
         self._open.await_device()
         self.poll()
 
-    def close(self) -> None:
-        """Release the windows. Handles of earlier rounds, and their tensors, must not be used any more.
-
-        With a round open, the waits of the other ranks end at once, with an EPTimeoutError that names this rank.
-        """
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None and exchange.rounds.state != rounds.CLOSED:
-            exchange.leave()
-
     def __repr__(self) -> str:
         model, M = self.config.model, self.config.capacity.max_num_tokens_per_rank
         shape = f"E={model.num_experts} K={model.num_experts_per_tok} D={model.hidden_size} {model.dtype}, M={M}"
         state = "closed" if self._exchange is None else self._exchange.rounds.describe(self._exchange.rounds.count)
-        return f"ExpertParallel(rank {self.rank} of {self.size}, {shape}, {self.device}, {state})"
+        where = f"rank {self.rank} of {self.size}" + (f", generation {self.generation}" if self.generation else "")
+        return f"ExpertParallel({where}, {shape}, {self.device}, {state})"
 
     def __enter__(self) -> Self:
         return self

@@ -18,15 +18,15 @@ import socket
 import struct
 import sys
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
+
+from epmoe.peers import Peers
 
 SOCKET_TIMEOUT_S = 60.0
 _CGROUP = Path("/sys/fs/cgroup")
 _F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1033, 1, 2, 4
-_Value = TypeVar("_Value")
 
 
 class Window(Protocol):
@@ -44,36 +44,35 @@ class Window(Protocol):
 class SharedMemoryWindow:
     """A `Window` in shared memory of one machine."""
 
-    def __init__(self, nbytes: int, rank: int, size: int, group: dist.ProcessGroup | None):
+    def __init__(self, nbytes: int, peers: Peers):
         """Collective. Reserves the memory now: a shortage is an error here and not a fault in a later round.
 
         Args:
             nbytes: size of each rank's window.
-            rank: this rank in the group.
-            size: ranks in the group.
-            group: None is a group of one.
+            peers: the ranks of the group.
 
         Raises:
             MemoryError: this or another rank has no room.
-            RuntimeError: the ranks are on several machines, or a rank did not answer within `SOCKET_TIMEOUT_S`.
+            RuntimeError: the ranks are on several machines, or a rank did not answer within `SOCKET_TIMEOUT_S`, or
+                within the deadline of `peers` if that is shorter.
         """
         descriptor, problem = -1, None
         try:
-            check_room(nbytes * size, available_memory_bytes())
+            check_room(nbytes * peers.size, available_memory_bytes())
             descriptor = _reserve(nbytes)
         except MemoryError as error:
             problem = str(error)
         descriptors = [descriptor]
         try:
-            raise_together(problem, size, group)
-            descriptors = _share_descriptors(descriptor, rank, size, group)
+            raise_together(problem, peers)
+            descriptors = _share_descriptors(descriptor, peers)
             regions = [_map(fd, nbytes) for fd in descriptors]
         finally:
             for fd in descriptors:
                 if fd >= 0:
                     os.close(fd)
         self._regions = regions  # keeps the mappings
-        self.local = regions[rank]
+        self.local = regions[peers.rank]
         self.addresses = [region.data_ptr() for region in regions]
 
     def store(self, offset: int, value: int) -> None:
@@ -96,15 +95,6 @@ def available_memory_bytes() -> int:
     return min(free)
 
 
-def all_gather(value: _Value, size: int, group: dist.ProcessGroup | None) -> list[_Value]:
-    """Every rank's value, in rank order; `group` None is a group of one."""
-    if group is None:
-        return [value]
-    values: list[Any] = [None] * size
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 def check_room(nbytes: int, available: int) -> None:
     """Raise MemoryError where windows of `nbytes` in all do not fit into `available` bytes."""
     if nbytes > available:
@@ -114,9 +104,9 @@ def check_room(nbytes: int, available: int) -> None:
         )
 
 
-def raise_together(problem: str | None, size: int, group: dist.ProcessGroup | None) -> None:
+def raise_together(problem: str | None, peers: Peers) -> None:
     """Raise MemoryError on all ranks if one of them has a problem. Collective."""
-    for rank, theirs in enumerate(all_gather(problem, size, group)):
+    for rank, theirs in enumerate(peers.all_gather(problem)):
         if theirs:
             raise MemoryError(f"rank {rank}: {theirs}")
 
@@ -142,27 +132,29 @@ def _map(descriptor: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | populate), dtype=torch.uint8)
 
 
-def _share_descriptors(descriptor: int, rank: int, size: int, group: dist.ProcessGroup | None) -> list[int]:
+def _share_descriptors(descriptor: int, peers: Peers) -> list[int]:
     """Every rank's file descriptor, by rank.
 
     Each rank connects to all others before it accepts, so ranks cannot wait for one another in a circle.
     """
+    rank, size = peers.rank, peers.size
     if size == 1:
         return [descriptor]
+    timeout_s = min(SOCKET_TIMEOUT_S, peers.timeout_s or SOCKET_TIMEOUT_S)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        listener.settimeout(SOCKET_TIMEOUT_S)
+        listener.settimeout(timeout_s)
         listener.bind(f"\0epmoe-{secrets.token_hex(16)}")  # an abstract name: it leaves no file
         listener.listen(size)
         machine = Path("/proc/sys/kernel/random/boot_id").read_text()
-        peers = all_gather((machine, listener.getsockname()), size, group)
-        if len({machine for machine, _ in peers}) > 1:
+        addresses = peers.all_gather((machine, listener.getsockname()))
+        if len({machine for machine, _ in addresses}) > 1:
             raise RuntimeError("the ranks are on several machines, which is not built yet")
         connections = {}
-        for peer, (_, address) in enumerate(peers):
+        for peer, (_, address) in enumerate(addresses):
             if peer != rank:
                 connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                connection.settimeout(SOCKET_TIMEOUT_S)
+                connection.settimeout(timeout_s)
                 try:
                     connection.connect(address)
                 except OSError as error:
@@ -178,7 +170,15 @@ def _share_descriptors(descriptor: int, rank: int, size: int, group: dist.Proces
                 if _user_of(connection) == os.getuid():  # every user can connect to an abstract name
                     socket.send_fds(connection, [b"w"], [descriptor])
                     served += 1
-        return [descriptor if peer == rank else _receive(connections[peer], peer) for peer in range(size)]
+        descriptors = {rank: descriptor}
+        try:
+            for peer, connection in connections.items():
+                descriptors[peer] = _receive(connection, peer)
+        except BaseException:
+            for peer in descriptors.keys() - {rank}:  # the caller closes this rank's own
+                os.close(descriptors[peer])
+            raise
+        return [descriptors[peer] for peer in range(size)]
 
 
 def _receive(connection: socket.socket, peer: int) -> int:

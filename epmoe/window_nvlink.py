@@ -1,21 +1,25 @@
 """Symmetric windows of GPUs: torch symmetric memory, peer pointers over NVLink, no multicast.
 
-torch counts rendezvous by process and not by group. The ranks of a group therefore meet only if all of them have opened
-the same number of windows of several ranks before. They have, where every rank belongs to one group of each kind.
+torch numbers the messages of a rendezvous by process and not by group: over a store, a process that has opened fewer
+windows than the others would wait for them in vain. The messages therefore travel by `Peers.all_gather`.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
-from torch._C._distributed_c10d import _SymmetricMemory
+from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
 
-from epmoe.window import all_gather, check_room, raise_together
+from epmoe.exchange import interruptible
+from epmoe.peers import Peers
+from epmoe.window import check_room, raise_together
 
 
 class NVLinkWindow:
@@ -24,9 +28,7 @@ class NVLinkWindow:
     def __init__(
         self,
         nbytes: int,
-        rank: int,
-        size: int,
-        group: dist.ProcessGroup | None,
+        peers: Peers,
         device: torch.device,
         empty_lines: Iterable[slice] = (),
     ):
@@ -34,9 +36,7 @@ class NVLinkWindow:
 
         Args:
             nbytes: size of each rank's window.
-            rank: this rank in the group.
-            size: ranks in the group.
-            group: None is a group of one.
+            peers: the ranks of the group.
             device: this rank's GPU.
             empty_lines: slices of the window's bytes that begin as 0xff, where all other bytes begin as 0.
 
@@ -49,23 +49,23 @@ class NVLinkWindow:
             check_room(nbytes, torch.cuda.mem_get_info(device)[0])
         except MemoryError as error:
             problem = str(error)
-        raise_together(problem, size, group)
-        if group is None or size == 1:
+        raise_together(problem, peers)
+        if peers.group is None or peers.size == 1:
             self.local = self._cleared(torch.empty(nbytes, dtype=torch.uint8, device=device), empty_lines)
             self.addresses = [self.local.data_ptr()]
             windows = [self.local]
         else:
-            _check_peer_access(rank, size, group, device)
+            _check_peer_access(peers, device)
             # Not `symmetric_memory.empty`: its pool reuses the memory of closed windows, and ranks free their windows
             # at different times. Some ranks would then meet over old memory while others wait for them over new.
             self.local = self._cleared(
                 _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device), empty_lines
             )
-            self._handle = symmetric_memory.rendezvous(self.local, group)  # keeps the mappings
+            self._handle = _rendezvous(self.local, peers)  # keeps the mappings
             self.addresses = list(self._handle.buffer_ptrs)
-            windows = [self._handle.get_buffer(peer, (nbytes,), torch.uint8) for peer in range(size)]
+            windows = [self._handle.get_buffer(peer, (nbytes,), torch.uint8) for peer in range(peers.size)]
             torch.cuda.synchronize(device)
-            dist.barrier(group, device_ids=[device.index])  # no rank writes into a window before it is cleared
+            peers.all_gather(None)  # no rank writes into a window before it is cleared
         # For `store`, which allocates nothing.
         self._words = [window.view(torch.int64) for window in windows]
         self._word, self._stream = torch.empty(1, dtype=torch.int64, pin_memory=True), torch.cuda.Stream(device)
@@ -92,16 +92,60 @@ class NVLinkWindow:
         return local
 
 
-def _check_peer_access(rank: int, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    devices = all_gather(device.index, size, group)
+class PeersStore(dist.Store):
+    """What a rendezvous of torch needs of a store. Each rank calls `set` and `add` in the same order."""
+
+    def __init__(self, peers: Peers) -> None:
+        super().__init__()
+        self._peers, self._values = peers, [b""] * peers.size
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Collective: brings every rank's value to all. The keys are this rank's and mean nothing to others."""
+        self._values = self._peers.all_gather(value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """The value of the rank at the end of the key, from the last `set`."""
+        return self._values[int(key.rpartition("/")[2])]
+
+    def add(self, key: str, value: int) -> int:
+        """Collective: a counter that every rank has raised by one."""
+        self._peers.all_gather(None)
+        return self._peers.size
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Returns at once: `set` and `add` have waited."""
+
+
+def _rendezvous(local: Tensor, peers: Peers) -> _SymmetricMemory:
+    """Map the ranks' windows. Collective. Within the deadline of `peers`: torch awaits descriptors without one."""
+    handles = []
+
+    def meet() -> None:
+        name: Any = f"epmoe-{secrets.token_hex(8)}"  # a `GroupName`, which older versions of torch do not have
+        store = PeersStore(peers)
+        group = dist.ProcessGroup(store, peers.rank, peers.size)  # torch keeps neither of them alive
+        _register_process_group(name, group)
+        try:
+            with torch.cuda.device(local.device):
+                handles.append(_SymmetricMemory.rendezvous(local, name))
+        finally:
+            _unregister_process_group(name)
+
+    if not interruptible(meet, peers.timeout_s):
+        raise TimeoutError("a rank did not hand over its window")
+    return handles[0]
+
+
+def _check_peer_access(peers: Peers, device: torch.device) -> None:
+    devices = peers.all_gather(device.index)
     visible = torch.cuda.device_count()
     unreachable = [
         peer
         for peer, index in enumerate(devices)
-        if peer != rank and index < visible and index != device.index
+        if peer != peers.rank and index < visible and index != device.index
         if not torch.cuda.can_device_access_peer(device.index, index)
     ]
     if unreachable:
         raise RuntimeError(
-            f"the GPU of rank {rank} has no peer access to that of rank(s) {unreachable}: see `epmoe doctor`"
+            f"the GPU of rank {peers.rank} has no peer access to that of rank(s) {unreachable}: see `epmoe doctor`"
         )

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epmoe.config import EPConfig
-from epmoe.placement import Placement
+from epmoe.placement import Move, Placement
 
 
 def test_linear_gives_the_first_ranks_one_more_expert():
@@ -46,6 +46,48 @@ def test_copies():
     assert [placement.logical(p) for p in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
+def test_copies_of_chosen_experts():
+    placement = Placement.build(3, 2, "explicit", [0, 0, 1, 1, 1, 0], 3, [1, 1, 2])
+    assert [placement.copies(x) for x in range(3)] == [(0,), (1, 3, 4), (2, 5)]
+    assert placement.copies_table().tolist() == [[0, -1, -1], [1, 3, 4], [2, 5, -1]]
+    assert placement.num_copies().tolist() == [1, 3, 2]
+    assert [placement.logical(p) for p in range(6)] == [0, 1, 2, 1, 1, 2]
+    assert Placement.build(3, 2, "explicit", [0, 0, 1, 1], 1, [0]) == Placement.build(3, 2, "explicit", [0, 0, 1, 1], 1)
+
+
+def test_without_a_rank():
+    """Experts 0 and 3 of rank 0 have copies on rank 2: these take the ids 0 and 3. Ranks 1 and 2 become 0 and 1."""
+    old = Placement.build(4, 3, "explicit", [0, 1, 2, 0, 2, 0, 1, 2], 4)
+    new = old.without([0])
+    assert new.ep_size == 2 and new.owners == (1, 0, 1, 1, 0) and new.copied_experts == (2,)
+    assert old.moves(new, [1, 2]) == [(), (Move(0, 0, 1), Move(1, 2, 0))]
+    assert [old.logical(p) for p in old.local_experts(2)] == [2, 0, 3]
+    assert [new.logical(p) for p in new.local_experts(1)] == [0, 2, 3]
+
+
+def test_lost_experts_are_named_or_spread():
+    old = Placement.build(6, 3)
+    with pytest.raises(ValueError, match=r"expert\(s\) \[2, 3\] have no copy outside rank\(s\) \[1\].*spread_lost"):
+        old.without([1])
+    new = old.without([1], spread_lost=True)
+    assert new.owners == (0, 0, 0, 1, 1, 1)
+    assert old.moves(new, [0, 2]) == [(Move(2, 2, None),), (Move(0, 3, None), Move(1, 4, 0), Move(2, 5, 1))]
+    with pytest.raises(ValueError, match=r"\[0, 1, .* 19\] and 5 more have no copy"):
+        Placement.build(25, 2, "explicit", [1] * 25).without({1})
+    with pytest.raises(ValueError, match="`ranks` must leave at least one of 3 ranks, got \\[0, 1, 2\\]"):
+        old.without(range(3))
+
+
+def test_moves_to_a_new_rank():
+    old, new = Placement.build(4, 1), Placement.build(4, 2)
+    assert old.moves(new) == [(), (Move(0, 2, None), Move(1, 3, None))]
+    assert old.moves(new, [None, 0]) == [(Move(0, 0, None), Move(1, 1, None)), (Move(0, 2, 2), Move(1, 3, 3))]
+    with pytest.raises(ValueError, match="`new` must place 4 logical experts, got 5"):
+        old.moves(Placement.build(5, 1))
+    with pytest.raises(ValueError, match="`ranks` must name 2 ranks, .* got 1"):
+        old.moves(new, [0])
+
+
 def test_one_rank_has_no_foreign_expert():
     assert Placement.build(4, 1, num_redundant_experts=1).sentinel(0) == 5
     assert Placement.build(2, 2, "explicit", [1, 1]).sentinel(1) == 2
@@ -64,6 +106,9 @@ def test_one_rank_has_no_foreign_expert():
         ((4, 2, "explicit", [0, 1]), "`assignment` must be 4 ranks, one per physical expert, got 2"),
         ((4, 2, "explicit", [0, 1, 2, 0]), r"`assignment\[2\]` must be a rank from 0 to 1, got 2"),
         ((4, 2, "explicit", [0, 1, -1, 0]), r"`assignment\[2\]` must be a rank from 0 to 1, got -1"),
+        ((2, 2, "linear", None, 1, [0]), "`copied_experts` may be given with strategy 'explicit' only, got 'linear'"),
+        ((2, 2, "explicit", [0, 1, 1], 1, [0, 1]), "`copied_experts` must be 1 experts, got 2"),
+        ((2, 2, "explicit", [0, 1, 1], 1, [2]), r"`copied_experts\[0\]` must be an integer from 0 to 1, got 2"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message):
@@ -92,7 +137,9 @@ def placements(draw: st.DrawFn) -> Placement:
     physical = experts + redundant
     owners = st.lists(st.integers(0, ranks - 1), min_size=physical, max_size=physical)
     assignment = draw(owners) if strategy == "explicit" else None
-    return Placement.build(experts, ranks, strategy, assignment, redundant)
+    logicals = st.lists(st.integers(0, experts - 1), min_size=redundant, max_size=redundant)
+    copied = draw(st.none() | logicals) if strategy == "explicit" else None
+    return Placement.build(experts, ranks, strategy, assignment, redundant, copied)
 
 
 @given(placements())
@@ -121,3 +168,48 @@ def test_copies_partition_the_physical_experts(placement):
         assert tuple(row) == placement.copies(x) and row[0] == x
         assert all(placement.logical(p) == x for p in row)
         assert (table[x, counts[x] :] == -1).all()
+
+
+@given(placements(), st.data())
+def test_without_keeps_every_copy_on_its_rank(placement, data):
+    gone = data.draw(st.sets(st.integers(0, placement.ep_size - 1), max_size=placement.ep_size - 1))
+    ranks = [rank for rank in range(placement.ep_size) if rank not in gone]
+    new = placement.without(gone, spread_lost=True)
+
+    def experts_on(held: Placement, rank: int) -> list[int]:
+        return sorted(held.logical(p) for p in held.local_experts(rank))
+
+    kept = {x for rank in ranks for x in experts_on(placement, rank)}
+    lost = set(range(placement.num_experts)) - kept
+    assert new.ep_size == len(ranks) and {new.logical(p) for p in range(new.num_physical_experts)} == kept | lost
+    spread = [x for i in range(len(ranks)) for x in experts_on(new, i) if x in lost]
+    assert sorted(spread) == sorted(lost)
+    for i, rank in enumerate(ranks):
+        assert [x for x in experts_on(new, i) if x not in lost] == experts_on(placement, rank)
+    if lost:
+        with pytest.raises(ValueError, match="have no copy"):
+            placement.without(gone)
+
+
+@given(placements(), st.data())
+def test_moves_bring_every_weight_to_its_place(placement, data):
+    gone = data.draw(st.sets(st.integers(0, placement.ep_size - 1), max_size=placement.ep_size - 1))
+    ranks = [rank for rank in range(placement.ep_size) if rank not in gone]
+    new = placement.without(gone, spread_lost=True)
+    for i, moves in enumerate(placement.moves(new, ranks)):
+        before = [placement.logical(p) for p in placement.local_experts(ranks[i])]
+        after = [*before, *[None] * new.num_physical_experts][: new.num_local_experts(i)]
+        for move in moves:
+            assert move.source is None or before[move.source] == move.logical
+            assert (move.source is None) == (move.logical not in before)
+            after[move.local_index] = move.logical
+        assert after == [new.logical(p) for p in new.local_experts(i)]
+
+
+@given(placements())
+def test_a_config_carries_any_placement(placement):
+    config = EPConfig(
+        model={"num_experts": placement.num_experts, "num_experts_per_tok": 1, "hidden_size": 64},
+        topology={"ep_size": 1},
+    )
+    assert Placement.from_config(config.with_placement(placement)) == placement

@@ -20,7 +20,7 @@ from epmoe import build
 from epmoe.bench.sample import Sample, wire_bytes
 from epmoe.bench.sides import Side, poison
 from epmoe.config import EPConfig
-from epmoe.window import all_gather
+from epmoe.peers import Peers
 from epmoe.window_nvlink import NVLinkWindow
 
 BLOCKS = (16, 32, 64, 128)
@@ -48,10 +48,11 @@ class FloorWindow:
 
     def __init__(self, config: EPConfig, rank: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank, self.size, self.group, self.device = rank, config.topology.ep_size, group, device
-        self.launch = _compiled(rank, self.size, group, device)
+        peers = Peers.of(group)
+        self.launch = _compiled(peers, device)
         rows = (self.size - 1) * config.capacity.max_num_tokens_per_rank
         self.region_bytes = rows * wire_bytes(config.model.hidden_size, config.model.torch_dtype, "auto")
-        self.window = NVLinkWindow(_FLAG_BYTES + 2 * self.region_bytes, rank, self.size, group, device)
+        self.window = NVLinkWindow(_FLAG_BYTES + 2 * self.region_bytes, peers, device)
         self.states = torch.zeros(2, 4, dtype=torch.int32, device=device)  # `FloorState` of each way
         self.timeout_ns = int(config.exchange.timeout_s * 1e9)
 
@@ -147,11 +148,11 @@ def moves(source: Tensor, rank: int, splits: list[int], targets: list[int]) -> T
     return torch.stack([origin, target], dim=1)[order].contiguous()
 
 
-def _compiled(rank: int, size: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+def _compiled(peers: Peers, device: torch.device) -> Any:
     """`epmoe_floor`. Rank 0 compiles it in about a second; its folder is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="epmoe-floor-") as folder:
         library, problem = str(Path(folder) / "libfloor.so"), ""
-        if rank == 0:
+        if peers.rank == 0:
             major, minor = torch.cuda.get_device_capability(device)
             source = Path(__file__).with_suffix(".cu")
             options = [*build.CUDA_FLAGS, f"-arch=sm_{major}{minor}", f"-I{build.csrc()}", "-Xcompiler=-fPIC"]
@@ -161,10 +162,10 @@ def _compiled(rank: int, size: int, group: dist.ProcessGroup, device: torch.devi
                 problem = "" if Path(library).exists() else problem or "nvcc wrote no library"
             except OSError as error:
                 problem = str(error)
-        library, problem = all_gather((library, problem), size, group)[0]
+        library, problem = peers.all_gather((library, problem))[0]
         if problem:
             raise build.BuildError(f"the benchmark's kernel did not compile:\n{problem}")
         launch = ctypes.CDLL(library).epmoe_floor
-        all_gather(None, size, group)  # every rank has it open before the folder is removed
+        peers.all_gather(None)  # every rank has it open before the folder is removed
     launch.argtypes, launch.restype = (ctypes.POINTER(_Args), ctypes.c_int, ctypes.c_void_p), ctypes.c_char_p
     return launch

@@ -1,0 +1,192 @@
+"""How an `ExpertParallel` joins a group, and how it goes on in another one: without dead ranks, or with new ones.
+
+All ranks of the new group run the same steps, whether they resume or are new: they say what they bring, check that it
+fits, open new windows, and go on only once all of them have.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from epmoe import ops, rounds
+from epmoe.config import EPConfig
+from epmoe.exchange import Exchange, interruptible
+from epmoe.group import check_backend, check_multiprocessor, check_size, device_of, group_of, open_window
+from epmoe.handles import HoldsWindows
+from epmoe.health import EPResumeError
+from epmoe.memory import MemoryPlan
+from epmoe.peers import Peers
+from epmoe.placement import Move, Placement
+from epmoe.stages.checks import describe
+
+_NEW = -1
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a rank says to the others when it joins a group.
+
+    config: JSON, of the group to be; if the rank `keeps` the placement as far as it can, of the group so far.
+    origin: the same on all ranks that were ever in one group.
+    generation: how many groups the rank has had before the present one; `_NEW` if it has none yet.
+    rank: in the group so far.
+    """
+
+    config: str
+    origin: str = field(default_factory=lambda: secrets.token_hex(8))
+    generation: int = _NEW
+    rank: int = _NEW
+    keeps: bool = False
+
+
+def agree(hellos: list[Hello], rank: int) -> tuple[str, int, list[int] | None]:
+    """What the ranks of a group make of their hellos. All return alike, or all raise.
+
+    Args:
+        hellos: of all ranks, in rank order.
+        rank: this one.
+
+    Returns:
+        Origin and generation of the group to be; and if the ranks keep the placement, their ranks in the group so far.
+
+    Raises:
+        ValueError: the hellos do not fit together.
+    """
+    known = [hello for hello in hellos if hello.generation != _NEW]
+    if len({hello.origin for hello in known}) > 1:
+        raise ValueError("the ranks resume different ExpertParallels: resume the same ones, in one order, on all ranks")
+    newest = max(hello.generation for hello in hellos)
+    former = [hello.rank for hello in hellos]
+    keeps = any(hello.keeps for hello in hellos)
+    if keeps and (any(hello.generation != newest for hello in hellos) or former != sorted(set(former))):
+        raise ValueError("`placement` must be given where the group has new ranks, or its ranks another order")
+    for key, what in (("keeps", "`placement`"), ("config", "config")):
+        mine = getattr(hellos[rank], key)
+        others = [other for other, hello in enumerate(hellos) if getattr(hello, key) != mine]
+        if others:
+            raise ValueError(
+                f"the {what} of rank {rank} differs from that of rank(s) {others}: it must be the same on all"
+            )
+    return (known or hellos)[0].origin, newest + 1, former if keeps else None
+
+
+class Resumable(HoldsWindows):
+    """The part of an `ExpertParallel` that belongs to one group: it can be taken to another."""
+
+    config: EPConfig
+    """Of the group."""
+    device: torch.device
+    """Of all tensors."""
+    group: dist.ProcessGroup | None
+    """None is this process alone."""
+    rank: int
+    """This rank in the group."""
+    size: int
+    """R"""
+    placement: Placement
+    """Of the experts on the ranks of the group."""
+    generation: int
+    """How many groups the ranks have had before this one: 0 until `resume`."""
+    _origin: str
+    _exchange: Exchange | None = None
+    _missing: int = 0  # ranks, as a mask
+
+    def survivors(self) -> list[int]:
+        """Ranks of the group that nobody misses, as far as this rank has heard. It waits for no rank.
+
+        After an `EPTimeoutError` the ranks may hear of one another's findings in turn: ask again before each try to
+        form a group. A rank that was only slow misses itself then, since the others have given it up.
+
+        Returns:
+            Ranks, numbered in the group, ascending; before `resume` has returned, of the group so far.
+        """
+        if self._exchange is not None:
+            self._missing = self._exchange.missing()
+        return [rank for rank in range(self.size) if not self._missing >> rank & 1]
+
+    def resume(self, group: dist.ProcessGroup | None = None, placement: Placement | None = None) -> tuple[Move, ...]:
+        """Go on in another group: after a failure without the dead ranks, or between any two rounds with more ranks.
+
+        Collective over the new group: every rank resumes, or, if it is new, makes an `ExpertParallel(config, group)`
+        with the `config.with_placement(placement)` of the others. The windows are new, and no process restarts. Layers
+        that hold this object go on with it. `health` and the numbers of rounds begin again, and so does
+        `exchange.tuning` after a `retune`. Earlier handles and their tensors must not be used any more. CUDA graphs
+        must be captured again: a replay of an old one would write to freed memory.
+
+        Args:
+            group: as for the constructor, with any ranks of the group so far and any new ones, in any order.
+            placement: the same on all ranks. By default each expert and copy stays on its rank, without the ranks that
+                are gone; see `Placement.without`.
+
+        Returns:
+            The experts of this rank whose weights are not where `placement` has them: the caller moves or loads these.
+
+        Raises:
+            TypeError: an argument has another type.
+            ValueError: on all ranks, if placement or config differ or do not fit the group, or if logical experts have
+                no copy left, which the error names. Nothing has changed then, and the group is still good.
+            EPResumeError: a rank died or did not arrive within `exchange.warmup_timeout_s`. `resume` may be called
+                again with another group; until then, this object may be closed.
+            MemoryError: the windows do not fit. This object is closed, and `resume` may be called again.
+        """
+        if not isinstance(placement, Placement | None):
+            raise TypeError(f"`placement` must be a Placement, got {describe(placement)}")
+        timeout_s = self.config.exchange.warmup_timeout_s
+        peers = Peers.of(group_of(group), timeout_s)
+        config = self.config if placement is None else self.config.with_placement(placement)
+        hello = Hello(config.model_dump_json(), self._origin, self.generation, self.rank, keeps=placement is None)
+        old, ranks = self.placement, [self.rank if rank == peers.rank else None for rank in range(peers.size)]
+        if self._exchange is not None:
+            self._exchange.enter()
+        try:
+            if self.device.type == "cuda":  # a kernel that still runs must not lose its windows
+                synchronize = partial(torch.cuda.synchronize, self.device)
+                if not interruptible(synchronize, timeout_s):
+                    raise TimeoutError("the GPU has not finished its work")
+            self._join(peers, config, hello)
+        except (RuntimeError, OSError) as error:
+            raise EPResumeError(timeout_s, error) from error
+        finally:
+            if self._exchange is not None:
+                self._exchange.thread = 0
+        return old.moves(self.placement, ranks)[self.rank]
+
+    def close(self) -> None:
+        """Release the windows. Handles of earlier rounds, and their tensors, must not be used any more.
+
+        With a round open, the waits of the other ranks end at once, with an EPTimeoutError that names this rank.
+        """
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            self._missing = exchange.missing()  # for `survivors`
+            if exchange.rounds.state != rounds.CLOSED:
+                exchange.leave()
+
+    def _join(self, peers: Peers, config: EPConfig, hello: Hello) -> None:
+        """Become a rank of this group. Collective; raises on all ranks what `agree` and the checks raise."""
+        check_backend(peers.group)
+        origin, generation, former = agree(peers.all_gather(hello), peers.rank)
+        if former is not None:
+            gone = set(range(config.topology.ep_size)).difference(former)
+            config = config.with_placement(Placement.from_config(config).without(gone))
+        check_size(config, peers)
+        device_of(config, self.device)
+        placement = Placement.from_config(config)
+        _ = ops.dispatch  # builds or loads the library now, not in a round in which other ranks wait
+        if self.device.type == "cuda":
+            ops.load_cuda()
+        check_multiprocessor(config, placement, self.device)
+        plan = MemoryPlan.build(config, peers.rank, placement, nvlink=self.device.type == "cuda")
+        self.close()  # both windows might not fit
+        with torch.inference_mode(False):  # otherwise the buffers could not be written outside inference mode
+            window = open_window(plan, peers, self.device)
+            exchange = Exchange.create(config, plan, placement, window, peers.rank, peers.global_ranks, self.device)
+        peers.all_gather(None)  # no rank goes on before all can
+        self.config, self.placement, self._origin, self.generation = config, placement, origin, generation
+        self.group, self.rank, self.size = peers.group, peers.rank, peers.size
+        self._exchange, self._missing = exchange, 0

@@ -1,0 +1,277 @@
+"""Service goes on after a death: `ExpertParallel.resume` on the ranks that remain, and with more ranks.
+
+This process is the host: it starts the ranks, kills or stops them, and has the others go on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import ROOT
+from host import (
+    EXPERTS,
+    RESUME_S,
+    Host,
+    config_of,
+    create,
+    describe,
+    form,
+    mapped_windows,
+    play,
+    play_until_timeout,
+    resume,
+    spread,
+    survivors,
+)
+
+import epmoe
+import epmoe.resume
+from epmoe.peers import Peers
+from epmoe.window_nvlink import PeersStore
+
+SLACK_S = 5.0  # this machine may have fewer cores than ranks
+
+
+def expect_no_windows(state) -> None:
+    """When new windows are opened, the old ones are gone: both might not fit."""
+    open_window = epmoe.resume.open_window
+
+    def check_and_open(*arguments):
+        assert mapped_windows() == 0
+        return open_window(*arguments)
+
+    epmoe.resume.open_window = check_and_open
+
+
+def die_in_windows(state) -> None:
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    epmoe.resume.open_window = die
+
+
+def miss(state, mask: int) -> None:
+    """As if a rank had reported these ranks missing."""
+    state.ep._exchange.views["signal.error"][0] |= mask
+
+
+def keep_and_create(state) -> None:
+    """A second object of the same group; it is the present one."""
+    state.other, config = state.ep, state.ep.config
+    create(state, config)
+
+
+def exchange_objects(state) -> None:
+    state.ep, state.other = state.other, state.ep
+
+
+@pytest.fixture
+def host(tmp_path: Path, device: torch.device) -> Iterator[Host]:
+    host = Host(tmp_path, device)
+    yield host
+    for process in host.processes.values():
+        process.kill()
+        process.join()
+
+
+def serve(host: Host, ranks: int = 4, copies: int = 2) -> list[int]:
+    """A group that has played."""
+    names = list(range(ranks))
+    host.spawn(*names)
+    host.form_at(names)
+    host.do(names, create, config_of(spread(ranks, copies), host.device))
+    assert host.do(names, play) == ["played"] * ranks
+    return names
+
+
+def lose(host: Host, names: list[int], dead: int, number: int = signal.SIGKILL) -> list[int]:
+    """One process dies or stops; the others time out and name it. Returns these."""
+    alive = [name for name in names if name != dead]
+    host.start(alive, play_until_timeout)
+    host.signal(dead, number)
+    missing = host.results(alive)
+    assert missing == [[names.index(dead)]] * len(alive)
+    assert host.do(alive, survivors) == [[r for r, name in enumerate(names) if name != dead]] * len(alive)
+    return alive
+
+
+@pytest.mark.parametrize("dead", [0, 2])
+def test_the_rest_goes_on_after_a_death(host, dead):
+    """Rank 0 has hosted the store of the first group."""
+    alive = lose(host, serve(host), dead)
+    host.form(alive)
+    host.do(alive, expect_no_windows)
+    moves = host.do(alive, resume)
+    assert all(source is not None for of_rank in moves for _, _, source in of_rank), "weights of copies need no load"
+    assert host.do(alive, play) == ["played"] * 3
+    for rank, (text, generation, windows) in enumerate(host.do(alive, describe)):
+        assert f"rank {rank} of 3, generation 1, E=8" in text and generation == 1
+        assert windows == (3 if host.device.type == "cpu" else 0)
+
+
+def test_the_page_shows_it(host):
+    """Its `go_on` and `load_weights`, word by word."""
+    names = serve(host)
+    alive = lose(host, names, 0)
+    assert host.do(alive, follow_the_page, host.folder) == ["played"] * 3
+
+
+def follow_the_page(state, folder: Path) -> str:
+    page = (ROOT / "docs" / "recovery.md").read_text()
+    go_on, load_weights = re.findall(r"```python\n(from datetime.*?|def load_weights.*?)```", page, re.DOTALL)
+    weights = torch.tensor(state.held)
+    names = {"epmoe": epmoe, "ep": state.ep, "w": weights, "read": lambda logical: torch.tensor(logical)}
+    exec(go_on + load_weights, names)
+    names["go_on"](state.ep, folder, names["load_weights"])
+    state.held = names["w"].tolist()
+    return play(state)
+
+
+def test_two_deaths_one_after_the_other(host):
+    alive = serve(host, copies=3)
+    for dead in (3, 0):
+        alive = lose(host, alive, dead)
+        host.form(alive)
+        host.do(alive, resume)
+        assert host.do(alive, play) == ["played"] * len(alive)
+
+
+def test_the_last_rank_needs_no_group(host):
+    alive = lose(host, serve(host, ranks=2), 0)
+    host.do(alive, leave_groups)
+    host.do(alive, resume)
+    assert host.do(alive, play) == ["played"]
+
+
+def leave_groups(state) -> None:
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped", "in the windows"])
+def test_a_second_death_during_resume(host, how):
+    alive = lose(host, serve(host, copies=3), 3)
+    host.form(alive)
+    rest, started = alive[:2], time.monotonic()
+    if how == "in the windows":
+        host.do([2], die_in_windows)
+        host.start([2], resume)
+    else:
+        host.signal(2, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    for error in host.do(rest, resume):
+        assert error.startswith("EPResumeError: the new group did not form"), error
+    assert time.monotonic() - started < 2 * RESUME_S + SLACK_S or host.device.type == "cuda"
+    host.form(rest)
+    host.do(rest, resume)
+    assert host.do(rest, play) == ["played"] * 2
+
+
+def test_ranks_that_disagree_all_hear_of_it(host):
+    alive = lose(host, serve(host, copies=3), 3)
+    host.form(alive)
+    old, new = spread(4, 3), spread(4, 3).without([3])
+    for placements, message in [
+        ((new, new, spread(3, 1)), "the config of rank [012] differs from that of rank"),
+        ((None, new, None), "the `placement` of rank [012] differs from that of rank"),
+        ((old, old, old), "topology.ep_size must equal the size of the group, 3, got 4"),
+    ]:
+        for name, placement in zip(alive, placements, strict=True):
+            host.start([name], resume, placement)
+        for error in host.results(alive):
+            assert re.match(f"ValueError: {message}", error), error
+    host.do(alive, resume)
+    assert host.do(alive, play) == ["played"] * 3
+
+
+def test_survivors_with_different_views(host):
+    """Each forms the group that it believes in. No group forms, all raise, and they agree once they have all heard."""
+    alive = lose(host, serve(host, copies=3), 3)
+    host.do([1], miss, 1 << 2)
+    views = [set(view) for view in host.do(alive, survivors)]
+    assert views == [{0, 1, 2}, {0, 1}, {0, 1, 2}]
+    for name, view in zip(alive, views, strict=True):
+        if name in view:
+            host.start([name], form, host.folder / f"views-{sorted(view)}", sorted(view), 1.0)
+    assert all("timeout" in str(error).lower() for error in host.results(alive))
+    host.do([0, 2], miss, 1 << 2)
+    assert host.do(alive, survivors) == [[0, 1]] * 3
+    host.form([0, 1])
+    host.do([0, 1], resume)
+    assert host.do([0, 1], play) == ["played"] * 2
+
+
+def test_a_stopped_rank_that_comes_back(host):
+    """It sees the latch and has no way into the new windows; later it may come back by the same call."""
+    names = serve(host)
+    host.start([3], play_until_timeout)
+    alive = lose(host, names, 3, signal.SIGSTOP)
+    host.form(alive)
+    host.do(alive, resume)
+    host.start(alive, play, 60)
+    host.signal(3, signal.SIGCONT)
+    (missing,) = host.results([3])
+    assert missing == [3] and host.do([3], survivors) == [[0, 1, 2]]
+    assert host.results(alive) == ["played"] * 3
+    host.form(names)
+    host.do(names, resume, spread(4, 2))
+    assert host.do(names, play) == ["played"] * 4
+
+
+def test_a_group_grows(host):
+    """First without a placement for the new rank: all hear of it, and the old group's windows still work."""
+    names = [*serve(host, ranks=2, copies=1), 2]
+    new = spread(3, 2)
+    host.spawn(2)
+    host.form(names)
+    host.start([2], create, config_of(new, host.device))
+    host.start([0, 1], resume)
+    assert all("`placement` must be given" in error for error in host.results(names))
+    assert host.do([0, 1], play) == ["played"] * 2
+    host.start([2], create, config_of(new, host.device))
+    host.start([0, 1], resume, new)
+    moves = host.results(names)[:2]
+    for rank, of_rank in enumerate(moves):
+        before = {p for p in range(EXPERTS) if p % 2 == rank}
+        after = {new.logical(p) for p in new.local_experts(rank)}
+        assert {logical for _, logical, source in of_rank if source is None} == after - before
+    assert host.do(names, play) == ["played"] * 3
+    assert [generation for _, generation, _ in host.do(names, describe)] == [1] * 3
+
+
+def test_lost_experts_are_named(host):
+    alive = lose(host, serve(host, copies=1), 1)
+    host.form(alive)
+    for error in host.do(alive, resume):
+        assert error.startswith("ValueError: logical expert(s) [1, 5] have no copy outside rank(s) [1]")
+    moves = host.do(alive, resume, spread(4, 1).without([1], spread_lost=True))
+    assert sorted(logical for of_rank in moves for _, logical, source in of_rank if source is None) == [1, 5]
+    assert host.do(alive, play) == ["played"] * 3
+
+
+def test_ranks_that_resume_different_objects_hear_of_it(host):
+    """Two ExpertParallels of one group, resumed in another order by one rank."""
+    names = serve(host, ranks=2)
+    host.do(names, keep_and_create)
+    host.do([0], exchange_objects)
+    host.form(names)
+    assert all("resume different ExpertParallels" in error for error in host.do(names, resume))
+    host.do([0], exchange_objects)
+    host.do(names, resume)
+    assert host.do(names, play) == ["played"] * 2
+
+
+def test_torch_meets_over_peers():
+    """The store that torch sees when windows of GPUs meet, by way of torch's C++."""
+    ours = PeersStore(Peers.of(None))
+    store = dist.PrefixStore("window", ours)
+    store.set("exchange/7/0", "value")
+    assert store.get("exchange/7/0") == b"value"
+    assert store.add("exchange/8/members", 1) == 1
+    store.wait(["exchange/8/last"])

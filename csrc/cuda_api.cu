@@ -22,9 +22,33 @@ const char* error_string(int error) {
   return sentence.c_str();
 }
 
+// 0 for a stream that is not being captured. A stream that cannot tell is not ordered.
+bool capture_of(cudaStream_t stream, unsigned long long& id) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  id = 0;
+  if (cudaStreamGetCaptureInfo(stream, &status, &id) == cudaSuccess) return true;
+  cudaGetLastError();
+  return false;
+}
+
+// Within one capture this becomes an edge of the graph. Between a capture and other work there is no order to keep:
+// what is captured does not run yet.
+int order_after(Stream stream, Stream earlier) {
+  unsigned long long capture = 0, earlier_capture = 0;
+  if (!capture_of(typed(stream), capture) || !capture_of(typed(earlier), earlier_capture)) return cudaSuccess;
+  if (capture != earlier_capture) return cudaSuccess;
+  cudaEvent_t event;
+  if (cudaError_t error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming)) return error;
+  cudaError_t error = cudaEventRecord(event, typed(earlier));
+  if (!error) error = cudaStreamWaitEvent(typed(stream), event);
+  cudaEventDestroy(event);  // it lives until it has happened
+  return error;
+}
+
 constexpr Api kApi = {
     .error_string = error_string,
     .current_device = [](int* index) -> int { return cudaGetDevice(index); },
+    .order_after = order_after,
     .permute_workspace_bytes = permute_workspace_bytes,
     .route = [](const RouteArgs& args, Stream stream) -> int { return route(args, typed(stream)); },
     .permute = [](const PermuteArgs& args, Stream stream) -> int { return permute(args, typed(stream)); },

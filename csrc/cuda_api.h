@@ -14,6 +14,7 @@ using Stream = void*;  // cudaStream_t
 struct Api {
   const char* (*error_string)(int error);
   int (*current_device)(int* index);
+  int (*order_after)(Stream stream, Stream earlier);  // what is launched on `stream` starts after `earlier`'s work
   int64_t (*permute_workspace_bytes)(int64_t S, int32_t K, int32_t num_local_experts);
   int (*route)(const RouteArgs& args, Stream stream);
   int (*permute)(const PermuteArgs& args, Stream stream);

@@ -1,5 +1,6 @@
 // The operators of the exchange: they check and unwrap tensors, and launch. Schemas and fakes are in epmoe/ops.py.
 #include <cstring>
+#include <utility>
 
 #include "cpu/stages.h"
 #include "unwrap.h"
@@ -45,27 +46,34 @@ Exchange exchange_of(const ExchangeDescriptor& d, const Tensor& window, const Te
   return exchange;
 }
 
-// Notes what was launched on a GPU, for the host. The CPU kernels note their phases themselves.
-template <typename Args>
-void note_launch(const Exchange& exchange, const Args& args) {
-  reinterpret_cast<Progress*>(exchange.status + 1)->phases += args.send + args.receive;
+// Launches one or both phases of a stage, in the order of the calls, whichever streams these are made on. Notes for the
+// host what was launched; the CPU kernels note their phases themselves.
+template <typename Args, typename Launch>
+void launch_in_order(const Exchange& exchange, const Args& args, const Tensor& like, Launch&& launch) {
+  auto* progress = reinterpret_cast<Progress*>(exchange.status + 1);
+  launch_on_device_of(like, [&](const cuda::Api& api, cuda::Stream stream) {
+    int64_t this_stream = reinterpret_cast<int64_t>(stream) + 1;
+    int64_t last = std::exchange(progress->last_stream, this_stream);
+    if (last && last != this_stream)
+      if (int error = api.order_after(stream, reinterpret_cast<cuda::Stream>(last - 1))) return error;
+    return launch(api, stream);
+  });
+  progress->phases += args.send + args.receive;
 }
 
 void launch_dispatch(const Exchange& exchange, const DispatchArgs& args, const Tensor& x) {
-  if (x.is_cuda()) {
-    launch_on_device_of(
-        x, [&](const cuda::Api& api, cuda::Stream stream) { return api.dispatch(exchange, args, stream); });
-    return note_launch(exchange, args);
-  }
+  if (x.is_cuda())
+    return launch_in_order(exchange, args, x, [&](const cuda::Api& api, cuda::Stream stream) {
+      return api.dispatch(exchange, args, stream);
+    });
   cpu::dispatch(exchange, args);
 }
 
 void launch_combine(const Exchange& exchange, const CombineArgs& args, const Tensor& y) {
-  if (y.is_cuda()) {
-    launch_on_device_of(
-        y, [&](const cuda::Api& api, cuda::Stream stream) { return api.combine(exchange, args, dtype_of(y), stream); });
-    return note_launch(exchange, args);
-  }
+  if (y.is_cuda())
+    return launch_in_order(exchange, args, y, [&](const cuda::Api& api, cuda::Stream stream) {
+      return api.combine(exchange, args, dtype_of(y), stream);
+    });
   auto* offsets = reinterpret_cast<const int32_t*>(exchange.scratch + exchange.plan.expert_offsets);
   int64_t needed = args.rows && args.expert_major ? offsets[exchange.plan.num_local_experts] : 0;
   STD_TORCH_CHECK(args.num_rows >= needed, "`expert_rows` must hold at least ", needed, " rows, got ", args.num_rows);

@@ -106,37 +106,13 @@ struct Progress {
   int64_t deadline_ns;  // CPU only: of the wait that a call has left so that Python can handle signals; 0: it left none
   int64_t missing;      // CPU only: mask of the ranks that this wait still missed
   int64_t counted_ns;   // CPU only: the time up to which health_waited_ns has this wait
+  int64_t last_stream;  // CUDA only: handle + 1 of the stream of the last launch; 0: there was none
 };
-
-// State of the round, in scratch, zero at first. dispatch writes what it leaves for combine. Epochs count rounds and
-// only grow: the CPU compares them as signed differences, CUDA for equality (cuda/exchange/signal.cuh).
-struct RoundState {
-  uint32_t dispatch_epoch;  // of the last round that dispatch sent (CPU) or received (CUDA)
-  uint32_t combine_epoch;   // of the last round that combine sent (CPU) or received (CUDA); CUDA: dispatch takes it + 1
-  int32_t latched;          // 1 after a wait has failed: this rank sends no payload any more
-  int32_t T;                // real tokens of this rank's dispatch; 0 on CUDA if the calls of the ranks do not match
-  int32_t D;                // of the call; CPU only
-  int32_t K;                // of the call
-  int16_t dtype;            // DType of the call's x; CPU only
-  int16_t originator;       // CUDA only: the rank that saw the failure first
-  uint32_t ll_mask;         // CUDA only: sources of up to ll_max_tokens tokens; their sums return by the LL protocol
-  uint64_t missing;         // CUDA only: ranks that a wait has missed; not 0 ends all other waits of this rank
-  // CUDA only, from here on. `[2]` is indexed by Stage. Each kernel clears what belongs to the other stage.
-  int32_t done[2];   // blocks that have finished
-  int32_t notified;  // notify blocks of dispatch that have sent all their pairs; combine clears it
-  // Heads of the work queues: the next item that no warp has claimed, counted from the items that warps start with.
-  // They lie on separate cache lines, because many warps claim from different queues at once.
-  alignas(64) int32_t send_queue[2];  // items to send
-  alignas(64) int32_t recv_queue[2];  // items to receive
-  alignas(64) int32_t ll_queue[2];    // LL items beside the Simple ones: dispatch receives them, combine sends them
-  Progress progress;                  // CPU only
-};
-static_assert(sizeof(RoundState) == 256 && offsetof(RoundState, progress) == 200);
 
 // What went wrong, for the host: int64 each, in the order of `epmoe.health.STATUS`. It lies in host memory (pinned on
-// CUDA); kernels write it, and the host looks at it without synchronising and clears it.
+// CUDA); kernels write it, and the host looks at it without synchronising. Only the CPU's host clears `code`.
 struct Status {
-  int64_t code;         // StatusCode; written last on a timeout
+  int64_t code;         // StatusCode; written last
   int64_t stage;        // Stage
   int64_t epoch;        // of the failed round
   int64_t missing;      // mask of ranks: on a timeout the missing ones, on a mismatch the ranks whose call differs
@@ -147,5 +123,40 @@ struct Status {
 
 enum StatusCode : int64_t { kOk = 0, kTimeout = 1, kMismatch = 2 };
 enum Stage : int64_t { kDispatch = 0, kCombine = 1 };
+
+constexpr int kMaxBlocks = 512;  // of a kernel of the exchange
+constexpr int kStartedWords = kMaxBlocks / 32;
+
+// State of the round, in scratch, zero at first. dispatch writes what it leaves for combine. Epochs count rounds and
+// only grow: the CPU compares them as signed differences, CUDA for equality (cuda/exchange/signal.cuh).
+struct RoundState {
+  uint32_t dispatch_epoch;  // of the last round that dispatch sent (CPU) or received (CUDA)
+  uint32_t combine_epoch;   // of the last round that combine sent (CPU) or received (CUDA); CUDA: dispatch takes it + 1
+  int32_t latched;          // 1 after a wait, on CUDA a round, has failed: this rank sends no payload any more
+  int32_t T;                // real tokens of this rank's dispatch
+  int32_t D;                // of the call; CPU only
+  int32_t K;                // of the call
+  int16_t dtype;            // DType of the call's x; CPU only
+  int16_t originator;       // CUDA only: the rank that saw the failure first
+  uint32_t ll_mask;         // CUDA only: sources of up to ll_max_tokens tokens; their sums return by the LL protocol
+  uint64_t missing;         // CUDA only: ranks that a wait has missed; not 0 ends all other waits of this rank
+  // CUDA only, from here on. `[2]` is indexed by Stage. Each kernel clears what belongs to the other stage.
+  int32_t done[2];     // blocks that have finished
+  int32_t notified;    // notify blocks of dispatch whose pairs are sent; combine clears it
+  int32_t num_tokens;  // real tokens + 1, as the first block has read them; 0: none has. Combine clears it
+  int32_t covers[2];   // 1 once the first block does the sending of blocks that have not started (roster.cuh)
+  // Heads of the work queues: the next item that no warp has claimed, counted from the items that warps start with.
+  // They lie on separate cache lines, because many warps claim from different queues at once.
+  alignas(64) int32_t send_queue[2];  // items to send
+  alignas(64) int32_t recv_queue[2];  // items to receive
+  alignas(64) int32_t ll_queue[2];    // LL items beside the Simple ones: dispatch receives them, combine sends them
+  Progress progress;                  // CPU only
+  // A bit for each block that sends (roster.cuh): it has started; somebody else does its sending.
+  alignas(64) uint32_t started[2][kStartedWords];
+  uint32_t taken[2][kStartedWords];
+  int32_t receiving[2];  // blocks that may write outputs: they have begun to receive
+  Status failure;        // as reported to the host; every later kernel repeats it
+};
+static_assert(sizeof(RoundState) == 640 && offsetof(RoundState, progress) == 200);
 
 }  // namespace epmoe

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from epmoe.config import EPConfig
 from epmoe.handles import RoundTemplate, Sent
-from epmoe.health import STATUS, TIMEOUT, TOTALS, Health, Totals, raise_on_failure, raise_on_overflow
+from epmoe.health import STATUS, TIMEOUT, TOTALS, EPTimeoutError, Health, Totals, raise_on_failure, raise_on_overflow
 from epmoe.memory import OFFSETS, SIZES, MemoryPlan
 from epmoe.placement import Placement
-from epmoe.rounds import PROGRESS, Rounds
+from epmoe.rounds import CLOSED, PROGRESS, RETURNING, Rounds
 from epmoe.tuning import Tuning
 from epmoe.window import Window
 
+_written_to: list[Exchange] = []  # exchanges whose kernels had not ended when they were closed
 _CODE, _NEEDED_ROWS = STATUS.index("code"), STATUS.index("needed_rows")
 _MISSING = STATUS.index("missing")
 # What the operators know of a round besides its memory, in the order of `ExchangeDescriptor` in csrc/ops_exchange.cpp.
@@ -133,12 +134,7 @@ class Exchange:
     def check(self) -> None:
         """Raise EPTimeoutError or EPMismatchError if the kernels have left one in the status words."""
         if self.status_words[_CODE]:
-            raise_on_failure(self.status, self.global_ranks)
-
-    def await_device(self) -> None:
-        """Wait for everything that has been launched on the device; Python can handle signals meanwhile."""
-        if self.device.type == "cuda":
-            interruptible(partial(torch.cuda.synchronize, self.device))
+            raise_on_failure(self.status, self.global_ranks, self.plan.sizes["rank"], self.device.type == "cuda")
 
     def health(self, wait: bool) -> Health:
         """The counts; with `wait`, once the current stream has done what was launched on it."""
@@ -147,9 +143,10 @@ class Exchange:
         return self.totals.read()
 
     @property
-    def timed_out(self) -> bool:
-        """Whether a wait has failed, as far as the host knows. Only `resume` and `close` are left then."""
-        return self.status_words[_CODE] == TIMEOUT
+    def failed(self) -> bool:
+        """Whether a wait, or on a GPU a round, has failed, as far as the host knows: `resume` and `close` are left."""
+        code = self.status_words[_CODE]
+        return code == TIMEOUT or code != 0 and self.device.type == "cuda"
 
     def missing(self) -> int:
         """Ranks that this rank has missed, or that another has reported to it, as a mask. Waits for no kernel."""
@@ -165,15 +162,43 @@ class Exchange:
 
     def forget(self) -> None:
         """Drop a mismatch and an overflow of a round that was given up, so that they do not hit the next round."""
-        self.status_words[_CODE] = self.status_words[_NEEDED_ROWS] = 0
+        if not self.failed:
+            self.status_words[_CODE] = 0
+        self.status_words[_NEEDED_ROWS] = 0
 
     def leave(self) -> None:
         """End the waits of all other ranks at once, with an EPTimeoutError that names this rank. Waits for no rank."""
         sizes = self.plan.sizes
-        if sizes["R"] > 1 and not self.timed_out:
+        if sizes["R"] > 1 and not self.failed:
             rank = sizes["rank"]
             with suppress(RuntimeError):  # of a GPU in distress: the others run into their deadline
                 self.window.store(self.plan["signal.error"].offset + 8 * rank, 1 << rank)
+
+    def wait_for_device(self, timeout_s: float | None = None) -> None:
+        """On a GPU, wait for everything that has been launched on it, but no longer than until a failure is reported.
+
+        Raises EPTimeoutError and EPMismatchError as `check` does, the first also if the device does not end in time:
+        then what was launched was perhaps never scheduled.
+        """
+        wait = partial(torch.cuda.synchronize, self.device)
+        if self.device.type == "cpu" or interruptible(wait, timeout_s, self.check):
+            return
+        rank, rounds = self.plan.sizes["rank"], self.rounds
+        why = (
+            f"did not end on this rank's own GPU within {timeout_s} s: its own kernel was not scheduled, since others "
+            "hold the GPU, or it waits for ranks"
+        )
+        stage = "combine" if rounds.state in (CLOSED, RETURNING) else "dispatch"
+        raise EPTimeoutError(stage, rounds.count, [rank], [self.global_ranks[rank]], why)
+
+    def release(self) -> None:
+        """Before the memory is freed: wait until no kernel can write to it, or keep it for the life of the process."""
+        with suppress(RuntimeError):  # of a GPU in distress, and of a failed round, whose kernels end by themselves
+            if self.device.type == "cpu" or interruptible(
+                partial(torch.cuda.synchronize, self.device), self.timeout_ns / 1e9
+            ):
+                return
+        _written_to.append(self)
 
     def unread_y(self, sent: Sent) -> Tensor:
         """A y [T, D] for a combine without rows, on a GPU: memory that exists, since an abort allocates nothing.
@@ -224,18 +249,21 @@ class Exchange:
         return slabs[..., :length]
 
 
-def interruptible(wait: Callable[[], None], timeout_s: float | None = None) -> bool:
+def interruptible(
+    wait: Callable[[], None], timeout_s: float | None = None, look: Callable[[], None] = lambda: None
+) -> bool:
     """Calls `wait`, which may block for long, on another thread, so that this thread can run signal handlers meanwhile.
 
     Args:
         wait: runs to its end, also where this function has given it up.
         timeout_s: how long this function waits, in seconds; None: until `wait` ends.
+        look: called about every 20 ms. What it raises ends this function.
 
     Returns:
         Whether `wait` has ended.
 
     Raises:
-        BaseException: what `wait` or a signal handler raises.
+        BaseException: what `wait`, `look` or a signal handler raises.
     """
     errors: list[BaseException] = []
 
@@ -245,11 +273,12 @@ def interruptible(wait: Callable[[], None], timeout_s: float | None = None) -> b
         except BaseException as error:
             errors.append(error)
 
-    thread = Thread(target=call, daemon=True)  # a wait that a signal has ended must not keep the process alive
+    thread = Thread(target=call, daemon=True)  # a wait that this function has given up must not keep the process alive
     thread.start()
     give_up = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while thread.is_alive() and time.monotonic() < give_up:
-        thread.join(0.1)
+        thread.join(0.02)
+        look()
     if errors:
         raise errors[0]
     return not thread.is_alive()

@@ -121,19 +121,10 @@ class EPError(RuntimeError):
 class EPTimeoutError(EPError, TimeoutError):
     """Ranks did not arrive within the deadline, or left. The `ExpertParallel` can only be resumed or closed."""
 
-    def __init__(
-        self, stage: str, epoch: int, missing: list[int], missing_global: list[int], originator: int, left: bool = False
-    ):
+    def __init__(self, stage: str, epoch: int, missing: list[int], missing_global: list[int], why: str):
         self.stage, self.epoch = stage, epoch
         self.missing_ranks, self.missing_global_ranks = missing, missing_global
-        ranks = f"rank(s) {missing} of the group (global rank(s) {missing_global})"
-        super().__init__(
-            f"{stage} of round {epoch} ended early: {ranks} left the group by an exception or with a round open; this "
-            "ExpertParallel can only be resumed or closed"
-            if left
-            else f"{stage} of round {epoch} timed out waiting for {ranks}, first seen by rank {originator}; this "
-            "ExpertParallel can only be resumed or closed. Raise exchange.timeout_s if the ranks are only slow"
-        )
+        super().__init__(f"{stage} of round {epoch} {why}; this ExpertParallel can only be resumed or closed")
 
 
 class EPResumeError(EPError):
@@ -158,27 +149,47 @@ class EPOverflowError(EPError):
 
 
 class EPMismatchError(EPError, ValueError):
-    """The ranks brought different K, D or dtype to one round."""
+    """The calls of the ranks do not match: another K, D or dtype; on GPUs also layout or weights on input.
 
-    def __init__(self, epoch: int, ranks: list[int]):
+    On the CPU the round was closed, and the next one is complete. On GPUs the `ExpertParallel` can only be resumed or
+    closed: the hosts hear of it in different rounds, because they run ahead of their GPUs.
+    """
+
+    def __init__(self, epoch: int, ranks: list[int], latched: bool = False):
         super().__init__(
             f"round {epoch}: rank(s) {ranks} brought another number of experts per token, hidden size or dtype than "
             "this rank; they must be equal on all ranks. The round was closed"
+            if not latched
+            else f"round {epoch}: rank(s) {ranks} brought another number of experts per token, hidden size, dtype, "
+            "layout or apply_router_weight_on_input than this rank; they must be equal on all ranks. This "
+            "ExpertParallel can only be resumed or closed"
         )
 
 
-def raise_on_failure(status: Tensor, global_ranks: list[int]) -> None:
-    """Raise the failure in `status` (int64, host memory); clear a mismatch, since the caller closes its round."""
+def raise_on_failure(status: Tensor, global_ranks: list[int], rank: int, latched: bool) -> None:
+    """Raise the failure in `status` (int64, host memory) of `rank`.
+
+    A failure stays there, unless it is a mismatch that has not `latched`: the caller closes its round then.
+    """
     code, stage, epoch, missing_mask, originator = status[:5].tolist()
     if not code:
         return
-    ranks = [rank for rank in range(len(global_ranks)) if missing_mask >> rank & 1]
+    ranks = [r for r in range(len(global_ranks)) if missing_mask >> r & 1]
     if code == MISMATCH:
-        status[0] = 0
-        raise EPMismatchError(epoch, ranks)
+        if not latched:
+            status[0] = 0
+        raise EPMismatchError(epoch, ranks, latched)
     assert code == TIMEOUT, f"unknown status code {code}"
-    left = ranks == [originator] and len(global_ranks) > 1  # only a rank that leaves reports itself missing
-    raise EPTimeoutError(_STAGES[stage], epoch, ranks, [global_ranks[rank] for rank in ranks], originator, left)
+    missing = [global_ranks[rank] for rank in ranks]
+    named = f"rank(s) {ranks} of the group (global rank(s) {missing})"
+    why = f"timed out waiting for {named}, first seen by rank {originator}"
+    if ranks == [originator] and len(global_ranks) > 1:  # only a rank that leaves reports itself missing
+        why = f"ended early: {named} left the group by an exception or with a round open"
+    elif rank in ranks:
+        why += ": this rank came too late, or its own kernel was not scheduled, since others held the GPU"
+    else:
+        why += ": raise exchange.timeout_s if the ranks are only slow"
+    raise EPTimeoutError(_STAGES[stage], epoch, ranks, missing, why)
 
 
 def raise_on_overflow(status: Tensor, max_rows: int) -> None:

@@ -166,6 +166,7 @@ class Resumable(HoldsWindows):
             self._missing = exchange.missing()  # for `survivors`
             if exchange.rounds.state != rounds.CLOSED:
                 exchange.leave()
+            exchange.release()
 
     def _join(self, peers: Peers, config: EPConfig, hello: Hello) -> None:
         """Become a rank of this group. Collective; raises on all ranks what `agree` and the checks raise."""

@@ -7,7 +7,8 @@
     RETURNING   Dispatched  combine_recv → CLOSED
 
 `abort` leads from every open state to CLOSED. An exchange has at most one open round, because all its rounds use the
-same window. After an `EPTimeoutError` the round stays where it is: the exchange can only be closed.
+same window. After an `EPTimeoutError`, on GPUs also after an `EPMismatchError`, the round stays where it is: the
+exchange can only be closed.
 
 The operators count the phases that have ended, four a round, and the state is that count modulo four. A call may end by
 an exception anywhere, also by one that a signal handler raises right behind the operator. The count is right then, too:
@@ -44,7 +45,7 @@ PERMITTED = (
     ("combine_recv",),
 )
 # Places in `Rounds.progress`, in the order of `Progress` in csrc/plan.h.
-PROGRESS = ("phases", "deadline_ns", "missing", "counted_ns")
+PROGRESS = ("phases", "deadline_ns", "missing", "counted_ns", "last_stream")
 PHASES, _DEADLINE = range(2)  # the others are the operators' own
 
 
@@ -191,7 +192,7 @@ def abort(exchange: Exchange, handle: Sent | Dispatched | None) -> None:
     exchange.enter()
     try:
         if handle is None:
-            if rounds.state != CLOSED and not exchange.timed_out:
+            if rounds.state != CLOSED and not exchange.failed:
                 _give_up(exchange)
                 exchange.forget()
             return
@@ -212,11 +213,12 @@ def abort_after(exchange: Exchange, epoch: int) -> None:
 
 
 def _look(exchange: Exchange, handle: Sent | Dispatched) -> None:
-    """Raises what the kernels have reported so far. Every rank sees a mismatch, so every rank closes its round."""
+    """Raises what the kernels have reported so far. On the CPU every rank sees a mismatch in the same round, and every
+    rank closes this round."""
     try:
         exchange.check()
     except EPMismatchError:
-        if exchange.rounds.handle is handle and exchange.rounds.state != CLOSED:
+        if exchange.rounds.handle is handle and exchange.rounds.state != CLOSED and not exchange.failed:
             _give_up(exchange)
         raise
 

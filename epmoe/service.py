@@ -100,7 +100,7 @@ class ExpertParallel(Resumable):
             TypeError: an argument has another type or dtype; nothing was sent.
             ValueError: an argument has another value, shape or device; nothing was sent.
             RuntimeError: a round is still open, an input requires grad in grad mode, or this object is closed.
-            EPMismatchError: the ranks brought different K, D or dtype; the round is closed.
+            EPMismatchError: the calls of the ranks did not match.
             EPTimeoutError: ranks did not arrive in time, or left. Ctrl-C, too, ends a wait, and leaves the round open.
         """
         return dispatch_stage.dispatch(self._open, x, ids, weights, num_tokens, layout, apply_router_weight_on_input)
@@ -137,7 +137,7 @@ class ExpertParallel(Resumable):
 
         Raises:
             ValueError: `sent` belongs to another round, or was received before.
-            EPMismatchError: the ranks brought different K, D or dtype; the round is closed.
+            EPMismatchError: the calls of the ranks did not match.
             EPTimeoutError: ranks did not arrive in time.
         """
         return dispatch_stage.dispatch_recv(self._open, sent)
@@ -158,7 +158,7 @@ class ExpertParallel(Resumable):
             TypeError: `expert_rows` has another dtype; nothing was sent.
             ValueError: `expert_rows` has another shape or device, or the round is another one; nothing was sent.
             RuntimeError: `expert_rows` requires grad in grad mode, or this object is closed.
-            EPMismatchError: the ranks brought different K, D or dtype to dispatch (GPU); the round is closed.
+            EPMismatchError: the ranks' calls of dispatch did not match (GPU).
             EPTimeoutError: ranks did not arrive in time.
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
         """
@@ -207,7 +207,7 @@ class ExpertParallel(Resumable):
 
         Raises:
             ValueError: `dispatched` is not the handle of the open round.
-            EPMismatchError: the ranks brought different K, D or dtype; the round is closed.
+            EPMismatchError: the calls of the ranks did not match.
             EPTimeoutError: an earlier call has timed out.
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
         """
@@ -242,15 +242,24 @@ class ExpertParallel(Resumable):
 
         Raises:
             EPTimeoutError: ranks did not arrive in time; every poll raises it again.
-            EPMismatchError: the ranks brought different K, D or dtype to a round.
+            EPMismatchError: the calls of the ranks did not match.
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
         """
         self._open.check()
         self._open.check_overflow()
 
-    def check(self) -> None:
-        """Wait for everything that has been launched on the device, then `poll`."""
-        self._open.await_device()
+    def check(self, timeout_s: float | None = None) -> None:
+        """Wait for everything that has been launched on the device, then `poll`.
+
+        A failure that a kernel reports meanwhile is raised at once.
+
+        Args:
+            timeout_s: how long to wait for the device, in seconds; None: until it has ended.
+
+        Raises:
+            EPTimeoutError: also where the device did not end within `timeout_s`.
+        """
+        self._open.wait_for_device(timeout_s)
         self.poll()
 
     def __repr__(self) -> str:

@@ -25,6 +25,7 @@ HEADINGS = (
     "Send and receive phases",
     "Memory order",
     "The deadline and what follows",
+    "A busy GPU",
     "What an abort does",
     "Mismatch",
 )

@@ -23,9 +23,9 @@ from epmoe.cli.console import console, human_bytes, sparkline
 from epmoe.cli.result import bytes_back, bytes_out
 from epmoe.config import EPConfig
 from epmoe.health import Health
+from epmoe.peers import Peers
 from epmoe.placement import Placement
 from epmoe.service import ExpertParallel
-from epmoe.window import all_gather
 
 INTERVAL_S = 0.5  # between two looks
 LINES_S = 2.0  # between two lines, outside a terminal
@@ -122,7 +122,7 @@ class View:
 def watching(ep: ExpertParallel) -> Iterator[None]:
     """Shows on rank 0 what all ranks do inside the `with`. Collective."""
     server = None if ep.rank else dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
-    greetings = all_gather((server.port if server else 0, _sample(ep)), ep.size, ep.group)
+    greetings = Peers.of(ep.group).all_gather((server.port if server else 0, _sample(ep)))
     store = server or dist.TCPStore(_HOST, greetings[0][0], is_master=False, timeout=_TIMEOUT)
     screen = _Screen(ep, [first for _, first in greetings]) if server else None
     stop = Event()
@@ -134,7 +134,7 @@ def watching(ep: ExpertParallel) -> Iterator[None]:
         finally:
             stop.set()
             thread.join()
-        last = all_gather(_sample(ep), ep.size, ep.group)  # of ranks that have all ended
+        last = Peers.of(ep.group).all_gather(_sample(ep))  # of ranks that have all ended
         if screen:
             screen.show(last, always=True)
 

@@ -240,12 +240,13 @@ def test_ranks_that_disagree_hear_of_it(make_ep, rank, size):
     tokens = make_tokens(ep.config, rank, 6)
     x, ids, weights = given(ep, tokens)
     K = 3 if rank == 0 else 4
-    with pytest.raises(epmoe.EPMismatchError, match="hidden size or dtype"):
+    with pytest.raises(epmoe.EPMismatchError, match="hidden size"):
         d = ep.dispatch_recv(ep.dispatch_send(x, ids[:, :K], weights[:, :K]))
         ep.combine_send(torch.zeros_like(d.rows), d)
         ep.combine_recv(d)
         ep.check()
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    if ep.device.type == "cpu":  # on GPUs it can only be closed
+        assert_y(run_round(ep, tokens), ep.config, tokens)
 
 
 @pytest.mark.parametrize("stage", ["dispatch", "combine"])

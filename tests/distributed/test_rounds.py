@@ -14,7 +14,7 @@ from exchanges import (
     run_experts,
     run_round,
 )
-from helpers import assert_close
+from helpers import ON_GPUS, assert_close, poison_
 
 import epmoe
 
@@ -155,18 +155,48 @@ def test_rows_past_the_capacity(make_ep, rank, size, alignment):
 
 
 def test_ranks_that_disagree_hear_of_it(make_ep, rank, size):
-    """Another K, D or dtype on one rank: an error on all ranks, and the next round is complete."""
+    """Another K, D or dtype on one rank: an error on all ranks.
+
+    On the CPU the next round is complete. On GPUs, whose hosts hear of it in different rounds, no rank goes on.
+    """
     ep = make_ep(top_k=4, hidden=64, dtype="float32")
     tokens = make_tokens(ep.config, rank, 6)
     odd = rank == size - 1
     for x, k in [(tokens.x[:, :32], 4), (tokens.x, 3), (tokens.x.bfloat16(), 4)]:
         x, k = (x, k) if odd else (tokens.x, 4)
-        with pytest.raises(epmoe.EPMismatchError, match="hidden size or dtype"):
+        if ep.device.type == "cuda":
+            ep = make_ep(top_k=4, hidden=64, dtype="float32")
+        with pytest.raises(epmoe.EPMismatchError, match="hidden size"):
             # On the CPU dispatch raises; on a GPU the first call after the kernel has reported.
             d = ep.dispatch(*(t.to(ep.device) for t in (x, tokens.ids[:, :k], tokens.weights[:, :k])))
             ep.combine(torch.zeros_like(d.rows), d)
             ep.check()
-        assert_y(run_round(ep, tokens), ep.config, tokens)
+        if ep.device.type == "cuda":
+            for _ in range(2):
+                with pytest.raises(epmoe.EPMismatchError, match="can only be resumed or closed"):
+                    run_round(ep, tokens)
+        else:
+            assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+@ON_GPUS
+def test_a_mismatch_stays_for_a_host_that_runs_ahead(make_ep, rank):
+    """Hosts launch ten rounds before they look. The first has another K on one rank: all of them end with zeros."""
+    ep = make_ep(top_k=4, hidden=64, dtype="float32")
+    tokens = make_tokens(ep.config, rank, 6)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    x, ids, weights = (t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
+    k = 3 if rank == 0 else 4
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        d = ep.dispatch(x, ids[:, :k], weights[:, :k])
+        y = ep.combine(d.rows, d)
+    for _ in range(10):
+        poison_(y)
+        graph.replay()
+        assert not y.any()
+    with pytest.raises(epmoe.EPMismatchError, match="round 2: .* can only be resumed or closed"):
+        ep.check()
 
 
 @pytest.mark.parametrize("stage", ["dispatch", "combine"])

@@ -8,6 +8,10 @@
 #include "cuda/device/vector.cuh"
 #include "types.h"
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#error "epmoe needs compute capability 8.0 or later"
+#endif
+
 namespace epmoe::cuda {
 
 constexpr unsigned kAllLanes = 0xffffffffu;

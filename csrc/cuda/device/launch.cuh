@@ -11,19 +11,25 @@ namespace epmoe::cuda {
 
 struct Device {
   static constexpr int kMaxDevices = 64;
-  int index, multiprocessors, major;
+  int index, multiprocessors;
+  int major;  // of the compute capability that this library's kernels were compiled for, not the GPU's: see below
 };
 
+// Never launched. Its code stands for that of all kernels, which nvcc compiles for the same architectures.
+static __global__ void any_kernel() {}
+
 // The properties of the current device. Each host thread looks them up once for each device.
+// A GPU of sm_90 may run code that was compiled for sm_80, from its PTX. This code has no `griddepcontrol` and no TMA:
+// nothing in it would wait for a predecessor that lets it start early.
 inline cudaError_t current_device(Device& device) {
   thread_local Device known[Device::kMaxDevices] = {};
   int index = 0;
   if (cudaError_t error = cudaGetDevice(&index)) return error;
   Device& entry = known[index % Device::kMaxDevices];
   if (entry.multiprocessors == 0) {
-    entry.index = index;
-    if (cudaError_t error = cudaDeviceGetAttribute(&entry.major, cudaDevAttrComputeCapabilityMajor, index))
-      return error;
+    cudaFuncAttributes compiled;
+    if (cudaError_t error = cudaFuncGetAttributes(&compiled, reinterpret_cast<const void*>(any_kernel))) return error;
+    entry.index = index, entry.major = compiled.ptxVersion / 10;
     if (cudaError_t error = cudaDeviceGetAttribute(&entry.multiprocessors, cudaDevAttrMultiProcessorCount, index))
       return error;
   }

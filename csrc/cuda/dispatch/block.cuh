@@ -1,5 +1,6 @@
 // What the parts of dispatch share: the kernel's arguments, and a block's tables of experts and offsets.
 #pragma once
+#include "cuda/exchange/roster.cuh"
 #include "cuda/exchange/wait.cuh"
 #include "scoring.h"
 
@@ -14,11 +15,6 @@ constexpr int kLLTokenBits = 12, kMaxLLTokens = (1 << kLLTokenBits) - 1;
 // is the final row index, and the sender has already written the row there.
 constexpr uint32_t kFinalRow = 1u << 31;
 
-// What a source sends by the LL protocol; 0 tokens where it uses the Simple protocol.
-struct LLSource {
-  int32_t tokens, row_bytes, K;
-};
-
 struct DispatchKernel {
   Exchange ex;
   DispatchArgs args;
@@ -27,9 +23,6 @@ struct DispatchKernel {
   int32_t row_chunks, chunk_bytes;
   int32_t tokens_per_release;
 
-  __device__ __forceinline__ int64_t wanted_tokens() const {
-    return args.num_tokens ? *args.num_tokens : args.num_rows;
-  }
   __device__ __forceinline__ int32_t tokens(int64_t wanted) const {
     return static_cast<int32_t>(min(max(wanted, int64_t{0}), args.T));
   }
@@ -53,6 +46,17 @@ struct DispatchKernel {
   __device__ __forceinline__ int64_t count_columns() const {
     return ex.plan.R * ex.plan.most_local_experts + kCountColumns;
   }
+  // The blocks that send: the send blocks, then the notify blocks.
+  __device__ __forceinline__ int32_t sending_blocks() const { return send_blocks + notify_blocks; }
+  // A block's number. The first notify block, which counts, starts first: without its counts no rank goes on.
+  __device__ __forceinline__ int32_t block_number() const {
+    int32_t block = blockIdx.x;
+    return block == 0 ? send_blocks : block <= send_blocks ? block - 1 : block;
+  }
+  // The most pairs that a source can have for an expert. Counts come from peers and may be any number.
+  __device__ __forceinline__ int32_t valid_count(int32_t pairs) const {
+    return min(max(pairs, 0), static_cast<int32_t>(ex.plan.M * ex.plan.K));
+  }
   // The counts of `source` in `rank`'s window.
   __device__ __forceinline__ Word* counts(int64_t rank, int64_t source) const {
     return in_window<Word>(ex, rank, ex.plan.recv_counts) + source * count_columns();
@@ -70,18 +74,22 @@ struct Destinations {
 struct DispatchShared {
   uint32_t epoch;
   int32_t latched;
+  int32_t tokens;  // real ones
+  int32_t covers;  // whether the first block covers for others; then the next field counts
+  int32_t sender;  // the block whose sending this block has taken; -1 for none
+  int32_t late;    // whether some block has not started
   int64_t sink;
   int32_t rank_count[kMaxExchangeRanks];  // sending: rows for each rank before this token; receiving: rows from it
   int32_t num_experts[kMaxExchangeRanks];
   int32_t sentinel[kMaxExchangeRanks];
-  LLSource ll_source[kMaxExchangeRanks];
-  uint32_t mismatched, ll_mask;               // masks of sources: another shape; the LL protocol
-  int32_t ll_most_tokens, ll_most_row_bytes;  // the largest of any LL source
-  int32_t simple_most_rows;                   // the largest of any Simple source
-  int32_t next_token;                         // the next that this block sends
+  int32_t ll_tokens[kMaxExchangeRanks];  // of a source; 0 if it uses the Simple protocol
+  uint32_t mismatched, ll_mask;          // masks of sources: another shape; the LL protocol
+  int32_t ll_most_tokens;                // the largest of any LL source
+  int32_t simple_most_rows;              // the largest of any Simple source
+  int32_t next_token;                    // the next that this block sends
   int32_t unsignaled_slots[kMaxTokensPerRelease][kMaxExchangeRanks];  // stored, but their flags are not published
-  uint64_t chunk_barriers[kPipelineStages];                           // mbarriers of the TMA loads
-  float scales[kMaxChunkBytes / (kScaleBlock * 2)];                   // of a chunk
+  uint64_t chunk_barriers[2][kPipelineStages];       // mbarriers of the TMA loads: of own sending, and where it covers
+  float scales[kMaxChunkBytes / (kScaleBlock * 2)];  // of a chunk
   // The token that is being sent and the next one:
   int32_t ids[2][kMaxExchangeTopK];
   float weights[2][kMaxExchangeTopK];
@@ -89,6 +97,14 @@ struct DispatchShared {
   Destinations destinations;
 };
 static_assert(sizeof(DispatchShared) <= kDeclaredSharedBytes);
+
+// Where the first block covers for others, a block that starts asks for its sending. The whole block calls it.
+static __device__ __noinline__ bool takes(DispatchShared& shared, Roster roster, int32_t number) {
+  __syncthreads();
+  if (threadIdx.x == 0) shared.sender = roster.take(number) ? number : -1;
+  __syncthreads();
+  return shared.sender == number;
+}
 
 // One block at work.
 struct DispatchBlock {
@@ -98,6 +114,7 @@ struct DispatchBlock {
   const DispatchArgs& args;
   Wait wait;
   DispatchShared& shared;
+  int32_t number;  // of the block, or of the one for which it covers
   // In dynamic shared memory:
   char* chunks;          // [kPipelineStages, chunk_bytes]
   int32_t* location;     // [P] of a physical expert: its rank << 16 | its local index
@@ -105,11 +122,17 @@ struct DispatchBlock {
   int32_t* send_offset;  // [R, most] first row of this source's pairs, on the expert's rank
   int32_t* source_offset;  // [R + 1, e] pairs of a local expert from the sources before
 
+  __device__ __forceinline__ Roster roster() const { return {wait.round, kDispatch, kernel.sending_blocks()}; }
   // Call this after a barrier of the block: it takes over the epoch that one thread has read. Returns false if no round
   // may be opened.
   __device__ __forceinline__ bool may_open() {
     wait.epoch = shared.epoch;
     return !shared.latched;
+  }
+  // The whole block calls this after the same barrier, before it sends: whether the sending of block `number` is its
+  // own.
+  __device__ __forceinline__ bool is_mine() const {
+    return !shared.covers || shared.sender == number || takes(shared, roster(), number);
   }
   __device__ __forceinline__ int64_t column(int32_t location) const {
     return (location >> 16) * plan.most_local_experts + (location & 0xffff);
@@ -120,7 +143,7 @@ struct DispatchBlock {
     Word* words = kernel.counts(plan.rank, 0) + kCountColumns + plan.rank * plan.most_local_experts + local;
     int32_t sum = 0;
 #pragma unroll 1
-    for (int32_t s = 0; s < r; ++s) sum += Word::peek(words + s * kernel.count_columns()).value();
+    for (int32_t s = 0; s < r; ++s) sum += kernel.valid_count(Word::peek(words + s * kernel.count_columns()).value());
     return sum;
   }
   __device__ __forceinline__ int32_t pairs_of(int32_t local) const {

@@ -53,7 +53,7 @@ __device__ __forceinline__ bool each_source(const DispatchBlock& b, int32_t owne
       return false;
 #pragma unroll
     for (int i = 0; i < kSourcesInFlight; ++i)
-      if (i < count) f(r + i * step, pairs[i]);
+      if (i < count) f(r + i * step, b.kernel.valid_count(pairs[i]));
   }
   return true;
 }

@@ -19,6 +19,19 @@
 namespace epmoe::cuda {
 namespace {
 
+// The real tokens of the call, as the block of this rank that first reads them finds them: a caller that writes
+// `num_tokens` during the kernel must not make blocks disagree. The whole block calls it.
+__device__ __forceinline__ int32_t real_tokens(const DispatchBlock& b) {
+  if (!b.args.num_tokens) return b.kernel.tokens(b.args.num_rows);
+  if (threadIdx.x == 0) {
+    int32_t tokens = b.kernel.tokens(*b.args.num_tokens);
+    int32_t first = atomicCAS(&b.wait.round->num_tokens, 0, tokens + 1);
+    b.shared.tokens = first ? first - 1 : tokens;
+  }
+  __syncthreads();
+  return b.shared.tokens;
+}
+
 // Reads the tables that no kernel writes, so it may run before the predecessor has ended.
 __device__ void read_tables(DispatchBlock& b) {
   DispatchShared& shared = b.shared;
@@ -49,6 +62,36 @@ __device__ __noinline__ bool recv_ll_sources_too(DispatchBlock b) {
   return recv_chunks<kMaxLines<kFp8>, kFp8, false>(b, first_incoming<kMaxLines<kFp8>>(b));
 }
 
+// The first block does the sending of all blocks that have not started. Out of line: it happens only where another
+// kernel holds multiprocessors.
+template <bool kSkipSelf, int kSendLines, int kGroupsInFlight, bool kLL, typename Source>
+__device__ __noinline__ bool cover(DispatchBlock b) {
+  const DispatchKernel& kernel = b.kernel;
+  if (threadIdx.x == 0) b.roster().begin_to_cover();
+  int32_t tokens = real_tokens(b);
+  RowPipeline pipeline(b, true);
+  b.number = kernel.sending_blocks();
+  while (true) {
+    __syncthreads();
+    if (threadIdx.x == 0) b.shared.covers = 1, b.shared.sender = b.roster().take_below(b.number);
+    for (int32_t p = threadIdx.x; p < b.plan.P; p += block_threads()) b.count[p] = 0;
+    if (threadIdx.x < kMaxExchangeRanks) b.shared.rank_count[threadIdx.x] = 0;
+    __syncthreads();
+    b.number = b.shared.sender;
+    if (b.number < 0) return receive_counts(b);  // its tables held counts
+    if (b.number >= kernel.send_blocks) {
+      if (kLL) send_pairs<kGroupsInFlight>(b, tokens);
+    } else if constexpr (kLL) {
+      OutgoingChunk<kSendLines, Source> outgoing(b, first_outgoing(b.number, kernel.send_blocks),
+                                                 num_chunks(kernel.row_bytes(), kSendLines));
+      outgoing.read(b);
+      send_chunks<kSkipSelf>(b, tokens, outgoing);
+    } else {
+      send_rows<Source, kGroupsInFlight>(b, tokens, pipeline);
+    }
+  }
+}
+
 // kRecvLines: lines of a row that a receiving lane moves at once with the LL protocol; 0: Simple protocol.
 // kCoarse: senders also move kRecvLines lines at once, otherwise one, and this rank's own rows do not travel, unless
 // they become fp8. Source: the dtype that becomes fp8; void where rows travel as they are.
@@ -71,6 +114,7 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
                   kernel.args,
                   Wait(ex, round, 0),
                   shared,
+                  kernel.block_number(),
                   dynamic,
                   location,
                   count,
@@ -79,56 +123,67 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
   fetch_arguments(kernel, &shared.sink);
   read_tables(b);
   constexpr int kSendLines = kCoarse ? kRecvLines : 1;
-  OutgoingChunk<kSendLines, Source> outgoing(b, kLL ? first_outgoing(kernel.send_blocks) : 0,
+  OutgoingChunk<kSendLines, Source> outgoing(b, kLL ? first_outgoing(b.number, kernel.send_blocks) : 0,
                                              num_chunks(kernel.row_bytes(), kSendLines));
   compute_now(&shared.sink, outgoing.t, outgoing.chunk.first);
   wait_for_predecessor();
   if (kernel.args.send && kernel.args.receive) let_successor_start();
-  bool sends = blockIdx.x < kernel.send_blocks, leader = blockIdx.x == kernel.send_blocks, ok = true;
+  bool sends = b.number < kernel.send_blocks, notifies = !sends && b.number < kernel.sending_blocks();
+  bool leader = b.number == kernel.send_blocks, ok = true;
   // Load at once: the round's state, and the first chunk to send. One thread loads the state, since the threads of a
   // grid that load the same line delay one another.
   uint32_t last_epoch = 0;
-  int32_t latched = 0;
-  if (threadIdx.x == 0) last_epoch = round->combine_epoch, latched = round->latched;
-  int64_t wanted = kernel.wanted_tokens();
+  int32_t latched = 0, covers = 0;
+  if (threadIdx.x == 0) {
+    if (sends || notifies) b.roster().say_started(b.number);
+    last_epoch = round->combine_epoch, latched = round->latched, covers = round->covers[kDispatch];
+  }
   if (kLL && sends) outgoing.read(b);
-  int32_t tokens = kernel.tokens(wanted);
-  if (threadIdx.x == 0) shared.epoch = last_epoch + 1, shared.latched = latched;
-  if (leader && kernel.args.send) send_counts<kGroupsInFlight>(b, tokens);
-  if (sends) {
-    ok = kLL ? send_chunks<kSkipSelf>(b, tokens, outgoing)
-             : send_rows<Source, kGroupsInFlight>(b, tokens, &round->send_queue[kDispatch]);
-  } else if (kLL && static_cast<int32_t>(blockIdx.x) < kernel.send_blocks + kernel.notify_blocks) {
+  int32_t tokens = sends || leader || notifies ? real_tokens(b) : 0;
+  if (threadIdx.x == 0) {
+    shared.epoch = next_epoch(last_epoch), shared.latched = latched, shared.mismatched = 0;
+    shared.covers = covers, shared.sender = -1;
+  }
+  if (leader && kernel.args.send) {
+    send_counts<kGroupsInFlight>(b, tokens);
+    int64_t wanted = kernel.args.num_tokens ? *kernel.args.num_tokens : kernel.args.num_rows;
+    if (threadIdx.x == 0 && wanted != kernel.tokens(wanted))
+      ++in_scratch<int64_t>(ex, plan.health_counters)[kClampedNumTokens];
+  }
+  if (kLL && sends) {
+    ok = send_chunks<kSkipSelf>(b, tokens, outgoing);
+  } else if (sends) {
+    RowPipeline pipeline(b, false);
+    ok = send_rows<Source, kGroupsInFlight>(b, tokens, pipeline);
+  } else if (kLL && notifies) {
     send_pairs<kGroupsInFlight>(b, tokens);
   }
-  if (kernel.args.send && leader && threadIdx.x == 0 && wanted != tokens)
-    ++in_scratch<int64_t>(ex, plan.health_counters)[kClampedNumTokens];
   if (!kernel.args.receive) return;
+  if (threadIdx.x == 0) b.wait.begin(kDispatch);
   SlotChunk incoming = first_incoming<kLL ? kRecvLines : 1>(b);
   compute_now(&shared.sink, incoming.slot.source, incoming.slot.s, incoming.index);
   ok = ok && receive_counts(b);
-  uint32_t mismatched = ok ? shared.mismatched : 0;
+  if (ok && shared.late) ok = cover<kSkipSelf, kSendLines, kGroupsInFlight, kLL, Source>(b);
   if constexpr (kLL)
     ok = ok && recv_chunks<kRecvLines, kFp8, kSkipSelf>(b, incoming);
   else if (ok && shared.ll_most_tokens)
     ok = recv_ll_sources_too<kFp8>(b);
-  if (ok && !mismatched) {
+  if (ok) {
     if (!kLL || shared.simple_most_rows) ok = kLL ? recv_simple_sources_too<kFp8>(b) : recv_rows<kFp8>(b);
     if (leader) write_offsets(b);
     if (kernel.args.expert_major && plan.alignment > 1) zero_gaps(b);
     if (!kernel.args.expert_major) fill_unused_slots(b);
   }
   if (leader) {
-    if (mismatched) zero_outputs(ex);
+    Roster::clear(round, kCombine);
     if (threadIdx.x == 0) {
       round->dispatch_epoch = b.wait.epoch;
-      round->T = mismatched ? 0 : tokens, round->K = kernel.args.K, round->ll_mask = shared.ll_mask;
-      round->send_queue[kCombine] = round->recv_queue[kCombine] = round->ll_queue[kCombine] = round->done[kCombine] = 0;
-      if (mismatched)
-        *ex.status = {kMismatch, kDispatch, b.wait.epoch, mismatched, plan.rank, ex.status->needed_rows, {}};
+      round->T = tokens, round->K = kernel.args.K, round->ll_mask = shared.ll_mask;
+      round->send_queue[kCombine] = round->recv_queue[kCombine] = round->ll_queue[kCombine] = round->done[kCombine] =
+          round->receiving[kCombine] = round->covers[kCombine] = 0;
     }
   }
-  if (b.wait.failed(kDispatch, ok)) zero_outputs(ex);
+  if (b.wait.failed(kDispatch, ok, shared.mismatched)) zero_outputs(ex);
 }
 
 template <typename Source>

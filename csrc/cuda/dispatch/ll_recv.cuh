@@ -5,17 +5,16 @@
 
 namespace epmoe::cuda {
 
-// One warp moves a chunk of token t of source r to each of its expert-major rows, as soon as it is here; in a void
-// round, to none. kSkipSelf: this rank's own rows are read where the caller has them.
+// One warp moves a chunk of token t of source r to each of its expert-major rows, as soon as it is here. kSkipSelf:
+// this rank's own rows are read where the caller has them.
 template <int N, bool kFp8, bool kSkipSelf>
-__device__ __forceinline__ bool recv_chunk(const DispatchBlock& b, int32_t r, int32_t t, int32_t index,
-                                           const LLSource& source) {
+__device__ __forceinline__ bool recv_chunk(const DispatchBlock& b, int32_t r, int32_t t, int32_t index) {
   const ExchangePlan& plan = b.plan;
   int32_t lane = threadIdx.x % 32;
-  RowChunk<N, kFp8> chunk(index, source.row_bytes);
+  RowChunk<N, kFp8> chunk(index, b.kernel.row_bytes());
   char* at = ll_row_at(b, plan.rank, r, t);
   const Line* pairs = ll_pairs_at(b, plan.rank, r, t);
-  bool has_pair = lane < source.K;
+  bool has_pair = lane < b.args.K;
   LineData lines[1][N];
   bool is_local = kSkipSelf && r == plan.rank && t < b.args.T;  // t came through the window: check it before x
   uint32_t missing = is_local ? 0 : chunk.mask();
@@ -34,12 +33,12 @@ __device__ __forceinline__ bool recv_chunk(const DispatchBlock& b, int32_t r, in
   bool mine = has_pair && ordinal >= 0 && b.owns(id);
   bool comes = __any_sync(kAllLanes, mine);
   float weight = has_pair ? __uint_as_float(pair.z) : 0.0f;
-  int32_t row = mine && !b.shared.mismatched ? b.row_of(id, ordinal, r) : kForeign;
+  int32_t row = mine ? b.row_of(id, ordinal, r) : kForeign;
   if (comes) {
     bool here = !missing || b.wait.until(poll, r);
     if (!__all_sync(kAllLanes, here)) return false;
   }
-  if (index == 0 && has_pair && !b.shared.mismatched) {
+  if (index == 0 && has_pair) {
     int64_t entry = (r * plan.M + t) * plan.K + lane;
     in_scratch<int32_t>(b.ex, plan.row_of_pair)[entry] = mine && row < 0 ? kDropped : row;
     in_scratch<float>(b.ex, plan.pair_weights)[entry] = b.args.weight_rows ? 1.0f : weight;
@@ -64,25 +63,21 @@ __device__ __forceinline__ bool recv_chunk(const DispatchBlock& b, int32_t r, in
   return true;
 }
 
-// The item that a warp receives first, unless a source's shape differs.
+// The item that a warp receives first.
 template <int N>
 __device__ __forceinline__ SlotChunk first_incoming(const DispatchBlock& b) {
-  return {b.plan, warp_number_from(b.kernel.send_blocks + b.kernel.notify_blocks), num_chunks(b.kernel.row_bytes(), N)};
+  return {b.plan, warp_number_from(b.kernel.sending_blocks()), num_chunks(b.kernel.row_bytes(), N)};
 }
 
 // The blocks that receive move all rows of the LL sources, first `incoming`.
 template <int N, bool kFp8, bool kSkipSelf>
 __device__ __forceinline__ bool recv_chunks(const DispatchBlock& b, SlotChunk incoming) {
-  int32_t chunks = num_chunks(b.shared.ll_most_row_bytes, N);
-  if (b.shared.mismatched) incoming = {b.plan, incoming.item, chunks};
-  WorkQueue queue(static_cast<int32_t>(b.plan.R) * b.shared.ll_most_tokens * chunks,
-                  b.kernel.send_blocks + b.kernel.notify_blocks);
+  int32_t chunks = num_chunks(b.kernel.row_bytes(), N);
+  WorkQueue queue(static_cast<int32_t>(b.plan.R) * b.shared.ll_most_tokens * chunks, b.kernel.sending_blocks());
   return queue.for_each(&b.wait.round->ll_queue[kDispatch], [&](int32_t item, int32_t) {
     if (item != incoming.item) incoming = {b.plan, item, chunks};
     auto [r, t] = incoming.slot;
-    const LLSource& source = b.shared.ll_source[r];
-    bool comes = t < source.tokens && incoming.index < num_chunks(source.row_bytes, N);
-    return !comes || recv_chunk<N, kFp8, kSkipSelf>(b, r, t, incoming.index, source);
+    return t >= b.shared.ll_tokens[r] || recv_chunk<N, kFp8, kSkipSelf>(b, r, t, incoming.index);
   });
 }
 

@@ -58,9 +58,9 @@ struct OutgoingChunk {
   }
 };
 
-// The item that this warp of a send block sends first.
-__device__ __forceinline__ int32_t first_outgoing(int32_t send_blocks) {
-  int32_t block = blockIdx.x, early = min(kEarlyBlocks, send_blocks);
+// The item that this warp of send block `block` sends first.
+__device__ __forceinline__ int32_t first_outgoing(int32_t block, int32_t send_blocks) {
+  int32_t early = min(kEarlyBlocks, send_blocks);
   return block < early ? warp_number(block, early)
                        : early * block_warps() + warp_number(block - early, send_blocks - early);
 }
@@ -78,9 +78,10 @@ __device__ __forceinline__ void await_notified(const DispatchBlock& b) {
 template <bool kSkipSelf, int N, typename Source>
 __device__ __forceinline__ bool send_chunks(DispatchBlock& b, int32_t tokens, OutgoingChunk<N, Source>& outgoing) {
   int32_t chunks = num_chunks(b.kernel.row_bytes(), N);
-  if (blockIdx.x >= kEarlyBlocks && threadIdx.x == 0) await_notified(b);
+  if (b.number >= kEarlyBlocks && threadIdx.x == 0) await_notified(b);
   __syncthreads();
   if (!b.may_open()) return false;
+  if (!b.is_mine()) return true;
   WorkQueue queue(tokens * chunks, b.kernel.send_blocks * block_warps(), outgoing.item);
   uint32_t allowed = kSkipSelf ? ~(1u << b.plan.rank) : kAllLanes;
   return queue.for_each(&b.wait.round->send_queue[kDispatch], [&](int32_t item, int32_t) {
@@ -95,7 +96,7 @@ __device__ __forceinline__ bool send_chunks(DispatchBlock& b, int32_t tokens, Ou
 template <int kGroupsInFlight>
 __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens) {
   const ExchangePlan& plan = b.plan;
-  int32_t blocks = b.kernel.notify_blocks, block = blockIdx.x - b.kernel.send_blocks;
+  int32_t blocks = b.kernel.notify_blocks, block = b.number - b.kernel.send_blocks;
   int32_t counted = 0, group = block_warps();
   int32_t K = b.args.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   PairLanes lanes(K);
@@ -121,7 +122,7 @@ __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens) {
       __syncwarp();
       if (p >= 0 && !before) b.count[p] += __popc(same);
     }
-    if (!b.may_open()) return;
+    if (!b.may_open() || !b.is_mine()) return;
 #pragma unroll 1
     for (int32_t rank = 0; real && rank < plan.R; ++rank) {
       int32_t id = p < 0 ? b.shared.sentinel[rank] : p;

@@ -74,16 +74,9 @@ __device__ __forceinline__ void sum_source_counts(const DispatchBlock& b, int32_
   }
 }
 
-// The LL rows of a source whose shape differs. The round is void, but the rows arrive and must be re-armed.
-static __device__ __noinline__ LLSource ll_source_of(const ExchangePlan& plan, int32_t shape, int32_t tokens) {
-  int64_t D = min(shape & 0x1ffff, static_cast<int32_t>(plan.D));
-  int64_t bytes = plan.payload_fp8 ? D : D * itemsize(static_cast<DType>(shape >> 24 & 0xf));
-  return {shape >> 28 & 1 ? tokens : 0, static_cast<int32_t>(min(bytes, plan.x_stride_bytes)),
-          min(shape >> 17 & 0x7f, static_cast<int32_t>(plan.K))};
-}
-
 // The whole block awaits all counts and computes what each source sends and where each local expert's segment starts.
-// Returns false if a rank did not open the round.
+// The first block also learns whether all blocks that send have started. Returns false if a rank did not open the
+// round, or opened it with another shape.
 __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
   auto experts = static_cast<int32_t>(b.plan.num_local_experts), rank = static_cast<int32_t>(b.plan.rank);
   auto R = static_cast<int32_t>(b.plan.R);
@@ -91,11 +84,12 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
   __syncthreads();
   if (!b.may_open()) return false;
   if (threadIdx.x == 0)
-    shared.mismatched = shared.ll_mask = 0, shared.ll_most_tokens = shared.simple_most_rows = 0,
-    shared.ll_most_row_bytes = static_cast<int32_t>(b.kernel.row_bytes());
+    shared.mismatched = shared.ll_mask = 0, shared.ll_most_tokens = shared.simple_most_rows = shared.late = 0;
   for (int32_t local = threadIdx.x; local < experts; local += block_threads()) b.count[local] = 0;
   __syncthreads();
   bool arrived = true;
+  if (blockIdx.x == 0 && threadIdx.x / 32 == block_warps() - 2 && b.args.send && !b.roster().all_started())
+    shared.late = 1;
   // Several threads share the sources of an expert, so that all words are loaded at once.
   int32_t sharing = max(1, min(R, block_threads() / max(experts, 1)));
 #pragma unroll 1
@@ -110,20 +104,21 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
   if (int32_t r = block_threads() - 1 - threadIdx.x; r < b.plan.R) {
     int32_t words[kCountColumns] = {};
     Word* first = b.kernel.counts(rank, r);
-    arrived = b.wait.await(first, 1, r, 0, kCountColumns, words) && arrived;
+    arrived = b.wait.await_counted(first, r, words) && arrived;
     bool ll = words[0] & 1, differs = words[1] != b.kernel.shape();
     int32_t rows = ll ? words[0] >> (1 + kLLTokenBits) : words[0] >> 1, tokens = ll ? words[0] >> 1 & kMaxLLTokens : 0;
     shared.rank_count[r] = max(min(rows, static_cast<int32_t>(ll ? b.plan.ll_max_tokens : b.plan.M)), 0);
-    LLSource source = {b.args.expert_major ? tokens : 0, static_cast<int32_t>(b.kernel.row_bytes()), b.args.K};
-    if (differs) source = ll_source_of(b.plan, words[1], tokens);
-    source.tokens = min(source.tokens, static_cast<int32_t>(b.plan.ll_max_tokens));
-    shared.ll_source[r] = source;
-    atomicMax(source.tokens ? &shared.ll_most_tokens : &shared.simple_most_rows,
-              source.tokens ? source.tokens : shared.rank_count[r]);
+    tokens = b.args.expert_major ? min(tokens, static_cast<int32_t>(b.plan.ll_max_tokens)) : 0;
+    shared.ll_tokens[r] = tokens;
+    atomicMax(tokens ? &shared.ll_most_tokens : &shared.simple_most_rows, tokens ? tokens : shared.rank_count[r]);
     if (ll) atomicOr(&shared.ll_mask, 1u << r);
-    if (differs) atomicMax(&shared.ll_most_row_bytes, source.row_bytes), atomicOr(&shared.mismatched, 1u << r);
+    if (differs) atomicOr(&shared.mismatched, 1u << r);
   }
-  if (!__syncthreads_and(arrived)) return false;
+  if (!__syncthreads_and(arrived)) {
+    shared.mismatched = 0;  // the missing rank is the failure to tell
+    return false;
+  }
+  if (shared.mismatched) return false;
   if (threadIdx.x < 32) sum_expert_counts(b.count, experts, static_cast<int32_t>(b.plan.alignment));
   sum_source_counts(b, R, experts);
   __syncthreads();

@@ -9,7 +9,7 @@ __device__ __forceinline__ void write_offsets(const DispatchBlock& b) {
   const ExchangePlan& plan = b.plan;
   if (int32_t r = threadIdx.x; r < plan.R) {
     in_scratch<int32_t>(b.ex, plan.counts)[r] = b.shared.rank_count[r];
-    int32_t ll_tokens = b.shared.ll_source[r].tokens;
+    int32_t ll_tokens = b.shared.ll_tokens[r];
     in_scratch<int32_t>(b.ex, plan.slots_used)[r] = ll_tokens ? ll_tokens : b.shared.rank_count[r];
   }
   auto experts = static_cast<int32_t>(plan.num_local_experts);
@@ -64,7 +64,7 @@ __device__ __forceinline__ void fill_unused_slots(const DispatchBlock& b) {
   }
 }
 
-// A round that failed or whose shapes differ returns no rows.
+// A round that has failed returns no rows.
 static __device__ void zero_outputs(const Exchange& ex) {
   for (int64_t i = threadIdx.x; i <= ex.plan.num_local_experts; i += block_threads()) {
     in_scratch<int32_t>(ex, ex.plan.expert_offsets)[i] = 0;

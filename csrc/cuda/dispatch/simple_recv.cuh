@@ -97,11 +97,10 @@ template <bool kFp8>
 __device__ __forceinline__ bool recv_rows(DispatchBlock& b) {
   constexpr int kMaxChunkVectors = 256;  // about what a warp has in flight at once
   WorkQueue queue(static_cast<int32_t>(b.plan.R) * b.shared.simple_most_rows,
-                  static_cast<int32_t>(b.kernel.row_bytes() / 16), b.kernel.send_blocks + b.kernel.notify_blocks,
-                  kMaxChunkVectors);
+                  static_cast<int32_t>(b.kernel.row_bytes() / 16), b.kernel.sending_blocks(), kMaxChunkVectors);
   return queue.for_each(&b.wait.round->recv_queue[kDispatch], [&](int32_t n, int32_t chunk) {
     auto [r, s] = slot_of(b.plan, n);
-    bool is_simple = !b.shared.ll_source[r].tokens;
+    bool is_simple = !b.shared.ll_tokens[r];
     return !is_simple || s >= b.shared.rank_count[r] || recv_row<kFp8>(b, r, s, chunk, queue.chunks);
   });
 }

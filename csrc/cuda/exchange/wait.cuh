@@ -1,5 +1,5 @@
 // Waiting for other ranks. Every wait has a deadline, and no failure traps: the first failure latches on this rank,
-// reaches the host and every rank, and ends all other waits.
+// reaches the host and every rank, and ends all other waits. docs/protocol.md: 'The deadline and what follows'.
 #pragma once
 #include "cuda/exchange/signal.cuh"
 
@@ -68,6 +68,18 @@ struct Wait {
         missing_rank);
   }
 
+  // Awaits N neighbouring words of `rank`. The first block adds the time that it waited after its first look.
+  template <int N>
+  __device__ __forceinline__ bool await_counted(const Word* first, int32_t rank, int32_t (&values)[N]) const {
+    int32_t missing;
+    if (have_arrived(first, 1, N, values, missing)) return true;
+    uint64_t begin_ns = now_ns();
+    bool arrived = await(first, 1, rank, 0, N, values);
+    auto* waited_ns = in_scratch<unsigned long long>(ex, ex.plan.health_waited_ns) + rank;
+    if (blockIdx.x == 0) atomicAdd(waited_ns, static_cast<unsigned long long>(now_ns() - begin_ns));
+    return arrived;
+  }
+
   // The slow path of a long wait: returns the deadline, or 0 if the wait must end. It takes and returns values, so that
   // the state of the waiting code can stay in registers.
   static __device__ __noinline__ uint64_t deadline_of(const Exchange& ex, RoundState* round, int32_t rank,
@@ -87,36 +99,60 @@ struct Wait {
     return 0;
   }
 
-  // The whole block calls this at its end. Where a wait of this block failed: waits for all blocks, latches, reports to
-  // the host and to every rank, and returns true; the caller then zeroes the outputs.
-  // The count of finished blocks is relaxed, since a release would slow down every round that goes well. Instead, the
-  // failing block gives the stores of the other blocks 1 ms to arrive.
-  __device__ bool failed(Stage stage, bool ok) const {
+  // The block begins to receive: from here on it may write outputs. One thread calls it.
+  __device__ __forceinline__ void begin(Stage stage) const {
+    asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(&round->receiving[stage]) : "memory");
+  }
+
+  // The whole block calls this at its end, having begun. Where the block has failed, it latches, reports to the
+  // host and every rank, waits for the other blocks, and returns true; the caller then zeroes the outputs.
+  // `mismatched`: the ranks whose call differs, where that is why. The count of finished blocks is relaxed, since a
+  // release would slow down every round that goes well. Instead, the failing block gives the stores of the other blocks
+  // 1 ms to arrive. Blocks that have not begun are not waited for: another kernel may keep them from running, and when
+  // they run they find the latch.
+  __device__ bool failed(Stage stage, bool ok, uint32_t mismatched = 0) const {
     ok = __syncthreads_and(ok);
     if (threadIdx.x == 0) asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(&round->done[stage]) : "memory");
     if (ok) return false;
     if (threadIdx.x == 0) {
-      constexpr uint64_t kArrivedNs = 1'000'000;
-      auto* done = reinterpret_cast<volatile int32_t*>(&round->done[stage]);
-      while (*done < static_cast<int32_t>(gridDim.x)) __nanosleep(100);
-      for (uint64_t then = now_ns(); now_ns() - then < kArrivedNs;) __nanosleep(1000);
-      __threadfence();
-      if (atomicExch(&round->latched, 1) == 0) report(ex, round, epoch, stage);
+      report(ex, round, epoch, stage, mismatched);
+      await_others(round, stage);
     }
     __syncthreads();
     return true;
   }
 
-  static __device__ __noinline__ void report(const Exchange& ex, RoundState* round, uint32_t epoch, Stage stage) {
-    ++in_scratch<int64_t>(ex, ex.plan.health_counters)[kTimeouts];
-    volatile Status* status = ex.status;
-    status->stage = stage, status->epoch = epoch;
-    status->missing = static_cast<int64_t>(round->missing), status->originator = round->originator;
+  // The first call latches, and reports to the host and, after a timeout, to every rank. Later ones report to the host
+  // again, so that a host that has cleared its status hears of it. Every rank sees a mismatch by itself.
+  static __device__ __noinline__ void report(const Exchange& ex, RoundState* round, uint32_t epoch, Stage stage,
+                                             uint32_t mismatched) {
+    volatile Status &kept = round->failure, &status = *ex.status;
+    auto missing = static_cast<int64_t>(*static_cast<volatile uint64_t*>(&round->missing));
+    bool first = atomicExch(&round->latched, 1) == 0;
+    if (first) {
+      kept.stage = stage, kept.epoch = epoch, kept.missing = mismatched ? mismatched : missing;
+      kept.originator = mismatched ? ex.plan.rank : *static_cast<volatile int16_t*>(&round->originator);
+      if (!mismatched) ++in_scratch<int64_t>(ex, ex.plan.health_counters)[kTimeouts];
+      __threadfence();
+      kept.code = mismatched ? kMismatch : kTimeout;
+    }
+    if (!first && (blockIdx.x != 0 || kept.code == kOk)) return;
+    status.stage = kept.stage, status.epoch = kept.epoch, status.missing = kept.missing,
+    status.originator = kept.originator;
     __threadfence_system();
-    status->code = kTimeout;
-    for (int64_t rank = 0; rank < ex.plan.R; ++rank)
-      in_window<volatile uint64_t>(ex, rank, ex.plan.signal_error)[ex.plan.rank] = round->missing;
+    status.code = kept.code;
+    for (int64_t rank = 0; rank < ex.plan.R && first && !mismatched; ++rank)
+      in_window<volatile uint64_t>(ex, rank, ex.plan.signal_error)[ex.plan.rank] = missing;
     __threadfence_system();
+  }
+
+  static __device__ __noinline__ void await_others(RoundState* round, Stage stage) {
+    constexpr uint64_t kLongestNs = 100'000'000, kArrivedNs = 1'000'000;
+    auto *receiving = static_cast<volatile int32_t*>(&round->receiving[stage]),
+         *done = static_cast<volatile int32_t*>(&round->done[stage]);
+    for (uint64_t begin_ns = now_ns(); *done < *receiving && now_ns() - begin_ns < kLongestNs;) __nanosleep(1000);
+    for (uint64_t begin_ns = now_ns(); now_ns() - begin_ns < kArrivedNs;) __nanosleep(1000);
+    __threadfence();
   }
 };
 

@@ -9,7 +9,7 @@ export OMP_NUM_THREADS := 1
 
 TORCHRUN := torchrun --standalone --nproc-per-node
 
-.PHONY: help setup demo test unit distributed lint docs bench benchmarks-report wheel first-hour cuda-compile gpu-deps \
+.PHONY: help setup demo test unit distributed fuzz lint docs bench benchmarks-report wheel first-hour cuda-compile gpu-deps \
   gpu-test clean
 
 help:  ## this list
@@ -48,6 +48,9 @@ distributed: setup  ## tests over 2, 3 and 4 ranks
 	  $(TORCHRUN) $$ranks --log-dir build/ranks --redirects 1:3,2:3,3:3 -m pytest -q -p no:cacheprovider tests/distributed \
 	    || { find build/ranks -name stdout.log -exec tail -n 60 {} +; exit 1; }; \
 	done
+
+fuzz: setup  ## drawn configurations and rounds, many more than in `make distributed`
+	EPMOE_FUZZ_CONFIGS=300 EPMOE_FUZZ_ROUNDS=20 $(TORCHRUN) 3 -m pytest -q -x -p no:cacheprovider tests/distributed/test_fuzz.py
 
 benchmarks-report: setup  ## BENCHMARKS.md and its plot, from benchmarks/*.json
 	python -m benchmarks.render

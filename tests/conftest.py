@@ -5,6 +5,7 @@ At the end, a line for each reason says how many tests it skipped.
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from helpers import NO_CUDA
 
 torch.set_num_threads(1)
+# A shell that starts the tests in the background has SIGINT ignored, and Python then leaves it so.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])])

@@ -65,18 +65,32 @@ def test_timeout_names_stage_round_and_ranks():
     status = status_word(code=1, stage=1, epoch=42, missing=0b1010, originator=2)
     for _ in range(2):
         with pytest.raises(epmoe.EPTimeoutError, match=r"combine of round 42 .*\[1, 3\].*\[9, 11\].*rank 2") as raised:
-            raise_on_failure(status, [8, 9, 10, 11])
+            raise_on_failure(status, [8, 9, 10, 11], rank=0, latched=False)
     error = raised.value
     assert (error.stage, error.epoch) == ("combine", 42)
     assert error.missing_ranks == [1, 3] and error.missing_global_ranks == [9, 11]
     assert isinstance(error, TimeoutError) and isinstance(error, epmoe.EPError)
 
 
+@pytest.mark.parametrize("rank, reason", [(3, "this rank came too late"), (2, "raise exchange.timeout_s")])
+def test_a_rank_that_came_too_late_hears_it(rank, reason):
+    status = status_word(code=1, epoch=1, missing=0b1010, originator=2)
+    with pytest.raises(epmoe.EPTimeoutError, match=reason):
+        raise_on_failure(status, [0, 1, 2, 3], rank, latched=False)
+
+
 def test_mismatch_is_reported_once():
     status = status_word(code=2, epoch=3, missing=0b01)
-    with pytest.raises(epmoe.EPMismatchError, match=r"round 3: rank\(s\) \[0\]"):
-        raise_on_failure(status, [0, 1])
-    raise_on_failure(status, [0, 1])
+    with pytest.raises(epmoe.EPMismatchError, match=r"round 3: rank\(s\) \[0\] .* The round was closed"):
+        raise_on_failure(status, [0, 1], rank=1, latched=False)
+    raise_on_failure(status, [0, 1], rank=1, latched=False)
+
+
+def test_a_mismatch_that_has_latched_is_reported_for_ever():
+    status = status_word(code=2, epoch=3, missing=0b01)
+    for _ in range(2):
+        with pytest.raises(epmoe.EPMismatchError, match=r"rank\(s\) \[0\] .* can only be resumed or closed"):
+            raise_on_failure(status, [0, 1], rank=1, latched=True)
 
 
 def test_overflow_is_reported_once_with_the_value_to_set():

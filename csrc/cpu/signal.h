@@ -102,8 +102,9 @@ inline void fail(const Exchange& ex, Stage stage, uint32_t epoch, uint64_t missi
 // as the originator, whoever repeats its word.
 inline bool failed_elsewhere(const Exchange& ex, Stage stage, uint32_t epoch) {
   auto* errors = in_window<uint64_t>(ex, ex.plan.rank, ex.plan.signal_error);
+  uint64_t all = ~uint64_t{0} >> (kMaxRanks - ex.plan.R);  // a word comes from a peer and may have any bits
   for (int64_t r = 0; r < ex.plan.R; ++r) {
-    uint64_t reported = std::atomic_ref(errors[r]).load(std::memory_order_acquire);
+    uint64_t reported = std::atomic_ref(errors[r]).load(std::memory_order_acquire) & all;
     if (!reported) continue;
     int64_t missing = std::countr_zero(reported);
     bool left = reported == departure_of(missing) && std::atomic_ref(errors[missing]).load() == reported;

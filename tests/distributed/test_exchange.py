@@ -4,19 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exchanges import (
-    FP8,
-    assert_y,
-    expected_rows,
-    expected_slabs,
-    expected_y,
-    make_config,
-    make_tokens,
-    poison,
-    quantised,
-    run_experts,
-    run_fused_experts,
-)
+from checked_round import check_round
+from exchanges import expected_y, make_config, make_tokens, run_experts
 from factors import all_pairs
 from helpers import assert_close, poison_
 
@@ -77,54 +66,6 @@ def _num_tokens(case: dict, rank: int, size: int) -> int:
     most = case["max_tokens"]
     ragged = 0 if rank == 0 else most if rank == size - 1 else min(5 * rank, most)
     return {"full": most, "ragged": ragged, "one": int(rank == size - 1), "none": 0}[case["tokens"]]
-
-
-def assert_slabs(got, want, fp8: bool) -> None:
-    """layout="rank": the ids and weights of every slot, and the rows of the used slots."""
-    assert torch.equal(got.ids.flatten(0, 1).cpu(), want.ids)
-    assert torch.equal(got.weights.flatten(0, 1).cpu(), want.weights)
-    want_x = want.x.unflatten(0, (len(want.counts), -1))
-    for r, count in enumerate(want.counts.tolist()):
-        assert_payload(got.x[r, :count], got.scales[r, :count] if fp8 else None, want_x[r, :count])
-
-
-def assert_rows(d, want, fp8: bool) -> None:
-    """layout="expert": the segments, their gaps and their order."""
-    used = int(want.expert_offsets[-1])
-    assert torch.equal(d.expert_offsets.cpu(), want.expert_offsets)
-    assert torch.equal(d.tokens_per_expert.cpu(), want.tokens_per_expert)
-    assert_payload(d.rows[:used], d.scales[:used] if fp8 else None, want.rows)
-
-
-def assert_payload(rows, scales, want) -> None:
-    """Rows equal those sent: in every bit, or with fp8 in every value, and in the scales up to rounding."""
-    if scales is None:
-        assert torch.equal(rows.cpu(), want)
-    elif want.numel():
-        want_rows, want_scales = quantised(want)
-        torch.testing.assert_close(scales.cpu(), want_scales, rtol=1e-6, atol=0)
-        assert rows.dtype == FP8 and torch.equal(rows.cpu().float(), want_rows.float())
-
-
-def check_round(ep, tokens, layout, *, calls=None, num_tokens=None) -> None:
-    """One round on poisoned windows: dispatched rows are bitwise equal, y is within its roundings.
-
-    `calls` describes calls whose hidden size, top_k or dtype is smaller than in the config of `ep`.
-    """
-    config, mine = calls or ep.config, tokens[ep.rank]
-    fp8 = config.exchange.payload == "fp8"
-    slabs = expected_slabs(config, ep.placement, tokens, ep.rank)
-    x, ids, weights = (t.to(ep.device) for t in (mine.x, mine.ids, mine.weights))
-    poison(ep)
-    d = ep.dispatch(x, ids, weights, num_tokens=num_tokens, layout=layout)
-    assert torch.equal(d.recv.counts.cpu(), slabs.counts)
-    if layout == "rank":
-        assert_slabs(d.recv, slabs, fp8)
-        y = ep.combine_partial(run_fused_experts(ep, d), d)
-    else:
-        assert_rows(d, expected_rows(config, ep.placement, slabs, ep.rank), fp8)
-        y = ep.combine(run_experts(ep, d), d)
-    assert_y(y, config, mine)
 
 
 @pytest.mark.parametrize("case", CASES, ids=_name)

@@ -1,0 +1,91 @@
+"""One round, of which everything is compared with the references: what dispatch delivers bit by bit, and y."""
+
+from __future__ import annotations
+
+import torch
+from exchanges import (
+    FP8,
+    Slabs,
+    Tokens,
+    assert_y,
+    expected_rows,
+    expected_slabs,
+    poison,
+    quantised,
+    run_experts,
+    run_fused_experts,
+)
+from torch import Tensor
+
+from epmoe import Dispatched, EPConfig, ExpertParallel, Permuted
+from epmoe.handles import Received
+
+
+def assert_slabs(got: Received, want: Slabs, fp8: bool) -> None:
+    """layout="rank": the ids and weights of every slot, and the rows of the used slots."""
+    assert torch.equal(got.ids.flatten(0, 1).cpu(), want.ids)
+    assert torch.equal(got.weights.flatten(0, 1).cpu(), want.weights)
+    want_x = want.x.unflatten(0, (len(want.counts), -1))
+    for r, count in enumerate(want.counts.tolist()):
+        assert_payload(got.x[r, :count], got.scales[r, :count] if fp8 else None, want_x[r, :count])
+
+
+def assert_rows(d: Dispatched, want: Permuted, fp8: bool) -> None:
+    """layout="expert": the segments, their gaps and their order."""
+    used = int(want.expert_offsets[-1])
+    assert torch.equal(d.expert_offsets.cpu(), want.expert_offsets)
+    assert torch.equal(d.tokens_per_expert.cpu(), want.tokens_per_expert)
+    assert_payload(d.rows[:used], d.scales[:used] if fp8 else None, want.rows)
+
+
+def assert_payload(rows: Tensor, scales: Tensor | None, want: Tensor) -> None:
+    """Rows equal those sent: in every bit, or with fp8 in every value, and in the scales up to rounding."""
+    if scales is None:
+        assert torch.equal(rows.cpu(), want)
+    elif want.numel():
+        want_rows, want_scales = quantised(want)
+        torch.testing.assert_close(scales.cpu(), want_scales, rtol=1e-6, atol=0)
+        assert rows.dtype == FP8 and torch.equal(rows.cpu().float(), want_rows.float())
+
+
+def check_round(
+    ep: ExpertParallel,
+    tokens: list[Tokens],
+    layout: str,
+    *,
+    calls: EPConfig | None = None,
+    num_tokens: int | Tensor | None = None,
+    phases: bool = False,
+) -> None:
+    """One round on poisoned windows: dispatched rows are bitwise equal, y is within its roundings.
+
+    Args:
+        ep: of this rank.
+        tokens: of every rank.
+        layout: of dispatch.
+        calls: describes calls whose hidden size, top_k or dtype is smaller than in the config of `ep`.
+        num_tokens: real tokens of this rank, for dispatch.
+        phases: whether send and receive phases are calls of their own.
+    """
+    config, mine = calls or ep.config, tokens[ep.rank]
+    fp8 = config.exchange.payload == "fp8"
+    slabs = expected_slabs(config, ep.placement, tokens, ep.rank)
+    x, ids, weights = (t.to(ep.device) for t in (mine.x, mine.ids, mine.weights))
+    poison(ep)
+    if phases:
+        d = ep.dispatch_recv(ep.dispatch_send(x, ids, weights, num_tokens=num_tokens, layout=layout))
+    else:
+        d = ep.dispatch(x, ids, weights, num_tokens=num_tokens, layout=layout)
+    assert torch.equal(d.recv.counts.cpu(), slabs.counts)
+    if layout == "rank":
+        assert_slabs(d.recv, slabs, fp8)
+        rows, combine = run_fused_experts(ep, d), ep.combine_partial
+    else:
+        assert_rows(d, expected_rows(config, ep.placement, slabs, ep.rank), fp8)
+        rows, combine = run_experts(ep, d), ep.combine
+    if phases:
+        ep.combine_send(rows, d)
+        y = ep.combine_recv(d)
+    else:
+        y = combine(rows, d)
+    assert_y(y, config, mine)

@@ -1,0 +1,103 @@
+"""Drawn configurations and rounds against the references: shapes, placements, copies, ids and weights of any bits, T by
+rank, dtypes, layouts, phases.
+
+All ranks draw the same. A failure names its seed: EPMOE_FUZZ_FIRST=<seed> EPMOE_FUZZ_CONFIGS=1 repeats it.
+EPMOE_FUZZ_CONFIGS and EPMOE_FUZZ_ROUNDS lengthen the run.
+"""
+
+from __future__ import annotations
+
+import os
+from random import Random
+
+import pytest
+import torch
+from checked_round import check_round
+from exchanges import Tokens, make_config, make_tokens
+from helpers import random_bits
+
+from epmoe import EPConfig
+
+FIRST = int(os.environ.get("EPMOE_FUZZ_FIRST", 0))
+CONFIGS = int(os.environ.get("EPMOE_FUZZ_CONFIGS", 30))
+ROUNDS = int(os.environ.get("EPMOE_FUZZ_ROUNDS", 6))
+
+
+def draw_options(random: Random, size: int) -> dict:
+    """Options of `make_ep`, of any that a configuration may hold."""
+    experts = random.choice([size, random.randint(size, 40), random.randint(41, 300)])
+    redundant = random.choice([0, 0, random.randint(1, experts)])
+    payload, back = random.choice(["auto", "auto", "fp8"]), random.choice(["auto", "auto", "fp8"])
+    fp8 = "fp8" in (payload, back)
+    placement = {"strategy": random.choice(["linear", "round_robin", "explicit"]), "num_redundant_experts": redundant}
+    if placement["strategy"] == "explicit":
+        owners = [*range(size), *(random.randrange(size) for _ in range(experts + redundant - size))]
+        random.shuffle(owners)
+        placement["assignment"] = owners
+    return {
+        "experts": experts,
+        "top_k": random.randint(1, min(experts, random.choice([2, 8, 32]))),
+        "hidden": 128 * random.randint(1, 12) if fp8 else 8 * random.randint(1, 200),
+        "dtype": random.choice(["float32", "bfloat16", "float16"]),
+        "max_tokens": random.choice([1, random.randint(2, 20), random.randint(21, 90)]),
+        "ll_max_tokens": random.choice([4, 32, 256]),
+        "placement": placement,
+        "capacity": {"alignment": random.choice([1, 1, 8, 128])},
+        "exchange": {"payload": payload, "combine_payload": back},
+    }
+
+
+def draw_tokens(config: EPConfig, random: Random, size: int) -> list[Tokens]:
+    """Of every rank. A part of the ids and of the weights has any bits.
+
+    The bound of y is relative to its terms; with fp8 sums it holds only where the values of a block are alike. Weights
+    that are too small or too large for it become 1 / K.
+    """
+    M, K = config.capacity.max_num_tokens_per_rank, config.model.num_experts_per_tok
+    kind, id_dtype = random.choice(["uniform", "zipf", "adversarial"]), random.choice([torch.int32, torch.int64])
+    weight_dtype = random.choice([torch.float32, torch.bfloat16, torch.float16])
+    share, tokens = random.choice([0.0, 0.1, 0.9]), []
+    largest = 0.0 if config.exchange.combine_payload == "fp8" else 2.0**8
+    for rank in range(size):
+        T, seed = random.choice([0, 1, M, random.randint(0, M)]), random.getrandbits(20)
+        mine = make_tokens(
+            config,
+            rank,
+            T,
+            seed=seed,
+            kind=kind,
+            id_dtype=id_dtype,
+            weight_dtype=weight_dtype,
+            padded=random.randint(0, T),
+        )
+        bits = torch.Generator().manual_seed(seed)
+        info = torch.iinfo(id_dtype)
+        any_ids = torch.randint(info.min, info.max, (T, K), generator=bits, dtype=id_dtype)
+        any_weights = random_bits(T, K, dtype=weight_dtype, seed=seed)
+        size_of = any_weights.float().abs()
+        usable = size_of.eq(0) | ~size_of.isfinite() | (size_of > 2**-10) & (size_of < largest)
+        any_weights = any_weights.where(usable, 1 / K)
+        mine.ids = mine.ids.where(torch.rand(T, K, generator=bits) >= share, any_ids)
+        mine.weights = mine.weights.where(torch.rand(T, K, generator=bits) >= share, any_weights)
+        tokens.append(mine)
+    return tokens
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + CONFIGS))
+def test_drawn_rounds(make_ep, rank, size, seed):
+    random = Random(seed)
+    ep = make_ep(**draw_options(random, size))
+    for _ in range(ROUNDS):
+        tokens = draw_tokens(ep.config, random, size)
+        layout, phases, padding = random.choice(["expert", "rank"]), random.random() < 0.3, random.random()
+        num_tokens = tokens[rank].real
+        if padding < 0.5:
+            num_tokens = torch.tensor(num_tokens, dtype=torch.int32, device=ep.device)
+        check_round(ep, tokens, layout, num_tokens=num_tokens, phases=phases)
+
+
+def test_every_drawn_configuration_is_one():
+    for seed in range(500):
+        options = draw_options(Random(seed), 2 + seed % 3)
+        options.pop("ll_max_tokens")
+        make_config(2 + seed % 3, **options)

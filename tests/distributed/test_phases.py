@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from checked_round import assert_rows, assert_slabs
 from exchanges import (
     Tokens,
     assert_y,
@@ -17,7 +18,6 @@ from exchanges import (
     run_round,
 )
 from helpers import ON_GPUS
-from test_exchange import assert_rows, assert_slabs
 
 import epmoe
 from epmoe import Dispatched, ExpertParallel

@@ -50,7 +50,7 @@ void load_cuda() { library(); }
 
 }  // namespace epmoe::cuda
 
-// Raises what a first tensor on a GPU would. `ExpertParallel` and `epmoe doctor` call it ahead of a round.
+// Raises what a first tensor on a GPU would. `ExpertParallel` calls it ahead of its first round.
 STABLE_TORCH_LIBRARY_IMPL(epmoe, CompositeExplicitAutograd, library) {
   library.impl("load_cuda", TORCH_BOX(&epmoe::cuda::load_cuda));
 }

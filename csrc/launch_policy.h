@@ -261,8 +261,8 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
 // Shared memory that a kernel of the exchange declares statically, at most.
 constexpr int64_t kDeclaredSharedBytes = 12 << 10;
 
-// Bytes of shared memory that a multiprocessor needs to hold two blocks of each kernel of the exchange: blocks wait for
-// one another, so all blocks of a launch must be resident.
+// Bytes of shared memory that a multiprocessor needs to hold two blocks of each kernel of the exchange, as the launch
+// policy counts on.
 inline int64_t shared_bytes_per_multiprocessor(const ExchangePlan& plan) {
   DispatchArgs args{};
   args.T = plan.ll_max_tokens + 1, args.D = kMaxChunkBytes, args.dtype = DType::kFloat32;

@@ -180,8 +180,7 @@ class Exchange:
         Raises EPTimeoutError and EPMismatchError as `check` does, the first also if the device does not end in time:
         then what was launched was perhaps never scheduled.
         """
-        wait = partial(torch.cuda.synchronize, self.device)
-        if self.device.type == "cpu" or interruptible(wait, timeout_s, self.check):
+        if device_ends(self.device, timeout_s, self.check):
             return
         rank, rounds = self.plan.sizes["rank"], self.rounds
         why = (
@@ -194,9 +193,7 @@ class Exchange:
     def release(self) -> None:
         """Before the memory is freed: wait until no kernel can write to it, or keep it for the life of the process."""
         with suppress(RuntimeError):  # of a GPU in distress, and of a failed round, whose kernels end by themselves
-            if self.device.type == "cpu" or interruptible(
-                partial(torch.cuda.synchronize, self.device), self.timeout_ns / 1e9
-            ):
+            if device_ends(self.device, self.timeout_ns / 1e9):
                 return
         _written_to.append(self)
 
@@ -247,6 +244,11 @@ class Exchange:
         """A window buffer as [R, M, length] of `dtype`; its strides stay the plan's, whose rows may be longer."""
         slabs = self.views[name].view(torch.uint8).view(dtype)
         return slabs[..., :length]
+
+
+def device_ends(device: torch.device, timeout_s: float | None = None, look: Callable[[], None] = lambda: None) -> bool:
+    """Waits for everything that has been launched on a GPU, as `interruptible` does. Returns whether it has ended."""
+    return device.type == "cpu" or interruptible(partial(torch.cuda.synchronize, device), timeout_s, look)
 
 
 def interruptible(

@@ -66,7 +66,7 @@ def device_of(config: EPConfig, device: torch.device | str | None) -> torch.devi
 
 def check_multiprocessor(config: EPConfig, placement: Placement, device: torch.device) -> None:
     """Raises ValueError, on all ranks alike, if a multiprocessor has too little shared memory for two blocks of each
-    kernel of the exchange. The blocks wait for one another, so all of them must be resident."""
+    kernel of the exchange: the launch policy counts on two."""
     if device.type == "cpu":
         return
     ranks = range(placement.ep_size)

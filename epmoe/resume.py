@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from epmoe import ops, rounds
 from epmoe.config import EPConfig
-from epmoe.exchange import Exchange, interruptible
+from epmoe.exchange import Exchange, device_ends
 from epmoe.group import check_backend, check_multiprocessor, check_size, device_of, group_of, open_window
 from epmoe.handles import HoldsWindows
 from epmoe.health import EPResumeError
@@ -144,10 +143,8 @@ class Resumable(HoldsWindows):
         if self._exchange is not None:
             self._exchange.enter()
         try:
-            if self.device.type == "cuda":  # a kernel that still runs must not lose its windows
-                synchronize = partial(torch.cuda.synchronize, self.device)
-                if not interruptible(synchronize, timeout_s):
-                    raise TimeoutError("the GPU has not finished its work")
+            if not device_ends(self.device, timeout_s):  # a kernel that still runs must not lose its windows
+                raise TimeoutError("the GPU has not finished its work")
             self._join(peers, config, hello)
         except (RuntimeError, OSError) as error:
             raise EPResumeError(timeout_s, error) from error

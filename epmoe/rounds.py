@@ -8,7 +8,7 @@
 
 `abort` leads from every open state to CLOSED. An exchange has at most one open round, because all its rounds use the
 same window. After an `EPTimeoutError`, on GPUs also after an `EPMismatchError`, the round stays where it is: the
-exchange can only be closed.
+exchange can only be resumed or closed.
 
 The operators count the phases that have ended, four a round, and the state is that count modulo four. A call may end by
 an exception anywhere, also by one that a signal handler raises right behind the operator. The count is right then, too:
@@ -137,8 +137,8 @@ def wait_on(exchange: Exchange, operator: OpOverload, arguments: tuple[Any, ...]
 def dispatched(exchange: Exchange, handle: Sent) -> Dispatched:
     """In state DISPATCHED, after the operator.
 
-    Raises EPMismatchError if the calls of the ranks do not match, and closes the round. Raises EPTimeoutError if ranks
-    did not arrive in time.
+    Raises EPMismatchError if the calls of the ranks do not match, and on the CPU closes the round. Raises
+    EPTimeoutError if ranks did not arrive in time.
     """
     handle.arguments = ()  # the caller's tensors need not live any longer
     rounds = exchange.rounds
@@ -162,8 +162,8 @@ def closed(exchange: Exchange, y: Tensor) -> Tensor:
 def permit(exchange: Exchange, handle: Sent | Dispatched, call: str) -> None:
     """Before a call that sends in an open round.
 
-    Raises EPMismatchError if the calls of the ranks do not match, and closes the round. Raises EPTimeoutError if an
-    earlier call has timed out, and ValueError as `expect` does.
+    Raises EPMismatchError if the calls of the ranks do not match, and on the CPU closes the round. Raises
+    EPTimeoutError if an earlier call has timed out, and ValueError as `expect` does.
     """
     _look(exchange, handle)
     rounds = exchange.rounds
@@ -186,7 +186,7 @@ def abort(exchange: Exchange, handle: Sent | Dispatched | None) -> None:
     exception already. After a timeout the round stays open.
 
     With a handle it raises ValueError if that is not the open round's. It raises EPMismatchError if the calls of the
-    ranks do not match, and closes the round. It raises EPTimeoutError and EPOverflowError as `closed` does.
+    ranks do not match, and on the CPU closes the round. It raises EPTimeoutError and EPOverflowError as `closed` does.
     """
     rounds = exchange.rounds
     exchange.enter()

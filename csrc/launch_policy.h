@@ -60,9 +60,6 @@ struct Gpu {
   int64_t multiprocessors;
   int major;  // of the compute capability
 
-  // Multiprocessors for a kernel that may use `count`. It has up to two blocks on each, and at most kMaxBlocks.
-  int64_t at_most(int64_t count) const { return std::min<int64_t>({count, multiprocessors, kMaxBlocks / 2}); }
-
   // Whether `count` multiprocessors are at most half of the GPU.
   bool is_scarce(int64_t count) const { return count * 2 <= multiprocessors; }
 
@@ -121,7 +118,7 @@ inline int64_t dispatch_send_share(const ExchangePlan& plan, const DispatchArgs&
 
 inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchArgs& args, const Gpu& gpu) {
   constexpr int64_t kMaxSendOffsets = 8192, kMaxSourceOffsets = 4096;
-  int64_t sms = gpu.at_most(plan.num_sms), T = std::max<int64_t>(args.T, 1);
+  int64_t sms = std::min<int64_t>(plan.num_sms, gpu.multiprocessors), T = std::max<int64_t>(args.T, 1);
   int64_t send_offsets = plan.R * plan.most_local_experts, source_offsets = (plan.R + 1) * plan.num_local_experts;
   bool both_phases = args.send && args.receive;
   int lines = dispatch_recv_lines(plan, args, T, sms);
@@ -210,7 +207,7 @@ inline int64_t combine_send_share(const ExchangePlan& plan, const CombineArgs& a
 }
 
 inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs& args, DType dtype, const Gpu& gpu) {
-  int64_t sms = gpu.at_most(plan.num_sms);
+  int64_t sms = std::min<int64_t>(plan.num_sms, gpu.multiprocessors);
   // Only the device knows how many slots this rank has received. The policy assumes as many as the rank sends.
   int64_t T = std::max<int64_t>(args.T, 1), slots = T * plan.R;
   int64_t row_bytes = args.D * (plan.combine_fp8 ? 1 : itemsize(dtype));

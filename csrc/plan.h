@@ -124,9 +124,6 @@ struct Status {
 enum StatusCode : int64_t { kOk = 0, kTimeout = 1, kMismatch = 2 };
 enum Stage : int64_t { kDispatch = 0, kCombine = 1 };
 
-constexpr int kMaxBlocks = 512;  // of a kernel of the exchange
-constexpr int kStartedWords = kMaxBlocks / 32;
-
 // State of the round, in scratch, zero at first. dispatch writes what it leaves for combine. Epochs count rounds and
 // only grow: the CPU compares them as signed differences, CUDA for equality (cuda/exchange/signal.cuh).
 struct RoundState {
@@ -144,19 +141,16 @@ struct RoundState {
   int32_t done[2];     // blocks that have finished
   int32_t notified;    // notify blocks of dispatch whose pairs are sent; combine clears it
   int32_t num_tokens;  // real tokens + 1, as the first block has read them; 0: none has. Combine clears it
-  int32_t covers[2];   // 1 once the first block does the sending of blocks that have not started (roster.cuh)
   // Heads of the work queues: the next item that no warp has claimed, counted from the items that warps start with.
   // They lie on separate cache lines, because many warps claim from different queues at once.
   alignas(64) int32_t send_queue[2];  // items to send
   alignas(64) int32_t recv_queue[2];  // items to receive
   alignas(64) int32_t ll_queue[2];    // LL items beside the Simple ones: dispatch receives them, combine sends them
   Progress progress;                  // CPU only
-  // A bit for each block that sends (roster.cuh): it has started; somebody else does its sending.
-  alignas(64) uint32_t started[2][kStartedWords];
-  uint32_t taken[2][kStartedWords];
-  int32_t receiving[2];  // blocks that may write outputs: they have begun to receive
-  Status failure;        // as reported to the host; every later kernel repeats it
+  alignas(64) int32_t started[2];     // blocks that send, and have started
+  int32_t receiving[2];               // blocks that may write outputs: they have begun to receive
+  Status failure;                     // as reported to the host; every later kernel repeats it
 };
-static_assert(sizeof(RoundState) == 640 && offsetof(RoundState, progress) == 200);
+static_assert(sizeof(RoundState) == 384 && offsetof(RoundState, progress) == 200);
 
 }  // namespace epmoe

@@ -1,6 +1,5 @@
 // What the parts of combine share.
 #pragma once
-#include "cuda/exchange/roster.cuh"
 #include "cuda/exchange/wait.cuh"
 #include "cuda/exchange/work_queue.cuh"
 
@@ -14,16 +13,6 @@ struct CombineKernel {
   bool forwards;
 };
 
-struct CombineShared {
-  RoundState now;                      // up to its work queues
-  int32_t count_R[kMaxExchangeRanks];  // slots in use, of each source
-  int32_t max_slots[2];                // the largest count of a Simple source, and of an LL source
-  uint32_t sending_ranks;              // a mask; a rank that gives the round up is not in it
-  int32_t sender;                      // the block whose sending this block has taken; -1 for none
-  int32_t late;                        // whether some block has not started
-  int64_t sink;
-};
-
 // One block at work on the round that dispatch left.
 struct CombineBlock {
   const CombineKernel& kernel;
@@ -31,15 +20,13 @@ struct CombineBlock {
   const ExchangePlan& plan;
   const CombineArgs& args;
   Wait wait;
-  CombineShared& shared;
-  int32_t number;  // of the block, or of the one for which it covers
+  const RoundState& now;
+  const int32_t* count_R;         // slots in use, of each source
+  const int32_t (&max_slots)[2];  // the largest count of a Simple source, and of an LL source
 
-  __device__ __forceinline__ Roster roster() const { return {wait.round, kCombine, kernel.send_blocks}; }
-  __device__ __forceinline__ bool is_ll(int32_t source) const { return shared.now.ll_mask >> source & 1u; }
+  __device__ __forceinline__ bool is_ll(int32_t source) const { return now.ll_mask >> source & 1u; }
   // The slots to look at: of all sources, up to the largest count of one protocol.
-  __device__ __forceinline__ int32_t slots(bool ll) const {
-    return shared.max_slots[ll] * static_cast<int32_t>(plan.R);
-  }
+  __device__ __forceinline__ int32_t slots(bool ll) const { return max_slots[ll] * static_cast<int32_t>(plan.R); }
 };
 
 // A lane's pair of a received slot: the expert-major row that it contributes, negative for none, and its weight.
@@ -78,13 +65,13 @@ struct OutgoingSum : SlotChunk {
 // returns none.
 __device__ __forceinline__ int32_t slot_of_sum(const CombineBlock& b, int32_t t, uint32_t sending_ranks) {
   int32_t lane = threadIdx.x % 32;
-  bool returns = t < b.shared.now.T && lane < b.plan.R && sending_ranks >> lane & 1u;
+  bool returns = t < b.now.T && lane < b.plan.R && sending_ranks >> lane & 1u;
   return returns ? in_scratch<int32_t>(b.ex, b.plan.slots)[int64_t{t} * b.plan.R + lane] : -1;
 }
 
 // Whether the lane has a pair in this round.
 __device__ __forceinline__ bool has_pair(const CombineBlock& b) {
-  return static_cast<int32_t>(threadIdx.x % 32) < b.shared.now.K || !b.args.expert_major;
+  return static_cast<int32_t>(threadIdx.x % 32) < b.now.K || !b.args.expert_major;
 }
 
 // Whether dispatch received a row in the slot of this pair. With the LL protocol not every slot has one.

@@ -14,39 +14,41 @@
 namespace epmoe::cuda {
 namespace {
 
-// The whole block learns which ranks send rows, and with kLL the first block whether all blocks that send have started.
-// Returns false if a rank did not open combine.
-template <bool kLL>
-__device__ __forceinline__ bool receive_signals(const CombineBlock& b) {
+// The whole block learns which ranks send rows, as a mask; a rank that gives the round up does not. A block that `sent`
+// learns whether it is to receive (Wait::say_started). Returns false if a rank did not open combine.
+__device__ __forceinline__ bool receive_signals(const CombineBlock& b, bool sent, uint32_t& sending_ranks,
+                                                bool& receives) {
   const ExchangePlan& plan = b.plan;
-  if (threadIdx.x == 0) b.shared.sending_ranks = b.shared.late = 0;
+  __shared__ uint32_t mask;
+  __shared__ bool late;
+  if (threadIdx.x == 0) mask = 0, late = false;
   __syncthreads();
-  bool arrived = true, looks = kLL && blockIdx.x == 0 && b.args.send && b.args.rows;
-  if (looks && threadIdx.x / 32 == block_warps() - 1 && !b.roster().all_started()) b.shared.late = 1;
+  bool arrived = true;
+  if (sent && threadIdx.x == block_threads() - 32) late = !b.wait.have_started(kCombine, b.kernel.send_blocks);
   if (threadIdx.x < plan.R) {
     int32_t sends[1] = {};
     auto* header = in_window<RoundHeader>(b.ex, plan.rank, plan.signal_combine) + threadIdx.x;
     arrived = b.wait.await_counted(reinterpret_cast<const Word*>(header), threadIdx.x, sends);
-    if (sends[0]) atomicOr(&b.shared.sending_ranks, 1u << threadIdx.x);
+    if (sends[0]) atomicOr(&mask, 1u << threadIdx.x);
   }
-  return __syncthreads_and(arrived);
+  arrived = __syncthreads_and(arrived);
+  sending_ranks = mask, receives = arrived && !late;
+  return arrived;
 }
 
 // A kernel meets the other protocol only where ranks bring different numbers of tokens. Out of line, so that the usual
 // case stays short.
 template <typename T, bool kFp8>
-__device__ __noinline__ void send_to_simple_sources_too(CombineBlock b, char* shared) {
-  send_slots<T, kFp8>(b, shared);
+__device__ __noinline__ void send_to_simple_sources_too(CombineBlock b, char* shared, int32_t* head) {
+  OutgoingSum outgoing(b, first_slot(b), 1);
+  outgoing.read(b);
+  send_slots<T, kFp8>(b, outgoing, shared, head);
 }
 template <typename T, bool kFp8>
-__device__ __noinline__ void send_to_ll_sources_too(CombineBlock b) {
-  int32_t chunks = num_chunks(wire_bytes<T, kFp8>(b), 1);
-  WorkQueue(b.slots(true) * chunks, 0, -1).for_each(&b.wait.round->ll_queue[kCombine], [&](int32_t item, int32_t) {
-    OutgoingSum sum(b, item, chunks);
-    sum.read(b);
-    send_if_received<1, kPairsInFlight<1, false, T, kFp8>, T, kFp8>(b, sum.slot, sum.index, sum.pair, [] {});
-    return true;
-  });
+__device__ __noinline__ void send_to_ll_sources_too(CombineBlock b, int32_t* head) {
+  OutgoingSum outgoing(b, first_chunk(b), num_chunks(wire_bytes<T, kFp8>(b), 1));
+  outgoing.read(b);
+  send_chunks<1, false, T, kFp8>(b, outgoing, head);
 }
 
 // kSendLines: lines of a row that a sending lane moves at once with the LL protocol; 0: Simple protocol. kCoarse:
@@ -55,38 +57,40 @@ template <int kSendLines, bool kCoarse, typename T, bool kFp8>
 __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(kSendLines))
     combine_kernel(const __grid_constant__ CombineKernel kernel) {
   constexpr bool kLL = kSendLines > 0;
-  __shared__ CombineShared shared;
+  __shared__ RoundState now;
+  __shared__ int32_t count_R[kMaxExchangeRanks], max_slots[2];
+  __shared__ int64_t sink;
   extern __shared__ __align__(128) char buffers[];
   const Exchange& ex = kernel.ex;
   const ExchangePlan& plan = ex.plan;
   const CombineArgs& args = kernel.args;
-  fetch_arguments(kernel, &shared.sink);
+  fetch_arguments(kernel, &sink);
   auto* round = in_scratch<RoundState>(ex, plan.state);
-  CombineBlock b{kernel, ex, plan, args, Wait(ex, round, 0), shared, static_cast<int32_t>(blockIdx.x)};
-  bool sends = b.number < kernel.send_blocks && args.rows;
+  CombineBlock b{kernel, ex, plan, args, Wait(ex, round, 0), now, count_R, max_slots};
+  bool sends = static_cast<int32_t>(blockIdx.x) < kernel.send_blocks && args.rows;
   bool forwards = !kLL && !kFp8 && kernel.forwards;
-  OutgoingSum outgoing(b, kLL ? first_chunk(b) : 0, kLL ? num_chunks(wire_bytes<T, kFp8>(b), kSendLines) : 1);
-  if (kLL) compute_now(&shared.sink, outgoing.index, outgoing.slot.source, outgoing.slot.s, outgoing.pair_at);
+  OutgoingSum outgoing(b, kLL ? first_chunk(b) : first_slot(b),
+                       kLL ? num_chunks(wire_bytes<T, kFp8>(b), kSendLines) : 1);
+  compute_now(&sink, outgoing.index, outgoing.slot.source, outgoing.slot.s, outgoing.pair_at);
   wait_for_predecessor();
   if (args.send && args.receive) let_successor_start();
-  // Load at once what does not depend on the round's state.
-  if (kLL && sends) outgoing.read(b);
-  if (kLL && sends && threadIdx.x == 0) b.roster().say_started(b.number);
+  if (sends && !forwards) outgoing.read(b);  // load at once what does not depend on the round's state
+  if (sends && threadIdx.x == 0) b.wait.say_started(kCombine);
   if (threadIdx.x < 32) {  // one warp loads the state: the threads of a grid that load the same line delay one another
     constexpr int kStateInts = offsetof(RoundState, send_queue) / 4, kMaskAt = offsetof(RoundState, ll_mask) / 4;
     uint32_t word = threadIdx.x < kStateInts ? reinterpret_cast<const uint32_t*>(round)[threadIdx.x] : 0;
     int32_t count = threadIdx.x < plan.R ? in_scratch<int32_t>(ex, plan.slots_used)[threadIdx.x] : 0;
-    if (threadIdx.x < kStateInts) reinterpret_cast<uint32_t*>(&shared.now)[threadIdx.x] = word;
+    if (threadIdx.x < kStateInts) reinterpret_cast<uint32_t*>(&now)[threadIdx.x] = word;
     uint32_t ll_mask = __shfl_sync(kAllLanes, word, kMaskAt);
     bool is_ll = ll_mask >> threadIdx.x & 1u;
     count = max(min(count, static_cast<int32_t>(is_ll ? plan.ll_max_tokens : plan.M)), 0);
-    shared.count_R[threadIdx.x] = count;
-    shared.max_slots[0] = __reduce_max_sync(kAllLanes, is_ll ? 0 : count);
-    shared.max_slots[1] = __reduce_max_sync(kAllLanes, is_ll ? count : 0);
+    count_R[threadIdx.x] = count;
+    max_slots[0] = __reduce_max_sync(kAllLanes, is_ll ? 0 : count);
+    max_slots[1] = __reduce_max_sync(kAllLanes, is_ll ? count : 0);
   }
   __syncthreads();
-  b.wait.epoch = shared.now.dispatch_epoch;
-  bool ok = !shared.now.latched;
+  b.wait.epoch = now.dispatch_epoch;
+  bool ok = !now.latched;
   // The block that starts first opens combine, with its last warp, which has the least to send.
   if (int32_t rank = block_threads() - 1 - threadIdx.x; blockIdx.x == 0 && rank < plan.R && ok && args.send) {
     RoundHeader* header = in_window<RoundHeader>(ex, rank, plan.signal_combine) + plan.rank;
@@ -95,27 +99,25 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
   if (sends && ok) {
     uint32_t all = plan.R == 32 ? kAllLanes : (1u << plan.R) - 1;
     if constexpr (kLL) {
-      if (!shared.now.covers[kCombine] || takes(shared, b.roster(), b.number))
-        send_chunks<kSendLines, kCoarse, T, kFp8>(b, outgoing);
-      if (shared.now.ll_mask != all) send_to_simple_sources_too<T, kFp8>(b, buffers);
+      send_chunks<kSendLines, kCoarse, T, kFp8>(b, outgoing, &round->ll_queue[kCombine]);
+      if (now.ll_mask != all) send_to_simple_sources_too<T, kFp8>(b, buffers, &round->send_queue[kCombine]);
     } else {
-      if (!forwards) send_slots<T, kFp8>(b, buffers);
-      if (shared.now.ll_mask) send_to_ll_sources_too<T, kFp8>(b);
+      if (!forwards) send_slots<T, kFp8>(b, outgoing, buffers, &round->send_queue[kCombine]);
+      if (now.ll_mask) send_to_ll_sources_too<T, kFp8>(b, &round->ll_queue[kCombine]);
     }
   }
-  if (args.receive) {  // all warps, before one of them forwards
+  uint32_t sending_ranks = 0;
+  bool receives = false;
+  if (args.receive) {
     if (threadIdx.x == 0) b.wait.begin(kCombine);
-    ok = ok && receive_signals<kLL>(b);
-    if constexpr (kLL)
-      if (ok && shared.late) cover<kSendLines, T, kFp8>(kernel, shared, b.wait.epoch);
+    ok = ok && receive_signals(b, sends && args.send, sending_ranks, receives);  // all warps, before one forwards
   }
   if constexpr (!kLL && !kFp8)
     if (forwards && sends && ok && threadIdx.x < 32) forward_rows<T>(b, buffers, &round->send_queue[kCombine]);
   if (!args.receive) return;
-  uint32_t sending_ranks = ok ? shared.sending_ranks : 0;
   if constexpr (kLL) {
-    ok = ok && sum_chunks<kCoarse ? kSendLines : 1, T, kFp8>(b, sending_ranks, &round->recv_queue[kCombine]);
-  } else if (ok) {
+    if (receives) ok = sum_chunks<kCoarse ? kSendLines : 1, T, kFp8>(b, sending_ranks, &round->recv_queue[kCombine]);
+  } else if (receives) {
     constexpr int kMaxChunkVectors = 384;  // about seven turns of a warp, so that late rows do not wait for long
     WorkQueue queue(args.T, static_cast<int32_t>(args.D / kPerVector<T>), forwards ? 0 : kernel.send_blocks,
                     kMaxChunkVectors);
@@ -123,14 +125,10 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
       return sum_token<T, kFp8>(b, t, chunk, queue.chunks, sending_ranks);
     });
   }
-  if (blockIdx.x == 0) {
-    Roster::clear(round, kDispatch);
-    if (threadIdx.x == 0) {
-      round->combine_epoch = b.wait.epoch;
-      round->send_queue[kDispatch] = round->recv_queue[kDispatch] = round->ll_queue[kDispatch] =
-          round->done[kDispatch] = round->receiving[kDispatch] = round->covers[kDispatch] = round->notified =
-              round->num_tokens = 0;
-    }
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    round->combine_epoch = b.wait.epoch;
+    round->send_queue[kDispatch] = round->recv_queue[kDispatch] = round->ll_queue[kDispatch] = round->done[kDispatch] =
+        round->started[kDispatch] = round->receiving[kDispatch] = round->notified = round->num_tokens = 0;
   }
   if (!b.wait.failed(kCombine, ok)) return;
   auto* y = static_cast<T*>(args.y_TD);

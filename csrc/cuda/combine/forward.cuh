@@ -30,7 +30,7 @@ struct ForwardQueue {
       if (n >= slots) return -1;
       claimed = claim(head);
       slot = slot_of(b.plan, n);
-      if (slot.s < b.shared.count_R[slot.source] && !b.is_ll(slot.source)) left = chunks;
+      if (slot.s < b.count_R[slot.source] && !b.is_ll(slot.source)) left = chunks;
     }
     return (chunks - left--) * kForwardChunkBytes;
   }

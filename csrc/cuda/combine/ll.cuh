@@ -11,15 +11,8 @@ __device__ __forceinline__ int64_t wire_bytes(const CombineBlock& b) {
   return b.args.D * (kFp8 ? 1 : sizeof(T));
 }
 
-// The pairs that a sending warp has in flight, as the registers allow.
-template <int N, bool kCoarse, typename T, bool kFp8>
-constexpr int kPairsInFlight = kCoarse                 ? 4
-                               : blocks_per_sm(N) == 1 ? 2
-                               : kFp8                  ? kPerVector<T> / 4
-                                                       : 4;
-
-// One warp sums a chunk of a slot's pairs into the window of its source. kDepth pairs are in flight.
-template <int N, int kDepth, typename T, bool kFp8, typename F>
+// One warp sums a chunk of a slot's pairs into the window of its source. kCoarse: four pairs are in flight.
+template <int N, bool kCoarse, typename T, bool kFp8, typename F>
 __device__ __forceinline__ void send_chunk(const CombineBlock& b, int32_t source, int32_t s, int32_t index,
                                            ReceivedPair pair, F&& prefetch) {
   constexpr int kCount = kPerVector<T>, kVectors = kFp8 ? 16 / kCount : 1;  // vectors of x in a line
@@ -32,6 +25,7 @@ __device__ __forceinline__ void send_chunk(const CombineBlock& b, int32_t source
     v[i] = chunk.at(i / kVectors) * kVectors + i % kVectors;
     inside[i] = chunk.inside(i / kVectors);
   }
+  constexpr int kDepth = kCoarse ? 4 : blocks_per_sm(N) == 1 ? 2 : 4 / kVectors;  // as the registers allow
   sum_pairs<T, kDepth>(b, pair, pair.kept(), v, inside, sum, prefetch);
   LineData lines[N];
 #pragma unroll
@@ -50,25 +44,14 @@ __device__ __forceinline__ void send_chunk(const CombineBlock& b, int32_t source
   chunk.publish(ll_sum_at(b, source, ll_sum_index(b, static_cast<int32_t>(b.plan.rank), s)), lines);
 }
 
-// One warp sends chunk `index` of N lines a lane of a slot's sum, if the slot has one. `pair` is the lane's.
-template <int N, int kDepth, typename T, bool kFp8, typename F>
-__device__ __forceinline__ void send_if_received(const CombineBlock& b, Slot slot, int32_t index, ReceivedPair pair,
-                                                 F&& prefetch) {
-  auto [source, s] = slot;
-  if (b.is_ll(source) && s < b.shared.count_R[source] && was_received(b, pair))
-    send_chunk<N, kDepth, T, kFp8>(b, source, s, index, checked(b, pair), prefetch);
-  else
-    prefetch();
-}
-
-// The item that this warp of send block `b.number` sends first.
+// The item that this warp of a send block sends first.
 __device__ __forceinline__ int32_t first_chunk(const CombineBlock& b) {
-  return warp_number(b.number, b.kernel.send_blocks);
+  return warp_number(blockIdx.x, b.kernel.send_blocks);
 }
 
 // The send blocks send the chunks of all sums, one a warp, first `outgoing`.
 template <int N, bool kCoarse, typename T, bool kFp8>
-__device__ __forceinline__ void send_chunks(const CombineBlock& b, OutgoingSum outgoing) {
+__device__ __forceinline__ void send_chunks(const CombineBlock& b, OutgoingSum outgoing, int32_t* head) {
   int32_t chunks = num_chunks(wire_bytes<T, kFp8>(b), N);
   WorkQueue queue(b.slots(true) * chunks, b.kernel.send_blocks * block_warps(), outgoing.item);
   auto read = [&](int32_t item) {
@@ -76,41 +59,13 @@ __device__ __forceinline__ void send_chunks(const CombineBlock& b, OutgoingSum o
     next.read(b);
     return next;
   };
-  queue.for_each_prefetched(
-      &b.wait.round->ll_queue[kCombine], outgoing, read, [&](const OutgoingSum& sum, auto&& prefetch) {
-        send_if_received<N, kPairsInFlight<N, kCoarse, T, kFp8>, T, kFp8>(b, sum.slot, sum.index, sum.pair, prefetch);
-      });
-}
-
-// Where the first block covers for others, a block that starts asks for its sending. The whole block calls it.
-static __device__ __noinline__ bool takes(CombineShared& shared, Roster roster, int32_t number) {
-  if (threadIdx.x == 0) shared.sender = roster.take(number) ? number : -1;
-  __syncthreads();
-  return shared.sender == number;
-}
-
-// The first block sends what blocks that have not started should send first, of N lines a lane. Out of line, one line
-// and one pair at a time: it happens only where another kernel holds multiprocessors, and the registers that it takes
-// are missing elsewhere.
-template <int N, typename T, bool kFp8>
-__device__ __noinline__ void cover(const CombineKernel& kernel, CombineShared& shared, uint32_t epoch) {
-  const Exchange& ex = kernel.ex;
-  Wait wait(ex, in_scratch<RoundState>(ex, ex.plan.state), epoch);
-  CombineBlock b{kernel, ex, ex.plan, kernel.args, wait, shared, kernel.send_blocks};
-  int32_t chunks = num_chunks(wire_bytes<T, kFp8>(b), N);
-  if (threadIdx.x == 0) b.roster().begin_to_cover();
-  while (true) {
-    __syncthreads();
-    if (threadIdx.x == 0) b.shared.sender = b.roster().take_below(b.number);
-    __syncthreads();
-    b.number = b.shared.sender;
-    if (b.number < 0) return;
-    if (first_chunk(b) >= b.slots(true) * chunks) continue;
-    OutgoingSum sum(b, first_chunk(b), chunks);
-    sum.read(b);
-#pragma unroll 1
-    for (int32_t n = 0; n < N; ++n) send_if_received<1, 1, T, kFp8>(b, sum.slot, sum.index * N + n, sum.pair, [] {});
-  }
+  queue.for_each_prefetched(head, outgoing, read, [&](const OutgoingSum& sum, auto&& prefetch) {
+    auto [source, s] = sum.slot;
+    if (b.is_ll(source) && s < b.count_R[source] && was_received(b, sum.pair))
+      send_chunk<N, kCoarse, T, kFp8>(b, source, s, sum.index, checked(b, sum.pair), prefetch);
+    else
+      prefetch();
+  });
 }
 
 // One warp adds a chunk of the sums that all ranks return for token t, in rank order, and writes it to y.

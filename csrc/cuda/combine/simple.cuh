@@ -65,23 +65,29 @@ __device__ __forceinline__ void send_slot(const CombineBlock& b, const WarpTeam&
   if (team.leads()) Flag::publish(in_window<Flag>(b.ex, source, plan.combine_flags) + at, b.wait.epoch);
 }
 
-// The teams of the send blocks claim slots and send them.
+// The slot that this warp's team sends first: the team's number in the grid.
+__device__ __forceinline__ int32_t first_slot(const CombineBlock& b) {
+  return WarpTeam(b.kernel.team).index * b.kernel.send_blocks + static_cast<int32_t>(blockIdx.x);
+}
+
+// The teams of the send blocks send a slot each, first `outgoing`, and then claim others.
 template <typename T, bool kFp8>
-__device__ __forceinline__ void send_slots(const CombineBlock& b, char* shared) {
+__device__ __forceinline__ void send_slots(const CombineBlock& b, OutgoingSum outgoing, char* shared, int32_t* head) {
   __shared__ int32_t next[2][kWarps];
-  int32_t* head = &b.wait.round->send_queue[kCombine];
   WarpTeam team(b.kernel.team);
-  int32_t slots = b.slots(false), stored = 0, claimed = team.leads() ? claim(head) : 0;
-  for (int32_t turn = 0;; turn ^= 1) {
-    if (team.leads()) next[turn][team.index] = claimed;
-    team.sync();
-    OutgoingSum outgoing(b, next[turn][team.index], 1);
-    if (outgoing.item >= slots) return;
-    if (team.leads()) claimed = claim(head);  // this slot's work hides the claim's way to memory and back
+  int32_t teams = b.kernel.send_blocks * team.teams(), slots = b.slots(false), stored = 0;
+  for (int32_t turn = 0; outgoing.item < slots; ++turn) {
+    int32_t claimed = 0;
+    bool more = slots > teams;
+    if (more && team.leads()) claimed = claim(head);  // this slot's work hides the claim's way to memory and back
+    if (turn) outgoing.read(b);
     auto [source, s] = outgoing.slot;
-    if (s >= b.shared.count_R[source] || b.is_ll(source)) continue;
-    outgoing.read(b);
-    send_slot<T, kFp8>(b, team, source, s, checked(b, outgoing.pair), shared, stored);
+    if (s < b.count_R[source] && !b.is_ll(source))
+      send_slot<T, kFp8>(b, team, source, s, checked(b, outgoing.pair), shared, stored);
+    if (!more) break;
+    if (team.leads()) next[turn % 2][team.index] = teams + claimed;
+    team.sync();
+    outgoing = {b, next[turn % 2][team.index], 1};
   }
 }
 

@@ -1,6 +1,5 @@
 // What the parts of dispatch share: the kernel's arguments, and a block's tables of experts and offsets.
 #pragma once
-#include "cuda/exchange/roster.cuh"
 #include "cuda/exchange/wait.cuh"
 #include "scoring.h"
 
@@ -75,9 +74,7 @@ struct DispatchShared {
   uint32_t epoch;
   int32_t latched;
   int32_t tokens;  // real ones
-  int32_t covers;  // whether the first block covers for others; then the next field counts
-  int32_t sender;  // the block whose sending this block has taken; -1 for none
-  int32_t late;    // whether some block has not started
+  int32_t late;    // whether this block has sent while another that sends has not started
   int64_t sink;
   int32_t rank_count[kMaxExchangeRanks];  // sending: rows for each rank before this token; receiving: rows from it
   int32_t num_experts[kMaxExchangeRanks];
@@ -88,8 +85,8 @@ struct DispatchShared {
   int32_t simple_most_rows;              // the largest of any Simple source
   int32_t next_token;                    // the next that this block sends
   int32_t unsignaled_slots[kMaxTokensPerRelease][kMaxExchangeRanks];  // stored, but their flags are not published
-  uint64_t chunk_barriers[2][kPipelineStages];       // mbarriers of the TMA loads: of own sending, and where it covers
-  float scales[kMaxChunkBytes / (kScaleBlock * 2)];  // of a chunk
+  uint64_t chunk_barriers[kPipelineStages];                           // mbarriers of the TMA loads
+  float scales[kMaxChunkBytes / (kScaleBlock * 2)];                   // of a chunk
   // The token that is being sent and the next one:
   int32_t ids[2][kMaxExchangeTopK];
   float weights[2][kMaxExchangeTopK];
@@ -97,14 +94,6 @@ struct DispatchShared {
   Destinations destinations;
 };
 static_assert(sizeof(DispatchShared) <= kDeclaredSharedBytes);
-
-// Where the first block covers for others, a block that starts asks for its sending. The whole block calls it.
-static __device__ __noinline__ bool takes(DispatchShared& shared, Roster roster, int32_t number) {
-  __syncthreads();
-  if (threadIdx.x == 0) shared.sender = roster.take(number) ? number : -1;
-  __syncthreads();
-  return shared.sender == number;
-}
 
 // One block at work.
 struct DispatchBlock {
@@ -114,7 +103,7 @@ struct DispatchBlock {
   const DispatchArgs& args;
   Wait wait;
   DispatchShared& shared;
-  int32_t number;  // of the block, or of the one for which it covers
+  int32_t number;  // of the block
   // In dynamic shared memory:
   char* chunks;          // [kPipelineStages, chunk_bytes]
   int32_t* location;     // [P] of a physical expert: its rank << 16 | its local index
@@ -122,17 +111,11 @@ struct DispatchBlock {
   int32_t* send_offset;  // [R, most] first row of this source's pairs, on the expert's rank
   int32_t* source_offset;  // [R + 1, e] pairs of a local expert from the sources before
 
-  __device__ __forceinline__ Roster roster() const { return {wait.round, kDispatch, kernel.sending_blocks()}; }
   // Call this after a barrier of the block: it takes over the epoch that one thread has read. Returns false if no round
   // may be opened.
   __device__ __forceinline__ bool may_open() {
     wait.epoch = shared.epoch;
     return !shared.latched;
-  }
-  // The whole block calls this after the same barrier, before it sends: whether the sending of block `number` is its
-  // own.
-  __device__ __forceinline__ bool is_mine() const {
-    return !shared.covers || shared.sender == number || takes(shared, roster(), number);
   }
   __device__ __forceinline__ int64_t column(int32_t location) const {
     return (location >> 16) * plan.most_local_experts + (location & 0xffff);

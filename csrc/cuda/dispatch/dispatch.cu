@@ -62,36 +62,6 @@ __device__ __noinline__ bool recv_ll_sources_too(DispatchBlock b) {
   return recv_chunks<kMaxLines<kFp8>, kFp8, false>(b, first_incoming<kMaxLines<kFp8>>(b));
 }
 
-// The first block does the sending of all blocks that have not started. Out of line: it happens only where another
-// kernel holds multiprocessors.
-template <bool kSkipSelf, int kSendLines, int kGroupsInFlight, bool kLL, typename Source>
-__device__ __noinline__ bool cover(DispatchBlock b) {
-  const DispatchKernel& kernel = b.kernel;
-  if (threadIdx.x == 0) b.roster().begin_to_cover();
-  int32_t tokens = real_tokens(b);
-  RowPipeline pipeline(b, true);
-  b.number = kernel.sending_blocks();
-  while (true) {
-    __syncthreads();
-    if (threadIdx.x == 0) b.shared.covers = 1, b.shared.sender = b.roster().take_below(b.number);
-    for (int32_t p = threadIdx.x; p < b.plan.P; p += block_threads()) b.count[p] = 0;
-    if (threadIdx.x < kMaxExchangeRanks) b.shared.rank_count[threadIdx.x] = 0;
-    __syncthreads();
-    b.number = b.shared.sender;
-    if (b.number < 0) return receive_counts(b);  // its tables held counts
-    if (b.number >= kernel.send_blocks) {
-      if (kLL) send_pairs<kGroupsInFlight>(b, tokens);
-    } else if constexpr (kLL) {
-      OutgoingChunk<kSendLines, Source> outgoing(b, first_outgoing(b.number, kernel.send_blocks),
-                                                 num_chunks(kernel.row_bytes(), kSendLines));
-      outgoing.read(b);
-      send_chunks<kSkipSelf>(b, tokens, outgoing);
-    } else {
-      send_rows<Source, kGroupsInFlight>(b, tokens, pipeline);
-    }
-  }
-}
-
 // kRecvLines: lines of a row that a receiving lane moves at once with the LL protocol; 0: Simple protocol.
 // kCoarse: senders also move kRecvLines lines at once, otherwise one, and this rank's own rows do not travel, unless
 // they become fp8. Source: the dtype that becomes fp8; void where rows travel as they are.
@@ -128,60 +98,52 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
   compute_now(&shared.sink, outgoing.t, outgoing.chunk.first);
   wait_for_predecessor();
   if (kernel.args.send && kernel.args.receive) let_successor_start();
-  bool sends = b.number < kernel.send_blocks, notifies = !sends && b.number < kernel.sending_blocks();
-  bool leader = b.number == kernel.send_blocks, ok = true;
+  bool sends = b.number < kernel.send_blocks, leader = b.number == kernel.send_blocks, ok = true;
+  bool notifies = !sends && b.number < kernel.sending_blocks();
   // Load at once: the round's state, and the first chunk to send. One thread loads the state, since the threads of a
   // grid that load the same line delay one another.
   uint32_t last_epoch = 0;
-  int32_t latched = 0, covers = 0;
+  int32_t latched = 0;
   if (threadIdx.x == 0) {
-    if (sends || notifies) b.roster().say_started(b.number);
-    last_epoch = round->combine_epoch, latched = round->latched, covers = round->covers[kDispatch];
+    if (sends || notifies) b.wait.say_started(kDispatch);
+    last_epoch = round->combine_epoch, latched = round->latched;
   }
   if (kLL && sends) outgoing.read(b);
-  int32_t tokens = sends || leader || notifies ? real_tokens(b) : 0;
-  if (threadIdx.x == 0) {
-    shared.epoch = next_epoch(last_epoch), shared.latched = latched, shared.mismatched = 0;
-    shared.covers = covers, shared.sender = -1;
-  }
+  int32_t tokens = sends || notifies || leader ? real_tokens(b) : 0;
+  if (threadIdx.x == 0) shared.epoch = next_epoch(last_epoch), shared.latched = latched, shared.mismatched = 0;
   if (leader && kernel.args.send) {
     send_counts<kGroupsInFlight>(b, tokens);
     int64_t wanted = kernel.args.num_tokens ? *kernel.args.num_tokens : kernel.args.num_rows;
     if (threadIdx.x == 0 && wanted != kernel.tokens(wanted))
       ++in_scratch<int64_t>(ex, plan.health_counters)[kClampedNumTokens];
   }
-  if (kLL && sends) {
-    ok = send_chunks<kSkipSelf>(b, tokens, outgoing);
-  } else if (sends) {
-    RowPipeline pipeline(b, false);
-    ok = send_rows<Source, kGroupsInFlight>(b, tokens, pipeline);
-  } else if (kLL && notifies) {
+  if (sends)
+    ok = kLL ? send_chunks<kSkipSelf>(b, tokens, outgoing)
+             : send_rows<Source, kGroupsInFlight>(b, tokens, &round->send_queue[kDispatch]);
+  else if (kLL && notifies)
     send_pairs<kGroupsInFlight>(b, tokens);
-  }
   if (!kernel.args.receive) return;
   if (threadIdx.x == 0) b.wait.begin(kDispatch);
   SlotChunk incoming = first_incoming<kLL ? kRecvLines : 1>(b);
   compute_now(&shared.sink, incoming.slot.source, incoming.slot.s, incoming.index);
   ok = ok && receive_counts(b);
-  if (ok && shared.late) ok = cover<kSkipSelf, kSendLines, kGroupsInFlight, kLL, Source>(b);
-  if constexpr (kLL)
-    ok = ok && recv_chunks<kRecvLines, kFp8, kSkipSelf>(b, incoming);
-  else if (ok && shared.ll_most_tokens)
+  bool receives = ok && !shared.late;
+  if constexpr (kLL) {
+    if (receives) ok = recv_chunks<kRecvLines, kFp8, kSkipSelf>(b, incoming);
+  } else if (receives && shared.ll_most_tokens) {
     ok = recv_ll_sources_too<kFp8>(b);
+  }
   if (ok) {
-    if (!kLL || shared.simple_most_rows) ok = kLL ? recv_simple_sources_too<kFp8>(b) : recv_rows<kFp8>(b);
+    if (receives && (!kLL || shared.simple_most_rows)) ok = kLL ? recv_simple_sources_too<kFp8>(b) : recv_rows<kFp8>(b);
     if (leader) write_offsets(b);
     if (kernel.args.expert_major && plan.alignment > 1) zero_gaps(b);
     if (!kernel.args.expert_major) fill_unused_slots(b);
   }
-  if (leader) {
-    Roster::clear(round, kCombine);
-    if (threadIdx.x == 0) {
-      round->dispatch_epoch = b.wait.epoch;
-      round->T = tokens, round->K = kernel.args.K, round->ll_mask = shared.ll_mask;
-      round->send_queue[kCombine] = round->recv_queue[kCombine] = round->ll_queue[kCombine] = round->done[kCombine] =
-          round->receiving[kCombine] = round->covers[kCombine] = 0;
-    }
+  if (leader && threadIdx.x == 0) {
+    round->dispatch_epoch = b.wait.epoch;
+    round->T = tokens, round->K = kernel.args.K, round->ll_mask = shared.ll_mask;
+    round->send_queue[kCombine] = round->recv_queue[kCombine] = round->ll_queue[kCombine] = round->done[kCombine] =
+        round->started[kCombine] = round->receiving[kCombine] = 0;
   }
   if (b.wait.failed(kDispatch, ok, shared.mismatched)) zero_outputs(ex);
 }

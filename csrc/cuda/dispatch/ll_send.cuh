@@ -81,7 +81,6 @@ __device__ __forceinline__ bool send_chunks(DispatchBlock& b, int32_t tokens, Ou
   if (b.number >= kEarlyBlocks && threadIdx.x == 0) await_notified(b);
   __syncthreads();
   if (!b.may_open()) return false;
-  if (!b.is_mine()) return true;
   WorkQueue queue(tokens * chunks, b.kernel.send_blocks * block_warps(), outgoing.item);
   uint32_t allowed = kSkipSelf ? ~(1u << b.plan.rank) : kAllLanes;
   return queue.for_each(&b.wait.round->send_queue[kDispatch], [&](int32_t item, int32_t) {
@@ -122,7 +121,7 @@ __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens) {
       __syncwarp();
       if (p >= 0 && !before) b.count[p] += __popc(same);
     }
-    if (!b.may_open() || !b.is_mine()) return;
+    if (!b.may_open()) return;
 #pragma unroll 1
     for (int32_t rank = 0; real && rank < plan.R; ++rank) {
       int32_t id = p < 0 ? b.shared.sentinel[rank] : p;

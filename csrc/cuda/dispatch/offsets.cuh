@@ -75,8 +75,8 @@ __device__ __forceinline__ void sum_source_counts(const DispatchBlock& b, int32_
 }
 
 // The whole block awaits all counts and computes what each source sends and where each local expert's segment starts.
-// The first block also learns whether all blocks that send have started. Returns false if a rank did not open the
-// round, or opened it with another shape.
+// A block that has sent also learns whether all that send have started. Returns false if a rank did not open the round,
+// or opened it with another shape.
 __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
   auto experts = static_cast<int32_t>(b.plan.num_local_experts), rank = static_cast<int32_t>(b.plan.rank);
   auto R = static_cast<int32_t>(b.plan.R);
@@ -88,8 +88,8 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
   for (int32_t local = threadIdx.x; local < experts; local += block_threads()) b.count[local] = 0;
   __syncthreads();
   bool arrived = true;
-  if (blockIdx.x == 0 && threadIdx.x / 32 == block_warps() - 2 && b.args.send && !b.roster().all_started())
-    shared.late = 1;
+  if (threadIdx.x == block_threads() - 64 && b.number < b.kernel.sending_blocks())
+    shared.late = !b.wait.have_started(kDispatch, b.kernel.sending_blocks());
   // Several threads share the sources of an expert, so that all words are loaded at once.
   int32_t sharing = max(1, min(R, block_threads() / max(experts, 1)));
 #pragma unroll 1

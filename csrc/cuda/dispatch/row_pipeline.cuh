@@ -10,8 +10,8 @@ namespace epmoe::cuda {
 struct RowPipeline : TmaRing<kPipelineStages> {
   const DispatchBlock& b;
 
-  __device__ RowPipeline(const DispatchBlock& b, bool covers)
-      : TmaRing(b.chunks, b.shared.chunk_barriers[covers], b.kernel.chunk_bytes, threadIdx.x == 0), b(b) {}
+  __device__ explicit RowPipeline(const DispatchBlock& b)
+      : TmaRing(b.chunks, b.shared.chunk_barriers, b.kernel.chunk_bytes, threadIdx.x == 0), b(b) {}
   __device__ int32_t bytes(int32_t chunk) const {
     auto row_bytes = static_cast<int32_t>(b.args.D * itemsize(b.args.dtype));
     return min(stride_bytes, row_bytes - chunk * stride_bytes);

@@ -78,11 +78,11 @@ __device__ __forceinline__ void publish_flags(const DispatchBlock& b, int32_t co
 // The send blocks send a token at a time. Warp 0 sends it and publishes its flags, while the other warps count the
 // tokens up to the next one. Returns false if the round may not be opened.
 template <typename Source, int kGroupsInFlight>
-__device__ __forceinline__ bool send_rows(DispatchBlock& b, int32_t tokens, RowPipeline& pipeline) {
+__device__ __forceinline__ bool send_rows(DispatchBlock& b, int32_t tokens, int32_t* head) {
   int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, counted = 0, unsignaled = 0;
   int32_t send_blocks = b.kernel.send_blocks;
   bool sends = warp == 0, more = tokens > send_blocks, offsets_known = false;
-  int32_t* head = &b.wait.round->send_queue[kDispatch];
+  RowPipeline pipeline(b);
   if (sends && b.number < tokens) pipeline.load_chunk(b.number, 0);
   for (int32_t t = b.number, n = 0, next; t < tokens; t = next, n ^= 1) {
     int32_t claimed = warp == 1 && more ? claim(head) : 0;
@@ -92,9 +92,9 @@ __device__ __forceinline__ bool send_rows(DispatchBlock& b, int32_t tokens, RowP
     if (warp == 1 && lane == 0) b.shared.next_token = more ? send_blocks + claimed : tokens;
     __syncthreads();
     next = b.shared.next_token;
-    if (bool open = b.may_open(); !open || !b.is_mine()) {
+    if (!b.may_open()) {
       if (sends) pipeline.take();
-      return open;
+      return false;
     }
     bool first = t < send_blocks;  // the counts of other ranks cannot have arrived yet
     offsets_known = offsets_known || (!first && b.kernel.sends_to_final_rows() && compute_send_offsets(b));

@@ -99,6 +99,22 @@ struct Wait {
     return 0;
   }
 
+  // A block that sends says that it has started. Blocks start in the order of their numbers, and those that send come
+  // first. Another kernel may hold so many multiprocessors that some cannot start while others wait for ranks, which in
+  // turn wait for rows that the absent blocks should send. So a block that has sent asks whether all that send have
+  // started. If not, it does not receive: it ends, and an absent block finds its place. One thread calls each.
+  __device__ __forceinline__ void say_started(Stage stage) const {
+    asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(&round->started[stage]) : "memory");
+  }
+  __device__ __forceinline__ bool have_started(Stage stage, int32_t blocks) const {
+    constexpr uint64_t kStartNs = 20'000;  // blocks that have places start within microseconds of one another
+    auto* started = static_cast<volatile int32_t*>(&round->started[stage]);
+    if (*started >= blocks) return true;
+    for (uint64_t begin_ns = now_ns(); now_ns() - begin_ns < kStartNs;)
+      if (*started >= blocks) return true;
+    return false;
+  }
+
   // The block begins to receive: from here on it may write outputs. One thread calls it.
   __device__ __forceinline__ void begin(Stage stage) const {
     asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(&round->receiving[stage]) : "memory");

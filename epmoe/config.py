@@ -94,7 +94,8 @@ class CapacityConfig(Strict):
     max_num_tokens_per_rank: int = Field(default=1024, ge=1, le=2**20)
     """M: most tokens a rank may bring to one round."""
     max_expert_rows: int | None = Field(default=None, ge=1, le=_INT32_MAX)
-    """Most expert-major rows N that a rank can hold; by default the worst case, R·M·K + e·(alignment−1)."""
+    """Most expert-major rows N that a rank can hold, rounded up to `alignment`; by default the worst case,
+    R·M·K + e·(alignment−1)."""
     alignment: int = Field(default=1, ge=1, le=4096)
     """In rows: each expert's segment starts at a multiple of this number (block-scaled GEMMs need 128)."""
     on_overflow: Literal["raise", "drop"] = "raise"
@@ -228,7 +229,11 @@ class EPConfig(Strict):
             yield f"exchange.{key}", ok, what, getattr(exchange, key)
         first, later = exchange.warmup_timeout_s, exchange.timeout_s
         yield "exchange.warmup_timeout_s", first >= later, f"at least `exchange.timeout_s` = {later}", first
-        gaps = self.num_physical_experts * self.capacity.alignment
+        alignment, rows = self.capacity.alignment, self.capacity.max_expert_rows
+        largest = _INT32_MAX // alignment * alignment
+        what = f"at most {largest}, the largest int32 multiple of `capacity.alignment` = {alignment}"
+        yield "capacity.max_expert_rows", rows is None or rows <= largest, what, rows
+        gaps = (self.num_physical_experts + 1) * alignment  # between segments, and behind the last
         most = (_INT32_MAX - gaps) // (self.topology.ep_size * model.num_experts_per_tok)
         what = f"at most {most}, as R·M·K rows are numbered in int32"
         yield "capacity.max_num_tokens_per_rank", tokens <= most, what, tokens

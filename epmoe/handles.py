@@ -125,7 +125,8 @@ class Dispatched(_Fields):
 
     Attributes:
         rows: [N_cap, D], expert by expert, in the dtype of the call's x, or float8_e4m3fn with an fp8 payload. N_cap is
-            `capacity.max_expert_rows` or the worst case. Rows past `expert_offsets[e]` must not be read.
+            `capacity.max_expert_rows` or the worst case, rounded up to `capacity.alignment`. Rows past
+            `expert_offsets[e]` must not be read.
         scales: fp32 [N_cap, ⌈D/128⌉] with an fp8 payload, otherwise None.
         expert_offsets: int32 [e + 1], the first row of each expert's segment, gaps of `capacity.alignment` included.
         tokens_per_expert: int32 [e], rows of each segment without its gap.

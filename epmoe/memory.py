@@ -105,7 +105,8 @@ class MemoryPlan:
         most = max(map(placement.num_local_experts, range(R)))
         copies = placement.copies_table().shape[1]
         # GPUs write into each other's expert-major rows, so these are equally many on all GPUs.
-        N = config.capacity.max_expert_rows or R * M * K + (most if nvlink else e) * (alignment - 1)
+        worst = R * M * K + (most if nvlink else e) * (alignment - 1)
+        N = _round_up(config.capacity.max_expert_rows or worst, alignment)
         B = -(-D // SCALE_BLOCK)
         padded_B = _round_up(B, 4)  # GPUs copy 16 bytes at a time
         payload_fp8, combine_fp8 = (

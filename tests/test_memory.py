@@ -74,7 +74,18 @@ def test_every_rank_has_the_same_window():
 
 def test_capacity_bounds_the_rows():
     assert plan_of(capacity={"max_expert_rows": 40})["rows"].shape == (40, 64)
-    assert plan_of(capacity={"alignment": 128})["rows"].shape == (64 + 3 * 127, 64)
+    assert plan_of(capacity={"alignment": 5})["rows"].shape == (80, 64)  # 64 + 3 · 4, rounded up
+
+
+@pytest.mark.parametrize("nvlink", [False, True])
+@pytest.mark.parametrize("rows", [None, 572, 640])
+def test_rows_are_rounded_up_to_the_alignment(rows, nvlink):
+    """Grouped GEMMs on blocks of 128 rows check that the rows are whole blocks."""
+    capacity = {"max_num_tokens_per_rank": 8, "alignment": 128, "max_expert_rows": rows}
+    config = epmoe.EPConfig(**SMALL | {"capacity": capacity})
+    plan = MemoryPlan.build(config, rank=3, nvlink=nvlink)
+    want = 640 if rows else 512 if nvlink else 384  # 64 + 3 · 127 or 64 + 2 · 127, rounded up
+    assert plan["rows"].shape == (want, 64) and plan.sizes["max_rows"] == want
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)

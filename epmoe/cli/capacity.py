@@ -40,7 +40,7 @@ class Capacity:
     """The expert-major rows of the rank with the most experts, in rounds of M tokens on each rank."""
 
     worst: int
-    """rows that hold whatever comes, with the padding for `capacity.alignment`"""
+    """rows that hold whatever comes, with the padding for `capacity.alignment`; a multiple of it"""
     mean: float
     """rows that a rank gets on average if all experts are equally likely"""
     sigma: float
@@ -57,8 +57,10 @@ class Capacity:
         e = max(placement.num_local_experts(rank) for rank in range(R))
         share = e / P
         variance = K * share * (1 - share) * (P - K) / max(1, P - 1)  # of one token: draws without replacement
-        padding = e * (config.capacity.alignment - 1)
-        return cls(tokens * K + padding, tokens * K * share, math.sqrt(tokens * variance), padding)
+        alignment = config.capacity.alignment
+        padding = e * (alignment - 1)
+        worst = -(-(tokens * K + padding) // alignment) * alignment
+        return cls(worst, tokens * K * share, math.sqrt(tokens * variance), padding)
 
     def rows(self, load: float) -> int:
         """Rows for a rank that gets `load` times the mean, with `SIGMAS` for chance; at most the worst case."""

@@ -168,14 +168,15 @@ def expected_slabs(config: EPConfig, placement: Placement, tokens: list[Tokens],
 
 def expected_rows(config: EPConfig, placement: Placement, slabs: Slabs, rank: int) -> Permuted:
     capacity = config.capacity
+    limit, alignment = capacity.max_expert_rows, capacity.alignment
     return permute_reference(
         slabs.x,
         slabs.ids,
         placement.expert_map(rank),
         placement.num_local_experts(rank),
         counts_R=slabs.counts,
-        alignment=capacity.alignment,
-        max_rows=capacity.max_expert_rows,
+        alignment=alignment,
+        max_rows=None if limit is None else -(-limit // alignment) * alignment,
     )
 
 

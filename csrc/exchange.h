@@ -15,7 +15,7 @@ struct Exchange {
 
 struct DispatchArgs {
   const void* x_TD;
-  DType dtype;             // of x
+  DType dtype;             // of x; fp8: the rows are quantised already, and plan.payload_fp8 is 1
   int64_t x_stride_bytes;  // between rows
   const void* ids_TK;      // logical experts
   bool wide_ids;           // ids are int64, else int32
@@ -28,9 +28,11 @@ struct DispatchArgs {
   int64_t num_rows;           // real tokens, as the host knows them
   int64_t D;
   int32_t K;
-  bool expert_major;   // layout="expert": permute the rows on arrival, else leave them in their slots
-  bool weight_rows;    // multiply each pair's row by its weight on arrival; combine then only adds
-  bool send, receive;  // the phases of this call: either or both
+  bool expert_major;       // layout="expert": permute the rows on arrival, else leave them in their slots
+  bool weight_rows;        // multiply each pair's row by its weight on arrival; combine then only adds
+  bool send, receive;      // the phases of this call: either or both
+  const float* scales_TB;  // of rows that are fp8, else null
+  int64_t scales_stride;   // between rows
 };
 
 struct CombineArgs {

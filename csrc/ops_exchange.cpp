@@ -77,12 +77,13 @@ void launch_combine(const Exchange& exchange, const CombineArgs& args, const Ten
   auto* offsets = reinterpret_cast<const int32_t*>(exchange.scratch + exchange.plan.expert_offsets);
   int64_t needed = args.rows && args.expert_major ? offsets[exchange.plan.num_local_experts] : 0;
   STD_TORCH_CHECK(args.num_rows >= needed, "`expert_rows` must hold at least ", needed, " rows, got ", args.num_rows);
-  cpu::combine(exchange, args);
+  cpu::combine(exchange, args, dtype_of(y));
 }
 
 template <Phase kPhase>
-void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const std::optional<Tensor>& num_tokens,
-              int64_t num_rows, const Tensor& window, const Tensor& scratch, const Tensor& descriptor) {
+void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const std::optional<Tensor>& scales,
+              const std::optional<Tensor>& num_tokens, int64_t num_rows, const Tensor& window, const Tensor& scratch,
+              const Tensor& descriptor) {
   const ExchangeDescriptor& d = parsed(descriptor);
   const ExchangePlan& plan = d.plan;
   check_rows(x, "x");
@@ -94,7 +95,14 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
       "x, ids and weights must fit one another and the plan");
   STD_TORCH_CHECK(D >= 1 && D <= plan.D && (plan.payload_fp8 || D * bytes <= plan.x_stride_bytes),
                   "a row of x must fit the plan");
-  STD_TORCH_CHECK(plan.combine_fp8 || D * bytes <= plan.combine_stride_bytes, "a row of y must fit the plan");
+  STD_TORCH_CHECK((dtype_of(x) == DType::kFloat8E4M3) == scales.has_value() && (plan.payload_fp8 || !scales),
+                  "fp8 rows, and no others, come with scales, and need an fp8 payload");
+  if (scales) {
+    check_rows(*scales, "scales");
+    STD_TORCH_CHECK(scales->scalar_type() == ScalarType::Float && scales->size(0) == T &&
+                        scales->size(1) == ceil_div(D, kScaleBlock),
+                    "scales must be float32 [T, D / 128]");
+  }
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x.stride(0) * bytes % 16 == 0,
                   "rows of x must start at multiples of 16 bytes");
   DispatchArgs args{
@@ -116,6 +124,8 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
       .weight_rows = d.weight_rows != 0,
       .send = kPhase != Phase::kRecv,
       .receive = kPhase != Phase::kSend,
+      .scales_TB = scales ? static_cast<const float*>(scales->data_ptr()) : nullptr,
+      .scales_stride = scales ? scales->stride(0) : 0,
   };
   launch_dispatch(exchange_of(d, window, scratch), args, x);
 }
@@ -127,6 +137,8 @@ void combine(const Tensor& y, const std::optional<Tensor>& rows, const Tensor& w
   const ExchangePlan& plan = d.plan;
   STD_TORCH_CHECK(y.dim() == 2 && y.is_contiguous() && y.size(0) <= plan.M && y.size(1) <= plan.D,
                   "y must be contiguous [T, D] and fit the plan");
+  STD_TORCH_CHECK(plan.combine_fp8 || y.size(1) * itemsize(dtype_of(y)) <= plan.combine_stride_bytes,
+                  "a row of y must fit the plan");
   CombineArgs args{
       .rows = nullptr,
       .expert_major = d.expert_major != 0,

@@ -134,7 +134,7 @@ class Dispatched(_Fields):
         num_tokens: T of this rank's call, padding included.
         epoch: the round's number, from 1.
         layout: "expert" or "rank".
-        dtype: of the call's x, of the rows that combine takes, and of y.
+        dtype: of the rows that combine takes, and of y: that of the call's x, or the config's if x is fp8.
         hidden_size: D of the call.
     """
 

@@ -15,7 +15,7 @@ from epmoe import ops
 from epmoe.memory import MemoryPlan
 
 H200_MULTIPROCESSORS, H200_MAJOR = 132, 9
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # in the order of `DType` in csrc/types.h
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)  # in the order of `DType` in csrc/types.h
 
 
 class DispatchLaunch(NamedTuple):
@@ -100,7 +100,7 @@ def launches(
     Args:
         plan: of a rank on GPUs, `MemoryPlan.build(..., nvlink=True)`.
         tokens: T.
-        dtype: of x: fp32, fp16 or bf16.
+        dtype: of x: fp32, fp16 or bf16, or fp8 with an fp8 payload.
         expert_major: the layout.
         send: the launch runs the send phase.
         receive: the launch runs the recv phase.

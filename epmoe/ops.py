@@ -34,8 +34,8 @@ _library.define(
 )
 for _phase in ("", "_send", "_recv"):
     _library.define(
-        f"dispatch{_phase}(Tensor x, Tensor ids, Tensor weights, Tensor? num_tokens, int num_rows, Tensor(a!) window, "
-        "Tensor(b!) scratch, Tensor descriptor) -> ()"
+        f"dispatch{_phase}(Tensor x, Tensor ids, Tensor weights, Tensor? scales, Tensor? num_tokens, int num_rows, "
+        "Tensor(a!) window, Tensor(b!) scratch, Tensor descriptor) -> ()"
     )
     _library.define(
         f"combine{_phase}(Tensor(c!) y, Tensor? rows, Tensor(a!) window, Tensor(b!) scratch, Tensor descriptor) -> ()"
@@ -111,6 +111,7 @@ def _(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
+    scales: Tensor | None,
     num_tokens: Tensor | None,
     num_rows: int,
     window: Tensor,

@@ -73,6 +73,7 @@ class ExpertParallel(Resumable):
         ids: Tensor,
         weights: Tensor,
         *,
+        scales: Tensor | None = None,
         num_tokens: int | Tensor | None = None,
         layout: Layout = "expert",
         apply_router_weight_on_input: bool = False,
@@ -85,8 +86,11 @@ class ExpertParallel(Resumable):
         Args:
             x: [T, D] fp32, fp16 or bf16, 0 ≤ T ≤ M. D and dtype may be smaller than the config's but are equal on all
                 ranks. Values arrive bit by bit; only the NaN whose bits are all 1 may arrive as another NaN on a GPU.
+                With `scales`, fp8 e4m3; then combine takes and returns rows in the config's dtype.
             ids: int32 or int64 [T, K], logical experts. −1, E and any other id out of range mean "no expert".
             weights: fp32, bf16 or fp16 [T, K]. A pair of weight 0 does not travel; NaN and Inf count as 0.
+            scales: fp32 [T, D/128] of rows that are already quantised, if `exchange.payload` is fp8. Rows and scales
+                arrive bit by bit, as x does otherwise. D must be a multiple of 128, so no block is partly filled.
             num_tokens: int or int32 scalar tensor on the device. Rows at and past it are padding and are not sent.
             layout: "expert" for expert-major rows, "rank" for one slab of rows for each source rank.
             apply_router_weight_on_input: with layout="expert" only. Each pair's row is weight · x, an fp32 product
@@ -103,7 +107,9 @@ class ExpertParallel(Resumable):
             EPMismatchError: the calls of the ranks did not match.
             EPTimeoutError: ranks did not arrive in time, or left. Ctrl-C, too, ends a wait, and leaves the round open.
         """
-        return dispatch_stage.dispatch(self._open, x, ids, weights, num_tokens, layout, apply_router_weight_on_input)
+        return dispatch_stage.dispatch(
+            self._open, x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input
+        )
 
     def dispatch_send(
         self,
@@ -111,6 +117,7 @@ class ExpertParallel(Resumable):
         ids: Tensor,
         weights: Tensor,
         *,
+        scales: Tensor | None = None,
         num_tokens: int | Tensor | None = None,
         layout: Layout = "expert",
         apply_router_weight_on_input: bool = False,
@@ -123,7 +130,7 @@ class ExpertParallel(Resumable):
         `num_tokens` included, may be overwritten before `dispatch_recv` has returned.
         """
         return dispatch_stage.dispatch_send(
-            self._open, x, ids, weights, num_tokens, layout, apply_router_weight_on_input
+            self._open, x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input
         )
 
     def dispatch_recv(self, sent: Sent) -> Dispatched:

@@ -138,6 +138,17 @@ def test_one_phase_leaves_room():
         assert max(d.blocks, c.blocks) <= 132 * 3 // 4 and max(d.recv_lines, c.send_lines) <= 1
 
 
+@pytest.mark.parametrize("R", [2, 8])
+@pytest.mark.parametrize("T", [16, 1024, 4096])
+def test_rows_that_are_fp8_already(R, T):
+    """They take the protocol and the lines of rows that become fp8. Their senders do not quantise, so fewer send."""
+    plan = plan_of(R, payload="fp8")
+    here, there = (launches(plan, T, dtype)[0] for dtype in (torch.float8_e4m3fn, BF16))
+    assert (here.protocol, here.recv_lines) == (there.protocol, there.recv_lines)
+    assert here.send_blocks <= there.send_blocks
+    assert here.chunk_bytes == (7168 if T == 4096 else 0)
+
+
 def test_a_tuning_table_holds():
     plan = plan_of()
     plan.sizes.update(dispatch_senders=17, combine_senders=23, combine_team=8)
@@ -169,17 +180,23 @@ def documented_variants() -> set[str]:
         types, _, fp8s = dtypes.partition("; fp8: ")
         for dtype in types.split(", "):
             for fp8 in fp8s.split(", "):
-                variants.add(re.sub(r"\b[ST]\b", dtype, name).replace("fp8", fp8))
+                variants.add(re.sub(r"\bfp8\b", fp8, re.sub(r"\b[ST]\b", dtype, name)))
     return variants
 
 
 def test_the_variant_table_counts():
     variants = documented_variants()
-    assert sum(name.startswith("dispatch") for name in variants) == 22
+    assert sum(name.startswith("dispatch") for name in variants) == 27
     assert sum(name.startswith("combine") for name in variants) == 21
 
 
-MANGLED = {"v": "void", "f": "float", "6__half": "__half", "13__nv_bfloat16": "__nv_bfloat16"}
+MANGLED = {
+    "v": "void",
+    "f": "float",
+    "6__half": "__half",
+    "13__nv_bfloat16": "__nv_bfloat16",
+    "13__nv_fp8_e4m3": "__nv_fp8_e4m3",
+}
 
 
 def compiled_variants(stage: str, folder) -> set[str]:
@@ -191,7 +208,7 @@ def compiled_variants(stage: str, folder) -> set[str]:
     subprocess.run(command, check=True, capture_output=True)
     found = set()
     for arguments in re.findall(rf"\.entry \w*?{stage}_kernelI(\w*?)EEvNS", ptx.read_text()):
-        values = re.findall(r"Li(\d+)E|Lb([01])E|(6__half|13__nv_bfloat16|v|f)", arguments + "E")
+        values = re.findall(r"Li(\d+)E|Lb([01])E|(6__half|13__nv_bfloat16|13__nv_fp8_e4m3|v|f)", arguments + "E")
         names = [n or (("false", "true")[int(b)] if b else MANGLED[t]) for n, b, t in values]
         found.add(f"{stage}_kernel<{', '.join(names)}>")
     return found

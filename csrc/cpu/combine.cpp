@@ -34,7 +34,7 @@ void send_rows(const Exchange& ex, const CombineArgs& args, const RoundState& ro
   const ExchangePlan& plan = ex.plan;
   FinalizeArgs finalize_args{
       .rows_ND = args.rows,
-      .dtype = static_cast<DType>(round.dtype),
+      .dtype = {},  // it is T
       .rows_stride_bytes = args.rows_stride_bytes,
       .num_rows = args.num_rows,
       .row_of_pair_SK = in_scratch<int32_t>(ex, plan.row_of_pair),
@@ -149,10 +149,10 @@ void give_up(const Exchange& ex, RoundState& round) {
 
 }  // namespace
 
-void combine(const Exchange& ex, const CombineArgs& args) {
+void combine(const Exchange& ex, const CombineArgs& args, DType dtype) {
   auto* round = in_scratch<RoundState>(ex, ex.plan.state);
   if (args.send && !args.rows) return give_up(ex, *round);
-  visit(static_cast<DType>(round->dtype), [&](auto type) {
+  visit(dtype, [&](auto type) {
     if (args.send) send<decltype(type)>(ex, args, *round);
     if (args.receive) receive<decltype(type)>(ex, args, *round);
   });

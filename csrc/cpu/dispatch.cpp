@@ -74,25 +74,27 @@ void send_tokens(const Exchange& ex, const DispatchArgs& args, int64_t tokens, s
   const ExchangePlan& plan = ex.plan;
   auto* slots = in_scratch<int32_t>(ex, plan.slots);
   Pairs pairs(plan);
-  std::vector<Float8> quantised(plan.payload_fp8 ? args.D : 0);
-  std::vector<float> scales(plan.payload_fp8 ? plan.scale_blocks : 0);
+  bool quantises = plan.payload_fp8 && args.dtype != DType::kFloat8E4M3;
+  std::vector<Float8> quantised(quantises ? args.D : 0);
+  std::vector<float> own_scales(quantises ? plan.scale_blocks : 0);
   bool stream = streams(tokens * plan.x_stride_bytes * std::min<int64_t>(args.K, plan.R));
   for (int64_t t = 0; t < tokens; ++t) {
     uint64_t ranks = read_pairs(ex, args, t, pairs);
     const char* row = static_cast<const char*>(args.x_TD) + t * args.x_stride_bytes;
     int64_t row_bytes = args.D * itemsize(args.dtype);
-    if (plan.payload_fp8 && ranks) {
+    const float* scales = args.scales_TB + t * args.scales_stride;  // null, plus 0, where rows have none
+    if (quantises && ranks) {
       visit(args.dtype, [&](auto type) {
-        quantise_row(reinterpret_cast<const decltype(type)*>(row), args.D, quantised.data(), scales.data());
+        quantise_row(reinterpret_cast<const decltype(type)*>(row), args.D, quantised.data(), own_scales.data());
       });
       row = reinterpret_cast<const char*>(quantised.data());
       row_bytes = args.D;
+      scales = own_scales.data();
     }
     for (int64_t r = 0; r < plan.R; ++r) {
       slots[t * plan.R + r] = ranks >> r & 1 ? counts_R[r]++ : -1;
       if (slots[t * plan.R + r] >= 0)
-        send_token(ex, args, pairs, r, slots[t * plan.R + r], row, row_bytes,
-                   plan.payload_fp8 ? scales.data() : nullptr, stream);
+        send_token(ex, args, pairs, r, slots[t * plan.R + r], row, row_bytes, scales, stream);
     }
   }
   auto* rows_sent = in_scratch<int64_t>(ex, plan.health_rows_sent);

@@ -13,6 +13,6 @@ void zero_padding_rows(const PaddingArgs& args);
 void quantize(const QuantizeArgs& args);
 
 void dispatch(const Exchange& exchange, const DispatchArgs& args);
-void combine(const Exchange& exchange, const CombineArgs& args);
+void combine(const Exchange& exchange, const CombineArgs& args, DType dtype);  // of y, as on CUDA
 
 }  // namespace epmoe::cpu

@@ -32,6 +32,7 @@ def dispatch(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
+    scales: Tensor | None,
     num_tokens: int | Tensor | None,
     layout: Layout,
     weight_rows: bool,
@@ -39,7 +40,7 @@ def dispatch(
     """Send this rank's tokens and receive those of its experts. Collective; see `ExpertParallel.dispatch`."""
     exchange.enter()
     try:
-        sent = _opened(exchange, x, ids, weights, num_tokens, layout, weight_rows)
+        sent = _opened(exchange, x, ids, weights, scales, num_tokens, layout, weight_rows)
         ops.dispatch(*sent.arguments)
         if exchange.rounds.progress[PHASES] & 3 != DISPATCHED:
             rounds.wait_on(exchange, ops.dispatch, sent.arguments, DISPATCHED)
@@ -53,6 +54,7 @@ def dispatch_send(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
+    scales: Tensor | None,
     num_tokens: int | Tensor | None,
     layout: Layout,
     weight_rows: bool,
@@ -60,7 +62,7 @@ def dispatch_send(
     """The send phase of `dispatch`; waits for no rank, except after an abort."""
     exchange.enter()
     try:
-        sent = _opened(exchange, x, ids, weights, num_tokens, layout, weight_rows)
+        sent = _opened(exchange, x, ids, weights, scales, num_tokens, layout, weight_rows)
         ops.dispatch_send(*sent.arguments)
         if exchange.rounds.progress[PHASES] & 3 != SENT:
             rounds.wait_on(exchange, ops.dispatch_send, sent.arguments, SENT)
@@ -87,23 +89,30 @@ def _opened(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
+    scales: Tensor | None,
     num_tokens: int | Tensor | None,
     layout: Layout,
     weight_rows: bool,
 ) -> Sent:
     """Check the arguments of `ExpertParallel.dispatch` and give them a round."""
     epoch = rounds.check_closed(exchange)
-    template = _checked_template(exchange, x, ids, weights, layout, weight_rows)
+    template = _checked_template(exchange, x, ids, weights, scales, layout, weight_rows)
     T = x.shape[0]
     scalar, rows = (None, T) if num_tokens is None else token_count(num_tokens, T, exchange.device)
     descriptor = template.descriptors[bisect_left(template.steps, T)]
     inputs = aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights)
-    arguments = *inputs, scalar, rows, *exchange.memory, descriptor
+    arguments = *inputs, scales, scalar, rows, *exchange.memory, descriptor
     return rounds.opened(exchange, template, T, epoch, descriptor, arguments)
 
 
 def _checked_template(
-    exchange: Exchange, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout, weight_rows: bool
+    exchange: Exchange,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    scales: Tensor | None,
+    layout: Layout,
+    weight_rows: bool,
 ) -> RoundTemplate:
     """The template of a call. Raises what `_check_inputs` does.
 
@@ -122,19 +131,33 @@ def _checked_template(
             and x.device == device
             and ids.device == device
             and weights.device == device
+            and (scales is None) == (x.dtype is not FP8)
+            and (scales is None or _fits(scales, T, D, device))
             and not (torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad))
         ):
             return template
     except (AttributeError, TypeError, ValueError):
         pass  # not even tensors of two dimensions: `_check_inputs` says so
-    _check_inputs(exchange, x, ids, weights, layout, weight_rows)
+    _check_inputs(exchange, x, ids, weights, scales, layout, weight_rows)
     exchange.templates[key] = template = _new_template(exchange, x, ids.shape[1], layout, weight_rows)
     return template
+
+
+def _fits(scales: Tensor, T: int, D: int, device: torch.device) -> bool:
+    """Whether `scales` needs no copy and no error: fp32 [T, D / 128] with contiguous rows."""
+    return (
+        scales.shape == (T, D // SCALE_BLOCK)
+        and scales.dtype is torch.float32
+        and scales.device == device
+        and (scales.stride()[1] == 1 or D <= SCALE_BLOCK)
+        and not (scales.requires_grad and torch.is_grad_enabled())
+    )
 
 
 def _new_template(exchange: Exchange, x: Tensor, K: int, layout: Layout, weight_rows: bool) -> RoundTemplate:
     views, wire_fp8 = exchange.views, bool(exchange.plan.sizes["payload_fp8"])
     wire, D = FP8 if wire_fp8 else x.dtype, x.shape[1]
+    y_dtype = exchange.config.model.torch_dtype if x.dtype is FP8 else x.dtype
     blocks = -(-D // SCALE_BLOCK)
     recv_fields: dict[str, Tensor | None]
     if layout == "expert":
@@ -158,13 +181,21 @@ def _new_template(exchange: Exchange, x: Tensor, K: int, layout: Layout, weight_
             "weights": exchange.slabs("recv.weights", torch.float32, K),
         }
         received = Received.attributes("recv", layout, recv_fields)
-    attributes |= {"recv": Received(received), "layout": layout, "dtype": x.dtype, "hidden_size": D}
+    attributes |= {"recv": Received(received), "layout": layout, "dtype": y_dtype, "hidden_size": D}
     attributes |= {"_rounds": ref(exchange.rounds), "_rank": exchange.plan.sizes["rank"]}
     steps, descriptors = exchange.descriptors_for(D, layout == "expert", weight_rows)
-    return RoundTemplate(steps, descriptors, attributes, D, torch.empty(0, D, dtype=x.dtype, device=exchange.device))
+    return RoundTemplate(steps, descriptors, attributes, D, torch.empty(0, D, dtype=y_dtype, device=exchange.device))
 
 
-def _check_inputs(exchange: Exchange, x: Tensor, ids: Tensor, weights: Tensor, layout: str, weight_rows: bool) -> None:
+def _check_inputs(
+    exchange: Exchange,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    scales: Tensor | None,
+    layout: str,
+    weight_rows: bool,
+) -> None:
     model, capacity = exchange.config.model, exchange.config.capacity
     if layout not in ("expert", "rank"):
         raise ValueError(f"`layout` must be 'expert' or 'rank', got {layout!r}")
@@ -174,12 +205,19 @@ def _check_inputs(exchange: Exchange, x: Tensor, ids: Tensor, weights: Tensor, l
         raise ValueError("`apply_router_weight_on_input` needs expert-major rows: it must be False with layout='rank'")
     D, K, M = model.hidden_size, model.num_experts_per_tok, capacity.max_num_tokens_per_rank
     dtypes = [model.torch_dtype, *(d for d in FLOATS if d.itemsize < model.torch_dtype.itemsize)]
+    if scales is not None:
+        if exchange.config.exchange.payload != "fp8":
+            raise ValueError("`scales` need `exchange.payload: fp8`, the format in which their rows travel")
+        dtypes = [FP8]
+    elif getattr(x, "dtype", None) is FP8:
+        raise ValueError(f"`scales` must be float32 [T, D/128] where `x` is float8_e4m3fn, got {describe(scales)}")
     check_tensor("x", x, dtypes, ("T", "D"), exchange.device)
     T, hidden = x.shape
     wires = exchange.config.exchange.payload, exchange.config.exchange.combine_payload
     step, whole = (SCALE_BLOCK, "blocks of 128") if "fp8" in wires else (16 // x.dtype.itemsize, "16 bytes")
     if hidden > D or hidden < 1 or hidden % step:
-        raise ValueError(f"`x` must be {model.dtype} [T, {D}], or a smaller D of whole {whole}, got {describe(x)}")
+        dtype = str(dtypes[0]).removeprefix("torch.")
+        raise ValueError(f"`x` must be {dtype} [T, {D}], or a smaller D of whole {whole}, got {describe(x)}")
     if T > M:
         raise ValueError(
             f"`x` has {T} tokens, but capacity.max_num_tokens_per_rank is {M}: set it to at least {T} on all ranks"
@@ -189,3 +227,8 @@ def _check_inputs(exchange: Exchange, x: Tensor, ids: Tensor, weights: Tensor, l
         raise ValueError(f"`ids` must be int32 or int64 [{T}, 1..{K}], got {describe(ids)}")
     check_tensor("weights", weights, FLOATS, tuple(ids.shape), exchange.device)
     check_forward_only(x, weights)
+    if scales is not None:
+        check_tensor("scales", scales, (torch.float32,), (T, hidden // SCALE_BLOCK), exchange.device)
+        if scales.stride(1) != 1 and hidden > SCALE_BLOCK:
+            raise ValueError(f"`scales` must have contiguous rows, got strides {scales.stride()}: use `.contiguous()`")
+        check_forward_only(scales)

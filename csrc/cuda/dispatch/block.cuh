@@ -14,6 +14,11 @@ constexpr int kLLTokenBits = 12, kMaxLLTokens = (1 << kLLTokenBits) - 1;
 // is the final row index, and the sender has already written the row there.
 constexpr uint32_t kFinalRow = 1u << 31;
 
+// Whether dispatch turns rows of `Source` into fp8. Rows of __nv_fp8_e4m3 are fp8 already and come with their scales;
+// void stands for rows that travel as they are, whatever their dtype.
+template <typename Source>
+constexpr bool kQuantizes = !std::is_void_v<Source> && !std::is_same_v<Source, __nv_fp8_e4m3>;
+
 struct DispatchKernel {
   Exchange ex;
   DispatchArgs args;
@@ -139,6 +144,7 @@ struct DispatchBlock {
   __device__ __forceinline__ const char* x_at(int64_t t) const {
     return static_cast<const char*>(args.x_TD) + t * args.x_stride_bytes;
   }
+  __device__ __forceinline__ const float* scales_at(int64_t t) const { return args.scales_TB + t * args.scales_stride; }
   // The rank of a physical expert, -1 for expert -1; and the same as a mask, empty for expert -1.
   __device__ __forceinline__ int32_t owner_of(int32_t p) const { return p < 0 ? -1 : location[p] >> 16; }
   __device__ __forceinline__ uint32_t rank_mask(int32_t p) const { return p < 0 ? 0u : 1u << owner_of(p); }

@@ -64,7 +64,8 @@ __device__ __noinline__ bool recv_ll_sources_too(DispatchBlock b) {
 
 // kRecvLines: lines of a row that a receiving lane moves at once with the LL protocol; 0: Simple protocol.
 // kCoarse: senders also move kRecvLines lines at once, otherwise one, and this rank's own rows do not travel, unless
-// they become fp8. Source: the dtype that becomes fp8; void where rows travel as they are.
+// they become fp8 or are fp8. Source: the dtype that becomes fp8, or __nv_fp8_e4m3 of rows that came with their scales;
+// void where rows travel as they are.
 template <int kRecvLines, bool kCoarse, typename Source, int kBlocksPerSM = blocks_per_sm(kRecvLines)>
 __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
     dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
@@ -158,11 +159,12 @@ auto* variant_of(int64_t recv_lines, bool coarse, bool exclusive) {
 }
 auto* variant_for(int64_t recv_lines, bool coarse, bool exclusive, bool fp8, DType dtype) {
   if (!fp8) return variant_of<void>(recv_lines, coarse, exclusive);
+  if (dtype == DType::kFloat8E4M3) return variant_of<__nv_fp8_e4m3>(recv_lines, coarse, exclusive);
   return visit(dtype, [&](auto source) { return variant_of<decltype(source)>(recv_lines, coarse, exclusive); });
 }
 
 cudaError_t load_dispatch() {
-  for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16})
+  for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3})
     for (bool fp8 : {false, true})
       for (int recv_lines : {0, 1, 2, kMaxLines<false>})
         for (bool coarse : {false, true})

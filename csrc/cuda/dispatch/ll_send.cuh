@@ -7,8 +7,7 @@
 
 namespace epmoe::cuda {
 
-// A chunk of a token's row on its way out, N lines a lane. Source: the dtype that becomes fp8; void where rows leave as
-// they are.
+// A chunk of a token's row on its way out, N lines a lane. Source: as of dispatch_kernel.
 template <int N, typename Source>
 struct OutgoingChunk {
   static constexpr bool kFp8 = !std::is_void_v<Source>;
@@ -23,18 +22,24 @@ struct OutgoingChunk {
 
   __device__ __forceinline__ void read(const DispatchBlock& b) {
     if (t >= b.args.T) return;
-    using Element = std::conditional_t<kFp8, Source, uint32_t>;
-    constexpr int kCount = kFp8 ? 16 : 4;  // elements of a line
+    using Element = std::conditional_t<kQuantizes<Source>, Source, uint32_t>;
+    constexpr int kCount = kQuantizes<Source> ? 16 : 4;  // elements of a line
     Element elements[N][kCount] = {};
     auto* x = reinterpret_cast<const Element*>(b.x_at(t));
 #pragma unroll
     for (int n = 0; n < N; ++n)
       if (chunk.inside(n)) load_vectors(x + chunk.at(n) * kCount, elements[n]);
+    if constexpr (kFp8 && !kQuantizes<Source>) {
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+        if (chunk.inside(n) && chunk.has_scale(n))
+          lines[n].scale = __float_as_uint(b.scales_at(t)[chunk.at(n) / kScaleLines]);
+    }
     int32_t lane = threadIdx.x % 32;
     ranks = __reduce_or_sync(kAllLanes, b.rank_mask(physical(b, t, RoutedPair(b.args, t, lane, lane < b.args.K))));
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      if constexpr (kFp8) {
+      if constexpr (kQuantizes<Source>) {
         float values[kCount];
 #pragma unroll
         for (int i = 0; i < kCount; ++i) values[i] = to_float(elements[n][i]);

@@ -46,9 +46,10 @@ __device__ __forceinline__ void quantize_chunk(const DispatchBlock& b, char* buf
   __syncthreads();
 }
 
-// Warp 0 sends a chunk to all ranks that need the token.
+// Warp 0 sends a chunk of token t to all ranks that need the token.
 template <typename Source>
-__device__ __forceinline__ void send_chunk(const DispatchBlock& b, int32_t chunk, const char* buffer, int32_t bytes) {
+__device__ __forceinline__ void send_chunk(const DispatchBlock& b, int32_t t, int32_t chunk, const char* buffer,
+                                           int32_t bytes) {
   int32_t lane = threadIdx.x, R = static_cast<int32_t>(b.plan.R);
   int64_t begin = chunk * b.kernel.chunk_bytes;
   // Lanes store one after the other. The rotation keeps all blocks from starting with rank 0.
@@ -62,7 +63,8 @@ __device__ __forceinline__ void send_chunk(const DispatchBlock& b, int32_t chunk
     for (int32_t rank = 0; rank < R; ++rank)
       if (float* scales = b.shared.destinations.scales_at[rank])
         for (int32_t i = lane; i < bytes / (kScaleBlock * kSize); i += 32)
-          scales[begin / (kScaleBlock * kSize) + i] = b.shared.scales[i];
+          scales[begin / (kScaleBlock * kSize) + i] =
+              kQuantizes<Source> ? b.shared.scales[i] : b.scales_at(t)[begin / kScaleBlock + i];
   }
 }
 

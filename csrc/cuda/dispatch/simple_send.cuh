@@ -102,10 +102,10 @@ __device__ __forceinline__ bool send_rows(DispatchBlock& b, int32_t tokens, int3
     __syncthreads();
     for (int32_t chunk = 0; chunk < b.kernel.row_chunks; ++chunk) {
       if (sends && chunk + 1 < b.kernel.row_chunks) pipeline.load_chunk(t, chunk + 1);
-      if (std::is_void_v<Source> && !sends) break;
+      if (!kQuantizes<Source> && !sends) break;
       char* buffer = pipeline.take();
-      if constexpr (!std::is_void_v<Source>) quantize_chunk<Source>(b, buffer, pipeline.bytes(chunk));
-      if (sends) send_chunk<Source>(b, chunk, buffer, pipeline.bytes(chunk));
+      if constexpr (kQuantizes<Source>) quantize_chunk<Source>(b, buffer, pipeline.bytes(chunk));
+      if (sends) send_chunk<Source>(b, t, chunk, buffer, pipeline.bytes(chunk));
     }
     if (warp == kWarps - 2) count_health(b, t);
     if (!sends) continue;

@@ -1,0 +1,203 @@
+"""Rows that the caller has quantised: they and their scales arrive bit by bit, by every path of dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from exchanges import (
+    FP8,
+    Tokens,
+    assert_y,
+    dequantised,
+    expected_rows,
+    expected_slabs,
+    make_tokens,
+    poison,
+    quantised,
+    run_experts,
+    run_fused_experts,
+    run_round,
+)
+from helpers import ON_GPUS, generator
+from torch import Tensor
+
+import epmoe
+from epmoe import Dispatched, ExpertParallel
+
+PLACEMENT = {"strategy": "round_robin", "num_redundant_experts": 3}
+# Tokens of rank 0, of all others, ll_max_tokens, hidden size, num_sms. On GPUs: LL with one line a lane, with two, and
+# with coarse senders (on up to 2 ranks); Simple; sources of both protocols in one round; rows of several chunks.
+SHAPES = [
+    (5, 3, 256, 256, None),
+    (70, 70, 256, 1152, None),
+    (70, 64, 256, 1152, 2),
+    (70, 70, 32, 1152, None),
+    (16, 70, 32, 256, None),
+    (0, 70, 32, 256, 20),
+    (60, 50, 32, 20480, 2),
+]
+
+
+def make_fp8_ep(make_ep: Callable[..., ExpertParallel], ll_max_tokens: int = 256, **options: object) -> ExpertParallel:
+    exchange = {"payload": "fp8", "num_sms": options.pop("num_sms", None)}
+    shape = {"top_k": 6, "hidden": 256, "dtype": "bfloat16", "max_tokens": 70}
+    return make_ep(ll_max_tokens, placement=PLACEMENT, exchange=exchange, **shape | options)
+
+
+def random_rows(T: int, D: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Bytes of fp8 rows [T, D] and bits of scales [T, D/128]: any, but for those that mark an LL line as empty."""
+    rows = torch.randint(0, 256, (T, D), dtype=torch.uint8, generator=generator(seed))
+    scales = torch.randint(-(2**31), 2**31, (T, D // 128), dtype=torch.int64, generator=generator(seed + 1)).int()
+    assert not rows.view(torch.int32).eq(-1).any() and not scales.eq(-1).any()
+    return rows, scales
+
+
+def dispatched(ep: ExpertParallel, rows: Tensor, scales: Tensor, mine: Tokens, phases: bool, **options) -> Dispatched:
+    """`mine` with fp8 rows and scales, given as their bits."""
+    x, ids, weights = (t.to(ep.device) for t in (rows.view(FP8), mine.ids, mine.weights))
+    options |= {"scales": scales.view(torch.float32).to(ep.device), "num_tokens": mine.real}
+    if phases:
+        return ep.dispatch_recv(ep.dispatch_send(x, ids, weights, **options))
+    return ep.dispatch(x, ids, weights, **options)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.cpu().contiguous().view(torch.uint8 if tensor.dtype == FP8 else torch.int32)
+
+
+@pytest.mark.parametrize("phases", [False, True])
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize(("first", "others", "ll_max_tokens", "hidden", "num_sms"), SHAPES)
+def test_every_bit_arrives(make_ep, rank, size, first, others, ll_max_tokens, hidden, num_sms, layout, phases):
+    """Any bits: NaN of both signs, scales that are negative, infinite or NaN."""
+    alignment = {"alignment": 8}
+    ep = make_fp8_ep(make_ep, ll_max_tokens, hidden=hidden, num_sms=num_sms, capacity=alignment)
+    for seed in range(2):
+        tokens = [
+            make_tokens(ep.config, r, others if r else first, seed=seed, kind="adversarial", padded=2)
+            for r in range(size)
+        ]
+        given = [random_rows(len(t.x), hidden, seed=10 * r + seed) for r, t in enumerate(tokens)]
+        poison(ep)
+        d = dispatched(ep, *given[rank], tokens[rank], phases, layout=layout)
+        assert d.dtype == torch.bfloat16
+        for part, name in enumerate(("rows", "scales")):
+            # The references move bits.
+            slabs = expected_slabs(
+                ep.config, ep.placement, [replace(t, x=g[part]) for t, g in zip(tokens, given, strict=True)], rank
+            )
+            assert torch.equal(d.recv.counts.cpu(), slabs.counts)
+            if layout == "rank":
+                got = bits(d.recv.scales if part else d.recv.x).flatten(0, 1)
+                used = torch.arange(got.shape[0]) % ep.config.capacity.max_num_tokens_per_rank
+                used = used < slabs.counts.repeat_interleave(ep.config.capacity.max_num_tokens_per_rank)
+                assert torch.equal(got[used], slabs.x[used])
+                continue
+            want = expected_rows(ep.config, ep.placement, slabs, rank)
+            if part:  # of gaps
+                one = torch.ones(1).view(torch.int32)
+                gaps = torch.ones(len(want.rows), dtype=torch.bool)
+                gaps[want.row_of_pair[want.row_of_pair >= 0].long()] = False
+                want.rows[gaps] = one
+            assert torch.equal(bits(getattr(d, name)[: len(want.rows)]), want.rows)
+        ep.abort(d)
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("T", [6, 70])
+def test_the_layer_is_that_of_rows_which_dispatch_quantises(make_ep, rank, size, T, layout):
+    """The same bits of y from a caller that quantises by `epmoe.quantize_fp8`, with and without a stride."""
+    ep = make_fp8_ep(make_ep, 32)
+    mine = make_tokens(ep.config, rank, T, padded=2)
+    at_once = run_round(ep, mine, layout, num_tokens=mine.real)
+    assert_y(at_once, ep.config, mine)
+    q, scales = epmoe.quantize_fp8(mine.x.to(ep.device), num_tokens=mine.real)
+    ids, weights = mine.ids.to(ep.device), mine.weights.to(ep.device)
+    wide = torch.zeros(T, 400, device=ep.device)
+    wide[:, 16:18] = scales
+    for given in (scales, wide[:, 16:18]):
+        d = ep.dispatch(q, ids, weights, scales=given, num_tokens=mine.real, layout=layout)
+        rows, combine = (
+            (run_fused_experts(ep, d), ep.combine_partial) if layout == "rank" else (run_experts(ep, d), ep.combine)
+        )
+        assert torch.equal(combine(rows, d), at_once)
+
+
+@pytest.mark.parametrize("T", [6, 70])
+def test_scales_are_weighted_on_arrival(make_ep, rank, size, T):
+    ep = make_fp8_ep(make_ep, 32)
+    tokens = [make_tokens(ep.config, r, T, kind="adversarial") for r in range(size)]
+    q, scales = quantised(tokens[rank].x)
+    d = dispatched(
+        ep, q.view(torch.uint8), scales.view(torch.int32), tokens[rank], False, apply_router_weight_on_input=True
+    )
+    slabs = expected_slabs(ep.config, ep.placement, tokens, rank)
+    want = expected_rows(ep.config, ep.placement, slabs, rank)
+    rows, scales = quantised(want.rows)
+    paired = want.row_of_pair >= 0
+    weight_of_row = torch.ones(len(want.rows), 1)
+    weight_of_row[want.row_of_pair[paired].long(), 0] = slabs.weights[paired]
+    assert torch.equal(d.rows[: len(rows)].cpu().float(), rows.float())
+    assert torch.equal(d.scales[: len(rows)].cpu(), scales * weight_of_row)
+    ep.abort(d)
+
+
+def test_smaller_hidden_size_and_top_k(make_ep, rank, size):
+    """A call may use smaller values than the config, whose strides remain between slots."""
+    ep = make_fp8_ep(make_ep, 32, hidden=640, top_k=6)
+    for T in (5, 50):
+        tokens = [make_tokens(ep.config, r, T) for r in range(size)]
+        given = [random_rows(T, 128, seed=r) for r in range(size)]
+        cut = [Tokens(g[0], t.ids[:, :3], t.weights[:, :3], t.real) for t, g in zip(tokens, given, strict=True)]
+        d = dispatched(ep, *given[rank], cut[rank], False)
+        want = expected_rows(ep.config, ep.placement, expected_slabs(ep.config, ep.placement, cut, rank), rank)
+        assert torch.equal(bits(d.rows[: len(want.rows)]), want.rows)
+        y = ep.combine(run_experts(ep, d), d)
+        assert y.shape == (T, 128) and y.dtype == torch.bfloat16
+
+
+def test_ranks_that_disagree_hear_of_it(make_ep, rank, size):
+    """One rank brings fp8 rows, the others leave it to dispatch: an error on all ranks."""
+    ep = make_fp8_ep(make_ep)
+    mine = make_tokens(ep.config, rank, 6)
+    with pytest.raises(epmoe.EPMismatchError):
+        if rank == 0:
+            q, scales = quantised(mine.x)
+            d = dispatched(ep, q.view(torch.uint8), scales.view(torch.int32), mine, False)
+        else:
+            d = ep.dispatch(*(t.to(ep.device) for t in (mine.x, mine.ids, mine.weights)))
+        ep.combine(torch.zeros(d.rows.shape, dtype=d.dtype, device=ep.device), d)
+        ep.check()
+
+
+@ON_GPUS
+def test_a_captured_round(make_ep, rank, size, device):
+    """Replays read the rows and scales of the buffers that were captured."""
+    ep = make_fp8_ep(make_ep)
+    T, D = 32, ep.config.model.hidden_size
+    mine = make_tokens(ep.config, rank, T)
+    ids, weights = mine.ids.to(device), mine.weights.to(device)
+    q, scales = torch.zeros(T, D, device=device).to(FP8), torch.ones(T, D // 128, device=device)
+
+    def one_round() -> Tensor:
+        d = ep.dispatch(q, ids, weights, scales=scales)
+        return ep.combine(dequantised(d.rows, d.scales, d.dtype), d)
+
+    one_round()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = one_round()
+    for seed in range(3):
+        new = make_tokens(ep.config, rank, T, seed=seed)
+        rows, new_scales = quantised(new.x)
+        q.copy_(rows)
+        scales.copy_(new_scales)
+        graph.replay()
+        torch.cuda.synchronize()
+        captured = y.clone()
+        assert torch.equal(one_round(), captured)
+    ep.check()

@@ -1,0 +1,109 @@
+"""Mistakes with rows that are already fp8: each is one sentence, before anything is sent. Rounds: tests/distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers import distinct_ids, randn
+
+import epmoe
+from epmoe import ops
+
+E, D, K, T = 12, 384, 3, 5
+FP8 = torch.float8_e4m3fn
+Q, SCALES = epmoe.quantize_fp8(randn(T, D))
+IDS, WEIGHTS = distinct_ids(T, E, K), torch.full((T, K), 1 / K)
+
+
+def make_ep(payload: str = "fp8") -> epmoe.ExpertParallel:
+    config = epmoe.EPConfig(
+        model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "bfloat16"},
+        topology={"ep_size": 1},
+        capacity={"max_num_tokens_per_rank": 16},
+        exchange={"payload": payload},
+    )
+    return epmoe.ExpertParallel(config)
+
+
+@pytest.fixture
+def ep() -> Iterator[epmoe.ExpertParallel]:
+    with make_ep() as ep:
+        yield ep
+
+
+@pytest.mark.parametrize(
+    ("x", "scales", "error", "message"),
+    [
+        (Q, None, ValueError, r"`scales` must be float32 \[T, D/128\] where `x` is float8_e4m3fn, got NoneType"),
+        (Q.float(), SCALES, TypeError, r"`x` must be float8_e4m3fn \[T, D\], got float32 \[5, 384\]"),
+        (Q.to(torch.float8_e5m2), SCALES, TypeError, r"`x` must be float8_e4m3fn \[T, D\], got float8_e5m2"),
+        (Q, SCALES.double(), TypeError, r"`scales` must be float32 \[5, 3\], got float64 \[5, 3\]"),
+        (Q, SCALES.tolist(), TypeError, r"`scales` must be float32 \[5, 3\], got list"),
+        (Q, SCALES[:4], ValueError, r"`scales` must be float32 \[5, 3\], got float32 \[4, 3\]"),
+        (Q, SCALES[:, :2], ValueError, r"`scales` must be float32 \[5, 3\], got float32 \[5, 2\]"),
+        (Q, SCALES.T.contiguous().T, ValueError, r"contiguous rows, got strides \(1, 5\): use `.contiguous\(\)`"),
+        (Q, SCALES.to("meta"), ValueError, "`scales` must be on cpu, got meta"),
+        (
+            Q[:, :200],
+            SCALES[:, :2],
+            ValueError,
+            r"`x` must be float8_e4m3fn \[T, 384\], or a smaller D of whole blocks of 128, got .* \[5, 200\]",
+        ),
+        (Q, SCALES.clone().requires_grad_(), RuntimeError, "epmoe is forward only, but an input requires grad"),
+    ],
+)
+def test_a_wrong_call_is_refused(ep, x, scales, error, message):
+    """Twice: with and without a call before that has passed the checks."""
+    for _ in range(2):
+        for dispatch in (ep.dispatch, ep.dispatch_send):
+            with pytest.raises(error, match=message):
+                dispatch(x, IDS, WEIGHTS, scales=scales)
+        d = ep.dispatch(Q, IDS, WEIGHTS, scales=SCALES)
+        ep.combine(torch.zeros(d.rows.shape, dtype=d.dtype), d)
+
+
+def test_scales_need_an_fp8_payload():
+    with make_ep("auto") as ep, pytest.raises(ValueError, match="`scales` need `exchange.payload: fp8`"):
+        ep.dispatch(Q, IDS, WEIGHTS, scales=SCALES)
+
+
+def test_a_hidden_size_of_no_whole_blocks_has_no_fp8_payload():
+    model = {"num_experts": E, "num_experts_per_tok": K, "hidden_size": 200}
+    with pytest.raises(epmoe.ConfigError, match=r"`model.hidden_size` = 200 is no multiple of 128"):
+        epmoe.EPConfig(model=model, topology={"ep_size": 1}, exchange={"payload": "fp8"})
+
+
+def test_combine_takes_the_dtype_of_the_config(ep):
+    d = ep.dispatch(Q, IDS, WEIGHTS, scales=SCALES)
+    assert (d.dtype, d.rows.dtype, d.hidden_size) == (torch.bfloat16, FP8, D)
+    with pytest.raises(TypeError, match="`expert_rows` must be bfloat16"):
+        ep.combine(torch.zeros(d.rows.shape), d)
+    ep.combine(torch.zeros(d.rows.shape, dtype=torch.bfloat16), d)
+
+
+def test_rows_and_scales_of_any_stride(ep):
+    """Slices of wider tensors need no copy of the caller's."""
+    wide, wide_scales = torch.zeros(T, 1000).to(FP8), torch.zeros(T, 10)
+    wide[:, 16 : 16 + D], wide_scales[:, 3:6] = Q, SCALES
+    for x, scales in ((Q, SCALES), (wide[:, 16 : 16 + D], wide_scales[:, 3:6])):
+        d = ep.dispatch(x, IDS, WEIGHTS, scales=scales)
+        used = int(d.expert_offsets[-1])
+        assert torch.equal(d.rows[:used].float().sum(0), Q.float().sum(0) * K)
+        assert torch.equal(d.scales[:used].sort(0).values, SCALES.repeat(K, 1).sort(0).values)
+        ep.abort(d)
+
+
+def test_no_tokens(ep):
+    d = ep.dispatch(Q[:0], IDS[:0], WEIGHTS[:0], scales=SCALES[:0])
+    assert ep.combine(torch.zeros(d.rows.shape, dtype=d.dtype), d).shape == (0, D)
+
+
+def test_the_operator_checks_what_would_be_a_wild_pointer(ep):
+    d = ep.dispatch(Q, IDS, WEIGHTS, scales=SCALES)
+    ep.abort(d)
+    rest = (None, T, *ep._open.memory, d.sent.descriptor)
+    for x, scales in ((Q, None), (Q.bfloat16(), SCALES), (Q, SCALES[:, :2]), (Q, SCALES.double())):
+        with pytest.raises(RuntimeError, match="scales"):
+            ops.dispatch(x, IDS, WEIGHTS, scales, *rest)

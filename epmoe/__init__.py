@@ -16,7 +16,7 @@ from epmoe.memory import MemoryPlan
 from epmoe.placement import Move, Placement
 from epmoe.service import ExpertParallel
 from epmoe.simulate import simulate_routing
-from epmoe.stages.experts import SwiGLUExperts
+from epmoe.stages.experts import GroupedExperts
 from epmoe.stages.finalize import finalize
 from epmoe.stages.permute import Permuted, permute
 from epmoe.stages.quantize import Quantized, quantize_fp8, zero_padding_rows_
@@ -34,6 +34,7 @@ __all__ = [
     "EPResumeError",
     "EPTimeoutError",
     "ExpertParallel",
+    "GroupedExperts",
     "Health",
     "MemoryPlan",
     "MoELayer",
@@ -43,7 +44,6 @@ __all__ = [
     "Quantized",
     "Routing",
     "Sent",
-    "SwiGLUExperts",
     "finalize",
     "permute",
     "quantize_fp8",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from epmoe import rounds
 from epmoe.service import ExpertParallel
 from epmoe.stages.checks import FLOATS, check_tensor, describe
-from epmoe.stages.experts import SwiGLUExperts, without_autocast
+from epmoe.stages.experts import GroupedExperts, without_autocast
 
 
 class MoELayer(nn.Module):
@@ -28,7 +28,7 @@ class MoELayer(nn.Module):
         ep: of the group whose ranks hold the experts.
         router_weight: fp32, fp16 or bf16 [E, D].
         experts: maps rows [N, D], expert_offsets int32 [e+1] and scales (fp32 [N, D/128] with an fp8 payload, otherwise
-            None) to outputs [N, D] in x's dtype, as `SwiGLUExperts` does.
+            None) to outputs [N, D] in x's dtype, as `GroupedExperts` does.
         bias: fp32 [E], added to the scores for the choice of experts only.
         apply_router_weight_on_input: as of `ExpertParallel.dispatch`.
 
@@ -58,7 +58,7 @@ class MoELayer(nn.Module):
             raise ValueError(f"`router_weight` must be {list(want)}, got {list(router_weight.shape)}")
         if not callable(experts):
             raise TypeError(f"`experts` must be callable on (rows, expert_offsets, scales), got {describe(experts)}")
-        if isinstance(experts, SwiGLUExperts) and (got := experts.w_down.shape[:2]) != (ep.num_local_experts, D):
+        if isinstance(experts, GroupedExperts) and (got := experts.w_down.shape[:2]) != (ep.num_local_experts, D):
             held = f"the {ep.num_local_experts} of this rank, with D={D}"
             raise ValueError(f"`experts` must be {held}, got {got[0]} with D={got[1]}")
         if bias is not None:
@@ -79,7 +79,7 @@ class MoELayer(nn.Module):
         tensor on the device, are padding and yield zeros; with [B, T, D] it counts rows [B·T, D].
 
         Raises what `ExpertParallel.dispatch` and `ExpertParallel.combine` raise, and before anything is sent TypeError
-        or ValueError unless x fits the config, and the dtype of `SwiGLUExperts`, and RuntimeError if anything requires
+        or ValueError unless x fits the config, and the dtype of `GroupedExperts`, and RuntimeError if anything requires
         grad in grad mode. An exception, also one of the experts, closes the round on this rank. The other ranks get
         sums without its experts, and none of them waits.
         """
@@ -108,15 +108,20 @@ class MoELayer(nn.Module):
 
     def _check(self, x: Tensor) -> None:
         model, device, experts = self.ep.config.model, self.ep.device, self.experts
-        if swiglu := isinstance(experts, SwiGLUExperts):
+        if ours := isinstance(experts, GroupedExperts):
             dtypes = [experts.dtype]
+            if self.ep.config.capacity.alignment % experts.alignment:
+                raise ValueError(
+                    f"`capacity.alignment` must be a multiple of {experts.alignment}, got "
+                    f"{self.ep.config.capacity.alignment}: the experts' GEMM is DeepGEMM's, whose segments start there"
+                )
         else:
             dtypes = [model.torch_dtype, *(d for d in FLOATS if d.itemsize < model.torch_dtype.itemsize)]
         is_tensor, D = isinstance(x, Tensor), model.hidden_size
         if not is_tensor or x.dtype not in dtypes or x.dim() not in (2, 3) or x.shape[-1] != D:
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             error = ValueError if is_tensor and x.dtype in dtypes else TypeError
-            why = f": the experts' weights are {names}" if swiglu and is_tensor and error is TypeError else ""
+            why = f": the experts take {names}" if ours and is_tensor and error is TypeError else ""
             raise error(f"`x` must be {names} [T, {D}] or [B, T, {D}], got {describe(x)}{why}")
         if x.device != device:
             raise ValueError(f"`x` must be on {device}, got {x.device}")

@@ -11,17 +11,17 @@ import torch
 from helpers import FLOATS, assert_close, poison_, randn
 
 from epmoe.reference import swiglu_reference
-from epmoe.stages.experts import SwiGLUExperts
+from epmoe.stages.experts import GroupedExperts
 
 SHAPES = [(3, 64, 32, True), (5, 1000, 24, True), (2, 10, 6, False)]  # e, D, F, whether grouped_mm takes the shape
 
 
-def _experts(e: int, D: int, F: int, dtype: torch.dtype, device: torch.device) -> SwiGLUExperts:
+def _experts(e: int, D: int, F: int, dtype: torch.dtype, device: torch.device) -> GroupedExperts:
     w_gate_up = (randn(e, 2 * F, D, seed=1) / D**0.5).to(dtype)
-    return SwiGLUExperts(w_gate_up.to(device), (randn(e, D, F, seed=2) / F**0.5).to(device, dtype))
+    return GroupedExperts(w_gate_up.to(device), (randn(e, D, F, seed=2) / F**0.5).to(device, dtype))
 
 
-def _want(experts: SwiGLUExperts, rows: torch.Tensor, ends: list[int]) -> torch.Tensor:
+def _want(experts: GroupedExperts, rows: torch.Tensor, ends: list[int]) -> torch.Tensor:
     expert = swiglu_reference(experts.w_gate_up, experts.w_down)
     return torch.cat([expert(rows[a:b], i) for i, (a, b) in enumerate(zip(ends, ends[1:], strict=False))])
 
@@ -31,7 +31,7 @@ def _want(experts: SwiGLUExperts, rows: torch.Tensor, ends: list[int]) -> torch.
 def test_agrees_with_fp64(device, dtype, e, D, F, grouped):
     experts = _experts(e, D, F, dtype, device)
     if device.type == "cpu":
-        assert experts.grouped is grouped
+        assert (experts.gemm == "torch") is grouped
     ends = torch.tensor([0, 4, 4, 12, 16, 20], dtype=torch.int32, device=device)[: e + 1]  # one expert is idle
     rows = poison_(torch.empty(24, D, dtype=dtype, device=device))
     used = int(ends[-1])
@@ -45,14 +45,14 @@ def test_loop_equals_grouped_mm(device):
     experts = _experts(3, 64, 32, torch.float32, device)
     rows, ends = randn(20, 64).to(device), torch.tensor([0, 7, 7, 20], dtype=torch.int32, device=device)
     grouped = experts(rows, ends)
-    experts.grouped = False
+    experts.gemm = "loop"
     torch.testing.assert_close(experts(rows, ends), grouped)
 
 
 def test_fp64_uses_the_loop():
     experts = _experts(2, 16, 8, torch.float64, torch.device("cpu"))
     rows = randn(5, 16).double()
-    assert not experts.grouped
+    assert experts.gemm == "loop"
     torch.testing.assert_close(
         experts(rows, torch.tensor([0, 2, 5], dtype=torch.int32)), _want(experts, rows, [0, 2, 5])
     )
@@ -65,10 +65,10 @@ def test_no_rows_and_no_experts(device):
     assert idle(torch.empty(4, 16, device=device), torch.zeros(1, dtype=torch.int32, device=device)).shape == (4, 16)
 
 
-@pytest.mark.parametrize("grouped", [True, False])
-def test_fp8_rows_are_dequantised_by_block(device, grouped):
+@pytest.mark.parametrize("gemm", ["torch", "loop"])
+def test_fp8_rows_are_dequantised_by_block(device, gemm):
     experts = _experts(2, 256, 16, torch.float32, device)
-    experts.grouped = grouped
+    experts.gemm = gemm
     rows = randn(6, 256).to(device, torch.float8_e4m3fn)
     scales = (randn(6, 2, seed=3).abs() + 0.1).to(device)
     ends = torch.tensor([0, 2, 6], dtype=torch.int32, device=device)
@@ -101,14 +101,14 @@ W_GATE_UP, W_DOWN, ENDS = torch.zeros(2, 8, 4), torch.zeros(2, 4, 4), torch.zero
 )
 def test_error_messages(weights, call, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        SwiGLUExperts(*weights)(*call)
+        GroupedExperts(*weights)(*call)
 
 
 def test_weights_are_in_the_state_dict_and_in_the_parameters(device):
     experts = _experts(3, 64, 32, torch.float32, device)
     assert isinstance(experts, torch.nn.Module)
     assert list(experts.state_dict()) == [name for name, _ in experts.named_parameters()] == ["w_gate_up", "w_down"]
-    other = SwiGLUExperts(torch.zeros(3, 64, 64, device=device), torch.zeros(3, 64, 32, device=device))
+    other = GroupedExperts(torch.zeros(3, 64, 64, device=device), torch.zeros(3, 64, 32, device=device))
     other.load_state_dict(experts.state_dict())
     rows, ends = randn(20, 64).to(device), torch.tensor([0, 7, 7, 20], dtype=torch.int32, device=device)
     assert torch.equal(other(rows, ends), experts(rows, ends))
@@ -117,7 +117,7 @@ def test_weights_are_in_the_state_dict_and_in_the_parameters(device):
 def test_weights_are_not_copied_and_need_no_grad():
     """As the exchange is forward only, a call outside no_grad works, also with weights of a model that trains."""
     w_gate_up, w_down = torch.nn.Parameter(randn(2, 16, 16)), torch.nn.Parameter(randn(2, 16, 8))
-    experts = SwiGLUExperts(w_gate_up, w_down)
+    experts = GroupedExperts(w_gate_up, w_down)
     assert experts.w_down.data_ptr() == w_down.data_ptr()
     assert not any(p.requires_grad for p in experts.parameters()) and w_down.requires_grad
     assert not experts(randn(5, 16), torch.tensor([0, 2, 5], dtype=torch.int32)).requires_grad
@@ -130,7 +130,7 @@ def test_to_casts_the_weights(device, dtype, e, D, F, grouped):
     experts = _experts(e, D, F, torch.float32, device).to(dtype)
     assert experts.w_gate_up.dtype == experts.w_down.dtype == experts.dtype == dtype
     if device.type == "cpu":
-        assert experts.grouped is (grouped and dtype == torch.bfloat16)
+        assert (experts.gemm == "torch") is (grouped and dtype == torch.bfloat16)
     ends = torch.tensor([0, 4, 4, 12, 16, 20], dtype=torch.int32, device=device)[: e + 1]
     used = int(ends[-1])
     rows = randn(used, D, dtype=dtype).to(device)
@@ -147,10 +147,10 @@ def test_to_moves_the_weights():
 def test_weights_may_come_with_load_state_dict_assign():
     """A model made on the meta device takes the tensors of a checkpoint, here of another dtype."""
     experts = _experts(2, 64, 32, torch.float32, torch.device("cpu"))
-    assert experts.grouped
+    assert experts.gemm == "torch"
     meta = copy.deepcopy(experts).to("meta")
     meta.load_state_dict(experts.double().state_dict(), assign=True)
-    assert meta.dtype == torch.float64 and not meta.grouped
+    assert meta.dtype == torch.float64 and meta.gemm == "loop"
     rows = randn(5, 64).double()
     ends = torch.tensor([0, 2, 5], dtype=torch.int32)
     torch.testing.assert_close(meta(rows, ends), _want(experts, rows, [0, 2, 5]))
@@ -179,11 +179,11 @@ def test_deepcopy_and_pickle():
         assert torch.equal(other(rows, ends), experts(rows, ends))
 
 
-@pytest.mark.parametrize("grouped", [True, False])
-def test_autocast_changes_nothing(device, grouped):
+@pytest.mark.parametrize("gemm", ["torch", "loop"])
+def test_autocast_changes_nothing(device, gemm):
     """Outputs stay in the weights' dtype, which is that of the rows and the one that combine takes."""
     experts = _experts(3, 64, 32, torch.float32, device)
-    experts.grouped = grouped
+    experts.gemm = gemm
     rows, ends = randn(20, 64).to(device), torch.tensor([0, 7, 7, 20], dtype=torch.int32, device=device)
     want = experts(rows, ends)
     with torch.autocast(device.type, torch.bfloat16):
@@ -192,4 +192,4 @@ def test_autocast_changes_nothing(device, grouped):
 
 def test_repr_says_the_shape():
     experts = _experts(3, 64, 32, torch.bfloat16, torch.device("meta"))
-    assert repr(experts) == "SwiGLUExperts(e=3, D=64, F=32, bfloat16)"
+    assert repr(experts) == "GroupedExperts(e=3, D=64, F=32, bfloat16, gemm='torch')"

@@ -26,7 +26,7 @@ def ep(device):
 
 def layer_and_weights(ep, dtype=torch.float32, bias=None):
     w_gate_up, w_down = (randn(E, 2 * F, D, seed=1) / D**0.5).to(dtype), (randn(E, D, F, seed=2) / F**0.5).to(dtype)
-    experts = epmoe.SwiGLUExperts(w_gate_up.to(ep.device), w_down.to(ep.device))
+    experts = epmoe.GroupedExperts(w_gate_up.to(ep.device), w_down.to(ep.device))
     return epmoe.MoELayer(ep, randn(E, D).to(ep.device), experts, bias=bias), (w_gate_up, w_down)
 
 

@@ -41,7 +41,7 @@ def ep(device):
 
 def make_experts(ep, e=E, D=D, dtype=torch.float32):
     w_gate_up, w_down = randn(e, 2 * F, D, dtype=dtype, seed=1) / D**0.5, randn(e, D, F, dtype=dtype, seed=2) / F**0.5
-    return epmoe.SwiGLUExperts(w_gate_up.to(ep.device), w_down.to(ep.device))
+    return epmoe.GroupedExperts(w_gate_up.to(ep.device), w_down.to(ep.device))
 
 
 def make_layer(ep, bias=True):
@@ -92,7 +92,7 @@ def test_a_move_takes_everything_along(ep, arguments):
 def test_autocast_changes_no_choice_of_experts(ep, dtype, grouped):
     """Logits in autocast's dtype would choose other experts."""
     layer = make_layer(ep)
-    layer.experts.grouped = grouped
+    layer.experts.gemm = "torch" if grouped else "loop"
     x = randn(M, D, seed=3).to(ep.device)
     y = layer(x)
     with torch.autocast(ep.device.type, dtype):
@@ -180,7 +180,7 @@ X = torch.zeros(4, D)
         (
             X.bfloat16(),
             TypeError,
-            r"`x` must be float32 \[T, 64\] or \[B, T, 64\], got bfloat16 \[4, 64\]: the experts' weights are float32",
+            r"`x` must be float32 \[T, 64\] or \[B, T, 64\], got bfloat16 \[4, 64\]: the experts take float32",
         ),
     ],
 )
@@ -204,7 +204,7 @@ def test_x_of_the_smaller_dtype_needs_experts_of_it(ep):
     """x in bf16 may go through an exchange of fp32, which only has bytes to spare, but not through fp32 experts."""
     layer = make_layer(ep)
     x = randn(4, D, dtype=torch.bfloat16).to(ep.device)
-    with pytest.raises(TypeError, match="the experts' weights are float32"):
+    with pytest.raises(TypeError, match="the experts take float32"):
         layer(x)
     assert_close(layer.bfloat16()(x), want(layer, x), slack=4)
 
@@ -261,4 +261,4 @@ def test_experts_of_another_model(ep, e, D):
 def test_repr_says_what_it_is(ep):
     text = repr(make_layer(ep))
     assert "ExpertParallel(rank 0 of 1, E=12 K=3 D=64 float32" in text
-    assert "(experts): SwiGLUExperts(e=12, D=64, F=32, float32)" in text
+    assert "(experts): GroupedExperts(e=12, D=64, F=32, float32, gemm='torch')" in text

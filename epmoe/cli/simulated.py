@@ -14,7 +14,7 @@ from epmoe.config import EPConfig
 from epmoe.reference import moe_reference
 from epmoe.service import ExpertParallel
 from epmoe.simulate import Kind, simulate_logits
-from epmoe.stages.experts import SwiGLUExperts
+from epmoe.stages.experts import GroupedExperts
 from epmoe.window import available_memory_bytes
 
 STAGES = ("route", "dispatch", "experts", "combine")
@@ -46,7 +46,7 @@ def run_layer(
     config, model, measured = ep.config, ep.config.model, Measured()
     weights = _expert_weights(config, seed, ep.device)
     logical = [ep.placement.logical(expert) for expert in ep.placement.local_experts(ep.rank)]
-    experts = SwiGLUExperts(*(w[logical] for w in weights))
+    experts = GroupedExperts(*(w[logical] for w in weights))
     pool_TE = simulate_logits(  # the same on all ranks and in all rounds, so popular experts stay popular
         kind,
         POOL_ROWS,

@@ -1,10 +1,10 @@
-"""The experts stage: a grouped GEMM over `expert_offsets`, by torch."""
+"""The experts stage: SwiGLU experts over expert-major rows. Its two grouped GEMMs are a library's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from epmoe.memory import SCALE_BLOCK
 from epmoe.stages.checks import FLOATS, check_tensor
-from epmoe.stages.quantize import dequantize_rows
+from epmoe.stages.grouped_gemm import DEEP_GEMM_ALIGNMENT, FP8, Gemm, choose, expert_of_rows, multiply
+from epmoe.stages.quantize import dequantize_rows, quantize_fp8
 
-DTYPES = (*FLOATS, torch.float64)
+DTYPES = (*FLOATS, torch.float64, FP8)
+_KEEP_DTYPE = ("w_gate_up", "w_down", "gate_up_scales", "down_scales")  # under casts, if the weights are fp8
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -24,117 +26,194 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False)
 
 
-class SwiGLUExperts(nn.Module):
-    """This rank's SwiGLU experts, `down(silu(gate(x)) · up(x))`, over rows in the order of `ep.dispatch`.
+class GroupedExperts(nn.Module):
+    """This rank's experts, `down(silu(gate(x)) · up(x))`, over rows in the order of `ep.dispatch`.
 
-    The weights are parameters named `w_gate_up` and `w_down` that share the memory of the given tensors. They require
-    no grad, because the exchange is forward only. Autocast changes nothing: outputs stay in the weights' dtype.
+    On GPUs nothing looks at the host, so that a call can be captured into a CUDA graph: with bf16 weights on compute
+    capability 9.0 and later, and with fp8 weights on 9.0. Weights are parameters that share the memory of the given
+    tensors and need no grad, because the exchange is forward only. Autocast changes nothing.
 
-    The constructor tries whether `torch.nn.functional.grouped_mm` accepts the weights: it needs strides that are
-    multiples of 16 bytes, and no fp64. If it does not, a loop over the experts computes the same. A cast, a move and
-    `load_state_dict` try again.
+    The GEMM is a library's. `gemm` says which one GPUs use:
+
+    - "auto": fp8 weights take DeepGEMM where it is installed (`pip install sgl-deep-gemm`) and takes them: compute
+      capability 9.0, D and F multiples of 128. All other weights take torch's `grouped_mm`.
+    - "deep_gemm": also bf16 weights take DeepGEMM.
+    - "torch": never DeepGEMM. fp8 weights are then dequantised in every call, which is right but slow, and takes the
+      memory of the weights in bf16. CPUs always do this; "auto" warns of it on GPUs.
+
+    DeepGEMM needs segments that start at multiples of 128 rows, `capacity.alignment: 128`: see `alignment`. Where torch
+    does not take the weights either (it needs strides of multiples of 16 bytes, and no fp64), a loop over the experts
+    computes the same, and looks at the host. Casts, moves and `load_state_dict` choose again. Casts leave fp8 weights
+    and their scales as they are.
 
     Args:
-        w_gate_up: fp32, fp16, bf16 or fp64 [e, 2F, D], in which each expert has F gate rows, then F up rows.
+        w_gate_up: fp32, fp16, bf16, fp64 or fp8 e4m3 [e, 2F, D], in which each expert has F gate rows, then F up rows.
         w_down: [e, D, F], same dtype and device.
+        gate_up_scales: fp32 [e, ⌈2F/128⌉, ⌈D/128⌉], with fp8 weights: one for each block of 128 × 128.
+        down_scales: fp32 [e, ⌈D/128⌉, ⌈F/128⌉], with fp8 weights.
+        gate_up_bias: [e, 2F] in the dtype of outputs, or None.
+        down_bias: [e, D] in the dtype of outputs, or None.
+        interleaved: gate and up rows alternate in `w_gate_up` and its bias.
+        limit: gate is at most this, and up lies within ± this, before the activation; None: no limit.
+        alpha: the activation is gate · sigmoid(alpha · gate); 1 is silu.
+        up_offset: is added to up.
+        gemm: which library GPUs use, see above.
+
+    For gpt-oss: interleaved=True, limit=7.0, alpha=1.702, up_offset=1.0, and both biases; the checkpoint's weights are
+    transposed, so pass `gate_up_proj.transpose(1, 2)`.
 
     Raises:
         TypeError: a weight is no tensor, or has another dtype.
-        ValueError: the shapes or devices do not fit each other.
+        ValueError: the shapes or devices do not fit each other, or DeepGEMM does not take the weights.
+        ImportError: `gemm` is "deep_gemm", and it is not installed.
     """
 
     w_gate_up: nn.Parameter
     w_down: nn.Parameter
+    gate_up_scales: nn.Parameter | None
+    down_scales: nn.Parameter | None
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+    gemm: Gemm
 
-    def __init__(self, w_gate_up: Tensor, w_down: Tensor) -> None:
+    def __init__(
+        self,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        *,
+        gate_up_scales: Tensor | None = None,
+        down_scales: Tensor | None = None,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        interleaved: bool = False,
+        limit: float | None = None,
+        alpha: float = 1.0,
+        up_offset: float = 0.0,
+        gemm: Literal["auto", "torch", "deep_gemm"] = "auto",
+    ) -> None:
         dtypes = [dtype for dtype in DTYPES if dtype == getattr(w_down, "dtype", None)]
         check_tensor("w_down", w_down, dtypes or DTYPES, ("e", "D", "F"))
-        e, D, f = w_down.shape
-        check_tensor("w_gate_up", w_gate_up, dtypes, (e, 2 * f, D), w_down.device)
+        (e, D, f), device = w_down.shape, w_down.device
+        check_tensor("w_gate_up", w_gate_up, dtypes, (e, 2 * f, D), device)
+        if gemm not in ("auto", "torch", "deep_gemm"):
+            raise ValueError(f"`gemm` must be 'auto', 'torch' or 'deep_gemm', got {gemm!r}")
         super().__init__()
         self.w_gate_up = nn.Parameter(w_gate_up, requires_grad=False)
         self.w_down = nn.Parameter(w_down, requires_grad=False)
-        self.grouped = self._accepts_grouped_mm()
+        f32, out, (B2f, BD, Bf) = (torch.float32,), (self.dtype,), (-(-n // SCALE_BLOCK) for n in (2 * f, D, f))
+        optional = {
+            "gate_up_scales": (gate_up_scales, f32, (e, B2f, BD)),
+            "down_scales": (down_scales, f32, (e, BD, Bf)),
+            "gate_up_bias": (gate_up_bias, out, (e, 2 * f)),
+            "down_bias": (down_bias, out, (e, D)),
+        }
+        for name, (value, wanted, shape) in optional.items():
+            if value is not None or self.is_fp8 and wanted is f32:
+                check_tensor(name, value, wanted, shape, device)
+            if value is not None and not self.is_fp8 and wanted is f32:
+                raise ValueError(f"`{name}` must be None where the weights are {_name(w_down.dtype)}")
+            self.register_parameter(name, None if value is None else nn.Parameter(value, requires_grad=False))
+        self.interleaved, self.limit, self.alpha, self.up_offset = interleaved, limit, alpha, up_offset
+        self._wanted = gemm
+        self.gemm = choose(self._wanted, self.w_gate_up, self.w_down)
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the weights are fp8, with scales."""
+        return self.w_down.dtype == FP8
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, of rows without scales, and of outputs."""
-        return self.w_down.dtype
+        """Of rows without scales, and of outputs: that of the weights, or bf16 where these are fp8."""
+        return torch.bfloat16 if self.is_fp8 else self.w_down.dtype
+
+    @property
+    def alignment(self) -> int:
+        """In rows: every segment must start at a multiple of it; `capacity.alignment` must be one, too."""
+        return DEEP_GEMM_ALIGNMENT if self.gemm == "deep_gemm" else 1
 
     def forward(self, rows_ND: Tensor, expert_offsets: Tensor, scales: Tensor | None = None) -> Tensor:
         """Apply each expert to its segment of rows.
 
         Args:
-            rows_ND: [N, D] in the weights' dtype, or fp8 with `scales`. Rows past `expert_offsets[e]` have no effect on
-                others, and their outputs are undefined.
+            rows_ND: [N, D] in `dtype`, or fp8 with `scales`. Rows past `expert_offsets[e]` have no effect on others,
+                and their outputs are undefined.
             expert_offsets: int32 [e + 1]. Expert i's segment is rows[expert_offsets[i] : expert_offsets[i + 1]],
                 alignment gaps included.
-            scales: fp32 [N, D/128], by which the rows are dequantised, or None.
+            scales: fp32 [N, D/128] of fp8 rows, or None. The rows are dequantised, unless DeepGEMM takes them as they
+                are.
 
         Returns:
-            Outputs [N, D] in the weights' dtype.
+            Outputs [N, D] in `dtype`.
 
         Raises:
             TypeError: an argument has another dtype.
             ValueError: an argument has another shape or device.
         """
-        w_down = self.w_down
-        (e, D, _), device = w_down.shape, w_down.device
-        dtype = w_down.dtype if scales is None else torch.float8_e4m3fn
+        (e, D, _), device = self.w_down.shape, self.w_down.device
+        dtype = self.dtype if scales is None else FP8
         check_tensor("rows", rows_ND, (dtype,), ("N", D), device)
         check_tensor("expert_offsets", expert_offsets, (torch.int32,), (e + 1,), device)
+        N = rows_ND.shape[0]
         if scales is not None:
-            check_tensor("scales", scales, (torch.float32,), (rows_ND.shape[0], D // SCALE_BLOCK), device)
+            check_tensor("scales", scales, (torch.float32,), (N, D // SCALE_BLOCK), device)
+        if e == 0:
+            return rows_ND.new_empty(N, D, dtype=self.dtype)
         with without_autocast(device):
-            return (self._grouped if self.grouped else self._loop)(rows_ND, expert_offsets, scales)
+            if device.type != "cpu" or torch.compiler.is_compiling():
+                return self._outputs(rows_ND, expert_offsets, scales)
+            # On the CPU the number of rows costs no synchronisation, so rows past the last segment are left out.
+            n = int(expert_offsets[-1])
+            out_nD = self._outputs(rows_ND[:n], expert_offsets, None if scales is None else scales[:n])
+        if n == N:
+            return out_nD
+        out_ND = out_nD.new_empty(N, D)
+        out_ND[:n] = out_nD
+        return out_ND
 
     def extra_repr(self) -> str:
-        """What `repr` says of the weights."""
+        """What `repr` says of the weights and of the GEMM."""
         e, D, f = self.w_down.shape
-        return f"e={e}, D={D}, F={f}, {str(self.dtype).removeprefix('torch.')}"
+        return f"e={e}, D={D}, F={f}, {_name(self.w_down.dtype)}, gemm={self.gemm!r}"
+
+    def _outputs(self, rows_nD: Tensor, expert_offsets: Tensor, scales: Tensor | None) -> Tensor:
+        ends, n, deep = expert_offsets[1:], rows_nD.shape[0], self.gemm == "deep_gemm"
+        layout = expert_of_rows(ends, n, past_the_end=-1) if deep else ends
+        biased = self.gate_up_bias is not None or self.down_bias is not None
+        experts_n = expert_of_rows(ends, n, past_the_end=0) if biased else None
+
+        def product(rows: Tensor, row_scales: Tensor | None, name: str) -> Tensor:
+            if deep and self.is_fp8 and row_scales is None:
+                rows, row_scales = quantize_fp8(rows, num_tokens=ends[-1])
+            elif deep and not self.is_fp8 and row_scales is not None:
+                rows, row_scales = dequantize_rows(rows, row_scales, self.dtype), None
+            weights, weight_scales = getattr(self, f"w_{name}"), getattr(self, f"{name}_scales")
+            out = multiply(self.gemm, rows, row_scales, weights, weight_scales, layout)
+            bias = getattr(self, f"{name}_bias")
+            return out if experts_n is None or bias is None else out + bias.index_select(0, experts_n)
+
+        return product(self._activation(product(rows_nD, scales, "gate_up")), None, "down")
+
+    def _activation(self, gate_up: Tensor) -> Tensor:
+        gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if self.interleaved else gate_up.chunk(2, dim=1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        gate = F.silu(gate) if self.alpha == 1 else gate * torch.sigmoid(self.alpha * gate)
+        return gate * (up + self.up_offset if self.up_offset else up)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        kept = {name: getattr(self, name).data for name in _KEEP_DTYPE} if self.is_fp8 else {}
         super()._apply(fn, recurse)
-        self.grouped = self._accepts_grouped_mm()
+        for name, data in kept.items():
+            if (after := getattr(self, name)).dtype != data.dtype:
+                setattr(self, name, nn.Parameter(data.to(after.device), requires_grad=False))
+        self.gemm = choose(self._wanted, self.w_gate_up, self.w_down)
         return self
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)
-        self.grouped = self._accepts_grouped_mm()
+        self.gemm = choose(self._wanted, self.w_gate_up, self.w_down)
 
-    def _grouped(self, rows_ND: Tensor, expert_offsets: Tensor, scales: Tensor | None) -> Tensor:
-        # On the CPU the number of rows costs no synchronisation, so rows past the last segment are left out.
-        n = rows_ND.shape[0] if rows_ND.is_cuda else int(expert_offsets[-1])
-        rows_nD = self._dequantise(rows_ND[:n], None if scales is None else scales[:n])
-        ends = expert_offsets[1:]
-        gate, up = F.grouped_mm(rows_nD, self.w_gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-        out_nD = F.grouped_mm(F.silu(gate) * up, self.w_down.transpose(1, 2), offs=ends)
-        if n == rows_ND.shape[0]:
-            return out_nD
-        out_ND = out_nD.new_empty(rows_ND.shape)
-        out_ND[:n] = out_nD
-        return out_ND
 
-    def _loop(self, rows_ND: Tensor, expert_offsets: Tensor, scales: Tensor | None) -> Tensor:
-        out_ND = rows_ND.new_empty(rows_ND.shape, dtype=self.w_down.dtype)
-        ends = expert_offsets.tolist()
-        for i, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
-            if start == end:
-                continue
-            rows_nD = self._dequantise(rows_ND[start:end], None if scales is None else scales[start:end])
-            gate, up = (rows_nD @ self.w_gate_up[i].T).chunk(2, dim=-1)
-            torch.mm(F.silu(gate) * up, self.w_down[i].T, out=out_ND[start:end])
-        return out_ND
-
-    def _dequantise(self, rows_nD: Tensor, scales: Tensor | None) -> Tensor:
-        return rows_nD if scales is None else dequantize_rows(rows_nD, scales, self.w_down.dtype)
-
-    def _accepts_grouped_mm(self) -> bool:
-        e, D, f = self.w_down.shape
-        none = torch.zeros(e, dtype=torch.int32, device=self.w_down.device)
-        try:
-            F.grouped_mm(self.w_down.new_zeros(1, D), self.w_gate_up.transpose(1, 2), offs=none)
-            F.grouped_mm(self.w_down.new_zeros(1, f), self.w_down.transpose(1, 2), offs=none)
-        except (RuntimeError, ValueError):
-            return False
-        return True
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

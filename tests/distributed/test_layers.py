@@ -9,7 +9,7 @@ import torch
 from exchanges import make_config
 from helpers import assert_close, randn
 
-from epmoe import ExpertParallel, MoELayer, SwiGLUExperts
+from epmoe import ExpertParallel, GroupedExperts, MoELayer
 from epmoe.memory import MemoryPlan
 from epmoe.reference import moe_reference, route_reference
 
@@ -24,7 +24,7 @@ def make_layer(
     w_gate_up = (randn(E, 2 * F, D, seed=seed + 1) / D**0.5).to(dtype)
     w_down = (randn(E, D, F, seed=seed + 2) / F**0.5).to(dtype)
     local = [ep.placement.logical(p) for p in ep.placement.local_experts(ep.rank)]
-    experts = SwiGLUExperts(w_gate_up[local].to(ep.device), w_down[local].to(ep.device))
+    experts = GroupedExperts(w_gate_up[local].to(ep.device), w_down[local].to(ep.device))
     bias_E = (randn(E, seed=seed + 3) * 9).to(ep.device) if bias else None
     return MoELayer(ep, randn(E, D, seed=seed).to(ep.device), experts, bias=bias_E), (w_gate_up, w_down)
 
@@ -51,7 +51,7 @@ def test_fp8_payload_reaches_the_experts(make_ep, rank, size):
     ep = make_ep(experts=E, top_k=K, hidden=128, dtype="bfloat16", exchange={"payload": "fp8"})
     w_gate_up, w_down = randn(E, 2 * F, 128, seed=1) / 11, randn(E, 128, F, seed=2) / 5
     local = ep.placement.local_experts(rank)
-    experts = SwiGLUExperts(w_gate_up[local].to(ep.device).bfloat16(), w_down[local].to(ep.device).bfloat16())
+    experts = GroupedExperts(w_gate_up[local].to(ep.device).bfloat16(), w_down[local].to(ep.device).bfloat16())
     layer = MoELayer(ep, randn(E, 128).to(ep.device), experts)
     x = randn(16, 128, dtype=torch.bfloat16, seed=rank)
     ids, w = route_reference(x.float() @ layer.router_weight.cpu().T, K)

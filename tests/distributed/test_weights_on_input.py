@@ -17,7 +17,7 @@ from exchanges import (
 )
 from helpers import assert_close, randn
 
-from epmoe import MoELayer, SwiGLUExperts
+from epmoe import GroupedExperts, MoELayer
 from epmoe.reference import moe_reference, route_reference
 
 PLACEMENT = {"strategy": "round_robin", "num_redundant_experts": 3}
@@ -103,7 +103,7 @@ def test_layer(make_ep, rank, size):
     ep = make_ep(experts=E, top_k=K, hidden=D)
     w_gate_up, w_down = randn(E, 2 * F, D, seed=1) / D**0.5, randn(E, D, F, seed=2) / F**0.5
     local = ep.placement.local_experts(rank)
-    experts = SwiGLUExperts(w_gate_up[local].to(ep.device), w_down[local].to(ep.device))
+    experts = GroupedExperts(w_gate_up[local].to(ep.device), w_down[local].to(ep.device))
     layer = MoELayer(ep, randn(E, D).to(ep.device), experts, apply_router_weight_on_input=True)
     x = randn(16, D, seed=rank)
     ids, weights = route_reference(x @ layer.router_weight.cpu().T, K)

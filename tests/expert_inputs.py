@@ -1,0 +1,92 @@
+"""Experts and rows for the tests of GroupedExperts: bf16, fp8 and gpt-oss's, with gaps of NaN between segments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import assert_close, poison_, randn
+from torch import Tensor
+
+import epmoe
+from epmoe.reference import swiglu_reference
+from epmoe.stages import grouped_gemm
+
+E, D, F, BLOCK = 4, 256, 128, 128
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+GPT_OSS = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
+# Segments at multiples of 128, of 3, 0, 130 and 128 rows; the last 128 rows belong to nobody.
+OFFSETS, TOKENS, N = [0, 128, 128, 384, 512], [3, 0, 130, 128], 640
+
+
+def quantised(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """fp8 weights and a scale for each block of 128 × 128."""
+    e, n, k = weights.shape
+    blocks = weights.float().view(e, n // BLOCK, BLOCK, k // BLOCK, BLOCK)
+    scales = blocks.abs().amax((2, 4)) / 448
+    return (blocks / scales[:, :, None, :, None]).view(e, n, k).to(FP8), scales
+
+
+def weights(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """The arguments of GroupedExperts."""
+    gate_up, down = randn(E, 2 * F, D, seed=1) / D**0.5, randn(E, D, F, seed=2) / F**0.5
+    given = {"w_gate_up": gate_up.to(BF16), "w_down": down.to(BF16)}
+    if dtype == FP8:
+        given["w_gate_up"], given["gate_up_scales"] = quantised(gate_up)
+        given["w_down"], given["down_scales"] = quantised(down)
+    elif dtype != BF16:
+        given = {"w_gate_up": gate_up.to(dtype), "w_down": down.to(dtype)}
+    return {name: tensor.to(device) for name, tensor in given.items()}
+
+
+def real_rows() -> Tensor:
+    """Which rows are neither gaps nor past the end."""
+    real = torch.zeros(N, dtype=torch.bool)
+    for start, tokens in zip(OFFSETS, TOKENS, strict=False):
+        real[start : start + tokens] = True
+    return real
+
+
+def inputs(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows [N, D], of which all but the real ones are NaN, and expert_offsets."""
+    rows = poison_(torch.empty(N, D, dtype=dtype))
+    real = real_rows()
+    rows[real] = randn(int(real.sum()), D, dtype=dtype, seed=3)
+    return rows.to(device), torch.tensor(OFFSETS, dtype=torch.int32, device=device)
+
+
+def want(experts: epmoe.GroupedExperts, rows: Tensor) -> Tensor:
+    """The real rows of the output in fp64."""
+    gate_up, down = experts.w_gate_up.data, experts.w_down.data
+    if experts.is_fp8:
+        gate_up = grouped_gemm.dequantize_weights(gate_up, experts.gate_up_scales, torch.float64)
+        down = grouped_gemm.dequantize_weights(down, experts.down_scales, torch.float64)
+    expert = swiglu_reference(gate_up.cpu(), down.cpu())
+    starts = zip(OFFSETS, TOKENS, strict=False)
+    return torch.cat([expert(rows[start : start + n].cpu(), i) for i, (start, n) in enumerate(starts)])
+
+
+def assert_right(experts: epmoe.GroupedExperts, slack: float = 4, **call: Tensor) -> None:
+    rows, offsets = inputs(experts.dtype, experts.w_down.device)
+    out = experts(rows, offsets)
+    assert out.shape == (N, D) and out.dtype == experts.dtype
+    real = real_rows().to(out.device)
+    assert_close(out[real], want(experts, rows), slack=slack)
+
+
+def gpt_oss(dtype: torch.dtype, device: torch.device) -> tuple[torch.nn.Module, epmoe.GroupedExperts]:
+    """transformers' experts, and ours with the same weights."""
+    transformers = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    config = transformers.GptOssConfig(num_local_experts=E, hidden_size=D, intermediate_size=F)
+    config._experts_implementation = "eager"
+    theirs = transformers.GptOssExperts(config)
+    for seed, parameter in enumerate(theirs.parameters()):
+        parameter.data = randn(*parameter.shape, seed=seed).mul_(2 / D**0.5 if parameter.dim() == 3 else 4)
+    theirs = theirs.to(device, dtype)
+    ours = epmoe.GroupedExperts(
+        theirs.gate_up_proj.transpose(1, 2),
+        theirs.down_proj.transpose(1, 2),
+        gate_up_bias=theirs.gate_up_proj_bias,
+        down_bias=theirs.down_proj_bias,
+        **GPT_OSS,
+    )
+    return theirs, ours

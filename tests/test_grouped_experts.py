@@ -1,0 +1,113 @@
+"""GroupedExperts with fp8 weights and in gpt-oss's layout: right, compiled without a graph break, and captured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expert_inputs import BF16, FP8, OFFSETS, E, N, assert_right, gpt_oss, inputs, real_rows, weights
+from helpers import ON_GPUS, assert_close
+
+import epmoe
+
+
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32, FP8])
+def test_gaps_and_rows_past_the_end_may_be_nan(device, dtype, loop):
+    experts = epmoe.GroupedExperts(**weights(dtype, device), gemm="torch")
+    if loop:
+        experts.gemm = "loop"
+    assert experts.alignment == 1
+    assert_right(experts)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@torch.no_grad()
+def test_gpt_oss_is_that_of_transformers(device, dtype, loop):
+    """Biases reach far beyond the limit of 7, on both sides."""
+    theirs, ours = gpt_oss(dtype, device)
+    if loop:
+        ours.gemm = "loop"
+    rows, offsets = inputs(dtype, device)
+    real = real_rows()
+    ids = torch.arange(E).repeat_interleave(torch.tensor(OFFSETS).diff())[real[: OFFSETS[-1]]].to(device)
+    out = ours(rows, offsets)[real.to(device)]
+    expected = theirs(rows[real.to(device)], ids[:, None], torch.ones(len(ids), 1, dtype=dtype, device=device))
+    assert_close(out, expected, slack=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_casts_leave_fp8_weights_as_they_are(dtype):
+    experts = epmoe.GroupedExperts(**weights(FP8, torch.device("cpu")))
+    before = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
+    assert list(before) == ["w_gate_up", "w_down", "gate_up_scales", "down_scales"]
+    for name, tensor in experts.to(dtype).state_dict().items():
+        assert tensor.dtype == before[name].dtype and torch.equal(tensor.float(), before[name].float())
+    assert experts.dtype == BF16 and not any(p.requires_grad for p in experts.parameters())
+    assert_right(experts)
+    assert repr(experts) == "GroupedExperts(e=4, D=256, F=128, float8_e4m3fn, gemm='torch')"
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"gate_up_scales": None}, TypeError, r"`gate_up_scales` must be float32 \[4, 2, 2\], got NoneType"),
+        ({"down_scales": torch.ones(4, 2, 2)}, ValueError, r"`down_scales` must be float32 \[4, 2, 1\], got float32"),
+        ({"down_bias": torch.ones(4, 256)}, TypeError, r"`down_bias` must be bfloat16 \[4, 256\], got float32"),
+        ({"gate_up_bias": torch.ones(4, 128, dtype=BF16)}, ValueError, r"`gate_up_bias` must be bfloat16 \[4, 256\]"),
+        ({"gemm": "cublas"}, ValueError, "`gemm` must be 'auto', 'torch' or 'deep_gemm', got 'cublas'"),
+    ],
+)
+def test_wrong_arguments(changed, error, message):
+    with pytest.raises(error, match=message):
+        epmoe.GroupedExperts(**weights(FP8, torch.device("cpu")) | changed)
+
+
+def test_scales_of_weights_that_have_none():
+    given = weights(BF16, torch.device("cpu"))
+    with pytest.raises(ValueError, match="`gate_up_scales` must be None where the weights are bfloat16"):
+        epmoe.GroupedExperts(**given, gate_up_scales=torch.ones(4, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [("inductor", "bf16"), *(("aot_eager", case) for case in ("bf16", "fp32", "fp8", "gpt-oss"))],
+)
+@torch.no_grad()
+def test_compiles_without_a_graph_break(backend, case):
+    """One graph for every number of rows, and the bits of the real rows."""
+    cpu = torch.device("cpu")
+    dtype = {"bf16": BF16, "fp32": torch.float32, "fp8": FP8}.get(case, BF16)
+    experts = gpt_oss(BF16, cpu)[1] if case == "gpt-oss" else epmoe.GroupedExperts(**weights(dtype, cpu))
+    torch.compiler.reset()
+    compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend=backend)
+    rows, offsets = inputs(experts.dtype, cpu)
+    real = real_rows()
+    for n in (N, N - 64, N - 128):
+        got, eager = compiled(rows[:n], offsets), experts(rows[:n], offsets)
+        assert_close(got[real[:n]], eager[real[:n]], slack=2)
+        assert torch.equal(got[real[:n]], eager[real[:n]]) or backend == "inductor"  # it fuses, and rounds less often
+
+
+@ON_GPUS
+@pytest.mark.parametrize("case", ["bf16", "fp8", "gpt-oss"])
+@torch.no_grad()
+def test_a_captured_call(device, case):
+    """The host is never asked, so a replay takes the segments of its time."""
+    if case == "gpt-oss":
+        experts = gpt_oss(BF16, device)[1]
+    else:
+        experts = epmoe.GroupedExperts(**weights(FP8 if case == "fp8" else BF16, device), gemm="torch")
+    rows, offsets = inputs(BF16, device)
+    given = [torch.zeros_like(rows), torch.zeros_like(offsets)]
+    experts(*given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = experts(*given)
+    given[0].copy_(rows)
+    given[1].copy_(offsets)
+    graph.replay()
+    torch.cuda.synchronize()
+    real = real_rows().to(device)
+    assert torch.equal(out[real], experts(rows, offsets)[real])

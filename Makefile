@@ -9,7 +9,7 @@ export OMP_NUM_THREADS := 1
 
 TORCHRUN := torchrun --standalone --nproc-per-node
 
-.PHONY: help setup demo test unit distributed fuzz lint docs bench benchmarks-report wheel first-hour cuda-compile gpu-deps \
+.PHONY: help setup demo test unit distributed fuzz faults lint docs bench benchmarks-report wheel first-hour cuda-compile gpu-deps \
   gpu-test clean
 
 help:  ## this list
@@ -51,6 +51,12 @@ distributed: setup  ## tests over 2, 3 and 4 ranks
 
 fuzz: setup  ## drawn configurations and rounds, many more than in `make distributed`
 	EPMOE_FUZZ_CONFIGS=300 EPMOE_FUZZ_ROUNDS=20 $(TORCHRUN) 3 -m pytest -q -x -p no:cacheprovider tests/distributed/test_fuzz.py
+
+# On GPUs with the machine's own Python, as gpu-test: `make faults DEVICE=cuda`.
+DEVICE ?= cpu
+RUNS ?= $(if $(filter cuda,$(DEVICE)),5,20)
+faults: $(if $(filter cpu,$(DEVICE)),setup)  ## ranks that die, stop, dawdle, raise or go mad, counted (DEVICE, RUNS)
+	PYTHONPATH=.:tests:tests/distributed:.gpu-deps $(PYTHON) -m faults --device $(DEVICE) --runs $(RUNS) $(FAULTS)
 
 benchmarks-report: setup  ## BENCHMARKS.md and its plot, from benchmarks/*.json
 	python -m benchmarks.render

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from exchanges import assert_y, dequantised, gains, make_config, make_tokens
+from exchanges import Tokens, assert_y, dequantised, gains, make_config, make_tokens
 
 import epmoe
 from epmoe import Placement
@@ -117,18 +117,29 @@ def resume(state, placement: Placement | None = None) -> list[tuple]:
 
 
 def play(state, rounds: int = 3) -> str:
-    """Rounds that agree with the dense layer, by the weights that this rank holds."""
-    ep = state.ep
     for seed in range(rounds):
-        tokens = make_tokens(ep.config, ep.rank, 5 + ep.rank, seed=seed)
-        d = ep.dispatch(*(t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)))
-        rows, ends = dequantised(d.rows, d.scales, d.dtype).clone(), d.expert_offsets.tolist()
-        for i, logical in enumerate(state.held):
-            rows[ends[i] : ends[i + 1]] *= gains(ep.config, rows.shape[1])[logical].to(rows)
-        y = ep.combine(rows, d)
-        ep.check()
-        assert_y(y, ep.config, tokens)
+        play_round(state, seed)
     return "played"
+
+
+def play_round(
+    state,
+    seed: int,
+    *,
+    before_combine: Callable[[], None] = lambda: None,
+    but: Callable[[Tokens], Tokens] = lambda tokens: tokens,
+) -> None:
+    """A round that agrees with the dense layer, by the weights that this rank holds, `but` for some pairs."""
+    ep = state.ep
+    tokens = make_tokens(ep.config, ep.rank, 5 + ep.rank, seed=seed)
+    d = ep.dispatch(*(t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)))
+    rows, ends = dequantised(d.rows, d.scales, d.dtype).clone(), d.expert_offsets.tolist()
+    for i, logical in enumerate(state.held):
+        rows[ends[i] : ends[i + 1]] *= gains(ep.config, rows.shape[1])[logical].to(rows)
+    before_combine()
+    y = ep.combine(rows, d)
+    ep.check()
+    assert_y(y, ep.config, but(tokens))
 
 
 def play_until_timeout(state) -> list[int]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from busy import Holder
 from exchanges import assert_y, make_tokens, run_experts, run_round
 from helpers import ON_GPUS, RANKS_SHARE_GPUS
 
@@ -15,37 +15,12 @@ import epmoe
 
 pytestmark = [ON_GPUS, pytest.mark.skipif(RANKS_SHARE_GPUS, reason="needs a GPU for each rank")]
 
-HOLD = """
-extern "C" __global__ void hold(int milliseconds) {
-  unsigned long long begin, now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
-  do {
-    __nanosleep(1000);
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  } while (now - begin < milliseconds * 1000000ull);
-}
-"""
 DEADLINE_S = 1.0
 
 
 @pytest.fixture
-def hold() -> Callable[[int, float], torch.cuda.Event]:
-    """hold(n, seconds) runs a kernel that has n multiprocessors to itself; returns the event of its end."""
-    kernel = torch.cuda._compile_kernel(HOLD, "hold")
-    properties = torch.cuda.get_device_properties()
-    shared = properties.shared_memory_per_block_optin  # one block fills a multiprocessor
-    kernel.set_shared_memory_config(shared)
-    stream = torch.cuda.Stream()
-
-    def start(multiprocessors: int, seconds: float) -> torch.cuda.Event:
-        torch.cuda.synchronize()
-        kernel((multiprocessors, 1, 1), (32, 1, 1), [round(seconds * 1000)], shared_mem=shared, stream=stream)
-        ended = torch.cuda.Event()
-        ended.record(stream)
-        time.sleep(0.05)  # its blocks are resident now
-        return ended
-
-    return start
+def hold() -> Holder:
+    return Holder()
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])

@@ -1,0 +1,62 @@
+"""Hurts a group of ranks by every kind of fault, again and again, and counts what follows: `make faults`.
+
+On GPUs: `make faults DEVICE=cuda`. More options: `make faults FAULTS="--ranks 4 --kinds killed stopped"`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from faults.kinds import NAMED_S, Group, Kind, Outcome, kinds_of
+
+
+def count(kinds: dict[str, Kind], runs: int, device: torch.device, size: int) -> Iterable[tuple[str, list[Outcome]]]:
+    """Yields a kind and its outcomes. One group serves as long as it can."""
+    group = None
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (name, kind) in enumerate(kinds.items()):
+            outcomes = []
+            for seed in range(runs):
+                group = group or Group(Path(tempfile.mkdtemp(dir=folder)), device, size)
+                outcomes.append(group.hurt(kind, seed))
+                if not outcomes[-1].resumed or (number == len(kinds) - 1 and seed == runs - 1):
+                    group.close()
+                    group = None
+            yield name, outcomes
+
+
+def main() -> int:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog="make faults", description=__doc__)
+    parser.add_argument("--runs", type=int, default=20, help="of each kind")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--ranks", type=int, help="by default 3, on GPUs as many as there are")
+    parser.add_argument("--kinds", nargs="*", default=[""], help="parts of their names")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    size = options.ranks or (torch.cuda.device_count() if cuda and device.type == "cuda" else 3)
+    kinds = {name: kind for name, kind in kinds_of(device).items() if any(part in name for part in options.kinds)}
+    print(f"{size} ranks on {options.device}. Expected: the victim is named within the deadline and {NAMED_S:.0f} s;")
+    print("a slow rank and experts that fail harm no round of the others; corrupted windows end no process.")
+    print("kind                          runs  expected  hung  device alive  resumed  slowest s  took s")
+    reasons, started = [], time.monotonic()
+    for name, outcomes in count(kinds, options.runs, device, size):
+        expected, hung, alive, resumed = (
+            sum(getattr(o, key) for o in outcomes) for key in ("named", "hung", "alive", "resumed")
+        )
+        slowest, took, started = max(o.seconds for o in outcomes), time.monotonic() - started, time.monotonic()
+        counts = f"{len(outcomes):6}{expected:10}{hung:6}{alive:14}{resumed:9}"
+        print(f"{name:28}{counts}{slowest:11.2f}{took:8.0f}", flush=True)
+        reasons += [f"{name}, run {n}:{o.why}" for n, o in enumerate(outcomes) if o.why]
+    print(*reasons, sep="\n", end="\n" if reasons else "")
+    return bool(reasons)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""What the ranks of a group run while one of them fails, and what they saw of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from busy import Holder
+from exchanges import Tokens, make_config
+from host import create, play_round
+from torch import Tensor
+
+import epmoe
+from epmoe import ExpertParallel, Placement
+
+EXPERTS = 8
+ROUNDS = 6  # of a fault that rounds survive
+HOLD_S = 3.5  # longer than some rounds on one multiprocessor and a deadline
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank has seen of a fault.
+
+    missing: ranks that an EPTimeoutError has named; None: there was none.
+    seconds: of the round that failed, or of the longest round.
+    alive: whether the device works.
+    """
+
+    missing: list[int] | None
+    seconds: float
+    alive: bool
+
+
+def begin(state, placement: Placement, deadline_s: float) -> None:
+    """Joins the group, and loads what is needed on a busy GPU."""
+    state.deadline_s = deadline_s
+    config = make_config(1, experts=EXPERTS, timeout_s=deadline_s, exchange={"warmup_timeout_s": 15.0})
+    create(state, config.with_placement(placement))
+    works(state.device)
+    if state.device.type == "cuda":
+        state.hold = Holder()
+
+
+def works(device: torch.device) -> bool:
+    eye = torch.eye(64, device=device)
+    return bool(torch.equal(eye @ eye, eye))
+
+
+def watch(state, rounds: int | None = None, play: Callable = play_round) -> Seen:
+    """Plays rounds until one times out."""
+    longest, n = 0.0, 0
+    while n != rounds:
+        started = time.monotonic()
+        try:
+            play(state, n % 3)
+        except epmoe.EPTimeoutError as error:
+            return Seen(error.missing_ranks, time.monotonic() - started, works(state.device))
+        longest, n = max(longest, time.monotonic() - started), n + 1
+    return Seen(None, longest, works(state.device))
+
+
+def on(state, victim: int, seed: int) -> Seen:
+    """Rounds until the victim is missed."""
+    return watch(state)
+
+
+def through(state, victim: int, seed: int) -> Seen:
+    """Rounds that nothing harms."""
+    return watch(state, ROUNDS)
+
+
+def late(state, victim: int, seed: int) -> Seen:
+    """Slow by half the deadline, before dispatch or before combine."""
+    turn = iter(range(ROUNDS))
+
+    def play_late(state, seed: int) -> None:
+        n = next(turn)
+        if n == 2:
+            time.sleep(state.deadline_s / 2)
+        play_round(state, seed, before_combine=lambda: time.sleep(state.deadline_s / 2 if n == 4 else 0))
+
+    return watch(state, ROUNDS, play_late)
+
+
+def without(state, victim: int, seed: int) -> Seen:
+    """Rounds of which the third lacks the experts of the victim, which gives it up."""
+    turn = iter(range(ROUNDS))
+    return watch(
+        state, ROUNDS, lambda s, n: play_round(s, n, but=lambda t: lacking(s.ep, t, victim) if next(turn) == 2 else t)
+    )
+
+
+def lacking(ep: ExpertParallel, tokens: Tokens, victim: int) -> Tokens:
+    """The tokens without the pairs that go to the victim."""
+    turns = torch.arange(len(tokens.x))[:, None] + ep.rank
+    copies, ids = ep.placement.num_copies()[tokens.ids.long()], tokens.ids.long()
+    owner = torch.tensor(ep.placement.owners)[ep.placement.copies_table().long()[ids, turns % copies]]
+    return Tokens(tokens.x, tokens.ids, tokens.weights.masked_fill(owner == victim, 0.0), tokens.real)
+
+
+def raising(state, victim: int, seed: int) -> Seen:
+    """An expert raises in the third round, and this rank gives that round up."""
+
+    def fail() -> None:
+        raise LookupError
+
+    return giving_up(state, fail, LookupError)
+
+
+def full(state, victim: int, seed: int) -> Seen:
+    """An expert finds no memory in the third round."""
+    return giving_up(state, lambda: torch.empty(1 << 50, dtype=torch.uint8, device=state.device), RuntimeError)
+
+
+def giving_up(state, fail: Callable, kind: type[Exception]) -> Seen:
+    turn = iter(range(ROUNDS))
+
+    def play(state, seed: int) -> None:
+        if next(turn) != 2:
+            return play_round(state, seed)
+        try:
+            play_round(state, seed, before_combine=fail)
+        except epmoe.EPError:
+            raise
+        except kind:
+            return state.ep.abort()
+        raise AssertionError("the expert did not raise")
+
+    return watch(state, ROUNDS, play)
+
+
+def quitting(state, victim: int, seed: int) -> Seen:
+    """An exception between dispatch and combine that nobody catches ends this rank's `with ExpertParallel(…)`."""
+
+    def fail() -> None:
+        raise LookupError
+
+    with suppress(LookupError), state.ep:
+        play_round(state, 0)
+        play_round(state, 1, before_combine=fail)
+    return Seen(None, 0.0, works(state.device))
+
+
+def mad(state, victim: int, seed: int) -> Seen:
+    """Writes random bits into the windows of all other ranks, between its own rounds and during those of the others."""
+    bits, windows = torch.Generator().manual_seed(seed), windows_of(state.ep)
+    others = [window for rank, window in enumerate(windows) if rank != victim]
+
+    def scribble(share: float) -> None:
+        for window in others:
+            length = max(1, int(len(window) * share))
+            start = int(torch.randint(0, len(window) - length + 1, (1,), generator=bits))
+            scrawl = torch.randint(0, 256, (length,), generator=bits, dtype=torch.uint8)
+            window[start : start + length] = scrawl.to(window.device)
+
+    def play(state, n: int) -> None:
+        scribble((1.0, 0.1, 0.01, 0.001)[seed % 4])
+        endure(state, n, before_combine=lambda: scribble(0.01))
+
+    return watch(state, ROUNDS, play)
+
+
+def scribbled_on(state, victim: int, seed: int) -> Seen:
+    return watch(state, ROUNDS, endure)
+
+
+def endure(state, seed: int, **options: Callable) -> None:
+    """A round on a corrupted window: errors and wrong rows may follow."""
+    try:
+        play_round(state, seed, **options)
+    except epmoe.EPTimeoutError:
+        raise
+    except (epmoe.EPError, RuntimeError, AssertionError):
+        with suppress(epmoe.EPError):
+            state.ep.abort()
+
+
+def windows_of(ep: ExpertParallel) -> list[Tensor]:
+    """Bytes of every rank's window, as this rank maps it."""
+    window = ep._exchange.window
+    return window._regions if ep.device.type == "cpu" else [words.view(torch.uint8) for words in window._words]
+
+
+def busy(state, multiprocessors: int) -> None:
+    """Rounds go on while another kernel holds so many multiprocessors, or all but one if there are no more."""
+    ended = state.hold(min(multiprocessors, state.hold.multiprocessors - 1), HOLD_S)
+    for n in range(3):
+        play_round(state, n)
+    assert not ended.query(), "the other kernel ended first"
+
+
+def busy_on(state, victim: int, seed: int, multiprocessors: int) -> Seen:
+    """Then the victim stays away."""
+    busy(state, multiprocessors)
+    return watch(state)
+
+
+def busy_away(state, victim: int, seed: int, multiprocessors: int) -> Seen:
+    busy(state, multiprocessors)
+    return Seen(None, 0.0, works(state.device))

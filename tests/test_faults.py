@@ -1,0 +1,37 @@
+"""Every kind of fault twice, on one group of ranks that goes on after each; `make faults` runs more of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from faults import ranks
+from faults.kinds import Group, Kind, kinds_of
+
+RANKS = {"cpu": 3, "cuda": 2}
+
+
+@pytest.fixture
+def group(tmp_path: Path, device: torch.device) -> Iterator[Group]:
+    if device.type == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    group = Group(tmp_path, device, RANKS[device.type])
+    yield group
+    group.close()
+
+
+def test_every_fault_twice(group, device):
+    for name, kind in kinds_of(device).items():
+        for seed in range(2):
+            outcome = group.hurt(kind, seed)
+            assert outcome.named and outcome.alive and outcome.resumed and not outcome.hung, (name, seed, outcome)
+
+
+def test_what_is_not_as_expected_is_counted(group):
+    """A victim that nobody had reason to name, and one that should have passed unharmed."""
+    outcome = group.hurt(Kind(ranks.through, ranks.through, named=True), 0)
+    assert not outcome.named and outcome.resumed and "missing: [None" in outcome.why
+    outcome = group.hurt(Kind(ranks.quitting, ranks.on, named=False), 0)
+    assert not outcome.named and not outcome.resumed and "EPTimeoutError" in outcome.why

@@ -9,7 +9,7 @@ export OMP_NUM_THREADS := 1
 
 TORCHRUN := torchrun --standalone --nproc-per-node
 
-.PHONY: help setup demo test unit distributed fuzz faults lint docs bench benchmarks-report wheel first-hour cuda-compile gpu-deps \
+.PHONY: help setup demo test unit distributed fuzz faults sanitize lint docs bench benchmarks-report wheel first-hour cuda-compile gpu-deps \
   gpu-test clean
 
 help:  ## this list
@@ -96,6 +96,9 @@ gpu-deps: setup
 
 gpu-test:  ## tests marked gpu, with the machine's own Python (set PYTHON); see docs/testing.md
 	PYTHONPATH=.:.gpu-deps $(PYTHON) -m pytest -m gpu tests
+
+sanitize:  ## compute-sanitizer over local stages (one GPU) and the exchange (two), with the machine's own Python
+	PYTHONPATH=.:tests:.gpu-deps $(PYTHON) -m sanitizer
 
 clean:  ## everything that `make` made
 	rm -rf $(VENV) build dist *.egg-info .gpu-deps .pytest_cache .ruff_cache .mypy_cache .hypothesis report.html

@@ -1,50 +1,30 @@
 """The guards on a GPU.
 
 A build without one guard fails that guard's own tests. compute-sanitizer reports the illegal access that crashed
-servers only in a build without both guards: that of the sort and that of finalize.
+servers only in a build without both guards: that of the sort and that of finalize. Under graph replay the whole chain
+of that incident runs, with all of its four guards out, and with each one of them back.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-
 import pytest
+import sanitizer
 import torch
-from helpers import ROOT, build_without
+from helpers import build_without
 from launched import run_python
+from sanitizer import sanitize
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
 ]
-SANITIZER = pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not on the PATH")
+SANITIZER = pytest.mark.skipif(sanitizer.TOOL is None, reason="there is no compute-sanitizer")
 FAILING = {
     "EPMOE_MUTATE_WARP_CLAMP": "route.py::test_poisoned_rows",
     "EPMOE_MUTATE_GENERAL_CLAMP": "route.py::test_poisoned_rows",
     "EPMOE_MUTATE_SORT_GUARD": "permute.py::test_ids_out_of_range_are_skipped",
     "EPMOE_MUTATE_FINALIZE_GUARD": "finalize.py::test_row_indices_out_of_range_are_skipped",
 }
-# The local pipeline with duplicate, foreign and invalid ids and with stale rows. Unwritten memory holds the largest
-# integer or NaN. Every tensor is a separate allocation.
-PIPELINE = """
-import torch, epmoe
-torch.use_deterministic_algorithms(True, warn_only=True)
-identity_map = torch.arange(128, dtype=torch.int32, device="cuda")
-for T in (200, 288):
-    logits = torch.randn(T, 128, device="cuda").bfloat16()
-    logits[1] = torch.nan
-    routing = epmoe.route(logits, 8, num_tokens=torch.tensor(T - 7, dtype=torch.int32, device="cuda"))
-    routing.ids[:4] = torch.tensor([5, 88, 88, 65, -1, 5, 127, 128], dtype=torch.int32, device="cuda")
-    x = torch.randn(T, 512, device="cuda").bfloat16()
-    permuted = epmoe.permute(x, routing.ids, identity_map, 128, alignment=4)
-    partial = epmoe.finalize(permuted.rows, permuted, torch.ones(T, 8, device="cuda"))
-    q = epmoe.quantize_fp8(epmoe.zero_padding_rows_(partial, T - 7), granularity="tensor", num_tokens=T - 7)
-    torch.cuda.synchronize()
-print("done")
-"""
 # The ids that crashed servers. All of them are valid. Without its guard the sort leaves the map entries of duplicates
 # unwritten.
 DUPLICATES = """
@@ -58,6 +38,51 @@ for T in (200, 288):
     torch.cuda.synchronize()
 print("done")
 """
+# The incident: a replay pads the batch with stale rows, whose logits are NaN. A top-k that compares with NaN chooses
+# expert 0 K times. `GUARDS` holds what is in: the guards of the sort and of finalize are a matter of the library.
+INCIDENT = """
+import torch, epmoe
+T, REAL, E, K, GUARDS = 288, 1, 128, 8, {guards}
+identity_map = torch.arange(E, dtype=torch.int32, device="cuda")
+x, logits = torch.zeros(T, 512, device="cuda").bfloat16(), torch.zeros(T, E, device="cuda")
+real = torch.full((), REAL, dtype=torch.int32, device="cuda")
+is_real = torch.arange(T, device="cuda")[:, None] < real
+
+def top_k_of_the_incident():
+    scores, ids = logits.softmax(1), []
+    for _ in range(K):
+        comparable = torch.where(scores > -torch.inf, scores, -torch.inf)  # NaN > s is false
+        ids.append(comparable.argmax(1, keepdim=True))
+        scores = scores.scatter(1, ids[-1], -10000.0)
+    return torch.cat(ids, 1), logits.softmax(1).gather(1, torch.cat(ids, 1))
+
+def layer():
+    if "unique top-k" in GUARDS:
+        routing = epmoe.route(logits, K)
+        ids, weights = routing.ids, routing.weights
+    else:
+        ids, weights = top_k_of_the_incident()
+    if "padding not routed" in GUARDS:
+        ids, weights = torch.where(is_real, ids, E), torch.where(is_real, weights, 0.0)
+    permuted = epmoe.permute(x, ids.int(), identity_map, E)
+    return permuted.row_of_pair, epmoe.finalize(permuted.rows, permuted, weights.float())
+
+logits.normal_()
+layer()
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    row_of_pair, y = layer()
+for replay in range(3):
+    logits[REAL:], x[REAL:] = torch.nan, torch.nan
+    logits[:REAL], x[:REAL] = torch.randn(REAL, E, device="cuda"), 1.0
+    row_of_pair.fill_(0x7F7F7F7F)  # what memory held before
+    graph.replay()
+    torch.cuda.synchronize()
+    assert y[:REAL].isfinite().all() and y[:REAL].ne(0).all()
+print("done")
+"""
+GUARDS = ("padding not routed", "unique top-k", "full map", "finalize's check")
 
 
 @pytest.mark.parametrize("guard", FAILING)
@@ -68,17 +93,11 @@ def test_a_build_without_one_guard_fails(guard):
     assert run.returncode == pytest.ExitCode.TESTS_FAILED and f"FAILED {test}" in run.stdout, run.stdout + run.stderr
 
 
-def sanitize(tool: str, script: str, library: str | None = None) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} | ({"EPMOE_LIBRARY": library} if library else {})
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", sys.executable, "-c", script]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-
-
 @SANITIZER
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
+@pytest.mark.parametrize("tool", sanitizer.PARTS["local stages"][2])
 def test_sanitizer_reports_no_error_in_the_local_pipeline(tool):
-    run = sanitize(tool, PIPELINE)
-    assert run.returncode == 0 and "done" in run.stdout, run.stdout[-4000:] + run.stderr[-2000:]
+    (run,) = sanitize(tool, sanitizer.LOCAL)
+    assert run.returncode == 0 and sanitizer.errors_of(run) == 0, run.stdout[-4000:] + run.stderr[-2000:]
 
 
 @SANITIZER
@@ -91,6 +110,18 @@ def test_sanitizer_reports_no_error_in_the_local_pipeline(tool):
     ],
 )
 def test_illegal_access_only_without_both_guards(guards, illegal):
-    run = sanitize("memcheck", DUPLICATES, build_without(*guards))
+    (run,) = sanitize("memcheck", DUPLICATES, library=build_without(*guards))
     assert (run.returncode != 0) == illegal, run.stdout[-4000:] + run.stderr[-2000:]
     assert ("Invalid __global__ read" in run.stdout) == illegal
+
+
+@SANITIZER
+@pytest.mark.parametrize("back", [None, *GUARDS])
+def test_the_incident_under_graph_replay(back):
+    """With all four guards out the replay reads out of bounds, as it did in servers; with any one back it does not."""
+    out = {"full map": "EPMOE_MUTATE_SORT_GUARD", "finalize's check": "EPMOE_MUTATE_FINALIZE_GUARD"}
+    library = build_without(*(symbol for guard, symbol in out.items() if guard != back))
+    (run,) = sanitize("memcheck", INCIDENT.format(guards=[back]), library=library, caching=True)
+    report = run.stdout[-4000:] + run.stderr[-2000:]
+    assert ("Invalid __global__ read" in run.stdout) == (back is None), report
+    assert ("done" in run.stdout and run.returncode == 0) == (back is not None), report

@@ -1,0 +1,139 @@
+"""compute-sanitizer over the kernels: `make sanitize` prints the errors of each tool in each part.
+
+It comes with the CUDA toolkit: it is on the PATH, or in CUDA_HOME/bin. A part runs a few small rounds, since every
+access costs up to 100 times as much.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TOOL = shutil.which("compute-sanitizer") or shutil.which(
+    "compute-sanitizer", path=str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin"))
+)
+SOURCES = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "distributed")]
+TIMEOUT_S = 200.0
+# The local pipeline with duplicate, foreign and invalid ids and with stale rows. Unwritten memory holds the largest
+# integer or NaN. Every tensor is a separate allocation.
+LOCAL = """
+import torch, epmoe
+torch.use_deterministic_algorithms(True, warn_only=True)
+identity_map = torch.arange(128, dtype=torch.int32, device="cuda")
+for T in (200, 288):
+    logits = torch.randn(T, 128, device="cuda").bfloat16()
+    logits[1] = torch.nan
+    routing = epmoe.route(logits, 8, num_tokens=torch.tensor(T - 7, dtype=torch.int32, device="cuda"))
+    routing.ids[:4] = torch.tensor([5, 88, 88, 65, -1, 5, 127, 128], dtype=torch.int32, device="cuda")
+    x = torch.randn(T, 512, device="cuda").bfloat16()
+    permuted = epmoe.permute(x, routing.ids, identity_map, 128, alignment=4)
+    partial = epmoe.finalize(permuted.rows, permuted, torch.ones(T, 8, device="cuda"))
+    q = epmoe.quantize_fp8(epmoe.zero_padding_rows_(partial, T - 7), granularity="tensor", num_tokens=T - 7)
+    torch.cuda.synchronize()
+print("done")
+"""
+# Rounds by both protocols, in both layouts, with rows as they are and as fp8, checked. Two ranks run it.
+EXCHANGE = """
+import os, sys, torch, torch.distributed as dist
+from exchanges import assert_y, make_config, make_tokens, run_round
+import epmoe, epmoe.memory
+rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+torch.cuda.set_device(rank % torch.cuda.device_count())
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+for epmoe.memory.LL_MAX_TOKENS in (1024, 8):
+    for payload in ("auto", "fp8"):
+        exchange = {"payload": payload, "combine_payload": payload}
+        options = {"hidden": 256, "dtype": "bfloat16", "max_tokens": 40, "timeout_s": 60.0, "exchange": exchange}
+        with epmoe.ExpertParallel(make_config(size, **options), device="cuda") as ep:
+            for layout in ("expert", "rank"):
+                for T in (40, 3):
+                    tokens = make_tokens(ep.config, rank, T, kind="adversarial")
+                    assert_y(run_round(ep, tokens, layout), ep.config, tokens)
+            ep.check()
+print("done")
+dist.destroy_process_group()
+"""
+PARTS = {
+    "local stages": (LOCAL, 1, ("memcheck", "racecheck", "synccheck", "initcheck")),
+    "exchange": (EXCHANGE, 2, ("memcheck", "racecheck", "synccheck")),
+}
+
+
+def sanitize(
+    tool: str, script: str, *, ranks: int = 1, library: str | None = None, caching: bool = False
+) -> list[subprocess.CompletedProcess[str]]:
+    """Runs the script on each rank under a tool of compute-sanitizer, which exits with 3 where it finds an error.
+
+    Without `caching` every tensor is an allocation of its own, whose end the tool sees, and no graph can be captured.
+    """
+    assert TOOL is not None, "there is no compute-sanitizer"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([*SOURCES, *sys.path])}
+    if library:
+        env["EPMOE_LIBRARY"] = library
+    if not caching:
+        env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    command = [TOOL, "--tool", tool, "--error-exitcode", "3"]
+    if tool == "memcheck":  # torch looks for features by calls that may be refused
+        command += ["--report-api-errors", "no"]
+
+    def run(rank: int) -> subprocess.CompletedProcess[str]:
+        program = [*command, sys.executable, "-c", script, str(rank), str(ranks), f"{folder}/store"]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            program, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
+        try:
+            texts = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with the program, which holds the pipes
+            texts = process.communicate()
+        return subprocess.CompletedProcess(program, process.returncode, *texts)
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(run, range(ranks)))
+
+
+def errors_of(run: subprocess.CompletedProcess[str]) -> int | None:
+    """What the tool counted; None where it did not get to its end."""
+    counted = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", run.stdout)
+    return int(counted[-1]) if counted and "done" in run.stdout else None
+
+
+def main() -> int:
+    import torch
+
+    if TOOL is None:
+        print("sanitize: there is no compute-sanitizer on the PATH or in CUDA_HOME/bin")
+        return 1
+    failed = []
+    print("tool        part            ranks  errors      s")
+    for part, (script, ranks, tools) in PARTS.items():
+        for tool in tools:
+            if ranks > torch.cuda.device_count():
+                print(f"{tool:12}{part:16}{ranks:5}  needs {ranks} GPUs")
+                continue
+            started = time.monotonic()
+            runs = sanitize(tool, script, ranks=ranks)
+            counts = [errors_of(run) for run in runs]
+            total = None if None in counts else sum(counts)
+            errors, took = "no end" if total is None else total, time.monotonic() - started
+            print(f"{tool:12}{part:16}{ranks:5}{errors:>8}{took:7.0f}", flush=True)
+            if total != 0:
+                for rank, run in enumerate(runs):
+                    failed.append(f"{tool}, {part}, rank {rank}:\n{run.stdout[-3000:]}\n{run.stderr[-2000:]}")
+    print(*failed, sep="\n", end="\n" if failed else "")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

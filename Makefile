@@ -9,7 +9,7 @@ export OMP_NUM_THREADS := 1
 
 TORCHRUN := torchrun --standalone --nproc-per-node
 
-.PHONY: help setup demo test unit distributed fuzz faults sanitize lint docs bench benchmarks-report wheel first-hour cuda-compile gpu-deps \
+.PHONY: help setup demo test unit distributed fuzz faults soak sanitize lint docs bench benchmarks-report wheel first-hour cuda-compile gpu-deps \
   gpu-test clean
 
 help:  ## this list
@@ -57,6 +57,12 @@ DEVICE ?= cpu
 RUNS ?= $(if $(filter cuda,$(DEVICE)),5,20)
 faults: $(if $(filter cpu,$(DEVICE)),setup)  ## ranks that die, stop, dawdle, raise or go mad, counted (DEVICE, RUNS)
 	PYTHONPATH=.:tests:tests/distributed:.gpu-deps $(PYTHON) -m faults --device $(DEVICE) --runs $(RUNS) $(FAULTS)
+
+# One rank for each GPU, or two on the CPU. build/soak.json adds up the rounds of several runs.
+SECONDS ?= 60
+soak: $(if $(filter cpu,$(DEVICE)),setup)  ## rounds with stalls and random sizes, all compared (DEVICE, SECONDS)
+	PYTHONPATH=.:tests:tests/distributed:.gpu-deps $(TORCHRUN) $(if $(filter cpu,$(DEVICE)),2,gpu) \
+	  tests/distributed/soak.py --device $(DEVICE) --seconds $(SECONDS) $(SOAK)
 
 benchmarks-report: setup  ## BENCHMARKS.md and its plot, from benchmarks/*.json
 	python -m benchmarks.render

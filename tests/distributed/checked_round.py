@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from exchanges import (
     FP8,
@@ -18,7 +20,7 @@ from exchanges import (
 from torch import Tensor
 
 from epmoe import Dispatched, EPConfig, ExpertParallel, Permuted
-from epmoe.handles import Received
+from epmoe.handles import Layout, Received
 
 
 def assert_slabs(got: Received, want: Slabs, fp8: bool) -> None:
@@ -48,15 +50,49 @@ def assert_payload(rows: Tensor, scales: Tensor | None, want: Tensor) -> None:
         assert rows.dtype == FP8 and torch.equal(rows.cpu().float(), want_rows.float())
 
 
+@dataclass
+class Round:
+    """The input of one rank on its device, and how it calls the stages."""
+
+    ep: ExpertParallel
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    num_tokens: int | Tensor | None
+    layout: Layout
+    phases: bool
+
+    def dispatch(self) -> Dispatched:
+        first = self.ep.dispatch_send if self.phases else self.ep.dispatch
+        d = first(self.x, self.ids, self.weights, num_tokens=self.num_tokens, layout=self.layout)
+        return self.ep.dispatch_recv(d) if self.phases else d
+
+    def combine(self, rows: Tensor, d: Dispatched) -> Tensor:
+        if self.phases:
+            self.ep.combine_send(rows, d)
+            return self.ep.combine_recv(d)
+        return (self.ep.combine_partial if self.layout == "rank" else self.ep.combine)(rows, d)
+
+
+@dataclass
+class Checked:
+    """A round that agreed with the references, with the outputs of its experts and y, to be run again."""
+
+    round: Round
+    d: Dispatched
+    rows: Tensor
+    y: Tensor
+
+
 def check_round(
     ep: ExpertParallel,
     tokens: list[Tokens],
-    layout: str,
+    layout: Layout,
     *,
     calls: EPConfig | None = None,
     num_tokens: int | Tensor | None = None,
     phases: bool = False,
-) -> None:
+) -> Checked:
     """One round on poisoned windows: dispatched rows are bitwise equal, y is within its roundings.
 
     Args:
@@ -71,21 +107,16 @@ def check_round(
     fp8 = config.exchange.payload == "fp8"
     slabs = expected_slabs(config, ep.placement, tokens, ep.rank)
     x, ids, weights = (t.to(ep.device) for t in (mine.x, mine.ids, mine.weights))
+    this = Round(ep, x, ids, weights, num_tokens, layout, phases)
     poison(ep)
-    if phases:
-        d = ep.dispatch_recv(ep.dispatch_send(x, ids, weights, num_tokens=num_tokens, layout=layout))
-    else:
-        d = ep.dispatch(x, ids, weights, num_tokens=num_tokens, layout=layout)
+    d = this.dispatch()
     assert torch.equal(d.recv.counts.cpu(), slabs.counts)
     if layout == "rank":
         assert_slabs(d.recv, slabs, fp8)
-        rows, combine = run_fused_experts(ep, d), ep.combine_partial
+        rows = run_fused_experts(ep, d)
     else:
         assert_rows(d, expected_rows(config, ep.placement, slabs, ep.rank), fp8)
-        rows, combine = run_experts(ep, d), ep.combine
-    if phases:
-        ep.combine_send(rows, d)
-        y = ep.combine_recv(d)
-    else:
-        y = combine(rows, d)
+        rows = run_experts(ep, d)
+    y = this.combine(rows, d)
     assert_y(y, config, mine)
+    return Checked(this, d, rows, y)

@@ -2,7 +2,8 @@
 rank, dtypes, layouts, phases.
 
 All ranks draw the same. A failure names its seed: EPMOE_FUZZ_FIRST=<seed> EPMOE_FUZZ_CONFIGS=1 repeats it.
-EPMOE_FUZZ_CONFIGS and EPMOE_FUZZ_ROUNDS lengthen the run.
+EPMOE_FUZZ_CONFIGS and EPMOE_FUZZ_ROUNDS lengthen the run. On GPUs the first rounds of a configuration are drawn and
+compared with the references; the others are replays of these, in one graph, whose bits the device compares.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import torch
 from checked_round import check_round
 from exchanges import Tokens, make_config, make_tokens
 from helpers import random_bits
+from replayed_rounds import Again, play_again
 
 from epmoe import EPConfig
 
 FIRST = int(os.environ.get("EPMOE_FUZZ_FIRST", 0))
 CONFIGS = int(os.environ.get("EPMOE_FUZZ_CONFIGS", 30))
 ROUNDS = int(os.environ.get("EPMOE_FUZZ_ROUNDS", 6))
+DRAWN_ON_GPUS = 4
 
 
 def draw_options(random: Random, size: int) -> dict:
@@ -84,16 +87,38 @@ def draw_tokens(config: EPConfig, random: Random, size: int) -> list[Tokens]:
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + CONFIGS))
-def test_drawn_rounds(make_ep, rank, size, seed):
+def test_drawn_rounds(make_ep, rank, size, device, seed):
     random = Random(seed)
     ep = make_ep(**draw_options(random, size))
-    for _ in range(ROUNDS):
+    drawn = ROUNDS if device.type == "cpu" else min(ROUNDS, DRAWN_ON_GPUS)
+    rounds = []
+    for _ in range(drawn):
         tokens = draw_tokens(ep.config, random, size)
         layout, phases, padding = random.choice(["expert", "rank"]), random.random() < 0.3, random.random()
         num_tokens = tokens[rank].real
         if padding < 0.5:
             num_tokens = torch.tensor(num_tokens, dtype=torch.int32, device=ep.device)
-        check_round(ep, tokens, layout, num_tokens=num_tokens, phases=phases)
+        checked = check_round(ep, tokens, layout, num_tokens=num_tokens, phases=phases)
+        if device.type == "cuda":
+            rounds.append(Again(checked))
+    if rounds:
+        assert play_again(rounds, -(-ROUNDS // drawn) - 1) == 0
+    ep.check()
+
+
+def test_rounds_again(make_ep, rank, size, device):
+    """What `play_again` plays is the same bits, and it counts what is not."""
+    for seed in range(4):
+        random = Random(seed)
+        ep, rounds = make_ep(**draw_options(random, size)), []
+        for layout, phases in (("expert", False), ("rank", True), ("expert", True), ("rank", False)):
+            tokens = draw_tokens(ep.config, random, size)
+            checked = check_round(ep, tokens, layout, num_tokens=tokens[rank].real, phases=phases)
+            rounds.append(Again(checked))
+        assert play_again(rounds, 3) == 0
+        rounds[0].wanted[0] += 1  # every byte of the counts
+        rounds[1].y += 1
+        assert play_again(rounds, 2) == 2 * (4 * size + rounds[1].y.numel())
 
 
 def test_every_drawn_configuration_is_one():

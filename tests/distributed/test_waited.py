@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchanges import assert_y, make_tokens, run_experts, run_round
+from helpers import RANKS_SHARE_GPUS
 
 import epmoe
 
 LATE_S = 0.35  # longer than three sleeps of a wait, which let Python handle its signals
 ON_THE_CPU = pytest.mark.parametrize("device", [torch.device("cpu")])
+BY_TURNS = pytest.mark.skipif(RANKS_SHARE_GPUS, reason="needs a GPU for each rank")
 
 
 def given(ep: epmoe.ExpertParallel) -> tuple[torch.Tensor, ...]:
@@ -24,11 +26,12 @@ def given(ep: epmoe.ExpertParallel) -> tuple[torch.Tensor, ...]:
     return tuple(t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
 
 
-@ON_THE_CPU
+@BY_TURNS
 @pytest.mark.parametrize("stage", ["dispatch", "combine"])
 def test_the_late_rank_is_told_from_the_others(make_ep, rank, size, device, stage):
     """The time of a wait counts once and in full, however often the wait was interrupted."""
     ep, late = make_ep(), size - 1
+    run_round(ep, make_tokens(ep.config, rank, 6))  # on GPUs the first round loads the kernels
     d = ep.dispatch(*given(ep)) if stage == "combine" else None
     before = ep.health().waited_s
     assert ep.health(wait=False) == ep.health()
@@ -40,18 +43,20 @@ def test_the_late_rank_is_told_from_the_others(make_ep, rank, size, device, stag
         d = ep.dispatch(*given(ep))
     else:
         ep.combine(run_experts(ep, d), d)
+    ep.check()
     took = time.perf_counter() - started
+    waited = [after - b for after, b in zip(ep.health().waited_s, before, strict=True)]
     if stage == "dispatch":
         ep.abort(d)
-    waited = [after - b for after, b in zip(ep.health().waited_s, before, strict=True)]
-    assert waited[rank] == 0, "its own signal is always there"
+    own = 0 if device.type == "cpu" else 1e-3  # on a GPU another block raises it
+    assert waited[rank] <= own, "its own signal is always there"
     assert all(0 <= seconds <= took for seconds in waited)
     if rank != late and took > 0.1:  # a busy machine may hold up this rank for longer than the late one
         assert waited[late] >= 0.8 * took
         assert waited[late] == max(waited)
 
 
-@ON_THE_CPU
+@BY_TURNS
 def test_a_rank_that_stays_away_has_been_waited_for_until_the_deadline(make_ep, rank, size, device):
     ep = make_ep(timeout_s=0.5)
     tokens = make_tokens(ep.config, rank, 6)
@@ -61,6 +66,7 @@ def test_a_rank_that_stays_away_has_been_waited_for_until_the_deadline(make_ep, 
     if rank != 0:
         with pytest.raises(epmoe.EPTimeoutError):
             ep.dispatch(*given(ep))
+            ep.check()
         with pytest.raises(epmoe.EPTimeoutError, match=r"rank\(s\) \[0\]"):
             ep.poll()
         waited = ep.health().waited_s[0] - before

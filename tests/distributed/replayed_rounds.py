@@ -1,0 +1,74 @@
+"""Rounds that have agreed with the references once, again and again: dispatch delivers the same bits, y has the same.
+
+The device compares and counts, so that the rounds may run in replays of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from checked_round import Checked
+from helpers import poison_
+from torch import Tensor
+
+from epmoe import Dispatched
+
+
+class Again:
+    """A checked round and what it delivered. Every rank makes it before any rank begins its next round."""
+
+    def __init__(self, checked: Checked) -> None:
+        self.round, self.rows = checked.round, checked.rows
+        counts = checked.d.recv.counts.tolist()
+        self.used = int(checked.d.expert_offsets[-1]) if checked.round.layout == "expert" else 0
+        slots = [(source, s) for source, count in enumerate(counts) for s in range(count)]
+        self.slots = torch.tensor(slots, dtype=torch.int64, device=checked.y.device).view(-1, 2).unbind(1)
+        self.wanted = [bits.clone() for bits in self._delivered(checked.d)]
+        self.y = bytes_of(checked.y).clone()
+
+    def play(self) -> Tensor:
+        """The round, without a look of the host. Returns the bytes that differ, int64 on the device."""
+        d = self.round.dispatch()
+        wrong = torch.zeros((), dtype=torch.int64, device=self.y.device)
+        for got, wanted in zip(self._delivered(d), self.wanted, strict=True):
+            wrong += (got != wanted).sum()
+        y = self.round.combine(self.rows, d)
+        wrong += (bytes_of(y) != self.y).sum()
+        poison_(y)  # a replay that does not write y leaves this
+        return wrong
+
+    def _delivered(self, d: Dispatched) -> list[Tensor]:
+        recv = d.recv
+        if self.round.layout == "expert":
+            rows = [d.rows[: self.used], *([] if d.scales is None else [d.scales[: self.used]])]
+            return [bytes_of(t) for t in (recv.counts, d.expert_offsets, d.tokens_per_expert, *rows)]
+        rows = [recv.x[self.slots], *([] if recv.scales is None else [recv.scales[self.slots]])]
+        return [bytes_of(t) for t in (recv.counts, recv.ids, recv.weights, *rows)]
+
+
+def bytes_of(values: Tensor) -> Tensor:
+    return values.contiguous().flatten().view(torch.uint8)
+
+
+def play_again(rounds: list[Again], times: int) -> int:
+    """Plays the rounds in turn, on a GPU by replays of one graph. Collective. Returns the bytes that differ."""
+    device = rounds[0].y.device
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()  # every rank has kept what its last round delivered
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+
+    def play() -> None:
+        for again in rounds:
+            wrong.add_(again.play())
+
+    if device.type == "cpu":
+        for _ in range(times):
+            play()
+        return int(wrong)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        play()
+    for _ in range(times):
+        graph.replay()
+    return int(wrong)

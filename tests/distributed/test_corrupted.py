@@ -9,9 +9,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchanges import assert_y, make_tokens, run_round
+from helpers import ON_GPUS
 
 import epmoe
 
+# Buffers of the window on GPUs.
+PARTS = {
+    "rows": ("recv.x", "rows", "combine.rows"),
+    "counts": ("recv.counts",),
+    "pairs": ("recv.ids", "recv.ordinals", "recv.weights", "ll.pairs"),
+    "flags": ("recv.flags", "combine.flags", "signal.combine"),
+    "lines": ("ll.rows", "ll.sums"),
+    "errors": ("signal.error",),
+}
+DEADLINE_S = 0.5
 ON_THE_CPU = pytest.mark.parametrize("device", [torch.device("cpu")])
 SIGNALS = ("signal.dispatch", "signal.combine", "signal.error")
 
@@ -59,3 +70,57 @@ def test_an_error_word_that_names_no_rank(make_ep, rank, size, device):
             run_round(ep, tokens)
         assert time.monotonic() - begin >= 0.4
     dist.barrier()
+
+
+def scribble(ep: epmoe.ExpertParallel, victim: int, names: tuple[str, ...], seed: int) -> None:
+    """Random bits into these buffers of the victim's window, from this rank."""
+    bits, window = torch.Generator().manual_seed(seed), ep._exchange.window._words[victim].view(torch.uint8)
+    for buffer in (ep.memory_plan()[name] for name in names):
+        scrawl = torch.randint(0, 256, (buffer.nbytes,), generator=bits, dtype=torch.uint8).pin_memory()
+        window[buffer.offset : buffer.offset + buffer.nbytes].copy_(scrawl, non_blocking=True)
+
+
+@ON_GPUS
+@pytest.mark.parametrize("ll_max_tokens", [256, 4])
+@pytest.mark.parametrize("within_rounds", [False, True])
+@pytest.mark.parametrize("part", [*PARTS, "all"])
+def test_a_window_of_random_bits_on_a_gpu(make_ep, rank, size, device, part, within_rounds, ll_max_tokens):
+    """Rank 0 writes into the window of the last rank: no bit becomes an address, and every wait ends.
+
+    What every round writes anew does no harm between two rounds. Everything else ends at the latest with new windows.
+    """
+    names = PARTS[part] if part in PARTS else sum(PARTS.values(), ())
+    ep = make_ep(ll_max_tokens, max_tokens=40, experts=5 * size, timeout_s=DEADLINE_S)
+    tokens = make_tokens(ep.config, rank, 40)
+    for layout in ("expert", "rank"):
+        assert_y(run_round(ep, tokens, layout=layout), ep.config, tokens)
+    ep.check()
+    dist.barrier()
+    if rank == 0 and not within_rounds:
+        scribble(ep, size - 1, names, seed=99)
+        torch.cuda.synchronize()
+    dist.barrier()
+    stream = torch.cuda.Stream()
+    for n in range(6):
+        begin = time.monotonic()
+        if rank == 0 and within_rounds:
+            with torch.cuda.stream(stream):
+                scribble(ep, size - 1, names, seed=n)
+        try:
+            y = run_round(ep, tokens, layout=("expert", "rank")[n % 2])
+            ep.check()
+            if part == "rows" and not within_rounds:
+                assert_y(y, ep.config, tokens)
+        except epmoe.EPError:
+            assert part != "rows"
+            with suppress(epmoe.EPError):
+                ep.abort()
+        assert time.monotonic() - begin < DEADLINE_S + 2
+    torch.cuda.synchronize()
+    eye = torch.eye(64, device=device)
+    assert torch.equal(eye @ eye, eye)
+    dist.barrier()
+    ep.close()
+    dist.barrier()
+    again = make_ep(ll_max_tokens, max_tokens=40, experts=5 * size)
+    assert_y(run_round(again, tokens), again.config, tokens)

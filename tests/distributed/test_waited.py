@@ -18,7 +18,7 @@ import epmoe
 
 LATE_S = 0.35  # longer than three sleeps of a wait, which let Python handle its signals
 ON_THE_CPU = pytest.mark.parametrize("device", [torch.device("cpu")])
-BY_TURNS = pytest.mark.skipif(RANKS_SHARE_GPUS, reason="needs a GPU for each rank")
+OWN_GPUS = pytest.mark.skipif(RANKS_SHARE_GPUS, reason="needs a GPU for each rank")
 
 
 def given(ep: epmoe.ExpertParallel) -> tuple[torch.Tensor, ...]:
@@ -26,7 +26,7 @@ def given(ep: epmoe.ExpertParallel) -> tuple[torch.Tensor, ...]:
     return tuple(t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
 
 
-@BY_TURNS
+@OWN_GPUS
 @pytest.mark.parametrize("stage", ["dispatch", "combine"])
 def test_the_late_rank_is_told_from_the_others(make_ep, rank, size, device, stage):
     """The time of a wait counts once and in full, however often the wait was interrupted."""
@@ -56,7 +56,7 @@ def test_the_late_rank_is_told_from_the_others(make_ep, rank, size, device, stag
         assert waited[late] == max(waited)
 
 
-@BY_TURNS
+@OWN_GPUS
 def test_a_rank_that_stays_away_has_been_waited_for_until_the_deadline(make_ep, rank, size, device):
     ep = make_ep(timeout_s=0.5)
     tokens = make_tokens(ep.config, rank, 6)

@@ -17,6 +17,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from epmoe.build import build
+
 ROOT = Path(__file__).parent.parent
 TOOL = shutil.which("compute-sanitizer") or shutil.which(
     "compute-sanitizer", path=str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin"))
@@ -77,9 +79,8 @@ def sanitize(
     Without `caching` every tensor is an allocation of its own, whose end the tool sees, and no graph can be captured.
     """
     assert TOOL is not None, "there is no compute-sanitizer"
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([*SOURCES, *sys.path])}
-    if library:
-        env["EPMOE_LIBRARY"] = library
+    library = library or os.environ.get("EPMOE_LIBRARY") or str(build())  # not under the tool
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([*SOURCES, *sys.path]), "EPMOE_LIBRARY": library}
     if not caching:
         env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     command = [TOOL, "--tool", tool, "--error-exitcode", "3"]

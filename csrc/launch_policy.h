@@ -259,14 +259,14 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
 // Shared memory that a kernel of the exchange declares statically, at most.
 constexpr int64_t kDeclaredSharedBytes = 12 << 10;
 
-// Bytes of shared memory that a multiprocessor needs to hold two blocks of each kernel of the exchange, as the launch
-// policy counts on.
-inline int64_t shared_bytes_per_multiprocessor(const ExchangePlan& plan) {
+// Bytes of shared memory that a block of any kernel of the exchange needs, at most. Fewer blocks than the launch policy
+// counts on may be resident: the others run later.
+inline int64_t shared_bytes_per_block(const ExchangePlan& plan) {
   DispatchArgs args{};
   args.T = plan.ll_max_tokens + 1, args.D = kMaxChunkBytes, args.dtype = DType::kFloat32;
   args.K = 1, args.expert_major = args.send = args.receive = true;
   int64_t dispatch = dispatch_launch(plan, args, Gpu{.multiprocessors = 2, .major = 9}).shared_bytes;
-  return 2 * (std::max<int64_t>(dispatch, kSendBufferBytes) + kDeclaredSharedBytes);
+  return std::max<int64_t>(dispatch, kSendBufferBytes) + kDeclaredSharedBytes;
 }
 
 }  // namespace epmoe

@@ -52,7 +52,7 @@ Tensor launch_policy(const Tensor& plan, int64_t T, int64_t D, int64_t K, int64_
   return launches;
 }
 
-int64_t shared_bytes_needed(const Tensor& plan) { return shared_bytes_per_multiprocessor(plan_of(plan)); }
+int64_t shared_bytes_needed(const Tensor& plan) { return shared_bytes_per_block(plan_of(plan)); }
 
 }  // namespace
 

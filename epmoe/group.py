@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,17 +65,17 @@ def device_of(config: EPConfig, device: torch.device | str | None) -> torch.devi
     return wanted if wanted.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
-def check_multiprocessor(config: EPConfig, placement: Placement, device: torch.device) -> None:
-    """Raises ValueError, on all ranks alike, if a multiprocessor has too little shared memory for two blocks of each
-    kernel of the exchange: the launch policy counts on two."""
+def check_shared_memory(config: EPConfig, placement: Placement, device: torch.device) -> None:
+    """Raises ValueError, on all ranks alike, if a block may not have the shared memory that the kernels need."""
     if device.type == "cpu":
         return
     ranks = range(placement.ep_size)
     needed = max(shared_bytes_needed(MemoryPlan.build(config, rank, placement, nvlink=True)) for rank in ranks)
-    available = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    properties: Any = torch.cuda.get_device_properties(device)  # torch does not declare all of them
+    available = properties.shared_memory_per_block_optin
     if needed > available:
         raise ValueError(
-            f"`device` has {available >> 10} KiB of shared memory a multiprocessor, but the exchange of "
+            f"`device` gives a block at most {available >> 10} KiB of shared memory, but the exchange of "
             f"{placement.num_physical_experts} physical experts over {placement.ep_size} ranks needs "
             f"{-(-needed >> 10)}: take fewer experts, or a GPU as large as A100 or H100"
         )

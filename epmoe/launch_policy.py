@@ -118,7 +118,7 @@ def launches(
 
 
 def shared_bytes_needed(plan: MemoryPlan) -> int:
-    """Bytes of shared memory that a multiprocessor needs to hold two blocks of each kernel of the exchange."""
+    """Bytes of shared memory that a block of any kernel of the exchange needs, at most."""
     return ops.shared_bytes_needed(_as_tensor(plan))
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from epmoe import ops, rounds
 from epmoe.config import EPConfig
 from epmoe.exchange import Exchange, device_ends
-from epmoe.group import check_backend, check_multiprocessor, check_size, device_of, group_of, open_window
+from epmoe.group import check_backend, check_shared_memory, check_size, device_of, group_of, open_window
 from epmoe.handles import HoldsWindows
 from epmoe.health import EPResumeError
 from epmoe.memory import MemoryPlan
@@ -178,7 +178,7 @@ class Resumable(HoldsWindows):
         _ = ops.dispatch  # builds or loads the library now, not in a round in which other ranks wait
         if self.device.type == "cuda":
             ops.load_cuda()
-        check_multiprocessor(config, placement, self.device)
+        check_shared_memory(config, placement, self.device)
         plan = MemoryPlan.build(config, peers.rank, placement, nvlink=self.device.type == "cuda")
         self.close()  # both windows might not fit
         with torch.inference_mode(False):  # otherwise the buffers could not be written outside inference mode

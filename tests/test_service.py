@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import epmoe
 from epmoe.exchange import DESCRIPTOR
-from epmoe.group import check_multiprocessor
+from epmoe.group import check_shared_memory
 from epmoe.stages.checks import check_tensor
 
 
@@ -189,19 +189,19 @@ def test_only_the_first_round_waits_for_ranks_that_still_load():
 
 
 @pytest.mark.parametrize(
-    "experts, kib, fits", [(256, 228, True), (256, 164, True), (256, 100, False), (3584, 228, False)]
+    "experts, kib, fits", [(256, 227, True), (3584, 163, True), (256, 99, True), (3584, 99, False), (8, 64, False)]
 )
-def test_a_multiprocessor_has_to_hold_two_blocks(monkeypatch, experts, kib, fits):
-    properties = SimpleNamespace(shared_memory_per_multiprocessor=kib << 10)
+def test_a_block_needs_shared_memory(monkeypatch, experts, kib, fits):
+    properties = SimpleNamespace(shared_memory_per_block_optin=kib << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     config = epmoe.EPConfig(
         model={"num_experts": experts, "num_experts_per_tok": 2, "hidden_size": 256}, topology={"ep_size": 8}
     )
-    check = partial(check_multiprocessor, config, epmoe.Placement.from_config(config), torch.device("cuda", 0))
+    check = partial(check_shared_memory, config, epmoe.Placement.from_config(config), torch.device("cuda", 0))
     if fits:
         check()
         return
-    with pytest.raises(ValueError, match=rf"`device` has {kib} KiB .* {experts} physical experts over 8 ranks needs"):
+    with pytest.raises(ValueError, match=rf"a block at most {kib} KiB .* {experts} physical experts over 8 ranks"):
         check()
 
 

@@ -9,8 +9,8 @@ export OMP_NUM_THREADS := 1
 
 TORCHRUN := torchrun --standalone --nproc-per-node
 
-.PHONY: help setup demo test unit distributed fuzz faults soak sanitize lint docs bench benchmarks-report wheel first-hour cuda-compile gpu-deps \
-  gpu-test clean
+.PHONY: help setup demo test unit distributed fuzz faults soak sanitize lint docs bench benchmarks-report wheel \
+  first-hour cuda-compile gpu-deps gpu-test clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*##' '{printf "  make %-19s%s\n", $$1, $$2}'

@@ -111,7 +111,7 @@ def test_a_window_of_random_bits_on_a_gpu(make_ep, rank, size, device, part, wit
             ep.check()
             if part == "rows" and not within_rounds:
                 assert_y(y, ep.config, tokens)
-        except epmoe.EPError:
+        except (epmoe.EPError, IndexError):  # the experts of these tests look ids up on the host
             assert part != "rows"
             with suppress(epmoe.EPError):
                 ep.abort()

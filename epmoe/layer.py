@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from epmoe import rounds
+from epmoe import opaque, rounds
 from epmoe.service import ExpertParallel
 from epmoe.stages.checks import FLOATS, check_tensor, describe
 from epmoe.stages.experts import GroupedExperts, without_autocast
@@ -31,14 +31,17 @@ class MoELayer(nn.Module):
             None) to outputs [N, D] in x's dtype, as `GroupedExperts` does.
         bias: fp32 [E], added to the scores for the choice of experts only.
         apply_router_weight_on_input: as of `ExpertParallel.dispatch`.
+        layer_id: the number by which compiled and exported programs name the layer, by default the first free one.
 
     Raises:
         TypeError: an argument has another type or dtype.
-        ValueError: `router_weight`, `bias` or `experts` has another shape than the config says.
+        ValueError: `router_weight`, `bias` or `experts` has another shape than the config says, or `layer_id` is the
+            number of another layer.
     """
 
     router_weight: Tensor
     bias: Tensor | None
+    order: Tensor
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class MoELayer(nn.Module):
         *,
         bias: Tensor | None = None,
         apply_router_weight_on_input: bool = False,
+        layer_id: int | None = None,
     ) -> None:
         if not isinstance(ep, ExpertParallel):
             raise TypeError(f"`ep` must be an ExpertParallel, got {describe(ep)}")
@@ -71,6 +75,8 @@ class MoELayer(nn.Module):
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self.register_buffer("router_weight", router_weight)
         self.register_buffer("bias", bias)
+        self.register_buffer("order", ep.order, persistent=False)
+        self.layer_id = opaque.register(self, layer_id)
 
     def forward(self, x: Tensor, num_tokens: int | Tensor | None = None) -> Tensor:
         """x [T, D] of this rank's tokens, or [B, T, D] of B·T tokens → y of the same shape and dtype.
@@ -88,16 +94,30 @@ class MoELayer(nn.Module):
         x_TD = x.flatten(0, -2)
         with without_autocast(x.device):
             logits_TE = F.linear(x_TD.to(self.router_weight.dtype), self.router_weight)
-        routing = self.ep.route(logits_TE, bias=self.bias, num_tokens=num_tokens)
+        if torch.compiler.is_compiling():
+            return opaque.moe(self, x_TD, logits_TE, None, num_tokens).view(x.shape)
+        return self.run(x_TD, logits_TE, None, num_tokens).view(x.shape)
+
+    def run(self, x_TD: Tensor, routing: Tensor, weights_TK: Tensor | None, num_tokens: int | Tensor | None) -> Tensor:
+        """The layer behind its router: from x [T, D] and logits [T, E], or ids and weights [T, K], to y [T, D].
+
+        Args:
+            x_TD: tokens, in the dtype of y.
+            routing: logits, or with `weights_TK` ids.
+            weights_TK: fp32, or None for `ExpertParallel.route` of the logits.
+            num_tokens: as of `forward`, whose errors it raises.
+        """
+        if weights_TK is None:
+            routing, weights_TK = self.ep.route(routing, bias=self.bias, num_tokens=num_tokens)
         exchange = self.ep._open
         last_round = exchange.rounds.count
         try:
             d = self.ep.dispatch(
-                x_TD, routing.ids, routing.weights, num_tokens=num_tokens,
+                x_TD, routing, weights_TK, num_tokens=num_tokens,
                 apply_router_weight_on_input=self.apply_router_weight_on_input,
             )  # fmt: skip
             expert_rows_ND = self.experts(d.rows, d.expert_offsets, d.scales)
-            return self.ep.combine(expert_rows_ND, d).view(x.shape)
+            return self.ep.combine(expert_rows_ND, d)
         except BaseException:
             rounds.abort_after(exchange, last_round)
             raise
@@ -146,10 +166,12 @@ class MoELayer(nn.Module):
             after = getattr(self, name)
             if after is not None and after.dtype != tensor.dtype:
                 setattr(self, name, tensor.to(after.device))
+        self.order = self.ep.order
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = self.__new__(type(self))
-        memo[id(self)], memo[id(self.ep)] = twin, self.ep
+        memo |= {id(self): twin, id(self.ep): self.ep, id(self.order): self.order}
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        twin.layer_id = opaque.register(twin)
         return twin

@@ -1,7 +1,7 @@
 """The native operators: their schemas and fakes, and the library that implements them.
 
-Schemas live here, implementations in ``csrc``; the dispatcher picks the device. ``EPMOE_LIBRARY`` names a library to
-load in place of the built one.
+Schemas live here, implementations in ``csrc``; the dispatcher picks the device. A number that follows T is a SymInt, so
+that one compiled graph serves every T. ``EPMOE_LIBRARY`` names a library to load in place of the built one.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from epmoe.memory import SCALE_BLOCK
 
 _library = torch.library.Library("epmoe", "DEF")
 _library.define(
-    "route(Tensor logits, int top_k, Tensor? bias, Tensor? num_tokens, int num_rows, bool sigmoid, bool renormalize, "
-    "int num_expert_groups, int top_groups, float routed_scaling_factor, bool int64_ids, Tensor(a!)? counters) "
-    "-> (Tensor ids, Tensor weights)"
+    "route(Tensor logits, int top_k, Tensor? bias, Tensor? num_tokens, SymInt num_rows, bool sigmoid, "
+    "bool renormalize, int num_expert_groups, int top_groups, float routed_scaling_factor, bool int64_ids, "
+    "Tensor(a!)? counters) -> (Tensor ids, Tensor weights)"
 )
 _library.define(
     "permute(Tensor x, Tensor ids, Tensor expert_map, int num_local_experts, Tensor? counts, int alignment, "
-    "int max_rows, Tensor(a!)? counters) "
+    "SymInt max_rows, Tensor(a!)? counters) "
     "-> (Tensor rows, Tensor expert_offsets, Tensor tokens_per_expert, Tensor row_of_pair)"
 )
 _library.define("finalize(Tensor rows, Tensor row_of_pair, Tensor weights, Tensor? counts) -> Tensor")
-_library.define("zero_padding_rows_(Tensor(a!) x, Tensor? num_tokens, int num_rows) -> ()")
+_library.define("zero_padding_rows_(Tensor(a!) x, Tensor? num_tokens, SymInt num_rows) -> ()")
 _library.define(
-    "quantize_fp8(Tensor x, Tensor? num_tokens, int num_rows, bool per_tensor) -> (Tensor q, Tensor scales)"
+    "quantize_fp8(Tensor x, Tensor? num_tokens, SymInt num_rows, bool per_tensor) -> (Tensor q, Tensor scales)"
 )
 for _phase in ("", "_send", "_recv"):
     _library.define(
-        f"dispatch{_phase}(Tensor x, Tensor ids, Tensor weights, Tensor? scales, Tensor? num_tokens, int num_rows, "
+        f"dispatch{_phase}(Tensor x, Tensor ids, Tensor weights, Tensor? scales, Tensor? num_tokens, SymInt num_rows, "
         "Tensor(a!) window, Tensor(b!) scratch, Tensor descriptor) -> ()"
     )
     _library.define(

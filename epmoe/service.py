@@ -56,6 +56,8 @@ class ExpertParallel(Resumable):
     ):
         config = config_of(config)
         self.device = device_of(config, device)
+        with torch.inference_mode(False):  # otherwise graphs outside inference mode could not take it
+            self.order = torch.zeros(1, dtype=torch.uint8, device=self.device)  # see epmoe/opaque.py
         self._join(Peers.of(group_of(group)), config, Hello(config.model_dump_json()))
 
     @property

@@ -1,8 +1,6 @@
-"""The operators in torch: schemas, fakes, opcheck, and one graph under torch.compile."""
+"""The native operators in torch: schemas, fakes and opcheck; under torch.compile: tests/test_compile.py."""
 
 from __future__ import annotations
-
-import shutil
 
 import pytest
 import torch
@@ -38,6 +36,15 @@ def test_opcheck_permute_and_finalize(device, id_dtype, counts):
         torch.library.opcheck(ops.finalize, (rows, row_of_pair, randn(T, K).to(device), None))
 
 
+@pytest.mark.parametrize("real", [None, 5])
+def test_opcheck_quantize_and_zero_padding(device, real):
+    num_tokens = None if real is None else torch.tensor(real, dtype=torch.int32, device=device)
+    x = randn(T, D).to(device)
+    torch.library.opcheck(ops.zero_padding_rows_, (x, num_tokens, 6))
+    for per_tensor in (False, True):
+        torch.library.opcheck(ops.quantize_fp8, (x, num_tokens, 6, per_tensor))
+
+
 @pytest.mark.parametrize("phase", ["", "_send", "_recv"])
 def test_opcheck_exchange(phase):
     """The round is open and its send phase is over, because opcheck runs an op twice, on copies of its arguments."""
@@ -71,19 +78,3 @@ def test_fakes_agree_on_other_dtypes(device):
         assert [(r.shape, r.dtype, r.device, r.stride()) for r in real] == [
             (f.shape, f.dtype, f.device, f.stride()) for f in fake
         ]
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_one_graph_under_compile(device, backend):
-    if backend == "inductor" and device.type == "cpu" and not shutil.which("g++"):
-        pytest.skip("torch.compile needs a C++ compiler")
-
-    def local_moe(x, logits, expert_map):
-        routing = epmoe.route(logits, K, renormalize=True)
-        permuted = epmoe.permute(x, routing.ids, expert_map, E, alignment=8)
-        return epmoe.finalize(permuted.rows, permuted, routing.weights)
-
-    args = (randn(T, D).to(device), randn(T, E).to(device), torch.arange(E, dtype=torch.int32, device=device))
-    want = local_moe(*args)
-    torch.testing.assert_close(torch.compile(local_moe, fullgraph=True, backend=backend)(*args), want)
-    torch.testing.assert_close(want, args[0])

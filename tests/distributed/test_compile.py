@@ -1,0 +1,77 @@
+"""Compiled layers over several ranks: every rank its own T, eager ranks among compiled ones, failures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+import torch.distributed as dist
+from helpers import randn
+from test_layers import D, E, K, make_layer
+from torch import Tensor, nn
+
+import epmoe
+
+
+@pytest.fixture(autouse=True)
+def forget_graphs():
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    with torch.no_grad():
+        yield
+
+
+class Model(nn.Module):
+    """Three layers, of which two do not depend on each other: only their order on all ranks is the same."""
+
+    def __init__(self, ep: epmoe.ExpertParallel) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make_layer(ep, seed=10 * n, bias=n == 1)[0] for n in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = self.layers
+        return c(torch.nn.functional.rms_norm(b(x) + a(x).relu(), (D,)))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_every_rank_has_its_own_batches(make_ep, rank, size, device, backend):
+    """Ranks meet with graphs for T = 0, 1 and any T in one round, and with a rank that is not compiled."""
+    ep = make_ep(experts=E, top_k=K, hidden=D, max_tokens=40)
+    model = Model(ep)
+    step = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
+    for n, tokens in enumerate(((7, 5), (0, 3), (1, 40), (4, 0), (2, 1), (0, 0), (40, 9))):
+        x = randn(tokens[rank % 2], D, seed=100 * n + rank).to(device)
+        want, rounds = model(x), ep.health().rounds
+        y = model(x) if n == rank + 3 else step(x)
+        assert torch.equal(y, want) and ep.health().rounds == rounds + 3
+    assert not dynamo.utils.counters["graph_break"] and dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_rank_that_stays_away(make_ep, rank, size, device, backend):
+    """The operator raises the timeout that `ep.dispatch` raises, and a graph goes on where the next round is good."""
+    ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=1.0)
+    layer, _ = make_layer(ep)
+    step = torch.compile(layer, fullgraph=True, backend=backend)
+    x = randn(4, D, seed=rank).to(device)
+    step(x)
+    step(x)
+    if rank != 0:
+        with pytest.raises(epmoe.EPTimeoutError, match=r"rank\(s\) \[0\]"):
+            step(x)
+            ep.check()  # on a GPU the host runs ahead
+        with pytest.raises(epmoe.EPTimeoutError):
+            step(x)
+    dist.barrier()
+
+
+def test_an_exported_program_among_layers(make_ep, rank, size, device):
+    ep = make_ep(experts=E, top_k=K, hidden=D)
+    layer, _ = make_layer(ep)
+    program = torch.export.export(
+        layer, (randn(5, D).to(device),), dynamic_shapes=({0: torch.export.Dim("T", min=2, max=40)},)
+    )
+    for T in (2, 9):
+        x = randn(T + rank, D, seed=rank).to(device)
+        want = layer(x)
+        assert torch.equal((layer if rank == 0 else program.module())(x), want)

@@ -1,0 +1,315 @@
+"""MoELayer and the local stages under torch.compile and torch.export; over several ranks: tests/distributed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+from helpers import ON_GPUS, distinct_ids, randn
+from torch import Tensor, nn
+
+import epmoe
+from epmoe import opaque
+
+E, F, D, K, M = 12, 32, 64, 3, 40
+TOKENS = (7, 2, M, 3, 0, 1)
+GRAPHS = 3  # for T ≥ 2, 0 and 1
+
+
+@pytest.fixture(params=["eager", "aot_eager", "inductor"])
+def backend(request, device):
+    if request.param == "inductor" and device.type == "cpu" and not shutil.which("g++"):
+        pytest.skip("torch.compile needs a C++ compiler")
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def forget_graphs():
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def ep(device):
+    with epmoe.ExpertParallel(config(), device=device) as ep:
+        yield ep
+
+
+def config(dtype: str = "float32", **capacity: object) -> epmoe.EPConfig:
+    return epmoe.EPConfig(
+        model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": dtype},
+        routing={"renormalize": True},
+        topology={"ep_size": 1},
+        capacity={"max_num_tokens_per_rank": M, **capacity},
+    )
+
+
+def make_layer(ep: epmoe.ExpertParallel, seed: int = 0, **options: object) -> epmoe.MoELayer:
+    dtype = ep.config.model.torch_dtype
+    w_gate_up, w_down = randn(E, 2 * F, D, seed=seed + 1) / D**0.5, randn(E, D, F, seed=seed + 2) / F**0.5
+    experts = epmoe.SwiGLUExperts(w_gate_up.to(ep.device, dtype), w_down.to(ep.device, dtype))
+    bias = randn(E, seed=seed + 3).to(ep.device)
+    return epmoe.MoELayer(ep, randn(E, D, seed=seed).to(ep.device), experts, bias=bias, **options)
+
+
+def compiled(function: Callable, backend: str, dynamic: bool | None = True) -> Callable:
+    return torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
+
+
+def compiles() -> int:
+    """Graphs that dynamo has made; a graph break would be an error, because of `fullgraph`."""
+    assert not dynamo.utils.counters["graph_break"]
+    return dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def assert_same_bits(got: Tensor | tuple[Tensor, ...], want: Tensor | tuple[Tensor, ...]) -> None:
+    assert type(got) is type(want)
+    for g, w in zip(got, want, strict=True) if isinstance(got, tuple) else [(got, want)]:
+        assert g.dtype == w.dtype and torch.equal(g.contiguous().view(torch.uint8), w.contiguous().view(torch.uint8))
+
+
+def real_tokens(kind: str, T: int, device: torch.device) -> int | Tensor | None:
+    return {"all": None, "int": T // 2, "tensor": torch.tensor(T // 2, dtype=torch.int32, device=device)}[kind]
+
+
+@pytest.mark.parametrize("num_tokens", ["all", "int", "tensor"])
+def test_one_graph_serves_a_layer(ep, backend, num_tokens):
+    layer = make_layer(ep)
+    step = compiled(layer, backend)
+    for seed, T in enumerate(TOKENS):
+        x, real = randn(T, D, seed=seed).to(ep.device), real_tokens(num_tokens, T, ep.device)
+        before = ep.health().rounds
+        y = step(x, real)
+        assert ep.health().rounds == before + 1
+        assert_same_bits(y, layer(x, real))
+    # Half of 2 and of 3 tokens is 1, for which dynamo makes another program, as for any int.
+    assert compiles() <= GRAPHS + (num_tokens == "int") * 2
+
+
+def test_without_a_word_on_dynamic_shapes(ep, backend):
+    """torch's default takes the first T as static, and makes the second graph for any T ≥ 2."""
+    layer = make_layer(ep)
+    step = compiled(layer, backend, dynamic=None)
+    for T in TOKENS:
+        x = randn(T, D, seed=T).to(ep.device)
+        assert_same_bits(step(x), layer(x))
+    assert compiles() <= GRAPHS + 1
+
+
+def test_batches_of_requests(ep, backend):
+    layer = make_layer(ep)
+    step = compiled(layer, backend)
+    for B, T in ((2, 3), (4, 10), (5, 2)):
+        x = randn(B, T, D, seed=T).to(ep.device)
+        assert_same_bits(step(x), layer(x))
+    assert compiles() == 1
+
+
+LOCAL = {
+    "route": lambda x, logits, n: tuple(epmoe.route(logits, K, scoring="sigmoid", num_tokens=n, id_dtype=torch.int64)),
+    "quantize_fp8": lambda x, logits, n: tuple(epmoe.quantize_fp8(x, num_tokens=n)),
+    "zero_padding_rows_": lambda x, logits, n: epmoe.zero_padding_rows_(x.clone(), n),
+}
+
+
+def chain(x: Tensor, logits: Tensor, n: int | Tensor | None) -> tuple[Tensor, ...]:
+    """Every stage of one rank, with arithmetic between them that inductor does in place."""
+    routing = epmoe.route(logits, K, renormalize=True, num_tokens=n)
+    expert_map = torch.arange(E, dtype=torch.int32, device=x.device)
+    permuted = epmoe.permute(x, routing.ids, expert_map, E, alignment=8)
+    y = epmoe.finalize(permuted.rows * 2 + 1, permuted, routing.weights)
+    return y * 0.5, permuted.expert_offsets, permuted.tokens_per_expert, permuted.row_of_pair
+
+
+@pytest.mark.parametrize("num_tokens", ["int", "tensor"])
+@pytest.mark.parametrize("stage", [*LOCAL.values(), chain], ids=[*LOCAL, "chain"])
+def test_one_graph_serves_the_local_stages(device, backend, stage, num_tokens):
+    step = compiled(stage, backend)
+    for seed, T in enumerate(TOKENS):
+        x, logits = randn(T, D, seed=seed).to(device), randn(T, E, seed=seed + 50).to(device)
+        real = real_tokens(num_tokens, T, device)
+        assert_same_bits(step(x, logits, real), stage(x, logits, real))
+    assert compiles() <= GRAPHS + (num_tokens == "int") * 2
+
+
+def test_a_program_that_never_ran_eager(ep, backend):
+    """Also the first call of an operator may be traced."""
+    for name in ("route", "dispatch", "combine"):
+        vars(epmoe.ops).pop(name, None)
+    x = randn(5, D).to(ep.device)
+    routing = compiled(lambda logits: tuple(epmoe.route(logits, K)), backend)(x)
+    assert_same_bits(routing, tuple(epmoe.route(x, K)))
+
+
+class Recorder(nn.Module):
+    """A layer whose experts note that they have run, and return the rows of the window themselves."""
+
+    def __init__(self, ep: epmoe.ExpertParallel, names: str) -> None:
+        super().__init__()
+        self.ran: list[str] = []
+
+        def experts_of(name: str) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+            return lambda rows, expert_offsets, scales: self.ran.append(name) or rows
+
+        router = randn(E, D).to(ep.device)
+        self.layers = nn.ModuleDict({name: epmoe.MoELayer(ep, router, experts_of(name)) for name in names})
+
+
+def test_rounds_are_kept_and_keep_their_order(ep, backend):
+    """Rounds whose outputs nobody needs, equal ones, and ones that do not depend on each other."""
+
+    class Model(Recorder):
+        def forward(self, x: Tensor) -> Tensor:
+            a, b, c = self.layers.values()
+            c(x)  # nobody reads it
+            y = b(x + 1) + a(x) + b(x + 1)
+            z = a(x)  # the same call again
+            return (y + z).relu()
+
+    model = Model(ep, "abc")
+    x = randn(6, D).to(ep.device)
+    want = model(x)
+    eager, model.ran[:] = list(model.ran), []
+    step = compiled(model, backend)
+    for _ in range(2):
+        assert_same_bits(step(x), want)
+        assert model.ran == eager == list("cbaba")
+        model.ran.clear()
+    assert compiles() == 1
+
+
+def test_y_is_no_memory_of_the_window(ep, backend):
+    """inductor writes into a layer's y, which must change neither the window nor another y."""
+    model = Recorder(ep, "a")
+    layer = model.layers["a"]
+    step = compiled(lambda x: (layer(x) * 2 + 1, layer(x + 1)), backend)
+    want = [(layer(x) * 2 + 1, layer(x + 1)) for x in (randn(4, D, seed=s).to(ep.device) for s in range(3))]
+    got = [step(x) for x in (randn(4, D, seed=s).to(ep.device) for s in range(3))]
+    for g, w in zip(got, want, strict=True):
+        assert_same_bits(g, w)
+
+
+def test_ids_and_weights_in_place_of_logits(ep, backend):
+    """For models with a router of their own."""
+    layer = make_layer(ep)
+    step = compiled(lambda x, ids, weights: opaque.moe(layer, x, ids, weights, None), backend)
+    for T in TOKENS:
+        x, logits = randn(T, D, seed=T).to(ep.device), randn(T, E, seed=T + 50).to(ep.device)
+        routing = ep.route(logits)
+        assert_same_bits(step(x, *routing), layer.run(x, *routing, None))
+    assert compiles() <= GRAPHS
+
+
+@dynamo.config.patch(allow_unspec_int_on_nn_module=True)
+def test_one_graph_serves_all_layers(ep, backend):
+    """Layers that are compiled one by one share a graph, if dynamo may take ints of modules as symbols."""
+    for layer in [make_layer(ep, seed=n) for n in range(10)]:
+        x = randn(5, D).to(ep.device)
+        assert_same_bits(compiled(layer, backend)(x), layer(x))
+    assert compiles() == 1
+
+
+def test_failures_come_out_of_the_graph(device, backend):
+    """The operator looks at the status, raises, and leaves no round open."""
+    with epmoe.ExpertParallel(config(max_expert_rows=2 * K), device=device) as ep:
+        faults: list[Exception] = []
+
+        def experts(rows: Tensor, expert_offsets: Tensor, scales: Tensor | None) -> Tensor:
+            if faults:
+                raise faults.pop()
+            return rows
+
+        step = compiled(epmoe.MoELayer(ep, randn(E, D).to(device), experts), backend)
+        x = randn(2, D).to(device)
+        y = step(x)
+        with pytest.raises(ValueError, match="x` has 41 tokens, but capacity.max_num_tokens_per_rank is 40"):
+            step(randn(M + 1, D).to(device))
+        with pytest.raises(epmoe.EPOverflowError, match=f"needed {3 * K} expert-major rows"):
+            step(randn(3, D).to(device))
+            ep.check()  # on a GPU the host runs ahead
+        faults.append(KeyError("of the experts"))
+        with pytest.raises(KeyError, match="of the experts"):
+            step(x)
+        assert_same_bits(step(x), y)
+    with pytest.raises(RuntimeError, match="this ExpertParallel is closed"):
+        step(x)
+
+
+def test_wrong_inputs_are_named_while_tracing(ep):
+    step = compiled(make_layer(ep), "eager")
+    for x in (randn(3, 32), randn(3, D).double()):
+        with pytest.raises(dynamo.exc.Unsupported, match=r"`x` must be float32 \[T, 64\] or \[B, T, 64\], got"):
+            step(x.to(ep.device))
+    with torch.enable_grad(), pytest.raises(dynamo.exc.Unsupported, match="`x` requires grad"):
+        step(randn(3, D).to(ep.device).requires_grad_())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(ep, strict):
+    layer = make_layer(ep, layer_id=77)
+    tokens = torch.export.Dim("T", min=2, max=M)
+    program = torch.export.export(layer, (randn(5, D).to(ep.device),), dynamic_shapes=({0: tokens},), strict=strict)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file)
+    for exported in (program, program.run_decompositions(), loaded):
+        for T in (2, 3, 7, M):
+            x = randn(T, D, seed=T).to(ep.device)
+            assert_same_bits(exported.module()(x), layer(x))
+    assert_same_bits(compiled(loaded.module(), "aot_eager")(x), layer(x))
+    del layer
+    gc.collect()
+    with pytest.raises(RuntimeError, match="no layer of this process has layer_id=77"):
+        loaded.module()(x)
+    other = make_layer(ep, seed=9, layer_id=77)  # as in another process
+    with torch.no_grad():
+        other.router_weight.copy_(program.state_dict["router_weight"])
+    assert_same_bits(loaded.module()(x), other(x))
+
+
+def test_numbers_of_layers(ep):
+    layers = [make_layer(ep) for _ in range(3)]
+    ids = [layer.layer_id for layer in layers]
+    assert len(set(ids)) == 3 and min(ids) >= 2
+    assert copy.deepcopy(layers[0]).layer_id not in ids
+    for wrong, error in ((ids[0], ValueError), (-1, ValueError), (True, TypeError), ("a", TypeError)):
+        with pytest.raises(error, match="`layer_id` must be"):
+            make_layer(ep, layer_id=wrong)
+    for layer in (copy.deepcopy(layers[0]), layers[1].bfloat16(), layers[2].to(ep.device)):
+        assert layer.order is ep.order and "order" not in layer.state_dict()
+
+
+@ON_GPUS
+def test_cuda_graph_trees(device):
+    """`mode="reduce-overhead"`: for each T a recorded CUDA graph, which is replayed from the third call on."""
+    with epmoe.ExpertParallel(config("bfloat16"), device=device) as ep:
+        model = nn.Sequential(make_layer(ep), make_layer(ep, seed=9))
+        assert model[0].experts.grouped
+        step = torch.compile(model, fullgraph=True, mode="reduce-overhead", dynamic=True)
+        for n, T in enumerate((16, 16, 16, 5, 16, 5, 5, 16, 5, 1, 1, 1, 1)):
+            x = randn(T, D, dtype=torch.bfloat16, seed=n).to(device)
+            torch.compiler.cudagraph_mark_step_begin()
+            y = step(x).clone()
+            ep.check()  # a replay is no call
+            assert_same_bits(y, model(x))
+        assert compiles() <= 2
+        assert dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_opcheck(ep):
+    layer, x = make_layer(ep), randn(6, D).to(ep.device)
+    real = torch.tensor(4, dtype=torch.int32, device=ep.device)
+    ids, weights = distinct_ids(6, E, K).to(ep.device), torch.full((6, K), 0.25, device=ep.device)
+    for routing in ((randn(6, E).to(ep.device), None), (ids, weights)):
+        for num_tokens in (None, real):
+            args = (x, *routing, num_tokens, 6, ep.order, layer.layer_id)
+            torch.library.opcheck(torch.ops.epmoe.moe.default, args)

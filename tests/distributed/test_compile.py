@@ -30,13 +30,13 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         a, b, c = self.layers
-        return c(torch.nn.functional.rms_norm(b(x) + a(x).relu(), (D,)))
+        return c(b(x) + a(x).relu())
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_every_rank_has_its_own_batches(make_ep, rank, size, device, backend):
     """Ranks meet with graphs for T = 0, 1 and any T in one round, and with a rank that is not compiled."""
-    ep = make_ep(experts=E, top_k=K, hidden=D, max_tokens=40)
+    ep = make_ep(experts=E, top_k=K, hidden=D, max_tokens=40, timeout_s=120.0)  # ranks wait while another one compiles
     model = Model(ep)
     step = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
     for n, tokens in enumerate(((7, 5), (0, 3), (1, 40), (4, 0), (2, 1), (0, 0), (40, 9))):

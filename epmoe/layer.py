@@ -99,13 +99,16 @@ class MoELayer(nn.Module):
         return self.run(x_TD, logits_TE, None, num_tokens).view(x.shape)
 
     def run(self, x_TD: Tensor, routing: Tensor, weights_TK: Tensor | None, num_tokens: int | Tensor | None) -> Tensor:
-        """The layer behind its router: from x [T, D] and logits [T, E], or ids and weights [T, K], to y [T, D].
+        """The layer behind its router. Collective.
 
         Args:
-            x_TD: tokens, in the dtype of y.
-            routing: logits, or with `weights_TK` ids.
-            weights_TK: fp32, or None for `ExpertParallel.route` of the logits.
+            x_TD: tokens [T, D].
+            routing: logits [T, E] for `ExpertParallel.route` if `weights_TK` is None, otherwise ids [T, K].
+            weights_TK: [T, K], or None.
             num_tokens: as of `forward`, whose errors it raises.
+
+        Returns:
+            y [T, D] in the dtype of x.
         """
         if weights_TK is None:
             routing, weights_TK = self.ep.route(routing, bias=self.bias, num_tokens=num_tokens)

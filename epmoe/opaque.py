@@ -36,13 +36,16 @@ class Layer(Protocol):
         """`ExpertParallel.order`, in a module as a buffer: other changed inputs keep a graph out of CUDA graphs."""
 
     def run(self, x_TD: Tensor, routing: Tensor, weights_TK: Tensor | None, num_tokens: int | Tensor | None) -> Tensor:
-        """A round: y [T, D], contiguous, in the dtype of x. It raises what the exchange has reported.
+        """A round. It raises what the exchange has reported.
 
         Args:
             x_TD: tokens [T, D].
             routing: logits [T, E] if `weights_TK` is None, otherwise ids [T, K].
             weights_TK: [T, K], or None.
             num_tokens: real tokens.
+
+        Returns:
+            y [T, D], contiguous, in the dtype of x and in memory of its own.
         """
 
 
@@ -55,7 +58,14 @@ _library.define(
 
 
 def register(layer: Layer, layer_id: int | None = None) -> int:
-    """Give `layer` a number, by default the first one that is free, and return it. The layer is not kept alive.
+    """Give a layer a number, by which `epmoe::moe` finds it.
+
+    Args:
+        layer: is not kept alive.
+        layer_id: by default the first number that is free.
+
+    Returns:
+        The number.
 
     Raises:
         TypeError: `layer_id` is no int.

@@ -217,6 +217,19 @@ def test_one_graph_serves_all_layers(ep, backend):
     assert compiles() == 1
 
 
+def test_weights_and_windows_change_below_the_graph(ep):
+    """`load_state_dict` and `resume` need no new graph."""
+    layer, other = make_layer(ep), make_layer(ep, seed=9)
+    step = compiled(layer, "aot_eager")
+    x = randn(5, D).to(ep.device)
+    assert_same_bits(step(x), layer(x))
+    layer.load_state_dict(other.state_dict())
+    assert_same_bits(step(x), other(x))
+    ep.resume()
+    assert_same_bits(step(x), other(x))
+    assert ep.generation == 1 and ep.health().rounds == 2 and compiles() == 1
+
+
 def test_failures_come_out_of_the_graph(device, backend):
     """The operator looks at the status, raises, and leaves no round open."""
     with epmoe.ExpertParallel(config(max_expert_rows=2 * K), device=device) as ep:

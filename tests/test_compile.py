@@ -1,17 +1,14 @@
-"""MoELayer and the local stages under torch.compile and torch.export; over several ranks: tests/distributed."""
+"""MoELayer and the local stages under torch.compile; over several ranks: tests/distributed/test_compile.py."""
 
 from __future__ import annotations
 
-import copy
-import gc
-import io
 import shutil
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch._dynamo as dynamo
-from helpers import ON_GPUS, distinct_ids, randn
+from helpers import ON_GPUS, randn
 from torch import Tensor, nn
 
 import epmoe
@@ -265,42 +262,6 @@ def test_wrong_inputs_are_named_while_tracing(ep):
         step(randn(3, D).to(ep.device).requires_grad_())
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_export(ep, strict):
-    layer = make_layer(ep, layer_id=77)
-    tokens = torch.export.Dim("T", min=2, max=M)
-    program = torch.export.export(layer, (randn(5, D).to(ep.device),), dynamic_shapes=({0: tokens},), strict=strict)
-    file = io.BytesIO()
-    torch.export.save(program, file)
-    file.seek(0)
-    loaded = torch.export.load(file)
-    for exported in (program, program.run_decompositions(), loaded):
-        for T in (2, 3, 7, M):
-            x = randn(T, D, seed=T).to(ep.device)
-            assert_same_bits(exported.module()(x), layer(x))
-    assert_same_bits(compiled(loaded.module(), "aot_eager")(x), layer(x))
-    del layer
-    gc.collect()
-    with pytest.raises(RuntimeError, match="no layer of this process has layer_id=77"):
-        loaded.module()(x)
-    other = make_layer(ep, seed=9, layer_id=77)  # as in another process
-    with torch.no_grad():
-        other.router_weight.copy_(program.state_dict["router_weight"])
-    assert_same_bits(loaded.module()(x), other(x))
-
-
-def test_numbers_of_layers(ep):
-    layers = [make_layer(ep) for _ in range(3)]
-    ids = [layer.layer_id for layer in layers]
-    assert len(set(ids)) == 3 and min(ids) >= 2
-    assert copy.deepcopy(layers[0]).layer_id not in ids
-    for wrong, error in ((ids[0], ValueError), (-1, ValueError), (True, TypeError), ("a", TypeError)):
-        with pytest.raises(error, match="`layer_id` must be"):
-            make_layer(ep, layer_id=wrong)
-    for layer in (copy.deepcopy(layers[0]), layers[1].bfloat16(), layers[2].to(ep.device)):
-        assert layer.order is ep.order and "order" not in layer.state_dict()
-
-
 @ON_GPUS
 def test_cuda_graph_trees(device):
     """`mode="reduce-overhead"`: for each T a recorded CUDA graph, which is replayed from the third call on."""
@@ -316,13 +277,3 @@ def test_cuda_graph_trees(device):
             assert_same_bits(y, model(x))
         assert compiles() <= 2
         assert dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
-
-
-def test_opcheck(ep):
-    layer, x = make_layer(ep), randn(6, D).to(ep.device)
-    real = torch.tensor(4, dtype=torch.int32, device=ep.device)
-    ids, weights = distinct_ids(6, E, K).to(ep.device), torch.full((6, K), 0.25, device=ep.device)
-    for routing in ((randn(6, E).to(ep.device), None), (ids, weights)):
-        for num_tokens in (None, real):
-            args = (x, *routing, num_tokens, 6, ep.order, layer.layer_id)
-            torch.library.opcheck(torch.ops.epmoe.moe.default, args)

@@ -22,15 +22,15 @@ def forget_graphs():
 
 
 class Model(nn.Module):
-    """Three layers, of which two do not depend on each other: only their order on all ranks is the same."""
+    """Two layers that do not depend on each other, and yet run in one order on all ranks."""
 
     def __init__(self, ep: epmoe.ExpertParallel) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(make_layer(ep, seed=10 * n, bias=n == 1)[0] for n in range(3))
+        self.layers = nn.ModuleList(make_layer(ep, seed=10 * n, bias=n == 1)[0] for n in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        a, b, c = self.layers
-        return c(b(x) + a(x).relu())
+        a, b = self.layers
+        return b(x) + a(x).relu()
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
@@ -43,7 +43,7 @@ def test_every_rank_has_its_own_batches(make_ep, rank, size, device, backend):
         x = randn(tokens[rank % 2], D, seed=100 * n + rank).to(device)
         want, rounds = model(x), ep.health().rounds
         y = model(x) if n == rank + 3 else step(x)
-        assert torch.equal(y, want) and ep.health().rounds == rounds + 3
+        assert torch.equal(y, want) and ep.health().rounds == rounds + 2
     assert not dynamo.utils.counters["graph_break"] and dynamo.utils.counters["stats"]["unique_graphs"] <= 3
 
 

@@ -1,0 +1,66 @@
+"""A layer as an operator: torch.export, its number, its schema and fake."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+
+import pytest
+import torch
+from helpers import distinct_ids, randn
+from test_compile import D, E, K, M, assert_same_bits, compiled, config, make_layer
+
+import epmoe
+
+
+@pytest.fixture
+def ep(device):
+    with epmoe.ExpertParallel(config(), device=device) as ep, torch.no_grad():
+        yield ep
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(ep, strict):
+    layer = make_layer(ep, layer_id=77)
+    tokens = torch.export.Dim("T", min=2, max=M)
+    program = torch.export.export(layer, (randn(5, D).to(ep.device),), dynamic_shapes=({0: tokens},), strict=strict)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file)
+    for exported in (program, program.run_decompositions(), loaded):
+        for T in (2, 3, 7, M):
+            x = randn(T, D, seed=T).to(ep.device)
+            assert_same_bits(exported.module()(x), layer(x))
+    assert_same_bits(compiled(loaded.module(), "aot_eager")(x), layer(x))
+    del layer
+    gc.collect()
+    with pytest.raises(RuntimeError, match="no layer of this process has layer_id=77"):
+        loaded.module()(x)
+    other = make_layer(ep, seed=9, layer_id=77)  # as in another process
+    with torch.no_grad():
+        other.router_weight.copy_(program.state_dict["router_weight"])
+    assert_same_bits(loaded.module()(x), other(x))
+
+
+def test_numbers_of_layers(ep):
+    layers = [make_layer(ep) for _ in range(3)]
+    ids = [layer.layer_id for layer in layers]
+    assert len(set(ids)) == 3 and min(ids) >= 2
+    assert copy.deepcopy(layers[0]).layer_id not in ids
+    for wrong, error in ((ids[0], ValueError), (-1, ValueError), (True, TypeError), ("a", TypeError)):
+        with pytest.raises(error, match="`layer_id` must be"):
+            make_layer(ep, layer_id=wrong)
+    for layer in (copy.deepcopy(layers[0]), layers[1].bfloat16(), layers[2].to(ep.device)):
+        assert layer.order is ep.order and "order" not in layer.state_dict()
+
+
+def test_opcheck(ep):
+    layer, x = make_layer(ep), randn(6, D).to(ep.device)
+    real = torch.tensor(4, dtype=torch.int32, device=ep.device)
+    ids, weights = distinct_ids(6, E, K).to(ep.device), torch.full((6, K), 0.25, device=ep.device)
+    for routing in ((randn(6, E).to(ep.device), None), (ids, weights)):
+        for num_tokens in (None, real):
+            args = (x, *routing, num_tokens, 6, ep.order, layer.layer_id)
+            torch.library.opcheck(torch.ops.epmoe.moe.default, args)

@@ -167,16 +167,23 @@ class EPConfig(Strict):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a YAML, TOML or JSON file; environment variables `EPMOE_<SECTION>__<KEY>` override its keys."""
-        data = read_config(path)
+        return cls.overridden(read_config(path), f"{path}: ")
+
+    @classmethod
+    def overridden(cls, sections: dict[str, Any], where: str = "") -> Self:
+        """The config of these sections, whose keys environment variables `EPMOE_<SECTION>__<KEY>` override.
+
+        Raises ConfigError, whose message begins with `where`.
+        """
         overrides = environment_overrides(os.environ, _KEYS)
         for section, key, value in overrides.values():
-            if isinstance(keys := data.setdefault(section, {}), dict):
+            if isinstance(keys := sections.setdefault(section, {}), dict):
                 keys[key] = value
         try:
-            return cls(**data)
+            return cls(**sections)
         except ConfigError as error:
             note = f" (the environment sets {', '.join(overrides)})" if overrides else ""
-            raise ConfigError(f"{path}: {error}{note}") from None
+            raise ConfigError(f"{where}{error}{note}") from None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -1,0 +1,196 @@
+"""epmoe in SGLang: the exchange of `--moe-a2a-backend deepep_v2`, in place of DeepEP's. Chosen by EPMOE_SGLANG=1.
+
+    x, ids, weights ─ dispatch ─▶ rows [n,D], psum [e] ─ SGLang's DeepGEMM runner ─▶ rows [n,D] ─ combine ─▶ y [T,D]
+
+SGLang makes a dispatcher for each MoE layer. All dispatchers with the same shapes share one `ExpertParallel`, which the
+first of them makes while the model is built: before memory is measured for the KV cache, and before any CUDA graph.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import epmoe
+from epmoe.config import ConfigError, EPConfig
+from epmoe.handles import Dispatched
+from epmoe.service import ExpertParallel
+
+try:
+    import sglang.srt.layers.moe.fused_moe_triton.layer  # noqa: F401 - before its dispatchers, which import one another
+    from sglang.srt.layers.dp_attention import get_dp_global_num_tokens
+    from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher, CombineInput
+    from sglang.srt.layers.moe.token_dispatcher.deepep_v2 import DeepEPv2Dispatcher, DeepEPv2DispatchOutput
+    from sglang.srt.layers.moe.topk import TopKOutput
+    from sglang.srt.layers.moe.utils import get_deepep_v2_fp8_scale_format
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.runtime_context import get_parallel
+except ImportError as error:
+    raise ImportError(
+        f"epmoe.integrations.sglang needs SGLang 0.5.23, with its plugins and its DeepEP v2 backend: {error}"
+    ) from error
+
+__all__ = ["EpmoeDispatcher", "close", "create_dispatcher", "poll", "register_hooks"]
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 128  # rows; of DeepGEMM's contiguous layout
+# SGLang may compile DeepGEMM's kernels in the first round, for up to 20 minutes, while other ranks wait in `combine`.
+# Later, a rank that is late is one that compiles a single kernel: SGLang's own watchdog gives it 300 s.
+_DEADLINES = {"warmup_timeout_s": 3600.0, "timeout_s": 300.0}
+_FACTORY = "sglang.srt.layers.moe.fused_moe_triton.layer.create_moe_dispatcher"
+_STEP = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
+
+_shared: dict[tuple[object, ...], ExpertParallel] = {}
+
+
+def register_hooks() -> None:
+    """Have SGLang call `create_dispatcher` for each MoE layer, and `poll` before each step."""
+    HookRegistry.register(_FACTORY, create_dispatcher, HookType.AROUND)
+    HookRegistry.register(_STEP, poll, HookType.BEFORE)
+
+
+def create_dispatcher(original: Any, moe_runner_config: Any, quant_method: Any) -> BaseDispatcher:
+    """Around SGLang's factory of dispatchers: ours where SGLang's own is that of DeepEP v2. Collective.
+
+    Raises ValueError if the layer needs what epmoe does not have, and what `ExpertParallel` raises.
+    """
+    theirs = original(moe_runner_config, quant_method=quant_method)  # checks the layer, and holds no memory yet
+    if not isinstance(theirs, DeepEPv2Dispatcher):
+        logger.warning("epmoe is not in use: it takes the place of --moe-a2a-backend deepep_v2 only")
+        return theirs
+    scales = get_deepep_v2_fp8_scale_format()
+    if theirs.use_fp8_dispatch and (scales.ue8m0 or theirs._impl.activation_scale_block_size != _ALIGNMENT):
+        raise ValueError(
+            "epmoe sends fp8 rows with one fp32 scale for 128 elements; this layer's experts take UE8M0 scales "
+            "(MXFP8, or DeepGEMM on Blackwell): unset EPMOE_SGLANG"
+        )
+    return EpmoeDispatcher(_share(theirs, moe_runner_config))
+
+
+def _share(theirs: DeepEPv2Dispatcher, layer: Any) -> ExpertParallel:
+    """The `ExpertParallel` of all layers with these shapes. The first call makes it and is collective."""
+    tp_group = get_parallel().tp_group
+    payload = "fp8" if theirs.use_fp8_dispatch else "auto"
+    key = (tp_group.cpu_group, layer.num_experts, layer.top_k, layer.hidden_size, payload)
+    if key in _shared:
+        return _shared[key]
+    R, M, e = dist.get_world_size(tp_group.cpu_group), theirs.num_max_dispatch_tokens_per_rank, layer.num_local_experts
+    if layer.num_experts != R * e:
+        raise ValueError(f"{e} of {layer.num_experts} experts on each of {R} ranks: epmoe needs the same number on each")
+    given = {"max_num_tokens_per_rank": M, "alignment": _ALIGNMENT, "payload": payload}
+    config = EPConfig.overridden(
+        {
+            "model": {
+                "num_experts": layer.num_experts,
+                "num_experts_per_tok": layer.top_k,
+                "hidden_size": layer.hidden_size,
+                "dtype": "bfloat16",
+            },
+            "topology": {"ep_size": R},
+            "capacity": {
+                "max_num_tokens_per_rank": M,
+                "max_expert_rows": _most_rows(R * M * min(layer.top_k, e), e),
+                "alignment": _ALIGNMENT,
+            },
+            "exchange": {"payload": payload, **_DEADLINES},
+        }
+    )
+    for key_, value in given.items():
+        got = getattr(config.exchange if key_ == "payload" else config.capacity, key_)
+        if got != value:
+            raise ConfigError(f"`{key_}` must be {value!r}, as SGLang has it, got {got!r} from the environment")
+    with torch.device("cpu"):  # SGLang builds models under its own default device
+        _shared[key] = ep = ExpertParallel(config, tp_group.cpu_group, tp_group.device)
+    plan = ep.memory_plan()
+    logger.info(
+        "epmoe %s carries the tokens of SGLang's MoE layers, %s rows: window %s bytes, scratch %s bytes; %r",
+        epmoe.__version__,
+        "fp8" if theirs.use_fp8_dispatch else "bf16",
+        f"{plan.window_bytes:,}",
+        f"{plan.scratch_bytes:,}",
+        ep,
+    )
+    return ep
+
+
+class EpmoeDispatcher(BaseDispatcher):
+    """Dispatch and combine of one MoE layer of SGLang. The host waits for no device, so a CUDA graph can capture both.
+
+    Args:
+        ep: of all layers with these shapes.
+    """
+
+    def __init__(self, ep: ExpertParallel) -> None:
+        super().__init__()
+        self._ep = ep
+        self._round: Dispatched | None = None
+
+    def dispatch(self, hidden_states: Tensor, topk_output: TopKOutput) -> DeepEPv2DispatchOutput:
+        """Tokens bf16 [T, D] and their ids and weights [T, K], ids −1 for none → expert-major rows for DeepGEMM.
+
+        Rows and scales are views of the window, valid until `combine`. Weights are left to `combine`.
+
+        Raises ValueError if T is larger than SGLang's limit for a rank, and what `ExpertParallel.dispatch` raises.
+        """
+        T, most = hidden_states.shape[0], self._ep.config.capacity.max_num_tokens_per_rank
+        if T > most:
+            raise ValueError(
+                f"{T} tokens on this rank: set SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK, now {most}, to {T}"
+            )
+        self._round = d = self._ep.dispatch(hidden_states, topk_output.topk_ids, topk_output.topk_weights)
+        e, top_k = self._ep.num_local_experts, topk_output.topk_ids.shape[1]
+        n = min(_most_rows(max(self._most_tokens(T), 1) * min(top_k, e), e), d.rows.shape[0])
+        # Slices, because SGLang empties the tensors that it is given once it has read them.
+        scales = None if d.scales is None else d.scales[:n]
+        psum = d.expert_offsets[:-1] + d.tokens_per_expert
+        return DeepEPv2DispatchOutput(
+            d.rows[:n], scales, None, None, psum, is_expanded=True, expert_alignment=_ALIGNMENT
+        )
+
+    def combine(self, combine_input: CombineInput) -> Tensor:
+        """The weighted sums bf16 [T, D] of the experts' outputs.
+
+        Raises ValueError for a model that weights and sums routes by itself, RuntimeError without a dispatch before,
+        and what `ExpertParallel.combine` raises.
+        """
+        d, self._round = self._round, None
+        if d is None:
+            raise RuntimeError("combine without a dispatch before")
+        if combine_input.routewise_layout is not None:
+            raise ValueError("epmoe weights and sums the outputs itself; this model wants to: unset EPMOE_SGLANG")
+        return self._ep.combine(combine_input.hidden_states, d)
+
+    def _most_tokens(self, own: int) -> int:
+        """Most tokens of all ranks in this call, as far as SGLang's host knows: it bounds the rows to compute on."""
+        R, M, parallel = self._ep.size, self._ep.config.capacity.max_num_tokens_per_rank, get_parallel()
+        if parallel.attn_cp_size != 1:
+            return R * M
+        if parallel.attn_dp_size == 1:  # one batch: every rank has all of it, or parts that differ by at most a token
+            return min(own * R + R - 1, R * M)
+        counts = get_dp_global_num_tokens()  # of each replica, whose ranks have all of it or parts
+        if not counts or len(counts) != parallel.attn_dp_size or own > max(counts):
+            return R * M
+        return min(sum(counts) * (R // len(counts)), R * M)
+
+
+def _most_rows(pairs: int, experts: int) -> int:
+    """Most rows of so many pairs over so many experts, each expert's in whole blocks of 128 rows."""
+    used = min(pairs, experts)
+    return _ALIGNMENT * (used + (pairs - used) // _ALIGNMENT)
+
+
+def poll(*_: object, **__: object) -> None:
+    """Before each step: raise what the kernels of earlier steps have reported. Replays of CUDA graphs cannot raise."""
+    for ep in _shared.values():
+        ep.poll()
+
+
+def close() -> None:
+    """Release every `ExpertParallel` made here. Dispatchers made before are of no use then."""
+    while _shared:
+        _shared.popitem()[1].close()

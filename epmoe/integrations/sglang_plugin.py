@@ -1,0 +1,21 @@
+"""What SGLang loads from the entry point `sglang.srt.plugins`. It imports the integration only if it is asked for."""
+
+from __future__ import annotations
+
+import os
+
+VARIABLE = "EPMOE_SGLANG"
+
+
+def register() -> None:
+    """Hook epmoe into this process of SGLang if the environment has EPMOE_SGLANG=1; SGLang calls it by itself.
+
+    Raises ValueError for a value other than 0, 1 and the empty string.
+    """
+    chosen = os.environ.get(VARIABLE, "")
+    if chosen not in ("", "0", "1"):
+        raise ValueError(f"environment variable {VARIABLE} must be 0 or 1, got {chosen!r}")
+    if chosen == "1":
+        from epmoe.integrations.sglang import register_hooks
+
+        register_hooks()

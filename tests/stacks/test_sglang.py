@@ -1,0 +1,199 @@
+"""SGLang's MoE layers over 2 ranks, their tokens carried by epmoe: `make stacks-sglang`; on GPUs see docs/testing.md."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import NO_CUDA, assert_close, distinct_ids, randn
+
+if "RANK" not in os.environ:
+    pytest.skip("needs SGLang and 2 ranks: make stacks-sglang", allow_module_level=True)
+import sglang_host as host
+from sglang.srt.layers.moe.token_dispatcher.base import RoutewiseLayout
+from sglang.srt.layers.moe.token_dispatcher.deepep_v2 import DeepEPv2CombineInput, DeepEPv2Dispatcher
+from sglang.srt.plugins import hook_registry
+from torch import Tensor, nn
+
+from epmoe import EPTimeoutError, quantize_fp8
+from epmoe.integrations import sglang, sglang_plugin
+from epmoe.reference import moe_reference
+
+E, K, D, F = 16, 4, 256, 128
+M = 128  # tokens; SGLang's default
+DEVICE = torch.device("cuda" if host.CUDA else "cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _sglang() -> Iterator[None]:
+    os.environ[sglang_plugin.VARIABLE] = "1"
+    host.load_plugins_of_epmoe()
+    host.start()
+    yield
+    sglang.close()
+
+
+@pytest.fixture(autouse=True)
+def _lockstep() -> Iterator[None]:
+    """No rank begins a test before all ranks have passed the previous one."""
+    with torch.inference_mode():
+        yield
+        dist.all_reduce(torch.zeros(1, device=DEVICE))
+
+
+@pytest.fixture(scope="module")
+def layer(_sglang: None) -> nn.Module:
+    """A layer of SGLang in bf16, with this rank's experts."""
+    layer = host.make_layer(E, K, D, F)
+    mine = slice(dist.get_rank() * layer.num_local_experts, (dist.get_rank() + 1) * layer.num_local_experts)
+    for parameter, weights in zip((layer.w13_weight, layer.w2_weight), _weights(), strict=True):
+        parameter.data.copy_(weights[mine])
+    return layer
+
+
+def _weights() -> tuple[Tensor, Tensor]:
+    """All experts' weights, bf16: gate and up [E, 2F, D], down [E, D, F]."""
+    gate_up, down = randn(E, 2 * F, D, seed=1) / D**0.5, randn(E, D, F, seed=2) / F**0.5
+    return gate_up.bfloat16(), down.bfloat16()
+
+
+def _tokens(rank: int, tokens: int, padded: int = 0, ids: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """x, ids and weights of a rank; the last `padded` tokens are those of a CUDA graph that is too large."""
+    x, weights = randn(tokens, D, seed=10 + rank).bfloat16(), randn(tokens, K, seed=20 + rank).softmax(-1)
+    ids = distinct_ids(tokens, E, K, seed=30 + rank) if ids is None else ids
+    ids[tokens - padded :] = -1
+    return x, ids, weights
+
+
+def _forward(layer: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    x, ids, weights = (tensor.to(DEVICE) for tensor in (x, ids, weights))
+    return layer(x, host.StandardTopKOutput(weights, ids, None))
+
+
+def test_sglang_loads_the_plugin_and_applies_its_hooks() -> None:
+    assert {sglang._FACTORY, sglang._STEP} <= hook_registry.HookRegistry._patched
+
+
+@pytest.mark.parametrize("tokens", [(1, 0), (32, 33), (M, M)], ids=str)
+def test_one_batch_in_parts(layer: nn.Module, tokens: tuple[int, int]) -> None:
+    """Tensor parallel attention: every rank brings a part of one batch."""
+    mine = _tokens(dist.get_rank(), tokens[dist.get_rank()])
+    assert_close(_forward(layer, *mine), moe_reference(*mine, _weights()))
+
+
+@pytest.mark.parametrize("tokens", [(7, 0), (0, 100), (M, 1)], ids=str)
+def test_a_batch_on_each_rank(layer: nn.Module, tokens: tuple[int, int]) -> None:
+    """Data parallel attention: any number of tokens on each rank, some of which are padding."""
+    mine = _tokens(dist.get_rank(), tokens[dist.get_rank()], padded=min(2, tokens[dist.get_rank()]))
+    with host.data_parallel(list(tokens)):
+        y = _forward(layer, *mine)
+    assert_close(y, moe_reference(*mine, _weights()))
+
+
+def test_rows_end_behind_the_worst_routing(layer: nn.Module) -> None:
+    """Every pair of all ranks goes to the experts of rank 0, or of rank 1, which all get a row: the most gaps."""
+    e = layer.num_local_experts
+    for owner in range(dist.get_world_size()):
+        ids = (owner * e + (torch.arange(5)[:, None] + torch.arange(K)) % e).int()
+        mine = _tokens(dist.get_rank(), 5, ids=ids)
+        assert_close(_forward(layer, *mine), moe_reference(*mine, _weights()))
+
+
+def test_hands_deepgemm_its_contiguous_layout(layer: nn.Module) -> None:
+    """Rows in whole blocks of 128, few of them for few tokens, and nothing that SGLang could weight by itself."""
+    x, ids, weights = (tensor.to(DEVICE) for tensor in _tokens(dist.get_rank(), 3))
+    output = layer.dispatcher.dispatch(x, host.StandardTopKOutput(weights, ids, None))
+    rows, e = output.hidden_states.shape[0], layer.num_local_experts
+    assert rows % 128 == 0
+    assert rows <= 128 * e < layer.dispatcher._round.rows.shape[0]
+    assert output.psum_num_recv_tokens_per_expert.shape == (e,)
+    assert output.psum_num_recv_tokens_per_expert.dtype == torch.int32
+    assert (output.is_expanded, output.use_masked_gemm, output.topk_weights) == (True, False, None)
+    y = layer.dispatcher.combine(DeepEPv2CombineInput(torch.zeros_like(output.hidden_states), None))
+    assert y.shape == x.shape and not y.any()
+
+
+def test_layers_share_one_set_of_windows(layer: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    """Two layers of the same shapes; for others, one more, whose bytes the log says."""
+    assert host.make_layer(E, K, D, F).dispatcher._ep is layer.dispatcher._ep
+    with caplog.at_level(logging.INFO, "epmoe"):
+        other = host.make_layer(E, K, 2 * D, F).dispatcher._ep
+    assert other is not layer.dispatcher._ep
+    assert f"window {other.memory_plan().window_bytes:,} bytes" in caplog.text
+
+
+def test_block_fp8() -> None:
+    """Rows of e4m3 with a scale for 128 elements go through SGLang's own steps around the fp8 GEMMs."""
+    layer = host.make_layer(E, K, D, F, quant_config=host.block_fp8())
+    mine = slice(dist.get_rank() * layer.num_local_experts, (dist.get_rank() + 1) * layer.num_local_experts)
+    dequantized = []
+    for name, weights in zip(("w13_weight", "w2_weight"), _weights(), strict=True):
+        blocks = weights.float().unflatten(2, (-1, 128)).unflatten(1, (-1, 128))
+        scales = blocks.abs().amax((2, 4)) / 448
+        quantized = (blocks / scales[:, :, None, :, None]).to(torch.float8_e4m3fn)
+        getattr(layer, name).data.copy_(quantized.flatten(3).flatten(1, 2)[mine])
+        getattr(layer, f"{name}_scale_inv").data.copy_(scales[mine])
+        dequantized.append((quantized.double() * scales[:, :, None, :, None]).flatten(3).flatten(1, 2))
+    x, ids, weights = tokens = _tokens(dist.get_rank(), 40)
+    quantized, scales = quantize_fp8(x, granularity="block")
+    rows = (quantized.double().unflatten(1, (-1, 128)) * scales[..., None]).flatten(1)
+    want = moe_reference(rows, ids, weights, tuple(dequantized))
+    assert_close(_forward(layer, *tokens), want, slack=4)  # the activation is quantised, too
+
+
+def test_refuses_before_anything_is_sent(layer: nn.Module) -> None:
+    """Too many tokens, and models that weight routes by themselves."""
+    x, ids, weights = (tensor.to(DEVICE) for tensor in _tokens(dist.get_rank(), M + 1))
+    with pytest.raises(ValueError, match="SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK, now 128, to 129"):
+        layer.dispatcher.dispatch(x, host.StandardTopKOutput(weights, ids, None))
+    with pytest.raises(RuntimeError, match="without a dispatch"):
+        layer.dispatcher.combine(DeepEPv2CombineInput(x, None))
+    output = layer.dispatcher.dispatch(x[:3], host.StandardTopKOutput(weights[:3], ids[:3], None))
+    with pytest.raises(ValueError, match="weights and sums"):
+        layer.dispatcher.combine(DeepEPv2CombineInput(output.hidden_states, None, RoutewiseLayout.EXPANDED))
+    layer.dispatcher._ep.abort()
+
+
+def test_another_backend_keeps_its_dispatcher(caplog: pytest.LogCaptureFixture) -> None:
+    """The factory's own result, with a warning, where it is not DeepEP v2's; without the hook it would be DeepEP v2's."""
+    own = object()
+    assert sglang.create_dispatcher(lambda *_, **__: own, None, None) is own
+    assert "epmoe is not in use" in caplog.text
+    config = host.make_layer(E, K, D, F).moe_runner_config
+    original = host.layer_module.create_moe_dispatcher.__wrapped__
+    assert isinstance(original(config, quant_method=host.layer_module.UnquantizedFusedMoEMethod()), DeepEPv2Dispatcher)
+
+
+@pytest.mark.gpu
+@NO_CUDA
+@pytest.mark.parametrize("tokens", [1, 32, M])
+def test_a_captured_layer(layer: nn.Module, tokens: int) -> None:
+    """A CUDA graph of the layer, as SGLang captures a decode step, replayed with other tokens and routing."""
+    x, ids, weights = (tensor.to(DEVICE) for tensor in _tokens(dist.get_rank(), tokens))
+    run: Callable[[], Tensor] = lambda: layer(x, host.StandardTopKOutput(weights, ids, None))  # noqa: E731
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run()
+    for seed in (100, 200):
+        other = _tokens(seed + dist.get_rank(), tokens, padded=tokens // 4)
+        for tensor, values in zip((x, ids, weights), other, strict=True):
+            tensor.copy_(values)
+        graph.replay()
+        assert_close(y, moe_reference(*other, _weights()))
+
+
+def test_a_step_raises_what_kernels_have_reported(layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's next step fails if a rank did not arrive, also where steps are replays of a graph."""
+    ep = layer.dispatcher._ep
+
+    def late() -> None:
+        raise EPTimeoutError("combine", 7, [1], [1], "did not arrive")
+
+    monkeypatch.setattr(ep, "poll", late)
+    with pytest.raises(EPTimeoutError):
+        host.ModelRunner.forward(None, None)

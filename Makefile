@@ -9,8 +9,8 @@ export OMP_NUM_THREADS := 1
 
 TORCHRUN := torchrun --standalone --nproc-per-node
 
-.PHONY: help setup demo test unit distributed fuzz faults soak sanitize lint docs bench benchmarks-report wheel \
-  first-hour cuda-compile gpu-deps gpu-test clean
+.PHONY: help setup demo test unit distributed fuzz faults soak sanitize stacks-sglang lint docs bench benchmarks-report \
+  wheel first-hour cuda-compile gpu-deps gpu-test clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*##' '{printf "  make %-19s%s\n", $$1, $$2}'
@@ -48,6 +48,17 @@ distributed: setup  ## tests over 2, 3 and 4 ranks
 	  $(TORCHRUN) $$ranks --log-dir build/ranks --redirects 1:3,2:3,3:3 -m pytest -q -p no:cacheprovider tests/distributed \
 	    || { find build/ranks -name stdout.log -exec tail -n 60 {} +; exit 1; }; \
 	done
+
+# SGLang pins another torch and packages of CUDA, so it has an environment of its own, without what its MoE layers do not
+# need. `pip install torch` takes a CPU build where PIP_EXTRA_INDEX_URL names one.
+SGLANG := build/stacks-sglang
+stacks-sglang:  ## SGLang's own MoE layers over 2 ranks, their tokens carried by epmoe
+	[ -e $(SGLANG)/.ready ] || { $(PYTHON) -m venv $(SGLANG) && \
+	  $(SGLANG)/bin/pip install --quiet -c constraints.txt 'setuptools>=77' torch && \
+	  $(SGLANG)/bin/pip install --quiet --no-deps -r tests/stacks/sglang.txt && touch $(SGLANG)/.ready; }
+	$(SGLANG)/bin/pip install --quiet --no-deps --no-build-isolation -e .
+	$(SGLANG)/bin/torchrun --standalone --nproc-per-node 2 --log-dir build/ranks --redirects 1:3 \
+	  -m pytest -q -x -p no:cacheprovider tests/stacks/test_sglang.py
 
 fuzz: setup  ## drawn configurations and rounds, many more than in `make distributed`
 	EPMOE_FUZZ_CONFIGS=300 EPMOE_FUZZ_ROUNDS=20 $(TORCHRUN) 3 -m pytest -q -x -p no:cacheprovider tests/distributed/test_fuzz.py

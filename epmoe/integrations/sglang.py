@@ -42,6 +42,7 @@ _ALIGNMENT = 128  # rows; of DeepGEMM's contiguous layout
 # SGLang may compile DeepGEMM's kernels in the first round, for up to 20 minutes, while other ranks wait in `combine`.
 # Later, a rank that is late is one that compiles a single kernel: SGLang's own watchdog gives it 300 s.
 _DEADLINES = {"warmup_timeout_s": 3600.0, "timeout_s": 300.0}
+_LIMIT = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 _FACTORY = "sglang.srt.layers.moe.fused_moe_triton.layer.create_moe_dispatcher"
 _STEP = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 
@@ -75,47 +76,40 @@ def create_dispatcher(original: Any, moe_runner_config: Any, quant_method: Any) 
 def _share(theirs: DeepEPv2Dispatcher, layer: Any) -> ExpertParallel:
     """The `ExpertParallel` of all layers with these shapes. The first call makes it and is collective."""
     tp_group = get_parallel().tp_group
-    payload = "fp8" if theirs.use_fp8_dispatch else "auto"
-    key = (tp_group.cpu_group, layer.num_experts, layer.top_k, layer.hidden_size, payload)
+    key = (tp_group.cpu_group, layer.num_experts, layer.top_k, layer.hidden_size, theirs.use_fp8_dispatch)
     if key in _shared:
         return _shared[key]
-    R, M, e = dist.get_world_size(tp_group.cpu_group), theirs.num_max_dispatch_tokens_per_rank, layer.num_local_experts
-    if layer.num_experts != R * e:
-        raise ValueError(f"{e} of {layer.num_experts} experts on each of {R} ranks: epmoe needs the same number on each")
-    given = {"max_num_tokens_per_rank": M, "alignment": _ALIGNMENT, "payload": payload}
-    config = EPConfig.overridden(
-        {
-            "model": {
-                "num_experts": layer.num_experts,
-                "num_experts_per_tok": layer.top_k,
-                "hidden_size": layer.hidden_size,
-                "dtype": "bfloat16",
-            },
-            "topology": {"ep_size": R},
-            "capacity": {
-                "max_num_tokens_per_rank": M,
-                "max_expert_rows": _most_rows(R * M * min(layer.top_k, e), e),
-                "alignment": _ALIGNMENT,
-            },
-            "exchange": {"payload": payload, **_DEADLINES},
-        }
-    )
-    for key_, value in given.items():
-        got = getattr(config.exchange if key_ == "payload" else config.capacity, key_)
-        if got != value:
-            raise ConfigError(f"`{key_}` must be {value!r}, as SGLang has it, got {got!r} from the environment")
+    config = _config(theirs, layer, dist.get_world_size(tp_group.cpu_group))
     with torch.device("cpu"):  # SGLang builds models under its own default device
         _shared[key] = ep = ExpertParallel(config, tp_group.cpu_group, tp_group.device)
-    plan = ep.memory_plan()
+    plan, rows = ep.memory_plan(), "fp8" if theirs.use_fp8_dispatch else "bf16"
     logger.info(
-        "epmoe %s carries the tokens of SGLang's MoE layers, %s rows: window %s bytes, scratch %s bytes; %r",
-        epmoe.__version__,
-        "fp8" if theirs.use_fp8_dispatch else "bf16",
-        f"{plan.window_bytes:,}",
-        f"{plan.scratch_bytes:,}",
-        ep,
+        f"epmoe {epmoe.__version__} carries the tokens of SGLang's MoE layers, {rows} rows: "
+        f"window {plan.window_bytes:,} bytes, scratch {plan.scratch_bytes:,} bytes; {ep}"
     )
     return ep
+
+
+def _config(theirs: DeepEPv2Dispatcher, layer: Any, R: int) -> EPConfig:
+    E, K, e, M = layer.num_experts, layer.top_k, layer.num_local_experts, theirs.num_max_dispatch_tokens_per_rank
+    if R * e != E:
+        raise ValueError(f"every rank must have the same number of experts, got {e} of {E} on each of {R} ranks")
+    settled = {"max_num_tokens_per_rank": M, "alignment": _ALIGNMENT}
+    payload = "fp8" if theirs.use_fp8_dispatch else "auto"
+    config = EPConfig.overridden(
+        {
+            "model": {"num_experts": E, "num_experts_per_tok": K, "hidden_size": layer.hidden_size},  # in bf16
+            "topology": {"ep_size": R},
+            "capacity": {**settled, "max_expert_rows": _most_rows(R * M * min(K, e), e)},
+            "exchange": {**_DEADLINES, "payload": payload},
+        }
+    )
+    if config.exchange.payload != payload or config.capacity.model_copy(update=settled) != config.capacity:
+        raise ConfigError(
+            f"SGLang settles `exchange.payload` = {payload}, `capacity.alignment` = {_ALIGNMENT} and, by "
+            f"{_LIMIT}, `capacity.max_num_tokens_per_rank` = {M}: unset their variables EPMOE_…"
+        )
+    return config
 
 
 class EpmoeDispatcher(BaseDispatcher):
@@ -138,10 +132,8 @@ class EpmoeDispatcher(BaseDispatcher):
         Raises ValueError if T is larger than SGLang's limit for a rank, and what `ExpertParallel.dispatch` raises.
         """
         T, most = hidden_states.shape[0], self._ep.config.capacity.max_num_tokens_per_rank
-        if T > most:
-            raise ValueError(
-                f"{T} tokens on this rank: set SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK, now {most}, to {T}"
-            )
+        if most < T:
+            raise ValueError(f"{T} tokens on this rank: set {_LIMIT}, now {most}, to {T}")
         self._round = d = self._ep.dispatch(hidden_states, topk_output.topk_ids, topk_output.topk_weights)
         e, top_k = self._ep.num_local_experts, topk_output.topk_ids.shape[1]
         n = min(_most_rows(max(self._most_tokens(T), 1) * min(top_k, e), e), d.rows.shape[0])

@@ -1,8 +1,8 @@
 """SGLang's own runtime for the tests: its configuration, its groups and its MoE layer, over the ranks of torchrun.
 
 DeepGEMM's grouped GEMMs are plain torch here, and so are the activation and its fp8, which SGLang has for CUDA only.
-Everything else of a layer is SGLang's: the factory of dispatchers, the layer, the runner, and its steps before and after
-the GEMMs (Triton, interpreted on a CPU).
+Everything else of a layer is SGLang's: the factory of dispatchers, the layer, the runner, and its steps before and
+after the GEMMs (Triton, interpreted on a CPU).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
 from types import ModuleType, SimpleNamespace
@@ -19,6 +20,7 @@ from unittest.mock import MagicMock
 
 import torch
 import torch.nn.functional as F
+import transformers.utils
 from torch import Tensor
 
 if not torch.cuda.is_available():
@@ -29,25 +31,31 @@ CUDA = torch.cuda.is_available()
 class _Anything(ModuleType):
     """A module with every name."""
 
-    __path__: list[str] = []
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return MagicMock()
 
 
-def _without_torchvision() -> None:
-    """Let SGLang's models of images be imported, which name torchvision: its wheel fits torch's CUDA builds only."""
-    import transformers.utils
+class _Absent(MetaPathFinder, Loader):
+    """Lets SGLang be imported without packages that its layers for other models, and its other kernels, name.
 
-    transformers.utils.is_torchvision_available()  # remembers that there is none
-    for name in ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional"):
-        module = sys.modules[f"torchvision{name}"] = _Anything(f"torchvision{name}")
-        module.__spec__ = ModuleSpec(module.__name__, None)
+    torchvision's wheel fits torch's CUDA builds only, and sgl_kernel has hundreds of megabytes.
+    """
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+        absent = fullname.partition(".")[0] in ("torchvision", "sgl_kernel")
+        return ModuleSpec(fullname, self, is_package=True) if absent else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Anything(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
 
 
-_without_torchvision()
+transformers.utils.is_torchvision_available()  # remembers that there is none
+sys.meta_path.append(_Absent())
 import sglang.kernels.ops.quantization.fp8_kernel as fp8_kernel  # noqa: E402
 import sglang.srt.layers.moe.fused_moe_triton.layer as layer_module  # noqa: E402
 import sglang.srt.layers.moe.moe_runner.deep_gemm as runner_module  # noqa: E402
@@ -67,7 +75,10 @@ from sglang.srt.runtime_context import SpawnRanks, get_context, get_parallel, pu
 from epmoe import quantize_fp8  # noqa: E402
 from epmoe.integrations import sglang_plugin  # noqa: E402
 
-__all__ = ["ModelRunner", "StandardTopKOutput", "data_parallel", "layer_module", "make_layer", "start"]
+__all__ = [
+    "ModelRunner", "StandardTopKOutput", "block_fp8", "data_parallel", "layer_module", "load_plugins_of_epmoe",
+    "make_layer", "start",
+]  # fmt: skip
 
 
 def load_plugins_of_epmoe() -> None:
@@ -128,8 +139,8 @@ def data_parallel(tokens: list[int]) -> Iterator[None]:
 
 
 def _grouped_gemm(a: Tensor, b: Tensor, d: Tensor, m_indices: Tensor) -> None:
-    """d[i] = a[i] @ b[m_indices[i]].T, as DeepGEMM's contiguous layout has it: the rows of an expert follow one another,
-    in whole blocks of 128, and rows of −1 come last and are skipped."""
+    """d[i] = a[i] @ b[m_indices[i]].T, as DeepGEMM's contiguous layout has it: the rows of an expert follow one
+    another, in whole blocks of 128, and rows of −1 come last and are skipped."""
     assert a.shape[0] % 128 == 0
     blocks = m_indices.view(-1, 128)
     torch._assert_async((blocks == blocks[:, :1]).all() & (m_indices >= -1).all() & (m_indices < len(b)).all())

@@ -1,4 +1,4 @@
-"""SGLang's MoE layers over 2 ranks, their tokens carried by epmoe: `make stacks-sglang`; on GPUs see docs/testing.md."""
+"""SGLang's MoE layers over 2 ranks, their tokens carried by epmoe (docs/testing.md)."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ DEVICE = torch.device("cuda" if host.CUDA else "cpu")
 @pytest.fixture(scope="module", autouse=True)
 def _sglang() -> Iterator[None]:
     os.environ[sglang_plugin.VARIABLE] = "1"
+    os.environ |= {"EPMOE_EXCHANGE__TIMEOUT_S": "60", "EPMOE_EXCHANGE__WARMUP_TIMEOUT_S": "120"}
     host.load_plugins_of_epmoe()
     host.start()
     yield
@@ -159,7 +160,7 @@ def test_refuses_before_anything_is_sent(layer: nn.Module) -> None:
 
 
 def test_another_backend_keeps_its_dispatcher(caplog: pytest.LogCaptureFixture) -> None:
-    """The factory's own result, with a warning, where it is not DeepEP v2's; without the hook it would be DeepEP v2's."""
+    """The factory's own result, with a warning, where it is not DeepEP v2's. Without the hook it is DeepEP v2's."""
     own = object()
     assert sglang.create_dispatcher(lambda *_, **__: own, None, None) is own
     assert "epmoe is not in use" in caplog.text

@@ -96,11 +96,13 @@ def test_a_batch_on_each_rank(layer: nn.Module, tokens: tuple[int, int]) -> None
 
 
 def test_rows_end_behind_the_worst_routing(layer: nn.Module) -> None:
-    """Every pair of all ranks goes to the experts of rank 0, or of rank 1, which all get a row: the most gaps."""
-    e = layer.num_local_experts
+    """Every pair of all ranks goes to one rank, and half of its experts get a single row each: the most gaps."""
+    e, rank = layer.num_local_experts, dist.get_rank()
     for owner in range(dist.get_world_size()):
-        ids = (owner * e + (torch.arange(5)[:, None] + torch.arange(K)) % e).int()
-        mine = _tokens(dist.get_rank(), 5, ids=ids)
+        ids = (owner * e + torch.arange(K)).expand(M, K).clone().int()
+        if rank == 0:
+            ids[0] += K
+        mine = _tokens(rank, M, ids=ids)
         assert_close(_forward(layer, *mine), moe_reference(*mine, _weights()))
 
 

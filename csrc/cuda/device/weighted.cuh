@@ -25,5 +25,9 @@ __device__ __forceinline__ uint4 weighted(uint4 packed, DType dtype, float weigh
   return {weighted(packed.x, dtype, weight), weighted(packed.y, dtype, weight), weighted(packed.z, dtype, weight),
           weighted(packed.w, dtype, weight)};
 }
+// A scale, times `weight` where rows are weighted. A product with 1 would not keep the bits of a NaN.
+__device__ __forceinline__ float weighted_scale(float scale, bool weigh, float weight) {
+  return weigh ? scale * weight : scale;
+}
 
 }  // namespace epmoe::cuda

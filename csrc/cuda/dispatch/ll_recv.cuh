@@ -55,7 +55,9 @@ __device__ __forceinline__ bool recv_chunk(const DispatchBlock& b, int32_t r, in
       if (!chunk.inside(n)) continue;
       words[chunk.at(n)] =
           b.args.weight_rows && !kFp8 ? weighted(lines[0][n].words, b.args.dtype, factor) : lines[0][n].words;
-      if (chunk.has_scale(n)) scales[chunk.at(n) / kScaleLines] = __uint_as_float(lines[0][n].scale) * factor;
+      if (chunk.has_scale(n))
+        scales[chunk.at(n) / kScaleLines] =
+            weighted_scale(__uint_as_float(lines[0][n].scale), b.args.weight_rows, factor);
     }
   }
   __syncwarp();

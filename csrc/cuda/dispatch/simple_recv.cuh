@@ -86,7 +86,8 @@ __device__ __forceinline__ bool recv_row(const DispatchBlock& b, int32_t r, int3
       int64_t to = __shfl_sync(kAllLanes, pair.row, k);
       float factor = b.args.weight_rows ? __shfl_sync(kAllLanes, pair.weight, k) : 1.0f;
 #pragma unroll 1
-      for (int64_t i = lane; i < blocks; i += 32) row_scales[to * blocks + i] = __ldcg(scales_from + i) * factor;
+      for (int64_t i = lane; i < blocks; i += 32)
+        row_scales[to * blocks + i] = weighted_scale(__ldcg(scales_from + i), b.args.weight_rows, factor);
     }
   }
   return true;

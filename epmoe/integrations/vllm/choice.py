@@ -1,0 +1,52 @@
+"""Whether a user of vLLM chose epmoe, and with which settings."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from vllm.config import get_current_vllm_config
+
+from epmoe.config_file import ConfigError
+from epmoe.handles import Layout
+
+VARIABLE = "EPMOE_VLLM"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The settings of `--additional-config '{"epmoe": …}'`.
+
+    Attributes:
+        layout: what vLLM's experts get. "rank": each token once, with its ids and weights, for experts that sort and
+            reduce by themselves (Triton). "expert": one row for each pair, expert by expert.
+        exchange: keys of the section `exchange` of `EPConfig`, above all `timeout_s`.
+    """
+
+    layout: Layout = "rank"
+    exchange: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, value: object) -> Choice | None:
+        """From `true`, the name of a layout, or a mapping with `layout` and keys of `exchange`; None: not chosen.
+
+        Raises ConfigError for another layout.
+        """
+        if value in (None, False, "", "0"):
+            return None
+        if value in (True, "1"):
+            return cls()
+        settings: dict[str, Any] = dict(value) if isinstance(value, dict) else {"layout": value}
+        layout: Layout = settings.pop("layout", "rank")
+        if layout not in get_args(Layout):
+            raise ConfigError(f"`epmoe.layout` must be 'rank' or 'expert', got {layout!r}")
+        return cls(layout, settings)
+
+
+def chosen() -> Choice | None:
+    """The choice of the model that vLLM is building; None if epmoe is not to be used."""
+    additional = get_current_vllm_config().additional_config
+    if isinstance(additional, dict) and "epmoe" in additional:
+        return Choice.of(additional["epmoe"])
+    return Choice.of(os.environ.get(VARIABLE))

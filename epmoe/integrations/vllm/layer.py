@@ -1,0 +1,138 @@
+"""vLLM's layer of experts with epmoe around the experts of the model's own method."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.distributed import get_ep_group
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts, FusedMoEKernel
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+from epmoe.integrations.vllm.choice import Choice, chosen
+from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
+from epmoe.integrations.vllm.sizes import Shape, logger, shared
+from epmoe.memory import SCALE_BLOCK
+
+
+class EpmoeRoutedExperts(RoutedExperts):
+    """vLLM's layer of experts. Where epmoe is chosen, the method that runs the experts takes its tokens from epmoe."""
+
+    def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: FusedMoEConfig) -> FusedMoEMethodBase:
+        method = super()._get_quant_method(prefix, quant_config, moe_config)
+        choice = chosen()
+        if choice is None:
+            return method
+        if reason := _why_not(moe_config):
+            logger.warning_once("epmoe is chosen but not used, since %s: vLLM's own exchange serves", reason)
+            return method
+        base: Any = type(method)
+        method.__class__ = _with_epmoe(base)
+        method.epmoe_choice = choice
+        return method
+
+
+@cache
+def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
+    """A subclass of the model's own method, with epmoe in its kernel.
+
+    On CPUs its `apply` is one opaque operator: vLLM lets torch.compile trace the layer there, which cannot look into an
+    exchange. On GPUs the whole layer is an operator of vLLM's.
+    """
+
+    class Method(base):
+        epmoe_choice: Choice
+        moe_kernel: FusedMoEKernel | None
+
+        def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+            super().process_weights_after_loading(layer)
+            kernel = self.moe_kernel
+            if kernel is None or kernel.is_monolithic:
+                logger.warning_once("epmoe is chosen but not used, since %s has no modular kernel", base.__name__)
+            elif not isinstance(kernel.prepare_finalize, EpmoePrepareAndFinalize):  # weights may be loaded again
+                exchange = _make_exchange(layer, kernel.fused_experts, self.epmoe_choice)
+                self.moe_kernel = FusedMoEKernel(exchange, kernel.fused_experts)
+
+        def apply(
+            self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *shared: Any, **named: Any
+        ) -> Tensor:
+            if x.device.type != "cpu":
+                return super().apply(layer, x, topk_weights, topk_ids, *shared, **named)
+            output = torch.empty_like(x)
+            torch.ops.epmoe_vllm.experts(output, x, topk_weights, topk_ids, layer.layer_name)
+            return output
+
+        def epmoe_apply(self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+            return super().apply(layer, x, topk_weights, topk_ids, None, None)
+
+    Method.__name__ = base.__name__  # which vLLM's loaders of weights look at
+    return Method
+
+
+@torch.library.custom_op("epmoe_vllm::experts", mutates_args=("output",))
+def _experts(output: Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer_name: str) -> None:
+    layer = get_forward_context().no_compile_layers[layer_name].routed_experts
+    output.copy_(layer.quant_method.epmoe_apply(layer, x, topk_weights, topk_ids))
+
+
+def _why_not(moe: FusedMoEConfig) -> str | None:
+    """Why the exchange of a layer must be vLLM's own; None: epmoe can do it."""
+    parallel = moe.moe_parallel_config
+    if not parallel.use_all2all_kernels:
+        return "no experts are exchanged (data parallelism with --enable-expert-parallel exchanges them)"
+    if parallel.all2all_backend != "allgather_reducescatter":
+        return f"--all2all-backend is {parallel.all2all_backend}"
+    if moe.is_lora_enabled:
+        return "LoRA needs vLLM's own"
+    if moe.hidden_dim * moe.in_dtype.itemsize % 16:
+        return f"rows of {moe.hidden_dim} elements are no whole 16 bytes"
+    return None
+
+
+def _make_exchange(layer: RoutedExperts, experts: FusedMoEExperts, choice: Choice) -> EpmoePrepareAndFinalize:
+    """The exchange of a layer; the first one of a shape makes the windows, collectively."""
+    moe, parallel = layer.moe_config, get_current_vllm_config().parallel_config
+    shape = Shape(
+        num_experts=moe.num_experts,
+        top_k=moe.experts_per_token,
+        hidden_size=moe.hidden_dim,
+        dtype=moe.in_dtype,
+        max_tokens=moe.max_num_tokens,
+        placement=layer.expert_placement_strategy,
+        payload="fp8" if _travels_as_fp8(moe, experts) else "auto",
+    )
+    ubatches = range(parallel.num_ubatches if parallel.use_ubatching else 1)
+    arguments = get_ep_group().cpu_group, layer.w13_weight.device, choice.exchange
+    made = [shared(shape, ubatch, *arguments) for ubatch in ubatches]
+    exchanges = [sizes for sizes, _ in made]
+    ep = exchanges[0].exchanges[0]
+    if layer.expert_map is not None and layer.expert_map.tolist() != ep.placement.expert_map(ep.rank).tolist():
+        raise ValueError("vLLM places the experts otherwise than epmoe")
+    if made[0][1]:
+        logger.info(
+            "epmoe exchanges the tokens of the experts: layout %s, rank %d of %d, windows of %.1f MiB for up to %d "
+            "tokens a step, in %d sizes",
+            choice.layout, ep.rank, ep.size, sum(sizes.window_bytes() for sizes in exchanges) / 2**20,
+            moe.max_num_tokens, len(exchanges[0].exchanges),
+        )  # fmt: skip
+    return EpmoePrepareAndFinalize(exchanges, choice.layout, overlap=parallel.use_ubatching)
+
+
+def _travels_as_fp8(moe: FusedMoEConfig, experts: FusedMoEExperts) -> bool:
+    """Whether the experts take fp8 rows with one fp32 scale per 128 elements, which dispatch makes on the way out."""
+    quant = experts.quant_config
+    return (
+        quant.quant_dtype == torch.float8_e4m3fn
+        and quant.block_shape is not None
+        and quant.block_shape[-1] == SCALE_BLOCK
+        and not experts.expects_unquantized_inputs
+        and moe.hidden_dim % SCALE_BLOCK == 0
+        and not is_deep_gemm_e8m0_used()  # whose scales are powers of two
+    )

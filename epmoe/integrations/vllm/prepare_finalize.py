@@ -1,0 +1,216 @@
+"""The exchange as vLLM's modular kernel wants it: `prepare` is dispatch, `finalize` is combine.
+
+    layout   the experts get                                        combine
+    rank     rows [R·M, D] with all ids and weights of a token      adds the rows that the experts have summed
+    expert   one row for each pair, expert by expert, as top-1      applies the weights and sums
+
+Slots that hold no row carry the id of an expert of another rank, which vLLM's expert map reads as −1. Rows that a
+block-scaled fp8 kernel takes are quantised before they travel; any other quantisation happens on arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+)
+from vllm.v1.worker.ubatching import dbo_current_ubatch_id
+
+from epmoe.handles import Dispatched, Layout
+from epmoe.integrations.vllm.sizes import Sizes
+from epmoe.service import ExpertParallel
+
+
+class _Round(NamedTuple):
+    """An open round of one micro-batch."""
+
+    ep: ExpertParallel
+    dispatched: Dispatched
+
+
+class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
+    """Dispatch and combine of epmoe around vLLM's experts.
+
+    Args:
+        exchanges: by micro-batch; without DBO there is one.
+        layout: what the experts get; see the module.
+        overlap: in two phases, so that vLLM runs other work between them. Without, a phase is one kernel.
+    """
+
+    def __init__(self, exchanges: list[Sizes], layout: Layout, overlap: bool = False) -> None:
+        super().__init__()
+        self.exchanges, self.layout, self.overlap = exchanges, layout, overlap
+        self._rounds: list[_Round | None] = [None] * len(exchanges)
+        self._local_ids = False
+        self._quantize = MoEPrepareAndFinalizeNoDPEPModular()
+        ep = exchanges[0].exchanges[0]
+        self._num_ranks = ep.size
+        # The expert of a local index, and behind the last one the sentinel, for rows that belong to no expert.
+        owned = [*ep.placement.local_experts(ep.rank), ep.placement.sentinel(ep.rank)]
+        self._owned = torch.tensor(owned, dtype=torch.int32, device=ep.device)
+
+    def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
+        """vLLM's experts for CPUs take local ids and no expert map; all others take global ids and the map."""
+        self._local_ids = type(fused_experts).__module__.rpartition(".")[2] == "cpu_moe"
+
+    @property
+    def activation_format(self) -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    def topk_indices_dtype(self) -> torch.dtype:
+        return torch.int32
+
+    def max_num_tokens_per_rank(self) -> None:
+        """None: the experts get rows [N, D], not a slab for each expert."""
+
+    def num_dispatchers(self) -> int:
+        return self._num_ranks
+
+    def output_is_reduced(self) -> bool:
+        return True
+
+    def supports_async(self) -> bool:
+        return self.overlap
+
+    def prepare(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+        defer_input_quant: bool = False,
+    ) -> mk.PrepareResultType:
+        """This rank's tokens a1 [T, D] → the rows of its experts, their scales, counts, ids and weights."""
+        ep = self._exchange()
+        dispatched = ep.dispatch(
+            a1,
+            topk_ids,
+            topk_weights,
+            layout=self.layout,
+            apply_router_weight_on_input=apply_router_weight_on_input and self.layout == "expert",
+        )
+        return self._received(ep, dispatched, expert_map, apply_router_weight_on_input, quant_config, defer_input_quant)
+
+    def prepare_async(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+        defer_input_quant: bool = False,
+    ) -> tuple[Callable[[], None], mk.ReceiverType]:
+        """Sends, and returns what waits for the other ranks and what then returns the result of `prepare`."""
+        ep = self._exchange()
+        sent = ep.dispatch_send(
+            a1,
+            topk_ids,
+            topk_weights,
+            layout=self.layout,
+            apply_router_weight_on_input=apply_router_weight_on_input and self.layout == "expert",
+        )
+        received: list[Dispatched] = []
+        on_arrival = expert_map, apply_router_weight_on_input, quant_config, defer_input_quant
+        return lambda: received.append(ep.dispatch_recv(sent)), lambda: self._received(ep, received.pop(), *on_arrival)
+
+    def finalize(
+        self,
+        output: Tensor,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: mk.TopKWeightAndReduce,
+    ) -> None:
+        """The outputs of this rank's experts → output [T, D], the sums of this rank's tokens."""
+        ep, dispatched = self._round()
+        reduce_arguments = fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
+        rows = self._reduced(dispatched, weight_and_reduce_impl, *reduce_arguments)
+        combine = ep.combine if self.layout == "expert" else ep.combine_partial
+        output.copy_(combine(rows, dispatched))
+
+    def finalize_async(
+        self,
+        output: Tensor,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: mk.TopKWeightAndReduce,
+    ) -> tuple[Callable[[], object], Callable[[], None]]:
+        """Sends, and returns what waits for the other ranks and writes `output`, and what has nothing left to do."""
+        ep, dispatched = self._round()
+        reduce_arguments = fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
+        ep.combine_send(self._reduced(dispatched, weight_and_reduce_impl, *reduce_arguments), dispatched)
+        return lambda: output.copy_(ep.combine_recv(dispatched)), lambda: None
+
+    def _exchange(self) -> ExpertParallel:
+        return self.exchanges[dbo_current_ubatch_id()].of_step()
+
+    def _round(self) -> _Round:
+        """The open round of this micro-batch, which ends now."""
+        ubatch = dbo_current_ubatch_id()
+        opened, self._rounds[ubatch] = self._rounds[ubatch], None
+        assert opened is not None, "finalize needs a prepare before it"
+        return opened
+
+    def _received(
+        self,
+        ep: ExpertParallel,
+        dispatched: Dispatched,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+        defer_input_quant: bool,
+    ) -> mk.PrepareResultType:
+        self._rounds[dbo_current_ubatch_id()] = _Round(ep, dispatched)
+        if self.layout == "rank":
+            received = dispatched.recv
+            rows, ids, weights = received.x.flatten(0, 1), received.ids.flatten(0, 1), received.weights.flatten(0, 1)
+            scales, counts = None if received.scales is None else received.scales.flatten(0, 1), None
+        else:
+            rows, scales = dispatched.rows, dispatched.scales
+            ids, weights = self._ids_of_rows(dispatched), torch.ones(len(rows), 1, device=rows.device)
+            counts = mk.ExpertTokensMetadata(dispatched.tokens_per_expert, None)
+        if scales is None:
+            weigh = apply_router_weight_on_input and self.layout == "rank"
+            arguments: tuple[Any, ...] = weights, ids, 0, None, weigh, quant_config, defer_input_quant
+            rows, scales = self._quantize.prepare(rows, *arguments)[:2]
+        if self._local_ids:
+            assert expert_map is not None
+            ids = expert_map[ids]
+            ids, weights = ids.clamp(min=0), weights * (ids >= 0)
+        return rows, scales, counts, ids, weights
+
+    def _ids_of_rows(self, dispatched: Dispatched) -> Tensor:
+        """The expert of each expert-major row, int32 [N, 1]; the sentinel in rows of no expert behind the last one."""
+        rows = torch.arange(len(dispatched.rows), device=self._owned.device, dtype=torch.int32)
+        return self._owned[torch.searchsorted(dispatched.expert_offsets[1:], rows, right=True)][:, None]
+
+    def _reduced(
+        self,
+        dispatched: Dispatched,
+        weight_and_reduce: mk.TopKWeightAndReduce,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> Tensor:
+        """The experts' outputs as combine takes them: [N, D] expert-major, or [R, M, D]."""
+        if isinstance(weight_and_reduce, TopKWeightAndReduceDelegate):
+            weight_and_reduce = TopKWeightAndReduceContiguous()
+        rows = weight_and_reduce.apply(None, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input)
+        return rows if self.layout == "expert" else rows.view(self._num_ranks, -1, rows.shape[-1])

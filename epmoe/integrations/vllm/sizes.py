@@ -1,0 +1,127 @@
+"""The windows of a model in vLLM: one ExpertParallel for each power of two of tokens, shared by all layers.
+
+vLLM's experts work on every slot of the slabs, used or not: R·M rows. With one M for prefill and decode, a decode step
+of 8 tokens would cost what a prefill of 8192 costs. A step therefore takes the smallest M that holds the longest batch
+of all ranks, which every rank knows from vLLM's own agreement before each step. All M together need at most twice the
+memory of the largest.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.logger import init_logger
+
+from epmoe.config import EPConfig
+from epmoe.health import EPMismatchError, EPTimeoutError
+from epmoe.service import ExpertParallel
+
+logger = init_logger("vllm.epmoe")  # vLLM shows what is logged below "vllm"
+
+SMALLEST = 8
+"""Tokens of the smallest windows: fewer rows than a tile of a Triton GEMM save no time."""
+TIMEOUT_S = 300.0
+"""As long as vLLM waits for a step. A rank may compile its kernels meanwhile, which takes minutes."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What rounds have in common that can share windows."""
+
+    num_experts: int
+    """P: vLLM's physical experts. Their copies are vLLM's own (EPLB), so epmoe makes none."""
+    top_k: int
+    hidden_size: int
+    dtype: torch.dtype
+    max_tokens: int
+    """Most tokens that a rank brings to a step."""
+    placement: Literal["linear", "round_robin"]
+    payload: Literal["auto", "fp8"]
+
+
+@dataclass
+class Sizes:
+    """The exchanges of one shape, by ascending M."""
+
+    exchanges: list[ExpertParallel] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    @classmethod
+    def make(cls, shape: Shape, group: dist.ProcessGroup, device: torch.device, settings: dict[str, Any]) -> Sizes:
+        """Collective, with the same arguments on every rank of `group`."""
+        sizes, tokens = cls(), shape.max_tokens
+        while True:
+            sizes.tokens.insert(0, tokens)
+            sizes.exchanges.insert(0, ExpertParallel(_config(shape, tokens, group.size(), settings), group, device))
+            if tokens <= SMALLEST:
+                return sizes
+            tokens = max(SMALLEST, -(-tokens // 2))
+
+    def of_step(self) -> ExpertParallel:
+        """The exchange of the step that vLLM is running: every rank takes the same one."""
+        longest = self.tokens[-1]
+        if is_forward_context_available() and (metadata := get_forward_context().dp_metadata) is not None:
+            longest = min(longest, int(metadata.num_tokens_across_dp_cpu.max()))
+        return self.exchanges[bisect_left(self.tokens, longest)]
+
+    def window_bytes(self) -> int:
+        """Bytes of all windows of this rank."""
+        return sum(ep.memory_plan().window_bytes for ep in self.exchanges)
+
+
+_shared: dict[tuple[Shape, int, dist.ProcessGroup], Sizes] = {}
+
+
+def shared(
+    shape: Shape, ubatch: int, group: dist.ProcessGroup, device: torch.device, settings: dict[str, Any]
+) -> tuple[Sizes, bool]:
+    """The exchanges of all layers of this shape, for one micro-batch, and whether this call made them (collective)."""
+    key = (shape, ubatch, group)
+    if new := key not in _shared:
+        _shared[key] = sizes = Sizes.make(shape, group, device, settings)
+        if device.type == "cuda":
+            threading.Thread(target=watch, args=(sizes.exchanges,), name="epmoe", daemon=True).start()
+    return _shared[key], new
+
+
+def watch(exchanges: Sequence[ExpertParallel], interval_s: float = 1.0) -> None:
+    """End this worker, as vLLM expects of a failed one, once an exchange has failed on the GPU.
+
+    vLLM replays CUDA graphs, which after a failure yield zeros and raise nothing.
+    """
+    try:
+        while True:
+            for ep in exchanges:
+                ep.poll()
+            time.sleep(interval_s)
+    except (EPTimeoutError, EPMismatchError) as error:
+        logger.critical("epmoe: %s: this worker ends", error)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _config(shape: Shape, max_tokens: int, ep_size: int, settings: dict[str, Any]) -> EPConfig:
+    timeouts = {"timeout_s": TIMEOUT_S, "warmup_timeout_s": TIMEOUT_S}
+    if "timeout_s" in settings:
+        timeouts["warmup_timeout_s"] = max(TIMEOUT_S, settings["timeout_s"])
+    return EPConfig(
+        model={
+            "num_experts": shape.num_experts,
+            "num_experts_per_tok": shape.top_k,
+            "hidden_size": shape.hidden_size,
+            "dtype": str(shape.dtype).removeprefix("torch."),
+        },
+        topology={"ep_size": ep_size},
+        placement={"strategy": shape.placement},
+        capacity={"max_num_tokens_per_rank": max_tokens},
+        exchange={"payload": shape.payload, **timeouts, **settings},
+    )

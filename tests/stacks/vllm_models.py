@@ -1,0 +1,74 @@
+"""Tiny models with random weights for vLLM: `python vllm_models.py FOLDER` writes FOLDER/qwen3 and FOLDER/deepseek.
+
+The sizes are the smallest that vLLM's kernels for CPUs take.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+COMMON = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "moe_intermediate_size": 64,
+    "num_experts_per_tok": 3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "float32",
+}
+
+
+def qwen3() -> PreTrainedModel:
+    config = Qwen3MoeConfig(**COMMON, num_experts=10, num_key_value_heads=2, head_dim=32, norm_topk_prob=True)
+    return Qwen3MoeForCausalLM(config)
+
+
+def deepseek() -> PreTrainedModel:
+    """With groups of experts, a bias in the router, shared experts and one dense layer."""
+    config = DeepseekV3Config(
+        **COMMON,
+        intermediate_size=128,
+        n_routed_experts=12,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.5,
+        num_key_value_heads=4,
+        q_lora_rank=64,
+        kv_lora_rank=512,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        topk_method="noaux_tc",  # how vLLM knows of the bias, and of sigmoid scores
+        scoring_func="sigmoid",
+    )
+    model = DeepseekV3ForCausalLM(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.1)
+    return model
+
+
+MODELS = {"qwen3": qwen3, "deepseek": deepseek}
+
+
+def main(folder: Path) -> None:
+    for name, make in MODELS.items():
+        torch.manual_seed(7)
+        model = make()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:  # wide enough that greedy tokens are not near a tie
+                torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        model.float().save_pretrained(folder / name)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

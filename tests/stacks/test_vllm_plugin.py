@@ -36,12 +36,12 @@ def test_an_unknown_layout_is_named() -> None:
 
 
 def test_a_step_takes_the_smallest_size_that_holds_it() -> None:
-    shape = sizes.Shape(4, 2, 64, torch.float32, 100, "linear", "auto")
+    shape = sizes.Shape(4, 2, 4096, torch.float32, 100, "linear", "auto")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         made = sizes.Sizes.make(shape, dist.group.WORLD, torch.device("cpu"), {"timeout_s": 9.0})
-        assert made.tokens == [8, 13, 25, 50, 100]
-        for longest, expected in ((0, 8), (8, 8), (9, 13), (14, 25), (50, 50), (51, 100), (100, 100)):
+        assert made.tokens == [1, 2, 4, 7, 13, 25, 50, 100]
+        for longest, expected in ((0, 1), (1, 1), (3, 4), (14, 25), (50, 50), (51, 100), (100, 100)):
             with step([longest, 0]):
                 config = made.of_step().config
                 assert config.capacity.max_num_tokens_per_rank == expected

@@ -28,8 +28,6 @@ from epmoe.service import ExpertParallel
 
 logger = init_logger("vllm.epmoe")  # vLLM shows what is logged below "vllm"
 
-SMALLEST = 8
-"""Tokens of the smallest windows: fewer rows than a tile of a Triton GEMM save no time."""
 TIMEOUT_S = 300.0
 """As long as vLLM waits for a step. A rank may compile its kernels meanwhile, which takes minutes."""
 
@@ -63,9 +61,9 @@ class Sizes:
         while True:
             sizes.tokens.insert(0, tokens)
             sizes.exchanges.insert(0, ExpertParallel(_config(shape, tokens, group.size(), settings), group, device))
-            if tokens <= SMALLEST:
+            if tokens == 1:
                 return sizes
-            tokens = max(SMALLEST, -(-tokens // 2))
+            tokens = -(-tokens // 2)
 
     def of_step(self) -> ExpertParallel:
         """The exchange of the step that vLLM is running: every rank takes the same one."""

@@ -183,7 +183,10 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             scales, counts = None if received.scales is None else received.scales.flatten(0, 1), None
         else:
             rows, scales = dispatched.rows, dispatched.scales
-            ids, weights = self._ids_of_rows(dispatched), torch.ones(len(rows), 1, device=rows.device)
+            ids, weights = (
+                self._ids_of_rows(dispatched),
+                torch.ones(len(rows), 1, dtype=torch.float32, device=rows.device),
+            )
             counts = mk.ExpertTokensMetadata(dispatched.tokens_per_expert, None)
         if scales is None:
             weigh = apply_router_weight_on_input and self.layout == "rank"

@@ -36,7 +36,7 @@ def test_an_unknown_layout_is_named() -> None:
 
 
 def test_a_step_takes_the_smallest_size_that_holds_it() -> None:
-    shape = sizes.Shape(4, 2, 4096, torch.float32, 100, "linear", "auto")
+    shape = sizes.Shape(4, 2, 4096, torch.float32, 100, "linear", "auto", "rank")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         made = sizes.Sizes.make(shape, dist.group.WORLD, torch.device("cpu"), {"timeout_s": 9.0})

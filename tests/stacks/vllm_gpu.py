@@ -136,15 +136,14 @@ def replayed(run: Step, with_events: bool) -> tuple[list[float], Tensor]:
     return [max(column) for column in zip(*everyone, strict=True)], output
 
 
-def contenders(
-    shape: Shape, rank: int, size: int, device: torch.device
-) -> dict[str, FusedMoEPrepareAndFinalizeModular]:
-    sizes = Sizes.make(shape, get_ep_group().cpu_group, device, {})
-    return {
-        "epmoe rank": EpmoePrepareAndFinalize([sizes], "rank"),
-        "epmoe expert": EpmoePrepareAndFinalize([sizes], "expert"),
-        "all-gather": make_moe_prepare_and_finalize_naive_dp_ep(use_monolithic=False, num_dispatchers=size),
-    }
+def contenders(model: Model, payload: str, device: torch.device) -> dict[str, FusedMoEPrepareAndFinalizeModular]:
+    group = get_ep_group().cpu_group
+    made: dict[str, FusedMoEPrepareAndFinalizeModular] = {}
+    for layout in ("rank", "expert"):
+        shape = Shape(model.E, model.K, model.D, torch.bfloat16, TOKENS[0], "linear", payload, layout)
+        made[f"epmoe {layout}"] = EpmoePrepareAndFinalize([Sizes.make(shape, group, device, {})], layout)
+    made["all-gather"] = make_moe_prepare_and_finalize_naive_dp_ep(use_monolithic=False, num_dispatchers=group.size())
+    return made
 
 
 @torch.inference_mode()
@@ -155,9 +154,8 @@ def measure(
     alone = Layer(moe_config(model, 0, 1, TOKENS[0], device), everything)
     mine = everything.of_rank(rank, size)
     payload = "fp8" if fp8 else "auto"
-    shape = Shape(model.E, model.K, model.D, torch.bfloat16, TOKENS[0], "linear", payload)
     rows = []
-    for name, exchange in contenders(shape, rank, size, device).items():
+    for name, exchange in contenders(model, payload, device).items():
         layer = Layer(moe_config(model, rank, size, TOKENS[0], device), mine, exchange)
         for number, tokens in enumerate(RAGGED if "epmoe" in name else RAGGED[2:5]):
             x, ids, weights = batch(model, tokens[rank % 2], 10 * number + rank, device)

@@ -38,10 +38,12 @@ def main(rank: int, store: str) -> None:
         weights = Weights.random(MODEL, fp8, CPU)
         alone = Layer(moe_config(MODEL, 0, 1, MAX_TOKENS, CPU), weights)
         payload = "fp8" if fp8 else "auto"
-        shape = Shape(MODEL.E, MODEL.K, MODEL.D, torch.bfloat16, MAX_TOKENS, "linear", payload)
-        sizes = Sizes.make(shape, dist.group.WORLD, CPU, {})
-        for layout, overlap in itertools.product(("rank", "expert"), (False, True)):
-            exchange = EpmoePrepareAndFinalize([sizes], layout, overlap)
+        sizes = {}
+        for layout in ("rank", "expert"):
+            shape = Shape(MODEL.E, MODEL.K, MODEL.D, torch.bfloat16, MAX_TOKENS, "linear", payload, layout)
+            sizes[layout] = Sizes.make(shape, dist.group.WORLD, CPU, {})
+        for layout, overlap in itertools.product(sizes, (False, True)):
+            exchange = EpmoePrepareAndFinalize([sizes[layout]], layout, overlap)
             config = moe_config(MODEL, rank, RANKS, MAX_TOKENS, CPU)
             layer = Layer(config, weights.of_rank(rank, RANKS), exchange)
             for number, tokens in enumerate(RAGGED):

@@ -126,6 +126,7 @@ def _make_exchange(layer: RoutedExperts, experts: FusedMoEExperts, choice: Choic
         max_tokens=moe.max_num_tokens,
         placement=layer.expert_placement_strategy,
         payload="fp8" if _travels_as_fp8(moe, experts) else "auto",
+        layout=choice.layout,
     )
     ubatches = range(parallel.num_ubatches if parallel.use_ubatching else 1)
     arguments = get_ep_group().cpu_group, layer.w13_weight.device, choice.exchange

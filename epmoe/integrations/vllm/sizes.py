@@ -23,6 +23,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.logger import init_logger
 
 from epmoe.config import EPConfig
+from epmoe.handles import Layout
 from epmoe.health import EPMismatchError, EPTimeoutError
 from epmoe.service import ExpertParallel
 
@@ -45,6 +46,7 @@ class Shape:
     """Most tokens that a rank brings to a step."""
     placement: Literal["linear", "round_robin"]
     payload: Literal["auto", "fp8"]
+    layout: Layout
 
 
 @dataclass
@@ -111,6 +113,8 @@ def _config(shape: Shape, max_tokens: int, ep_size: int, settings: dict[str, Any
     timeouts = {"timeout_s": TIMEOUT_S, "warmup_timeout_s": TIMEOUT_S}
     if "timeout_s" in settings:
         timeouts["warmup_timeout_s"] = max(TIMEOUT_S, settings["timeout_s"])
+    # Rank-major rows are R·M; the expert-major ones, up to R·M·K, then need no memory.
+    no_rows = {"max_expert_rows": 1, "on_overflow": "drop"} if shape.layout == "rank" else {}
     return EPConfig(
         model={
             "num_experts": shape.num_experts,
@@ -120,6 +124,6 @@ def _config(shape: Shape, max_tokens: int, ep_size: int, settings: dict[str, Any
         },
         topology={"ep_size": ep_size},
         placement={"strategy": shape.placement},
-        capacity={"max_num_tokens_per_rank": max_tokens},
+        capacity={"max_num_tokens_per_rank": max_tokens, **no_rows},
         exchange={"payload": shape.payload, **timeouts, **settings},
     )

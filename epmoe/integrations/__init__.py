@@ -1,1 +1,1 @@
-"""Host frameworks, one file each; importing a file registers epmoe with its framework."""
+"""Host frameworks, a module for each, which registers epmoe with its framework."""

@@ -43,6 +43,8 @@ class ModelConfig(Strict):
     """K: experts that a token is sent to, at most E."""
     hidden_size: int = Field(ge=1, le=65536)
     """D: elements in a token's row; D times the size of `dtype` must be a multiple of 16 bytes."""
+    intermediate_size: int | None = Field(default=None, ge=1, le=65536)
+    """F: width of an expert, that is, elements of its activation; only `epmoe bench --layer` needs it."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Element type of a token's row."""
 

@@ -29,7 +29,7 @@ class Report(Protocol):
 
 
 class Benchmark(Protocol):
-    """What `epmoe bench` chooses between: `gloo.run`, `gpu.run` and `tune.run`."""
+    """What `epmoe bench` chooses between: `gloo.run`, `gpu.run`, `layer.run` and `tune.run`."""
 
     def __call__(
         self,
@@ -72,8 +72,10 @@ def write_object(content: Mapping[str, Any] | Sequence[Mapping[str, Any]], path:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def plot_rounds(lines: Sequence[Line], path: Path, title: str = "", note: str = "") -> None:
-    """Plot every side's time of a round over T, `note` below it. The file's suffix picks the format."""
+def plot_rounds(
+    lines: Sequence[Line], path: Path, title: str = "", note: str = "", what: str = "dispatch + combine, µs"
+) -> None:
+    """Plot every side's time, which is of `what`, over T, and `note` below. The file's suffix picks the format."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")
@@ -83,7 +85,7 @@ def plot_rounds(lines: Sequence[Line], path: Path, title: str = "", note: str = 
         for at, text in zip(line.points, line.notes, strict=False):
             axes.annotate(text, at, (0, -14), textcoords="offset points", ha="center")
     tokens = sorted({at for line in lines for at, _ in line.points})
-    axes.set(xlabel="tokens per rank", ylabel="dispatch + combine, µs", title=title)
+    axes.set(xlabel="tokens per rank", ylabel=what, title=title)
     if note:
         figure.supxlabel(note, fontsize="small")
     axes.set_xticks(tokens, [str(T) for T in tokens])

@@ -1,4 +1,4 @@
-"""`epmoe bench CONFIG`: times rounds of the exchange, on the CPU against gloo, on GPUs against the floor and NCCL."""
+"""`epmoe bench CONFIG`: times the exchange, on the CPU against gloo, on GPUs against the floor and NCCL; or layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from epmoe.bench import gloo, gpu, tune
+from epmoe.bench import gloo, gpu, layer, tune
 from epmoe.bench.facts import facts
 from epmoe.bench.report import Benchmark
 from epmoe.cli.console import UserError, check_output, console, launched_rank, require
@@ -32,6 +32,10 @@ def bench(
     payload: Annotated[
         list[gpu.Payload] | None, typer.Option(help="On GPUs: only this; may be repeated. [default: all]")
     ] = None,
+    whole_layer: Annotated[
+        bool,
+        typer.Option("--layer", help="Instead time route + dispatch + experts + combine beside the experts alone."),
+    ] = False,
     tuning: Annotated[
         Path | None,
         typer.Option("--tune", help="On GPUs: instead find the fastest launches; a file for exchange.tuning."),
@@ -50,7 +54,8 @@ def bench(
     check_output("--plot", plot, (".png", ".svg", ".pdf"))
     on_gpus = parsed.exchange.transport == "nvlink"
     model, limit = parsed.model, parsed.capacity.max_num_tokens_per_rank
-    counts = sorted(set(tokens or [count for count in (gpu.TOKENS if on_gpus else gloo.TOKENS) if count <= limit]))
+    usual = layer.TOKENS if whole_layer and on_gpus else gpu.TOKENS if on_gpus else gloo.TOKENS
+    counts = sorted(set(tokens or [count for count in usual if count <= limit]))
     if max(counts) > limit:
         raise UserError(f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got {max(counts)}")
     if routing == "adversarial":
@@ -58,9 +63,17 @@ def bench(
     benchmark: Benchmark = gloo.run
     steps = repeats * len(counts)
     if tuning:
-        if not on_gpus or side or payload or as_json:
-            raise UserError("`--tune` is for GPUs, and goes without `--side`, `--payload` and `--json`")
+        if not on_gpus or side or payload or as_json or whole_layer:
+            raise UserError("`--tune` is for GPUs, and goes without `--layer`, `--side`, `--payload` and `--json`")
         benchmark, steps = tune.run, tune.launches(counts)
+    elif whole_layer:
+        if side or payload:
+            raise UserError("`--layer` goes without `--side` and `--payload`")
+        try:
+            layer.check(parsed)
+        except ValueError as error:
+            raise UserError(f"`--layer`: {error}") from None
+        benchmark, steps = layer.run, len(counts) * len(layer.Precision)
     elif on_gpus:
         fitting = gpu.default_payloads(parsed)
         if refused := set(payload or ()) - set(fitting):

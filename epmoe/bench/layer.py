@@ -1,0 +1,206 @@
+"""Times whole MoE layers: route, dispatch, experts and combine, beside the experts alone on the same rows.
+
+On GPUs graphs.py takes the times, from replays of CUDA graphs. On the CPU they are wall times of rounds after a
+barrier. The experts have random weights, and their sizes are those of the configuration. `Precision` lists what is
+measured; what a machine cannot do is left out, and the report says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+
+from epmoe.bench.graphs import measure, slowest
+from epmoe.bench.layer_sides import (
+    ExpertsAlone,
+    Precision,
+    WholeLayer,
+    WithoutExperts,
+    problem_with,
+    random_experts,
+)
+from epmoe.bench.report import Line, plot_rounds, write_object
+from epmoe.bench.sides import Side
+from epmoe.config import EPConfig
+from epmoe.service import ExpertParallel
+from epmoe.simulate import Kind
+
+TOKENS = (1, 16, 128, 512, 4096)
+_MOST_ROUNDS = 8  # of a sample on the CPU; a large T gets fewer
+_CAPTION = (
+    "µs on the slowest rank, median. layer: route, dispatch, experts and combine; experts: alone, on the same rows; on "
+    "top: their difference; exchange: route, dispatch and combine alone. rows: of the busiest rank, gaps included"
+)
+_UNITS = {
+    "tokens": "tokens of a rank",
+    "rows": "expert-major rows of the busiest rank, gaps of the alignment included",
+    "layer": "µs of route, dispatch, experts and combine on the slowest rank, median",
+    "experts": "µs of the experts alone, on the same rows",
+    "exchange": "µs of route, dispatch and combine without the experts",
+    "on_top": "layer minus experts, µs",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One precision at one T (tokens a rank); times in microseconds on the slowest rank."""
+
+    tokens: int
+    precision: Precision
+    gemm: str
+    """of `GroupedExperts`"""
+    rows: int
+    """of the busiest rank"""
+    layer: float
+    experts: float
+    exchange: float
+
+    @property
+    def on_top(self) -> float:
+        """What the layer takes on top of its experts."""
+        return self.layer - self.experts
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerReport:
+    """One result for each T and precision, in ascending T; and why other precisions were left out."""
+
+    results: Sequence[Result]
+    left_out: Mapping[Precision, str]
+    dtype: str
+    """of the model"""
+
+    def table(self, title: str = "") -> Table:
+        """A row for each precision, by T."""
+        reasons = (f"\n{precision} was left out: {reason}" for precision, reason in self.left_out.items())
+        view = Table(title=title, caption=_CAPTION + "".join(reasons), pad_edge=False)
+        for column in ("T", "precision", "GEMM", "rows", "layer", "experts", "on top", "exchange"):
+            view.add_column(column, justify="left" if column in ("precision", "GEMM") else "right")
+        last = None
+        for r in self.results:
+            if last not in (None, r.tokens):
+                view.add_section()
+            times = (f"{us:,.1f}" if abs(us) < 1000 else f"{us:,.0f}" for us in (r.layer, r.experts, r.on_top))
+            shown = f"{r.tokens}" if r.tokens != last else ""
+            view.add_row(shown, self._name(r.precision), r.gemm, f"{r.rows:,}", *times, f"{r.exchange:,.1f}")
+            last = r.tokens
+        return view
+
+    def write_json(self, path: Path, facts: Mapping[str, Any] | None = None) -> None:
+        """`facts`, `units`, `left_out`, and `results`: one object for each row of the table."""
+        results = [dataclasses.asdict(r) | {"on_top": r.on_top} for r in self.results]
+        content = {"units": _UNITS, "left_out": self.left_out, "results": results}
+        write_object({"benchmark": "layer", **(facts or {}), **content}, path)
+
+    def plot(self, path: Path, title: str = "") -> None:
+        """The layer and its experts over T, in the format of the file's suffix (.png, .svg, .pdf)."""
+        lines = []
+        for i, precision in enumerate(Precision):
+            of = [r for r in self.results if r.precision is precision]
+            if of:
+                name, color = self._name(precision), f"C{i}"
+                lines.append(Line(f"{name}, layer", [(r.tokens, r.layer) for r in of], color=color))
+                lines.append(Line(f"{name}, experts", [(r.tokens, r.experts) for r in of], color=color, dashes=":"))
+        plot_rounds(lines, path, title, what="a layer, µs")
+
+    def _name(self, precision: Precision) -> str:
+        return precision.replace("plain", self.dtype)
+
+
+def check(config: EPConfig) -> None:
+    """Raise ValueError if `config` has no `model.intermediate_size`, or asks for fp8 rows, which `Precision` decides."""
+    if config.model.intermediate_size is None:
+        raise ValueError("`model.intermediate_size` must be set, to the width of the experts")
+    if "fp8" in (config.exchange.payload, config.exchange.combine_payload):
+        raise ValueError("`exchange.payload` and `exchange.combine_payload` must be auto: fp8 is one of the precisions")
+
+
+def run(
+    config: EPConfig,
+    tokens: Sequence[int] = TOKENS,
+    repeats: int = 20,
+    routing: Kind = "uniform",
+    *,
+    group: dist.ProcessGroup | None = None,
+    advance: Callable[[], object] = lambda: None,
+) -> LayerReport:
+    """Measure each T of `tokens`. Collective over `group` (default: the world); all ranks pass the same arguments.
+
+    `repeats` is the number of samples, or of replays. `advance` is called once for each T and precision. Raises
+    ValueError as `check`, and RuntimeError if an output is wrong.
+    """
+    check(config)
+    group = group or dist.group.WORLD
+    assert group is not None  # the world that torchrun started
+    on_gpus = config.exchange.transport == "nvlink"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
+    results: list[Result] = []
+    left_out: dict[Precision, str] = {}
+    for precision in Precision:
+        if reason := problem_with(precision, config, device):
+            left_out[precision] = reason
+            for _ in tokens:
+                advance()
+        else:
+            results += _measure(config, precision, device, tokens, repeats, routing, group, advance)
+            if on_gpus:
+                torch.cuda.empty_cache()  # the next weights need the room
+    return LayerReport(sorted(results, key=lambda result: result.tokens), left_out, config.model.dtype)
+
+
+def _measure(
+    config: EPConfig,
+    precision: Precision,
+    device: torch.device,
+    tokens: Sequence[int],
+    repeats: int,
+    routing: Kind,
+    group: dist.ProcessGroup,
+    advance: Callable[[], object],
+) -> list[Result]:
+    experts = random_experts(config, dist.get_rank(group), device, precision)
+    results = []
+    with ExpertParallel(_fitting(config, precision, experts.alignment), group) as ep:
+        for T in tokens:
+            layer = WholeLayer(ep, experts, T, routing, group)
+            sides = (layer, ExpertsAlone(layer), WithoutExperts(layer))
+            times = [_round_us(side, repeats, T, device, group) for side in sides]
+            layer.check()
+            ep.check()
+            rows = int(slowest([layer.num_rows], group)[0])
+            results.append(Result(T, precision, experts.gemm, rows, *times))
+            del layer, sides
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # of the graphs' pools
+            advance()
+    return results
+
+
+def _fitting(config: EPConfig, precision: Precision, alignment: int) -> EPConfig:
+    """`config` with the payload of `precision` and segments where the experts' GEMM wants them."""
+    exchange = config.exchange.model_copy(update={"payload": "fp8" if precision is Precision.FP8 else "auto"})
+    capacity = config.capacity.model_copy(update={"alignment": math.lcm(config.capacity.alignment, alignment)})
+    return config.model_copy(update={"exchange": exchange, "capacity": capacity})
+
+
+def _round_us(side: Side, repeats: int, tokens: int, device: torch.device, group: dist.ProcessGroup) -> float:
+    """Microseconds of a round: the median over replays, or over samples of a few rounds, on the slowest rank."""
+    if device.type == "cuda":
+        return measure(side, repeats, group).round
+    rounds, samples = max(1, min(_MOST_ROUNDS, 256 // max(tokens, 1))), []
+    for _ in range(repeats):
+        dist.barrier(group)
+        start = time.perf_counter()
+        for _ in range(rounds):
+            side.back(side.out())
+        samples.append((time.perf_counter() - start) * 1e6 / rounds)
+    return slowest([statistics.median(samples)], group)[0]

@@ -1,0 +1,215 @@
+"""What `bench --layer` compares: a MoE layer from logits to y, its experts alone, and the layer without its experts."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from epmoe.bench.sides import Side, poison
+from epmoe.config import EPConfig
+from epmoe.handles import Dispatched
+from epmoe.memory import SCALE_BLOCK
+from epmoe.placement import Placement
+from epmoe.service import ExpertParallel
+from epmoe.simulate import Kind, simulate_logits
+from epmoe.stages.experts import GroupedExperts
+from epmoe.stages.grouped_gemm import FP8, choose, dequantize_weights
+
+_SAMPLED = 4  # tokens of each rank whose y is compared with a reference
+
+
+class Precision(StrEnum):
+    """Of rows and of weights, and the library of the grouped GEMM."""
+
+    PLAIN = "plain"
+    """rows and weights in the model's dtype; torch's grouped_mm"""
+    PLAIN_DEEP_GEMM = "plain, DeepGEMM"
+    """the same on DeepGEMM"""
+    FP8 = "fp8"
+    """dispatch quantises rows, weights are fp8; DeepGEMM on GPUs. combine carries the model's dtype"""
+
+
+def problem_with(precision: Precision, config: EPConfig, device: torch.device) -> str | None:
+    """Why `precision` cannot be measured here, or None."""
+    model = config.model
+    D, f = model.hidden_size, model.intermediate_size or 0
+    if precision is Precision.PLAIN:
+        return None
+    if model.dtype != "bfloat16":
+        return f"it computes in bfloat16, and `model.dtype` is {model.dtype}"
+    if precision is Precision.FP8 and (D % SCALE_BLOCK or f % SCALE_BLOCK):
+        return f"D and F must be multiples of {SCALE_BLOCK}, got {D} and {f}"
+    if device.type == "cpu":
+        return "DeepGEMM is for GPUs" if precision is Precision.PLAIN_DEEP_GEMM else None
+    dtype = FP8 if precision is Precision.FP8 else torch.bfloat16
+    try:
+        choose("deep_gemm", *(torch.empty(1, n, k, dtype=dtype, device=device) for n, k in _shapes(config).values()))
+    except (ImportError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def random_experts(config: EPConfig, rank: int, device: torch.device, precision: Precision) -> GroupedExperts:
+    """This rank's experts; the logical expert determines the weights, so copies are equal."""
+    placement, generator = Placement.from_config(config), torch.Generator(device)
+    fp8, e = precision is Precision.FP8, placement.num_local_experts(rank)
+    dtype = FP8 if fp8 else config.model.torch_dtype
+    shapes = _shapes(config)
+    weights = {name: torch.empty(e, n, k, dtype=dtype, device=device) for name, (n, k) in shapes.items()}
+    scales = {
+        name: torch.empty(e, -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK), device=device)
+        for name, (n, k) in shapes.items()
+    }
+    for i, physical in enumerate(placement.local_experts(rank)):
+        generator.manual_seed(placement.logical(physical))
+        for name, (n, k) in shapes.items():
+            drawn = torch.randn(n, k, generator=generator, device=device) / k**0.5
+            if fp8:
+                weights[name][i], scales[name][i] = _quantised(drawn)
+            else:
+                weights[name][i] = drawn
+    gemm = "auto" if precision is not Precision.PLAIN_DEEP_GEMM else "deep_gemm"
+    of_weights = {f"{name}_scales": scales[name] for name in shapes} if fp8 else {}
+    return GroupedExperts(weights["gate_up"], weights["down"], gemm=gemm, **of_weights)  # type: ignore[arg-type]
+
+
+class Handle(NamedTuple):
+    """What arrived, and the experts' outputs for it."""
+
+    dispatched: Dispatched
+    outputs_ND: Tensor
+
+
+class WholeLayer(Side):
+    """route, dispatch, experts and combine of T tokens of this rank. The logits are made beforehand.
+
+    Every y of a few tokens is compared with sums that all ranks compute without the exchange, each over its experts.
+    """
+
+    def __init__(
+        self, ep: ExpertParallel, experts: GroupedExperts, tokens: int, routing: Kind, group: dist.ProcessGroup
+    ) -> None:
+        self.name, self.ep, self.experts, self.group = "the layer", ep, experts, group
+        model, R, rank = ep.config.model, ep.size, ep.rank
+        mine = slice(rank * tokens, (rank + 1) * tokens)
+        logits = simulate_logits(routing, R * tokens, model.num_experts, ep_size=R)
+        x_TD = torch.randn(tokens, model.hidden_size, generator=torch.Generator().manual_seed(rank))
+        self.logits_TE, self.x_TD = logits[mine].to(ep.device), x_TD.to(ep.device, model.torch_dtype)
+        self.sampled = torch.linspace(0, tokens - 1, min(tokens, _SAMPLED)).long().to(ep.device)
+        self.expected_SD = self._expected()
+        self.check()
+
+    def sent(self) -> Dispatched:
+        """route and dispatch."""
+        routing = self.ep.route(self.logits_TE)
+        return self.ep.dispatch(self.x_TD, routing.ids, routing.weights)
+
+    def out(self) -> Handle:
+        d = self.sent()
+        return Handle(d, self.experts(d.rows, d.expert_offsets, d.scales))
+
+    def back(self, handle: Handle) -> Tensor:
+        return self.ep.combine(handle.outputs_ND, handle.dispatched)
+
+    def arrived(self, handle: Handle) -> list[Tensor]:
+        d = handle.dispatched
+        return [tensor[: self.num_rows] for tensor in (d.rows, d.scales, handle.outputs_ND) if tensor is not None]
+
+    def check(self) -> None:
+        for _ in range(2):  # the second round must write again what the first leaves as NaN
+            handle = self.out()
+            self.num_rows = int(handle.dispatched.expert_offsets[-1])
+            poison(self.arrived(handle)[:-1])  # all but the outputs
+            y_SD = self.back(handle)[self.sampled].float()
+            error_S, norm_S = (y_SD - self.expected_SD).norm(dim=1), self.expected_SD.norm(dim=1)
+            limit = 0.1 if self.experts.is_fp8 else max(4 * torch.finfo(self.x_TD.dtype).eps, 1e-4)
+            if not (error_S <= limit * norm_S).all():  # also where an error is NaN
+                raise RuntimeError(f"{self.name}: y is not the weighted sum over the token's experts")
+
+    def _expected(self) -> Tensor:
+        """fp32 [S, D], y of the sampled tokens. Each rank adds the share of its experts, for the tokens of all."""
+        ep, S = self.ep, len(self.sampled)
+        routing = ep.route(self.logits_TE[self.sampled])
+        x, ids, weights = (self._gathered(t) for t in (self.x_TD[self.sampled].float(), *routing))
+        share = torch.zeros(ep.size * S, ep.config.model.hidden_size, device=ep.device)
+        for i, physical in enumerate(ep.placement.local_experts(ep.rank)):
+            chosen = ids == physical
+            rows = chosen.any(dim=1).nonzero().flatten()
+            if physical < ep.config.model.num_experts and len(rows):  # others are copies
+                share[rows] += (weights * chosen).sum(dim=1)[rows, None] * self._expert(i, x[rows])
+        total = share.cpu()
+        dist.all_reduce(total, group=self.group)
+        return total.split(S)[ep.rank].to(ep.device) if S else total.to(ep.device)
+
+    def _expert(self, index: int, rows: Tensor) -> Tensor:
+        def weights(name: str) -> Tensor:
+            w, scales = getattr(self.experts, f"w_{name}")[index], getattr(self.experts, f"{name}_scales")
+            return w.float() if scales is None else dequantize_weights(w, scales[index], torch.float32)
+
+        gate, up = (rows @ weights("gate_up").T).chunk(2, dim=1)
+        return (F.silu(gate) * up) @ weights("down").T
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        """The tensors of all ranks, one after the other."""
+        parts = [torch.empty(tensor.shape, dtype=tensor.dtype) for _ in range(self.ep.size)]
+        dist.all_gather(parts, tensor.cpu().contiguous(), group=self.group)
+        return torch.cat(parts).to(self.ep.device)
+
+
+class ExpertsAlone(Side):
+    """The experts on the rows that arrived in a round. Rows past the last segment are NaN."""
+
+    def __init__(self, layer: WholeLayer) -> None:
+        self.name, self.experts, self.num_rows = "the experts", layer.experts, layer.num_rows
+        d = layer.sent()
+        self.rows_ND, self.offsets = d.rows.clone(), d.expert_offsets.clone()
+        self.scales = None if d.scales is None else d.scales.clone()
+        poison([self.rows_ND[self.num_rows :]])
+        layer.back(Handle(d, layer.experts(d.rows, d.expert_offsets, d.scales)))
+
+    def out(self) -> Tensor:
+        return self.experts(self.rows_ND, self.offsets, self.scales)
+
+    def back(self, handle: Tensor) -> Tensor:
+        return handle[: self.num_rows]
+
+    def arrived(self, handle: Tensor) -> list[Tensor]:
+        return []
+
+
+class WithoutExperts(Side):
+    """route, dispatch and combine. The experts' outputs are computed before the timing."""
+
+    def __init__(self, layer: WholeLayer) -> None:
+        self.name, self.layer = "the layer without experts", layer
+        handle = layer.out()
+        self.outputs_ND = handle.outputs_ND.clone()
+        layer.back(handle)
+
+    def out(self) -> Handle:
+        return Handle(self.layer.sent(), self.outputs_ND)
+
+    def back(self, handle: Handle) -> Tensor:
+        return self.layer.back(handle)
+
+    def arrived(self, handle: Handle) -> list[Tensor]:
+        return self.layer.arrived(handle)[:-1]  # all but the outputs
+
+
+def _shapes(config: EPConfig) -> dict[str, tuple[int, int]]:
+    D, f = config.model.hidden_size, config.model.intermediate_size
+    assert f is not None  # `run` has checked it
+    return {"gate_up": (2 * f, D), "down": (D, f)}
+
+
+def _quantised(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """fp8 [n, k] and a scale for each block of 128 × 128."""
+    n, k = weights.shape
+    blocks = weights.view(n // SCALE_BLOCK, SCALE_BLOCK, k // SCALE_BLOCK, SCALE_BLOCK)
+    scales = blocks.abs().amax((1, 3)) / torch.finfo(FP8).max
+    return (blocks / scales[:, None, :, None]).view(n, k).to(FP8), scales

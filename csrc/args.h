@@ -3,6 +3,7 @@
 // source ranks, N expert-major rows, B fp8 scales of a row (D / kScaleBlock, rounded up). Strides count elements unless
 // their name says bytes. Outputs are contiguous unless they have a stride.
 #pragma once
+#include "gating.h"
 #include "types.h"
 
 namespace epmoe {
@@ -88,6 +89,21 @@ struct QuantizeArgs {
   void* q_TD;         // out: fp8 e4m3; padded rows are zeros
   float* scales_TB;   // out: [1] or [T, B]; 1 in padded rows
   uint32_t* largest;  // CUDA only, if per_tensor: 4 bytes of workspace
+};
+
+// The operator gated_activation. F: width of an expert. B: F / kScaleBlock, rounded up.
+struct GatedActivationArgs {
+  const void* gate_up_N2F;        // F gates, then F ups; or by turns
+  DType dtype;                    // of gate_up, bias and, if they are not fp8, outputs
+  int64_t gate_up_stride;         // between rows
+  const int32_t* expert_offsets;  // [e + 1]; rows at and past the last are neither read nor written
+  int32_t num_local_experts;
+  const void* bias_e2F;  // in the order of gate_up, or null
+  int64_t N, F;
+  bool interleaved;  // gates and ups by turns
+  Gating gating;
+  void* out_NF;      // out
+  float* scales_NB;  // out: then the outputs are fp8 e4m3; or null
 };
 
 }  // namespace epmoe

@@ -57,6 +57,9 @@ constexpr Api kApi = {
       return zero_padding_rows(args, typed(stream));
     },
     .quantize = [](const QuantizeArgs& args, Stream stream) -> int { return quantize(args, typed(stream)); },
+    .gated_activation = [](const GatedActivationArgs& args, Stream stream) -> int {
+      return gated_activation(args, typed(stream));
+    },
     .dispatch = [](const Exchange& exchange, const DispatchArgs& args, Stream stream) -> int {
       return dispatch(exchange, args, typed(stream));
     },

@@ -175,12 +175,45 @@ std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const std::optional<Ten
   return {q, scales};
 }
 
+std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate_up, const Tensor& expert_offsets,
+                                            const std::optional<Tensor>& bias, bool interleaved, double limit,
+                                            double alpha, double up_offset, bool quantize) {
+  check_rows(gate_up, "gate_up");
+  int64_t N = gate_up.size(0), F = gate_up.size(1) / 2, e = expert_offsets.numel() - 1;
+  int64_t blocks = (F + kScaleBlock - 1) / kScaleBlock;
+  STD_TORCH_CHECK(gate_up.size(1) == 2 * F && dtype_of(gate_up) != DType::kFloat8E4M3,
+                  "gate_up must have as many gates as ups, in float32, float16 or bfloat16");
+  STD_TORCH_CHECK(e >= 0 && N * blocks <= INT32_MAX, "expert_offsets is empty, or gate_up has too many rows");
+  STD_TORCH_CHECK(!bias || (bias->scalar_type() == gate_up.scalar_type() && bias->is_contiguous() && bias->dim() == 2 &&
+                            bias->size(0) == e && bias->size(1) == 2 * F),
+                  "bias must be contiguous [e, 2F] in the dtype of gate_up");
+  Tensor out = empty_like_device(gate_up, {N, F}, quantize ? ScalarType::Float8_e4m3fn : gate_up.scalar_type());
+  Tensor scales = empty_like_device(gate_up, {quantize ? N : 0, blocks}, ScalarType::Float);
+  GatedActivationArgs args{
+      .gate_up_N2F = gate_up.data_ptr(),
+      .dtype = dtype_of(gate_up),
+      .gate_up_stride = gate_up.stride(0),
+      .expert_offsets = pointer<int32_t>(expert_offsets, 1, "expert_offsets"),
+      .num_local_experts = static_cast<int32_t>(e),
+      .bias_e2F = bias ? bias->data_ptr() : nullptr,
+      .N = N,
+      .F = F,
+      .interleaved = interleaved,
+      .gating = {static_cast<float>(limit), static_cast<float>(alpha), static_cast<float>(up_offset)},
+      .out_NF = out.data_ptr(),
+      .scales_NB = quantize ? static_cast<float*>(scales.data_ptr()) : nullptr,
+  };
+  launch(gate_up, args, cpu::gated_activation, &cuda::Api::gated_activation);
+  return {out, scales};
+}
+
 void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("route", TORCH_BOX(&route));
   library.impl("permute", TORCH_BOX(&permute));
   library.impl("finalize", TORCH_BOX(&finalize));
   library.impl("zero_padding_rows_", TORCH_BOX(&zero_padding_rows));
   library.impl("quantize_fp8", TORCH_BOX(&quantize_fp8));
+  library.impl("gated_activation", TORCH_BOX(&gated_activation));
 }
 
 }  // namespace

@@ -32,6 +32,11 @@ _library.define("zero_padding_rows_(Tensor(a!) x, Tensor? num_tokens, SymInt num
 _library.define(
     "quantize_fp8(Tensor x, Tensor? num_tokens, SymInt num_rows, bool per_tensor) -> (Tensor q, Tensor scales)"
 )
+# Rows past expert_offsets[-1] are neither read nor written. Scales are empty unless the outputs are quantised.
+_library.define(
+    "gated_activation(Tensor gate_up, Tensor expert_offsets, Tensor? bias, bool interleaved, float limit, float alpha, "
+    "float up_offset, bool quantize) -> (Tensor out, Tensor scales)"
+)
 for _phase in ("", "_send", "_recv"):
     _library.define(
         f"dispatch{_phase}(Tensor x, Tensor ids, Tensor weights, Tensor? scales, Tensor? num_tokens, SymInt num_rows, "
@@ -104,6 +109,23 @@ def _(x: Tensor, num_tokens: Tensor | None, num_rows: int, per_tensor: bool) -> 
     return x.new_empty((T, D), dtype=torch.float8_e4m3fn), x.new_empty(scales, dtype=torch.float32)
 
 
+@torch.library.register_fake("epmoe::gated_activation")
+def _(
+    gate_up: Tensor,
+    expert_offsets: Tensor,
+    bias: Tensor | None,
+    interleaved: bool,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    quantize: bool,
+) -> tuple[Tensor, Tensor]:
+    N, F = gate_up.shape[0], gate_up.shape[1] // 2
+    dtype = torch.float8_e4m3fn if quantize else gate_up.dtype
+    scales = (N if quantize else 0, -(-F // SCALE_BLOCK))
+    return gate_up.new_empty((N, F), dtype=dtype), gate_up.new_empty(scales, dtype=torch.float32)
+
+
 @torch.library.register_fake("epmoe::dispatch")
 @torch.library.register_fake("epmoe::dispatch_send")
 @torch.library.register_fake("epmoe::dispatch_recv")
@@ -129,7 +151,7 @@ def _(y: Tensor, rows: Tensor | None, window: Tensor, scratch: Tensor, descripto
 
 
 _OPERATORS = (
-    "route", "permute", "finalize", "zero_padding_rows_", "quantize_fp8",
+    "route", "permute", "finalize", "zero_padding_rows_", "quantize_fp8", "gated_activation",
     "dispatch", "dispatch_send", "dispatch_recv", "combine", "combine_send", "combine_recv",
     "launch_policy", "shared_bytes_needed", "load_cuda",
 )  # fmt: skip

@@ -151,6 +151,7 @@ def test_a_permutation_that_is_none():
         lambda x: epmoe.route(x.detach(), 2, bias=x[0]),
         epmoe.quantize_fp8,
         lambda x: epmoe.zero_padding_rows_(x.clone(), 2),
+        lambda x: epmoe.GroupedExperts(randn(1, 64, 128), randn(1, 128, 32))(x, torch.tensor([0, 4]).int()),
     ],
 )
 def test_what_requires_grad_is_refused(call):

@@ -11,6 +11,7 @@ void permute(const PermuteArgs& args);
 void finalize(const FinalizeArgs& args);
 void zero_padding_rows(const PaddingArgs& args);
 void quantize(const QuantizeArgs& args);
+void gated_activation(const GatedActivationArgs& args);
 
 void dispatch(const Exchange& exchange, const DispatchArgs& args);
 void combine(const Exchange& exchange, const CombineArgs& args, DType dtype);  // of y, as on CUDA

@@ -1,4 +1,4 @@
-"""Times the local kernels on one GPU: `python -m epmoe.bench.local [--json FILE] [route|permute|finalize ...]`.
+"""Times the local kernels on one GPU: `python -m epmoe.bench.local [--json FILE] [route|permute|finalize|activation ...]`.
 
 A CUDA graph holds several calls, each with its own inputs and outputs: together ten times the L2 cache where the sizes
 allow. A figure is the median over replays of the time of a call. Outputs are poisoned before and compared after the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -174,7 +175,38 @@ def finalize_cases() -> Iterator[Case]:
         yield Case("finalize, the same", T, target, peer, num_bytes, len(x), call, check)
 
 
-CASES = {"route": route_cases, "permute": permute_cases, "finalize": finalize_cases}
+def activation_cases() -> Iterator[Case]:
+    """bf16 rows of experts of width 2048, among 8192 rows or more, of which T·K are real."""
+    width = 2048
+    for quantize, name in ((False, "SwiGLU, width 2048"), (True, "SwiGLU to fp8, width 2048")):
+        for T in (1, 128, 512, 4096):
+            real = T * K
+            num_bytes = real * width * (4 + (1 if quantize else 2))
+            shape = (max(real, 8192), 2 * width)
+            rows = [torch.randn(*shape, device="cuda").bfloat16() for _ in range(sets_for(num_bytes))]
+            offsets = torch.tensor([0, real], dtype=torch.int32, device="cuda")
+
+            def call(i: int, rows: list = rows, offsets: Tensor = offsets, quantize: bool = quantize) -> Any:
+                return epmoe.ops.gated_activation(rows[i], offsets, None, False, math.inf, 1.0, 0.0, quantize)
+
+            def check(i: int, got: Any, rows: list = rows, real: int = real) -> None:
+                out, scales = got[0][:real].float(), got[1][:real]
+                gate, up = rows[i][:real].float().chunk(2, dim=1)
+                want = torch.nn.functional.silu(gate) * up
+                if len(scales):
+                    out = (out.unflatten(1, (-1, 128)) * scales[..., None]).flatten(1)
+                limit = 2**-4 if len(scales) else 2**-8
+                assert ((out - want).abs() <= limit * want.abs() + 0.02).all()
+
+            yield Case(name, T, None, None, num_bytes, len(rows), call, check)
+
+
+CASES = {
+    "route": route_cases,
+    "permute": permute_cases,
+    "finalize": finalize_cases,
+    "activation": activation_cases,
+}
 
 
 def run(kernels: list[str]) -> list[Timing]:

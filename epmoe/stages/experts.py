@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from epmoe import ops
 from epmoe.memory import SCALE_BLOCK
-from epmoe.stages.checks import FLOATS, check_tensor
+from epmoe.stages.checks import FLOATS, check_forward_only, check_tensor
 from epmoe.stages.grouped_gemm import DEEP_GEMM_ALIGNMENT, FP8, Gemm, choose, expert_of_rows, multiply
 from epmoe.stages.quantize import dequantize_rows, quantize_fp8
 
@@ -149,11 +150,13 @@ class GroupedExperts(nn.Module):
         Raises:
             TypeError: an argument has another dtype.
             ValueError: an argument has another shape or device.
+            RuntimeError: `rows` requires grad in grad mode.
         """
         (e, D, _), device = self.w_down.shape, self.w_down.device
         dtype = self.dtype if scales is None else FP8
         check_tensor("rows", rows_ND, (dtype,), ("N", D), device)
         check_tensor("expert_offsets", expert_offsets, (torch.int32,), (e + 1,), device)
+        check_forward_only(rows_ND)
         N = rows_ND.shape[0]
         if scales is not None:
             check_tensor("scales", scales, (torch.float32,), (N, D // SCALE_BLOCK), device)
@@ -179,27 +182,28 @@ class GroupedExperts(nn.Module):
     def _outputs(self, rows_nD: Tensor, expert_offsets: Tensor, scales: Tensor | None) -> Tensor:
         ends, n, deep = expert_offsets[1:], rows_nD.shape[0], self.gemm == "deep_gemm"
         layout = expert_of_rows(ends, n, past_the_end=-1) if deep else ends
-        biased = self.gate_up_bias is not None or self.down_bias is not None
-        experts_n = expert_of_rows(ends, n, past_the_end=0) if biased else None
+        if deep and self.is_fp8 and scales is None:
+            rows_nD, scales = quantize_fp8(rows_nD, num_tokens=ends[-1])
+        elif deep and not self.is_fp8 and scales is not None:
+            rows_nD, scales = dequantize_rows(rows_nD, scales, self.dtype), None
+        gate_up = multiply(self.gemm, rows_nD, scales, self.w_gate_up, self.gate_up_scales, layout)
+        activated, scales = self._activation(gate_up, expert_offsets, quantise=deep and self.is_fp8)
+        out = multiply(self.gemm, activated, scales, self.w_down, self.down_scales, layout)
+        return out if self.down_bias is None else out + _of_rows(self.down_bias, ends, n)
 
-        def product(rows: Tensor, row_scales: Tensor | None, name: str) -> Tensor:
-            if deep and self.is_fp8 and row_scales is None:
-                rows, row_scales = quantize_fp8(rows, num_tokens=ends[-1])
-            elif deep and not self.is_fp8 and row_scales is not None:
-                rows, row_scales = dequantize_rows(rows, row_scales, self.dtype), None
-            weights, weight_scales = getattr(self, f"w_{name}"), getattr(self, f"{name}_scales")
-            out = multiply(self.gemm, rows, row_scales, weights, weight_scales, layout)
-            bias = getattr(self, f"{name}_bias")
-            return out if experts_n is None or bias is None else out + bias.index_select(0, experts_n)
-
-        return product(self._activation(product(rows_nD, scales, "gate_up")), None, "down")
-
-    def _activation(self, gate_up: Tensor) -> Tensor:
+    def _activation(self, gate_up: Tensor, expert_offsets: Tensor, quantise: bool) -> tuple[Tensor, Tensor | None]:
+        """[n, F] and its scales. On GPUs only rows of segments are computed, since there may be many more."""
+        if self.dtype != torch.float64:
+            settings = (self.interleaved, math.inf if self.limit is None else self.limit, self.alpha, self.up_offset)
+            bias = None if self.gate_up_bias is None else self.gate_up_bias.contiguous()
+            activated, scales = ops.gated_activation(gate_up, expert_offsets.contiguous(), bias, *settings, quantise)
+            return activated, scales if quantise else None
+        if self.gate_up_bias is not None:
+            gate_up = gate_up + _of_rows(self.gate_up_bias, expert_offsets[1:], len(gate_up))
         gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if self.interleaved else gate_up.chunk(2, dim=1)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        gate = F.silu(gate) if self.alpha == 1 else gate * torch.sigmoid(self.alpha * gate)
-        return gate * (up + self.up_offset if self.up_offset else up)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + self.up_offset), None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         kept = {name: getattr(self, name).data for name in _KEEP_DTYPE} if self.is_fp8 else {}
@@ -213,6 +217,11 @@ class GroupedExperts(nn.Module):
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)
         self.gemm = choose(self._wanted, self.w_gate_up, self.w_down)
+
+
+def _of_rows(bias: Tensor, ends: Tensor, num_rows: int) -> Tensor:
+    """[n, ·], for each row the bias [e, ·] of its expert."""
+    return bias.index_select(0, expert_of_rows(ends, num_rows, past_the_end=0))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""Times the local kernels on one GPU: `python -m epmoe.bench.local [--json FILE] [route|permute|finalize|activation ...]`.
+"""Times the local kernels on one GPU: `python -m epmoe.bench.local [--json FILE] [route|permute|…]`.
 
 A CUDA graph holds several calls, each with its own inputs and outputs: together ten times the L2 cache where the sizes
 allow. A figure is the median over replays of the time of a call. Outputs are poisoned before and compared after the

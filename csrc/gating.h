@@ -10,11 +10,14 @@ struct Gating {
   float up_offset;
 };
 
-// Comparisons with NaN are false, so that it stays.
+// Comparisons with NaN are false, so that it stays. Where x is NaN, its sigmoid is anything, but gate is NaN, too. No
+// fminf: compilers for CPUs cannot vectorise it.
 EPMOE_HD float gated(float gate, float up, const Gating& gating) {
   gate = gate > gating.limit ? gating.limit : gate;
   up = up > gating.limit ? gating.limit : up < -gating.limit ? -gating.limit : up;
-  return gate * sigmoid(gating.alpha * gate) * (up + gating.up_offset);
+  float x = gating.alpha * gate;
+  x = x < kLeastSigmoid ? kLeastSigmoid : x > kFullSigmoid ? kFullSigmoid : x;
+  return gate * (scaled_sigmoid(x) * kSigmoidScale) * (up + gating.up_offset);
 }
 
 }  // namespace epmoe

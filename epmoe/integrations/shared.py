@@ -3,7 +3,7 @@
 All layers of a model share one `ExpertParallel`, which the first call makes. A batch of any length takes as many rounds
 as it needs:
 
-    x [T,D] ─ rounds of at most M tokens ─▶ dispatch ─▶ experts(rows [n,D], local ids [n]) ─▶ combine ─▶ y [T,D]
+    x [T,D] ─ rounds of at most M tokens ─▶ dispatch ─▶ experts(rows [n,D], expert_offsets) ─▶ combine ─▶ y [T,D]
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epmoe.config import EPConfig, ExchangeConfig
+from epmoe.config import ConfigError, EPConfig, ExchangeConfig
 from epmoe.handles import Dispatched
+from epmoe.integrations.opaque import forget_numbers
 from epmoe.rounds import abort_after
 from epmoe.service import ExpertParallel
 from epmoe.stages.checks import check_forward_only
@@ -28,7 +29,9 @@ now: Callable[[], float] = time.perf_counter
 """The clock of `SharedExpertParallel.seconds`. `epmoe.integrations.clock` sets one that waits for the GPU."""
 
 Experts = Callable[[Tensor, Tensor], Tensor]
-"""(rows [n,D] sorted by expert, local expert of each row, int64 [n]) → outputs [n,D]; n > 0."""
+"""(rows [n,D] expert by expert, expert_offsets int32 [e+1]) → outputs [n,D]. Rows past expert_offsets[e] hold anything,
+on the CPU there are none. 0 ≤ n.
+"""
 
 
 class SharedExpertParallel:
@@ -36,55 +39,85 @@ class SharedExpertParallel:
 
     Attributes:
         ep: the `ExpertParallel`.
+        static: whether every call is one round, of at most M tokens a rank; see `configure`.
         seconds: wall time of each stage so far, by the clock `now`, waiting for other ranks included. On GPUs this is
-            the time of the host, which waits for the device only in the stages `agree` and `experts`.
+            the time of the host, which waits for no kernel.
     """
 
-    def __init__(self, config: EPConfig, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Collective; takes the arguments of `ExpertParallel`."""
+    def __init__(
+        self, config: EPConfig, group: dist.ProcessGroup | None, device: torch.device, static: bool = False
+    ) -> None:
+        """Collective; takes the arguments of `ExpertParallel`, and `static`."""
         self.seconds = dict.fromkeys(("set up", "agree", "dispatch", "experts", "combine"), 0.0)
         with self._timed("set up"):
             self.ep = ExpertParallel(config, group, device)
+        self.static = static
         self._max_tokens = config.capacity.max_num_tokens_per_rank
 
     def rounds(self, num_tokens: int) -> int:
         """Rounds that a batch of `num_tokens` takes, at least 1: a rank without tokens still takes part."""
         return max(1, -(-num_tokens // self._max_tokens))
 
-    def agree_on_rounds(self, num_tokens: int) -> int:
-        """Rounds that the longest batch of all ranks takes. Collective."""
-        rounds = self.rounds(num_tokens)
-        if self.ep.size == 1:
-            return rounds
-        with self._timed("agree"):
-            most = torch.tensor(rounds, device=self.ep.device)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.ep.group)
-            return int(most)
+    def longest_batch(self, num_tokens: int) -> int:
+        """The most tokens that a rank brings to this call, of which this rank brings `num_tokens`. Collective.
 
-    def run(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Experts, rounds: int) -> Tensor:
-        """Weighted expert outputs [T,D] of this rank's tokens. Collective, with the same `rounds` on every rank.
-
-        Raises what `ExpertParallel.dispatch`, `ExpertParallel.combine` and `experts` raise. An exception closes the
-        round, wherever it comes from.
+        The ranks agree through host memory, so that no GPU is waited for. In static mode it is M, without agreement.
         """
-        starts = range(0, rounds * self._max_tokens, self._max_tokens)
-        parts = [slice(start, start + self._max_tokens) for start in starts]
-        outputs = [self._round(x_TD[part], ids_TK[part], weights_TK[part], experts) for part in parts]
-        return outputs[0] if rounds == 1 else torch.cat(outputs)
+        if self.static:
+            return max(num_tokens, self._max_tokens)
+        if self.ep.size == 1:
+            return num_tokens
+        with self._timed("agree"):
+            longest = torch.tensor(num_tokens, device="cpu")
+            dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.ep.group)
+            return int(longest)
 
-    def _round(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+    def run(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Experts, longest: int) -> Tensor:
+        """Weighted expert outputs [T,D] of this rank's tokens. Collective.
+
+        `longest` is the same on every rank: no rank brings more tokens. Raises ValueError in static mode if it is more
+        than M, before anything is sent, and what `ExpertParallel.dispatch`, `ExpertParallel.combine` and `experts`
+        raise. An exception closes the round, wherever it comes from.
+        """
+        rounds, M = self.rounds(longest), self._max_tokens
+        if rounds == 1:
+            return self._round(x_TD, ids_TK, weights_TK, experts, longest)
+        if self.static:
+            raise ValueError(
+                f"a rank brings {longest} tokens, but static mode takes at most max_num_tokens_per_rank = {M} a call: "
+                "configure more, or send a prompt in chunks (`prefill_chunk_size` of transformers' generate)"
+            )
+        parts = [slice(start, start + M) for start in range(0, rounds * M, M)]
+        return torch.cat([self._round(x_TD[part], ids_TK[part], weights_TK[part], experts, M) for part in parts])
+
+    def _round(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, most_tokens: int) -> Tensor:
         exchange = self.ep._open
         last_round = exchange.rounds.count
         try:
             with self._timed("dispatch"):
                 dispatched = self.ep.dispatch(x, ids, weights)
             with self._timed("experts"):
-                rows = _run_experts(dispatched, experts)
+                outputs = experts(self._rows(dispatched, most_tokens * ids.shape[1]), dispatched.expert_offsets)
+                check_forward_only(outputs)
             with self._timed("combine"):
-                return self.ep.combine(rows, dispatched)
+                return self.ep.combine(outputs, dispatched)
         except BaseException:
             abort_after(exchange, last_round)
             raise
+
+    def _rows(self, dispatched: Dispatched, most_pairs: int) -> Tensor:
+        """The rows that arrived, if no source has sent more than `most_pairs` pairs of a token and an expert.
+
+        On the CPU these rows only. On GPUs nobody asks how many they are; padding follows them, as little as the host
+        can know.
+        """
+        rows, scales, ep = dispatched.rows, dispatched.scales, self.ep
+        if ep.device.type == "cpu":
+            n = int(dispatched.expert_offsets[-1])
+        else:
+            gaps = ep.num_local_experts * (ep.config.capacity.alignment - 1)
+            n = min(rows.shape[0], ep.size * most_pairs + gaps)
+        return rows[:n] if scales is None else dequantize_rows(rows[:n], scales[:n], dispatched.dtype)
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
@@ -93,26 +126,13 @@ class SharedExpertParallel:
         self.seconds[stage] += now() - start
 
 
-def _run_experts(dispatched: Dispatched, experts: Experts) -> Tensor:
-    """Outputs [n,D] of the rows that arrived. Frameworks' experts need n on the host, so this reads it back."""
-    offsets = dispatched.expert_offsets
-    n = int(offsets[-1])
-    rows = dispatched.rows[:n]
-    if dispatched.scales is not None:  # an fp8 payload
-        rows = dequantize_rows(rows, dispatched.scales[:n], dispatched.dtype)
-    if n == 0:
-        return rows
-    outputs = experts(rows, torch.repeat_interleave(offsets.diff().long(), output_size=n))
-    check_forward_only(outputs)
-    return outputs
-
-
 _settings: dict[str, Any] = {}
 _group: dist.ProcessGroup | None = None
+_static = False
 _shared: dict[tuple[object, ...], SharedExpertParallel] = {}
 
 
-def configure(*, group: dist.ProcessGroup | None = None, **settings: Any) -> None:
+def configure(*, group: dist.ProcessGroup | None = None, static: bool | None = None, **settings: Any) -> None:
     """Change the settings of later calls. Call it on every rank with the same arguments, between forward passes.
 
     Settings that a call leaves out keep their values. Every `ExpertParallel` in use is closed; the next forward pass
@@ -120,23 +140,44 @@ def configure(*, group: dist.ProcessGroup | None = None, **settings: Any) -> Non
 
     Args:
         group: the expert-parallel group of layers whose framework names no group; the world by default.
+        static: with True, a rank brings at most `max_num_tokens_per_rank` tokens to a call, and a longer batch is a
+            ValueError before anything is sent. Then ranks agree on nothing and the host waits for no kernel, so that a
+            forward pass can be compiled and captured into a CUDA graph. The first pass, which makes the windows, must
+            be neither. False is the default.
         settings: keys of the `capacity` and `exchange` sections of `EPConfig`, above all `max_num_tokens_per_rank`
-            (longer batches take several rounds) and `timeout_s`.
+            (longer batches take several rounds, unless `static`) and `timeout_s`.
 
     Raises:
         ConfigError: a key or its value is wrong; the message names the key.
     """
-    global _settings, _group
+    global _settings, _group, _static
     changed = {**_settings, **settings}
+    if static is not None and not isinstance(static, bool):
+        raise ConfigError(f"`static` must be True or False, got {static!r}")
     _config(1, 1, 128, torch.float32, 1, changed)
     close()
     _settings, _group = changed, group or _group
+    _static = _static if static is None else static
 
 
 def close() -> None:
-    """Release every `ExpertParallel` made here; a later call makes new ones."""
+    """Release every `ExpertParallel` made here; a later call makes new ones.
+
+    Compiled models notice. CUDA graphs that were captured by hand must not be replayed any more.
+    """
+    forget_numbers()
     while _shared:
         _shared.popitem()[1].ep.close()
+
+
+def poll() -> None:
+    """`ExpertParallel.poll` of every `ExpertParallel` in use: raises what kernels have reported so far, never waits.
+
+    A replay of a CUDA graph is no call and raises nothing, so poll once in each step, as a `BaseStreamer` of
+    transformers' generate can.
+    """
+    for layers in _shared.values():
+        layers.ep.poll()
 
 
 def shared() -> tuple[SharedExpertParallel, ...]:
@@ -147,14 +188,19 @@ def shared() -> tuple[SharedExpertParallel, ...]:
 def share(
     x_TD: Tensor, ids_TK: Tensor, num_experts: int, group: dist.ProcessGroup | None = None
 ) -> SharedExpertParallel:
-    """The `SharedExpertParallel` of this group and these shapes. The first call makes it and is collective."""
+    """The `SharedExpertParallel` of this group and these shapes. The first call makes it and is collective.
+
+    Raises RuntimeError if that first call is captured into a CUDA graph.
+    """
     group = group or _group
     ranks = tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
     hidden_size, top_k = x_TD.shape[1], ids_TK.shape[1]
     key = (ranks, num_experts, top_k, hidden_size, x_TD.dtype, x_TD.device)
     if key not in _shared:
+        if x_TD.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("call the model once before the capture: the first call makes the windows")
         config = _config(num_experts, top_k, hidden_size, x_TD.dtype, len(ranks), _settings)
-        _shared[key] = SharedExpertParallel(config, group, x_TD.device)
+        _shared[key] = SharedExpertParallel(config, group, x_TD.device, _static)
     return _shared[key]
 
 

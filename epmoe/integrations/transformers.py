@@ -23,8 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from epmoe.integrations.shared import close, configure, share, shared
+from epmoe.integrations.grouped import can_group, grouped_experts
+from epmoe.integrations.opaque import call, give_number
+from epmoe.integrations.shared import close, configure, poll, share, shared
 
 try:
     import transformers
@@ -36,9 +39,9 @@ if Version(transformers.__version__) < Version("5.17"):
     raise ImportError(
         f"epmoe.integrations.transformers needs transformers 5.17 or newer, got {transformers.__version__}"
     )
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+from transformers.integrations.moe import ExpertsInterface
 
-__all__ = ["close", "configure", "experts_forward", "shared"]
+__all__ = ["close", "configure", "experts_forward", "poll", "shared"]
 
 
 def experts_forward(
@@ -53,19 +56,19 @@ def experts_forward(
             '`experts_implementation="epmoe"` must be left out where the experts are already spread over ranks: '
             'with `DistributedConfig(ep_size=…)`, `ep_implementation="epmoe"` alone does it'
         )
-    layers = share(hidden_states, top_k_index, self.num_experts)
-    owned = torch.tensor(layers.ep.placement.local_experts(layers.ep.rank), device=hidden_states.device)
-
-    def experts(rows: torch.Tensor, local_ids: torch.Tensor) -> torch.Tensor:
-        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, rows, *_top_1(rows, owned[local_ids]))
-
-    rounds = layers.agree_on_rounds(hidden_states.shape[0])
-    return layers.run(hidden_states, top_k_index, top_k_weights, experts, rounds)
+    return call(self, _spread, hidden_states, top_k_index, top_k_weights)
 
 
-def _top_1(rows: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [n,1] and unit weights [n,1]: the experts only compute, and `combine` applies the weights and sums."""
-    return ids[:, None], rows.new_ones(len(ids), 1)
+def _spread(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    layers = share(x, ids, module.num_experts)
+    owned = layers.ep.placement.local_experts(layers.ep.rank)  # in one block
+    if layers.static:
+        give_number(module, _spread)
+
+    def experts(rows: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
+        return grouped_experts(module, rows, expert_offsets, first=owned[0] if owned else 0)
+
+    return layers.run(x, ids, weights, experts, layers.longest_batch(x.shape[0]))
 
 
 ExpertsInterface.register("epmoe", experts_forward)
@@ -79,29 +82,44 @@ else:
     class EpmoeEP(EPImplementation):
         """Experts spread over `ep_mesh`. The ranks of one `tp_mesh` have the same batch; each sends a slice of it."""
 
+        def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+            super().__init__(experts, ep_mesh, tp_mesh)
+            self._module = experts
+
         def __call__(
             self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
         ) -> torch.Tensor:
             """This rank's tokens [T,D], global expert ids and weights [T,K] → weighted outputs [T,D]."""
+            return call(self, EpmoeEP._spread, hidden_states, top_k_index, top_k_weights)
+
+        def _spread(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             num_experts = self.num_local_experts * self.ep_mesh.size()
-            layers = share(hidden_states, top_k_index, num_experts, self.ep_mesh.get_group())
-            num_tokens, sharers = hidden_states.shape[0], self.tp_mesh.size()
+            layers = share(x, ids, num_experts, self.ep_mesh.get_group())
+            if layers.static:
+                give_number(self, EpmoeEP._spread)
+            num_tokens, sharers = x.shape[0], self.tp_mesh.size()
             slice_tokens = -(-num_tokens // sharers)
             start = slice_tokens * self.tp_mesh.get_local_rank()
             mine = slice(start, start + slice_tokens)
-            rounds = (layers.rounds if self.shares_batch else layers.agree_on_rounds)(slice_tokens)
-            output = layers.run(hidden_states[mine], top_k_index[mine], top_k_weights[mine], self._experts, rounds)
+            longest = slice_tokens if self.shares_batch else layers.longest_batch(slice_tokens)
+            output = layers.run(x[mine], ids[mine], weights[mine], self._experts, longest)
             return output if sharers == 1 else self._gather(output, slice_tokens)[:num_tokens]
 
-        def _experts(self, rows: torch.Tensor, local_ids: torch.Tensor) -> torch.Tensor:
-            return self.experts_forward(rows, *_top_1(rows, local_ids))
+        def _experts(self, rows: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
+            if can_group(self._module):
+                return grouped_experts(self._module, rows, expert_offsets)
+            n = int(expert_offsets[-1])  # another forward of transformers takes pairs, and needs n on the host
+            if n == 0:
+                return rows
+            ids = torch.repeat_interleave(expert_offsets.diff().long(), output_size=n)
+            return self.experts_forward(rows[:n], ids[:, None], rows.new_ones(n, 1))
 
         def _gather(self, output: torch.Tensor, slice_tokens: int) -> torch.Tensor:
             """The slices of all ranks that share the batch, each padded to `slice_tokens` rows."""
             padded = nn.functional.pad(output, (0, 0, 0, slice_tokens - output.shape[0]))
-            slices = [torch.empty_like(padded) for _ in range(self.tp_mesh.size())]
-            dist.all_gather(slices, padded, group=self.tp_mesh.get_group())
-            return torch.cat(slices)
+            slices = padded.new_empty(self.tp_mesh.size() * slice_tokens, padded.shape[1])
+            dist.all_gather_into_tensor(slices, padded, group=self.tp_mesh.get_group())
+            return slices
 
     EPImplementationInterface.register("epmoe", EpmoeEP)
     __all__ += ["EpmoeEP"]

@@ -1,0 +1,77 @@
+"""The experts of a transformers module over expert-major rows: the module's weights and gate, a library's grouped GEMM.
+
+It computes what the module's own `grouped_mm` does. That one sorts pairs of tokens and experts; here the rows are
+sorted already, and `expert_offsets` say where each expert's segment starts. On GPUs nothing looks at the host where
+torch takes the weights in its grouped GEMM: bf16 on compute capability 8.0 and later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from epmoe.stages.checks import FLOATS
+from epmoe.stages.experts import without_autocast
+from epmoe.stages.grouped_gemm import Gemm, choose, expert_of_rows, multiply
+
+_SAME_RESULT = (None, "eager", "grouped_mm", "batched_mm")
+_gemms: dict[tuple[object, ...], Gemm] = {}  # by what the choice depends on
+
+
+def can_group(experts: Any) -> bool:
+    """Whether `grouped_experts` computes what the module's own forward would: plain weights and no special kernel."""
+    config = getattr(experts, "config", None)
+    return (
+        hasattr(experts, "_apply_gate")
+        and hasattr(experts, "has_bias")
+        and getattr(config, "_experts_implementation", None) in _SAME_RESULT
+        and experts.down_proj.dtype in FLOATS
+    )
+
+
+def grouped_experts(experts: Any, rows_nD: Tensor, expert_offsets: Tensor, first: int = 0) -> Tensor:
+    """Outputs [n, D] of a rank's experts, which are the module's from `first` on.
+
+    Args:
+        experts: a module whose class has transformers' decorator `use_experts_implementation`.
+        rows_nD: fp32, fp16 or bf16 [n, D], expert by expert.
+        expert_offsets: int32 [e + 1], the first row of each segment. Rows past the last one may hold anything.
+        first: the module's number of the first expert.
+
+    Returns:
+        Outputs in the dtype of the rows. Those of rows past the last segment are undefined.
+    """
+    ends, n = expert_offsets[1:], rows_nD.shape[0]
+    e = ends.shape[0]
+    if e == 0 or n == 0:
+        return rows_nD
+
+    def of_rank(name: str) -> Tensor:
+        weights = getattr(experts, name)
+        return (weights.to_local() if isinstance(weights, DTensor) else weights)[first : first + e]
+
+    up_name = "gate_up_proj" if experts.has_gate else "up_proj"
+    up, down = (w.transpose(1, 2) if experts.is_transposed else w for w in (of_rank(up_name), of_rank("down_proj")))
+    gemm = _gemm_for(up, down)
+    experts_n = expert_of_rows(ends, n, past_the_end=0) if experts.has_bias else None
+
+    def product(rows: Tensor, weights: Tensor, name: str) -> Tensor:
+        out = multiply(gemm, rows.to(weights.dtype), None, weights, None, ends)
+        return out if experts_n is None else out.add_(of_rank(f"{name}_bias").index_select(0, experts_n))
+
+    with without_autocast(rows_nD.device):
+        hidden = product(rows_nD, up, up_name)
+        hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
+        out = product(hidden, down, "down_proj")
+        if getattr(experts, "has_post_expert_norm", False):
+            out = experts.post_expert_norm(out)
+        return out.to(rows_nD.dtype)
+
+
+def _gemm_for(up: Tensor, down: Tensor) -> Gemm:
+    key = (up.dtype, up.device, up.shape, up.stride(), down.shape, down.stride())
+    if key not in _gemms:
+        _gemms[key] = choose("torch", up, down)
+    return _gemms[key]

@@ -1,0 +1,78 @@
+"""One operator for a layer's experts, exchange included: a compiler puts it into its graph and never looks inside.
+
+Weights belong to the layer that the operator's `number` names, so they are no arguments. y is new memory: no view of a
+window may leave the operator, since compilers write into outputs that they have read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+Forward = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+"""(layer, x [T,D], ids [T,K], weights [T,K]) → y [T,D]"""
+
+_layers: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_forwards: dict[int, Forward] = {}
+_new_numbers = itertools.count()
+
+
+class Number:
+    """A layer's number, or None once its windows are released. Copies of the layer do not inherit it."""
+
+    def __init__(self, value: int) -> None:
+        self.value: int | None = value
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+
+def call(layer: Any, forward: Forward, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """`forward(layer, x, ids, weights)`, of which a compiler sees one operator, once the layer has a number."""
+    if not torch.compiler.is_compiling():
+        return forward(layer, x, ids, weights)
+    number = getattr(layer, "_epmoe_number", None)
+    if number is None or number.value is None:
+        return _outside_of_graphs(layer, forward, x, ids, weights)
+    y: Tensor = torch.ops.epmoe.spread_experts(x, ids, weights, number.value)
+    return y
+
+
+def give_number(layer: Any, forward: Forward) -> None:
+    """Let compiled calls of `layer` use the operator from now on."""
+    number = getattr(layer, "_epmoe_number", None)
+    if number is None or number.value is None:
+        value = next(_new_numbers)
+        _layers[value], _forwards[value] = layer, forward
+        layer._epmoe_number = Number(value)
+
+
+def forget_numbers() -> None:
+    """Before windows are released: graphs that were compiled with them are not called again."""
+    for layer in _layers.values():
+        layer._epmoe_number.value = None
+    _layers.clear()
+    _forwards.clear()
+
+
+@torch.compiler.disable(
+    reason="epmoe's experts run outside of compiled graphs in their first call, which makes the windows, and without "
+    "configure(static=True), since ranks agree on rounds: call the model once before compiling it"
+)
+def _outside_of_graphs(layer: Any, forward: Forward, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return forward(layer, x, ids, weights)
+
+
+@torch.library.custom_op("epmoe::spread_experts", mutates_args=())
+def _spread_experts(x: Tensor, ids: Tensor, weights: Tensor, number: int) -> Tensor:
+    return _forwards[number](_layers[number], x, ids, weights)
+
+
+@_spread_experts.register_fake
+def _(x: Tensor, ids: Tensor, weights: Tensor, number: int) -> Tensor:
+    return x.new_empty(x.shape)

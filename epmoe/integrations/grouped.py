@@ -31,11 +31,21 @@ def can_group(experts: Any) -> bool:
     )
 
 
-def grouped_experts(experts: Any, rows_nD: Tensor, expert_offsets: Tensor, first: int = 0) -> Tensor:
+def parameters_of(experts: Any) -> list[Tensor]:
+    """The parameters that `grouped_experts` takes: the up and down projections, and their biases if there are any."""
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+    names = (up, "down_proj", f"{up}_bias", "down_proj_bias")[: 4 if experts.has_bias else 2]
+    return [getattr(experts, name) for name in names]
+
+
+def grouped_experts(
+    experts: Any, parameters: list[Tensor], rows_nD: Tensor, expert_offsets: Tensor, first: int = 0
+) -> Tensor:
     """Outputs [n, D] of a rank's experts, which are the module's from `first` on.
 
     Args:
         experts: a module whose class has transformers' decorator `use_experts_implementation`.
+        parameters: of `parameters_of`.
         rows_nD: fp32, fp16 or bf16 [n, D], expert by expert.
         expert_offsets: int32 [e + 1], the first row of each segment. Rows past the last one may hold anything.
         first: the module's number of the first expert.
@@ -47,24 +57,21 @@ def grouped_experts(experts: Any, rows_nD: Tensor, expert_offsets: Tensor, first
     e = ends.shape[0]
     if e == 0 or n == 0:
         return rows_nD
-
-    def of_rank(name: str) -> Tensor:
-        weights = getattr(experts, name)
-        return (weights.to_local() if isinstance(weights, DTensor) else weights)[first : first + e]
-
-    up_name = "gate_up_proj" if experts.has_gate else "up_proj"
-    up, down = (w.transpose(1, 2) if experts.is_transposed else w for w in (of_rank(up_name), of_rank("down_proj")))
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    up, down, *biases = (p[first : first + e] for p in local)
+    if experts.is_transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
     gemm = _gemm_for(up, down)
-    experts_n = expert_of_rows(ends, n, past_the_end=0) if experts.has_bias else None
+    experts_n = expert_of_rows(ends, n, past_the_end=0) if biases else None
 
-    def product(rows: Tensor, weights: Tensor, name: str) -> Tensor:
+    def product(rows: Tensor, weights: Tensor, which: int) -> Tensor:
         out = multiply(gemm, rows.to(weights.dtype), None, weights, None, ends)
-        return out if experts_n is None else out.add_(of_rank(f"{name}_bias").index_select(0, experts_n))
+        return out if experts_n is None else out.add_(biases[which].index_select(0, experts_n))
 
     with without_autocast(rows_nD.device):
-        hidden = product(rows_nD, up, up_name)
+        hidden = product(rows_nD, up, 0)
         hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
-        out = product(hidden, down, "down_proj")
+        out = product(hidden, down, 1)
         if getattr(experts, "has_post_expert_norm", False):
             out = experts.post_expert_norm(out)
         return out.to(rows_nD.dtype)

@@ -1,7 +1,8 @@
 """One operator for a layer's experts, exchange included: a compiler puts it into its graph and never looks inside.
 
-Weights belong to the layer that the operator's `number` names, so they are no arguments. y is new memory: no view of a
-window may leave the operator, since compilers write into outputs that they have read.
+The layer's parameters are arguments, since compilers must know when they move (FSDP collects them anew in each pass).
+Windows and functions belong to the layer that `number` names. y is new memory: no view of a window may leave the
+operator, since compilers write into outputs that they have read.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-Forward = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
-"""(layer, x [T,D], ids [T,K], weights [T,K]) → y [T,D]"""
+Forward = Callable[[Any, list[Tensor], Tensor, Tensor, Tensor], Tensor]
+"""(layer, its parameters, x [T,D], ids [T,K], weights [T,K]) → y [T,D]"""
 
 _layers: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _forwards: dict[int, Forward] = {}
@@ -32,14 +33,14 @@ class Number:
         return type(None), ()
 
 
-def call(layer: Any, forward: Forward, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """`forward(layer, x, ids, weights)`, of which a compiler sees one operator, once the layer has a number."""
+def call(layer: Any, forward: Forward, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """`forward(layer, parameters, x, ids, weights)`: one operator to a compiler, once the layer has a number."""
     if not torch.compiler.is_compiling():
-        return forward(layer, x, ids, weights)
+        return forward(layer, parameters, x, ids, weights)
     number = getattr(layer, "_epmoe_number", None)
     if number is None or number.value is None:
-        return _outside_of_graphs(layer, forward, x, ids, weights)
-    y: Tensor = torch.ops.epmoe.spread_experts(x, ids, weights, number.value)
+        return _outside_of_graphs(layer, forward, parameters, x, ids, weights)
+    y: Tensor = torch.ops.epmoe.spread_experts(x, ids, weights, parameters, number.value)
     return y
 
 
@@ -64,15 +65,17 @@ def forget_numbers() -> None:
     reason="epmoe's experts run outside of compiled graphs in their first call, which makes the windows, and without "
     "configure(static=True), since ranks agree on rounds: call the model once before compiling it"
 )
-def _outside_of_graphs(layer: Any, forward: Forward, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    return forward(layer, x, ids, weights)
+def _outside_of_graphs(
+    layer: Any, forward: Forward, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor
+) -> Tensor:
+    return forward(layer, parameters, x, ids, weights)
 
 
 @torch.library.custom_op("epmoe::spread_experts", mutates_args=())
-def _spread_experts(x: Tensor, ids: Tensor, weights: Tensor, number: int) -> Tensor:
-    return _forwards[number](_layers[number], x, ids, weights)
+def _spread_experts(x: Tensor, ids: Tensor, weights: Tensor, parameters: list[Tensor], number: int) -> Tensor:
+    return _forwards[number](_layers[number], parameters, x, ids, weights)
 
 
 @_spread_experts.register_fake
-def _(x: Tensor, ids: Tensor, weights: Tensor, number: int) -> Tensor:
+def _(x: Tensor, ids: Tensor, weights: Tensor, parameters: list[Tensor], number: int) -> Tensor:
     return x.new_empty(x.shape)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from epmoe.integrations.grouped import can_group, grouped_experts
+from epmoe.integrations.grouped import can_group, grouped_experts, parameters_of
 from epmoe.integrations.opaque import call, give_number
 from epmoe.integrations.shared import close, configure, poll, share, shared
 
@@ -56,17 +56,19 @@ def experts_forward(
             '`experts_implementation="epmoe"` must be left out where the experts are already spread over ranks: '
             'with `DistributedConfig(ep_size=…)`, `ep_implementation="epmoe"` alone does it'
         )
-    return call(self, _spread, hidden_states, top_k_index, top_k_weights)
+    return call(self, _spread, parameters_of(self), hidden_states, top_k_index, top_k_weights)
 
 
-def _spread(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _spread(
+    module: Any, parameters: list[torch.Tensor], x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
     layers = share(x, ids, module.num_experts)
     owned = layers.ep.placement.local_experts(layers.ep.rank)  # in one block
     if layers.static:
         give_number(module, _spread)
 
     def experts(rows: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
-        return grouped_experts(module, rows, expert_offsets, first=owned[0] if owned else 0)
+        return grouped_experts(module, parameters, rows, expert_offsets, first=owned[0] if owned else 0)
 
     return layers.run(x, ids, weights, experts, layers.longest_batch(x.shape[0]))
 
@@ -90,25 +92,37 @@ else:
             self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
         ) -> torch.Tensor:
             """This rank's tokens [T,D], global expert ids and weights [T,K] → weighted outputs [T,D]."""
-            return call(self, EpmoeEP._spread, hidden_states, top_k_index, top_k_weights)
+            parameters = parameters_of(self._module) if can_group(self._module) else []
+            return call(self, EpmoeEP._spread, parameters, hidden_states, top_k_index, top_k_weights)
 
-        def _spread(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            num_experts = self.num_local_experts * self.ep_mesh.size()
-            layers = share(x, ids, num_experts, self.ep_mesh.get_group())
+        def _spread(
+            self, parameters: list[torch.Tensor], x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+        ) -> torch.Tensor:
+            layers = share(x, ids, self.num_local_experts * self.ep_mesh.size(), self.ep_mesh.get_group())
             if layers.static:
+                if not parameters:
+                    raise ValueError(
+                        "static mode needs experts in fp32, fp16 or bf16 with transformers' "
+                        '`experts_implementation="grouped_mm"`: other kernels need counts on the host'
+                    )
                 give_number(self, EpmoeEP._spread)
             num_tokens, sharers = x.shape[0], self.tp_mesh.size()
             slice_tokens = -(-num_tokens // sharers)
             start = slice_tokens * self.tp_mesh.get_local_rank()
             mine = slice(start, start + slice_tokens)
             longest = slice_tokens if self.shares_batch else layers.longest_batch(slice_tokens)
-            output = layers.run(x[mine], ids[mine], weights[mine], self._experts, longest)
+
+            def experts(rows: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
+                if parameters:
+                    return grouped_experts(self._module, parameters, rows, expert_offsets)
+                return self._by_pairs(rows, expert_offsets)
+
+            output = layers.run(x[mine], ids[mine], weights[mine], experts, longest)
             return output if sharers == 1 else self._gather(output, slice_tokens)[:num_tokens]
 
-        def _experts(self, rows: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
-            if can_group(self._module):
-                return grouped_experts(self._module, rows, expert_offsets)
-            n = int(expert_offsets[-1])  # another forward of transformers takes pairs, and needs n on the host
+        def _by_pairs(self, rows: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
+            """By the module's own forward, which takes pairs of a row and an expert, and needs n on the host."""
+            n = int(expert_offsets[-1])
             if n == 0:
                 return rows
             ids = torch.repeat_interleave(expert_offsets.diff().long(), output_size=n)
@@ -117,9 +131,9 @@ else:
         def _gather(self, output: torch.Tensor, slice_tokens: int) -> torch.Tensor:
             """The slices of all ranks that share the batch, each padded to `slice_tokens` rows."""
             padded = nn.functional.pad(output, (0, 0, 0, slice_tokens - output.shape[0]))
-            slices = padded.new_empty(self.tp_mesh.size() * slice_tokens, padded.shape[1])
-            dist.all_gather_into_tensor(slices, padded, group=self.tp_mesh.get_group())
-            return slices
+            slices = padded.new_empty(self.tp_mesh.size(), *padded.shape)
+            dist.all_gather(list(slices), padded, group=self.tp_mesh.get_group())
+            return slices.flatten(0, 1)
 
     EPImplementationInterface.register("epmoe", EpmoeEP)
     __all__ += ["EpmoeEP"]

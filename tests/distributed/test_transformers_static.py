@@ -1,0 +1,207 @@
+"""Models of transformers in static mode: compiled and captured generation; under torchrun with at least 2 ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from helpers import ON_GPUS, RANKS_SHARE_GPUS
+from spread_models import DEVICE, OneLayer, random_ids, single_and_spread
+from transformers import CompileConfig
+
+import epmoe.integrations.transformers as integration
+from epmoe.integrations import demo, shared
+
+pytestmark = pytest.mark.skipif(RANKS_SHARE_GPUS, reason="transformers gives GPU r to rank r")
+needs_ep = pytest.mark.skipif(not hasattr(integration, "EpmoeEP"), reason="EP implementations need transformers 5.23")
+ENTRY_POINTS = ["experts_implementation", pytest.param("ep_implementation", marks=needs_ep)]
+both_entry_points = pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+"""On GPUs torch's grouped GEMM takes bf16 only without a look at the host."""
+ERROR = 2e-2 if DEVICE == "cuda" else 1e-5
+"""Of logits, relative to the largest one."""
+M = 32
+
+
+@pytest.fixture(autouse=True)
+def _static(monkeypatch):
+    monkeypatch.setattr(shared, "_settings", {})
+    monkeypatch.setattr(shared, "_group", None)
+    monkeypatch.setattr(shared, "_static", False)
+    torch.compiler.reset()
+    integration.configure(static=True, max_num_tokens_per_rank=M)
+    yield
+    integration.close()
+
+
+@pytest.fixture
+def every_expert(monkeypatch):
+    """Each token goes to all experts: rounding cannot choose another expert, which it does at near ties in bf16."""
+    for name, config in demo.MODELS.items():
+        count = "num_experts" if name == "qwen3_moe" else "num_local_experts"
+        if count in config:
+            monkeypatch.setitem(config, count, 8)
+            monkeypatch.setitem(config, "num_experts_per_tok", 8)
+
+
+def generate(model, prompt: Tensor, new_tokens: int, **options) -> tuple[Tensor, Tensor]:
+    """Tokens [n] and logits [n,V] of greedy decoding."""
+    output = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new_tokens, min_new_tokens=new_tokens,
+        do_sample=False, output_logits=True, return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    return output.sequences[0, prompt.shape[1] :], torch.cat(output.logits)
+
+
+def check_tokens(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
+    """Equal tokens and logits. After two tokens that are equally likely, within the error, texts may differ."""
+    for got_token, got_logits, token, logits in zip(*got, *want, strict=True):
+        limit = ERROR * logits.abs().max()
+        assert (got_logits - logits).abs().max() <= limit
+        if got_token != token:
+            assert logits[token] - logits[got_token] <= 2 * limit
+            return
+
+
+def compiled() -> dict[str, object]:
+    """Options of `generate`: on GPUs transformers compiles with inductor and CUDA graphs by itself."""
+    options: dict[str, object] = {"cache_implementation": "static"}
+    if DEVICE == "cpu":
+        config = CompileConfig(backend="aot_eager", mode="default")
+        config._compile_all_devices = True
+        options["compile_config"] = config
+    return options
+
+
+def breaks_by_epmoe() -> list[str]:
+    return [reason for reason in torch._dynamo.utils.counters["graph_break"] if "epmoe" in reason]
+
+
+@pytest.mark.parametrize(
+    ("name", "entry_point"),
+    [
+        ("qwen3_moe", "experts_implementation"),
+        ("gpt_oss", "experts_implementation"),
+        pytest.param("qwen3_moe", "ep_implementation", marks=needs_ep),
+    ],
+)
+def test_compiled_generation_with_a_static_cache(name, entry_point, rank, size, every_expert):
+    """From different prompts. All ranks take equally many steps, as static mode asks for."""
+    single, spread = single_and_spread(name, entry_point, DTYPE)
+    prompt = random_ids(5 + 9 * rank, seed=rank)
+    want = generate(single, prompt, 6)
+    torch._dynamo.utils.counters.clear()
+    check_tokens(generate(spread, prompt, 6, **compiled()), want)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert not breaks_by_epmoe()
+    (layers,) = integration.shared()
+    assert layers.seconds["agree"] == 0
+    integration.poll()
+
+
+@needs_ep
+def test_compiled_generation_from_a_shared_batch(rank, size, every_expert):
+    if demo.MODELS["qwen3_moe"]["num_key_value_heads"] % size:
+        pytest.skip("needs a number of heads that the ranks divide")
+    single, spread = single_and_spread("qwen3_moe", dtype=DTYPE, tp_size=size, ep_size=size)
+    prompt = random_ids(13, seed=0)
+    want = generate(single, prompt, 6)
+    check_tokens(generate(spread, prompt, 6, **compiled()), want)
+    assert not breaks_by_epmoe()
+
+
+def test_one_graph_without_breaks(rank, every_expert):
+    """And a new one after the windows were released, since the old one would write into released memory."""
+    single, spread = single_and_spread("qwen3_moe", "experts_implementation", DTYPE)
+    ids = random_ids(7, seed=rank)
+    graph = torch.compile(lambda ids: spread(ids, use_cache=False).logits, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        want = single(ids, use_cache=False).logits
+        for _ in range(2):
+            spread(ids, use_cache=False)  # makes the windows
+            got = graph(ids)
+            assert (got - want).abs().max() <= ERROR * want.abs().max()
+            (layers,) = integration.shared()
+            assert layers.ep.health().rounds == 6
+            integration.close()
+
+
+@both_entry_points
+def test_a_longer_batch_is_an_error_before_anything_is_sent(entry_point, rank):
+    layer = OneLayer("mixtral", entry_point, DTYPE)
+    layer.check(*layer.inputs(M - rank, 2, seed=rank))
+    (layers,) = integration.shared()
+    rounds = layers.ep.health().rounds
+    with pytest.raises(ValueError, match=f"a rank brings {M + 1} tokens, but static mode takes at most"):
+        layer.spread(*layer.inputs(M + 1, 2, seed=rank))
+    assert layers.ep.health().rounds == rounds
+    layer.check(*layer.inputs(rank, 2, seed=rank))
+
+
+@ON_GPUS
+@both_entry_points
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_a_captured_layer(name, entry_point, rank, device):
+    """Every replay has other tokens and other experts; some have no rows at all on most ranks."""
+    layer = OneLayer(name, entry_point, DTYPE)
+    x, ids, weights = layer.inputs(M, 2, seed=0)
+    layer.check(x, ids, weights)
+    replay, y = captured(lambda: layer.spread(x, ids, weights))
+    for step in range(6):
+        inputs = layer.inputs(M, 2, seed=10 * step + rank)
+        for buffer, values in zip((x, ids, weights), inputs, strict=True):
+            buffer.copy_(values)
+        if step % 2:
+            ids.remainder_(3)  # experts of rank 0
+        replay()
+        with torch.no_grad():
+            assert torch.equal(y, layer.spread(x, ids, weights))
+        integration.poll()
+
+
+@ON_GPUS
+@pytest.mark.parametrize(
+    ("entry_point", "shares_batch"),
+    [("experts_implementation", False), pytest.param("ep_implementation", True, marks=needs_ep)],
+)
+def test_a_captured_forward_pass(entry_point, shares_batch, rank, size, device, every_expert):
+    parallel = {"tp_size": size, "ep_size": size} if shares_batch else {}
+    single, spread = single_and_spread("qwen3_moe", entry_point, DTYPE, **parallel)
+    ids, position_ids = random_ids(8, seed=0), torch.arange(8, device=device)[None]
+
+    def forward() -> Tensor:
+        return spread(ids, position_ids=position_ids, use_cache=False).logits
+
+    with torch.no_grad():
+        forward()
+    replay, logits = captured(forward)
+    for step in range(4):
+        ids.copy_(random_ids(8, seed=step if shares_batch else 10 * step + rank))
+        replay()
+        with torch.no_grad():
+            want = single(ids, position_ids=position_ids, use_cache=False).logits
+        assert (logits - want).abs().max() <= ERROR * want.abs().max()
+        integration.poll()
+
+
+@ON_GPUS
+def test_windows_are_not_made_in_a_capture(device):
+    layer = OneLayer("mixtral", "experts_implementation", DTYPE)
+    inputs = layer.inputs(8, 2, seed=0)
+    with pytest.raises(RuntimeError, match="call the model once before the capture"):
+        captured(lambda: layer.spread(*inputs))
+    assert not integration.shared()
+
+
+def captured(forward: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """A function that replays `forward`, and the tensor that each replay writes."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y = forward()
+    return graph.replay, y

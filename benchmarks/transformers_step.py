@@ -1,0 +1,231 @@
+"""Times a decode step and a prefill of transformers' Qwen3-MoE with its experts spread over GPUs, four layers of it.
+
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.transformers_step [RESULT.json]
+
+Every rank decodes sequences of its own. Rows of the table: epmoe as experts function and as EP implementation, in its
+ordinary and in its static mode, eager and captured into a CUDA graph, and transformers' own all_to_all. Attention is
+replicated. A figure is the median over batches of calls back to back, of the slowest rank. Without GPUs a tiny model
+shows that the script works; its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+
+import epmoe.integrations.transformers as integration
+from benchmarks.results import Column, Result, Row
+from epmoe.bench import facts
+
+ON_GPUS = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPUS else "cpu"
+QWEN3_30B_A3B = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
+}
+TINY = QWEN3_30B_A3B | {"vocab_size": 256, "hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8}
+BATCHES = (1, 32, 128) if ON_GPUS else (1, 8)
+PROMPTS = (2048, 8192) if ON_GPUS else (64,)
+CALLS, REPEATS = 10, 7
+CONTEXT = 128  # tokens in the cache when a step begins
+DTYPE = torch.bfloat16 if ON_GPUS else torch.float32
+
+Cells = list[float | None]
+
+
+def make_model(implementation: str) -> nn.Module:
+    """The same random weights on every rank and in every call."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3_moe", **(QWEN3_30B_A3B if ON_GPUS else TINY))
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE, experts_implementation=implementation)
+    return model.eval().requires_grad_(False)
+
+
+def spread_experts(model: nn.Module, implementation: str) -> nn.Module:
+    """Leave each rank its share of the experts, as `DistributedConfig(ep_size=R)` does."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    size, plan = dist.get_world_size(), {}
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            plan |= {f"{name}.{parameter}": "grouped_gemm" for parameter, _ in module.named_parameters()}
+            plan[name] = "ep_dispatch_experts"  # behind its parameters
+    mesh = init_device_mesh(DEVICE, (size,))
+    alone = init_device_mesh(DEVICE, (size, 1), mesh_dim_names=("other", "tp"))["tp"]
+    return apply_expert_parallelism(model, mesh, alone, plan, ep_implementation=implementation)
+
+
+class Decoding:
+    """A step of `batch` sequences with a static cache."""
+
+    def __init__(self, model: nn.Module, batch: int) -> None:
+        self.model = model
+        self.cache = StaticCache(config=model.config, max_cache_len=2 * CONTEXT)
+        shape = batch, CONTEXT
+        ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(dist.get_rank()))
+        self.ids, self.position = ids[:, :1].to(DEVICE), torch.full((batch, 1), CONTEXT, device=DEVICE)
+        self()  # makes the cache
+
+    def __call__(self) -> Tensor:
+        logits: Tensor = self.model(
+            input_ids=self.ids, position_ids=self.position, past_key_values=self.cache, use_cache=True
+        ).logits
+        return logits
+
+    def rewind(self) -> None:
+        """Before a batch of calls, each of which adds a token to the cache."""
+        for layer in self.cache.layers:
+            if isinstance(length := getattr(layer, "cumulative_length", None), Tensor):
+                length.fill_(CONTEXT)
+
+
+def milliseconds(call: Callable[[], object], calls: int, rewind: Callable[[], None] = lambda: None) -> float:
+    """Of one call, the median over batches of `calls`, of the slowest rank. Collective."""
+    times = []
+    for repeat in range(REPEATS + 1):
+        rewind()
+        synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        synchronize()
+        if repeat:  # the first one warms up
+            times.append(1e3 * (time.perf_counter() - start) / calls)
+    slowest = torch.tensor(statistics.median(times))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return round(slowest.item(), 2)
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if ON_GPUS:
+        torch.cuda.synchronize()
+
+
+def decode_steps(model: nn.Module, captured: bool) -> Cells:
+    """Milliseconds of a step for each of `BATCHES`."""
+    cells: Cells = []
+    for batch in BATCHES:
+        step = Decoding(model, batch)
+        call: Callable[[], object] = step
+        if captured:
+            synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+
+            def call(replay: Callable[[], None] = graph.replay) -> None:
+                replay()
+                integration.poll()
+
+        cells.append(milliseconds(call, CALLS, step.rewind))
+    return cells
+
+
+def prefills(model: nn.Module) -> Cells:
+    """Milliseconds of a prompt for each of `PROMPTS`."""
+    cells: Cells = []
+    for tokens in PROMPTS:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        ids = torch.randint(model.config.vocab_size, (1, tokens), generator=generator).to(DEVICE)
+        cells.append(milliseconds(lambda ids=ids: model(ids, use_cache=False, logits_to_keep=1), 2))
+    return cells
+
+
+def check(model: nn.Module, want: Tensor) -> None:
+    """Raise RuntimeError unless most logits of `model` are `want`: in bf16, near ties route some tokens elsewhere."""
+    got = model(torch.arange(32, device=DEVICE)[None], use_cache=False).logits
+    if (error := (got - want).abs().float().median() / want.abs().max()) > 2e-2:
+        raise RuntimeError(f"the logits are not those of one process: median error {error:.3g}")
+
+
+def rows() -> Iterator[tuple[str, str, Cells]]:
+    """Who, how, and milliseconds by `BATCHES` and `PROMPTS`."""
+    no_prefill: Cells = [None] * len(PROMPTS)
+    alone = make_model("grouped_mm")
+    want = alone(torch.arange(32, device=DEVICE)[None], use_cache=False).logits
+    del alone
+    entries = {"experts function": make_model("epmoe")}
+    if hasattr(integration, "EpmoeEP"):
+        entries["EP implementation"] = spread_experts(make_model("grouped_mm"), "epmoe")
+    for name, model in entries.items():
+        integration.configure(static=False)
+        check(model, want)
+        yield f"**epmoe**, {name}", "eager", decode_steps(model, captured=False) + prefills(model)
+        integration.configure(static=True, max_num_tokens_per_rank=max(*BATCHES, 32))
+        check(model, want)
+        yield "", "static, eager", decode_steps(model, captured=False) + no_prefill
+        if ON_GPUS:
+            yield "", "static, captured", decode_steps(model, captured=True) + no_prefill
+    del entries, model
+    integration.close()
+    if hasattr(integration, "EpmoeEP"):
+        model = spread_experts(make_model("grouped_mm"), "all_to_all")
+        check(model, want)
+        yield "transformers' all_to_all", "eager", decode_steps(model, captured=False) + prefills(model)
+
+
+def result(table: list[tuple[str, str, Cells]]) -> Result:
+    """The table in the schema of benchmarks/."""
+    figures = [(f"decode, {batch} sequences", batch) for batch in BATCHES]
+    figures += [(f"prefill, {tokens} tokens", tokens) for tokens in PROMPTS]
+    size, device = dist.get_world_size(), torch.cuda.get_device_name() if ON_GPUS else "CPU"
+    return Result(
+        title=f"{size} × {device}: transformers, Qwen3-30B-A3B's shapes, 4 layers" if ON_GPUS else "a tiny model",
+        where=f"{size} × {device}",
+        machine=f"{size} × {device}",
+        gpus=size if ON_GPUS else 0,
+        date=datetime.date.today(),
+        commit=(facts.commit() or "0" * 7).removesuffix("-dirty"),
+        torch=torch.__version__,
+        command=f"torchrun --standalone --nproc-per-node {size} -m benchmarks.transformers_step",
+        caption="ms of a step; decoding counts sequences a rank, with 128 tokens of context.",
+        columns=(Column(name="who"), Column(name="how"), *(Column(name=name, unit="ms") for name, _ in figures)),
+        rows=tuple(Row(cells=(who, how, *cells)) for who, how, cells in table),
+    )
+
+
+def main() -> None:
+    """Measure, print the table, and write the JSON file that the command line names."""
+    if ON_GPUS:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPUS else "cpu:gloo")
+    started, table = time.perf_counter(), []
+    with torch.no_grad():
+        for who, how, cells in rows():
+            table.append((who, how, cells))
+            if dist.get_rank() == 0:
+                print(f"{who:32} {how:18}", *(f"{'–' if ms is None else ms:>9}" for ms in cells), flush=True)
+    if dist.get_rank() == 0:
+        print(f"ms of a step at {BATCHES} sequences, of prompts of {PROMPTS}; {time.perf_counter() - started:.0f} s")
+        if len(sys.argv) > 1:
+            Path(sys.argv[1]).write_text(result(table).model_dump_json(indent=2) + "\n", encoding="utf-8")
+    integration.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -11,6 +11,7 @@ shows that the script works; its figures mean nothing.
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import statistics
 import sys
@@ -25,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 import epmoe.integrations.transformers as integration
-from benchmarks.results import Column, Result, Row
+from benchmarks.results import Result
 from epmoe.bench import facts
 
 ON_GPUS = torch.cuda.is_available()
@@ -188,24 +189,26 @@ def rows() -> Iterator[tuple[str, str, Cells]]:
         yield "transformers' all_to_all", "eager", decode_steps(model, captured=False) + prefills(model)
 
 
-def result(table: list[tuple[str, str, Cells]]) -> Result:
+def result(table: list[tuple[str, str, Cells]]) -> dict[str, object]:
     """The table in the schema of benchmarks/."""
-    figures = [(f"decode, {batch} sequences", batch) for batch in BATCHES]
-    figures += [(f"prefill, {tokens} tokens", tokens) for tokens in PROMPTS]
-    size, device = dist.get_world_size(), torch.cuda.get_device_name() if ON_GPUS else "CPU"
-    return Result(
-        title=f"{size} × {device}: transformers, Qwen3-30B-A3B's shapes, 4 layers" if ON_GPUS else "a tiny model",
-        where=f"{size} × {device}",
-        machine=f"{size} × {device}",
-        gpus=size if ON_GPUS else 0,
-        date=datetime.date.today(),
-        commit=(facts.commit() or "0" * 7).removesuffix("-dirty"),
-        torch=torch.__version__,
-        command=f"torchrun --standalone --nproc-per-node {size} -m benchmarks.transformers_step",
-        caption="ms of a step; decoding counts sequences a rank, with 128 tokens of context.",
-        columns=(Column(name="who"), Column(name="how"), *(Column(name=name, unit="ms") for name, _ in figures)),
-        rows=tuple(Row(cells=(who, how, *cells)) for who, how, cells in table),
-    )
+    names = [f"decode, batch {batch}" for batch in BATCHES] + [f"prefill, {tokens:,} tokens" for tokens in PROMPTS]
+    size = dist.get_world_size()
+    where = f"{size} × {torch.cuda.get_device_name() if ON_GPUS else 'CPU'}"
+    content = {
+        "title": f"{where}: transformers, 4 layers of Qwen3-30B-A3B" if ON_GPUS else "A tiny model",
+        "where": where,
+        "machine": where,
+        "gpus": size if ON_GPUS else 0,
+        "date": datetime.date.today().isoformat(),
+        "commit": (facts.commit() or "0" * 7).removesuffix("-dirty"),
+        "torch": torch.__version__,
+        "command": f"torchrun --standalone --nproc-per-node {size} -m benchmarks.transformers_step",
+        "caption": f"ms of a step. A batch counts sequences of a rank, each with {CONTEXT} tokens of context.",
+        "columns": [{"name": "who"}, {"name": "how"}, *({"name": name, "unit": "ms"} for name in names)],
+        "rows": [{"cells": [who, how, *cells]} for who, how, cells in table],
+    }
+    Result.model_validate(content)
+    return content
 
 
 def main() -> None:
@@ -222,7 +225,9 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"ms of a step at {BATCHES} sequences, of prompts of {PROMPTS}; {time.perf_counter() - started:.0f} s")
         if len(sys.argv) > 1:
-            Path(sys.argv[1]).write_text(result(table).model_dump_json(indent=2) + "\n", encoding="utf-8")
+            Path(sys.argv[1]).write_text(
+                json.dumps(result(table), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
     integration.close()
     dist.destroy_process_group()
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from epmoe.config import ConfigError, EPConfig, ExchangeConfig
 from epmoe.handles import Dispatched
-from epmoe.integrations.opaque import forget_numbers
+from epmoe.integrations.compiled import forget_numbers
 from epmoe.rounds import abort_after
 from epmoe.service import ExpertParallel
 from epmoe.stages.checks import check_forward_only

@@ -14,6 +14,12 @@ Every rank may bring its own batch, of any length, also an empty one. A rank tha
 stepping: the EP implementation does so by default, and the experts function needs `synced_gpus=True`. Inference only,
 under `torch.no_grad()`, because torch's FSDP refuses inference mode. All layers share one `ExpertParallel`; see
 `configure`, `close` and `shared`.
+
+With `configure(static=True)` the host looks at no count, and forward passes can be compiled and captured into CUDA
+graphs:
+
+    configure(static=True, max_num_tokens_per_rank=128)
+    model.generate(**inputs, cache_implementation="static")  # transformers compiles it
 """
 
 from __future__ import annotations
@@ -25,8 +31,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from epmoe.integrations.compiled import call, give_number
 from epmoe.integrations.grouped import can_group, grouped_experts, parameters_of
-from epmoe.integrations.opaque import call, give_number
 from epmoe.integrations.shared import close, configure, poll, share, shared
 
 try:

@@ -1,8 +1,9 @@
-"""One operator for a layer's experts, exchange included: a compiler puts it into its graph and never looks inside.
+"""One operator for a framework's layer of experts, exchange included, which compilers keep and do not look into.
 
-The layer's parameters are arguments, since compilers must know when they move (FSDP collects them anew in each pass).
-Windows and functions belong to the layer that `number` names. y is new memory: no view of a window may leave the
-operator, since compilers write into outputs that they have read.
+It is not `epmoe::moe` of epmoe/opaque.py, because the layer's parameters are arguments here: compilers must know when
+they move, and FSDP collects them anew in each pass. Windows and functions belong to the layer that `number` names. y is
+new memory. The operator changes none of its arguments, so that graphs with it become CUDA graphs; a compiler keeps each
+round because the model reads its y, and keeps their order because each layer reads the output of the layer before.
 """
 
 from __future__ import annotations

@@ -87,11 +87,17 @@ class Decoding:
         shape = batch, CONTEXT
         ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(dist.get_rank()))
         self.ids, self.position = ids[:, :1].to(DEVICE), torch.full((batch, 1), CONTEXT, device=DEVICE)
+        # A mask of our own: with StaticCache, transformers' own code for it may look at the cache's length.
+        self.mask = (torch.arange(2 * CONTEXT, device=DEVICE) < CONTEXT + CALLS).expand(batch, 1, 1, -1)
         self()  # makes the cache
 
     def __call__(self) -> Tensor:
         logits: Tensor = self.model(
-            input_ids=self.ids, position_ids=self.position, past_key_values=self.cache, use_cache=True
+            input_ids=self.ids,
+            attention_mask=self.mask,
+            position_ids=self.position,
+            past_key_values=self.cache,
+            use_cache=True,
         ).logits
         return logits
 

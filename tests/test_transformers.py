@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +18,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 import epmoe.integrations.transformers as integration
 from epmoe.config import ConfigError
-from epmoe.integrations import demo, shared
+from epmoe.integrations import demo, grouped, shared
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -24,6 +27,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 def _fresh(monkeypatch):
     monkeypatch.setattr(shared, "_settings", {})
     monkeypatch.setattr(shared, "_group", None)
+    monkeypatch.setattr(shared, "_static", False)
     yield
     integration.close()
 
@@ -114,6 +118,46 @@ def test_configure_names_a_wrong_key_and_keeps_earlier_settings():
     integration.configure()
     with pytest.raises(RuntimeError, match="closed"):
         layers.ep.health()
+
+
+def test_static_is_true_or_false():
+    with pytest.raises(ConfigError, match="`static` must be True or False, got 'yes'"):
+        integration.configure(static="yes")
+
+
+@torch.no_grad()
+def test_a_layer_in_static_mode_compiles_after_its_first_call():
+    integration.configure(static=True, max_num_tokens_per_rank=32)
+    experts = experts_of(loaded("gpt_oss", experts_implementation="epmoe"))
+    compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="call the model once before compiling"):
+        compiled(*tokens_for(experts, 8, 4))
+    want = experts(*tokens_for(experts, 8, 4))
+    assert torch.equal(compiled(*tokens_for(experts, 8, 4)), want)
+    with pytest.raises(ValueError, match="a rank brings 33 tokens"):
+        compiled(*tokens_for(experts, 33, 4))
+    twin = copy.deepcopy(experts)
+    twin.down_proj.zero_()
+    twin.down_proj_bias.zero_()
+    assert twin(*tokens_for(experts, 8, 4)).eq(0).all()
+    compiled_twin = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    assert compiled_twin(*tokens_for(experts, 8, 4)).eq(0).all()
+
+
+@torch.no_grad()
+def test_experts_without_a_gate():
+    """[n, D] through relu(x · up + b) · down + c, with transposed weights and the last two of three experts."""
+    x, up, down = randn(7, 16), randn(3, 16, 24, seed=1), randn(3, 24, 16, seed=2)
+    biases = randn(3, 24, seed=3), randn(3, 16, seed=4)
+    module = SimpleNamespace(
+        up_proj=up, down_proj=down, up_proj_bias=biases[0], down_proj_bias=biases[1], act_fn=torch.relu,
+        has_gate=False, has_bias=True, is_transposed=True, has_post_expert_norm=True, post_expert_norm=torch.neg,
+    )  # fmt: skip
+    offsets = torch.tensor([0, 5, 7], dtype=torch.int32)
+    got = grouped.grouped_experts(module, grouped.parameters_of(module), x, offsets, first=1)
+    for row, expert in enumerate([1] * 5 + [2] * 2):
+        hidden = torch.relu(x[row].double() @ up[expert].double() + biases[0][expert])
+        assert_close(got[row], -(hidden @ down[expert].double() + biases[1][expert]))
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ def _static(monkeypatch):
     monkeypatch.setattr(shared, "_group", None)
     monkeypatch.setattr(shared, "_static", False)
     torch.compiler.reset()
-    integration.configure(static=True, max_num_tokens_per_rank=M)
+    integration.configure(static=True, max_num_tokens_per_rank=M, timeout_s=120.0)  # inductor may compile meanwhile
     yield
     integration.close()
 
@@ -141,6 +141,20 @@ def test_a_longer_batch_is_an_error_before_anything_is_sent(entry_point, rank):
         layer.spread(*layer.inputs(M + 1, 2, seed=rank))
     assert layers.ep.health().rounds == rounds
     layer.check(*layer.inputs(rank, 2, seed=rank))
+
+
+@needs_ep
+def test_kernels_that_need_counts_on_the_host(rank, monkeypatch):
+    """In ordinary mode they run, and in static mode they are an error before anything is sent."""
+    monkeypatch.setattr(integration, "can_group", lambda experts: False)
+    layer = OneLayer("gpt_oss", "ep_implementation", DTYPE)
+    inputs = layer.inputs(9 + rank, 4, seed=rank)
+    with pytest.raises(ValueError, match="static mode needs experts"):
+        layer.spread(*inputs)
+    integration.configure(static=False)
+    layer.check(*inputs)
+    x, ids, weights = inputs
+    layer.check(x, ids % 5, weights)  # all on rank 0
 
 
 @ON_GPUS

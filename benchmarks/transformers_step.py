@@ -45,10 +45,19 @@ QWEN3_30B_A3B = {
     "norm_topk_prob": True,
     "max_position_embeddings": 40960,
 }
-TINY = QWEN3_30B_A3B | {"vocab_size": 256, "hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8}
+TINY = QWEN3_30B_A3B | {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+}
 BATCHES = (1, 32, 128) if ON_GPUS else (1, 8)
 PROMPTS = (2048, 8192) if ON_GPUS else (64,)
-CALLS, REPEATS = 10, 7
+CALLS, REPEATS = (10, 7) if ON_GPUS else (2, 3)
 CONTEXT = 128  # tokens in the cache when a step begins
 DTYPE = torch.bfloat16 if ON_GPUS else torch.float32
 

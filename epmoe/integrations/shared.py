@@ -29,8 +29,8 @@ now: Callable[[], float] = time.perf_counter
 """The clock of `SharedExpertParallel.seconds`. `epmoe.integrations.clock` sets one that waits for the GPU."""
 
 Experts = Callable[[Tensor, Tensor], Tensor]
-"""(rows [n,D] expert by expert, expert_offsets int32 [e+1]) → outputs [n,D]. Rows past expert_offsets[e] hold anything,
-on the CPU there are none. 0 ≤ n.
+"""(rows [n,D] expert by expert, expert_offsets int32 [e+1]) → outputs [n,D]; n may be 0. Rows past expert_offsets[e]
+hold anything; on the CPU there are none.
 """
 
 

@@ -153,7 +153,7 @@ void zero_padding_rows(const Tensor& x, const std::optional<Tensor>& num_tokens,
 std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const std::optional<Tensor>& num_tokens, int64_t num_rows,
                                         bool per_tensor) {
   check_rows(x, "x");
-  int64_t T = x.size(0), D = x.size(1), blocks = (D + kScaleBlock - 1) / kScaleBlock;
+  int64_t T = x.size(0), D = x.size(1), blocks = ceil_div(D, kScaleBlock);
   Tensor q = empty_like_device(x, {T, D}, ScalarType::Float8_e4m3fn);
   Tensor scales =
       per_tensor ? empty_like_device(x, {1}, ScalarType::Float) : empty_like_device(x, {T, blocks}, ScalarType::Float);
@@ -180,7 +180,7 @@ std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate_up, const Tensor&
                                             double alpha, double up_offset, bool quantize) {
   check_rows(gate_up, "gate_up");
   int64_t N = gate_up.size(0), F = gate_up.size(1) / 2, e = expert_offsets.numel() - 1;
-  int64_t blocks = (F + kScaleBlock - 1) / kScaleBlock;
+  int64_t blocks = ceil_div(F, kScaleBlock);
   STD_TORCH_CHECK(gate_up.size(1) == 2 * F && dtype_of(gate_up) != DType::kFloat8E4M3,
                   "gate_up must have as many gates as ups, in float32, float16 or bfloat16");
   STD_TORCH_CHECK(e >= 0 && N * blocks <= INT32_MAX, "expert_offsets is empty, or gate_up has too many rows");

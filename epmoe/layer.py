@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from epmoe import opaque, rounds
 from epmoe.service import ExpertParallel
-from epmoe.stages.checks import FLOATS, check_tensor, describe
+from epmoe.stages.checks import FLOATS, check_tensor, describe, dtype_name
 from epmoe.stages.experts import GroupedExperts, without_autocast
 
 
@@ -142,7 +142,7 @@ class MoELayer(nn.Module):
             dtypes = [model.torch_dtype, *(d for d in FLOATS if d.itemsize < model.torch_dtype.itemsize)]
         is_tensor, D = isinstance(x, Tensor), model.hidden_size
         if not is_tensor or x.dtype not in dtypes or x.dim() not in (2, 3) or x.shape[-1] != D:
-            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            names = " or ".join(dtype_name(dtype) for dtype in dtypes)
             error = ValueError if is_tensor and x.dtype in dtypes else TypeError
             why = f": the experts take {names}" if ours and is_tensor and error is TypeError else ""
             raise error(f"`x` must be {names} [T, {D}] or [B, T, {D}], got {describe(x)}{why}")

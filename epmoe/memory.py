@@ -106,9 +106,9 @@ class MemoryPlan:
         copies = placement.copies_table().shape[1]
         # GPUs write into each other's expert-major rows, so these are equally many on all GPUs.
         worst = R * M * K + (most if nvlink else e) * (alignment - 1)
-        N = _round_up(config.capacity.max_expert_rows or worst, alignment)
+        N = round_up(config.capacity.max_expert_rows or worst, alignment)
         B = -(-D // SCALE_BLOCK)
-        padded_B = _round_up(B, 4)  # GPUs copy 16 bytes at a time
+        padded_B = round_up(B, 4)  # GPUs copy 16 bytes at a time
         payload_fp8, combine_fp8 = (
             wire == "fp8" for wire in (config.exchange.payload, config.exchange.combine_payload)
         )
@@ -116,7 +116,7 @@ class MemoryPlan:
         combine = torch.float8_e4m3fn if combine_fp8 else x_dtype
         ll_tokens = min(M, LL_MAX_TOKENS)
         ll_row_stride, ll_sum_stride = (
-            _round_up(D * wire.itemsize + 4 * B * fp8, 16)
+            round_up(D * wire.itemsize + 4 * B * fp8, 16)
             for wire, fp8 in ((payload, payload_fp8), (combine, combine_fp8))
         )
         i32, i64, f32 = torch.int32, torch.int64, torch.float32
@@ -164,7 +164,7 @@ class MemoryPlan:
         for region, name, shape, dtype in layout:
             buffer = Buffer(name, region, shape, dtype, offset=ends[region])
             buffers.append(buffer)
-            ends[region] = _round_up(buffer.offset + buffer.nbytes, BUFFER_ALIGNMENT)
+            ends[region] = round_up(buffer.offset + buffer.nbytes, BUFFER_ALIGNMENT)
         values = (
             R, rank, M, K, D, E, P, e, copies, N, alignment,
             payload_fp8, combine_fp8, D * payload.itemsize, D * combine.itemsize, B, padded_B, most,
@@ -179,7 +179,7 @@ class MemoryPlan:
     @property
     def window_bytes(self) -> int:
         """Bytes of this rank's window, in whole pages."""
-        return _round_up(self._end("window"), PAGE_BYTES)
+        return round_up(self._end("window"), PAGE_BYTES)
 
     @property
     def empty_lines(self) -> list[slice]:
@@ -201,8 +201,8 @@ class MemoryPlan:
         return [*(self.sizes | launch).values(), *(self[name].offset for name in OFFSETS)]
 
     def _end(self, region: Region) -> int:
-        return max(_round_up(b.offset + b.nbytes, BUFFER_ALIGNMENT) for b in self.buffers if b.region == region)
+        return max(round_up(b.offset + b.nbytes, BUFFER_ALIGNMENT) for b in self.buffers if b.region == region)
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

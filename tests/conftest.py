@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,6 +21,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])])
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
+
+
+@pytest.fixture
+def forget_graphs() -> Iterator[None]:
+    """What torch.compile has compiled and counted so far, for tests of compiled code, which run without grad."""
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    with torch.no_grad():
+        yield
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -18,20 +18,14 @@ E, F, D, K, M = 12, 32, 64, 3, 40
 TOKENS = (7, 2, M, 3, 0, 1)
 GRAPHS = 3  # for T ≥ 2, 0 and 1
 
+pytestmark = pytest.mark.usefixtures("forget_graphs")
+
 
 @pytest.fixture(params=["eager", "aot_eager", "inductor"])
 def backend(request, device):
     if request.param == "inductor" and device.type == "cpu" and not shutil.which("g++"):
         pytest.skip("torch.compile needs a C++ compiler")
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def forget_graphs():
-    dynamo.reset()
-    dynamo.utils.counters.clear()
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture

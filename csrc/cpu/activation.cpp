@@ -10,7 +10,7 @@ namespace epmoe::cpu {
 void gated_activation(const GatedActivationArgs& args) {
   int64_t real = std::clamp<int64_t>(args.expert_offsets[args.num_local_experts], 0, args.N);
   int64_t step = args.interleaved ? 2 : 1, to_up = args.interleaved ? 1 : args.F;
-  int64_t scales = (args.F + kScaleBlock - 1) / kScaleBlock;
+  int64_t scales = ceil_div(args.F, kScaleBlock);
   visit(args.dtype, [&](auto type) {
     using T = decltype(type);
     std::vector<float> value_F(args.F), up_F(args.F);

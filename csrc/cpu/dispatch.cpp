@@ -57,7 +57,7 @@ void send_token(const Exchange& ex, const DispatchArgs& args, const Pairs& pairs
   int64_t index = plan.rank * plan.M + slot;
   copy_row(in_window<char>(ex, rank, plan.recv_x) + index * plan.x_stride_bytes, row, row_bytes, stream);
   if (scales) {
-    std::copy_n(scales, (args.D + kScaleBlock - 1) / kScaleBlock,
+    std::copy_n(scales, ceil_div(args.D, kScaleBlock),
                 in_window<float>(ex, rank, plan.recv_scales) + index * plan.scale_blocks);
   }
   int32_t* ids = in_window<int32_t>(ex, rank, plan.recv_ids) + index * plan.K;
@@ -170,7 +170,7 @@ void weight_rows(const Exchange& ex, const DispatchArgs& args, const int32_t* co
   const ExchangePlan& plan = ex.plan;
   auto* weights = in_window<float>(ex, plan.rank, plan.recv_weights);
   auto* row_of_pair = in_scratch<int32_t>(ex, plan.row_of_pair);
-  int64_t blocks = (args.D + kScaleBlock - 1) / kScaleBlock;
+  int64_t blocks = ceil_div(args.D, kScaleBlock);
   for_each_pair(ex, args, counts_R, [&](int64_t pair) {
     int64_t row = row_of_pair[pair];
     if (row < 0) return;

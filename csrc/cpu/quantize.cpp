@@ -33,7 +33,7 @@ void zero_padding_rows(const PaddingArgs& args) {
 }
 
 void quantize(const QuantizeArgs& args) {
-  int64_t real = real_rows(args), blocks = (args.D + kScaleBlock - 1) / kScaleBlock;
+  int64_t real = real_rows(args), blocks = ceil_div(args.D, kScaleBlock);
   Float8* q = static_cast<Float8*>(args.q_TD);
   visit(args.dtype, [&](auto type) {
     using T = decltype(type);

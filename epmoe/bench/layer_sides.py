@@ -17,8 +17,9 @@ from epmoe.memory import SCALE_BLOCK
 from epmoe.placement import Placement
 from epmoe.service import ExpertParallel
 from epmoe.simulate import Kind, simulate_logits
+from epmoe.stages.checks import FP8
 from epmoe.stages.experts import GroupedExperts
-from epmoe.stages.grouped_gemm import FP8, choose, dequantize_weights
+from epmoe.stages.grouped_gemm import choose, dequantize_weights
 
 _SAMPLED = 4  # tokens of each rank whose y is compared with a reference
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from epmoe.cli.console import human_bytes
 from epmoe.config import EPConfig
-from epmoe.memory import MemoryPlan
+from epmoe.memory import MemoryPlan, round_up
 from epmoe.placement import Placement
 
 LOADS = (1.0, 1.5, 2.0)
@@ -59,7 +59,7 @@ class Capacity:
         variance = K * share * (1 - share) * (P - K) / max(1, P - 1)  # of one token: draws without replacement
         alignment = config.capacity.alignment
         padding = e * (alignment - 1)
-        worst = -(-(tokens * K + padding) // alignment) * alignment
+        worst = round_up(tokens * K + padding, alignment)
         return cls(worst, tokens * K * share, math.sqrt(tokens * variance), padding)
 
     def rows(self, load: float) -> int:

@@ -18,6 +18,7 @@ from epmoe.cli.launch import CONFIG, load
 from epmoe.config import EPConfig
 from epmoe.memory import MemoryPlan
 from epmoe.placement import Placement
+from epmoe.stages.checks import dtype_name
 
 TOKENS = (1, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -70,7 +71,7 @@ def _memory_table(plan: MemoryPlan, totals: dict[str, int]) -> Table:
         for buffer in plan.buffers:
             if buffer.nbytes and buffer.region == region:
                 shape = " × ".join(map(str, buffer.shape))
-                table.add_row(f"  {buffer.name}", shape, str(buffer.dtype).removeprefix("torch."), f"{buffer.nbytes:,}")
+                table.add_row(f"  {buffer.name}", shape, dtype_name(buffer.dtype), f"{buffer.nbytes:,}")
         table.add_section()
     for name, count in totals.items():
         table.add_row(f"[bold]{name}", f"[bold]{human_bytes(count)}", "", f"[bold]{count:,}")
@@ -149,7 +150,7 @@ def _as_dict(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, Any]:
                     "name": b.name,
                     "region": b.region,
                     "shape": list(b.shape),
-                    "dtype": str(b.dtype).removeprefix("torch."),
+                    "dtype": dtype_name(b.dtype),
                     "offset": b.offset,
                     "nbytes": b.nbytes,
                 }

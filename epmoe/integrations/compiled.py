@@ -20,15 +20,15 @@ Forward = Callable[[Any, list[Tensor], Tensor, Tensor, Tensor], Tensor]
 """(layer, its parameters, x [T,D], ids [T,K], weights [T,K]) → y [T,D]"""
 
 _layers: WeakValueDictionary[int, Any] = WeakValueDictionary()
-_forwards: dict[int, Forward] = {}
 _new_numbers = itertools.count()
 
 
 class Number:
-    """A layer's number, or None once its windows are released. Copies of the layer do not inherit it."""
+    """A layer's number, or None once its windows are released, and its function. Copies of the layer have neither."""
 
-    def __init__(self, value: int) -> None:
+    def __init__(self, value: int, forward: Forward) -> None:
         self.value: int | None = value
+        self.forward = forward
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
@@ -38,20 +38,19 @@ def call(layer: Any, forward: Forward, parameters: list[Tensor], x: Tensor, ids:
     """`forward(layer, parameters, x, ids, weights)`: one operator to a compiler, once the layer has a number."""
     if not torch.compiler.is_compiling():
         return forward(layer, parameters, x, ids, weights)
-    number = getattr(layer, "_epmoe_number", None)
-    if number is None or number.value is None:
+    number = _number_of(layer)
+    if number is None:
         return _outside_of_graphs(layer, forward, parameters, x, ids, weights)
-    y: Tensor = torch.ops.epmoe.spread_experts(x, ids, weights, parameters, number.value)
+    y: Tensor = torch.ops.epmoe.spread_experts(x, ids, weights, parameters, number)
     return y
 
 
 def give_number(layer: Any, forward: Forward) -> None:
     """Let compiled calls of `layer` use the operator from now on."""
-    number = getattr(layer, "_epmoe_number", None)
-    if number is None or number.value is None:
+    if _number_of(layer) is None:
         value = next(_new_numbers)
-        _layers[value], _forwards[value] = layer, forward
-        layer._epmoe_number = Number(value)
+        _layers[value] = layer
+        layer._epmoe_number = Number(value, forward)
 
 
 def forget_numbers() -> None:
@@ -59,7 +58,11 @@ def forget_numbers() -> None:
     for layer in _layers.values():
         layer._epmoe_number.value = None
     _layers.clear()
-    _forwards.clear()
+
+
+def _number_of(layer: Any) -> int | None:
+    number = getattr(layer, "_epmoe_number", None)
+    return None if number is None else number.value
 
 
 @torch.compiler.disable(
@@ -74,7 +77,9 @@ def _outside_of_graphs(
 
 @torch.library.custom_op("epmoe::spread_experts", mutates_args=())
 def _spread_experts(x: Tensor, ids: Tensor, weights: Tensor, parameters: list[Tensor], number: int) -> Tensor:
-    return _forwards[number](_layers[number], parameters, x, ids, weights)
+    layer = _layers[number]
+    y: Tensor = layer._epmoe_number.forward(layer, parameters, x, ids, weights)
+    return y
 
 
 @_spread_experts.register_fake

@@ -22,7 +22,7 @@ from epmoe.handles import Dispatched
 from epmoe.integrations.compiled import forget_numbers
 from epmoe.rounds import abort_after
 from epmoe.service import ExpertParallel
-from epmoe.stages.checks import check_forward_only
+from epmoe.stages.checks import check_forward_only, dtype_name
 from epmoe.stages.quantize import dequantize_rows
 
 now: Callable[[], float] = time.perf_counter
@@ -213,7 +213,7 @@ def _config(
             "num_experts": num_experts,
             "num_experts_per_tok": top_k,
             "hidden_size": hidden_size,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": dtype_name(dtype),
         },
         topology={"ep_size": ep_size},
         capacity={key: value for key, value in settings.items() if key not in exchange},

@@ -9,13 +9,14 @@ from torch import Tensor
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTS = (torch.int32, torch.int64)
+FP8 = torch.float8_e4m3fn
 
 
 def describe(value: object) -> str:
     """The words for a value in an error: dtype and shape of a tensor, else the type."""
     if not isinstance(value, Tensor):
         return type(value).__name__
-    return f"{_name(value.dtype)} {list(value.shape)}"
+    return f"{dtype_name(value.dtype)} {list(value.shape)}"
 
 
 def describe_fields(owner: object, fields: Mapping[str, object], *before: str) -> str:
@@ -44,7 +45,7 @@ def check_tensor(
 
 
 def _must_be(name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | str], value: object) -> str:
-    wanted = f"{' or '.join(map(_name, dtypes))} [{', '.join(map(str, shape))}]"
+    wanted = f"{' or '.join(map(dtype_name, dtypes))} [{', '.join(map(str, shape))}]"
     return f"`{name}` must be {wanted}, got {describe(value)}"
 
 
@@ -96,5 +97,6 @@ def token_count(num_tokens: int | Tensor | None, num_rows: int, device: torch.de
     return None, num_rows if num_tokens is None else num_tokens
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As configurations and messages name it, such as bfloat16."""
     return str(dtype).removeprefix("torch.")

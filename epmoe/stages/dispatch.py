@@ -15,16 +15,16 @@ from epmoe.memory import SCALE_BLOCK
 from epmoe.rounds import DISPATCHED, PHASES, SENT
 from epmoe.stages.checks import (
     FLOATS,
+    FP8,
     INTS,
     aligned_rows,
     check_forward_only,
     check_tensor,
     contiguous_rows,
     describe,
+    dtype_name,
     token_count,
 )
-
-FP8 = torch.float8_e4m3fn
 
 
 def dispatch(
@@ -216,8 +216,9 @@ def _check_inputs(
     wires = exchange.config.exchange.payload, exchange.config.exchange.combine_payload
     step, whole = (SCALE_BLOCK, "blocks of 128") if "fp8" in wires else (16 // x.dtype.itemsize, "16 bytes")
     if hidden > D or hidden < 1 or hidden % step:
-        dtype = str(dtypes[0]).removeprefix("torch.")
-        raise ValueError(f"`x` must be {dtype} [T, {D}], or a smaller D of whole {whole}, got {describe(x)}")
+        raise ValueError(
+            f"`x` must be {dtype_name(dtypes[0])} [T, {D}], or a smaller D of whole {whole}, got {describe(x)}"
+        )
     if T > M:
         raise ValueError(
             f"`x` has {T} tokens, but capacity.max_num_tokens_per_rank is {M}: set it to at least {T} on all ranks"

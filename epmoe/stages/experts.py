@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from epmoe import ops
 from epmoe.memory import SCALE_BLOCK
-from epmoe.stages.checks import FLOATS, check_forward_only, check_tensor
-from epmoe.stages.grouped_gemm import DEEP_GEMM_ALIGNMENT, FP8, Gemm, choose, expert_of_rows, multiply
+from epmoe.stages.checks import FLOATS, FP8, check_forward_only, check_tensor, dtype_name
+from epmoe.stages.grouped_gemm import DEEP_GEMM_ALIGNMENT, Gemm, choose, expert_of_rows, multiply
 from epmoe.stages.quantize import dequantize_rows, quantize_fp8
 
 DTYPES = (*FLOATS, torch.float64, FP8)
@@ -112,7 +112,7 @@ class GroupedExperts(nn.Module):
             if value is not None or self.is_fp8 and wanted is f32:
                 check_tensor(name, value, wanted, shape, device)
             if value is not None and not self.is_fp8 and wanted is f32:
-                raise ValueError(f"`{name}` must be None where the weights are {_name(w_down.dtype)}")
+                raise ValueError(f"`{name}` must be None where the weights are {dtype_name(w_down.dtype)}")
             self.register_parameter(name, None if value is None else nn.Parameter(value, requires_grad=False))
         self.interleaved, self.limit, self.alpha, self.up_offset = interleaved, limit, alpha, up_offset
         self._wanted = gemm
@@ -177,7 +177,7 @@ class GroupedExperts(nn.Module):
     def extra_repr(self) -> str:
         """What `repr` says of the weights and of the GEMM."""
         e, D, f = self.w_down.shape
-        return f"e={e}, D={D}, F={f}, {_name(self.w_down.dtype)}, gemm={self.gemm!r}"
+        return f"e={e}, D={D}, F={f}, {dtype_name(self.w_down.dtype)}, gemm={self.gemm!r}"
 
     def _outputs(self, rows_nD: Tensor, expert_offsets: Tensor, scales: Tensor | None) -> Tensor:
         ends, n, deep = expert_offsets[1:], rows_nD.shape[0], self.gemm == "deep_gemm"
@@ -222,7 +222,3 @@ class GroupedExperts(nn.Module):
 def _of_rows(bias: Tensor, ends: Tensor, num_rows: int) -> Tensor:
     """[n, ·], for each row the bias [e, ·] of its expert."""
     return bias.index_select(0, expert_of_rows(ends, num_rows, past_the_end=0))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from epmoe.memory import SCALE_BLOCK
+from epmoe.stages.checks import FP8
 from epmoe.stages.quantize import dequantize_rows
 
 Gemm = Literal["torch", "deep_gemm", "loop"]
-FP8 = torch.float8_e4m3fn
 DEEP_GEMM_ALIGNMENT = 128  # rows: DeepGEMM looks up the expert of each block of rows once
 
 

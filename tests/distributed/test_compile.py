@@ -12,13 +12,7 @@ from torch import Tensor, nn
 
 import epmoe
 
-
-@pytest.fixture(autouse=True)
-def forget_graphs():
-    dynamo.reset()
-    dynamo.utils.counters.clear()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("forget_graphs")
 
 
 class Model(nn.Module):

@@ -93,13 +93,7 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     ) -> mk.PrepareResultType:
         """This rank's tokens a1 [T, D] → the rows of its experts, their scales, counts, ids and weights."""
         ep = self._exchange()
-        dispatched = ep.dispatch(
-            a1,
-            topk_ids,
-            topk_weights,
-            layout=self.layout,
-            apply_router_weight_on_input=apply_router_weight_on_input and self.layout == "expert",
-        )
+        dispatched = ep.dispatch(a1, topk_ids, topk_weights, **self._options(apply_router_weight_on_input))
         return self._received(ep, dispatched, expert_map, apply_router_weight_on_input, quant_config, defer_input_quant)
 
     def prepare_async(
@@ -115,13 +109,7 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     ) -> tuple[Callable[[], None], mk.ReceiverType]:
         """Sends, and returns what waits for the other ranks and what then returns the result of `prepare`."""
         ep = self._exchange()
-        sent = ep.dispatch_send(
-            a1,
-            topk_ids,
-            topk_weights,
-            layout=self.layout,
-            apply_router_weight_on_input=apply_router_weight_on_input and self.layout == "expert",
-        )
+        sent = ep.dispatch_send(a1, topk_ids, topk_weights, **self._options(apply_router_weight_on_input))
         received: list[Dispatched] = []
         on_arrival = expert_map, apply_router_weight_on_input, quant_config, defer_input_quant
         return lambda: received.append(ep.dispatch_recv(sent)), lambda: self._received(ep, received.pop(), *on_arrival)
@@ -156,6 +144,11 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         reduce_arguments = fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
         ep.combine_send(self._reduced(dispatched, weight_and_reduce_impl, *reduce_arguments), dispatched)
         return lambda: output.copy_(ep.combine_recv(dispatched)), lambda: None
+
+    def _options(self, apply_router_weight_on_input: bool) -> dict[str, Any]:
+        """Of dispatch. In layout `rank` the weights are applied on arrival: dispatch has one row for all of a token."""
+        weigh = apply_router_weight_on_input and self.layout == "expert"
+        return {"layout": self.layout, "apply_router_weight_on_input": weigh}
 
     def _exchange(self) -> ExpertParallel:
         return self.exchanges[dbo_current_ubatch_id()].of_step()

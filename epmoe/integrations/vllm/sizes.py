@@ -26,6 +26,7 @@ from epmoe.config import EPConfig
 from epmoe.handles import Layout
 from epmoe.health import EPMismatchError, EPTimeoutError
 from epmoe.service import ExpertParallel
+from epmoe.stages.checks import dtype_name
 
 logger = init_logger("vllm.epmoe")  # vLLM shows what is logged below "vllm"
 
@@ -120,7 +121,7 @@ def _config(shape: Shape, max_tokens: int, ep_size: int, settings: dict[str, Any
             "num_experts": shape.num_experts,
             "num_experts_per_tok": shape.top_k,
             "hidden_size": shape.hidden_size,
-            "dtype": str(shape.dtype).removeprefix("torch."),
+            "dtype": dtype_name(shape.dtype),
         },
         topology={"ep_size": ep_size},
         placement={"strategy": shape.placement},

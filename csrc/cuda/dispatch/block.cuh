@@ -31,7 +31,7 @@ struct DispatchKernel {
     return static_cast<int32_t>(min(max(wanted, int64_t{0}), args.T));
   }
   EPMOE_HD int64_t row_bytes() const { return ex.plan.payload_fp8 ? args.D : args.D * itemsize(args.dtype); }
-  // The protocol of combine's rows, and in the expert-major layout also of dispatch's.
+  // The protocol of dispatch's rows and of combine's.
   EPMOE_HD bool uses_ll() const { return args.T <= ex.plan.ll_max_tokens; }
   // Simple protocol: whether rows that leave after all counts are known go straight to their first expert-major row.
   // Rows that are weighted on arrival do not.

@@ -5,8 +5,24 @@
 
 namespace epmoe::cuda {
 
-// One warp moves a chunk of token t of source r to each of its expert-major rows, as soon as it is here. kSkipSelf:
-// this rank's own rows are read where the caller has them.
+// Where LL rows go: the expert-major rows, or with layout="rank" the slots of the slabs.
+struct RowsOut {
+  char* rows;
+  float* scales;
+  int64_t row_bytes, row_scales;  // from row to row
+
+  __device__ __forceinline__ RowsOut(const DispatchBlock& b, int32_t row_lines) {
+    const ExchangePlan& plan = b.plan;
+    bool expert_major = b.args.expert_major;
+    rows = in_window<char>(b.ex, plan.rank, expert_major ? plan.rows : plan.recv_x);
+    scales = in_window<float>(b.ex, plan.rank, expert_major ? plan.row_scales : plan.recv_scales);
+    row_bytes = expert_major ? int64_t{row_lines} * 16 : plan.x_stride_bytes;
+    row_scales = expert_major ? row_lines / kScaleLines : plan.scale_blocks;
+  }
+};
+
+// One warp moves a chunk of token t of source r to each of its rows, as soon as it is here. kSkipSelf: this rank's own
+// rows are read where the caller has them. Ids and places come from a peer and may be any number.
 template <int N, bool kFp8, bool kSkipSelf>
 __device__ __forceinline__ bool recv_chunk(const DispatchBlock& b, int32_t r, int32_t t, int32_t index) {
   const ExchangePlan& plan = b.plan;
@@ -29,27 +45,39 @@ __device__ __forceinline__ bool recv_chunk(const DispatchBlock& b, int32_t r, in
       },
       r);
   if (!__all_sync(kAllLanes, notified)) return false;
-  auto id = static_cast<int32_t>(pair.x), ordinal = static_cast<int32_t>(pair.y);
-  bool mine = has_pair && ordinal >= 0 && b.owns(id);
-  bool comes = __any_sync(kAllLanes, mine);
+  auto id = static_cast<int32_t>(pair.x), place = static_cast<int32_t>(pair.y);
   float weight = has_pair ? __uint_as_float(pair.z) : 0.0f;
-  int32_t row = mine ? b.row_of(id, ordinal, r) : kForeign;
+  bool mine = has_pair && place >= 0 && b.owns(id), comes = __any_sync(kAllLanes, mine);
+  int32_t row = kForeign;
+  if (b.args.expert_major) {
+    row = mine ? b.row_of(id, place, r) : kForeign;
+  } else {
+    place = __shfl_sync(kAllLanes, place, 0);
+    comes = comes && place >= 0 && place < plan.M;
+    if (lane == 0 && comes) row = static_cast<int32_t>(r * plan.M) + place;
+  }
   if (comes) {
     bool here = !missing || b.wait.until(poll, r);
     if (!__all_sync(kAllLanes, here)) return false;
   }
-  if (index == 0 && has_pair) {
+  if (index == 0 && has_pair && b.args.expert_major) {
     int64_t entry = (r * plan.M + t) * plan.K + lane;
     in_scratch<int32_t>(b.ex, plan.row_of_pair)[entry] = mine && row < 0 ? kDropped : row;
     in_scratch<float>(b.ex, plan.pair_weights)[entry] = b.args.weight_rows ? 1.0f : weight;
+  } else if (index == 0 && has_pair && comes) {
+    int64_t entry = (r * plan.M + place) * plan.K + lane;
+    bool valid = id >= 0 && id < plan.P;
+    in_window<int32_t>(b.ex, plan.rank, plan.recv_ids)[entry] = valid ? id : b.shared.sentinel[plan.rank];
+    in_window<float>(b.ex, plan.rank, plan.recv_weights)[entry] = valid ? weight : 0.0f;
   }
+  RowsOut out(b, chunk.row_lines);
 #pragma unroll 1
   for (uint32_t left = __ballot_sync(kAllLanes, row >= 0); left; left &= left - 1) {
     int32_t k = __ffs(left) - 1;
     int64_t to = __shfl_sync(kAllLanes, row, k);
     float factor = b.args.weight_rows ? __shfl_sync(kAllLanes, weight, k) : 1.0f;
-    auto* words = in_window<uint4>(b.ex, plan.rank, plan.rows) + to * chunk.row_lines;
-    auto* scales = in_window<float>(b.ex, plan.rank, plan.row_scales) + to * (chunk.row_lines / kScaleLines);
+    auto* words = reinterpret_cast<uint4*>(out.rows + to * out.row_bytes);
+    auto* scales = out.scales + to * out.row_scales;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       if (!chunk.inside(n)) continue;

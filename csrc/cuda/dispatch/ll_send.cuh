@@ -1,5 +1,5 @@
-// The send phase of dispatch, LL protocol. A row leaves without waiting for counts: a token has the slot of its number
-// on every rank. Every rank gets the pairs of all tokens.
+// The send phase of dispatch, LL protocol. A row leaves without waiting for counts: its lines have the place of the
+// token's number on every rank. Every rank gets the pairs of all tokens.
 #pragma once
 #include "cuda/dispatch/routing.cuh"
 #include "cuda/exchange/ll.cuh"
@@ -58,7 +58,7 @@ struct OutgoingChunk {
 #pragma unroll 1
     for (int32_t i = 0, rank = t % R; i < R; ++i, rank = rank + 1 < R ? rank + 1 : 0)
       if (ranks & allowed & 1u << rank) chunk.publish(ll_row_at(b, rank, b.plan.rank, t), lines);
-    if (chunk.is_first() && lane < R)
+    if (b.args.expert_major && chunk.is_first() && lane < R)
       in_scratch<int32_t>(b.ex, b.plan.slots)[int64_t{t} * R + lane] = ranks >> lane & 1u ? t : -1;
   }
 };
@@ -95,6 +95,37 @@ __device__ __forceinline__ bool send_chunks(DispatchBlock& b, int32_t tokens, Ou
   });
 }
 
+// A warp's tokens, as the ranks see them: with layout="rank" a rank gives the tokens that it needs consecutive slots.
+struct RankSlots {
+  uint32_t ranks = 0;  // the ranks that need this lane's token, as a mask
+  int32_t first = 0;   // in lane r: the slot of the warp's first token on rank r
+
+  // One warp counts its tokens by rank, once the warps before it have done so. `p` is the lane's physical expert.
+  __device__ __forceinline__ RankSlots(const DispatchBlock& b, const PairLanes& lanes, int32_t p)
+      : ranks(b.rank_mask(p)) {
+    for (int32_t step = 1; step * lanes.tokens < 32; step *= 2) ranks |= __shfl_xor_sync(kAllLanes, ranks, step);
+  }
+  __device__ __forceinline__ uint32_t tokens_of(const PairLanes& lanes, int32_t rank) const {
+    return __ballot_sync(kAllLanes, lanes.k == 0 && ranks >> rank & 1u);
+  }
+  __device__ __forceinline__ void count(const DispatchBlock& b, const PairLanes& lanes) {
+    auto R = static_cast<int32_t>(b.plan.R);
+    int32_t lane = threadIdx.x % 32, total = 0;
+#pragma unroll 1
+    for (int32_t rank = 0; rank < R; ++rank) {
+      int32_t tokens = __popc(tokens_of(lanes, rank));
+      if (lane == rank) total = tokens;
+    }
+    if (lane < R) first = b.shared.rank_count[lane], b.shared.rank_count[lane] = first + total;
+  }
+  // The slot of this lane's token on `rank`, -1 if it needs none. All lanes call it.
+  __device__ __forceinline__ int32_t on(const PairLanes& lanes, int32_t rank) const {
+    uint32_t before = tokens_of(lanes, rank) & ((1u << (threadIdx.x % 32 - lanes.k)) - 1);
+    int32_t slot = __shfl_sync(kAllLanes, first, rank) + __popc(before);
+    return ranks >> rank & 1u ? slot : -1;
+  }
+};
+
 // The notify blocks send the pairs of all tokens to every rank, as many tokens at a time as a block has warps. A lane
 // takes one pair. The block that has counted takes the last tokens.
 template <int kGroupsInFlight>
@@ -102,11 +133,13 @@ __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens) {
   const ExchangePlan& plan = b.plan;
   int32_t blocks = b.kernel.notify_blocks, block = b.number - b.kernel.send_blocks;
   int32_t counted = 0, group = block_warps();
-  int32_t K = b.args.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int32_t K = b.args.K, R = static_cast<int32_t>(plan.R), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  bool rank_major = !b.args.expert_major;
   PairLanes lanes(K);
   if (block == 0) {
     __syncthreads();
     for (int32_t p = threadIdx.x; p < plan.P; p += block_threads()) b.count[p] = 0;
+    if (threadIdx.x < R) b.shared.rank_count[threadIdx.x] = 0;
     block = blocks;
     __syncthreads();
   }
@@ -116,22 +149,27 @@ __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens) {
     bool real = lanes.k < K && t < end;
     RoutedPair pair(b.args, t, lanes.k, real);
     int32_t p = physical(b, t, pair);
-    count_tokens<kGroupsInFlight, false>(b, counted, begin);
+    count_tokens<kGroupsInFlight>(b, counted, begin, 0, rank_major);
     counted = end;
     uint32_t same = __match_any_sync(kAllLanes, p), before = same & ((1u << lane) - 1);
+    RankSlots slots(b, lanes, p);
     for (int32_t first = begin, turn = 0; first < end; first += lanes.tokens, ++turn) {
       __syncthreads();
       if (turn != warp) continue;
+      if (rank_major) slots.count(b, lanes);
       if (p >= 0) ordinal = b.count[p] + __popc(before);
       __syncwarp();
       if (p >= 0 && !before) b.count[p] += __popc(same);
     }
     if (!b.may_open()) return;
 #pragma unroll 1
-    for (int32_t rank = 0; real && rank < plan.R; ++rank) {
+    for (int32_t rank = 0; rank < R; ++rank) {
+      int32_t place = rank_major ? slots.on(lanes, rank) : ordinal;
+      if (!real) continue;
       int32_t id = p < 0 ? b.shared.sentinel[rank] : p;
       PairLine::publish(ll_pairs_at(b, rank, plan.rank, t) + lanes.k,
-                        {id, ordinal, p < 0 ? 0.0f : pair.weight, b.wait.epoch});
+                        {id, place, p < 0 ? 0.0f : pair.weight, b.wait.epoch});
+      if (rank_major && lanes.k == 0) in_scratch<int32_t>(b.ex, plan.slots)[int64_t{t} * R + rank] = place;
     }
     __syncthreads();
   }

@@ -108,7 +108,7 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
     bool ll = words[0] & 1, differs = words[1] != b.kernel.shape();
     int32_t rows = ll ? words[0] >> (1 + kLLTokenBits) : words[0] >> 1, tokens = ll ? words[0] >> 1 & kMaxLLTokens : 0;
     shared.rank_count[r] = max(min(rows, static_cast<int32_t>(ll ? b.plan.ll_max_tokens : b.plan.M)), 0);
-    tokens = b.args.expert_major ? min(tokens, static_cast<int32_t>(b.plan.ll_max_tokens)) : 0;
+    tokens = min(tokens, static_cast<int32_t>(b.plan.ll_max_tokens));
     shared.ll_tokens[r] = tokens;
     atomicMax(tokens ? &shared.ll_most_tokens : &shared.simple_most_rows, tokens ? tokens : shared.rank_count[r]);
     if (ll) atomicOr(&shared.ll_mask, 1u << r);

@@ -10,7 +10,8 @@ __device__ __forceinline__ void write_offsets(const DispatchBlock& b) {
   if (int32_t r = threadIdx.x; r < plan.R) {
     in_scratch<int32_t>(b.ex, plan.counts)[r] = b.shared.rank_count[r];
     int32_t ll_tokens = b.shared.ll_tokens[r];
-    in_scratch<int32_t>(b.ex, plan.slots_used)[r] = ll_tokens ? ll_tokens : b.shared.rank_count[r];
+    in_scratch<int32_t>(b.ex, plan.slots_used)[r] =
+        ll_tokens && b.args.expert_major ? ll_tokens : b.shared.rank_count[r];
   }
   auto experts = static_cast<int32_t>(plan.num_local_experts);
   int32_t needed = b.count[experts];

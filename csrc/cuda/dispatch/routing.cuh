@@ -51,10 +51,11 @@ struct PairLanes {
   }
 };
 
-// Adds tokens [begin, end) to the counts by expert, and with kByRank by rank. The block's warps from `first_warp` on
+// Adds tokens [begin, end) to the counts by expert, and with `by_rank` by rank. The block's warps from `first_warp` on
 // call it. A warp loads the pairs of kGroupsInFlight groups of tokens before it counts the first group.
-template <int kGroupsInFlight, bool kByRank = true>
-__device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, int32_t end, int32_t first_warp = 0) {
+template <int kGroupsInFlight>
+__device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, int32_t end, int32_t first_warp = 0,
+                                             bool by_rank = true) {
   int32_t K = b.args.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32 - first_warp;
   if (warp < 0) return;
   PairLanes lanes(K);
@@ -71,7 +72,7 @@ __device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, in
     for (int i = 0; i < kGroupsInFlight; ++i) {
       int32_t p = physical(b, first + i * step, pairs[i]), owner = b.owner_of(p);
       if (p >= 0) atomicAdd(&b.count[p], 1);
-      if constexpr (kByRank) {  // a token counts once for each rank
+      if (by_rank) {  // a token counts once for each rank
         uint32_t same = __match_any_sync(kAllLanes, owner < 0 ? -1 : lanes.t << 16 | owner);
         if (owner >= 0 && !(same & ((1u << lane) - 1))) atomicAdd(&b.shared.rank_count[owner], 1);
       }

@@ -45,15 +45,15 @@ struct Line {
 };
 static_assert(sizeof(Line) == 16);
 
-// What a line holds of a pair: the physical expert, the pair's ordinal within (source, expert) or -1, and its weight.
-// The expert is the sentinel where the pair has none.
+// What a line holds of a pair: the physical expert, its place and its weight. The expert is the sentinel where the pair
+// has none. The place is the pair's ordinal within (source, expert), with layout="rank" the token's slot; -1 for none.
 struct PairLine {
-  int32_t id, ordinal;
+  int32_t id, place;
   float weight;
   uint32_t epoch;
 
   static __device__ __forceinline__ void publish(Line* line, const PairLine& pair) {
-    Line::publish(line, {static_cast<uint32_t>(pair.id), static_cast<uint32_t>(pair.ordinal),
+    Line::publish(line, {static_cast<uint32_t>(pair.id), static_cast<uint32_t>(pair.place),
                          __float_as_uint(pair.weight), pair.epoch});
   }
 };

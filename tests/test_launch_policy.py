@@ -12,7 +12,7 @@ from helpers import ROOT
 
 import epmoe
 from epmoe.launch_policy import CombineLaunch, DispatchLaunch, launches, shared_bytes_needed
-from epmoe.memory import MemoryPlan
+from epmoe.memory import LL_MAX_TOKENS, MemoryPlan
 
 KERNELS = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
 POLICY = (ROOT / "csrc" / "launch_policy.h").read_text(encoding="utf-8")
@@ -219,3 +219,11 @@ def compiled_variants(stage: str, folder) -> set[str]:
 def test_the_variant_table_is_what_is_compiled(stage, tmp_path):
     documented = {name for name in documented_variants() if name.startswith(stage)}
     assert compiled_variants(stage, tmp_path) == documented
+
+
+@pytest.mark.parametrize("expert_major", [True, False])
+def test_both_layouts_use_ll_up_to_its_limit(expert_major):
+    plan = plan_of(M=4096)
+    for tokens, uses_ll in ((1, True), (LL_MAX_TOKENS, True), (LL_MAX_TOKENS + 1, False)):
+        dispatch, combine = launches(plan, tokens, expert_major=expert_major)
+        assert (dispatch.recv_lines > 0, combine.send_lines > 0) == (uses_ll, uses_ll)

@@ -129,6 +129,7 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
   compute_now(&shared.sink, incoming.slot.source, incoming.slot.s, incoming.index);
   ok = ok && receive_counts(b);
   bool receives = ok && !shared.late;
+  if (ok && !kernel.args.expert_major) fill_unused_slots(b);
   if constexpr (kLL) {
     if (receives) ok = recv_chunks<kRecvLines, kFp8, kSkipSelf>(b, incoming);
   } else if (receives && shared.ll_most_tokens) {
@@ -138,7 +139,6 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
     if (receives && (!kLL || shared.simple_most_rows)) ok = kLL ? recv_simple_sources_too<kFp8>(b) : recv_rows<kFp8>(b);
     if (leader) write_offsets(b);
     if (kernel.args.expert_major && plan.alignment > 1) zero_gaps(b);
-    if (!kernel.args.expert_major) fill_unused_slots(b);
   }
   if (leader && threadIdx.x == 0) {
     round->dispatch_epoch = b.wait.epoch;

@@ -49,19 +49,26 @@ __device__ __forceinline__ void zero_gaps(const DispatchBlock& b) {
   }
 }
 
-// layout="rank": unused slots carry the sentinel and weight 0 throughout.
+// The grid writes `value` to words [begin, end), 16 bytes at a time where it can. `words` is aligned to 16 bytes.
+__device__ __forceinline__ void fill_words(int32_t* words, int64_t begin, int64_t end, int32_t value) {
+  int64_t first = (begin + 3) / 4, last = end / 4, ahead = min(first * 4, end);
+  int64_t thread = int64_t{blockIdx.x} * block_threads() + threadIdx.x, threads = int64_t{gridDim.x} * block_threads();
+#pragma unroll 1
+  for (int64_t i = first + thread; i < last; i += threads)
+    reinterpret_cast<int4*>(words)[i] = make_int4(value, value, value, value);
+  if (begin + thread < ahead) words[begin + thread] = value;
+  if (int64_t i = max(last * 4, ahead) + thread; i < end) words[i] = value;
+}
+
+// layout="rank": unused slots carry the sentinel and weight 0 throughout. Called before the block waits for rows, so
+// that these stores arrive meanwhile.
 __device__ __forceinline__ void fill_unused_slots(const DispatchBlock& b) {
   const ExchangePlan& plan = b.plan;
-  int32_t sentinel = b.shared.sentinel[plan.rank];
 #pragma unroll 1
   for (int64_t r = 0; r < plan.R; ++r) {
     int64_t begin = (r * plan.M + b.shared.rank_count[r]) * plan.K, end = (r + 1) * plan.M * plan.K;
-#pragma unroll 1
-    for (int64_t i = begin + int64_t{blockIdx.x} * block_threads() + threadIdx.x; i < end;
-         i += int64_t{gridDim.x} * block_threads()) {
-      in_window<int32_t>(b.ex, plan.rank, plan.recv_ids)[i] = sentinel;
-      in_window<float>(b.ex, plan.rank, plan.recv_weights)[i] = 0.0f;
-    }
+    fill_words(in_window<int32_t>(b.ex, plan.rank, plan.recv_ids), begin, end, b.shared.sentinel[plan.rank]);
+    fill_words(in_window<int32_t>(b.ex, plan.rank, plan.recv_weights), begin, end, 0);
   }
 }
 

@@ -107,11 +107,13 @@ inline int dispatch_recv_lines(const ExchangePlan& plan, const DispatchArgs& arg
 }
 
 // Of `blocks`, those that send first (LL). Up to two ranks, by what a token's row costs a receiver, which reads R rows,
-// re-arms R slots and writes K rows, rank-major R; a sender also makes fp8, for its own rank too, unless the rows are fp8 already.
+// re-arms R slots and writes K rows, rank-major R; a sender also makes fp8, for its own rank too, unless the rows are
+// fp8 already.
 inline int64_t dispatch_send_share(const ExchangePlan& plan, const DispatchArgs& args, int64_t blocks) {
   bool makes_fp8 = plan.payload_fp8 && args.dtype != DType::kFloat8E4M3;
   int64_t T = args.T, sending = makes_fp8 ? 8 : 3;
-  if (plan.R <= kLocalBoundRanks) return blocks * sending / (sending + 2 * plan.R + (args.expert_major ? args.K : plan.R));
+  if (plan.R <= kLocalBoundRanks)
+    return blocks * sending / (sending + 2 * plan.R + (args.expert_major ? args.K : plan.R));
   if (args.send && args.receive && T > 64 && T <= 256)
     return blocks / 4;  // receivers are the bottleneck at these sizes
   return makes_fp8 ? blocks * 3 / 8 : blocks * 3 / 10;

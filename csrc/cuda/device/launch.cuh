@@ -20,8 +20,9 @@ static __global__ void any_kernel() {}
 
 // The properties of the current device. Each host thread looks them up once for each device.
 // A GPU of sm_90 may run code that was compiled for sm_80, from its PTX. This code has no `griddepcontrol` and no TMA:
-// nothing in it would wait for a predecessor that lets it start early.
-inline cudaError_t current_device(Device& device) {
+// nothing in it would wait for a predecessor that lets it start early. Static, since a process may hold two libraries
+// that were compiled for different architectures, and they would share the table of an inline function.
+static cudaError_t current_device(Device& device) {
   thread_local Device known[Device::kMaxDevices] = {};
   int index = 0;
   if (cudaError_t error = cudaGetDevice(&index)) return error;

@@ -3,9 +3,10 @@
     torchrun --standalone --nproc-per-node 2 -m benchmarks.transformers_step [RESULT.json]
 
 Every rank decodes sequences of its own. Rows of the table: epmoe as experts function and as EP implementation, in its
-ordinary and in its static mode, eager and captured into a CUDA graph, and transformers' own all_to_all. Attention is
-replicated. A figure is the median over batches of calls back to back, of the slowest rank. Without GPUs a tiny model
-shows that the script works; its figures mean nothing.
+ordinary and in its static mode, eager and captured into a CUDA graph; the model without its experts, which is what
+remains of a step however fast they are; and transformers' own all_to_all. Attention is replicated. A figure is the
+median over batches of calls back to back, of the slowest rank. Without GPUs a tiny model shows that the script works;
+its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+from transformers.integrations.moe import ExpertsInterface
 
 import epmoe.integrations.transformers as integration
 from benchmarks.results import Result
@@ -62,6 +64,8 @@ CONTEXT = 128  # tokens in the cache when a step begins
 DTYPE = torch.bfloat16 if ON_GPUS else torch.float32
 
 Cells = list[float | None]
+
+ExpertsInterface.register("none", lambda experts, hidden_states, top_k_index, top_k_weights: hidden_states)
 
 
 def make_model(implementation: str) -> nn.Module:
@@ -198,6 +202,8 @@ def rows() -> Iterator[tuple[str, str, Cells]]:
             yield "", "static, captured", decode_steps(model, captured=True) + no_prefill
     del entries, model
     integration.close()
+    if ON_GPUS:
+        yield "without experts", "captured", decode_steps(make_model("none"), captured=True) + no_prefill
     if hasattr(integration, "EpmoeEP"):
         model = spread_experts(make_model("grouped_mm"), "all_to_all")
         check(model, want)

@@ -144,13 +144,21 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
   if (lines) {
     int64_t row_bytes = wire_row_bytes(plan, args), items = T * num_chunks(row_bytes, 1);
     share = std::max<int64_t>(dispatch_send_share(plan, args, most), 1);
-    // Below one and a half items a sending warp, most warps have one item anyway.
-    launch.coarse = lines > 1 && plan.R <= kLocalBoundRanks && items * 2 > share * warps * 3;
+    // Below 1.4 items a sending warp, most warps have one item anyway.
+    launch.coarse = lines > 1 && plan.R <= kLocalBoundRanks && items * 5 > share * warps * 7;
     senders = ceil_div(launch.coarse ? T * num_chunks(row_bytes, lines) : items, warps);
     receivers = ceil_div(plan.R * T * num_chunks(row_bytes, lines), warps);
   }
+  if (!lines && both_phases && plan.R == kLocalBoundRanks && !gpu.is_scarce(sms)) {
+    // In eighths, as measured on two GPUs: rank-major, receivers move no rows; short rows need more senders.
+    constexpr int64_t kShortRow = 8 << 10;
+    share = most * ((args.expert_major ? 5 : 6) + (wire_row_bytes(plan, args) <= kShortRow)) / 8;
+  }
   senders = plan.dispatch_senders ? std::min(plan.dispatch_senders, most - 1) : std::min(senders, share);
   senders = args.send ? std::max<int64_t>(senders, 1) : 0;
+  // Rank-major, the receivers also fill the ids and weights of unused slots, whatever T is.
+  constexpr int64_t kFillBytes = 16 << 10;
+  if (!args.expert_major) receivers = std::max(receivers, ceil_div(plan.R * plan.M * plan.K * 8, kFillBytes));
   if (!args.receive) receivers = 0;
   if (senders && !lines) {
     constexpr int64_t kStep = 512;  // bytes: a multiple of 128 elements of every dtype
@@ -159,7 +167,9 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
     launch.row_chunks = ceil_div(x_bytes, launch.chunk_bytes);
     // The releases of one multiprocessor wait for each other. It shows where few multiprocessors send all rows, or
     // where rows are short.
-    int64_t most_at_once = gpu.is_scarce(sms) ? kMaxTokensPerRelease : plan.payload_fp8 ? 2 : 1;
+    constexpr int64_t kReleaseBytes = 16 << 10;
+    int64_t short_rows = std::clamp<int64_t>(kReleaseBytes / wire_row_bytes(plan, args), 1, kMaxTokensPerRelease);
+    int64_t most_at_once = gpu.is_scarce(sms) ? kMaxTokensPerRelease : short_rows;
     launch.tokens_per_release = std::clamp<int64_t>(T / senders / 6, 1, most_at_once);
   }
   // One block counts, and with LL others send the pairs; where there is no room for them, the counting block does both.
@@ -179,6 +189,7 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
 struct CombineLaunch {
   int64_t send_lines;  // lines of a row that a sending lane moves at once (LL); 0: Simple protocol
   bool coarse;         // receivers also sum send_lines lines at once, otherwise one; senders have four pairs in flight
+  bool own;            // receivers make the sums for tokens of this rank, so that these do not travel
   bool forwards;       // one warp of each block forwards rows that need no sums
   int64_t blocks, threads, send_blocks;
   int64_t team;  // warps that send a row together (Simple)
@@ -194,13 +205,15 @@ inline int combine_send_lines(const ExchangePlan& plan, const CombineArgs& args,
 }
 
 // Of `blocks`, those that send first (LL). Up to two ranks, by what a token's row costs the sender, which reads K rows
-// and writes R sums, and the receiver, which reads and re-arms R sums and writes one row.
-inline int64_t combine_send_share(const ExchangePlan& plan, const CombineArgs& args, int64_t blocks, int lines) {
+// and writes R sums, and the receiver, which reads and re-arms R sums and writes one row. `own` as in CombineLaunch.
+inline int64_t combine_send_share(const ExchangePlan& plan, const CombineArgs& args, int64_t blocks, int lines,
+                                  bool own) {
   int64_t T = args.T;
   bool fp8 = plan.combine_fp8;
   if (lines > 1 && plan.R <= kLocalBoundRanks) {
-    int64_t sending = 10 * ((args.expert_major ? plan.K : plan.R) + plan.R);
-    int64_t receiving = (fp8 ? 5 : 9) * (2 * plan.R + 1);
+    int64_t rows = args.expert_major ? plan.K : plan.R, others = plan.R - 1;
+    int64_t sending = 10 * (own ? rows * others / plan.R + others : rows + plan.R);
+    int64_t receiving = own ? 12 * (2 * others + 1) + 10 * rows / plan.R : (fp8 ? 5 : 9) * (2 * plan.R + 1);
     return blocks * sending / (sending + receiving);
   }
   if (lines > 1) return blocks * (fp8 ? 70 : T <= 128 ? 42 : 50) / 100;
@@ -220,13 +233,16 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
       args.rows && !args.expert_major && !plan.combine_fp8 && !lines && gpu.major >= 9 && gpu.is_scarce(sms);
   // Not with fp8: 256 tokens lose what 1024 gain.
   bool coarse = lines > 1 && plan.R <= kLocalBoundRanks && !plan.combine_fp8;
+  // Own sums spare the senders more than they cost the receivers, except from one to 2.5 items a warp.
+  int64_t items = coarse ? 2 * T * num_chunks(row_bytes, lines) : 0, all_warps = sms * kWarps;
+  bool own = coarse && (items <= all_warps || items * 2 > all_warps * 5);
   int64_t threads = threads_per_block(lines), warps = threads / 32;
   int64_t most = both_phases ? sms * blocks_per_sm(lines) : gpu.phase_blocks(sms, args.receive);
   int64_t team = 4, senders = slots, receivers = most, share = std::max<int64_t>(most * 3 / 4, 1);
   if (lines) {
-    senders = ceil_div(slots * num_chunks(row_bytes, lines), warps);
+    senders = ceil_div((own ? slots - T : slots) * num_chunks(row_bytes, lines), warps);
     receivers = ceil_div(T * num_chunks(row_bytes, coarse ? lines : 1), warps);
-    share = combine_send_share(plan, args, most, lines);
+    share = combine_send_share(plan, args, most, lines, own);
   } else if (forwards) {
     senders = share = most;
   } else {
@@ -238,6 +254,11 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
     bool sums_dominate = args.expert_major && plan.K > 2 * plan.R;  // summing takes longer than the wire
     if (rows_per_team > 64) share = most * 11 / 12;
     if (rows_per_team > 64 || sums_dominate) team = 2;
+    if (rows_per_team > 1 && plan.R == kLocalBoundRanks && !gpu.is_scarce(sms)) {  // as measured on two GPUs
+      constexpr int64_t kWarpBytes = 4 << 10;
+      share = most * (args.expert_major ? 7 : 6) / 8;
+      if (!args.expert_major) team = row_bytes <= kWarpBytes ? 1 : row_bytes <= 2 * kWarpBytes ? 2 : 4;
+    }
     if (plan.combine_fp8 && slots > share * warps * 4) team = 1;
   }
   if (plan.combine_team)
@@ -248,6 +269,7 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
   if (!args.receive) receivers = 0;
   return {.send_lines = lines,
           .coarse = coarse,
+          .own = own,
           .forwards = forwards,
           .blocks = std::clamp<int64_t>(senders + receivers, 1, most),
           .threads = threads,

@@ -41,6 +41,7 @@ Tensor launch_policy(const Tensor& plan, int64_t T, int64_t D, int64_t K, int64_
                             d.shared_bytes,
                             c.send_lines,
                             c.coarse,
+                            c.own,
                             c.forwards,
                             c.blocks,
                             c.threads,

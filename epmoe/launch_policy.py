@@ -62,6 +62,8 @@ class CombineLaunch(NamedTuple):
     """Lines of 16 bytes that a sending lane moves at once (LL protocol); 0: Simple protocol."""
     coarse: int
     """1: receivers also sum `send_lines` lines at once, otherwise one, and senders have four pairs in flight."""
+    own: int
+    """1: receivers make the sums for tokens of this rank, so that these do not travel."""
     forwards: int
     """1: one warp of each block forwards rows that need no sums."""
     blocks: int

@@ -41,9 +41,9 @@ TABLE = [
     (8, "auto", 1025, (0, 0, 0, 264, 198, 1), (0, 0, 264, 165, 4)),
     (1, "auto", 1, (1, 1, 1, 8, 3, 2), (1, 1, 6, 3, 4)),
     (1, "auto", 16, (1, 2, 1, 44, 28, 2), (1, 1, 76, 38, 4)),
-    (1, "auto", 64, (2, 2, 1, 91, 30, 5), (2, 2, 112, 56, 4)),
-    (1, "auto", 256, (4, 4, 1, 132, 30, 17), (2, 2, 132, 101, 4)),
-    (1, "auto", 1024, (4, 4, 1, 132, 30, 65), (2, 2, 132, 101, 4)),
+    (1, "auto", 64, (2, 2, 1, 91, 30, 5), (2, 2, 57, 1, 4)),
+    (1, "auto", 256, (4, 4, 1, 132, 30, 17), (2, 2, 132, 1, 4)),
+    (1, "auto", 1024, (4, 4, 1, 132, 30, 65), (2, 2, 132, 1, 4)),
     (1, "auto", 4096, (0, 0, 0, 264, 198, 1), (0, 0, 264, 165, 2)),
     (1, "fp8", 1, (1, 1, 1, 6, 2, 2), (1, 1, 4, 2, 4)),
     (1, "fp8", 16, (1, 2, 1, 23, 14, 2), (1, 1, 38, 19, 4)),
@@ -53,16 +53,16 @@ TABLE = [
     (1, "fp8", 4096, (0, 0, 0, 264, 198, 1), (0, 0, 264, 165, 2)),
     (2, "auto", 1, (1, 1, 1, 10, 3, 2), (1, 1, 8, 5, 4)),
     (2, "auto", 16, (1, 2, 1, 56, 26, 2), (1, 1, 113, 75, 4)),
-    (2, "auto", 64, (4, 4, 1, 87, 26, 5), (2, 2, 132, 91, 4)),
-    (2, "auto", 256, (4, 4, 1, 132, 26, 17), (2, 2, 132, 91, 4)),
-    (2, "auto", 1024, (4, 4, 1, 132, 26, 65), (2, 2, 132, 91, 4)),
-    (2, "auto", 4096, (0, 0, 0, 264, 198, 1), (0, 0, 264, 165, 2)),
+    (2, "auto", 64, (4, 4, 1, 87, 26, 5), (2, 2, 108, 52, 4)),
+    (2, "auto", 256, (4, 4, 1, 132, 26, 17), (2, 2, 132, 52, 4)),
+    (2, "auto", 1024, (4, 4, 1, 132, 26, 65), (2, 2, 132, 52, 4)),
+    (2, "auto", 4096, (0, 0, 0, 264, 165, 1), (0, 0, 264, 231, 2)),
     (2, "fp8", 1, (1, 1, 1, 7, 2, 2), (1, 1, 5, 3, 4)),
     (2, "fp8", 16, (1, 2, 1, 30, 14, 2), (1, 1, 57, 38, 4)),
     (2, "fp8", 64, (1, 2, 1, 113, 52, 5), (1, 1, 222, 147, 4)),
     (2, "fp8", 256, (2, 2, 1, 132, 52, 17), (2, 1, 132, 105, 4)),
     (2, "fp8", 1024, (2, 2, 1, 132, 52, 65), (2, 1, 132, 105, 4)),
-    (2, "fp8", 4096, (0, 0, 0, 264, 198, 1), (0, 0, 264, 165, 2)),
+    (2, "fp8", 4096, (0, 0, 0, 264, 198, 1), (0, 0, 264, 231, 2)),
     (4, "auto", 1, (1, 1, 1, 15, 3, 2), (1, 1, 13, 10, 4)),
     (4, "auto", 16, (1, 2, 1, 86, 28, 2), (1, 1, 170, 132, 4)),
     (4, "auto", 64, (1, 2, 1, 132, 39, 5), (1, 1, 255, 105, 4)),
@@ -96,6 +96,27 @@ def test_table_of_an_h200(R, payload, T, dispatch, combine):
     assert row(R, payload, T) == (dispatch, combine)
 
 
+# D, payload, T -> dispatch: lines sent / received, blocks, send, tokens to a release;
+# combine: lines, own, blocks, send, team.
+RANK_MAJOR = [
+    (7168, "auto", 1, (1, 1, 37, 3, 1), (1, 1, 0, 8, 5, 4)),
+    (7168, "auto", 128, (2, 2, 132, 44, 1), (2, 2, 0, 132, 62, 4)),
+    (7168, "auto", 512, (4, 4, 132, 44, 1), (2, 2, 1, 132, 40, 4)),
+    (7168, "auto", 4096, (0, 0, 264, 198, 1), (0, 0, 0, 264, 198, 4)),
+    (7168, "fp8", 128, (2, 2, 132, 56, 1), (2, 2, 0, 132, 62, 4)),
+    (7168, "fp8", 4096, (0, 0, 264, 231, 2), (0, 0, 0, 264, 198, 4)),
+    (2048, "auto", 1, (1, 1, 35, 1, 1), (1, 1, 0, 3, 2, 4)),
+    (2048, "auto", 4096, (0, 0, 264, 231, 2), (0, 0, 0, 264, 198, 1)),
+]
+
+
+@pytest.mark.parametrize(("D", "payload", "T", "dispatch", "combine"), RANK_MAJOR)
+def test_rank_major_of_two_h200(D, payload, T, dispatch, combine):
+    d, c = launches(plan_of(2, D, payload=payload), T, expert_major=False)
+    assert (d.send_lines, d.recv_lines, d.blocks, d.send_blocks, d.tokens_per_release) == dispatch
+    assert (c.send_lines, c.recv_lines, c.own, c.blocks, c.send_blocks, c.team) == combine
+
+
 def test_the_answer_in_the_docs():
     """docs/kernels.md: which kernel runs for 200 tokens of 7168 bf16 on 8 ranks."""
     dispatch, combine = launches(plan_of(M=1024), 200, BF16)
@@ -106,7 +127,8 @@ def test_the_answer_in_the_docs():
     says = " ".join(section.split())
     assert f"`dispatch_kernel<{dispatch.recv_lines}, false, void, 1>`**, {dispatch.blocks} blocks of 512" in says
     assert f"{dispatch.send_blocks} send, {dispatch.notify_blocks} notify, {receiving} receive" in says
-    assert f"`combine_kernel<{combine.send_lines}, false, __nv_bfloat16, false>`**, {combine.blocks} blocks" in says
+    kernel = f"combine_kernel<{combine.send_lines}, false, false, __nv_bfloat16, false>"
+    assert f"`{kernel}`**, {combine.blocks} blocks" in says
     assert f"of which {combine.send_blocks} send" in says
     assert (dispatch.coarse, dispatch.exclusive, combine.coarse) == (0, 1, 0)
 
@@ -187,7 +209,7 @@ def documented_variants() -> set[str]:
 def test_the_variant_table_counts():
     variants = documented_variants()
     assert sum(name.startswith("dispatch") for name in variants) == 27
-    assert sum(name.startswith("combine") for name in variants) == 21
+    assert sum(name.startswith("combine") for name in variants) == 24
 
 
 MANGLED = {

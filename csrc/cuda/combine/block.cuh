@@ -25,8 +25,10 @@ struct CombineBlock {
   const int32_t (&max_slots)[2];  // the largest count of a Simple source, and of an LL source
 
   __device__ __forceinline__ bool is_ll(int32_t source) const { return now.ll_mask >> source & 1u; }
-  // The slots to look at: of all sources, up to the largest count of one protocol.
-  __device__ __forceinline__ int32_t slots(bool ll) const { return max_slots[ll] * static_cast<int32_t>(plan.R); }
+  // The slots to look at: of so many sources, up to the largest count of one protocol.
+  __device__ __forceinline__ int32_t slots(bool ll, int64_t sources) const {
+    return max_slots[ll] * static_cast<int32_t>(sources);
+  }
 };
 
 // A lane's pair of a received slot: the expert-major row that it contributes, negative for none, and its weight.
@@ -46,8 +48,7 @@ struct OutgoingSum : SlotChunk {
   int64_t pair_at = -1;  // the index of the lane's pair, -1 if the slot cannot have it
   ReceivedPair pair{kForeign, 0.0f};
 
-  __device__ __forceinline__ OutgoingSum(const CombineBlock& b, int32_t item, int32_t chunks)
-      : SlotChunk(b.plan, item, chunks) {
+  __device__ __forceinline__ OutgoingSum(const CombineBlock& b, SlotChunk chunk) : SlotChunk(chunk) {
     int32_t lane = threadIdx.x % 32;
     if (lane < b.plan.K && slot.s < b.plan.M) pair_at = (slot.source * b.plan.M + slot.s) * b.plan.K + lane;
   }

@@ -40,20 +40,21 @@ __device__ __forceinline__ bool receive_signals(const CombineBlock& b, bool sent
 // case stays short.
 template <typename T, bool kFp8>
 __device__ __noinline__ void send_to_simple_sources_too(CombineBlock b, char* shared, int32_t* head) {
-  OutgoingSum outgoing(b, first_slot(b), 1);
+  OutgoingSum outgoing(b, {b.plan, first_slot(b), 1});
   outgoing.read(b);
   send_slots<T, kFp8>(b, outgoing, shared, head);
 }
 template <typename T, bool kFp8>
 __device__ __noinline__ void send_to_ll_sources_too(CombineBlock b, int32_t* head) {
-  OutgoingSum outgoing(b, first_chunk(b), num_chunks(wire_bytes<T, kFp8>(b), 1));
+  auto outgoing = first_sum<1, false, T, kFp8>(b);
   outgoing.read(b);
-  send_chunks<1, false, T, kFp8>(b, outgoing, head);
+  send_chunks<1, false, false, T, kFp8>(b, outgoing, head);
 }
 
 // kSendLines: lines of a row that a sending lane moves at once with the LL protocol; 0: Simple protocol. kCoarse:
-// receivers also sum kSendLines lines at once, otherwise one, and senders have more pairs in flight.
-template <int kSendLines, bool kCoarse, typename T, bool kFp8>
+// receivers also sum kSendLines lines at once, otherwise one, and senders have more pairs in flight. kOwn: receivers
+// make the sums for tokens of this rank, so that these do not travel.
+template <int kSendLines, bool kCoarse, bool kOwn, typename T, bool kFp8>
 __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(kSendLines))
     combine_kernel(const __grid_constant__ CombineKernel kernel) {
   constexpr bool kLL = kSendLines > 0;
@@ -69,8 +70,10 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
   CombineBlock b{kernel, ex, plan, args, Wait(ex, round, 0), now, count_R, max_slots};
   bool sends = static_cast<int32_t>(blockIdx.x) < kernel.send_blocks && args.rows;
   bool forwards = !kLL && !kFp8 && kernel.forwards;
-  OutgoingSum outgoing(b, kLL ? first_chunk(b) : first_slot(b),
-                       kLL ? num_chunks(wire_bytes<T, kFp8>(b), kSendLines) : 1);
+  OutgoingSum outgoing = [&]() -> OutgoingSum {
+    if constexpr (kLL) return first_sum<kSendLines, kOwn, T, kFp8>(b);
+    return {b, {plan, first_slot(b), 1}};
+  }();
   compute_now(&sink, outgoing.index, outgoing.slot.source, outgoing.slot.s, outgoing.pair_at);
   wait_for_predecessor();
   if (args.send && args.receive) let_successor_start();
@@ -99,7 +102,7 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
   if (sends && ok) {
     uint32_t all = plan.R == 32 ? kAllLanes : (1u << plan.R) - 1;
     if constexpr (kLL) {
-      send_chunks<kSendLines, kCoarse, T, kFp8>(b, outgoing, &round->ll_queue[kCombine]);
+      send_chunks<kSendLines, kCoarse, kOwn, T, kFp8>(b, outgoing, &round->ll_queue[kCombine]);
       if (now.ll_mask != all) send_to_simple_sources_too<T, kFp8>(b, buffers, &round->send_queue[kCombine]);
     } else {
       if (!forwards) send_slots<T, kFp8>(b, outgoing, buffers, &round->send_queue[kCombine]);
@@ -116,7 +119,8 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
     if (forwards && sends && ok && threadIdx.x < 32) forward_rows<T>(b, buffers, &round->send_queue[kCombine]);
   if (!args.receive) return;
   if constexpr (kLL) {
-    if (receives) ok = sum_chunks<kCoarse ? kSendLines : 1, T, kFp8>(b, sending_ranks, &round->recv_queue[kCombine]);
+    if (receives)
+      ok = sum_chunks<kCoarse ? kSendLines : 1, kOwn, T, kFp8>(b, sending_ranks, &round->recv_queue[kCombine]);
   } else if (receives) {
     constexpr int kMaxChunkVectors = 384;  // about seven turns of a warp, so that late rows do not wait for long
     WorkQueue queue(args.T, static_cast<int32_t>(args.D / kPerVector<T>), forwards ? 0 : kernel.send_blocks,
@@ -136,16 +140,17 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
 }
 
 template <typename T, bool kFp8>
-auto* variant_of(int64_t send_lines, bool coarse) {
-  return send_lines == 0   ? combine_kernel<0, false, T, kFp8>
-         : send_lines == 1 ? combine_kernel<1, false, T, kFp8>
-         : coarse          ? combine_kernel<kMaxSumLines, !kFp8, T, kFp8>
-                           : combine_kernel<kMaxSumLines, false, T, kFp8>;
+auto* variant_of(int64_t send_lines, bool coarse, bool own) {
+  return send_lines == 0   ? combine_kernel<0, false, false, T, kFp8>
+         : send_lines == 1 ? combine_kernel<1, false, false, T, kFp8>
+         : own             ? combine_kernel<kMaxSumLines, !kFp8, !kFp8, T, kFp8>
+         : coarse          ? combine_kernel<kMaxSumLines, !kFp8, false, T, kFp8>
+                           : combine_kernel<kMaxSumLines, false, false, T, kFp8>;
 }
-auto* variant_for(int64_t send_lines, bool coarse, bool fp8, DType dtype) {
+auto* variant_for(int64_t send_lines, bool coarse, bool own, bool fp8, DType dtype) {
   return visit(dtype, [&](auto type) {
     using T = decltype(type);
-    return fp8 ? variant_of<T, true>(send_lines, coarse) : variant_of<T, false>(send_lines, coarse);
+    return fp8 ? variant_of<T, true>(send_lines, coarse, own) : variant_of<T, false>(send_lines, coarse, own);
   });
 }
 
@@ -156,7 +161,8 @@ cudaError_t load_combine() {
     for (bool fp8 : {false, true})
       for (int send_lines : {0, 1, kMaxSumLines})
         for (bool coarse : {false, true})
-          if (cudaError_t error = load(variant_for(send_lines, coarse, fp8, dtype))) return error;
+          for (bool own : {false, true})
+            if (cudaError_t error = load(variant_for(send_lines, coarse, own, fp8, dtype))) return error;
   return cudaSuccess;
 }
 
@@ -166,7 +172,7 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   CombineLaunch policy = combine_launch(exchange.plan, args, dtype, {device.multiprocessors, device.major});
   CombineKernel kernel{exchange, args, static_cast<int32_t>(policy.send_blocks), static_cast<int32_t>(policy.team),
                        policy.forwards};
-  auto* variant = variant_for(policy.send_lines, policy.coarse, exchange.plan.combine_fp8, dtype);
+  auto* variant = variant_for(policy.send_lines, policy.coarse, policy.own, exchange.plan.combine_fp8, dtype);
   return launch(variant, policy.blocks, static_cast<int>(policy.threads), policy.shared_bytes, stream, kernel);
 }
 

@@ -20,7 +20,7 @@ struct ForwardQueue {
   Slot slot{};
 
   __device__ __forceinline__ ForwardQueue(const CombineBlock& b, int64_t row_bytes, int32_t* head)
-      : b(b), head(head), row_bytes(row_bytes), slots(b.slots(false)), claimed(claim(head)) {}
+      : b(b), head(head), row_bytes(row_bytes), slots(b.slots(false, b.plan.R)), claimed(claim(head)) {}
 
   // Goes on to the next chunk. Returns where it begins in the row of `slot`, or -1 if no chunk is left.
   __device__ __forceinline__ int64_t next() {

@@ -11,7 +11,7 @@ __device__ __forceinline__ int64_t wire_bytes(const CombineBlock& b) {
   return b.args.D * (kFp8 ? 1 : sizeof(T));
 }
 
-// One warp sums a chunk of a slot's pairs into the window of its source. kCoarse: four pairs are in flight.
+// One warp sums a chunk of a slot's pairs into the window of its source. kCoarse: as of combine_kernel.
 template <int N, bool kCoarse, typename T, bool kFp8, typename F>
 __device__ __forceinline__ void send_chunk(const CombineBlock& b, int32_t source, int32_t s, int32_t index,
                                            ReceivedPair pair, F&& prefetch) {
@@ -44,18 +44,26 @@ __device__ __forceinline__ void send_chunk(const CombineBlock& b, int32_t source
   chunk.publish(ll_sum_at(b, source, ll_sum_index(b, static_cast<int32_t>(b.plan.rank), s)), lines);
 }
 
+// An item of the senders. kOwn: the slots of other ranks alone.
+template <int N, bool kOwn, typename T, bool kFp8>
+__device__ __forceinline__ OutgoingSum outgoing_sum(const CombineBlock& b, int32_t item) {
+  int32_t chunks = num_chunks(wire_bytes<T, kFp8>(b), N);
+  return {b, {item, item % chunks, slot_of<kOwn>(b.plan, item / chunks)}};
+}
+
 // The item that this warp of a send block sends first.
-__device__ __forceinline__ int32_t first_chunk(const CombineBlock& b) {
-  return warp_number(blockIdx.x, b.kernel.send_blocks);
+template <int N, bool kOwn, typename T, bool kFp8>
+__device__ __forceinline__ OutgoingSum first_sum(const CombineBlock& b) {
+  return outgoing_sum<N, kOwn, T, kFp8>(b, warp_number(blockIdx.x, b.kernel.send_blocks));
 }
 
 // The send blocks send the chunks of all sums, one a warp, first `outgoing`.
-template <int N, bool kCoarse, typename T, bool kFp8>
+template <int N, bool kCoarse, bool kOwn, typename T, bool kFp8>
 __device__ __forceinline__ void send_chunks(const CombineBlock& b, OutgoingSum outgoing, int32_t* head) {
   int32_t chunks = num_chunks(wire_bytes<T, kFp8>(b), N);
-  WorkQueue queue(b.slots(true) * chunks, b.kernel.send_blocks * block_warps(), outgoing.item);
+  WorkQueue queue(b.slots(true, b.plan.R - kOwn) * chunks, b.kernel.send_blocks * block_warps(), outgoing.item);
   auto read = [&](int32_t item) {
-    OutgoingSum next(b, item, chunks);
+    auto next = outgoing_sum<N, kOwn, T, kFp8>(b, item);
     next.read(b);
     return next;
   };
@@ -68,17 +76,42 @@ __device__ __forceinline__ void send_chunks(const CombineBlock& b, OutgoingSum o
   });
 }
 
-// One warp adds a chunk of the sums that all ranks return for token t, in rank order, and writes it to y.
-template <int N, typename T, bool kFp8>
+// One warp sums a chunk of the pairs that this rank has for a token of its own, rounded as if it travelled. Calls
+// meanwhile() once the first loads are issued.
+template <int N, typename T, int kCount, typename F>
+__device__ __forceinline__ void sum_own(const CombineBlock& b, ReceivedPair pair, const RowChunk<N, false>& chunk,
+                                        float (&sum)[N][kCount], F&& meanwhile) {
+  pair = checked(b, pair);
+  int32_t v[N];
+  bool inside[N];
+#pragma unroll
+  for (int n = 0; n < N; ++n) v[n] = chunk.at(n), inside[n] = chunk.inside(n);
+  sum_pairs<T, 2>(b, pair, pair.kept(), v, inside, sum, meanwhile);
+#pragma unroll
+  for (int i = 0; i < N * kCount; ++i) {
+    float& value = sum[i / kCount][i % kCount];
+    value = 0.0f + to_float(from_float<T>(value));
+  }
+}
+
+// One warp adds a chunk of the sums that all ranks return for token t, in rank order, and writes it to y. kOwn: it
+// makes this rank's own sum itself. Among up to two ranks the order does not matter then.
+template <int N, bool kOwn, typename T, bool kFp8>
 __device__ __forceinline__ bool sum_chunk(const CombineBlock& b, int32_t t, int32_t index, uint32_t sending_ranks) {
   constexpr int kDepth = 2, kCount = kFp8 ? 16 : kPerVector<T>;  // ranks whose lines are in flight; elements of a line
   using Wire = std::conditional_t<kFp8, uint8_t, T>;
   const ExchangePlan& plan = b.plan;
+  OutgoingSum own(b, {0, 0, {static_cast<int32_t>(plan.rank), t}});
+  if (kOwn && b.args.expert_major) own.read(b);  // a token has the slot of its number
   int32_t slot = slot_of_sum(b, t, sending_ranks);
   RowChunk<N, kFp8> chunk(index, wire_bytes<T, kFp8>(b));
   float sum[N][kCount] = {};
   uint32_t returning = __ballot_sync(kAllLanes, slot >= 0);
-  for (uint32_t left = returning; left;) {
+  bool makes_own = kOwn && returning >> plan.rank & 1u;
+  if (makes_own) returning &= ~(1u << plan.rank);
+  if (makes_own && !b.args.expert_major) own.slot.s = __shfl_sync(kAllLanes, slot, own.slot.source), own.read(b);
+  bool first = kOwn;
+  for (uint32_t left = returning; left || first; first = false) {
     LineData lines[kDepth][N];
     char* from[kDepth];
     int32_t ranks[kDepth], count = 0, awaited = 0;
@@ -91,6 +124,8 @@ __device__ __forceinline__ bool sum_chunk(const CombineBlock& b, int32_t t, int3
       ++count;
     }
     uint32_t missing = chunk.mask(count);
+    if constexpr (kOwn)
+      if (makes_own) sum_own<N, T>(b, own.pair, chunk, sum, [&] { chunk.poll(from, lines, missing); });
     bool here = b.wait.until(
         [&] {
           bool all = chunk.poll(from, lines, missing);
@@ -127,11 +162,11 @@ __device__ __forceinline__ bool sum_chunk(const CombineBlock& b, int32_t t, int3
 }
 
 // The blocks that receive write all chunks of y.
-template <int N, typename T, bool kFp8>
+template <int N, bool kOwn, typename T, bool kFp8>
 __device__ __forceinline__ bool sum_chunks(const CombineBlock& b, uint32_t sending_ranks, int32_t* head) {
   int32_t chunks = num_chunks(wire_bytes<T, kFp8>(b), N);
   return WorkQueue(b.args.T * chunks, b.kernel.send_blocks).for_each(head, [&](int32_t item, int32_t) {
-    return sum_chunk<N, T, kFp8>(b, item / chunks, item % chunks, sending_ranks);
+    return sum_chunk<N, kOwn, T, kFp8>(b, item / chunks, item % chunks, sending_ranks);
   });
 }
 

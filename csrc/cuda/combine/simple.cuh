@@ -75,7 +75,7 @@ template <typename T, bool kFp8>
 __device__ __forceinline__ void send_slots(const CombineBlock& b, OutgoingSum outgoing, char* shared, int32_t* head) {
   __shared__ int32_t next[2][kWarps];
   WarpTeam team(b.kernel.team);
-  int32_t teams = b.kernel.send_blocks * team.teams(), slots = b.slots(false), stored = 0;
+  int32_t teams = b.kernel.send_blocks * team.teams(), slots = b.slots(false, b.plan.R), stored = 0;
   for (int32_t turn = 0; outgoing.item < slots; ++turn) {
     int32_t claimed = 0;
     bool more = slots > teams;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void send_slots(const CombineBlock& b, OutgoingSum ou
     if (!more) break;
     if (team.leads()) next[turn % 2][team.index] = teams + claimed;
     team.sync();
-    outgoing = {b, next[turn % 2][team.index], 1};
+    outgoing = {b, {b.plan, next[turn % 2][team.index], 1}};
   }
 }
 

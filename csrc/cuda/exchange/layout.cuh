@@ -56,9 +56,12 @@ struct Slot {
   int32_t source, s;
 };
 
-// The n-th slot in the order of work: slot 0 of all sources, then slot 1, and so on. Each rank starts with itself.
+// The n-th slot in the order of work: slot 0 of all sources, then slot 1, and so on. Each rank starts with itself; with
+// kOthers it has no slots.
+template <bool kOthers = false>
 __device__ __forceinline__ Slot slot_of(const ExchangePlan& plan, int32_t n) {
-  auto R = static_cast<int32_t>(plan.R), s = n / R, source = n - s * R + static_cast<int32_t>(plan.rank);
+  auto R = static_cast<int32_t>(plan.R), sources = kOthers ? max(R - 1, 1) : R, s = n / sources;
+  int32_t source = n - s * sources + static_cast<int32_t>(plan.rank) + kOthers;
   return {source < R ? source : source - R, s};
 }
 

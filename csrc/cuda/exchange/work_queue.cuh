@@ -18,8 +18,9 @@ struct SlotChunk {
   int32_t item, index;
   Slot slot;
 
+  __device__ __forceinline__ SlotChunk(int32_t item, int32_t index, Slot slot) : item(item), index(index), slot(slot) {}
   __device__ __forceinline__ SlotChunk(const ExchangePlan& plan, int32_t item, int32_t chunks)
-      : item(item), index(item % chunks), slot(slot_of(plan, item / chunks)) {}
+      : SlotChunk(item, item % chunks, slot_of(plan, item / chunks)) {}
 };
 
 // This warp's number among those of `blocks` blocks. Neighbouring numbers belong to different blocks.

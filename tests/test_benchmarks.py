@@ -17,7 +17,7 @@ def test_the_committed_markdown_is_what_the_files_render_to(tmp_path):
     render.write(load(), tmp_path)
     text = (tmp_path / render.MARKDOWN).read_text(encoding="utf-8")
     assert (ROOT / render.MARKDOWN).read_text(encoding="utf-8") == text, "run `make benchmarks-report`"
-    assert len(text.splitlines()) <= 120
+    assert len(text.splitlines()) <= 170
     assert "make benchmarks-report" in text.partition("\n## ")[0], "the header says what generates the file"
     assert f"({render.PLOT})" in text
 

@@ -9,8 +9,8 @@ export OMP_NUM_THREADS := 1
 
 TORCHRUN := torchrun --standalone --nproc-per-node
 
-.PHONY: help setup demo test unit distributed fuzz faults soak sanitize stacks stacks-ci stacks-sglang lint docs bench \
-  benchmarks-report wheel first-hour cuda-compile gpu-deps gpu-test clean
+.PHONY: help setup demo test unit distributed fuzz faults soak sanitize two-machines stacks stacks-ci stacks-sglang lint \
+  docs bench benchmarks-report wheel first-hour cuda-compile gpu-deps gpu-test clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*##' '{printf "  make %-19s%s\n", $$1, $$2}'
@@ -48,6 +48,11 @@ distributed: setup  ## tests over 2, 3 and 4 ranks
 	  $(TORCHRUN) $$ranks --log-dir build/ranks --redirects 1:3,2:3,3:3 -m pytest -q -p no:cacheprovider tests/distributed \
 	    || { find build/ranks -name stdout.log -exec tail -n 60 {} +; exit 1; }; \
 	done
+
+# The rate is that of the network between the two.
+RATE ?= 1gbit
+two-machines: setup  ## tests over 2 nodes of 2 ranks, in namespaces with a network between them (RATE); needs root
+	tests/two_machines.sh $(RATE) -m pytest -q -p no:cacheprovider tests/distributed/test_two_levels.py tests/distributed/test_two_machines.py
 
 # SGLang pins another torch and packages of CUDA, so it has an environment of its own, without what its MoE layers do not
 # need. `pip install torch` takes a CPU build where PIP_EXTRA_INDEX_URL names one.

@@ -5,16 +5,15 @@ Letters as in the package docstring: T, M, D, K, E, P, e, R, N.
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from epmoe.config_file import ConfigError, environment_overrides, read_config
+from epmoe.config_file import ConfigError, environment_overrides, explain, read_config
 
 if TYPE_CHECKING:
     from epmoe.placement import Placement
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["ConfigError", "EPConfig"]
 
 _INT32_MAX = 2**31 - 1
+_MOST_ON_NODE = 64  # ranks: a set of them is one 64-bit mask
+_INSIDE_S = 0.8  # by which waits inside a node are longer than for the network
 _MOST_ERRORS = 12  # of a message: one screen
 _Rule = tuple[str, bool, str, object]  # dotted key, whether its value is allowed, what it must be, what it is
 
@@ -71,10 +72,20 @@ class RoutingConfig(Strict):
 class TopologyConfig(Strict):
     """The ranks that share the experts."""
 
-    ep_size: int = Field(ge=1, le=64)
-    """R: ranks in the expert-parallel group; must equal the group's size."""
+    ep_size: int = Field(ge=1, le=1024)
+    """R: ranks in the expert-parallel group; must equal the group's size. Ranks of one node follow one another."""
     ranks_per_node: int | None = Field(default=None, ge=1)
-    """Ranks on one machine; by default all R. More than one machine is not built yet."""
+    """Ranks on one machine, a divisor of R; by default all R. Between machines rows travel over the network."""
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks of one node: R if that is the only node."""
+        return min(self.ranks_per_node or self.ep_size, self.ep_size)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes: R over the ranks of one."""
+        return self.ep_size // self.ranks_here
 
 
 class PlacementConfig(Strict):
@@ -100,6 +111,8 @@ class CapacityConfig(Strict):
     R·M·K + e·(alignment−1)."""
     alignment: int = Field(default=1, ge=1, le=4096)
     """In rows: each expert's segment starts at a multiple of this number (block-scaled GEMMs need 128)."""
+    max_rows_per_node: int | None = Field(default=None, ge=1)
+    """S: most rows that a rank may send to one node in one round, with more than one node; by default M."""
     on_overflow: Literal["raise", "drop"] = "raise"
     """More rows than `max_expert_rows`: raise EPOverflowError in `combine` or `check`, or only count dropped pairs."""
 
@@ -113,6 +126,10 @@ class ExchangeConfig(Strict):
     """Format of rows sent to the experts; auto: `model.dtype`; fp8: e4m3 with one fp32 scale per 128 elements."""
     combine_payload: Literal["auto", "fp8"] = "auto"
     """Format of rows sent back by combine; the same choices."""
+    network: Literal["auto", "collective"] = "auto"
+    """How rows reach other nodes; auto is collective: all-to-all of torch.distributed, by gloo on CPU."""
+    network_splits: Literal["padded", "exact"] = "padded"
+    """padded: slabs of equal length, which the host never looks at; exact: the host reads how long they are."""
     timeout_s: float = Field(default=30.0, gt=0, le=86400)
     """Seconds that a rank waits for the other ranks before EPTimeoutError."""
     warmup_timeout_s: float = Field(default=300.0, gt=0, le=86400)
@@ -150,6 +167,28 @@ class EPConfig(Strict):
     def num_physical_experts(self) -> int:
         """P: the logical experts and their copies."""
         return self.model.num_experts + self.placement.num_redundant_experts
+
+    @property
+    def rows_per_node(self) -> int:
+        """S: rows that a rank may send to one node in one round."""
+        return self.capacity.max_rows_per_node or self.capacity.max_num_tokens_per_rank
+
+    def of_node(self) -> Self:
+        """The configuration of the exchange within one node, whose ranks bring what the slabs of all nodes hold.
+
+        Its waits are a little longer than those for the network: the rank that waits for the network then says first
+        which rank is missing. The placement is not of this configuration: see `Placement.of_node`.
+        """
+        topology, times = self.topology, self.exchange
+        slots = topology.num_nodes * self.rows_per_node
+        later = {key: getattr(times, key) + _INSIDE_S for key in ("timeout_s", "warmup_timeout_s")}
+        return self.model_copy(
+            update={
+                "topology": TopologyConfig(ep_size=topology.ranks_here),
+                "capacity": self.capacity.model_copy(update={"max_num_tokens_per_rank": slots}),
+                "exchange": times.model_copy(update=later),
+            }
+        )
 
     def with_placement(self, placement: Placement) -> Self:
         """This configuration for the ranks, owners and copies of `placement`: what the ranks of a resumed group have.
@@ -210,10 +249,14 @@ class EPConfig(Strict):
         yield "routing.top_groups", least <= chosen <= groups, what, chosen
 
     def _placement_rules(self) -> Iterator[_Rule]:
-        size, node = self.topology.ep_size, self.topology.ranks_per_node or self.topology.ep_size
-        what = f"at most `topology.ranks_per_node` = {node}: more than one machine is not built yet"
-        yield "topology.ep_size", size <= node, what, size
+        size, node = self.topology.ep_size, self.topology.ranks_here
+        what = f"a divisor of `topology.ep_size` = {size}"
+        yield "topology.ranks_per_node", size % node == 0, what, node
+        yield "topology.ranks_per_node", node <= _MOST_ON_NODE, f"at most {_MOST_ON_NODE}", node
         explicit, owners = self.placement.strategy == "explicit", self.placement.assignment
+        nodes = {rank // node for rank in owners or range(min(size, self.num_physical_experts))}
+        what = "such that every node owns an expert"
+        yield "topology.ranks_per_node", node == size or len(nodes) == size // node, what, node
         ranks = f"{self.num_physical_experts} ranks, one for each expert and copy"
         yield "placement.assignment", owners is not None or not explicit, ranks, "none"
         if owners is not None:
@@ -242,6 +285,8 @@ class EPConfig(Strict):
         largest = _INT32_MAX // alignment * alignment
         what = f"at most {largest}, the largest int32 multiple of `capacity.alignment` = {alignment}"
         yield "capacity.max_expert_rows", rows is None or rows <= largest, what, rows
+        per_node = self.rows_per_node
+        yield "capacity.max_rows_per_node", per_node <= tokens, f"at most M = {tokens} rows", per_node
         gaps = (self.num_physical_experts + 1) * alignment  # between segments, and behind the last
         most = (_INT32_MAX - gaps) // (self.topology.ep_size * model.num_experts_per_tok)
         what = f"at most {most}, as R·M·K rows are numbered in int32"
@@ -252,30 +297,3 @@ _KEYS = {
     section: tuple(field.annotation.model_fields)  # type: ignore[union-attr]
     for section, field in EPConfig.model_fields.items()
 }
-
-
-def explain(item: Any, known: Sequence[str]) -> str:
-    """One pydantic error in our words: the dotted key, what it must be, what it is.
-
-    `known` are the keys allowed at that place, for the hint about a misspelt one.
-    """
-    last = item["loc"][-1] if item["loc"] else None
-    key = "`" + "".join(f"[{p}]" if isinstance(p, int) else f".{_short(p)}" for p in item["loc"]).lstrip(".") + "`"
-    got = _short(repr(item["input"]))
-    match item["type"]:
-        case "value_error":
-            return str(item["ctx"]["error"])
-        case "missing":
-            return f"{key} must be set"
-        case "extra_forbidden" | "invalid_key":
-            close = difflib.get_close_matches(str(last), known, n=1)
-            hint = f"did you mean `{close[0]}`?" if close else f"use {', '.join(known)}"
-            return f"{key} is not a known key; {hint}"
-        case "model_type":
-            return f"{key} must be a mapping of keys, got {got}"
-    return f"{key} {item['msg'].replace('Input should be', 'must be')}, got {got}"
-
-
-def _short(text: str, most: int = 80) -> str:
-    """`text`, or its beginning: a value may be as large as its file."""
-    return text if len(text) <= most else text[: most - 1] + "…"

@@ -1,11 +1,11 @@
-"""Finds and reads YAML, TOML and JSON, and reads the environment; `EPConfig` checks the values."""
+"""Finds and reads YAML, TOML and JSON, reads the environment, and words the errors; `EPConfig` checks the values."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +206,30 @@ def _meant(name: str, sections: Mapping[str, Collection[str]]) -> str | None:
     close = difflib.get_close_matches(name, overrides, n=1, cutoff=0.9)
     meant = overrides[close[0]] if close else alone.get(name)
     return ENV_PREFIX + meant.upper() if meant else None
+
+
+def explain(item: Any, known: Sequence[str]) -> str:
+    """One pydantic error in our words: the dotted key, what it must be, what it is.
+
+    `known` are the keys allowed at that place, for the hint about a misspelt one.
+    """
+    last = item["loc"][-1] if item["loc"] else None
+    key = "`" + "".join(f"[{p}]" if isinstance(p, int) else f".{_short(p)}" for p in item["loc"]).lstrip(".") + "`"
+    got = _short(repr(item["input"]))
+    match item["type"]:
+        case "value_error":
+            return str(item["ctx"]["error"])
+        case "missing":
+            return f"{key} must be set"
+        case "extra_forbidden" | "invalid_key":
+            close = difflib.get_close_matches(str(last), known, n=1)
+            hint = f"did you mean `{close[0]}`?" if close else f"use {', '.join(known)}"
+            return f"{key} is not a known key; {hint}"
+        case "model_type":
+            return f"{key} must be a mapping of keys, got {got}"
+    return f"{key} {item['msg'].replace('Input should be', 'must be')}, got {got}"
+
+
+def _short(text: str, most: int = 80) -> str:
+    """`text`, or its beginning: a value may be as large as its file."""
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -20,7 +20,7 @@ from epmoe.handles import RoundTemplate, Sent
 from epmoe.health import STATUS, TIMEOUT, TOTALS, EPTimeoutError, Health, Totals, raise_on_failure, raise_on_overflow
 from epmoe.memory import OFFSETS, SIZES, MemoryPlan
 from epmoe.placement import Placement
-from epmoe.rounds import CLOSED, PROGRESS, RETURNING, Rounds
+from epmoe.rounds import CLOSED, PROGRESS, RETURNING, Rounds, give_up
 from epmoe.tuning import Tuning
 from epmoe.window import Window
 
@@ -61,6 +61,7 @@ class Exchange:
 
     def __post_init__(self) -> None:
         capacity = self.config.capacity
+        self.rank = self.plan.sizes["rank"]  # in the group, as errors and `repr` name it
         self.max_tokens = capacity.max_num_tokens_per_rank
         self.timeout_ns = round(self.config.exchange.warmup_timeout_s * 1e9)  # ranks may still load or compile
         self.raises_overflow = capacity.on_overflow == "raise"
@@ -69,7 +70,8 @@ class Exchange:
         self.status_words = (ctypes.c_int64 * len(STATUS)).from_address(self.status.data_ptr())
         self.routing = self.config.routing.model_dump()
         regions = {"window": self.window.local, "scratch": self.scratch}
-        self.views = {buffer.name: buffer.view(regions[buffer.region]) for buffer in self.plan.buffers}
+        inside = (buffer for buffer in self.plan.buffers if buffer.region in regions)
+        self.views = {buffer.name: buffer.view(regions[buffer.region]) for buffer in inside}
         self.totals = Totals(self.views)
         in_state = self.views["state"].data_ptr() + PROGRESS_AT
         behind_status = self.status.data_ptr() + 8 * len(STATUS)
@@ -165,6 +167,10 @@ class Exchange:
         if not self.failed:
             self.status_words[_CODE] = 0
         self.status_words[_NEEDED_ROWS] = 0
+
+    def give_up(self) -> None:
+        """Close the open round, whatever its state, without this rank's rows. Waits for no rank."""
+        give_up(self)
 
     def leave(self) -> None:
         """End the waits of all other ranks at once, with an EPTimeoutError that names this rank. Waits for no rank."""

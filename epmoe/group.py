@@ -54,12 +54,16 @@ def device_of(config: EPConfig, device: torch.device | str | None) -> torch.devi
     if wanted.type == "cpu":
         return torch.device("cpu")  # the name that tensors give, also those made on "cpu:0"
     for key, value, most in (
-        ("topology.ep_size", config.topology.ep_size, 32),
+        ("topology.ep_size", config.topology.ranks_here, 32),
         ("model.num_experts_per_tok", config.model.num_experts_per_tok, 32),
         ("model.num_experts with copies", config.num_physical_experts, 4096),
     ):
         if value > most:
             raise ValueError(f"`{key}` must be at most {most} on GPUs, got {value}")
+    if config.topology.num_nodes > 1:
+        raise ValueError(
+            "`topology.ranks_per_node` must be `topology.ep_size` on GPUs: several nodes are for CPUs so far"
+        )
     if not torch.cuda.is_available():
         raise ValueError("torch finds no GPU here: `device` must be cpu, and exchange.transport shared_memory or auto")
     return wanted if wanted.index is not None else torch.device("cuda", torch.cuda.current_device())

@@ -24,7 +24,7 @@ COUNTERS = (
 # int64 each, in the order of `Status` in csrc/plan.h.
 STATUS = ("code", "stage", "epoch", "missing", "originator", "needed_rows", "unused", "unused")
 TIMEOUT, MISMATCH = 1, 2
-_STAGES = ("dispatch", "combine")
+STAGES = ("dispatch", "combine")
 
 
 # Buffers of the memory plan that only grow, and the count of rounds: what `Health` is made of.
@@ -138,13 +138,15 @@ class EPResumeError(EPError):
 
 
 class EPOverflowError(EPError):
-    """More expert-major rows arrived than `capacity.max_expert_rows`."""
+    """A round needed more rows than a limit allows: `capacity.max_expert_rows`, or with several nodes a slab's."""
 
-    def __init__(self, needed: int, max_rows: int):
+    def __init__(
+        self, needed: int, max_rows: int, rows: str = "expert-major rows", key: str = "capacity.max_expert_rows"
+    ):
         self.needed_rows = needed
         super().__init__(
-            f"a round needed {needed} expert-major rows, but capacity.max_expert_rows is {max_rows}: set it to at "
-            f"least {needed}, or capacity.on_overflow to 'drop'"
+            f"a round needed {needed} {rows}, but {key} is {max_rows}: set it to at least {needed}, or "
+            "capacity.on_overflow to 'drop'"
         )
 
 
@@ -156,6 +158,7 @@ class EPMismatchError(EPError, ValueError):
     """
 
     def __init__(self, epoch: int, ranks: list[int], latched: bool = False):
+        self.differing_ranks = ranks
         super().__init__(
             f"round {epoch}: rank(s) {ranks} brought another number of experts per token, hidden size or dtype than "
             "this rank; they must be equal on all ranks. The round was closed"
@@ -189,7 +192,7 @@ def raise_on_failure(status: Tensor, global_ranks: list[int], rank: int, latched
         why += ": this rank came too late, or its own kernel was not scheduled, since others held the GPU"
     else:
         why += ": raise exchange.timeout_s if the ranks are only slow"
-    raise EPTimeoutError(_STAGES[stage], epoch, ranks, missing, why)
+    raise EPTimeoutError(STAGES[stage], epoch, ranks, missing, why)
 
 
 def raise_on_overflow(status: Tensor, max_rows: int) -> None:

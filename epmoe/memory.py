@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -23,9 +23,10 @@ NUM_COUNTERS = 8
 # On GPUs, calls of up to 1024 tokens use the LL protocol (csrc/cuda/exchange/ll.cuh), except dispatch with
 # layout="rank". Dispatch sends the number of tokens in 12 bits, so 4095 is the limit.
 LL_MAX_TOKENS = 1024
+RAIL_TAG_BYTES = 16
 LINE_INTS = 4  # a line of the LL protocol has 16 bytes
 
-Region = Literal["window", "scratch"]
+Region = Literal["window", "scratch", "rail"]
 
 # The fields of `ExchangePlan` in csrc/plan.h, in its order: sizes, then the offset of each buffer ("." for "_").
 SIZES = (
@@ -44,6 +45,32 @@ OFFSETS = (
     "table.local_index", "pair_weights",
     "health.counters", "health.tokens_per_expert", "health.rows_sent", "health.waited_ns",
 )  # fmt: skip
+
+
+_Layout = list[tuple[Region, str, tuple[int, ...], torch.dtype]]
+
+
+class RailSlot(NamedTuple):
+    """One row on its way to another node, in bytes from its start: `RailSlot` in csrc/rail.h.
+
+    The row is at 0, then its scales if it is fp8, K ids, K weights, and what the source says of its call.
+    """
+
+    bytes: int
+    scales: int
+    ids: int
+    weights: int
+    tag: int
+
+    @classmethod
+    def of(cls, config: EPConfig) -> RailSlot:
+        """The slot that holds a row of the config's shape."""
+        model, fp8 = config.model, config.exchange.payload == "fp8"
+        scales = model.hidden_size * (1 if fp8 else model.torch_dtype.itemsize)
+        ids = scales + 4 * -(-model.hidden_size // SCALE_BLOCK) * fp8
+        weights = ids + 4 * model.num_experts_per_tok
+        tag = weights + 4 * model.num_experts_per_tok
+        return cls(round_up(tag + RAIL_TAG_BYTES, 16), scales, ids, weights, tag)
 
 
 @dataclass(frozen=True)
@@ -68,7 +95,10 @@ class Buffer:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """All memory of one rank: its window, which every rank maps, and its own scratch.
+    """All memory of one rank: its window, which every rank of its node maps, and its own scratch.
+
+    With more than one node, "rail" is the memory of what travels over the network; the rest is that of the node's own
+    exchange.
 
     A round allocates only y, the tensor [T, D] that `combine` returns, and copies of arguments whose rows are not
     contiguous or not aligned to 16 bytes.
@@ -98,6 +128,8 @@ class MemoryPlan:
         """
         nvlink = config.exchange.transport == "nvlink" if nvlink is None else nvlink
         placement = placement or Placement.from_config(config)
+        if config.topology.num_nodes > 1:
+            return cls._of_two_levels(config, rank, placement, nvlink)
         R, M = config.topology.ep_size, config.capacity.max_num_tokens_per_rank
         K, D = config.model.num_experts_per_tok, config.model.hidden_size
         E, P, e = placement.num_experts, placement.num_physical_experts, placement.num_local_experts(rank)
@@ -120,7 +152,7 @@ class MemoryPlan:
             for wire, fp8 in ((payload, payload_fp8), (combine, combine_fp8))
         )
         i32, i64, f32 = torch.int32, torch.int64, torch.float32
-        layout: list[tuple[Region, str, tuple[int, ...], torch.dtype]] = [
+        layout: _Layout = [
             ("window", "signal.dispatch", (R, SIGNAL_BYTES), torch.uint8),
             ("window", "signal.combine", (R, SIGNAL_BYTES), torch.uint8),
             ("window", "signal.error", (R,), i64),
@@ -159,18 +191,42 @@ class MemoryPlan:
             ("scratch", "health.rows_sent", (R,), i64),
             ("scratch", "health.waited_ns", (R,), i64),
         ]
-        ends: dict[Region, int] = {"window": 0, "scratch": 0}
-        buffers = []
-        for region, name, shape, dtype in layout:
-            buffer = Buffer(name, region, shape, dtype, offset=ends[region])
-            buffers.append(buffer)
-            ends[region] = round_up(buffer.offset + buffer.nbytes, BUFFER_ALIGNMENT)
+        buffers = _laid_out(layout)
         values = (
             R, rank, M, K, D, E, P, e, copies, N, alignment,
             payload_fp8, combine_fp8, D * payload.itemsize, D * combine.itemsize, B, padded_B, most,
             config.exchange.num_sms or 2**31 - 1, ll_tokens, ll_row_stride, ll_sum_stride, 0, 0, 0,
         )  # fmt: skip
-        return cls(tuple(buffers), dict(zip(SIZES, map(int, values), strict=True)))
+        return cls(buffers, dict(zip(SIZES, map(int, values), strict=True)))
+
+    @classmethod
+    def _of_two_levels(cls, config: EPConfig, rank: int, placement: Placement, nvlink: bool) -> MemoryPlan:
+        """The plan of the exchange within the node, and the memory of the rail."""
+        topology = config.topology
+        G, N, S = topology.ranks_here, topology.num_nodes, config.rows_per_node
+        inside = cls.build(config.of_node(), rank % G, placement.of_node(rank // G, G), nvlink)
+        P, E, copies = placement.num_physical_experts, *placement.copies_table().shape
+        slot, row = RailSlot.of(config), config.model.hidden_size * config.model.torch_dtype.itemsize
+        u8, i32, i64 = torch.uint8, torch.int32, torch.int64
+        rail = _laid_out(
+            [
+                ("rail", "rail.received", (N, S, slot.bytes), u8),  # of the own node first, then by node
+                ("rail", "rail.sent", (N - 1, S, slot.bytes), u8),
+                ("rail", "rail.returned", (N - 1, S, row), u8),
+                ("rail", "rail.slots", (config.capacity.max_num_tokens_per_rank, N), i32),
+                ("rail", "rail.counts", (N,), i32),
+                ("rail", "rail.total.needed", (1,), i32),
+                ("rail", "rail.table.copies", (E, copies), i32),
+                ("rail", "rail.table.num_copies", (E,), i32),
+                ("rail", "rail.table.node_of", (P,), i32),
+                ("rail", "rail.table.node_local", (P,), i32),
+                ("rail", "rail.total.counters", (NUM_COUNTERS,), i64),
+                ("rail", "rail.total.rows_sent", (N,), i64),
+            ]
+        )
+        # Each rank names here, to the other ranks of its node, the rank that it misses on another node.
+        missed = Buffer("rail.missed", "window", (G,), i64, inside._end("window"))
+        return cls((*inside.buffers, missed, *rail), inside.sizes)
 
     def __getitem__(self, name: str) -> Buffer:
         """The buffer of this name, which must be one of the plan's."""
@@ -192,16 +248,33 @@ class MemoryPlan:
         return self._end("scratch")
 
     @property
+    def rail_bytes(self) -> int:
+        """Bytes of what travels to and from other nodes; 0 with one node."""
+        return self._end("rail")
+
+    @property
     def total_bytes(self) -> int:
-        """Bytes of the window and of the scratch."""
-        return self.window_bytes + self.scratch_bytes
+        """Bytes of the window, of the scratch and of the rail."""
+        return self.window_bytes + self.scratch_bytes + self.rail_bytes
 
     def as_ints(self, **launch: int) -> list[int]:
         """The fields of `ExchangePlan` in order; `launch` replaces sizes of these names."""
         return [*(self.sizes | launch).values(), *(self[name].offset for name in OFFSETS)]
 
     def _end(self, region: Region) -> int:
-        return max(round_up(b.offset + b.nbytes, BUFFER_ALIGNMENT) for b in self.buffers if b.region == region)
+        ends = (round_up(b.offset + b.nbytes, BUFFER_ALIGNMENT) for b in self.buffers if b.region == region)
+        return max(ends, default=0)
+
+
+def _laid_out(layout: _Layout) -> tuple[Buffer, ...]:
+    """The buffers, each behind the last one of its region."""
+    ends: dict[Region, int] = {"window": 0, "scratch": 0, "rail": 0}
+    buffers = []
+    for region, name, shape, dtype in layout:
+        buffer = Buffer(name, region, shape, dtype, offset=ends[region])
+        buffers.append(buffer)
+        ends[region] = round_up(buffer.offset + buffer.nbytes, BUFFER_ALIGNMENT)
+    return tuple(buffers)
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -45,6 +45,16 @@ for _phase in ("", "_send", "_recv"):
     _library.define(
         f"combine{_phase}(Tensor(c!) y, Tensor? rows, Tensor(a!) window, Tensor(b!) scratch, Tensor descriptor) -> ()"
     )
+# Of two levels (epmoe/two_levels.py): slabs for each node, and the sum of what the nodes send back.
+_library.define(
+    "rail_pack(Tensor x, Tensor ids, Tensor weights, Tensor? scales, Tensor? num_tokens, SymInt num_rows, "
+    "Tensor copies, Tensor num_copies, Tensor node_of, Tensor node_local, Tensor descriptor, SymInt slots, bool exact, "
+    "int epoch, Tensor(a!) own, Tensor(b!) sent, Tensor(c!) slots_of, Tensor(d!) counts, Tensor(e!) needed, "
+    "Tensor(f!) counters, Tensor(g!) rows_sent) -> ()"
+)
+_library.define(
+    "rail_sum(Tensor own, Tensor returned, Tensor slots_of, Tensor? counts, SymInt slots, int node, Tensor(a!) y) -> ()"
+)
 _library.define(
     "launch_policy(Tensor plan, int tokens, int hidden_size, int top_k, int dtype, bool expert_major, bool send, "
     "bool receive, int multiprocessors, int major) -> Tensor"
@@ -153,7 +163,7 @@ def _(y: Tensor, rows: Tensor | None, window: Tensor, scratch: Tensor, descripto
 _OPERATORS = (
     "route", "permute", "finalize", "zero_padding_rows_", "quantize_fp8", "gated_activation",
     "dispatch", "dispatch_send", "dispatch_recv", "combine", "combine_send", "combine_recv",
-    "launch_policy", "shared_bytes_needed", "load_cuda",
+    "rail_pack", "rail_sum", "launch_policy", "shared_bytes_needed", "load_cuda",
 )  # fmt: skip
 
 

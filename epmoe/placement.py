@@ -232,6 +232,27 @@ class Placement:
         pairs = zip(self.owners, self.local_index, strict=True)
         return torch.tensor([i if owner == rank else -1 for owner, i in pairs], dtype=torch.int32)
 
+    def of_node(self, node: int, ranks_per_node: int) -> Placement:
+        """The experts of one node on its own ranks, numbered in ascending order of physical id, without copies.
+
+        Ranks are node-major: rank r is local rank r mod G of node r // G, for G = `ranks_per_node`.
+
+        Raises ValueError if the node owns no expert.
+        """
+        _in_range("node", node, self.ep_size // ranks_per_node)
+        owners = tuple(rank % ranks_per_node for rank in self.owners if rank // ranks_per_node == node)
+        if not owners:
+            raise ValueError(f"every node must own an expert: node {node} owns none of {self.num_physical_experts}")
+        return Placement(len(owners), ranks_per_node, owners)
+
+    def node_ids(self, ranks_per_node: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """int32 [P] each: the node of each physical expert, and its number among the experts of that node."""
+        nodes = torch.tensor(self.owners, dtype=torch.int32) // ranks_per_node
+        local = torch.empty_like(nodes)
+        for node in nodes.unique():
+            local[nodes == node] = torch.arange(int((nodes == node).sum()), dtype=torch.int32)
+        return nodes, local
+
     def sentinel(self, rank: int) -> int:
         """The id in unused slots: a foreign expert, which `expert_map` maps to −1, or P where no expert is foreign."""
         _in_range("rank", rank, self.ep_size)

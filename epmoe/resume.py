@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,9 @@ from epmoe.health import EPResumeError
 from epmoe.memory import MemoryPlan
 from epmoe.peers import Peers
 from epmoe.placement import Move, Placement
+from epmoe.stages import combine, dispatch, two_levels
 from epmoe.stages.checks import describe
+from epmoe.two_levels import TwoLevels
 
 _NEW = -1
 
@@ -93,6 +97,8 @@ class Resumable(HoldsWindows):
     """How many groups the ranks have had before this one: 0 until `resume`."""
     _origin: str
     _exchange: Exchange | None = None
+    _dispatch_stage: ModuleType  # of one node, or of several; they offer the same calls
+    _combine_stage: ModuleType
     _missing: int = 0  # ranks, as a mask
 
     def survivors(self) -> list[int]:
@@ -165,6 +171,21 @@ class Resumable(HoldsWindows):
                 exchange.leave()
             exchange.release()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close. After an exception the waits of the other ranks end at once, also where no round is open here."""
+        if kind is not None and self._exchange is not None:
+            self._exchange.leave()
+        self.close()
+
+    @property
+    def _open(self) -> Exchange:
+        if self._exchange is None:
+            raise RuntimeError("this ExpertParallel is closed")
+        return self._exchange
+
     def _join(self, peers: Peers, config: EPConfig, hello: Hello) -> None:
         """Become a rank of this group. Collective; raises on all ranks what `agree` and the checks raise."""
         check_backend(peers.group)
@@ -179,11 +200,17 @@ class Resumable(HoldsWindows):
         if self.device.type == "cuda":
             ops.load_cuda()
         check_shared_memory(config, placement, self.device)
-        plan = MemoryPlan.build(config, peers.rank, placement, nvlink=self.device.type == "cuda")
         self.close()  # both windows might not fit
         with torch.inference_mode(False):  # otherwise the buffers could not be written outside inference mode
-            window = open_window(plan, peers, self.device)
-            exchange = Exchange.create(config, plan, placement, window, peers.rank, peers.global_ranks, self.device)
+            if config.topology.num_nodes > 1:
+                name = f"{origin}.{generation}"
+                exchange: Exchange = TwoLevels.open(config, placement, peers, self.device, name)
+                self._dispatch_stage = self._combine_stage = two_levels
+            else:
+                plan = MemoryPlan.build(config, peers.rank, placement, nvlink=self.device.type == "cuda")
+                window = open_window(plan, peers, self.device)
+                exchange = Exchange.create(config, plan, placement, window, peers.rank, peers.global_ranks, self.device)
+                self._dispatch_stage, self._combine_stage = dispatch, combine
         peers.all_gather(None)  # no rank goes on before all can
         self.config, self.placement, self._origin, self.generation = config, placement, origin, generation
         self.group, self.rank, self.size = peers.group, peers.rank, peers.size

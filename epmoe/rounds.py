@@ -193,13 +193,13 @@ def abort(exchange: Exchange, handle: Sent | Dispatched | None) -> None:
     try:
         if handle is None:
             if rounds.state != CLOSED and not exchange.failed:
-                _give_up(exchange)
+                exchange.give_up()
                 exchange.forget()
             return
         _look(exchange, handle)
         if rounds.handle is not handle or rounds.state == CLOSED:
             _refuse(rounds, handle, "abort", "dispatched")
-        _give_up(exchange)
+        exchange.give_up()
         exchange.check()
         exchange.check_overflow()
     finally:
@@ -219,11 +219,11 @@ def _look(exchange: Exchange, handle: Sent | Dispatched) -> None:
         exchange.check()
     except EPMismatchError:
         if exchange.rounds.handle is handle and exchange.rounds.state != CLOSED and not exchange.failed:
-            _give_up(exchange)
+            exchange.give_up()
         raise
 
 
-def _give_up(exchange: Exchange) -> None:
+def give_up(exchange: Exchange) -> None:
     """Any open state → CLOSED. It allocates nothing and waits for nobody, so it works in any distress."""
     rounds = exchange.rounds
     sent = rounds.handle.sent if isinstance(rounds.handle, Dispatched) else rounds.handle

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -11,15 +10,12 @@ from torch import Tensor
 
 from epmoe import rounds
 from epmoe.config import EPConfig
-from epmoe.exchange import Exchange
 from epmoe.group import config_of, device_of, group_of
 from epmoe.handles import Dispatched, Layout, Sent
 from epmoe.health import Health
 from epmoe.memory import MemoryPlan
 from epmoe.peers import Peers
 from epmoe.resume import Hello, Resumable
-from epmoe.stages import combine as combine_stage
-from epmoe.stages import dispatch as dispatch_stage
 from epmoe.stages import route as route_stage
 from epmoe.stages.route import Routing
 from epmoe.tuning import Tuning
@@ -65,6 +61,14 @@ class ExpertParallel(Resumable):
         """e: physical experts of this rank."""
         return self.placement.num_local_experts(self.rank)
 
+    @property
+    def expert_map(self) -> Tensor:
+        """int32: for each id in `recv.ids`, its index among this rank's experts, −1 for an expert of another rank.
+
+        With one node these ids are physical experts. With several, they number the physical experts of this node.
+        """
+        return self._open.views["table.expert_map"]
+
     def route(self, logits: Tensor, bias: Tensor | None = None, num_tokens: int | Tensor | None = None) -> Routing:
         """`epmoe.route` with the config's routing: logits [T, E] → ids int32 [T, K], weights fp32 [T, K]."""
         return route_stage.route_counted(self._open, logits, bias, num_tokens)
@@ -79,6 +83,7 @@ class ExpertParallel(Resumable):
         num_tokens: int | Tensor | None = None,
         layout: Layout = "expert",
         apply_router_weight_on_input: bool = False,
+        padded_tokens: int | None = None,
     ) -> Dispatched:
         """Send each token once to each rank that holds one of its experts.
 
@@ -98,6 +103,8 @@ class ExpertParallel(Resumable):
             apply_router_weight_on_input: with layout="expert" only. Each pair's row is weight · x, an fp32 product
                 rounded once to x's dtype; with an fp8 payload the row's scales are multiplied instead. combine then
                 adds without weights.
+            padded_tokens: rows of the slab that goes to each other node, by default `capacity.max_rows_per_node`; equal
+                on all ranks, which nothing checks, and at least the tokens of any. One node ignores it.
 
         Returns:
             The open round, valid until combine, combine_partial or combine_send is called.
@@ -109,8 +116,8 @@ class ExpertParallel(Resumable):
             EPMismatchError: the calls of the ranks did not match.
             EPTimeoutError: ranks did not arrive in time, or left. Ctrl-C, too, ends a wait, and leaves the round open.
         """
-        return dispatch_stage.dispatch(
-            self._open, x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input
+        return self._dispatch_stage.dispatch(
+            self._open, x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens
         )
 
     def dispatch_send(
@@ -123,6 +130,7 @@ class ExpertParallel(Resumable):
         num_tokens: int | Tensor | None = None,
         layout: Layout = "expert",
         apply_router_weight_on_input: bool = False,
+        padded_tokens: int | None = None,
     ) -> Sent:
         """The send phase of `dispatch`, with its arguments and errors: sends, and waits for no rank (see `abort`).
 
@@ -131,8 +139,8 @@ class ExpertParallel(Resumable):
         Other work can run between the two phases, such as the rounds of another `ExpertParallel`. No argument,
         `num_tokens` included, may be overwritten before `dispatch_recv` has returned.
         """
-        return dispatch_stage.dispatch_send(
-            self._open, x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input
+        return self._dispatch_stage.dispatch_send(
+            self._open, x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens
         )
 
     def dispatch_recv(self, sent: Sent) -> Dispatched:
@@ -149,7 +157,7 @@ class ExpertParallel(Resumable):
             EPMismatchError: the calls of the ranks did not match.
             EPTimeoutError: ranks did not arrive in time.
         """
-        return dispatch_stage.dispatch_recv(self._open, sent)
+        return self._dispatch_stage.dispatch_recv(self._open, sent)
 
     def combine(self, expert_rows: Tensor, dispatched: Dispatched) -> Tensor:
         """The weighted sum over each token's experts, from expert-major outputs. Collective.
@@ -171,12 +179,12 @@ class ExpertParallel(Resumable):
             EPTimeoutError: ranks did not arrive in time.
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
         """
-        return combine_stage.combine(self._open, expert_rows, dispatched)
+        return self._combine_stage.combine(self._open, expert_rows, dispatched)
 
     def combine_partial(self, partial: Tensor, dispatched: Dispatched) -> Tensor:
         """As `combine`, for layout="rank": from rows [R, M, D] that a fused MoE has already weighted and summed over
         this rank's experts."""
-        return combine_stage.combine_partial(self._open, partial, dispatched)
+        return self._combine_stage.combine_partial(self._open, partial, dispatched)
 
     def combine_send(self, rows: Tensor, dispatched: Dispatched) -> None:
         """The send phase of `combine`, with its errors: sends, and waits for no rank.
@@ -185,7 +193,7 @@ class ExpertParallel(Resumable):
             rows: expert-major outputs [N, D], or with layout="rank" the rows [R, M, D] of `combine_partial`.
             dispatched: the open round.
         """
-        combine_stage.combine_send(self._open, rows, dispatched)
+        self._combine_stage.combine_send(self._open, rows, dispatched)
 
     def combine_recv(self, dispatched: Dispatched) -> Tensor:
         """The receive phase of `combine`: waits for every rank's rows.
@@ -201,7 +209,7 @@ class ExpertParallel(Resumable):
             EPTimeoutError: ranks did not arrive in time.
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
         """
-        return combine_stage.combine_recv(self._open, dispatched)
+        return self._combine_stage.combine_recv(self._open, dispatched)
 
     def abort(self, dispatched: Sent | Dispatched | None = None) -> None:
         """Close a round that an exception left open, between any two calls. Collective: every rank aborts or combines.
@@ -277,18 +285,3 @@ class ExpertParallel(Resumable):
         state = "closed" if self._exchange is None else self._exchange.rounds.describe(self._exchange.rounds.count)
         where = f"rank {self.rank} of {self.size}" + (f", generation {self.generation}" if self.generation else "")
         return f"ExpertParallel({where}, {shape}, {self.device}, {state})"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close. After an exception the waits of the other ranks end at once, also where no round is open here."""
-        if kind is not None and self._exchange is not None:
-            self._exchange.leave()
-        self.close()
-
-    @property
-    def _open(self) -> Exchange:
-        if self._exchange is None:
-            raise RuntimeError("this ExpertParallel is closed")
-        return self._exchange

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError, model_validator
 
-from epmoe.config import Strict, explain
-from epmoe.config_file import ConfigError, read_config
+from epmoe.config import Strict
+from epmoe.config_file import ConfigError, explain, read_config
 
 
 class Launch(Strict):

@@ -149,7 +149,9 @@ def _share_descriptors(descriptor: int, peers: Peers) -> list[int]:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text()
         addresses = peers.all_gather((machine, listener.getsockname()))
         if len({machine for machine, _ in addresses}) > 1:
-            raise RuntimeError("the ranks are on several machines, which is not built yet")
+            raise RuntimeError(
+                "the ranks of a node are on several machines: set topology.ranks_per_node to the ranks of one machine"
+            )
         connections = {}
         for peer, (_, address) in enumerate(addresses):
             if peer != rank:

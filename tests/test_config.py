@@ -80,7 +80,7 @@ def test_all_formats_load_the_same_config(tmp_path, name):
         ({"topology": {"ep_size": True}}, "`topology.ep_size` must be a valid integer, got True"),
         ({"topology": {"ep_size": 4.0}}, "`topology.ep_size` must be a valid integer, got 4.0"),
         ({"topology": {"ep_size": "4"}}, "`topology.ep_size` must be a valid integer, got '4'"),
-        ({"topology": {"ep_size": 65}}, "`topology.ep_size` must be less than or equal to 64, got 65"),
+        ({"topology": {"ep_size": 1025}}, "`topology.ep_size` must be less than or equal to 1024, got 1025"),
         ({"exchange": {"timeout_s": True}}, "`exchange.timeout_s` must be a valid number, got True"),
         ({"exchange": {"timeout_s": float("inf")}}, "`exchange.timeout_s` must be a finite number"),
         ({"exchange": {"timeout_s": 600}}, "`exchange.warmup_timeout_s` must be at least .* = 600"),
@@ -105,7 +105,13 @@ def test_all_formats_load_the_same_config(tmp_path, name):
             "`routing.top_groups` must be from 2 to 8, .* got 1",
         ),
         ({"routing": {"top_groups": 2}}, "`routing.top_groups` must be from 1 to 1"),
-        ({"topology": {"ranks_per_node": 2}}, "`topology.ep_size` must be at most .* not built yet, got 4"),
+        ({"topology": {"ranks_per_node": 3}}, "`topology.ranks_per_node` must be a divisor of .* = 4, got 3"),
+        ({"topology": {"ep_size": 65}}, "`topology.ranks_per_node` must be at most 64, got 65"),
+        (
+            {"topology": {"ep_size": 32, "ranks_per_node": 2}},
+            "`topology.ranks_per_node` must be such that every node owns an expert, got 2",
+        ),
+        ({"capacity": {"max_rows_per_node": 1025}}, "`capacity.max_rows_per_node` must be at most M = 1024 rows"),
         ({"placement": {"strategy": "explicit"}}, "`placement.assignment` must be 16 ranks.*, got none"),
         ({"placement": {"assignment": [0] * 16}}, "`placement.strategy` must be explicit"),
         (

@@ -100,3 +100,25 @@ def test_needs_no_native_library():
     run = run_python("-c", script, EPMOE_LIBRARY="/nowhere/libepmoe.so")
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) == plan_of().total_bytes
+
+
+NODES = {"topology": {"ep_size": 4, "ranks_per_node": 2}, "capacity": {"max_rows_per_node": 3}}
+
+
+@pytest.mark.parametrize("payload", ["auto", "fp8"])
+def test_the_rail_to_the_byte(payload):
+    """Of two nodes: slots of a row, its scales, K ids, K weights and 16 bytes more, in whole 16 bytes."""
+    plan, D, K, M = plan_of(3, **NODES, model={"hidden_size": 256}, exchange={"payload": payload}), 256, 2, 8
+    row = D + 4 * (D // 128) if payload == "fp8" else D * 2
+    slot = -(-(row + 8 * K + 16) // 16) * 16
+    assert plan["rail.received"].shape == (2, 3, slot) and plan["rail.sent"].shape == (1, 3, slot)
+    assert plan["rail.returned"].nbytes == 3 * D * 2
+    assert plan["rail.slots"].shape == (M, 2)
+    assert plan["recv.ids"].shape == (2, 2 * 3, K)  # within the node, a rank brings a slab of each node
+    assert plan.total_bytes == plan.window_bytes + plan.scratch_bytes + plan.rail_bytes
+    ends = [buffer.offset + buffer.nbytes for buffer in plan.buffers if buffer.region == "rail"]
+    assert max(ends) <= plan.rail_bytes < max(ends) + 128
+
+
+def test_one_node_has_no_rail():
+    assert plan_of().rail_bytes == 0

@@ -16,7 +16,17 @@ from helpers import ROOT
 import epmoe
 from epmoe.exchange import DESCRIPTOR
 from epmoe.health import COUNTERS, STATUS
-from epmoe.memory import LL_MAX_TOKENS, NUM_COUNTERS, OFFSETS, SCALE_BLOCK, SIGNAL_BYTES, SIZES, MemoryPlan
+from epmoe.memory import (
+    LL_MAX_TOKENS,
+    NUM_COUNTERS,
+    OFFSETS,
+    RAIL_TAG_BYTES,
+    SCALE_BLOCK,
+    SIGNAL_BYTES,
+    SIZES,
+    MemoryPlan,
+    RailSlot,
+)
 
 CSRC = ROOT / "csrc"
 Names = tuple[tuple[str, str], ...]
@@ -76,6 +86,7 @@ MIRRORS = {
         struct_fields,
         (("ExchangePlan", "plan"), *int64s(*DESCRIPTOR[len(SIZES) + len(OFFSETS) :])),
     ),
+    "RailSlot": Mirror("rail.h", struct_fields, int64s(*RailSlot._fields)),
     "Status": Mirror("plan.h", struct_fields, int64s(*STATUS)),
     "Counter": Mirror(
         "types.h", enumerators, tuple(("enumerator", camel(name)) for name in (*COUNTERS, "num_counters"))
@@ -157,6 +168,7 @@ def test_sizes_that_both_sides_know():
     assert NUM_COUNTERS == len(COUNTERS) == plan("nvlink")["health.counters"].shape[0]
     assert plan("nvlink")["state"].nbytes == constant(r"sizeof\(RoundState\) == (\d+)", ".h")
     assert constant(r"\bkScaleBlock = (\d+)", ".h", ".cuh") == SCALE_BLOCK
+    assert 4 * len(struct_fields(without_comments((CSRC / "rail.h").read_text()), "RailTag")) == RAIL_TAG_BYTES
     assert constant(r"struct alignas\((\d+)\) RoundHeader", ".h") == SIGNAL_BYTES
 
 

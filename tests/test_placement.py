@@ -213,3 +213,19 @@ def test_a_config_carries_any_placement(placement):
         topology={"ep_size": 1},
     )
     assert Placement.from_config(config.with_placement(placement)) == placement
+
+
+def test_the_experts_of_a_node():
+    """Two nodes of two ranks: each numbers its experts in ascending order of physical id."""
+    placement = Placement.build(6, 4, "round_robin", num_redundant_experts=1)
+    nodes, local = placement.node_ids(2)
+    assert nodes.tolist() == [0, 0, 1, 1, 0, 0, 1] and local.tolist() == [0, 1, 0, 1, 2, 3, 2]
+    first, second = placement.of_node(0, 2), placement.of_node(1, 2)
+    assert first.owners == (0, 1, 0, 1) and second.owners == (0, 1, 0)
+    for rank in range(4):
+        node = (first, second)[rank // 2]
+        here = [p for p in range(7) if nodes[p] == rank // 2]
+        assert [here[p] for p in node.local_experts(rank % 2)] == placement.local_experts(rank)
+    assert Placement.build(4, 2).of_node(1, 1).sentinel(0) == 2  # no expert of the node is foreign
+    with pytest.raises(ValueError, match="every node must own an expert: node 1 owns none"):
+        Placement.build(2, 4).of_node(1, 2)

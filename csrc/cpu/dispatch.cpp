@@ -4,49 +4,35 @@
 #include <cstring>
 #include <vector>
 
-#include "convert.h"
-#include "scoring.h"
+#include "pairs.h"
 #include "signal.h"
 
 namespace epmoe::cpu {
 namespace {
 
-// The checked pairs of one token: physical ids, -1 where there is nothing to compute, and finite weights.
-struct Pairs {
-  std::vector<int32_t> ids;
-  std::vector<float> weights;
-  std::vector<int64_t> last_token;  // of each logical expert: the last token that chose it
-  explicit Pairs(const ExchangePlan& plan) : ids(plan.K), weights(plan.K), last_token(plan.E, -1) {}
-};
-
 // Reads the pairs of token t and counts what is wrong with them. Returns the ranks that need the token, as a mask.
-uint64_t read_pairs(const Exchange& ex, const DispatchArgs& args, int64_t t, Pairs& pairs) {
+uint64_t read_ranks(const Exchange& ex, const DispatchArgs& args, int64_t t, Pairs& pairs) {
   const ExchangePlan& plan = ex.plan;
-  auto* counters = in_scratch<int64_t>(ex, plan.health_counters);
-  auto* copies = in_scratch<int32_t>(ex, plan.table_copies);
-  auto* num_copies = in_scratch<int32_t>(ex, plan.table_num_copies);
+  PairTables tables{
+      .E = plan.E,
+      .copies = plan.copies,
+      .rank = plan.rank,
+      .copies_EC = in_scratch<int32_t>(ex, plan.table_copies),
+      .copies_E = in_scratch<int32_t>(ex, plan.table_num_copies),
+      .counters = in_scratch<int64_t>(ex, plan.health_counters),
+  };
+  PairInputs inputs{
+      .ids_TK = args.ids_TK,
+      .wide_ids = args.wide_ids,
+      .ids_stride = args.ids_stride,
+      .weights_TK = args.weights_TK,
+      .weights_dtype = args.weights_dtype,
+      .weights_stride = args.weights_stride,
+      .K = args.K,
+  };
   auto* owners = in_scratch<int32_t>(ex, plan.table_owners);
   uint64_t ranks = 0;
-  for (int32_t k = 0; k < args.K; ++k) {
-    int64_t id = load_id(args.ids_TK, args.wide_ids, t * args.ids_stride + k);
-    float weight = load_float(args.weights_TK, args.weights_dtype, t * args.weights_stride + k);
-    pairs.ids[k] = -1;
-    pairs.weights[k] = 0.0f;
-    if (!is_finite(weight)) {
-      ++counters[kNonfiniteWeights];
-      weight = 0.0f;
-    }
-    if (id < 0 || id >= plan.E) {
-      counters[kOutOfRangeIds] += id != -1 && id != plan.E;  // -1 and E mean "no expert"
-      continue;
-    }
-    counters[kDuplicateIds] += pairs.last_token[id] == t;
-    pairs.last_token[id] = t;
-    if (weight == 0.0f) continue;
-    pairs.ids[k] = copies[id * plan.copies + (t + plan.rank) % num_copies[id]];
-    pairs.weights[k] = weight;
-    ranks |= uint64_t{1} << owners[pairs.ids[k]];
-  }
+  read_pairs(tables, inputs, t, pairs, [&](int32_t k) { ranks |= uint64_t{1} << owners[pairs.ids[k]]; });
   return ranks;
 }
 
@@ -73,13 +59,13 @@ void send_token(const Exchange& ex, const DispatchArgs& args, const Pairs& pairs
 void send_tokens(const Exchange& ex, const DispatchArgs& args, int64_t tokens, std::vector<int32_t>& counts_R) {
   const ExchangePlan& plan = ex.plan;
   auto* slots = in_scratch<int32_t>(ex, plan.slots);
-  Pairs pairs(plan);
+  Pairs pairs(plan.K, plan.E);
   bool quantises = plan.payload_fp8 && args.dtype != DType::kFloat8E4M3;
   std::vector<Float8> quantised(quantises ? args.D : 0);
   std::vector<float> own_scales(quantises ? plan.scale_blocks : 0);
   bool stream = streams(tokens * plan.x_stride_bytes * std::min<int64_t>(args.K, plan.R));
   for (int64_t t = 0; t < tokens; ++t) {
-    uint64_t ranks = read_pairs(ex, args, t, pairs);
+    uint64_t ranks = read_ranks(ex, args, t, pairs);
     const char* row = static_cast<const char*>(args.x_TD) + t * args.x_stride_bytes;
     int64_t row_bytes = args.D * itemsize(args.dtype);
     const float* scales = args.scales_TB + t * args.scales_stride;  // null, plus 0, where rows have none

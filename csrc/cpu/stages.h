@@ -3,6 +3,7 @@
 #pragma once
 #include "args.h"
 #include "exchange.h"
+#include "rail.h"
 
 namespace epmoe::cpu {
 
@@ -15,5 +16,8 @@ void gated_activation(const GatedActivationArgs& args);
 
 void dispatch(const Exchange& exchange, const DispatchArgs& args);
 void combine(const Exchange& exchange, const CombineArgs& args, DType dtype);  // of y, as on CUDA
+
+void rail_pack(const RailPackArgs& args);
+void rail_sum(const RailSumArgs& args);
 
 }  // namespace epmoe::cpu

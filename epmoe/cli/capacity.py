@@ -20,6 +20,7 @@ from epmoe.placement import Placement
 LOADS = (1.0, 1.5, 2.0)
 """Times the mean load, of which `suggestions` gives the rows."""
 SIGMAS = 6  # of chance: a round in a thousand million exceeds it
+PADDED_NODES = 8  # up to which padded slabs are mostly full
 WORTH_BYTES = 1 << 30  # of a node: less is not worth the risk of an EPOverflowError
 
 
@@ -114,11 +115,33 @@ def advice(config: EPConfig) -> Iterator[str | Table]:
     yield beyond
 
 
+def network(config: EPConfig) -> Iterator[str]:
+    """For `epmoe plan` of several nodes: what crosses the network, and what padding adds to it."""
+    nodes, model = config.topology.num_nodes, config.model
+    if nodes == 1:
+        return
+    E, K = model.num_experts, model.num_experts_per_tok
+    elsewhere = math.comb(E - max(E // nodes, 1), K) / math.comb(E, K)  # that a token needs none of a node's experts
+    per_token, limit = nodes * (1 - elsewhere), config.rows_per_node
+    yield (
+        f"A token needs {per_token:.2f} of {nodes} nodes if all experts are equally likely, and goes to each of them "
+        f"once. Slabs have {limit:,} rows (`capacity.max_rows_per_node`), or the `padded_tokens` of a call. If these "
+        f"are its tokens, padded slabs are {nodes / per_token:.2f} × as long as the rows in them."
+    )
+    if nodes > PADDED_NODES and config.exchange.network_splits == "padded":
+        yield (
+            f"[yellow]With more than {PADDED_NODES} nodes, much of a padded slab is empty: "
+            "`exchange.network_splits: exact` sends the rows alone, but the host reads how many there are.[/]"
+        )
+    if config.capacity.max_expert_rows is None:
+        yield f"`capacity.max_expert_rows` should be set: for twice the mean load, {Capacity.of(config).rows(2.0):,}."
+
+
 def _limited(config: EPConfig, rows: int | None) -> EPConfig:
     return config.model_copy(update={"capacity": config.capacity.model_copy(update={"max_expert_rows": rows})})
 
 
 def _node_bytes(config: EPConfig) -> int:
-    placement, R = Placement.from_config(config), config.topology.ep_size
-    ranks = range(min(R, config.topology.ranks_per_node or R))
+    placement = Placement.from_config(config)
+    ranks = range(config.topology.ranks_here)
     return sum(MemoryPlan.build(config, rank, placement).total_bytes for rank in ranks)

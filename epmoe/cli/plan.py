@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from epmoe.build import BuildError
-from epmoe.cli.capacity import Capacity, advice, suggestions
+from epmoe.cli.capacity import Capacity, advice, network, suggestions
 from epmoe.cli.console import console, human_bytes
 from epmoe.cli.launch import CONFIG, load
 from epmoe.config import EPConfig
@@ -44,7 +44,7 @@ def plan(
     )
     console.print(_memory_table(largest, _totals(parsed, plans)))
     console.print("[dim]Buffers start at aligned offsets, so a region is a little larger than their sum.[/]")
-    for paragraph in advice(parsed):
+    for paragraph in (*network(parsed), *advice(parsed)):
         console.print()
         console.print(paragraph)
     if parsed.exchange.transport == "nvlink":
@@ -66,6 +66,8 @@ def _memory_table(plan: MemoryPlan, totals: dict[str, int]) -> Table:
     table.add_column("bytes", justify="right", no_wrap=True)
     table.columns[0].no_wrap = True
     regions: dict[str, str] = {"window": "window, which every rank maps", "scratch": "scratch, of the rank alone"}
+    if plan.rail_bytes:
+        regions = {"window": "window, which every rank of the node maps", **regions, "rail": "rail, to the other nodes"}
     for region, title in regions.items():
         table.add_row(f"[bold]{title}")
         for buffer in plan.buffers:
@@ -123,10 +125,11 @@ def _shown(launch: dict[str, Any]) -> tuple[str, str]:
 
 
 def _totals(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, int]:
-    node = plans[: config.topology.ranks_per_node or config.topology.ep_size]
+    node = plans[: config.topology.ranks_here]
     return {
         "window per rank": max(p.window_bytes for p in plans),
         "scratch per rank": max(p.scratch_bytes for p in plans),
+        **({"rail per rank": plans[0].rail_bytes} if plans[0].rail_bytes else {}),
         "total per rank": max(p.total_bytes for p in plans),
         "total per node": sum(p.total_bytes for p in node),
     }
@@ -144,6 +147,7 @@ def _as_dict(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, Any]:
             "rank": rank,
             "window_bytes": p.window_bytes,
             "scratch_bytes": p.scratch_bytes,
+            "rail_bytes": p.rail_bytes,
             "total_bytes": p.total_bytes,
             "buffers": [
                 {

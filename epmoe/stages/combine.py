@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from torch import Tensor
 from torch._ops import OpOverload
 
@@ -18,7 +20,7 @@ def combine(exchange: Exchange, expert_rows: Tensor, dispatched: Dispatched) -> 
     try:
         rounds.permit(exchange, dispatched, "combine")
         if dispatched.layout != "expert":
-            raise ValueError("`combine` takes expert-major rows; a round of layout='rank' ends with combine_partial")
+            refuse_layout(dispatched)
         rows = _expert_rows(exchange, expert_rows, dispatched)
         return rounds.closed(exchange, _run(exchange, ops.combine, rows, dispatched, CLOSED))
     finally:
@@ -31,7 +33,7 @@ def combine_partial(exchange: Exchange, partial: Tensor, dispatched: Dispatched)
     try:
         rounds.permit(exchange, dispatched, "combine_partial")
         if dispatched.layout != "rank":
-            raise ValueError("`combine_partial` takes rank-major rows; a round of layout='expert' ends with combine")
+            refuse_layout(dispatched)
         rows = _partial_rows(exchange, partial, dispatched)
         return rounds.closed(exchange, _run(exchange, ops.combine, rows, dispatched, CLOSED))
     finally:
@@ -63,6 +65,13 @@ def combine_recv(exchange: Exchange, dispatched: Dispatched) -> Tensor:
         return rounds.closed(exchange, y)
     finally:
         exchange.thread = 0
+
+
+def refuse_layout(dispatched: Dispatched) -> NoReturn:
+    """Raises ValueError for the call that ends rounds of the other layout."""
+    if dispatched.layout == "rank":
+        raise ValueError("`combine` takes expert-major rows; a round of layout='rank' ends with combine_partial")
+    raise ValueError("`combine_partial` takes rank-major rows; a round of layout='expert' ends with combine")
 
 
 def _expert_rows(exchange: Exchange, rows: Tensor, dispatched: Dispatched) -> Tensor:

@@ -36,8 +36,12 @@ def dispatch(
     num_tokens: int | Tensor | None,
     layout: Layout,
     weight_rows: bool,
+    padded_tokens: int | None = None,
 ) -> Dispatched:
-    """Send this rank's tokens and receive those of its experts. Collective; see `ExpertParallel.dispatch`."""
+    """Send this rank's tokens and receive those of its experts. Collective; see `ExpertParallel.dispatch`.
+
+    `padded_tokens` is for a network between nodes, of which there is one here.
+    """
     exchange.enter()
     try:
         sent = _opened(exchange, x, ids, weights, scales, num_tokens, layout, weight_rows)
@@ -58,6 +62,7 @@ def dispatch_send(
     num_tokens: int | Tensor | None,
     layout: Layout,
     weight_rows: bool,
+    padded_tokens: int | None = None,
 ) -> Sent:
     """The send phase of `dispatch`; waits for no rank, except after an abort."""
     exchange.enter()
@@ -96,7 +101,7 @@ def _opened(
 ) -> Sent:
     """Check the arguments of `ExpertParallel.dispatch` and give them a round."""
     epoch = rounds.check_closed(exchange)
-    template = _checked_template(exchange, x, ids, weights, scales, layout, weight_rows)
+    template = checked_template(exchange, x, ids, weights, scales, layout, weight_rows)
     T = x.shape[0]
     scalar, rows = (None, T) if num_tokens is None else token_count(num_tokens, T, exchange.device)
     descriptor = template.descriptors[bisect_left(template.steps, T)]
@@ -105,7 +110,7 @@ def _opened(
     return rounds.opened(exchange, template, T, epoch, descriptor, arguments)
 
 
-def _checked_template(
+def checked_template(
     exchange: Exchange,
     x: Tensor,
     ids: Tensor,
@@ -182,7 +187,7 @@ def _new_template(exchange: Exchange, x: Tensor, K: int, layout: Layout, weight_
         }
         received = Received.attributes("recv", layout, recv_fields)
     attributes |= {"recv": Received(received), "layout": layout, "dtype": y_dtype, "hidden_size": D}
-    attributes |= {"_rounds": ref(exchange.rounds), "_rank": exchange.plan.sizes["rank"]}
+    attributes |= {"_rounds": ref(exchange.rounds), "_rank": exchange.rank}
     steps, descriptors = exchange.descriptors_for(D, layout == "expert", weight_rows)
     return RoundTemplate(steps, descriptors, attributes, D, torch.empty(0, D, dtype=y_dtype, device=exchange.device))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from epmoe import Dispatched, EPConfig, ExpertParallel, Permuted, Placement, simulate_routing
 from epmoe.reference import finalize_reference, moe_reference, permute_reference
 
-CONTROL = ("signal.", "doorbell", "state", "table.", "health.", "ll.")
+CONTROL = ("signal.", "doorbell", "state", "table.", "health.", "ll.", "rail.missed", "rail.table.", "rail.total.")
 FP8 = torch.float8_e4m3fn
 # (relative, absolute) error of y, with 10 % of slack: roundings to half a unit in the last place (two, with fp8 one),
 # and the loss in denormals.
@@ -37,13 +37,14 @@ def make_config(
     dtype: str = "float32",
     max_tokens: int = 16,
     timeout_s: float = 20.0,
+    ranks_per_node: int | None = None,
     placement: dict | None = None,
     capacity: dict | None = None,
     exchange: dict | None = None,
 ) -> EPConfig:
     return EPConfig(
         model={"num_experts": experts, "num_experts_per_tok": top_k, "hidden_size": hidden, "dtype": dtype},
-        topology={"ep_size": size},
+        topology={"ep_size": size, "ranks_per_node": ranks_per_node},
         placement=placement or {},
         capacity={"max_num_tokens_per_rank": max_tokens} | (capacity or {}),
         exchange={"timeout_s": timeout_s, "warmup_timeout_s": 2 * timeout_s} | (exchange or {}),
@@ -111,12 +112,14 @@ def run_fused_experts(ep: ExpertParallel, d: Dispatched) -> Tensor:
     """Stands in for a stack's fused MoE on layout="rank": returns partial rows [R, M, D]. Unused slots are NaN."""
     x = dequantised(d.recv.x, d.recv.scales, d.dtype)
     partial = poison_(torch.empty_like(x, memory_format=torch.contiguous_format))
-    expert_map, gain = ep.placement.expert_map(ep.rank).long(), gains(ep.config, x.shape[2])
+    expert_map, gain = ep.expert_map.cpu().long(), gains(ep.config, x.shape[2])
+    # The logical expert of each local index; the last entry is for −1.
+    logical = torch.tensor([*map(ep.placement.logical, ep.placement.local_experts(ep.rank)), 0])
     for r, count in enumerate(d.recv.counts.tolist()):
         ids, weights = d.recv.ids[r, :count].cpu().long(), d.recv.weights[r, :count].cpu().double()
-        mine = expert_map[ids] >= 0  # the sentinel's entry is −1
+        index = torch.cat([expert_map, torch.tensor([-1])])[ids]  # the sentinel's entry is −1
         weights_cE = torch.zeros(count, len(gain), dtype=torch.float64)
-        weights_cE.scatter_add_(1, ids % len(gain), weights * mine)
+        weights_cE.scatter_add_(1, logical[index], weights * (index >= 0))
         partial[r, :count] = (x[r, :count].double() * (weights_cE @ gain.double()).to(x.device)).to(x.dtype)
     return partial
 
@@ -199,11 +202,15 @@ def _dense_y(config: EPConfig, tokens: Tokens, each: Callable[[Tensor], Tensor])
 def assert_y(got: Tensor, config: EPConfig, tokens: Tokens) -> None:
     """`got` is this rank's y up to roundings: one of the sum over a rank's experts, one of the sum over ranks.
 
+    With several nodes there are three: the second sum is over the ranks of a node, and the third over nodes.
+
     Rounding errors are relative to Σ_k |weight · expert(x)|, element by element.
     """
     assert got.shape == tokens.x.shape and got.dtype == tokens.x.dtype
     assert got[tokens.real :].eq(0).all()
     relative, absolute = ROUNDINGS[FP8 if config.exchange.combine_payload == "fp8" else got.dtype]
+    if config.topology.num_nodes > 1:
+        relative *= 1.5
     error = (got.double().cpu() - expected_y(config, tokens)).abs()
     excess = error - relative * _dense_y(config, tokens, torch.abs) - absolute
     assert excess.numel() == 0 or excess.max() <= 0, f"{int((excess > 0).sum())} values are off, by {error.max():.3g}"

@@ -1,0 +1,155 @@
+// The rail on the CPU: pack copies each token once into the slab of each node that needs it, and sum adds up what the
+// nodes send back. Between the two, slabs travel over the network, and each node runs its own exchange.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "pairs.h"
+#include "stages.h"
+#include "stream.h"
+
+namespace epmoe::cpu {
+namespace {
+
+// The first slot of the slab of each node, counted from `sent`; of the own node, from `own`.
+std::vector<int64_t> first_slots(int64_t N, int64_t node, const int32_t* counts_N, int64_t slots) {
+  std::vector<int64_t> first(N, 0);
+  int64_t next = 0;
+  for (int64_t m = 0; m < N; ++m) {
+    if (m == node) continue;
+    first[m] = next;
+    next += counts_N ? counts_N[m] : slots;
+  }
+  return first;
+}
+
+PairTables tables_of(const RailPackArgs& args, int64_t* counters) {
+  return {args.E, args.copies, args.rank, args.copies_EC, args.copies_E, counters};
+}
+
+PairInputs inputs_of(const RailPackArgs& args) {
+  return {args.ids_TK,        args.wide_ids,       args.ids_stride, args.weights_TK,
+          args.weights_dtype, args.weights_stride, args.K};
+}
+
+// Gives each token its slots, in token order, and counts the rows of each node.
+void assign_slots(const RailPackArgs& args, int64_t tokens) {
+  Pairs pairs(args.K, args.E);
+  std::vector<int64_t> wanted(args.N, 0);
+  std::vector<int32_t> pairs_of(args.N);  // of this token, by node
+  for (int64_t t = 0; t < args.T; ++t) {
+    int32_t* slots_N = args.slots_TN + t * args.N;
+    std::fill_n(slots_N, args.N, -1);
+    if (t >= tokens) continue;
+    std::fill(pairs_of.begin(), pairs_of.end(), 0);
+    read_pairs(tables_of(args, args.counters), inputs_of(args), t, pairs,
+               [&](int32_t k) { ++pairs_of[args.node_of_P[pairs.ids[k]]]; });
+    for (int64_t m = 0; m < args.N; ++m) {
+      if (!pairs_of[m]) continue;
+      if (wanted[m] < args.slots)
+        slots_N[m] = static_cast<int32_t>(wanted[m]);
+      else
+        args.counters[kDroppedPairs] += pairs_of[m];
+      ++wanted[m];
+    }
+  }
+  for (int64_t m = 0; m < args.N; ++m) {
+    args.counts_N[m] = static_cast<int32_t>(std::min(wanted[m], args.slots));
+    args.rows_sent_N[m] += args.counts_N[m];
+    if (wanted[m] > args.slots) *args.needed = std::max(*args.needed, static_cast<int32_t>(wanted[m]));
+  }
+}
+
+// Writes the ids and weights of one slot. Pairs of other nodes, and of a null `pairs`, are no pairs here.
+void write_pairs(const RailPackArgs& args, char* slot, int64_t node, const Pairs* pairs) {
+  auto* ids = reinterpret_cast<int32_t*>(slot + args.slot.ids);
+  auto* weights = reinterpret_cast<float*>(slot + args.slot.weights);
+  for (int32_t k = 0; k < args.K; ++k) {
+    bool here = pairs && pairs->ids[k] >= 0 && args.node_of_P[pairs->ids[k]] == node;
+    ids[k] = here ? args.node_local_P[pairs->ids[k]] : -1;
+    weights[k] = here ? pairs->weights[k] : 0.0f;
+  }
+}
+
+// Copies all tokens into their slots.
+void copy_tokens(const RailPackArgs& args, const std::vector<char*>& slabs, int64_t tokens) {
+  Pairs pairs(args.K, args.E);
+  int64_t uncounted[kNumCounters] = {};  // `assign_slots` has counted
+  bool quantises = args.fp8 && args.dtype != DType::kFloat8E4M3;
+  int64_t blocks = args.fp8 ? ceil_div(args.D, kScaleBlock) : 0;
+  std::vector<Float8> quantised(quantises ? args.D : 0);
+  std::vector<float> own_scales(quantises ? blocks : 0);
+  bool stream = streams(tokens * args.slot.bytes);
+  for (int64_t t = 0; t < tokens; ++t) {
+    const int32_t* slots_N = args.slots_TN + t * args.N;
+    if (std::all_of(slots_N, slots_N + args.N, [](int32_t slot) { return slot < 0; })) continue;
+    read_pairs(tables_of(args, uncounted), inputs_of(args), t, pairs, [](int32_t) {});
+    const char* row = static_cast<const char*>(args.x_TD) + t * args.x_stride_bytes;
+    int64_t row_bytes = args.D * itemsize(args.dtype);
+    const float* scales = args.scales_TB + t * args.scales_stride;  // null, plus 0, where rows have none
+    if (quantises) {
+      visit(args.dtype, [&](auto type) {
+        quantise_row(reinterpret_cast<const decltype(type)*>(row), args.D, quantised.data(), own_scales.data());
+      });
+      row = reinterpret_cast<const char*>(quantised.data());
+      row_bytes = args.D;
+      scales = own_scales.data();
+    }
+    for (int64_t m = 0; m < args.N; ++m) {
+      if (slots_N[m] < 0) continue;
+      char* slot = slabs[m] + slots_N[m] * args.slot.bytes;
+      copy_row(slot, row, row_bytes, stream);
+      if (blocks) std::copy_n(scales, blocks, reinterpret_cast<float*>(slot + args.slot.scales));
+      write_pairs(args, slot, m, &pairs);
+    }
+  }
+  finish_streaming();
+}
+
+// Adds the partial row in each used slot of token t, in the order of the nodes.
+template <typename T>
+void sum_token(const RailSumArgs& args, const std::vector<int64_t>& first, int64_t t, float* sum_D) {
+  std::fill_n(sum_D, args.D, 0.0f);
+  for (int64_t m = 0; m < args.N; ++m) {
+    int32_t slot = args.slots_TN[t * args.N + m];
+    if (slot < 0) continue;
+    auto* rows = static_cast<const T*>(m == args.node ? args.own : args.returned);
+    const T* row = rows + (first[m] + slot) * args.D;
+    for (int64_t d = 0; d < args.D; ++d) sum_D[d] += to_float(row[d]);
+  }
+}
+
+}  // namespace
+
+void rail_pack(const RailPackArgs& args) {
+  int64_t wanted = args.num_tokens ? *args.num_tokens : args.num_rows;
+  int64_t tokens = std::clamp<int64_t>(wanted, 0, args.T);
+  args.counters[kClampedNumTokens] += tokens != wanted;
+  assign_slots(args, tokens);
+  std::vector<int64_t> first = first_slots(args.N, args.node, args.exact ? args.counts_N : nullptr, args.slots);
+  std::vector<char*> slabs(args.N);
+  for (int64_t m = 0; m < args.N; ++m) {
+    slabs[m] = (m == args.node ? args.own : args.sent) + first[m] * args.slot.bytes;
+    if (args.exact) continue;
+    for (int64_t i = args.counts_N[m]; i < args.slots; ++i)
+      write_pairs(args, slabs[m] + i * args.slot.bytes, m, nullptr);
+    RailTag tag{static_cast<int32_t>(args.D), args.K, static_cast<int32_t>(args.dtype), args.epoch};
+    std::memcpy(slabs[m] + args.slot.tag, &tag, sizeof(tag));
+  }
+  copy_tokens(args, slabs, tokens);
+}
+
+void rail_sum(const RailSumArgs& args) {
+  std::vector<int64_t> first = first_slots(args.N, args.node, args.counts_N, args.slots);
+  std::vector<float> sum_D(args.D);
+  visit(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    auto* y = static_cast<T*>(args.y_TD);
+    for (int64_t t = 0; t < args.T; ++t) {
+      sum_token<T>(args, first, t, sum_D.data());
+      for (int64_t d = 0; d < args.D; ++d) y[t * args.D + d] = from_float<T>(sum_D[d]);
+    }
+  });
+}
+
+}  // namespace epmoe::cpu

@@ -1,0 +1,110 @@
+// The operators of the rail: they check and unwrap tensors. Schemas and fakes are in epmoe/ops.py.
+#include "cpu/stages.h"
+#include "unwrap.h"
+
+namespace epmoe {
+namespace {
+
+// What all calls of one rank share, in a host tensor of int64 that `TwoLevels` in epmoe/two_levels.py writes.
+struct RailDescriptor {
+  int64_t E, copies, rank, node, nodes, fp8;
+  RailSlot slot;
+};
+
+const RailDescriptor& parsed(const Tensor& descriptor) {
+  constexpr int64_t kFields = sizeof(RailDescriptor) / sizeof(int64_t);
+  STD_TORCH_CHECK(!descriptor.is_cuda(), "`descriptor` must be on the host");
+  return *reinterpret_cast<const RailDescriptor*>(pointer<int64_t>(descriptor, kFields, "descriptor"));
+}
+
+void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const std::optional<Tensor>& scales,
+               const std::optional<Tensor>& num_tokens, int64_t num_rows, const Tensor& copies,
+               const Tensor& num_copies, const Tensor& node_of, const Tensor& node_local, const Tensor& descriptor,
+               int64_t slots, bool exact, int64_t epoch, const Tensor& own, const Tensor& sent, const Tensor& slots_of,
+               const Tensor& counts, const Tensor& needed, const Tensor& counters, const Tensor& rows_sent) {
+  const RailDescriptor& d = parsed(descriptor);
+  check_rows(x, "x");
+  check_rows(ids, "ids");
+  check_rows(weights, "weights");
+  int64_t T = x.size(0), D = x.size(1), K = ids.size(1), N = d.nodes, P = node_of.numel();
+  STD_TORCH_CHECK(K >= 1 && ids.size(0) == T && weights.size(0) == T && weights.size(1) == K,
+                  "x, ids and weights must fit one another");
+  bool is_fp8 = dtype_of(x) == DType::kFloat8E4M3;
+  STD_TORCH_CHECK(is_fp8 == scales.has_value() && (d.fp8 || !is_fp8), "fp8 rows, and no others, come with scales");
+  if (scales) check_rows(*scales, "scales");
+  int64_t row_bytes = D * (d.fp8 ? 1 : itemsize(dtype_of(x)));
+  STD_TORCH_CHECK(row_bytes <= d.slot.scales && d.slot.ids + K * 4 <= d.slot.weights &&
+                      d.slot.weights + K * 4 <= d.slot.tag && d.slot.tag + int64_t{sizeof(RailTag)} <= d.slot.bytes,
+                  "a row and its pairs must fit the slot");
+  RailPackArgs args{
+      .x_TD = x.data_ptr(),
+      .dtype = dtype_of(x),
+      .x_stride_bytes = x.stride(0) * itemsize(dtype_of(x)),
+      .scales_TB = scales ? static_cast<const float*>(scales->data_ptr()) : nullptr,
+      .scales_stride = scales ? scales->stride(0) : 0,
+      .ids_TK = ids.data_ptr(),
+      .wide_ids = is_wide(ids),
+      .ids_stride = ids.stride(0),
+      .weights_TK = weights.data_ptr(),
+      .weights_dtype = dtype_of(weights),
+      .weights_stride = weights.stride(0),
+      .num_tokens = pointer<int32_t>(num_tokens, 1, "num_tokens"),
+      .T = T,
+      .num_rows = num_rows,
+      .D = D,
+      .K = static_cast<int32_t>(K),
+      .E = d.E,
+      .copies = d.copies,
+      .rank = d.rank,
+      .node = d.node,
+      .N = N,
+      .copies_EC = pointer<int32_t>(copies, d.E * d.copies, "copies"),
+      .copies_E = pointer<int32_t>(num_copies, d.E, "num_copies"),
+      .node_of_P = pointer<int32_t>(node_of, P, "node_of"),
+      .node_local_P = pointer<int32_t>(node_local, P, "node_local"),
+      .slot = d.slot,
+      .fp8 = d.fp8 != 0,
+      .slots = slots,
+      .exact = exact,
+      .epoch = static_cast<int32_t>(epoch),
+      .own = reinterpret_cast<char*>(pointer<uint8_t>(own, slots * d.slot.bytes, "own")),
+      .sent = reinterpret_cast<char*>(pointer<uint8_t>(sent, (N - 1) * slots * d.slot.bytes, "sent")),
+      .slots_TN = pointer<int32_t>(slots_of, T * N, "slots_of"),
+      .counts_N = pointer<int32_t>(counts, N, "counts"),
+      .needed = pointer<int32_t>(needed, 1, "needed"),
+      .counters = pointer<int64_t>(counters, kNumCounters, "counters"),
+      .rows_sent_N = pointer<int64_t>(rows_sent, N, "rows_sent"),
+  };
+  cpu::rail_pack(args);
+}
+
+void rail_sum(const Tensor& own, const Tensor& returned, const Tensor& slots_of, const std::optional<Tensor>& counts,
+              int64_t slots, int64_t node, const Tensor& y) {
+  STD_TORCH_CHECK(y.dim() == 2 && y.is_contiguous() && own.is_contiguous() && returned.is_contiguous(),
+                  "y and the partial rows must be contiguous");
+  STD_TORCH_CHECK(dtype_of(own) == dtype_of(y) && dtype_of(returned) == dtype_of(y), "partial rows must be like y");
+  int64_t T = y.size(0), N = slots_of.size(1);
+  RailSumArgs args{
+      .own = own.data_ptr(),
+      .returned = returned.data_ptr(),
+      .dtype = dtype_of(y),
+      .slots_TN = pointer<int32_t>(slots_of, T * N, "slots_of"),
+      .counts_N = pointer<int32_t>(counts, N, "counts"),
+      .slots = slots,
+      .node = node,
+      .N = N,
+      .y_TD = y.data_ptr(),
+      .T = T,
+      .D = y.size(1),
+  };
+  cpu::rail_sum(args);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(epmoe, CPU, library) {
+  library.impl("rail_pack", TORCH_BOX(&rail_pack));
+  library.impl("rail_sum", TORCH_BOX(&rail_sum));
+}
+
+}  // namespace epmoe

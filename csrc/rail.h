@@ -1,0 +1,70 @@
+// Arguments of the operators of the rail, the same for CPU and CUDA. A rail is the ranks of one local index, one on
+// each node. Letters as in args.h; here N is the nodes, and n the slots of a padded slab. The slab of this rank's own
+// node does not travel. Slabs of the other nodes lie behind one another, in the order of the nodes.
+#pragma once
+#include "types.h"
+
+namespace epmoe {
+
+// One slot: the row, its scales if it is fp8, K ids, K weights, and the tag. Each part begins at a multiple of 4 bytes.
+struct RailSlot {
+  int64_t bytes;    // between slots; a multiple of 16
+  int64_t scales;   // offset in bytes, likewise the next three
+  int64_t ids;      // int32 [K]: experts of the receiving node, -1 where there is none
+  int64_t weights;  // float [K]
+  int64_t tag;      // RailTag, which counts in the first slot of a slab only
+};
+
+// What the source says of its call: receivers compare it with their own.
+struct RailTag {
+  int32_t D, K, dtype, epoch;
+};
+
+struct RailPackArgs {
+  const void* x_TD;
+  DType dtype;             // of x
+  int64_t x_stride_bytes;  // between rows
+  const float* scales_TB;  // of rows that are fp8, else null
+  int64_t scales_stride;   // between rows
+  const void* ids_TK;      // logical experts
+  bool wide_ids;           // ids are int64, else int32
+  int64_t ids_stride;      // between rows
+  const void* weights_TK;
+  DType weights_dtype;
+  int64_t weights_stride;     // between rows
+  const int32_t* num_tokens;  // as in DispatchArgs
+  int64_t T, num_rows, D;
+  int32_t K;
+  // Tables of the whole placement.
+  int64_t E, copies, rank, node, N;
+  const int32_t* copies_EC;     // physical experts of each logical expert
+  const int32_t* copies_E;      // how many it has
+  const int32_t* node_of_P;     // node of each physical expert
+  const int32_t* node_local_P;  // its number among the physical experts of that node
+  // The slabs.
+  RailSlot slot;
+  bool fp8;              // quantise rows that are not fp8 yet
+  int64_t slots;         // n: a node gets at most so many rows; further ones are dropped
+  bool exact;            // slabs are as long as they have rows; else n slots, unused ones without experts
+  int32_t epoch;         // of the round
+  char* own;             // out: the slab of the own node
+  char* sent;            // out: the slabs of the other nodes
+  int32_t* slots_TN;     // out: slot of token t in the slab of each node, -1 if it does not go there
+  int32_t* counts_N;     // out: rows in each slab
+  int32_t* needed;       // out: the most rows that a node needed; never falls
+  int64_t* counters;     // kNumCounters, added to
+  int64_t* rows_sent_N;  // added to
+};
+
+struct RailSumArgs {
+  const void* own;       // partial rows of the own node, in dtype, contiguous
+  const void* returned;  // partial rows of the other nodes, likewise
+  DType dtype;
+  const int32_t* slots_TN;
+  const int32_t* counts_N;  // null: slabs of `slots` rows
+  int64_t slots, node, N;
+  void* y_TD;  // out, in dtype, contiguous
+  int64_t T, D;
+};
+
+}  // namespace epmoe

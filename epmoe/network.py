@@ -1,0 +1,175 @@
+"""The rail: how slabs of rows reach the ranks of one local index on the other nodes.
+
+A rail starts a transfer, waits for it with a deadline, and can be closed meanwhile. How bytes travel is its own affair:
+another network is another class like `Rail`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllToAllOptions, _get_default_store
+
+from epmoe.exchange import interruptible
+
+CONNECT = timedelta(seconds=60)  # for ranks to reach one another at the start
+ANSWER_S = 0.4  # how long ranks have to say that they live, once a transfer has failed
+_SEND_S = 0.1  # to write a word into the store, where it can be reached
+_SPINS = 200  # looks at a transfer before the first sleep
+_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 2e-3
+_SLACK_S = 2.0  # the network's own deadline comes after ours, so that ours words the error
+
+
+class RailError(RuntimeError):
+    """A transfer failed or did not end in time: `Rail.missing` says which ranks did not take part."""
+
+
+class Transfer(Protocol):
+    """Slabs on their way: a `Work` of torch.distributed."""
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+
+    def wait(self) -> object:
+        """Raise RuntimeError if it has failed."""
+
+
+class Rail(Protocol):
+    """The ranks of one local index, one on each node."""
+
+    def start(
+        self, sent: Tensor, received: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], timeout_s: float
+    ) -> Transfer:
+        """Send slabs to the other nodes and receive theirs. Collective over the rail; waits for no rank.
+
+        Args:
+            sent: contiguous [n, …], the slabs to the other nodes behind one another, in the order of the nodes.
+            received: likewise, the slabs from them.
+            sent_rows: [N], the length of the slab to each node; 0 for the own node.
+            received_rows: [N], the length of the slab from each node; 0 for the own node.
+            timeout_s: after which the transfer fails, in seconds.
+
+        Returns:
+            The transfer, for `wait`.
+
+        Raises:
+            RailError: the network refuses the transfer.
+        """
+
+    def wait(self, transfer: Transfer, deadline: float, look: Callable[[], None]) -> None:
+        """Wait for a transfer.
+
+        Args:
+            transfer: from `start`.
+            deadline: of `time.monotonic`.
+            look: called now and then. What it raises ends the wait.
+
+        Raises:
+            RailError: it failed, or did not end in time.
+        """
+
+    def missing(self, found: Sequence[int]) -> list[int]:
+        """After a failure: who is missing. It takes `ANSWER_S` at most.
+
+        Args:
+            found: ranks of the group that this rank knows to be missing. Its rail hears of them.
+
+        Returns:
+            Ranks of the group, at least one.
+        """
+
+    def close(self) -> None:
+        """Give up all transfers, and release what the network holds. Waits for no rank."""
+
+
+def gloo_group(name: str, rank: int, size: int) -> Any:
+    """A group of a name that no other group has had: `dist.new_group` gives the name of a destroyed one again, and with
+    it the addresses that its ranks had. Collective over its ranks. torch declares few of the methods."""
+    return dist.ProcessGroupGloo(dist.PrefixStore(f"epmoe/{name}", _get_default_store()), rank, size, CONNECT)
+
+
+class CollectiveRail:
+    """A `Rail` by all-to-all of torch.distributed, over a group of its own.
+
+    Args:
+        ranks: of the whole group, one on each node: this rail.
+        rank: this one.
+        name: the same on all ranks of the group, and of no other group.
+    """
+
+    def __init__(self, ranks: list[int], rank: int, name: str):
+        self._ranks, self._rank, self._name = ranks, rank, name
+        self._group = gloo_group(f"{name}/rail/{ranks[0]}", ranks.index(rank), len(ranks))
+        self._under_way: list[Transfer] = []
+
+    def start(
+        self, sent: Tensor, received: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], timeout_s: float
+    ) -> Transfer:
+        """As `Rail.start`."""
+        options = AllToAllOptions()  # `dist.all_to_all_single` takes no deadline
+        options.timeout, options.asyncOp = timedelta(seconds=timeout_s + _SLACK_S), True
+        try:
+            transfer = self._group.alltoall_base(received, sent, list(received_rows), list(sent_rows), options)
+        except RuntimeError as error:
+            raise RailError(str(error)) from error
+        self._under_way = [*(other for other in self._under_way if not other.is_completed()), transfer]
+        return transfer
+
+    def wait(self, transfer: Transfer, deadline: float, look: Callable[[], None]) -> None:
+        """As `Rail.wait`. It polls, so that signal handlers of Python run."""
+        polls, sleep_s = 0, _SLEEP_S
+        while not transfer.is_completed():
+            polls += 1
+            if polls < _SPINS:
+                time.sleep(0)
+                continue
+            look()
+            if time.monotonic() > deadline:
+                raise RailError("the transfer did not end in time")
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+        try:
+            transfer.wait()
+        except RuntimeError as error:
+            raise RailError(str(error)) from error
+
+    def missing(self, found: Sequence[int]) -> list[int]:
+        """As `Rail.missing`: every rank that gives up says so in the store; a rank that is silent is missing.
+
+        Where the store cannot be reached either, all other ranks of the rail are missing.
+        """
+        store = dist.PrefixStore(f"epmoe/{self._name}/missing", _get_default_store())
+        others = [rank for rank in self._ranks if rank != self._rank]
+        heard: dict[int, set[int]] = {}
+        with suppress(RuntimeError):
+            interruptible(partial(self._ask, store, found, others, heard), ANSWER_S)
+        named, silent = set().union(*heard.values()), set(others) - set(heard)
+        result = sorted(set(found) or named or silent or others)
+        with suppress(RuntimeError):  # for ranks that come too late
+            interruptible(partial(store.set, str(self._rank), ",".join(map(str, result))), _SEND_S)
+        return result
+
+    def _ask(self, store: dist.Store, found: Sequence[int], others: list[int], heard: dict[int, set[int]]) -> None:
+        """Say what this rank has found, and fill `heard` with what the others have. It may never end."""
+        store.set(str(self._rank), ",".join(map(str, found)))
+        give_up = time.monotonic() + ANSWER_S
+        while len(heard) < len(others) and not found and time.monotonic() < give_up:
+            for rank in others:
+                if rank not in heard and store.check([str(rank)]):
+                    heard[rank] = set(map(int, filter(None, store.get(str(rank)).decode().split(","))))
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """As `Rail.close`. gloo cannot cancel a transfer: the end of its group would wait for the deadline."""
+        if not all(transfer.is_completed() for transfer in self._under_way):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))  # until the process ends
+        self._under_way.clear()
+        del self._group

@@ -1,0 +1,150 @@
+"""The slabs of one round over several nodes: where they lie, how long they are, and their way to other nodes and back.
+
+The slab of the own node does not travel. It comes first in `rail.received`; the slabs of the other nodes follow in the
+order of the nodes, without a gap, so that the node's dispatch reads all of them in place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from epmoe import ops
+from epmoe.handles import Dispatched, Layout
+from epmoe.memory import SCALE_BLOCK
+
+if TYPE_CHECKING:
+    from epmoe.network import Transfer
+    from epmoe.two_levels import TwoLevels
+
+FP8 = torch.float8_e4m3fn
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, FP8)  # by their number in csrc/types.h
+_TAG_INTS = 4  # `RailTag` in csrc/rail.h
+
+
+class Slabs:
+    """The slabs of one round, from dispatch to the sum.
+
+    Args:
+        exchange: of this rank.
+        like: (K, D, dtype) of the call.
+        slots: n, the most rows of a slab.
+        layout: of the call.
+        weight_rows: `apply_router_weight_on_input` of the call.
+        epoch: of the round.
+
+    Attributes:
+        inside: the round of the node's exchange, once it is open.
+        transfer: the last one that was started.
+    """
+
+    inside: Dispatched
+    transfer: Transfer
+
+    def __init__(
+        self,
+        exchange: TwoLevels,
+        like: tuple[int, int, torch.dtype],
+        slots: int,
+        layout: Layout,
+        weight_rows: bool,
+        epoch: int,
+    ) -> None:
+        self.exchange, self.slots, self.layout, self.weight_rows = exchange, slots, layout, weight_rows
+        self.K, self.D, dtype = like
+        self.wire = FP8 if exchange.sends_fp8 else dtype
+        self.tag = [self.D, self.K, _DTYPES.index(dtype), epoch]
+        self.others = [node for node in range(exchange.num_nodes) if node != exchange.node]
+        self.own_rows = slots
+        self.sent_rows = self.received_rows = [slots * (node in self.others) for node in range(exchange.num_nodes)]
+
+    def pack(
+        self, x: Tensor, ids: Tensor, weights: Tensor, scales: Tensor | None, num_tokens: Tensor | None, num_rows: int
+    ) -> None:
+        """Copy the tokens into the slabs, with the arguments of the operator dispatch."""
+        exchange, views = self.exchange, self.exchange.views
+        ops.rail_pack(
+            x, ids, weights, scales, num_tokens, num_rows, *exchange.tables, exchange.rail_descriptor, self.slots,
+            exchange.exact, self.tag[-1], views["rail.received"].flatten(), views["rail.sent"].flatten(),
+            views["rail.slots"], views["rail.counts"], views["rail.total.needed"], views["rail.total.counters"],
+            views["rail.total.rows_sent"],
+        )  # fmt: skip
+
+    def start(self) -> None:
+        """Start the transfer to the other nodes; with exact splits, first that of the lengths."""
+        if not self.exchange.exact:
+            return self._start_rows()
+        counts = self.exchange.views["rail.counts"].tolist()
+        self.own_rows = counts[self.exchange.node]
+        self.sent_rows = [counts[node] * (node in self.others) for node in range(len(counts))]
+        lengths = torch.tensor([[counts[node], *self.tag] for node in self.others], dtype=torch.int32)
+        self.lengths = torch.empty_like(lengths)
+        one_each = [int(node in self.others) for node in range(len(counts))]
+        self.transfer = self.exchange.start(lengths, self.lengths, one_each, one_each)
+
+    def finish(self) -> None:
+        """With exact splits: wait for the lengths, and start the transfer of the rows."""
+        if self.exchange.exact:
+            self.exchange.wait(self.transfer)
+            for node, rows in zip(self.others, self.lengths[:, 0].tolist(), strict=True):
+                self.received_rows = [*self.received_rows[:node], rows, *self.received_rows[node + 1 :]]
+            self._start_rows()
+
+    def differing(self) -> list[int]:
+        """Once the rows are here: the ranks of this rail whose call differs from this rank's."""
+        if self.exchange.exact:
+            tags = self.lengths[:, 1:]
+        else:
+            slot, rows = self.exchange.slot, self._received()
+            first = rows[self.own_rows : self.own_rows + len(self.others) * self.slots : self.slots]
+            tags = first[:, slot.tag : slot.tag + 4 * _TAG_INTS].view(torch.int32)
+        G, local = self.exchange.ranks_per_node, self.exchange.inside.rank
+        pairs = zip(self.others, tags.tolist(), strict=True)
+        return [node * G + local for node, tag in pairs if tag != self.tag]
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """x, ids, weights and scales of all slabs, for the dispatch of the node: views, which copy nothing."""
+        slot, rows = self.exchange.slot, self._received()[: self.own_rows + sum(self.received_rows)]
+        ids, weights = (
+            rows[:, begin : begin + 4 * self.K].view(dtype)
+            for begin, dtype in ((slot.ids, torch.int32), (slot.weights, torch.float32))
+        )
+        x = rows[:, : self.D * self.wire.itemsize].view(self.wire)
+        scales = None
+        if self.wire is FP8:
+            scales = rows[:, slot.scales : slot.scales + 4 * -(-self.D // SCALE_BLOCK)].view(torch.float32)
+        return x, ids, weights, scales
+
+    def send_back(self, partial: Tensor) -> None:
+        """Start the transfer of partial rows to the nodes of their tokens.
+
+        Args:
+            partial: [n, D], in the order of `rows`; it must live until the transfer has ended.
+        """
+        self.partial = partial
+        row_bytes, back = self.D * partial.itemsize, sum(self.sent_rows)
+        returned = self.exchange.views["rail.returned"].flatten()[: back * row_bytes]
+        self.returned = returned.view(partial.dtype).view(back, self.D)
+        self.transfer = self.exchange.start(
+            partial[self.own_rows :].view(torch.uint8),
+            self.returned.view(torch.uint8),
+            self.received_rows,
+            self.sent_rows,
+        )
+
+    def sum(self, y: Tensor) -> None:
+        """Once the partial rows are here: their sum for each token, in the order of the nodes, into y [T, D]."""
+        views, exchange = self.exchange.views, self.exchange
+        counts = views["rail.counts"] if exchange.exact else None
+        own = self.partial[: self.own_rows]
+        ops.rail_sum(own, self.returned, views["rail.slots"], counts, self.slots, exchange.node, y)
+
+    def _start_rows(self) -> None:
+        sent = self.exchange.views["rail.sent"].flatten(0, 1)[: sum(self.sent_rows)]
+        received = self._received()[self.own_rows : self.own_rows + sum(self.received_rows)]
+        self.transfer = self.exchange.start(sent, received, self.sent_rows, self.received_rows)
+
+    def _received(self) -> Tensor:
+        return self.exchange.views["rail.received"].flatten(0, 1)

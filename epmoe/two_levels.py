@@ -1,0 +1,280 @@
+"""The exchange over several nodes: a rail to the other nodes, and inside each node the exchange of one node.
+
+    source rank ─ pack ─▶ slabs ─ rail ─▶ rank of the same local index on each node ─ dispatch of the node ─▶ experts
+    y ◀─ sum in node order ─ partial rows ◀─ rail ─ partial rows of each node ◀─ combine of the node ──────────┘
+
+The calls of a round are in epmoe/stages/two_levels.py. This file has what they keep, and what happens when they fail.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from ctypes import c_int64
+from dataclasses import dataclass, field
+from typing import NoReturn, Self
+
+import torch
+from torch import Tensor
+
+from epmoe import rounds
+from epmoe.config import EPConfig
+from epmoe.exchange import Exchange
+from epmoe.group import open_window
+from epmoe.handles import Dispatched
+from epmoe.health import COUNTERS, MISMATCH, STAGES, STATUS, EPMismatchError, EPOverflowError, EPTimeoutError, Health
+from epmoe.memory import MemoryPlan, RailSlot
+from epmoe.network import CollectiveRail, Rail, RailError, Transfer, gloo_group
+from epmoe.peers import Peers
+from epmoe.placement import Placement
+from epmoe.rounds import PHASES, PROGRESS, Rounds
+from epmoe.slabs import Slabs
+from epmoe.stages.dispatch import dispatch_send
+from epmoe.tuning import Tuning
+
+_CODE = STATUS.index("code")
+# Counted at the source, before rows leave for other nodes.
+_AT_SOURCE = ("out_of_range_ids", "duplicate_ids", "nonfinite_weights", "clamped_num_tokens")
+# The way back waits for waits inside other nodes, which end first: their ranks know who is missing.
+RETURN_S = 1.1
+_TABLES = ("rail.table.copies", "rail.table.num_copies", "rail.table.node_of", "rail.table.node_local")
+
+
+@dataclass(kw_only=True)
+class TwoLevels(Exchange):
+    """An `Exchange` over the nodes of a group, in the window of its node's own. `rank` and errors are of the group."""
+
+    inside: Exchange  # of the node
+    rail: Rail
+    node: int
+    travelling: Slabs | None = None  # of the open round
+    pending: list[Slabs] = field(default_factory=list)  # of rounds that were given up
+    failure: tuple[str, int, list[int], list[int], str] | None = None  # arguments of an EPTimeoutError
+    limit: str = "capacity.max_rows_per_node"  # what says how many slots the slabs of the last call have
+    rail_descriptor: Tensor = field(init=False)  # `RailDescriptor` in csrc/ops_rail.cpp
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        topology = self.config.topology
+        self.ranks_per_node, self.num_nodes = topology.ranks_here, topology.num_nodes
+        self.rank += self.node * self.ranks_per_node
+        self.slots = self.config.rows_per_node  # of the slabs of the last call
+        self.slot = RailSlot.of(self.config)
+        self.sends_fp8 = self.config.exchange.payload == "fp8"
+        self.exact = self.config.exchange.network_splits == "exact"
+        self.rounds = Rounds((c_int64 * len(PROGRESS))())
+        memory = torch.zeros(self.plan.rail_bytes, dtype=torch.uint8)
+        self.views |= {buffer.name: buffer.view(memory) for buffer in self.plan.buffers if buffer.region == "rail"}
+        self.inside.raises_overflow = False  # the round goes on to the sources first: see `check_overflow`
+
+    @classmethod
+    def open(cls, config: EPConfig, placement: Placement, peers: Peers, device: torch.device, name: str) -> Self:
+        """This rank's part. Collective over the group.
+
+        Args:
+            config: of the whole group, with more than one node.
+            placement: likewise.
+            peers: of the whole group.
+            device: the CPU.
+            name: the same on all ranks, and of no other group.
+
+        Returns:
+            The exchange, whose window the ranks of the node map.
+
+        Raises:
+            MemoryError: the windows do not fit.
+            RuntimeError: the ranks of a node are on several machines, or do not reach one another.
+        """
+        topology = config.topology
+        G, N = topology.ranks_here, topology.num_nodes
+        node, local = divmod(peers.rank, G)
+        here = peers.global_ranks[node * G : (node + 1) * G]
+        plan = MemoryPlan.build(config, peers.rank, placement, nvlink=False)
+        group = gloo_group(f"{name}/node/{node}", local, G) if G > 1 else None
+        mates = Peers(group, local, G, here, peers.timeout_s)
+        ranks = [m * G + local for m in range(N)]
+        rail = CollectiveRail(ranks, peers.rank, name)
+        window = open_window(plan, mates, device)
+        node_placement = placement.of_node(node, G)
+        inside = Exchange.create(config.of_node(), plan, node_placement, window, local, here, device)
+        exchange = cls(
+            config, plan, window, inside.scratch, inside.status, peers.global_ranks, device,
+            inside=inside, rail=rail, node=node,
+        )  # fmt: skip
+        tables = placement.copies_table(), placement.num_copies(), *placement.node_ids(G)
+        for table, values in zip(_TABLES, tables, strict=True):
+            exchange.views[table].copy_(values)
+        E, copies = exchange.views["rail.table.copies"].shape
+        exchange.rail_descriptor = torch.tensor([E, copies, peers.rank, node, N, exchange.sends_fp8, *exchange.slot])
+        return exchange
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """Of the whole placement, as `rail_pack` takes them."""
+        return [self.views[name] for name in _TABLES]
+
+    def start(self, sent: Tensor, received: Tensor, sent_rows: list[int], received_rows: list[int]) -> Transfer:
+        """Start a transfer on the rail; see `Rail.start`."""
+        try:
+            return self.rail.start(sent, received, sent_rows, received_rows, self.timeout_ns / 1e9)
+        except RailError:
+            self.fail([])
+
+    def wait(self, transfer: Transfer, later_s: float = 0.0) -> None:
+        """Wait for a transfer, `later_s` longer than `exchange.timeout_s`.
+
+        Raises EPTimeoutError, which names the missing ranks; the node hears of it.
+        """
+        try:
+            self.rail.wait(transfer, time.monotonic() + self.timeout_ns / 1e9 + later_s, self._look)
+        except RailError:
+            self.fail(self._reported())
+
+    def wait_for_given_up(self) -> None:
+        """Before a round: wait for the transfers of rounds that this rank has given up."""
+        while self.pending:
+            self.wait(self.pending[0].transfer)
+            self.pending.pop(0)
+
+    def fail(self, found: list[int]) -> NoReturn:
+        """Record a failure of the rail, and name the missing ranks to the node and to the rail.
+
+        Args:
+            found: the missing ranks, if they are known.
+
+        Raises:
+            EPTimeoutError: always.
+        """
+        missing = self.rail.missing(found)
+        self._record(missing, "over the network")
+        self.window.store(self.plan["rail.missed"].offset + 8 * self.inside.rank, missing[0] + 1)
+        self.inside.leave()
+        self.check()
+        raise AssertionError("check raises what was recorded")
+
+    def check(self) -> None:
+        """Raise EPTimeoutError or EPMismatchError if the rail or the node's exchange has failed."""
+        if self.failure is None and self.status_words[_CODE]:
+            self._take_failure_of_node()
+        if self.failure is not None:
+            raise EPTimeoutError(*self.failure)
+
+    def check_overflow(self) -> None:
+        """Raise EPOverflowError if a slab or the expert-major rows of the node had too little room."""
+        needed, self.views["rail.total.needed"][0] = int(self.views["rail.total.needed"]), 0
+        if needed and self.raises_overflow:
+            raise EPOverflowError(needed, self.slots, "rows for one node", self.limit)
+        super().check_overflow()
+
+    def mismatch(self, ranks: list[int]) -> NoReturn:
+        """Close the round, in which no rank goes on, and raise EPMismatchError for these ranks."""
+        epoch = self.rounds.count
+        rounds.abort(self.inside, None)
+        self.close_round()
+        raise EPMismatchError(epoch, ranks)
+
+    def close_round(self) -> None:
+        """Any state → CLOSED."""
+        progress = self.rounds.progress
+        progress[PHASES] += -progress[PHASES] & 3
+        self.rounds.handle = None
+
+    def give_up(self) -> None:
+        """As `Exchange.give_up`: the other nodes get zeros, and the own node no rows.
+
+        The next dispatch waits for what is still on its way. With exact splits this call waits for the rail once.
+        """
+        slabs, handle = self.travelling, self.rounds.handle
+        assert slabs is not None and handle is not None
+        if self.rounds.state == rounds.SENT:
+            slabs.finish()
+            self.pending.append(copy.copy(slabs))  # the transfer of the rows
+            x, ids, weights, scales = slabs.rows()
+            none = x[:0], ids[:0], weights[:0], None if scales is None else scales[:0]
+            dispatch_send(self.inside, *none, None, "expert", False)
+        rounds.abort(self.inside, None)
+        sent = handle.sent if isinstance(handle, Dispatched) else handle
+        back = slabs.own_rows + sum(slabs.received_rows)
+        slabs.send_back(sent.template.like.new_zeros(back, slabs.D))
+        self.pending.append(slabs)
+        self.close_round()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a wait has failed: `resume` and `close` are left."""
+        return self.failure is not None or super().failed
+
+    def missing(self) -> int:
+        """Ranks of the group that this rank misses, or that another has reported to it, as a mask."""
+        ranks = self.failure[2] if self.failure else self._reported() or self.of_group(self.inside.missing())
+        return sum(1 << rank for rank in ranks)
+
+    def of_group(self, mask: int) -> list[int]:
+        """The ranks of the group for a mask of the node's ranks."""
+        first = self.node * self.ranks_per_node
+        return [first + rank for rank in range(self.ranks_per_node) if mask >> rank & 1]
+
+    def leave(self) -> None:
+        """As `Exchange.leave`; ranks of other nodes hear of it by their rail."""
+        if not self.failed:
+            self.inside.leave()
+
+    def retune(self, tuning: Tuning) -> None:
+        """As `Exchange.retune`."""
+        self.inside.retune(tuning)
+        super().retune(tuning)
+
+    def health(self, wait: bool) -> Health:
+        """As `Exchange.health`: what the node's ranks are sent, and on other nodes the rank of this rail.
+
+        Pairs are counted at their source. Seconds of waits for the network are not counted.
+        """
+        health = super().health(wait)
+        counted = dict(zip(COUNTERS, self.views["rail.total.counters"].tolist(), strict=True))
+        own = {name: counted[name] for name in _AT_SOURCE}
+        sent, waited = [0] * len(self.global_ranks), [0.0] * len(self.global_ranks)
+        sent[self.inside.rank :: self.ranks_per_node] = self.views["rail.total.rows_sent"].tolist()
+        first, end = self.node * self.ranks_per_node, (self.node + 1) * self.ranks_per_node
+        sent[first:end], waited[first:end] = health.rows_sent, health.waited_s
+        own["dropped_pairs"] = health.dropped_pairs + counted["dropped_pairs"]
+        return dataclasses.replace(health, rows_sent=sent, waited_s=waited, **own)
+
+    def release(self) -> None:
+        """As `Exchange.release`, and close the rail."""
+        super().release()
+        self.rail.close()
+        self.travelling = None  # transfers keep connections open
+        self.pending.clear()
+
+    def _look(self) -> None:
+        """During a wait for the rail: raise what the ranks of the node have reported."""
+        if self.inside.missing():
+            self.fail(self._reported() or self.of_group(self.inside.missing()))
+
+    def _take_failure_of_node(self) -> None:
+        """Record what the node's exchange has reported. Raises EPMismatchError, which leaves it usable."""
+        code, _, epoch, mask, _ = self.status[:5].tolist()
+        if code == MISMATCH:
+            self.status[_CODE] = 0
+            raise EPMismatchError(epoch, self.of_group(mask))
+        reported = self._reported()
+        missing = self.rail.missing(reported or self.of_group(mask))
+        self._record(missing, "over the network, as a rank of this node says" if reported else "within the node")
+
+    def _reported(self) -> list[int]:
+        """Ranks of other nodes that a rank of this node misses."""
+        return [word - 1 for word in self.views["rail.missed"].tolist() if word]
+
+    def _record(self, missing: list[int], where: str) -> None:
+        """Keep the failure for every later call."""
+        stage = STAGES[self.rounds.state in (rounds.CLOSED, rounds.RETURNING, rounds.DISPATCHED)]
+        places = [divmod(rank, self.ranks_per_node) for rank in missing]
+        global_ranks = [self.global_ranks[rank] for rank in missing]
+        why = (
+            f"got no answer {where} from rank(s) {missing} of the group, (node, local) {', '.join(map(str, places))}, "
+            f"global rank(s) {global_ranks}: they ended, left the group, or were slower than exchange.timeout_s"
+        )
+        if self.rank in missing:
+            why += ". This rank came too late"
+        self.failure = stage, self.rounds.count, missing, global_ranks, why

@@ -1,0 +1,228 @@
+"""Ranks of one machine as nodes of several: the rail between nodes, and the exchange of one node inside each."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchanges import Tokens, assert_y, make_tokens, quantised, run_experts, run_round
+
+import epmoe
+from epmoe import ExpertParallel
+
+PLACEMENTS = {
+    "linear": {},
+    "round_robin": {"strategy": "round_robin", "num_redundant_experts": 3},
+    "explicit": {"strategy": "explicit", "assignment": [3, 1, 2, 0, 0, 1, 3, 2, 2, 1, 0, 3, 3]},
+}
+
+
+@pytest.fixture(autouse=True)
+def _four_ranks(size: int) -> None:
+    if size != 4:
+        pytest.skip("needs 4 ranks: torchrun --nproc-per-node 4 -m pytest")
+
+
+def given(ep: ExpertParallel, tokens: Tokens) -> list[torch.Tensor]:
+    return [t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)]
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("splits", ["padded", "exact"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
+def test_against_the_dense_reference(make_ep, rank, ranks_per_node, placement, splits, layout):
+    """Ragged T, also 0; rounds without a barrier between them; and every round twice, with the same bits."""
+    if ranks_per_node > int(os.environ["LOCAL_WORLD_SIZE"]):
+        pytest.skip("the ranks of a node must be on one machine")
+    ep = make_ep(
+        ranks_per_node=ranks_per_node,
+        hidden=72,
+        dtype="bfloat16",
+        placement=PLACEMENTS[placement],
+        exchange={"network_splits": splits},
+    )
+    for n in range(6):
+        T = (16, 5 * rank % 17, 0, 7 * (rank % 2), 1, 16 - rank)[n]
+        kind = ("uniform", "zipf", "adversarial")[n % 3]
+        tokens = make_tokens(ep.config, rank, T, seed=n, kind=kind, padded=n % 2)
+        first, second = (run_round(ep, tokens, layout, num_tokens=tokens.real) for _ in range(2))
+        assert_y(first, ep.config, tokens)
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("splits", ["padded", "exact"])
+@pytest.mark.parametrize("quantised_by_caller", [False, True])
+def test_fp8_rows_are_quantised_once(make_ep, rank, splits, quantised_by_caller):
+    ep = make_ep(ranks_per_node=2, hidden=256, dtype="bfloat16", exchange={"payload": "fp8", "network_splits": splits})
+    tokens = make_tokens(ep.config, rank, 13 - rank, seed=3)
+    x, ids, weights = given(ep, tokens)
+    x, scales = quantised(x) if quantised_by_caller else (x, None)
+    d = ep.dispatch(x, ids, weights, scales=scales)
+    assert d.rows.dtype is torch.float8_e4m3fn
+    assert_y(ep.combine(run_experts(ep, d), d), ep.config, tokens)
+
+
+@pytest.mark.parametrize("splits", ["padded", "exact"])
+def test_phases_and_micro_batches(make_ep, rank, splits):
+    """Two micro-batches overlap; no call that sends waits for a rank."""
+    eps = [make_ep(ranks_per_node=2, exchange={"network_splits": splits}) for _ in range(2)]
+    for n in range(5):
+        batches = [make_tokens(ep.config, rank, (3 * n + rank) % 17, seed=2 * n + i) for i, ep in enumerate(eps)]
+        sent = [ep.dispatch_send(*given(ep, tokens)) for ep, tokens in zip(eps, batches, strict=True)]
+        dist.barrier()
+        received = [ep.dispatch_recv(one) for ep, one in zip(eps, sent, strict=True)]
+        for ep, d in zip(eps, received, strict=True):
+            ep.combine_send(run_experts(ep, d), d)
+        dist.barrier()
+        for ep, d, tokens in zip(eps, received, batches, strict=True):
+            assert_y(ep.combine_recv(d), ep.config, tokens)
+
+
+def test_padded_tokens(make_ep, rank):
+    """A slab of as many slots as the call has tokens is enough; other numbers are refused before anything is sent."""
+    ep = make_ep(ranks_per_node=2)
+    tokens = make_tokens(ep.config, rank, 1)
+    for n in (1, 5, 16):
+        d = ep.dispatch(*given(ep, tokens), padded_tokens=n)
+        assert_y(ep.combine(run_experts(ep, d), d), ep.config, tokens)
+    for n, error in ((0, ValueError), (17, ValueError), (True, TypeError), (2.0, TypeError)):
+        with pytest.raises(error, match="`padded_tokens` must be"):
+            ep.dispatch(*given(ep, tokens), padded_tokens=n)
+    with pytest.raises(ValueError, match="`x` has 17 tokens"):
+        ep.dispatch(*given(ep, make_tokens(ep.config, rank, 17)))
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+@pytest.mark.parametrize("splits", ["padded", "exact"])
+def test_more_rows_for_a_node_than_its_slab_holds(make_ep, rank, splits):
+    """All tokens want experts of both nodes. The tokens past S are dropped, counted, and named."""
+    capacity = {"max_rows_per_node": 5}
+    ep = make_ep(ranks_per_node=2, experts=8, top_k=2, capacity=capacity, exchange={"network_splits": splits})
+    tokens = make_tokens(ep.config, rank, 9)
+    tokens.ids[:] = torch.tensor([1, 6])
+    d = ep.dispatch(*given(ep, tokens))
+    with pytest.raises(epmoe.EPOverflowError, match="9 rows for one node, but capacity.max_rows_per_node is 5"):
+        ep.combine(run_experts(ep, d), d)
+    assert ep.health().dropped_pairs == 8
+    few = make_tokens(ep.config, rank, 5)
+    assert_y(run_round(ep, few), ep.config, few)
+    d = ep.dispatch(*given(ep, few), padded_tokens=5)
+    assert_y(ep.combine(run_experts(ep, d), d), ep.config, few)
+
+
+def test_expert_rows_that_overflow_are_named_and_the_round_ends_on_all_ranks(make_ep, rank):
+    ep = make_ep(ranks_per_node=2, capacity={"max_expert_rows": 8})
+    tokens = make_tokens(ep.config, rank, 16)
+    with pytest.raises(epmoe.EPOverflowError, match="expert-major rows, but capacity.max_expert_rows is 8"):
+        run_round(ep, tokens)
+    few = make_tokens(ep.config, rank, 1 if rank == 0 else 0)
+    assert_y(run_round(ep, few), ep.config, few)
+
+
+def test_counts_stay_at_the_source(make_ep, rank):
+    ep = make_ep(ranks_per_node=2, experts=8, top_k=3)
+    tokens = make_tokens(ep.config, rank, 4)
+    tokens.ids[:] = torch.tensor([[1, 1, 6], [99, 8, -1], [0, 7, 2], [5, 5, 5]])
+    tokens.weights[2] = torch.tensor([torch.nan, 1.0, torch.inf])
+    run_round(ep, tokens)
+    health = ep.health()
+    assert (health.duplicate_ids, health.out_of_range_ids, health.nonfinite_weights) == (3, 1, 2)
+    assert health.rounds == 1 and health.dropped_pairs == 0
+
+
+@pytest.mark.parametrize("splits", ["padded", "exact"])
+@pytest.mark.parametrize("after", ["dispatch_send", "dispatch_recv", "combine_send"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_abort_between_phases(make_ep, rank, after, alone, splits):
+    """On every rank, or on the last one alone: the round is closed, and the next round is complete."""
+    ep = make_ep(ranks_per_node=2, exchange={"network_splits": splits})
+    for n in range(3):
+        tokens = make_tokens(ep.config, rank, 16 - rank, seed=n)
+        handle = ep.dispatch_send(*given(ep, tokens))
+        if alone and rank != 3:
+            d = ep.dispatch_recv(handle)
+            ep.combine(run_experts(ep, d), d)
+        else:
+            if after != "dispatch_send":
+                handle = ep.dispatch_recv(handle)
+            if after == "combine_send":
+                ep.combine_send(run_experts(ep, handle), handle)
+            ep.abort(handle)
+        assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+@pytest.mark.parametrize("splits", ["padded", "exact"])
+def test_ranks_that_disagree_hear_of_it(make_ep, rank, splits):
+    """On every rank of every node, in the same round, which is closed. The next round is complete."""
+    ep = make_ep(ranks_per_node=2, exchange={"network_splits": splits})
+    tokens = make_tokens(ep.config, rank, 6)
+    x, ids, weights = given(ep, tokens)
+    K = 3 if rank == 0 else 4
+    with pytest.raises(epmoe.EPMismatchError, match="hidden size") as error:
+        ep.dispatch(x, ids[:, :K], weights[:, :K])
+    assert error.value.differing_ranks
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+@pytest.mark.parametrize("stage", ["dispatch", "combine"])
+def test_a_rank_of_another_node_that_stays_away_is_named(make_ep, rank, stage):
+    """Every rank names rank 2, which is (1, 0), within the deadline and 2 s."""
+    ep = make_ep(ranks_per_node=2, timeout_s=2.0)
+    tokens = make_tokens(ep.config, rank, 6)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    d = ep.dispatch(*given(ep, tokens)) if stage == "combine" else None
+    dist.barrier()
+    if rank != 2:
+        begin = time.monotonic()
+        with pytest.raises(epmoe.EPTimeoutError, match=r"rank\(s\) \[2\] of the group.*\(1, 0\)") as error:
+            d = d or ep.dispatch(*given(ep, tokens))
+            ep.combine(run_experts(ep, d), d)
+        assert time.monotonic() - begin < 2.0 + 2.0
+        assert error.value.missing_ranks == [2]
+        with pytest.raises(epmoe.EPTimeoutError, match=r"\[2\]"):
+            ep.check()
+        assert ep.survivors() == [0, 1, 3]
+    dist.barrier()
+
+
+def test_a_rank_that_leaves_is_named(make_ep, rank):
+    """Closing with a round open ends the waits of all ranks of all nodes before their deadline."""
+    ep = make_ep(ranks_per_node=2, timeout_s=20.0)
+    tokens = make_tokens(ep.config, rank, 6)
+    d = ep.dispatch(*given(ep, tokens))
+    begin = time.monotonic()
+    if rank == 2:
+        ep.close()
+    else:
+        with pytest.raises(epmoe.EPTimeoutError) as error:
+            ep.combine(run_experts(ep, d), d)
+        assert error.value.missing_ranks == [2] and time.monotonic() - begin < 10
+    dist.barrier()
+
+
+def test_whole_nodes_go_on(make_ep, rank):
+    """Without the second node; a node without one of its ranks is refused, and the group is still good."""
+    ep = make_ep(ranks_per_node=2)
+    tokens = make_tokens(ep.config, rank, 6)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    three, two = dist.new_group([0, 1, 2]), dist.new_group([0, 1])
+    if rank < 3:
+        with pytest.raises(ValueError, match="`topology.ranks_per_node` must be a divisor of `topology.ep_size` = 3"):
+            ep.resume(three, ep.placement.without([3], spread_lost=True))
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    if rank < 2:
+        ep.resume(two, ep.placement.without([2, 3], spread_lost=True))
+        assert_y(run_round(ep, tokens), ep.config, tokens)
+    dist.barrier()
+
+
+def test_repr_and_plan(make_ep, rank, size):
+    ep = make_ep(ranks_per_node=2)
+    assert f"rank {rank} of {size}" in repr(ep)
+    plan = ep.memory_plan()
+    assert plan.rail_bytes > 0 and plan.total_bytes == plan.window_bytes + plan.scratch_bytes + plan.rail_bytes
+    assert ep._exchange.views["rail.received"].shape[:2] == (2, 16)

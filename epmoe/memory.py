@@ -101,7 +101,7 @@ class MemoryPlan:
     exchange.
 
     A round allocates only y, the tensor [T, D] that `combine` returns, and copies of arguments whose rows are not
-    contiguous or not aligned to 16 bytes.
+    contiguous or not aligned to 16 bytes; with more than one node also the partial rows, up to [N·S, D].
 
     Attributes:
         buffers: in the order of their offsets within each region.

@@ -151,6 +151,7 @@ class CollectiveRail:
         heard: dict[int, set[int]] = {}
         with suppress(RuntimeError):
             interruptible(partial(self._ask, store, found, others, heard), ANSWER_S)
+        heard = dict(heard)  # the thread may still be at it
         named, silent = set().union(*heard.values()), set(others) - set(heard)
         result = sorted(set(found) or named or silent or others)
         with suppress(RuntimeError):  # for ranks that come too late

@@ -38,10 +38,14 @@ class Slabs:
     Attributes:
         inside: the round of the node's exchange, once it is open.
         transfer: the last one that was started.
+        rows_started: whether the transfer of the rows is started.
+        returning: whether the transfer of the partial rows is started.
     """
 
     inside: Dispatched
     transfer: Transfer
+    rows_started: bool = False
+    returning: bool = False
 
     def __init__(
         self,
@@ -85,11 +89,11 @@ class Slabs:
         self.transfer = self.exchange.start(lengths, self.lengths, one_each, one_each)
 
     def finish(self) -> None:
-        """With exact splits: wait for the lengths, and start the transfer of the rows."""
-        if self.exchange.exact:
+        """With exact splits: wait for the lengths, and start the transfer of the rows. It may be called again."""
+        if not self.rows_started:
             self.exchange.wait(self.transfer)
-            for node, rows in zip(self.others, self.lengths[:, 0].tolist(), strict=True):
-                self.received_rows = [*self.received_rows[:node], rows, *self.received_rows[node + 1 :]]
+            received = dict(zip(self.others, self.lengths[:, 0].tolist(), strict=True))
+            self.received_rows = [received.get(node, 0) for node in range(self.exchange.num_nodes)]
             self._start_rows()
 
     def differing(self) -> list[int]:
@@ -117,6 +121,21 @@ class Slabs:
             scales = rows[:, slot.scales : slot.scales + 4 * -(-self.D // SCALE_BLOCK)].view(torch.float32)
         return x, ids, weights, scales
 
+    def no_rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """No row of the call's shape, for the dispatch of the node."""
+        x, ids, weights, scales = self.rows()
+        return x[:0], ids[:0], weights[:0], None if scales is None else scales[:0]
+
+    def smallest_rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """No row of the least D and K that a call may have: a mismatch to the ranks of the node, whose rows are larger.
+
+        With that very D and K in the config the ranks of the node hear of nothing, and get sums without these rows.
+        """
+        x, ids, weights, scales = self.no_rows()
+        exchange = self.exchange.config.exchange
+        D = SCALE_BLOCK if "fp8" in (exchange.payload, exchange.combine_payload) else 16 // self.wire.itemsize
+        return x[:, :D], ids[:, :1], weights[:, :1], None if scales is None else scales[:, :1]
+
     def send_back(self, partial: Tensor) -> None:
         """Start the transfer of partial rows to the nodes of their tokens.
 
@@ -133,6 +152,7 @@ class Slabs:
             self.received_rows,
             self.sent_rows,
         )
+        self.returning = True
 
     def sum(self, y: Tensor) -> None:
         """Once the partial rows are here: their sum for each token, in the order of the nodes, into y [T, D]."""
@@ -145,6 +165,7 @@ class Slabs:
         sent = self.exchange.views["rail.sent"].flatten(0, 1)[: sum(self.sent_rows)]
         received = self._received()[self.own_rows : self.own_rows + sum(self.received_rows)]
         self.transfer = self.exchange.start(sent, received, self.sent_rows, self.received_rows)
+        self.rows_started = True
 
     def _received(self) -> Tensor:
         return self.exchange.views["rail.received"].flatten(0, 1)

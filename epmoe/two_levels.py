@@ -183,20 +183,24 @@ class TwoLevels(Exchange):
     def give_up(self) -> None:
         """As `Exchange.give_up`: the other nodes get zeros, and the own node no rows.
 
-        The next dispatch waits for what is still on its way. With exact splits this call waits for the rail once.
+        The next dispatch waits for what is still on its way. With exact splits this call waits for the rail once; where
+        that fails, the round stays open, and the next call raises the failure.
         """
         slabs, handle = self.travelling, self.rounds.handle
         assert slabs is not None and handle is not None
-        if self.rounds.state == rounds.SENT:
-            slabs.finish()
-            self.pending.append(copy.copy(slabs))  # the transfer of the rows
-            x, ids, weights, scales = slabs.rows()
-            none = x[:0], ids[:0], weights[:0], None if scales is None else scales[:0]
-            dispatch_send(self.inside, *none, None, "expert", False)
-        rounds.abort(self.inside, None)
-        sent = handle.sent if isinstance(handle, Dispatched) else handle
-        back = slabs.own_rows + sum(slabs.received_rows)
-        slabs.send_back(sent.template.like.new_zeros(back, slabs.D))
+        try:
+            if self.rounds.state == rounds.SENT:
+                slabs.finish()
+                self.pending.append(copy.copy(slabs))  # the transfer of the rows
+                if self.inside.rounds.state == rounds.CLOSED:
+                    dispatch_send(self.inside, *slabs.no_rows(), None, "expert", False)
+            rounds.abort(self.inside, None)
+            if not slabs.returning:
+                sent = handle.sent if isinstance(handle, Dispatched) else handle
+                back = slabs.own_rows + sum(slabs.received_rows)
+                slabs.send_back(sent.template.like.new_zeros(back, slabs.D))
+        except EPTimeoutError:
+            return
         self.pending.append(slabs)
         self.close_round()
 
@@ -237,6 +241,7 @@ class TwoLevels(Exchange):
         sent[self.inside.rank :: self.ranks_per_node] = self.views["rail.total.rows_sent"].tolist()
         first, end = self.node * self.ranks_per_node, (self.node + 1) * self.ranks_per_node
         sent[first:end], waited[first:end] = health.rows_sent, health.waited_s
+        own["timeouts"] = max(health.timeouts, self.failure is not None)
         own["dropped_pairs"] = health.dropped_pairs + counted["dropped_pairs"]
         return dataclasses.replace(health, rows_sent=sent, waited_s=waited, **own)
 
@@ -268,7 +273,7 @@ class TwoLevels(Exchange):
 
     def _record(self, missing: list[int], where: str) -> None:
         """Keep the failure for every later call."""
-        stage = STAGES[self.rounds.state in (rounds.CLOSED, rounds.RETURNING, rounds.DISPATCHED)]
+        stage = STAGES[self.rounds.state in (rounds.DISPATCHED, rounds.RETURNING) or bool(self.pending)]
         places = [divmod(rank, self.ranks_per_node) for rank in missing]
         global_ranks = [self.global_ranks[rank] for rank in missing]
         why = (

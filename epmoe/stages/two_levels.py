@@ -7,7 +7,7 @@ from torch import Tensor
 from epmoe import rounds
 from epmoe.handles import Dispatched, Layout, Sent
 from epmoe.health import EPMismatchError, EPTimeoutError
-from epmoe.rounds import PHASES
+from epmoe.rounds import PHASES, SENT
 from epmoe.slabs import Slabs
 from epmoe.stages import combine as inside_combine
 from epmoe.stages import dispatch as inside_dispatch
@@ -67,17 +67,19 @@ def dispatch_recv(exchange: TwoLevels, sent: Sent) -> Dispatched:
     """Wait for the slabs of the other nodes, and dispatch the rows of all slabs inside the node."""
     exchange.enter()
     try:
+        exchange.check()
         rounds.expect(exchange, sent, "dispatch_recv", "sent")
-        slabs = exchange.travelling
+        slabs, inside = exchange.travelling, exchange.inside
         assert slabs is not None
         slabs.finish()
         exchange.wait(slabs.transfer)
         differing = slabs.differing()
-        rows = slabs.rows()
-        if differing:  # the other ranks of the node hear of it, since a shorter row is a mismatch there
-            rows = rows[0][:, : 16 // slabs.wire.itemsize], *rows[1:]
+        rows = slabs.smallest_rows() if differing else slabs.rows()  # the other ranks of the node hear of it
         try:
-            slabs.inside = inside_dispatch.dispatch(exchange.inside, *rows, None, slabs.layout, slabs.weight_rows)
+            if isinstance(opened := inside.rounds.handle, Sent) and inside.rounds.state == SENT:  # after a Ctrl-C
+                slabs.inside = inside_dispatch.dispatch_recv(inside, opened)
+            else:
+                slabs.inside = inside_dispatch.dispatch(inside, *rows, None, slabs.layout, slabs.weight_rows)
         except EPMismatchError as error:
             exchange.mismatch(differing or exchange.of_group(sum(1 << rank for rank in error.differing_ranks)))
         except EPTimeoutError:
@@ -115,6 +117,7 @@ def combine_recv(exchange: TwoLevels, dispatched: Dispatched) -> Tensor:
     """The receive phase of the node's combine, then the way back to the sources, and their sums."""
     exchange.enter()
     try:
+        exchange.check()
         rounds.expect(exchange, dispatched, "combine_recv")
         return _received(exchange, dispatched)
     finally:
@@ -143,12 +146,13 @@ def _send(exchange: TwoLevels, rows: Tensor) -> None:
 def _received(exchange: TwoLevels, dispatched: Dispatched) -> Tensor:
     slabs = exchange.travelling
     assert slabs is not None
-    try:
-        partial = inside_combine.combine_recv(exchange.inside, slabs.inside)
-    except EPTimeoutError:
-        exchange.check()
-        raise
-    slabs.send_back(partial)
+    if not slabs.returning:  # otherwise a Ctrl-C has ended the wait below
+        try:
+            partial = inside_combine.combine_recv(exchange.inside, slabs.inside)
+        except EPTimeoutError:
+            exchange.check()
+            raise
+        slabs.send_back(partial)
     y = dispatched.sent.new_y()
     exchange.wait(slabs.transfer, RETURN_S)
     slabs.sum(y)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchanges import Tokens, assert_y, make_tokens, quantised, run_experts, run_round
+from test_signals import ctrl_c
 
 import epmoe
 from epmoe import ExpertParallel
@@ -156,9 +157,10 @@ def test_abort_between_phases(make_ep, rank, after, alone, splits):
 
 
 @pytest.mark.parametrize("splits", ["padded", "exact"])
-def test_ranks_that_disagree_hear_of_it(make_ep, rank, splits):
+@pytest.mark.parametrize("wires", [{}, {"payload": "fp8"}, {"combine_payload": "fp8"}])
+def test_ranks_that_disagree_hear_of_it(make_ep, rank, splits, wires):
     """On every rank of every node, in the same round, which is closed. The next round is complete."""
-    ep = make_ep(ranks_per_node=2, exchange={"network_splits": splits})
+    ep = make_ep(ranks_per_node=2, hidden=256, dtype="bfloat16", exchange={"network_splits": splits, **wires})
     tokens = make_tokens(ep.config, rank, 6)
     x, ids, weights = given(ep, tokens)
     K = 3 if rank == 0 else 4
@@ -218,6 +220,41 @@ def test_whole_nodes_go_on(make_ep, rank):
         ep.resume(two, ep.placement.without([2, 3], spread_lost=True))
         assert_y(run_round(ep, tokens), ep.config, tokens)
     dist.barrier()
+
+
+@pytest.mark.parametrize("splits", ["padded", "exact"])
+@pytest.mark.parametrize("stage", ["dispatch_recv", "combine_recv", "dispatch", "combine"])
+@pytest.mark.parametrize("aborts", [False, True])
+def test_a_wait_for_the_network_that_ctrl_c_ends(make_ep, rank, splits, stage, aborts):
+    """It can be taken up again, or the round given up; the next round is complete. Rank 0 waits for rank 2."""
+    ep = make_ep(ranks_per_node=2, timeout_s=300.0, exchange={"network_splits": splits})
+    tokens, waits, aborts = make_tokens(ep.config, rank, 9), rank == 0, aborts or stage == "dispatch"
+    d = ep.dispatch(*given(ep, tokens)) if stage.startswith("combine") else None
+    if waits:
+        sent = ep.dispatch_send(*given(ep, tokens)) if stage == "dispatch_recv" else None
+        rows = run_experts(ep, d) if d else None
+        if stage == "combine_recv":
+            ep.combine_send(rows, d)
+        calls = {
+            "dispatch": lambda: ep.dispatch(*given(ep, tokens)),
+            "dispatch_recv": lambda: ep.dispatch_recv(sent),
+            "combine": lambda: ep.combine(rows, d),
+            "combine_recv": lambda: ep.combine_recv(d),
+        }
+        with ctrl_c():
+            calls[stage]()
+        if aborts and splits == "padded":
+            ep.abort()
+    dist.barrier()
+    if waits and aborts:
+        ep.abort()  # with exact splits it waits for the lengths
+    else:
+        d = d or (ep.dispatch_recv(sent) if waits else ep.dispatch(*given(ep, tokens)))
+        returning = waits and stage.startswith("combine")
+        y = ep.combine_recv(d) if returning else ep.combine(run_experts(ep, d), d)
+        if not aborts:
+            assert_y(y, ep.config, tokens)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
 
 
 def test_repr_and_plan(make_ep, rank, size):

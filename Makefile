@@ -49,10 +49,13 @@ distributed: setup  ## tests over 2, 3 and 4 ranks
 	    || { find build/ranks -name stdout.log -exec tail -n 60 {} +; exit 1; }; \
 	done
 
-# The rate is that of the network between the two.
+# The rate is that of the network between the two. NODE_TESTS are the tests of one node whose group has two nodes here.
 RATE ?= 1gbit
+NODE_TESTS ?= exchange graphs phases rounds errors weights_on_input fp8_rows layers compile transformers
+two-machines: export EPMOE_TEST_RANKS_PER_NODE := 2
 two-machines: setup  ## tests over 2 nodes of 2 ranks, in namespaces with a network between them (RATE); needs root
-	tests/two_machines.sh $(RATE) -m pytest -q -p no:cacheprovider tests/distributed/test_two_levels.py tests/distributed/test_two_machines.py
+	tests/two_machines.sh $(RATE) -m pytest -q -p no:cacheprovider \
+	  $(patsubst %,tests/distributed/test_%.py,two_levels two_machines $(NODE_TESTS))
 
 # SGLang pins another torch and packages of CUDA, so it has an environment of its own, without what its MoE layers do not
 # need. `pip install torch` takes a CPU build where PIP_EXTRA_INDEX_URL names one.

@@ -34,8 +34,8 @@ from epmoe.stages.dispatch import dispatch_send
 from epmoe.tuning import Tuning
 
 _CODE = STATUS.index("code")
-# Counted at the source, before rows leave for other nodes.
-_AT_SOURCE = ("out_of_range_ids", "duplicate_ids", "nonfinite_weights", "clamped_num_tokens")
+# Counted at the source, before rows leave for other nodes; a node that counts them again is not heard.
+_AT_SOURCE = ("out_of_range_ids", "duplicate_ids", "nonfinite_weights")
 # The way back waits for waits inside other nodes, which end first: their ranks know who is missing.
 RETURN_S = 1.1
 _TABLES = ("rail.table.copies", "rail.table.num_copies", "rail.table.node_of", "rail.table.node_local")
@@ -242,7 +242,8 @@ class TwoLevels(Exchange):
         first, end = self.node * self.ranks_per_node, (self.node + 1) * self.ranks_per_node
         sent[first:end], waited[first:end] = health.rows_sent, health.waited_s
         own["timeouts"] = max(health.timeouts, self.failure is not None)
-        own["dropped_pairs"] = health.dropped_pairs + counted["dropped_pairs"]
+        for name in ("dropped_pairs", "clamped_num_tokens"):
+            own[name] = getattr(health, name) + counted[name]
         return dataclasses.replace(health, rows_sent=sent, waited_s=waited, **own)
 
     def release(self) -> None:

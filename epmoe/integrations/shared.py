@@ -95,7 +95,8 @@ class SharedExpertParallel:
         last_round = exchange.rounds.count
         try:
             with self._timed("dispatch"):
-                dispatched = self.ep.dispatch(x, ids, weights)
+                padded_tokens = max(1, min(most_tokens, self.ep.config.rows_per_node))
+                dispatched = self.ep.dispatch(x, ids, weights, padded_tokens=padded_tokens)
             with self._timed("experts"):
                 outputs = experts(self._rows(dispatched, most_tokens * ids.shape[1]), dispatched.expert_offsets)
                 check_forward_only(outputs)
@@ -145,7 +146,8 @@ def configure(*, group: dist.ProcessGroup | None = None, static: bool | None = N
             forward pass can be compiled and captured into a CUDA graph. The first pass, which makes the windows, must
             be neither. False is the default.
         settings: keys of the `capacity` and `exchange` sections of `EPConfig`, above all `max_num_tokens_per_rank`
-            (longer batches take several rounds, unless `static`) and `timeout_s`.
+            (longer batches take several rounds, unless `static`) and `timeout_s`; and `ranks_per_node` of `topology`,
+            where the group spans machines.
 
     Raises:
         ConfigError: a key or its value is wrong; the message names the key.
@@ -208,6 +210,7 @@ def _config(
     num_experts: int, top_k: int, hidden_size: int, dtype: torch.dtype, ep_size: int, settings: dict[str, Any]
 ) -> EPConfig:
     exchange = {key: value for key, value in settings.items() if key in ExchangeConfig.model_fields}
+    topology = {key: value for key, value in settings.items() if key == "ranks_per_node"}
     return EPConfig(
         model={
             "num_experts": num_experts,
@@ -215,7 +218,7 @@ def _config(
             "hidden_size": hidden_size,
             "dtype": dtype_name(dtype),
         },
-        topology={"ep_size": ep_size},
-        capacity={key: value for key, value in settings.items() if key not in exchange},
+        topology={"ep_size": ep_size, **topology},
+        capacity={key: value for key, value in settings.items() if key not in exchange | topology},
         exchange=exchange,
     )

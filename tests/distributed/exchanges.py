@@ -5,6 +5,7 @@ Each rank generates the input of ALL ranks from seeds. It computes what it must 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from torch import Tensor
 from epmoe import Dispatched, EPConfig, ExpertParallel, Permuted, Placement, simulate_routing
 from epmoe.reference import finalize_reference, moe_reference, permute_reference
 
+# With `make two-machines` the group is one of several nodes. A test that chooses its nodes itself is left alone.
+RANKS_PER_NODE = int(os.environ.get("EPMOE_TEST_RANKS_PER_NODE", 0)) or None
 CONTROL = ("signal.", "doorbell", "state", "table.", "health.", "ll.", "rail.missed", "rail.table.", "rail.total.")
 FP8 = torch.float8_e4m3fn
 # (relative, absolute) error of y, with 10 % of slack: roundings to half a unit in the last place (two, with fp8 one),
@@ -26,6 +29,11 @@ ROUNDINGS = {
     torch.float16: (2.2 * 2**-11, 1e-6),
     FP8: (1.1 * 2**-4, 2e-4),
 }
+
+
+def nodes_of(size: int) -> int | None:
+    """Ranks of a node in a group of this size: None, which is one node, unless the run has several."""
+    return RANKS_PER_NODE if RANKS_PER_NODE and size % RANKS_PER_NODE == 0 else None
 
 
 def make_config(
@@ -44,7 +52,7 @@ def make_config(
 ) -> EPConfig:
     return EPConfig(
         model={"num_experts": experts, "num_experts_per_tok": top_k, "hidden_size": hidden, "dtype": dtype},
-        topology={"ep_size": size, "ranks_per_node": ranks_per_node},
+        topology={"ep_size": size, "ranks_per_node": ranks_per_node or nodes_of(size)},
         placement=placement or {},
         capacity={"max_num_tokens_per_rank": max_tokens} | (capacity or {}),
         exchange={"timeout_s": timeout_s, "warmup_timeout_s": 2 * timeout_s} | (exchange or {}),
@@ -140,43 +148,67 @@ def quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Slabs:
-    """The expected content of one rank's window: S = R·M slots. x past the counts is NaN."""
+    """The expected content of one rank's window: S = G·N·M slots, G ranks of a node and N nodes. x past the counts is
+    NaN."""
 
     x: Tensor
     ids: Tensor
     weights: Tensor
     counts: Tensor
+    """[G] rows of each slab."""
     token: list[list[int]]
-    """[R][counts[r]]: the source's token in each used slot."""
+    """[R] by source: its tokens that are here."""
+    slot: list[range]
+    """[R] by source: where they are."""
+
+
+def slab_shape(config: EPConfig) -> tuple[int, int]:
+    """Slabs of a rank and slots of one: R and M with one node, otherwise G and N·M."""
+    G = config.topology.ranks_here
+    return G, config.topology.num_nodes * config.rows_per_node
+
+
+def inside(config: EPConfig, placement: Placement, rank: int) -> tuple[Placement, int]:
+    """The placement on the ranks of this rank's node, and this rank there."""
+    node, local = divmod(rank, G := config.topology.ranks_here)
+    return (placement if placement.ep_size == G else placement.of_node(node, G)), local
 
 
 def expected_slabs(config: EPConfig, placement: Placement, tokens: list[Tokens], rank: int) -> Slabs:
-    M, sentinel, R = config.capacity.max_num_tokens_per_rank, placement.sentinel(rank), len(tokens)
+    (G, slots), R = slab_shape(config), len(tokens)
     K, D = tokens[0].ids.shape[1], tokens[0].x.shape[1]
-    x = poison_(torch.empty(R, M, D, dtype=tokens[0].x.dtype))
-    ids, weights = torch.full((R, M, K), sentinel, dtype=torch.int32), torch.zeros(R, M, K)
-    owners, token = torch.tensor([*placement.owners, -1]), []
-    for source, sender in enumerate(tokens):
+    on_ranks, local = inside(config, placement, rank)
+    here, (nodes_P, ids_P) = rank // G, placement.node_ids(G)  # with one node, ids are physical experts
+    sentinel, owners = on_ranks.sentinel(local), torch.tensor([*on_ranks.owners, -1])
+    x = poison_(torch.empty(G, slots, D, dtype=tokens[0].x.dtype))
+    ids, weights = torch.full((G, slots, K), sentinel, dtype=torch.int32), torch.zeros(G, slots, K)
+    counts, token, slot = [0] * G, [[]] * R, [range(0)] * R
+    for source in sorted(range(R), key=lambda source: source // G != here):  # the own node comes first
+        sender, slab = tokens[source], source % G
         logical, live_weights = sender.live(placement.num_experts)
         t = torch.arange(sender.real)[:, None] + source
-        physical = placement.copies_table().long()[logical, t % placement.num_copies()[logical]].where(logical >= 0, -1)
-        sent = (owners[physical] == rank).any(1).nonzero()[:, 0]
-        x[source, : len(sent)] = sender.x[sent]
-        ids[source, : len(sent)] = physical[sent].where(physical[sent] >= 0, sentinel).int()
-        weights[source, : len(sent)] = live_weights[sent]
-        token.append(sent.tolist())
-    counts = torch.tensor([len(t) for t in token], dtype=torch.int32)
-    return Slabs(x.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1), counts, token)
+        physical = placement.copies_table().long()[logical, t % placement.num_copies()[logical]]
+        on_node = (logical >= 0) & (nodes_P[physical] == here)
+        local_ids = ids_P[physical].long().where(on_node, -1)
+        sent = (owners[local_ids] == local).any(1).nonzero()[:, 0]
+        used = range(counts[slab], counts[slab] + len(sent))
+        x[slab, used] = sender.x[sent]
+        ids[slab, used] = local_ids[sent].where(on_node[sent], sentinel).int()
+        weights[slab, used] = live_weights[sent].where(on_node[sent], 0.0)
+        counts[slab] += len(sent)
+        token[source], slot[source] = sent.tolist(), range(slab * slots + used.start, slab * slots + used.stop)
+    flat = (part.flatten(0, 1) for part in (x, ids, weights))
+    return Slabs(*flat, torch.tensor(counts, dtype=torch.int32), token, slot)
 
 
 def expected_rows(config: EPConfig, placement: Placement, slabs: Slabs, rank: int) -> Permuted:
-    capacity = config.capacity
+    capacity, (on_ranks, local) = config.capacity, inside(config, placement, rank)
     limit, alignment = capacity.max_expert_rows, capacity.alignment
     return permute_reference(
         slabs.x,
         slabs.ids,
-        placement.expert_map(rank),
-        placement.num_local_experts(rank),
+        on_ranks.expert_map(local),
+        on_ranks.num_local_experts(local),
         counts_R=slabs.counts,
         alignment=alignment,
         max_rows=None if limit is None else -(-limit // alignment) * alignment,
@@ -225,8 +257,8 @@ def expected_y_after_drops(config: EPConfig, placement: Placement, tokens: list[
         ends, out = permuted.expert_offsets.tolist(), permuted.rows.double()
         for i, physical in enumerate(placement.local_experts(r)):
             out[ends[i] : ends[i + 1]] *= gain[placement.logical(physical)]
-        partial = finalize_reference(out, permuted, slabs.weights).unflatten(0, (len(tokens), -1))
-        y[slabs.token[rank]] += partial[rank, : len(slabs.token[rank])]
+        partial = finalize_reference(out, permuted, slabs.weights)
+        y[slabs.token[rank]] += partial[slabs.slot[rank]]
     return y
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import assert_y, make_config, make_tokens, run_experts, run_round
+from exchanges import assert_y, make_config, make_tokens, run_experts, run_round, slab_shape
 
 import epmoe
 
@@ -82,8 +82,9 @@ def test_combine(make_ep, rank, size):
     d = ep.dispatch(*given, layout="rank")
     with pytest.raises(ValueError, match="layout='rank'.*combine_partial"):
         ep.combine(rows, d)
+    slabs, slots = slab_shape(ep.config)
     with pytest.raises(
-        ValueError, match=rf"`partial` must be float32 \[{size}, 16, 64\], got float32 \[{size}, 7, 64\]"
+        ValueError, match=rf"`partial` must be float32 \[{slabs}, {slots}, 64\], got float32 \[{slabs}, 7, 64\]"
     ):
         ep.combine_partial(d.recv.x[:, :7], d)
     ep.abort(d)

@@ -34,9 +34,11 @@ def layer_ep(make_ep) -> ExpertParallel:
 
 
 def without_rank(ep: ExpertParallel, tokens: Tokens, rank: int) -> Tokens:
-    """`tokens` without their pairs on the experts of `rank`."""
-    owner = torch.tensor(ep.placement.owners)[tokens.ids.long()]
-    return Tokens(tokens.x, tokens.ids, tokens.weights.masked_fill(owner == rank, 0.0), tokens.real)
+    """`tokens` without their pairs on the experts of `rank`, or of its node, to which this rank sends by `rank`."""
+    owner, G = torch.tensor(ep.placement.owners)[tokens.ids.long()], ep.config.topology.ranks_here
+    by_it = rank % G == ep.rank % G and rank != ep.rank
+    gone = owner // G == rank // G if by_it else owner == rank
+    return Tokens(tokens.x, tokens.ids, tokens.weights.masked_fill(gone, 0.0), tokens.real)
 
 
 @contextmanager

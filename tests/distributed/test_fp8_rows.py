@@ -20,6 +20,7 @@ from exchanges import (
     run_experts,
     run_fused_experts,
     run_round,
+    slab_shape,
 )
 from helpers import ON_GPUS, generator
 from torch import Tensor
@@ -92,8 +93,8 @@ def test_every_bit_arrives(make_ep, rank, size, first, others, ll_max_tokens, hi
             assert torch.equal(d.recv.counts.cpu(), slabs.counts)
             if layout == "rank":
                 got = bits(d.recv.scales if part else d.recv.x).flatten(0, 1)
-                used = torch.arange(got.shape[0]) % ep.config.capacity.max_num_tokens_per_rank
-                used = used < slabs.counts.repeat_interleave(ep.config.capacity.max_num_tokens_per_rank)
+                slots = slab_shape(ep.config)[1]
+                used = torch.arange(got.shape[0]) % slots < slabs.counts.repeat_interleave(slots)
                 assert torch.equal(got[used], slabs.x[used])
                 continue
             want = expected_rows(ep.config, ep.placement, slabs, rank)

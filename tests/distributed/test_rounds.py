@@ -9,12 +9,14 @@ from exchanges import (
     assert_y,
     expected_slabs,
     expected_y_after_drops,
+    inside,
     make_tokens,
     poison,
     run_experts,
     run_round,
 )
 from helpers import ON_GPUS, assert_close, poison_
+from test_exceptions import without_rank
 
 import epmoe
 
@@ -82,9 +84,7 @@ def test_one_rank_may_abort_alone(make_ep, rank, size):
         ep.abort(d)
     else:
         y = ep.combine(run_experts(ep, d), d)
-        owner = torch.tensor(ep.placement.owners)[tokens[rank].ids.long()]
-        tokens[rank].weights[owner == 0] = 0.0
-        assert_y(y, ep.config, tokens[rank])
+        assert_y(y, ep.config, without_rank(ep, tokens[rank], 0))
     assert_y(run_round(ep, tokens[0]), ep.config, tokens[0])
 
 
@@ -236,7 +236,13 @@ def test_health_counts(make_ep, rank, size):
     assert health.dropped_pairs == health.timeouts == 0
     pairs = {0: [2 * size, 2 * size], size - 1: [0, size]} if size > 1 else {0: [2, 3]}
     assert health.tokens_per_expert == pairs.get(rank, [0, 0])
-    assert health.rows_sent == [2] + [0] * (size - 2) + [1]
+    G, rows_sent = ep.config.topology.ranks_here, [0] * size
+    for owner, rows in ((0, 2), (size - 1, 1)):  # of each source
+        if owner // G == rank // G:
+            rows_sent[owner] = rows * (size // G)  # also those that its peers on the other nodes have sent it
+        else:
+            rows_sent[owner // G * G + rank % G] = rows
+    assert health.rows_sent == rows_sent
 
 
 def test_slots_follow_token_order(make_ep, rank, size):
@@ -245,11 +251,13 @@ def test_slots_follow_token_order(make_ep, rank, size):
     ids = torch.arange(16)[:, None] % size
     x = torch.arange(16.0)[:, None].expand(16, 64).contiguous()
     d = ep.dispatch(x.to(ep.device), ids.to(ep.device), torch.ones(16, 1, device=ep.device), layout="rank")
-    for r in range(size):
-        assert d.recv.x[r, : d.recv.counts[r], 0].tolist() == [float(t) for t in range(16) if t % size == rank]
-    sentinel = ep.placement.sentinel(rank)
+    topology, (on_ranks, local) = ep.config.topology, inside(ep.config, ep.placement, rank)
+    in_order = [float(t) for t in range(16) if t % size == rank] * topology.num_nodes
+    for r in range(topology.ranks_here):
+        assert d.recv.x[r, : d.recv.counts[r], 0].tolist() == in_order
+    sentinel = on_ranks.sentinel(local)
     assert d.recv.ids[:, int(d.recv.counts[0]) :].eq(sentinel).all()
-    assert size == 1 or ep.placement.expert_map(rank)[sentinel] == -1
+    assert topology.ranks_here == 1 or ep.expert_map[sentinel] == on_ranks.expert_map(local)[sentinel] == -1
     with pytest.raises(AttributeError, match=r"`dispatched.rows` does not exist with layout='rank'"):
         _ = d.rows
     ep.abort(d)

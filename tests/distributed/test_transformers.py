@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("transformers")
 
+from exchanges import nodes_of
 from helpers import RANKS_SHARE_GPUS
 from spread_models import DEVICE, OneLayer, random_ids, single_and_spread
 
@@ -35,7 +36,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    monkeypatch.setattr(shared, "_settings", {})
+    monkeypatch.setattr(shared, "_settings", {"ranks_per_node": nodes_of(dist.get_world_size())})
     monkeypatch.setattr(shared, "_group", None)
     yield
     integration.close()
@@ -105,7 +106,8 @@ def test_batch_shared_by_all_ranks(name, rank, size):
     sent = torch.tensor(sum(layers.ep.health().rows_sent))
     dist.all_reduce(sent)
     moe_layers = 2 if name == "deepseek_v3" else 3
-    assert sent <= moe_layers * (13 + 7) * min(size, 8)  # each token once to each rank, not once from every rank
+    hops = min(size, 8) + layers.ep.config.topology.num_nodes - 1  # to each rank and each other node
+    assert sent <= moe_layers * (13 + 7) * hops  # each token once, not once from every rank
 
 
 @needs_ep
@@ -211,5 +213,6 @@ def test_the_demo(name, size):
     config = demo.MODELS[name]
     layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
     assert sum(result.tokens_per_expert) == pairs * layers * config["num_experts_per_tok"]
-    assert sum(map(sum, result.traffic)) <= sum(result.tokens_per_expert)
+    hops = 2 if nodes_of(size) else 1  # to a rank, by way of its node
+    assert sum(map(sum, result.traffic)) <= hops * sum(result.tokens_per_expert)
     assert 0 < result.rows_moved < sum(map(sum, result.traffic))

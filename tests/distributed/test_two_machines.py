@@ -56,4 +56,7 @@ def test_a_token_crosses_once_per_node(make_ep, rank, size, splits, padded_token
         rows = away if splits == "exact" else padded_tokens or ep.config.rows_per_node
         out, back = (out + rows, back) if source in here else (out, back + rows)
     want = out * (2 * D + 8 * K + 16) + back * 2 * D
+    if splits == "padded" and padded_tokens is None:  # what `epmoe plan` prints
+        plan = ep.memory_plan()
+        assert want == LOCAL_SIZE * (plan["rail.sent"].nbytes + plan["rail.returned"].nbytes)
     assert want < sent < 1.03 * want + 66 * (want / 1448 + 8 * LOCAL_SIZE), (sent, want)

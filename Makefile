@@ -9,8 +9,8 @@ export OMP_NUM_THREADS := 1
 
 TORCHRUN := torchrun --standalone --nproc-per-node
 
-.PHONY: help setup demo test unit distributed fuzz faults soak sanitize two-machines stacks stacks-ci stacks-sglang lint \
-  docs bench benchmarks-report wheel first-hour cuda-compile gpu-deps gpu-test clean
+.PHONY: help setup demo test unit distributed fuzz faults soak sanitize two-machines nodes stacks stacks-ci \
+  stacks-sglang lint docs bench benchmarks-report wheel first-hour cuda-compile gpu-deps gpu-test clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*##' '{printf "  make %-19s%s\n", $$1, $$2}'
@@ -18,7 +18,7 @@ help:  ## this list
 demo: setup  ## four real MoE models generate text, their experts spread over 4 processes; writes report.html
 	epmoe run cpu_demo --model all --report report.html
 
-test: lint docs unit distributed first-hour cuda-compile  ## everything CI runs
+test: lint docs unit distributed nodes first-hour cuda-compile  ## everything CI runs
 
 setup: $(READY)  ## virtual environment, packages and native library
 	@python -c 'from epmoe.build import build; print("native library:", build())'
@@ -49,13 +49,15 @@ distributed: setup  ## tests over 2, 3 and 4 ranks
 	    || { find build/ranks -name stdout.log -exec tail -n 60 {} +; exit 1; }; \
 	done
 
-# The rate is that of the network between the two. NODE_TESTS are the tests of one node whose group has two nodes here.
+# The rate is that of the network between the two. Most of NODE_TESTS are the tests of one node, over two.
 RATE ?= 1gbit
-NODE_TESTS ?= exchange graphs phases rounds errors weights_on_input fp8_rows layers compile transformers
+NODE_TESTS = two_levels two_machines exchange graphs phases rounds errors weights_on_input fp8_rows layers compile transformers
 two-machines: export EPMOE_TEST_RANKS_PER_NODE := 2
 two-machines: setup  ## tests over 2 nodes of 2 ranks, in namespaces with a network between them (RATE); needs root
-	tests/two_machines.sh $(RATE) -m pytest -q -p no:cacheprovider \
-	  $(patsubst %,tests/distributed/test_%.py,two_levels two_machines $(NODE_TESTS))
+	tests/two_machines.sh $(RATE) -m pytest -q -p no:cacheprovider $(NODE_TESTS:%=tests/distributed/test_%.py)
+
+nodes: NODE_TESTS = two_machines exchange phases errors weights_on_input layers fp8_rows
+nodes: two-machines  ## the quicker half of them
 
 # SGLang pins another torch and packages of CUDA, so it has an environment of its own, without what its MoE layers do not
 # need. `pip install torch` takes a CPU build where PIP_EXTRA_INDEX_URL names one.

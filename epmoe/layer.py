@@ -78,11 +78,12 @@ class MoELayer(nn.Module):
         self.register_buffer("order", ep.order, persistent=False)
         self.layer_id = opaque.register(self, layer_id)
 
-    def forward(self, x: Tensor, num_tokens: int | Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, num_tokens: int | Tensor | None = None, padded_tokens: int | None = None) -> Tensor:
         """x [T, D] of this rank's tokens, or [B, T, D] of B·T tokens → y of the same shape and dtype.
 
         Collective: every rank calls, also without tokens. Rows at and past `num_tokens`, an int or an int32 scalar
-        tensor on the device, are padding and yield zeros; with [B, T, D] it counts rows [B·T, D].
+        tensor on the device, are padding and yield zeros; with [B, T, D] it counts rows [B·T, D]. `padded_tokens` is
+        that of `ExpertParallel.dispatch`: with several nodes, as many rows as the largest call of this round has.
 
         Raises what `ExpertParallel.dispatch` and `ExpertParallel.combine` raise, and before anything is sent TypeError
         or ValueError unless x fits the config, and the dtype of `GroupedExperts`, and RuntimeError if anything requires
@@ -95,10 +96,17 @@ class MoELayer(nn.Module):
         with without_autocast(x.device):
             logits_TE = F.linear(x_TD.to(self.router_weight.dtype), self.router_weight)
         if torch.compiler.is_compiling():
-            return opaque.moe(self, x_TD, logits_TE, None, num_tokens).view(x.shape)
-        return self.run(x_TD, logits_TE, None, num_tokens).view(x.shape)
+            return opaque.moe(self, x_TD, logits_TE, None, num_tokens, padded_tokens).view(x.shape)
+        return self.run(x_TD, logits_TE, None, num_tokens, padded_tokens).view(x.shape)
 
-    def run(self, x_TD: Tensor, routing: Tensor, weights_TK: Tensor | None, num_tokens: int | Tensor | None) -> Tensor:
+    def run(
+        self,
+        x_TD: Tensor,
+        routing: Tensor,
+        weights_TK: Tensor | None,
+        num_tokens: int | Tensor | None,
+        padded_tokens: int | None = None,
+    ) -> Tensor:
         """The layer behind its router. Collective.
 
         Args:
@@ -106,6 +114,7 @@ class MoELayer(nn.Module):
             routing: logits [T, E] for `ExpertParallel.route` if `weights_TK` is None, otherwise ids [T, K].
             weights_TK: [T, K], or None.
             num_tokens: as of `forward`, whose errors it raises.
+            padded_tokens: likewise.
 
         Returns:
             y [T, D] in the dtype of x.
@@ -116,7 +125,7 @@ class MoELayer(nn.Module):
         last_round = exchange.rounds.count
         try:
             d = self.ep.dispatch(
-                x_TD, routing, weights_TK, num_tokens=num_tokens,
+                x_TD, routing, weights_TK, num_tokens=num_tokens, padded_tokens=padded_tokens,
                 apply_router_weight_on_input=self.apply_router_weight_on_input,
             )  # fmt: skip
             expert_rows_ND = self.experts(d.rows, d.expert_offsets, d.scales)

@@ -35,7 +35,14 @@ class Layer(Protocol):
     def order(self) -> Tensor:
         """`ExpertParallel.order`, in a module as a buffer: other changed inputs keep a graph out of CUDA graphs."""
 
-    def run(self, x_TD: Tensor, routing: Tensor, weights_TK: Tensor | None, num_tokens: int | Tensor | None) -> Tensor:
+    def run(
+        self,
+        x_TD: Tensor,
+        routing: Tensor,
+        weights_TK: Tensor | None,
+        num_tokens: int | Tensor | None,
+        padded_tokens: int | None = None,
+    ) -> Tensor:
         """A round. It raises what the exchange has reported.
 
         Args:
@@ -43,6 +50,7 @@ class Layer(Protocol):
             routing: logits [T, E] if `weights_TK` is None, otherwise ids [T, K].
             weights_TK: [T, K], or None.
             num_tokens: real tokens.
+            padded_tokens: as of `ExpertParallel.dispatch`.
 
         Returns:
             y [T, D], contiguous, in the dtype of x and in memory of its own.
@@ -52,8 +60,8 @@ class Layer(Protocol):
 _layers: WeakValueDictionary[int, Layer] = WeakValueDictionary()
 _library = torch.library.Library("epmoe", "FRAGMENT")
 _library.define(
-    "moe(Tensor x, Tensor routing, Tensor? weights, Tensor? num_tokens, SymInt num_rows, Tensor(a!) order, "
-    "SymInt layer_id) -> Tensor"
+    "moe(Tensor x, Tensor routing, Tensor? weights, Tensor? num_tokens, SymInt num_rows, SymInt? padded_tokens, "
+    "Tensor(a!) order, SymInt layer_id) -> Tensor"
 )
 
 
@@ -84,11 +92,17 @@ def register(layer: Layer, layer_id: int | None = None) -> int:
 
 
 def moe(
-    layer: Layer, x_TD: Tensor, routing: Tensor, weights_TK: Tensor | None, num_tokens: int | Tensor | None
+    layer: Layer,
+    x_TD: Tensor,
+    routing: Tensor,
+    weights_TK: Tensor | None,
+    num_tokens: int | Tensor | None,
+    padded_tokens: int | None = None,
 ) -> Tensor:
     """`layer.run` as an operator, with its arguments: what a layer calls where `torch.compiler.is_compiling()`."""
     scalar, num_rows = token_count(num_tokens, x_TD.shape[0], x_TD.device)
-    return torch.ops.epmoe.moe(x_TD, routing, weights_TK, scalar, num_rows, layer.order, layer.layer_id)
+    inputs = x_TD, routing, weights_TK, scalar, num_rows, padded_tokens
+    return torch.ops.epmoe.moe(*inputs, layer.order, layer.layer_id)
 
 
 def _moe(
@@ -97,6 +111,7 @@ def _moe(
     weights: Tensor | None,
     num_tokens: Tensor | None,
     num_rows: int,
+    padded_tokens: int | None,
     order: Tensor,
     layer_id: int,
 ) -> Tensor:
@@ -107,7 +122,7 @@ def _moe(
             "of that number exists"
         )
     rows = None if num_rows == x.shape[0] else num_rows
-    return layer.run(x, routing, weights, rows if num_tokens is None else num_tokens)
+    return layer.run(x, routing, weights, rows if num_tokens is None else num_tokens, padded_tokens)
 
 
 _library.impl("moe", _moe, "CompositeExplicitAutograd")
@@ -120,6 +135,7 @@ def _(
     weights: Tensor | None,
     num_tokens: Tensor | None,
     num_rows: int,
+    padded_tokens: int | None,
     order: Tensor,
     layer_id: int,
 ) -> Tensor:

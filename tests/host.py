@@ -45,6 +45,13 @@ class Host:
         assert all(self.pipes[name].poll(timeout_s) for name in names), "a rank does not answer"
         return [self.pipes[name].recv() for name in names]
 
+    def answers(self, names: list[int]) -> list:
+        """As `results`. Raises AssertionError with the exception of a rank."""
+        results = self.results(names)
+        errors = [result for result in results if isinstance(result, str) and result != "played"]
+        assert not errors, errors
+        return results
+
     def do(self, names: list[int], function: Callable, *arguments: object) -> list:
         """What the function returns on each of the processes, which run it at the same time."""
         self.start(names, function, *arguments)
@@ -55,10 +62,10 @@ class Host:
         self.groups += 1
         assert self.do(names, form, self.folder / f"group-{self.groups}", names) == [None] * len(names)
 
-    def form_at(self, names: list[int]) -> None:
-        """A process group over a store that the first rank hosts."""
-        (port,) = self.do(names[:1], host_store)
-        assert self.do(names, form_at, port, names) == [None] * len(names)
+    def form_at(self, names: list[int], host: int | None = None, address: str = "127.0.0.1") -> None:
+        """A process group over a store that the first rank hosts, or the process `host` at its address."""
+        (port,) = self.do([names[0] if host is None else host], host_store, address)
+        assert self.do(names, form_at, address, port, names) == [None] * len(names)
 
     def signal(self, name: int, number: int) -> None:
         os.kill(self.processes[name].pid, number)
@@ -91,14 +98,14 @@ def form(state, store: Path, names: list[int], timeout_s: float = FORM_S) -> Non
     )
 
 
-def host_store(state) -> int:
-    state.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def host_store(state, address: str) -> int:
+    state.store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
     return state.store.port
 
 
-def form_at(state, port: int, names: list[int]) -> None:
+def form_at(state, address: str, port: int, names: list[int]) -> None:
     rank = names.index(state.name)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False) if rank else state.store
+    store = getattr(state, "store", None) or dist.TCPStore(address, port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=len(names))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from faults import ranks
 from faults.kinds import Group, Kind, kinds_of
+from faults.nodes import NAMESPACES, Nodes, kinds_of_nodes
 
 RANKS = {"cpu": 3, "cuda": 2}
 
@@ -27,6 +28,14 @@ def test_every_fault_twice(group, device):
         for seed in range(2):
             outcome = group.hurt(kind, seed)
             assert outcome.named and outcome.alive and outcome.resumed and not outcome.hung, (name, seed, outcome)
+
+
+def test_faults_of_two_nodes(tmp_path, monkeypatch):
+    """Those of ranks; `make faults FAULTS="--nodes 2"` has those of the network between the nodes."""
+    monkeypatch.setenv(NAMESPACES, "")
+    for name, kind in kinds_of_nodes().items():
+        outcome = Nodes(tmp_path).hurt(kind, 2)
+        assert outcome.named and outcome.alive and outcome.resumed and not outcome.hung, (name, outcome)
 
 
 def test_what_is_not_as_expected_is_counted(group):

@@ -5,6 +5,9 @@
 # shapes each end to RATE, such as 1gbit. COMMAND runs under torchrun with two ranks on each machine. Ranks of one
 # machine share memory; between the machines there is gloo over TCP. Where namespaces cannot be made, which needs root,
 # four ranks of this machine run COMMAND instead, and a line says so.
+#
+# tests/two_machines.sh RATE alone COMMAND... runs COMMAND once, outside of the machines, with the names of their
+# namespaces in EPMOE_TEST_NAMESPACES; they are empty where namespaces cannot be made.
 set -euo pipefail
 rate=${1:?usage: $0 RATE COMMAND...}
 shift
@@ -50,9 +53,12 @@ machine() {
 
 if ! make 2> "$state/why"; then
   echo "SKIPPED: two machines, as namespaces cannot be made here ($(tail -n 1 "$state/why")); four ranks of one instead"
+  [ "$1" != alone ] || { shift; EPMOE_TEST_NAMESPACES='' "$@"; exit; }
   torchrun --standalone --nproc-per-node 4 "$@"
   exit
 fi
+
+[ "$1" != alone ] || { shift; EPMOE_TEST_NAMESPACES="$pair-0 $pair-1" "$@"; exit; }
 
 set -m # each agent gets a process group
 for n in 0 1; do

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchanges import Tokens, assert_y, make_tokens, quantised, run_experts, run_round
+from test_layers import D, E, K, make_layer
 from test_signals import ctrl_c
 
 import epmoe
@@ -255,6 +256,23 @@ def test_a_wait_for_the_network_that_ctrl_c_ends(make_ep, rank, splits, stage, a
         if not aborts:
             assert_y(y, ep.config, tokens)
     assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+@pytest.mark.usefixtures("forget_graphs")
+def test_a_layer_passes_padded_tokens_on(make_ep, rank):
+    """Eager and compiled, with the bits of slabs of S rows; a slab that is too short is named."""
+    ep = make_ep(ranks_per_node=2, experts=E, top_k=K, hidden=D)
+    layer, _ = make_layer(ep)
+    step = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2 + rank, D, generator=torch.Generator().manual_seed(rank)).to(ep.device)
+    want = layer(x)
+    assert torch.equal(layer(x, padded_tokens=5), want) and torch.equal(step(x, padded_tokens=5), want)
+    with pytest.raises(ValueError, match="`padded_tokens` must be from 1 to 16"):
+        layer(x, padded_tokens=17)
+    everywhere = torch.randn(9, D, generator=torch.Generator().manual_seed(9)).to(ep.device)
+    with pytest.raises(epmoe.EPOverflowError, match="rows for one node, but padded_tokens is 1:"):
+        layer(everywhere, padded_tokens=1)
+    assert torch.equal(layer(x), want)
 
 
 def test_repr_and_plan(make_ep, rank, size):

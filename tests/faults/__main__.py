@@ -1,29 +1,38 @@
 """Hurts a group of ranks by every kind of fault, again and again, and counts what follows: `make faults`.
 
-On GPUs: `make faults DEVICE=cuda`. More options: `make faults FAULTS="--ranks 4 --kinds killed stopped"`.
+On GPUs: `make faults DEVICE=cuda`. More options: `make faults FAULTS="--ranks 4 --kinds killed stopped"`. Two nodes of
+two ranks, with a network between them where this user may make one: `make faults FAULTS="--nodes 2"`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from faults.kinds import NAMED_S, Group, Kind, Outcome, kinds_of
+from faults.kinds import NAMED_S, Group, Outcome, kinds_of
+from faults.nodes import NAMESPACES, RANKS, Nodes, kinds_of_nodes
+
+TWO_MACHINES = Path(__file__).parents[1] / "two_machines.sh"
 
 
-def count(kinds: dict[str, Kind], runs: int, device: torch.device, size: int) -> Iterable[tuple[str, list[Outcome]]]:
+def count(
+    kinds: dict[str, Any], runs: int, make: Callable[[Path], Group | Nodes]
+) -> Iterable[tuple[str, list[Outcome]]]:
     """Yields a kind and its outcomes. One group serves as long as it can."""
     group = None
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, kind) in enumerate(kinds.items()):
             outcomes = []
             for seed in range(runs):
-                group = group or Group(Path(tempfile.mkdtemp(dir=folder)), device, size)
+                group = group or make(Path(tempfile.mkdtemp(dir=folder)))
                 outcomes.append(group.hurt(kind, seed))
                 if not outcomes[-1].resumed or (number == len(kinds) - 1 and seed == runs - 1):
                     group.close()
@@ -37,16 +46,27 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=20, help="of each kind")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, help="by default 3, on GPUs as many as there are")
+    parser.add_argument("--nodes", type=int, choices=[1, 2], default=1, help="2: of two ranks, on the CPU")
     parser.add_argument("--kinds", nargs="*", default=[""], help="parts of their names")
     options = parser.parse_args()
     device = torch.device(options.device)
     size = options.ranks or (torch.cuda.device_count() if cuda and device.type == "cuda" else 3)
-    kinds = {name: kind for name, kind in kinds_of(device).items() if any(part in name for part in options.kinds)}
-    print(f"{size} ranks on {options.device}. Expected: the victim is named within the deadline and {NAMED_S:.0f} s;")
-    print("a slow rank and experts that fail harm no round of the others; corrupted windows end no process.")
+    if options.nodes == 1:
+        offered: dict[str, Any] = dict(kinds_of(device))
+        make: Callable[[Path], Group | Nodes] = partial(Group, device=device, size=size)
+        print(f"{size} ranks on {options.device}. Expected: the victim is named within the deadline and {NAMED_S:.0f}")
+        print("s; a slow rank and experts that fail harm no round of the others; corrupted windows end no process.")
+    else:
+        if NAMESPACES not in os.environ:
+            os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # otherwise it warns of addresses without a name
+            os.execv(TWO_MACHINES, [str(TWO_MACHINES), "1gbit", "alone", sys.executable, "-m", "faults", *sys.argv[1:]])
+        offered, make = dict(kinds_of_nodes()), Nodes
+        print(f"2 nodes of {RANKS // 2} ranks. Expected: all ranks name the victim, or ranks of a node out of reach,")
+        print(f"within the deadline and {NAMED_S:.0f} s; what is over within the deadline harms no round.")
+    kinds = {name: kind for name, kind in offered.items() if any(part in name for part in options.kinds)}
     print("kind                          runs  expected  hung  device alive  resumed  slowest s  took s")
     reasons, started = [], time.monotonic()
-    for name, outcomes in count(kinds, options.runs, device, size):
+    for name, outcomes in count(kinds, options.runs, make):
         expected, hung, alive, resumed = (
             sum(getattr(o, key) for o in outcomes) for key in ("named", "hung", "alive", "resumed")
         )

@@ -101,8 +101,8 @@ class Group:
             if kind.signal:
                 time.sleep(random.Random(seed).uniform(0, 0.05))  # at any moment of a round
                 self.host.signal(name, kind.signal)
-            seen = self._results(others)
-            theirs = self._results([name]) if kind.signal is None else []
+            seen = self.host.answers(others)
+            theirs = self.host.answers([name]) if kind.signal is None else []
             outcome.seconds = max(s.seconds for s in seen)
             outcome.alive = all(s.alive for s in seen + theirs)
             expected = {True: [[victim]], False: [None]}.get(kind.named)
@@ -125,7 +125,7 @@ class Group:
             self._do(others, play)
         if kind.signal == signal.SIGSTOP:
             self.host.signal(name, signal.SIGCONT)
-            (seen,) = self._results([name])
+            (seen,) = self.host.answers([name])
             assert victim in seen.missing, f"the stopped rank misses {seen.missing}"
         if kind.signal == signal.SIGKILL:
             self.names[victim] = name + self.size  # on the same GPU
@@ -133,7 +133,7 @@ class Group:
             self._meet(self.names)
             self.host.start([self.names[victim]], ranks.begin, self.full, self.deadline_s)
             self.host.start(others, resume, self.full)
-            self._results(self.names)
+            self.host.answers(self.names)
         elif kind.named is not False:
             self._meet(self.names)
             self._do(self.names, resume, self.full)
@@ -144,11 +144,4 @@ class Group:
 
     def _do(self, names: list[int], function: Callable, *arguments: object) -> list:
         self.host.start(names, function, *arguments)
-        return self._results(names)
-
-    def _results(self, names: list[int]) -> list:
-        """Raises AssertionError with the exception of a rank."""
-        results = self.host.results(names)
-        errors = [result for result in results if isinstance(result, str) and result != "played"]
-        assert not errors, errors
-        return results
+        return self.host.answers(names)

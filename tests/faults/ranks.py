@@ -35,10 +35,11 @@ class Seen:
     alive: bool
 
 
-def begin(state, placement: Placement, deadline_s: float) -> None:
+def begin(state, placement: Placement, deadline_s: float, ranks_per_node: int | None = None) -> None:
     """Joins the group, and loads what is needed on a busy GPU."""
     state.deadline_s = deadline_s
-    config = make_config(1, experts=EXPERTS, timeout_s=deadline_s, exchange={"warmup_timeout_s": 15.0})
+    exchange = {"warmup_timeout_s": 15.0}
+    config = make_config(1, experts=EXPERTS, timeout_s=deadline_s, ranks_per_node=ranks_per_node, exchange=exchange)
     create(state, config.with_placement(placement))
     works(state.device)
     if state.device.type == "cuda":
@@ -71,6 +72,11 @@ def on(state, victim: int, seed: int) -> Seen:
 def through(state, victim: int, seed: int) -> Seen:
     """Rounds that nothing harms."""
     return watch(state, ROUNDS)
+
+
+def watch_many(state, victim: int, seed: int, rounds: int) -> Seen:
+    """So many rounds that nothing harms."""
+    return watch(state, rounds)
 
 
 def late(state, victim: int, seed: int) -> Seen:

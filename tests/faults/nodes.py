@@ -1,0 +1,162 @@
+"""Faults of a group over two nodes: a rank dies, the network between the nodes fails, or a node is slow.
+
+A node is a network namespace that tests/two_machines.sh has made; its ranks are processes of ours, which no agent ends.
+Where there are no namespaces, the nodes share the network of this machine, and its faults are left out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from faults import ranks
+from faults.kinds import NAMED_S, Outcome
+from faults.ranks import EXPERTS, Seen
+from host import Host, play, resume
+
+from epmoe import Placement
+
+NAMESPACES = "EPMOE_TEST_NAMESPACES"  # of the two nodes, in the environment; empty: there are none
+RANKS, G = 4, 2
+AGENT = RANKS  # a process of node 0 that hosts the store, as an agent of torchrun does
+DEADLINE_S, DOWN_S = 5.0, 2.0
+MANY = 300  # rounds that take longer than it takes to cut the network
+_CLONE_NEWNET = 0x40000000
+
+Verdict = tuple[list[Seen], bool, list[int]]
+"""What the ranks have seen, whether that is as expected, and the ranks that go on."""
+
+
+class Nodes:
+    """Two nodes of two ranks, made anew for each fault."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.namespaces = folder, os.environ[NAMESPACES].split()
+        owners = [(p + i) % RANKS for i in (0, G) for p in range(EXPERTS)]  # each node has all experts
+        self.placement = Placement.build(EXPERTS, RANKS, "explicit", owners, EXPERTS)
+
+    def hurt(self, kind: Callable[[Nodes, int], Verdict], seed: int) -> Outcome:
+        """Something fails, the ranks report what they saw, and those that still can go on."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        self.host, outcome = Host(folder, torch.device("cpu")), Outcome()
+        self.random = random.Random(seed)
+        try:
+            self._begin()
+            seen, expected, rest = kind(self, seed % RANKS)
+            outcome.seconds, outcome.alive = max(s.seconds for s in seen), all(s.alive for s in seen)
+            outcome.named = expected and outcome.seconds < DEADLINE_S + NAMED_S
+            outcome.why = "" if outcome.named else f" missing: {[s.missing for s in seen]}, {outcome.seconds:.1f} s"
+            if len(rest) < RANKS:
+                self._do(rest, stay)
+                self.host.form(rest)
+                self._do(rest, resume)
+            self._do(rest, play)
+            outcome.resumed = True
+        except (AssertionError, EOFError, OSError) as error:
+            outcome.hung = "does not answer" in str(error)
+            outcome.why += f" {type(error).__name__}: {error}"
+        finally:
+            for process in self.host.processes.values():
+                process.kill()
+                process.join()
+            self._link("up")
+        return outcome
+
+    def close(self) -> None:
+        """There is nothing left to close."""
+
+    def killed(self, victim: int) -> Verdict:
+        """A rank is killed at any moment of a round. All others name it; the other node goes on alone."""
+        others = [rank for rank in range(RANKS) if rank != victim]
+        self._play(ranks.on)
+        self.host.signal(victim, signal.SIGKILL)
+        seen = self.host.answers(others)
+        return seen, all(s.missing == [victim] for s in seen), self._node(1 - victim // G)
+
+    def cut(self, victim: int) -> Verdict:
+        """The network fails for good. Each node names ranks of the other, and the first goes on alone."""
+        self._play(ranks.on)
+        self._link("down")
+        seen = self.host.answers(self._node(0, 1))
+        expected = [{rank // G for rank in s.missing or ()} == {1 - at // G} for at, s in enumerate(seen)]
+        return seen, all(expected), self._node(victim // G)
+
+    def cut_for_a_while(self, victim: int) -> Verdict:
+        """The network fails, and is back within the deadline: a round takes long, and all end well."""
+        self._play(partial(ranks.watch_many, rounds=MANY))
+        self._link("down")
+        time.sleep(DOWN_S)
+        self._link("up")
+        seen = self.host.answers(self._node(0, 1))
+        long = max(s.seconds for s in seen) > 0.9 * DOWN_S
+        return seen, long and all(s.missing is None for s in seen), self._node(0, 1)
+
+    def slow(self, victim: int) -> Verdict:
+        """Both ranks of a node are late by half the deadline, in dispatch and in combine: all rounds end well."""
+        late = self._node(victim // G)
+        self.host.start(late, ranks.late, victim, 0)
+        self.host.start(self._node(1 - victim // G), ranks.through, victim, 0)
+        seen = self.host.answers(self._node(0, 1))
+        return seen, all(s.missing is None for s in seen), self._node(0, 1)
+
+    def _begin(self) -> None:
+        names = [*range(RANKS), AGENT]
+        self.host.spawn(*names)
+        for name in names:
+            node = name // G % 2
+            self._do([name], enter, self.namespaces and self.namespaces[node], f"wire{node}")
+        self.host.form_at(names[:RANKS], AGENT, "192.0.2.1" if self.namespaces else "127.0.0.1")
+        self._do(names[:RANKS], ranks.begin, self.placement, DEADLINE_S, G)
+        self._do(names[:RANKS], play)
+
+    def _play(self, function: Callable) -> None:
+        """Start rounds on all ranks. Returns at any moment of a round."""
+        self.host.start(list(range(RANKS)), function, 0, 0)
+        time.sleep(self.random.uniform(0, 0.2))
+
+    def _link(self, state: str) -> None:
+        for node, name in enumerate(self.namespaces):
+            subprocess.run(["ip", "-n", name, "link", "set", f"wire{node}", state], check=True)
+
+    def _node(self, *nodes: int) -> list[int]:
+        return [rank for node in nodes for rank in range(node * G, (node + 1) * G)]
+
+    def _do(self, names: list[int], function: Callable, *arguments: object) -> None:
+        self.host.start(names, function, *arguments)
+        self.host.answers(names)
+
+
+KINDS = {
+    "rank killed": Nodes.killed,
+    "slow node": Nodes.slow,
+    "network down for good": Nodes.cut,
+    f"network down for {DOWN_S:.0f} s": Nodes.cut_for_a_while,
+}
+
+
+def kinds_of_nodes() -> dict[str, Callable[[Nodes, int], Verdict]]:
+    """Those that can be had here."""
+    return {name: kind for name, kind in KINDS.items() if os.environ[NAMESPACES] or "network" not in name}
+
+
+def enter(state, namespace: str, interface: str) -> None:
+    """Moves this process to a node; threads that it starts later are there, too."""
+    if namespace:
+        with open(f"/run/netns/{namespace}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def stay(state) -> None:
+    """From now on this process talks to its own node only."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -51,7 +51,8 @@ distributed: setup  ## tests over 2, 3 and 4 ranks
 
 # The rate is that of the network between the two. Most of NODE_TESTS are the tests of one node, over two.
 RATE ?= 1gbit
-NODE_TESTS = two_levels two_machines exchange graphs phases rounds errors weights_on_input fp8_rows layers compile transformers
+NODE_TESTS = two_levels two_machines exchange graphs phases rounds errors weights_on_input fp8_rows layers compile \
+  transformers transformers_static
 two-machines: export EPMOE_TEST_RANKS_PER_NODE := 2
 two-machines: setup  ## tests over 2 nodes of 2 ranks, in namespaces with a network between them (RATE); needs root
 	tests/two_machines.sh $(RATE) -m pytest -q -p no:cacheprovider $(NODE_TESTS:%=tests/distributed/test_%.py)

@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 pytest.importorskip("transformers")
 
+from exchanges import nodes_of
 from helpers import ON_GPUS, RANKS_SHARE_GPUS
 from spread_models import DEVICE, OneLayer, random_ids, single_and_spread
 from transformers import CompileConfig
@@ -34,7 +36,12 @@ def _static(monkeypatch):
     monkeypatch.setattr(shared, "_group", None)
     monkeypatch.setattr(shared, "_static", False)
     torch.compiler.reset()
-    integration.configure(static=True, max_num_tokens_per_rank=M, timeout_s=120.0)  # inductor may compile meanwhile
+    integration.configure(
+        static=True,
+        max_num_tokens_per_rank=M,
+        timeout_s=120.0,  # inductor may compile meanwhile
+        ranks_per_node=nodes_of(dist.get_world_size()),
+    )
     yield
     integration.close()
 

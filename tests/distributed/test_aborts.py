@@ -33,7 +33,7 @@ def test_abort_without_a_handle(ep, rank, size, after, alone):
         if alone and rank != 0:
             d = ep.dispatch_recv(sent)
             y = ep.combine(run_experts(ep, d), d)
-            assert_y(y, ep.config, tokens if after == "combine_send" else without_rank(ep, tokens, 0))
+            assert_y(y, ep.config, without_rank(ep, tokens, 0, sent=after == "combine_send"))
         else:
             if after != "dispatch_send":
                 d = ep.dispatch_recv(sent)
@@ -66,6 +66,8 @@ def test_an_abort_takes_nothing_from_the_round_before(ep, rank, size):
 
     Headers hold the counts of two rounds: with one count, that of the abort would hide the sums that lie there.
     """
+    if ep.config.topology.num_nodes > 1:
+        pytest.skip("a round ends on all nodes together: combine_recv brings the sums back to other nodes")
     for n in range(4):
         tokens = make_tokens(ep.config, rank, 16, seed=n)
         d = ep.dispatch(*given(ep, tokens))
@@ -103,8 +105,8 @@ def test_ranks_that_abort_at_random(ep, rank, size):
         d = ep.dispatch(*inputs)
         y = ep.combine(run_experts(ep, d), d)
         for other, stop in enumerate(stops):
-            if stop in (0, 1):
-                tokens = without_rank(ep, tokens, other)
+            if stop in (0, 1, 2):
+                tokens = without_rank(ep, tokens, other, sent=stop == 2)
         assert_y(y, ep.config, tokens)
     ep.check()
 
@@ -113,15 +115,16 @@ def test_ranks_that_abort_at_random(ep, rank, size):
 def test_ranks_that_never_end_a_round_that_was_given_up(make_ep, rank, size):
     """The next dispatch of the rank that aborted waits for them, up to its deadline."""
     ep = make_ep(timeout_s=1.0)
-    tokens = make_tokens(ep.config, rank, 9)
+    tokens, topology = make_tokens(ep.config, rank, 9), ep.config.topology
+    awaited = range(topology.ranks_here, size, topology.ranks_here) if topology.num_nodes > 1 else range(1, size)
     assert_y(run_round(ep, tokens), ep.config, tokens)
     if rank == 0:
         ep.dispatch_send(*given(ep, tokens))
         ep.abort()
         for _ in range(2):
-            with within(1.0 + AT_ONCE_S), pytest.raises(EPTimeoutError, match="combine of round 2 timed out") as caught:
+            with within(1.0 + AT_ONCE_S), pytest.raises(EPTimeoutError, match="combine of round 2") as caught:
                 ep.dispatch(*given(ep, tokens))
-            assert caught.value.missing_ranks == [*range(1, size)]
+            assert caught.value.missing_ranks == [*awaited]
     dist.barrier()
 
 

@@ -33,11 +33,14 @@ def layer_ep(make_ep) -> ExpertParallel:
     return make_ep(experts=E, top_k=K, hidden=D, timeout_s=LONG_S)
 
 
-def without_rank(ep: ExpertParallel, tokens: Tokens, rank: int) -> Tokens:
-    """`tokens` without their pairs on the experts of `rank`, or of its node, to which this rank sends by `rank`."""
+def without_rank(ep: ExpertParallel, tokens: Tokens, rank: int, sent: bool = False) -> Tokens:
+    """`tokens` without their pairs on the experts of `rank`, or of its node, if that is the way there and back.
+
+    With `sent`, it gave the round up only after it had sent its sums to the ranks of its own node.
+    """
     owner, G = torch.tensor(ep.placement.owners)[tokens.ids.long()], ep.config.topology.ranks_here
     by_it = rank % G == ep.rank % G and rank != ep.rank
-    gone = owner // G == rank // G if by_it else owner == rank
+    gone = owner // G == rank // G if by_it else (owner == rank) & (not sent)
     return Tokens(tokens.x, tokens.ids, tokens.weights.masked_fill(gone, 0.0), tokens.real)
 
 

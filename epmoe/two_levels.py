@@ -13,6 +13,7 @@ import dataclasses
 import time
 from ctypes import c_int64
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NoReturn, Self
 
 import torch
@@ -124,12 +125,15 @@ class TwoLevels(Exchange):
     def wait(self, transfer: Transfer, later_s: float = 0.0) -> None:
         """Wait for a transfer, `later_s` longer than `exchange.timeout_s`.
 
-        Raises EPTimeoutError, which names the missing ranks; the node hears of it.
+        Raises EPTimeoutError, which names the missing ranks; the node hears of it. Raises RuntimeError if a signal
+        handler gives the round up meanwhile.
         """
+        look = partial(self._look, self.rounds.state)
         try:
-            self.rail.wait(transfer, time.monotonic() + self.timeout_ns / 1e9 + later_s, self._look)
+            self.rail.wait(transfer, time.monotonic() + self.timeout_ns / 1e9 + later_s, look)
         except RailError:
             self.fail(self._reported())
+        look()
 
     def wait_for_given_up(self) -> None:
         """Before a round: wait for the transfers of rounds that this rank has given up."""
@@ -253,8 +257,10 @@ class TwoLevels(Exchange):
         self.travelling = None  # transfers keep connections open
         self.pending.clear()
 
-    def _look(self) -> None:
-        """During a wait for the rail: raise what the ranks of the node have reported."""
+    def _look(self, state: int) -> None:
+        """During a wait for the rail, in a round in `state`: raise what the ranks of the node have reported."""
+        if self.rounds.state != state:
+            raise RuntimeError(f"round {self.rounds.count} was aborted while this call waited")
         if self.inside.missing():
             self.fail(self._reported() or self.of_group(self.inside.missing()))
 

@@ -62,7 +62,7 @@ def test_ctrl_c_ends_a_wait(ep, rank, size, stage):
         dist.barrier()
         if rank != 0:
             y = ep.combine(run_experts(ep, d), d) if d else run_round(ep, tokens)
-            assert_y(y, ep.config, tokens if stage == "combine" else without_rank(ep, tokens, 0))
+            assert_y(y, ep.config, without_rank(ep, tokens, 0, sent=stage == "combine"))
         assert_y(run_round(ep, tokens), ep.config, tokens)
 
 
@@ -117,7 +117,7 @@ def test_a_signal_whose_handler_returns_does_not_lengthen_the_wait(make_ep, rank
         signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
         started = time.monotonic()
         try:
-            with pytest.raises(epmoe.EPTimeoutError, match="dispatch of round 2 timed out"):
+            with pytest.raises(epmoe.EPTimeoutError, match="dispatch of round 2 (timed out|got no answer)"):
                 ep.dispatch(*given(ep, tokens))
             assert 1.0 <= time.monotonic() - started < 3.0
             assert len(ticks) > 10

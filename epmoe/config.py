@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from epmoe.config_file import ConfigError, environment_overrides, explain, read_config
+from epmoe.hardware import HardwareConfig
+from epmoe.strict import Strict
 
 if TYPE_CHECKING:
     from epmoe.placement import Placement
@@ -25,14 +27,6 @@ _MOST_ON_NODE = 64  # ranks: a set of them is one 64-bit mask
 _INSIDE_S = 0.8  # by which waits inside a node are longer than for the network
 _MOST_ERRORS = 12  # of a message: one screen
 _Rule = tuple[str, bool, str, object]  # dotted key, whether its value is allowed, what it must be, what it is
-
-
-class Strict(BaseModel):
-    """A frozen model that refuses unknown keys and does not convert types."""
-
-    model_config = ConfigDict(
-        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class ModelConfig(Strict):
@@ -149,6 +143,7 @@ class EPConfig(Strict):
     placement: PlacementConfig = PlacementConfig()
     capacity: CapacityConfig = CapacityConfig()
     exchange: ExchangeConfig = ExchangeConfig()
+    hardware: HardwareConfig = HardwareConfig()
 
     def __init__(self, /, **sections: Any) -> None:
         """Check the sections; raises ConfigError, which lists every wrong key and what it must be."""

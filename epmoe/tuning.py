@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError, model_validator
 
-from epmoe.config import Strict
 from epmoe.config_file import ConfigError, explain, read_config
+from epmoe.strict import Strict
 
 
 class Launch(Strict):

@@ -35,7 +35,7 @@ class Sample:
             routing, R * tokens, model.num_experts, model.num_experts_per_tok, id_dtype=id_dtype, ep_size=R
         )
         mine = slice(rank * tokens, (rank + 1) * tokens)
-        needs_RTR = _needs(self.placement, ids.view(R, tokens, ids.shape[1]).long())
+        needs_RTR = ranks_needed(self.placement, ids.view(R, tokens, ids.shape[1]).long())
         self.needs_TR, self.rows_RR = needs_RTR[rank], needs_RTR.sum(dim=1)
         x_TD = torch.randn(tokens, self.hidden, generator=torch.Generator().manual_seed(rank)).to(self.dtype)
         factors_E = torch.linspace(0.5, 1.5, model.num_experts)
@@ -80,7 +80,7 @@ def wire_bytes(hidden: int, dtype: torch.dtype, payload: str) -> int:
     return -(-row // 16) * 16
 
 
-def _needs(placement: Placement, ids_RTK: Tensor) -> Tensor:
+def ranks_needed(placement: Placement, ids_RTK: Tensor) -> Tensor:
     """bool [R, T, R]: whether source r sends token t to a rank. Copies of experts are chosen as in dispatch."""
     R, T, _ = ids_RTK.shape
     turn_RT1 = torch.arange(R).view(R, 1, 1) + torch.arange(T).view(1, T, 1)

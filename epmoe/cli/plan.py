@@ -15,6 +15,7 @@ from epmoe.build import BuildError
 from epmoe.cli.capacity import Capacity, advice, network, suggestions
 from epmoe.cli.console import console, human_bytes
 from epmoe.cli.launch import CONFIG, load
+from epmoe.cli.predict import predicted, prediction
 from epmoe.config import EPConfig
 from epmoe.memory import MemoryPlan
 from epmoe.placement import Placement
@@ -27,6 +28,9 @@ def plan(
     config: Annotated[Path, CONFIG],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     multiprocessors: Annotated[int, typer.Option(min=1, help="Of the GPU; an H200 has 132.")] = 132,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Add µs of dispatch and combine on GPUs, by a model.")
+    ] = False,
 ) -> None:
     """Show what memory a configuration takes, per rank and per node, and on GPUs how its kernels are launched."""
     parsed = load(config)
@@ -35,6 +39,8 @@ def plan(
         content = _as_dict(parsed, plans) | {"expert_rows": _expert_rows(parsed)}
         if parsed.exchange.transport == "nvlink":
             content["launches"] = _launches(parsed, plans[0], multiprocessors)
+        if predict:
+            content["predicted"] = predicted(parsed, _tokens(parsed))
         typer.echo(json.dumps(content, indent=2))
         return
     largest = max(plans, key=lambda p: p.total_bytes)
@@ -52,6 +58,9 @@ def plan(
             console.print(_launch_table(_launches(parsed, plans[0], multiprocessors), multiprocessors))
         except (BuildError, OSError) as error:
             console.print(f"[dim]The launches are not shown, since the native library cannot be loaded: {error}[/]")
+    if predict:
+        for part in prediction(predicted(parsed, _tokens(parsed))):
+            console.print(part)
 
 
 def rank_plans(config: EPConfig) -> list[MemoryPlan]:
@@ -80,14 +89,19 @@ def _memory_table(plan: MemoryPlan, totals: dict[str, int]) -> Table:
     return table
 
 
+def _tokens(config: EPConfig) -> list[int]:
+    """The T of the tables: those of `TOKENS` below M, and M."""
+    largest = config.capacity.max_num_tokens_per_rank
+    return sorted({*(tokens for tokens in TOKENS if tokens < largest), largest})
+
+
 def _launches(config: EPConfig, plan: MemoryPlan, multiprocessors: int) -> list[dict[str, Any]]:
     """By T, up to M: the launch of dispatch and that of combine, from both phases in one call and expert-major rows."""
     from epmoe.launch_policy import launches  # needs the native library, unlike the memory plan
 
-    dtype, largest = config.model.torch_dtype, config.capacity.max_num_tokens_per_rank
     rows = []
-    for T in sorted({*(tokens for tokens in TOKENS if tokens < largest), largest}):
-        dispatch, combine = launches(plan, T, dtype, multiprocessors=multiprocessors)
+    for T in _tokens(config):
+        dispatch, combine = launches(plan, T, config.model.torch_dtype, multiprocessors=multiprocessors)
         rows.append(
             {
                 "tokens": T,

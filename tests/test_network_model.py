@@ -1,0 +1,172 @@
+"""`NetworkModel` reproduces what others have published and what we have measured; `epmoe plan --predict` prints it."""
+
+from __future__ import annotations
+
+import json
+import re
+from statistics import median
+
+import pytest
+from helpers import ROOT
+from typer.testing import CliRunner
+
+from benchmarks.results import read
+from epmoe.cli import app
+from epmoe.config import EPConfig
+from epmoe.hardware import HardwareConfig
+from epmoe.network_model import NetworkModel, RowBytes, Spread
+
+BF16, FP8 = RowBytes(14336, 14336, 14336), RowBytes(7392, 7392, 7392)
+H800 = HardwareConfig(nvlink_gb_per_s=150.0)
+PUBLISHED = re.compile(
+    r"^\| (\w.*) \| (\d+) \| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", re.MULTILINE
+)
+CALIBRATION = PUBLISHED.findall((ROOT / "docs/multinode-model.md").read_text())
+# For each kind of published figure: the design, whether tokens need 4 of 8 groups, the hardware, and the rows.
+KINDS = {
+    "DeepEP V1, low latency": ("direct_us", False, HardwareConfig(), FP8),
+    "DeepEP V1, normal": ("pipelined_us", True, H800, FP8),
+    "DeepEP V2": ("pipelined_us", False, HardwareConfig(), FP8),
+    "HybridEP": ("pipelined_us", False, HardwareConfig(), BF16),
+}
+FEWEST = {  # figures that the page must have
+    "DeepEP V1, low latency": {2: (118, 195), 8: (173, 314), 32: (194, 360)},
+    "DeepEP V1, normal": {2: (1385, 2685), 4: (1628, 3213), 8: (2347, 4642)},
+    "DeepEP V2": {2: (1341, 2890), 4: (3592, 6966)},
+    "HybridEP": {2: (1524, 1721), 8: (6158, 6100)},
+}
+
+
+def deepseek(nodes: int, ranks: int = 8, grouped: bool = False, **sections: dict[str, object]) -> EPConfig:
+    groups = {"scoring": "sigmoid", "num_expert_groups": 8, "top_groups": 4}
+    return EPConfig(
+        model={"num_experts": 256, "num_experts_per_tok": 8, "hidden_size": 7168},
+        routing=groups if grouped else {},
+        topology={"ep_size": nodes * ranks, "ranks_per_node": ranks},
+        **sections,
+    )
+
+
+def test_the_page_has_the_published_figures():
+    shown: dict[str, dict[int, tuple[int, int]]] = {}
+    for kind, _, nodes, out, _, back, _ in CALIBRATION:
+        shown.setdefault(kind, {})[int(nodes)] = number(out), number(back)
+    assert shown.keys() == KINDS.keys()
+    for kind, figures in FEWEST.items():
+        assert figures.items() <= shown[kind].items()
+
+
+def test_published_figures_are_reproduced():
+    """And the page shows what the model gives."""
+    errors = []
+    for kind, tokens, nodes, *figures in CALIBRATION:
+        design, grouped, hardware, out = KINDS[kind]
+        model = NetworkModel(hardware, int(nodes), 8, Spread.of(deepseek(int(nodes), grouped=grouped)))
+        for row, published, shown in zip((out, BF16), figures[::2], figures[1::2], strict=True):
+            predicted = getattr(model, design)(int(tokens), row)
+            assert abs(predicted - number(shown)) <= 0.005 * predicted, (kind, nodes)
+            errors.append(abs(predicted / number(published) - 1))
+    assert max(errors) <= 0.20 and median(errors) <= 0.06
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_rounds_of_one_node_are_reproduced(gpus):
+    """Every expert-major round of ours in BENCHMARKS.md, all T."""
+    result = read(ROOT / "benchmarks" / f"h200x{gpus}_exchange.json")
+    tokens = [column.tokens for column in result.columns if column.tokens is not None]
+    rows = [row.cells for row in result.rows if "epmoe" in str(row.cells[0]) and row.cells[2] == "expert-major"]
+    assert len(rows) == 3 and len(tokens) == 6
+    for cells in rows:
+        out, back = ("auto" if payload == "bf16" else "fp8" for payload in str(cells[1]).split(", "))
+        config = deepseek(1, gpus, exchange={"payload": out, "combine_payload": back})
+        model = NetworkModel.of(config)
+        for T, measured in zip(tokens, cells[-6:], strict=True):
+            ways = RowBytes.of_dispatch(config), RowBytes.of_combine(config)
+            predicted = sum(model.two_levels(T, row, slots=T).us for row in ways)
+            assert predicted == pytest.approx(float(measured), rel=0.25), (cells[1], T)
+
+
+def test_terms_by_hand():
+    """4 nodes of 8 ranks, 100 tokens that need 3 nodes and 6 ranks: see docs/multinode-model.md."""
+    model = NetworkModel(HardwareConfig(), 4, 8, Spread(8, 6.0, 3.0))
+    row = RowBytes(network=44500, node=34000, experts=22000)  # 1 µs, 0.1 µs and 0.01 µs a row
+    padded, exact = model.two_levels(100, row, 120), model.two_levels(100, row, None, counts=True)
+    assert (padded.start_us, padded.counts_us, padded.network_us) == (4 + 20 + 1.5 * 3, 0, pytest.approx(3 * 120))
+    assert (exact.counts_us, exact.network_us) == (60, pytest.approx(100 * 3 * 3 / 4))
+    assert padded.node_us == exact.node_us == pytest.approx(3.9 + 100 * 6 * 7 / 8 / 10)  # the wire
+    assert padded.us == pytest.approx(28.5 + 360 + 3.9 + 52.5)
+    assert model.node_us(100, RowBytes(0, 0, 22000)) == pytest.approx(3.9 + 100 * (8 + 6) / 100)  # local rows
+    assert model.pipelined_us(100, row) == pytest.approx(30 + 225 + 52.5 / 8)
+    assert model.direct_us(100, row) == pytest.approx(30 + 100 * 8 * 3 / 4)
+
+
+@pytest.mark.parametrize(("nodes", "padding"), [(2, 1.00), (4, 1.11), (8, 1.51), (16, 2.45)])
+def test_padded_slabs_cost_more_with_more_nodes(nodes, padding):
+    spread = Spread.of(deepseek(nodes))
+    assert nodes / spread.nodes == pytest.approx(padding, abs=0.01)
+    model = NetworkModel(HardwareConfig(), nodes, 8, spread)
+    padded, exact = (model.two_levels(512, BF16, slots).network_us for slots in (512, None))
+    assert padded / exact == pytest.approx(padding, abs=0.01)
+
+
+def test_a_placement_counts():
+    """Experts on two of four ranks; and a copy of every expert on the other node, so that a token needs one node."""
+    owners = {"strategy": "explicit", "assignment": [0, 1] * 128}
+    assert Spread.of(deepseek(1, 4, placement=owners)).ranks == pytest.approx(2, abs=0.02)
+    copies = Spread.of(deepseek(2, 4, placement={"num_redundant_experts": 256}))
+    assert copies.nodes == 1 and 2 < copies.ranks < 4
+
+
+def plan(*arguments: str, **environment: str) -> str:
+    result = CliRunner().invoke(app, ["plan", *arguments, "--predict"], env={"COLUMNS": "80"} | environment)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def several(splits: str, nodes: int = 4) -> dict[str, str]:
+    """The configuration cpu_bench over several nodes."""
+    return {
+        "EPMOE_TOPOLOGY__EP_SIZE": str(4 * nodes),
+        "EPMOE_TOPOLOGY__RANKS_PER_NODE": "4",
+        "EPMOE_EXCHANGE__NETWORK_SPLITS": splits,
+    }
+
+
+@pytest.mark.parametrize("splits", ["padded", "exact"])
+def test_the_terms_add_up(splits):
+    content = json.loads(plan("cpu_bench", "--json", **several(splits)))["predicted"]
+    assert (content["nodes"], content["ranks_per_node"], content["network_splits"]) == (4, 4, splits)
+    assert content["hardware"] == HardwareConfig().model_dump()
+    assert [line["tokens"] for line in content["rounds"]] == [1, 8, 16, 64, 128, 256, 512, 1024]
+    for line in content["rounds"]:
+        for way in (line["dispatch"], line["combine"]):
+            assert way["us"] == pytest.approx(sum(way.values()) - way["us"], abs=0.3)
+        assert line["dispatch"]["counts_us"] == (60 if splits == "exact" else 0) and not line["combine"]["counts_us"]
+        assert line["pipelined_us"] < line["dispatch"]["us"] + line["combine"]["us"] + 60
+
+
+def test_the_table_fits_80_columns():
+    shown = plan("cpu_bench", **several("exact", 16), EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK="4096")
+    predicted = shown[shown.index("Predicted µs by T") :]
+    assert max(map(len, shown.splitlines())) <= 80 and "…" not in predicted
+    assert "60.0 µs until the host has read the counts" in " ".join(predicted.split())
+    assert re.search(r"^ *4096( +[\d,.]+){8} *$", predicted, re.MULTILINE)
+    assert "Predicted" not in CliRunner().invoke(app, ["plan", "cpu_bench"]).output
+
+
+def test_one_node_has_no_network():
+    line = json.loads(plan("cpu_bench", "--json"))["predicted"]["rounds"][0]
+    assert line["dispatch"]["us"] == line["dispatch"]["node_us"] and "direct_us" not in line
+    assert "pipelined" not in plan("cpu_bench")
+
+
+def test_the_hardware_of_the_configuration_is_used():
+    def us(**environment: str) -> float:
+        rounds = json.loads(plan("cpu_bench", "--json", **several("padded"), **environment))["predicted"]["rounds"]
+        return rounds[-1]["dispatch"]["network_us"]
+
+    assert us(EPMOE_HARDWARE__NETWORK_GB_PER_S="89.0") == pytest.approx(us() / 2, rel=0.001)
+
+
+def number(text: str) -> int:
+    return int(text.replace(",", ""))

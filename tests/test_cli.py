@@ -122,6 +122,9 @@ def test_wrong_number_of_processes_is_an_error(command: str, monkeypatch: pytest
     assert result.exit_code == 2
     assert "`topology.ep_size` is 4, but torchrun started 3 processes" in result.output
     assert f"torchrun --standalone --nproc-per-node 4 -m epmoe {command} 'my config.yaml'" in result.output
+    monkeypatch.setenv("EPMOE_TOPOLOGY__RANKS_PER_NODE", "2")
+    rendezvous = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    assert f"torchrun --nnodes 2 {rendezvous} --nproc-per-node 2 -m epmoe {command}" in epmoe(command, DEMO).output
 
 
 @pytest.fixture
@@ -184,6 +187,9 @@ def test_nvlink_with_too_few_gpus_is_an_error(tmp_path: Path, command: str, monk
     result = epmoe(command, write(tmp_path, exchange={"transport": "nvlink"}))
     assert result.exit_code == 2
     assert "wants a GPU for each of 2 ranks, and torch sees 1; EPMOE_EXCHANGE__TRANSPORT=shared_memory" in result.output
+    monkeypatch.setenv("WORLD_SIZE", "4")  # on two nodes, of which torch sees one
+    two_nodes = write(tmp_path, topology={"ep_size": 4, "ranks_per_node": 2}, exchange={"transport": "nvlink"})
+    assert "wants a GPU for each of 2 ranks, and torch sees 1" in epmoe(command, two_nodes).output
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`epmoe run` starts its ranks itself, and the launchers start it: here without Slurm and Kubernetes."""
+"""`epmoe run` starts its ranks itself."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
-from launched import ROOT, run
+from launched import ROOT
 
 from epmoe.cli import launch
 from epmoe.config import EPConfig
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-LAUNCH = ROOT / "launch"
 
 
 @pytest.fixture
@@ -30,37 +28,6 @@ def config(tmp_path: Path) -> Path:
     model = {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "float32"}
     path.write_text(json.dumps({"model": model, "topology": {"ep_size": 2}}))
     return path
-
-
-def start(tmp_path: Path, *command: object, **variables: str) -> None:
-    """Runs `command`, which must pass its check. PATH has this Python's torchrun and an `srun` that runs the rest."""
-    (tmp_path / "srun").write_text('#!/bin/sh\nexec "$@"\n')
-    (tmp_path / "srun").chmod(0o755)
-    path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
-    outcome = run([str(part) for part in command], PATH=path, **variables)
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    assert outcome.stdout.count("✓ error against") == 1
-
-
-def test_torchrun(tmp_path: Path, config: Path) -> None:
-    start(tmp_path, LAUNCH / "torchrun.sh", 2, config, "--steps", 1)
-
-
-def test_slurm(tmp_path: Path, config: Path) -> None:
-    start(tmp_path, "bash", LAUNCH / "slurm.sbatch", config, "--steps", 1, RANKS="2", SLURM_JOB_ID="17")
-
-
-def test_kubernetes(tmp_path: Path, config: Path) -> None:
-    service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
-    pod = job["spec"]["template"]["spec"]
-    host = f"{job['metadata']['name']}-0.{pod['subdomain']}"
-    assert job["spec"]["completionMode"] == "Indexed" and job["spec"]["completions"] == 1
-    assert service["metadata"]["name"] == pod["subdomain"] and service["spec"]["clusterIP"] == "None"
-    (container,) = pod["containers"]
-    arguments = [arg.replace(host, "localhost") for arg in container["args"]]
-    assert arguments != container["args"], "the rendezvous is at the pod of index 0"
-    arguments = [arg.replace("--nproc-per-node=4", "--nproc-per-node=2") for arg in arguments[:-1]]
-    start(tmp_path, *container["command"], *arguments, config, "--steps", 1)
 
 
 @pytest.fixture

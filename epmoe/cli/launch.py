@@ -68,15 +68,17 @@ def load(config: Path, nproc: int | None = None) -> EPConfig:
 def check_ranks(config: EPConfig) -> None:
     """Raise UserError if `config` cannot run here: its ranks, its GPUs, torch's backends, a launcher's variables."""
     size, on_gpus = config.topology.ep_size, config.exchange.transport == "nvlink"
-    variables = _launcher_variables()
+    nodes, variables = config.topology.num_nodes, _launcher_variables()
     if variables and variables["WORLD_SIZE"] != size:
+        where = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
         raise UserError(
             f"`topology.ep_size` is {size}, but torchrun started {variables['WORLD_SIZE']} processes:\n  "
-            f"torchrun --standalone --nproc-per-node {size} -m epmoe {shlex.join(sys.argv[1:])}"
+            f"torchrun {where} --nproc-per-node {size // nodes} -m epmoe {shlex.join(sys.argv[1:])}"
         )
-    if on_gpus and (found := torch.cuda.device_count()) < size:
+    here = size // nodes if variables else size
+    if on_gpus and (found := torch.cuda.device_count()) < here:
         raise UserError(
-            f"`exchange.transport` nvlink wants a GPU for each of {size} ranks, and torch sees {found}; "
+            f"`exchange.transport` nvlink wants a GPU for each of {here} ranks, and torch sees {found}; "
             "EPMOE_EXCHANGE__TRANSPORT=shared_memory in the environment runs this configuration on the CPU"
         )
     if variables and (missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]):

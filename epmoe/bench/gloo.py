@@ -123,18 +123,24 @@ def _measure(ep: ExpertParallel, tokens: int, repeats: int, routing: Kind, advan
         Pipeline(AllToAll(ep.placement, ep.group, keep_buffers=keep), sample, name)
         for name, keep in (("gloo", False), ("gloo, kept buffers", True))
     ]
-    sides: tuple[Layer, ...] = (Fused(ep, sample), *gloo)
-    rounds = max(2, min(_ROUNDS, 1024 // max(tokens, 1)))
+    return Result(tokens, *median_times((Fused(ep, sample), *gloo), sample, repeats, ep.group, advance))
+
+
+def median_times(
+    sides: Sequence[Layer], sample: Sample, repeats: int, group: dist.ProcessGroup, advance: Callable[[], object]
+) -> list[Times]:
+    """The times of each side: medians over `repeats` samples, of the slowest rank. Collective over `group`."""
+    rounds = max(2, min(_ROUNDS, 1024 // max(sample.tokens, 1)))
     micros = torch.zeros(repeats, len(sides), 3, dtype=torch.float64)
     for repeat in range(repeats):
         for index, side in enumerate(sides):
-            dist.barrier(ep.group)
+            dist.barrier(group)
             micros[repeat, index] = _timed_rounds(side, sample, rounds)
         advance()
     for side in sides:
         side.check()
-    dist.all_reduce(micros, dist.ReduceOp.MAX, group=ep.group)
-    return Result(tokens, *(Times(*row.tolist()) for row in micros.median(dim=0).values))
+    dist.all_reduce(micros, dist.ReduceOp.MAX, group=group)
+    return [Times(*row.tolist()) for row in micros.median(dim=0).values]
 
 
 def _timed_rounds(side: Layer, sample: Sample, rounds: int) -> torch.Tensor:
@@ -147,5 +153,5 @@ def _timed_rounds(side: Layer, sample: Sample, rounds: int) -> torch.Tensor:
         y_TD = side.back(handle)
         combine += time.perf_counter() - middle
         dispatch += middle - start
-    sample.check(side.name, y_TD)
+    sample.check(side.name, y_TD, side.fp8)
     return torch.tensor([dispatch, combine, dispatch + combine], dtype=torch.float64) * 1e6 / rounds

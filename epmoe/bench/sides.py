@@ -73,12 +73,15 @@ class Layer(Side):
 class Fused(Layer):
     """Ours: dispatch to expert-major rows, combine from expert-major outputs."""
 
-    def __init__(self, ep: ExpertParallel, sample: Sample, name: str = "epmoe") -> None:
-        self.ep, self.fp8 = ep, _uses_fp8(ep)
+    def __init__(
+        self, ep: ExpertParallel, sample: Sample, name: str = "epmoe", padded_tokens: int | None = None
+    ) -> None:
+        self.ep, self.fp8, self.padded_tokens = ep, _uses_fp8(ep), padded_tokens
         super().__init__(name, sample)
 
     def out(self) -> Dispatched:
-        return self.ep.dispatch(self.sample.x_TD, self.sample.ids_TK, self.sample.weights_TK)
+        sample = self.sample
+        return self.ep.dispatch(sample.x_TD, sample.ids_TK, sample.weights_TK, padded_tokens=self.padded_tokens)
 
     def back(self, handle: Dispatched) -> Tensor:
         return self.ep.combine(self.outputs_ND, handle)

@@ -1,4 +1,4 @@
-"""`epmoe bench CONFIG`: times the exchange, on the CPU against gloo, on GPUs against the floor and NCCL; or layers."""
+"""`epmoe bench CONFIG`: times the exchange, on CPUs against gloo, on GPUs against the floor and NCCL; or layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from epmoe.bench import gloo, gpu, layer, tune
+from epmoe.bench import gloo, gpu, layer, rail, tune
 from epmoe.bench.facts import facts
 from epmoe.bench.report import Benchmark
 from epmoe.cli.console import UserError, check_output, console, launched_rank, require
@@ -60,7 +60,7 @@ def bench(
         raise UserError(f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got {max(counts)}")
     if routing == "adversarial":
         raise UserError("`--routing` must not be adversarial: its outputs are not the weighted sums that are checked")
-    benchmark: Benchmark = gloo.run
+    benchmark: Benchmark = gloo.run if parsed.topology.num_nodes == 1 else rail.run
     steps = repeats * len(counts)
     if tuning:
         if not on_gpus or side or payload or as_json or whole_layer:

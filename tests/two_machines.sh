@@ -33,7 +33,9 @@ make() {
   for n in 0 1; do
     ip -n "$pair-$n" addr add "192.0.2.$((n + 1))/24" dev "wire$n"
     ip -n "$pair-$n" link set "wire$n" up
-    # A bucket of 32 KiB: a larger one lets small slabs pass unshaped.
+    # A bucket of 32 KiB: a larger one lets small slabs pass unshaped. Packets of several segments have to fit into it,
+    # else the bucket takes them apart and falls short of the rate.
+    ip -n "$pair-$n" link set "wire$n" gso_max_size 16384 || return 1
     ip netns exec "$pair-$n" tc qdisc add dev "wire$n" root tbf rate "$rate" burst 32kb latency 50ms || return 1
   done
 }

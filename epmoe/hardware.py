@@ -17,9 +17,9 @@ class HardwareConfig(Strict):
     """GB/s of rows that a rank sends to other nodes, and receives from them at the same time."""
     nvlink_gb_per_s: float = Field(default=340.0, gt=0)
     """GB/s of rows that a rank sends to the other ranks of its node."""
-    local_gb_per_s: float = Field(default=2200.0, gt=0)
+    local_gb_per_s: float = Field(default=2400.0, gt=0)
     """GB/s, bytes read plus bytes written, at which a rank moves rows between a window and the experts."""
-    exchange_us: float = Field(default=3.9, ge=0)
+    exchange_us: float = Field(default=4.2, ge=0)
     """µs of one way of the node's exchange without rows."""
     launch_us: float = Field(default=4.0, ge=0)
     """µs to start the collective of the network."""

@@ -89,13 +89,13 @@ def test_rounds_of_one_node_are_reproduced(gpus):
 def test_terms_by_hand():
     """4 nodes of 8 ranks, 100 tokens that need 3 nodes and 6 ranks: see docs/multinode-model.md."""
     model = NetworkModel(HardwareConfig(), 4, 8, Spread(8, 6.0, 3.0))
-    row = RowBytes(network=44500, node=34000, experts=22000)  # 1 µs, 0.1 µs and 0.01 µs a row
+    row = RowBytes(network=44500, node=34000, experts=24000)  # 1 µs, 0.1 µs and 0.01 µs a row
     padded, exact = model.two_levels(100, row, 120), model.two_levels(100, row, None, counts=True)
     assert (padded.start_us, padded.counts_us, padded.network_us) == (4 + 20 + 1.5 * 3, 0, pytest.approx(3 * 120))
     assert (exact.counts_us, exact.network_us) == (60, pytest.approx(100 * 3 * 3 / 4))
-    assert padded.node_us == exact.node_us == pytest.approx(3.9 + 100 * 6 * 7 / 8 / 10)  # the wire
-    assert padded.us == pytest.approx(28.5 + 360 + 3.9 + 52.5)
-    assert model.node_us(100, RowBytes(0, 0, 22000)) == pytest.approx(3.9 + 100 * (8 + 6) / 100)  # local rows
+    assert padded.node_us == exact.node_us == pytest.approx(4.2 + 100 * 6 * 7 / 8 / 10)  # the wire
+    assert padded.us == pytest.approx(28.5 + 360 + 4.2 + 52.5)
+    assert model.node_us(100, RowBytes(0, 0, 24000)) == pytest.approx(4.2 + 100 * (8 + 6) / 100)  # local rows
     assert model.pipelined_us(100, row) == pytest.approx(30 + 225 + 52.5 / 8)
     assert model.direct_us(100, row) == pytest.approx(30 + 100 * 8 * 3 / 4)
 

@@ -192,7 +192,7 @@ def rows() -> Iterator[tuple[str, str, Cells]]:
     if hasattr(integration, "EpmoeEP"):
         entries["EP implementation"] = spread_experts(make_model("grouped_mm"), "epmoe")
     for name, model in entries.items():
-        integration.configure(static=False)
+        integration.configure(static=False, max_num_tokens_per_rank=1024)  # the default again
         check(model, want)
         yield f"**epmoe**, {name}", "eager", decode_steps(model, captured=False) + prefills(model)
         integration.configure(static=True, max_num_tokens_per_rank=max(*BATCHES, 32))

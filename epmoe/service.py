@@ -159,7 +159,7 @@ class ExpertParallel(Resumable):
         """
         return self._dispatch_stage.dispatch_recv(self._open, sent)
 
-    def combine(self, expert_rows: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, expert_rows: Tensor, dispatched: Dispatched, *, out: Tensor | None = None) -> Tensor:
         """The weighted sum over each token's experts, from expert-major outputs. Collective.
 
         The sum is fp32, over ranks in rank order: bitwise the same on every run. Padded rows of y are zeros.
@@ -167,33 +167,36 @@ class ExpertParallel(Resumable):
         Args:
             expert_rows: [N, D] in the dtype of x, in the order of `dispatched.rows`; N ≥ expert_offsets[e].
             dispatched: the open round, of layout="expert".
+            out: y itself, contiguous [T, D] in the dtype of x and aligned to 16 bytes; a new tensor by default.
 
         Returns:
             y [T, D] in the dtype of x.
 
         Raises:
-            TypeError: `expert_rows` has another dtype; nothing was sent.
-            ValueError: `expert_rows` has another shape or device, or the round is another one; nothing was sent.
+            TypeError: `expert_rows` or `out` has another dtype; nothing was sent.
+            ValueError: `expert_rows` or `out` has another shape or device, or the round is another one; nothing was
+                sent.
             RuntimeError: `expert_rows` requires grad in grad mode, or this object is closed.
             EPMismatchError: the ranks' calls of dispatch did not match (GPU).
             EPTimeoutError: ranks did not arrive in time.
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
         """
-        return self._combine_stage.combine(self._open, expert_rows, dispatched)
+        return self._combine_stage.combine(self._open, expert_rows, dispatched, out)
 
-    def combine_partial(self, partial: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine_partial(self, partial: Tensor, dispatched: Dispatched, *, out: Tensor | None = None) -> Tensor:
         """As `combine`, for layout="rank": from rows [R, M, D] that a fused MoE has already weighted and summed over
         this rank's experts."""
-        return self._combine_stage.combine_partial(self._open, partial, dispatched)
+        return self._combine_stage.combine_partial(self._open, partial, dispatched, out)
 
-    def combine_send(self, rows: Tensor, dispatched: Dispatched) -> None:
+    def combine_send(self, rows: Tensor, dispatched: Dispatched, *, out: Tensor | None = None) -> None:
         """The send phase of `combine`, with its errors: sends, and waits for no rank.
 
         Args:
             rows: expert-major outputs [N, D], or with layout="rank" the rows [R, M, D] of `combine_partial`.
             dispatched: the open round.
+            out: what combine_recv returns, as of `combine`.
         """
-        self._combine_stage.combine_send(self._open, rows, dispatched)
+        self._combine_stage.combine_send(self._open, rows, dispatched, out)
 
     def combine_recv(self, dispatched: Dispatched) -> Tensor:
         """The receive phase of `combine`: waits for every rank's rows.

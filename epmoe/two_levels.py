@@ -182,7 +182,7 @@ class TwoLevels(Exchange):
         """Any state → CLOSED."""
         progress = self.rounds.progress
         progress[PHASES] += -progress[PHASES] & 3
-        self.rounds.handle = None
+        self.rounds.handle = self.rounds.y = None
 
     def give_up(self) -> None:
         """As `Exchange.give_up`: the other nodes get zeros, and the own node no rows.

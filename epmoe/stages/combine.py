@@ -14,39 +14,39 @@ from epmoe.rounds import CLOSED, PHASES, RETURNING
 from epmoe.stages.checks import aligned_rows, check_forward_only, check_tensor
 
 
-def combine(exchange: Exchange, expert_rows: Tensor, dispatched: Dispatched) -> Tensor:
+def combine(exchange: Exchange, expert_rows: Tensor, dispatched: Dispatched, out: Tensor | None = None) -> Tensor:
     """Finalize expert-major outputs [N, D] and bring them back: y [T, D]. Collective; see `ExpertParallel.combine`."""
     exchange.enter()
     try:
         rounds.permit(exchange, dispatched, "combine")
         if dispatched.layout != "expert":
             refuse_layout(dispatched)
-        rows = _expert_rows(exchange, expert_rows, dispatched)
-        return rounds.closed(exchange, _run(exchange, ops.combine, rows, dispatched, CLOSED))
+        y, rows = y_of(exchange, dispatched, out), _expert_rows(exchange, expert_rows, dispatched)
+        return rounds.closed(exchange, _run(exchange, ops.combine, y, rows, dispatched, CLOSED))
     finally:
         exchange.thread = 0
 
 
-def combine_partial(exchange: Exchange, partial: Tensor, dispatched: Dispatched) -> Tensor:
+def combine_partial(exchange: Exchange, partial: Tensor, dispatched: Dispatched, out: Tensor | None = None) -> Tensor:
     """Bring rank-major rows [R, M, D], already weighted and summed over this rank's experts, back: y [T, D]."""
     exchange.enter()
     try:
         rounds.permit(exchange, dispatched, "combine_partial")
         if dispatched.layout != "rank":
             refuse_layout(dispatched)
-        rows = _partial_rows(exchange, partial, dispatched)
-        return rounds.closed(exchange, _run(exchange, ops.combine, rows, dispatched, CLOSED))
+        y, rows = y_of(exchange, dispatched, out), _partial_rows(exchange, partial, dispatched)
+        return rounds.closed(exchange, _run(exchange, ops.combine, y, rows, dispatched, CLOSED))
     finally:
         exchange.thread = 0
 
 
-def combine_send(exchange: Exchange, rows: Tensor, dispatched: Dispatched) -> None:
+def combine_send(exchange: Exchange, rows: Tensor, dispatched: Dispatched, out: Tensor | None = None) -> None:
     """The send phase of `combine`, or of `combine_partial` with layout="rank"; waits for no rank."""
     exchange.enter()
     try:
         rounds.permit(exchange, dispatched, "combine_send")
         checked = (_expert_rows if dispatched.layout == "expert" else _partial_rows)(exchange, rows, dispatched)
-        _run(exchange, ops.combine_send, checked, dispatched, RETURNING)
+        _run(exchange, ops.combine_send, y_of(exchange, dispatched, out), checked, dispatched, RETURNING)
     finally:
         exchange.thread = 0
 
@@ -74,6 +74,18 @@ def refuse_layout(dispatched: Dispatched) -> NoReturn:
     raise ValueError("`combine_partial` takes rank-major rows; a round of layout='expert' ends with combine")
 
 
+def y_of(exchange: Exchange, dispatched: Dispatched, out: Tensor | None) -> Tensor:
+    """The round's y [T, D]: `out`, or a new one. Raises TypeError or ValueError for an `out` that cannot be one."""
+    if out is None:
+        return dispatched.sent.new_y()
+    shape = dispatched.sent.num_tokens, dispatched.hidden_size
+    check_tensor("out", out, (dispatched.dtype,), shape, exchange.device)
+    if not out.is_contiguous() or out.data_ptr() % 16:
+        raise ValueError(f"`out` must be contiguous and begin at a multiple of 16 bytes, got strides {out.stride()}")
+    check_forward_only(out)
+    return out
+
+
 def _expert_rows(exchange: Exchange, rows: Tensor, dispatched: Dispatched) -> Tensor:
     # `check_tensor` words the errors. It takes longer than these comparisons and runs only if one of them fails.
     D = dispatched.hidden_size
@@ -96,11 +108,13 @@ def _partial_rows(exchange: Exchange, partial: Tensor, dispatched: Dispatched) -
     return aligned_rows(partial.flatten(0, 1))
 
 
-def _run(exchange: Exchange, operator: OpOverload, rows: Tensor, dispatched: Dispatched, state: int) -> Tensor:
+def _run(
+    exchange: Exchange, operator: OpOverload, y: Tensor, rows: Tensor, dispatched: Dispatched, state: int
+) -> Tensor:
     """Calls an operator that sends `rows` and leads to `state`. Returns y, which combine_send leaves unwritten."""
-    sent, opened = dispatched.sent, exchange.rounds
-    opened.y = y = sent.new_y()
-    arguments = y, rows, *exchange.memory, sent.descriptor
+    opened = exchange.rounds
+    opened.y = y
+    arguments = y, rows, *exchange.memory, dispatched.sent.descriptor
     operator(*arguments)
     if opened.progress[PHASES] & 3 != state:
         rounds.wait_on(exchange, operator, arguments, state)

@@ -93,22 +93,22 @@ def dispatch_recv(exchange: TwoLevels, sent: Sent) -> Dispatched:
         exchange.thread = 0
 
 
-def combine(exchange: TwoLevels, expert_rows: Tensor, dispatched: Dispatched) -> Tensor:
+def combine(exchange: TwoLevels, expert_rows: Tensor, dispatched: Dispatched, out: Tensor | None = None) -> Tensor:
     """Both phases, from expert-major rows [N, D]; see `ExpertParallel.combine`."""
-    return _combined(exchange, expert_rows, dispatched, "combine", "expert")
+    return _combined(exchange, expert_rows, dispatched, "combine", "expert", out)
 
 
-def combine_partial(exchange: TwoLevels, partial: Tensor, dispatched: Dispatched) -> Tensor:
+def combine_partial(exchange: TwoLevels, partial: Tensor, dispatched: Dispatched, out: Tensor | None = None) -> Tensor:
     """Both phases, from rank-major rows: G slabs, each of N·S rows."""
-    return _combined(exchange, partial, dispatched, "combine_partial", "rank")
+    return _combined(exchange, partial, dispatched, "combine_partial", "rank", out)
 
 
-def combine_send(exchange: TwoLevels, rows: Tensor, dispatched: Dispatched) -> None:
+def combine_send(exchange: TwoLevels, rows: Tensor, dispatched: Dispatched, out: Tensor | None = None) -> None:
     """The send phase of the node's combine; waits for no rank."""
     exchange.enter()
     try:
         rounds.permit(exchange, dispatched, "combine_send")
-        _send(exchange, rows)
+        _send(exchange, rows, dispatched, out)
     finally:
         exchange.thread = 0
 
@@ -124,28 +124,32 @@ def combine_recv(exchange: TwoLevels, dispatched: Dispatched) -> Tensor:
         exchange.thread = 0
 
 
-def _combined(exchange: TwoLevels, rows: Tensor, dispatched: Dispatched, call: str, layout: Layout) -> Tensor:
+def _combined(
+    exchange: TwoLevels, rows: Tensor, dispatched: Dispatched, call: str, layout: Layout, out: Tensor | None
+) -> Tensor:
     exchange.enter()
     try:
         rounds.permit(exchange, dispatched, call)
         if dispatched.layout != layout:
             inside_combine.refuse_layout(dispatched)
-        _send(exchange, rows)
+        _send(exchange, rows, dispatched, out)
         return _received(exchange, dispatched)
     finally:
         exchange.thread = 0
 
 
-def _send(exchange: TwoLevels, rows: Tensor) -> None:
+def _send(exchange: TwoLevels, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> None:
     slabs = exchange.travelling
     assert slabs is not None
+    y = inside_combine.y_of(exchange, dispatched, out)
     inside_combine.combine_send(exchange.inside, rows, slabs.inside)
+    exchange.rounds.y = y
     exchange.rounds.progress[PHASES] += 1
 
 
 def _received(exchange: TwoLevels, dispatched: Dispatched) -> Tensor:
-    slabs = exchange.travelling
-    assert slabs is not None
+    slabs, y = exchange.travelling, exchange.rounds.y
+    assert slabs is not None and y is not None
     if not slabs.returning:  # otherwise a Ctrl-C has ended the wait below
         try:
             partial = inside_combine.combine_recv(exchange.inside, slabs.inside)
@@ -153,7 +157,6 @@ def _received(exchange: TwoLevels, dispatched: Dispatched) -> Tensor:
             exchange.check()
             raise
         slabs.send_back(partial)
-    y = dispatched.sent.new_y()
     exchange.wait(slabs.transfer, RETURN_S)
     slabs.sum(y)
     exchange.rounds.progress[PHASES] += 1

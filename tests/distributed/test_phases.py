@@ -265,3 +265,27 @@ def test_a_rank_that_stays_away(make_ep, rank, size, stage):
             ep.combine_recv(d)
             ep.check()
     dist.barrier()
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("phases", [False, True])
+def test_y_is_the_tensor_that_the_caller_gives(make_ep, rank, layout, phases):
+    ep = make_ep(hidden=64, dtype="bfloat16", max_tokens=16)
+    mine = make_tokens(ep.config, rank, 16 - rank)
+    want = run_round(ep, mine, layout)
+    d = ep.dispatch(*given(ep, mine), layout=layout)
+    rows, combine = outputs(ep, d), ep.combine if layout == "expert" else ep.combine_partial
+    call = ep.combine_send if phases else combine
+    y = torch.full_like(want, torch.nan)
+    for wrong, error in (
+        (y.float(), TypeError),
+        (y[1:], ValueError),
+        (y.T.contiguous().T, ValueError),
+        (torch.empty(y.numel() + 1, dtype=y.dtype, device=y.device)[1:].view_as(y), ValueError),
+    ):
+        with pytest.raises(error, match="`out` must be"):
+            call(rows, d, out=wrong)
+    call(rows, d, out=y)
+    if phases:
+        assert ep.combine_recv(d) is y
+    assert torch.equal(y, want)

@@ -128,7 +128,7 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         reduce_arguments = fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
         rows = self._reduced(dispatched, weight_and_reduce_impl, *reduce_arguments)
         combine = ep.combine if self.layout == "expert" else ep.combine_partial
-        output.copy_(combine(rows, dispatched))
+        combine(rows, dispatched, out=output)
 
     def finalize_async(
         self,
@@ -142,8 +142,8 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         """Sends, and returns what waits for the other ranks and writes `output`, and what has nothing left to do."""
         ep, dispatched = self._round()
         reduce_arguments = fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
-        ep.combine_send(self._reduced(dispatched, weight_and_reduce_impl, *reduce_arguments), dispatched)
-        return lambda: output.copy_(ep.combine_recv(dispatched)), lambda: None
+        ep.combine_send(self._reduced(dispatched, weight_and_reduce_impl, *reduce_arguments), dispatched, out=output)
+        return lambda: ep.combine_recv(dispatched), lambda: None
 
     def _options(self, apply_router_weight_on_input: bool) -> dict[str, Any]:
         """Of dispatch. In layout `rank` the weights are applied on arrival: dispatch has one row for all of a token."""

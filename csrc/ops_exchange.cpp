@@ -86,23 +86,11 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
               const Tensor& descriptor) {
   const ExchangeDescriptor& d = parsed(descriptor);
   const ExchangePlan& plan = d.plan;
-  check_rows(x, "x");
-  check_rows(ids, "ids");
-  check_rows(weights, "weights");
+  check_tokens(x, ids, weights, scales, plan.payload_fp8);
   int64_t T = x.size(0), D = x.size(1), K = ids.size(1), bytes = itemsize(dtype_of(x));
-  STD_TORCH_CHECK(
-      T <= plan.M && K >= 1 && K <= plan.K && ids.size(0) == T && weights.size(0) == T && weights.size(1) == K,
-      "x, ids and weights must fit one another and the plan");
+  STD_TORCH_CHECK(T <= plan.M && K <= plan.K, "x, ids and weights must fit the plan");
   STD_TORCH_CHECK(D >= 1 && D <= plan.D && (plan.payload_fp8 || D * bytes <= plan.x_stride_bytes),
                   "a row of x must fit the plan");
-  STD_TORCH_CHECK((dtype_of(x) == DType::kFloat8E4M3) == scales.has_value() && (plan.payload_fp8 || !scales),
-                  "fp8 rows, and no others, come with scales, and need an fp8 payload");
-  if (scales) {
-    check_rows(*scales, "scales");
-    STD_TORCH_CHECK(scales->scalar_type() == ScalarType::Float && scales->size(0) == T &&
-                        scales->size(1) == ceil_div(D, kScaleBlock),
-                    "scales must be float32 [T, D / 128]");
-  }
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x.stride(0) * bytes % 16 == 0,
                   "rows of x must start at multiples of 16 bytes");
   DispatchArgs args{

@@ -23,15 +23,8 @@ void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const 
                int64_t slots, bool exact, int64_t epoch, const Tensor& own, const Tensor& sent, const Tensor& slots_of,
                const Tensor& counts, const Tensor& needed, const Tensor& counters, const Tensor& rows_sent) {
   const RailDescriptor& d = parsed(descriptor);
-  check_rows(x, "x");
-  check_rows(ids, "ids");
-  check_rows(weights, "weights");
+  check_tokens(x, ids, weights, scales, d.fp8 != 0);
   int64_t T = x.size(0), D = x.size(1), K = ids.size(1), N = d.nodes, P = node_of.numel();
-  STD_TORCH_CHECK(K >= 1 && ids.size(0) == T && weights.size(0) == T && weights.size(1) == K,
-                  "x, ids and weights must fit one another");
-  bool is_fp8 = dtype_of(x) == DType::kFloat8E4M3;
-  STD_TORCH_CHECK(is_fp8 == scales.has_value() && (d.fp8 || !is_fp8), "fp8 rows, and no others, come with scales");
-  if (scales) check_rows(*scales, "scales");
   int64_t row_bytes = D * (d.fp8 ? 1 : itemsize(dtype_of(x)));
   STD_TORCH_CHECK(row_bytes <= d.slot.scales && d.slot.ids + K * 4 <= d.slot.weights &&
                       d.slot.weights + K * 4 <= d.slot.tag && d.slot.tag + int64_t{sizeof(RailTag)} <= d.slot.bytes,

@@ -15,7 +15,6 @@ from epmoe import ops
 from epmoe.memory import MemoryPlan
 
 H200_MULTIPROCESSORS, H200_MAJOR = 132, 9
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)  # in the order of `DType` in csrc/types.h
 
 
 class DispatchLaunch(NamedTuple):
@@ -113,7 +112,7 @@ def launches(
         The launch of dispatch and that of combine.
     """
     sizes = plan.sizes
-    call = (tokens, sizes["D"], sizes["K"], _DTYPES.index(dtype), expert_major, send, receive)
+    call = (tokens, sizes["D"], sizes["K"], ops.DTYPES.index(dtype), expert_major, send, receive)
     fields = ops.launch_policy(_as_tensor(plan), *call, multiprocessors, major).tolist()
     split = len(DispatchLaunch._fields)
     return DispatchLaunch(*fields[:split]), CombineLaunch(*fields[split:])

@@ -20,8 +20,8 @@ SIGNAL_BYTES = 64  # a cache line for each source: `RoundHeader` in csrc/plan.h
 BUFFER_ALIGNMENT = 128
 PAGE_BYTES = 4096
 NUM_COUNTERS = 8
-# On GPUs, calls of up to 1024 tokens use the LL protocol (csrc/cuda/exchange/ll.cuh), except dispatch with
-# layout="rank". Dispatch sends the number of tokens in 12 bits, so 4095 is the limit.
+# On GPUs, calls of up to 1024 tokens use the LL protocol (csrc/cuda/exchange/ll.cuh). Dispatch sends the number of
+# tokens in 12 bits, so 4095 is the limit.
 LL_MAX_TOKENS = 1024
 RAIL_TAG_BYTES = 16
 LINE_INTS = 4  # a line of the LL protocol has 16 bytes

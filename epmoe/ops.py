@@ -16,6 +16,8 @@ from torch import Tensor
 from epmoe import build
 from epmoe.memory import SCALE_BLOCK
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)  # by their number in csrc/types.h
+
 _library = torch.library.Library("epmoe", "DEF")
 _library.define(
     "route(Tensor logits, int top_k, Tensor? bias, Tensor? num_tokens, SymInt num_rows, bool sigmoid, "

@@ -14,13 +14,12 @@ from torch import Tensor
 from epmoe import ops
 from epmoe.handles import Dispatched, Layout
 from epmoe.memory import SCALE_BLOCK
+from epmoe.stages.checks import FP8
 
 if TYPE_CHECKING:
     from epmoe.network import Transfer
     from epmoe.two_levels import TwoLevels
 
-FP8 = torch.float8_e4m3fn
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, FP8)  # by their number in csrc/types.h
 _TAG_INTS = 4  # `RailTag` in csrc/rail.h
 
 
@@ -59,7 +58,7 @@ class Slabs:
         self.exchange, self.slots, self.layout, self.weight_rows = exchange, slots, layout, weight_rows
         self.K, self.D, dtype = like
         self.wire = FP8 if exchange.sends_fp8 else dtype
-        self.tag = [self.D, self.K, _DTYPES.index(dtype), epoch]
+        self.tag = [self.D, self.K, ops.DTYPES.index(dtype), epoch]
         self.others = [node for node in range(exchange.num_nodes) if node != exchange.node]
         self.own_rows = slots
         self.sent_rows = self.received_rows = [slots * (node in self.others) for node in range(exchange.num_nodes)]

@@ -21,18 +21,9 @@ uint64_t read_ranks(const Exchange& ex, const DispatchArgs& args, int64_t t, Pai
       .copies_E = in_scratch<int32_t>(ex, plan.table_num_copies),
       .counters = in_scratch<int64_t>(ex, plan.health_counters),
   };
-  PairInputs inputs{
-      .ids_TK = args.ids_TK,
-      .wide_ids = args.wide_ids,
-      .ids_stride = args.ids_stride,
-      .weights_TK = args.weights_TK,
-      .weights_dtype = args.weights_dtype,
-      .weights_stride = args.weights_stride,
-      .K = args.K,
-  };
   auto* owners = in_scratch<int32_t>(ex, plan.table_owners);
   uint64_t ranks = 0;
-  read_pairs(tables, inputs, t, pairs, [&](int32_t k) { ranks |= uint64_t{1} << owners[pairs.ids[k]]; });
+  read_pairs(tables, args, t, pairs, [&](int32_t k) { ranks |= uint64_t{1} << owners[pairs.ids[k]]; });
   return ranks;
 }
 

@@ -15,17 +15,6 @@ struct PairTables {
   int64_t* counters;         // kNumCounters, added to
 };
 
-// Where a call's pairs lie.
-struct PairInputs {
-  const void* ids_TK;
-  bool wide_ids;       // ids are int64, else int32
-  int64_t ids_stride;  // between rows
-  const void* weights_TK;
-  DType weights_dtype;
-  int64_t weights_stride;  // between rows
-  int32_t K;
-};
-
 // The checked pairs of one token: physical ids, -1 where there is nothing to compute, and finite weights.
 struct Pairs {
   std::vector<int32_t> ids;
@@ -34,12 +23,12 @@ struct Pairs {
   Pairs(int64_t K, int64_t E) : ids(K), weights(K), last_token(E, -1) {}
 };
 
-// Reads the pairs of token t. Calls visit(k) for each pair that has an expert.
-template <typename Visit>
-void read_pairs(const PairTables& tables, const PairInputs& in, int64_t t, Pairs& pairs, Visit&& visit) {
-  for (int32_t k = 0; k < in.K; ++k) {
-    int64_t id = load_id(in.ids_TK, in.wide_ids, t * in.ids_stride + k);
-    float weight = load_float(in.weights_TK, in.weights_dtype, t * in.weights_stride + k);
+// Reads the pairs of token t. Calls visit(k) for each pair that has an expert. Args: DispatchArgs or RailPackArgs.
+template <typename Args, typename Visit>
+void read_pairs(const PairTables& tables, const Args& args, int64_t t, Pairs& pairs, Visit&& visit) {
+  for (int32_t k = 0; k < args.K; ++k) {
+    int64_t id = load_id(args.ids_TK, args.wide_ids, t * args.ids_stride + k);
+    float weight = load_float(args.weights_TK, args.weights_dtype, t * args.weights_stride + k);
     pairs.ids[k] = -1;
     pairs.weights[k] = 0.0f;
     if (!is_finite(weight)) {

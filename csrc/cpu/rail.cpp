@@ -27,11 +27,6 @@ PairTables tables_of(const RailPackArgs& args, int64_t* counters) {
   return {args.E, args.copies, args.rank, args.copies_EC, args.copies_E, counters};
 }
 
-PairInputs inputs_of(const RailPackArgs& args) {
-  return {args.ids_TK,        args.wide_ids,       args.ids_stride, args.weights_TK,
-          args.weights_dtype, args.weights_stride, args.K};
-}
-
 // Gives each token its slots, in token order, and counts the rows of each node.
 void assign_slots(const RailPackArgs& args, int64_t tokens) {
   Pairs pairs(args.K, args.E);
@@ -42,7 +37,7 @@ void assign_slots(const RailPackArgs& args, int64_t tokens) {
     std::fill_n(slots_N, args.N, -1);
     if (t >= tokens) continue;
     std::fill(pairs_of.begin(), pairs_of.end(), 0);
-    read_pairs(tables_of(args, args.counters), inputs_of(args), t, pairs,
+    read_pairs(tables_of(args, args.counters), args, t, pairs,
                [&](int32_t k) { ++pairs_of[args.node_of_P[pairs.ids[k]]]; });
     for (int64_t m = 0; m < args.N; ++m) {
       if (!pairs_of[m]) continue;
@@ -83,7 +78,7 @@ void copy_tokens(const RailPackArgs& args, const std::vector<char*>& slabs, int6
   for (int64_t t = 0; t < tokens; ++t) {
     const int32_t* slots_N = args.slots_TN + t * args.N;
     if (std::all_of(slots_N, slots_N + args.N, [](int32_t slot) { return slot < 0; })) continue;
-    read_pairs(tables_of(args, uncounted), inputs_of(args), t, pairs, [](int32_t) {});
+    read_pairs(tables_of(args, uncounted), args, t, pairs, [](int32_t) {});
     const char* row = static_cast<const char*>(args.x_TD) + t * args.x_stride_bytes;
     int64_t row_bytes = args.D * itemsize(args.dtype);
     const float* scales = args.scales_TB + t * args.scales_stride;  // null, plus 0, where rows have none

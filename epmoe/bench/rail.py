@@ -122,7 +122,7 @@ def _measure(
     ep = next(iter(ours.values()))
     assert ep.group is not None
     sample = Sample(ep.config, ep.rank, tokens, routing, id_dtype=torch.int64)
-    padded = min(max(tokens, 1), ep.config.rows_per_node)
+    padded = ep.config.padded_tokens(tokens)
     sides: list[Layer] = [Fused(one, sample, name, padded) for name, one in ours.items()]
     for name in (PAIRS, KEPT):
         sides.append(Pipeline(AllToAll(ep.placement, ep.group, keep_buffers=name == KEPT), sample, name))

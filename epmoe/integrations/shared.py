@@ -95,7 +95,7 @@ class SharedExpertParallel:
         last_round = exchange.rounds.count
         try:
             with self._timed("dispatch"):
-                padded_tokens = max(1, min(most_tokens, self.ep.config.rows_per_node))
+                padded_tokens = self.ep.config.padded_tokens(most_tokens)
                 dispatched = self.ep.dispatch(x, ids, weights, padded_tokens=padded_tokens)
             with self._timed("experts"):
                 outputs = experts(self._rows(dispatched, most_tokens * ids.shape[1]), dispatched.expert_offsets)

@@ -95,18 +95,21 @@ struct alignas(64) RoundHeader {
   int32_t D, K, dtype;  // of the source's call; CPU only
   int32_t counts[2];    // CPU only: rows sent to this receiver in round n, at n % 2; see cpu/signal.h
   int32_t needed_rows;  // CPU only: the source's Status::needed_rows
-  int32_t unused[8];
+  int32_t more_rounds;  // CPU only: 1 if the source needs a round after this one; see Progress
+  int32_t unused[7];
 };
 
-// How far this rank's calls have come. The operators write it, no kernel does, and the host looks at it after each
-// call: a signal handler of Python may raise right behind a call, so that its caller never learns that it returned. On
-// the CPU it lies in RoundState, on CUDA in host memory behind the Status.
+// How far this rank's calls have come. The operators write it, no kernel does except `answer`, and the host looks at it
+// after each call: a signal handler of Python may raise right behind a call, so that its caller never learns that it
+// returned. On the CPU it lies in RoundState, on CUDA in host memory behind the Status.
 struct Progress {
   int64_t phases;       // phases that have ended, four a round; in the order of the states of epmoe/rounds.py
   int64_t deadline_ns;  // CPU only: of the wait that a call has left so that Python can handle signals; 0: it left none
   int64_t missing;      // CPU only: mask of the ranks that this wait still missed
   int64_t counted_ns;   // CPU only: the time up to which health_waited_ns has this wait
   int64_t last_stream;  // CUDA only: handle + 1 of the stream of the last launch; 0: there was none
+  int64_t asked;        // the host writes it before dispatch: the round << 1 | whether this rank needs another; or 0
+  int64_t answer;       // dispatch, where it was asked: the round << 1 | whether any rank needs another
 };
 
 // What went wrong, for the host: int64 each, in the order of `epmoe.health.STATUS`. It lies in host memory (pinned on

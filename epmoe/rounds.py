@@ -45,15 +45,15 @@ PERMITTED = (
     ("combine_recv",),
 )
 # Places in `Rounds.progress`, in the order of `Progress` in csrc/plan.h.
-PROGRESS = ("phases", "deadline_ns", "missing", "counted_ns", "last_stream")
-PHASES, _DEADLINE = range(2)  # the others are the operators' own
+PROGRESS = ("phases", "deadline_ns", "missing", "counted_ns", "last_stream", "asked", "answer")
+PHASES, _DEADLINE, ASKED, ANSWER = map(PROGRESS.index, ("phases", "deadline_ns", "asked", "answer"))
 
 
 @dataclass(slots=True, weakref_slot=True)
 class Rounds:
     """The rounds of one exchange, of which the last may be open. Only the functions of this module change it.
 
-    progress: `PROGRESS`, int64 in host memory. The operators write it.
+    progress: `PROGRESS`, int64 in host memory. The operators write it, except `asked` (epmoe/more_rounds.py).
     handle: of the open round, as its last call returned it. It means nothing while no round is open.
     y: of the open round, from combine_send to combine_recv.
     opener: the thread that opened the last round.
@@ -208,8 +208,13 @@ def abort(exchange: Exchange, handle: Sent | Dispatched | None) -> None:
 
 def abort_after(exchange: Exchange, epoch: int) -> None:
     """`abort` of a round after `epoch`, if this thread has opened one: for a caller that passes an exception on."""
-    if exchange.rounds.count > epoch and exchange.rounds.opener == get_ident():
+    if opened_after(exchange, epoch):
         abort(exchange, None)
+
+
+def opened_after(exchange: Exchange, epoch: int) -> int:
+    """Rounds after `epoch`, if this thread has opened the last one, else 0."""
+    return exchange.rounds.count - epoch if exchange.rounds.opener == get_ident() else 0
 
 
 def _look(exchange: Exchange, handle: Sent | Dispatched) -> None:

@@ -63,6 +63,7 @@ inline void signal_all(const Exchange& ex, int64_t signals_offset, uint32_t epoc
     slot->counts[epoch % 2] = count_R[rank];
     slot->D = round.D, slot->K = round.K, slot->dtype = round.dtype;
     slot->needed_rows = static_cast<int32_t>(std::min<int64_t>(ex.status->needed_rows, INT32_MAX));
+    slot->more_rounds = round.progress.asked & 1;
     std::atomic_ref(slot->epoch).store(epoch, std::memory_order_release);
     wake(ex, rank);
   }

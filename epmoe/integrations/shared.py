@@ -4,13 +4,15 @@ All layers of a model share one `ExpertParallel`, which the first call makes. A 
 as it needs:
 
     x [T,D] ─ rounds of at most M tokens ─▶ dispatch ─▶ experts(rows [n,D], expert_offsets) ─▶ combine ─▶ y [T,D]
+
+All ranks take as many rounds as the longest batch of any rank needs.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -19,8 +21,10 @@ from torch import Tensor
 
 from epmoe.config import ConfigError, EPConfig, ExchangeConfig
 from epmoe.handles import Dispatched
+from epmoe.health import EPMismatchError
 from epmoe.integrations.compiled import forget_numbers
-from epmoe.rounds import abort_after
+from epmoe.more_rounds import another, asking
+from epmoe.rounds import abort_after, opened_after
 from epmoe.service import ExpertParallel
 from epmoe.stages.checks import check_forward_only, dtype_name
 from epmoe.stages.quantize import dequantize_rows
@@ -58,46 +62,76 @@ class SharedExpertParallel:
         """Rounds that a batch of `num_tokens` takes, at least 1: a rank without tokens still takes part."""
         return max(1, -(-num_tokens // self._max_tokens))
 
-    def longest_batch(self, num_tokens: int) -> int:
-        """The most tokens that a rank brings to this call, of which this rank brings `num_tokens`. Collective.
+    def longest_batch(self, num_tokens: int) -> int | None:
+        """The most tokens that a rank brings to this call, of which this rank brings `num_tokens`; None: not known yet.
 
-        The ranks agree through host memory, so that no GPU is waited for. In static mode it is M, without agreement.
+        In static mode it is M. Over several nodes this is collective: a slab for another node has the same length on
+        all ranks, so they must agree on it before the first one leaves. They do so through host memory.
         """
         if self.static:
             return max(num_tokens, self._max_tokens)
         if self.ep.size == 1:
             return num_tokens
+        if self.ep.config.topology.num_nodes == 1:
+            return None
         with self._timed("agree"):
             longest = torch.tensor(num_tokens, device="cpu")
             dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.ep.group)
             return int(longest)
 
-    def run(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Experts, longest: int) -> Tensor:
+    def run(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Experts, longest: int | None) -> Tensor:
         """Weighted expert outputs [T,D] of this rank's tokens. Collective.
 
-        `longest` is the same on every rank: no rank brings more tokens. Raises ValueError in static mode if it is more
-        than M, before anything is sent, and what `ExpertParallel.dispatch`, `ExpertParallel.combine` and `experts`
-        raise. An exception closes the round, wherever it comes from.
+        `longest` is the same on every rank: no rank brings more tokens. If it is None, each round tells whether another
+        one follows, and the host looks for that once the round is launched.
+
+        Raises ValueError in static mode if `longest` is more than M, RuntimeError in a stream capture without
+        `longest`, both before anything is sent, and what `ExpertParallel.dispatch`, `ExpertParallel.combine` and
+        `experts` raise. An exception closes the round, wherever it comes from. In the rounds that other ranks still
+        need, this rank then takes part without tokens and without its experts, so that the ranks stay in step.
         """
-        rounds, M = self.rounds(longest), self._max_tokens
-        if rounds == 1:
-            return self._round(x_TD, ids_TK, weights_TK, experts, longest)
-        if self.static:
+        M, exchange = self._max_tokens, self.ep._open
+        if self.static and longest is not None and longest > M:
             raise ValueError(
                 f"a rank brings {longest} tokens, but static mode takes at most max_num_tokens_per_rank = {M} a call: "
                 "configure more, or send a prompt in chunks (`prefill_chunk_size` of transformers' generate)"
             )
-        parts = [slice(start, start + M) for start in range(0, rounds * M, M)]
-        return torch.cat([self._round(x_TD[part], ids_TK[part], weights_TK[part], experts, M) for part in parts])
+        if longest is None and x_TD.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a call in a stream capture cannot look whether another rank needs more rounds: "
+                "`configure(static=True)` takes one round a call and looks at nothing"
+            )
+        batch, own = (x_TD, ids_TK, weights_TK), self.rounds(x_TD.shape[0])
+        last_round, outputs = exchange.rounds.count, list[Tensor]()
+        try:
+            while not outputs or self._another(len(outputs), longest):
+                start, end = len(outputs) * M, (len(outputs) + 1) * M
+                part = batch if own == 1 and not outputs else [tensor[start:end] for tensor in batch]
+                outputs.append(self._round(*part, experts, longest, more=len(outputs) + 1 < own))
+        except EPMismatchError:  # all ranks raise it
+            raise
+        except BaseException:
+            self._see_out(last_round, x_TD, ids_TK, weights_TK, longest)
+            raise
+        return outputs[0] if own == 1 else torch.cat(outputs[:own])
 
-    def _round(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, most_tokens: int) -> Tensor:
+    def _another(self, taken: int, longest: int | None) -> bool:
+        """Whether all ranks take another round after `taken` ones."""
+        if longest is not None:
+            return taken < self.rounds(longest)
+        with self._timed("agree"):
+            return another(self.ep._open)
+
+    def _round(
+        self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, longest: int | None, more: bool
+    ) -> Tensor:
         exchange = self.ep._open
         last_round = exchange.rounds.count
         try:
             with self._timed("dispatch"):
-                padded_tokens = self.ep.config.padded_tokens(most_tokens)
-                dispatched = self.ep.dispatch(x, ids, weights, padded_tokens=padded_tokens)
+                dispatched = self._dispatch(x, ids, weights, longest, more)
             with self._timed("experts"):
+                most_tokens = (self.ep.size - 1) * self._most_tokens(longest) + x.shape[0]
                 outputs = experts(self._rows(dispatched, most_tokens * ids.shape[1]), dispatched.expert_offsets)
                 check_forward_only(outputs)
             with self._timed("combine"):
@@ -106,8 +140,28 @@ class SharedExpertParallel:
             abort_after(exchange, last_round)
             raise
 
+    def _dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, longest: int | None, more: bool) -> Dispatched:
+        padded_tokens = self.ep.config.padded_tokens(self._most_tokens(longest))
+        with asking(self.ep._open, more) if longest is None else nullcontext():
+            return self.ep.dispatch(x, ids, weights, padded_tokens=padded_tokens)
+
+    def _see_out(self, last_round: int, x: Tensor, ids: Tensor, weights: Tensor, longest: int | None) -> None:
+        """After an exception in a round after `last_round`: the rounds that other ranks still need. It raises nothing
+        of the exchange, since the caller has an exception already."""
+        exchange = self.ep._open
+        with suppress(RuntimeError):
+            while (taken := opened_after(exchange, last_round)) and self._another(taken, longest):
+                try:
+                    self._dispatch(x[:0], ids[:0], weights[:0], longest, more=False)
+                finally:
+                    self.ep.abort()
+
+    def _most_tokens(self, longest: int | None) -> int:
+        """The most tokens of a rank in a round."""
+        return self._max_tokens if longest is None else min(longest, self._max_tokens)
+
     def _rows(self, dispatched: Dispatched, most_pairs: int) -> Tensor:
-        """The rows that arrived, if no source has sent more than `most_pairs` pairs of a token and an expert.
+        """The rows that arrived, if all sources together have sent at most `most_pairs` pairs of a token and an expert.
 
         On the CPU these rows only. On GPUs nobody asks how many they are; padding follows them, as little as the host
         can know.
@@ -116,8 +170,7 @@ class SharedExpertParallel:
         if ep.device.type == "cpu":
             n = int(dispatched.expert_offsets[-1])
         else:
-            gaps = ep.num_local_experts * (ep.config.capacity.alignment - 1)
-            n = min(rows.shape[0], ep.size * most_pairs + gaps)
+            n = min(rows.shape[0], most_pairs + ep.num_local_experts * (ep.config.capacity.alignment - 1))
         return rows[:n] if scales is None else dequantize_rows(rows[:n], scales[:n], dispatched.dtype)
 
     @contextmanager

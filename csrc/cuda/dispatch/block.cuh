@@ -10,6 +10,9 @@ namespace epmoe::cuda {
 constexpr int kCountColumns = 2;
 constexpr int kLLTokenBits = 12, kMaxLLTokens = (1 << kLLTokenBits) - 1;
 
+// Beside the shape of a call: the source needs a round after this one.
+constexpr int32_t kMoreRounds = 1 << 30;
+
 // Simple protocol: normally `recv_ordinals[pair]` is the pair's ordinal within (source, expert). With this bit set it
 // is the final row index, and the sender has already written the row there.
 constexpr uint32_t kFinalRow = 1u << 31;
@@ -26,6 +29,7 @@ struct DispatchKernel {
   int32_t send_offset_entries, source_offset_entries;
   int32_t row_chunks, chunk_bytes;
   int32_t tokens_per_release;
+  int64_t asked;  // as in Progress
 
   __device__ __forceinline__ int32_t tokens(int64_t wanted) const {
     return static_cast<int32_t>(min(max(wanted, int64_t{0}), args.T));
@@ -86,6 +90,7 @@ struct DispatchShared {
   int32_t sentinel[kMaxExchangeRanks];
   int32_t ll_tokens[kMaxExchangeRanks];  // of a source; 0 if it uses the Simple protocol
   uint32_t mismatched, ll_mask;          // masks of sources: another shape; the LL protocol
+  int32_t more_rounds;                   // whether a source needs a round after this one
   int32_t ll_most_tokens;                // the largest of any LL source
   int32_t simple_most_rows;              // the largest of any Simple source
   int32_t next_token;                    // the next that this block sends

@@ -30,7 +30,7 @@ __device__ __forceinline__ void send_counts(DispatchBlock& b, int32_t tokens) {
     Word* words = b.kernel.counts(rank, plan.rank);
     int32_t rows = b.shared.rank_count[rank];
     Word::publish(words, b.wait.epoch, b.kernel.size(rows, tokens));
-    Word::publish(words + 1, b.wait.epoch, b.kernel.shape());
+    Word::publish(words + 1, b.wait.epoch, b.kernel.shape() | (b.kernel.asked & 1 ? kMoreRounds : 0));
     in_scratch<int64_t>(b.ex, plan.health_rows_sent)[rank] += rows;
   }
 }

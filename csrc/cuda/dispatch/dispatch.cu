@@ -128,6 +128,7 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
   SlotChunk incoming = first_incoming<kLL ? kRecvLines : 1>(b);
   compute_now(&shared.sink, incoming.slot.source, incoming.slot.s, incoming.index);
   ok = ok && receive_counts(b);
+  if (kernel.asked && ok && leader && threadIdx.x == 0) answer(b);
   bool receives = ok && !shared.late;
   if (ok && !kernel.args.expert_major) fill_unused_slots(b);
   if constexpr (kLL) {
@@ -192,7 +193,8 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
                         .source_offset_entries = static_cast<int32_t>(policy.source_offset_entries),
                         .row_chunks = static_cast<int32_t>(policy.row_chunks),
                         .chunk_bytes = static_cast<int32_t>(policy.chunk_bytes),
-                        .tokens_per_release = static_cast<int32_t>(policy.tokens_per_release)};
+                        .tokens_per_release = static_cast<int32_t>(policy.tokens_per_release),
+                        .asked = reinterpret_cast<const Progress*>(exchange.status + 1)->asked};
   auto* variant =
       variant_for(policy.recv_lines, policy.coarse, policy.exclusive, exchange.plan.payload_fp8, args.dtype);
   return launch(variant, policy.blocks, static_cast<int>(policy.threads), policy.shared_bytes, stream, kernel);

@@ -84,7 +84,8 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
   __syncthreads();
   if (!b.may_open()) return false;
   if (threadIdx.x == 0)
-    shared.mismatched = shared.ll_mask = 0, shared.ll_most_tokens = shared.simple_most_rows = shared.late = 0;
+    shared.mismatched = shared.ll_mask = 0,
+    shared.ll_most_tokens = shared.simple_most_rows = shared.late = shared.more_rounds = 0;
   for (int32_t local = threadIdx.x; local < experts; local += block_threads()) b.count[local] = 0;
   __syncthreads();
   bool arrived = true;
@@ -105,7 +106,7 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
     int32_t words[kCountColumns] = {};
     Word* first = b.kernel.counts(rank, r);
     arrived = b.wait.await_counted(first, r, words) && arrived;
-    bool ll = words[0] & 1, differs = words[1] != b.kernel.shape();
+    bool ll = words[0] & 1, differs = (words[1] & ~kMoreRounds) != b.kernel.shape();
     int32_t rows = ll ? words[0] >> (1 + kLLTokenBits) : words[0] >> 1, tokens = ll ? words[0] >> 1 & kMaxLLTokens : 0;
     shared.rank_count[r] = max(min(rows, static_cast<int32_t>(ll ? b.plan.ll_max_tokens : b.plan.M)), 0);
     tokens = min(tokens, static_cast<int32_t>(b.plan.ll_max_tokens));
@@ -113,6 +114,7 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
     atomicMax(tokens ? &shared.ll_most_tokens : &shared.simple_most_rows, tokens ? tokens : shared.rank_count[r]);
     if (ll) atomicOr(&shared.ll_mask, 1u << r);
     if (differs) atomicOr(&shared.mismatched, 1u << r);
+    if (words[1] & kMoreRounds) shared.more_rounds = 1;
   }
   if (!__syncthreads_and(arrived)) {
     shared.mismatched = 0;  // the missing rank is the failure to tell

@@ -31,6 +31,13 @@ __device__ __forceinline__ void write_offsets(const DispatchBlock& b) {
   }
 }
 
+// One thread tells the host, which has asked, whether any rank needs another round. One store moves the answer and the
+// number of its round.
+__device__ __forceinline__ void answer(const DispatchBlock& b) {
+  auto* progress = reinterpret_cast<Progress*>(b.ex.status + 1);
+  *static_cast<volatile int64_t*>(&progress->answer) = (b.kernel.asked & ~int64_t{1}) | b.shared.more_rounds;
+}
+
 // Zeros the gap rows that alignment leaves between segments; each block takes some experts.
 __device__ __forceinline__ void zero_gaps(const DispatchBlock& b) {
   const ExchangePlan& plan = b.plan;

@@ -1,0 +1,149 @@
+"""Batches of more than M tokens: ranks take as many rounds as the longest batch needs, and agree on nothing before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchanges import Tokens, assert_y, gains, make_config, make_tokens, nodes_of
+from helpers import ON_GPUS
+from test_exceptions import LONG_S, within, without_rank
+from torch import Tensor
+
+from epmoe import EPMismatchError, EPTimeoutError, memory
+from epmoe.integrations.shared import SharedExpertParallel
+
+M = 16
+LENGTHS = (0, 1, M, M + 1, 3 * M)
+
+
+@pytest.fixture
+def make_layers(device: torch.device, size: int, monkeypatch) -> Iterator[Callable[..., SharedExpertParallel]]:
+    """Makes them from the options of `make_config`, on one node; `ll_max_tokens` is as in `make_ep`."""
+    if nodes_of(size):
+        pytest.skip("over several nodes the ranks agree on the longest batch")
+    made = []
+
+    def make(ll_max_tokens: int = memory.LL_MAX_TOKENS, **options) -> SharedExpertParallel:
+        monkeypatch.setattr(memory, "LL_MAX_TOKENS", ll_max_tokens)
+        made.append(SharedExpertParallel(make_config(size, max_tokens=M, **options), None, device))
+        return made[-1]
+
+    yield make
+    for layers in made:
+        layers.ep.close()
+
+
+class Experts:
+    """The experts of `exchanges.gains`, with rows on this rank only; in its `fails_in`-th call it raises."""
+
+    def __init__(self, layers: SharedExpertParallel, fails_in: int = 0) -> None:
+        self.ep, self.calls, self.fails_in = layers.ep, 0, fails_in
+
+    def __call__(self, rows: Tensor, expert_offsets: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.fails_in:
+            raise MemoryError
+        gain, ends, out = gains(self.ep.config, rows.shape[1]).to(rows), expert_offsets.tolist(), rows.clone()
+        assert ends[-1] <= len(rows)
+        for i, physical in enumerate(self.ep.placement.local_experts(self.ep.rank)):
+            out[ends[i] : ends[i + 1]] *= gain[self.ep.placement.logical(physical)]
+        return out
+
+
+def run(layers: SharedExpertParallel, tokens: Tokens, experts: Experts | None = None) -> Tensor:
+    inputs = [tensor.to(layers.ep.device) for tensor in (tokens.x, tokens.ids, tokens.weights)]
+    longest = layers.longest_batch(len(tokens.x))
+    return layers.run(*inputs, experts or Experts(layers), longest).cpu()
+
+
+def check(layers: SharedExpertParallel, lengths: list[int], seed: int = 0) -> None:
+    """A call in which rank r brings lengths[r] tokens."""
+    config, before = layers.ep.config, layers.ep.health().rounds
+    tokens = make_tokens(config, layers.ep.rank, lengths[layers.ep.rank], seed=seed)
+    assert_y(run(layers, tokens), config, tokens)
+    assert layers.ep.health().rounds - before == max(1, *(-(-length // M) for length in lengths))
+
+
+def refuse(*args: object, **options: object) -> None:
+    raise AssertionError("no rank asks another through the host")
+
+
+@pytest.mark.parametrize("ll_max_tokens", [memory.LL_MAX_TOKENS, 4, 0])
+def test_each_rank_brings_another_number_of_rounds(make_layers, ll_max_tokens, size, monkeypatch):
+    layers = make_layers(ll_max_tokens)
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "all_reduce", refuse)
+        for turn in range(len(LENGTHS)):
+            check(layers, [LENGTHS[(2 * r + turn) % len(LENGTHS)] for r in range(size)], seed=turn)
+        for length in LENGTHS:
+            check(layers, [length] * size)
+    assert layers.seconds["agree"] > 0
+
+
+@pytest.mark.parametrize("payload", ["bf16", "fp8"])
+def test_one_rank_needs_more_rounds_than_the_others(make_layers, payload, size):
+    layers = make_layers(dtype="bfloat16", hidden=128, exchange={"payload": payload} if payload == "fp8" else {})
+    for alone in range(size):
+        check(layers, [(3 * M + 1) * (r == alone) for r in range(size)], seed=alone)
+        check(layers, [0] * size)
+
+
+@pytest.mark.parametrize("fails_in", [1, 2, 3])
+@pytest.mark.parametrize("who", ["all ranks", "rank 0", "the others"])
+def test_an_exception_in_a_round_keeps_the_ranks_in_step(make_layers, who, fails_in, rank, size):
+    """`who` needs three rounds, the others one. The experts of rank 0 fail in one of them: its sums are missing there,
+    and in the rounds after it, which rank 0 sees out.
+    """
+    layers = make_layers(timeout_s=LONG_S)
+    config, long = layers.ep.config, {"all ranks": True, "rank 0": rank == 0, "the others": rank > 0}[who]
+    check(layers, [1] * size)
+    tokens = make_tokens(config, rank, 3 * M if long else 1, seed=3)
+    before = layers.ep.health().rounds
+    with within(60.0):
+        if rank == 0:
+            with pytest.raises(MemoryError):
+                run(layers, tokens, Experts(layers, fails_in))
+        else:
+            y, first = run(layers, tokens), (fails_in - 1) * M
+            lost = without_rank(layers.ep, tokens, 0)
+            weights = torch.cat([tokens.weights[:first], lost.weights[first:]])
+            assert_y(y, config, Tokens(tokens.x, tokens.ids, weights, tokens.real))
+        taken = layers.ep.health().rounds - before
+        assert taken == (3 if who != "rank 0" else fails_in + (fails_in < 3))
+        check(layers, [LENGTHS[(r + 2) % len(LENGTHS)] for r in range(size)])
+
+
+def test_a_rank_that_does_not_come(make_layers, rank, size):
+    """The look for another round ends as every other wait does."""
+    layers = make_layers(timeout_s=1.0)
+    if rank < size - 1:
+        with within(30.0), pytest.raises(EPTimeoutError):
+            for _ in range(3):  # on a GPU, a call that needs no other round may be the last to hear of it
+                run(layers, make_tokens(layers.ep.config, rank, M + 1))
+    dist.barrier()
+
+
+def test_ranks_that_disagree_raise_in_the_same_round(make_layers, rank, device):
+    layers = make_layers()
+    tokens = make_tokens(layers.ep.config, rank, 3 * M if rank else 1)
+    K = 2 if rank == 0 else 4
+    with pytest.raises(EPMismatchError):
+        run(layers, Tokens(tokens.x, tokens.ids[:, :K], tokens.weights[:, :K], tokens.real))
+    if device.type == "cpu":  # on a GPU it stays
+        check(layers, [M + 1] * layers.ep.size)
+
+
+@ON_GPUS
+def test_a_capture_cannot_look(make_layers, size):
+    layers = make_layers()
+    check(layers, [M] * size)
+    rounds = layers.ep.health().rounds
+    tokens = make_tokens(layers.ep.config, layers.ep.rank, 1)
+    inputs = [tensor.to(layers.ep.device) for tensor in (tokens.x, tokens.ids, tokens.weights)]
+    with pytest.raises(RuntimeError, match=r"configure\(static=True\)"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        layers.run(*inputs, lambda rows, offsets: rows, layers.longest_batch(1))
+    assert layers.ep.health().rounds == rounds
+    check(layers, [M + 1] * size)

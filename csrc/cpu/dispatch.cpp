@@ -90,7 +90,7 @@ uint64_t read_headers(const Exchange& ex, const RoundState& round, int32_t* coun
   return mismatched;
 }
 
-// Tells the host, which has asked, whether any rank needs another round.
+// Answers the host, which has asked whether any rank needs another round.
 void answer(const Exchange& ex, Progress& progress) {
   auto* headers = in_window<RoundHeader>(ex, ex.plan.rank, ex.plan.signal_dispatch);
   bool more = std::any_of(headers, headers + ex.plan.R, [](const RoundHeader& header) { return header.more_rounds; });

@@ -16,10 +16,10 @@ STAGES = {
     "attention": "The attention of all layers, with its projections and its cache.",
     "other layers": "Embeddings, norms, dense and shared feed-forward layers, the output head, and the residual sums.",
     "route": "The router scores the experts for each token and chooses the K best, with their weights.",
-    "agree": "The ranks agree, once a layer, on the number of rounds that the longest batch of any rank needs.",
     "dispatch": "Each token goes once to every rank that holds one of its experts, and its rows are sorted by expert.",
     "experts": "The feed-forward networks of the experts that a rank holds compute the rows that arrived.",
     "combine": "Each rank sums its experts' outputs of a token, and the sums travel back and are added up.",
+    "agree": "The host waits, once a layer, for the word of the round whether any rank needs another one.",
     "loop": "Around the model: the choice of the next token, the cache, and the ranks' agreement to go on.",
 }
 """What each stage of a run is, in the order in which the stages follow each other."""

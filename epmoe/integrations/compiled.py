@@ -67,7 +67,7 @@ def _number_of(layer: Any) -> int | None:
 
 @torch.compiler.disable(
     reason="epmoe's experts run outside of compiled graphs in their first call, which makes the windows, and without "
-    "configure(static=True), since ranks agree on rounds: call the model once before compiling it"
+    "configure(static=True), since the host looks whether a round follows: call the model once before compiling it"
 )
 def _outside_of_graphs(
     layer: Any, forward: Forward, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor

@@ -44,8 +44,9 @@ class SharedExpertParallel:
     Attributes:
         ep: the `ExpertParallel`.
         static: whether every call is one round, of at most M tokens a rank; see `configure`.
-        seconds: wall time of each stage so far, by the clock `now`, waiting for other ranks included. On GPUs this is
-            the time of the host, which waits for no kernel.
+        seconds: wall time of each stage so far, by the clock `now`, waiting for other ranks included. "agree" is the
+            wait for the answer whether another round follows. On GPUs this is the time of the host, which waits for no
+            kernel otherwise.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class SharedExpertParallel:
     def run(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Experts, longest: int | None) -> Tensor:
         """Weighted expert outputs [T,D] of this rank's tokens. Collective.
 
-        `longest` is the same on every rank: no rank brings more tokens. If it is None, each round tells whether another
+        `longest` is the same on every rank: no rank brings more tokens. If it is None, each round says whether another
         one follows, and the host looks for that once the round is launched.
 
         Raises ValueError in static mode if `longest` is more than M, RuntimeError in a stream capture without
@@ -105,9 +106,9 @@ class SharedExpertParallel:
         last_round, outputs = exchange.rounds.count, list[Tensor]()
         try:
             while not outputs or self._another(len(outputs), longest):
-                start, end = len(outputs) * M, (len(outputs) + 1) * M
-                part = batch if own == 1 and not outputs else [tensor[start:end] for tensor in batch]
-                outputs.append(self._round(*part, experts, longest, more=len(outputs) + 1 < own))
+                taken, whole = len(outputs), own == 1 and not outputs
+                x, ids, weights = batch if whole else (tensor[taken * M : (taken + 1) * M] for tensor in batch)
+                outputs.append(self._round(x, ids, weights, experts, longest, more=taken + 1 < own))
         except EPMismatchError:  # all ranks raise it
             raise
         except BaseException:

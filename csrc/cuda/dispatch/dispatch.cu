@@ -128,7 +128,6 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
   SlotChunk incoming = first_incoming<kLL ? kRecvLines : 1>(b);
   compute_now(&shared.sink, incoming.slot.source, incoming.slot.s, incoming.index);
   ok = ok && receive_counts(b);
-  if (kernel.asked && ok && leader && threadIdx.x == 0) answer(b);
   bool receives = ok && !shared.late;
   if (ok && !kernel.args.expert_major) fill_unused_slots(b);
   if constexpr (kLL) {
@@ -146,6 +145,7 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
     round->T = tokens, round->K = kernel.args.K, round->ll_mask = shared.ll_mask;
     round->send_queue[kCombine] = round->recv_queue[kCombine] = round->ll_queue[kCombine] = round->done[kCombine] =
         round->started[kCombine] = round->receiving[kCombine] = 0;
+    if (kernel.asked && ok) answer(b);
   }
   if (b.wait.failed(kDispatch, ok, shared.mismatched)) zero_outputs(ex);
 }

@@ -31,7 +31,7 @@ __device__ __forceinline__ void write_offsets(const DispatchBlock& b) {
   }
 }
 
-// One thread tells the host, which has asked, whether any rank needs another round. One store moves the answer and the
+// One thread answers the host, which has asked whether any rank needs another round. One store moves the answer and the
 // number of its round.
 __device__ __forceinline__ void answer(const DispatchBlock& b) {
   auto* progress = reinterpret_cast<Progress*>(b.ex.status + 1);

@@ -121,10 +121,11 @@ struct Status {
   int64_t missing;      // mask of ranks: on a timeout the missing ones, on a mismatch the ranks whose call differs
   int64_t originator;   // the rank that saw the failure first
   int64_t needed_rows;  // the most expert-major rows that a round needed if that is more than max_rows, else 0
-  int64_t unused[2];
+  int64_t phases;       // RoundState::phases, as a stage out of turn has found them; CUDA only
+  int64_t unused;
 };
 
-enum StatusCode : int64_t { kOk = 0, kTimeout = 1, kMismatch = 2 };
+enum StatusCode : int64_t { kOk = 0, kTimeout = 1, kMismatch = 2, kOutOfTurn = 3 };
 enum Stage : int64_t { kDispatch = 0, kCombine = 1 };
 
 // State of the round, in scratch, zero at first. dispatch writes what it leaves for combine. Epochs count rounds and
@@ -133,6 +134,7 @@ struct RoundState {
   uint32_t dispatch_epoch;  // of the last round that dispatch sent (CPU) or received (CUDA)
   uint32_t combine_epoch;   // of the last round that combine sent (CPU) or received (CUDA); CUDA: dispatch takes it + 1
   int32_t latched;          // 1 after a wait, on CUDA a round, has failed: this rank sends no payload any more
+  int32_t phases;           // CUDA only: of the open round, the send phases begun and receive phases ended: 0 to 3
   int32_t T;                // real tokens of this rank's dispatch
   int32_t D;                // of the call; CPU only
   int32_t K;                // of the call

@@ -10,7 +10,15 @@ E: logical experts. P: physical experts. e: physical experts of this rank. R: ra
 
 from epmoe.config import ConfigError, EPConfig
 from epmoe.handles import Dispatched, Sent
-from epmoe.health import EPError, EPMismatchError, EPOverflowError, EPResumeError, EPTimeoutError, Health
+from epmoe.health import (
+    EPError,
+    EPMismatchError,
+    EPOrderError,
+    EPOverflowError,
+    EPResumeError,
+    EPTimeoutError,
+    Health,
+)
 from epmoe.layer import MoELayer
 from epmoe.memory import MemoryPlan
 from epmoe.placement import Move, Placement
@@ -30,6 +38,7 @@ __all__ = [
     "EPConfig",
     "EPError",
     "EPMismatchError",
+    "EPOrderError",
     "EPOverflowError",
     "EPResumeError",
     "EPTimeoutError",

@@ -134,7 +134,7 @@ class Exchange:
             descriptor[_TIMEOUT_NS] = self.timeout_ns
 
     def check(self) -> None:
-        """Raise EPTimeoutError or EPMismatchError if the kernels have left one in the status words."""
+        """Raise EPTimeoutError, EPMismatchError or EPOrderError if the kernels have left one in the status words."""
         if self.status_words[_CODE]:
             raise_on_failure(self.status, self.global_ranks, self.plan.sizes["rank"], self.device.type == "cuda")
 
@@ -183,8 +183,8 @@ class Exchange:
     def wait_for_device(self, timeout_s: float | None = None) -> None:
         """On a GPU, wait for everything that has been launched on it, but no longer than until a failure is reported.
 
-        Raises EPTimeoutError and EPMismatchError as `check` does, the first also if the device does not end in time:
-        then what was launched was perhaps never scheduled.
+        Raises what `check` does, and EPTimeoutError also if the device does not end in time: then what was launched was
+        perhaps never scheduled.
         """
         if device_ends(self.device, timeout_s, self.check):
             return

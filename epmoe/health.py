@@ -22,8 +22,8 @@ COUNTERS = (
     "timeouts",
 )
 # int64 each, in the order of `Status` in csrc/plan.h.
-STATUS = ("code", "stage", "epoch", "missing", "originator", "needed_rows", "unused", "unused")
-TIMEOUT, MISMATCH = 1, 2
+STATUS = ("code", "stage", "epoch", "missing", "originator", "needed_rows", "phases", "unused")
+TIMEOUT, MISMATCH, OUT_OF_TURN = 1, 2, 3
 STAGES = ("dispatch", "combine")
 
 
@@ -169,6 +169,20 @@ class EPMismatchError(EPError, ValueError):
         )
 
 
+class EPOrderError(EPError):
+    """On a GPU, a stage of this rank ran before the stage that was due: graphs were replayed in another order than that
+    of the rounds, or streams were not ordered. The `ExpertParallel` can only be resumed or closed."""
+
+    def __init__(self, stage: str, epoch: int, phases: int):
+        self.stage, self.epoch = stage, epoch
+        due = ("dispatch was due", "dispatch had not ended", "combine was due", "combine had not ended")[phases]
+        super().__init__(
+            f"round {epoch}: {stage} ran on this rank's GPU where {due}. dispatch and combine run by turns, each after "
+            "the end of the other: replay graphs in this order, and let the stream of a replay wait for the stream of "
+            "the call or replay before it. This ExpertParallel can only be resumed or closed"
+        )
+
+
 def raise_on_failure(status: Tensor, global_ranks: list[int], rank: int, latched: bool) -> None:
     """Raise the failure in `status` (int64, host memory) of `rank`.
 
@@ -182,12 +196,14 @@ def raise_on_failure(status: Tensor, global_ranks: list[int], rank: int, latched
         if not latched:
             status[0] = 0
         raise EPMismatchError(epoch, ranks, latched)
+    if code == OUT_OF_TURN:
+        raise EPOrderError(STAGES[stage], epoch, int(status[STATUS.index("phases")]))
     assert code == TIMEOUT, f"unknown status code {code}"
     missing = [global_ranks[rank] for rank in ranks]
     named = f"rank(s) {ranks} of the group (global rank(s) {missing})"
     why = f"timed out waiting for {named}, first seen by rank {originator}"
-    if ranks == [originator] and len(global_ranks) > 1:  # only a rank that leaves reports itself missing
-        why = f"ended early: {named} left the group by an exception or with a round open"
+    if ranks == [originator] and len(global_ranks) > 1:  # no deadline makes a rank report itself missing
+        why = f"ended early: {named} left the group by an exception or with a round open, or had an EPOrderError"
     elif rank in ranks:
         why += ": this rank came too late, or its own kernel was not scheduled, since others held the GPU"
     else:

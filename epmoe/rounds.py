@@ -7,8 +7,8 @@
     RETURNING   Dispatched  combine_recv → CLOSED
 
 `abort` leads from every open state to CLOSED. An exchange has at most one open round, because all its rounds use the
-same window. After an `EPTimeoutError`, on GPUs also after an `EPMismatchError`, the round stays where it is: the
-exchange can only be resumed or closed.
+same window. After an `EPTimeoutError`, on GPUs also after an `EPMismatchError` or `EPOrderError`, the round stays where
+it is: the exchange can only be resumed or closed.
 
 The operators count the phases that have ended, four a round, and the state is that count modulo four. A call may end by
 an exception anywhere, also by one that a signal handler raises right behind the operator. The count is right then, too:
@@ -83,7 +83,7 @@ class Rounds:
 def check_closed(exchange: Exchange) -> int:
     """Before a call that opens a round: returns the epoch that it will have.
 
-    Raises RuntimeError if a round is open, and EPTimeoutError or EPMismatchError if an earlier round has failed.
+    Raises RuntimeError if a round is open, and what `Exchange.check` does if an earlier round has failed.
     """
     exchange.check()
     phases = exchange.rounds.progress[PHASES]

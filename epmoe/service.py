@@ -263,6 +263,7 @@ class ExpertParallel(Resumable):
         Raises:
             EPTimeoutError: ranks did not arrive in time; every poll raises it again.
             EPMismatchError: the calls of the ranks did not match.
+            EPOrderError: on a GPU, dispatch and combine of this rank did not run by turns.
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
         """
         self._open.check()

@@ -10,7 +10,7 @@ import torch
 from helpers import distinct_ids, randn
 
 import epmoe
-from epmoe.health import COUNTERS, STATUS, EPOverflowError, Health, raise_on_failure, raise_on_overflow
+from epmoe.health import COUNTERS, STAGES, STATUS, EPOverflowError, Health, raise_on_failure, raise_on_overflow
 
 
 def counted(counters: torch.Tensor) -> dict[str, int]:
@@ -91,6 +91,23 @@ def test_a_mismatch_that_has_latched_is_reported_for_ever():
     for _ in range(2):
         with pytest.raises(epmoe.EPMismatchError, match=r"rank\(s\) \[0\] .* can only be resumed or closed"):
             raise_on_failure(status, [0, 1], rank=1, latched=True)
+
+
+@pytest.mark.parametrize(
+    ("stage", "phases", "said"),
+    [
+        (0, 2, "round 7: dispatch ran .* where combine was due"),
+        (1, 0, "round 7: combine ran .* where dispatch was due"),
+        (1, 1, "round 7: combine ran .* where dispatch had not ended"),
+        (0, 3, "round 7: dispatch ran .* where combine had not ended"),
+    ],
+)
+def test_a_stage_out_of_turn_is_reported_for_ever(stage, phases, said):
+    status = status_word(code=3, stage=stage, epoch=7, missing=0b01, phases=phases)
+    for _ in range(2):
+        with pytest.raises(epmoe.EPOrderError, match=f"{said}.* can only be resumed or closed") as raised:
+            raise_on_failure(status, [0, 1], rank=0, latched=True)
+    assert (raised.value.stage, raised.value.epoch) == (STAGES[stage], 7) and isinstance(raised.value, epmoe.EPError)
 
 
 def test_overflow_is_reported_once_with_the_value_to_set():

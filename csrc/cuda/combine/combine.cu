@@ -94,6 +94,7 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
   __syncthreads();
   b.wait.epoch = now.dispatch_epoch;
   bool ok = !now.latched;
+  if (blockIdx.x == 0 && ok) ok = b.wait.in_turn(kCombine, args.send, now.phases, now.combine_epoch);
   // The block that starts first opens combine, with its last warp, which has the least to send.
   if (int32_t rank = block_threads() - 1 - threadIdx.x; blockIdx.x == 0 && rank < plan.R && ok && args.send) {
     RoundHeader* header = in_window<RoundHeader>(ex, rank, plan.signal_combine) + plan.rank;
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
     });
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) {
-    round->combine_epoch = b.wait.epoch;
+    round->combine_epoch = b.wait.epoch, round->phases = 0;
     round->send_queue[kDispatch] = round->recv_queue[kDispatch] = round->ll_queue[kDispatch] = round->done[kDispatch] =
         round->started[kDispatch] = round->receiving[kDispatch] = round->notified = round->num_tokens = 0;
   }

@@ -104,13 +104,15 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
   // Load at once: the round's state, and the first chunk to send. One thread loads the state, since the threads of a
   // grid that load the same line delay one another.
   uint32_t last_epoch = 0;
-  int32_t latched = 0;
+  int32_t latched = 0, phases = 0;
   if (threadIdx.x == 0) {
     if (sends || notifies) b.wait.say_started(kDispatch);
-    last_epoch = round->combine_epoch, latched = round->latched;
+    last_epoch = round->combine_epoch, latched = round->latched, phases = round->phases;
   }
   if (kLL && sends) outgoing.read(b);
   int32_t tokens = sends || notifies || leader ? real_tokens(b) : 0;
+  if (leader && threadIdx.x == 0 && !latched)
+    latched = !b.wait.in_turn(kDispatch, kernel.args.send, phases, last_epoch);
   if (threadIdx.x == 0) shared.epoch = next_epoch(last_epoch), shared.latched = latched, shared.mismatched = 0;
   if (leader && kernel.args.send) {
     send_counts<kGroupsInFlight>(b, tokens);
@@ -141,7 +143,7 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
     if (kernel.args.expert_major && plan.alignment > 1) zero_gaps(b);
   }
   if (leader && threadIdx.x == 0) {
-    round->dispatch_epoch = b.wait.epoch;
+    round->dispatch_epoch = b.wait.epoch, round->phases = 2;
     round->T = tokens, round->K = kernel.args.K, round->ll_mask = shared.ll_mask;
     round->send_queue[kCombine] = round->recv_queue[kCombine] = round->ll_queue[kCombine] = round->done[kCombine] =
         round->started[kCombine] = round->receiving[kCombine] = 0;

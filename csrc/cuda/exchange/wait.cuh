@@ -99,6 +99,20 @@ struct Wait {
     return 0;
   }
 
+  // Rule finish-first: returns whether this kernel's phase is due on this rank. It is not where graphs of single stages
+  // are replayed in another order, or where streams overlap; then the kernel latches and reports. `phases` and
+  // `combine_epoch` are those of the state as the kernel found it. Only the block that starts first calls this, since
+  // others may start after it has moved `phases` on. Thread 0 acts; every thread that calls gets the answer.
+  __device__ __forceinline__ bool in_turn(Stage stage, bool sends, int32_t phases, uint32_t combine_epoch) const {
+    bool due = phases == 2 * stage + !sends;
+    if (threadIdx.x == 0 && due && sends) round->phases = phases + 1;
+    if (threadIdx.x == 0 && !due) {
+      round->failure.phases = phases;
+      report(ex, round, next_epoch(combine_epoch), stage, kOutOfTurn, uint64_t{1} << ex.plan.rank);
+    }
+    return due;
+  }
+
   // A block that sends says that it has started. Blocks start in the order of their numbers, and those that send come
   // first. Another kernel may hold so many multiprocessors that some cannot start while others wait for ranks, which in
   // turn wait for rows that the absent blocks should send. So a block that has sent asks whether all that send have
@@ -131,34 +145,35 @@ struct Wait {
     if (threadIdx.x == 0) asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(&round->done[stage]) : "memory");
     if (ok) return false;
     if (threadIdx.x == 0) {
-      report(ex, round, epoch, stage, mismatched);
+      report(ex, round, epoch, stage, mismatched ? kMismatch : kTimeout, mismatched);
       await_others(round, stage);
     }
     __syncthreads();
     return true;
   }
 
-  // The first call latches, and reports to the host and, after a timeout, to every rank. Later ones report to the host
-  // again, so that a host that has cleared its status hears of it. Every rank sees a mismatch by itself.
+  // The first call latches, and reports to the host and, unless it is a mismatch, to every rank. Later ones report to
+  // the host again, so that a host that has cleared its status hears of it. Every rank sees a mismatch by itself.
+  // `ranks`: what `Status::missing` will be; after a timeout `missing` of the state.
   static __device__ __noinline__ void report(const Exchange& ex, RoundState* round, uint32_t epoch, Stage stage,
-                                             uint32_t mismatched) {
+                                             StatusCode code, uint64_t ranks) {
     volatile Status &kept = round->failure, &status = *ex.status;
-    auto missing = static_cast<int64_t>(*static_cast<volatile uint64_t*>(&round->missing));
+    if (code == kTimeout) ranks = *static_cast<volatile uint64_t*>(&round->missing);
     bool first = atomicExch(&round->latched, 1) == 0;
     if (first) {
-      kept.stage = stage, kept.epoch = epoch, kept.missing = mismatched ? mismatched : missing;
-      kept.originator = mismatched ? ex.plan.rank : *static_cast<volatile int16_t*>(&round->originator);
-      if (!mismatched) ++in_scratch<int64_t>(ex, ex.plan.health_counters)[kTimeouts];
+      kept.stage = stage, kept.epoch = epoch, kept.missing = static_cast<int64_t>(ranks);
+      kept.originator = code == kTimeout ? *static_cast<volatile int16_t*>(&round->originator) : ex.plan.rank;
+      if (code == kTimeout) ++in_scratch<int64_t>(ex, ex.plan.health_counters)[kTimeouts];
       __threadfence();
-      kept.code = mismatched ? kMismatch : kTimeout;
+      kept.code = code;
     }
     if (!first && (blockIdx.x != 0 || kept.code == kOk)) return;
     status.stage = kept.stage, status.epoch = kept.epoch, status.missing = kept.missing,
-    status.originator = kept.originator;
+    status.originator = kept.originator, status.phases = kept.phases;
     __threadfence_system();
     status.code = kept.code;
-    for (int64_t rank = 0; rank < ex.plan.R && first && !mismatched; ++rank)
-      in_window<volatile uint64_t>(ex, rank, ex.plan.signal_error)[ex.plan.rank] = missing;
+    for (int64_t rank = 0; rank < ex.plan.R && first && code != kMismatch; ++rank)
+      in_window<volatile uint64_t>(ex, rank, ex.plan.signal_error)[ex.plan.rank] = ranks;
     __threadfence_system();
   }
 

@@ -24,7 +24,7 @@ from vllm.logger import init_logger
 
 from epmoe.config import EPConfig
 from epmoe.handles import Layout
-from epmoe.health import EPMismatchError, EPTimeoutError
+from epmoe.health import EPMismatchError, EPOrderError, EPTimeoutError
 from epmoe.service import ExpertParallel
 from epmoe.stages.checks import dtype_name
 
@@ -105,7 +105,7 @@ def watch(exchanges: Sequence[ExpertParallel], interval_s: float = 1.0) -> None:
             for ep in exchanges:
                 ep.poll()
             time.sleep(interval_s)
-    except (EPTimeoutError, EPMismatchError) as error:
+    except (EPTimeoutError, EPMismatchError, EPOrderError) as error:
         logger.critical("epmoe: %s: this worker ends", error)
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -28,6 +28,7 @@ HEADINGS = (
     "A busy GPU",
     "What an abort does",
     "Mismatch",
+    "Out of turn",
 )
 TEXT = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
 

@@ -66,6 +66,10 @@ constexpr Api kApi = {
     .combine = [](const Exchange& exchange, const CombineArgs& args, DType dtype, Stream stream) -> int {
       return combine(exchange, args, dtype, typed(stream));
     },
+    .rail_pack = [](const RailPackArgs& args, Stream stream) -> int { return rail_pack(args, typed(stream)); },
+    .rail_sum = [](const RailSumArgs& args, Stream stream) -> int { return rail_sum(args, typed(stream)); },
+    .rail_mark = [](const RailMarkArgs& args, Stream stream) -> int { return rail_mark(args, typed(stream)); },
+    .rail_tags = [](const RailTagsArgs& args, Stream stream) -> int { return rail_tags(args, typed(stream)); },
 };
 
 }  // namespace

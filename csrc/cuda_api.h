@@ -4,10 +4,11 @@
 #pragma once
 #include "args.h"
 #include "exchange.h"
+#include "rail.h"
 
 namespace epmoe::cuda {
 
-constexpr int32_t kMaxTopK = 32;  // of route: one lane keeps each choice
+constexpr int32_t kMaxTopK = 32;  // of route and rail_pack: one lane keeps each choice
 
 using Stream = void*;  // cudaStream_t
 
@@ -24,6 +25,10 @@ struct Api {
   int (*gated_activation)(const GatedActivationArgs& args, Stream stream);
   int (*dispatch)(const Exchange& exchange, const DispatchArgs& args, Stream stream);
   int (*combine)(const Exchange& exchange, const CombineArgs& args, DType dtype, Stream stream);
+  int (*rail_pack)(const RailPackArgs& args, Stream stream);
+  int (*rail_sum)(const RailSumArgs& args, Stream stream);
+  int (*rail_mark)(const RailMarkArgs& args, Stream stream);
+  int (*rail_tags)(const RailTagsArgs& args, Stream stream);
 };
 
 // The one symbol of libepmoe_cuda.so that libepmoe.so looks up: `const Api* epmoe_cuda_api()`.

@@ -8,14 +8,6 @@
 namespace epmoe {
 namespace {
 
-// Calls `on_cuda` of the CUDA kernels for a tensor on a GPU, else `on_cpu`.
-template <typename Args>
-void launch(const Tensor& like, const Args& args, void (*on_cpu)(const Args&),
-            int (*cuda::Api::*on_cuda)(const Args&, cuda::Stream)) {
-  if (!like.is_cuda()) return on_cpu(args);
-  launch_on_device_of(like, [&](const cuda::Api& api, cuda::Stream stream) { return (api.*on_cuda)(args, stream); });
-}
-
 std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, const std::optional<Tensor>& bias,
                                  const std::optional<Tensor>& num_tokens, int64_t num_rows, bool sigmoid,
                                  bool renormalize, int64_t num_groups, int64_t top_groups, double scale, bool wide_ids,

@@ -25,6 +25,11 @@ void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const 
   const RailDescriptor& d = parsed(descriptor);
   check_tokens(x, ids, weights, scales, d.fp8 != 0);
   int64_t T = x.size(0), D = x.size(1), K = ids.size(1), N = d.nodes, P = node_of.numel();
+  int64_t x_stride_bytes = x.stride(0) * itemsize(dtype_of(x));
+  STD_TORCH_CHECK(!x.is_cuda() || (K <= cuda::kMaxTopK && !needed.is_cuda() &&
+                                   reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x_stride_bytes % 16 == 0 &&
+                                   D * itemsize(dtype_of(x)) % 16 == 0 && (!d.fp8 || D % kScaleBlock == 0)),
+                  "on CUDA, K must be at most 32, `needed` on the host, and rows whole words of 16 bytes");
   int64_t row_bytes = D * (d.fp8 ? 1 : itemsize(dtype_of(x)));
   STD_TORCH_CHECK(row_bytes <= d.slot.scales && d.slot.ids + K * 4 <= d.slot.weights &&
                       d.slot.weights + K * 4 <= d.slot.tag && d.slot.tag + int64_t{sizeof(RailTag)} <= d.slot.bytes,
@@ -32,7 +37,7 @@ void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const 
   RailPackArgs args{
       .x_TD = x.data_ptr(),
       .dtype = dtype_of(x),
-      .x_stride_bytes = x.stride(0) * itemsize(dtype_of(x)),
+      .x_stride_bytes = x_stride_bytes,
       .scales_TB = scales ? static_cast<const float*>(scales->data_ptr()) : nullptr,
       .scales_stride = scales ? scales->stride(0) : 0,
       .ids_TK = ids.data_ptr(),
@@ -68,11 +73,11 @@ void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const 
       .counters = pointer<int64_t>(counters, kNumCounters, "counters"),
       .rows_sent_N = pointer<int64_t>(rows_sent, N, "rows_sent"),
   };
-  cpu::rail_pack(args);
+  launch(x, args, cpu::rail_pack, &cuda::Api::rail_pack);
 }
 
 void rail_sum(const Tensor& own, const Tensor& returned, const Tensor& slots_of, const std::optional<Tensor>& counts,
-              int64_t slots, int64_t node, const Tensor& y) {
+              int64_t slots, int64_t node, const std::optional<Tensor>& missed, const Tensor& y) {
   STD_TORCH_CHECK(y.dim() == 2 && y.is_contiguous() && own.is_contiguous() && returned.is_contiguous(),
                   "y and the partial rows must be contiguous");
   STD_TORCH_CHECK(dtype_of(own) == dtype_of(y) && dtype_of(returned) == dtype_of(y), "partial rows must be like y");
@@ -89,8 +94,32 @@ void rail_sum(const Tensor& own, const Tensor& returned, const Tensor& slots_of,
       .y_TD = y.data_ptr(),
       .T = T,
       .D = y.size(1),
+      .missed_G = pointer<int64_t>(missed, 0, "missed"),
+      .G = missed ? static_cast<int32_t>(missed->numel()) : 0,
   };
-  cpu::rail_sum(args);
+  launch(y, args, cpu::rail_sum, &cuda::Api::rail_sum);
+}
+
+void rail_mark(const Tensor& count, const Tensor& shown) {
+  STD_TORCH_CHECK(!shown.is_cuda(), "`shown` must be on the host");
+  RailMarkArgs args{pointer<int64_t>(count, 1, "count"), pointer<int64_t>(shown, 1, "shown")};
+  launch_on_device_of(count, [&](const cuda::Api& api, cuda::Stream stream) { return api.rail_mark(args, stream); });
+}
+
+void rail_tags(const Tensor& received, int64_t slots, const Tensor& descriptor, int64_t D, int64_t K, int64_t dtype,
+               int64_t epoch, const Tensor& differing) {
+  const RailDescriptor& d = parsed(descriptor);
+  STD_TORCH_CHECK(!differing.is_cuda(), "`differing` must be on the host");
+  int64_t slabs = d.nodes - 1, slab_bytes = slots * d.slot.bytes;
+  RailTagsArgs args{
+      .first_tag = reinterpret_cast<char*>(pointer<uint8_t>(received, slabs * slab_bytes, "received")) + d.slot.tag,
+      .slab_bytes = slab_bytes,
+      .slabs = static_cast<int32_t>(slabs),
+      .want = {static_cast<int32_t>(D), static_cast<int32_t>(K), static_cast<int32_t>(dtype),
+               static_cast<int32_t>(epoch)},
+      .differing = pointer<int64_t>(differing, 1, "differing"),
+  };
+  launch_on_device_of(received, [&](const cuda::Api& api, cuda::Stream stream) { return api.rail_tags(args, stream); });
 }
 
 }  // namespace
@@ -98,6 +127,12 @@ void rail_sum(const Tensor& own, const Tensor& returned, const Tensor& slots_of,
 STABLE_TORCH_LIBRARY_IMPL(epmoe, CPU, library) {
   library.impl("rail_pack", TORCH_BOX(&rail_pack));
   library.impl("rail_sum", TORCH_BOX(&rail_sum));
+}
+STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) {
+  library.impl("rail_pack", TORCH_BOX(&rail_pack));
+  library.impl("rail_sum", TORCH_BOX(&rail_sum));
+  library.impl("rail_mark", TORCH_BOX(&rail_mark));
+  library.impl("rail_tags", TORCH_BOX(&rail_tags));
 }
 
 }  // namespace epmoe

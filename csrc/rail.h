@@ -15,7 +15,8 @@ struct RailSlot {
   int64_t tag;      // RailTag, which counts in the first slot of a slab only
 };
 
-// What the source says of its call: receivers compare it with their own.
+// What the source says of its call: receivers compare it with their own. On GPUs, whose graphs replay a call in other
+// rounds, the length of a slab takes the place of the epoch.
 struct RailTag {
   int32_t D, K, dtype, epoch;
 };
@@ -51,7 +52,7 @@ struct RailPackArgs {
   char* sent;            // out: the slabs of the other nodes
   int32_t* slots_TN;     // out: slot of token t in the slab of each node, -1 if it does not go there
   int32_t* counts_N;     // out: rows in each slab
-  int32_t* needed;       // out: the most rows that a node needed; never falls
+  int32_t* needed;       // out: the most rows that a node needed; never falls. On CUDA in host memory
   int64_t* counters;     // kNumCounters, added to
   int64_t* rows_sent_N;  // added to
 };
@@ -65,6 +66,24 @@ struct RailSumArgs {
   int64_t slots, node, N;
   void* y_TD;  // out, in dtype, contiguous
   int64_t T, D;
+  // CUDA only: whether y becomes zeros, since a rank of the node has missed one of another node.
+  const int64_t* missed_G;  // not 0: it has
+  int32_t G;
+};
+
+// CUDA only: counts a transfer that has started, or one that has ended.
+struct RailMarkArgs {
+  int64_t* count;
+  int64_t* shown;  // out: the count, in host memory
+};
+
+// CUDA only: compares the calls of other nodes with this rank's.
+struct RailTagsArgs {
+  const char* first_tag;  // of the first slab
+  int64_t slab_bytes;     // between tags
+  int32_t slabs;
+  RailTag want;
+  int64_t* differing;  // out, in host memory: the number + 1 of the first slab that differs, otherwise as it was
 };
 
 }  // namespace epmoe

@@ -103,6 +103,14 @@ void launch_on_device_of(const Tensor& t, F&& launch) {
   check(launch(*cuda.api, stream));
 }
 
+// Calls `on_cuda` of the CUDA kernels for a tensor on a GPU, else `on_cpu`.
+template <typename Args>
+void launch(const Tensor& like, const Args& args, void (*on_cpu)(const Args&),
+            int (*cuda::Api::*on_cuda)(const Args&, cuda::Stream)) {
+  if (!like.is_cuda()) return on_cpu(args);
+  launch_on_device_of(like, [&](const cuda::Api& api, cuda::Stream stream) { return (api.*on_cuda)(args, stream); });
+}
+
 inline Tensor empty_like_device(const Tensor& t, std::initializer_list<int64_t> shape, ScalarType dtype) {
   return torch::stable::new_empty(t, shape, dtype);
 }

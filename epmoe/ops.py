@@ -55,7 +55,14 @@ _library.define(
     "Tensor(f!) counters, Tensor(g!) rows_sent) -> ()"
 )
 _library.define(
-    "rail_sum(Tensor own, Tensor returned, Tensor slots_of, Tensor? counts, SymInt slots, int node, Tensor(a!) y) -> ()"
+    "rail_sum(Tensor own, Tensor returned, Tensor slots_of, Tensor? counts, SymInt slots, int node, Tensor? missed, "
+    "Tensor(a!) y) -> ()"
+)
+# CUDA only (epmoe/network_nccl.py): what the host sees of transfers while the GPU runs ahead of it.
+_library.define("rail_mark(Tensor(a!) count, Tensor(b!) shown) -> ()")
+_library.define(
+    "rail_tags(Tensor received, SymInt slots, Tensor descriptor, int hidden_size, int top_k, int dtype, int epoch, "
+    "Tensor(a!) differing) -> ()"
 )
 _library.define(
     "launch_policy(Tensor plan, int tokens, int hidden_size, int top_k, int dtype, bool expert_major, bool send, "
@@ -165,7 +172,7 @@ def _(y: Tensor, rows: Tensor | None, window: Tensor, scratch: Tensor, descripto
 _OPERATORS = (
     "route", "permute", "finalize", "zero_padding_rows_", "quantize_fp8", "gated_activation",
     "dispatch", "dispatch_send", "dispatch_recv", "combine", "combine_send", "combine_recv",
-    "rail_pack", "rail_sum", "launch_policy", "shared_bytes_needed", "load_cuda",
+    "rail_pack", "rail_sum", "rail_mark", "rail_tags", "launch_policy", "shared_bytes_needed", "load_cuda",
 )  # fmt: skip
 
 

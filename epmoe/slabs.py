@@ -158,7 +158,9 @@ class Slabs:
         views, exchange = self.exchange.views, self.exchange
         counts = views["rail.counts"] if exchange.exact else None
         own = self.partial[: self.own_rows]
-        ops.rail_sum(own, self.returned, views["rail.slots"], counts, self.slots, exchange.node, y)
+        ops.rail_sum(
+            own, self.returned, views["rail.slots"], counts, self.slots, exchange.node, exchange.missed_on_device, y
+        )
 
     def _start_rows(self) -> None:
         sent = self.exchange.views["rail.sent"].flatten(0, 1)[: sum(self.sent_rows)]

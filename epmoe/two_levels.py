@@ -53,6 +53,7 @@ class TwoLevels(Exchange):
     pending: list[Slabs] = field(default_factory=list)  # of rounds that were given up
     failure: tuple[str, int, list[int], list[int], str] | None = None  # arguments of an EPTimeoutError
     limit: str = "capacity.max_rows_per_node"  # what says how many slots the slabs of the last call have
+    missed_on_device: Tensor | None = None  # on GPUs `rail.missed`, from which `rail_sum` learns of a failure
     rail_descriptor: Tensor = field(init=False)  # `RailDescriptor` in csrc/ops_rail.cpp
 
     def __post_init__(self) -> None:

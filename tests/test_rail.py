@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import generator, randn
+from helpers import ON_GPUS, generator, randn
 from torch import Tensor
 
 import epmoe
@@ -22,26 +22,49 @@ CONFIG = {
 
 
 class Packed:
-    """One call of rail_pack, and its slabs by node: [N] of uint8 [rows, slot]."""
+    """One call of rail_pack on `device`, and on the host what it wrote: slabs by node, [N] of uint8 [rows, slot]."""
 
-    def __init__(self, x: Tensor, ids: Tensor, weights: Tensor, slots: int, exact: bool, num_rows: int, payload="auto"):
+    def __init__(
+        self,
+        device: torch.device,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        slots: int,
+        exact: bool,
+        num_tokens: int | Tensor,
+        payload: str = "auto",
+        scales: Tensor | None = None,
+    ):
         self.config = epmoe.EPConfig(**CONFIG, exchange={"payload": payload})
         self.placement, self.slot = epmoe.Placement.from_config(self.config), RailSlot.of(self.config)
         copies, node = self.placement.copies_table(), RANK // G
         self.tables = copies, self.placement.num_copies(), *self.placement.node_ids(G)
         descriptor = torch.tensor([*copies.shape, RANK, node, N, payload == "fp8", *self.slot])
-        own, sent = (torch.full((n, slots, self.slot.bytes), 255, dtype=torch.uint8) for n in (1, N - 1))
-        self.slots_of, self.counts = torch.full((T, N), 99, dtype=torch.int32), torch.empty(N, dtype=torch.int32)
-        self.needed, self.counters = torch.zeros(1, dtype=torch.int32), torch.zeros(NUM_COUNTERS, dtype=torch.int64)
-        self.rows_sent = torch.zeros(N, dtype=torch.int64)
+        own, sent = (torch.full((n, slots, self.slot.bytes), 255, dtype=torch.uint8, device=device) for n in (1, N - 1))
+        tokens = len(x)
+        slots_of = torch.full((tokens, N), 99, dtype=torch.int32, device=device)
+        counts = torch.empty(N, dtype=torch.int32, device=device)
+        self.needed = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        counters, rows_sent = (torch.zeros(n, dtype=torch.int64, device=device) for n in (NUM_COUNTERS, N))
+        scalar = num_tokens.to(device) if isinstance(num_tokens, Tensor) else None
+        given = (None if t is None else t.to(device) for t in (x, ids, weights, scales))
         ops.rail_pack(
-            x, ids, weights, None, None, num_rows, *self.tables, descriptor, slots, exact, 7, own.flatten(),
-            sent.flatten(), self.slots_of, self.counts, self.needed, self.counters, self.rows_sent,
+            *given, scalar, tokens if scalar is not None else num_tokens, *(table.to(device) for table in self.tables),
+            descriptor, slots, exact, 7, own.flatten(), sent.flatten(), slots_of, counts, self.needed, counters,
+            rows_sent,
         )  # fmt: skip
+        self.slots_of, self.counts, self.counters, self.rows_sent, own, sent = (
+            t.cpu() for t in (slots_of, counts, counters, rows_sent, own, sent)
+        )
         lengths = self.counts.tolist() if exact else [slots] * N
         ends = torch.tensor([0 if m == node else lengths[m] for m in range(N)]).cumsum(0).tolist()
         rows = sent.flatten(0, 1)
         self.slabs = [own[0, :n] if m == node else rows[ends[m] - n : ends[m]] for m, n in enumerate(lengths)]
+
+    def outputs(self) -> list[Tensor]:
+        """All that the call wrote, bytes between the parts of a slot included."""
+        return [*self.slabs, self.slots_of, self.counts, self.needed, self.counters, self.rows_sent]
 
 
 def inputs(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,9 +75,9 @@ def inputs(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("num_rows", [0, 1, T])
 @pytest.mark.parametrize("slots", [3, T])
 @pytest.mark.parametrize("exact", [False, True])
-def test_each_token_once_for_each_node_in_token_order(exact, slots, num_rows):
+def test_each_token_once_for_each_node_in_token_order(device, exact, slots, num_rows):
     x, ids, weights = inputs()
-    got = Packed(x, ids, weights, slots, exact, num_rows)
+    got = Packed(device, x, ids, weights, slots, exact, num_rows)
     copies, num_copies, node_of, local = (table.long() for table in got.tables)
     dropped, most = 0, 0
     for node, slab in enumerate(got.slabs):
@@ -89,9 +112,9 @@ def test_each_token_once_for_each_node_in_token_order(exact, slots, num_rows):
     assert got.slots_of[num_rows:].eq(-1).all()
 
 
-def test_rows_are_quantised_as_by_the_stage():
+def test_rows_are_quantised_as_by_the_stage(device):
     x, ids, weights = inputs(5)
-    got = Packed(x, ids, weights, T, False, T, payload="fp8")
+    got = Packed(device, x, ids, weights, T, False, T, payload="fp8")
     want = epmoe.quantize_fp8(x)
     for t, node in got.slots_of.ge(0).nonzero().tolist():
         slot = got.slabs[node][got.slots_of[t, node]]
@@ -99,17 +122,102 @@ def test_rows_are_quantised_as_by_the_stage():
         assert torch.equal(slot[got.slot.scales : got.slot.ids].view(torch.float32), want.scales[t])
 
 
+@ON_GPUS
+@pytest.mark.parametrize("payload", ["auto", "fp8", "fp8 rows"])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("tokens", [0, 1, 31, 700, 1500])  # more than one tile of a block
+def test_gpus_write_what_cpus_write(device, tokens, exact, payload):
+    """Wrong, missing and repeated ids, weights that are no numbers, infinite rows: bit by bit, counts included."""
+    seed = tokens + exact
+    x = randn(tokens, D, dtype=torch.bfloat16, seed=seed)
+    ids = torch.randint(-3, E + 3, (tokens, K), generator=generator(seed), dtype=torch.int64)
+    weights = randn(tokens, K, seed=seed + 1)
+    if tokens:
+        x[0, 5], x[-1, 7], weights[tokens // 2, 0], weights[-1, 1] = torch.inf, torch.nan, torch.nan, 0.0
+    scales = None
+    if payload == "fp8 rows":
+        x, scales = epmoe.quantize_fp8(x)
+        payload = "fp8"
+    for slots in (max(tokens, 1), max(tokens // 2, 1)):
+        for real in (
+            tokens,
+            torch.tensor(tokens - tokens // 3, dtype=torch.int32),
+            torch.tensor(-2, dtype=torch.int32),
+        ):
+            call = x, ids, weights, slots, exact, real, payload, scales
+            on_cpu, on_gpu = (Packed(torch.device(kind), *call) for kind in ("cpu", device.type))
+            for want, got in zip(on_cpu.outputs(), on_gpu.outputs(), strict=True):
+                assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_sum_is_in_fp32_and_in_node_order(dtype, exact):
-    got = Packed(*inputs(2), T, exact, T)
-    partial = [randn(len(slab), D, dtype=dtype, seed=node) for node, slab in enumerate(got.slabs)]
-    y, node = torch.full((T, D), torch.nan, dtype=dtype), RANK // G
+@pytest.mark.parametrize("width", [D, 37])
+def test_the_sum_is_in_fp32_and_in_node_order(device, width, dtype, exact):
+    got = Packed(device, *inputs(2), T, exact, T)
+    partial = [randn(len(slab), width, dtype=dtype, seed=node) for node, slab in enumerate(got.slabs)]
+    y, node = torch.full((T, width), torch.nan, dtype=dtype, device=device), RANK // G
     returned = torch.cat([rows for m, rows in enumerate(partial) if m != node])
-    ops.rail_sum(partial[node], returned, got.slots_of, got.counts if exact else None, T, node, y)
-    want = torch.zeros(T, D)
+    own, back, slots_of, counts = (t.to(device) for t in (partial[node], returned, got.slots_of, got.counts))
+    ops.rail_sum(own, back, slots_of, counts if exact else None, T, node, None, y)
+    want = torch.zeros(T, width)
     for m in range(N):
         for t in range(T):
             if got.slots_of[t, m] >= 0:
                 want[t] += partial[m][got.slots_of[t, m]].float()
-    assert torch.equal(y, want.to(dtype))
+    assert torch.equal(y.cpu(), want.to(dtype))
+
+
+@ON_GPUS
+def test_sums_without_a_rank_are_zeros(device):
+    """Once a rank of the node has missed one of another node."""
+    slots_of, rows = torch.zeros(3, 2, dtype=torch.int32, device=device), torch.ones(1, 8, device=device)
+    missed = torch.zeros(40, dtype=torch.int64, device=device)
+    for named, value in ((None, 2.0), (missed, 2.0), (missed.clone().index_fill_(0, missed.new_tensor([39]), 5), 0.0)):
+        y = torch.full((3, 8), torch.nan, device=device)
+        ops.rail_sum(rows, rows, slots_of, None, 1, 0, named, y)
+        assert y.eq(value).all()
+
+
+@ON_GPUS
+def test_slots_that_do_not_exist_add_nothing(device):
+    slots_of = torch.tensor([[0, 1], [-1, -7], [2**31 - 1, 1], [2, 0]], dtype=torch.int32, device=device)
+    rows = torch.ones(2, 8, device=device)
+    for counts in (None, torch.tensor([2, 2], dtype=torch.int32, device=device)):
+        y = torch.empty(4, 8, device=device)
+        ops.rail_sum(rows, rows, slots_of, counts, 2, 0, None, y)
+        assert y[:, 0].tolist() == [2, 0, 1, 1]
+
+
+@ON_GPUS
+def test_what_the_host_sees_of_transfers(device):
+    """Replays of a graph count, too."""
+    count, shown = (torch.zeros(1, dtype=torch.int64).to(device), torch.zeros(1, dtype=torch.int64).pin_memory())
+    ops.rail_mark(count, shown)
+    torch.cuda.synchronize()
+    assert shown.item() == 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.rail_mark(count, shown)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert shown.item() == count.item() == 4
+
+
+@ON_GPUS
+def test_calls_of_other_nodes_that_differ(device):
+    got = Packed(device, *inputs(1), T, False, T)
+    descriptor = torch.tensor([0, 0, RANK, RANK // G, N, 0, *got.slot])
+    sent = torch.cat([slab for node, slab in enumerate(got.slabs) if node != RANK // G]).to(device)
+    differing = torch.zeros(1, dtype=torch.int64).pin_memory()
+    tag = [D, K, 2, 7]
+    for place in (None, 0, 1, 2, 3):
+        wrong = [value + (i == place) for i, value in enumerate(tag)]
+        ops.rail_tags(sent.flatten(), T, descriptor, *wrong, differing)
+        torch.cuda.synchronize()
+        assert differing.item() == (place is not None)
+    sent.view(N - 1, T, -1)[1, 0, got.slot.tag] += 1
+    ops.rail_tags(sent.flatten(), T, descriptor, *tag, differing)
+    torch.cuda.synchronize()
+    assert differing.item() == 2

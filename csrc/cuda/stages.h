@@ -23,6 +23,11 @@ cudaError_t gated_activation(const GatedActivationArgs& args, cudaStream_t strea
 cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStream_t stream);
 cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dtype, cudaStream_t stream);
 
+cudaError_t rail_pack(const RailPackArgs& args, cudaStream_t stream);
+cudaError_t rail_sum(const RailSumArgs& args, cudaStream_t stream);
+cudaError_t rail_mark(const RailMarkArgs& args, cudaStream_t stream);
+cudaError_t rail_tags(const RailTagsArgs& args, cudaStream_t stream);
+
 // Loads all kernels of combine. The first dispatch on a device calls it before any kernel waits.
 cudaError_t load_combine();
 

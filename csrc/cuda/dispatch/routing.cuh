@@ -1,30 +1,9 @@
 // The routing of tokens as dispatch reads it: each token's pairs, what is wrong with them, and how many go where.
 #pragma once
+#include "cuda/device/pairs.cuh"
 #include "cuda/dispatch/block.cuh"
 
 namespace epmoe::cuda {
-
-// A pair as the caller gave it: a logical expert and a weight; id -1 where there is no pair.
-struct RoutedPair {
-  int64_t id = -1;
-  float weight = 0.0f;
-
-  RoutedPair() = default;
-  // No branches, so that the loads after these do not wait. Where `real` is false, it loads pair 0 of token 0, which
-  // exists wherever a token exists.
-  __device__ __forceinline__ RoutedPair(const DispatchArgs& args, int64_t t, int32_t k, bool real) {
-    int64_t index = real ? t * args.ids_stride + k : 0;
-    int64_t logical = args.wide_ids ? static_cast<const int64_t*>(args.ids_TK)[index]
-                                    : static_cast<const int32_t*>(args.ids_TK)[index];
-    float value = load_float(args.weights_TK, args.weights_dtype, real ? t * args.weights_stride + k : 0);
-    if (real) id = logical, weight = value;
-  }
-};
-
-// The logical expert, -1 for an id that is out of range.
-__device__ __forceinline__ int32_t expert_of(const DispatchBlock& b, int64_t id) {
-  return id >= 0 && id < b.plan.E ? static_cast<int32_t>(id) : -1;
-}
 
 // The copy of an expert that token t takes. Copies take turns, so that they share the load.
 static __device__ __noinline__ int32_t copy_of(const Exchange& ex, int32_t t, int32_t expert) {
@@ -35,8 +14,8 @@ static __device__ __noinline__ int32_t copy_of(const Exchange& ex, int32_t t, in
 
 // The physical expert of token t's pair; -1 where there is nothing to compute.
 __device__ __forceinline__ int32_t physical(const DispatchBlock& b, int32_t t, const RoutedPair& pair) {
-  int32_t expert = expert_of(b, pair.id);
-  if (expert < 0 || pair.weight == 0.0f || !is_finite(pair.weight)) return -1;
+  int32_t expert = pair.live_expert(b.plan.E);
+  if (expert < 0) return -1;
   return b.plan.copies == 1 ? expert : copy_of(b.ex, t, expert);
 }
 
@@ -94,18 +73,8 @@ __device__ __forceinline__ void read_token(DispatchBlock& b, int32_t t, int32_t 
 // One warp adds what is wrong with a token's pairs to the health counters. Once a token.
 __device__ __forceinline__ void count_health(const DispatchBlock& b, int64_t t) {
   int32_t lane = threadIdx.x % 32;
-  auto [id, weight] = RoutedPair(b.args, t, lane, lane < b.args.K);
-  int32_t expert = expert_of(b, id);
-  bool valid = expert >= 0;
-  uint32_t same = __match_any_sync(kAllLanes, valid ? expert : -1 - lane);
-  auto add = [&](Counter counter, bool wrong) {
-    uint32_t votes = __ballot_sync(kAllLanes, wrong);
-    auto* counters = reinterpret_cast<unsigned long long*>(in_scratch<int64_t>(b.ex, b.plan.health_counters));
-    if (votes && lane == 0) atomicAdd(&counters[counter], static_cast<unsigned long long>(__popc(votes)));
-  };
-  add(kOutOfRangeIds, !valid && id != -1 && id != b.plan.E);  // -1 and E mean "no expert"
-  add(kDuplicateIds, valid && same & ((1u << lane) - 1));
-  add(kNonfiniteWeights, !is_finite(weight));
+  count_wrong(RoutedPair(b.args, t, lane, lane < b.args.K), b.plan.E,
+              in_scratch<int64_t>(b.ex, b.plan.health_counters));
 }
 
 }  // namespace epmoe::cuda

@@ -1,0 +1,108 @@
+// rail_sum on the GPU: a thread sums 16 bytes of one token over the nodes, in their order and in fp32; one element
+// where rows are not aligned to 16 bytes. It issues the loads of up to kInFlight rows before the first addition.
+#include "cuda/device/launch.cuh"
+#include "cuda/rail/slabs.cuh"
+#include "cuda/stages.h"
+
+namespace epmoe::cuda {
+namespace {
+
+constexpr int kInFlight = 4, kMaxThreads = 256;
+
+// Token t's partial row of node m; null if the token does not go there.
+template <typename T>
+__device__ __forceinline__ const T* partial_row(const RailSumArgs& args, int64_t t, int64_t m) {
+  if (m >= args.N) return nullptr;
+  int64_t slot = args.slots_TN[t * args.N + m];
+  if (slot < 0 || slot >= (args.counts_N ? args.counts_N[m] : args.slots)) return nullptr;
+  auto* rows = static_cast<const T*>(m == args.node ? args.own : args.returned);
+  return rows + (first_slot(args.counts_N, args.slots, args.node, m) + slot) * args.D;
+}
+
+template <typename T>
+__device__ __forceinline__ const T* shuffled(const T* pointer, int lane) {
+  return reinterpret_cast<const T*>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(pointer), lane));
+}
+
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(kMaxThreads)
+    sum_slabs(const __grid_constant__ RailSumArgs args, int32_t chunks, int64_t items) {
+  using Values = Vector<T, kWidth>;
+  wait_for_predecessor();
+  let_successor_start();
+  bool missed = false;
+  for (int32_t g = threadIdx.x; g < args.G; g += blockDim.x)
+    missed |= static_cast<const volatile int64_t*>(args.missed_G)[g] != 0;
+  missed = __syncthreads_or(missed);
+  int lane = threadIdx.x % 32;
+  auto vectors = static_cast<int32_t>(args.D / kWidth);
+  for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
+    int64_t t = item / chunks;
+    int32_t index = static_cast<int32_t>(item % chunks) * blockDim.x + threadIdx.x;
+    bool active = index < vectors;
+    float sum[kWidth] = {};
+    for (int64_t from = 0; from < args.N && !missed; from += 32) {
+      const T* mine = partial_row<T>(args, t, from + lane);  // lane m has node from + m
+      for (int m = 0; m < min(args.N - from, int64_t{32}); m += kInFlight) {
+        Values loaded[kInFlight];
+        const T* row[kInFlight];
+#pragma unroll
+        for (int j = 0; j < kInFlight; ++j) {
+          row[j] = shuffled(mine, m + j);
+          if (active && row[j]) loaded[j] = load_past_l1(reinterpret_cast<const Values*>(row[j]) + index);
+        }
+#pragma unroll
+        for (int j = 0; j < kInFlight; ++j) {
+          if (!row[j]) continue;
+          float value[kWidth];
+          to_floats(loaded[j], value);
+#pragma unroll
+          for (int i = 0; i < kWidth; ++i) sum[i] += value[i];
+        }
+      }
+    }
+    Values out;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) out.at[i] = from_float<T>(sum[i]);
+    if (active) reinterpret_cast<Values*>(static_cast<T*>(args.y_TD) + t * args.D)[index] = out;
+  }
+}
+
+template <typename T, int kWidth>
+cudaError_t launch_sum(const RailSumArgs& args, cudaStream_t stream) {
+  Device device;
+  if (cudaError_t error = current_device(device)) return error;
+  int64_t vectors = args.D / kWidth, chunks = ceil_div(vectors, kMaxThreads), items = args.T * chunks;
+  if (items == 0) return cudaSuccess;
+  auto threads = static_cast<int>(ceil_div(ceil_div(vectors, chunks), 32) * 32);
+  int64_t blocks = std::min<int64_t>(items, 32 * device.multiprocessors);
+  return launch(sum_slabs<T, kWidth>, blocks, threads, 0, stream, args, static_cast<int32_t>(chunks), items);
+}
+
+}  // namespace
+
+cudaError_t load_rail_sum() {
+  for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+    auto load_both = [](auto type) {
+      using T = decltype(type);
+      cudaFuncAttributes attributes;
+      for (auto* kernel : {sum_slabs<T, kPerVector<T>>, sum_slabs<T, 1>})
+        if (cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel))) return error;
+      return cudaSuccess;
+    };
+    if (cudaError_t error = visit(dtype, load_both)) return error;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t rail_sum(const RailSumArgs& args, cudaStream_t stream) {
+  int64_t row_bytes = args.D * itemsize(args.dtype);
+  bool wide =
+      is_aligned(args.own, row_bytes) && is_aligned(args.returned, row_bytes) && is_aligned(args.y_TD, row_bytes);
+  return visit(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    return wide ? launch_sum<T, kPerVector<T>>(args, stream) : launch_sum<T, 1>(args, stream);
+  });
+}
+
+}  // namespace epmoe::cuda

@@ -100,9 +100,16 @@ void rail_sum(const Tensor& own, const Tensor& returned, const Tensor& slots_of,
   launch(y, args, cpu::rail_sum, &cuda::Api::rail_sum);
 }
 
-void rail_mark(const Tensor& count, const Tensor& shown) {
-  STD_TORCH_CHECK(!shown.is_cuda(), "`shown` must be on the host");
-  RailMarkArgs args{pointer<int64_t>(count, 1, "count"), pointer<int64_t>(shown, 1, "shown")};
+void rail_mark(const Tensor& count, const Tensor& shown, const std::optional<Tensor>& latched,
+               const std::optional<Tensor>& stop) {
+  STD_TORCH_CHECK(!shown.is_cuda() && !(stop && stop->is_cuda()), "`shown` and `stop` must be on the host");
+  STD_TORCH_CHECK(latched.has_value() == stop.has_value(), "`latched` and `stop` come together");
+  RailMarkArgs args{
+      .count = pointer<int64_t>(count, 1, "count"),
+      .shown = pointer<int64_t>(shown, 1, "shown"),
+      .latched = pointer<int32_t>(latched, 1, "latched"),
+      .stop = reinterpret_cast<RailStop*>(pointer<int64_t>(stop, 2, "stop")),
+  };
   launch_on_device_of(count, [&](const cuda::Api& api, cuda::Stream stream) { return api.rail_mark(args, stream); });
 }
 

@@ -156,6 +156,6 @@ struct RoundState {
   int32_t receiving[2];               // blocks that may write outputs: they have begun to receive
   Status failure;                     // as reported to the host; every later kernel repeats it
 };
-static_assert(sizeof(RoundState) == 384 && offsetof(RoundState, progress) == 200);
+static_assert(sizeof(RoundState) == 384 && offsetof(RoundState, latched) == 8 && offsetof(RoundState, progress) == 200);
 
 }  // namespace epmoe

@@ -71,10 +71,18 @@ struct RailSumArgs {
   int32_t G;
 };
 
-// CUDA only: counts a transfer that has started, or one that has ended.
+// A transfer that must not start waits here until the host has cut the rail.
+struct RailStop {
+  int64_t wanted;  // by the GPU
+  int64_t done;    // by the host
+};
+
+// CUDA only: counts transfers that have started, or that have ended.
 struct RailMarkArgs {
   int64_t* count;
-  int64_t* shown;  // out: the count, in host memory
+  int64_t* shown;          // out: the count, in host memory
+  const int32_t* latched;  // null, or not 0: the exchange of the node has failed, so that nothing more may be sent
+  RailStop* stop;          // with `latched`, in host memory
 };
 
 // CUDA only: compares the calls of other nodes with this rank's.

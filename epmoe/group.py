@@ -60,12 +60,10 @@ def device_of(config: EPConfig, device: torch.device | str | None) -> torch.devi
     ):
         if value > most:
             raise ValueError(f"`{key}` must be at most {most} on GPUs, got {value}")
-    if config.topology.num_nodes > 1:
-        raise ValueError(
-            "`topology.ranks_per_node` must be `topology.ep_size` on GPUs: several nodes are for CPUs so far"
-        )
     if not torch.cuda.is_available():
         raise ValueError("torch finds no GPU here: `device` must be cpu, and exchange.transport shared_memory or auto")
+    if config.topology.num_nodes > 1 and not dist.is_nccl_available():
+        raise ValueError("`device` must be cpu with several nodes: this torch has no NCCL, by which GPUs reach others")
     return wanted if wanted.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 

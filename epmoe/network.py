@@ -46,7 +46,13 @@ class Rail(Protocol):
     """The ranks of one local index, one on each node."""
 
     def start(
-        self, sent: Tensor, received: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], timeout_s: float
+        self,
+        sent: Tensor,
+        received: Tensor,
+        sent_rows: Sequence[int],
+        received_rows: Sequence[int],
+        timeout_s: float,
+        returning: bool = False,
     ) -> Transfer:
         """Send slabs to the other nodes and receive theirs. Collective over the rail; waits for no rank.
 
@@ -56,6 +62,7 @@ class Rail(Protocol):
             sent_rows: [N], the length of the slab to each node; 0 for the own node.
             received_rows: [N], the length of the slab from each node; 0 for the own node.
             timeout_s: after which the transfer fails, in seconds.
+            returning: partial rows travel, which go back to the nodes of their tokens.
 
         Returns:
             The transfer, for `wait`.
@@ -111,7 +118,13 @@ class CollectiveRail:
         self._under_way: list[Transfer] = []
 
     def start(
-        self, sent: Tensor, received: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], timeout_s: float
+        self,
+        sent: Tensor,
+        received: Tensor,
+        sent_rows: Sequence[int],
+        received_rows: Sequence[int],
+        timeout_s: float,
+        returning: bool = False,
     ) -> Transfer:
         """As `Rail.start`."""
         options = AllToAllOptions()  # `dist.all_to_all_single` takes no deadline

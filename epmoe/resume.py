@@ -26,6 +26,7 @@ from epmoe.placement import Move, Placement
 from epmoe.stages import combine, dispatch, two_levels
 from epmoe.stages.checks import describe
 from epmoe.two_levels import TwoLevels
+from epmoe.two_levels_cuda import TwoLevelsOnGPUs
 
 _NEW = -1
 
@@ -204,7 +205,8 @@ class Resumable(HoldsWindows):
         with torch.inference_mode(False):  # otherwise the buffers could not be written outside inference mode
             if config.topology.num_nodes > 1:
                 name = f"{origin}.{generation}"
-                exchange: Exchange = TwoLevels.open(config, placement, peers, self.device, name)
+                levels = TwoLevelsOnGPUs if self.device.type == "cuda" else TwoLevels
+                exchange: Exchange = levels.open(config, placement, peers, self.device, name)
                 self._dispatch_stage = self._combine_stage = two_levels
             else:
                 plan = MemoryPlan.build(config, peers.rank, placement, nvlink=self.device.type == "cuda")

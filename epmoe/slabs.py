@@ -58,7 +58,9 @@ class Slabs:
         self.exchange, self.slots, self.layout, self.weight_rows = exchange, slots, layout, weight_rows
         self.K, self.D, dtype = like
         self.wire = FP8 if exchange.sends_fp8 else dtype
-        self.tag = [self.D, self.K, ops.DTYPES.index(dtype), epoch]
+        # A padded call on a GPU may be replayed in other rounds, so its tag has the length of a slab there.
+        stamp = epoch if exchange.exact or exchange.device.type == "cpu" else slots
+        self.tag = [self.D, self.K, ops.DTYPES.index(dtype), stamp]
         self.others = [node for node in range(exchange.num_nodes) if node != exchange.node]
         self.own_rows = slots
         self.sent_rows = self.received_rows = [slots * (node in self.others) for node in range(exchange.num_nodes)]
@@ -79,33 +81,39 @@ class Slabs:
         """Start the transfer to the other nodes; with exact splits, first that of the lengths."""
         if not self.exchange.exact:
             return self._start_rows()
-        counts = self.exchange.views["rail.counts"].tolist()
-        self.own_rows = counts[self.exchange.node]
-        self.sent_rows = [counts[node] * (node in self.others) for node in range(len(counts))]
-        lengths = torch.tensor([[counts[node], *self.tag] for node in self.others], dtype=torch.int32)
+        counts = self.exchange.views["rail.counts"]
+        tags = counts.new_tensor([self.tag] * len(self.others))
+        lengths = torch.cat([counts[self.others].unsqueeze(1), tags], 1)
         self.lengths = torch.empty_like(lengths)
         one_each = [int(node in self.others) for node in range(len(counts))]
         self.transfer = self.exchange.start(lengths, self.lengths, one_each, one_each)
+        self.sent_lengths = lengths  # which must live until it is sent
 
     def finish(self) -> None:
         """With exact splits: wait for the lengths, and start the transfer of the rows. It may be called again."""
         if not self.rows_started:
             self.exchange.wait(self.transfer)
-            received = dict(zip(self.others, self.lengths[:, 0].tolist(), strict=True))
-            self.received_rows = [received.get(node, 0) for node in range(self.exchange.num_nodes)]
+            counts, lengths = self.exchange.to_host(self.exchange.views["rail.counts"], self.lengths)
+            self.own_rows = counts[self.exchange.node]
+            self.sent_rows = [counts[node] * (node in self.others) for node in range(len(counts))]
+            received = dict(zip(self.others, lengths, strict=True))
+            self.received_rows = [received.get(node, [0])[0] for node in range(len(counts))]
+            self.received_tags = [tag for _, *tag in lengths]
             self._start_rows()
 
     def differing(self) -> list[int]:
         """Once the rows are here: the ranks of this rail whose call differs from this rank's."""
-        if self.exchange.exact:
-            tags = self.lengths[:, 1:]
+        exchange, rows = self.exchange, self._received()[self.own_rows :]
+        if exchange.exact:
+            tags = self.received_tags
+        elif exchange.device.type == "cuda":  # the host hears of it later
+            ops.rail_tags(rows.flatten(), self.slots, exchange.rail_descriptor, *self.tag, exchange.differing)
+            return []
         else:
-            slot, rows = self.exchange.slot, self._received()
-            first = rows[self.own_rows : self.own_rows + len(self.others) * self.slots : self.slots]
-            tags = first[:, slot.tag : slot.tag + 4 * _TAG_INTS].view(torch.int32)
-        G, local = self.exchange.ranks_per_node, self.exchange.inside.rank
-        pairs = zip(self.others, tags.tolist(), strict=True)
-        return [node * G + local for node, tag in pairs if tag != self.tag]
+            first = rows[: len(self.others) * self.slots : self.slots]
+            tags = first[:, exchange.slot.tag : exchange.slot.tag + 4 * _TAG_INTS].view(torch.int32).tolist()
+        G, local = exchange.ranks_per_node, exchange.inside.rank
+        return [node * G + local for node, tag in zip(self.others, tags, strict=True) if tag != self.tag]
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """x, ids, weights and scales of all slabs, for the dispatch of the node: views, which copy nothing."""
@@ -150,6 +158,7 @@ class Slabs:
             self.returned.view(torch.uint8),
             self.received_rows,
             self.sent_rows,
+            returning=True,
         )
         self.returning = True
 

@@ -14,7 +14,7 @@ import time
 from ctypes import c_int64
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from epmoe.handles import Dispatched
 from epmoe.health import COUNTERS, MISMATCH, STAGES, STATUS, EPMismatchError, EPOverflowError, EPTimeoutError, Health
 from epmoe.memory import MemoryPlan, RailSlot
 from epmoe.network import CollectiveRail, Rail, RailError, Transfer, gloo_group
+from epmoe.network_nccl import NcclRail
 from epmoe.peers import Peers
 from epmoe.placement import Placement
 from epmoe.rounds import PHASES, PROGRESS, Rounds
@@ -53,6 +54,7 @@ class TwoLevels(Exchange):
     pending: list[Slabs] = field(default_factory=list)  # of rounds that were given up
     failure: tuple[str, int, list[int], list[int], str] | None = None  # arguments of an EPTimeoutError
     limit: str = "capacity.max_rows_per_node"  # what says how many slots the slabs of the last call have
+    differing: Tensor | None = None  # on GPUs the word of `rail_tags`, in memory of the host
     missed_on_device: Tensor | None = None  # on GPUs `rail.missed`, from which `rail_sum` learns of a failure
     rail_descriptor: Tensor = field(init=False)  # `RailDescriptor` in csrc/ops_rail.cpp
 
@@ -66,7 +68,7 @@ class TwoLevels(Exchange):
         self.sends_fp8 = self.config.exchange.payload == "fp8"
         self.exact = self.config.exchange.network_splits == "exact"
         self.rounds = Rounds((c_int64 * len(PROGRESS))())
-        memory = torch.zeros(self.plan.rail_bytes, dtype=torch.uint8)
+        memory = torch.zeros(self.plan.rail_bytes, dtype=torch.uint8, device=self.device)
         self.views |= {buffer.name: buffer.view(memory) for buffer in self.plan.buffers if buffer.region == "rail"}
         self.inside.raises_overflow = False  # the round goes on to the sources first: see `check_overflow`
 
@@ -78,7 +80,7 @@ class TwoLevels(Exchange):
             config: of the whole group, with more than one node.
             placement: likewise.
             peers: of the whole group.
-            device: the CPU.
+            device: this rank's.
             name: the same on all ranks, and of no other group.
 
         Returns:
@@ -92,11 +94,12 @@ class TwoLevels(Exchange):
         G, N = topology.ranks_here, topology.num_nodes
         node, local = divmod(peers.rank, G)
         here = peers.global_ranks[node * G : (node + 1) * G]
-        plan = MemoryPlan.build(config, peers.rank, placement, nvlink=False)
+        plan = MemoryPlan.build(config, peers.rank, placement, nvlink=device.type == "cuda")
         group = gloo_group(f"{name}/node/{node}", local, G) if G > 1 else None
         mates = Peers(group, local, G, here, peers.timeout_s)
         ranks = [m * G + local for m in range(N)]
-        rail = CollectiveRail(ranks, peers.rank, name)
+        where = ranks, peers.rank, name
+        rail = CollectiveRail(*where) if device.type == "cpu" else NcclRail(*where, device)
         window = open_window(plan, mates, device)
         node_placement = placement.of_node(node, G)
         inside = Exchange.create(config.of_node(), plan, node_placement, window, local, here, device)
@@ -116,10 +119,12 @@ class TwoLevels(Exchange):
         """Of the whole placement, as `rail_pack` takes them."""
         return [self.views[name] for name in _TABLES]
 
-    def start(self, sent: Tensor, received: Tensor, sent_rows: list[int], received_rows: list[int]) -> Transfer:
+    def start(
+        self, sent: Tensor, received: Tensor, sent_rows: list[int], received_rows: list[int], returning: bool = False
+    ) -> Transfer:
         """Start a transfer on the rail; see `Rail.start`."""
         try:
-            return self.rail.start(sent, received, sent_rows, received_rows, self.timeout_ns / 1e9)
+            return self.rail.start(sent, received, sent_rows, received_rows, self.timeout_ns / 1e9, returning)
         except RailError:
             self.fail([])
 
@@ -151,12 +156,24 @@ class TwoLevels(Exchange):
         Raises:
             EPTimeoutError: always.
         """
+        self.lose(found)
+        self.check()
+        raise AssertionError("check raises what was recorded")
+
+    def lose(self, found: list[int]) -> None:
+        """As `fail`, without the exception."""
         missing = self.rail.missing(found)
         self._record(missing, "over the network")
         self.window.store(self.plan["rail.missed"].offset + 8 * self.inside.rank, missing[0] + 1)
         self.inside.leave()
-        self.check()
-        raise AssertionError("check raises what was recorded")
+
+    def to_host(self, *tensors: Tensor) -> list[list[Any]]:
+        """The values of tensors of the device."""
+        return [tensor.tolist() for tensor in tensors]
+
+    def peek(self, name: str) -> list[Any]:
+        """The values of a buffer of the plan now, whatever is under way."""
+        return self.views[name].tolist()
 
     def check(self) -> None:
         """Raise EPTimeoutError or EPMismatchError if the rail or the node's exchange has failed."""
@@ -177,7 +194,7 @@ class TwoLevels(Exchange):
         epoch = self.rounds.count
         rounds.abort(self.inside, None)
         self.close_round()
-        raise EPMismatchError(epoch, ranks)
+        raise EPMismatchError(epoch, ranks, self.device.type == "cuda")
 
     def close_round(self) -> None:
         """Any state → CLOSED."""
@@ -240,10 +257,10 @@ class TwoLevels(Exchange):
         Pairs are counted at their source. Seconds of waits for the network are not counted.
         """
         health = super().health(wait)
-        counted = dict(zip(COUNTERS, self.views["rail.total.counters"].tolist(), strict=True))
+        counted = dict(zip(COUNTERS, self.peek("rail.total.counters"), strict=True))
         own = {name: counted[name] for name in _AT_SOURCE}
         sent, waited = [0] * len(self.global_ranks), [0.0] * len(self.global_ranks)
-        sent[self.inside.rank :: self.ranks_per_node] = self.views["rail.total.rows_sent"].tolist()
+        sent[self.inside.rank :: self.ranks_per_node] = self.peek("rail.total.rows_sent")
         first, end = self.node * self.ranks_per_node, (self.node + 1) * self.ranks_per_node
         sent[first:end], waited[first:end] = health.rows_sent, health.waited_s
         own["timeouts"] = max(health.timeouts, self.failure is not None)
@@ -266,18 +283,19 @@ class TwoLevels(Exchange):
             self.fail(self._reported() or self.of_group(self.inside.missing()))
 
     def _take_failure_of_node(self) -> None:
-        """Record what the node's exchange has reported. Raises EPMismatchError, which leaves it usable."""
+        """Record what the node's exchange has reported. Raises EPMismatchError, which leaves it usable on CPUs."""
         code, _, epoch, mask, _ = self.status[:5].tolist()
         if code == MISMATCH:
-            self.status[_CODE] = 0
-            raise EPMismatchError(epoch, self.of_group(mask))
+            latched = self.device.type == "cuda"
+            self.status[_CODE] = code * latched
+            raise EPMismatchError(epoch, self.of_group(mask), latched)
         reported = self._reported()
         missing = self.rail.missing(reported or self.of_group(mask))
         self._record(missing, "over the network, as a rank of this node says" if reported else "within the node")
 
     def _reported(self) -> list[int]:
         """Ranks of other nodes that a rank of this node misses."""
-        return [word - 1 for word in self.views["rail.missed"].tolist() if word]
+        return [word - 1 for word in self.peek("rail.missed") if word]
 
     def _record(self, missing: list[int], where: str) -> None:
         """Keep the failure for every later call."""

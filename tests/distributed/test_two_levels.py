@@ -15,6 +15,8 @@ from test_signals import ctrl_c
 import epmoe
 from epmoe import ExpertParallel
 
+# On GPUs: test_two_levels_cuda.py.
+pytestmark = pytest.mark.parametrize("device", [torch.device("cpu")])
 PLACEMENTS = {
     "linear": {},
     "round_robin": {"strategy": "round_robin", "num_redundant_experts": 3},

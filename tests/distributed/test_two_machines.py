@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from exchanges import make_tokens, run_round
 
+pytestmark = pytest.mark.parametrize("device", [torch.device("cpu")])
 INTERFACE = Path("/sys/class/net") / os.environ.get("GLOO_SOCKET_IFNAME", "none") / "statistics/tx_bytes"
 LOCAL_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 

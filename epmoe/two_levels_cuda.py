@@ -1,0 +1,100 @@
+"""The exchange over several nodes of GPUs. The host runs ahead: it queues transfers and kernels, and waits for neither.
+
+What goes wrong reaches the host through memory that it looks at in every call: the status words of the node's exchange,
+the counts that the thread of the rail watches, and a word for calls of other nodes that do not match.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from ctypes import c_int64
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epmoe.health import STATUS, EPMismatchError
+from epmoe.network import Transfer
+from epmoe.network_nccl import NcclRail
+from epmoe.two_levels import RETURN_S, TwoLevels
+
+_CODE = STATUS.index("code")
+_SLEEP_S = 50e-6
+
+
+@dataclass(kw_only=True)
+class TwoLevelsOnGPUs(TwoLevels):
+    """A `TwoLevels` on a GPU."""
+
+    rail: NcclRail
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # The kernels write these into memory of the host.
+        self.views["rail.total.needed"] = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self.differing = torch.zeros(1, dtype=torch.int64).pin_memory()  # of `rail_tags`
+        self.differing_word = c_int64.from_address(self.differing.data_ptr())
+        self.missed_on_device = self.views["rail.missed"]
+        self.beside = torch.cuda.Stream(self.device, priority=-1)  # for `peek`
+        self.last_stream: Any = None  # of the last round
+        self.losing = Lock()
+        self.rail.watch(self, RETURN_S)
+
+    def wait(self, transfer: Transfer, later_s: float = 0.0) -> None:
+        """Let the current stream wait for a transfer; the rail's thread has the deadline."""
+        super().wait(transfer, later_s)
+        self.last_stream = torch.cuda.current_stream(self.device)
+
+    def wait_for_given_up(self) -> None:
+        """Before a round: order it after the last one, whichever stream that was on, and after what was given up."""
+        stream = torch.cuda.current_stream(self.device)
+        if self.last_stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(self.last_stream)
+        super().wait_for_given_up()
+
+    def to_host(self, *tensors: Tensor) -> list[list[Any]]:
+        """As `TwoLevels.to_host`, once the current stream has come so far. A transfer that fails ends the wait."""
+        copies = [torch.empty_like(tensor, device="cpu").pin_memory() for tensor in tensors]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        arrived = torch.cuda.current_stream(self.device).record_event()
+        while not arrived.query():
+            self.check()
+            time.sleep(_SLEEP_S)
+        self.check()
+        return [copy.tolist() for copy in copies]
+
+    def peek(self, name: str) -> list[Any]:
+        """As `TwoLevels.peek`, on a stream of its own: the current one may wait for a rank."""
+        with torch.cuda.stream(self.beside):
+            return self.views[name].cpu().tolist()
+
+    def lose(self, found: list[int]) -> None:
+        """As `TwoLevels.lose`, and end the transfers under way. Any thread may call it."""
+        with self.losing:
+            try:
+                if self.failure is None and not self.status_words[_CODE]:
+                    super().lose(found or self._reported())
+                elif self.failure is None:
+                    with suppress(EPMismatchError):  # `check` raises it
+                        self._take_failure_of_node()
+            finally:
+                self.rail.abort()
+
+    def check(self) -> None:
+        """As `TwoLevels.check`. A mismatch is raised by every later call, too."""
+        super().check()
+        if number := self.differing_word.value:
+            self.inside.leave()  # the other ranks of the node may have a rail without a mismatch
+            others = [node for node in range(self.num_nodes) if node != self.node]
+            raise EPMismatchError(
+                self.rounds.count, [others[number - 1] * self.ranks_per_node + self.inside.rank], True
+            )
+
+    @property
+    def failed(self) -> bool:
+        """As `TwoLevels.failed`, or whether the calls of the nodes did not match."""
+        return super().failed or self.differing_word.value != 0

@@ -1,0 +1,294 @@
+"""GPUs of one machine as two nodes: the rail by NCCL, eager and in CUDA graphs, and what happens when it fails.
+
+2 ranks are two nodes of one, 4 ranks two nodes of two. docs/testing.md has the command with which NCCL, too, sees two
+nodes and reaches the other one by sockets only.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchanges import Tokens, assert_y, dequantised, make_tokens, quantised, run_experts, run_round
+from helpers import ON_GPUS, poison_
+from test_graphs import Captured
+from torch import Tensor
+
+import epmoe
+from epmoe import ExpertParallel
+
+pytestmark = ON_GPUS
+COPIES = {"strategy": "round_robin", "num_redundant_experts": 3}
+
+
+@pytest.fixture(autouse=True)
+def _two_nodes(size: int) -> None:
+    if size not in (2, 4):
+        pytest.skip("needs 2 or 4 ranks: docs/testing.md")
+
+
+def given(ep: ExpertParallel, tokens: Tokens) -> list[Tensor]:
+    return [t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)]
+
+
+def meet() -> None:
+    """Every rank is here. On the host: a barrier of GPUs would wait for what this rank has queued."""
+    dist.all_reduce(torch.zeros(1))
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("splits", ["padded", "exact"])
+@pytest.mark.parametrize("placement", [{}, COPIES])
+@pytest.mark.parametrize("ll_max_tokens", [8, 256])
+def test_against_the_dense_reference(make_ep, rank, size, device, ll_max_tokens, placement, splits, layout):
+    """Ragged T, also 0; rounds without a barrier between them; and every round twice, with the same bits."""
+    ep = make_ep(
+        ll_max_tokens,
+        ranks_per_node=size // 2,
+        hidden=72,
+        dtype="bfloat16",
+        placement=placement,
+        exchange={"network_splits": splits},
+    )
+    for n in range(6):
+        T = (16, 5 * rank % 17, 0, 7 * (rank % 2), 1, 16 - rank)[n]
+        kind = ("uniform", "zipf", "adversarial")[n % 3]
+        tokens = make_tokens(ep.config, rank, T, seed=n, kind=kind, padded=n % 2)
+        first, second = (run_round(ep, tokens, layout, num_tokens=tokens.real) for _ in range(2))
+        assert_y(first, ep.config, tokens)
+        assert torch.equal(first, second)
+    ep.check()
+
+
+@pytest.mark.parametrize("splits", ["padded", "exact"])
+@pytest.mark.parametrize("quantised_by_caller", [False, True])
+def test_fp8_rows(make_ep, rank, size, device, splits, quantised_by_caller):
+    options = {"payload": "fp8", "network_splits": splits}
+    ep = make_ep(ranks_per_node=size // 2, hidden=256, dtype="bfloat16", exchange=options)
+    tokens = make_tokens(ep.config, rank, 13 - rank, seed=3)
+    x, ids, weights = given(ep, tokens)
+    x, scales = (t.to(device) for t in quantised(x.cpu())) if quantised_by_caller else (x, None)
+    d = ep.dispatch(x, ids, weights, scales=scales)
+    assert d.rows.dtype is torch.float8_e4m3fn
+    assert_y(ep.combine(run_experts(ep, d), d), ep.config, tokens)
+
+
+@pytest.mark.parametrize("splits", ["padded", "exact"])
+def test_phases_micro_batches_and_streams(make_ep, rank, size, device, splits):
+    """Two micro-batches overlap, each with a communicator of its own; every round is on other streams."""
+    eps = [make_ep(ranks_per_node=size // 2, exchange={"network_splits": splits}) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for n in range(6):
+        batches = [make_tokens(ep.config, rank, (3 * n + rank) % 17, seed=2 * n + i) for i, ep in enumerate(eps)]
+        inputs = [given(ep, tokens) for ep, tokens in zip(eps, batches, strict=True)]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[n % 3]):
+            sent = [ep.dispatch_send(*tensors) for ep, tensors in zip(eps, inputs, strict=True)]
+            received = [ep.dispatch_recv(one) for ep, one in zip(eps, sent, strict=True)]
+            for ep, d in zip(eps, received, strict=True):
+                ep.combine_send(run_experts(ep, d), d)
+            ys = [ep.combine_recv(d) for ep, d in zip(eps, received, strict=True)]
+        for ep, y, tokens in zip(eps, ys, batches, strict=True):
+            streams[n % 3].synchronize()
+            assert_y(y, ep.config, tokens)
+
+
+def test_padded_tokens(make_ep, rank, size, device):
+    ep = make_ep(ranks_per_node=size // 2)
+    tokens = make_tokens(ep.config, rank, 1)
+    for n in (1, 5, 16):
+        d = ep.dispatch(*given(ep, tokens), padded_tokens=n)
+        assert_y(ep.combine(run_experts(ep, d), d), ep.config, tokens)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    ep.check()
+
+
+@pytest.mark.parametrize("splits", ["padded", "exact"])
+def test_more_rows_for_a_node_than_its_slab_holds(make_ep, rank, size, device, splits):
+    """All tokens want experts of both nodes. The host hears of it in a later call, once."""
+    options = {"capacity": {"max_rows_per_node": 5}, "exchange": {"network_splits": splits}}
+    ep = make_ep(ranks_per_node=size // 2, experts=8, top_k=2, **options)
+    tokens = make_tokens(ep.config, rank, 9)
+    tokens.ids[:] = torch.tensor([1, 6])
+    with pytest.raises(epmoe.EPOverflowError, match="9 rows for one node, but capacity.max_rows_per_node is 5"):
+        run_round(ep, tokens)
+        ep.check()
+    ep.check()
+    assert ep.health().dropped_pairs == 8
+    few = make_tokens(ep.config, rank, 5)
+    assert_y(run_round(ep, few), ep.config, few)
+
+
+def test_counts_stay_at_the_source(make_ep, rank, size, device):
+    ep = make_ep(ranks_per_node=size // 2, experts=8, top_k=3)
+    tokens = make_tokens(ep.config, rank, 4)
+    tokens.ids[:] = torch.tensor([[1, 1, 6], [99, 8, -1], [0, 7, 2], [5, 5, 5]])
+    tokens.weights[2] = torch.tensor([torch.nan, 1.0, torch.inf])
+    run_round(ep, tokens)
+    health = ep.health()
+    assert (health.duplicate_ids, health.out_of_range_ids, health.nonfinite_weights) == (3, 1, 2)
+    assert health.rounds == 1 and health.dropped_pairs == 0
+
+
+@pytest.mark.parametrize("splits", ["padded", "exact"])
+@pytest.mark.parametrize("after", ["dispatch_send", "dispatch_recv", "combine_send"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_abort_between_phases(make_ep, rank, size, device, after, alone, splits):
+    """On every rank, or on the last one alone: the round is closed, and the next round is complete."""
+    ep = make_ep(ranks_per_node=size // 2, exchange={"network_splits": splits})
+    for n in range(3):
+        tokens = make_tokens(ep.config, rank, 16 - rank, seed=n)
+        handle = ep.dispatch_send(*given(ep, tokens))
+        if alone and rank != size - 1:
+            d = ep.dispatch_recv(handle)
+            ep.combine(run_experts(ep, d), d)
+        else:
+            if after != "dispatch_send":
+                handle = ep.dispatch_recv(handle)
+            if after == "combine_send":
+                ep.combine_send(run_experts(ep, handle), handle)
+            ep.abort(handle)
+        assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+class CapturedRound(Captured):
+    """A round in a graph, with slabs of `padded` rows, and rows of any payload."""
+
+    def __init__(self, ep: ExpertParallel, T: int, padded: int | None = None) -> None:
+        self.padded = padded
+        super().__init__(ep, T)
+
+    def _round(self) -> Tensor:
+        d = self.ep.dispatch(self.x, self.ids, self.weights, num_tokens=self.real, padded_tokens=self.padded)
+        rows = dequantised(d.rows, d.scales, d.dtype)
+        return self.ep.combine(self.experts(SimpleNamespace(rows=rows, expert_offsets=d.expert_offsets)), d)
+
+
+@pytest.mark.parametrize("payload", ["auto", "fp8"])
+@pytest.mark.parametrize(("T", "padded"), [(16, None), (16, 40), (1, 1), (128, 128)])
+def test_replays(make_ep, rank, size, device, T, padded, payload):
+    """Any number of real tokens on each rank, 0 too; rounds outside the graph between replays; buffers full of NaN."""
+    options = {"hidden": 256, "dtype": "bfloat16", "max_tokens": 128, "exchange": {"payload": payload}}
+    ep = make_ep(64, ranks_per_node=size // 2, top_k=6, **options)
+    captured = CapturedRound(ep, T, padded)
+    for seed, real in enumerate((0, 1, T // 2, T, 1, T)):
+        for name in ("rail.received", "rail.sent", "rail.returned", "rail.slots"):
+            poison_(ep._exchange.views[name])
+        torch.cuda.synchronize()
+        meet()  # no rank sends before all have done so
+        captured.check(seed, real if rank % 2 == 0 else T - real)
+        if seed % 2:
+            tokens = make_tokens(ep.config, rank, 7 - rank, seed=seed)
+            assert_y(run_round(ep, tokens), ep.config, tokens)
+    ep.check()
+
+
+def test_two_graphs_of_other_lengths(make_ep, rank, size, device):
+    """As a server has them: one for each length, which all ranks replay together."""
+    ep = make_ep(32, ranks_per_node=size // 2, top_k=6, hidden=256, max_tokens=128)
+    captured = [CapturedRound(ep, T, T) for T in (8, 40, 128)]
+    for n in range(12):
+        mine = captured[n % 3]
+        mine.check(n, len(mine.x) - (n + rank) % 8)
+    ep.check()
+
+
+def victim(size: int) -> int:
+    return size // 2  # (1, 0)
+
+
+def assert_named(ep: ExpertParallel, size: int, error: epmoe.EPTimeoutError, begin: float) -> None:
+    """Every rank names the victim, in time and in every later call."""
+    assert time.monotonic() - begin < ep.config.exchange.timeout_s + 2.0
+    assert error.missing_ranks == [victim(size)], error
+    assert re.search(rf"rank\(s\) \[{victim(size)}\] of the group.*\(1, 0\)", str(error))
+    for call in (ep.poll, ep.check):
+        with pytest.raises(epmoe.EPTimeoutError, match=rf"\[{victim(size)}\]"):
+            call()
+    assert ep.survivors() == [rank for rank in range(size) if rank != victim(size)]
+
+
+@pytest.mark.parametrize("splits", ["padded", "exact"])
+@pytest.mark.parametrize("stage", ["dispatch", "combine"])
+def test_a_rank_of_another_node_that_stays_away_is_named(make_ep, rank, size, device, stage, splits):
+    ep = make_ep(ranks_per_node=size // 2, timeout_s=2.0, exchange={"network_splits": splits})
+    tokens = make_tokens(ep.config, rank, 6)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    d = ep.dispatch(*given(ep, tokens)) if stage == "combine" else None
+    if d is not None:
+        torch.cuda.synchronize()
+    meet()
+    if rank != victim(size):
+        begin = time.monotonic()
+        with pytest.raises(epmoe.EPTimeoutError) as error:
+            d = d or ep.dispatch(*given(ep, tokens))
+            ep.combine(run_experts(ep, d), d)
+            ep.check()
+        assert_named(ep, size, error.value, begin)
+    meet()
+
+
+def test_a_rank_that_does_not_replay_is_named(make_ep, rank, size, device):
+    """y becomes zeros, in this replay and in later ones, all of which end."""
+    ep = make_ep(ranks_per_node=size // 2, timeout_s=2.0)
+    captured = CapturedRound(ep, 16)
+    captured.check(1, 16)
+    meet()
+    if rank != victim(size):
+        begin = time.monotonic()
+        captured.graph.replay()
+        with pytest.raises(epmoe.EPTimeoutError) as error:
+            ep.check()
+        assert_named(ep, size, error.value, begin)
+        for _ in range(2):
+            torch.cuda.synchronize()
+            assert captured.y.eq(0).all()
+            poison_(captured.y)
+            captured.graph.replay()
+        torch.cuda.synchronize()
+    meet()
+
+
+@pytest.mark.parametrize("splits", ["padded", "exact"])
+def test_nodes_that_disagree_hear_of_it(make_ep, rank, size, device, splits):
+    """Rank 0 brings fewer experts a token. Ranks whose rail has no mismatch hear that a rank has left."""
+    ep = make_ep(ranks_per_node=size // 2, timeout_s=4.0, exchange={"network_splits": splits})
+    tokens = make_tokens(ep.config, rank, 6)
+    x, ids, weights = given(ep, tokens)
+    K = 3 if rank == 0 else 4
+    errors = (epmoe.EPMismatchError, epmoe.EPTimeoutError)
+    with pytest.raises(errors if rank % (size // 2) else epmoe.EPMismatchError):
+        d = ep.dispatch(x, ids[:, :K], weights[:, :K])
+        ep.check()
+        ep.combine(run_experts(ep, d), d)
+        ep.check()
+    meet()
+
+
+def test_slabs_of_other_lengths_end_in_an_error(make_ep, rank, size, device):
+    """Which nothing checks ahead of the transfer: NCCL or the tags see it, or the deadline ends it."""
+    ep = make_ep(ranks_per_node=size // 2, timeout_s=2.0)
+    tokens = make_tokens(ep.config, rank, 4)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    begin = time.monotonic()
+    with pytest.raises((epmoe.EPMismatchError, epmoe.EPTimeoutError)):
+        d = ep.dispatch(*given(ep, tokens), padded_tokens=4 if rank < size // 2 else 16)
+        ep.combine(run_experts(ep, d), d)
+        ep.check()
+    assert time.monotonic() - begin < 2 * (2.0 + 2.0)
+    meet()
+
+
+def test_resume_with_new_communicators(make_ep, rank, size, device):
+    ep = make_ep(ranks_per_node=size // 2)
+    tokens = make_tokens(ep.config, rank, 6)
+    for _ in range(2):
+        assert_y(run_round(ep, tokens), ep.config, tokens)
+        ep.resume()
+    captured = CapturedRound(ep, 16)
+    captured.check(5, 16)
+    assert ep.generation == 2

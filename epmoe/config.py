@@ -121,7 +121,8 @@ class ExchangeConfig(Strict):
     combine_payload: Literal["auto", "fp8"] = "auto"
     """Format of rows sent back by combine; the same choices."""
     network: Literal["auto", "collective"] = "auto"
-    """How rows reach other nodes; auto is collective: all-to-all of torch.distributed, by gloo on CPU."""
+    """How rows reach other nodes; auto is collective: all-to-all of torch.distributed, by gloo on CPUs and NCCL
+    on GPUs."""
     network_splits: Literal["padded", "exact"] = "padded"
     """padded: slabs of equal length, which the host never looks at; exact: the host reads how long they are."""
     timeout_s: float = Field(default=30.0, gt=0, le=86400)

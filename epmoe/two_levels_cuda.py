@@ -51,6 +51,11 @@ class TwoLevelsOnGPUs(TwoLevels):
     def wait_for_given_up(self) -> None:
         """Before a round: order it after the last one, whichever stream that was on, and after what was given up."""
         stream = torch.cuda.current_stream(self.device)
+        if self.exact and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph cannot hold this round, since the host reads counts in it: set "
+                "`exchange.network_splits` to padded"
+            )
         if self.last_stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(self.last_stream)
         super().wait_for_given_up()

@@ -86,7 +86,7 @@ def test_no_old_file_is_left_or_named():
 
 def test_kernels_lie_in_folders_by_role():
     folders = {path.name for path in (ROOT / "csrc/cuda").iterdir() if path.is_dir()}
-    assert folders == {"device", "exchange", "dispatch", "combine", "local"}
+    assert folders == {"device", "exchange", "dispatch", "combine", "local", "rail"}
     assert not list((ROOT / "csrc/cuda").glob("*.cu*"))
 
 

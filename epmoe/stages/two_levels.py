@@ -153,7 +153,7 @@ def _received(exchange: TwoLevels, dispatched: Dispatched) -> Tensor:
     if not slabs.returning:  # otherwise a Ctrl-C has ended the wait below
         try:
             partial = inside_combine.combine_recv(exchange.inside, slabs.inside)
-        except EPTimeoutError:
+        except (EPMismatchError, EPTimeoutError):
             exchange.check()
             raise
         slabs.send_back(partial)

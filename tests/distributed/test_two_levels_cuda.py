@@ -197,6 +197,17 @@ def test_two_graphs_of_other_lengths(make_ep, rank, size, device):
     ep.check()
 
 
+def test_exact_slabs_are_not_captured(make_ep, rank, size, device):
+    """The error says what to do, and comes before anything is sent."""
+    ep = make_ep(ranks_per_node=size // 2, exchange={"network_splits": "exact"})
+    tokens = make_tokens(ep.config, rank, 5)
+    inputs = given(ep, tokens)
+    with pytest.raises(RuntimeError, match="set `exchange.network_splits` to padded"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            ep.dispatch(*inputs)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
 def victim(size: int) -> int:
     return size // 2  # (1, 0)
 

@@ -77,7 +77,8 @@ void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const 
 }
 
 void rail_sum(const Tensor& own, const Tensor& returned, const Tensor& slots_of, const std::optional<Tensor>& counts,
-              int64_t slots, int64_t node, const std::optional<Tensor>& missed, const Tensor& y) {
+              int64_t slots, int64_t node, const std::optional<Tensor>& missed, const std::optional<Tensor>& latched,
+              const Tensor& y) {
   STD_TORCH_CHECK(y.dim() == 2 && y.is_contiguous() && own.is_contiguous() && returned.is_contiguous(),
                   "y and the partial rows must be contiguous");
   STD_TORCH_CHECK(dtype_of(own) == dtype_of(y) && dtype_of(returned) == dtype_of(y), "partial rows must be like y");
@@ -96,6 +97,7 @@ void rail_sum(const Tensor& own, const Tensor& returned, const Tensor& slots_of,
       .D = y.size(1),
       .missed_G = pointer<int64_t>(missed, 0, "missed"),
       .G = missed ? static_cast<int32_t>(missed->numel()) : 0,
+      .latched = pointer<int32_t>(latched, 1, "latched"),
   };
   launch(y, args, cpu::rail_sum, &cuda::Api::rail_sum);
 }

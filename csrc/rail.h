@@ -66,9 +66,10 @@ struct RailSumArgs {
   int64_t slots, node, N;
   void* y_TD;  // out, in dtype, contiguous
   int64_t T, D;
-  // CUDA only: whether y becomes zeros, since a rank of the node has missed one of another node.
-  const int64_t* missed_G;  // not 0: it has
+  // CUDA only: what makes y zeros.
+  const int64_t* missed_G;  // not 0: this rank of the node misses one of another node
   int32_t G;
+  const int32_t* latched;  // null, or not 0: the exchange of the node has failed
 };
 
 // A transfer that must not start waits here until the host has cut the rail.

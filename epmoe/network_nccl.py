@@ -29,7 +29,6 @@ from epmoe.network import CONNECT, CollectiveRail, RailError, Transfer
 if TYPE_CHECKING:
     from epmoe.two_levels_cuda import TwoLevelsOnGPUs
 
-_LATCHED = 8 // 4  # place of `latched` in `RoundState` of csrc/plan.h
 _LOOK_S = 0.05  # between two looks at the counts
 _END_S = 1.0  # for NCCL to end; it may wait for CUDA graphs that hold its kernels
 _NEVER = timedelta(days=7)  # torch's own deadline, which would come without names
@@ -93,7 +92,7 @@ class NcclRail(CollectiveRail):
         self._words = _Words.from_address(shown.data_ptr())
         marks = list(zip(counts.split(1), shown[:4].split(1), strict=True))  # of `rail_mark`: started, ended
         self._marks, self._stop = (marks[:2], marks[2:]), shown[4:]  # out, back
-        self.latched: Tensor | None = None  # of the node's exchange
+        self._latched: Tensor | None = None  # of the node's exchange
         self._closed, self._ended = Event(), False
         if not interruptible(self._meet, CONNECT.total_seconds()):
             raise RuntimeError(f"ranks {ranks} do not reach one another by NCCL: NCCL_DEBUG=INFO says more")
@@ -118,12 +117,12 @@ class NcclRail(CollectiveRail):
         if self._ended:
             raise RailError("the rail is closed")
         started, ended = self._marks[returning]
-        stop = None if self.latched is None else self._stop
+        stop = None if self._latched is None else self._stop
         options = AllToAllOptions()
         options.asyncOp = False
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            ops.rail_mark(*started, self.latched, stop)
+            ops.rail_mark(*started, self._latched, stop)
             try:
                 work = self._group.alltoall_base(received, sent, list(received_rows), list(sent_rows), options)
                 if work is not None:
@@ -137,12 +136,12 @@ class NcclRail(CollectiveRail):
         """As `Rail.wait`, for the current stream: the host waits for nothing."""
         transfer.wait()
 
-    def watch(self, exchange: TwoLevelsOnGPUs, later_s: float) -> None:
+    def watch(self, exchange: TwoLevelsOnGPUs, later_s: float, latched: Tensor) -> None:
         """Call `exchange.lose` once a transfer lasts longer than its `timeout_ns`; on the way back, `later_s` more.
 
-        Likewise once the node's exchange has failed: what its ranks then send must not pass for rows.
+        Likewise once the node's exchange has failed, which `latched` says on the GPU: no transfer starts any more.
         """
-        self.latched = exchange.inside.views["state"][_LATCHED : _LATCHED + 1]
+        self._latched = latched
         arguments = weakref.ref(exchange), self._shown, self._words, later_s, self._closed
         Thread(target=_watch, args=arguments, daemon=True, name="epmoe-rail").start()
 

@@ -56,7 +56,7 @@ _library.define(
 )
 _library.define(
     "rail_sum(Tensor own, Tensor returned, Tensor slots_of, Tensor? counts, SymInt slots, int node, Tensor? missed, "
-    "Tensor(a!) y) -> ()"
+    "Tensor? latched, Tensor(a!) y) -> ()"
 )
 # CUDA only (epmoe/network_nccl.py): what the host sees of transfers while the GPU runs ahead of it.
 _library.define("rail_mark(Tensor(a!) count, Tensor(b!) shown, Tensor? latched, Tensor(c!)? stop) -> ()")

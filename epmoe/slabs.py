@@ -168,7 +168,7 @@ class Slabs:
         counts = views["rail.counts"] if exchange.exact else None
         own = self.partial[: self.own_rows]
         ops.rail_sum(
-            own, self.returned, views["rail.slots"], counts, self.slots, exchange.node, exchange.missed_on_device, y
+            own, self.returned, views["rail.slots"], counts, self.slots, exchange.node, *exchange.failed_on_device, y
         )
 
     def _start_rows(self) -> None:

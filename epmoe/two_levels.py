@@ -55,7 +55,7 @@ class TwoLevels(Exchange):
     failure: tuple[str, int, list[int], list[int], str] | None = None  # arguments of an EPTimeoutError
     limit: str = "capacity.max_rows_per_node"  # what says how many slots the slabs of the last call have
     differing: Tensor | None = None  # on GPUs the word of `rail_tags`, in memory of the host
-    missed_on_device: Tensor | None = None  # on GPUs `rail.missed`, from which `rail_sum` learns of a failure
+    failed_on_device: tuple[Tensor | None, Tensor | None] = (None, None)  # on GPUs what makes the sums zeros
     rail_descriptor: Tensor = field(init=False)  # `RailDescriptor` in csrc/ops_rail.cpp
 
     def __post_init__(self) -> None:

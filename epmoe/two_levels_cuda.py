@@ -22,6 +22,7 @@ from epmoe.network_nccl import NcclRail
 from epmoe.two_levels import RETURN_S, TwoLevels
 
 _CODE = STATUS.index("code")
+_LATCHED = 8 // 4  # place of `latched` in `RoundState` of csrc/plan.h
 _SLEEP_S = 50e-6
 
 
@@ -37,11 +38,12 @@ class TwoLevelsOnGPUs(TwoLevels):
         self.views["rail.total.needed"] = torch.zeros(1, dtype=torch.int32).pin_memory()
         self.differing = torch.zeros(1, dtype=torch.int64).pin_memory()  # of `rail_tags`
         self.differing_word = c_int64.from_address(self.differing.data_ptr())
-        self.missed_on_device = self.views["rail.missed"]
+        latched = self.views["state"][_LATCHED : _LATCHED + 1]
+        self.failed_on_device = self.views["rail.missed"], latched
         self.beside = torch.cuda.Stream(self.device, priority=-1)  # for `peek`
         self.last_stream: Any = None  # of the last round
         self.losing = Lock()
-        self.rail.watch(self, RETURN_S)
+        self.rail.watch(self, RETURN_S, latched)
 
     def wait(self, transfer: Transfer, later_s: float = 0.0) -> None:
         """Let the current stream wait for a transfer; the rail's thread has the deadline."""

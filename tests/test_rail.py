@@ -161,7 +161,7 @@ def test_the_sum_is_in_fp32_and_in_node_order(device, width, dtype, exact):
     y, node = torch.full((T, width), torch.nan, dtype=dtype, device=device), RANK // G
     returned = torch.cat([rows for m, rows in enumerate(partial) if m != node])
     own, back, slots_of, counts = (t.to(device) for t in (partial[node], returned, got.slots_of, got.counts))
-    ops.rail_sum(own, back, slots_of, counts if exact else None, T, node, None, y)
+    ops.rail_sum(own, back, slots_of, counts if exact else None, T, node, None, None, y)
     want = torch.zeros(T, width)
     for m in range(N):
         for t in range(T):
@@ -171,13 +171,20 @@ def test_the_sum_is_in_fp32_and_in_node_order(device, width, dtype, exact):
 
 
 @ON_GPUS
-def test_sums_without_a_rank_are_zeros(device):
-    """Once a rank of the node has missed one of another node."""
+def test_sums_after_a_failure_are_zeros(device):
+    """Once a rank of the node has missed one of another node, or one of the node."""
     slots_of, rows = torch.zeros(3, 2, dtype=torch.int32, device=device), torch.ones(1, 8, device=device)
     missed = torch.zeros(40, dtype=torch.int64, device=device)
-    for named, value in ((None, 2.0), (missed, 2.0), (missed.clone().index_fill_(0, missed.new_tensor([39]), 5), 0.0)):
+    last, latched = missed.clone(), torch.zeros(1, dtype=torch.int32, device=device)
+    last[39] = 5
+    for words, value in (
+        ((None, None), 2.0),
+        ((missed, latched), 2.0),
+        ((last, latched), 0.0),
+        ((missed, latched + 1), 0.0),
+    ):
         y = torch.full((3, 8), torch.nan, device=device)
-        ops.rail_sum(rows, rows, slots_of, None, 1, 0, named, y)
+        ops.rail_sum(rows, rows, slots_of, None, 1, 0, *words, y)
         assert y.eq(value).all()
 
 
@@ -187,7 +194,7 @@ def test_slots_that_do_not_exist_add_nothing(device):
     rows = torch.ones(2, 8, device=device)
     for counts in (None, torch.tensor([2, 2], dtype=torch.int32, device=device)):
         y = torch.empty(4, 8, device=device)
-        ops.rail_sum(rows, rows, slots_of, counts, 2, 0, None, y)
+        ops.rail_sum(rows, rows, slots_of, counts, 2, 0, None, None, y)
         assert y[:, 0].tolist() == [2, 0, 1, 1]
 
 

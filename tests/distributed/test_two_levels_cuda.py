@@ -6,13 +6,14 @@ nodes and reaches the other one by sockets only.
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from exchanges import Tokens, assert_y, dequantised, make_tokens, quantised, run_experts, run_round
-from helpers import ON_GPUS, poison_
+from helpers import ON_GPUS, RANKS_SHARE_GPUS, poison_
 from test_graphs import Captured
 from torch import Tensor
 
@@ -27,6 +28,10 @@ COPIES = {"strategy": "round_robin", "num_redundant_experts": 3}
 def _two_nodes(size: int) -> None:
     if size not in (2, 4):
         pytest.skip("needs 2 or 4 ranks: docs/testing.md")
+    if RANKS_SHARE_GPUS and "NCCL_HOSTID" not in os.environ:
+        pytest.skip(
+            "NCCL takes ranks that share a GPU only if these have host ids of their own: tests/two_gpu_nodes.sh"
+        )
 
 
 def given(ep: ExpertParallel, tokens: Tokens) -> list[Tensor]:

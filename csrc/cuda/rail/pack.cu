@@ -175,10 +175,12 @@ __global__ void __launch_bounds__(kCopyThreads) copy_tokens(const __grid_constan
       if (threadIdx.x == 0) count = n;
     }
     __syncthreads();
-    if constexpr (std::is_void_v<Source>)
-      copy_row(args, t, slots, count);
-    else
-      quantise_row<Source>(args, t, slots, count);
+    if (count) {
+      if constexpr (std::is_void_v<Source>)
+        copy_row(args, t, slots, count);
+      else
+        quantise_row<Source>(args, t, slots, count);
+    }
     __syncthreads();
   }
   if (!args.exact) complete_slabs(args);

@@ -30,10 +30,10 @@ __global__ void __launch_bounds__(kMaxThreads)
   using Values = Vector<T, kWidth>;
   wait_for_predecessor();
   let_successor_start();
-  bool missed = false;
+  bool failed = args.latched && *args.latched;
   for (int32_t g = threadIdx.x; g < args.G; g += blockDim.x)
-    missed |= static_cast<const volatile int64_t*>(args.missed_G)[g] != 0;
-  missed = __syncthreads_or(missed);
+    failed |= static_cast<const volatile int64_t*>(args.missed_G)[g] != 0;
+  failed = __syncthreads_or(failed);
   int lane = threadIdx.x % 32;
   auto vectors = static_cast<int32_t>(args.D / kWidth);
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     int32_t index = static_cast<int32_t>(item % chunks) * blockDim.x + threadIdx.x;
     bool active = index < vectors;
     float sum[kWidth] = {};
-    for (int64_t from = 0; from < args.N && !missed; from += 32) {
+    for (int64_t from = 0; from < args.N && !failed; from += 32) {
       const T* mine = partial_row<T>(args, t, from + lane);  // lane m has node from + m
       for (int m = 0; m < min(args.N - from, int64_t{32}); m += kInFlight) {
         Values loaded[kInFlight];

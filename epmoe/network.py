@@ -103,6 +103,16 @@ def gloo_group(name: str, rank: int, size: int) -> Any:
     return dist.ProcessGroupGloo(dist.PrefixStore(f"epmoe/{name}", _get_default_store()), rank, size, CONNECT)
 
 
+def no_answer(missing: list[int], global_ranks: list[int], ranks_per_node: int, where: str, rank: int) -> str:
+    """The end of the sentence of an EPTimeoutError that names missing ranks of several nodes to `rank`."""
+    places = ", ".join(str(divmod(one, ranks_per_node)) for one in missing)
+    why = (
+        f"got no answer {where} from rank(s) {missing} of the group, (node, local) {places}, "
+        f"global rank(s) {global_ranks}: they ended, left the group, or were slower than exchange.timeout_s"
+    )
+    return f"{why}. This rank came too late" if rank in missing else why
+
+
 class CollectiveRail:
     """A `Rail` by all-to-all of torch.distributed, over a group of its own.
 

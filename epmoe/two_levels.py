@@ -26,7 +26,7 @@ from epmoe.group import open_window
 from epmoe.handles import Dispatched
 from epmoe.health import COUNTERS, MISMATCH, STAGES, STATUS, EPMismatchError, EPOverflowError, EPTimeoutError, Health
 from epmoe.memory import MemoryPlan, RailSlot
-from epmoe.network import CollectiveRail, Rail, RailError, Transfer, gloo_group
+from epmoe.network import CollectiveRail, Rail, RailError, Transfer, gloo_group, no_answer
 from epmoe.network_nccl import NcclRail
 from epmoe.peers import Peers
 from epmoe.placement import Placement
@@ -300,12 +300,6 @@ class TwoLevels(Exchange):
     def _record(self, missing: list[int], where: str) -> None:
         """Keep the failure for every later call."""
         stage = STAGES[self.rounds.state in (rounds.DISPATCHED, rounds.RETURNING) or bool(self.pending)]
-        places = [divmod(rank, self.ranks_per_node) for rank in missing]
         global_ranks = [self.global_ranks[rank] for rank in missing]
-        why = (
-            f"got no answer {where} from rank(s) {missing} of the group, (node, local) {', '.join(map(str, places))}, "
-            f"global rank(s) {global_ranks}: they ended, left the group, or were slower than exchange.timeout_s"
-        )
-        if self.rank in missing:
-            why += ". This rank came too late"
+        why = no_answer(missing, global_ranks, self.ranks_per_node, where, self.rank)
         self.failure = stage, self.rounds.count, missing, global_ranks, why

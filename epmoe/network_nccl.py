@@ -88,6 +88,7 @@ class NcclRail(CollectiveRail):
         # Of a priority that streams of models rarely have: torch hands out the same few streams again and again.
         self._stream = torch.cuda.Stream(device, priority=-1)
         counts = torch.zeros(4, dtype=torch.int64, device=device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # which `_meet`, on another thread, may not know
         self._shown = shown = torch.zeros(6, dtype=torch.int64).pin_memory()  # by `_Words`
         self._words = _Words.from_address(shown.data_ptr())
         marks = list(zip(counts.split(1), shown[:4].split(1), strict=True))  # of `rail_mark`: started, ended

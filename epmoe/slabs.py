@@ -18,9 +18,21 @@ from epmoe.stages.checks import FP8
 
 if TYPE_CHECKING:
     from epmoe.network import Transfer
+    from epmoe.placement import Placement
     from epmoe.two_levels import TwoLevels
 
+_TABLES = ("rail.table.copies", "rail.table.num_copies", "rail.table.node_of", "rail.table.node_local")
 _TAG_INTS = 4  # `RailTag` in csrc/rail.h
+
+
+def fill_tables(exchange: TwoLevels, placement: Placement) -> None:
+    """Tell `exchange` what `rail_pack` knows besides a call: the whole placement, and the shape of slots and nodes."""
+    tables = placement.copies_table(), placement.num_copies(), *placement.node_ids(exchange.ranks_per_node)
+    exchange.rail_tables = [exchange.views[name] for name in _TABLES]
+    for table, values in zip(exchange.rail_tables, tables, strict=True):
+        table.copy_(values)
+    shape = *tables[0].shape, exchange.rank, exchange.node, exchange.num_nodes
+    exchange.rail_descriptor = torch.tensor([*shape, exchange.sends_fp8, *exchange.slot])
 
 
 class Slabs:
@@ -71,7 +83,7 @@ class Slabs:
         """Copy the tokens into the slabs, with the arguments of the operator dispatch."""
         exchange, views = self.exchange, self.exchange.views
         ops.rail_pack(
-            x, ids, weights, scales, num_tokens, num_rows, *exchange.tables, exchange.rail_descriptor, self.slots,
+            x, ids, weights, scales, num_tokens, num_rows, *exchange.rail_tables, exchange.rail_descriptor, self.slots,
             exchange.exact, self.tag[-1], views["rail.received"].flatten(), views["rail.sent"].flatten(),
             views["rail.slots"], views["rail.counts"], views["rail.total.needed"], views["rail.total.counters"],
             views["rail.total.rows_sent"],

@@ -31,7 +31,7 @@ from epmoe.network_nccl import NcclRail
 from epmoe.peers import Peers
 from epmoe.placement import Placement
 from epmoe.rounds import PHASES, PROGRESS, Rounds
-from epmoe.slabs import Slabs
+from epmoe.slabs import Slabs, fill_tables
 from epmoe.stages.dispatch import dispatch_send
 from epmoe.tuning import Tuning
 
@@ -40,7 +40,6 @@ _CODE = STATUS.index("code")
 _AT_SOURCE = ("out_of_range_ids", "duplicate_ids", "nonfinite_weights")
 # The way back waits for waits inside other nodes, which end first: their ranks know who is missing.
 RETURN_S = 1.1
-_TABLES = ("rail.table.copies", "rail.table.num_copies", "rail.table.node_of", "rail.table.node_local")
 
 
 @dataclass(kw_only=True)
@@ -56,6 +55,7 @@ class TwoLevels(Exchange):
     limit: str = "capacity.max_rows_per_node"  # what says how many slots the slabs of the last call have
     differing: Tensor | None = None  # on GPUs the word of `rail_tags`, in memory of the host
     failed_on_device: tuple[Tensor | None, Tensor | None] = (None, None)  # on GPUs what makes the sums zeros
+    rail_tables: list[Tensor] = field(init=False)  # see `fill_tables`
     rail_descriptor: Tensor = field(init=False)  # `RailDescriptor` in csrc/ops_rail.cpp
 
     def __post_init__(self) -> None:
@@ -97,27 +97,16 @@ class TwoLevels(Exchange):
         plan = MemoryPlan.build(config, peers.rank, placement, nvlink=device.type == "cuda")
         group = gloo_group(f"{name}/node/{node}", local, G) if G > 1 else None
         mates = Peers(group, local, G, here, peers.timeout_s)
-        ranks = [m * G + local for m in range(N)]
-        where = ranks, peers.rank, name
+        where = [m * G + local for m in range(N)], peers.rank, name
         rail = CollectiveRail(*where) if device.type == "cpu" else NcclRail(*where, device)
         window = open_window(plan, mates, device)
-        node_placement = placement.of_node(node, G)
-        inside = Exchange.create(config.of_node(), plan, node_placement, window, local, here, device)
+        inside = Exchange.create(config.of_node(), plan, placement.of_node(node, G), window, local, here, device)
         exchange = cls(
             config, plan, window, inside.scratch, inside.status, peers.global_ranks, device,
             inside=inside, rail=rail, node=node,
         )  # fmt: skip
-        tables = placement.copies_table(), placement.num_copies(), *placement.node_ids(G)
-        for table, values in zip(_TABLES, tables, strict=True):
-            exchange.views[table].copy_(values)
-        E, copies = exchange.views["rail.table.copies"].shape
-        exchange.rail_descriptor = torch.tensor([E, copies, peers.rank, node, N, exchange.sends_fp8, *exchange.slot])
+        fill_tables(exchange, placement)
         return exchange
-
-    @property
-    def tables(self) -> list[Tensor]:
-        """Of the whole placement, as `rail_pack` takes them."""
-        return [self.views[name] for name in _TABLES]
 
     def start(
         self, sent: Tensor, received: Tensor, sent_rows: list[int], received_rows: list[int], returning: bool = False
@@ -279,8 +268,12 @@ class TwoLevels(Exchange):
         """During a wait for the rail, in a round in `state`: raise what the ranks of the node have reported."""
         if self.rounds.state != state:
             raise RuntimeError(f"round {self.rounds.count} was aborted while this call waited")
-        if self.inside.missing():
-            self.fail(self._reported() or self.of_group(self.inside.missing()))
+        self._look_at_node()
+
+    def _look_at_node(self) -> None:
+        """Raise what the ranks of the node have reported."""
+        if missing := self.inside.missing():
+            self.fail(self._reported() or self.of_group(missing))
 
     def _take_failure_of_node(self) -> None:
         """Record what the node's exchange has reported. Raises EPMismatchError, which leaves it usable on CPUs."""

@@ -63,15 +63,16 @@ class TwoLevelsOnGPUs(TwoLevels):
         super().wait_for_given_up()
 
     def to_host(self, *tensors: Tensor) -> list[list[Any]]:
-        """As `TwoLevels.to_host`, once the current stream has come so far. A transfer that fails ends the wait."""
+        """As `TwoLevels.to_host`, once the current stream has come so far. A failure or an abort ends the wait."""
+        state = self.rounds.state
         copies = [torch.empty_like(tensor, device="cpu").pin_memory() for tensor in tensors]
         for copy, tensor in zip(copies, tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
         arrived = torch.cuda.current_stream(self.device).record_event()
         while not arrived.query():
-            self.check()
+            self._look(state)
             time.sleep(_SLEEP_S)
-        self.check()
+        self._look(state)
         return [copy.tolist() for copy in copies]
 
     def peek(self, name: str) -> list[Any]:
@@ -100,6 +101,10 @@ class TwoLevelsOnGPUs(TwoLevels):
             raise EPMismatchError(
                 self.rounds.count, [others[number - 1] * self.ranks_per_node + self.inside.rank], True
             )
+
+    def _look_at_node(self) -> None:
+        """As `TwoLevels._look_at_node`, in memory of the host: no wait for a stream, which no graph could hold."""
+        self.check()
 
     @property
     def failed(self) -> bool:

@@ -103,14 +103,15 @@ void rail_sum(const Tensor& own, const Tensor& returned, const Tensor& slots_of,
 }
 
 void rail_mark(const Tensor& count, const Tensor& shown, const std::optional<Tensor>& latched,
-               const std::optional<Tensor>& stop) {
+               const std::optional<Tensor>& stop, const std::optional<Tensor>& missed) {
   STD_TORCH_CHECK(!shown.is_cuda() && !(stop && stop->is_cuda()), "`shown` and `stop` must be on the host");
-  STD_TORCH_CHECK(latched.has_value() == stop.has_value(), "`latched` and `stop` come together");
+  STD_TORCH_CHECK((latched || missed) == stop.has_value(), "`latched` and `missed` need `stop`");
   RailMarkArgs args{
       .count = pointer<int64_t>(count, 1, "count"),
       .shown = pointer<int64_t>(shown, 1, "shown"),
       .latched = pointer<int32_t>(latched, 1, "latched"),
-      .stop = reinterpret_cast<RailStop*>(pointer<int64_t>(stop, 2, "stop")),
+      .stop = reinterpret_cast<RailStop*>(pointer<int64_t>(stop, 3, "stop")),
+      .missed = pointer<int64_t>(missed, 1, "missed"),
   };
   launch_on_device_of(count, [&](const cuda::Api& api, cuda::Stream stream) { return api.rail_mark(args, stream); });
 }

@@ -72,10 +72,11 @@ struct RailSumArgs {
   const int32_t* latched;  // null, or not 0: the exchange of the node has failed
 };
 
-// A transfer that must not start waits here until the host has cut the rail.
+// In host memory. A transfer that must not start waits until the host has cut the rail.
 struct RailStop {
   int64_t wanted;  // by the GPU
   int64_t done;    // by the host
+  int64_t missed;  // by the host, before it cuts the rail: a rank of another node, + 1
 };
 
 // CUDA only: counts transfers that have started, or that have ended.
@@ -83,7 +84,8 @@ struct RailMarkArgs {
   int64_t* count;
   int64_t* shown;          // out: the count, in host memory
   const int32_t* latched;  // null, or not 0: the exchange of the node has failed, so that nothing more may be sent
-  RailStop* stop;          // with `latched`, in host memory
+  RailStop* stop;          // with `latched` or `missed`
+  int64_t* missed;         // null, or out: `RailStop::missed` if that is not 0; see RailSumArgs
 };
 
 // CUDA only: compares the calls of other nodes with this rank's.

@@ -47,10 +47,11 @@ class _Way(Structure):
 class _Words(Structure):
     """What the GPU and the host tell each other."""
 
-    _fields_ = (("ways", _Way * 2), ("stop_wanted", c_int64), ("stopped", c_int64))  # then `RailStop` in csrc/rail.h
+    _fields_ = (("ways", _Way * 2), ("stop_wanted", c_int64), ("stopped", c_int64), ("missed", c_int64))
     ways: Array[_Way]  # out, back
-    stop_wanted: int
+    stop_wanted: int  # from here on `RailStop` in csrc/rail.h
     stopped: int
+    missed: int
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,12 @@ class NcclRail(CollectiveRail):
         self._stream = torch.cuda.Stream(device, priority=-1)
         counts = torch.zeros(4, dtype=torch.int64, device=device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # which `_meet`, on another thread, may not know
-        self._shown = shown = torch.zeros(6, dtype=torch.int64).pin_memory()  # by `_Words`
+        self._shown = shown = torch.zeros(7, dtype=torch.int64).pin_memory()  # by `_Words`
         self._words = _Words.from_address(shown.data_ptr())
         marks = list(zip(counts.split(1), shown[:4].split(1), strict=True))  # of `rail_mark`: started, ended
         self._marks, self._stop = (marks[:2], marks[2:]), shown[4:]  # out, back
-        self._latched: Tensor | None = None  # of the node's exchange
+        self._latched: Tensor | None = None  # of the node's exchange, likewise the next one
+        self._missed: Tensor | None = None
         self._closed, self._ended = Event(), False
         if not interruptible(self._meet, CONNECT.total_seconds()):
             raise RuntimeError(f"ranks {ranks} do not reach one another by NCCL: NCCL_DEBUG=INFO says more")
@@ -118,36 +120,41 @@ class NcclRail(CollectiveRail):
         if self._ended:
             raise RailError("the rail is closed")
         started, ended = self._marks[returning]
-        stop = None if self._latched is None else self._stop
+        missed = self._missed if returning else None  # the sums come next
         options = AllToAllOptions()
         options.asyncOp = False
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            ops.rail_mark(*started, self._latched, stop)
+            ops.rail_mark(*started, self._latched, self._stop_with(self._latched), None)
             try:
                 work = self._group.alltoall_base(received, sent, list(received_rows), list(sent_rows), options)
                 if work is not None:
                     work.wait()  # of the stream, which older versions of torch do not order by themselves
             except RuntimeError as error:
                 raise RailError(str(error)) from error
-            ops.rail_mark(*ended, None, None)
+            ops.rail_mark(*ended, None, self._stop_with(missed), missed)
             return Queued(self._stream.record_event(), self._device)
 
     def wait(self, transfer: Transfer, deadline: float, look: Callable[[], None]) -> None:
         """As `Rail.wait`, for the current stream: the host waits for nothing."""
         transfer.wait()
 
-    def watch(self, exchange: TwoLevelsOnGPUs, later_s: float, latched: Tensor) -> None:
+    def watch(self, exchange: TwoLevelsOnGPUs, later_s: float, latched: Tensor, missed: Tensor) -> None:
         """Call `exchange.lose` once a transfer lasts longer than its `timeout_ns`; on the way back, `later_s` more.
 
         Likewise once the node's exchange has failed, which `latched` says on the GPU: no transfer starts any more.
+        `missed`, on the GPU, gets the rank that `abort` names.
         """
-        self._latched = latched
+        self._latched, self._missed = latched, missed
         arguments = weakref.ref(exchange), self._shown, self._words, later_s, self._closed
         Thread(target=_watch, args=arguments, daemon=True, name="epmoe-rail").start()
 
-    def abort(self) -> None:
-        """End all transfers, those of CUDA graphs included. Waits for no rank."""
+    def abort(self, missing: Sequence[int]) -> None:
+        """End all transfers, those of CUDA graphs included, because these ranks of the group are missing.
+
+        Waits for no rank.
+        """
+        self._words.missed = missing[0] + 1 if missing else 0
         self._end(self._group.abort)
 
     def close(self) -> None:
@@ -155,6 +162,9 @@ class NcclRail(CollectiveRail):
         self._closed.set()
         idle = all(way.started == way.ended for way in self._words.ways)
         self._end(self._group.shutdown if idle else self._group.abort)
+
+    def _stop_with(self, word: Tensor | None) -> Tensor | None:
+        return None if word is None else self._stop
 
     def _end(self, call: Callable[[], None]) -> None:
         """Once: end NCCL's work on another thread, since it waits for CUDA graphs that hold its kernels."""

@@ -59,7 +59,9 @@ _library.define(
     "Tensor? latched, Tensor(a!) y) -> ()"
 )
 # CUDA only (epmoe/network_nccl.py): what the host sees of transfers while the GPU runs ahead of it.
-_library.define("rail_mark(Tensor(a!) count, Tensor(b!) shown, Tensor? latched, Tensor(c!)? stop) -> ()")
+_library.define(
+    "rail_mark(Tensor(a!) count, Tensor(b!) shown, Tensor? latched, Tensor(c!)? stop, Tensor(d!)? missed) -> ()"
+)
 _library.define(
     "rail_tags(Tensor received, SymInt slots, Tensor descriptor, int hidden_size, int top_k, int dtype, int epoch, "
     "Tensor(a!) differing) -> ()"

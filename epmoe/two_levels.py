@@ -153,7 +153,11 @@ class TwoLevels(Exchange):
         """As `fail`, without the exception."""
         missing = self.rail.missing(found)
         self._record(missing, "over the network")
-        self.window.store(self.plan["rail.missed"].offset + 8 * self.inside.rank, missing[0] + 1)
+        self.warn_node(missing[0])
+
+    def warn_node(self, missing: int) -> None:
+        """Name a missing rank to the ranks of this node, and end their waits."""
+        self.window.store(self.plan["rail.missed"].offset + 8 * self.inside.rank, missing + 1)
         self.inside.leave()
 
     def to_host(self, *tensors: Tensor) -> list[list[Any]]:
@@ -227,8 +231,7 @@ class TwoLevels(Exchange):
 
     def of_group(self, mask: int) -> list[int]:
         """The ranks of the group for a mask of the node's ranks."""
-        first = self.node * self.ranks_per_node
-        return [first + rank for rank in range(self.ranks_per_node) if mask >> rank & 1]
+        return [self.node * self.ranks_per_node + rank for rank in range(self.ranks_per_node) if mask >> rank & 1]
 
     def leave(self) -> None:
         """As `Exchange.leave`; ranks of other nodes hear of it by their rail."""
@@ -282,8 +285,7 @@ class TwoLevels(Exchange):
             latched = self.device.type == "cuda"
             self.status[_CODE] = code * latched
             raise EPMismatchError(epoch, self.of_group(mask), latched)
-        reported = self._reported()
-        missing = self.rail.missing(reported or self.of_group(mask))
+        missing = self.rail.missing((reported := self._reported()) or self.of_group(mask))
         self._record(missing, "over the network, as a rank of this node says" if reported else "within the node")
 
     def _reported(self) -> list[int]:

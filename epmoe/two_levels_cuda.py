@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epmoe.exchange import interruptible
 from epmoe.health import STATUS, EPMismatchError
 from epmoe.network import Transfer
 from epmoe.network_nccl import NcclRail
@@ -24,6 +25,8 @@ from epmoe.two_levels import RETURN_S, TwoLevels
 _CODE = STATUS.index("code")
 _LATCHED = 8 // 4  # place of `latched` in `RoundState` of csrc/plan.h
 _SLEEP_S = 50e-6
+_PEEK_S = 0.2
+_PEEKED = ("rail.missed", "rail.total.counters", "rail.total.rows_sent")
 
 
 @dataclass(kw_only=True)
@@ -41,9 +44,11 @@ class TwoLevelsOnGPUs(TwoLevels):
         latched = self.views["state"][_LATCHED : _LATCHED + 1]
         self.failed_on_device = self.views["rail.missed"], latched
         self.beside = torch.cuda.Stream(self.device, priority=-1)  # for `peek`
+        self.peeked = {name: torch.zeros_like(self.views[name], device="cpu").pin_memory() for name in _PEEKED}
         self.last_stream: Any = None  # of the last round
         self.losing = Lock()
-        self.rail.watch(self, RETURN_S, latched)
+        missed = self.views["rail.missed"][self.inside.rank : self.inside.rank + 1]
+        self.rail.watch(self, RETURN_S, latched, missed)
 
     def wait(self, transfer: Transfer, later_s: float = 0.0) -> None:
         """Let the current stream wait for a transfer; the rail's thread has the deadline."""
@@ -76,21 +81,38 @@ class TwoLevelsOnGPUs(TwoLevels):
         return [copy.tolist() for copy in copies]
 
     def peek(self, name: str) -> list[Any]:
-        """As `TwoLevels.peek`, on a stream of its own: the current one may wait for a rank."""
-        with torch.cuda.stream(self.beside):
-            return self.views[name].cpu().tolist()
+        """As `TwoLevels.peek`, on a stream of its own: the current one may wait for a rank.
+
+        The driver may hold the copy back while another thread is in a copy that waits for a rank. Then these are the
+        values of the last time.
+        """
+
+        def copy() -> None:
+            with torch.cuda.stream(self.beside):
+                self.peeked[name].copy_(self.views[name], non_blocking=True)
+                self.beside.synchronize()
+
+        interruptible(copy, _PEEK_S)
+        return self.peeked[name].tolist()
 
     def lose(self, found: list[int]) -> None:
-        """As `TwoLevels.lose`, and end the transfers under way. Any thread may call it."""
+        """As `TwoLevels.lose`, and end the transfers under way. Any thread may call it.
+
+        The node hears of it after the end of the transfers, which the driver may have the store wait for: see `peek`.
+        """
         with self.losing:
+            missing: list[int] = []
             try:
                 if self.failure is None and not self.status_words[_CODE]:
-                    super().lose(found or self._reported())
+                    missing = self.rail.missing(found or self._reported())
+                    self._record(missing, "over the network")
                 elif self.failure is None:
                     with suppress(EPMismatchError):  # `check` raises it
                         self._take_failure_of_node()
             finally:
-                self.rail.abort()
+                self.rail.abort(self.failure[2] if self.failure else [])
+            if missing:
+                self.warn_node(missing[0])
 
     def check(self) -> None:
         """As `TwoLevels.check`. A mismatch is raised by every later call, too."""

@@ -50,7 +50,7 @@ import torch
 from test_rail import D, T, Packed, inputs
 from epmoe import ops
 count, shown = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int64).pin_memory()
-ops.rail_mark(count, shown, None, None)
+ops.rail_mark(count, shown, None, None, None)
 for payload in ("auto", "fp8"):
     for exact in (False, True):
         for slots in (T, 3):

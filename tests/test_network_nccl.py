@@ -29,7 +29,7 @@ class Exchange:
 
 class Watched:
     def __init__(self) -> None:
-        self.memory = torch.zeros(6, dtype=torch.int64)
+        self.memory = torch.zeros(7, dtype=torch.int64)
         self.words = network_nccl._Words.from_address(self.memory.data_ptr())
         self.exchange, self.closed = Exchange(), Event()
         arguments = weakref.ref(self.exchange), self.memory, self.words, LATER_S, self.closed

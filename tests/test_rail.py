@@ -202,12 +202,12 @@ def test_slots_that_do_not_exist_add_nothing(device):
 def test_what_the_host_sees_of_transfers(device):
     """Replays of a graph count, too."""
     count, shown = (torch.zeros(1, dtype=torch.int64).to(device), torch.zeros(1, dtype=torch.int64).pin_memory())
-    ops.rail_mark(count, shown, None, None)
+    ops.rail_mark(count, shown, None, None, None)
     torch.cuda.synchronize()
     assert shown.item() == 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ops.rail_mark(count, shown, None, None)
+        ops.rail_mark(count, shown, None, None, None)
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
@@ -218,19 +218,29 @@ def test_what_the_host_sees_of_transfers(device):
 def test_a_node_that_has_failed_sends_no_more(device):
     """The transfer starts once the host has cut the rail."""
     count, shown = (torch.zeros(1, dtype=torch.int64).to(device), torch.zeros(1, dtype=torch.int64).pin_memory())
-    latched, stop = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(2, dtype=torch.int64).pin_memory()
-    ops.rail_mark(count, shown, latched, stop)
+    latched, stop = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(3, dtype=torch.int64).pin_memory()
+    ops.rail_mark(count, shown, latched, stop, None)
     torch.cuda.synchronize()
-    assert shown.item() == 1 and stop.tolist() == [0, 0]
+    assert shown.item() == 1 and stop.tolist() == [0, 0, 0]
     latched.fill_(1)
-    ops.rail_mark(count, shown, latched, stop)
+    ops.rail_mark(count, shown, latched, stop, None)
     give_up = time.monotonic() + 5
     while not stop[0] and time.monotonic() < give_up:
         time.sleep(0.001)
-    assert shown.item() == 1 and stop.tolist() == [1, 0]
+    assert shown.item() == 1 and stop.tolist() == [1, 0, 0]
     stop[1] = 1
     torch.cuda.synchronize()
     assert shown.item() == 2
+
+
+@ON_GPUS
+def test_a_cut_transfer_names_the_missing_rank(device):
+    count, shown = (torch.zeros(1, dtype=torch.int64).to(device), torch.zeros(1, dtype=torch.int64).pin_memory())
+    missed, stop = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(3, dtype=torch.int64).pin_memory()
+    for named, want in ((0, 0), (7, 7), (0, 7)):
+        stop[2] = named
+        ops.rail_mark(count, shown, None, stop, missed)
+        assert missed.item() == want
 
 
 @ON_GPUS

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from epmoe.exchange import interruptible
-from epmoe.health import STATUS, EPMismatchError
+from epmoe.health import OUT_OF_TURN, STATUS, EPMismatchError, EPOrderError
 from epmoe.network import Transfer
 from epmoe.network_nccl import NcclRail
 from epmoe.two_levels import RETURN_S, TwoLevels
@@ -107,7 +107,7 @@ class TwoLevelsOnGPUs(TwoLevels):
                     missing = self.rail.missing(found or self._reported())
                     self._record(missing, "over the network")
                 elif self.failure is None:
-                    with suppress(EPMismatchError):  # `check` raises it
+                    with suppress(EPMismatchError, EPOrderError):  # `check` raises it
                         self._take_failure_of_node()
             finally:
                 self.rail.abort(self.failure[2] if self.failure else [])
@@ -123,6 +123,12 @@ class TwoLevelsOnGPUs(TwoLevels):
             raise EPMismatchError(
                 self.rounds.count, [others[number - 1] * self.ranks_per_node + self.inside.rank], True
             )
+
+    def _take_failure_of_node(self) -> None:
+        """As `TwoLevels._take_failure_of_node`. A stage that ran out of turn is this rank's own failure."""
+        if self.status_words[_CODE] == OUT_OF_TURN:
+            self.inside.check()
+        super()._take_failure_of_node()
 
     def _look_at_node(self) -> None:
         """As `TwoLevels._look_at_node`, in memory of the host: no wait for a stream, which no graph could hold."""

@@ -6,6 +6,7 @@ each transfer that starts, and one each that ends, in memory of the host, also i
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 import weakref
@@ -155,16 +156,24 @@ class NcclRail(CollectiveRail):
         Waits for no rank.
         """
         self._words.missed = missing[0] + 1 if missing else 0
-        self._end(self._group.abort)
+        self._cut()
 
     def close(self) -> None:
         """As `Rail.close`. Where no transfer is under way, NCCL first delivers what this rank has sent."""
         self._closed.set()
-        idle = all(way.started == way.ended for way in self._words.ways)
-        self._end(self._group.shutdown if idle else self._group.abort)
+        if all(way.started == way.ended for way in self._words.ways):
+            self._end(self._group.shutdown)
+        else:
+            self._cut()
 
     def _stop_with(self, word: Tensor | None) -> Tensor | None:
         return None if word is None else self._stop
+
+    def _cut(self) -> None:
+        """End the transfers under way. The group then lives as long as the process: its end would abort NCCL again."""
+        if not self._ended:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            self._end(self._group.abort)
 
     def _end(self, call: Callable[[], None]) -> None:
         """Once: end NCCL's work on another thread, since it waits for CUDA graphs that hold its kernels."""

@@ -143,11 +143,14 @@ class NcclRail(CollectiveRail):
     def watch(self, exchange: TwoLevelsOnGPUs, later_s: float, latched: Tensor, missed: Tensor) -> None:
         """Call `exchange.lose` once a transfer lasts longer than its `timeout_ns`; on the way back, `later_s` more.
 
+        Until the first round has ended on the GPU, the deadline is that of the first round, however far the host is.
+
         Likewise once the node's exchange has failed, which `latched` says on the GPU: no transfer starts any more.
         `missed`, on the GPU, gets the rank that `abort` names.
         """
         self._latched, self._missed = latched, missed
-        arguments = weakref.ref(exchange), self._shown, self._words, later_s, self._closed
+        first_s = exchange.config.exchange.warmup_timeout_s
+        arguments = weakref.ref(exchange), self._shown, self._words, first_s, later_s, self._closed
         Thread(target=_watch, args=arguments, daemon=True, name="epmoe-rail").start()
 
     def abort(self, missing: Sequence[int]) -> None:
@@ -206,7 +209,14 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _watch(watched: weakref.ref[TwoLevelsOnGPUs], shown: Tensor, words: _Words, later_s: float, closed: Event) -> None:
+def _watch(
+    watched: weakref.ref[TwoLevelsOnGPUs],
+    shown: Tensor,
+    words: _Words,
+    first_s: float,
+    later_s: float,
+    closed: Event,
+) -> None:
     """The thread. It ends with the exchange, and must not keep it alive; `shown` keeps the `words` alive."""
     seen, since = [(0, 0), (0, 0)], [0.0, 0.0]
     while not closed.wait(_LOOK_S):
@@ -218,7 +228,8 @@ def _watch(watched: weakref.ref[TwoLevelsOnGPUs], shown: Tensor, words: _Words, 
             if (counts.started, counts.ended) != seen[way]:
                 seen[way], since[way] = (counts.started, counts.ended), now
             elif counts.started != counts.ended:
-                late |= now - since[way] > exchange.timeout_ns / 1e9 + way * later_s
+                deadline_s = exchange.timeout_ns / 1e9 if words.ways[1].ended else first_s
+                late |= now - since[way] > deadline_s + way * later_s
         if late:
             return exchange.lose([])
         del exchange

@@ -13,7 +13,7 @@ import torch
 
 from epmoe import network_nccl
 
-TIMEOUT_S, LATER_S = 0.3, 0.5
+TIMEOUT_S, LATER_S, FIRST_S = 0.3, 0.5, 1.2
 
 
 class Exchange:
@@ -31,8 +31,9 @@ class Watched:
     def __init__(self) -> None:
         self.memory = torch.zeros(7, dtype=torch.int64)
         self.words = network_nccl._Words.from_address(self.memory.data_ptr())
+        self.words.ways[1].started = self.words.ways[1].ended = 1  # the first round has ended
         self.exchange, self.closed = Exchange(), Event()
-        arguments = weakref.ref(self.exchange), self.memory, self.words, LATER_S, self.closed
+        arguments = weakref.ref(self.exchange), self.memory, self.words, FIRST_S, LATER_S, self.closed
         self.thread = Thread(target=network_nccl._watch, args=arguments, daemon=True)
         self.thread.start()
         self.began = time.monotonic()
@@ -57,6 +58,12 @@ def test_a_transfer_that_does_not_end(watched, way, deadline_s):
     watched.memory[2 * way] = 5
     watched.memory[2 * way + 1] = 4
     assert deadline_s <= watched.lost_after() < deadline_s + 4 * network_nccl._LOOK_S + 0.2
+
+
+def test_the_first_round_has_its_own_deadline(watched):
+    """Also where the host is in a later round already: ranks may still load or compile."""
+    watched.memory[:4] = torch.tensor([2, 1, 0, 0])
+    assert FIRST_S <= watched.lost_after() < FIRST_S + 4 * network_nccl._LOOK_S + 0.2
 
 
 def test_transfers_that_end_are_left_alone(watched):

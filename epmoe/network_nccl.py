@@ -98,8 +98,12 @@ class NcclRail(CollectiveRail):
         self._latched: Tensor | None = None  # of the node's exchange, likewise the next one
         self._missed: Tensor | None = None
         self._closed, self._ended = Event(), False
-        if not interruptible(self._meet, CONNECT.total_seconds()):
-            raise RuntimeError(f"ranks {ranks} do not reach one another by NCCL: NCCL_DEBUG=INFO says more")
+        try:
+            if not interruptible(self._meet, CONNECT.total_seconds()):
+                raise RuntimeError(f"ranks {ranks} do not reach one another by NCCL: NCCL_DEBUG=INFO says more")
+        except BaseException:
+            self._cut()  # a kernel that waits for a dead rank would keep `resume` from the GPU
+            raise
 
     def _meet(self) -> None:
         """A first transfer: NCCL connects at its start, which no captured transfer can wait for."""

@@ -34,8 +34,8 @@ def another(exchange: Exchange) -> bool:
 
     On the CPU dispatch has the answer when it returns. A round that was given up before has none, which is False.
 
-    Raises EPTimeoutError or EPMismatchError as `Exchange.check` does, the first also where the kernel does not end
-    within `exchange.warmup_timeout_s`, and RuntimeError as torch does on a GPU in distress.
+    Raises what `Exchange.check` does, EPTimeoutError also where the kernel does not end within
+    `exchange.warmup_timeout_s`, and RuntimeError as torch does on a GPU in distress.
     """
     progress, epoch = exchange.rounds.progress, exchange.rounds.count
     if exchange.device.type == "cuda":

@@ -88,7 +88,7 @@ class ExpertParallel(Resumable):
         """Send each token once to each rank that holds one of its experts.
 
         Collective: every rank calls, also with T = 0. On a GPU the host does not wait for the device, so an
-        EPMismatchError or EPTimeoutError may come from a later call.
+        EPMismatchError, EPOrderError or EPTimeoutError may come from a later call.
 
         Args:
             x: [T, D] fp32, fp16 or bf16, 0 ≤ T ≤ M. D and dtype may be smaller than the config's but are equal on all

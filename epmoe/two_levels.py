@@ -169,7 +169,7 @@ class TwoLevels(Exchange):
         return self.views[name].tolist()
 
     def check(self) -> None:
-        """Raise EPTimeoutError or EPMismatchError if the rail or the node's exchange has failed."""
+        """Raise EPTimeoutError, EPMismatchError or EPOrderError if the rail or the node's exchange has failed."""
         if self.failure is None and self.status_words[_CODE]:
             self._take_failure_of_node()
         if self.failure is not None:

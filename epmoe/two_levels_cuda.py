@@ -11,7 +11,7 @@ from contextlib import suppress
 from ctypes import c_int64
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ class TwoLevelsOnGPUs(TwoLevels):
         super().__post_init__()
         # The kernels write these into memory of the host.
         self.views["rail.total.needed"] = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self.others = [node for node in range(self.num_nodes) if node != self.node]
         self.differing = torch.zeros(1, dtype=torch.int64).pin_memory()  # of `rail_tags`
         self.differing_word = c_int64.from_address(self.differing.data_ptr())
         latched = self.views["state"][_LATCHED : _LATCHED + 1]
@@ -114,15 +115,19 @@ class TwoLevelsOnGPUs(TwoLevels):
             if missing:
                 self.warn_node(missing[0])
 
+    def mismatch(self, ranks: list[int]) -> NoReturn:
+        """As `TwoLevels.mismatch`, which every later call raises, too."""
+        if ranks[0] // self.ranks_per_node in self.others:
+            self.differing_word.value = self.others.index(ranks[0] // self.ranks_per_node) + 1
+        super().mismatch(ranks)
+
     def check(self) -> None:
         """As `TwoLevels.check`. A mismatch is raised by every later call, too."""
         super().check()
         if number := self.differing_word.value:
             self.inside.leave()  # the other ranks of the node may have a rail without a mismatch
-            others = [node for node in range(self.num_nodes) if node != self.node]
-            raise EPMismatchError(
-                self.rounds.count, [others[number - 1] * self.ranks_per_node + self.inside.rank], True
-            )
+            rank = self.others[number - 1] * self.ranks_per_node + self.inside.rank
+            raise EPMismatchError(self.rounds.count, [rank], True)
 
     def _take_failure_of_node(self) -> None:
         """As `TwoLevels._take_failure_of_node`. A stage that ran out of turn is this rank's own failure."""

@@ -6,6 +6,7 @@ windows than the others would wait for them in vain. The messages therefore trav
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from collections.abc import Iterable
@@ -68,7 +69,8 @@ class NVLinkWindow:
             peers.all_gather(None)  # no rank writes into a window before it is cleared
         # For `store`, which allocates nothing.
         self._words = [window.view(torch.int64) for window in windows]
-        self._word, self._stream = torch.empty(1, dtype=torch.int64, pin_memory=True), torch.cuda.Stream(device)
+        self._stored, self._stores = torch.empty(64, dtype=torch.int64, pin_memory=True), itertools.count()
+        self._stream = torch.cuda.Stream(device)
 
     def store(self, offset: int, value: int) -> None:
         """As `Window.store`, for a word below 2^63. It returns once the words have arrived, or after 1 s.
@@ -76,10 +78,12 @@ class NVLinkWindow:
         The copies run on a stream of their own and from pinned memory, so by a copy engine: kernels of this rank that
         wait for other ranks may hold all multiprocessors.
         """
-        self._word[0] = value
+        place = next(self._stores) % len(self._stored)  # another store may be on its way
+        word = self._stored[place : place + 1]
+        word[0] = value
         with torch.cuda.stream(self._stream):
             for words in self._words:
-                words[offset // 8 : offset // 8 + 1].copy_(self._word, non_blocking=True)
+                words[offset // 8 : offset // 8 + 1].copy_(word, non_blocking=True)
         give_up = time.monotonic() + 1.0
         while not self._stream.query() and time.monotonic() < give_up:
             time.sleep(1e-4)

@@ -6,7 +6,6 @@ each transfer that starts, and one each that ends, in memory of the host, also i
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 import weakref
@@ -102,7 +101,7 @@ class NcclRail(CollectiveRail):
             if not interruptible(self._meet, CONNECT.total_seconds()):
                 raise RuntimeError(f"ranks {ranks} do not reach one another by NCCL: NCCL_DEBUG=INFO says more")
         except BaseException:
-            self._cut()  # a kernel that waits for a dead rank would keep `resume` from the GPU
+            self._end(self._group.abort)  # a kernel that waits for a dead rank would keep `resume` from the GPU
             raise
 
     def _meet(self) -> None:
@@ -163,24 +162,16 @@ class NcclRail(CollectiveRail):
         Waits for no rank.
         """
         self._words.missed = missing[0] + 1 if missing else 0
-        self._cut()
+        self._end(self._group.abort)
 
     def close(self) -> None:
         """As `Rail.close`. Where no transfer is under way, NCCL first delivers what this rank has sent."""
         self._closed.set()
-        if all(way.started == way.ended for way in self._words.ways):
-            self._end(self._group.shutdown)
-        else:
-            self._cut()
+        idle = all(way.started == way.ended for way in self._words.ways)
+        self._end(self._group.shutdown if idle else self._group.abort)
 
     def _stop_with(self, word: Tensor | None) -> Tensor | None:
         return None if word is None else self._stop
-
-    def _cut(self) -> None:
-        """End the transfers under way. The group then lives as long as the process: its end would abort NCCL again."""
-        if not self._ended:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-            self._end(self._group.abort)
 
     def _end(self, call: Callable[[], None]) -> None:
         """Once: end NCCL's work on another thread, since it waits for CUDA graphs that hold its kernels."""

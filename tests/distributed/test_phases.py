@@ -18,6 +18,7 @@ from exchanges import (
     run_round,
 )
 from helpers import ON_GPUS
+from torch import Tensor
 
 import epmoe
 from epmoe import Dispatched, ExpertParallel
@@ -216,6 +217,20 @@ def test_order_of_phases(make_ep, rank, size):
     other.abort(elsewhere)
 
 
+def abort_round(ep: ExpertParallel, inputs: list[Tensor], after: str, alone: bool) -> None:
+    """A round that ends after this phase, on every rank or, `alone`, on the last one."""
+    handle = ep.dispatch_send(*inputs)
+    if alone and ep.rank != ep.size - 1:
+        d = ep.dispatch_recv(handle)
+        ep.combine(run_experts(ep, d), d)
+        return
+    if after != "dispatch_send":
+        handle = ep.dispatch_recv(handle)
+    if after == "combine_send":
+        ep.combine_send(run_experts(ep, handle), handle)
+    ep.abort(handle)
+
+
 @pytest.mark.parametrize("after", ["dispatch_send", "dispatch_recv", "combine_send"])
 @pytest.mark.parametrize("alone", [False, True])
 def test_abort_between_phases(make_ep, rank, size, after, alone):
@@ -224,16 +239,7 @@ def test_abort_between_phases(make_ep, rank, size, after, alone):
     for n in range(3):
         tokens = make_tokens(ep.config, rank, 16 - rank, seed=n)
         poison(ep)
-        handle = ep.dispatch_send(*given(ep, tokens))
-        if alone and rank != size - 1:
-            d = ep.dispatch_recv(handle)
-            ep.combine(run_experts(ep, d), d)
-        else:
-            if after != "dispatch_send":
-                handle = ep.dispatch_recv(handle)
-            if after == "combine_send":
-                ep.combine_send(run_experts(ep, handle), handle)
-            ep.abort(handle)
+        abort_round(ep, given(ep, tokens), after, alone)
         assert_y(run_round(ep, tokens), ep.config, tokens)
 
 

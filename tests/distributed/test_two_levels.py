@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from exchanges import Tokens, assert_y, make_tokens, quantised, run_experts, run_round
 from test_layers import D, E, K, make_layer
+from test_phases import abort_round
 from test_signals import ctrl_c
 
 import epmoe
@@ -127,15 +128,20 @@ def test_expert_rows_that_overflow_are_named_and_the_round_ends_on_all_ranks(mak
     assert_y(run_round(ep, few), ep.config, few)
 
 
-def test_counts_stay_at_the_source(make_ep, rank):
-    ep = make_ep(ranks_per_node=2, experts=8, top_k=3)
-    tokens = make_tokens(ep.config, rank, 4)
+def check_counts_of_bad_pairs(ep: ExpertParallel) -> None:
+    """`ep` has 8 experts, of which a token takes 3."""
+    tokens = make_tokens(ep.config, ep.rank, 4)
     tokens.ids[:] = torch.tensor([[1, 1, 6], [99, 8, -1], [0, 7, 2], [5, 5, 5]])
     tokens.weights[2] = torch.tensor([torch.nan, 1.0, torch.inf])
     run_round(ep, tokens)
     health = ep.health()
     assert (health.duplicate_ids, health.out_of_range_ids, health.nonfinite_weights) == (3, 1, 2)
     assert health.rounds == 1 and health.dropped_pairs == 0
+
+
+def test_counts_stay_at_the_source(make_ep, rank):
+    ep = make_ep(ranks_per_node=2, experts=8, top_k=3)
+    check_counts_of_bad_pairs(ep)
 
 
 @pytest.mark.parametrize("splits", ["padded", "exact"])
@@ -146,16 +152,7 @@ def test_abort_between_phases(make_ep, rank, after, alone, splits):
     ep = make_ep(ranks_per_node=2, exchange={"network_splits": splits})
     for n in range(3):
         tokens = make_tokens(ep.config, rank, 16 - rank, seed=n)
-        handle = ep.dispatch_send(*given(ep, tokens))
-        if alone and rank != 3:
-            d = ep.dispatch_recv(handle)
-            ep.combine(run_experts(ep, d), d)
-        else:
-            if after != "dispatch_send":
-                handle = ep.dispatch_recv(handle)
-            if after == "combine_send":
-                ep.combine_send(run_experts(ep, handle), handle)
-            ep.abort(handle)
+        abort_round(ep, given(ep, tokens), after, alone)
         assert_y(run_round(ep, tokens), ep.config, tokens)
 
 

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from exchanges import Tokens, assert_y, dequantised, make_tokens, quantised, run_experts, run_round
 from helpers import ON_GPUS, RANKS_SHARE_GPUS, poison_
 from test_graphs import Captured
+from test_phases import abort_round
+from test_two_levels import check_counts_of_bad_pairs
 from torch import Tensor
 
 import epmoe
@@ -128,13 +130,7 @@ def test_more_rows_for_a_node_than_its_slab_holds(make_ep, rank, size, device, s
 
 def test_counts_stay_at_the_source(make_ep, rank, size, device):
     ep = make_ep(ranks_per_node=size // 2, experts=8, top_k=3)
-    tokens = make_tokens(ep.config, rank, 4)
-    tokens.ids[:] = torch.tensor([[1, 1, 6], [99, 8, -1], [0, 7, 2], [5, 5, 5]])
-    tokens.weights[2] = torch.tensor([torch.nan, 1.0, torch.inf])
-    run_round(ep, tokens)
-    health = ep.health()
-    assert (health.duplicate_ids, health.out_of_range_ids, health.nonfinite_weights) == (3, 1, 2)
-    assert health.rounds == 1 and health.dropped_pairs == 0
+    check_counts_of_bad_pairs(ep)
 
 
 @pytest.mark.parametrize("splits", ["padded", "exact"])
@@ -145,16 +141,7 @@ def test_abort_between_phases(make_ep, rank, size, device, after, alone, splits)
     ep = make_ep(ranks_per_node=size // 2, exchange={"network_splits": splits})
     for n in range(3):
         tokens = make_tokens(ep.config, rank, 16 - rank, seed=n)
-        handle = ep.dispatch_send(*given(ep, tokens))
-        if alone and rank != size - 1:
-            d = ep.dispatch_recv(handle)
-            ep.combine(run_experts(ep, d), d)
-        else:
-            if after != "dispatch_send":
-                handle = ep.dispatch_recv(handle)
-            if after == "combine_send":
-                ep.combine_send(run_experts(ep, handle), handle)
-            ep.abort(handle)
+        abort_round(ep, given(ep, tokens), after, alone)
         assert_y(run_round(ep, tokens), ep.config, tokens)
 
 

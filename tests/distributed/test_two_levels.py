@@ -8,13 +8,14 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import Tokens, assert_y, make_tokens, quantised, run_experts, run_round
+from exchanges import assert_y, make_tokens, quantised, run_experts, run_round
 from test_layers import D, E, K, make_layer
-from test_phases import abort_round
+from test_phases import abort_round, given
 from test_signals import ctrl_c
 
 import epmoe
 from epmoe import ExpertParallel
+from epmoe.handles import Layout
 
 # On GPUs: test_two_levels_cuda.py.
 pytestmark = pytest.mark.parametrize("device", [torch.device("cpu")])
@@ -31,8 +32,24 @@ def _four_ranks(size: int) -> None:
         pytest.skip("needs 4 ranks: torchrun --nproc-per-node 4 -m pytest")
 
 
-def given(ep: ExpertParallel, tokens: Tokens) -> list[torch.Tensor]:
-    return [t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)]
+def check_ragged_rounds(ep: ExpertParallel, layout: Layout) -> None:
+    """Without a barrier between them; some ranks have no token; and every round twice, with the same bits."""
+    for n in range(6):
+        T = (16, 5 * ep.rank % 17, 0, 7 * (ep.rank % 2), 1, 16 - ep.rank)[n]
+        kind = ("uniform", "zipf", "adversarial")[n % 3]
+        tokens = make_tokens(ep.config, ep.rank, T, seed=n, kind=kind, padded=n % 2)
+        first, second = (run_round(ep, tokens, layout, num_tokens=tokens.real) for _ in range(2))
+        assert_y(first, ep.config, tokens)
+        assert torch.equal(first, second)
+
+
+def check_fp8_round(ep: ExpertParallel, quantised_by_caller: bool) -> None:
+    tokens = make_tokens(ep.config, ep.rank, 13 - ep.rank, seed=3)
+    x, scales = quantised(tokens.x) if quantised_by_caller else (tokens.x, None)
+    _, ids, weights = given(ep, tokens)
+    d = ep.dispatch(x.to(ep.device), ids, weights, scales=None if scales is None else scales.to(ep.device))
+    assert d.rows.dtype is torch.float8_e4m3fn
+    assert_y(ep.combine(run_experts(ep, d), d), ep.config, tokens)
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
@@ -40,7 +57,6 @@ def given(ep: ExpertParallel, tokens: Tokens) -> list[torch.Tensor]:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
 def test_against_the_dense_reference(make_ep, rank, ranks_per_node, placement, splits, layout):
-    """Ragged T, also 0; rounds without a barrier between them; and every round twice, with the same bits."""
     if ranks_per_node > int(os.environ["LOCAL_WORLD_SIZE"]):
         pytest.skip("the ranks of a node must be on one machine")
     ep = make_ep(
@@ -50,25 +66,14 @@ def test_against_the_dense_reference(make_ep, rank, ranks_per_node, placement, s
         placement=PLACEMENTS[placement],
         exchange={"network_splits": splits},
     )
-    for n in range(6):
-        T = (16, 5 * rank % 17, 0, 7 * (rank % 2), 1, 16 - rank)[n]
-        kind = ("uniform", "zipf", "adversarial")[n % 3]
-        tokens = make_tokens(ep.config, rank, T, seed=n, kind=kind, padded=n % 2)
-        first, second = (run_round(ep, tokens, layout, num_tokens=tokens.real) for _ in range(2))
-        assert_y(first, ep.config, tokens)
-        assert torch.equal(first, second)
+    check_ragged_rounds(ep, layout)
 
 
 @pytest.mark.parametrize("splits", ["padded", "exact"])
 @pytest.mark.parametrize("quantised_by_caller", [False, True])
 def test_fp8_rows_are_quantised_once(make_ep, rank, splits, quantised_by_caller):
     ep = make_ep(ranks_per_node=2, hidden=256, dtype="bfloat16", exchange={"payload": "fp8", "network_splits": splits})
-    tokens = make_tokens(ep.config, rank, 13 - rank, seed=3)
-    x, ids, weights = given(ep, tokens)
-    x, scales = quantised(x) if quantised_by_caller else (x, None)
-    d = ep.dispatch(x, ids, weights, scales=scales)
-    assert d.rows.dtype is torch.float8_e4m3fn
-    assert_y(ep.combine(run_experts(ep, d), d), ep.config, tokens)
+    check_fp8_round(ep, quantised_by_caller)
 
 
 @pytest.mark.parametrize("splits", ["padded", "exact"])

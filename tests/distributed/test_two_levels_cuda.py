@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import Tokens, assert_y, dequantised, make_tokens, quantised, run_experts, run_round
+from exchanges import assert_y, dequantised, make_tokens, run_experts, run_round
 from helpers import ON_GPUS, RANKS_SHARE_GPUS, poison_
 from test_graphs import Captured
-from test_phases import abort_round
-from test_two_levels import check_counts_of_bad_pairs
+from test_phases import abort_round, given
+from test_two_levels import check_counts_of_bad_pairs, check_fp8_round, check_ragged_rounds
 from torch import Tensor
 
 import epmoe
@@ -36,10 +36,6 @@ def _two_nodes(size: int) -> None:
         )
 
 
-def given(ep: ExpertParallel, tokens: Tokens) -> list[Tensor]:
-    return [t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)]
-
-
 def meet() -> None:
     """Every rank is here. On the host: a barrier of GPUs would wait for what this rank has queued."""
     dist.all_reduce(torch.zeros(1))
@@ -50,7 +46,6 @@ def meet() -> None:
 @pytest.mark.parametrize("placement", [{}, COPIES])
 @pytest.mark.parametrize("ll_max_tokens", [8, 256])
 def test_against_the_dense_reference(make_ep, rank, size, device, ll_max_tokens, placement, splits, layout):
-    """Ragged T, also 0; rounds without a barrier between them; and every round twice, with the same bits."""
     ep = make_ep(
         ll_max_tokens,
         ranks_per_node=size // 2,
@@ -59,13 +54,7 @@ def test_against_the_dense_reference(make_ep, rank, size, device, ll_max_tokens,
         placement=placement,
         exchange={"network_splits": splits},
     )
-    for n in range(6):
-        T = (16, 5 * rank % 17, 0, 7 * (rank % 2), 1, 16 - rank)[n]
-        kind = ("uniform", "zipf", "adversarial")[n % 3]
-        tokens = make_tokens(ep.config, rank, T, seed=n, kind=kind, padded=n % 2)
-        first, second = (run_round(ep, tokens, layout, num_tokens=tokens.real) for _ in range(2))
-        assert_y(first, ep.config, tokens)
-        assert torch.equal(first, second)
+    check_ragged_rounds(ep, layout)
     ep.check()
 
 
@@ -74,12 +63,7 @@ def test_against_the_dense_reference(make_ep, rank, size, device, ll_max_tokens,
 def test_fp8_rows(make_ep, rank, size, device, splits, quantised_by_caller):
     options = {"payload": "fp8", "network_splits": splits}
     ep = make_ep(ranks_per_node=size // 2, hidden=256, dtype="bfloat16", exchange=options)
-    tokens = make_tokens(ep.config, rank, 13 - rank, seed=3)
-    x, ids, weights = given(ep, tokens)
-    x, scales = (t.to(device) for t in quantised(x.cpu())) if quantised_by_caller else (x, None)
-    d = ep.dispatch(x, ids, weights, scales=scales)
-    assert d.rows.dtype is torch.float8_e4m3fn
-    assert_y(ep.combine(run_experts(ep, d), d), ep.config, tokens)
+    check_fp8_round(ep, quantised_by_caller)
 
 
 @pytest.mark.parametrize("splits", ["padded", "exact"])

@@ -9,7 +9,8 @@ import pytest
 import torch
 from exchanges import assert_y, make_tokens, run_experts, run_round
 from helpers import ON_GPUS, poison_
-from test_two_levels_cuda import CapturedRound, _two_nodes, given, meet
+from test_phases import given
+from test_two_levels_cuda import CapturedRound, _two_nodes, meet
 
 import epmoe
 from epmoe import ExpertParallel

@@ -113,8 +113,8 @@ def no_answer(missing: list[int], global_ranks: list[int], ranks_per_node: int, 
     return f"{why}. This rank came too late" if rank in missing else why
 
 
-class CollectiveRail:
-    """A `Rail` by all-to-all of torch.distributed, over a group of its own.
+class AskingRail:
+    """What rails have in common: the ranks say through the store of torch.distributed who is missing.
 
     Args:
         ranks: of the whole group, one on each node: this rail.
@@ -124,6 +124,40 @@ class CollectiveRail:
 
     def __init__(self, ranks: list[int], rank: int, name: str):
         self._ranks, self._rank, self._name = ranks, rank, name
+
+    def missing(self, found: Sequence[int]) -> list[int]:
+        """As `Rail.missing`: every rank that gives up says so in the store; a rank that is silent is missing.
+
+        Where the store cannot be reached either, all other ranks of the rail are missing.
+        """
+        store = dist.PrefixStore(f"epmoe/{self._name}/missing", _get_default_store())
+        others = [rank for rank in self._ranks if rank != self._rank]
+        heard: dict[int, set[int]] = {}
+        with suppress(RuntimeError):
+            interruptible(partial(self._ask, store, found, others, heard), ANSWER_S)
+        heard = dict(heard)  # the thread may still be at it
+        named, silent = set().union(*heard.values()), set(others) - set(heard)
+        result = sorted(set(found) or named or silent or others)
+        with suppress(RuntimeError):  # for ranks that come too late
+            interruptible(partial(store.set, str(self._rank), ",".join(map(str, result))), _SEND_S)
+        return result
+
+    def _ask(self, store: dist.Store, found: Sequence[int], others: list[int], heard: dict[int, set[int]]) -> None:
+        """Say what this rank has found, and fill `heard` with what the others have. It may never end."""
+        store.set(str(self._rank), ",".join(map(str, found)))
+        give_up = time.monotonic() + ANSWER_S
+        while len(heard) < len(others) and not found and time.monotonic() < give_up:
+            for rank in others:
+                if rank not in heard and store.check([str(rank)]):
+                    heard[rank] = set(map(int, filter(None, store.get(str(rank)).decode().split(","))))
+            time.sleep(0.02)
+
+
+class CollectiveRail(AskingRail):
+    """A `Rail` by all-to-all of torch.distributed, over a group of its own. Takes the arguments of `AskingRail`."""
+
+    def __init__(self, ranks: list[int], rank: int, name: str):
+        super().__init__(ranks, rank, name)
         self._group = gloo_group(f"{name}/rail/{ranks[0]}", ranks.index(rank), len(ranks))
         self._under_way: list[Transfer] = []
 
@@ -163,33 +197,6 @@ class CollectiveRail:
             transfer.wait()
         except RuntimeError as error:
             raise RailError(str(error)) from error
-
-    def missing(self, found: Sequence[int]) -> list[int]:
-        """As `Rail.missing`: every rank that gives up says so in the store; a rank that is silent is missing.
-
-        Where the store cannot be reached either, all other ranks of the rail are missing.
-        """
-        store = dist.PrefixStore(f"epmoe/{self._name}/missing", _get_default_store())
-        others = [rank for rank in self._ranks if rank != self._rank]
-        heard: dict[int, set[int]] = {}
-        with suppress(RuntimeError):
-            interruptible(partial(self._ask, store, found, others, heard), ANSWER_S)
-        heard = dict(heard)  # the thread may still be at it
-        named, silent = set().union(*heard.values()), set(others) - set(heard)
-        result = sorted(set(found) or named or silent or others)
-        with suppress(RuntimeError):  # for ranks that come too late
-            interruptible(partial(store.set, str(self._rank), ",".join(map(str, result))), _SEND_S)
-        return result
-
-    def _ask(self, store: dist.Store, found: Sequence[int], others: list[int], heard: dict[int, set[int]]) -> None:
-        """Say what this rank has found, and fill `heard` with what the others have. It may never end."""
-        store.set(str(self._rank), ",".join(map(str, found)))
-        give_up = time.monotonic() + ANSWER_S
-        while len(heard) < len(others) and not found and time.monotonic() < give_up:
-            for rank in others:
-                if rank not in heard and store.check([str(rank)]):
-                    heard[rank] = set(map(int, filter(None, store.get(str(rank)).decode().split(","))))
-            time.sleep(0.02)
 
     def close(self) -> None:
         """As `Rail.close`. gloo cannot cancel a transfer: the end of its group would wait for the deadline."""

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import AllToAllOptions, _get_default_sto
 
 from epmoe import ops
 from epmoe.exchange import interruptible
-from epmoe.network import CONNECT, CollectiveRail, RailError, Transfer
+from epmoe.network import CONNECT, AskingRail, RailError, Transfer
 
 if TYPE_CHECKING:
     from epmoe.two_levels_cuda import TwoLevelsOnGPUs
@@ -70,7 +70,7 @@ class Queued:
         torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
-class NcclRail(CollectiveRail):
+class NcclRail(AskingRail):
     """A `Rail` by NCCL. `start` and `wait` only queue work, so they can be captured into a CUDA graph.
 
     Args:
@@ -84,7 +84,8 @@ class NcclRail(CollectiveRail):
     """
 
     def __init__(self, ranks: list[int], rank: int, name: str, device: torch.device):
-        self._ranks, self._rank, self._name, self._device = ranks, rank, name, device
+        super().__init__(ranks, rank, name)
+        self._device = device
         self._group = nccl_group(f"{name}/rail/{ranks[0]}", ranks.index(rank), len(ranks))
         # Of a priority that streams of models rarely have: torch hands out the same few streams again and again.
         self._stream = torch.cuda.Stream(device, priority=-1)

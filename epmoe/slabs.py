@@ -73,7 +73,7 @@ class Slabs:
         # A padded call on a GPU may be replayed in other rounds, so its tag has the length of a slab there.
         stamp = epoch if exchange.exact or exchange.device.type == "cpu" else slots
         self.tag = [self.D, self.K, ops.DTYPES.index(dtype), stamp]
-        self.others = [node for node in range(exchange.num_nodes) if node != exchange.node]
+        self.others = exchange.others
         self.own_rows = slots
         self.sent_rows = self.received_rows = [slots * (node in self.others) for node in range(exchange.num_nodes)]
 

@@ -62,6 +62,7 @@ class TwoLevels(Exchange):
         super().__post_init__()
         topology = self.config.topology
         self.ranks_per_node, self.num_nodes = topology.ranks_here, topology.num_nodes
+        self.others = [node for node in range(self.num_nodes) if node != self.node]
         self.rank += self.node * self.ranks_per_node
         self.slots = self.config.rows_per_node  # of the slabs of the last call
         self.slot = RailSlot.of(self.config)
@@ -90,8 +91,7 @@ class TwoLevels(Exchange):
             MemoryError: the windows do not fit.
             RuntimeError: the ranks of a node are on several machines, or do not reach one another.
         """
-        topology = config.topology
-        G, N = topology.ranks_here, topology.num_nodes
+        G, N = config.topology.ranks_here, config.topology.num_nodes
         node, local = divmod(peers.rank, G)
         here = peers.global_ranks[node * G : (node + 1) * G]
         plan = MemoryPlan.build(config, peers.rank, placement, nvlink=device.type == "cuda")

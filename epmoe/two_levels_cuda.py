@@ -39,7 +39,6 @@ class TwoLevelsOnGPUs(TwoLevels):
         super().__post_init__()
         # The kernels write these into memory of the host.
         self.views["rail.total.needed"] = torch.zeros(1, dtype=torch.int32).pin_memory()
-        self.others = [node for node in range(self.num_nodes) if node != self.node]
         self.differing = torch.zeros(1, dtype=torch.int64).pin_memory()  # of `rail_tags`
         self.differing_word = c_int64.from_address(self.differing.data_ptr())
         latched = self.views["state"][_LATCHED : _LATCHED + 1]

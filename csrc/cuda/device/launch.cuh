@@ -40,8 +40,8 @@ static cudaError_t current_device(Device& device) {
 
 // Loads a kernel now. Otherwise its first launch loads it and may wait for all running kernels (CUDA Programming Guide,
 // lazy loading). That wait never ends if a running kernel waits for what this rank launches next.
-template <typename Param>
-cudaError_t load(void (*kernel)(Param)) {
+template <typename... Params>
+cudaError_t load(void (*kernel)(Params...)) {
   cudaFuncAttributes attributes;
   return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
 }

@@ -85,9 +85,8 @@ cudaError_t load_rail_sum() {
   for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
     auto load_both = [](auto type) {
       using T = decltype(type);
-      cudaFuncAttributes attributes;
       for (auto* kernel : {sum_slabs<T, kPerVector<T>>, sum_slabs<T, 1>})
-        if (cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel))) return error;
+        if (cudaError_t error = load(kernel)) return error;
       return cudaSuccess;
     };
     if (cudaError_t error = visit(dtype, load_both)) return error;

@@ -90,13 +90,13 @@ struct ExchangePlan {
 // What a source signals to each receiver, in a cache line of its own. The source writes `epoch`, the flag, last.
 // CUDA uses it in combine only, and there one 8-byte word of it: `epoch` and `sends`.
 struct alignas(64) RoundHeader {
-  uint32_t epoch;       // CPU: the round whose payload is complete; CUDA: the round that the source has opened
-  int32_t sends;        // CUDA only: 1, or 0 if the source gives the round up
-  int32_t D, K, dtype;  // of the source's call; CPU only
-  int32_t counts[2];    // CPU only: rows sent to this receiver in round n, at n % 2; see cpu/signal.h
-  int32_t needed_rows;  // CPU only: the source's Status::needed_rows
-  int32_t more_rounds;  // CPU only: 1 if the source needs a round after this one; see Progress
-  int32_t unused[7];
+  uint32_t epoch;          // CPU: the round whose payload is complete; CUDA: the round that the source has opened
+  int32_t sends;           // CUDA only: 1, or 0 if the source gives the round up
+  int32_t D, K, dtype;     // of the source's call; CPU only
+  int32_t counts[2];       // CPU only: rows sent to this receiver in round n, at n % 2; see cpu/signal.h
+  int32_t needed_rows;     // CPU only: the source's Status::needed_rows
+  int32_t more_rounds[2];  // CPU only: 1 if the source needs a round after round n, at n % 2; see Progress
+  int32_t unused[6];
 };
 
 // How far this rank's calls have come. The operators write it, no kernel does except `answer`, and the host looks at it
@@ -109,7 +109,7 @@ struct Progress {
   int64_t counted_ns;   // CPU only: the time up to which health_waited_ns has this wait
   int64_t last_stream;  // CUDA only: handle + 1 of the stream of the last launch; 0: there was none
   int64_t asked;        // the host writes it before dispatch: the round << 1 | whether this rank needs another; or 0
-  int64_t answer;       // dispatch, where it was asked: the round << 1 | whether any rank needs another
+  int64_t answer;       // where a round was asked: the round << 1 | whether any rank needs another
 };
 
 // What went wrong, for the host: int64 each, in the order of `epmoe.health.STATUS`. It lies in host memory (pinned on

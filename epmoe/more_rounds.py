@@ -12,8 +12,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
+from epmoe import ops
 from epmoe.exchange import Exchange
-from epmoe.rounds import ANSWER, ASKED
+from epmoe.rounds import ANSWER, ASKED, CLOSED, wait_on
 
 _SPIN_S = 1.0  # then the wait may take milliseconds longer, and hears of a GPU in distress
 
@@ -32,7 +35,8 @@ def asking(exchange: Exchange, more: bool) -> Iterator[None]:
 def another(exchange: Exchange) -> bool:
     """Whether any rank needs a round after the last one, which asked. On GPUs it waits for the kernel of dispatch.
 
-    On the CPU dispatch has the answer when it returns. A round that was given up before has none, which is False.
+    On the CPU dispatch has the answer when it returns. A round that was given up before has it once every rank has
+    closed the round, for which this waits.
 
     Raises what `Exchange.check` does, EPTimeoutError also where the kernel does not end within
     `exchange.warmup_timeout_s`, and RuntimeError as torch does on a GPU in distress.
@@ -46,5 +50,20 @@ def another(exchange: Exchange) -> bool:
         if progress[ANSWER] >> 1 != epoch:
             exchange.wait_for_device(exchange.config.exchange.warmup_timeout_s)
             exchange.check()
+    elif progress[ANSWER] >> 1 != epoch:
+        _wait_until_closed(exchange, epoch)
     answer: int = progress[ANSWER]
     return answer == (epoch << 1 | 1)
+
+
+def _wait_until_closed(exchange: Exchange, epoch: int) -> None:
+    """On the CPU, with no round open: until every rank has closed round `epoch`, for its answer."""
+    progress, nothing = exchange.rounds.progress, torch.empty(0, 0, device="cpu")
+    arguments = nothing, None, *exchange.memory, next(iter(exchange.descriptors.values()))
+    progress[ASKED] = epoch << 1
+    try:
+        ops.combine_recv(*arguments)
+        wait_on(exchange, ops.combine_recv, arguments, CLOSED)
+    finally:
+        progress[ASKED] = 0
+    exchange.check()

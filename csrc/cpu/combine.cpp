@@ -147,11 +147,20 @@ void give_up(const Exchange& ex, RoundState& round) {
   if (!round.latched) signal_all(ex, ex.plan.signal_combine, round.combine_epoch, round, kNoRows);
 }
 
+// After a round that was given up before this rank had seen all others: the answer whether another one follows. Ranks
+// close a round after they have sent their dispatch header.
+void answer_once_closed(const Exchange& ex, RoundState& round) {
+  if (round.latched) return;
+  if (wait_for_all(ex, kCombine, ex.plan.signal_combine, round.combine_epoch) == Wait::kArrived)
+    answer(ex, round.combine_epoch, round.progress);
+}
+
 }  // namespace
 
 void combine(const Exchange& ex, const CombineArgs& args, DType dtype) {
   auto* round = in_scratch<RoundState>(ex, ex.plan.state);
   if (args.send && !args.rows) return give_up(ex, *round);
+  if (round->progress.phases % 4 == 0) return answer_once_closed(ex, *round);
   visit(dtype, [&](auto type) {
     if (args.send) send<decltype(type)>(ex, args, *round);
     if (args.receive) receive<decltype(type)>(ex, args, *round);

@@ -90,13 +90,6 @@ uint64_t read_headers(const Exchange& ex, const RoundState& round, int32_t* coun
   return mismatched;
 }
 
-// Answers the host, which has asked whether any rank needs another round.
-void answer(const Exchange& ex, Progress& progress) {
-  auto* headers = in_window<RoundHeader>(ex, ex.plan.rank, ex.plan.signal_dispatch);
-  bool more = std::any_of(headers, headers + ex.plan.R, [](const RoundHeader& header) { return header.more_rounds; });
-  progress.answer = (progress.asked & ~int64_t{1}) | more;
-}
-
 // Calls f(pair) for each pair of each used slot, in order. `pair` is an index into [R, M, K].
 template <typename F>
 void for_each_pair(const Exchange& ex, const DispatchArgs& args, const int32_t* counts_R, F&& f) {
@@ -225,7 +218,7 @@ void receive(const Exchange& ex, const DispatchArgs& args) {
   }
   uint64_t mismatched = 0;
   if (arrived) mismatched = read_headers(ex, *round, counts);
-  if (arrived && round->progress.asked) answer(ex, round->progress);
+  if (arrived && round->progress.asked) answer(ex, round->dispatch_epoch, round->progress);
   if (mismatched)
     *ex.status = {kMismatch,
                   kDispatch,

@@ -10,7 +10,8 @@
 // A rank that gives round n up raises its combine flag of n at once, perhaps before it has seen any dispatch flag of n.
 // A slow rank may then still sum round n-1 and read the count that this rank sent with that flag. Headers therefore
 // hold the counts of two rounds. The next flag that would overwrite the count of n-1 is that of n+1. It follows this
-// rank's dispatch of n+1, and so every combine flag of n.
+// rank's dispatch of n+1, and so every combine flag of n. For the same reason they hold `more_rounds` twice: a rank
+// that has given round n up may look for it while others have opened n+1.
 #pragma once
 #include <errno.h>
 #include <linux/futex.h>
@@ -63,10 +64,17 @@ inline void signal_all(const Exchange& ex, int64_t signals_offset, uint32_t epoc
     slot->counts[epoch % 2] = count_R[rank];
     slot->D = round.D, slot->K = round.K, slot->dtype = round.dtype;
     slot->needed_rows = static_cast<int32_t>(std::min<int64_t>(ex.status->needed_rows, INT32_MAX));
-    slot->more_rounds = round.progress.asked & 1;
+    slot->more_rounds[epoch % 2] = round.progress.asked & 1;
     std::atomic_ref(slot->epoch).store(epoch, std::memory_order_release);
     wake(ex, rank);
   }
+}
+
+// Answers the host, which has asked whether any rank needs a round after `epoch`. All headers of dispatch are here.
+inline void answer(const Exchange& ex, uint32_t epoch, Progress& progress) {
+  auto* headers = in_window<RoundHeader>(ex, ex.plan.rank, ex.plan.signal_dispatch);
+  auto needs_more = [&](const RoundHeader& header) { return header.more_rounds[epoch % 2]; };
+  progress.answer = (progress.asked & ~int64_t{1}) | std::any_of(headers, headers + ex.plan.R, needs_more);
 }
 
 // Ranks whose flag has not reached `epoch`, as a mask.

@@ -89,8 +89,8 @@ class SharedExpertParallel:
         Raises ValueError in static mode if `longest` is more than M, RuntimeError in a stream capture without
         `longest`, both before anything is sent, and what `ExpertParallel.dispatch`, `ExpertParallel.combine` and
         `experts` raise. An exception closes the round, wherever it comes from. In the rounds that other ranks still
-        need, this rank then takes part without tokens and without its experts, so that the ranks stay in step. Where
-        a signal handler ends dispatch's wait on the CPU, without `longest`, it cannot know of them, and does not.
+        need, this rank then takes part without tokens and without its experts, so that the ranks stay in step. It
+        waits for them as ever; a second exception, such as another Ctrl-C, ends that too.
         """
         M, exchange = self._max_tokens, self.ep._open
         if self.static and longest is not None and longest > M:

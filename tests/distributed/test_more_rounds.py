@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -117,6 +121,41 @@ def test_an_exception_in_a_round_keeps_the_ranks_in_step(make_layers, who, fails
         taken = layers.ep.health().rounds - before
         alone = who == "rank 0" and not known and not nodes_of(size)  # then only rank 0 wanted the last rounds
         assert taken == (min(fails_in + 1, 3) if alone else 3)
+        check(layers, [LENGTHS[(r + 2) % len(LENGTHS)] for r in range(size)])
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu")])
+@pytest.mark.parametrize("late_in", [1, 2])
+def test_a_signal_in_a_wait_keeps_the_ranks_in_step(make_layers, late_in, rank, size, monkeypatch):
+    """The handler raises on rank 0 while it waits in dispatch for the others, so before it can know whether these need
+    more rounds. They need three, and rank 0 sees them out."""
+    if size == 1 or nodes_of(size):
+        pytest.skip("rank 0 waits for nobody, or the ranks have agreed before")
+    layers = make_layers(timeout_s=LONG_S)
+    config, ep, one_round = layers.ep.config, layers.ep, layers._round
+    check(layers, [1] * size)
+    before, first = ep.health().rounds, (late_in - 1) * M
+    tokens = make_tokens(config, rank, 3 * M if rank else first + 1, seed=4)
+
+    def late(*args: object, **options: object) -> Tensor:
+        if ep.health().rounds - before == late_in - 1:
+            time.sleep(1.5)
+        return one_round(*args, **options)
+
+    dist.barrier()
+    with within(60.0):
+        if rank == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # torchrun may have left another
+            timer = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                run(layers, tokens)
+        else:
+            monkeypatch.setattr(layers, "_round", late)
+            y, lost = run(layers, tokens), without_rank(ep, tokens, 0)
+            weights = torch.cat([tokens.weights[:first], lost.weights[first:]])
+            assert_y(y, config, Tokens(tokens.x, tokens.ids, weights, tokens.real))
+        assert ep.health().rounds - before == 3
         check(layers, [LENGTHS[(r + 2) % len(LENGTHS)] for r in range(size)])
 
 

@@ -51,19 +51,14 @@ def another(exchange: Exchange) -> bool:
             exchange.wait_for_device(exchange.config.exchange.warmup_timeout_s)
             exchange.check()
     elif progress[ANSWER] >> 1 != epoch:
-        _wait_until_closed(exchange, epoch)
+        _wait_until_closed(exchange)
     answer: int = progress[ANSWER]
     return answer == (epoch << 1 | 1)
 
 
-def _wait_until_closed(exchange: Exchange, epoch: int) -> None:
-    """On the CPU, with no round open: until every rank has closed round `epoch`, for its answer."""
-    progress, nothing = exchange.rounds.progress, torch.empty(0, 0, device="cpu")
-    arguments = nothing, None, *exchange.memory, next(iter(exchange.descriptors.values()))
-    progress[ASKED] = epoch << 1
-    try:
-        ops.combine_recv(*arguments)
-        wait_on(exchange, ops.combine_recv, arguments, CLOSED)
-    finally:
-        progress[ASKED] = 0
+def _wait_until_closed(exchange: Exchange) -> None:
+    """On the CPU, with no round open: until every rank has closed the last round, for its answer."""
+    arguments = torch.empty(0, 0, device="cpu"), None, *exchange.memory, next(iter(exchange.descriptors.values()))
+    ops.combine_recv(*arguments)
+    wait_on(exchange, ops.combine_recv, arguments, CLOSED)
     exchange.check()

@@ -74,7 +74,8 @@ inline void signal_all(const Exchange& ex, int64_t signals_offset, uint32_t epoc
 inline void answer(const Exchange& ex, uint32_t epoch, Progress& progress) {
   auto* headers = in_window<RoundHeader>(ex, ex.plan.rank, ex.plan.signal_dispatch);
   auto needs_more = [&](const RoundHeader& header) { return header.more_rounds[epoch % 2]; };
-  progress.answer = (progress.asked & ~int64_t{1}) | std::any_of(headers, headers + ex.plan.R, needs_more);
+  int64_t round = (progress.phases + 3) / 4;  // as epmoe/rounds.py counts
+  progress.answer = round << 1 | std::any_of(headers, headers + ex.plan.R, needs_more);
 }
 
 // Ranks whose flag has not reached `epoch`, as a mask.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -14,9 +11,10 @@ import torch.distributed as dist
 from exchanges import Tokens, assert_y, gains, make_config, make_tokens, nodes_of
 from helpers import ON_GPUS
 from test_exceptions import LONG_S, within, without_rank
+from test_signals import ctrl_c
 from torch import Tensor
 
-from epmoe import EPMismatchError, EPTimeoutError, memory
+from epmoe import EPMismatchError, EPTimeoutError, ExpertParallel, memory
 from epmoe.integrations.shared import SharedExpertParallel
 
 M = 16
@@ -71,6 +69,13 @@ def check(layers: SharedExpertParallel, lengths: list[int], seed: int = 0) -> No
     assert layers.ep.health().rounds - before == max(1, *(-(-length // M) for length in lengths))
 
 
+def assert_lost(y: Tensor, ep: ExpertParallel, tokens: Tokens, first: int) -> None:
+    """From token `first` on, the sums of rank 0 are missing."""
+    lost = without_rank(ep, tokens, 0)
+    weights = torch.cat([tokens.weights[:first], lost.weights[first:]])
+    assert_y(y, ep.config, Tokens(tokens.x, tokens.ids, weights, tokens.real))
+
+
 def refuse(*args: object, **options: object) -> None:
     raise AssertionError("no rank asks another through the host")
 
@@ -114,10 +119,7 @@ def test_an_exception_in_a_round_keeps_the_ranks_in_step(make_layers, who, fails
             with pytest.raises(MemoryError):
                 run(layers, tokens, Experts(layers, fails_in), longest)
         else:
-            y, first = run(layers, tokens, longest=longest), (fails_in - 1) * M
-            lost = without_rank(layers.ep, tokens, 0)
-            weights = torch.cat([tokens.weights[:first], lost.weights[first:]])
-            assert_y(y, config, Tokens(tokens.x, tokens.ids, weights, tokens.real))
+            assert_lost(run(layers, tokens, longest=longest), layers.ep, tokens, (fails_in - 1) * M)
         taken = layers.ep.health().rounds - before
         alone = who == "rank 0" and not known and not nodes_of(size)  # then only rank 0 wanted the last rounds
         assert taken == (min(fails_in + 1, 3) if alone else 3)
@@ -145,16 +147,11 @@ def test_a_signal_in_a_wait_keeps_the_ranks_in_step(make_layers, late_in, rank, 
     dist.barrier()
     with within(60.0):
         if rank == 0:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # torchrun may have left another
-            timer = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT))
-            timer.start()
-            with pytest.raises(KeyboardInterrupt):
+            with ctrl_c(after_s=0.7):
                 run(layers, tokens)
         else:
             monkeypatch.setattr(layers, "_round", late)
-            y, lost = run(layers, tokens), without_rank(ep, tokens, 0)
-            weights = torch.cat([tokens.weights[:first], lost.weights[first:]])
-            assert_y(y, config, Tokens(tokens.x, tokens.ids, weights, tokens.real))
+            assert_lost(run(layers, tokens), ep, tokens, first)
         assert ep.health().rounds - before == 3
         check(layers, [LENGTHS[(r + 2) % len(LENGTHS)] for r in range(size)])
 

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
   constexpr bool kLL = kSendLines > 0;
   __shared__ RoundState now;
   __shared__ int32_t count_R[kMaxExchangeRanks], max_slots[2];
-  __shared__ int64_t sink;
+  __shared__ int32_t sink;
   extern __shared__ __align__(128) char buffers[];
   const Exchange& ex = kernel.ex;
   const ExchangePlan& plan = ex.plan;
@@ -93,8 +93,7 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
   }
   __syncthreads();
   b.wait.epoch = now.dispatch_epoch;
-  bool ok = !now.latched;
-  if (blockIdx.x == 0 && ok) ok = b.wait.in_turn(kCombine, args.send, now.phases, now.combine_epoch);
+  bool ok = !(now.latched | (blockIdx.x == 0 ? Wait::out_of_turn(kCombine, args.send, now.phases) : 0));
   // The block that starts first opens combine, with its last warp, which has the least to send.
   if (int32_t rank = block_threads() - 1 - threadIdx.x; blockIdx.x == 0 && rank < plan.R && ok && args.send) {
     RoundHeader* header = in_window<RoundHeader>(ex, rank, plan.signal_combine) + plan.rank;
@@ -110,6 +109,7 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
       if (now.ll_mask) send_to_ll_sources_too<T, kFp8>(b, &round->ll_queue[kCombine]);
     }
   }
+  if (blockIdx.x == 0 && threadIdx.x == 0 && args.send && ok) round->phases = 3;
   uint32_t sending_ranks = 0;
   bool receives = false;
   if (args.receive) {
@@ -118,7 +118,10 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
   }
   if constexpr (!kLL && !kFp8)
     if (forwards && sends && ok && threadIdx.x < 32) forward_rows<T>(b, buffers, &round->send_queue[kCombine]);
-  if (!args.receive) return;
+  if (!args.receive) {
+    if (blockIdx.x == 0 && threadIdx.x == 0 && !ok) Wait::report(ex, round, b.wait.epoch, kCombine, 0);
+    return;
+  }
   if constexpr (kLL) {
     if (receives)
       ok = sum_chunks<kCoarse ? kSendLines : 1, kOwn, T, kFp8>(b, sending_ranks, &round->recv_queue[kCombine]);
@@ -131,7 +134,8 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
     });
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) {
-    round->combine_epoch = b.wait.epoch, round->phases = 0;
+    round->combine_epoch = b.wait.epoch;
+    if (ok) round->phases = 0;
     round->send_queue[kDispatch] = round->recv_queue[kDispatch] = round->ll_queue[kDispatch] = round->done[kDispatch] =
         round->started[kDispatch] = round->receiving[kDispatch] = round->notified = round->num_tokens = 0;
   }

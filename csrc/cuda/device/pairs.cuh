@@ -26,10 +26,9 @@ struct RoutedPair {
   __device__ __forceinline__ int32_t expert(int64_t E) const {
     return id >= 0 && id < E ? static_cast<int32_t>(id) : -1;
   }
-  // The same, and -1 where the weight leaves nothing to compute.
-  __device__ __forceinline__ int32_t live_expert(int64_t E) const {
-    int32_t found = expert(E);
-    return found < 0 || weight == 0.0f || !is_finite(weight) ? -1 : found;
+  // Whether there is something to compute: a logical expert of E, and a weight.
+  __device__ __forceinline__ bool is_live(int64_t E) const {
+    return id >= 0 && id < E && weight != 0.0f && is_finite(weight);
   }
 };
 

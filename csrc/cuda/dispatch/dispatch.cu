@@ -111,8 +111,7 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
   }
   if (kLL && sends) outgoing.read(b);
   int32_t tokens = sends || notifies || leader ? real_tokens(b) : 0;
-  if (leader && threadIdx.x == 0 && !latched)
-    latched = !b.wait.in_turn(kDispatch, kernel.args.send, phases, last_epoch);
+  if (leader) latched |= Wait::out_of_turn(kDispatch, kernel.args.send, phases);
   if (threadIdx.x == 0) shared.epoch = next_epoch(last_epoch), shared.latched = latched, shared.mismatched = 0;
   if (leader && kernel.args.send) {
     send_counts<kGroupsInFlight>(b, tokens);
@@ -125,7 +124,11 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
              : send_rows<Source, kGroupsInFlight>(b, tokens, &round->send_queue[kDispatch]);
   else if (kLL && notifies)
     send_pairs<kGroupsInFlight>(b, tokens);
-  if (!kernel.args.receive) return;
+  if (leader && threadIdx.x == 0 && kernel.args.send && !shared.latched) round->phases = 1;
+  if (!kernel.args.receive) {
+    if (leader && threadIdx.x == 0 && shared.latched) Wait::report(ex, round, shared.epoch, kDispatch, 0);
+    return;
+  }
   if (threadIdx.x == 0) b.wait.begin(kDispatch);
   SlotChunk incoming = first_incoming<kLL ? kRecvLines : 1>(b);
   compute_now(&shared.sink, incoming.slot.source, incoming.slot.s, incoming.index);
@@ -143,7 +146,8 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
     if (kernel.args.expert_major && plan.alignment > 1) zero_gaps(b);
   }
   if (leader && threadIdx.x == 0) {
-    round->dispatch_epoch = b.wait.epoch, round->phases = 2;
+    round->dispatch_epoch = b.wait.epoch;
+    if (ok) round->phases = 2;
     round->T = tokens, round->K = kernel.args.K, round->ll_mask = shared.ll_mask;
     round->send_queue[kCombine] = round->recv_queue[kCombine] = round->ll_queue[kCombine] = round->done[kCombine] =
         round->started[kCombine] = round->receiving[kCombine] = 0;

@@ -14,8 +14,8 @@ static __device__ __noinline__ int32_t copy_of(const Exchange& ex, int32_t t, in
 
 // The physical expert of token t's pair; -1 where there is nothing to compute.
 __device__ __forceinline__ int32_t physical(const DispatchBlock& b, int32_t t, const RoutedPair& pair) {
-  int32_t expert = pair.live_expert(b.plan.E);
-  if (expert < 0) return -1;
+  if (!pair.is_live(b.plan.E)) return -1;
+  auto expert = static_cast<int32_t>(pair.id);
   return b.plan.copies == 1 ? expert : copy_of(b.ex, t, expert);
 }
 

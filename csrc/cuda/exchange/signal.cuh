@@ -67,19 +67,19 @@ __device__ __forceinline__ uint64_t now_ns() {
 
 // Forces values to be computed now, before a wait on which they do not depend; the compiler would compute them after
 // it. It cannot know that they never equal `kNever`, which alone is stored, in shared memory that nobody reads.
-constexpr int64_t kNever = 0x7f7f7f7f;
+constexpr int32_t kNever = 0x7f7f7f7f;
 template <typename... Values>
-__device__ __forceinline__ void compute_now(int64_t* sink, Values... values) {
-  int64_t value = (int64_t{0} ^ ... ^ static_cast<int64_t>(values));
-  if (value == kNever) *static_cast<volatile int64_t*>(sink) = value;
+__device__ __forceinline__ void compute_now(int32_t* sink, Values... values) {
+  int32_t value = (0 ^ ... ^ static_cast<int32_t>(values));
+  if (value == kNever) *static_cast<volatile int32_t*>(sink) = value;
 }
 
 // The arguments of a launch are cold. This fetches their cache lines side by side, while the predecessor still runs.
 template <typename K>
-__device__ __forceinline__ void fetch_arguments(const K& kernel, int64_t* sink) {
-  auto* words = reinterpret_cast<const int64_t*>(&kernel);
-  constexpr int kLine = 8;
-  for (int i = threadIdx.x / 32 * kLine; i < static_cast<int>(sizeof(K) / sizeof(int64_t)); i += block_warps() * kLine)
+__device__ __forceinline__ void fetch_arguments(const K& kernel, int32_t* sink) {
+  auto* words = reinterpret_cast<const int32_t*>(&kernel);
+  constexpr int kLine = 64 / sizeof(int32_t);
+  for (int i = threadIdx.x / 32 * kLine; i < static_cast<int>(sizeof(K) / sizeof(int32_t)); i += block_warps() * kLine)
     if (threadIdx.x % 32 == 0) compute_now(sink, words[i]);
 }
 

@@ -99,18 +99,12 @@ struct Wait {
     return 0;
   }
 
-  // Rule finish-first: returns whether this kernel's phase is due on this rank. It is not where graphs of single stages
-  // are replayed in another order, or where streams overlap; then the kernel latches and reports. `phases` and
-  // `combine_epoch` are those of the state as the kernel found it. Only the block that starts first calls this, since
-  // others may start after it has moved `phases` on. Thread 0 acts; every thread that calls gets the answer.
-  __device__ __forceinline__ bool in_turn(Stage stage, bool sends, int32_t phases, uint32_t combine_epoch) const {
-    bool due = phases == 2 * stage + !sends;
-    if (threadIdx.x == 0 && due && sends) round->phases = phases + 1;
-    if (threadIdx.x == 0 && !due) {
-      round->failure.phases = phases;
-      report(ex, round, next_epoch(combine_epoch), stage, kOutOfTurn, uint64_t{1} << ex.plan.rank);
-    }
-    return due;
+  // Rule finish-first: 0 if this kernel's phase is due on this rank. Another one is where graphs of single stages are
+  // replayed in another order, or where streams overlap; then the kernel does nothing but fail. `phases` are those of
+  // the state as the kernel found it. Only the block that starts first asks, since others may start after it has moved
+  // `phases` on. It moves them after it has sent, when nobody waits for it. A number, since a branch costs registers.
+  static __device__ __forceinline__ int32_t out_of_turn(Stage stage, bool sends, int32_t phases) {
+    return phases ^ (2 * stage + !sends);
   }
 
   // A block that sends says that it has started. Blocks start in the order of their numbers, and those that send come
@@ -145,7 +139,7 @@ struct Wait {
     if (threadIdx.x == 0) asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(&round->done[stage]) : "memory");
     if (ok) return false;
     if (threadIdx.x == 0) {
-      report(ex, round, epoch, stage, mismatched ? kMismatch : kTimeout, mismatched);
+      report(ex, round, epoch, stage, mismatched);
       await_others(round, stage);
     }
     __syncthreads();
@@ -153,16 +147,20 @@ struct Wait {
   }
 
   // The first call latches, and reports to the host and, unless it is a mismatch, to every rank. Later ones report to
-  // the host again, so that a host that has cleared its status hears of it. Every rank sees a mismatch by itself.
-  // `ranks`: what `Status::missing` will be; after a timeout `missing` of the state.
+  // the host again, so that a host that has cleared its status hears of it. Every rank sees a mismatch by itself. Where
+  // the first block has failed though all calls agree and no wait has missed a rank, the stage was out of turn.
   static __device__ __noinline__ void report(const Exchange& ex, RoundState* round, uint32_t epoch, Stage stage,
-                                             StatusCode code, uint64_t ranks) {
+                                             uint32_t mismatched) {
     volatile Status &kept = round->failure, &status = *ex.status;
-    if (code == kTimeout) ranks = *static_cast<volatile uint64_t*>(&round->missing);
+    uint64_t missing = *static_cast<volatile uint64_t*>(&round->missing);
+    StatusCode code = mismatched ? kMismatch : missing || blockIdx.x ? kTimeout : kOutOfTurn;
     bool first = atomicExch(&round->latched, 1) == 0;
     if (first) {
-      kept.stage = stage, kept.epoch = epoch, kept.missing = static_cast<int64_t>(ranks);
+      if (mismatched) missing = mismatched;
+      if (code == kOutOfTurn) missing = uint64_t{1} << ex.plan.rank, epoch = next_epoch(round->combine_epoch);
+      kept.stage = stage, kept.epoch = epoch, kept.missing = static_cast<int64_t>(missing);
       kept.originator = code == kTimeout ? *static_cast<volatile int16_t*>(&round->originator) : ex.plan.rank;
+      kept.phases = round->phases;
       if (code == kTimeout) ++in_scratch<int64_t>(ex, ex.plan.health_counters)[kTimeouts];
       __threadfence();
       kept.code = code;
@@ -173,7 +171,7 @@ struct Wait {
     __threadfence_system();
     status.code = kept.code;
     for (int64_t rank = 0; rank < ex.plan.R && first && code != kMismatch; ++rank)
-      in_window<volatile uint64_t>(ex, rank, ex.plan.signal_error)[ex.plan.rank] = ranks;
+      in_window<volatile uint64_t>(ex, rank, ex.plan.signal_error)[ex.plan.rank] = missing;
     __threadfence_system();
   }
 

@@ -24,8 +24,9 @@ __device__ __forceinline__ int64_t real_tokens(const RailPackArgs& args) {
 
 // The physical expert of token t's pair; -1 where there is nothing to compute. Copies take turns.
 __device__ __forceinline__ int32_t physical(const RailPackArgs& args, int64_t t, const RoutedPair& pair) {
-  int32_t expert = pair.live_expert(args.E);
-  if (expert < 0 || args.copies == 1) return expert;
+  if (!pair.is_live(args.E)) return -1;
+  auto expert = static_cast<int32_t>(pair.id);
+  if (args.copies == 1) return expert;
   auto turn = (static_cast<uint32_t>(t) + static_cast<uint32_t>(args.rank)) % args.copies_E[expert];
   return args.copies_EC[expert * args.copies + turn];
 }

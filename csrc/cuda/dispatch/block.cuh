@@ -82,8 +82,8 @@ struct Destinations {
 struct DispatchShared {
   uint32_t epoch;
   int32_t latched;  // as in RoundState; in the leader also not 0 where its phase is out of turn
-  int32_t tokens;  // real ones
-  int32_t late;    // whether this block has sent while another that sends has not started
+  int32_t tokens;   // real ones
+  int32_t late;     // whether this block has sent while another that sends has not started
   int32_t sink;
   int32_t rank_count[kMaxExchangeRanks];  // sending: rows for each rank before this token; receiving: rows from it
   int32_t num_experts[kMaxExchangeRanks];

@@ -124,9 +124,12 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
              : send_rows<Source, kGroupsInFlight>(b, tokens, &round->send_queue[kDispatch]);
   else if (kLL && notifies)
     send_pairs<kGroupsInFlight>(b, tokens);
-  if (leader && threadIdx.x == 0 && kernel.args.send && !shared.latched) round->phases = 1;
+  // Thread 0 reads what it wrote; a register kept until here would delay the sends. Volatile, since the compiler would
+  // otherwise let all threads read it in advance, beside the write.
+  auto fails = [&] { return *static_cast<volatile int32_t*>(&shared.latched) != 0; };
+  if (leader && threadIdx.x == 0 && kernel.args.send && !fails()) round->phases = 1;
   if (!kernel.args.receive) {
-    if (leader && threadIdx.x == 0 && shared.latched) Wait::report(ex, round, shared.epoch, kDispatch, 0);
+    if (leader && threadIdx.x == 0 && fails()) Wait::report(ex, round, shared.epoch, kDispatch, 0);
     return;
   }
   if (threadIdx.x == 0) b.wait.begin(kDispatch);

@@ -32,6 +32,13 @@ struct RoutedPair {
   }
 };
 
+// The physical expert that token t of `rank` takes for a logical one. Copies take turns, so that they share the load.
+__device__ __forceinline__ int32_t copy_in_turn(const int32_t* copies_EC, const int32_t* num_copies_E, int64_t copies,
+                                                int64_t rank, int64_t t, int32_t expert) {
+  auto copy = (static_cast<uint32_t>(t) + static_cast<uint32_t>(rank)) % static_cast<uint32_t>(num_copies_E[expert]);
+  return copies_EC[expert * copies + copy];
+}
+
 // One warp, a pair a lane, adds what is wrong with a token's pairs to the health counters. Once a token.
 __device__ __forceinline__ void count_wrong(const RoutedPair& pair, int64_t E, int64_t* counters) {
   int32_t lane = threadIdx.x % 32, expert = pair.expert(E);

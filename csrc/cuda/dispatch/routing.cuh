@@ -5,11 +5,9 @@
 
 namespace epmoe::cuda {
 
-// The copy of an expert that token t takes. Copies take turns, so that they share the load.
 static __device__ __noinline__ int32_t copy_of(const Exchange& ex, int32_t t, int32_t expert) {
-  auto copies = static_cast<uint32_t>(in_scratch<int32_t>(ex, ex.plan.table_num_copies)[expert]);
-  auto copy = (static_cast<uint32_t>(t) + static_cast<uint32_t>(ex.plan.rank)) % copies;
-  return in_scratch<int32_t>(ex, ex.plan.table_copies)[expert * ex.plan.copies + copy];
+  return copy_in_turn(in_scratch<int32_t>(ex, ex.plan.table_copies), in_scratch<int32_t>(ex, ex.plan.table_num_copies),
+                      ex.plan.copies, ex.plan.rank, t, expert);
 }
 
 // The physical expert of token t's pair; -1 where there is nothing to compute.

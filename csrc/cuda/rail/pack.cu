@@ -22,13 +22,11 @@ __device__ __forceinline__ int64_t real_tokens(const RailPackArgs& args) {
   return min(max(wanted_tokens(args), int64_t{0}), args.T);
 }
 
-// The physical expert of token t's pair; -1 where there is nothing to compute. Copies take turns.
+// The physical expert of token t's pair; -1 where there is nothing to compute.
 __device__ __forceinline__ int32_t physical(const RailPackArgs& args, int64_t t, const RoutedPair& pair) {
   if (!pair.is_live(args.E)) return -1;
   auto expert = static_cast<int32_t>(pair.id);
-  if (args.copies == 1) return expert;
-  auto turn = (static_cast<uint32_t>(t) + static_cast<uint32_t>(args.rank)) % args.copies_E[expert];
-  return args.copies_EC[expert * args.copies + turn];
+  return args.copies == 1 ? expert : copy_in_turn(args.copies_EC, args.copies_E, args.copies, args.rank, t, expert);
 }
 
 // How many pairs of token t have their expert on `node`.

@@ -93,9 +93,10 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
   }
   __syncthreads();
   b.wait.epoch = now.dispatch_epoch;
-  bool ok = !(now.latched | (blockIdx.x == 0 ? Wait::out_of_turn(kCombine, args.send, now.phases) : 0));
+  bool leader = blockIdx.x == 0,
+       ok = !(now.latched | (leader ? Wait::out_of_turn(kCombine, args.send, now.phases) : 0));
   // The block that starts first opens combine, with its last warp, which has the least to send.
-  if (int32_t rank = block_threads() - 1 - threadIdx.x; blockIdx.x == 0 && rank < plan.R && ok && args.send) {
+  if (int32_t rank = block_threads() - 1 - threadIdx.x; leader && rank < plan.R && ok && args.send) {
     RoundHeader* header = in_window<RoundHeader>(ex, rank, plan.signal_combine) + plan.rank;
     Word::publish(reinterpret_cast<Word*>(header), b.wait.epoch, args.rows ? 1 : 0);
   }
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
       if (now.ll_mask) send_to_ll_sources_too<T, kFp8>(b, &round->ll_queue[kCombine]);
     }
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0 && args.send && ok) round->phases = 3;
+  if (leader && threadIdx.x == 0 && args.send && ok) round->phases = 3;
   uint32_t sending_ranks = 0;
   bool receives = false;
   if (args.receive) {
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
   if constexpr (!kLL && !kFp8)
     if (forwards && sends && ok && threadIdx.x < 32) forward_rows<T>(b, buffers, &round->send_queue[kCombine]);
   if (!args.receive) {
-    if (blockIdx.x == 0 && threadIdx.x == 0 && !ok) Wait::report(ex, round, b.wait.epoch, kCombine, 0);
+    if (leader && threadIdx.x == 0 && !ok) Wait::report(ex, round, b.wait.epoch, kCombine, 0);
     return;
   }
   if constexpr (kLL) {
@@ -133,7 +134,7 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
       return sum_token<T, kFp8>(b, t, chunk, queue.chunks, sending_ranks);
     });
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
+  if (leader && threadIdx.x == 0) {
     round->combine_epoch = b.wait.epoch;
     if (ok) round->phases = 0;
     round->send_queue[kDispatch] = round->recv_queue[kDispatch] = round->ll_queue[kDispatch] = round->done[kDispatch] =

@@ -38,7 +38,7 @@ Exchange exchange_of(const ExchangeDescriptor& d, const Tensor& window, const Te
   Exchange exchange{
       .plan = d.plan,
       .peers_R = {},
-      .scratch = reinterpret_cast<char*>(pointer<uint8_t>(scratch, d.plan.health_waited_ns + R * 8, "scratch")),
+      .scratch = reinterpret_cast<char*>(pointer<uint8_t>(scratch, d.plan.health_aborted_rounds + R * 8, "scratch")),
       .status = reinterpret_cast<Status*>(d.status),
       .timeout_ns = d.timeout_ns,
   };

@@ -85,6 +85,7 @@ struct ExchangePlan {
   int64_t health_tokens_per_expert;  // int64 [e]: rows that this rank's experts have received
   int64_t health_rows_sent;          // int64 [R]: rows sent to each rank
   int64_t health_waited_ns;          // int64 [R]: nanoseconds that this rank has waited for each rank
+  int64_t health_aborted_rounds;     // int64 [R]: rounds that each rank has given up, as this rank has seen
 };
 
 // What a source signals to each receiver, in a cache line of its own. The source writes `epoch`, the flag, last.
@@ -96,7 +97,9 @@ struct alignas(64) RoundHeader {
   int32_t counts[2];       // CPU only: rows sent to this receiver in round n, at n % 2; see cpu/signal.h
   int32_t needed_rows;     // CPU only: the source's Status::needed_rows
   int32_t more_rounds[2];  // CPU only: 1 if the source needs a round after round n, at n % 2; see Progress
-  int32_t unused[6];
+  int32_t aborted[2];      // CPU only: 1 if the source has given round n up, at n % 2; see cpu/signal.h
+  int32_t tag;             // CPU only: of the source's call
+  int32_t unused[3];
 };
 
 // How far this rank's calls have come. The operators write it, no kernel does except `answer`, and the host looks at it
@@ -110,7 +113,11 @@ struct Progress {
   int64_t last_stream;  // CUDA only: handle + 1 of the stream of the last launch; 0: there was none
   int64_t asked;        // the host writes it before dispatch: the round << 1 | whether this rank needs another; or 0
   int64_t answer;       // where a round was asked: the round << 1 | whether any rank needs another
+  int64_t tag;          // of the open round: the host writes it before dispatch
 };
+
+// A tag has 16 bits. Ranks that open a round with other tags are in other layers.
+constexpr int32_t kMaxTag = (1 << 16) - 1;
 
 // What went wrong, for the host: int64 each, in the order of `epmoe.health.STATUS`. It lies in host memory (pinned on
 // CUDA); kernels write it, and the host looks at it without synchronising. Only the CPU's host clears `code`.
@@ -122,7 +129,11 @@ struct Status {
   int64_t originator;   // the rank that saw the failure first
   int64_t needed_rows;  // the most expert-major rows that a round needed if that is more than max_rows, else 0
   int64_t phases;       // RoundState::phases, as a stage out of turn has found them; CUDA only
-  int64_t unused;
+  int64_t tag;          // on a mismatch: of this rank's call
+  int64_t other;        // on a mismatch: rank << 16 | tag of the lowest rank with another tag, -1 if there is none
+  // Not a failure of this rank, so no `code` goes with it. The host clears `aborted` when it has told its caller.
+  int64_t aborted;        // mask of the other ranks that have given a round up
+  int64_t aborted_epoch;  // the last such round
 };
 
 enum StatusCode : int64_t { kOk = 0, kTimeout = 1, kMismatch = 2, kOutOfTurn = 3 };
@@ -156,6 +167,6 @@ struct RoundState {
   int32_t receiving[2];               // blocks that may write outputs: they have begun to receive
   Status failure;                     // as reported to the host; every later kernel repeats it
 };
-static_assert(sizeof(RoundState) == 384 && offsetof(RoundState, latched) == 8 && offsetof(RoundState, progress) == 200);
+static_assert(sizeof(RoundState) == 448 && offsetof(RoundState, latched) == 8 && offsetof(RoundState, progress) == 200);
 
 }  // namespace epmoe

@@ -11,6 +11,7 @@ E: logical experts. P: physical experts. e: physical experts of this rank. R: ra
 from epmoe.config import ConfigError, EPConfig
 from epmoe.handles import Dispatched, Sent
 from epmoe.health import (
+    EPAbortedError,
     EPError,
     EPMismatchError,
     EPOrderError,
@@ -36,6 +37,7 @@ __all__ = [
     "ConfigError",
     "Dispatched",
     "EPConfig",
+    "EPAbortedError",
     "EPError",
     "EPMismatchError",
     "EPOrderError",

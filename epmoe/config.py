@@ -129,6 +129,8 @@ class ExchangeConfig(Strict):
     """Seconds that a rank waits for the other ranks before EPTimeoutError."""
     warmup_timeout_s: float = Field(default=300.0, gt=0, le=86400)
     """Replaces `timeout_s` in the first round, during which ranks may still load or compile."""
+    on_abort: Literal["raise", "zeros"] = "raise"
+    """Another rank has given a round up: raise EPAbortedError, or only count it and sum without its experts."""
     num_sms: int | None = Field(default=None, ge=1)
     """Most multiprocessors (SMs) that a communication kernel may use (CUDA); by default the library's choice."""
     tuning: str | None = None

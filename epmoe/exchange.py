@@ -17,7 +17,17 @@ from torch import Tensor
 
 from epmoe.config import EPConfig
 from epmoe.handles import RoundTemplate, Sent
-from epmoe.health import STATUS, TIMEOUT, TOTALS, EPTimeoutError, Health, Totals, raise_on_failure, raise_on_overflow
+from epmoe.health import (
+    STATUS,
+    TIMEOUT,
+    TOTALS,
+    EPAbortedError,
+    EPTimeoutError,
+    Health,
+    Totals,
+    raise_on_failure,
+    raise_on_overflow,
+)
 from epmoe.memory import OFFSETS, SIZES, MemoryPlan
 from epmoe.placement import Placement
 from epmoe.rounds import CLOSED, PROGRESS, RETURNING, Rounds, give_up
@@ -26,7 +36,7 @@ from epmoe.window import Window
 
 _written_to: list[Exchange] = []  # exchanges whose kernels had not ended when they were closed
 _CODE, _NEEDED_ROWS = STATUS.index("code"), STATUS.index("needed_rows")
-_MISSING = STATUS.index("missing")
+_MISSING, _ABORTED, _ABORTED_EPOCH = map(STATUS.index, ("missing", "aborted", "aborted_epoch"))
 # What the operators know of a round besides its memory, in the order of `ExchangeDescriptor` in csrc/ops_exchange.cpp.
 # The address of every rank's window follows.
 DESCRIPTOR = (*SIZES, *OFFSETS, "expert_major", "weight_rows", "timeout_ns", "status")
@@ -65,6 +75,7 @@ class Exchange:
         self.max_tokens = capacity.max_num_tokens_per_rank
         self.timeout_ns = round(self.config.exchange.warmup_timeout_s * 1e9)  # ranks may still load or compile
         self.raises_overflow = capacity.on_overflow == "raise"
+        self.raises_abort = self.config.exchange.on_abort == "raise"
         self.memory = self.window.local, self.scratch
         # Every call reads these words, at a hundredth of the host time that reading a tensor's element takes.
         self.status_words = (ctypes.c_int64 * len(STATUS)).from_address(self.status.data_ptr())
@@ -163,10 +174,10 @@ class Exchange:
         return mask
 
     def forget(self) -> None:
-        """Drop a mismatch and an overflow of a round that was given up, so that they do not hit the next round."""
+        """Drop what was reported of a round that was given up, so that it does not hit the next round."""
         if not self.failed:
             self.status_words[_CODE] = 0
-        self.status_words[_NEEDED_ROWS] = 0
+        self.status_words[_NEEDED_ROWS] = self.status_words[_ABORTED] = 0
 
     def give_up(self) -> None:
         """Close the open round, whatever its state, without this rank's rows. Waits for no rank."""
@@ -212,10 +223,21 @@ class Exchange:
         D, dtype = sent.template.hidden_size, sent.template.like.dtype
         return self.unread[: sent.num_tokens * D * dtype.itemsize].view(dtype).view(sent.num_tokens, D)
 
-    def check_overflow(self) -> None:
-        """Raise EPOverflowError if a round needed more rows than there are, unless the config only counts them."""
-        if self.status_words[_NEEDED_ROWS] and self.raises_overflow:
+    def check_rounds(self) -> None:
+        """Raise what makes the y of a round that has ended incomplete, unless the config only counts it.
+
+        EPOverflowError if it needed more rows than there are, EPAbortedError if other ranks have given it up.
+        """
+        words = self.status_words
+        if words[_NEEDED_ROWS] and self.raises_overflow:
             raise_on_overflow(self.status, self.plan.sizes["max_rows"])
+        if words[_ABORTED] and self.raises_abort:
+            ranks, words[_ABORTED] = self.of_group(words[_ABORTED]), 0
+            raise EPAbortedError(words[_ABORTED_EPOCH], ranks)
+
+    def of_group(self, mask: int) -> list[int]:
+        """The ranks of a mask that the operators have written, numbered in the group."""
+        return [rank for rank in range(self.plan.sizes["R"]) if mask >> rank & 1]
 
     def retune(self, tuning: Tuning) -> None:
         """Launch the kernels of the rounds to come by this table."""

@@ -79,6 +79,7 @@ class Received(_Fields):
 class RoundTemplate:
     """What rounds share whose calls agree in D, K, dtypes, layout, and in where the weights apply."""
 
+    shape: tuple[Any, ...]  # D, K, the dtypes of x, ids and weights, layout, and where the weights apply
     steps: list[int]  # a call of T tokens takes descriptors[bisect_left(steps, T)]
     descriptors: list[Tensor]  # of `Exchange.descriptors_for`
     attributes: dict[str, Any]  # of `Dispatched`; `_rounds`, a weak reference, and `_rank` serve `repr`

@@ -22,13 +22,18 @@ COUNTERS = (
     "timeouts",
 )
 # int64 each, in the order of `Status` in csrc/plan.h.
-STATUS = ("code", "stage", "epoch", "missing", "originator", "needed_rows", "phases", "unused")
+STATUS = (
+    "code", "stage", "epoch", "missing", "originator", "needed_rows", "phases", "tag", "other", "aborted",
+    "aborted_epoch",
+)  # fmt: skip
 TIMEOUT, MISMATCH, OUT_OF_TURN = 1, 2, 3
 STAGES = ("dispatch", "combine")
 
 
 # Buffers of the memory plan that only grow, and the count of rounds: what `Health` is made of.
-TOTALS = ("health.counters", "health.tokens_per_expert", "health.rows_sent", "health.waited_ns")
+TOTALS = (
+    "health.counters", "health.tokens_per_expert", "health.rows_sent", "health.waited_ns", "health.aborted_rounds",
+)  # fmt: skip
 _ROUNDS = "state"  # whose first 4 bytes are `dispatch_epoch` in `RoundState` of csrc/plan.h
 
 
@@ -50,6 +55,8 @@ class Health:
         rows_sent: [R], rows sent to each rank.
         waited_s: [R], seconds that this rank has waited for each rank. A wait for all ranks counts for each of them
             from its start until the signal of that rank was seen, and 0 if that was there at the first look.
+        aborted_rounds: [R], rounds that each rank has given up. Those of a round that this rank gave up itself are not
+            seen on the CPU.
     """
 
     rounds: int
@@ -64,18 +71,26 @@ class Health:
     tokens_per_expert: list[int]
     rows_sent: list[int]
     waited_s: list[float]
+    aborted_rounds: list[int]
 
     @classmethod
     def read(
-        cls, rounds: int, counters: Tensor, tokens_per_expert: Tensor, rows_sent: Tensor, waited_ns: Tensor
+        cls,
+        rounds: int,
+        counters: Tensor,
+        tokens_per_expert: Tensor,
+        rows_sent: Tensor,
+        waited_ns: Tensor,
+        aborted_rounds: Tensor,
     ) -> Health:
-        """From the buffers of the same names: int64 [8], int64 [e], int64 [R] and int64 [R]."""
+        """From the buffers of the same names: int64 [8], int64 [e], and int64 [R] each."""
         return cls(
             rounds=rounds,
             **dict(zip(COUNTERS, counters.tolist(), strict=True)),
             tokens_per_expert=tokens_per_expert.tolist(),
             rows_sent=rows_sent.tolist(),
             waited_s=[ns / 1e9 for ns in waited_ns.tolist()],
+            aborted_rounds=aborted_rounds.tolist(),
         )
 
     def as_dict(self) -> dict[str, int | list[int] | list[float]]:
@@ -150,23 +165,48 @@ class EPOverflowError(EPError):
         )
 
 
+class EPAbortedError(EPError):
+    """Other ranks have given a round up, so the sums of this round lack their experts. The next round works.
+
+    The round was closed on all ranks. On GPUs the error may come some rounds later, as hosts run ahead of their GPUs.
+
+    Attributes:
+        ranks: of the group; on GPUs those of all rounds since the last such error.
+        epoch: of the last round that was given up.
+    """
+
+    def __init__(self, epoch: int, ranks: list[int]):
+        self.epoch, self.ranks = epoch, ranks
+        super().__init__(
+            f"round {epoch}: rank(s) {ranks} gave the round up, after an exception or by skip, so this rank's y lacks "
+            "their experts. The round was closed, and the next one works; with exchange.on_abort zeros it only counts"
+        )
+
+
 class EPMismatchError(EPError, ValueError):
-    """The calls of the ranks do not match: another K, D or dtype; on GPUs also layout or weights on input.
+    """The calls of the ranks do not match: another tag, K, D or dtype; on GPUs also layout or weights on input.
 
     On the CPU the round was closed, and the next one is complete. On GPUs the `ExpertParallel` can only be resumed or
     closed: the hosts hear of it in different rounds, because they run ahead of their GPUs.
     """
 
-    def __init__(self, epoch: int, ranks: list[int], latched: bool = False):
+    def __init__(self, epoch: int, ranks: list[int], latched: bool = False, tags: tuple[int, int, int] | None = None):
+        """tags: this rank's, another rank that has another tag, and its tag; None if no tag differs."""
         self.differing_ranks = ranks
-        super().__init__(
-            f"round {epoch}: rank(s) {ranks} brought another number of experts per token, hidden size or dtype than "
-            "this rank; they must be equal on all ranks. The round was closed"
-            if not latched
-            else f"round {epoch}: rank(s) {ranks} brought another number of experts per token, hidden size, dtype, "
-            "layout or apply_router_weight_on_input than this rank; they must be equal on all ranks. This "
-            "ExpertParallel can only be resumed or closed"
-        )
+        if tags is None:
+            shape = ", dtype, layout or apply_router_weight_on_input" if latched else " or dtype"
+            what = (
+                f"rank(s) {ranks} brought another number of experts per token, hidden size{shape} than this rank; they "
+                "must be equal on all ranks"
+            )
+        else:
+            what = (
+                f"this rank's tag is {tags[0]}, that of rank {tags[1]} is {tags[2]}, and the calls of rank(s) {ranks} "
+                "differ. A tag names a layer: a rank has left out a round or calls its layers in another order; `skip` "
+                "takes part in a round for a rank that cannot"
+            )
+        then = "This ExpertParallel can only be resumed or closed" if latched else "The round was closed"
+        super().__init__(f"round {epoch}: {what}. {then}")
 
 
 class EPOrderError(EPError):
@@ -188,16 +228,16 @@ def raise_on_failure(status: Tensor, global_ranks: list[int], rank: int, latched
 
     A failure stays there, unless it is a mismatch that has not `latched`: the caller closes its round then.
     """
-    code, stage, epoch, missing_mask, originator = status[:5].tolist()
+    code, stage, epoch, missing_mask, originator, _, phases, tag, other = status[:9].tolist()
     if not code:
         return
     ranks = [r for r in range(len(global_ranks)) if missing_mask >> r & 1]
     if code == MISMATCH:
         if not latched:
             status[0] = 0
-        raise EPMismatchError(epoch, ranks, latched)
+        raise EPMismatchError(epoch, ranks, latched, tags_of(tag, other))
     if code == OUT_OF_TURN:
-        raise EPOrderError(STAGES[stage], epoch, int(status[STATUS.index("phases")]))
+        raise EPOrderError(STAGES[stage], epoch, phases)
     assert code == TIMEOUT, f"unknown status code {code}"
     missing = [global_ranks[rank] for rank in ranks]
     named = f"rank(s) {ranks} of the group (global rank(s) {missing})"
@@ -209,6 +249,11 @@ def raise_on_failure(status: Tensor, global_ranks: list[int], rank: int, latched
     else:
         why += ": raise exchange.timeout_s if the ranks are only slow"
     raise EPTimeoutError(STAGES[stage], epoch, ranks, missing, why)
+
+
+def tags_of(tag: int, other: int) -> tuple[int, int, int] | None:
+    """`tag` and `other` of `STATUS` as `EPMismatchError` takes them."""
+    return None if other < 0 else (tag, other >> 16, other & 0xFFFF)
 
 
 def raise_on_overflow(status: Tensor, max_rows: int) -> None:

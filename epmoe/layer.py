@@ -31,7 +31,9 @@ class MoELayer(nn.Module):
             None) to outputs [N, D] in x's dtype, as `GroupedExperts` does.
         bias: fp32 [E], added to the scores for the choice of experts only.
         apply_router_weight_on_input: as of `ExpertParallel.dispatch`.
-        layer_id: the number by which compiled and exported programs name the layer, by default the first free one.
+        layer_id: the number by which compiled and exported programs name the layer, by default the first free one. It
+            is the `tag` of the layer's rounds, modulo 65536; by default, layers of an `ep` number themselves in the
+            order in which they are made, which must be the same on all ranks.
 
     Raises:
         TypeError: an argument has another type or dtype.
@@ -77,6 +79,7 @@ class MoELayer(nn.Module):
         self.register_buffer("bias", bias)
         self.register_buffer("order", ep.order, persistent=False)
         self.layer_id = opaque.register(self, layer_id)
+        self.tag = (next(ep.layer_numbers) if layer_id is None else layer_id) & rounds.MAX_TAG
 
     def forward(self, x: Tensor, num_tokens: int | Tensor | None = None, padded_tokens: int | None = None) -> Tensor:
         """x [T, D] of this rank's tokens, or [B, T, D] of B·T tokens → y of the same shape and dtype.
@@ -87,16 +90,19 @@ class MoELayer(nn.Module):
 
         Raises what `ExpertParallel.dispatch` and `ExpertParallel.combine` raise, and before anything is sent TypeError
         or ValueError unless x fits the config, and the dtype of `GroupedExperts`, and RuntimeError if anything requires
-        grad in grad mode. An exception, also one of the experts, closes the round on this rank. The other ranks get
-        sums without its experts, and none of them waits.
+        grad in grad mode. An exception, also one of the experts or of a refused argument, gives the round up on this
+        rank. The other ranks get an EPAbortedError that names it, or sums without its experts (`exchange.on_abort`),
+        and none of them waits.
         """
-        self._check(x)
-        self._check_forward_only(x)
-        x_TD = x.flatten(0, -2)
-        with without_autocast(x.device):
-            logits_TE = F.linear(x_TD.to(self.router_weight.dtype), self.router_weight)
         if torch.compiler.is_compiling():
+            x_TD, logits_TE = self._logits(x)
             return opaque.moe(self, x_TD, logits_TE, None, num_tokens, padded_tokens).view(x.shape)
+        last_round = self.ep._open.rounds.count
+        try:
+            x_TD, logits_TE = self._logits(x)
+        except BaseException:
+            self.ep.give_up_after(last_round, self.tag)
+            raise
         return self.run(x_TD, logits_TE, None, num_tokens, padded_tokens).view(x.shape)
 
     def run(
@@ -119,24 +125,31 @@ class MoELayer(nn.Module):
         Returns:
             y [T, D] in the dtype of x.
         """
-        if weights_TK is None:
-            routing, weights_TK = self.ep.route(routing, bias=self.bias, num_tokens=num_tokens)
-        exchange = self.ep._open
-        last_round = exchange.rounds.count
+        last_round = self.ep._open.rounds.count
         try:
+            if weights_TK is None:
+                routing, weights_TK = self.ep.route(routing, bias=self.bias, num_tokens=num_tokens)
             d = self.ep.dispatch(
-                x_TD, routing, weights_TK, num_tokens=num_tokens, padded_tokens=padded_tokens,
+                x_TD, routing, weights_TK, num_tokens=num_tokens, padded_tokens=padded_tokens, tag=self.tag,
                 apply_router_weight_on_input=self.apply_router_weight_on_input,
             )  # fmt: skip
             expert_rows_ND = self.experts(d.rows, d.expert_offsets, d.scales)
             return self.ep.combine(expert_rows_ND, d)
         except BaseException:
-            rounds.abort_after(exchange, last_round)
+            self.ep.give_up_after(last_round, self.tag)
             raise
 
     def extra_repr(self) -> str:
         """What `repr` says of the exchange."""
         return repr(self.ep)
+
+    def _logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, D] and its logits [T, E]. Raises what `forward` does before anything is sent."""
+        self._check(x)
+        self._check_forward_only(x)
+        x_TD = x.flatten(0, -2)
+        with without_autocast(x.device):
+            return x_TD, F.linear(x_TD.to(self.router_weight.dtype), self.router_weight)
 
     def _check(self, x: Tensor) -> None:
         model, device, experts = self.ep.config.model, self.ep.device, self.experts
@@ -185,5 +198,5 @@ class MoELayer(nn.Module):
         twin = self.__new__(type(self))
         memo |= {id(self): twin, id(self.ep): self.ep, id(self.order): self.order}
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        twin.layer_id = opaque.register(twin)
+        twin.layer_id, twin.tag = opaque.register(twin), next(self.ep.layer_numbers) & rounds.MAX_TAG
         return twin

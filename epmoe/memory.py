@@ -44,6 +44,7 @@ OFFSETS = (
     "table.expert_map", "table.owners", "table.copies", "table.num_copies", "table.sentinels",
     "table.local_index", "pair_weights",
     "health.counters", "health.tokens_per_expert", "health.rows_sent", "health.waited_ns",
+    "health.aborted_rounds",
 )  # fmt: skip
 
 
@@ -190,6 +191,7 @@ class MemoryPlan:
             ("scratch", "health.tokens_per_expert", (e,), i64),
             ("scratch", "health.rows_sent", (R,), i64),
             ("scratch", "health.waited_ns", (R,), i64),
+            ("scratch", "health.aborted_rounds", (R,), i64),
         ]
         buffers = _laid_out(layout)
         values = (

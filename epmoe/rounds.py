@@ -45,24 +45,28 @@ PERMITTED = (
     ("combine_recv",),
 )
 # Places in `Rounds.progress`, in the order of `Progress` in csrc/plan.h.
-PROGRESS = ("phases", "deadline_ns", "missing", "counted_ns", "last_stream", "asked", "answer")
-PHASES, _DEADLINE, ASKED, ANSWER = map(PROGRESS.index, ("phases", "deadline_ns", "asked", "answer"))
+PROGRESS = ("phases", "deadline_ns", "missing", "counted_ns", "last_stream", "asked", "answer", "tag")
+PHASES, _DEADLINE, ASKED, ANSWER, TAG = map(PROGRESS.index, ("phases", "deadline_ns", "asked", "answer", "tag"))
+
+MAX_TAG = 65535  # `kMaxTag` in csrc/plan.h
 
 
 @dataclass(slots=True, weakref_slot=True)
 class Rounds:
     """The rounds of one exchange, of which the last may be open. Only the functions of this module change it.
 
-    progress: `PROGRESS`, int64 in host memory. The operators write it, except `asked` (epmoe/more_rounds.py).
+    progress: `PROGRESS`, int64 in host memory. The operators write it, except `tag` and `asked` (epmoe/more_rounds.py).
     handle: of the open round, as its last call returned it. It means nothing while no round is open.
     y: of the open round, from combine_send to combine_recv.
     opener: the thread that opened the last round.
+    template: of the last round, for `skip`.
     """
 
     progress: Array[c_int64]
     handle: Sent | Dispatched | None = None
     y: Tensor | None = None
     opener: int = 0
+    template: RoundTemplate | None = None
 
     @property
     def state(self) -> int:
@@ -98,6 +102,7 @@ def opened(
     template: RoundTemplate,
     num_tokens: int,
     epoch: int,
+    tag: int,
     descriptor: Tensor,
     arguments: tuple[Any, ...],
 ) -> Sent:
@@ -108,7 +113,8 @@ def opened(
     rounds = exchange.rounds
     if epoch == 2:
         exchange.set_timeout(exchange.config.exchange.timeout_s)
-    rounds.y, rounds.opener = None, exchange.thread
+    rounds.y, rounds.opener, rounds.template = None, exchange.thread, template
+    rounds.progress[TAG] = tag
     rounds.handle = sent = Sent(template, num_tokens, epoch, descriptor, arguments)
     return sent
 
@@ -150,12 +156,13 @@ def dispatched(exchange: Exchange, handle: Sent) -> Dispatched:
 def closed(exchange: Exchange, y: Tensor) -> Tensor:
     """In state CLOSED, after the operator; returns `y`.
 
-    Raises EPTimeoutError, EPMismatchError or EPOverflowError if the round, or on a GPU an earlier one, has failed.
+    Raises EPTimeoutError, EPMismatchError, EPOverflowError or EPAbortedError if the round, or on a GPU an earlier one,
+    has failed.
     """
     rounds = exchange.rounds
     rounds.handle = rounds.y = None
     exchange.check()
-    exchange.check_overflow()
+    exchange.check_rounds()
     return y
 
 
@@ -201,7 +208,7 @@ def abort(exchange: Exchange, handle: Sent | Dispatched | None) -> None:
             _refuse(rounds, handle, "abort", "dispatched")
         exchange.give_up()
         exchange.check()
-        exchange.check_overflow()
+        exchange.check_rounds()
     finally:
         exchange.thread = 0
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from epmoe.memory import MemoryPlan
 from epmoe.peers import Peers
 from epmoe.resume import Hello, Resumable
 from epmoe.stages import route as route_stage
+from epmoe.stages.dispatch import no_tokens
 from epmoe.stages.route import Routing
 from epmoe.tuning import Tuning
 
@@ -54,6 +57,7 @@ class ExpertParallel(Resumable):
         self.device = device_of(config, device)
         with torch.inference_mode(False):  # otherwise graphs outside inference mode could not take it
             self.order = torch.zeros(1, dtype=torch.uint8, device=self.device)  # see epmoe/opaque.py
+        self.layer_numbers = itertools.count(1)  # of its `MoELayer`s; rounds without a tag have 0
         self._join(Peers.of(group_of(group)), config, Hello(config.model_dump_json()))
 
     @property
@@ -84,6 +88,7 @@ class ExpertParallel(Resumable):
         layout: Layout = "expert",
         apply_router_weight_on_input: bool = False,
         padded_tokens: int | None = None,
+        tag: int = 0,
     ) -> Dispatched:
         """Send each token once to each rank that holds one of its experts.
 
@@ -105,6 +110,8 @@ class ExpertParallel(Resumable):
                 adds without weights.
             padded_tokens: rows of the slab that goes to each other node, by default `capacity.max_rows_per_node`; equal
                 on all ranks, which nothing checks, and at least the tokens of any. One node ignores it.
+            tag: from 0 to 65535, equal on all ranks, which every rank checks: a number for the layer, so that ranks in
+                different layers get an error in place of one another's rows. A CUDA graph keeps the tag of its capture.
 
         Returns:
             The open round, valid until combine, combine_partial or combine_send is called.
@@ -117,8 +124,9 @@ class ExpertParallel(Resumable):
             EPTimeoutError: ranks did not arrive in time, or left. Ctrl-C, too, ends a wait, and leaves the round open.
         """
         return self._dispatch_stage.dispatch(
-            self._open, x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens
-        )
+            self._open, x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens,
+            tag,
+        )  # fmt: skip
 
     def dispatch_send(
         self,
@@ -131,6 +139,7 @@ class ExpertParallel(Resumable):
         layout: Layout = "expert",
         apply_router_weight_on_input: bool = False,
         padded_tokens: int | None = None,
+        tag: int = 0,
     ) -> Sent:
         """The send phase of `dispatch`, with its arguments and errors: sends, and waits for no rank (see `abort`).
 
@@ -140,8 +149,9 @@ class ExpertParallel(Resumable):
         `num_tokens` included, may be overwritten before `dispatch_recv` has returned.
         """
         return self._dispatch_stage.dispatch_send(
-            self._open, x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens
-        )
+            self._open, x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens,
+            tag,
+        )  # fmt: skip
 
     def dispatch_recv(self, sent: Sent) -> Dispatched:
         """The receive phase of `dispatch`: waits for every rank's tokens.
@@ -180,6 +190,7 @@ class ExpertParallel(Resumable):
             EPMismatchError: the ranks' calls of dispatch did not match (GPU).
             EPTimeoutError: ranks did not arrive in time.
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
+            EPAbortedError: other ranks have given the round up, on a GPU this one or an earlier one.
         """
         return self._combine_stage.combine(self._open, expert_rows, dispatched, out)
 
@@ -211,6 +222,7 @@ class ExpertParallel(Resumable):
             ValueError: `dispatched` belongs to another round, or combine_send did not come first.
             EPTimeoutError: ranks did not arrive in time.
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
+            EPAbortedError: other ranks have given the round up, on a GPU this one or an earlier one.
         """
         return self._combine_stage.combine_recv(self._open, dispatched)
 
@@ -230,9 +242,65 @@ class ExpertParallel(Resumable):
             EPMismatchError: the calls of the ranks did not match.
             EPTimeoutError: an earlier call has timed out.
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
+            EPAbortedError: other ranks have given the round up, on a GPU this one or an earlier one.
         """
         if dispatched is not None or self._exchange is not None:
             rounds.abort(self._open, dispatched)
+
+    def skip(
+        self,
+        *,
+        tag: int = 0,
+        hidden_size: int | None = None,
+        top_k: int | None = None,
+        dtype: torch.dtype | None = None,
+        layout: Layout | None = None,
+        apply_router_weight_on_input: bool | None = None,
+    ) -> None:
+        """Take part in a round without tokens, and give it up: for a rank that raised before it called dispatch.
+
+        Collective: it takes the place of dispatch and combine. The other ranks get through the round; as after `abort`
+        they learn that this rank has given it up. It waits for no rank, except after a round that was given up.
+
+        Args:
+            tag: of the round, as the other ranks give it to dispatch.
+            hidden_size: D of the round, like the next arguments as in dispatch, and by default as in the last round of
+                this object, or as in the config before the first.
+            top_k: K of the round.
+            dtype: of x.
+            layout: "expert" or "rank".
+            apply_router_weight_on_input: whether dispatch weights the rows.
+
+        Raises:
+            TypeError: an argument has another type; nothing was sent.
+            ValueError: an argument has another value; nothing was sent.
+            RuntimeError: a round is open (`abort` gives it up), or this object is closed.
+            EPMismatchError: an earlier call of the ranks did not match.
+            EPTimeoutError: ranks did not end the last round in time.
+        """
+        *inputs, layout, weight_rows = no_tokens(
+            self._open, hidden_size, top_k, dtype, layout, apply_router_weight_on_input
+        )
+        sent = self._dispatch_stage.dispatch_send(self._open, *inputs, None, layout, weight_rows, None, tag)
+        rounds.abort(self._open, sent)
+
+    def give_up_after(self, last_round: int, tag: int) -> None:
+        """For a caller that passes an exception on: give up the round after `last_round`, opened or not.
+
+        It raises nothing of the exchange, since the caller has an exception already.
+
+        Args:
+            last_round: the number of rounds before the call that raised.
+            tag: of the round.
+        """
+        exchange = self._exchange
+        if exchange is None or exchange.failed:
+            return
+        if exchange.rounds.count != last_round:
+            rounds.abort_after(exchange, last_round)
+        elif exchange.rounds.state == rounds.CLOSED:
+            with suppress(RuntimeError):
+                self.skip(tag=tag)
 
     def retune(self, tuning: Tuning) -> None:
         """Launch the kernels of rounds to come by this table, in place of the one that `exchange.tuning` names."""
@@ -265,9 +333,10 @@ class ExpertParallel(Resumable):
             EPMismatchError: the calls of the ranks did not match.
             EPOrderError: on a GPU, dispatch and combine of this rank did not run by turns.
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
+            EPAbortedError: other ranks have given the round up, on a GPU this one or an earlier one.
         """
         self._open.check()
-        self._open.check_overflow()
+        self._open.check_rounds()
 
     def check(self, timeout_s: float | None = None) -> None:
         """Wait for everything that has been launched on the device, then `poll`.

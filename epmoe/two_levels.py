@@ -30,7 +30,7 @@ from epmoe.network import CollectiveRail, Rail, RailError, Transfer, gloo_group,
 from epmoe.network_nccl import NcclRail
 from epmoe.peers import Peers
 from epmoe.placement import Placement
-from epmoe.rounds import PHASES, PROGRESS, Rounds
+from epmoe.rounds import PHASES, PROGRESS, TAG, Rounds
 from epmoe.slabs import Slabs, fill_tables
 from epmoe.stages.dispatch import dispatch_send
 from epmoe.tuning import Tuning
@@ -71,7 +71,7 @@ class TwoLevels(Exchange):
         self.rounds = Rounds((c_int64 * len(PROGRESS))())
         memory = torch.zeros(self.plan.rail_bytes, dtype=torch.uint8, device=self.device)
         self.views |= {buffer.name: buffer.view(memory) for buffer in self.plan.buffers if buffer.region == "rail"}
-        self.inside.raises_overflow = False  # the round goes on to the sources first: see `check_overflow`
+        self.inside.raises_overflow = self.inside.raises_abort = False  # the sources come first: see `check_rounds`
 
     @classmethod
     def open(cls, config: EPConfig, placement: Placement, peers: Peers, device: torch.device, name: str) -> Self:
@@ -175,12 +175,12 @@ class TwoLevels(Exchange):
         if self.failure is not None:
             raise EPTimeoutError(*self.failure)
 
-    def check_overflow(self) -> None:
+    def check_rounds(self) -> None:
         """Raise EPOverflowError if a slab or the expert-major rows of the node had too little room."""
         needed, self.views["rail.total.needed"][0] = int(self.views["rail.total.needed"]), 0
         if needed and self.raises_overflow:
             raise EPOverflowError(needed, self.slots, "rows for one node", self.limit)
-        super().check_overflow()
+        super().check_rounds()
 
     def mismatch(self, ranks: list[int]) -> NoReturn:
         """Close the round, in which no rank goes on, and raise EPMismatchError for these ranks."""
@@ -208,7 +208,7 @@ class TwoLevels(Exchange):
                 slabs.finish()
                 self.pending.append(copy.copy(slabs))  # the transfer of the rows
                 if self.inside.rounds.state == rounds.CLOSED:
-                    dispatch_send(self.inside, *slabs.no_rows(), None, "expert", False)
+                    dispatch_send(self.inside, *slabs.no_rows(), None, "expert", False, tag=self.rounds.progress[TAG])
             rounds.abort(self.inside, None)
             if not slabs.returning:
                 sent = handle.sent if isinstance(handle, Dispatched) else handle
@@ -230,7 +230,7 @@ class TwoLevels(Exchange):
         return sum(1 << rank for rank in ranks)
 
     def of_group(self, mask: int) -> list[int]:
-        """The ranks of the group for a mask of the node's ranks."""
+        """As `Exchange.of_group`, for a mask of the node's ranks."""
         return [self.node * self.ranks_per_node + rank for rank in range(self.ranks_per_node) if mask >> rank & 1]
 
     def leave(self) -> None:
@@ -252,13 +252,15 @@ class TwoLevels(Exchange):
         counted = dict(zip(COUNTERS, self.peek("rail.total.counters"), strict=True))
         own = {name: counted[name] for name in _AT_SOURCE}
         sent, waited = [0] * len(self.global_ranks), [0.0] * len(self.global_ranks)
+        aborted = [0] * len(self.global_ranks)
         sent[self.inside.rank :: self.ranks_per_node] = self.peek("rail.total.rows_sent")
         first, end = self.node * self.ranks_per_node, (self.node + 1) * self.ranks_per_node
         sent[first:end], waited[first:end] = health.rows_sent, health.waited_s
+        aborted[first:end] = health.aborted_rounds
         own["timeouts"] = max(health.timeouts, self.failure is not None)
         for name in ("dropped_pairs", "clamped_num_tokens"):
             own[name] = getattr(health, name) + counted[name]
-        return dataclasses.replace(health, rows_sent=sent, waited_s=waited, **own)
+        return dataclasses.replace(health, rows_sent=sent, waited_s=waited, aborted_rounds=aborted, **own)
 
     def release(self) -> None:
         """As `Exchange.release`, and close the rail."""

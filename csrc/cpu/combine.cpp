@@ -121,6 +121,18 @@ void widen_needed_rows(const Exchange& ex) {
   for (int64_t r = 0; needed && r < ex.plan.R; ++r) needed = std::max<int64_t>(needed, headers[r].needed_rows);
 }
 
+// Tells the host which other ranks have given the round up: y lacks their experts.
+void report_aborted(const Exchange& ex, uint32_t epoch) {
+  auto* headers = in_window<RoundHeader>(ex, ex.plan.rank, ex.plan.signal_combine);
+  auto* totals = in_scratch<int64_t>(ex, ex.plan.health_aborted_rounds);
+  for (int64_t r = 0; r < ex.plan.R; ++r) {
+    if (!headers[r].aborted[epoch % 2]) continue;
+    ++totals[r];
+    ex.status->aborted |= int64_t{1} << r;
+    ex.status->aborted_epoch = epoch;
+  }
+}
+
 // The receive phase. After a failed wait y is all zeros.
 template <typename T>
 void receive(const Exchange& ex, const CombineArgs& args, RoundState& round) {
@@ -130,6 +142,7 @@ void receive(const Exchange& ex, const CombineArgs& args, RoundState& round) {
   if (waited == Wait::kArrived) {
     sum_returned<T>(ex, args, round);
     widen_needed_rows(ex);
+    report_aborted(ex, round.combine_epoch);
   } else {
     std::memset(args.y_TD, 0, args.T * round.D * sizeof(T));
   }
@@ -143,8 +156,8 @@ void give_up(const Exchange& ex, RoundState& round) {
   round.progress.deadline_ns = 0;
   if (round.combine_epoch == round.dispatch_epoch) return;
   round.combine_epoch = round.dispatch_epoch;
-  constexpr int32_t kNoRows[kMaxRanks] = {};
-  if (!round.latched) signal_all(ex, ex.plan.signal_combine, round.combine_epoch, round, kNoRows);
+  ++in_scratch<int64_t>(ex, ex.plan.health_aborted_rounds)[ex.plan.rank];
+  if (!round.latched) signal_all(ex, ex.plan.signal_combine, round.combine_epoch, round, nullptr);
 }
 
 // After a round that was given up before this rank had seen all others: the answer whether another one follows. Ranks

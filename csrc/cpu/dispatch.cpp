@@ -78,13 +78,16 @@ void send_tokens(const Exchange& ex, const DispatchArgs& args, int64_t tokens, s
   for (int64_t r = 0; r < plan.R; ++r) rows_sent[r] += counts_R[r];
 }
 
-// Reads every source's header into counts_R. Returns the ranks whose K, D or dtype differ from this rank's, as a mask.
-uint64_t read_headers(const Exchange& ex, const RoundState& round, int32_t* counts_R) {
+// Reads every source's header into counts_R. Returns the ranks whose K, D, dtype or tag differ from this rank's, as a
+// mask; `other` becomes that of Status.
+uint64_t read_headers(const Exchange& ex, const RoundState& round, int32_t* counts_R, int64_t& other) {
   auto* headers = in_window<RoundHeader>(ex, ex.plan.rank, ex.plan.signal_dispatch);
   uint64_t mismatched = 0;
   for (int64_t r = 0; r < ex.plan.R; ++r) {
-    if (headers[r].K != round.K || headers[r].D != round.D || headers[r].dtype != round.dtype)
+    bool other_tag = headers[r].tag != round.progress.tag;
+    if (other_tag || headers[r].K != round.K || headers[r].D != round.D || headers[r].dtype != round.dtype)
       mismatched |= uint64_t{1} << r;
+    if (other_tag && other < 0) other = r << 16 | (headers[r].tag & kMaxTag);
     counts_R[r] = static_cast<int32_t>(std::clamp<int64_t>(headers[r].counts[round.dispatch_epoch % 2], 0, ex.plan.M));
   }
   return mismatched;
@@ -217,16 +220,18 @@ void receive(const Exchange& ex, const DispatchArgs& args) {
     arrived = waited == Wait::kArrived;
   }
   uint64_t mismatched = 0;
-  if (arrived) mismatched = read_headers(ex, *round, counts);
+  int64_t other = -1;
+  if (arrived) mismatched = read_headers(ex, *round, counts, other);
   if (arrived && round->progress.asked) answer(ex, round->dispatch_epoch, round->progress);
   if (mismatched)
-    *ex.status = {kMismatch,
-                  kDispatch,
-                  round->dispatch_epoch,
-                  static_cast<int64_t>(mismatched),
-                  plan.rank,
-                  ex.status->needed_rows,
-                  {}};
+    *ex.status = {.code = kMismatch,
+                  .stage = kDispatch,
+                  .epoch = round->dispatch_epoch,
+                  .missing = static_cast<int64_t>(mismatched),
+                  .originator = plan.rank,
+                  .needed_rows = ex.status->needed_rows,
+                  .tag = round->progress.tag,
+                  .other = other};
   if (!arrived || mismatched) std::fill_n(counts, plan.R, 0);
   if (args.expert_major) {
     permute_received(ex, args, counts);

@@ -9,9 +9,9 @@
 //
 // A rank that gives round n up raises its combine flag of n at once, perhaps before it has seen any dispatch flag of n.
 // A slow rank may then still sum round n-1 and read the count that this rank sent with that flag. Headers therefore
-// hold the counts of two rounds. The next flag that would overwrite the count of n-1 is that of n+1. It follows this
-// rank's dispatch of n+1, and so every combine flag of n. For the same reason they hold `more_rounds` twice: a rank
-// that has given round n up may look for it while others have opened n+1.
+// hold the counts of two rounds, and twice whether the rank has given the round up. The next flag that would overwrite
+// the count of n-1 is that of n+1. It follows this rank's dispatch of n+1, and so every combine flag of n. For the same
+// reason they hold `more_rounds` twice: a rank that has given round n up may look for it while others have opened n+1.
 #pragma once
 #include <errno.h>
 #include <linux/futex.h>
@@ -54,15 +54,17 @@ inline void wake(const Exchange& ex, int64_t rank) {
 }
 
 // Writes this rank's header of round `epoch` into every window, the flag last. count_R[r] is the number of rows sent to
-// rank r.
+// rank r; null gives the round up.
 inline void signal_all(const Exchange& ex, int64_t signals_offset, uint32_t epoch, const RoundState& round,
                        const int32_t* count_R) {
   finish_streaming();
   for (int64_t i = 0; i < ex.plan.R; ++i) {
     int64_t rank = (ex.plan.rank + i) % ex.plan.R;
     RoundHeader* slot = in_window<RoundHeader>(ex, rank, signals_offset) + ex.plan.rank;
-    slot->counts[epoch % 2] = count_R[rank];
+    slot->counts[epoch % 2] = count_R ? count_R[rank] : 0;
+    slot->aborted[epoch % 2] = !count_R;
     slot->D = round.D, slot->K = round.K, slot->dtype = round.dtype;
+    slot->tag = static_cast<int32_t>(round.progress.tag);
     slot->needed_rows = static_cast<int32_t>(std::min<int64_t>(ex.status->needed_rows, INT32_MAX));
     slot->more_rounds[epoch % 2] = round.progress.asked & 1;
     std::atomic_ref(slot->epoch).store(epoch, std::memory_order_release);
@@ -99,7 +101,12 @@ inline void fail(const Exchange& ex, Stage stage, uint32_t epoch, uint64_t missi
   if (state->latched) return;
   state->latched = 1;
   ++in_scratch<int64_t>(ex, ex.plan.health_counters)[kTimeouts];
-  *ex.status = {kTimeout, stage, epoch, static_cast<int64_t>(missing), originator, ex.status->needed_rows, {}};
+  *ex.status = {.code = kTimeout,
+                .stage = stage,
+                .epoch = epoch,
+                .missing = static_cast<int64_t>(missing),
+                .originator = originator,
+                .needed_rows = ex.status->needed_rows};
   for (int64_t rank = 0; rank < ex.plan.R; ++rank) {
     auto* errors = in_window<uint64_t>(ex, rank, ex.plan.signal_error);
     if (missing == departure_of(originator)) std::atomic_ref(errors[originator]).store(missing);

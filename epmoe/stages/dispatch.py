@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
@@ -12,7 +13,7 @@ from epmoe import ops, rounds
 from epmoe.exchange import Exchange
 from epmoe.handles import Dispatched, Layout, Received, RoundTemplate, Sent
 from epmoe.memory import SCALE_BLOCK
-from epmoe.rounds import DISPATCHED, PHASES, SENT
+from epmoe.rounds import DISPATCHED, MAX_TAG, PHASES, SENT
 from epmoe.stages.checks import (
     FLOATS,
     FP8,
@@ -37,6 +38,7 @@ def dispatch(
     layout: Layout,
     weight_rows: bool,
     padded_tokens: int | None = None,
+    tag: int = 0,
 ) -> Dispatched:
     """Send this rank's tokens and receive those of its experts. Collective; see `ExpertParallel.dispatch`.
 
@@ -44,7 +46,7 @@ def dispatch(
     """
     exchange.enter()
     try:
-        sent = _opened(exchange, x, ids, weights, scales, num_tokens, layout, weight_rows)
+        sent = _opened(exchange, x, ids, weights, scales, num_tokens, layout, weight_rows, tag)
         ops.dispatch(*sent.arguments)
         if exchange.rounds.progress[PHASES] & 3 != DISPATCHED:
             rounds.wait_on(exchange, ops.dispatch, sent.arguments, DISPATCHED)
@@ -63,11 +65,12 @@ def dispatch_send(
     layout: Layout,
     weight_rows: bool,
     padded_tokens: int | None = None,
+    tag: int = 0,
 ) -> Sent:
     """The send phase of `dispatch`; waits for no rank, except after an abort."""
     exchange.enter()
     try:
-        sent = _opened(exchange, x, ids, weights, scales, num_tokens, layout, weight_rows)
+        sent = _opened(exchange, x, ids, weights, scales, num_tokens, layout, weight_rows, tag)
         ops.dispatch_send(*sent.arguments)
         if exchange.rounds.progress[PHASES] & 3 != SENT:
             rounds.wait_on(exchange, ops.dispatch_send, sent.arguments, SENT)
@@ -89,6 +92,35 @@ def dispatch_recv(exchange: Exchange, sent: Sent) -> Dispatched:
         exchange.thread = 0
 
 
+def no_tokens(
+    exchange: Exchange,
+    hidden_size: int | None,
+    top_k: int | None,
+    dtype: torch.dtype | None,
+    layout: Layout | None,
+    weight_rows: bool | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Layout, bool]:
+    """x [0, D], ids, weights, scales, layout and `weight_rows` of a call without tokens, for `ExpertParallel.skip`.
+
+    What is None is as in the last round, and as in the config before the first.
+    """
+    model, template = exchange.config.model, exchange.rounds.template
+    first = model.hidden_size, model.num_experts_per_tok, model.torch_dtype, torch.int32, torch.float32, "expert", False
+    D, K, x_dtype, _, _, last_layout, last_weight_rows = first if template is None else template.shape
+    D, K, x_dtype = hidden_size or D, top_k or K, dtype or x_dtype
+    x = torch.empty(0, D, dtype=x_dtype, device=exchange.device)
+    scales = x.new_empty(0, D // SCALE_BLOCK, dtype=torch.float32) if x_dtype is FP8 else None
+    ids, weights = x.new_empty(0, K, dtype=torch.int32), x.new_empty(0, K, dtype=torch.float32)
+    return x, ids, weights, scales, layout or last_layout, last_weight_rows if weight_rows is None else weight_rows
+
+
+def refuse_tag(tag: object) -> NoReturn:
+    """Raises TypeError or ValueError for what is no tag."""
+    if isinstance(tag, bool) or not isinstance(tag, int):
+        raise TypeError(f"`tag` must be an int, got {describe(tag)}")
+    raise ValueError(f"`tag` must be from 0 to {MAX_TAG}, got {tag}")
+
+
 def _opened(
     exchange: Exchange,
     x: Tensor,
@@ -98,16 +130,19 @@ def _opened(
     num_tokens: int | Tensor | None,
     layout: Layout,
     weight_rows: bool,
+    tag: int,
 ) -> Sent:
     """Check the arguments of `ExpertParallel.dispatch` and give them a round."""
     epoch = rounds.check_closed(exchange)
+    if tag.__class__ is not int or not 0 <= tag <= MAX_TAG:
+        refuse_tag(tag)
     template = checked_template(exchange, x, ids, weights, scales, layout, weight_rows)
     T = x.shape[0]
     scalar, rows = (None, T) if num_tokens is None else token_count(num_tokens, T, exchange.device)
     descriptor = template.descriptors[bisect_left(template.steps, T)]
     inputs = aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights)
     arguments = *inputs, scales, scalar, rows, *exchange.memory, descriptor
-    return rounds.opened(exchange, template, T, epoch, descriptor, arguments)
+    return rounds.opened(exchange, template, T, epoch, tag, descriptor, arguments)
 
 
 def checked_template(
@@ -144,7 +179,7 @@ def checked_template(
     except (AttributeError, TypeError, ValueError):
         pass  # not even tensors of two dimensions: `_check_inputs` says so
     _check_inputs(exchange, x, ids, weights, scales, layout, weight_rows)
-    exchange.templates[key] = template = _new_template(exchange, x, ids.shape[1], layout, weight_rows)
+    exchange.templates[key] = template = _new_template(exchange, x, key)
     return template
 
 
@@ -159,7 +194,8 @@ def _fits(scales: Tensor, T: int, D: int, device: torch.device) -> bool:
     )
 
 
-def _new_template(exchange: Exchange, x: Tensor, K: int, layout: Layout, weight_rows: bool) -> RoundTemplate:
+def _new_template(exchange: Exchange, x: Tensor, shape: tuple[Any, ...]) -> RoundTemplate:
+    _, K, _, _, _, layout, weight_rows = shape
     views, wire_fp8 = exchange.views, bool(exchange.plan.sizes["payload_fp8"])
     wire, D = FP8 if wire_fp8 else x.dtype, x.shape[1]
     y_dtype = exchange.config.model.torch_dtype if x.dtype is FP8 else x.dtype
@@ -189,7 +225,8 @@ def _new_template(exchange: Exchange, x: Tensor, K: int, layout: Layout, weight_
     attributes |= {"recv": Received(received), "layout": layout, "dtype": y_dtype, "hidden_size": D}
     attributes |= {"_rounds": ref(exchange.rounds), "_rank": exchange.rank}
     steps, descriptors = exchange.descriptors_for(D, layout == "expert", weight_rows)
-    return RoundTemplate(steps, descriptors, attributes, D, torch.empty(0, D, dtype=y_dtype, device=exchange.device))
+    like = torch.empty(0, D, dtype=y_dtype, device=exchange.device)
+    return RoundTemplate(shape, steps, descriptors, attributes, D, like)
 
 
 def _check_inputs(

@@ -25,9 +25,10 @@ def dispatch(
     layout: Layout,
     weight_rows: bool,
     padded_tokens: int | None = None,
+    tag: int = 0,
 ) -> Dispatched:
     """Both phases; see `ExpertParallel.dispatch`."""
-    sent = dispatch_send(exchange, x, ids, weights, scales, num_tokens, layout, weight_rows, padded_tokens)
+    sent = dispatch_send(exchange, x, ids, weights, scales, num_tokens, layout, weight_rows, padded_tokens, tag)
     return dispatch_recv(exchange, sent)
 
 
@@ -41,18 +42,21 @@ def dispatch_send(
     layout: Layout,
     weight_rows: bool,
     padded_tokens: int | None = None,
+    tag: int = 0,
 ) -> Sent:
     """Pack the slabs and start their transfer; waits for no rank, except after an abort."""
     exchange.enter()
     try:
         epoch = rounds.check_closed(exchange)
+        if tag.__class__ is not int or not 0 <= tag <= rounds.MAX_TAG:
+            inside_dispatch.refuse_tag(tag)
         template = inside_dispatch.checked_template(exchange, x, ids, weights, scales, layout, weight_rows)
         _check_fp8(exchange, x)
         slots = _slots(exchange, padded_tokens)
         T = x.shape[0]
         scalar, rows = (None, T) if num_tokens is None else token_count(num_tokens, T, exchange.device)
         exchange.wait_for_given_up()
-        sent = rounds.opened(exchange, template, T, epoch, template.descriptors[0], ())
+        sent = rounds.opened(exchange, template, T, epoch, tag, template.descriptors[0], ())
         like = ids.shape[1], x.shape[1], x.dtype
         exchange.travelling = slabs = Slabs(exchange, like, slots, layout, weight_rows, epoch)
         slabs.pack(aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights), scales, scalar, rows)
@@ -79,7 +83,8 @@ def dispatch_recv(exchange: TwoLevels, sent: Sent) -> Dispatched:
             if isinstance(opened := inside.rounds.handle, Sent) and inside.rounds.state == SENT:  # after a Ctrl-C
                 slabs.inside = inside_dispatch.dispatch_recv(inside, opened)
             else:
-                slabs.inside = inside_dispatch.dispatch(inside, *rows, None, slabs.layout, slabs.weight_rows)
+                tag = exchange.rounds.progress[rounds.TAG]
+                slabs.inside = inside_dispatch.dispatch(inside, *rows, None, slabs.layout, slabs.weight_rows, tag=tag)
         except EPMismatchError as error:
             exchange.mismatch(differing or exchange.of_group(sum(1 << rank for rank in error.differing_ranks)))
         except EPTimeoutError:

@@ -14,6 +14,18 @@
 namespace epmoe::cuda {
 namespace {
 
+// One thread counts the `ranks` that have given the round up, a mask, and tells the host of them unless this rank has
+// given it up, too. Out of line, so that the usual case stays short.
+__device__ __noinline__ void report_aborted(const CombineBlock& b, uint32_t ranks) {
+  auto* total = in_scratch<int64_t>(b.ex, b.plan.health_aborted_rounds);
+  for (uint32_t left = ranks; left; left &= left - 1) ++total[__ffs(left) - 1];
+  if (!b.args.rows) return;
+  volatile Status& status = *b.ex.status;
+  status.aborted_epoch = b.wait.epoch;
+  __threadfence_system();
+  status.aborted = status.aborted | ranks;
+}
+
 // The whole block learns which ranks send rows, as a mask; a rank that gives the round up does not. A block that `sent`
 // learns whether it is to receive (Wait::say_started). Returns false if a rank did not open combine.
 __device__ __forceinline__ bool receive_signals(const CombineBlock& b, bool sent, uint32_t& sending_ranks,
@@ -33,6 +45,8 @@ __device__ __forceinline__ bool receive_signals(const CombineBlock& b, bool sent
   }
   arrived = __syncthreads_and(arrived);
   sending_ranks = mask, receives = arrived && !late;
+  uint32_t all = kAllLanes >> (32 - static_cast<int32_t>(plan.R));
+  if (blockIdx.x == 0 && threadIdx.x == 0 && arrived && sending_ranks != all) report_aborted(b, all & ~sending_ranks);
   return arrived;
 }
 
@@ -120,7 +134,7 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
   if constexpr (!kLL && !kFp8)
     if (forwards && sends && ok && threadIdx.x < 32) forward_rows<T>(b, buffers, &round->send_queue[kCombine]);
   if (!args.receive) {
-    if (leader && threadIdx.x == 0 && !ok) Wait::report(ex, round, b.wait.epoch, kCombine, 0);
+    if (leader && threadIdx.x == 0 && !ok) Wait::report(ex, round, b.wait.epoch, kCombine, {});
     return;
   }
   if constexpr (kLL) {
@@ -128,8 +142,8 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
       ok = sum_chunks<kCoarse ? kSendLines : 1, kOwn, T, kFp8>(b, sending_ranks, &round->recv_queue[kCombine]);
   } else if (receives) {
     constexpr int kMaxChunkVectors = 384;  // about seven turns of a warp, so that late rows do not wait for long
-    WorkQueue queue(args.T, static_cast<int32_t>(args.D / kPerVector<T>), forwards ? 0 : kernel.send_blocks,
-                    kMaxChunkVectors);
+    // Blocks that send may leave before they receive, so none of them starts with an item. Where all forward, all send.
+    WorkQueue queue(args.T, static_cast<int32_t>(args.D / kPerVector<T>), kernel.send_blocks, kMaxChunkVectors);
     ok = queue.for_each(&round->recv_queue[kCombine], [&](int32_t t, int32_t chunk) {
       return sum_token<T, kFp8>(b, t, chunk, queue.chunks, sending_ranks);
     });

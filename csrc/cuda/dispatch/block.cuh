@@ -1,17 +1,39 @@
 // What the parts of dispatch share: the kernel's arguments, and a block's tables of experts and offsets.
 #pragma once
+#include <bit>
+
 #include "cuda/exchange/wait.cuh"
 #include "scoring.h"
 
 namespace epmoe::cuda {
 
 // The counts of a source start with two words: its size (rows sent; LL or Simple; with LL the number of tokens), and
-// the shape of its call. The pairs by rank and local expert follow.
+// the shape of its call. The pairs by rank and local expert follow. The tag of the call takes the bits that the two
+// words have left.
 constexpr int kCountColumns = 2;
-constexpr int kLLTokenBits = 12, kMaxLLTokens = (1 << kLLTokenBits) - 1;
+constexpr int kLLTokenBits = 11, kMaxLLTokens = (1 << kLLTokenBits) - 1;
+constexpr int kSizeBits = 1 + 2 * kLLTokenBits, kShapeBits = 25;
+constexpr uint32_t kSizeMask = (1u << kSizeBits) - 1, kShapeMask = (1u << kShapeBits) - 1;
+static_assert((32 - kSizeBits) + (32 - kShapeBits) == std::bit_width(static_cast<uint32_t>(kMaxTag)));
 
 // Beside the shape of a call: the source needs a round after this one.
-constexpr int32_t kMoreRounds = 1 << 30;
+constexpr uint32_t kMoreRounds = 1u << (kShapeBits - 1);
+
+// What a source says of its call in its first two words, and what of it must be equal on all ranks.
+struct CallWords {
+  uint32_t size, shape;
+
+  __device__ __forceinline__ bool is_ll() const { return size & 1; }
+  __device__ __forceinline__ int32_t ll_tokens() const { return is_ll() ? size >> 1 & kMaxLLTokens : 0; }
+  __device__ __forceinline__ int32_t rows() const { return (size & kSizeMask) >> (is_ll() ? 1 + kLLTokenBits : 1); }
+  __device__ __forceinline__ int32_t tag() const {
+    return static_cast<int32_t>(size >> kSizeBits | shape >> kShapeBits << (32 - kSizeBits));
+  }
+  // Not 0 where another call differs. Bits of both words; which does not matter.
+  __device__ __forceinline__ uint32_t differs(const CallWords& other) const {
+    return ((shape ^ other.shape) & ~kMoreRounds) | (size ^ other.size) >> kSizeBits;
+  }
+};
 
 // Simple protocol: normally `recv_ordinals[pair]` is the pair's ordinal within (source, expert). With this bit set it
 // is the final row index, and the sender has already written the row there.
@@ -30,6 +52,7 @@ struct DispatchKernel {
   int32_t row_chunks, chunk_bytes;
   int32_t tokens_per_release;
   int64_t asked;  // as in Progress
+  int32_t tag;    // likewise
 
   __device__ __forceinline__ int32_t tokens(int64_t wanted) const {
     return static_cast<int32_t>(min(max(wanted, int64_t{0}), args.T));
@@ -42,14 +65,14 @@ struct DispatchKernel {
   EPMOE_HD bool sends_to_final_rows() const {
     return args.expert_major && args.receive && !args.weight_rows && send_offset_entries && !uses_ll();
   }
-  // A source's first word: bit 0 says LL; then with LL the tokens; then the rows.
-  __device__ __forceinline__ int32_t size(int32_t rows, int32_t tokens) const {
-    return uses_ll() ? 1 | tokens << 1 | rows << (1 + kLLTokenBits) : rows << 1;
-  }
-  // A source's second word: what must be equal on all ranks.
-  __device__ __forceinline__ int32_t shape() const {
-    return static_cast<int32_t>(args.D | int64_t{args.K} << 17 | static_cast<int64_t>(args.dtype) << 24 |
-                                int64_t{args.expert_major} << 28 | int64_t{args.weight_rows} << 29);
+  // This source's first two words. The first: bit 0 says LL; then with LL the tokens; then the rows. The second: D / 4,
+  // K - 1, dtype, layout and weighting: D is whole lines of 16 bytes.
+  __device__ __forceinline__ CallWords call(int32_t rows, int32_t tokens) const {
+    uint32_t size = uses_ll() ? 1 | tokens << 1 | rows << (1 + kLLTokenBits) : rows << 1;
+    uint32_t shape = static_cast<uint32_t>(args.D >> 2) | (args.K - 1) << 15 | static_cast<uint32_t>(args.dtype) << 20 |
+                     uint32_t{args.expert_major} << 22 | uint32_t{args.weight_rows} << 23;
+    return {size | static_cast<uint32_t>(tag) << kSizeBits, shape | static_cast<uint32_t>(tag) >> (32 - kSizeBits)
+                                                                                                      << kShapeBits};
   }
   __device__ __forceinline__ int64_t count_columns() const {
     return ex.plan.R * ex.plan.most_local_experts + kCountColumns;
@@ -88,12 +111,13 @@ struct DispatchShared {
   int32_t rank_count[kMaxExchangeRanks];  // sending: rows for each rank before this token; receiving: rows from it
   int32_t num_experts[kMaxExchangeRanks];
   int32_t sentinel[kMaxExchangeRanks];
-  int32_t ll_tokens[kMaxExchangeRanks];  // of a source; 0 if it uses the Simple protocol
-  uint32_t mismatched, ll_mask;          // masks of sources: another shape; the LL protocol
-  int32_t more_rounds;                   // whether a source needs a round after this one
-  int32_t ll_most_tokens;                // the largest of any LL source
-  int32_t simple_most_rows;              // the largest of any Simple source
-  int32_t next_token;                    // the next that this block sends
+  int32_t ll_tokens[kMaxExchangeRanks];                               // of a source; 0 if it uses the Simple protocol
+  uint32_t mismatched, ll_mask;                                       // masks of sources: another call; the LL protocol
+  int32_t other;                                                      // as in Status
+  int32_t more_rounds;                                                // whether a source needs a round after this one
+  int32_t ll_most_tokens;                                             // the largest of any LL source
+  int32_t simple_most_rows;                                           // the largest of any Simple source
+  int32_t next_token;                                                 // the next that this block sends
   int32_t unsignaled_slots[kMaxTokensPerRelease][kMaxExchangeRanks];  // stored, but their flags are not published
   uint64_t chunk_barriers[kPipelineStages];                           // mbarriers of the TMA loads
   float scales[kMaxChunkBytes / (kScaleBlock * 2)];                   // of a chunk

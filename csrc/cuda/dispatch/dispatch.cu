@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
   auto fails = [&] { return *static_cast<volatile int32_t*>(&shared.latched) != 0; };
   if (leader && threadIdx.x == 0 && kernel.args.send && !fails()) round->phases = 1;
   if (!kernel.args.receive) {
-    if (leader && threadIdx.x == 0 && fails()) Wait::report(ex, round, shared.epoch, kDispatch, 0);
+    if (leader && threadIdx.x == 0 && fails()) Wait::report(ex, round, shared.epoch, kDispatch, {});
     return;
   }
   if (threadIdx.x == 0) b.wait.begin(kDispatch);
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
         round->started[kCombine] = round->receiving[kCombine] = 0;
     if (kernel.asked && ok) answer(b);
   }
-  if (b.wait.failed(kDispatch, ok, shared.mismatched)) zero_outputs(ex);
+  if (b.wait.failed(kDispatch, ok, {shared.mismatched, kernel.tag, shared.other})) zero_outputs(ex);
 }
 
 template <typename Source>
@@ -203,7 +203,8 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
                         .row_chunks = static_cast<int32_t>(policy.row_chunks),
                         .chunk_bytes = static_cast<int32_t>(policy.chunk_bytes),
                         .tokens_per_release = static_cast<int32_t>(policy.tokens_per_release),
-                        .asked = reinterpret_cast<const Progress*>(exchange.status + 1)->asked};
+                        .asked = reinterpret_cast<const Progress*>(exchange.status + 1)->asked,
+                        .tag = static_cast<int32_t>(reinterpret_cast<const Progress*>(exchange.status + 1)->tag)};
   auto* variant =
       variant_for(policy.recv_lines, policy.coarse, policy.exclusive, exchange.plan.payload_fp8, args.dtype);
   return launch(variant, policy.blocks, static_cast<int>(policy.threads), policy.shared_bytes, stream, kernel);

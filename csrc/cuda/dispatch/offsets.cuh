@@ -84,7 +84,7 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
   __syncthreads();
   if (!b.may_open()) return false;
   if (threadIdx.x == 0)
-    shared.mismatched = shared.ll_mask = 0,
+    shared.mismatched = shared.ll_mask = 0, shared.other = kNoOther,
     shared.ll_most_tokens = shared.simple_most_rows = shared.late = shared.more_rounds = 0;
   for (int32_t local = threadIdx.x; local < experts; local += block_threads()) b.count[local] = 0;
   __syncthreads();
@@ -106,15 +106,18 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
     int32_t words[kCountColumns] = {};
     Word* first = b.kernel.counts(rank, r);
     arrived = b.wait.await_counted(first, r, words) && arrived;
-    bool ll = words[0] & 1, differs = (words[1] & ~kMoreRounds) != b.kernel.shape();
-    int32_t rows = ll ? words[0] >> (1 + kLLTokenBits) : words[0] >> 1, tokens = ll ? words[0] >> 1 & kMaxLLTokens : 0;
-    shared.rank_count[r] = max(min(rows, static_cast<int32_t>(ll ? b.plan.ll_max_tokens : b.plan.M)), 0);
-    tokens = min(tokens, static_cast<int32_t>(b.plan.ll_max_tokens));
+    CallWords call{static_cast<uint32_t>(words[0]), static_cast<uint32_t>(words[1])}, mine = b.kernel.call(0, 0);
+    bool ll = call.is_ll();
+    shared.rank_count[r] = min(call.rows(), static_cast<int32_t>(ll ? b.plan.ll_max_tokens : b.plan.M));
+    int32_t tokens = min(call.ll_tokens(), static_cast<int32_t>(b.plan.ll_max_tokens));
     shared.ll_tokens[r] = tokens;
     atomicMax(tokens ? &shared.ll_most_tokens : &shared.simple_most_rows, tokens ? tokens : shared.rank_count[r]);
     if (ll) atomicOr(&shared.ll_mask, 1u << r);
-    if (differs) atomicOr(&shared.mismatched, 1u << r);
-    if (words[1] & kMoreRounds) shared.more_rounds = 1;
+    if (call.differs(mine)) {
+      atomicOr(&shared.mismatched, 1u << r);
+      if (call.tag() != b.kernel.tag) atomicMin(&shared.other, r << 16 | call.tag());
+    }
+    if (call.shape & kMoreRounds) shared.more_rounds = 1;
   }
   if (!__syncthreads_and(arrived)) {
     shared.mismatched = 0;  // the missing rank is the failure to tell

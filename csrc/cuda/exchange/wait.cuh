@@ -5,6 +5,14 @@
 
 namespace epmoe::cuda {
 
+// How the calls of a round differ: the ranks whose call is another, as a mask, this rank's tag, and `other` of Status
+// or kNoOther.
+constexpr int32_t kNoOther = 0x7fffffff;
+struct Mismatch {
+  uint32_t ranks = 0;
+  int32_t tag = 0, other = kNoOther;
+};
+
 // The waits of one kernel: for one round, with one deadline each.
 struct Wait {
   const Exchange& ex;
@@ -130,16 +138,16 @@ struct Wait {
 
   // The whole block calls this at its end, having begun. Where the block has failed, it latches, reports to the
   // host and every rank, waits for the other blocks, and returns true; the caller then zeroes the outputs.
-  // `mismatched`: the ranks whose call differs, where that is why. The count of finished blocks is relaxed, since a
+  // `mismatch` names ranks where their calls are why. The count of finished blocks is relaxed, since a
   // release would slow down every round that goes well. Instead, the failing block gives the stores of the other blocks
   // 1 ms to arrive. Blocks that have not begun are not waited for: another kernel may keep them from running, and when
   // they run they find the latch.
-  __device__ bool failed(Stage stage, bool ok, uint32_t mismatched = 0) const {
+  __device__ bool failed(Stage stage, bool ok, Mismatch mismatch = {}) const {
     ok = __syncthreads_and(ok);
     if (threadIdx.x == 0) asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(&round->done[stage]) : "memory");
     if (ok) return false;
     if (threadIdx.x == 0) {
-      report(ex, round, epoch, stage, mismatched);
+      report(ex, round, epoch, stage, mismatch);
       await_others(round, stage);
     }
     __syncthreads();
@@ -150,24 +158,25 @@ struct Wait {
   // the host again, so that a host that has cleared its status hears of it. Every rank sees a mismatch by itself. Where
   // the first block has failed though all calls agree and no wait has missed a rank, the stage was out of turn.
   static __device__ __noinline__ void report(const Exchange& ex, RoundState* round, uint32_t epoch, Stage stage,
-                                             uint32_t mismatched) {
+                                             Mismatch mismatch) {
     volatile Status &kept = round->failure, &status = *ex.status;
     uint64_t missing = *static_cast<volatile uint64_t*>(&round->missing);
-    StatusCode code = mismatched ? kMismatch : missing || blockIdx.x ? kTimeout : kOutOfTurn;
+    StatusCode code = mismatch.ranks ? kMismatch : missing || blockIdx.x ? kTimeout : kOutOfTurn;
     bool first = atomicExch(&round->latched, 1) == 0;
     if (first) {
-      if (mismatched) missing = mismatched;
+      if (mismatch.ranks) missing = mismatch.ranks;
       if (code == kOutOfTurn) missing = uint64_t{1} << ex.plan.rank, epoch = next_epoch(round->combine_epoch);
       kept.stage = stage, kept.epoch = epoch, kept.missing = static_cast<int64_t>(missing);
       kept.originator = code == kTimeout ? *static_cast<volatile int16_t*>(&round->originator) : ex.plan.rank;
       kept.phases = round->phases;
+      kept.tag = mismatch.tag, kept.other = mismatch.other == kNoOther ? -1 : mismatch.other;
       if (code == kTimeout) ++in_scratch<int64_t>(ex, ex.plan.health_counters)[kTimeouts];
       __threadfence();
       kept.code = code;
     }
     if (!first && (blockIdx.x != 0 || kept.code == kOk)) return;
     status.stage = kept.stage, status.epoch = kept.epoch, status.missing = kept.missing,
-    status.originator = kept.originator, status.phases = kept.phases;
+    status.originator = kept.originator, status.phases = kept.phases, status.tag = kept.tag, status.other = kept.other;
     __threadfence_system();
     status.code = kept.code;
     for (int64_t rank = 0; rank < ex.plan.R && first && code != kMismatch; ++rank)

@@ -130,7 +130,7 @@ struct Status {
   int64_t needed_rows;  // the most expert-major rows that a round needed if that is more than max_rows, else 0
   int64_t phases;       // RoundState::phases, as a stage out of turn has found them; CUDA only
   int64_t tag;          // on a mismatch: of this rank's call
-  int64_t other;        // on a mismatch: rank << 16 | tag of the lowest rank with another tag, -1 if there is none
+  int64_t other;        // on a mismatch: 1 + (rank << 16 | tag) of the lowest rank with another tag, 0 if there is none
   // Not a failure of this rank, so no `code` goes with it. The host clears `aborted` when it has told its caller.
   int64_t aborted;        // mask of the other ranks that have given a round up
   int64_t aborted_epoch;  // the last such round

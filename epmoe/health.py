@@ -253,7 +253,7 @@ def raise_on_failure(status: Tensor, global_ranks: list[int], rank: int, latched
 
 def tags_of(tag: int, other: int) -> tuple[int, int, int] | None:
     """`tag` and `other` of `STATUS` as `EPMismatchError` takes them."""
-    return None if other < 0 else (tag, other >> 16, other & 0xFFFF)
+    return (tag, other - 1 >> 16, other - 1 & 0xFFFF) if other else None
 
 
 def raise_on_overflow(status: Tensor, max_rows: int) -> None:

@@ -173,7 +173,7 @@ class MemoryPlan:
             ("window", "ll.sums", (R, ll_tokens, ll_sum_stride) if nvlink else (0,), torch.uint8),
             ("window" if nvlink else "scratch", "rows", (N, D), payload),
             ("window" if nvlink else "scratch", "row_scales", (N, B) if payload_fp8 else (0,), f32),
-            ("scratch", "state", (96,), i32),
+            ("scratch", "state", (112,), i32),
             ("scratch", "counts", (R,), i32),
             ("scratch", "slots_used", (R,) if nvlink else (0,), i32),
             ("scratch", "slots", (M, R), i32),

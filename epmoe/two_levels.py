@@ -24,7 +24,7 @@ from epmoe.config import EPConfig
 from epmoe.exchange import Exchange
 from epmoe.group import open_window
 from epmoe.handles import Dispatched
-from epmoe.health import COUNTERS, MISMATCH, STAGES, STATUS, EPMismatchError, EPOverflowError, EPTimeoutError, Health
+from epmoe.health import COUNTERS, MISMATCH, STAGES, STATUS, EPMismatchError, EPOverflowError, EPTimeoutError, Health, tags_of
 from epmoe.memory import MemoryPlan, RailSlot
 from epmoe.network import CollectiveRail, Rail, RailError, Transfer, gloo_group, no_answer
 from epmoe.network_nccl import NcclRail
@@ -282,11 +282,12 @@ class TwoLevels(Exchange):
 
     def _take_failure_of_node(self) -> None:
         """Record what the node's exchange has reported. Raises EPMismatchError, which leaves it usable on CPUs."""
-        code, _, epoch, mask, _ = self.status[:5].tolist()
+        code, _, epoch, mask, _, _, _, tag, other = self.status[:9].tolist()
         if code == MISMATCH:
             latched = self.device.type == "cuda"
             self.status[_CODE] = code * latched
-            raise EPMismatchError(epoch, self.of_group(mask), latched)
+            tags = tags_of(tag, other + (self.node * self.ranks_per_node << 16) if other else 0)
+            raise EPMismatchError(epoch, self.of_group(mask), latched, tags)
         missing = self.rail.missing((reported := self._reported()) or self.of_group(mask))
         self._record(missing, "over the network, as a rank of this node says" if reported else "within the node")
 

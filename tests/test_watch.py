@@ -26,7 +26,8 @@ PLACEMENT = Placement.from_config(CONFIG)  # 2, 2 and 1 experts
 
 def sample(time: float, rounds: int, tokens: list[int], sent: list[int], waited: list[float]) -> Sample:
     counts = dict.fromkeys(COUNTERS, 0)
-    return Sample(time, Health(rounds, **counts, tokens_per_expert=tokens, rows_sent=sent, waited_s=waited))
+    ranks = {"rows_sent": sent, "waited_s": waited, "aborted_rounds": [0] * len(sent)}
+    return Sample(time, Health(rounds, **counts, tokens_per_expert=tokens, **ranks))
 
 
 BEFORE = [sample(10.0 * r, 5, [1] * n, [3, 3, 3], [0.0] * 3) for r, n in enumerate((2, 2, 1))]

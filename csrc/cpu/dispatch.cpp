@@ -87,7 +87,7 @@ uint64_t read_headers(const Exchange& ex, const RoundState& round, int32_t* coun
     bool other_tag = headers[r].tag != round.progress.tag;
     if (other_tag || headers[r].K != round.K || headers[r].D != round.D || headers[r].dtype != round.dtype)
       mismatched |= uint64_t{1} << r;
-    if (other_tag && other < 0) other = r << 16 | (headers[r].tag & kMaxTag);
+    if (other_tag && !other) other = 1 + (r << 16 | (headers[r].tag & kMaxTag));
     counts_R[r] = static_cast<int32_t>(std::clamp<int64_t>(headers[r].counts[round.dispatch_epoch % 2], 0, ex.plan.M));
   }
   return mismatched;
@@ -220,7 +220,7 @@ void receive(const Exchange& ex, const DispatchArgs& args) {
     arrived = waited == Wait::kArrived;
   }
   uint64_t mismatched = 0;
-  int64_t other = -1;
+  int64_t other = 0;
   if (arrived) mismatched = read_headers(ex, *round, counts, other);
   if (arrived && round->progress.asked) answer(ex, round->dispatch_epoch, round->progress);
   if (mismatched)

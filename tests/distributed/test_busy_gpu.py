@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from busy import Holder
-from exchanges import assert_y, make_tokens, run_experts, run_round
-from helpers import ON_GPUS, RANKS_SHARE_GPUS
+from exchanges import assert_y, make_tokens, run_experts, run_fused_experts, run_round
+from helpers import ON_GPUS, RANKS_SHARE_GPUS, poison_
 
 import epmoe
 
@@ -38,6 +38,29 @@ def test_a_busy_gpu_only_slows_the_round(make_ep, rank, hold, free, T, layout):
     assert_y(y, ep.config, tokens)
     ep.check()
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("T", [40, 100, 2000, 4096])
+@pytest.mark.parametrize("num_sms", [None, 20, 24])
+@pytest.mark.parametrize("free", [60, 12, 1])
+def test_every_row_is_written(make_ep, rank, hold, free, num_sms, T, layout):
+    """Of each variant that the launch policy has: blocks that find others missing leave, and their items are taken."""
+    ep = make_ep(
+        ll_max_tokens=64, max_tokens=4096, hidden=1024, dtype="bfloat16", timeout_s=20.0, exchange={"num_sms": num_sms}
+    )
+    tokens = make_tokens(ep.config, rank, T)
+    x, ids, weights = (t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
+    run = run_experts if layout == "expert" else run_fused_experts
+    whole = run_round(ep, tokens, layout=layout)
+    assert_y(whole, ep.config, tokens)
+    for _ in range(6):
+        d = ep.dispatch(x, ids, weights, layout=layout)
+        rows, y = run(ep, d), poison_(torch.empty_like(x))
+        hold(torch.cuda.get_device_properties().multi_processor_count - free, 0.15)
+        (ep.combine if layout == "expert" else ep.combine_partial)(rows, d, out=y)
+        assert torch.equal(y, whole)
+        ep.check()
 
 
 def test_a_dead_peer_is_named_on_a_busy_gpu(make_ep, rank, size, hold):

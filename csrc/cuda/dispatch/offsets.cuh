@@ -115,7 +115,7 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
     if (ll) atomicOr(&shared.ll_mask, 1u << r);
     if (call.differs(mine)) {
       atomicOr(&shared.mismatched, 1u << r);
-      if (call.tag() != b.kernel.tag) atomicMin(&shared.other, r << 16 | call.tag());
+      if (call.tag() != b.kernel.tag) atomicMin(&shared.other, 1 + (r << 16 | call.tag()));
     }
     if (call.shape & kMoreRounds) shared.more_rounds = 1;
   }

@@ -5,8 +5,8 @@
 
 namespace epmoe::cuda {
 
-// How the calls of a round differ: the ranks whose call is another, as a mask, this rank's tag, and `other` of Status
-// or kNoOther.
+// How the calls of a round differ: the ranks whose call is another, as a mask, this rank's tag, and `other` of Status,
+// or kNoOther where that is 0.
 constexpr int32_t kNoOther = 0x7fffffff;
 struct Mismatch {
   uint32_t ranks = 0;
@@ -169,7 +169,7 @@ struct Wait {
       kept.stage = stage, kept.epoch = epoch, kept.missing = static_cast<int64_t>(missing);
       kept.originator = code == kTimeout ? *static_cast<volatile int16_t*>(&round->originator) : ex.plan.rank;
       kept.phases = round->phases;
-      kept.tag = mismatch.tag, kept.other = mismatch.other == kNoOther ? -1 : mismatch.other;
+      kept.tag = mismatch.tag, kept.other = mismatch.other == kNoOther ? 0 : mismatch.other;
       if (code == kTimeout) ++in_scratch<int64_t>(ex, ex.plan.health_counters)[kTimeouts];
       __threadfence();
       kept.code = code;

@@ -1,0 +1,131 @@
+"""What the other ranks hear of a rank that gives a round up, leaves one out, or is in another layer.
+
+Deadlines are 300 s here, so that a test which passes has not run into one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchanges import assert_y, make_tokens, run_experts, run_fused_experts, run_round
+from test_exceptions import LONG_S, Fragile, without_rank
+from test_layers import D, E, K, make_layer
+from test_phases import given
+
+from epmoe import EPAbortedError, EPMismatchError, ExpertParallel
+
+GIVER = 1  # the rank that gives rounds up
+
+
+@pytest.fixture
+def ep(make_ep) -> ExpertParallel:
+    return make_ep(timeout_s=LONG_S)
+
+
+def hears_of(ep: ExpertParallel, call: Callable[[], object], epoch: int) -> None:
+    """`call` is a round that `GIVER` gives up. On GPUs the host may have to wait for the kernel."""
+    with pytest.raises(EPAbortedError, match=rf"round {epoch}: rank\(s\) \[{GIVER}\] gave the round up") as caught:
+        call()
+        ep.check()
+    assert (caught.value.ranks, caught.value.epoch) == ([GIVER], epoch)
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("how", ["skip", "after dispatch_send", "after dispatch"])
+def test_others_hear_of_it(ep, rank, size, how, layout):
+    """The round is closed on all ranks, and the next one is whole."""
+    tokens = make_tokens(ep.config, rank, 9)
+    assert_y(run_round(ep, tokens, layout), ep.config, tokens)
+    for n in (2, 4):
+        if rank != GIVER:
+            hears_of(ep, lambda: run_round(ep, tokens, layout), epoch=n)
+        elif how == "skip":
+            ep.skip()
+        else:
+            call = ep.dispatch if how == "after dispatch" else ep.dispatch_send
+            ep.abort(call(*given(ep, tokens), layout=layout))
+        assert_y(run_round(ep, tokens, layout), ep.config, tokens)
+    ep.check()
+    assert ep.health().aborted_rounds == [2 * (r == GIVER) for r in range(size)]
+
+
+def test_a_rank_that_returned_its_sums_gave_nothing_up(ep, rank, size):
+    if ep.config.topology.num_nodes > 1:
+        pytest.skip("sums of other nodes have yet to travel")
+    tokens = make_tokens(ep.config, rank, 9)
+    d = ep.dispatch(*given(ep, tokens))
+    ep.combine_send(run_experts(ep, d), d)
+    if rank == GIVER:
+        ep.abort()
+    else:
+        assert_y(ep.combine_recv(d), ep.config, tokens)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    assert ep.health().aborted_rounds == [0] * size
+
+
+def test_zeros_only_count(make_ep, rank, size):
+    ep = make_ep(timeout_s=LONG_S, exchange={"on_abort": "zeros"})
+    tokens = make_tokens(ep.config, rank, 9)
+    for _ in range(2):
+        if rank == GIVER:
+            ep.skip()
+        else:
+            assert_y(run_round(ep, tokens), ep.config, without_rank(ep, tokens, GIVER))
+    ep.check()
+    assert ep.health().aborted_rounds == [2 * (r == GIVER) for r in range(size)]
+
+
+def test_a_layer_that_fails_on_one_rank(make_ep, rank, size):
+    """Its experts raise, or an argument is refused before anything is sent: either way the others hear of it."""
+    ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=LONG_S)
+    layer, _ = make_layer(ep)
+    layer.experts = experts = Fragile(layer.experts)
+    x = torch.randn(9, D, generator=torch.Generator().manual_seed(rank)).to(ep.device)
+    whole = layer(x)
+    for n, (wrong, error) in enumerate(((x, LookupError), (x.double(), TypeError), (x[:, 1:], ValueError))):
+        if rank == GIVER:
+            experts.error = LookupError() if error is LookupError else None
+            with pytest.raises(error):
+                layer(wrong)
+        else:
+            hears_of(ep, lambda: layer(x), epoch=2 * n + 2)
+        experts.error = None
+        assert torch.equal(layer(x), whole)
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("tags", [(3, 4), (0, 65535), (511, 512), (127, 1151)])
+def test_ranks_in_different_layers(make_ep, rank, size, tags, layout):
+    """No rank gets rows of another layer: all hear of both tags, in every bit of which they may differ."""
+    ep = make_ep(timeout_s=LONG_S)
+    tokens, (mine, other) = make_tokens(ep.config, rank, 9), (tags if rank == GIVER else tags[::-1])
+    run = {"expert": (ep.combine, run_experts), "rank": (ep.combine_partial, run_fused_experts)}[layout]
+
+    def tagged(tag: int) -> torch.Tensor:
+        d = ep.dispatch(*given(ep, tokens), layout=layout, tag=tag)
+        return run[0](run[1](ep, d), d)
+
+    for tag in tags:
+        assert_y(tagged(tag), ep.config, tokens)
+    witness = next(r for r in range(size) if (r == GIVER) != (rank == GIVER))
+    with pytest.raises(EPMismatchError, match=f"this rank's tag is {mine}, that of rank {witness} is {other}"):
+        tagged(mine)
+        ep.check()
+    if ep.device.type == "cpu":
+        assert_y(tagged(7), ep.config, tokens)
+    dist.barrier()
+
+
+def test_layers_in_another_order(make_ep, rank, size):
+    ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=LONG_S)
+    layers = [make_layer(ep)[0] for _ in range(2)]
+    x = torch.randn(9, D, generator=torch.Generator().manual_seed(rank)).to(ep.device)
+    first, second = layers if rank != GIVER else layers[::-1]
+    with pytest.raises(EPMismatchError, match="tag is"):
+        first(x)
+        second(x)
+        ep.check()
+    dist.barrier()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from exchanges import assert_y, make_tokens, poison, run_experts, run_round
 from helpers import ON_GPUS
-from test_exceptions import AT_ONCE_S, LONG_S, SUM_WITHOUT, out_of_memory, within, without_rank
+from test_exceptions import AT_ONCE_S, LONG_S, out_of_memory, within, without_rank
 from test_phases import given
 
 from epmoe import EPTimeoutError, ExpertParallel
@@ -18,7 +18,7 @@ from epmoe import EPTimeoutError, ExpertParallel
 
 @pytest.fixture
 def ep(make_ep) -> ExpertParallel:
-    return make_ep(timeout_s=LONG_S, exchange=SUM_WITHOUT)
+    return make_ep(timeout_s=LONG_S)
 
 
 @pytest.mark.parametrize("after", ["dispatch_send", "dispatch_recv", "combine_send"])
@@ -150,7 +150,7 @@ def test_abort_after_out_of_memory(ep, rank, size, monkeypatch):
 @ON_GPUS
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
 def test_abort_on_a_gpu_that_is_full(make_ep, rank, size, device, payload):
-    ep = make_ep(hidden=256, top_k=1, dtype="float32", exchange=SUM_WITHOUT | {"payload": payload}, timeout_s=LONG_S)
+    ep = make_ep(hidden=256, top_k=1, dtype="float32", exchange={"payload": payload}, timeout_s=LONG_S)
     tokens = make_tokens(ep.config, rank, 16)
     d = ep.dispatch(*given(ep, tokens))
     before = torch.cuda.memory_stats(device)["allocation.all.allocated"]

@@ -20,18 +20,17 @@ from test_phases import given
 from epmoe import EPTimeoutError, ExpertParallel, ops
 
 LONG_S = 300.0
-SUM_WITHOUT = {"on_abort": "zeros"}  # what the other ranks hear of it otherwise: tests/distributed/test_given_up.py
 AT_ONCE_S = 5.0  # a fraction of a second, where this machine has a core for each rank
 
 
 @pytest.fixture
 def ep(make_ep) -> ExpertParallel:
-    return make_ep(timeout_s=LONG_S, exchange=SUM_WITHOUT)
+    return make_ep(timeout_s=LONG_S)
 
 
 @pytest.fixture
 def layer_ep(make_ep) -> ExpertParallel:
-    return make_ep(experts=E, top_k=K, hidden=D, timeout_s=LONG_S, exchange=SUM_WITHOUT)
+    return make_ep(experts=E, top_k=K, hidden=D, timeout_s=LONG_S)
 
 
 def without_rank(ep: ExpertParallel, tokens: Tokens, rank: int, sent: bool = False) -> Tokens:

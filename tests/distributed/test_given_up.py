@@ -17,12 +17,13 @@ from test_phases import given
 
 from epmoe import EPAbortedError, EPMismatchError, ExpertParallel
 
+RAISE = {"on_abort": "raise"}  # the default of the product, not of `make_ep`
 GIVER = 1  # the rank that gives rounds up
 
 
 @pytest.fixture
 def ep(make_ep) -> ExpertParallel:
-    return make_ep(timeout_s=LONG_S)
+    return make_ep(timeout_s=LONG_S, exchange=RAISE)
 
 
 def hears_of(ep: ExpertParallel, call: Callable[[], object], epoch: int) -> None:
@@ -67,7 +68,7 @@ def test_a_rank_that_returned_its_sums_gave_nothing_up(ep, rank, size):
 
 
 def test_zeros_only_count(make_ep, rank, size):
-    ep = make_ep(timeout_s=LONG_S, exchange={"on_abort": "zeros"})
+    ep = make_ep(timeout_s=LONG_S)
     tokens = make_tokens(ep.config, rank, 9)
     for _ in range(2):
         if rank == GIVER:
@@ -80,7 +81,7 @@ def test_zeros_only_count(make_ep, rank, size):
 
 def test_a_layer_that_fails_on_one_rank(make_ep, rank, size):
     """Its experts raise, or an argument is refused before anything is sent: either way the others hear of it."""
-    ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=LONG_S)
+    ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=LONG_S, exchange=RAISE)
     layer, _ = make_layer(ep)
     layer.experts = experts = Fragile(layer.experts)
     x = torch.randn(9, D, generator=torch.Generator().manual_seed(rank)).to(ep.device)
@@ -100,7 +101,7 @@ def test_a_layer_that_fails_on_one_rank(make_ep, rank, size):
 @pytest.mark.parametrize("tags", [(3, 4), (0, 65535), (511, 512), (127, 1151)])
 def test_ranks_in_different_layers(make_ep, rank, size, tags, layout):
     """No rank gets rows of another layer: all hear of both tags, in every bit of which they may differ."""
-    ep = make_ep(timeout_s=LONG_S)
+    ep = make_ep(timeout_s=LONG_S, exchange=RAISE)
     tokens, (mine, other) = make_tokens(ep.config, rank, 9), (tags if rank == GIVER else tags[::-1])
     run = {"expert": (ep.combine, run_experts), "rank": (ep.combine_partial, run_fused_experts)}[layout]
 
@@ -120,7 +121,7 @@ def test_ranks_in_different_layers(make_ep, rank, size, tags, layout):
 
 
 def test_layers_in_another_order(make_ep, rank, size):
-    ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=LONG_S)
+    ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=LONG_S, exchange=RAISE)
     layers = [make_layer(ep)[0] for _ in range(2)]
     x = torch.randn(9, D, generator=torch.Generator().manual_seed(rank)).to(ep.device)
     first, second = layers if rank != GIVER else layers[::-1]

@@ -40,6 +40,7 @@ class HealthCollector(Collector):
     - `epmoe_rows_sent_total` with `to`, the rank that they were sent to
     - `epmoe_tokens_per_expert_total` with `expert`, the physical expert of this rank
     - `epmoe_wait_seconds_total` with `source`, the rank that was waited for
+    - `epmoe_aborted_rounds_total` with `source`, the rank that gave the rounds up
 
     Args:
         exchanges: one `ExpertParallel`, which the label `exchange` calls "default"; or several by their names. One that
@@ -56,6 +57,7 @@ class HealthCollector(Collector):
         sent = _counter("rows_sent", "Rows sent to each rank", "to")
         tokens = _counter("tokens_per_expert", "Rows of each local expert", "expert")
         waited = _counter("wait_seconds", "Seconds that this rank has waited for each rank", "source")
+        aborted = _counter("aborted_rounds", "Rounds that each rank has given up", "source")
         for name, ep in self._exchanges.items():
             exchange = ep._exchange
             if exchange is None:  # closed
@@ -68,10 +70,11 @@ class HealthCollector(Collector):
                 (sent, range(ep.size), health.rows_sent),
                 (tokens, ep.placement.local_experts(ep.rank), health.tokens_per_expert),
                 (waited, range(ep.size), health.waited_s),
+                (aborted, range(ep.size), health.aborted_rounds),
             ):
                 for index, value in zip(names, values, strict=True):
                     family.add_metric([*labels, str(index)], value)
-        yield from (rounds, *counters.values(), sent, tokens, waited)
+        yield from (rounds, *counters.values(), sent, tokens, waited, aborted)
 
 
 def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:

@@ -24,7 +24,17 @@ from epmoe.config import EPConfig
 from epmoe.exchange import Exchange
 from epmoe.group import open_window
 from epmoe.handles import Dispatched
-from epmoe.health import COUNTERS, MISMATCH, STAGES, STATUS, EPMismatchError, EPOverflowError, EPTimeoutError, Health, tags_of
+from epmoe.health import (
+    COUNTERS,
+    MISMATCH,
+    STAGES,
+    STATUS,
+    EPMismatchError,
+    EPOverflowError,
+    EPTimeoutError,
+    Health,
+    tags_of,
+)
 from epmoe.memory import MemoryPlan, RailSlot
 from epmoe.network import CollectiveRail, Rail, RailError, Transfer, gloo_group, no_answer
 from epmoe.network_nccl import NcclRail

@@ -111,7 +111,7 @@ class Layer:
             local = torch.arange(config.num_experts, dtype=torch.int32) - e * config.moe_parallel_config.ep_rank
             self.expert_map = torch.where((local >= 0) & (local < e), local, -1).int().to(weights.w1.device)
 
-    def __call__(self, x: Tensor, ids: Tensor, routing_weights: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, ids: Tensor, routing_weights: Tensor, on_input: bool = False) -> Tensor:
         return self.kernel.apply(
             hidden_states=x,
             w1=self.weights.w1,
@@ -121,7 +121,7 @@ class Layer:
             activation=MoEActivation.SILU,
             global_num_experts=self.config.num_experts,
             expert_map=self.expert_map,
-            apply_router_weight_on_input=False,
+            apply_router_weight_on_input=on_input,
         )
 
 

@@ -42,16 +42,18 @@ def main(rank: int, store: str) -> None:
         for layout in ("rank", "expert"):
             shape = Shape(MODEL.E, MODEL.K, MODEL.D, torch.bfloat16, MAX_TOKENS, "linear", payload, layout)
             sizes[layout] = Sizes.make(shape, dist.group.WORLD, CPU, {})
-        for layout, overlap in itertools.product(sizes, (False, True)):
+        for layout, overlap, on_input in itertools.product(sizes, (False, True), (False, True)):
             exchange = EpmoePrepareAndFinalize([sizes[layout]], layout, overlap)
             config = moe_config(MODEL, rank, RANKS, MAX_TOKENS, CPU)
             layer = Layer(config, weights.of_rank(rank, RANKS), exchange)
             for number, tokens in enumerate(RAGGED):
                 x, ids, routing_weights = batch(MODEL, tokens[rank], 10 * number + rank, CPU)
+                if on_input:  # as in Llama 4; powers of two are exact before and after fp8
+                    ids, routing_weights = ids[:, :1], 0.25 * 2.0 ** (ids[:, :1] % 3)
                 with step(list(tokens)), override_config(TILES):  # which vLLM would choose by the name of the GPU
-                    y = layer(x, ids, routing_weights)
-                    expected = alone(x, ids, routing_weights) if len(x) else x
-                what = f"{payload}, {layout}, overlap={overlap}, tokens {tokens}, rank {rank}"
+                    y = layer(x, ids, routing_weights, on_input)
+                    expected = alone(x, ids, routing_weights, on_input) if len(x) else x
+                what = f"{payload}, {layout}, overlap={overlap}, on input={on_input}, tokens {tokens}, rank {rank}"
                 check_close(y, expected, what)
                 if rank == 0:
                     print(f"vLLM {vllm.__version__}: {what}: equal to one rank", flush=True)

@@ -181,8 +181,10 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
                 torch.ones(len(rows), 1, dtype=torch.float32, device=rows.device),
             )
             counts = mk.ExpertTokensMetadata(dispatched.tokens_per_expert, None)
-        if scales is None:
-            weigh = apply_router_weight_on_input and self.layout == "rank"
+        weigh = apply_router_weight_on_input and self.layout == "rank"
+        if scales is not None and weigh:
+            scales = scales * weights  # K is 1
+        elif scales is None:
             arguments: tuple[Any, ...] = weights, ids, 0, None, weigh, quant_config, defer_input_quant
             rows, scales = self._quantize.prepare(rows, *arguments)[:2]
         if self._local_ids:

@@ -169,10 +169,7 @@ class EPAbortedError(EPError):
     """Other ranks have given a round up, so the sums of this round lack their experts. The next round works.
 
     The round was closed on all ranks. On GPUs the error may come some rounds later, as hosts run ahead of their GPUs.
-
-    Attributes:
-        ranks: of the group; on GPUs those of all rounds since the last such error.
-        epoch: of the last round that was given up.
+    `ranks` of the group gave it up, on GPUs this or another round since the last such error; `epoch` is the last one.
     """
 
     def __init__(self, epoch: int, ranks: list[int]):
@@ -191,7 +188,6 @@ class EPMismatchError(EPError, ValueError):
     """
 
     def __init__(self, epoch: int, ranks: list[int], latched: bool = False, tags: tuple[int, int, int] | None = None):
-        """tags: this rank's, another rank that has another tag, and its tag; None if no tag differs."""
         self.differing_ranks = ranks
         if tags is None:
             shape = ", dtype, layout or apply_router_weight_on_input" if latched else " or dtype"

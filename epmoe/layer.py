@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from epmoe import opaque, rounds
+from epmoe import opaque
+from epmoe.rounds import MAX_TAG
 from epmoe.service import ExpertParallel
 from epmoe.stages.checks import FLOATS, check_tensor, describe, dtype_name
 from epmoe.stages.experts import GroupedExperts, without_autocast
@@ -79,7 +80,7 @@ class MoELayer(nn.Module):
         self.register_buffer("bias", bias)
         self.register_buffer("order", ep.order, persistent=False)
         self.layer_id = opaque.register(self, layer_id)
-        self.tag = (next(ep.layer_numbers) if layer_id is None else layer_id) & rounds.MAX_TAG
+        self.tag = ep.new_tag() if layer_id is None else layer_id & MAX_TAG
 
     def forward(self, x: Tensor, num_tokens: int | Tensor | None = None, padded_tokens: int | None = None) -> Tensor:
         """x [T, D] of this rank's tokens, or [B, T, D] of B·T tokens → y of the same shape and dtype.
@@ -97,12 +98,8 @@ class MoELayer(nn.Module):
         if torch.compiler.is_compiling():
             x_TD, logits_TE = self._logits(x)
             return opaque.moe(self, x_TD, logits_TE, None, num_tokens, padded_tokens).view(x.shape)
-        last_round = self.ep._open.rounds.count
-        try:
+        with self.ep.giving_up(self.tag):
             x_TD, logits_TE = self._logits(x)
-        except BaseException:
-            self.ep.give_up_after(last_round, self.tag)
-            raise
         return self.run(x_TD, logits_TE, None, num_tokens, padded_tokens).view(x.shape)
 
     def run(
@@ -125,8 +122,7 @@ class MoELayer(nn.Module):
         Returns:
             y [T, D] in the dtype of x.
         """
-        last_round = self.ep._open.rounds.count
-        try:
+        with self.ep.giving_up(self.tag):
             if weights_TK is None:
                 routing, weights_TK = self.ep.route(routing, bias=self.bias, num_tokens=num_tokens)
             d = self.ep.dispatch(
@@ -135,9 +131,6 @@ class MoELayer(nn.Module):
             )  # fmt: skip
             expert_rows_ND = self.experts(d.rows, d.expert_offsets, d.scales)
             return self.ep.combine(expert_rows_ND, d)
-        except BaseException:
-            self.ep.give_up_after(last_round, self.tag)
-            raise
 
     def extra_repr(self) -> str:
         """What `repr` says of the exchange."""
@@ -198,5 +191,5 @@ class MoELayer(nn.Module):
         twin = self.__new__(type(self))
         memo |= {id(self): twin, id(self.ep): self.ep, id(self.order): self.order}
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        twin.layer_id, twin.tag = opaque.register(twin), next(self.ep.layer_numbers) & rounds.MAX_TAG
+        twin.layer_id, twin.tag = opaque.register(twin), self.ep.new_tag()
         return twin

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,7 @@ class ExpertParallel(Resumable):
         self.device = device_of(config, device)
         with torch.inference_mode(False):  # otherwise graphs outside inference mode could not take it
             self.order = torch.zeros(1, dtype=torch.uint8, device=self.device)  # see epmoe/opaque.py
-        self.layer_numbers = itertools.count(1)  # of its `MoELayer`s; rounds without a tag have 0
+        self._layer_numbers = itertools.count(1)  # rounds without a tag have 0
         self._join(Peers.of(group_of(group)), config, Hello(config.model_dump_json()))
 
     @property
@@ -256,6 +257,7 @@ class ExpertParallel(Resumable):
         dtype: torch.dtype | None = None,
         layout: Layout | None = None,
         apply_router_weight_on_input: bool | None = None,
+        padded_tokens: int | None = None,
     ) -> None:
         """Take part in a round without tokens, and give it up: for a rank that raised before it called dispatch.
 
@@ -270,6 +272,7 @@ class ExpertParallel(Resumable):
             dtype: of x.
             layout: "expert" or "rank".
             apply_router_weight_on_input: whether dispatch weights the rows.
+            padded_tokens: as of dispatch.
 
         Raises:
             TypeError: an argument has another type; nothing was sent.
@@ -281,26 +284,33 @@ class ExpertParallel(Resumable):
         *inputs, layout, weight_rows = no_tokens(
             self._open, hidden_size, top_k, dtype, layout, apply_router_weight_on_input
         )
-        sent = self._dispatch_stage.dispatch_send(self._open, *inputs, None, layout, weight_rows, None, tag)
+        sent = self._dispatch_stage.dispatch_send(self._open, *inputs, None, layout, weight_rows, padded_tokens, tag)
         rounds.abort(self._open, sent)
 
-    def give_up_after(self, last_round: int, tag: int) -> None:
-        """For a caller that passes an exception on: give up the round after `last_round`, opened or not.
+    @contextmanager
+    def giving_up(self, tag: int) -> Iterator[None]:
+        """Within it a caller takes part in one round. An exception gives the round up, whether it was opened or not.
 
-        It raises nothing of the exchange, since the caller has an exception already.
+        It raises nothing of the exchange in its place.
 
         Args:
-            last_round: the number of rounds before the call that raised.
             tag: of the round.
         """
-        exchange = self._exchange
-        if exchange is None or exchange.failed:
-            return
-        if exchange.rounds.count != last_round:
-            rounds.abort_after(exchange, last_round)
-        elif exchange.rounds.state == rounds.CLOSED:
-            with suppress(RuntimeError):
-                self.skip(tag=tag)
+        exchange = self._open
+        last_round = exchange.rounds.count
+        try:
+            yield
+        except BaseException:
+            if exchange.rounds.count != last_round:
+                rounds.abort_after(exchange, last_round)
+            elif exchange is self._exchange and not exchange.failed:
+                with suppress(RuntimeError):
+                    self.skip(tag=tag)
+            raise
+
+    def new_tag(self) -> int:
+        """A tag for one more layer: 1, 2 and so on in the order of the calls, which must be the same on all ranks."""
+        return next(self._layer_numbers) & rounds.MAX_TAG
 
     def retune(self, tuning: Tuning) -> None:
         """Launch the kernels of rounds to come by this table, in place of the one that `exchange.tuning` names."""

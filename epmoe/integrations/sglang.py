@@ -121,7 +121,7 @@ class EpmoeDispatcher(BaseDispatcher):
 
     def __init__(self, ep: ExpertParallel) -> None:
         super().__init__()
-        self._ep = ep
+        self._ep, self._tag = ep, ep.new_tag()
         self._round: Dispatched | None = None
 
     def dispatch(self, hidden_states: Tensor, topk_output: TopKOutput) -> DeepEPv2DispatchOutput:
@@ -132,9 +132,11 @@ class EpmoeDispatcher(BaseDispatcher):
         Raises ValueError if T is larger than SGLang's limit for a rank, and what `ExpertParallel.dispatch` raises.
         """
         T, most = hidden_states.shape[0], self._ep.config.capacity.max_num_tokens_per_rank
-        if most < T:
-            raise ValueError(f"{T} tokens on this rank: set {_LIMIT}, now {most}, to {T}")
-        self._round = d = self._ep.dispatch(hidden_states, topk_output.topk_ids, topk_output.topk_weights)
+        with self._ep.giving_up(self._tag):
+            if most < T:
+                raise ValueError(f"{T} tokens on this rank: set {_LIMIT}, now {most}, to {T}")
+            ids, weights = topk_output.topk_ids, topk_output.topk_weights
+            self._round = d = self._ep.dispatch(hidden_states, ids, weights, tag=self._tag)
         e, top_k = self._ep.num_local_experts, topk_output.topk_ids.shape[1]
         n = min(_most_rows(max(self._most_tokens(T), 1) * min(top_k, e), e), d.rows.shape[0])
         # Slices, because SGLang empties the tensors that it is given once it has read them.

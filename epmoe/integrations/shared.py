@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,7 @@ class SharedExpertParallel:
         with self._timed("set up"):
             self.ep = ExpertParallel(config, group, device)
         self.static = static
+        self._tags: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._max_tokens = config.capacity.max_num_tokens_per_rank
 
     def rounds(self, num_tokens: int) -> int:
@@ -80,8 +82,16 @@ class SharedExpertParallel:
             dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.ep.group)
             return int(longest)
 
-    def run(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Experts, longest: int | None) -> Tensor:
-        """Weighted expert outputs [T,D] of this rank's tokens. Collective.
+    def tag_of(self, layer: object) -> int:
+        """The tag of a layer's rounds. Layers number themselves in the order of their first calls."""
+        if layer not in self._tags:
+            self._tags[layer] = self.ep.new_tag()
+        return self._tags[layer]
+
+    def run(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Experts, longest: int | None, tag: int = 0
+    ) -> Tensor:
+        """Weighted expert outputs [T,D] of this rank's tokens. Collective. `tag` is that of `ExpertParallel.dispatch`.
 
         `longest` is the same on every rank: no rank brings more tokens. If it is None, each round says whether another
         one follows, and the host looks for that once the round is launched.
@@ -93,11 +103,6 @@ class SharedExpertParallel:
         waits for them as ever; a second exception, such as another Ctrl-C, ends that too.
         """
         M, exchange = self._max_tokens, self.ep._open
-        if self.static and longest is not None and longest > M:
-            raise ValueError(
-                f"a rank brings {longest} tokens, but static mode takes at most max_num_tokens_per_rank = {M} a call: "
-                "configure more, or send a prompt in chunks (`prefill_chunk_size` of transformers' generate)"
-            )
         if longest is None and x_TD.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "a call in a stream capture cannot look whether another rank needs more rounds: "
@@ -106,14 +111,19 @@ class SharedExpertParallel:
         batch, own = (x_TD, ids_TK, weights_TK), self.rounds(x_TD.shape[0])
         last_round, outputs = exchange.rounds.count, list[Tensor]()
         try:
+            if self.static and longest is not None and longest > M:
+                raise ValueError(
+                    f"a rank brings {longest} tokens, but static mode takes at most max_num_tokens_per_rank = {M} a "
+                    "call: configure more, or send a prompt in chunks (`prefill_chunk_size` of transformers' generate)"
+                )
             while not outputs or self._another(len(outputs), longest):
                 taken, whole = len(outputs), own == 1 and not outputs
                 x, ids, weights = batch if whole else (tensor[taken * M : (taken + 1) * M] for tensor in batch)
-                outputs.append(self._round(x, ids, weights, experts, longest, more=taken + 1 < own))
+                outputs.append(self._round(x, ids, weights, experts, longest, tag, more=taken + 1 < own))
         except EPMismatchError:  # all ranks raise it
             raise
         except BaseException:
-            self._see_out(last_round, x_TD, ids_TK, weights_TK, longest)
+            self._see_out(last_round, M if self.static else longest, tag)
             raise
         return outputs[0] if own == 1 else torch.cat(outputs[:own])
 
@@ -125,13 +135,15 @@ class SharedExpertParallel:
             return another(self.ep._open)
 
     def _round(
-        self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, longest: int | None, more: bool
+        self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, longest: int | None, tag: int, more: bool
     ) -> Tensor:
         exchange = self.ep._open
         last_round = exchange.rounds.count
         try:
             with self._timed("dispatch"):
-                dispatched = self._dispatch(x, ids, weights, longest, more)
+                padded_tokens = self._padded_tokens(longest)
+                with asking(exchange, more) if longest is None else nullcontext():
+                    dispatched = self.ep.dispatch(x, ids, weights, padded_tokens=padded_tokens, tag=tag)
             with self._timed("experts"):
                 most_tokens = (self.ep.size - 1) * self._most_tokens(longest) + x.shape[0]
                 outputs = experts(self._rows(dispatched, most_tokens * ids.shape[1]), dispatched.expert_offsets)
@@ -142,21 +154,21 @@ class SharedExpertParallel:
             abort_after(exchange, last_round)
             raise
 
-    def _dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, longest: int | None, more: bool) -> Dispatched:
-        padded_tokens = self.ep.config.padded_tokens(self._most_tokens(longest))
-        with asking(self.ep._open, more) if longest is None else nullcontext():
-            return self.ep.dispatch(x, ids, weights, padded_tokens=padded_tokens)
+    def _padded_tokens(self, longest: int | None) -> int:
+        return self.ep.config.padded_tokens(self._most_tokens(longest))
 
-    def _see_out(self, last_round: int, x: Tensor, ids: Tensor, weights: Tensor, longest: int | None) -> None:
-        """After an exception in a round after `last_round`: the rounds that other ranks still need. It raises nothing
-        of the exchange, since the caller has an exception already."""
+    def _see_out(self, last_round: int, longest: int | None, tag: int) -> None:
+        """After an exception: the rounds after `last_round` that other ranks still need, the first at any rate. It
+        raises nothing of the exchange, since the caller has an exception already."""
         exchange = self.ep._open
+        taken = exchange.rounds.count - last_round
+        if exchange.failed or taken and not opened_after(exchange, last_round):
+            return
         with suppress(RuntimeError):
-            while (taken := opened_after(exchange, last_round)) and self._another(taken, longest):
-                try:
-                    self._dispatch(x[:0], ids[:0], weights[:0], longest, more=False)
-                finally:
-                    self.ep.abort()
+            while not taken or self._another(taken, longest):
+                with asking(exchange, more=False) if longest is None else nullcontext():
+                    self.ep.skip(padded_tokens=self._padded_tokens(longest), tag=tag)
+                taken += 1
 
     def _most_tokens(self, longest: int | None) -> int:
         """The most tokens of a rank in a round."""

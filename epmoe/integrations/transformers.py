@@ -76,7 +76,7 @@ def _spread(
     def experts(rows: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
         return grouped_experts(module, parameters, rows, expert_offsets, first=owned[0] if owned else 0)
 
-    return layers.run(x, ids, weights, experts, layers.longest_batch(x.shape[0]))
+    return layers.run(x, ids, weights, experts, layers.longest_batch(x.shape[0]), layers.tag_of(module))
 
 
 ExpertsInterface.register("epmoe", experts_forward)
@@ -123,7 +123,7 @@ else:
                     return grouped_experts(self._module, parameters, rows, expert_offsets)
                 return self._by_pairs(rows, expert_offsets)
 
-            output = layers.run(x[mine], ids[mine], weights[mine], experts, longest)
+            output = layers.run(x[mine], ids[mine], weights[mine], experts, longest, layers.tag_of(self))
             return output if sharers == 1 else self._gather(output, slice_tokens)[:num_tokens]
 
         def _by_pairs(self, rows: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         self._local_ids = False
         self._quantize = MoEPrepareAndFinalizeNoDPEPModular()
         ep = exchanges[0].exchanges[0]
-        self._num_ranks = ep.size
+        self._num_ranks, self._tag = ep.size, ep.new_tag()
         # The expert of a local index, and behind the last one the sentinel, for rows that belong to no expert.
         owned = [*ep.placement.local_experts(ep.rank), ep.placement.sentinel(ep.rank)]
         self._owned = torch.tensor(owned, dtype=torch.int32, device=ep.device)
@@ -93,7 +93,8 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     ) -> mk.PrepareResultType:
         """This rank's tokens a1 [T, D] → the rows of its experts, their scales, counts, ids and weights."""
         ep = self._exchange()
-        dispatched = ep.dispatch(a1, topk_ids, topk_weights, **self._options(apply_router_weight_on_input))
+        with ep.giving_up(self._tag):
+            dispatched = ep.dispatch(a1, topk_ids, topk_weights, **self._options(apply_router_weight_on_input))
         return self._received(ep, dispatched, expert_map, apply_router_weight_on_input, quant_config, defer_input_quant)
 
     def prepare_async(
@@ -109,7 +110,8 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     ) -> tuple[Callable[[], None], mk.ReceiverType]:
         """Sends, and returns what waits for the other ranks and what then returns the result of `prepare`."""
         ep = self._exchange()
-        sent = ep.dispatch_send(a1, topk_ids, topk_weights, **self._options(apply_router_weight_on_input))
+        with ep.giving_up(self._tag):
+            sent = ep.dispatch_send(a1, topk_ids, topk_weights, **self._options(apply_router_weight_on_input))
         received: list[Dispatched] = []
         on_arrival = expert_map, apply_router_weight_on_input, quant_config, defer_input_quant
         return lambda: received.append(ep.dispatch_recv(sent)), lambda: self._received(ep, received.pop(), *on_arrival)
@@ -148,7 +150,7 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     def _options(self, apply_router_weight_on_input: bool) -> dict[str, Any]:
         """Of dispatch. In layout `rank` the weights are applied on arrival: dispatch has one row for all of a token."""
         weigh = apply_router_weight_on_input and self.layout == "expert"
-        return {"layout": self.layout, "apply_router_weight_on_input": weigh}
+        return {"layout": self.layout, "apply_router_weight_on_input": weigh, "tag": self._tag}
 
     def _exchange(self) -> ExpertParallel:
         return self.exchanges[dbo_current_ubatch_id()].of_step()

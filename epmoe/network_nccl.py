@@ -98,6 +98,7 @@ class NcclRail(AskingRail):
         self._latched: Tensor | None = None  # of the node's exchange, likewise the next one
         self._missed: Tensor | None = None
         self._closed, self._ended = Event(), False
+        self._watching: Thread | None = None
         try:
             if not interruptible(self._meet, CONNECT.total_seconds()):
                 raise RuntimeError(f"ranks {ranks} do not reach one another by NCCL: NCCL_DEBUG=INFO says more")
@@ -155,7 +156,8 @@ class NcclRail(AskingRail):
         self._latched, self._missed = latched, missed
         first_s = exchange.config.exchange.warmup_timeout_s
         arguments = weakref.ref(exchange), self._shown, self._words, first_s, later_s, self._closed
-        Thread(target=_watch, args=arguments, daemon=True, name="epmoe-rail").start()
+        self._watching = Thread(target=_watch, args=arguments, daemon=True, name="epmoe-rail")
+        self._watching.start()
 
     def abort(self, missing: Sequence[int]) -> None:
         """End all transfers, those of CUDA graphs included, because these ranks of the group are missing.
@@ -168,6 +170,8 @@ class NcclRail(AskingRail):
     def close(self) -> None:
         """As `Rail.close`. Where no transfer is under way, NCCL first delivers what this rank has sent."""
         self._closed.set()
+        if self._watching is not None:
+            self._watching.join(_END_S)
         idle = all(way.started == way.ended for way in self._words.ways)
         self._end(self._group.shutdown if idle else self._group.abort)
 

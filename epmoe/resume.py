@@ -87,7 +87,7 @@ class Resumable(HoldsWindows):
     device: torch.device
     """Of all tensors."""
     group: dist.ProcessGroup | None
-    """None is this process alone."""
+    """None is this process alone, or that this object is closed."""
     rank: int
     """This rank in the group."""
     size: int
@@ -161,11 +161,13 @@ class Resumable(HoldsWindows):
         return old.moves(self.placement, ranks)[self.rank]
 
     def close(self) -> None:
-        """Release the windows. Handles of earlier rounds, and their tensors, must not be used any more.
+        """Release the windows and the group. Handles of earlier rounds, and their tensors, must not be used any more.
 
         With a round open, the waits of the other ranks end at once, with an EPTimeoutError that names this rank.
+        `rank`, `size`, `survivors` and `resume` still work.
         """
         exchange, self._exchange = self._exchange, None
+        self.group = None  # a group that outlives `destroy_process_group` may end the interpreter by SIGABRT
         if exchange is not None:
             self._missing = exchange.missing()  # for `survivors`
             if exchange.rounds.state != rounds.CLOSED:

@@ -20,8 +20,9 @@ const RailDescriptor& parsed(const Tensor& descriptor) {
 void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const std::optional<Tensor>& scales,
                const std::optional<Tensor>& num_tokens, int64_t num_rows, const Tensor& copies,
                const Tensor& num_copies, const Tensor& node_of, const Tensor& node_local, const Tensor& descriptor,
-               int64_t slots, bool exact, int64_t epoch, const Tensor& own, const Tensor& sent, const Tensor& slots_of,
-               const Tensor& counts, const Tensor& needed, const Tensor& counters, const Tensor& rows_sent) {
+               int64_t slots, bool exact, int64_t epoch, int64_t tag, const Tensor& own, const Tensor& sent,
+               const Tensor& slots_of, const Tensor& counts, const Tensor& needed, const Tensor& counters,
+               const Tensor& rows_sent) {
   const RailDescriptor& d = parsed(descriptor);
   check_tokens(x, ids, weights, scales, d.fp8 != 0);
   int64_t T = x.size(0), D = x.size(1), K = ids.size(1), N = d.nodes, P = node_of.numel();
@@ -65,6 +66,7 @@ void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const 
       .slots = slots,
       .exact = exact,
       .epoch = static_cast<int32_t>(epoch),
+      .tag = static_cast<int32_t>(tag),
       .own = reinterpret_cast<char*>(pointer<uint8_t>(own, slots * d.slot.bytes, "own")),
       .sent = reinterpret_cast<char*>(pointer<uint8_t>(sent, (N - 1) * slots * d.slot.bytes, "sent")),
       .slots_TN = pointer<int32_t>(slots_of, T * N, "slots_of"),

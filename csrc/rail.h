@@ -18,7 +18,9 @@ struct RailSlot {
 // What the source says of its call: receivers compare it with their own. On GPUs, whose graphs replay a call in other
 // rounds, the length of a slab takes the place of the epoch.
 struct RailTag {
-  int32_t D, K, dtype, epoch;
+  int32_t D, K;
+  int32_t dtype;  // DType | the call's tag << 8
+  int32_t epoch;
 };
 
 struct RailPackArgs {
@@ -48,6 +50,7 @@ struct RailPackArgs {
   int64_t slots;         // n: a node gets at most so many rows; further ones are dropped
   bool exact;            // slabs are as long as they have rows; else n slots, unused ones without experts
   int32_t epoch;         // of the round
+  int32_t tag;           // of the call
   char* own;             // out: the slab of the own node
   char* sent;            // out: the slabs of the other nodes
   int32_t* slots_TN;     // out: slot of token t in the slab of each node, -1 if it does not go there

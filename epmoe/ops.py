@@ -51,7 +51,7 @@ for _phase in ("", "_send", "_recv"):
 _library.define(
     "rail_pack(Tensor x, Tensor ids, Tensor weights, Tensor? scales, Tensor? num_tokens, SymInt num_rows, "
     "Tensor copies, Tensor num_copies, Tensor node_of, Tensor node_local, Tensor descriptor, SymInt slots, bool exact, "
-    "int epoch, Tensor(a!) own, Tensor(b!) sent, Tensor(c!) slots_of, Tensor(d!) counts, Tensor(e!) needed, "
+    "int epoch, int tag, Tensor(a!) own, Tensor(b!) sent, Tensor(c!) slots_of, Tensor(d!) counts, Tensor(e!) needed, "
     "Tensor(f!) counters, Tensor(g!) rows_sent) -> ()"
 )
 _library.define(

@@ -45,6 +45,7 @@ class Slabs:
         layout: of the call.
         weight_rows: `apply_router_weight_on_input` of the call.
         epoch: of the round.
+        tag: of the call.
 
     Attributes:
         inside: the round of the node's exchange, once it is open.
@@ -66,14 +67,17 @@ class Slabs:
         layout: Layout,
         weight_rows: bool,
         epoch: int,
+        tag: int,
     ) -> None:
         self.exchange, self.slots, self.layout, self.weight_rows = exchange, slots, layout, weight_rows
         self.K, self.D, dtype = like
         self.wire = FP8 if exchange.sends_fp8 else dtype
         # A padded call on a GPU may be replayed in other rounds, so its tag has the length of a slab there.
         stamp = epoch if exchange.exact or exchange.device.type == "cpu" else slots
-        self.tag = [self.D, self.K, ops.DTYPES.index(dtype), stamp]
+        self.call_tag = tag
+        self.tag = [self.D, self.K, ops.DTYPES.index(dtype) | tag << 8, stamp]  # `RailTag` in csrc/rail.h
         self.others = exchange.others
+        self.notes = int(exchange.device.type == "cpu")  # GPUs do not tell other nodes of a round that was given up
         self.own_rows = slots
         self.sent_rows = self.received_rows = [slots * (node in self.others) for node in range(exchange.num_nodes)]
 
@@ -84,7 +88,7 @@ class Slabs:
         exchange, views = self.exchange, self.exchange.views
         ops.rail_pack(
             x, ids, weights, scales, num_tokens, num_rows, *exchange.rail_tables, exchange.rail_descriptor, self.slots,
-            exchange.exact, self.tag[-1], views["rail.received"].flatten(), views["rail.sent"].flatten(),
+            exchange.exact, self.tag[-1], self.call_tag, views["rail.received"].flatten(), views["rail.sent"].flatten(),
             views["rail.slots"], views["rail.counts"], views["rail.total.needed"], views["rail.total.counters"],
             views["rail.total.rows_sent"],
         )  # fmt: skip
@@ -113,19 +117,24 @@ class Slabs:
             self.received_tags = [tag for _, *tag in lengths]
             self._start_rows()
 
-    def differing(self) -> list[int]:
-        """Once the rows are here: the ranks of this rail whose call differs from this rank's."""
+    def differing(self) -> tuple[list[int], tuple[int, int, int] | None]:
+        """Once the rows are here: the ranks of this rail whose call differs from this rank's, and `tags` of
+        EPMismatchError."""
         exchange, rows = self.exchange, self._received()[self.own_rows :]
         if exchange.exact:
             tags = self.received_tags
         elif exchange.device.type == "cuda":  # the host hears of it later
             ops.rail_tags(rows.flatten(), self.slots, exchange.rail_descriptor, *self.tag, exchange.differing)
-            return []
+            return [], None
         else:
             first = rows[: len(self.others) * self.slots : self.slots]
             tags = first[:, exchange.slot.tag : exchange.slot.tag + 4 * _TAG_INTS].view(torch.int32).tolist()
         G, local = exchange.ranks_per_node, exchange.inside.rank
-        return [node * G + local for node, tag in zip(self.others, tags, strict=True) if tag != self.tag]
+        differing = {
+            node * G + local: tag[2] >> 8 for node, tag in zip(self.others, tags, strict=True) if tag != self.tag
+        }
+        other = next(((self.call_tag, rank, tag) for rank, tag in differing.items() if tag != self.call_tag), None)
+        return list(differing), other
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """x, ids, weights and scales of all slabs, for the dispatch of the node: views, which copy nothing."""
@@ -155,33 +164,53 @@ class Slabs:
         D = SCALE_BLOCK if "fp8" in (exchange.payload, exchange.combine_payload) else 16 // self.wire.itemsize
         return x[:, :D], ids[:, :1], weights[:, :1], None if scales is None else scales[:, :1]
 
-    def send_back(self, partial: Tensor) -> None:
+    def send_back(self, partial: Tensor, aborted: int) -> None:
         """Start the transfer of partial rows to the nodes of their tokens.
+
+        On CPUs one more row follows the rows for each node. It says which ranks of this node have given the round up.
 
         Args:
             partial: [n, D], in the order of `rows`; it must live until the transfer has ended.
+            aborted: these ranks, as a mask.
         """
-        self.partial = partial
-        row_bytes, back = self.D * partial.itemsize, sum(self.sent_rows)
+        self.partial, notes = partial, self.notes
+        received, sent = (
+            [n + notes * (node in self.others) for node, n in enumerate(rows)]
+            for rows in (self.received_rows, self.sent_rows)
+        )
+        to_others = partial[self.own_rows :]
+        if notes:
+            note = partial.new_zeros(1, self.D)
+            note.view(torch.uint8)[0, :8] = torch.tensor([aborted]).view(torch.uint8)
+            parts = to_others.split([self.received_rows[node] for node in self.others])
+            to_others = torch.cat([part for rows in parts for part in (rows, note)])
+        self.sent_back = to_others  # which must live until it is sent
+        row_bytes, back = self.D * partial.itemsize, sum(sent)
         returned = self.exchange.views["rail.returned"].flatten()[: back * row_bytes]
         self.returned = returned.view(partial.dtype).view(back, self.D)
         self.transfer = self.exchange.start(
-            partial[self.own_rows :].view(torch.uint8),
-            self.returned.view(torch.uint8),
-            self.received_rows,
-            self.sent_rows,
-            returning=True,
+            to_others.view(torch.uint8), self.returned.view(torch.uint8), received, sent, returning=True
         )
         self.returning = True
+
+    def aborted(self) -> list[int]:
+        """Once the partial rows are here: the ranks of other nodes that have given the round up."""
+        ranks, end, G = list[int](), 0, self.exchange.ranks_per_node
+        for node in self.others if self.notes else ():
+            end += self.sent_rows[node] + 1
+            mask = int(self.returned[end - 1 :].view(torch.uint8)[0, :8].clone().view(torch.int64))
+            ranks += [node * G + rank for rank in range(G) if mask >> rank & 1]
+        return ranks
 
     def sum(self, y: Tensor) -> None:
         """Once the partial rows are here: their sum for each token, in the order of the nodes, into y [T, D]."""
         views, exchange = self.exchange.views, self.exchange
-        counts = views["rail.counts"] if exchange.exact else None
+        counts = views["rail.counts"] + self.notes if exchange.exact else None
         own = self.partial[: self.own_rows]
         ops.rail_sum(
-            own, self.returned, views["rail.slots"], counts, self.slots, exchange.node, *exchange.failed_on_device, y
-        )
+            own, self.returned, views["rail.slots"], counts, self.slots + self.notes, exchange.node,
+            *exchange.failed_on_device, y,
+        )  # fmt: skip
 
     def _start_rows(self) -> None:
         sent = self.exchange.views["rail.sent"].flatten(0, 1)[: sum(self.sent_rows)]

@@ -29,6 +29,7 @@ from epmoe.health import (
     MISMATCH,
     STAGES,
     STATUS,
+    EPAbortedError,
     EPMismatchError,
     EPOverflowError,
     EPTimeoutError,
@@ -40,12 +41,12 @@ from epmoe.network import CollectiveRail, Rail, RailError, Transfer, gloo_group,
 from epmoe.network_nccl import NcclRail
 from epmoe.peers import Peers
 from epmoe.placement import Placement
-from epmoe.rounds import PHASES, PROGRESS, TAG, Rounds
+from epmoe.rounds import PHASES, PROGRESS, Rounds
 from epmoe.slabs import Slabs, fill_tables
 from epmoe.stages.dispatch import dispatch_send
 from epmoe.tuning import Tuning
 
-_CODE = STATUS.index("code")
+_CODE, _ABORTED = STATUS.index("code"), STATUS.index("aborted")
 # Counted at the source, before rows leave for other nodes; a node that counts them again is not heard.
 _AT_SOURCE = ("out_of_range_ids", "duplicate_ids", "nonfinite_weights")
 # The way back waits for waits inside other nodes, which end first: their ranks know who is missing.
@@ -76,6 +77,8 @@ class TwoLevels(Exchange):
         self.rank += self.node * self.ranks_per_node
         self.slots = self.config.rows_per_node  # of the slabs of the last call
         self.slot = RailSlot.of(self.config)
+        self.aborted: list[int] = []  # ranks of the group that gave the last round up
+        self.aborted_rounds = [0] * len(self.global_ranks)  # of other nodes
         self.sends_fp8 = self.config.exchange.payload == "fp8"
         self.exact = self.config.exchange.network_splits == "exact"
         self.rounds = Rounds((c_int64 * len(PROGRESS))())
@@ -191,13 +194,28 @@ class TwoLevels(Exchange):
         if needed and self.raises_overflow:
             raise EPOverflowError(needed, self.slots, "rows for one node", self.limit)
         super().check_rounds()
+        if self.aborted and self.raises_abort:
+            ranks, self.aborted = self.aborted, []
+            raise EPAbortedError(self.rounds.count, ranks)
 
-    def mismatch(self, ranks: list[int]) -> NoReturn:
+    def tags_of_group(self, tags: tuple[int, int, int] | None) -> tuple[int, int, int] | None:
+        """`tags` of an EPMismatchError of the node's exchange, with the rank numbered in the group."""
+        return tags and (tags[0], self.node * self.ranks_per_node + tags[1], tags[2])
+
+    def take_aborted(self) -> int:
+        """The ranks of this node that have given its round up, as a mask. On GPUs `check_rounds` tells of them."""
+        if self.device.type == "cuda":
+            return 0
+        mask, self.status_words[_ABORTED] = self.status_words[_ABORTED], 0
+        self.aborted = self.of_group(mask)
+        return mask
+
+    def mismatch(self, ranks: list[int], tags: tuple[int, int, int] | None = None) -> NoReturn:
         """Close the round, in which no rank goes on, and raise EPMismatchError for these ranks."""
         epoch = self.rounds.count
         rounds.abort(self.inside, None)
         self.close_round()
-        raise EPMismatchError(epoch, ranks, self.device.type == "cuda")
+        raise EPMismatchError(epoch, ranks, self.device.type == "cuda", tags)
 
     def close_round(self) -> None:
         """Any state → CLOSED."""
@@ -218,12 +236,12 @@ class TwoLevels(Exchange):
                 slabs.finish()
                 self.pending.append(copy.copy(slabs))  # the transfer of the rows
                 if self.inside.rounds.state == rounds.CLOSED:
-                    dispatch_send(self.inside, *slabs.no_rows(), None, "expert", False, tag=self.rounds.progress[TAG])
+                    dispatch_send(self.inside, *slabs.no_rows(), None, "expert", False, tag=slabs.call_tag)
             rounds.abort(self.inside, None)
             if not slabs.returning:
                 sent = handle.sent if isinstance(handle, Dispatched) else handle
                 back = slabs.own_rows + sum(slabs.received_rows)
-                slabs.send_back(sent.template.like.new_zeros(back, slabs.D))
+                slabs.send_back(sent.template.like.new_zeros(back, slabs.D), 1 << self.inside.rank)
         except EPTimeoutError:
             return
         self.pending.append(slabs)
@@ -262,7 +280,7 @@ class TwoLevels(Exchange):
         counted = dict(zip(COUNTERS, self.peek("rail.total.counters"), strict=True))
         own = {name: counted[name] for name in _AT_SOURCE}
         sent, waited = [0] * len(self.global_ranks), [0.0] * len(self.global_ranks)
-        aborted = [0] * len(self.global_ranks)
+        aborted = list(self.aborted_rounds)
         sent[self.inside.rank :: self.ranks_per_node] = self.peek("rail.total.rows_sent")
         first, end = self.node * self.ranks_per_node, (self.node + 1) * self.ranks_per_node
         sent[first:end], waited[first:end] = health.rows_sent, health.waited_s
@@ -296,8 +314,7 @@ class TwoLevels(Exchange):
         if code == MISMATCH:
             latched = self.device.type == "cuda"
             self.status[_CODE] = code * latched
-            tags = tags_of(tag, other + (self.node * self.ranks_per_node << 16) if other else 0)
-            raise EPMismatchError(epoch, self.of_group(mask), latched, tags)
+            raise EPMismatchError(epoch, self.of_group(mask), latched, self.tags_of_group(tags_of(tag, other)))
         missing = self.rail.missing((reported := self._reported()) or self.of_group(mask))
         self._record(missing, "over the network, as a rank of this node says" if reported else "within the node")
 

@@ -114,11 +114,11 @@ class TwoLevelsOnGPUs(TwoLevels):
             if missing:
                 self.warn_node(missing[0])
 
-    def mismatch(self, ranks: list[int]) -> NoReturn:
+    def mismatch(self, ranks: list[int], tags: tuple[int, int, int] | None = None) -> NoReturn:
         """As `TwoLevels.mismatch`, which every later call raises, too."""
         if ranks[0] // self.ranks_per_node in self.others:
             self.differing_word.value = self.others.index(ranks[0] // self.ranks_per_node) + 1
-        super().mismatch(ranks)
+        super().mismatch(ranks, tags)
 
     def check(self) -> None:
         """As `TwoLevels.check`. A mismatch is raised by every later call, too."""

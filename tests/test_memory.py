@@ -112,7 +112,7 @@ def test_the_rail_to_the_byte(payload):
     row = D + 4 * (D // 128) if payload == "fp8" else D * 2
     slot = -(-(row + 8 * K + 16) // 16) * 16
     assert plan["rail.received"].shape == (2, 3, slot) and plan["rail.sent"].shape == (1, 3, slot)
-    assert plan["rail.returned"].nbytes == 3 * D * 2
+    assert plan["rail.returned"].nbytes == (3 + 1) * D * 2
     assert plan["rail.slots"].shape == (M, 2)
     assert plan["recv.ids"].shape == (2, 2 * 3, K)  # within the node, a rank brings a slab of each node
     assert plan.total_bytes == plan.window_bytes + plan.scratch_bytes + plan.rail_bytes

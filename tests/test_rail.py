@@ -53,7 +53,7 @@ class Packed:
         given = (None if t is None else t.to(device) for t in (x, ids, weights, scales))
         ops.rail_pack(
             *given, scalar, tokens if scalar is not None else num_tokens, *(table.to(device) for table in self.tables),
-            descriptor, slots, exact, 7, own.flatten(), sent.flatten(), slots_of, counts, self.needed, counters,
+            descriptor, slots, exact, 7, 0, own.flatten(), sent.flatten(), slots_of, counts, self.needed, counters,
             rows_sent,
         )  # fmt: skip
         self.slots_of, self.counts, self.counters, self.rows_sent, own, sent = (

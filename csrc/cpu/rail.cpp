@@ -128,7 +128,7 @@ void rail_pack(const RailPackArgs& args) {
     if (args.exact) continue;
     for (int64_t i = args.counts_N[m]; i < args.slots; ++i)
       write_pairs(args, slabs[m] + i * args.slot.bytes, m, nullptr);
-    RailTag tag{static_cast<int32_t>(args.D), args.K, static_cast<int32_t>(args.dtype), args.epoch};
+    RailTag tag{static_cast<int32_t>(args.D), args.K, static_cast<int32_t>(args.dtype) | args.tag << 8, args.epoch};
     std::memcpy(slabs[m] + args.slot.tag, &tag, sizeof(tag));
   }
   copy_tokens(args, slabs, tokens);

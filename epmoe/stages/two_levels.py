@@ -58,7 +58,7 @@ def dispatch_send(
         exchange.wait_for_given_up()
         sent = rounds.opened(exchange, template, T, epoch, tag, template.descriptors[0], ())
         like = ids.shape[1], x.shape[1], x.dtype
-        exchange.travelling = slabs = Slabs(exchange, like, slots, layout, weight_rows, epoch)
+        exchange.travelling = slabs = Slabs(exchange, like, slots, layout, weight_rows, epoch, tag)
         slabs.pack(aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights), scales, scalar, rows)
         slabs.start()
         exchange.rounds.progress[PHASES] += 1
@@ -77,21 +77,23 @@ def dispatch_recv(exchange: TwoLevels, sent: Sent) -> Dispatched:
         assert slabs is not None
         slabs.finish()
         exchange.wait(slabs.transfer)
-        differing = slabs.differing()
+        differing, tags = slabs.differing()
         rows = slabs.smallest_rows() if differing else slabs.rows()  # the other ranks of the node hear of it
         try:
             if isinstance(opened := inside.rounds.handle, Sent) and inside.rounds.state == SENT:  # after a Ctrl-C
                 slabs.inside = inside_dispatch.dispatch_recv(inside, opened)
             else:
-                tag = exchange.rounds.progress[rounds.TAG]
-                slabs.inside = inside_dispatch.dispatch(inside, *rows, None, slabs.layout, slabs.weight_rows, tag=tag)
+                slabs.inside = inside_dispatch.dispatch(
+                    inside, *rows, None, slabs.layout, slabs.weight_rows, tag=slabs.call_tag
+                )
         except EPMismatchError as error:
-            exchange.mismatch(differing or exchange.of_group(sum(1 << rank for rank in error.differing_ranks)))
+            ranks = differing or exchange.of_group(sum(1 << rank for rank in error.differing_ranks))
+            exchange.mismatch(ranks, tags or exchange.tags_of_group(error.tags))
         except EPTimeoutError:
             exchange.check()
             raise
         if differing:
-            exchange.mismatch(differing)
+            exchange.mismatch(differing, tags)
         exchange.rounds.progress[PHASES] += 1
         return rounds.dispatched(exchange, sent)
     finally:
@@ -161,9 +163,12 @@ def _received(exchange: TwoLevels, dispatched: Dispatched) -> Tensor:
         except (EPMismatchError, EPTimeoutError):
             exchange.check()
             raise
-        slabs.send_back(partial)
+        slabs.send_back(partial, exchange.take_aborted())
     exchange.wait(slabs.transfer, RETURN_S)
     slabs.sum(y)
+    for rank in (elsewhere := slabs.aborted()):
+        exchange.aborted_rounds[rank] += 1
+    exchange.aborted = sorted({*exchange.aborted, *elsewhere})
     exchange.rounds.progress[PHASES] += 1
     return rounds.closed(exchange, y)
 

@@ -112,7 +112,10 @@ def test_ranks_in_different_layers(make_ep, rank, size, tags, layout):
     for tag in tags:
         assert_y(tagged(tag), ep.config, tokens)
     witness = next(r for r in range(size) if (r == GIVER) != (rank == GIVER))
-    with pytest.raises(EPMismatchError, match=f"this rank's tag is {mine}, that of rank {witness} is {other}"):
+    named = f"this rank's tag is {mine}, that of rank {witness} is {other}"
+    if ep.config.topology.num_nodes > 1:  # a rank of another node may tell of it, which brings no rows then
+        named = f"this rank's tag is {mine}, that of rank . is {other}|brought another"
+    with pytest.raises(EPMismatchError, match=named):
         tagged(mine)
         ep.check()
     if ep.device.type == "cpu":
@@ -125,7 +128,7 @@ def test_layers_in_another_order(make_ep, rank, size):
     layers = [make_layer(ep)[0] for _ in range(2)]
     x = torch.randn(9, D, generator=torch.Generator().manual_seed(rank)).to(ep.device)
     first, second = layers if rank != GIVER else layers[::-1]
-    with pytest.raises(EPMismatchError, match="tag is"):
+    with pytest.raises(EPMismatchError, match="tag is|brought another"):
         first(x)
         second(x)
         ep.check()

@@ -157,7 +157,7 @@ __device__ __forceinline__ void complete_slabs(const RailPackArgs& args) {
   if (blockIdx.x) return;
   for (int64_t node = threadIdx.x; node < args.N; node += kCopyThreads)
     *reinterpret_cast<RailTag*>(slot_at(args, node, 0) + args.slot.tag) = {
-        static_cast<int32_t>(args.D), args.K, static_cast<int32_t>(args.dtype), args.epoch};
+        static_cast<int32_t>(args.D), args.K, static_cast<int32_t>(args.dtype) | args.tag << 8, args.epoch};
 }
 
 // Source: the dtype that becomes fp8; void where rows travel as they are.

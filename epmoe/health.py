@@ -142,13 +142,34 @@ class EPTimeoutError(EPError, TimeoutError):
         super().__init__(f"{stage} of round {epoch} {why}; this ExpertParallel can only be resumed or closed")
 
 
-class EPResumeError(EPError):
-    """The ranks of a new group did not all get through `ExpertParallel.resume`. It may be called again."""
+class EPOpenError(EPError):
+    """Ranks of the group did not come when an `ExpertParallel` was made, or ended meanwhile.
+
+    Attributes:
+        missing_ranks: of the group, as far as they are known.
+    """
+
+    def __init__(self, timeout_s: float, missing: list[int], missing_global: list[int]):
+        self.missing_ranks = missing
+        super().__init__(
+            f"rank(s) {missing} of the group, global rank(s) {missing_global}, ended, or did not come within "
+            f"exchange.warmup_timeout_s = {timeout_s} s to open an ExpertParallel"
+        )
+
+
+class EPResumeError(EPOpenError):
+    """The ranks of a new group did not all get through `ExpertParallel.resume`. It may be called again.
+
+    Attributes:
+        missing_ranks: of the new group, as far as they are known.
+    """
 
     def __init__(self, timeout_s: float, error: Exception):
-        super().__init__(
+        self.missing_ranks: list[int] = getattr(error, "missing_ranks", [])
+        EPError.__init__(
+            self,
             f"the new group did not form within {timeout_s} s, or lost a rank ({error}): resume in a group of ranks "
-            "that answer"
+            "that answer",
         )
 
 

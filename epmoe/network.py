@@ -97,10 +97,16 @@ class Rail(Protocol):
         """Give up all transfers, and release what the network holds. Waits for no rank."""
 
 
-def gloo_group(name: str, rank: int, size: int) -> Any:
+def gloo_group(name: str, rank: int, size: int, connect: timedelta = CONNECT) -> Any:
     """A group of a name that no other group has had: `dist.new_group` gives the name of a destroyed one again, and with
     it the addresses that its ranks had. Collective over its ranks. torch declares few of the methods."""
-    return dist.ProcessGroupGloo(dist.PrefixStore(f"epmoe/{name}", _get_default_store()), rank, size, CONNECT)
+    return dist.ProcessGroupGloo(dist.PrefixStore(f"epmoe/{name}", _get_default_store()), rank, size, connect)
+
+
+def connect_within(timeout_s: float | None) -> timedelta:
+    """How long ranks may take to reach one another, if what they are part of has a deadline: half of it, so that a rank
+    that fails still comes in time to say so."""
+    return CONNECT if timeout_s is None else min(CONNECT, timedelta(seconds=timeout_s / 2))
 
 
 def no_answer(missing: list[int], global_ranks: list[int], ranks_per_node: int, where: str, rank: int) -> str:
@@ -125,8 +131,8 @@ class AskingRail:
     def __init__(self, ranks: list[int], rank: int, name: str):
         self._ranks, self._rank, self._name = ranks, rank, name
 
-    def missing(self, found: Sequence[int]) -> list[int]:
-        """As `Rail.missing`: every rank that gives up says so in the store; a rank that is silent is missing.
+    def missing(self, found: Sequence[int], answer_s: float = ANSWER_S) -> list[int]:
+        """As `Rail.missing`: every rank that gives up says so in the store; a rank silent for `answer_s` is missing.
 
         Where the store cannot be reached either, all other ranks of the rail are missing.
         """
@@ -134,7 +140,7 @@ class AskingRail:
         others = [rank for rank in self._ranks if rank != self._rank]
         heard: dict[int, set[int]] = {}
         with suppress(RuntimeError):
-            interruptible(partial(self._ask, store, found, others, heard), ANSWER_S)
+            interruptible(partial(self._ask, store, found, others, heard, answer_s), answer_s)
         heard = dict(heard)  # the thread may still be at it
         named, silent = set().union(*heard.values()), set(others) - set(heard)
         result = sorted(set(found) or named or silent or others)
@@ -142,10 +148,12 @@ class AskingRail:
             interruptible(partial(store.set, str(self._rank), ",".join(map(str, result))), _SEND_S)
         return result
 
-    def _ask(self, store: dist.Store, found: Sequence[int], others: list[int], heard: dict[int, set[int]]) -> None:
+    def _ask(
+        self, store: dist.Store, found: Sequence[int], others: list[int], heard: dict[int, set[int]], answer_s: float
+    ) -> None:
         """Say what this rank has found, and fill `heard` with what the others have. It may never end."""
         store.set(str(self._rank), ",".join(map(str, found)))
-        give_up = time.monotonic() + ANSWER_S
+        give_up = time.monotonic() + answer_s
         while len(heard) < len(others) and not found and time.monotonic() < give_up:
             for rank in others:
                 if rank not in heard and store.check([str(rank)]):
@@ -154,11 +162,14 @@ class AskingRail:
 
 
 class CollectiveRail(AskingRail):
-    """A `Rail` by all-to-all of torch.distributed, over a group of its own. Takes the arguments of `AskingRail`."""
+    """A `Rail` by all-to-all of torch.distributed, over a group of its own.
 
-    def __init__(self, ranks: list[int], rank: int, name: str):
+    Takes the arguments of `AskingRail`, and how long ranks may take to reach one another.
+    """
+
+    def __init__(self, ranks: list[int], rank: int, name: str, connect: timedelta = CONNECT):
         super().__init__(ranks, rank, name)
-        self._group = gloo_group(f"{name}/rail/{ranks[0]}", ranks.index(rank), len(ranks))
+        self._group = gloo_group(f"{name}/rail/{ranks[0]}", ranks.index(rank), len(ranks), connect)
         self._under_way: list[Transfer] = []
 
     def start(

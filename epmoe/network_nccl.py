@@ -78,12 +78,13 @@ class NcclRail(AskingRail):
         rank: this one.
         name: the same on all ranks of the group, and of no other group.
         device: the GPU.
+        connect: how long ranks may take to reach one another.
 
     Raises:
         RuntimeError: the ranks do not reach one another.
     """
 
-    def __init__(self, ranks: list[int], rank: int, name: str, device: torch.device):
+    def __init__(self, ranks: list[int], rank: int, name: str, device: torch.device, connect: timedelta = CONNECT):
         super().__init__(ranks, rank, name)
         self._device = device
         self._group = nccl_group(f"{name}/rail/{ranks[0]}", ranks.index(rank), len(ranks))
@@ -100,7 +101,7 @@ class NcclRail(AskingRail):
         self._closed, self._ended = Event(), False
         self._watching: Thread | None = None
         try:
-            if not interruptible(self._meet, CONNECT.total_seconds()):
+            if not interruptible(self._meet, connect.total_seconds()):
                 raise RuntimeError(f"ranks {ranks} do not reach one another by NCCL: NCCL_DEBUG=INFO says more")
         except BaseException:
             self._end(self._group.abort)  # a kernel that waits for a dead rank would keep `resume` from the GPU

@@ -1,11 +1,13 @@
-"""The ranks of a group as one of them sees them, and how values of one reach all others."""
+"""The ranks of a group as one of them sees them, and how values and errors of one reach all others."""
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,37 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 _Value = TypeVar("_Value")
+_KINDS: tuple[type[Exception], ...] = (MemoryError, ValueError, RuntimeError)
+
+
+class LostRankError(RuntimeError):
+    """A rank of `peers` has ended, or did not come in time. Their group can do nothing more."""
+
+    def __init__(self, peers: Peers, error: RuntimeError):
+        self.peers = peers
+        super().__init__(str(error))
+
+
+class _Problem(NamedTuple):
+    """An error of one rank. The least one is raised on the others: a rank that waited in vain only follows."""
+
+    late: bool
+    rank: int
+    kind: str  # of `_KINDS`
+    text: str
+
+
+class _ToldError(Exception):
+    """Another rank of `peers` has failed in a step of `together`."""
+
+    def __init__(self, peers: Peers, problem: _Problem):
+        self.peers, self.problem = peers, problem
+        super().__init__(problem)
+
+    def as_shared(self) -> Exception:
+        """What all ranks raise."""
+        kinds = {kind.__name__: kind for kind in _KINDS}
+        return kinds.get(self.problem.kind, RuntimeError)(f"rank {self.problem.rank}: {self.problem.text}")
 
 
 @dataclass(frozen=True)
@@ -25,6 +58,7 @@ class Peers:
         size: R.
         global_ranks: [R], of each rank of the group.
         timeout_s: deadline of each `all_gather` in seconds; None is the group's own.
+        first: number of rank 0 in errors: these ranks may be a part of a larger group.
     """
 
     group: dist.ProcessGroup | None
@@ -32,6 +66,7 @@ class Peers:
     size: int
     global_ranks: list[int]
     timeout_s: float | None = None
+    first: int = 0
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> Self:
@@ -44,8 +79,62 @@ class Peers:
     def all_gather(self, value: _Value) -> list[_Value]:
         """Every rank's value, in rank order. Collective; pickles the values.
 
-        Raises RuntimeError at once if a rank has ended, and after the deadline if one does not arrive.
+        Raises LostRankError at once if a rank has ended, and after the deadline if one does not arrive. It also ends a
+        step of `together` in which another rank has failed.
         """
+        said = self._exchange((None, value))
+        self._raise_told([problem for problem, _ in said])
+        return [theirs for _, theirs in said]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A step that fails on all ranks if it fails on one. Collective at its end.
+
+        A rank that fails says so in place of its next `all_gather`, whichever that is on the others. It raises its own
+        error. The others raise the error of the first such rank, as a MemoryError, ValueError or RuntimeError.
+        """
+        try:
+            with self.part():
+                yield
+        except _ToldError as told:
+            raise told.as_shared() from told.__cause__
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """As `together`, for a part of the ranks that are in such a step."""
+        try:
+            yield
+            self.all_gather(None)
+        except Exception as error:
+            if isinstance(error, (LostRankError, _ToldError)) and error.peers is self:
+                raise
+            self._tell(error)
+            raise
+
+    def _tell(self, error: Exception) -> None:
+        """Say that this rank has failed. Raises _ToldError where that says more than the error itself."""
+        late = isinstance(error, (LostRankError, TimeoutError))
+        if isinstance(error, _ToldError):  # a part of these ranks has failed
+            problem = error.problem
+        else:
+            kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
+            text = str(error) if type(error) is kind else f"{type(error).__name__}: {error}"
+            problem = _Problem(late, self.first + self.rank, kind.__name__, text)
+        try:
+            self._raise_told([theirs for theirs, _ in self._exchange((problem, None))])
+        except _ToldError as told:
+            if late or isinstance(error, (MemoryError, _ToldError)):
+                raise told from error
+        except LostRankError as lost:
+            if isinstance(error, (RuntimeError, OSError, _ToldError)):  # which may come of it
+                raise lost from error
+
+    def _raise_told(self, said: Sequence[_Problem | None]) -> None:
+        problems = [problem for problem in said if problem is not None]
+        if problems:
+            raise _ToldError(self, min(problems))
+
+    def _exchange(self, value: _Value) -> list[_Value]:
         if self.group is None:
             return [value]
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -61,5 +150,8 @@ class Peers:
         if self.timeout_s is not None:  # `dist.all_gather` takes no deadline
             options.timeout = timedelta(seconds=self.timeout_s)
         rows = [torch.empty_like(tensor) for _ in range(self.size)]
-        self.group.allgather([rows], [tensor], options).wait()
+        try:
+            self.group.allgather([rows], [tensor], options).wait()
+        except RuntimeError as error:
+            raise LostRankError(self, error) from None
         return rows

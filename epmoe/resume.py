@@ -7,6 +7,8 @@ fits, open new windows, and go on only once all of them have.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Self
@@ -19,9 +21,10 @@ from epmoe.config import EPConfig
 from epmoe.exchange import Exchange, device_ends
 from epmoe.group import check_backend, check_shared_memory, check_size, device_of, group_of, open_window
 from epmoe.handles import HoldsWindows
-from epmoe.health import EPResumeError
+from epmoe.health import EPOpenError, EPResumeError
 from epmoe.memory import MemoryPlan
-from epmoe.peers import Peers
+from epmoe.network import AskingRail
+from epmoe.peers import LostRankError, Peers
 from epmoe.placement import Move, Placement
 from epmoe.stages import combine, dispatch, two_levels
 from epmoe.stages.checks import describe
@@ -29,6 +32,7 @@ from epmoe.two_levels import TwoLevels
 from epmoe.two_levels_cuda import TwoLevelsOnGPUs
 
 _NEW = -1
+_ANSWER_S = 1.0  # how long ranks have to say that they live, once the group has failed
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Hello:
     origin: the same on all ranks that were ever in one group.
     generation: how many groups the rank has had before the present one; `_NEW` if it has none yet.
     rank: in the group so far.
+    attempt: rank 0's names this attempt to open a group, and what is connected in it.
     """
 
     config: str
@@ -46,6 +51,7 @@ class Hello:
     generation: int = _NEW
     rank: int = _NEW
     keeps: bool = False
+    attempt: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 def agree(hellos: list[Hello], rank: int) -> tuple[str, int, list[int] | None]:
@@ -153,6 +159,8 @@ class Resumable(HoldsWindows):
             if not device_ends(self.device, timeout_s):  # a kernel that still runs must not lose its windows
                 raise TimeoutError("the GPU has not finished its work")
             self._join(peers, config, hello)
+        except EPOpenError as error:
+            raise EPResumeError(timeout_s, error) from None
         except (RuntimeError, OSError) as error:
             raise EPResumeError(timeout_s, error) from error
         finally:
@@ -190,32 +198,54 @@ class Resumable(HoldsWindows):
         return self._exchange
 
     def _join(self, peers: Peers, config: EPConfig, hello: Hello) -> None:
-        """Become a rank of this group. Collective; raises on all ranks what `agree` and the checks raise."""
-        check_backend(peers.group)
-        origin, generation, former = agree(peers.all_gather(hello), peers.rank)
-        if former is not None:
-            gone = set(range(config.topology.ep_size)).difference(former)
-            config = config.with_placement(Placement.from_config(config).without(gone))
-        check_size(config, peers)
-        device_of(config, self.device)
-        placement = Placement.from_config(config)
-        _ = ops.dispatch  # builds or loads the library now, not in a round in which other ranks wait
-        if self.device.type == "cuda":
-            ops.load_cuda()
-        check_shared_memory(config, placement, self.device)
-        self.close()  # both windows might not fit
-        with torch.inference_mode(False):  # otherwise the buffers could not be written outside inference mode
-            if config.topology.num_nodes > 1:
-                name = f"{origin}.{generation}"
-                levels = TwoLevelsOnGPUs if self.device.type == "cuda" else TwoLevels
-                exchange: Exchange = levels.open(config, placement, peers, self.device, name)
-                self._dispatch_stage = self._combine_stage = two_levels
-            else:
-                plan = MemoryPlan.build(config, peers.rank, placement, nvlink=self.device.type == "cuda")
-                window = open_window(plan, peers, self.device)
-                exchange = Exchange.create(config, plan, placement, window, peers.rank, peers.global_ranks, self.device)
-                self._dispatch_stage, self._combine_stage = dispatch, combine
-        peers.all_gather(None)  # no rank goes on before all can
+        """Become a rank of this group. Collective; where a step fails on one rank, all raise."""
+        exchange: Exchange | None = None
+        try:
+            with _opening(peers):
+                hellos = peers.all_gather(hello)
+                origin, generation, former = agree(hellos, peers.rank)
+                if former is not None:
+                    gone = set(range(config.topology.ep_size)).difference(former)
+                    config = config.with_placement(Placement.from_config(config).without(gone))
+                check_size(config, peers)
+                device_of(config, self.device)
+                placement = Placement.from_config(config)
+                _ = ops.dispatch  # builds or loads the library now, not in a round in which other ranks wait
+                if self.device.type == "cuda":
+                    ops.load_cuda()
+                check_shared_memory(config, placement, self.device)
+                peers.all_gather(None)  # all can: whoever resumes loses the old windows now
+                self.close()  # both windows might not fit
+                exchange = self._open_exchange(peers, config, placement, f"{origin}.{generation}.{hellos[0].attempt}")
+        except BaseException:
+            if exchange is not None:
+                exchange.release()
+            raise
+        several_nodes = config.topology.num_nodes > 1
+        self._dispatch_stage, self._combine_stage = (two_levels,) * 2 if several_nodes else (dispatch, combine)
         self.config, self.placement, self._origin, self.generation = config, placement, origin, generation
         self.group, self.rank, self.size = peers.group, peers.rank, peers.size
         self._exchange, self._missing = exchange, 0
+
+    def _open_exchange(self, peers: Peers, config: EPConfig, placement: Placement, name: str) -> Exchange:
+        with torch.inference_mode(False):  # otherwise the buffers could not be written outside inference mode
+            if config.topology.num_nodes > 1:
+                levels = TwoLevelsOnGPUs if self.device.type == "cuda" else TwoLevels
+                return levels.open(config, placement, peers, self.device, name)
+            plan = MemoryPlan.build(config, peers.rank, placement, nvlink=self.device.type == "cuda")
+            window = open_window(plan, peers, self.device)
+            return Exchange.create(config, plan, placement, window, peers.rank, peers.global_ranks, self.device)
+
+
+@contextmanager
+def _opening(peers: Peers) -> Iterator[None]:
+    """A step of `Peers.together`. Raises EPOpenError, which names the ranks, where some end or do not come."""
+    check_backend(peers.group)
+    try:
+        with peers.together():
+            yield
+    except LostRankError as lost:
+        assert peers.group is not None and peers.timeout_s is not None
+        asking = AskingRail(list(range(peers.size)), peers.rank, f"opening/{peers.group.group_name}")
+        missing = asking.missing([], _ANSWER_S)
+        raise EPOpenError(peers.timeout_s, missing, [peers.global_ranks[rank] for rank in missing]) from lost.__cause__

@@ -42,8 +42,10 @@ class ExpertParallel(Resumable):
     Raises:
         TypeError: an argument has another type.
         ValueError: the config does not fit the group or differs between ranks, or the group has no CPU backend.
-        MemoryError: the windows do not fit.
-        RuntimeError: the ranks are on several machines, or their GPUs cannot reach each other's memory.
+        EPOpenError: ranks ended, or did not come within `exchange.warmup_timeout_s`. It names them.
+        MemoryError: the windows do not fit, on any rank.
+        RuntimeError: the ranks are on several machines, or their GPUs cannot reach each other's memory; or another rank
+            has failed otherwise, with its error.
         ConfigError: the file of the config, or the tuning table that it names, is missing or wrong.
         BuildError: the native library does not build.
     """
@@ -59,7 +61,8 @@ class ExpertParallel(Resumable):
         with torch.inference_mode(False):  # otherwise graphs outside inference mode could not take it
             self.order = torch.zeros(1, dtype=torch.uint8, device=self.device)  # see epmoe/opaque.py
         self._layer_numbers = itertools.count(1)  # rounds without a tag have 0
-        self._join(Peers.of(group_of(group)), config, Hello(config.model_dump_json()))
+        peers = Peers.of(group_of(group), config.exchange.warmup_timeout_s)
+        self._join(peers, config, Hello(config.model_dump_json()))
 
     @property
     def num_local_experts(self) -> int:

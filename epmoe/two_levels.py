@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
+from contextlib import ExitStack
 from ctypes import c_int64
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +38,7 @@ from epmoe.health import (
     tags_of,
 )
 from epmoe.memory import MemoryPlan, RailSlot
-from epmoe.network import CollectiveRail, Rail, RailError, Transfer, gloo_group, no_answer
+from epmoe.network import CollectiveRail, Rail, RailError, Transfer, connect_within, gloo_group, no_answer
 from epmoe.network_nccl import NcclRail
 from epmoe.peers import Peers
 from epmoe.placement import Placement
@@ -95,7 +96,7 @@ class TwoLevels(Exchange):
             placement: likewise.
             peers: of the whole group.
             device: this rank's.
-            name: the same on all ranks, and of no other group.
+            name: the same on all ranks, and of no other attempt to open a group.
 
         Returns:
             The exchange, whose window the ranks of the node map.
@@ -108,17 +109,23 @@ class TwoLevels(Exchange):
         node, local = divmod(peers.rank, G)
         here = peers.global_ranks[node * G : (node + 1) * G]
         plan = MemoryPlan.build(config, peers.rank, placement, nvlink=device.type == "cuda")
-        group = gloo_group(f"{name}/node/{node}", local, G) if G > 1 else None
-        mates = Peers(group, local, G, here, peers.timeout_s)
+        connect = connect_within(peers.timeout_s)
+        peers.all_gather(None)  # all are about to connect
+        group = gloo_group(f"{name}/node/{node}", local, G, connect) if G > 1 else None
+        mates = Peers(group, local, G, here, connect.total_seconds(), first=node * G)
         where = [m * G + local for m in range(N)], peers.rank, name
-        rail = CollectiveRail(*where) if device.type == "cpu" else NcclRail(*where, device)
-        window = open_window(plan, mates, device)
-        inside = Exchange.create(config.of_node(), plan, placement.of_node(node, G), window, local, here, device)
-        exchange = cls(
-            config, plan, window, inside.scratch, inside.status, peers.global_ranks, device,
-            inside=inside, rail=rail, node=node,
-        )  # fmt: skip
-        fill_tables(exchange, placement)
+        rail = CollectiveRail(*where, connect) if device.type == "cpu" else NcclRail(*where, device, connect)
+        with ExitStack() as undo:
+            undo.callback(rail.close)
+            with mates.part():
+                window = open_window(plan, mates, device)
+            inside = Exchange.create(config.of_node(), plan, placement.of_node(node, G), window, local, here, device)
+            exchange = cls(
+                config, plan, window, inside.scratch, inside.status, peers.global_ranks, device,
+                inside=inside, rail=rail, node=node,
+            )  # fmt: skip
+            fill_tables(exchange, placement)
+            undo.pop_all()
         return exchange
 
     def start(

@@ -45,32 +45,26 @@ class SharedMemoryWindow:
     """A `Window` in shared memory of one machine."""
 
     def __init__(self, nbytes: int, peers: Peers):
-        """Collective. Reserves the memory now: a shortage is an error here and not a fault in a later round.
+        """Collective, in a step of `Peers.together`. Reserves the memory now: a shortage is no fault in a later round.
 
         Args:
             nbytes: size of each rank's window.
             peers: the ranks of the group.
 
         Raises:
-            MemoryError: this or another rank has no room.
+            MemoryError: this rank has no room.
             RuntimeError: the ranks are on several machines, or a rank did not answer within `SOCKET_TIMEOUT_S`, or
-                within the deadline of `peers` if that is shorter.
+                within half the deadline of `peers` if that is shorter.
         """
-        descriptor, problem = -1, None
+        check_room(nbytes * peers.size, available_memory_bytes())
+        descriptors = [_reserve(nbytes)]
         try:
-            check_room(nbytes * peers.size, available_memory_bytes())
-            descriptor = _reserve(nbytes)
-        except MemoryError as error:
-            problem = str(error)
-        descriptors = [descriptor]
-        try:
-            raise_together(problem, peers)
-            descriptors = _share_descriptors(descriptor, peers)
+            peers.all_gather(None)  # all have room
+            descriptors = _share_descriptors(descriptors[0], peers)
             regions = [_map(fd, nbytes) for fd in descriptors]
         finally:
             for fd in descriptors:
-                if fd >= 0:
-                    os.close(fd)
+                os.close(fd)
         self._regions = regions  # keeps the mappings
         self.local = regions[peers.rank]
         self.addresses = [region.data_ptr() for region in regions]
@@ -104,13 +98,6 @@ def check_room(nbytes: int, available: int) -> None:
         )
 
 
-def raise_together(problem: str | None, peers: Peers) -> None:
-    """Raise MemoryError on all ranks if one of them has a problem. Collective."""
-    for rank, theirs in enumerate(peers.all_gather(problem)):
-        if theirs:
-            raise MemoryError(f"rank {rank}: {theirs}")
-
-
 def _reserve(nbytes: int) -> int:
     descriptor = os.memfd_create("epmoe-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -140,7 +127,8 @@ def _share_descriptors(descriptor: int, peers: Peers) -> list[int]:
     rank, size = peers.rank, peers.size
     if size == 1:
         return [descriptor]
-    timeout_s = min(SOCKET_TIMEOUT_S, peers.timeout_s or SOCKET_TIMEOUT_S)
+    # Half, so that a rank whose wait fails here still comes in time to say so.
+    timeout_s = min(SOCKET_TIMEOUT_S, (peers.timeout_s or 2 * SOCKET_TIMEOUT_S) / 2)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.settimeout(timeout_s)

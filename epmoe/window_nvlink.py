@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
 from epmoe.exchange import interruptible
 from epmoe.peers import Peers
-from epmoe.window import check_room, raise_together
+from epmoe.window import check_room
 
 
 class NVLinkWindow:
@@ -33,7 +33,7 @@ class NVLinkWindow:
         device: torch.device,
         empty_lines: Iterable[slice] = (),
     ):
-        """Collective. Clears the window on all ranks before it returns.
+        """Collective, in a step of `Peers.together`. Clears the window on all ranks before it returns.
 
         Args:
             nbytes: size of each rank's window.
@@ -42,15 +42,11 @@ class NVLinkWindow:
             empty_lines: slices of the window's bytes that begin as 0xff, where all other bytes begin as 0.
 
         Raises:
-            MemoryError: this or another rank has no room.
+            MemoryError: this rank has no room.
             RuntimeError: this GPU has no peer access to another GPU of the group.
         """
-        problem = None
-        try:
-            check_room(nbytes, torch.cuda.mem_get_info(device)[0])
-        except MemoryError as error:
-            problem = str(error)
-        raise_together(problem, peers)
+        check_room(nbytes, torch.cuda.mem_get_info(device)[0])
+        peers.all_gather(None)  # all have room
         if peers.group is None or peers.size == 1:
             self.local = self._cleared(torch.empty(nbytes, dtype=torch.uint8, device=device), empty_lines)
             self.addresses = [self.local.data_ptr()]

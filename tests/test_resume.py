@@ -167,6 +167,7 @@ def test_a_second_death_during_resume(host, how):
         host.signal(2, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     for error in host.do(rest, resume):
         assert error.startswith("EPResumeError: the new group did not form"), error
+        assert "rank(s) [2] of the group" in error
     assert time.monotonic() - started < 2 * RESUME_S + SLACK_S or host.device.type == "cuda"
     host.form(rest)
     host.do(rest, resume)

@@ -1,0 +1,125 @@
+"""Opening an `ExpertParallel` has a deadline and one outcome: it opens on all ranks, or fails on all, with names."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from exchanges import make_config
+from host import SLACK_S, Host, create, play, resume
+
+import epmoe
+import epmoe.resume
+import epmoe.two_levels
+from epmoe import Placement
+
+RANKS, FAULTY, DEADLINE_S = 3, 2, 3.0
+NAMES = list(range(RANKS))
+
+
+@pytest.fixture(params=[1, 3], ids="{} nodes".format)
+def nodes(request) -> int:
+    return request.param
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    """Three ranks in one group."""
+    host = Host(tmp_path, torch.device("cpu"))
+    host.spawn(*NAMES)
+    host.form(NAMES)
+    yield host
+    for process in host.processes.values():
+        process.kill()
+        process.join()
+
+
+def config_of(nodes: int) -> epmoe.EPConfig:
+    exchange = {"warmup_timeout_s": DEADLINE_S}
+    return make_config(RANKS, experts=8, timeout_s=1.0, ranks_per_node=RANKS // nodes, exchange=exchange)
+
+
+def fail(state, where: str, error: Callable[[], None]) -> None:
+    """Opening calls `error` in place of a function. The next opening works."""
+    module = epmoe.two_levels if where == "fill_tables" else epmoe.resume
+    modules = [m for m in (module, epmoe.two_levels) if hasattr(m, where)]
+    before = {m: getattr(m, where) for m in modules}
+
+    def failing(*_: object) -> None:
+        for m, function in before.items():
+            setattr(m, where, function)
+        error()
+
+    for m in modules:
+        setattr(m, where, failing)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def no_memory() -> None:
+    raise MemoryError("no room for the window")
+
+
+def no_file() -> None:
+    raise FileNotFoundError("no such table")
+
+
+def threads(state) -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("fault", ["never comes", "has ended", "ends in the windows"])
+def test_a_rank_that_does_not_open_is_named(host, nodes, fault):
+    opening = NAMES[:FAULTY]
+    if fault == "has ended":
+        host.signal(FAULTY, signal.SIGKILL)
+    elif fault == "ends in the windows":
+        host.do([FAULTY], fail, "open_window", die)
+        host.start([FAULTY], create, config_of(nodes))
+    started = time.monotonic()
+    for error in host.do(opening, create, config_of(nodes)):
+        assert error.startswith(f"EPOpenError: rank(s) [{FAULTY}] of the group, global rank(s) [{FAULTY}]"), error
+        assert "gloo" not in error and "peer" not in error
+    assert time.monotonic() - started < DEADLINE_S + SLACK_S
+
+
+@pytest.mark.parametrize(
+    ("where", "problem", "own", "theirs"),
+    [
+        ("check_size", no_memory, "MemoryError: rank 2: no room", "MemoryError: rank 2: no room"),
+        ("open_window", no_memory, "MemoryError: rank 2: no room", "MemoryError: rank 2: no room"),
+        ("fill_tables", no_file, "FileNotFoundError: no such", "RuntimeError: rank 2: FileNotFoundError: no such"),
+    ],
+)
+def test_what_fails_on_one_rank_fails_on_all(host, nodes, where, problem, own, theirs):
+    """Soon, and without a trace: the same group opens the next one."""
+    if where == "fill_tables" and nodes == 1:
+        where = "check_shared_memory"
+    before = host.do(NAMES, threads)
+    host.do([FAULTY], fail, where, problem)
+    started = time.monotonic()
+    *others, faulty = host.do(NAMES, create, config_of(nodes))
+    assert faulty.startswith(own), faulty
+    assert all(error.startswith(theirs) for error in others), others
+    assert time.monotonic() - started < DEADLINE_S
+    assert host.do(NAMES, threads) == before
+    assert host.do(NAMES, create, config_of(nodes)) == [None] * RANKS
+    assert host.do(NAMES, play) == ["played"] * RANKS
+
+
+def test_resume_again_in_the_same_store(host, nodes):
+    """After a failure behind the point at which the ranks have connected."""
+    assert host.do(NAMES, create, config_of(nodes)) == [None] * RANKS
+    placement = Placement.from_config(config_of(nodes))
+    for _ in range(2):
+        host.do([FAULTY], fail, "open_window", no_memory)
+        assert all("MemoryError: rank 2" in error for error in host.do(NAMES, resume, placement))
+    host.do(NAMES, resume, placement)
+    assert host.do(NAMES, play) == ["played"] * RANKS

@@ -16,12 +16,12 @@ namespace {
 
 // One thread counts the `ranks` that have given the round up, a mask, and tells the host of them unless this rank has
 // given it up, too. Out of line, so that the usual case stays short.
-__device__ __noinline__ void report_aborted(const CombineBlock& b, uint32_t ranks) {
-  auto* total = in_scratch<int64_t>(b.ex, b.plan.health_aborted_rounds);
+__device__ __noinline__ void report_aborted(const CombineKernel& kernel, uint32_t epoch, uint32_t ranks) {
+  auto* total = in_scratch<int64_t>(kernel.ex, kernel.ex.plan.health_aborted_rounds);
   for (uint32_t left = ranks; left; left &= left - 1) ++total[__ffs(left) - 1];
-  if (!b.args.rows) return;
-  volatile Status& status = *b.ex.status;
-  status.aborted_epoch = b.wait.epoch;
+  if (!kernel.args.rows) return;
+  volatile Status& status = *kernel.ex.status;
+  status.aborted_epoch = epoch;
   __threadfence_system();
   status.aborted = status.aborted | ranks;
 }
@@ -46,7 +46,8 @@ __device__ __forceinline__ bool receive_signals(const CombineBlock& b, bool sent
   arrived = __syncthreads_and(arrived);
   sending_ranks = mask, receives = arrived && !late;
   uint32_t all = kAllLanes >> (32 - static_cast<int32_t>(plan.R));
-  if (blockIdx.x == 0 && threadIdx.x == 0 && arrived && sending_ranks != all) report_aborted(b, all & ~sending_ranks);
+  if (blockIdx.x == 0 && threadIdx.x == 0 && arrived && sending_ranks != all)
+    report_aborted(b.kernel, b.wait.epoch, all & ~sending_ranks);
   return arrived;
 }
 

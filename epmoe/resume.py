@@ -6,12 +6,15 @@ fits, open new windows, and go on only once all of them have.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Self
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -107,6 +110,7 @@ class Resumable(HoldsWindows):
     _dispatch_stage: ModuleType  # of one node, or of several; they offer the same calls
     _combine_stage: ModuleType
     _missing: int = 0  # ranks, as a mask
+    _owner: int | None = None  # in a forked child: the process that this object belongs to
 
     def survivors(self) -> list[int]:
         """Ranks of the group that nobody misses, as far as this rank has heard. It waits for no rank.
@@ -142,12 +146,15 @@ class Resumable(HoldsWindows):
             TypeError: an argument has another type.
             ValueError: on all ranks, if placement or config differ or do not fit the group, or if logical experts have
                 no copy left, which the error names. Nothing has changed then, and the group is still good.
+            RuntimeError: this process is a fork of the one that made this object.
             EPResumeError: a rank died or did not arrive within `exchange.warmup_timeout_s`. `resume` may be called
                 again with another group; until then, this object may be closed.
             MemoryError: the windows do not fit. This object is closed, and `resume` may be called again.
         """
         if not isinstance(placement, Placement | None):
             raise TypeError(f"`placement` must be a Placement, got {describe(placement)}")
+        if self._owner is not None:
+            raise RuntimeError(self._why_unusable())
         timeout_s = self.config.exchange.warmup_timeout_s
         peers = Peers.of(group_of(group), timeout_s)
         config = self.config if placement is None else self.config.with_placement(placement)
@@ -194,8 +201,24 @@ class Resumable(HoldsWindows):
     @property
     def _open(self) -> Exchange:
         if self._exchange is None:
-            raise RuntimeError("this ExpertParallel is closed")
+            raise RuntimeError(self._why_unusable())
         return self._exchange
+
+    def _why_unusable(self) -> str:
+        if self._owner is None:
+            return "this ExpertParallel is closed"
+        return (
+            f"this ExpertParallel belongs to process {self._owner}, of which this process is a fork: each process "
+            "makes its own"
+        )
+
+    def _disown(self) -> None:
+        """In a forked child: forget the windows of the parent, and destroy nothing that the parent's threads use."""
+        if self._owner is None:
+            self._owner = os.getppid()
+        for kept in (self._exchange, self.group):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # until the process ends
+        self._exchange = self.group = None
 
     def _join(self, peers: Peers, config: EPConfig, hello: Hello) -> None:
         """Become a rank of this group. Collective; where a step fails on one rank, all raise."""
@@ -226,6 +249,7 @@ class Resumable(HoldsWindows):
         self.config, self.placement, self._origin, self.generation = config, placement, origin, generation
         self.group, self.rank, self.size = peers.group, peers.rank, peers.size
         self._exchange, self._missing = exchange, 0
+        _live.add(self)
 
     def _open_exchange(self, peers: Peers, config: EPConfig, placement: Placement, name: str) -> Exchange:
         with torch.inference_mode(False):  # otherwise the buffers could not be written outside inference mode
@@ -235,6 +259,17 @@ class Resumable(HoldsWindows):
             plan = MemoryPlan.build(config, peers.rank, placement, nvlink=self.device.type == "cuda")
             window = open_window(plan, peers, self.device)
             return Exchange.create(config, plan, placement, window, peers.rank, peers.global_ranks, self.device)
+
+
+_live: WeakSet[Resumable] = WeakSet()
+
+
+def _disown_all() -> None:
+    for resumable in list(_live):
+        resumable._disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)  # calls need not ask for the process, which would cost each of them
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class ExpertParallel(Resumable):
     It serves one thread at a time: whoever calls one `ExpertParallel` from several threads orders their calls and
     rounds. A call during the call of another thread raises RuntimeError and changes nothing, which a Python without
     the GIL does not promise. `health`, `memory_plan` and `repr` may be called at any time. It cannot be pickled or
-    copied.
+    copied. In a forked child every call raises RuntimeError, and `close` does nothing.
 
     Args:
         config: the same on all ranks; or the path of its file, for `EPConfig.load`.
@@ -368,6 +368,8 @@ class ExpertParallel(Resumable):
     def __repr__(self) -> str:
         model, M = self.config.model, self.config.capacity.max_num_tokens_per_rank
         shape = f"E={model.num_experts} K={model.num_experts_per_tok} D={model.hidden_size} {model.dtype}, M={M}"
-        state = "closed" if self._exchange is None else self._exchange.rounds.describe(self._exchange.rounds.count)
+        exchange = self._exchange
+        closed = "closed" if self._owner is None else f"of process {self._owner}"
+        state = closed if exchange is None else exchange.rounds.describe(exchange.rounds.count)
         where = f"rank {self.rank} of {self.size}" + (f", generation {self.generation}" if self.generation else "")
         return f"ExpertParallel({where}, {shape}, {self.device}, {state})"

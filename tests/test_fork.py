@@ -1,0 +1,80 @@
+"""A forked child of a rank cannot touch its parent's windows: every call raises, and its end is harmless."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+# The child ends as an interpreter does, where destructors run, or as `multiprocessing` ends it.
+SCRIPT = """
+import gc, os, sys
+import torch, torch.distributed as dist
+import epmoe
+
+rank, store, nodes, end = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+config = epmoe.EPConfig(
+    model={"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "float32"},
+    topology={"ep_size": 2, "ranks_per_node": 2 // nodes},
+    capacity={"max_num_tokens_per_rank": 4},
+    exchange={"timeout_s": 10.0},
+)
+ep = epmoe.ExpertParallel(config)
+x, ids, weights = torch.ones(2, 64), torch.tensor([[0, 3], [1, 2]]), torch.full((2, 2), 0.5)
+
+
+def in_the_child(d):
+    calls = [
+        lambda: ep.dispatch(99 * x, ids, weights), lambda: ep.combine(99 * d.rows, d), lambda: ep.abort(d),
+        lambda: ep.skip(), lambda: ep.expert_map, ep.health, ep.check, ep.poll, ep.memory_plan, ep.resume,
+    ]
+    for call in calls:
+        try:
+            call()
+        except RuntimeError as error:
+            assert "is a fork" in str(error) and str(os.getppid()) in str(error), error
+        else:
+            raise AssertionError("a call of the child went through")
+    ep.abort()
+    assert f"of process {os.getppid()}" in repr(ep) and ep.survivors() == [0, 1]
+    ep.close()
+
+
+for time in range(2):
+    d = ep.dispatch(x, ids, weights)
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+        assert torch.equal(ep.combine(d.rows, d), x)
+    else:
+        in_the_child(d)
+        del ep, d
+        gc.collect()
+        os._exit(0) if end == "at once" else sys.exit(0)
+ep.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("nodes", "end"), [(1, "at once"), (2, "as an interpreter")])
+def test_a_forked_child_touches_nothing(nodes, end, tmp_path: Path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path / "store"), str(nodes), end],
+            env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        for process in ranks:
+            _, errors = process.communicate(timeout=40)
+            assert process.returncode == 0, errors
+    finally:
+        for process in ranks:
+            os.killpg(process.pid, 9) if process.poll() is None else None

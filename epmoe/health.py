@@ -143,11 +143,8 @@ class EPTimeoutError(EPError, TimeoutError):
 
 
 class EPOpenError(EPError):
-    """Ranks of the group did not come when an `ExpertParallel` was made, or ended meanwhile.
-
-    Attributes:
-        missing_ranks: of the group, as far as they are known.
-    """
+    """Ranks of the group did not come when an `ExpertParallel` was made, or ended meanwhile: `missing_ranks`, ranks of
+    the group, as far as they are known."""
 
     def __init__(self, timeout_s: float, missing: list[int], missing_global: list[int]):
         self.missing_ranks = missing
@@ -158,11 +155,8 @@ class EPOpenError(EPError):
 
 
 class EPResumeError(EPOpenError):
-    """The ranks of a new group did not all get through `ExpertParallel.resume`. It may be called again.
-
-    Attributes:
-        missing_ranks: of the new group, as far as they are known.
-    """
+    """The ranks of a new group did not all get through `ExpertParallel.resume`. It may be called again. `missing_ranks`
+    are those of the new group, as far as they are known."""
 
     def __init__(self, timeout_s: float, error: Exception):
         self.missing_ranks: list[int] = getattr(error, "missing_ranks", [])

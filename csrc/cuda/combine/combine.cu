@@ -14,6 +14,10 @@
 namespace epmoe::cuda {
 namespace {
 
+__device__ __forceinline__ uint32_t all_ranks(const ExchangePlan& plan) {
+  return plan.R == 32 ? kAllLanes : (1u << plan.R) - 1;
+}
+
 // One thread counts the `ranks` that have given the round up, a mask, and tells the host of them unless this rank has
 // given it up, too. Out of line, so that the usual case stays short.
 __device__ __noinline__ void report_aborted(const CombineKernel& kernel, uint32_t epoch, uint32_t ranks) {
@@ -45,9 +49,6 @@ __device__ __forceinline__ bool receive_signals(const CombineBlock& b, bool sent
   }
   arrived = __syncthreads_and(arrived);
   sending_ranks = mask, receives = arrived && !late;
-  uint32_t all = kAllLanes >> (32 - static_cast<int32_t>(plan.R));
-  if (blockIdx.x == 0 && threadIdx.x == 0 && arrived && sending_ranks != all)
-    report_aborted(b.kernel, b.wait.epoch, all & ~sending_ranks);
   return arrived;
 }
 
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
     Word::publish(reinterpret_cast<Word*>(header), b.wait.epoch, args.rows ? 1 : 0);
   }
   if (sends && ok) {
-    uint32_t all = plan.R == 32 ? kAllLanes : (1u << plan.R) - 1;
+    uint32_t all = all_ranks(plan);
     if constexpr (kLL) {
       send_chunks<kSendLines, kCoarse, kOwn, T, kFp8>(b, outgoing, &round->ll_queue[kCombine]);
       if (now.ll_mask != all) send_to_simple_sources_too<T, kFp8>(b, buffers, &round->send_queue[kCombine]);
@@ -151,7 +152,9 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
   }
   if (leader && threadIdx.x == 0) {
     round->combine_epoch = b.wait.epoch;
+    uint32_t aborted = all_ranks(plan) & ~sending_ranks;
     if (ok) round->phases = 0;
+    if (ok && aborted) report_aborted(kernel, b.wait.epoch, aborted);
     round->send_queue[kDispatch] = round->recv_queue[kDispatch] = round->ll_queue[kDispatch] = round->done[kDispatch] =
         round->started[kDispatch] = round->receiving[kDispatch] = round->notified = round->num_tokens = 0;
   }

@@ -51,8 +51,8 @@ struct DispatchKernel {
   int32_t send_offset_entries, source_offset_entries;
   int32_t row_chunks, chunk_bytes;
   int32_t tokens_per_release;
-  int64_t asked;  // as in Progress
-  int32_t tag;    // likewise
+  int64_t asked;   // as in Progress
+  CallWords call;  // this source's first two words, without rows
 
   __device__ __forceinline__ int32_t tokens(int64_t wanted) const {
     return static_cast<int32_t>(min(max(wanted, int64_t{0}), args.T));
@@ -65,14 +65,16 @@ struct DispatchKernel {
   EPMOE_HD bool sends_to_final_rows() const {
     return args.expert_major && args.receive && !args.weight_rows && send_offset_entries && !uses_ll();
   }
-  // This source's first two words. The first: bit 0 says LL; then with LL the tokens; then the rows. The second: D / 4,
-  // K - 1, dtype, layout and weighting: D is whole lines of 16 bytes.
-  __device__ __forceinline__ CallWords call(int32_t rows, int32_t tokens) const {
-    uint32_t size = uses_ll() ? 1 | tokens << 1 | rows << (1 + kLLTokenBits) : rows << 1;
+  // `call`, as the host computes it. The first word: bit 0 says LL; then with LL the tokens; then the rows. The second:
+  // D / 4, since D is whole lines of 16 bytes, K - 1, dtype, layout and weighting.
+  CallWords call_without_rows(uint32_t tag) const {
     uint32_t shape = static_cast<uint32_t>(args.D >> 2) | (args.K - 1) << 15 | static_cast<uint32_t>(args.dtype) << 20 |
                      uint32_t{args.expert_major} << 22 | uint32_t{args.weight_rows} << 23;
-    return {size | static_cast<uint32_t>(tag) << kSizeBits, shape | static_cast<uint32_t>(tag) >> (32 - kSizeBits)
-                                                                                                      << kShapeBits};
+    return {uint32_t{uses_ll()} | tag << kSizeBits, shape | tag >> (32 - kSizeBits) << kShapeBits};
+  }
+  // This source's first word.
+  __device__ __forceinline__ uint32_t size(int32_t rows, int32_t tokens) const {
+    return call.size | (uses_ll() ? tokens << 1 | rows << (1 + kLLTokenBits) : rows << 1);
   }
   __device__ __forceinline__ int64_t count_columns() const {
     return ex.plan.R * ex.plan.most_local_experts + kCountColumns;

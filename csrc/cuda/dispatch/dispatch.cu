@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
         round->started[kCombine] = round->receiving[kCombine] = 0;
     if (kernel.asked && ok) answer(b);
   }
-  if (b.wait.failed(kDispatch, ok, {shared.mismatched, kernel.tag, shared.other})) zero_outputs(ex);
+  if (b.wait.failed(kDispatch, ok, {shared.mismatched, kernel.call.tag(), shared.other})) zero_outputs(ex);
 }
 
 template <typename Source>
@@ -194,6 +194,7 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
     loaded[device.index % Device::kMaxDevices] = true;
   }
   DispatchLaunch policy = dispatch_launch(exchange.plan, args, {device.multiprocessors, device.major});
+  auto& progress = *reinterpret_cast<const Progress*>(exchange.status + 1);
   DispatchKernel kernel{.ex = exchange,
                         .args = args,
                         .send_blocks = static_cast<int32_t>(policy.send_blocks),
@@ -203,8 +204,9 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
                         .row_chunks = static_cast<int32_t>(policy.row_chunks),
                         .chunk_bytes = static_cast<int32_t>(policy.chunk_bytes),
                         .tokens_per_release = static_cast<int32_t>(policy.tokens_per_release),
-                        .asked = reinterpret_cast<const Progress*>(exchange.status + 1)->asked,
-                        .tag = static_cast<int32_t>(reinterpret_cast<const Progress*>(exchange.status + 1)->tag)};
+                        .asked = progress.asked,
+                        .call = {}};
+  kernel.call = kernel.call_without_rows(static_cast<uint32_t>(progress.tag));
   auto* variant =
       variant_for(policy.recv_lines, policy.coarse, policy.exclusive, exchange.plan.payload_fp8, args.dtype);
   return launch(variant, policy.blocks, static_cast<int>(policy.threads), policy.shared_bytes, stream, kernel);

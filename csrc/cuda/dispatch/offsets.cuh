@@ -106,16 +106,16 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
     int32_t words[kCountColumns] = {};
     Word* first = b.kernel.counts(rank, r);
     arrived = b.wait.await_counted(first, r, words) && arrived;
-    CallWords call{static_cast<uint32_t>(words[0]), static_cast<uint32_t>(words[1])}, mine = b.kernel.call(0, 0);
+    CallWords call{static_cast<uint32_t>(words[0]), static_cast<uint32_t>(words[1])};
     bool ll = call.is_ll();
     shared.rank_count[r] = min(call.rows(), static_cast<int32_t>(ll ? b.plan.ll_max_tokens : b.plan.M));
     int32_t tokens = min(call.ll_tokens(), static_cast<int32_t>(b.plan.ll_max_tokens));
     shared.ll_tokens[r] = tokens;
     atomicMax(tokens ? &shared.ll_most_tokens : &shared.simple_most_rows, tokens ? tokens : shared.rank_count[r]);
     if (ll) atomicOr(&shared.ll_mask, 1u << r);
-    if (call.differs(mine)) {
+    if (call.differs(b.kernel.call)) {
       atomicOr(&shared.mismatched, 1u << r);
-      if (call.tag() != b.kernel.tag) atomicMin(&shared.other, 1 + (r << 16 | call.tag()));
+      if (call.tag() != b.kernel.call.tag()) atomicMin(&shared.other, 1 + (r << 16 | call.tag()));
     }
     if (call.shape & kMoreRounds) shared.more_rounds = 1;
   }

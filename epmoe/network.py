@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from itertools import starmap
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -52,8 +53,9 @@ class Rail(Protocol):
         sent_rows: Sequence[int],
         received_rows: Sequence[int],
         timeout_s: float,
+        started: list[Transfer],
         returning: bool = False,
-    ) -> Transfer:
+    ) -> None:
         """Send slabs to the other nodes and receive theirs. Collective over the rail; waits for no rank.
 
         Args:
@@ -62,10 +64,8 @@ class Rail(Protocol):
             sent_rows: [N], the length of the slab to each node; 0 for the own node.
             received_rows: [N], the length of the slab from each node; 0 for the own node.
             timeout_s: after which the transfer fails, in seconds.
+            started: gets the transfer, for `wait`, once it is started.
             returning: partial rows travel, which go back to the nodes of their tokens.
-
-        Returns:
-            The transfer, for `wait`.
 
         Raises:
             RailError: the network refuses the transfer.
@@ -125,27 +125,30 @@ class AskingRail:
     Args:
         ranks: of the whole group, one on each node: this rail.
         rank: this one.
+        size: of the whole group.
         name: the same on all ranks of the group, and of no other group.
     """
 
-    def __init__(self, ranks: list[int], rank: int, name: str):
-        self._ranks, self._rank, self._name = ranks, rank, name
+    def __init__(self, ranks: list[int], rank: int, size: int, name: str):
+        self._ranks, self._rank, self._size, self._name = ranks, rank, size, name
 
     def missing(self, found: Sequence[int], answer_s: float = ANSWER_S) -> list[int]:
         """As `Rail.missing`: every rank that gives up says so in the store; a rank silent for `answer_s` is missing.
 
         Where the store cannot be reached either, all other ranks of the rail are missing.
         """
-        store = dist.PrefixStore(f"epmoe/{self._name}/missing", _get_default_store())
         others = [rank for rank in self._ranks if rank != self._rank]
         heard: dict[int, set[int]] = {}
-        with suppress(RuntimeError):
+        store: dist.Store | None = None
+        with suppress(RuntimeError, ValueError):  # ValueError: the default group is destroyed
+            store = dist.PrefixStore(f"epmoe/{self._name}/missing", _get_default_store())
             interruptible(partial(self._ask, store, found, others, heard, answer_s), answer_s)
         heard = dict(heard)  # the thread may still be at it
         named, silent = set().union(*heard.values()), set(others) - set(heard)
         result = sorted(set(found) or named or silent or others)
-        with suppress(RuntimeError):  # for ranks that come too late
-            interruptible(partial(store.set, str(self._rank), ",".join(map(str, result))), _SEND_S)
+        if store is not None:  # for ranks that come too late
+            with suppress(RuntimeError):
+                interruptible(partial(store.set, str(self._rank), ",".join(map(str, result))), _SEND_S)
         return result
 
     def _ask(
@@ -157,8 +160,14 @@ class AskingRail:
         while len(heard) < len(others) and not found and time.monotonic() < give_up:
             for rank in others:
                 if rank not in heard and store.check([str(rank)]):
-                    heard[rank] = set(map(int, filter(None, store.get(str(rank)).decode().split(","))))
+                    heard[rank] = _ranks_in(store.get(str(rank)), self._size)
             time.sleep(0.02)
+
+
+def _ranks_in(text: bytes, size: int) -> set[int]:
+    """The ranks of a group of `size` in a list from the store. Other words in it do not count."""
+    words = [word for word in text.split(b",") if word.isdigit() and len(word) < 10]
+    return {rank for rank in map(int, words) if rank < size}
 
 
 class CollectiveRail(AskingRail):
@@ -167,10 +176,10 @@ class CollectiveRail(AskingRail):
     Takes the arguments of `AskingRail`, and how long ranks may take to reach one another.
     """
 
-    def __init__(self, ranks: list[int], rank: int, name: str, connect: timedelta = CONNECT):
-        super().__init__(ranks, rank, name)
+    def __init__(self, ranks: list[int], rank: int, size: int, name: str, connect: timedelta = CONNECT):
+        super().__init__(ranks, rank, size, name)
         self._group = gloo_group(f"{name}/rail/{ranks[0]}", ranks.index(rank), len(ranks), connect)
-        self._under_way: list[Transfer] = []
+        self._under_way: list[list[Transfer]] = []  # as `start` was given them
 
     def start(
         self,
@@ -179,17 +188,20 @@ class CollectiveRail(AskingRail):
         sent_rows: Sequence[int],
         received_rows: Sequence[int],
         timeout_s: float,
+        started: list[Transfer],
         returning: bool = False,
-    ) -> Transfer:
+    ) -> None:
         """As `Rail.start`."""
         options = AllToAllOptions()  # `dist.all_to_all_single` takes no deadline
         options.timeout, options.asyncOp = timedelta(seconds=timeout_s + _SLACK_S), True
+        arguments = received, sent, list(received_rows), list(sent_rows), options
+        under_way = (other for other in self._under_way if not all(one.is_completed() for one in other))
+        self._under_way = [*under_way, started]
         try:
-            transfer = self._group.alltoall_base(received, sent, list(received_rows), list(sent_rows), options)
+            # Both in one call of C, so that no signal handler comes between the start and its record.
+            started.extend(starmap(self._group.alltoall_base, [arguments]))
         except RuntimeError as error:
             raise RailError(str(error)) from error
-        self._under_way = [*(other for other in self._under_way if not other.is_completed()), transfer]
-        return transfer
 
     def wait(self, transfer: Transfer, deadline: float, look: Callable[[], None]) -> None:
         """As `Rail.wait`. It polls, so that signal handlers of Python run."""
@@ -211,7 +223,7 @@ class CollectiveRail(AskingRail):
 
     def close(self) -> None:
         """As `Rail.close`. gloo cannot cancel a transfer: the end of its group would wait for the deadline."""
-        if not all(transfer.is_completed() for transfer in self._under_way):
+        if not all(transfer.is_completed() for started in self._under_way for transfer in started):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))  # until the process ends
         self._under_way.clear()
         del self._group

@@ -76,6 +76,7 @@ class NcclRail(AskingRail):
     Args:
         ranks: of the whole group, one on each node: this rail.
         rank: this one.
+        size: of the whole group.
         name: the same on all ranks of the group, and of no other group.
         device: the GPU.
         connect: how long ranks may take to reach one another.
@@ -84,8 +85,16 @@ class NcclRail(AskingRail):
         RuntimeError: the ranks do not reach one another.
     """
 
-    def __init__(self, ranks: list[int], rank: int, name: str, device: torch.device, connect: timedelta = CONNECT):
-        super().__init__(ranks, rank, name)
+    def __init__(
+        self,
+        ranks: list[int],
+        rank: int,
+        size: int,
+        name: str,
+        device: torch.device,
+        connect: timedelta = CONNECT,
+    ):
+        super().__init__(ranks, rank, size, name)
         self._device = device
         self._group = nccl_group(f"{name}/rail/{ranks[0]}", ranks.index(rank), len(ranks))
         # Of a priority that streams of models rarely have: torch hands out the same few streams again and again.
@@ -112,7 +121,8 @@ class NcclRail(AskingRail):
         with torch.cuda.device(self._device):
             one_each = [int(rank != self._rank) for rank in self._ranks]
             sent, received = torch.zeros(2, sum(one_each), device=self._device)
-            self.start(sent, received, one_each, one_each, 0.0).event.synchronize()
+            self.start(sent, received, one_each, one_each, 0.0, [])
+            self._stream.synchronize()
 
     def start(
         self,
@@ -121,26 +131,27 @@ class NcclRail(AskingRail):
         sent_rows: Sequence[int],
         received_rows: Sequence[int],
         timeout_s: float,
+        started: list[Transfer],
         returning: bool = False,
-    ) -> Queued:
+    ) -> None:
         """As `Rail.start`. The deadline is that of `watch`."""
         if self._ended:
             raise RailError("the rail is closed")
-        started, ended = self._marks[returning]
+        begin, end = self._marks[returning]
         missed = self._missed if returning else None  # the sums come next
         options = AllToAllOptions()
         options.asyncOp = False
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            ops.rail_mark(*started, self._latched, self._stop_with(self._latched), None)
+            ops.rail_mark(*begin, self._latched, self._stop_with(self._latched), None)
             try:
                 work = self._group.alltoall_base(received, sent, list(received_rows), list(sent_rows), options)
                 if work is not None:
                     work.wait()  # of the stream, which older versions of torch do not order by themselves
             except RuntimeError as error:
                 raise RailError(str(error)) from error
-            ops.rail_mark(*ended, None, self._stop_with(missed), missed)
-            return Queued(self._stream.record_event(), self._device)
+            ops.rail_mark(*end, None, self._stop_with(missed), missed)
+            started.append(Queued(self._stream.record_event(), self._device))
 
     def wait(self, transfer: Transfer, deadline: float, look: Callable[[], None]) -> None:
         """As `Rail.wait`, for the current stream: the host waits for nothing."""

@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from types import ModuleType
 from typing import Self
 from weakref import WeakSet
@@ -225,7 +225,7 @@ class Resumable(HoldsWindows):
         exchange: Exchange | None = None
         try:
             with _opening(peers):
-                hellos = peers.all_gather(hello)
+                hellos = [Hello(*values) for values in peers.all_gather(astuple(hello))]
                 origin, generation, former = agree(hellos, peers.rank)
                 if former is not None:
                     gone = set(range(config.topology.ep_size)).difference(former)
@@ -281,6 +281,6 @@ def _opening(peers: Peers) -> Iterator[None]:
             yield
     except LostRankError as lost:
         assert peers.group is not None and peers.timeout_s is not None
-        asking = AskingRail(list(range(peers.size)), peers.rank, f"opening/{peers.group.group_name}")
+        asking = AskingRail(list(range(peers.size)), peers.rank, peers.size, f"opening/{peers.group.group_name}")
         missing = asking.missing([], _ANSWER_S)
         raise EPOpenError(peers.timeout_s, missing, [peers.global_ranks[rank] for rank in missing]) from lost.__cause__

@@ -8,7 +8,6 @@ The calls of a round are in epmoe/stages/two_levels.py. This file has what they 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import time
 from contextlib import ExitStack
@@ -62,7 +61,8 @@ class TwoLevels(Exchange):
     rail: Rail
     node: int
     travelling: Slabs | None = None  # of the open round
-    pending: list[Slabs] = field(default_factory=list)  # of rounds that were given up
+    # Of rounds that were given up, with what must live until they have ended.
+    pending: list[tuple[Transfer, Slabs]] = field(default_factory=list)
     failure: tuple[str, int, list[int], list[int], str] | None = None  # arguments of an EPTimeoutError
     limit: str = "capacity.max_rows_per_node"  # what says how many slots the slabs of the last call have
     differing: Tensor | None = None  # on GPUs the word of `rail_tags`, in memory of the host
@@ -113,7 +113,7 @@ class TwoLevels(Exchange):
         peers.all_gather(None)  # all are about to connect
         group = gloo_group(f"{name}/node/{node}", local, G, connect) if G > 1 else None
         mates = Peers(group, local, G, here, connect.total_seconds(), first=node * G)
-        where = [m * G + local for m in range(N)], peers.rank, name
+        where = [m * G + local for m in range(N)], peers.rank, peers.size, name
         rail = CollectiveRail(*where, connect) if device.type == "cpu" else NcclRail(*where, device, connect)
         with ExitStack() as undo:
             undo.callback(rail.close)
@@ -129,11 +129,17 @@ class TwoLevels(Exchange):
         return exchange
 
     def start(
-        self, sent: Tensor, received: Tensor, sent_rows: list[int], received_rows: list[int], returning: bool = False
-    ) -> Transfer:
+        self,
+        sent: Tensor,
+        received: Tensor,
+        sent_rows: list[int],
+        received_rows: list[int],
+        started: list[Transfer],
+        returning: bool = False,
+    ) -> None:
         """Start a transfer on the rail; see `Rail.start`."""
         try:
-            return self.rail.start(sent, received, sent_rows, received_rows, self.timeout_ns / 1e9, returning)
+            self.rail.start(sent, received, sent_rows, received_rows, self.timeout_ns / 1e9, started, returning)
         except RailError:
             self.fail([])
 
@@ -153,7 +159,7 @@ class TwoLevels(Exchange):
     def wait_for_given_up(self) -> None:
         """Before a round: wait for the transfers of rounds that this rank has given up."""
         while self.pending:
-            self.wait(self.pending[0].transfer)
+            self.wait(self.pending[0][0])
             self.pending.pop(0)
 
     def fail(self, found: list[int]) -> NoReturn:
@@ -217,10 +223,16 @@ class TwoLevels(Exchange):
         self.aborted = self.of_group(mask)
         return mask
 
-    def mismatch(self, ranks: list[int], tags: tuple[int, int, int] | None = None) -> NoReturn:
-        """Close the round, in which no rank goes on, and raise EPMismatchError for these ranks."""
-        epoch = self.rounds.count
+    def mismatch(self, ranks: list[int], on_rail: list[int], tags: tuple[int, int, int] | None) -> NoReturn:
+        """Close the round, and raise EPMismatchError for these ranks, of which `on_rail` are on this rail.
+
+        On CPUs the rail's way back is as in any round: ranks that do not know of the mismatch have begun theirs.
+        """
+        epoch, slabs = self.rounds.count, self.travelling
+        assert slabs is not None
         rounds.abort(self.inside, None)
+        if self.device.type == "cpu":
+            self._send_nothing_back(slabs, 0, ranks[0] + 1, on_rail)
         self.close_round()
         raise EPMismatchError(epoch, ranks, self.device.type == "cuda", tags)
 
@@ -236,23 +248,33 @@ class TwoLevels(Exchange):
         The next dispatch waits for what is still on its way. With exact splits this call waits for the rail once; where
         that fails, the round stays open, and the next call raises the failure.
         """
-        slabs, handle = self.travelling, self.rounds.handle
-        assert slabs is not None and handle is not None
+        slabs, differing = self.travelling, list[int]()
+        assert slabs is not None
         try:
             if self.rounds.state == rounds.SENT:
+                slabs.start()  # an exception may have come first
                 slabs.finish()
-                self.pending.append(copy.copy(slabs))  # the transfer of the rows
-                if self.inside.rounds.state == rounds.CLOSED:
-                    dispatch_send(self.inside, *slabs.no_rows(), None, "expert", False, tag=slabs.call_tag)
+                if not slabs.returning:
+                    self.pending.append((slabs.transfer, slabs))
+                if self.exact:
+                    differing, _ = slabs.differing()
+                if self.inside.rounds.count < slabs.inside_epoch:
+                    rows, call = slabs.no_rows(), (slabs.layout, slabs.weight_rows)
+                    dispatch_send(self.inside, *rows, None, *call, tag=slabs.call_tag)
             rounds.abort(self.inside, None)
-            if not slabs.returning:
-                sent = handle.sent if isinstance(handle, Dispatched) else handle
-                back = slabs.own_rows + sum(slabs.received_rows)
-                slabs.send_back(sent.template.like.new_zeros(back, slabs.D), 1 << self.inside.rank)
+            self._send_nothing_back(slabs, 1 << self.inside.rank, 0, differing)
         except EPTimeoutError:
             return
-        self.pending.append(slabs)
         self.close_round()
+
+    def _send_nothing_back(self, slabs: Slabs, aborted: int, mismatch: int, differing: list[int]) -> None:
+        """As `Slabs.send_nothing_back`, unless partial rows are on their way already; the next round waits for them."""
+        handle = self.rounds.handle
+        assert handle is not None
+        sent = handle.sent if isinstance(handle, Dispatched) else handle
+        if not slabs.returning:
+            slabs.send_nothing_back(sent.template.like.dtype, aborted, mismatch, differing)
+        self.pending.append((slabs.transfer, slabs))
 
     @property
     def failed(self) -> bool:
@@ -327,7 +349,7 @@ class TwoLevels(Exchange):
 
     def _reported(self) -> list[int]:
         """Ranks of other nodes that a rank of this node misses."""
-        return [word - 1 for word in self.peek("rail.missed") if word]
+        return [word - 1 for word in self.peek("rail.missed") if 0 < word <= len(self.global_ranks)]
 
     def _record(self, missing: list[int], where: str) -> None:
         """Keep the failure for every later call."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from epmoe.exchange import interruptible
-from epmoe.health import OUT_OF_TURN, STATUS, EPMismatchError, EPOrderError
+from epmoe.health import OUT_OF_TURN, STATUS, EPMismatchError, EPOrderError, EPTimeoutError
 from epmoe.network import Transfer
 from epmoe.network_nccl import NcclRail
 from epmoe.two_levels import RETURN_S, TwoLevels
@@ -50,6 +50,24 @@ class TwoLevelsOnGPUs(TwoLevels):
         missed = self.views["rail.missed"][self.inside.rank : self.inside.rank + 1]
         self.rail.watch(self, RETURN_S, latched, missed)
 
+    def start(
+        self,
+        sent: Tensor,
+        received: Tensor,
+        sent_rows: list[int],
+        received_rows: list[int],
+        started: list[Transfer],
+        returning: bool = False,
+    ) -> None:
+        """As `TwoLevels.start`. If a signal handler ends it, nobody knows what is queued: the exchange has failed."""
+        try:
+            super().start(sent, received, sent_rows, received_rows, started, returning)
+        except EPTimeoutError:
+            raise
+        except BaseException:
+            self.lose([self.rank])
+            raise
+
     def wait(self, transfer: Transfer, later_s: float = 0.0) -> None:
         """Let the current stream wait for a transfer; the rail's thread has the deadline."""
         super().wait(transfer, later_s)
@@ -62,6 +80,11 @@ class TwoLevelsOnGPUs(TwoLevels):
             raise RuntimeError(
                 "a CUDA graph cannot hold this round, since the host reads counts in it: set "
                 "`exchange.network_splits` to padded"
+            )
+        if self.pending and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph cannot wait for a round that was given up before its capture: run a round outside of the "
+                "graph first, on all ranks"
             )
         if self.last_stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(self.last_stream)
@@ -114,11 +137,11 @@ class TwoLevelsOnGPUs(TwoLevels):
             if missing:
                 self.warn_node(missing[0])
 
-    def mismatch(self, ranks: list[int], tags: tuple[int, int, int] | None = None) -> NoReturn:
+    def mismatch(self, ranks: list[int], on_rail: list[int], tags: tuple[int, int, int] | None) -> NoReturn:
         """As `TwoLevels.mismatch`, which every later call raises, too."""
         if ranks[0] // self.ranks_per_node in self.others:
             self.differing_word.value = self.others.index(ranks[0] // self.ranks_per_node) + 1
-        super().mismatch(ranks, tags)
+        super().mismatch(ranks, on_rail, tags)
 
     def check(self) -> None:
         """As `TwoLevels.check`. A mismatch is raised by every later call, too."""

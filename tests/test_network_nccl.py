@@ -1,4 +1,4 @@
-"""The thread that watches the rail of a GPU: what it makes of the counts that the GPU writes. It needs no GPU."""
+"""The rail of a GPU without one: the thread that watches it, and what the host refuses or gives up."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import time
 import weakref
 from collections.abc import Iterator
 from threading import Event, Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from epmoe import network_nccl
+from epmoe.health import EPTimeoutError
+from epmoe.network import RailError
+from epmoe.two_levels_cuda import TwoLevelsOnGPUs
 
 TIMEOUT_S, LATER_S, FIRST_S = 0.3, 0.5, 1.2
 
@@ -100,3 +104,49 @@ def test_the_environment_is_restored(monkeypatch):
     with network_nccl._environment({"EPMOE_A": "2", "EPMOE_B": "3"}):
         assert (network_nccl.os.environ["EPMOE_A"], network_nccl.os.environ["EPMOE_B"]) == ("2", "3")
     assert network_nccl.os.environ["EPMOE_A"] == "1" and "EPMOE_B" not in network_nccl.os.environ
+
+
+class Levels(TwoLevelsOnGPUs):
+    """Without memory or a GPU."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        def start(*args: object) -> None:
+            if error is not None:
+                raise error
+
+        self.rail, self.timeout_ns, self.rank = SimpleNamespace(start=start), 10**9, 3
+        self.device, self.exact, self.last_stream = torch.device("cuda"), False, None
+        self.pending, self.lost = [], []
+
+    def lose(self, found: list[int]) -> None:
+        self.lost.append(found)
+
+    def check(self) -> None:
+        raise EPTimeoutError("dispatch", 1, [0], [0], "is missing")
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "lost"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt, [3]),
+        (MemoryError(), MemoryError, [3]),
+        (RailError(), EPTimeoutError, []),
+    ],
+)
+def test_a_start_that_an_exception_ends(error, raised, lost):
+    """What is queued is unknown then: the others get this rank's name, not another round's rows."""
+    levels = Levels(error)
+    with pytest.raises(raised):
+        levels.start(torch.empty(0), torch.empty(0), [], [], [])
+    assert levels.lost == [lost]
+
+
+def test_a_capture_behind_an_abort(monkeypatch):
+    """Its transfers are outside of the graph, which cannot wait for them."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    levels = Levels()
+    levels.wait_for_given_up()
+    levels.pending.append((None, None))
+    with pytest.raises(RuntimeError, match="run a round outside of the graph first, on all ranks"):
+        levels.wait_for_given_up()

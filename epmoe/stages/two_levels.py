@@ -60,8 +60,8 @@ def dispatch_send(
         like = ids.shape[1], x.shape[1], x.dtype
         exchange.travelling = slabs = Slabs(exchange, like, slots, layout, weight_rows, epoch, tag)
         slabs.pack(aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights), scales, scalar, rows)
+        exchange.rounds.progress[PHASES] += 1  # before other ranks hear of it: an abort then starts what is not started
         slabs.start()
-        exchange.rounds.progress[PHASES] += 1
         return sent
     finally:
         exchange.thread = 0
@@ -88,12 +88,12 @@ def dispatch_recv(exchange: TwoLevels, sent: Sent) -> Dispatched:
                 )
         except EPMismatchError as error:
             ranks = differing or exchange.of_group(sum(1 << rank for rank in error.differing_ranks))
-            exchange.mismatch(ranks, tags or exchange.tags_of_group(error.tags))
+            exchange.mismatch(ranks, differing, tags or exchange.tags_of_group(error.tags))
         except EPTimeoutError:
             exchange.check()
             raise
         if differing:
-            exchange.mismatch(differing, tags)
+            exchange.mismatch(differing, differing, tags)
         exchange.rounds.progress[PHASES] += 1
         return rounds.dispatched(exchange, sent)
     finally:
@@ -165,8 +165,12 @@ def _received(exchange: TwoLevels, dispatched: Dispatched) -> Tensor:
             raise
         slabs.send_back(partial, exchange.take_aborted())
     exchange.wait(slabs.transfer, RETURN_S)
+    elsewhere, differing = slabs.told()
+    if differing:
+        exchange.close_round()
+        raise EPMismatchError(dispatched.epoch, differing, False)
     slabs.sum(y)
-    for rank in (elsewhere := slabs.aborted()):
+    for rank in elsewhere:
         exchange.aborted_rounds[rank] += 1
     exchange.aborted = sorted({*exchange.aborted, *elsewhere})
     exchange.rounds.progress[PHASES] += 1

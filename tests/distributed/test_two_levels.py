@@ -14,7 +14,7 @@ from test_phases import abort_round, given
 from test_signals import ctrl_c
 
 import epmoe
-from epmoe import ExpertParallel
+from epmoe import ExpertParallel, two_levels
 from epmoe.handles import Layout
 
 # On GPUs: test_two_levels_cuda.py.
@@ -92,9 +92,10 @@ def test_phases_and_micro_batches(make_ep, rank, splits):
             assert_y(ep.combine_recv(d), ep.config, tokens)
 
 
-def test_padded_tokens(make_ep, rank):
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_padded_tokens(make_ep, rank, ranks_per_node):
     """A slab of as many slots as the call has tokens is enough; other numbers are refused before anything is sent."""
-    ep = make_ep(ranks_per_node=2)
+    ep = make_ep(ranks_per_node=ranks_per_node)
     tokens = make_tokens(ep.config, rank, 1)
     for n in (1, 5, 16):
         d = ep.dispatch(*given(ep, tokens), padded_tokens=n)
@@ -173,6 +174,123 @@ def test_ranks_that_disagree_hear_of_it(make_ep, rank, splits, wires):
         ep.dispatch(x, ids[:, :K], weights[:, :K])
     assert error.value.differing_ranks
     assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+@pytest.mark.parametrize("padded", [(4, 4, 16, 16), (3, 16, 5, 3), (16, 16, 16, 1)])
+def test_slabs_of_other_lengths_are_a_mismatch(make_ep, rank, padded, ranks_per_node):
+    ep = make_ep(ranks_per_node=ranks_per_node)
+    tokens = make_tokens(ep.config, rank, 1)
+    for _ in range(2):
+        with pytest.raises(epmoe.EPMismatchError):
+            ep.dispatch(*given(ep, tokens), padded_tokens=padded[rank])
+        assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+@pytest.mark.parametrize("splits", ["padded", "exact"])
+@pytest.mark.parametrize("aborting", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_an_abort_beside_a_mismatch(make_ep, rank, splits, aborting):
+    """Rank 0 brings shorter rows and fewer experts a token. Ranks that give up cannot know; the others hear of it."""
+    ep = make_ep(ranks_per_node=2, hidden=256, timeout_s=30.0, exchange={"network_splits": splits, "on_abort": "raise"})
+    # Rank 3 meets none but ranks that give up.
+    errors = (epmoe.EPMismatchError, epmoe.EPAbortedError)[: 1 + (aborting == (1, 2))]
+    tokens = make_tokens(ep.config, rank, 16)
+    x, ids, weights = given(ep, tokens)
+    D, K = (128, 3) if rank == 0 else (256, 4)
+    call = x[:, :D], ids[:, :K], weights[:, :K]
+    for _ in range(2):
+        if rank in aborting:
+            ep.dispatch_send(*call)
+            ep.abort()
+        else:
+            with pytest.raises(errors):
+                d = ep.dispatch(*call)
+                ep.combine(d.rows, d)
+        assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize(
+    ("splits", "transfer"), [("padded", 0), ("padded", 1), ("exact", 0), ("exact", 1), ("exact", 2)]
+)
+def test_ctrl_c_around_the_start_of_a_transfer(make_ep, rank, monkeypatch, splits, behind, transfer):
+    """The round can be given up, and the rail stays in step. The transfers: with exact splits, lengths; rows; sums."""
+    ep = make_ep(ranks_per_node=2, timeout_s=30.0, exchange={"network_splits": splits})
+    tokens, starts = make_tokens(ep.config, rank, 9), []
+    start = ep._exchange.rail.start
+
+    def interrupted(*args, **options):
+        starts.append(None)
+        if len(starts) != transfer + 1:
+            return start(*args, **options)
+        if behind:
+            start(*args, **options)
+        raise KeyboardInterrupt
+
+    if rank == 0:
+        monkeypatch.setattr(ep._exchange.rail, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_round(ep, tokens)
+        ep.abort()
+    else:
+        run_round(ep, tokens)
+    few = make_tokens(ep.config, rank, 2, seed=1)
+    d = ep.dispatch(*given(ep, few), padded_tokens=2)
+    assert_y(ep.combine(run_experts(ep, d), d), ep.config, few)
+
+
+def check_aborts_of_other_shapes(ep: ExpertParallel) -> None:
+    """The last rank gives rounds up that are not as `dispatch` has them by default."""
+    tokens = make_tokens(ep.config, ep.rank, 9)
+    for options in ({"layout": "rank"}, {"apply_router_weight_on_input": True}):
+        x, ids, weights = given(ep, tokens)
+        sent = ep.dispatch_send(x, ids[:, :1], weights[:, :1], **options)
+        if ep.rank == ep.size - 1:
+            ep.abort()
+        else:
+            d = ep.dispatch_recv(sent)
+            ep.combine_partial(d.recv.x, d) if d.layout == "rank" else ep.combine(d.rows, d)
+        assert_y(run_round(ep, tokens), ep.config, tokens)
+    ep.check()
+
+
+def test_aborts_of_other_shapes(make_ep, rank, size, monkeypatch):
+    """A GPU compares more of the shape than a CPU: the rank that gives up brings its call's own to its node."""
+    calls, send = [], two_levels.dispatch_send
+    monkeypatch.setattr(two_levels, "dispatch_send", lambda *args, **tag: calls.append(args[6:8]) or send(*args, **tag))
+    check_aborts_of_other_shapes(make_ep(ranks_per_node=2))
+    assert calls == [("rank", False), ("expert", True)] * (rank == size - 1)
+
+
+@pytest.mark.parametrize("length", [-1, 17, 2**31 - 1])
+def test_a_length_that_no_slab_has(make_ep, rank, monkeypatch, length):
+    """It is a mismatch, and no size of anything."""
+    ep = make_ep(ranks_per_node=2, exchange={"network_splits": "exact"})
+    tokens, to_host = make_tokens(ep.config, rank, 9), ep._exchange.to_host
+
+    def corrupted(*tensors):
+        counts, lengths = to_host(*tensors)
+        return counts, [[length, *tag] for _, *tag in lengths]
+
+    with monkeypatch.context() as patch, pytest.raises(epmoe.EPMismatchError):
+        patch.setattr(ep._exchange, "to_host", corrupted)
+        ep.dispatch(*given(ep, tokens))
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+def test_a_false_word_names_no_rank(make_ep, rank):
+    """A word that says which rank is missing counts only if there is such a rank."""
+    ep = make_ep(ranks_per_node=2, timeout_s=1.0)
+    tokens = make_tokens(ep.config, rank, 9)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    dist.barrier()
+    ep._exchange.views["rail.missed"][:] = torch.tensor([2**40, -(2**40)])
+    if rank != 2:
+        with pytest.raises(epmoe.EPTimeoutError) as error:
+            ep.dispatch(*given(ep, tokens))
+        assert error.value.missing_ranks == [2]
+        assert ep.survivors() == [0, 1, 3]
+    dist.barrier()
 
 
 @pytest.mark.parametrize("stage", ["dispatch", "combine"])

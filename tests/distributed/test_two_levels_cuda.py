@@ -16,7 +16,12 @@ from exchanges import assert_y, dequantised, make_tokens, run_experts, run_round
 from helpers import ON_GPUS, RANKS_SHARE_GPUS, poison_
 from test_graphs import Captured
 from test_phases import abort_round, given
-from test_two_levels import check_counts_of_bad_pairs, check_fp8_round, check_ragged_rounds
+from test_two_levels import (
+    check_aborts_of_other_shapes,
+    check_counts_of_bad_pairs,
+    check_fp8_round,
+    check_ragged_rounds,
+)
 from torch import Tensor
 
 import epmoe
@@ -129,6 +134,10 @@ def test_abort_between_phases(make_ep, rank, size, device, after, alone, splits)
         assert_y(run_round(ep, tokens), ep.config, tokens)
 
 
+def test_aborts_of_other_shapes(make_ep, rank, size, device):
+    check_aborts_of_other_shapes(make_ep(ranks_per_node=size // 2))
+
+
 class CapturedRound(Captured):
     """A round in a graph, with slabs of `padded` rows, and rows of any payload."""
 
@@ -168,6 +177,23 @@ def test_two_graphs_of_other_lengths(make_ep, rank, size, device):
     for n in range(12):
         mine = captured[n % 3]
         mine.check(n, len(mine.x) - (n + rank) % 8)
+    ep.check()
+
+
+def test_a_capture_behind_an_abort_is_refused(make_ep, rank, size, device):
+    """Its transfers are outside of the graph. After one more round it can be captured."""
+    ep = make_ep(ranks_per_node=size // 2, top_k=6, hidden=256, max_tokens=128)
+    tokens = make_tokens(ep.config, rank, 5)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    inputs = given(ep, tokens)
+    ep.dispatch_send(*inputs)
+    ep.abort()
+    torch.cuda.synchronize()
+    refused = pytest.raises(RuntimeError, match="run a round outside of the graph first")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        ep.dispatch(*inputs)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    CapturedRound(ep, 8).check(0, 8)
     ep.check()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +16,9 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 _Value = TypeVar("_Value")
 _KINDS: tuple[type[Exception], ...] = (MemoryError, ValueError, RuntimeError)
+
+
+_MOST_BYTES = 2**24  # of a value
 
 
 class LostRankError(RuntimeError):
@@ -77,13 +80,13 @@ class Peers:
         return cls(group, dist.get_rank(group), dist.get_world_size(group), ranks, timeout_s)
 
     def all_gather(self, value: _Value) -> list[_Value]:
-        """Every rank's value, in rank order. Collective; pickles the values.
+        """Every rank's value, in rank order. Collective. Values travel as JSON, in which a tuple is a list.
 
         Raises LostRankError at once if a rank has ended, and after the deadline if one does not arrive. It also ends a
         step of `together` in which another rank has failed.
         """
         said = self._exchange((None, value))
-        self._raise_told([problem for problem, _ in said])
+        self._raise_told([problem and _Problem(*problem) for problem, _ in said])
         return [theirs for _, theirs in said]
 
     @contextmanager
@@ -121,7 +124,7 @@ class Peers:
             text = str(error) if type(error) is kind else f"{type(error).__name__}: {error}"
             problem = _Problem(late, self.first + self.rank, kind.__name__, text)
         try:
-            self._raise_told([theirs for theirs, _ in self._exchange((problem, None))])
+            self._raise_told([theirs and _Problem(*theirs) for theirs, _ in self._exchange((problem, None))])
         except _ToldError as told:
             if late or isinstance(error, (MemoryError, _ToldError)):
                 raise told from error
@@ -137,12 +140,14 @@ class Peers:
     def _exchange(self, value: _Value) -> list[_Value]:
         if self.group is None:
             return [value]
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = [int(length) for length in self._gather(torch.tensor([data.numel()]))]
+        if not all(0 < length <= _MOST_BYTES for length in lengths):
+            raise RuntimeError(f"ranks sent values of {lengths} bytes: each has at most {_MOST_BYTES}")
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: data.numel()] = data
         rows = zip(self._gather(padded), lengths, strict=True)
-        return [pickle.loads(row[:length].numpy().tobytes()) for row, length in rows]
+        return [json.loads(row[:length].numpy().tobytes()) for row, length in rows]
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         assert self.group is not None

@@ -132,10 +132,11 @@ def _share_descriptors(descriptor: int, peers: Peers) -> list[int]:
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.settimeout(timeout_s)
-        listener.bind(f"\0epmoe-{secrets.token_hex(16)}")  # an abstract name: it leaves no file
+        name = f"\0epmoe-{secrets.token_hex(16)}"  # an abstract one leaves no file
+        listener.bind(name)
         listener.listen(size)
         machine = Path("/proc/sys/kernel/random/boot_id").read_text()
-        addresses = peers.all_gather((machine, listener.getsockname()))
+        addresses = peers.all_gather((machine, name))
         if len({machine for machine, _ in addresses}) > 1:
             raise RuntimeError(
                 "the ranks of a node are on several machines: set topology.ranks_per_node to the ranks of one machine"

@@ -101,7 +101,8 @@ class PeersStore(dist.Store):
 
     def set(self, key: str, value: bytes | str) -> None:
         """Collective: brings every rank's value to all. The keys are this rank's and mean nothing to others."""
-        self._values = self._peers.all_gather(value.encode() if isinstance(value, str) else bytes(value))
+        mine = value.encode() if isinstance(value, str) else bytes(value)
+        self._values = [bytes.fromhex(theirs) for theirs in self._peers.all_gather(mine.hex())]
 
     def get(self, key: str) -> bytes:
         """The value of the rank at the end of the key, from the last `set`."""

@@ -44,7 +44,7 @@ class Sample:
         return json.dumps([self.time, self.health.as_dict()])
 
     @classmethod
-    def loads(cls, text: bytes) -> Sample:
+    def loads(cls, text: bytes | str) -> Sample:
         seconds, health = json.loads(text)
         return cls(seconds, Health(**health))
 
@@ -122,9 +122,9 @@ class View:
 def watching(ep: ExpertParallel) -> Iterator[None]:
     """Shows on rank 0 what all ranks do inside the `with`. Collective."""
     server = None if ep.rank else dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
-    greetings = Peers.of(ep.group).all_gather((server.port if server else 0, _sample(ep)))
+    greetings = Peers.of(ep.group).all_gather((server.port if server else 0, _sample(ep).dumps()))
     store = server or dist.TCPStore(_HOST, greetings[0][0], is_master=False, timeout=_TIMEOUT)
-    screen = _Screen(ep, [first for _, first in greetings]) if server else None
+    screen = _Screen(ep, [Sample.loads(first) for _, first in greetings]) if server else None
     stop = Event()
     thread = Thread(target=_work, args=(ep, store, screen, stop), daemon=True)
     with screen.live if screen and screen.live else nullcontext():
@@ -134,9 +134,9 @@ def watching(ep: ExpertParallel) -> Iterator[None]:
         finally:
             stop.set()
             thread.join()
-        last = Peers.of(ep.group).all_gather(_sample(ep))  # of ranks that have all ended
+        last = Peers.of(ep.group).all_gather(_sample(ep).dumps())  # of ranks that have all ended
         if screen:
-            screen.show(last, always=True)
+            screen.show([Sample.loads(text) for text in last], always=True)
 
 
 class _Screen:

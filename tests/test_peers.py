@@ -1,0 +1,48 @@
+"""What ranks send to one another is data: JSON of a bounded length, and nothing that is run."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from epmoe.peers import Peers
+
+
+class Runs:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pytest.fail, ("it ran",)
+
+
+def sent_by_another(monkeypatch: pytest.MonkeyPatch, data: bytes, length: int | None = None) -> Peers:
+    """A group of two. What rank 1 sends in place of a value and of its length."""
+    theirs = iter((torch.tensor([length or len(data)]), torch.tensor(list(data), dtype=torch.uint8)))
+
+    def gather(self: Peers, mine: torch.Tensor) -> list[torch.Tensor]:
+        return [mine, next(theirs)]
+
+    monkeypatch.setattr(Peers, "_gather", gather)
+    return Peers(cast(Any, SimpleNamespace()), 0, 2, [0, 1])
+
+
+def test_values_are_json(monkeypatch):
+    assert sent_by_another(monkeypatch, b'[null, {"a": [1, "\\u00e9"]}]').all_gather((0, "x")) == [
+        [0, "x"],
+        {"a": [1, "é"]},
+    ]
+
+
+@pytest.mark.parametrize("data", [pickle.dumps((None, Runs())), b"\x80", b"[null"])
+def test_other_values_are_refused(monkeypatch, data):
+    peers = sent_by_another(monkeypatch, data)
+    with pytest.raises(ValueError):
+        peers.all_gather(0)
+
+
+@pytest.mark.parametrize("length", [-1, 2**24 + 1, 2**62])
+def test_a_length_that_no_value_has(monkeypatch, length):
+    with pytest.raises(RuntimeError, match="at most 16777216"):
+        sent_by_another(monkeypatch, b"[null, 0]", length).all_gather(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -93,12 +94,23 @@ def check_backend(group: dist.ProcessGroup | None) -> None:
 
 
 def check_size(config: EPConfig, peers: Peers) -> None:
-    """Raises ValueError unless the group has as many ranks as the config says."""
+    """Raises ValueError unless the group has as many ranks as the config says.
+
+    Warns where a launcher has started several ranks, of which each is a group of one without torch.distributed.
+    """
     if config.topology.ep_size != peers.size:
         alone = peers.group is None
         hint = "; torch.distributed is not initialised, so the group is this process alone" if alone else ""
         raise ValueError(
             f"topology.ep_size must equal the size of the group, {peers.size}, got {config.topology.ep_size}{hint}"
+        )
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if peers.group is None and launched != "1":
+        warnings.warn(
+            f"WORLD_SIZE is {launched}, but torch.distributed is not initialised: no experts are spread, since this "
+            "process is a group of one. Call torch.distributed.init_process_group before, with topology.ep_size as "
+            "large as the group",
+            stacklevel=2,
         )
 
 

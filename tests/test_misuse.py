@@ -122,6 +122,14 @@ def test_a_dict_for_a_config():
         epmoe.ExpertParallel(epmoe.EPConfig(**SECTIONS).model)
 
 
+@pytest.mark.parametrize("launched", ["1", "2"])
+def test_a_group_of_one_under_a_launcher_of_several(launched, monkeypatch, recwarn):
+    """torchrun without init_process_group."""
+    monkeypatch.setenv("WORLD_SIZE", launched)
+    epmoe.ExpertParallel(epmoe.EPConfig(**SECTIONS)).close()
+    assert ["no experts are spread" in str(each.message) for each in recwarn] == [True] * (launched == "2")
+
+
 def test_something_else_for_a_group():
     config = epmoe.EPConfig(**SECTIONS)
     with pytest.raises(TypeError, match="`group` must be a process group of torch.distributed, got str"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ExpertsInterface
 
 import epmoe.integrations.transformers as integration
+from epmoe import EPTimeoutError
 from epmoe.config import ConfigError
 from epmoe.integrations import demo, grouped, shared
 
@@ -118,6 +120,26 @@ def test_configure_names_a_wrong_key_and_keeps_earlier_settings():
     integration.configure()
     with pytest.raises(RuntimeError, match="closed"):
         layers.ep.health()
+
+
+@torch.no_grad()
+def test_under_torchrun_without_a_process_group(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    experts = experts_of(loaded("mixtral", experts_implementation="epmoe"))
+    with pytest.warns(UserWarning, match="WORLD_SIZE is 2, but torch.distributed is not initialised: no experts are"):
+        experts(*tokens_for(experts, 8, 2))
+
+
+@torch.no_grad()
+def test_poll_hints_at_ranks_that_have_ended_generate(monkeypatch):
+    """What the others get is in tests/distributed/test_more_rounds.py."""
+    experts = experts_of(loaded("mixtral", experts_implementation="epmoe"))
+    experts(*tokens_for(experts, 8, 2))
+    (layers,) = integration.shared()
+    late = EPTimeoutError("dispatch", 2, [1], [1], "timed out waiting for rank 1")
+    monkeypatch.setattr(layers.ep, "poll", Mock(side_effect=late))
+    with pytest.raises(EPTimeoutError, match="dispatch of round 2 timed out .* `synced_gpus=True`"):
+        integration.poll()
 
 
 def test_static_is_true_or_false():

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from epmoe.config import ConfigError, EPConfig, ExchangeConfig
 from epmoe.handles import Dispatched
-from epmoe.health import EPMismatchError
+from epmoe.health import EPMismatchError, EPTimeoutError
 from epmoe.integrations.compiled import forget_numbers
 from epmoe.more_rounds import another, asking
 from epmoe.rounds import abort_after, opened_after
@@ -121,6 +121,9 @@ class SharedExpertParallel:
                 x, ids, weights = batch if whole else (tensor[taken * M : (taken + 1) * M] for tensor in batch)
                 outputs.append(self._round(x, ids, weights, experts, longest, tag, more=taken + 1 < own))
         except EPMismatchError:  # all ranks raise it
+            raise
+        except EPTimeoutError as error:
+            _hint(error)
             raise
         except BaseException:
             self._see_out(last_round, M if self.static else longest, tag)
@@ -245,8 +248,20 @@ def poll() -> None:
     A replay of a CUDA graph is no call and raises nothing, so poll once in each step, as a `BaseStreamer` of
     transformers' generate can.
     """
-    for layers in _shared.values():
-        layers.ep.poll()
+    try:
+        for layers in _shared.values():
+            layers.ep.poll()
+    except EPTimeoutError as error:
+        _hint(error)
+        raise
+
+
+def _hint(error: EPTimeoutError) -> None:
+    """Add to the message what a user of `generate` meets most often."""
+    error.args = (
+        f"{error}. If the missing ranks have ended `generate` sooner: give it `synced_gpus=True` on all ranks, so that "
+        "they keep stepping",
+    )
 
 
 def shared() -> tuple[SharedExpertParallel, ...]:

@@ -160,7 +160,7 @@ def test_a_rank_that_does_not_come(make_layers, rank, size):
     """The look for another round ends as every other wait does."""
     layers = make_layers(timeout_s=1.0)
     if rank < size - 1:
-        with within(30.0), pytest.raises(EPTimeoutError):
+        with within(30.0), pytest.raises(EPTimeoutError, match="synced_gpus=True"):
             run(layers, make_tokens(layers.ep.config, rank, M + 1), longest=nodes_of(size) and 2 * M)
     dist.barrier()
 

@@ -203,18 +203,18 @@ class Slabs:
         self.partial = partial
         self._start_back(partial, (aborted, 0), [], True)
 
-    def send_nothing_back(self, dtype: torch.dtype, aborted: int, mismatch: int, differing: list[int]) -> None:
+    def send_nothing_back(self, like: Tensor, aborted: int, mismatch: int, differing: list[int]) -> None:
         """As `send_back`, with zeros, where this rank does not read what the others send back.
 
         Args:
-            dtype: of the partial rows.
+            like: of the dtype and device of the partial rows.
             aborted: as of `send_back`.
             mismatch: 0, or 1 + a rank of the group whose call differs: others may not know yet.
             differing: ranks of this rail whose calls differ, as far as this rank knows. They get no row: the rows
                 that they have room for may be shorter.
         """
         back = self.own_rows + sum(self.received_rows)
-        zeros = torch.zeros(back, self.D, dtype=dtype, device=self.exchange.device)
+        zeros = like.new_zeros(back, self.D)
         self._start_back(
             zeros, (aborted, mismatch), [rank // self.exchange.ranks_per_node for rank in differing], False
         )

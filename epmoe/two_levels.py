@@ -273,7 +273,7 @@ class TwoLevels(Exchange):
         assert handle is not None
         sent = handle.sent if isinstance(handle, Dispatched) else handle
         if not slabs.returning:
-            slabs.send_nothing_back(sent.template.like.dtype, aborted, mismatch, differing)
+            slabs.send_nothing_back(sent.template.like, aborted, mismatch, differing)
         self.pending.append((slabs.transfer, slabs))
 
     @property

@@ -61,6 +61,9 @@ class RoutingConfig(Strict):
     """A token's K experts are chosen from its best groups; this is their number."""
     routed_scaling_factor: float = Field(default=1.0, gt=0)
     """Multiplies the weights, after renormalisation."""
+    nan_rows: Literal["zero", "propagate"] = "zero"
+    """What a `MoELayer` returns for a token whose logits hold NaN or Inf: the sum of what `route` chose, which is zeros
+    where a softmax is undefined; or NaN, for whoever looks for the cause."""
 
 
 class TopologyConfig(Strict):

@@ -79,7 +79,7 @@ class Exchange:
         self.memory = self.window.local, self.scratch
         # Every call reads these words, at a hundredth of the host time that reading a tensor's element takes.
         self.status_words = (ctypes.c_int64 * len(STATUS)).from_address(self.status.data_ptr())
-        self.routing = self.config.routing.model_dump()
+        self.routing = self.config.routing.model_dump(exclude={"nan_rows"})
         regions = {"window": self.window.local, "scratch": self.scratch}
         inside = (buffer for buffer in self.plan.buffers if buffer.region in regions)
         self.views = {buffer.name: buffer.view(regions[buffer.region]) for buffer in inside}

@@ -76,6 +76,7 @@ class MoELayer(nn.Module):
         super().__init__()
         self.ep, self.experts = ep, experts
         self.apply_router_weight_on_input = apply_router_weight_on_input
+        self._propagates = ep.config.routing.nan_rows == "propagate"
         self.register_buffer("router_weight", router_weight)
         self.register_buffer("bias", bias)
         self.register_buffer("order", ep.order, persistent=False)
@@ -123,14 +124,19 @@ class MoELayer(nn.Module):
             y [T, D] in the dtype of x.
         """
         with self.ep.giving_up(self.tag):
+            ids_TK, propagates = routing, weights_TK is None and self._propagates
             if weights_TK is None:
-                routing, weights_TK = self.ep.route(routing, bias=self.bias, num_tokens=num_tokens)
+                ids_TK, weights_TK = self.ep.route(routing, bias=self.bias, num_tokens=num_tokens)
             d = self.ep.dispatch(
-                x_TD, routing, weights_TK, num_tokens=num_tokens, padded_tokens=padded_tokens, tag=self.tag,
+                x_TD, ids_TK, weights_TK, num_tokens=num_tokens, padded_tokens=padded_tokens, tag=self.tag,
                 apply_router_weight_on_input=self.apply_router_weight_on_input,
             )  # fmt: skip
             expert_rows_ND = self.experts(d.rows, d.expert_offsets, d.scales)
-            return self.ep.combine(expert_rows_ND, d)
+            y_TD = self.ep.combine(expert_rows_ND, d)
+        if propagates:
+            real = ids_TK[:, :1] < self.ep.config.model.num_experts  # padding has the id E
+            y_TD.masked_fill_(real & ~routing.isfinite().all(1, keepdim=True), torch.nan)
+        return y_TD
 
     def extra_repr(self) -> str:
         """What `repr` says of the exchange."""

@@ -36,7 +36,7 @@ def want(ep, x, layer, weights):
         x.float().cpu() @ layer.router_weight.cpu().T,
         K,
         bias=None if layer.bias is None else layer.bias.cpu(),
-        **routing.model_dump(),
+        **routing.model_dump(exclude={"nan_rows"}),
     )
     return moe_reference(x.cpu(), ids, w, weights)
 

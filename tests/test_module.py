@@ -263,3 +263,23 @@ def test_repr_says_what_it_is(ep):
     text = repr(make_layer(ep))
     assert "ExpertParallel(rank 0 of 1, E=12 K=3 D=64 float32" in text
     assert "(experts): GroupedExperts(e=12, D=64, F=32, float32, gemm='torch')" in text
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("nan_rows", ["zero", "propagate"])
+def test_a_token_of_nan(device, nan_rows, scoring):
+    """It is finite, or for whoever looks for it NaN; no other token changes, and padding is zeros either way."""
+    config = epmoe.EPConfig(
+        model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"},
+        routing={"scoring": scoring, "nan_rows": nan_rows},
+        topology={"ep_size": 1},
+        capacity={"max_num_tokens_per_rank": M},
+    )
+    with epmoe.ExpertParallel(config, device=device) as ep, torch.no_grad():
+        layer, x = make_layer(ep), randn(6, D).to(device)
+        whole = layer(x, num_tokens=5)
+        x[[2, 5]] = torch.nan
+        y = layer(x, num_tokens=5)
+        assert torch.equal(y[[0, 1, 3, 4]], whole[[0, 1, 3, 4]]) and y[5].eq(0).all()
+        assert y[2].isnan().all() if nan_rows == "propagate" else y[2].eq(0).all()
+        assert ep.health().sanitised_rows == 1

@@ -20,6 +20,27 @@ def ep(device):
         yield ep
 
 
+class AllReal(torch.nn.Module):
+    """A layer whose caller says that no row is padding, by a number that follows T."""
+
+    def __init__(self, layer: epmoe.MoELayer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x, num_tokens=x.shape[0])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_a_number_of_tokens(ep, strict):
+    layer = make_layer(ep)
+    shapes = ({0: torch.export.Dim("T", min=2, max=M)},)
+    program = torch.export.export(AllReal(layer), (randn(5, D).to(ep.device),), dynamic_shapes=shapes, strict=strict)
+    for T in (2, 7, M):
+        x = randn(T, D, seed=T).to(ep.device)
+        assert_same_bits(program.module()(x), layer(x))
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(ep, strict):
     layer = make_layer(ep, layer_id=77)

@@ -92,7 +92,7 @@ def token_count(num_tokens: int | Tensor | None, num_rows: int, device: torch.de
     if isinstance(num_tokens, Tensor):
         check_tensor("num_tokens", num_tokens.reshape(-1), (torch.int32,), (1,), device)
         return num_tokens, num_rows
-    if num_tokens is not None and (isinstance(num_tokens, bool) or not isinstance(num_tokens, int)):
+    if num_tokens is not None and (isinstance(num_tokens, bool) or not isinstance(num_tokens, int | torch.SymInt)):
         raise TypeError(f"`num_tokens` must be an int or an int32 scalar tensor, got {describe(num_tokens)}")
     return None, num_rows if num_tokens is None else num_tokens
 

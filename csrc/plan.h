@@ -45,6 +45,7 @@ struct ExchangePlan {
   int64_t signal_dispatch;  // RoundHeader [R]: dispatch send -> dispatch receive; CPU only
   int64_t signal_combine;   // RoundHeader [R]: combine send -> combine receive; CUDA uses its first 8 bytes
   int64_t signal_error;     // uint64 [R]: masks of missing ranks, from each rank whose wait failed -> every wait
+  int64_t signal_dead;      // uint64: mask of the ranks that have ended; this rank's host -> every wait
   int64_t doorbell;         // uint32: a futex that every signal increments, and on which this rank sleeps; CPU only
   int64_t recv_x;           // rows [R, M, D]: dispatch send -> dispatch receive, or the caller with layout="rank"
   int64_t recv_scales;      // float [R, M, scale_blocks]: with recv_x, for fp8

@@ -147,7 +147,8 @@ class Exchange:
     def check(self) -> None:
         """Raise EPTimeoutError, EPMismatchError or EPOrderError if the kernels have left one in the status words."""
         if self.status_words[_CODE]:
-            raise_on_failure(self.status, self.global_ranks, self.plan.sizes["rank"], self.device.type == "cuda")
+            rank, latched = self.plan.sizes["rank"], self.device.type == "cuda"
+            raise_on_failure(self.status, self.global_ranks, rank, latched, self.dead())
 
     def health(self, wait: bool) -> Health:
         """The counts; with `wait`, once the current stream has done what was launched on it."""
@@ -172,6 +173,10 @@ class Exchange:
             for reported in errors.tolist():
                 mask |= reported
         return mask
+
+    def dead(self) -> int:
+        """Ranks of this machine whose process has ended, as a mask."""
+        return self.window.deaths.mask()
 
     def forget(self) -> None:
         """Drop what was reported of a round that was given up, so that it does not hit the next round."""
@@ -209,6 +214,7 @@ class Exchange:
 
     def release(self) -> None:
         """Before the memory is freed: wait until no kernel can write to it, or keep it for the life of the process."""
+        self.window.deaths.close()
         with suppress(RuntimeError):  # of a GPU in distress, and of a failed round, whose kernels end by themselves
             if device_ends(self.device, self.timeout_ns / 1e9):
                 return

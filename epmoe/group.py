@@ -116,6 +116,7 @@ def check_size(config: EPConfig, peers: Peers) -> None:
 
 def open_window(plan: MemoryPlan, peers: Peers, device: torch.device) -> Window:
     """This rank's window, which the other ranks map. Collective, in a step of `Peers.together`."""
+    dead_at = plan["signal.dead"].offset
     if device.type == "cpu":
-        return SharedMemoryWindow(plan.window_bytes, peers)
-    return NVLinkWindow(plan.window_bytes, peers, device, empty_lines=plan.empty_lines)
+        return SharedMemoryWindow(plan.window_bytes, peers, dead_at)
+    return NVLinkWindow(plan.window_bytes, peers, device, dead_at, plan.empty_lines)

@@ -234,8 +234,8 @@ class EPOrderError(EPError):
         )
 
 
-def raise_on_failure(status: Tensor, global_ranks: list[int], rank: int, latched: bool) -> None:
-    """Raise the failure in `status` (int64, host memory) of `rank`.
+def raise_on_failure(status: Tensor, global_ranks: list[int], rank: int, latched: bool, dead: int = 0) -> None:
+    """Raise the failure in `status` (int64, host memory) of `rank`. `dead` is a mask of ranks whose process has ended.
 
     A failure stays there, unless it is a mismatch that has not `latched`: the caller closes its round then.
     """
@@ -255,6 +255,9 @@ def raise_on_failure(status: Tensor, global_ranks: list[int], rank: int, latched
     why = f"timed out waiting for {named}, first seen by rank {originator}"
     if ranks == [originator] and len(global_ranks) > 1:  # no deadline makes a rank report itself missing
         why = f"ended early: {named} left the group by an exception or with a round open, or had an EPOrderError"
+    elif ended := [r for r in ranks if dead >> r & 1]:
+        which = "whose process has ended" if ended == ranks else f"of which the process of rank(s) {ended} has ended"
+        why = f"missed {named}, {which}, first seen by rank {originator}"
     elif rank in ranks:
         why += ": this rank came too late, or its own kernel was not scheduled, since others held the GPU"
     else:

@@ -36,7 +36,7 @@ SIZES = (
     "dispatch_senders", "combine_senders", "combine_team",
 )  # fmt: skip
 OFFSETS = (
-    "signal.dispatch", "signal.combine", "signal.error", "doorbell",
+    "signal.dispatch", "signal.combine", "signal.error", "signal.dead", "doorbell",
     "recv.x", "recv.scales", "recv.ids", "recv.weights", "combine.rows", "combine.scales",
     "recv.flags", "recv.ordinals", "recv.counts", "combine.flags", "ll.rows", "ll.pairs", "ll.sums",
     "rows", "row_scales",
@@ -157,6 +157,7 @@ class MemoryPlan:
             ("window", "signal.dispatch", (R, SIGNAL_BYTES), torch.uint8),
             ("window", "signal.combine", (R, SIGNAL_BYTES), torch.uint8),
             ("window", "signal.error", (R,), i64),
+            ("window", "signal.dead", (1,), i64),
             ("window", "doorbell", (1,), i32),
             ("window", "recv.x", (R, M, D), payload),
             ("window", "recv.scales", (R, M, B) if payload_fp8 else (0,), f32),

@@ -113,16 +113,17 @@ class Resumable(HoldsWindows):
     _owner: int | None = None  # in a forked child: the process that this object belongs to
 
     def survivors(self) -> list[int]:
-        """Ranks of the group that nobody misses, as far as this rank has heard. It waits for no rank.
+        """Ranks of the group that live and that nobody misses, as far as this rank has heard. It waits for no rank.
 
-        After an `EPTimeoutError` the ranks may hear of one another's findings in turn: ask again before each try to
-        form a group. A rank that was only slow misses itself then, since the others have given it up.
+        Ranks on the machine of a process hear at once of its end. After an `EPTimeoutError` the ranks may hear of one
+        another's findings in turn: ask again before each try to form a group. A rank that was only slow misses itself
+        then, since the others have given it up.
 
         Returns:
             Ranks, numbered in the group, ascending; before `resume` has returned, of the group so far.
         """
         if self._exchange is not None:
-            self._missing = self._exchange.missing()
+            self._missing = self._exchange.missing() | self._exchange.dead()
         return [rank for rank in range(self.size) if not self._missing >> rank & 1]
 
     def resume(self, group: dist.ProcessGroup | None = None, placement: Placement | None = None) -> tuple[Move, ...]:
@@ -184,7 +185,7 @@ class Resumable(HoldsWindows):
         exchange, self._exchange = self._exchange, None
         self.group = None  # a group that outlives `destroy_process_group` may end the interpreter by SIGABRT
         if exchange is not None:
-            self._missing = exchange.missing()  # for `survivors`
+            self._missing = exchange.missing() | exchange.dead()  # for `survivors`
             if exchange.rounds.state != rounds.CLOSED:
                 exchange.leave()
             exchange.release()

@@ -286,6 +286,10 @@ class TwoLevels(Exchange):
         ranks = self.failure[2] if self.failure else self._reported() or self.of_group(self.inside.missing())
         return sum(1 << rank for rank in ranks)
 
+    def dead(self) -> int:
+        """As `Exchange.dead`, in the group."""
+        return sum(1 << rank for rank in self.of_group(self.inside.dead()))
+
     def of_group(self, mask: int) -> list[int]:
         """As `Exchange.of_group`, for a mask of the node's ranks."""
         return [self.node * self.ranks_per_node + rank for rank in range(self.ranks_per_node) if mask >> rank & 1]

@@ -11,17 +11,20 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import secrets
 import socket
 import struct
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from epmoe.deaths import Deaths, this_process
 from epmoe.peers import Peers
 
 SOCKET_TIMEOUT_S = 60.0
@@ -37,6 +40,9 @@ class Window(Protocol):
     addresses: list[int]
     """By rank: where its window is mapped in this process."""
 
+    deaths: Deaths
+    """Of the ranks whose processes can be watched: those of this machine. It keeps the word at `dead_at` up to date."""
+
     def store(self, offset: int, value: int) -> None:
         """Store an unsigned 64-bit word into every rank's window, `offset` bytes from its start. Waits for no rank."""
 
@@ -44,12 +50,13 @@ class Window(Protocol):
 class SharedMemoryWindow:
     """A `Window` in shared memory of one machine."""
 
-    def __init__(self, nbytes: int, peers: Peers):
+    def __init__(self, nbytes: int, peers: Peers, dead_at: int):
         """Collective, in a step of `Peers.together`. Reserves the memory now: a shortage is no fault in a later round.
 
         Args:
             nbytes: size of each rank's window.
             peers: the ranks of the group.
+            dead_at: where in its own window a rank keeps the mask of ranks that have ended, in bytes from the start.
 
         Raises:
             MemoryError: this rank has no room.
@@ -57,22 +64,26 @@ class SharedMemoryWindow:
                 within half the deadline of `peers` if that is shorter.
         """
         check_room(nbytes * peers.size, available_memory_bytes())
-        descriptors = [_reserve(nbytes)]
+        windows = [_reserve(nbytes)]
         try:
             peers.all_gather(None)  # all have room
-            descriptors = _share_descriptors(descriptors[0], peers)
-            regions = [_map(fd, nbytes) for fd in descriptors]
+            windows, processes = share_descriptors(windows, peers)
+            regions = [_map(window, nbytes) for window in windows]
         finally:
-            for fd in descriptors:
-                os.close(fd)
+            _close(windows)
         self._regions = regions  # keeps the mappings
         self.local = regions[peers.rank]
         self.addresses = [region.data_ptr() for region in regions]
+        self._dead_at = dead_at
+        self.deaths = Deaths(processes, self._note)
 
     def store(self, offset: int, value: int) -> None:
         """As `Window.store`. A rank that sleeps sees the word when it next looks up, after 100 ms at most."""
         for address in self.addresses:
             ctypes.c_uint64.from_address(address + offset).value = value
+
+    def _note(self, dead: int) -> None:
+        self.local[self._dead_at : self._dead_at + 8].view(torch.int64).fill_(dead)
 
 
 def available_memory_bytes() -> int:
@@ -119,14 +130,26 @@ def _map(descriptor: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | populate), dtype=torch.uint8)
 
 
-def _share_descriptors(descriptor: int, peers: Peers) -> list[int]:
-    """Every rank's file descriptor, by rank.
+def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[int, int]]:
+    """Every rank's file descriptors. Collective, in a step of `Peers.together`.
 
     Each rank connects to all others before it accepts, so ranks cannot wait for one another in a circle.
+
+    Args:
+        window: the file descriptor of this rank's window; empty on all ranks if windows have none.
+        peers: the ranks of the group.
+
+    Returns:
+        By rank, the descriptors of windows; this rank's is the given one. And by rank, the descriptors of the processes
+        of the other ranks, where they could give one. The caller closes both.
+
+    Raises:
+        RuntimeError: the ranks are on several machines or cannot reach one another's sockets, or a rank has ended.
+        TimeoutError: a rank did not answer.
     """
     rank, size = peers.rank, peers.size
     if size == 1:
-        return [descriptor]
+        return window, {}
     # Half, so that a rank whose wait fails here still comes in time to say so.
     timeout_s = min(SOCKET_TIMEOUT_S, (peers.timeout_s or 2 * SOCKET_TIMEOUT_S) / 2)
     with contextlib.ExitStack() as stack:
@@ -154,29 +177,32 @@ def _share_descriptors(descriptor: int, peers: Peers) -> list[int]:
                         "namespace"
                     ) from error
                 connections[peer] = connection
+        peers.all_gather(None)  # all have reached all: otherwise ranks would wait for one that has failed
+        process = this_process()
+        stack.callback(_close, process)
         served = 0
         while served < size - 1:
             connection, _ = listener.accept()
             with connection:
                 if _user_of(connection) == os.getuid():  # every user can connect to an abstract name
-                    socket.send_fds(connection, [b"w"], [descriptor])
+                    socket.send_fds(connection, [b"w"], window + process)
                     served += 1
-        descriptors = {rank: descriptor}
+        received: dict[int, list[int]] = {}
         try:
             for peer, connection in connections.items():
-                descriptors[peer] = _receive(connection, peer)
+                message, received[peer], _, _ = socket.recv_fds(connection, 1, 2)
+                if not message or len(received[peer]) < len(window):
+                    raise RuntimeError(f"rank {peer} closed its socket before it sent its window")
         except BaseException:
-            for peer in descriptors.keys() - {rank}:  # the caller closes this rank's own
-                os.close(descriptors[peer])
+            _close(itertools.chain(*received.values()))
             raise
-        return [descriptors[peer] for peer in range(size)]
+        windows = [fd for peer in range(size) for fd in (received[peer][: len(window)] if peer != rank else window)]
+        return windows, {peer: fd for peer, fds in received.items() for fd in fds[len(window) :]}
 
 
-def _receive(connection: socket.socket, peer: int) -> int:
-    _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
-    if not descriptors:
-        raise RuntimeError(f"rank {peer} closed its socket before it sent its window")
-    return descriptors[0]
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _user_of(connection: socket.socket) -> int:

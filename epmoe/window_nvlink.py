@@ -7,6 +7,7 @@ windows than the others would wait for them in vain. The messages therefore trav
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import time
 from collections.abc import Iterable
@@ -18,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
 
+from epmoe.deaths import Deaths
 from epmoe.exchange import interruptible
-from epmoe.peers import Peers
-from epmoe.window import check_room
+from epmoe.peers import LostRankError, Peers
+from epmoe.window import check_room, share_descriptors
 
 
 class NVLinkWindow:
@@ -31,6 +33,7 @@ class NVLinkWindow:
         nbytes: int,
         peers: Peers,
         device: torch.device,
+        dead_at: int,
         empty_lines: Iterable[slice] = (),
     ):
         """Collective, in a step of `Peers.together`. Clears the window on all ranks before it returns.
@@ -39,6 +42,7 @@ class NVLinkWindow:
             nbytes: size of each rank's window.
             peers: the ranks of the group.
             device: this rank's GPU.
+            dead_at: where in its own window a rank keeps the mask of ranks that have ended, in bytes from the start.
             empty_lines: slices of the window's bytes that begin as 0xff, where all other bytes begin as 0.
 
         Raises:
@@ -64,12 +68,22 @@ class NVLinkWindow:
             torch.cuda.synchronize(device)
             peers.all_gather(None)  # no rank writes into a window before it is cleared
         # For `store`, which allocates nothing.
-        self._words = [window.view(torch.int64) for window in windows]
+        self._words, self._rank = [window.view(torch.int64) for window in windows], peers.rank
         self._stored, self._stores = torch.empty(64, dtype=torch.int64, pin_memory=True), itertools.count()
         self._stream = torch.cuda.Stream(device)
+        self._dead_at = dead_at
+        self.deaths = Deaths(_processes(peers), self._note)
 
     def store(self, offset: int, value: int) -> None:
-        """As `Window.store`, for a word below 2^63. It returns once the words have arrived, or after 1 s.
+        """As `Window.store`, for a word below 2^63. It returns once the words have arrived, or after 1 s."""
+        self._store(self._words, offset, value)
+
+    def _note(self, dead: int) -> None:
+        with torch.cuda.device(self.local.device):  # this thread has another one
+            self._store(self._words[self._rank : self._rank + 1], self._dead_at, dead)
+
+    def _store(self, windows: list[Tensor], offset: int, value: int) -> None:
+        """Store a word into these windows.
 
         The copies run on a stream of their own and from pinned memory, so by a copy engine: kernels of this rank that
         wait for other ranks may hold all multiprocessors.
@@ -78,7 +92,7 @@ class NVLinkWindow:
         word = self._stored[place : place + 1]
         word[0] = value
         with torch.cuda.stream(self._stream):
-            for words in self._words:
+            for words in windows:
                 words[offset // 8 : offset // 8 + 1].copy_(word, non_blocking=True)
         give_up = time.monotonic() + 1.0
         while not self._stream.query() and time.monotonic() < give_up:
@@ -135,6 +149,21 @@ def _rendezvous(local: Tensor, peers: Peers) -> _SymmetricMemory:
     if not interruptible(meet, peers.timeout_s):
         raise TimeoutError("a rank did not hand over its window")
     return handles[0]
+
+
+def _processes(peers: Peers) -> dict[int, int]:
+    """The other ranks' processes for `Deaths`; none where not all ranks reach one another's sockets. Collective."""
+    processes: dict[int, int] = {}
+    try:
+        with peers.together():
+            _, processes = share_descriptors([], peers)
+    except LostRankError:
+        raise
+    except (RuntimeError, OSError):  # ranks are on several machines, or in containers with networks of their own
+        for process in processes.values():
+            os.close(process)
+        return {}
+    return processes
 
 
 def _check_peer_access(peers: Peers, device: torch.device) -> None:

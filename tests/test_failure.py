@@ -1,4 +1,4 @@
-"""Ranks that die or stall: the others name the missing rank within the deadline, and nothing is left behind.
+"""Ranks that die or stall: the others name a dead rank at once and a stalled one at the deadline. Nothing is left.
 
 The tests start their own processes, since torchrun would end the survivors. They use no fixed ports, and no sleeps to
 wait for a state: a rank reports when it has reached the point where it is to be killed.
@@ -24,6 +24,8 @@ import epmoe
 
 RANKS = 3
 TIMEOUT_S = 1.0
+LONG = {"timeout_s": 20.0}
+AT_ONCE_S = 0.5  # after a death
 SLACK_S = 5.0  # this machine may have fewer cores than ranks
 NOTHING_LEFT = ("left behind", set())
 
@@ -86,8 +88,9 @@ def survive(ep: epmoe.ExpertParallel, report: Callable, rounds: int | None = Non
         try:
             play_round(ep)
         except epmoe.EPTimeoutError as error:
-            took = time.monotonic() - started
-            report(("timeout", error.stage, error.missing_ranks, error.missing_global_ranks, str(error), took))
+            named, took = time.monotonic(), time.monotonic() - started
+            report(("timeout", error.stage, error.missing_ranks, error.missing_global_ranks, str(error), took, named))
+            assert not set(error.missing_ranks) & set(ep.survivors())
             _assert_latched(ep)
             return
         rounds = rounds and rounds - 1
@@ -123,12 +126,16 @@ def shared_memory_files() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
-def assert_names_the_dead(survivors: list[Rank], dead: int, stages: tuple[str, ...] = ("dispatch", "combine")) -> None:
+def assert_names_the_dead(
+    survivors: list[Rank], dead: int, killed: float | None = None, stages: tuple[str, ...] = ("dispatch", "combine")
+) -> None:
+    """`killed`: when the process was, by the clock `time.monotonic`; None: it lives and is silent."""
     for rank in survivors:
-        kind, stage, missing, missing_global, text, took = rank.next_report()
+        kind, stage, missing, missing_global, text, took, named = rank.next_report()
         assert kind == "timeout" and stage in stages and missing == missing_global == [dead]
         assert f"rank(s) [{dead}]" in text
-        assert took < TIMEOUT_S + SLACK_S
+        assert ("process has ended" in text) == (killed is not None)
+        assert took < TIMEOUT_S + SLACK_S if killed is None else named - killed < AT_ONCE_S
         assert rank.next_report() == NOTHING_LEFT
         rank.process.join(30)
         assert rank.process.exitcode == 0
@@ -158,10 +165,11 @@ def play_on(ep: epmoe.ExpertParallel, report: Callable) -> None:
 )
 def test_a_killed_rank_is_named(tmp_path, body, stage, dead):
     bodies = [body if rank == dead else survive for rank in range(RANKS)]
-    with ranks(tmp_path, bodies) as started:
+    with ranks(tmp_path, bodies, **LONG) as started:
         started[dead].next_report()
+        killed = time.monotonic()
         started[dead].send_signal(signal.SIGKILL)
-        assert_names_the_dead([rank for rank in started if rank is not started[dead]], dead, (stage,))
+        assert_names_the_dead([rank for rank in started if rank is not started[dead]], dead, killed, (stage,))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -170,11 +178,43 @@ def test_a_rank_killed_at_any_moment(tmp_path, seed):
     rng = random.Random(seed)
     dead = rng.randrange(RANKS)
     bodies = [play_on if rank == dead else survive for rank in range(RANKS)]
-    with ranks(tmp_path, bodies) as started:
+    with ranks(tmp_path, bodies, **LONG) as started:
         started[dead].next_report()
         wait([], timeout=rng.uniform(0, 0.05))
+        killed = time.monotonic()
         started[dead].send_signal(signal.SIGKILL)
-        assert_names_the_dead([rank for rank in started if rank is not started[dead]], dead)
+        assert_names_the_dead([rank for rank in started if rank is not started[dead]], dead, killed)
+
+
+def test_a_rank_that_exits_after_its_part_hurts_nobody(tmp_path):
+    """The others wait for one another, and its process is gone meanwhile. It has not closed anything."""
+    with ranks(tmp_path, [give_up_and_exit, play_after_the_exit, play_after_the_exit], on_abort="zeros") as started:
+        started[0].process.join(30)
+        for rank in started[1:]:
+            assert rank.next_report() == ([1, 2], [1, 0, 0])
+            assert rank.next_report() == NOTHING_LEFT
+
+
+def give_up_and_exit(ep: epmoe.ExpertParallel, report: Callable) -> None:
+    """Its signals of the whole round are out when it ends."""
+    play_round(ep)
+    ep.dispatch_send(torch.ones(1, 64), torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2))
+    ep.abort()
+    os._exit(0)
+
+
+def play_after_the_exit(ep: epmoe.ExpertParallel, report: Callable) -> None:
+    """Rank 2 keeps rank 1 waiting, in dispatch and in combine, until well after the end of rank 0."""
+    play_round(ep)
+    give_up = time.monotonic() + 30
+    while ep.survivors() != [1, 2] and time.monotonic() < give_up:
+        time.sleep(0.01)
+    x, late_s = torch.ones(1, 64), 0.3 * (ep.rank == 2)
+    time.sleep(late_s)
+    d = ep.dispatch(x, torch.zeros(1, 2, dtype=torch.int64), torch.full((1, 2), 0.5))
+    time.sleep(late_s)
+    ep.combine(d.rows, d)
+    report((ep.survivors(), ep.health().aborted_rounds))
 
 
 def test_a_stopped_rank_is_named_and_raises_too(tmp_path):

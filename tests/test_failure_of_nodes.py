@@ -54,6 +54,7 @@ def run(rank: int, store: Path, pipe: Connection, victim: Callable) -> None:
             play_round(ep)
     except EPTimeoutError as error:
         pipe.send((error.missing_ranks, str(error), time.monotonic() - started, ep.survivors()))
+    wait([pipe], 60)  # a process that has ended is no survivor
     ep.close()
     os._exit(0)  # tearing down the group of a killed rank may hang
 
@@ -88,6 +89,8 @@ def test_every_rank_names_the_rank_that_is_gone(fault, tmp_path):
                 assert missing == [VICTIM], message
                 assert took < IN_TIME_S, message
                 assert survivors == [0, 1, 3]
+        for rank in {*range(RANKS)} - {VICTIM}:
+            pipes[rank].send("end")
         for rank, process in enumerate(processes):
             process.join(0 if rank == VICTIM else 30)
             assert rank == VICTIM or process.exitcode == 0

@@ -131,6 +131,12 @@ inline bool failed_elsewhere(const Exchange& ex, Stage stage, uint32_t epoch) {
   return false;
 }
 
+// Ranks whose processes have ended, as a mask, which the host keeps (epmoe/deaths.py). All their signals have arrived.
+inline uint64_t dead_ranks(const Exchange& ex) {
+  auto* dead = in_window<uint64_t>(ex, ex.plan.rank, ex.plan.signal_dead);
+  return std::atomic_ref(*dead).load(std::memory_order_acquire);
+}
+
 // Adds to the time that this rank has waited for each of `ranks`, a mask.
 inline void add_waited(const Exchange& ex, uint64_t ranks, int64_t waited_ns) {
   auto* total_ns = in_scratch<int64_t>(ex, ex.plan.health_waited_ns);
@@ -139,10 +145,11 @@ inline void add_waited(const Exchange& ex, uint64_t ranks, int64_t waited_ns) {
 
 enum class Wait { kArrived, kFailed, kInterrupted };
 
-// Waits for the flag of every rank. It fails after the deadline, or once another rank has reported a failure. It spins,
-// then yields, then sleeps until the doorbell changes. A signal, or 100 ms of sleep, interrupts it, so that Python can
-// run its signal handlers: the host then calls the operator of the same phase again, and the deadline stays the same.
-// Its time counts for each rank until the signal of that rank is seen, signal handlers included.
+// Waits for the flag of every rank. It fails after the deadline, or once another rank has reported a failure, or once a
+// rank that it misses has ended. It spins, then yields, then sleeps until the doorbell changes. A signal, or 100 ms of
+// sleep, interrupts it, so that Python can run its signal handlers: the host then calls the operator of the same phase
+// again, and the deadline stays the same. Its time counts for each rank until the signal of that rank is seen, signal
+// handlers included.
 inline Wait wait_for_all(const Exchange& ex, Stage stage, int64_t signals_offset, uint32_t epoch) {
   constexpr int kSpins = 64, kYields = 16;
   constexpr int64_t kLongestSleepNs = 100'000'000;
@@ -158,13 +165,15 @@ inline Wait wait_for_all(const Exchange& ex, Stage stage, int64_t signals_offset
   uint64_t missing = progress.missing;
   for (int64_t polls = 0;; ++polls) {
     uint32_t doorbell_before = std::atomic_ref(*doorbell).load(std::memory_order_acquire);
+    uint64_t dead = dead_ranks(ex);  // before the flags: the last flag of a rank comes before its end
     uint64_t still_missing = missing_ranks(ex, signals_offset, epoch);
     int64_t time_ns = now_ns();
     add_waited(ex, missing & ~still_missing, time_ns - progress.counted_ns);
     missing = still_missing;
     if (!missing) return Wait::kArrived;
     bool failed = failed_elsewhere(ex, stage, epoch);
-    if (!failed && time_ns >= deadline_ns) fail(ex, stage, epoch, missing, ex.plan.rank), failed = true;
+    uint64_t lost = missing & dead ? missing & dead : time_ns >= deadline_ns ? missing : 0;
+    if (!failed && lost) fail(ex, stage, epoch, lost, ex.plan.rank), failed = true;
     if (failed) return add_waited(ex, missing, time_ns - progress.counted_ns), Wait::kFailed;
     if (polls < kSpins) {
 #if defined(__x86_64__)

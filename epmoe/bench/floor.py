@@ -52,7 +52,7 @@ class FloorWindow:
         self.launch = _compiled(peers, device)
         rows = (self.size - 1) * config.capacity.max_num_tokens_per_rank
         self.region_bytes = rows * wire_bytes(config.model.hidden_size, config.model.torch_dtype, "auto")
-        self.window = NVLinkWindow(_FLAG_BYTES + 2 * self.region_bytes, peers, device)
+        self.window = NVLinkWindow(_FLAG_BYTES + 2 * self.region_bytes, peers, device, dead_at=0)
         self.states = torch.zeros(2, 4, dtype=torch.int32, device=device)  # `FloorState` of each way
         self.timeout_ns = int(config.exchange.timeout_s * 1e9)
 

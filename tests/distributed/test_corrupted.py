@@ -20,11 +20,11 @@ PARTS = {
     "pairs": ("recv.ids", "recv.ordinals", "recv.weights", "ll.pairs"),
     "flags": ("recv.flags", "combine.flags", "signal.combine"),
     "lines": ("ll.rows", "ll.sums"),
-    "errors": ("signal.error",),
+    "errors": ("signal.error", "signal.dead"),
 }
 DEADLINE_S = 0.5
 ON_THE_CPU = pytest.mark.parametrize("device", [torch.device("cpu")])
-SIGNALS = ("signal.dispatch", "signal.combine", "signal.error")
+SIGNALS = ("signal.dispatch", "signal.combine", "signal.error", "signal.dead")
 
 
 @ON_THE_CPU

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from faults.kinds import NAMED_S, Group, Outcome, kinds_of
+from faults.kinds import AT_ONCE_S, NAMED_S, Group, Outcome, kinds_of
 from faults.nodes import NAMESPACES, RANKS, Nodes, kinds_of_nodes
 
 TWO_MACHINES = Path(__file__).parents[1] / "two_machines.sh"
@@ -54,8 +54,9 @@ def main() -> int:
     if options.nodes == 1:
         offered: dict[str, Any] = dict(kinds_of(device))
         make: Callable[[Path], Group | Nodes] = partial(Group, device=device, size=size)
-        print(f"{size} ranks on {options.device}. Expected: the victim is named within the deadline and {NAMED_S:.0f}")
-        print("s; a slow rank and experts that fail harm no round of the others; corrupted windows end no process.")
+        print(f"{size} ranks on {options.device}. Expected: the victim is named within the deadline and {NAMED_S:.0f} s,")
+        print(f"one that died or left within {AT_ONCE_S} s; a slow rank and experts that fail harm no round of the others;")
+        print("corrupted windows end no process.")
     else:
         if NAMESPACES not in os.environ:
             os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # otherwise it warns of addresses without a name

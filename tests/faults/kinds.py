@@ -19,6 +19,8 @@ from epmoe import Placement
 
 NAMED_S = 2.0
 """A failure is named within the deadline and these seconds."""
+AT_ONCE_S = 0.5
+"""A death is named within these seconds, whatever the deadline."""
 
 
 @dataclass(frozen=True)
@@ -28,21 +30,23 @@ class Kind:
     victim, others: what they run meanwhile.
     signal: what the victim's process gets.
     named: whether the others must name the victim (True), must not be harmed (False), or may see anything (None).
+    at_once: they must name it without waiting for the deadline.
     """
 
     victim: Callable
     others: Callable
     signal: int | None = None
     named: bool | None = True
+    at_once: bool = False
 
 
 KINDS = {
-    "killed": Kind(ranks.on, ranks.on, signal.SIGKILL),
+    "killed": Kind(ranks.on, ranks.on, signal.SIGKILL, at_once=True),
     "stopped, and back": Kind(ranks.on, ranks.on, signal.SIGSTOP),
     "slow by half the deadline": Kind(ranks.late, ranks.through, named=False),
     "exception in experts": Kind(ranks.raising, ranks.without, named=False),
     "out of memory in experts": Kind(ranks.full, ranks.without, named=False),
-    "left by an exception": Kind(ranks.quitting, ranks.on),
+    "left by an exception": Kind(ranks.quitting, ranks.on, at_once=True),
     "corrupts the windows": Kind(ranks.mad, ranks.scribbled_on, named=None),
 }
 BUSY = {
@@ -107,7 +111,8 @@ class Group:
             outcome.alive = all(s.alive for s in seen + theirs)
             expected = {True: [[victim]], False: [None]}.get(kind.named)
             unexpected = [s.missing for s in seen if expected and s.missing not in expected]
-            outcome.named = not unexpected and outcome.seconds < self.deadline_s + NAMED_S
+            within_s = AT_ONCE_S if kind.at_once else self.deadline_s + NAMED_S
+            outcome.named = not unexpected and outcome.seconds < within_s
             outcome.why = f"missing: {unexpected}, {outcome.seconds:.1f} s" if not outcome.named else ""
             self._go_on(kind, victim, others)
             outcome.resumed = True

@@ -75,12 +75,13 @@ class Nodes:
         """There is nothing left to close."""
 
     def killed(self, victim: int) -> Verdict:
-        """A rank is killed at any moment of a round. All others name it; the other node goes on alone."""
+        """A rank is killed at any moment of a round. All others name it at once; the other node goes on alone."""
         others = [rank for rank in range(RANKS) if rank != victim]
         self._play(ranks.on)
         self.host.signal(victim, signal.SIGKILL)
         seen = self.host.answers(others)
-        return seen, all(s.missing == [victim] for s in seen), self._node(1 - victim // G)
+        at_once = max(s.seconds for s in seen) < NAMED_S
+        return seen, at_once and all(s.missing == [victim] for s in seen), self._node(1 - victim // G)
 
     def cut(self, victim: int) -> Verdict:
         """The network fails for good. Each node names ranks of the other, and the first goes on alone."""

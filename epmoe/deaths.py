@@ -1,0 +1,88 @@
+"""Which ranks of this machine have ended. A thread waits for the ends of their processes."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from threading import Thread, current_thread
+
+_END_S = 2.0  # for a note that is under way when the thread is to end
+
+
+class Deaths:
+    """Notes the ends of processes until it is closed or collected. In a forked child it does nothing.
+
+    Args:
+        processes: by rank, a descriptor of its process (pidfd). This object closes them.
+        note: a method, called on another thread with the mask of all ranks that have ended, when one more has. Its
+            object is kept alive during a call only.
+    """
+
+    def __init__(self, processes: dict[int, int], note: Callable[[int], None]):
+        self._processes, self._mask = processes, 0
+        self._close = None
+        if processes:
+            ours, theirs = socket.socketpair()
+            watched = dict(processes), theirs, weakref.WeakMethod(note)
+            thread = Thread(target=_watch, args=watched, daemon=True, name="epmoe-deaths")
+            thread.start()
+            self._close = weakref.finalize(self, _end, os.getpid(), ours, thread, processes)
+
+    def mask(self) -> int:
+        """The ranks that have ended by now, as a mask."""
+        readable = _readable(self._processes.values(), 0)
+        self._mask |= sum(1 << rank for rank, process in self._processes.items() if process in readable)
+        return self._mask
+
+    def close(self) -> None:
+        """End the thread. `mask` stays as it is."""
+        if self._close is not None:
+            self._close()
+
+
+def this_process() -> list[int]:
+    """A new descriptor of this process, or none where the kernel or a sandbox gives none."""
+    with suppress(OSError, AttributeError):
+        return [os.pidfd_open(os.getpid())]
+    return []
+
+
+def _readable(descriptors: Iterable[int], timeout_s: float | None) -> set[int]:
+    """Those that are readable, as the descriptor of a process is once it has ended."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    events = poll.poll(None if timeout_s is None else timeout_s * 1e3)
+    return {descriptor for descriptor, event in events if event & select.POLLIN}
+
+
+def _watch(processes: dict[int, int], stop: socket.socket, note: weakref.WeakMethod[Callable[[int], None]]) -> None:
+    """The thread. It must not keep the object of `note` alive."""
+    mask = 0
+    with stop:
+        while processes:
+            readable = _readable([stop.fileno(), *processes.values()], None)
+            call = note()
+            if stop.fileno() in readable or call is None:
+                return
+            mask |= sum(1 << rank for rank, process in processes.items() if process in readable)
+            processes = {rank: process for rank, process in processes.items() if process not in readable}
+            with suppress(RuntimeError):  # of a GPU in distress: waits run into their deadline
+                call(mask)
+            del call
+
+
+def _end(owner: int, stop: socket.socket, thread: Thread, processes: dict[int, int]) -> None:
+    if os.getpid() != owner:
+        return
+    stop.shutdown(socket.SHUT_RDWR)  # which ends the thread even where a forked child has a copy of the socket
+    stop.close()
+    if thread is not current_thread():
+        thread.join(_END_S)
+    for process in processes.values():
+        os.close(process)
+    processes.clear()

@@ -79,6 +79,7 @@ class NVLinkWindow:
         self._store(self._words, offset, value)
 
     def _note(self, dead: int) -> None:
+        time.sleep(_LAST_WORDS_S)
         with torch.cuda.device(self.local.device):  # this thread has another one
             self._store(self._words[self._rank : self._rank + 1], self._dead_at, dead)
 

@@ -89,20 +89,19 @@ struct Wait {
   }
 
   // The slow path of a long wait: returns the deadline, or 0 if the wait must end. It takes and returns values, so that
-  // the state of the waiting code can stay in registers. The low bit of the deadline says that `rank` had ended at this
-  // look: a rank stores its last words before it ends, but perhaps after they were last looked for.
+  // the state of the waiting code can stay in registers. The host says that a rank has ended only after its last words
+  // have long arrived (epmoe/window_nvlink.py).
   static __device__ __noinline__ uint64_t deadline_of(const Exchange& ex, RoundState* round, int32_t rank,
                                                       uint64_t deadline_ns) {
-    if (!deadline_ns) deadline_ns = (now_ns() + ex.timeout_ns) & ~uint64_t{1};
+    if (!deadline_ns) deadline_ns = now_ns() + ex.timeout_ns;
     if (*reinterpret_cast<volatile uint64_t*>(&round->missing)) return 0;
     auto* errors = in_window<volatile uint64_t>(ex, ex.plan.rank, ex.plan.signal_error);
     uint64_t missing = 0;
     int64_t originator = ex.plan.rank;
     for (int64_t r = 0; r < ex.plan.R && !missing; ++r) missing = errors[r], originator = r;
     if (!missing) {
-      // Of at most 32 ranks.
-      uint32_t dead = *in_window<volatile uint32_t>(ex, ex.plan.rank, ex.plan.signal_dead) >> rank & 1;
-      if (now_ns() < deadline_ns && !(deadline_ns & dead)) return (deadline_ns & ~uint64_t{1}) | dead;
+      uint32_t dead = *in_window<volatile uint32_t>(ex, ex.plan.rank, ex.plan.signal_dead);  // of at most 32 ranks
+      if (now_ns() < deadline_ns && !(dead >> rank & 1)) return deadline_ns;
       missing = uint64_t{1} << rank, originator = ex.plan.rank;
     }
     *static_cast<volatile int16_t*>(&round->originator) = static_cast<int16_t>(originator);

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from ctypes import c_int64
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ class TwoLevels(Exchange):
 
     inside: Exchange  # of the node
     rail: Rail
+    everyone: CollectiveRail  # a rail of all ranks of the group, for numbers of the hosts
     node: int
     travelling: Slabs | None = None  # of the open round
     # Of rounds that were given up, with what must live until they have ended.
@@ -117,12 +119,14 @@ class TwoLevels(Exchange):
         rail = CollectiveRail(*where, connect) if device.type == "cpu" else NcclRail(*where, device, connect)
         with ExitStack() as undo:
             undo.callback(rail.close)
+            everyone = CollectiveRail(list(range(peers.size)), peers.rank, peers.size, f"{name}/everyone", connect)
+            undo.callback(everyone.close)
             with mates.part():
                 window = open_window(plan, mates, device)
             inside = Exchange.create(config.of_node(), plan, placement.of_node(node, G), window, local, here, device)
             exchange = cls(
                 config, plan, window, inside.scratch, inside.status, peers.global_ranks, device,
-                inside=inside, rail=rail, node=node,
+                inside=inside, rail=rail, everyone=everyone, node=node,
             )  # fmt: skip
             fill_tables(exchange, placement)
             undo.pop_all()
@@ -155,6 +159,41 @@ class TwoLevels(Exchange):
         except RailError:
             self.fail(self._reported())
         look()
+
+    def largest(self, number: int) -> Callable[[], int]:
+        """A number of each rank. Collective, between rounds and in the same order on all ranks; it sends nothing yet.
+
+        Args:
+            number: of this rank.
+
+        Returns:
+            What tells all ranks this number, waits for theirs, and returns the largest. Where an exception such as a
+            Ctrl-C has ended it, another call takes it up again. It raises EPTimeoutError, which names the missing
+            ranks, after the deadline of a round, or as soon as a rank has ended.
+
+        Raises:
+            EPTimeoutError: an earlier call has timed out.
+            EPMismatchError: an earlier call of the ranks did not match.
+        """
+        self.check()
+        rows = [int(rank != self.rank) for rank in range(len(self.global_ranks))]
+        sent = torch.full((sum(rows),), number, device="cpu")
+        received, started, timeout_s = torch.zeros_like(sent), list[Transfer](), self.timeout_ns / 1e9
+        deadline = time.monotonic() + timeout_s
+
+        def wait() -> int:
+            try:
+                if not started:
+                    self.everyone.start(sent, received, rows, rows, timeout_s, started)
+                self.everyone.wait(started[0], deadline, self._look_at_node)
+            except RailError:
+                self.fail(self.everyone.missing([]))
+            except EPTimeoutError as error:  # the node knows more, and so do the others then
+                self.everyone.missing(error.missing_ranks)
+                raise
+            return max(number, int(received.max()))
+
+        return wait
 
     def wait_for_given_up(self) -> None:
         """Before a round: wait for the transfers of rounds that this rank has given up."""
@@ -324,9 +363,10 @@ class TwoLevels(Exchange):
         return dataclasses.replace(health, rows_sent=sent, waited_s=waited, aborted_rounds=aborted, **own)
 
     def release(self) -> None:
-        """As `Exchange.release`, and close the rail."""
+        """As `Exchange.release`, and close the rails."""
         super().release()
         self.rail.close()
+        self.everyone.close()
         self.travelling = None  # transfers keep connections open
         self.pending.clear()
 

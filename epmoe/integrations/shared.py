@@ -29,6 +29,7 @@ from epmoe.rounds import abort_after, opened_after
 from epmoe.service import ExpertParallel
 from epmoe.stages.checks import check_forward_only, dtype_name
 from epmoe.stages.quantize import dequantize_rows
+from epmoe.two_levels import TwoLevels
 
 now: Callable[[], float] = time.perf_counter
 """The clock of `SharedExpertParallel.seconds`. `epmoe.integrations.clock` sets one that waits for the GPU."""
@@ -37,6 +38,19 @@ Experts = Callable[[Tensor, Tensor], Tensor]
 """(rows [n,D] expert by expert, expert_offsets int32 [e+1]) → outputs [n,D]; n may be 0. Rows past expert_offsets[e]
 hold anything; on the CPU there are none.
 """
+
+
+@contextmanager
+def _hinting() -> Iterator[None]:
+    """Adds to the message of a timeout what a user of `generate` meets most often."""
+    try:
+        yield
+    except EPTimeoutError as error:
+        error.args = (
+            f"{error}. If the missing ranks have ended `generate` sooner: give it `synced_gpus=True` on all ranks, so "
+            "that they keep stepping",
+        )
+        raise
 
 
 class SharedExpertParallel:
@@ -65,22 +79,32 @@ class SharedExpertParallel:
         """Rounds that a batch of `num_tokens` takes, at least 1: a rank without tokens still takes part."""
         return max(1, -(-num_tokens // self._max_tokens))
 
-    def longest_batch(self, num_tokens: int) -> int | None:
+    def longest_batch(self, num_tokens: int, tag: int = 0) -> int | None:
         """The most tokens that a rank brings to this call, of which this rank brings `num_tokens`; None: not known yet.
 
         In static mode it is M. Over several nodes this is collective: a slab for another node has the same length on
         all ranks, so they must agree on it before the first one leaves. They do so through host memory.
+
+        Raises what `TwoLevels.largest` does. After any other exception, such as a Ctrl-C, this rank takes part without
+        tokens in the rounds that follow, whose tag is `tag`; see `run`.
         """
         if self.static:
             return max(num_tokens, self._max_tokens)
         if self.ep.size == 1:
             return num_tokens
-        if self.ep.config.topology.num_nodes == 1:
+        exchange = self.ep._open
+        if not isinstance(exchange, TwoLevels):
             return None
-        with self._timed("agree"):
-            longest = torch.tensor(num_tokens, device="cpu")
-            dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.ep.group)
-            return int(longest)
+        with self._timed("agree"), _hinting():
+            largest = exchange.largest(num_tokens)
+            try:
+                return largest()
+            except EPTimeoutError:
+                raise
+            except BaseException:
+                with suppress(RuntimeError):
+                    self._see_out(exchange.rounds.count, largest(), tag)
+                raise
 
     def tag_of(self, layer: object) -> int:
         """The tag of a layer's rounds. Layers number themselves in the order of their first calls."""
@@ -88,6 +112,7 @@ class SharedExpertParallel:
             self._tags[layer] = self.ep.new_tag()
         return self._tags[layer]
 
+    @_hinting()
     def run(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Experts, longest: int | None, tag: int = 0
     ) -> Tensor:
@@ -121,9 +146,6 @@ class SharedExpertParallel:
                 x, ids, weights = batch if whole else (tensor[taken * M : (taken + 1) * M] for tensor in batch)
                 outputs.append(self._round(x, ids, weights, experts, longest, tag, more=taken + 1 < own))
         except EPMismatchError:  # all ranks raise it
-            raise
-        except EPTimeoutError as error:
-            _hint(error)
             raise
         except BaseException:
             self._see_out(last_round, M if self.static else longest, tag)
@@ -248,20 +270,9 @@ def poll() -> None:
     A replay of a CUDA graph is no call and raises nothing, so poll once in each step, as a `BaseStreamer` of
     transformers' generate can.
     """
-    try:
+    with _hinting():
         for layers in _shared.values():
             layers.ep.poll()
-    except EPTimeoutError as error:
-        _hint(error)
-        raise
-
-
-def _hint(error: EPTimeoutError) -> None:
-    """Add to the message what a user of `generate` meets most often."""
-    error.args = (
-        f"{error}. If the missing ranks have ended `generate` sooner: give it `synced_gpus=True` on all ranks, so that "
-        "they keep stepping",
-    )
 
 
 def shared() -> tuple[SharedExpertParallel, ...]:

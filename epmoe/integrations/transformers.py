@@ -76,7 +76,8 @@ def _spread(
     def experts(rows: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
         return grouped_experts(module, parameters, rows, expert_offsets, first=owned[0] if owned else 0)
 
-    return layers.run(x, ids, weights, experts, layers.longest_batch(x.shape[0]), layers.tag_of(module))
+    tag = layers.tag_of(module)
+    return layers.run(x, ids, weights, experts, layers.longest_batch(x.shape[0], tag), tag)
 
 
 ExpertsInterface.register("epmoe", experts_forward)
@@ -116,14 +117,15 @@ else:
             slice_tokens = -(-num_tokens // sharers)
             start = slice_tokens * self.tp_mesh.get_local_rank()
             mine = slice(start, start + slice_tokens)
-            longest = slice_tokens if self.shares_batch else layers.longest_batch(slice_tokens)
+            tag = layers.tag_of(self)
+            longest = slice_tokens if self.shares_batch else layers.longest_batch(slice_tokens, tag)
 
             def experts(rows: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
                 if parameters:
                     return grouped_experts(self._module, parameters, rows, expert_offsets)
                 return self._by_pairs(rows, expert_offsets)
 
-            output = layers.run(x[mine], ids[mine], weights[mine], experts, longest, layers.tag_of(self))
+            output = layers.run(x[mine], ids[mine], weights[mine], experts, longest, tag)
             return output if sharers == 1 else self._gather(output, slice_tokens)[:num_tokens]
 
         def _by_pairs(self, rows: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:

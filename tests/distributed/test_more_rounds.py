@@ -82,11 +82,10 @@ def refuse(*args: object, **options: object) -> None:
 
 @pytest.mark.parametrize("ll_max_tokens", [memory.LL_MAX_TOKENS, 4])
 def test_each_rank_brings_another_number_of_rounds(make_layers, ll_max_tokens, size, monkeypatch):
-    """Only over several nodes the ranks agree before, on the length of slabs."""
+    """No collective of the caller's group is needed, also not over several nodes, where the ranks agree before."""
     layers = make_layers(ll_max_tokens)
     with monkeypatch.context() as patch:
-        if not nodes_of(size):
-            patch.setattr(dist, "all_reduce", refuse)
+        patch.setattr(dist, "all_reduce", refuse)
         for turn in range(len(LENGTHS)):
             check(layers, [LENGTHS[(2 * r + turn) % len(LENGTHS)] for r in range(size)], seed=turn)
         for length in LENGTHS:
@@ -160,9 +159,28 @@ def test_a_rank_that_does_not_come(make_layers, rank, size):
     """The look for another round ends as every other wait does."""
     layers = make_layers(timeout_s=1.0)
     if rank < size - 1:
-        with within(30.0), pytest.raises(EPTimeoutError, match="synced_gpus=True"):
-            run(layers, make_tokens(layers.ep.config, rank, M + 1), longest=nodes_of(size) and 2 * M)
+        with within(30.0), pytest.raises(EPTimeoutError, match="synced_gpus=True") as caught:
+            run(layers, make_tokens(layers.ep.config, rank, M + 1))
+        assert caught.value.missing_ranks == [size - 1]
     dist.barrier()
+
+
+def test_ctrl_c_while_ranks_agree_on_the_longest_batch(make_layers, rank, size):
+    """Rank 0 waits for the others, and then sees their three rounds out."""
+    if not nodes_of(size):
+        pytest.skip("the ranks of one node agree on nothing before")
+    layers = make_layers(timeout_s=LONG_S)
+    tokens = make_tokens(layers.ep.config, rank, 3 * M if rank else 1, seed=5)
+    check(layers, [1] * size)
+    dist.barrier()
+    with within(60.0):
+        if rank == 0:
+            with ctrl_c():
+                run(layers, tokens)
+        else:
+            time.sleep(1.0)
+            assert_lost(run(layers, tokens), layers.ep, tokens, 0)
+        check(layers, [M + 1] * size)
 
 
 def test_ranks_that_disagree_raise_in_the_same_round(make_layers, rank, device):

@@ -24,6 +24,8 @@ from epmoe.exchange import interruptible
 from epmoe.peers import LostRankError, Peers
 from epmoe.window import check_room, share_descriptors
 
+_LAST_WORDS_S = 0.02  # after the end of a process, until what it has stored is here and waits have seen it
+
 
 class NVLinkWindow:
     """A `Window` in GPU memory of one NVLink domain."""

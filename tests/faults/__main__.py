@@ -54,11 +54,9 @@ def main() -> int:
     if options.nodes == 1:
         offered: dict[str, Any] = dict(kinds_of(device))
         make: Callable[[Path], Group | Nodes] = partial(Group, device=device, size=size)
+        print(f"{size} ranks on {options.device}. Expected: the victim is named by the deadline and {NAMED_S:.0f} s,")
         print(
-            f"{size} ranks on {options.device}. Expected: the victim is named within the deadline and {NAMED_S:.0f} s,"
-        )
-        print(
-            f"one that died or left within {AT_ONCE_S} s; a slow rank and experts that fail harm no round of the others;"
+            f"one that died or left within {AT_ONCE_S} s; a slow rank and failing experts harm no round of the others;"
         )
         print("corrupted windows end no process.")
     else:

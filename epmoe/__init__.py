@@ -18,6 +18,7 @@ from epmoe.health import (
     EPOrderError,
     EPOverflowError,
     EPResumeError,
+    EPStateError,
     EPTimeoutError,
     Health,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "EPOrderError",
     "EPOverflowError",
     "EPResumeError",
+    "EPStateError",
     "EPTimeoutError",
     "ExpertParallel",
     "GroupedExperts",

@@ -22,7 +22,7 @@ class HoldsWindows:
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
             f"{type(self).__name__} cannot be pickled or copied: it holds windows of this process; each process makes "
-            "its own ExpertParallel"
+            "its own ExpertParallel. Save a layer by its `state_dict()`"
         )
 
 

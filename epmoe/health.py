@@ -133,6 +133,11 @@ class EPError(RuntimeError):
     """The exchange failed."""
 
 
+class EPStateError(EPError, ValueError):
+    """A call that the state of the `ExpertParallel` does not permit: it is closed, a round is open, or another call or
+    another handle is due. Nothing was sent."""
+
+
 class EPTimeoutError(EPError, TimeoutError):
     """Ranks did not arrive within the deadline, or left. The `ExpertParallel` can only be resumed or closed."""
 
@@ -261,7 +266,10 @@ def raise_on_failure(status: Tensor, global_ranks: list[int], rank: int, latched
     elif rank in ranks:
         why += ": this rank came too late, or its own kernel was not scheduled, since others held the GPU"
     else:
-        why += ": raise exchange.timeout_s if the ranks are only slow"
+        why += (
+            ": raise exchange.timeout_s if the ranks are only slow; ranks with several ExpertParallels must use them "
+            "in one order"
+        )
     raise EPTimeoutError(STAGES[stage], epoch, ranks, missing, why)
 
 

@@ -7,6 +7,7 @@ fits, open new windows, and go on only once all of them have.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import secrets
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from epmoe.config import EPConfig
 from epmoe.exchange import Exchange, device_ends
 from epmoe.group import check_backend, check_shared_memory, check_size, device_of, group_of, open_window
 from epmoe.handles import HoldsWindows
-from epmoe.health import EPOpenError, EPResumeError
+from epmoe.health import EPOpenError, EPResumeError, EPStateError
 from epmoe.memory import MemoryPlan
 from epmoe.network import AskingRail
 from epmoe.peers import LostRankError, Peers
@@ -82,10 +83,23 @@ def agree(hellos: list[Hello], rank: int) -> tuple[str, int, list[int] | None]:
         mine = getattr(hellos[rank], key)
         others = [other for other, hello in enumerate(hellos) if getattr(hello, key) != mine]
         if others:
+            keys = _differing(mine, hellos[others[0]].config) if key == "config" else ""
             raise ValueError(
-                f"the {what} of rank {rank} differs from that of rank(s) {others}: it must be the same on all"
+                f"the {what} of rank {rank} differs from that of rank(s) {others}: it must be the same on all{keys}"
             )
     return (known or hellos)[0].origin, newest + 1, former if keeps else None
+
+
+def _differing(mine: str, other: str) -> str:
+    """The keys in which two configs differ, as JSON, with both values: the end of a sentence."""
+    ours, theirs = json.loads(mine), json.loads(other)
+    pairs = [
+        f"`{section}.{key}` is {value!r} here and {theirs[section][key]!r} there"
+        for section, keys in ours.items()
+        for key, value in keys.items()
+        if value != theirs[section][key]
+    ]
+    return f"; {', '.join(pairs)}"
 
 
 class Resumable(HoldsWindows):
@@ -155,7 +169,7 @@ class Resumable(HoldsWindows):
         if not isinstance(placement, Placement | None):
             raise TypeError(f"`placement` must be a Placement, got {describe(placement)}")
         if self._owner is not None:
-            raise RuntimeError(self._why_unusable())
+            raise EPStateError(self._why_unusable())
         timeout_s = self.config.exchange.warmup_timeout_s
         peers = Peers.of(group_of(group), timeout_s)
         config = self.config if placement is None else self.config.with_placement(placement)
@@ -202,7 +216,7 @@ class Resumable(HoldsWindows):
     @property
     def _open(self) -> Exchange:
         if self._exchange is None:
-            raise RuntimeError(self._why_unusable())
+            raise EPStateError(self._why_unusable())
         return self._exchange
 
     def _why_unusable(self) -> str:

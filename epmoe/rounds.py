@@ -30,7 +30,7 @@ from torch._ops import OpOverload
 
 from epmoe import ops
 from epmoe.handles import Dispatched, RoundTemplate, Sent
-from epmoe.health import EPMismatchError
+from epmoe.health import EPMismatchError, EPStateError
 from epmoe.stages.checks import describe
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def check_closed(exchange: Exchange) -> int:
     phases = exchange.rounds.progress[PHASES]
     epoch = (phases >> 2) + 1
     if phases & 3:
-        raise RuntimeError(f"round {epoch} is still open: call combine, or abort on all ranks, before dispatch")
+        raise EPStateError(f"round {epoch} is still open: call combine, or abort on all ranks, before dispatch")
     return epoch
 
 
@@ -259,11 +259,17 @@ def _refuse(rounds: Rounds, handle: Sent | Dispatched, call: str, name: str) -> 
         before = "dispatch_send" if call == "dispatch_recv" else "dispatch"
         order = f": {call} takes the rows first" if isinstance(handle, Tensor) and call in PERMITTED[DISPATCHED] else ""
         raise TypeError(f"`{name}` must be what {before} returned, got {describe(handle)}{order}")
+    sent = handle.sent if isinstance(handle, Dispatched) else handle
+    if sent.template.attributes["_rounds"]() is not rounds:
+        raise EPStateError(
+            f"`{name}` belongs to another ExpertParallel, or to this one before `resume`: {call} takes the handle that "
+            "its own dispatch returned"
+        )
     if current is None:
         first, second = ("dispatch_send", call) if call == "dispatch_recv" else ("dispatch", "combine")
-        raise ValueError(f"round {handle.epoch} is closed: {first} comes before {second}")
+        raise EPStateError(f"round {handle.epoch} is closed: {first} comes before {second}")
     if handle is current or isinstance(current, Dispatched) and handle is current.sent:
-        raise ValueError(f"round {current.epoch} awaits {' or '.join(PERMITTED[rounds.state])}, got {call}")
-    raise ValueError(
+        raise EPStateError(f"round {current.epoch} awaits {' or '.join(PERMITTED[rounds.state])}, got {call}")
+    raise EPStateError(
         f"`{name}` must be the handle of the open round {current.epoch}, got another's, of round {handle.epoch}"
     )

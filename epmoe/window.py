@@ -14,11 +14,12 @@ import fcntl
 import itertools
 import mmap
 import os
+import resource
 import secrets
 import socket
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -60,17 +61,18 @@ class SharedMemoryWindow:
 
         Raises:
             MemoryError: this rank has no room.
-            RuntimeError: the ranks are on several machines, or a rank did not answer within `SOCKET_TIMEOUT_S`, or
-                within half the deadline of `peers` if that is shorter.
+            RuntimeError: the ranks are on several machines, this process may open too few files, or a rank did not
+                answer within `SOCKET_TIMEOUT_S`, or within half the deadline of `peers` if that is shorter.
         """
         check_room(nbytes * peers.size, available_memory_bytes())
-        windows = [_reserve(nbytes)]
-        try:
-            peers.all_gather(None)  # all have room
-            windows, processes = share_descriptors(windows, peers)
-            regions = [_map(window, nbytes) for window in windows]
-        finally:
-            _close(windows)
+        with _enough_files(peers.size):
+            windows = [_reserve(nbytes)]
+            try:
+                peers.all_gather(None)  # all have room
+                windows, processes = share_descriptors(windows, peers)
+                regions = [_map(window, nbytes) for window in windows]
+            finally:
+                _close(windows)
         self._regions = regions  # keeps the mappings
         self.local = regions[peers.rank]
         self.addresses = [region.data_ptr() for region in regions]
@@ -107,6 +109,21 @@ def check_room(nbytes: int, available: int) -> None:
             f"the windows need {nbytes:,} bytes of memory that ranks share, but only {available:,} are available: "
             "lower capacity.max_num_tokens_per_rank"
         )
+
+
+@contextlib.contextmanager
+def _enough_files(ranks: int) -> Iterator[None]:
+    """Says what to do where this process may open no more files."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise RuntimeError(
+            f"this process may not open more files (its limit is {most}): the windows of {ranks} ranks take up to "
+            f"{4 * ranks} while they open; raise the limit, as `ulimit -n {most + 4 * ranks}` does"
+        ) from error
 
 
 def _reserve(nbytes: int) -> int:
@@ -192,7 +209,10 @@ def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[
             for peer, connection in connections.items():
                 message, received[peer], _, _ = socket.recv_fds(connection, 1, 2)
                 if not message or len(received[peer]) < len(window):
-                    raise RuntimeError(f"rank {peer} closed its socket before it sent its window")
+                    raise RuntimeError(
+                        f"rank {peer} closed its socket before it sent its window, or this process may not open more "
+                        "files (`ulimit -n`)"
+                    )
         except BaseException:
             _close(itertools.chain(*received.values()))
             raise

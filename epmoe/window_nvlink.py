@@ -74,7 +74,7 @@ class NVLinkWindow:
         self._stored, self._stores = torch.empty(64, dtype=torch.int64, pin_memory=True), itertools.count()
         self._stream = torch.cuda.Stream(device)
         self._dead_at = dead_at
-        self.deaths = Deaths(_processes(peers), self._note)
+        self.deaths = Deaths(processes_of(peers), self._note)
 
     def store(self, offset: int, value: int) -> None:
         """As `Window.store`, for a word below 2^63. It returns once the words have arrived, or after 1 s."""
@@ -154,7 +154,7 @@ def _rendezvous(local: Tensor, peers: Peers) -> _SymmetricMemory:
     return handles[0]
 
 
-def _processes(peers: Peers) -> dict[int, int]:
+def processes_of(peers: Peers) -> dict[int, int]:
     """The other ranks' processes for `Deaths`; none where not all ranks reach one another's sockets. Collective."""
     processes: dict[int, int] = {}
     try:

@@ -107,3 +107,10 @@ def test_the_operator_checks_what_would_be_a_wild_pointer(ep):
     for x, scales in ((Q, None), (Q.bfloat16(), SCALES), (Q, SCALES[:, :2]), (Q, SCALES.double())):
         with pytest.raises(RuntimeError, match="scales"):
             ops.dispatch(x, IDS, WEIGHTS, scales, *rest)
+
+
+def test_rows_of_fp8_are_no_outputs(ep):
+    d = ep.dispatch(Q, IDS, WEIGHTS, scales=SCALES)
+    with pytest.raises(TypeError, match="`expert_rows` must be bfloat16, got float8.*count with their `scales`"):
+        ep.combine(d.rows, d)
+    ep.abort(d)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from exchanges import make_config
 from host import SLACK_S, Host, create, play, resume
 
@@ -17,6 +19,9 @@ import epmoe
 import epmoe.resume
 import epmoe.two_levels
 from epmoe import Placement
+from epmoe.deaths import Deaths
+from epmoe.peers import Peers
+from epmoe.window_nvlink import processes_of
 
 RANKS, FAULTY, DEADLINE_S = 3, 2, 3.0
 NAMES = list(range(RANKS))
@@ -123,3 +128,39 @@ def test_resume_again_in_the_same_store(host, nodes):
         assert all("MemoryError: rank 2" in error for error in host.do(NAMES, resume, placement))
     host.do(NAMES, resume, placement)
     assert host.do(NAMES, play) == ["played"] * RANKS
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["all meet", "one is apart"])
+def test_gpus_watch_processes_where_all_ranks_meet(host, apart):
+    """The windows of GPUs open without sockets, too, as in containers with networks of their own."""
+    if apart:
+        host.do([FAULTY], be_apart)
+    assert host.do(NAMES, watch_processes) == [None] * RANKS
+    host.signal(FAULTY, signal.SIGKILL)
+    host.processes[FAULTY].join()
+    assert host.do(NAMES[:FAULTY], dead) == [(0, 0) if apart else (1 << FAULTY, 1 << FAULTY)] * FAULTY
+
+
+def be_apart(state) -> None:
+    def connect(*_: object) -> None:
+        raise ConnectionRefusedError
+
+    socket.socket.connect = connect
+
+
+class Noted:
+    dead = 0
+
+    def note(self, dead: int) -> None:
+        self.dead = dead
+
+
+def watch_processes(state) -> None:
+    state.noted = Noted()
+    state.deaths = Deaths(processes_of(Peers.of(dist.group.WORLD, DEADLINE_S)), state.noted.note)
+
+
+def dead(state) -> tuple[int, int]:
+    """As this rank sees it now, and as the thread has noted it."""
+    time.sleep(0.1)
+    return state.deaths.mask(), state.noted.dead

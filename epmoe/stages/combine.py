@@ -11,7 +11,7 @@ from epmoe import ops, rounds
 from epmoe.exchange import Exchange
 from epmoe.handles import Dispatched
 from epmoe.rounds import CLOSED, PHASES, RETURNING
-from epmoe.stages.checks import aligned_rows, check_forward_only, check_tensor
+from epmoe.stages.checks import FP8, aligned_rows, check_forward_only, check_tensor, describe, dtype_name
 
 
 def combine(exchange: Exchange, expert_rows: Tensor, dispatched: Dispatched, out: Tensor | None = None) -> Tensor:
@@ -90,6 +90,11 @@ def _expert_rows(exchange: Exchange, rows: Tensor, dispatched: Dispatched) -> Te
     # `check_tensor` words the errors. It takes longer than these comparisons and runs only if one of them fails.
     D = dispatched.hidden_size
     shape: tuple[int, ...] = getattr(rows, "shape", ())
+    if getattr(rows, "dtype", None) is FP8:
+        raise TypeError(
+            f"`expert_rows` must be {dtype_name(dispatched.dtype)}, got {describe(rows)}: rows of fp8 are the experts' "
+            "inputs, which count with their `scales`; combine takes outputs"
+        )
     if len(shape) != 2 or shape[1] != D or rows.dtype != dispatched.dtype or rows.device != exchange.device:
         check_tensor("expert_rows", rows, (dispatched.dtype,), ("N", D), exchange.device)
     check_forward_only(rows)

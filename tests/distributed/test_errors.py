@@ -103,8 +103,11 @@ def test_order_of_calls(make_ep, rank, size):
     with pytest.raises(ValueError, match=r"round 1 is closed"):
         ep.combine(rows, d)
     second, elsewhere = ep.dispatch(*given), other.dispatch(*given)
-    for wrong in (d, elsewhere):
-        with pytest.raises(ValueError, match=r"`dispatched` must be the handle of the open round 2, got .* round 1"):
+    for wrong, message in (
+        (d, r"`dispatched` must be the handle of the open round 2, got another's, of round 1"),
+        (elsewhere, r"`dispatched` belongs to another ExpertParallel"),
+    ):
+        with pytest.raises(ValueError, match=message):
             ep.combine(run_experts(ep, second), wrong)
     ep.abort(second)
     other.abort(elsewhere)
@@ -122,7 +125,11 @@ def test_group(rank, size, device):
     lonely = dist.new_group(list(range(size)), backend="cuda:gloo")
     with pytest.raises(ValueError, match=r"`group` must have a CPU backend, got .*cuda:gloo.*cpu:gloo,cuda:nccl"):
         epmoe.ExpertParallel(make_config(size), group=lonely, device=device)
-    with pytest.raises(ValueError, match=rf"the config of rank {rank} differs from that of rank\(s\) "):
+    M, theirs = (9, 8) if rank == 0 else (8, 9)
+    differs = rf"the config of rank {rank} differs from that of rank\(s\) .*"
+    with pytest.raises(
+        ValueError, match=rf"{differs}`capacity.max_num_tokens_per_rank` is {M} here and {theirs} there"
+    ):
         epmoe.ExpertParallel(make_config(size, max_tokens=8 + (rank == 0)), device=device)
 
 

@@ -210,9 +210,10 @@ def test_order_of_phases(make_ep, rank, size):
         ep.dispatch_recv(sent)
 
     second, elsewhere = ep.dispatch_send(*inputs), other.dispatch_send(*inputs)
-    for wrong in (sent, elsewhere):
-        with pytest.raises(ValueError, match="`sent` must be the handle of the open round 2, got .* round 1"):
-            ep.dispatch_recv(wrong)
+    with pytest.raises(ValueError, match="`sent` must be the handle of the open round 2, got another's, of round 1"):
+        ep.dispatch_recv(sent)
+    with pytest.raises(ValueError, match="`sent` belongs to another ExpertParallel"):
+        ep.dispatch_recv(elsewhere)
     ep.abort(second)
     other.abort(elsewhere)
 

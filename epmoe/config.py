@@ -62,8 +62,8 @@ class RoutingConfig(Strict):
     routed_scaling_factor: float = Field(default=1.0, gt=0)
     """Multiplies the weights, after renormalisation."""
     nan_rows: Literal["zero", "propagate"] = "zero"
-    """What a `MoELayer` returns for a token whose logits hold NaN or Inf: the sum of what `route` chose, which is zeros
-    where a softmax is undefined; or NaN, for whoever looks for the cause."""
+    """What a `MoELayer` returns for a token whose scores are undefined, by NaN or under softmax by +Inf: the sum of
+    what `route` chose, which is zeros under softmax; or NaN, for whoever looks for the cause."""
 
 
 class TopologyConfig(Strict):

@@ -134,8 +134,10 @@ class MoELayer(nn.Module):
             expert_rows_ND = self.experts(d.rows, d.expert_offsets, d.scales)
             y_TD = self.ep.combine(expert_rows_ND, d)
         if propagates:
-            real = ids_TK[:, :1] < self.ep.config.model.num_experts  # padding has the id E
-            y_TD.masked_fill_(real & ~routing.isfinite().all(1, keepdim=True), torch.nan)
+            model, scoring = self.ep.config.model, self.ep.config.routing.scoring
+            real = ids_TK[:, :1] < model.num_experts  # padding has the id E
+            largest = routing.amax(1, keepdim=True)  # NaN where any logit is; −Inf alone costs an expert only itself
+            y_TD.masked_fill_(real & (largest.isnan() if scoring == "sigmoid" else ~largest.isfinite()), torch.nan)
         return y_TD
 
     def extra_repr(self) -> str:

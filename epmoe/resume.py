@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import reprlib
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from epmoe.two_levels import TwoLevels
 from epmoe.two_levels_cuda import TwoLevelsOnGPUs
 
 _NEW = -1
+_MOST_TOLD = 8  # keys in an error
 _ANSWER_S = 1.0  # how long ranks have to say that they live, once the group has failed
 
 
@@ -83,23 +85,26 @@ def agree(hellos: list[Hello], rank: int) -> tuple[str, int, list[int] | None]:
         mine = getattr(hellos[rank], key)
         others = [other for other, hello in enumerate(hellos) if getattr(hello, key) != mine]
         if others:
-            keys = _differing(mine, hellos[others[0]].config) if key == "config" else ""
+            keys = _differing([hello.config for hello in hellos], rank, others) if key == "config" else ""
             raise ValueError(
                 f"the {what} of rank {rank} differs from that of rank(s) {others}: it must be the same on all{keys}"
             )
     return (known or hellos)[0].origin, newest + 1, former if keeps else None
 
 
-def _differing(mine: str, other: str) -> str:
-    """The keys in which two configs differ, as JSON, with both values: the end of a sentence."""
-    ours, theirs = json.loads(mine), json.loads(other)
-    pairs = [
-        f"`{section}.{key}` is {value!r} here and {theirs[section][key]!r} there"
-        for section, keys in ours.items()
-        for key, value in keys.items()
-        if value != theirs[section][key]
-    ]
-    return f"; {', '.join(pairs)}"
+def _differing(configs: list[str], rank: int, others: list[int]) -> str:
+    """The keys in which the configs of ranks differ, with the values: the end of a sentence. Words of other ranks."""
+    mine, told = json.loads(configs[rank]), list[str]()
+    for other in others:
+        theirs = json.loads(configs[other])
+        for section, keys in mine.items():
+            for key, value in keys.items():
+                got = theirs.get(section, {}).get(key)
+                if got != value:
+                    told.append(
+                        f"`{section}.{key}` is {reprlib.repr(value)} here and {reprlib.repr(got)} on rank {other}"
+                    )
+    return f"; {', '.join(told[:_MOST_TOLD])}" if told else ""
 
 
 class Resumable(HoldsWindows):

@@ -114,3 +114,7 @@ def test_rows_of_fp8_are_no_outputs(ep):
     with pytest.raises(TypeError, match="`expert_rows` must be bfloat16, got float8.*count with their `scales`"):
         ep.combine(d.rows, d)
     ep.abort(d)
+    d = ep.dispatch(Q, IDS, WEIGHTS, scales=SCALES, layout="rank")
+    with pytest.raises(TypeError, match="`partial` must be bfloat16, got float8.*count with their `scales`"):
+        ep.combine_partial(d.recv.x, d)
+    ep.abort(d)

@@ -137,7 +137,7 @@ def test_deepcopy_copies_weights_and_shares_the_exchange(ep):
 
 @pytest.mark.parametrize("save", [pickle.dumps, lambda layer: torch.save(layer, io.BytesIO())])
 def test_a_whole_layer_cannot_be_pickled(ep, save):
-    with pytest.raises(TypeError, match="ExpertParallel cannot be pickled or copied: it holds windows of this process"):
+    with pytest.raises(TypeError, match=r"it holds windows of this process.*Save a layer by its `state_dict\(\)`"):
         save(make_layer(ep))
 
 
@@ -277,9 +277,13 @@ def test_a_token_of_nan(device, nan_rows, scoring):
     )
     with epmoe.ExpertParallel(config, device=device) as ep, torch.no_grad():
         layer, x = make_layer(ep), randn(6, D).to(device)
+        layer.router_weight[0, :] = -torch.inf  # masks an expert where x is positive, and routing stays defined
+        x.abs_()
         whole = layer(x, num_tokens=5)
+        assert whole[:5].isfinite().all() and ep.health().sanitised_rows == 0
         x[[2, 5]] = torch.nan
         y = layer(x, num_tokens=5)
-        assert torch.equal(y[[0, 1, 3, 4]], whole[[0, 1, 3, 4]]) and y[5].eq(0).all()
+        assert_close(y[[0, 1, 3, 4]], whole[[0, 1, 3, 4]].double())
+        assert y[5].eq(0).all()
         assert y[2].isnan().all() if nan_rows == "propagate" else y[2].eq(0).all()
         assert ep.health().sanitised_rows == 1

@@ -86,16 +86,21 @@ def y_of(exchange: Exchange, dispatched: Dispatched, out: Tensor | None) -> Tens
     return out
 
 
+def _refuse_fp8(name: str, rows: object, dispatched: Dispatched) -> None:
+    """Raises TypeError for the rows of fp8 that dispatch has returned, where combine wants the experts' outputs."""
+    if isinstance(rows, Tensor) and rows.dtype is FP8:
+        raise TypeError(
+            f"`{name}` must be {dtype_name(dispatched.dtype)}, got {describe(rows)}: rows of fp8 are the experts' "
+            "inputs, which count with their `scales`; combine takes outputs"
+        )
+
+
 def _expert_rows(exchange: Exchange, rows: Tensor, dispatched: Dispatched) -> Tensor:
     # `check_tensor` words the errors. It takes longer than these comparisons and runs only if one of them fails.
     D = dispatched.hidden_size
     shape: tuple[int, ...] = getattr(rows, "shape", ())
-    if getattr(rows, "dtype", None) is FP8:
-        raise TypeError(
-            f"`expert_rows` must be {dtype_name(dispatched.dtype)}, got {describe(rows)}: rows of fp8 are the experts' "
-            "inputs, which count with their `scales`; combine takes outputs"
-        )
     if len(shape) != 2 or shape[1] != D or rows.dtype != dispatched.dtype or rows.device != exchange.device:
+        _refuse_fp8("expert_rows", rows, dispatched)
         check_tensor("expert_rows", rows, (dispatched.dtype,), ("N", D), exchange.device)
     check_forward_only(rows)
     if exchange.device.type == "cpu" and rows.shape[0] < exchange.plan.sizes["max_rows"]:  # a GPU skips missing rows
@@ -108,6 +113,8 @@ def _expert_rows(exchange: Exchange, rows: Tensor, dispatched: Dispatched) -> Te
 def _partial_rows(exchange: Exchange, partial: Tensor, dispatched: Dispatched) -> Tensor:
     sizes = exchange.plan.sizes
     shape = (sizes["R"], sizes["M"], dispatched.hidden_size)
+    if partial.__class__ is Tensor and partial.dtype is not dispatched.dtype:
+        _refuse_fp8("partial", partial, dispatched)
     check_tensor("partial", partial, (dispatched.dtype,), shape, exchange.device)
     check_forward_only(partial)
     return aligned_rows(partial.flatten(0, 1))

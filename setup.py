@@ -21,8 +21,8 @@ AHEAD_OF_TIME = importlib.util.find_spec("torch") is not None
 
 
 def load_builder() -> ModuleType:
-    """epmoe/build.py alone: importing the package would need all its dependencies."""
-    spec = importlib.util.spec_from_file_location("epmoe_build", ROOT / "epmoe" / "build.py")
+    """epmoe/native/build.py alone: importing the package would need all its dependencies."""
+    spec = importlib.util.spec_from_file_location("epmoe_build", ROOT / "epmoe" / "native" / "build.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up

@@ -1,4 +1,4 @@
-// The local operators: they check and unwrap tensors, and launch. Schemas and fakes are in epmoe/ops.py.
+// The local operators: they check and unwrap tensors, and launch. Schemas and fakes are in epmoe/native/ops.py.
 #include <tuple>
 
 #include "args.h"

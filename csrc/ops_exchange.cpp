@@ -1,4 +1,5 @@
-// The operators of the exchange: they check and unwrap tensors, and launch. Schemas and fakes are in epmoe/ops.py.
+// The operators of the exchange: they check and unwrap tensors, and launch. Schemas and fakes are in
+// epmoe/native/ops.py.
 #include <cstring>
 #include <utility>
 
@@ -12,8 +13,8 @@ namespace {
 enum class Phase { kSendRecv, kSend, kRecv };
 
 // What both stages of a round need beside its memory, in a host tensor of int64 that `Exchange.descriptors_for` in
-// epmoe/exchange.py writes. The addresses of all R windows follow the struct. One tensor costs the host less than
-// scalar arguments of the operator.
+// epmoe/exchange/exchange.py writes. The addresses of all R windows follow the struct. One tensor costs the host less
+// than scalar arguments of the operator.
 struct ExchangeDescriptor {
   ExchangePlan plan;
   int64_t expert_major, weight_rows;  // as in DispatchArgs

@@ -1,11 +1,11 @@
-// The operators of the rail: they check and unwrap tensors. Schemas and fakes are in epmoe/ops.py.
+// The operators of the rail: they check and unwrap tensors. Schemas and fakes are in epmoe/native/ops.py.
 #include "cpu/stages.h"
 #include "unwrap.h"
 
 namespace epmoe {
 namespace {
 
-// What all calls of one rank share, in a host tensor of int64 that `TwoLevels` in epmoe/two_levels.py writes.
+// What all calls of one rank share, in a host tensor of int64 that `TwoLevels` in epmoe/rail/exchange.py writes.
 struct RailDescriptor {
   int64_t E, copies, rank, node, nodes, fp8;
   RailSlot slot;

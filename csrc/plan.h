@@ -1,6 +1,6 @@
-// The memory of the exchange as the kernels see it. epmoe/memory.py computes every size and offset once and hands them
-// over as int64, in the order of the fields of `ExchangePlan` (`SIZES` and `OFFSETS` there; a test compares the names).
-// docs/protocol.md has the map of the window: writer, reader, signal and re-arming of each buffer.
+// The memory of the exchange as the kernels see it. epmoe/exchange/memory.py computes every size and offset once and
+// hands them over as int64, in the order of the fields of `ExchangePlan` (`SIZES` and `OFFSETS` there; a test compares
+// the names). docs/protocol.md has the map of the window: writer, reader, signal and re-arming of each buffer.
 #pragma once
 #include <cstddef>
 
@@ -81,7 +81,7 @@ struct ExchangePlan {
   int64_t table_sentinels;    // int32 [R]: for each rank a valid id that another rank owns, P if there is none
   int64_t table_local_index;  // int32 [P]: local index of a physical expert on its owner; CUDA only
   int64_t pair_weights;       // float [R, M, K]: weights of received pairs; dispatch -> combine send; CUDA only
-  // Totals: kernels add to them, the host reads them (epmoe/health.py).
+  // Totals: kernels add to them, the host reads them (epmoe/exchange/health.py).
   int64_t health_counters;           // int64 [kNumCounters]
   int64_t health_tokens_per_expert;  // int64 [e]: rows that this rank's experts have received
   int64_t health_rows_sent;          // int64 [R]: rows sent to each rank
@@ -107,7 +107,7 @@ struct alignas(64) RoundHeader {
 // after each call: a signal handler of Python may raise right behind a call, so that its caller never learns that it
 // returned. On the CPU it lies in RoundState, on CUDA in host memory behind the Status.
 struct Progress {
-  int64_t phases;       // phases that have ended, four a round; in the order of the states of epmoe/rounds.py
+  int64_t phases;  // phases that have ended, four a round; in the order of the states of epmoe/exchange/round_state.py
   int64_t deadline_ns;  // CPU only: of the wait that a call has left so that Python can handle signals; 0: it left none
   int64_t missing;      // CPU only: mask of the ranks that this wait still missed
   int64_t counted_ns;   // CPU only: the time up to which health_waited_ns has this wait
@@ -120,8 +120,9 @@ struct Progress {
 // A tag has 16 bits. Ranks that open a round with other tags are in other layers.
 constexpr int32_t kMaxTag = (1 << 16) - 1;
 
-// What went wrong, for the host: int64 each, in the order of `epmoe.health.STATUS`. It lies in host memory (pinned on
-// CUDA); kernels write it, and the host looks at it without synchronising. Only the CPU's host clears `code`.
+// What went wrong, for the host: int64 each, in the order of `epmoe.exchange.health.STATUS`. It lies in host memory
+// (pinned on CUDA); kernels write it, and the host looks at it without synchronising. Only the CPU's host clears
+// `code`.
 struct Status {
   int64_t code;         // StatusCode; written last
   int64_t stage;        // Stage

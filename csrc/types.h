@@ -27,7 +27,7 @@ EPMOE_HD float scale_for(float largest) {
   return largest > 0.0f ? (scale > 0x1p-126f ? scale : 0x1p-126f) : 1.0f;
 }
 
-// One int64 each, in the order of `epmoe.health.COUNTERS`.
+// One int64 each, in the order of `epmoe.exchange.health.COUNTERS`.
 enum Counter : int32_t {
   kSanitisedRows,
   kPaddedRows,

@@ -8,9 +8,10 @@ T: tokens on this rank. M: most tokens a rank may bring to a round. D: hidden si
 E: logical experts. P: physical experts. e: physical experts of this rank. R: ranks. N: expert-major rows.
 """
 
-from epmoe.config import ConfigError, EPConfig
-from epmoe.handles import Dispatched, Sent
-from epmoe.health import (
+from epmoe.config.config import ConfigError, EPConfig
+from epmoe.config.placement import Move, Placement
+from epmoe.exchange.handles import Dispatched, Sent
+from epmoe.exchange.health import (
     EPAbortedError,
     EPError,
     EPMismatchError,
@@ -22,16 +23,15 @@ from epmoe.health import (
     EPTimeoutError,
     Health,
 )
+from epmoe.exchange.memory import MemoryPlan
 from epmoe.layer import MoELayer
-from epmoe.memory import MemoryPlan
-from epmoe.placement import Move, Placement
+from epmoe.local.experts import GroupedExperts
+from epmoe.local.finalize import finalize
+from epmoe.local.permute import Permuted, permute
+from epmoe.local.quantize import Quantized, quantize_fp8, zero_padding_rows_
+from epmoe.local.route import Routing, route
+from epmoe.local.simulate import simulate_routing
 from epmoe.service import ExpertParallel
-from epmoe.simulate import simulate_routing
-from epmoe.stages.experts import GroupedExperts
-from epmoe.stages.finalize import finalize
-from epmoe.stages.permute import Permuted, permute
-from epmoe.stages.quantize import Quantized, quantize_fp8, zero_padding_rows_
-from epmoe.stages.route import Routing, route
 
 __version__ = "0.1.0"  # the only place of the version: pyproject.toml reads it from here
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from epmoe.config import EPConfig
-from epmoe.launch_policy import shared_bytes_needed
-from epmoe.memory import MemoryPlan
-from epmoe.peers import Peers
-from epmoe.placement import Placement
-from epmoe.stages.checks import describe
-from epmoe.window import SharedMemoryWindow, Window
-from epmoe.window_nvlink import NVLinkWindow
+from epmoe.config.config import EPConfig
+from epmoe.config.placement import Placement
+from epmoe.exchange.launch_policy import shared_bytes_needed
+from epmoe.exchange.memory import MemoryPlan
+from epmoe.exchange.peers import Peers
+from epmoe.exchange.window import SharedMemoryWindow, Window
+from epmoe.exchange.window_nvlink import NVLinkWindow
+from epmoe.native.arguments import describe
 
 
 def config_of(config: EPConfig | str | os.PathLike[str]) -> EPConfig:

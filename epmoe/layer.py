@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from epmoe import opaque
-from epmoe.rounds import MAX_TAG
+from epmoe.exchange.round_state import MAX_TAG
+from epmoe.local.experts import GroupedExperts, without_autocast
+from epmoe.native.arguments import FLOATS, check_tensor, describe, dtype_name
 from epmoe.service import ExpertParallel
-from epmoe.stages.checks import FLOATS, check_tensor, describe, dtype_name
-from epmoe.stages.experts import GroupedExperts, without_autocast
 
 
 class MoELayer(nn.Module):

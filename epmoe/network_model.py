@@ -13,12 +13,11 @@ from typing import Self
 import torch
 
 from epmoe.bench.sample import ranks_needed, wire_bytes
-from epmoe.config import EPConfig
-from epmoe.hardware import HardwareConfig
-from epmoe.memory import RailSlot
-from epmoe.placement import Placement
-from epmoe.reference import route_reference
-from epmoe.simulate import simulate_logits
+from epmoe.config.config import EPConfig
+from epmoe.config.hardware import HardwareConfig
+from epmoe.exchange.memory import RailSlot
+from epmoe.local.reference import route_reference
+from epmoe.local.simulate import simulate_logits
 
 _BYTES_PER_US = 1000  # of 1 GB/s
 _ROUTED = 8192  # tokens from which `Spread.of` takes its means: within 1%
@@ -52,7 +51,7 @@ class Spread:
             num_expert_groups=routing.num_expert_groups,
             top_groups=routing.top_groups,
         ).ids
-        needs_RTR = ranks_needed(Placement.from_config(config), ids.view(R, tokens, K).long())
+        needs_RTR = ranks_needed(config.place_experts(), ids.view(R, tokens, K).long())
         needs_RTNG = needs_RTR.view(R, tokens, topology.num_nodes, topology.ranks_here)
         counts = (needs.sum(-1).double().mean().item() for needs in (needs_RTR, needs_RTNG.any(-1)))
         return cls(K, *counts)

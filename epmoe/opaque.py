@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from epmoe.stages.checks import describe, token_count
+from epmoe.native.arguments import describe, token_count
 
 
 class Layer(Protocol):

@@ -21,20 +21,23 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from epmoe import ops, rounds
-from epmoe.config import EPConfig
-from epmoe.exchange import Exchange, device_ends
+from epmoe.config.config import EPConfig
+from epmoe.config.placement import Move, Placement
+from epmoe.exchange import combine, dispatch
+from epmoe.exchange import round_state as rounds
+from epmoe.exchange.exchange import Exchange
+from epmoe.exchange.handles import HoldsWindows
+from epmoe.exchange.health import EPOpenError, EPResumeError, EPStateError
+from epmoe.exchange.memory import MemoryPlan
+from epmoe.exchange.peers import LostRankError, Peers
+from epmoe.exchange.waiting import device_ends
 from epmoe.group import check_backend, check_shared_memory, check_size, device_of, group_of, open_window
-from epmoe.handles import HoldsWindows
-from epmoe.health import EPOpenError, EPResumeError, EPStateError
-from epmoe.memory import MemoryPlan
-from epmoe.network import AskingRail
-from epmoe.peers import LostRankError, Peers
-from epmoe.placement import Move, Placement
-from epmoe.stages import combine, dispatch, two_levels
-from epmoe.stages.checks import describe
-from epmoe.two_levels import TwoLevels
-from epmoe.two_levels_cuda import TwoLevelsOnGPUs
+from epmoe.native import ops
+from epmoe.native.arguments import describe
+from epmoe.rail import stages as two_levels
+from epmoe.rail.exchange import TwoLevels
+from epmoe.rail.exchange_cuda import TwoLevelsOnGPUs
+from epmoe.rail.gloo import AskingRail
 
 _NEW = -1
 _MOST_TOLD = 8  # keys in an error
@@ -249,10 +252,10 @@ class Resumable(HoldsWindows):
                 origin, generation, former = agree(hellos, peers.rank)
                 if former is not None:
                     gone = set(range(config.topology.ep_size)).difference(former)
-                    config = config.with_placement(Placement.from_config(config).without(gone))
+                    config = config.with_placement(config.place_experts().without(gone))
                 check_size(config, peers)
                 device_of(config, self.device)
-                placement = Placement.from_config(config)
+                placement = config.place_experts()
                 _ = ops.dispatch  # builds or loads the library now, not in a round in which other ranks wait
                 if self.device.type == "cuda":
                     ops.load_cuda()

@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epmoe import rounds
-from epmoe.config import EPConfig
+from epmoe.config.config import EPConfig
+from epmoe.config.tuning import Tuning
+from epmoe.exchange import round_state as rounds
+from epmoe.exchange.dispatch import no_tokens
+from epmoe.exchange.handles import Dispatched, Layout, Sent
+from epmoe.exchange.health import Health
+from epmoe.exchange.memory import MemoryPlan
+from epmoe.exchange.peers import Peers
 from epmoe.group import config_of, device_of, group_of
-from epmoe.handles import Dispatched, Layout, Sent
-from epmoe.health import Health
-from epmoe.memory import MemoryPlan
-from epmoe.peers import Peers
+from epmoe.local import route as route_stage
+from epmoe.local.route import Routing
 from epmoe.resume import Hello, Resumable
-from epmoe.stages import route as route_stage
-from epmoe.stages.dispatch import no_tokens
-from epmoe.stages.route import Routing
-from epmoe.tuning import Tuning
 
 
 class ExpertParallel(Resumable):

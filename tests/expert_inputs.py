@@ -8,8 +8,8 @@ from helpers import assert_close, poison_, randn
 from torch import Tensor
 
 import epmoe
-from epmoe.reference import swiglu_reference
-from epmoe.stages import grouped_gemm
+from epmoe.local import grouped_gemm
+from epmoe.local.reference import swiglu_reference
 
 E, D, F, BLOCK = 4, 256, 128, 128
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16

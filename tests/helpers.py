@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from epmoe.build import build
+from epmoe.native.build import build
 
 ROOT = Path(__file__).parent.parent
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")

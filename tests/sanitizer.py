@@ -17,7 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from epmoe.build import build
+from epmoe.native.build import build
 
 ROOT = Path(__file__).parent.parent
 TOOL = shutil.which("compute-sanitizer") or shutil.which(
@@ -38,7 +38,7 @@ for T in (200, 288):
     routing.ids[:4] = torch.tensor([5, 88, 88, 65, -1, 5, 127, 128], dtype=torch.int32, device="cuda")
     x = torch.randn(T, 512, device="cuda").bfloat16()
     permuted = epmoe.permute(x, routing.ids, identity_map, 128, alignment=4)
-    epmoe.ops.gated_activation(permuted.rows, permuted.expert_offsets, None, False, 7.0, 1.0, 0.0, T > 200)
+    epmoe.native.ops.gated_activation(permuted.rows, permuted.expert_offsets, None, False, 7.0, 1.0, 0.0, T > 200)
     partial = epmoe.finalize(permuted.rows, permuted, torch.ones(T, 8, device="cuda"))
     q = epmoe.quantize_fp8(epmoe.zero_padding_rows_(partial, T - 7), granularity="tensor", num_tokens=T - 7)
     torch.cuda.synchronize()
@@ -48,7 +48,7 @@ print("done")
 RAIL = """
 import torch
 from test_rail import D, T, Packed, inputs
-from epmoe import ops
+from epmoe.native import ops
 count, shown = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int64).pin_memory()
 ops.rail_mark(count, shown, None, None, None)
 for payload in ("auto", "fp8"):
@@ -66,12 +66,12 @@ print("done")
 EXCHANGE = """
 import os, sys, torch, torch.distributed as dist
 from exchanges import assert_y, make_config, make_tokens, run_round
-import epmoe, epmoe.memory
+import epmoe, epmoe.exchange.memory
 rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
 torch.cuda.set_device(rank % torch.cuda.device_count())
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-for epmoe.memory.LL_MAX_TOKENS in (1024, 8):
+for epmoe.exchange.memory.LL_MAX_TOKENS in (1024, 8):
     for payload in ("auto", "fp8"):
         exchange = {"payload": payload, "combine_payload": payload}
         options = {"hidden": 256, "dtype": "bfloat16", "max_tokens": 40, "timeout_s": 60.0, "exchange": exchange}

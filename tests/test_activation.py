@@ -10,7 +10,7 @@ import torch
 from helpers import FLOATS, ON_GPUS, assert_close, poison_, poisoned_memory, randn
 from torch import Tensor
 
-from epmoe import ops
+from epmoe.native import ops
 
 OFFSETS, N = [0, 3, 3, 70, 75], 90  # expert 1 has no rows, and the last 15 rows belong to nobody
 

@@ -21,9 +21,9 @@ from epmoe.bench.facts import commit, facts
 from epmoe.bench.report import Times
 from epmoe.bench.sample import Sample, wire_bytes
 from epmoe.bench.sides import Fused, Side
-from epmoe.config import EPConfig
+from epmoe.config.config import EPConfig
+from epmoe.config.tuning import Tuning, TuningRow
 from epmoe.service import ExpertParallel
-from epmoe.tuning import Tuning, TuningRow
 
 REPEATS = 2
 TOKENS = (0, 1, 32)

@@ -14,7 +14,7 @@ from launched import run, torchrun
 
 from epmoe.bench import layer, layer_sides
 from epmoe.bench.layer_sides import Precision
-from epmoe.config import EPConfig
+from epmoe.config.config import EPConfig
 from epmoe.service import ExpertParallel
 
 TOKENS = (0, 1, 24)

@@ -12,7 +12,7 @@ from launched import run, torchrun
 
 from epmoe.bench import all_to_all, rail
 from epmoe.bench.report import Times
-from epmoe.config import EPConfig
+from epmoe.config.config import EPConfig
 
 REPEATS = 2
 TOKENS = (0, 1, 32)

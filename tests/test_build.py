@@ -13,7 +13,7 @@ import torch
 from launched import run_python
 
 import epmoe
-from epmoe import build, ops
+from epmoe.native import build, ops
 
 NVCC = "nvcc: release 13.0, V13.0.88"
 
@@ -187,7 +187,9 @@ def test_a_torch_that_was_never_tried_is_said_to_be(version, is_tried):
     assert build.problem_with_torch(version) == (None if is_tried else sentence)
 
 
-NEWER_TORCH = "import torch; torch.__version__ = '2.14.0'; from epmoe import ops; ops.route; ops.permute; print('ok')"
+NEWER_TORCH = (
+    "import torch; torch.__version__ = '2.14.0'; from epmoe.native import ops; ops.route; ops.permute; print('ok')"
+)
 
 
 def test_a_newer_torch_is_one_warning():
@@ -200,14 +202,14 @@ def test_a_library_that_does_not_load_is_one_sentence(tmp_path):
     (tmp_path / "libepmoe.so").write_text("no library")
     run = run_python("-c", NEWER_TORCH, EPMOE_LIBRARY=str(tmp_path / "libepmoe.so"))
     last = run.stderr.splitlines()[-1]
-    assert last.startswith(f"epmoe.build.BuildError: the native library does not load: {tmp_path}/libepmoe.so: ")
+    assert last.startswith(f"epmoe.native.build.BuildError: the native library does not load: {tmp_path}/libepmoe.so: ")
     assert "file too short" in last
     assert last.endswith("; this is torch 2.14.0")
 
 
 def test_missing_cuda_kernels_are_one_sentence(tmp_path):
     shutil.copy(native_library(), tmp_path)  # alone
-    run = run_python("-c", "from epmoe import ops; ops.load_cuda()", EPMOE_LIBRARY=str(tmp_path / "libepmoe.so"))
+    run = run_python("-c", "from epmoe.native import ops; ops.load_cuda()", EPMOE_LIBRARY=str(tmp_path / "libepmoe.so"))
     last = run.stderr.splitlines()[-1]
     assert last.startswith(f"RuntimeError: this installation of epmoe has no CUDA kernels ({tmp_path}/libepmoe_cuda.so")
     assert last.endswith("put nvcc on the PATH and start again")

@@ -12,7 +12,7 @@ from helpers import assert_close, build_without, generator, poison_, poisoned_me
 from launched import run_python
 
 import epmoe
-from epmoe.reference import moe_reference, route_reference
+from epmoe.local.reference import moe_reference, route_reference
 
 E, K, D = 128, 8, 64
 

@@ -17,10 +17,9 @@ pytest.importorskip("transformers")
 from helpers import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from epmoe.cli import models
+from epmoe.cli import checkpoint, demo, models
 from epmoe.cli.console import UserError
-from epmoe.config import EPConfig
-from epmoe.integrations import checkpoint, demo
+from epmoe.config.config import EPConfig
 
 TINY = {
     "vocab_size": 240,

@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 from epmoe import __version__
 from epmoe.cli import app
 from epmoe.cli.console import console, human_bytes, human_seconds, sparkline
-from epmoe.config import EPConfig
-from epmoe.memory import MemoryPlan
+from epmoe.config.config import EPConfig
+from epmoe.exchange.memory import MemoryPlan
 
 DEMO = ROOT / "configs" / "cpu_demo.yaml"
 

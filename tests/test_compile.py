@@ -145,7 +145,7 @@ def test_one_graph_serves_the_local_stages(device, backend, stage, num_tokens):
 def test_a_program_that_never_ran_eager(ep, backend):
     """Also the first call of an operator may be traced."""
     for name in ("route", "dispatch", "combine"):
-        vars(epmoe.ops).pop(name, None)
+        vars(epmoe.native.ops).pop(name, None)
     x = randn(5, D).to(ep.device)
     routing = compiled(lambda logits: tuple(epmoe.route(logits, K)), backend)(x)
     assert_same_bits(routing, tuple(epmoe.route(x, K)))

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epmoe import config_file
-from epmoe.config import ConfigError, EPConfig
-from epmoe.config_file import find_config
+from epmoe.config import config_file
+from epmoe.config.config import ConfigError, EPConfig
+from epmoe.config.config_file import find_config
 
 ROOT = Path(__file__).parents[1]
 MODEL = {"num_experts": 16, "num_experts_per_tok": 4, "hidden_size": 64}

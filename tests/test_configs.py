@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from epmoe.config import EPConfig
-from epmoe.placement import Placement
+from epmoe.config.config import EPConfig
 
 FOLDER = Path(__file__).parents[1] / "configs"
 SHAPES = {  # R, E, K, D
@@ -31,7 +30,7 @@ def test_loads(name):
     model = config.model
     shape = (config.topology.ep_size, model.num_experts, model.num_experts_per_tok, model.hidden_size)
     assert shape == SHAPES[name]
-    placement = Placement.from_config(config)
+    placement = config.place_experts()
     assert {placement.num_local_experts(rank) for rank in range(shape[0])} == {shape[1] // shape[0]}
 
 

@@ -8,8 +8,8 @@ from helpers import FLOATS, assert_close, distinct_ids, generator, poison_, pois
 from torch import Tensor
 
 import epmoe
-from epmoe import ops
-from epmoe.reference import finalize_reference
+from epmoe.local.reference import finalize_reference
+from epmoe.native import ops
 
 pytestmark = [
     pytest.mark.gpu,

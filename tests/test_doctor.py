@@ -8,8 +8,8 @@ import pytest
 import torch
 from test_cli import DEMO, epmoe, write
 
-from epmoe import build
 from epmoe.cli import doctor as doctor_module
+from epmoe.native import build
 
 
 def test_doctor_passes_on_this_machine() -> None:

@@ -17,7 +17,7 @@ import torch
 from helpers import NO_CUDA, ROOT
 from launched import run_python
 
-from epmoe.build import CUDA_FLAGS
+from epmoe.native.build import CUDA_FLAGS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -120,7 +120,7 @@ def test_a_library_of_sm_80_on_sm_90(tmp_path):
     """The whole library, compiled from its PTX on this GPU."""
     library = os.environ.get("EPMOE_SM80_LIBRARY")  # one that was built before
     if not library:
-        code = "from epmoe.build import build; print(build())"
+        code = "from epmoe.native.build import build; print(build())"
         built = run_python("-c", code, TORCH_CUDA_ARCH_LIST="8.0+PTX")
         assert built.returncode == 0, built.stderr
         library = built.stdout.split()[-1]

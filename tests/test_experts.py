@@ -10,8 +10,8 @@ import pytest
 import torch
 from helpers import FLOATS, assert_close, poison_, randn
 
-from epmoe.reference import swiglu_reference
-from epmoe.stages.experts import GroupedExperts
+from epmoe.local.experts import GroupedExperts
+from epmoe.local.reference import swiglu_reference
 
 SHAPES = [(3, 64, 32, True), (5, 1000, 24, True), (2, 10, 6, False)]  # e, D, F, whether grouped_mm takes the shape
 

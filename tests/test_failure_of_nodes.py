@@ -18,7 +18,7 @@ import torch.distributed as dist
 from launched import context
 
 import epmoe
-from epmoe.health import EPTimeoutError
+from epmoe.exchange.health import EPTimeoutError
 
 RANKS, VICTIM = 4, 2
 TIMEOUT_S = 2.0

@@ -8,7 +8,7 @@ from helpers import FLOATS, assert_close, distinct_ids, generator, poison_, pois
 from torch import Tensor
 
 import epmoe
-from epmoe.reference import finalize_reference
+from epmoe.local.reference import finalize_reference
 
 
 def permuted_by(row_of_pair: Tensor, counts: Tensor | None = None) -> epmoe.Permuted:

@@ -9,7 +9,7 @@ import torch
 from helpers import distinct_ids, randn
 
 import epmoe
-from epmoe import ops
+from epmoe.native import ops
 
 E, D, K, T = 12, 384, 3, 5
 FP8 = torch.float8_e4m3fn

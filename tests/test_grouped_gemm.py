@@ -15,7 +15,7 @@ from helpers import NO_CUDA, ON_GPUS, assert_close, poison_, randn
 from torch import Tensor
 
 import epmoe
-from epmoe.stages import grouped_gemm
+from epmoe.local import grouped_gemm
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from helpers import distinct_ids, randn
 
 import epmoe
-from epmoe.health import COUNTERS, STAGES, STATUS, EPOverflowError, Health, raise_on_failure, raise_on_overflow
+from epmoe.exchange.health import COUNTERS, STAGES, STATUS, EPOverflowError, Health, raise_on_failure, raise_on_overflow
 
 
 def counted(counters: torch.Tensor) -> dict[str, int]:

@@ -8,7 +8,7 @@ from test_report import Elements, result, written
 
 from epmoe.cli import charts
 from epmoe.cli.result import Result
-from epmoe.placement import Placement
+from epmoe.config.placement import Placement
 
 
 def three_ranks(**changes: object) -> Result:

@@ -17,9 +17,9 @@ from test_failure import NOTHING_LEFT, Rank, play_round, ranks
 from test_mirrors import constant, int64s, struct_fields
 
 import epmoe
-from epmoe.exchange import PROGRESS_AT
-from epmoe.health import MISMATCH, STATUS
-from epmoe.rounds import PROGRESS
+from epmoe.exchange.exchange import PROGRESS_AT
+from epmoe.exchange.health import MISMATCH, STATUS
+from epmoe.exchange.round_state import PROGRESS
 
 LONG = {"timeout_s": 300.0, "warmup_timeout_s": 300.0}
 AT_ONCE_S = 2.0
@@ -207,7 +207,7 @@ def test_a_combine_that_its_operator_refuses_may_be_repeated(monkeypatch):
         d = ep.dispatch(x, torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1))
         for call in ("combine", "combine_send"):
             with monkeypatch.context() as patch, pytest.raises(MemoryError):
-                patch.setattr(epmoe.ops, call, refuse)
+                patch.setattr(epmoe.native.ops, call, refuse)
                 getattr(ep, call)(d.rows, d)
         assert torch.equal(ep.combine(d.rows, d), x)
 

@@ -17,7 +17,7 @@ import pytest
 from launched import ROOT
 
 from epmoe.cli import launch
-from epmoe.config import EPConfig
+from epmoe.config.config import EPConfig
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
@@ -191,7 +191,7 @@ time.sleep(60)
 def test_ranks_end_with_the_process_that_started_them(alone: Path, tmp_path: Path) -> None:
     program = f"""
 from epmoe.cli import launch
-from epmoe.config import EPConfig
+from epmoe.config.config import EPConfig
 launch._RANK = launch._RANK.partition("from epmoe")[0] + {SAY!r} + "open({str(tmp_path / "pid")!r} + str(rank), 'w')"
 launch._RANK += ".write(str(os.getpid()))\\ntime.sleep(60)"
 launch.start_ranks(EPConfig(**{two_ranks().model_dump()!r}), [])

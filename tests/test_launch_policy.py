@@ -11,8 +11,8 @@ import torch
 from helpers import ROOT
 
 import epmoe
-from epmoe.launch_policy import CombineLaunch, DispatchLaunch, launches, shared_bytes_needed
-from epmoe.memory import LL_MAX_TOKENS, MemoryPlan
+from epmoe.exchange.launch_policy import CombineLaunch, DispatchLaunch, launches, shared_bytes_needed
+from epmoe.exchange.memory import LL_MAX_TOKENS, MemoryPlan
 
 KERNELS = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
 POLICY = (ROOT / "csrc" / "launch_policy.h").read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ import torch
 from helpers import FLOATS, assert_close, poison_, randn
 
 import epmoe
-from epmoe.reference import moe_reference, route_reference
+from epmoe.local.reference import moe_reference, route_reference
 
 E, F, D, K, M = 12, 32, 128, 3, 40
 

@@ -10,7 +10,7 @@ from helpers import ROOT
 from launched import run_python
 
 import epmoe
-from epmoe.memory import BUFFER_ALIGNMENT, MemoryPlan
+from epmoe.exchange.memory import BUFFER_ALIGNMENT, MemoryPlan
 
 SMALL = {
     "model": {"num_experts": 10, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "bfloat16"},
@@ -95,7 +95,7 @@ def test_ready_configs_have_a_plan(path):
 
 
 def test_needs_no_native_library():
-    script = "from epmoe.memory import MemoryPlan; from epmoe.config import EPConfig; "
+    script = "from epmoe.exchange.memory import MemoryPlan; from epmoe.config.config import EPConfig; "
     script += f"print(MemoryPlan.build(EPConfig(**{SMALL!r})).total_bytes)"
     run = run_python("-c", script, EPMOE_LIBRARY="/nowhere/libepmoe.so")
     assert run.returncode == 0, run.stderr

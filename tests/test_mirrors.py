@@ -14,9 +14,9 @@ import pytest
 from helpers import ROOT
 
 import epmoe
-from epmoe.exchange import DESCRIPTOR
-from epmoe.health import COUNTERS, STATUS
-from epmoe.memory import (
+from epmoe.exchange.exchange import DESCRIPTOR
+from epmoe.exchange.health import COUNTERS, STATUS
+from epmoe.exchange.memory import (
     LL_MAX_TOKENS,
     NUM_COUNTERS,
     OFFSETS,

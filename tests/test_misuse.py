@@ -15,7 +15,7 @@ import torch.distributed as dist
 from helpers import distinct_ids, randn
 
 import epmoe
-from epmoe import ops
+from epmoe.native import ops
 
 E, D, K, M = 12, 64, 3, 16
 SECTIONS = {

@@ -11,7 +11,7 @@ import torch
 from helpers import assert_close, randn
 
 import epmoe
-from epmoe.reference import moe_reference, route_reference
+from epmoe.local.reference import moe_reference, route_reference
 
 E, F, D, K, M = 12, 32, 64, 3, 40
 CASTS = {

@@ -1,4 +1,4 @@
-"""`epmoe.more_rounds` in one process: what dispatch answers, and how the wait for an answer ends."""
+"""`epmoe.exchange.more_rounds` in one process: what dispatch answers, and how the wait for an answer ends."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 import epmoe
 from epmoe import EPTimeoutError
-from epmoe.more_rounds import another, asking
-from epmoe.rounds import ANSWER, ASKED, PROGRESS
+from epmoe.exchange.more_rounds import another, asking
+from epmoe.exchange.round_state import ANSWER, ASKED, PROGRESS
 
 CONFIG = epmoe.EPConfig(
     model={"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "float32"},
@@ -80,7 +80,7 @@ def test_a_failure_that_kernels_report_ends_the_wait():
 
 
 def test_a_kernel_that_never_starts_ends_the_wait(monkeypatch):
-    monkeypatch.setattr("epmoe.more_rounds._SPIN_S", 0.0)
+    monkeypatch.setattr("epmoe.exchange.more_rounds._SPIN_S", 0.0)
     exchange = on_a_gpu()
     with pytest.raises(EPTimeoutError, match="late"):
         another(exchange)

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from benchmarks.results import read
 from epmoe.cli import app
-from epmoe.config import EPConfig
-from epmoe.hardware import HardwareConfig
+from epmoe.config.config import EPConfig
+from epmoe.config.hardware import HardwareConfig
 from epmoe.network_model import NetworkModel, RowBytes, Spread
 
 BF16, FP8 = RowBytes(14336, 14336, 14336), RowBytes(7392, 7392, 7392)

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from epmoe import network_nccl
-from epmoe.health import EPTimeoutError
-from epmoe.network import RailError
-from epmoe.two_levels_cuda import TwoLevelsOnGPUs
+from epmoe.exchange.health import EPTimeoutError
+from epmoe.rail import nccl as network_nccl
+from epmoe.rail.exchange_cuda import TwoLevelsOnGPUs
+from epmoe.rail.gloo import RailError
 
 TIMEOUT_S, LATER_S, FIRST_S = 0.3, 0.5, 1.2
 

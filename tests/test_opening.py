@@ -16,12 +16,11 @@ from exchanges import make_config
 from host import SLACK_S, Host, create, play, resume
 
 import epmoe
+import epmoe.rail.exchange
 import epmoe.resume
-import epmoe.two_levels
-from epmoe import Placement
-from epmoe.deaths import Deaths
-from epmoe.peers import Peers
-from epmoe.window_nvlink import processes_of
+from epmoe.exchange.deaths import Deaths
+from epmoe.exchange.peers import Peers
+from epmoe.exchange.window_nvlink import processes_of
 
 RANKS, FAULTY, DEADLINE_S = 3, 2, 3.0
 NAMES = list(range(RANKS))
@@ -51,8 +50,8 @@ def config_of(nodes: int) -> epmoe.EPConfig:
 
 def fail(state, where: str, error: Callable[[], None]) -> None:
     """Opening calls `error` in place of a function. The next opening works."""
-    module = epmoe.two_levels if where == "fill_tables" else epmoe.resume
-    modules = [m for m in (module, epmoe.two_levels) if hasattr(m, where)]
+    module = epmoe.rail.exchange if where == "fill_tables" else epmoe.resume
+    modules = [m for m in (module, epmoe.rail.exchange) if hasattr(m, where)]
     before = {m: getattr(m, where) for m in modules}
 
     def failing(*_: object) -> None:
@@ -122,7 +121,7 @@ def test_what_fails_on_one_rank_fails_on_all(host, nodes, where, problem, own, t
 def test_resume_again_in_the_same_store(host, nodes):
     """After a failure behind the point at which the ranks have connected."""
     assert host.do(NAMES, create, config_of(nodes)) == [None] * RANKS
-    placement = Placement.from_config(config_of(nodes))
+    placement = config_of(nodes).place_experts()
     for _ in range(2):
         host.do([FAULTY], fail, "open_window", no_memory)
         assert all("MemoryError: rank 2" in error for error in host.do(NAMES, resume, placement))

@@ -7,7 +7,7 @@ import torch
 from helpers import distinct_ids, randn
 
 import epmoe
-from epmoe import ops
+from epmoe.native import ops
 
 T, E, K, D = 9, 12, 4, 16
 

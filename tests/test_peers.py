@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from epmoe.peers import Peers
+from epmoe.exchange.peers import Peers
 
 
 class Runs:

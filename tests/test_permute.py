@@ -8,7 +8,7 @@ from helpers import FLOATS, distinct_ids, generator, poison_, poisoned_memory, r
 from torch import Tensor
 
 import epmoe
-from epmoe.reference import permute_reference
+from epmoe.local.reference import permute_reference
 
 
 def checked_permute(x: Tensor, ids: Tensor, expert_map: Tensor, num_local_experts: int, **options) -> epmoe.Permuted:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epmoe.config import EPConfig
-from epmoe.placement import Move, Placement
+from epmoe.config.config import EPConfig
+from epmoe.config.placement import Move, Placement
 
 
 def test_linear_gives_the_first_ranks_one_more_expert():
@@ -31,7 +31,7 @@ def test_explicit_from_config():
         topology={"ep_size": 3},
         placement={"strategy": "explicit", "assignment": [2, 0, 2, 0], "num_redundant_experts": 1},
     )
-    placement = Placement.from_config(config)
+    placement = config.place_experts()
     assert placement.owners == (2, 0, 2, 0)
     assert placement.local_index == (0, 0, 1, 1)
     assert placement.num_local_experts(1) == 0
@@ -212,7 +212,7 @@ def test_a_config_carries_any_placement(placement):
         model={"num_experts": placement.num_experts, "num_experts_per_tok": 1, "hidden_size": 64},
         topology={"ep_size": 1},
     )
-    assert Placement.from_config(config.with_placement(placement)) == placement
+    assert config.with_placement(placement).place_experts() == placement
 
 
 def test_the_experts_of_a_node():

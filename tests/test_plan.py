@@ -11,10 +11,9 @@ from typer.testing import CliRunner
 
 from epmoe.cli import app
 from epmoe.cli.capacity import LOADS, Capacity, suggestions
-from epmoe.config import EPConfig
-from epmoe.memory import MemoryPlan
-from epmoe.placement import Placement
-from epmoe.simulate import simulate_routing
+from epmoe.config.config import EPConfig
+from epmoe.exchange.memory import MemoryPlan
+from epmoe.local.simulate import simulate_routing
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 DEEPSEEK = ROOT / "configs" / "h200x8_deepseek_v3.yaml"
@@ -118,7 +117,7 @@ def test_the_load_of_a_limit_is_the_inverse(load):
 
 
 def test_balanced_routing_stays_below_the_value_for_a_load_of_1():
-    capacity, placement = Capacity.of(tiny()), Placement.from_config(tiny())
+    capacity, placement = Capacity.of(tiny()), tiny().place_experts()
     owners = torch.tensor(placement.owners)
     rounds = [simulate_routing("uniform", 400, 12, 3, seed=seed, ep_size=4)[0].long() for seed in range(200)]
     rows = torch.stack([owners[ids].flatten().bincount(minlength=4) for ids in rounds]).double()

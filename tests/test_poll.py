@@ -8,7 +8,7 @@ import torch
 from test_rounds import mismatch
 
 import epmoe
-from epmoe.health import STATUS, TIMEOUT
+from epmoe.exchange.health import STATUS, TIMEOUT
 
 X, IDS, WEIGHTS = torch.ones(4, 64), torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
 

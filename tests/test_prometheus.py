@@ -12,7 +12,7 @@ import epmoe
 
 prometheus_client = pytest.importorskip("prometheus_client")
 
-from epmoe.health import COUNTERS  # noqa: E402
+from epmoe.exchange.health import COUNTERS  # noqa: E402
 from epmoe.integrations.prometheus import HealthCollector  # noqa: E402
 
 

@@ -7,8 +7,8 @@ import re
 import pytest
 from helpers import ROOT
 
-from epmoe.config import EPConfig
-from epmoe.memory import MemoryPlan
+from epmoe.config.config import EPConfig
+from epmoe.exchange.memory import MemoryPlan
 
 COLUMNS = ("buffer", "region", "used by", "writer", "reader", "arrival", "re-armed by", "next write after")
 REGIONS = {  # by the cell of the column: the region with nvlink, and without

@@ -10,8 +10,8 @@ from helpers import ON_GPUS, generator, randn
 from torch import Tensor
 
 import epmoe
-from epmoe import ops
-from epmoe.memory import NUM_COUNTERS, RailSlot
+from epmoe.exchange.memory import NUM_COUNTERS, RailSlot
+from epmoe.native import ops
 
 N, G, T, K, D, E = 3, 2, 11, 4, 128, 10
 RANK = 3  # of node 1
@@ -39,7 +39,7 @@ class Packed:
         scales: Tensor | None = None,
     ):
         self.config = epmoe.EPConfig(**CONFIG, exchange={"payload": payload})
-        self.placement, self.slot = epmoe.Placement.from_config(self.config), RailSlot.of(self.config)
+        self.placement, self.slot = self.config.place_experts(), RailSlot.of(self.config)
         copies, node = self.placement.copies_table(), RANK // G
         self.tables = copies, self.placement.num_copies(), *self.placement.node_ids(G)
         descriptor = torch.tensor([*copies.shape, RANK, node, N, payload == "fp8", *self.slot])

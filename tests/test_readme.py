@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launched import ROOT, torchrun
 
-from epmoe.config import EPConfig
+from epmoe.config.config import EPConfig
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import distinct_ids, randn
 
-from epmoe import reference
+from epmoe.local import reference
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])

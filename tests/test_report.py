@@ -15,8 +15,8 @@ from epmoe.cli import charts
 from epmoe.cli.about import About
 from epmoe.cli.report import caution, headline, write_report
 from epmoe.cli.result import STAGES, Baseline, Check, Result, imbalance, mean_stages
-from epmoe.config import EPConfig
-from epmoe.placement import Placement
+from epmoe.config.config import EPConfig
+from epmoe.config.placement import Placement
 
 CONFIG = EPConfig(
     model={"num_experts": 5, "num_experts_per_tok": 2, "hidden_size": 128, "dtype": "bfloat16"},
@@ -160,7 +160,7 @@ def test_every_stage_in_the_report_is_defined(tmp_path: Path, baseline: Baseline
 def test_the_time_of_a_model_is_all_in_named_stages() -> None:
     """Measured: a model of one process, whose stages are timed apart from its total."""
     pytest.importorskip("transformers")
-    from epmoe.integrations.demo import run_model
+    from epmoe.cli.demo import run_model
 
     outcome = run_model("mixtral", max_new_tokens=4)
     for seconds, elapsed in (

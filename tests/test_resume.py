@@ -34,8 +34,8 @@ from host import (
 
 import epmoe
 import epmoe.resume
-from epmoe.peers import Peers
-from epmoe.window_nvlink import PeersStore
+from epmoe.exchange.peers import Peers
+from epmoe.exchange.window_nvlink import PeersStore
 
 SLACK_S = 5.0  # this machine may have fewer cores than ranks
 

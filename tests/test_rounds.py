@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import epmoe
-from epmoe.health import STATUS
+from epmoe.exchange.health import STATUS
 
 
 def make_config() -> epmoe.EPConfig:

@@ -8,7 +8,7 @@ from helpers import FLOATS, WEIGHT_TOLERANCE, generator, randn, random_bits
 from torch import Tensor
 
 import epmoe
-from epmoe.reference import route_reference
+from epmoe.local.reference import route_reference
 
 POISON = {"nan": torch.nan, "+inf": torch.inf, "-inf": -torch.inf}
 SCORINGS = ["softmax", "sigmoid"]

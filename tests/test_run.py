@@ -12,7 +12,7 @@ from launched import torchrun
 
 from epmoe import __version__
 from epmoe.bench.facts import commit
-from epmoe.config import EPConfig
+from epmoe.config.config import EPConfig
 
 TINY = {
     "model": {"num_experts": 7, "num_experts_per_tok": 3, "hidden_size": 128, "dtype": "float32"},

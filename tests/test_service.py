@@ -13,9 +13,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import epmoe
-from epmoe.exchange import DESCRIPTOR
+from epmoe.exchange.exchange import DESCRIPTOR
 from epmoe.group import check_shared_memory
-from epmoe.stages.checks import check_tensor
+from epmoe.native.arguments import check_tensor
 
 
 def make_config(size: int = 1, experts: int = 8, top_k: int = 2, transport: str = "auto") -> epmoe.EPConfig:
@@ -199,7 +199,7 @@ def test_a_block_needs_shared_memory(monkeypatch, experts, kib, fits):
     config = epmoe.EPConfig(
         model={"num_experts": experts, "num_experts_per_tok": 2, "hidden_size": 256}, topology={"ep_size": 8}
     )
-    check = partial(check_shared_memory, config, epmoe.Placement.from_config(config), torch.device("cuda", 0))
+    check = partial(check_shared_memory, config, config.place_experts(), torch.device("cuda", 0))
     if fits:
         check()
         return

@@ -7,8 +7,8 @@ from typing import get_args
 import pytest
 import torch
 
-from epmoe.placement import Placement
-from epmoe.simulate import Kind, simulate_logits, simulate_routing
+from epmoe.config.placement import Placement
+from epmoe.local.simulate import Kind, simulate_logits, simulate_routing
 
 KINDS = get_args(Kind)
 CLEAN = tuple(kind for kind in KINDS if kind != "adversarial")

@@ -19,8 +19,10 @@ from transformers.integrations.moe import ExpertsInterface
 
 import epmoe.integrations.transformers as integration
 from epmoe import EPTimeoutError
-from epmoe.config import ConfigError
-from epmoe.integrations import demo, grouped, shared
+from epmoe.cli import demo
+from epmoe.config.config import ConfigError
+from epmoe.integrations import grouped
+from epmoe.integrations import session as shared
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -210,7 +212,7 @@ def test_grad_mode_is_an_error_and_closes_the_round(requires_grad):
         experts(x, ids, weights)
 
 
-@pytest.mark.parametrize("where", ["ops.dispatch", "rounds.dispatched", "rounds.permit", "rounds.closed"])
+@pytest.mark.parametrize("where", ["native.ops.dispatch", "exchange.round_state.dispatched", "exchange.round_state.permit", "exchange.round_state.closed"])
 @torch.inference_mode()
 def test_an_exception_anywhere_in_a_round_closes_it(where, monkeypatch):
     """Before or behind what dispatch and combine send, as of a signal handler."""

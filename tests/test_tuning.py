@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import epmoe
-from epmoe.memory import SIZES, MemoryPlan
-from epmoe.tuning import Launch, Tuning, TuningRow
+from epmoe.config.tuning import Launch, Tuning, TuningRow
+from epmoe.exchange.memory import SIZES, MemoryPlan
 
 ROW = {"tokens": 8, "hidden_size": 64, "ranks": 1, "dispatch_senders": 3, "combine_senders": 2}
 LAUNCH = [SIZES.index(name) for name in Launch.model_fields]

@@ -13,15 +13,14 @@ from typer.testing import CliRunner
 
 from epmoe.cli import app, watch
 from epmoe.cli.watch import Sample, View
-from epmoe.config import EPConfig
-from epmoe.health import COUNTERS, Health
-from epmoe.placement import Placement
+from epmoe.config.config import EPConfig
+from epmoe.exchange.health import COUNTERS, Health
 
 CONFIG = EPConfig(
     model={"num_experts": 5, "num_experts_per_tok": 2, "hidden_size": 128, "dtype": "bfloat16"},
     topology={"ep_size": 3},
 )
-PLACEMENT = Placement.from_config(CONFIG)  # 2, 2 and 1 experts
+PLACEMENT = CONFIG.place_experts()  # 2, 2 and 1 experts
 
 
 def sample(time: float, rounds: int, tokens: list[int], sent: list[int], waited: list[float]) -> Sample:

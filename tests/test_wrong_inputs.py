@@ -15,8 +15,8 @@ from launched import run_python, start_server
 from typer.testing import CliRunner
 
 from epmoe.cli import app
-from epmoe.config import ConfigError, EPConfig
-from epmoe.tuning import Tuning
+from epmoe.config.config import ConfigError, EPConfig
+from epmoe.config.tuning import Tuning
 
 SCREEN = 24  # lines
 GOOD = """

@@ -76,7 +76,7 @@ inline void signal_all(const Exchange& ex, int64_t signals_offset, uint32_t epoc
 inline void answer(const Exchange& ex, uint32_t epoch, Progress& progress) {
   auto* headers = in_window<RoundHeader>(ex, ex.plan.rank, ex.plan.signal_dispatch);
   auto needs_more = [&](const RoundHeader& header) { return header.more_rounds[epoch % 2]; };
-  int64_t round = (progress.phases + 3) / 4;  // as epmoe/rounds.py counts
+  int64_t round = (progress.phases + 3) / 4;  // as epmoe/exchange/round_state.py counts
   progress.answer = round << 1 | std::any_of(headers, headers + ex.plan.R, needs_more);
 }
 
@@ -91,7 +91,7 @@ inline uint64_t missing_ranks(const Exchange& ex, int64_t signals_offset, uint32
   return missing;
 }
 
-// A rank that left reports itself missing: the host writes this word into every window (epmoe/exchange.py).
+// A rank that left reports itself missing: the host writes this word into every window (epmoe/exchange/exchange.py).
 inline uint64_t departure_of(int64_t rank) { return uint64_t{1} << rank; }
 
 // Records the first failure, reports it to every rank, and latches: the proof above no longer holds, so this rank sends
@@ -131,7 +131,8 @@ inline bool failed_elsewhere(const Exchange& ex, Stage stage, uint32_t epoch) {
   return false;
 }
 
-// Ranks whose processes have ended, as a mask, which the host keeps (epmoe/deaths.py). All their signals have arrived.
+// Ranks whose processes have ended, as a mask, which the host keeps (epmoe/exchange/deaths.py). All their signals have
+// arrived.
 inline uint64_t dead_ranks(const Exchange& ex) {
   auto* dead = in_window<uint64_t>(ex, ex.plan.rank, ex.plan.signal_dead);
   return std::atomic_ref(*dead).load(std::memory_order_acquire);

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from epmoe.placement import Placement
+from epmoe.config.placement import Placement
 
 
 @dataclass(frozen=True)

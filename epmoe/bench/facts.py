@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from epmoe import __version__
-from epmoe.config import EPConfig
-from epmoe.simulate import Kind
+from epmoe.config.config import EPConfig
+from epmoe.local.simulate import Kind
 
 
 def facts(config: EPConfig, routing: Kind, repeats: int) -> dict[str, Any]:

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epmoe import build
 from epmoe.bench.sample import Sample, wire_bytes
 from epmoe.bench.sides import Side, poison
-from epmoe.config import EPConfig
-from epmoe.peers import Peers
-from epmoe.window_nvlink import NVLinkWindow
+from epmoe.config.config import EPConfig
+from epmoe.exchange.peers import Peers
+from epmoe.exchange.window_nvlink import NVLinkWindow
+from epmoe.native import build
 
 BLOCKS = (16, 32, 64, 128)
 _FLAG_BYTES = 4096  # the first half for the flags of the way out, the second for the way back

@@ -21,9 +21,9 @@ from epmoe.bench.all_to_all import AllToAll
 from epmoe.bench.report import Line, Times, plot_rounds, write_object
 from epmoe.bench.sample import Sample
 from epmoe.bench.sides import Fused, Layer, Pipeline
-from epmoe.config import EPConfig
+from epmoe.config.config import EPConfig
+from epmoe.local.simulate import Kind
 from epmoe.service import ExpertParallel
-from epmoe.simulate import Kind
 
 TOKENS = (1, 16, 128, 1024)
 _CAPTION = "µs a round on the slowest rank, median of samples; ratio: that side's round / epmoe's round"

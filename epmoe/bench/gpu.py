@@ -22,9 +22,9 @@ from epmoe.bench.graphs import host_us, measure, round_us
 from epmoe.bench.report import Line, Times, plot_rounds, write_object
 from epmoe.bench.sample import Sample, wire_bytes
 from epmoe.bench.sides import Apart, Fused, Pipeline, RankMajor, Rows, Side
-from epmoe.config import EPConfig
+from epmoe.config.config import EPConfig
+from epmoe.local.simulate import Kind
 from epmoe.service import ExpertParallel
-from epmoe.simulate import Kind
 
 TOKENS = (1, 16, 64, 128, 512, 4096)
 _CAPTION = (

@@ -30,9 +30,9 @@ from epmoe.bench.layer_sides import (
 )
 from epmoe.bench.report import Line, plot_rounds, write_object
 from epmoe.bench.sides import Side
-from epmoe.config import EPConfig
+from epmoe.config.config import EPConfig
+from epmoe.local.simulate import Kind
 from epmoe.service import ExpertParallel
-from epmoe.simulate import Kind
 
 TOKENS = (1, 16, 128, 512, 4096)
 _MOST_ROUNDS = 8  # of a sample on the CPU; a large T gets fewer

@@ -11,15 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from epmoe.bench.sides import Side, poison
-from epmoe.config import EPConfig
-from epmoe.handles import Dispatched
-from epmoe.memory import SCALE_BLOCK
-from epmoe.placement import Placement
+from epmoe.config.config import EPConfig
+from epmoe.exchange.handles import Dispatched
+from epmoe.local.experts import GroupedExperts
+from epmoe.local.grouped_gemm import choose, dequantize_weights
+from epmoe.local.simulate import Kind, simulate_logits
+from epmoe.native.arguments import FP8
+from epmoe.native.formats import SCALE_BLOCK
 from epmoe.service import ExpertParallel
-from epmoe.simulate import Kind, simulate_logits
-from epmoe.stages.checks import FP8
-from epmoe.stages.experts import GroupedExperts
-from epmoe.stages.grouped_gemm import choose, dequantize_weights
 
 _SAMPLED = 4  # tokens of each rank whose y is compared with a reference
 
@@ -57,7 +56,7 @@ def problem_with(precision: Precision, config: EPConfig, device: torch.device) -
 
 def random_experts(config: EPConfig, rank: int, device: torch.device, precision: Precision) -> GroupedExperts:
     """This rank's experts; the logical expert determines the weights, so copies are equal."""
-    placement, generator = Placement.from_config(config), torch.Generator(device)
+    placement, generator = config.place_experts(), torch.Generator(device)
     fp8, e = precision is Precision.FP8, placement.num_local_experts(rank)
     dtype = FP8 if fp8 else config.model.torch_dtype
     shapes = _shapes(config)

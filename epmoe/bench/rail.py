@@ -21,9 +21,9 @@ from epmoe.bench.gloo import median_times
 from epmoe.bench.report import Line, Times, plot_rounds, write_object
 from epmoe.bench.sample import Sample
 from epmoe.bench.sides import Fused, Layer, Pipeline
-from epmoe.config import EPConfig
+from epmoe.config.config import EPConfig
+from epmoe.local.simulate import Kind
 from epmoe.service import ExpertParallel
-from epmoe.simulate import Kind
 
 PAIRS, KEPT = "pairs", "pairs, kept buffers"
 _OURS: dict[str, dict[str, str]] = {

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from rich.table import Table
 
-from epmoe.config import EPConfig
-from epmoe.simulate import Kind
+from epmoe.config.config import EPConfig
+from epmoe.local.simulate import Kind
 
 
 class Report(Protocol):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epmoe.config import EPConfig
-from epmoe.placement import Placement
-from epmoe.simulate import Kind, simulate_routing
-from epmoe.stages.quantize import dequantize_rows
+from epmoe.config.config import EPConfig
+from epmoe.config.placement import Placement
+from epmoe.local.quantize import dequantize_rows
+from epmoe.local.simulate import Kind, simulate_routing
 
 
 class Sample:
@@ -29,7 +29,7 @@ class Sample:
         id_dtype: torch.dtype = torch.int32,
     ) -> None:
         model, R = config.model, config.topology.ep_size
-        self.placement, self.rank, self.tokens = Placement.from_config(config), rank, tokens
+        self.placement, self.rank, self.tokens = config.place_experts(), rank, tokens
         self.hidden, self.dtype = model.hidden_size, model.torch_dtype
         ids, weights = simulate_routing(
             routing, R * tokens, model.num_experts, model.num_experts_per_tok, id_dtype=id_dtype, ep_size=R

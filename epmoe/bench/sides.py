@@ -11,11 +11,11 @@ from torch import Tensor
 
 from epmoe.bench.all_to_all import AllToAll, Sent
 from epmoe.bench.sample import Sample
-from epmoe.handles import Dispatched
+from epmoe.exchange.handles import Dispatched
+from epmoe.local.finalize import finalize
+from epmoe.local.permute import Permuted, permute
+from epmoe.local.quantize import dequantize_rows
 from epmoe.service import ExpertParallel
-from epmoe.stages.finalize import finalize
-from epmoe.stages.permute import Permuted, permute
-from epmoe.stages.quantize import dequantize_rows
 
 
 class Side:

@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
-from epmoe import memory
 from epmoe.bench.graphs import round_us
 from epmoe.bench.report import Line, plot_rounds, write_object
 from epmoe.bench.sample import Sample
 from epmoe.bench.sides import Fused
-from epmoe.config import EPConfig
+from epmoe.config.config import EPConfig
+from epmoe.config.tuning import Launch, Tuning, TuningRow
+from epmoe.exchange import memory
+from epmoe.local.simulate import Kind
 from epmoe.service import ExpertParallel
-from epmoe.simulate import Kind
-from epmoe.tuning import Launch, Tuning, TuningRow
 
 # Senders are given in eighths of the multiprocessors. A kernel has one or two blocks on each, so that the grid goes up
 # to 8 eighths for LL and to 14 for Simple.

@@ -10,12 +10,12 @@ import typer
 from typer.core import TyperGroup
 
 from epmoe import __version__
-from epmoe.build import BuildError
 from epmoe.cli import bench, doctor, plan, run, schema
 from epmoe.cli.console import SEE_TRACEBACK, UserError, fail, launched_rank, message_file, quiet_exit
-from epmoe.config import ConfigError
+from epmoe.config.config import ConfigError
+from epmoe.exchange.health import EPError
 from epmoe.extras import explain
-from epmoe.health import EPError
+from epmoe.native.build import BuildError
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or that of the click inside typer
 

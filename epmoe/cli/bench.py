@@ -14,7 +14,7 @@ from epmoe.bench.facts import facts
 from epmoe.bench.report import Benchmark
 from epmoe.cli.console import UserError, check_output, console, launched_rank, require
 from epmoe.cli.launch import CONFIG, NPROC, all_ranks, check_ranks, load, start_ranks
-from epmoe.simulate import Kind
+from epmoe.local.simulate import Kind
 
 
 def bench(

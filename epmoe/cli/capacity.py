@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from epmoe.cli.console import human_bytes
-from epmoe.config import EPConfig
-from epmoe.memory import MemoryPlan, round_up
-from epmoe.placement import Placement
+from epmoe.config.config import EPConfig
+from epmoe.exchange.memory import MemoryPlan, round_up
 
 LOADS = (1.0, 1.5, 2.0)
 """Times the mean load, of which `suggestions` gives the rows."""
@@ -52,7 +51,7 @@ class Capacity:
     @classmethod
     def of(cls, config: EPConfig) -> Capacity:
         """From first principles: a token's K experts are K draws of the P, of which e are this rank's."""
-        placement, R = Placement.from_config(config), config.topology.ep_size
+        placement, R = config.place_experts(), config.topology.ep_size
         K, P = config.model.num_experts_per_tok, config.num_physical_experts
         tokens = R * config.capacity.max_num_tokens_per_rank
         e = max(placement.num_local_experts(rank) for rank in range(R))
@@ -142,6 +141,6 @@ def _limited(config: EPConfig, rows: int | None) -> EPConfig:
 
 
 def _node_bytes(config: EPConfig) -> int:
-    placement = Placement.from_config(config)
+    placement = config.place_experts()
     ranks = range(config.topology.ranks_here)
     return sum(MemoryPlan.build(config, rank, placement).total_bytes for rank in ranks)

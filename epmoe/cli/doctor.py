@@ -16,13 +16,13 @@ import torch
 import typer
 from rich.markup import escape
 
-from epmoe import build
 from epmoe.cli.console import console, human_bytes
 from epmoe.cli.launch import load, ready_names
 from epmoe.cli.plan import rank_plans
-from epmoe.config import EPConfig
+from epmoe.config.config import EPConfig
+from epmoe.exchange.window import available_memory_bytes
 from epmoe.extras import EXTRAS
-from epmoe.window import available_memory_bytes
+from epmoe.native import build
 
 OLDEST_GPU = (8, 0)
 _ADVICE_OF_CACHE = "EPMOE_CACHE_DIR names a folder to build the library in, EPMOE_LIBRARY one that is built"
@@ -109,7 +109,7 @@ def _torch() -> Finding:
 
 def _native_library() -> Finding:
     try:
-        from epmoe.stages.route import route
+        from epmoe.local.route import route
 
         route(torch.zeros(1, 2), 1)
         path = Path(os.environ.get("EPMOE_LIBRARY") or (build.AHEAD_OF_TIME if _prebuilt() else build.build()))

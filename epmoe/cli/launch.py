@@ -20,8 +20,8 @@ import torch.distributed as dist
 import typer
 
 from epmoe.cli.console import RUN_ID, SEE_TRACEBACK, UserError, console, fail, launched_rank
-from epmoe.config import ConfigError, EPConfig
-from epmoe.config_file import find_config, ready_configs
+from epmoe.config.config import ConfigError, EPConfig
+from epmoe.config.config_file import find_config, ready_configs
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -252,8 +252,8 @@ def _could_speak(failure: ProcessFailure) -> bool:
 
 def _load_native_library() -> None:
     """Build it here if need be: a minute, which should not count as waiting for a rank."""
-    from epmoe import ops
-    from epmoe.build import BuildError
+    from epmoe.native import ops
+    from epmoe.native.build import BuildError
 
     try:
         with console.status("loading the native library; the first time it is built, which takes minutes"):

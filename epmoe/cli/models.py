@@ -12,12 +12,12 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from epmoe.cli.console import UserError, console, human_bytes, require
 from epmoe.cli.result import Baseline, Check, Result, sum_counters
 from epmoe.cli.tables import show, summarise
-from epmoe.config import EPConfig
-from epmoe.placement import Placement
-from epmoe.window import available_memory_bytes
+from epmoe.config.config import EPConfig
+from epmoe.config.placement import Placement
+from epmoe.exchange.window import available_memory_bytes
 
 if TYPE_CHECKING:
-    from epmoe.integrations.demo import ModelResult
+    from epmoe.cli.demo import ModelResult
 
 
 class Model(StrEnum):
@@ -48,7 +48,7 @@ def check_models(config: EPConfig, names: Sequence[str]) -> None:
             continue
         if not Path(name).is_dir():
             raise UserError(f"`--model` {name!r} is not one of {', '.join(Model)}, nor a folder with a checkpoint")
-        from epmoe.integrations import checkpoint
+        from epmoe.cli import checkpoint
 
         try:
             found = checkpoint.inspect(Path(name), config.topology.ep_size)
@@ -66,7 +66,7 @@ def run_models(config: EPConfig, names: Sequence[str], steps: int, seed: int) ->
     """Run each model over all ranks and print its result; the Results are the same on every rank."""
     require("transformers", "`--model`")
     try:
-        from epmoe.integrations.demo import run_model
+        from epmoe.cli.demo import run_model
         from epmoe.integrations.transformers import configure
     except ImportError as error:
         raise UserError(f"`--model` needs transformers: pip install 'epmoe[hf]' ({error})") from None

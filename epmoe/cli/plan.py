@@ -11,15 +11,14 @@ import typer
 from rich import box
 from rich.table import Table
 
-from epmoe.build import BuildError
 from epmoe.cli.capacity import Capacity, advice, network, suggestions
 from epmoe.cli.console import console, human_bytes
 from epmoe.cli.launch import CONFIG, load
 from epmoe.cli.predict import predicted, prediction
-from epmoe.config import EPConfig
-from epmoe.memory import MemoryPlan
-from epmoe.placement import Placement
-from epmoe.stages.checks import dtype_name
+from epmoe.config.config import EPConfig
+from epmoe.exchange.memory import MemoryPlan
+from epmoe.native.arguments import dtype_name
+from epmoe.native.build import BuildError
 
 TOKENS = (1, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -65,7 +64,7 @@ def plan(
 
 def rank_plans(config: EPConfig) -> list[MemoryPlan]:
     """The plan of every rank; plans differ only where ranks own different numbers of experts."""
-    placement = Placement.from_config(config)
+    placement = config.place_experts()
     return [MemoryPlan.build(config, rank, placement) for rank in range(config.topology.ep_size)]
 
 
@@ -97,7 +96,7 @@ def _tokens(config: EPConfig) -> list[int]:
 
 def _launches(config: EPConfig, plan: MemoryPlan, multiprocessors: int) -> list[dict[str, Any]]:
     """By T, up to M: the launch of dispatch and that of combine, from both phases in one call and expert-major rows."""
-    from epmoe.launch_policy import launches  # needs the native library, unlike the memory plan
+    from epmoe.exchange.launch_policy import launches  # needs the native library, unlike the memory plan
 
     rows = []
     for T in _tokens(config):

@@ -9,7 +9,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from epmoe.config import EPConfig
+from epmoe.config.config import EPConfig
 from epmoe.network_model import NetworkModel, RowBytes, Terms
 
 

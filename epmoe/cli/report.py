@@ -15,7 +15,7 @@ from epmoe.cli import charts
 from epmoe.cli.about import About, without_folder
 from epmoe.cli.console import human_bytes
 from epmoe.cli.result import STAGES, Check, Result, imbalance
-from epmoe.config import EPConfig
+from epmoe.config.config import EPConfig
 
 
 def write_report(results: Sequence[Result], path: Path, about: About) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from epmoe.config import EPConfig
-from epmoe.health import COUNTERS, Health
-from epmoe.memory import SCALE_BLOCK
-from epmoe.placement import Placement
+from epmoe.config.config import EPConfig
+from epmoe.config.placement import Placement
+from epmoe.exchange.health import COUNTERS, Health
+from epmoe.native.formats import SCALE_BLOCK
 
 STAGES = {
     "set up": "The first call of the first layer allocates the windows, and each rank maps those of all others.",

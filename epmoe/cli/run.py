@@ -18,10 +18,10 @@ from epmoe.cli.launch import CONFIG, NPROC, all_ranks, check_ranks, load, start_
 from epmoe.cli.result import Check, Result, sum_counters
 from epmoe.cli.tables import show
 from epmoe.cli.watch import watching
-from epmoe.config import EPConfig
-from epmoe.health import Health
+from epmoe.config.config import EPConfig
+from epmoe.exchange.health import Health
+from epmoe.local.simulate import Kind
 from epmoe.service import ExpertParallel
-from epmoe.simulate import Kind
 
 
 def run(

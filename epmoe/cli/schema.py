@@ -6,7 +6,7 @@ import json
 
 import typer
 
-from epmoe.config import EPConfig
+from epmoe.config.config import EPConfig
 
 
 def schema() -> None:

@@ -10,12 +10,12 @@ import torch
 
 from epmoe.cli.console import UserError, human_bytes
 from epmoe.cli.plan import rank_plans
-from epmoe.config import EPConfig
-from epmoe.reference import moe_reference
+from epmoe.config.config import EPConfig
+from epmoe.exchange.window import available_memory_bytes
+from epmoe.local.experts import GroupedExperts
+from epmoe.local.reference import moe_reference
+from epmoe.local.simulate import Kind, simulate_logits
 from epmoe.service import ExpertParallel
-from epmoe.simulate import Kind, simulate_logits
-from epmoe.stages.experts import GroupedExperts
-from epmoe.window import available_memory_bytes
 
 STAGES = ("route", "dispatch", "experts", "combine")
 POOL_ROWS = 1024  # rows of simulated logits; every round draws its rows from them

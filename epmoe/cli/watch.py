@@ -21,10 +21,10 @@ from rich.table import Table
 
 from epmoe.cli.console import console, human_bytes, sparkline
 from epmoe.cli.result import bytes_back, bytes_out
-from epmoe.config import EPConfig
-from epmoe.health import Health
-from epmoe.peers import Peers
-from epmoe.placement import Placement
+from epmoe.config.config import EPConfig
+from epmoe.config.placement import Placement
+from epmoe.exchange.health import Health
+from epmoe.exchange.peers import Peers
 from epmoe.service import ExpertParallel
 
 INTERVAL_S = 0.5  # between two looks

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from epmoe.stages.checks import FLOATS
-from epmoe.stages.experts import without_autocast
-from epmoe.stages.grouped_gemm import Gemm, choose, expert_of_rows, multiply
+from epmoe.local.experts import without_autocast
+from epmoe.local.grouped_gemm import Gemm, choose, expert_of_rows, multiply
+from epmoe.native.arguments import FLOATS
 
 _SAME_RESULT = (None, "eager", "grouped_mm", "batched_mm")
 _gemms: dict[tuple[object, ...], Gemm] = {}  # by what the choice depends on

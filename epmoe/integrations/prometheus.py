@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from epmoe.health import COUNTERS
+from epmoe.exchange.health import COUNTERS
 from epmoe.service import ExpertParallel
 
 _TEXTS = {

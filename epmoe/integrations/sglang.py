@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import epmoe
-from epmoe.config import ConfigError, EPConfig
-from epmoe.handles import Dispatched
+from epmoe.config.config import ConfigError, EPConfig
+from epmoe.exchange.handles import Dispatched
 from epmoe.service import ExpertParallel
 
 try:

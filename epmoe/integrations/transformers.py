@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from epmoe.integrations.compiled import call, give_number
 from epmoe.integrations.grouped import can_group, grouped_experts, parameters_of
-from epmoe.integrations.shared import close, configure, poll, share, shared
+from epmoe.integrations.session import close, configure, poll, share, shared
 
 try:
     import transformers

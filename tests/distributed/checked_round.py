@@ -20,7 +20,7 @@ from exchanges import (
 from torch import Tensor
 
 from epmoe import Dispatched, EPConfig, ExpertParallel, Permuted
-from epmoe.handles import Layout, Received
+from epmoe.exchange.handles import Layout, Received
 
 
 def assert_slabs(got: Received, want: Slabs, fp8: bool) -> None:

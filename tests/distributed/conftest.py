@@ -12,7 +12,8 @@ import torch.distributed as dist
 from exchanges import make_config
 from helpers import RANKS_SHARE_GPUS
 
-from epmoe import ExpertParallel, memory
+from epmoe import ExpertParallel
+from epmoe.exchange import memory
 
 UNDER_TORCHRUN = "RANK" in os.environ
 

@@ -15,7 +15,7 @@ from helpers import generator, poison_, randn
 from torch import Tensor
 
 from epmoe import Dispatched, EPConfig, ExpertParallel, Permuted, Placement, simulate_routing
-from epmoe.reference import finalize_reference, moe_reference, permute_reference
+from epmoe.local.reference import finalize_reference, moe_reference, permute_reference
 
 # With `make two-machines` the group is one of several nodes. A test that chooses its nodes itself is left alone.
 RANKS_PER_NODE = int(os.environ.get("EPMOE_TEST_RANKS_PER_NODE", 0)) or None

@@ -25,8 +25,9 @@ import torch.distributed as dist
 from exchanges import make_config
 from torch import Tensor
 
-from epmoe import Dispatched, ExpertParallel, memory
-from epmoe.handles import Layout
+from epmoe import Dispatched, ExpertParallel
+from epmoe.exchange import memory
+from epmoe.exchange.handles import Layout
 
 D, K, M = 256, 4, 256
 POOL = 16  # of different inputs

@@ -9,7 +9,7 @@ from exchanges import expected_y, make_config, make_tokens, run_experts
 from factors import all_pairs
 from helpers import assert_close, poison_
 
-from epmoe.tuning import Tuning, TuningRow
+from epmoe.config.tuning import Tuning, TuningRow
 
 CASES = all_pairs(
     {

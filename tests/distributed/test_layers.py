@@ -10,8 +10,8 @@ from exchanges import make_config
 from helpers import assert_close, randn
 
 from epmoe import ExpertParallel, GroupedExperts, MoELayer
-from epmoe.memory import MemoryPlan
-from epmoe.reference import moe_reference, route_reference
+from epmoe.exchange.memory import MemoryPlan
+from epmoe.local.reference import moe_reference, route_reference
 
 E, F, D, K = 13, 24, 64, 4
 

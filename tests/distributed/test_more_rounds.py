@@ -14,8 +14,9 @@ from test_exceptions import LONG_S, within, without_rank
 from test_signals import ctrl_c
 from torch import Tensor
 
-from epmoe import EPMismatchError, EPTimeoutError, ExpertParallel, memory
-from epmoe.integrations.shared import SharedExpertParallel
+from epmoe import EPMismatchError, EPTimeoutError, ExpertParallel
+from epmoe.exchange import memory
+from epmoe.integrations.session import SharedExpertParallel
 
 M = 16
 LENGTHS = (0, 1, M, M + 1, 3 * M)

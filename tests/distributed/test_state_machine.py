@@ -22,7 +22,7 @@ from test_exceptions import without_rank
 from test_phases import given
 
 from epmoe import EPTimeoutError, ExpertParallel
-from epmoe.rounds import CLOSED, DISPATCHED, RETURNING, SENT
+from epmoe.exchange.round_state import CLOSED, DISPATCHED, RETURNING, SENT
 
 SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 MOST_TOKENS = 5
@@ -43,7 +43,7 @@ CONFIG = make_config(SIZE, experts=7, top_k=2, hidden=16, max_tokens=MOST_TOKENS
 class Ranks(RuleBasedStateMachine):
     """What each rank has done, in the same way on all; and on this rank the exchange itself.
 
-    states, rounds: of each rank, as in epmoe/rounds.py.
+    states, rounds: of each rank, as in epmoe/exchange/round_state.py.
     gave_up: (rank, round) without sums from this rank.
     in_order: whether a barrier follows each step.
     leaver: the rank that leaves after its last step, if any; between rounds always by an exception.

@@ -17,7 +17,8 @@ from spread_models import DEVICE, OneLayer, random_ids, single_and_spread
 from transformers import CompileConfig
 
 import epmoe.integrations.transformers as integration
-from epmoe.integrations import demo, shared
+from epmoe.cli import demo
+from epmoe.integrations import session as shared
 
 pytestmark = pytest.mark.skipif(RANKS_SHARE_GPUS, reason="transformers gives GPU r to rank r")
 needs_ep = pytest.mark.skipif(not hasattr(integration, "EpmoeEP"), reason="EP implementations need transformers 5.23")

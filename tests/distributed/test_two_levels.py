@@ -14,8 +14,9 @@ from test_phases import abort_round, given
 from test_signals import ctrl_c
 
 import epmoe
-from epmoe import ExpertParallel, two_levels
-from epmoe.handles import Layout
+from epmoe import ExpertParallel
+from epmoe.exchange.handles import Layout
+from epmoe.rail import exchange as two_levels
 
 # On GPUs: test_two_levels_cuda.py.
 pytestmark = pytest.mark.parametrize("device", [torch.device("cpu")])

@@ -18,7 +18,7 @@ from exchanges import (
 from helpers import assert_close, randn
 
 from epmoe import GroupedExperts, MoELayer
-from epmoe.reference import moe_reference, route_reference
+from epmoe.local.reference import moe_reference, route_reference
 
 PLACEMENT = {"strategy": "round_robin", "num_redundant_experts": 3}
 

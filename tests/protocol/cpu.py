@@ -9,7 +9,7 @@ HEADERS = ("dispatch header", "combine header")
 
 
 class CpuRank(Rank):
-    """Its nodes: closed, sent, dispatched and returning, the states of epmoe/rounds.py."""
+    """Its nodes: closed, sent, dispatched and returning, the states of epmoe/exchange/round_state.py."""
 
     def write_round(self, n: int) -> None:
         before = dict.fromkeys(("row", "sum", *COUNTS), n - 1)

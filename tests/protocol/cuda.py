@@ -16,7 +16,7 @@ KINDS = (*OPENINGS, "row", "row flag", "sum", "sum flag", FINAL_ROW, f"{FINAL_RO
 
 
 class CudaRank(Rank):
-    """Its nodes: the states of epmoe/rounds.py, and where a kernel has opened its stage and has yet to send."""
+    """Its nodes: the states of round_state.py, and where a kernel has opened its stage and has yet to send."""
 
     @property
     def rows(self) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from epmoe import EPTimeoutError, quantize_fp8
 from epmoe.integrations import sglang, sglang_plugin
-from epmoe.reference import moe_reference
+from epmoe.local.reference import moe_reference
 
 E, K, D, F = 16, 4, 256, 128
 M = 128  # tokens; SGLang's default

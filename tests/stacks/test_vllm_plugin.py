@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from vllm_kernels import step
 
-from epmoe.config_file import ConfigError
-from epmoe.health import EPTimeoutError
+from epmoe.config.config_file import ConfigError
+from epmoe.exchange.health import EPTimeoutError
 from epmoe.integrations.vllm import sizes
 from epmoe.integrations.vllm.choice import Choice
 

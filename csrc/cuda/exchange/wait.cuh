@@ -90,7 +90,7 @@ struct Wait {
 
   // The slow path of a long wait: returns the deadline, or 0 if the wait must end. It takes and returns values, so that
   // the state of the waiting code can stay in registers. The host says that a rank has ended only after its last words
-  // have long arrived (epmoe/window_nvlink.py).
+  // have long arrived (epmoe/exchange/window_nvlink.py).
   static __device__ __noinline__ uint64_t deadline_of(const Exchange& ex, RoundState* round, int32_t rank,
                                                       uint64_t deadline_ns) {
     if (!deadline_ns) deadline_ns = now_ns() + ex.timeout_ns;

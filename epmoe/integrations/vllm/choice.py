@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 from vllm.config import get_current_vllm_config
 
-from epmoe.config_file import ConfigError
-from epmoe.handles import Layout
+from epmoe.config.config_file import ConfigError
+from epmoe.exchange.handles import Layout
 
 VARIABLE = "EPMOE_VLLM"
 

@@ -19,7 +19,7 @@ from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 from epmoe.integrations.vllm.choice import Choice, chosen
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.integrations.vllm.sizes import Shape, logger, shared
-from epmoe.memory import SCALE_BLOCK
+from epmoe.native.formats import SCALE_BLOCK
 
 
 class EpmoeRoutedExperts(RoutedExperts):

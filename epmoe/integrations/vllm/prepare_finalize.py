@@ -24,7 +24,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 )
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
-from epmoe.handles import Dispatched, Layout
+from epmoe.exchange.handles import Dispatched, Layout
 from epmoe.integrations.vllm.sizes import Sizes
 from epmoe.service import ExpertParallel
 

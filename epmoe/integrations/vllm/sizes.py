@@ -22,11 +22,11 @@ import torch.distributed as dist
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.logger import init_logger
 
-from epmoe.config import EPConfig
-from epmoe.handles import Layout
-from epmoe.health import EPMismatchError, EPOrderError, EPTimeoutError
+from epmoe.config.config import EPConfig
+from epmoe.exchange.handles import Layout
+from epmoe.exchange.health import EPMismatchError, EPOrderError, EPTimeoutError
+from epmoe.native.arguments import dtype_name
 from epmoe.service import ExpertParallel
-from epmoe.stages.checks import dtype_name
 
 logger = init_logger("vllm.epmoe")  # vLLM shows what is logged below "vllm"
 

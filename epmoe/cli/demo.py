@@ -1,0 +1,300 @@
+"""MoE models of transformers for `epmoe run --model`: tiny ones with random weights, and local checkpoints.
+
+A model whose experts are spread over the ranks is compared with the same model in a single process.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
+
+import epmoe.integrations.transformers as integration
+from epmoe.cli.checkpoint import load_tokenizer
+from epmoe.cli.clock import StageClock
+from epmoe.config.config import EPConfig
+from epmoe.exchange.health import Health
+
+PROMPTS = (
+    "The mixture of experts sends every token to",
+    "Once upon a time, in a village at the foot of the mountains, there lived an old clockmaker who",
+    "A fox",
+    "To bake good bread you need flour, water, salt, yeast and above all",
+    "When the train left the station the rain had already stopped, and over the river",
+    "Why is the sky blue?",
+    "Four processes share one model: each of them keeps some of the experts, and the tokens travel",
+    "Dear reader,",
+)
+"""Rank r takes prompt r mod 8, so ranks bring batches of different lengths."""
+
+_VOCABULARY = 240
+_SHAPE = {
+    "vocab_size": _VOCABULARY,
+    "hidden_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 12,
+    "head_dim": 8,
+    "intermediate_size": 96,
+    "initializer_range": 0.1,  # large enough for the experts to influence which token comes next
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**_SHAPE, "num_experts": 24, "num_experts_per_tok": 8, "moe_intermediate_size": 48},
+    "mixtral": {**_SHAPE, "num_local_experts": 24, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        **_SHAPE,
+        "num_key_value_heads": 24,
+        "n_routed_experts": 24,
+        "num_experts_per_tok": 6,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+        "num_mtp_layers": 0,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "gpt_oss": {**_SHAPE, "num_local_experts": 24, "num_experts_per_tok": 4, "sliding_window": 16},
+}
+"""Keys of each architecture's own config class; the 24 experts divide over 2, 3, 4, 6, 8, 12 and 24 ranks."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with the stage ("reference" or "distributed"), the number of tokens generated so far, and their total."""
+
+
+@dataclass(frozen=True)
+class ModelResult:
+    """One model's run, the same on every rank; lists go by rank."""
+
+    name: str
+    architecture: str
+    prompts: list[str]
+    texts: list[str]
+    """What the distributed model generated."""
+    tokens_equal: bool
+    """Whether every rank generated the tokens of a single process."""
+    max_logit_error: float
+    """Largest absolute difference from the single process's logits, over all ranks and steps."""
+    traffic: list[list[int]]
+    """Rows sent [source rank][destination rank], over all layers."""
+    tokens_per_expert: list[int]
+    """Rows computed by each of the E experts, over all layers."""
+    seconds: list[dict[str, float]]
+    """Wall time of the distributed model by stage: those of `StageClock` and of `SharedExpertParallel`."""
+    elapsed: list[float]
+    """Wall time of the distributed model, measured as a whole."""
+    baseline_texts: list[str]
+    """What the single process generated."""
+    baseline_seconds: list[dict[str, float]]
+    """Wall time of the single process by stage. The ranks run theirs in turn."""
+    baseline_elapsed: list[float]
+    """Wall time of the single process, measured as a whole."""
+    logit_errors: list[list[float]]
+    """Largest absolute difference from the single process's logits, by rank and step."""
+    largest_logit: float
+    """Largest absolute logit of the single process."""
+    config: EPConfig
+    """Of the `ExpertParallel` that all layers share."""
+    health: list[Health]
+
+    @property
+    def rows_moved(self) -> int:
+        """Rows sent between different ranks."""
+        return sum(sum(row) - row[rank] for rank, row in enumerate(self.traffic))
+
+
+def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: Progress | None = None) -> ModelResult:
+    """Generate greedily from this rank's prompt, in a single process and with the experts spread over all ranks.
+
+    `name` is one of `MODELS`, or a folder with a checkpoint. Every rank of the default process group calls it with the
+    same arguments; without torch.distributed, a single process does. Models are fp32, on GPUs if the group has NCCL,
+    otherwise on the CPU. The ranks take turns with the single process, so that one is in memory at a time. Every
+    `ExpertParallel` of the integration is closed before and after the run. Raises ValueError for an unknown `name`.
+    """
+    if name not in MODELS and not Path(name).is_dir():
+        raise ValueError(f"`name` must be one of {', '.join(MODELS)}, got {name!r}")
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    device = "cuda" if size > 1 and "cuda:nccl" in dist.get_backend_config() else "cpu"
+    prompt = PROMPTS[rank % len(PROMPTS)]
+    integration.close()
+    alone, clock = StageClock(device), StageClock(device)
+    with saved_model(name, seed=seed) if name in MODELS else nullcontext(name) as path:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        vocabulary = config.get_text_config().vocab_size
+        tokenizer = make_tokenizer() if name in MODELS else load_tokenizer(Path(path), vocabulary)
+        encoded = tokenizer.encode(prompt)
+        ids = torch.tensor([encoded.ids if isinstance(encoded, Encoding) else encoded], device=device)
+        for turn in range(size):
+            if turn == rank:
+                single = _load(path).to(device)
+                architecture = type(single).__name__
+                streamer = _streamer("reference", max_new_tokens, progress)
+                with alone.watch(single):
+                    tokens, logits = generate(single, ids, max_new_tokens, streamer)
+                del single
+            if size > 1:
+                dist.barrier()
+        spread = _load_distributed(path, size, device)
+    if size > 1:
+        dist.barrier()  # otherwise the first stage would include waiting for the slowest to load
+    with clock.watch(spread):
+        streamer = _streamer("distributed", max_new_tokens, progress)
+        got, got_logits = generate(spread, ids, max_new_tokens, streamer, synced_gpus=size > 1)
+
+    (layers,) = integration.shared()
+    health = layers.ep.health()
+    clock.divide("experts", layers.seconds, rest="other layers")
+    errors = (logits - got_logits).abs().amax(dim=1)
+    mine = {
+        "prompts": prompt,
+        "texts": tokenizer.decode(got.tolist()),
+        "equal": torch.equal(tokens, got),
+        "errors": errors.tolist(),
+        "largest": logits.abs().max().item(),
+        "seconds": clock.seconds,
+        "elapsed": clock.elapsed,
+        "baseline_texts": tokenizer.decode(tokens.tolist()),
+        "baseline_seconds": alone.seconds,
+        "baseline_elapsed": alone.elapsed,
+        "health": health,
+    }
+    integration.close()
+    of_ranks = _all_gather(mine, size)
+    by_rank = {key: [one[key] for one in of_ranks] for key in mine}
+    return ModelResult(
+        name=Path(path).resolve().name if path == name else name,
+        architecture=architecture,
+        prompts=by_rank["prompts"],
+        texts=by_rank["texts"],
+        tokens_equal=all(by_rank["equal"]),
+        max_logit_error=torch.tensor(by_rank["errors"]).max().item(),  # NaN if any is
+        traffic=[one.rows_sent for one in by_rank["health"]],
+        tokens_per_expert=[count for one in by_rank["health"] for count in one.tokens_per_expert],
+        seconds=by_rank["seconds"],
+        elapsed=by_rank["elapsed"],
+        baseline_texts=by_rank["baseline_texts"],
+        baseline_seconds=by_rank["baseline_seconds"],
+        baseline_elapsed=by_rank["baseline_elapsed"],
+        logit_errors=by_rank["errors"],
+        largest_logit=max(by_rank["largest"]),
+        config=layers.ep.config,
+        health=by_rank["health"],
+    )
+
+
+def make_tokenizer() -> Tokenizer:
+    """A BPE tokenizer of ASCII text, trained on `PROMPTS`. Every token of it can be printed."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    printable = [chr(code) for code in range(33, 127)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY, special_tokens=["<pad>"], initial_alphabet=printable, show_progress=False
+    )
+    tokenizer.train_from_iterator(PROMPTS, trainer)
+    return tokenizer
+
+
+@contextmanager
+def saved_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Iterator[str]:
+    """The folder of a new checkpoint of model `name`; all ranks, which must be on one machine, get the same folder."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **MODELS[name]), dtype=dtype)
+        for key, tensor in model.state_dict().items():
+            if key.endswith("bias"):  # initialised to zeros, which would hide a bias that is left out
+                tensor.normal_(std=0.1)
+    with tempfile.TemporaryDirectory() as folder:
+        of_rank_0 = [folder]
+        if dist.is_initialized():
+            dist.broadcast_object_list(of_rank_0)
+        model.save_pretrained(of_rank_0[0])  # in transformers only rank 0 writes
+        if dist.is_initialized():
+            dist.barrier()
+        yield of_rank_0[0]
+        if dist.is_initialized():
+            dist.barrier()
+
+
+def _load_distributed(path: str, size: int, device: str) -> PreTrainedModel:
+    """The model in `path` on `device`, with its experts spread over `size` ranks; each rank brings its own batch.
+
+    A rank holds its share of the expert weights. It holds all of them where transformers has no EP implementations
+    yet, or would choose another device: with a DistributedConfig it takes the accelerator, if there is one.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if size == 1 or device != (accelerator.type if accelerator else "cpu") or not hasattr(integration, "EpmoeEP"):
+        return _load(path, experts_implementation="epmoe").to(device)
+    parallel = DistributedConfig(tp_size=1, fsdp_size=size, ep_size=size, ep_implementation="epmoe")
+    return _load(path, distributed_config=parallel)
+
+
+def _load(path: str, **options: Any) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True, **options)
+
+
+def generate(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    max_new_tokens: int,
+    streamer: BaseStreamer | None = None,
+    synced_gpus: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens [n] that greedy decoding appends to `ids` [1,T], and the logits [n,V] of each step."""
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=max_new_tokens,  # also past the end of a text, so that runs can be compared
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        streamer=streamer,
+        synced_gpus=synced_gpus,
+    )
+    return output.sequences[0, ids.shape[1] :], torch.cat(output.logits)
+
+
+class _Counter(BaseStreamer):
+    """Reports each generated token."""
+
+    def __init__(self, stage: str, total: int, progress: Progress) -> None:
+        self._report = lambda done: progress(stage, done, total)
+        self._done = -1  # generate streams the prompt first
+
+    def put(self, value: torch.Tensor) -> None:
+        self._done += 1
+        self._report(self._done)
+
+    def end(self) -> None:
+        pass
+
+
+def _streamer(stage: str, total: int, progress: Progress | None) -> BaseStreamer | None:
+    return _Counter(stage, total, progress) if progress else None
+
+
+def _all_gather(mine: dict[str, Any], size: int) -> list[dict[str, Any]]:
+    gathered = [mine] * size
+    if size > 1:
+        dist.all_gather_object(gathered, mine)
+    return gathered

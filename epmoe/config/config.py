@@ -1,0 +1,314 @@
+"""The configuration of one expert-parallel group: strict, frozen, and its own documentation (`epmoe schema`).
+
+Letters as in the package docstring: T, M, D, K, E, P, e, R, N.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import Field, ValidationError, model_validator
+
+from epmoe.config.config_file import ConfigError, environment_overrides, explain, read_config
+from epmoe.config.hardware import HardwareConfig
+from epmoe.config.placement import Placement
+from epmoe.config.strict import Strict
+
+__all__ = ["ConfigError", "EPConfig"]
+
+_INT32_MAX = 2**31 - 1
+_MOST_ON_NODE = 64  # ranks: a set of them is one 64-bit mask
+_INSIDE_S = 0.8  # by which waits inside a node are longer than for the network
+_MOST_ERRORS = 12  # of a message: one screen
+_Rule = tuple[str, bool, str, object]  # dotted key, whether its value is allowed, what it must be, what it is
+
+
+class ModelConfig(Strict):
+    """The model's MoE layers."""
+
+    num_experts: int = Field(ge=1, le=4096)
+    """E: logical experts in a layer."""
+    num_experts_per_tok: int = Field(ge=1, le=4096)
+    """K: experts that a token is sent to, at most E."""
+    hidden_size: int = Field(ge=1, le=65536)
+    """D: elements in a token's row; D times the size of `dtype` must be a multiple of 16 bytes."""
+    intermediate_size: int | None = Field(default=None, ge=1, le=65536)
+    """F: width of an expert, that is, elements of its activation; only `epmoe bench --layer` needs it."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Element type of a token's row."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+class RoutingConfig(Strict):
+    """How scores become experts and weights (`ep.route`); unused where a model brings its own router."""
+
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """Turns a row of logits [E] into scores."""
+    renormalize: bool = False
+    """Divide a token's K weights by their sum."""
+    num_expert_groups: int = Field(default=1, ge=1, le=4096)
+    """Groups that the E experts are split into, in order and evenly; 1 means no groups."""
+    top_groups: int = Field(default=1, ge=1, le=4096)
+    """A token's K experts are chosen from its best groups; this is their number."""
+    routed_scaling_factor: float = Field(default=1.0, gt=0)
+    """Multiplies the weights, after renormalisation."""
+    nan_rows: Literal["zero", "propagate"] = "zero"
+    """What a `MoELayer` returns for a token whose scores are undefined, by NaN or under softmax by +Inf: the sum of
+    what `route` chose, which is zeros under softmax; or NaN, for whoever looks for the cause."""
+
+
+class TopologyConfig(Strict):
+    """The ranks that share the experts."""
+
+    ep_size: int = Field(ge=1, le=1024)
+    """R: ranks in the expert-parallel group; must equal the group's size. Ranks of one node follow one another."""
+    ranks_per_node: int | None = Field(default=None, ge=1)
+    """Ranks on one machine, a divisor of R; by default all R. Between machines rows travel over the network."""
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks of one node: R if that is the only node."""
+        return min(self.ranks_per_node or self.ep_size, self.ep_size)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes: R over the ranks of one."""
+        return self.ep_size // self.ranks_here
+
+
+class PlacementConfig(Strict):
+    """Which rank owns which expert."""
+
+    strategy: Literal["linear", "round_robin", "explicit"] = "linear"
+    """linear: blocks of experts in order; round_robin: expert p on rank p mod R; explicit: `assignment`."""
+    assignment: list[int] | None = None
+    """With `strategy: explicit`, the owning rank of each of the P physical experts."""
+    num_redundant_experts: int = Field(default=0, ge=0, le=4096)
+    """Copies beside the E experts: physical expert E+i copies logical expert i mod E; P = E + copies."""
+    copied_experts: list[int] | None = None
+    """With `strategy: explicit`, the logical expert of each of these copies, where it is not i mod E."""
+
+
+class CapacityConfig(Strict):
+    """Sizes of the buffers, all fixed at the start (`epmoe plan` prints the bytes)."""
+
+    max_num_tokens_per_rank: int = Field(default=1024, ge=1, le=2**20)
+    """M: most tokens a rank may bring to one round."""
+    max_expert_rows: int | None = Field(default=None, ge=1, le=_INT32_MAX)
+    """Most expert-major rows N that a rank can hold, rounded up to `alignment`; by default the worst case,
+    R·M·K + e·(alignment−1)."""
+    alignment: int = Field(default=1, ge=1, le=4096)
+    """In rows: each expert's segment starts at a multiple of this number (block-scaled GEMMs need 128)."""
+    max_rows_per_node: int | None = Field(default=None, ge=1)
+    """S: most rows that a rank may send to one node in one round, with more than one node; by default M."""
+    on_overflow: Literal["raise", "drop"] = "raise"
+    """More rows than `max_expert_rows`: raise EPOverflowError in `combine` or `check`, or only count dropped pairs."""
+
+
+class ExchangeConfig(Strict):
+    """How rows travel."""
+
+    transport: Literal["auto", "shared_memory", "nvlink"] = "auto"
+    """auto: shared_memory on CPU, nvlink on CUDA."""
+    payload: Literal["auto", "fp8"] = "auto"
+    """Format of rows sent to the experts; auto: `model.dtype`; fp8: e4m3 with one fp32 scale per 128 elements."""
+    combine_payload: Literal["auto", "fp8"] = "auto"
+    """Format of rows sent back by combine; the same choices."""
+    network: Literal["auto", "collective"] = "auto"
+    """How rows reach other nodes; auto is collective: all-to-all of torch.distributed, by gloo on CPUs and NCCL
+    on GPUs."""
+    network_splits: Literal["padded", "exact"] = "padded"
+    """padded: slabs of equal length, which the host never looks at; exact: the host reads how long they are."""
+    timeout_s: float = Field(default=30.0, gt=0, le=86400)
+    """Seconds that a rank waits for the other ranks before EPTimeoutError."""
+    warmup_timeout_s: float = Field(default=300.0, gt=0, le=86400)
+    """Replaces `timeout_s` in the first round, during which ranks may still load or compile."""
+    on_abort: Literal["raise", "zeros"] = "raise"
+    """Another rank has given a round up: raise EPAbortedError, or only count it and sum without its experts."""
+    num_sms: int | None = Field(default=None, ge=1)
+    """Most multiprocessors (SMs) that a communication kernel may use (CUDA); by default the library's choice."""
+    tuning: str | None = None
+    """Path of a tuning table: launch parameters by number of tokens (CUDA); by default the library's choice."""
+
+
+class EPConfig(Strict):
+    """Configuration of an `ExpertParallel`: `EPConfig.load(path)`, or its sections as keywords."""
+
+    model: ModelConfig
+    topology: TopologyConfig
+    routing: RoutingConfig = RoutingConfig()
+    placement: PlacementConfig = PlacementConfig()
+    capacity: CapacityConfig = CapacityConfig()
+    exchange: ExchangeConfig = ExchangeConfig()
+    hardware: HardwareConfig = HardwareConfig()
+
+    def __init__(self, /, **sections: Any) -> None:
+        """Check the sections; raises ConfigError, which lists every wrong key and what it must be."""
+        try:
+            super().__init__(**sections)
+        except ValidationError as error:
+            lines = []
+            for item in error.errors()[:_MOST_ERRORS]:
+                section = item["loc"][0] if len(item["loc"]) > 1 else None
+                lines.append(explain(item, _KEYS.get(str(section), ()) if section else tuple(_KEYS)))
+            if (more := error.error_count() - _MOST_ERRORS) > 0:
+                lines.append(f"and {more:,} more")
+            raise ConfigError("\n".join(lines)) from None
+
+    @property
+    def num_physical_experts(self) -> int:
+        """P: the logical experts and their copies."""
+        return self.model.num_experts + self.placement.num_redundant_experts
+
+    @property
+    def rows_per_node(self) -> int:
+        """S: rows that a rank may send to one node in one round."""
+        return self.capacity.max_rows_per_node or self.capacity.max_num_tokens_per_rank
+
+    def padded_tokens(self, longest: int) -> int:
+        """That of `ExpertParallel.dispatch` where the longest batch of a rank has so many tokens."""
+        return max(1, min(longest, self.rows_per_node))
+
+    def of_node(self) -> Self:
+        """The configuration of the exchange within one node, whose ranks bring what the slabs of all nodes hold.
+
+        Its waits are a little longer than those for the network: the rank that waits for the network then says first
+        which rank is missing. The placement is not of this configuration: see `Placement.of_node`.
+        """
+        topology, times = self.topology, self.exchange
+        slots = topology.num_nodes * self.rows_per_node
+        later = {key: getattr(times, key) + _INSIDE_S for key in ("timeout_s", "warmup_timeout_s")}
+        return self.model_copy(
+            update={
+                "topology": TopologyConfig(ep_size=topology.ranks_here),
+                "capacity": self.capacity.model_copy(update={"max_num_tokens_per_rank": slots}),
+                "exchange": times.model_copy(update=later),
+            }
+        )
+
+    def place_experts(self) -> Placement:
+        """The placement that the `placement` section describes."""
+        section = self.placement
+        return Placement.build(
+            self.model.num_experts,
+            self.topology.ep_size,
+            section.strategy,
+            section.assignment,
+            section.num_redundant_experts,
+            section.copied_experts,
+        )
+
+    def with_placement(self, placement: Placement) -> Self:
+        """This configuration for the ranks, owners and copies of `placement`: what the ranks of a resumed group have.
+
+        Raises ConfigError if it does not fit the other sections, as with more ranks than `topology.ranks_per_node`.
+        """
+        explicit = {
+            "strategy": "explicit",
+            "assignment": list(placement.owners),
+            "num_redundant_experts": placement.num_physical_experts - placement.num_experts,
+            "copied_experts": placement.copied_experts and list(placement.copied_experts),
+        }
+        sections = self.model_dump() | {"placement": explicit}
+        sections["topology"]["ep_size"] = placement.ep_size
+        return type(self)(**sections)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a YAML, TOML or JSON file; environment variables `EPMOE_<SECTION>__<KEY>` override its keys."""
+        return cls.overridden(read_config(path), f"{path}: ")
+
+    @classmethod
+    def overridden(cls, sections: dict[str, Any], where: str = "") -> Self:
+        """The config of these sections, whose keys environment variables `EPMOE_<SECTION>__<KEY>` override.
+
+        Raises ConfigError, whose message begins with `where`.
+        """
+        overrides = environment_overrides(os.environ, _KEYS)
+        for section, key, value in overrides.values():
+            if isinstance(keys := sections.setdefault(section, {}), dict):
+                keys[key] = value
+        try:
+            return cls(**sections)
+        except ConfigError as error:
+            note = f" (the environment sets {', '.join(overrides)})" if overrides else ""
+            raise ConfigError(f"{where}{error}{note}") from None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Check the rules that involve more than one key."""
+        for key, ok, what, got in (*self._model_rules(), *self._placement_rules(), *self._capacity_rules()):
+            if not ok:
+                raise ValueError(f"`{key}` must be {what}, got {got}")
+        return self
+
+    def _model_rules(self) -> Iterator[_Rule]:
+        model, routing = self.model, self.routing
+        experts, top_k = model.num_experts, model.num_experts_per_tok
+        yield "model.num_experts_per_tok", top_k <= experts, f"at most `model.num_experts` = {experts}", top_k
+        step = 16 // model.torch_dtype.itemsize
+        what = f"a multiple of {step}, so that a {model.dtype} row is a multiple of 16 bytes"
+        yield "model.hidden_size", model.hidden_size % step == 0, what, model.hidden_size
+        groups, chosen = routing.num_expert_groups, routing.top_groups
+        what = f"a divisor of `model.num_experts` = {experts}"
+        yield "routing.num_expert_groups", experts % groups == 0, what, groups
+        least = -(-top_k // max(experts // groups, 1))
+        what = f"from {least} to {groups}, so that the chosen groups hold {top_k} experts"
+        yield "routing.top_groups", least <= chosen <= groups, what, chosen
+
+    def _placement_rules(self) -> Iterator[_Rule]:
+        size, node = self.topology.ep_size, self.topology.ranks_here
+        what = f"a divisor of `topology.ep_size` = {size}"
+        yield "topology.ranks_per_node", size % node == 0, what, node
+        yield "topology.ranks_per_node", node <= _MOST_ON_NODE, f"at most {_MOST_ON_NODE}", node
+        explicit, owners = self.placement.strategy == "explicit", self.placement.assignment
+        nodes = {rank // node for rank in owners or range(min(size, self.num_physical_experts))}
+        what = "such that every node owns an expert"
+        yield "topology.ranks_per_node", node == size or len(nodes) == size // node, what, node
+        ranks = f"{self.num_physical_experts} ranks, one for each expert and copy"
+        yield "placement.assignment", owners is not None or not explicit, ranks, "none"
+        if owners is not None:
+            yield "placement.strategy", explicit, "explicit with an assignment", self.placement.strategy
+            yield "placement.assignment", len(owners) == self.num_physical_experts, ranks, len(owners)
+            for p, rank in enumerate(owners):
+                what = f"a rank from 0 to {size - 1}"
+                yield f"placement.assignment[{p}]", 0 <= rank < size, what, rank
+        if (copied := self.placement.copied_experts) is not None:
+            yield "placement.strategy", explicit, "explicit with copied_experts", self.placement.strategy
+            what = f"{self.placement.num_redundant_experts} experts, one for each copy"
+            yield "placement.copied_experts", len(copied) == self.placement.num_redundant_experts, what, len(copied)
+            for i, expert in enumerate(copied):
+                what = f"an expert from 0 to {self.model.num_experts - 1}"
+                yield f"placement.copied_experts[{i}]", 0 <= expert < self.model.num_experts, what, expert
+
+    def _capacity_rules(self) -> Iterator[_Rule]:
+        model, exchange, tokens = self.model, self.exchange, self.capacity.max_num_tokens_per_rank
+        for key in ("payload", "combine_payload"):
+            ok = getattr(exchange, key) == "auto" or model.hidden_size % 128 == 0
+            what = f"auto where `model.hidden_size` = {model.hidden_size} is no multiple of 128"
+            yield f"exchange.{key}", ok, what, getattr(exchange, key)
+        first, later = exchange.warmup_timeout_s, exchange.timeout_s
+        yield "exchange.warmup_timeout_s", first >= later, f"at least `exchange.timeout_s` = {later}", first
+        alignment, rows = self.capacity.alignment, self.capacity.max_expert_rows
+        largest = _INT32_MAX // alignment * alignment
+        what = f"at most {largest}, the largest int32 multiple of `capacity.alignment` = {alignment}"
+        yield "capacity.max_expert_rows", rows is None or rows <= largest, what, rows
+        per_node = self.rows_per_node
+        yield "capacity.max_rows_per_node", per_node <= tokens, f"at most M = {tokens} rows", per_node
+        gaps = (self.num_physical_experts + 1) * alignment  # between segments, and behind the last
+        most = (_INT32_MAX - gaps) // (self.topology.ep_size * model.num_experts_per_tok)
+        what = f"at most {most}, as R·M·K rows are numbered in int32"
+        yield "capacity.max_num_tokens_per_rank", tokens <= most, what, tokens
+
+
+_KEYS = {
+    section: tuple(field.annotation.model_fields)  # type: ignore[union-attr]
+    for section, field in EPConfig.model_fields.items()
+}

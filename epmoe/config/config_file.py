@@ -1,0 +1,235 @@
+"""Finds and reads YAML, TOML and JSON, reads the environment, and words the errors; `EPConfig` checks the values."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ENV_PREFIX = "EPMOE_"
+MAX_BYTES = 256 << 10  # a file of this size with 4096 experts is a mistake
+MAX_DEPTH = 16  # levels of nesting; a configuration has 3
+_PACKAGE = Path(__file__).resolve().parents[1]
+_MERGE_KEY = "tag:yaml.org,2002:merge"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names the key and says what to set."""
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, made to refuse what plain YAML does silently: keys given twice, aliases, any depth."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        line = event.start_mark.line + 1
+        if name := getattr(event, "anchor", None):  # an alias has one too
+            raise ConfigError(f"line {line}: anchors and aliases (`&{name}`, `*{name}`) are not read: write the value")
+        if self._depth == MAX_DEPTH:
+            raise ConfigError(f"line {line}: is nested more than {MAX_DEPTH} levels deep")
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if key.tag == _MERGE_KEY:
+                raise ConfigError(f"line {line}: merge keys (`<<`) are not read: write the keys")
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    where = f"on line {seen[key.value]} and on line {line}"
+                    raise ConfigError(f"key `{key.value}` is given twice, {where}: keep one")
+                seen[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
+def _parse_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of the safe loader
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ConfigError(f"key `{key}` is given twice: keep one")
+        result[key] = value
+    return result
+
+
+def _parse_json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_unique_pairs)
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    ".yaml": _parse_yaml,
+    ".yml": _parse_yaml,
+    ".toml": tomllib.loads,
+    ".json": _parse_json,
+}
+
+
+def ready_configs() -> dict[str, Path]:
+    """The configurations that come with epmoe, by name: inside the package, or beside it in a checkout."""
+    folders = [_PACKAGE / "configs"]
+    if (_PACKAGE.parent / "pyproject.toml").exists():  # elsewhere a folder `configs` is not ours
+        folders.append(_PACKAGE.parent / "configs")
+    found = next((folder for folder in folders if folder.is_dir()), None)
+    return {} if found is None else {path.stem: path for path in sorted(found.glob("*.yaml"))}
+
+
+def find_config(name_or_path: str | Path) -> Path:
+    """The file that is meant: an existing file, else the ready configuration of that name, as in `cpu_demo`.
+
+    A path with a suffix or a folder is returned as it is, and reading it gives the error. Raises ConfigError, which
+    lists the names, for any other name.
+    """
+    path, ready = Path(name_or_path), ready_configs()
+    if path.is_file():
+        return path
+    for name, file in ready.items():
+        if str(path) in (name, file.name):
+            return file
+    if path.suffix or len(path.parts) > 1:
+        return path
+    raise ConfigError(f"{path}: is neither a file nor a ready configuration; there are {', '.join(ready) or 'none'}")
+
+
+def read_config(path: str | Path, holds: str = "sections such as `model:` and `topology:`") -> dict[str, Any]:
+    """The mapping in a .yaml, .yml, .toml or .json file. Raises ConfigError naming the file."""
+    path = Path(path)
+    parse = _PARSERS.get(path.suffix.lower())
+    if parse is None:
+        raise ConfigError(f"{path}: a configuration must end in {', '.join(_PARSERS)}, got `{path.suffix}`")
+    try:
+        data = parse(_text_of(path))
+        _check_depth(data)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested more than {MAX_DEPTH} levels deep") from None
+    except (ValueError, yaml.YAMLError) as error:  # tomllib and json raise subclasses of ValueError
+        raise ConfigError(f"{path}: is not valid {path.suffix[1:].upper()}: {_brief(error)}") from None
+    data = {} if data is None else data
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise ConfigError(f"{path}: must hold {holds}, got {data!r:.80}")
+    return data
+
+
+def _text_of(path: Path) -> str:
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError("is not a file")
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError("no such configuration file") from None
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}") from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"is larger than {MAX_BYTES >> 10} KiB, which no configuration is")
+    if b"\0" in content:
+        raise ConfigError("is not a text file")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"is not a text file in UTF-8 (line {line}, byte 0x{content[error.start]:02x})") from None
+
+
+def _check_depth(data: Any) -> None:
+    level = [data]
+    for _ in range(MAX_DEPTH):
+        level = [item for value in level for item in _items(value)]
+    if level:
+        raise ConfigError(f"is nested more than {MAX_DEPTH} levels deep")
+
+
+def _items(value: Any) -> Collection[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _brief(error: Exception) -> str:
+    """A parser's error in one line, with the line number where it is known."""
+    mark, line = getattr(error, "problem_mark", None), getattr(error, "lineno", None)
+    if mark is not None:
+        line = mark.line + 1
+    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or getattr(error, "msg", None)
+    text = " ".join(str(problem or error).split())
+    if "'\\t'" in text:
+        text = "a tab, where YAML is indented with spaces"
+    return (f"line {line}: " if line is not None else "") + (text if len(text) <= 160 else text[:159] + "…")
+
+
+def environment_overrides(
+    environ: Mapping[str, str], sections: Mapping[str, Collection[str]]
+) -> dict[str, tuple[str, str, Any]]:
+    """Variables `EPMOE_<SECTION>__<KEY>` as {variable: (section, key, value)}, values in YAML.
+
+    Variables without the double underscore are not configuration. A variable that names no key of `sections`, or that
+    has one underscore where it needs two, is an error, because a misspelt override would silently do nothing.
+    """
+    overrides = {}
+    for variable in sorted(environ):
+        section, found, key = variable.removeprefix(ENV_PREFIX).lower().partition("__")
+        if not variable.startswith(ENV_PREFIX):
+            continue
+        where = f"environment variable {variable}"
+        if not found:
+            if meant := _meant(section, sections):
+                raise ConfigError(f"{where}: has no effect; did you mean {meant}, with two underscores?")
+            continue
+        if section not in sections:
+            raise ConfigError(f"{where}: no section `{section}`; there are {', '.join(sections)}")
+        if key not in sections[section]:
+            raise ConfigError(f"{where}: `{section}` has no key `{key}`, but {', '.join(sections[section])}")
+        try:
+            overrides[variable] = (section, key, _parse_yaml(environ[variable]))
+        except (ConfigError, ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"{where}: is not a YAML value: {_brief(error)}") from None
+    return overrides
+
+
+def _meant(name: str, sections: Mapping[str, Collection[str]]) -> str | None:
+    """The override that a variable without a double underscore is close to: SECTION_KEY, or the KEY alone."""
+    overrides = {f"{section}_{key}": f"{section}__{key}" for section, keys in sections.items() for key in keys}
+    alone = {key: f"{section}__{key}" for section, keys in sections.items() for key in keys}
+    close = difflib.get_close_matches(name, overrides, n=1, cutoff=0.9)
+    meant = overrides[close[0]] if close else alone.get(name)
+    return ENV_PREFIX + meant.upper() if meant else None
+
+
+def explain(item: Any, known: Sequence[str]) -> str:
+    """One pydantic error in our words: the dotted key, what it must be, what it is.
+
+    `known` are the keys allowed at that place, for the hint about a misspelt one.
+    """
+    last = item["loc"][-1] if item["loc"] else None
+    key = "`" + "".join(f"[{p}]" if isinstance(p, int) else f".{_short(p)}" for p in item["loc"]).lstrip(".") + "`"
+    got = _short(repr(item["input"]))
+    match item["type"]:
+        case "value_error":
+            return str(item["ctx"]["error"])
+        case "missing":
+            return f"{key} must be set"
+        case "extra_forbidden" | "invalid_key":
+            close = difflib.get_close_matches(str(last), known, n=1)
+            hint = f"did you mean `{close[0]}`?" if close else f"use {', '.join(known)}"
+            return f"{key} is not a known key; {hint}"
+        case "model_type":
+            return f"{key} must be a mapping of keys, got {got}"
+    return f"{key} {item['msg'].replace('Input should be', 'must be')}, got {got}"
+
+
+def _short(text: str, most: int = 80) -> str:
+    """`text`, or its beginning: a value may be as large as its file."""
+    return text if len(text) <= most else text[: most - 1] + "…"

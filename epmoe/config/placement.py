@@ -1,0 +1,281 @@
+"""Which rank owns which expert: owners, maps, sentinels and copies, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Self
+
+import torch
+
+_MOST_NAMED = 20  # experts in a message
+
+
+class Move(NamedTuple):
+    """A local expert of a rank whose weights do not lie at its index yet."""
+
+    local_index: int
+    """Where the weights belong: the expert's index among the experts of the rank."""
+    logical: int
+    """The logical expert whose weights these are."""
+    source: int | None
+    """The index at which the rank has held these weights so far; None if it must load them."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """P physical experts, that is E logical experts and their copies, on R ranks.
+
+    Physical expert p < E is logical expert p; p ≥ E is a copy, by default of logical expert (p − E) mod E. Source rank
+    s sends its token t to copy (t + s) mod n of an expert's n copies. So the copies share the load, and every run
+    chooses alike.
+    """
+
+    num_experts: int
+    """E"""
+    ep_size: int
+    """R"""
+    owners: tuple[int, ...]
+    """[P] the rank that owns each physical expert"""
+    copied_experts: tuple[int, ...] | None = None
+    """[P − E] the logical expert of each copy; None: copy i is of logical expert i mod E"""
+
+    @classmethod
+    def build(
+        cls,
+        num_experts: int,
+        ep_size: int,
+        strategy: str = "linear",
+        assignment: Sequence[int] | None = None,
+        num_redundant_experts: int = 0,
+        copied_experts: Sequence[int] | None = None,
+    ) -> Self:
+        """Place P = `num_experts` + `num_redundant_experts` physical experts on `ep_size` ranks.
+
+        - linear: blocks of experts in order; the first P mod R ranks own one expert more.
+        - round_robin: expert p on rank p mod R.
+        - explicit: `assignment` [P] gives the owner of each expert, and `copied_experts` [P − E], if given, the logical
+          expert of each copy.
+
+        Raises ValueError, which names the wrong argument.
+        """
+        for name, value, least in (
+            ("num_experts", num_experts, 1),
+            ("ep_size", ep_size, 1),
+            ("num_redundant_experts", num_redundant_experts, 0),
+        ):
+            if not _is_int(value) or value < least:
+                raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}")
+        if (assignment is None) == (strategy == "explicit"):
+            raise ValueError(
+                f"`assignment` must be given with strategy 'explicit' and with no other, "
+                f"got {strategy!r} with {'none' if assignment is None else 'one'}"
+            )
+        if copied_experts is not None and strategy != "explicit":
+            raise ValueError(f"`copied_experts` may be given with strategy 'explicit' only, got {strategy!r}")
+        physical = num_experts + num_redundant_experts
+        if assignment is not None:
+            owners = tuple(assignment)
+        elif strategy == "linear":
+            block, longer = divmod(physical, ep_size)
+            owners = tuple(rank for rank in range(ep_size) for _ in range(block + (rank < longer)))
+        elif strategy == "round_robin":
+            owners = tuple(p % ep_size for p in range(physical))
+        else:
+            raise ValueError(f"`strategy` must be 'linear', 'round_robin' or 'explicit', got {strategy!r}")
+        if len(owners) != physical:
+            raise ValueError(f"`assignment` must be {physical} ranks, one per physical expert, got {len(owners)}")
+        for p, rank in enumerate(owners):
+            if not _is_int(rank) or not 0 <= rank < ep_size:
+                raise ValueError(f"`assignment[{p}]` must be a rank from 0 to {ep_size - 1}, got {rank!r}")
+        if copied_experts is None:
+            return cls(num_experts, ep_size, owners)
+        if len(copied_experts) != num_redundant_experts:
+            raise ValueError(f"`copied_experts` must be {num_redundant_experts} experts, got {len(copied_experts)}")
+        for i, logical in enumerate(copied_experts):
+            _in_range(f"copied_experts[{i}]", logical, num_experts)
+        return cls._with_copies(num_experts, ep_size, owners, tuple(copied_experts))
+
+    @classmethod
+    def _with_copies(cls, num_experts: int, ep_size: int, owners: tuple[int, ...], copied: tuple[int, ...]) -> Self:
+        """In the one form that equal placements have: copies in the usual order are not listed."""
+        usual = all(logical == i % num_experts for i, logical in enumerate(copied))
+        return cls(num_experts, ep_size, owners, None if usual else copied)
+
+    def without(self, ranks: Collection[int], *, spread_lost: bool = False) -> Self:
+        """This placement over the ranks that remain once `ranks` are gone.
+
+        The remaining ranks are renumbered from 0 in their order. Every expert and copy stays on its rank, so no weights
+        travel. Where expert p < E is gone, its first remaining copy takes the id p. Physical ids, and with them the
+        order of the experts on a rank, may therefore change: see `moves`.
+
+        Args:
+            ranks: to leave out.
+            spread_lost: place logical experts of which no copy remains on the ranks with the fewest experts. Their
+                weights must be loaded there.
+
+        Returns:
+            A placement of R − len(ranks) ranks. It may have fewer copies than this one.
+
+        Raises:
+            ValueError: no rank remains, or, without `spread_lost`, a logical expert is lost; the error names it.
+        """
+        gone = {_in_range("ranks", rank, self.ep_size) for rank in ranks}
+        renumbered = {rank: i for i, rank in enumerate(r for r in range(self.ep_size) if r not in gone)}
+        if not renumbered:
+            raise ValueError(f"`ranks` must leave at least one of {self.ep_size} ranks, got {sorted(gone)}")
+        first: dict[int, int] = {}  # logical expert → new rank
+        copies: list[tuple[int, int]] = []
+        load = [0] * len(renumbered)
+        for p, rank in enumerate(self.owners):
+            if rank not in gone:
+                x, new_rank = self.logical(p), renumbered[rank]
+                load[new_rank] += 1
+                if x in first:
+                    copies.append((x, new_rank))
+                else:
+                    first[x] = new_rank
+        lost = [x for x in range(self.num_experts) if x not in first]
+        if lost and not spread_lost:
+            names = f"{lost[:_MOST_NAMED]}" + (f" and {len(lost) - _MOST_NAMED} more" if lost[_MOST_NAMED:] else "")
+            raise ValueError(
+                f"logical expert(s) {names} have no copy outside rank(s) {sorted(gone)}: load their weights and say "
+                "where, as Placement.without(ranks, spread_lost=True) does"
+            )
+        for x in lost:
+            first[x] = load.index(min(load))
+            load[first[x]] += 1
+        owners = (*(first[x] for x in range(self.num_experts)), *(rank for _, rank in copies))
+        return self._with_copies(self.num_experts, len(renumbered), owners, tuple(x for x, _ in copies))
+
+    def moves(self, new: Placement, ranks: Sequence[int | None] | None = None) -> list[tuple[Move, ...]]:
+        """Which weights each rank of `new` must load or reorder, where this placement has held so far.
+
+        Args:
+            new: the placement to come, of the same E.
+            ranks: for each rank of `new`, its number in this placement, or None for a rank that holds no weights yet.
+                By default ranks keep their numbers.
+
+        Returns:
+            For each rank of `new`, its local experts whose weights do not lie at their index yet.
+
+        Raises:
+            ValueError: the placements have different E, or `ranks` does not fit them.
+        """
+        if new.num_experts != self.num_experts:
+            raise ValueError(f"`new` must place {self.num_experts} logical experts, got {new.num_experts}")
+        if ranks is None:
+            ranks = [rank if rank < self.ep_size else None for rank in range(new.ep_size)]
+        if len(ranks) != new.ep_size:
+            raise ValueError(f"`ranks` must name {new.ep_size} ranks, one for each rank of `new`, got {len(ranks)}")
+        moves = []
+        for rank, before in enumerate(ranks):
+            held = [] if before is None else [self.logical(p) for p in self.local_experts(before)]
+            wanted = [new.logical(p) for p in new.local_experts(rank)]
+            moves.append(
+                tuple(
+                    Move(i, logical, held.index(logical) if logical in held else None)
+                    for i, logical in enumerate(wanted)
+                    if held[i : i + 1] != [logical]
+                )
+            )
+        return moves
+
+    @property
+    def num_physical_experts(self) -> int:
+        """P: logical experts and copies."""
+        return len(self.owners)
+
+    @cached_property
+    def local_index(self) -> tuple[int, ...]:
+        """[P] the index of each physical expert among the experts of its owner, in ascending order of physical id."""
+        seen = [0] * self.ep_size
+        index = []
+        for rank in self.owners:
+            index.append(seen[rank])
+            seen[rank] += 1
+        return tuple(index)
+
+    def owner(self, physical: int) -> int:
+        """The rank that owns a physical expert."""
+        return self.owners[_in_range("physical", physical, self.num_physical_experts)]
+
+    def local_experts(self, rank: int) -> list[int]:
+        """Physical ids that a rank owns, ascending: entry i is its local expert i."""
+        _in_range("rank", rank, self.ep_size)
+        return [p for p, owner in enumerate(self.owners) if owner == rank]
+
+    def num_local_experts(self, rank: int) -> int:
+        """e; it may be 0, for instance where there are fewer experts than ranks."""
+        return self.owners.count(_in_range("rank", rank, self.ep_size))
+
+    def expert_map(self, rank: int) -> torch.Tensor:
+        """int32 [P], physical id → local index, −1 where another rank owns it."""
+        _in_range("rank", rank, self.ep_size)
+        pairs = zip(self.owners, self.local_index, strict=True)
+        return torch.tensor([i if owner == rank else -1 for owner, i in pairs], dtype=torch.int32)
+
+    def of_node(self, node: int, ranks_per_node: int) -> Placement:
+        """The experts of one node on its own ranks, numbered in ascending order of physical id, without copies.
+
+        Ranks are node-major: rank r is local rank r mod G of node r // G, for G = `ranks_per_node`.
+
+        Raises ValueError if the node owns no expert.
+        """
+        _in_range("node", node, self.ep_size // ranks_per_node)
+        owners = tuple(rank % ranks_per_node for rank in self.owners if rank // ranks_per_node == node)
+        if not owners:
+            raise ValueError(f"every node must own an expert: node {node} owns none of {self.num_physical_experts}")
+        return Placement(len(owners), ranks_per_node, owners)
+
+    def node_ids(self, ranks_per_node: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """int32 [P] each: the node of each physical expert, and its number among the experts of that node."""
+        nodes = torch.tensor(self.owners, dtype=torch.int32) // ranks_per_node
+        local = torch.empty_like(nodes)
+        for node in nodes.unique():
+            local[nodes == node] = torch.arange(int((nodes == node).sum()), dtype=torch.int32)
+        return nodes, local
+
+    def sentinel(self, rank: int) -> int:
+        """The id in unused slots: a foreign expert, which `expert_map` maps to −1, or P where no expert is foreign."""
+        _in_range("rank", rank, self.ep_size)
+        return next((p for p, owner in enumerate(self.owners) if owner != rank), self.num_physical_experts)
+
+    def logical(self, physical: int) -> int:
+        """The logical expert of a physical expert, which may be a copy."""
+        copy = _in_range("physical", physical, self.num_physical_experts) - self.num_experts
+        if copy < 0 or self.copied_experts is None:
+            return physical % self.num_experts
+        return self.copied_experts[copy]
+
+    def copies(self, logical: int) -> tuple[int, ...]:
+        """Physical ids of a logical expert: its own id first, then its copies."""
+        return self._copies[_in_range("logical", logical, self.num_experts)]
+
+    def copies_table(self) -> torch.Tensor:
+        """int32 [E, C]: `copies` of every expert, padded with −1 to C, the largest number of copies."""
+        most = max(map(len, self._copies))
+        rows = [copies + (-1,) * (most - len(copies)) for copies in self._copies]
+        return torch.tensor(rows, dtype=torch.int32)
+
+    def num_copies(self) -> torch.Tensor:
+        """int32 [E]: physical experts of each logical expert, at least 1."""
+        return torch.tensor([len(copies) for copies in self._copies], dtype=torch.int32)
+
+    @cached_property
+    def _copies(self) -> tuple[tuple[int, ...], ...]:
+        copies: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for p in range(self.num_physical_experts):
+            copies[self.logical(p)].append(p)
+        return tuple(map(tuple, copies))
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _in_range(name: str, value: int, end: int) -> int:
+    if not _is_int(value) or not 0 <= value < end:
+        raise ValueError(f"`{name}` must be an integer from 0 to {end - 1}, got {value!r}")
+    return value

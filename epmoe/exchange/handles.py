@@ -1,0 +1,161 @@
+"""The handles of a round: what each call returns to the caller and needs back for the next call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, SupportsIndex
+
+import torch
+from torch import Tensor
+
+from epmoe.native.arguments import describe_fields
+
+Layout = Literal["expert", "rank"]
+
+
+class HoldsWindows:
+    """What cannot leave its process: pickling and copying, also by deepcopy, raise TypeError."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or copied: it holds windows of this process; each process makes "
+            "its own ExpertParallel. Save a layer by its `state_dict()`"
+        )
+
+
+class _Fields(HoldsWindows):
+    """Named values, some of which exist in the other layout only: reading one of these raises AttributeError.
+
+    All rounds of one `RoundTemplate` have the same values, since the buffers never move.
+    """
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self.__dict__ = attributes
+
+    @staticmethod
+    def attributes(
+        owner: str, layout: Layout, present: Mapping[str, object], absent: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
+        """The `__dict__` of an object that callers know as `owner`; `absent` names what `layout` does not have."""
+        return dict(present) | {"_owner": owner, "_layout": layout, "_absent": absent}
+
+    def __getattr__(self, name: str) -> object:
+        if name in self.__dict__.get("_absent", ()):
+            raise AttributeError(f"`{self._owner}.{name}` does not exist with layout={self._layout!r}")
+        raise AttributeError(name)
+
+
+class Received(_Fields):
+    """The rows that arrived, by source rank: `recv` of a `Dispatched`.
+
+    Source r fills slots [0, counts[r]) of its slab in its own token order. In these slots a pair of another rank keeps
+    its id, and a pair without an expert carries the sentinel and weight 0. All other slots carry the sentinel and
+    weight 0, and their x must not be read.
+
+    With layout="expert" only `counts` exists; reading another attribute raises AttributeError.
+
+    Attributes:
+        counts: int32 [R], rows from each source.
+        x: [R, M, D] in the dtype of the call's x, or float8_e4m3fn with an fp8 payload.
+        scales: fp32 [R, M, ⌈D/128⌉] with an fp8 payload, otherwise None.
+        ids: int32 [R, M, K], physical experts.
+        weights: fp32 [R, M, K].
+    """
+
+    counts: Tensor
+    x: Tensor
+    scales: Tensor | None
+    ids: Tensor
+    weights: Tensor
+
+    def __repr__(self) -> str:
+        return describe_fields(self, {name: v for name, v in self.__dict__.items() if name[0] != "_"})
+
+
+@dataclass(slots=True)
+class RoundTemplate:
+    """What rounds share whose calls agree in D, K, dtypes, layout, and in where the weights apply."""
+
+    shape: tuple[Any, ...]  # D, K, the dtypes of x, ids and weights, layout, and where the weights apply
+    steps: list[int]  # a call of T tokens takes descriptors[bisect_left(steps, T)]
+    descriptors: list[Tensor]  # of `Exchange.descriptors_for`
+    attributes: dict[str, Any]  # of `Dispatched`; `_rounds`, a weak reference, and `_rank` serve `repr`
+    hidden_size: int  # D
+    like: Tensor  # a y [0, D]: `new_empty` of it costs the host less than `torch.empty`, and an abort needs some y
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Sent(HoldsWindows):
+    """A round whose tokens are under way: what `ep.dispatch_send` returns, for `ep.dispatch_recv`.
+
+    Attributes:
+        num_tokens: T of this rank's call, padding included.
+        epoch: the round's number, from 1.
+    """
+
+    template: RoundTemplate
+    num_tokens: int
+    epoch: int
+    descriptor: Tensor  # int64, host: `DESCRIPTOR` in epmoe/exchange/exchange.py
+    arguments: tuple[Any, ...]  # of the operators of dispatch; empty once the tokens are received
+
+    def new_y(self) -> Tensor:
+        """The round's y [T, D], not yet written."""
+        return self.template.like.new_empty(self.num_tokens, self.template.hidden_size)
+
+    def __repr__(self) -> str:
+        return describe_fields(self, {}, self.summary())
+
+    def summary(self) -> str:
+        """Rank, round and shape, for `repr`."""
+        attributes = self.template.attributes
+        rounds = attributes["_rounds"]()
+        state = f"round {self.epoch} released" if rounds is None else rounds.describe(self.epoch)
+        shape = f"T={self.num_tokens}, D={self.template.hidden_size} {str(attributes['dtype']).removeprefix('torch.')}"
+        return f"rank {attributes['_rank']}, {state}, {shape}, layout={attributes['layout']!r}"
+
+
+class Dispatched(_Fields):
+    """An open round, whose rows this rank's experts must compute: what `ep.dispatch` and `ep.dispatch_recv` return.
+
+    All tensors are views of the exchange's buffers. They are valid until `combine`, `combine_partial` or `combine_send`
+    is called. With layout="rank" the first four do not exist: reading one raises AttributeError.
+
+    Attributes:
+        rows: [N_cap, D], expert by expert, in the dtype of the call's x, or float8_e4m3fn with an fp8 payload. N_cap is
+            `capacity.max_expert_rows` or the worst case, rounded up to `capacity.alignment`. Rows past
+            `expert_offsets[e]` must not be read.
+        scales: fp32 [N_cap, ⌈D/128⌉] with an fp8 payload, otherwise None.
+        expert_offsets: int32 [e + 1], the first row of each expert's segment, gaps of `capacity.alignment` included.
+        tokens_per_expert: int32 [e], rows of each segment without its gap.
+        recv: what arrived from each source rank.
+        num_tokens: T of this rank's call, padding included.
+        epoch: the round's number, from 1.
+        layout: "expert" or "rank".
+        dtype: of the rows that combine takes, and of y: that of the call's x, or the config's if x is fp8.
+        hidden_size: D of the call.
+    """
+
+    rows: Tensor
+    scales: Tensor | None
+    expert_offsets: Tensor
+    tokens_per_expert: Tensor
+    recv: Received
+    num_tokens: int
+    epoch: int
+    layout: Layout
+    dtype: torch.dtype
+    hidden_size: int
+    sent: Sent
+
+    def __init__(self, sent: Sent) -> None:
+        """The round that `sent` opened."""
+        super().__init__(sent.template.attributes.copy())
+        self.sent, self.num_tokens, self.epoch = sent, sent.num_tokens, sent.epoch
+
+    def __repr__(self) -> str:
+        names = ("rows", "scales", "expert_offsets", "tokens_per_expert") if self.layout == "expert" else ("recv",)
+        return describe_fields(self, {name: getattr(self, name) for name in names}, self.sent.summary())

@@ -1,0 +1,127 @@
+"""The launch policy: which variant of the dispatch and combine kernels a call takes on a GPU, and its launch.
+
+The policy itself is ``csrc/launch_policy.h``; this module asks the native library and names what comes back. It needs
+no GPU. ``docs/kernels.md`` explains the variants.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from epmoe.exchange.memory import MemoryPlan
+from epmoe.native import ops
+
+H200_MULTIPROCESSORS, H200_MAJOR = 132, 9
+
+
+class DispatchLaunch(NamedTuple):
+    """One launch of dispatch: the fields of `DispatchLaunch` in csrc/launch_policy.h."""
+
+    recv_lines: int
+    """Lines of 16 bytes that a receiving lane moves at once (LL protocol); 0: Simple protocol."""
+    coarse: int
+    """1: senders also move `recv_lines` lines at once, otherwise one."""
+    exclusive: int
+    """1: every block has a multiprocessor to itself, also where two would fit."""
+    blocks: int
+    threads: int
+    """Of a block."""
+    send_blocks: int
+    notify_blocks: int
+    """Blocks that count, and with LL send the pairs; they follow the send blocks."""
+    send_offset_entries: int
+    source_offset_entries: int
+    """int32 entries of the tables in shared memory; 0: too large for it."""
+    row_chunks: int
+    chunk_bytes: int
+    """Of a row of x in shared memory (Simple)."""
+    tokens_per_release: int
+    """Tokens whose flags are published after one release (Simple)."""
+    shared_bytes: int
+    """Dynamic shared memory of a block."""
+
+    @property
+    def protocol(self) -> str:
+        """The protocol of the rows: LL or Simple."""
+        return "LL" if self.recv_lines else "Simple"
+
+    @property
+    def send_lines(self) -> int:
+        """Lines that a sending lane moves at once; 0: Simple protocol."""
+        return self.recv_lines if self.coarse else min(self.recv_lines, 1)
+
+
+class CombineLaunch(NamedTuple):
+    """One launch of combine: the fields of `CombineLaunch` in csrc/launch_policy.h."""
+
+    send_lines: int
+    """Lines of 16 bytes that a sending lane moves at once (LL protocol); 0: Simple protocol."""
+    coarse: int
+    """1: receivers also sum `send_lines` lines at once, otherwise one, and senders have four pairs in flight."""
+    own: int
+    """1: receivers make the sums for tokens of this rank, so that these do not travel."""
+    forwards: int
+    """1: one warp of each block forwards rows that need no sums."""
+    blocks: int
+    threads: int
+    """Of a block."""
+    send_blocks: int
+    team: int
+    """Warps that send a row together (Simple)."""
+    shared_bytes: int
+    """Dynamic shared memory of a block."""
+
+    @property
+    def protocol(self) -> str:
+        """The protocol of the sums: LL or Simple."""
+        return "LL" if self.send_lines else "Simple"
+
+    @property
+    def recv_lines(self) -> int:
+        """Lines that a receiving lane sums at once; 0: Simple protocol."""
+        return self.send_lines if self.coarse else min(self.send_lines, 1)
+
+
+def launches(
+    plan: MemoryPlan,
+    tokens: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    expert_major: bool = True,
+    send: bool = True,
+    receive: bool = True,
+    multiprocessors: int = H200_MULTIPROCESSORS,
+    major: int = H200_MAJOR,
+) -> tuple[DispatchLaunch, CombineLaunch]:
+    """The launches of one round of `tokens` rows of `dtype` with the plan's D and K.
+
+    Args:
+        plan: of a rank on GPUs, `MemoryPlan.build(..., nvlink=True)`.
+        tokens: T.
+        dtype: of x: fp32, fp16 or bf16, or fp8 with an fp8 payload.
+        expert_major: the layout.
+        send: the launch runs the send phase.
+        receive: the launch runs the recv phase.
+        multiprocessors: of the GPU; an H200 has 132.
+        major: the GPU's compute capability; 9 for H100 and H200.
+
+    Returns:
+        The launch of dispatch and that of combine.
+    """
+    sizes = plan.sizes
+    call = (tokens, sizes["D"], sizes["K"], ops.DTYPES.index(dtype), expert_major, send, receive)
+    fields = ops.launch_policy(_as_tensor(plan), *call, multiprocessors, major).tolist()
+    split = len(DispatchLaunch._fields)
+    return DispatchLaunch(*fields[:split]), CombineLaunch(*fields[split:])
+
+
+def shared_bytes_needed(plan: MemoryPlan) -> int:
+    """Bytes of shared memory that a block of any kernel of the exchange needs, at most."""
+    return ops.shared_bytes_needed(_as_tensor(plan))
+
+
+def _as_tensor(plan: MemoryPlan) -> Tensor:
+    return torch.tensor(plan.as_ints(), dtype=torch.int64, device="cpu")

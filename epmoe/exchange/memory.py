@@ -1,0 +1,284 @@
+"""The memory plan: every buffer of one rank, to the byte, before anything is allocated.
+
+No other code computes an offset: the service allocates by this plan, and the kernels receive it as a list of integers
+(``csrc/plan.h``). Letters as in the package docstring; B is the number of fp8 scales of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from epmoe.config.config import EPConfig
+from epmoe.config.placement import Placement
+from epmoe.native.formats import SCALE_BLOCK
+
+SIGNAL_BYTES = 64  # a cache line for each source: `RoundHeader` in csrc/plan.h
+BUFFER_ALIGNMENT = 128
+PAGE_BYTES = 4096
+NUM_COUNTERS = 8
+# On GPUs, calls of up to 1024 tokens use the LL protocol (csrc/cuda/exchange/ll.cuh). Dispatch sends the number of
+# tokens in 12 bits, so 4095 is the limit.
+LL_MAX_TOKENS = 1024
+RAIL_TAG_BYTES = 16
+LINE_INTS = 4  # a line of the LL protocol has 16 bytes
+
+Region = Literal["window", "scratch", "rail"]
+
+# The fields of `ExchangePlan` in csrc/plan.h, in its order: sizes, then the offset of each buffer ("." for "_").
+SIZES = (
+    "R", "rank", "M", "K", "D", "E", "P", "num_local_experts", "copies", "max_rows", "alignment",
+    "payload_fp8", "combine_fp8", "x_stride_bytes", "combine_stride_bytes", "scale_blocks", "combine_scale_blocks",
+    "most_local_experts", "num_sms", "ll_max_tokens", "ll_row_stride_bytes", "ll_sum_stride_bytes",
+    "dispatch_senders", "combine_senders", "combine_team",
+)  # fmt: skip
+OFFSETS = (
+    "signal.dispatch", "signal.combine", "signal.error", "signal.dead", "doorbell",
+    "recv.x", "recv.scales", "recv.ids", "recv.weights", "combine.rows", "combine.scales",
+    "recv.flags", "recv.ordinals", "recv.counts", "combine.flags", "ll.rows", "ll.pairs", "ll.sums",
+    "rows", "row_scales",
+    "state", "counts", "slots_used", "slots", "expert_offsets", "tokens_per_expert", "row_of_pair",
+    "table.expert_map", "table.owners", "table.copies", "table.num_copies", "table.sentinels",
+    "table.local_index", "pair_weights",
+    "health.counters", "health.tokens_per_expert", "health.rows_sent", "health.waited_ns",
+    "health.aborted_rounds",
+)  # fmt: skip
+
+
+_Layout = list[tuple[Region, str, tuple[int, ...], torch.dtype]]
+
+
+class RailSlot(NamedTuple):
+    """One row on its way to another node, in bytes from its start: `RailSlot` in csrc/rail.h.
+
+    The row is at 0, then its scales if it is fp8, K ids, K weights, and what the source says of its call.
+    """
+
+    bytes: int
+    scales: int
+    ids: int
+    weights: int
+    tag: int
+
+    @classmethod
+    def of(cls, config: EPConfig) -> RailSlot:
+        """The slot that holds a row of the config's shape."""
+        model, fp8 = config.model, config.exchange.payload == "fp8"
+        scales = model.hidden_size * (1 if fp8 else model.torch_dtype.itemsize)
+        ids = scales + 4 * -(-model.hidden_size // SCALE_BLOCK) * fp8
+        weights = ids + 4 * model.num_experts_per_tok
+        tag = weights + 4 * model.num_experts_per_tok
+        return cls(round_up(tag + RAIL_TAG_BYTES, 16), scales, ids, weights, tag)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A named part of a region; `offset` is in bytes from the region's start."""
+
+    name: str
+    region: Region
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes without the padding behind it; 0 for a buffer that this configuration does not use."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, region: torch.Tensor) -> torch.Tensor:
+        """This buffer as a tensor of its shape and dtype, within the region's bytes (uint8 [n])."""
+        return region[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """All memory of one rank: its window, which every rank of its node maps, and its own scratch.
+
+    With more than one node, "rail" is the memory of what travels over the network; the rest is that of the node's own
+    exchange.
+
+    A round allocates only y, the tensor [T, D] that `combine` returns, and copies of arguments whose rows are not
+    contiguous or not aligned to 16 bytes; with more than one node also the partial rows, up to [N·S, D].
+
+    Attributes:
+        buffers: in the order of their offsets within each region.
+        sizes: the values of `SIZES`.
+    """
+
+    buffers: tuple[Buffer, ...]
+    sizes: dict[str, int]
+
+    @classmethod
+    def build(
+        cls, config: EPConfig, rank: int = 0, placement: Placement | None = None, nvlink: bool | None = None
+    ) -> MemoryPlan:
+        """Lay out the buffers of one rank. It needs no GPU, no group and no native library.
+
+        Args:
+            config: the same on all ranks.
+            rank: of the group; ranks may own different numbers of experts.
+            placement: by default the config's.
+            nvlink: whether the windows lie in GPU memory; by default, whether `exchange.transport` is "nvlink".
+
+        Returns:
+            The plan of `rank`.
+        """
+        nvlink = config.exchange.transport == "nvlink" if nvlink is None else nvlink
+        placement = placement or config.place_experts()
+        if config.topology.num_nodes > 1:
+            return cls._of_two_levels(config, rank, placement, nvlink)
+        R, M = config.topology.ep_size, config.capacity.max_num_tokens_per_rank
+        K, D = config.model.num_experts_per_tok, config.model.hidden_size
+        E, P, e = placement.num_experts, placement.num_physical_experts, placement.num_local_experts(rank)
+        x_dtype, alignment = config.model.torch_dtype, config.capacity.alignment
+        most = max(map(placement.num_local_experts, range(R)))
+        copies = placement.copies_table().shape[1]
+        # GPUs write into each other's expert-major rows, so these are equally many on all GPUs.
+        worst = R * M * K + (most if nvlink else e) * (alignment - 1)
+        N = round_up(config.capacity.max_expert_rows or worst, alignment)
+        B = -(-D // SCALE_BLOCK)
+        padded_B = round_up(B, 4)  # GPUs copy 16 bytes at a time
+        payload_fp8, combine_fp8 = (
+            wire == "fp8" for wire in (config.exchange.payload, config.exchange.combine_payload)
+        )
+        payload = torch.float8_e4m3fn if payload_fp8 else x_dtype
+        combine = torch.float8_e4m3fn if combine_fp8 else x_dtype
+        ll_tokens = min(M, LL_MAX_TOKENS)
+        ll_row_stride, ll_sum_stride = (
+            round_up(D * wire.itemsize + 4 * B * fp8, 16)
+            for wire, fp8 in ((payload, payload_fp8), (combine, combine_fp8))
+        )
+        i32, i64, f32 = torch.int32, torch.int64, torch.float32
+        layout: _Layout = [
+            ("window", "signal.dispatch", (R, SIGNAL_BYTES), torch.uint8),
+            ("window", "signal.combine", (R, SIGNAL_BYTES), torch.uint8),
+            ("window", "signal.error", (R,), i64),
+            ("window", "signal.dead", (1,), i64),
+            ("window", "doorbell", (1,), i32),
+            ("window", "recv.x", (R, M, D), payload),
+            ("window", "recv.scales", (R, M, B) if payload_fp8 else (0,), f32),
+            ("window", "recv.ids", (R, M, K), i32),
+            ("window", "recv.weights", (R, M, K), f32),
+            ("window", "combine.rows", (R, M, D), combine),
+            ("window", "combine.scales", (R, M, padded_B) if combine_fp8 else (0,), f32),
+            ("window", "recv.flags", (R, M) if nvlink else (0,), i32),
+            ("window", "recv.ordinals", (R, M, K) if nvlink else (0,), i32),
+            ("window", "recv.counts", (R, R * most + 2) if nvlink else (0,), i64),
+            ("window", "combine.flags", (R, M) if nvlink else (0,), i32),
+            ("window", "ll.rows", (R, ll_tokens, ll_row_stride) if nvlink else (0,), torch.uint8),
+            ("window", "ll.pairs", (R, ll_tokens, K, LINE_INTS) if nvlink else (0,), i32),
+            ("window", "ll.sums", (R, ll_tokens, ll_sum_stride) if nvlink else (0,), torch.uint8),
+            ("window" if nvlink else "scratch", "rows", (N, D), payload),
+            ("window" if nvlink else "scratch", "row_scales", (N, B) if payload_fp8 else (0,), f32),
+            ("scratch", "state", (112,), i32),
+            ("scratch", "counts", (R,), i32),
+            ("scratch", "slots_used", (R,) if nvlink else (0,), i32),
+            ("scratch", "slots", (M, R), i32),
+            ("scratch", "expert_offsets", (e + 1,), i32),
+            ("scratch", "tokens_per_expert", (e,), i32),
+            ("scratch", "row_of_pair", (R, M, K), i32),
+            ("scratch", "table.expert_map", (P,), i32),
+            ("scratch", "table.owners", (P,), i32),
+            ("scratch", "table.copies", (E, copies), i32),
+            ("scratch", "table.num_copies", (E,), i32),
+            ("scratch", "table.sentinels", (R,), i32),
+            ("scratch", "table.local_index", (P,) if nvlink else (0,), i32),
+            ("scratch", "pair_weights", (R, M, K) if nvlink else (0,), f32),
+            ("scratch", "health.counters", (NUM_COUNTERS,), i64),
+            ("scratch", "health.tokens_per_expert", (e,), i64),
+            ("scratch", "health.rows_sent", (R,), i64),
+            ("scratch", "health.waited_ns", (R,), i64),
+            ("scratch", "health.aborted_rounds", (R,), i64),
+        ]
+        buffers = _laid_out(layout)
+        values = (
+            R, rank, M, K, D, E, P, e, copies, N, alignment,
+            payload_fp8, combine_fp8, D * payload.itemsize, D * combine.itemsize, B, padded_B, most,
+            config.exchange.num_sms or 2**31 - 1, ll_tokens, ll_row_stride, ll_sum_stride, 0, 0, 0,
+        )  # fmt: skip
+        return cls(buffers, dict(zip(SIZES, map(int, values), strict=True)))
+
+    @classmethod
+    def _of_two_levels(cls, config: EPConfig, rank: int, placement: Placement, nvlink: bool) -> MemoryPlan:
+        """The plan of the exchange within the node, and the memory of the rail."""
+        topology = config.topology
+        G, N, S = topology.ranks_here, topology.num_nodes, config.rows_per_node
+        inside = cls.build(config.of_node(), rank % G, placement.of_node(rank // G, G), nvlink)
+        P, E, copies = placement.num_physical_experts, *placement.copies_table().shape
+        slot, row = RailSlot.of(config), config.model.hidden_size * config.model.torch_dtype.itemsize
+        u8, i32, i64 = torch.uint8, torch.int32, torch.int64
+        rail = _laid_out(
+            [
+                ("rail", "rail.received", (N, S, slot.bytes), u8),  # of the own node first, then by node
+                ("rail", "rail.sent", (N - 1, S, slot.bytes), u8),
+                ("rail", "rail.returned", (N - 1, S + 1, row), u8),  # the last row: see `Slabs.send_back`
+                ("rail", "rail.slots", (config.capacity.max_num_tokens_per_rank, N), i32),
+                ("rail", "rail.counts", (N,), i32),
+                ("rail", "rail.total.needed", (1,), i32),
+                ("rail", "rail.table.copies", (E, copies), i32),
+                ("rail", "rail.table.num_copies", (E,), i32),
+                ("rail", "rail.table.node_of", (P,), i32),
+                ("rail", "rail.table.node_local", (P,), i32),
+                ("rail", "rail.total.counters", (NUM_COUNTERS,), i64),
+                ("rail", "rail.total.rows_sent", (N,), i64),
+            ]
+        )
+        # Each rank names here, to the other ranks of its node, the rank that it misses on another node.
+        missed = Buffer("rail.missed", "window", (G,), i64, inside._end("window"))
+        return cls((*inside.buffers, missed, *rail), inside.sizes)
+
+    def __getitem__(self, name: str) -> Buffer:
+        """The buffer of this name, which must be one of the plan's."""
+        return next(buffer for buffer in self.buffers if buffer.name == name)
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of this rank's window, in whole pages."""
+        return round_up(self._end("window"), PAGE_BYTES)
+
+    @property
+    def empty_lines(self) -> list[slice]:
+        """Bytes of the window that begin as 0xff: lines of the LL protocol that have not arrived have this value."""
+        return [slice(b.offset, b.offset + b.nbytes) for b in (self["ll.rows"], self["ll.sums"])]
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of this rank's scratch, which no other rank maps."""
+        return self._end("scratch")
+
+    @property
+    def rail_bytes(self) -> int:
+        """Bytes of what travels to and from other nodes; 0 with one node."""
+        return self._end("rail")
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the window, of the scratch and of the rail."""
+        return self.window_bytes + self.scratch_bytes + self.rail_bytes
+
+    def as_ints(self, **launch: int) -> list[int]:
+        """The fields of `ExchangePlan` in order; `launch` replaces sizes of these names."""
+        return [*(self.sizes | launch).values(), *(self[name].offset for name in OFFSETS)]
+
+    def _end(self, region: Region) -> int:
+        ends = (round_up(b.offset + b.nbytes, BUFFER_ALIGNMENT) for b in self.buffers if b.region == region)
+        return max(ends, default=0)
+
+
+def _laid_out(layout: _Layout) -> tuple[Buffer, ...]:
+    """The buffers, each behind the last one of its region."""
+    ends: dict[Region, int] = {"window": 0, "scratch": 0, "rail": 0}
+    buffers = []
+    for region, name, shape, dtype in layout:
+        buffer = Buffer(name, region, shape, dtype, offset=ends[region])
+        buffers.append(buffer)
+        ends[region] = round_up(buffer.offset + buffer.nbytes, BUFFER_ALIGNMENT)
+    return tuple(buffers)
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

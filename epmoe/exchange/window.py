@@ -1,0 +1,230 @@
+"""Symmetric windows: one region of memory per rank, mapped by every rank of the group.
+
+On the CPU a window is anonymous shared memory (memfd). Ranks pass its file descriptor over Unix sockets, so a window
+has no name and needs no room in /dev/shm. Its memory is freed when the last process that maps it ends, also after a
+crash. Another transport is another file with a class like `Window`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import itertools
+import mmap
+import os
+import resource
+import secrets
+import socket
+import struct
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from epmoe.exchange.deaths import Deaths, this_process
+from epmoe.exchange.peers import Peers
+
+SOCKET_TIMEOUT_S = 60.0
+_CGROUP = Path("/sys/fs/cgroup")
+_F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1033, 1, 2, 4
+
+
+class Window(Protocol):
+    """What a transport offers."""
+
+    local: torch.Tensor
+    """uint8 [window_bytes], this rank's window, on the device where the kernels run."""
+    addresses: list[int]
+    """By rank: where its window is mapped in this process."""
+
+    deaths: Deaths
+    """Of the ranks whose processes can be watched: those of this machine. It keeps the word at `dead_at` up to date."""
+
+    def store(self, offset: int, value: int) -> None:
+        """Store an unsigned 64-bit word into every rank's window, `offset` bytes from its start. Waits for no rank."""
+
+
+class SharedMemoryWindow:
+    """A `Window` in shared memory of one machine."""
+
+    def __init__(self, nbytes: int, peers: Peers, dead_at: int):
+        """Collective, in a step of `Peers.together`. Reserves the memory now: a shortage is no fault in a later round.
+
+        Args:
+            nbytes: size of each rank's window.
+            peers: the ranks of the group.
+            dead_at: where in its own window a rank keeps the mask of ranks that have ended, in bytes from the start.
+
+        Raises:
+            MemoryError: this rank has no room.
+            RuntimeError: the ranks are on several machines, this process may open too few files, or a rank did not
+                answer within `SOCKET_TIMEOUT_S`, or within half the deadline of `peers` if that is shorter.
+        """
+        check_room(nbytes * peers.size, available_memory_bytes())
+        with _enough_files(peers.size):
+            windows = [_reserve(nbytes)]
+            try:
+                peers.all_gather(None)  # all have room
+                windows, processes = share_descriptors(windows, peers)
+                regions = [_map(window, nbytes) for window in windows]
+            finally:
+                _close(windows)
+        self._regions = regions  # keeps the mappings
+        self.local = regions[peers.rank]
+        self.addresses = [region.data_ptr() for region in regions]
+        self._dead_at = dead_at
+        self.deaths = Deaths(processes, self._note)
+
+    def store(self, offset: int, value: int) -> None:
+        """As `Window.store`. A rank that sleeps sees the word when it next looks up, after 100 ms at most."""
+        for address in self.addresses:
+            ctypes.c_uint64.from_address(address + offset).value = value
+
+    def _note(self, dead: int) -> None:
+        self.local[self._dead_at : self._dead_at + 8].view(torch.int64).fill_(dead)
+
+
+def available_memory_bytes() -> int:
+    """Bytes that this machine, or the container around this process, can still give."""
+    free = [sys.maxsize]
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free.append(int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        limit = int(_CGROUP.joinpath("memory.max").read_text())
+        used = int(_CGROUP.joinpath("memory.current").read_text())
+        statistics = dict(line.split() for line in _CGROUP.joinpath("memory.stat").read_text().splitlines())
+        free.append(limit - used + int(statistics["inactive_file"]))  # page cache that is reclaimed at once
+    return min(free)
+
+
+def check_room(nbytes: int, available: int) -> None:
+    """Raise MemoryError where windows of `nbytes` in all do not fit into `available` bytes."""
+    if nbytes > available:
+        raise MemoryError(
+            f"the windows need {nbytes:,} bytes of memory that ranks share, but only {available:,} are available: "
+            "lower capacity.max_num_tokens_per_rank"
+        )
+
+
+@contextlib.contextmanager
+def _enough_files(ranks: int) -> Iterator[None]:
+    """Says what to do where this process may open no more files."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise RuntimeError(
+            f"this process may not open more files (its limit is {most}): the windows of {ranks} ranks take up to "
+            f"{4 * ranks} while they open; raise the limit, as `ulimit -n {most + 4 * ranks}` does"
+        ) from error
+
+
+def _reserve(nbytes: int) -> int:
+    descriptor = os.memfd_create("epmoe-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        os.close(descriptor)
+        name = errno.errorcode.get(error.errno or 0, "?")
+        raise MemoryError(
+            f"cannot reserve {nbytes:,} bytes of shared memory for a window ({name}): lower "
+            "capacity.max_num_tokens_per_rank, or give the container more memory"
+        ) from error
+    # A reader of a window that another process has shrunk would get a SIGBUS: forbid it.
+    fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW)
+    return descriptor
+
+
+def _map(descriptor: int, nbytes: int) -> torch.Tensor:
+    populate = getattr(mmap, "MAP_POPULATE", 0)
+    return torch.frombuffer(mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | populate), dtype=torch.uint8)
+
+
+def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[int, int]]:
+    """Every rank's file descriptors. Collective, in a step of `Peers.together`.
+
+    Each rank connects to all others before it accepts, so ranks cannot wait for one another in a circle.
+
+    Args:
+        window: the file descriptor of this rank's window; empty on all ranks if windows have none.
+        peers: the ranks of the group.
+
+    Returns:
+        By rank, the descriptors of windows; this rank's is the given one. And by rank, the descriptors of the processes
+        of the other ranks, where they could give one. The caller closes both.
+
+    Raises:
+        RuntimeError: the ranks are on several machines or cannot reach one another's sockets, or a rank has ended.
+        TimeoutError: a rank did not answer.
+    """
+    rank, size = peers.rank, peers.size
+    if size == 1:
+        return window, {}
+    # Half, so that a rank whose wait fails here still comes in time to say so.
+    timeout_s = min(SOCKET_TIMEOUT_S, (peers.timeout_s or 2 * SOCKET_TIMEOUT_S) / 2)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.settimeout(timeout_s)
+        name = f"\0epmoe-{secrets.token_hex(16)}"  # an abstract one leaves no file
+        listener.bind(name)
+        listener.listen(size)
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+        addresses = peers.all_gather((machine, name))
+        if len({machine for machine, _ in addresses}) > 1:
+            raise RuntimeError(
+                "the ranks of a node are on several machines: set topology.ranks_per_node to the ranks of one machine"
+            )
+        connections = {}
+        for peer, (_, address) in enumerate(addresses):
+            if peer != rank:
+                connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                connection.settimeout(timeout_s)
+                try:
+                    connection.connect(address)
+                except OSError as error:
+                    raise RuntimeError(
+                        f"rank {rank} cannot reach rank {peer}'s socket ({error}): containers must share a network "
+                        "namespace"
+                    ) from error
+                connections[peer] = connection
+        peers.all_gather(None)  # all have reached all: otherwise ranks would wait for one that has failed
+        process = this_process()
+        stack.callback(_close, process)
+        served = 0
+        while served < size - 1:
+            connection, _ = listener.accept()
+            with connection:
+                if _user_of(connection) == os.getuid():  # every user can connect to an abstract name
+                    socket.send_fds(connection, [b"w"], window + process)
+                    served += 1
+        received: dict[int, list[int]] = {}
+        try:
+            for peer, connection in connections.items():
+                message, received[peer], _, _ = socket.recv_fds(connection, 1, 2)
+                if not message or len(received[peer]) < len(window):
+                    raise RuntimeError(
+                        f"rank {peer} closed its socket before it sent its window, or this process may not open more "
+                        "files (`ulimit -n`)"
+                    )
+        except BaseException:
+            _close(itertools.chain(*received.values()))
+            raise
+        windows = [fd for peer in range(size) for fd in (received[peer][: len(window)] if peer != rank else window)]
+        return windows, {peer: fd for peer, fds in received.items() for fd in fds[len(window) :]}
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _user_of(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[1]

@@ -1,0 +1,224 @@
+"""The experts stage: SwiGLU experts over expert-major rows. Its two grouped GEMMs are a library's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from epmoe.local.grouped_gemm import DEEP_GEMM_ALIGNMENT, Gemm, choose, expert_of_rows, multiply
+from epmoe.local.quantize import dequantize_rows, quantize_fp8
+from epmoe.native import ops
+from epmoe.native.arguments import FLOATS, FP8, check_forward_only, check_tensor, dtype_name
+from epmoe.native.formats import SCALE_BLOCK
+
+DTYPES = (*FLOATS, torch.float64, FP8)
+_KEEP_DTYPE = ("w_gate_up", "w_down", "gate_up_scales", "down_scales")  # under casts, if the weights are fp8
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which torch computes in the dtypes of its inputs."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return nullcontext()  # takes the host less time
+    return torch.autocast(device.type, enabled=False)
+
+
+class GroupedExperts(nn.Module):
+    """This rank's experts, `down(silu(gate(x)) · up(x))`, over rows in the order of `ep.dispatch`.
+
+    On GPUs nothing looks at the host, so that a call can be captured into a CUDA graph: with bf16 weights on compute
+    capability 9.0 and later, and with fp8 weights on 9.0. Weights are parameters that share the memory of the given
+    tensors and need no grad, because the exchange is forward only. Autocast changes nothing.
+
+    The GEMM is a library's. `gemm` says which one GPUs use:
+
+    - "auto": fp8 weights take DeepGEMM where it is installed (`pip install sgl-deep-gemm`) and takes them: compute
+      capability 9.0, D and F multiples of 128. All other weights take torch's `grouped_mm`.
+    - "deep_gemm": also bf16 weights take DeepGEMM.
+    - "torch": never DeepGEMM. fp8 weights are then dequantised in every call, which is right but slow, and takes the
+      memory of the weights in bf16. CPUs always do this; "auto" warns of it on GPUs.
+
+    DeepGEMM needs segments that start at multiples of 128 rows, `capacity.alignment: 128`: see `alignment`. Where torch
+    does not take the weights either (it needs strides of multiples of 16 bytes, and no fp64), a loop over the experts
+    computes the same, and looks at the host. Casts, moves and `load_state_dict` choose again. Casts leave fp8 weights
+    and their scales as they are.
+
+    Args:
+        w_gate_up: fp32, fp16, bf16, fp64 or fp8 e4m3 [e, 2F, D], in which each expert has F gate rows, then F up rows.
+        w_down: [e, D, F], same dtype and device.
+        gate_up_scales: fp32 [e, ⌈2F/128⌉, ⌈D/128⌉], with fp8 weights: one for each block of 128 × 128.
+        down_scales: fp32 [e, ⌈D/128⌉, ⌈F/128⌉], with fp8 weights.
+        gate_up_bias: [e, 2F] in the dtype of outputs, or None.
+        down_bias: [e, D] in the dtype of outputs, or None.
+        interleaved: gate and up rows alternate in `w_gate_up` and its bias.
+        limit: gate is at most this, and up lies within ± this, before the activation; None: no limit.
+        alpha: the activation is gate · sigmoid(alpha · gate); 1 is silu.
+        up_offset: is added to up.
+        gemm: which library GPUs use, see above.
+
+    For gpt-oss: interleaved=True, limit=7.0, alpha=1.702, up_offset=1.0, and both biases; the checkpoint's weights are
+    transposed, so pass `gate_up_proj.transpose(1, 2)`.
+
+    Raises:
+        TypeError: a weight is no tensor, or has another dtype.
+        ValueError: the shapes or devices do not fit each other, or DeepGEMM does not take the weights.
+        ImportError: `gemm` is "deep_gemm", and it is not installed.
+    """
+
+    w_gate_up: nn.Parameter
+    w_down: nn.Parameter
+    gate_up_scales: nn.Parameter | None
+    down_scales: nn.Parameter | None
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+    gemm: Gemm
+
+    def __init__(
+        self,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        *,
+        gate_up_scales: Tensor | None = None,
+        down_scales: Tensor | None = None,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        interleaved: bool = False,
+        limit: float | None = None,
+        alpha: float = 1.0,
+        up_offset: float = 0.0,
+        gemm: Literal["auto", "torch", "deep_gemm"] = "auto",
+    ) -> None:
+        dtypes = [dtype for dtype in DTYPES if dtype == getattr(w_down, "dtype", None)]
+        check_tensor("w_down", w_down, dtypes or DTYPES, ("e", "D", "F"))
+        (e, D, f), device = w_down.shape, w_down.device
+        check_tensor("w_gate_up", w_gate_up, dtypes, (e, 2 * f, D), device)
+        if gemm not in ("auto", "torch", "deep_gemm"):
+            raise ValueError(f"`gemm` must be 'auto', 'torch' or 'deep_gemm', got {gemm!r}")
+        super().__init__()
+        self.w_gate_up = nn.Parameter(w_gate_up, requires_grad=False)
+        self.w_down = nn.Parameter(w_down, requires_grad=False)
+        f32, out, (B2f, BD, Bf) = (torch.float32,), (self.dtype,), (-(-n // SCALE_BLOCK) for n in (2 * f, D, f))
+        optional = {
+            "gate_up_scales": (gate_up_scales, f32, (e, B2f, BD)),
+            "down_scales": (down_scales, f32, (e, BD, Bf)),
+            "gate_up_bias": (gate_up_bias, out, (e, 2 * f)),
+            "down_bias": (down_bias, out, (e, D)),
+        }
+        for name, (value, wanted, shape) in optional.items():
+            if value is not None or self.is_fp8 and wanted is f32:
+                check_tensor(name, value, wanted, shape, device)
+            if value is not None and not self.is_fp8 and wanted is f32:
+                raise ValueError(f"`{name}` must be None where the weights are {dtype_name(w_down.dtype)}")
+            self.register_parameter(name, None if value is None else nn.Parameter(value, requires_grad=False))
+        self.interleaved, self.limit, self.alpha, self.up_offset = interleaved, limit, alpha, up_offset
+        self._wanted = gemm
+        self.gemm = choose(self._wanted, self.w_gate_up, self.w_down)
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the weights are fp8, with scales."""
+        return self.w_down.dtype == FP8
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of rows without scales, and of outputs: that of the weights, or bf16 where these are fp8."""
+        return torch.bfloat16 if self.is_fp8 else self.w_down.dtype
+
+    @property
+    def alignment(self) -> int:
+        """In rows: every segment must start at a multiple of it; `capacity.alignment` must be one, too."""
+        return DEEP_GEMM_ALIGNMENT if self.gemm == "deep_gemm" else 1
+
+    def forward(self, rows_ND: Tensor, expert_offsets: Tensor, scales: Tensor | None = None) -> Tensor:
+        """Apply each expert to its segment of rows.
+
+        Args:
+            rows_ND: [N, D] in `dtype`, or fp8 with `scales`. Rows past `expert_offsets[e]` have no effect on others,
+                and their outputs are undefined.
+            expert_offsets: int32 [e + 1]. Expert i's segment is rows[expert_offsets[i] : expert_offsets[i + 1]],
+                alignment gaps included.
+            scales: fp32 [N, D/128] of fp8 rows, or None. The rows are dequantised, unless DeepGEMM takes them as they
+                are.
+
+        Returns:
+            Outputs [N, D] in `dtype`.
+
+        Raises:
+            TypeError: an argument has another dtype.
+            ValueError: an argument has another shape or device.
+            RuntimeError: `rows` requires grad in grad mode.
+        """
+        (e, D, _), device = self.w_down.shape, self.w_down.device
+        dtype = self.dtype if scales is None else FP8
+        check_tensor("rows", rows_ND, (dtype,), ("N", D), device)
+        check_tensor("expert_offsets", expert_offsets, (torch.int32,), (e + 1,), device)
+        check_forward_only(rows_ND)
+        N = rows_ND.shape[0]
+        if scales is not None:
+            check_tensor("scales", scales, (torch.float32,), (N, D // SCALE_BLOCK), device)
+        if e == 0:
+            return rows_ND.new_empty(N, D, dtype=self.dtype)
+        with without_autocast(device):
+            if device.type != "cpu" or torch.compiler.is_compiling():
+                return self._outputs(rows_ND, expert_offsets, scales)
+            # On the CPU the number of rows costs no synchronisation, so rows past the last segment are left out.
+            n = int(expert_offsets[-1])
+            out_nD = self._outputs(rows_ND[:n], expert_offsets, None if scales is None else scales[:n])
+        if n == N:
+            return out_nD
+        out_ND = out_nD.new_empty(N, D)
+        out_ND[:n] = out_nD
+        return out_ND
+
+    def extra_repr(self) -> str:
+        """What `repr` says of the weights and of the GEMM."""
+        e, D, f = self.w_down.shape
+        return f"e={e}, D={D}, F={f}, {dtype_name(self.w_down.dtype)}, gemm={self.gemm!r}"
+
+    def _outputs(self, rows_nD: Tensor, expert_offsets: Tensor, scales: Tensor | None) -> Tensor:
+        ends, n, deep = expert_offsets[1:], rows_nD.shape[0], self.gemm == "deep_gemm"
+        layout = expert_of_rows(ends, n, past_the_end=-1) if deep else ends
+        if deep and self.is_fp8 and scales is None:
+            rows_nD, scales = quantize_fp8(rows_nD, num_tokens=ends[-1])
+        elif deep and not self.is_fp8 and scales is not None:
+            rows_nD, scales = dequantize_rows(rows_nD, scales, self.dtype), None
+        gate_up = multiply(self.gemm, rows_nD, scales, self.w_gate_up, self.gate_up_scales, layout)
+        activated, scales = self._activation(gate_up, expert_offsets, quantise=deep and self.is_fp8)
+        out = multiply(self.gemm, activated, scales, self.w_down, self.down_scales, layout)
+        return out if self.down_bias is None else out + _of_rows(self.down_bias, ends, n)
+
+    def _activation(self, gate_up: Tensor, expert_offsets: Tensor, quantise: bool) -> tuple[Tensor, Tensor | None]:
+        """[n, F] and its scales. On GPUs only rows of segments are computed, since there may be many more."""
+        if self.dtype != torch.float64:
+            settings = (self.interleaved, math.inf if self.limit is None else self.limit, self.alpha, self.up_offset)
+            bias = None if self.gate_up_bias is None else self.gate_up_bias.contiguous()
+            activated, scales = ops.gated_activation(gate_up, expert_offsets.contiguous(), bias, *settings, quantise)
+            return activated, scales if quantise else None
+        if self.gate_up_bias is not None:
+            gate_up = gate_up + _of_rows(self.gate_up_bias, expert_offsets[1:], len(gate_up))
+        gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if self.interleaved else gate_up.chunk(2, dim=1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + self.up_offset), None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        kept = {name: getattr(self, name).data for name in _KEEP_DTYPE} if self.is_fp8 else {}
+        super()._apply(fn, recurse)
+        for name, data in kept.items():
+            if (after := getattr(self, name)).dtype != data.dtype:
+                setattr(self, name, nn.Parameter(data.to(after.device), requires_grad=False))
+        self.gemm = choose(self._wanted, self.w_gate_up, self.w_down)
+        return self
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        self.gemm = choose(self._wanted, self.w_gate_up, self.w_down)
+
+
+def _of_rows(bias: Tensor, ends: Tensor, num_rows: int) -> Tensor:
+    """[n, ·], for each row the bias [e, ·] of its expert."""
+    return bias.index_select(0, expert_of_rows(ends, num_rows, past_the_end=0))

@@ -1,0 +1,94 @@
+"""Quantize and zero rows of padded batches, without reading the stale rows behind the real ones."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from epmoe.native import ops
+from epmoe.native.arguments import (
+    FLOATS,
+    check_forward_only,
+    check_tensor,
+    contiguous_rows,
+    describe,
+    describe_fields,
+    token_count,
+)
+from epmoe.native.formats import SCALE_BLOCK
+
+
+class Quantized(NamedTuple):
+    """q [T, D] float8_e4m3fn, and scales fp32 [1] or [T, ⌈D/128⌉]: a value is about q · scale."""
+
+    q: Tensor
+    scales: Tensor
+
+    def __repr__(self) -> str:
+        return describe_fields(self, self._asdict())
+
+
+def zero_padding_rows_(x: Tensor, num_tokens: int | Tensor) -> Tensor:
+    """Set the rows of padding to zero, in place, without reading them.
+
+    A serving stack that pads its batch (for graph replay, or to equal sizes on all ranks) leaves stale memory behind
+    the real rows. Zeros are harmless in routing and in quantisation.
+
+    Args:
+        x: [..., D]. All leading dimensions together count the rows, as in [requests, tokens of a request, D], and the
+            rows must be evenly spaced.
+        num_tokens: the number of real rows: an int, or an int32 scalar tensor on the device, which a CUDA graph reads
+            anew at each replay.
+
+    Returns:
+        `x`.
+
+    Raises:
+        TypeError: an argument has another type or dtype.
+        ValueError: the elements of a row are not contiguous.
+        RuntimeError: the rows are not evenly spaced, or `x` requires grad in grad mode.
+    """
+    if not isinstance(x, Tensor) or x.dim() < 2:
+        raise TypeError(f"`x` must be a tensor [..., D], got {describe(x)}")
+    rows = x.view(-1, x.shape[-1])
+    if rows.stride(1) != 1 and rows.shape[1] > 1:
+        raise ValueError(f"`x` must have contiguous rows, got strides {x.stride()}")
+    check_forward_only(x)
+    ops.zero_padding_rows_(rows, *token_count(num_tokens, rows.shape[0], x.device))
+    return x
+
+
+def quantize_fp8(
+    x: Tensor, *, granularity: Literal["tensor", "block"] = "block", num_tokens: int | Tensor | None = None
+) -> Quantized:
+    """Quantise to fp8 e4m3 by the largest magnitude of the REAL rows: stale rows change neither values nor scales.
+
+    A scale is amax / 448, at least 2⁻¹²⁶, or 1 if all values are zero. NaN stays NaN and ±Inf saturates; neither enters
+    an amax, so every scale is finite. Padded rows become zeros with scale 1.
+
+    Args:
+        x: [T, D] fp32, fp16 or bf16, any row stride.
+        granularity: "tensor" for one scale in all, "block" for one for each 128 elements of a row.
+        num_tokens: int or int32 scalar tensor on the device. Rows at and past it are padding.
+
+    Returns:
+        fp8 values [T, D], and fp32 scales [1] or [T, ⌈D/128⌉].
+
+    Raises:
+        TypeError: an argument has another type or dtype.
+        ValueError: an argument has another shape or value.
+        RuntimeError: `x` requires grad in grad mode.
+    """
+    check_tensor("x", x, FLOATS, ("T", "D"))
+    if granularity not in ("tensor", "block"):
+        raise ValueError(f"`granularity` must be 'tensor' or 'block', got {granularity!r}")
+    check_forward_only(x)
+    scalar, rows = token_count(num_tokens, x.shape[0], x.device)
+    return Quantized(*ops.quantize_fp8(contiguous_rows(x), scalar, rows, granularity == "tensor"))
+
+
+def dequantize_rows(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [N, D] in `dtype` of fp8 rows [N, D] and scales fp32 [N, D/128]; D is a multiple of 128."""
+    return (rows.float().unflatten(1, (-1, SCALE_BLOCK)) * scales[..., None]).flatten(1).to(dtype)

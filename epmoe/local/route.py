@@ -1,0 +1,124 @@
+"""Route: K unique experts and finite weights for each token, whatever the bits of the logits are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from epmoe.native import ops
+from epmoe.native.arguments import (
+    FLOATS,
+    INTS,
+    check_forward_only,
+    check_tensor,
+    contiguous_rows,
+    describe_fields,
+    token_count,
+)
+
+if TYPE_CHECKING:
+    from epmoe.exchange.exchange import Exchange
+
+MAX_TOP_K_ON_CUDA = 32
+
+
+class Routing(NamedTuple):
+    """The K experts of each token: ids int32 or int64 [T, K], weights fp32 [T, K]."""
+
+    ids: Tensor
+    weights: Tensor
+
+    def __repr__(self) -> str:
+        return describe_fields(self, self._asdict())
+
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    scoring: Literal["softmax", "sigmoid"] = "softmax",
+    bias: Tensor | None = None,
+    renormalize: bool = False,
+    num_expert_groups: int = 1,
+    top_groups: int = 1,
+    routed_scaling_factor: float = 1.0,
+    num_tokens: int | Tensor | None = None,
+    id_dtype: torch.dtype = torch.int32,
+    counters: Tensor | None = None,
+) -> Routing:
+    """Choose `top_k` experts for each row of logits.
+
+    A score that is not finite counts as 0. For every bit pattern of logits and bias, the ids of a real row are
+    therefore unique and in [0, E), and its weights are finite. The best score comes first; of equal scores the lower id
+    comes first. Without a bias the logits themselves decide, since both scorings are monotonic.
+
+    Args:
+        logits: [T, E] fp32, fp16 or bf16, any row stride; 1 ≤ K ≤ E ≤ 4096.
+        top_k: K, at most 32 on CUDA.
+        scoring: softmax over the experts, or sigmoid of each.
+        bias: fp32 [E], added to the scores for the choice only (auxiliary-loss-free balancing of DeepSeek-V3).
+        renormalize: divide the weights of a token by their sum (a sum of 0 counts as 1).
+        num_expert_groups: groups of E / num_expert_groups experts that follow one another.
+        top_groups: choose among the experts of this many groups, the best ones. A group's score is the sum of its two
+            best biased scores, or without a bias its best score (group-limited routing of DeepSeek-V3 and -V2).
+        routed_scaling_factor: multiplies the weights, last.
+        num_tokens: int or int32 scalar tensor on the device. Rows at and past it are padding: ids E, weights 0.
+        id_dtype: torch.int32 or torch.int64.
+        counters: int64 [8], to which the health counters are added, in the order of `epmoe.exchange.health.COUNTERS`.
+
+    Returns:
+        ids [T, K] of `id_dtype` and weights fp32 [T, K].
+
+    Raises:
+        TypeError: an argument has another type or dtype.
+        ValueError: an argument has another shape, value or device.
+        RuntimeError: `logits` or `bias` requires grad in grad mode.
+    """
+    check_tensor("logits", logits, FLOATS, ("T", "E"))
+    T, E = logits.shape
+    if not 1 <= E <= 4096:
+        raise ValueError(f"`logits` must have from 1 to 4096 experts, got {E}")
+    if isinstance(top_k, bool) or not isinstance(top_k, int):
+        raise TypeError(f"`top_k` must be an int, got {type(top_k).__name__}")
+    if not 1 <= top_k <= E:
+        raise ValueError(f"`top_k` must be from 1 to the number of experts, {E}, got {top_k}")
+    if logits.is_cuda and top_k > MAX_TOP_K_ON_CUDA:
+        raise ValueError(f"`top_k` must be at most {MAX_TOP_K_ON_CUDA} on CUDA, got {top_k}")
+    if scoring not in ("softmax", "sigmoid"):
+        raise ValueError(f"`scoring` must be 'softmax' or 'sigmoid', got {scoring!r}")
+    if num_expert_groups < 1 or E % num_expert_groups:
+        raise ValueError(f"`num_expert_groups` must divide the number of experts, {E}, got {num_expert_groups}")
+    if not 1 <= top_groups <= num_expert_groups or top_groups * (E // num_expert_groups) < top_k:
+        raise ValueError(
+            f"`top_groups` must be at most num_expert_groups = {num_expert_groups} and leave at least top_k = {top_k} "
+            f"experts, got {top_groups}"
+        )
+    if id_dtype not in INTS:
+        raise TypeError(f"`id_dtype` must be torch.int32 or torch.int64, got {id_dtype}")
+    if bias is not None:
+        check_tensor("bias", bias, (torch.float32,), (E,), logits.device)
+        check_forward_only(bias)
+        bias = bias.contiguous()
+    check_forward_only(logits)
+    scalar, rows = token_count(num_tokens, T, logits.device)
+    ids, weights = ops.route(
+        contiguous_rows(logits), top_k, bias, scalar, rows, scoring == "sigmoid", renormalize, num_expert_groups,
+        top_groups, routed_scaling_factor, id_dtype == torch.int64, counters,
+    )  # fmt: skip
+    return Routing(ids, weights)
+
+
+def route_counted(exchange: Exchange, logits: Tensor, bias: Tensor | None, num_tokens: int | Tensor | None) -> Routing:
+    """`route` with the config's routing and the exchange's counters; see `ExpertParallel.route`."""
+    model = exchange.config.model
+    shape: tuple[int, ...] = getattr(logits, "shape", ())
+    if len(shape) != 2 or shape[1] != model.num_experts or logits.device != exchange.device:
+        check_tensor("logits", logits, FLOATS, ("T", model.num_experts), exchange.device)
+    counters, options = exchange.views["health.counters"], exchange.routing
+    exchange.enter()
+    try:
+        return route(logits, model.num_experts_per_tok, bias=bias, num_tokens=num_tokens, counters=counters, **options)
+    finally:
+        exchange.thread = 0

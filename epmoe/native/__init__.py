@@ -1,0 +1,1 @@
+"""The native library: its build, its operators, and the arguments and formats that they take."""

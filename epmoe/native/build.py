@@ -1,0 +1,295 @@
+"""Builds the native library from ``csrc``: ahead of time by ``setup.py``, otherwise at first use.
+
+``libepmoe.so`` holds the operators and the CPU kernels; it needs a C++ compiler and torch's headers. The CUDA kernels
+are ``libepmoe_cuda.so`` beside it, which nvcc builds without torch, and which libepmoe.so loads when a tensor on a GPU
+needs it.
+
+A library is cached by the hash of all its inputs (sources, flags, torch, compilers, CPU, GPU architectures), so a stale
+library is never loaded. The processes of a machine take a file lock: the first process builds, and the others wait. The
+operating system releases the lock when its holder ends, so nobody waits for a builder that was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+LOCK_TIMEOUT_S = 900.0
+PACKAGE = Path(__file__).resolve().parents[1]
+AHEAD_OF_TIME = PACKAGE / "_native" / "libepmoe.so"
+CUDA_LIBRARY = "libepmoe_cuda.so"
+# The library uses torch's stable ABI as of torch 2.11, so it should work with every later torch.
+CXX_FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-DTORCH_TARGET_VERSION=0x020b000000000000")
+# The symbols are those of torch's own CUDA builds: no implicit conversion from or to half or bfloat16.
+CUDA_FLAGS = (
+    "-std=c++20", "-O3", "--fmad=false", "-lineinfo",
+    "-D__CUDA_NO_HALF_OPERATORS__", "-D__CUDA_NO_HALF_CONVERSIONS__", "-D__CUDA_NO_BFLOAT16_CONVERSIONS__",
+    "-D__CUDA_NO_HALF2_OPERATORS__",
+)  # fmt: skip
+WHEEL_ARCHITECTURES = ("8.0", "9.0", "10.0")
+OLDEST_ARCHITECTURE = 8
+TRIED_TORCH = ((2, 11), (2, 13))
+"""Oldest and newest torch that epmoe was tried with."""
+
+
+class BuildError(RuntimeError):
+    """The native library could not be built or loaded; the message says what to do."""
+
+
+def csrc() -> Path:
+    """The folder of the native sources: beside the package in a checkout, inside the package when installed."""
+    for folder in (PACKAGE.parent / "csrc", PACKAGE / "csrc"):
+        if (folder / "ops.cpp").exists():
+            return folder
+    raise BuildError("the native sources (csrc/) are missing from this installation of epmoe")
+
+
+def build(output_dir: Path | None = None, defines: tuple[str, ...] = (), *, portable: bool = False) -> Path:
+    """Compile the native library, unless one is cached that was built from the same inputs.
+
+    The CUDA kernels are compiled where nvcc is on the PATH: at first use only if torch has CUDA, for a portable library
+    always.
+
+    Args:
+        output_dir: where the library goes; by default a folder in the user's cache.
+        defines: preprocessor symbols; the tests build mutated libraries with them.
+        portable: a library that other machines load: without `-march=native`, and for the GPUs of
+            `WHEEL_ARCHITECTURES`.
+
+    Returns:
+        The path of libepmoe.so; libepmoe_cuda.so, if it was built, lies beside it.
+
+    Raises:
+        BuildError: no compiler, no GPU to compile for, the compiler's own errors, a cache that cannot be written, or a
+            lock held longer than ``LOCK_TIMEOUT_S``.
+    """
+    import torch
+
+    cache = output_dir or _cache_dir()
+    cuda = None
+    if shutil.which("nvcc") is not None and (portable or torch.version.cuda is not None):
+        cuda = _build(_cuda_recipe(defines, architectures(portable)), cache)
+    return _build(_recipe(defines, portable, cuda), cache)
+
+
+def architectures(portable: bool = False) -> tuple[str, ...]:
+    """The compute capabilities to compile for, such as ("8.0", "9.0+PTX").
+
+    They are those of ``TORCH_CUDA_ARCH_LIST`` from 8.0 on; without it, those of ``WHEEL_ARCHITECTURES`` for a portable
+    library, otherwise of the GPUs that torch sees.
+
+    Args:
+        portable: as in `build`.
+
+    Returns:
+        In ascending order, without repetitions.
+
+    Raises:
+        BuildError: there is no GPU, the list cannot be read, or nothing in it is 8.0 or newer.
+    """
+    import torch
+
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    if names := re.split(r"[;,\s]+", listed.strip()) if listed.strip() else []:
+        if wrong := [name for name in names if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", name)]:
+            raise BuildError(f"TORCH_CUDA_ARCH_LIST must be like `8.0;9.0+PTX`, got {wrong[0]!r} in {listed!r}")
+    elif portable:
+        names = list(WHEEL_ARCHITECTURES)
+    else:
+        gpus = range(torch.cuda.device_count())
+        names = ["{}.{}".format(*torch.cuda.get_device_capability(gpu)) for gpu in gpus]
+        if not names:
+            raise BuildError(
+                f"torch {torch.__version__} has CUDA but sees no GPU to build the kernels for: set "
+                "TORCH_CUDA_ARCH_LIST (9.0 for an H100 or H200), or build on a machine with a GPU"
+            )
+    kept = {name for name in names if int(name.split(".")[0]) >= OLDEST_ARCHITECTURE}
+    if not kept:
+        raise BuildError(f"epmoe needs GPUs of compute capability 8.0 or newer, got {', '.join(names)}")
+    return tuple(sorted(kept, key=lambda name: (float(re.sub(r"[^\d.]", "", name)), name)))
+
+
+def problem_with_torch(version: str) -> str | None:
+    """What to tell a user whose torch is outside `TRIED_TORCH`; None for every other torch.
+
+    Args:
+        version: of torch, such as "2.13.0+cpu".
+
+    Returns:
+        A sentence without a full stop.
+    """
+    from epmoe import __version__
+
+    oldest, newest = (".".join(map(str, tried)) for tried in TRIED_TORCH)
+    if TRIED_TORCH[0] <= tuple(int(part) for part in version.split(".")[:2]) <= TRIED_TORCH[1]:
+        return None
+    return f"epmoe {__version__} was tried with torch {oldest} to {newest} (2.12 untested); this is torch {version}"
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """One library. Its commands run in the folder of the sources, so they are the same in every checkout."""
+
+    library: str
+    sources: tuple[str, ...]  # relative to csrc()
+    headers: tuple[str, ...]  # likewise
+    compile: tuple[str, ...]  # `-c -o OBJECT SOURCE` follows
+    link: tuple[str, ...]  # `-o LIBRARY OBJECT ...` follows
+    inputs: tuple[str, ...]  # what decides the result beside sources and flags: versions, the CPU
+    include: tuple[str, ...] = ()  # further options of compile, named by a version in `inputs`
+    libraries: tuple[str, ...] = ()  # further options of link, likewise
+    beside: Path | None = None  # a library that goes into the same folder; its key is in `inputs`
+
+    @property
+    def key(self) -> str:
+        digest = hashlib.sha256(repr((self.library, self.compile, self.link, self.inputs)).encode())
+        for path in (*self.sources, *self.headers):
+            digest.update(path.encode() + b"\0" + (csrc() / path).read_bytes())
+        return digest.hexdigest()[:16]
+
+
+def _recipe(defines: tuple[str, ...], portable: bool, cuda: Path | None) -> _Recipe:
+    import torch
+
+    compiler, home = _compiler(), Path(torch.__file__).resolve().parent
+    native = () if portable else ("-march=native",)
+    cpu = platform.machine() if portable else _cpu_features()
+    return _Recipe(
+        library="libepmoe.so",
+        sources=_files("*.cpp", "cpu/*.cpp"),
+        headers=_files("*.h", "cpu/*.h"),
+        compile=(compiler, *CXX_FLAGS, *native, *_symbols(defines), "-fPIC", "-I."),
+        link=(compiler, "-shared"),
+        inputs=(_version(compiler), torch.__version__, cpu, cuda.parent.name if cuda else ""),
+        include=(f"-isystem{home / 'include'}", f"-fmacro-prefix-map={home}=torch"),
+        libraries=(f"-L{home / 'lib'}", "-ltorch_cpu"),
+        beside=cuda,
+    )
+
+
+def _cuda_recipe(defines: tuple[str, ...], targets: tuple[str, ...]) -> _Recipe:
+    host = (f"-ccbin={os.environ['CXX']}",) if "CXX" in os.environ else ()
+    codes = []
+    for target in targets:
+        number = target.removesuffix("+PTX").replace(".", "")
+        codes.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if target.endswith("+PTX"):
+            codes.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return _Recipe(
+        library=CUDA_LIBRARY,
+        sources=_files("*.cu", "cuda/**/*.cu"),
+        headers=_files("*.h", "cuda/**/*.h", "cuda/**/*.cuh"),
+        compile=("nvcc", *host, *CUDA_FLAGS, *codes, *_symbols(defines), "-Xcompiler=-fPIC", "--threads=0", "-I."),
+        link=("nvcc", *host, *codes, "-shared", "-cudart=static"),
+        inputs=(_version("nvcc"), _version(_compiler()), platform.machine()),
+    )
+
+
+def _compiler() -> str:
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        raise BuildError(f"no C++ compiler: `{compiler}` is not on the PATH; install g++ ≥ 11 or set CXX")
+    return compiler
+
+
+def _files(*patterns: str) -> tuple[str, ...]:
+    paths = (path for pattern in patterns for path in csrc().glob(pattern))
+    return tuple(sorted(path.relative_to(csrc()).as_posix() for path in paths))
+
+
+def _symbols(defines: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"-D{name}" for name in defines)
+
+
+def _version(tool: str) -> str:
+    return subprocess.run([tool, "--version"], capture_output=True, text=True, check=False).stdout
+
+
+def _cpu_features() -> str:
+    """The CPU features that ``-march=native`` uses: machines that share a cache folder may have different CPUs."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as cpuinfo:
+        for line in cpuinfo:
+            if line.startswith(("flags", "Features")):
+                return line
+    return platform.processor()
+
+
+def _cache_dir() -> Path:
+    base = os.environ.get("EPMOE_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "epmoe"
+
+
+def _build(recipe: _Recipe, cache: Path) -> Path:
+    folder = cache / recipe.key
+    library = folder / recipe.library
+    if not library.exists():
+        with _lock(folder):
+            if not library.exists():
+                _compile(recipe, folder)
+    return library
+
+
+def _compile(recipe: _Recipe, folder: Path) -> None:
+    objects, linked = folder / "objects", folder / f"{recipe.library}.new"
+    shutil.rmtree(objects, ignore_errors=True)  # of a build that was killed
+    objects.mkdir()
+
+    def compiled(source: str) -> str:
+        target = str(objects / (source.replace("/", "_") + ".o"))
+        _run(*recipe.compile, *recipe.include, "-c", "-o", target, source)
+        return target
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        parts = list(pool.map(compiled, recipe.sources))
+    _run(*recipe.link, "-o", str(linked), *parts, *recipe.libraries)
+    if recipe.beside:
+        (folder / recipe.beside.name).unlink(missing_ok=True)
+        try:
+            os.link(recipe.beside, folder / recipe.beside.name)
+        except OSError:  # a file system without hard links
+            shutil.copy(recipe.beside, folder)
+    os.replace(linked, folder / recipe.library)
+    shutil.rmtree(objects)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, cwd=csrc(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        output = (done.stderr + done.stdout).strip()
+        raise BuildError(f"the native library did not compile:\n{' '.join(command)}\n{output}")
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Makes the folder and holds its lock."""
+    path = folder / "builder.lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        advice = "set EPMOE_CACHE_DIR to a folder that can be written"
+        raise BuildError(f"the native library cannot be built in {folder} ({error.strerror}): {advice}") from None
+    with open(path, "w") as file:
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise BuildError(
+                        f"another process has been building for {LOCK_TIMEOUT_S:.0f} s and holds {path}"
+                    ) from None
+                time.sleep(0.1)
+        yield

@@ -1,0 +1,208 @@
+"""The native operators: their schemas and fakes, and the library that implements them.
+
+Schemas live here, implementations in ``csrc``; the dispatcher picks the device. A number that follows T is a SymInt, so
+that one compiled graph serves every T. ``EPMOE_LIBRARY`` names a library to load in place of the built one.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from epmoe.native import build
+from epmoe.native.formats import SCALE_BLOCK
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)  # by their number in csrc/types.h
+
+_library = torch.library.Library("epmoe", "DEF")
+_library.define(
+    "route(Tensor logits, int top_k, Tensor? bias, Tensor? num_tokens, SymInt num_rows, bool sigmoid, "
+    "bool renormalize, int num_expert_groups, int top_groups, float routed_scaling_factor, bool int64_ids, "
+    "Tensor(a!)? counters) -> (Tensor ids, Tensor weights)"
+)
+_library.define(
+    "permute(Tensor x, Tensor ids, Tensor expert_map, int num_local_experts, Tensor? counts, int alignment, "
+    "SymInt max_rows, Tensor(a!)? counters) "
+    "-> (Tensor rows, Tensor expert_offsets, Tensor tokens_per_expert, Tensor row_of_pair)"
+)
+_library.define("finalize(Tensor rows, Tensor row_of_pair, Tensor weights, Tensor? counts) -> Tensor")
+_library.define("zero_padding_rows_(Tensor(a!) x, Tensor? num_tokens, SymInt num_rows) -> ()")
+_library.define(
+    "quantize_fp8(Tensor x, Tensor? num_tokens, SymInt num_rows, bool per_tensor) -> (Tensor q, Tensor scales)"
+)
+# Rows past expert_offsets[-1] are neither read nor written. Scales are empty unless the outputs are quantised.
+_library.define(
+    "gated_activation(Tensor gate_up, Tensor expert_offsets, Tensor? bias, bool interleaved, float limit, float alpha, "
+    "float up_offset, bool quantize) -> (Tensor out, Tensor scales)"
+)
+for _phase in ("", "_send", "_recv"):
+    _library.define(
+        f"dispatch{_phase}(Tensor x, Tensor ids, Tensor weights, Tensor? scales, Tensor? num_tokens, SymInt num_rows, "
+        "Tensor(a!) window, Tensor(b!) scratch, Tensor descriptor) -> ()"
+    )
+    _library.define(
+        f"combine{_phase}(Tensor(c!) y, Tensor? rows, Tensor(a!) window, Tensor(b!) scratch, Tensor descriptor) -> ()"
+    )
+# Of two levels (epmoe/rail/exchange.py): slabs for each node, and the sum of what the nodes send back.
+_library.define(
+    "rail_pack(Tensor x, Tensor ids, Tensor weights, Tensor? scales, Tensor? num_tokens, SymInt num_rows, "
+    "Tensor copies, Tensor num_copies, Tensor node_of, Tensor node_local, Tensor descriptor, SymInt slots, bool exact, "
+    "int epoch, int tag, Tensor(a!) own, Tensor(b!) sent, Tensor(c!) slots_of, Tensor(d!) counts, Tensor(e!) needed, "
+    "Tensor(f!) counters, Tensor(g!) rows_sent) -> ()"
+)
+_library.define(
+    "rail_sum(Tensor own, Tensor returned, Tensor slots_of, Tensor? counts, SymInt slots, int node, Tensor? missed, "
+    "Tensor? latched, Tensor(a!) y) -> ()"
+)
+# CUDA only (epmoe/rail/nccl.py): what the host sees of transfers while the GPU runs ahead of it.
+_library.define(
+    "rail_mark(Tensor(a!) count, Tensor(b!) shown, Tensor? latched, Tensor(c!)? stop, Tensor(d!)? missed) -> ()"
+)
+_library.define(
+    "rail_tags(Tensor received, SymInt slots, Tensor descriptor, int hidden_size, int top_k, int dtype, int epoch, "
+    "Tensor(a!) differing) -> ()"
+)
+_library.define(
+    "launch_policy(Tensor plan, int tokens, int hidden_size, int top_k, int dtype, bool expert_major, bool send, "
+    "bool receive, int multiprocessors, int major) -> Tensor"
+)
+_library.define("shared_bytes_needed(Tensor plan) -> int")
+# Raises RuntimeError, with a sentence for users, if the other operators cannot work on GPUs here.
+_library.define("load_cuda() -> ()")
+
+
+@torch.library.register_fake("epmoe::route")
+def _(
+    logits: Tensor,
+    top_k: int,
+    bias: Tensor | None,
+    num_tokens: Tensor | None,
+    num_rows: int,
+    sigmoid: bool,
+    renormalize: bool,
+    num_expert_groups: int,
+    top_groups: int,
+    routed_scaling_factor: float,
+    int64_ids: bool,
+    counters: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    shape = (logits.shape[0], top_k)
+    ids = logits.new_empty(shape, dtype=torch.int64 if int64_ids else torch.int32)
+    return ids, logits.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.register_fake("epmoe::permute")
+def _(
+    x: Tensor,
+    ids: Tensor,
+    expert_map: Tensor,
+    num_local_experts: int,
+    counts: Tensor | None,
+    alignment: int,
+    max_rows: int,
+    counters: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def new_int32(*shape: int) -> Tensor:
+        return ids.new_empty(shape, dtype=torch.int32)
+
+    rows = x.new_empty((max_rows, x.shape[1]))
+    return rows, new_int32(num_local_experts + 1), new_int32(num_local_experts), new_int32(*ids.shape)
+
+
+@torch.library.register_fake("epmoe::finalize")
+def _(rows: Tensor, row_of_pair: Tensor, weights: Tensor, counts: Tensor | None) -> Tensor:
+    return rows.new_empty((row_of_pair.shape[0], rows.shape[1]))
+
+
+@torch.library.register_fake("epmoe::zero_padding_rows_")
+def _(x: Tensor, num_tokens: Tensor | None, num_rows: int) -> None:
+    return None
+
+
+@torch.library.register_fake("epmoe::quantize_fp8")
+def _(x: Tensor, num_tokens: Tensor | None, num_rows: int, per_tensor: bool) -> tuple[Tensor, Tensor]:
+    T, D = x.shape
+    scales = (1,) if per_tensor else (T, -(-D // SCALE_BLOCK))
+    return x.new_empty((T, D), dtype=torch.float8_e4m3fn), x.new_empty(scales, dtype=torch.float32)
+
+
+@torch.library.register_fake("epmoe::gated_activation")
+def _(
+    gate_up: Tensor,
+    expert_offsets: Tensor,
+    bias: Tensor | None,
+    interleaved: bool,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    quantize: bool,
+) -> tuple[Tensor, Tensor]:
+    N, F = gate_up.shape[0], gate_up.shape[1] // 2
+    dtype = torch.float8_e4m3fn if quantize else gate_up.dtype
+    scales = (N if quantize else 0, -(-F // SCALE_BLOCK))
+    return gate_up.new_empty((N, F), dtype=dtype), gate_up.new_empty(scales, dtype=torch.float32)
+
+
+@torch.library.register_fake("epmoe::dispatch")
+@torch.library.register_fake("epmoe::dispatch_send")
+@torch.library.register_fake("epmoe::dispatch_recv")
+def _(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    scales: Tensor | None,
+    num_tokens: Tensor | None,
+    num_rows: int,
+    window: Tensor,
+    scratch: Tensor,
+    descriptor: Tensor,
+) -> None:
+    return None
+
+
+@torch.library.register_fake("epmoe::combine")
+@torch.library.register_fake("epmoe::combine_send")
+@torch.library.register_fake("epmoe::combine_recv")
+def _(y: Tensor, rows: Tensor | None, window: Tensor, scratch: Tensor, descriptor: Tensor) -> None:
+    return None
+
+
+_OPERATORS = (
+    "route", "permute", "finalize", "zero_padding_rows_", "quantize_fp8", "gated_activation",
+    "dispatch", "dispatch_send", "dispatch_recv", "combine", "combine_send", "combine_recv",
+    "rail_pack", "rail_sum", "rail_mark", "rail_tags", "launch_policy", "shared_bytes_needed", "load_cuda",
+)  # fmt: skip
+
+
+def __getattr__(name: str) -> torch._ops.OpOverload:
+    """An operator. The first one loads the library: configs, plans and the doctor need neither it nor a compiler.
+
+    Raises AttributeError if there is no such operator, and BuildError if the library does not build.
+    """
+    if name not in _OPERATORS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _load()
+    globals().update({operator: getattr(torch.ops.epmoe, operator).default for operator in _OPERATORS})
+    return globals()[name]
+
+
+def _load() -> None:
+    named = os.environ.get("EPMOE_LIBRARY")
+    if named:
+        path = Path(named)
+    elif build.AHEAD_OF_TIME.exists():
+        path = build.AHEAD_OF_TIME
+    else:
+        path = build.build()
+    problem = build.problem_with_torch(torch.__version__)
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        reasons = [str(error.__cause__ or error), *([problem] if problem else [])]  # the cause has the linker's words
+        raise build.BuildError(f"the native library does not load: {'; '.join(reasons)}") from None
+    if problem:
+        warnings.warn(problem, stacklevel=2)

@@ -1,0 +1,247 @@
+"""The rail between GPUs: all-to-all by NCCL on a stream of its own, and a thread of the host that watches it.
+
+The kernels of NCCL have no deadline, and torch's watchdog does not see transfers in a CUDA graph. So a kernel counts
+each transfer that starts, and one each that ends, in memory of the host, also in replays. The thread compares the two.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from ctypes import Array, Structure, c_int64
+from dataclasses import dataclass
+from datetime import timedelta
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllToAllOptions, _get_default_store
+
+from epmoe.exchange.waiting import interruptible
+from epmoe.native import ops
+from epmoe.rail.gloo import CONNECT, AskingRail, RailError, Transfer
+
+if TYPE_CHECKING:
+    from epmoe.rail.exchange_cuda import TwoLevelsOnGPUs
+
+_LOOK_S = 0.05  # between two looks at the counts
+_END_S = 1.0  # for NCCL to end; it may wait for CUDA graphs that hold its kernels
+_NEVER = timedelta(days=7)  # torch's own deadline, which would come without names
+# torch otherwise ends the process when a transfer fails, or when its watchdog does not get on.
+_LEAVE_FAILURES_TO_US = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+
+
+class _Way(Structure):
+    """Transfers in one direction, as the GPU counts them."""
+
+    _fields_ = (("started", c_int64), ("ended", c_int64))
+    started: int
+    ended: int
+
+
+class _Words(Structure):
+    """What the GPU and the host tell each other."""
+
+    _fields_ = (("ways", _Way * 2), ("stop_wanted", c_int64), ("stopped", c_int64), ("missed", c_int64))
+    ways: Array[_Way]  # out, back
+    stop_wanted: int  # from here on `RailStop` in csrc/rail.h
+    stopped: int
+    missed: int
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A transfer in the queue of a stream. `event` happens when it has ended, well or not."""
+
+    event: torch.cuda.Event
+    device: torch.device
+
+    def is_completed(self) -> bool:
+        """Whether it has ended. Not during the capture of a graph."""
+        return self.event.query()
+
+    def wait(self) -> None:
+        """Let the current stream wait for it; the host goes on."""
+        torch.cuda.current_stream(self.device).wait_event(self.event)
+
+
+class NcclRail(AskingRail):
+    """A `Rail` by NCCL. `start` and `wait` only queue work, so they can be captured into a CUDA graph.
+
+    Args:
+        ranks: of the whole group, one on each node: this rail.
+        rank: this one.
+        size: of the whole group.
+        name: the same on all ranks of the group, and of no other group.
+        device: the GPU.
+        connect: how long ranks may take to reach one another.
+
+    Raises:
+        RuntimeError: the ranks do not reach one another.
+    """
+
+    def __init__(
+        self,
+        ranks: list[int],
+        rank: int,
+        size: int,
+        name: str,
+        device: torch.device,
+        connect: timedelta = CONNECT,
+    ):
+        super().__init__(ranks, rank, size, name)
+        self._device = device
+        self._group = nccl_group(f"{name}/rail/{ranks[0]}", ranks.index(rank), len(ranks))
+        # Of a priority that streams of models rarely have: torch hands out the same few streams again and again.
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        counts = torch.zeros(4, dtype=torch.int64, device=device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # which `_meet`, on another thread, may not know
+        self._shown = shown = torch.zeros(7, dtype=torch.int64).pin_memory()  # by `_Words`
+        self._words = _Words.from_address(shown.data_ptr())
+        marks = list(zip(counts.split(1), shown[:4].split(1), strict=True))  # of `rail_mark`: started, ended
+        self._marks, self._stop = (marks[:2], marks[2:]), shown[4:]  # out, back
+        self._latched: Tensor | None = None  # of the node's exchange, likewise the next one
+        self._missed: Tensor | None = None
+        self._closed, self._ended = Event(), False
+        self._watching: Thread | None = None
+        try:
+            if not interruptible(self._meet, connect.total_seconds()):
+                raise RuntimeError(f"ranks {ranks} do not reach one another by NCCL: NCCL_DEBUG=INFO says more")
+        except BaseException:
+            self._end(self._group.abort)  # a kernel that waits for a dead rank would keep `resume` from the GPU
+            raise
+
+    def _meet(self) -> None:
+        """A first transfer: NCCL connects at its start, which no captured transfer can wait for."""
+        with torch.cuda.device(self._device):
+            one_each = [int(rank != self._rank) for rank in self._ranks]
+            sent, received = torch.zeros(2, sum(one_each), device=self._device)
+            self.start(sent, received, one_each, one_each, 0.0, [])
+            self._stream.synchronize()
+
+    def start(
+        self,
+        sent: Tensor,
+        received: Tensor,
+        sent_rows: Sequence[int],
+        received_rows: Sequence[int],
+        timeout_s: float,
+        started: list[Transfer],
+        returning: bool = False,
+    ) -> None:
+        """As `Rail.start`. The deadline is that of `watch`."""
+        if self._ended:
+            raise RailError("the rail is closed")
+        begin, end = self._marks[returning]
+        missed = self._missed if returning else None  # the sums come next
+        options = AllToAllOptions()
+        options.asyncOp = False
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            ops.rail_mark(*begin, self._latched, self._stop_with(self._latched), None)
+            try:
+                work = self._group.alltoall_base(received, sent, list(received_rows), list(sent_rows), options)
+                if work is not None:
+                    work.wait()  # of the stream, which older versions of torch do not order by themselves
+            except RuntimeError as error:
+                raise RailError(str(error)) from error
+            ops.rail_mark(*end, None, self._stop_with(missed), missed)
+            started.append(Queued(self._stream.record_event(), self._device))
+
+    def wait(self, transfer: Transfer, deadline: float, look: Callable[[], None]) -> None:
+        """As `Rail.wait`, for the current stream: the host waits for nothing."""
+        transfer.wait()
+
+    def watch(self, exchange: TwoLevelsOnGPUs, later_s: float, latched: Tensor, missed: Tensor) -> None:
+        """Call `exchange.lose` once a transfer lasts longer than its `timeout_ns`; on the way back, `later_s` more.
+
+        Until the first round has ended on the GPU, the deadline is that of the first round, however far the host is.
+
+        Likewise once the node's exchange has failed, which `latched` says on the GPU: no transfer starts any more.
+        `missed`, on the GPU, gets the rank that `abort` names.
+        """
+        self._latched, self._missed = latched, missed
+        first_s = exchange.config.exchange.warmup_timeout_s
+        arguments = weakref.ref(exchange), self._shown, self._words, first_s, later_s, self._closed
+        self._watching = Thread(target=_watch, args=arguments, daemon=True, name="epmoe-rail")
+        self._watching.start()
+
+    def abort(self, missing: Sequence[int]) -> None:
+        """End all transfers, those of CUDA graphs included, because these ranks of the group are missing.
+
+        Waits for no rank.
+        """
+        self._words.missed = missing[0] + 1 if missing else 0
+        self._end(self._group.abort)
+
+    def close(self) -> None:
+        """As `Rail.close`. Where no transfer is under way, NCCL first delivers what this rank has sent."""
+        self._closed.set()
+        if self._watching is not None:
+            self._watching.join(_END_S)
+        idle = all(way.started == way.ended for way in self._words.ways)
+        self._end(self._group.shutdown if idle else self._group.abort)
+
+    def _stop_with(self, word: Tensor | None) -> Tensor | None:
+        return None if word is None else self._stop
+
+    def _end(self, call: Callable[[], None]) -> None:
+        """Once: end NCCL's work on another thread, since it waits for CUDA graphs that hold its kernels."""
+        if not self._ended:
+            self._ended = True
+            with suppress(RuntimeError):  # of a GPU in distress
+                interruptible(call, _END_S)
+            self._words.stopped = 1
+
+
+def nccl_group(name: str, rank: int, size: int) -> Any:
+    """A group of a name that no other group has had; see `gloo_group`. It connects at its first transfer."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _NEVER
+    with _environment(_LEAVE_FAILURES_TO_US):
+        return dist.ProcessGroupNCCL(dist.PrefixStore(f"epmoe/{name}", _get_default_store()), rank, size, options)
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _watch(
+    watched: weakref.ref[TwoLevelsOnGPUs],
+    shown: Tensor,
+    words: _Words,
+    first_s: float,
+    later_s: float,
+    closed: Event,
+) -> None:
+    """The thread. It ends with the exchange, and must not keep it alive; `shown` keeps the `words` alive."""
+    seen, since = [(0, 0), (0, 0)], [0.0, 0.0]
+    while not closed.wait(_LOOK_S):
+        exchange, now = watched(), time.monotonic()
+        if exchange is None:
+            return
+        late = bool(words.stop_wanted)
+        for way, counts in enumerate(words.ways):
+            if (counts.started, counts.ended) != seen[way]:
+                seen[way], since[way] = (counts.started, counts.ended), now
+            elif counts.started != counts.ended:
+                deadline_s = exchange.timeout_ns / 1e9 if words.ways[1].ended else first_s
+                late |= now - since[way] > deadline_s + way * later_s
+        if late:
+            return exchange.lose([])
+        del exchange

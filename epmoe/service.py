@@ -13,16 +13,17 @@ from torch import Tensor
 
 from epmoe.config.config import EPConfig
 from epmoe.config.tuning import Tuning
-from epmoe.exchange import round_state as rounds
-from epmoe.exchange.dispatch import no_tokens
+from epmoe.exchange.call import Call
 from epmoe.exchange.handles import Dispatched, Layout, Sent
 from epmoe.exchange.health import Health
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.peers import Peers
+from epmoe.exchange.round_state import MAX_TAG
 from epmoe.group import config_of, device_of, group_of
-from epmoe.local import route as route_stage
-from epmoe.local.route import Routing
-from epmoe.resume import Hello, Resumable
+from epmoe.join import Hello
+from epmoe.local.route import Routing, route
+from epmoe.native.arguments import FLOATS, check_tensor
+from epmoe.resume import Resumable
 
 
 class ExpertParallel(Resumable):
@@ -60,6 +61,7 @@ class ExpertParallel(Resumable):
         self.device = device_of(config, device)
         with torch.inference_mode(False):  # otherwise graphs outside inference mode could not take it
             self.order = torch.zeros(1, dtype=torch.uint8, device=self.device)  # see epmoe/opaque.py
+        self._routing = config.routing.model_dump(exclude={"nan_rows"})  # options of `epmoe.route`
         self._layer_numbers = itertools.count(1)  # rounds without a tag have 0
         peers = Peers.of(group_of(group), config.exchange.warmup_timeout_s)
         self._join(peers, config, Hello(config.model_dump_json()))
@@ -79,7 +81,18 @@ class ExpertParallel(Resumable):
 
     def route(self, logits: Tensor, bias: Tensor | None = None, num_tokens: int | Tensor | None = None) -> Routing:
         """`epmoe.route` with the config's routing: logits [T, E] → ids int32 [T, K], weights fp32 [T, K]."""
-        return route_stage.route_counted(self._open, logits, bias, num_tokens)
+        exchange, model = self._open, self.config.model
+        shape: tuple[int, ...] = getattr(logits, "shape", ())
+        if len(shape) != 2 or shape[1] != model.num_experts or logits.device != self.device:
+            check_tensor("logits", logits, FLOATS, ("T", model.num_experts), self.device)
+        counters, options = exchange.views["health.counters"], self._routing
+        exchange.enter()
+        try:
+            return route(
+                logits, model.num_experts_per_tok, bias=bias, num_tokens=num_tokens, counters=counters, **options
+            )
+        finally:
+            exchange.thread = 0
 
     def dispatch(
         self,
@@ -127,10 +140,9 @@ class ExpertParallel(Resumable):
             EPMismatchError: the calls of the ranks did not match.
             EPTimeoutError: ranks did not arrive in time, or left. Ctrl-C, too, ends a wait, and leaves the round open.
         """
-        return self._dispatch_stage.dispatch(
-            self._open, x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens,
-            tag,
-        )  # fmt: skip
+        return self._open.dispatch(
+            Call(x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens, tag)
+        )
 
     def dispatch_send(
         self,
@@ -152,10 +164,9 @@ class ExpertParallel(Resumable):
         Other work can run between the two phases, such as the rounds of another `ExpertParallel`. No argument,
         `num_tokens` included, may be overwritten before `dispatch_recv` has returned.
         """
-        return self._dispatch_stage.dispatch_send(
-            self._open, x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens,
-            tag,
-        )  # fmt: skip
+        return self._open.dispatch_send(
+            Call(x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens, tag)
+        )
 
     def dispatch_recv(self, sent: Sent) -> Dispatched:
         """The receive phase of `dispatch`: waits for every rank's tokens.
@@ -171,7 +182,7 @@ class ExpertParallel(Resumable):
             EPMismatchError: the calls of the ranks did not match.
             EPTimeoutError: ranks did not arrive in time.
         """
-        return self._dispatch_stage.dispatch_recv(self._open, sent)
+        return self._open.dispatch_recv(sent)
 
     def combine(self, expert_rows: Tensor, dispatched: Dispatched, *, out: Tensor | None = None) -> Tensor:
         """The weighted sum over each token's experts, from expert-major outputs. Collective.
@@ -196,12 +207,12 @@ class ExpertParallel(Resumable):
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
             EPAbortedError: other ranks have given the round up, on a GPU this one or an earlier one.
         """
-        return self._combine_stage.combine(self._open, expert_rows, dispatched, out)
+        return self._open.combine("expert", expert_rows, dispatched, out)
 
     def combine_partial(self, partial: Tensor, dispatched: Dispatched, *, out: Tensor | None = None) -> Tensor:
         """As `combine`, for layout="rank": from rows [R, M, D] that a fused MoE has already weighted and summed over
         this rank's experts."""
-        return self._combine_stage.combine_partial(self._open, partial, dispatched, out)
+        return self._open.combine("rank", partial, dispatched, out)
 
     def combine_send(self, rows: Tensor, dispatched: Dispatched, *, out: Tensor | None = None) -> None:
         """The send phase of `combine`, with its errors: sends, and waits for no rank.
@@ -211,7 +222,7 @@ class ExpertParallel(Resumable):
             dispatched: the open round.
             out: what combine_recv returns, as of `combine`.
         """
-        self._combine_stage.combine_send(self._open, rows, dispatched, out)
+        self._open.combine_send(rows, dispatched, out)
 
     def combine_recv(self, dispatched: Dispatched) -> Tensor:
         """The receive phase of `combine`: waits for every rank's rows.
@@ -228,7 +239,7 @@ class ExpertParallel(Resumable):
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
             EPAbortedError: other ranks have given the round up, on a GPU this one or an earlier one.
         """
-        return self._combine_stage.combine_recv(self._open, dispatched)
+        return self._open.combine_recv(dispatched)
 
     def abort(self, dispatched: Sent | Dispatched | None = None) -> None:
         """Close a round that an exception left open, between any two calls. Collective: every rank aborts or combines.
@@ -249,7 +260,7 @@ class ExpertParallel(Resumable):
             EPAbortedError: other ranks have given the round up, on a GPU this one or an earlier one.
         """
         if dispatched is not None or self._exchange is not None:
-            rounds.abort(self._open, dispatched)
+            self._open.abort(dispatched)
 
     def skip(
         self,
@@ -284,11 +295,11 @@ class ExpertParallel(Resumable):
             EPMismatchError: an earlier call of the ranks did not match.
             EPTimeoutError: ranks did not end the last round in time.
         """
-        *inputs, layout, weight_rows = no_tokens(
-            self._open, hidden_size, top_k, dtype, layout, apply_router_weight_on_input
+        exchange = self._open
+        call = exchange.templates.no_tokens(
+            exchange.rounds.template, hidden_size, top_k, dtype, layout, apply_router_weight_on_input
         )
-        sent = self._dispatch_stage.dispatch_send(self._open, *inputs, None, layout, weight_rows, padded_tokens, tag)
-        rounds.abort(self._open, sent)
+        exchange.abort(exchange.dispatch_send(call._replace(padded_tokens=padded_tokens, tag=tag)))
 
     @contextmanager
     def giving_up(self, tag: int) -> Iterator[None]:
@@ -305,7 +316,7 @@ class ExpertParallel(Resumable):
             yield
         except BaseException:
             if exchange.rounds.count != last_round:
-                rounds.abort_after(exchange, last_round)
+                exchange.abort_after(last_round)
             elif exchange is self._exchange and not exchange.failed:
                 with suppress(RuntimeError):
                     self.skip(tag=tag)
@@ -313,7 +324,7 @@ class ExpertParallel(Resumable):
 
     def new_tag(self) -> int:
         """A tag for one more layer: 1, 2 and so on in the order of the calls, which must be the same on all ranks."""
-        return next(self._layer_numbers) & rounds.MAX_TAG
+        return next(self._layer_numbers) & MAX_TAG
 
     def retune(self, tuning: Tuning) -> None:
         """Launch the kernels of rounds to come by this table, in place of the one that `exchange.tuning` names."""
@@ -348,8 +359,7 @@ class ExpertParallel(Resumable):
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
             EPAbortedError: other ranks have given the round up, on a GPU this one or an earlier one.
         """
-        self._open.check()
-        self._open.check_rounds()
+        self._open.poll()
 
     def check(self, timeout_s: float | None = None) -> None:
         """Wait for everything that has been launched on the device, then `poll`.

@@ -17,8 +17,8 @@ from test_failure import NOTHING_LEFT, Rank, play_round, ranks
 from test_mirrors import constant, int64s, struct_fields
 
 import epmoe
-from epmoe.exchange.exchange import PROGRESS_AT
 from epmoe.exchange.health import MISMATCH, STATUS
+from epmoe.exchange.node import PROGRESS_AT
 from epmoe.exchange.round_state import PROGRESS
 
 LONG = {"timeout_s": 300.0, "warmup_timeout_s": 300.0}

@@ -14,7 +14,7 @@ import pytest
 from helpers import ROOT
 
 import epmoe
-from epmoe.exchange.exchange import DESCRIPTOR
+from epmoe.exchange.descriptors import DESCRIPTOR
 from epmoe.exchange.health import COUNTERS, STATUS
 from epmoe.exchange.memory import (
     LL_MAX_TOKENS,

@@ -16,8 +16,7 @@ from exchanges import make_config
 from host import SLACK_S, Host, create, play, resume
 
 import epmoe
-import epmoe.rail.exchange
-import epmoe.resume
+import epmoe.join
 from epmoe.exchange.deaths import Deaths
 from epmoe.exchange.peers import Peers
 from epmoe.exchange.window_nvlink import processes_of
@@ -50,17 +49,13 @@ def config_of(nodes: int) -> epmoe.EPConfig:
 
 def fail(state, where: str, error: Callable[[], None]) -> None:
     """Opening calls `error` in place of a function. The next opening works."""
-    module = epmoe.rail.exchange if where == "fill_tables" else epmoe.resume
-    modules = [m for m in (module, epmoe.rail.exchange) if hasattr(m, where)]
-    before = {m: getattr(m, where) for m in modules}
+    before = getattr(epmoe.join, where)
 
     def failing(*_: object) -> None:
-        for m, function in before.items():
-            setattr(m, where, function)
+        setattr(epmoe.join, where, before)
         error()
 
-    for m in modules:
-        setattr(m, where, failing)
+    setattr(epmoe.join, where, failing)
 
 
 def die() -> None:
@@ -99,13 +94,11 @@ def test_a_rank_that_does_not_open_is_named(host, nodes, fault):
     [
         ("check_size", no_memory, "MemoryError: rank 2: no room", "MemoryError: rank 2: no room"),
         ("open_window", no_memory, "MemoryError: rank 2: no room", "MemoryError: rank 2: no room"),
-        ("fill_tables", no_file, "FileNotFoundError: no such", "RuntimeError: rank 2: FileNotFoundError: no such"),
+        ("NodeExchange", no_file, "FileNotFoundError: no such", "RuntimeError: rank 2: FileNotFoundError: no such"),
     ],
 )
 def test_what_fails_on_one_rank_fails_on_all(host, nodes, where, problem, own, theirs):
     """Soon, and without a trace: the same group opens the next one."""
-    if where == "fill_tables" and nodes == 1:
-        where = "check_shared_memory"
     before = host.do(NAMES, threads)
     host.do([FAULTY], fail, where, problem)
     started = time.monotonic()

@@ -33,7 +33,7 @@ from host import (
 )
 
 import epmoe
-import epmoe.resume
+import epmoe.join
 from epmoe.exchange.peers import Peers
 from epmoe.exchange.window_nvlink import PeersStore
 
@@ -42,20 +42,20 @@ SLACK_S = 5.0  # this machine may have fewer cores than ranks
 
 def expect_no_windows(state) -> None:
     """When new windows are opened, the old ones are gone: both might not fit."""
-    open_window = epmoe.resume.open_window
+    open_window = epmoe.join.open_window
 
     def check_and_open(*arguments):
         assert mapped_windows() == 0
         return open_window(*arguments)
 
-    epmoe.resume.open_window = check_and_open
+    epmoe.join.open_window = check_and_open
 
 
 def die_in_windows(state) -> None:
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    epmoe.resume.open_window = die
+    epmoe.join.open_window = die
 
 
 def miss(state, mask: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import epmoe
-from epmoe.exchange.exchange import DESCRIPTOR
+from epmoe.exchange.descriptors import DESCRIPTOR
 from epmoe.group import check_shared_memory
 from epmoe.native.arguments import check_tensor
 

@@ -212,7 +212,9 @@ def test_grad_mode_is_an_error_and_closes_the_round(requires_grad):
         experts(x, ids, weights)
 
 
-@pytest.mark.parametrize("where", ["native.ops.dispatch", "exchange.round_state.dispatched", "exchange.round_state.permit", "exchange.round_state.closed"])
+@pytest.mark.parametrize(
+    "where", ["native.ops.dispatch", *(f"exchange.node.RoundState.{name}" for name in ("receive", "permit", "close"))]
+)
 @torch.inference_mode()
 def test_an_exception_anywhere_in_a_round_closes_it(where, monkeypatch):
     """Before or behind what dispatch and combine send, as of a signal handler."""

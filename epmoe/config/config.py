@@ -14,6 +14,7 @@ import torch
 from pydantic import Field, ValidationError, model_validator
 
 from epmoe.config.config_file import ConfigError, environment_overrides, explain, read_config
+from epmoe.config.deadlines import INSIDE_NODE_S
 from epmoe.config.hardware import HardwareConfig
 from epmoe.config.placement import Placement
 from epmoe.config.strict import Strict
@@ -22,7 +23,6 @@ __all__ = ["ConfigError", "EPConfig"]
 
 _INT32_MAX = 2**31 - 1
 _MOST_ON_NODE = 64  # ranks: a set of them is one 64-bit mask
-_INSIDE_S = 0.8  # by which waits inside a node are longer than for the network
 _MOST_ERRORS = 12  # of a message: one screen
 _Rule = tuple[str, bool, str, object]  # dotted key, whether its value is allowed, what it must be, what it is
 
@@ -180,16 +180,17 @@ class EPConfig(Strict):
         """The configuration of the exchange within one node, whose ranks bring what the slabs of all nodes hold.
 
         Its waits are a little longer than those for the network: the rank that waits for the network then says first
-        which rank is missing. The placement is not of this configuration: see `Placement.of_node`.
+        which rank is missing. Overflow and aborts are counted only, since the sources of the rows raise them. The
+        placement is not of this configuration: see `Placement.of_node`.
         """
         topology, times = self.topology, self.exchange
         slots = topology.num_nodes * self.rows_per_node
-        later = {key: getattr(times, key) + _INSIDE_S for key in ("timeout_s", "warmup_timeout_s")}
+        later = {key: getattr(times, key) + INSIDE_NODE_S for key in ("timeout_s", "warmup_timeout_s")}
         return self.model_copy(
             update={
                 "topology": TopologyConfig(ep_size=topology.ranks_here),
-                "capacity": self.capacity.model_copy(update={"max_num_tokens_per_rank": slots}),
-                "exchange": times.model_copy(update=later),
+                "capacity": self.capacity.model_copy(update={"max_num_tokens_per_rank": slots, "on_overflow": "drop"}),
+                "exchange": times.model_copy(update=later | {"on_abort": "zeros"}),
             }
         )
 

@@ -1,126 +1,161 @@
-"""One rank's part of the exchange: windows, scratch, status words and the operators' descriptors."""
+"""What an exchange offers, on one node and over several: two implementations of one interface.
+
+`NodeExchange` in node.py has the ranks of one node. `HierarchicalExchange` in epmoe/rail/exchange.py owns the exchange
+of its node, and a rail to the other nodes.
+"""
 
 from __future__ import annotations
 
-import ctypes
-from contextlib import suppress
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from threading import get_ident
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from epmoe.config.config import EPConfig
-from epmoe.config.placement import Placement
 from epmoe.config.tuning import Tuning
-from epmoe.exchange.handles import RoundTemplate, Sent
-from epmoe.exchange.health import (
-    STATUS,
-    TIMEOUT,
-    TOTALS,
-    EPAbortedError,
-    EPTimeoutError,
-    Health,
-    Totals,
-    raise_on_failure,
-    raise_on_overflow,
-)
-from epmoe.exchange.memory import OFFSETS, SIZES, MemoryPlan
-from epmoe.exchange.round_state import CLOSED, PROGRESS, RETURNING, Rounds, give_up
-from epmoe.exchange.waiting import device_ends, interruptible
-from epmoe.exchange.window import Window
-
-_written_to: list[Exchange] = []  # exchanges whose kernels had not ended when they were closed
-_CODE, _NEEDED_ROWS = STATUS.index("code"), STATUS.index("needed_rows")
-_MISSING, _ABORTED, _ABORTED_EPOCH = map(STATUS.index, ("missing", "aborted", "aborted_epoch"))
-# What the operators know of a round besides its memory, in the order of `ExchangeDescriptor` in csrc/ops_exchange.cpp.
-# The address of every rank's window follows.
-DESCRIPTOR = (*SIZES, *OFFSETS, "expert_major", "weight_rows", "timeout_ns", "status")
-_TIMEOUT_NS = DESCRIPTOR.index("timeout_ns")
-PROGRESS_AT = 200  # bytes: `progress` in `RoundState` of csrc/plan.h
+from epmoe.exchange.call import Call
+from epmoe.exchange.handles import Dispatched, Layout, Sent
+from epmoe.exchange.health import STAGES, EPMismatchError, EPTimeoutError, Health
+from epmoe.exchange.memory import MemoryPlan
+from epmoe.exchange.round_state import CLOSED, RETURNING, RoundState
+from epmoe.exchange.templates import Templates
+from epmoe.exchange.waiting import device_ends
 
 
-@dataclass
-class Exchange:
-    """The memory of one rank, laid out by the plan, and what dispatch and combine keep from round to round."""
+class Exchange(ABC):
+    """One rank's part of the exchange of a group, whose rounds follow one another.
+
+    Attributes:
+        config: of the group.
+        plan: the memory of this rank.
+        views: every buffer of the plan.
+        device: of all tensors.
+        rank: in the group, as errors and `repr` name it.
+        global_ranks: [R], of each rank of the group.
+        rounds: the state of the rounds.
+        templates: the checks of calls.
+        thread: the thread that is in a call, or 0.
+    """
 
     config: EPConfig
     plan: MemoryPlan
-    window: Window
-    scratch: Tensor  # uint8 [scratch_bytes]
-    status: Tensor  # int64 in host memory that the kernels write: `STATUS` in health.py; on CUDA, `PROGRESS` follows
-    global_ranks: list[int]
+    views: dict[str, Tensor]
     device: torch.device
-    thread: int = 0  # the thread that is in a call, or 0
-    tuning: Tuning = Tuning(rows=())
-    # By expert_major, weight_rows and launch; see `descriptors_for`.
-    descriptors: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-    # Of the calls that have passed the checks, by what rounds of a template agree in.
-    templates: dict[tuple[object, ...], RoundTemplate] = field(default_factory=dict)
-    memory: tuple[Tensor, Tensor] = field(init=False)  # window and scratch, as the operators take them
-    views: dict[str, Tensor] = field(init=False)  # every buffer of the plan
-    timeout_ns: int = field(init=False)  # of each wait in the rounds to come
-    rounds: Rounds = field(init=False)
-    totals: Totals = field(init=False)
-    routing: dict[str, Any] = field(init=False)  # options of `route`
-    unread: Tensor = field(init=False)  # uint8, on GPUs; see `unread_y`
+    rank: int
+    global_ranks: list[int]
+    rounds: RoundState
+    templates: Templates
+    thread: int = 0
 
-    def __post_init__(self) -> None:
-        capacity = self.config.capacity
-        self.rank = self.plan.sizes["rank"]  # in the group, as errors and `repr` name it
-        self.max_tokens = capacity.max_num_tokens_per_rank
-        self.timeout_ns = round(self.config.exchange.warmup_timeout_s * 1e9)  # ranks may still load or compile
-        self.raises_overflow = capacity.on_overflow == "raise"
-        self.raises_abort = self.config.exchange.on_abort == "raise"
-        self.memory = self.window.local, self.scratch
-        # Every call reads these words, at a hundredth of the host time that reading a tensor's element takes.
-        self.status_words = (ctypes.c_int64 * len(STATUS)).from_address(self.status.data_ptr())
-        self.routing = self.config.routing.model_dump(exclude={"nan_rows"})
-        regions = {"window": self.window.local, "scratch": self.scratch}
-        inside = (buffer for buffer in self.plan.buffers if buffer.region in regions)
-        self.views = {buffer.name: buffer.view(regions[buffer.region]) for buffer in inside}
-        self.totals = Totals(self.views)
-        in_state = self.views["state"].data_ptr() + PROGRESS_AT
-        behind_status = self.status.data_ptr() + 8 * len(STATUS)
-        progress = in_state if self.device.type == "cpu" else behind_status
-        self.rounds = Rounds((ctypes.c_int64 * len(PROGRESS)).from_address(progress))
+    @abstractmethod
+    def dispatch(self, call: Call) -> Dispatched:
+        """Send this rank's tokens and receive those of its experts. Collective; see `ExpertParallel.dispatch`."""
 
-    @classmethod
-    def create(
-        cls,
-        config: EPConfig,
-        plan: MemoryPlan,
-        placement: Placement,
-        window: Window,
-        rank: int,
-        global_ranks: list[int],
-        device: torch.device,
-    ) -> Exchange:
-        """Allocate this rank's scratch and fill its tables.
+    @abstractmethod
+    def dispatch_send(self, call: Call) -> Sent:
+        """The send phase of `dispatch`; waits for no rank, except after an abort."""
 
-        Raises ConfigError if the file that `exchange.tuning` names is missing or wrong.
+    @abstractmethod
+    def dispatch_recv(self, sent: Sent) -> Dispatched:
+        """The receive phase of `dispatch`."""
+
+    @abstractmethod
+    def combine(self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> Tensor:
+        """Bring expert outputs back to the ranks of their tokens, and sum them there: y [T, D]. Collective.
+
+        Args:
+            layout: the one that the caller's call is for.
+            rows: expert-major outputs [N, D]; with layout="rank" the sums [R, M, D] of this rank's experts.
+            dispatched: the open round.
+            out: y itself, or None.
         """
-        scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
-        status = torch.zeros(len(STATUS) + len(PROGRESS), dtype=torch.int64, pin_memory=device.type == "cuda")
-        tuning = Tuning.load(config.exchange.tuning) if config.exchange.tuning else Tuning(rows=())
-        exchange = cls(config, plan, window, scratch, status, global_ranks, device, tuning=tuning)
-        views = exchange.views
-        if device.type == "cuda":
-            y_bytes = plan.sizes["M"] * plan.sizes["D"] * config.model.torch_dtype.itemsize
-            exchange.unread = views["rows"].flatten().view(torch.uint8)
-            if exchange.unread.numel() < y_bytes:  # few rows, or rows of fp8
-                exchange.unread = torch.empty(y_bytes, dtype=torch.uint8, device=device)
-        for name in ("state", "counts", *TOTALS):
-            views[name].zero_()
-        views["table.expert_map"].copy_(placement.expert_map(rank))
-        views["table.owners"].copy_(torch.tensor(placement.owners))
-        views["table.copies"].copy_(placement.copies_table())
-        views["table.num_copies"].copy_(placement.num_copies())
-        if views["table.local_index"].numel():
-            views["table.local_index"].copy_(torch.tensor(placement.local_index))
-        views["table.sentinels"].copy_(torch.tensor([placement.sentinel(r) for r in range(placement.ep_size)]))
-        return exchange
+
+    @abstractmethod
+    def combine_send(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> None:
+        """The send phase of `combine`; waits for no rank."""
+
+    @abstractmethod
+    def combine_recv(self, dispatched: Dispatched) -> Tensor:
+        """The receive phase of `combine`."""
+
+    @abstractmethod
+    def abort_open_round(self) -> None:
+        """Close the open round, whatever its state, without this rank's rows. Waits for no rank."""
+
+    @abstractmethod
+    def drop_reports(self) -> None:
+        """Drop what was reported of a round that was given up, so that it does not hit the next round."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise EPTimeoutError, EPMismatchError or EPOrderError if one was reported so far."""
+
+    @abstractmethod
+    def check_rounds(self) -> None:
+        """Raise what makes the y of a round that has ended incomplete, unless the config only counts it.
+
+        EPOverflowError if it needed more rows than there are, EPAbortedError if other ranks have given it up.
+        """
+
+    @property
+    @abstractmethod
+    def failed(self) -> bool:
+        """Whether a wait, or on a GPU a round, has failed, as far as the host knows: `resume` and `close` are left."""
+
+    @abstractmethod
+    def missing(self) -> int:
+        """Ranks of the group that this rank misses, or that another has reported, as a mask. Waits for no kernel."""
+
+    @abstractmethod
+    def dead(self) -> int:
+        """Ranks of the group, on this machine, whose process has ended, as a mask."""
+
+    @abstractmethod
+    def end_waits(self) -> None:
+        """End the waits of all other ranks at once, with an EPTimeoutError that names this rank. Waits for no rank."""
+
+    @abstractmethod
+    def health(self, wait: bool) -> Health:
+        """The counts; with `wait`, once the current stream has done what was launched on it."""
+
+    @abstractmethod
+    def retune(self, tuning: Tuning) -> None:
+        """Launch the kernels of the rounds to come by this table."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the memory and the network back, once no kernel can use them."""
+
+    @abstractmethod
+    def largest(self, number: int) -> Callable[[], int] | None:
+        """A number of each rank. Collective, between rounds and in the same order on all ranks; it sends nothing yet.
+
+        Args:
+            number: of this rank.
+
+        Returns:
+            What tells all ranks this number, waits for theirs, and returns the largest. Where an exception such as a
+            Ctrl-C has ended it, another call takes it up again. It raises EPTimeoutError, which names the missing
+            ranks, after the deadline of a round, or as soon as a rank has ended. None on one node, whose rounds
+            themselves say whether a rank needs another one: see `RoundState.asking`.
+
+        Raises:
+            EPTimeoutError: an earlier call has timed out.
+            EPMismatchError: an earlier call of the ranks did not match.
+        """
+
+    @abstractmethod
+    def has_more_rounds(self) -> bool:
+        """Whether any rank needs a round after the last one, which asked. On GPUs it waits for the kernel of dispatch.
+
+        On the CPU dispatch has the answer when it returns. A round that was given up before has it once every rank has
+        closed the round, for which this waits.
+
+        Raises what `check` does, EPTimeoutError also where the kernel does not end within `exchange.warmup_timeout_s`,
+        and RuntimeError as torch does on a GPU in distress.
+        """
 
     def enter(self) -> None:
         """The start of a call, whose end, also by an exception, sets `thread` to 0.
@@ -135,64 +170,6 @@ class Exchange:
             )
         self.thread = caller
 
-    def set_timeout(self, seconds: float) -> None:
-        """The deadline of each wait, from the next call of an operator on."""
-        self.timeout_ns = round(seconds * 1e9)
-        for descriptor in self.descriptors.values():
-            descriptor[_TIMEOUT_NS] = self.timeout_ns
-
-    def check(self) -> None:
-        """Raise EPTimeoutError, EPMismatchError or EPOrderError if the kernels have left one in the status words."""
-        if self.status_words[_CODE]:
-            rank, latched = self.plan.sizes["rank"], self.device.type == "cuda"
-            raise_on_failure(self.status, self.global_ranks, rank, latched, self.dead())
-
-    def health(self, wait: bool) -> Health:
-        """The counts; with `wait`, once the current stream has done what was launched on it."""
-        if wait and self.device.type == "cuda":
-            interruptible(torch.cuda.current_stream(self.device).synchronize)
-        return self.totals.read()
-
-    @property
-    def failed(self) -> bool:
-        """Whether a wait, or on a GPU a round, has failed, as far as the host knows: `resume` and `close` are left."""
-        code = self.status_words[_CODE]
-        return code == TIMEOUT or code != 0 and self.device.type == "cuda"
-
-    def missing(self) -> int:
-        """Ranks that this rank has missed, or that another has reported to it, as a mask. Waits for no kernel."""
-        mask = self.status_words[_MISSING] if self.status_words[_CODE] == TIMEOUT else 0
-        errors = self.views["signal.error"]
-        with suppress(RuntimeError):  # of a GPU in distress
-            if self.device.type == "cuda":
-                with torch.cuda.stream(torch.cuda.Stream(self.device)):
-                    errors = errors.cpu()
-            for reported in errors.tolist():
-                mask |= reported
-        return mask
-
-    def dead(self) -> int:
-        """Ranks of this machine whose process has ended, as a mask."""
-        return self.window.deaths.mask()
-
-    def forget(self) -> None:
-        """Drop what was reported of a round that was given up, so that it does not hit the next round."""
-        if not self.failed:
-            self.status_words[_CODE] = 0
-        self.status_words[_NEEDED_ROWS] = self.status_words[_ABORTED] = 0
-
-    def give_up(self) -> None:
-        """Close the open round, whatever its state, without this rank's rows. Waits for no rank."""
-        give_up(self)
-
-    def leave(self) -> None:
-        """End the waits of all other ranks at once, with an EPTimeoutError that names this rank. Waits for no rank."""
-        sizes = self.plan.sizes
-        if sizes["R"] > 1 and not self.failed:
-            rank = sizes["rank"]
-            with suppress(RuntimeError):  # of a GPU in distress: the others run into their deadline
-                self.window.store(self.plan["signal.error"].offset + 8 * rank, 1 << rank)
-
     def wait_for_device(self, timeout_s: float | None = None) -> None:
         """On a GPU, wait for everything that has been launched on it, but no longer than until a failure is reported.
 
@@ -201,77 +178,52 @@ class Exchange:
         """
         if device_ends(self.device, timeout_s, self.check):
             return
-        rank, rounds = self.plan.sizes["rank"], self.rounds
         why = (
             f"did not end on this rank's own GPU within {timeout_s} s: its own kernel was not scheduled, since others "
             "hold the GPU, or it waits for ranks"
         )
-        stage = "combine" if rounds.state in (CLOSED, RETURNING) else "dispatch"
-        raise EPTimeoutError(stage, rounds.count, [rank], [self.global_ranks[rank]], why)
+        stage = STAGES[self.rounds.state in (CLOSED, RETURNING)]
+        raise EPTimeoutError(stage, self.rounds.count, [self.rank], [self.global_ranks[self.rank]], why)
 
-    def release(self) -> None:
-        """Before the memory is freed: wait until no kernel can write to it, or keep it for the life of the process."""
-        self.window.deaths.close()
-        with suppress(RuntimeError):  # of a GPU in distress, and of a failed round, whose kernels end by themselves
-            if device_ends(self.device, self.timeout_ns / 1e9):
+    def poll(self) -> None:
+        """Raise what was reported so far: `check` and `check_rounds`."""
+        self.check()
+        self.check_rounds()
+
+    def abort(self, handle: Sent | Dispatched | None) -> None:
+        """Any state → CLOSED, without rows. Collective: every rank aborts or combines.
+
+        Without a handle it closes whatever round is open, and raises nothing that was reported: the caller has an
+        exception already. After a timeout the round stays open.
+
+        With a handle it raises EPStateError if that is not the open round's. It raises EPMismatchError if the calls of
+        the ranks do not match, and on the CPU closes the round. It raises what `poll` does.
+        """
+        self.enter()
+        try:
+            if handle is None:
+                if self.rounds.state != CLOSED and not self.failed:
+                    self.abort_open_round()
+                    self.drop_reports()
                 return
-        _written_to.append(self)
+            self.check_open(handle)
+            if self.rounds.handle is not handle or self.rounds.state == CLOSED:
+                self.rounds.refuse(handle, "abort", "dispatched")
+            self.abort_open_round()
+            self.poll()
+        finally:
+            self.thread = 0
 
-    def unread_y(self, sent: Sent) -> Tensor:
-        """A y [T, D] for a combine without rows, on a GPU: memory that exists, since an abort allocates nothing.
+    def abort_after(self, epoch: int) -> None:
+        """`abort` of a round after `epoch`, if this thread has opened one: for a caller that passes an exception on."""
+        if self.rounds.opened_after(epoch):
+            self.abort(None)
 
-        It lies over the expert-major rows. A combine without rows does not read them, and other ranks write into them
-        only after this rank has opened its next dispatch, a later kernel.
-        """
-        D, dtype = sent.template.hidden_size, sent.template.like.dtype
-        return self.unread[: sent.num_tokens * D * dtype.itemsize].view(dtype).view(sent.num_tokens, D)
-
-    def check_rounds(self) -> None:
-        """Raise what makes the y of a round that has ended incomplete, unless the config only counts it.
-
-        EPOverflowError if it needed more rows than there are, EPAbortedError if other ranks have given it up.
-        """
-        words = self.status_words
-        if words[_NEEDED_ROWS] and self.raises_overflow:
-            raise_on_overflow(self.status, self.plan.sizes["max_rows"])
-        if words[_ABORTED] and self.raises_abort:
-            ranks, words[_ABORTED] = self.of_group(words[_ABORTED]), 0
-            raise EPAbortedError(words[_ABORTED_EPOCH], ranks)
-
-    def of_group(self, mask: int) -> list[int]:
-        """The ranks of a mask that the operators have written, numbered in the group."""
-        return [rank for rank in range(self.plan.sizes["R"]) if mask >> rank & 1]
-
-    def retune(self, tuning: Tuning) -> None:
-        """Launch the kernels of the rounds to come by this table."""
-        self.tuning = tuning
-        self.templates.clear()
-
-    def descriptors_for(
-        self, hidden_size: int, expert_major: bool, weight_rows: bool
-    ) -> tuple[list[int], list[Tensor]]:
-        """Steps of tokens, as of `Tuning.steps`, and the descriptor for each.
-
-        A descriptor is int64 in host memory: the values of `DESCRIPTOR`, then the address of each rank's window. Calls
-        with the same launch and flags share one tensor.
-        """
-        steps, launches = self.tuning.steps(hidden_size, self.plan.sizes["R"])
-        addresses = [self.status.data_ptr(), *self.window.addresses]
-        keys = [(expert_major, weight_rows, *launch.values()) for launch in launches]
-        with torch.inference_mode(False):  # otherwise `set_timeout` could not write it outside inference mode
-            for key, launch in zip(keys, launches, strict=True):
-                if key not in self.descriptors:
-                    descriptor = [*self.plan.as_ints(**launch), expert_major, weight_rows, self.timeout_ns, *addresses]
-                    self.descriptors[key] = torch.tensor(descriptor, dtype=torch.int64, device="cpu")
-        return steps, [self.descriptors[key] for key in keys]
-
-    def rows_as(self, name: str, dtype: torch.dtype, length: int) -> Tensor:
-        """An expert-major buffer as [N_cap, length] of `dtype`: contiguous, whatever D and dtype the plan has."""
-        buffer = self.views[name]
-        flat = buffer.flatten().view(torch.uint8).view(dtype)
-        return flat.as_strided((buffer.shape[0], length), (length, 1))
-
-    def slabs(self, name: str, dtype: torch.dtype, length: int) -> Tensor:
-        """A window buffer as [R, M, length] of `dtype`; its strides stay the plan's, whose rows may be longer."""
-        slabs = self.views[name].view(torch.uint8).view(dtype)
-        return slabs[..., :length]
+    def check_open(self, handle: Sent | Dispatched) -> None:
+        """`check`, in an open round. On the CPU every rank sees a mismatch in the same round, and closes this round."""
+        try:
+            self.check()
+        except EPMismatchError:
+            if self.rounds.handle is handle and self.rounds.state != CLOSED and not self.failed:
+                self.abort_open_round()
+            raise

@@ -81,7 +81,7 @@ class RoundTemplate:
 
     shape: tuple[Any, ...]  # D, K, the dtypes of x, ids and weights, layout, and where the weights apply
     steps: list[int]  # a call of T tokens takes descriptors[bisect_left(steps, T)]
-    descriptors: list[Tensor]  # of `Exchange.descriptors_for`
+    descriptors: list[Tensor]  # of `Descriptors.of`
     attributes: dict[str, Any]  # of `Dispatched`; `_rounds`, a weak reference, and `_rank` serve `repr`
     hidden_size: int  # D
     like: Tensor  # a y [0, D]: `new_empty` of it costs the host less than `torch.empty`, and an abort needs some y
@@ -99,7 +99,7 @@ class Sent(HoldsWindows):
     template: RoundTemplate
     num_tokens: int
     epoch: int
-    descriptor: Tensor  # int64, host: `DESCRIPTOR` in epmoe/exchange/exchange.py
+    descriptor: Tensor | None  # int64, host: `DESCRIPTOR` in descriptors.py; None over several nodes
     arguments: tuple[Any, ...]  # of the operators of dispatch; empty once the tokens are received
 
     def new_y(self) -> Tensor:

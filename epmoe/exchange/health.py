@@ -208,7 +208,7 @@ class EPMismatchError(EPError, ValueError):
     """
 
     def __init__(self, epoch: int, ranks: list[int], latched: bool = False, tags: tuple[int, int, int] | None = None):
-        self.differing_ranks, self.tags = ranks, tags
+        self.epoch, self.differing_ranks, self.tags = epoch, ranks, tags
         if tags is None:
             shape = ", dtype, layout or apply_router_weight_on_input" if latched else " or dtype"
             what = (

@@ -23,12 +23,9 @@ from torch import Tensor
 from epmoe.config.config import ConfigError, EPConfig, ExchangeConfig
 from epmoe.exchange.handles import Dispatched
 from epmoe.exchange.health import EPMismatchError, EPTimeoutError
-from epmoe.exchange.more_rounds import another, asking
-from epmoe.exchange.round_state import abort_after, opened_after
 from epmoe.integrations.compiled import forget_numbers
 from epmoe.local.quantize import dequantize_rows
 from epmoe.native.arguments import check_forward_only, dtype_name
-from epmoe.rail.exchange import TwoLevels
 from epmoe.service import ExpertParallel
 
 now: Callable[[], float] = time.perf_counter
@@ -85,7 +82,7 @@ class SharedExpertParallel:
         In static mode it is M. Over several nodes this is collective: a slab for another node has the same length on
         all ranks, so they must agree on it before the first one leaves. They do so through host memory.
 
-        Raises what `TwoLevels.largest` does. After any other exception, such as a Ctrl-C, this rank takes part without
+        Raises what `Exchange.largest` does. After any other exception, such as a Ctrl-C, this rank takes part without
         tokens in the rounds that follow, whose tag is `tag`; see `run`.
         """
         if self.static:
@@ -93,10 +90,10 @@ class SharedExpertParallel:
         if self.ep.size == 1:
             return num_tokens
         exchange = self.ep._open
-        if not isinstance(exchange, TwoLevels):
-            return None
         with self._timed("agree"), _hinting():
             largest = exchange.largest(num_tokens)
+            if largest is None:
+                return None
             try:
                 return largest()
             except EPTimeoutError:
@@ -157,7 +154,7 @@ class SharedExpertParallel:
         if longest is not None:
             return taken < self.rounds(longest)
         with self._timed("agree"):
-            return another(self.ep._open)
+            return self.ep._open.has_more_rounds()
 
     def _round(
         self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, longest: int | None, tag: int, more: bool
@@ -167,7 +164,7 @@ class SharedExpertParallel:
         try:
             with self._timed("dispatch"):
                 padded_tokens = self._padded_tokens(longest)
-                with asking(exchange, more) if longest is None else nullcontext():
+                with exchange.rounds.asking(more) if longest is None else nullcontext():
                     dispatched = self.ep.dispatch(x, ids, weights, padded_tokens=padded_tokens, tag=tag)
             with self._timed("experts"):
                 most_tokens = (self.ep.size - 1) * self._most_tokens(longest) + x.shape[0]
@@ -176,7 +173,7 @@ class SharedExpertParallel:
             with self._timed("combine"):
                 return self.ep.combine(outputs, dispatched)
         except BaseException:
-            abort_after(exchange, last_round)
+            exchange.abort_after(last_round)
             raise
 
     def _padded_tokens(self, longest: int | None) -> int:
@@ -187,11 +184,11 @@ class SharedExpertParallel:
         raises nothing of the exchange, since the caller has an exception already."""
         exchange = self.ep._open
         taken = exchange.rounds.count - last_round
-        if exchange.failed or taken and not opened_after(exchange, last_round):
+        if exchange.failed or taken and not exchange.rounds.opened_after(last_round):
             return
         with suppress(RuntimeError):
             while not taken or self._another(taken, longest):
-                with asking(exchange, more=False) if longest is None else nullcontext():
+                with exchange.rounds.asking(more=False) if longest is None else nullcontext():
                     self.ep.skip(padded_tokens=self._padded_tokens(longest), tag=tag)
                 taken += 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from epmoe.native.arguments import (
     describe_fields,
     token_count,
 )
-
-if TYPE_CHECKING:
-    from epmoe.exchange.exchange import Exchange
 
 MAX_TOP_K_ON_CUDA = 32
 
@@ -108,17 +105,3 @@ def route(
         top_groups, routed_scaling_factor, id_dtype == torch.int64, counters,
     )  # fmt: skip
     return Routing(ids, weights)
-
-
-def route_counted(exchange: Exchange, logits: Tensor, bias: Tensor | None, num_tokens: int | Tensor | None) -> Routing:
-    """`route` with the config's routing and the exchange's counters; see `ExpertParallel.route`."""
-    model = exchange.config.model
-    shape: tuple[int, ...] = getattr(logits, "shape", ())
-    if len(shape) != 2 or shape[1] != model.num_experts or logits.device != exchange.device:
-        check_tensor("logits", logits, FLOATS, ("T", model.num_experts), exchange.device)
-    counters, options = exchange.views["health.counters"], exchange.routing
-    exchange.enter()
-    try:
-        return route(logits, model.num_experts_per_tok, bias=bias, num_tokens=num_tokens, counters=counters, **options)
-    finally:
-        exchange.thread = 0

@@ -1,136 +1,214 @@
 """The exchange over several nodes: a rail to the other nodes, and inside each node the exchange of one node.
 
-    source rank ─ pack ─▶ slabs ─ rail ─▶ rank of the same local index on each node ─ dispatch of the node ─▶ experts
-    y ◀─ sum in node order ─ partial rows ◀─ rail ─ partial rows of each node ◀─ combine of the node ──────────┘
-
-The calls of a round are in epmoe/rail/stages.py. This file has what they keep, and what happens when they fail.
+source rank ─ pack ─▶ slabs ─ rail ─▶ rank of the same local index on each node ─ dispatch of the node ─▶ experts
+y ◀─ sum in node order ─ partial rows ◀─ rail ─ partial rows of each node ◀─ combine of the node ──────────┘
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from ctypes import c_int64
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from epmoe.config.config import EPConfig
-from epmoe.config.placement import Placement
+from epmoe.config.deadlines import Deadlines
 from epmoe.config.tuning import Tuning
-from epmoe.exchange import round_state as rounds
-from epmoe.exchange.dispatch import dispatch_send
+from epmoe.exchange.call import Call
 from epmoe.exchange.exchange import Exchange
-from epmoe.exchange.handles import Dispatched
+from epmoe.exchange.handles import Dispatched, Layout, Sent
 from epmoe.exchange.health import (
     COUNTERS,
-    MISMATCH,
     STAGES,
-    STATUS,
     EPAbortedError,
     EPMismatchError,
     EPOverflowError,
     EPTimeoutError,
     Health,
-    tags_of,
 )
-from epmoe.exchange.memory import MemoryPlan, RailSlot
-from epmoe.exchange.peers import Peers
-from epmoe.exchange.round_state import PHASES, PROGRESS, Rounds
-from epmoe.group import open_window
-from epmoe.rail.gloo import CollectiveRail, Rail, RailError, Transfer, connect_within, gloo_group, no_answer
-from epmoe.rail.nccl import NcclRail
-from epmoe.rail.slabs import Slabs, fill_tables
+from epmoe.exchange.node import NodeExchange
+from epmoe.exchange.outputs import refuse_layout, y_of
+from epmoe.exchange.round_state import DISPATCHED, PROGRESS, RETURNING, SENT, RoundState
+from epmoe.exchange.templates import Launches, Templates
+from epmoe.native.arguments import describe
+from epmoe.rail.memory import RailMemory
+from epmoe.rail.rail import Rail, RailError, Transfer
+from epmoe.rail.slabs import Slabs
 
-_CODE, _ABORTED = STATUS.index("code"), STATUS.index("aborted")
-# Counted at the source, before rows leave for other nodes; a node that counts them again is not heard.
+# Counted at the source, before rows leave for other nodes; a node that counts them again does not count.
 _AT_SOURCE = ("out_of_range_ids", "duplicate_ids", "nonfinite_weights")
-# The way back waits for waits inside other nodes, which end first: their ranks know who is missing.
-RETURN_S = 1.1
+
+Tags = tuple[int, int, int] | None
+"""`tags` of an EPMismatchError."""
 
 
-@dataclass(kw_only=True)
-class TwoLevels(Exchange):
-    """An `Exchange` over the nodes of a group, in the window of its node's own. `rank` and errors are of the group."""
+class Failure(NamedTuple):
+    """A timeout over the network, which every later call raises: the arguments of EPTimeoutError."""
 
-    inside: Exchange  # of the node
-    rail: Rail
-    everyone: CollectiveRail  # a rail of all ranks of the group, for numbers of the hosts
-    node: int
-    travelling: Slabs | None = None  # of the open round
-    # Of rounds that were given up, with what must live until they have ended.
-    pending: list[tuple[Transfer, Slabs]] = field(default_factory=list)
-    failure: tuple[str, int, list[int], list[int], str] | None = None  # arguments of an EPTimeoutError
-    limit: str = "capacity.max_rows_per_node"  # what says how many slots the slabs of the last call have
-    differing: Tensor | None = None  # on GPUs the word of `rail_tags`, in memory of the host
-    failed_on_device: tuple[Tensor | None, Tensor | None] = (None, None)  # on GPUs what makes the sums zeros
-    rail_tables: list[Tensor] = field(init=False)  # see `fill_tables`
-    rail_descriptor: Tensor = field(init=False)  # `RailDescriptor` in csrc/ops_rail.cpp
+    stage: str
+    epoch: int
+    missing: list[int]
+    missing_global: list[int]
+    why: str
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        topology = self.config.topology
-        self.ranks_per_node, self.num_nodes = topology.ranks_here, topology.num_nodes
-        self.others = [node for node in range(self.num_nodes) if node != self.node]
-        self.rank += self.node * self.ranks_per_node
-        self.slots = self.config.rows_per_node  # of the slabs of the last call
-        self.slot = RailSlot.of(self.config)
-        self.aborted: list[int] = []  # ranks of the group that gave the last round up
-        self.aborted_rounds = [0] * len(self.global_ranks)  # of other nodes
-        self.sends_fp8 = self.config.exchange.payload == "fp8"
-        self.exact = self.config.exchange.network_splits == "exact"
-        self.rounds = Rounds((c_int64 * len(PROGRESS))())
-        memory = torch.zeros(self.plan.rail_bytes, dtype=torch.uint8, device=self.device)
-        self.views |= {buffer.name: buffer.view(memory) for buffer in self.plan.buffers if buffer.region == "rail"}
-        self.inside.raises_overflow = self.inside.raises_abort = False  # the sources come first: see `check_rounds`
 
-    @classmethod
-    def open(cls, config: EPConfig, placement: Placement, peers: Peers, device: torch.device, name: str) -> Self:
-        """This rank's part. Collective over the group.
+class HierarchicalExchange(Exchange):
+    """An `Exchange` over the nodes of a group. `rank` and errors are of the group.
 
-        Args:
-            config: of the whole group, with more than one node.
-            placement: likewise.
-            peers: of the whole group.
-            device: this rank's.
-            name: the same on all ranks, and of no other attempt to open a group.
+    Args:
+        config: of the whole group, with more than one node.
+        node: the exchange of this rank's node, whose config is `config.of_node()`.
+        memory: of this rank, for the rail.
+        rail: to the ranks of the same local index on the other nodes.
+        everyone: a rail of all ranks of the group, for numbers of the hosts.
+        global_ranks: [R], of each rank of the group.
+        deadlines: of both rails.
+    """
 
-        Returns:
-            The exchange, whose window the ranks of the node map.
+    def __init__(
+        self,
+        config: EPConfig,
+        node: NodeExchange,
+        memory: RailMemory,
+        rail: Rail,
+        everyone: Rail,
+        global_ranks: list[int],
+        deadlines: Deadlines,
+    ) -> None:
+        self.config, self.plan, self.device, self.global_ranks = config, node.plan, node.device, global_ranks
+        self.node, self.memory, self.rail, self.everyone, self.deadlines = node, memory, rail, everyone, deadlines
+        self.rank = memory.of_rail(memory.node)
+        self.views = node.views | memory.views
+        self.rounds = RoundState((c_int64 * len(PROGRESS))())
+        self.templates = Templates(config, self.device, node.views, self.rounds, self.rank, _no_launches)
+        self.slabs: Slabs | None = None  # of the open round
+        # Of rounds that were given up, with what must live until they have ended.
+        self.pending: list[tuple[Transfer, Slabs]] = []
+        self.failure: Failure | None = None
+        self._raises_overflow = config.capacity.on_overflow == "raise"
+        self._raises_abort = config.exchange.on_abort == "raise"
+        self._aborted: list[int] = []  # ranks of the group that gave the last round up
+        self._aborted_rounds = [0] * len(global_ranks)  # of other nodes
 
-        Raises:
-            MemoryError: the windows do not fit.
-            RuntimeError: the ranks of a node are on several machines, or do not reach one another.
+    def dispatch(self, call: Call) -> Dispatched:
+        """As `Exchange.dispatch`."""
+        return self.dispatch_recv(self.dispatch_send(call))
+
+    def dispatch_send(self, call: Call) -> Sent:
+        """As `Exchange.dispatch_send`: pack the slabs and start their transfer."""
+        self.enter()
+        try:
+            self.check()
+            epoch = self.rounds.next_epoch()
+            template = self.templates.of(call)
+            self._check_fp8(call.x)
+            self._check_padded_tokens(call.padded_tokens)
+            self.wait_for_pending()
+            if epoch == 2:  # no rank loads or compiles any more
+                self.deadlines.first = False
+            sent = self.rounds.open(template, call.x.shape[0], epoch, call.tag, None, ())
+            self.slabs = slabs = Slabs(self, self.memory, call, epoch, self.node.rounds.count + 1)
+            slabs.pack(call)
+            self.rounds.advance()  # before other ranks can know: an abort then starts what is not started
+            slabs.start()
+            return sent
+        finally:
+            self.thread = 0
+
+    def dispatch_recv(self, sent: Sent) -> Dispatched:
+        """As `Exchange.dispatch_recv`: wait for the slabs of the other nodes, and dispatch their rows in the node."""
+        self.enter()
+        try:
+            self.check()
+            self.rounds.permit(sent, "dispatch_recv", "sent")
+            slabs, node = self._open_slabs(), self.node
+            slabs.finish()
+            self.wait(slabs.transfer)
+            differing, tags = slabs.differing()
+            try:
+                if isinstance(opened := node.rounds.handle, Sent) and node.rounds.state == SENT:  # after a Ctrl-C
+                    slabs.inside = node.dispatch_recv(opened)
+                else:  # the other ranks of the node notice a mismatch
+                    rows = slabs.smallest_rows() if differing else slabs.rows()
+                    slabs.inside = node.dispatch(slabs.inside_call(rows))
+            except EPMismatchError as error:
+                ranks = differing or self._of_group(error.differing_ranks)
+                self.mismatch(ranks, differing, tags or self._tags_of_group(error.tags))
+            except EPTimeoutError:
+                self.check()
+                raise
+            if differing:
+                self.mismatch(differing, differing, tags)
+            self.rounds.advance()
+            dispatched = self.rounds.receive(sent)
+            self.check_open(dispatched)
+            return dispatched
+        finally:
+            self.thread = 0
+
+    def combine(self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> Tensor:
+        """As `Exchange.combine`. With layout="rank" the rows are G slabs, each of N·S rows."""
+        self.enter()
+        try:
+            self.check_open(dispatched)
+            self.rounds.permit(dispatched, "combine" if layout == "expert" else "combine_partial")
+            if dispatched.layout != layout:
+                refuse_layout(dispatched)
+            self._send_back(rows, dispatched, out)
+            return self._sum(dispatched)
+        finally:
+            self.thread = 0
+
+    def combine_send(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> None:
+        """As `Exchange.combine_send`: the send phase of the node's combine."""
+        self.enter()
+        try:
+            self.check_open(dispatched)
+            self.rounds.permit(dispatched, "combine_send")
+            self._send_back(rows, dispatched, out)
+        finally:
+            self.thread = 0
+
+    def combine_recv(self, dispatched: Dispatched) -> Tensor:
+        """As `Exchange.combine_recv`: then the way back to the sources, and their sums."""
+        self.enter()
+        try:
+            self.check()
+            self.rounds.permit(dispatched, "combine_recv")
+            return self._sum(dispatched)
+        finally:
+            self.thread = 0
+
+    def abort_open_round(self) -> None:
+        """As `Exchange.abort_open_round`: the other nodes get zeros, and the own node no rows.
+
+        The next dispatch waits for what is still on its way. With exact splits this call waits for the rail once; where
+        that fails, the round stays open, and the next call raises the failure.
         """
-        G, N = config.topology.ranks_here, config.topology.num_nodes
-        node, local = divmod(peers.rank, G)
-        here = peers.global_ranks[node * G : (node + 1) * G]
-        plan = MemoryPlan.build(config, peers.rank, placement, nvlink=device.type == "cuda")
-        connect = connect_within(peers.timeout_s)
-        peers.all_gather(None)  # all are about to connect
-        group = gloo_group(f"{name}/node/{node}", local, G, connect) if G > 1 else None
-        mates = Peers(group, local, G, here, connect.total_seconds(), first=node * G)
-        where = [m * G + local for m in range(N)], peers.rank, peers.size, name
-        rail = CollectiveRail(*where, connect) if device.type == "cpu" else NcclRail(*where, device, connect)
-        with ExitStack() as undo:
-            undo.callback(rail.close)
-            everyone = CollectiveRail(list(range(peers.size)), peers.rank, peers.size, f"{name}/everyone", connect)
-            undo.callback(everyone.close)
-            with mates.part():
-                window = open_window(plan, mates, device)
-            inside = Exchange.create(config.of_node(), plan, placement.of_node(node, G), window, local, here, device)
-            exchange = cls(
-                config, plan, window, inside.scratch, inside.status, peers.global_ranks, device,
-                inside=inside, rail=rail, everyone=everyone, node=node,
-            )  # fmt: skip
-            fill_tables(exchange, placement)
-            undo.pop_all()
-        return exchange
+        slabs, differing = self._open_slabs(), list[int]()
+        try:
+            if self.rounds.state == SENT:
+                slabs.start()  # an exception may have come first
+                slabs.finish()
+                if not slabs.returning:
+                    self.pending.append((slabs.transfer, slabs))
+                if self.memory.exact:
+                    differing, _ = slabs.differing()
+                if self.node.rounds.count < slabs.inside_epoch:
+                    self.node.dispatch_send(slabs.inside_call(slabs.no_rows()))
+            self.node.abort(None)
+            self._send_nothing_back(slabs, 1 << self.memory.local, 0, differing)
+        except EPTimeoutError:
+            return
+        self.rounds.close()
+
+    def drop_reports(self) -> None:
+        """As `Exchange.drop_reports`."""
+        self.node.drop_reports()
 
     def start(
         self,
@@ -143,87 +221,22 @@ class TwoLevels(Exchange):
     ) -> None:
         """Start a transfer on the rail; see `Rail.start`."""
         try:
-            self.rail.start(sent, received, sent_rows, received_rows, self.timeout_ns / 1e9, started, returning)
+            self.rail.start(sent, received, sent_rows, received_rows, started, returning)
         except RailError:
-            self.fail([])
+            self._fail([])
 
-    def wait(self, transfer: Transfer, later_s: float = 0.0) -> None:
-        """Wait for a transfer, `later_s` longer than `exchange.timeout_s`.
+    def wait(self, transfer: Transfer, returning: bool = False) -> None:
+        """Wait for a transfer.
 
-        Raises EPTimeoutError, which names the missing ranks; the node hears of it. Raises RuntimeError if a signal
+        Raises EPTimeoutError, which names the missing ranks; the node is told of them. Raises RuntimeError if a signal
         handler gives the round up meanwhile.
         """
-        look = partial(self._look, self.rounds.state)
+        look = partial(self.look, self.rounds.state)
         try:
-            self.rail.wait(transfer, time.monotonic() + self.timeout_ns / 1e9 + later_s, look)
+            self.rail.wait(transfer, look, returning)
         except RailError:
-            self.fail(self._reported())
+            self._fail(self.reported())
         look()
-
-    def largest(self, number: int) -> Callable[[], int]:
-        """A number of each rank. Collective, between rounds and in the same order on all ranks; it sends nothing yet.
-
-        Args:
-            number: of this rank.
-
-        Returns:
-            What tells all ranks this number, waits for theirs, and returns the largest. Where an exception such as a
-            Ctrl-C has ended it, another call takes it up again. It raises EPTimeoutError, which names the missing
-            ranks, after the deadline of a round, or as soon as a rank has ended.
-
-        Raises:
-            EPTimeoutError: an earlier call has timed out.
-            EPMismatchError: an earlier call of the ranks did not match.
-        """
-        self.check()
-        rows = [int(rank != self.rank) for rank in range(len(self.global_ranks))]
-        sent = torch.full((sum(rows),), number, device="cpu")
-        received, started, timeout_s = torch.zeros_like(sent), list[Transfer](), self.timeout_ns / 1e9
-        deadline = time.monotonic() + timeout_s
-
-        def wait() -> int:
-            try:
-                if not started:
-                    self.everyone.start(sent, received, rows, rows, timeout_s, started)
-                self.everyone.wait(started[0], deadline, self._look_at_node)
-            except RailError:
-                self.fail(self.everyone.missing([]))
-            except EPTimeoutError as error:  # the node knows more, and so do the others then
-                self.everyone.missing(error.missing_ranks)
-                raise
-            return max(number, int(received.max()))
-
-        return wait
-
-    def wait_for_given_up(self) -> None:
-        """Before a round: wait for the transfers of rounds that this rank has given up."""
-        while self.pending:
-            self.wait(self.pending[0][0])
-            self.pending.pop(0)
-
-    def fail(self, found: list[int]) -> NoReturn:
-        """Record a failure of the rail, and name the missing ranks to the node and to the rail.
-
-        Args:
-            found: the missing ranks, if they are known.
-
-        Raises:
-            EPTimeoutError: always.
-        """
-        self.lose(found)
-        self.check()
-        raise AssertionError("check raises what was recorded")
-
-    def lose(self, found: list[int]) -> None:
-        """As `fail`, without the exception."""
-        missing = self.rail.missing(found)
-        self._record(missing, "over the network")
-        self.warn_node(missing[0])
-
-    def warn_node(self, missing: int) -> None:
-        """Name a missing rank to the ranks of this node, and end their waits."""
-        self.window.store(self.plan["rail.missed"].offset + 8 * self.inside.rank, missing + 1)
-        self.inside.leave()
 
     def to_host(self, *tensors: Tensor) -> list[list[Any]]:
         """The values of tensors of the device."""
@@ -233,171 +246,264 @@ class TwoLevels(Exchange):
         """The values of a buffer of the plan now, whatever is under way."""
         return self.views[name].tolist()
 
-    def check(self) -> None:
-        """Raise EPTimeoutError, EPMismatchError or EPOrderError if the rail or the node's exchange has failed."""
-        if self.failure is None and self.status_words[_CODE]:
-            self._take_failure_of_node()
-        if self.failure is not None:
-            raise EPTimeoutError(*self.failure)
+    def largest(self, number: int) -> Callable[[], int]:
+        """As `Exchange.largest`: a slab for another node has the same length on all ranks, so they agree on it."""
+        self.check()
+        rows = [int(rank != self.rank) for rank in range(len(self.global_ranks))]
+        sent = torch.full((sum(rows),), number, device="cpu")
+        received, started = torch.zeros_like(sent), list[Transfer]()
 
-    def check_rounds(self) -> None:
-        """Raise EPOverflowError if a slab or the expert-major rows of the node had too little room."""
-        needed, self.views["rail.total.needed"][0] = int(self.views["rail.total.needed"]), 0
-        if needed and self.raises_overflow:
-            raise EPOverflowError(needed, self.slots, "rows for one node", self.limit)
-        super().check_rounds()
-        if self.aborted and self.raises_abort:
-            ranks, self.aborted = self.aborted, []
-            raise EPAbortedError(self.rounds.count, ranks)
+        def wait() -> int:
+            try:
+                if not started:
+                    self.everyone.start(sent, received, rows, rows, started)
+                self.everyone.wait(started[0], self.look_at_node)
+            except RailError:
+                self._fail(self.everyone.missing([]))
+            except EPTimeoutError as error:  # the node knows more, and so do the others then
+                self.everyone.missing(error.missing_ranks)
+                raise
+            return max(number, int(received.max()))
 
-    def tags_of_group(self, tags: tuple[int, int, int] | None) -> tuple[int, int, int] | None:
-        """`tags` of an EPMismatchError of the node's exchange, with the rank numbered in the group."""
-        return tags and (tags[0], self.node * self.ranks_per_node + tags[1], tags[2])
+        return wait
 
-    def take_aborted(self) -> int:
-        """The ranks of this node that have given its round up, as a mask. On GPUs `check_rounds` tells of them."""
-        if self.device.type == "cuda":
-            return 0
-        mask, self.status_words[_ABORTED] = self.status_words[_ABORTED], 0
-        self.aborted = self.of_group(mask)
-        return mask
+    def has_more_rounds(self) -> bool:
+        """As `Exchange.has_more_rounds`, which no caller needs here: see `largest`."""
+        raise RuntimeError("over several nodes ranks agree on their rounds before the first one")
 
-    def mismatch(self, ranks: list[int], on_rail: list[int], tags: tuple[int, int, int] | None) -> NoReturn:
+    def wait_for_pending(self) -> None:
+        """Before a round: wait for the transfers of rounds that this rank has given up."""
+        while self.pending:
+            self.wait(self.pending[0][0])
+            self.pending.pop(0)
+
+    def record_failure(self, found: list[int]) -> None:
+        """Keep a failure of the rail for every later call, and tell the node and the rail which ranks are missing.
+
+        Args:
+            found: the missing ranks, if they are known.
+        """
+        missing = self.rail.missing(found)
+        self.keep_failure(missing, "over the network")
+        self.tell_node(missing[0])
+
+    def keep_failure(self, missing: list[int], where: str) -> None:
+        """Keep the failure for every later call."""
+        stage = STAGES[self.rounds.state in (DISPATCHED, RETURNING) or bool(self.pending)]
+        global_ranks = [self.global_ranks[rank] for rank in missing]
+        why = _no_answer(missing, global_ranks, self.memory.ranks_per_node, where, self.rank)
+        self.failure = Failure(stage, self.rounds.count, missing, global_ranks, why)
+
+    def tell_node(self, missing: int) -> None:
+        """Name a missing rank to the ranks of this node, and end their waits."""
+        self.node.report("rail.missed", missing + 1)
+        self.node.end_waits()
+
+    def reported(self) -> list[int]:
+        """Ranks of other nodes that a rank of this node misses."""
+        return [word - 1 for word in self.peek("rail.missed") if 0 < word <= len(self.global_ranks)]
+
+    def take_failure_of_node(self) -> None:
+        """Keep a timeout that the node's exchange has reported. Raises its EPMismatchError and EPOrderError."""
+        try:
+            self.node.check()
+        except EPMismatchError as error:
+            ranks, tags = self._of_group(error.differing_ranks), self._tags_of_group(error.tags)
+            raise EPMismatchError(error.epoch, ranks, self.device.type == "cuda", tags) from None
+        except EPTimeoutError as error:
+            missing = self.rail.missing((reported := self.reported()) or self._of_group(error.missing_ranks))
+            where = "over the network, as a rank of this node says" if reported else "within the node"
+            self.keep_failure(missing, where)
+
+    def look(self, state: int) -> None:
+        """During a wait for the rail, in a round in `state`: raise what the ranks of the node have reported."""
+        if self.rounds.state != state:
+            raise RuntimeError(f"round {self.rounds.count} was aborted while this call waited")
+        self.look_at_node()
+
+    def look_at_node(self) -> None:
+        """Raise what the ranks of the node have reported."""
+        if missing := self.node.missing():
+            self._fail(self.reported() or self._ranks_of(missing))
+
+    def mismatch(self, ranks: list[int], on_rail: list[int], tags: Tags) -> NoReturn:
         """Close the round, and raise EPMismatchError for these ranks, of which `on_rail` are on this rail.
 
         On CPUs the rail's way back is as in any round: ranks that do not know of the mismatch have begun theirs.
         """
-        epoch, slabs = self.rounds.count, self.travelling
-        assert slabs is not None
-        rounds.abort(self.inside, None)
+        epoch = self.rounds.count
+        self.node.abort(None)
         if self.device.type == "cpu":
-            self._send_nothing_back(slabs, 0, ranks[0] + 1, on_rail)
-        self.close_round()
+            self._send_nothing_back(self._open_slabs(), 0, ranks[0] + 1, on_rail)
+        self.rounds.close()
         raise EPMismatchError(epoch, ranks, self.device.type == "cuda", tags)
 
-    def close_round(self) -> None:
-        """Any state → CLOSED."""
-        progress = self.rounds.progress
-        progress[PHASES] += -progress[PHASES] & 3
-        self.rounds.handle = self.rounds.y = None
+    def check(self) -> None:
+        """As `Exchange.check`."""
+        if self.failure is None and self.node.code:
+            self.take_failure_of_node()
+        if self.failure is not None:
+            raise EPTimeoutError(*self.failure)
 
-    def give_up(self) -> None:
-        """As `Exchange.give_up`: the other nodes get zeros, and the own node no rows.
-
-        The next dispatch waits for what is still on its way. With exact splits this call waits for the rail once; where
-        that fails, the round stays open, and the next call raises the failure.
-        """
-        slabs, differing = self.travelling, list[int]()
-        assert slabs is not None
-        try:
-            if self.rounds.state == rounds.SENT:
-                slabs.start()  # an exception may have come first
-                slabs.finish()
-                if not slabs.returning:
-                    self.pending.append((slabs.transfer, slabs))
-                if self.exact:
-                    differing, _ = slabs.differing()
-                if self.inside.rounds.count < slabs.inside_epoch:
-                    rows, call = slabs.no_rows(), (slabs.layout, slabs.weight_rows)
-                    dispatch_send(self.inside, *rows, None, *call, tag=slabs.call_tag)
-            rounds.abort(self.inside, None)
-            self._send_nothing_back(slabs, 1 << self.inside.rank, 0, differing)
-        except EPTimeoutError:
-            return
-        self.close_round()
-
-    def _send_nothing_back(self, slabs: Slabs, aborted: int, mismatch: int, differing: list[int]) -> None:
-        """As `Slabs.send_nothing_back`, unless partial rows are on their way already; the next round waits for them."""
-        handle = self.rounds.handle
-        assert handle is not None
-        sent = handle.sent if isinstance(handle, Dispatched) else handle
-        if not slabs.returning:
-            slabs.send_nothing_back(sent.template.like, aborted, mismatch, differing)
-        self.pending.append((slabs.transfer, slabs))
+    def check_rounds(self) -> None:
+        """As `Exchange.check_rounds`, also if a slab had too little room."""
+        needed, self.views["rail.total.needed"][0] = int(self.views["rail.total.needed"]), 0
+        if self._raises_overflow:
+            if needed and self.slabs is not None:
+                raise EPOverflowError(needed, self.slabs.slots, "rows for one node", self.slabs.limit)
+            self.node.check_overflow()
+        if self._raises_abort:
+            mask, _ = self.node.take_aborted()
+            ranks, self._aborted = sorted({*self._aborted, *self._ranks_of(mask)}), []
+            if ranks:
+                raise EPAbortedError(self.rounds.count, ranks)
 
     @property
     def failed(self) -> bool:
-        """Whether a wait has failed: `resume` and `close` are left."""
-        return self.failure is not None or super().failed
+        """As `Exchange.failed`."""
+        return self.failure is not None or self.node.failed
 
     def missing(self) -> int:
-        """Ranks of the group that this rank misses, or that another has reported to it, as a mask."""
-        ranks = self.failure[2] if self.failure else self._reported() or self.of_group(self.inside.missing())
+        """As `Exchange.missing`."""
+        ranks = self.failure.missing if self.failure else self.reported() or self._ranks_of(self.node.missing())
         return sum(1 << rank for rank in ranks)
 
     def dead(self) -> int:
-        """As `Exchange.dead`, in the group."""
-        return sum(1 << rank for rank in self.of_group(self.inside.dead()))
+        """As `Exchange.dead`."""
+        return sum(1 << rank for rank in self._ranks_of(self.node.dead()))
 
-    def of_group(self, mask: int) -> list[int]:
-        """As `Exchange.of_group`, for a mask of the node's ranks."""
-        return [self.node * self.ranks_per_node + rank for rank in range(self.ranks_per_node) if mask >> rank & 1]
-
-    def leave(self) -> None:
-        """As `Exchange.leave`; ranks of other nodes hear of it by their rail."""
+    def end_waits(self) -> None:
+        """As `Exchange.end_waits`; ranks of other nodes learn it by their rail."""
         if not self.failed:
-            self.inside.leave()
+            self.node.end_waits()
 
     def retune(self, tuning: Tuning) -> None:
         """As `Exchange.retune`."""
-        self.inside.retune(tuning)
-        super().retune(tuning)
+        self.node.retune(tuning)
 
     def health(self, wait: bool) -> Health:
         """As `Exchange.health`: what the node's ranks are sent, and on other nodes the rank of this rail.
 
         Pairs are counted at their source. Seconds of waits for the network are not counted.
         """
-        health = super().health(wait)
+        health = self.node.health(wait)
         counted = dict(zip(COUNTERS, self.peek("rail.total.counters"), strict=True))
         own = {name: counted[name] for name in _AT_SOURCE}
-        sent, waited = [0] * len(self.global_ranks), [0.0] * len(self.global_ranks)
-        aborted = list(self.aborted_rounds)
-        sent[self.inside.rank :: self.ranks_per_node] = self.peek("rail.total.rows_sent")
-        first, end = self.node * self.ranks_per_node, (self.node + 1) * self.ranks_per_node
-        sent[first:end], waited[first:end] = health.rows_sent, health.waited_s
-        aborted[first:end] = health.aborted_rounds
+        G, R = self.memory.ranks_per_node, len(self.global_ranks)
+        sent, waited, aborted = [0] * R, [0.0] * R, list(self._aborted_rounds)
+        sent[self.memory.local :: G] = self.peek("rail.total.rows_sent")
+        here = slice(self.memory.node * G, (self.memory.node + 1) * G)
+        sent[here], waited[here], aborted[here] = health.rows_sent, health.waited_s, health.aborted_rounds
         own["timeouts"] = max(health.timeouts, self.failure is not None)
         for name in ("dropped_pairs", "clamped_num_tokens"):
             own[name] = getattr(health, name) + counted[name]
         return dataclasses.replace(health, rows_sent=sent, waited_s=waited, aborted_rounds=aborted, **own)
 
     def release(self) -> None:
-        """As `Exchange.release`, and close the rails."""
-        super().release()
+        """As `Exchange.release`."""
+        self.node.release(self.memory)
         self.rail.close()
         self.everyone.close()
-        self.travelling = None  # transfers keep connections open
+        self.slabs = None  # transfers keep connections open
         self.pending.clear()
 
-    def _look(self, state: int) -> None:
-        """During a wait for the rail, in a round in `state`: raise what the ranks of the node have reported."""
-        if self.rounds.state != state:
-            raise RuntimeError(f"round {self.rounds.count} was aborted while this call waited")
-        self._look_at_node()
+    @property
+    def failed_words(self) -> tuple[Tensor | None, Tensor | None]:
+        """On GPUs the words that make the sums zeros once the rail or the node's exchange has failed."""
+        return None, None
 
-    def _look_at_node(self) -> None:
-        """Raise what the ranks of the node have reported."""
-        if missing := self.inside.missing():
-            self.fail(self._reported() or self.of_group(missing))
+    def _open_slabs(self) -> Slabs:
+        assert self.slabs is not None
+        return self.slabs
 
-    def _take_failure_of_node(self) -> None:
-        """Record what the node's exchange has reported. Raises EPMismatchError, which leaves it usable on CPUs."""
-        code, _, epoch, mask, _, _, _, tag, other = self.status[:9].tolist()
-        if code == MISMATCH:
-            latched = self.device.type == "cuda"
-            self.status[_CODE] = code * latched
-            raise EPMismatchError(epoch, self.of_group(mask), latched, self.tags_of_group(tags_of(tag, other)))
-        missing = self.rail.missing((reported := self._reported()) or self.of_group(mask))
-        self._record(missing, "over the network, as a rank of this node says" if reported else "within the node")
+    def _send_back(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> None:
+        y = y_of(dispatched, out, self.device)
+        self.node.combine_send(rows, self._open_slabs().inside)
+        self.rounds.give_back(y)
+        self.rounds.advance()
 
-    def _reported(self) -> list[int]:
-        """Ranks of other nodes that a rank of this node misses."""
-        return [word - 1 for word in self.peek("rail.missed") if 0 < word <= len(self.global_ranks)]
+    def _sum(self, dispatched: Dispatched) -> Tensor:
+        slabs, y = self._open_slabs(), self.rounds.y
+        assert y is not None
+        if not slabs.returning:  # otherwise a Ctrl-C has ended the wait below
+            try:
+                partial_rows = self.node.combine_recv(slabs.inside)
+            except (EPMismatchError, EPTimeoutError):
+                self.check()
+                raise
+            slabs.send_back(partial_rows, self._take_aborted())
+        self.wait(slabs.transfer, returning=True)
+        elsewhere, differing = slabs.told()
+        if differing:
+            self.rounds.close()
+            raise EPMismatchError(dispatched.epoch, differing, False)
+        slabs.sum(y, self.failed_words)
+        for rank in elsewhere:
+            self._aborted_rounds[rank] += 1
+        self._aborted = sorted({*self._aborted, *elsewhere})
+        self.rounds.close()
+        self.poll()
+        return y
 
-    def _record(self, missing: list[int], where: str) -> None:
-        """Keep the failure for every later call."""
-        stage = STAGES[self.rounds.state in (rounds.DISPATCHED, rounds.RETURNING) or bool(self.pending)]
-        global_ranks = [self.global_ranks[rank] for rank in missing]
-        why = no_answer(missing, global_ranks, self.ranks_per_node, where, self.rank)
-        self.failure = stage, self.rounds.count, missing, global_ranks, why
+    def _take_aborted(self) -> int:
+        """The ranks of this node that have given its round up, as a mask. On GPUs `check_rounds` tells of them."""
+        if self.device.type == "cuda":
+            return 0
+        mask, _ = self.node.take_aborted()
+        self._aborted = self._ranks_of(mask)
+        return mask
+
+    def _send_nothing_back(self, slabs: Slabs, aborted: int, mismatch: int, differing: list[int]) -> None:
+        """As `Slabs.send_nothing_back`, unless partial rows are on their way already; the next round waits for them."""
+        if not slabs.returning:
+            slabs.send_nothing_back(self.rounds.sent.template.like, aborted, mismatch, differing)
+        self.pending.append((slabs.transfer, slabs))
+
+    def _fail(self, found: list[int]) -> NoReturn:
+        """`record_failure`, and raise it: EPTimeoutError."""
+        self.record_failure(found)
+        self.check()
+        raise AssertionError("check raises what was recorded")
+
+    def _ranks_of(self, mask: int) -> list[int]:
+        """The ranks of a mask of the node's ranks, numbered in the group."""
+        return self._of_group([rank for rank in range(self.memory.ranks_per_node) if mask >> rank & 1])
+
+    def _of_group(self, ranks: list[int]) -> list[int]:
+        """Ranks of the node, numbered in the group."""
+        return [self.memory.node * self.memory.ranks_per_node + rank for rank in ranks]
+
+    def _tags_of_group(self, tags: Tags) -> Tags:
+        """`tags` of an EPMismatchError of the node's exchange, with the rank numbered in the group."""
+        return tags and (tags[0], self._of_group([tags[1]])[0], tags[2])
+
+    def _check_padded_tokens(self, padded_tokens: int | None) -> None:
+        """Raises TypeError or ValueError for what cannot be the rows of a padded slab."""
+        S = self.memory.rows_per_node
+        if padded_tokens is None:
+            return
+        if isinstance(padded_tokens, bool) or not isinstance(padded_tokens, int):
+            raise TypeError(f"`padded_tokens` must be an int, got {describe(padded_tokens)}")
+        if not 1 <= padded_tokens <= S:
+            raise ValueError(f"`padded_tokens` must be from 1 to {S}, the rows of a slab, got {padded_tokens}")
+
+    def _check_fp8(self, x: Tensor) -> None:
+        """Raises TypeError for rows that combine would bring back in another dtype: in a node all rows are fp8 then."""
+        dtype = self.config.model.torch_dtype
+        if self.memory.sends_fp8 and x.dtype.itemsize > 1 and x.dtype is not dtype:
+            raise TypeError(f"`x` must be {dtype} or float8_e4m3fn, as rows reach the nodes as fp8, got {describe(x)}")
+
+
+def _no_launches(hidden_size: int, expert_major: bool, apply_router_weight_on_input: bool) -> Launches:
+    """Calls inside of the nodes have descriptors of their own."""
+    return [], []
+
+
+def _no_answer(missing: list[int], global_ranks: list[int], ranks_per_node: int, where: str, rank: int) -> str:
+    """The end of the sentence of an EPTimeoutError that names missing ranks of several nodes to `rank`."""
+    places = ", ".join(str(divmod(one, ranks_per_node)) for one in missing)
+    why = (
+        f"got no answer {where} from rank(s) {missing} of the group, (node, local) {places}, "
+        f"global rank(s) {global_ranks}: they ended, left the group, or were slower than exchange.timeout_s"
+    )
+    return f"{why}. This rank came too late" if rank in missing else why

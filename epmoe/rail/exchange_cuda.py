@@ -9,46 +9,60 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from ctypes import c_int64
-from dataclasses import dataclass
 from threading import Lock
 from typing import Any, NoReturn
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
-from epmoe.exchange.health import OUT_OF_TURN, STATUS, EPMismatchError, EPOrderError, EPTimeoutError
+from epmoe.config.config import EPConfig
+from epmoe.config.deadlines import Deadlines
+from epmoe.exchange.health import EPMismatchError, EPOrderError, EPTimeoutError
+from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.waiting import interruptible
-from epmoe.rail.exchange import RETURN_S, TwoLevels
-from epmoe.rail.gloo import Transfer
-from epmoe.rail.nccl import NcclRail
+from epmoe.rail.exchange import HierarchicalExchange, Tags
+from epmoe.rail.memory import RailMemory
+from epmoe.rail.rail import DeviceWords, Rail, Transfer
 
-_CODE = STATUS.index("code")
 _LATCHED = 8 // 4  # place of `latched` in `RoundState` of csrc/plan.h
 _SLEEP_S = 50e-6
 _PEEK_S = 0.2
 _PEEKED = ("rail.missed", "rail.total.counters", "rail.total.rows_sent")
 
 
-@dataclass(kw_only=True)
-class TwoLevelsOnGPUs(TwoLevels):
-    """A `TwoLevels` on a GPU."""
+class HierarchicalExchangeOnGPUs(HierarchicalExchange):
+    """A `HierarchicalExchange` on a GPU, with its arguments."""
 
-    rail: NcclRail
+    def __init__(
+        self,
+        config: EPConfig,
+        node: NodeExchange,
+        memory: RailMemory,
+        rail: Rail,
+        everyone: Rail,
+        global_ranks: list[int],
+        deadlines: Deadlines,
+    ) -> None:
+        super().__init__(config, node, memory, rail, everyone, global_ranks, deadlines)
+        assert memory.differing is not None
+        self._differing = c_int64.from_address(memory.differing.data_ptr())
+        self._latched = node.views["state"][_LATCHED : _LATCHED + 1]
+        self._beside = torch.cuda.Stream(self.device, priority=-1)  # for `peek`
+        self._peeked = {name: torch.zeros_like(self.views[name], device="cpu").pin_memory() for name in _PEEKED}
+        self._last_stream: Any = None  # of the last round
+        self._recording = Lock()
+        missed = self.views["rail.missed"][memory.local : memory.local + 1]
+        rail.watch(WeakMethod(self.on_late), DeviceWords(self._latched, missed))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # The kernels write these into memory of the host.
-        self.views["rail.total.needed"] = torch.zeros(1, dtype=torch.int32).pin_memory()
-        self.differing = torch.zeros(1, dtype=torch.int64).pin_memory()  # of `rail_tags`
-        self.differing_word = c_int64.from_address(self.differing.data_ptr())
-        latched = self.views["state"][_LATCHED : _LATCHED + 1]
-        self.failed_on_device = self.views["rail.missed"], latched
-        self.beside = torch.cuda.Stream(self.device, priority=-1)  # for `peek`
-        self.peeked = {name: torch.zeros_like(self.views[name], device="cpu").pin_memory() for name in _PEEKED}
-        self.last_stream: Any = None  # of the last round
-        self.losing = Lock()
-        missed = self.views["rail.missed"][self.inside.rank : self.inside.rank + 1]
-        self.rail.watch(self, RETURN_S, latched, missed)
+    @property
+    def failed_words(self) -> tuple[Tensor | None, Tensor | None]:
+        """As `HierarchicalExchange.failed_words`."""
+        return self.views["rail.missed"], self._latched
+
+    def on_late(self) -> None:
+        """A transfer has missed its deadline, or the node's exchange has failed; called on the rail's thread."""
+        self.record_failure([])
 
     def start(
         self,
@@ -59,109 +73,104 @@ class TwoLevelsOnGPUs(TwoLevels):
         started: list[Transfer],
         returning: bool = False,
     ) -> None:
-        """As `TwoLevels.start`. If a signal handler ends it, nobody knows what is queued: the exchange has failed."""
+        """As `HierarchicalExchange.start`. If a signal handler ends it, nobody knows what is queued: it has failed."""
         try:
             super().start(sent, received, sent_rows, received_rows, started, returning)
         except EPTimeoutError:
             raise
         except BaseException:
-            self.lose([self.rank])
+            self.record_failure([self.rank])
             raise
 
-    def wait(self, transfer: Transfer, later_s: float = 0.0) -> None:
+    def wait(self, transfer: Transfer, returning: bool = False) -> None:
         """Let the current stream wait for a transfer; the rail's thread has the deadline."""
-        super().wait(transfer, later_s)
-        self.last_stream = torch.cuda.current_stream(self.device)
+        super().wait(transfer, returning)
+        self._last_stream = torch.cuda.current_stream(self.device)
 
-    def wait_for_given_up(self) -> None:
+    def wait_for_pending(self) -> None:
         """Before a round: order it after the last one, whichever stream that was on, and after what was given up."""
-        stream = torch.cuda.current_stream(self.device)
-        if self.exact and torch.cuda.is_current_stream_capturing():
+        stream, capturing = torch.cuda.current_stream(self.device), torch.cuda.is_current_stream_capturing()
+        if self.memory.exact and capturing:
             raise RuntimeError(
                 "a CUDA graph cannot hold this round, since the host reads counts in it: set "
                 "`exchange.network_splits` to padded"
             )
-        if self.pending and torch.cuda.is_current_stream_capturing():
+        if self.pending and capturing:
             raise RuntimeError(
                 "a CUDA graph cannot wait for a round that was given up before its capture: run a round outside of the "
                 "graph first, on all ranks"
             )
-        if self.last_stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
-            stream.wait_stream(self.last_stream)
-        super().wait_for_given_up()
+        if self._last_stream not in (None, stream) and not capturing:
+            stream.wait_stream(self._last_stream)
+        super().wait_for_pending()
 
     def to_host(self, *tensors: Tensor) -> list[list[Any]]:
-        """As `TwoLevels.to_host`, once the current stream has come so far. A failure or an abort ends the wait."""
+        """As `HierarchicalExchange.to_host`, once the stream has come so far. A failure or an abort ends the wait."""
         state = self.rounds.state
         copies = [torch.empty_like(tensor, device="cpu").pin_memory() for tensor in tensors]
         for copy, tensor in zip(copies, tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
         arrived = torch.cuda.current_stream(self.device).record_event()
         while not arrived.query():
-            self._look(state)
+            self.look(state)
             time.sleep(_SLEEP_S)
-        self._look(state)
+        self.look(state)
         return [copy.tolist() for copy in copies]
 
     def peek(self, name: str) -> list[Any]:
-        """As `TwoLevels.peek`, on a stream of its own: the current one may wait for a rank.
+        """As `HierarchicalExchange.peek`, on a stream of its own: the current one may wait for a rank.
 
         The driver may hold the copy back while another thread is in a copy that waits for a rank. Then these are the
         values of the last time.
         """
 
         def copy() -> None:
-            with torch.cuda.stream(self.beside):
-                self.peeked[name].copy_(self.views[name], non_blocking=True)
-                self.beside.synchronize()
+            with torch.cuda.stream(self._beside):
+                self._peeked[name].copy_(self.views[name], non_blocking=True)
+                self._beside.synchronize()
 
         interruptible(copy, _PEEK_S)
-        return self.peeked[name].tolist()
+        return self._peeked[name].tolist()
 
-    def lose(self, found: list[int]) -> None:
-        """As `TwoLevels.lose`, and end the transfers under way. Any thread may call it.
+    def record_failure(self, found: list[int]) -> None:
+        """As `HierarchicalExchange.record_failure`, and end the transfers under way. Any thread may call it.
 
-        The node hears of it after the end of the transfers, which the driver may have the store wait for: see `peek`.
+        The node is told after the end of the transfers, which the driver may have the store wait for: see `peek`.
         """
-        with self.losing:
+        with self._recording:
             missing: list[int] = []
             try:
-                if self.failure is None and not self.status_words[_CODE]:
-                    missing = self.rail.missing(found or self._reported())
-                    self._record(missing, "over the network")
+                if self.failure is None and not self.node.code:
+                    missing = self.rail.missing(found or self.reported())
+                    self.keep_failure(missing, "over the network")
                 elif self.failure is None:
                     with suppress(EPMismatchError, EPOrderError):  # `check` raises it
-                        self._take_failure_of_node()
+                        self.take_failure_of_node()
             finally:
-                self.rail.abort(self.failure[2] if self.failure else [])
+                self.rail.abort(self.failure.missing if self.failure else [])
             if missing:
-                self.warn_node(missing[0])
+                self.tell_node(missing[0])
 
-    def mismatch(self, ranks: list[int], on_rail: list[int], tags: tuple[int, int, int] | None) -> NoReturn:
-        """As `TwoLevels.mismatch`, which every later call raises, too."""
-        if ranks[0] // self.ranks_per_node in self.others:
-            self.differing_word.value = self.others.index(ranks[0] // self.ranks_per_node) + 1
+    def mismatch(self, ranks: list[int], on_rail: list[int], tags: Tags) -> NoReturn:
+        """As `HierarchicalExchange.mismatch`, which every later call raises, too."""
+        memory = self.memory
+        if ranks[0] // memory.ranks_per_node in memory.others:
+            self._differing.value = memory.others.index(ranks[0] // memory.ranks_per_node) + 1
         super().mismatch(ranks, on_rail, tags)
 
     def check(self) -> None:
-        """As `TwoLevels.check`. A mismatch is raised by every later call, too."""
+        """As `HierarchicalExchange.check`. A mismatch is raised by every later call, too."""
         super().check()
-        if number := self.differing_word.value:
-            self.inside.leave()  # the other ranks of the node may have a rail without a mismatch
-            rank = self.others[number - 1] * self.ranks_per_node + self.inside.rank
-            raise EPMismatchError(self.rounds.count, [rank], True)
+        if number := self._differing.value:
+            self.node.end_waits()  # the other ranks of the node may have a rail without a mismatch
+            raise EPMismatchError(self.rounds.count, [self.memory.of_rail(self.memory.others[number - 1])], True)
 
-    def _take_failure_of_node(self) -> None:
-        """As `TwoLevels._take_failure_of_node`. A stage that ran out of turn is this rank's own failure."""
-        if self.status_words[_CODE] == OUT_OF_TURN:
-            self.inside.check()
-        super()._take_failure_of_node()
-
-    def _look_at_node(self) -> None:
-        """As `TwoLevels._look_at_node`, in memory of the host: no wait for a stream, which no graph could hold."""
+    def look_at_node(self) -> None:
+        """As `HierarchicalExchange.look_at_node`, in memory of the host: no wait for a stream, which no graph could
+        hold."""
         self.check()
 
     @property
     def failed(self) -> bool:
-        """As `TwoLevels.failed`, or whether the calls of the nodes did not match."""
-        return super().failed or self.differing_word.value != 0
+        """As `HierarchicalExchange.failed`, or whether the calls of the nodes did not match."""
+        return super().failed or self._differing.value != 0

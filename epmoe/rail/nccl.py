@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import Array, Structure, c_int64
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllToAllOptions, _get_default_store
 
+from epmoe.config.deadlines import Deadlines
 from epmoe.exchange.waiting import interruptible
 from epmoe.native import ops
-from epmoe.rail.gloo import CONNECT, AskingRail, RailError, Transfer
-
-if TYPE_CHECKING:
-    from epmoe.rail.exchange_cuda import TwoLevelsOnGPUs
+from epmoe.rail.gloo import CONNECT
+from epmoe.rail.rail import DeviceWords, RailError, Transfer
+from epmoe.rail.roll_call import RollCall
 
 _LOOK_S = 0.05  # between two looks at the counts
 _END_S = 1.0  # for NCCL to end; it may wait for CUDA graphs that hold its kernels
@@ -70,7 +70,7 @@ class Queued:
         torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
-class NcclRail(AskingRail):
+class NcclRail:
     """A `Rail` by NCCL. `start` and `wait` only queue work, so they can be captured into a CUDA graph.
 
     Args:
@@ -78,6 +78,7 @@ class NcclRail(AskingRail):
         rank: this one.
         size: of the whole group.
         name: the same on all ranks of the group, and of no other group.
+        deadlines: of its transfers.
         device: the GPU.
         connect: how long ranks may take to reach one another.
 
@@ -91,11 +92,12 @@ class NcclRail(AskingRail):
         rank: int,
         size: int,
         name: str,
+        deadlines: Deadlines,
         device: torch.device,
         connect: timedelta = CONNECT,
-    ):
-        super().__init__(ranks, rank, size, name)
-        self._device = device
+    ) -> None:
+        self._roll, self._deadlines, self._device = RollCall(ranks, rank, size, name), deadlines, device
+        self._others = [int(one != rank) for one in ranks]
         self._group = nccl_group(f"{name}/rail/{ranks[0]}", ranks.index(rank), len(ranks))
         # Of a priority that streams of models rarely have: torch hands out the same few streams again and again.
         self._stream = torch.cuda.Stream(device, priority=-1)
@@ -105,8 +107,7 @@ class NcclRail(AskingRail):
         self._words = _Words.from_address(shown.data_ptr())
         marks = list(zip(counts.split(1), shown[:4].split(1), strict=True))  # of `rail_mark`: started, ended
         self._marks, self._stop = (marks[:2], marks[2:]), shown[4:]  # out, back
-        self._latched: Tensor | None = None  # of the node's exchange, likewise the next one
-        self._missed: Tensor | None = None
+        self._device_words: DeviceWords | None = None
         self._closed, self._ended = Event(), False
         self._watching: Thread | None = None
         try:
@@ -119,9 +120,8 @@ class NcclRail(AskingRail):
     def _meet(self) -> None:
         """A first transfer: NCCL connects at its start, which no captured transfer can wait for."""
         with torch.cuda.device(self._device):
-            one_each = [int(rank != self._rank) for rank in self._ranks]
-            sent, received = torch.zeros(2, sum(one_each), device=self._device)
-            self.start(sent, received, one_each, one_each, 0.0, [])
+            sent, received = torch.zeros(2, sum(self._others), device=self._device)
+            self.start(sent, received, self._others, self._others, [])
             self._stream.synchronize()
 
     def start(
@@ -130,7 +130,6 @@ class NcclRail(AskingRail):
         received: Tensor,
         sent_rows: Sequence[int],
         received_rows: Sequence[int],
-        timeout_s: float,
         started: list[Transfer],
         returning: bool = False,
     ) -> None:
@@ -138,12 +137,14 @@ class NcclRail(AskingRail):
         if self._ended:
             raise RailError("the rail is closed")
         begin, end = self._marks[returning]
-        missed = self._missed if returning else None  # the sums come next
+        words = self._device_words
+        latched, missed = (words.latched, words.missed) if words else (None, None)
+        missed = missed if returning else None  # the sums come next
         options = AllToAllOptions()
         options.asyncOp = False
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            ops.rail_mark(*begin, self._latched, self._stop_with(self._latched), None)
+            ops.rail_mark(*begin, latched, self._stop_with(latched), None)
             try:
                 work = self._group.alltoall_base(received, sent, list(received_rows), list(sent_rows), options)
                 if work is not None:
@@ -153,29 +154,26 @@ class NcclRail(AskingRail):
             ops.rail_mark(*end, None, self._stop_with(missed), missed)
             started.append(Queued(self._stream.record_event(), self._device))
 
-    def wait(self, transfer: Transfer, deadline: float, look: Callable[[], None]) -> None:
-        """As `Rail.wait`, for the current stream: the host waits for nothing."""
+    def wait(self, transfer: Transfer, look: Callable[[], None], returning: bool = False) -> None:
+        """As `Rail.wait`, for the current stream: the host waits for nothing, and `watch` has the deadline."""
         transfer.wait()
 
-    def watch(self, exchange: TwoLevelsOnGPUs, later_s: float, latched: Tensor, missed: Tensor) -> None:
-        """Call `exchange.lose` once a transfer lasts longer than its `timeout_ns`; on the way back, `later_s` more.
+    def watch(self, on_late: WeakMethod[Callable[[], None]], words: DeviceWords) -> None:
+        """As `Rail.watch`, also once the node's exchange has failed.
 
         Until the first round has ended on the GPU, the deadline is that of the first round, however far the host is.
-
-        Likewise once the node's exchange has failed, which `latched` says on the GPU: no transfer starts any more.
-        `missed`, on the GPU, gets the rank that `abort` names.
         """
-        self._latched, self._missed = latched, missed
-        first_s = exchange.config.exchange.warmup_timeout_s
-        arguments = weakref.ref(exchange), self._shown, self._words, first_s, later_s, self._closed
+        self._device_words = words
+        arguments = on_late, self._shown, self._words, self._deadlines, self._closed
         self._watching = Thread(target=_watch, args=arguments, daemon=True, name="epmoe-rail")
         self._watching.start()
 
-    def abort(self, missing: Sequence[int]) -> None:
-        """End all transfers, those of CUDA graphs included, because these ranks of the group are missing.
+    def missing(self, found: Sequence[int]) -> list[int]:
+        """As `Rail.missing`."""
+        return self._roll.missing(found)
 
-        Waits for no rank.
-        """
+    def abort(self, missing: Sequence[int]) -> None:
+        """As `Rail.abort`, those of CUDA graphs included."""
         self._words.missed = missing[0] + 1 if missing else 0
         self._end(self._group.abort)
 
@@ -222,26 +220,20 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def _watch(
-    watched: weakref.ref[TwoLevelsOnGPUs],
-    shown: Tensor,
-    words: _Words,
-    first_s: float,
-    later_s: float,
-    closed: Event,
+    on_late: WeakMethod[Callable[[], None]], shown: Tensor, words: _Words, deadlines: Deadlines, closed: Event
 ) -> None:
     """The thread. It ends with the exchange, and must not keep it alive; `shown` keeps the `words` alive."""
     seen, since = [(0, 0), (0, 0)], [0.0, 0.0]
     while not closed.wait(_LOOK_S):
-        exchange, now = watched(), time.monotonic()
-        if exchange is None:
-            return
-        late = bool(words.stop_wanted)
+        now, late = time.monotonic(), bool(words.stop_wanted)
         for way, counts in enumerate(words.ways):
             if (counts.started, counts.ended) != seen[way]:
                 seen[way], since[way] = (counts.started, counts.ended), now
             elif counts.started != counts.ended:
-                deadline_s = exchange.timeout_ns / 1e9 if words.ways[1].ended else first_s
-                late |= now - since[way] > deadline_s + way * later_s
+                late |= now - since[way] > deadlines.of(bool(way), first=not words.ways[1].ended)
+        call = on_late()
+        if call is None:
+            return
         if late:
-            return exchange.lose([])
-        del exchange
+            return call()
+        del call

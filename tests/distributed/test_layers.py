@@ -84,7 +84,7 @@ def test_allocation_equals_the_plan(make_ep, rank, size, device, payload):
     if ep.device.type == "cpu":
         assert plan == want and mapped_windows() == [plan.window_bytes] * ep.config.topology.ranks_here
     assert ep._exchange.window.local.nbytes == plan.window_bytes
-    assert ep._exchange.scratch.nbytes == plan.scratch_bytes
+    assert ep._exchange.memory[1].nbytes == plan.scratch_bytes
     views = ep._exchange.views
     assert {name: view.nbytes for name, view in views.items()} == {b.name: b.nbytes for b in plan.buffers}
     ep.close()

@@ -16,7 +16,6 @@ from test_signals import ctrl_c
 import epmoe
 from epmoe import ExpertParallel
 from epmoe.exchange.handles import Layout
-from epmoe.rail import exchange as two_levels
 
 # On GPUs: test_two_levels_cuda.py.
 pytestmark = pytest.mark.parametrize("device", [torch.device("cpu")])
@@ -257,9 +256,10 @@ def check_aborts_of_other_shapes(ep: ExpertParallel) -> None:
 
 def test_aborts_of_other_shapes(make_ep, rank, size, monkeypatch):
     """A GPU compares more of the shape than a CPU: the rank that gives up brings its call's own to its node."""
-    calls, send = [], two_levels.dispatch_send
-    monkeypatch.setattr(two_levels, "dispatch_send", lambda *args, **tag: calls.append(args[6:8]) or send(*args, **tag))
-    check_aborts_of_other_shapes(make_ep(ranks_per_node=2))
+    calls, ep = [], make_ep(ranks_per_node=2)
+    node, send = ep._exchange.node, ep._exchange.node.dispatch_send
+    monkeypatch.setattr(node, "dispatch_send", lambda call: calls.append((call.layout, call[6])) or send(call))
+    check_aborts_of_other_shapes(ep)
     assert calls == [("rank", False), ("expert", True)] * (rank == size - 1)
 
 

@@ -1,11 +1,11 @@
-"""Who is missing on a rail: ranks say so through a store, whose words nobody has to believe."""
+"""Who is missing: ranks say so through a store, whose words nobody has to believe."""
 
 from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
 
-from epmoe.rail import gloo as network
+from epmoe.rail import roll_call
 
 RANKS, RANK, SIZE = [0, 2, 4], 2, 6
 OTHERS = [0, 4]
@@ -23,10 +23,10 @@ OTHERS = [0, 4]
 )
 def test_only_ranks_of_the_group_count(monkeypatch, words, missing):
     store = dist.HashStore()
-    monkeypatch.setattr(network, "_get_default_store", lambda: store)
+    monkeypatch.setattr(roll_call, "_get_default_store", lambda: store)
     for rank, text in words.items():
         store.set(f"epmoe/x/missing/{rank}", text)
-    assert network.AskingRail(RANKS, RANK, SIZE, "x").missing([]) == missing
+    assert roll_call.RollCall(RANKS, RANK, SIZE, "x").missing([]) == missing
     assert store.get(f"epmoe/x/missing/{RANK}").decode() == ",".join(map(str, missing))
 
 
@@ -34,4 +34,4 @@ def test_only_ranks_of_the_group_count(monkeypatch, words, missing):
 def test_without_a_default_group(found, missing):
     """It may be destroyed while a transfer hangs: the thread that watches it goes on."""
     assert not dist.is_initialized()
-    assert network.AskingRail(RANKS, RANK, SIZE, "x").missing(found) == missing
+    assert roll_call.RollCall(RANKS, RANK, SIZE, "x").missing(found) == missing

@@ -12,33 +12,32 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from epmoe.config.deadlines import RETURN_S, Deadlines
 from epmoe.exchange.health import EPTimeoutError
-from epmoe.rail import nccl as network_nccl
-from epmoe.rail.exchange_cuda import TwoLevelsOnGPUs
+from epmoe.rail import nccl
+from epmoe.rail.exchange_cuda import HierarchicalExchangeOnGPUs
 from epmoe.rail.gloo import RailError
 
-TIMEOUT_S, LATER_S, FIRST_S = 0.3, 0.5, 1.2
+TIMEOUT_S, FIRST_S = 0.3, 1.6
 
 
 class Exchange:
-    timeout_ns = round(TIMEOUT_S * 1e9)
-
     def __init__(self) -> None:
         self.lost_at: float | None = None
 
-    def lose(self, found: list[int]) -> None:
-        assert found == []
+    def on_late(self) -> None:
         self.lost_at = time.monotonic()
 
 
 class Watched:
     def __init__(self) -> None:
         self.memory = torch.zeros(7, dtype=torch.int64)
-        self.words = network_nccl._Words.from_address(self.memory.data_ptr())
+        self.words = nccl._Words.from_address(self.memory.data_ptr())
         self.words.ways[1].started = self.words.ways[1].ended = 1  # the first round has ended
         self.exchange, self.closed = Exchange(), Event()
-        arguments = weakref.ref(self.exchange), self.memory, self.words, FIRST_S, LATER_S, self.closed
-        self.thread = Thread(target=network_nccl._watch, args=arguments, daemon=True)
+        deadlines = Deadlines(FIRST_S, TIMEOUT_S, first=False)
+        arguments = weakref.WeakMethod(self.exchange.on_late), self.memory, self.words, deadlines, self.closed
+        self.thread = Thread(target=nccl._watch, args=arguments, daemon=True)
         self.thread.start()
         self.began = time.monotonic()
 
@@ -57,17 +56,17 @@ def watched() -> Iterator[Watched]:
     assert not watched.thread.is_alive()
 
 
-@pytest.mark.parametrize(("way", "deadline_s"), [(0, TIMEOUT_S), (1, TIMEOUT_S + LATER_S)])
+@pytest.mark.parametrize(("way", "deadline_s"), [(0, TIMEOUT_S), (1, TIMEOUT_S + RETURN_S)])
 def test_a_transfer_that_does_not_end(watched, way, deadline_s):
     watched.memory[2 * way] = 5
     watched.memory[2 * way + 1] = 4
-    assert deadline_s <= watched.lost_after() < deadline_s + 4 * network_nccl._LOOK_S + 0.2
+    assert deadline_s <= watched.lost_after() < deadline_s + 4 * nccl._LOOK_S + 0.2
 
 
 def test_the_first_round_has_its_own_deadline(watched):
     """Also where the host is in a later round already: ranks may still load or compile."""
     watched.memory[:4] = torch.tensor([2, 1, 0, 0])
-    assert FIRST_S <= watched.lost_after() < FIRST_S + 4 * network_nccl._LOOK_S + 0.2
+    assert FIRST_S <= watched.lost_after() < FIRST_S + 4 * nccl._LOOK_S + 0.2
 
 
 def test_transfers_that_end_are_left_alone(watched):
@@ -101,12 +100,12 @@ def test_the_thread_does_not_keep_the_exchange_alive(watched):
 def test_the_environment_is_restored(monkeypatch):
     monkeypatch.setenv("EPMOE_A", "1")
     monkeypatch.delenv("EPMOE_B", raising=False)
-    with network_nccl._environment({"EPMOE_A": "2", "EPMOE_B": "3"}):
-        assert (network_nccl.os.environ["EPMOE_A"], network_nccl.os.environ["EPMOE_B"]) == ("2", "3")
-    assert network_nccl.os.environ["EPMOE_A"] == "1" and "EPMOE_B" not in network_nccl.os.environ
+    with nccl._environment({"EPMOE_A": "2", "EPMOE_B": "3"}):
+        assert (nccl.os.environ["EPMOE_A"], nccl.os.environ["EPMOE_B"]) == ("2", "3")
+    assert nccl.os.environ["EPMOE_A"] == "1" and "EPMOE_B" not in nccl.os.environ
 
 
-class Levels(TwoLevelsOnGPUs):
+class Levels(HierarchicalExchangeOnGPUs):
     """Without memory or a GPU."""
 
     def __init__(self, error: BaseException | None = None) -> None:
@@ -114,11 +113,11 @@ class Levels(TwoLevelsOnGPUs):
             if error is not None:
                 raise error
 
-        self.rail, self.timeout_ns, self.rank = SimpleNamespace(start=start), 10**9, 3
-        self.device, self.exact, self.last_stream = torch.device("cuda"), False, None
+        self.rail, self.rank, self.device = SimpleNamespace(start=start), 3, torch.device("cuda")
+        self.memory, self._last_stream = SimpleNamespace(exact=False), None
         self.pending, self.lost = [], []
 
-    def lose(self, found: list[int]) -> None:
+    def record_failure(self, found: list[int]) -> None:
         self.lost.append(found)
 
     def check(self) -> None:
@@ -146,7 +145,7 @@ def test_a_capture_behind_an_abort(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     levels = Levels()
-    levels.wait_for_given_up()
+    levels.wait_for_pending()
     levels.pending.append((None, None))
     with pytest.raises(RuntimeError, match="run a round outside of the graph first, on all ranks"):
-        levels.wait_for_given_up()
+        levels.wait_for_pending()

@@ -1,0 +1,39 @@
+"""Deadlines of failures over several nodes, whose order matters.
+
+The rank that is next to a fault must speak first, since it knows who is missing. The others learn it and say the same:
+
+    timeout_s                a transfer to other nodes: its rank finds the fault
+    + ANSWER_S               the ranks of its rail have said what they know
+    + INSIDE_NODE_S          waits inside a node, whose other ranks have been told by then (`report`)
+    + RETURN_S               the way back to the sources, which waits for ranks in such waits
+    + NETWORK_SLACK_S        the network's own deadline, whose error would have no names
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ANSWER_S = 0.4
+INSIDE_NODE_S = 0.8
+RETURN_S = 1.1
+NETWORK_SLACK_S = 2.0
+OPENING_ANSWER_S = 1.0  # as ANSWER_S, where a group did not open and processes may still start
+
+
+@dataclass
+class Deadlines:
+    """How long a transfer may take, in seconds. The rails of an exchange share it with the exchange.
+
+    Attributes:
+        first_s: in the first round, in which ranks may still load or compile.
+        later_s: in later rounds.
+        first: whether the host is in the first round.
+    """
+
+    first_s: float
+    later_s: float
+    first: bool = True
+
+    def of(self, returning: bool, first: bool = False) -> float:
+        """Of a transfer of tokens, or of `returning` sums; `first` says that the first round is still under way."""
+        return (self.first_s if first or self.first else self.later_s) + RETURN_S * returning

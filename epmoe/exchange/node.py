@@ -1,0 +1,395 @@
+"""The exchange of one node: each rank writes into the windows of the others.
+
+dispatch: each token goes one-sided, and once, to each distinct rank that holds one of its experts.
+combine: expert outputs go back one-sided to the ranks of their tokens and are summed there in rank order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from epmoe.config.config import EPConfig
+from epmoe.config.placement import Placement
+from epmoe.config.tuning import Tuning
+from epmoe.exchange.call import Call
+from epmoe.exchange.descriptors import Descriptors
+from epmoe.exchange.exchange import Exchange
+from epmoe.exchange.handles import Dispatched, Layout, Sent
+from epmoe.exchange.health import (
+    STATUS,
+    TIMEOUT,
+    TOTALS,
+    EPAbortedError,
+    Health,
+    Totals,
+    raise_on_failure,
+    raise_on_overflow,
+)
+from epmoe.exchange.memory import MemoryPlan
+from epmoe.exchange.outputs import output_rows, refuse_layout, y_of
+from epmoe.exchange.round_state import CLOSED, DISPATCHED, PROGRESS, RETURNING, SENT, RoundState
+from epmoe.exchange.templates import Templates
+from epmoe.exchange.waiting import device_ends, interruptible
+from epmoe.exchange.window import Window
+from epmoe.native import ops
+from epmoe.native.arguments import aligned_rows, contiguous_rows, token_count
+
+_written_to: list[object] = []  # what kernels that had not ended at a release may write
+_CODE, _NEEDED_ROWS = STATUS.index("code"), STATUS.index("needed_rows")
+_MISSING, _ABORTED, _ABORTED_EPOCH = map(STATUS.index, ("missing", "aborted", "aborted_epoch"))
+PROGRESS_AT = 200  # bytes: `progress` in `RoundState` of csrc/plan.h
+_SPIN_S = 1.0  # then the wait for an answer may take milliseconds longer, and notices a GPU in distress
+
+
+class NodeExchange(Exchange):
+    """An `Exchange` of the ranks of one node. It allocates this rank's scratch and fills its tables.
+
+    Args:
+        config: of the ranks of the node.
+        plan: of this rank.
+        placement: of the experts on the ranks of the node.
+        window: of this rank, which the other ranks map.
+        global_ranks: [R], of each rank of the node.
+        device: of all tensors.
+
+    Attributes:
+        window: of this rank.
+        memory: window and scratch, as the operators take them.
+        status: int64 in host memory: `STATUS`, which the kernels write; on GPUs `PROGRESS` follows.
+        descriptors: of the operators.
+        code: not 0 once the kernels have reported a failure.
+
+    Raises:
+        ConfigError: the file that `exchange.tuning` names is missing or wrong.
+    """
+
+    def __init__(
+        self,
+        config: EPConfig,
+        plan: MemoryPlan,
+        placement: Placement,
+        window: Window,
+        global_ranks: list[int],
+        device: torch.device,
+    ) -> None:
+        self.config, self.plan, self.window = config, plan, window
+        self.global_ranks, self.device, self.rank = global_ranks, device, plan.sizes["rank"]
+        self._raises_overflow = config.capacity.on_overflow == "raise"
+        self._raises_abort = config.exchange.on_abort == "raise"
+        scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
+        self.memory = window.local, scratch
+        regions = {"window": window.local, "scratch": scratch}
+        inside = (buffer for buffer in plan.buffers if buffer.region in regions)
+        self.views = {buffer.name: buffer.view(regions[buffer.region]) for buffer in inside}
+        self._clear(placement)
+        # Every call reads these words, at a hundredth of the host time that reading a tensor's element takes.
+        self.status = torch.zeros(len(STATUS) + len(PROGRESS), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._words = (ctypes.c_int64 * len(STATUS)).from_address(self.status.data_ptr())
+        progress = self.status.data_ptr() + 8 * len(STATUS)
+        if device.type == "cpu":
+            progress = self.views["state"].data_ptr() + PROGRESS_AT
+        self.rounds = RoundState((ctypes.c_int64 * len(PROGRESS)).from_address(progress))
+        tuning = Tuning.load(config.exchange.tuning) if config.exchange.tuning else Tuning(rows=())
+        timeout_s = config.exchange.warmup_timeout_s  # ranks may still load or compile
+        self.descriptors = Descriptors(plan, self.status.data_ptr(), window.addresses, timeout_s, tuning)
+        self.templates = Templates(config, device, self.views, self.rounds, self.rank, self.descriptors.of)
+        self._totals = Totals(self.views)
+
+    def dispatch(self, call: Call) -> Dispatched:
+        """As `Exchange.dispatch`. `padded_tokens` is for a network between nodes, of which there is none here."""
+        self.enter()
+        try:
+            sent = self._opened(call)
+            ops.dispatch(*sent.arguments)
+            if self.rounds.state != DISPATCHED:
+                self._wait_on(ops.dispatch, sent.arguments, DISPATCHED)
+            return self._received(sent)
+        finally:
+            self.thread = 0
+
+    def dispatch_send(self, call: Call) -> Sent:
+        """As `Exchange.dispatch_send`."""
+        self.enter()
+        try:
+            sent = self._opened(call)
+            ops.dispatch_send(*sent.arguments)
+            if self.rounds.state != SENT:
+                self._wait_on(ops.dispatch_send, sent.arguments, SENT)
+            return sent
+        finally:
+            self.thread = 0
+
+    def dispatch_recv(self, sent: Sent) -> Dispatched:
+        """As `Exchange.dispatch_recv`."""
+        self.enter()
+        try:
+            self.rounds.permit(sent, "dispatch_recv", "sent")
+            ops.dispatch_recv(*sent.arguments)
+            if self.rounds.state != DISPATCHED:
+                self._wait_on(ops.dispatch_recv, sent.arguments, DISPATCHED)
+            return self._received(sent)
+        finally:
+            self.thread = 0
+
+    def combine(self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> Tensor:
+        """As `Exchange.combine`."""
+        self.enter()
+        try:
+            self.check_open(dispatched)
+            self.rounds.permit(dispatched, "combine" if layout == "expert" else "combine_partial")
+            if dispatched.layout != layout:
+                refuse_layout(dispatched)
+            return self._closed(self._send_back(ops.combine, rows, dispatched, out, CLOSED))
+        finally:
+            self.thread = 0
+
+    def combine_send(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None = None) -> None:
+        """As `Exchange.combine_send`."""
+        self.enter()
+        try:
+            self.check_open(dispatched)
+            self.rounds.permit(dispatched, "combine_send")
+            self._send_back(ops.combine_send, rows, dispatched, out, RETURNING)
+        finally:
+            self.thread = 0
+
+    def combine_recv(self, dispatched: Dispatched) -> Tensor:
+        """As `Exchange.combine_recv`."""
+        self.enter()
+        try:
+            self.rounds.permit(dispatched, "combine_recv")
+            y = self.rounds.y
+            assert y is not None
+            arguments = y, None, *self.memory, dispatched.sent.descriptor
+            ops.combine_recv(*arguments)
+            if self.rounds.state != CLOSED:
+                self._wait_on(ops.combine_recv, arguments, CLOSED)
+            return self._closed(y)
+        finally:
+            self.thread = 0
+
+    def abort_open_round(self) -> None:
+        """As `Exchange.abort_open_round`. It allocates nothing, so it works in any distress."""
+        rounds = self.rounds
+        sent = rounds.sent
+        memory = (*self.memory, sent.descriptor)
+        if self.device.type == "cpu":
+            ops.combine(sent.template.like, None, *memory)
+        else:  # a launch waits for nobody; it receives what others send, since LL lines must be re-armed
+            if rounds.state == SENT:
+                ops.dispatch_recv(*sent.arguments)
+            if rounds.state == DISPATCHED:
+                ops.combine(self._unread_y(sent), None, *memory)
+            elif rounds.state == RETURNING:
+                ops.combine_recv(rounds.y, None, *memory)
+        rounds.close()
+
+    def drop_reports(self) -> None:
+        """As `Exchange.drop_reports`."""
+        if not self.failed:
+            self._words[_CODE] = 0
+        self._words[_NEEDED_ROWS] = self._words[_ABORTED] = 0
+
+    @property
+    def code(self) -> int:
+        """Not 0 once the kernels have reported a failure, which `check` raises."""
+        return self._words[_CODE]
+
+    def check(self) -> None:
+        """As `Exchange.check`."""
+        if self._words[_CODE]:
+            latched = self.device.type == "cuda"
+            raise_on_failure(self.status, self.global_ranks, self.rank, latched, self.dead())
+
+    def check_rounds(self) -> None:
+        """As `Exchange.check_rounds`."""
+        if self._raises_overflow:
+            self.check_overflow()
+        if self._raises_abort and self._words[_ABORTED]:
+            mask, epoch = self.take_aborted()
+            raise EPAbortedError(epoch, [rank for rank in range(self.plan.sizes["R"]) if mask >> rank & 1])
+
+    def check_overflow(self) -> None:
+        """Raise EPOverflowError if a round needed more expert-major rows than there are."""
+        if self._words[_NEEDED_ROWS]:
+            raise_on_overflow(self.status, self.plan.sizes["max_rows"])
+
+    def take_aborted(self) -> tuple[int, int]:
+        """Ranks that have given up rounds that ended since the last call, as a mask, and the last such round."""
+        mask, self._words[_ABORTED] = self._words[_ABORTED], 0
+        return mask, self._words[_ABORTED_EPOCH]
+
+    @property
+    def failed(self) -> bool:
+        """As `Exchange.failed`."""
+        code = self._words[_CODE]
+        return code == TIMEOUT or code != 0 and self.device.type == "cuda"
+
+    def missing(self) -> int:
+        """As `Exchange.missing`."""
+        mask = self._words[_MISSING] if self._words[_CODE] == TIMEOUT else 0
+        errors = self.views["signal.error"]
+        with suppress(RuntimeError):  # of a GPU in distress
+            if self.device.type == "cuda":
+                with torch.cuda.stream(torch.cuda.Stream(self.device)):
+                    errors = errors.cpu()
+            for reported in errors.tolist():
+                mask |= reported
+        return mask
+
+    def dead(self) -> int:
+        """As `Exchange.dead`."""
+        return self.window.deaths.mask()
+
+    def end_waits(self) -> None:
+        """As `Exchange.end_waits`."""
+        if self.plan.sizes["R"] > 1 and not self.failed:
+            with suppress(RuntimeError):  # of a GPU in distress: the others run into their deadline
+                self.report("signal.error", 1 << self.rank)
+
+    def report(self, buffer: str, value: int) -> None:
+        """Store a word into this rank's place in a buffer of every window. Waits for no rank."""
+        self.window.store(self.plan[buffer].offset + 8 * self.rank, value)
+
+    def health(self, wait: bool) -> Health:
+        """As `Exchange.health`."""
+        if wait and self.device.type == "cuda":
+            interruptible(torch.cuda.current_stream(self.device).synchronize)
+        return self._totals.read()
+
+    def retune(self, tuning: Tuning) -> None:
+        """As `Exchange.retune`."""
+        self.descriptors.tuning = tuning
+        self.templates.clear()
+
+    def release(self, owner: object = None) -> None:
+        """As `Exchange.release`. What kernels may still write lives as long as the process, together with `owner`."""
+        self.window.deaths.close()
+        with suppress(RuntimeError):  # of a GPU in distress, and of a failed round, whose kernels end by themselves
+            if device_ends(self.device, self.descriptors.timeout_s):
+                return
+        _written_to.append((self, owner))
+
+    def largest(self, number: int) -> Callable[[], int] | None:
+        """As `Exchange.largest`."""
+        return None
+
+    def has_more_rounds(self) -> bool:
+        """As `Exchange.has_more_rounds`."""
+        if self.device.type == "cuda":
+            spin_until = time.monotonic() + _SPIN_S
+            while self.rounds.answer is None and time.monotonic() < spin_until:
+                self.check()
+                time.sleep(0)  # lets other threads run
+            if self.rounds.answer is None:
+                self.wait_for_device(self.config.exchange.warmup_timeout_s)
+                self.check()
+        elif self.rounds.answer is None:  # until every rank has closed the last round
+            arguments = torch.empty(0, 0, device="cpu"), None, *self.memory, self.descriptors.any()
+            ops.combine_recv(*arguments)
+            self._wait_on(ops.combine_recv, arguments, CLOSED)
+            self.check()
+        return bool(self.rounds.answer)
+
+    def _clear(self, placement: Placement) -> None:
+        """Bring the memory into the state before the first round."""
+        views, sizes = self.views, self.plan.sizes
+        if self.device.type == "cuda":  # see `_unread_y`
+            y_bytes = sizes["M"] * sizes["D"] * self.config.model.torch_dtype.itemsize
+            self._unread = views["rows"].flatten().view(torch.uint8)
+            if self._unread.numel() < y_bytes:  # few rows, or rows of fp8
+                self._unread = torch.empty(y_bytes, dtype=torch.uint8, device=self.device)
+        for name in ("state", "counts", *TOTALS):
+            views[name].zero_()
+        views["table.expert_map"].copy_(placement.expert_map(self.rank))
+        views["table.owners"].copy_(torch.tensor(placement.owners))
+        views["table.copies"].copy_(placement.copies_table())
+        views["table.num_copies"].copy_(placement.num_copies())
+        if views["table.local_index"].numel():
+            views["table.local_index"].copy_(torch.tensor(placement.local_index))
+        views["table.sentinels"].copy_(torch.tensor([placement.sentinel(r) for r in range(placement.ep_size)]))
+
+    def _opened(self, call: Call) -> Sent:
+        """Check a call and give it a round, whose first operator opens it."""
+        self.check()
+        rounds = self.rounds
+        epoch = rounds.next_epoch()
+        template = self.templates.of(call)
+        x, ids, weights, scales, num_tokens = call[:5]
+        T = x.shape[0]
+        scalar, rows = (None, T) if num_tokens is None else token_count(num_tokens, T, self.device)
+        descriptor = template.descriptors[bisect_left(template.steps, T)]
+        inputs = aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights)
+        arguments = *inputs, scales, scalar, rows, *self.memory, descriptor
+        if epoch == 2:  # no rank loads or compiles any more
+            self.descriptors.set_timeout(self.config.exchange.timeout_s)
+        return rounds.open(template, T, epoch, call.tag, descriptor, arguments)
+
+    def _received(self, sent: Sent) -> Dispatched:
+        """In state DISPATCHED, after the operator.
+
+        Raises EPMismatchError if the calls of the ranks do not match, and on the CPU closes the round. Raises
+        EPTimeoutError if ranks did not arrive in time.
+        """
+        dispatched = self.rounds.receive(sent)
+        self.check_open(dispatched)
+        return dispatched
+
+    def _send_back(
+        self, operator: OpOverload, rows: Tensor, dispatched: Dispatched, out: Tensor | None, state: int
+    ) -> Tensor:
+        """Call an operator that sends rows and leads to `state`. Returns y, which combine_send leaves unwritten."""
+        y = y_of(dispatched, out, self.device)
+        checked = output_rows(rows, dispatched, self.plan, self.device)
+        self.rounds.give_back(y)
+        arguments = y, checked, *self.memory, dispatched.sent.descriptor
+        operator(*arguments)
+        if self.rounds.state != state:
+            self._wait_on(operator, arguments, state)
+        return y
+
+    def _closed(self, y: Tensor) -> Tensor:
+        """In state CLOSED, after the operator; returns y. Raises what `poll` does."""
+        self.rounds.close()
+        self.check()
+        self.check_rounds()
+        return y
+
+    def _wait_on(self, operator: OpOverload, arguments: tuple[Any, ...], state: int) -> None:
+        """After an operator that should have led the round to `state` and has not.
+
+        On the CPU an operator interrupts its wait when a signal arrives, and at least every 100 ms, so that Python can
+        run its signal handlers. If these raise, the round stays where it is. Otherwise the wait goes on with the same
+        deadline.
+
+        Raises EPTimeoutError if dispatch waited in vain for ranks to end a round that this rank has given up.
+        """
+        rounds = self.rounds
+        receive = ops.dispatch_recv if state == DISPATCHED else ops.combine_recv
+        epoch = rounds.count + (rounds.state == CLOSED)
+        try:
+            while rounds.waits:
+                (receive if rounds.receives else operator)(*arguments)
+        finally:
+            rounds.stop_waiting()
+        if rounds.state != state:
+            self.check()
+            raise RuntimeError(f"round {epoch} was aborted while this call waited")
+
+    def _unread_y(self, sent: Sent) -> Tensor:
+        """A y [T, D] for a combine without rows, on a GPU: memory that exists, since an abort allocates nothing.
+
+        It lies over the expert-major rows. A combine without rows does not read them, and other ranks write into them
+        only after this rank has opened its next dispatch, a later kernel.
+        """
+        D, dtype = sent.template.hidden_size, sent.template.like.dtype
+        return self._unread[: sent.num_tokens * D * dtype.itemsize].view(dtype).view(sent.num_tokens, D)

@@ -1,0 +1,72 @@
+"""The checks of what combine is given: the experts' outputs, and y."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from epmoe.exchange.handles import Dispatched
+from epmoe.exchange.memory import MemoryPlan
+from epmoe.native.arguments import FP8, aligned_rows, check_forward_only, check_tensor, describe, dtype_name
+
+
+def refuse_layout(dispatched: Dispatched) -> NoReturn:
+    """Raises ValueError for the call that ends rounds of the other layout."""
+    if dispatched.layout == "rank":
+        raise ValueError("`combine` takes expert-major rows; a round of layout='rank' ends with combine_partial")
+    raise ValueError("`combine_partial` takes rank-major rows; a round of layout='expert' ends with combine")
+
+
+def y_of(dispatched: Dispatched, out: Tensor | None, device: torch.device) -> Tensor:
+    """The round's y [T, D]: `out`, or a new one. Raises TypeError or ValueError for an `out` that cannot be one."""
+    if out is None:
+        return dispatched.sent.new_y()
+    shape = dispatched.sent.num_tokens, dispatched.hidden_size
+    check_tensor("out", out, (dispatched.dtype,), shape, device)
+    if not out.is_contiguous() or out.data_ptr() % 16:
+        raise ValueError(f"`out` must be contiguous and begin at a multiple of 16 bytes, got strides {out.stride()}")
+    check_forward_only(out)
+    return out
+
+
+def output_rows(rows: Tensor, dispatched: Dispatched, plan: MemoryPlan, device: torch.device) -> Tensor:
+    """The rows [N, D] or [R, M, D] of combine, as [n, D] whose rows begin at multiples of 16 bytes.
+
+    Raises TypeError, ValueError or RuntimeError for what combine does not take.
+    """
+    return (_expert_rows if dispatched.layout == "expert" else _partial_rows)(rows, dispatched, plan, device)
+
+
+def _expert_rows(rows: Tensor, dispatched: Dispatched, plan: MemoryPlan, device: torch.device) -> Tensor:
+    # `check_tensor` words the errors. It takes longer than these comparisons and runs only if one of them fails.
+    D = dispatched.hidden_size
+    shape: tuple[int, ...] = getattr(rows, "shape", ())
+    if len(shape) != 2 or shape[1] != D or rows.dtype != dispatched.dtype or rows.device != device:
+        _refuse_fp8("expert_rows", rows, dispatched)
+        check_tensor("expert_rows", rows, (dispatched.dtype,), ("N", D), device)
+    check_forward_only(rows)
+    if device.type == "cpu" and rows.shape[0] < plan.sizes["max_rows"]:  # a GPU skips missing rows
+        needed = int(dispatched.expert_offsets[-1])
+        if rows.shape[0] < needed:
+            raise ValueError(f"`expert_rows` must hold at least {needed} rows, got {rows.shape[0]}")
+    return aligned_rows(rows)
+
+
+def _partial_rows(partial: Tensor, dispatched: Dispatched, plan: MemoryPlan, device: torch.device) -> Tensor:
+    shape = (plan.sizes["R"], plan.sizes["M"], dispatched.hidden_size)
+    if partial.__class__ is Tensor and partial.dtype is not dispatched.dtype:
+        _refuse_fp8("partial", partial, dispatched)
+    check_tensor("partial", partial, (dispatched.dtype,), shape, device)
+    check_forward_only(partial)
+    return aligned_rows(partial.flatten(0, 1))
+
+
+def _refuse_fp8(name: str, rows: object, dispatched: Dispatched) -> None:
+    """Raises TypeError for the rows of fp8 that dispatch has returned, where combine wants the experts' outputs."""
+    if isinstance(rows, Tensor) and rows.dtype is FP8:
+        raise TypeError(
+            f"`{name}` must be {dtype_name(dispatched.dtype)}, got {describe(rows)}: rows of fp8 are the experts' "
+            "inputs, which count with their `scales`; combine takes outputs"
+        )

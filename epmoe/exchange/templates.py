@@ -1,0 +1,226 @@
+"""The checks of a call of dispatch, and what calls that agree share: their `RoundTemplate`.
+
+Once a call has passed, calls with the same template need only the checks of what may still differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from epmoe.config.config import EPConfig
+from epmoe.exchange.call import Call
+from epmoe.exchange.handles import Dispatched, Layout, Received, RoundTemplate
+from epmoe.exchange.round_state import MAX_TAG, RoundState
+from epmoe.native.arguments import (
+    FLOATS,
+    FP8,
+    INTS,
+    check_forward_only,
+    check_tensor,
+    describe,
+    dtype_name,
+)
+from epmoe.native.formats import SCALE_BLOCK
+
+Launches = tuple[list[int], list[Tensor]]
+
+
+class Templates:
+    """The calls that one exchange has taken so far, by what rounds of a template agree in.
+
+    Args:
+        config: of the exchange.
+        device: of all tensors.
+        views: the buffers in which rows arrive, by their names in the memory plan.
+        rounds: of the exchange.
+        rank: in the group, for `repr`.
+        launches: (D, whether rows are expert-major, `apply_router_weight_on_input`) to the steps and descriptors of a
+            `RoundTemplate`.
+    """
+
+    def __init__(
+        self,
+        config: EPConfig,
+        device: torch.device,
+        views: dict[str, Tensor],
+        rounds: RoundState,
+        rank: int,
+        launches: Callable[[int, bool, bool], Launches],
+    ) -> None:
+        self._config, self._device, self._views, self._launches = config, device, views, launches
+        self._owner = {"_rounds": ref(rounds), "_rank": rank}
+        self._max_tokens = config.capacity.max_num_tokens_per_rank
+        self._templates: dict[tuple[object, ...], RoundTemplate] = {}
+
+    def of(self, call: Call) -> RoundTemplate:
+        """The template of a call. Raises TypeError, ValueError or RuntimeError for what `ExpertParallel.dispatch` does
+        not take, except for `num_tokens` and `padded_tokens`."""
+        x, ids, weights, scales, _, layout, weighted, _, tag = call
+        if tag.__class__ is not int or not 0 <= tag <= MAX_TAG:
+            _refuse_tag(tag)
+        try:
+            T, D = x.shape
+            shape = rows, K = ids.shape
+            key = (D, K, x.dtype, ids.dtype, weights.dtype, layout, weighted)
+            template = self._templates.get(key)
+            device = self._device
+            if (
+                template is not None
+                and rows == T <= self._max_tokens
+                and weights.shape == shape
+                and x.device == device
+                and ids.device == device
+                and weights.device == device
+                and (scales is None) == (x.dtype is not FP8)
+                and (scales is None or _fits(scales, T, D, device))
+                and not (torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad))
+            ):
+                return template
+        except (AttributeError, TypeError, ValueError):
+            pass  # not even tensors of two dimensions: `_check` says so
+        _check(self._config, self._device, call)
+        self._templates[key] = template = self._new(x, key)
+        return template
+
+    def no_tokens(
+        self,
+        last: RoundTemplate | None,
+        hidden_size: int | None,
+        top_k: int | None,
+        dtype: torch.dtype | None,
+        layout: Layout | None,
+        apply_router_weight_on_input: bool | None,
+    ) -> Call:
+        """A call without tokens, for `ExpertParallel.skip`.
+
+        What is None is as in the round of template `last`, and as in the config before the first round.
+        """
+        model = self._config.model
+        first = model.hidden_size, model.num_experts_per_tok, model.torch_dtype, None, None, "expert", False
+        D, K, x_dtype, _, _, last_layout, last_weighted = first if last is None else last.shape
+        D, K, x_dtype = hidden_size or D, top_k or K, dtype or x_dtype
+        x = torch.empty(0, D, dtype=x_dtype, device=self._device)
+        return Call(
+            x,
+            ids=x.new_empty(0, K, dtype=torch.int32),
+            weights=x.new_empty(0, K, dtype=torch.float32),
+            scales=x.new_empty(0, D // SCALE_BLOCK, dtype=torch.float32) if x_dtype is FP8 else None,
+            layout=layout or last_layout,
+            apply_router_weight_on_input=(
+                last_weighted if apply_router_weight_on_input is None else apply_router_weight_on_input
+            ),
+        )
+
+    def clear(self) -> None:
+        """The launches of calls have changed."""
+        self._templates.clear()
+
+    def _new(self, x: Tensor, shape: tuple[Any, ...]) -> RoundTemplate:
+        _, K, _, _, _, layout, weighted = shape
+        views, D = self._views, x.shape[1]
+        wire_fp8 = self._config.exchange.payload == "fp8"
+        wire = FP8 if wire_fp8 else x.dtype
+        y_dtype = self._config.model.torch_dtype if x.dtype is FP8 else x.dtype
+        blocks = -(-D // SCALE_BLOCK)
+        recv_fields: dict[str, Tensor | None]
+        if layout == "expert":
+            fields = {
+                "rows": _rows_as(views["rows"], wire, D),
+                "scales": _rows_as(views["row_scales"], torch.float32, blocks) if wire_fp8 else None,
+                "expert_offsets": views["expert_offsets"],
+                "tokens_per_expert": views["tokens_per_expert"],
+            }
+            attributes = Dispatched.attributes("dispatched", layout, fields)
+            recv_fields = {"counts": views["counts"]}
+            received = Received.attributes("recv", layout, recv_fields, absent=("x", "scales", "ids", "weights"))
+        else:
+            absent = ("rows", "scales", "expert_offsets", "tokens_per_expert")
+            attributes = Dispatched.attributes("dispatched", layout, {}, absent)
+            recv_fields = {
+                "counts": views["counts"],
+                "x": _slabs_as(views["recv.x"], wire, D),
+                "scales": _slabs_as(views["recv.scales"], torch.float32, blocks) if wire_fp8 else None,
+                "ids": _slabs_as(views["recv.ids"], torch.int32, K),
+                "weights": _slabs_as(views["recv.weights"], torch.float32, K),
+            }
+            received = Received.attributes("recv", layout, recv_fields)
+        attributes |= {"recv": Received(received), "layout": layout, "dtype": y_dtype, "hidden_size": D, **self._owner}
+        steps, descriptors = self._launches(D, layout == "expert", weighted)
+        like = torch.empty(0, D, dtype=y_dtype, device=self._device)
+        return RoundTemplate(shape, steps, descriptors, attributes, D, like)
+
+
+def _rows_as(buffer: Tensor, dtype: torch.dtype, length: int) -> Tensor:
+    """An expert-major buffer as [N_cap, length] of `dtype`: contiguous, whatever D and dtype the plan has."""
+    flat = buffer.flatten().view(torch.uint8).view(dtype)
+    return flat.as_strided((buffer.shape[0], length), (length, 1))
+
+
+def _slabs_as(buffer: Tensor, dtype: torch.dtype, length: int) -> Tensor:
+    """A window buffer as [R, M, length] of `dtype`; its strides stay the plan's, whose rows may be longer."""
+    return buffer.view(torch.uint8).view(dtype)[..., :length]
+
+
+def _fits(scales: Tensor, T: int, D: int, device: torch.device) -> bool:
+    """Whether `scales` needs no copy and no error: fp32 [T, D / 128] with contiguous rows."""
+    return (
+        scales.shape == (T, D // SCALE_BLOCK)
+        and scales.dtype is torch.float32
+        and scales.device == device
+        and (scales.stride()[1] == 1 or D <= SCALE_BLOCK)
+        and not (scales.requires_grad and torch.is_grad_enabled())
+    )
+
+
+def _refuse_tag(tag: object) -> NoReturn:
+    if isinstance(tag, bool) or not isinstance(tag, int):
+        raise TypeError(f"`tag` must be an int, got {describe(tag)}")
+    raise ValueError(f"`tag` must be from 0 to {MAX_TAG}, got {tag}")
+
+
+def _check(config: EPConfig, device: torch.device, call: Call) -> None:
+    """Raises what `Templates.of` does."""
+    x, ids, weights, scales = call.x, call.ids, call.weights, call.scales
+    layout, weighted = call.layout, call.apply_router_weight_on_input
+    model, capacity = config.model, config.capacity
+    if layout not in ("expert", "rank"):
+        raise ValueError(f"`layout` must be 'expert' or 'rank', got {layout!r}")
+    if not isinstance(weighted, bool):
+        raise TypeError(f"`apply_router_weight_on_input` must be a bool, got {describe(weighted)}")
+    if weighted and layout == "rank":
+        raise ValueError("`apply_router_weight_on_input` needs expert-major rows: it must be False with layout='rank'")
+    D, K, M = model.hidden_size, model.num_experts_per_tok, capacity.max_num_tokens_per_rank
+    dtypes = [model.torch_dtype, *(d for d in FLOATS if d.itemsize < model.torch_dtype.itemsize)]
+    if scales is not None:
+        if config.exchange.payload != "fp8":
+            raise ValueError("`scales` need `exchange.payload: fp8`, the format in which their rows travel")
+        dtypes = [FP8]
+    elif getattr(x, "dtype", None) is FP8:
+        raise ValueError(f"`scales` must be float32 [T, D/128] where `x` is float8_e4m3fn, got {describe(scales)}")
+    check_tensor("x", x, dtypes, ("T", "D"), device)
+    T, hidden = x.shape
+    wires = config.exchange.payload, config.exchange.combine_payload
+    step, whole = (SCALE_BLOCK, "blocks of 128") if "fp8" in wires else (16 // x.dtype.itemsize, "16 bytes")
+    if hidden > D or hidden < 1 or hidden % step:
+        raise ValueError(
+            f"`x` must be {dtype_name(dtypes[0])} [T, {D}], or a smaller D of whole {whole}, got {describe(x)}"
+        )
+    if T > M:
+        raise ValueError(
+            f"`x` has {T} tokens, but capacity.max_num_tokens_per_rank is {M}: set it to at least {T} on all ranks"
+        )
+    check_tensor("ids", ids, INTS, (T, "K"), device)
+    if not 1 <= ids.shape[1] <= K:
+        raise ValueError(f"`ids` must be int32 or int64 [{T}, 1..{K}], got {describe(ids)}")
+    check_tensor("weights", weights, FLOATS, tuple(ids.shape), device)
+    check_forward_only(x, weights)
+    if scales is not None:
+        check_tensor("scales", scales, (torch.float32,), (T, hidden // SCALE_BLOCK), device)
+        if scales.stride(1) != 1 and hidden > SCALE_BLOCK:
+            raise ValueError(f"`scales` must have contiguous rows, got strides {scales.stride()}: use `.contiguous()`")
+        check_forward_only(scales)

@@ -1,0 +1,100 @@
+"""The rail: how slabs of rows reach the ranks of one local index on the other nodes.
+
+Another network is another class like `Rail`. gloo.py has the rail of CPUs, for which the host waits; nccl.py has that
+of GPUs, for which streams wait. Who opens a group chooses the rail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakMethod
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DeviceWords:
+    """Words of a GPU by which a rail and the kernels tell each other of failures.
+
+    Attributes:
+        latched: int32 [1], not 0 once the node's exchange has failed: no transfer starts any more.
+        missed: int64 [1], gets 1 + the rank that `Rail.abort` names.
+    """
+
+    latched: Tensor
+    missed: Tensor
+
+
+class RailError(RuntimeError):
+    """A transfer failed or did not end in time: `Rail.missing` says which ranks did not take part."""
+
+
+class Transfer(Protocol):
+    """Slabs on their way: a `Work` of torch.distributed."""
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+
+    def wait(self) -> object:
+        """Raise RuntimeError if it has failed."""
+
+
+class Rail(Protocol):
+    """The ranks of one local index, one on each node."""
+
+    def start(
+        self,
+        sent: Tensor,
+        received: Tensor,
+        sent_rows: Sequence[int],
+        received_rows: Sequence[int],
+        started: list[Transfer],
+        returning: bool = False,
+    ) -> None:
+        """Send slabs to the other nodes and receive theirs. Collective over the rail; waits for no rank.
+
+        Args:
+            sent: contiguous [n, …], the slabs to the other nodes behind one another, in the order of the nodes.
+            received: likewise, the slabs from them.
+            sent_rows: [N], the length of the slab to each node; 0 for the own node.
+            received_rows: [N], the length of the slab from each node; 0 for the own node.
+            started: gets the transfer, for `wait`, once it is started.
+            returning: partial rows travel, which go back to the nodes of their tokens.
+
+        Raises:
+            RailError: the network refuses the transfer.
+        """
+
+    def wait(self, transfer: Transfer, look: Callable[[], None], returning: bool = False) -> None:
+        """Let the reader of a transfer wait for it: the host, or the current stream of a GPU, where the host goes on.
+
+        Args:
+            transfer: from `start`.
+            look: called now and then while the host waits. What it raises ends the wait.
+            returning: as of `start`.
+
+        Raises:
+            RailError: it failed, or did not end before its deadline.
+        """
+
+    def watch(self, on_late: WeakMethod[Callable[[], None]], words: DeviceWords) -> None:
+        """Look after the transfers for which no host waits.
+
+        Args:
+            on_late: called once, on another thread, when such a transfer misses its deadline.
+            words: what the GPU and the rail tell each other.
+        """
+
+    def missing(self, found: Sequence[int]) -> list[int]:
+        """After a failure: who is missing, as `RollCall.missing` says it. It takes `ANSWER_S` at most."""
+
+    def abort(self, missing: Sequence[int]) -> None:
+        """End all transfers, because these ranks of the group are missing. No transfer starts any more.
+
+        Waits for no rank.
+        """
+
+    def close(self) -> None:
+        """Give up all transfers, and release what the network holds. Waits for no rank."""

@@ -63,13 +63,16 @@ class Exchange(ABC):
 
     @abstractmethod
     def combine(self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> Tensor:
-        """Bring expert outputs back to the ranks of their tokens, and sum them there: y [T, D]. Collective.
+        """Bring expert outputs back to the ranks of their tokens, and sum them there. Collective.
 
         Args:
             layout: the one that the caller's call is for.
             rows: expert-major outputs [N, D]; with layout="rank" the sums [R, M, D] of this rank's experts.
             dispatched: the open round.
             out: y itself, or None.
+
+        Returns:
+            y [T, D].
         """
 
     @abstractmethod

@@ -40,7 +40,7 @@ class RailMemory:
     node: int
     local: int
     ranks_per_node: int
-    others: tuple[int, ...]
+    others: list[int]
     rows_per_node: int
     exact: bool
     sends_fp8: bool
@@ -73,7 +73,7 @@ class RailMemory:
             node=node,
             local=local,
             ranks_per_node=G,
-            others=tuple(other for other in range(N) if other != node),
+            others=[other for other in range(N) if other != node],
             rows_per_node=config.rows_per_node,
             exact=config.exchange.network_splits == "exact",
             sends_fp8=sends_fp8,

@@ -16,7 +16,7 @@ from epmoe.config.deadlines import RETURN_S, Deadlines
 from epmoe.exchange.health import EPTimeoutError
 from epmoe.rail import nccl
 from epmoe.rail.exchange_cuda import HierarchicalExchangeOnGPUs
-from epmoe.rail.gloo import RailError
+from epmoe.rail.rail import Load, RailError
 
 TIMEOUT_S, FIRST_S = 0.3, 1.6
 
@@ -136,7 +136,7 @@ def test_a_start_that_an_exception_ends(error, raised, lost):
     """What is queued is unknown then: the others get this rank's name, not another round's rows."""
     levels = Levels(error)
     with pytest.raises(raised):
-        levels.start(torch.empty(0), torch.empty(0), [], [], [])
+        levels.start(Load(torch.empty(0), torch.empty(0), [], []), [])
     assert levels.lost == [lost]
 
 

@@ -36,7 +36,7 @@ from epmoe.exchange.round_state import DISPATCHED, PROGRESS, RETURNING, SENT, Ro
 from epmoe.exchange.templates import Launches, Templates
 from epmoe.native.arguments import describe
 from epmoe.rail.memory import RailMemory
-from epmoe.rail.rail import Rail, RailError, Transfer
+from epmoe.rail.rail import Load, Rail, RailError, Transfer
 from epmoe.rail.slabs import Slabs
 
 # Counted at the source, before rows leave for other nodes; a node that counts them again does not count.
@@ -210,18 +210,10 @@ class HierarchicalExchange(Exchange):
         """As `Exchange.drop_reports`."""
         self.node.drop_reports()
 
-    def start(
-        self,
-        sent: Tensor,
-        received: Tensor,
-        sent_rows: list[int],
-        received_rows: list[int],
-        started: list[Transfer],
-        returning: bool = False,
-    ) -> None:
+    def start(self, load: Load, started: list[Transfer]) -> None:
         """Start a transfer on the rail; see `Rail.start`."""
         try:
-            self.rail.start(sent, received, sent_rows, received_rows, started, returning)
+            self.rail.start(load, started)
         except RailError:
             self._fail([])
 
@@ -256,7 +248,7 @@ class HierarchicalExchange(Exchange):
         def wait() -> int:
             try:
                 if not started:
-                    self.everyone.start(sent, received, rows, rows, started)
+                    self.everyone.start(Load(sent, received, rows, rows), started)
                 self.everyone.wait(started[0], self.look_at_node)
             except RailError:
                 self._fail(self.everyone.missing([]))

@@ -23,7 +23,7 @@ from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.waiting import interruptible
 from epmoe.rail.exchange import HierarchicalExchange, Tags
 from epmoe.rail.memory import RailMemory
-from epmoe.rail.rail import DeviceWords, Rail, Transfer
+from epmoe.rail.rail import DeviceWords, Load, Rail, Transfer
 
 _LATCHED = 8 // 4  # place of `latched` in `RoundState` of csrc/plan.h
 _SLEEP_S = 50e-6
@@ -64,18 +64,10 @@ class HierarchicalExchangeOnGPUs(HierarchicalExchange):
         """A transfer has missed its deadline, or the node's exchange has failed; called on the rail's thread."""
         self.record_failure([])
 
-    def start(
-        self,
-        sent: Tensor,
-        received: Tensor,
-        sent_rows: list[int],
-        received_rows: list[int],
-        started: list[Transfer],
-        returning: bool = False,
-    ) -> None:
+    def start(self, load: Load, started: list[Transfer]) -> None:
         """As `HierarchicalExchange.start`. If a signal handler ends it, nobody knows what is queued: it has failed."""
         try:
-            super().start(sent, received, sent_rows, received_rows, started, returning)
+            super().start(load, started)
         except EPTimeoutError:
             raise
         except BaseException:

@@ -11,11 +11,10 @@ from typing import Any
 from weakref import WeakMethod
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.distributed_c10d import AllToAllOptions, _get_default_store
 
 from epmoe.config.deadlines import NETWORK_SLACK_S, Deadlines
-from epmoe.rail.rail import DeviceWords, RailError, Transfer
+from epmoe.rail.rail import DeviceWords, Load, RailError, Transfer
 from epmoe.rail.roll_call import RollCall
 
 CONNECT = timedelta(seconds=60)  # for ranks to reach one another at the start
@@ -60,22 +59,14 @@ class GlooRail:
         self._group = gloo_group(f"{name}/rail/{ranks[0]}", ranks.index(rank), len(ranks), connect)
         self._under_way: list[list[Transfer]] = []  # as `start` was given them
 
-    def start(
-        self,
-        sent: Tensor,
-        received: Tensor,
-        sent_rows: Sequence[int],
-        received_rows: Sequence[int],
-        started: list[Transfer],
-        returning: bool = False,
-    ) -> None:
+    def start(self, load: Load, started: list[Transfer]) -> None:
         """As `Rail.start`."""
         if self._ended:
             raise RailError("the rail is closed")
-        timeout_s = self._deadlines.of(returning)
+        timeout_s = self._deadlines.of(load.returning)
         options = AllToAllOptions()  # `dist.all_to_all_single` takes no deadline
         options.timeout, options.asyncOp = timedelta(seconds=timeout_s + NETWORK_SLACK_S), True
-        arguments = received, sent, list(received_rows), list(sent_rows), options
+        arguments = load.received, load.sent, load.received_rows, load.sent_rows, options
         under_way = (other for other in self._under_way if not all(one.is_completed() for one in other))
         self._under_way = [*under_way, started]
         try:

@@ -26,7 +26,7 @@ from epmoe.config.deadlines import Deadlines
 from epmoe.exchange.waiting import interruptible
 from epmoe.native import ops
 from epmoe.rail.gloo import CONNECT
-from epmoe.rail.rail import DeviceWords, RailError, Transfer
+from epmoe.rail.rail import DeviceWords, Load, RailError, Transfer
 from epmoe.rail.roll_call import RollCall
 
 _LOOK_S = 0.05  # between two looks at the counts
@@ -121,32 +121,24 @@ class NcclRail:
         """A first transfer: NCCL connects at its start, which no captured transfer can wait for."""
         with torch.cuda.device(self._device):
             sent, received = torch.zeros(2, sum(self._others), device=self._device)
-            self.start(sent, received, self._others, self._others, [])
+            self.start(Load(sent, received, self._others, self._others), [])
             self._stream.synchronize()
 
-    def start(
-        self,
-        sent: Tensor,
-        received: Tensor,
-        sent_rows: Sequence[int],
-        received_rows: Sequence[int],
-        started: list[Transfer],
-        returning: bool = False,
-    ) -> None:
+    def start(self, load: Load, started: list[Transfer]) -> None:
         """As `Rail.start`. The deadline is that of `watch`."""
         if self._ended:
             raise RailError("the rail is closed")
-        begin, end = self._marks[returning]
+        begin, end = self._marks[load.returning]
         words = self._device_words
         latched, missed = (words.latched, words.missed) if words else (None, None)
-        missed = missed if returning else None  # the sums come next
+        missed = missed if load.returning else None  # the sums come next
         options = AllToAllOptions()
         options.asyncOp = False
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             ops.rail_mark(*begin, latched, self._stop_with(latched), None)
             try:
-                work = self._group.alltoall_base(received, sent, list(received_rows), list(sent_rows), options)
+                work = self._group.alltoall_base(load.received, load.sent, load.received_rows, load.sent_rows, options)
                 if work is not None:
                     work.wait()  # of the stream, which older versions of torch do not order by themselves
             except RuntimeError as error:

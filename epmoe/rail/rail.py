@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakMethod
 
 from torch import Tensor
@@ -25,6 +25,24 @@ class DeviceWords:
 
     latched: Tensor
     missed: Tensor
+
+
+class Load(NamedTuple):
+    """The slabs of a transfer.
+
+    Attributes:
+        sent: contiguous [n, …], the slabs to the other nodes behind one another, in the order of the nodes.
+        received: likewise, the slabs from them.
+        sent_rows: [N], the length of the slab to each node; 0 for the own node.
+        received_rows: [N], the length of the slab from each node; 0 for the own node.
+        returning: whether partial rows travel, which go back to the nodes of their tokens.
+    """
+
+    sent: Tensor
+    received: Tensor
+    sent_rows: list[int]
+    received_rows: list[int]
+    returning: bool = False
 
 
 class RailError(RuntimeError):
@@ -44,24 +62,12 @@ class Transfer(Protocol):
 class Rail(Protocol):
     """The ranks of one local index, one on each node."""
 
-    def start(
-        self,
-        sent: Tensor,
-        received: Tensor,
-        sent_rows: Sequence[int],
-        received_rows: Sequence[int],
-        started: list[Transfer],
-        returning: bool = False,
-    ) -> None:
+    def start(self, load: Load, started: list[Transfer]) -> None:
         """Send slabs to the other nodes and receive theirs. Collective over the rail; waits for no rank.
 
         Args:
-            sent: contiguous [n, …], the slabs to the other nodes behind one another, in the order of the nodes.
-            received: likewise, the slabs from them.
-            sent_rows: [N], the length of the slab to each node; 0 for the own node.
-            received_rows: [N], the length of the slab from each node; 0 for the own node.
+            load: the slabs.
             started: gets the transfer, for `wait`, once it is started.
-            returning: partial rows travel, which go back to the nodes of their tokens.
 
         Raises:
             RailError: the network refuses the transfer.
@@ -73,7 +79,7 @@ class Rail(Protocol):
         Args:
             transfer: from `start`.
             look: called now and then while the host waits. What it raises ends the wait.
-            returning: as of `start`.
+            returning: as of `Load`.
 
         Raises:
             RailError: it failed, or did not end before its deadline.

@@ -17,7 +17,7 @@ from epmoe.native import ops
 from epmoe.native.arguments import FP8, aligned_rows, contiguous_rows, token_count
 from epmoe.native.formats import SCALE_BLOCK
 from epmoe.rail.memory import RailMemory
-from epmoe.rail.rail import Transfer
+from epmoe.rail.rail import Load, Transfer
 
 Rows = tuple[Tensor, Tensor, Tensor, Tensor | None]  # x, ids, weights and scales
 
@@ -29,15 +29,7 @@ _PRIME = 1_000_003
 class Carrier(Protocol):
     """What slabs need of the exchange. A failure of the rail raises EPTimeoutError."""
 
-    def start(
-        self,
-        sent: Tensor,
-        received: Tensor,
-        sent_rows: list[int],
-        received_rows: list[int],
-        started: list[Transfer],
-        returning: bool = False,
-    ) -> None:
+    def start(self, load: Load, started: list[Transfer]) -> None:
         """As `Rail.start`."""
 
     def wait(self, transfer: Transfer, returning: bool = False) -> None:
@@ -128,7 +120,7 @@ class Slabs:
         self.lengths = torch.empty_like(lengths)
         one_each = self.memory.one_each()
         self.sent_lengths = lengths  # which must live until it is sent
-        self.carrier.start(lengths, self.lengths, one_each, one_each, self._lengths_started)
+        self.carrier.start(Load(lengths, self.lengths, one_each, one_each), self._lengths_started)
         return None
 
     def finish(self) -> None:
@@ -241,9 +233,8 @@ class Slabs:
         received = returned.flatten()[: sum(receives)]
         if reads:
             self.returned = received.view(partial.dtype).view(-1, self.D)
-        self.carrier.start(
-            to_others.flatten().view(torch.uint8), received, sends, receives, self._back_started, returning=True
-        )
+        load = Load(to_others.flatten().view(torch.uint8), received, sends, receives, returning=True)
+        self.carrier.start(load, self._back_started)
 
     def told(self) -> tuple[list[int], list[int]]:
         """Once the partial rows are here: the ranks of other nodes that have given the round up, and the ranks of the
@@ -278,7 +269,7 @@ class Slabs:
             room = [self.stride * (node in self.memory.others) for node in range(len(room))]
         sent = self.memory.views["rail.sent"].flatten(0, 1)[: sum(self.sent_rows)]
         received = self._space()[self.own_rows : self.own_rows + sum(room)]
-        self.carrier.start(sent, received, self.sent_rows, room, self._rows_started)
+        self.carrier.start(Load(sent, received, self.sent_rows, room), self._rows_started)
 
     def _slabs(self) -> Tensor:
         """The slots of all slabs, without gaps. Short slabs of three and more nodes have gaps, and are copied."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from epmoe.exchange.handles import Layout
+from epmoe.native.arguments import aligned_rows, contiguous_rows, token_count
 
 
 class Call(NamedTuple):
@@ -21,3 +23,12 @@ class Call(NamedTuple):
     apply_router_weight_on_input: bool = False
     padded_tokens: int | None = None
     tag: int = 0
+
+    def operands(self, device: torch.device) -> tuple[Any, ...]:
+        """The tensors as the operators take them, then `num_tokens` as a tensor or None, and as a number of rows.
+
+        Raises TypeError or ValueError for what cannot be `num_tokens`.
+        """
+        T = self.x.shape[0]
+        tokens, rows = (None, T) if self.num_tokens is None else token_count(self.num_tokens, T, device)
+        return aligned_rows(self.x), contiguous_rows(self.ids), contiguous_rows(self.weights), self.scales, tokens, rows

@@ -41,7 +41,6 @@ from epmoe.exchange.templates import Templates
 from epmoe.exchange.waiting import device_ends, interruptible
 from epmoe.exchange.window import Window
 from epmoe.native import ops
-from epmoe.native.arguments import aligned_rows, contiguous_rows, token_count
 
 _written_to: list[object] = []  # what kernels that had not ended at a release may write
 _CODE, _NEEDED_ROWS = STATUS.index("code"), STATUS.index("needed_rows")
@@ -324,12 +323,9 @@ class NodeExchange(Exchange):
         rounds = self.rounds
         epoch = rounds.next_epoch()
         template = self.templates.of(call)
-        x, ids, weights, scales, num_tokens = call[:5]
-        T = x.shape[0]
-        scalar, rows = (None, T) if num_tokens is None else token_count(num_tokens, T, self.device)
+        T = call.x.shape[0]
         descriptor = template.descriptors[bisect_left(template.steps, T)]
-        inputs = aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights)
-        arguments = *inputs, scales, scalar, rows, *self.memory, descriptor
+        arguments = *call.operands(self.device), *self.memory, descriptor
         if epoch == 2:  # no rank loads or compiles any more
             self.descriptors.set_timeout(self.config.exchange.timeout_s)
         return rounds.open(template, T, epoch, call.tag, descriptor, arguments)

@@ -96,7 +96,8 @@ class HierarchicalExchange(Exchange):
 
     def dispatch(self, call: Call) -> Dispatched:
         """As `Exchange.dispatch`."""
-        return self.dispatch_recv(self.dispatch_send(call))
+        sent = self.dispatch_send(call)
+        return self.dispatch_recv(sent)
 
     def dispatch_send(self, call: Call) -> Sent:
         """As `Exchange.dispatch_send`: pack the slabs and start their transfer."""
@@ -111,8 +112,9 @@ class HierarchicalExchange(Exchange):
             if epoch == 2:  # no rank loads or compiles any more
                 self.deadlines.first = False
             sent = self.rounds.open(template, call.x.shape[0], epoch, call.tag, None, ())
+            operands = call.operands(self.device)
             self.slabs = slabs = Slabs(self, self.memory, call, epoch, self.node.rounds.count + 1)
-            slabs.pack(call)
+            slabs.pack(operands)
             self.rounds.advance()  # before other ranks can know: an abort then starts what is not started
             slabs.start()
             return sent

@@ -14,7 +14,7 @@ from torch import Tensor
 from epmoe.exchange.call import Call
 from epmoe.exchange.handles import Dispatched
 from epmoe.native import ops
-from epmoe.native.arguments import FP8, aligned_rows, contiguous_rows, token_count
+from epmoe.native.arguments import FP8
 from epmoe.native.formats import SCALE_BLOCK
 from epmoe.rail.memory import RailMemory
 from epmoe.rail.rail import Load, Transfer
@@ -93,13 +93,11 @@ class Slabs:
         """Whether the transfer of the partial rows is started."""
         return bool(self._back_started)
 
-    def pack(self, call: Call) -> None:
-        """Copy the tokens of the call into the slabs."""
-        memory, views, T = self.memory, self.memory.views, call.x.shape[0]
-        x, ids, weights = aligned_rows(call.x), contiguous_rows(call.ids), contiguous_rows(call.weights)
-        num_tokens, num_rows = (None, T) if call.num_tokens is None else token_count(call.num_tokens, T, memory.device)
+    def pack(self, operands: tuple[Any, ...]) -> None:
+        """Copy the tokens of the call, as `Call.operands` gives them, into the slabs."""
+        memory, views = self.memory, self.memory.views
         ops.rail_pack(
-            x, ids, weights, call.scales, num_tokens, num_rows, *memory.tables, memory.descriptor, self.slots,
+            *operands, *memory.tables, memory.descriptor, self.slots,
             memory.exact, self.tag[-1], self.call_tag, views["rail.received"].flatten(), views["rail.sent"].flatten(),
             views["rail.slots"], views["rail.counts"], views["rail.total.needed"], views["rail.total.counters"],
             views["rail.total.rows_sent"],

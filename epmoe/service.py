@@ -13,7 +13,7 @@ from torch import Tensor
 
 from epmoe.config.config import EPConfig
 from epmoe.config.tuning import Tuning
-from epmoe.exchange.call import Call
+from epmoe.exchange.call import new_call
 from epmoe.exchange.handles import Dispatched, Layout, Sent
 from epmoe.exchange.health import Health
 from epmoe.exchange.memory import MemoryPlan
@@ -141,7 +141,7 @@ class ExpertParallel(Resumable):
             EPTimeoutError: ranks did not arrive in time, or left. Ctrl-C, too, ends a wait, and leaves the round open.
         """
         return self._open.dispatch(
-            Call(x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens, tag)
+            new_call((x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens, tag))
         )
 
     def dispatch_send(
@@ -165,7 +165,7 @@ class ExpertParallel(Resumable):
         `num_tokens` included, may be overwritten before `dispatch_recv` has returned.
         """
         return self._open.dispatch_send(
-            Call(x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens, tag)
+            new_call((x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens, tag))
         )
 
     def dispatch_recv(self, sent: Sent) -> Dispatched:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,11 @@ class Call(NamedTuple):
 
         Raises TypeError or ValueError for what cannot be `num_tokens`.
         """
-        T = self.x.shape[0]
-        tokens, rows = (None, T) if self.num_tokens is None else token_count(self.num_tokens, T, device)
-        return aligned_rows(self.x), contiguous_rows(self.ids), contiguous_rows(self.weights), self.scales, tokens, rows
+        x, ids, weights, scales, num_tokens = self[:5]
+        T = x.shape[0]
+        tokens, rows = (None, T) if num_tokens is None else token_count(num_tokens, T, device)
+        return aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights), scales, tokens, rows
+
+
+new_call: Callable[[tuple[Any, ...]], Call] = partial(tuple.__new__, Call)
+"""As `Call._make`, in 0.2 µs; the constructor takes 0.6."""

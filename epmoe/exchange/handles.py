@@ -102,10 +102,6 @@ class Sent(HoldsWindows):
     descriptor: Tensor | None  # int64, host: `DESCRIPTOR` in descriptors.py; None over several nodes
     arguments: tuple[Any, ...]  # of the operators of dispatch; empty once the tokens are received
 
-    def new_y(self) -> Tensor:
-        """The round's y [T, D], not yet written."""
-        return self.template.like.new_empty(self.num_tokens, self.template.hidden_size)
-
     def __repr__(self) -> str:
         return describe_fields(self, {}, self.summary())
 
@@ -153,7 +149,7 @@ class Dispatched(_Fields):
 
     def __init__(self, sent: Sent) -> None:
         """The round that `sent` opened."""
-        super().__init__(sent.template.attributes.copy())
+        self.__dict__ = sent.template.attributes.copy()
         self.sent, self.num_tokens, self.epoch = sent, sent.num_tokens, sent.epoch
 
     def __repr__(self) -> str:

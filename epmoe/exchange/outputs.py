@@ -22,7 +22,8 @@ def refuse_layout(dispatched: Dispatched) -> NoReturn:
 def y_of(dispatched: Dispatched, out: Tensor | None, device: torch.device) -> Tensor:
     """The round's y [T, D]: `out`, or a new one. Raises TypeError or ValueError for an `out` that cannot be one."""
     if out is None:
-        return dispatched.sent.new_y()
+        template = dispatched.sent.template
+        return template.like.new_empty(dispatched.num_tokens, template.hidden_size)
     shape = dispatched.sent.num_tokens, dispatched.hidden_size
     check_tensor("out", out, (dispatched.dtype,), shape, device)
     if not out.is_contiguous() or out.data_ptr() % 16:
@@ -36,10 +37,8 @@ def output_rows(rows: Tensor, dispatched: Dispatched, plan: MemoryPlan, device: 
 
     Raises TypeError, ValueError or RuntimeError for what combine does not take.
     """
-    return (_expert_rows if dispatched.layout == "expert" else _partial_rows)(rows, dispatched, plan, device)
-
-
-def _expert_rows(rows: Tensor, dispatched: Dispatched, plan: MemoryPlan, device: torch.device) -> Tensor:
+    if dispatched.layout == "rank":
+        return _partial_rows(rows, dispatched, plan, device)
     # `check_tensor` words the errors. It takes longer than these comparisons and runs only if one of them fails.
     D = dispatched.hidden_size
     shape: tuple[int, ...] = getattr(rows, "shape", ())

@@ -18,8 +18,7 @@ from test_mirrors import constant, int64s, struct_fields
 
 import epmoe
 from epmoe.exchange.health import MISMATCH, STATUS
-from epmoe.exchange.node import PROGRESS_AT
-from epmoe.exchange.round_state import PROGRESS
+from epmoe.exchange.round_state import PROGRESS, PROGRESS_AT
 
 LONG = {"timeout_s": 300.0, "warmup_timeout_s": 300.0}
 AT_ONCE_S = 2.0

@@ -36,7 +36,16 @@ from epmoe.exchange.health import (
 )
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.outputs import output_rows, refuse_layout, y_of
-from epmoe.exchange.round_state import CLOSED, DISPATCHED, PROGRESS, RETURNING, SENT, RoundState
+from epmoe.exchange.round_state import (
+    CLOSED,
+    DISPATCHED,
+    LATCHED_AT,
+    PROGRESS,
+    PROGRESS_AT,
+    RETURNING,
+    SENT,
+    RoundState,
+)
 from epmoe.exchange.templates import Templates
 from epmoe.exchange.waiting import device_ends, interruptible
 from epmoe.exchange.window import Window
@@ -45,7 +54,6 @@ from epmoe.native import ops
 _written_to: list[object] = []  # what kernels that had not ended at a release may write
 _CODE, _NEEDED_ROWS = STATUS.index("code"), STATUS.index("needed_rows")
 _MISSING, _ABORTED, _ABORTED_EPOCH = map(STATUS.index, ("missing", "aborted", "aborted_epoch"))
-PROGRESS_AT = 200  # bytes: `progress` in `RoundState` of csrc/plan.h
 _SPIN_S = 1.0  # then the wait for an answer may take milliseconds longer, and notices a GPU in distress
 
 
@@ -256,6 +264,11 @@ class NodeExchange(Exchange):
         if self.plan.sizes["R"] > 1 and not self.failed:
             with suppress(RuntimeError):  # of a GPU in distress: the others run into their deadline
                 self.report("signal.error", 1 << self.rank)
+
+    @property
+    def latched(self) -> Tensor:
+        """int32 [1] on the device, not 0 once a wait, on GPUs a round, has failed."""
+        return self.views["state"][LATCHED_AT // 4 : LATCHED_AT // 4 + 1]
 
     def report(self, buffer: str, value: int) -> None:
         """Store a word into this rank's place in a buffer of every window. Waits for no rank."""

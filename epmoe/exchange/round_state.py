@@ -45,6 +45,9 @@ PERMITTED = (
 PROGRESS = ("phases", "deadline_ns", "missing", "counted_ns", "last_stream", "asked", "answer", "tag")
 _PHASES, _DEADLINE, _ASKED, _ANSWER, _TAG = map(PROGRESS.index, ("phases", "deadline_ns", "asked", "answer", "tag"))
 
+# Bytes from the start of the buffer "state" to fields of `RoundState` in csrc/plan.h.
+LATCHED_AT, PROGRESS_AT = 8, 200
+
 MAX_TAG = 65535  # `kMaxTag` in csrc/plan.h
 
 

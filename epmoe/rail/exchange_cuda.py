@@ -25,7 +25,6 @@ from epmoe.rail.exchange import HierarchicalExchange, Tags
 from epmoe.rail.memory import RailMemory
 from epmoe.rail.rail import DeviceWords, Load, Rail, Transfer
 
-_LATCHED = 8 // 4  # place of `latched` in `RoundState` of csrc/plan.h
 _SLEEP_S = 50e-6
 _PEEK_S = 0.2
 _PEEKED = ("rail.missed", "rail.total.counters", "rail.total.rows_sent")
@@ -47,18 +46,17 @@ class HierarchicalExchangeOnGPUs(HierarchicalExchange):
         super().__init__(config, node, memory, rail, everyone, global_ranks, deadlines)
         assert memory.differing is not None
         self._differing = c_int64.from_address(memory.differing.data_ptr())
-        self._latched = node.views["state"][_LATCHED : _LATCHED + 1]
         self._beside = torch.cuda.Stream(self.device, priority=-1)  # for `peek`
         self._peeked = {name: torch.zeros_like(self.views[name], device="cpu").pin_memory() for name in _PEEKED}
         self._last_stream: Any = None  # of the last round
         self._recording = Lock()
         missed = self.views["rail.missed"][memory.local : memory.local + 1]
-        rail.watch(WeakMethod(self.on_late), DeviceWords(self._latched, missed))
+        rail.watch(WeakMethod(self.on_late), DeviceWords(node.latched, missed))
 
     @property
     def failed_words(self) -> tuple[Tensor | None, Tensor | None]:
         """As `HierarchicalExchange.failed_words`."""
-        return self.views["rail.missed"], self._latched
+        return self.views["rail.missed"], self.node.latched
 
     def on_late(self) -> None:
         """A transfer has missed its deadline, or the node's exchange has failed; called on the rail's thread."""

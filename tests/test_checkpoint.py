@@ -55,10 +55,9 @@ def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_checkpoint_of_any_architecture_generates_the_tokens_of_one_process(architecture, tmp_path):
     result = demo.run_model(str(saved(architecture, tmp_path / architecture)), max_new_tokens=4)
     assert result.name == architecture
-    assert result.tokens_equal
-    assert result.max_logit_error <= 1e-5 * max(1.0, result.largest_logit)
-    assert len(result.tokens_per_expert) == 8
-    assert [len(text.split()) for text in result.texts] == [4]  # without a tokenizer, ids; also after an end of text
+    assert result.passed
+    assert len(result.load) == 8
+    assert [len(text.split()) for _, text in result.texts] == [4]  # without a tokenizer, ids; also after an end of text
 
 
 def test_a_checkpoint_brings_its_tokenizer(olmoe, tmp_path):
@@ -66,7 +65,7 @@ def test_a_checkpoint_brings_its_tokenizer(olmoe, tmp_path):
     shutil.copytree(olmoe, folder)
     PreTrainedTokenizerFast(tokenizer_object=demo.make_tokenizer()).save_pretrained(folder)
     result = demo.run_model(str(folder), max_new_tokens=4)
-    assert result.tokens_equal and not result.texts[0].replace(" ", "").isdecimal()
+    assert result.passed and not result.texts[0][1].replace(" ", "").isdecimal()
 
 
 def test_what_a_checkpoint_needs_is_known_beforehand(olmoe):

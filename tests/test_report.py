@@ -164,14 +164,14 @@ def test_the_time_of_a_model_is_all_in_named_stages() -> None:
 
     outcome = run_model("mixtral", max_new_tokens=4)
     for seconds, elapsed in (
-        *zip(outcome.seconds, outcome.elapsed, strict=True),
-        *zip(outcome.baseline_seconds, outcome.baseline_elapsed, strict=True),
+        *zip(outcome.stages, outcome.elapsed, strict=True),
+        *zip(outcome.baseline.stages, outcome.baseline.elapsed, strict=True),
     ):
         assert set(seconds) <= set(STAGES)
         assert sum(seconds.values()) == pytest.approx(elapsed, rel=0.02)
         assert min(seconds.values()) >= 0
-    assert {"attention", "route", "experts", "other layers", "loop"} == set(outcome.baseline_seconds[0])
-    assert {"set up", "dispatch", "combine"} <= set(outcome.seconds[0])
+    assert {"attention", "route", "experts", "other layers", "loop"} == set(outcome.baseline.stages[0])
+    assert {"set up", "dispatch", "combine"} <= set(outcome.stages[0])
 
 
 def test_the_means_of_stages_add_up_to_the_mean_time() -> None:

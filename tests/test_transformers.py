@@ -286,10 +286,9 @@ def test_demo_tokenizer_decodes_its_encoded_prompts():
 def test_the_demo_in_one_process(name):
     reports = []
     result = demo.run_model(name, max_new_tokens=6, progress=lambda *report: reports.append(report))
-    assert result.tokens_equal
-    assert result.max_logit_error <= 1e-5
+    assert result.passed
     assert result.rows_moved == 0
-    assert len(result.tokens_per_expert) == 24
+    assert len(result.load) == 24
     assert reports[-1] == ("distributed", 6, 6)
     assert not integration.shared()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from transformers.utils import logging
 import epmoe.integrations.transformers as integration
 from epmoe.cli.checkpoint import load_tokenizer
 from epmoe.cli.clock import StageClock
-from epmoe.config.config import EPConfig
-from epmoe.exchange.health import Health
+from epmoe.cli.result import Baseline, Check, Result, sum_counters
+from epmoe.config.placement import Placement
 
 PROMPTS = (
     "The mixture of experts sends every token to",
@@ -38,6 +37,9 @@ PROMPTS = (
 )
 """Rank r takes prompt r mod 8, so ranks bring batches of different lengths."""
 
+LOGIT_TOLERANCE = 1e-5  # absolute; the models run in fp32
+CHECKPOINT_TOLERANCE = 1e-4  # relative to the largest logit: a checkpoint has many more layers
+_RANDOM = "Weights are random and the model is tiny: the words have no meaning, the agreement has."
 _VOCABULARY = 240
 _SHAPE = {
     "vocab_size": _VOCABULARY,
@@ -79,48 +81,7 @@ Progress = Callable[[str, int, int], None]
 """Called with the stage ("reference" or "distributed"), the number of tokens generated so far, and their total."""
 
 
-@dataclass(frozen=True)
-class ModelResult:
-    """One model's run, the same on every rank; lists go by rank."""
-
-    name: str
-    architecture: str
-    prompts: list[str]
-    texts: list[str]
-    """What the distributed model generated."""
-    tokens_equal: bool
-    """Whether every rank generated the tokens of a single process."""
-    max_logit_error: float
-    """Largest absolute difference from the single process's logits, over all ranks and steps."""
-    traffic: list[list[int]]
-    """Rows sent [source rank][destination rank], over all layers."""
-    tokens_per_expert: list[int]
-    """Rows computed by each of the E experts, over all layers."""
-    seconds: list[dict[str, float]]
-    """Wall time of the distributed model by stage: those of `StageClock` and of `SharedExpertParallel`."""
-    elapsed: list[float]
-    """Wall time of the distributed model, measured as a whole."""
-    baseline_texts: list[str]
-    """What the single process generated."""
-    baseline_seconds: list[dict[str, float]]
-    """Wall time of the single process by stage. The ranks run theirs in turn."""
-    baseline_elapsed: list[float]
-    """Wall time of the single process, measured as a whole."""
-    logit_errors: list[list[float]]
-    """Largest absolute difference from the single process's logits, by rank and step."""
-    largest_logit: float
-    """Largest absolute logit of the single process."""
-    config: EPConfig
-    """Of the `ExpertParallel` that all layers share."""
-    health: list[Health]
-
-    @property
-    def rows_moved(self) -> int:
-        """Rows sent between different ranks."""
-        return sum(sum(row) - row[rank] for rank, row in enumerate(self.traffic))
-
-
-def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: Progress | None = None) -> ModelResult:
+def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: Progress | None = None) -> Result:
     """Generate greedily from this rank's prompt, in a single process and with the experts spread over all ranks.
 
     `name` is one of `MODELS`, or a folder with a checkpoint. Every rank of the default process group calls it with the
@@ -161,43 +122,57 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: P
         got, got_logits = generate(spread, ids, max_new_tokens, streamer, synced_gpus=size > 1)
 
     (layers,) = integration.shared()
-    health = layers.ep.health()
+    health, exchange = layers.ep.health(), layers.ep.config
     clock.divide("experts", layers.seconds, rest="other layers")
-    errors = (logits - got_logits).abs().amax(dim=1)
+    integration.close()
     mine = {
-        "prompts": prompt,
-        "texts": tokenizer.decode(got.tolist()),
+        "text": (prompt, tokenizer.decode(got.tolist())),
         "equal": torch.equal(tokens, got),
-        "errors": errors.tolist(),
+        "errors": (logits - got_logits).abs().amax(dim=1).tolist(),
         "largest": logits.abs().max().item(),
-        "seconds": clock.seconds,
+        "stages": clock.seconds,
         "elapsed": clock.elapsed,
-        "baseline_texts": tokenizer.decode(tokens.tolist()),
-        "baseline_seconds": alone.seconds,
-        "baseline_elapsed": alone.elapsed,
+        "alone_text": tokenizer.decode(tokens.tolist()),
+        "alone_stages": alone.seconds,
+        "alone_elapsed": alone.elapsed,
         "health": health,
     }
-    integration.close()
     of_ranks = _all_gather(mine, size)
     by_rank = {key: [one[key] for one in of_ranks] for key in mine}
-    return ModelResult(
-        name=Path(path).resolve().name if path == name else name,
-        architecture=architecture,
-        prompts=by_rank["prompts"],
-        texts=by_rank["texts"],
-        tokens_equal=all(by_rank["equal"]),
-        max_logit_error=torch.tensor(by_rank["errors"]).max().item(),  # NaN if any is
+    error = torch.tensor(by_rank["errors"]).max().item()  # NaN if any is
+    limit = LOGIT_TOLERANCE if name in MODELS else CHECKPOINT_TOLERANCE * max(1.0, *by_rank["largest"])
+    same = all(by_rank["equal"])
+    load = [count for one in by_rank["health"] for count in one.tokens_per_expert]
+    return Result(
+        name=name if name in MODELS else Path(path).resolve().name,
+        config=exchange,
+        facts={
+            "architecture": architecture,
+            "experts": f"{len(load)} on {size} ranks",
+            "generated": f"{max_new_tokens} tokens a rank",
+        },
+        checks=[
+            Check("same tokens as one process", "yes" if same else "no", same),
+            Check(f"logit error ≤ {limit:.0e}", f"{error:.1e}", error <= limit),
+        ],
+        placement=Placement.build(len(load), size),
         traffic=[one.rows_sent for one in by_rank["health"]],
-        tokens_per_expert=[count for one in by_rank["health"] for count in one.tokens_per_expert],
-        seconds=by_rank["seconds"],
+        load=load,
+        stages=by_rank["stages"],
         elapsed=by_rank["elapsed"],
-        baseline_texts=by_rank["baseline_texts"],
-        baseline_seconds=by_rank["baseline_seconds"],
-        baseline_elapsed=by_rank["baseline_elapsed"],
-        logit_errors=by_rank["errors"],
-        largest_logit=max(by_rank["largest"]),
-        config=layers.ep.config,
-        health=by_rank["health"],
+        rounds=max_new_tokens,
+        unit="token",
+        health=sum_counters(by_rank["health"]),
+        waited=[one.waited_s for one in by_rank["health"]],
+        texts=by_rank["text"],
+        baseline=Baseline(
+            texts=by_rank["alone_text"],
+            stages=by_rank["alone_stages"],
+            elapsed=by_rank["alone_elapsed"],
+            logit_errors=by_rank["errors"],
+            logit_limit=limit,
+        ),
+        note=_RANDOM if name in MODELS else "",
     )
 
 

@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from epmoe.cli.console import UserError, console, human_bytes, require
-from epmoe.cli.result import Baseline, Check, Result, sum_counters
+from epmoe.cli.result import Result
 from epmoe.cli.tables import show, summarise
 from epmoe.config.config import EPConfig
-from epmoe.config.placement import Placement
 from epmoe.exchange.window import available_memory_bytes
-
-if TYPE_CHECKING:
-    from epmoe.cli.demo import ModelResult
 
 
 class Model(StrEnum):
@@ -28,11 +23,6 @@ class Model(StrEnum):
     DEEPSEEK_V3 = "deepseek_v3"
     GPT_OSS = "gpt_oss"
     ALL = "all"
-
-
-LOGIT_TOLERANCE = 1e-5  # absolute; the models run in fp32
-_RANDOM = "Weights are random and the model is tiny: the words have no meaning, the agreement has."
-CHECKPOINT_TOLERANCE = 1e-4  # relative to the largest logit: a checkpoint has many more layers
 
 
 def model_names() -> list[str]:
@@ -105,48 +95,7 @@ def run_models(config: EPConfig, names: Sequence[str], steps: int, seed: int) ->
             ) -> None:
                 progress.update(stages[stage], completed=done, total=total)
 
-            outcome = run_model(name, max_new_tokens=steps, seed=seed, progress=report)
-        results.append(_result(outcome, config.topology.ep_size, steps, random=name in chosen))
+            results.append(run_model(name, max_new_tokens=steps, seed=seed, progress=report))
         show(results[-1])
     summarise(results)
     return results
-
-
-def _result(outcome: ModelResult, ranks: int, steps: int, random: bool) -> Result:
-    limit = LOGIT_TOLERANCE if random else CHECKPOINT_TOLERANCE * max(1.0, outcome.largest_logit)
-    error = outcome.max_logit_error
-    return Result(
-        name=outcome.name,
-        config=outcome.config,
-        facts={
-            "architecture": outcome.architecture,
-            "experts": f"{len(outcome.tokens_per_expert)} on {ranks} ranks",
-            "generated": f"{steps} tokens a rank",
-        },
-        checks=[
-            Check(
-                "same tokens as one process",
-                "yes" if outcome.tokens_equal else "no",
-                outcome.tokens_equal,
-            ),
-            Check(f"logit error ≤ {limit:.0e}", f"{error:.1e}", error <= limit),
-        ],
-        placement=Placement.build(len(outcome.tokens_per_expert), ranks),
-        traffic=outcome.traffic,
-        load=outcome.tokens_per_expert,
-        stages=outcome.seconds,
-        elapsed=outcome.elapsed,
-        rounds=steps,
-        unit="token",
-        health=sum_counters(outcome.health),
-        waited=[one.waited_s for one in outcome.health],
-        texts=list(zip(outcome.prompts, outcome.texts, strict=True)),
-        baseline=Baseline(
-            texts=outcome.baseline_texts,
-            stages=outcome.baseline_seconds,
-            elapsed=outcome.baseline_elapsed,
-            logit_errors=outcome.logit_errors,
-            logit_limit=limit,
-        ),
-        note=_RANDOM if random else "",
-    )

@@ -209,13 +209,12 @@ def test_error_in_the_experts_of_one_rank_keeps_the_ranks_in_step(entry_point, r
 @pytest.mark.parametrize("name", demo.MODELS)
 def test_the_demo(name, size):
     result = demo.run_model(name, max_new_tokens=8)
-    assert result.tokens_equal
-    assert result.max_logit_error <= FP32_LOGITS
-    assert len(result.texts) == len(result.prompts) == len(result.seconds) == size
-    pairs = sum(len(demo.make_tokenizer().encode(prompt).ids) + 7 for prompt in result.prompts)
+    assert result.passed
+    assert len(result.texts) == len(result.stages) == size
+    pairs = sum(len(demo.make_tokenizer().encode(prompt).ids) + 7 for prompt, _ in result.texts)
     config = demo.MODELS[name]
     layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
-    assert sum(result.tokens_per_expert) == pairs * layers * config["num_experts_per_tok"]
+    assert sum(result.load) == pairs * layers * config["num_experts_per_tok"]
     hops = 2 if nodes_of(size) else 1  # to a rank, by way of its node
-    assert sum(map(sum, result.traffic)) <= hops * sum(result.tokens_per_expert)
+    assert sum(map(sum, result.traffic)) <= hops * sum(result.load)
     assert 0 < result.rows_moved < sum(map(sum, result.traffic))

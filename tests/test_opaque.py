@@ -12,6 +12,7 @@ from helpers import distinct_ids, randn
 from test_compile import D, E, K, M, assert_same_bits, compiled, config, make_layer
 
 import epmoe
+from epmoe import opaque
 
 
 @pytest.fixture
@@ -77,11 +78,30 @@ def test_numbers_of_layers(ep):
         assert layer.order is ep.order and "order" not in layer.state_dict()
 
 
+def test_opcheck_of_a_layer_of_a_host_framework(device):
+    """It has parameters and no `order`, and the number that its name says."""
+
+    class Module:
+        pass
+
+    module, parameters = Module(), [randn(D).to(device), randn(D, seed=1).to(device)]
+    forward = lambda _, parameters, x, ids, weights: x * parameters[0] + parameters[1]  # noqa: E731
+    layers = [opaque.ModuleLayer(module, forward, name) for name in ("model.0", "model.1", "model.0", None)]
+    assert layers[0].layer_id == layers[2].layer_id != layers[1].layer_id and copy.copy(layers[0]) is None
+    args = randn(6, D).to(device), distinct_ids(6, E, K).to(device), torch.full((6, K), 0.25, device=device)
+    for layer in layers[1:]:
+        torch.library.opcheck(torch.ops.epmoe.moe.default, (*args, None, 6, None, parameters, None, layer.layer_id))
+        assert torch.equal(opaque.moe(layer, *args, None, None, parameters), args[0] * parameters[0] + parameters[1])
+        layer.release()
+        with pytest.raises(RuntimeError, match=f"no layer of this process has layer_id={layer.layer_id}"):
+            opaque.moe(layer, *args, None, None, parameters)
+
+
 def test_opcheck(ep):
     layer, x = make_layer(ep), randn(6, D).to(ep.device)
     real = torch.tensor(4, dtype=torch.int32, device=ep.device)
     ids, weights = distinct_ids(6, E, K).to(ep.device), torch.full((6, K), 0.25, device=ep.device)
     for routing in ((randn(6, E).to(ep.device), None), (ids, weights)):
         for num_tokens in (None, real):
-            args = (x, *routing, num_tokens, 6, None if num_tokens is None else 6, ep.order, layer.layer_id)
+            args = (x, *routing, num_tokens, 6, None if num_tokens is None else 6, [], ep.order, layer.layer_id)
             torch.library.opcheck(torch.ops.epmoe.moe.default, args)

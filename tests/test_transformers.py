@@ -21,17 +21,14 @@ import epmoe.integrations.transformers as integration
 from epmoe import EPTimeoutError
 from epmoe.cli import demo
 from epmoe.config.config import ConfigError
-from epmoe.integrations import grouped
-from epmoe.integrations import session as shared
+from epmoe.integrations.transformers import grouped, settings
 
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    monkeypatch.setattr(shared, "_settings", {})
-    monkeypatch.setattr(shared, "_group", None)
-    monkeypatch.setattr(shared, "_static", False)
+    monkeypatch.setattr(settings, "_settings", settings.Settings())
     yield
     integration.close()
 
@@ -212,7 +209,15 @@ def test_grad_mode_is_an_error_and_closes_the_round(requires_grad):
         experts(x, ids, weights)
 
 
-@pytest.mark.parametrize("where", ["native.ops.dispatch", "exchange.round_state.dispatched", "exchange.round_state.permit", "exchange.round_state.closed"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "native.ops.dispatch",
+        "exchange.round_state.dispatched",
+        "exchange.round_state.permit",
+        "exchange.round_state.closed",
+    ],
+)
 @torch.inference_mode()
 def test_an_exception_anywhere_in_a_round_closes_it(where, monkeypatch):
     """Before or behind what dispatch and combine send, as of a signal handler."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from epmoe import EPMismatchError, EPTimeoutError, ExpertParallel
 from epmoe.exchange import memory
-from epmoe.integrations.session import SharedExpertParallel
+from epmoe.integrations.batches import SharedExpertParallel
 
 M = 16
 LENGTHS = (0, 1, M, M + 1, 3 * M)

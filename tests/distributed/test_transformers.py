@@ -19,7 +19,7 @@ from spread_models import DEVICE, OneLayer, random_ids, single_and_spread
 import epmoe.integrations.transformers as integration
 from epmoe import EPAbortedError
 from epmoe.cli import demo
-from epmoe.integrations import session as shared
+from epmoe.integrations.transformers import settings
 
 pytestmark = pytest.mark.skipif(RANKS_SHARE_GPUS, reason="transformers gives GPU r to rank r")
 needs_ep = pytest.mark.skipif(not hasattr(integration, "EpmoeEP"), reason="EP implementations need transformers 5.23")
@@ -38,8 +38,9 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    monkeypatch.setattr(shared, "_settings", {"ranks_per_node": nodes_of(dist.get_world_size())})
-    monkeypatch.setattr(shared, "_group", None)
+    monkeypatch.setattr(
+        settings, "_settings", settings.Settings(keys={"ranks_per_node": nodes_of(dist.get_world_size())})
+    )
     yield
     integration.close()
 

@@ -78,8 +78,8 @@ def test_numbers_of_layers(ep):
         assert layer.order is ep.order and "order" not in layer.state_dict()
 
 
-def test_opcheck_of_a_layer_of_a_host_framework(device):
-    """It has parameters and no `order`, and the number that its name says."""
+def test_a_module_of_a_host_framework(device):
+    """Its parameters are arguments of the operator, and its number follows from its name."""
 
     class Module:
         pass
@@ -90,11 +90,12 @@ def test_opcheck_of_a_layer_of_a_host_framework(device):
     assert layers[0].layer_id == layers[2].layer_id != layers[1].layer_id and copy.copy(layers[0]) is None
     args = randn(6, D).to(device), distinct_ids(6, E, K).to(device), torch.full((6, K), 0.25, device=device)
     for layer in layers[1:]:
-        torch.library.opcheck(torch.ops.epmoe.moe.default, (*args, None, 6, None, parameters, None, layer.layer_id))
-        assert torch.equal(opaque.moe(layer, *args, None, None, parameters), args[0] * parameters[0] + parameters[1])
+        torch.library.opcheck(torch.ops.epmoe.module.default, (*args, parameters, layer.layer_id))
+        y = compiled(layer, "inductor")(*args, parameters)
+        assert torch.equal(y, args[0] * parameters[0] + parameters[1])
         layer.release()
         with pytest.raises(RuntimeError, match=f"no layer of this process has layer_id={layer.layer_id}"):
-            opaque.moe(layer, *args, None, None, parameters)
+            layer(*args, parameters)
 
 
 def test_opcheck(ep):
@@ -103,5 +104,5 @@ def test_opcheck(ep):
     ids, weights = distinct_ids(6, E, K).to(ep.device), torch.full((6, K), 0.25, device=ep.device)
     for routing in ((randn(6, E).to(ep.device), None), (ids, weights)):
         for num_tokens in (None, real):
-            args = (x, *routing, num_tokens, 6, None if num_tokens is None else 6, [], ep.order, layer.layer_id)
+            args = (x, *routing, num_tokens, 6, None if num_tokens is None else 6, ep.order, layer.layer_id)
             torch.library.opcheck(torch.ops.epmoe.moe.default, args)

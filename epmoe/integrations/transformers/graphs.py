@@ -1,8 +1,4 @@
-"""A module's experts in compiled graphs: one operator, `epmoe::moe`, exchange included.
-
-The module's parameters are arguments of the operator, because FSDP collects them anew in each pass. The operator
-changes none of its arguments, so that graphs with it become CUDA graphs.
-"""
+"""A module's experts in compiled graphs: one operator, `epmoe::module`, exchange included."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from epmoe.opaque import Forward, ModuleLayer, moe
+from epmoe.opaque import Forward, ModuleLayer
 
 _layers: WeakSet[ModuleLayer] = WeakSet()
 
@@ -24,7 +20,7 @@ def call(module: Any, forward: Forward, parameters: list[Tensor], x: Tensor, ids
     layer = _layer_of(module)
     if layer is None:
         return _outside_of_graphs(module, forward, parameters, x, ids, weights)
-    return moe(layer, x, ids, weights, None, None, parameters)
+    return layer(x, ids, weights, parameters)
 
 
 def allow_in_graphs(module: Any, forward: Forward) -> None:

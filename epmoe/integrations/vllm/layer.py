@@ -19,7 +19,7 @@ from epmoe.integrations.vllm.choice import Choice, chosen
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.integrations.vllm.sizes import Shape, logger, shared
 from epmoe.native.formats import SCALE_BLOCK
-from epmoe.opaque import ModuleLayer, moe
+from epmoe.opaque import ModuleLayer
 
 
 class EpmoeRoutedExperts(RoutedExperts):
@@ -74,7 +74,7 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
         ) -> Tensor:
             if x.device.type != "cpu":
                 return super().apply(layer, x, topk_weights, topk_ids, *shared, **named)
-            return moe(self.epmoe_layer, x, topk_ids, topk_weights, None)
+            return self.epmoe_layer(x, topk_ids, topk_weights)
 
         def epmoe_apply(self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
             return super().apply(layer, x, topk_weights, topk_ids, None, None)

@@ -133,7 +133,8 @@ class Resumable(HoldsWindows):
         self.close()
 
     @property
-    def _open(self) -> Exchange:
+    def exchange(self) -> Exchange:
+        """What carries the rounds, for integrations of a host. Raises EPStateError once this object is closed."""
         if self._exchange is None:
             raise EPStateError(self._why_unusable())
         return self._exchange

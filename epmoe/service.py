@@ -77,11 +77,11 @@ class ExpertParallel(Resumable):
 
         With one node these ids are physical experts. With several, they number the physical experts of this node.
         """
-        return self._open.views["table.expert_map"]
+        return self.exchange.views["table.expert_map"]
 
     def route(self, logits: Tensor, bias: Tensor | None = None, num_tokens: int | Tensor | None = None) -> Routing:
         """`epmoe.route` with the config's routing: logits [T, E] → ids int32 [T, K], weights fp32 [T, K]."""
-        exchange, model = self._open, self.config.model
+        exchange, model = self.exchange, self.config.model
         shape: tuple[int, ...] = getattr(logits, "shape", ())
         if len(shape) != 2 or shape[1] != model.num_experts or logits.device != self.device:
             check_tensor("logits", logits, FLOATS, ("T", model.num_experts), self.device)
@@ -140,7 +140,7 @@ class ExpertParallel(Resumable):
             EPMismatchError: the calls of the ranks did not match.
             EPTimeoutError: ranks did not arrive in time, or left. Ctrl-C, too, ends a wait, and leaves the round open.
         """
-        return self._open.dispatch(
+        return self.exchange.dispatch(
             new_call((x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens, tag))
         )
 
@@ -164,7 +164,7 @@ class ExpertParallel(Resumable):
         Other work can run between the two phases, such as the rounds of another `ExpertParallel`. No argument,
         `num_tokens` included, may be overwritten before `dispatch_recv` has returned.
         """
-        return self._open.dispatch_send(
+        return self.exchange.dispatch_send(
             new_call((x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens, tag))
         )
 
@@ -182,7 +182,7 @@ class ExpertParallel(Resumable):
             EPMismatchError: the calls of the ranks did not match.
             EPTimeoutError: ranks did not arrive in time.
         """
-        return self._open.dispatch_recv(sent)
+        return self.exchange.dispatch_recv(sent)
 
     def combine(self, expert_rows: Tensor, dispatched: Dispatched, *, out: Tensor | None = None) -> Tensor:
         """The weighted sum over each token's experts, from expert-major outputs. Collective.
@@ -207,12 +207,12 @@ class ExpertParallel(Resumable):
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
             EPAbortedError: other ranks have given the round up, on a GPU this one or an earlier one.
         """
-        return self._open.combine("expert", expert_rows, dispatched, out)
+        return self.exchange.combine("expert", expert_rows, dispatched, out)
 
     def combine_partial(self, partial: Tensor, dispatched: Dispatched, *, out: Tensor | None = None) -> Tensor:
         """As `combine`, for layout="rank": from rows [R, M, D] that a fused MoE has already weighted and summed over
         this rank's experts."""
-        return self._open.combine("rank", partial, dispatched, out)
+        return self.exchange.combine("rank", partial, dispatched, out)
 
     def combine_send(self, rows: Tensor, dispatched: Dispatched, *, out: Tensor | None = None) -> None:
         """The send phase of `combine`, with its errors: sends, and waits for no rank.
@@ -222,7 +222,7 @@ class ExpertParallel(Resumable):
             dispatched: the open round.
             out: what combine_recv returns, as of `combine`.
         """
-        self._open.combine_send(rows, dispatched, out)
+        self.exchange.combine_send(rows, dispatched, out)
 
     def combine_recv(self, dispatched: Dispatched) -> Tensor:
         """The receive phase of `combine`: waits for every rank's rows.
@@ -239,7 +239,7 @@ class ExpertParallel(Resumable):
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
             EPAbortedError: other ranks have given the round up, on a GPU this one or an earlier one.
         """
-        return self._open.combine_recv(dispatched)
+        return self.exchange.combine_recv(dispatched)
 
     def abort(self, dispatched: Sent | Dispatched | None = None) -> None:
         """Close a round that an exception left open, between any two calls. Collective: every rank aborts or combines.
@@ -260,7 +260,7 @@ class ExpertParallel(Resumable):
             EPAbortedError: other ranks have given the round up, on a GPU this one or an earlier one.
         """
         if dispatched is not None or self._exchange is not None:
-            self._open.abort(dispatched)
+            self.exchange.abort(dispatched)
 
     def skip(
         self,
@@ -295,7 +295,7 @@ class ExpertParallel(Resumable):
             EPMismatchError: an earlier call of the ranks did not match.
             EPTimeoutError: ranks did not end the last round in time.
         """
-        exchange = self._open
+        exchange = self.exchange
         call = exchange.templates.no_tokens(
             exchange.rounds.template, hidden_size, top_k, dtype, layout, apply_router_weight_on_input
         )
@@ -310,14 +310,13 @@ class ExpertParallel(Resumable):
         Args:
             tag: of the round.
         """
-        exchange = self._open
+        exchange = self.exchange
         last_round = exchange.rounds.count
         try:
-            yield
+            with exchange.aborting():
+                yield
         except BaseException:
-            if exchange.rounds.count != last_round:
-                exchange.abort_after(last_round)
-            elif exchange is self._exchange and not exchange.failed:
+            if exchange.rounds.count == last_round and exchange is self._exchange and not exchange.failed:
                 with suppress(RuntimeError):
                     self.skip(tag=tag)
             raise
@@ -328,11 +327,11 @@ class ExpertParallel(Resumable):
 
     def retune(self, tuning: Tuning) -> None:
         """Launch the kernels of rounds to come by this table, in place of the one that `exchange.tuning` names."""
-        self._open.retune(tuning)
+        self.exchange.retune(tuning)
 
     def memory_plan(self) -> MemoryPlan:
         """Every buffer of this rank, to the byte."""
-        return self._open.plan
+        return self.exchange.plan
 
     def health(self, wait: bool = True) -> Health:
         """Counts since the start, on this rank. Any thread may read them; not during the capture of a CUDA graph.
@@ -344,7 +343,7 @@ class ExpertParallel(Resumable):
         Returns:
             The counts, which never fall.
         """
-        return self._open.health(wait)
+        return self.exchange.health(wait)
 
     def poll(self) -> None:
         """Raise what kernels have reported so far. It never waits, and does not stop the device.
@@ -359,7 +358,7 @@ class ExpertParallel(Resumable):
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
             EPAbortedError: other ranks have given the round up, on a GPU this one or an earlier one.
         """
-        self._open.poll()
+        self.exchange.poll()
 
     def check(self, timeout_s: float | None = None) -> None:
         """Wait for everything that has been launched on the device, then `poll`.
@@ -372,7 +371,7 @@ class ExpertParallel(Resumable):
         Raises:
             EPTimeoutError: also where the device did not end within `timeout_s`.
         """
-        self._open.wait_for_device(timeout_s)
+        self.exchange.wait_for_device(timeout_s)
         self.poll()
 
     def __repr__(self) -> str:

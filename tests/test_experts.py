@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -39,23 +38,6 @@ def test_agrees_with_fp64(device, dtype, e, D, F, grouped):
     out = experts(rows, ends)
     assert out.shape == rows.shape and out.dtype == dtype
     assert_close(out[:used], _want(experts, rows[:used], ends.tolist()), slack=4)
-
-
-def test_loop_equals_grouped_mm(device):
-    experts = _experts(3, 64, 32, torch.float32, device)
-    rows, ends = randn(20, 64).to(device), torch.tensor([0, 7, 7, 20], dtype=torch.int32, device=device)
-    grouped = experts(rows, ends)
-    experts.gemm = "loop"
-    torch.testing.assert_close(experts(rows, ends), grouped)
-
-
-def test_fp64_uses_the_loop():
-    experts = _experts(2, 16, 8, torch.float64, torch.device("cpu"))
-    rows = randn(5, 16).double()
-    assert experts.gemm == "loop"
-    torch.testing.assert_close(
-        experts(rows, torch.tensor([0, 2, 5], dtype=torch.int32)), _want(experts, rows, [0, 2, 5])
-    )
 
 
 def test_no_rows_and_no_experts(device):
@@ -139,11 +121,6 @@ def test_to_casts_the_weights(device, dtype, e, D, F, grouped):
     assert_close(out, _want(experts, rows, ends.tolist()), dtype if dtype in FLOATS else torch.float32, slack=4)
 
 
-def test_to_moves_the_weights():
-    experts = _experts(2, 64, 32, torch.float32, torch.device("cpu")).to("meta")
-    assert experts.w_gate_up.device.type == experts.w_down.device.type == "meta"
-
-
 def test_weights_may_come_with_load_state_dict_assign():
     """A model made on the meta device takes the tensors of a checkpoint, here of another dtype."""
     experts = _experts(2, 64, 32, torch.float32, torch.device("cpu"))
@@ -169,12 +146,7 @@ def test_inference_mode(device, made_in_inference_mode):
 def test_deepcopy_and_pickle():
     experts = _experts(3, 64, 32, torch.float32, torch.device("cpu"))
     rows, ends = randn(20, 64), torch.tensor([0, 7, 7, 20], dtype=torch.int32)
-    saved = io.BytesIO()
-    torch.save(experts.state_dict(), saved)
-    saved.seek(0)
-    loaded = copy.deepcopy(experts)
-    loaded.load_state_dict(torch.load(saved, weights_only=True))
-    for other in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts)), loaded):
+    for other in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
         assert other.w_down.data_ptr() != experts.w_down.data_ptr()
         assert torch.equal(other(rows, ends), experts(rows, ends))
 
@@ -188,8 +160,3 @@ def test_autocast_changes_nothing(device, gemm):
     want = experts(rows, ends)
     with torch.autocast(device.type, torch.bfloat16):
         assert torch.equal(experts(rows, ends), want)
-
-
-def test_repr_says_the_shape():
-    experts = _experts(3, 64, 32, torch.bfloat16, torch.device("meta"))
-    assert repr(experts) == "GroupedExperts(e=3, D=64, F=32, bfloat16, gemm='torch')"

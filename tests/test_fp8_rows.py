@@ -103,7 +103,7 @@ def test_no_tokens(ep):
 def test_the_operator_checks_what_would_be_a_wild_pointer(ep):
     d = ep.dispatch(Q, IDS, WEIGHTS, scales=SCALES)
     ep.abort(d)
-    rest = (None, T, *ep._open.memory, d.sent.descriptor)
+    rest = (None, T, *ep.exchange.memory, d.sent.descriptor)
     for x, scales in ((Q, None), (Q.bfloat16(), SCALES), (Q, SCALES[:, :2]), (Q, SCALES.double())):
         with pytest.raises(RuntimeError, match="scales"):
             ops.dispatch(x, IDS, WEIGHTS, scales, *rest)

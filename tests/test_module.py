@@ -1,4 +1,7 @@
-"""MoELayer as the nn.Module that users expect: state_dict, casts and moves, autocast, deepcopy, shapes, wrong calls."""
+"""MoELayer in one process, which is a group of one: y, and the nn.Module that users expect, with its wrong calls.
+
+Over several ranks: tests/distributed/test_layers.py.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pickle
 
 import pytest
 import torch
-from helpers import assert_close, randn
+from helpers import FLOATS, assert_close, poison_, randn
 
 import epmoe
 from epmoe.local.reference import moe_reference, route_reference
@@ -27,15 +30,21 @@ CASTS = {
 }
 
 
-@pytest.fixture
-def ep(device):
-    config = epmoe.EPConfig(
+ROUTING = {"scoring": "sigmoid", "renormalize": True, "num_expert_groups": 4, "top_groups": 2}
+
+
+def make_config(**routing):
+    return epmoe.EPConfig(
         model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"},
-        routing={"scoring": "sigmoid", "renormalize": True},
+        routing=routing,
         topology={"ep_size": 1},
         capacity={"max_num_tokens_per_rank": M},
     )
-    with epmoe.ExpertParallel(config, device=device) as ep:
+
+
+@pytest.fixture
+def ep(device):
+    with epmoe.ExpertParallel(make_config(**ROUTING), device=device) as ep:
         yield ep
 
 
@@ -52,13 +61,31 @@ def make_layer(ep, bias=True):
 def want(layer, x):
     """The layer's output in fp64; rounding decides no choice of experts."""
     logits, bias = x.float().cpu() @ layer.router_weight.cpu().T, None if layer.bias is None else layer.bias.cpu()
-    ids, weights = route_reference(logits, K, scoring="sigmoid", renormalize=True, bias=bias)
+    ids, weights = route_reference(logits, K, bias=bias, **ROUTING)
     return moe_reference(x.cpu(), ids, weights, (layer.experts.w_gate_up.cpu(), layer.experts.w_down.cpu()))
 
 
 def assert_works(layer, dtype=torch.float32):
     x = randn(7, D, dtype=dtype, seed=9).to(layer.ep.device)
     assert_close(layer(x), want(layer, x), slack=4)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_equals_the_dense_layer(ep, dtype):
+    """Also in a dtype smaller than the config's."""
+    layer = make_layer(ep).to(dtype)
+    for T in (M, 1, 0):
+        x = randn(T, D, dtype=dtype, seed=T).to(ep.device)
+        assert_close(layer(x), want(layer, x), slack=4)
+
+
+def test_padding_yields_zeros_whatever_it_holds(ep):
+    layer, x = make_layer(ep), randn(M, D).to(ep.device)
+    poison_(x[7:])
+    for num_tokens in (7, torch.tensor(7, dtype=torch.int32, device=ep.device)):
+        y = layer(x, num_tokens=num_tokens)
+        assert_close(y[:7], want(layer, x[:7]))
+        assert y[7:].eq(0).all()
 
 
 @pytest.mark.parametrize("cast", CASTS)
@@ -150,13 +177,10 @@ def test_batches_of_sequences(ep, shape):
     assert y.shape == x.shape and torch.equal(y.view(-1, D), layer(x.view(-1, D)))
     turned = randn(shape[1], shape[0], D).to(ep.device).transpose(0, 1)
     assert torch.equal(layer(turned), layer(turned.contiguous()))
-
-
-def test_padding_behind_batches_of_sequences(ep):
-    layer = make_layer(ep)
-    x = randn(3, 5, D).to(ep.device)
-    y = layer(x, num_tokens=7).view(15, D)
-    assert torch.equal(y[:7], layer(x.view(15, D)[:7])) and y[7:].eq(0).all()
+    real = x.numel() // D // 2
+    y = layer(x, num_tokens=real).view(-1, D)
+    assert_close(y[:real], want(layer, x.view(-1, D)[:real]), slack=4)
+    assert y[real:].eq(0).all()
 
 
 X = torch.zeros(4, D)
@@ -185,13 +209,7 @@ X = torch.zeros(4, D)
     ],
 )
 def test_a_wrong_x_is_refused_before_anything_is_sent(x, error, message):
-    config = epmoe.EPConfig(
-        model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"},
-        routing={"scoring": "sigmoid", "renormalize": True},
-        topology={"ep_size": 1},
-        capacity={"max_num_tokens_per_rank": M},
-    )
-    with epmoe.ExpertParallel(config) as ep:
+    with epmoe.ExpertParallel(make_config(**ROUTING)) as ep:
         layer = make_layer(ep)
         for wrong_calls in (1, 2):
             rows_sent = ep.health().rows_sent
@@ -269,12 +287,7 @@ def test_repr_says_what_it_is(ep):
 @pytest.mark.parametrize("nan_rows", ["zero", "propagate"])
 def test_a_token_of_nan(device, nan_rows, scoring):
     """It is finite, or for whoever looks for it NaN; no other token changes, and padding is zeros either way."""
-    config = epmoe.EPConfig(
-        model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"},
-        routing={"scoring": scoring, "nan_rows": nan_rows},
-        topology={"ep_size": 1},
-        capacity={"max_num_tokens_per_rank": M},
-    )
+    config = make_config(scoring=scoring, nan_rows=nan_rows)
     with epmoe.ExpertParallel(config, device=device) as ep, torch.no_grad():
         layer, x = make_layer(ep), randn(6, D).to(device)
         layer.router_weight[0, :] = -torch.inf  # masks an expert where x is positive, and routing stays defined

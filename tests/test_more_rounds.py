@@ -1,8 +1,9 @@
-"""Whether any rank needs more rounds, in one process: what dispatch answers, and how the wait for an answer ends."""
+"""Whether a rank has more rounds, in one process: what a round tells, and how the wait for it ends."""
 
 from __future__ import annotations
 
 from ctypes import c_int64
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -23,65 +24,52 @@ CONFIG = epmoe.EPConfig(
 INPUTS = torch.randn(3, 64), torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)
 
 
-def test_dispatch_answers_where_it_is_asked():
+def test_a_round_tells_whether_more_follow():
     with epmoe.ExpertParallel(CONFIG) as ep:
-        for more in (True, False, True):
-            with ep._exchange.rounds.asking(more):
+        exchange = ep.exchange
+        for has_more in (True, False, True):
+            with exchange.rounds.telling(has_more):
                 dispatched = ep.dispatch(*INPUTS)
-            assert ep._exchange.has_more_rounds() is more
+            assert exchange.has_more_rounds() is has_more
             ep.combine(dispatched.rows, dispatched)
-            assert ep._exchange.has_more_rounds() is more
+            assert exchange.has_more_rounds() is has_more
+        dispatched = ep.dispatch(*INPUTS)  # tells nothing
+        ep.combine(dispatched.rows, dispatched)
+        assert not exchange.has_more_rounds()
+
+
+def test_a_call_that_fails_tells_nothing_in_the_next_one():
+    with epmoe.ExpertParallel(CONFIG) as ep:
+        exchange = ep.exchange
+        with pytest.raises(ValueError, match="`x` has 9 tokens"), exchange.rounds.telling(True):
+            ep.dispatch(torch.randn(9, 64), *INPUTS[1:])
         dispatched = ep.dispatch(*INPUTS)
         ep.combine(dispatched.rows, dispatched)
-        assert ep._exchange.rounds.answer is None  # this round did not ask
-        assert not ep._exchange.has_more_rounds()
+        assert not exchange.has_more_rounds()
 
 
-def test_a_call_that_fails_asks_nothing_of_the_next_one():
-    with epmoe.ExpertParallel(CONFIG) as ep:
-        with pytest.raises(ValueError, match="`x` has 9 tokens"), ep._exchange.rounds.asking(True):
-            ep.dispatch(torch.randn(9, 64), *INPUTS[1:])
-        ep.dispatch(*INPUTS)
-        ep.abort()
-        assert ep._exchange.rounds.answer is None
-
-
-def on_a_gpu(**options: object) -> SimpleNamespace:
-    """An exchange on a GPU in round 5, as far as `has_more_rounds` looks at it; kernels have answered round 4."""
-    progress = (c_int64 * len(PROGRESS))()
-    progress[PROGRESS.index("phases")], progress[ANSWER] = 4 * 5, 4 << 1 | 1
-    exchange = {"check": Mock(), "wait_for_device": Mock(side_effect=EPTimeoutError("dispatch", 5, [0], [0], "late"))}
-    return SimpleNamespace(
-        device=torch.device("cuda"),
-        rounds=RoundState(progress),
-        config=CONFIG,
-        **exchange | options,
-    )
-
-
-@pytest.mark.parametrize("more", [True, False])
-def test_the_answer_of_an_earlier_round_is_not_taken(more):
-    looks = iter(range(3))
-    exchange = on_a_gpu()
+@pytest.mark.parametrize("ends_by", ["an answer", "a failure", "a deadline"])
+def test_the_wait_on_a_gpu(ends_by, monkeypatch):
+    """In round 5, after an answer of round 4, which the wait must not take."""
+    progress, late = (c_int64 * len(PROGRESS))(), EPTimeoutError("dispatch", 5, [0], [0], "late")
+    progress[PROGRESS.index("phases")] = 4 * 5
+    progress[ANSWER], looks = 4 << 1 | 1, iter(range(3))
 
     def check() -> None:
-        if next(looks) == 2:
-            exchange.rounds.progress[ANSWER] = 5 << 1 | more
+        if next(looks) == 2 and ends_by == "a failure":
+            raise late
+        progress[ANSWER] = progress[ANSWER] if ends_by != "an answer" else 5 << 1
 
-    exchange.check = check
-    assert NodeExchange.has_more_rounds(exchange) is more
-
-
-def test_a_failure_that_kernels_report_ends_the_wait():
-    exchange = on_a_gpu(check=Mock(side_effect=[None, EPTimeoutError("dispatch", 5, [1], [1], "is missing")]))
-    with pytest.raises(EPTimeoutError, match="is missing"):
-        NodeExchange.has_more_rounds(exchange)
-    assert not exchange.wait_for_device.called
-
-
-def test_a_kernel_that_never_starts_ends_the_wait(monkeypatch):
-    monkeypatch.setattr("epmoe.exchange.node._SPIN_S", 0.0)
-    exchange = on_a_gpu()
-    with pytest.raises(EPTimeoutError, match="late"):
-        NodeExchange.has_more_rounds(exchange)
-    exchange.wait_for_device.assert_called_once_with(CONFIG.exchange.warmup_timeout_s)
+    if ends_by == "a deadline":
+        monkeypatch.setattr("epmoe.exchange.node._SPIN_S", 0.0)
+    wait = Mock(side_effect=late)
+    exchange = SimpleNamespace(
+        device=torch.device("cuda"), rounds=RoundState(progress), config=CONFIG, check=check, wait_for_device=wait
+    )
+    has_more_rounds = partial(NodeExchange.has_more_rounds, exchange)
+    if ends_by == "an answer":
+        assert not has_more_rounds()
+    else:
+        with pytest.raises(EPTimeoutError, match="late"):
+            has_more_rounds()
+    assert wait.called == (ends_by == "a deadline")

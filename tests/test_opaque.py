@@ -12,6 +12,7 @@ from helpers import distinct_ids, randn
 from test_compile import D, E, K, M, assert_same_bits, compiled, config, make_layer
 
 import epmoe
+from epmoe import opaque
 
 
 @pytest.fixture
@@ -75,6 +76,26 @@ def test_numbers_of_layers(ep):
             make_layer(ep, layer_id=wrong)
     for layer in (copy.deepcopy(layers[0]), layers[1].bfloat16(), layers[2].to(ep.device)):
         assert layer.order is ep.order and "order" not in layer.state_dict()
+
+
+def test_a_module_of_a_host_framework(device):
+    """Its parameters are arguments of the operator, and its number follows from its name."""
+
+    class Module:
+        pass
+
+    module, parameters = Module(), [randn(D).to(device), randn(D, seed=1).to(device)]
+    forward = lambda _, parameters, x, ids, weights: x * parameters[0] + parameters[1]  # noqa: E731
+    layers = [opaque.ModuleLayer(module, forward, name) for name in ("model.0", "model.1", "model.0", None)]
+    assert layers[0].layer_id == layers[2].layer_id != layers[1].layer_id and copy.copy(layers[0]) is None
+    args = randn(6, D).to(device), distinct_ids(6, E, K).to(device), torch.full((6, K), 0.25, device=device)
+    for layer in layers[1:]:
+        torch.library.opcheck(torch.ops.epmoe.module.default, (*args, parameters, layer.layer_id))
+        y = compiled(layer, "inductor")(*args, parameters)
+        assert torch.equal(y, args[0] * parameters[0] + parameters[1])
+        layer.release()
+        with pytest.raises(RuntimeError, match=f"no layer of this process has layer_id={layer.layer_id}"):
+            layer(*args, parameters)
 
 
 def test_opcheck(ep):

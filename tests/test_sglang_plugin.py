@@ -9,34 +9,34 @@ from importlib import import_module
 import pytest
 from helpers import ROOT
 
-from epmoe.integrations import sglang_plugin
+from epmoe.integrations import sglang
 
 
 def test_the_entry_point_names_the_plugin() -> None:
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["sglang.srt.plugins"]
     module, name = points["epmoe"].split(":")
-    assert getattr(import_module(module), name) is sglang_plugin.register
+    assert getattr(import_module(module), name) is sglang.register
 
 
 @pytest.mark.parametrize("value", [None, "", "0"])
 def test_does_nothing_unless_it_is_chosen(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "epmoe.integrations.sglang", raising=False)
+    monkeypatch.delitem(sys.modules, "epmoe.integrations.sglang.dispatcher", raising=False)
     monkeypatch.delenv("EPMOE_SGLANG", raising=False)
     if value is not None:
         monkeypatch.setenv("EPMOE_SGLANG", value)
-    sglang_plugin.register()
-    assert "epmoe.integrations.sglang" not in sys.modules
+    sglang.register()
+    assert "epmoe.integrations.sglang.dispatcher" not in sys.modules
 
 
 def test_an_unknown_value_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EPMOE_SGLANG", "yes")
     with pytest.raises(ValueError, match="EPMOE_SGLANG must be 0 or 1, got 'yes'"):
-        sglang_plugin.register()
+        sglang.register()
 
 
 def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "epmoe.integrations.sglang", raising=False)
+    monkeypatch.delitem(sys.modules, "epmoe.integrations.sglang.dispatcher", raising=False)
     monkeypatch.setitem(sys.modules, "sglang", None)  # as if it were not installed
     monkeypatch.setenv("EPMOE_SGLANG", "1")
     with pytest.raises(ImportError, match="epmoe.integrations.sglang needs SGLang 0.5.23"):
-        sglang_plugin.register()
+        sglang.register()

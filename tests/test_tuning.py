@@ -129,7 +129,7 @@ def test_the_fastest_launch_is_found(monkeypatch, tmp_path):
         return SimpleNamespace(ep=ep, sample=sample, check=lambda: None)
 
     def round_us(side, repeats, group):
-        descriptor = side.ep._open.descriptors.of(64, True, False)[1][0]
+        descriptor = side.ep.exchange.descriptors.of(64, True, False)[1][0]
         senders, _, team = (int(descriptor[i]) for i in LAUNCH)
         return 100 + abs((team or 8) - 4) + abs((senders or 99) - 99)
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from epmoe.integrations import session as shared
+from epmoe.integrations import batches
 
 
 class StageClock:
@@ -40,7 +40,7 @@ class StageClock:
         the model's forward pass is the stage loop.
         """
         hooks = [hook for name, module in model.named_modules() for hook in self._watch(model, name, module)]
-        shared.now, before = self.now, shared.now
+        batches.now, before = self.now, batches.now
         start = self.now()
         self._start("loop")
         try:
@@ -48,7 +48,7 @@ class StageClock:
         finally:
             self._stop()
             self.elapsed = self.now() - start
-            shared.now = before
+            batches.now = before
             for hook in hooks:
                 hook.remove()
 

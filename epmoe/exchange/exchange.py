@@ -7,7 +7,8 @@ of its node, and a rail to the other nodes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import get_ident
 
 import torch
@@ -142,7 +143,7 @@ class Exchange(ABC):
             What tells all ranks this number, waits for theirs, and returns the largest. Where an exception such as a
             Ctrl-C has ended it, another call takes it up again. It raises EPTimeoutError, which names the missing
             ranks, after the deadline of a round, or as soon as a rank has ended. None on one node, whose rounds
-            themselves say whether a rank needs another one: see `RoundState.asking`.
+            themselves say whether a rank needs another one: see `RoundState.telling`.
 
         Raises:
             EPTimeoutError: an earlier call has timed out.
@@ -151,7 +152,9 @@ class Exchange(ABC):
 
     @abstractmethod
     def has_more_rounds(self) -> bool:
-        """Whether any rank needs a round after the last one, which asked. On GPUs it waits for the kernel of dispatch.
+        """Whether any rank has more rounds after the last one, in which all told it.
+
+        On GPUs it waits for the kernel of dispatch.
 
         On the CPU dispatch has the answer when it returns. A round that was given up before has it once every rank has
         closed the round, for which this waits.
@@ -217,10 +220,16 @@ class Exchange(ABC):
         finally:
             self.thread = 0
 
-    def abort_after(self, epoch: int) -> None:
-        """`abort` of a round after `epoch`, if this thread has opened one: for a caller that passes an exception on."""
-        if self.rounds.opened_after(epoch):
-            self.abort(None)
+    @contextmanager
+    def aborting(self) -> Iterator[None]:
+        """Within it the caller runs a round. An exception aborts the round, if this thread has opened it."""
+        before = self.rounds.count
+        try:
+            yield
+        except BaseException:
+            if self.rounds.opened_after(before):
+                self.abort(None)
+            raise
 
     def check_open(self, handle: Sent | Dispatched) -> None:
         """`check`, in an open round. On the CPU every rank sees a mismatch in the same round, and closes this round."""

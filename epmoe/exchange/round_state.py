@@ -157,12 +157,12 @@ class RoundState:
         self.progress[_DEADLINE] = 0
 
     @contextmanager
-    def asking(self, more: bool) -> Iterator[None]:
-        """Within it the thread calls dispatch once, both phases, and says whether this rank needs a round after that.
+    def telling(self, has_more: bool | None) -> Iterator[None]:
+        """Within it the thread calls dispatch once, both phases, and tells whether this rank has more rounds.
 
-        All ranks ask, or none. A round that does not ask pays nothing.
+        All ranks tell it, or none. A round that tells nothing, with None, pays nothing.
         """
-        self.progress[_ASKED] = self.count + 1 << 1 | more
+        self.progress[_ASKED] = 0 if has_more is None else self.count + 1 << 1 | has_more
         try:
             yield
         finally:
@@ -170,7 +170,7 @@ class RoundState:
 
     @property
     def answer(self) -> bool | None:
-        """Whether any rank needs a round after the last one, which asked; None: not known yet."""
+        """Whether any rank has more rounds after the last one, in which all told it; None: not known yet."""
         answer: int = self.progress[_ANSWER]
         return bool(answer & 1) if answer >> 1 == self.count else None
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from epmoe.exchange.health import COUNTERS
+from epmoe.exchange.health import COUNTERS, EPStateError
 from epmoe.service import ExpertParallel
 
 _TEXTS = {
@@ -59,10 +59,10 @@ class HealthCollector(Collector):
         waited = _counter("wait_seconds", "Seconds that this rank has waited for each rank", "source")
         aborted = _counter("aborted_rounds", "Rounds that each rank has given up", "source")
         for name, ep in self._exchanges.items():
-            exchange = ep._exchange
-            if exchange is None:  # closed
+            try:
+                health, labels = ep.health(wait=False), [name, str(ep.rank)]
+            except EPStateError:  # it is closed
                 continue
-            health, labels = exchange.health(wait=False), [name, str(ep.rank)]
             rounds.add_metric(labels, health.rounds)
             for counter, family in counters.items():
                 family.add_metric(labels, getattr(health, counter))

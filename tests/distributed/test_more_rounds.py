@@ -16,7 +16,8 @@ from torch import Tensor
 
 from epmoe import EPMismatchError, EPTimeoutError, ExpertParallel
 from epmoe.exchange import memory
-from epmoe.integrations.session import SharedExpertParallel
+from epmoe.exchange.handles import Dispatched
+from epmoe.integrations.batches import SharedExpertParallel
 
 M = 16
 LENGTHS = (0, 1, M, M + 1, 3 * M)
@@ -134,15 +135,15 @@ def test_a_signal_in_a_wait_keeps_the_ranks_in_step(make_layers, late_in, rank, 
     if size == 1 or nodes_of(size):
         pytest.skip("rank 0 waits for nobody, or the ranks have agreed before")
     layers = make_layers(timeout_s=LONG_S)
-    config, ep, one_round = layers.ep.config, layers.ep, layers._round
+    config, ep, dispatch = layers.ep.config, layers.ep, layers.ep.dispatch
     check(layers, [1] * size)
     before, first = ep.health().rounds, (late_in - 1) * M
     tokens = make_tokens(config, rank, 3 * M if rank else first + 1, seed=4)
 
-    def late(*args: object, **options: object) -> Tensor:
+    def late(*args: object, **options: object) -> Dispatched:
         if ep.health().rounds - before == late_in - 1:
             time.sleep(1.5)
-        return one_round(*args, **options)
+        return dispatch(*args, **options)
 
     dist.barrier()
     with within(60.0):
@@ -150,14 +151,14 @@ def test_a_signal_in_a_wait_keeps_the_ranks_in_step(make_layers, late_in, rank, 
             with ctrl_c(after_s=0.7):
                 run(layers, tokens)
         else:
-            monkeypatch.setattr(layers, "_round", late)
+            monkeypatch.setattr(ep, "dispatch", late)
             assert_lost(run(layers, tokens), ep, tokens, first)
         assert ep.health().rounds - before == 3
         check(layers, [LENGTHS[(r + 2) % len(LENGTHS)] for r in range(size)])
 
 
 def test_a_rank_that_does_not_come(make_layers, rank, size):
-    """The look for another round ends as every other wait does."""
+    """The wait for whether a rank has more rounds ends as every other wait does."""
     layers = make_layers(timeout_s=1.0)
     if rank < size - 1:
         with within(30.0), pytest.raises(EPTimeoutError, match="synced_gpus=True") as caught:

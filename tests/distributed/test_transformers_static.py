@@ -18,7 +18,7 @@ from transformers import CompileConfig
 
 import epmoe.integrations.transformers as integration
 from epmoe.cli import demo
-from epmoe.integrations import session as shared
+from epmoe.integrations.transformers import settings
 
 pytestmark = pytest.mark.skipif(RANKS_SHARE_GPUS, reason="transformers gives GPU r to rank r")
 needs_ep = pytest.mark.skipif(not hasattr(integration, "EpmoeEP"), reason="EP implementations need transformers 5.23")
@@ -33,9 +33,7 @@ M = 32
 
 @pytest.fixture(autouse=True)
 def _static(monkeypatch):
-    monkeypatch.setattr(shared, "_settings", {})
-    monkeypatch.setattr(shared, "_group", None)
-    monkeypatch.setattr(shared, "_static", False)
+    monkeypatch.setattr(settings, "_settings", settings.Settings())
     torch.compiler.reset()
     integration.configure(
         static=True,
@@ -157,7 +155,7 @@ def test_a_longer_batch_is_an_error_before_anything_is_sent(entry_point, rank):
 @needs_ep
 def test_kernels_that_need_counts_on_the_host(rank, monkeypatch):
     """In ordinary mode they run, and in static mode they are an error before anything is sent."""
-    monkeypatch.setattr(integration, "can_group", lambda experts: False)
+    monkeypatch.setattr("epmoe.integrations.transformers.ep_implementation.can_group", lambda experts: False)
     layer = OneLayer("gpt_oss", "ep_implementation", DTYPE)
     inputs = layer.inputs(9 + rank, 4, seed=rank)
     with pytest.raises(ValueError, match="static mode needs experts"):

@@ -73,7 +73,7 @@ from sglang.srt.plugins import hook_registry, load_plugins  # noqa: E402
 from sglang.srt.runtime_context import SpawnRanks, get_context, get_parallel, publish  # noqa: E402
 
 from epmoe import quantize_fp8  # noqa: E402
-from epmoe.integrations import sglang_plugin  # noqa: E402
+from epmoe.integrations import sglang  # noqa: E402
 
 __all__ = [
     "ModelRunner", "StandardTopKOutput", "block_fp8", "data_parallel", "layer_module", "load_plugins_of_epmoe",
@@ -84,7 +84,7 @@ __all__ = [
 def load_plugins_of_epmoe() -> None:
     """What every process of SGLang does first. A tree on the path that is not installed has no entry point."""
     if not any(entry.name == "epmoe" for entry in entry_points(group="sglang.srt.plugins")):
-        sglang_plugin.register()
+        sglang.register()
         hook_registry.HookRegistry.apply_hooks()
     load_plugins()
 

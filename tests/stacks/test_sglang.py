@@ -20,7 +20,8 @@ from sglang.srt.plugins import hook_registry
 from torch import Tensor, nn
 
 from epmoe import EPTimeoutError, quantize_fp8
-from epmoe.integrations import sglang, sglang_plugin
+from epmoe.integrations.sglang import VARIABLE
+from epmoe.integrations.sglang import dispatcher as sglang
 from epmoe.local.reference import moe_reference
 
 E, K, D, F = 16, 4, 256, 128
@@ -30,7 +31,7 @@ DEVICE = torch.device("cuda" if host.CUDA else "cpu")
 
 @pytest.fixture(scope="module", autouse=True)
 def _sglang() -> Iterator[None]:
-    os.environ[sglang_plugin.VARIABLE] = "1"
+    os.environ[VARIABLE] = "1"
     os.environ |= {"EPMOE_EXCHANGE__TIMEOUT_S": "60", "EPMOE_EXCHANGE__WARMUP_TIMEOUT_S": "120"}
     host.load_plugins_of_epmoe()
     host.start()

@@ -49,8 +49,7 @@ def test_a_step_takes_the_smallest_size_that_holds_it() -> None:
         assert made.of_step() is made.exchanges[-1], "outside of a step: the largest"
         assert made.window_bytes() < 2.2 * made.exchanges[-1].memory_plan().window_bytes
     finally:
-        for ep in made.exchanges:
-            ep.close()
+        made.close()
         dist.destroy_process_group()
 
 
@@ -61,5 +60,5 @@ def test_a_failure_on_the_device_ends_the_worker(monkeypatch: pytest.MonkeyPatch
     polls = iter([lambda: None, lambda: None, fail])
     killed = []
     monkeypatch.setattr(os, "kill", lambda *arguments: killed.append(arguments))
-    sizes.watch([SimpleNamespace(poll=lambda: next(polls)())], interval_s=0)
+    sizes.watch(SimpleNamespace(poll=lambda: next(polls)()), interval_s=0)
     assert killed == [(os.getpid(), signal.SIGTERM)]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_ep_group
-from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts, FusedMoEKernel
@@ -20,6 +19,7 @@ from epmoe.integrations.vllm.choice import Choice, chosen
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.integrations.vllm.sizes import Shape, logger, shared
 from epmoe.native.formats import SCALE_BLOCK
+from epmoe.opaque import ModuleLayer
 
 
 class EpmoeRoutedExperts(RoutedExperts):
@@ -36,7 +36,13 @@ class EpmoeRoutedExperts(RoutedExperts):
         base: Any = type(method)
         method.__class__ = _with_epmoe(base)
         method.epmoe_choice = choice
+        method.epmoe_layer = ModuleLayer(self, _forward, name=prefix)
         return method
+
+
+def _forward(layer: RoutedExperts, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    y: Tensor = layer.quant_method.epmoe_apply(layer, x, weights, ids)
+    return y.clone(memory_format=torch.contiguous_format)  # it may lie in vLLM's workspace
 
 
 @cache
@@ -49,6 +55,7 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
 
     class Method(base):
         epmoe_choice: Choice
+        epmoe_layer: ModuleLayer
         moe_kernel: FusedMoEKernel | None
 
         def process_weights_after_loading(self, layer: RoutedExperts) -> None:
@@ -67,21 +74,13 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
         ) -> Tensor:
             if x.device.type != "cpu":
                 return super().apply(layer, x, topk_weights, topk_ids, *shared, **named)
-            output = torch.empty_like(x)
-            torch.ops.epmoe_vllm.experts(output, x, topk_weights, topk_ids, layer.layer_name)
-            return output
+            return self.epmoe_layer(x, topk_ids, topk_weights)
 
         def epmoe_apply(self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
             return super().apply(layer, x, topk_weights, topk_ids, None, None)
 
     Method.__name__ = base.__name__  # which vLLM's loaders of weights look at
     return Method
-
-
-@torch.library.custom_op("epmoe_vllm::experts", mutates_args=("output",))
-def _experts(output: Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer_name: str) -> None:
-    layer = get_forward_context().no_compile_layers[layer_name].routed_experts
-    output.copy_(layer.quant_method.epmoe_apply(layer, x, topk_weights, topk_ids))
 
 
 def _warn(reason: str) -> None:
@@ -130,18 +129,10 @@ def _make_exchange(layer: RoutedExperts, experts: FusedMoEExperts, choice: Choic
     )
     ubatches = range(parallel.num_ubatches if parallel.use_ubatching else 1)
     arguments = get_ep_group().cpu_group, layer.w13_weight.device, choice.exchange
-    made = [shared(shape, ubatch, *arguments) for ubatch in ubatches]
-    exchanges = [sizes for sizes, _ in made]
+    exchanges = [shared(shape, ubatch, *arguments) for ubatch in ubatches]
     ep = exchanges[0].exchanges[0]
     if layer.expert_map is not None and layer.expert_map.tolist() != ep.placement.expert_map(ep.rank).tolist():
         raise ValueError("vLLM places the experts otherwise than epmoe")
-    if made[0][1]:
-        logger.info(
-            "epmoe exchanges the tokens of the experts: layout %s, rank %d of %d, windows of %.1f MiB for up to %d "
-            "tokens a step, in %d sizes",
-            choice.layout, ep.rank, ep.size, sum(sizes.window_bytes() for sizes in exchanges) / 2**20,
-            moe.max_num_tokens, len(exchanges[0].exchanges),
-        )  # fmt: skip
     return EpmoePrepareAndFinalize(exchanges, choice.layout, overlap=parallel.use_ubatching)
 
 

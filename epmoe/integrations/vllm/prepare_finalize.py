@@ -80,80 +80,59 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     def supports_async(self) -> bool:
         return self.overlap
 
-    def prepare(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-        defer_input_quant: bool = False,
-    ) -> mk.PrepareResultType:
-        """This rank's tokens a1 [T, D] → the rows of its experts, their scales, counts, ids and weights."""
-        ep = self._exchange()
-        with ep.giving_up(self._tag):
-            dispatched = ep.dispatch(a1, topk_ids, topk_weights, **self._options(apply_router_weight_on_input))
-        return self._received(ep, dispatched, expert_map, apply_router_weight_on_input, quant_config, defer_input_quant)
+    def prepare(self, *arguments: Any, **named: Any) -> mk.PrepareResultType:
+        """This rank's tokens a1 [T, D] → the rows of its experts, their scales, counts, ids and weights.
 
-    def prepare_async(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-        defer_input_quant: bool = False,
-    ) -> tuple[Callable[[], None], mk.ReceiverType]:
-        """Sends, and returns what waits for the other ranks and what then returns the result of `prepare`."""
-        ep = self._exchange()
+        Takes the arguments of `_inputs`.
+        """
+        ep, inputs, options, on_arrival = self._inputs(*arguments, **named)
         with ep.giving_up(self._tag):
-            sent = ep.dispatch_send(a1, topk_ids, topk_weights, **self._options(apply_router_weight_on_input))
+            dispatched = ep.dispatch(*inputs, **options)
+        return self._received(ep, dispatched, *on_arrival)
+
+    def prepare_async(self, *arguments: Any, **named: Any) -> tuple[Callable[[], None], mk.ReceiverType]:
+        """Sends, and returns what waits for the other ranks and what then returns the result of `prepare`."""
+        ep, inputs, options, on_arrival = self._inputs(*arguments, **named)
+        with ep.giving_up(self._tag):
+            sent = ep.dispatch_send(*inputs, **options)
         received: list[Dispatched] = []
-        on_arrival = expert_map, apply_router_weight_on_input, quant_config, defer_input_quant
         return lambda: received.append(ep.dispatch_recv(sent)), lambda: self._received(ep, received.pop(), *on_arrival)
 
-    def finalize(
-        self,
-        output: Tensor,
-        fused_expert_output: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: mk.TopKWeightAndReduce,
-    ) -> None:
-        """The outputs of this rank's experts → output [T, D], the sums of this rank's tokens."""
+    def finalize(self, output: Tensor, *arguments: Any, **named: Any) -> None:
+        """The outputs of this rank's experts → output [T, D], the sums of this rank's tokens.
+
+        Takes the arguments of `_reduced`.
+        """
         ep, dispatched = self._round()
-        reduce_arguments = fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
-        rows = self._reduced(dispatched, weight_and_reduce_impl, *reduce_arguments)
         combine = ep.combine if self.layout == "expert" else ep.combine_partial
-        combine(rows, dispatched, out=output)
+        combine(self._reduced(*arguments, **named), dispatched, out=output)
 
     def finalize_async(
-        self,
-        output: Tensor,
-        fused_expert_output: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: mk.TopKWeightAndReduce,
+        self, output: Tensor, *arguments: Any, **named: Any
     ) -> tuple[Callable[[], object], Callable[[], None]]:
         """Sends, and returns what waits for the other ranks and writes `output`, and what has nothing left to do."""
         ep, dispatched = self._round()
-        reduce_arguments = fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
-        ep.combine_send(self._reduced(dispatched, weight_and_reduce_impl, *reduce_arguments), dispatched, out=output)
+        ep.combine_send(self._reduced(*arguments, **named), dispatched, out=output)
         return lambda: ep.combine_recv(dispatched), lambda: None
 
-    def _options(self, apply_router_weight_on_input: bool) -> dict[str, Any]:
-        """Of dispatch. In layout `rank` the weights are applied on arrival: dispatch has one row for all of a token."""
+    def _inputs(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+        defer_input_quant: bool = False,
+    ) -> tuple[ExpertParallel, tuple[Tensor, Tensor, Tensor], dict[str, Any], tuple[Any, ...]]:
+        """The exchange of this step, the arguments and options of dispatch, and those of `_received`."""
+        ep = self.exchanges[dbo_current_ubatch_id()].of_step()
+        # In layout `rank` the weights are applied on arrival: dispatch has one row for all experts of a token.
         weigh = apply_router_weight_on_input and self.layout == "expert"
-        return {"layout": self.layout, "apply_router_weight_on_input": weigh, "tag": self._tag}
-
-    def _exchange(self) -> ExpertParallel:
-        return self.exchanges[dbo_current_ubatch_id()].of_step()
+        options = {"layout": self.layout, "apply_router_weight_on_input": weigh, "tag": self._tag}
+        on_arrival = expert_map, apply_router_weight_on_input, quant_config, defer_input_quant
+        return ep, (a1, topk_ids, topk_weights), options, on_arrival
 
     def _round(self) -> _Round:
         """The open round of this micro-batch, which ends now."""
@@ -202,15 +181,15 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
 
     def _reduced(
         self,
-        dispatched: Dispatched,
-        weight_and_reduce: mk.TopKWeightAndReduce,
         fused_expert_output: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
         apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: mk.TopKWeightAndReduce,
     ) -> Tensor:
         """The experts' outputs as combine takes them: [N, D] expert-major, or [R, M, D]."""
-        if isinstance(weight_and_reduce, TopKWeightAndReduceDelegate):
-            weight_and_reduce = TopKWeightAndReduceContiguous()
-        rows = weight_and_reduce.apply(None, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input)
+        reduce = weight_and_reduce_impl
+        if isinstance(reduce, TopKWeightAndReduceDelegate):
+            reduce = TopKWeightAndReduceContiguous()
+        rows = reduce.apply(None, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input)
         return rows if self.layout == "expert" else rows.view(self._num_ranks, -1, rows.shape[-1])

@@ -13,7 +13,6 @@ import signal
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,7 +24,7 @@ from vllm.logger import init_logger
 from epmoe.config.config import EPConfig
 from epmoe.exchange.handles import Layout
 from epmoe.exchange.health import EPMismatchError, EPOrderError, EPTimeoutError
-from epmoe.native.arguments import dtype_name
+from epmoe.integrations.session import Session, make_config
 from epmoe.service import ExpertParallel
 
 logger = init_logger("vllm.epmoe")  # vLLM shows what is logged below "vllm"
@@ -79,31 +78,48 @@ class Sizes:
         """Bytes of all windows of this rank."""
         return sum(ep.memory_plan().window_bytes for ep in self.exchanges)
 
+    def poll(self) -> None:
+        """`ExpertParallel.poll` of every size."""
+        for ep in self.exchanges:
+            ep.poll()
 
-_shared: dict[tuple[Shape, int, dist.ProcessGroup], Sizes] = {}
+    def close(self) -> None:
+        """`ExpertParallel.close` of every size."""
+        for ep in self.exchanges:
+            ep.close()
+
+
+_session: Session[Sizes] = Session()
 
 
 def shared(
     shape: Shape, ubatch: int, group: dist.ProcessGroup, device: torch.device, settings: dict[str, Any]
-) -> tuple[Sizes, bool]:
-    """The exchanges of all layers of this shape, for one micro-batch, and whether this call made them (collective)."""
-    key = (shape, ubatch, group)
-    if new := key not in _shared:
-        _shared[key] = sizes = Sizes.make(shape, group, device, settings)
+) -> Sizes:
+    """The exchanges of all layers of this shape, for one micro-batch; the first call makes them and is collective."""
+
+    def make(ep_size: int) -> Sizes:
+        sizes = Sizes.make(shape, group, device, settings)
+        ep = sizes.exchanges[-1]
+        logger.info(
+            "epmoe exchanges the tokens of the experts: layout %s, rank %d of %d, windows of %.1f MiB for up to %d "
+            "tokens a step, in %d sizes",
+            shape.layout, ep.rank, ep_size, sizes.window_bytes() / 2**20, shape.max_tokens, len(sizes.exchanges),
+        )  # fmt: skip
         if device.type == "cuda":
-            threading.Thread(target=watch, args=(sizes.exchanges,), name="epmoe", daemon=True).start()
-    return _shared[key], new
+            threading.Thread(target=watch, args=(sizes,), name="epmoe", daemon=True).start()
+        return sizes
+
+    return _session.share((shape, ubatch), group, device, make)
 
 
-def watch(exchanges: Sequence[ExpertParallel], interval_s: float = 1.0) -> None:
+def watch(sizes: Sizes, interval_s: float = 1.0) -> None:
     """End this worker, as vLLM expects of a failed one, once an exchange has failed on the GPU.
 
     vLLM replays CUDA graphs, which after a failure yield zeros and raise nothing.
     """
     try:
         while True:
-            for ep in exchanges:
-                ep.poll()
+            sizes.poll()
             time.sleep(interval_s)
     except (EPTimeoutError, EPMismatchError, EPOrderError) as error:
         logger.critical("epmoe: %s: this worker ends", error)
@@ -116,15 +132,9 @@ def _config(shape: Shape, max_tokens: int, ep_size: int, settings: dict[str, Any
         timeouts["warmup_timeout_s"] = max(TIMEOUT_S, settings["timeout_s"])
     # Rank-major rows are R·M; the expert-major ones, up to R·M·K, then need no memory.
     no_rows = {"max_expert_rows": 1, "on_overflow": "drop"} if shape.layout == "rank" else {}
-    return EPConfig(
-        model={
-            "num_experts": shape.num_experts,
-            "num_experts_per_tok": shape.top_k,
-            "hidden_size": shape.hidden_size,
-            "dtype": dtype_name(shape.dtype),
-        },
-        topology={"ep_size": ep_size},
-        placement={"strategy": shape.placement},
-        capacity={"max_num_tokens_per_rank": max_tokens, **no_rows},
-        exchange={"payload": shape.payload, **timeouts, **settings},
-    )
+    sections: dict[str, dict[str, Any]] = {
+        "placement": {"strategy": shape.placement},
+        "capacity": {"max_num_tokens_per_rank": max_tokens, **no_rows},
+        "exchange": {"payload": shape.payload, **timeouts, **settings},
+    }
+    return make_config(shape.num_experts, shape.top_k, shape.hidden_size, shape.dtype, ep_size, sections)

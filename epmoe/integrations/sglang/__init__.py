@@ -1,4 +1,9 @@
-"""What SGLang loads from the entry point `sglang.srt.plugins`. It imports the integration only if it is asked for."""
+"""epmoe in SGLang: a plugin that carries tokens in place of DeepEP, in the backend `deepep_v2`.
+
+SGLang finds `register` by the entry point `sglang.srt.plugins`. The plugin acts only where EPMOE_SGLANG=1 chooses it:
+
+    EPMOE_SGLANG=1 python -m sglang.launch_server --model-path MODEL --tp 2 --moe-a2a-backend deepep_v2
+"""
 
 from __future__ import annotations
 
@@ -16,6 +21,6 @@ def register() -> None:
     if chosen not in ("", "0", "1"):
         raise ValueError(f"environment variable {VARIABLE} must be 0 or 1, got {chosen!r}")
     if chosen == "1":
-        from epmoe.integrations.sglang import register_hooks
+        from epmoe.integrations.sglang.dispatcher import register_hooks
 
         register_hooks()

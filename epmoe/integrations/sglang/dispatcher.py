@@ -1,4 +1,4 @@
-"""epmoe in SGLang: the exchange of `--moe-a2a-backend deepep_v2`, in place of DeepEP's. Chosen by EPMOE_SGLANG=1.
+"""SGLang's dispatcher of `--moe-a2a-backend deepep_v2`, in place of DeepEP's.
 
     x, ids, weights ─ dispatch ─▶ rows [n,D], psum [e] ─ SGLang's DeepGEMM runner ─▶ rows [n,D] ─ combine ─▶ y [T,D]
 
@@ -12,12 +12,12 @@ import logging
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import epmoe
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.exchange.handles import Dispatched
+from epmoe.integrations.session import Session, make_config
 from epmoe.service import ExpertParallel
 
 try:
@@ -46,7 +46,7 @@ _LIMIT = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 _FACTORY = "sglang.srt.layers.moe.fused_moe_triton.layer.create_moe_dispatcher"
 _STEP = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 
-_shared: dict[tuple[object, ...], ExpertParallel] = {}
+_session: Session[ExpertParallel] = Session()
 
 
 def register_hooks() -> None:
@@ -75,19 +75,20 @@ def create_dispatcher(original: Any, moe_runner_config: Any, quant_method: Any) 
 
 def _share(theirs: DeepEPv2Dispatcher, layer: Any) -> ExpertParallel:
     """The `ExpertParallel` of all layers with these shapes. The first call makes it and is collective."""
-    tp_group = get_parallel().tp_group
-    key = (tp_group.cpu_group, layer.num_experts, layer.top_k, layer.hidden_size, theirs.use_fp8_dispatch)
-    if key in _shared:
-        return _shared[key]
-    config = _config(theirs, layer, dist.get_world_size(tp_group.cpu_group))
-    with torch.device("cpu"):  # SGLang builds models under its own default device
-        _shared[key] = ep = ExpertParallel(config, tp_group.cpu_group, tp_group.device)
-    plan, rows = ep.memory_plan(), "fp8" if theirs.use_fp8_dispatch else "bf16"
-    logger.info(
-        f"epmoe {epmoe.__version__} carries the tokens of SGLang's MoE layers, {rows} rows: "
-        f"window {plan.window_bytes:,} bytes, scratch {plan.scratch_bytes:,} bytes; {ep}"
-    )
-    return ep
+    tp_group, fp8 = get_parallel().tp_group, theirs.use_fp8_dispatch
+
+    def make(ep_size: int) -> ExpertParallel:
+        with torch.device("cpu"):  # SGLang builds models under its own default device
+            ep = ExpertParallel(_config(theirs, layer, ep_size), tp_group.cpu_group, tp_group.device)
+        plan = ep.memory_plan()
+        logger.info(
+            f"epmoe {epmoe.__version__} carries the tokens of SGLang's MoE layers, {'fp8' if fp8 else 'bf16'} rows: "
+            f"window {plan.window_bytes:,} bytes, scratch {plan.scratch_bytes:,} bytes; {ep}"
+        )
+        return ep
+
+    shapes = (layer.num_experts, layer.top_k, layer.hidden_size, fp8)
+    return _session.share(shapes, tp_group.cpu_group, tp_group.device, make)
 
 
 def _config(theirs: DeepEPv2Dispatcher, layer: Any, R: int) -> EPConfig:
@@ -96,14 +97,11 @@ def _config(theirs: DeepEPv2Dispatcher, layer: Any, R: int) -> EPConfig:
         raise ValueError(f"every rank must have the same number of experts, got {e} of {E} on each of {R} ranks")
     settled = {"max_num_tokens_per_rank": M, "alignment": _ALIGNMENT}
     payload = "fp8" if theirs.use_fp8_dispatch else "auto"
-    config = EPConfig.overridden(
-        {
-            "model": {"num_experts": E, "num_experts_per_tok": K, "hidden_size": layer.hidden_size},  # in bf16
-            "topology": {"ep_size": R},
-            "capacity": {**settled, "max_expert_rows": _most_rows(R * M * min(K, e), e)},
-            "exchange": {**_DEADLINES, "payload": payload},
-        }
-    )
+    sections = {
+        "capacity": {**settled, "max_expert_rows": _most_rows(R * M * min(K, e), e)},
+        "exchange": {**_DEADLINES, "payload": payload},
+    }
+    config = make_config(E, K, layer.hidden_size, torch.bfloat16, R, sections, from_environment=True)
     if config.exchange.payload != payload or config.capacity.model_copy(update=settled) != config.capacity:
         raise ConfigError(
             f"SGLang settles `exchange.payload` = {payload}, `capacity.alignment` = {_ALIGNMENT} and, by "
@@ -180,11 +178,9 @@ def _most_rows(pairs: int, experts: int) -> int:
 
 def poll(*_: object, **__: object) -> None:
     """Before each step: raise what the kernels of earlier steps have reported. Replays of CUDA graphs cannot raise."""
-    for ep in _shared.values():
-        ep.poll()
+    _session.poll()
 
 
 def close() -> None:
     """Release every `ExpertParallel` made here. Dispatchers made before are of no use then."""
-    while _shared:
-        _shared.popitem()[1].close()
+    _session.close()

@@ -1,0 +1,211 @@
+"""Batches of any length through an `ExpertParallel`, in as many rounds as the longest batch of any rank needs.
+
+x [T,D] ─ rounds of at most M tokens ─▶ dispatch ─▶ experts(rows [n,D], expert_offsets) ─▶ combine ─▶ y [T,D]
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epmoe.config.config import EPConfig
+from epmoe.exchange.handles import Dispatched
+from epmoe.exchange.health import EPMismatchError, EPTimeoutError
+from epmoe.local.quantize import dequantize_rows
+from epmoe.native.arguments import check_forward_only
+from epmoe.service import ExpertParallel
+
+now: Callable[[], float] = time.perf_counter
+"""The clock of `SharedExpertParallel.seconds`. `epmoe.cli.clock` sets one that waits for the GPU."""
+
+Experts = Callable[[Tensor, Tensor], Tensor]
+"""(rows [n,D] expert by expert, expert_offsets int32 [e+1]) → outputs [n,D]; n may be 0. Rows past expert_offsets[e]
+hold anything; on the CPU there are none.
+"""
+
+
+@contextmanager
+def _hinting() -> Iterator[None]:
+    """Adds to the message of a timeout what a user of `generate` meets most often."""
+    try:
+        yield
+    except EPTimeoutError as error:
+        error.args = (
+            f"{error}. If the missing ranks have ended `generate` sooner: give it `synced_gpus=True` on all ranks, so "
+            "that they keep stepping",
+        )
+        raise
+
+
+class SharedExpertParallel:
+    """The `ExpertParallel` of all layers with the same shapes on one group.
+
+    Attributes:
+        ep: the `ExpertParallel`.
+        static: whether every call is one round, of at most M tokens a rank; see `configure`.
+        seconds: wall time of each stage so far, by the clock `now`, waiting for other ranks included. "agree" is the
+            wait for the answer whether another round follows. On GPUs this is the time of the host, which waits for no
+            kernel otherwise.
+    """
+
+    def __init__(
+        self, config: EPConfig, group: dist.ProcessGroup | None, device: torch.device, static: bool = False
+    ) -> None:
+        """Collective; takes the arguments of `ExpertParallel`, and `static`."""
+        self.seconds = dict.fromkeys(("set up", "agree", "dispatch", "experts", "combine"), 0.0)
+        with self._timed("set up"):
+            self.ep = ExpertParallel(config, group, device)
+        self.static = static
+        self._tags: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+        self._max_tokens = config.capacity.max_num_tokens_per_rank
+
+    def rounds(self, num_tokens: int) -> int:
+        """Rounds that a batch of `num_tokens` takes, at least 1: a rank without tokens still takes part."""
+        return max(1, -(-num_tokens // self._max_tokens))
+
+    def longest_batch(self, num_tokens: int, tag: int = 0) -> int | None:
+        """The most tokens that a rank brings to this call, of which this rank brings `num_tokens`; None: not known yet.
+
+        In static mode it is M. Over several nodes this is collective: a slab for another node has the same length on
+        all ranks, so they must agree on it before the first one leaves. They do so through host memory.
+
+        Raises what `TwoLevels.largest` does. After any other exception, such as a Ctrl-C, this rank takes part without
+        tokens in the rounds that follow, whose tag is `tag`; see `run`.
+        """
+        if self.static:
+            return max(num_tokens, self._max_tokens)
+        if self.ep.size == 1:
+            return num_tokens
+        with self._timed("agree"), _hinting():
+            largest = self.ep.exchange.largest(num_tokens)
+            if largest is None:
+                return None
+            try:
+                return largest()
+            except EPTimeoutError:
+                raise
+            except BaseException:
+                with suppress(RuntimeError):
+                    self._see_out(self.ep.exchange.rounds.count, largest(), tag)
+                raise
+
+    def tag_of(self, layer: object) -> int:
+        """The tag of a layer's rounds. Layers number themselves in the order of their first calls."""
+        if layer not in self._tags:
+            self._tags[layer] = self.ep.new_tag()
+        return self._tags[layer]
+
+    @_hinting()
+    def run(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Experts, longest: int | None, tag: int = 0
+    ) -> Tensor:
+        """Weighted expert outputs [T,D] of this rank's tokens. Collective. `tag` is that of `ExpertParallel.dispatch`.
+
+        `longest` is the same on every rank: no rank brings more tokens. If it is None, each round says whether another
+        one follows, and the host looks for that once the round is launched.
+
+        Raises ValueError in static mode if `longest` is more than M, RuntimeError in a stream capture without
+        `longest`, both before anything is sent, and what `ExpertParallel.dispatch`, `ExpertParallel.combine` and
+        `experts` raise. An exception closes the round, wherever it comes from. In the rounds that other ranks still
+        need, this rank then takes part without tokens and without its experts, so that the ranks stay in step. It
+        waits for them as ever; a second exception, such as another Ctrl-C, ends that too.
+        """
+        M = self._max_tokens
+        if longest is None and x_TD.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a call in a stream capture cannot look whether another rank needs more rounds: "
+                "`configure(static=True)` takes one round a call and looks at nothing"
+            )
+        batch, own = (x_TD, ids_TK, weights_TK), self.rounds(x_TD.shape[0])
+        rounds_before, outputs = self.ep.exchange.rounds.count, list[Tensor]()
+        try:
+            if self.static and longest is not None and longest > M:
+                raise ValueError(
+                    f"a rank brings {longest} tokens, but static mode takes at most max_num_tokens_per_rank = {M} a "
+                    "call: configure more, or send a prompt in chunks (`prefill_chunk_size` of transformers' generate)"
+                )
+            while not outputs or self._has_more_rounds(len(outputs), longest):
+                taken, whole = len(outputs), own == 1 and not outputs  # three slices cost the host 5 µs
+                x, ids, weights = batch if whole else (tensor[taken * M : (taken + 1) * M] for tensor in batch)
+                outputs.append(self._round(x, ids, weights, experts, longest, tag, more=taken + 1 < own))
+        except EPMismatchError:  # all ranks raise it
+            raise
+        except BaseException:
+            self._see_out(rounds_before, M if self.static else longest, tag)
+            raise
+        return outputs[0] if own == 1 else torch.cat(outputs[:own])
+
+    def poll(self) -> None:
+        """`ExpertParallel.poll`."""
+        with _hinting():
+            self.ep.poll()
+
+    def close(self) -> None:
+        """`ExpertParallel.close`."""
+        self.ep.close()
+
+    def _has_more_rounds(self, taken: int, longest: int | None) -> bool:
+        """Whether all ranks take another round after `taken` ones."""
+        if longest is not None:
+            return taken < self.rounds(longest)
+        with self._timed("agree"):
+            return self.ep.exchange.has_more_rounds()
+
+    def _round(
+        self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, longest: int | None, tag: int, more: bool
+    ) -> Tensor:
+        with self.ep.exchange.aborting():
+            with self._timed("dispatch"), self.ep.exchange.rounds.telling(more if longest is None else None):
+                dispatched = self.ep.dispatch(x, ids, weights, padded_tokens=self._padded_tokens(longest), tag=tag)
+            with self._timed("experts"):
+                most_tokens = (self.ep.size - 1) * self._most_tokens(longest) + x.shape[0]
+                outputs = experts(self._rows(dispatched, most_tokens * ids.shape[1]), dispatched.expert_offsets)
+                check_forward_only(outputs)
+            with self._timed("combine"):
+                return self.ep.combine(outputs, dispatched)
+
+    def _padded_tokens(self, longest: int | None) -> int:
+        return self.ep.config.padded_tokens(self._most_tokens(longest))
+
+    def _see_out(self, rounds_before: int, longest: int | None, tag: int) -> None:
+        """After an exception: the rounds that other ranks still need, after the first `rounds_before` and at least one.
+
+        It raises nothing of the exchange, since the caller has an exception already.
+        """
+        taken = self.ep.exchange.rounds.count - rounds_before
+        if self.ep.exchange.failed or taken and not self.ep.exchange.rounds.opened_after(rounds_before):
+            return
+        with suppress(RuntimeError):
+            while not taken or self._has_more_rounds(taken, longest):
+                with self.ep.exchange.rounds.telling(False if longest is None else None):
+                    self.ep.skip(padded_tokens=self._padded_tokens(longest), tag=tag)
+                taken += 1
+
+    def _most_tokens(self, longest: int | None) -> int:
+        """The most tokens of a rank in a round."""
+        return self._max_tokens if longest is None else min(longest, self._max_tokens)
+
+    def _rows(self, dispatched: Dispatched, most_pairs: int) -> Tensor:
+        """The rows that arrived, if all sources together have sent at most `most_pairs` pairs of a token and an expert.
+
+        On the CPU these rows only. On GPUs the host does not know how many they are: as much padding follows them as
+        the host must expect.
+        """
+        rows, scales, ep = dispatched.rows, dispatched.scales, self.ep
+        if ep.device.type == "cpu":
+            n = int(dispatched.expert_offsets[-1])
+        else:
+            n = min(rows.shape[0], most_pairs + ep.num_local_experts * (ep.config.capacity.alignment - 1))
+        return rows[:n] if scales is None else dequantize_rows(rows[:n], scales[:n], dispatched.dtype)
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        start = now()
+        yield
+        self.seconds[stage] += now() - start

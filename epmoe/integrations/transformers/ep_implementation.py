@@ -1,0 +1,65 @@
+"""The EP implementation of transformers ≥ 5.23: each rank holds its share of the expert weights."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.distributed.expert_parallel import EPImplementation
+
+from epmoe.integrations.transformers.graphs import allow_in_graphs, call
+from epmoe.integrations.transformers.grouped import can_group, grouped_experts, parameters_of
+from epmoe.integrations.transformers.settings import share
+
+
+class EpmoeEP(EPImplementation):
+    """Experts spread over `ep_mesh`. The ranks of one `tp_mesh` have the same batch; each sends a slice of it."""
+
+    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self._module = experts
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """This rank's tokens [T,D], global expert ids and weights [T,K] → weighted outputs [T,D]."""
+        parameters = parameters_of(self._module) if can_group(self._module) else []
+        return call(self, EpmoeEP._forward, parameters, hidden_states, top_k_index, top_k_weights)
+
+    def _forward(self, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        layers = share(x, ids, self.num_local_experts * self.ep_mesh.size(), self.ep_mesh.get_group())
+        if layers.static:
+            if not parameters:
+                raise ValueError(
+                    "static mode needs experts in fp32, fp16 or bf16 with transformers' "
+                    '`experts_implementation="grouped_mm"`: other kernels need counts on the host'
+                )
+            allow_in_graphs(self, EpmoeEP._forward)
+        num_tokens, sharers = x.shape[0], self.tp_mesh.size()
+        slice_tokens = -(-num_tokens // sharers)
+        start = slice_tokens * self.tp_mesh.get_local_rank()
+        mine = slice(start, start + slice_tokens)
+        tag = layers.tag_of(self)
+        longest = slice_tokens if self.shares_batch else layers.longest_batch(slice_tokens, tag)
+
+        def experts(rows: Tensor, expert_offsets: Tensor) -> Tensor:
+            if parameters:
+                return grouped_experts(self._module, parameters, rows, expert_offsets)
+            return self._by_pairs(rows, expert_offsets)
+
+        output = layers.run(x[mine], ids[mine], weights[mine], experts, longest, tag)
+        return output if sharers == 1 else self._gather(output, slice_tokens)[:num_tokens]
+
+    def _by_pairs(self, rows: Tensor, expert_offsets: Tensor) -> Tensor:
+        """By the module's own forward, which takes pairs of a row and an expert, and needs n on the host."""
+        n = int(expert_offsets[-1])
+        if n == 0:
+            return rows
+        ids = torch.repeat_interleave(expert_offsets.diff().long(), output_size=n)
+        return self.experts_forward(rows[:n], ids[:, None], rows.new_ones(n, 1))
+
+    def _gather(self, output: Tensor, slice_tokens: int) -> Tensor:
+        """The slices of all ranks that share the batch, each padded to `slice_tokens` rows."""
+        padded = nn.functional.pad(output, (0, 0, 0, slice_tokens - output.shape[0]))
+        slices = padded.new_empty(self.tp_mesh.size(), *padded.shape)
+        dist.all_gather(list(slices), padded, group=self.tp_mesh.get_group())
+        return slices.flatten(0, 1)

@@ -1,0 +1,37 @@
+"""The experts function of transformers: each rank holds all weights and computes its share of the experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from epmoe.integrations.transformers.graphs import allow_in_graphs, call
+from epmoe.integrations.transformers.grouped import grouped_experts, parameters_of
+from epmoe.integrations.transformers.settings import share
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts function: this rank's tokens [T,D], expert ids and weights [T,K] → weighted outputs [T,D].
+
+    Its group is that of `configure(group=…)`, by default the world. A single process is a group of one.
+    """
+    if getattr(self, "_is_expert_parallel", False):  # transformers 5.17 does not set it
+        raise ValueError(
+            '`experts_implementation="epmoe"` must be left out where the experts are already spread over ranks: '
+            'with `DistributedConfig(ep_size=…)`, `ep_implementation="epmoe"` alone does it'
+        )
+    return call(self, _forward, parameters_of(self), hidden_states, top_k_index, top_k_weights)
+
+
+def _forward(module: Any, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    layers = share(x, ids, module.num_experts)
+    owned = layers.ep.placement.local_experts(layers.ep.rank)  # in one block
+    if layers.static:
+        allow_in_graphs(module, _forward)
+
+    def experts(rows: Tensor, expert_offsets: Tensor) -> Tensor:
+        return grouped_experts(module, parameters, rows, expert_offsets, first=owned[0] if owned else 0)
+
+    tag = layers.tag_of(module)
+    return layers.run(x, ids, weights, experts, layers.longest_batch(x.shape[0], tag), tag)

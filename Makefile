@@ -32,7 +32,7 @@ $(READY): pyproject.toml constraints.txt setup.py
 	pip install --quiet -c constraints.txt --no-build-isolation -e '.[hf,dev,docs]'
 	@touch $@
 
-lint: setup  ## ruff, clang-format, mypy and pydoclint, as in .pre-commit-config.yaml
+lint: setup  ## ruff, clang-format, mypy, pydoclint and import-linter, as in .pre-commit-config.yaml
 	pre-commit run --all-files
 
 docs: setup  ## the documentation as a site in build/site; a dead link fails

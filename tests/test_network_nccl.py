@@ -98,14 +98,6 @@ def test_the_thread_does_not_keep_the_exchange_alive(watched):
     assert not watched.thread.is_alive()
 
 
-def test_the_environment_is_restored(monkeypatch):
-    monkeypatch.setenv("EPMOE_A", "1")
-    monkeypatch.delenv("EPMOE_B", raising=False)
-    with network_nccl._environment({"EPMOE_A": "2", "EPMOE_B": "3"}):
-        assert (network_nccl.os.environ["EPMOE_A"], network_nccl.os.environ["EPMOE_B"]) == ("2", "3")
-    assert network_nccl.os.environ["EPMOE_A"] == "1" and "EPMOE_B" not in network_nccl.os.environ
-
-
 class Levels(TwoLevelsOnGPUs):
     """Without memory or a GPU."""
 

@@ -99,12 +99,3 @@ def test_the_page_names_the_rules_of_the_model():
     text = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
     named = re.findall(r"\*\*Rule ([\w-]+)\.\*\*", text)
     assert sorted(named) == sorted(RULES)
-
-
-def test_a_violation_shows_the_way():
-    with pytest.raises(Violation) as caught:
-        explore(build(CPU, 2, without="release", lazy=True))
-    assert "reads" in caught.value.why
-    lines = str(caught.value).splitlines()
-    assert lines[-1].strip() == caught.value.trace[-1]
-    assert any("arrives" in line for line in lines)

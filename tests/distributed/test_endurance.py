@@ -29,6 +29,7 @@ def delay_randomly(device: torch.device, rng: random.Random) -> None:
         time.sleep(rng.random() * 1e-3)
 
 
+@pytest.mark.slow
 def test_many_rounds(make_ep, rank, size, device):
     """The experts return their rows, and all weights are 1: y is exactly K · x, in integers, whatever the delays."""
     ep = make_ep(ll_max_tokens=256, experts=4 * size, top_k=K, hidden=256, dtype="bfloat16", max_tokens=max(TOKENS))
@@ -60,6 +61,7 @@ def test_many_rounds(make_ep, rank, size, device):
         assert memory == (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
 
 
+@pytest.mark.slow
 def test_rank_stopped_in_the_middle_of_a_round(make_ep, rank, size, device):
     """SIGSTOP, as from a debugger or a scheduler: the other ranks name the stopped one, and their device works on."""
     if size == 1:

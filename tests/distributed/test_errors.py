@@ -90,33 +90,6 @@ def test_combine(make_ep, rank, size):
     ep.abort(d)
 
 
-def test_order_of_calls(make_ep, rank, size):
-    """dispatch twice, combine twice, and combine with the handle of another round or of another ExpertParallel."""
-    ep, other = make_ep(top_k=K, hidden=D, max_tokens=M), make_ep(top_k=K, hidden=D, max_tokens=M)
-    tokens = make_tokens(ep.config, rank, 7)
-    given = [t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)]
-    d = ep.dispatch(*given)
-    with pytest.raises(RuntimeError, match=r"round 1 is still open: call combine, or abort on all ranks"):
-        ep.dispatch(*given)
-    rows = run_experts(ep, d)
-    assert_y(ep.combine(rows, d), ep.config, tokens)
-    with pytest.raises(ValueError, match=r"round 1 is closed"):
-        ep.combine(rows, d)
-    second, elsewhere = ep.dispatch(*given), other.dispatch(*given)
-    for wrong, message in (
-        (d, r"`dispatched` must be the handle of the open round 2, got another's, of round 1"),
-        (elsewhere, r"`dispatched` belongs to another ExpertParallel"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ep.combine(run_experts(ep, second), wrong)
-    ep.abort(second)
-    other.abort(elsewhere)
-    ep.close()
-    ep.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        ep.dispatch(*given)
-
-
 def test_group(rank, size, device):
     with pytest.raises(
         ValueError, match=rf"topology\.ep_size must equal the size of the group, {size}, got {size + 1}"

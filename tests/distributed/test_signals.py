@@ -108,7 +108,7 @@ def test_sigterm_ends_a_wait(ep, rank, size):
 @ON_CPU
 def test_a_signal_whose_handler_returns_does_not_lengthen_the_wait(make_ep, rank, size):
     """A timer of 20 ms, as profilers set it: the wait goes on, and its deadline stays the same."""
-    ep = make_ep(timeout_s=1.0)
+    ep = make_ep(timeout_s=0.4)
     tokens = make_tokens(ep.config, rank, 9)
     assert_y(run_round(ep, tokens), ep.config, tokens)
     if rank == 0:
@@ -119,8 +119,8 @@ def test_a_signal_whose_handler_returns_does_not_lengthen_the_wait(make_ep, rank
         try:
             with pytest.raises(epmoe.EPTimeoutError, match="dispatch of round 2 (timed out|got no answer)"):
                 ep.dispatch(*given(ep, tokens))
-            assert 1.0 <= time.monotonic() - started < 3.0
-            assert len(ticks) > 10
+            assert 0.4 <= time.monotonic() - started < 2.4
+            assert len(ticks) > 5
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)

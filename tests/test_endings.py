@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from helpers import slow
 from launched import run_two_ranks
 
 SCRIPT = """
@@ -32,7 +33,7 @@ for time in range(20):
 """
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [slow(1), 2])
 def test_a_script_ends(nodes, tmp_path: Path):
     """Twenty groups one after the other, and then the interpreter's own end, which a forked child would not have."""
     run_two_ranks(SCRIPT, tmp_path / "store", nodes)

@@ -22,6 +22,7 @@ def group(tmp_path: Path, device: torch.device) -> Iterator[Group]:
     group.close()
 
 
+@pytest.mark.slow
 def test_every_fault_twice(group, device):
     for name, kind in kinds_of(device).items():
         for seed in range(2):
@@ -29,6 +30,7 @@ def test_every_fault_twice(group, device):
             assert outcome.named and outcome.alive and outcome.resumed and not outcome.hung, (name, seed, outcome)
 
 
+@pytest.mark.slow
 def test_faults_of_two_nodes(tmp_path, monkeypatch):
     """Those of ranks; `make faults FAULTS="--nodes 2"` has those of the network between the nodes."""
     monkeypatch.setenv(NAMESPACES, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from helpers import slow
 from launched import run_two_ranks
 
 # The child ends as an interpreter does, where destructors run, or as `multiprocessing` ends it.
@@ -58,6 +59,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("nodes", "end"), [(1, "at once"), (2, "as an interpreter")])
+@pytest.mark.parametrize(("nodes", "end"), [(1, "at once"), slow(2, "as an interpreter")])
 def test_a_forked_child_touches_nothing(nodes, end, tmp_path: Path):
     run_two_ranks(SCRIPT, tmp_path / "store", nodes, end)

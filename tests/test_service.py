@@ -73,27 +73,66 @@ def test_too_few_expert_rows():
         assert torch.equal(ep.combine(d.rows[:5], d), x * torch.tensor([[2.0], [2.0], [1.0]]))
 
 
-def test_calls_like_one_that_passed_are_still_checked():
-    """A call whose template exists skips most checks, but none that could still fail."""
-    with epmoe.ExpertParallel(alone()) as ep:
-        x, ids, weights = torch.randn(3, 64), torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)
-        for bad, error, message in [
-            ((torch.randn(5, 64), ids.repeat(2, 1)[:5], weights.repeat(2, 1)[:5]), ValueError, "5 tokens, but"),
-            ((x, ids[:2], weights), ValueError, r"`ids` must be .* \[3, K\]"),
-            ((x, ids, weights[:2]), ValueError, r"`weights` must be .* \[3, 2\]"),
-            ((x, ids, weights.flatten()), ValueError, r"`weights` must be .* \[3, 2\]"),
-            ((x.to("meta"), ids, weights), ValueError, "`x` must be on cpu, got meta"),
-            ((x, ids, weights.to("meta")), ValueError, "`weights` must be on cpu, got meta"),
-            ((x.clone().requires_grad_(), ids, weights), RuntimeError, "forward only"),
-            ((x.numpy(), ids, weights), TypeError, "`x` must be .*, got ndarray"),
-            ((x, ids, None), TypeError, "`weights` must be .*, got NoneType"),
-        ]:
-            d = ep.dispatch(x, ids, weights)
-            with pytest.raises(RuntimeError, match="round . is still open"):
-                ep.dispatch(x, ids, weights)
-            ep.combine(d.rows, d)
+T, K, D, M = 5, 4, 64, 16
+X, IDS, WEIGHTS = torch.zeros(T, D), torch.zeros(T, K, dtype=torch.int32), torch.ones(T, K)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error", "message"),
+    [
+        ((X.double(), IDS, WEIGHTS), {}, TypeError, r"`x` must be .*float32.* \[T, D\], got float64 \[5, 64\]"),
+        ((X.int(), IDS, WEIGHTS), {}, TypeError, r"`x` must be .*float32.* \[T, D\], got int32 \[5, 64\]"),
+        ((X[0], IDS, WEIGHTS), {}, ValueError, r"`x` must be .* \[T, D\], got float32 \[64\]"),
+        (
+            (torch.zeros(T, 128), IDS, WEIGHTS),
+            {},
+            ValueError,
+            r"`x` must be float32 \[T, 64\].*, got float32 \[5, 128\]",
+        ),
+        ((X[:, :63], IDS, WEIGHTS), {}, ValueError, r"`x` must be float32 \[T, 64\].*16 bytes, got float32 \[5, 63\]"),
+        ((X, IDS[:4], WEIGHTS), {}, ValueError, r"`ids` must be int32 or int64 \[5, K\], got int32 \[4, 4\]"),
+        ((X, IDS[0], WEIGHTS), {}, ValueError, r"`ids` must be int32 or int64 \[5, K\], got int32 \[4\]"),
+        (
+            (X, IDS.repeat(1, 2), WEIGHTS),
+            {},
+            ValueError,
+            r"`ids` must be int32 or int64 \[5, 1\.\.4\], got int32 \[5, 8\]",
+        ),
+        ((X, IDS.short(), WEIGHTS), {}, TypeError, r"`ids` must be int32 or int64 \[5, K\], got int16 \[5, 4\]"),
+        ((X, IDS, WEIGHTS[:, :3]), {}, ValueError, r"`weights` must be .* \[5, 4\], got float32 \[5, 3\]"),
+        ((X, IDS, WEIGHTS.double()), {}, TypeError, r"`weights` must be .* \[5, 4\], got float64 \[5, 4\]"),
+        ((X, IDS, WEIGHTS), {"layout": "token"}, ValueError, r"`layout` must be 'expert' or 'rank', got 'token'"),
+        ((X, IDS, WEIGHTS), {"num_tokens": 2.0}, TypeError, r"`num_tokens` must be an int or .*, got float"),
+        (
+            (X, IDS, WEIGHTS),
+            {"num_tokens": torch.ones(2)},
+            TypeError,
+            r"`num_tokens` must be int32 \[1\], got float32 \[2\]",
+        ),
+        ((X.clone().requires_grad_(), IDS, WEIGHTS), {}, RuntimeError, r"forward only.*torch\.inference_mode"),
+        ((X.to("meta"), IDS, WEIGHTS), {}, ValueError, "`x` must be on cpu, got meta"),
+        ((X, IDS, WEIGHTS.to("meta")), {}, ValueError, "`weights` must be on cpu, got meta"),
+        ((X, IDS, WEIGHTS.flatten()), {}, ValueError, r"`weights` must be .* \[5, 4\]"),
+        ((X.numpy(), IDS, WEIGHTS), {}, TypeError, "`x` must be .*, got ndarray"),
+        ((X, IDS, None), {}, TypeError, "`weights` must be .*, got NoneType"),
+        (
+            (torch.zeros(M + 3, D), torch.zeros(M + 3, K, dtype=torch.int32), torch.ones(M + 3, K)),
+            {},
+            ValueError,
+            r"19 tokens, but capacity\.max_num_tokens_per_rank is 16: set it to at least 19",
+        ),
+    ],
+)
+def test_a_wrong_call_is_refused(args, options, error, message):
+    """Twice: a call like one that has passed skips most checks, but none that could still fail."""
+    with epmoe.ExpertParallel(alone(top_k=K, max_tokens=M)) as ep:
+        for _ in range(2):
             with pytest.raises(error, match=message):
-                ep.dispatch(*bad)
+                ep.dispatch(*args, **options)
+            d = ep.dispatch(X, IDS, WEIGHTS)
+            with pytest.raises(RuntimeError, match="round . is still open"):
+                ep.dispatch(X, IDS, WEIGHTS)
+            ep.combine(d.rows, d)
 
 
 def test_rows_of_the_shape_that_dispatch_returned_are_still_checked():

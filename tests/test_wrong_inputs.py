@@ -110,14 +110,6 @@ ENVIRONMENT = [
     Wrong("run good.yaml", "must be a number, got 'no'", RANKS | {"RANK": "0", "MASTER_PORT": "no"}),
     Wrong("run good.yaml", "RANK must be below WORLD_SIZE, 2, got 2", RANKS | {"RANK": "2"}),
     Wrong("run good.yaml", "but torchrun started 3 processes", RANKS | {"RANK": "0", "WORLD_SIZE": "3"}),
-    Wrong(
-        "plan good.yaml",
-        "EPMOE_CAPACITY_MAX_NUM_TOKENS_PER_RANK: has no effect; did you mean EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK",
-        {"EPMOE_CAPACITY_MAX_NUM_TOKENS_PER_RANK": "8"},
-    ),
-    Wrong("plan good.yaml", "did you mean EPMOE_CAPACITY__MAX_EXPERT_ROWS,", {"EPMOE_MAX_EXPERT_ROWS": "8"}),
-    Wrong("plan good.yaml", "EPMOE_TOPOLGY__EP_SIZE: no section `topolgy`", {"EPMOE_TOPOLGY__EP_SIZE": "2"}),
-    Wrong("plan good.yaml", "EPMOE_TOPOLOGY__EP_SIZE: is not a YAML value: line 1: ", {"EPMOE_TOPOLOGY__EP_SIZE": "["}),
     Wrong("plan good.yaml", "`topology.ep_size` must be a valid integer", {"EPMOE_TOPOLOGY__EP_SIZE": "many"}),
     Wrong("bench good.yaml", "nvlink wants a GPU for each of 2 ranks", {"EPMOE_EXCHANGE__TRANSPORT": "nvlink"}),
     Wrong(

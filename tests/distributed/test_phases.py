@@ -77,9 +77,9 @@ def identity_y(config: epmoe.EPConfig, tokens: Tokens) -> torch.Tensor:
 
 
 def test_two_micro_batches_overlap(make_ep, rank, size):
-    """Round after round without a barrier, with any number of tokens. On one node ranks take the batches in different
-    orders."""
-    eps = [make_ep(top_k=6, hidden=256, max_tokens=24, placement=PLACEMENT) for _ in range(2)]
+    """Of two models, round after round without a barrier, with any number of tokens. On one node ranks take the batches
+    in different orders."""
+    eps = [make_ep(top_k=6, hidden=256, max_tokens=24, placement=PLACEMENT), make_ep(top_k=2, hidden=64, max_tokens=24)]
     for n in range(50):
         batches = [
             make_tokens(ep.config, rank, (7 * n * (rank + 1) + i) % 25, seed=2 * n + i, kind="zipf")

@@ -33,22 +33,6 @@ def test_200_rounds_back_to_back(make_ep, rank, size):
         assert_y(run_round(ep, tokens, layout=("expert", "rank")[n % 2]), ep.config, tokens)
 
 
-def test_two_objects_interleaved(make_ep, rank, size):
-    """Rounds of two ExpertParallels overlap in time, as with two models in one process."""
-    one = make_ep(experts=12, top_k=2, hidden=64)
-    two = make_ep(experts=13, top_k=8, hidden=1000, dtype="bfloat16", placement=PLACEMENT)
-    for n in range(20):
-        first, second = (
-            make_tokens(ep.config, rank, (n * (rank + 3) + i) % 17, seed=n) for i, ep in enumerate((one, two))
-        )
-        d_one = one.dispatch(*(t.to(one.device) for t in (first.x, first.ids, first.weights)))
-        d_two = two.dispatch(*(t.to(two.device) for t in (second.x, second.ids, second.weights)))
-        y_one = one.combine(run_experts(one, d_one), d_one)
-        y_two = two.combine(run_experts(two, d_two), d_two)
-        assert_y(y_one, one.config, first)
-        assert_y(y_two, two.config, second)
-
-
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_bitwise_the_same_on_repeated_runs(make_ep, rank, size, dtype, layout):

@@ -9,6 +9,7 @@ import os
 import queue
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -217,3 +218,36 @@ def test_ctrl_c_ends_a_wait_for_the_gpu(make_ep, rank, size, device):
     if rank != 0:
         run_round(ep, tokens)
     assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+@pytest.mark.slow
+def test_rank_stopped_in_the_middle_of_a_round(make_ep, rank, size, device):
+    """SIGSTOP, as from a debugger or a scheduler: the other ranks name the stopped one, and their device works on."""
+    if size == 1:
+        pytest.skip("needs a rank that waits for another")
+    ep = make_ep(timeout_s=0.5)
+    tokens = make_tokens(ep.config, rank, 9)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    dist.barrier()
+    if rank == 0:
+        me = os.getpid()
+        command = f"kill -STOP {me}; sleep 2; kill -CONT {me}"
+        with subprocess.Popen(["bash", "-c", command], start_new_session=True) as stopper:
+            stopper.wait()  # this process is stopped meanwhile
+        with pytest.raises(epmoe.EPTimeoutError):
+            run_round(ep, tokens)
+            ep.check()
+    else:
+        with pytest.raises(epmoe.EPTimeoutError, match=r"dispatch of round 2 .*rank\(s\) \[0\]") as caught:
+            d = ep.dispatch(*(t.to(device) for t in (tokens.x, tokens.ids, tokens.weights)))
+            assert ep.combine(d.rows, d).eq(0).all()  # only on GPUs: the host has not seen the error yet
+            ep.check()
+        assert caught.value.missing_ranks == [0]
+        for _ in range(2):
+            with pytest.raises(epmoe.EPTimeoutError):
+                run_round(ep, tokens)
+        eye = torch.eye(64, device=device)
+        assert torch.equal(eye @ eye, eye)
+    dist.barrier()
+    again = make_ep()
+    assert_y(run_round(again, tokens), again.config, tokens)

@@ -6,18 +6,19 @@ nodes and reaches the other one by sockets only.
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from exchanges import assert_y, dequantised, make_tokens, run_experts, run_round
 from helpers import ON_GPUS, poison_
 from test_graphs import Captured
 from test_phases import given
-from test_two_levels import check_nodes
+from test_two_levels import assert_named, check_nodes, meet
 from torch import Tensor
 
+import epmoe
 from epmoe import ExpertParallel
 
 pytestmark = ON_GPUS
@@ -26,11 +27,6 @@ pytestmark = ON_GPUS
 @pytest.fixture(autouse=True)
 def _two_nodes(device: torch.device, size: int) -> None:
     check_nodes(device, size)
-
-
-def meet() -> None:
-    """Every rank is here. On the host: a barrier of GPUs would wait for what this rank has queued."""
-    dist.all_reduce(torch.zeros(1))
 
 
 @pytest.mark.parametrize("splits", ["padded", "exact"])
@@ -132,3 +128,54 @@ def test_resume_with_new_communicators(make_ep, rank, size, device):
     captured = CapturedRound(ep, 16)
     captured.check(5, 16)
     assert ep.generation == 2
+
+
+def test_a_rank_that_does_not_replay_is_named(make_ep, rank, size, device):
+    """y becomes zeros, in this replay and in later ones, all of which end."""
+    ep = make_ep(ranks_per_node=size // 2, timeout_s=2.0)
+    captured = CapturedRound(ep, 16)
+    captured.check(1, 16)
+    meet()
+    if rank != size // 2:
+        begin = time.monotonic()
+        captured.graph.replay()
+        with pytest.raises(epmoe.EPTimeoutError) as error:
+            ep.check()
+        assert_named(ep, error.value, begin)
+        for _ in range(2):
+            torch.cuda.synchronize()
+            assert captured.y.eq(0).all()
+            poison_(captured.y)
+            captured.graph.replay()
+        torch.cuda.synchronize()
+    meet()
+
+
+@pytest.mark.parametrize("splits", ["padded", "exact"])
+def test_nodes_that_disagree_hear_of_it(make_ep, rank, size, device, splits):
+    """Rank 0 brings fewer experts a token. Ranks whose rail has no mismatch hear that a rank has left."""
+    ep = make_ep(ranks_per_node=size // 2, timeout_s=4.0, exchange={"network_splits": splits})
+    tokens = make_tokens(ep.config, rank, 6)
+    x, ids, weights = given(ep, tokens)
+    K = 3 if rank == 0 else 4
+    errors = (epmoe.EPMismatchError, epmoe.EPTimeoutError)
+    with pytest.raises(errors if rank % (size // 2) else epmoe.EPMismatchError):
+        d = ep.dispatch(x, ids[:, :K], weights[:, :K])
+        ep.check()
+        ep.combine(run_experts(ep, d), d)
+        ep.check()
+    meet()
+
+
+def test_slabs_of_other_lengths_end_in_an_error(make_ep, rank, size, device):
+    """Which nothing checks ahead of the transfer: NCCL or the tags see it, or the deadline ends it."""
+    ep = make_ep(ranks_per_node=size // 2, timeout_s=2.0)
+    tokens = make_tokens(ep.config, rank, 4)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    begin = time.monotonic()
+    with pytest.raises((epmoe.EPMismatchError, epmoe.EPTimeoutError)):
+        d = ep.dispatch(*given(ep, tokens), padded_tokens=4 if rank < size // 2 else 16)
+        ep.combine(run_experts(ep, d), d)
+        ep.check()
+    assert time.monotonic() - begin < 2 * (2.0 + 2.0)
+    meet()

@@ -1,4 +1,4 @@
-"""The documents name what exists: pages, links, files, tests and make targets. That the site builds: `make docs`."""
+"""The documents name what exists: links, files, tests and make targets. Pages and their navigation: `make docs`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 from helpers import ROOT
 
 from benchmarks.results import read
@@ -18,12 +17,6 @@ WRITTEN += sorted(path for path in DOCS.rglob("*.md"))
 NAMES = [str(path.relative_to(ROOT)) for path in WRITTEN]
 
 
-def pages(nav: list) -> list[str]:
-    """The pages of a navigation, with those of its sections."""
-    entries = [next(iter(entry.values())) if isinstance(entry, dict) else entry for entry in nav]
-    return [page for entry in entries for page in (pages(entry) if isinstance(entry, list) else [entry])]
-
-
 def text_of(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
@@ -31,11 +24,6 @@ def text_of(path: Path) -> str:
 def prose_of(path: Path) -> str:
     """A document without its blocks of code, in which brackets are not links."""
     return re.sub(r"```.*?```", "", text_of(path), flags=re.DOTALL)
-
-
-def test_every_page_is_in_the_navigation_and_exists() -> None:
-    site = yaml.safe_load(text_of(ROOT / "mkdocs.yml"))
-    assert sorted(pages(site["nav"])) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 
 
 @pytest.mark.parametrize("name", NAMES)

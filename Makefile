@@ -9,8 +9,9 @@ export OMP_NUM_THREADS := 1
 
 TORCHRUN := torchrun --standalone --nproc-per-node
 
-.PHONY: help setup demo test unit distributed fuzz faults soak sanitize two-machines nodes stacks stacks-ci \
-  stacks-sglang lint docs bench benchmarks-report wheel first-hour cuda-compile gpu-deps gpu-test clean
+.PHONY: help setup demo test test-all unit distributed core integrations slow fuzz faults soak sanitize two-machines \
+  nodes stacks stacks-ready stacks-ci stacks-sglang lint docs bench benchmarks-report wheel first-hour cuda-compile \
+  gpu-deps gpu-test clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*##' '{printf "  make %-19s%s\n", $$1, $$2}'
@@ -18,7 +19,11 @@ help:  ## this list
 demo: setup  ## four real MoE models generate text, their experts spread over 4 processes; writes report.html
 	epmoe run cpu_demo --model all --report report.html
 
-test: lint docs unit distributed nodes first-hour cuda-compile  ## everything CI runs
+test: lint docs unit core nodes integrations  ## what holds every guarantee, in minutes; CI adds more: .ci/run
+
+test-all: MARK :=
+test-all: export EPMOE_FUZZ_FIRST = $(FUZZ_SEED)
+test-all: lint docs unit distributed two-machines first-hour cuda-compile stacks-ci  ## everything, before a release
 
 setup: $(READY)  ## virtual environment, packages and native library
 	@python -c 'from epmoe.native.build import build; print("native library:", build())'
@@ -32,22 +37,43 @@ $(READY): pyproject.toml constraints.txt setup.py
 	pip install --quiet -c constraints.txt --no-build-isolation -e '.[hf,dev,docs]'
 	@touch $@
 
-lint: setup  ## ruff, clang-format, mypy and pydoclint, as in .pre-commit-config.yaml
+lint: setup  ## ruff, clang-format, mypy, pydoclint and import-linter, as in .pre-commit-config.yaml
 	pre-commit run --all-files
 
 docs: setup  ## the documentation as a site in build/site; a dead link fails
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
-unit: setup  ## tests of one process, on up to four cores
-	pytest -n logical --maxprocesses 4 --dist worksteal --ignore tests/distributed
+# Which tests run: the mark `slow` is left out, but for `make slow` and `make test-all`.
+MARK := -m 'not slow'
+PYTEST = -m pytest -q -p no:cacheprovider $(MARK)
+UNIT = pytest -n logical --maxprocesses 4 --dist worksteal --ignore tests/distributed
 
-# Rank 0 prints. The other ranks write files, whose ends are shown if a rank fails.
+# $(call ranks,N,TESTS): rank 0 prints. The other ranks write files, whose ends are shown if a rank fails.
+ranks = rm -rf build/ranks; echo "== $(1) ranks"; \
+  $(TORCHRUN) $(1) --log-dir build/ranks --redirects 1:3,2:3,3:3 $(PYTEST) $(2) \
+    || { find build/ranks -name stdout.log -exec tail -n 60 {} +; exit 1; }
+
+unit: setup  ## tests of one process, on up to four cores
+	$(UNIT) $(MARK)
+
+INTEGRATIONS := $(foreach name,compile transformers transformers_static,tests/distributed/test_$(name).py)
+
+core: export EPMOE_FUZZ_CONFIGS := 15
+core: setup  ## tests over 3 ranks, without those of integrations
+	@$(call ranks,3,tests/distributed $(INTEGRATIONS:%=--ignore %))
+
+integrations: setup  ## transformers and torch.compile over 2 ranks
+	@$(call ranks,2,$(INTEGRATIONS))
+
+slow: MARK := -m slow
+slow: setup  ## the tests that repeat at length what faster ones hold
+	$(UNIT) $(MARK)
+	@$(call ranks,3,tests/distributed)
+
+FUZZ_SEED := $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 distributed: setup  ## tests over 2, 3 and 4 ranks
-	@for ranks in 2 3 4; do \
-	  rm -rf build/ranks; echo "== $$ranks ranks"; \
-	  $(TORCHRUN) $$ranks --log-dir build/ranks --redirects 1:3,2:3,3:3 -m pytest -q -p no:cacheprovider tests/distributed \
-	    || { find build/ranks -name stdout.log -exec tail -n 60 {} +; exit 1; }; \
-	done
+	@echo "drawn rounds: from EPMOE_FUZZ_FIRST=$${EPMOE_FUZZ_FIRST:-0} on"
+	@$(foreach n,2 3 4,$(call ranks,$(n),tests/distributed) &&) true
 
 # The rate is that of the network between the two. Most of NODE_TESTS are the tests of one node, over two.
 RATE ?= 1gbit
@@ -55,9 +81,9 @@ NODE_TESTS = two_levels two_machines exchange graphs phases rounds aborts errors
   compile transformers transformers_static
 two-machines: export EPMOE_TEST_RANKS_PER_NODE := 2
 two-machines: setup  ## tests over 2 nodes of 2 ranks, in namespaces with a network between them (RATE); needs root
-	tests/two_machines.sh $(RATE) -m pytest -q -p no:cacheprovider $(NODE_TESTS:%=tests/distributed/test_%.py)
+	tests/two_machines.sh $(RATE) $(PYTEST) $(NODE_TESTS:%=tests/distributed/test_%.py)
 
-nodes: NODE_TESTS = two_machines exchange phases aborts errors weights_on_input layers fp8_rows
+nodes: NODE_TESTS = two_levels two_machines exchange phases aborts errors weights_on_input layers fp8_rows
 nodes: two-machines  ## the quicker half of them
 
 # SGLang pins another torch and packages of CUDA, so it has an environment of its own, without what its MoE layers do not
@@ -71,13 +97,13 @@ stacks-sglang:  ## SGLang's own MoE layers over 2 ranks, their tokens carried by
 	$(SGLANG)/bin/torchrun --standalone --nproc-per-node 2 --log-dir build/ranks --redirects 1:3 \
 	  -m pytest -q -x -p no:cacheprovider tests/stacks/test_sglang.py
 
-fuzz: setup  ## drawn configurations and rounds, many more than in `make distributed`
+fuzz: setup  ## drawn configurations and rounds, many more than in `make test`
 	EPMOE_FUZZ_CONFIGS=300 EPMOE_FUZZ_ROUNDS=20 $(TORCHRUN) 3 -m pytest -q -x -p no:cacheprovider tests/distributed/test_fuzz.py
 
 # On GPUs with the machine's own Python, as gpu-test: `make faults DEVICE=cuda`.
 DEVICE ?= cpu
 RUNS ?= $(if $(filter cuda,$(DEVICE)),5,20)
-faults: $(if $(filter cpu,$(DEVICE)),setup)  ## ranks that die, stop, dawdle, raise or go mad, counted (DEVICE, RUNS)
+faults: $(if $(filter cpu,$(DEVICE)),setup)  ## ranks that die, stop, are slow, raise or write anywhere, counted (DEVICE, RUNS)
 	PYTHONPATH=.:tests:tests/distributed:.gpu-deps $(PYTHON) -m faults --device $(DEVICE) --runs $(RUNS) $(FAULTS)
 
 # One rank for each GPU, or two on the CPU. build/soak.json adds up the rounds of several runs.
@@ -150,8 +176,10 @@ stacks: export EPMOE_VLLM_TREES := $(CURDIR)/$(STACKS)/trees
 stacks: $(VLLM)/.ready $(VLLM_TREES:%=$(STACKS)/trees/%)  ## vLLM on CPUs with epmoe: every combination, and its kernels
 	$(VLLM)/bin/python -m pytest -q -p no:cacheprovider tests/stacks/test_vllm_*.py
 
-stacks-ci: export EPMOE_STACKS := pairs
-stacks-ci: $(VLLM)/.ready  ## fewer combinations of vLLM's engine, in which every pair of values occurs
+stacks-ready: $(VLLM)/.ready  ## the environment with vLLM for CPUs
+
+stacks-ci: export EPMOE_STACKS ?= pairs
+stacks-ci: $(VLLM)/.ready  ## fewer combinations of vLLM's engine (EPMOE_STACKS): in pairs every pair of values occurs
 	$(VLLM)/bin/python -m pytest -q -p no:cacheprovider tests/stacks/test_vllm_engine.py
 
 gpu-test:  ## tests marked gpu, with the machine's own Python (set PYTHON); see docs/testing.md

@@ -22,7 +22,7 @@ cd "$away/user"
 cuda=$(command -v nvcc || true)
 "$away/venv/bin/python" - "${wheels[0]}" "$cuda" <<'CHECK'
 import ctypes, sys, zipfile
-from epmoe import build
+from epmoe.native import build
 names = zipfile.ZipFile(sys.argv[1]).namelist()
 wanted = ["_native/libepmoe.so", "csrc/ops.cpp", "csrc/cuda_api.cu", "configs/cpu_demo.yaml", "py.typed"]
 wanted += [f"_native/{build.CUDA_LIBRARY}"] if sys.argv[2] else []

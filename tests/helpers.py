@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import epmoe
 from epmoe.native.build import build
 
 ROOT = Path(__file__).parent.parent
@@ -22,6 +23,11 @@ WEIGHT_TOLERANCE = 2e-6
 """Relative error of a routing weight against fp64."""
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Error of a sum that is sent in this dtype, relative to max(1, the largest |value| of the reference)."""
+
+
+def slow(*values: object):
+    """These values of a parameter, for `make slow` and `make test-all`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -73,3 +79,15 @@ def poisoned_memory() -> Iterator[None]:
 def build_without(*guards: str) -> str:
     """Path of a library without these guards."""
     return str(build(defines=guards))
+
+
+def alone(
+    experts: int = 8, top_k: int = 2, hidden: int = 64, dtype: str = "float32", max_tokens: int = 4, **sections: dict
+) -> epmoe.EPConfig:
+    """A config of one rank; `sections` replace or extend those that follow from the other arguments."""
+    config = {
+        "model": {"num_experts": experts, "num_experts_per_tok": top_k, "hidden_size": hidden, "dtype": dtype},
+        "topology": {"ep_size": 1},
+        "capacity": {"max_num_tokens_per_rank": max_tokens},
+    }
+    return epmoe.EPConfig(**config | {name: config.get(name, {}) | keys for name, keys in sections.items()})

@@ -9,10 +9,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 import uuid
+from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -81,6 +83,26 @@ def torchrun(ranks: int, *program: object) -> subprocess.CompletedProcess[str]:
 def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"} | variables
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+def run_two_ranks(script: str, store: Path, *arguments: object) -> None:
+    """Runs `python -c SCRIPT RANK STORE ARGUMENTS` for two ranks. Both must end well, as interpreters of users do."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ranks = []
+    try:
+        for rank in "01":
+            command = [sys.executable, "-c", script, rank, str(store), *map(str, arguments)]
+            child = subprocess.Popen(
+                command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+            )
+            ranks.append(child)
+        for process in ranks:
+            _, errors = process.communicate(timeout=60)
+            assert process.returncode == 0, errors
+    finally:
+        for process in ranks:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what it has forked
 
 
 def _execute_alone(program: list[str], environment: dict[str, str], files: list[Path]) -> None:

@@ -63,6 +63,7 @@ LINKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guard", LINKS)
 def test_a_build_without_one_guard_fails(guard):
     """The build fails the guard's own tests and passes the tests of the next link."""

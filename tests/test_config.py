@@ -155,39 +155,6 @@ def test_every_wrong_key_is_listed():
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        (
-            "a.yaml",
-            "topology: {ep_size: 4}\ntopology: {ep_size: 2}",
-            "a.yaml: key `topology` .* on line 1 and on line 2",
-        ),
-        (
-            "a.yaml",
-            "topology:\n  ep_size: 4\n  ep_size: 4\n",
-            "a.yaml: key `ep_size` is given twice, on line 2 and on line 3",
-        ),
-        ("a.json", '{"topology": {"ep_size": 4, "ep_size": 2}}', "a.json: key `ep_size` is given twice"),
-        ("a.toml", "[topology]\nep_size = 4\nep_size = 4\n", "a.toml: is not valid TOML"),
-        ("a.yaml", "model: [", "a.yaml: is not valid YAML"),
-        ("a.yaml", "model: !!python/object/apply:os.getpid []", "a.yaml: is not valid YAML"),
-        ("a.json", "{", "a.json: is not valid JSON"),
-        ("a.yaml", "- 1", r"a.yaml: must hold sections such as `model:`"),
-        ("a.yaml", "", "a.yaml: `model` must be set"),
-        ("a.ini", "", "a.ini: a configuration must end in .yaml, .yml, .toml, .json, got `.ini`"),
-    ],
-)
-def test_a_wrong_file_is_named(tmp_path, name, text, message):
-    with pytest.raises(ConfigError, match=message):
-        EPConfig.load(write(tmp_path, text, name))
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="nowhere.yaml: no such configuration file"):
-        EPConfig.load(tmp_path / "nowhere.yaml")
-
-
 def test_environment_overrides_the_file(tmp_path, monkeypatch):
     path = write(tmp_path, YAML)
     monkeypatch.setenv("EPMOE_TOPOLOGY__EP_SIZE", "2")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
+from helpers import slow
+from launched import run_two_ranks
 
 SCRIPT = """
 import os, sys
@@ -35,21 +33,7 @@ for time in range(20):
 """
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [slow(1), 2])
 def test_a_script_ends(nodes, tmp_path: Path):
     """Twenty groups one after the other, and then the interpreter's own end, which a forked child would not have."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path / "store"), str(nodes)],
-            env=environment, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        for process in ranks:
-            _, errors = process.communicate(timeout=60)
-            assert process.returncode == 0, errors
-    finally:
-        for process in ranks:
-            process.kill()
+    run_two_ranks(SCRIPT, tmp_path / "store", nodes)

@@ -12,18 +12,20 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import slow
 from launched import context
 
 import epmoe
 
 RANKS = 3
-TIMEOUT_S = 1.0
+TIMEOUT_S = 0.5
 LONG = {"timeout_s": 20.0}
 AT_ONCE_S = 0.5  # after a death
 SLACK_S = 5.0  # this machine may have fewer cores than ranks
@@ -33,9 +35,9 @@ NOTHING_LEFT = ("left behind", set())
 class Rank:
     """A process that runs `body(ep, report)` on its own ExpertParallel; `report` sends to this process."""
 
-    def __init__(self, rank: int, store: Path, body: Callable, exchange: dict):
+    def __init__(self, rank: int, topology: dict, store: Path, body: Callable, exchange: dict):
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_run, args=(rank, store, body, exchange, theirs), daemon=True)
+        self.process = context.Process(target=_run, args=(rank, topology, store, body, exchange, theirs), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -47,13 +49,13 @@ class Rank:
         os.kill(self.process.pid, number)
 
 
-def _run(rank: int, store: Path, body: Callable, exchange: dict, pipe: Connection) -> None:
+def _run(rank: int, topology: dict, store: Path, body: Callable, exchange: dict, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=topology["ep_size"])
     before = open_files()
     config = epmoe.EPConfig(
         model={"num_experts": 7, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "float32"},
-        topology={"ep_size": RANKS},
+        topology=topology,
         capacity={"max_num_tokens_per_rank": 8},
         exchange={"timeout_s": TIMEOUT_S, "warmup_timeout_s": 30.0} | exchange,
     )
@@ -102,14 +104,15 @@ def _assert_latched(ep: epmoe.ExpertParallel) -> None:
     for call in (ep.poll, ep.check, lambda: play_round(ep)):
         with pytest.raises(epmoe.EPTimeoutError):
             call()
-    assert time.monotonic() - started < TIMEOUT_S and ep.health().timeouts == 1
+    assert time.monotonic() - started < AT_ONCE_S and ep.health().timeouts == 1
 
 
 @contextmanager
-def ranks(tmp_path: Path, bodies: list[Callable], **exchange) -> Iterator[list[Rank]]:
+def ranks(tmp_path: Path, bodies: list[Callable], nodes: int = 1, **exchange) -> Iterator[list[Rank]]:
     """One process for each body. At the end all processes have ended, and /dev/shm is unchanged but for semaphores."""
     before = shared_memory_files()
-    started = [Rank(rank, tmp_path / "store", body, exchange) for rank, body in enumerate(bodies)]
+    topology = {"ep_size": len(bodies), "ranks_per_node": len(bodies) // nodes}
+    started = [Rank(rank, topology, tmp_path / "store", body, exchange) for rank, body in enumerate(bodies)]
     try:
         yield started
         for rank in started:
@@ -172,7 +175,7 @@ def test_a_killed_rank_is_named(tmp_path, body, stage, dead):
         assert_names_the_dead([rank for rank in started if rank is not started[dead]], dead, killed, (stage,))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, slow(1), slow(2), slow(3)])
 def test_a_rank_killed_at_any_moment(tmp_path, seed):
     """Between rounds, in dispatch or in combine, by chance."""
     rng = random.Random(seed)
@@ -265,3 +268,40 @@ def survive_and_regroup(ep: epmoe.ExpertParallel, report: Callable) -> None:
     with epmoe.ExpertParallel(config, group=survivors) as smaller:
         play_round(smaller)
     report("alive")
+
+
+@pytest.mark.parametrize("fault", ["dies", "dies in a round", "stops"])
+def test_every_rank_of_two_nodes_names_the_rank_that_is_gone(tmp_path, fault):
+    bodies = [survive_together, survive_together, FAULTS[fault], survive_together]
+    with ranks(tmp_path, bodies, nodes=2) as started:
+        for rank in (started[0], started[1], started[3]):
+            kind, _, missing, missing_global, text, took, _ = rank.next_report()
+            assert kind == "timeout" and missing == missing_global == [2], text
+            assert took < TIMEOUT_S + 2.0, text
+            assert rank.next_report() == [0, 1, 3]
+        started[2].process.kill()
+
+
+def survive_together(ep: epmoe.ExpertParallel, report: Callable) -> None:
+    """Ends once all others have timed out, too: a process that has ended is no survivor."""
+    survive(ep, report)
+    report(ep.survivors())
+    store = dist.distributed_c10d._get_default_store()
+    store.add("seen", 1)
+    while store.add("seen", 0) < ep.size - 1:
+        time.sleep(0.02)
+
+
+def fail_by(number: int, in_a_round: bool, ep: epmoe.ExpertParallel, report: Callable) -> None:
+    for _ in range(20):
+        play_round(ep)
+    if in_a_round:
+        ep.dispatch(torch.ones(6, 64), torch.zeros(6, 2, dtype=torch.int64), torch.ones(6, 2))
+    os.kill(os.getpid(), number)
+
+
+FAULTS = {
+    "dies": partial(fail_by, signal.SIGKILL, False),
+    "dies in a round": partial(fail_by, signal.SIGKILL, True),
+    "stops": partial(fail_by, signal.SIGSTOP, False),
+}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
+from helpers import slow
+from launched import run_two_ranks
 
 # The child ends as an interpreter does, where destructors run, or as `multiprocessing` ends it.
 SCRIPT = """
@@ -61,20 +59,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("nodes", "end"), [(1, "at once"), (2, "as an interpreter")])
+@pytest.mark.parametrize(("nodes", "end"), [(1, "at once"), slow(2, "as an interpreter")])
 def test_a_forked_child_touches_nothing(nodes, end, tmp_path: Path):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path / "store"), str(nodes), end],
-            env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        for process in ranks:
-            _, errors = process.communicate(timeout=40)
-            assert process.returncode == 0, errors
-    finally:
-        for process in ranks:
-            os.killpg(process.pid, 9) if process.poll() is None else None
+    run_two_ranks(SCRIPT, tmp_path / "store", nodes, end)

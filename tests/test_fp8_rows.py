@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers import distinct_ids, randn
+from helpers import alone, distinct_ids, randn
 
 import epmoe
 from epmoe.native import ops
@@ -18,13 +18,7 @@ IDS, WEIGHTS = distinct_ids(T, E, K), torch.full((T, K), 1 / K)
 
 
 def make_ep(payload: str = "fp8") -> epmoe.ExpertParallel:
-    config = epmoe.EPConfig(
-        model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "bfloat16"},
-        topology={"ep_size": 1},
-        capacity={"max_num_tokens_per_rank": 16},
-        exchange={"payload": payload},
-    )
-    return epmoe.ExpertParallel(config)
+    return epmoe.ExpertParallel(alone(E, K, D, "bfloat16", 16, exchange={"payload": payload}))
 
 
 @pytest.fixture

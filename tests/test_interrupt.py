@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, alone
 from test_failure import NOTHING_LEFT, Rank, play_round, ranks
 from test_mirrors import constant, int64s, struct_fields
 
@@ -22,11 +22,7 @@ from epmoe.exchange.round_state import PROGRESS, PROGRESS_AT
 
 LONG = {"timeout_s": 300.0, "warmup_timeout_s": 300.0}
 AT_ONCE_S = 2.0
-CONFIG = epmoe.EPConfig(
-    model={"num_experts": 7, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "float32"},
-    topology={"ep_size": 1},
-    capacity={"max_num_tokens_per_rank": 8},
-)
+CONFIG = alone(7, max_tokens=8)
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

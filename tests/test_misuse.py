@@ -12,22 +12,18 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import distinct_ids, randn
+from helpers import alone, distinct_ids, randn
 
 import epmoe
 from epmoe.native import ops
 
 E, D, K, M = 12, 64, 3, 16
-SECTIONS = {
-    "model": {"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"},
-    "topology": {"ep_size": 1},
-    "capacity": {"max_num_tokens_per_rank": M},
-}
+CONFIG = alone(E, K, D, max_tokens=M)
 
 
 @pytest.fixture
 def ep():
-    with epmoe.ExpertParallel(epmoe.EPConfig(**SECTIONS)) as ep:
+    with epmoe.ExpertParallel(CONFIG) as ep:
         yield ep
 
 
@@ -104,9 +100,9 @@ def test_ids_and_weights_in_the_wrong_order(ep):
 @pytest.mark.parametrize("as_path", [False, True])
 def test_a_path_for_a_config(tmp_path, as_path):
     path = tmp_path / "one.json"
-    path.write_text(epmoe.EPConfig(**SECTIONS).model_dump_json(exclude_none=True))
+    path.write_text(CONFIG.model_dump_json(exclude_none=True))
     with epmoe.ExpertParallel(path if as_path else str(path)) as ep:
-        assert ep.config == epmoe.EPConfig(**SECTIONS)
+        assert ep.config == CONFIG
         assert_works(ep)
     with pytest.raises(epmoe.ConfigError, match="missing.yaml: no such configuration file"):
         epmoe.ExpertParallel(tmp_path / "missing.yaml" if as_path else str(tmp_path / "missing.yaml"))
@@ -115,36 +111,35 @@ def test_a_path_for_a_config(tmp_path, as_path):
 def test_a_dict_for_a_config():
     want = r"`config` must be an EPConfig or the path of its file, got dict: use EPConfig\(\*\*config\)"
     with pytest.raises(TypeError, match=want):
-        epmoe.ExpertParallel(SECTIONS)
+        epmoe.ExpertParallel(CONFIG.model_dump())
     with pytest.raises(TypeError, match="`config` must be an EPConfig or the path of its file, got NoneType"):
         epmoe.ExpertParallel(None)
     with pytest.raises(TypeError, match="`config` must be an EPConfig or the path of its file, got ModelConfig"):
-        epmoe.ExpertParallel(epmoe.EPConfig(**SECTIONS).model)
+        epmoe.ExpertParallel(CONFIG.model)
 
 
 @pytest.mark.parametrize("launched", ["1", "2"])
 def test_a_group_of_one_under_a_launcher_of_several(launched, monkeypatch, recwarn):
     """torchrun without init_process_group."""
     monkeypatch.setenv("WORLD_SIZE", launched)
-    epmoe.ExpertParallel(epmoe.EPConfig(**SECTIONS)).close()
+    epmoe.ExpertParallel(CONFIG).close()
     assert ["no experts are spread" in str(each.message) for each in recwarn] == [True] * (launched == "2")
 
 
 def test_something_else_for_a_group():
-    config = epmoe.EPConfig(**SECTIONS)
     with pytest.raises(TypeError, match="`group` must be a process group of torch.distributed, got str"):
-        epmoe.ExpertParallel(config, "cpu")
+        epmoe.ExpertParallel(CONFIG, "cpu")
     with pytest.raises(TypeError, match="`group` must be a process group of torch.distributed, got list"):
-        epmoe.ExpertParallel(config, [0])
+        epmoe.ExpertParallel(CONFIG, [0])
     with pytest.raises(ValueError, match="this process is no member of `group`"):
-        epmoe.ExpertParallel(config, dist.GroupMember.NON_GROUP_MEMBER)  # what new_group returns to other processes
+        epmoe.ExpertParallel(CONFIG, dist.GroupMember.NON_GROUP_MEMBER)  # what new_group returns to other processes
 
 
 def test_a_device_that_torch_does_not_know():
     with pytest.raises(ValueError, match="`device` must be cpu or cuda with exchange.transport='auto', got gpu"):
-        epmoe.ExpertParallel(epmoe.EPConfig(**SECTIONS), device="gpu")
+        epmoe.ExpertParallel(CONFIG, device="gpu")
     with pytest.raises(TypeError, match="`device` must be a torch.device or its name, got dict"):
-        epmoe.ExpertParallel(epmoe.EPConfig(**SECTIONS), device={"type": "cpu"})
+        epmoe.ExpertParallel(CONFIG, device={"type": "cpu"})
 
 
 def test_a_permutation_that_is_none():
@@ -301,7 +296,3 @@ def test_threads_without_order_get_errors_and_no_wrong_result(ep):
         "another thread is in a call of this ExpertParallel: one thread at a time, so order their calls",
         "round n is still open: call combine, or abort on all ranks, before dispatch",
     }
-
-
-def test_the_documentation_says_so():
-    assert "one thread at a time" in " ".join((epmoe.ExpertParallel.__doc__ or "").split())

@@ -97,14 +97,6 @@ def test_the_thread_does_not_keep_the_exchange_alive(watched):
     assert not watched.thread.is_alive()
 
 
-def test_the_environment_is_restored(monkeypatch):
-    monkeypatch.setenv("EPMOE_A", "1")
-    monkeypatch.delenv("EPMOE_B", raising=False)
-    with nccl._environment({"EPMOE_A": "2", "EPMOE_B": "3"}):
-        assert (nccl.os.environ["EPMOE_A"], nccl.os.environ["EPMOE_B"]) == ("2", "3")
-    assert nccl.os.environ["EPMOE_A"] == "1" and "EPMOE_B" not in nccl.os.environ
-
-
 class Levels(HierarchicalExchangeOnGPUs):
     """Without memory or a GPU."""
 

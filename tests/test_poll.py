@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import alone
 from test_rounds import mismatch
 
 import epmoe
@@ -13,17 +14,8 @@ from epmoe.exchange.health import STATUS, TIMEOUT
 X, IDS, WEIGHTS = torch.ones(4, 64), torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
 
 
-def make_ep(**capacity: object) -> epmoe.ExpertParallel:
-    config = epmoe.EPConfig(
-        model={"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "float32"},
-        topology={"ep_size": 1},
-        capacity={"max_num_tokens_per_rank": 4} | capacity,
-    )
-    return epmoe.ExpertParallel(config)
-
-
 def test_nothing_to_report():
-    with make_ep() as ep:
+    with epmoe.ExpertParallel(alone()) as ep:
         ep.poll()
         d = ep.dispatch(X, IDS, WEIGHTS)
         ep.poll()  # between any two calls
@@ -34,7 +26,7 @@ def test_nothing_to_report():
 
 
 def test_an_overflow_is_raised_once_and_leaves_the_round_open():
-    with make_ep(max_expert_rows=5) as ep:
+    with epmoe.ExpertParallel(alone(capacity={"max_expert_rows": 5})) as ep:
         for _ in range(2):
             d = ep.dispatch(X, IDS, WEIGHTS)
             with pytest.raises(epmoe.EPOverflowError, match=r"needed 8 .*set it to at\s+least 8"):
@@ -44,7 +36,7 @@ def test_an_overflow_is_raised_once_and_leaves_the_round_open():
 
 
 def test_an_overflow_that_is_only_counted():
-    with make_ep(max_expert_rows=5, on_overflow="drop") as ep:
+    with epmoe.ExpertParallel(alone(capacity={"max_expert_rows": 5, "on_overflow": "drop"})) as ep:
         d = ep.dispatch(X, IDS, WEIGHTS)
         ep.poll()
         ep.combine(d.rows, d)
@@ -52,7 +44,7 @@ def test_an_overflow_that_is_only_counted():
 
 
 def test_a_mismatch():
-    with make_ep() as ep:
+    with epmoe.ExpertParallel(alone()) as ep:
         d = ep.dispatch(X, IDS, WEIGHTS)
         mismatch(ep)
         with pytest.raises(epmoe.EPMismatchError, match="round 1"):
@@ -64,7 +56,7 @@ def test_a_mismatch():
 
 
 def test_a_timeout_is_raised_by_every_poll():
-    with make_ep() as ep:
+    with epmoe.ExpertParallel(alone()) as ep:
         ep._exchange.status[STATUS.index("missing")] = 1
         ep._exchange.status[STATUS.index("code")] = TIMEOUT
         for raising in (ep.poll, ep.check, ep.poll):

@@ -10,7 +10,7 @@ import re
 from functools import cache
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, slow
 from protocol.explorer import Violation, explore
 from protocol.models import build
 from protocol.rules import COPIED, CPU, LL, PROTOCOLS, RULES
@@ -37,7 +37,7 @@ def reached(protocol: str, ranks: int, scenario: str, *, lazy: bool) -> tuple[in
     return len(states), {state.nodes for state in states}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, slow(3)])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_every_interleaving_keeps_the_promises(protocol, ranks):
     """Nothing is overwritten unread, no read comes too early, and whoever waits goes on. Over two ranks every store
@@ -48,6 +48,7 @@ def test_every_interleaving_keeps_the_promises(protocol, ranks):
     assert counts["no failure"] < counts["aborts"] < counts["aborts, and a deadline passes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol", [CPU, COPIED, LL])
 def test_three_ranks_whose_stores_arrive_at_any_time(protocol):
     states, nodes = reached(protocol, 3, "no failure", lazy=True)
@@ -99,12 +100,3 @@ def test_the_page_names_the_rules_of_the_model():
     text = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
     named = re.findall(r"\*\*Rule ([\w-]+)\.\*\*", text)
     assert sorted(named) == sorted(RULES)
-
-
-def test_a_violation_shows_the_way():
-    with pytest.raises(Violation) as caught:
-        explore(build(CPU, 2, without="release", lazy=True))
-    assert "reads" in caught.value.why
-    lines = str(caught.value).splitlines()
-    assert lines[-1].strip() == caught.value.trace[-1]
-    assert any("arrives" in line for line in lines)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT
+from helpers import ROOT, slow
 from host import (
     EXPERTS,
     RESUME_S,
@@ -103,7 +103,7 @@ def lose(host: Host, names: list[int], dead: int, number: int = signal.SIGKILL) 
     return alive
 
 
-@pytest.mark.parametrize("dead", [0, 2])
+@pytest.mark.parametrize("dead", [0, slow(2)])
 def test_the_rest_goes_on_after_a_death(host, dead):
     """Rank 0 has hosted the store of the first group."""
     alive = lose(host, serve(host), dead)
@@ -135,6 +135,7 @@ def follow_the_page(state, folder: Path) -> str:
     return play(state)
 
 
+@pytest.mark.slow
 def test_two_deaths_one_after_the_other(host):
     alive = serve(host, copies=3)
     for dead in (3, 0):
@@ -155,7 +156,7 @@ def leave_groups(state) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped", "in the windows"])
+@pytest.mark.parametrize("how", ["killed", slow("stopped"), slow("in the windows")])
 def test_a_second_death_during_resume(host, how):
     alive = lose(host, serve(host, copies=3), 3)
     host.form(alive)

@@ -5,17 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import alone
 
 import epmoe
 from epmoe.exchange.health import STATUS
-
-
-def make_config() -> epmoe.EPConfig:
-    return epmoe.EPConfig(
-        model={"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "float32"},
-        topology={"ep_size": 1},
-        capacity={"max_num_tokens_per_rank": 4},
-    )
 
 
 def mismatch(ep: epmoe.ExpertParallel) -> None:
@@ -26,7 +19,7 @@ def mismatch(ep: epmoe.ExpertParallel) -> None:
 
 @pytest.mark.parametrize("call", ["dispatch_recv", "combine", "combine_send", "combine_recv", "abort"])
 def test_a_mismatch_closes_the_round_whichever_call_sees_it(call):
-    with epmoe.ExpertParallel(make_config()) as ep:
+    with epmoe.ExpertParallel(alone()) as ep:
         x, ids, weights = torch.randn(3, 64), torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
         for n in (1, 3):
             sent = ep.dispatch_send(x, ids, weights)
@@ -44,7 +37,7 @@ def test_a_mismatch_closes_the_round_whichever_call_sees_it(call):
 
 
 def test_the_handle_of_another_round_closes_none():
-    with epmoe.ExpertParallel(make_config()) as ep:
+    with epmoe.ExpertParallel(alone()) as ep:
         x, ids, weights = torch.randn(3, 64), torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
         first = ep.dispatch(x, ids, weights)
         ep.combine(first.rows, first)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import alone
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import epmoe
@@ -18,17 +19,8 @@ from epmoe.group import check_shared_memory
 from epmoe.native.arguments import check_tensor
 
 
-def make_config(size: int = 1, experts: int = 8, top_k: int = 2, transport: str = "auto") -> epmoe.EPConfig:
-    return epmoe.EPConfig(
-        model={"num_experts": experts, "num_experts_per_tok": top_k, "hidden_size": 64, "dtype": "float32"},
-        topology={"ep_size": size},
-        capacity={"max_num_tokens_per_rank": 4},
-        exchange={"transport": transport},
-    )
-
-
 def test_one_process_is_a_group_of_one():
-    with epmoe.ExpertParallel(make_config()) as ep:
+    with epmoe.ExpertParallel(alone()) as ep:
         assert (ep.rank, ep.size, ep.num_local_experts, ep.device.type) == (0, 1, 8, "cpu")
         x = torch.randn(3, 64)
         d = ep.dispatch(x, torch.tensor([[0, 1], [2, 2], [7, -1]]), torch.ones(3, 2))
@@ -40,20 +32,20 @@ def test_one_process_is_a_group_of_one():
 @pytest.mark.parametrize("x", [torch.randn(1 + 2 * 64)[1:].view(2, 64), torch.randn(3, 65)[:1, :64]])
 def test_rows_may_start_anywhere(x):
     """Rows that are contiguous but do not start at multiples of 16 bytes."""
-    with epmoe.ExpertParallel(make_config()) as ep:
+    with epmoe.ExpertParallel(alone()) as ep:
         d = ep.dispatch(x, torch.zeros(len(x), 1, dtype=torch.int32), torch.ones(len(x), 1))
         assert torch.equal(ep.combine(d.rows, d), x)
 
 
 def test_a_single_row_may_have_any_stride():
-    with epmoe.ExpertParallel(make_config()) as ep:
+    with epmoe.ExpertParallel(alone()) as ep:
         x = torch.randn(2, 65)[:1, :64]
         d = ep.dispatch(x, torch.zeros(2, 3, dtype=torch.int32)[:1, :1], torch.ones(2, 5)[:1, :1])
         assert torch.equal(ep.combine(d.rows, d), x)
 
 
 def test_ids_of_no_token_may_have_any_strides():
-    with epmoe.ExpertParallel(make_config()) as ep:
+    with epmoe.ExpertParallel(alone()) as ep:
         no_ids, no_weights = torch.empty(2, 0, dtype=torch.int32).t(), torch.empty(2, 0).t()
         d = ep.dispatch(torch.empty(64, 0).t(), no_ids, no_weights)
         assert ep.combine(d.rows, d).shape == (0, 64)
@@ -63,7 +55,7 @@ def test_ids_of_no_token_may_have_any_strides():
 def test_no_tokens_may_lie_apart_within_a_row(step):
     """torch calls a tensor of 0 rows contiguous, whatever the stride within a row."""
     dtypes, lengths = (torch.float32, torch.int32, torch.float32), (64, 2, 2)
-    with epmoe.ExpertParallel(make_config()) as ep:
+    with epmoe.ExpertParallel(alone()) as ep:
         for _ in range(2):  # the second call finds its template
             sliced = (
                 torch.empty(0, n * s, dtype=dtype)[:, ::s] for n, s, dtype in zip(lengths, step, dtypes, strict=True)
@@ -73,7 +65,7 @@ def test_no_tokens_may_lie_apart_within_a_row(step):
 
 
 def test_too_few_expert_rows():
-    with epmoe.ExpertParallel(make_config()) as ep:
+    with epmoe.ExpertParallel(alone()) as ep:
         x = torch.randn(3, 64)
         d = ep.dispatch(x, torch.tensor([[0, 1], [2, 2], [7, -1]]), torch.ones(3, 2))
         with pytest.raises(ValueError, match="`expert_rows` must hold at least 5 rows, got 4"):
@@ -81,31 +73,70 @@ def test_too_few_expert_rows():
         assert torch.equal(ep.combine(d.rows[:5], d), x * torch.tensor([[2.0], [2.0], [1.0]]))
 
 
-def test_calls_like_one_that_passed_are_still_checked():
-    """A call whose template exists skips most checks, but none that could still fail."""
-    with epmoe.ExpertParallel(make_config()) as ep:
-        x, ids, weights = torch.randn(3, 64), torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)
-        for bad, error, message in [
-            ((torch.randn(5, 64), ids.repeat(2, 1)[:5], weights.repeat(2, 1)[:5]), ValueError, "5 tokens, but"),
-            ((x, ids[:2], weights), ValueError, r"`ids` must be .* \[3, K\]"),
-            ((x, ids, weights[:2]), ValueError, r"`weights` must be .* \[3, 2\]"),
-            ((x, ids, weights.flatten()), ValueError, r"`weights` must be .* \[3, 2\]"),
-            ((x.to("meta"), ids, weights), ValueError, "`x` must be on cpu, got meta"),
-            ((x, ids, weights.to("meta")), ValueError, "`weights` must be on cpu, got meta"),
-            ((x.clone().requires_grad_(), ids, weights), RuntimeError, "forward only"),
-            ((x.numpy(), ids, weights), TypeError, "`x` must be .*, got ndarray"),
-            ((x, ids, None), TypeError, "`weights` must be .*, got NoneType"),
-        ]:
-            d = ep.dispatch(x, ids, weights)
-            with pytest.raises(RuntimeError, match="round . is still open"):
-                ep.dispatch(x, ids, weights)
-            ep.combine(d.rows, d)
+T, K, D, M = 5, 4, 64, 16
+X, IDS, WEIGHTS = torch.zeros(T, D), torch.zeros(T, K, dtype=torch.int32), torch.ones(T, K)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error", "message"),
+    [
+        ((X.double(), IDS, WEIGHTS), {}, TypeError, r"`x` must be .*float32.* \[T, D\], got float64 \[5, 64\]"),
+        ((X.int(), IDS, WEIGHTS), {}, TypeError, r"`x` must be .*float32.* \[T, D\], got int32 \[5, 64\]"),
+        ((X[0], IDS, WEIGHTS), {}, ValueError, r"`x` must be .* \[T, D\], got float32 \[64\]"),
+        (
+            (torch.zeros(T, 128), IDS, WEIGHTS),
+            {},
+            ValueError,
+            r"`x` must be float32 \[T, 64\].*, got float32 \[5, 128\]",
+        ),
+        ((X[:, :63], IDS, WEIGHTS), {}, ValueError, r"`x` must be float32 \[T, 64\].*16 bytes, got float32 \[5, 63\]"),
+        ((X, IDS[:4], WEIGHTS), {}, ValueError, r"`ids` must be int32 or int64 \[5, K\], got int32 \[4, 4\]"),
+        ((X, IDS[0], WEIGHTS), {}, ValueError, r"`ids` must be int32 or int64 \[5, K\], got int32 \[4\]"),
+        (
+            (X, IDS.repeat(1, 2), WEIGHTS),
+            {},
+            ValueError,
+            r"`ids` must be int32 or int64 \[5, 1\.\.4\], got int32 \[5, 8\]",
+        ),
+        ((X, IDS.short(), WEIGHTS), {}, TypeError, r"`ids` must be int32 or int64 \[5, K\], got int16 \[5, 4\]"),
+        ((X, IDS, WEIGHTS[:, :3]), {}, ValueError, r"`weights` must be .* \[5, 4\], got float32 \[5, 3\]"),
+        ((X, IDS, WEIGHTS.double()), {}, TypeError, r"`weights` must be .* \[5, 4\], got float64 \[5, 4\]"),
+        ((X, IDS, WEIGHTS), {"layout": "token"}, ValueError, r"`layout` must be 'expert' or 'rank', got 'token'"),
+        ((X, IDS, WEIGHTS), {"num_tokens": 2.0}, TypeError, r"`num_tokens` must be an int or .*, got float"),
+        (
+            (X, IDS, WEIGHTS),
+            {"num_tokens": torch.ones(2)},
+            TypeError,
+            r"`num_tokens` must be int32 \[1\], got float32 \[2\]",
+        ),
+        ((X.clone().requires_grad_(), IDS, WEIGHTS), {}, RuntimeError, r"forward only.*torch\.inference_mode"),
+        ((X.to("meta"), IDS, WEIGHTS), {}, ValueError, "`x` must be on cpu, got meta"),
+        ((X, IDS, WEIGHTS.to("meta")), {}, ValueError, "`weights` must be on cpu, got meta"),
+        ((X, IDS, WEIGHTS.flatten()), {}, ValueError, r"`weights` must be .* \[5, 4\]"),
+        ((X.numpy(), IDS, WEIGHTS), {}, TypeError, "`x` must be .*, got ndarray"),
+        ((X, IDS, None), {}, TypeError, "`weights` must be .*, got NoneType"),
+        (
+            (torch.zeros(M + 3, D), torch.zeros(M + 3, K, dtype=torch.int32), torch.ones(M + 3, K)),
+            {},
+            ValueError,
+            r"19 tokens, but capacity\.max_num_tokens_per_rank is 16: set it to at least 19",
+        ),
+    ],
+)
+def test_a_wrong_call_is_refused(args, options, error, message):
+    """Twice: a call like one that has passed skips most checks, but none that could still fail."""
+    with epmoe.ExpertParallel(alone(top_k=K, max_tokens=M)) as ep:
+        for _ in range(2):
             with pytest.raises(error, match=message):
-                ep.dispatch(*bad)
+                ep.dispatch(*args, **options)
+            d = ep.dispatch(X, IDS, WEIGHTS)
+            with pytest.raises(RuntimeError, match="round . is still open"):
+                ep.dispatch(X, IDS, WEIGHTS)
+            ep.combine(d.rows, d)
 
 
 def test_rows_of_the_shape_that_dispatch_returned_are_still_checked():
-    with epmoe.ExpertParallel(make_config()) as ep:
+    with epmoe.ExpertParallel(alone()) as ep:
         x = torch.randn(3, 64)
         d = ep.dispatch(x, torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1))
         for bad, error, message in [
@@ -124,16 +155,24 @@ def test_several_ranks_need_a_group():
     with pytest.raises(
         ValueError, match=r"ep_size must equal the size of the group, 1, got 2; torch.distributed is not"
     ):
-        epmoe.ExpertParallel(make_config(2))
+        epmoe.ExpertParallel(alone(topology={"ep_size": 2}))
 
 
 @pytest.mark.parametrize(
     ("config", "device", "message"),
     [
-        (make_config(transport="shared_memory"), "cuda", r"`device` must be cpu with .*'shared_memory', got cuda"),
-        (make_config(transport="nvlink"), "cpu", r"`device` must be cuda with exchange.transport='nvlink', got cpu"),
-        (make_config(33), "cuda", r"`topology.ep_size` must be at most 32 on GPUs, got 33"),
-        (make_config(experts=64, top_k=33), "cuda", r"`model.num_experts_per_tok` must be at most 32 on GPUs, got 33"),
+        (
+            alone(exchange={"transport": "shared_memory"}),
+            "cuda",
+            r"`device` must be cpu with .*'shared_memory', got cuda",
+        ),
+        (
+            alone(exchange={"transport": "nvlink"}),
+            "cpu",
+            r"`device` must be cuda with exchange.transport='nvlink', got cpu",
+        ),
+        (alone(64, topology={"ep_size": 33}), "cuda", r"`topology.ep_size` must be at most 32 on GPUs, got 33"),
+        (alone(experts=64, top_k=33), "cuda", r"`model.num_experts_per_tok` must be at most 32 on GPUs, got 33"),
     ],
 )
 def test_where_it_may_run(config, device, message):
@@ -144,7 +183,7 @@ def test_where_it_may_run(config, device, message):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_no_gpu():
     with pytest.raises(ValueError, match="torch finds no GPU here"):
-        epmoe.ExpertParallel(make_config(transport="nvlink"))
+        epmoe.ExpertParallel(alone(exchange={"transport": "nvlink"}))
 
 
 def test_another_gpu_is_another_device():
@@ -157,7 +196,7 @@ def test_another_gpu_is_another_device():
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_gpu_that_is_not_the_current_one():
-    with torch.cuda.device(0), epmoe.ExpertParallel(make_config(), device="cuda:1") as ep:
+    with torch.cuda.device(0), epmoe.ExpertParallel(alone(), device="cuda:1") as ep:
         x, ids, weights = (t.to("cuda:1") for t in (torch.randn(2, 64), torch.tensor([[0], [1]]), torch.ones(2, 1)))
         d = ep.dispatch(x, ids, weights)
         assert torch.equal(ep.combine(d.rows, d), x)
@@ -167,7 +206,7 @@ def test_a_gpu_that_is_not_the_current_one():
 
 def test_usable_outside_the_inference_mode_it_was_made_in():
     with torch.inference_mode():
-        ep = epmoe.ExpertParallel(make_config())
+        ep = epmoe.ExpertParallel(alone())
     x = torch.randn(2, 64)
     d = ep.dispatch(x, torch.tensor([[0], [1]]), torch.ones(2, 1))
     assert torch.equal(ep.combine(d.rows, d), x)
@@ -182,7 +221,7 @@ def timeout_s(ep: epmoe.ExpertParallel, layout: str) -> float:
 
 
 def test_only_the_first_round_waits_for_ranks_that_still_load():
-    with epmoe.ExpertParallel(make_config()) as ep:
+    with epmoe.ExpertParallel(alone()) as ep:
         first, later = ep.config.exchange.warmup_timeout_s, ep.config.exchange.timeout_s
         with torch.inference_mode():  # a descriptor made in it must change outside, too
             assert timeout_s(ep, "expert") == first > later
@@ -208,13 +247,7 @@ def test_a_block_needs_shared_memory(monkeypatch, experts, kib, fits):
 
 
 def test_fp8_travels_in_whole_blocks():
-    config = epmoe.EPConfig(
-        model={"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 256, "dtype": "float32"},
-        topology={"ep_size": 1},
-        capacity={"max_num_tokens_per_rank": 4},
-        exchange={"combine_payload": "fp8"},
-    )
-    with epmoe.ExpertParallel(config) as ep:
+    with epmoe.ExpertParallel(alone(4, hidden=256, exchange={"combine_payload": "fp8"})) as ep:
         ids, weights = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1)
         with pytest.raises(ValueError, match=r"`x` must be .*whole blocks of 128, got float32 \[2, 192\]"):
             ep.dispatch(torch.randn(2, 192), ids, weights)
@@ -225,11 +258,9 @@ def test_fp8_travels_in_whole_blocks():
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
 def test_fields_by_layout(payload):
     """A field of the other layout raises by name; `scales` is None without an fp8 payload."""
-    config = make_config().model_dump()
-    config["model"]["hidden_size"], config["exchange"]["payload"] = 128, payload
     fields = {"rows", "scales", "expert_offsets", "tokens_per_expert"}, {"x", "scales", "ids", "weights"}
     inputs = torch.randn(2, 128), torch.tensor([[0], [1]]), torch.ones(2, 1)
-    with epmoe.ExpertParallel(epmoe.EPConfig(**config)) as ep:
+    with epmoe.ExpertParallel(alone(hidden=128, exchange={"payload": payload})) as ep:
         for layout, here in (("expert", 0), ("rank", 1)):
             d = ep.dispatch(*inputs, layout=layout)
             handles = d, d.recv
@@ -252,7 +283,7 @@ def test_fields_by_layout(payload):
 def test_errors_of_state_are_of_one_class():
     """Closed, open, in another state, or with the handle of another: nothing was sent."""
     arguments = torch.ones(1, 64), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1)
-    with epmoe.ExpertParallel(make_config()) as ep, epmoe.ExpertParallel(make_config()) as other:
+    with epmoe.ExpertParallel(alone()) as ep, epmoe.ExpertParallel(alone()) as other:
         d, elsewhere = ep.dispatch(*arguments), other.dispatch(*arguments)
         for call, message in (
             (lambda: ep.dispatch(*arguments), "round 1 is still open"),
@@ -276,4 +307,4 @@ def test_too_few_files(monkeypatch):
 
     monkeypatch.setattr(os, "memfd_create", memfd_create)
     with pytest.raises(RuntimeError, match=r"may not open more files \(its limit is \d+\).*ulimit -n"):
-        epmoe.ExpertParallel(make_config())
+        epmoe.ExpertParallel(alone())

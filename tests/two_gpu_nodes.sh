@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 ranks=$1
 shift
-[ $# -gt 0 ] || set -- tests/distributed/test_two_levels_cuda.py tests/distributed/test_two_levels_faults_cuda.py
+[ $# -gt 0 ] || set -- tests/distributed/test_two_levels.py tests/distributed/test_two_levels_cuda.py
 export NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo OMP_NUM_THREADS=1
 exec torchrun --standalone --nproc-per-node "$ranks" --no-python bash -c '
   export NCCL_HOSTID=node$((2 * RANK / WORLD_SIZE))

@@ -10,17 +10,21 @@ from exchanges import (
     Slabs,
     Tokens,
     assert_y,
+    dequantised,
     expected_rows,
     expected_slabs,
+    gains,
     poison,
     quantised,
     run_experts,
     run_fused_experts,
 )
+from helpers import assert_close
 from torch import Tensor
 
 from epmoe import Dispatched, EPConfig, ExpertParallel, Permuted
 from epmoe.exchange.handles import Layout, Received
+from epmoe.local.reference import moe_reference
 
 
 def assert_slabs(got: Received, want: Slabs, fp8: bool) -> None:
@@ -32,22 +36,38 @@ def assert_slabs(got: Received, want: Slabs, fp8: bool) -> None:
         assert_payload(got.x[r, :count], got.scales[r, :count] if fp8 else None, want_x[r, :count])
 
 
-def assert_rows(d: Dispatched, want: Permuted, fp8: bool) -> None:
-    """layout="expert": the segments, their gaps and their order."""
+def weight_of_rows(want: Permuted, slabs: Slabs) -> Tensor:
+    """[N, 1] the weight of the pair that each expert-major row belongs to; 1 for the rows of gaps."""
+    weights, paired = torch.ones(len(want.rows), 1), want.row_of_pair >= 0
+    weights[want.row_of_pair[paired].long(), 0] = slabs.weights[paired]
+    return weights
+
+
+def assert_rows(d: Dispatched, want: Permuted, fp8: bool, weights: Tensor | None = None) -> None:
+    """layout="expert": the segments, their gaps and their order. `weights` [N, 1]: by which dispatch multiplies."""
     used = int(want.expert_offsets[-1])
     assert torch.equal(d.expert_offsets.cpu(), want.expert_offsets)
     assert torch.equal(d.tokens_per_expert.cpu(), want.tokens_per_expert)
-    assert_payload(d.rows[:used], d.scales[:used] if fp8 else None, want.rows)
+    assert_payload(d.rows[:used], d.scales[:used] if fp8 else None, want.rows, weights)
 
 
-def assert_payload(rows: Tensor, scales: Tensor | None, want: Tensor) -> None:
+def assert_payload(rows: Tensor, scales: Tensor | None, want: Tensor, weights: Tensor | None = None) -> None:
     """Rows equal those sent: in every bit, or with fp8 in every value, and in the scales up to rounding."""
     if scales is None:
-        assert torch.equal(rows.cpu(), want)
+        assert torch.equal(rows.cpu(), want if weights is None else (want.float() * weights).to(want.dtype))
     elif want.numel():
         want_rows, want_scales = quantised(want)
+        want_scales = want_scales if weights is None else want_scales * weights
         torch.testing.assert_close(scales.cpu(), want_scales, rtol=1e-6, atol=0)
         assert rows.dtype == FP8 and torch.equal(rows.cpu().float(), want_rows.float())
+
+
+def y_of_weighted_rows(config: EPConfig, tokens: Tokens) -> Tensor:
+    """y [real, D] in fp64 where rows are weighted, and rounded once, before the experts."""
+    x, gain = tokens.x[: tokens.real], gains(config, tokens.x.shape[1]).double()
+    x = dequantised(*quantised(x), torch.float32) if config.exchange.payload == "fp8" else x
+    live = tokens.live(config.model.num_experts)
+    return moe_reference(x, *live, lambda rows, expert: rows * gain[expert], apply_router_weight_on_input=True)
 
 
 @dataclass
@@ -61,10 +81,12 @@ class Round:
     num_tokens: int | Tensor | None
     layout: Layout
     phases: bool
+    weighted: bool
 
     def dispatch(self) -> Dispatched:
         first = self.ep.dispatch_send if self.phases else self.ep.dispatch
-        d = first(self.x, self.ids, self.weights, num_tokens=self.num_tokens, layout=self.layout)
+        options = {"layout": self.layout, "apply_router_weight_on_input": self.weighted}
+        d = first(self.x, self.ids, self.weights, num_tokens=self.num_tokens, **options)
         return self.ep.dispatch_recv(d) if self.phases else d
 
     def combine(self, rows: Tensor, d: Dispatched) -> Tensor:
@@ -92,6 +114,7 @@ def check_round(
     calls: EPConfig | None = None,
     num_tokens: int | Tensor | None = None,
     phases: bool = False,
+    weighted: bool = False,
 ) -> Checked:
     """One round on poisoned windows: dispatched rows are bitwise equal, y is within its roundings.
 
@@ -102,12 +125,13 @@ def check_round(
         calls: describes calls whose hidden size, top_k or dtype is smaller than in the config of `ep`.
         num_tokens: real tokens of this rank, for dispatch.
         phases: whether send and receive phases are calls of their own.
+        weighted: whether dispatch applies the weights, so that combine only adds.
     """
     config, mine = calls or ep.config, tokens[ep.rank]
     fp8 = config.exchange.payload == "fp8"
     slabs = expected_slabs(config, ep.placement, tokens, ep.rank)
     x, ids, weights = (t.to(ep.device) for t in (mine.x, mine.ids, mine.weights))
-    this = Round(ep, x, ids, weights, num_tokens, layout, phases)
+    this = Round(ep, x, ids, weights, num_tokens, layout, phases, weighted)
     poison(ep)
     d = this.dispatch()
     assert torch.equal(d.recv.counts.cpu(), slabs.counts)
@@ -115,8 +139,13 @@ def check_round(
         assert_slabs(d.recv, slabs, fp8)
         rows = run_fused_experts(ep, d)
     else:
-        assert_rows(d, expected_rows(config, ep.placement, slabs, ep.rank), fp8)
+        want = expected_rows(config, ep.placement, slabs, ep.rank)
+        assert_rows(d, want, fp8, weight_of_rows(want, slabs) if weighted else None)
         rows = run_experts(ep, d)
     y = this.combine(rows, d)
-    assert_y(y, config, mine)
+    if weighted:
+        assert_close(y[: mine.real], y_of_weighted_rows(config, mine))
+        assert y[mine.real :].eq(0).all()
+    else:
+        assert_y(y, config, mine)
     return Checked(this, d, rows, y)

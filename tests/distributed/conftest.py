@@ -16,6 +16,8 @@ from epmoe import ExpertParallel
 from epmoe.exchange import memory
 
 UNDER_TORCHRUN = "RANK" in os.environ
+READ_BY_GPUS = {"ll_max_tokens", "num_sms", "senders", "team"}
+"""Parameters of tests that the CPU's exchange does not read."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,13 +26,29 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.maxfail = 1
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = os.path.dirname(__file__)
+    ours = [item for item in items if str(item.path).startswith(here)]
+    for item in ours:
+        item.add_marker(pytest.mark.distributed)
+        item.add_marker(pytest.mark.timeout(300 if torch.cuda.is_available() else 60))
+        if not UNDER_TORCHRUN:
+            item.add_marker(pytest.mark.skip(reason="needs several ranks: torchrun --nproc-per-node 2 -m pytest"))
+    repeated = repeated_on_the_cpu(ours)
+    config.hook.pytest_deselected(items=repeated)
+    items[:] = [item for item in items if item not in repeated]
+
+
+def repeated_on_the_cpu(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Cases of the CPU that differ from an earlier one only in what GPUs read."""
+    seen, repeated = set(), []
     for item in items:
-        if str(item.path).startswith(here) and item.path.name != "test_factors.py":
-            item.add_marker(pytest.mark.distributed)
-            if not UNDER_TORCHRUN:
-                item.add_marker(pytest.mark.skip(reason="needs several ranks: torchrun --nproc-per-node 2 -m pytest"))
+        params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+        if str(params.get("device")) == "cpu":
+            case = item.nodeid.partition("[")[0], *(f"{k}={v}" for k, v in params.items() if k not in READ_BY_GPUS)
+            repeated += [item] if case in seen else []
+            seen.add(case)
+    return repeated
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -103,6 +103,7 @@ def test_many_experts(make_ep, rank, size, experts, ll_max_tokens):
         check_round(ep, [make_tokens(ep.config, r, 24 - 3 * r, seed=seed) for r in range(size)], "expert")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("ll_max_tokens", [32, 256])

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from checked_round import weight_of_rows
 from exchanges import (
     FP8,
     Tokens,
@@ -138,11 +139,8 @@ def test_scales_are_weighted_on_arrival(make_ep, rank, size, T):
     slabs = expected_slabs(ep.config, ep.placement, tokens, rank)
     want = expected_rows(ep.config, ep.placement, slabs, rank)
     rows, scales = quantised(want.rows)
-    paired = want.row_of_pair >= 0
-    weight_of_row = torch.ones(len(want.rows), 1)
-    weight_of_row[want.row_of_pair[paired].long(), 0] = slabs.weights[paired]
     assert torch.equal(d.rows[: len(rows)].cpu().float(), rows.float())
-    assert torch.equal(d.scales[: len(rows)].cpu(), scales * weight_of_row)
+    assert torch.equal(d.scales[: len(rows)].cpu(), scales * weight_of_rows(want, slabs))
     ep.abort(d)
 
 

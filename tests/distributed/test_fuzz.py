@@ -14,7 +14,7 @@ from random import Random
 import pytest
 import torch
 from checked_round import check_round
-from exchanges import Tokens, make_config, make_tokens
+from exchanges import Tokens, make_tokens
 from helpers import random_bits
 from replayed_rounds import Again, play_again
 
@@ -104,25 +104,3 @@ def test_drawn_rounds(make_ep, rank, size, device, seed):
     if rounds:
         assert play_again(rounds, -(-ROUNDS // drawn) - 1) == 0
     ep.check()
-
-
-def test_rounds_again(make_ep, rank, size, device):
-    """What `play_again` plays is the same bits, and it counts what is not."""
-    for seed in range(4):
-        random = Random(seed)
-        ep, rounds = make_ep(**draw_options(random, size)), []
-        for layout, phases in (("expert", False), ("rank", True), ("expert", True), ("rank", False)):
-            tokens = draw_tokens(ep.config, random, size)
-            checked = check_round(ep, tokens, layout, num_tokens=tokens[rank].real, phases=phases)
-            rounds.append(Again(checked))
-        assert play_again(rounds, 3) == 0
-        rounds[0].wanted[0] += 1  # every byte of the counts
-        rounds[1].y += 1
-        assert play_again(rounds, 2) == 2 * (4 * size + rounds[1].y.numel())
-
-
-def test_every_drawn_configuration_is_one():
-    for seed in range(500):
-        options = draw_options(Random(seed), 2 + seed % 3)
-        options.pop("ll_max_tokens")
-        make_config(2 + seed % 3, **options)

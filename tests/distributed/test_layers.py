@@ -17,16 +17,16 @@ E, F, D, K = 13, 24, 64, 4
 
 
 def make_layer(
-    ep: ExpertParallel, seed: int = 0, bias: bool = False
+    ep: ExpertParallel, seed: int = 0, bias: bool = False, **options: bool
 ) -> tuple[MoELayer, tuple[torch.Tensor, torch.Tensor]]:
     """A layer with this rank's experts, and all experts' weights."""
-    dtype = ep.config.model.torch_dtype
+    dtype, D = ep.config.model.torch_dtype, ep.config.model.hidden_size
     w_gate_up = (randn(E, 2 * F, D, seed=seed + 1) / D**0.5).to(dtype)
     w_down = (randn(E, D, F, seed=seed + 2) / F**0.5).to(dtype)
     local = [ep.placement.logical(p) for p in ep.placement.local_experts(ep.rank)]
     experts = GroupedExperts(w_gate_up[local].to(ep.device), w_down[local].to(ep.device))
     bias_E = (randn(E, seed=seed + 3) * 9).to(ep.device) if bias else None
-    return MoELayer(ep, randn(E, D, seed=seed).to(ep.device), experts, bias=bias_E), (w_gate_up, w_down)
+    return MoELayer(ep, randn(E, D, seed=seed).to(ep.device), experts, bias=bias_E, **options), (w_gate_up, w_down)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -49,13 +49,10 @@ def test_layer_equals_the_dense_one(make_ep, rank, size, dtype, bias):
 
 def test_fp8_payload_reaches_the_experts(make_ep, rank, size):
     ep = make_ep(experts=E, top_k=K, hidden=128, dtype="bfloat16", exchange={"payload": "fp8"})
-    w_gate_up, w_down = randn(E, 2 * F, 128, seed=1) / 11, randn(E, 128, F, seed=2) / 5
-    local = ep.placement.local_experts(rank)
-    experts = GroupedExperts(w_gate_up[local].to(ep.device).bfloat16(), w_down[local].to(ep.device).bfloat16())
-    layer = MoELayer(ep, randn(E, 128).to(ep.device), experts)
+    layer, weights = make_layer(ep)
     x = randn(16, 128, dtype=torch.bfloat16, seed=rank)
-    ids, w = route_reference(x.float() @ layer.router_weight.cpu().T, K)
-    assert_close(layer(x.to(ep.device)), moe_reference(x, ids, w, (w_gate_up, w_down)), slack=5)
+    routing = route_reference(x.float() @ layer.router_weight.cpu().T, K)
+    assert_close(layer(x.to(ep.device)), moe_reference(x, *routing, weights), slack=5)
 
 
 def test_61_layers_share_one_set_of_windows(make_ep, rank, size):

@@ -5,20 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from checked_round import assert_rows, assert_slabs
-from exchanges import (
-    Tokens,
-    assert_y,
-    expected_rows,
-    expected_slabs,
-    make_tokens,
-    poison,
-    run_experts,
-    run_fused_experts,
-    run_round,
-)
+from checked_round import check_round
+from exchanges import Tokens, assert_y, make_tokens, run_experts, run_fused_experts, run_round
 from helpers import ON_GPUS
-from torch import Tensor
 
 import epmoe
 from epmoe import Dispatched, ExpertParallel
@@ -38,44 +27,17 @@ def outputs(ep: ExpertParallel, d: Dispatched) -> torch.Tensor:
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
 @pytest.mark.parametrize(("max_tokens", "ll_max_tokens", "hidden"), [(16, 32, 256), (200, 32, 256), (200, 256, 1152)])
 def test_phases_have_the_bits_of_one_call(make_ep, rank, size, max_tokens, ll_max_tokens, hidden, payload, layout):
-    ep = make_ep(
-        ll_max_tokens,
-        top_k=6,
-        hidden=hidden,
-        dtype="bfloat16",
-        max_tokens=max_tokens,
-        placement=PLACEMENT,
-        exchange={"payload": payload, "combine_payload": payload},
-    )
+    exchange = {"payload": payload, "combine_payload": payload}
+    options = {"top_k": 6, "hidden": hidden, "dtype": "bfloat16", "max_tokens": max_tokens, "placement": PLACEMENT}
+    ep = make_ep(ll_max_tokens, exchange=exchange, **options)
     for n in range(4):
-        tokens = [
-            make_tokens(ep.config, r, (max_tokens, 2 * r, 0, 7)[n], seed=n, kind="adversarial", padded=2)
-            for r in range(size)
-        ]
-        mine = tokens[rank]
-        at_once = run_round(ep, mine, layout, num_tokens=mine.real)
-        poison(ep)
-        sent = ep.dispatch_send(*given(ep, mine), num_tokens=mine.real, layout=layout)
-        d = ep.dispatch_recv(sent)
-        slabs = expected_slabs(ep.config, ep.placement, tokens, rank)
-        if layout == "rank":
-            assert_slabs(d.recv, slabs, payload == "fp8")
-        else:
-            assert_rows(d, expected_rows(ep.config, ep.placement, slabs, rank), payload == "fp8")
-        ep.combine_send(outputs(ep, d), d)
-        y = ep.combine_recv(d)
-        assert torch.equal(y, at_once)
-        assert_y(y, ep.config, mine)
-
-
-def test_one_stage_in_phases_and_the_other_in_one_call(make_ep, rank, size):
-    ep = make_ep()
-    tokens = make_tokens(ep.config, rank, 9)
-    d = ep.dispatch_recv(ep.dispatch_send(*given(ep, tokens)))
-    assert_y(ep.combine(run_experts(ep, d), d), ep.config, tokens)
-    d = ep.dispatch(*given(ep, tokens))
-    ep.combine_send(run_experts(ep, d), d)
-    assert_y(ep.combine_recv(d), ep.config, tokens)
+        T = (max_tokens, 2, 0, 7)[n]
+        tokens = [make_tokens(ep.config, r, T, seed=n, kind="adversarial", padded=2) for r in range(size)]
+        num_tokens = tokens[rank].real
+        at_once, apart = (
+            check_round(ep, tokens, layout, num_tokens=num_tokens, phases=phases) for phases in (False, True)
+        )
+        assert torch.equal(at_once.y, apart.y)
 
 
 def test_sending_waits_for_no_rank(make_ep, rank, size):
@@ -115,9 +77,9 @@ def identity_y(config: epmoe.EPConfig, tokens: Tokens) -> torch.Tensor:
 
 
 def test_two_micro_batches_overlap(make_ep, rank, size):
-    """Round after round without a barrier, with any number of tokens. On one node ranks take the batches in different
-    orders."""
-    eps = [make_ep(top_k=6, hidden=256, max_tokens=24, placement=PLACEMENT) for _ in range(2)]
+    """Of two models, round after round without a barrier, with any number of tokens. On one node ranks take the batches
+    in different orders."""
+    eps = [make_ep(top_k=6, hidden=256, max_tokens=24, placement=PLACEMENT), make_ep(top_k=2, hidden=64, max_tokens=24)]
     for n in range(50):
         batches = [
             make_tokens(ep.config, rank, (7 * n * (rank + 1) + i) % 25, seed=2 * n + i, kind="zipf")
@@ -216,62 +178,6 @@ def test_order_of_phases(make_ep, rank, size):
         ep.dispatch_recv(elsewhere)
     ep.abort(second)
     other.abort(elsewhere)
-
-
-def abort_round(ep: ExpertParallel, inputs: list[Tensor], after: str, alone: bool) -> None:
-    """A round that ends after this phase, on every rank or, `alone`, on the last one."""
-    handle = ep.dispatch_send(*inputs)
-    if alone and ep.rank != ep.size - 1:
-        d = ep.dispatch_recv(handle)
-        ep.combine(run_experts(ep, d), d)
-        return
-    if after != "dispatch_send":
-        handle = ep.dispatch_recv(handle)
-    if after == "combine_send":
-        ep.combine_send(run_experts(ep, handle), handle)
-    ep.abort(handle)
-
-
-@pytest.mark.parametrize("after", ["dispatch_send", "dispatch_recv", "combine_send"])
-@pytest.mark.parametrize("alone", [False, True])
-def test_abort_between_phases(make_ep, rank, size, after, alone):
-    """On every rank, or on the last one alone: the round is closed, and the next round is complete."""
-    ep = make_ep()
-    for n in range(3):
-        tokens = make_tokens(ep.config, rank, 16 - rank, seed=n)
-        poison(ep)
-        abort_round(ep, given(ep, tokens), after, alone)
-        assert_y(run_round(ep, tokens), ep.config, tokens)
-
-
-def test_ranks_that_disagree_hear_of_it(make_ep, rank, size):
-    ep = make_ep(top_k=4)
-    tokens = make_tokens(ep.config, rank, 6)
-    x, ids, weights = given(ep, tokens)
-    K = 3 if rank == 0 else 4
-    with pytest.raises(epmoe.EPMismatchError, match="hidden size"):
-        d = ep.dispatch_recv(ep.dispatch_send(x, ids[:, :K], weights[:, :K]))
-        ep.combine_send(torch.zeros_like(d.rows), d)
-        ep.combine_recv(d)
-        ep.check()
-    if ep.device.type == "cpu":  # on GPUs it can only be closed
-        assert_y(run_round(ep, tokens), ep.config, tokens)
-
-
-@pytest.mark.parametrize("stage", ["dispatch", "combine"])
-def test_a_rank_that_stays_away(make_ep, rank, size, stage):
-    """Send phases do not report it; receive phases name it."""
-    ep = make_ep(timeout_s=2.0)
-    tokens = make_tokens(ep.config, rank, 6)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
-    d = ep.dispatch(*given(ep, tokens)) if stage == "combine" else None
-    if rank != 0:
-        with pytest.raises(epmoe.EPTimeoutError, match=rf"{stage} of round 2 .*rank\(s\) \[0\]"):
-            d = d or ep.dispatch_recv(ep.dispatch_send(*given(ep, tokens)))
-            ep.combine_send(run_experts(ep, d), d)
-            ep.combine_recv(d)
-            ep.check()
-    dist.barrier()
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])

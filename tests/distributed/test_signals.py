@@ -9,6 +9,7 @@ import os
 import queue
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -108,7 +109,7 @@ def test_sigterm_ends_a_wait(ep, rank, size):
 @ON_CPU
 def test_a_signal_whose_handler_returns_does_not_lengthen_the_wait(make_ep, rank, size):
     """A timer of 20 ms, as profilers set it: the wait goes on, and its deadline stays the same."""
-    ep = make_ep(timeout_s=1.0)
+    ep = make_ep(timeout_s=0.4)
     tokens = make_tokens(ep.config, rank, 9)
     assert_y(run_round(ep, tokens), ep.config, tokens)
     if rank == 0:
@@ -119,8 +120,8 @@ def test_a_signal_whose_handler_returns_does_not_lengthen_the_wait(make_ep, rank
         try:
             with pytest.raises(epmoe.EPTimeoutError, match="dispatch of round 2 (timed out|got no answer)"):
                 ep.dispatch(*given(ep, tokens))
-            assert 1.0 <= time.monotonic() - started < 3.0
-            assert len(ticks) > 10
+            assert 0.4 <= time.monotonic() - started < 2.4
+            assert len(ticks) > 5
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
@@ -217,3 +218,36 @@ def test_ctrl_c_ends_a_wait_for_the_gpu(make_ep, rank, size, device):
     if rank != 0:
         run_round(ep, tokens)
     assert_y(run_round(ep, tokens), ep.config, tokens)
+
+
+@pytest.mark.slow
+def test_rank_stopped_in_the_middle_of_a_round(make_ep, rank, size, device):
+    """SIGSTOP, as from a debugger or a scheduler: the other ranks name the stopped one, and their device works on."""
+    if size == 1:
+        pytest.skip("needs a rank that waits for another")
+    ep = make_ep(timeout_s=0.5)
+    tokens = make_tokens(ep.config, rank, 9)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    dist.barrier()
+    if rank == 0:
+        me = os.getpid()
+        command = f"kill -STOP {me}; sleep 2; kill -CONT {me}"
+        with subprocess.Popen(["bash", "-c", command], start_new_session=True) as stopper:
+            stopper.wait()  # this process is stopped meanwhile
+        with pytest.raises(epmoe.EPTimeoutError):
+            run_round(ep, tokens)
+            ep.check()
+    else:
+        with pytest.raises(epmoe.EPTimeoutError, match=r"dispatch of round 2 .*rank\(s\) \[0\]") as caught:
+            d = ep.dispatch(*(t.to(device) for t in (tokens.x, tokens.ids, tokens.weights)))
+            assert ep.combine(d.rows, d).eq(0).all()  # only on GPUs: the host has not seen the error yet
+            ep.check()
+        assert caught.value.missing_ranks == [0]
+        for _ in range(2):
+            with pytest.raises(epmoe.EPTimeoutError):
+                run_round(ep, tokens)
+        eye = torch.eye(64, device=device)
+        assert torch.equal(eye @ eye, eye)
+    dist.barrier()
+    again = make_ep()
+    assert_y(run_round(again, tokens), again.config, tokens)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from exchanges import assert_y, make_tokens, quantised, run_experts, run_round
+from factors import all_pairs
+from helpers import RANKS_SHARE_GPUS
 from test_layers import D, E, K, make_layer
-from test_phases import abort_round, given
+from test_phases import given
 from test_signals import ctrl_c
 
 import epmoe
-from epmoe import ExpertParallel
-from epmoe.exchange.handles import Layout
 
-# On GPUs: test_two_levels_cuda.py.
-pytestmark = pytest.mark.parametrize("device", [torch.device("cpu")])
+# More on GPUs: test_two_levels_cuda.py.
+ON_THE_CPU = pytest.mark.parametrize("device", [torch.device("cpu")])
+SPLITS = pytest.mark.parametrize("splits", ["padded", "exact"])
 PLACEMENTS = {
     "linear": {},
     "round_robin": {"strategy": "round_robin", "num_redundant_experts": 3},
@@ -26,25 +28,67 @@ PLACEMENTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _four_ranks(size: int) -> None:
-    if size != 4:
+CASES = all_pairs(
+    {
+        "ranks_per_node": [1, 2, 4],  # on GPUs always half of the ranks
+        "ll_max_tokens": [8, 256],
+        "placement": [*PLACEMENTS],
+        "splits": ["padded", "exact"],
+        "layout": ["expert", "rank"],
+    }
+)
+
+
+def check_nodes(device: torch.device, size: int) -> None:
+    """Skips the test where the ranks make no two nodes."""
+    if device.type == "cpu" and size != 4:
         pytest.skip("needs 4 ranks: torchrun --nproc-per-node 4 -m pytest")
+    if device.type == "cuda" and size not in (2, 4):
+        pytest.skip("needs 2 or 4 ranks: docs/testing.md")
+    if device.type == "cuda" and RANKS_SHARE_GPUS and "NCCL_HOSTID" not in os.environ:
+        why = "NCCL takes ranks that share a GPU only if these have host ids of their own"
+        pytest.skip(f"{why}: tests/two_gpu_nodes.sh")
 
 
-def check_ragged_rounds(ep: ExpertParallel, layout: Layout) -> None:
-    """Without a barrier between them; some ranks have no token; and every round twice, with the same bits."""
+@pytest.fixture(autouse=True)
+def _two_nodes(device: torch.device, size: int) -> None:
+    check_nodes(device, size)
+
+
+@pytest.fixture
+def half(size: int) -> int:
+    """Ranks of each of two nodes."""
+    return size // 2
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_against_the_dense_reference(make_ep, rank, size, device, half, case):
+    """Without a barrier between rounds; some ranks have no token; and every round twice, with the same bits."""
+    ranks_per_node = case["ranks_per_node"] if device.type == "cpu" else half
+    if ranks_per_node > int(os.environ["LOCAL_WORLD_SIZE"]):
+        pytest.skip("the ranks of a node must be on one machine")
+    placement = dict(PLACEMENTS[case["placement"]])
+    if "assignment" in placement:
+        placement["assignment"] = [owner % size for owner in placement["assignment"]]
+    exchange = {"network_splits": case["splits"]}
+    options = {"hidden": 72, "dtype": "bfloat16", "placement": placement, "exchange": exchange}
+    ep = make_ep(case["ll_max_tokens"], ranks_per_node=ranks_per_node, **options)
     for n in range(6):
-        T = (16, 5 * ep.rank % 17, 0, 7 * (ep.rank % 2), 1, 16 - ep.rank)[n]
+        T = (16, 5 * rank % 17, 0, 7 * (rank % 2), 1, 16 - rank)[n]
         kind = ("uniform", "zipf", "adversarial")[n % 3]
-        tokens = make_tokens(ep.config, ep.rank, T, seed=n, kind=kind, padded=n % 2)
-        first, second = (run_round(ep, tokens, layout, num_tokens=tokens.real) for _ in range(2))
+        tokens = make_tokens(ep.config, rank, T, seed=n, kind=kind, padded=n % 2)
+        first, second = (run_round(ep, tokens, case["layout"], num_tokens=tokens.real) for _ in range(2))
         assert_y(first, ep.config, tokens)
         assert torch.equal(first, second)
+    ep.check()
 
 
-def check_fp8_round(ep: ExpertParallel, quantised_by_caller: bool) -> None:
-    tokens = make_tokens(ep.config, ep.rank, 13 - ep.rank, seed=3)
+@SPLITS
+@pytest.mark.parametrize("quantised_by_caller", [False, True])
+def test_fp8_rows_are_quantised_once(make_ep, rank, half, splits, quantised_by_caller):
+    exchange = {"payload": "fp8", "network_splits": splits}
+    ep = make_ep(ranks_per_node=half, hidden=256, dtype="bfloat16", exchange=exchange)
+    tokens = make_tokens(ep.config, rank, 13 - rank, seed=3)
     x, scales = quantised(tokens.x) if quantised_by_caller else (tokens.x, None)
     _, ids, weights = given(ep, tokens)
     d = ep.dispatch(x.to(ep.device), ids, weights, scales=None if scales is None else scales.to(ep.device))
@@ -52,31 +96,8 @@ def check_fp8_round(ep: ExpertParallel, quantised_by_caller: bool) -> None:
     assert_y(ep.combine(run_experts(ep, d), d), ep.config, tokens)
 
 
-@pytest.mark.parametrize("layout", ["expert", "rank"])
-@pytest.mark.parametrize("splits", ["padded", "exact"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
-def test_against_the_dense_reference(make_ep, rank, ranks_per_node, placement, splits, layout):
-    if ranks_per_node > int(os.environ["LOCAL_WORLD_SIZE"]):
-        pytest.skip("the ranks of a node must be on one machine")
-    ep = make_ep(
-        ranks_per_node=ranks_per_node,
-        hidden=72,
-        dtype="bfloat16",
-        placement=PLACEMENTS[placement],
-        exchange={"network_splits": splits},
-    )
-    check_ragged_rounds(ep, layout)
-
-
-@pytest.mark.parametrize("splits", ["padded", "exact"])
-@pytest.mark.parametrize("quantised_by_caller", [False, True])
-def test_fp8_rows_are_quantised_once(make_ep, rank, splits, quantised_by_caller):
-    ep = make_ep(ranks_per_node=2, hidden=256, dtype="bfloat16", exchange={"payload": "fp8", "network_splits": splits})
-    check_fp8_round(ep, quantised_by_caller)
-
-
-@pytest.mark.parametrize("splits", ["padded", "exact"])
+@ON_THE_CPU
+@SPLITS
 def test_phases_and_micro_batches(make_ep, rank, splits):
     """Two micro-batches overlap; no call that sends waits for a rank."""
     eps = [make_ep(ranks_per_node=2, exchange={"network_splits": splits}) for _ in range(2)]
@@ -92,10 +113,10 @@ def test_phases_and_micro_batches(make_ep, rank, splits):
             assert_y(ep.combine_recv(d), ep.config, tokens)
 
 
-@pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_padded_tokens(make_ep, rank, ranks_per_node):
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_padded_tokens(make_ep, rank, size, device, nodes):
     """A slab of as many slots as the call has tokens is enough; other numbers are refused before anything is sent."""
-    ep = make_ep(ranks_per_node=ranks_per_node)
+    ep = make_ep(ranks_per_node=size // (nodes if device.type == "cpu" else 2))
     tokens = make_tokens(ep.config, rank, 1)
     for n in (1, 5, 16):
         d = ep.dispatch(*given(ep, tokens), padded_tokens=n)
@@ -108,16 +129,17 @@ def test_padded_tokens(make_ep, rank, ranks_per_node):
     assert_y(run_round(ep, tokens), ep.config, tokens)
 
 
-@pytest.mark.parametrize("splits", ["padded", "exact"])
-def test_more_rows_for_a_node_than_its_slab_holds(make_ep, rank, splits):
+@SPLITS
+def test_more_rows_for_a_node_than_its_slab_holds(make_ep, rank, half, splits):
     """All tokens want experts of both nodes. The tokens past S are dropped, counted, and named."""
-    capacity = {"max_rows_per_node": 5}
-    ep = make_ep(ranks_per_node=2, experts=8, top_k=2, capacity=capacity, exchange={"network_splits": splits})
+    options = {"capacity": {"max_rows_per_node": 5}, "exchange": {"network_splits": splits}}
+    ep = make_ep(ranks_per_node=half, experts=8, top_k=2, **options)
     tokens = make_tokens(ep.config, rank, 9)
     tokens.ids[:] = torch.tensor([1, 6])
-    d = ep.dispatch(*given(ep, tokens))
     with pytest.raises(epmoe.EPOverflowError, match="9 rows for one node, but capacity.max_rows_per_node is 5"):
-        ep.combine(run_experts(ep, d), d)
+        run_round(ep, tokens)
+        ep.check()
+    ep.check()
     assert ep.health().dropped_pairs == 8
     few = make_tokens(ep.config, rank, 5)
     assert_y(run_round(ep, few), ep.config, few)
@@ -125,6 +147,7 @@ def test_more_rows_for_a_node_than_its_slab_holds(make_ep, rank, splits):
     assert_y(ep.combine(run_experts(ep, d), d), ep.config, few)
 
 
+@ON_THE_CPU
 def test_expert_rows_that_overflow_are_named_and_the_round_ends_on_all_ranks(make_ep, rank):
     ep = make_ep(ranks_per_node=2, capacity={"max_expert_rows": 8})
     tokens = make_tokens(ep.config, rank, 16)
@@ -134,9 +157,9 @@ def test_expert_rows_that_overflow_are_named_and_the_round_ends_on_all_ranks(mak
     assert_y(run_round(ep, few), ep.config, few)
 
 
-def check_counts_of_bad_pairs(ep: ExpertParallel) -> None:
-    """`ep` has 8 experts, of which a token takes 3."""
-    tokens = make_tokens(ep.config, ep.rank, 4)
+def test_counts_stay_at_the_source(make_ep, rank, half):
+    ep = make_ep(ranks_per_node=half, experts=8, top_k=3)
+    tokens = make_tokens(ep.config, rank, 4)
     tokens.ids[:] = torch.tensor([[1, 1, 6], [99, 8, -1], [0, 7, 2], [5, 5, 5]])
     tokens.weights[2] = torch.tensor([torch.nan, 1.0, torch.inf])
     run_round(ep, tokens)
@@ -145,24 +168,29 @@ def check_counts_of_bad_pairs(ep: ExpertParallel) -> None:
     assert health.rounds == 1 and health.dropped_pairs == 0
 
 
-def test_counts_stay_at_the_source(make_ep, rank):
-    ep = make_ep(ranks_per_node=2, experts=8, top_k=3)
-    check_counts_of_bad_pairs(ep)
-
-
-@pytest.mark.parametrize("splits", ["padded", "exact"])
+@SPLITS
 @pytest.mark.parametrize("after", ["dispatch_send", "dispatch_recv", "combine_send"])
 @pytest.mark.parametrize("alone", [False, True])
-def test_abort_between_phases(make_ep, rank, after, alone, splits):
+def test_abort_between_phases(make_ep, rank, size, half, after, alone, splits):
     """On every rank, or on the last one alone: the round is closed, and the next round is complete."""
-    ep = make_ep(ranks_per_node=2, exchange={"network_splits": splits})
+    ep = make_ep(ranks_per_node=half, exchange={"network_splits": splits})
     for n in range(3):
         tokens = make_tokens(ep.config, rank, 16 - rank, seed=n)
-        abort_round(ep, given(ep, tokens), after, alone)
+        handle = ep.dispatch_send(*given(ep, tokens))
+        if alone and rank != size - 1:
+            d = ep.dispatch_recv(handle)
+            ep.combine(run_experts(ep, d), d)
+        else:
+            if after != "dispatch_send":
+                handle = ep.dispatch_recv(handle)
+            if after == "combine_send":
+                ep.combine_send(run_experts(ep, handle), handle)
+            ep.abort(handle)
         assert_y(run_round(ep, tokens), ep.config, tokens)
 
 
-@pytest.mark.parametrize("splits", ["padded", "exact"])
+@ON_THE_CPU
+@SPLITS
 @pytest.mark.parametrize("wires", [{}, {"payload": "fp8"}, {"combine_payload": "fp8"}])
 def test_ranks_that_disagree_hear_of_it(make_ep, rank, splits, wires):
     """On every rank of every node, in the same round, which is closed. The next round is complete."""
@@ -176,6 +204,7 @@ def test_ranks_that_disagree_hear_of_it(make_ep, rank, splits, wires):
     assert_y(run_round(ep, tokens), ep.config, tokens)
 
 
+@ON_THE_CPU
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 @pytest.mark.parametrize("padded", [(4, 4, 16, 16), (3, 16, 5, 3), (16, 16, 16, 1)])
 def test_slabs_of_other_lengths_are_a_mismatch(make_ep, rank, padded, ranks_per_node):
@@ -187,7 +216,8 @@ def test_slabs_of_other_lengths_are_a_mismatch(make_ep, rank, padded, ranks_per_
         assert_y(run_round(ep, tokens), ep.config, tokens)
 
 
-@pytest.mark.parametrize("splits", ["padded", "exact"])
+@ON_THE_CPU
+@SPLITS
 @pytest.mark.parametrize("aborting", [(0,), (1,), (2,), (0, 2), (1, 2)])
 def test_an_abort_beside_a_mismatch(make_ep, rank, splits, aborting):
     """Rank 0 brings shorter rows and fewer experts a token. Ranks that give up cannot know; the others hear of it."""
@@ -209,6 +239,7 @@ def test_an_abort_beside_a_mismatch(make_ep, rank, splits, aborting):
         assert_y(run_round(ep, tokens), ep.config, tokens)
 
 
+@ON_THE_CPU
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize(
     ("splits", "transfer"), [("padded", 0), ("padded", 1), ("exact", 0), ("exact", 1), ("exact", 2)]
@@ -239,13 +270,14 @@ def test_ctrl_c_around_the_start_of_a_transfer(make_ep, rank, monkeypatch, split
     assert_y(ep.combine(run_experts(ep, d), d), ep.config, few)
 
 
-def check_aborts_of_other_shapes(ep: ExpertParallel) -> None:
+def test_aborts_of_other_shapes(make_ep, rank, size, half):
     """The last rank gives rounds up that are not as `dispatch` has them by default."""
-    tokens = make_tokens(ep.config, ep.rank, 9)
+    ep = make_ep(ranks_per_node=half)
+    tokens = make_tokens(ep.config, rank, 9)
     for options in ({"layout": "rank"}, {"apply_router_weight_on_input": True}):
         x, ids, weights = given(ep, tokens)
         sent = ep.dispatch_send(x, ids[:, :1], weights[:, :1], **options)
-        if ep.rank == ep.size - 1:
+        if rank == size - 1:
             ep.abort()
         else:
             d = ep.dispatch_recv(sent)
@@ -254,15 +286,7 @@ def check_aborts_of_other_shapes(ep: ExpertParallel) -> None:
     ep.check()
 
 
-def test_aborts_of_other_shapes(make_ep, rank, size, monkeypatch):
-    """A GPU compares more of the shape than a CPU: the rank that gives up brings its call's own to its node."""
-    calls, ep = [], make_ep(ranks_per_node=2)
-    node, send = ep._exchange.node, ep._exchange.node.dispatch_send
-    monkeypatch.setattr(node, "dispatch_send", lambda call: calls.append((call.layout, call[6])) or send(call))
-    check_aborts_of_other_shapes(ep)
-    assert calls == [("rank", False), ("expert", True)] * (rank == size - 1)
-
-
+@ON_THE_CPU
 @pytest.mark.parametrize("length", [-1, 17, 2**31 - 1])
 def test_a_length_that_no_slab_has(make_ep, rank, monkeypatch, length):
     """It is a mismatch, and no size of anything."""
@@ -279,9 +303,10 @@ def test_a_length_that_no_slab_has(make_ep, rank, monkeypatch, length):
     assert_y(run_round(ep, tokens), ep.config, tokens)
 
 
+@ON_THE_CPU
 def test_a_false_word_names_no_rank(make_ep, rank):
     """A word that says which rank is missing counts only if there is such a rank."""
-    ep = make_ep(ranks_per_node=2, timeout_s=1.0)
+    ep = make_ep(ranks_per_node=2, timeout_s=0.5)
     tokens = make_tokens(ep.config, rank, 9)
     assert_y(run_round(ep, tokens), ep.config, tokens)
     dist.barrier()
@@ -294,27 +319,44 @@ def test_a_false_word_names_no_rank(make_ep, rank):
     dist.barrier()
 
 
+def assert_named(ep: epmoe.ExpertParallel, error: epmoe.EPTimeoutError, begin: float) -> None:
+    """Every rank names the first rank of the second node, in time and in every later call."""
+    victim = ep.size // 2
+    assert time.monotonic() - begin < ep.config.exchange.timeout_s + 2.0
+    assert error.missing_ranks == [victim], error
+    assert re.search(rf"rank\(s\) \[{victim}\] of the group.*\(1, 0\)", str(error))
+    for call in (ep.poll, ep.check):
+        with pytest.raises(epmoe.EPTimeoutError, match=rf"\[{victim}\]"):
+            call()
+    assert ep.survivors() == [rank for rank in range(ep.size) if rank != victim]
+
+
+def meet() -> None:
+    """Every rank is here. On the host: a barrier of GPUs would wait for what this rank has queued."""
+    dist.all_reduce(torch.zeros(1))
+
+
+@SPLITS
 @pytest.mark.parametrize("stage", ["dispatch", "combine"])
-def test_a_rank_of_another_node_that_stays_away_is_named(make_ep, rank, stage):
-    """Every rank names rank 2, which is (1, 0), within the deadline and 2 s."""
-    ep = make_ep(ranks_per_node=2, timeout_s=2.0)
+def test_a_rank_of_another_node_that_stays_away_is_named(make_ep, rank, device, half, stage, splits):
+    timeout_s = 0.5 if device.type == "cpu" else 2.0
+    ep = make_ep(ranks_per_node=half, timeout_s=timeout_s, exchange={"network_splits": splits})
     tokens = make_tokens(ep.config, rank, 6)
     assert_y(run_round(ep, tokens), ep.config, tokens)
     d = ep.dispatch(*given(ep, tokens)) if stage == "combine" else None
-    dist.barrier()
-    if rank != 2:
+    ep.check()
+    meet()
+    if rank != half:
         begin = time.monotonic()
-        with pytest.raises(epmoe.EPTimeoutError, match=r"rank\(s\) \[2\] of the group.*\(1, 0\)") as error:
+        with pytest.raises(epmoe.EPTimeoutError) as error:
             d = d or ep.dispatch(*given(ep, tokens))
             ep.combine(run_experts(ep, d), d)
-        assert time.monotonic() - begin < 2.0 + 2.0
-        assert error.value.missing_ranks == [2]
-        with pytest.raises(epmoe.EPTimeoutError, match=r"\[2\]"):
             ep.check()
-        assert ep.survivors() == [0, 1, 3]
-    dist.barrier()
+        assert_named(ep, error.value, begin)
+    meet()
 
 
+@ON_THE_CPU
 def test_a_rank_that_leaves_is_named(make_ep, rank):
     """Closing with a round open ends the waits of all ranks of all nodes before their deadline."""
     ep = make_ep(ranks_per_node=2, timeout_s=20.0)
@@ -330,6 +372,7 @@ def test_a_rank_that_leaves_is_named(make_ep, rank):
     dist.barrier()
 
 
+@ON_THE_CPU
 def test_whole_nodes_go_on(make_ep, rank):
     """Without the second node; a node without one of its ranks is refused, and the group is still good."""
     ep = make_ep(ranks_per_node=2)
@@ -346,7 +389,8 @@ def test_whole_nodes_go_on(make_ep, rank):
     dist.barrier()
 
 
-@pytest.mark.parametrize("splits", ["padded", "exact"])
+@ON_THE_CPU
+@SPLITS
 @pytest.mark.parametrize("stage", ["dispatch_recv", "combine_recv", "dispatch", "combine"])
 @pytest.mark.parametrize("aborts", [False, True])
 def test_a_wait_for_the_network_that_ctrl_c_ends(make_ep, rank, splits, stage, aborts):
@@ -381,6 +425,7 @@ def test_a_wait_for_the_network_that_ctrl_c_ends(make_ep, rank, splits, stage, a
     assert_y(run_round(ep, tokens), ep.config, tokens)
 
 
+@ON_THE_CPU
 @pytest.mark.usefixtures("forget_graphs")
 def test_a_layer_passes_padded_tokens_on(make_ep, rank):
     """Eager and compiled, with the bits of slabs of S rows; a slab that is too short is named."""
@@ -396,11 +441,3 @@ def test_a_layer_passes_padded_tokens_on(make_ep, rank):
     with pytest.raises(epmoe.EPOverflowError, match="rows for one node, but padded_tokens is 1:"):
         layer(everywhere, padded_tokens=1)
     assert torch.equal(layer(x), want)
-
-
-def test_repr_and_plan(make_ep, rank, size):
-    ep = make_ep(ranks_per_node=2)
-    assert f"rank {rank} of {size}" in repr(ep)
-    plan = ep.memory_plan()
-    assert plan.rail_bytes > 0 and plan.total_bytes == plan.window_bytes + plan.scratch_bytes + plan.rail_bytes
-    assert ep._exchange.views["rail.received"].shape[:2] == (2, 16)

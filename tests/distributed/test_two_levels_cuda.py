@@ -1,4 +1,4 @@
-"""GPUs of one machine as two nodes: the rail by NCCL, eager and in CUDA graphs.
+"""GPUs of one machine as two nodes: the rail by NCCL in CUDA graphs and on other streams. The rest: test_two_levels.py.
 
 2 ranks are two nodes of one, 4 ranks two nodes of two. docs/testing.md has the command with which NCCL, too, sees two
 nodes and reaches the other one by sockets only.
@@ -6,69 +6,27 @@ nodes and reaches the other one by sockets only.
 
 from __future__ import annotations
 
-import os
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from exchanges import assert_y, dequantised, make_tokens, run_experts, run_round
-from helpers import ON_GPUS, RANKS_SHARE_GPUS, poison_
+from helpers import ON_GPUS, poison_
 from test_graphs import Captured
-from test_phases import abort_round, given
-from test_two_levels import (
-    check_aborts_of_other_shapes,
-    check_counts_of_bad_pairs,
-    check_fp8_round,
-    check_ragged_rounds,
-)
+from test_phases import given
+from test_two_levels import assert_named, check_nodes, meet
 from torch import Tensor
 
 import epmoe
 from epmoe import ExpertParallel
 
 pytestmark = ON_GPUS
-COPIES = {"strategy": "round_robin", "num_redundant_experts": 3}
 
 
 @pytest.fixture(autouse=True)
-def _two_nodes(size: int) -> None:
-    if size not in (2, 4):
-        pytest.skip("needs 2 or 4 ranks: docs/testing.md")
-    if RANKS_SHARE_GPUS and "NCCL_HOSTID" not in os.environ:
-        pytest.skip(
-            "NCCL takes ranks that share a GPU only if these have host ids of their own: tests/two_gpu_nodes.sh"
-        )
-
-
-def meet() -> None:
-    """Every rank is here. On the host: a barrier of GPUs would wait for what this rank has queued."""
-    dist.all_reduce(torch.zeros(1))
-
-
-@pytest.mark.parametrize("layout", ["expert", "rank"])
-@pytest.mark.parametrize("splits", ["padded", "exact"])
-@pytest.mark.parametrize("placement", [{}, COPIES])
-@pytest.mark.parametrize("ll_max_tokens", [8, 256])
-def test_against_the_dense_reference(make_ep, rank, size, device, ll_max_tokens, placement, splits, layout):
-    ep = make_ep(
-        ll_max_tokens,
-        ranks_per_node=size // 2,
-        hidden=72,
-        dtype="bfloat16",
-        placement=placement,
-        exchange={"network_splits": splits},
-    )
-    check_ragged_rounds(ep, layout)
-    ep.check()
-
-
-@pytest.mark.parametrize("splits", ["padded", "exact"])
-@pytest.mark.parametrize("quantised_by_caller", [False, True])
-def test_fp8_rows(make_ep, rank, size, device, splits, quantised_by_caller):
-    options = {"payload": "fp8", "network_splits": splits}
-    ep = make_ep(ranks_per_node=size // 2, hidden=256, dtype="bfloat16", exchange=options)
-    check_fp8_round(ep, quantised_by_caller)
+def _two_nodes(device: torch.device, size: int) -> None:
+    check_nodes(device, size)
 
 
 @pytest.mark.parametrize("splits", ["padded", "exact"])
@@ -89,53 +47,6 @@ def test_phases_micro_batches_and_streams(make_ep, rank, size, device, splits):
         for ep, y, tokens in zip(eps, ys, batches, strict=True):
             streams[n % 3].synchronize()
             assert_y(y, ep.config, tokens)
-
-
-def test_padded_tokens(make_ep, rank, size, device):
-    ep = make_ep(ranks_per_node=size // 2)
-    tokens = make_tokens(ep.config, rank, 1)
-    for n in (1, 5, 16):
-        d = ep.dispatch(*given(ep, tokens), padded_tokens=n)
-        assert_y(ep.combine(run_experts(ep, d), d), ep.config, tokens)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
-    ep.check()
-
-
-@pytest.mark.parametrize("splits", ["padded", "exact"])
-def test_more_rows_for_a_node_than_its_slab_holds(make_ep, rank, size, device, splits):
-    """All tokens want experts of both nodes. The host hears of it in a later call, once."""
-    options = {"capacity": {"max_rows_per_node": 5}, "exchange": {"network_splits": splits}}
-    ep = make_ep(ranks_per_node=size // 2, experts=8, top_k=2, **options)
-    tokens = make_tokens(ep.config, rank, 9)
-    tokens.ids[:] = torch.tensor([1, 6])
-    with pytest.raises(epmoe.EPOverflowError, match="9 rows for one node, but capacity.max_rows_per_node is 5"):
-        run_round(ep, tokens)
-        ep.check()
-    ep.check()
-    assert ep.health().dropped_pairs == 8
-    few = make_tokens(ep.config, rank, 5)
-    assert_y(run_round(ep, few), ep.config, few)
-
-
-def test_counts_stay_at_the_source(make_ep, rank, size, device):
-    ep = make_ep(ranks_per_node=size // 2, experts=8, top_k=3)
-    check_counts_of_bad_pairs(ep)
-
-
-@pytest.mark.parametrize("splits", ["padded", "exact"])
-@pytest.mark.parametrize("after", ["dispatch_send", "dispatch_recv", "combine_send"])
-@pytest.mark.parametrize("alone", [False, True])
-def test_abort_between_phases(make_ep, rank, size, device, after, alone, splits):
-    """On every rank, or on the last one alone: the round is closed, and the next round is complete."""
-    ep = make_ep(ranks_per_node=size // 2, exchange={"network_splits": splits})
-    for n in range(3):
-        tokens = make_tokens(ep.config, rank, 16 - rank, seed=n)
-        abort_round(ep, given(ep, tokens), after, alone)
-        assert_y(run_round(ep, tokens), ep.config, tokens)
-
-
-def test_aborts_of_other_shapes(make_ep, rank, size, device):
-    check_aborts_of_other_shapes(make_ep(ranks_per_node=size // 2))
 
 
 class CapturedRound(Captured):
@@ -217,3 +128,54 @@ def test_resume_with_new_communicators(make_ep, rank, size, device):
     captured = CapturedRound(ep, 16)
     captured.check(5, 16)
     assert ep.generation == 2
+
+
+def test_a_rank_that_does_not_replay_is_named(make_ep, rank, size, device):
+    """y becomes zeros, in this replay and in later ones, all of which end."""
+    ep = make_ep(ranks_per_node=size // 2, timeout_s=2.0)
+    captured = CapturedRound(ep, 16)
+    captured.check(1, 16)
+    meet()
+    if rank != size // 2:
+        begin = time.monotonic()
+        captured.graph.replay()
+        with pytest.raises(epmoe.EPTimeoutError) as error:
+            ep.check()
+        assert_named(ep, error.value, begin)
+        for _ in range(2):
+            torch.cuda.synchronize()
+            assert captured.y.eq(0).all()
+            poison_(captured.y)
+            captured.graph.replay()
+        torch.cuda.synchronize()
+    meet()
+
+
+@pytest.mark.parametrize("splits", ["padded", "exact"])
+def test_nodes_that_disagree_hear_of_it(make_ep, rank, size, device, splits):
+    """Rank 0 brings fewer experts a token. Ranks whose rail has no mismatch hear that a rank has left."""
+    ep = make_ep(ranks_per_node=size // 2, timeout_s=4.0, exchange={"network_splits": splits})
+    tokens = make_tokens(ep.config, rank, 6)
+    x, ids, weights = given(ep, tokens)
+    K = 3 if rank == 0 else 4
+    errors = (epmoe.EPMismatchError, epmoe.EPTimeoutError)
+    with pytest.raises(errors if rank % (size // 2) else epmoe.EPMismatchError):
+        d = ep.dispatch(x, ids[:, :K], weights[:, :K])
+        ep.check()
+        ep.combine(run_experts(ep, d), d)
+        ep.check()
+    meet()
+
+
+def test_slabs_of_other_lengths_end_in_an_error(make_ep, rank, size, device):
+    """Which nothing checks ahead of the transfer: NCCL or the tags see it, or the deadline ends it."""
+    ep = make_ep(ranks_per_node=size // 2, timeout_s=2.0)
+    tokens = make_tokens(ep.config, rank, 4)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    begin = time.monotonic()
+    with pytest.raises((epmoe.EPMismatchError, epmoe.EPTimeoutError)):
+        d = ep.dispatch(*given(ep, tokens), padded_tokens=4 if rank < size // 2 else 16)
+        ep.combine(run_experts(ep, d), d)
+        ep.check()
+    assert time.monotonic() - begin < 2 * (2.0 + 2.0)
+    meet()

@@ -14,8 +14,12 @@ from epmoe.exchange.health import STATUS, TIMEOUT
 X, IDS, WEIGHTS = torch.ones(4, 64), torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
 
 
+def make_ep(**capacity: object) -> epmoe.ExpertParallel:
+    return epmoe.ExpertParallel(alone(capacity=capacity))
+
+
 def test_nothing_to_report():
-    with epmoe.ExpertParallel(alone()) as ep:
+    with make_ep() as ep:
         ep.poll()
         d = ep.dispatch(X, IDS, WEIGHTS)
         ep.poll()  # between any two calls
@@ -26,7 +30,7 @@ def test_nothing_to_report():
 
 
 def test_an_overflow_is_raised_once_and_leaves_the_round_open():
-    with epmoe.ExpertParallel(alone(capacity={"max_expert_rows": 5})) as ep:
+    with make_ep(max_expert_rows=5) as ep:
         for _ in range(2):
             d = ep.dispatch(X, IDS, WEIGHTS)
             with pytest.raises(epmoe.EPOverflowError, match=r"needed 8 .*set it to at\s+least 8"):
@@ -36,7 +40,7 @@ def test_an_overflow_is_raised_once_and_leaves_the_round_open():
 
 
 def test_an_overflow_that_is_only_counted():
-    with epmoe.ExpertParallel(alone(capacity={"max_expert_rows": 5, "on_overflow": "drop"})) as ep:
+    with make_ep(max_expert_rows=5, on_overflow="drop") as ep:
         d = ep.dispatch(X, IDS, WEIGHTS)
         ep.poll()
         ep.combine(d.rows, d)
@@ -44,7 +48,7 @@ def test_an_overflow_that_is_only_counted():
 
 
 def test_a_mismatch():
-    with epmoe.ExpertParallel(alone()) as ep:
+    with make_ep() as ep:
         d = ep.dispatch(X, IDS, WEIGHTS)
         mismatch(ep)
         with pytest.raises(epmoe.EPMismatchError, match="round 1"):
@@ -56,7 +60,7 @@ def test_a_mismatch():
 
 
 def test_a_timeout_is_raised_by_every_poll():
-    with epmoe.ExpertParallel(alone()) as ep:
+    with make_ep() as ep:
         ep._exchange.status[STATUS.index("missing")] = 1
         ep._exchange.status[STATUS.index("code")] = TIMEOUT
         for raising in (ep.poll, ep.check, ep.poll):

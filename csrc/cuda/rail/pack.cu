@@ -22,11 +22,10 @@ __device__ __forceinline__ int64_t real_tokens(const RailPackArgs& args) {
   return min(max(wanted_tokens(args), int64_t{0}), args.T);
 }
 
-// The physical expert of token t's pair; -1 where there is nothing to compute.
 __device__ __forceinline__ int32_t physical(const RailPackArgs& args, int64_t t, const RoutedPair& pair) {
-  if (!pair.is_live(args.E)) return -1;
-  auto expert = static_cast<int32_t>(pair.id);
-  return args.copies == 1 ? expert : copy_in_turn(args.copies_EC, args.copies_E, args.copies, args.rank, t, expert);
+  return physical(pair, args.E, args.copies, [&](int32_t expert) {
+    return copy_in_turn(args.copies_EC, args.copies_E, args.copies, args.rank, t, expert);
+  });
 }
 
 // How many pairs of token t have their expert on `node`.

@@ -26,7 +26,7 @@ from epmoe.native.arguments import (
     dtype_name,
     token_count,
 )
-from epmoe.native.formats import SCALE_BLOCK
+from epmoe.native.formats import SCALE_BLOCK, WIRE_FORMATS
 
 
 def dispatch(
@@ -197,15 +197,15 @@ def _fits(scales: Tensor, T: int, D: int, device: torch.device) -> bool:
 
 def _new_template(exchange: Exchange, x: Tensor, shape: tuple[Any, ...]) -> RoundTemplate:
     _, K, _, _, _, layout, weight_rows = shape
-    views, wire_fp8 = exchange.views, bool(exchange.plan.sizes["payload_fp8"])
-    wire, D = FP8 if wire_fp8 else x.dtype, x.shape[1]
+    views, payload = exchange.views, WIRE_FORMATS[exchange.config.exchange.payload]
+    wire, D = payload.dtype_of(x.dtype), x.shape[1]
     y_dtype = exchange.config.model.torch_dtype if x.dtype is FP8 else x.dtype
-    blocks = -(-D // SCALE_BLOCK)
+    blocks = payload.num_scales(D)
     recv_fields: dict[str, Tensor | None]
     if layout == "expert":
         fields = {
             "rows": exchange.rows_as("rows", wire, D),
-            "scales": exchange.rows_as("row_scales", torch.float32, blocks) if wire_fp8 else None,
+            "scales": exchange.rows_as("row_scales", torch.float32, blocks) if blocks else None,
             "expert_offsets": views["expert_offsets"],
             "tokens_per_expert": views["tokens_per_expert"],
         }
@@ -218,7 +218,7 @@ def _new_template(exchange: Exchange, x: Tensor, shape: tuple[Any, ...]) -> Roun
         recv_fields = {
             "counts": views["counts"],
             "x": exchange.slabs("recv.x", wire, D),
-            "scales": exchange.slabs("recv.scales", torch.float32, blocks) if wire_fp8 else None,
+            "scales": exchange.slabs("recv.scales", torch.float32, blocks) if blocks else None,
             "ids": exchange.slabs("recv.ids", torch.int32, K),
             "weights": exchange.slabs("recv.weights", torch.float32, K),
         }

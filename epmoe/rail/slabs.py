@@ -13,8 +13,7 @@ from torch import Tensor
 
 from epmoe.exchange.handles import Dispatched, Layout
 from epmoe.native import ops
-from epmoe.native.arguments import FP8
-from epmoe.native.formats import SCALE_BLOCK
+from epmoe.native.formats import SCALE_BLOCK, WIRE_FORMATS
 from epmoe.rail.gloo import Transfer
 
 if TYPE_CHECKING:
@@ -34,7 +33,9 @@ def fill_tables(exchange: TwoLevels, placement: Placement) -> None:
     for table, values in zip(exchange.rail_tables, tables, strict=True):
         table.copy_(values)
     shape = *tables[0].shape, exchange.rank, exchange.node, exchange.num_nodes
-    exchange.rail_descriptor = torch.tensor([*shape, exchange.sends_fp8, *exchange.slot])
+    exchange.rail_descriptor = torch.tensor(
+        [*shape, WIRE_FORMATS[exchange.config.exchange.payload].number, *exchange.slot]
+    )
 
 
 class Slabs:
@@ -68,7 +69,8 @@ class Slabs:
     ) -> None:
         self.exchange, self.slots, self.layout, self.weight_rows = exchange, slots, layout, weight_rows
         self.K, self.D, dtype = like
-        self.wire = FP8 if exchange.sends_fp8 else dtype
+        self.format = WIRE_FORMATS[exchange.config.exchange.payload]
+        self.wire = self.format.dtype_of(dtype)
         on_cpu = exchange.device.type == "cpu"
         # A padded call on a GPU may be replayed in other rounds, so its tag has the length of a slab there. On the CPU
         # it has both: in the same round it differs if the lengths do.
@@ -170,10 +172,10 @@ class Slabs:
             rows[:, begin : begin + 4 * self.K].view(dtype)
             for begin, dtype in ((slot.ids, torch.int32), (slot.weights, torch.float32))
         )
-        x = rows[:, : self.D * self.wire.itemsize].view(self.wire)
+        x = rows[:, : self.format.row_bytes(self.D, self.wire)].view(self.wire)
         scales = None
-        if self.wire is FP8:
-            scales = rows[:, slot.scales : slot.scales + 4 * -(-self.D // SCALE_BLOCK)].view(torch.float32)
+        if self.format.scale:
+            scales = rows[:, slot.scales : slot.scales + self.format.scale_bytes(self.D)].view(self.format.scale)
         return x, ids, weights, scales
 
     def no_rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

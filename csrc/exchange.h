@@ -15,7 +15,7 @@ struct Exchange {
 
 struct DispatchArgs {
   const void* x_TD;
-  DType dtype;             // of x; fp8: the rows are quantised already, and plan.payload_fp8 is 1
+  DType dtype;             // of x; fp8: the rows are quantized already, and in plan.payload_format
   int64_t x_stride_bytes;  // between rows
   const void* ids_TK;      // logical experts
   bool wide_ids;           // ids are int64, else int32
@@ -31,12 +31,12 @@ struct DispatchArgs {
   bool expert_major;       // layout="expert": permute the rows on arrival, else leave them in their slots
   bool weight_rows;        // multiply each pair's row by its weight on arrival; combine then only adds
   bool send, receive;      // the phases of this call: either or both
-  const float* scales_TB;  // of rows that are fp8, else null
+  const float* scales_TB;  // of rows that are quantized already, else null
   int64_t scales_stride;   // between rows
 };
 
 struct CombineArgs {
-  const void* rows;           // expert-major [N, D] or rank-major [R, M, D]; null gives the round up: no rows are sent
+  const void* rows;           // expert-major [N, D] or rank-major [R, M, D]; null aborts the round: no rows are sent
   bool expert_major;          // which of the two layouts
   int64_t rows_stride_bytes;  // between rows
   int64_t num_rows;           // rows that exist; pairs with a larger row index add nothing

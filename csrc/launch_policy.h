@@ -20,13 +20,14 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kPipelineStages = 3;
 constexpr int64_t kMaxChunkBytes = 16 << 10;
 constexpr int kMaxTokensPerRelease = 8;  // tokens whose flags a sending block may publish after one release
-// Simple protocol, combine: a block's shared memory for sums on their way out. With fp8, half of it holds scales.
+// Simple protocol, combine: a block's shared memory for sums on their way out. Half of it holds scales, if there are
+// any.
 constexpr int kSendBufferBytes = 64 << 10;
 
 // LL protocol: the most lines of a row that a lane moves at once.
-template <bool kFp8>
-constexpr int kMaxLines = kFp8 ? 2 : 4;  // dispatch
-constexpr int kMaxSumLines = 2;          // combine
+template <WireFormat kFormat>
+constexpr int kMaxLines = wire(kFormat).has_scales() ? 2 : 4;  // dispatch
+constexpr int kMaxSumLines = 2;                                // combine
 // LL protocol, dispatch: these send blocks begin with the first tokens, so that rows arrive in the order in which
 // receivers wait for them. 32 blocks saturate NVLink.
 constexpr int32_t kEarlyBlocks = 32;
@@ -50,9 +51,6 @@ static_assert(threads_per_block(0) == kThreads);  // the Simple protocol's buffe
 constexpr EPMOE_HD int32_t num_chunks(int64_t row_bytes, int lines) {
   return static_cast<int32_t>((row_bytes + lines * 512 - 1) / (lines * 512));
 }
-
-// Bytes of a row's fp8 scales, rounded up to TMA copies of 16 bytes.
-EPMOE_HD int32_t scale_bytes(int64_t D) { return static_cast<int32_t>(ceil_div(D, kScaleBlock * 4) * 16); }
 
 // --- The GPU, and the shares that every launch has in common ---
 
@@ -89,7 +87,7 @@ inline bool dispatch_uses_ll(const ExchangePlan& plan, const DispatchArgs& args)
   return args.T <= plan.ll_max_tokens;
 }
 inline int64_t wire_row_bytes(const ExchangePlan& plan, const DispatchArgs& args) {
-  return plan.payload_fp8 ? args.D : args.D * itemsize(args.dtype);
+  return epmoe::wire_row_bytes(plan.payload_format, args.D, args.dtype);
 }
 
 // Up to 8 tokens, in launches of one phase and on one multiprocessor: one line. More tokens: as many lines as the
@@ -98,25 +96,26 @@ inline int dispatch_recv_lines(const ExchangePlan& plan, const DispatchArgs& arg
   constexpr int64_t kMaxOneLineTokens = 8, kMaxUnevenTokens = 128;
   if (!dispatch_uses_ll(plan, args)) return 0;
   if (T <= kMaxOneLineTokens || sms < 2 || !(args.send && args.receive)) return 1;
-  if (plan.payload_fp8) return kMaxLines<true>;
+  int most = with_format(plan.payload_format, [](auto format) { return kMaxLines<format>; });
+  if (wire(plan.payload_format).has_scales()) return most;
   int64_t receiving_warps = sms * kWarps * 2 / 3;  // roughly
   auto items = [&](int lines) { return plan.R * T * num_chunks(wire_row_bytes(plan, args), lines); };
   bool idle = items(2) <= receiving_warps;
-  bool uneven = items(kMaxLines<false>) > receiving_warps && T <= kMaxUnevenTokens;
-  return idle || uneven ? 2 : kMaxLines<false>;
+  bool uneven = items(most) > receiving_warps && T <= kMaxUnevenTokens;
+  return idle || uneven ? 2 : most;
 }
 
 // Of `blocks`, those that send first (LL). Up to two ranks, by what a token's row costs a receiver, which reads R rows,
-// re-arms R slots and writes K rows, rank-major R; a sender also makes fp8, for its own rank too, unless the rows are
-// fp8 already.
+// re-arms R slots and writes K rows, rank-major R; a sender also quantizes, for its own rank too, unless the rows are
+// in the format already.
 inline int64_t dispatch_send_share(const ExchangePlan& plan, const DispatchArgs& args, int64_t blocks) {
-  bool makes_fp8 = plan.payload_fp8 && args.dtype != DType::kFloat8E4M3;
-  int64_t T = args.T, sending = makes_fp8 ? 8 : 3;
+  bool quantizes = wire(plan.payload_format).quantizes(args.dtype);
+  int64_t T = args.T, sending = quantizes ? 8 : 3;
   if (plan.R <= kLocalBoundRanks)
     return blocks * sending / (sending + 2 * plan.R + (args.expert_major ? args.K : plan.R));
   if (args.send && args.receive && T > 64 && T <= 256)
     return blocks / 4;  // receivers are the bottleneck at these sizes
-  return makes_fp8 ? blocks * 3 / 8 : blocks * 3 / 10;
+  return quantizes ? blocks * 3 / 8 : blocks * 3 / 10;
 }
 
 inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchArgs& args, const Gpu& gpu) {
@@ -200,7 +199,8 @@ inline int combine_send_lines(const ExchangePlan& plan, const CombineArgs& args,
   constexpr int64_t kMaxOneLineChunks = 960;  // chunks of one line a lane
   if (args.T > plan.ll_max_tokens) return 0;
   int64_t chunks = args.T * num_chunks(row_bytes, 1);
-  bool one = plan.R <= kLocalBoundRanks ? chunks <= kMaxOneLineChunks : args.T <= (plan.combine_fp8 ? 128 : 64);
+  bool one = plan.R <= kLocalBoundRanks ? chunks <= kMaxOneLineChunks
+                                        : args.T <= (wire(plan.combine_format).has_scales() ? 128 : 64);
   return one || !(args.send && args.receive) ? 1 : kMaxSumLines;
 }
 
@@ -209,16 +209,16 @@ inline int combine_send_lines(const ExchangePlan& plan, const CombineArgs& args,
 inline int64_t combine_send_share(const ExchangePlan& plan, const CombineArgs& args, int64_t blocks, int lines,
                                   bool own) {
   int64_t T = args.T;
-  bool fp8 = plan.combine_fp8;
+  bool scaled = wire(plan.combine_format).has_scales();
   if (lines > 1 && plan.R <= kLocalBoundRanks) {
     int64_t rows = args.expert_major ? plan.K : plan.R, others = plan.R - 1;
     int64_t sending = 10 * (own ? rows * others / plan.R + others : rows + plan.R);
-    int64_t receiving = own ? 12 * (2 * others + 1) + 10 * rows / plan.R : (fp8 ? 5 : 9) * (2 * plan.R + 1);
+    int64_t receiving = own ? 12 * (2 * others + 1) + 10 * rows / plan.R : (scaled ? 5 : 9) * (2 * plan.R + 1);
     return blocks * sending / (sending + receiving);
   }
-  if (lines > 1) return blocks * (fp8 ? 70 : T <= 128 ? 42 : 50) / 100;
-  if (!(args.send && args.receive)) return blocks * (fp8 ? 56 : T <= 128 ? 50 : 62) / 100;
-  if (fp8) return blocks * (T <= 96 ? 56 : 68) / 100;
+  if (lines > 1) return blocks * (scaled ? 70 : T <= 128 ? 42 : 50) / 100;
+  if (!(args.send && args.receive)) return blocks * (scaled ? 56 : T <= 128 ? 50 : 62) / 100;
+  if (scaled) return blocks * (T <= 96 ? 56 : 68) / 100;
   return blocks * (T <= 16 ? 50 : 40) / 100;
 }
 
@@ -226,13 +226,14 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
   int64_t sms = std::min<int64_t>(plan.num_sms, gpu.multiprocessors);
   // Only the device knows how many slots this rank has received. The policy assumes as many as the rank sends.
   int64_t T = std::max<int64_t>(args.T, 1), slots = T * plan.R;
-  int64_t row_bytes = args.D * (plan.combine_fp8 ? 1 : itemsize(dtype));
+  WireTraits traits = wire(plan.combine_format);
+  int64_t row_bytes = traits.row_bytes(args.D, itemsize(dtype));
   bool both_phases = args.send && args.receive;
   int lines = combine_send_lines(plan, args, row_bytes);
   bool forwards =
-      args.rows && !args.expert_major && !plan.combine_fp8 && !lines && gpu.major >= 9 && gpu.is_scarce(sms);
-  // Not with fp8: 256 tokens lose what 1024 gain.
-  bool coarse = lines > 1 && plan.R <= kLocalBoundRanks && !plan.combine_fp8;
+      args.rows && !args.expert_major && !traits.has_scales() && !lines && gpu.major >= 9 && gpu.is_scarce(sms);
+  // Not with scales: 256 tokens lose what 1024 gain.
+  bool coarse = lines > 1 && plan.R <= kLocalBoundRanks && !traits.has_scales();
   // Own sums spare the senders more than they cost the receivers, except from one to 2.5 items a warp.
   int64_t items = coarse ? 2 * T * num_chunks(row_bytes, lines) : 0, all_warps = sms * kWarps;
   bool own = coarse && (items <= all_warps || items * 2 > all_warps * 5);
@@ -259,11 +260,11 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
       share = most * (args.expert_major ? 7 : 6) / 8;
       if (!args.expert_major) team = row_bytes <= kWarpBytes ? 1 : row_bytes <= 2 * kWarpBytes ? 2 : 4;
     }
-    if (plan.combine_fp8 && slots > share * warps * 4) team = 1;
+    if (traits.has_scales() && slots > share * warps * 4) team = 1;
   }
   if (plan.combine_team)
     team = std::min<int64_t>(std::bit_floor(static_cast<uint64_t>(plan.combine_team)), warps & -warps);
-  while (plan.combine_fp8 && warps / team * scale_bytes(args.D) > kSendBufferBytes / 2) team *= 2;
+  while (warps / team * traits.padded_scale_bytes(args.D) > kSendBufferBytes / 2) team *= 2;
   senders = plan.combine_senders ? std::min(plan.combine_senders, most) : std::min(senders, share);
   senders = args.send ? std::max<int64_t>(senders, 1) : 0;
   if (!args.receive) receivers = 0;

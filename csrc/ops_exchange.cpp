@@ -87,10 +87,10 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
               const Tensor& descriptor) {
   const ExchangeDescriptor& d = parsed(descriptor);
   const ExchangePlan& plan = d.plan;
-  check_tokens(x, ids, weights, scales, plan.payload_fp8);
+  check_tokens(x, ids, weights, scales, plan.payload_format);
   int64_t T = x.size(0), D = x.size(1), K = ids.size(1), bytes = itemsize(dtype_of(x));
   STD_TORCH_CHECK(T <= plan.M && K <= plan.K, "x, ids and weights must fit the plan");
-  STD_TORCH_CHECK(D >= 1 && D <= plan.D && (plan.payload_fp8 || D * bytes <= plan.x_stride_bytes),
+  STD_TORCH_CHECK(D >= 1 && D <= plan.D && wire_row_bytes(plan.payload_format, D, dtype_of(x)) <= plan.x_stride_bytes,
                   "a row of x must fit the plan");
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x.stride(0) * bytes % 16 == 0,
                   "rows of x must start at multiples of 16 bytes");
@@ -126,7 +126,7 @@ void combine(const Tensor& y, const std::optional<Tensor>& rows, const Tensor& w
   const ExchangePlan& plan = d.plan;
   STD_TORCH_CHECK(y.dim() == 2 && y.is_contiguous() && y.size(0) <= plan.M && y.size(1) <= plan.D,
                   "y must be contiguous [T, D] and fit the plan");
-  STD_TORCH_CHECK(plan.combine_fp8 || y.size(1) * itemsize(dtype_of(y)) <= plan.combine_stride_bytes,
+  STD_TORCH_CHECK(wire_row_bytes(plan.combine_format, y.size(1), dtype_of(y)) <= plan.combine_stride_bytes,
                   "a row of y must fit the plan");
   CombineArgs args{
       .rows = nullptr,
@@ -146,7 +146,7 @@ void combine(const Tensor& y, const std::optional<Tensor>& rows, const Tensor& w
     STD_TORCH_CHECK(args.expert_major || rows->size(0) == plan.R * plan.M, "partial rows must be [R * M, D]");
     STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(rows->data_ptr()) % 16 == 0 && stride_bytes % 16 == 0,
                     "rows must start at multiples of 16 bytes");
-    static const char kNoRow[16] = {};  // an empty tensor has no address, but null would give the round up
+    static const char kNoRow[16] = {};  // an empty tensor has no address, but null would abort the round
     args.rows = rows->size(0) ? rows->data_ptr() : kNoRow;
     args.rows_stride_bytes = stride_bytes;
     args.num_rows = rows->size(0);

@@ -21,7 +21,7 @@ Tensor launch_policy(const Tensor& plan, int64_t T, int64_t D, int64_t K, int64_
   out.T = out.num_rows = T, out.D = D, out.K = static_cast<int32_t>(K);
   out.expert_major = expert_major, out.send = send, out.receive = receive;
   CombineArgs back{};
-  back.rows = &back;  // not null: the round is not given up
+  back.rows = &back;  // not null: the round is not aborted
   back.T = T, back.D = D, back.expert_major = expert_major, back.send = send, back.receive = receive;
   Gpu gpu{multiprocessors, static_cast<int>(major)};
   DispatchLaunch d = dispatch_launch(plan_of(plan), out, gpu);

@@ -7,7 +7,8 @@ namespace {
 
 // What all calls of one rank share, in a host tensor of int64 that `TwoLevels` in epmoe/rail/exchange.py writes.
 struct RailDescriptor {
-  int64_t E, copies, rank, node, nodes, fp8;
+  int64_t E, copies, rank, node, nodes;
+  WireFormat format;
   RailSlot slot;
 };
 
@@ -24,14 +25,16 @@ void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const 
                const Tensor& slots_of, const Tensor& counts, const Tensor& needed, const Tensor& counters,
                const Tensor& rows_sent) {
   const RailDescriptor& d = parsed(descriptor);
-  check_tokens(x, ids, weights, scales, d.fp8 != 0);
+  check_tokens(x, ids, weights, scales, d.format);
+  WireTraits traits = wire(d.format);
   int64_t T = x.size(0), D = x.size(1), K = ids.size(1), N = d.nodes, P = node_of.numel();
   int64_t x_stride_bytes = x.stride(0) * itemsize(dtype_of(x));
-  STD_TORCH_CHECK(!x.is_cuda() || (K <= cuda::kMaxTopK && !needed.is_cuda() &&
-                                   reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x_stride_bytes % 16 == 0 &&
-                                   D * itemsize(dtype_of(x)) % 16 == 0 && (!d.fp8 || D % kScaleBlock == 0)),
-                  "on CUDA, K must be at most 32, `needed` on the host, and rows whole words of 16 bytes");
-  int64_t row_bytes = D * (d.fp8 ? 1 : itemsize(dtype_of(x)));
+  STD_TORCH_CHECK(
+      !x.is_cuda() || (K <= cuda::kMaxTopK && !needed.is_cuda() &&
+                       reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x_stride_bytes % 16 == 0 &&
+                       D * itemsize(dtype_of(x)) % 16 == 0 && (!traits.has_scales() || D % traits.block == 0)),
+      "on CUDA, K must be at most 32, `needed` on the host, and rows whole words of 16 bytes");
+  int64_t row_bytes = wire_row_bytes(d.format, D, dtype_of(x));
   STD_TORCH_CHECK(row_bytes <= d.slot.scales && d.slot.ids + K * 4 <= d.slot.weights &&
                       d.slot.weights + K * 4 <= d.slot.tag && d.slot.tag + int64_t{sizeof(RailTag)} <= d.slot.bytes,
                   "a row and its pairs must fit the slot");
@@ -62,7 +65,7 @@ void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const 
       .node_of_P = pointer<int32_t>(node_of, P, "node_of"),
       .node_local_P = pointer<int32_t>(node_local, P, "node_local"),
       .slot = d.slot,
-      .fp8 = d.fp8 != 0,
+      .format = d.format,
       .slots = slots,
       .exact = exact,
       .epoch = static_cast<int32_t>(epoch),

@@ -4,7 +4,7 @@
 #pragma once
 #include <cstddef>
 
-#include "types.h"
+#include "wire_format.h"
 
 namespace epmoe {
 
@@ -25,17 +25,17 @@ struct ExchangePlan {
   int64_t copies;                // columns of table_copies: the most copies that a logical expert has
   int64_t max_rows;              // N: expert-major rows that fit
   int64_t alignment;             // rows: an expert's segment starts at a multiple of it
-  int64_t payload_fp8;           // format of rows that dispatch sends: 1 is fp8 with scales, 0 the dtype of x
-  int64_t combine_fp8;           // format of rows that combine sends, likewise
+  WireFormat payload_format;     // of rows that dispatch sends
+  WireFormat combine_format;     // of rows that combine sends
   int64_t x_stride_bytes;        // between slots of recv_x
   int64_t combine_stride_bytes;  // between slots of combine_rows
-  int64_t scale_blocks;          // fp32 scales between slots of recv_scales
-  int64_t combine_scale_blocks;  // fp32 scales between slots of combine_scales; a multiple of 4, so of 16 bytes
+  int64_t scale_blocks;          // scales between slots of recv_scales
+  int64_t combine_scale_blocks;  // scales between slots of combine_scales: multiples of 16 bytes
   int64_t most_local_experts;    // the largest num_local_experts of any rank
   // Sizes that only the CUDA kernels use.
   int64_t num_sms;              // multiprocessors that a kernel may use, at most
   int64_t ll_max_tokens;        // tokens of a call up to which its source uses the LL protocol: slots of an ll_ slab
-  int64_t ll_row_stride_bytes;  // between slots of ll_rows: the row and, for fp8, its scales
+  int64_t ll_row_stride_bytes;  // between slots of ll_rows: the row and its scales
   int64_t ll_sum_stride_bytes;  // between slots of ll_sums, likewise
   int64_t dispatch_senders;     // blocks of dispatch that start as senders; 0: the launch policy chooses
   int64_t combine_senders;      // blocks of combine that start as senders; 0: the launch policy chooses
@@ -48,11 +48,11 @@ struct ExchangePlan {
   int64_t signal_dead;      // uint64: mask of the ranks that have ended; this rank's host -> every wait
   int64_t doorbell;         // uint32: a futex that every signal increments, and on which this rank sleeps; CPU only
   int64_t recv_x;           // rows [R, M, D]: dispatch send -> dispatch receive, or the caller with layout="rank"
-  int64_t recv_scales;      // float [R, M, scale_blocks]: with recv_x, for fp8
+  int64_t recv_scales;      // float [R, M, scale_blocks]: with recv_x, in formats with scales
   int64_t recv_ids;         // int32 [R, M, K]: physical experts, with recv_x
   int64_t recv_weights;     // float [R, M, K]: with recv_x; on the CPU combine send reads them too
   int64_t combine_rows;     // partial rows [R, M, D]: combine send -> combine receive
-  int64_t combine_scales;   // float [R, M, combine_scale_blocks]: with combine_rows, for fp8
+  int64_t combine_scales;   // float [R, M, combine_scale_blocks]: with combine_rows, likewise
   // CUDA only.
   int64_t recv_flags;     // uint32 [R, M]: the epoch whose row is in the slot, Simple protocol
   int64_t recv_ordinals;  // int32 [R, M, K]: ordinal of the pair in (source, expert), or its final row with bit 31 set
@@ -63,7 +63,7 @@ struct ExchangePlan {
   int64_t ll_sums;        // LL lines [R, ll_max_tokens]: combine send -> combine receive, which re-arms them
   // In the window on CUDA, where senders write final rows; in scratch on the CPU.
   int64_t rows;        // expert-major rows [N, D]: dispatch -> the experts
-  int64_t row_scales;  // float [N, scale_blocks]: with rows, for fp8
+  int64_t row_scales;  // float [N, scale_blocks]: with rows, in formats with scales
 
   // Offsets in bytes from the start of this rank's scratch, which no other rank sees.
   int64_t state;           // RoundState
@@ -86,19 +86,19 @@ struct ExchangePlan {
   int64_t health_tokens_per_expert;  // int64 [e]: rows that this rank's experts have received
   int64_t health_rows_sent;          // int64 [R]: rows sent to each rank
   int64_t health_waited_ns;          // int64 [R]: nanoseconds that this rank has waited for each rank
-  int64_t health_aborted_rounds;     // int64 [R]: rounds that each rank has given up, as this rank has seen
+  int64_t health_aborted_rounds;     // int64 [R]: rounds that each rank has aborted, as this rank has seen
 };
 
 // What a source signals to each receiver, in a cache line of its own. The source writes `epoch`, the flag, last.
 // CUDA uses it in combine only, and there one 8-byte word of it: `epoch` and `sends`.
 struct alignas(64) RoundHeader {
   uint32_t epoch;          // CPU: the round whose payload is complete; CUDA: the round that the source has opened
-  int32_t sends;           // CUDA only: 1, or 0 if the source gives the round up
+  int32_t sends;           // CUDA only: 1, or 0 if the source aborts the round
   int32_t D, K, dtype;     // of the source's call; CPU only
   int32_t counts[2];       // CPU only: rows sent to this receiver in round n, at n % 2; see cpu/signal.h
   int32_t needed_rows;     // CPU only: the source's Status::needed_rows
   int32_t more_rounds[2];  // CPU only: 1 if the source needs a round after round n, at n % 2; see Progress
-  int32_t aborted[2];      // CPU only: 1 if the source has given round n up, at n % 2; see cpu/signal.h
+  int32_t aborted[2];      // CPU only: 1 if the source has aborted round n, at n % 2; see cpu/signal.h
   int32_t tag;             // CPU only: of the source's call
   int32_t unused[3];
 };
@@ -134,7 +134,7 @@ struct Status {
   int64_t tag;          // on a mismatch: of this rank's call
   int64_t other;        // on a mismatch: 1 + (rank << 16 | tag) of the lowest rank with another tag, 0 if there is none
   // Not a failure of this rank, so no `code` goes with it. The host clears `aborted` when it has told its caller.
-  int64_t aborted;        // mask of the other ranks that have given a round up
+  int64_t aborted;        // mask of the other ranks that have aborted a round
   int64_t aborted_epoch;  // the last such round
 };
 

@@ -2,11 +2,12 @@
 // each node. Letters as in args.h; here N is the nodes, and n the slots of a padded slab. The slab of this rank's own
 // node does not travel. Slabs of the other nodes lie behind one another, in the order of the nodes.
 #pragma once
-#include "types.h"
+#include "wire_format.h"
 
 namespace epmoe {
 
-// One slot: the row, its scales if it is fp8, K ids, K weights, and the tag. Each part begins at a multiple of 4 bytes.
+// One slot: the row, its scales if the format has some, K ids, K weights, and the tag. Each part begins at a multiple
+// of 4 bytes.
 struct RailSlot {
   int64_t bytes;    // between slots; a multiple of 16
   int64_t scales;   // offset in bytes, likewise the next three
@@ -27,7 +28,7 @@ struct RailPackArgs {
   const void* x_TD;
   DType dtype;             // of x
   int64_t x_stride_bytes;  // between rows
-  const float* scales_TB;  // of rows that are fp8, else null
+  const float* scales_TB;  // of rows that are quantized already, else null
   int64_t scales_stride;   // between rows
   const void* ids_TK;      // logical experts
   bool wide_ids;           // ids are int64, else int32
@@ -46,7 +47,7 @@ struct RailPackArgs {
   const int32_t* node_local_P;  // its number among the physical experts of that node
   // The slabs.
   RailSlot slot;
-  bool fp8;              // quantise rows that are not fp8 yet
+  WireFormat format;     // of the rows in slots
   int64_t slots;         // n: a node gets at most so many rows; further ones are dropped
   bool exact;            // slabs are as long as they have rows; else n slots, unused ones without experts
   int32_t epoch;         // of the round

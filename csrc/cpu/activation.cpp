@@ -29,7 +29,7 @@ void gated_activation(const GatedActivationArgs& args) {
       }
       for (int64_t i = 0; i < args.F; ++i) value_F[i] = gated(value_F[i], up_F[i], args.gating);
       if (args.scales_NB) {
-        quantise_row(value_F.data(), args.F, static_cast<Float8*>(args.out_NF) + t * args.F,
+        quantize_row(value_F.data(), args.F, static_cast<Float8*>(args.out_NF) + t * args.F,
                      args.scales_NB + t * scales);
       } else {
         T* out = static_cast<T*>(args.out_NF) + t * args.F;

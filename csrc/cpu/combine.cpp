@@ -11,7 +11,7 @@
 namespace epmoe::cpu {
 namespace {
 
-// Writes one partial row into its slot of the source's window, in the dtype of x or as fp8. `packed_D` is workspace for
+// Writes one partial row into its slot of the source's window, in the format of combine. `packed_D` is workspace for
 // the dtype of x.
 template <typename T>
 void send_row(const Exchange& ex, int64_t source, int64_t slot, const float* sum_D, int64_t D, T* packed_D,
@@ -19,9 +19,9 @@ void send_row(const Exchange& ex, int64_t source, int64_t slot, const float* sum
   const ExchangePlan& plan = ex.plan;
   int64_t index = plan.rank * plan.M + slot;
   char* out = in_window<char>(ex, source, plan.combine_rows) + index * plan.combine_stride_bytes;
-  if (plan.combine_fp8) {
+  if (wire(plan.combine_format).has_scales()) {
     float* scales = in_window<float>(ex, source, plan.combine_scales) + index * plan.combine_scale_blocks;
-    quantise_row(sum_D, D, reinterpret_cast<Float8*>(out), scales);
+    quantize_row(sum_D, D, reinterpret_cast<Float8*>(out), scales);
   } else {
     for (int64_t d = 0; d < D; ++d) packed_D[d] = from_float<T>(sum_D[d]);
     copy_row(out, packed_D, D * sizeof(T), stream);
@@ -74,11 +74,12 @@ void add_returned(const Exchange& ex, int64_t r, int64_t slot, int64_t D, float*
   const ExchangePlan& plan = ex.plan;
   int64_t index = r * plan.M + slot;
   const char* row = in_window<char>(ex, plan.rank, plan.combine_rows) + index * plan.combine_stride_bytes;
-  if (!plan.combine_fp8) return add_row(sum_D, reinterpret_cast<const T*>(row), 1.0f, D);
+  WireTraits traits = wire(plan.combine_format);
+  if (!traits.has_scales()) return add_row(sum_D, reinterpret_cast<const T*>(row), 1.0f, D);
   const float* scales = in_window<float>(ex, plan.rank, plan.combine_scales) + index * plan.combine_scale_blocks;
-  for (int64_t begin = 0; begin < D; begin += kScaleBlock) {
-    add_row(sum_D + begin, reinterpret_cast<const Float8*>(row) + begin, scales[begin / kScaleBlock],
-            std::min(kScaleBlock, D - begin));
+  for (int64_t begin = 0; begin < D; begin += traits.block) {
+    add_row(sum_D + begin, reinterpret_cast<const Float8*>(row) + begin, scales[begin / traits.block],
+            std::min(traits.block, D - begin));
   }
 }
 
@@ -96,7 +97,7 @@ void sum_returned(const Exchange& ex, const CombineArgs& args, const RoundState&
     std::fill(sum_D.begin(), sum_D.end(), 0.0f);
     for (int64_t r = 0; r < plan.R; ++r) {
       int32_t slot = slots[t * plan.R + r];
-      // A rank that gives the round up has sent no rows: its count is 0.
+      // A rank that aborts the round has sent no rows: its count is 0.
       if (slot >= 0 && slot < headers[r].counts[parity]) add_returned<T>(ex, r, slot, round.D, sum_D.data());
     }
     for (int64_t d = 0; d < round.D; ++d) y[t * round.D + d] = from_float<T>(sum_D[d]);
@@ -121,7 +122,7 @@ void widen_needed_rows(const Exchange& ex) {
   for (int64_t r = 0; needed && r < ex.plan.R; ++r) needed = std::max<int64_t>(needed, headers[r].needed_rows);
 }
 
-// Tells the host which other ranks have given the round up: y lacks their experts.
+// Tells the host which other ranks have aborted the round: y lacks their experts.
 void report_aborted(const Exchange& ex, uint32_t epoch) {
   auto* headers = in_window<RoundHeader>(ex, ex.plan.rank, ex.plan.signal_combine);
   auto* totals = in_scratch<int64_t>(ex, ex.plan.health_aborted_rounds);
@@ -151,7 +152,7 @@ void receive(const Exchange& ex, const CombineArgs& args, RoundState& round) {
 
 // Closes the round from any state without rows; does nothing if none is open. It allocates nothing and waits for no
 // rank: if others have not ended the round when this rank opens the next one, dispatch waits for them.
-void give_up(const Exchange& ex, RoundState& round) {
+void abort_round(const Exchange& ex, RoundState& round) {
   round.progress.phases += -round.progress.phases & 3;
   round.progress.deadline_ns = 0;
   if (round.combine_epoch == round.dispatch_epoch) return;
@@ -160,7 +161,7 @@ void give_up(const Exchange& ex, RoundState& round) {
   if (!round.latched) signal_all(ex, ex.plan.signal_combine, round.combine_epoch, round, nullptr);
 }
 
-// After a round that was given up before this rank had seen all others: the answer whether another one follows. Ranks
+// After a round that was aborted before this rank had seen all others: the answer whether another one follows. Ranks
 // close a round after they have sent their dispatch header.
 void answer_once_closed(const Exchange& ex, RoundState& round) {
   if (round.latched) return;
@@ -172,7 +173,7 @@ void answer_once_closed(const Exchange& ex, RoundState& round) {
 
 void combine(const Exchange& ex, const CombineArgs& args, DType dtype) {
   auto* round = in_scratch<RoundState>(ex, ex.plan.state);
-  if (args.send && !args.rows) return give_up(ex, *round);
+  if (args.send && !args.rows) return abort_round(ex, *round);
   if (round->progress.phases % 4 == 0) return answer_once_closed(ex, *round);
   visit(dtype, [&](auto type) {
     if (args.send) send<decltype(type)>(ex, args, *round);

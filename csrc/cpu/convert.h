@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "types.h"
+#include "wire_format.h"
 
 namespace epmoe::cpu {
 
@@ -92,10 +92,11 @@ float finite_amax(const T* values, int64_t n) {
   return largest;
 }
 
-// Quantises a row of n values to fp8 with one scale for each kScaleBlock values. Inf saturates and NaN stays NaN; the
-// other values of their block are not affected.
+// Quantizes a row of n values to fp8 with one scale for each kScaleBlock values: WireFormat::kFp8. Inf saturates and
+// NaN stays NaN; the other values of their block are not affected.
+static_assert(kNumWireFormats == 2);  // a further one needs its own
 template <typename T>
-void quantise_row(const T* row, int64_t n, Float8* out, float* scales) {
+void quantize_row(const T* row, int64_t n, Float8* out, float* scales) {
   for (int64_t begin = 0; begin < n; begin += kScaleBlock) {
     int64_t end = std::min(begin + kScaleBlock, n);
     float scale = scale_for(finite_amax(row + begin, end - begin));

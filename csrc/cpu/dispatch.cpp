@@ -34,7 +34,7 @@ void send_token(const Exchange& ex, const DispatchArgs& args, const Pairs& pairs
   int64_t index = plan.rank * plan.M + slot;
   copy_row(in_window<char>(ex, rank, plan.recv_x) + index * plan.x_stride_bytes, row, row_bytes, stream);
   if (scales) {
-    std::copy_n(scales, ceil_div(args.D, kScaleBlock),
+    std::copy_n(scales, wire(plan.payload_format).num_scales(args.D),
                 in_window<float>(ex, rank, plan.recv_scales) + index * plan.scale_blocks);
   }
   int32_t* ids = in_window<int32_t>(ex, rank, plan.recv_ids) + index * plan.K;
@@ -51,21 +51,20 @@ void send_tokens(const Exchange& ex, const DispatchArgs& args, int64_t tokens, s
   const ExchangePlan& plan = ex.plan;
   auto* slots = in_scratch<int32_t>(ex, plan.slots);
   Pairs pairs(plan.K, plan.E);
-  bool quantises = plan.payload_fp8 && args.dtype != DType::kFloat8E4M3;
-  std::vector<Float8> quantised(quantises ? args.D : 0);
-  std::vector<float> own_scales(quantises ? plan.scale_blocks : 0);
+  bool quantizes = wire(plan.payload_format).quantizes(args.dtype);
+  std::vector<Float8> quantized(quantizes ? args.D : 0);
+  std::vector<float> own_scales(quantizes ? plan.scale_blocks : 0);
   bool stream = streams(tokens * plan.x_stride_bytes * std::min<int64_t>(args.K, plan.R));
   for (int64_t t = 0; t < tokens; ++t) {
     uint64_t ranks = read_ranks(ex, args, t, pairs);
     const char* row = static_cast<const char*>(args.x_TD) + t * args.x_stride_bytes;
-    int64_t row_bytes = args.D * itemsize(args.dtype);
+    int64_t row_bytes = wire_row_bytes(plan.payload_format, args.D, args.dtype);
     const float* scales = args.scales_TB + t * args.scales_stride;  // null, plus 0, where rows have none
-    if (quantises && ranks) {
+    if (quantizes && ranks) {
       visit(args.dtype, [&](auto type) {
-        quantise_row(reinterpret_cast<const decltype(type)*>(row), args.D, quantised.data(), own_scales.data());
+        quantize_row(reinterpret_cast<const decltype(type)*>(row), args.D, quantized.data(), own_scales.data());
       });
-      row = reinterpret_cast<const char*>(quantised.data());
-      row_bytes = args.D;
+      row = reinterpret_cast<const char*>(quantized.data());
       scales = own_scales.data();
     }
     for (int64_t r = 0; r < plan.R; ++r) {
@@ -112,9 +111,9 @@ void permute_received(const Exchange& ex, const DispatchArgs& args, const int32_
   int64_t needed = 0;
   PermuteArgs permute_args{
       .x_SD = in_window<char>(ex, plan.rank, plan.recv_x),
-      .dtype = plan.payload_fp8 ? DType::kFloat8E4M3 : args.dtype,
+      .dtype = wire(plan.payload_format).dtype_of(args.dtype),
       .x_stride_bytes = plan.x_stride_bytes,
-      .scales_SB = plan.payload_fp8 ? in_window<float>(ex, plan.rank, plan.recv_scales) : nullptr,
+      .scales_SB = wire(plan.payload_format).has_scales() ? in_window<float>(ex, plan.rank, plan.recv_scales) : nullptr,
       .scales_stride = plan.scale_blocks,
       .ids_SK = in_window<int32_t>(ex, plan.rank, plan.recv_ids),
       .wide_ids = false,
@@ -150,11 +149,11 @@ void weight_rows(const Exchange& ex, const DispatchArgs& args, const int32_t* co
   const ExchangePlan& plan = ex.plan;
   auto* weights = in_window<float>(ex, plan.rank, plan.recv_weights);
   auto* row_of_pair = in_scratch<int32_t>(ex, plan.row_of_pair);
-  int64_t blocks = ceil_div(args.D, kScaleBlock);
+  int64_t blocks = wire(plan.payload_format).num_scales(args.D);
   for_each_pair(ex, args, counts_R, [&](int64_t pair) {
     int64_t row = row_of_pair[pair];
     if (row < 0) return;
-    if (plan.payload_fp8) {
+    if (blocks) {
       scale_row(in_scratch<float>(ex, plan.row_scales) + row * blocks, weights[pair], blocks);
     } else {
       visit(args.dtype, [&](auto type) {
@@ -184,7 +183,7 @@ void fill_unused_slots(const Exchange& ex, const DispatchArgs& args, const int32
 }
 
 // The send phase opens a round. Normally it waits for nobody, because combine has waited for every rank to end the last
-// round. A rank that gave the last round up has not, and waits now; returns false if that wait did not succeed. State
+// round. A rank that aborted the last round has not, and waits now; returns false if that wait did not succeed. State
 // changes right before the signal, so the call may be repeated after an exception.
 bool send(const Exchange& ex, const DispatchArgs& args) {
   const ExchangePlan& plan = ex.plan;

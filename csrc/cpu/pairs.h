@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "convert.h"
+#include "copies.h"
 #include "scoring.h"
 
 namespace epmoe::cpu {
@@ -42,7 +43,8 @@ void read_pairs(const PairTables& tables, const Args& args, int64_t t, Pairs& pa
     tables.counters[kDuplicateIds] += pairs.last_token[id] == t;
     pairs.last_token[id] = t;
     if (weight == 0.0f) continue;
-    pairs.ids[k] = tables.copies_EC[id * tables.copies + (t + tables.rank) % tables.copies_E[id]];
+    pairs.ids[k] =
+        copy_in_turn(tables.copies_EC, tables.copies_E, tables.copies, tables.rank, t, static_cast<int32_t>(id));
     pairs.weights[k] = weight;
     visit(k);
   }

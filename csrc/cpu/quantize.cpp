@@ -14,7 +14,7 @@ int64_t real_rows(const Args& args) {
 }
 
 template <typename T>
-void quantise_tensor(const QuantizeArgs& args, int64_t real) {
+void quantize_tensor(const QuantizeArgs& args, int64_t real) {
   auto row_at = [&](int64_t t) { return static_cast<const T*>(args.x_TD) + t * args.x_stride; };
   float largest = 0.0f;
   for (int64_t t = 0; t < real; ++t) largest = std::max(largest, finite_amax(row_at(t), args.D));
@@ -37,9 +37,9 @@ void quantize(const QuantizeArgs& args) {
   Float8* q = static_cast<Float8*>(args.q_TD);
   visit(args.dtype, [&](auto type) {
     using T = decltype(type);
-    if (args.per_tensor) return quantise_tensor<T>(args, real);
+    if (args.per_tensor) return quantize_tensor<T>(args, real);
     for (int64_t t = 0; t < real; ++t)
-      quantise_row(static_cast<const T*>(args.x_TD) + t * args.x_stride, args.D, q + t * args.D,
+      quantize_row(static_cast<const T*>(args.x_TD) + t * args.x_stride, args.D, q + t * args.D,
                    args.scales_TB + t * blocks);
   });
   std::memset(q + real * args.D, 0, (args.T - real) * args.D);

@@ -70,24 +70,23 @@ void write_pairs(const RailPackArgs& args, char* slot, int64_t node, const Pairs
 void copy_tokens(const RailPackArgs& args, const std::vector<char*>& slabs, int64_t tokens) {
   Pairs pairs(args.K, args.E);
   int64_t uncounted[kNumCounters] = {};  // `assign_slots` has counted
-  bool quantises = args.fp8 && args.dtype != DType::kFloat8E4M3;
-  int64_t blocks = args.fp8 ? ceil_div(args.D, kScaleBlock) : 0;
-  std::vector<Float8> quantised(quantises ? args.D : 0);
-  std::vector<float> own_scales(quantises ? blocks : 0);
+  bool quantizes = wire(args.format).quantizes(args.dtype);
+  int64_t blocks = wire(args.format).num_scales(args.D);
+  std::vector<Float8> quantized(quantizes ? args.D : 0);
+  std::vector<float> own_scales(quantizes ? blocks : 0);
   bool stream = streams(tokens * args.slot.bytes);
   for (int64_t t = 0; t < tokens; ++t) {
     const int32_t* slots_N = args.slots_TN + t * args.N;
     if (std::all_of(slots_N, slots_N + args.N, [](int32_t slot) { return slot < 0; })) continue;
     read_pairs(tables_of(args, uncounted), args, t, pairs, [](int32_t) {});
     const char* row = static_cast<const char*>(args.x_TD) + t * args.x_stride_bytes;
-    int64_t row_bytes = args.D * itemsize(args.dtype);
+    int64_t row_bytes = wire_row_bytes(args.format, args.D, args.dtype);
     const float* scales = args.scales_TB + t * args.scales_stride;  // null, plus 0, where rows have none
-    if (quantises) {
+    if (quantizes) {
       visit(args.dtype, [&](auto type) {
-        quantise_row(reinterpret_cast<const decltype(type)*>(row), args.D, quantised.data(), own_scales.data());
+        quantize_row(reinterpret_cast<const decltype(type)*>(row), args.D, quantized.data(), own_scales.data());
       });
-      row = reinterpret_cast<const char*>(quantised.data());
-      row_bytes = args.D;
+      row = reinterpret_cast<const char*>(quantized.data());
       scales = own_scales.data();
     }
     for (int64_t m = 0; m < args.N; ++m) {

@@ -9,6 +9,15 @@
 namespace epmoe::cpu {
 namespace {
 
+// The guard that the whole project hangs on: a score that is not finite is worth nothing.
+float sanitize(float score) {
+#if defined(EPMOE_MUTATE_ROUTE_CLAMP)
+  return score;
+#else
+  return is_finite(score) ? score : 0.0f;
+#endif
+}
+
 // One row while it is routed.
 struct Row {
   std::vector<float> logits, scores;
@@ -36,7 +45,7 @@ bool score_row(const RouteArgs& args, Row& row) {
   }
   for (float& score : row.scores) {
     sanitised |= !is_finite(score);
-    score = sanitise(score);
+    score = sanitize(score);
   }
   return sanitised;
 }

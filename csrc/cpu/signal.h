@@ -7,11 +7,11 @@
 // Dispatch and combine slabs never alias, and each slab has one writer. The proof: docs/protocol.md, 'Why can no
 // buffer be overwritten while read?'.
 //
-// A rank that gives round n up raises its combine flag of n at once, perhaps before it has seen any dispatch flag of n.
+// A rank that aborts round n raises its combine flag of n at once, perhaps before it has seen any dispatch flag of n.
 // A slow rank may then still sum round n-1 and read the count that this rank sent with that flag. Headers therefore
-// hold the counts of two rounds, and twice whether the rank has given the round up. The next flag that would overwrite
+// hold the counts of two rounds, and twice whether the rank has aborted the round. The next flag that would overwrite
 // the count of n-1 is that of n+1. It follows this rank's dispatch of n+1, and so every combine flag of n. For the same
-// reason they hold `more_rounds` twice: a rank that has given round n up may look for it while others have opened n+1.
+// reason they hold `more_rounds` twice: a rank that has aborted round n may look for it while others have opened n+1.
 #pragma once
 #include <errno.h>
 #include <linux/futex.h>
@@ -54,7 +54,7 @@ inline void wake(const Exchange& ex, int64_t rank) {
 }
 
 // Writes this rank's header of round `epoch` into every window, the flag last. count_R[r] is the number of rows sent to
-// rank r; null gives the round up.
+// rank r; null aborts the round.
 inline void signal_all(const Exchange& ex, int64_t signals_offset, uint32_t epoch, const RoundState& round,
                        const int32_t* count_R) {
   finish_streaming();

@@ -1,7 +1,7 @@
 """The memory plan: every buffer of one rank, to the byte, before anything is allocated.
 
 No other code computes an offset: the service allocates by this plan, and the kernels receive it as a list of integers
-(``csrc/plan.h``). Letters as in the package docstring; B is the number of fp8 scales of a row.
+(``csrc/plan.h``). Letters as in the package docstring.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
-from epmoe.native.formats import SCALE_BLOCK
+from epmoe.native.formats import WIRE_FORMATS
 
 SIGNAL_BYTES = 64  # a cache line for each source: `RoundHeader` in csrc/plan.h
 BUFFER_ALIGNMENT = 128
@@ -31,8 +31,9 @@ Region = Literal["window", "scratch", "rail"]
 # The fields of `ExchangePlan` in csrc/plan.h, in its order: sizes, then the offset of each buffer ("." for "_").
 SIZES = (
     "R", "rank", "M", "K", "D", "E", "P", "num_local_experts", "copies", "max_rows", "alignment",
-    "payload_fp8", "combine_fp8", "x_stride_bytes", "combine_stride_bytes", "scale_blocks", "combine_scale_blocks",
-    "most_local_experts", "num_sms", "ll_max_tokens", "ll_row_stride_bytes", "ll_sum_stride_bytes",
+    "payload_format", "combine_format", "x_stride_bytes", "combine_stride_bytes",
+    "scale_blocks", "combine_scale_blocks", "most_local_experts",
+    "num_sms", "ll_max_tokens", "ll_row_stride_bytes", "ll_sum_stride_bytes",
     "dispatch_senders", "combine_senders", "combine_team",
 )  # fmt: skip
 OFFSETS = (
@@ -54,7 +55,7 @@ _Layout = list[tuple[Region, str, tuple[int, ...], torch.dtype]]
 class RailSlot(NamedTuple):
     """One row on its way to another node, in bytes from its start: `RailSlot` in csrc/rail.h.
 
-    The row is at 0, then its scales if it is fp8, K ids, K weights, and what the source says of its call.
+    The row is at 0, then its scales if the format has some, K ids, K weights, and what the source says of its call.
     """
 
     bytes: int
@@ -66,9 +67,9 @@ class RailSlot(NamedTuple):
     @classmethod
     def of(cls, config: EPConfig) -> RailSlot:
         """The slot that holds a row of the config's shape."""
-        model, fp8 = config.model, config.exchange.payload == "fp8"
-        scales = model.hidden_size * (1 if fp8 else model.torch_dtype.itemsize)
-        ids = scales + 4 * -(-model.hidden_size // SCALE_BLOCK) * fp8
+        model, payload = config.model, WIRE_FORMATS[config.exchange.payload]
+        scales = payload.row_bytes(model.hidden_size, model.torch_dtype)
+        ids = scales + payload.scale_bytes(model.hidden_size)
         weights = ids + 4 * model.num_experts_per_tok
         tag = weights + 4 * model.num_experts_per_tok
         return cls(round_up(tag + RAIL_TAG_BYTES, 16), scales, ids, weights, tag)
@@ -140,17 +141,15 @@ class MemoryPlan:
         # GPUs write into each other's expert-major rows, so these are equally many on all GPUs.
         worst = R * M * K + (most if nvlink else e) * (alignment - 1)
         N = round_up(config.capacity.max_expert_rows or worst, alignment)
-        B = -(-D // SCALE_BLOCK)
-        padded_B = round_up(B, 4)  # GPUs copy 16 bytes at a time
-        payload_fp8, combine_fp8 = (
-            wire == "fp8" for wire in (config.exchange.payload, config.exchange.combine_payload)
-        )
-        payload = torch.float8_e4m3fn if payload_fp8 else x_dtype
-        combine = torch.float8_e4m3fn if combine_fp8 else x_dtype
+        payload, combine = (WIRE_FORMATS[n] for n in (config.exchange.payload, config.exchange.combine_payload))
+        x_items, x_scales = payload.row_items(D, x_dtype), payload.num_scales(D)
+        combine_scales = (
+            round_up(combine.num_scales(D), 16 // combine.scale.itemsize) if combine.scale else 0
+        )  # by 16 bytes
+        x_stride, combine_stride = payload.row_bytes(D, x_dtype), combine.row_bytes(D, x_dtype)
         ll_tokens = min(M, LL_MAX_TOKENS)
         ll_row_stride, ll_sum_stride = (
-            round_up(D * wire.itemsize + 4 * B * fp8, 16)
-            for wire, fp8 in ((payload, payload_fp8), (combine, combine_fp8))
+            round_up(wire.row_bytes(D, x_dtype) + wire.scale_bytes(D), 16) for wire in (payload, combine)
         )
         i32, i64, f32 = torch.int32, torch.int64, torch.float32
         layout: _Layout = [
@@ -159,12 +158,12 @@ class MemoryPlan:
             ("window", "signal.error", (R,), i64),
             ("window", "signal.dead", (1,), i64),
             ("window", "doorbell", (1,), i32),
-            ("window", "recv.x", (R, M, D), payload),
-            ("window", "recv.scales", (R, M, B) if payload_fp8 else (0,), f32),
+            ("window", "recv.x", (R, M, x_items), payload.dtype_of(x_dtype)),
+            ("window", "recv.scales", (R, M, x_scales), payload.scale or f32),
             ("window", "recv.ids", (R, M, K), i32),
             ("window", "recv.weights", (R, M, K), f32),
-            ("window", "combine.rows", (R, M, D), combine),
-            ("window", "combine.scales", (R, M, padded_B) if combine_fp8 else (0,), f32),
+            ("window", "combine.rows", (R, M, combine.row_items(D, x_dtype)), combine.dtype_of(x_dtype)),
+            ("window", "combine.scales", (R, M, combine_scales), combine.scale or f32),
             ("window", "recv.flags", (R, M) if nvlink else (0,), i32),
             ("window", "recv.ordinals", (R, M, K) if nvlink else (0,), i32),
             ("window", "recv.counts", (R, R * most + 2) if nvlink else (0,), i64),
@@ -172,8 +171,8 @@ class MemoryPlan:
             ("window", "ll.rows", (R, ll_tokens, ll_row_stride) if nvlink else (0,), torch.uint8),
             ("window", "ll.pairs", (R, ll_tokens, K, LINE_INTS) if nvlink else (0,), i32),
             ("window", "ll.sums", (R, ll_tokens, ll_sum_stride) if nvlink else (0,), torch.uint8),
-            ("window" if nvlink else "scratch", "rows", (N, D), payload),
-            ("window" if nvlink else "scratch", "row_scales", (N, B) if payload_fp8 else (0,), f32),
+            ("window" if nvlink else "scratch", "rows", (N, x_items), payload.dtype_of(x_dtype)),
+            ("window" if nvlink else "scratch", "row_scales", (N, x_scales), payload.scale or f32),
             ("scratch", "state", (112,), i32),
             ("scratch", "counts", (R,), i32),
             ("scratch", "slots_used", (R,) if nvlink else (0,), i32),
@@ -197,7 +196,7 @@ class MemoryPlan:
         buffers = _laid_out(layout)
         values = (
             R, rank, M, K, D, E, P, e, copies, N, alignment,
-            payload_fp8, combine_fp8, D * payload.itemsize, D * combine.itemsize, B, padded_B, most,
+            payload.number, combine.number, x_stride, combine_stride, x_scales, combine_scales, most,
             config.exchange.num_sms or 2**31 - 1, ll_tokens, ll_row_stride, ll_sum_stride, 0, 0, 0,
         )  # fmt: skip
         return cls(buffers, dict(zip(SIZES, map(int, values), strict=True)))

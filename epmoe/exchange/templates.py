@@ -25,7 +25,7 @@ from epmoe.native.arguments import (
     describe,
     dtype_name,
 )
-from epmoe.native.formats import SCALE_BLOCK
+from epmoe.native.formats import SCALE_BLOCK, WIRE_FORMATS
 
 Launches = tuple[list[int], list[Tensor]]
 
@@ -123,15 +123,15 @@ class Templates:
     def _new(self, x: Tensor, shape: tuple[Any, ...]) -> RoundTemplate:
         _, K, _, _, _, layout, weighted = shape
         views, D = self._views, x.shape[1]
-        wire_fp8 = self._config.exchange.payload == "fp8"
-        wire = FP8 if wire_fp8 else x.dtype
+        payload = WIRE_FORMATS[self._config.exchange.payload]
+        wire, scale = payload.dtype_of(x.dtype), payload.scale
         y_dtype = self._config.model.torch_dtype if x.dtype is FP8 else x.dtype
-        blocks = -(-D // SCALE_BLOCK)
+        items, blocks = payload.row_items(D, x.dtype), payload.num_scales(D)
         recv_fields: dict[str, Tensor | None]
         if layout == "expert":
             fields = {
-                "rows": _rows_as(views["rows"], wire, D),
-                "scales": _rows_as(views["row_scales"], torch.float32, blocks) if wire_fp8 else None,
+                "rows": _rows_as(views["rows"], wire, items),
+                "scales": _rows_as(views["row_scales"], scale, blocks) if scale else None,
                 "expert_offsets": views["expert_offsets"],
                 "tokens_per_expert": views["tokens_per_expert"],
             }
@@ -143,8 +143,8 @@ class Templates:
             attributes = Dispatched.attributes("dispatched", layout, {}, absent)
             recv_fields = {
                 "counts": views["counts"],
-                "x": _slabs_as(views["recv.x"], wire, D),
-                "scales": _slabs_as(views["recv.scales"], torch.float32, blocks) if wire_fp8 else None,
+                "x": _slabs_as(views["recv.x"], wire, items),
+                "scales": _slabs_as(views["recv.scales"], scale, blocks) if scale else None,
                 "ids": _slabs_as(views["recv.ids"], torch.int32, K),
                 "weights": _slabs_as(views["recv.weights"], torch.float32, K),
             }

@@ -5,8 +5,10 @@ are ``libepmoe_cuda.so`` beside it, which nvcc builds without torch, and which l
 needs it.
 
 A library is cached by the hash of all its inputs (sources, flags, torch, compilers, CPU, GPU architectures), so a stale
-library is never loaded. The processes of a machine take a file lock: the first process builds, and the others wait. The
-operating system releases the lock when its holder ends, so nobody waits for a builder that was killed.
+library is never loaded. So is the object of each source file, by that file, the headers that it includes, and the
+symbols that these mention: after an edit, or without one guard, only the files that differ are compiled. The processes
+of a machine take a file lock: the first process builds, and the others wait. The operating system releases the lock
+when its holder ends, so nobody waits for a builder that was killed.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 LOCK_TIMEOUT_S = 900.0
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -39,6 +42,7 @@ CUDA_FLAGS = (
 )  # fmt: skip
 WHEEL_ARCHITECTURES = ("8.0", "9.0", "10.0")
 OLDEST_ARCHITECTURE = 8
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 TRIED_TORCH = ((2, 11), (2, 13))
 """Oldest and newest torch that epmoe was tried with."""
 
@@ -143,20 +147,64 @@ class _Recipe:
 
     library: str
     sources: tuple[str, ...]  # relative to csrc()
-    headers: tuple[str, ...]  # likewise
-    compile: tuple[str, ...]  # `-c -o OBJECT SOURCE` follows
+    defines: tuple[str, ...]
+    compile: tuple[str, ...]  # `-DSYMBOL ... -c -o OBJECT SOURCE` follows
     link: tuple[str, ...]  # `-o LIBRARY OBJECT ...` follows
     inputs: tuple[str, ...]  # what decides the result beside sources and flags: versions, the CPU
     include: tuple[str, ...] = ()  # further options of compile, named by a version in `inputs`
     libraries: tuple[str, ...] = ()  # further options of link, likewise
-    beside: Path | None = None  # a library that goes into the same folder; its key is in `inputs`
+    beside: Path | None = None  # a library that goes into the same folder, and so a part of the key
 
-    @property
-    def key(self) -> str:
-        digest = hashlib.sha256(repr((self.library, self.compile, self.link, self.inputs)).encode())
-        for path in (*self.sources, *self.headers):
-            digest.update(path.encode() + b"\0" + (csrc() / path).read_bytes())
-        return digest.hexdigest()[:16]
+    def key(self, objects: Sequence[_Object]) -> str:
+        """The key of the library that `objects` become."""
+        beside = self.beside.parent.name if self.beside else ""
+        return _digest(repr((self.library, self.link, self.inputs, beside, [each.key for each in objects])))
+
+    def objects(self) -> list[_Object]:
+        """What the sources compile to, as they are now."""
+        files: dict[str, _File] = {}
+        return [self.object_of(source, files) for source in self.sources]
+
+    def object_of(self, source: str, files: dict[str, _File]) -> _Object:
+        """What one source compiles to; `files` as of `_unit`."""
+        text = "".join(f"{path}\0{files[path].text}\0" for path in _unit(source, files))
+        symbols = tuple(f"-D{name}" for name in self.defines if re.search(rf"\b{name.split('=')[0]}\b", text))
+        key = _digest(repr((self.compile, symbols, self.inputs)) + text)
+        return _Object(source, key, (*self.compile, *symbols))
+
+
+@dataclass(frozen=True)
+class _Object:
+    source: str
+    key: str
+    command: tuple[str, ...]  # without the further options, which do not count in the key
+
+
+class _File(NamedTuple):
+    text: str
+    includes: list[str]  # files of csrc, by their paths in it
+
+    @classmethod
+    def read(cls, path: str) -> _File:
+        root, folder = csrc(), os.path.dirname(path)
+        text = (root / path).read_text(encoding="utf-8")
+        places = [[os.path.normpath(os.path.join(at, name)) for at in (folder, "")] for name in _INCLUDE.findall(text)]
+        # The compiler says so if a file is in neither place.
+        return cls(text, [path for both in places for path in [p for p in both if (root / p).exists()][:1]])
+
+
+def _unit(source: str, files: dict[str, _File]) -> list[str]:
+    """What `source` consists of in csrc: itself and what it includes, directly or not.
+
+    `files` has the files that were read already, and gets the others.
+    """
+    unit, waiting = set[str](), [source]
+    while waiting:
+        if (path := waiting.pop()) not in unit:
+            unit.add(path)
+            file = files[path] = files.get(path) or _File.read(path)
+            waiting += file.includes
+    return sorted(unit)
 
 
 def _recipe(defines: tuple[str, ...], portable: bool, cuda: Path | None) -> _Recipe:
@@ -168,10 +216,10 @@ def _recipe(defines: tuple[str, ...], portable: bool, cuda: Path | None) -> _Rec
     return _Recipe(
         library="libepmoe.so",
         sources=_files("*.cpp", "cpu/*.cpp"),
-        headers=_files("*.h", "cpu/*.h"),
-        compile=(compiler, *CXX_FLAGS, *native, *_symbols(defines), "-fPIC", "-I."),
+        defines=defines,
+        compile=(compiler, *CXX_FLAGS, *native, "-fPIC", "-I."),
         link=(compiler, "-shared"),
-        inputs=(_version(compiler), torch.__version__, cpu, cuda.parent.name if cuda else ""),
+        inputs=(_version(compiler), torch.__version__, cpu),
         include=(f"-isystem{home / 'include'}", f"-fmacro-prefix-map={home}=torch"),
         libraries=(f"-L{home / 'lib'}", "-ltorch_cpu"),
         beside=cuda,
@@ -189,8 +237,8 @@ def _cuda_recipe(defines: tuple[str, ...], targets: tuple[str, ...]) -> _Recipe:
     return _Recipe(
         library=CUDA_LIBRARY,
         sources=_files("*.cu", "cuda/**/*.cu"),
-        headers=_files("*.h", "cuda/**/*.h", "cuda/**/*.cuh"),
-        compile=("nvcc", *host, *CUDA_FLAGS, *codes, *_symbols(defines), "-Xcompiler=-fPIC", "--threads=0", "-I."),
+        defines=defines,
+        compile=("nvcc", *host, *CUDA_FLAGS, *codes, "-Xcompiler=-fPIC", "--threads=0", "-I."),
         link=("nvcc", *host, *codes, "-shared", "-cudart=static"),
         inputs=(_version("nvcc"), _version(_compiler()), platform.machine()),
     )
@@ -208,8 +256,8 @@ def _files(*patterns: str) -> tuple[str, ...]:
     return tuple(sorted(path.relative_to(csrc()).as_posix() for path in paths))
 
 
-def _symbols(defines: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"-D{name}" for name in defines)
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _version(tool: str) -> str:
@@ -231,36 +279,42 @@ def _cache_dir() -> Path:
 
 
 def _build(recipe: _Recipe, cache: Path) -> Path:
-    folder = cache / recipe.key
-    library = folder / recipe.library
-    if not library.exists():
-        with _lock(folder):
-            if not library.exists():
-                _compile(recipe, folder)
-    return library
+    objects = recipe.objects()
+    folder = cache / recipe.key(objects)
+
+    def link(library: Path) -> None:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            parts = list(pool.map(lambda part: _compiled(recipe, part, cache / "objects"), objects))
+        _run(*recipe.link, "-o", str(library), *map(str, parts), *recipe.libraries)
+        if recipe.beside:
+            (folder / recipe.beside.name).unlink(missing_ok=True)  # of a build that was killed
+            try:
+                os.link(recipe.beside, folder / recipe.beside.name)
+            except OSError:  # a file system without hard links
+                shutil.copy(recipe.beside, folder)
+
+    return _made_once(folder / recipe.library, folder / "builder.lock", link)
 
 
-def _compile(recipe: _Recipe, folder: Path) -> None:
-    objects, linked = folder / "objects", folder / f"{recipe.library}.new"
-    shutil.rmtree(objects, ignore_errors=True)  # of a build that was killed
-    objects.mkdir()
+def _compiled(recipe: _Recipe, part: _Object, folder: Path) -> Path:
+    def compile_part(to: Path) -> None:
+        _run(*part.command, *recipe.include, "-c", "-o", str(to), part.source)
+        if recipe.object_of(part.source, {}) != part:
+            raise BuildError(f"csrc/{part.source}, or what it includes, has changed while it was compiled: start again")
 
-    def compiled(source: str) -> str:
-        target = str(objects / (source.replace("/", "_") + ".o"))
-        _run(*recipe.compile, *recipe.include, "-c", "-o", target, source)
-        return target
+    path = folder / f"{Path(part.source).stem}-{part.key}.o"
+    return _made_once(path, path.with_suffix(".lock"), compile_part)
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        parts = list(pool.map(compiled, recipe.sources))
-    _run(*recipe.link, "-o", str(linked), *parts, *recipe.libraries)
-    if recipe.beside:
-        (folder / recipe.beside.name).unlink(missing_ok=True)
-        try:
-            os.link(recipe.beside, folder / recipe.beside.name)
-        except OSError:  # a file system without hard links
-            shutil.copy(recipe.beside, folder)
-    os.replace(linked, folder / recipe.library)
-    shutil.rmtree(objects)
+
+def _made_once(path: Path, lock: Path, make: Callable[[Path], None]) -> Path:
+    """`path`, which `make` writes unless it exists: under the lock, and elsewhere first, so that it is whole."""
+    if not path.exists():
+        with _lock(lock):
+            if not path.exists():  # no other process has made it in the meantime
+                new = path.with_name(f"{path.name}.new")
+                make(new)
+                os.replace(new, path)
+    return path
 
 
 def _run(*command: str) -> None:
@@ -271,15 +325,14 @@ def _run(*command: str) -> None:
 
 
 @contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Makes the folder and holds its lock."""
-    path = folder / "builder.lock"
+def _lock(path: Path) -> Iterator[None]:
+    """Makes the file and its folder, and holds its lock."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     except OSError as error:
         advice = "set EPMOE_CACHE_DIR to a folder that can be written"
-        raise BuildError(f"the native library cannot be built in {folder} ({error.strerror}): {advice}") from None
+        raise BuildError(f"the native library cannot be built in {path.parent} ({error.strerror}): {advice}") from None
     with open(path, "w") as file:
         deadline = time.monotonic() + LOCK_TIMEOUT_S
         while True:

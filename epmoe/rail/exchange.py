@@ -484,7 +484,7 @@ class HierarchicalExchange(Exchange):
     def _check_fp8(self, x: Tensor) -> None:
         """Raises TypeError for rows that combine would bring back in another dtype: in a node all rows are fp8 then."""
         dtype = self.config.model.torch_dtype
-        if self.memory.sends_fp8 and x.dtype.itemsize > 1 and x.dtype is not dtype:
+        if self.memory.payload.element and x.dtype.itemsize > 1 and x.dtype is not dtype:
             raise TypeError(f"`x` must be {dtype} or float8_e4m3fn, as rows reach the nodes as fp8, got {describe(x)}")
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 from epmoe.exchange.memory import MemoryPlan, RailSlot
+from epmoe.native.formats import WIRE_FORMATS, WireFormat
 
 _TABLES = ("rail.table.copies", "rail.table.num_copies", "rail.table.node_of", "rail.table.node_local")
 
@@ -27,8 +28,8 @@ class RailMemory:
         others: the other nodes, ascending.
         rows_per_node: S, the most rows of a slab.
         exact: whether slabs travel in their own lengths, not padded.
-        sends_fp8: whether rows travel as fp8.
-        any_fp8: whether rows or partial rows do.
+        payload: the format of rows on their way.
+        largest_block: elements that share a scale, in rows or in partial rows; 0 if there are no scales.
         slot: of a row.
         tables: what `rail_pack` knows of the placement.
         descriptor: `RailDescriptor` in csrc/ops_rail.cpp.
@@ -43,8 +44,8 @@ class RailMemory:
     others: list[int]
     rows_per_node: int
     exact: bool
-    sends_fp8: bool
-    any_fp8: bool
+    payload: WireFormat
+    largest_block: int
     slot: RailSlot
     tables: list[Tensor]
     descriptor: Tensor
@@ -61,8 +62,7 @@ class RailMemory:
             views["rail.total.needed"] = torch.zeros(1, dtype=torch.int32).pin_memory()
         G, N, slot = config.topology.ranks_here, config.topology.num_nodes, RailSlot.of(config)
         node, local = divmod(rank, G)
-        wires = config.exchange.payload, config.exchange.combine_payload
-        sends_fp8 = wires[0] == "fp8"
+        payload, combine = (WIRE_FORMATS[wire] for wire in (config.exchange.payload, config.exchange.combine_payload))
         tables = [views[name] for name in _TABLES]
         values = placement.copies_table(), placement.num_copies(), *placement.node_ids(G)
         for table, of_placement in zip(tables, values, strict=True):
@@ -76,11 +76,11 @@ class RailMemory:
             others=[other for other in range(N) if other != node],
             rows_per_node=config.rows_per_node,
             exact=config.exchange.network_splits == "exact",
-            sends_fp8=sends_fp8,
-            any_fp8="fp8" in wires,
+            payload=payload,
+            largest_block=max(payload.block, combine.block),
             slot=slot,
             tables=tables,
-            descriptor=torch.tensor([*tables[0].shape, rank, node, N, sends_fp8, *slot], device="cpu"),
+            descriptor=torch.tensor([*tables[0].shape, rank, node, N, payload.number, *slot], device="cpu"),
             differing=torch.zeros(1, dtype=torch.int64).pin_memory() if device.type == "cuda" else None,
         )
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from epmoe.exchange.call import Call
 from epmoe.exchange.handles import Dispatched
 from epmoe.native import ops
-from epmoe.native.arguments import FP8
-from epmoe.native.formats import SCALE_BLOCK
 from epmoe.rail.memory import RailMemory
 from epmoe.rail.rail import Load, Transfer
 
@@ -63,7 +61,7 @@ class Slabs:
         self.limit = "padded_tokens" if call.padded_tokens else "capacity.max_rows_per_node"
         self.layout, self.weighted, self.call_tag = call.layout, call.apply_router_weight_on_input, call.tag
         self.K, self.D, dtype = call.ids.shape[1], call.x.shape[1], call.x.dtype
-        self.wire = FP8 if memory.sends_fp8 else dtype
+        self.wire = memory.payload.dtype_of(dtype)
         on_cpu = memory.device.type == "cpu"
         # A padded call on a GPU may be replayed in other rounds, so its tag has the length of a slab there. On the CPU
         # it has both: in the same round it differs if the lengths do.
@@ -160,10 +158,11 @@ class Slabs:
             rows[:, begin : begin + 4 * self.K].view(dtype)
             for begin, dtype in ((slot.ids, torch.int32), (slot.weights, torch.float32))
         )
-        x = rows[:, : self.D * self.wire.itemsize].view(self.wire)
+        payload = self.memory.payload
+        x = rows[:, : payload.row_bytes(self.D, self.wire)].view(self.wire)
         scales = None
-        if self.wire is FP8:
-            scales = rows[:, slot.scales : slot.scales + 4 * -(-self.D // SCALE_BLOCK)].view(torch.float32)
+        if payload.scale:
+            scales = rows[:, slot.scales : slot.scales + payload.scale_bytes(self.D)].view(payload.scale)
         return x, ids, weights, scales
 
     def no_rows(self) -> Rows:
@@ -177,7 +176,7 @@ class Slabs:
         With that very D and K in the config the ranks of the node hear of nothing, and get sums without these rows.
         """
         x, ids, weights, scales = self.no_rows()
-        D = SCALE_BLOCK if self.memory.any_fp8 else 16 // self.wire.itemsize
+        D = self.memory.largest_block or 16 // self.wire.itemsize
         return x[:, :D], ids[:, :1], weights[:, :1], None if scales is None else scales[:, :1]
 
     def send_back(self, partial: Tensor, aborted: int) -> None:

@@ -62,7 +62,7 @@ struct OutgoingSum : SlotChunk {
   }
 };
 
-// The slot in which the lane's rank returns its sum for token t; -1 if it returns none. A rank that gave the round up
+// The slot in which the lane's rank returns its sum for token t; -1 if it returns none. A rank that aborted the round
 // returns none.
 __device__ __forceinline__ int32_t slot_of_sum(const CombineBlock& b, int32_t t, uint32_t sending_ranks) {
   int32_t lane = threadIdx.x % 32;

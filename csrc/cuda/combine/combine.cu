@@ -18,8 +18,8 @@ __device__ __forceinline__ uint32_t all_ranks(const ExchangePlan& plan) {
   return plan.R == 32 ? kAllLanes : (1u << plan.R) - 1;
 }
 
-// One thread counts the `ranks` that have given the round up, a mask, and tells the host of them unless this rank has
-// given it up, too. Out of line, so that the usual case stays short.
+// One thread counts the `ranks` that have aborted the round, a mask, and tells the host of them unless this rank has
+// aborted it, too. Out of line, so that the usual case stays short.
 __device__ __noinline__ void report_aborted(const CombineKernel& kernel, uint32_t epoch, uint32_t ranks) {
   auto* total = in_scratch<int64_t>(kernel.ex, kernel.ex.plan.health_aborted_rounds);
   for (uint32_t left = ranks; left; left &= left - 1) ++total[__ffs(left) - 1];
@@ -30,7 +30,7 @@ __device__ __noinline__ void report_aborted(const CombineKernel& kernel, uint32_
   status.aborted = status.aborted | ranks;
 }
 
-// The whole block learns which ranks send rows, as a mask; a rank that gives the round up does not. A block that `sent`
+// The whole block learns which ranks send rows, as a mask; a rank that aborts the round does not. A block that `sent`
 // learns whether it is to receive (Wait::say_started). Returns false if a rank did not open combine.
 __device__ __forceinline__ bool receive_signals(const CombineBlock& b, bool sent, uint32_t& sending_ranks,
                                                 bool& receives) {
@@ -54,23 +54,23 @@ __device__ __forceinline__ bool receive_signals(const CombineBlock& b, bool sent
 
 // A kernel meets the other protocol only where ranks bring different numbers of tokens. Out of line, so that the usual
 // case stays short.
-template <typename T, bool kFp8>
+template <WireFormat kFormat, typename T>
 __device__ __noinline__ void send_to_simple_sources_too(CombineBlock b, char* shared, int32_t* head) {
   OutgoingSum outgoing(b, {b.plan, first_slot(b), 1});
   outgoing.read(b);
-  send_slots<T, kFp8>(b, outgoing, shared, head);
+  send_slots<kFormat, T>(b, outgoing, shared, head);
 }
-template <typename T, bool kFp8>
+template <WireFormat kFormat, typename T>
 __device__ __noinline__ void send_to_ll_sources_too(CombineBlock b, int32_t* head) {
-  auto outgoing = first_sum<1, false, T, kFp8>(b);
+  auto outgoing = first_sum<1, false, kFormat, T>(b);
   outgoing.read(b);
-  send_chunks<1, false, false, T, kFp8>(b, outgoing, head);
+  send_chunks<1, false, false, kFormat, T>(b, outgoing, head);
 }
 
 // kSendLines: lines of a row that a sending lane moves at once with the LL protocol; 0: Simple protocol. kCoarse:
 // receivers also sum kSendLines lines at once, otherwise one, and senders have more pairs in flight. kOwn: receivers
 // make the sums for tokens of this rank, so that these do not travel.
-template <int kSendLines, bool kCoarse, bool kOwn, typename T, bool kFp8>
+template <int kSendLines, bool kCoarse, bool kOwn, WireFormat kFormat, typename T>
 __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(kSendLines))
     combine_kernel(const __grid_constant__ CombineKernel kernel) {
   constexpr bool kLL = kSendLines > 0;
@@ -85,9 +85,10 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
   auto* round = in_scratch<RoundState>(ex, plan.state);
   CombineBlock b{kernel, ex, plan, args, Wait(ex, round, 0), now, count_R, max_slots};
   bool sends = static_cast<int32_t>(blockIdx.x) < kernel.send_blocks && args.rows;
-  bool forwards = !kLL && !kFp8 && kernel.forwards;
+  constexpr bool kScaled = wire(kFormat).has_scales();
+  bool forwards = !kLL && !kScaled && kernel.forwards;
   OutgoingSum outgoing = [&]() -> OutgoingSum {
-    if constexpr (kLL) return first_sum<kSendLines, kOwn, T, kFp8>(b);
+    if constexpr (kLL) return first_sum<kSendLines, kOwn, kFormat, T>(b);
     return {b, {plan, first_slot(b), 1}};
   }();
   compute_now(&sink, outgoing.index, outgoing.slot.source, outgoing.slot.s, outgoing.pair_at);
@@ -119,11 +120,11 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
   if (sends && ok) {
     uint32_t all = all_ranks(plan);
     if constexpr (kLL) {
-      send_chunks<kSendLines, kCoarse, kOwn, T, kFp8>(b, outgoing, &round->ll_queue[kCombine]);
-      if (now.ll_mask != all) send_to_simple_sources_too<T, kFp8>(b, buffers, &round->send_queue[kCombine]);
+      send_chunks<kSendLines, kCoarse, kOwn, kFormat, T>(b, outgoing, &round->ll_queue[kCombine]);
+      if (now.ll_mask != all) send_to_simple_sources_too<kFormat, T>(b, buffers, &round->send_queue[kCombine]);
     } else {
-      if (!forwards) send_slots<T, kFp8>(b, outgoing, buffers, &round->send_queue[kCombine]);
-      if (now.ll_mask) send_to_ll_sources_too<T, kFp8>(b, &round->ll_queue[kCombine]);
+      if (!forwards) send_slots<kFormat, T>(b, outgoing, buffers, &round->send_queue[kCombine]);
+      if (now.ll_mask) send_to_ll_sources_too<kFormat, T>(b, &round->ll_queue[kCombine]);
     }
   }
   if (leader && threadIdx.x == 0 && args.send && ok) round->phases = 3;
@@ -133,7 +134,7 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
     if (threadIdx.x == 0) b.wait.begin(kCombine);
     ok = ok && receive_signals(b, sends && args.send, sending_ranks, receives);  // all warps, before one forwards
   }
-  if constexpr (!kLL && !kFp8)
+  if constexpr (!kLL && !kScaled)
     if (forwards && sends && ok && threadIdx.x < 32) forward_rows<T>(b, buffers, &round->send_queue[kCombine]);
   if (!args.receive) {
     if (leader && threadIdx.x == 0 && !ok) Wait::report(ex, round, b.wait.epoch, kCombine, {});
@@ -141,13 +142,13 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
   }
   if constexpr (kLL) {
     if (receives)
-      ok = sum_chunks<kCoarse ? kSendLines : 1, kOwn, T, kFp8>(b, sending_ranks, &round->recv_queue[kCombine]);
+      ok = sum_chunks<kCoarse ? kSendLines : 1, kOwn, kFormat, T>(b, sending_ranks, &round->recv_queue[kCombine]);
   } else if (receives) {
     constexpr int kMaxChunkVectors = 384;  // about seven turns of a warp, so that late rows do not wait for long
     // Blocks that send may leave before they receive, so none of them starts with an item. Where all forward, all send.
     WorkQueue queue(args.T, static_cast<int32_t>(args.D / kPerVector<T>), kernel.send_blocks, kMaxChunkVectors);
     ok = queue.for_each(&round->recv_queue[kCombine], [&](int32_t t, int32_t chunk) {
-      return sum_token<T, kFp8>(b, t, chunk, queue.chunks, sending_ranks);
+      return sum_token<kFormat, T>(b, t, chunk, queue.chunks, sending_ranks);
     });
   }
   if (leader && threadIdx.x == 0) {
@@ -163,18 +164,18 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
   for (int64_t i = threadIdx.x; i < args.T * args.D; i += block_threads()) y[i] = from_float<T>(0.0f);
 }
 
-template <typename T, bool kFp8>
+template <WireFormat kFormat, typename T>
 auto* variant_of(int64_t send_lines, bool coarse, bool own) {
-  return send_lines == 0   ? combine_kernel<0, false, false, T, kFp8>
-         : send_lines == 1 ? combine_kernel<1, false, false, T, kFp8>
-         : own             ? combine_kernel<kMaxSumLines, !kFp8, !kFp8, T, kFp8>
-         : coarse          ? combine_kernel<kMaxSumLines, !kFp8, false, T, kFp8>
-                           : combine_kernel<kMaxSumLines, false, false, T, kFp8>;
+  constexpr bool kCoarse = !wire(kFormat).has_scales();
+  return send_lines == 0   ? combine_kernel<0, false, false, kFormat, T>
+         : send_lines == 1 ? combine_kernel<1, false, false, kFormat, T>
+         : own             ? combine_kernel<kMaxSumLines, kCoarse, kCoarse, kFormat, T>
+         : coarse          ? combine_kernel<kMaxSumLines, kCoarse, false, kFormat, T>
+                           : combine_kernel<kMaxSumLines, false, false, kFormat, T>;
 }
-auto* variant_for(int64_t send_lines, bool coarse, bool own, bool fp8, DType dtype) {
-  return visit(dtype, [&](auto type) {
-    using T = decltype(type);
-    return fp8 ? variant_of<T, true>(send_lines, coarse, own) : variant_of<T, false>(send_lines, coarse, own);
+auto* variant_for(int64_t send_lines, bool coarse, bool own, WireFormat format, DType dtype) {
+  return with_format(format, [&](auto of) {
+    return visit(dtype, [&](auto type) { return variant_of<of, decltype(type)>(send_lines, coarse, own); });
   });
 }
 
@@ -182,11 +183,11 @@ auto* variant_for(int64_t send_lines, bool coarse, bool own, bool fp8, DType dty
 
 cudaError_t load_combine() {
   for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16})
-    for (bool fp8 : {false, true})
+    for (WireFormat format : kWireFormats)
       for (int send_lines : {0, 1, kMaxSumLines})
         for (bool coarse : {false, true})
           for (bool own : {false, true})
-            if (cudaError_t error = load(variant_for(send_lines, coarse, own, fp8, dtype))) return error;
+            if (cudaError_t error = load(variant_for(send_lines, coarse, own, format, dtype))) return error;
   return cudaSuccess;
 }
 
@@ -196,7 +197,7 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   CombineLaunch policy = combine_launch(exchange.plan, args, dtype, {device.multiprocessors, device.major});
   CombineKernel kernel{exchange, args, static_cast<int32_t>(policy.send_blocks), static_cast<int32_t>(policy.team),
                        policy.forwards};
-  auto* variant = variant_for(policy.send_lines, policy.coarse, policy.own, exchange.plan.combine_fp8, dtype);
+  auto* variant = variant_for(policy.send_lines, policy.coarse, policy.own, exchange.plan.combine_format, dtype);
   return launch(variant, policy.blocks, static_cast<int>(policy.threads), policy.shared_bytes, stream, kernel);
 }
 

@@ -6,17 +6,17 @@
 namespace epmoe::cuda {
 
 // Bytes of a row on the wire, without its scales.
-template <typename T, bool kFp8>
+template <WireFormat kFormat, typename T>
 __device__ __forceinline__ int64_t wire_bytes(const CombineBlock& b) {
-  return b.args.D * (kFp8 ? 1 : sizeof(T));
+  return wire(kFormat).row_bytes(b.args.D, sizeof(T));
 }
 
 // One warp sums a chunk of a slot's pairs into the window of its source. kCoarse: as of combine_kernel.
-template <int N, bool kCoarse, typename T, bool kFp8, typename F>
+template <int N, bool kCoarse, WireFormat kFormat, typename T, typename F>
 __device__ __forceinline__ void send_chunk(const CombineBlock& b, int32_t source, int32_t s, int32_t index,
                                            ReceivedPair pair, F&& prefetch) {
-  constexpr int kCount = kPerVector<T>, kVectors = kFp8 ? 16 / kCount : 1;  // vectors of x in a line
-  RowChunk<N, kFp8> chunk(index, wire_bytes<T, kFp8>(b));
+  constexpr int kCount = kPerVector<T>, kVectors = kLineElements<kFormat, T> / kCount;  // vectors of x in a line
+  RowChunk<N, kFormat> chunk(index, wire_bytes<kFormat, T>(b));
   int32_t v[N * kVectors];
   bool inside[N * kVectors];
   float sum[N * kVectors][kCount];
@@ -30,11 +30,11 @@ __device__ __forceinline__ void send_chunk(const CombineBlock& b, int32_t source
   LineData lines[N];
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    if constexpr (kFp8) {
-      float values[16];
+    if constexpr (chunk.kScaled) {
+      float values[kVectors * kCount];
 #pragma unroll
-      for (int i = 0; i < 16; ++i) values[i] = sum[n * kVectors + i / kCount][i % kCount];
-      lines[n] = fp8_line(values);
+      for (int i = 0; i < kVectors * kCount; ++i) values[i] = sum[n * kVectors + i / kCount][i % kCount];
+      lines[n] = quantized_line<kFormat>(values);
     } else {
       auto out = rounded<T>(sum[n]);
       memcpy(&lines[n].words, &out, sizeof out);
@@ -45,32 +45,32 @@ __device__ __forceinline__ void send_chunk(const CombineBlock& b, int32_t source
 }
 
 // An item of the senders. kOwn: the slots of other ranks alone.
-template <int N, bool kOwn, typename T, bool kFp8>
+template <int N, bool kOwn, WireFormat kFormat, typename T>
 __device__ __forceinline__ OutgoingSum outgoing_sum(const CombineBlock& b, int32_t item) {
-  int32_t chunks = num_chunks(wire_bytes<T, kFp8>(b), N);
+  int32_t chunks = num_chunks(wire_bytes<kFormat, T>(b), N);
   return {b, {item, item % chunks, slot_of<kOwn>(b.plan, item / chunks)}};
 }
 
 // The item that this warp of a send block sends first.
-template <int N, bool kOwn, typename T, bool kFp8>
+template <int N, bool kOwn, WireFormat kFormat, typename T>
 __device__ __forceinline__ OutgoingSum first_sum(const CombineBlock& b) {
-  return outgoing_sum<N, kOwn, T, kFp8>(b, warp_number(blockIdx.x, b.kernel.send_blocks));
+  return outgoing_sum<N, kOwn, kFormat, T>(b, warp_number(blockIdx.x, b.kernel.send_blocks));
 }
 
 // The send blocks send the chunks of all sums, one a warp, first `outgoing`.
-template <int N, bool kCoarse, bool kOwn, typename T, bool kFp8>
+template <int N, bool kCoarse, bool kOwn, WireFormat kFormat, typename T>
 __device__ __forceinline__ void send_chunks(const CombineBlock& b, OutgoingSum outgoing, int32_t* head) {
-  int32_t chunks = num_chunks(wire_bytes<T, kFp8>(b), N);
+  int32_t chunks = num_chunks(wire_bytes<kFormat, T>(b), N);
   WorkQueue queue(b.slots(true, b.plan.R - kOwn) * chunks, b.kernel.send_blocks * block_warps(), outgoing.item);
   auto read = [&](int32_t item) {
-    auto next = outgoing_sum<N, kOwn, T, kFp8>(b, item);
+    auto next = outgoing_sum<N, kOwn, kFormat, T>(b, item);
     next.read(b);
     return next;
   };
   queue.for_each_prefetched(head, outgoing, read, [&](const OutgoingSum& sum, auto&& prefetch) {
     auto [source, s] = sum.slot;
     if (b.is_ll(source) && s < b.count_R[source] && was_received(b, sum.pair))
-      send_chunk<N, kCoarse, T, kFp8>(b, source, s, sum.index, checked(b, sum.pair), prefetch);
+      send_chunk<N, kCoarse, kFormat, T>(b, source, s, sum.index, checked(b, sum.pair), prefetch);
     else
       prefetch();
   });
@@ -79,8 +79,9 @@ __device__ __forceinline__ void send_chunks(const CombineBlock& b, OutgoingSum o
 // One warp sums a chunk of the pairs that this rank has for a token of its own, rounded as if it travelled. Calls
 // meanwhile() once the first loads are issued.
 template <int N, typename T, int kCount, typename F>
-__device__ __forceinline__ void sum_own(const CombineBlock& b, ReceivedPair pair, const RowChunk<N, false>& chunk,
-                                        float (&sum)[N][kCount], F&& meanwhile) {
+__device__ __forceinline__ void sum_own(const CombineBlock& b, ReceivedPair pair,
+                                        const RowChunk<N, WireFormat::kAuto>& chunk, float (&sum)[N][kCount],
+                                        F&& meanwhile) {
   pair = checked(b, pair);
   int32_t v[N];
   bool inside[N];
@@ -96,15 +97,15 @@ __device__ __forceinline__ void sum_own(const CombineBlock& b, ReceivedPair pair
 
 // One warp adds a chunk of the sums that all ranks return for token t, in rank order, and writes it to y. kOwn: it
 // makes this rank's own sum itself. Among up to two ranks the order does not matter then.
-template <int N, bool kOwn, typename T, bool kFp8>
+template <int N, bool kOwn, WireFormat kFormat, typename T>
 __device__ __forceinline__ bool sum_chunk(const CombineBlock& b, int32_t t, int32_t index, uint32_t sending_ranks) {
-  constexpr int kDepth = 2, kCount = kFp8 ? 16 : kPerVector<T>;  // ranks whose lines are in flight; elements of a line
-  using Wire = std::conditional_t<kFp8, uint8_t, T>;
+  constexpr int kDepth = 2, kCount = kLineElements<kFormat, T>;  // ranks whose lines are in flight; elements of a line
+  using Wire = WireElement<kFormat, T>;
   const ExchangePlan& plan = b.plan;
   OutgoingSum own(b, {0, 0, {static_cast<int32_t>(plan.rank), t}});
   if (kOwn && b.args.expert_major) own.read(b);  // a token has the slot of its number
   int32_t slot = slot_of_sum(b, t, sending_ranks);
-  RowChunk<N, kFp8> chunk(index, wire_bytes<T, kFp8>(b));
+  RowChunk<N, kFormat> chunk(index, wire_bytes<kFormat, T>(b));
   float sum[N][kCount] = {};
   uint32_t returning = __ballot_sync(kAllLanes, slot >= 0);
   bool makes_own = kOwn && returning >> plan.rank & 1u;
@@ -141,7 +142,7 @@ __device__ __forceinline__ bool sum_chunk(const CombineBlock& b, int32_t t, int3
       if (i >= count) break;
 #pragma unroll
       for (int n = 0; n < N; ++n)
-        add_weighted<Wire>(sum[n], lines[i][n].words, kFp8 ? __uint_as_float(lines[i][n].scale) : 1.0f);
+        add_weighted<Wire>(sum[n], lines[i][n].words, chunk.kScaled ? __uint_as_float(lines[i][n].scale) : 1.0f);
     }
   }
 #pragma unroll
@@ -162,11 +163,11 @@ __device__ __forceinline__ bool sum_chunk(const CombineBlock& b, int32_t t, int3
 }
 
 // The blocks that receive write all chunks of y.
-template <int N, bool kOwn, typename T, bool kFp8>
+template <int N, bool kOwn, WireFormat kFormat, typename T>
 __device__ __forceinline__ bool sum_chunks(const CombineBlock& b, uint32_t sending_ranks, int32_t* head) {
-  int32_t chunks = num_chunks(wire_bytes<T, kFp8>(b), N);
+  int32_t chunks = num_chunks(wire_bytes<kFormat, T>(b), N);
   return WorkQueue(b.args.T * chunks, b.kernel.send_blocks).for_each(head, [&](int32_t item, int32_t) {
-    return sum_chunk<N, kOwn, T, kFp8>(b, item / chunks, item % chunks, sending_ranks);
+    return sum_chunk<N, kOwn, kFormat, T>(b, item / chunks, item % chunks, sending_ranks);
   });
 }
 

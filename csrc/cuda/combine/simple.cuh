@@ -1,8 +1,8 @@
 // combine, Simple protocol: a slot's sum travels as a row, then its flag.
 #pragma once
 #include "cuda/combine/block.cuh"
-#include "cuda/device/fp8.cuh"
 #include "cuda/device/tma.cuh"
+#include "cuda/device/wire.cuh"
 #include "cuda/exchange/warp_team.cuh"
 
 namespace epmoe::cuda {
@@ -14,12 +14,13 @@ static_assert(kSendStages * kVectorsInFlight * kThreads * 16 == kSendBufferBytes
 // A team sends one slot's weighted sum, or its partial row as it is, to the window of the slot's source: it sums a step
 // into shared memory and stores it from there by TMA. The scales of the row leave last. `stored` counts the team's
 // steps.
-template <typename T, bool kFp8>
+template <WireFormat kFormat, typename T>
 __device__ __forceinline__ void send_slot(const CombineBlock& b, const WarpTeam& team, int32_t source, int32_t s,
                                           ReceivedPair pair, char* shared, int32_t& stored) {
-  constexpr int kCount = kPerVector<T>, kLanes = kScaleBlock / kCount;
-  using Out = std::conditional_t<kFp8, Fp8Registers<kCount>, Vector<T, kCount>>;
-  static_assert(!kFp8 || kSendStages * kVectorsInFlight * kThreads * sizeof(Out) <= kSendBufferBytes / 2);
+  constexpr WireTraits kWire = wire(kFormat);
+  constexpr int kCount = kPerVector<T>, kLanes = kWire.block / kCount;
+  using Out = std::conditional_t<kWire.has_scales(), WireRegisters<kFormat, kCount>, Vector<T, kCount>>;
+  static_assert(!kWire.has_scales() || kSendStages * kVectorsInFlight * kThreads * sizeof(Out) <= kSendBufferBytes / 2);
   const ExchangePlan& plan = b.plan;
   int64_t at = plan.rank * plan.M + s;
   auto vectors = static_cast<int32_t>(b.args.D / kCount);
@@ -27,7 +28,8 @@ __device__ __forceinline__ void send_slot(const CombineBlock& b, const WarpTeam&
   uint32_t kept = pair.kept();
   int32_t length = kVectorsInFlight * team.threads();
   bool first_warp = team.thread < 32;
-  auto* scales = reinterpret_cast<float*>(shared + kSendBufferBytes / 2 + team.index * scale_bytes(b.args.D));
+  auto* scales =
+      reinterpret_cast<float*>(shared + kSendBufferBytes / 2 + team.index * kWire.padded_scale_bytes(b.args.D));
   for (int32_t base = 0; base < vectors; base += length, ++stored) {
     int32_t v[kVectorsInFlight];
     bool inside[kVectorsInFlight];
@@ -39,10 +41,10 @@ __device__ __forceinline__ void send_slot(const CombineBlock& b, const WarpTeam&
     Out* step = reinterpret_cast<Out*>(shared) + (team.index * kSendStages + stored % kSendStages) * length;
 #pragma unroll
     for (int i = 0; i < kVectorsInFlight; ++i) {
-      if constexpr (kFp8) {
+      if constexpr (kWire.has_scales()) {
         float scale = block_scale<kCount, kLanes>(sum[i]);
         if (!inside[i]) continue;
-        step[v[i] - base] = to_fp8(sum[i], scale);
+        step[v[i] - base] = quantized<kFormat>(sum[i], scale);
         if (v[i] % kLanes == 0) scales[v[i] / kLanes] = scale;
       } else if (inside[i]) {
         step[v[i] - base] = rounded<T>(sum[i]);
@@ -56,9 +58,9 @@ __device__ __forceinline__ void send_slot(const CombineBlock& b, const WarpTeam&
     if (first_warp) tma_store(team.leads() ? out + base : nullptr, step, bytes);
   }
   if (!first_warp) return;
-  if constexpr (kFp8) {
+  if constexpr (kWire.has_scales()) {
     float* to = in_window<float>(b.ex, source, plan.combine_scales) + at * plan.combine_scale_blocks;
-    tma_store(team.leads() ? to : nullptr, scales, scale_bytes(b.args.D));
+    tma_store(team.leads() ? to : nullptr, scales, kWire.padded_scale_bytes(b.args.D));
   }
   tma_wait_written<0>();
   __syncwarp();
@@ -71,7 +73,7 @@ __device__ __forceinline__ int32_t first_slot(const CombineBlock& b) {
 }
 
 // The teams of the send blocks send a slot each, first `outgoing`, and then claim others.
-template <typename T, bool kFp8>
+template <WireFormat kFormat, typename T>
 __device__ __forceinline__ void send_slots(const CombineBlock& b, OutgoingSum outgoing, char* shared, int32_t* head) {
   __shared__ int32_t next[2][kWarps];
   WarpTeam team(b.kernel.team);
@@ -83,7 +85,7 @@ __device__ __forceinline__ void send_slots(const CombineBlock& b, OutgoingSum ou
     if (turn) outgoing.read(b);
     auto [source, s] = outgoing.slot;
     if (s < b.count_R[source] && !b.is_ll(source))
-      send_slot<T, kFp8>(b, team, source, s, checked(b, outgoing.pair), shared, stored);
+      send_slot<kFormat, T>(b, team, source, s, checked(b, outgoing.pair), shared, stored);
     if (!more) break;
     if (team.leads()) next[turn % 2][team.index] = teams + claimed;
     team.sync();
@@ -92,11 +94,12 @@ __device__ __forceinline__ void send_slots(const CombineBlock& b, OutgoingSum ou
 }
 
 // One warp writes a chunk of token t's row of y: it waits for the ranks that return a sum and adds these in rank order.
-template <typename T, bool kFp8>
+template <WireFormat kFormat, typename T>
 __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int32_t chunk, int32_t chunks,
                                           uint32_t sending_ranks) {
   constexpr int kCount = kPerVector<T>;
-  using Wire = std::conditional_t<kFp8, uint8_t, T>;
+  using Wire = WireElement<kFormat, T>;
+  constexpr bool kScaled = wire(kFormat).has_scales();
   using Loaded = Registers<Vector<Wire, kCount>>;
   const ExchangePlan& plan = b.plan;
   int32_t lane = threadIdx.x % 32;
@@ -130,7 +133,9 @@ __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int3
         for (int j = 0; j < kVectorsInFlight; ++j) {
           int32_t v = base + j * 32 + lane;
           if (v < end) values[i][j] = __ldcg(row + v);
-          if (kFp8 && v < end) scale[i][j] = __ldcg(scales + at * plan.combine_scale_blocks + v * kCount / kScaleBlock);
+          if constexpr (kScaled)
+            if (v < end)
+              scale[i][j] = __ldcg(scales + at * plan.combine_scale_blocks + v * kCount / wire(kFormat).block);
         }
       }
 #pragma unroll
@@ -139,7 +144,7 @@ __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int3
 #pragma unroll
         for (int j = 0; j < kVectorsInFlight; ++j) {
           if (base + j * 32 + lane >= end) continue;
-          add_weighted<Wire>(sum[j], values[i][j], kFp8 ? scale[i][j] : 1.0f);
+          add_weighted<Wire>(sum[j], values[i][j], kScaled ? scale[i][j] : 1.0f);
         }
       }
     }

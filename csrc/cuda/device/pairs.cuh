@@ -1,5 +1,6 @@
 // The pairs of tokens as a source reads them from its call, and what may be wrong with them; see also cpu/pairs.h.
 #pragma once
+#include "copies.h"
 #include "cuda/device/common.cuh"
 #include "scoring.h"
 
@@ -32,11 +33,13 @@ struct RoutedPair {
   }
 };
 
-// The physical expert that token t of `rank` takes for a logical one. Copies take turns, so that they share the load.
-__device__ __forceinline__ int32_t copy_in_turn(const int32_t* copies_EC, const int32_t* num_copies_E, int64_t copies,
-                                                int64_t rank, int64_t t, int32_t expert) {
-  auto copy = (static_cast<uint32_t>(t) + static_cast<uint32_t>(rank)) % static_cast<uint32_t>(num_copies_E[expert]);
-  return copies_EC[expert * copies + copy];
+// The physical expert of a pair; -1 where there is nothing to compute. Where experts have several copies,
+// copy_of(expert) is the one.
+template <typename F>
+__device__ __forceinline__ int32_t physical(const RoutedPair& pair, int64_t E, int64_t copies, F&& copy_of) {
+  if (!pair.is_live(E)) return -1;
+  auto expert = static_cast<int32_t>(pair.id);
+  return copies == 1 ? expert : copy_of(expert);
 }
 
 // One warp, a pair a lane, adds what is wrong with a token's pairs to the health counters. Once a token.

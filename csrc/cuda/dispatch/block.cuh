@@ -39,10 +39,10 @@ struct CallWords {
 // is the final row index, and the sender has already written the row there.
 constexpr uint32_t kFinalRow = 1u << 31;
 
-// Whether dispatch turns rows of `Source` into fp8. Rows of __nv_fp8_e4m3 are fp8 already and come with their scales;
-// void stands for rows that travel as they are, whatever their dtype.
+// Whether dispatch quantizes rows of `Source`. void stands for rows that travel as they are: the payload has no scales,
+// or they come in its format, with their scales.
 template <typename Source>
-constexpr bool kQuantizes = !std::is_void_v<Source> && !std::is_same_v<Source, __nv_fp8_e4m3>;
+constexpr bool kQuantizes = !std::is_void_v<Source>;
 
 struct DispatchKernel {
   Exchange ex;
@@ -57,7 +57,11 @@ struct DispatchKernel {
   __device__ __forceinline__ int32_t tokens(int64_t wanted) const {
     return static_cast<int32_t>(min(max(wanted, int64_t{0}), args.T));
   }
-  EPMOE_HD int64_t row_bytes() const { return ex.plan.payload_fp8 ? args.D : args.D * itemsize(args.dtype); }
+  // As wire_row_bytes; written out, since another text gives one kernel other registers, which nobody has measured.
+  EPMOE_HD int64_t row_bytes() const {
+    static_assert(kNumWireFormats == 2 && wire(WireFormat::kFp8).element_bits == 8);
+    return ex.plan.payload_format != WireFormat::kAuto ? args.D : args.D * itemsize(args.dtype);
+  }
   // The protocol of dispatch's rows and of combine's.
   EPMOE_HD bool uses_ll() const { return args.T <= ex.plan.ll_max_tokens; }
   // Simple protocol: whether rows that leave after all counts are known go straight to their first expert-major row.
@@ -122,7 +126,7 @@ struct DispatchShared {
   int32_t next_token;                                                 // the next that this block sends
   int32_t unsignaled_slots[kMaxTokensPerRelease][kMaxExchangeRanks];  // stored, but their flags are not published
   uint64_t chunk_barriers[kPipelineStages];                           // mbarriers of the TMA loads
-  float scales[kMaxChunkBytes / (kScaleBlock * 2)];                   // of a chunk
+  float scales[kMaxChunkBytes / (kLeastScaleBlock * 2)];              // of a chunk
   // The token that is being sent and the next one:
   int32_t ids[2][kMaxExchangeTopK];
   float weights[2][kMaxExchangeTopK];

@@ -53,23 +53,24 @@ __device__ void read_tables(DispatchBlock& b) {
 
 // A kernel meets the other protocol only where ranks bring different numbers of tokens. Out of line, so that the usual
 // case stays short.
-template <bool kFp8>
+template <WireFormat kFormat>
 __device__ __noinline__ bool recv_simple_sources_too(DispatchBlock b) {
-  return recv_rows<kFp8>(b);
+  return recv_rows<kFormat>(b);
 }
-template <bool kFp8>
+template <WireFormat kFormat>
 __device__ __noinline__ bool recv_ll_sources_too(DispatchBlock b) {
-  return recv_chunks<kMaxLines<kFp8>, kFp8, false>(b, first_incoming<kMaxLines<kFp8>>(b));
+  return recv_chunks<kMaxLines<kFormat>, kFormat, false>(b, first_incoming<kMaxLines<kFormat>>(b));
 }
 
 // kRecvLines: lines of a row that a receiving lane moves at once with the LL protocol; 0: Simple protocol.
 // kCoarse: senders also move kRecvLines lines at once, otherwise one, and this rank's own rows do not travel, unless
-// they become fp8 or are fp8. Source: the dtype that becomes fp8, or __nv_fp8_e4m3 of rows that came with their scales;
-// void where rows travel as they are.
-template <int kRecvLines, bool kCoarse, typename Source, int kBlocksPerSM = blocks_per_sm(kRecvLines)>
+// they have scales. kFormat: of the payload. Source: the dtype that becomes kFormat; void where rows travel as they
+// are.
+template <int kRecvLines, bool kCoarse, WireFormat kFormat, typename Source,
+          int kBlocksPerSM = blocks_per_sm(kRecvLines)>
 __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
     dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
-  constexpr bool kFp8 = !std::is_void_v<Source>, kLL = kRecvLines > 0, kSkipSelf = kCoarse && !kFp8;
+  constexpr bool kLL = kRecvLines > 0, kSkipSelf = kCoarse && !wire(kFormat).has_scales();
   // Simple: waiting for pairs costs more than registers. LL: longer code costs more.
   constexpr int kGroupsInFlight = kRecvLines == 1 ? 1 : kLL ? 2 : 4;
   __shared__ DispatchShared shared;
@@ -94,8 +95,8 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
   fetch_arguments(kernel, &shared.sink);
   read_tables(b);
   constexpr int kSendLines = kCoarse ? kRecvLines : 1;
-  OutgoingChunk<kSendLines, Source> outgoing(b, kLL ? first_outgoing(b.number, kernel.send_blocks) : 0,
-                                             num_chunks(kernel.row_bytes(), kSendLines));
+  OutgoingChunk<kSendLines, kFormat, Source> outgoing(b, kLL ? first_outgoing(b.number, kernel.send_blocks) : 0,
+                                                      num_chunks(kernel.row_bytes(), kSendLines));
   compute_now(&shared.sink, outgoing.t, outgoing.chunk.first);
   wait_for_predecessor();
   if (kernel.args.send && kernel.args.receive) let_successor_start();
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
   }
   if (sends)
     ok = kLL ? send_chunks<kSkipSelf>(b, tokens, outgoing)
-             : send_rows<Source, kGroupsInFlight>(b, tokens, &round->send_queue[kDispatch]);
+             : send_rows<kFormat, Source, kGroupsInFlight>(b, tokens, &round->send_queue[kDispatch]);
   else if (kLL && notifies)
     send_pairs<kGroupsInFlight>(b, tokens);
   // Thread 0 reads what it wrote. Volatile, since the compiler would otherwise let all threads read it in advance,
@@ -139,12 +140,13 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
   bool receives = ok && !shared.late;
   if (ok && !kernel.args.expert_major) fill_unused_slots(b);
   if constexpr (kLL) {
-    if (receives) ok = recv_chunks<kRecvLines, kFp8, kSkipSelf>(b, incoming);
+    if (receives) ok = recv_chunks<kRecvLines, kFormat, kSkipSelf>(b, incoming);
   } else if (receives && shared.ll_most_tokens) {
-    ok = recv_ll_sources_too<kFp8>(b);
+    ok = recv_ll_sources_too<kFormat>(b);
   }
   if (ok) {
-    if (receives && (!kLL || shared.simple_most_rows)) ok = kLL ? recv_simple_sources_too<kFp8>(b) : recv_rows<kFp8>(b);
+    if (receives && (!kLL || shared.simple_most_rows))
+      ok = kLL ? recv_simple_sources_too<kFormat>(b) : recv_rows<kFormat>(b);
     if (leader) write_offsets(b);
     if (kernel.args.expert_major && plan.alignment > 1) zero_gaps(b);
   }
@@ -159,27 +161,32 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
   if (b.wait.failed(kDispatch, ok, {shared.mismatched, kernel.call.tag(), shared.other})) zero_outputs(ex);
 }
 
-template <typename Source>
+template <WireFormat kFormat, typename Source>
 auto* variant_of(int64_t recv_lines, bool coarse, bool exclusive) {
-  constexpr int kMost = kMaxLines<!std::is_void_v<Source>>;
-  if (recv_lines == 0) return dispatch_kernel<0, false, Source>;
-  if (recv_lines == 1) return exclusive ? dispatch_kernel<1, false, Source, 1> : dispatch_kernel<1, false, Source>;
-  if (recv_lines == 2) return coarse ? dispatch_kernel<2, true, Source> : dispatch_kernel<2, false, Source>;
-  return coarse ? dispatch_kernel<kMost, true, Source> : dispatch_kernel<kMost, false, Source>;
+  constexpr int kMost = kMaxLines<kFormat>;
+  if (recv_lines == 0) return dispatch_kernel<0, false, kFormat, Source>;
+  if (recv_lines == 1)
+    return exclusive ? dispatch_kernel<1, false, kFormat, Source, 1> : dispatch_kernel<1, false, kFormat, Source>;
+  if (recv_lines == 2)
+    return coarse ? dispatch_kernel<2, true, kFormat, Source> : dispatch_kernel<2, false, kFormat, Source>;
+  return coarse ? dispatch_kernel<kMost, true, kFormat, Source> : dispatch_kernel<kMost, false, kFormat, Source>;
 }
-auto* variant_for(int64_t recv_lines, bool coarse, bool exclusive, bool fp8, DType dtype) {
-  if (!fp8) return variant_of<void>(recv_lines, coarse, exclusive);
-  if (dtype == DType::kFloat8E4M3) return variant_of<__nv_fp8_e4m3>(recv_lines, coarse, exclusive);
-  return visit(dtype, [&](auto source) { return variant_of<decltype(source)>(recv_lines, coarse, exclusive); });
+auto* variant_for(int64_t recv_lines, bool coarse, bool exclusive, WireFormat format, DType dtype) {
+  return with_format(format, [&](auto of) {
+    auto of_source = [&]<typename Source>(Source*) { return variant_of<of, Source>(recv_lines, coarse, exclusive); };
+    if constexpr (wire(of).has_scales())
+      if (wire(of).quantizes(dtype)) return visit(dtype, [&](auto source) { return of_source(&source); });
+    return of_source(static_cast<void*>(nullptr));
+  });
 }
 
 cudaError_t load_dispatch() {
   for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3})
-    for (bool fp8 : {false, true})
-      for (int recv_lines : {0, 1, 2, kMaxLines<false>})
+    for (WireFormat format : kWireFormats)
+      for (int recv_lines : {0, 1, 2, kMaxLines<WireFormat::kAuto>})
         for (bool coarse : {false, true})
           for (bool exclusive : {false, true})
-            if (cudaError_t error = load(variant_for(recv_lines, coarse, exclusive, fp8, dtype))) return error;
+            if (cudaError_t error = load(variant_for(recv_lines, coarse, exclusive, format, dtype))) return error;
   return cudaSuccess;
 }
 
@@ -208,7 +215,7 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
                         .call = {}};
   kernel.call = kernel.call_without_rows(static_cast<uint32_t>(progress.tag));
   auto* variant =
-      variant_for(policy.recv_lines, policy.coarse, policy.exclusive, exchange.plan.payload_fp8, args.dtype);
+      variant_for(policy.recv_lines, policy.coarse, policy.exclusive, exchange.plan.payload_format, args.dtype);
   return launch(variant, policy.blocks, static_cast<int>(policy.threads), policy.shared_bytes, stream, kernel);
 }
 

@@ -6,6 +6,7 @@
 namespace epmoe::cuda {
 
 // Where LL rows go: the expert-major rows, or with layout="rank" the slots of the slabs.
+template <WireFormat kFormat>
 struct RowsOut {
   char* rows;
   float* scales;
@@ -17,17 +18,17 @@ struct RowsOut {
     rows = in_window<char>(b.ex, plan.rank, expert_major ? plan.rows : plan.recv_x);
     scales = in_window<float>(b.ex, plan.rank, expert_major ? plan.row_scales : plan.recv_scales);
     row_bytes = expert_major ? int64_t{row_lines} * 16 : plan.x_stride_bytes;
-    row_scales = expert_major ? row_lines / kScaleLines : plan.scale_blocks;
+    row_scales = expert_major ? row_lines / kScaleLines<kFormat> : plan.scale_blocks;
   }
 };
 
 // One warp moves a chunk of token t of source r to each of its rows, as soon as it is here. kSkipSelf: this rank's own
 // rows are read where the caller has them. Ids and places come from a peer and may be any number.
-template <int N, bool kFp8, bool kSkipSelf>
+template <int N, WireFormat kFormat, bool kSkipSelf>
 __device__ __forceinline__ bool recv_chunk(const DispatchBlock& b, int32_t r, int32_t t, int32_t index) {
   const ExchangePlan& plan = b.plan;
   int32_t lane = threadIdx.x % 32;
-  RowChunk<N, kFp8> chunk(index, b.kernel.row_bytes());
+  RowChunk<N, kFormat> chunk(index, b.kernel.row_bytes());
   char* at = ll_row_at(b, plan.rank, r, t);
   const Line* pairs = ll_pairs_at(b, plan.rank, r, t);
   bool has_pair = lane < b.args.K;
@@ -70,7 +71,7 @@ __device__ __forceinline__ bool recv_chunk(const DispatchBlock& b, int32_t r, in
     in_window<int32_t>(b.ex, plan.rank, plan.recv_ids)[entry] = valid ? id : b.shared.sentinel[plan.rank];
     in_window<float>(b.ex, plan.rank, plan.recv_weights)[entry] = valid ? weight : 0.0f;
   }
-  RowsOut out(b, chunk.row_lines);
+  RowsOut<kFormat> out(b, chunk.row_lines);
 #pragma unroll 1
   for (uint32_t left = __ballot_sync(kAllLanes, row >= 0); left; left &= left - 1) {
     int32_t k = __ffs(left) - 1;
@@ -82,9 +83,9 @@ __device__ __forceinline__ bool recv_chunk(const DispatchBlock& b, int32_t r, in
     for (int n = 0; n < N; ++n) {
       if (!chunk.inside(n)) continue;
       words[chunk.at(n)] =
-          b.args.weight_rows && !kFp8 ? weighted(lines[0][n].words, b.args.dtype, factor) : lines[0][n].words;
+          b.args.weight_rows && !chunk.kScaled ? weighted(lines[0][n].words, b.args.dtype, factor) : lines[0][n].words;
       if (chunk.has_scale(n))
-        scales[chunk.at(n) / kScaleLines] =
+        scales[chunk.at(n) / kScaleLines<kFormat>] =
             weighted_scale(__uint_as_float(lines[0][n].scale), b.args.weight_rows, factor);
     }
   }
@@ -100,14 +101,14 @@ __device__ __forceinline__ SlotChunk first_incoming(const DispatchBlock& b) {
 }
 
 // The blocks that receive move all rows of the LL sources, first `incoming`.
-template <int N, bool kFp8, bool kSkipSelf>
+template <int N, WireFormat kFormat, bool kSkipSelf>
 __device__ __forceinline__ bool recv_chunks(const DispatchBlock& b, SlotChunk incoming) {
   int32_t chunks = num_chunks(b.kernel.row_bytes(), N);
   WorkQueue queue(static_cast<int32_t>(b.plan.R) * b.shared.ll_most_tokens * chunks, b.kernel.sending_blocks());
   return queue.for_each(&b.wait.round->ll_queue[kDispatch], [&](int32_t item, int32_t) {
     if (item != incoming.item) incoming = {b.plan, item, chunks};
     auto [r, t] = incoming.slot;
-    return t >= b.shared.ll_tokens[r] || recv_chunk<N, kFp8, kSkipSelf>(b, r, t, incoming.index);
+    return t >= b.shared.ll_tokens[r] || recv_chunk<N, kFormat, kSkipSelf>(b, r, t, incoming.index);
   });
 }
 

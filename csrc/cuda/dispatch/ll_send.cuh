@@ -8,11 +8,10 @@
 namespace epmoe::cuda {
 
 // A chunk of a token's row on its way out, N lines a lane. Source: as of dispatch_kernel.
-template <int N, typename Source>
+template <int N, WireFormat kFormat, typename Source>
 struct OutgoingChunk {
-  static constexpr bool kFp8 = !std::is_void_v<Source>;
   int32_t item, t;
-  RowChunk<N, kFp8> chunk;
+  RowChunk<N, kFormat> chunk;
   LineData lines[N]{};
   uint32_t ranks = 0;  // the ranks that need the token, as a mask
 
@@ -23,17 +22,17 @@ struct OutgoingChunk {
   __device__ __forceinline__ void read(const DispatchBlock& b) {
     if (t >= b.args.T) return;
     using Element = std::conditional_t<kQuantizes<Source>, Source, uint32_t>;
-    constexpr int kCount = kQuantizes<Source> ? 16 : 4;  // elements of a line
+    constexpr int kCount = kQuantizes<Source> ? kLineElements<kFormat> : 4;  // of a line
     Element elements[N][kCount] = {};
     auto* x = reinterpret_cast<const Element*>(b.x_at(t));
 #pragma unroll
     for (int n = 0; n < N; ++n)
       if (chunk.inside(n)) load_vectors(x + chunk.at(n) * kCount, elements[n]);
-    if constexpr (kFp8 && !kQuantizes<Source>) {
+    if constexpr (chunk.kScaled && !kQuantizes<Source>) {
 #pragma unroll
       for (int n = 0; n < N; ++n)
         if (chunk.inside(n) && chunk.has_scale(n))
-          lines[n].scale = __float_as_uint(b.scales_at(t)[chunk.at(n) / kScaleLines]);
+          lines[n].scale = __float_as_uint(b.scales_at(t)[chunk.at(n) / kScaleLines<kFormat>]);
     }
     int32_t lane = threadIdx.x % 32;
     ranks = __reduce_or_sync(kAllLanes, b.rank_mask(physical(b, t, RoutedPair(b.args, t, lane, lane < b.args.K))));
@@ -43,7 +42,7 @@ struct OutgoingChunk {
         float values[kCount];
 #pragma unroll
         for (int i = 0; i < kCount; ++i) values[i] = to_float(elements[n][i]);
-        lines[n] = fp8_line(values);
+        lines[n] = quantized_line<kFormat>(values);
       } else {
         memcpy(&lines[n].words, elements[n], sizeof elements[n]);
       }
@@ -80,8 +79,9 @@ __device__ __forceinline__ void await_notified(const DispatchBlock& b) {
 
 // The send blocks send all chunks, one a warp, first `outgoing`. kSkipSelf: this rank's own rows do not travel. Returns
 // false if the round may not be opened.
-template <bool kSkipSelf, int N, typename Source>
-__device__ __forceinline__ bool send_chunks(DispatchBlock& b, int32_t tokens, OutgoingChunk<N, Source>& outgoing) {
+template <bool kSkipSelf, int N, WireFormat kFormat, typename Source>
+__device__ __forceinline__ bool send_chunks(DispatchBlock& b, int32_t tokens,
+                                            OutgoingChunk<N, kFormat, Source>& outgoing) {
   int32_t chunks = num_chunks(b.kernel.row_bytes(), N);
   if (b.number >= kEarlyBlocks && threadIdx.x == 0) await_notified(b);
   __syncthreads();

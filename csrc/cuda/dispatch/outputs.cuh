@@ -41,7 +41,7 @@ __device__ __forceinline__ void answer(const DispatchBlock& b) {
 // Zeros the gap rows that alignment leaves between segments; each block takes some experts.
 __device__ __forceinline__ void zero_gaps(const DispatchBlock& b) {
   const ExchangePlan& plan = b.plan;
-  int64_t vectors = b.kernel.row_bytes() / 16, blocks = ceil_div(b.args.D, kScaleBlock);
+  int64_t vectors = b.kernel.row_bytes() / 16, blocks = wire_scales(plan.payload_format, b.args.D);
   auto* rows = in_window<uint4>(b.ex, plan.rank, plan.rows);
   auto* scales = in_window<float>(b.ex, plan.rank, plan.row_scales);
 #pragma unroll 1
@@ -51,7 +51,8 @@ __device__ __forceinline__ void zero_gaps(const DispatchBlock& b) {
     for (int64_t v = begin * vectors + threadIdx.x; v < end * vectors; v += block_threads())
       rows[v] = make_uint4(0, 0, 0, 0);
 #pragma unroll 1
-    for (int64_t n = begin * blocks + threadIdx.x; plan.payload_fp8 && n < end * blocks; n += block_threads())
+    for (int64_t n = begin * blocks + threadIdx.x; plan.payload_format != WireFormat::kAuto && n < end * blocks;
+         n += block_threads())
       scales[n] = 1.0f;
   }
 }

@@ -5,16 +5,13 @@
 
 namespace epmoe::cuda {
 
+// Out of line, so that the usual case stays short: experts without copies.
 static __device__ __noinline__ int32_t copy_of(const Exchange& ex, int32_t t, int32_t expert) {
   return copy_in_turn(in_scratch<int32_t>(ex, ex.plan.table_copies), in_scratch<int32_t>(ex, ex.plan.table_num_copies),
                       ex.plan.copies, ex.plan.rank, t, expert);
 }
-
-// The physical expert of token t's pair; -1 where there is nothing to compute.
 __device__ __forceinline__ int32_t physical(const DispatchBlock& b, int32_t t, const RoutedPair& pair) {
-  if (!pair.is_live(b.plan.E)) return -1;
-  auto expert = static_cast<int32_t>(pair.id);
-  return b.plan.copies == 1 ? expert : copy_of(b.ex, t, expert);
+  return physical(pair, b.plan.E, b.plan.copies, [&](int32_t expert) { return copy_of(b.ex, t, expert); });
 }
 
 // A lane takes one pair, and a warp takes as many tokens as fit into its lanes.

@@ -31,7 +31,7 @@ __device__ __forceinline__ SlotPair read_slot(const DispatchBlock& b, int32_t r,
 }
 
 // One warp moves a chunk of slot s of source r to each of its expert-major rows, as soon as the slot's flag is here.
-template <bool kFp8>
+template <WireFormat kFormat>
 __device__ __forceinline__ bool recv_row(const DispatchBlock& b, int32_t r, int32_t s, int32_t chunk, int32_t chunks) {
   const ExchangePlan& plan = b.plan;
   int32_t lane = threadIdx.x % 32;
@@ -52,7 +52,7 @@ __device__ __forceinline__ bool recv_row(const DispatchBlock& b, int32_t r, int3
   auto* from =
       reinterpret_cast<const uint4*>(in_window<char>(b.ex, plan.rank, plan.recv_x) + slot * plan.x_stride_bytes);
   auto* scales_from = in_window<float>(b.ex, plan.rank, plan.recv_scales) + slot * plan.scale_blocks;
-  int64_t blocks = ceil_div(b.args.D, kScaleBlock);
+  int64_t blocks = wire_scales(plan.payload_format, b.args.D);
   auto* row_scales = in_window<float>(b.ex, plan.rank, plan.row_scales);
   if (pair.first_is_final) {
     int64_t first = __shfl_sync(kAllLanes, pair.row, __ffs(pairs) - 1);
@@ -60,7 +60,7 @@ __device__ __forceinline__ bool recv_row(const DispatchBlock& b, int32_t r, int3
     pairs &= pairs - 1;
     if (!pairs) return true;
   }
-  bool weigh = b.args.weight_rows && !kFp8;
+  bool weigh = b.args.weight_rows && !wire(kFormat).has_scales();
   int32_t begin = vectors * chunk / chunks, end = vectors * (chunk + 1) / chunks;
   constexpr int kDepth = 7;  // loads in flight
   for (int32_t base = begin; base < end; base += kDepth * 32) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ bool recv_row(const DispatchBlock& b, int32_t r, int3
           to[v] = weigh ? weighted(values[i], b.args.dtype, factor) : values[i];
     }
   }
-  if constexpr (kFp8) {
+  if constexpr (wire(kFormat).has_scales()) {
 #pragma unroll 1
     for (uint32_t left = chunk ? 0 : pairs; left; left &= left - 1) {
       int32_t k = __ffs(left) - 1;
@@ -94,7 +94,7 @@ __device__ __forceinline__ bool recv_row(const DispatchBlock& b, int32_t r, int3
 }
 
 // The blocks that receive move all rows of the Simple sources.
-template <bool kFp8>
+template <WireFormat kFormat>
 __device__ __forceinline__ bool recv_rows(DispatchBlock& b) {
   constexpr int kMaxChunkVectors = 256;  // about what a warp has in flight at once
   WorkQueue queue(static_cast<int32_t>(b.plan.R) * b.shared.simple_most_rows,
@@ -102,7 +102,7 @@ __device__ __forceinline__ bool recv_rows(DispatchBlock& b) {
   return queue.for_each(&b.wait.round->recv_queue[kDispatch], [&](int32_t n, int32_t chunk) {
     auto [r, s] = slot_of(b.plan, n);
     bool is_simple = !b.shared.ll_tokens[r];
-    return !is_simple || s >= b.shared.rank_count[r] || recv_row<kFp8>(b, r, s, chunk, queue.chunks);
+    return !is_simple || s >= b.shared.rank_count[r] || recv_row<kFormat>(b, r, s, chunk, queue.chunks);
   });
 }
 

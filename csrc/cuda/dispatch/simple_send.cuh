@@ -37,7 +37,7 @@ __device__ __forceinline__ void assign_slots(DispatchBlock& b, int32_t t, int32_
   float* scales_at = nullptr;
   if (offsets_known && first >= 0) {
     row_at = in_window<char>(b.ex, lane, plan.rows) + first * b.kernel.row_bytes();
-    scales_at = in_window<float>(b.ex, lane, plan.row_scales) + first * ceil_div(b.args.D, kScaleBlock);
+    scales_at = in_window<float>(b.ex, lane, plan.row_scales) + first * wire_scales(plan.payload_format, b.args.D);
   } else if (slot >= 0 && !offsets_known) {
     int64_t at = plan.rank * plan.M + slot;
     row_at = in_window<char>(b.ex, lane, plan.recv_x) + at * plan.x_stride_bytes;
@@ -77,7 +77,7 @@ __device__ __forceinline__ void publish_flags(const DispatchBlock& b, int32_t co
 
 // The send blocks send a token at a time. Warp 0 sends it and publishes its flags, while the other warps count the
 // tokens up to the next one. Returns false if the round may not be opened.
-template <typename Source, int kGroupsInFlight>
+template <WireFormat kFormat, typename Source, int kGroupsInFlight>
 __device__ __forceinline__ bool send_rows(DispatchBlock& b, int32_t tokens, int32_t* head) {
   int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, counted = 0, unsignaled = 0;
   int32_t send_blocks = b.kernel.send_blocks;
@@ -104,8 +104,8 @@ __device__ __forceinline__ bool send_rows(DispatchBlock& b, int32_t tokens, int3
       if (sends && chunk + 1 < b.kernel.row_chunks) pipeline.load_chunk(t, chunk + 1);
       if (!kQuantizes<Source> && !sends) break;
       char* buffer = pipeline.take();
-      if constexpr (kQuantizes<Source>) quantize_chunk<Source>(b, buffer, pipeline.bytes(chunk));
-      if (sends) send_chunk<Source>(b, t, chunk, buffer, pipeline.bytes(chunk));
+      if constexpr (kQuantizes<Source>) quantize_chunk<kFormat, Source>(b, buffer, pipeline.bytes(chunk));
+      if (sends) send_chunk<kFormat, Source>(b, t, chunk, buffer, pipeline.bytes(chunk));
     }
     if (warp == kWarps - 2) count_health(b, t);
     if (!sends) continue;

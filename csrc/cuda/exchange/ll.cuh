@@ -7,14 +7,13 @@
 //    and no rank writes the line again before it has seen that stage open: docs/protocol.md.
 //  - The last word of a pair's line is the epoch of its round, as in NCCL's LL protocols. It needs no re-arming.
 #pragma once
-#include "cuda/device/fp8.cuh"
+#include "cuda/device/wire.cuh"
 #include "cuda/exchange/wait.cuh"
 
 namespace epmoe::cuda {
 
 constexpr uint32_t kEmpty = 0xffffffff;            // a NaN in every dtype, as one element or as several
 constexpr uint32_t kEmptySubstitute = 0x7fffffff;  // another NaN, which is sent in place of kEmpty
-constexpr int kScaleLines = kScaleBlock / 16;      // lines of fp8 that share a scale
 
 __device__ __forceinline__ uint32_t never_empty(uint32_t word) { return word == kEmpty ? kEmptySubstitute : word; }
 
@@ -58,25 +57,30 @@ struct PairLine {
   }
 };
 
-// A line's payload in registers, and with fp8 the scale of its block.
+// A line's payload in registers, and the scale of its block if the format has scales.
 struct LineData {
   uint4 words;
   uint32_t scale;
 
   __device__ __forceinline__ void avoid_empty() { words.w = never_empty(words.w), scale = never_empty(scale); }
-  __device__ __forceinline__ bool has_arrived(bool fp8) const { return words.w != kEmpty && (!fp8 || scale != kEmpty); }
+  __device__ __forceinline__ bool has_arrived(bool scaled) const {
+    return words.w != kEmpty && (!scaled || scale != kEmpty);
+  }
 };
 
-// 16 elements as fp8, with their block's scale.
-__device__ __forceinline__ LineData fp8_line(const float (&values)[16]) {
-  float scale = block_scale<16, kScaleLines>(values);
-  return {to_fp8(values, scale), __float_as_uint(scale)};
+// The elements of a line, with their block's scale.
+template <WireFormat kFormat, int kCount>
+__device__ __forceinline__ LineData quantized_line(const float (&values)[kCount]) {
+  static_assert(wire(kFormat).scale_bytes == sizeof(LineData::scale));
+  float scale = block_scale<kCount, kScaleLines<kFormat>>(values);
+  return {quantized<kFormat>(values, scale), __float_as_uint(scale)};
 }
 
-// The chunk of a row that one warp moves at once: N lines a lane. The scales of an fp8 row lie behind its
+// The chunk of a row that one warp moves at once: N lines a lane. The scales of a row lie behind its
 // `row_bytes`.
-template <int N, bool kFp8>
+template <int N, WireFormat kFormat>
 struct RowChunk {
+  static constexpr bool kScaled = wire(kFormat).has_scales();
   int32_t first, row_lines;
 
   __device__ __forceinline__ RowChunk(int32_t chunk, int64_t row_bytes)
@@ -85,7 +89,7 @@ struct RowChunk {
   // The index of the lane's n-th line in the row.
   __device__ __forceinline__ int32_t at(int n) const { return first + n * 32; }
   __device__ __forceinline__ bool inside(int n) const { return at(n) < row_lines; }
-  __device__ __forceinline__ bool has_scale(int n) const { return kFp8 && at(n) % kScaleLines == 0; }
+  __device__ __forceinline__ bool has_scale(int n) const { return kScaled && at(n) % kScaleLines<kFormat> == 0; }
 
   __device__ __forceinline__ void publish(char* row, const LineData (&lines)[N]) const {
 #pragma unroll
@@ -119,14 +123,14 @@ struct RowChunk {
       for (int n = 0; n < N; ++n) {
         if (!(missing & 1u << (i * N + n))) continue;
         lines[i][n].words = Line::peek(line_at(rows[i], n));
-        if (kFp8) lines[i][n].scale = Flag::peek(scale_at(rows[i], n));
+        if (kScaled) lines[i][n].scale = Flag::peek(scale_at(rows[i], n));
       }
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         uint32_t line = 1u << (i * N + n);
-        if (missing & line && lines[i][n].has_arrived(kFp8)) missing &= ~line;
+        if (missing & line && lines[i][n].has_arrived(kScaled)) missing &= ~line;
       }
     return !missing;
   }
@@ -144,7 +148,7 @@ struct RowChunk {
   __device__ __forceinline__ Line* line_at(char* row, int n) const { return reinterpret_cast<Line*>(row) + at(n); }
   // A scale is empty or has arrived by itself: it is a flag whose epoch is the scale's bits.
   __device__ __forceinline__ Flag* scale_at(char* row, int n) const {
-    return reinterpret_cast<Flag*>(row) + row_lines * 4 + at(n) / kScaleLines;
+    return reinterpret_cast<Flag*>(row) + row_lines * 4 + at(n) / kScaleLines<kFormat>;
   }
   __device__ __forceinline__ void publish_scale(char* row, int n, uint32_t scale) const {
     Flag::publish_released(scale_at(row, n), scale);

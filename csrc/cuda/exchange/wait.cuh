@@ -157,8 +157,8 @@ struct Wait {
   }
 
   // The first call latches, and reports to the host and, unless it is a mismatch, to every rank. Later ones report to
-  // the host again, so that a host that has cleared its status hears of it. Every rank sees a mismatch by itself. Where
-  // the first block has failed though all calls agree and no wait has missed a rank, the stage was out of turn.
+  // the host again, so that a host that has cleared its status sees it again. Every rank sees a mismatch by itself.
+  // Where the first block has failed though all calls agree and no wait has missed a rank, the stage was out of turn.
   static __device__ __noinline__ void report(const Exchange& ex, RoundState* round, uint32_t epoch, Stage stage,
                                              Mismatch mismatch) {
     volatile Status &kept = round->failure, &status = *ex.status;

@@ -51,7 +51,7 @@ struct GatesAndUps {
 };
 
 // Each warp has kScaleBlock outputs of a row at a time; each lane has kPerLane consecutive ones.
-template <typename T, bool kQuantise>
+template <typename T, bool kQuantize>
 __global__ void __launch_bounds__(kThreads)
     gated_rows(const __grid_constant__ GatedActivationArgs args, uint32_t blocks, bool wide) {
   wait_for_predecessor();
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads)
     float value[kPerLane];
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) value[i] = i < count ? gated(of.gate[i], of.up[i], args.gating) : 0.0f;
-    if constexpr (kQuantise) {
+    if constexpr (kQuantize) {
       float scale = scale_for(warp_max(finite_amax(value)));
       auto* out = static_cast<uint8_t*>(args.out_NF) + t * args.F + first;
       Fp8Registers<kPerLane> q = to_fp8(value, scale);

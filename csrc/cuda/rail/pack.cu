@@ -3,9 +3,9 @@
 //   copy_tokens    One block for each token. It reads the row once and writes it to the token's slot in each slab. fp8
 //                  is made on the way. Then its warps empty the slots that no token uses.
 // Nothing depends on the order of atomics, except in counters, which are sums.
-#include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/pairs.cuh"
+#include "cuda/device/wire.cuh"
 #include "cuda/local/segments.cuh"
 #include "cuda/rail/slabs.cuh"
 #include "cuda/stages.h"
@@ -13,7 +13,7 @@
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kSlotThreads = 32 * kMaxWarps, kCopyThreads = 256, kPerLane = kScaleBlock / 32;
+constexpr int kSlotThreads = 32 * kMaxWarps, kCopyThreads = 256;
 
 __device__ __forceinline__ int64_t wanted_tokens(const RailPackArgs& args) {
   return args.num_tokens ? *args.num_tokens : args.num_rows;
@@ -22,11 +22,10 @@ __device__ __forceinline__ int64_t real_tokens(const RailPackArgs& args) {
   return min(max(wanted_tokens(args), int64_t{0}), args.T);
 }
 
-// The physical expert of token t's pair; -1 where there is nothing to compute.
 __device__ __forceinline__ int32_t physical(const RailPackArgs& args, int64_t t, const RoutedPair& pair) {
-  if (!pair.is_live(args.E)) return -1;
-  auto expert = static_cast<int32_t>(pair.id);
-  return args.copies == 1 ? expert : copy_in_turn(args.copies_EC, args.copies_E, args.copies, args.rank, t, expert);
+  return physical(pair, args.E, args.copies, [&](int32_t expert) {
+    return copy_in_turn(args.copies_EC, args.copies_E, args.copies, args.rank, t, expert);
+  });
 }
 
 // How many pairs of token t have their expert on `node`.
@@ -119,27 +118,29 @@ __device__ __forceinline__ void copy_row(const RailPackArgs& args, int64_t t, ch
       for (int j = 0; j < kInFlight; ++j)
         if (begin + j * kCopyThreads < vectors) reinterpret_cast<uint4*>(slots[n])[begin + j * kCopyThreads] = held[j];
   }
-  auto blocks = args.scales_TB ? static_cast<int32_t>(ceil_div(args.D, kScaleBlock)) : 0;
+  auto blocks = args.scales_TB ? static_cast<int32_t>(wire_scales(args.format, args.D)) : 0;
   for (int32_t i = threadIdx.x; i < blocks; i += kCopyThreads) {
     float scale = args.scales_TB[t * args.scales_stride + i];
     for (int32_t n = 0; n < count; ++n) reinterpret_cast<float*>(slots[n] + args.slot.scales)[i] = scale;
   }
 }
 
-// The block quantises a row, a block of kScaleBlock elements a warp.
-template <typename Source>
-__device__ __forceinline__ void quantise_row(const RailPackArgs& args, int64_t t, char* const* slots, int32_t count) {
+// The block quantizes a row, the elements of one scale a warp.
+template <WireFormat kFormat, typename Source>
+__device__ __forceinline__ void quantize_row(const RailPackArgs& args, int64_t t, char* const* slots, int32_t count) {
   auto* row = reinterpret_cast<const Source*>(static_cast<const char*>(args.x_TD) + t * args.x_stride_bytes);
-  auto blocks = static_cast<int32_t>(args.D / kScaleBlock);
+  constexpr auto kBlock = static_cast<int32_t>(wire(kFormat).block);
+  constexpr int kPerLane = kBlock / 32;
+  auto blocks = static_cast<int32_t>(args.D / kBlock);
   int32_t lane = threadIdx.x % 32;
   for (int32_t i = threadIdx.x / 32; i < blocks; i += kCopyThreads / 32) {
-    int32_t first = i * static_cast<int32_t>(kScaleBlock) + lane * kPerLane;
+    int32_t first = i * kBlock + lane * kPerLane;
     float value[kPerLane];
     to_floats(*reinterpret_cast<const Vector<Source, kPerLane>*>(row + first), value);
     float scale = scale_for(warp_max(finite_amax(value)));
-    Fp8Registers<kPerLane> quantised = to_fp8(value, scale);
+    WireRegisters<kFormat, kPerLane> packed = quantized<kFormat>(value, scale);
     for (int32_t n = 0; n < count; ++n) {
-      *reinterpret_cast<Fp8Registers<kPerLane>*>(slots[n] + first) = quantised;
+      *reinterpret_cast<WireRegisters<kFormat, kPerLane>*>(slots[n] + wire(kFormat).row_bytes(first, 0)) = packed;
       if (lane == 0) reinterpret_cast<float*>(slots[n] + args.slot.scales)[i] = scale;
     }
   }
@@ -160,8 +161,8 @@ __device__ __forceinline__ void complete_slabs(const RailPackArgs& args) {
         static_cast<int32_t>(args.D), args.K, static_cast<int32_t>(args.dtype) | args.tag << 8, args.epoch};
 }
 
-// Source: the dtype that becomes fp8; void where rows travel as they are.
-template <typename Source>
+// Source: the dtype that becomes kFormat; void where rows travel as they are.
+template <WireFormat kFormat, typename Source>
 __global__ void __launch_bounds__(kCopyThreads) copy_tokens(const __grid_constant__ RailPackArgs args) {
   __shared__ char* slots[kMaxTopK];
   __shared__ int32_t count;
@@ -178,7 +179,7 @@ __global__ void __launch_bounds__(kCopyThreads) copy_tokens(const __grid_constan
       if constexpr (std::is_void_v<Source>)
         copy_row(args, t, slots, count);
       else
-        quantise_row<Source>(args, t, slots, count);
+        quantize_row<kFormat, Source>(args, t, slots, count);
     }
     __syncthreads();
   }
@@ -187,19 +188,24 @@ __global__ void __launch_bounds__(kCopyThreads) copy_tokens(const __grid_constan
 
 template <typename F>
 auto with_variant(const RailPackArgs& args, F&& f) {
-  if (!args.fp8 || args.dtype == DType::kFloat8E4M3) return f(copy_tokens<void>);
-  return visit(args.dtype, [&](auto source) { return f(copy_tokens<decltype(source)>); });
+  return with_format(args.format, [&](auto of) {
+    if constexpr (wire(of).has_scales())
+      if (wire(of).quantizes(args.dtype))
+        return visit(args.dtype, [&](auto source) { return f(copy_tokens<of, decltype(source)>); });
+    return f(copy_tokens<WireFormat::kAuto, void>);
+  });
 }
 
 }  // namespace
 
 cudaError_t load_rail_pack() {
   if (cudaError_t error = load(assign_slots)) return error;
-  for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3}) {
-    RailPackArgs args{};
-    args.dtype = dtype, args.fp8 = true;
-    if (cudaError_t error = with_variant(args, [](auto* kernel) { return load(kernel); })) return error;
-  }
+  for (WireFormat format : kWireFormats)
+    for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3}) {
+      RailPackArgs args{};
+      args.dtype = dtype, args.format = format;
+      if (cudaError_t error = with_variant(args, [](auto* kernel) { return load(kernel); })) return error;
+    }
   return cudaSuccess;
 }
 

@@ -41,13 +41,13 @@ STYLES = {
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """Draw every result that has a `panel` into `path`, a .svg or .png. The same results give the same bytes."""
+    """Draw every result that has a `panel` into `path`, a .png. The same results give the same bytes."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     shown = [result for result in results if result.panel]
-    with rc_context({"font.family": "DejaVu Sans", "font.size": 10, "svg.hashsalt": "epmoe"}):
+    with rc_context({"font.family": "DejaVu Sans", "font.size": 10}):
         layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
         figure = Figure(figsize=(10, 5.4), layout=layout, facecolor="white")
         figure.suptitle(TITLE, fontsize=11.5, fontweight="bold", color="#22262e")
@@ -62,7 +62,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
         figure.legend(
             [handles[label] for label in labels], labels, loc="outside lower center", ncols=2, frameon=False, fontsize=9
         )
-        figure.savefig(path, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else None, dpi=110)
+        figure.savefig(path, dpi=130)
 
 
 def _panel(axes: Axes, result: Result) -> None:

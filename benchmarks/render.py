@@ -10,7 +10,7 @@ from benchmarks.plot import draw
 from benchmarks.results import FOLDER, Column, Figure, Result, load
 
 MARKDOWN = "BENCHMARKS.md"
-PLOT = "benchmarks/rounds.svg"
+PLOT = "benchmarks/rounds.png"
 
 _HEADER = (
     "# Benchmarks",

@@ -17,13 +17,11 @@ def test_the_committed_markdown_is_what_the_files_render_to(tmp_path):
     render.write(load(), tmp_path)
     text = (tmp_path / render.MARKDOWN).read_text(encoding="utf-8")
     assert (ROOT / render.MARKDOWN).read_text(encoding="utf-8") == text, "run `make benchmarks-report`"
-    assert len(text.splitlines()) <= 170
-    assert "make benchmarks-report" in text.partition("\n## ")[0], "the header says what generates the file"
     assert f"({render.PLOT})" in text
 
 
 def test_the_plot_is_drawn_alike_each_time(tmp_path):
-    assert "<svg" in (ROOT / render.PLOT).read_text(encoding="utf-8")
+    assert (ROOT / render.PLOT).read_bytes().startswith(b"\x89PNG")
     for folder in ("first", "second"):
         render.write(load(), tmp_path / folder)
     first, second = ((tmp_path / folder / render.PLOT).read_bytes() for folder in ("first", "second"))

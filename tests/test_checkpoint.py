@@ -17,8 +17,9 @@ pytest.importorskip("transformers")
 from helpers import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from epmoe.cli import checkpoint, demo, models
 from epmoe.cli.console import UserError
+from epmoe.cli.demo import checkpoint, models
+from epmoe.cli.demo import generate as demo
 from epmoe.config.config import EPConfig
 
 TINY = {

@@ -235,8 +235,8 @@ def test_run_rejects_a_plan_that_exceeds_memory(tmp_path: Path) -> None:
 
 
 def test_model_option_needs_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from epmoe.cli import models
     from epmoe.cli.console import UserError
+    from epmoe.cli.demo import models
 
     monkeypatch.setitem(sys.modules, "transformers", None)
     for module in [name for name in sys.modules if name.startswith("epmoe.integrations.")]:

@@ -160,7 +160,7 @@ def test_every_stage_in_the_report_is_defined(tmp_path: Path, baseline: Baseline
 def test_the_time_of_a_model_is_all_in_named_stages() -> None:
     """Measured: a model of one process, whose stages are timed apart from its total."""
     pytest.importorskip("transformers")
-    from epmoe.cli.demo import run_model
+    from epmoe.cli.demo.generate import run_model
 
     outcome = run_model("mixtral", max_new_tokens=4)
     for seconds, elapsed in (

@@ -19,7 +19,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 import epmoe.integrations.transformers as integration
 from epmoe import EPTimeoutError
-from epmoe.cli import demo
+from epmoe.cli.demo import generate as demo
 from epmoe.config.config import ConfigError
 from epmoe.integrations.transformers import grouped, settings
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 import typer
 from rich.progress import Progress
 
-from epmoe.cli import models, simulated
+from epmoe.cli import simulated
 from epmoe.cli.console import UserError, check_output, console, launched_rank, quiet_exit, require
+from epmoe.cli.demo import models
 from epmoe.cli.launch import CONFIG, NPROC, all_ranks, check_ranks, load, start_ranks
 from epmoe.cli.result import Check, Result, sum_counters
 from epmoe.cli.tables import show

@@ -22,7 +22,7 @@ from epmoe.native.arguments import check_forward_only
 from epmoe.service import ExpertParallel
 
 now: Callable[[], float] = time.perf_counter
-"""The clock of `SharedExpertParallel.seconds`. `epmoe.cli.clock` sets one that waits for the GPU."""
+"""The clock of `SharedExpertParallel.seconds`. `epmoe.cli.demo.clock` sets one that waits for the GPU."""
 
 Experts = Callable[[Tensor, Tensor], Tensor]
 """(rows [n,D] expert by expert, expert_offsets int32 [e+1]) → outputs [n,D]; n may be 0. Rows past expert_offsets[e]

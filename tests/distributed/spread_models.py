@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from epmoe.cli import demo
+from epmoe.cli.demo import generate as demo
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Where transformers puts a model that is spread over ranks."""

@@ -18,7 +18,7 @@ from spread_models import DEVICE, OneLayer, random_ids, single_and_spread
 
 import epmoe.integrations.transformers as integration
 from epmoe import EPAbortedError
-from epmoe.cli import demo
+from epmoe.cli.demo import generate as demo
 from epmoe.integrations.transformers import settings
 
 pytestmark = pytest.mark.skipif(RANKS_SHARE_GPUS, reason="transformers gives GPU r to rank r")

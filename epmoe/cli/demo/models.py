@@ -38,7 +38,7 @@ def check_models(config: EPConfig, names: Sequence[str]) -> None:
             continue
         if not Path(name).is_dir():
             raise UserError(f"`--model` {name!r} is not one of {', '.join(Model)}, nor a folder with a checkpoint")
-        from epmoe.cli import checkpoint
+        from epmoe.cli.demo import checkpoint
 
         try:
             found = checkpoint.inspect(Path(name), config.topology.ep_size)
@@ -56,7 +56,7 @@ def run_models(config: EPConfig, names: Sequence[str], steps: int, seed: int) ->
     """Run each model over all ranks and print its result; the Results are the same on every rank."""
     require("transformers", "`--model`")
     try:
-        from epmoe.cli.demo import run_model
+        from epmoe.cli.demo.generate import run_model
         from epmoe.integrations.transformers import configure
     except ImportError as error:
         raise UserError(f"`--model` needs transformers: pip install 'epmoe[hf]' ({error})") from None

@@ -20,8 +20,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 import epmoe.integrations.transformers as integration
-from epmoe.cli.checkpoint import load_tokenizer
-from epmoe.cli.clock import StageClock
+from epmoe.cli.demo.checkpoint import load_tokenizer
+from epmoe.cli.demo.clock import StageClock
 from epmoe.cli.result import Baseline, Check, Result, sum_counters
 from epmoe.config.placement import Placement
 

@@ -1,0 +1,1 @@
+"""`epmoe run --model`: models of transformers generate text over all ranks, compared with a single process."""

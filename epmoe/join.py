@@ -203,6 +203,7 @@ def _open_nodes(
         undo.callback(rail.close)
         everyone = GlooRail(list(range(peers.size)), peers.rank, peers.size, f"{name}/everyone", deadlines, connect)
         undo.callback(everyone.close)
+        peers.all_gather(None)  # all are connected: a rank that fails from here on cuts no other's connecting
         with mates.part():
             window = open_window(plan, mates, device)
         inside = NodeExchange(config.of_node(), plan, placement.of_node(node, G), window, here, device)

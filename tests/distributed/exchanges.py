@@ -15,6 +15,7 @@ from helpers import generator, poison_, randn
 from torch import Tensor
 
 from epmoe import Dispatched, EPConfig, ExpertParallel, Permuted, Placement, simulate_routing
+from epmoe.exchange.node import NodeExchange
 from epmoe.local.reference import finalize_reference, moe_reference, permute_reference
 
 # With `make two-machines` the group is one of several nodes. A test that chooses its nodes itself is left alone.
@@ -265,6 +266,11 @@ def expected_y_after_drops(config: EPConfig, placement: Placement, tokens: list[
     return y
 
 
+def node_of(ep: ExpertParallel) -> NodeExchange:
+    """The exchange of this rank's node."""
+    return getattr(ep.exchange, "node", ep.exchange)
+
+
 def poison(ep: ExpertParallel) -> None:
     """Fills every payload buffer of this rank's window and scratch with 0xFF, while no rank is in a round.
 
@@ -275,7 +281,7 @@ def poison(ep: ExpertParallel) -> None:
         torch.cuda.synchronize()
     dist.all_reduce(torch.zeros(1))
     for lines in ep._exchange.plan.empty_lines:
-        assert ep._exchange.window.local[lines].eq(0xFF).all()
+        assert node_of(ep).window.local[lines].eq(0xFF).all()
     for name, buffer in ep._exchange.views.items():
         if buffer.numel() and not name.startswith(CONTROL) and not name.endswith(".flags"):
             poison_(buffer)

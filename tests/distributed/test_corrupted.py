@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import assert_y, make_tokens, run_round
+from exchanges import assert_y, make_tokens, node_of, run_round
 from helpers import ON_GPUS
 
 import epmoe
@@ -74,7 +74,7 @@ def test_an_error_word_that_names_no_rank(make_ep, rank, size, device):
 
 def scribble(ep: epmoe.ExpertParallel, victim: int, names: tuple[str, ...], seed: int) -> None:
     """Random bits into these buffers of the victim's window, from this rank."""
-    bits, window = torch.Generator().manual_seed(seed), ep._exchange.window._words[victim].view(torch.uint8)
+    bits, window = torch.Generator().manual_seed(seed), node_of(ep).window._words[victim].view(torch.uint8)
     for buffer in (ep.memory_plan()[name] for name in names):
         scrawl = torch.randint(0, 256, (buffer.nbytes,), generator=bits, dtype=torch.uint8).pin_memory()
         window[buffer.offset : buffer.offset + buffer.nbytes].copy_(scrawl, non_blocking=True)

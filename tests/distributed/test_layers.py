@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from exchanges import make_config
+from exchanges import make_config, node_of
 from helpers import assert_close, randn
 
 from epmoe import ExpertParallel, GroupedExperts, MoELayer
@@ -80,8 +80,8 @@ def test_allocation_equals_the_plan(make_ep, rank, size, device, payload):
     plan = ep.memory_plan()
     if ep.device.type == "cpu":
         assert plan == want and mapped_windows() == [plan.window_bytes] * ep.config.topology.ranks_here
-    assert ep._exchange.window.local.nbytes == plan.window_bytes
-    assert ep._exchange.memory[1].nbytes == plan.scratch_bytes
+    assert node_of(ep).window.local.nbytes == plan.window_bytes
+    assert node_of(ep).memory[1].nbytes == plan.scratch_bytes
     views = ep._exchange.views
     assert {name: view.nbytes for name, view in views.items()} == {b.name: b.nbytes for b in plan.buffers}
     ep.close()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from busy import Holder
-from exchanges import Tokens, make_config
+from exchanges import Tokens, make_config, node_of
 from host import create, play_round
 from torch import Tensor
 
@@ -187,7 +187,7 @@ def endure(state, seed: int, **options: Callable) -> None:
 
 def windows_of(ep: ExpertParallel) -> list[Tensor]:
     """Bytes of every rank's window, as this rank maps it."""
-    window = ep._exchange.window
+    window = node_of(ep).window
     return window._regions if ep.device.type == "cpu" else [words.view(torch.uint8) for words in window._words]
 
 

@@ -37,6 +37,9 @@ def make_config(
         sections: further keys of `EPConfig`, by section.
         from_environment: whether variables `EPMOE_<SECTION>__<KEY>` override keys.
 
+    Returns:
+        The configuration.
+
     Raises:
         ConfigError: a key or its value is wrong; the message names the key.
     """
@@ -77,6 +80,9 @@ class Session(Generic[Entry]):
             group: the world by default; groups of the same ranks are one.
             device: of all tensors.
             make: takes the number of ranks.
+
+        Returns:
+            The entry.
 
         Raises:
             RuntimeError: the first call is captured into a CUDA graph.

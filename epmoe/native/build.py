@@ -133,12 +133,10 @@ def problem_with_torch(version: str) -> str | None:
     Returns:
         A sentence without a full stop.
     """
-    from epmoe import __version__
-
     oldest, newest = (".".join(map(str, tried)) for tried in TRIED_TORCH)
     if TRIED_TORCH[0] <= tuple(int(part) for part in version.split(".")[:2]) <= TRIED_TORCH[1]:
         return None
-    return f"epmoe {__version__} was tried with torch {oldest} to {newest} (2.12 untested); this is torch {version}"
+    return f"this epmoe was tried with torch {oldest} to {newest} (2.12 untested); this is torch {version}"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from epmoe.bench.all_to_all import AllToAll
 from epmoe.bench.report import Line, Report, Times
 from epmoe.bench.sample import Sample
-from epmoe.bench.sides import Fused, Layer, Pipeline
+from epmoe.bench.sides import Fused, Layer
 from epmoe.config.config import EPConfig
 from epmoe.local.simulate import Kind
 from epmoe.service import ExpertParallel
@@ -135,7 +135,7 @@ def _measure(
     sides: list[Layer] = [Fused(one, sample, name, padded) for name, one in ours.items()]
     baseline = "pairs" if several else "gloo"
     for name, keep in ((baseline, False), (f"{baseline}, kept buffers", True)):
-        sides.append(Pipeline(AllToAll(ep.placement, ep.group, keep_buffers=keep), sample, name))
+        sides.append(AllToAll(sample, ep.group, name, keep_buffers=keep))
     rounds = max(2, min(_ROUNDS, 1024 // max(tokens, 1)))
     micros = torch.zeros(repeats, len(sides), 3, dtype=torch.float64)
     for repeat in range(repeats):

@@ -18,7 +18,7 @@ from epmoe.bench.floor import BLOCKS, Floor, FloorWindow
 from epmoe.bench.graphs import host_us, measure, round_us
 from epmoe.bench.report import Line, Report, Times, microseconds
 from epmoe.bench.sample import Sample, wire_bytes
-from epmoe.bench.sides import Apart, Fused, Pipeline, RankMajor, Rows, Side
+from epmoe.bench.sides import Apart, Fused, RankMajor, Rows, Side
 from epmoe.config.config import EPConfig
 from epmoe.local.simulate import Kind
 from epmoe.service import ExpertParallel
@@ -201,8 +201,7 @@ def _measure(
     if Contender.ROWS in contenders and payload is Payload.PLAIN:
         yield result(Contender.ROWS, Rows(sample, group))
     if Contender.PIPELINE in contenders and payload is Payload.PLAIN:
-        layer = AllToAll(ep.placement, group, ep.device)
-        yield result(Contender.PIPELINE, Pipeline(layer, sample, "all_to_all_single, the whole pipeline"))
+        yield result(Contender.PIPELINE, AllToAll(sample, group, "all_to_all_single, the whole pipeline"))
     ours_of = {Contender.RANK_MAJOR: RankMajor, Contender.APART: Apart, Contender.FUSED: Fused}
     for contender, kind in ours_of.items():
         if contender in contenders:

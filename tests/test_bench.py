@@ -10,13 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import matplotlib
 import pytest
 import torch
 import torch.distributed as dist
 from launched import run, torchrun
 
-from epmoe.bench import all_to_all, floor, gloo, gpu, tune
+from epmoe.bench import all_to_all, cpu, floor, gpu, tune
 from epmoe.bench.facts import commit, facts
 from epmoe.bench.report import Times
 from epmoe.bench.sample import Sample, wire_bytes
@@ -46,14 +45,14 @@ def _worker(folder: Path) -> None:
     samples: list[None] = []
     for dtype, strategy in (("float32", "linear"), ("bfloat16", "round_robin")):
         config = _config(dtype, strategy)
-        report = gloo.run(config, TOKENS, REPEATS, advance=lambda: samples.append(None))
+        report = cpu.run(config, TOKENS, REPEATS, advance=lambda: samples.append(None))
         _gpu_sides(config)
         _rows_are_counted(config)
     assert len(samples) == 2 * 3 * REPEATS
-    combine = all_to_all.AllToAll.combine
-    all_to_all.AllToAll.combine = lambda self, rows, sent: combine(self, rows, sent) * 1.5
+    back = all_to_all.AllToAll.back
+    all_to_all.AllToAll.back = lambda self, handle: back(self, handle) * 1.5
     with pytest.raises(RuntimeError, match="gloo: the round's output is not the weighted sum"):
-        gloo.run(config, (4,), 1)
+        cpu.run(config, (4,), 1)
     if dist.get_rank() == 0:
         report.write_json(folder / "results.json")
     dist.destroy_process_group()
@@ -72,8 +71,8 @@ def _gpu_sides(config: EPConfig) -> None:
         return Times(1.0, 2.0, 3.0)
 
     gpu.measure, gpu.host_us = measure, lambda side, group: (4.0, 5.0)
-    results = gpu.run(config, TOKENS, REPEATS, contenders=GPU_CONTENDERS).results
-    assert [(r.tokens, r.contender, r.payload) for r in results] == [
+    results = gpu.run(config, TOKENS, REPEATS, contenders=GPU_CONTENDERS).content["results"]
+    assert [(r["tokens"], r["contender"], r["payload"]) for r in results] == [
         (T, contender, payload)
         for T in TOKENS
         for payload in gpu.Payload
@@ -103,32 +102,25 @@ def test_two_ranks(tmp_path):
 
 def test_views(tmp_path):
     times = [Times(1.0, 2.0, 3.0), Times(10.0, 11.0, 21.0), Times(4.0, 5.0, 9.0)]
-    report = gloo.GlooReport([gloo.Result(tokens, *times) for tokens in (1, 16)])
-    assert report.table().row_count == 6
-    assert (report.results[0].ratio, report.results[0].ratio_kept) == (7, 3)
-    report.plot(tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_plot_has_a_title_and_says_what_its_ratios_are(tmp_path, monkeypatch):
-    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # text as text
-    gloo.GlooReport([gloo.Result(16, *[Times(1.0, 2.0, 3.0)] * 3)]).plot(tmp_path / "plot.svg", "tiny: 2 ranks")
-    drawn = (tmp_path / "plot.svg").read_text()
-    assert "tiny: 2 ranks" in drawn and "ratio: the round of gloo all_to_all / the round of epmoe" in drawn
+    sides = dict(zip(("epmoe", "gloo", "gloo, kept buffers"), times, strict=True))
+    report = cpu.report([cpu.Result(tokens, sides) for tokens in (1, 16)], several_nodes=False)
+    assert report.table("tiny: 2 ranks").row_count == 6
+    figures = report.content["results"][0]
+    assert (figures["ratio"], figures["ratio_kept"]) == (7, 3)
+    for name, start in (("plot.png", b"\x89PNG"), ("plot.svg", b"<?xml")):
+        report.plot(tmp_path / name, "tiny: 2 ranks")
+        assert (tmp_path / name).read_bytes().startswith(start)
 
 
 def test_the_facts_beside_the_figures(tmp_path):
     """The facts of the run come before the figures, but not into the file that `exchange.tuning` names."""
-    report = gloo.GlooReport([gloo.Result(16, *[Times(1.0, 2.0, 3.0)] * 3)])
-    report.write_json(tmp_path / "figures.json", facts(_config("float32", "linear"), "uniform", 3))
+    report = cpu.report([cpu.Result(16, dict.fromkeys("abc", Times(1.0, 2.0, 3.0)))], several_nodes=True)
+    report.write_json(tmp_path / "figures.json", facts(report.benchmark, _config("float32", "linear"), "uniform", 3))
     content = json.loads((tmp_path / "figures.json").read_text())
-    assert list(content)[:4] == ["benchmark", "config", "routing", "ranks"] and list(content)[-2:] == [
-        "units",
-        "results",
-    ]
+    assert list(content)[:4] == ["benchmark", "config", "routing", "ranks"]
+    assert list(content)[-2:] == ["units", "results"] and content["benchmark"] == "rail"
     row = TuningRow(tokens=16, hidden_size=128, ranks=2)
-    tune.TuningReport([tune.Tuned(row, 1.0, 2.0)]).write_json(tmp_path / "tuning.json", {"ranks": 2})
-    assert json.loads((tmp_path / "tuning.json").read_text()) == {"rows": [row.model_dump()]}
+    tune.report([tune.Tuned(row, 1.0, 2.0)]).write_json(tmp_path / "tuning.json")
     assert Tuning.load(tmp_path / "tuning.json").rows == (row,)
 
 
@@ -147,7 +139,7 @@ def test_the_commit_of_a_checkout(tmp_path):
 
 def test_views_of_gpus(tmp_path):
     plain = gpu.Payload.PLAIN
-    report = gpu.GpuReport(
+    report = gpu.report(
         [
             gpu.Result(T, contender, plain, Times(4.0, 5.0, us), 3000, 5000, 2, 8.0, blocks, host)
             for T in (1, 16)
@@ -164,12 +156,6 @@ def test_views_of_gpus(tmp_path):
     assert (ours["payload"], ours["floor_percent"], ours["wire_gbps"]) == ("plain", 80, 0.8)
     report.plot(tmp_path / "plot.svg")
     assert "<svg" in (tmp_path / "plot.svg").read_text()
-
-
-def test_fp8_is_refused():
-    config = _config("bfloat16", "linear", exchange={"payload": "fp8"})
-    with pytest.raises(ValueError, match="`exchange.payload` and `exchange.combine_payload` must be auto"):
-        gloo.run(config)
 
 
 def test_bytes_of_a_row():

@@ -36,7 +36,7 @@ def _worker(folder: Path) -> None:
     dist.init_process_group("gloo")
     steps: list[None] = []
     report = layer.run(_config(), TOKENS, 2, advance=lambda: steps.append(None))
-    assert len(steps) == len(TOKENS) * len(Precision)
+    assert report.benchmark == "layer" and len(steps) == len(TOKENS) * len(Precision)
     combine = ExpertParallel.combine
     for broken in (lambda *given: combine(*given) * 1.2, lambda *given: combine(*given) * torch.nan):
         ExpertParallel.combine = broken
@@ -52,7 +52,7 @@ def test_two_ranks(tmp_path):
     done = torchrun(2, __file__, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads((tmp_path / "results.json").read_text())
-    assert content["benchmark"] == "layer" and content["left_out"] == {"plain, DeepGEMM": "DeepGEMM is for GPUs"}
+    assert content["left_out"] == {"plain, DeepGEMM": "DeepGEMM is for GPUs"}
     rows = content["results"]
     assert [(row["tokens"], row["precision"]) for row in rows] == [(T, p) for T in TOKENS for p in ("plain", "fp8")]
     for row in rows:
@@ -64,7 +64,8 @@ def test_two_ranks(tmp_path):
 
 def test_the_table_says_what_was_left_out():
     results = [layer.Result(T, Precision.FP8, "deep_gemm", 512, 30.0, 20.0, 11.0) for T in (1, 16)]
-    view = layer.LayerReport(results, {Precision.PLAIN_DEEP_GEMM: "it is not installed"}, "bfloat16").table()
+    left_out = {Precision.PLAIN_DEEP_GEMM: "it is not installed"}
+    view = layer.report(results, left_out, "bfloat16").table()
     assert view.row_count == 2 and "plain, DeepGEMM was left out: it is not installed" in str(view.caption)
     assert results[0].on_top == 10
 

@@ -1,4 +1,4 @@
-"""`epmoe bench` over several nodes, here two of one rank: all sides agree with the expected sum; every view."""
+"""`epmoe bench` over several nodes, here two of one rank: all sides agree with the expected sum."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 import torch.distributed as dist
 from launched import run, torchrun
 
-from epmoe.bench import all_to_all, rail
-from epmoe.bench.report import Times
+from epmoe.bench import all_to_all, cpu
 from epmoe.config.config import EPConfig
 
 REPEATS = 2
@@ -33,13 +32,14 @@ def _worker(folder: Path) -> None:
     """What each rank runs."""
     dist.init_process_group("gloo")
     samples: list[None] = []
-    report = rail.run(_config(), TOKENS, REPEATS, advance=lambda: samples.append(None))
+    report = cpu.run(_config(), TOKENS, REPEATS, advance=lambda: samples.append(None))
     assert len(samples) == len(TOKENS) * REPEATS
-    assert [*rail.run(_config(hidden=64), (4,), 1).results[0].sides] == [side for side in SIDES if "fp8" not in side]
-    combine = all_to_all.AllToAll.combine
-    all_to_all.AllToAll.combine = lambda self, rows, sent: combine(self, rows, sent) * 1.5
+    measured = [row["side"] for row in cpu.run(_config(hidden=64), (4,), 1).content["results"]]
+    assert measured == [side for side in SIDES if "fp8" not in side]
+    back = all_to_all.AllToAll.back
+    all_to_all.AllToAll.back = lambda self, handle: back(self, handle) * 1.5
     with pytest.raises(RuntimeError, match="pairs: the round's output is not the weighted sum"):
-        rail.run(_config(), (4,), 1)
+        cpu.run(_config(), (4,), 1)
     if dist.get_rank() == 0:
         report.write_json(folder / "results.json")
     dist.destroy_process_group()
@@ -58,6 +58,7 @@ def test_two_nodes(tmp_path: Path) -> None:
     assert ours["ratio_kept"] == by_side["pairs, kept buffers"]["round"] / ours["round"]
 
 
+@pytest.mark.slow
 def test_the_command_measures_several_nodes(tmp_path: Path) -> None:
     path, figures = tmp_path / "two.json", tmp_path / "figures.json"
     path.write_text(_config().model_dump_json())
@@ -69,18 +70,10 @@ def test_the_command_measures_several_nodes(tmp_path: Path) -> None:
     assert content["benchmark"] == "rail" and content["config"]["topology"]["ranks_per_node"] == 1
 
 
-def test_views(tmp_path: Path) -> None:
-    sides = {side: Times(1.0, 2.0, 3.0 * 2**index) for index, side in enumerate(SIDES)}
-    report = rail.RailReport([rail.Result(tokens, sides) for tokens in (1, 16)])
-    assert report.table().row_count == 10
-    assert report.results[0].ratios("epmoe, exact") == (4, 8)
-    report.plot(tmp_path / "plot.svg", "tiny")
-    assert "<svg" in (tmp_path / "plot.svg").read_text()
-
-
-def test_fp8_is_refused() -> None:
-    with pytest.raises(ValueError, match="must be auto: fp8 is a side of its own"):
-        rail.run(_config(payload="fp8"), TOKENS)
+@pytest.mark.parametrize("key", ["payload", "combine_payload"])
+def test_fp8_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match="must be auto: gloo sends no fp8 rows"):
+        cpu.run(_config(**{key: "fp8"}), TOKENS)
 
 
 if __name__ == "__main__":

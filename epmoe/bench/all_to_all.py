@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from epmoe.config.placement import Placement
+from epmoe.bench.sample import Sample
+from epmoe.bench.sides import Layer
 
 
 @dataclass(frozen=True)
 class Sent:
-    """The expert-major rows [N, D] and what `combine` needs to send their outputs back."""
+    """The expert-major rows [N, D] and what `back` needs to send their outputs back."""
 
     rows: torch.Tensor
     expert_offsets: torch.Tensor  # [e+1] first row of each local expert
@@ -24,33 +25,30 @@ class Sent:
     arrival: torch.Tensor  # [N] for each expert-major row, its index among the arrived rows
     splits_out: list[int]
     splits_in: list[int]
-    weights: torch.Tensor
 
 
-class AllToAll:
-    """Dispatch and combine for one rank of `group`, on `device`. The host reads the counts in each round.
+class AllToAll(Layer):
+    """The baseline for one rank of `group`. The host reads the counts, so that no CUDA graph can hold a round.
 
     By default every call allocates its buffers, as such layers do because sizes change with the routing. With
     `keep_buffers` each buffer stays at the largest size seen. No page fault is left then: the best case of this method.
     """
 
-    def __init__(
-        self,
-        placement: Placement,
-        group: dist.ProcessGroup,
-        device: torch.device | str = "cpu",
-        *,
-        keep_buffers: bool = False,
-    ) -> None:
+    captured = False
+
+    def __init__(self, sample: Sample, group: dist.ProcessGroup, name: str, *, keep_buffers: bool = False) -> None:
         self.keep_buffers = keep_buffers
-        self.rank, self.group = dist.get_rank(group), group
+        self.rank, self.group = sample.rank, group
+        placement = sample.placement
         self.experts_per_rank = [placement.num_local_experts(rank) for rank in range(placement.ep_size)]
         owner_major = sorted(range(placement.num_physical_experts), key=lambda p: (placement.owner(p), p))
-        self.position_P = torch.tensor(owner_major).argsort().to(device)
+        self.position_P = torch.tensor(owner_major).argsort().to(sample.x_TD.device)
         self._buffers: dict[str, torch.Tensor] = {}
+        super().__init__(name, sample)
 
-    def dispatch(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Sent:
+    def out(self) -> Sent:
         """Rows in the order of the local experts; within an expert by source rank, then token."""
+        x_TD, ids_TK = self.sample.x_TD, self.sample.ids_TK
         positions = self.position_P[ids_TK.flatten()]
         order = positions.argsort(stable=True)
         counts_P = positions.bincount(minlength=len(self.position_P))
@@ -70,19 +68,23 @@ class AllToAll:
         rows = self._rows("rows", len(arrival), x_TD)
         torch.index_select(arrived, 0, arrival, out=rows)
         offsets = torch.nn.functional.pad(counts_Re.sum(dim=0).cumsum(dim=0), (1, 0))
-        return Sent(rows, offsets, order, arrival, splits_out, splits_in, weights_TK)
+        return Sent(rows, offsets, order, arrival, splits_out, splits_in)
 
-    def combine(self, rows_ND: torch.Tensor, sent: Sent) -> torch.Tensor:
+    def back(self, handle: Sent) -> torch.Tensor:
         """y [T, D]: the sum over each token's experts of weight times output row."""
-        T, K = sent.weights.shape
+        rows_ND, weights_TK = self.outputs_ND, self.sample.weights_TK
+        T, K = weights_TK.shape
         back = self._rows("arrived", len(rows_ND), rows_ND)
-        back.index_copy_(0, sent.arrival, rows_ND)
+        back.index_copy_(0, handle.arrival, rows_ND)
         home = self._rows("out", T * K, rows_ND)
-        dist.all_to_all_single(home, back, sent.splits_out, sent.splits_in, group=self.group)
+        dist.all_to_all_single(home, back, handle.splits_out, handle.splits_in, group=self.group)
         pairs = self._rows("pairs", T * K, rows_ND)
-        pairs.index_copy_(0, sent.order, home)
-        weights_T1K = sent.weights.unsqueeze(1).to(rows_ND.dtype)
+        pairs.index_copy_(0, handle.order, home)
+        weights_T1K = weights_TK.unsqueeze(1).to(rows_ND.dtype)
         return torch.bmm(weights_T1K, pairs.view(T, K, rows_ND.shape[1])).squeeze(1)
+
+    def rows(self, handle: Sent) -> tuple[torch.Tensor, None, torch.Tensor]:
+        return handle.rows, None, handle.expert_offsets
 
     def _rows(self, name: str, count: int, like: torch.Tensor) -> torch.Tensor:
         if not self.keep_buffers:

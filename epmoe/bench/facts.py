@@ -16,9 +16,10 @@ from epmoe.config.config import EPConfig
 from epmoe.local.simulate import Kind
 
 
-def facts(config: EPConfig, routing: Kind, repeats: int) -> dict[str, Any]:
+def facts(benchmark: str, config: EPConfig, routing: Kind, repeats: int) -> dict[str, Any]:
     """All that is known about this run apart from its figures, as JSON can hold it."""
     return {
+        "benchmark": benchmark,
         "config": config.model_dump(mode="json"),
         "routing": routing,
         "ranks": config.topology.ep_size,

@@ -7,21 +7,18 @@ the floor also carry fp8 rows. Every contender's output is checked first, with i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 
 from epmoe.bench.all_to_all import AllToAll
 from epmoe.bench.floor import BLOCKS, Floor, FloorWindow
 from epmoe.bench.graphs import host_us, measure, round_us
-from epmoe.bench.report import Line, Times, plot_rounds, write_object
+from epmoe.bench.report import Line, Report, Times, microseconds
 from epmoe.bench.sample import Sample, wire_bytes
-from epmoe.bench.sides import Apart, Fused, Pipeline, RankMajor, Rows, Side
+from epmoe.bench.sides import Apart, Fused, RankMajor, Rows, Side
 from epmoe.config.config import EPConfig
 from epmoe.local.simulate import Kind
 from epmoe.service import ExpertParallel
@@ -108,46 +105,25 @@ class Result:
         return None if self.floor is None else 100 * self.floor / self.times.round
 
 
-@dataclasses.dataclass(frozen=True)
-class GpuReport:
-    """One result for each T, contender and payload, in ascending T."""
-
-    results: Sequence[Result]
-
-    def table(self, title: str = "") -> Table:
-        """A row for each contender and payload, by T."""
-        view = Table(title=title, caption=_CAPTION, pad_edge=False)
-        for column in ("T", "side", "payload", "out", "back", "round", "GB/s", "floor", "host"):
-            text = column in ("side", "payload", "host")
-            view.add_column(column, justify="left" if text else "right", no_wrap=text)
-        last = None
-        for r in self.results:
-            if last not in (None, r.tokens):
-                view.add_section()
-            shown = f"{r.tokens}" if r.tokens != last else ""
-            share = "" if r.floor_percent is None or r.blocks else f"[bold]{r.floor_percent:.0f}%[/]"
-            note = f"{r.blocks} blocks" if r.blocks else f"{r.host[0]:.0f} + {r.host[1]:.0f}" if r.host else ""
-            times = (f"{value:,.1f}" if value < 1000 else f"{value:,.0f}" for value in dataclasses.astuple(r.times))
-            view.add_row(shown, r.contender, r.payload, *times, f"{r.wire_gbps:.0f}", share, note)
-            last = r.tokens
-        return view
-
-    def write_json(self, path: Path, facts: Mapping[str, Any] | None = None) -> None:
-        """`facts`, `units`, and `results`: one object for each row of the table, with wire speed and share of floor."""
-        shares = ({"wire_gbps": r.wire_gbps, "floor_percent": r.floor_percent} for r in self.results)
-        results = [dataclasses.asdict(r) | share for r, share in zip(self.results, shares, strict=True)]
-        write_object({"benchmark": "gpu", **(facts or {}), "units": _UNITS, "results": results}, path)
-
-    def plot(self, path: Path, title: str = "") -> None:
-        """Every contender's round over T, in the format of the file's suffix (.png, .svg, .pdf)."""
-        points: dict[tuple[Contender, Payload], list[tuple[int, float]]] = {}
-        for r in self.results:
-            points.setdefault((r.contender, r.payload), []).append((r.tokens, r.times.round))
-        colors = {contender: f"C{i}" for i, contender in enumerate(Contender)}
-        dashes = dict(zip(Payload, ("-", "--", ":"), strict=True))
-        names = {side: side[0] if side[1] is Payload.PLAIN else ", ".join(side) for side in points}
-        lines = [Line(names[s], of, color=colors[s[0]], dashes=dashes[s[1]]) for s, of in points.items()]
-        plot_rounds(lines, path, title)
+def report(results: Sequence[Result]) -> Report:
+    """The figures of `results`, in ascending T, with the speed of the wire and the share of the floor."""
+    rows, objects = [], []
+    points: dict[tuple[Contender, Payload], list[tuple[int, float]]] = {}
+    for r in results:
+        share = "" if r.floor_percent is None or r.blocks else f"[bold]{r.floor_percent:.0f}%[/]"
+        note = f"{r.blocks} blocks" if r.blocks else f"{r.host[0]:.0f} + {r.host[1]:.0f}" if r.host else ""
+        times = map(microseconds, dataclasses.astuple(r.times))
+        rows.append([f"{r.tokens}", r.contender, r.payload, *times, f"{r.wire_gbps:.0f}", share, note])
+        objects.append(dataclasses.asdict(r) | {"wire_gbps": r.wire_gbps, "floor_percent": r.floor_percent})
+        points.setdefault((r.contender, r.payload), []).append((r.tokens, r.times.round))
+    colors = {contender: f"C{i}" for i, contender in enumerate(Contender)}
+    dashes = dict(zip(Payload, ("-", "--", ":"), strict=True))
+    lines = [
+        Line(side if payload is Payload.PLAIN else f"{side}, {payload}", of, colors[side], dashes[payload])
+        for (side, payload), of in points.items()
+    ]
+    columns = ("T", "side", "payload", "out", "back", "round", "GB/s", "floor", "host")
+    return Report("gpu", {"units": _UNITS, "results": objects}, columns, rows, lines, _CAPTION)
 
 
 def default_payloads(config: EPConfig) -> list[Payload]:
@@ -165,7 +141,7 @@ def run(
     payloads: Sequence[Payload] = tuple(Payload),
     group: dist.ProcessGroup | None = None,
     advance: Callable[[], object] = lambda: None,
-) -> GpuReport:
+) -> Report:
     """Measure each T of `tokens`. Collective over `group` (default: the world); all ranks pass the same arguments.
 
     Each graph is replayed `repeats` times. `advance` is called after each (T, payload). Raises RuntimeError if an
@@ -186,7 +162,7 @@ def run(
                 results += _measure(ep, group, samples[T], payload, contenders, floor_window, repeats)
                 torch.cuda.empty_cache()  # the graphs' pools would leave the next windows too little memory
                 advance()
-    return GpuReport(sorted(results, key=lambda result: tokens.index(result.tokens)))
+    return report(sorted(results, key=lambda result: tokens.index(result.tokens)))
 
 
 def _with_payload(config: EPConfig, payload: Payload) -> EPConfig:
@@ -225,8 +201,7 @@ def _measure(
     if Contender.ROWS in contenders and payload is Payload.PLAIN:
         yield result(Contender.ROWS, Rows(sample, group))
     if Contender.PIPELINE in contenders and payload is Payload.PLAIN:
-        layer = AllToAll(ep.placement, group, ep.device)
-        yield result(Contender.PIPELINE, Pipeline(layer, sample, "all_to_all_single, the whole pipeline"))
+        yield result(Contender.PIPELINE, AllToAll(sample, group, "all_to_all_single, the whole pipeline"))
     ours_of = {Contender.RANK_MAJOR: RankMajor, Contender.APART: Apart, Contender.FUSED: Fused}
     for contender, kind in ours_of.items():
         if contender in contenders:

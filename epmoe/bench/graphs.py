@@ -46,11 +46,16 @@ def measure(side: Side, replays: int, group: dist.ProcessGroup) -> Times:
     if side.captured:
         plain, plain_last = _captured(lambda: _rounds(side, ROUNDS, lambda: None))
         stamped, stamped_last = _captured(lambda: _rounds(side, ROUNDS, stamp))
-        last = [*_left(side, *plain_last), *_left(side, *stamped_last)]
+        last = [
+            tensor for handle, came_back in (plain_last, stamped_last) for tensor in (*side.arrived(handle), came_back)
+        ]
         poison(last)
         rounds = [_graph_us(side, plain, group) for _ in range(replays)]
         ways = [_ways_us(side, stamped.replay, events, group) for _ in range(replays)]
-        _compare(side, last, wanted * 2)
+        torch.cuda.synchronize()
+        pairs = zip(last, wanted * 2, strict=True)
+        if not all(torch.equal(got.view(torch.uint8), right.view(torch.uint8)) for got, right in pairs):
+            raise RuntimeError(f"{side.name}: the outputs of a replayed round differ from an eager round's")
     else:
         ways = []
         for _ in range(replays):
@@ -142,14 +147,3 @@ def _ways_us(
     torch.cuda.synchronize()
     spans = [begin.elapsed_time(end) * 1e3 for begin, end in pairwise(events)]
     return statistics.fmean(spans[::2]), statistics.fmean(spans[1::2])
-
-
-def _left(side: Side, handle: Any, came_back: Tensor) -> list[Tensor]:
-    return [*side.arrived(handle), came_back]
-
-
-def _compare(side: Side, got: list[Tensor], wanted: list[Tensor]) -> None:
-    torch.cuda.synchronize()
-    for left, right in zip(got, wanted, strict=True):
-        if not torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
-            raise RuntimeError(f"{side.name}: the outputs of a replayed round differ from an eager round's")

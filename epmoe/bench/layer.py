@@ -12,12 +12,9 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 
 from epmoe.bench.graphs import measure, slowest
 from epmoe.bench.layer_sides import (
@@ -28,7 +25,7 @@ from epmoe.bench.layer_sides import (
     problem_with,
     random_experts,
 )
-from epmoe.bench.report import Line, plot_rounds, write_object
+from epmoe.bench.report import Line, Report, microseconds
 from epmoe.bench.sides import Side
 from epmoe.config.config import EPConfig
 from epmoe.local.simulate import Kind
@@ -70,50 +67,27 @@ class Result:
         return self.layer - self.experts
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerReport:
-    """One result for each T and precision, in ascending T; and why other precisions were left out."""
-
-    results: Sequence[Result]
-    left_out: Mapping[Precision, str]
-    dtype: str
-    """of the model"""
-
-    def table(self, title: str = "") -> Table:
-        """A row for each precision, by T."""
-        reasons = (f"\n{precision} was left out: {reason}" for precision, reason in self.left_out.items())
-        view = Table(title=title, caption=_CAPTION + "".join(reasons), pad_edge=False)
-        for column in ("T", "precision", "GEMM", "rows", "layer", "experts", "on top", "exchange"):
-            view.add_column(column, justify="left" if column in ("precision", "GEMM") else "right")
-        last = None
-        for r in self.results:
-            if last not in (None, r.tokens):
-                view.add_section()
-            times = (f"{us:,.1f}" if abs(us) < 1000 else f"{us:,.0f}" for us in (r.layer, r.experts, r.on_top))
-            shown = f"{r.tokens}" if r.tokens != last else ""
-            view.add_row(shown, self._name(r.precision), r.gemm, f"{r.rows:,}", *times, f"{r.exchange:,.1f}")
-            last = r.tokens
-        return view
-
-    def write_json(self, path: Path, facts: Mapping[str, Any] | None = None) -> None:
-        """`facts`, `units`, `left_out`, and `results`: one object for each row of the table."""
-        results = [dataclasses.asdict(r) | {"on_top": r.on_top} for r in self.results]
-        content = {"units": _UNITS, "left_out": self.left_out, "results": results}
-        write_object({"benchmark": "layer", **(facts or {}), **content}, path)
-
-    def plot(self, path: Path, title: str = "") -> None:
-        """The layer and its experts over T, in the format of the file's suffix (.png, .svg, .pdf)."""
-        lines = []
-        for i, precision in enumerate(Precision):
-            of = [r for r in self.results if r.precision is precision]
-            if of:
-                name, color = self._name(precision), f"C{i}"
-                lines.append(Line(f"{name}, layer", [(r.tokens, r.layer) for r in of], color=color))
-                lines.append(Line(f"{name}, experts", [(r.tokens, r.experts) for r in of], color=color, dashes=":"))
-        plot_rounds(lines, path, title, what="a layer, µs")
-
-    def _name(self, precision: Precision) -> str:
-        return precision.replace("plain", self.dtype)
+def report(results: Sequence[Result], left_out: Mapping[Precision, str], dtype: str) -> Report:
+    """The figures of `results`, in ascending T. `left_out`: why other precisions are missing; `dtype`: the model's."""
+    names = {precision: precision.replace("plain", dtype) for precision in Precision}
+    rows, objects, lines = [], [], []
+    for r in results:
+        times = map(microseconds, (r.layer, r.experts, r.on_top, r.exchange))
+        rows.append([f"{r.tokens}", names[r.precision], r.gemm, f"{r.rows:,}", *times])
+        objects.append(dataclasses.asdict(r) | {"on_top": r.on_top})
+    for i, precision in enumerate(Precision):
+        if of := [r for r in results if r.precision is precision]:
+            lines.append(Line(f"{names[precision]}, layer", [(r.tokens, r.layer) for r in of], f"C{i}"))
+            lines.append(Line(f"{names[precision]}, experts", [(r.tokens, r.experts) for r in of], f"C{i}", ":"))
+    return Report(
+        "layer",
+        {"units": _UNITS, "left_out": left_out, "results": objects},
+        ("T", "precision", "GEMM", "rows", "layer", "experts", "on top", "exchange"),
+        rows,
+        lines,
+        "\n".join([_CAPTION, *(f"{name} was left out: {reason}" for name, reason in left_out.items())]),
+        "a layer, µs",
+    )
 
 
 def check(config: EPConfig) -> None:
@@ -132,7 +106,7 @@ def run(
     *,
     group: dist.ProcessGroup | None = None,
     advance: Callable[[], object] = lambda: None,
-) -> LayerReport:
+) -> Report:
     """Measure each T of `tokens`. Collective over `group` (default: the world); all ranks pass the same arguments.
 
     `repeats` is the number of samples, or of replays. `advance` is called once for each T and precision. Raises
@@ -154,7 +128,7 @@ def run(
             results += _measure(config, precision, device, tokens, repeats, routing, group, advance)
             if on_gpus:
                 torch.cuda.empty_cache()  # the next weights need the room
-    return LayerReport(sorted(results, key=lambda result: result.tokens), left_out, config.model.dtype)
+    return report(sorted(results, key=lambda result: result.tokens), left_out, config.model.dtype)
 
 
 def _measure(

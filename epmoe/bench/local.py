@@ -1,4 +1,4 @@
-"""Times the local kernels on one GPU: `python -m epmoe.bench.local [--json FILE] [route|permute|…]`.
+"""Times the local kernels on one GPU: `python -m epmoe.bench.local [--json FILE]`.
 
 A CUDA graph holds several calls, each with its own inputs and outputs: together ten times the L2 cache where the sizes
 allow. A figure is the median over replays of the time of a call. Outputs are poisoned before and compared after the
@@ -12,18 +12,16 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import epmoe
+from epmoe.bench.sides import poison
 from epmoe.extras import explain
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 D, K = 7168, 8
 ROTATED_BYTES = 600 << 20  # inputs and outputs of a graph: more than ten times the 50 MB of an H200's L2 cache
@@ -44,18 +42,6 @@ class Case:
     check: Callable[[int, Any], None]
 
 
-@dataclass(frozen=True)
-class Timing:
-    """us: microseconds a call. floor: microseconds that its bytes take at the speed of a local copy."""
-
-    kernel: str
-    tokens: int
-    us: float
-    target: float | None
-    peer: float | None
-    floor: float
-
-
 def sets_for(num_bytes: int) -> int:
     """How many sets of inputs a graph gets, each call moving `num_bytes`."""
     return max(3, min(64, ROTATED_BYTES // num_bytes))
@@ -72,7 +58,8 @@ def graph_us(call: Callable[[int], Any], sets: int, replays: int = 30) -> tuple[
         with torch.cuda.graph(graph, stream=stream):
             results = [call(i) for _ in range(rounds) for i in range(sets)]
         for result in results:
-            poison(result)
+            tensors = result if isinstance(result, tuple) else (result,)
+            poison(tensor for tensor in tensors if isinstance(tensor, Tensor))
         times = []
         for _ in range(replays):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -82,13 +69,6 @@ def graph_us(call: Callable[[int], Any], sets: int, replays: int = 30) -> tuple[
             end.synchronize()
             times.append(begin.elapsed_time(end) * 1e3 / (rounds * sets))
     return statistics.median(times[3:]), results[:sets]
-
-
-def poison(result: Any) -> None:
-    """Set all bits of every tensor in `result`."""
-    for tensor in result if isinstance(result, tuple) else [result]:
-        if isinstance(tensor, Tensor) and tensor.numel():
-            tensor.view(-1).view(torch.uint8).fill_(0xFF)
 
 
 def route_cases() -> Iterator[Case]:
@@ -201,57 +181,40 @@ def activation_cases() -> Iterator[Case]:
             yield Case(name, T, None, None, num_bytes, len(rows), call, check)
 
 
-CASES = {
-    "route": route_cases,
-    "permute": permute_cases,
-    "finalize": finalize_cases,
-    "activation": activation_cases,
-}
-
-
-def run(kernels: list[str]) -> list[Timing]:
-    """Time every case of `kernels`, keys of `CASES`, and check its results."""
-    timings = []
-    for kernel in kernels:
-        for case in CASES[kernel]():
+def run() -> Iterator[tuple[Case, float]]:
+    """Time every case in microseconds a call, and check its results."""
+    for cases in (route_cases, permute_cases, finalize_cases, activation_cases):
+        for case in cases():
             us, results = graph_us(case.call, case.sets)
             for i, result in enumerate(results):
                 case.check(i, result)
-            del results
-            floor = case.bytes / COPY_BYTES_PER_US
-            timings.append(Timing(case.kernel, case.tokens, us, case.target, case.peer, floor))
-    return timings
-
-
-def table_of(timings: list[Timing]) -> Table:
-    """One row a case; "!" marks a missed target."""
-    from rich.table import Table
-
-    table = Table("kernel", title=f"{torch.cuda.get_device_name()}, µs a call")
-    for column in ("tokens", "µs", "target", "peer", "bytes' floor"):
-        table.add_column(column, justify="right")
-    for t in timings:
-        missed = t.target is not None and t.us > t.target
-        figures = (f"{t.us:.2f}{' !' if missed else ''}", t.target, t.peer, f"{t.floor:.2f}")
-        table.add_row(t.kernel, str(t.tokens), *("–" if f is None else str(f) for f in figures))
-    return table
+            yield case, us
 
 
 def main() -> None:
+    """Print a row for each case, where "!" marks a missed target, and write `--json`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kernels", nargs="*", help=f"of {', '.join(CASES)}; default: all")
     parser.add_argument("--json", type=Path, help="also write the timings to this file")
-    arguments = parser.parse_args()
+    path = parser.parse_args().json
     try:
         from rich.console import Console
+        from rich.table import Table
     except ModuleNotFoundError as error:
         parser.error(explain(error) or str(error))
-    if unknown := set(arguments.kernels) - set(CASES):
-        parser.error(f"no such kernel: {', '.join(unknown)}")
-    timings = run(arguments.kernels or list(CASES))
-    Console(width=120).print(table_of(timings))
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(t) for t in timings], indent=1))
+    table = Table("kernel", title=f"{torch.cuda.get_device_name()}, µs a call")
+    for column in ("tokens", "µs", "target", "peer", "bytes' floor"):
+        table.add_column(column, justify="right")
+    timings = []
+    for case, us in run():
+        floor = case.bytes / COPY_BYTES_PER_US
+        missed = case.target is not None and us > case.target
+        figures = (f"{us:.2f}{' !' if missed else ''}", case.target, case.peer, f"{floor:.2f}")
+        table.add_row(case.kernel, str(case.tokens), *("–" if f is None else str(f) for f in figures))
+        timing = {"kernel": case.kernel, "tokens": case.tokens, "us": us, "target": case.target, "peer": case.peer}
+        timings.append(timing | {"floor": floor})
+    Console(width=120).print(table)
+    if path:
+        path.write_text(json.dumps(timings, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What the benchmarks of the exchange share: their common shape, the times, the JSON file and the plot."""
+"""What the benchmarks of the exchange give back: figures as a table, a JSON file and a plot."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,22 +14,81 @@ from rich.table import Table
 from epmoe.config.config import EPConfig
 from epmoe.local.simulate import Kind
 
+_TEXT = ("side", "payload", "precision", "GEMM", "host")  # columns that are not figures
 
-class Report(Protocol):
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds of one round: dispatch with permute, combine with finalize, and both together."""
+
+    dispatch: float
+    combine: float
+    round: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """One side of a plot: (T, µs) of its points, and matplotlib's colour and line style."""
+
+    label: str
+    points: Sequence[tuple[int, float]]
+    color: str | None = None
+    dashes: str = "-"
+
+
+@dataclass(frozen=True)
+class Report:
     """The figures of one benchmark, the same on every rank."""
 
+    benchmark: str
+    """its name in the JSON file"""
+    content: Mapping[str, Any]
+    """of the JSON file, without the facts of the run"""
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    """a cell for each column, T first, in ascending T"""
+    lines: Sequence[Line]
+    caption: str
+    what: str = "dispatch + combine, µs"
+    """of the plot's points"""
+
     def table(self, title: str = "") -> Table:
-        """The figures for a terminal."""
+        """The figures for a terminal, in sections by T."""
+        view = Table(title=title, caption=self.caption, pad_edge=False)
+        for column in self.columns:
+            view.add_column(column, justify="left" if column in _TEXT else "right", no_wrap=column in _TEXT)
+        last = None
+        for tokens, *cells in self.rows:
+            if last not in (None, tokens):
+                view.add_section()
+            view.add_row("" if tokens == last else tokens, *cells)
+            last = tokens
+        return view
 
     def write_json(self, path: Path, facts: Mapping[str, Any] | None = None) -> None:
-        """The figures for a program, with the `facts` of the run beside them."""
+        """Write the figures for a program, with the `facts` of the run before them."""
+        path.write_text(json.dumps({**(facts or {}), **self.content}, indent=2) + "\n", encoding="utf-8")
 
     def plot(self, path: Path, title: str = "") -> None:
-        """The round's time over T. The file's suffix picks the format (.png, .svg, .pdf)."""
+        """Plot every side's time over T. The file's suffix picks the format (.png, .svg, .pdf)."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 5), layout="constrained")
+        axes = figure.subplots()
+        for line in self.lines:
+            axes.loglog(*zip(*line.points, strict=True), "o", ls=line.dashes, color=line.color, label=line.label)
+        tokens = sorted({at for line in self.lines for at, _ in line.points})
+        axes.set(xlabel="tokens per rank", ylabel=self.what, title=title)
+        axes.set_xticks(tokens, [str(T) for T in tokens])
+        axes.minorticks_off()
+        axes.margins(y=0.15)
+        axes.grid(alpha=0.3)
+        figure.legend(loc="outside right upper")
+        figure.savefig(path)
 
 
 class Benchmark(Protocol):
-    """What `epmoe bench` chooses between: `gloo.run`, `gpu.run`, `layer.run` and `tune.run`."""
+    """What `epmoe bench` chooses between: `cpu.run`, `gpu.run`, `layer.run` and `tune.run`."""
 
     def __call__(
         self,
@@ -47,50 +106,6 @@ class Benchmark(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Times:
-    """Microseconds of one round: dispatch with permute, combine with finalize, and both together."""
-
-    dispatch: float
-    combine: float
-    round: float
-
-
-@dataclass(frozen=True)
-class Line:
-    """One side of a plot: (T, µs of a round), a note at each point, and matplotlib's colour and line style."""
-
-    label: str
-    points: Sequence[tuple[int, float]]
-    notes: Sequence[str] = field(default=())
-    color: str | None = None
-    dashes: str = "-"
-
-
-def write_object(content: Mapping[str, Any] | Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write `content` as indented JSON."""
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def plot_rounds(
-    lines: Sequence[Line], path: Path, title: str = "", note: str = "", what: str = "dispatch + combine, µs"
-) -> None:
-    """Plot every side's time, which is of `what`, over T, and `note` below. The file's suffix picks the format."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    for line in lines:
-        axes.loglog(*zip(*line.points, strict=True), "o", ls=line.dashes, color=line.color, label=line.label)
-        for at, text in zip(line.points, line.notes, strict=False):
-            axes.annotate(text, at, (0, -14), textcoords="offset points", ha="center")
-    tokens = sorted({at for line in lines for at, _ in line.points})
-    axes.set(xlabel="tokens per rank", ylabel=what, title=title)
-    if note:
-        figure.supxlabel(note, fontsize="small")
-    axes.set_xticks(tokens, [str(T) for T in tokens])
-    axes.minorticks_off()
-    axes.margins(y=0.15)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper")
-    figure.savefig(path)
+def microseconds(value: float) -> str:
+    """A time for a table: with a tenth below 1000."""
+    return f"{value:,.1f}" if abs(value) < 1000 else f"{value:,.0f}"

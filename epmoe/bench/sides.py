@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epmoe.bench.all_to_all import AllToAll, Sent
 from epmoe.bench.sample import Sample
 from epmoe.exchange.handles import Dispatched
 from epmoe.local.finalize import finalize
@@ -162,25 +161,6 @@ def _slabs(sample: Sample, buffer_RMX: Tensor) -> list[Tensor]:
     """The rows that arrived, by source."""
     counts_R = sample.rows_RR[:, sample.rank].tolist()
     return [slab[:count] for slab, count in zip(buffer_RMX, counts_R, strict=True)]
-
-
-class Pipeline(Layer):
-    """The same work over `all_to_all_single`. The host reads the counts, so that no CUDA graph can hold it."""
-
-    captured = False
-
-    def __init__(self, layer: AllToAll, sample: Sample, name: str) -> None:
-        self.layer = layer
-        super().__init__(name, sample)
-
-    def out(self) -> Sent:
-        return self.layer.dispatch(self.sample.x_TD, self.sample.ids_TK, self.sample.weights_TK)
-
-    def back(self, handle: Sent) -> Tensor:
-        return self.layer.combine(self.outputs_ND, handle)
-
-    def rows(self, handle: Sent) -> tuple[Tensor, Tensor | None, Tensor]:
-        return handle.rows, None, handle.expert_offsets
 
 
 class Rows(Side):

@@ -7,17 +7,14 @@ its output is checked.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 
 from epmoe.bench.graphs import round_us
-from epmoe.bench.report import Line, plot_rounds, write_object
+from epmoe.bench.report import Line, Report, microseconds
 from epmoe.bench.sample import Sample
 from epmoe.bench.sides import Fused
 from epmoe.config.config import EPConfig
@@ -47,33 +44,23 @@ class Tuned(NamedTuple):
     """microseconds of a round with the launch that the kernels choose"""
 
 
-@dataclasses.dataclass(frozen=True)
-class TuningReport:
-    """One result for each T, ascending."""
-
-    results: Sequence[Tuned]
-
-    def table(self, title: str = "") -> Table:
-        """A row for each T: the launch, the time of its round, and the time untuned."""
-        view = Table(title=title, caption="µs a round on the slowest rank; 0: the kernels choose", pad_edge=False)
-        for column in ("T", *Launch.model_fields, "round", "untuned"):
-            view.add_column(column.replace("_", " "), justify="right")
-        for row, us, untuned_us in self.results:
-            launch = (f"{getattr(row, name)}" for name in Launch.model_fields)
-            view.add_row(f"{row.tokens}", *launch, f"{us:,.1f}", f"{untuned_us:,.1f}")
-        return view
-
-    def write_json(self, path: Path, facts: Mapping[str, Any] | None = None) -> None:
-        """The file that `exchange.tuning` names: its rows alone, without `facts`."""
-        write_object({"rows": [row.model_dump() for row, *_ in self.results]}, path)
-
-    def plot(self, path: Path, title: str = "") -> None:
-        """The round over T, tuned and untuned, in the format of the file's suffix (.png, .svg, .pdf)."""
-        lines = [
-            Line("untuned", [(row.tokens, untuned_us) for row, _, untuned_us in self.results]),
-            Line("tuned", [(row.tokens, us) for row, us, _ in self.results]),
-        ]
-        plot_rounds(lines, path, title)
+def report(results: Sequence[Tuned]) -> Report:
+    """The launch for each T, the time of its round, and the time untuned. The JSON is what `exchange.tuning` names."""
+    launches = [[f"{getattr(row, name)}" for name in Launch.model_fields] for row, *_ in results]
+    return Report(
+        "tune",
+        {"rows": [row.model_dump() for row, *_ in results]},
+        ("T", *(name.replace("_", " ") for name in Launch.model_fields), "round", "untuned"),
+        [
+            [f"{row.tokens}", *launch, microseconds(us), microseconds(untuned_us)]
+            for (row, us, untuned_us), launch in zip(results, launches, strict=True)
+        ],
+        [
+            Line("untuned", [(row.tokens, untuned_us) for row, _, untuned_us in results]),
+            Line("tuned", [(row.tokens, us) for row, us, _ in results]),
+        ],
+        "µs a round on the slowest rank; 0: the kernels choose",
+    )
 
 
 def launches(tokens: Sequence[int]) -> int:
@@ -89,7 +76,7 @@ def run(
     *,
     group: dist.ProcessGroup | None = None,
     advance: Callable[[], object] = lambda: None,
-) -> TuningReport:
+) -> Report:
     """Tune each T of `tokens`. Collective over `group` (default: the world); all ranks pass the same arguments.
 
     Each launch is replayed `repeats` times; `advance` is called after it. Raises RuntimeError if an output is wrong.
@@ -112,7 +99,7 @@ def run(
                         best, least_us = row, us
                     advance()
             results.append(Tuned(best, least_us, untuned_us))
-    return TuningReport(results)
+    return report(results)
 
 
 def _grid(tokens: int) -> _Grid:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from epmoe.bench import gloo, gpu, layer, rail, tune
+from epmoe.bench import cpu, gpu, layer, tune
 from epmoe.bench.facts import facts
 from epmoe.bench.report import Benchmark
 from epmoe.cli.console import UserError, check_output, console, launched_rank, require
@@ -54,13 +54,13 @@ def bench(
     check_output("--plot", plot, (".png", ".svg", ".pdf"))
     on_gpus = parsed.exchange.transport == "nvlink"
     model, limit = parsed.model, parsed.capacity.max_num_tokens_per_rank
-    usual = layer.TOKENS if whole_layer and on_gpus else gpu.TOKENS if on_gpus else gloo.TOKENS
+    usual = layer.TOKENS if whole_layer and on_gpus else gpu.TOKENS if on_gpus else cpu.TOKENS
     counts = sorted(set(tokens or [count for count in usual if count <= limit]))
     if max(counts) > limit:
         raise UserError(f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got {max(counts)}")
     if routing == "adversarial":
         raise UserError("`--routing` must not be adversarial: its outputs are not the weighted sums that are checked")
-    benchmark: Benchmark = gloo.run if parsed.topology.num_nodes == 1 else rail.run
+    benchmark: Benchmark = cpu.run
     steps = repeats * len(counts)
     if tuning:
         if not on_gpus or side or payload or as_json or whole_layer:
@@ -100,8 +100,10 @@ def bench(
     console.print(report.table(title))
     if 0 in counts:
         console.print("T = 0: no tokens, so nothing was checked")
-    if path := as_json or tuning:
-        report.write_json(path, facts(parsed, routing, repeats))
+    if tuning:
+        report.write_json(tuning)  # what `exchange.tuning` names, without facts
+    elif as_json:
+        report.write_json(as_json, facts(report.benchmark, parsed, routing, repeats))
     if plot:
         experts = f"{model.num_experts} experts, top-{model.num_experts_per_tok}"
         report.plot(plot, f"{title}\nhidden size {model.hidden_size} {model.dtype}, {experts}")

@@ -11,10 +11,10 @@ import typer
 from rich import box
 from rich.table import Table
 
+from epmoe.bench.prediction import predicted, prediction
 from epmoe.cli.capacity import Capacity, advice, network, suggestions
 from epmoe.cli.console import console, human_bytes
 from epmoe.cli.launch import CONFIG, load
-from epmoe.cli.predict import predicted, prediction
 from epmoe.config.config import EPConfig
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.native.arguments import dtype_name

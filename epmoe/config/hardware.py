@@ -1,4 +1,4 @@
-"""The `hardware` section of a configuration: the constants of `NetworkModel` (epmoe/network_model.py)."""
+"""The `hardware` section of a configuration: the constants of `NetworkModel` (epmoe/bench/prediction.py)."""
 
 from __future__ import annotations
 

@@ -89,6 +89,7 @@ def _rows_are_counted(config: EPConfig) -> None:
         side.back(handle)
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path):
     done = torchrun(2, __file__, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

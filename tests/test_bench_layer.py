@@ -48,6 +48,7 @@ def _worker(folder: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path):
     done = torchrun(2, __file__, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -66,6 +66,7 @@ def test_run_starts_its_ranks_itself(alone: Path, config: Path) -> None:
     assert list(alone.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_failed_exchange_is_one_message_and_exit_code_1(alone: Path, config: Path) -> None:
     done = epmoe(f"run {config.name} --steps 1", config.parent, EPMOE_CAPACITY__MAX_EXPERT_ROWS="8")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -113,6 +114,7 @@ RANKS = {  # what the ranks do: the exit code of the command, what it prints
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", RANKS)
 def test_a_rank(what: str, alone: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     program, code, printed = RANKS[what]
@@ -188,6 +190,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_ranks_end_with_the_process_that_started_them(alone: Path, tmp_path: Path) -> None:
     program = f"""
 from epmoe.cli import launch

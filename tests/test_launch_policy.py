@@ -216,6 +216,7 @@ def compiled_variants(stage: str, folder) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc on the PATH")
 @pytest.mark.parametrize("stage", ["dispatch", "combine"])
 def test_the_variant_table_is_what_is_compiled(stage, tmp_path):

@@ -113,12 +113,14 @@ def test_kubernetes_agrees_with_itself() -> None:
     assert service["spec"]["selector"] == apart["labelSelector"]["matchLabels"] == labels
 
 
+@pytest.mark.slow
 def test_torchrun_runs(tmp_path: Path, path: str) -> None:
     outcome = run([str(LAUNCH / "torchrun.sh"), "2", config(tmp_path, 2), "--steps", "1"], PATH=path)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     assert outcome.stdout.count("✓ error against") == 1
 
 
+@pytest.mark.slow
 def test_slurm_runs_two_nodes(tmp_path: Path, path: str) -> None:
     job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "localhost,localhost"}
     command = [*SLURM, config(tmp_path, 1), "--steps", "1"]
@@ -126,6 +128,7 @@ def test_slurm_runs_two_nodes(tmp_path: Path, path: str) -> None:
     assert outcome.stdout.count("✓ error against") == 1, outcome.stdout + outcome.stderr
 
 
+@pytest.mark.slow
 def test_kubernetes_runs_two_pods(tmp_path: Path, path: str) -> None:
     _, _, container = job()
     changed = {

@@ -72,6 +72,7 @@ def test_a_wheel_without_the_library_is_for_any_platform(wheel: zipfile.ZipFile)
     assert not [name for name in wheel.namelist() if name.endswith(".so")]
 
 
+@pytest.mark.slow
 def test_the_wheel_of_an_sdist_is_the_wheel_of_the_tree(tree: Path, wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     with tarfile.open(distribution("sdist", tree)) as sdist:
         sdist.extractall(tmp_path, filter="data")

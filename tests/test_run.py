@@ -69,6 +69,7 @@ def test_a_failed_check_is_exit_code_1(config: Path, tmp_path: Path) -> None:
     assert "exitcode  : 1" in run.stderr
 
 
+@pytest.mark.slow
 def test_a_model_generates_the_tokens_of_one_process(config: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     report = tmp_path / "report.html"
@@ -78,6 +79,7 @@ def test_a_model_generates_the_tokens_of_one_process(config: Path, tmp_path: Pat
     assert "MixtralForCausalLM" in report.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_bench_prints_and_writes_its_figures(config: Path, tmp_path: Path) -> None:
     written, plot = tmp_path / "bench.json", tmp_path / "plot.svg"
     options = ["--tokens", 1, "--tokens", 16, "--repeats", 2, "--json", written, "--plot", plot]

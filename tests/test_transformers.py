@@ -256,6 +256,7 @@ def test_transformers_absent_or_too_old(first, message):
         raise ImportError(run.stderr.strip().splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_transformers_without_ep_implementations_has_the_experts_function():
     code = (
         "import sys; sys.modules['transformers.distributed.expert_parallel'] = None\n"

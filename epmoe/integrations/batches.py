@@ -75,7 +75,7 @@ class SharedExpertParallel:
         In static mode it is M. Over several nodes this is collective: a slab for another node has the same length on
         all ranks, so they must agree on it before the first one leaves. They do so through host memory.
 
-        Raises what `TwoLevels.largest` does. After any other exception, such as a Ctrl-C, this rank takes part without
+        Raises what `Exchange.largest` does. After any other exception, such as a Ctrl-C, this rank takes part without
         tokens in the rounds that follow, whose tag is `tag`; see `run`.
         """
         if self.static:

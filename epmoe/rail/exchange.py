@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from ctypes import c_int64
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -56,6 +57,7 @@ class Failure(NamedTuple):
     why: str
 
 
+@dataclass(eq=False, repr=False)
 class HierarchicalExchange(Exchange):
     """An `Exchange` over the nodes of a group. `rank` and errors are of the group.
 
@@ -69,18 +71,17 @@ class HierarchicalExchange(Exchange):
         deadlines: of both rails.
     """
 
-    def __init__(
-        self,
-        config: EPConfig,
-        node: NodeExchange,
-        memory: RailMemory,
-        rail: Rail,
-        everyone: Rail,
-        global_ranks: list[int],
-        deadlines: Deadlines,
-    ) -> None:
-        self.config, self.plan, self.device, self.global_ranks = config, node.plan, node.device, global_ranks
-        self.node, self.memory, self.rail, self.everyone, self.deadlines = node, memory, rail, everyone, deadlines
+    config: EPConfig
+    node: NodeExchange
+    memory: RailMemory
+    rail: Rail
+    everyone: Rail
+    global_ranks: list[int]
+    deadlines: Deadlines
+
+    def __post_init__(self) -> None:
+        config, node, memory = self.config, self.node, self.memory
+        self.plan, self.device = node.plan, node.device
         self.rank = memory.of_rail(memory.node)
         self.views = node.views | memory.views
         self.rounds = RoundState((c_int64 * len(PROGRESS))())
@@ -92,7 +93,7 @@ class HierarchicalExchange(Exchange):
         self._raises_overflow = config.capacity.on_overflow == "raise"
         self._raises_abort = config.exchange.on_abort == "raise"
         self._aborted: list[int] = []  # ranks of the group that gave the last round up
-        self._aborted_rounds = [0] * len(global_ranks)  # of other nodes
+        self._aborted_rounds = [0] * len(self.global_ranks)  # of other nodes
 
     def dispatch(self, call: Call) -> Dispatched:
         """As `Exchange.dispatch`."""

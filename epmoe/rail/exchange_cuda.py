@@ -16,14 +16,10 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from epmoe.config.config import EPConfig
-from epmoe.config.deadlines import Deadlines
 from epmoe.exchange.health import EPMismatchError, EPOrderError, EPTimeoutError
-from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.waiting import interruptible
 from epmoe.rail.exchange import HierarchicalExchange, Tags
-from epmoe.rail.memory import RailMemory
-from epmoe.rail.rail import DeviceWords, Load, Rail, Transfer
+from epmoe.rail.rail import DeviceWords, Load, Transfer
 
 _SLEEP_S = 50e-6
 _PEEK_S = 0.2
@@ -33,17 +29,9 @@ _PEEKED = ("rail.missed", "rail.total.counters", "rail.total.rows_sent")
 class HierarchicalExchangeOnGPUs(HierarchicalExchange):
     """A `HierarchicalExchange` on a GPU, with its arguments."""
 
-    def __init__(
-        self,
-        config: EPConfig,
-        node: NodeExchange,
-        memory: RailMemory,
-        rail: Rail,
-        everyone: Rail,
-        global_ranks: list[int],
-        deadlines: Deadlines,
-    ) -> None:
-        super().__init__(config, node, memory, rail, everyone, global_ranks, deadlines)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        memory = self.memory
         assert memory.differing is not None
         self._differing = c_int64.from_address(memory.differing.data_ptr())
         self._beside = torch.cuda.Stream(self.device, priority=-1)  # for `peek`
@@ -51,7 +39,7 @@ class HierarchicalExchangeOnGPUs(HierarchicalExchange):
         self._last_stream: Any = None  # of the last round
         self._recording = Lock()
         missed = self.views["rail.missed"][memory.local : memory.local + 1]
-        rail.watch(WeakMethod(self.on_late), DeviceWords(node.latched, missed))
+        self.rail.watch(WeakMethod(self.on_late), DeviceWords(self.node.latched, missed))
 
     @property
     def failed_words(self) -> tuple[Tensor | None, Tensor | None]:

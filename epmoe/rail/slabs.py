@@ -126,7 +126,7 @@ class Slabs:
             S = self.memory.rows_per_node
             counts, lengths = self.carrier.to_host(self.memory.views["rail.counts"], self.lengths)
             self.own_rows = counts[self.memory.node]
-            self.sent_rows = [counts[node] * (node in self.memory.others) for node in range(len(counts))]
+            self.sent_rows = [count * one for count, one in zip(counts, self.memory.one_each(), strict=True)]
             self.received_rows, self.received_tags = [0] * len(counts), []
             for node, (length, *tag) in zip(self.memory.others, lengths, strict=True):
                 possible = 0 <= length <= S  # otherwise it is a mismatch
@@ -210,7 +210,7 @@ class Slabs:
         returned = self.memory.views["rail.returned"]
         receives = [(n + notes) * row_bytes * (node in self.memory.others) for node, n in enumerate(self.sent_rows)]
         if notes and not reads:  # the others may bring rows of another length
-            receives = [returned[0].numel() * (node in self.memory.others) for node in range(len(receives))]
+            receives = [returned[0].numel() * one for one in self.memory.one_each()]
         sends = [
             (n + notes) * row_bytes * (node in self.memory.others and node not in differing)
             for node, n in enumerate(self.received_rows)
@@ -263,7 +263,7 @@ class Slabs:
             return
         room = self.received_rows
         if self.stride > self.slots:
-            room = [self.stride * (node in self.memory.others) for node in range(len(room))]
+            room = [self.stride * one for one in self.memory.one_each()]
         sent = self.memory.views["rail.sent"].flatten(0, 1)[: sum(self.sent_rows)]
         received = self._space()[self.own_rows : self.own_rows + sum(room)]
         self.carrier.start(Load(sent, received, self.sent_rows, room), self._rows_started)

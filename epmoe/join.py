@@ -196,12 +196,13 @@ def _open_nodes(
     group = gloo_group(f"{name}/node/{node}", local, G, connect) if G > 1 else None
     mates = Peers(group, local, G, here, connect.total_seconds(), first=node * G)
     deadlines = Deadlines(times.warmup_timeout_s, times.timeout_s)
-    where = [m * G + local for m in range(N)], peers.rank, peers.size, name, deadlines
     on_cpu = device.type == "cpu"
-    rail = GlooRail(*where, connect) if on_cpu else NcclRail(*where, device, connect)
+    roll = RollCall([m * G + local for m in range(N)], peers.rank, peers.size, name)
+    rail = GlooRail(roll, deadlines, connect) if on_cpu else NcclRail(roll, deadlines, device, connect)
     with ExitStack() as undo:
         undo.callback(rail.close)
-        everyone = GlooRail(list(range(peers.size)), peers.rank, peers.size, f"{name}/everyone", deadlines, connect)
+        all_ranks = RollCall(list(range(peers.size)), peers.rank, peers.size, f"{name}/everyone")
+        everyone = GlooRail(all_ranks, deadlines, connect)
         undo.callback(everyone.close)
         peers.all_gather(None)  # all are connected: a rank that fails from here on cuts no other's connecting
         with mates.part():

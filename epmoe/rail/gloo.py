@@ -17,12 +17,12 @@ from epmoe.config.deadlines import NETWORK_SLACK_S, Deadlines
 from epmoe.rail.rail import DeviceWords, Load, RailError, Transfer
 from epmoe.rail.roll_call import RollCall
 
-CONNECT = timedelta(seconds=60)  # for ranks to reach one another at the start
+_CONNECT = timedelta(seconds=60)  # for ranks to reach one another at the start
 _SPINS = 200  # looks at a transfer before the first sleep
 _SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 2e-3
 
 
-def gloo_group(name: str, rank: int, size: int, connect: timedelta = CONNECT) -> Any:
+def gloo_group(name: str, rank: int, size: int, connect: timedelta) -> Any:
     """A group of a name that no other group has had: `dist.new_group` gives the name of a destroyed one again, and with
     it the addresses that its ranks had. Collective over its ranks. torch declares few of the methods."""
     return dist.ProcessGroupGloo(dist.PrefixStore(f"epmoe/{name}", _get_default_store()), rank, size, connect)
@@ -31,32 +31,22 @@ def gloo_group(name: str, rank: int, size: int, connect: timedelta = CONNECT) ->
 def connect_within(timeout_s: float | None) -> timedelta:
     """How long ranks may take to reach one another, if what they are part of has a deadline: half of it, so that a rank
     that fails still comes in time to say so."""
-    return CONNECT if timeout_s is None else min(CONNECT, timedelta(seconds=timeout_s / 2))
+    return _CONNECT if timeout_s is None else min(_CONNECT, timedelta(seconds=timeout_s / 2))
 
 
 class GlooRail:
     """A `Rail` by all-to-all of torch.distributed, over a group of its own. The host waits for its transfers.
 
     Args:
-        ranks: of the whole group, one on each node: this rail.
-        rank: this one.
-        size: of the whole group.
-        name: the same on all ranks of the group, and of no other group.
+        roll: the ranks of this rail.
         deadlines: of its transfers.
         connect: how long ranks may take to reach one another.
     """
 
-    def __init__(
-        self,
-        ranks: list[int],
-        rank: int,
-        size: int,
-        name: str,
-        deadlines: Deadlines,
-        connect: timedelta = CONNECT,
-    ) -> None:
-        self._roll, self._deadlines, self._ended = RollCall(ranks, rank, size, name), deadlines, False
-        self._group = gloo_group(f"{name}/rail/{ranks[0]}", ranks.index(rank), len(ranks), connect)
+    def __init__(self, roll: RollCall, deadlines: Deadlines, connect: timedelta) -> None:
+        self._roll, self._deadlines, self._ended = roll, deadlines, False
+        name, ranks = f"{roll.name}/rail/{roll.ranks[0]}", roll.ranks
+        self._group = gloo_group(name, ranks.index(roll.rank), len(ranks), connect)
         self._under_way: list[list[Transfer]] = []  # as `start` was given them
 
     def start(self, load: Load, started: list[Transfer]) -> None:

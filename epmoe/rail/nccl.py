@@ -25,7 +25,6 @@ from torch.distributed.distributed_c10d import AllToAllOptions, _get_default_sto
 from epmoe.config.deadlines import Deadlines
 from epmoe.exchange.waiting import interruptible
 from epmoe.native import ops
-from epmoe.rail.gloo import CONNECT
 from epmoe.rail.rail import DeviceWords, Load, RailError, Transfer
 from epmoe.rail.roll_call import RollCall
 
@@ -74,10 +73,7 @@ class NcclRail:
     """A `Rail` by NCCL. `start` and `wait` only queue work, so they can be captured into a CUDA graph.
 
     Args:
-        ranks: of the whole group, one on each node: this rail.
-        rank: this one.
-        size: of the whole group.
-        name: the same on all ranks of the group, and of no other group.
+        roll: the ranks of this rail.
         deadlines: of its transfers.
         device: the GPU.
         connect: how long ranks may take to reach one another.
@@ -86,19 +82,10 @@ class NcclRail:
         RuntimeError: the ranks do not reach one another.
     """
 
-    def __init__(
-        self,
-        ranks: list[int],
-        rank: int,
-        size: int,
-        name: str,
-        deadlines: Deadlines,
-        device: torch.device,
-        connect: timedelta = CONNECT,
-    ) -> None:
-        self._roll, self._deadlines, self._device = RollCall(ranks, rank, size, name), deadlines, device
-        self._others = [int(one != rank) for one in ranks]
-        self._group = nccl_group(f"{name}/rail/{ranks[0]}", ranks.index(rank), len(ranks))
+    def __init__(self, roll: RollCall, deadlines: Deadlines, device: torch.device, connect: timedelta) -> None:
+        self._roll, self._deadlines, self._device, ranks = roll, deadlines, device, roll.ranks
+        self._others = [int(one != roll.rank) for one in ranks]
+        self._group = nccl_group(f"{roll.name}/rail/{ranks[0]}", ranks.index(roll.rank), len(ranks))
         # Of a priority that streams of models rarely have: torch hands out the same few streams again and again.
         self._stream = torch.cuda.Stream(device, priority=-1)
         counts = torch.zeros(4, dtype=torch.int64, device=device)

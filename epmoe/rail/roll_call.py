@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 import torch.distributed as dist
@@ -16,18 +17,21 @@ from epmoe.exchange.waiting import interruptible
 _SEND_S = 0.1  # to write a word into the store, where it can be reached
 
 
+@dataclass(frozen=True)
 class RollCall:
     """Some ranks of a group, which ask one another after a failure.
 
-    Args:
+    Attributes:
         ranks: these ranks, numbered in the group.
         rank: this one.
         size: of the whole group.
         name: the same on all ranks of the group, and of no other group.
     """
 
-    def __init__(self, ranks: list[int], rank: int, size: int, name: str):
-        self._ranks, self._rank, self._size, self._name = ranks, rank, size, name
+    ranks: list[int]
+    rank: int
+    size: int
+    name: str
 
     def missing(self, found: Sequence[int], answer_s: float = ANSWER_S) -> list[int]:
         """After a failure: who is missing. A rank that notices a failure says so; a silent one is missing.
@@ -39,30 +43,30 @@ class RollCall:
         Returns:
             Ranks of the group, at least one; all others of this roll where the store cannot be reached either.
         """
-        others = [rank for rank in self._ranks if rank != self._rank]
+        others = [rank for rank in self.ranks if rank != self.rank]
         heard: dict[int, set[int]] = {}
         store: dist.Store | None = None
         with suppress(RuntimeError, ValueError):  # ValueError: the default group is destroyed
-            store = dist.PrefixStore(f"epmoe/{self._name}/missing", _get_default_store())
+            store = dist.PrefixStore(f"epmoe/{self.name}/missing", _get_default_store())
             interruptible(partial(self._ask, store, found, others, heard, answer_s), answer_s)
         heard = dict(heard)  # the thread may still be at it
         named, silent = set().union(*heard.values()), set(others) - set(heard)
         result = sorted(set(found) or named or silent or others)
         if store is not None:  # for ranks that come too late
             with suppress(RuntimeError):
-                interruptible(partial(store.set, str(self._rank), ",".join(map(str, result))), _SEND_S)
+                interruptible(partial(store.set, str(self.rank), ",".join(map(str, result))), _SEND_S)
         return result
 
     def _ask(
         self, store: dist.Store, found: Sequence[int], others: list[int], heard: dict[int, set[int]], answer_s: float
     ) -> None:
         """Say what this rank has found, and fill `heard` with what the others have. It may never end."""
-        store.set(str(self._rank), ",".join(map(str, found)))
+        store.set(str(self.rank), ",".join(map(str, found)))
         deadline = time.monotonic() + answer_s
         while len(heard) < len(others) and not found and time.monotonic() < deadline:
             for rank in others:
                 if rank not in heard and store.check([str(rank)]):
-                    heard[rank] = _ranks_in(store.get(str(rank)), self._size)
+                    heard[rank] = _ranks_in(store.get(str(rank)), self.size)
             time.sleep(0.02)
 
 

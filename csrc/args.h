@@ -91,19 +91,36 @@ struct QuantizeArgs {
   uint32_t* largest;  // CUDA only, if per_tensor: 4 bytes of workspace
 };
 
+// Which of the N expert-major rows are rows of pairs. All others are neither read nor written.
+struct Segments {
+  const int32_t* expert_offsets;     // [e + 1]
+  const int32_t* tokens_per_expert;  // [e], or null: segments have no gaps
+  int32_t num_local_experts;
+};
+
 // The operator gated_activation. F: width of an expert. B: F / kScaleBlock, rounded up.
 struct GatedActivationArgs {
-  const void* gate_up_N2F;        // F gates, then F ups; or by turns
-  DType dtype;                    // of gate_up, bias and, if they are not fp8, outputs
-  int64_t gate_up_stride;         // between rows
-  const int32_t* expert_offsets;  // [e + 1]; rows at and past the last are neither read nor written
-  int32_t num_local_experts;
+  const void* gate_up_N2F;  // F gates, then F ups; or by turns
+  DType dtype;              // of gate_up, bias and, if they are not fp8, outputs
+  int64_t gate_up_stride;   // between rows
+  Segments segments;
   const void* bias_e2F;  // in the order of gate_up, or null
   int64_t N, F;
   bool interleaved;  // gates and ups by turns
   Gating gating;
-  void* out_NF;      // out
-  float* scales_NB;  // out: then the outputs are fp8 e4m3; or null
+  void* out_NF;           // out
+  float* scales_BN;       // out: then the outputs are fp8 e4m3; or null
+  int64_t scales_stride;  // between blocks of scales_BN, at least N
+};
+
+// The operator scales_by_block: the scales of rows, block by block.
+struct ScalesByBlockArgs {
+  const float* scales_NB;
+  int64_t scales_stride;  // between rows
+  Segments segments;
+  int64_t N, B;
+  float* out_BN;       // out
+  int64_t out_stride;  // between blocks, at least N
 };
 
 }  // namespace epmoe

@@ -60,6 +60,9 @@ constexpr Api kApi = {
     .gated_activation = [](const GatedActivationArgs& args, Stream stream) -> int {
       return gated_activation(args, typed(stream));
     },
+    .scales_by_block = [](const ScalesByBlockArgs& args, Stream stream) -> int {
+      return scales_by_block(args, typed(stream));
+    },
     .dispatch = [](const Exchange& exchange, const DispatchArgs& args, Stream stream) -> int {
       return dispatch(exchange, args, typed(stream));
     },

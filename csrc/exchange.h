@@ -19,6 +19,7 @@ struct DispatchArgs {
   int64_t x_stride_bytes;  // between rows
   const void* ids_TK;      // logical experts
   bool wide_ids;           // ids are int64, else int32
+  bool zero_gaps;          // whether the rows that the alignment leaves between segments become zeros; CUDA only
   int64_t ids_stride;      // between rows
   const void* weights_TK;
   DType weights_dtype;

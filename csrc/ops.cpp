@@ -167,36 +167,71 @@ std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const std::optional<Ten
   return {q, scales};
 }
 
+Segments segments_of(const Tensor& expert_offsets, const std::optional<Tensor>& tokens_per_expert) {
+  int64_t e = expert_offsets.numel() - 1;
+  STD_TORCH_CHECK(e >= 0, "expert_offsets is empty");
+  return {
+      .expert_offsets = pointer<int32_t>(expert_offsets, 1, "expert_offsets"),
+      .tokens_per_expert = pointer<int32_t>(tokens_per_expert, e, "tokens_per_expert"),
+      .num_local_experts = static_cast<int32_t>(e),
+  };
+}
+
+// Columns of a matrix of scales for N rows, so that each of its rows starts at a multiple of 16 bytes.
+int64_t padded_columns(int64_t N) { return ceil_div(N, 4) * 4; }
+
 std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate_up, const Tensor& expert_offsets,
+                                            const std::optional<Tensor>& tokens_per_expert,
                                             const std::optional<Tensor>& bias, bool interleaved, double limit,
                                             double alpha, double up_offset, bool quantize) {
   check_rows(gate_up, "gate_up");
-  int64_t N = gate_up.size(0), F = gate_up.size(1) / 2, e = expert_offsets.numel() - 1;
-  int64_t blocks = ceil_div(F, kScaleBlock);
+  Segments segments = segments_of(expert_offsets, tokens_per_expert);
+  int64_t N = gate_up.size(0), F = gate_up.size(1) / 2, e = segments.num_local_experts;
+  int64_t blocks = ceil_div(F, kScaleBlock), columns = quantize ? padded_columns(N) : 0;
   STD_TORCH_CHECK(gate_up.size(1) == 2 * F && dtype_of(gate_up) != DType::kFloat8E4M3,
                   "gate_up must have as many gates as ups, in float32, float16 or bfloat16");
-  STD_TORCH_CHECK(e >= 0 && N * blocks <= INT32_MAX, "expert_offsets is empty, or gate_up has too many rows");
+  STD_TORCH_CHECK(N * blocks <= INT32_MAX, "gate_up has too many rows");
   STD_TORCH_CHECK(!bias || (bias->scalar_type() == gate_up.scalar_type() && bias->is_contiguous() && bias->dim() == 2 &&
                             bias->size(0) == e && bias->size(1) == 2 * F),
                   "bias must be contiguous [e, 2F] in the dtype of gate_up");
   Tensor out = empty_like_device(gate_up, {N, F}, quantize ? ScalarType::Float8_e4m3fn : gate_up.scalar_type());
-  Tensor scales = empty_like_device(gate_up, {quantize ? N : 0, blocks}, ScalarType::Float);
+  Tensor scales = empty_like_device(gate_up, {blocks, columns}, ScalarType::Float);
   GatedActivationArgs args{
       .gate_up_N2F = gate_up.data_ptr(),
       .dtype = dtype_of(gate_up),
       .gate_up_stride = gate_up.stride(0),
-      .expert_offsets = pointer<int32_t>(expert_offsets, 1, "expert_offsets"),
-      .num_local_experts = static_cast<int32_t>(e),
+      .segments = segments,
       .bias_e2F = bias ? bias->data_ptr() : nullptr,
       .N = N,
       .F = F,
       .interleaved = interleaved,
       .gating = {static_cast<float>(limit), static_cast<float>(alpha), static_cast<float>(up_offset)},
       .out_NF = out.data_ptr(),
-      .scales_NB = quantize ? static_cast<float*>(scales.data_ptr()) : nullptr,
+      .scales_BN = quantize ? static_cast<float*>(scales.data_ptr()) : nullptr,
+      .scales_stride = columns,
   };
   launch(gate_up, args, cpu::gated_activation, &cuda::Api::gated_activation);
   return {out, scales};
+}
+
+Tensor scales_by_block(const Tensor& scales, const Tensor& expert_offsets,
+                       const std::optional<Tensor>& tokens_per_expert) {
+  check_rows(scales, "scales");
+  STD_TORCH_CHECK(scales.scalar_type() == ScalarType::Float, "scales must be float32");
+  int64_t N = scales.size(0), B = scales.size(1);
+  STD_TORCH_CHECK(N * B <= INT32_MAX, "scales has too many rows");
+  Tensor out = empty_like_device(scales, {B, padded_columns(N)}, ScalarType::Float);
+  ScalesByBlockArgs args{
+      .scales_NB = static_cast<const float*>(scales.data_ptr()),
+      .scales_stride = scales.stride(0),
+      .segments = segments_of(expert_offsets, tokens_per_expert),
+      .N = N,
+      .B = B,
+      .out_BN = static_cast<float*>(out.data_ptr()),
+      .out_stride = out.size(1),
+  };
+  launch(scales, args, cpu::scales_by_block, &cuda::Api::scales_by_block);
+  return out;
 }
 
 void implement(torch::stable::detail::StableLibrary& library) {
@@ -206,6 +241,7 @@ void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("zero_padding_rows_", TORCH_BOX(&zero_padding_rows));
   library.impl("quantize_fp8", TORCH_BOX(&quantize_fp8));
   library.impl("gated_activation", TORCH_BOX(&gated_activation));
+  library.impl("scales_by_block", TORCH_BOX(&scales_by_block));
 }
 
 }  // namespace

@@ -17,9 +17,9 @@ enum class Phase { kSendRecv, kSend, kRecv };
 // than scalar arguments of the operator.
 struct ExchangeDescriptor {
   ExchangePlan plan;
-  int64_t expert_major, weight_rows;  // as in DispatchArgs
-  int64_t timeout_ns;                 // of each wait
-  int64_t status;                     // address of the Status, and on CUDA of the Progress behind it
+  int64_t expert_major, weight_rows, zero_gaps;  // as in DispatchArgs
+  int64_t timeout_ns;                            // of each wait
+  int64_t status;                                // address of the Status, and on CUDA of the Progress behind it
 };
 
 const ExchangeDescriptor& parsed(const Tensor& descriptor) {
@@ -100,6 +100,7 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
       .x_stride_bytes = x.stride(0) * bytes,
       .ids_TK = ids.data_ptr(),
       .wide_ids = is_wide(ids),
+      .zero_gaps = d.zero_gaps != 0,
       .ids_stride = ids.stride(0),
       .weights_TK = weights.data_ptr(),
       .weights_dtype = dtype_of(weights),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from epmoe import opaque
+from epmoe.exchange.handles import Dispatched
 from epmoe.exchange.round_state import MAX_TAG
 from epmoe.local.experts import GroupedExperts, without_autocast
 from epmoe.native.arguments import FLOATS, check_tensor, describe, dtype_name
@@ -99,7 +101,7 @@ class MoELayer(nn.Module):
         if torch.compiler.is_compiling():
             x_TD, logits_TE = self._logits(x)
             return opaque.moe(self, x_TD, logits_TE, None, num_tokens, padded_tokens).view(x.shape)
-        with self.ep.giving_up(self.tag):
+        with self._giving_up():
             x_TD, logits_TE = self._logits(x)
         return self.run(x_TD, logits_TE, None, num_tokens, padded_tokens).view(x.shape)
 
@@ -123,15 +125,15 @@ class MoELayer(nn.Module):
         Returns:
             y [T, D] in the dtype of x.
         """
-        with self.ep.giving_up(self.tag):
+        with self._giving_up():
             ids_TK, propagates = routing, weights_TK is None and self._propagates
             if weights_TK is None:
                 ids_TK, weights_TK = self.ep.route(routing, bias=self.bias, num_tokens=num_tokens)
             d = self.ep.dispatch(
                 x_TD, ids_TK, weights_TK, num_tokens=num_tokens, padded_tokens=padded_tokens, tag=self.tag,
-                apply_router_weight_on_input=self.apply_router_weight_on_input,
+                apply_router_weight_on_input=self.apply_router_weight_on_input, aligned=self._aligned,
             )  # fmt: skip
-            expert_rows_ND = self.experts(d.rows, d.expert_offsets, d.scales)
+            expert_rows_ND = self.experts(d.rows, d.expert_offsets, d.scales, **self._of_segments(d))
             y_TD = self.ep.combine(expert_rows_ND, d)
         if propagates:
             model, scoring = self.ep.config.model, self.ep.config.routing.scoring
@@ -143,6 +145,23 @@ class MoELayer(nn.Module):
     def extra_repr(self) -> str:
         """What `repr` says of the exchange."""
         return repr(self.ep)
+
+    @property
+    def _aligned(self) -> bool:
+        """Whether the experts want segments that start at multiples of a number of rows."""
+        return isinstance(self.experts, GroupedExperts) and self.experts.alignment > 1
+
+    def _of_segments(self, d: Dispatched) -> dict[str, Any]:
+        """What `GroupedExperts` also takes of a round."""
+        if not isinstance(self.experts, GroupedExperts):
+            return {}
+        return {"tokens_per_expert": d.tokens_per_expert, "alignment": d.alignment}
+
+    def _giving_up(self) -> AbstractContextManager[None]:
+        """`ExpertParallel.giving_up` of this layer's rounds."""
+        return self.ep.giving_up(
+            self.tag, apply_router_weight_on_input=self.apply_router_weight_on_input, aligned=self._aligned
+        )
 
     def _logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, D] and its logits [T, E]. Raises what `forward` does before anything is sent."""
@@ -156,10 +175,10 @@ class MoELayer(nn.Module):
         model, device, experts = self.ep.config.model, self.ep.device, self.experts
         if ours := isinstance(experts, GroupedExperts):
             dtypes = [experts.dtype]
-            if self.ep.config.capacity.alignment % experts.alignment:
+            if self.ep.config.alignment % experts.alignment:
                 raise ValueError(
-                    f"`capacity.alignment` must be a multiple of {experts.alignment}, got "
-                    f"{self.ep.config.capacity.alignment}: the experts' GEMM is DeepGEMM's, whose segments start there"
+                    f"`capacity.alignment` must be a multiple of {experts.alignment}, or unset, got "
+                    f"{self.ep.config.alignment}: the experts' GEMM is DeepGEMM's, whose segments start there"
                 )
         else:
             dtypes = [model.torch_dtype, *(d for d in FLOATS if d.itemsize < model.torch_dtype.itemsize)]

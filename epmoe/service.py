@@ -106,6 +106,7 @@ class ExpertParallel(Resumable):
         apply_router_weight_on_input: bool = False,
         padded_tokens: int | None = None,
         tag: int = 0,
+        aligned: bool = False,
     ) -> Dispatched:
         """Send each token once to each rank that holds one of its experts.
 
@@ -129,6 +130,8 @@ class ExpertParallel(Resumable):
                 on all ranks, which nothing checks, and at least the tokens of any. One node ignores it.
             tag: from 0 to 65535, equal on all ranks, which every rank checks: a number for the layer, so that ranks in
                 different layers get an error in place of one another's rows. A CUDA graph keeps the tag of its capture.
+            aligned: each expert's segment starts at a multiple of `config.alignment` rows, as GEMMs over blocks of rows
+                want it; equal on all ranks. Without effect where `capacity.alignment` is set: it then holds anyway.
 
         Returns:
             The open round, valid until combine, combine_partial or combine_send is called.
@@ -141,7 +144,9 @@ class ExpertParallel(Resumable):
             EPTimeoutError: ranks did not arrive in time, or left. Ctrl-C, too, ends a wait, and leaves the round open.
         """
         return self.exchange.dispatch(
-            new_call((x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens, tag))
+            new_call(
+                (x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens, tag, aligned)
+            )
         )
 
     def dispatch_send(
@@ -156,6 +161,7 @@ class ExpertParallel(Resumable):
         apply_router_weight_on_input: bool = False,
         padded_tokens: int | None = None,
         tag: int = 0,
+        aligned: bool = False,
     ) -> Sent:
         """The send phase of `dispatch`, with its arguments and errors: sends, and waits for no rank (see `abort`).
 
@@ -165,7 +171,9 @@ class ExpertParallel(Resumable):
         `num_tokens` included, may be overwritten before `dispatch_recv` has returned.
         """
         return self.exchange.dispatch_send(
-            new_call((x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens, tag))
+            new_call(
+                (x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens, tag, aligned)
+            )
         )
 
     def dispatch_recv(self, sent: Sent) -> Dispatched:
@@ -272,6 +280,7 @@ class ExpertParallel(Resumable):
         layout: Layout | None = None,
         apply_router_weight_on_input: bool | None = None,
         padded_tokens: int | None = None,
+        aligned: bool | None = None,
     ) -> None:
         """Take part in a round without tokens, and give it up: for a rank that raised before it called dispatch.
 
@@ -287,6 +296,7 @@ class ExpertParallel(Resumable):
             layout: "expert" or "rank".
             apply_router_weight_on_input: whether dispatch weights the rows.
             padded_tokens: as of dispatch.
+            aligned: whether segments are aligned.
 
         Raises:
             TypeError: an argument has another type; nothing was sent.
@@ -297,18 +307,22 @@ class ExpertParallel(Resumable):
         """
         exchange = self.exchange
         call = exchange.templates.no_tokens(
-            exchange.rounds.template, hidden_size, top_k, dtype, layout, apply_router_weight_on_input
+            exchange.rounds.template, hidden_size, top_k, dtype, layout, apply_router_weight_on_input, aligned
         )
         exchange.abort(exchange.dispatch_send(call._replace(padded_tokens=padded_tokens, tag=tag)))
 
     @contextmanager
-    def giving_up(self, tag: int) -> Iterator[None]:
+    def giving_up(
+        self, tag: int, *, apply_router_weight_on_input: bool | None = None, aligned: bool | None = None
+    ) -> Iterator[None]:
         """Within it a caller takes part in one round. An exception gives the round up, whether it was opened or not.
 
         It raises nothing of the exchange in its place.
 
         Args:
             tag: of the round.
+            apply_router_weight_on_input: of the round, as of `skip`.
+            aligned: likewise.
         """
         exchange = self.exchange
         last_round = exchange.rounds.count
@@ -318,7 +332,7 @@ class ExpertParallel(Resumable):
         except BaseException:
             if exchange.rounds.count == last_round and exchange is self._exchange and not exchange.failed:
                 with suppress(RuntimeError):
-                    self.skip(tag=tag)
+                    self.skip(tag=tag, apply_router_weight_on_input=apply_router_weight_on_input, aligned=aligned)
             raise
 
     def new_tag(self) -> int:

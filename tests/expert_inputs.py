@@ -65,9 +65,9 @@ def want(experts: epmoe.GroupedExperts, rows: Tensor) -> Tensor:
     return torch.cat([expert(rows[start : start + n].cpu(), i) for i, (start, n) in enumerate(starts)])
 
 
-def assert_right(experts: epmoe.GroupedExperts, slack: float = 4, **call: Tensor) -> None:
+def assert_right(experts: epmoe.GroupedExperts, slack: float = 4, **call: Tensor | int | None) -> None:
     rows, offsets = inputs(experts.dtype, experts.w_down.device)
-    out = experts(rows, offsets)
+    out = experts(rows, offsets, **call)
     assert out.shape == (N, D) and out.dtype == experts.dtype
     real = real_rows().to(out.device)
     assert_close(out[real], want(experts, rows), slack=slack)

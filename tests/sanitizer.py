@@ -38,7 +38,8 @@ for T in (200, 288):
     routing.ids[:4] = torch.tensor([5, 88, 88, 65, -1, 5, 127, 128], dtype=torch.int32, device="cuda")
     x = torch.randn(T, 512, device="cuda").bfloat16()
     permuted = epmoe.permute(x, routing.ids, identity_map, 128, alignment=4)
-    epmoe.native.ops.gated_activation(permuted.rows, permuted.expert_offsets, None, False, 7.0, 1.0, 0.0, T > 200)
+    segments = permuted.expert_offsets, permuted.tokens_per_expert
+    epmoe.native.ops.gated_activation(permuted.rows, *segments, None, False, 7.0, 1.0, 0.0, T > 200)
     partial = epmoe.finalize(permuted.rows, permuted, torch.ones(T, 8, device="cuda"))
     q = epmoe.quantize_fp8(epmoe.zero_padding_rows_(partial, T - 7), granularity="tensor", num_tokens=T - 7)
     torch.cuda.synchronize()

@@ -35,6 +35,14 @@ def inputs(F: int, dtype: torch.dtype, device: torch.device, biased: bool) -> tu
     return gate_up.to(device), torch.tensor(OFFSETS, dtype=torch.int32, device=device), bias
 
 
+def gated(gate_up: Tensor, offsets: Tensor, bias: Tensor | None, *options: object) -> tuple[Tensor, Tensor]:
+    """Outputs and their scales, [N, F] and [N, B]; options: a `Gating`, whether to quantise, and tokens_per_expert."""
+    *options, tokens = options if isinstance(options[-1], Tensor) else (*options, None)
+    out, scales = ops.gated_activation(gate_up, offsets, tokens, bias, *options)
+    assert scales.shape[1] % 4 == 0
+    return out, scales.t()[: len(gate_up)]
+
+
 def reference(gate_up: Tensor, bias: Tensor | None, gating: Gating) -> Tensor:
     """The real rows in fp64."""
     real = gate_up[: OFFSETS[-1]].double()
@@ -52,7 +60,7 @@ def test_agrees_with_torch(device, dtype, gating, F):
     for biased in (False, True):
         gate_up, offsets, bias = inputs(F, dtype, device, biased)
         with poisoned_memory():
-            out, scales = ops.gated_activation(gate_up, offsets, bias, *gating, False)
+            out, scales = gated(gate_up, offsets, bias, *gating, False)
         assert out.shape == (N, F) and out.dtype == dtype and scales.shape == (0, -(-F // 128))
         assert_close(out[: OFFSETS[-1]], reference(gate_up, bias, gating))
         assert out[OFFSETS[-1] :].isnan().all(), "rows past the last segment are not written"
@@ -65,7 +73,7 @@ def test_quantised(device, dtype, gating, F):
     """A scale for each 128 outputs of a row: the largest becomes 448."""
     gate_up, offsets, bias = inputs(F, dtype, device, biased=True)
     with poisoned_memory():
-        q, scales = ops.gated_activation(gate_up, offsets, bias, *gating, True)
+        q, scales = gated(gate_up, offsets, bias, *gating, True)
     blocks = -(-F // 128)
     assert q.dtype == torch.float8_e4m3fn and q.shape == (N, F) and scales.shape == (N, blocks)
     real, want = OFFSETS[-1], reference(gate_up, bias, gating)
@@ -80,11 +88,11 @@ def test_quantised(device, dtype, gating, F):
 def test_a_nan_stays_where_it_is(device):
     """Neither a limit nor the scale of its block hides it."""
     gate_up, offsets, _ = inputs(256, torch.bfloat16, device, biased=False)
-    before, _ = ops.gated_activation(gate_up, offsets, None, *GPT_OSS, False)
+    before, _ = gated(gate_up, offsets, None, *GPT_OSS, False)
     gate_up[2, 10] = gate_up[4, 301] = math.nan  # a gate and an up
-    out, _ = ops.gated_activation(gate_up, offsets, None, *GPT_OSS, False)
+    out, _ = gated(gate_up, offsets, None, *GPT_OSS, False)
     assert out[: OFFSETS[-1]].isnan().nonzero().tolist() == [[2, 5], [4, 150]]
-    q, scales = ops.gated_activation(gate_up, offsets, None, *GPT_OSS, True)
+    q, scales = gated(gate_up, offsets, None, *GPT_OSS, True)
     assert q.float()[: OFFSETS[-1]].isnan().nonzero().tolist() == [[2, 5], [4, 150]]
     assert scales[: OFFSETS[-1]].isfinite().all()
     out[2, 5], out[4, 150] = before[2, 5], before[4, 150]
@@ -98,9 +106,43 @@ def test_strides_and_addresses_that_no_vector_fits(device, quantize):
     beside[:, 1:257] = gate_up
     real = OFFSETS[-1]
     for given in ((gate_up, bias), (beside[:, 1:257], bias)):
-        got = ops.gated_activation(given[0], offsets, given[1], *GPT_OSS, quantize)
-        want = ops.gated_activation(gate_up, offsets, bias, *GPT_OSS, quantize)
+        got = gated(given[0], offsets, given[1], *GPT_OSS, quantize)
+        want = gated(gate_up, offsets, bias, *GPT_OSS, quantize)
         assert all(torch.equal(a[:real].float(), b[:real].float()) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize("F", [96, 768])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gaps_are_neither_read_nor_written(device, dtype, F, quantize):
+    gate_up, offsets, bias = inputs(F, dtype, device, biased=True)
+    tokens = torch.tensor([2, 0, 67, 10**6], dtype=torch.int32, device=device)  # the last is clamped to its segment
+    want = gated(gate_up, offsets, bias, *GPT_OSS, quantize)
+    gate_up[2] = math.nan
+    with poisoned_memory():
+        got = gated(gate_up, offsets, bias, *GPT_OSS, quantize, tokens)
+    real = [t for t in range(OFFSETS[-1]) if t != 2]
+    for a, b in zip(got, want, strict=True) if quantize else [(got[0], want[0])]:
+        assert torch.equal(a[real].float(), b[real].float())
+        assert a[2].float().isnan().all() and a[OFFSETS[-1] :].float().isnan().all()
+
+
+@pytest.mark.parametrize("B", [1, 6, 56])
+def test_scales_by_block(device, B):
+    """Those of real rows, in columns; nothing else is read or written."""
+    scales = poison_(torch.empty(N, B))
+    real = [0, 1, *range(3, 70), *range(70, 73)]
+    scales[real] = torch.rand(len(real), B)
+    offsets, tokens = (torch.tensor(v, dtype=torch.int32, device=device) for v in (OFFSETS, [2, 0, 67, 3]))
+    given = torch.zeros(N, B + 3, device=device)[:, :B].copy_(scales)  # with a stride of its own
+    with poisoned_memory():
+        out = ops.scales_by_block(given, offsets, tokens)
+    assert out.shape == (B, 92) and out.stride() == (92, 1)
+    assert torch.equal(out.t()[:N].nan_to_num(-1), scales.nan_to_num(-1).to(device)) and out[:, N:].isnan().all()
+    whole = ops.scales_by_block(given, offsets, None)
+    assert torch.equal(whole.t()[: OFFSETS[-1]].nan_to_num(-1), given[: OFFSETS[-1]].nan_to_num(-1))
+    assert ops.scales_by_block(given[:0], offsets, tokens).shape == (B, 0)
+    torch.library.opcheck(ops.scales_by_block, (torch.rand(8, B, device=device), offsets.clamp(max=8), None))
 
 
 @pytest.mark.parametrize("last", [-5, 0, N, 10**6])
@@ -108,17 +150,17 @@ def test_a_wild_end_is_clamped(device, last):
     gate_up = randn(N, 64).to(device)
     offsets = torch.tensor([0, last], dtype=torch.int32, device=device)
     with poisoned_memory():
-        out, _ = ops.gated_activation(gate_up, offsets, None, *SWIGLU, False)
+        out, _ = gated(gate_up, offsets, None, *SWIGLU, False)
     assert out.isfinite().all() if last > 0 else out.isnan().all()
-    ops.gated_activation(gate_up[:0], offsets, None, *SWIGLU, False)
+    gated(gate_up[:0], offsets, None, *SWIGLU, False)
 
 
 @pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 def test_opcheck(device, biased, quantize):
     gate_up, offsets, bias = inputs(96, torch.float32, device, biased)
-    real = gate_up[: OFFSETS[-1]].contiguous()  # opcheck compares all rows
-    torch.library.opcheck(ops.gated_activation, (real, offsets, bias, *GPT_OSS, quantize))
+    real, offsets = gate_up[:72].contiguous(), offsets.clamp(max=72)  # opcheck compares all rows and columns
+    torch.library.opcheck(ops.gated_activation, (real, offsets, None, bias, *GPT_OSS, quantize))
 
 
 @pytest.mark.parametrize(
@@ -130,10 +172,16 @@ def test_opcheck(device, biased, quantize):
         ({"gate_up": torch.zeros(4, 64).to(torch.float8_e4m3fn)}, "in float32, float16 or bfloat16"),
         ({"offsets": torch.zeros(0, dtype=torch.int32)}, "expert_offsets is empty"),
         ({"offsets": torch.zeros(5, dtype=torch.int64)}, "`expert_offsets` must be contiguous, of the right dtype"),
+        ({"tokens": torch.zeros(3, dtype=torch.int32)}, "`tokens_per_expert` must be contiguous.*at least 4 elements"),
     ],
 )
 def test_wrong_arguments(changed, message):
-    given = {"gate_up": torch.zeros(4, 64), "offsets": torch.zeros(5, dtype=torch.int32), "bias": None} | changed
+    given = {
+        "gate_up": torch.zeros(4, 64),
+        "offsets": torch.zeros(5, dtype=torch.int32),
+        "tokens": None,
+        "bias": None,
+    } | changed
     with pytest.raises(RuntimeError, match=message):
         ops.gated_activation(*given.values(), *SWIGLU, False)
 
@@ -144,17 +192,17 @@ def test_a_replay_takes_the_offsets_of_its_time(device, quantize):
     gate_up, _, bias = inputs(768, torch.bfloat16, device, biased=True)
     gate_up.nan_to_num_(1.0)
     offsets = torch.zeros(len(OFFSETS), dtype=torch.int32, device=device)
-    ops.gated_activation(gate_up, offsets, bias, *GPT_OSS, quantize)
+    gated(gate_up, offsets, bias, *GPT_OSS, quantize)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = ops.gated_activation(gate_up, offsets, bias, *GPT_OSS, quantize)
+        got = gated(gate_up, offsets, bias, *GPT_OSS, quantize)
     for ends in ([0, 0, 0, 0, 1], OFFSETS, [0, 1, 2, 3, N]):
         for tensor in got:
-            poison_(tensor)
+            tensor.copy_(torch.full_like(tensor.float(), math.nan))
         offsets.copy_(torch.tensor(ends, dtype=torch.int32))
         graph.replay()
-        want = ops.gated_activation(gate_up, offsets, bias, *GPT_OSS, quantize)
+        want = gated(gate_up, offsets, bias, *GPT_OSS, quantize)
         for a, b in zip(got, want, strict=True):
             assert torch.equal(a[: ends[-1]].float(), b[: ends[-1]].float()) and a[ends[-1] :].float().isnan().all()
 
@@ -164,8 +212,8 @@ def test_more_than_2_to_the_31_elements(device):
     rows, F = 270_000, 4096
     gate_up = torch.empty(rows, 2 * F, dtype=torch.bfloat16, device=device).normal_()
     offsets = torch.tensor([0, 7, rows], dtype=torch.int32, device=device)
-    out, _ = ops.gated_activation(gate_up, offsets, None, *SWIGLU, False)
-    q, scales = ops.gated_activation(gate_up, offsets, None, *SWIGLU, True)
+    out, _ = gated(gate_up, offsets, None, *SWIGLU, False)
+    q, scales = gated(gate_up, offsets, None, *SWIGLU, True)
     few = slice(rows - 500, rows)
     want = torch.nn.functional.silu(gate_up[few, :F].double()) * gate_up[few, F:].double()
     assert_close(out[few], want)

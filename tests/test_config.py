@@ -131,12 +131,12 @@ def test_all_formats_load_the_same_config(tmp_path, name):
                 "model": {"num_experts": 4096, "num_experts_per_tok": 4096},
                 "capacity": {"max_num_tokens_per_rank": 2**20},
             },
-            "`capacity.max_num_tokens_per_rank` must be at most 131071, as R·M·K rows are numbered in int32",
+            "`capacity.max_num_tokens_per_rank` must be at most 131039, as R·M·K rows are numbered in int32",
         ),
         (
             {"capacity": {"alignment": 128, "max_expert_rows": 2**31 - 1}},
             "`capacity.max_expert_rows` must be at most 2147483520, the largest int32 multiple of "
-            "`capacity.alignment` = 128, got 2147483647",
+            "the alignment 128, got 2147483647",
         ),
     ],
 )

@@ -6,61 +6,89 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Iterator
 
 import pytest
 import torch
-from expert_inputs import BF16, BLOCK, FP8, D, E, assert_right, inputs, real_rows, want, weights
+from expert_inputs import BF16, BLOCK, FP8, OFFSETS, TOKENS, D, E, assert_right, inputs, real_rows, want, weights
 from helpers import NO_CUDA, ON_GPUS, assert_close, poison_, randn
 from torch import Tensor
 
 import epmoe
+import epmoe.local.deep_gemm
 from epmoe.local import grouped_gemm
 
 
-@pytest.fixture
-def deep_gemm(monkeypatch) -> Iterator[list[Tensor]]:
-    """A stand-in for DeepGEMM by its contract; returns the row layouts that it was given.
+class StandIn(types.ModuleType):
+    """DeepGEMM by its contract: a segment starts at the next multiple of the block behind the end of the last one.
 
-    It looks up the expert of each block of 128 rows at the block's first row, skips blocks of −1, and leaves anything
-    in their results.
+    Attributes:
+        block: rows, as set.
+        calls: the block and the ends of each call.
     """
-    calls = []
 
-    def grouped(rows: Tensor, weights: Tensor, out: Tensor, experts: Tensor) -> None:
+    def __init__(self) -> None:
+        super().__init__("deep_gemm")
+        self.__spec__ = importlib.machinery.ModuleSpec("deep_gemm", None)
+        self.block, self.calls, self.utils = 128, [], types.SimpleNamespace(layout=self)
+
+    def get_mk_alignment_for_contiguous_layout(self) -> int:
+        return self.block
+
+    def set_mk_alignment_for_contiguous_layout(self, rows: int) -> None:
+        self.block = rows
+
+    def m_grouped_bf16_gemm_nt_contiguous(
+        self, rows: Tensor, weights: Tensor, out: Tensor, ends: Tensor, **options: bool
+    ) -> None:
+        assert options == {"use_psum_layout": True, "ensure_zero_padding": False}
         assert rows.is_contiguous() and weights.is_contiguous() and out.dtype == BF16
-        assert experts.dtype == torch.int32 and experts.shape == rows.shape[:1] and experts.is_contiguous()
-        calls.append(experts)
+        assert ends.dtype == torch.int32 and ends.shape == weights.shape[:1]
+        self.calls.append((self.block, ends))
         poison_(out)
-        for start in range(0, len(rows), BLOCK):
-            block = slice(start, start + BLOCK)
-            if (expert := int(experts[start])) >= 0:
-                out[block] = (rows[block].float() @ weights[expert].float().T).to(BF16)
+        start = 0
+        for end, expert in zip(ends.tolist(), weights, strict=True):
+            start = -(-start // self.block) * self.block
+            out[start:end] = (rows[start:end].float() @ expert.float().T).to(BF16)
+            start = end
 
-    def fp8(rows: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], out: Tensor, experts: Tensor) -> None:
+    def m_grouped_fp8_gemm_nt_contiguous(
+        self,
+        rows: tuple[Tensor, Tensor],
+        weights: tuple[Tensor, Tensor],
+        out: Tensor,
+        ends: Tensor,
+        **options: bool,
+    ) -> None:
+        n, k = rows[0].shape
         assert rows[0].dtype == weights[0].dtype == FP8 and rows[1].dtype == weights[1].dtype == torch.float32
-        assert rows[1].shape == (rows[0].shape[0], rows[0].shape[1] // BLOCK)
+        assert rows[1].shape == (n, k // BLOCK) and rows[1].stride(0) == 1 and rows[1].stride(1) % 4 == 0
         plain = rows[0].float() * rows[1].repeat_interleave(BLOCK, 1)
-        grouped(plain, grouped_gemm.dequantize_weights(*weights, torch.float32), out, experts)
+        dequantised = grouped_gemm.dequantize_weights(*weights, torch.float32)
+        self.m_grouped_bf16_gemm_nt_contiguous(plain, dequantised, out, ends, **options)
 
-    stand_in = types.ModuleType("deep_gemm")
-    stand_in.m_grouped_bf16_gemm_nt_contiguous, stand_in.m_grouped_fp8_gemm_nt_contiguous = grouped, fp8
-    stand_in.__spec__ = importlib.machinery.ModuleSpec("deep_gemm", None)
+
+@pytest.fixture
+def deep_gemm(monkeypatch) -> StandIn:
+    stand_in = StandIn()
     monkeypatch.setitem(sys.modules, "deep_gemm", stand_in)
-    yield calls
+    return stand_in
 
 
+@pytest.mark.parametrize("alignment", [None, 64, 128, 192])
 @pytest.mark.parametrize("dtype", [BF16, FP8])
-def test_deep_gemm_gets_its_layout(deep_gemm, dtype):
+def test_deep_gemm_gets_its_layout(deep_gemm, dtype, alignment):
+    """And later users of the library find the block that they have set."""
     experts = epmoe.GroupedExperts(**weights(dtype, torch.device("cpu")))
     experts.gemm = "deep_gemm"
-    assert experts.alignment == 128
+    assert experts.alignment == 64
     # fp8 rounds what travels between the two GEMMs to three bits of mantissa.
-    assert_right(experts, slack=12 if dtype == FP8 else 4)
-    expert_of_row = torch.tensor([0, 2, 2, 3]).repeat_interleave(128)
-    for layout in deep_gemm:
-        assert torch.equal(layout[:512], expert_of_row.int()) and layout[512:].eq(-1).all()
-    assert len(deep_gemm) == 2
+    assert_right(
+        experts, slack=12 if dtype == FP8 else 4, alignment=alignment, tokens_per_expert=torch.tensor(TOKENS).int()
+    )
+    assert [block for block, _ in deep_gemm.calls] == [128 if alignment == 128 else 64] * 2 and deep_gemm.block == 128
+    assert all(ends.tolist() == OFFSETS[1:] for _, ends in deep_gemm.calls)
+    with pytest.raises(ValueError, match="`alignment` must be a multiple of 64, got 96"):
+        assert_right(experts, alignment=96)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP8])
@@ -81,9 +109,10 @@ def test_deep_gemm_takes_fp8_rows(deep_gemm, dtype):
     ("installed", "capability", "dtype", "F", "problem"),
     [
         (True, 9, FP8, 128, None),
-        (True, 9, BF16, 100, None),
-        (True, 10, BF16, 128, None),
-        (False, 9, FP8, 128, r"DeepGEMM is not installed: `pip install sgl-deep-gemm`"),
+        (True, 9, BF16, 64, None),
+        (True, 9, BF16, 100, "multiples of 64"),
+        (True, 10, BF16, 128, "GPUs of compute capability 9, got 10"),
+        (False, 9, FP8, 128, r"DeepGEMM is not installed: `pip install epmoe\[deep_gemm\]`"),
         (True, 8, BF16, 128, "GPUs of compute capability 9, got 8"),
         (True, 10, FP8, 128, "GPUs of compute capability 9, got 10"),
         (True, 9, FP8, 192, "multiples of 128"),
@@ -93,7 +122,8 @@ def test_deep_gemm_takes_fp8_rows(deep_gemm, dtype):
 def test_what_deep_gemm_takes(monkeypatch, installed, capability, dtype, F, problem):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    found = grouped_gemm._problem_with_deep_gemm(torch.zeros(2, 2 * F, 256).to(dtype), torch.zeros(2, 256, F).to(dtype))
+    monkeypatch.setattr(epmoe.local.deep_gemm, "_problem_with_version", lambda fp8, device: None)
+    found = epmoe.local.deep_gemm.problem(torch.zeros(2, 2 * F, 256).to(dtype), torch.zeros(2, 256, F).to(dtype))
     if problem is None:
         assert found is None
     else:
@@ -101,25 +131,43 @@ def test_what_deep_gemm_takes(monkeypatch, installed, capability, dtype, F, prob
             raise found
 
 
-def test_a_layer_needs_the_alignment_of_deep_gemm(deep_gemm):
-    for alignment in (64, 128):
-        config = epmoe.EPConfig(
-            model={"num_experts": E, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "bfloat16"},
-            topology={"ep_size": 1},
-            capacity={"max_num_tokens_per_rank": 8, "alignment": alignment},
-            exchange={"payload": "fp8"},
-        )
-        with epmoe.ExpertParallel(config) as ep:
-            experts = epmoe.GroupedExperts(**weights(FP8, ep.device))
-            layer = epmoe.MoELayer(ep, randn(E, D), experts)
-            x = randn(8, D, dtype=BF16)
-            dequantised = layer(x)
-            experts.gemm = "deep_gemm"
-            if alignment == 64:
-                with pytest.raises(ValueError, match="`capacity.alignment` must be a multiple of 128, got 64"):
-                    layer(x)
-            else:
-                assert_close(layer(x), dequantised.double(), slack=4)
+def one_rank(alignment: int | None, payload: str = "fp8") -> epmoe.EPConfig:
+    return epmoe.EPConfig(
+        model={"num_experts": E, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "bfloat16"},
+        topology={"ep_size": 1},
+        capacity={"max_num_tokens_per_rank": 8, "alignment": alignment},
+        exchange={"payload": payload},
+    )
+
+
+@pytest.mark.parametrize("alignment", [32, 128, None])
+def test_a_layer_sees_to_the_alignment_of_deep_gemm(deep_gemm, alignment):
+    with epmoe.ExpertParallel(one_rank(alignment)) as ep:
+        experts = epmoe.GroupedExperts(**weights(FP8, ep.device))
+        layer = epmoe.MoELayer(ep, randn(E, D), experts)
+        x = randn(8, D, dtype=BF16)
+        dequantised = layer(x)
+        experts.gemm = "deep_gemm"
+        if alignment == 32:
+            with pytest.raises(ValueError, match="`capacity.alignment` must be a multiple of 64, or unset, got 32"):
+                layer(x)
+        else:
+            assert_close(layer(x), dequantised.double(), slack=4)
+            assert deep_gemm.calls[0][0] == (alignment or 64)
+
+
+def test_rounds_are_aligned_where_they_ask_for_it():
+    ids, weights = torch.tensor([[0, 1], [1, 3]]), torch.ones(2, 2)
+    for alignment, aligned, starts in ((None, False, 1), (None, True, 64), (5, False, 5), (5, True, 5)):
+        with epmoe.ExpertParallel(one_rank(alignment, "auto")) as ep:
+            d = ep.dispatch(randn(2, D, dtype=BF16), ids, weights, aligned=aligned)
+            assert d.alignment == starts
+            tokens = torch.tensor([1, 2, 0, 1])
+            assert d.tokens_per_expert.tolist() == tokens.tolist()
+            assert d.expert_offsets.diff().tolist() == ((tokens + starts - 1) // starts * starts).tolist()
+            ep.combine(d.rows, d)
+            with pytest.raises(TypeError, match="`aligned` must be a bool, got int"):
+                ep.dispatch(randn(2, D, dtype=BF16), ids, weights, aligned=64)
 
 
 HAS_DEEP_GEMM = pytest.mark.skipif(importlib.util.find_spec("deep_gemm") is None, reason="DeepGEMM is not installed")
@@ -130,8 +178,10 @@ HAS_DEEP_GEMM = pytest.mark.skipif(importlib.util.find_spec("deep_gemm") is None
 @pytest.mark.parametrize("dtype", [BF16, FP8])
 def test_deep_gemm_itself(device, dtype):
     experts = epmoe.GroupedExperts(**weights(dtype, device), gemm="deep_gemm")
-    assert experts.gemm == "deep_gemm" and experts.alignment == 128
-    assert_right(experts, slack=12 if dtype == FP8 else 4)
+    assert experts.gemm == "deep_gemm" == epmoe.GroupedExperts(**weights(dtype, device)).gemm
+    tokens = torch.tensor(TOKENS, dtype=torch.int32, device=device)
+    for call in ({}, {"alignment": 128}, {"alignment": 128, "tokens_per_expert": tokens}):
+        assert_right(experts, slack=12 if dtype == FP8 else 4, **call)
     rows, offsets = inputs(BF16, device)
     eager = experts(rows, offsets)
     torch.cuda.synchronize()
@@ -149,9 +199,9 @@ def test_deep_gemm_itself(device, dtype):
 @pytest.mark.skipif(importlib.util.find_spec("deep_gemm") is not None, reason="DeepGEMM is installed")
 def test_without_deep_gemm():
     given = weights(FP8, torch.device("cuda"))
-    with pytest.raises(ImportError, match="pip install sgl-deep-gemm"):
+    with pytest.raises(ImportError, match="pip install epmoe"):
         epmoe.GroupedExperts(**given, gemm="deep_gemm")
-    with pytest.warns(UserWarning, match="dequantised in every call.*pip install sgl-deep-gemm"):
+    with pytest.warns(UserWarning, match="dequantised in every call.*pip install epmoe"):
         experts = epmoe.GroupedExperts(**given)
     assert experts.gemm == "torch"
     assert_right(experts)

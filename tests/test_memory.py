@@ -15,7 +15,7 @@ from epmoe.exchange.memory import BUFFER_ALIGNMENT, MemoryPlan
 SMALL = {
     "model": {"num_experts": 10, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "bfloat16"},
     "topology": {"ep_size": 4},
-    "capacity": {"max_num_tokens_per_rank": 8},
+    "capacity": {"max_num_tokens_per_rank": 8, "alignment": 1},
 }
 
 

@@ -35,7 +35,7 @@ def tiny(**capacity: object) -> EPConfig:
     return EPConfig(
         model={"num_experts": 12, "num_experts_per_tok": 3, "hidden_size": 64},
         topology={"ep_size": 4},
-        capacity={"max_num_tokens_per_rank": 100} | capacity,
+        capacity={"max_num_tokens_per_rank": 100, "alignment": 1} | capacity,
     )
 
 
@@ -70,7 +70,7 @@ def test_the_plan_of_several_nodes_says_what_padding_costs(tmp_path, nodes, padd
 def test_the_plan_says_what_max_expert_rows_would_save():
     """DeepSeek-V3 on 8 GPUs: 8·1024·8 rows at worst, an eighth of them if the load is balanced."""
     shown = words(plan(DEEPSEEK))
-    assert "By default a rank has 65,536 rows" in shown
+    assert "By default a rank has 69,632 rows" in shown
     assert "8,192 rows a rank are the mean of balanced routing" in shown
     config, found = EPConfig.load(DEEPSEEK), suggestions(EPConfig.load(DEEPSEEK))
     assert [one.load for one in found] == list(LOADS) == [1.0, 1.5, 2.0]
@@ -84,7 +84,7 @@ def test_the_plan_says_what_max_expert_rows_would_save():
 
 
 def test_a_limit_that_is_set_is_told_as_a_load():
-    shown = words(plan(DEEPSEEK, EPMOE_CAPACITY__MAX_EXPERT_ROWS="12902"))
+    shown = words(plan(DEEPSEEK, EPMOE_CAPACITY__MAX_EXPERT_ROWS="12902", EPMOE_CAPACITY__ALIGNMENT="1"))
     assert "`capacity.max_expert_rows` = 12,902 is enough for 1.5 × the mean load" in shown
 
 
@@ -94,7 +94,7 @@ def test_nothing_is_advised_where_little_would_be_saved():
 
 def test_the_rows_as_json():
     rows = json.loads(plan(DEEPSEEK, "--json"))["expert_rows"]
-    assert (rows["worst"], rows["mean"]) == (65536, 8192)
+    assert (rows["worst"], rows["mean"]) == (69632, 8192)
     assert [one["load"] for one in rows["suggestions"]] == list(LOADS)
 
 

@@ -1,4 +1,4 @@
-// The gated activation on the CPU. Rows past the last segment are neither read nor written.
+// The gated activation and the scales block by block on the CPU. Only rows of pairs are read and written.
 #include <algorithm>
 #include <vector>
 
@@ -6,18 +6,29 @@
 #include "stages.h"
 
 namespace epmoe::cpu {
+namespace {
+
+// Calls f(expert, t) for each row of a pair.
+template <typename F>
+void for_each_real_row(const Segments& segments, int64_t N, F&& f) {
+  for (int32_t i = 0; i < segments.num_local_experts; ++i) {
+    int64_t begin = std::clamp<int64_t>(segments.expert_offsets[i], 0, N);
+    int64_t end = std::clamp<int64_t>(segments.expert_offsets[i + 1], begin, N);
+    if (segments.tokens_per_expert) end = begin + std::clamp<int64_t>(segments.tokens_per_expert[i], 0, end - begin);
+    for (int64_t t = begin; t < end; ++t) f(i, t);
+  }
+}
+
+}  // namespace
 
 void gated_activation(const GatedActivationArgs& args) {
-  int64_t real = std::clamp<int64_t>(args.expert_offsets[args.num_local_experts], 0, args.N);
   int64_t step = args.interleaved ? 2 : 1, to_up = args.interleaved ? 1 : args.F;
-  int64_t scales = ceil_div(args.F, kScaleBlock);
+  int64_t blocks = ceil_div(args.F, kScaleBlock);
   visit(args.dtype, [&](auto type) {
     using T = decltype(type);
-    std::vector<float> value_F(args.F), up_F(args.F);
-    int32_t expert = 0;
-    for (int64_t t = 0; t < real; ++t) {
+    std::vector<float> value_F(args.F), up_F(args.F), scale_B(blocks);
+    for_each_real_row(args.segments, args.N, [&](int32_t expert, int64_t t) {
       auto* row = static_cast<const T*>(args.gate_up_N2F) + t * args.gate_up_stride;
-      while (expert + 1 < args.num_local_experts && t >= args.expert_offsets[expert + 1]) ++expert;
       auto* bias = args.bias_e2F ? static_cast<const T*>(args.bias_e2F) + expert * 2 * args.F : nullptr;
       for (int64_t i = 0; i < args.F; ++i) {
         value_F[i] = to_float(row[step * i]);
@@ -28,14 +39,21 @@ void gated_activation(const GatedActivationArgs& args) {
         up_F[i] += to_float(bias[step * i + to_up]);
       }
       for (int64_t i = 0; i < args.F; ++i) value_F[i] = gated(value_F[i], up_F[i], args.gating);
-      if (args.scales_NB) {
-        quantize_row(value_F.data(), args.F, static_cast<Float8*>(args.out_NF) + t * args.F,
-                     args.scales_NB + t * scales);
+      if (args.scales_BN) {
+        quantize_row(value_F.data(), args.F, static_cast<Float8*>(args.out_NF) + t * args.F, scale_B.data());
+        for (int64_t b = 0; b < blocks; ++b) args.scales_BN[b * args.scales_stride + t] = scale_B[b];
       } else {
         T* out = static_cast<T*>(args.out_NF) + t * args.F;
         for (int64_t i = 0; i < args.F; ++i) out[i] = from_float<T>(value_F[i]);
       }
-    }
+    });
+  });
+}
+
+void scales_by_block(const ScalesByBlockArgs& args) {
+  for_each_real_row(args.segments, args.N, [&](int32_t, int64_t t) {
+    for (int64_t b = 0; b < args.B; ++b)
+      args.out_BN[b * args.out_stride + t] = args.scales_NB[t * args.scales_stride + b];
   });
 }
 

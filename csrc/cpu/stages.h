@@ -13,6 +13,7 @@ void finalize(const FinalizeArgs& args);
 void zero_padding_rows(const PaddingArgs& args);
 void quantize(const QuantizeArgs& args);
 void gated_activation(const GatedActivationArgs& args);
+void scales_by_block(const ScalesByBlockArgs& args);
 
 void dispatch(const Exchange& exchange, const DispatchArgs& args);
 void combine(const Exchange& exchange, const CombineArgs& args, DType dtype);  // of y, as on CUDA

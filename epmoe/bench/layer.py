@@ -8,7 +8,6 @@ measured; what a machine cannot do is left out, and the report says why.
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -143,7 +142,7 @@ def _measure(
 ) -> list[Result]:
     experts = random_experts(config, dist.get_rank(group), device, precision)
     results = []
-    with ExpertParallel(_fitting(config, precision, experts.alignment), group) as ep:
+    with ExpertParallel(_fitting(config, precision), group) as ep:
         for T in tokens:
             layer = WholeLayer(ep, experts, T, routing, group)
             sides = (layer, ExpertsAlone(layer), WithoutExperts(layer))
@@ -159,11 +158,10 @@ def _measure(
     return results
 
 
-def _fitting(config: EPConfig, precision: Precision, alignment: int) -> EPConfig:
-    """`config` with the payload of `precision` and segments where the experts' GEMM wants them."""
+def _fitting(config: EPConfig, precision: Precision) -> EPConfig:
+    """`config` with the payload of `precision`."""
     exchange = config.exchange.model_copy(update={"payload": "fp8" if precision is Precision.FP8 else "auto"})
-    capacity = config.capacity.model_copy(update={"alignment": math.lcm(config.capacity.alignment, alignment)})
-    return config.model_copy(update={"exchange": exchange, "capacity": capacity})
+    return config.model_copy(update={"exchange": exchange})
 
 
 def _round_us(side: Side, repeats: int, tokens: int, device: torch.device, group: dist.ProcessGroup) -> float:

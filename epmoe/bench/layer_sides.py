@@ -85,6 +85,11 @@ class Handle(NamedTuple):
     outputs_ND: Tensor
 
 
+def outputs_of(experts: GroupedExperts, d: Dispatched) -> Tensor:
+    """As a `MoELayer` calls its experts."""
+    return experts(d.rows, d.expert_offsets, d.scales, tokens_per_expert=d.tokens_per_expert, alignment=d.alignment)
+
+
 class WholeLayer(Side):
     """route, dispatch, experts and combine of T tokens of this rank. The logits are made beforehand.
 
@@ -107,11 +112,11 @@ class WholeLayer(Side):
     def sent(self) -> Dispatched:
         """route and dispatch."""
         routing = self.ep.route(self.logits_TE)
-        return self.ep.dispatch(self.x_TD, routing.ids, routing.weights)
+        return self.ep.dispatch(self.x_TD, routing.ids, routing.weights, aligned=self.experts.alignment > 1)
 
     def out(self) -> Handle:
         d = self.sent()
-        return Handle(d, self.experts(d.rows, d.expert_offsets, d.scales))
+        return Handle(d, outputs_of(self.experts, d))
 
     def back(self, handle: Handle) -> Tensor:
         return self.ep.combine(handle.outputs_ND, handle.dispatched)
@@ -169,11 +174,12 @@ class ExpertsAlone(Side):
         d = layer.sent()
         self.rows_ND, self.offsets = d.rows.clone(), d.expert_offsets.clone()
         self.scales = None if d.scales is None else d.scales.clone()
+        self.segments = {"tokens_per_expert": d.tokens_per_expert.clone(), "alignment": d.alignment}
         poison([self.rows_ND[self.num_rows :]])
-        layer.back(Handle(d, layer.experts(d.rows, d.expert_offsets, d.scales)))
+        layer.back(Handle(d, outputs_of(layer.experts, d)))
 
     def out(self) -> Tensor:
-        return self.experts(self.rows_ND, self.offsets, self.scales)
+        return self.experts(self.rows_ND, self.offsets, self.scales, **self.segments)
 
     def back(self, handle: Tensor) -> Tensor:
         return handle[: self.num_rows]

@@ -167,7 +167,8 @@ def activation_cases() -> Iterator[Case]:
             offsets = torch.tensor([0, real], dtype=torch.int32, device="cuda")
 
             def call(i: int, rows: list = rows, offsets: Tensor = offsets, quantize: bool = quantize) -> Any:
-                return epmoe.native.ops.gated_activation(rows[i], offsets, None, False, math.inf, 1.0, 0.0, quantize)
+                swiglu = False, math.inf, 1.0, 0.0
+                return epmoe.native.ops.gated_activation(rows[i], offsets, None, None, *swiglu, quantize)
 
             def check(i: int, got: Any, rows: list = rows, real: int = real) -> None:
                 out, scales = got[0][:real].float(), got[1][:real]

@@ -124,7 +124,7 @@ class Apart(Layer):
             self.expert_map_P,
             self.ep.num_local_experts,
             counts_R=d.recv.counts,
-            alignment=capacity.alignment,
+            alignment=capacity.alignment or 1,
             max_rows=capacity.max_expert_rows,
         )
 

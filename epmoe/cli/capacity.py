@@ -57,7 +57,7 @@ class Capacity:
         e = max(placement.num_local_experts(rank) for rank in range(R))
         share = e / P
         variance = K * share * (1 - share) * (P - K) / max(1, P - 1)  # of one token: draws without replacement
-        alignment = config.capacity.alignment
+        alignment = config.alignment
         padding = e * (alignment - 1)
         worst = round_up(tokens * K + padding, alignment)
         return cls(worst, tokens * K * share, math.sqrt(tokens * variance), padding)

@@ -102,10 +102,13 @@ class CapacityConfig(Strict):
     max_num_tokens_per_rank: int = Field(default=1024, ge=1, le=2**20)
     """M: most tokens a rank may bring to one round."""
     max_expert_rows: int | None = Field(default=None, ge=1, le=_INT32_MAX)
-    """Most expert-major rows N that a rank can hold, rounded up to `alignment`; by default the worst case,
+    """Most expert-major rows N that a rank can hold, rounded up to the alignment; by default the worst case,
     R·M·K + e·(alignment−1)."""
-    alignment: int = Field(default=1, ge=1, le=4096)
-    """In rows: each expert's segment starts at a multiple of this number (block-scaled GEMMs need 128)."""
+    alignment: int | None = Field(default=None, ge=1, le=4096)
+    """In rows: each expert's segment starts at a multiple of this number. By default at any row, except in the rounds
+    of experts whose GEMM wants blocks of rows: there at multiples of 64, or of 128 where an expert gets 128 or more."""
+    gap_rows: Literal["undefined", "zero"] = "undefined"
+    """What lies in the rows between segments; zero takes longer, and GEMMs that sum over rows need it."""
     max_rows_per_node: int | None = Field(default=None, ge=1)
     """S: most rows that a rank may send to one node in one round, with more than one node; by default M."""
     on_overflow: Literal["raise", "drop"] = "raise"
@@ -166,6 +169,16 @@ class EPConfig(Strict):
     def num_physical_experts(self) -> int:
         """P: the logical experts and their copies."""
         return self.model.num_experts + self.placement.num_redundant_experts
+
+    @property
+    def alignment(self) -> int:
+        """In rows: where segments start in rounds whose rows are aligned, as of `ExpertParallel.dispatch`."""
+        if self.capacity.alignment is not None:
+            return self.capacity.alignment
+        if self.model.dtype != "bfloat16":  # no GEMM that wants blocks takes it
+            return 1
+        pairs = self.topology.ep_size * self.capacity.max_num_tokens_per_rank * self.model.num_experts_per_tok
+        return 128 if pairs >= 128 * self.num_physical_experts else 64
 
     @property
     def rows_per_node(self) -> int:
@@ -297,9 +310,9 @@ class EPConfig(Strict):
             yield f"exchange.{key}", ok, what, getattr(exchange, key)
         first, later = exchange.warmup_timeout_s, exchange.timeout_s
         yield "exchange.warmup_timeout_s", first >= later, f"at least `exchange.timeout_s` = {later}", first
-        alignment, rows = self.capacity.alignment, self.capacity.max_expert_rows
+        alignment, rows = self.alignment, self.capacity.max_expert_rows
         largest = _INT32_MAX // alignment * alignment
-        what = f"at most {largest}, the largest int32 multiple of `capacity.alignment` = {alignment}"
+        what = f"at most {largest}, the largest int32 multiple of the alignment {alignment}"
         yield "capacity.max_expert_rows", rows is None or rows <= largest, what, rows
         per_node = self.rows_per_node
         yield "capacity.max_rows_per_node", per_node <= tokens, f"at most M = {tokens} rows", per_node

@@ -25,6 +25,7 @@ class Call(NamedTuple):
     apply_router_weight_on_input: bool = False
     padded_tokens: int | None = None
     tag: int = 0
+    aligned: bool = False
 
     def operands(self, device: torch.device) -> tuple[Any, ...]:
         """The tensors as the operators take them, then `num_tokens` as a tensor or None, and as a number of rows.

@@ -9,7 +9,7 @@ from epmoe.config.tuning import Tuning
 from epmoe.exchange.memory import OFFSETS, SIZES, MemoryPlan
 
 # In the order of `ExchangeDescriptor` in csrc/ops_exchange.cpp. The address of every rank's window follows.
-DESCRIPTOR = (*SIZES, *OFFSETS, "expert_major", "weight_rows", "timeout_ns", "status")
+DESCRIPTOR = (*SIZES, *OFFSETS, "expert_major", "weight_rows", "zero_gaps", "timeout_ns", "status")
 _TIMEOUT_NS = DESCRIPTOR.index("timeout_ns")
 
 
@@ -22,10 +22,13 @@ class Descriptors:
         windows: the address of each rank's window.
         timeout_s: deadline of each wait, in seconds.
         tuning: the launches of the kernels.
+        zero_gaps: whether dispatch zeroes the rows between segments, on GPUs.
     """
 
-    def __init__(self, plan: MemoryPlan, status: int, windows: list[int], timeout_s: float, tuning: Tuning) -> None:
-        self.tuning, self.timeout_s = tuning, timeout_s
+    def __init__(
+        self, plan: MemoryPlan, status: int, windows: list[int], timeout_s: float, tuning: Tuning, zero_gaps: bool
+    ) -> None:
+        self.tuning, self.timeout_s, self._zero_gaps = tuning, timeout_s, zero_gaps
         self._plan, self._addresses = plan, [status, *windows]
         self._made: dict[tuple[int, ...], Tensor] = {}
 
@@ -40,12 +43,14 @@ class Descriptors:
         return next(iter(self._made.values()))
 
     def of(
-        self, hidden_size: int, expert_major: bool, apply_router_weight_on_input: bool
+        self, hidden_size: int, expert_major: bool, apply_router_weight_on_input: bool, aligned: bool
     ) -> tuple[list[int], list[Tensor]]:
         """Steps of tokens, as of `Tuning.steps`, and the descriptor for each."""
         steps, launches = self.tuning.steps(hidden_size, self._plan.sizes["R"])
-        flags = expert_major, apply_router_weight_on_input
-        keys = [(*flags, *launch.values()) for launch in launches]
+        flags = expert_major, apply_router_weight_on_input, aligned and self._zero_gaps
+        if not aligned:
+            launches = [launch | {"alignment": 1} for launch in launches]
+        keys = [(*flags, aligned, *launch.values()) for launch in launches]
         with torch.inference_mode(False):  # otherwise `set_timeout` could not write it outside inference mode
             for key, launch in zip(keys, launches, strict=True):
                 if key not in self._made:

@@ -122,11 +122,12 @@ class Dispatched(_Fields):
 
     Attributes:
         rows: [N_cap, D], expert by expert, in the dtype of the call's x, or float8_e4m3fn with an fp8 payload. N_cap is
-            `capacity.max_expert_rows` or the worst case, rounded up to `capacity.alignment`. Rows past
-            `expert_offsets[e]` must not be read.
+            `capacity.max_expert_rows` or the worst case, rounded up to the alignment. Rows past `expert_offsets[e]`
+            must not be read; rows of gaps are undefined, or zeros with `capacity.gap_rows: zero`.
         scales: fp32 [N_cap, ⌈D/128⌉] with an fp8 payload, otherwise None.
-        expert_offsets: int32 [e + 1], the first row of each expert's segment, gaps of `capacity.alignment` included.
+        expert_offsets: int32 [e + 1], the first row of each expert's segment, gaps included.
         tokens_per_expert: int32 [e], rows of each segment without its gap.
+        alignment: in rows: all segments start at its multiples; 1 where there are no gaps.
         recv: what arrived from each source rank.
         num_tokens: T of this rank's call, padding included.
         epoch: the round's number, from 1.
@@ -142,6 +143,7 @@ class Dispatched(_Fields):
     recv: Received
     num_tokens: int
     epoch: int
+    alignment: int
     layout: Layout
     dtype: torch.dtype
     hidden_size: int

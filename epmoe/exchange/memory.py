@@ -135,7 +135,7 @@ class MemoryPlan:
         R, M = config.topology.ep_size, config.capacity.max_num_tokens_per_rank
         K, D = config.model.num_experts_per_tok, config.model.hidden_size
         E, P, e = placement.num_experts, placement.num_physical_experts, placement.num_local_experts(rank)
-        x_dtype, alignment = config.model.torch_dtype, config.capacity.alignment
+        x_dtype, alignment = config.model.torch_dtype, config.alignment
         most = max(map(placement.num_local_experts, range(R)))
         copies = placement.copies_table().shape[1]
         # GPUs write into each other's expert-major rows, so these are equally many on all GPUs.

@@ -107,8 +107,11 @@ class NodeExchange(Exchange):
         self.rounds = RoundState((ctypes.c_int64 * len(PROGRESS)).from_address(progress))
         tuning = Tuning.load(config.exchange.tuning) if config.exchange.tuning else Tuning(rows=())
         timeout_s = config.exchange.warmup_timeout_s  # ranks may still load or compile
-        self.descriptors = Descriptors(plan, self.status.data_ptr(), window.addresses, timeout_s, tuning)
-        self.templates = Templates(config, device, self.views, self.rounds, self.rank, self.descriptors.of)
+        zero_gaps = plan.sizes["alignment"] > 1 and config.capacity.gap_rows == "zero"
+        self.descriptors = Descriptors(plan, self.status.data_ptr(), window.addresses, timeout_s, tuning, zero_gaps)
+        self.templates = Templates(
+            config, device, self.views, self.rounds, self.rank, plan.sizes["alignment"], self.descriptors.of
+        )
         self._totals = Totals(self.views)
 
     def dispatch(self, call: Call) -> Dispatched:

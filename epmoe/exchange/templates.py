@@ -39,8 +39,9 @@ class Templates:
         views: the buffers in which rows arrive, by their names in the memory plan.
         rounds: of the exchange.
         rank: in the group, for `repr`.
-        launches: (D, whether rows are expert-major, `apply_router_weight_on_input`) to the steps and descriptors of a
-            `RoundTemplate`.
+        alignment: of rounds whose rows are aligned, in rows.
+        launches: (D, whether rows are expert-major, `apply_router_weight_on_input`, whether rows are aligned) to the
+            steps and descriptors of a `RoundTemplate`.
     """
 
     def __init__(
@@ -50,23 +51,25 @@ class Templates:
         views: dict[str, Tensor],
         rounds: RoundState,
         rank: int,
-        launches: Callable[[int, bool, bool], Launches],
+        alignment: int,
+        launches: Callable[[int, bool, bool, bool], Launches],
     ) -> None:
         self._config, self._device, self._views, self._launches = config, device, views, launches
         self._owner = {"_rounds": ref(rounds), "_rank": rank}
+        self._alignment, self._always_aligned = alignment, config.capacity.alignment is not None
         self._max_tokens = config.capacity.max_num_tokens_per_rank
         self._templates: dict[tuple[object, ...], RoundTemplate] = {}
 
     def of(self, call: Call) -> RoundTemplate:
         """The template of a call. Raises TypeError, ValueError or RuntimeError for what `ExpertParallel.dispatch` does
         not take, except for `num_tokens` and `padded_tokens`."""
-        x, ids, weights, scales, _, layout, weighted, _, tag = call
+        x, ids, weights, scales, _, layout, weighted, _, tag, aligned = call
         if tag.__class__ is not int or not 0 <= tag <= MAX_TAG:
             _refuse_tag(tag)
         try:
             T, D = x.shape
             shape = rows, K = ids.shape
-            key = (D, K, x.dtype, ids.dtype, weights.dtype, layout, weighted)
+            key = (D, K, x.dtype, ids.dtype, weights.dtype, layout, weighted, aligned)
             template = self._templates.get(key)
             device = self._device
             if (
@@ -95,14 +98,15 @@ class Templates:
         dtype: torch.dtype | None,
         layout: Layout | None,
         apply_router_weight_on_input: bool | None,
+        aligned: bool | None,
     ) -> Call:
         """A call without tokens, for `ExpertParallel.skip`.
 
         What is None is as in the round of template `last`, and as in the config before the first round.
         """
         model = self._config.model
-        first = model.hidden_size, model.num_experts_per_tok, model.torch_dtype, None, None, "expert", False
-        D, K, x_dtype, _, _, last_layout, last_weighted = first if last is None else last.shape
+        first = model.hidden_size, model.num_experts_per_tok, model.torch_dtype, None, None, "expert", False, False
+        D, K, x_dtype, _, _, last_layout, last_weighted, last_aligned = first if last is None else last.shape
         D, K, x_dtype = hidden_size or D, top_k or K, dtype or x_dtype
         x = torch.empty(0, D, dtype=x_dtype, device=self._device)
         return Call(
@@ -114,6 +118,7 @@ class Templates:
             apply_router_weight_on_input=(
                 last_weighted if apply_router_weight_on_input is None else apply_router_weight_on_input
             ),
+            aligned=last_aligned if aligned is None else aligned,
         )
 
     def clear(self) -> None:
@@ -121,7 +126,8 @@ class Templates:
         self._templates.clear()
 
     def _new(self, x: Tensor, shape: tuple[Any, ...]) -> RoundTemplate:
-        _, K, _, _, _, layout, weighted = shape
+        _, K, _, _, _, layout, weighted, aligned = shape
+        aligned = aligned or self._always_aligned
         views, D = self._views, x.shape[1]
         payload = WIRE_FORMATS[self._config.exchange.payload]
         wire, scale = payload.dtype_of(x.dtype), payload.scale
@@ -150,7 +156,8 @@ class Templates:
             }
             received = Received.attributes("recv", layout, recv_fields)
         attributes |= {"recv": Received(received), "layout": layout, "dtype": y_dtype, "hidden_size": D, **self._owner}
-        steps, descriptors = self._launches(D, layout == "expert", weighted)
+        attributes["alignment"] = self._alignment if aligned else 1
+        steps, descriptors = self._launches(D, layout == "expert", weighted, aligned)
         like = torch.empty(0, D, dtype=y_dtype, device=self._device)
         return RoundTemplate(shape, steps, descriptors, attributes, D, like)
 
@@ -186,12 +193,14 @@ def _refuse_tag(tag: object) -> NoReturn:
 def _check(config: EPConfig, device: torch.device, call: Call) -> None:
     """Raises what `Templates.of` does."""
     x, ids, weights, scales = call.x, call.ids, call.weights, call.scales
-    layout, weighted = call.layout, call.apply_router_weight_on_input
+    layout, weighted, aligned = call.layout, call.apply_router_weight_on_input, call.aligned
     model, capacity = config.model, config.capacity
     if layout not in ("expert", "rank"):
         raise ValueError(f"`layout` must be 'expert' or 'rank', got {layout!r}")
     if not isinstance(weighted, bool):
         raise TypeError(f"`apply_router_weight_on_input` must be a bool, got {describe(weighted)}")
+    if not isinstance(aligned, bool):
+        raise TypeError(f"`aligned` must be a bool, got {describe(aligned)}")
     if weighted and layout == "rank":
         raise ValueError("`apply_router_weight_on_input` needs expert-major rows: it must be False with layout='rank'")
     D, K, M = model.hidden_size, model.num_experts_per_tok, capacity.max_num_tokens_per_rank

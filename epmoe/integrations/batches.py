@@ -201,7 +201,7 @@ class SharedExpertParallel:
         if ep.device.type == "cpu":
             n = int(dispatched.expert_offsets[-1])
         else:
-            n = min(rows.shape[0], most_pairs + ep.num_local_experts * (ep.config.capacity.alignment - 1))
+            n = min(rows.shape[0], most_pairs + ep.num_local_experts * (dispatched.alignment - 1))
         return rows[:n] if scales is None else dequantize_rows(rows[:n], scales[:n], dispatched.dtype)
 
     @contextmanager

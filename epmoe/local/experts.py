@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
-from epmoe.local.grouped_gemm import DEEP_GEMM_ALIGNMENT, Gemm, choose, expert_of_rows, multiply
+from epmoe.local import deep_gemm
+from epmoe.local.grouped_gemm import Gemm, choose, expert_of_rows, multiply
 from epmoe.local.quantize import dequantize_rows, quantize_fp8
 from epmoe.native import ops
 from epmoe.native.arguments import FLOATS, FP8, check_forward_only, check_tensor, dtype_name
@@ -27,22 +28,34 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False)
 
 
+class Segments(NamedTuple):
+    """Where the rows of each expert lie."""
+
+    offsets: Tensor
+    """int32 [e + 1], contiguous"""
+    tokens: Tensor | None
+    """int32 [e], contiguous, or None: there are no gaps"""
+    alignment: int
+    """in rows: all segments start at its multiples"""
+
+
 class GroupedExperts(nn.Module):
     """This rank's experts, `down(silu(gate(x)) · up(x))`, over rows in the order of `ep.dispatch`.
 
     On GPUs nothing looks at the host, so that a call can be captured into a CUDA graph: with bf16 weights on compute
-    capability 9.0 and later, and with fp8 weights on 9.0. Weights are parameters that share the memory of the given
+    capability 9.0 and later, and with fp8 weights on 9.0. Rows of gaps and past the last segment may hold anything, and
+    so may their outputs. Weights are parameters that share the memory of the given
     tensors and need no grad, because the exchange is forward only. Autocast changes nothing.
 
     The GEMM is a library's. `gemm` says which one GPUs use:
 
-    - "auto": fp8 weights take DeepGEMM where it is installed (`pip install sgl-deep-gemm`) and takes them: compute
-      capability 9.0, D and F multiples of 128. All other weights take torch's `grouped_mm`.
-    - "deep_gemm": also bf16 weights take DeepGEMM.
+    - "auto": DeepGEMM where it is installed (`pip install epmoe[deep_gemm]`) and takes the weights: fp8 with D and F
+      multiples of 128, bf16 with multiples of 64, compute capability 9.0. All other weights take torch's `grouped_mm`.
+    - "deep_gemm": DeepGEMM or an error.
     - "torch": never DeepGEMM. fp8 weights are then dequantised in every call, which is right but slow, and takes the
       memory of the weights in bf16. CPUs always do this; "auto" warns of it on GPUs.
 
-    DeepGEMM needs segments that start at multiples of 128 rows, `capacity.alignment: 128`: see `alignment`. Where torch
+    DeepGEMM needs segments that start at multiples of 64 rows: see `alignment`. A `MoELayer` sees to it. Where torch
     does not take the weights either (it needs strides of multiples of 16 bytes, and no fp64), a loop over the experts
     computes the same, and looks at the host. Casts, moves and `load_state_dict` choose again. Casts leave fp8 weights
     and their scales as they are.
@@ -130,10 +143,18 @@ class GroupedExperts(nn.Module):
 
     @property
     def alignment(self) -> int:
-        """In rows: every segment must start at a multiple of it; `capacity.alignment` must be one, too."""
-        return DEEP_GEMM_ALIGNMENT if self.gemm == "deep_gemm" else 1
+        """In rows: every segment must start at a multiple of it, as in rounds of `dispatch(…, aligned=True)`."""
+        return deep_gemm.BLOCKS[0] if self.gemm == "deep_gemm" else 1
 
-    def forward(self, rows_ND: Tensor, expert_offsets: Tensor, scales: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        rows_ND: Tensor,
+        expert_offsets: Tensor,
+        scales: Tensor | None = None,
+        *,
+        tokens_per_expert: Tensor | None = None,
+        alignment: int | None = None,
+    ) -> Tensor:
         """Apply each expert to its segment of rows.
 
         Args:
@@ -143,13 +164,17 @@ class GroupedExperts(nn.Module):
                 alignment gaps included.
             scales: fp32 [N, D/128] of fp8 rows, or None. The rows are dequantised, unless DeepGEMM takes them as they
                 are.
+            tokens_per_expert: int32 [e], rows of each segment without its gap, so that nothing is computed for gaps
+                between the two GEMMs; by default segments count as full.
+            alignment: in rows, of which all segments start at multiples: those of a round, `Dispatched.alignment`. More
+                than the default, that of the property, can be faster.
 
         Returns:
             Outputs [N, D] in `dtype`.
 
         Raises:
             TypeError: an argument has another dtype.
-            ValueError: an argument has another shape or device.
+            ValueError: an argument has another shape or device, or `alignment` is no multiple of the property.
             RuntimeError: `rows` requires grad in grad mode.
         """
         (e, D, _), device = self.w_down.shape, self.w_down.device
@@ -160,14 +185,20 @@ class GroupedExperts(nn.Module):
         N = rows_ND.shape[0]
         if scales is not None:
             check_tensor("scales", scales, (torch.float32,), (N, D // SCALE_BLOCK), device)
+        if tokens_per_expert is not None:
+            check_tensor("tokens_per_expert", tokens_per_expert, (torch.int32,), (e,), device)
+        tokens = None if tokens_per_expert is None else tokens_per_expert.contiguous()
+        segments = Segments(expert_offsets.contiguous(), tokens, alignment or self.alignment)
+        if segments.alignment % self.alignment:
+            raise ValueError(f"`alignment` must be a multiple of {self.alignment}, got {alignment}")
         if e == 0:
             return rows_ND.new_empty(N, D, dtype=self.dtype)
         with without_autocast(device):
             if device.type != "cpu" or torch.compiler.is_compiling():
-                return self._outputs(rows_ND, expert_offsets, scales)
+                return self._outputs(rows_ND, segments, scales)
             # On the CPU the number of rows costs no synchronisation, so rows past the last segment are left out.
             n = int(expert_offsets[-1])
-            out_nD = self._outputs(rows_ND[:n], expert_offsets, None if scales is None else scales[:n])
+            out_nD = self._outputs(rows_ND[:n], segments, None if scales is None else scales[:n])
         if n == N:
             return out_nD
         out_ND = out_nD.new_empty(N, D)
@@ -179,27 +210,31 @@ class GroupedExperts(nn.Module):
         e, D, f = self.w_down.shape
         return f"e={e}, D={D}, F={f}, {dtype_name(self.w_down.dtype)}, gemm={self.gemm!r}"
 
-    def _outputs(self, rows_nD: Tensor, expert_offsets: Tensor, scales: Tensor | None) -> Tensor:
-        ends, n, deep = expert_offsets[1:], rows_nD.shape[0], self.gemm == "deep_gemm"
-        layout = expert_of_rows(ends, n, past_the_end=-1) if deep else ends
+    def _outputs(self, rows_nD: Tensor, segments: Segments, scales: Tensor | None) -> Tensor:
+        ends, n, deep = segments.offsets[1:], rows_nD.shape[0], self.gemm == "deep_gemm"
         if deep and self.is_fp8 and scales is None:
             rows_nD, scales = quantize_fp8(rows_nD, num_tokens=ends[-1])
-        elif deep and not self.is_fp8 and scales is not None:
+        if deep and self.is_fp8 and scales is not None:
+            scales = ops.scales_by_block(scales, segments.offsets, segments.tokens).t()[:n]
+        elif deep and scales is not None:
             rows_nD, scales = dequantize_rows(rows_nD, scales, self.dtype), None
-        gate_up = multiply(self.gemm, rows_nD, scales, self.w_gate_up, self.gate_up_scales, layout)
-        activated, scales = self._activation(gate_up, expert_offsets, quantise=deep and self.is_fp8)
-        out = multiply(self.gemm, activated, scales, self.w_down, self.down_scales, layout)
+        by = ends, segments.alignment
+        gate_up = multiply(self.gemm, rows_nD, scales, self.w_gate_up, self.gate_up_scales, *by)
+        activated, scales = self._activation(gate_up, segments, quantise=deep and self.is_fp8)
+        out = multiply(self.gemm, activated, scales, self.w_down, self.down_scales, *by)
         return out if self.down_bias is None else out + _of_rows(self.down_bias, ends, n)
 
-    def _activation(self, gate_up: Tensor, expert_offsets: Tensor, quantise: bool) -> tuple[Tensor, Tensor | None]:
-        """[n, F] and its scales. On GPUs only rows of segments are computed, since there may be many more."""
+    def _activation(self, gate_up: Tensor, segments: Segments, quantise: bool) -> tuple[Tensor, Tensor | None]:
+        """[n, F] and its scales. Only rows of segments are computed, since there may be many more."""
         if self.dtype != torch.float64:
             settings = (self.interleaved, math.inf if self.limit is None else self.limit, self.alpha, self.up_offset)
             bias = None if self.gate_up_bias is None else self.gate_up_bias.contiguous()
-            activated, scales = ops.gated_activation(gate_up, expert_offsets.contiguous(), bias, *settings, quantise)
-            return activated, scales if quantise else None
+            activated, scales = ops.gated_activation(
+                gate_up, segments.offsets, segments.tokens, bias, *settings, quantise
+            )
+            return activated, scales.t()[: len(gate_up)] if quantise else None
         if self.gate_up_bias is not None:
-            gate_up = gate_up + _of_rows(self.gate_up_bias, expert_offsets[1:], len(gate_up))
+            gate_up = gate_up + _of_rows(self.gate_up_bias, segments.offsets[1:], len(gate_up))
         gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if self.interleaved else gate_up.chunk(2, dim=1)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
@@ -221,4 +256,4 @@ class GroupedExperts(nn.Module):
 
 def _of_rows(bias: Tensor, ends: Tensor, num_rows: int) -> Tensor:
     """[n, ·], for each row the bias [e, ·] of its expert."""
-    return bias.index_select(0, expert_of_rows(ends, num_rows, past_the_end=0))
+    return bias.index_select(0, expert_of_rows(ends, num_rows))

@@ -34,11 +34,13 @@ _library.define("zero_padding_rows_(Tensor(a!) x, Tensor? num_tokens, SymInt num
 _library.define(
     "quantize_fp8(Tensor x, Tensor? num_tokens, SymInt num_rows, bool per_tensor) -> (Tensor q, Tensor scales)"
 )
-# Rows past expert_offsets[-1] are neither read nor written. Scales are empty unless the outputs are quantised.
+# Only rows of segments are read and written; without tokens_per_expert these have no gaps. Scales lie block by block,
+# [B, N] in rows of a multiple of 16 bytes. Those of gated_activation are empty unless the outputs are quantised.
 _library.define(
-    "gated_activation(Tensor gate_up, Tensor expert_offsets, Tensor? bias, bool interleaved, float limit, float alpha, "
-    "float up_offset, bool quantize) -> (Tensor out, Tensor scales)"
+    "gated_activation(Tensor gate_up, Tensor expert_offsets, Tensor? tokens_per_expert, Tensor? bias, "
+    "bool interleaved, float limit, float alpha, float up_offset, bool quantize) -> (Tensor out, Tensor scales)"
 )
+_library.define("scales_by_block(Tensor scales, Tensor expert_offsets, Tensor? tokens_per_expert) -> Tensor")
 for _phase in ("", "_send", "_recv"):
     _library.define(
         f"dispatch{_phase}(Tensor x, Tensor ids, Tensor weights, Tensor? scales, Tensor? num_tokens, SymInt num_rows, "
@@ -134,6 +136,7 @@ def _(x: Tensor, num_tokens: Tensor | None, num_rows: int, per_tensor: bool) -> 
 def _(
     gate_up: Tensor,
     expert_offsets: Tensor,
+    tokens_per_expert: Tensor | None,
     bias: Tensor | None,
     interleaved: bool,
     limit: float,
@@ -143,8 +146,13 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     N, F = gate_up.shape[0], gate_up.shape[1] // 2
     dtype = torch.float8_e4m3fn if quantize else gate_up.dtype
-    scales = (N if quantize else 0, -(-F // SCALE_BLOCK))
+    scales = (-(-F // SCALE_BLOCK), (N + 3) // 4 * 4 if quantize else 0)
     return gate_up.new_empty((N, F), dtype=dtype), gate_up.new_empty(scales, dtype=torch.float32)
+
+
+@torch.library.register_fake("epmoe::scales_by_block")
+def _(scales: Tensor, expert_offsets: Tensor, tokens_per_expert: Tensor | None) -> Tensor:
+    return scales.new_empty((scales.shape[1], (scales.shape[0] + 3) // 4 * 4))
 
 
 @torch.library.register_fake("epmoe::dispatch")
@@ -172,7 +180,7 @@ def _(y: Tensor, rows: Tensor | None, window: Tensor, scratch: Tensor, descripto
 
 
 _OPERATORS = (
-    "route", "permute", "finalize", "zero_padding_rows_", "quantize_fp8", "gated_activation",
+    "route", "permute", "finalize", "zero_padding_rows_", "quantize_fp8", "gated_activation", "scales_by_block",
     "dispatch", "dispatch_send", "dispatch_recv", "combine", "combine_send", "combine_recv",
     "rail_pack", "rail_sum", "rail_mark", "rail_tags", "launch_policy", "shared_bytes_needed", "load_cuda",
 )  # fmt: skip

@@ -85,7 +85,9 @@ class HierarchicalExchange(Exchange):
         self.rank = memory.of_rail(memory.node)
         self.views = node.views | memory.views
         self.rounds = RoundState((c_int64 * len(PROGRESS))())
-        self.templates = Templates(config, self.device, node.views, self.rounds, self.rank, _no_launches)
+        self.templates = Templates(
+            config, self.device, node.views, self.rounds, self.rank, self.plan.sizes["alignment"], _no_launches
+        )
         self.slabs: Slabs | None = None  # of the open round
         # Of rounds that were given up, with what must live until they have ended.
         self.pending: list[tuple[Transfer, Slabs]] = []
@@ -489,7 +491,7 @@ class HierarchicalExchange(Exchange):
             raise TypeError(f"`x` must be {dtype} or float8_e4m3fn, as rows reach the nodes as fp8, got {describe(x)}")
 
 
-def _no_launches(hidden_size: int, expert_major: bool, apply_router_weight_on_input: bool) -> Launches:
+def _no_launches(hidden_size: int, expert_major: bool, apply_router_weight_on_input: bool, aligned: bool) -> Launches:
     """Calls inside of the nodes have descriptors of their own."""
     return [], []
 

@@ -43,12 +43,30 @@ def weight_of_rows(want: Permuted, slabs: Slabs) -> Tensor:
     return weights
 
 
-def assert_rows(d: Dispatched, want: Permuted, fp8: bool, weights: Tensor | None = None) -> None:
-    """layout="expert": the segments, their gaps and their order. `weights` [N, 1]: by which dispatch multiplies."""
+def assert_rows(
+    d: Dispatched, want: Permuted, fp8: bool, weights: Tensor | None = None, zero_gaps: bool = True
+) -> None:
+    """layout="expert": the segments and their order. `weights` [N, 1]: by which dispatch multiplies.
+
+    On GPUs rows of gaps are what they were before the round, or with `zero_gaps` zeros.
+    """
     used = int(want.expert_offsets[-1])
     assert torch.equal(d.expert_offsets.cpu(), want.expert_offsets)
     assert torch.equal(d.tokens_per_expert.cpu(), want.tokens_per_expert)
-    assert_payload(d.rows[:used], d.scales[:used] if fp8 else None, want.rows, weights)
+    rows, scales, kept = d.rows[:used], d.scales[:used] if fp8 else None, slice(None)
+    if not zero_gaps:
+        ends = (want.expert_offsets[:-1] + want.tokens_per_expert).long()
+        kept = (
+            torch.arange(used)
+            < ends[torch.searchsorted(want.expert_offsets[1:].long(), torch.arange(used), right=True)]
+        )
+        assert d.rows.device.type == "cpu" or rows.cpu()[~kept].contiguous().view(torch.uint8).eq(0xFF).all()
+    assert_payload(
+        rows[kept],
+        None if scales is None else scales[kept],
+        want.rows[kept],
+        None if weights is None else weights[kept],
+    )
 
 
 def assert_payload(rows: Tensor, scales: Tensor | None, want: Tensor, weights: Tensor | None = None) -> None:
@@ -82,10 +100,15 @@ class Round:
     layout: Layout
     phases: bool
     weighted: bool
+    aligned: bool
 
     def dispatch(self) -> Dispatched:
         first = self.ep.dispatch_send if self.phases else self.ep.dispatch
-        options = {"layout": self.layout, "apply_router_weight_on_input": self.weighted}
+        options = {
+            "layout": self.layout,
+            "apply_router_weight_on_input": self.weighted,
+            "aligned": self.aligned,
+        }
         d = first(self.x, self.ids, self.weights, num_tokens=self.num_tokens, **options)
         return self.ep.dispatch_recv(d) if self.phases else d
 
@@ -115,6 +138,7 @@ def check_round(
     num_tokens: int | Tensor | None = None,
     phases: bool = False,
     weighted: bool = False,
+    aligned: bool = False,
 ) -> Checked:
     """One round on poisoned windows: dispatched rows are bitwise equal, y is within its roundings.
 
@@ -126,12 +150,13 @@ def check_round(
         num_tokens: real tokens of this rank, for dispatch.
         phases: whether send and receive phases are calls of their own.
         weighted: whether dispatch applies the weights, so that combine only adds.
+        aligned: as of dispatch.
     """
     config, mine = calls or ep.config, tokens[ep.rank]
     fp8 = config.exchange.payload == "fp8"
     slabs = expected_slabs(config, ep.placement, tokens, ep.rank)
     x, ids, weights = (t.to(ep.device) for t in (mine.x, mine.ids, mine.weights))
-    this = Round(ep, x, ids, weights, num_tokens, layout, phases, weighted)
+    this = Round(ep, x, ids, weights, num_tokens, layout, phases, weighted, aligned)
     poison(ep)
     d = this.dispatch()
     assert torch.equal(d.recv.counts.cpu(), slabs.counts)
@@ -139,8 +164,9 @@ def check_round(
         assert_slabs(d.recv, slabs, fp8)
         rows = run_fused_experts(ep, d)
     else:
-        want = expected_rows(config, ep.placement, slabs, ep.rank)
-        assert_rows(d, want, fp8, weight_of_rows(want, slabs) if weighted else None)
+        want = expected_rows(config, ep.placement, slabs, ep.rank, d.alignment)
+        zero_gaps = ep.config.capacity.gap_rows == "zero"
+        assert_rows(d, want, fp8, weight_of_rows(want, slabs) if weighted else None, zero_gaps)
         rows = run_experts(ep, d)
     y = this.combine(rows, d)
     if weighted:

@@ -55,7 +55,7 @@ def make_config(
         model={"num_experts": experts, "num_experts_per_tok": top_k, "hidden_size": hidden, "dtype": dtype},
         topology={"ep_size": size, "ranks_per_node": ranks_per_node or nodes_of(size)},
         placement=placement or {},
-        capacity={"max_num_tokens_per_rank": max_tokens} | (capacity or {}),
+        capacity={"max_num_tokens_per_rank": max_tokens, "gap_rows": "zero"} | (capacity or {}),
         # What other ranks hear of a round that one gives up is in test_given_up.py. The other tests look at their sums.
         # A deadline in a test is short, and a busy machine may need longer for the first round.
         exchange={"timeout_s": timeout_s, "warmup_timeout_s": max(2.0, 2 * timeout_s), "on_abort": "zeros"}
@@ -205,9 +205,12 @@ def expected_slabs(config: EPConfig, placement: Placement, tokens: list[Tokens],
     return Slabs(*flat, torch.tensor(counts, dtype=torch.int32), token, slot)
 
 
-def expected_rows(config: EPConfig, placement: Placement, slabs: Slabs, rank: int) -> Permuted:
+def expected_rows(
+    config: EPConfig, placement: Placement, slabs: Slabs, rank: int, alignment: int | None = None
+) -> Permuted:
+    """`alignment` in rows, by default that of rounds that ask for none."""
     capacity, (on_ranks, local) = config.capacity, inside(config, placement, rank)
-    limit, alignment = capacity.max_expert_rows, capacity.alignment
+    limit, alignment = capacity.max_expert_rows, alignment or capacity.alignment or 1
     return permute_reference(
         slabs.x,
         slabs.ids,
@@ -215,7 +218,7 @@ def expected_rows(config: EPConfig, placement: Placement, slabs: Slabs, rank: in
         on_ranks.num_local_experts(local),
         counts_R=slabs.counts,
         alignment=alignment,
-        max_rows=None if limit is None else -(-limit // alignment) * alignment,
+        max_rows=None if limit is None else -(-limit // config.alignment) * config.alignment,
     )
 
 

@@ -20,7 +20,7 @@ class Again:
     def __init__(self, checked: Checked) -> None:
         self.round, self.rows = checked.round, checked.rows
         counts = checked.d.recv.counts.tolist()
-        self.used = int(checked.d.expert_offsets[-1]) if checked.round.layout == "expert" else 0
+        self.real = real_rows(checked.d) if checked.round.layout == "expert" else None
         slots = [(source, s) for source, count in enumerate(counts) for s in range(count)]
         self.slots = torch.tensor(slots, dtype=torch.int64, device=checked.y.device).view(-1, 2).unbind(1)
         self.wanted = [bits.clone() for bits in self._delivered(checked.d)]
@@ -40,10 +40,16 @@ class Again:
     def _delivered(self, d: Dispatched) -> list[Tensor]:
         recv = d.recv
         if self.round.layout == "expert":
-            rows = [d.rows[: self.used], *([] if d.scales is None else [d.scales[: self.used]])]
+            rows = [d.rows.view(torch.uint8)[self.real], *([] if d.scales is None else [d.scales[self.real]])]
             return [bytes_of(t) for t in (recv.counts, d.expert_offsets, d.tokens_per_expert, *rows)]
         rows = [recv.x[self.slots], *([] if recv.scales is None else [recv.scales[self.slots]])]
         return [bytes_of(t) for t in (recv.counts, recv.ids, recv.weights, *rows)]
+
+
+def real_rows(d: Dispatched) -> Tensor:
+    """int64 [n]: the rows of segments without their gaps, on the device."""
+    segments = zip(d.expert_offsets.tolist(), d.tokens_per_expert.tolist(), strict=False)
+    return torch.tensor([row for start, n in segments for row in range(start, start + n)], device=d.rows.device).long()
 
 
 def bytes_of(values: Tensor) -> Tensor:

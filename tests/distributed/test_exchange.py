@@ -26,7 +26,9 @@ CASES = all_pairs(
         "kind": ["uniform", "zipf", "adversarial"],
         "id_dtype": [torch.int32, torch.int64],
         "weight_dtype": [torch.float32, torch.bfloat16, torch.float16],
-        "alignment": [1, 128],
+        "alignment": [None, 1, 128],
+        "aligned": [False, True],
+        "gap_rows": ["undefined", "zero"],
         "layout": ["expert", "rank"],
         "padding": [None, int, torch.tensor],
         "num_sms": [None, 20],  # has an effect on GPUs only
@@ -53,7 +55,7 @@ def _options(case: dict, size: int) -> dict:
         "max_tokens": case["max_tokens"],
         "ll_max_tokens": case["ll_max_tokens"],
         "placement": placement,
-        "capacity": {"alignment": case["alignment"]},
+        "capacity": {key: case[key] for key in ("alignment", "gap_rows")},
         "exchange": {
             "payload": "fp8" if case["payload"] == "fp8" else "auto",
             "combine_payload": case["combine_payload"],
@@ -79,7 +81,7 @@ def test_agrees_with_the_dense_reference(make_ep, rank, size, case):
         num_tokens = case["padding"] and case["padding"](tokens[rank].real)
         if isinstance(num_tokens, torch.Tensor):
             num_tokens = num_tokens.to(ep.device, torch.int32)
-        check_round(ep, tokens, case["layout"], num_tokens=num_tokens)
+        check_round(ep, tokens, case["layout"], num_tokens=num_tokens, aligned=case["aligned"])
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])

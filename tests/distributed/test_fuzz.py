@@ -45,7 +45,10 @@ def draw_options(random: Random, size: int) -> dict:
         "max_tokens": random.choice([1, random.randint(2, 20), random.randint(21, 90)]),
         "ll_max_tokens": random.choice([4, 32, 256]),
         "placement": placement,
-        "capacity": {"alignment": random.choice([1, 1, 8, 128])},
+        "capacity": {
+            "alignment": random.choice([None, None, 1, 8, 128]),
+            "gap_rows": random.choice(["undefined", "zero"]),
+        },
         "exchange": {"payload": payload, "combine_payload": back},
     }
 
@@ -95,10 +98,11 @@ def test_drawn_rounds(make_ep, rank, size, device, seed):
     for _ in range(drawn):
         tokens = draw_tokens(ep.config, random, size)
         layout, phases, padding = random.choice(["expert", "rank"]), random.random() < 0.3, random.random()
+        aligned = random.random() < 0.5
         num_tokens = tokens[rank].real
         if padding < 0.5:
             num_tokens = torch.tensor(num_tokens, dtype=torch.int32, device=ep.device)
-        checked = check_round(ep, tokens, layout, num_tokens=num_tokens, phases=phases)
+        checked = check_round(ep, tokens, layout, num_tokens=num_tokens, phases=phases, aligned=aligned)
         if device.type == "cuda":
             rounds.append(Again(checked))
     if rounds:

@@ -70,10 +70,11 @@ struct DispatchKernel {
     return args.expert_major && args.receive && !args.weight_rows && send_offset_entries && !uses_ll();
   }
   // `call`, as the host computes it. The first word: bit 0 says LL; then with LL the tokens; then the rows. The second:
-  // D / 4, since D is whole lines of 16 bytes, K - 1, dtype, layout and weighting.
+  // D / 4 - 1, since D is whole lines of 16 bytes, whether segments are aligned, K - 1, dtype, layout and weighting.
   CallWords call_without_rows(uint32_t tag) const {
-    uint32_t shape = static_cast<uint32_t>(args.D >> 2) | (args.K - 1) << 15 | static_cast<uint32_t>(args.dtype) << 20 |
-                     uint32_t{args.expert_major} << 22 | uint32_t{args.weight_rows} << 23;
+    uint32_t shape = static_cast<uint32_t>((args.D >> 2) - 1) | uint32_t{ex.plan.alignment > 1} << 14 |
+                     (args.K - 1) << 15 | static_cast<uint32_t>(args.dtype) << 20 | uint32_t{args.expert_major} << 22 |
+                     uint32_t{args.weight_rows} << 23;
     return {uint32_t{uses_ll()} | tag << kSizeBits, shape | tag >> (32 - kSizeBits) << kShapeBits};
   }
   // This source's first word.

@@ -1,95 +1,134 @@
-// The gated activation on the GPU, between the two grouped GEMMs of the experts. It stops at the last segment, which
-// the device knows and the host does not: the rows past it may be a thousand times as many.
-#include "args.h"
+// What stands between the two grouped GEMMs of the experts on the GPU: the gated activation, and the scales of rows in
+// the order in which a GEMM takes them. Both visit rows of pairs only.
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
+#include "cuda/local/real_rows.cuh"
 #include "cuda/stages.h"
 
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32, kPerLane = kScaleBlock / 32;
+constexpr int kThreads = 256, kWarps = kThreads / 32, kBlocksPerSM = 6;
 
-// The expert whose segment holds row t.
-__device__ __forceinline__ int32_t expert_of(const GatedActivationArgs& args, int32_t t) {
-  int32_t first = 0, last = args.num_local_experts - 1;
-  while (first < last) {
-    int32_t middle = (first + last) / 2;
-    if (t < args.expert_offsets[middle + 1])
-      last = middle;
-    else
-      first = middle + 1;
-  }
-  return first;
+// gated() of gating.h for outputs of 16 bits or fewer: with the exponential and the reciprocal of the hardware, 2e-6
+// in all, it takes half as many instructions.
+__device__ __forceinline__ float gated_fast(float gate, float up, const Gating& gating) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(gate) : "f"(gating.limit));
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(up) : "f"(gating.limit));
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(up) : "f"(-gating.limit));
+  float power, sigmoid;  // of a large -gate the power is Inf and the sigmoid 0
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(gate * (gating.alpha * -1.44269504088896341f)));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(1.0f + power));
+  return gate * sigmoid * (up + gating.up_offset);
 }
 
-// kPerLane gates and ups of a row, from the first-th on. Past the end of the row, where `count` ends, they are 0.
-template <typename T>
+// kCount gates and ups of a row, from the first-th on, as they lie in registers. Past the end of the row, where `count`
+// ends, they are 0. kWide: rows are aligned to vectors, so a lane has all of them or none.
+template <typename T, int kCount, bool kWide>
 struct GatesAndUps {
-  float gate[kPerLane], up[kPerLane];
+  using Part = Vector<T, kCount>;
+  Part first_half = {}, second_half = {};  // gates, ups; or by turns
 
-  __device__ __forceinline__ GatesAndUps(const T* row, const GatedActivationArgs& args, int64_t first, int count,
-                                         bool wide) {
-    if (!wide || count < kPerLane) {
-      int64_t step = args.interleaved ? 2 : 1, to_up = args.interleaved ? 1 : args.F;
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        const T* at = row + step * (first + i);
-        gate[i] = i < count ? to_float(at[0]) : 0.0f;
-        up[i] = i < count ? to_float(at[to_up]) : 0.0f;
-      }
-    } else if (args.interleaved) {
-      T both[2 * kPerLane];
-      load_vectors(row + 2 * first, both);
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) gate[i] = to_float(both[2 * i]), up[i] = to_float(both[2 * i + 1]);
+  __device__ __forceinline__ GatesAndUps(const T* row, const GatedActivationArgs& args, int64_t first, int count) {
+    const T* halves[] = {row + (args.interleaved ? 2 * first : first),
+                         row + (args.interleaved ? 2 * first + kCount : args.F + first)};
+    if constexpr (kWide) {
+      if (!count) return;
+      first_half = load_past_l1(reinterpret_cast<const Part*>(halves[0]));
+      second_half = load_past_l1(reinterpret_cast<const Part*>(halves[1]));
     } else {
-      to_floats(*reinterpret_cast<const Vector<T, kPerLane>*>(row + first), gate);
-      to_floats(*reinterpret_cast<const Vector<T, kPerLane>*>(row + args.F + first), up);
+      int here[] = {args.interleaved ? 2 * count : count, args.interleaved ? 2 * count - kCount : count};
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (i < here[0]) first_half.at[i] = halves[0][i];
+        if (i < here[1]) second_half.at[i] = halves[1][i];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add_to(float (&gate)[kCount], float (&up)[kCount], bool interleaved) const {
+    float values[2][kCount];
+    to_floats(first_half, values[0]);
+    to_floats(second_half, values[1]);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      gate[i] += interleaved ? values[i >= kCount / 2][2 * i % kCount] : values[0][i];
+      up[i] += interleaved ? values[i >= kCount / 2][(2 * i + 1) % kCount] : values[1][i];
     }
   }
 };
 
-// Each warp has kScaleBlock outputs of a row at a time; each lane has kPerLane consecutive ones.
-template <typename T, bool kQuantize>
-__global__ void __launch_bounds__(kThreads)
-    gated_rows(const __grid_constant__ GatedActivationArgs args, uint32_t blocks, bool wide) {
+// A warp has a chunk of a row at a time, and each lane kCount consecutive outputs of it.
+template <typename T, bool kQuantize, bool kWide, int kCount = kPerVector<T>>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSM)
+    gated_rows(const __grid_constant__ GatedActivationArgs args, uint32_t chunks) {
+  constexpr int kScaleLanes = static_cast<int>(kScaleBlock) / kCount;  // that share a scale
+  extern __shared__ int32_t table[];
   wait_for_predecessor();
   let_successor_start();
-  uint32_t real =
-      static_cast<uint32_t>(min(max(int64_t{args.expert_offsets[args.num_local_experts]}, int64_t{0}), args.N));
-  for (uint32_t index = blockIdx.x * kWarps + threadIdx.x / 32; index < real * blocks; index += gridDim.x * kWarps) {
-    int64_t t = index / blocks, first = index % blocks * kScaleBlock + threadIdx.x % 32 * kPerLane;
-    int count = static_cast<int>(min(max(args.F - first, int64_t{0}), int64_t{kPerLane}));
-    bool full = wide && count == kPerLane;
-    GatesAndUps<T> of(static_cast<const T*>(args.gate_up_N2F) + t * args.gate_up_stride, args, first, count, wide);
+  RealRows rows(args.segments, args.N, table);
+  uint32_t items = rows.count() * chunks;
+  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / 32; item < items; item += gridDim.x * kWarps) {
+    uint32_t n = item / chunks;
+    auto [expert, t] = rows[n];
+    int64_t first = ((item - n * chunks) * 32 + threadIdx.x % 32) * kCount;
+    int count = static_cast<int>(min(max(args.F - first, int64_t{0}), int64_t{kCount}));
+    using Pairs = GatesAndUps<T, kCount, kWide>;
+    Pairs pairs(static_cast<const T*>(args.gate_up_N2F) + t * args.gate_up_stride, args, first, count);
+    float gate[kCount] = {}, up[kCount] = {}, value[kCount];
+    pairs.add_to(gate, up, args.interleaved);
     if (args.bias_e2F) {
-      int64_t expert = expert_of(args, static_cast<int32_t>(t));
-      GatesAndUps<T> bias(static_cast<const T*>(args.bias_e2F) + expert * 2 * args.F, args, first, count, wide);
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) of.gate[i] += bias.gate[i], of.up[i] += bias.up[i];
+      auto* bias = static_cast<const T*>(args.bias_e2F) + int64_t{expert} * 2 * args.F;
+      Pairs(bias, args, first, count).add_to(gate, up, args.interleaved);
     }
-    float value[kPerLane];
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) value[i] = i < count ? gated(of.gate[i], of.up[i], args.gating) : 0.0f;
+    for (int i = 0; i < kCount; ++i) {
+      value[i] = sizeof(T) > 2 ? gated(gate[i], up[i], args.gating) : gated_fast(gate[i], up[i], args.gating);
+      if (!kWide && i >= count) value[i] = 0.0f;
+    }
+    using Out = std::conditional_t<kQuantize, uint8_t, T>;
+    Vector<Out, kCount> result;
     if constexpr (kQuantize) {
-      float scale = scale_for(warp_max(finite_amax(value)));
-      auto* out = static_cast<uint8_t*>(args.out_NF) + t * args.F + first;
-      Fp8Registers<kPerLane> q = to_fp8(value, scale);
-      if (full) *reinterpret_cast<Fp8Registers<kPerLane>*>(out) = q;
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i)
-        if (!full && i < count) out[i] = static_cast<uint8_t>(q >> 8 * i);
-      if (threadIdx.x % 32 == 0) args.scales_NB[index] = scale;
+      float scale = block_scale<kCount, kScaleLanes>(value);
+      Fp8Registers<kCount> q = to_fp8(value, scale);
+      memcpy(&result, &q, sizeof q);
+      if (count && threadIdx.x % kScaleLanes == 0) args.scales_BN[first / kScaleBlock * args.scales_stride + t] = scale;
     } else {
-      T rounded[kPerLane], *out = static_cast<T*>(args.out_NF) + t * args.F + first;
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) rounded[i] = from_float<T>(value[i]);
-      if (full) store_vectors(rounded, out);
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i)
-        if (!full && i < count) out[i] = rounded[i];
+      for (int i = 0; i < kCount; ++i) result.at[i] = from_float<T>(value[i]);
     }
+    auto* out = static_cast<Out*>(args.out_NF) + t * args.F + first;
+    if constexpr (kWide) {
+      if (count) *reinterpret_cast<Vector<Out, kCount>*>(out) = result;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        if (i < count) out[i] = result.at[i];
+    }
+  }
+}
+
+constexpr int kBlocksAtOnce = 8;  // scales that a lane moves: a sector of 32 bytes
+
+// A warp moves kBlocksAtOnce scales of 32 rows; rows of one segment lie side by side in the output.
+__global__ void __launch_bounds__(kThreads)
+    transposed_scales(const __grid_constant__ ScalesByBlockArgs args, uint32_t chunks) {
+  extern __shared__ int32_t table[];
+  wait_for_predecessor();
+  let_successor_start();
+  RealRows rows(args.segments, args.N, table);
+  uint32_t items = (rows.count() + 31) / 32 * chunks;
+  for (uint32_t item = blockIdx.x * kWarps + threadIdx.x / 32; item < items; item += gridDim.x * kWarps) {
+    uint32_t group = item / chunks, n = group * 32 + threadIdx.x % 32, first = (item - group * chunks) * kBlocksAtOnce;
+    if (n >= rows.count()) continue;
+    int64_t t = rows[n].t;
+    float scale[kBlocksAtOnce];
+#pragma unroll
+    for (int i = 0; i < kBlocksAtOnce; ++i)
+      if (first + i < args.B) scale[i] = args.scales_NB[t * args.scales_stride + first + i];
+#pragma unroll
+    for (int i = 0; i < kBlocksAtOnce; ++i)
+      if (first + i < args.B) args.out_BN[(first + i) * args.out_stride + t] = scale[i];
   }
 }
 
@@ -98,17 +137,29 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t gated_activation(const GatedActivationArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(device)) return error;
-  int64_t blocks = ceil_div(args.F, kScaleBlock);
-  int64_t grid = std::min<int64_t>(ceil_div(args.N * blocks, kWarps), 8 * device.multiprocessors);
-  if (grid == 0) return cudaSuccess;
   return visit(args.dtype, [&](auto type) {
     using T = decltype(type);
-    bool wide = args.F % kPerLane == 0 &&
+    int64_t chunks = ceil_div(args.F, 32 * kPerVector<T>);
+    int64_t grid = std::min<int64_t>(ceil_div(args.N * chunks, kWarps), kBlocksPerSM * device.multiprocessors);
+    if (grid == 0) return cudaSuccess;
+    bool wide = args.F % kPerVector<T> == 0 &&
                 is_aligned(args.gate_up_N2F, args.gate_up_stride * static_cast<int64_t>(sizeof(T))) &&
                 is_aligned(args.bias_e2F, 0);
-    auto* kernel = args.scales_NB ? gated_rows<T, true> : gated_rows<T, false>;
-    return launch(kernel, grid, kThreads, 0, stream, args, static_cast<uint32_t>(blocks), wide);
+    auto* kernel = args.scales_BN ? (wide ? gated_rows<T, true, true> : gated_rows<T, true, false>)
+                                  : (wide ? gated_rows<T, false, true> : gated_rows<T, false, false>);
+    return launch(kernel, grid, kThreads, RealRows::shared_bytes(args.segments.num_local_experts), stream, args,
+                  static_cast<uint32_t>(chunks));
   });
+}
+
+cudaError_t scales_by_block(const ScalesByBlockArgs& args, cudaStream_t stream) {
+  Device device;
+  if (cudaError_t error = current_device(device)) return error;
+  int64_t chunks = ceil_div(args.B, kBlocksAtOnce);
+  int64_t grid = std::min<int64_t>(ceil_div(ceil_div(args.N, 32) * chunks, kWarps), device.multiprocessors);
+  if (grid == 0) return cudaSuccess;
+  return launch(transposed_scales, grid, kThreads, RealRows::shared_bytes(args.segments.num_local_experts), stream,
+                args, static_cast<uint32_t>(chunks));
 }
 
 }  // namespace epmoe::cuda

@@ -62,10 +62,10 @@ def grouped_experts(
     if experts.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     gemm = _gemm_for(up, down)
-    experts_n = expert_of_rows(ends, n, past_the_end=0) if biases else None
+    experts_n = expert_of_rows(ends, n) if biases else None
 
     def product(rows: Tensor, weights: Tensor, which: int) -> Tensor:
-        out = multiply(gemm, rows.to(weights.dtype), None, weights, None, ends)
+        out = multiply(gemm, rows.to(weights.dtype), None, weights, None, ends, alignment=1)
         return out if experts_n is None else out.add_(biases[which].index_select(0, experts_n))
 
     with without_autocast(rows_nD.device):

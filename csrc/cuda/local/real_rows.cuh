@@ -1,0 +1,61 @@
+// The expert-major rows that pairs have filled, numbered without the gaps between segments. Only the device knows them;
+// the rows of the buffer may be a thousand times as many.
+#pragma once
+#include "args.h"
+#include "cuda/device/common.cuh"
+
+namespace epmoe::cuda {
+
+// A table in shared memory, which the whole block builds.
+class RealRows {
+ public:
+  struct Row {
+    int32_t expert, t;  // t: its place among all rows
+  };
+
+  static int64_t shared_bytes(int32_t experts) { return (2 * int64_t{experts} + 1) * sizeof(int32_t); }
+
+  // Reads the segments, so call it after wait_for_predecessor(). What they say is clamped to rows below N.
+  __device__ __forceinline__ RealRows(const Segments& segments, int64_t N, int32_t* shared)
+      : experts_(segments.num_local_experts), first_(shared), begin_(shared + experts_ + 1) {
+    for (int32_t i = threadIdx.x; i < experts_; i += blockDim.x) {
+      int32_t last = static_cast<int32_t>(N), begin = min(max(segments.expert_offsets[i], 0), last);
+      int32_t rows = min(max(segments.expert_offsets[i + 1], begin), last) - begin;
+      if (segments.tokens_per_expert) rows = min(max(segments.tokens_per_expert[i], 0), rows);
+      first_[i] = rows, begin_[i] = begin;
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {  // a lane takes neighbouring experts, so that one sum over the warp is enough
+      int32_t each = experts_ / 32 + 1, from = threadIdx.x * each, to = min(from + each, experts_ + 1), sum = 0;
+      for (int32_t i = from; i < to; ++i) {
+        int32_t rows = i < experts_ ? first_[i] : 0;
+        first_[i] = sum;
+        sum += rows;
+      }
+      int32_t before = warp_inclusive_sum(sum) - sum;
+      for (int32_t i = from; i < to; ++i) first_[i] += before;
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ uint32_t count() const { return first_[experts_]; }
+
+  // The n-th row.
+  __device__ __forceinline__ Row operator[](uint32_t n) const {
+    int32_t low = 0, high = experts_ - 1;  // the last expert whose rows start at or before n
+    while (low < high) {
+      int32_t middle = (low + high + 1) / 2;
+      if (static_cast<uint32_t>(first_[middle]) <= n)
+        low = middle;
+      else
+        high = middle - 1;
+    }
+    return {low, begin_[low] + static_cast<int32_t>(n) - first_[low]};
+  }
+
+ private:
+  int32_t experts_;
+  int32_t *first_, *begin_;  // of each expert: rows of the experts before, and the start of its segment
+};
+
+}  // namespace epmoe::cuda

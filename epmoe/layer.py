@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import logging
+import time
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
@@ -14,9 +16,13 @@ from torch import Tensor, nn
 from epmoe import opaque
 from epmoe.exchange.handles import Dispatched
 from epmoe.exchange.round_state import MAX_TAG
+from epmoe.local.beside import Beside, mark
 from epmoe.local.experts import GroupedExperts, without_autocast
+from epmoe.local.quantize import zero_padding_rows_
 from epmoe.native.arguments import FLOATS, check_tensor, describe, dtype_name
 from epmoe.service import ExpertParallel
+
+_log = logging.getLogger("epmoe")
 
 
 class MoELayer(nn.Module):
@@ -33,6 +39,8 @@ class MoELayer(nn.Module):
         experts: maps rows [N, D], expert_offsets int32 [e+1] and scales (fp32 [N, D/128] with an fp8 payload, otherwise
             None) to outputs [N, D] in x's dtype, as `GroupedExperts` does.
         bias: fp32 [E], added to the scores for the choice of experts only.
+        shared: maps the tokens [T, D] to what is added to y [T, D], such as shared experts. On a GPU it runs on a
+            stream of its own beside the exchange and the routed experts, and is captured with them.
         apply_router_weight_on_input: as of `ExpertParallel.dispatch`.
         layer_id: the number by which compiled and exported programs name the layer, by default the first free one. It
             is the `tag` of the layer's rounds, modulo 65536; by default, layers of an `ep` number themselves in the
@@ -55,6 +63,7 @@ class MoELayer(nn.Module):
         experts: Callable[[Tensor, Tensor, Tensor | None], Tensor],
         *,
         bias: Tensor | None = None,
+        shared: Callable[[Tensor], Tensor] | None = None,
         apply_router_weight_on_input: bool = False,
         layer_id: int | None = None,
     ) -> None:
@@ -72,11 +81,13 @@ class MoELayer(nn.Module):
             raise ValueError(f"`experts` must be {held}, got {got[0]} with D={got[1]}")
         if bias is not None:
             check_tensor("bias", bias, (torch.float32,), (E,))
+        if shared is not None and not callable(shared):
+            raise TypeError(f"`shared` must be callable on x [T, D], got {describe(shared)}")
         if not isinstance(apply_router_weight_on_input, bool):
             got_type = describe(apply_router_weight_on_input)
             raise TypeError(f"`apply_router_weight_on_input` must be a bool, got {got_type}")
         super().__init__()
-        self.ep, self.experts = ep, experts
+        self.ep, self.experts, self.shared = ep, experts, shared
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self._propagates = ep.config.routing.nan_rows == "propagate"
         self.register_buffer("router_weight", router_weight)
@@ -129,18 +140,46 @@ class MoELayer(nn.Module):
             ids_TK, propagates = routing, weights_TK is None and self._propagates
             if weights_TK is None:
                 ids_TK, weights_TK = self.ep.route(routing, bias=self.bias, num_tokens=num_tokens)
+            start = None if self.shared is None else mark(x_TD.device)
             d = self.ep.dispatch(
                 x_TD, ids_TK, weights_TK, num_tokens=num_tokens, padded_tokens=padded_tokens, tag=self.tag,
                 apply_router_weight_on_input=self.apply_router_weight_on_input, aligned=self._aligned,
             )  # fmt: skip
+            # Not before dispatch, whose blocks get multiprocessors first.
+            shared = None if self.shared is None else Beside(start, self.shared, x_TD)
             expert_rows_ND = self.experts(d.rows, d.expert_offsets, d.scales, **self._of_segments(d))
             y_TD = self.ep.combine(expert_rows_ND, d)
+            if shared is not None:
+                y_TD += shared.result()
+                if num_tokens is not None:
+                    zero_padding_rows_(y_TD, num_tokens)
         if propagates:
             model, scoring = self.ep.config.model, self.ep.config.routing.scoring
             real = ids_TK[:, :1] < model.num_experts  # padding has the id E
             largest = routing.amax(1, keepdim=True)  # NaN where any logit is; −Inf alone costs an expert only itself
             y_TD.masked_fill_(real & (largest.isnan() if scoring == "sigmoid" else ~largest.isfinite()), torch.nan)
         return y_TD
+
+    @torch.inference_mode()
+    def warmup(self, tokens: Iterable[int]) -> None:
+        """Run rounds of random tokens before serving, so that no later call or capture compiles a kernel. Collective.
+
+        A line of the logger "epmoe" says how far it is. On a GPU each number of tokens is captured, too.
+
+        Args:
+            tokens: of this rank: the T of the calls to come; as many numbers on all ranks.
+        """
+        wanted = list(tokens)
+        for i, T in enumerate(wanted):
+            start = time.perf_counter()
+            D, dtype = self.ep.config.model.hidden_size, self._dtypes()[0]
+            x = torch.randn(T, D, device=self.ep.device).to(dtype)
+            self(x)
+            if x.is_cuda:
+                torch.cuda.synchronize(x.device)  # what a graph captures may not load anything
+                with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                    self(x)
+            _log.info("%d of %d: %d tokens in %.1f s", i + 1, len(wanted), T, time.perf_counter() - start)
 
     def extra_repr(self) -> str:
         """What `repr` says of the exchange."""
@@ -173,15 +212,12 @@ class MoELayer(nn.Module):
 
     def _check(self, x: Tensor) -> None:
         model, device, experts = self.ep.config.model, self.ep.device, self.experts
-        if ours := isinstance(experts, GroupedExperts):
-            dtypes = [experts.dtype]
-            if self.ep.config.alignment % experts.alignment:
-                raise ValueError(
-                    f"`capacity.alignment` must be a multiple of {experts.alignment}, or unset, got "
-                    f"{self.ep.config.alignment}: the experts' GEMM is DeepGEMM's, whose segments start there"
-                )
-        else:
-            dtypes = [model.torch_dtype, *(d for d in FLOATS if d.itemsize < model.torch_dtype.itemsize)]
+        if (ours := isinstance(experts, GroupedExperts)) and self.ep.config.alignment % experts.alignment:
+            raise ValueError(
+                f"`capacity.alignment` must be a multiple of {experts.alignment}, or unset, got "
+                f"{self.ep.config.alignment}: the experts' GEMM is DeepGEMM's, whose segments start there"
+            )
+        dtypes = self._dtypes()
         is_tensor, D = isinstance(x, Tensor), model.hidden_size
         if not is_tensor or x.dtype not in dtypes or x.dim() not in (2, 3) or x.shape[-1] != D:
             names = " or ".join(dtype_name(dtype) for dtype in dtypes)
@@ -193,6 +229,13 @@ class MoELayer(nn.Module):
         if self.router_weight.device != device:
             where = self.router_weight.device
             raise ValueError(f"`router_weight` must be on {device}, got {where}: move the layer with `.to`")
+
+    def _dtypes(self) -> list[torch.dtype]:
+        """Of x."""
+        if isinstance(self.experts, GroupedExperts):
+            return [self.experts.dtype]
+        widest = self.ep.config.model.torch_dtype
+        return [widest, *(dtype for dtype in FLOATS if dtype.itemsize < widest.itemsize)]
 
     def _check_forward_only(self, x: Tensor) -> None:
         if not torch.is_grad_enabled():

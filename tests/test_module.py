@@ -300,3 +300,37 @@ def test_a_token_of_nan(device, nan_rows, scoring):
         assert y[5].eq(0).all()
         assert y[2].isnan().all() if nan_rows == "propagate" else y[2].eq(0).all()
         assert ep.health().sanitised_rows == 1
+
+
+def test_shared_experts_are_added(ep):
+    """To rows of tokens only, and a module's parameters are the layer's."""
+    shared = torch.nn.Linear(D, D, device=ep.device).requires_grad_(False)
+    layer = make_layer(ep)
+    both = epmoe.MoELayer(ep, layer.router_weight, layer.experts, bias=layer.bias, shared=shared)
+    assert {"shared.weight", "experts.w_down"} <= dict(both.named_parameters()).keys()
+    x = randn(M, D).to(ep.device)
+    for T, real in ((M, None), (7, None), (M, 5), (0, None)):
+        y, routed = both(x[:T], real), layer(x[:T], real)
+        kept = slice(real or T)
+        assert_close(y[kept], (routed[kept].double() + shared(x[:T][kept]).double()), slack=4)
+        assert y[kept.stop :].eq(0).all()
+    with pytest.raises(TypeError, match="`shared` must be callable on x"):
+        epmoe.MoELayer(ep, layer.router_weight, layer.experts, shared=1)
+
+
+def test_an_exception_of_shared_experts_ends_the_round(ep):
+    def fails(x):
+        raise KeyError("shared")
+
+    layer = make_layer(ep)
+    with pytest.raises(KeyError):
+        epmoe.MoELayer(ep, layer.router_weight, layer.experts, bias=layer.bias, shared=fails)(randn(3, D).to(ep.device))
+    layer(randn(3, D).to(ep.device))
+
+
+def test_warmup_runs_every_number_of_tokens(ep, caplog):
+    layer, rounds = make_layer(ep), ep.exchange.rounds.count
+    with caplog.at_level("INFO", "epmoe"):
+        layer.warmup([1, M])
+    assert [line.partition(" in ")[0] for line in caplog.messages] == ["1 of 2: 1 tokens", f"2 of 2: {M} tokens"]
+    assert ep.exchange.rounds.count == rounds + (2 if ep.device.type == "cpu" else 4)

@@ -146,6 +146,15 @@ class GroupedExperts(nn.Module):
         """In rows: every segment must start at a multiple of it, as in rounds of `dispatch(…, aligned=True)`."""
         return deep_gemm.BLOCKS[0] if self.gemm == "deep_gemm" else 1
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether the bits of a row's output depend on nothing but the row, as they do with DeepGEMM.
+
+        Then y of a `MoELayer` is bitwise the same whatever else is in the batch and whichever rank brings the token, on
+        the same number of ranks: combine adds in an order that does not depend on them.
+        """
+        return self.gemm == "deep_gemm"
+
     def forward(
         self,
         rows_ND: Tensor,

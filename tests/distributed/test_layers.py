@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+from random import Random
 
 import pytest
 import torch
-from exchanges import make_config, node_of
-from helpers import assert_close, randn
+import torch.distributed as dist
+from exchanges import make_config, node_of, poison
+from expert_inputs import quantised as quantised_weights
+from helpers import ON_GPUS, assert_close, poison_, randn
 
 from epmoe import ExpertParallel, GroupedExperts, MoELayer
 from epmoe.exchange.memory import MemoryPlan
@@ -94,3 +97,79 @@ def mapped_windows() -> list[int]:
     with open("/proc/self/maps") as maps:
         spans = [line.split()[0].split("-") for line in maps if "memfd:epmoe" in line]
     return [int(end, 16) - int(start, 16) for start, end in spans]
+
+
+@pytest.fixture
+def deep_layer(make_ep, device, request):
+    """A layer on DeepGEMM, with the payload of the parameter, and shared experts."""
+    pytest.importorskip("deep_gemm")
+    E, D, F = 16, 512, 256
+    ep = make_ep(
+        experts=E, top_k=K, hidden=D, dtype="bfloat16", max_tokens=300, capacity={"gap_rows": "undefined"},
+        exchange={"payload": request.param},
+    )  # fmt: skip
+    local = [ep.placement.logical(p) for p in ep.placement.local_experts(ep.rank)]
+    plain = [
+        (randn(E, *shape, seed=i)[local] / shape[1] ** 0.5).to(device) for i, shape in enumerate([(2 * F, D), (D, F)])
+    ]
+    if request.param == "fp8":
+        (gate_up, gate_up_scales), (down, down_scales) = map(quantised_weights, plain)
+        experts = GroupedExperts(gate_up, down, gate_up_scales=gate_up_scales, down_scales=down_scales)
+    else:
+        experts = GroupedExperts(*(w.bfloat16() for w in plain))
+    assert experts.gemm == "deep_gemm" and experts.batch_invariant
+    shared = torch.nn.Linear(D, D, bias=False, dtype=torch.bfloat16, device=device).requires_grad_(False)
+    return MoELayer(ep, randn(E, D, seed=3).bfloat16().to(device), experts, shared=shared)
+
+
+BOTH = pytest.mark.parametrize("deep_layer", ["auto", "fp8"], indirect=True)
+
+
+@ON_GPUS
+@BOTH
+def test_deep_gemm_agrees_with_torch(deep_layer, rank):
+    for T in (0, 1, 17, 300):
+        x = randn(T, 512, seed=rank).bfloat16().to(deep_layer.ep.device)
+        poison(deep_layer.ep)
+        got = deep_layer(x)
+        deep_layer.experts.gemm = "torch"
+        want = deep_layer(x)
+        deep_layer.experts.gemm = "deep_gemm"
+        error, norm = ((a.float()).norm(dim=1) for a in (got - want, want))
+        assert (error <= (0.06 if deep_layer.experts.is_fp8 else 0.01) * norm).all()
+
+
+@ON_GPUS
+@BOTH
+def test_y_of_a_token_depends_on_no_other_token(deep_layer, rank, size):
+    """Bitwise the same in any batch, by either protocol, and from any rank."""
+    tokens = randn(300, 512, seed=9).bfloat16().to(deep_layer.ep.device)
+    deep_layer.shared = None  # torch's GEMM promises nothing
+    whole = deep_layer(tokens)
+    for T in (1, 7, 100):
+        first = (11 * rank + T) % 200
+        assert torch.equal(deep_layer(tokens[first : first + T]), whole[first : first + T])
+    wanted = [torch.empty_like(whole, device="cpu") for _ in range(size)]
+    dist.all_gather(wanted, whole.cpu())
+    assert all(torch.equal(y, whole.cpu()) for y in wanted)
+
+
+@ON_GPUS
+@BOTH
+def test_captured_layers_with_nan_in_gaps(deep_layer, rank):
+    """Many layers of random T in one graph, replayed over memory that was NaN: bitwise what eager calls return."""
+    ep, random = deep_layer.ep, Random(rank)
+    xs = [randn(random.randint(0, 300), 512, seed=i).bfloat16().to(ep.device) for i in range(50)]
+    deep_layer.warmup([300])
+    eager = [deep_layer(x).clone() for x in xs]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        ys = [deep_layer(x) for x in xs]
+    for _ in range(20):
+        poison(ep)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(y, want) for y, want in zip(ys, eager, strict=True))
+        for y in ys:
+            poison_(y)

@@ -8,6 +8,7 @@
 namespace epmoe::cuda {
 namespace {
 
+// Six blocks a multiprocessor write 3.3 TB/s of bf16 outputs on an H200, four 3.1 and two 2.3.
 constexpr int kThreads = 256, kWarps = kThreads / 32, kBlocksPerSM = 6;
 
 // gated() of gating.h for outputs of 16 bits or fewer: with the exponential and the reciprocal of the hardware, 2e-6
@@ -156,7 +157,8 @@ cudaError_t scales_by_block(const ScalesByBlockArgs& args, cudaStream_t stream) 
   Device device;
   if (cudaError_t error = current_device(device)) return error;
   int64_t chunks = ceil_div(args.B, kBlocksAtOnce);
-  int64_t grid = std::min<int64_t>(ceil_div(ceil_div(args.N, 32) * chunks, kWarps), device.multiprocessors);
+  int64_t grid =
+      std::min<int64_t>(ceil_div(ceil_div(args.N, 32) * chunks, kWarps), kBlocksPerSM * device.multiprocessors);
   if (grid == 0) return cudaSuccess;
   return launch(transposed_scales, grid, kThreads, RealRows::shared_bytes(args.segments.num_local_experts), stream,
                 args, static_cast<uint32_t>(chunks));

@@ -1,0 +1,49 @@
+"""Work on a stream of its own, beside what the current stream does meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_streams: dict[int, torch.cuda.Stream] = {}  # by device
+
+
+def mark(device: torch.device) -> torch.cuda.Event | None:
+    """The point that the current stream has reached; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+class Beside:
+    """`work(x)`, which may start when the current stream has passed `start`. On the CPU it is done at once.
+
+    Its memory is that of its stream, whose next work starts behind a later point of the current stream. So what the
+    current stream still reads is not overwritten, nor in replays of a graph that has captured both.
+    """
+
+    def __init__(self, start: torch.cuda.Event | None, work: Callable[[Tensor], Tensor], x: Tensor) -> None:
+        self._end: torch.cuda.Event | None = None
+        if start is None:
+            self._result = work(x)
+            return
+        device = x.get_device()
+        stream = _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_event(start)
+        with torch.cuda.stream(stream):
+            self._result = work(x)
+            self._end = torch.cuda.Event()
+            self._end.record(stream)
+
+    def result(self) -> Tensor:
+        """The result, for the current stream, which waits for it."""
+        if self._end is not None:
+            stream = torch.cuda.current_stream(self._result.device)
+            stream.wait_event(self._end)
+            if not torch.cuda.is_current_stream_capturing():
+                self._result.record_stream(stream)  # the next round may be on another stream
+        return self._result

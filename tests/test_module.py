@@ -138,7 +138,7 @@ def test_needs_no_no_grad(ep):
 
 def test_a_checkpoint_holds_router_and_experts(ep):
     layer, other = make_layer(ep), make_layer(ep)
-    assert list(layer.state_dict()) == ["router_weight", "bias", "experts.w_gate_up", "experts.w_down"]
+    assert list(layer.state_dict()) == ["router_weight", "bias", "_extra_state", "experts.w_gate_up", "experts.w_down"]
     file = io.BytesIO()
     torch.save(layer.state_dict(), file)
     file.seek(0)

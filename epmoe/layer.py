@@ -31,7 +31,7 @@ class MoELayer(nn.Module):
         router_weight: fp32, fp16 or bf16 [E, D].
         experts: maps rows [N, D], expert_offsets int32 [e+1] and scales (fp32 [N, D/128] with an fp8 payload, otherwise
             None) to outputs [N, D] in x's dtype, as `GroupedExperts` does.
-        bias: fp32 [E], added to the scores for the choice of experts only.
+        bias: fp32 [E], added to the scores for the choice of experts only. `routing.selection_bias` asks for it.
         apply_router_weight_on_input: as of `ExpertParallel.dispatch`.
         layer_id: the number by which compiled and exported programs name the layer, by default the first free one. It
             is the `tag` of the layer's rounds, modulo 65536; by default, layers of an `ep` number themselves in the
@@ -71,6 +71,8 @@ class MoELayer(nn.Module):
             raise ValueError(f"`experts` must be {held}, got {got[0]} with D={got[1]}")
         if bias is not None:
             check_tensor("bias", bias, (torch.float32,), (E,))
+        elif ep.config.routing.selection_bias:
+            raise ValueError("`bias` must be given, since `routing.selection_bias` says that the router has one")
         if not isinstance(apply_router_weight_on_input, bool):
             got_type = describe(apply_router_weight_on_input)
             raise TypeError(f"`apply_router_weight_on_input` must be a bool, got {got_type}")

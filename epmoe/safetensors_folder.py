@@ -42,17 +42,12 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             of all files are read.
 
     Raises:
-        ValueError: the folder has no weights.
-        ImportError: safetensors is not installed.
+        ValueError: the folder has no weights, or a file cannot be read.
+        ImportError: safetensors is not installed; with an index, when the first tensor is read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        try:
-            from safetensors import safe_open
-        except ImportError:
-            raise ImportError(sentence("reading a checkpoint", "safetensors")) from None
         self.path = Path(path)
-        self._safe_open: Callable[..., Any] = safe_open
         self._opened: dict[str, Any] = {}
         if (index := self.path / _INDEX).is_file():
             self._file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -64,6 +59,9 @@ class SafetensorsFolder(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         return self._open(self._file_of[name]).get_tensor(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of  # Mapping's would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
@@ -154,8 +152,15 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             raise ValueError(f"{self.path}: fp8 experts need an F that is a multiple of {SCALE_BLOCK}, got {F}")
 
     def _open(self, file: str) -> Any:
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError:
+            raise ImportError(sentence("reading a checkpoint", "safetensors")) from None
         if file not in self._opened:
-            self._opened[file] = self._safe_open(self.path / file, framework="pt")
+            try:
+                self._opened[file] = safe_open(self.path / file, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{self.path / file}: {error}") from None
         return self._opened[file]
 
 
@@ -164,5 +169,5 @@ def _stack(read: Callable[[int], Tensor], logical: Sequence[int], device: torch.
     first = read(logical[0] if logical else 0)
     out = torch.empty(len(logical), *first.shape, dtype=first.dtype, device=device)
     for row, x in zip(out, logical, strict=True):
-        row.copy_(read(x))
+        row.copy_(first if x == logical[0] else read(x))
     return out

@@ -15,14 +15,19 @@ from epmoe.extras import sentence
 from epmoe.native.formats import SCALE_BLOCK
 
 _INDEX = "model.safetensors.index.json"
-_ROUTERS = ("gate", "router")
-_CHOICE_BIASES = ("gate.e_score_correction_bias", "e_score_correction_bias")
+_ROUTERS = ("gate", "router", "router.layer", "router.gate")
+_CHOICE_BIASES = (
+    "gate.e_score_correction_bias",
+    "e_score_correction_bias",
+    "moe_statics.e_score_correction_bias",
+    "expert_bias",
+)
 _SEPARATE = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _FUSED = {
-    "w_gate_up": "gate_up_proj",
-    "w_down": "down_proj",
-    "gate_up_bias": "gate_up_proj_bias",
-    "down_bias": "down_proj_bias",
+    "w_gate_up": ("experts.gate_up_proj", "input_linear.weight"),
+    "w_down": ("experts.down_proj", "output_linear.weight"),
+    "gate_up_bias": ("experts.gate_up_proj_bias",),
+    "down_bias": ("experts.down_proj_bias",),
 }
 
 
@@ -30,12 +35,13 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     """The tensors in a folder, by name. Each is read when it is asked for, and nothing is downloaded.
 
     A MoE block is named as in the model, like "model.layers.3.mlp"; the `block_sparse_moe` of Mixtral's checkpoints is
-    found by that name, too. Its experts may be
+    found by that name, too. Its experts are
 
     - tensors of each expert, `BLOCK.experts.7.gate_proj.weight`, `up_proj` and `down_proj`, or Mixtral's w1, w3 and w2.
       fp8 weights have a `weight_scale_inv` beside them, for blocks of 128 × 128;
     - one tensor of all experts, `BLOCK.experts.gate_up_proj` [E, 2F, D] and `down_proj` [E, D, F], or both transposed
-      as in gpt-oss, with `gate_up_proj_bias` and `down_proj_bias` if there are any.
+      as in gpt-oss, with `gate_up_proj_bias` and `down_proj_bias` if there are any; or Granite's `input_linear` and
+      `output_linear`.
 
     Args:
         path: of the folder. Its `model.safetensors.index.json` says which file has a tensor. Without one, the headers
@@ -90,7 +96,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             )
         weight = self[f"{block}.{router}.weight"]
         name = next((name for name in (f"{block}.{bias}" for bias in _CHOICE_BIASES) if name in self), None)
-        return (weight, None) if name is None else (weight.float(), self[name].float())
+        return (weight, None) if name is None else (weight.float(), self[name].float().flatten())
 
     def experts(self, block: str, logical: Sequence[int], device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Some experts of a MoE block. Other experts are not read.
@@ -120,7 +126,12 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                     argument: _stack(lambda x: self._joined(f"{experts}.{x}.", names), logical, device)  # noqa: B023
                     for argument, names in parts.items()
                 }
-        fused = {argument: f"{experts}.{name}" for argument, name in _FUSED.items() if f"{experts}.{name}" in self}
+        fused = {
+            argument: f"{block}.{name}"
+            for argument, names in _FUSED.items()
+            for name in names
+            if f"{block}.{name}" in self
+        }
         if not {"w_gate_up", "w_down"} <= fused.keys():
             held = sorted(name for name in self if name.startswith(f"{block}."))
             raise ValueError(

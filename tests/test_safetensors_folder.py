@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 from helpers import assert_close, randn
-from torch import Tensor, nn
+from torch import Tensor
 
 pytest.importorskip("transformers")
 
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 import epmoe
 from epmoe.cli.demo.generate import saved_model
@@ -173,18 +173,40 @@ def test_fp8_blocks_that_hold_rows_of_gate_and_up_are_refused(tmp_path):
         epmoe.SafetensorsFolder(tmp_path).experts(BLOCK, [0])
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
-def test_a_layer_equals_the_block_of_transformers(name):
-    with saved_model(name) as path, torch.no_grad():
-        model = AutoModelForCausalLM.from_pretrained(path)
-        config = epmoe.EPConfig.from_hf(path, ep_size=1)
-        with epmoe.ExpertParallel(config, device="cpu") as ep:
-            layer = epmoe.MoELayer.from_safetensors(ep, epmoe.SafetensorsFolder(path), BLOCK)
-            x = randn(2, 9, 96)
-            block = model.get_submodule(BLOCK)
-            shared = getattr(block, "shared_experts", None)
-            assert_close(layer(x), (block(x) - (shared(x) if isinstance(shared, nn.Module) else 0)).double(), slack=4)
-            assert (layer.bias is not None) == (name == "deepseek_v3")
+TINY = {
+    "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "head_dim": 16, "intermediate_size": 32, "moe_intermediate_size": 32, "pad_token_id": 0, "initializer_range": 0.2,
+    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8, "num_experts_per_tok": 2,
+    "moe_k": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "moe_layer_start_index": 0,
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "num_mtp_layers": 0,
+}  # fmt: skip
+FORMATS = ["qwen3_moe", "mixtral", "deepseek_v3", "minimax_m2", "granitemoe", "ernie4_5_moe", "hy_v3", "llama4_text"]
+"""A model type for each set of names that checkpoints have."""
+
+
+@pytest.mark.parametrize("model_type", FORMATS)
+@torch.no_grad()
+def test_a_layer_equals_the_block_of_transformers(model_type, tmp_path):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    keys = {key: value for key, value in TINY.items() if hasattr(CONFIG_MAPPING[model_type](), key)}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **keys), dtype=torch.float32)
+    for name, tensor in model.state_dict().items():
+        if name.endswith("bias"):
+            tensor.normal_(std=0.3)
+    model.save_pretrained(tmp_path)
+    config = epmoe.EPConfig.from_hf(tmp_path, ep_size=1, model={"dtype": "float32"})
+    name, block = [(name, block) for name, block in model.named_modules() if hasattr(block, "experts")][-1]
+    with epmoe.ExpertParallel(config, device="cpu") as ep:
+        on_input = {"apply_router_weight_on_input": True} if model_type == "llama4_text" else {}
+        layer = epmoe.MoELayer.from_safetensors(ep, epmoe.SafetensorsFolder(tmp_path), name, **on_input)
+        assert (layer.bias is not None) == config.routing.selection_bias
+        x = randn(1, 9, 64)
+        want = block(x)[0] if isinstance(block(x), tuple) else block(x)
+        shared = getattr(block, "shared_experts", getattr(block, "shared_expert", None))
+        assert_close(layer(x), (want.view_as(x) - (0 if shared is None else shared(x))).double(), slack=4)
 
 
 def test_experts_of_gpt_oss_and_its_router():

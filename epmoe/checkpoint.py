@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from epmoe.exchange.health import EPStateError
 from epmoe.local.experts import GroupedExperts
 from epmoe.service import ExpertParallel
 
@@ -51,9 +52,12 @@ def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str
 
     Raises:
         TypeError: a layer has other experts than `GroupedExperts`.
+        EPStateError: the `ExpertParallel` of a layer is closed.
     """
     layers, state = _layers(module), module.state_dict()
     for layer in layers:
+        if layer.ep.size > 1 and layer.ep.group is None:
+            raise EPStateError("this ExpertParallel is closed: its ranks have no group any more")
         for name in layer.names:
             state[layer.prefix + name] = _gather(state[layer.prefix + name], layer.ep, cpu_offload)
         if layer.extra in state:
@@ -170,6 +174,11 @@ def _layers(module: nn.Module) -> list[_Layer]:
         if isinstance(ep, ExpertParallel) and isinstance(experts := getattr(layer, "experts", None), nn.Module):
             if not isinstance(experts, GroupedExperts):
                 raise TypeError(f"`{prefix}experts` must be GroupedExperts, got {type(experts).__name__}")
+            if (held := len(experts.w_down)) != ep.num_local_experts:
+                raise ValueError(
+                    f"`{prefix}experts` must be the {ep.num_local_experts} of this rank, got {held}: after `resume`, "
+                    "give the layer its new experts first"
+                )
             names = [name for name, _ in experts.named_parameters()]
             layers.append(_Layer(ep, f"{prefix}experts.", names, f"{prefix}_extra_state"))
     return layers

@@ -149,6 +149,18 @@ def test_a_checkpoint_holds_router_and_experts(ep):
     assert torch.equal(other(x), layer(x)) and layer(x).abs().max() > 0
 
 
+def test_torchs_checkpoint_in_one_process(ep, tmp_path):
+    """Without torch.distributed: the layer's weights, and those of the model around it."""
+    first, second = (torch.nn.Sequential(make_layer(ep), torch.nn.Linear(D, D)).to(ep.device) for _ in range(2))
+    epmoe.checkpoint.save(first, tmp_path)
+    for tensor in second.state_dict().values():
+        tensor.zero_()
+    epmoe.checkpoint.load(second, tmp_path)
+    with torch.no_grad():
+        x = randn(7, D).to(ep.device)
+        assert torch.equal(second(x), first(x))
+
+
 def test_deepcopy_copies_weights_and_shares_the_exchange(ep):
     model = torch.nn.Sequential(make_layer(ep), make_layer(ep))
     x = randn(7, D).to(ep.device)

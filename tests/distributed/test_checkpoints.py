@@ -14,8 +14,7 @@ from exchanges import make_config
 from helpers import randn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-import epmoe
-from epmoe import ExpertParallel, GroupedExperts, MoELayer, checkpoint
+from epmoe import EPStateError, ExpertParallel, MoELayer, checkpoint
 
 E, F, D, K = 13, 128, 128, 2
 COPIES = {"num_redundant_experts": 5, "strategy": "round_robin"}
@@ -226,4 +225,15 @@ def test_experts_of_the_user_are_refused(ep_over, size):
     for call in (layer.full_state_dict, lambda: checkpoint.sharded_state_dict(torch.nn.Sequential(layer))):
         with pytest.raises(TypeError, match=r"experts` must be GroupedExperts, got Linear"):
             call()
-    assert epmoe.checkpoint is checkpoint and GroupedExperts
+
+
+def test_experts_of_another_placement_and_a_closed_group_are_refused(ep_over, size):
+    layer = MoELayer.from_full(ep := ep_over(size), **full())
+    whole = layer.experts
+    layer.experts = MoELayer.from_full(ep_over(1), **full()).experts  # as after a resume
+    with pytest.raises(ValueError, match=rf"`experts` must be the \d of this rank, got {E}: after `resume`"):
+        layer.full_state_dict()
+    layer.experts = whole
+    ep.close()
+    with pytest.raises(EPStateError, match="closed"):
+        layer.full_state_dict()

@@ -127,8 +127,7 @@ class MoELayer(nn.Module):
                     raise ValueError(f"`{name}` must have a row for each of {E} experts, got {list(value.shape)}")
                 full[name] = value[held].to(ep.device)
         return cls(
-            ep, router_weight.to(ep.device), GroupedExperts(**full),
-            bias=None if bias is None else bias.to(ep.device),
+            ep, _on(ep.device, router_weight), GroupedExperts(**full), bias=_on(ep.device, bias),
             apply_router_weight_on_input=apply_router_weight_on_input, layer_id=layer_id,
         )  # fmt: skip
 
@@ -165,8 +164,7 @@ class MoELayer(nn.Module):
         router_weight, bias = folder.router(block)
         held: dict[str, Any] = folder.experts(block, ep.placement.logical_experts(ep.rank), ep.device)
         return cls(
-            ep, router_weight.to(ep.device), GroupedExperts(**held, **experts),
-            bias=None if bias is None else bias.to(ep.device),
+            ep, _on(ep.device, router_weight), GroupedExperts(**held, **experts), bias=_on(ep.device, bias),
             apply_router_weight_on_input=apply_router_weight_on_input, layer_id=layer_id,
         )  # fmt: skip
 
@@ -306,3 +304,8 @@ class MoELayer(nn.Module):
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         twin.layer_id, twin.tag = opaque.register(twin), self.ep.new_tag()
         return twin
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """A tensor on `device`; anything else as it is, for the constructor to refuse."""
+    return value.to(device) if isinstance(value, Tensor) else value

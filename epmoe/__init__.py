@@ -31,6 +31,7 @@ from epmoe.local.permute import Permuted, permute
 from epmoe.local.quantize import Quantized, quantize_fp8, zero_padding_rows_
 from epmoe.local.route import Routing, route
 from epmoe.local.simulate import simulate_routing
+from epmoe.safetensors_folder import SafetensorsFolder
 from epmoe.service import ExpertParallel
 
 __version__ = "0.1.0"  # the only place of the version: pyproject.toml reads it from here
@@ -58,6 +59,7 @@ __all__ = [
     "Placement",
     "Quantized",
     "Routing",
+    "SafetensorsFolder",
     "Sent",
     "finalize",
     "permute",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-EXTRAS = {"typer": "cli", "click": "cli", "rich": "cli", "jinja2": "cli", "matplotlib": "bench", "transformers": "hf"}
+EXTRAS = {
+    "typer": "cli", "click": "cli", "rich": "cli", "jinja2": "cli", "matplotlib": "bench", "transformers": "hf",
+    "safetensors": "hf",
+}  # fmt: skip
 """Top-level module → the extra that installs it."""
 
 

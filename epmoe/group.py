@@ -20,7 +20,7 @@ from epmoe.native.arguments import describe
 
 
 def config_of(config: EPConfig | str | os.PathLike[str]) -> EPConfig:
-    """The config itself, or the file's of this path. Raises TypeError for anything else, ConfigError for a bad file."""
+    """The config, or that of this path or name. Raises TypeError for anything else, ConfigError for a bad file."""
     if isinstance(config, (str, os.PathLike)):
         return EPConfig.load(os.fspath(config))
     if not isinstance(config, EPConfig):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from epmoe import opaque
+from epmoe import checkpoint, opaque
 from epmoe.exchange.handles import Dispatched
 from epmoe.exchange.round_state import MAX_TAG
 from epmoe.local.beside import Beside, mark
 from epmoe.local.experts import GroupedExperts, without_autocast
 from epmoe.local.quantize import zero_padding_rows_
 from epmoe.native.arguments import FLOATS, check_tensor, describe, dtype_name
+from epmoe.safetensors_folder import SafetensorsFolder
 from epmoe.service import ExpertParallel
 
 _log = logging.getLogger("epmoe")
@@ -38,7 +39,7 @@ class MoELayer(nn.Module):
         router_weight: fp32, fp16 or bf16 [E, D].
         experts: maps rows [N, D], expert_offsets int32 [e+1] and scales (fp32 [N, D/128] with an fp8 payload, otherwise
             None) to outputs [N, D] in x's dtype, as `GroupedExperts` does.
-        bias: fp32 [E], added to the scores for the choice of experts only.
+        bias: fp32 [E], added to the scores for the choice of experts only. `routing.selection_bias` asks for it.
         shared: maps the tokens [T, D] to what is added to y [T, D], such as shared experts. On a GPU it runs on a
             stream of its own beside the exchange and the routed experts, and is captured with them.
         apply_router_weight_on_input: as of `ExpertParallel.dispatch`.
@@ -81,6 +82,8 @@ class MoELayer(nn.Module):
             raise ValueError(f"`experts` must be {held}, got {got[0]} with D={got[1]}")
         if bias is not None:
             check_tensor("bias", bias, (torch.float32,), (E,))
+        elif ep.config.routing.selection_bias:
+            raise ValueError("`bias` must be given, since `routing.selection_bias` says that the router has one")
         if shared is not None and not callable(shared):
             raise TypeError(f"`shared` must be callable on x [T, D], got {describe(shared)}")
         if not isinstance(apply_router_weight_on_input, bool):
@@ -95,6 +98,110 @@ class MoELayer(nn.Module):
         self.register_buffer("order", ep.order, persistent=False)
         self.layer_id = opaque.register(self, layer_id)
         self.tag = ep.new_tag() if layer_id is None else layer_id & MAX_TAG
+
+    @classmethod
+    def from_full(
+        cls,
+        ep: ExpertParallel,
+        router_weight: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        *,
+        bias: Tensor | None = None,
+        shared: Callable[[Tensor], Tensor] | None = None,
+        apply_router_weight_on_input: bool = False,
+        layer_id: int | None = None,
+        **experts: Any,
+    ) -> Self:
+        """A layer from the weights of all E logical experts, of which it copies this rank's to the device of `ep`.
+
+        Args:
+            ep: as of `MoELayer`, like `router_weight`, `bias`, `apply_router_weight_on_input` and `layer_id`.
+            router_weight: [E, D], on any device.
+            w_gate_up: [E, 2F, D], on any device, and otherwise as of `GroupedExperts`.
+            w_down: [E, D, F], likewise.
+            bias: [E], on any device.
+            shared: see `MoELayer`.
+            apply_router_weight_on_input: see `MoELayer`.
+            layer_id: see `MoELayer`.
+            experts: other arguments of `GroupedExperts`. Tensors, which are scales and biases, have a row for each of
+                the E experts.
+
+        Returns:
+            The layer, whose experts are those of the placement, with copies.
+
+        Raises:
+            TypeError: as of `MoELayer` and `GroupedExperts`.
+            ValueError: likewise, or a tensor has not E rows.
+        """
+        E, held = ep.placement.num_experts, ep.placement.logical_experts(ep.rank)
+        full = {"w_gate_up": w_gate_up, "w_down": w_down} | experts
+        for name, value in full.items():
+            if isinstance(value, Tensor):
+                if value.shape[:1] != (E,):
+                    raise ValueError(f"`{name}` must have a row for each of {E} experts, got {list(value.shape)}")
+                full[name] = value[held].to(ep.device)
+        return cls(
+            ep, _on(ep.device, router_weight), GroupedExperts(**full), bias=_on(ep.device, bias), shared=shared,
+            apply_router_weight_on_input=apply_router_weight_on_input, layer_id=layer_id,
+        )  # fmt: skip
+
+    @classmethod
+    def from_safetensors(
+        cls,
+        ep: ExpertParallel,
+        folder: SafetensorsFolder,
+        block: str,
+        *,
+        shared: Callable[[Tensor], Tensor] | None = None,
+        apply_router_weight_on_input: bool = False,
+        layer_id: int | None = None,
+        **experts: Any,
+    ) -> Self:
+        """A layer from a Hugging Face checkpoint, of which this rank reads the router and its own experts only.
+
+        Shared experts are not read: load their module as the model does, and give it as `shared`.
+
+        Args:
+            ep: as of `MoELayer`, like `apply_router_weight_on_input` and `layer_id`.
+            folder: with the checkpoint.
+            block: the name of the MoE block in the model, such as "model.layers.3.mlp".
+            shared: see `MoELayer`.
+            apply_router_weight_on_input: see `MoELayer`.
+            layer_id: see `MoELayer`.
+            experts: other arguments of `GroupedExperts`, such as `gemm` or `interleaved`.
+
+        Returns:
+            The layer on the device of `ep`, in the dtypes of the checkpoint; see `SafetensorsFolder.router`.
+
+        Raises:
+            TypeError: as of `MoELayer` and `GroupedExperts`.
+            ValueError: likewise, or the checkpoint has no such block, or it has another format.
+        """
+        router_weight, bias = folder.router(block)
+        held: dict[str, Any] = folder.experts(block, ep.placement.logical_experts(ep.rank), ep.device)
+        return cls(
+            ep, _on(ep.device, router_weight), GroupedExperts(**held, **experts), bias=_on(ep.device, bias), shared=shared,
+            apply_router_weight_on_input=apply_router_weight_on_input, layer_id=layer_id,
+        )  # fmt: skip
+
+    def full_state_dict(self, *, cpu_offload: bool = False) -> dict[str, Any]:
+        """`epmoe.checkpoint.full_state_dict` of this layer: all E logical experts. Collective."""
+        return checkpoint.full_state_dict(self, cpu_offload=cpu_offload)
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """`epmoe.checkpoint.load_full_state_dict` of this layer: takes this rank's experts of all E."""
+        checkpoint.load_full_state_dict(self, state_dict)
+
+    def get_extra_state(self) -> Tensor:
+        """int32 [e], a part of `state_dict`: the logical experts whose weights the state dict holds."""
+        held = self.ep.placement.logical_experts(self.ep.rank)
+        return torch.tensor(held, dtype=torch.int32, device=self.router_weight.device)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Raises ValueError where a state dict is loaded that holds other experts than those of this rank."""
+        if not state.is_meta:
+            checkpoint.check_held(state, self.ep)
 
     def forward(self, x: Tensor, num_tokens: int | Tensor | None = None, padded_tokens: int | None = None) -> Tensor:
         """x [T, D] of this rank's tokens, or [B, T, D] of B·T tokens → y of the same shape and dtype.
@@ -263,3 +370,8 @@ class MoELayer(nn.Module):
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         twin.layer_id, twin.tag = opaque.register(twin), self.ep.new_tag()
         return twin
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """A tensor on `device`; anything else as it is, for the constructor to refuse."""
+    return value.to(device) if isinstance(value, Tensor) else value

@@ -35,7 +35,7 @@ class ExpertParallel(Resumable):
     copied. In a forked child every call raises RuntimeError, and `close` does nothing.
 
     Args:
-        config: the same on all ranks; or the path of its file, for `EPConfig.load`.
+        config: the same on all ranks; or the path of its file or the name of a ready one, for `EPConfig.load`.
         group: a torch process group with a CPU backend (gloo, or cpu:gloo,cuda:nccl), by default the world. Without
             torch.distributed this process is a group of one.
         device: of all tensors; by default the CPU, or with exchange.transport "nvlink" the current GPU.
@@ -61,7 +61,8 @@ class ExpertParallel(Resumable):
         self.device = device_of(config, device)
         with torch.inference_mode(False):  # otherwise graphs outside inference mode could not take it
             self.order = torch.zeros(1, dtype=torch.uint8, device=self.device)  # see epmoe/opaque.py
-        self._routing = config.routing.model_dump(exclude={"nan_rows"})  # options of `epmoe.route`
+        self._routing = config.routing.model_dump(exclude={"nan_rows", "selection_bias"})  # options of `epmoe.route`
+        self._needs_bias = config.routing.selection_bias
         self._layer_numbers = itertools.count(1)  # rounds without a tag have 0
         peers = Peers.of(group_of(group), config.exchange.warmup_timeout_s)
         self._join(peers, config, Hello(config.model_dump_json()))
@@ -80,7 +81,12 @@ class ExpertParallel(Resumable):
         return self.exchange.views["table.expert_map"]
 
     def route(self, logits: Tensor, bias: Tensor | None = None, num_tokens: int | Tensor | None = None) -> Routing:
-        """`epmoe.route` with the config's routing: logits [T, E] → ids int32 [T, K], weights fp32 [T, K]."""
+        """`epmoe.route` with the config's routing: logits [T, E] → ids int32 [T, K], weights fp32 [T, K].
+
+        Raises ValueError without `bias` where `routing.selection_bias` is set.
+        """
+        if bias is None and self._needs_bias:
+            raise ValueError("`bias` must be given, since `routing.selection_bias` says that the router has one")
         exchange, model = self.exchange, self.config.model
         shape: tuple[int, ...] = getattr(logits, "shape", ())
         if len(shape) != 2 or shape[1] != model.num_experts or logits.device != self.device:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import epmoe
 from epmoe.config import config_file
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.config.config_file import find_config
@@ -202,6 +203,19 @@ def test_find_config_takes_a_file_before_a_name(tmp_path, monkeypatch):
         ConfigError, match="cpu_dem: is neither a file nor a ready .*; there are cpu_bench, cpu_demo, h"
     ):
         find_config("cpu_dem")
+
+
+def test_a_ready_configuration_is_loaded_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert EPConfig.load("cpu_demo") == EPConfig.load(ROOT / "configs" / "cpu_demo.yaml")
+    for load in (EPConfig.load, epmoe.ExpertParallel):
+        with pytest.raises(
+            ConfigError, match="cpu_dem: is neither a file nor a ready .*; there are cpu_bench, cpu_demo, h"
+        ):
+            load("cpu_dem")
+    monkeypatch.setenv("EPMOE_TOPOLOGY__EP_SIZE", "1")
+    with epmoe.ExpertParallel("cpu_demo") as ep:
+        assert ep.config == EPConfig.load("cpu_demo")
 
 
 def test_ready_configs_are_those_of_the_package_if_it_has_some(tmp_path, monkeypatch):

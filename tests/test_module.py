@@ -138,7 +138,7 @@ def test_needs_no_no_grad(ep):
 
 def test_a_checkpoint_holds_router_and_experts(ep):
     layer, other = make_layer(ep), make_layer(ep)
-    assert list(layer.state_dict()) == ["router_weight", "bias", "experts.w_gate_up", "experts.w_down"]
+    assert list(layer.state_dict()) == ["router_weight", "bias", "_extra_state", "experts.w_gate_up", "experts.w_down"]
     file = io.BytesIO()
     torch.save(layer.state_dict(), file)
     file.seek(0)
@@ -147,6 +147,18 @@ def test_a_checkpoint_holds_router_and_experts(ep):
     other.load_state_dict(torch.load(file, weights_only=True))
     x = randn(7, D).to(ep.device)
     assert torch.equal(other(x), layer(x)) and layer(x).abs().max() > 0
+
+
+def test_torchs_checkpoint_in_one_process(ep, tmp_path):
+    """Without torch.distributed: the layer's weights, and those of the model around it."""
+    first, second = (torch.nn.Sequential(make_layer(ep), torch.nn.Linear(D, D)).to(ep.device) for _ in range(2))
+    epmoe.checkpoint.save(first, tmp_path)
+    for tensor in second.state_dict().values():
+        tensor.zero_()
+    epmoe.checkpoint.load(second, tmp_path)
+    with torch.no_grad():
+        x = randn(7, D).to(ep.device)
+        assert torch.equal(second(x), first(x))
 
 
 def test_deepcopy_copies_weights_and_shares_the_exchange(ep):

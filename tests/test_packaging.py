@@ -97,10 +97,19 @@ def test_every_optional_package_is_in_its_extra() -> None:
         assert package not in [requirement.split(">=")[0] for requirement in PROJECT["dependencies"]]
 
 
-def test_the_library_needs_no_extra() -> None:
-    run = without(list(EXTRAS), "import epmoe; epmoe.EPConfig.load('configs/cpu_demo.yaml'); print(epmoe.__version__)")
+def test_the_wheel_needs_no_extra(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """Neither for its version, nor for a ready configuration, nor for that of a model."""
+    wheel.extractall(tmp_path)
+    keys = {"num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 64, "intermediate_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral"} | keys))
+    run = without(
+        list(EXTRAS),
+        f"import os; os.chdir({str(tmp_path)!r}); sys.path.insert(0, os.getcwd()); import epmoe\n"
+        "assert epmoe.__file__ == os.path.abspath('epmoe/__init__.py') and epmoe.EPConfig.load('cpu_demo')\n"
+        "print(epmoe.__version__, epmoe.EPConfig.from_hf('.', ep_size=4).model.intermediate_size)",
+    )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == epmoe.__version__
+    assert run.stdout.split() == [epmoe.__version__, "96"]
 
 
 @pytest.mark.parametrize(("start", "package"), [("python -m", "typer"), ("console script", "rich")])

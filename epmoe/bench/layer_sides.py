@@ -105,13 +105,14 @@ class WholeLayer(Side):
         logits = simulate_logits(routing, R * tokens, model.num_experts, ep_size=R)
         x_TD = torch.randn(tokens, model.hidden_size, generator=torch.Generator().manual_seed(rank))
         self.logits_TE, self.x_TD = logits[mine].to(ep.device), x_TD.to(ep.device, model.torch_dtype)
+        self.bias_E = torch.zeros(model.num_experts, device=ep.device) if ep.config.routing.selection_bias else None
         self.sampled = torch.linspace(0, tokens - 1, min(tokens, _SAMPLED)).long().to(ep.device)
         self.expected_SD = self._expected()
         self.check()
 
     def sent(self) -> Dispatched:
         """route and dispatch."""
-        routing = self.ep.route(self.logits_TE)
+        routing = self.ep.route(self.logits_TE, self.bias_E)
         return self.ep.dispatch(self.x_TD, routing.ids, routing.weights, aligned=self.experts.alignment > 1)
 
     def out(self) -> Handle:
@@ -139,7 +140,7 @@ class WholeLayer(Side):
     def _expected(self) -> Tensor:
         """fp32 [S, D], y of the sampled tokens. Each rank adds the share of its experts, for the tokens of all."""
         ep, S = self.ep, len(self.sampled)
-        routing = ep.route(self.logits_TE[self.sampled])
+        routing = ep.route(self.logits_TE[self.sampled], self.bias_E)
         x, ids, weights = (self._gathered(t) for t in (self.x_TD[self.sampled].float(), *routing))
         share = torch.zeros(ep.size * S, ep.config.model.hidden_size, device=ep.device)
         for i, physical in enumerate(ep.placement.local_experts(ep.rank)):

@@ -21,7 +21,7 @@ import typer
 
 from epmoe.cli.console import RUN_ID, SEE_TRACEBACK, UserError, console, fail, launched_rank
 from epmoe.config.config import ConfigError, EPConfig
-from epmoe.config.config_file import find_config, ready_configs
+from epmoe.config.config_file import ready_configs
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -54,7 +54,7 @@ main()
 
 def load(config: Path, nproc: int | None = None) -> EPConfig:
     """The configuration of this name or path, for `nproc` ranks if that is given. Raises ConfigError."""
-    parsed = EPConfig.load(find_config(config))
+    parsed = EPConfig.load(config)
     if nproc is None:
         return parsed
     sections = parsed.model_dump()

@@ -57,11 +57,12 @@ def run_layer(
         ep_size=ep.size,
     )
     generator = torch.Generator().manual_seed(seed + 1 + ep.rank)
+    bias_E = torch.zeros(model.num_experts, device=ep.device) if config.routing.selection_bias else None
     for T in [0] + steps * [tokens]:
         x_TD = torch.randn(T, model.hidden_size, generator=generator).to(ep.device, model.torch_dtype)
         logits_TE = pool_TE[torch.randint(POOL_ROWS, (T,), generator=generator)].to(ep.device)
         clock = [_now(ep.device)]
-        routing = ep.route(logits_TE)
+        routing = ep.route(logits_TE, bias_E)
         clock.append(_now(ep.device))
         d = ep.dispatch(x_TD, routing.ids, routing.weights)
         clock.append(_now(ep.device))

@@ -13,8 +13,9 @@ from typing import Any, Literal, Self
 import torch
 from pydantic import Field, ValidationError, model_validator
 
-from epmoe.config.config_file import ConfigError, environment_overrides, explain, read_config
+from epmoe.config.config_file import ConfigError, environment_overrides, explain, find_config, read_config
 from epmoe.config.deadlines import INSIDE_NODE_S
+from epmoe.config.from_hf import sections_of
 from epmoe.config.hardware import HardwareConfig
 from epmoe.config.placement import Placement
 from epmoe.config.strict import Strict
@@ -52,7 +53,11 @@ class RoutingConfig(Strict):
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     """Turns a row of logits [E] into scores."""
     renormalize: bool = False
-    """Divide a token's K weights by their sum."""
+    """Divide a token's K weights by their sum. Most models need True; a wrong value raises nothing, but outputs have a
+    wrong scale. `EPConfig.from_hf` sets it, and docs/models.md lists which models need it."""
+    selection_bias: bool = False
+    """The router has a bias [E] that steers the choice only, as that of DeepSeek-V3. Then `ep.route` and `MoELayer`
+    raise ValueError without a `bias`."""
     num_expert_groups: int = Field(default=1, ge=1, le=4096)
     """Groups that the E experts are split into, in order and evenly; 1 means no groups."""
     top_groups: int = Field(default=1, ge=1, le=4096)
@@ -142,7 +147,7 @@ class ExchangeConfig(Strict):
 
 
 class EPConfig(Strict):
-    """Configuration of an `ExpertParallel`: `EPConfig.load(path)`, or its sections as keywords."""
+    """Configuration of an `ExpertParallel`: `EPConfig.load(path)`, `EPConfig.from_hf(model, ep_size=R)` or sections."""
 
     model: ModelConfig
     topology: TopologyConfig
@@ -236,8 +241,42 @@ class EPConfig(Strict):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a YAML, TOML or JSON file; environment variables `EPMOE_<SECTION>__<KEY>` override its keys."""
+        """Read a YAML, TOML or JSON file; environment variables `EPMOE_<SECTION>__<KEY>` override its keys.
+
+        `path` may also be the name of a configuration that comes with epmoe, as in `EPConfig.load("cpu_demo")`; a file
+        of this name comes first. Raises ConfigError, which lists the names for an unknown one.
+        """
+        path = find_config(path)
         return cls.overridden(read_config(path), f"{path}: ")
+
+    @classmethod
+    def from_hf(cls, source: Any, *, ep_size: int, **sections: Any) -> Self:
+        """The config for the MoE layers of a Hugging Face model: E, K, D, F, dtype and all of `routing`.
+
+            config = EPConfig.from_hf("/checkpoints/Qwen3-30B-A3B", ep_size=8, exchange={"transport": "nvlink"})
+
+        It needs no transformers to read a path, and downloads nothing. Environment variables override keys, as those
+        of a file. Where it sets `routing.selection_bias`, `ep.route` and `MoELayer` take the checkpoint's bias of the
+        choice, such as `e_score_correction_bias`. The bias of the logits that gpt-oss has is another: add it to them.
+
+        Args:
+            source: a model of transformers, its configuration, a dict of its keys, or the path of a config.json or of
+                the folder that has it. Of a model with several parts, `text_config` counts.
+            ep_size: R.
+            sections: further sections, and keys that replace those of the model, as in `model={"dtype": "float32"}`.
+
+        Returns:
+            The config.
+
+        Raises:
+            TypeError: `source` is none of these.
+            ConfigError: the model type is not known, or `epmoe.route` cannot be its router; the message says what to
+                set by hand, and which types are known. Or a key is missing, or its value does not fit.
+        """
+        found, where = sections_of(source, sections)
+        if isinstance(topology := found.get("topology", {}), dict):
+            found["topology"] = topology | {"ep_size": ep_size}
+        return cls.overridden(found, where)
 
     @classmethod
     def overridden(cls, sections: dict[str, Any], where: str = "") -> Self:

@@ -171,8 +171,8 @@ class Placement:
             raise ValueError(f"`ranks` must name {new.ep_size} ranks, one for each rank of `new`, got {len(ranks)}")
         moves = []
         for rank, before in enumerate(ranks):
-            held = [] if before is None else [self.logical(p) for p in self.local_experts(before)]
-            wanted = [new.logical(p) for p in new.local_experts(rank)]
+            held = [] if before is None else self.logical_experts(before)
+            wanted = new.logical_experts(rank)
             moves.append(
                 tuple(
                     Move(i, logical, held.index(logical) if logical in held else None)
@@ -205,6 +205,14 @@ class Placement:
         """Physical ids that a rank owns, ascending: entry i is its local expert i."""
         _in_range("rank", rank, self.ep_size)
         return [p for p, owner in enumerate(self.owners) if owner == rank]
+
+    def logical_experts(self, rank: int) -> list[int]:
+        """The logical experts of `local_experts`: entry i is the expert of a model whose weights are local expert i.
+
+        It is the index into what a checkpoint has for all experts: `w[placement.logical_experts(rank)]` of w [E, …]. An
+        expert and its copy on the same rank are two entries.
+        """
+        return [self.logical(p) for p in self.local_experts(rank)]
 
     def num_local_experts(self, rank: int) -> int:
         """e; it may be 0, for instance where there are fewer experts than ranks."""
@@ -243,14 +251,17 @@ class Placement:
         return next((p for p, owner in enumerate(self.owners) if owner != rank), self.num_physical_experts)
 
     def logical(self, physical: int) -> int:
-        """The logical expert of a physical expert, which may be a copy."""
+        """The logical expert of a physical expert: itself below E, otherwise the expert that it copies.
+
+        Routers, ids and checkpoints number logical experts; owners, maps and rows on the wire number physical ones.
+        """
         copy = _in_range("physical", physical, self.num_physical_experts) - self.num_experts
         if copy < 0 or self.copied_experts is None:
             return physical % self.num_experts
         return self.copied_experts[copy]
 
     def copies(self, logical: int) -> tuple[int, ...]:
-        """Physical ids of a logical expert: its own id first, then its copies."""
+        """Physical ids of a logical expert: its own id first, then its copies, all with the same weights."""
         return self._copies[_in_range("logical", logical, self.num_experts)]
 
     def copies_table(self) -> torch.Tensor:

@@ -1,0 +1,196 @@
+"""What the configuration of a Hugging Face model says about its MoE layers: the one table of model types.
+
+A row says how routers work, and which keys of the model hold the values of ours. `tests/test_from_hf.py` compares every
+row with the router of transformers. This module needs no transformers, and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from epmoe.config.config_file import ConfigError, read_config
+from epmoe.config.strict import Strict
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # a model has one of them
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k")
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Model types whose routers work alike."""
+
+    model_types: tuple[str, ...]
+    width: str
+    """The key of F."""
+    routing: Mapping[str, Any]
+    """Keys of our section `routing`, with their values."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys of our section `routing`, with the keys of the model that have their values."""
+    only: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the model with the values for which the row holds; a model without such a key, or with null, has them."""
+
+
+_SOFTMAX, _SIGMOID = {"scoring": "softmax"}, {"scoring": "sigmoid"}
+_ALWAYS, _NEVER, _BIASED = {"renormalize": True}, {"renormalize": False}, {"selection_bias": True}
+_AS_CONFIGURED = {"renormalize": "norm_topk_prob"}
+_SCALED = {"routed_scaling_factor": "routed_scaling_factor"}
+_GROUPED = {"num_expert_groups": "n_group", "top_groups": "topk_group"}
+_PLAIN = {"scoring_func": "softmax", "norm_topk_prob": False}  # with True, DeepSeek's code and transformers differ
+_OF_KIMI = {"renormalize": "moe_renormalize", "num_expert_groups": "num_expert_group", "top_groups": "topk_group"}
+_WIDTH, _MOE_WIDTH = "intermediate_size", "moe_intermediate_size"
+
+_ROWS = (
+    _Row(("qwen2_moe", "qwen3_moe", "qwen3_next"), _MOE_WIDTH, _SOFTMAX, _AS_CONFIGURED),
+    _Row(("qwen3_vl_moe_text", "qwen3_5_moe_text"), _MOE_WIDTH, _SOFTMAX | _ALWAYS),
+    _Row(("olmoe", "flex_olmo"), _WIDTH, _SOFTMAX, _AS_CONFIGURED),
+    # A softmax over the K chosen logits, which some of these take, equals the renormalised softmax over all.
+    _Row(("mixtral", "minimax", "gpt_oss"), _WIDTH, _SOFTMAX | _ALWAYS),
+    _Row(("granitemoe", "granitemoeshared", "granitemoehybrid"), _WIDTH, _SOFTMAX | _ALWAYS),
+    _Row(("jamba",), _WIDTH, _SOFTMAX | _NEVER),
+    _Row(("ernie4_5_moe",), _MOE_WIDTH, _SOFTMAX | _ALWAYS | _BIASED),
+    _Row(("deepseek_v2",), _MOE_WIDTH, _SOFTMAX | _NEVER, _SCALED, _PLAIN | {"topk_method": "greedy"}),
+    _Row(
+        ("deepseek_v2",), _MOE_WIDTH, _SOFTMAX | _NEVER, _GROUPED | _SCALED,
+        _PLAIN | {"topk_method": "group_limited_greedy"},
+    ),
+    _Row(
+        ("deepseek_v3", "deepseek_v32"), _MOE_WIDTH, _SIGMOID | _BIASED, _AS_CONFIGURED | _GROUPED | _SCALED,
+        {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    ),
+    _Row(
+        ("glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "glm_moe_dsa", "dots1", "exaone_moe", "mimo_v2_flash",
+         "solar_open"),
+        _MOE_WIDTH, _SIGMOID | _BIASED, _AS_CONFIGURED | _GROUPED | _SCALED,
+    ),
+    _Row(("kimi_linear",), _MOE_WIDTH, _SIGMOID | _BIASED, _OF_KIMI | _SCALED),
+    _Row(("minimax_m2",), _WIDTH, _SIGMOID | _ALWAYS | _BIASED),
+    _Row(("hy_v3",), _MOE_WIDTH, _SIGMOID | _ALWAYS | _BIASED, {"routed_scaling_factor": "router_scaling_factor"}),
+    _Row(("lfm2_moe",), _MOE_WIDTH, _SIGMOID, _AS_CONFIGURED | _SCALED | {"selection_bias": "use_expert_bias"}),
+    _Row(("llama4_text",), _WIDTH, _SIGMOID | _NEVER),  # its layers need `apply_router_weight_on_input`
+)  # fmt: skip
+
+MODEL_TYPES = tuple(dict.fromkeys(name for row in _ROWS for name in row.model_types))
+"""The values of `model_type` that are known. A model of several parts has one of them in its `text_config`."""
+
+OTHER_ROUTERS = {
+    "deepseek_v4": "its scores are neither softmax nor sigmoid, and some layers choose by token id",
+    "gemma4_text": "it multiplies each weight by a scale of the expert",
+    "longcat_flash": "some of its experts are the identity",
+    "phimoe": "sparsemixer takes a softmax of its own for each expert that it chooses",
+}
+"""Model types whose routers `epmoe.route` cannot be, with the reason."""
+
+
+def sections_of(source: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The sections `model` and `routing` of a Hugging Face model, and the beginning of messages about it.
+
+    Args:
+        source: as of `EPConfig.from_hf`.
+        given: sections whose keys replace those of the model. The result has them too.
+
+    Returns:
+        All sections, and where they come from.
+
+    Raises:
+        TypeError: `source` is none of these.
+        ConfigError: as `EPConfig.from_hf` raises it, but the values are not checked.
+    """
+    whole, where = _read(source)
+    config = whole
+    while config.get("model_type") not in MODEL_TYPES and isinstance(config.get("text_config"), Mapping):
+        config = config["text_config"]
+    row = _row_of(config, where)
+    keys: dict[str, dict[str, tuple[str, ...]]] = {
+        "model": {
+            "num_experts": _EXPERTS,
+            "num_experts_per_tok": _TOP_K,
+            "hidden_size": ("hidden_size",),
+            "intermediate_size": (row.width,),
+        },
+        "routing": {ours: (theirs,) for ours, theirs in row.keys.items()},
+    }
+    sections: dict[str, dict[str, Any]] = {"model": {}, "routing": dict(row.routing)}
+    missing = []
+    for section, wanted in keys.items():
+        for ours, names in wanted.items():
+            values = [config[name] for name in names if name in config]
+            for value in values:
+                if value is not None:  # null is our default: no groups, factor 1
+                    sections[section][ours] = value
+            if not values and ours not in _mapping(given.get(section)):
+                missing.append(f"`{' or '.join(names)}` (our `{section}.{ours}`)")
+    if missing:
+        raise ConfigError(f"{where}a {config['model_type']} must have the keys {', '.join(missing)}")
+    dtypes = (part.get(key) for part in (whole, config) for key in ("dtype", "torch_dtype"))
+    if dtype := next(filter(None, dtypes), None):
+        sections["model"]["dtype"] = dtype
+    for section, values in given.items():
+        if isinstance(values, Mapping | Strict):
+            sections[section] = sections.get(section, {}) | _mapping(values)
+        else:
+            sections[section] = values  # EPConfig refuses it, by its name
+    return sections, where
+
+
+def _read(source: Any) -> tuple[dict[str, Any], str]:
+    """The model's keys, and where they come from."""
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            what = "a folder without config.json" if path.is_dir() else "no file or folder"
+            raise ConfigError(f"{path}: is {what}: give a local checkpoint, as nothing is downloaded")
+        return read_config(file, holds="the keys of a model, as config.json does"), f"{file}: "
+    if isinstance(source, Mapping):
+        return dict(source), ""
+    config = getattr(source, "config", source)
+    if not hasattr(config, "to_dict"):
+        raise TypeError(
+            "`source` must be a model or a configuration of transformers, a dict of its keys, or a path, got "
+            f"{type(source).__name__}"
+        )
+    keys = dict(config.to_dict())
+    if config is not source and isinstance(dtype := getattr(source, "dtype", None), torch.dtype):
+        keys["dtype"] = str(dtype).removeprefix("torch.")  # which may have been cast
+    return keys, f"{type(config).__name__}: "
+
+
+def _row_of(config: Mapping[str, Any], where: str) -> _Row:
+    model_type = config.get("model_type")
+    rows = [row for row in _ROWS if model_type in row.model_types]
+    for row in rows:
+        if all(config.get(key) in (None, value) for key, value in row.only.items()):
+            return row
+    by_hand = (
+        "set E, K, D and F by hand, EPConfig(model={'num_experts': …, 'num_experts_per_tok': …, 'hidden_size': …, "
+        "'intermediate_size': …}, …)"
+    )
+    if rows:
+        got = ", ".join(f"`{key}` {config[key]!r}" for key in rows[0].only if key in config)
+        known = " or ".join(", ".join(f"`{key}` {value!r}" for key, value in row.only.items()) for row in rows)
+        raise ConfigError(
+            f"{where}a {model_type} must have {known}, got {got}: else {by_hand}, and give ids and weights"
+        )
+    if model_type in OTHER_ROUTERS:
+        raise ConfigError(
+            f"{where}`epmoe.route` cannot be the router of {model_type}, since {OTHER_ROUTERS[model_type]}: {by_hand}, "
+            "and give the ids and weights of the model's own router to `dispatch`"
+        )
+    raise ConfigError(
+        f"{where}model_type {model_type!r} is not known: {by_hand}, and of `routing` what its router does: 'scoring', "
+        "'renormalize', 'selection_bias', 'num_expert_groups', 'top_groups' and 'routed_scaling_factor'. Known are "
+        f"{', '.join(MODEL_TYPES)}"
+    )
+
+
+def _mapping(section: Any) -> dict[str, Any]:
+    """The keys that a section sets, given as a mapping or as an object of our own; else none."""
+    if isinstance(section, Strict):
+        return section.model_dump(exclude_unset=True)
+    return dict(section) if isinstance(section, Mapping) else {}

@@ -1,0 +1,63 @@
+"""From a Hugging Face checkpoint to text: MoELayers take the place of the MoE blocks, over any number of ranks.
+
+Run: torchrun --standalone --nproc-per-node 4 examples/generate.py FOLDER [save SAVED | load SAVED]
+FOLDER is a local checkpoint, with its tokenizer, of Qwen3-MoE, DeepSeek-V3 or another model whose MoE blocks have a
+router, experts and perhaps `shared_experts`. Each rank reads its own experts only, and has a prompt of its own. SAVED
+is a folder of torch.distributed.checkpoint: any number of ranks loads what any other number has saved.
+Prints, on rank 0: the prompt and what follows it.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import epmoe
+
+PROMPTS = ["Why is the sky blue?", "A fox", "To bake good bread you need", "Once upon a time, in a village"]
+
+
+class Block(torch.nn.Module):
+    """The sum of a MoELayer and of the shared experts, which every rank has."""
+
+    def __init__(self, layer, shared_experts):
+        super().__init__()
+        self.layer, self.shared_experts = layer, shared_experts
+
+    def forward(self, x):
+        return self.layer(x) if self.shared_experts is None else self.layer(x) + self.shared_experts(x)
+
+
+def load_model(path, ep):
+    folder, config = epmoe.SafetensorsFolder(path), AutoConfig.from_pretrained(path)
+    with torch.device("meta"):  # without weights
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    for name, block in list(model.named_modules()):
+        if hasattr(block, "experts"):
+            layer = epmoe.MoELayer.from_safetensors(ep, folder, name)
+            model.set_submodule(name, Block(layer, getattr(block, "shared_experts", None)))
+    rest = {name: folder[name] for name, value in model.state_dict().items() if value.is_meta and name in folder}
+    model.load_state_dict(rest, strict=False, assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # has no weights to load
+    return model.to(ep.device).eval()
+
+
+def main(path, action=None, saved=None):
+    config = epmoe.EPConfig.from_hf(path, ep_size=dist.get_world_size(), capacity={"max_num_tokens_per_rank": 256})
+    with epmoe.ExpertParallel(config) as ep, torch.inference_mode():
+        model = load_model(path, ep)
+        if action is not None:
+            {"save": epmoe.checkpoint.save, "load": epmoe.checkpoint.load}[action](model, saved)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        prompt = tokenizer(PROMPTS[ep.rank % len(PROMPTS)], return_tensors="pt").to(ep.device)
+        tokens = model.generate(**prompt, max_new_tokens=16, do_sample=False, synced_gpus=ep.size > 1)
+        if ep.rank == 0:
+            print(tokenizer.decode(tokens[0]))
+
+
+if __name__ == "__main__":
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    main(*sys.argv[1:])
+    dist.destroy_process_group()

@@ -1,0 +1,257 @@
+"""What ranks save, groups of other sizes and placements load: full state dicts and torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from exchanges import make_config
+from helpers import randn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from epmoe import EPStateError, ExpertParallel, MoELayer, checkpoint
+
+E, F, D, K = 13, 128, 128, 2
+COPIES = {"num_redundant_experts": 5, "strategy": "round_robin"}
+PLACEMENTS = [{}, {"strategy": "round_robin"}, COPIES, {"num_redundant_experts": 2 * E}]  # the last: twice on a rank
+
+
+@pytest.fixture
+def folder(rank: int) -> Iterator[Path]:
+    """One for all ranks."""
+    with tempfile.TemporaryDirectory() as mine:
+        of_rank_0 = [mine]
+        dist.broadcast_object_list(of_rank_0)
+        yield Path(of_rank_0[0])
+        dist.barrier()
+
+
+@pytest.fixture
+def ep_over(rank: int, size: int) -> Iterator[Callable[..., ExpertParallel]]:
+    """An ExpertParallel over `ranks` ranks: rank r is in group r // ranks, of which the last may be smaller."""
+    made = []
+
+    def make(ranks: int, **options: object) -> ExpertParallel:
+        firsts = range(0, size, ranks)
+        groups = [dist.new_group(list(range(first, min(first + ranks, size)))) for first in firsts]
+        group = groups[rank // ranks]
+        config = make_config(dist.get_world_size(group), experts=E, top_k=K, hidden=D, **options)
+        made.append(ExpertParallel(config, group, device="cpu"))
+        return made[-1]
+
+    yield make
+    for ep in made:
+        ep.close()
+
+
+def full(kind: str = "plain", seed: int = 0) -> dict[str, object]:
+    """Arguments of `MoELayer.from_full`: what a checkpoint has."""
+    tensors = {
+        "router_weight": randn(E, D, seed=seed),
+        "bias": randn(E, seed=seed + 1),
+        "w_gate_up": randn(E, 2 * F, D, seed=seed + 2) / 8,
+        "w_down": randn(E, D, F, seed=seed + 3) / 8,
+    }
+    if kind == "fp8":
+        scales = {
+            "gate_up_scales": randn(E, 2, 1, seed=seed + 4).abs(),
+            "down_scales": randn(E, 1, 1, seed=seed + 5).abs(),
+        }
+        fp8 = {name: tensors[name].to(torch.float8_e4m3fn) for name in ("w_gate_up", "w_down")}
+        return tensors | fp8 | scales
+    if kind == "gpt_oss":
+        biases = {"gate_up_bias": randn(E, 2 * F, seed=seed + 6), "down_bias": randn(E, D, seed=seed + 7)}
+        transposed = {
+            name: tensors[name].mT.contiguous().mT for name in ("w_gate_up", "w_down")
+        }  # as its checkpoints are
+        return tensors | transposed | biases | {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
+    return tensors
+
+
+def expected(kind: str = "plain", seed: int = 0) -> dict[str, torch.Tensor]:
+    """The state dict of all experts."""
+    tensors = {name: value for name, value in full(kind, seed).items() if isinstance(value, torch.Tensor)}
+    named = {name if name in ("router_weight", "bias") else f"experts.{name}": value for name, value in tensors.items()}
+    return named | {"_extra_state": torch.arange(E, dtype=torch.int32)}
+
+
+def assert_same_bits(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert got[name].dtype == value.dtype and got[name].device.type == "cpu", name
+        assert got[name].shape == value.shape, name
+        assert torch.equal(got[name].contiguous().view(torch.uint8), value.contiguous().view(torch.uint8)), name
+
+
+def assert_holds(layer: MoELayer, kind: str = "plain", seed: int = 0) -> None:
+    """Each local expert has the weights of its logical expert, copies too."""
+    held = layer.ep.placement.logical_experts(layer.ep.rank)
+    local = {n: t[held] if n.startswith("experts.") else t for n, t in expected(kind, seed).items()}
+    assert_same_bits(layer.state_dict(), local | {"_extra_state": torch.tensor(held, dtype=torch.int32)})
+
+
+@pytest.mark.parametrize(
+    ("placement", "kind"), [*((placement, "plain") for placement in PLACEMENTS), (COPIES, "fp8"), (COPIES, "gpt_oss")]
+)
+def test_a_rank_takes_its_experts_of_all_and_ranks_together_give_all(ep_over, rank, size, placement, kind):
+    layer = MoELayer.from_full(ep_over(size, placement=placement), **full(kind))
+    assert_holds(layer, kind)
+    assert layer.experts.interleaved == (kind == "gpt_oss")
+    assert_same_bits(layer.full_state_dict(), expected(kind))
+    on_rank_0 = layer.full_state_dict(cpu_offload=True)
+    if rank == 0:
+        assert_same_bits(on_rank_0, expected(kind))
+    else:
+        assert on_rank_0 == {}
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(1, "plain"), (2, "plain"), (2, "fp8"), (2, "gpt_oss")])
+def test_a_full_state_dict_loads_on_any_number_of_ranks(ep_over, size, ranks, kind):
+    saved = MoELayer.from_full(ep_over(size, placement=COPIES), **full(kind)).full_state_dict()
+    ep = ep_over(ranks, placement={"num_redundant_experts": 1})
+    layer = MoELayer.from_full(ep, **full(kind, seed=50))
+    layer.load_full_state_dict(saved)
+    assert_holds(layer, kind)
+    alone = MoELayer.from_full(ep_over(1), **full(kind, seed=50))
+    alone.load_state_dict(saved)  # that of a group of one rank
+    assert_holds(alone, kind)
+
+
+@pytest.mark.parametrize(
+    ("saved_with", "loaded_with", "kind"),
+    [
+        ({}, COPIES, "plain"),
+        (COPIES, {}, "fp8"),
+        (COPIES, {}, "gpt_oss"),
+        (PLACEMENTS[3], PLACEMENTS[3], "plain"),
+    ],
+)
+def test_torchs_checkpoint_loads_on_any_number_of_ranks(ep_over, folder, size, saved_with, loaded_with, kind):
+    saved = MoELayer.from_full(ep_over(size, placement=saved_with), **full(kind))
+    checkpoint.save(saved, folder / "saved")
+    for ranks in (size, 2, 1):
+        layer = MoELayer.from_full(ep_over(ranks, placement=loaded_with), **full(kind, seed=50))
+        checkpoint.load(layer, folder / "saved")
+        assert_holds(layer, kind)
+
+
+def test_the_logits_of_any_number_of_ranks_are_bitwise_the_same(ep_over, folder, rank, size):
+    """A token has two experts, whose sum has one order. Every GEMM has 128 rows, because libraries sum in another order
+    for another number of rows."""
+
+    def model(ep: ExpertParallel, seed: int) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        first, second = (MoELayer.from_full(ep, **full(seed=seed + n)) for n in (0, 20))
+        return torch.nn.Sequential(first, torch.nn.LayerNorm(D), second, torch.nn.Linear(D, 32)).requires_grad_(False)
+
+    x, aligned = randn(9 + rank, D, seed=rank), {"capacity": {"alignment": 128}}
+    want = (first := model(ep_over(size, **aligned), seed=0))(x)
+    checkpoint.save(first, folder / "saved")
+    torch.save(checkpoint.full_state_dict(first), folder / f"full{rank}.pt")
+    for ranks in (size, 2, 1):
+        second = model(ep := ep_over(ranks, **aligned), seed=50)
+        assert not torch.equal(second(x), want)
+        checkpoint.load(second, folder / "saved")
+        assert torch.equal(second(x), want)
+        third = model(ep, seed=90)
+        checkpoint.load_full_state_dict(third, torch.load(folder / f"full{rank}.pt", mmap=True))
+        assert torch.equal(third(x), want)
+
+
+def test_one_copy_of_each_expert_is_written(ep_over, folder, size):
+    layer = MoELayer.from_full(ep_over(size, placement=PLACEMENTS[3]), **full())
+    checkpoint.save(layer, folder / "saved")
+    metadata = dcp.FileSystemReader(folder / "saved").read_metadata()
+    names = {"router_weight", "bias", *(f"experts.{x}.{name}" for x in range(E) for name in ("w_gate_up", "w_down"))}
+    assert metadata.state_dict_metadata.keys() == names
+    tensors = sum(t.nbytes for t in expected().values())
+    assert sum(file.stat().st_size for file in (folder / "saved").iterdir()) < 1.3 * tensors
+
+
+def test_the_state_dict_of_another_rank_is_refused(ep_over, rank, size):
+    """Without the list of experts it would load silently: the keys and, with 2 and 4 ranks, the shapes are equal."""
+    ep = ep_over(size, placement={"num_redundant_experts": -E % size})
+    layer = MoELayer.from_full(ep, **full())
+    of_ranks = [None] * size
+    dist.all_gather_object(of_ranks, layer.state_dict())
+    for source, state in enumerate(of_ranks):
+        if source == rank:
+            layer.load_state_dict(state)
+            continue
+        with pytest.raises(ValueError, match=rf"has the weights of .*, but rank {rank} of {size} holds \["):
+            layer.load_state_dict(state)
+        with pytest.raises(ValueError, match=rf"`state_dict` must hold all {E} experts under 'experts.', got"):
+            layer.load_full_state_dict(state)
+    assert_holds(layer)
+
+
+def test_torchs_checkpoint_of_a_plain_state_dict_is_refused_when_it_is_loaded(ep_over, folder, rank, size):
+    """Of a key that all ranks have, torch saves the value of any one rank. So all ranks but one raise."""
+    ep = ep_over(size, placement={"num_redundant_experts": -E % size})
+    dcp.save(get_model_state_dict(MoELayer.from_full(ep, **full())), checkpoint_id=folder / "saved")
+    other = MoELayer.from_full(ep, **full(seed=50))
+    state = get_model_state_dict(other)
+    dcp.load(state, checkpoint_id=folder / "saved")
+    refused = torch.zeros(size, dtype=torch.int32)
+    try:
+        set_model_state_dict(other, state)
+    except ValueError as error:
+        assert "the state dict has the weights of the logical experts" in str(error)
+        refused[rank] = 1
+    dist.all_reduce(refused)
+    assert refused.sum() == size - 1
+
+
+def test_a_folder_of_other_shapes_or_names_is_refused_on_all_ranks(ep_over, folder, size):
+    layer = MoELayer.from_full(ep_over(size), **full())
+    other = MoELayer.from_full(layer.ep, **full() | {"w_gate_up": randn(E, F, D), "w_down": randn(E, D, F // 2)})
+    checkpoint.save(other, folder / "saved")
+    for module in (layer, torch.nn.Sequential(layer)):
+        with pytest.raises(dcp.api.CheckpointException, match="Size mismatch|Missing key"):
+            checkpoint.load(module, folder / "saved")
+
+
+def test_a_part_of_a_larger_dict_and_async(ep_over, folder, size):
+    layer, step = MoELayer.from_full(ep_over(size), **full()), torch.tensor(7)
+    dcp.async_save(
+        {"model": checkpoint.sharded_state_dict(layer), "step": step}, checkpoint_id=folder / "saved"
+    ).result()
+    other = MoELayer.from_full(ep_over(2), **full(seed=50))
+    whole = {"model": checkpoint.sharded_state_dict(other), "step": torch.tensor(0)}
+    dcp.load(whole, checkpoint_id=folder / "saved")  # in place
+    assert_holds(other)
+    assert whole["step"] == 7
+
+
+def test_ranks_without_experts(ep_over, folder, size):
+    owners = {"strategy": "explicit", "assignment": [size - 1] * E}
+    layer = MoELayer.from_full(ep_over(size, placement=owners), **full())
+    assert_same_bits(layer.full_state_dict(), expected())
+    checkpoint.save(layer, folder / "saved")
+    other = MoELayer.from_full(ep_over(size, placement=owners), **full(seed=50))
+    checkpoint.load(other, folder / "saved")
+    assert_holds(other)
+
+
+def test_experts_of_the_user_are_refused(ep_over, size):
+    layer = MoELayer(ep_over(size), randn(E, D), torch.nn.Linear(D, D).requires_grad_(False))
+    for call in (layer.full_state_dict, lambda: checkpoint.sharded_state_dict(torch.nn.Sequential(layer))):
+        with pytest.raises(TypeError, match=r"experts` must be GroupedExperts, got Linear"):
+            call()
+
+
+def test_experts_of_another_placement_and_a_closed_group_are_refused(ep_over, size):
+    layer = MoELayer.from_full(ep := ep_over(size), **full())
+    whole = layer.experts
+    layer.experts = MoELayer.from_full(ep_over(1), **full()).experts  # as after a resume
+    with pytest.raises(ValueError, match=rf"`experts` must be the \d of this rank, got {E}: after `resume`"):
+        layer.full_state_dict()
+    layer.experts = whole
+    ep.close()
+    with pytest.raises(EPStateError, match="closed"):
+        layer.full_state_dict()

@@ -1,0 +1,271 @@
+"""Experts and routers of Hugging Face checkpoints, of which a rank reads its own experts only."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers import assert_close, randn
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+import epmoe
+from epmoe.cli.demo.generate import saved_model
+
+E, F, D = 6, 128, 256
+BLOCK = "model.layers.1.mlp"
+FP8 = torch.float8_e4m3fn
+
+
+class Recorder:
+    """A safe_open that notes each tensor, and each expert of a slice, that is read."""
+
+    def __init__(self, read: list[str]):
+        self.read = read
+
+    def __call__(self, *arguments: object, **options: object) -> Recorder:
+        opened = Recorder(self.read)
+        opened.file = safe_open(*arguments, **options)
+        return opened
+
+    def keys(self) -> list[str]:
+        return self.file.keys()
+
+    def get_tensor(self, name: str) -> Tensor:
+        self.read.append(name)
+        return self.file.get_tensor(name)
+
+    def get_slice(self, name: str) -> RecordedSlice:
+        return RecordedSlice(self, name)
+
+
+class RecordedSlice:
+    def __init__(self, recorder: Recorder, name: str):
+        self.read, self.name, self.slice = recorder.read, name, recorder.file.get_slice(name)
+
+    def get_shape(self) -> list[int]:
+        return self.slice.get_shape()
+
+    def __getitem__(self, expert: int) -> Tensor:
+        self.read.append(f"{self.name}[{expert}]")
+        return self.slice[expert]
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of what has been read since the test began."""
+    names: list[str] = []
+    monkeypatch.setattr("safetensors.safe_open", Recorder(names))
+    return names
+
+
+def weights_of_experts(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {"w_gate_up": randn(E, 2 * F, D).to(dtype), "w_down": randn(E, D, F, seed=1).to(dtype)}
+
+
+def of_each_expert(weights: dict[str, Tensor], block: str, names: tuple[str, str, str]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint that has gate, up and down of each expert."""
+    tensors = {f"{block}.gate.weight": randn(E, D, seed=2)}
+    for x in range(E):
+        for name, weight in zip(names, (*weights["w_gate_up"][x].chunk(2), weights["w_down"][x]), strict=True):
+            tensors[f"{block}.experts.{x}.{name}.weight"] = weight.clone()
+    return tensors
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], logical: list[int]) -> None:
+    assert got.keys() == want.keys()
+    for name, weight in want.items():
+        assert got[name].dtype == weight.dtype and torch.equal(got[name].float(), weight[logical].float()), name
+
+
+@pytest.mark.parametrize(
+    ("block", "names"),
+    [
+        ("model.layers.1.mlp", ("gate_proj", "up_proj", "down_proj")),
+        ("model.layers.1.block_sparse_moe", ("w1", "w3", "w2")),
+    ],
+)
+@pytest.mark.parametrize("logical", [[3], [5, 0, 2], [1, 4, 1]])
+def test_only_a_ranks_experts_are_read_from_tensors_of_each(tmp_path, read, block, names, logical):
+    weights = weights_of_experts()
+    save_file(of_each_expert(weights, block, names), tmp_path / "model.safetensors")
+    folder = epmoe.SafetensorsFolder(tmp_path)
+    assert read == []
+    assert_same(folder.experts(BLOCK, logical), weights, logical)
+    assert sorted(read) == sorted({f"{block}.experts.{x}.{name}.weight" for x in logical for name in names})
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("logical", [[3], [5, 0, 2], [1, 4, 1]])
+def test_only_a_ranks_experts_are_read_from_tensors_of_all(tmp_path, read, transposed, logical):
+    weights = weights_of_experts()
+    biases = {"gate_up_bias": randn(E, 2 * F, seed=3), "down_bias": randn(E, D, seed=4)}
+    names = {"w_gate_up": "gate_up_proj", "w_down": "down_proj"}
+    tensors = {f"{BLOCK}.experts.{names[n]}": w.mT.contiguous() if transposed else w for n, w in weights.items()}
+    tensors |= {f"{BLOCK}.experts.gate_up_proj_bias": biases["gate_up_bias"]} if transposed else {}
+    tensors |= {f"{BLOCK}.experts.down_proj_bias": biases["down_bias"]} if transposed else {}
+    experts = list(tensors)
+    save_file(tensors | {f"{BLOCK}.router.weight": randn(E, D)}, tmp_path / "model.safetensors")
+    got = epmoe.SafetensorsFolder(tmp_path).experts(BLOCK, logical)
+    assert_same(got, weights | biases if transposed else weights, logical)
+    assert sorted(read) == sorted({f"{name}[{x}]" for name in experts for x in logical})
+
+
+def test_files_of_other_ranks_need_not_be_there(tmp_path):
+    """A folder with an index: one file for each expert, and only one is left."""
+    weights, weight_map = weights_of_experts(), {}
+    for name, tensor in of_each_expert(weights, BLOCK, ("w1", "w3", "w2")).items():
+        expert = name.split(".")[5] if ".experts." in name else "router"
+        file = f"{expert}-{len(weight_map)}.safetensors"
+        weight_map[name] = file
+        if expert in ("4", "router"):
+            save_file({name: tensor}, tmp_path / file)
+    index = {"weight_map": weight_map}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    folder = epmoe.SafetensorsFolder(tmp_path)
+    assert folder.keys() == weight_map.keys()
+    assert_same(folder.experts(BLOCK, [4]), weights, [4])
+    with pytest.raises(FileNotFoundError):
+        folder.experts(BLOCK, [3])
+
+
+def test_a_rank_without_experts(tmp_path):
+    save_file(of_each_expert(weights_of_experts(), BLOCK, ("w1", "w3", "w2")), tmp_path / "model.safetensors")
+    got = epmoe.SafetensorsFolder(tmp_path).experts(BLOCK, [])
+    assert {name: list(weight.shape) for name, weight in got.items()} == {
+        "w_gate_up": [0, 2 * F, D],
+        "w_down": [0, D, F],
+    }
+
+
+def fp8_tensors(F: int) -> dict[str, Tensor]:
+    tensors = {f"{BLOCK}.gate.weight": randn(E, D, seed=2)}
+    for x in range(E):
+        for n, (name, shape) in enumerate({"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}.items()):
+            prefix, blocks = f"{BLOCK}.experts.{x}.{name}", [-(-size // 128) for size in shape]
+            tensors[f"{prefix}.weight"] = randn(*shape, seed=3 * x + n).to(FP8)
+            tensors[f"{prefix}.weight_scale_inv"] = randn(*blocks, seed=50 + 3 * x + n).abs()
+    return tensors
+
+
+def test_fp8_weights_bring_their_scales(tmp_path):
+    tensors = fp8_tensors(F)
+    save_file(tensors, tmp_path / "model.safetensors")
+    got = epmoe.SafetensorsFolder(tmp_path).experts(BLOCK, [5, 1])
+    experts = epmoe.GroupedExperts(**got)
+    for i, x in enumerate([5, 1]):
+        gate, up, down = (f"{BLOCK}.experts.{x}.{name}_proj.weight" for name in ("gate", "up", "down"))
+        for name, parts in {"gate_up": (gate, up), "down": (down,)}.items():
+            weight, scales = getattr(experts, f"w_{name}")[i], getattr(experts, f"{name}_scales")[i]
+            assert torch.equal(weight.float(), torch.cat([tensors[part].float() for part in parts]))
+            assert torch.equal(scales, torch.cat([tensors[f"{part}_scale_inv"] for part in parts]))
+
+
+def test_fp8_blocks_that_hold_rows_of_gate_and_up_are_refused(tmp_path):
+    save_file(fp8_tensors(192), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="fp8 experts need an F that is a multiple of 128, got 192"):
+        epmoe.SafetensorsFolder(tmp_path).experts(BLOCK, [0])
+
+
+TINY = {
+    "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "head_dim": 16, "intermediate_size": 32, "moe_intermediate_size": 32, "pad_token_id": 0, "initializer_range": 0.2,
+    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8, "num_experts_per_tok": 2,
+    "moe_k": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "moe_layer_start_index": 0,
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "num_mtp_layers": 0,
+}  # fmt: skip
+FORMATS = ["qwen3_moe", "mixtral", "deepseek_v3", "minimax_m2", "granitemoe", "ernie4_5_moe", "hy_v3", "llama4_text"]
+"""A model type for each set of names that checkpoints have."""
+
+
+@pytest.mark.parametrize("model_type", FORMATS)
+@torch.no_grad()
+def test_a_layer_equals_the_block_of_transformers(model_type, tmp_path):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    keys = {key: value for key, value in TINY.items() if hasattr(CONFIG_MAPPING[model_type](), key)}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **keys), dtype=torch.float32)
+    for name, tensor in model.state_dict().items():
+        if name.endswith("bias"):
+            tensor.normal_(std=0.3)
+    model.save_pretrained(tmp_path)
+    config = epmoe.EPConfig.from_hf(tmp_path, ep_size=1, model={"dtype": "float32"})
+    name, block = [(name, block) for name, block in model.named_modules() if hasattr(block, "experts")][-1]
+    with epmoe.ExpertParallel(config, device="cpu") as ep:
+        on_input = {"apply_router_weight_on_input": True} if model_type == "llama4_text" else {}
+        layer = epmoe.MoELayer.from_safetensors(ep, epmoe.SafetensorsFolder(tmp_path), name, **on_input)
+        assert (layer.bias is not None) == config.routing.selection_bias
+        x = randn(1, 9, 64)
+        want = block(x)[0] if isinstance(block(x), tuple) else block(x)
+        shared = getattr(block, "shared_experts", getattr(block, "shared_expert", None))
+        assert_close(layer(x), (want.view_as(x) - (0 if shared is None else shared(x))).double(), slack=4)
+
+
+def test_experts_of_gpt_oss_and_its_router():
+    settings = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
+    with saved_model("gpt_oss") as path, torch.no_grad():
+        block = AutoModelForCausalLM.from_pretrained(path).get_submodule(BLOCK)
+        folder = epmoe.SafetensorsFolder(path)
+        experts = epmoe.GroupedExperts(**folder.experts(BLOCK, [7]), **settings)
+        rows, ids = randn(5, 96), torch.full((5, 1), 7)
+        want = block.experts(rows, ids, torch.ones(5, 1))
+        assert_close(experts(rows, torch.tensor([0, 5], dtype=torch.int32)), want.double(), slack=4)
+        with pytest.raises(ValueError, match=r"mlp.router.bias` is added to the logits, and MoELayer has no such bias"):
+            folder.router(BLOCK)
+
+
+def test_a_bias_of_the_choice_makes_the_router_fp32(tmp_path):
+    tensors = {"a.gate.weight": randn(E, D).bfloat16(), "b.gate.weight": randn(E, D).bfloat16()}
+    save_file(tensors | {"a.gate.e_score_correction_bias": randn(E).bfloat16()}, tmp_path / "model.safetensors")
+    folder = epmoe.SafetensorsFolder(tmp_path)
+    weight, bias = folder.router("a")
+    assert weight.dtype == bias.dtype == torch.float32 and torch.equal(weight, tensors["a.gate.weight"].float())
+    weight, bias = folder.router("b")
+    assert weight.dtype == torch.bfloat16 and bias is None
+
+
+def test_what_a_checkpoint_lacks_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"has no weights \(\*.safetensors\)"):
+        epmoe.SafetensorsFolder(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no header")
+    with pytest.raises(ValueError, match=r"model.safetensors: .*header"):
+        epmoe.SafetensorsFolder(tmp_path)
+    tensors = {f"{BLOCK}.gate.weight": randn(E, D), f"{BLOCK}.experts.gate_up_proj_blocks": randn(E, D)}
+    fine = of_each_expert(weights_of_experts(), "fine", ("w1", "w3", "w2"))
+    save_file(tensors | fine, tmp_path / "model.safetensors")
+    folder = epmoe.SafetensorsFolder(tmp_path)
+    with pytest.raises(ValueError, match=r"has no MoE block `model.layers.0.mlp`"):
+        folder.experts("model.layers.0.mlp", [0])
+    with pytest.raises(
+        ValueError, match=rf"experts of `{BLOCK}` must be .*, got {BLOCK}.experts.gate_up_proj_blocks, "
+    ):
+        folder.experts(BLOCK, [0])
+    with pytest.raises(LookupError):
+        folder.experts("fine", [E])
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"w_down": randn(E - 1, D, F)}, {"down_bias": randn(D)}, {"w_gate_up": randn(2 * F, D)}]
+)
+def test_from_full_needs_a_row_for_each_expert(wrong):
+    config = epmoe.EPConfig(
+        model={"num_experts": E, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "float32"},
+        topology={"ep_size": 1},
+    )
+    with epmoe.ExpertParallel(config, device="cpu") as ep:
+        (name,) = wrong
+        with pytest.raises(ValueError, match=rf"`{name}` must have a row for each of 6 experts, got \["):
+            epmoe.MoELayer.from_full(ep, randn(E, D), **weights_of_experts() | wrong)
+
+
+def test_placement_lists_the_logical_experts_of_a_rank():
+    placement = epmoe.Placement.build(4, 2, "explicit", [1, 0, 1, 0, 0, 0], 2, [1, 2])
+    assert [placement.logical_experts(rank) for rank in range(2)] == [[1, 3, 1, 2], [0, 2]]

@@ -181,8 +181,8 @@ class MoELayer(nn.Module):
         router_weight, bias = folder.router(block)
         held: dict[str, Any] = folder.experts(block, ep.placement.logical_experts(ep.rank), ep.device)
         return cls(
-            ep, _on(ep.device, router_weight), GroupedExperts(**held, **experts), bias=_on(ep.device, bias), shared=shared,
-            apply_router_weight_on_input=apply_router_weight_on_input, layer_id=layer_id,
+            ep, _on(ep.device, router_weight), GroupedExperts(**held, **experts), bias=_on(ep.device, bias),
+            shared=shared, apply_router_weight_on_input=apply_router_weight_on_input, layer_id=layer_id,
         )  # fmt: skip
 
     def full_state_dict(self, *, cpu_offload: bool = False) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Move, Placement
-from epmoe.exchange.health import EPResumeError, EPStateError
+from epmoe.exchange.health import EPStateError
 from epmoe.service import ExpertParallel
 
 Store = dist.Store | str | os.PathLike[str]
@@ -54,7 +54,9 @@ def recover(
 
     Every rank calls it after an EPTimeoutError, once it has left the `except` block; or all ranks between two rounds,
     to take in new ones, which call `join_group`. A rank that does not come within `last_call_s`, or that dies
-    meanwhile, is left out. The default process group is destroyed and made anew; it holds the ranks of `ep`.
+    meanwhile, is left out. Ranks cannot split into two groups: the first that decides writes its decision into the
+    store, in one step, and all others follow it, or raise because they are left out. The default process group is
+    destroyed and made anew; it holds the ranks of `ep`.
 
     Args:
         ep: what is to go on.
@@ -81,7 +83,7 @@ def recover(
     most = max_ranks or max(ep.size, min_ranks)
     give_up, meeting, attempt = time.monotonic() + timeout_s, _open(store), 0
     while time.monotonic() < give_up:
-        place = f"epmoe/{ep._origin}/{ep.generation}/{attempt}"
+        place = f"epmoe/{ep.origin}/{ep.generation}/{attempt}"
         decision = _decide(ep, meeting, place, min_ranks, most, placement, wait_s, give_up)
         if ep.rank not in decision.members:
             raise EPStateError("the others go on without this rank, which they have given up: a new one may join")
@@ -89,12 +91,12 @@ def recover(
         try:
             _form(meeting, place, rank, len(decision.members), times.warmup_timeout_s, backend)
             moves = ep.resume(placement=config.place_experts())
-        except (EPResumeError, dist.DistError, RuntimeError) as error:
-            if isinstance(error, EPStateError):
-                raise
+        except EPStateError:
+            raise
+        except RuntimeError:  # EPResumeError, or torch's: another rank has died meanwhile
             attempt += 1
             continue
-        meeting.set(f"epmoe/{ep._origin}/newest", str(ep.generation))
+        meeting.set(f"epmoe/{ep.origin}/newest", str(ep.generation))
         load_weights(moves)
         return
     raise TimeoutError(f"no group has formed within {timeout_s:g} s")
@@ -162,7 +164,7 @@ def _decide(
     give_up: float,
 ) -> _Decision:
     """Meet the others at `place`. The first to see that all are there, or late, decides; the rest reads."""
-    newest, last_call = f"epmoe/{ep._origin}/newest", time.monotonic() + wait_s
+    newest, last_call = f"epmoe/{ep.origin}/newest", time.monotonic() + wait_s
     store.set(f"{place}/{ep.rank}", "here")
     while not store.check([f"{place}/decision"]):
         if store.check([newest]) and int(store.get(newest)) > ep.generation:
@@ -175,8 +177,8 @@ def _decide(
         all_came = set(ep.survivors()) <= set(came)
         if (all_came or time.monotonic() > last_call) and len(members) >= min_ranks:
             config = ep.config.with_placement(_place(ep.placement, members, placement))
-            decision = json.dumps(_Decision(members, config.model_dump_json(), arrivals).__dict__)
-            store.compare_set(f"{place}/decision", "", decision)  # whoever was first has decided
+            mine = json.dumps(asdict(_Decision(members, config.model_dump_json(), arrivals)))
+            store.compare_set(f"{place}/decision", "", mine)  # whoever was first has decided
         elif time.monotonic() > give_up:
             raise TimeoutError(f"{len(members)} ranks have come, and `min_ranks` is {min_ranks}")
         else:

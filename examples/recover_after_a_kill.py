@@ -4,6 +4,7 @@ torchrun ends all ranks when one dies, so this file starts its ranks itself: wha
 Prints: "3 ranks play", "2 ranks play", "3 ranks play", each from rank 0.
 """
 
+import contextlib
 import multiprocessing
 import signal
 import tempfile
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 import epmoe
-from epmoe.recover import join_group, recover
 
 E, D = 6, 64
 
@@ -43,20 +43,18 @@ def play(ep, rounds):
 def run(seat, folder):
     torch.set_num_threads(1)
     if seat is None:
-        ep = join_group(folder)
+        ep = epmoe.join_group(folder)
     else:
         dist.init_process_group("gloo", init_method=f"file://{folder}/start", rank=seat, world_size=3)
         ep = epmoe.ExpertParallel(config())
         play(ep, 10)
         if seat == 1:
             signal.raise_signal(signal.SIGKILL)
-        try:
+        with contextlib.suppress(epmoe.EPTimeoutError):  # go on outside: the exception holds the old windows
             play(ep, 1_000_000)
-        except epmoe.EPTimeoutError:
-            pass  # go on outside of this block: the exception holds the old windows
-        recover(ep, folder, load)
+        epmoe.recover(ep, folder, load)
         play(ep, 10)
-        recover(ep, folder, load, min_ranks=3)  # between two rounds: wait for the new rank
+        epmoe.recover(ep, folder, load, min_ranks=3)  # between two rounds: wait for the new rank
     play(ep, 10)
     ep.close()
     dist.destroy_process_group()

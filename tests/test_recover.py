@@ -10,7 +10,7 @@ import pytest
 import torch
 from host import EXPERTS, Host, config_of, create, play, play_until_timeout, spread
 
-from epmoe.recover import join_group, recover
+from epmoe import join_group, recover
 
 
 @pytest.fixture

@@ -12,13 +12,16 @@ EXAMPLES = {  # ranks (0: the file starts its own), and lines that it prints
     "server_loop": (2, ["step 1: dropped, rank(s) [1] gave it up", "served steps [0, 2]"]),
     "recover_after_a_kill": (0, ["3 ranks play", "2 ranks play", "3 ranks play"]),
 }
+SLOW = {"recover_after_a_kill"}  # 9 s
 
 
 def test_none_is_forgotten():
-    assert EXAMPLES.keys() | {"generate"} == {path.stem for path in (ROOT / "examples").glob("*.py")}  # test_generate.py
+    assert EXAMPLES.keys() | {"generate"} == {
+        path.stem for path in (ROOT / "examples").glob("*.py")
+    }  # test_generate.py
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in EXAMPLES])
 def test_prints_what_it_says(name):
     ranks, lines = EXAMPLES[name]
     program = f"examples/{name}.py"

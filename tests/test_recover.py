@@ -1,4 +1,4 @@
-"""`epmoe.recover.recover` after a SIGKILL, and `join_group` of a new rank, over processes of this machine."""
+"""`epmoe.recover` after a SIGKILL, and `join_group` of a new rank, over processes of this machine."""
 
 from __future__ import annotations
 

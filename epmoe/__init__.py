@@ -31,6 +31,7 @@ from epmoe.local.permute import Permuted, permute
 from epmoe.local.quantize import Quantized, quantize_fp8, zero_padding_rows_
 from epmoe.local.route import Routing, route
 from epmoe.local.simulate import simulate_routing
+from epmoe.recovery import join_group, recover
 from epmoe.safetensors_folder import SafetensorsFolder
 from epmoe.service import ExpertParallel
 
@@ -62,8 +63,10 @@ __all__ = [
     "SafetensorsFolder",
     "Sent",
     "finalize",
+    "join_group",
     "permute",
     "quantize_fp8",
+    "recover",
     "route",
     "simulate_routing",
     "zero_padding_rows_",

@@ -40,7 +40,8 @@ class Resumable(HoldsWindows):
     """Of the experts on the ranks of the group."""
     generation: int
     """How many groups the ranks have had before this one: 0 until `resume`."""
-    _origin: str
+    origin: str
+    """Names this object on all ranks, old and new ones, through all its groups."""
     _exchange: Exchange | None = None
     _missing: int = 0  # ranks, as a mask
     _owner: int | None = None  # in a forked child: the process that this object belongs to
@@ -92,7 +93,7 @@ class Resumable(HoldsWindows):
         timeout_s = self.config.exchange.warmup_timeout_s
         peers = Peers.of(group_of(group), timeout_s)
         config = self.config if placement is None else self.config.with_placement(placement)
-        hello = Hello(config.model_dump_json(), self._origin, self.generation, self.rank, keeps=placement is None)
+        hello = Hello(config.model_dump_json(), self.origin, self.generation, self.rank, keeps=placement is None)
         old, ranks = self.placement, [self.rank if rank == peers.rank else None for rank in range(peers.size)]
         if self._exchange is not None:
             self._exchange.enter()
@@ -159,7 +160,7 @@ class Resumable(HoldsWindows):
         """Become a rank of this group; see `join`."""
         joined = join(peers, config, hello, self.device, self.close)
         self.config, self.placement = joined.config, joined.placement
-        self._origin, self.generation = joined.origin, joined.generation
+        self.origin, self.generation = joined.origin, joined.generation
         self.group, self.rank, self.size = peers.group, peers.rank, peers.size
         self._exchange, self._missing = joined.exchange, 0
         _live.add(self)

@@ -1,0 +1,211 @@
+"""After a death, or to take new ranks in: the ranks that live meet in a store, agree on a group, and go on in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from epmoe.config.config import EPConfig
+from epmoe.config.placement import Move, Placement
+from epmoe.exchange.health import EPStateError
+from epmoe.service import ExpertParallel
+
+Store = dist.Store | str | os.PathLike[str]
+_POLL_S = 0.02
+_LAST_CALL_S = 5.0  # beside the deadline of a round: by then every rank that lives has raised
+_ARRIVALS = "epmoe/arrivals"  # how many times a new rank has come
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What one rank has written for all.
+
+    members: who is in the group, in rank order: former ranks, and behind them new ones as `-1 - arrival`.
+    config: JSON, of the group to be.
+    arrivals: those up to here have had their turn.
+    """
+
+    members: list[int]
+    config: str
+    arrivals: int
+
+
+def recover(
+    ep: ExpertParallel,
+    store: Store,
+    load_weights: Callable[[tuple[Move, ...]], object],
+    *,
+    min_ranks: int = 1,
+    max_ranks: int | None = None,
+    placement: Callable[[Placement, list[int | None]], Placement] | None = None,
+    last_call_s: float | None = None,
+    timeout_s: float = 300.0,
+    backend: str = "gloo",
+) -> None:
+    """Go on with the ranks that live: agree on a group, `resume` in it, and load what moved.
+
+    Every rank calls it after an EPTimeoutError, once it has left the `except` block; or all ranks between two rounds,
+    to take in new ones, which call `join_group`. A rank that does not come within `last_call_s`, or that dies
+    meanwhile, is left out. Ranks cannot split into two groups: the first that decides writes its decision into the
+    store, in one step, and all others follow it, or raise because they are left out. The default process group is
+    destroyed and made anew; it holds the ranks of `ep`.
+
+    Args:
+        ep: what is to go on.
+        store: outlives each of the ranks: a folder that all see, or a `TCPStore` that the launcher hosts. It serves
+            one ExpertParallel.
+        load_weights: gets the moves of this rank, as `ExpertParallel.resume` returns them.
+        min_ranks: with fewer the ranks wait for new ones.
+        max_ranks: new ranks are taken in up to this number; by default to the size so far, or `min_ranks`.
+        placement: from the placement so far, and the former rank (None: new) of each rank of the group to be, to that
+            of the group to be. By default each expert stays, and lost ones go to the ranks with the fewest; with new
+            ranks all experts are spread anew.
+        last_call_s: how long a rank waits for others, in seconds; by default 5 more than `exchange.timeout_s`.
+        timeout_s: of the whole call, in seconds; it is looked at before each attempt.
+        backend: of the process group.
+
+    Raises:
+        EPStateError: the others go on without this rank.
+        ValueError: on all ranks, if the placement does not fit.
+        TimeoutError: no group of `min_ranks` has formed in time.
+        MemoryError: the windows do not fit.
+    """
+    times = ep.config.exchange
+    wait_s = times.timeout_s + _LAST_CALL_S if last_call_s is None else last_call_s
+    most = max_ranks or max(ep.size, min_ranks)
+    give_up, meeting, attempt = time.monotonic() + timeout_s, _open(store), 0
+    while time.monotonic() < give_up:
+        place = f"epmoe/{ep.origin}/{ep.generation}/{attempt}"
+        decision = _decide(ep, meeting, place, min_ranks, most, placement, wait_s, give_up)
+        if ep.rank not in decision.members:
+            raise EPStateError("the others go on without this rank, which they have given up: a new one may join")
+        config, rank = EPConfig(**json.loads(decision.config)), decision.members.index(ep.rank)
+        try:
+            _form(meeting, place, rank, len(decision.members), times.warmup_timeout_s, backend)
+            moves = ep.resume(placement=config.place_experts())
+        except EPStateError:
+            raise
+        except RuntimeError:  # EPResumeError, or torch's: another rank has died meanwhile
+            attempt += 1
+            continue
+        meeting.set(f"epmoe/{ep.origin}/newest", str(ep.generation))
+        load_weights(moves)
+        return
+    raise TimeoutError(f"no group has formed within {timeout_s:g} s")
+
+
+def join_group(
+    store: Store, *, device: torch.device | str | None = None, timeout_s: float = 300.0, backend: str = "gloo"
+) -> ExpertParallel:
+    """A new rank of a group whose ranks call `recover`. It waits for them.
+
+    Args:
+        store: as for `recover`.
+        device: as for `ExpertParallel`.
+        timeout_s: how long to wait to be taken in, in seconds.
+        backend: of the process group, as for `recover`.
+
+    Returns:
+        An ExpertParallel of the group. All its local experts are to be loaded: `ep.placement` says which they are.
+
+    Raises:
+        TimeoutError: nobody has taken this rank in.
+    """
+    give_up, meeting = time.monotonic() + timeout_s, _open(store)
+    while time.monotonic() < give_up:
+        arrival = meeting.add(_ARRIVALS, 1)
+        answer = f"{_ARRIVALS}/{arrival}"
+        while not meeting.check([answer]) and time.monotonic() < give_up:
+            time.sleep(_POLL_S)
+        if not meeting.check([answer]):
+            break
+        place = meeting.get(answer).decode()
+        decision = _read(meeting, place)
+        if -1 - arrival not in decision.members:
+            continue  # there was no seat: it queues again
+        config = EPConfig(**json.loads(decision.config))
+        rank, size = decision.members.index(-1 - arrival), len(decision.members)
+        try:
+            _form(meeting, place, rank, size, config.exchange.warmup_timeout_s, backend)
+            return ExpertParallel(config, device=device)
+        except RuntimeError:  # another rank has died meanwhile
+            continue
+    raise TimeoutError(f"nobody has taken this rank in within {timeout_s:g} s")
+
+
+def _open(store: Store) -> dist.Store:
+    if isinstance(store, dist.Store):
+        return store
+    folder = Path(store)
+    folder.mkdir(parents=True, exist_ok=True)
+    return dist.FileStore(str(folder / "epmoe-store"))
+
+
+def _read(store: dist.Store, place: str) -> _Decision:
+    return _Decision(**json.loads(store.get(f"{place}/decision")))
+
+
+def _decide(
+    ep: ExpertParallel,
+    store: dist.Store,
+    place: str,
+    min_ranks: int,
+    max_ranks: int,
+    placement: Callable[[Placement, list[int | None]], Placement] | None,
+    wait_s: float,
+    give_up: float,
+) -> _Decision:
+    """Meet the others at `place`. The first to see that all are there, or late, decides; the rest reads."""
+    newest, last_call = f"epmoe/{ep.origin}/newest", time.monotonic() + wait_s
+    store.set(f"{place}/{ep.rank}", "here")
+    while not store.check([f"{place}/decision"]):
+        if store.check([newest]) and int(store.get(newest)) > ep.generation:
+            raise EPStateError("the others have gone on without this rank: a new one may join")
+        came = [rank for rank in range(ep.size) if store.check([f"{place}/{rank}"])]
+        used = int(store.get(f"{_ARRIVALS}/used")) if store.check([f"{_ARRIVALS}/used"]) else 0
+        arrivals = store.add(_ARRIVALS, 0)
+        new = [-1 - arrival for arrival in range(used + 1, arrivals + 1)]
+        members = [*came, *new[: max(0, max_ranks - len(came))]]
+        all_came = set(ep.survivors()) <= set(came)
+        if (all_came or time.monotonic() > last_call) and len(members) >= min_ranks:
+            config = ep.config.with_placement(_place(ep.placement, members, placement))
+            mine = json.dumps(asdict(_Decision(members, config.model_dump_json(), arrivals)))
+            store.compare_set(f"{place}/decision", "", mine)  # whoever was first has decided
+        elif time.monotonic() > give_up:
+            raise TimeoutError(f"{len(members)} ranks have come, and `min_ranks` is {min_ranks}")
+        else:
+            time.sleep(_POLL_S)
+    decision = _read(store, place)
+    store.set(f"{_ARRIVALS}/used", str(decision.arrivals))
+    for member in range(1, decision.arrivals + 1):
+        if not store.check([f"{_ARRIVALS}/{member}"]):
+            store.set(f"{_ARRIVALS}/{member}", place)
+    return decision
+
+
+def _place(
+    old: Placement, members: list[int], chosen: Callable[[Placement, list[int | None]], Placement] | None
+) -> Placement:
+    former = [member if member >= 0 else None for member in members]
+    if chosen is not None:
+        return chosen(old, former)
+    if None not in former:
+        return old.without(set(range(old.ep_size)).difference(members), spread_lost=True)
+    E, R = old.num_experts, len(members)
+    owners = [(p + p // E) % R for p in range(old.num_physical_experts)]  # a copy beside its original is of no use
+    return Placement.build(E, R, "explicit", owners, old.num_physical_experts - E)
+
+
+def _form(store: dist.Store, place: str, rank: int, size: int, timeout_s: float, backend: str) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    meeting = dist.PrefixStore(f"{place}/group", store)
+    dist.init_process_group(backend, store=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))

@@ -1,0 +1,88 @@
+"""`epmoe.recover` after a SIGKILL, and `join_group` of a new rank, over processes of this machine."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from host import EXPERTS, Host, config_of, create, play, play_until_timeout, spread
+
+from epmoe import join_group, recover
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    host = Host(tmp_path, torch.device("cpu"))
+    yield host
+    for process in host.processes.values():
+        process.kill()
+        process.join()
+
+
+def go_on(state, folder: Path, min_ranks: int = 1) -> int:
+    """Recovers, and brings the weights where they belong; returns how many had to be loaded."""
+    loaded = 0
+
+    def load_weights(moves) -> None:
+        nonlocal loaded
+        held = [*state.held, *[None] * EXPERTS][: state.ep.num_local_experts]
+        for move in moves:
+            held[move.local_index] = move.logical if move.source is None else state.held[move.source]
+            loaded += move.source is None
+        state.held = held
+
+    recover(state.ep, folder, load_weights, min_ranks=min_ranks, max_ranks=4, last_call_s=3.0)
+    return loaded
+
+
+def come(state, folder: Path) -> int:
+    state.ep = ep = join_group(folder, timeout_s=60)
+    state.held = [ep.placement.logical(p) for p in ep.placement.local_experts(ep.rank)]
+    return len(state.held)
+
+
+def die(state) -> None:
+    signal.raise_signal(signal.SIGKILL)
+
+
+def serve(host: Host, copies: int) -> list[int]:
+    names = list(range(4))
+    host.spawn(*names)
+    host.form_at(names)
+    host.do(names, create, config_of(spread(4, copies), host.device))
+    assert host.do(names, play) == ["played"] * 4
+    return names
+
+
+@pytest.mark.parametrize("dead", [0, 2])
+def test_kill_recover_join(host, dead):
+    """One dies, three go on; then a new one joins them, between two rounds."""
+    names = serve(host, copies=1)
+    alive = [name for name in names if name != dead]
+    host.start(alive, play_until_timeout)
+    host.signal(dead, signal.SIGKILL)
+    assert host.results(alive) == [[dead]] * 3
+    loaded = host.do(alive, go_on, host.folder)
+    assert all(isinstance(one, int) for one in loaded), loaded
+    assert sum(loaded) == EXPERTS // 4  # those of the dead rank
+    assert host.do(alive, play) == ["played"] * 3
+    host.spawn(4)
+    host.start([4], come, host.folder)
+    host.start(alive, go_on, host.folder, 4)
+    assert all(isinstance(one, int) for one in host.results([*alive, 4]))
+    assert host.do([*alive, 4], play) == ["played"] * 4
+
+
+def test_another_dies_while_the_rest_recovers(host):
+    """It never comes to the meeting, and nobody has heard of its end: the last call leaves it out."""
+    names = serve(host, copies=2)
+    host.start(names[:3], play_until_timeout)
+    host.signal(3, signal.SIGKILL)
+    assert host.results(names[:3]) == [[3]] * 3
+    host.start([2], die)
+    results = host.do([0, 1], go_on, host.folder)
+    assert all(isinstance(one, int) for one in results), results
+    assert host.do([0, 1], play) == ["played"] * 2

@@ -15,6 +15,7 @@ from rich.table import Table
 from epmoe.cli.console import human_bytes
 from epmoe.config.config import EPConfig
 from epmoe.exchange.memory import MemoryPlan, round_up
+from epmoe.local import deep_gemm
 
 LOADS = (1.0, 1.5, 2.0)
 """Times the mean load, of which `suggestions` gives the rows."""
@@ -144,3 +145,14 @@ def _node_bytes(config: EPConfig) -> int:
     placement = config.place_experts()
     ranks = range(config.topology.ranks_here)
     return sum(MemoryPlan.build(config, rank, placement).total_bytes for rank in ranks)
+
+
+def experts(config: EPConfig) -> list[str]:
+    """What the plan says of the experts' GEMM on GPUs."""
+    if config.exchange.transport != "nvlink" or config.alignment % deep_gemm.BLOCKS[0]:
+        return []
+    return [
+        "Experts in bf16 or fp8 take DeepGEMM on GPUs of compute capability 9.0, where it is installed (`pip install "
+        f"epmoe[deep_gemm]`). Their rounds start the rows of each expert at a multiple of {config.alignment}: the rows "
+        "above have room for it."
+    ]

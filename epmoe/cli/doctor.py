@@ -22,7 +22,9 @@ from epmoe.cli.plan import rank_plans
 from epmoe.config.config import EPConfig
 from epmoe.exchange.window import available_memory_bytes
 from epmoe.extras import EXTRAS
+from epmoe.local import deep_gemm
 from epmoe.native import build
+from epmoe.native.arguments import FP8
 
 OLDEST_GPU = (8, 0)
 _ADVICE_OF_CACHE = "EPMOE_CACHE_DIR names a folder to build the library in, EPMOE_LIBRARY one that is built"
@@ -70,6 +72,8 @@ def diagnose(config: EPConfig | None) -> Iterator[Finding]:
         native = _native_library()
     yield native
     yield from _gpus(config)
+    if torch.cuda.is_available():
+        yield _experts_gemm()
     yield _optional("transformers", "no `epmoe run --model`")
     yield _optional("matplotlib", "no `epmoe bench --plot`")
     yield _anonymous_memory()
@@ -152,6 +156,20 @@ def _gpus(config: EPConfig | None) -> Iterator[Finding]:
     if shutil.which("nvcc") is None and not _prebuilt():
         advice = f"install the CUDA {torch.version.cuda} toolkit and put its bin/ on the PATH"
         yield Finding("warn", "nvcc", "not on the PATH: the native library is built without CUDA", advice)
+
+
+def _experts_gemm() -> Finding:
+    """The library of the experts' grouped GEMM, which is tried."""
+    shapes = (1, 512, 256), (1, 256, 256)
+    for dtype in (torch.bfloat16, FP8):
+        if (
+            problem := deep_gemm.problem(*(torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes))
+        ) is None:
+            continue
+        if isinstance(problem, ValueError):  # of this GPU
+            return Finding("ok", "experts", f"torch's grouped GEMM: {problem}")
+        return Finding("warn", "experts", f"torch's grouped GEMM, which is slower than DeepGEMM: {problem}")
+    return Finding("ok", "experts", "DeepGEMM, for weights in bf16 and fp8")
 
 
 def _optional(package: str, without: str) -> Finding:

@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from epmoe.bench.prediction import predicted, prediction
-from epmoe.cli.capacity import Capacity, advice, network, suggestions
+from epmoe.cli.capacity import Capacity, advice, experts, network, suggestions
 from epmoe.cli.console import console, human_bytes
 from epmoe.cli.launch import CONFIG, load
 from epmoe.config.config import EPConfig
@@ -49,7 +49,7 @@ def plan(
     )
     console.print(_memory_table(largest, _totals(parsed, plans)))
     console.print("[dim]Buffers start at aligned offsets, so a region is a little larger than their sum.[/]")
-    for paragraph in (*network(parsed), *advice(parsed)):
+    for paragraph in (*network(parsed), *advice(parsed), *experts(parsed)):
         console.print()
         console.print(paragraph)
     if parsed.exchange.transport == "nvlink":

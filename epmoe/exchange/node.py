@@ -116,9 +116,7 @@ class NodeExchange(Exchange):
         self.enter()
         try:
             sent = self._opened(call)
-            ops.dispatch(*sent.arguments)
-            if self.rounds.state != DISPATCHED:
-                self._wait_on(ops.dispatch, sent.arguments, DISPATCHED)
+            self._run(ops.dispatch, sent.arguments, DISPATCHED)
             return self._received(sent)
         finally:
             self.thread = 0
@@ -128,9 +126,7 @@ class NodeExchange(Exchange):
         self.enter()
         try:
             sent = self._opened(call)
-            ops.dispatch_send(*sent.arguments)
-            if self.rounds.state != SENT:
-                self._wait_on(ops.dispatch_send, sent.arguments, SENT)
+            self._run(ops.dispatch_send, sent.arguments, SENT)
             return sent
         finally:
             self.thread = 0
@@ -140,9 +136,7 @@ class NodeExchange(Exchange):
         self.enter()
         try:
             self.rounds.permit(sent, "dispatch_recv", "sent")
-            ops.dispatch_recv(*sent.arguments)
-            if self.rounds.state != DISPATCHED:
-                self._wait_on(ops.dispatch_recv, sent.arguments, DISPATCHED)
+            self._run(ops.dispatch_recv, sent.arguments, DISPATCHED)
             return self._received(sent)
         finally:
             self.thread = 0
@@ -178,10 +172,7 @@ class NodeExchange(Exchange):
             self.rounds.permit(dispatched, "combine_recv")
             y = self.rounds.y
             assert y is not None
-            arguments = y, None, *self.memory, dispatched.sent.descriptor
-            ops.combine_recv(*arguments)
-            if self.rounds.state != CLOSED:
-                self._wait_on(ops.combine_recv, arguments, CLOSED)
+            self._run(ops.combine_recv, (y, None, *self.memory, dispatched.sent.descriptor), CLOSED)
             return self._closed(y)
         finally:
             self.thread = 0
@@ -338,10 +329,9 @@ class NodeExchange(Exchange):
             self.check()
         rounds = self.rounds
         epoch = rounds.next_epoch()
-        template = self.templates.of(call)
-        T = call.x.shape[0]
+        template, T = self.templates.of(call)
         descriptor = template.descriptors[bisect_left(template.steps, T)]
-        arguments = *call.operands(self.device), *self.memory, descriptor
+        arguments = *call.operands(T, self.device), *self.memory, descriptor
         if epoch == 2:  # no rank loads or compiles any more
             self.descriptors.set_timeout(self.config.exchange.timeout_s)
         return rounds.open(template, T, epoch, call.tag, descriptor, arguments)
@@ -364,10 +354,7 @@ class NodeExchange(Exchange):
         y = y_of(dispatched, out, self.device)
         checked = output_rows(rows, dispatched, self.plan, self.device)
         self.rounds.give_back(y)
-        arguments = y, checked, *self.memory, dispatched.sent.descriptor
-        operator(*arguments)
-        if self.rounds.state != state:
-            self._wait_on(operator, arguments, state)
+        self._run(operator, (y, checked, *self.memory, dispatched.sent.descriptor), state)
         return y
 
     def _closed(self, y: Tensor) -> Tensor:
@@ -378,6 +365,12 @@ class NodeExchange(Exchange):
             self.poll()
         return y
 
+    def _run(self, operator: OpOverload, arguments: tuple[Any, ...], state: int) -> None:
+        """Call an operator that leads the round to `state`, and wait on if a signal has interrupted it."""
+        operator(*arguments)
+        if self.rounds.state != state:
+            self._wait_on(operator, arguments, state)
+
     def _wait_on(self, operator: OpOverload, arguments: tuple[Any, ...], state: int) -> None:
         """After an operator that should have led the round to `state` and has not.
 
@@ -385,7 +378,7 @@ class NodeExchange(Exchange):
         run its signal handlers. If these raise, the round stays where it is. Otherwise the wait goes on with the same
         deadline.
 
-        Raises EPTimeoutError if dispatch waited in vain for ranks to end a round that this rank has given up.
+        Raises EPTimeoutError if dispatch waited in vain for ranks to end a round that this rank has aborted.
         """
         rounds = self.rounds
         receive = ops.dispatch_recv if state == DISPATCHED else ops.combine_recv

@@ -57,8 +57,8 @@ class Templates:
         self._max_tokens = config.capacity.max_num_tokens_per_rank
         self._templates: dict[tuple[object, ...], RoundTemplate] = {}
 
-    def of(self, call: Call) -> RoundTemplate:
-        """The template of a call. Raises TypeError, ValueError or RuntimeError for what `ExpertParallel.dispatch` does
+    def of(self, call: Call) -> tuple[RoundTemplate, int]:
+        """The template of a call, and T. Raises TypeError, ValueError or RuntimeError for what `ExpertParallel.dispatch` does
         not take, except for `num_tokens` and `padded_tokens`."""
         x, ids, weights, scales, _, layout, weighted, _, tag = call
         if tag.__class__ is not int or not 0 <= tag <= MAX_TAG:
@@ -80,12 +80,12 @@ class Templates:
                 and (scales is None or _fits(scales, T, D, device))
                 and not (torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad))
             ):
-                return template
+                return template, T
         except (AttributeError, TypeError, ValueError):
             pass  # not even tensors of two dimensions: `_check` says so
         _check(self._config, self._device, call)
         self._templates[key] = template = self._new(x, key)
-        return template
+        return template, T
 
     def no_tokens(
         self,

@@ -106,14 +106,14 @@ class HierarchicalExchange(Exchange):
         try:
             self.check()
             epoch = self.rounds.next_epoch()
-            template = self.templates.of(call)
+            template, T = self.templates.of(call)
             self._check_fp8(call.x)
             self._check_padded_tokens(call.padded_tokens)
             self.wait_for_pending()
             if epoch == 2:  # no rank loads or compiles any more
                 self.deadlines.first = False
-            sent = self.rounds.open(template, call.x.shape[0], epoch, call.tag, None, ())
-            operands = call.operands(self.device)
+            operands = call.operands(T, self.device)
+            sent = self.rounds.open(template, T, epoch, call.tag, None, ())
             self.slabs = slabs = Slabs(self, self.memory, call, epoch, self.node.rounds.count + 1)
             slabs.pack(operands)
             self.rounds.advance()  # before other ranks can know: an abort then starts what is not started

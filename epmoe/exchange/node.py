@@ -112,7 +112,7 @@ class NodeExchange(Exchange):
         self._totals = Totals(self.views)
 
     def dispatch(self, call: Call) -> Dispatched:
-        """As `Exchange.dispatch`. `padded_tokens` is for a network between nodes, of which there is none here."""
+        """`padded_tokens` is for a network between nodes, of which there is none here."""
         self.enter()
         try:
             sent = self._opened(call)
@@ -122,7 +122,6 @@ class NodeExchange(Exchange):
             self.thread = 0
 
     def dispatch_send(self, call: Call) -> Sent:
-        """As `Exchange.dispatch_send`."""
         self.enter()
         try:
             sent = self._opened(call)
@@ -132,7 +131,6 @@ class NodeExchange(Exchange):
             self.thread = 0
 
     def dispatch_recv(self, sent: Sent) -> Dispatched:
-        """As `Exchange.dispatch_recv`."""
         self.enter()
         try:
             self.rounds.permit(sent, "dispatch_recv", "sent")
@@ -142,7 +140,6 @@ class NodeExchange(Exchange):
             self.thread = 0
 
     def combine(self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> Tensor:
-        """As `Exchange.combine`."""
         self.enter()
         try:
             if self._words[_CODE]:  # `check_open` alone would cost each round two calls more, as elsewhere here
@@ -155,7 +152,6 @@ class NodeExchange(Exchange):
             self.thread = 0
 
     def combine_send(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None = None) -> None:
-        """As `Exchange.combine_send`."""
         self.enter()
         try:
             if self._words[_CODE]:
@@ -166,7 +162,6 @@ class NodeExchange(Exchange):
             self.thread = 0
 
     def combine_recv(self, dispatched: Dispatched) -> Tensor:
-        """As `Exchange.combine_recv`."""
         self.enter()
         try:
             self.rounds.permit(dispatched, "combine_recv")
@@ -178,7 +173,7 @@ class NodeExchange(Exchange):
             self.thread = 0
 
     def abort_open_round(self) -> None:
-        """As `Exchange.abort_open_round`. It allocates nothing, so it works in any distress."""
+        """It allocates nothing, so it works in any distress."""
         rounds = self.rounds
         sent = rounds.sent
         memory = (*self.memory, sent.descriptor)
@@ -194,7 +189,6 @@ class NodeExchange(Exchange):
         rounds.close()
 
     def drop_reports(self) -> None:
-        """As `Exchange.drop_reports`."""
         if not self.failed:
             self._words[_CODE] = 0
         self._words[_NEEDED_ROWS] = self._words[_ABORTED] = 0
@@ -205,13 +199,11 @@ class NodeExchange(Exchange):
         return self._words[_CODE]
 
     def check(self) -> None:
-        """As `Exchange.check`."""
         if self._words[_CODE]:
             latched = self.device.type == "cuda"
             raise_on_failure(self.status, self.global_ranks, self.rank, latched, self.dead())
 
     def check_rounds(self) -> None:
-        """As `Exchange.check_rounds`."""
         if self._raises_overflow:
             self.check_overflow()
         if self._raises_abort and self._words[_ABORTED]:
@@ -230,12 +222,10 @@ class NodeExchange(Exchange):
 
     @property
     def failed(self) -> bool:
-        """As `Exchange.failed`."""
         code = self._words[_CODE]
         return code == TIMEOUT or code != 0 and self.device.type == "cuda"
 
     def missing(self) -> int:
-        """As `Exchange.missing`."""
         mask = self._words[_MISSING] if self._words[_CODE] == TIMEOUT else 0
         errors = self.views["signal.error"]
         with suppress(RuntimeError):  # of a GPU in distress
@@ -247,11 +237,9 @@ class NodeExchange(Exchange):
         return mask
 
     def dead(self) -> int:
-        """As `Exchange.dead`."""
         return self.window.deaths.mask()
 
     def end_waits(self) -> None:
-        """As `Exchange.end_waits`."""
         if self.plan.sizes["R"] > 1 and not self.failed:
             with suppress(RuntimeError):  # of a GPU in distress: the others run into their deadline
                 self.report("signal.error", 1 << self.rank)
@@ -266,18 +254,16 @@ class NodeExchange(Exchange):
         self.window.store(self.plan[buffer].offset + 8 * self.rank, value)
 
     def health(self, wait: bool) -> Health:
-        """As `Exchange.health`."""
         if wait and self.device.type == "cuda":
             interruptible(torch.cuda.current_stream(self.device).synchronize)
         return self._totals.read()
 
     def retune(self, tuning: Tuning) -> None:
-        """As `Exchange.retune`."""
         self.descriptors.tuning = tuning
         self.templates.clear()
 
     def release(self, owner: object = None) -> None:
-        """As `Exchange.release`. What kernels may still write lives as long as the process, together with `owner`."""
+        """What kernels may still write lives as long as the process, together with `owner`."""
         self.window.deaths.close()
         with suppress(RuntimeError):  # of a GPU in distress, and of a failed round, whose kernels end by themselves
             if device_ends(self.device, self.descriptors.timeout_s):
@@ -285,11 +271,9 @@ class NodeExchange(Exchange):
         _written_to.append((self, owner))
 
     def largest(self, number: int) -> Callable[[], int] | None:
-        """As `Exchange.largest`."""
         return None
 
     def has_more_rounds(self) -> bool:
-        """As `Exchange.has_more_rounds`."""
         if self.device.type == "cuda":
             spin_until = time.monotonic() + _SPIN_S
             while self.rounds.answer is None and time.monotonic() < spin_until:

@@ -58,8 +58,11 @@ class Templates:
         self._templates: dict[tuple[object, ...], RoundTemplate] = {}
 
     def of(self, call: Call) -> tuple[RoundTemplate, int]:
-        """The template of a call, and T. Raises TypeError, ValueError or RuntimeError for what `ExpertParallel.dispatch` does
-        not take, except for `num_tokens` and `padded_tokens`."""
+        """The template of a call, and T.
+
+        Raises TypeError, ValueError or RuntimeError for what `ExpertParallel.dispatch` does not take, except for
+        `num_tokens` and `padded_tokens`.
+        """
         x, ids, weights, scales, _, layout, weighted, _, tag = call
         if tag.__class__ is not int or not 0 <= tag <= MAX_TAG:
             _refuse_tag(tag)

@@ -80,7 +80,7 @@ class SharedMemoryWindow:
         self.deaths = Deaths(processes, self._note)
 
     def store(self, offset: int, value: int) -> None:
-        """As `Window.store`. A rank that sleeps sees the word when it next looks up, after 100 ms at most."""
+        """A rank that sleeps sees the word when it next looks up, after 100 ms at most."""
         for address in self.addresses:
             ctypes.c_uint64.from_address(address + offset).value = value
 

@@ -96,12 +96,11 @@ class HierarchicalExchange(Exchange):
         self._aborted_rounds = [0] * len(self.global_ranks)  # of other nodes
 
     def dispatch(self, call: Call) -> Dispatched:
-        """As `Exchange.dispatch`."""
         sent = self.dispatch_send(call)
         return self.dispatch_recv(sent)
 
     def dispatch_send(self, call: Call) -> Sent:
-        """As `Exchange.dispatch_send`: pack the slabs and start their transfer."""
+        """Pack the slabs and start their transfer."""
         self.enter()
         try:
             self.check()
@@ -123,7 +122,7 @@ class HierarchicalExchange(Exchange):
             self.thread = 0
 
     def dispatch_recv(self, sent: Sent) -> Dispatched:
-        """As `Exchange.dispatch_recv`: wait for the slabs of the other nodes, and dispatch their rows in the node."""
+        """Wait for the slabs of the other nodes, and dispatch their rows in the node."""
         self.enter()
         try:
             self.check()
@@ -154,7 +153,7 @@ class HierarchicalExchange(Exchange):
             self.thread = 0
 
     def combine(self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> Tensor:
-        """As `Exchange.combine`. With layout="rank" the rows are G slabs, each of N·S rows."""
+        """With layout="rank" the rows are G slabs, each of N·S rows."""
         self.enter()
         try:
             self.check_open(dispatched)
@@ -167,7 +166,7 @@ class HierarchicalExchange(Exchange):
             self.thread = 0
 
     def combine_send(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> None:
-        """As `Exchange.combine_send`: the send phase of the node's combine."""
+        """The send phase of the node's combine."""
         self.enter()
         try:
             self.check_open(dispatched)
@@ -177,7 +176,7 @@ class HierarchicalExchange(Exchange):
             self.thread = 0
 
     def combine_recv(self, dispatched: Dispatched) -> Tensor:
-        """As `Exchange.combine_recv`: then the way back to the sources, and their sums."""
+        """Then the way back to the sources, and their sums."""
         self.enter()
         try:
             self.check()
@@ -187,7 +186,7 @@ class HierarchicalExchange(Exchange):
             self.thread = 0
 
     def abort_open_round(self) -> None:
-        """As `Exchange.abort_open_round`: the other nodes get zeros, and the own node no rows.
+        """The other nodes get zeros, and the own node no rows.
 
         The next dispatch waits for what is still on its way. With exact splits this call waits for the rail once; where
         that fails, the round stays open, and the next call raises the failure.
@@ -210,7 +209,6 @@ class HierarchicalExchange(Exchange):
         self.rounds.close()
 
     def drop_reports(self) -> None:
-        """As `Exchange.drop_reports`."""
         self.node.drop_reports()
 
     def start(self, load: Load, started: list[Transfer]) -> None:
@@ -242,7 +240,7 @@ class HierarchicalExchange(Exchange):
         return self.views[name].tolist()
 
     def largest(self, number: int) -> Callable[[], int]:
-        """As `Exchange.largest`: a slab for another node has the same length on all ranks, so they agree on it."""
+        """A slab for another node has the same length on all ranks, so they agree on it."""
         self.check()
         rows = [int(rank != self.rank) for rank in range(len(self.global_ranks))]
         sent = torch.full((sum(rows),), number, device="cpu")
@@ -334,7 +332,6 @@ class HierarchicalExchange(Exchange):
         raise EPMismatchError(epoch, ranks, self.device.type == "cuda", tags)
 
     def check(self) -> None:
-        """As `Exchange.check`."""
         if self.failure is None and self.node.code:
             self.take_failure_of_node()
         if self.failure is not None:
@@ -355,16 +352,13 @@ class HierarchicalExchange(Exchange):
 
     @property
     def failed(self) -> bool:
-        """As `Exchange.failed`."""
         return self.failure is not None or self.node.failed
 
     def missing(self) -> int:
-        """As `Exchange.missing`."""
         ranks = self.failure.missing if self.failure else self.reported() or self._ranks_of(self.node.missing())
         return sum(1 << rank for rank in ranks)
 
     def dead(self) -> int:
-        """As `Exchange.dead`."""
         return sum(1 << rank for rank in self._ranks_of(self.node.dead()))
 
     def end_waits(self) -> None:
@@ -373,11 +367,10 @@ class HierarchicalExchange(Exchange):
             self.node.end_waits()
 
     def retune(self, tuning: Tuning) -> None:
-        """As `Exchange.retune`."""
         self.node.retune(tuning)
 
     def health(self, wait: bool) -> Health:
-        """As `Exchange.health`: what the node's ranks are sent, and on other nodes the rank of this rail.
+        """What the node's ranks are sent, and on other nodes the rank of this rail.
 
         Pairs are counted at their source. Seconds of waits for the network are not counted.
         """
@@ -395,7 +388,6 @@ class HierarchicalExchange(Exchange):
         return dataclasses.replace(health, rows_sent=sent, waited_s=waited, aborted_rounds=aborted, **own)
 
     def release(self) -> None:
-        """As `Exchange.release`."""
         self.node.release(self.memory)
         self.rail.close()
         self.everyone.close()

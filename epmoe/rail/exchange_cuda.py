@@ -43,7 +43,6 @@ class HierarchicalExchangeOnGPUs(HierarchicalExchange):
 
     @property
     def failed_words(self) -> tuple[Tensor | None, Tensor | None]:
-        """As `HierarchicalExchange.failed_words`."""
         return self.views["rail.missed"], self.node.latched
 
     def on_late(self) -> None:
@@ -51,7 +50,7 @@ class HierarchicalExchangeOnGPUs(HierarchicalExchange):
         self.record_failure([])
 
     def start(self, load: Load, started: list[Transfer]) -> None:
-        """As `HierarchicalExchange.start`. If a signal handler ends it, nobody knows what is queued: it has failed."""
+        """If a signal handler ends it, nobody knows what is queued: it has failed."""
         try:
             super().start(load, started)
         except EPTimeoutError:
@@ -137,7 +136,7 @@ class HierarchicalExchangeOnGPUs(HierarchicalExchange):
         super().mismatch(ranks, on_rail, tags)
 
     def check(self) -> None:
-        """As `HierarchicalExchange.check`. A mismatch is raised by every later call, too."""
+        """A mismatch is raised by every later call, too."""
         super().check()
         if number := self._differing.value:
             self.node.end_waits()  # the other ranks of the node may have a rail without a mismatch

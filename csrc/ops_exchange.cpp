@@ -12,9 +12,9 @@ namespace {
 // The phases of a stage that one operator runs.
 enum class Phase { kSendRecv, kSend, kRecv };
 
-// What both stages of a round need beside its memory, in a host tensor of int64 that `Exchange.descriptors_for` in
-// epmoe/exchange/exchange.py writes. The addresses of all R windows follow the struct. One tensor costs the host less
-// than scalar arguments of the operator.
+// What both stages of a round need beside its memory, in a host tensor of int64 that `Descriptors` in
+// epmoe/exchange/descriptors.py writes. The addresses of all R windows follow the struct. One tensor costs the host
+// less than scalar arguments of the operator.
 struct ExchangeDescriptor {
   ExchangePlan plan;
   int64_t expert_major, weight_rows;  // as in DispatchArgs

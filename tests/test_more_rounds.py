@@ -15,7 +15,7 @@ from epmoe import EPTimeoutError
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import PROGRESS, RoundState
 
-ANSWER = PROGRESS.index("answer")
+ANSWER = PROGRESS.index("has_more_rounds")
 CONFIG = epmoe.EPConfig(
     model={"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "float32"},
     topology={"ep_size": 1},

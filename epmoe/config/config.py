@@ -131,7 +131,7 @@ class ExchangeConfig(Strict):
     warmup_timeout_s: float = Field(default=300.0, gt=0, le=86400)
     """Replaces `timeout_s` in the first round, during which ranks may still load or compile."""
     on_abort: Literal["raise", "zeros"] = "raise"
-    """Another rank has given a round up: raise EPAbortedError, or only count it and sum without its experts."""
+    """Another rank has aborted a round: raise EPAbortedError, or only count it and sum without its experts."""
     num_sms: int | None = Field(default=None, ge=1)
     """Most multiprocessors (SMs) that a communication kernel may use (CUDA); by default the library's choice."""
     tuning: str | None = None
@@ -184,12 +184,12 @@ class EPConfig(Strict):
         placement is not of this configuration: see `Placement.of_node`.
         """
         topology, times = self.topology, self.exchange
-        slots = topology.num_nodes * self.rows_per_node
+        tokens = topology.num_nodes * self.rows_per_node
         later = {key: getattr(times, key) + INSIDE_NODE_S for key in ("timeout_s", "warmup_timeout_s")}
         return self.model_copy(
             update={
                 "topology": TopologyConfig(ep_size=topology.ranks_here),
-                "capacity": self.capacity.model_copy(update={"max_num_tokens_per_rank": slots, "on_overflow": "drop"}),
+                "capacity": self.capacity.model_copy(update={"max_num_tokens_per_rank": tokens, "on_overflow": "drop"}),
                 "exchange": times.model_copy(update=later | {"on_abort": "zeros"}),
             }
         )

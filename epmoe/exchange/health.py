@@ -55,8 +55,8 @@ class Health:
         rows_sent: [R], rows sent to each rank.
         waited_s: [R], seconds that this rank has waited for each rank. A wait for all ranks counts for each of them
             from its start until the signal of that rank was seen, and 0 if that was there at the first look.
-        aborted_rounds: [R], rounds that each rank has given up. Those of a round that this rank gave up itself are not
-            seen on the CPU.
+        aborted_rounds: [R], rounds that each rank has aborted. The CPU does not see the aborts
+            of other ranks in a round that this rank aborted, too.
     """
 
     rounds: int
@@ -167,7 +167,7 @@ class EPResumeError(EPOpenError):
         self.missing_ranks: list[int] = getattr(error, "missing_ranks", [])
         EPError.__init__(
             self,
-            f"the new group did not form within {timeout_s} s, or lost a rank ({error}): resume in a group of ranks "
+            f"the new group did not form within {timeout_s} s, or a rank ended ({error}): resume in a group of ranks "
             "that answer",
         )
 
@@ -186,16 +186,16 @@ class EPOverflowError(EPError):
 
 
 class EPAbortedError(EPError):
-    """Other ranks have given a round up, so the sums of this round lack their experts. The next round works.
+    """Other ranks have aborted a round, so the sums of this round lack their experts. The next round works.
 
     The round was closed on all ranks. On GPUs the error may come some rounds later, as hosts run ahead of their GPUs.
-    `ranks` of the group gave it up, on GPUs this or another round since the last such error; `epoch` is the last one.
+    `ranks` of the group aborted it, or on GPUs another round since the last such error; `epoch` is the last one.
     """
 
     def __init__(self, epoch: int, ranks: list[int]):
         self.epoch, self.ranks = epoch, ranks
         super().__init__(
-            f"round {epoch}: rank(s) {ranks} gave the round up, after an exception or by skip, so this rank's y lacks "
+            f"round {epoch}: rank(s) {ranks} aborted the round, after an exception or by skip, so this rank's y lacks "
             "their experts. The round was closed, and the next one works; with exchange.on_abort zeros it only counts"
         )
 
@@ -204,7 +204,7 @@ class EPMismatchError(EPError, ValueError):
     """The calls of the ranks do not match: another tag, K, D or dtype; on GPUs also layout or weights on input.
 
     On the CPU the round was closed, and the next one is complete. On GPUs the `ExpertParallel` can only be resumed or
-    closed: the hosts hear of it in different rounds, because they run ahead of their GPUs.
+    closed: the hosts see it in different rounds, because they run ahead of their GPUs.
     """
 
     def __init__(self, epoch: int, ranks: list[int], latched: bool = False, tags: tuple[int, int, int] | None = None):
@@ -233,7 +233,7 @@ class EPOrderError(EPError):
         self.stage, self.epoch = stage, epoch
         due = ("dispatch was due", "dispatch had not ended", "combine was due", "combine had not ended")[phases]
         super().__init__(
-            f"round {epoch}: {stage} ran on this rank's GPU where {due}. dispatch and combine run by turns, each after "
+            f"round {epoch}: {stage} ran on this rank's GPU where {due}. dispatch and combine alternate, each after "
             "the end of the other: replay graphs in this order, and let the stream of a replay wait for the stream of "
             "the call or replay before it. This ExpertParallel can only be resumed or closed"
         )

@@ -54,7 +54,7 @@ from epmoe.native import ops
 _written_to: list[object] = []  # what kernels that had not ended at a release may write
 _CODE, _NEEDED_ROWS = STATUS.index("code"), STATUS.index("needed_rows")
 _MISSING, _ABORTED, _ABORTED_EPOCH = map(STATUS.index, ("missing", "aborted", "aborted_epoch"))
-_SPIN_S = 1.0  # then the wait for an answer may take milliseconds longer, and notices a GPU in distress
+_SPIN_S = 1.0  # then the wait for an answer may take milliseconds longer, and notices a GPU that has failed
 
 
 class NodeExchange(Exchange):
@@ -173,7 +173,7 @@ class NodeExchange(Exchange):
             self.thread = 0
 
     def abort_open_round(self) -> None:
-        """It allocates nothing, so it works in any distress."""
+        """It allocates nothing, so it works after any error."""
         rounds = self.rounds
         sent = rounds.sent
         memory = (*self.memory, sent.descriptor)
@@ -216,7 +216,7 @@ class NodeExchange(Exchange):
             raise_on_overflow(self.status, self.plan.sizes["max_rows"])
 
     def take_aborted(self) -> tuple[int, int]:
-        """Ranks that have given up rounds that ended since the last call, as a mask, and the last such round."""
+        """Ranks that have aborted rounds that ended since the last call, as a mask, and the last such round."""
         mask, self._words[_ABORTED] = self._words[_ABORTED], 0
         return mask, self._words[_ABORTED_EPOCH]
 
@@ -228,7 +228,7 @@ class NodeExchange(Exchange):
     def missing(self) -> int:
         mask = self._words[_MISSING] if self._words[_CODE] == TIMEOUT else 0
         errors = self.views["signal.error"]
-        with suppress(RuntimeError):  # of a GPU in distress
+        with suppress(RuntimeError):  # of a GPU that has failed
             if self.device.type == "cuda":
                 with torch.cuda.stream(torch.cuda.Stream(self.device)):
                     errors = errors.cpu()
@@ -241,7 +241,7 @@ class NodeExchange(Exchange):
 
     def end_waits(self) -> None:
         if self.plan.sizes["R"] > 1 and not self.failed:
-            with suppress(RuntimeError):  # of a GPU in distress: the others run into their deadline
+            with suppress(RuntimeError):  # of a GPU that has failed: the others run into their deadline
                 self.report("signal.error", 1 << self.rank)
 
     @property
@@ -265,7 +265,7 @@ class NodeExchange(Exchange):
     def release(self, owner: object = None) -> None:
         """What kernels may still write lives as long as the process, together with `owner`."""
         self.window.deaths.close()
-        with suppress(RuntimeError):  # of a GPU in distress, and of a failed round, whose kernels end by themselves
+        with suppress(RuntimeError):  # of a GPU or a round that has failed, whose kernels end by themselves
             if device_ends(self.device, self.descriptors.timeout_s):
                 return
         _written_to.append((self, owner))
@@ -276,18 +276,18 @@ class NodeExchange(Exchange):
     def has_more_rounds(self) -> bool:
         if self.device.type == "cuda":
             spin_until = time.monotonic() + _SPIN_S
-            while self.rounds.answer is None and time.monotonic() < spin_until:
+            while self.rounds.has_more_rounds is None and time.monotonic() < spin_until:
                 self.check()
                 time.sleep(0)  # lets other threads run
-            if self.rounds.answer is None:
+            if self.rounds.has_more_rounds is None:
                 self.wait_for_device(self.config.exchange.warmup_timeout_s)
                 self.check()
-        elif self.rounds.answer is None:  # until every rank has closed the last round
+        elif self.rounds.has_more_rounds is None:  # until every rank has closed the last round
             arguments = torch.empty(0, 0, device="cpu"), None, *self.memory, self.descriptors.any()
             ops.combine_recv(*arguments)
             self._wait_on(ops.combine_recv, arguments, CLOSED)
             self.check()
-        return bool(self.rounds.answer)
+        return bool(self.rounds.has_more_rounds)
 
     def _clear(self, placement: Placement) -> None:
         """Bring the memory into the state before the first round."""

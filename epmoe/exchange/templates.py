@@ -85,7 +85,7 @@ class Templates:
             ):
                 return template, T
         except (AttributeError, TypeError, ValueError):
-            pass  # not even tensors of two dimensions: `_check` says so
+            pass  # not even tensors of two dimensions: `_check` raises
         _check(self._config, self._device, call)
         self._templates[key] = template = self._new(x, key)
         return template, T

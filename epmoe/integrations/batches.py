@@ -50,7 +50,7 @@ class SharedExpertParallel:
         ep: the `ExpertParallel`.
         static: whether every call is one round, of at most M tokens a rank; see `configure`.
         seconds: wall time of each stage so far, by the clock `now`, waiting for other ranks included. "agree" is the
-            wait for the answer whether another round follows. On GPUs this is the time of the host, which waits for no
+            wait for the answer whether a rank has more rounds. On GPUs this is the time of the host, which waits for no
             kernel otherwise.
     """
 
@@ -151,7 +151,7 @@ class SharedExpertParallel:
         self.ep.close()
 
     def _has_more_rounds(self, taken: int, longest: int | None) -> bool:
-        """Whether all ranks take another round after `taken` ones."""
+        """Whether all ranks take more rounds after `taken` ones."""
         if longest is not None:
             return taken < self.rounds(longest)
         with self._timed("agree"):

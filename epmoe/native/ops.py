@@ -47,23 +47,23 @@ for _phase in ("", "_send", "_recv"):
     _library.define(
         f"combine{_phase}(Tensor(c!) y, Tensor? rows, Tensor(a!) window, Tensor(b!) scratch, Tensor descriptor) -> ()"
     )
-# Of two levels (epmoe/rail/exchange.py): slabs for each node, and the sum of what the nodes send back.
+# Of the hierarchical exchange (epmoe/rail/exchange.py): slabs for each node, and the sum of what the nodes send back.
 _library.define(
     "rail_pack(Tensor x, Tensor ids, Tensor weights, Tensor? scales, Tensor? num_tokens, SymInt num_rows, "
-    "Tensor copies, Tensor num_copies, Tensor node_of, Tensor node_local, Tensor descriptor, SymInt slots, bool exact, "
-    "int epoch, int tag, Tensor(a!) own, Tensor(b!) sent, Tensor(c!) slots_of, Tensor(d!) counts, Tensor(e!) needed, "
-    "Tensor(f!) counters, Tensor(g!) rows_sent) -> ()"
+    "Tensor copies, Tensor num_copies, Tensor node_of, Tensor node_local, Tensor descriptor, SymInt slab_rows, "
+    "bool exact, int epoch, int tag, Tensor(a!) own, Tensor(b!) sent, Tensor(c!) slots_of, Tensor(d!) counts, "
+    "Tensor(e!) needed, Tensor(f!) counters, Tensor(g!) rows_sent) -> ()"
 )
 _library.define(
-    "rail_sum(Tensor own, Tensor returned, Tensor slots_of, Tensor? counts, SymInt slots, int node, Tensor? missed, "
-    "Tensor? latched, Tensor(a!) y) -> ()"
+    "rail_sum(Tensor own, Tensor returned, Tensor slots_of, Tensor? counts, SymInt slab_rows, int node, "
+    "Tensor? missed, Tensor? latched, Tensor(a!) y) -> ()"
 )
 # CUDA only (epmoe/rail/nccl.py): what the host sees of transfers while the GPU runs ahead of it.
 _library.define(
     "rail_mark(Tensor(a!) count, Tensor(b!) shown, Tensor? latched, Tensor(c!)? stop, Tensor(d!)? missed) -> ()"
 )
 _library.define(
-    "rail_tags(Tensor received, SymInt slots, Tensor descriptor, int hidden_size, int top_k, int dtype, int epoch, "
+    "rail_tags(Tensor received, SymInt slab_rows, Tensor descriptor, int hidden_size, int top_k, int dtype, int epoch, "
     "Tensor(a!) differing) -> ()"
 )
 _library.define(

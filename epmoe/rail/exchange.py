@@ -87,12 +87,12 @@ class HierarchicalExchange(Exchange):
         self.rounds = RoundState((c_int64 * len(PROGRESS))())
         self.templates = Templates(config, self.device, node.views, self.rounds, self.rank, _no_launches)
         self.slabs: Slabs | None = None  # of the open round
-        # Of rounds that were given up, with what must live until they have ended.
+        # Of aborted rounds, with what must live until they have ended.
         self.pending: list[tuple[Transfer, Slabs]] = []
         self.failure: Failure | None = None
         self._raises_overflow = config.capacity.on_overflow == "raise"
         self._raises_abort = config.exchange.on_abort == "raise"
-        self._aborted: list[int] = []  # ranks of the group that gave the last round up
+        self._aborted: list[int] = []  # ranks of the group that aborted the last round
         self._aborted_rounds = [0] * len(self.global_ranks)  # of other nodes
 
     def dispatch(self, call: Call) -> Dispatched:
@@ -222,7 +222,7 @@ class HierarchicalExchange(Exchange):
         """Wait for a transfer.
 
         Raises EPTimeoutError, which names the missing ranks; the node is told of them. Raises RuntimeError if a signal
-        handler gives the round up meanwhile.
+        handler aborts the round meanwhile.
         """
         look = partial(self.look, self.rounds.state)
         try:
@@ -265,7 +265,7 @@ class HierarchicalExchange(Exchange):
         raise RuntimeError("over several nodes ranks agree on their rounds before the first one")
 
     def wait_for_pending(self) -> None:
-        """Before a round: wait for the transfers of rounds that this rank has given up."""
+        """Before a round: wait for the transfers of rounds that this rank has aborted."""
         while self.pending:
             self.wait(self.pending[0][0])
             self.pending.pop(0)
@@ -342,7 +342,7 @@ class HierarchicalExchange(Exchange):
         needed, self.views["rail.total.needed"][0] = int(self.views["rail.total.needed"]), 0
         if self._raises_overflow:
             if needed and self.slabs is not None:
-                raise EPOverflowError(needed, self.slabs.slots, "rows for one node", self.slabs.limit)
+                raise EPOverflowError(needed, self.slabs.slab_rows, "rows for one node", self.slabs.limit)
             self.node.check_overflow()
         if self._raises_abort:
             mask, _ = self.node.take_aborted()
@@ -433,7 +433,7 @@ class HierarchicalExchange(Exchange):
         return y
 
     def _take_aborted(self) -> int:
-        """The ranks of this node that have given its round up, as a mask. On GPUs `check_rounds` tells of them."""
+        """The ranks of this node that have aborted its round, as a mask. On GPUs `check_rounds` reports them."""
         if self.device.type == "cuda":
             return 0
         mask, _ = self.node.take_aborted()

@@ -65,7 +65,7 @@ class HierarchicalExchangeOnGPUs(HierarchicalExchange):
         self._last_stream = torch.cuda.current_stream(self.device)
 
     def wait_for_pending(self) -> None:
-        """Before a round: order it after the last one, whichever stream that was on, and after what was given up."""
+        """Before a round: order it after the last one, whichever stream that was on, and after aborted ones."""
         stream, capturing = torch.cuda.current_stream(self.device), torch.cuda.is_current_stream_capturing()
         if self.memory.exact and capturing:
             raise RuntimeError(
@@ -74,8 +74,8 @@ class HierarchicalExchangeOnGPUs(HierarchicalExchange):
             )
         if self.pending and capturing:
             raise RuntimeError(
-                "a CUDA graph cannot wait for a round that was given up before its capture: run a round outside of the "
-                "graph first, on all ranks"
+                "a CUDA graph cannot wait for a round that was aborted before the capture: on all ranks, run a round "
+                "outside of the graph first"
             )
         if self._last_stream not in (None, stream) and not capturing:
             stream.wait_stream(self._last_stream)

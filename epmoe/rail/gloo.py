@@ -30,7 +30,7 @@ def gloo_group(name: str, rank: int, size: int, connect: timedelta) -> Any:
 
 def connect_within(timeout_s: float | None) -> timedelta:
     """How long ranks may take to reach one another, if what they are part of has a deadline: half of it, so that a rank
-    that fails still comes in time to say so."""
+    that fails can still report it in time."""
     return _CONNECT if timeout_s is None else min(_CONNECT, timedelta(seconds=timeout_s / 2))
 
 

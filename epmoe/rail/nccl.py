@@ -170,7 +170,7 @@ class NcclRail:
         """Once: end NCCL's work on another thread, since it waits for CUDA graphs that hold its kernels."""
         if not self._ended:
             self._ended = True
-            with suppress(RuntimeError):  # of a GPU in distress
+            with suppress(RuntimeError):  # of a GPU that has failed
                 interruptible(call, _END_S)
             self._words.stopped = 1
 

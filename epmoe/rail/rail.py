@@ -103,4 +103,4 @@ class Rail(Protocol):
         """
 
     def close(self) -> None:
-        """Give up all transfers, and release what the network holds. Waits for no rank."""
+        """Drop all transfers, and release what the network holds. Waits for no rank."""

@@ -230,6 +230,6 @@ def explain(item: Any, known: Sequence[str]) -> str:
     return f"{key} {item['msg'].replace('Input should be', 'must be')}, got {got}"
 
 
-def _short(text: str, most: int = 80) -> str:
+def _short(text: str) -> str:
     """`text`, or its beginning: a value may be as large as its file."""
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return text if len(text) <= 80 else text[:79] + "…"

@@ -28,8 +28,6 @@ STATUS = (
 )  # fmt: skip
 TIMEOUT, MISMATCH, OUT_OF_TURN = 1, 2, 3
 STAGES = ("dispatch", "combine")
-
-
 # Buffers of the memory plan that only grow, and the count of rounds: what `Health` is made of.
 TOTALS = (
     "health.counters", "health.tokens_per_expert", "health.rows_sent", "health.waited_ns", "health.aborted_rounds",
@@ -251,7 +249,8 @@ def raise_on_failure(status: Tensor, global_ranks: list[int], rank: int, latched
     if code == MISMATCH:
         if not latched:
             status[0] = 0
-        raise EPMismatchError(epoch, ranks, latched, tags_of(tag, other))
+        tags = (tag, other - 1 >> 16, other - 1 & 0xFFFF) if other else None
+        raise EPMismatchError(epoch, ranks, latched, tags)
     if code == OUT_OF_TURN:
         raise EPOrderError(STAGES[stage], epoch, phases)
     assert code == TIMEOUT, f"unknown status code {code}"
@@ -271,16 +270,3 @@ def raise_on_failure(status: Tensor, global_ranks: list[int], rank: int, latched
             "in one order"
         )
     raise EPTimeoutError(STAGES[stage], epoch, ranks, missing, why)
-
-
-def tags_of(tag: int, other: int) -> tuple[int, int, int] | None:
-    """`tag` and `other` of `STATUS` as `EPMismatchError` takes them."""
-    return (tag, other - 1 >> 16, other - 1 & 0xFFFF) if other else None
-
-
-def raise_on_overflow(status: Tensor, max_rows: int) -> None:
-    """Raise if a round needed more than `max_rows` expert-major rows, and clear it, so that it is raised once."""
-    needed = int(status[STATUS.index("needed_rows")])
-    if needed:
-        status[STATUS.index("needed_rows")] = 0
-        raise EPOverflowError(needed, max_rows)

@@ -29,10 +29,10 @@ from epmoe.exchange.health import (
     TIMEOUT,
     TOTALS,
     EPAbortedError,
+    EPOverflowError,
     Health,
     Totals,
     raise_on_failure,
-    raise_on_overflow,
 )
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.outputs import output_rows, refuse_layout, y_of
@@ -211,9 +211,10 @@ class NodeExchange(Exchange):
             raise EPAbortedError(epoch, [rank for rank in range(self.plan.sizes["R"]) if mask >> rank & 1])
 
     def check_overflow(self) -> None:
-        """Raise EPOverflowError if a round needed more expert-major rows than there are."""
-        if self._words[_NEEDED_ROWS]:
-            raise_on_overflow(self.status, self.plan.sizes["max_rows"])
+        """Raise EPOverflowError, once, if a round needed more expert-major rows than there are."""
+        if needed := self._words[_NEEDED_ROWS]:
+            self._words[_NEEDED_ROWS] = 0
+            raise EPOverflowError(needed, self.plan.sizes["max_rows"])
 
     def take_aborted(self) -> tuple[int, int]:
         """Ranks that have aborted rounds that ended since the last call, as a mask, and the last such round."""

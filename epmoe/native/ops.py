@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -171,25 +172,18 @@ def _(y: Tensor, rows: Tensor | None, window: Tensor, scratch: Tensor, descripto
     return None
 
 
-_OPERATORS = (
-    "route", "permute", "finalize", "zero_padding_rows_", "quantize_fp8", "gated_activation",
-    "dispatch", "dispatch_send", "dispatch_recv", "combine", "combine_send", "combine_recv",
-    "rail_pack", "rail_sum", "rail_mark", "rail_tags", "launch_policy", "shared_bytes_needed", "load_cuda",
-)  # fmt: skip
-
-
 def __getattr__(name: str) -> torch._ops.OpOverload:
     """An operator. The first one loads the library: configs, plans and the doctor need neither it nor a compiler.
 
     Raises AttributeError if there is no such operator, and BuildError if the library does not build.
     """
-    if name not in _OPERATORS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    operator = getattr(torch.ops.epmoe, name).default
     _load()
-    globals().update({operator: getattr(torch.ops.epmoe, operator).default for operator in _OPERATORS})
-    return globals()[name]
+    globals()[name] = operator  # what is found here is looked up without this function
+    return operator
 
 
+@cache
 def _load() -> None:
     named = os.environ.get("EPMOE_LIBRARY")
     if named:

@@ -96,8 +96,7 @@ class HierarchicalExchange(Exchange):
         self._aborted_rounds = [0] * len(self.global_ranks)  # of other nodes
 
     def dispatch(self, call: Call) -> Dispatched:
-        sent = self.dispatch_send(call)
-        return self.dispatch_recv(sent)
+        return self.dispatch_recv(self.dispatch_send(call))
 
     def dispatch_send(self, call: Call) -> Sent:
         """Pack the slabs and start their transfer."""

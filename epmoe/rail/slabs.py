@@ -107,17 +107,13 @@ class Slabs:
         A second call starts what an exception has kept from it.
         """
         if not self.memory.exact:
-            return self._start_rows()
-        if self._lengths_started:
-            return None
-        counts = self.memory.views["rail.counts"]
-        tags = counts.new_tensor([self.tag] * len(self.memory.others))
-        lengths = torch.cat([counts[self.memory.others].unsqueeze(1), tags], 1)
-        self.lengths = torch.empty_like(lengths)
-        one_each = self.memory.one_each()
-        self.sent_lengths = lengths  # which must live until it is sent
-        self.carrier.start(Load(lengths, self.lengths, one_each, one_each), self._lengths_started)
-        return None
+            self._start_rows()
+        elif not self._lengths_started:
+            counts, one_each = self.memory.views["rail.counts"], self.memory.one_each()
+            tags = counts.new_tensor([self.tag] * len(self.memory.others))
+            self.sent_lengths = torch.cat([counts[self.memory.others].unsqueeze(1), tags], 1)  # lives until it is sent
+            self.lengths = torch.empty_like(self.sent_lengths)
+            self.carrier.start(Load(self.sent_lengths, self.lengths, one_each, one_each), self._lengths_started)
 
     def finish(self) -> None:
         """With exact splits: wait for the lengths, and start the transfer of the rows. It may be called again."""

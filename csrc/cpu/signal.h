@@ -91,7 +91,7 @@ inline uint64_t missing_ranks(const Exchange& ex, int64_t signals_offset, uint32
   return missing;
 }
 
-// A rank that left reports itself missing: the host writes this word into every window (epmoe/exchange/exchange.py).
+// A rank that left reports itself missing: the host writes this word into every window (epmoe/exchange/node.py).
 inline uint64_t departure_of(int64_t rank) { return uint64_t{1} << rank; }
 
 // Records the first failure, reports it to every rank, and latches: the proof above no longer holds, so this rank sends

@@ -304,7 +304,7 @@ class HierarchicalExchange(Exchange):
             raise EPMismatchError(error.epoch, ranks, self.device.type == "cuda", tags) from None
         except EPTimeoutError as error:
             missing = self.rail.missing((reported := self.reported()) or self._of_group(error.missing_ranks))
-            where = "over the network, as a rank of this node says" if reported else "within the node"
+            where = "over the network, as a rank of this node reports" if reported else "within the node"
             self.keep_failure(missing, where)
 
     def look(self, state: int) -> None:

@@ -32,7 +32,7 @@ from epmoe.rail.nccl import NcclRail
 from epmoe.rail.roll_call import RollCall
 
 _NEW = -1
-_MOST_TOLD = 8  # keys in an error
+_MOST_NAMED = 8  # keys in an error
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,17 @@ def agree(hellos: list[Hello], rank: int) -> tuple[str, int, list[int] | None]:
 
 def _differing(configs: list[str], rank: int, others: list[int]) -> str:
     """The keys in which the configs of ranks differ, with the values: the end of a sentence. Words of other ranks."""
-    mine, told = json.loads(configs[rank]), list[str]()
+    mine, differences = json.loads(configs[rank]), list[str]()
     for other in others:
         theirs = json.loads(configs[other])
         for section, keys in mine.items():
             for key, value in keys.items():
                 got = theirs.get(section, {}).get(key)
                 if got != value:
-                    told.append(
+                    differences.append(
                         f"`{section}.{key}` is {reprlib.repr(value)} here and {reprlib.repr(got)} on rank {other}"
                     )
-    return f"; {', '.join(told[:_MOST_TOLD])}" if told else ""
+    return f"; {', '.join(differences[:_MOST_NAMED])}" if differences else ""
 
 
 @dataclass(frozen=True)

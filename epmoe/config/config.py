@@ -179,7 +179,7 @@ class EPConfig(Strict):
     def of_node(self) -> Self:
         """The configuration of the exchange within one node, whose ranks bring what the slabs of all nodes hold.
 
-        Its waits are a little longer than those for the network: the rank that waits for the network then says first
+        Its waits are a little longer than those for the network: the rank that waits for the network then reports first
         which rank is missing. Overflow and aborts are counted only, since the sources of the rows raise them. The
         placement is not of this configuration: see `Placement.of_node`.
         """

@@ -167,7 +167,7 @@ def _brief(error: Exception) -> str:
     text = " ".join(str(problem or error).split())
     if "'\\t'" in text:
         text = "a tab, where YAML is indented with spaces"
-    return (f"line {line}: " if line is not None else "") + (text if len(text) <= 160 else text[:159] + "…")
+    return (f"line {line}: " if line is not None else "") + _short(text, 160)
 
 
 def environment_overrides(
@@ -230,6 +230,6 @@ def explain(item: Any, known: Sequence[str]) -> str:
     return f"{key} {item['msg'].replace('Input should be', 'must be')}, got {got}"
 
 
-def _short(text: str) -> str:
+def _short(text: str, most: int = 80) -> str:
     """`text`, or its beginning: a value may be as large as its file."""
-    return text if len(text) <= 80 else text[:79] + "…"
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -143,7 +143,7 @@ class Exchange(ABC):
             What tells all ranks this number, waits for theirs, and returns the largest. Where an exception such as a
             Ctrl-C has ended it, another call takes it up again. It raises EPTimeoutError, which names the missing
             ranks, after the deadline of a round, or as soon as a rank has ended. None on one node, whose rounds
-            themselves say whether a rank needs another one: see `RoundState.telling`.
+            themselves carry whether a rank has more: see `RoundState.sending`.
 
         Raises:
             EPTimeoutError: an earlier call has timed out.
@@ -152,7 +152,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def has_more_rounds(self) -> bool:
-        """Whether any rank has more rounds after the last one, in which all told it.
+        """Whether any rank has more rounds after the last one, in which all sent it.
 
         On GPUs it waits for the kernel of dispatch.
 

@@ -159,10 +159,10 @@ class RoundState:
         self.progress[_DEADLINE] = 0
 
     @contextmanager
-    def telling(self, has_more: bool | None) -> Iterator[None]:
-        """Within it the thread calls dispatch once, both phases, and tells whether this rank has more rounds.
+    def sending(self, has_more: bool | None) -> Iterator[None]:
+        """Within it the thread calls dispatch once, both phases, which also sends whether this rank has more rounds.
 
-        All ranks tell it, or none. A round that tells nothing, with None, pays nothing.
+        All ranks send it, or none, with None, which costs nothing.
         """
         self.progress[_MORE] = 0 if has_more is None else self.count + 1 << 1 | has_more
         try:
@@ -172,7 +172,7 @@ class RoundState:
 
     @property
     def has_more_rounds(self) -> bool | None:
-        """Whether any rank has more rounds after the last one, in which all told it; None: not known yet."""
+        """Whether any rank has more rounds after the last one, in which all sent it; None: not known yet."""
         word: int = self.progress[_HAS_MORE]
         return bool(word & 1) if word >> 1 == self.count else None
 

@@ -252,7 +252,7 @@ class HierarchicalExchange(Exchange):
                 self.everyone.wait(started[0], self.look_at_node)
             except RailError:
                 self._fail(self.everyone.missing([]))
-            except EPTimeoutError as error:  # the node knows more, and so do the others then
+            except EPTimeoutError as error:  # which names more ranks; the others get their names
                 self.everyone.missing(error.missing_ranks)
                 raise
             return max(number, int(received.max()))
@@ -419,7 +419,7 @@ class HierarchicalExchange(Exchange):
                 raise
             slabs.send_back(partial_rows, self._take_aborted())
         self.wait(slabs.transfer, returning=True)
-        elsewhere, differing = slabs.told()
+        elsewhere, differing = slabs.reports()
         if differing:
             self.rounds.close()
             raise EPMismatchError(dispatched.epoch, differing, False)

@@ -112,7 +112,7 @@ class HierarchicalExchangeOnGPUs(HierarchicalExchange):
     def record_failure(self, found: list[int]) -> None:
         """As `HierarchicalExchange.record_failure`, and end the transfers under way. Any thread may call it.
 
-        The node is told after the end of the transfers, which the driver may have the store wait for: see `peek`.
+        The node gets the report after the end of the transfers: the driver may have the store wait for it, see `peek`.
         """
         with self._recording:
             missing: list[int] = []

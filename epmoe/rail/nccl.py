@@ -44,7 +44,7 @@ class _Way(Structure):
 
 
 class _Words(Structure):
-    """What the GPU and the host tell each other."""
+    """What the GPU and the host write for each other."""
 
     _fields_ = (("ways", _Way * 2), ("stop_wanted", c_int64), ("stopped", c_int64), ("missed", c_int64))
     ways: Array[_Way]  # out, back

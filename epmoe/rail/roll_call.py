@@ -37,7 +37,7 @@ class RollCall:
         """After a failure: who is missing. A rank that notices a failure reports it; one that does not is missing.
 
         Args:
-            found: ranks of the group that this rank knows to be missing, which the others are told.
+            found: ranks of the group that this rank knows to be missing, which it reports.
             answer_s: how long the others have to report something, in seconds.
 
         Returns:

@@ -71,7 +71,7 @@ class Slabs:
         self._lengths_started = list[Transfer]()
         self._rows_started = list[Transfer]()
         self._back_started = list[Transfer]()
-        self.notes = int(on_cpu)  # GPUs do not tell other nodes of an abort
+        self.notes = int(on_cpu)  # GPUs do not report an abort to other nodes
         self.own_rows = slab_rows
         self.sent_rows = self.received_rows = [slab_rows * one for one in memory.one_each()]
         # Slots between received slabs. gloo ends a process that receives more than it has room for.
@@ -229,7 +229,7 @@ class Slabs:
         load = Load(to_others.flatten().view(torch.uint8), received, sends, receives, returning=True)
         self.carrier.start(load, self._back_started)
 
-    def told(self) -> tuple[list[int], list[int]]:
+    def reports(self) -> tuple[list[int], list[int]]:
         """Once the partial rows are here: the ranks of other nodes that have aborted the round, and the ranks of the
         group whose calls differ, both as other nodes report them."""
         aborted, differing = list[int](), list[int]()

@@ -25,59 +25,32 @@ void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const 
                const Tensor& slots_of, const Tensor& counts, const Tensor& needed, const Tensor& counters,
                const Tensor& rows_sent) {
   const RailDescriptor& d = parsed(descriptor);
-  check_tokens(x, ids, weights, scales, d.format);
+  RailPackArgs args{};
+  take_tokens(args, x, ids, weights, scales, num_tokens, num_rows, d.format);
   WireTraits traits = wire(d.format);
-  int64_t T = x.size(0), D = x.size(1), K = ids.size(1), num_nodes = d.num_nodes, P = node_of.numel();
-  int64_t x_stride_bytes = x.stride(0) * itemsize(dtype_of(x));
-  STD_TORCH_CHECK(
-      !x.is_cuda() || (K <= cuda::kMaxTopK && !needed.is_cuda() &&
-                       reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x_stride_bytes % 16 == 0 &&
-                       D * itemsize(dtype_of(x)) % 16 == 0 && (!traits.has_scales() || D % traits.block == 0)),
-      "on CUDA, K must be at most 32, `needed` on the host, and rows whole words of 16 bytes");
-  int64_t row_bytes = wire_row_bytes(d.format, D, dtype_of(x));
-  STD_TORCH_CHECK(row_bytes <= d.slot.scales && d.slot.ids + K * 4 <= d.slot.weights &&
-                      d.slot.weights + K * 4 <= d.slot.tag && d.slot.tag + int64_t{sizeof(RailTag)} <= d.slot.bytes,
+  int64_t row_bytes = args.D * itemsize(args.dtype), num_nodes = d.num_nodes, P = node_of.numel();
+  STD_TORCH_CHECK(!x.is_cuda() || (args.K <= cuda::kMaxTopK && !needed.is_cuda() &&
+                                   reinterpret_cast<uintptr_t>(args.x_TD) % 16 == 0 && args.x_stride_bytes % 16 == 0 &&
+                                   row_bytes % 16 == 0 && (!traits.has_scales() || args.D % traits.block == 0)),
+                  "on CUDA, K must be at most 32, `needed` on the host, and rows whole words of 16 bytes");
+  STD_TORCH_CHECK(wire_row_bytes(d.format, args.D, args.dtype) <= d.slot.scales &&
+                      d.slot.ids + args.K * 4 <= d.slot.weights && d.slot.weights + args.K * 4 <= d.slot.tag &&
+                      d.slot.tag + int64_t{sizeof(RailTag)} <= d.slot.bytes,
                   "a row and its pairs must fit the slot");
-  RailPackArgs args{
-      .x_TD = x.data_ptr(),
-      .dtype = dtype_of(x),
-      .x_stride_bytes = x_stride_bytes,
-      .scales_TB = scales ? static_cast<const float*>(scales->data_ptr()) : nullptr,
-      .scales_stride = scales ? scales->stride(0) : 0,
-      .ids_TK = ids.data_ptr(),
-      .wide_ids = is_wide(ids),
-      .ids_stride = ids.stride(0),
-      .weights_TK = weights.data_ptr(),
-      .weights_dtype = dtype_of(weights),
-      .weights_stride = weights.stride(0),
-      .num_tokens = pointer<int32_t>(num_tokens, 1, "num_tokens"),
-      .T = T,
-      .num_rows = num_rows,
-      .D = D,
-      .K = static_cast<int32_t>(K),
-      .E = d.E,
-      .copies = d.copies,
-      .rank = d.rank,
-      .node = d.node,
-      .num_nodes = num_nodes,
-      .copies_EC = pointer<int32_t>(copies, d.E * d.copies, "copies"),
-      .copies_E = pointer<int32_t>(num_copies, d.E, "num_copies"),
-      .node_of_P = pointer<int32_t>(node_of, P, "node_of"),
-      .node_local_P = pointer<int32_t>(node_local, P, "node_local"),
-      .slot = d.slot,
-      .format = d.format,
-      .slab_rows = slab_rows,
-      .exact = exact,
-      .epoch = static_cast<int32_t>(epoch),
-      .tag = static_cast<int32_t>(tag),
-      .own = reinterpret_cast<char*>(pointer<uint8_t>(own, slab_rows * d.slot.bytes, "own")),
-      .sent = reinterpret_cast<char*>(pointer<uint8_t>(sent, (num_nodes - 1) * slab_rows * d.slot.bytes, "sent")),
-      .slots_by_node = pointer<int32_t>(slots_of, T * num_nodes, "slots_of"),
-      .rows_by_node = pointer<int32_t>(counts, num_nodes, "counts"),
-      .needed = pointer<int32_t>(needed, 1, "needed"),
-      .counters = pointer<int64_t>(counters, kNumCounters, "counters"),
-      .rows_sent_by_node = pointer<int64_t>(rows_sent, num_nodes, "rows_sent"),
-  };
+  args.E = d.E, args.copies = d.copies, args.rank = d.rank, args.node = d.node, args.num_nodes = num_nodes;
+  args.copies_EC = pointer<int32_t>(copies, d.E * d.copies, "copies");
+  args.copies_E = pointer<int32_t>(num_copies, d.E, "num_copies");
+  args.node_of_P = pointer<int32_t>(node_of, P, "node_of");
+  args.node_local_P = pointer<int32_t>(node_local, P, "node_local");
+  args.slot = d.slot, args.format = d.format, args.slab_rows = slab_rows, args.exact = exact;
+  args.epoch = static_cast<int32_t>(epoch), args.tag = static_cast<int32_t>(tag);
+  args.own = reinterpret_cast<char*>(pointer<uint8_t>(own, slab_rows * d.slot.bytes, "own"));
+  args.sent = reinterpret_cast<char*>(pointer<uint8_t>(sent, (num_nodes - 1) * slab_rows * d.slot.bytes, "sent"));
+  args.slots_by_node = pointer<int32_t>(slots_of, args.T * num_nodes, "slots_of");
+  args.rows_by_node = pointer<int32_t>(counts, num_nodes, "counts");
+  args.needed = pointer<int32_t>(needed, 1, "needed");
+  args.counters = pointer<int64_t>(counters, kNumCounters, "counters");
+  args.rows_sent_by_node = pointer<int64_t>(rows_sent, num_nodes, "rows_sent");
   launch(x, args, cpu::rail_pack, &cuda::Api::rail_pack);
 }
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from epmoe.config.config import EPConfig
 from epmoe.exchange.call import Call
-from epmoe.exchange.handles import Dispatched, Layout, Received, RoundTemplate
+from epmoe.exchange.handles import Layout, Received, RoundTemplate
 from epmoe.exchange.round_state import MAX_TAG, RoundState
 from epmoe.native.arguments import (
     FLOATS,
@@ -130,29 +130,23 @@ class Templates:
         wire, scale = payload.dtype_of(x.dtype), payload.scale
         y_dtype = self._config.model.torch_dtype if x.dtype is FP8 else x.dtype
         items, blocks = payload.row_items(D, x.dtype), payload.num_scales(D)
-        recv_fields: dict[str, Tensor | None]
+        attributes: dict[str, Any] = {"layout": layout, "dtype": y_dtype, "hidden_size": D, **self._owner}
+        received: dict[str, Tensor | None] = {"counts": views["counts"]}
         if layout == "expert":
-            fields = {
+            attributes |= {
                 "rows": _rows_as(views["rows"], wire, items),
                 "scales": _rows_as(views["row_scales"], scale, blocks) if scale else None,
                 "expert_offsets": views["expert_offsets"],
                 "tokens_per_expert": views["tokens_per_expert"],
             }
-            attributes = Dispatched.attributes("dispatched", layout, fields)
-            recv_fields = {"counts": views["counts"]}
-            received = Received.attributes("recv", layout, recv_fields, absent=("x", "scales", "ids", "weights"))
         else:
-            absent = ("rows", "scales", "expert_offsets", "tokens_per_expert")
-            attributes = Dispatched.attributes("dispatched", layout, {}, absent)
-            recv_fields = {
-                "counts": views["counts"],
+            received |= {
                 "x": _slabs_as(views["recv.x"], wire, items),
                 "scales": _slabs_as(views["recv.scales"], scale, blocks) if scale else None,
                 "ids": _slabs_as(views["recv.ids"], torch.int32, K),
                 "weights": _slabs_as(views["recv.weights"], torch.float32, K),
             }
-            received = Received.attributes("recv", layout, recv_fields)
-        attributes |= {"recv": Received(received), "layout": layout, "dtype": y_dtype, "hidden_size": D, **self._owner}
+        attributes["recv"] = Received(received)
         steps, descriptors = self._launches(D, layout == "expert", weighted)
         like = torch.empty(0, D, dtype=y_dtype, device=self._device)
         return RoundTemplate(shape, steps, descriptors, attributes, D, like)

@@ -208,7 +208,7 @@ def _open_nodes(
         with mates.part():
             window = open_window(plan, mates, device)
         inside = NodeExchange(config.of_node(), plan, placement.of_node(node, G), window, here, device)
-        memory = RailMemory.allocate(config, plan, placement, peers.rank, device)
+        memory = RailMemory(config, plan, placement, peers.rank, device)
         exchanges = HierarchicalExchange if on_cpu else HierarchicalExchangeOnGPUs
         exchange = exchanges(config, inside, memory, rail, everyone, peers.global_ranks, deadlines)
         undo.pop_all()

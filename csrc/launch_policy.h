@@ -225,7 +225,7 @@ inline int64_t combine_send_share(const ExchangePlan& plan, const CombineArgs& a
 inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs& args, DType dtype, const Gpu& gpu) {
   int64_t sms = std::min<int64_t>(plan.num_sms, gpu.multiprocessors);
   // Only the device knows how many slots this rank has received. The policy assumes as many as the rank sends.
-  int64_t T = std::max<int64_t>(args.T, 1), slots = T * plan.R;
+  int64_t T = std::max<int64_t>(args.T, 1), num_slots = T * plan.R;
   WireTraits traits = wire(plan.combine_format);
   int64_t row_bytes = traits.row_bytes(args.D, itemsize(dtype));
   bool both_phases = args.send && args.receive;
@@ -239,18 +239,18 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
   bool own = coarse && (items <= all_warps || items * 2 > all_warps * 5);
   int64_t threads = threads_per_block(lines), warps = threads / 32;
   int64_t most = both_phases ? sms * blocks_per_sm(lines) : gpu.phase_blocks(sms, args.receive);
-  int64_t team = 4, senders = slots, receivers = most, share = std::max<int64_t>(most * 3 / 4, 1);
+  int64_t team = 4, senders = num_slots, receivers = most, share = std::max<int64_t>(most * 3 / 4, 1);
   if (lines) {
-    senders = ceil_div((own ? slots - T : slots) * num_chunks(row_bytes, lines), warps);
+    senders = ceil_div((own ? num_slots - T : num_slots) * num_chunks(row_bytes, lines), warps);
     receivers = ceil_div(T * num_chunks(row_bytes, coarse ? lines : 1), warps);
     share = combine_send_share(plan, args, most, lines, own);
   } else if (forwards) {
     senders = share = most;
   } else {
     // As many warps a row as send all rows at once; four where a team sends several rows, or fewer.
-    while (team < warps && slots * team * 2 <= share * warps) team *= 2;
-    int64_t rows_per_team = ceil_div(slots * team, share * warps);
-    if (slots <= most) share = most * 5 / 6;
+    while (team < warps && num_slots * team * 2 <= share * warps) team *= 2;
+    int64_t rows_per_team = ceil_div(num_slots * team, share * warps);
+    if (num_slots <= most) share = most * 5 / 6;
     if (rows_per_team > 1) share = most * 5 / 8;
     bool sums_dominate = args.expert_major && plan.K > 2 * plan.R;  // summing takes longer than the wire
     if (rows_per_team > 64) share = most * 11 / 12;
@@ -260,7 +260,7 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
       share = most * (args.expert_major ? 7 : 6) / 8;
       if (!args.expert_major) team = row_bytes <= kWarpBytes ? 1 : row_bytes <= 2 * kWarpBytes ? 2 : 4;
     }
-    if (traits.has_scales() && slots > share * warps * 4) team = 1;
+    if (traits.has_scales() && num_slots > share * warps * 4) team = 1;
   }
   if (plan.combine_team)
     team = std::min<int64_t>(std::bit_floor(static_cast<uint64_t>(plan.combine_team)), warps & -warps);

@@ -12,9 +12,9 @@ namespace {
 // The phases of a stage that one operator runs.
 enum class Phase { kSendRecv, kSend, kRecv };
 
-// What both stages of a round need beside its memory, in a host tensor of int64 that `Exchange.descriptors_for` in
-// epmoe/exchange/exchange.py writes. The addresses of all R windows follow the struct. One tensor costs the host less
-// than scalar arguments of the operator.
+// What both stages of a round need beside its memory, in a host tensor of int64 that `Descriptors` in
+// epmoe/exchange/descriptors.py writes. The addresses of all R windows follow the struct. One tensor costs the host
+// less than scalar arguments of the operator.
 struct ExchangeDescriptor {
   ExchangePlan plan;
   int64_t expert_major, weight_rows, zero_gaps;  // as in DispatchArgs
@@ -87,36 +87,17 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
               const Tensor& descriptor) {
   const ExchangeDescriptor& d = parsed(descriptor);
   const ExchangePlan& plan = d.plan;
-  check_tokens(x, ids, weights, scales, plan.payload_format);
-  int64_t T = x.size(0), D = x.size(1), K = ids.size(1), bytes = itemsize(dtype_of(x));
-  STD_TORCH_CHECK(T <= plan.M && K <= plan.K, "x, ids and weights must fit the plan");
-  STD_TORCH_CHECK(D >= 1 && D <= plan.D && wire_row_bytes(plan.payload_format, D, dtype_of(x)) <= plan.x_stride_bytes,
-                  "a row of x must fit the plan");
-  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x.stride(0) * bytes % 16 == 0,
+  DispatchArgs args{};
+  take_tokens(args, x, ids, weights, scales, num_tokens, num_rows, plan.payload_format);
+  STD_TORCH_CHECK(args.T <= plan.M && args.K <= plan.K, "x, ids and weights must fit the plan");
+  STD_TORCH_CHECK(
+      args.D >= 1 && args.D <= plan.D && wire_row_bytes(plan.payload_format, args.D, args.dtype) <= plan.x_stride_bytes,
+      "a row of x must fit the plan");
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(args.x_TD) % 16 == 0 && args.x_stride_bytes % 16 == 0,
                   "rows of x must start at multiples of 16 bytes");
-  DispatchArgs args{
-      .x_TD = x.data_ptr(),
-      .dtype = dtype_of(x),
-      .x_stride_bytes = x.stride(0) * bytes,
-      .ids_TK = ids.data_ptr(),
-      .wide_ids = is_wide(ids),
-      .zero_gaps = d.zero_gaps != 0,
-      .ids_stride = ids.stride(0),
-      .weights_TK = weights.data_ptr(),
-      .weights_dtype = dtype_of(weights),
-      .weights_stride = weights.stride(0),
-      .num_tokens = pointer<int32_t>(num_tokens, 1, "num_tokens"),
-      .T = T,
-      .num_rows = num_rows,
-      .D = D,
-      .K = static_cast<int32_t>(K),
-      .expert_major = d.expert_major != 0,
-      .weight_rows = d.weight_rows != 0,
-      .send = kPhase != Phase::kRecv,
-      .receive = kPhase != Phase::kSend,
-      .scales_TB = scales ? static_cast<const float*>(scales->data_ptr()) : nullptr,
-      .scales_stride = scales ? scales->stride(0) : 0,
-  };
+  args.expert_major = d.expert_major != 0, args.weight_rows = d.weight_rows != 0;
+  args.zero_gaps = d.zero_gaps != 0;
+  args.send = kPhase != Phase::kRecv, args.receive = kPhase != Phase::kSend;
   launch_dispatch(exchange_of(d, window, scratch), args, x);
 }
 

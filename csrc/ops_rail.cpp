@@ -5,9 +5,9 @@
 namespace epmoe {
 namespace {
 
-// What all calls of one rank share, in a host tensor of int64 that `TwoLevels` in epmoe/rail/exchange.py writes.
+// What all calls of one rank share, in a host tensor of int64 that `RailMemory` in epmoe/rail/memory.py writes.
 struct RailDescriptor {
-  int64_t E, copies, rank, node, nodes;
+  int64_t E, copies, rank, node, num_nodes;
   WireFormat format;
   RailSlot slot;
 };
@@ -21,82 +21,55 @@ const RailDescriptor& parsed(const Tensor& descriptor) {
 void rail_pack(const Tensor& x, const Tensor& ids, const Tensor& weights, const std::optional<Tensor>& scales,
                const std::optional<Tensor>& num_tokens, int64_t num_rows, const Tensor& copies,
                const Tensor& num_copies, const Tensor& node_of, const Tensor& node_local, const Tensor& descriptor,
-               int64_t slots, bool exact, int64_t epoch, int64_t tag, const Tensor& own, const Tensor& sent,
+               int64_t slab_rows, bool exact, int64_t epoch, int64_t tag, const Tensor& own, const Tensor& sent,
                const Tensor& slots_of, const Tensor& counts, const Tensor& needed, const Tensor& counters,
                const Tensor& rows_sent) {
   const RailDescriptor& d = parsed(descriptor);
-  check_tokens(x, ids, weights, scales, d.format);
+  RailPackArgs args{};
+  take_tokens(args, x, ids, weights, scales, num_tokens, num_rows, d.format);
   WireTraits traits = wire(d.format);
-  int64_t T = x.size(0), D = x.size(1), K = ids.size(1), N = d.nodes, P = node_of.numel();
-  int64_t x_stride_bytes = x.stride(0) * itemsize(dtype_of(x));
-  STD_TORCH_CHECK(
-      !x.is_cuda() || (K <= cuda::kMaxTopK && !needed.is_cuda() &&
-                       reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x_stride_bytes % 16 == 0 &&
-                       D * itemsize(dtype_of(x)) % 16 == 0 && (!traits.has_scales() || D % traits.block == 0)),
-      "on CUDA, K must be at most 32, `needed` on the host, and rows whole words of 16 bytes");
-  int64_t row_bytes = wire_row_bytes(d.format, D, dtype_of(x));
-  STD_TORCH_CHECK(row_bytes <= d.slot.scales && d.slot.ids + K * 4 <= d.slot.weights &&
-                      d.slot.weights + K * 4 <= d.slot.tag && d.slot.tag + int64_t{sizeof(RailTag)} <= d.slot.bytes,
+  int64_t row_bytes = args.D * itemsize(args.dtype), num_nodes = d.num_nodes, P = node_of.numel();
+  STD_TORCH_CHECK(!x.is_cuda() || (args.K <= cuda::kMaxTopK && !needed.is_cuda() &&
+                                   reinterpret_cast<uintptr_t>(args.x_TD) % 16 == 0 && args.x_stride_bytes % 16 == 0 &&
+                                   row_bytes % 16 == 0 && (!traits.has_scales() || args.D % traits.block == 0)),
+                  "on CUDA, K must be at most 32, `needed` on the host, and rows whole words of 16 bytes");
+  STD_TORCH_CHECK(wire_row_bytes(d.format, args.D, args.dtype) <= d.slot.scales &&
+                      d.slot.ids + args.K * 4 <= d.slot.weights && d.slot.weights + args.K * 4 <= d.slot.tag &&
+                      d.slot.tag + int64_t{sizeof(RailTag)} <= d.slot.bytes,
                   "a row and its pairs must fit the slot");
-  RailPackArgs args{
-      .x_TD = x.data_ptr(),
-      .dtype = dtype_of(x),
-      .x_stride_bytes = x_stride_bytes,
-      .scales_TB = scales ? static_cast<const float*>(scales->data_ptr()) : nullptr,
-      .scales_stride = scales ? scales->stride(0) : 0,
-      .ids_TK = ids.data_ptr(),
-      .wide_ids = is_wide(ids),
-      .ids_stride = ids.stride(0),
-      .weights_TK = weights.data_ptr(),
-      .weights_dtype = dtype_of(weights),
-      .weights_stride = weights.stride(0),
-      .num_tokens = pointer<int32_t>(num_tokens, 1, "num_tokens"),
-      .T = T,
-      .num_rows = num_rows,
-      .D = D,
-      .K = static_cast<int32_t>(K),
-      .E = d.E,
-      .copies = d.copies,
-      .rank = d.rank,
-      .node = d.node,
-      .N = N,
-      .copies_EC = pointer<int32_t>(copies, d.E * d.copies, "copies"),
-      .copies_E = pointer<int32_t>(num_copies, d.E, "num_copies"),
-      .node_of_P = pointer<int32_t>(node_of, P, "node_of"),
-      .node_local_P = pointer<int32_t>(node_local, P, "node_local"),
-      .slot = d.slot,
-      .format = d.format,
-      .slots = slots,
-      .exact = exact,
-      .epoch = static_cast<int32_t>(epoch),
-      .tag = static_cast<int32_t>(tag),
-      .own = reinterpret_cast<char*>(pointer<uint8_t>(own, slots * d.slot.bytes, "own")),
-      .sent = reinterpret_cast<char*>(pointer<uint8_t>(sent, (N - 1) * slots * d.slot.bytes, "sent")),
-      .slots_TN = pointer<int32_t>(slots_of, T * N, "slots_of"),
-      .counts_N = pointer<int32_t>(counts, N, "counts"),
-      .needed = pointer<int32_t>(needed, 1, "needed"),
-      .counters = pointer<int64_t>(counters, kNumCounters, "counters"),
-      .rows_sent_N = pointer<int64_t>(rows_sent, N, "rows_sent"),
-  };
+  args.E = d.E, args.copies = d.copies, args.rank = d.rank, args.node = d.node, args.num_nodes = num_nodes;
+  args.copies_EC = pointer<int32_t>(copies, d.E * d.copies, "copies");
+  args.copies_E = pointer<int32_t>(num_copies, d.E, "num_copies");
+  args.node_of_P = pointer<int32_t>(node_of, P, "node_of");
+  args.node_local_P = pointer<int32_t>(node_local, P, "node_local");
+  args.slot = d.slot, args.format = d.format, args.slab_rows = slab_rows, args.exact = exact;
+  args.epoch = static_cast<int32_t>(epoch), args.tag = static_cast<int32_t>(tag);
+  args.own = reinterpret_cast<char*>(pointer<uint8_t>(own, slab_rows * d.slot.bytes, "own"));
+  args.sent = reinterpret_cast<char*>(pointer<uint8_t>(sent, (num_nodes - 1) * slab_rows * d.slot.bytes, "sent"));
+  args.slots_by_node = pointer<int32_t>(slots_of, args.T * num_nodes, "slots_of");
+  args.rows_by_node = pointer<int32_t>(counts, num_nodes, "counts");
+  args.needed = pointer<int32_t>(needed, 1, "needed");
+  args.counters = pointer<int64_t>(counters, kNumCounters, "counters");
+  args.rows_sent_by_node = pointer<int64_t>(rows_sent, num_nodes, "rows_sent");
   launch(x, args, cpu::rail_pack, &cuda::Api::rail_pack);
 }
 
 void rail_sum(const Tensor& own, const Tensor& returned, const Tensor& slots_of, const std::optional<Tensor>& counts,
-              int64_t slots, int64_t node, const std::optional<Tensor>& missed, const std::optional<Tensor>& latched,
-              const Tensor& y) {
+              int64_t slab_rows, int64_t node, const std::optional<Tensor>& missed,
+              const std::optional<Tensor>& latched, const Tensor& y) {
   STD_TORCH_CHECK(y.dim() == 2 && y.is_contiguous() && own.is_contiguous() && returned.is_contiguous(),
                   "y and the partial rows must be contiguous");
   STD_TORCH_CHECK(dtype_of(own) == dtype_of(y) && dtype_of(returned) == dtype_of(y), "partial rows must be like y");
-  int64_t T = y.size(0), N = slots_of.size(1);
+  int64_t T = y.size(0), num_nodes = slots_of.size(1);
   RailSumArgs args{
       .own = own.data_ptr(),
       .returned = returned.data_ptr(),
       .dtype = dtype_of(y),
-      .slots_TN = pointer<int32_t>(slots_of, T * N, "slots_of"),
-      .counts_N = pointer<int32_t>(counts, N, "counts"),
-      .slots = slots,
+      .slots_by_node = pointer<int32_t>(slots_of, T * num_nodes, "slots_of"),
+      .rows_by_node = pointer<int32_t>(counts, num_nodes, "counts"),
+      .slab_rows = slab_rows,
       .node = node,
-      .N = N,
+      .num_nodes = num_nodes,
       .y_TD = y.data_ptr(),
       .T = T,
       .D = y.size(1),
@@ -121,11 +94,11 @@ void rail_mark(const Tensor& count, const Tensor& shown, const std::optional<Ten
   launch_on_device_of(count, [&](const cuda::Api& api, cuda::Stream stream) { return api.rail_mark(args, stream); });
 }
 
-void rail_tags(const Tensor& received, int64_t slots, const Tensor& descriptor, int64_t D, int64_t K, int64_t dtype,
+void rail_tags(const Tensor& received, int64_t slab_rows, const Tensor& descriptor, int64_t D, int64_t K, int64_t dtype,
                int64_t epoch, const Tensor& differing) {
   const RailDescriptor& d = parsed(descriptor);
   STD_TORCH_CHECK(!differing.is_cuda(), "`differing` must be on the host");
-  int64_t slabs = d.nodes - 1, slab_bytes = slots * d.slot.bytes;
+  int64_t slabs = d.num_nodes - 1, slab_bytes = slab_rows * d.slot.bytes;
   RailTagsArgs args{
       .first_tag = reinterpret_cast<char*>(pointer<uint8_t>(received, slabs * slab_bytes, "received")) + d.slot.tag,
       .slab_bytes = slab_bytes,

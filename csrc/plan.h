@@ -103,18 +103,18 @@ struct alignas(64) RoundHeader {
   int32_t unused[3];
 };
 
-// How far this rank's calls have come. The operators write it, no kernel does except `answer`, and the host looks at it
-// after each call: a signal handler of Python may raise right behind a call, so that its caller never learns that it
-// returned. On the CPU it lies in RoundState, on CUDA in host memory behind the Status.
+// How far this rank's calls have come. The operators write it, no kernel does except `has_more_rounds`, and the host
+// looks at it after each call: a signal handler of Python may raise right behind a call, so that its caller never
+// learns that it returned. On the CPU it lies in RoundState, on CUDA in host memory behind the Status.
 struct Progress {
   int64_t phases;  // phases that have ended, four a round; in the order of the states of epmoe/exchange/round_state.py
   int64_t deadline_ns;  // CPU only: of the wait that a call has left so that Python can handle signals; 0: it left none
   int64_t missing;      // CPU only: mask of the ranks that this wait still missed
   int64_t counted_ns;   // CPU only: the time up to which health_waited_ns has this wait
   int64_t last_stream;  // CUDA only: handle + 1 of the stream of the last launch; 0: there was none
-  int64_t asked;        // the host writes it before dispatch: the round << 1 | whether this rank needs another; or 0
-  int64_t answer;       // where a round was asked: the round << 1 | whether any rank needs another
-  int64_t tag;          // of the open round: the host writes it before dispatch
+  int64_t more_rounds;  // the host writes it before dispatch: the round << 1 | whether this rank has more; 0: no matter
+  int64_t has_more_rounds;  // unless `more_rounds` was 0: the round << 1 | whether any rank has more
+  int64_t tag;              // of the open round: the host writes it before dispatch
 };
 
 // A tag has 16 bits. Ranks that open a round with other tags are in other layers.

@@ -1,5 +1,5 @@
 // Arguments of the operators of the rail, the same for CPU and CUDA. A rail is the ranks of one local index, one on
-// each node. Letters as in args.h; here N is the nodes, and n the slots of a padded slab. The slab of this rank's own
+// each node. Letters as in args.h; a slab is what one node gets. The slab of this rank's own
 // node does not travel. Slabs of the other nodes lie behind one another, in the order of the nodes.
 #pragma once
 #include "wire_format.h"
@@ -40,34 +40,34 @@ struct RailPackArgs {
   int64_t T, num_rows, D;
   int32_t K;
   // Tables of the whole placement.
-  int64_t E, copies, rank, node, N;
+  int64_t E, copies, rank, node, num_nodes;
   const int32_t* copies_EC;     // physical experts of each logical expert
   const int32_t* copies_E;      // how many it has
   const int32_t* node_of_P;     // node of each physical expert
   const int32_t* node_local_P;  // its number among the physical experts of that node
   // The slabs.
   RailSlot slot;
-  WireFormat format;     // of the rows in slots
-  int64_t slots;         // n: a node gets at most so many rows; further ones are dropped
-  bool exact;            // slabs are as long as they have rows; else n slots, unused ones without experts
-  int32_t epoch;         // of the round
-  int32_t tag;           // of the call
-  char* own;             // out: the slab of the own node
-  char* sent;            // out: the slabs of the other nodes
-  int32_t* slots_TN;     // out: slot of token t in the slab of each node, -1 if it does not go there
-  int32_t* counts_N;     // out: rows in each slab
-  int32_t* needed;       // out: the most rows that a node needed; never falls. On CUDA in host memory
-  int64_t* counters;     // kNumCounters, added to
-  int64_t* rows_sent_N;  // added to
+  WireFormat format;       // of the rows in slots
+  int64_t slab_rows;       // a node gets at most so many rows; further ones are dropped
+  bool exact;              // slabs are as long as they have rows; else `slab_rows` slots, unused ones without experts
+  int32_t epoch;           // of the round
+  int32_t tag;             // of the call
+  char* own;               // out: the slab of the own node
+  char* sent;              // out: the slabs of the other nodes
+  int32_t* slots_by_node;  // out: [T, num_nodes] slot of token t in the slab of each node, -1 if it does not go there
+  int32_t* rows_by_node;   // out: [num_nodes] rows in each slab
+  int32_t* needed;         // out: the most rows that a node needed; never falls. On CUDA in host memory
+  int64_t* counters;       // kNumCounters, added to
+  int64_t* rows_sent_by_node;  // added to
 };
 
 struct RailSumArgs {
   const void* own;       // partial rows of the own node, in dtype, contiguous
   const void* returned;  // partial rows of the other nodes, likewise
   DType dtype;
-  const int32_t* slots_TN;
-  const int32_t* counts_N;  // null: slabs of `slots` rows
-  int64_t slots, node, N;
+  const int32_t* slots_by_node;
+  const int32_t* rows_by_node;  // null: slabs of `slab_rows` rows
+  int64_t slab_rows, node, num_nodes;
   void* y_TD;  // out, in dtype, contiguous
   int64_t T, D;
   // CUDA only: what makes y zeros.

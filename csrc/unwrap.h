@@ -46,27 +46,6 @@ inline void check_rows(const Tensor& t, const char* name) {
                   "` must be 2-D with contiguous rows");
 }
 
-// Checks for the tokens of a call: x [T, D], ids and weights [T, K], and the scales of rows that are in a
-// format with scales already.
-inline void check_tokens(const Tensor& x, const Tensor& ids, const Tensor& weights, const std::optional<Tensor>& scales,
-                         WireFormat format) {
-  check_rows(x, "x");
-  check_rows(ids, "ids");
-  check_rows(weights, "weights");
-  int64_t T = x.size(0), K = ids.size(1);
-  STD_TORCH_CHECK(K >= 1 && ids.size(0) == T && weights.size(0) == T && weights.size(1) == K,
-                  "x, ids and weights must fit one another");
-  WireTraits traits = wire(format);
-  STD_TORCH_CHECK((dtype_of(x) == DType::kFloat8E4M3) == scales.has_value() &&
-                      (!scales || (traits.has_scales() && !traits.quantizes(dtype_of(x)))),
-                  "fp8 rows, and no others, come with scales, and need a payload in their format");
-  if (!scales) return;
-  check_rows(*scales, "scales");
-  STD_TORCH_CHECK(scales->scalar_type() == ScalarType::Float && scales->size(0) == T &&
-                      scales->size(1) == traits.num_scales(x.size(1)),
-                  "scales must be float32, one for each block of a row");
-}
-
 template <typename T>
 constexpr ScalarType kScalarType = ScalarType::Undefined;
 template <>
@@ -89,6 +68,35 @@ T* pointer(const Tensor& t, int64_t numel, const char* name) {
 template <typename T>
 T* pointer(const std::optional<Tensor>& t, int64_t numel, const char* name) {
   return t ? pointer<T>(*t, numel, name) : nullptr;
+}
+
+// Puts the tokens of a call into DispatchArgs or RailPackArgs: x [T, D], ids and weights [T, K], and the scales of rows
+// that are in a format with scales already.
+template <typename Args>
+void take_tokens(Args& args, const Tensor& x, const Tensor& ids, const Tensor& weights,
+                 const std::optional<Tensor>& scales, const std::optional<Tensor>& num_tokens, int64_t num_rows,
+                 WireFormat format) {
+  check_rows(x, "x");
+  check_rows(ids, "ids");
+  check_rows(weights, "weights");
+  args.T = x.size(0), args.D = x.size(1), args.K = static_cast<int32_t>(ids.size(1)), args.num_rows = num_rows;
+  args.dtype = dtype_of(x), args.weights_dtype = dtype_of(weights), args.wide_ids = is_wide(ids);
+  STD_TORCH_CHECK(args.K >= 1 && ids.size(0) == args.T && weights.size(0) == args.T && weights.size(1) == args.K,
+                  "x, ids and weights must fit one another");
+  WireTraits traits = wire(format);
+  STD_TORCH_CHECK((args.dtype == DType::kFloat8E4M3) == scales.has_value() &&
+                      (!scales || (traits.has_scales() && !traits.quantizes(args.dtype))),
+                  "fp8 rows, and no others, come with scales, and need a payload in their format");
+  args.x_TD = x.data_ptr(), args.ids_TK = ids.data_ptr(), args.weights_TK = weights.data_ptr();
+  args.x_stride_bytes = x.stride(0) * itemsize(args.dtype);
+  args.ids_stride = ids.stride(0), args.weights_stride = weights.stride(0);
+  args.num_tokens = pointer<int32_t>(num_tokens, 1, "num_tokens");
+  if (!scales) return;
+  check_rows(*scales, "scales");
+  STD_TORCH_CHECK(scales->scalar_type() == ScalarType::Float && scales->size(0) == args.T &&
+                      scales->size(1) == traits.num_scales(args.D),
+                  "scales must be float32, one for each block of a row");
+  args.scales_TB = static_cast<const float*>(scales->data_ptr()), args.scales_stride = scales->stride(0);
 }
 
 // Calls `launch(api, stream)` with the current stream of the tensor's device. The device becomes the current one only

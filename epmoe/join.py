@@ -21,7 +21,7 @@ from epmoe.exchange.exchange import Exchange
 from epmoe.exchange.health import EPOpenError
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.node import NodeExchange
-from epmoe.exchange.peers import LostRankError, Peers
+from epmoe.exchange.peers import MissingRankError, Peers
 from epmoe.group import check_backend, check_shared_memory, check_size, device_of, open_window
 from epmoe.native import ops
 from epmoe.rail.exchange import HierarchicalExchange
@@ -32,7 +32,7 @@ from epmoe.rail.nccl import NcclRail
 from epmoe.rail.roll_call import RollCall
 
 _NEW = -1
-_MOST_TOLD = 8  # keys in an error
+_MOST_NAMED = 8  # keys in an error
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,17 @@ def agree(hellos: list[Hello], rank: int) -> tuple[str, int, list[int] | None]:
 
 def _differing(configs: list[str], rank: int, others: list[int]) -> str:
     """The keys in which the configs of ranks differ, with the values: the end of a sentence. Words of other ranks."""
-    mine, told = json.loads(configs[rank]), list[str]()
+    mine, differences = json.loads(configs[rank]), list[str]()
     for other in others:
         theirs = json.loads(configs[other])
         for section, keys in mine.items():
             for key, value in keys.items():
                 got = theirs.get(section, {}).get(key)
                 if got != value:
-                    told.append(
+                    differences.append(
                         f"`{section}.{key}` is {reprlib.repr(value)} here and {reprlib.repr(got)} on rank {other}"
                     )
-    return f"; {', '.join(told[:_MOST_TOLD])}" if told else ""
+    return f"; {', '.join(differences[:_MOST_NAMED])}" if differences else ""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Joined:
     generation: int
 
 
-def join(peers: Peers, config: EPConfig, hello: Hello, device: torch.device, leave: Callable[[], None]) -> Joined:
+def join(peers: Peers, config: EPConfig, hello: Hello, device: torch.device, close: Callable[[], None]) -> Joined:
     """Become a rank of a group. Collective; where a step fails on one rank, all raise.
 
     Args:
@@ -128,8 +128,8 @@ def join(peers: Peers, config: EPConfig, hello: Hello, device: torch.device, lea
         config: of the group so far, or of the group to be.
         hello: of this rank.
         device: of all tensors.
-        leave: gives up the windows of the group so far, which might not fit beside the new ones. It is called once
-            all ranks are able to join.
+        close: releases the windows of the group so far, which might not fit beside the new ones. It is called once all
+            ranks are able to join.
 
     Returns:
         This rank's part.
@@ -155,8 +155,8 @@ def join(peers: Peers, config: EPConfig, hello: Hello, device: torch.device, lea
             if device.type == "cuda":
                 ops.load_cuda()
             check_shared_memory(config, placement, device)
-            peers.all_gather(None)  # all can: whoever resumes loses the old windows now
-            leave()
+            peers.all_gather(None)  # all can: whoever resumes releases the old windows now
+            close()
             name = f"{origin}.{generation}.{hellos[0].attempt}"
             with torch.inference_mode(False):  # otherwise the buffers could not be written outside inference mode
                 if config.topology.num_nodes > 1:
@@ -208,7 +208,7 @@ def _open_nodes(
         with mates.part():
             window = open_window(plan, mates, device)
         inside = NodeExchange(config.of_node(), plan, placement.of_node(node, G), window, here, device)
-        memory = RailMemory.allocate(config, plan, placement, peers.rank, device)
+        memory = RailMemory(config, plan, placement, peers.rank, device)
         exchanges = HierarchicalExchange if on_cpu else HierarchicalExchangeOnGPUs
         exchange = exchanges(config, inside, memory, rail, everyone, peers.global_ranks, deadlines)
         undo.pop_all()
@@ -222,8 +222,8 @@ def _opening(peers: Peers) -> Iterator[None]:
     try:
         with peers.together():
             yield
-    except LostRankError as lost:
+    except MissingRankError as error:
         assert peers.group is not None and peers.timeout_s is not None
         name = f"opening/{peers.group.group_name}"
         missing = RollCall(list(range(peers.size)), peers.rank, peers.size, name).missing([], OPENING_ANSWER_S)
-        raise EPOpenError(peers.timeout_s, missing, [peers.global_ranks[rank] for rank in missing]) from lost.__cause__
+        raise EPOpenError(peers.timeout_s, missing, [peers.global_ranks[rank] for rank in missing]) from error.__cause__

@@ -47,11 +47,11 @@ class Resumable(HoldsWindows):
     _owner: int | None = None  # in a forked child: the process that this object belongs to
 
     def survivors(self) -> list[int]:
-        """Ranks of the group that live and that nobody misses, as far as this rank has heard. It waits for no rank.
+        """Ranks of the group that live and that nobody misses, as far as this rank knows. It waits for no rank.
 
-        Ranks on the machine of a process hear at once of its end. After an `EPTimeoutError` the ranks may hear of one
-        another's findings in turn: ask again before each try to form a group. A rank that was only slow misses itself
-        then, since the others have given it up.
+        Ranks on the machine of a process see its end at once. After an `EPTimeoutError` the reports of other ranks may
+        still arrive: ask again before each try to form a group. A rank that was only slow misses itself then, since the
+        others have reported it.
 
         Returns:
             Ranks, numbered in the group, ascending; before `resume` has returned, of the group so far.
@@ -98,7 +98,7 @@ class Resumable(HoldsWindows):
         if self._exchange is not None:
             self._exchange.enter()
         try:
-            if not device_ends(self.device, timeout_s):  # a kernel that still runs must not lose its windows
+            if not device_ends(self.device, timeout_s):  # a kernel that still runs must keep its windows
                 raise TimeoutError("the GPU has not finished its work")
             self._join(peers, config, hello)
         except EPOpenError as error:
@@ -149,7 +149,7 @@ class Resumable(HoldsWindows):
         )
 
     def _disown(self) -> None:
-        """In a forked child: forget the windows of the parent, and destroy nothing that the parent's threads use."""
+        """In a forked child: drop the windows of the parent, and destroy nothing that the parent's threads use."""
         if self._owner is None:
             self._owner = os.getppid()
         for kept in (self._exchange, self.group):

@@ -219,7 +219,7 @@ class ExpertParallel(Resumable):
             EPMismatchError: the ranks' calls of dispatch did not match (GPU).
             EPTimeoutError: ranks did not arrive in time.
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
-            EPAbortedError: other ranks have given the round up, on a GPU this one or an earlier one.
+            EPAbortedError: other ranks have aborted the round, on a GPU this one or an earlier one.
         """
         return self.exchange.combine("expert", expert_rows, dispatched, out)
 
@@ -251,7 +251,7 @@ class ExpertParallel(Resumable):
             ValueError: `dispatched` belongs to another round, or combine_send did not come first.
             EPTimeoutError: ranks did not arrive in time.
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
-            EPAbortedError: other ranks have given the round up, on a GPU this one or an earlier one.
+            EPAbortedError: other ranks have aborted the round, on a GPU this one or an earlier one.
         """
         return self.exchange.combine_recv(dispatched)
 
@@ -271,7 +271,7 @@ class ExpertParallel(Resumable):
             EPMismatchError: the calls of the ranks did not match.
             EPTimeoutError: an earlier call has timed out.
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
-            EPAbortedError: other ranks have given the round up, on a GPU this one or an earlier one.
+            EPAbortedError: other ranks have aborted the round, on a GPU this one or an earlier one.
         """
         if dispatched is not None or self._exchange is not None:
             self.exchange.abort(dispatched)
@@ -288,10 +288,10 @@ class ExpertParallel(Resumable):
         padded_tokens: int | None = None,
         aligned: bool | None = None,
     ) -> None:
-        """Take part in a round without tokens, and give it up: for a rank that raised before it called dispatch.
+        """Take part in a round without tokens, and abort it: for a rank that raised before it called dispatch.
 
         Collective: it takes the place of dispatch and combine. The other ranks get through the round; as after `abort`
-        they learn that this rank has given it up. It waits for no rank, except after a round that was given up.
+        they learn that this rank has aborted it. It waits for no rank, except after a round that was aborted.
 
         Args:
             tag: of the round, as the other ranks give it to dispatch.
@@ -307,7 +307,7 @@ class ExpertParallel(Resumable):
         Raises:
             TypeError: an argument has another type; nothing was sent.
             ValueError: an argument has another value; nothing was sent.
-            RuntimeError: a round is open (`abort` gives it up), or this object is closed.
+            RuntimeError: a round is open (`abort` closes it), or this object is closed.
             EPMismatchError: an earlier call of the ranks did not match.
             EPTimeoutError: ranks did not end the last round in time.
         """
@@ -321,7 +321,7 @@ class ExpertParallel(Resumable):
     def giving_up(
         self, tag: int, *, apply_router_weight_on_input: bool | None = None, aligned: bool | None = None
     ) -> Iterator[None]:
-        """Within it a caller takes part in one round. An exception gives the round up, whether it was opened or not.
+        """Within it a caller takes part in one round. An exception aborts the round, whether it was opened or not.
 
         It raises nothing of the exchange in its place.
 
@@ -374,9 +374,9 @@ class ExpertParallel(Resumable):
         Raises:
             EPTimeoutError: ranks did not arrive in time; every poll raises it again.
             EPMismatchError: the calls of the ranks did not match.
-            EPOrderError: on a GPU, dispatch and combine of this rank did not run by turns.
+            EPOrderError: on a GPU, dispatch and combine of this rank did not alternate.
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
-            EPAbortedError: other ranks have given the round up, on a GPU this one or an earlier one.
+            EPAbortedError: other ranks have aborted the round, on a GPU this one or an earlier one.
         """
         self.exchange.poll()
 

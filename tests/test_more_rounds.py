@@ -15,7 +15,7 @@ from epmoe import EPTimeoutError
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import PROGRESS, RoundState
 
-ANSWER = PROGRESS.index("answer")
+ANSWER = PROGRESS.index("has_more_rounds")
 CONFIG = epmoe.EPConfig(
     model={"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "float32"},
     topology={"ep_size": 1},
@@ -28,7 +28,7 @@ def test_a_round_tells_whether_more_follow():
     with epmoe.ExpertParallel(CONFIG) as ep:
         exchange = ep.exchange
         for has_more in (True, False, True):
-            with exchange.rounds.telling(has_more):
+            with exchange.rounds.sending(has_more):
                 dispatched = ep.dispatch(*INPUTS)
             assert exchange.has_more_rounds() is has_more
             ep.combine(dispatched.rows, dispatched)
@@ -41,7 +41,7 @@ def test_a_round_tells_whether_more_follow():
 def test_a_call_that_fails_tells_nothing_in_the_next_one():
     with epmoe.ExpertParallel(CONFIG) as ep:
         exchange = ep.exchange
-        with pytest.raises(ValueError, match="`x` has 9 tokens"), exchange.rounds.telling(True):
+        with pytest.raises(ValueError, match="`x` has 9 tokens"), exchange.rounds.sending(True):
             ep.dispatch(torch.randn(9, 64), *INPUTS[1:])
         dispatched = ep.dispatch(*INPUTS)
         ep.combine(dispatched.rows, dispatched)

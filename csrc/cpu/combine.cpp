@@ -51,8 +51,8 @@ void send_rows(const Exchange& ex, const CombineArgs& args, const RoundState& ro
   };
   std::vector<float> sum_D(round.D);
   std::vector<T> packed_D(round.D);
-  int64_t slots = std::accumulate(counts_R, counts_R + plan.R, int64_t{0});
-  bool stream = streams(slots * plan.combine_stride_bytes);
+  int64_t rows = std::accumulate(counts_R, counts_R + plan.R, int64_t{0});
+  bool stream = streams(rows * plan.combine_stride_bytes);
   for (int64_t i = 0; i < plan.R; ++i) {
     int64_t source = (plan.rank + i) % plan.R;  // rotated: ranks start with different windows
     for (int64_t slot = 0; slot < counts_R[source]; ++slot) {
@@ -161,12 +161,12 @@ void abort_round(const Exchange& ex, RoundState& round) {
   if (!round.latched) signal_all(ex, ex.plan.signal_combine, round.combine_epoch, round, nullptr);
 }
 
-// After a round that was aborted before this rank had seen all others: the answer whether another one follows. Ranks
+// After a round that was aborted before this rank had seen all others: whether a rank has more rounds. Ranks
 // close a round after they have sent their dispatch header.
-void answer_once_closed(const Exchange& ex, RoundState& round) {
+void note_more_rounds_once_closed(const Exchange& ex, RoundState& round) {
   if (round.latched) return;
   if (wait_for_all(ex, kCombine, ex.plan.signal_combine, round.combine_epoch) == Wait::kArrived)
-    answer(ex, round.combine_epoch, round.progress);
+    note_more_rounds(ex, round.combine_epoch, round.progress);
 }
 
 }  // namespace
@@ -174,7 +174,7 @@ void answer_once_closed(const Exchange& ex, RoundState& round) {
 void combine(const Exchange& ex, const CombineArgs& args, DType dtype) {
   auto* round = in_scratch<RoundState>(ex, ex.plan.state);
   if (args.send && !args.rows) return abort_round(ex, *round);
-  if (round->progress.phases % 4 == 0) return answer_once_closed(ex, *round);
+  if (round->progress.phases % 4 == 0) return note_more_rounds_once_closed(ex, *round);
   visit(dtype, [&](auto type) {
     if (args.send) send<decltype(type)>(ex, args, *round);
     if (args.receive) receive<decltype(type)>(ex, args, *round);

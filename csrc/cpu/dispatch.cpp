@@ -221,7 +221,7 @@ void receive(const Exchange& ex, const DispatchArgs& args) {
   uint64_t mismatched = 0;
   int64_t other = 0;
   if (arrived) mismatched = read_headers(ex, *round, counts, other);
-  if (arrived && round->progress.asked) answer(ex, round->dispatch_epoch, round->progress);
+  if (arrived && round->progress.more_rounds) note_more_rounds(ex, round->dispatch_epoch, round->progress);
   if (mismatched)
     *ex.status = {.code = kMismatch,
                   .stage = kDispatch,

@@ -12,13 +12,13 @@ namespace epmoe::cpu {
 namespace {
 
 // The first slot of the slab of each node, counted from `sent`; of the own node, from `own`.
-std::vector<int64_t> first_slots(int64_t N, int64_t node, const int32_t* counts_N, int64_t slots) {
-  std::vector<int64_t> first(N, 0);
+std::vector<int64_t> first_slots(int64_t num_nodes, int64_t node, const int32_t* rows_by_node, int64_t slab_rows) {
+  std::vector<int64_t> first(num_nodes, 0);
   int64_t next = 0;
-  for (int64_t m = 0; m < N; ++m) {
+  for (int64_t m = 0; m < num_nodes; ++m) {
     if (m == node) continue;
     first[m] = next;
-    next += counts_N ? counts_N[m] : slots;
+    next += rows_by_node ? rows_by_node[m] : slab_rows;
   }
   return first;
 }
@@ -30,28 +30,28 @@ PairTables tables_of(const RailPackArgs& args, int64_t* counters) {
 // Gives each token its slots, in token order, and counts the rows of each node.
 void assign_slots(const RailPackArgs& args, int64_t tokens) {
   Pairs pairs(args.K, args.E);
-  std::vector<int64_t> wanted(args.N, 0);
-  std::vector<int32_t> pairs_of(args.N);  // of this token, by node
+  std::vector<int64_t> wanted(args.num_nodes, 0);
+  std::vector<int32_t> pairs_of(args.num_nodes);  // of this token, by node
   for (int64_t t = 0; t < args.T; ++t) {
-    int32_t* slots_N = args.slots_TN + t * args.N;
-    std::fill_n(slots_N, args.N, -1);
+    int32_t* slots = args.slots_by_node + t * args.num_nodes;
+    std::fill_n(slots, args.num_nodes, -1);
     if (t >= tokens) continue;
     std::fill(pairs_of.begin(), pairs_of.end(), 0);
     read_pairs(tables_of(args, args.counters), args, t, pairs,
                [&](int32_t k) { ++pairs_of[args.node_of_P[pairs.ids[k]]]; });
-    for (int64_t m = 0; m < args.N; ++m) {
+    for (int64_t m = 0; m < args.num_nodes; ++m) {
       if (!pairs_of[m]) continue;
-      if (wanted[m] < args.slots)
-        slots_N[m] = static_cast<int32_t>(wanted[m]);
+      if (wanted[m] < args.slab_rows)
+        slots[m] = static_cast<int32_t>(wanted[m]);
       else
         args.counters[kDroppedPairs] += pairs_of[m];
       ++wanted[m];
     }
   }
-  for (int64_t m = 0; m < args.N; ++m) {
-    args.counts_N[m] = static_cast<int32_t>(std::min(wanted[m], args.slots));
-    args.rows_sent_N[m] += args.counts_N[m];
-    if (wanted[m] > args.slots) *args.needed = std::max(*args.needed, static_cast<int32_t>(wanted[m]));
+  for (int64_t m = 0; m < args.num_nodes; ++m) {
+    args.rows_by_node[m] = static_cast<int32_t>(std::min(wanted[m], args.slab_rows));
+    args.rows_sent_by_node[m] += args.rows_by_node[m];
+    if (wanted[m] > args.slab_rows) *args.needed = std::max(*args.needed, static_cast<int32_t>(wanted[m]));
   }
 }
 
@@ -76,8 +76,8 @@ void copy_tokens(const RailPackArgs& args, const std::vector<char*>& slabs, int6
   std::vector<float> own_scales(quantizes ? blocks : 0);
   bool stream = streams(tokens * args.slot.bytes);
   for (int64_t t = 0; t < tokens; ++t) {
-    const int32_t* slots_N = args.slots_TN + t * args.N;
-    if (std::all_of(slots_N, slots_N + args.N, [](int32_t slot) { return slot < 0; })) continue;
+    const int32_t* slots = args.slots_by_node + t * args.num_nodes;
+    if (std::all_of(slots, slots + args.num_nodes, [](int32_t slot) { return slot < 0; })) continue;
     read_pairs(tables_of(args, uncounted), args, t, pairs, [](int32_t) {});
     const char* row = static_cast<const char*>(args.x_TD) + t * args.x_stride_bytes;
     int64_t row_bytes = wire_row_bytes(args.format, args.D, args.dtype);
@@ -89,9 +89,9 @@ void copy_tokens(const RailPackArgs& args, const std::vector<char*>& slabs, int6
       row = reinterpret_cast<const char*>(quantized.data());
       scales = own_scales.data();
     }
-    for (int64_t m = 0; m < args.N; ++m) {
-      if (slots_N[m] < 0) continue;
-      char* slot = slabs[m] + slots_N[m] * args.slot.bytes;
+    for (int64_t m = 0; m < args.num_nodes; ++m) {
+      if (slots[m] < 0) continue;
+      char* slot = slabs[m] + slots[m] * args.slot.bytes;
       copy_row(slot, row, row_bytes, stream);
       if (blocks) std::copy_n(scales, blocks, reinterpret_cast<float*>(slot + args.slot.scales));
       write_pairs(args, slot, m, &pairs);
@@ -104,8 +104,8 @@ void copy_tokens(const RailPackArgs& args, const std::vector<char*>& slabs, int6
 template <typename T>
 void sum_token(const RailSumArgs& args, const std::vector<int64_t>& first, int64_t t, float* sum_D) {
   std::fill_n(sum_D, args.D, 0.0f);
-  for (int64_t m = 0; m < args.N; ++m) {
-    int32_t slot = args.slots_TN[t * args.N + m];
+  for (int64_t m = 0; m < args.num_nodes; ++m) {
+    int32_t slot = args.slots_by_node[t * args.num_nodes + m];
     if (slot < 0) continue;
     auto* rows = static_cast<const T*>(m == args.node ? args.own : args.returned);
     const T* row = rows + (first[m] + slot) * args.D;
@@ -120,12 +120,13 @@ void rail_pack(const RailPackArgs& args) {
   int64_t tokens = std::clamp<int64_t>(wanted, 0, args.T);
   args.counters[kClampedNumTokens] += tokens != wanted;
   assign_slots(args, tokens);
-  std::vector<int64_t> first = first_slots(args.N, args.node, args.exact ? args.counts_N : nullptr, args.slots);
-  std::vector<char*> slabs(args.N);
-  for (int64_t m = 0; m < args.N; ++m) {
+  std::vector<int64_t> first =
+      first_slots(args.num_nodes, args.node, args.exact ? args.rows_by_node : nullptr, args.slab_rows);
+  std::vector<char*> slabs(args.num_nodes);
+  for (int64_t m = 0; m < args.num_nodes; ++m) {
     slabs[m] = (m == args.node ? args.own : args.sent) + first[m] * args.slot.bytes;
     if (args.exact) continue;
-    for (int64_t i = args.counts_N[m]; i < args.slots; ++i)
+    for (int64_t i = args.rows_by_node[m]; i < args.slab_rows; ++i)
       write_pairs(args, slabs[m] + i * args.slot.bytes, m, nullptr);
     RailTag tag{static_cast<int32_t>(args.D), args.K, static_cast<int32_t>(args.dtype) | args.tag << 8, args.epoch};
     std::memcpy(slabs[m] + args.slot.tag, &tag, sizeof(tag));
@@ -134,7 +135,7 @@ void rail_pack(const RailPackArgs& args) {
 }
 
 void rail_sum(const RailSumArgs& args) {
-  std::vector<int64_t> first = first_slots(args.N, args.node, args.counts_N, args.slots);
+  std::vector<int64_t> first = first_slots(args.num_nodes, args.node, args.rows_by_node, args.slab_rows);
   std::vector<float> sum_D(args.D);
   visit(args.dtype, [&](auto type) {
     using T = decltype(type);

@@ -66,18 +66,18 @@ inline void signal_all(const Exchange& ex, int64_t signals_offset, uint32_t epoc
     slot->D = round.D, slot->K = round.K, slot->dtype = round.dtype;
     slot->tag = static_cast<int32_t>(round.progress.tag);
     slot->needed_rows = static_cast<int32_t>(std::min<int64_t>(ex.status->needed_rows, INT32_MAX));
-    slot->more_rounds[epoch % 2] = round.progress.asked & 1;
+    slot->more_rounds[epoch % 2] = round.progress.more_rounds & 1;
     std::atomic_ref(slot->epoch).store(epoch, std::memory_order_release);
     wake(ex, rank);
   }
 }
 
-// Answers the host, which has asked whether any rank needs a round after `epoch`. All headers of dispatch are here.
-inline void answer(const Exchange& ex, uint32_t epoch, Progress& progress) {
+// Notes for the host whether any rank has more rounds after `epoch`. All headers of dispatch are here.
+inline void note_more_rounds(const Exchange& ex, uint32_t epoch, Progress& progress) {
   auto* headers = in_window<RoundHeader>(ex, ex.plan.rank, ex.plan.signal_dispatch);
-  auto needs_more = [&](const RoundHeader& header) { return header.more_rounds[epoch % 2]; };
+  auto has_more = [&](const RoundHeader& header) { return header.more_rounds[epoch % 2]; };
   int64_t round = (progress.phases + 3) / 4;  // as epmoe/exchange/round_state.py counts
-  progress.answer = round << 1 | std::any_of(headers, headers + ex.plan.R, needs_more);
+  progress.has_more_rounds = round << 1 | std::any_of(headers, headers + ex.plan.R, has_more);
 }
 
 // Ranks whose flag has not reached `epoch`, as a mask.
@@ -91,7 +91,7 @@ inline uint64_t missing_ranks(const Exchange& ex, int64_t signals_offset, uint32
   return missing;
 }
 
-// A rank that left reports itself missing: the host writes this word into every window (epmoe/exchange/exchange.py).
+// A rank that left reports itself missing: the host writes this word into every window (epmoe/exchange/node.py).
 inline uint64_t departure_of(int64_t rank) { return uint64_t{1} << rank; }
 
 // Records the first failure, reports it to every rank, and latches: the proof above no longer holds, so this rank sends

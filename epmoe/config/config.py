@@ -139,7 +139,7 @@ class ExchangeConfig(Strict):
     warmup_timeout_s: float = Field(default=300.0, gt=0, le=86400)
     """Replaces `timeout_s` in the first round, during which ranks may still load or compile."""
     on_abort: Literal["raise", "zeros"] = "raise"
-    """Another rank has given a round up: raise EPAbortedError, or only count it and sum without its experts."""
+    """Another rank has aborted a round: raise EPAbortedError, or only count it and sum without its experts."""
     num_sms: int | None = Field(default=None, ge=1)
     """Most multiprocessors (SMs) that a communication kernel may use (CUDA); by default the library's choice."""
     tuning: str | None = None
@@ -197,17 +197,17 @@ class EPConfig(Strict):
     def of_node(self) -> Self:
         """The configuration of the exchange within one node, whose ranks bring what the slabs of all nodes hold.
 
-        Its waits are a little longer than those for the network: the rank that waits for the network then says first
+        Its waits are a little longer than those for the network: the rank that waits for the network then reports first
         which rank is missing. Overflow and aborts are counted only, since the sources of the rows raise them. The
         placement is not of this configuration: see `Placement.of_node`.
         """
         topology, times = self.topology, self.exchange
-        slots = topology.num_nodes * self.rows_per_node
+        tokens = topology.num_nodes * self.rows_per_node
         later = {key: getattr(times, key) + INSIDE_NODE_S for key in ("timeout_s", "warmup_timeout_s")}
         return self.model_copy(
             update={
                 "topology": TopologyConfig(ep_size=topology.ranks_here),
-                "capacity": self.capacity.model_copy(update={"max_num_tokens_per_rank": slots, "on_overflow": "drop"}),
+                "capacity": self.capacity.model_copy(update={"max_num_tokens_per_rank": tokens, "on_overflow": "drop"}),
                 "exchange": times.model_copy(update=later | {"on_abort": "zeros"}),
             }
         )

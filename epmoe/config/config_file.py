@@ -167,7 +167,7 @@ def _brief(error: Exception) -> str:
     text = " ".join(str(problem or error).split())
     if "'\\t'" in text:
         text = "a tab, where YAML is indented with spaces"
-    return (f"line {line}: " if line is not None else "") + (text if len(text) <= 160 else text[:159] + "…")
+    return (f"line {line}: " if line is not None else "") + _short(text, 160)
 
 
 def environment_overrides(

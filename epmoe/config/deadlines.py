@@ -1,10 +1,10 @@
 """Deadlines of failures over several nodes, whose order matters.
 
-The rank that is next to a fault must speak first, since it knows who is missing. The others learn it and say the same:
+The rank next to a fault must report first, since it knows who is missing. The others then report the same ranks:
 
     timeout_s                a transfer to other nodes: its rank finds the fault
-    + ANSWER_S               the ranks of its rail have said what they know
-    + INSIDE_NODE_S          waits inside a node, whose other ranks have been told by then (`report`)
+    + ANSWER_S               the ranks of its rail have reported what they know
+    + INSIDE_NODE_S          waits inside a node, whose other ranks have the report by then
     + RETURN_S               the way back to the sources, which waits for ranks in such waits
     + NETWORK_SLACK_S        the network's own deadline, whose error would have no names
 """

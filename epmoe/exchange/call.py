@@ -27,13 +27,13 @@ class Call(NamedTuple):
     tag: int = 0
     aligned: bool = False
 
-    def operands(self, device: torch.device) -> tuple[Any, ...]:
+    def operands(self, T: int, device: torch.device) -> tuple[Any, ...]:
         """The tensors as the operators take them, then `num_tokens` as a tensor or None, and as a number of rows.
 
-        Raises TypeError or ValueError for what cannot be `num_tokens`.
+        T is from `Templates.of`: reading it from x again costs 0.15 µs. Raises TypeError or ValueError for what cannot
+        be `num_tokens`.
         """
         x, ids, weights, scales, num_tokens = self[:5]
-        T = x.shape[0]
         tokens, rows = (None, T) if num_tokens is None else token_count(num_tokens, T, device)
         return aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights), scales, tokens, rows
 

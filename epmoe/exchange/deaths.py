@@ -71,7 +71,7 @@ def _watch(processes: dict[int, int], stop: socket.socket, note: weakref.WeakMet
                 return
             mask |= sum(1 << rank for rank, process in processes.items() if process in readable)
             processes = {rank: process for rank, process in processes.items() if process not in readable}
-            with suppress(RuntimeError):  # of a GPU in distress: waits run into their deadline
+            with suppress(RuntimeError):  # of a GPU that has failed: waits run into their deadline
                 call(mask)
             del call
 

@@ -90,7 +90,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def drop_reports(self) -> None:
-        """Drop what was reported of a round that was given up, so that it does not hit the next round."""
+        """Drop what was reported of an aborted round, so that it does not hit the next round."""
 
     @abstractmethod
     def check(self) -> None:
@@ -100,7 +100,7 @@ class Exchange(ABC):
     def check_rounds(self) -> None:
         """Raise what makes the y of a round that has ended incomplete, unless the config only counts it.
 
-        EPOverflowError if it needed more rows than there are, EPAbortedError if other ranks have given it up.
+        EPOverflowError if it needed more rows than there are, EPAbortedError if other ranks have aborted it.
         """
 
     @property
@@ -143,7 +143,7 @@ class Exchange(ABC):
             What tells all ranks this number, waits for theirs, and returns the largest. Where an exception such as a
             Ctrl-C has ended it, another call takes it up again. It raises EPTimeoutError, which names the missing
             ranks, after the deadline of a round, or as soon as a rank has ended. None on one node, whose rounds
-            themselves say whether a rank needs another one: see `RoundState.telling`.
+            themselves carry whether a rank has more: see `RoundState.sending`.
 
         Raises:
             EPTimeoutError: an earlier call has timed out.
@@ -152,15 +152,15 @@ class Exchange(ABC):
 
     @abstractmethod
     def has_more_rounds(self) -> bool:
-        """Whether any rank has more rounds after the last one, in which all told it.
+        """Whether any rank has more rounds after the last one, in which all sent it.
 
         On GPUs it waits for the kernel of dispatch.
 
-        On the CPU dispatch has the answer when it returns. A round that was given up before has it once every rank has
+        On the CPU dispatch has the answer when it returns. A round that was aborted before has it once every rank has
         closed the round, for which this waits.
 
         Raises what `check` does, EPTimeoutError also where the kernel does not end within `exchange.warmup_timeout_s`,
-        and RuntimeError as torch does on a GPU in distress.
+        and RuntimeError as torch does on a GPU that has failed.
         """
 
     def enter(self) -> None:

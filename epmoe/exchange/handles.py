@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, SupportsIndex
+from typing import Any, ClassVar, Literal, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -27,24 +26,20 @@ class HoldsWindows:
 
 
 class _Fields(HoldsWindows):
-    """Named values, some of which exist in the other layout only: reading one of these raises AttributeError.
+    """Named values, some of which one layout lacks: reading one of these raises AttributeError.
 
     All rounds of one `RoundTemplate` have the same values, since the buffers never move.
     """
 
+    _name: ClassVar[str]  # as callers know it
+    _lacking: ClassVar[Layout]  # the layout that lacks some of the annotated attributes
+
     def __init__(self, attributes: dict[str, Any]) -> None:
         self.__dict__ = attributes
 
-    @staticmethod
-    def attributes(
-        owner: str, layout: Layout, present: Mapping[str, object], absent: tuple[str, ...] = ()
-    ) -> dict[str, Any]:
-        """The `__dict__` of an object that callers know as `owner`; `absent` names what `layout` does not have."""
-        return dict(present) | {"_owner": owner, "_layout": layout, "_absent": absent}
-
     def __getattr__(self, name: str) -> object:
-        if name in self.__dict__.get("_absent", ()):
-            raise AttributeError(f"`{self._owner}.{name}` does not exist with layout={self._layout!r}")
+        if name in type(self).__annotations__:
+            raise AttributeError(f"`{self._name}.{name}` does not exist with layout={self._lacking!r}")
         raise AttributeError(name)
 
 
@@ -65,6 +60,7 @@ class Received(_Fields):
         weights: fp32 [R, M, K].
     """
 
+    _name, _lacking = "recv", "expert"
     counts: Tensor
     x: Tensor
     scales: Tensor | None
@@ -72,7 +68,7 @@ class Received(_Fields):
     weights: Tensor
 
     def __repr__(self) -> str:
-        return describe_fields(self, {name: v for name, v in self.__dict__.items() if name[0] != "_"})
+        return describe_fields(self, self.__dict__)
 
 
 @dataclass(slots=True)
@@ -136,6 +132,7 @@ class Dispatched(_Fields):
         hidden_size: D of the call.
     """
 
+    _name, _lacking = "dispatched", "rank"
     rows: Tensor
     scales: Tensor | None
     expert_offsets: Tensor

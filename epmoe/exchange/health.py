@@ -28,8 +28,6 @@ STATUS = (
 )  # fmt: skip
 TIMEOUT, MISMATCH, OUT_OF_TURN = 1, 2, 3
 STAGES = ("dispatch", "combine")
-
-
 # Buffers of the memory plan that only grow, and the count of rounds: what `Health` is made of.
 TOTALS = (
     "health.counters", "health.tokens_per_expert", "health.rows_sent", "health.waited_ns", "health.aborted_rounds",
@@ -55,8 +53,8 @@ class Health:
         rows_sent: [R], rows sent to each rank.
         waited_s: [R], seconds that this rank has waited for each rank. A wait for all ranks counts for each of them
             from its start until the signal of that rank was seen, and 0 if that was there at the first look.
-        aborted_rounds: [R], rounds that each rank has given up. Those of a round that this rank gave up itself are not
-            seen on the CPU.
+        aborted_rounds: [R], rounds that each rank has aborted. The CPU does not see the aborts
+            of other ranks in a round that this rank aborted, too.
     """
 
     rounds: int
@@ -167,7 +165,7 @@ class EPResumeError(EPOpenError):
         self.missing_ranks: list[int] = getattr(error, "missing_ranks", [])
         EPError.__init__(
             self,
-            f"the new group did not form within {timeout_s} s, or lost a rank ({error}): resume in a group of ranks "
+            f"the new group did not form within {timeout_s} s, or a rank ended ({error}): resume in a group of ranks "
             "that answer",
         )
 
@@ -186,16 +184,16 @@ class EPOverflowError(EPError):
 
 
 class EPAbortedError(EPError):
-    """Other ranks have given a round up, so the sums of this round lack their experts. The next round works.
+    """Other ranks have aborted a round, so the sums of this round lack their experts. The next round works.
 
     The round was closed on all ranks. On GPUs the error may come some rounds later, as hosts run ahead of their GPUs.
-    `ranks` of the group gave it up, on GPUs this or another round since the last such error; `epoch` is the last one.
+    `ranks` of the group aborted it, or on GPUs another round since the last such error; `epoch` is the last one.
     """
 
     def __init__(self, epoch: int, ranks: list[int]):
         self.epoch, self.ranks = epoch, ranks
         super().__init__(
-            f"round {epoch}: rank(s) {ranks} gave the round up, after an exception or by skip, so this rank's y lacks "
+            f"round {epoch}: rank(s) {ranks} aborted the round, after an exception or by skip, so this rank's y lacks "
             "their experts. The round was closed, and the next one works; with exchange.on_abort zeros it only counts"
         )
 
@@ -204,7 +202,7 @@ class EPMismatchError(EPError, ValueError):
     """The calls of the ranks do not match: another tag, K, D or dtype; on GPUs also layout or weights on input.
 
     On the CPU the round was closed, and the next one is complete. On GPUs the `ExpertParallel` can only be resumed or
-    closed: the hosts hear of it in different rounds, because they run ahead of their GPUs.
+    closed: the hosts see it in different rounds, because they run ahead of their GPUs.
     """
 
     def __init__(self, epoch: int, ranks: list[int], latched: bool = False, tags: tuple[int, int, int] | None = None):
@@ -233,7 +231,7 @@ class EPOrderError(EPError):
         self.stage, self.epoch = stage, epoch
         due = ("dispatch was due", "dispatch had not ended", "combine was due", "combine had not ended")[phases]
         super().__init__(
-            f"round {epoch}: {stage} ran on this rank's GPU where {due}. dispatch and combine run by turns, each after "
+            f"round {epoch}: {stage} ran on this rank's GPU where {due}. dispatch and combine alternate, each after "
             "the end of the other: replay graphs in this order, and let the stream of a replay wait for the stream of "
             "the call or replay before it. This ExpertParallel can only be resumed or closed"
         )
@@ -251,7 +249,8 @@ def raise_on_failure(status: Tensor, global_ranks: list[int], rank: int, latched
     if code == MISMATCH:
         if not latched:
             status[0] = 0
-        raise EPMismatchError(epoch, ranks, latched, tags_of(tag, other))
+        tags = (tag, other - 1 >> 16, other - 1 & 0xFFFF) if other else None
+        raise EPMismatchError(epoch, ranks, latched, tags)
     if code == OUT_OF_TURN:
         raise EPOrderError(STAGES[stage], epoch, phases)
     assert code == TIMEOUT, f"unknown status code {code}"
@@ -271,16 +270,3 @@ def raise_on_failure(status: Tensor, global_ranks: list[int], rank: int, latched
             "in one order"
         )
     raise EPTimeoutError(STAGES[stage], epoch, ranks, missing, why)
-
-
-def tags_of(tag: int, other: int) -> tuple[int, int, int] | None:
-    """`tag` and `other` of `STATUS` as `EPMismatchError` takes them."""
-    return (tag, other - 1 >> 16, other - 1 & 0xFFFF) if other else None
-
-
-def raise_on_overflow(status: Tensor, max_rows: int) -> None:
-    """Raise if a round needed more than `max_rows` expert-major rows, and clear it, so that it is raised once."""
-    needed = int(status[STATUS.index("needed_rows")])
-    if needed:
-        status[STATUS.index("needed_rows")] = 0
-        raise EPOverflowError(needed, max_rows)

@@ -94,7 +94,6 @@ def launches(
     send: bool = True,
     receive: bool = True,
     multiprocessors: int = H200_MULTIPROCESSORS,
-    major: int = H200_MAJOR,
 ) -> tuple[DispatchLaunch, CombineLaunch]:
     """The launches of one round of `tokens` rows of `dtype` with the plan's D and K.
 
@@ -106,14 +105,13 @@ def launches(
         send: the launch runs the send phase.
         receive: the launch runs the recv phase.
         multiprocessors: of the GPU; an H200 has 132.
-        major: the GPU's compute capability; 9 for H100 and H200.
 
     Returns:
         The launch of dispatch and that of combine.
     """
     sizes = plan.sizes
     call = (tokens, sizes["D"], sizes["K"], ops.DTYPES.index(dtype), expert_major, send, receive)
-    fields = ops.launch_policy(_as_tensor(plan), *call, multiprocessors, major).tolist()
+    fields = ops.launch_policy(_as_tensor(plan), *call, multiprocessors, H200_MAJOR).tolist()
     split = len(DispatchLaunch._fields)
     return DispatchLaunch(*fields[:split]), CombineLaunch(*fields[split:])
 

@@ -131,7 +131,7 @@ class MemoryPlan:
         nvlink = config.exchange.transport == "nvlink" if nvlink is None else nvlink
         placement = placement or config.place_experts()
         if config.topology.num_nodes > 1:
-            return cls._of_two_levels(config, rank, placement, nvlink)
+            return cls._over_nodes(config, rank, placement, nvlink)
         R, M = config.topology.ep_size, config.capacity.max_num_tokens_per_rank
         K, D = config.model.num_experts_per_tok, config.model.hidden_size
         E, P, e = placement.num_experts, placement.num_physical_experts, placement.num_local_experts(rank)
@@ -202,7 +202,7 @@ class MemoryPlan:
         return cls(buffers, dict(zip(SIZES, map(int, values), strict=True)))
 
     @classmethod
-    def _of_two_levels(cls, config: EPConfig, rank: int, placement: Placement, nvlink: bool) -> MemoryPlan:
+    def _over_nodes(cls, config: EPConfig, rank: int, placement: Placement, nvlink: bool) -> MemoryPlan:
         """The plan of the exchange within the node, and the memory of the rail."""
         topology = config.topology
         G, N, S = topology.ranks_here, topology.num_nodes, config.rows_per_node

@@ -29,10 +29,10 @@ from epmoe.exchange.health import (
     TIMEOUT,
     TOTALS,
     EPAbortedError,
+    EPOverflowError,
     Health,
     Totals,
     raise_on_failure,
-    raise_on_overflow,
 )
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.outputs import output_rows, refuse_layout, y_of
@@ -54,7 +54,7 @@ from epmoe.native import ops
 _written_to: list[object] = []  # what kernels that had not ended at a release may write
 _CODE, _NEEDED_ROWS = STATUS.index("code"), STATUS.index("needed_rows")
 _MISSING, _ABORTED, _ABORTED_EPOCH = map(STATUS.index, ("missing", "aborted", "aborted_epoch"))
-_SPIN_S = 1.0  # then the wait for an answer may take milliseconds longer, and notices a GPU in distress
+_SPIN_S = 1.0  # then the wait for an answer may take milliseconds longer, and notices a GPU that has failed
 
 
 class NodeExchange(Exchange):
@@ -115,43 +115,34 @@ class NodeExchange(Exchange):
         self._totals = Totals(self.views)
 
     def dispatch(self, call: Call) -> Dispatched:
-        """As `Exchange.dispatch`. `padded_tokens` is for a network between nodes, of which there is none here."""
+        """`padded_tokens` is for a network between nodes, of which there is none here."""
         self.enter()
         try:
             sent = self._opened(call)
-            ops.dispatch(*sent.arguments)
-            if self.rounds.state != DISPATCHED:
-                self._wait_on(ops.dispatch, sent.arguments, DISPATCHED)
+            self._run(ops.dispatch, sent.arguments, DISPATCHED)
             return self._received(sent)
         finally:
             self.thread = 0
 
     def dispatch_send(self, call: Call) -> Sent:
-        """As `Exchange.dispatch_send`."""
         self.enter()
         try:
             sent = self._opened(call)
-            ops.dispatch_send(*sent.arguments)
-            if self.rounds.state != SENT:
-                self._wait_on(ops.dispatch_send, sent.arguments, SENT)
+            self._run(ops.dispatch_send, sent.arguments, SENT)
             return sent
         finally:
             self.thread = 0
 
     def dispatch_recv(self, sent: Sent) -> Dispatched:
-        """As `Exchange.dispatch_recv`."""
         self.enter()
         try:
             self.rounds.permit(sent, "dispatch_recv", "sent")
-            ops.dispatch_recv(*sent.arguments)
-            if self.rounds.state != DISPATCHED:
-                self._wait_on(ops.dispatch_recv, sent.arguments, DISPATCHED)
+            self._run(ops.dispatch_recv, sent.arguments, DISPATCHED)
             return self._received(sent)
         finally:
             self.thread = 0
 
     def combine(self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> Tensor:
-        """As `Exchange.combine`."""
         self.enter()
         try:
             if self._words[_CODE]:  # `check_open` alone would cost each round two calls more, as elsewhere here
@@ -164,7 +155,6 @@ class NodeExchange(Exchange):
             self.thread = 0
 
     def combine_send(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None = None) -> None:
-        """As `Exchange.combine_send`."""
         self.enter()
         try:
             if self._words[_CODE]:
@@ -175,22 +165,18 @@ class NodeExchange(Exchange):
             self.thread = 0
 
     def combine_recv(self, dispatched: Dispatched) -> Tensor:
-        """As `Exchange.combine_recv`."""
         self.enter()
         try:
             self.rounds.permit(dispatched, "combine_recv")
             y = self.rounds.y
             assert y is not None
-            arguments = y, None, *self.memory, dispatched.sent.descriptor
-            ops.combine_recv(*arguments)
-            if self.rounds.state != CLOSED:
-                self._wait_on(ops.combine_recv, arguments, CLOSED)
+            self._run(ops.combine_recv, (y, None, *self.memory, dispatched.sent.descriptor), CLOSED)
             return self._closed(y)
         finally:
             self.thread = 0
 
     def abort_open_round(self) -> None:
-        """As `Exchange.abort_open_round`. It allocates nothing, so it works in any distress."""
+        """It allocates nothing, so it works after any error."""
         rounds = self.rounds
         sent = rounds.sent
         memory = (*self.memory, sent.descriptor)
@@ -206,7 +192,6 @@ class NodeExchange(Exchange):
         rounds.close()
 
     def drop_reports(self) -> None:
-        """As `Exchange.drop_reports`."""
         if not self.failed:
             self._words[_CODE] = 0
         self._words[_NEEDED_ROWS] = self._words[_ABORTED] = 0
@@ -217,13 +202,11 @@ class NodeExchange(Exchange):
         return self._words[_CODE]
 
     def check(self) -> None:
-        """As `Exchange.check`."""
         if self._words[_CODE]:
             latched = self.device.type == "cuda"
             raise_on_failure(self.status, self.global_ranks, self.rank, latched, self.dead())
 
     def check_rounds(self) -> None:
-        """As `Exchange.check_rounds`."""
         if self._raises_overflow:
             self.check_overflow()
         if self._raises_abort and self._words[_ABORTED]:
@@ -231,26 +214,25 @@ class NodeExchange(Exchange):
             raise EPAbortedError(epoch, [rank for rank in range(self.plan.sizes["R"]) if mask >> rank & 1])
 
     def check_overflow(self) -> None:
-        """Raise EPOverflowError if a round needed more expert-major rows than there are."""
-        if self._words[_NEEDED_ROWS]:
-            raise_on_overflow(self.status, self.plan.sizes["max_rows"])
+        """Raise EPOverflowError, once, if a round needed more expert-major rows than there are."""
+        if needed := self._words[_NEEDED_ROWS]:
+            self._words[_NEEDED_ROWS] = 0
+            raise EPOverflowError(needed, self.plan.sizes["max_rows"])
 
     def take_aborted(self) -> tuple[int, int]:
-        """Ranks that have given up rounds that ended since the last call, as a mask, and the last such round."""
+        """Ranks that have aborted rounds that ended since the last call, as a mask, and the last such round."""
         mask, self._words[_ABORTED] = self._words[_ABORTED], 0
         return mask, self._words[_ABORTED_EPOCH]
 
     @property
     def failed(self) -> bool:
-        """As `Exchange.failed`."""
         code = self._words[_CODE]
         return code == TIMEOUT or code != 0 and self.device.type == "cuda"
 
     def missing(self) -> int:
-        """As `Exchange.missing`."""
         mask = self._words[_MISSING] if self._words[_CODE] == TIMEOUT else 0
         errors = self.views["signal.error"]
-        with suppress(RuntimeError):  # of a GPU in distress
+        with suppress(RuntimeError):  # of a GPU that has failed
             if self.device.type == "cuda":
                 with torch.cuda.stream(torch.cuda.Stream(self.device)):
                     errors = errors.cpu()
@@ -259,13 +241,11 @@ class NodeExchange(Exchange):
         return mask
 
     def dead(self) -> int:
-        """As `Exchange.dead`."""
         return self.window.deaths.mask()
 
     def end_waits(self) -> None:
-        """As `Exchange.end_waits`."""
         if self.plan.sizes["R"] > 1 and not self.failed:
-            with suppress(RuntimeError):  # of a GPU in distress: the others run into their deadline
+            with suppress(RuntimeError):  # of a GPU that has failed: the others run into their deadline
                 self.report("signal.error", 1 << self.rank)
 
     @property
@@ -278,44 +258,40 @@ class NodeExchange(Exchange):
         self.window.store(self.plan[buffer].offset + 8 * self.rank, value)
 
     def health(self, wait: bool) -> Health:
-        """As `Exchange.health`."""
         if wait and self.device.type == "cuda":
             interruptible(torch.cuda.current_stream(self.device).synchronize)
         return self._totals.read()
 
     def retune(self, tuning: Tuning) -> None:
-        """As `Exchange.retune`."""
         self.descriptors.tuning = tuning
         self.templates.clear()
 
     def release(self, owner: object = None) -> None:
-        """As `Exchange.release`. What kernels may still write lives as long as the process, together with `owner`."""
+        """What kernels may still write lives as long as the process, together with `owner`."""
         self.window.deaths.close()
-        with suppress(RuntimeError):  # of a GPU in distress, and of a failed round, whose kernels end by themselves
+        with suppress(RuntimeError):  # of a GPU or a round that has failed, whose kernels end by themselves
             if device_ends(self.device, self.descriptors.timeout_s):
                 return
         _written_to.append((self, owner))
 
     def largest(self, number: int) -> Callable[[], int] | None:
-        """As `Exchange.largest`."""
         return None
 
     def has_more_rounds(self) -> bool:
-        """As `Exchange.has_more_rounds`."""
         if self.device.type == "cuda":
             spin_until = time.monotonic() + _SPIN_S
-            while self.rounds.answer is None and time.monotonic() < spin_until:
+            while self.rounds.has_more_rounds is None and time.monotonic() < spin_until:
                 self.check()
                 time.sleep(0)  # lets other threads run
-            if self.rounds.answer is None:
+            if self.rounds.has_more_rounds is None:
                 self.wait_for_device(self.config.exchange.warmup_timeout_s)
                 self.check()
-        elif self.rounds.answer is None:  # until every rank has closed the last round
+        elif self.rounds.has_more_rounds is None:  # until every rank has closed the last round
             arguments = torch.empty(0, 0, device="cpu"), None, *self.memory, self.descriptors.any()
             ops.combine_recv(*arguments)
             self._wait_on(ops.combine_recv, arguments, CLOSED)
             self.check()
-        return bool(self.rounds.answer)
+        return bool(self.rounds.has_more_rounds)
 
     def _clear(self, placement: Placement) -> None:
         """Bring the memory into the state before the first round."""
@@ -341,10 +317,9 @@ class NodeExchange(Exchange):
             self.check()
         rounds = self.rounds
         epoch = rounds.next_epoch()
-        template = self.templates.of(call)
-        T = call.x.shape[0]
+        template, T = self.templates.of(call)
         descriptor = template.descriptors[bisect_left(template.steps, T)]
-        arguments = *call.operands(self.device), *self.memory, descriptor
+        arguments = *call.operands(T, self.device), *self.memory, descriptor
         if epoch == 2:  # no rank loads or compiles any more
             self.descriptors.set_timeout(self.config.exchange.timeout_s)
         return rounds.open(template, T, epoch, call.tag, descriptor, arguments)
@@ -367,10 +342,7 @@ class NodeExchange(Exchange):
         y = y_of(dispatched, out, self.device)
         checked = output_rows(rows, dispatched, self.plan, self.device)
         self.rounds.give_back(y)
-        arguments = y, checked, *self.memory, dispatched.sent.descriptor
-        operator(*arguments)
-        if self.rounds.state != state:
-            self._wait_on(operator, arguments, state)
+        self._run(operator, (y, checked, *self.memory, dispatched.sent.descriptor), state)
         return y
 
     def _closed(self, y: Tensor) -> Tensor:
@@ -381,6 +353,12 @@ class NodeExchange(Exchange):
             self.poll()
         return y
 
+    def _run(self, operator: OpOverload, arguments: tuple[Any, ...], state: int) -> None:
+        """Call an operator that leads the round to `state`, and wait on if a signal has interrupted it."""
+        operator(*arguments)
+        if self.rounds.state != state:
+            self._wait_on(operator, arguments, state)
+
     def _wait_on(self, operator: OpOverload, arguments: tuple[Any, ...], state: int) -> None:
         """After an operator that should have led the round to `state` and has not.
 
@@ -388,7 +366,7 @@ class NodeExchange(Exchange):
         run its signal handlers. If these raise, the round stays where it is. Otherwise the wait goes on with the same
         deadline.
 
-        Raises EPTimeoutError if dispatch waited in vain for ranks to end a round that this rank has given up.
+        Raises EPTimeoutError if dispatch waited in vain for ranks to end a round that this rank has aborted.
         """
         rounds = self.rounds
         receive = ops.dispatch_recv if state == DISPATCHED else ops.combine_recv

@@ -21,7 +21,7 @@ _KINDS: tuple[type[Exception], ...] = (MemoryError, ValueError, RuntimeError)
 _MOST_BYTES = 2**24  # of a value
 
 
-class LostRankError(RuntimeError):
+class MissingRankError(RuntimeError):
     """A rank of `peers` has ended, or did not come in time. Their group can do nothing more."""
 
     def __init__(self, peers: Peers, error: RuntimeError):
@@ -38,7 +38,7 @@ class _Problem(NamedTuple):
     text: str
 
 
-class _ToldError(Exception):
+class _ReportedError(Exception):
     """Another rank of `peers` has failed in a step of `together`."""
 
     def __init__(self, peers: Peers, problem: _Problem):
@@ -82,25 +82,25 @@ class Peers:
     def all_gather(self, value: _Value) -> list[_Value]:
         """Every rank's value, in rank order. Collective. Values travel as JSON, in which a tuple is a list.
 
-        Raises LostRankError at once if a rank has ended, and after the deadline if one does not arrive. It also ends a
-        step of `together` in which another rank has failed.
+        Raises MissingRankError at once if a rank has ended, and after the deadline if one does not arrive. It also ends
+        a step of `together` in which another rank has failed.
         """
-        said = self._exchange((None, value))
-        self._raise_told([problem and _Problem(*problem) for problem, _ in said])
-        return [theirs for _, theirs in said]
+        gathered = self._exchange((None, value))
+        self._raise_reported([problem and _Problem(*problem) for problem, _ in gathered])
+        return [theirs for _, theirs in gathered]
 
     @contextmanager
     def together(self) -> Iterator[None]:
         """A step that fails on all ranks if it fails on one. Collective at its end.
 
-        A rank that fails says so in place of its next `all_gather`, whichever that is on the others. It raises its own
-        error. The others raise the error of the first such rank, as a MemoryError, ValueError or RuntimeError.
+        A rank that fails reports it in place of its next `all_gather`, whichever that is on the others, and raises its
+        own error. The others raise the error of the first such rank, as a MemoryError, ValueError or RuntimeError.
         """
         try:
             with self.part():
                 yield
-        except _ToldError as told:
-            raise told.as_shared() from told.__cause__
+        except _ReportedError as reported:
+            raise reported.as_shared() from reported.__cause__
 
     @contextmanager
     def part(self) -> Iterator[None]:
@@ -109,33 +109,33 @@ class Peers:
             yield
             self.all_gather(None)
         except Exception as error:
-            if isinstance(error, (LostRankError, _ToldError)) and error.peers is self:
+            if isinstance(error, (MissingRankError, _ReportedError)) and error.peers is self:
                 raise
-            self._tell(error)
+            self._report(error)
             raise
 
-    def _tell(self, error: Exception) -> None:
-        """Say that this rank has failed. Raises _ToldError where that says more than the error itself."""
-        late = isinstance(error, (LostRankError, TimeoutError))
-        if isinstance(error, _ToldError):  # a part of these ranks has failed
+    def _report(self, error: Exception) -> None:
+        """Report that this rank has failed. Raises _ReportedError where another's error explains more."""
+        late = isinstance(error, (MissingRankError, TimeoutError))
+        if isinstance(error, _ReportedError):  # a part of these ranks has failed
             problem = error.problem
         else:
             kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
             text = str(error) if type(error) is kind else f"{type(error).__name__}: {error}"
             problem = _Problem(late, self.first + self.rank, kind.__name__, text)
         try:
-            self._raise_told([theirs and _Problem(*theirs) for theirs, _ in self._exchange((problem, None))])
-        except _ToldError as told:
-            if late or isinstance(error, (MemoryError, _ToldError)):
-                raise told from error
-        except LostRankError as lost:
-            if isinstance(error, (RuntimeError, OSError, _ToldError)):  # which may come of it
-                raise lost from error
+            self._raise_reported([theirs and _Problem(*theirs) for theirs, _ in self._exchange((problem, None))])
+        except _ReportedError as reported:
+            if late or isinstance(error, (MemoryError, _ReportedError)):
+                raise reported from error
+        except MissingRankError as missing:
+            if isinstance(error, (RuntimeError, OSError, _ReportedError)):  # which may come of it
+                raise missing from error
 
-    def _raise_told(self, said: Sequence[_Problem | None]) -> None:
-        problems = [problem for problem in said if problem is not None]
+    def _raise_reported(self, reports: Sequence[_Problem | None]) -> None:
+        problems = [problem for problem in reports if problem is not None]
         if problems:
-            raise _ToldError(self, min(problems))
+            raise _ReportedError(self, min(problems))
 
     def _exchange(self, value: _Value) -> list[_Value]:
         if self.group is None:
@@ -158,5 +158,5 @@ class Peers:
         try:
             self.group.allgather([rows], [tensor], options).wait()
         except RuntimeError as error:
-            raise LostRankError(self, error) from None
+            raise MissingRankError(self, error) from None
         return rows

@@ -42,8 +42,10 @@ PERMITTED = (
     ("combine_recv",),
 )
 # Words of `RoundState.progress`, in the order of `Progress` in csrc/plan.h.
-PROGRESS = ("phases", "deadline_ns", "missing", "counted_ns", "last_stream", "asked", "answer", "tag")
-_PHASES, _DEADLINE, _ASKED, _ANSWER, _TAG = map(PROGRESS.index, ("phases", "deadline_ns", "asked", "answer", "tag"))
+PROGRESS = ("phases", "deadline_ns", "missing", "counted_ns", "last_stream", "more_rounds", "has_more_rounds", "tag")
+_PHASES, _DEADLINE, _MORE, _HAS_MORE, _TAG = map(
+    PROGRESS.index, ("phases", "deadline_ns", "more_rounds", "has_more_rounds", "tag")
+)
 
 # Bytes from the start of the buffer "state" to fields of `RoundState` in csrc/plan.h.
 LATCHED_AT, PROGRESS_AT = 8, 200
@@ -157,22 +159,22 @@ class RoundState:
         self.progress[_DEADLINE] = 0
 
     @contextmanager
-    def telling(self, has_more: bool | None) -> Iterator[None]:
-        """Within it the thread calls dispatch once, both phases, and tells whether this rank has more rounds.
+    def sending(self, has_more: bool | None) -> Iterator[None]:
+        """Within it the thread calls dispatch once, both phases, which also sends whether this rank has more rounds.
 
-        All ranks tell it, or none. A round that tells nothing, with None, pays nothing.
+        All ranks send it, or none, with None, which costs nothing.
         """
-        self.progress[_ASKED] = 0 if has_more is None else self.count + 1 << 1 | has_more
+        self.progress[_MORE] = 0 if has_more is None else self.count + 1 << 1 | has_more
         try:
             yield
         finally:
-            self.progress[_ASKED] = 0
+            self.progress[_MORE] = 0
 
     @property
-    def answer(self) -> bool | None:
-        """Whether any rank has more rounds after the last one, in which all told it; None: not known yet."""
-        answer: int = self.progress[_ANSWER]
-        return bool(answer & 1) if answer >> 1 == self.count else None
+    def has_more_rounds(self) -> bool | None:
+        """Whether any rank has more rounds after the last one, in which all sent it; None: not known yet."""
+        word: int = self.progress[_HAS_MORE]
+        return bool(word & 1) if word >> 1 == self.count else None
 
     def describe(self, epoch: int) -> str:
         """The state of round `epoch`, for `repr`."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from epmoe.config.config import EPConfig
 from epmoe.exchange.call import Call
-from epmoe.exchange.handles import Dispatched, Layout, Received, RoundTemplate
+from epmoe.exchange.handles import Layout, Received, RoundTemplate
 from epmoe.exchange.round_state import MAX_TAG, RoundState
 from epmoe.native.arguments import (
     FLOATS,
@@ -60,9 +60,12 @@ class Templates:
         self._max_tokens = config.capacity.max_num_tokens_per_rank
         self._templates: dict[tuple[object, ...], RoundTemplate] = {}
 
-    def of(self, call: Call) -> RoundTemplate:
-        """The template of a call. Raises TypeError, ValueError or RuntimeError for what `ExpertParallel.dispatch` does
-        not take, except for `num_tokens` and `padded_tokens`."""
+    def of(self, call: Call) -> tuple[RoundTemplate, int]:
+        """The template of a call, and T.
+
+        Raises TypeError, ValueError or RuntimeError for what `ExpertParallel.dispatch` does not take, except for
+        `num_tokens` and `padded_tokens`.
+        """
         x, ids, weights, scales, _, layout, weighted, _, tag, aligned = call
         if tag.__class__ is not int or not 0 <= tag <= MAX_TAG:
             _refuse_tag(tag)
@@ -83,12 +86,12 @@ class Templates:
                 and (scales is None or _fits(scales, T, D, device))
                 and not (torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad))
             ):
-                return template
+                return template, T
         except (AttributeError, TypeError, ValueError):
-            pass  # not even tensors of two dimensions: `_check` says so
+            pass  # not even tensors of two dimensions: `_check` raises
         _check(self._config, self._device, call)
         self._templates[key] = template = self._new(x, key)
-        return template
+        return template, T
 
     def no_tokens(
         self,
@@ -133,30 +136,24 @@ class Templates:
         wire, scale = payload.dtype_of(x.dtype), payload.scale
         y_dtype = self._config.model.torch_dtype if x.dtype is FP8 else x.dtype
         items, blocks = payload.row_items(D, x.dtype), payload.num_scales(D)
-        recv_fields: dict[str, Tensor | None]
+        attributes: dict[str, Any] = {"layout": layout, "dtype": y_dtype, "hidden_size": D, **self._owner}
+        attributes["alignment"] = self._alignment if aligned else 1
+        received: dict[str, Tensor | None] = {"counts": views["counts"]}
         if layout == "expert":
-            fields = {
+            attributes |= {
                 "rows": _rows_as(views["rows"], wire, items),
                 "scales": _rows_as(views["row_scales"], scale, blocks) if scale else None,
                 "expert_offsets": views["expert_offsets"],
                 "tokens_per_expert": views["tokens_per_expert"],
             }
-            attributes = Dispatched.attributes("dispatched", layout, fields)
-            recv_fields = {"counts": views["counts"]}
-            received = Received.attributes("recv", layout, recv_fields, absent=("x", "scales", "ids", "weights"))
         else:
-            absent = ("rows", "scales", "expert_offsets", "tokens_per_expert")
-            attributes = Dispatched.attributes("dispatched", layout, {}, absent)
-            recv_fields = {
-                "counts": views["counts"],
+            received |= {
                 "x": _slabs_as(views["recv.x"], wire, items),
                 "scales": _slabs_as(views["recv.scales"], scale, blocks) if scale else None,
                 "ids": _slabs_as(views["recv.ids"], torch.int32, K),
                 "weights": _slabs_as(views["recv.weights"], torch.float32, K),
             }
-            received = Received.attributes("recv", layout, recv_fields)
-        attributes |= {"recv": Received(received), "layout": layout, "dtype": y_dtype, "hidden_size": D, **self._owner}
-        attributes["alignment"] = self._alignment if aligned else 1
+        attributes["recv"] = Received(received)
         steps, descriptors = self._launches(D, layout == "expert", weighted, aligned)
         like = torch.empty(0, D, dtype=y_dtype, device=self._device)
         return RoundTemplate(shape, steps, descriptors, attributes, D, like)

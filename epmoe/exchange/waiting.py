@@ -22,7 +22,7 @@ def interruptible(
     """Calls `wait`, which may block for long, on another thread, so that this thread can run signal handlers meanwhile.
 
     Args:
-        wait: runs to its end, also where this function has given it up.
+        wait: runs to its end, also after this function has returned.
         timeout_s: how long this function waits, in seconds; None: until `wait` ends.
         look: called about every 20 ms. What it raises ends this function.
 
@@ -40,10 +40,10 @@ def interruptible(
         except BaseException as error:
             errors.append(error)
 
-    thread = Thread(target=call, daemon=True)  # a wait that this function has given up must not keep the process alive
+    thread = Thread(target=call, daemon=True)  # which must not keep the process alive
     thread.start()
-    give_up = math.inf if timeout_s is None else time.monotonic() + timeout_s
-    while thread.is_alive() and time.monotonic() < give_up:
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    while thread.is_alive() and time.monotonic() < deadline:
         thread.join(0.02)
         look()
     if errors:

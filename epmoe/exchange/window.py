@@ -80,7 +80,7 @@ class SharedMemoryWindow:
         self.deaths = Deaths(processes, self._note)
 
     def store(self, offset: int, value: int) -> None:
-        """As `Window.store`. A rank that sleeps sees the word when it next looks up, after 100 ms at most."""
+        """A rank that sleeps sees the word when it next looks up, after 100 ms at most."""
         for address in self.addresses:
             ctypes.c_uint64.from_address(address + offset).value = value
 
@@ -113,7 +113,7 @@ def check_room(nbytes: int, available: int) -> None:
 
 @contextlib.contextmanager
 def _enough_files(ranks: int) -> Iterator[None]:
-    """Says what to do where this process may open no more files."""
+    """Explains what to do where this process may open no more files."""
     try:
         yield
     except OSError as error:
@@ -167,7 +167,7 @@ def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[
     rank, size = peers.rank, peers.size
     if size == 1:
         return window, {}
-    # Half, so that a rank whose wait fails here still comes in time to say so.
+    # Half, so that a rank whose wait fails here can still report it in time.
     timeout_s = min(SOCKET_TIMEOUT_S, (peers.timeout_s or 2 * SOCKET_TIMEOUT_S) / 2)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

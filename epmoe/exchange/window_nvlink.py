@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
 
 from epmoe.exchange.deaths import Deaths
-from epmoe.exchange.peers import LostRankError, Peers
+from epmoe.exchange.peers import MissingRankError, Peers
 from epmoe.exchange.waiting import interruptible
 from epmoe.exchange.window import check_room, share_descriptors
 
@@ -97,8 +97,8 @@ class NVLinkWindow:
         with torch.cuda.stream(self._stream):
             for words in windows:
                 words[offset // 8 : offset // 8 + 1].copy_(word, non_blocking=True)
-        give_up = time.monotonic() + 1.0
-        while not self._stream.query() and time.monotonic() < give_up:
+        deadline = time.monotonic() + 1.0
+        while not self._stream.query() and time.monotonic() < deadline:
             time.sleep(1e-4)
 
     @staticmethod
@@ -160,7 +160,7 @@ def processes_of(peers: Peers) -> dict[int, int]:
     try:
         with peers.together():
             _, processes = share_descriptors([], peers)
-    except LostRankError:
+    except MissingRankError:
         raise
     except (RuntimeError, OSError):  # ranks are on several machines, or in containers with networks of their own
         for process in processes.values():

@@ -50,7 +50,7 @@ class SharedExpertParallel:
         ep: the `ExpertParallel`.
         static: whether every call is one round, of at most M tokens a rank; see `configure`.
         seconds: wall time of each stage so far, by the clock `now`, waiting for other ranks included. "agree" is the
-            wait for the answer whether another round follows. On GPUs this is the time of the host, which waits for no
+            wait for the answer whether a rank has more rounds. On GPUs this is the time of the host, which waits for no
             kernel otherwise.
     """
 
@@ -107,8 +107,8 @@ class SharedExpertParallel:
     ) -> Tensor:
         """Weighted expert outputs [T,D] of this rank's tokens. Collective. `tag` is that of `ExpertParallel.dispatch`.
 
-        `longest` is the same on every rank: no rank brings more tokens. If it is None, each round says whether another
-        one follows, and the host looks for that once the round is launched.
+        `longest` is the same on every rank: no rank brings more tokens. If it is None, each round carries whether a
+        rank has more, and the host looks for that once the round is launched.
 
         Raises ValueError in static mode if `longest` is more than M, RuntimeError in a stream capture without
         `longest`, both before anything is sent, and what `ExpertParallel.dispatch`, `ExpertParallel.combine` and
@@ -151,7 +151,7 @@ class SharedExpertParallel:
         self.ep.close()
 
     def _has_more_rounds(self, taken: int, longest: int | None) -> bool:
-        """Whether all ranks take another round after `taken` ones."""
+        """Whether all ranks take more rounds after `taken` ones."""
         if longest is not None:
             return taken < self.rounds(longest)
         with self._timed("agree"):
@@ -161,7 +161,7 @@ class SharedExpertParallel:
         self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, longest: int | None, tag: int, more: bool
     ) -> Tensor:
         with self.ep.exchange.aborting():
-            with self._timed("dispatch"), self.ep.exchange.rounds.telling(more if longest is None else None):
+            with self._timed("dispatch"), self.ep.exchange.rounds.sending(more if longest is None else None):
                 dispatched = self.ep.dispatch(x, ids, weights, padded_tokens=self._padded_tokens(longest), tag=tag)
             with self._timed("experts"):
                 most_tokens = (self.ep.size - 1) * self._most_tokens(longest) + x.shape[0]
@@ -183,7 +183,7 @@ class SharedExpertParallel:
             return
         with suppress(RuntimeError):
             while not taken or self._has_more_rounds(taken, longest):
-                with self.ep.exchange.rounds.telling(False if longest is None else None):
+                with self.ep.exchange.rounds.sending(False if longest is None else None):
                     self.ep.skip(padded_tokens=self._padded_tokens(longest), tag=tag)
                 taken += 1
 

@@ -40,7 +40,7 @@ class HealthCollector(Collector):
     - `epmoe_rows_sent_total` with `to`, the rank that they were sent to
     - `epmoe_tokens_per_expert_total` with `expert`, the physical expert of this rank
     - `epmoe_wait_seconds_total` with `source`, the rank that was waited for
-    - `epmoe_aborted_rounds_total` with `source`, the rank that gave the rounds up
+    - `epmoe_aborted_rounds_total` with `source`, the rank that aborted the rounds
 
     Args:
         exchanges: one `ExpertParallel`, which the label `exchange` calls "default"; or several by their names. One that
@@ -57,7 +57,7 @@ class HealthCollector(Collector):
         sent = _counter("rows_sent", "Rows sent to each rank", "to")
         tokens = _counter("tokens_per_expert", "Rows of each local expert", "expert")
         waited = _counter("wait_seconds", "Seconds that this rank has waited for each rank", "source")
-        aborted = _counter("aborted_rounds", "Rounds that each rank has given up", "source")
+        aborted = _counter("aborted_rounds", "Rounds that each rank has aborted", "source")
         for name, ep in self._exchanges.items():
             try:
                 health, labels = ep.health(wait=False), [name, str(ep.rank)]

@@ -38,7 +38,9 @@ def check_tensor(
     """
     if not isinstance(value, Tensor) or value.dtype not in dtypes:
         raise TypeError(_must_be(name, dtypes, shape, value))
-    if not _fits(value.shape, shape):
+    if len(value.shape) != len(shape) or any(
+        got != want for got, want in zip(value.shape, shape, strict=True) if not isinstance(want, str)
+    ):
         raise ValueError(_must_be(name, dtypes, shape, value))
     if device is not None and value.device != device:
         raise ValueError(f"`{name}` must be on {device}, got {value.device}")
@@ -47,15 +49,6 @@ def check_tensor(
 def _must_be(name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | str], value: object) -> str:
     wanted = f"{' or '.join(map(dtype_name, dtypes))} [{', '.join(map(str, shape))}]"
     return f"`{name}` must be {wanted}, got {describe(value)}"
-
-
-def _fits(got: Sequence[int], wanted: Sequence[int | str]) -> bool:
-    if len(got) != len(wanted):
-        return False
-    for i, want in enumerate(wanted):  # noqa: SIM110 - on the path of every call; `zip` and `all` take two to three times as long
-        if got[i] != want and not isinstance(want, str):
-            return False
-    return True
 
 
 def check_forward_only(*inputs: Tensor) -> None:

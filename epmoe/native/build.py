@@ -187,7 +187,7 @@ class _File(NamedTuple):
         root, folder = csrc(), os.path.dirname(path)
         text = (root / path).read_text(encoding="utf-8")
         places = [[os.path.normpath(os.path.join(at, name)) for at in (folder, "")] for name in _INCLUDE.findall(text)]
-        # The compiler says so if a file is in neither place.
+        # The compiler reports a file that is in neither place.
         return cls(text, [path for both in places for path in [p for p in both if (root / p).exists()][:1]])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -49,23 +50,23 @@ for _phase in ("", "_send", "_recv"):
     _library.define(
         f"combine{_phase}(Tensor(c!) y, Tensor? rows, Tensor(a!) window, Tensor(b!) scratch, Tensor descriptor) -> ()"
     )
-# Of two levels (epmoe/rail/exchange.py): slabs for each node, and the sum of what the nodes send back.
+# Of the hierarchical exchange (epmoe/rail/exchange.py): slabs for each node, and the sum of what the nodes send back.
 _library.define(
     "rail_pack(Tensor x, Tensor ids, Tensor weights, Tensor? scales, Tensor? num_tokens, SymInt num_rows, "
-    "Tensor copies, Tensor num_copies, Tensor node_of, Tensor node_local, Tensor descriptor, SymInt slots, bool exact, "
-    "int epoch, int tag, Tensor(a!) own, Tensor(b!) sent, Tensor(c!) slots_of, Tensor(d!) counts, Tensor(e!) needed, "
-    "Tensor(f!) counters, Tensor(g!) rows_sent) -> ()"
+    "Tensor copies, Tensor num_copies, Tensor node_of, Tensor node_local, Tensor descriptor, SymInt slab_rows, "
+    "bool exact, int epoch, int tag, Tensor(a!) own, Tensor(b!) sent, Tensor(c!) slots_of, Tensor(d!) counts, "
+    "Tensor(e!) needed, Tensor(f!) counters, Tensor(g!) rows_sent) -> ()"
 )
 _library.define(
-    "rail_sum(Tensor own, Tensor returned, Tensor slots_of, Tensor? counts, SymInt slots, int node, Tensor? missed, "
-    "Tensor? latched, Tensor(a!) y) -> ()"
+    "rail_sum(Tensor own, Tensor returned, Tensor slots_of, Tensor? counts, SymInt slab_rows, int node, "
+    "Tensor? missed, Tensor? latched, Tensor(a!) y) -> ()"
 )
 # CUDA only (epmoe/rail/nccl.py): what the host sees of transfers while the GPU runs ahead of it.
 _library.define(
     "rail_mark(Tensor(a!) count, Tensor(b!) shown, Tensor? latched, Tensor(c!)? stop, Tensor(d!)? missed) -> ()"
 )
 _library.define(
-    "rail_tags(Tensor received, SymInt slots, Tensor descriptor, int hidden_size, int top_k, int dtype, int epoch, "
+    "rail_tags(Tensor received, SymInt slab_rows, Tensor descriptor, int hidden_size, int top_k, int dtype, int epoch, "
     "Tensor(a!) differing) -> ()"
 )
 _library.define(
@@ -179,25 +180,18 @@ def _(y: Tensor, rows: Tensor | None, window: Tensor, scratch: Tensor, descripto
     return None
 
 
-_OPERATORS = (
-    "route", "permute", "finalize", "zero_padding_rows_", "quantize_fp8", "gated_activation", "scales_by_block",
-    "dispatch", "dispatch_send", "dispatch_recv", "combine", "combine_send", "combine_recv",
-    "rail_pack", "rail_sum", "rail_mark", "rail_tags", "launch_policy", "shared_bytes_needed", "load_cuda",
-)  # fmt: skip
-
-
 def __getattr__(name: str) -> torch._ops.OpOverload:
     """An operator. The first one loads the library: configs, plans and the doctor need neither it nor a compiler.
 
     Raises AttributeError if there is no such operator, and BuildError if the library does not build.
     """
-    if name not in _OPERATORS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    operator = getattr(torch.ops.epmoe, name).default
     _load()
-    globals().update({operator: getattr(torch.ops.epmoe, operator).default for operator in _OPERATORS})
-    return globals()[name]
+    globals()[name] = operator  # what is found here is looked up without this function
+    return operator
 
 
+@cache
 def _load() -> None:
     named = os.environ.get("EPMOE_LIBRARY")
     if named:

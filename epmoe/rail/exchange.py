@@ -89,33 +89,31 @@ class HierarchicalExchange(Exchange):
             config, self.device, node.views, self.rounds, self.rank, self.plan.sizes["alignment"], _no_launches
         )
         self.slabs: Slabs | None = None  # of the open round
-        # Of rounds that were given up, with what must live until they have ended.
+        # Of aborted rounds, with what must live until they have ended.
         self.pending: list[tuple[Transfer, Slabs]] = []
         self.failure: Failure | None = None
         self._raises_overflow = config.capacity.on_overflow == "raise"
         self._raises_abort = config.exchange.on_abort == "raise"
-        self._aborted: list[int] = []  # ranks of the group that gave the last round up
+        self._aborted: list[int] = []  # ranks of the group that aborted the last round
         self._aborted_rounds = [0] * len(self.global_ranks)  # of other nodes
 
     def dispatch(self, call: Call) -> Dispatched:
-        """As `Exchange.dispatch`."""
-        sent = self.dispatch_send(call)
-        return self.dispatch_recv(sent)
+        return self.dispatch_recv(self.dispatch_send(call))
 
     def dispatch_send(self, call: Call) -> Sent:
-        """As `Exchange.dispatch_send`: pack the slabs and start their transfer."""
+        """Pack the slabs and start their transfer."""
         self.enter()
         try:
             self.check()
             epoch = self.rounds.next_epoch()
-            template = self.templates.of(call)
+            template, T = self.templates.of(call)
             self._check_fp8(call.x)
             self._check_padded_tokens(call.padded_tokens)
             self.wait_for_pending()
             if epoch == 2:  # no rank loads or compiles any more
                 self.deadlines.first = False
-            sent = self.rounds.open(template, call.x.shape[0], epoch, call.tag, None, ())
-            operands = call.operands(self.device)
+            operands = call.operands(T, self.device)
+            sent = self.rounds.open(template, T, epoch, call.tag, None, ())
             self.slabs = slabs = Slabs(self, self.memory, call, epoch, self.node.rounds.count + 1)
             slabs.pack(operands)
             self.rounds.advance()  # before other ranks can know: an abort then starts what is not started
@@ -125,7 +123,7 @@ class HierarchicalExchange(Exchange):
             self.thread = 0
 
     def dispatch_recv(self, sent: Sent) -> Dispatched:
-        """As `Exchange.dispatch_recv`: wait for the slabs of the other nodes, and dispatch their rows in the node."""
+        """Wait for the slabs of the other nodes, and dispatch their rows in the node."""
         self.enter()
         try:
             self.check()
@@ -156,7 +154,7 @@ class HierarchicalExchange(Exchange):
             self.thread = 0
 
     def combine(self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> Tensor:
-        """As `Exchange.combine`. With layout="rank" the rows are G slabs, each of N·S rows."""
+        """With layout="rank" the rows are G slabs, each of N·S rows."""
         self.enter()
         try:
             self.check_open(dispatched)
@@ -169,7 +167,7 @@ class HierarchicalExchange(Exchange):
             self.thread = 0
 
     def combine_send(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> None:
-        """As `Exchange.combine_send`: the send phase of the node's combine."""
+        """The send phase of the node's combine."""
         self.enter()
         try:
             self.check_open(dispatched)
@@ -179,7 +177,7 @@ class HierarchicalExchange(Exchange):
             self.thread = 0
 
     def combine_recv(self, dispatched: Dispatched) -> Tensor:
-        """As `Exchange.combine_recv`: then the way back to the sources, and their sums."""
+        """Then the way back to the sources, and their sums."""
         self.enter()
         try:
             self.check()
@@ -189,7 +187,7 @@ class HierarchicalExchange(Exchange):
             self.thread = 0
 
     def abort_open_round(self) -> None:
-        """As `Exchange.abort_open_round`: the other nodes get zeros, and the own node no rows.
+        """The other nodes get zeros, and the own node no rows.
 
         The next dispatch waits for what is still on its way. With exact splits this call waits for the rail once; where
         that fails, the round stays open, and the next call raises the failure.
@@ -212,7 +210,6 @@ class HierarchicalExchange(Exchange):
         self.rounds.close()
 
     def drop_reports(self) -> None:
-        """As `Exchange.drop_reports`."""
         self.node.drop_reports()
 
     def start(self, load: Load, started: list[Transfer]) -> None:
@@ -226,7 +223,7 @@ class HierarchicalExchange(Exchange):
         """Wait for a transfer.
 
         Raises EPTimeoutError, which names the missing ranks; the node is told of them. Raises RuntimeError if a signal
-        handler gives the round up meanwhile.
+        handler aborts the round meanwhile.
         """
         look = partial(self.look, self.rounds.state)
         try:
@@ -244,7 +241,7 @@ class HierarchicalExchange(Exchange):
         return self.views[name].tolist()
 
     def largest(self, number: int) -> Callable[[], int]:
-        """As `Exchange.largest`: a slab for another node has the same length on all ranks, so they agree on it."""
+        """A slab for another node has the same length on all ranks, so they agree on it."""
         self.check()
         rows = [int(rank != self.rank) for rank in range(len(self.global_ranks))]
         sent = torch.full((sum(rows),), number, device="cpu")
@@ -257,7 +254,7 @@ class HierarchicalExchange(Exchange):
                 self.everyone.wait(started[0], self.look_at_node)
             except RailError:
                 self._fail(self.everyone.missing([]))
-            except EPTimeoutError as error:  # the node knows more, and so do the others then
+            except EPTimeoutError as error:  # which names more ranks; the others get their names
                 self.everyone.missing(error.missing_ranks)
                 raise
             return max(number, int(received.max()))
@@ -269,7 +266,7 @@ class HierarchicalExchange(Exchange):
         raise RuntimeError("over several nodes ranks agree on their rounds before the first one")
 
     def wait_for_pending(self) -> None:
-        """Before a round: wait for the transfers of rounds that this rank has given up."""
+        """Before a round: wait for the transfers of rounds that this rank has aborted."""
         while self.pending:
             self.wait(self.pending[0][0])
             self.pending.pop(0)
@@ -309,7 +306,7 @@ class HierarchicalExchange(Exchange):
             raise EPMismatchError(error.epoch, ranks, self.device.type == "cuda", tags) from None
         except EPTimeoutError as error:
             missing = self.rail.missing((reported := self.reported()) or self._of_group(error.missing_ranks))
-            where = "over the network, as a rank of this node says" if reported else "within the node"
+            where = "over the network, as a rank of this node reports" if reported else "within the node"
             self.keep_failure(missing, where)
 
     def look(self, state: int) -> None:
@@ -336,7 +333,6 @@ class HierarchicalExchange(Exchange):
         raise EPMismatchError(epoch, ranks, self.device.type == "cuda", tags)
 
     def check(self) -> None:
-        """As `Exchange.check`."""
         if self.failure is None and self.node.code:
             self.take_failure_of_node()
         if self.failure is not None:
@@ -347,7 +343,7 @@ class HierarchicalExchange(Exchange):
         needed, self.views["rail.total.needed"][0] = int(self.views["rail.total.needed"]), 0
         if self._raises_overflow:
             if needed and self.slabs is not None:
-                raise EPOverflowError(needed, self.slabs.slots, "rows for one node", self.slabs.limit)
+                raise EPOverflowError(needed, self.slabs.slab_rows, "rows for one node", self.slabs.limit)
             self.node.check_overflow()
         if self._raises_abort:
             mask, _ = self.node.take_aborted()
@@ -357,16 +353,13 @@ class HierarchicalExchange(Exchange):
 
     @property
     def failed(self) -> bool:
-        """As `Exchange.failed`."""
         return self.failure is not None or self.node.failed
 
     def missing(self) -> int:
-        """As `Exchange.missing`."""
         ranks = self.failure.missing if self.failure else self.reported() or self._ranks_of(self.node.missing())
         return sum(1 << rank for rank in ranks)
 
     def dead(self) -> int:
-        """As `Exchange.dead`."""
         return sum(1 << rank for rank in self._ranks_of(self.node.dead()))
 
     def end_waits(self) -> None:
@@ -375,11 +368,10 @@ class HierarchicalExchange(Exchange):
             self.node.end_waits()
 
     def retune(self, tuning: Tuning) -> None:
-        """As `Exchange.retune`."""
         self.node.retune(tuning)
 
     def health(self, wait: bool) -> Health:
-        """As `Exchange.health`: what the node's ranks are sent, and on other nodes the rank of this rail.
+        """What the node's ranks are sent, and on other nodes the rank of this rail.
 
         Pairs are counted at their source. Seconds of waits for the network are not counted.
         """
@@ -397,7 +389,6 @@ class HierarchicalExchange(Exchange):
         return dataclasses.replace(health, rows_sent=sent, waited_s=waited, aborted_rounds=aborted, **own)
 
     def release(self) -> None:
-        """As `Exchange.release`."""
         self.node.release(self.memory)
         self.rail.close()
         self.everyone.close()
@@ -430,7 +421,7 @@ class HierarchicalExchange(Exchange):
                 raise
             slabs.send_back(partial_rows, self._take_aborted())
         self.wait(slabs.transfer, returning=True)
-        elsewhere, differing = slabs.told()
+        elsewhere, differing = slabs.reports()
         if differing:
             self.rounds.close()
             raise EPMismatchError(dispatched.epoch, differing, False)
@@ -443,7 +434,7 @@ class HierarchicalExchange(Exchange):
         return y
 
     def _take_aborted(self) -> int:
-        """The ranks of this node that have given its round up, as a mask. On GPUs `check_rounds` tells of them."""
+        """The ranks of this node that have aborted its round, as a mask. On GPUs `check_rounds` reports them."""
         if self.device.type == "cuda":
             return 0
         mask, _ = self.node.take_aborted()

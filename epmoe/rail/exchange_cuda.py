@@ -43,7 +43,6 @@ class HierarchicalExchangeOnGPUs(HierarchicalExchange):
 
     @property
     def failed_words(self) -> tuple[Tensor | None, Tensor | None]:
-        """As `HierarchicalExchange.failed_words`."""
         return self.views["rail.missed"], self.node.latched
 
     def on_late(self) -> None:
@@ -51,7 +50,7 @@ class HierarchicalExchangeOnGPUs(HierarchicalExchange):
         self.record_failure([])
 
     def start(self, load: Load, started: list[Transfer]) -> None:
-        """As `HierarchicalExchange.start`. If a signal handler ends it, nobody knows what is queued: it has failed."""
+        """If a signal handler ends it, nobody knows what is queued: it has failed."""
         try:
             super().start(load, started)
         except EPTimeoutError:
@@ -66,7 +65,7 @@ class HierarchicalExchangeOnGPUs(HierarchicalExchange):
         self._last_stream = torch.cuda.current_stream(self.device)
 
     def wait_for_pending(self) -> None:
-        """Before a round: order it after the last one, whichever stream that was on, and after what was given up."""
+        """Before a round: order it after the last one, whichever stream that was on, and after aborted ones."""
         stream, capturing = torch.cuda.current_stream(self.device), torch.cuda.is_current_stream_capturing()
         if self.memory.exact and capturing:
             raise RuntimeError(
@@ -75,7 +74,7 @@ class HierarchicalExchangeOnGPUs(HierarchicalExchange):
             )
         if self.pending and capturing:
             raise RuntimeError(
-                "a CUDA graph cannot wait for a round that was given up before its capture: run a round outside of the "
+                "a CUDA graph cannot wait for a round that was aborted before its capture: run a round outside of the "
                 "graph first, on all ranks"
             )
         if self._last_stream not in (None, stream) and not capturing:
@@ -113,7 +112,7 @@ class HierarchicalExchangeOnGPUs(HierarchicalExchange):
     def record_failure(self, found: list[int]) -> None:
         """As `HierarchicalExchange.record_failure`, and end the transfers under way. Any thread may call it.
 
-        The node is told after the end of the transfers, which the driver may have the store wait for: see `peek`.
+        The node gets the report after the end of the transfers: the driver may have the store wait for it, see `peek`.
         """
         with self._recording:
             missing: list[int] = []
@@ -137,7 +136,7 @@ class HierarchicalExchangeOnGPUs(HierarchicalExchange):
         super().mismatch(ranks, on_rail, tags)
 
     def check(self) -> None:
-        """As `HierarchicalExchange.check`. A mismatch is raised by every later call, too."""
+        """A mismatch is raised by every later call, too."""
         super().check()
         if number := self._differing.value:
             self.node.end_waits()  # the other ranks of the node may have a rail without a mismatch

@@ -30,7 +30,7 @@ def gloo_group(name: str, rank: int, size: int, connect: timedelta) -> Any:
 
 def connect_within(timeout_s: float | None) -> timedelta:
     """How long ranks may take to reach one another, if what they are part of has a deadline: half of it, so that a rank
-    that fails still comes in time to say so."""
+    that fails can still report it in time."""
     return _CONNECT if timeout_s is None else min(_CONNECT, timedelta(seconds=timeout_s / 2))
 
 
@@ -50,7 +50,6 @@ class GlooRail:
         self._under_way: list[list[Transfer]] = []  # as `start` was given them
 
     def start(self, load: Load, started: list[Transfer]) -> None:
-        """As `Rail.start`."""
         if self._ended:
             raise RailError("the rail is closed")
         timeout_s = self._deadlines.of(load.returning)
@@ -66,7 +65,7 @@ class GlooRail:
             raise RailError(str(error)) from error
 
     def wait(self, transfer: Transfer, look: Callable[[], None], returning: bool = False) -> None:
-        """As `Rail.wait`. It polls, so that signal handlers of Python run."""
+        """It polls, so that signal handlers of Python run."""
         deadline = time.monotonic() + self._deadlines.of(returning)
         polls, sleep_s = 0, _SLEEP_S
         while not transfer.is_completed():
@@ -85,18 +84,17 @@ class GlooRail:
             raise RailError(str(error)) from error
 
     def watch(self, on_late: WeakMethod[Callable[[], None]], words: DeviceWords) -> None:
-        """As `Rail.watch`: there is nothing to do, since the host waits for every transfer."""
+        """There is nothing to do, since the host waits for every transfer."""
 
     def missing(self, found: Sequence[int]) -> list[int]:
-        """As `Rail.missing`."""
         return self._roll.missing(found)
 
     def abort(self, missing: Sequence[int]) -> None:
-        """As `Rail.abort`. gloo cannot cancel a transfer: what is under way ends by its own deadline."""
+        """gloo cannot cancel a transfer: what is under way ends by its own deadline."""
         self._ended = True
 
     def close(self) -> None:
-        """As `Rail.close`. The end of a group with a transfer under way would wait for the deadline, so it lives on."""
+        """The end of a group with a transfer under way would wait for the deadline, so it lives on."""
         self._ended = True
         if not all(transfer.is_completed() for started in self._under_way for transfer in started):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))  # until the process ends

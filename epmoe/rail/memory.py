@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
 
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 from epmoe.exchange.memory import MemoryPlan, RailSlot
-from epmoe.native.formats import WIRE_FORMATS, WireFormat
+from epmoe.native.formats import WIRE_FORMATS
 
 _TABLES = ("rail.table.copies", "rail.table.num_copies", "rail.table.node_of", "rail.table.node_local")
 
 
-@dataclass(frozen=True)
 class RailMemory:
-    """The part of a memory plan that the network uses, and how it is divided.
+    """The part of a memory plan that the network uses, and how it is divided. All buffers begin as zeros.
+
+    Args:
+        config: of the whole group.
+        plan: of this rank.
+        placement: of the whole group.
+        rank: in the group.
+        device: of the buffers.
 
     Attributes:
         views: buffers of the region "rail" by name; on GPUs `rail.total.needed` is memory of the host.
-        device: of the buffers.
         node: of this rank.
         local: this rank in its node.
         ranks_per_node: G.
@@ -36,53 +38,29 @@ class RailMemory:
         differing: on GPUs the word of `rail_tags`, int64 [1] in memory of the host.
     """
 
-    views: dict[str, Tensor]
-    device: torch.device
-    node: int
-    local: int
-    ranks_per_node: int
-    others: list[int]
-    rows_per_node: int
-    exact: bool
-    payload: WireFormat
-    largest_block: int
-    slot: RailSlot
-    tables: list[Tensor]
-    descriptor: Tensor
-    differing: Tensor | None
-
-    @classmethod
-    def allocate(
-        cls, config: EPConfig, plan: MemoryPlan, placement: Placement, rank: int, device: torch.device
-    ) -> RailMemory:
-        """The memory of `rank` of a group, with zeros in all buffers and the whole `placement` in its tables."""
+    def __init__(
+        self, config: EPConfig, plan: MemoryPlan, placement: Placement, rank: int, device: torch.device
+    ) -> None:
+        on_gpu = device.type == "cuda"
         memory = torch.zeros(plan.rail_bytes, dtype=torch.uint8, device=device)
-        views = {buffer.name: buffer.view(memory) for buffer in plan.buffers if buffer.region == "rail"}
-        if device.type == "cuda":  # which the kernels write, and the host reads
-            views["rail.total.needed"] = torch.zeros(1, dtype=torch.int32).pin_memory()
-        G, N, slot = config.topology.ranks_here, config.topology.num_nodes, RailSlot.of(config)
-        node, local = divmod(rank, G)
-        payload, combine = (WIRE_FORMATS[wire] for wire in (config.exchange.payload, config.exchange.combine_payload))
-        tables = [views[name] for name in _TABLES]
-        values = placement.copies_table(), placement.num_copies(), *placement.node_ids(G)
-        for table, of_placement in zip(tables, values, strict=True):
+        self.device = device
+        self.views = {buffer.name: buffer.view(memory) for buffer in plan.buffers if buffer.region == "rail"}
+        if on_gpu:  # which the kernels write, and the host reads
+            self.views["rail.total.needed"] = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self.differing = torch.zeros(1, dtype=torch.int64).pin_memory() if on_gpu else None
+        self.ranks_per_node, nodes = config.topology.ranks_here, range(config.topology.num_nodes)
+        self.node, self.local = divmod(rank, self.ranks_per_node)
+        self.others = [node for node in nodes if node != self.node]
+        self.rows_per_node, self.exact = config.rows_per_node, config.exchange.network_splits == "exact"
+        self.payload = WIRE_FORMATS[config.exchange.payload]
+        self.largest_block = max(self.payload.block, WIRE_FORMATS[config.exchange.combine_payload].block)
+        self.slot = RailSlot.of(config)
+        self.tables = [self.views[name] for name in _TABLES]
+        values = placement.copies_table(), placement.num_copies(), *placement.node_ids(self.ranks_per_node)
+        for table, of_placement in zip(self.tables, values, strict=True):
             table.copy_(of_placement)
-        return cls(
-            views=views,
-            device=device,
-            node=node,
-            local=local,
-            ranks_per_node=G,
-            others=[other for other in range(N) if other != node],
-            rows_per_node=config.rows_per_node,
-            exact=config.exchange.network_splits == "exact",
-            payload=payload,
-            largest_block=max(payload.block, combine.block),
-            slot=slot,
-            tables=tables,
-            descriptor=torch.tensor([*tables[0].shape, rank, node, N, payload.number, *slot], device="cpu"),
-            differing=torch.zeros(1, dtype=torch.int64).pin_memory() if device.type == "cuda" else None,
-        )
+        shape, number = self.tables[0].shape, self.payload.number
+        self.descriptor = torch.tensor([*shape, rank, self.node, len(nodes), number, *self.slot], device="cpu")
 
     @property
     def num_nodes(self) -> int:

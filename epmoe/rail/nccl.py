@@ -44,7 +44,7 @@ class _Way(Structure):
 
 
 class _Words(Structure):
-    """What the GPU and the host tell each other."""
+    """What the GPU and the host write for each other."""
 
     _fields_ = (("ways", _Way * 2), ("stop_wanted", c_int64), ("stopped", c_int64), ("missed", c_int64))
     ways: Array[_Way]  # out, back
@@ -112,7 +112,7 @@ class NcclRail:
             self._stream.synchronize()
 
     def start(self, load: Load, started: list[Transfer]) -> None:
-        """As `Rail.start`. The deadline is that of `watch`."""
+        """The deadline is that of `watch`."""
         if self._ended:
             raise RailError("the rail is closed")
         begin, end = self._marks[load.returning]
@@ -148,7 +148,6 @@ class NcclRail:
         self._watching.start()
 
     def missing(self, found: Sequence[int]) -> list[int]:
-        """As `Rail.missing`."""
         return self._roll.missing(found)
 
     def abort(self, missing: Sequence[int]) -> None:
@@ -157,7 +156,7 @@ class NcclRail:
         self._end(self._group.abort)
 
     def close(self) -> None:
-        """As `Rail.close`. Where no transfer is under way, NCCL first delivers what this rank has sent."""
+        """Where no transfer is under way, NCCL first delivers what this rank has sent."""
         self._closed.set()
         if self._watching is not None:
             self._watching.join(_END_S)
@@ -171,7 +170,7 @@ class NcclRail:
         """Once: end NCCL's work on another thread, since it waits for CUDA graphs that hold its kernels."""
         if not self._ended:
             self._ended = True
-            with suppress(RuntimeError):  # of a GPU in distress
+            with suppress(RuntimeError):  # of a GPU that has failed
                 interruptible(call, _END_S)
             self._words.stopped = 1
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DeviceWords:
-    """Words of a GPU by which a rail and the kernels tell each other of failures.
+    """Words of a GPU by which a rail and the kernels report failures to each other.
 
     Attributes:
         latched: int32 [1], not 0 once the node's exchange has failed: no transfer starts any more.
@@ -46,7 +46,7 @@ class Load(NamedTuple):
 
 
 class RailError(RuntimeError):
-    """A transfer failed or did not end in time: `Rail.missing` says which ranks did not take part."""
+    """A transfer failed or did not end in time: `Rail.missing` returns the ranks that did not take part."""
 
 
 class Transfer(Protocol):
@@ -90,11 +90,11 @@ class Rail(Protocol):
 
         Args:
             on_late: called once, on another thread, when such a transfer misses its deadline.
-            words: what the GPU and the rail tell each other.
+            words: of the GPU and the rail.
         """
 
     def missing(self, found: Sequence[int]) -> list[int]:
-        """After a failure: who is missing, as `RollCall.missing` says it. It takes `ANSWER_S` at most."""
+        """After a failure: who is missing; see `RollCall.missing`. It takes `ANSWER_S` at most."""
 
     def abort(self, missing: Sequence[int]) -> None:
         """End all transfers, because these ranks of the group are missing. No transfer starts any more.
@@ -103,4 +103,4 @@ class Rail(Protocol):
         """
 
     def close(self) -> None:
-        """Give up all transfers, and release what the network holds. Waits for no rank."""
+        """Drop all transfers, and release what the network holds. Waits for no rank."""

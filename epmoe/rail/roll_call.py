@@ -1,4 +1,4 @@
-"""Which ranks are missing: they say it through the store of torch.distributed, which needs no rank to answer."""
+"""Which ranks are missing: ranks report it in the store of torch.distributed, which needs no rank to answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SEND_S = 0.1  # to write a word into the store, where it can be reached
 
 @dataclass(frozen=True)
 class RollCall:
-    """Some ranks of a group, which ask one another after a failure.
+    """Some ranks of a group, which report to one another after a failure.
 
     Attributes:
         ranks: these ranks, numbered in the group.
@@ -34,23 +34,23 @@ class RollCall:
     name: str
 
     def missing(self, found: Sequence[int], answer_s: float = ANSWER_S) -> list[int]:
-        """After a failure: who is missing. A rank that notices a failure says so; a silent one is missing.
+        """After a failure: who is missing. A rank that notices a failure reports it; one that does not is missing.
 
         Args:
-            found: ranks of the group that this rank knows to be missing, which the others are told.
-            answer_s: how long the others have to say something, in seconds.
+            found: ranks of the group that this rank knows to be missing, which it reports.
+            answer_s: how long the others have to report something, in seconds.
 
         Returns:
             Ranks of the group, at least one; all others of this roll where the store cannot be reached either.
         """
         others = [rank for rank in self.ranks if rank != self.rank]
-        heard: dict[int, set[int]] = {}
+        reports: dict[int, set[int]] = {}
         store: dist.Store | None = None
         with suppress(RuntimeError, ValueError):  # ValueError: the default group is destroyed
             store = dist.PrefixStore(f"epmoe/{self.name}/missing", _get_default_store())
-            interruptible(partial(self._ask, store, found, others, heard, answer_s), answer_s)
-        heard = dict(heard)  # the thread may still be at it
-        named, silent = set().union(*heard.values()), set(others) - set(heard)
+            interruptible(partial(self._ask, store, found, others, reports, answer_s), answer_s)
+        reports = dict(reports)  # the thread may still be at it
+        named, silent = set().union(*reports.values()), set(others) - set(reports)
         result = sorted(set(found) or named or silent or others)
         if store is not None:  # for ranks that come too late
             with suppress(RuntimeError):
@@ -58,15 +58,15 @@ class RollCall:
         return result
 
     def _ask(
-        self, store: dist.Store, found: Sequence[int], others: list[int], heard: dict[int, set[int]], answer_s: float
+        self, store: dist.Store, found: Sequence[int], others: list[int], reports: dict[int, set[int]], answer_s: float
     ) -> None:
-        """Say what this rank has found, and fill `heard` with what the others have. It may never end."""
+        """Report what this rank has found, and fill `reports` with what the others have. It may never end."""
         store.set(str(self.rank), ",".join(map(str, found)))
         deadline = time.monotonic() + answer_s
-        while len(heard) < len(others) and not found and time.monotonic() < deadline:
+        while len(reports) < len(others) and not found and time.monotonic() < deadline:
             for rank in others:
-                if rank not in heard and store.check([str(rank)]):
-                    heard[rank] = _ranks_in(store.get(str(rank)), self.size)
+                if rank not in reports and store.check([str(rank)]):
+                    reports[rank] = _ranks_in(store.get(str(rank)), self.size)
             time.sleep(0.02)
 
 

@@ -49,15 +49,15 @@ class Slabs:
 
     Attributes:
         inside: the round of the node's exchange, once it is open.
-        slots: n, the most rows of a slab.
-        limit: what says n.
+        slab_rows: the most rows of a slab.
+        limit: what sets `slab_rows`.
     """
 
     inside: Dispatched
 
     def __init__(self, carrier: Carrier, memory: RailMemory, call: Call, epoch: int, inside_epoch: int) -> None:
         self.carrier, self.memory, self.inside_epoch = carrier, memory, inside_epoch
-        self.slots = slots = call.padded_tokens or memory.rows_per_node
+        self.slab_rows = slab_rows = call.padded_tokens or memory.rows_per_node
         self.limit = "padded_tokens" if call.padded_tokens else "capacity.max_rows_per_node"
         self.layout, self.weighted, self.call_tag = call.layout, call.apply_router_weight_on_input, call.tag
         self.aligned = call.aligned
@@ -66,17 +66,17 @@ class Slabs:
         on_cpu = memory.device.type == "cpu"
         # A padded call on a GPU may be replayed in other rounds, so its tag has the length of a slab there. On the CPU
         # it has both: in the same round it differs if the lengths do.
-        stamp = epoch if memory.exact else (epoch * _PRIME + slots) % 2**31 if on_cpu else slots
+        stamp = epoch if memory.exact else (epoch * _PRIME + slab_rows) % 2**31 if on_cpu else slab_rows
         self.tag = [self.D, self.K, ops.DTYPES.index(dtype) | call.tag << 8, stamp]  # `RailTag` in csrc/rail.h
         # Of each transfer of the round, in this order. `Rail.start` fills them, so they are right at any interrupt.
         self._lengths_started = list[Transfer]()
         self._rows_started = list[Transfer]()
         self._back_started = list[Transfer]()
-        self.notes = int(on_cpu)  # GPUs do not tell other nodes of a round that was given up
-        self.own_rows = slots
-        self.sent_rows = self.received_rows = [slots * one for one in memory.one_each()]
+        self.notes = int(on_cpu)  # GPUs do not report an abort to other nodes
+        self.own_rows = slab_rows
+        self.sent_rows = self.received_rows = [slab_rows * one for one in memory.one_each()]
         # Slots between received slabs. gloo ends a process that receives more than it has room for.
-        self.stride = memory.rows_per_node if on_cpu and not memory.exact else slots
+        self.stride = memory.rows_per_node if on_cpu and not memory.exact else slab_rows
 
     def inside_call(self, rows: Rows) -> Call:
         """The call of the node's dispatch, with some of `rows`, `no_rows` and `smallest_rows`."""
@@ -99,7 +99,7 @@ class Slabs:
         """Copy the tokens of the call, as `Call.operands` gives them, into the slabs."""
         memory, views = self.memory, self.memory.views
         ops.rail_pack(
-            *operands, *memory.tables, memory.descriptor, self.slots,
+            *operands, *memory.tables, memory.descriptor, self.slab_rows,
             memory.exact, self.tag[-1], self.call_tag, views["rail.received"].flatten(), views["rail.sent"].flatten(),
             views["rail.slots"], views["rail.counts"], views["rail.total.needed"], views["rail.total.counters"],
             views["rail.total.rows_sent"],
@@ -111,17 +111,13 @@ class Slabs:
         A second call starts what an exception has kept from it.
         """
         if not self.memory.exact:
-            return self._start_rows()
-        if self._lengths_started:
-            return None
-        counts = self.memory.views["rail.counts"]
-        tags = counts.new_tensor([self.tag] * len(self.memory.others))
-        lengths = torch.cat([counts[self.memory.others].unsqueeze(1), tags], 1)
-        self.lengths = torch.empty_like(lengths)
-        one_each = self.memory.one_each()
-        self.sent_lengths = lengths  # which must live until it is sent
-        self.carrier.start(Load(lengths, self.lengths, one_each, one_each), self._lengths_started)
-        return None
+            self._start_rows()
+        elif not self._lengths_started:
+            counts, one_each = self.memory.views["rail.counts"], self.memory.one_each()
+            tags = counts.new_tensor([self.tag] * len(self.memory.others))
+            self.sent_lengths = torch.cat([counts[self.memory.others].unsqueeze(1), tags], 1)  # lives until it is sent
+            self.lengths = torch.empty_like(self.sent_lengths)
+            self.carrier.start(Load(self.sent_lengths, self.lengths, one_each, one_each), self._lengths_started)
 
     def finish(self) -> None:
         """With exact splits: wait for the lengths, and start the transfer of the rows. It may be called again."""
@@ -145,7 +141,7 @@ class Slabs:
         if memory.exact:
             tags = self.received_tags
         elif memory.device.type == "cuda":  # the host learns of it later
-            ops.rail_tags(rows.flatten(), self.slots, memory.descriptor, *self.tag, memory.differing)
+            ops.rail_tags(rows.flatten(), self.slab_rows, memory.descriptor, *self.tag, memory.differing)
             return [], None
         else:
             first = rows[: len(self.memory.others) * self.stride : self.stride]
@@ -177,7 +173,7 @@ class Slabs:
     def smallest_rows(self) -> Rows:
         """No row of the least D and K that a call may have: a mismatch to the ranks of the node, whose rows are larger.
 
-        With that very D and K in the config the ranks of the node hear of nothing, and get sums without these rows.
+        With that very D and K in the config the ranks of the node see no mismatch, and get sums without these rows.
         """
         x, ids, weights, scales = self.no_rows()
         D = self.memory.largest_block or 16 // self.wire.itemsize
@@ -186,7 +182,7 @@ class Slabs:
     def send_back(self, partial: Tensor, aborted: int) -> None:
         """Start the transfer of partial rows to the nodes of their tokens.
 
-        On CPUs one more row follows the rows for each node. It says which ranks of this node have given the round up.
+        On CPUs one more row follows the rows for each node. It names the ranks of this node that aborted the round.
 
         Args:
             partial: [n, D], in the order of `rows`; it must live until the transfer has ended.
@@ -237,9 +233,9 @@ class Slabs:
         load = Load(to_others.flatten().view(torch.uint8), received, sends, receives, returning=True)
         self.carrier.start(load, self._back_started)
 
-    def told(self) -> tuple[list[int], list[int]]:
-        """Once the partial rows are here: the ranks of other nodes that have given the round up, and the ranks of the
-        group whose calls differ, as other nodes say."""
+    def reports(self) -> tuple[list[int], list[int]]:
+        """Once the partial rows are here: the ranks of other nodes that have aborted the round, and the ranks of the
+        group whose calls differ, both as other nodes report them."""
         aborted, differing = list[int](), list[int]()
         end, G = 0, self.memory.ranks_per_node
         for node in self.memory.others if self.notes else ():
@@ -258,7 +254,7 @@ class Slabs:
         counts = views["rail.counts"] + self.notes if memory.exact else None
         own = self.partial[: self.own_rows]
         ops.rail_sum(
-            own, self.returned, views["rail.slots"], counts, self.slots + self.notes, memory.node,
+            own, self.returned, views["rail.slots"], counts, self.slab_rows + self.notes, memory.node,
             *failed, y,
         )  # fmt: skip
 
@@ -266,7 +262,7 @@ class Slabs:
         if self._rows_started:
             return
         room = self.received_rows
-        if self.stride > self.slots:
+        if self.stride > self.slab_rows:
             room = [self.stride * one for one in self.memory.one_each()]
         sent = self.memory.views["rail.sent"].flatten(0, 1)[: sum(self.sent_rows)]
         received = self._space()[self.own_rows : self.own_rows + sum(room)]
@@ -275,10 +271,10 @@ class Slabs:
     def _slabs(self) -> Tensor:
         """The slots of all slabs, without gaps. Short slabs of three and more nodes have gaps, and are copied."""
         space = self._space()
-        if self.stride <= self.slots or len(self.memory.others) == 1:
+        if self.stride <= self.slab_rows or len(self.memory.others) == 1:
             return space[: self.own_rows + sum(self.received_rows)]
         begins = range(self.own_rows, self.own_rows + len(self.memory.others) * self.stride, self.stride)
-        return torch.cat([space[: self.own_rows], *(space[begin : begin + self.slots] for begin in begins)])
+        return torch.cat([space[: self.own_rows], *(space[begin : begin + self.slab_rows] for begin in begins)])
 
     def _space(self) -> Tensor:
         return self.memory.views["rail.received"].flatten(0, 1)

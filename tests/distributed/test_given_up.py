@@ -28,7 +28,7 @@ def ep(make_ep) -> ExpertParallel:
 
 def hears_of(ep: ExpertParallel, call: Callable[[], object], epoch: int) -> None:
     """`call` is a round that `GIVER` gives up. On GPUs the host may have to wait for the kernel."""
-    with pytest.raises(EPAbortedError, match=rf"round {epoch}: rank\(s\) \[{GIVER}\] gave the round up") as caught:
+    with pytest.raises(EPAbortedError, match=rf"round {epoch}: rank\(s\) \[{GIVER}\] aborted the round") as caught:
         call()
         ep.check()
     assert (caught.value.ranks, caught.value.epoch) == ([GIVER], epoch)

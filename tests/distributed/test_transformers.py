@@ -192,7 +192,7 @@ def test_error_in_the_experts_of_one_rank_keeps_the_ranks_in_step(entry_point, r
             with pytest.raises(MemoryError):
                 layer.spread(*inputs)
         else:
-            with pytest.raises(EPAbortedError, match=r"rank\(s\) \[0\] gave the round up"):
+            with pytest.raises(EPAbortedError, match=r"rank\(s\) \[0\] aborted the round"):
                 layer.spread(*inputs)
     layer.check(*inputs)
 

@@ -26,7 +26,7 @@ struct CombineBlock {
 
   __device__ __forceinline__ bool is_ll(int32_t source) const { return now.ll_mask >> source & 1u; }
   // The slots to look at: of so many sources, up to the largest count of one protocol.
-  __device__ __forceinline__ int32_t slots(bool ll, int64_t sources) const {
+  __device__ __forceinline__ int32_t num_slots(bool ll, int64_t sources) const {
     return max_slots[ll] * static_cast<int32_t>(sources);
   }
 };

@@ -16,18 +16,18 @@ struct ForwardQueue {
   const CombineBlock& b;
   int32_t* head;
   int64_t row_bytes;
-  int32_t slots, claimed, left = 0;  // slots to look at; the next claimed one, in lane 0; chunks left of this row
+  int32_t num_slots, claimed, left = 0;  // slots to look at; the next claimed one, in lane 0; chunks left of this row
   Slot slot{};
 
   __device__ __forceinline__ ForwardQueue(const CombineBlock& b, int64_t row_bytes, int32_t* head)
-      : b(b), head(head), row_bytes(row_bytes), slots(b.slots(false, b.plan.R)), claimed(claim(head)) {}
+      : b(b), head(head), row_bytes(row_bytes), num_slots(b.num_slots(false, b.plan.R)), claimed(claim(head)) {}
 
   // Goes on to the next chunk. Returns where it begins in the row of `slot`, or -1 if no chunk is left.
   __device__ __forceinline__ int64_t next() {
     auto chunks = static_cast<int32_t>(ceil_div(row_bytes, kForwardChunkBytes));
     while (!left) {
       int32_t n = __shfl_sync(kAllLanes, claimed, 0);
-      if (n >= slots) return -1;
+      if (n >= num_slots) return -1;
       claimed = claim(head);
       slot = slot_of(b.plan, n);
       if (slot.s < b.count_R[slot.source] && !b.is_ll(slot.source)) left = chunks;

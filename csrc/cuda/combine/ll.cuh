@@ -61,7 +61,7 @@ __device__ __forceinline__ OutgoingSum first_sum(const CombineBlock& b) {
 template <int N, bool kCoarse, bool kOwn, WireFormat kFormat, typename T>
 __device__ __forceinline__ void send_chunks(const CombineBlock& b, OutgoingSum outgoing, int32_t* head) {
   int32_t chunks = num_chunks(wire_bytes<kFormat, T>(b), N);
-  WorkQueue queue(b.slots(true, b.plan.R - kOwn) * chunks, b.kernel.send_blocks * block_warps(), outgoing.item);
+  WorkQueue queue(b.num_slots(true, b.plan.R - kOwn) * chunks, b.kernel.send_blocks * block_warps(), outgoing.item);
   auto read = [&](int32_t item) {
     auto next = outgoing_sum<N, kOwn, kFormat, T>(b, item);
     next.read(b);

@@ -77,10 +77,10 @@ template <WireFormat kFormat, typename T>
 __device__ __forceinline__ void send_slots(const CombineBlock& b, OutgoingSum outgoing, char* shared, int32_t* head) {
   __shared__ int32_t next[2][kWarps];
   WarpTeam team(b.kernel.team);
-  int32_t teams = b.kernel.send_blocks * team.teams(), slots = b.slots(false, b.plan.R), stored = 0;
-  for (int32_t turn = 0; outgoing.item < slots; ++turn) {
+  int32_t teams = b.kernel.send_blocks * team.teams(), num_slots = b.num_slots(false, b.plan.R), stored = 0;
+  for (int32_t turn = 0; outgoing.item < num_slots; ++turn) {
     int32_t claimed = 0;
-    bool more = slots > teams;
+    bool more = num_slots > teams;
     if (more && team.leads()) claimed = claim(head);  // this slot's work hides the claim's way to memory and back
     if (turn) outgoing.read(b);
     auto [source, s] = outgoing.slot;

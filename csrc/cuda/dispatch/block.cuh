@@ -51,7 +51,7 @@ struct DispatchKernel {
   int32_t send_offset_entries, source_offset_entries;
   int32_t row_chunks, chunk_bytes;
   int32_t tokens_per_release;
-  int64_t asked;   // as in Progress
+  int64_t asked;   // `more_rounds` of Progress
   CallWords call;  // this source's first two words, without rows
 
   __device__ __forceinline__ int32_t tokens(int64_t wanted) const {

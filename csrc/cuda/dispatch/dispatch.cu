@@ -211,7 +211,7 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
                         .row_chunks = static_cast<int32_t>(policy.row_chunks),
                         .chunk_bytes = static_cast<int32_t>(policy.chunk_bytes),
                         .tokens_per_release = static_cast<int32_t>(policy.tokens_per_release),
-                        .asked = progress.asked,
+                        .asked = progress.more_rounds,
                         .call = {}};
   kernel.call = kernel.call_without_rows(static_cast<uint32_t>(progress.tag));
   auto* variant =

@@ -35,7 +35,7 @@ __device__ __forceinline__ void write_offsets(const DispatchBlock& b) {
 // number of its round.
 __device__ __forceinline__ void answer(const DispatchBlock& b) {
   auto* progress = reinterpret_cast<Progress*>(b.ex.status + 1);
-  *static_cast<volatile int64_t*>(&progress->answer) = (b.kernel.asked & ~int64_t{1}) | b.shared.more_rounds;
+  *static_cast<volatile int64_t*>(&progress->has_more_rounds) = (b.kernel.asked & ~int64_t{1}) | b.shared.more_rounds;
 }
 
 // Zeros the gap rows that alignment leaves between segments; each block takes some experts.

@@ -18,8 +18,8 @@ __global__ void count_transfer(const __grid_constant__ RailMarkArgs args) {
     stop.wanted = 1;
     for (uint64_t begin_ns = now_ns(); !stop.done && now_ns() - begin_ns < kLongestNs;) __nanosleep(10'000);
   }
-  // The transfer may have ended because the host has cut the rail, which then cannot say so by a copy: the driver may
-  // hold copies back until the GPU is idle.
+  // The transfer may have ended because the host has cut the rail, which then cannot report it by a copy: the
+  // driver may hold copies back until the GPU is idle.
   if (args.missed)
     if (int64_t missed = static_cast<volatile RailStop*>(args.stop)->missed) *args.missed = missed;
   let_successor_start();

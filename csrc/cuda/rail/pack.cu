@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kSlotThreads) assign_slots(const __grid_consta
     int64_t t = begin + threadIdx.x;
     int32_t pairs = t < tokens ? pairs_on(args, t, node) : 0;
     int64_t sum = block_inclusive_sum(pairs > 0), slot = wanted + sum - 1;
-    bool fits = pairs > 0 && slot < args.slots;
-    if (t < args.T) args.slots_TN[t * args.N + node] = fits ? static_cast<int32_t>(slot) : -1;
+    bool fits = pairs > 0 && slot < args.slab_rows;
+    if (t < args.T) args.slots_by_node[t * args.num_nodes + node] = fits ? static_cast<int32_t>(slot) : -1;
     if (!fits) dropped += pairs;
     if (threadIdx.x == kSlotThreads - 1) more = sum;
     __syncthreads();
@@ -65,15 +65,15 @@ __global__ void __launch_bounds__(kSlotThreads) assign_slots(const __grid_consta
   }
   if (dropped) atomicAdd(reinterpret_cast<unsigned long long*>(args.counters) + kDroppedPairs, dropped);
   if (threadIdx.x) return;
-  int64_t rows = min(wanted, args.slots);
-  args.counts_N[node] = static_cast<int32_t>(rows);
-  args.rows_sent_N[node] += rows;
-  if (wanted > args.slots) atomicMax(args.needed, static_cast<int32_t>(wanted));
+  int64_t rows = min(wanted, args.slab_rows);
+  args.rows_by_node[node] = static_cast<int32_t>(rows);
+  args.rows_sent_by_node[node] += rows;
+  if (wanted > args.slab_rows) atomicMax(args.needed, static_cast<int32_t>(wanted));
   if (node == 0 && tokens != wanted_tokens(args)) ++args.counters[kClampedNumTokens];
 }
 
 __device__ __forceinline__ char* slot_at(const RailPackArgs& args, int64_t node, int64_t slot) {
-  int64_t first = first_slot(args.exact ? args.counts_N : nullptr, args.slots, args.node, node);
+  int64_t first = first_slot(args.exact ? args.rows_by_node : nullptr, args.slab_rows, args.node, node);
   return (node == args.node ? args.own : args.sent) + (first + slot) * args.slot.bytes;
 }
 
@@ -90,8 +90,8 @@ __device__ __forceinline__ int32_t write_pairs(const RailPackArgs& args, int64_t
   RoutedPair pair(args, t, lane, lane < args.K);
   if (real) count_wrong(pair, args.E, args.counters);
   int32_t p = physical(args, t, pair), node = p < 0 ? -1 : args.node_of_P[p];
-  int32_t slot = node < 0 ? -1 : args.slots_TN[t * args.N + node];
-  char* at = slot < 0 || slot >= args.slots ? nullptr : slot_at(args, node, slot);
+  int32_t slot = node < 0 ? -1 : args.slots_by_node[t * args.num_nodes + node];
+  char* at = slot < 0 || slot >= args.slab_rows ? nullptr : slot_at(args, node, slot);
   uint32_t same = __match_any_sync(kAllLanes, node), first = __ballot_sync(kAllLanes, at && !(same & lower));
   if (at && !(same & lower)) slots[__popc(first & lower)] = at;
   __syncwarp();
@@ -149,14 +149,14 @@ __device__ __forceinline__ void quantize_row(const RailPackArgs& args, int64_t t
 // Padded slabs: slots that no token uses have no experts, and the first slot says what the call is.
 __device__ __forceinline__ void complete_slabs(const RailPackArgs& args) {
   constexpr uint32_t kWarps = kCopyThreads / 32;
-  auto slots = static_cast<uint32_t>(args.slots), all = static_cast<uint32_t>(args.N) * slots;
+  auto slab_rows = static_cast<uint32_t>(args.slab_rows), all = static_cast<uint32_t>(args.num_nodes) * slab_rows;
   for (uint32_t i = blockIdx.x * kWarps + threadIdx.x / 32; i < all; i += gridDim.x * kWarps) {
-    uint32_t node = i / slots, slot = i % slots, k = threadIdx.x % 32;
-    if (slot >= static_cast<uint32_t>(args.counts_N[node]) && k < args.K)
+    uint32_t node = i / slab_rows, slot = i % slab_rows, k = threadIdx.x % 32;
+    if (slot >= static_cast<uint32_t>(args.rows_by_node[node]) && k < args.K)
       write_pair(args, slot_at(args, node, slot), k, -1, 0.0f);
   }
   if (blockIdx.x) return;
-  for (int64_t node = threadIdx.x; node < args.N; node += kCopyThreads)
+  for (int64_t node = threadIdx.x; node < args.num_nodes; node += kCopyThreads)
     *reinterpret_cast<RailTag*>(slot_at(args, node, 0) + args.slot.tag) = {
         static_cast<int32_t>(args.D), args.K, static_cast<int32_t>(args.dtype) | args.tag << 8, args.epoch};
 }
@@ -212,8 +212,8 @@ cudaError_t load_rail_pack() {
 cudaError_t rail_pack(const RailPackArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(device)) return error;
-  if (cudaError_t error = launch(assign_slots, args.N, kSlotThreads, 0, stream, args)) return error;
-  int64_t items = std::max(args.T, args.exact ? 1 : ceil_div(args.N * args.slots, kCopyThreads / 32));
+  if (cudaError_t error = launch(assign_slots, args.num_nodes, kSlotThreads, 0, stream, args)) return error;
+  int64_t items = std::max(args.T, args.exact ? 1 : ceil_div(args.num_nodes * args.slab_rows, kCopyThreads / 32));
   int64_t blocks = std::clamp<int64_t>(items, 1, 16 * device.multiprocessors);
   return with_variant(args, [&](auto* kernel) { return launch(kernel, blocks, kCopyThreads, 0, stream, args); });
 }

@@ -6,12 +6,12 @@
 namespace epmoe::cuda {
 
 // The first slot of node m's slab, counted from the first slab of other nodes; 0 for the own node. Without counts all
-// slabs have `slots` slots.
-__device__ __forceinline__ int64_t first_slot(const int32_t* counts_N, int64_t slots, int64_t node, int64_t m) {
+// slabs have `slab_rows` slots.
+__device__ __forceinline__ int64_t first_slot(const int32_t* rows_by_node, int64_t slab_rows, int64_t node, int64_t m) {
   if (m == node) return 0;
-  if (!counts_N) return (m - (m > node)) * slots;
+  if (!rows_by_node) return (m - (m > node)) * slab_rows;
   int64_t first = 0;
-  for (int64_t before = 0; before < m; ++before) first += before == node ? 0 : counts_N[before];
+  for (int64_t before = 0; before < m; ++before) first += before == node ? 0 : rows_by_node[before];
   return first;
 }
 

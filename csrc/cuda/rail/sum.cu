@@ -12,11 +12,11 @@ constexpr int kInFlight = 4, kMaxThreads = 256;
 // Token t's partial row of node m; null if the token does not go there.
 template <typename T>
 __device__ __forceinline__ const T* partial_row(const RailSumArgs& args, int64_t t, int64_t m) {
-  if (m >= args.N) return nullptr;
-  int64_t slot = args.slots_TN[t * args.N + m];
-  if (slot < 0 || slot >= (args.counts_N ? args.counts_N[m] : args.slots)) return nullptr;
+  if (m >= args.num_nodes) return nullptr;
+  int64_t slot = args.slots_by_node[t * args.num_nodes + m];
+  if (slot < 0 || slot >= (args.rows_by_node ? args.rows_by_node[m] : args.slab_rows)) return nullptr;
   auto* rows = static_cast<const T*>(m == args.node ? args.own : args.returned);
-  return rows + (first_slot(args.counts_N, args.slots, args.node, m) + slot) * args.D;
+  return rows + (first_slot(args.rows_by_node, args.slab_rows, args.node, m) + slot) * args.D;
 }
 
 template <typename T>
@@ -41,9 +41,9 @@ __global__ void __launch_bounds__(kMaxThreads)
     int32_t index = static_cast<int32_t>(item % chunks) * blockDim.x + threadIdx.x;
     bool active = index < vectors;
     float sum[kWidth] = {};
-    for (int64_t from = 0; from < args.N && !failed; from += 32) {
+    for (int64_t from = 0; from < args.num_nodes && !failed; from += 32) {
       const T* mine = partial_row<T>(args, t, from + lane);  // lane m has node from + m
-      for (int m = 0; m < min(args.N - from, int64_t{32}); m += kInFlight) {
+      for (int m = 0; m < min(args.num_nodes - from, int64_t{32}); m += kInFlight) {
         Values loaded[kInFlight];
         const T* row[kInFlight];
 #pragma unroll

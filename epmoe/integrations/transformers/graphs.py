@@ -30,7 +30,7 @@ def allow_in_graphs(module: Any, forward: Forward) -> None:
         _layers.add(module._epmoe_layer)
 
 
-def forget_graphs() -> None:
+def release_graphs() -> None:
     """Before windows are released: graphs that were compiled with them are not called again."""
     for layer in _layers:
         layer.release()

@@ -12,7 +12,7 @@ from torch import Tensor
 from epmoe.config.config import ConfigError, EPConfig, ExchangeConfig
 from epmoe.integrations.batches import SharedExpertParallel
 from epmoe.integrations.session import Session, make_config
-from epmoe.integrations.transformers.graphs import forget_graphs
+from epmoe.integrations.transformers.graphs import release_graphs
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def close() -> None:
 
     Compiled models notice. CUDA graphs that were captured by hand must not be replayed any more.
     """
-    forget_graphs()
+    release_graphs()
     _session.close()
 
 

@@ -1,4 +1,4 @@
-"""Renders BENCHMARKS.md and its plot from the JSON files: `make benchmarks-report` or `python -m benchmarks.render`."""
+"""Renders BENCHMARKS.md and its plots from the JSON files: `make benchmarks-report`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.plot import draw
+from benchmarks.plot import PLOTS, draw
 from benchmarks.results import FOLDER, Column, Figure, Result, load
 
 MARKDOWN = "BENCHMARKS.md"
-PLOT = "benchmarks/rounds.png"
 
 _HEADER = (
     "# Benchmarks",
@@ -28,8 +27,7 @@ _HEADER = (
     "- **Floor**: one kernel each way that only stores the rows that must cross, raises flags and waits.",
     "- **Who measured**: this project measured every row, peers included. No figure is a vendor's own.",
     "",
-    f"![The round by T on four and on two H200: epmoe, FlashInfer, DeepEP and the floor]({PLOT})",
-    "",
+    *(line for plot in PLOTS.values() for line in (f"![{plot.alt}]({plot.file})", "")),
 )
 
 
@@ -42,10 +40,11 @@ def markdown(results: Sequence[Result]) -> str:
 
 
 def write(results: Sequence[Result], root: Path) -> None:
-    """Write BENCHMARKS.md and the plot under `root`."""
-    (root / PLOT).parent.mkdir(parents=True, exist_ok=True)
+    """Write BENCHMARKS.md and the plots under `root`."""
+    (root / "benchmarks").mkdir(parents=True, exist_ok=True)
     (root / MARKDOWN).write_text(markdown(results), encoding="utf-8")
-    draw(results, root / PLOT)
+    for plot in PLOTS.values():
+        draw(plot, results, root / plot.file)
 
 
 def _section(result: Result) -> Iterator[str]:
@@ -87,8 +86,8 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Write BENCHMARKS.md and the plot into the repository, or into another folder."""
-    parser = argparse.ArgumentParser(description="Render BENCHMARKS.md and its plot from benchmarks/*.json.")
+    """Write BENCHMARKS.md and the plots into the repository, or into another folder."""
+    parser = argparse.ArgumentParser(description="Render BENCHMARKS.md and its plots from benchmarks/*.json.")
     parser.add_argument("--into", type=Path, default=FOLDER.parent, help="folder to write to (default: the repository)")
     write(load(), parser.parse_args().into)
 

@@ -33,8 +33,8 @@ class Row(_Strict):
     """A row of a table; `cells` has one entry for each column, null where nothing was measured."""
 
     cells: tuple[Figure | str | None, ...]
-    line: Literal["epmoe", "flashinfer", "flashinfer_permute", "deepep_ll", "deepep_v2", "floor"] | None = None
-    """the plot's line that this row is"""
+    line: str | None = None
+    """the plot's line that this row is, of its `STYLES`"""
 
 
 class Asked(_Strict):
@@ -79,8 +79,9 @@ class Result(_Strict):
     rows: tuple[Row, ...]
     asked: tuple[Asked, ...] = ()
     notes: tuple[str, ...] = ()
+    plot: Literal["rounds", "layer"] = "rounds"
     panel: str | None = None
-    """title of the plot's panel that shows the rows with a `line`"""
+    """title of the panel of `plot` that shows the rows with a `line`"""
 
     @model_validator(mode="after")
     def _check(self) -> Result:

@@ -129,11 +129,9 @@ class ExchangeConfig(Strict):
     """Format of rows sent to the experts; auto: `model.dtype`; fp8: e4m3 with one fp32 scale per 128 elements."""
     combine_payload: Literal["auto", "fp8"] = "auto"
     """Format of rows sent back by combine; the same choices."""
-    network: Literal["auto", "collective"] = "auto"
-    """How rows reach other nodes; auto is collective: all-to-all of torch.distributed, by gloo on CPUs and NCCL
-    on GPUs."""
     network_splits: Literal["padded", "exact"] = "padded"
-    """padded: slabs of equal length, which the host never looks at; exact: the host reads how long they are."""
+    """Slabs between nodes, by all-to-all of torch.distributed (gloo on CPUs, NCCL on GPUs). padded: of equal length,
+    which the host never looks at; exact: the host reads how long they are."""
     timeout_s: float = Field(default=30.0, gt=0, le=86400)
     """Seconds that a rank waits for the other ranks before EPTimeoutError."""
     warmup_timeout_s: float = Field(default=300.0, gt=0, le=86400)

@@ -118,7 +118,7 @@ def test_the_rest_goes_on_after_a_death(host, dead):
 
 
 def test_the_page_shows_it(host):
-    """Its `go_on` and `load_weights`, word by word."""
+    """`epmoe.recover` with its `load_weights`, word by word."""
     names = serve(host)
     alive = lose(host, names, 0)
     assert host.do(alive, follow_the_page, host.folder) == ["played"] * 3
@@ -126,11 +126,11 @@ def test_the_page_shows_it(host):
 
 def follow_the_page(state, folder: Path) -> str:
     page = (ROOT / "docs" / "recovery.md").read_text()
-    go_on, load_weights = re.findall(r"```python\n(from datetime.*?|def load_weights.*?)```", page, re.DOTALL)
+    (load_weights,) = re.findall(r"```python\n(def load_weights.*?)```", page, re.DOTALL)
     weights = torch.tensor(state.held)
     names = {"epmoe": epmoe, "ep": state.ep, "w": weights, "read": lambda logical: torch.tensor(logical)}
-    exec(go_on + load_weights, names)
-    names["go_on"](state.ep, folder, names["load_weights"])
+    exec(load_weights, names)
+    epmoe.recover(state.ep, folder, names["load_weights"], last_call_s=3.0)
     state.held = names["w"].tolist()
     return play(state)
 

@@ -68,7 +68,7 @@ def test_a_call_is_launched_as_its_row_says(table, name):
 def test_without_a_table_the_kernels_choose():
     with make_ep(None) as ep:
         assert launched(ep, 5) == [0, 0, 0]
-        descriptor, plan = ep._exchange.descriptors.of(64, True, False)[1][0], MemoryPlan.build(ep.config).as_ints()
+        descriptor, plan = ep._exchange.descriptors.of(64, True, False, False)[1][0], MemoryPlan.build(ep.config).as_ints()
         assert descriptor.dtype == torch.int64 and descriptor[: len(plan)].tolist() == plan
         assert descriptor[len(plan) :].tolist()[:2] == [True, False]  # expert_major, weight_rows
 
@@ -129,7 +129,7 @@ def test_the_fastest_launch_is_found(monkeypatch, tmp_path):
         return SimpleNamespace(ep=ep, sample=sample, check=lambda: None)
 
     def round_us(side, repeats, group):
-        descriptor = side.ep.exchange.descriptors.of(64, True, False)[1][0]
+        descriptor = side.ep.exchange.descriptors.of(64, True, False, False)[1][0]
         senders, _, team = (int(descriptor[i]) for i in LAUNCH)
         return 100 + abs((team or 8) - 4) + abs((senders or 99) - 99)
 

@@ -25,6 +25,7 @@ from epmoe.exchange.memory import (
     MemoryPlan,
     RailSlot,
 )
+from epmoe.exchange.round_state import PROGRESS, PROGRESS_AT
 from epmoe.native.formats import SCALE_BLOCK, WIRE_FORMATS
 from epmoe.native.ops import DTYPES
 
@@ -88,6 +89,7 @@ MIRRORS = {
         (("ExchangePlan", "plan"), *int64s(*DESCRIPTOR[len(SIZES) + len(OFFSETS) :])),
     ),
     "RailSlot": Mirror("rail.h", struct_fields, int64s(*RailSlot._fields)),
+    "Progress": Mirror("plan.h", struct_fields, int64s(*PROGRESS)),
     "Status": Mirror("plan.h", struct_fields, int64s(*STATUS)),
     "Counter": Mirror(
         "types.h", enumerators, tuple(("enumerator", camel(name)) for name in (*COUNTERS, "num_counters"))
@@ -98,13 +100,6 @@ MIRRORS = {
 @pytest.mark.parametrize(("name", "mirror"), MIRRORS.items(), ids=MIRRORS)
 def test_both_sides_declare_the_same(name, mirror):
     assert mirror.read(mirror.text(), name) == mirror.want
-
-
-def test_comments_do_not_count():
-    text = (
-        "struct S {\n  int64_t a;  // int64_t b;\n  /* int64_t\n  c; */ int64_t d, e[2];\n};\nstruct T { int64_t a; };"
-    )
-    assert struct_fields(text, "S") == int64s("a", "d", "e", "e")
 
 
 def constant(pattern: str, *suffixes: str) -> int:
@@ -134,6 +129,7 @@ def test_every_buffer_has_an_offset(transport):
 def test_sizes_that_both_sides_know():
     assert NUM_COUNTERS == len(COUNTERS) == plan("nvlink")["health.counters"].shape[0]
     assert plan("nvlink")["state"].nbytes == constant(r"sizeof\(RoundState\) == (\d+)", ".h")
+    assert constant(r"offsetof\(RoundState, progress\) == (\d+)", ".h") == PROGRESS_AT
     assert constant(r"\bkScaleBlock = (\d+)", ".h", ".cuh") == SCALE_BLOCK
     assert 4 * len(struct_fields(without_comments((CSRC / "rail.h").read_text()), "RailTag")) == RAIL_TAG_BYTES
     assert constant(r"struct alignas\((\d+)\) RoundHeader", ".h") == SIGNAL_BYTES

@@ -103,7 +103,7 @@ def test_experts_of_the_wrong_shape(layer_ep, rank, size):
 
 @pytest.mark.parametrize("in_a_round", [False, True])
 def test_leaving_by_an_exception_releases_the_others(ep, rank, size, in_a_round):
-    """Their waits, of up to 300 s, end at once and name rank 0. More of it: tests/test_interrupt.py."""
+    """Their waits, of up to 300 s, end at once and name rank 0. More of it: tests/test_failure.py."""
     tokens = make_tokens(ep.config, rank, 9)
     assert_y(run_round(ep, tokens), ep.config, tokens)
     if rank == 0:

@@ -280,27 +280,6 @@ def test_fields_by_layout(payload):
             ep.abort(d)
 
 
-def test_errors_of_state_are_of_one_class():
-    """Closed, open, in another state, or with the handle of another: nothing was sent."""
-    arguments = torch.ones(1, 64), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1)
-    with epmoe.ExpertParallel(alone()) as ep, epmoe.ExpertParallel(alone()) as other:
-        d, elsewhere = ep.dispatch(*arguments), other.dispatch(*arguments)
-        for call, message in (
-            (lambda: ep.dispatch(*arguments), "round 1 is still open"),
-            (lambda: ep.combine(elsewhere.rows, elsewhere), "`dispatched` belongs to another ExpertParallel"),
-            (lambda: ep.combine_recv(d), "round 1 awaits combine"),
-        ):
-            with pytest.raises(epmoe.EPStateError, match=message) as caught:
-                call()
-            assert isinstance(caught.value, RuntimeError) and isinstance(caught.value, ValueError)
-        ep.combine(d.rows, d)
-        with pytest.raises(epmoe.EPStateError, match="round 1 is closed: dispatch comes before combine"):
-            ep.combine(d.rows, d)
-        other.abort(elsewhere)
-    with pytest.raises(epmoe.EPStateError, match="this ExpertParallel is closed"):
-        ep.dispatch(*arguments)
-
-
 def test_too_few_files(monkeypatch):
     def memfd_create(*_):
         raise OSError(errno.EMFILE, "Too many open files")

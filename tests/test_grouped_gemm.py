@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from expert_inputs import BF16, BLOCK, FP8, D, E, assert_right, inputs, real_rows, want, weights
-from helpers import NO_CUDA, ON_GPUS, assert_close, poison_, randn
+from helpers import NO_CUDA, ON_GPUS, alone, assert_close, poison_, randn
 from torch import Tensor
 
 import epmoe
@@ -103,12 +103,7 @@ def test_what_deep_gemm_takes(monkeypatch, installed, capability, dtype, F, prob
 
 def test_a_layer_needs_the_alignment_of_deep_gemm(deep_gemm):
     for alignment in (64, 128):
-        config = epmoe.EPConfig(
-            model={"num_experts": E, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "bfloat16"},
-            topology={"ep_size": 1},
-            capacity={"max_num_tokens_per_rank": 8, "alignment": alignment},
-            exchange={"payload": "fp8"},
-        )
+        config = alone(E, 2, D, "bfloat16", 8, capacity={"alignment": alignment}, exchange={"payload": "fp8"})
         with epmoe.ExpertParallel(config) as ep:
             experts = epmoe.GroupedExperts(**weights(FP8, ep.device))
             layer = epmoe.MoELayer(ep, randn(E, D), experts)

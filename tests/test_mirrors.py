@@ -10,9 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, alone
 
-import epmoe
 from epmoe.exchange.descriptors import DESCRIPTOR
 from epmoe.exchange.health import COUNTERS, STATUS
 from epmoe.exchange.memory import (
@@ -111,12 +110,7 @@ def constant(pattern: str, *suffixes: str) -> int:
 
 def plan(transport: str) -> MemoryPlan:
     return MemoryPlan.build(
-        epmoe.EPConfig(
-            model={"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 128, "dtype": "float32"},
-            topology={"ep_size": 2},
-            capacity={"max_num_tokens_per_rank": 2 * LL_MAX_TOKENS},
-            exchange={"transport": transport},
-        )
+        alone(max_tokens=2 * LL_MAX_TOKENS, topology={"ep_size": 2}, exchange={"transport": transport})
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from helpers import distinct_ids, randn
 
 import epmoe
-from epmoe.exchange.health import COUNTERS, STAGES, STATUS, EPOverflowError, Health, raise_on_failure, raise_on_overflow
+from epmoe.exchange.health import COUNTERS, STAGES, STATUS, Health, raise_on_failure
 
 
 def counted(counters: torch.Tensor) -> dict[str, int]:
@@ -79,13 +79,6 @@ def test_a_rank_that_came_too_late_hears_it(rank, reason):
         raise_on_failure(status, [0, 1, 2, 3], rank, latched=False)
 
 
-def test_mismatch_is_reported_once():
-    status = status_word(code=2, epoch=3, missing=0b01)
-    with pytest.raises(epmoe.EPMismatchError, match=r"round 3: rank\(s\) \[0\] .* The round was closed"):
-        raise_on_failure(status, [0, 1], rank=1, latched=False)
-    raise_on_failure(status, [0, 1], rank=1, latched=False)
-
-
 def test_a_mismatch_that_has_latched_is_reported_for_ever():
     status = status_word(code=2, epoch=3, missing=0b01)
     for _ in range(2):
@@ -108,12 +101,3 @@ def test_a_stage_out_of_turn_is_reported_for_ever(stage, phases, said):
         with pytest.raises(epmoe.EPOrderError, match=f"{said}.* can only be resumed or closed") as raised:
             raise_on_failure(status, [0, 1], rank=0, latched=True)
     assert (raised.value.stage, raised.value.epoch) == (STAGES[stage], 7) and isinstance(raised.value, epmoe.EPError)
-
-
-def test_overflow_is_reported_once_with_the_value_to_set():
-    status = status_word(needed_rows=512)
-    with pytest.raises(
-        EPOverflowError, match=r"needed 512 .*capacity.max_expert_rows is 100: set it to at\s+least 512"
-    ):
-        raise_on_overflow(status, 100)
-    raise_on_overflow(status, 100)

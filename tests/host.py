@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,17 @@ class Host:
 
     def __init__(self, folder: Path, device: torch.device):
         self.folder, self.device, self.processes, self.pipes, self.groups = folder, device, {}, {}, 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.join()
 
     def spawn(self, *names: int) -> None:
         for name in names:
@@ -56,6 +68,11 @@ class Host:
         """What the function returns on each of the processes, which run it at the same time."""
         self.start(names, function, *arguments)
         return self.results(names)
+
+    def succeed(self, names: list[int], function: Callable, *arguments: object) -> list:
+        """As `do`. Raises AssertionError with the exception of a rank."""
+        self.start(names, function, *arguments)
+        return self.answers(names)
 
     def form(self, names: list[int]) -> None:
         """A process group over a file."""

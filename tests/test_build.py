@@ -88,22 +88,6 @@ def test_only_what_an_edit_reaches_is_compiled(toolchain, tmp_path, monkeypatch)
         assert build.build(tmp_path, portable=True) == first and not commands
 
 
-@pytest.mark.parametrize(
-    ("symbol", "reached"),
-    [
-        ("EPMOE_MUTATE_ROUTE_CLAMP", {"cpu/route.cpp"}),
-        ("EPMOE_MUTATE_SORT_GUARD", {"cpu/permute.cpp", "cuda/local/permute.cu"}),
-        ("EPMOE_MUTATE_FINALIZE_GUARD", {"cpu/finalize.cpp", "cpu/combine.cpp", "cuda/local/finalize.cu"}),
-    ],
-)
-def test_a_build_without_a_guard_compiles_only_the_files_with_it(symbol, reached, toolchain, tmp_path, monkeypatch):
-    commands = recorded_commands(monkeypatch)
-    build.build(tmp_path, portable=True)
-    compiled(commands)
-    build.build(tmp_path, (symbol,), portable=True)
-    assert compiled(commands) == reached
-
-
 def test_an_object_of_a_source_that_changes_meanwhile_is_not_kept(toolchain, tmp_path, monkeypatch):
     sources = shutil.copytree(build.csrc(), tmp_path / "csrc")
     monkeypatch.setattr(build, "csrc", lambda: sources)

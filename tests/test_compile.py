@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch._dynamo as dynamo
-from helpers import ON_GPUS, randn
+from helpers import ON_GPUS, alone, randn
 from torch import Tensor, nn
 
 import epmoe
@@ -35,12 +35,7 @@ def ep(device):
 
 
 def config(dtype: str = "float32", **capacity: object) -> epmoe.EPConfig:
-    return epmoe.EPConfig(
-        model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": dtype},
-        routing={"renormalize": True},
-        topology={"ep_size": 1},
-        capacity={"max_num_tokens_per_rank": M, **capacity},
-    )
+    return alone(E, K, D, dtype, M, routing={"renormalize": True}, capacity=capacity)
 
 
 def make_layer(ep: epmoe.ExpertParallel, seed: int = 0, **options: object) -> epmoe.MoELayer:

@@ -1,7 +1,7 @@
-"""Ranks that die or stall: the others name a dead rank at once and a stalled one at the deadline. Nothing is left.
+"""Ranks that die, stall or leave: the others name them, at once or at the deadline, and nothing is left behind.
 
-The tests start their own processes, since torchrun would end the survivors. They use no fixed ports, and no sleeps to
-wait for a state: a rank reports when it has reached the point where it is to be killed.
+The tests start their own processes, since torchrun would end the survivors. Rounds that go on after an exception:
+tests/distributed/test_exceptions.py.
 """
 
 from __future__ import annotations
@@ -9,61 +9,68 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
-from multiprocessing.connection import Connection, wait
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
+from exchanges import make_config
 from helpers import slow
-from launched import context
+from host import SLACK_S, Host, create, play, play_round, survivors
 
 import epmoe
 
-RANKS = 3
 TIMEOUT_S = 0.5
-LONG = {"timeout_s": 20.0}
+LONG_S = 300.0  # no test that passes has run into it
 AT_ONCE_S = 0.5  # after a death
-SLACK_S = 5.0  # this machine may have fewer cores than ranks
-NOTHING_LEFT = ("left behind", set())
+RELEASED_S = 2.0  # after a rank has left
+ONE_TOKEN = torch.ones(1, 64), torch.zeros(1, 4, dtype=torch.int32), torch.full((1, 4), 0.25)
 
 
-class Rank:
-    """A process that runs `body(ep, report)` on its own ExpertParallel; `report` sends to this process."""
+class Named(NamedTuple):
+    """What a rank reports of the round that failed: the error, how long the round took, and when it ended."""
 
-    def __init__(self, rank: int, topology: dict, store: Path, body: Callable, exchange: dict):
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_run, args=(rank, topology, store, body, exchange, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def next_report(self, timeout_s: float = 60.0):
-        assert self.pipe.poll(timeout_s), "a rank does not report"
-        return self.pipe.recv()
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
+    stage: str
+    missing: list[int]
+    missing_global: list[int]
+    text: str
+    took: float
+    at: float
 
 
-def _run(rank: int, topology: dict, store: Path, body: Callable, exchange: dict, pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=topology["ep_size"])
-    before = open_files()
-    config = epmoe.EPConfig(
-        model={"num_experts": 7, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "float32"},
-        topology=topology,
-        capacity={"max_num_tokens_per_rank": 8},
-        exchange={"timeout_s": TIMEOUT_S, "warmup_timeout_s": 30.0} | exchange,
-    )
-    ep = epmoe.ExpertParallel(config)
-    body(ep, pipe.send)
-    ep.close()
-    pipe.send(("left behind", open_files() - before))
-    os._exit(0)  # tearing down the group of a killed rank may hang
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    """Afterwards /dev/shm is as before."""
+    before = shared_memory_files()
+    with Host(tmp_path, torch.device("cpu")) as host:
+        yield host
+    assert shared_memory_files() <= before
+
+
+def shared_memory_files() -> set[str]:
+    """Files in /dev/shm. Python's semaphores are among them for a moment, those of other tests too."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+
+
+def serve(host: Host, size: int = 3, nodes: int = 1, timeout_s: float = TIMEOUT_S) -> list[int]:
+    """A group whose first round, which has a deadline of its own, is over."""
+    names = list(range(size))
+    host.spawn(*names)
+    host.form(names)
+    exchange = {"warmup_timeout_s": max(timeout_s, 30.0)}
+    config = make_config(size, experts=7, timeout_s=timeout_s, ranks_per_node=size // nodes, exchange=exchange)
+    host.succeed(names, begin, config)
+    host.succeed(names, play, 1)
+    return names
+
+
+def begin(state, config: epmoe.EPConfig) -> None:
+    state.before = open_files()
+    create(state, config)
 
 
 def open_files() -> set[str]:
@@ -75,233 +82,204 @@ def open_files() -> set[str]:
     return held
 
 
-def play_round(ep: epmoe.ExpertParallel) -> None:
-    """One round of 6 tokens with experts that return their input, checked."""
-    x = torch.full((6, 64), 1.0 + ep.rank)
-    ids = (torch.arange(12).view(6, 2) + ep.rank) % 7
-    d = ep.dispatch(x, ids, torch.full((6, 2), 0.5))
-    assert torch.equal(ep.combine(d.rows, d), x)
-
-
-def survive(ep: epmoe.ExpertParallel, report: Callable, rounds: int | None = None) -> None:
-    """Plays rounds until one times out, then reports the error and the duration of the failed round."""
-    while rounds is None or rounds:
+def survive(state) -> Named:
+    """Plays rounds until one times out. Only close() ends the failure: until then every call raises at once."""
+    ep = state.ep
+    while True:
         started = time.monotonic()
         try:
-            play_round(ep)
+            play_round(state, 0)
         except epmoe.EPTimeoutError as error:
-            named, took = time.monotonic(), time.monotonic() - started
-            report(("timeout", error.stage, error.missing_ranks, error.missing_global_ranks, str(error), took, named))
+            at = time.monotonic()
             assert not set(error.missing_ranks) & set(ep.survivors())
-            _assert_latched(ep)
-            return
-        rounds = rounds and rounds - 1
+            for call in (ep.poll, ep.check, lambda: play_round(state, 0)):
+                with pytest.raises(epmoe.EPTimeoutError):
+                    call()
+            assert time.monotonic() - at < AT_ONCE_S and ep.health().timeouts == 1
+            return Named(error.stage, error.missing_ranks, error.missing_global_ranks, str(error), at - started, at)
 
 
-def _assert_latched(ep: epmoe.ExpertParallel) -> None:
-    """Only close() ends the state of failure; until then every call raises at once."""
-    started = time.monotonic()
-    for call in (ep.poll, ep.check, lambda: play_round(ep)):
-        with pytest.raises(epmoe.EPTimeoutError):
-            call()
-    assert time.monotonic() - started < AT_ONCE_S and ep.health().timeouts == 1
+def begin_a_round(state) -> None:
+    state.ep.dispatch(*ONE_TOKEN)
 
 
-@contextmanager
-def ranks(tmp_path: Path, bodies: list[Callable], nodes: int = 1, **exchange) -> Iterator[list[Rank]]:
-    """One process for each body. At the end all processes have ended, and /dev/shm is unchanged but for semaphores."""
-    before = shared_memory_files()
-    topology = {"ep_size": len(bodies), "ranks_per_node": len(bodies) // nodes}
-    started = [Rank(rank, topology, tmp_path / "store", body, exchange) for rank, body in enumerate(bodies)]
-    try:
-        yield started
-        for rank in started:
-            rank.process.join(30)
-            assert rank.process.exitcode is not None, "a rank does not end"
-    finally:
-        for rank in started:
-            rank.process.kill()
-    assert shared_memory_files() <= before
+def close(state) -> set[str]:
+    """What is left open then."""
+    state.ep.close()
+    return open_files() - state.before
 
 
-def shared_memory_files() -> set[str]:
-    """Files in /dev/shm. Python's semaphores are among them for a moment, those of other tests too."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+def assert_named(seen: list[Named], who: int, words: str = "") -> None:
+    for one in seen:
+        assert one.missing == one.missing_global == [who]
+        assert f"rank(s) [{who}]" in one.text and words in one.text
+        assert ("process has ended" in one.text) == (words == "process has ended")
 
 
-def assert_names_the_dead(
-    survivors: list[Rank], dead: int, killed: float | None = None, stages: tuple[str, ...] = ("dispatch", "combine")
-) -> None:
-    """`killed`: when the process was, by the clock `time.monotonic`; None: it lives and is silent."""
-    for rank in survivors:
-        kind, stage, missing, missing_global, text, took, named = rank.next_report()
-        assert kind == "timeout" and stage in stages and missing == missing_global == [dead]
-        assert f"rank(s) [{dead}]" in text
-        assert ("process has ended" in text) == (killed is not None)
-        assert took < TIMEOUT_S + SLACK_S if killed is None else named - killed < AT_ONCE_S
-        assert rank.next_report() == NOTHING_LEFT
-        rank.process.join(30)
-        assert rank.process.exitcode == 0
+def kill(host: Host, dead: int, others: list[int], stages: tuple[str, ...] = ("dispatch", "combine")) -> None:
+    """The others name the rank at once, and close."""
+    killed = time.monotonic()
+    host.signal(dead, signal.SIGKILL)
+    seen = host.answers(others)
+    assert_named(seen, dead, "process has ended")
+    assert all(one.at - killed < AT_ONCE_S and one.stage in stages for one in seen)
+    assert host.do(others, close) == [set()] * len(others)
 
 
-def stop_after_dispatch(ep: epmoe.ExpertParallel, report: Callable) -> None:
-    play_round(ep)
-    ep.dispatch(torch.ones(1, 64), torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2))
-    report("dispatched")
-    signal.pause()
-
-
-def stop_before_dispatch(ep: epmoe.ExpertParallel, report: Callable) -> None:
-    play_round(ep)
-    report("between rounds")
-    signal.pause()
-
-
-def play_on(ep: epmoe.ExpertParallel, report: Callable) -> None:
-    play_round(ep)
-    report("playing")
-    survive(ep, report)
-
-
-@pytest.mark.parametrize(
-    ("body", "stage", "dead"), [(stop_after_dispatch, "combine", 1), (stop_before_dispatch, "dispatch", 0)]
-)
-def test_a_killed_rank_is_named(tmp_path, body, stage, dead):
-    bodies = [body if rank == dead else survive for rank in range(RANKS)]
-    with ranks(tmp_path, bodies, **LONG) as started:
-        started[dead].next_report()
-        killed = time.monotonic()
-        started[dead].send_signal(signal.SIGKILL)
-        assert_names_the_dead([rank for rank in started if rank is not started[dead]], dead, killed, (stage,))
+@pytest.mark.parametrize(("stage", "dead"), [("combine", 1), ("dispatch", 0)])
+def test_a_killed_rank_is_named(host, stage, dead):
+    others = [name for name in serve(host, timeout_s=LONG_S) if name != dead]
+    host.start(others, survive)
+    if stage == "combine":
+        host.succeed([dead], begin_a_round)
+    kill(host, dead, others, (stage,))
 
 
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2), slow(3)])
-def test_a_rank_killed_at_any_moment(tmp_path, seed):
+def test_a_rank_killed_at_any_moment(host, seed):
     """Between rounds, in dispatch or in combine, by chance."""
-    rng = random.Random(seed)
-    dead = rng.randrange(RANKS)
-    bodies = [play_on if rank == dead else survive for rank in range(RANKS)]
-    with ranks(tmp_path, bodies, **LONG) as started:
-        started[dead].next_report()
-        wait([], timeout=rng.uniform(0, 0.05))
-        killed = time.monotonic()
-        started[dead].send_signal(signal.SIGKILL)
-        assert_names_the_dead([rank for rank in started if rank is not started[dead]], dead, killed)
+    rng, names = random.Random(seed), serve(host, timeout_s=LONG_S)
+    dead = rng.choice(names)
+    host.start(names, survive)
+    time.sleep(rng.uniform(0, 0.05))
+    kill(host, dead, [name for name in names if name != dead])
 
 
-def test_a_rank_that_exits_after_its_part_hurts_nobody(tmp_path):
+def test_a_rank_that_exits_after_its_part_hurts_nobody(host):
     """The others wait for one another, and its process is gone meanwhile. It has not closed anything."""
-    with ranks(tmp_path, [give_up_and_exit, play_after_the_exit, play_after_the_exit], on_abort="zeros") as started:
-        started[0].process.join(30)
-        for rank in started[1:]:
-            assert rank.next_report() == ([1, 2], [1, 0, 0])
-            assert rank.next_report() == NOTHING_LEFT
+    serve(host, timeout_s=LONG_S)
+    host.start([0], give_up_and_exit)
+    host.processes[0].join(30)
+    assert host.succeed([1, 2], play_after_the_exit) == [([1, 2], [1, 0, 0])] * 2
+    assert host.do([1, 2], close) == [set()] * 2
 
 
-def give_up_and_exit(ep: epmoe.ExpertParallel, report: Callable) -> None:
+def give_up_and_exit(state) -> None:
     """Its signals of the whole round are out when it ends."""
-    play_round(ep)
-    ep.dispatch_send(torch.ones(1, 64), torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2))
-    ep.abort()
+    state.ep.dispatch_send(*ONE_TOKEN)
+    state.ep.abort()
     os._exit(0)
 
 
-def play_after_the_exit(ep: epmoe.ExpertParallel, report: Callable) -> None:
+def play_after_the_exit(state) -> tuple[list[int], list[int]]:
     """Rank 2 keeps rank 1 waiting, in dispatch and in combine, until well after the end of rank 0."""
-    play_round(ep)
-    give_up = time.monotonic() + 30
+    ep, give_up = state.ep, time.monotonic() + 30
     while ep.survivors() != [1, 2] and time.monotonic() < give_up:
         time.sleep(0.01)
-    x, late_s = torch.ones(1, 64), 0.3 * (ep.rank == 2)
+    late_s = 0.3 * (ep.rank == 2)
     time.sleep(late_s)
-    d = ep.dispatch(x, torch.zeros(1, 2, dtype=torch.int64), torch.full((1, 2), 0.5))
+    d = ep.dispatch(*ONE_TOKEN)
     time.sleep(late_s)
     ep.combine(d.rows, d)
-    report((ep.survivors(), ep.health().aborted_rounds))
+    return ep.survivors(), ep.health().aborted_rounds
 
 
-def test_a_stopped_rank_is_named_and_raises_too(tmp_path):
+def test_a_stopped_rank_is_named_and_raises_too(host):
     """To the others SIGSTOP looks like death. The stopped rank continues, finds the group latched, and ends cleanly."""
-    bodies = [survive, survive, play_on]
-    with ranks(tmp_path, bodies) as started:
-        started[2].next_report()
-        started[2].send_signal(signal.SIGSTOP)
-        assert_names_the_dead(started[:2], 2)
-        started[2].send_signal(signal.SIGCONT)
-        kind, *_ = started[2].next_report()
-        assert kind == "timeout"
-        assert started[2].next_report() == NOTHING_LEFT
+    names = serve(host)
+    host.start(names, survive)
+    host.signal(2, signal.SIGSTOP)
+    seen = host.answers([0, 1])
+    assert_named(seen, 2)
+    assert all(one.took < TIMEOUT_S + SLACK_S for one in seen)
+    host.signal(2, signal.SIGCONT)
+    assert isinstance(host.answers([2])[0], Named)
+    assert host.do(names, close) == [set()] * 3
 
 
-def test_a_slow_rank_is_waited_for(tmp_path):
+def test_a_slow_rank_is_waited_for(host):
     """Slower than the ordinary deadline, but in the first round, which has a longer one."""
-    with ranks(tmp_path, [play_once, play_once_late, play_once]) as started:
-        for rank in started:
-            assert rank.next_report() == "played"
-            assert rank.next_report() == NOTHING_LEFT
+    names = serve(host)
+    host.succeed(names, close)
+    host.succeed(names, begin, make_config(3, timeout_s=TIMEOUT_S, exchange={"warmup_timeout_s": 30.0}))
+    host.start([0, 2], play, 1)
+    time.sleep(2 * TIMEOUT_S)
+    host.start([1], play, 1)
+    assert host.answers(names) == ["played"] * 3
 
 
-def play_once(ep: epmoe.ExpertParallel, report: Callable) -> None:
-    play_round(ep)
-    report("played")
-
-
-def play_once_late(ep: epmoe.ExpertParallel, report: Callable) -> None:
-    wait([], timeout=2 * TIMEOUT_S)
-    play_once(ep, report)
-
-
-def test_a_new_group_of_the_survivors_starts_afresh(tmp_path):
-    with ranks(tmp_path, [survive_and_regroup, survive_and_regroup, stop_before_dispatch]) as started:
-        started[2].next_report()
-        started[2].send_signal(signal.SIGKILL)
-        for rank in started[:2]:
-            assert rank.next_report()[0] == "timeout"
-            assert rank.next_report() == "alive"
-
-
-def survive_and_regroup(ep: epmoe.ExpertParallel, report: Callable) -> None:
-    survivors = dist.new_group([0, 1], use_local_synchronization=True)
-    survive(ep, report)
-    ep.close()
-    config = ep.config.model_copy(update={"topology": ep.config.topology.model_copy(update={"ep_size": 2})})
-    with epmoe.ExpertParallel(config, group=survivors) as smaller:
-        play_round(smaller)
-    report("alive")
+def test_a_new_group_of_the_survivors_starts_afresh(host):
+    serve(host, timeout_s=LONG_S)
+    host.start([0, 1], survive)
+    kill(host, 2, [0, 1])
+    host.form([0, 1])
+    host.succeed([0, 1], create, make_config(2))
+    assert host.succeed([0, 1], play) == ["played"] * 2
 
 
 @pytest.mark.parametrize("fault", ["dies", "dies in a round", "stops"])
-def test_every_rank_of_two_nodes_names_the_rank_that_is_gone(tmp_path, fault):
-    bodies = [survive_together, survive_together, FAULTS[fault], survive_together]
-    with ranks(tmp_path, bodies, nodes=2) as started:
-        for rank in (started[0], started[1], started[3]):
-            kind, _, missing, missing_global, text, took, _ = rank.next_report()
-            assert kind == "timeout" and missing == missing_global == [2], text
-            assert took < TIMEOUT_S + 2.0, text
-            assert rank.next_report() == [0, 1, 3]
-        started[2].process.kill()
+def test_every_rank_of_two_nodes_names_the_rank_that_is_gone(host, fault):
+    serve(host, 4, nodes=2)
+    others = [0, 1, 3]
+    host.start(others, survive)
+    if fault == "dies in a round":
+        host.succeed([2], begin_a_round)
+    host.signal(2, signal.SIGSTOP if fault == "stops" else signal.SIGKILL)
+    for one in host.answers(others):
+        assert one.missing == one.missing_global == [2] and one.took < TIMEOUT_S + 2.0, one
+    assert host.do(others, survivors) == [others] * 3
 
 
-def survive_together(ep: epmoe.ExpertParallel, report: Callable) -> None:
-    """Ends once all others have timed out, too: a process that has ended is no survivor."""
-    survive(ep, report)
-    report(ep.survivors())
-    store = dist.distributed_c10d._get_default_store()
-    store.add("seen", 1)
-    while store.add("seen", 0) < ep.size - 1:
-        time.sleep(0.02)
+def leave(state, how: str) -> tuple[float, str]:
+    """Leaves the `with` of its ExpertParallel: when, and by which exception."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a forked server of pytest may ignore it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    raised = "no exception"
+    try:
+        with state.ep as ep:
+            while how == "waiting":
+                play_round(state, 0)
+            if how != "between rounds":
+                ep.dispatch(*ONE_TOKEN)
+            if how == "closing in a round":
+                ep.close()
+            else:
+                raise LookupError
+    except BaseException as error:
+        raised = type(error).__name__
+    return time.monotonic(), raised
 
 
-def fail_by(number: int, in_a_round: bool, ep: epmoe.ExpertParallel, report: Callable) -> None:
-    for _ in range(20):
-        play_round(ep)
-    if in_a_round:
-        ep.dispatch(torch.ones(6, 64), torch.zeros(6, 2, dtype=torch.int64), torch.ones(6, 2))
-    os.kill(os.getpid(), number)
+def assert_released(host: Host, others: list[int], left_at: float) -> None:
+    """Rank 1 has left: the waits of the others, of up to 300 s, end."""
+    seen = host.answers(others)
+    assert_named(seen, 1, "rank(s) [1] of the group (global rank(s) [1]) left the group")
+    assert all(one.at - left_at < RELEASED_S for one in seen)
+    assert host.do([1, *others], close) == [set()] * (1 + len(others))
 
 
-FAULTS = {
-    "dies": partial(fail_by, signal.SIGKILL, False),
-    "dies in a round": partial(fail_by, signal.SIGKILL, True),
-    "stops": partial(fail_by, signal.SIGSTOP, False),
-}
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [("between rounds", "LookupError"), ("in a round", "LookupError"), ("closing in a round", "no exception")],
+)
+def test_a_rank_that_leaves_releases_the_others(host, how, error):
+    serve(host, timeout_s=LONG_S)
+    host.start([0, 2], survive)
+    ((left_at, raised),) = host.do([1], leave, how)
+    assert raised == error
+    assert_released(host, [0, 2], left_at)
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SystemExit")], ids=["Ctrl-C", "TERM"]
+)
+def test_a_signal_ends_the_wait_and_releases_the_others(host, number, error):
+    """Ranks 1 and 2 wait for rank 0, which stays away. The signal ends rank 1 at once, and rank 2 hears of it."""
+    serve(host, timeout_s=LONG_S)
+    host.start([2], survive)
+    host.start([1], leave, "waiting")
+    time.sleep(0.3)  # ranks 1 and 2 sleep in their waits by now
+    pressed_at = time.monotonic()
+    host.signal(1, number)
+    ((left_at, raised),) = host.results([1])
+    assert raised == error and left_at - pressed_at < RELEASED_S
+    assert_released(host, [2], left_at)
+
+
+def test_sigterm_without_a_handler_ends_the_process_at_once(host):
+    serve(host, timeout_s=LONG_S)
+    host.start([1], survive)
+    time.sleep(0.3)
+    host.signal(1, signal.SIGTERM)
+    host.processes[1].join(RELEASED_S)
+    assert host.processes[1].exitcode == -signal.SIGTERM

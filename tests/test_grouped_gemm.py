@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 from expert_inputs import BF16, BLOCK, FP8, OFFSETS, TOKENS, D, E, assert_right, inputs, real_rows, want, weights
-from helpers import NO_CUDA, ON_GPUS, assert_close, poison_, randn
+from helpers import NO_CUDA, ON_GPUS, alone, assert_close, poison_, randn
 from torch import Tensor
 
 import epmoe
@@ -132,12 +132,7 @@ def test_what_deep_gemm_takes(monkeypatch, installed, capability, dtype, F, prob
 
 
 def one_rank(alignment: int | None, payload: str = "fp8") -> epmoe.EPConfig:
-    return epmoe.EPConfig(
-        model={"num_experts": E, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "bfloat16"},
-        topology={"ep_size": 1},
-        capacity={"max_num_tokens_per_rank": 8, "alignment": alignment},
-        exchange={"payload": payload},
-    )
+    return alone(E, 2, D, "bfloat16", 8, capacity={"alignment": alignment}, exchange={"payload": payload})
 
 
 @pytest.mark.parametrize("alignment", [32, 128, None])

@@ -79,13 +79,6 @@ def test_a_rank_that_came_too_late_hears_it(rank, reason):
         raise_on_failure(status, [0, 1, 2, 3], rank, latched=False)
 
 
-def test_mismatch_is_reported_once():
-    status = status_word(code=2, epoch=3, missing=0b01)
-    with pytest.raises(epmoe.EPMismatchError, match=r"round 3: rank\(s\) \[0\] .* The round was closed"):
-        raise_on_failure(status, [0, 1], rank=1, latched=False)
-    raise_on_failure(status, [0, 1], rank=1, latched=False)
-
-
 def test_a_mismatch_that_has_latched_is_reported_for_ever():
     status = status_word(code=2, epoch=3, missing=0b01)
     for _ in range(2):

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, alone
 
-import epmoe
 from epmoe.exchange.descriptors import DESCRIPTOR
 from epmoe.exchange.health import COUNTERS, STATUS
 from epmoe.exchange.memory import (
@@ -25,6 +24,7 @@ from epmoe.exchange.memory import (
     MemoryPlan,
     RailSlot,
 )
+from epmoe.exchange.round_state import PROGRESS, PROGRESS_AT
 from epmoe.native.formats import SCALE_BLOCK, WIRE_FORMATS
 from epmoe.native.ops import DTYPES
 
@@ -88,6 +88,7 @@ MIRRORS = {
         (("ExchangePlan", "plan"), *int64s(*DESCRIPTOR[len(SIZES) + len(OFFSETS) :])),
     ),
     "RailSlot": Mirror("rail.h", struct_fields, int64s(*RailSlot._fields)),
+    "Progress": Mirror("plan.h", struct_fields, int64s(*PROGRESS)),
     "Status": Mirror("plan.h", struct_fields, int64s(*STATUS)),
     "Counter": Mirror(
         "types.h", enumerators, tuple(("enumerator", camel(name)) for name in (*COUNTERS, "num_counters"))
@@ -100,13 +101,6 @@ def test_both_sides_declare_the_same(name, mirror):
     assert mirror.read(mirror.text(), name) == mirror.want
 
 
-def test_comments_do_not_count():
-    text = (
-        "struct S {\n  int64_t a;  // int64_t b;\n  /* int64_t\n  c; */ int64_t d, e[2];\n};\nstruct T { int64_t a; };"
-    )
-    assert struct_fields(text, "S") == int64s("a", "d", "e", "e")
-
-
 def constant(pattern: str, *suffixes: str) -> int:
     """The number that the one match of `pattern` in the sources captures."""
     texts = (without_comments(path.read_text()) for path in CSRC.rglob("*.*") if path.suffix in suffixes)
@@ -116,12 +110,7 @@ def constant(pattern: str, *suffixes: str) -> int:
 
 def plan(transport: str) -> MemoryPlan:
     return MemoryPlan.build(
-        epmoe.EPConfig(
-            model={"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 128, "dtype": "float32"},
-            topology={"ep_size": 2},
-            capacity={"max_num_tokens_per_rank": 2 * LL_MAX_TOKENS},
-            exchange={"transport": transport},
-        )
+        alone(max_tokens=2 * LL_MAX_TOKENS, topology={"ep_size": 2}, exchange={"transport": transport})
     )
 
 
@@ -134,6 +123,7 @@ def test_every_buffer_has_an_offset(transport):
 def test_sizes_that_both_sides_know():
     assert NUM_COUNTERS == len(COUNTERS) == plan("nvlink")["health.counters"].shape[0]
     assert plan("nvlink")["state"].nbytes == constant(r"sizeof\(RoundState\) == (\d+)", ".h")
+    assert constant(r"offsetof\(RoundState, progress\) == (\d+)", ".h") == PROGRESS_AT
     assert constant(r"\bkScaleBlock = (\d+)", ".h", ".cuh") == SCALE_BLOCK
     assert 4 * len(struct_fields(without_comments((CSRC / "rail.h").read_text()), "RailTag")) == RAIL_TAG_BYTES
     assert constant(r"struct alignas\((\d+)\) RoundHeader", ".h") == SIGNAL_BYTES

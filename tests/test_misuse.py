@@ -11,7 +11,6 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import alone, distinct_ids, randn
 
 import epmoe
@@ -38,36 +37,26 @@ def assert_works(ep: epmoe.ExpertParallel) -> None:
     torch.testing.assert_close(ep.combine(d.rows, d), x)
 
 
-def test_logits_of_more_columns_than_experts(ep):
-    """16 columns for 12 experts would give ids 12 to 15, which dispatch takes for "no expert": zeros in y."""
-    with pytest.raises(ValueError, match=r"`logits` must be .* \[T, 12\], got float32 \[5, 16\]"):
-        ep.route(randn(5, 16))
-    with pytest.raises(ValueError, match=r"`logits` must be .* \[T, 12\], got float32 \[5, 11\]"):
-        ep.route(randn(5, 11))
-    with pytest.raises(ValueError, match=r"`logits` must be .* \[T, 12\], got float32 \[12\]"):
-        ep.route(randn(12))
-    with pytest.raises(ValueError, match="`logits` must be on cpu, got meta"):
-        ep.route(randn(5, 12).to("meta"))
-    with pytest.raises(TypeError, match=r"`logits` must be .* \[T, 12\], got list"):
-        ep.route([[0.0] * 12])
+@pytest.mark.parametrize(
+    ("logits", "error", "message"),
+    [  # 16 columns for 12 experts would give ids 12 to 15, which dispatch takes for "no expert": zeros in y
+        (torch.zeros(5, 16), ValueError, r"`logits` must be .* \[T, 12\], got float32 \[5, 16\]"),
+        (torch.zeros(12), ValueError, r"`logits` must be .* \[T, 12\], got float32 \[12\]"),
+        (torch.zeros(5, 12, device="meta"), ValueError, "`logits` must be on cpu, got meta"),
+        ([[0.0] * 12], TypeError, r"`logits` must be .* \[T, 12\], got list"),
+    ],
+)
+def test_wrong_logits(ep, logits, error, message):
+    with pytest.raises(error, match=message):
+        ep.route(logits)
 
 
 def test_rows_and_handle_in_the_wrong_order(ep):
     d = ep.dispatch(*inputs())
-    hint = r"`dispatched` must be what dispatch returned, got float32 \[.*\]: {} takes the rows first"
-    for call in ("combine", "combine_send"):
-        with pytest.raises(TypeError, match=hint.format(call)):
+    for call in ("combine", "combine_send", "combine_partial"):
+        hint = rf"`dispatched` must be what dispatch returned, got float32 \[.*\]: {call} takes the rows first"
+        with pytest.raises(TypeError, match=hint):
             getattr(ep, call)(d, d.rows)
-    with pytest.raises(TypeError, match=hint.format("combine_partial")):
-        ep.combine_partial(d, d.rows)
-    ep.combine(d.rows, d)
-    with pytest.raises(TypeError, match=hint.format("combine")):
-        ep.combine(d, d.rows)
-    assert_works(ep)
-
-
-def test_the_handle_passed_twice(ep):
-    d = ep.dispatch(*inputs())
     for call in ("combine", "combine_send"):
         with pytest.raises(TypeError, match=r"`expert_rows` must be float32 \[N, 64\], got Dispatched"):
             getattr(ep, call)(d, d)
@@ -90,13 +79,6 @@ def test_something_else_for_a_handle(ep, wrong):
     assert_works(ep)
 
 
-def test_ids_and_weights_in_the_wrong_order(ep):
-    x, ids, weights = inputs()
-    with pytest.raises(TypeError, match=r"`ids` must be int32 or int64 \[5, K\], got float32 \[5, 3\]"):
-        ep.dispatch(x, weights, ids)
-    assert_works(ep)
-
-
 @pytest.mark.parametrize("as_path", [False, True])
 def test_a_path_for_a_config(tmp_path, as_path):
     path = tmp_path / "one.json"
@@ -108,38 +90,12 @@ def test_a_path_for_a_config(tmp_path, as_path):
         epmoe.ExpertParallel(tmp_path / "missing.yaml" if as_path else str(tmp_path / "missing.yaml"))
 
 
-def test_a_dict_for_a_config():
-    want = r"`config` must be an EPConfig or the path of its file, got dict: use EPConfig\(\*\*config\)"
-    with pytest.raises(TypeError, match=want):
-        epmoe.ExpertParallel(CONFIG.model_dump())
-    with pytest.raises(TypeError, match="`config` must be an EPConfig or the path of its file, got NoneType"):
-        epmoe.ExpertParallel(None)
-    with pytest.raises(TypeError, match="`config` must be an EPConfig or the path of its file, got ModelConfig"):
-        epmoe.ExpertParallel(CONFIG.model)
-
-
 @pytest.mark.parametrize("launched", ["1", "2"])
 def test_a_group_of_one_under_a_launcher_of_several(launched, monkeypatch, recwarn):
     """torchrun without init_process_group."""
     monkeypatch.setenv("WORLD_SIZE", launched)
     epmoe.ExpertParallel(CONFIG).close()
     assert ["no experts are spread" in str(each.message) for each in recwarn] == [True] * (launched == "2")
-
-
-def test_something_else_for_a_group():
-    with pytest.raises(TypeError, match="`group` must be a process group of torch.distributed, got str"):
-        epmoe.ExpertParallel(CONFIG, "cpu")
-    with pytest.raises(TypeError, match="`group` must be a process group of torch.distributed, got list"):
-        epmoe.ExpertParallel(CONFIG, [0])
-    with pytest.raises(ValueError, match="this process is no member of `group`"):
-        epmoe.ExpertParallel(CONFIG, dist.GroupMember.NON_GROUP_MEMBER)  # what new_group returns to other processes
-
-
-def test_a_device_that_torch_does_not_know():
-    with pytest.raises(ValueError, match="`device` must be cpu or cuda with exchange.transport='auto', got gpu"):
-        epmoe.ExpertParallel(CONFIG, device="gpu")
-    with pytest.raises(TypeError, match="`device` must be a torch.device or its name, got dict"):
-        epmoe.ExpertParallel(CONFIG, device={"type": "cpu"})
 
 
 def test_a_permutation_that_is_none():
@@ -176,37 +132,24 @@ def test_repr_of_results_says_shapes():
     assert repr(permuted) == f"Permuted(rows float32 [15, 64], {tables})"
 
 
-def test_repr_of_an_expert_parallel(ep):
-    shape = "rank 0 of 1, E=12 K=3 D=64 float32, M=16, cpu"
-    assert repr(ep) == f"ExpertParallel({shape}, round 0 closed)"
-    d = ep.dispatch(*inputs())
-    assert repr(ep) == f"ExpertParallel({shape}, round 1 awaits combine or combine_partial or combine_send)"
-    ep.combine_send(d.rows, d)
-    assert repr(ep) == f"ExpertParallel({shape}, round 1 awaits combine_recv)"
-    ep.combine_recv(d)
-    assert repr(ep) == f"ExpertParallel({shape}, round 1 closed)"
-    ep.close()
-    assert repr(ep) == f"ExpertParallel({shape}, closed)"
-
-
-def test_repr_of_handles(ep):
+def test_repr_of_an_expert_parallel_and_its_handles(ep):
+    """Each says the state of its round, and shapes: values would have to be fetched from the device."""
+    of_ep, of_round = "rank 0 of 1, E=12 K=3 D=64 float32, M=16, cpu", "T=5, D=64 float32, layout='expert'"
+    assert repr(ep) == f"ExpertParallel({of_ep}, round 0 closed)"
     sent = ep.dispatch_send(*inputs())
-    assert repr(sent) == "Sent(rank 0, round 1 awaits dispatch_recv, T=5, D=64 float32, layout='expert')"
-    d = ep.dispatch_recv(sent)
-    state = "round 1 awaits combine or combine_partial or combine_send"
-    assert repr(sent) == f"Sent(rank 0, {state}, T=5, D=64 float32, layout='expert')"
+    assert repr(sent) == f"Sent(rank 0, round 1 awaits dispatch_recv, {of_round})"
+    d, state = ep.dispatch_recv(sent), "round 1 awaits combine or combine_partial or combine_send"
+    assert repr(ep) == f"ExpertParallel({of_ep}, {state})"
     rows = "rows float32 [48, 64], scales None, expert_offsets int32 [13], tokens_per_expert int32 [12]"
-    assert repr(d) == f"Dispatched(rank 0, {state}, T=5, D=64 float32, layout='expert', {rows})"
+    assert repr(d) == f"Dispatched(rank 0, {state}, {of_round}, {rows})"
     assert repr(d.recv) == "Received(counts int32 [1])"
     ep.combine(d.rows, d)
-    assert repr(d).startswith("Dispatched(rank 0, round 1 closed, T=5,")
     later = ep.dispatch(*inputs(), layout="rank")
     assert repr(d).startswith("Dispatched(rank 0, round 1 closed, T=5,")
     slabs = "counts int32 [1], x float32 [1, 16, 64], scales None, ids int32 [1, 16, 3], weights float32 [1, 16, 3]"
-    state = state.replace("1", "2")
-    want = f"Dispatched(rank 0, {state}, T=5, D=64 float32, layout='rank', recv Received({slabs}))"
-    assert repr(later) == want
+    assert repr(later).endswith(f"layout='rank', recv Received({slabs}))")
     ep.close()
+    assert repr(ep) == f"ExpertParallel({of_ep}, closed)"
     assert repr(later).startswith("Dispatched(rank 0, round 2 released, T=5,")
 
 

@@ -11,7 +11,7 @@ import pickle
 
 import pytest
 import torch
-from helpers import FLOATS, assert_close, poison_, randn
+from helpers import FLOATS, alone, assert_close, poison_, randn
 
 import epmoe
 from epmoe.local.reference import moe_reference, route_reference
@@ -34,12 +34,7 @@ ROUTING = {"scoring": "sigmoid", "renormalize": True, "num_expert_groups": 4, "t
 
 
 def make_config(**routing):
-    return epmoe.EPConfig(
-        model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"},
-        routing=routing,
-        topology={"ep_size": 1},
-        capacity={"max_num_tokens_per_rank": M},
-    )
+    return alone(E, K, D, max_tokens=M, routing=routing)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from helpers import alone
 
 import epmoe
 from epmoe import EPTimeoutError
@@ -16,11 +17,7 @@ from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import PROGRESS, RoundState
 
 ANSWER = PROGRESS.index("has_more_rounds")
-CONFIG = epmoe.EPConfig(
-    model={"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "float32"},
-    topology={"ep_size": 1},
-    capacity={"max_num_tokens_per_rank": 8},
-)
+CONFIG = alone(max_tokens=8)
 INPUTS = torch.randn(3, 64), torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)
 
 

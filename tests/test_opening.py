@@ -33,13 +33,10 @@ def nodes(request) -> int:
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Host]:
     """Three ranks in one group."""
-    host = Host(tmp_path, torch.device("cpu"))
-    host.spawn(*NAMES)
-    host.form(NAMES)
-    yield host
-    for process in host.processes.values():
-        process.kill()
-        process.join()
+    with Host(tmp_path, torch.device("cpu")) as host:
+        host.spawn(*NAMES)
+        host.form(NAMES)
+        yield host
 
 
 def config_of(nodes: int) -> epmoe.EPConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import distinct_ids, randn
+from helpers import alone, distinct_ids, randn
 
 import epmoe
 from epmoe.native import ops
@@ -48,13 +48,8 @@ def test_opcheck_quantize_and_zero_padding(device, real):
 @pytest.mark.parametrize("phase", ["", "_send", "_recv"])
 def test_opcheck_exchange(phase):
     """The round is open and its send phase is over, because opcheck runs an op twice, on copies of its arguments."""
-    config = epmoe.EPConfig(
-        model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"},
-        topology={"ep_size": 1},
-        capacity={"max_num_tokens_per_rank": T},
-    )
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    with epmoe.ExpertParallel(config) as ep:
+    with epmoe.ExpertParallel(alone(E, K, D, max_tokens=T)) as ep:
         sent = ep.dispatch_send(x := randn(T, D), distinct_ids(T, E, K), torch.full((T, K), 0.25))
         *_, window, scratch, descriptor = sent.arguments
         torch.library.opcheck(getattr(ops, f"dispatch{phase}"), sent.arguments, test_utils=checks)

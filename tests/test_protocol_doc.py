@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, alone
 
-from epmoe.config.config import EPConfig
 from epmoe.exchange.memory import MemoryPlan
 
 COLUMNS = ("buffer", "region", "used by", "writer", "reader", "arrival", "re-armed by", "next write after")
@@ -21,12 +20,7 @@ TEXT = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
 
 def plan_of(nvlink: bool) -> MemoryPlan:
     """A small plan that has every buffer: with fp8 both ways, no scales are empty."""
-    config = EPConfig(
-        model={"num_experts": 10, "num_experts_per_tok": 2, "hidden_size": 256, "dtype": "bfloat16"},
-        topology={"ep_size": 4},
-        capacity={"max_num_tokens_per_rank": 8},
-        exchange={"payload": "fp8", "combine_payload": "fp8"},
-    )
+    config = alone(hidden=256, topology={"ep_size": 4}, exchange={"payload": "fp8", "combine_payload": "fp8"})
     return MemoryPlan.build(config, nvlink=nvlink)
 
 

@@ -13,8 +13,9 @@ GRANULARITIES = ["tensor", "block"]
 
 
 def padded(T: int, D: int, real: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`real` random rows, followed by stale rows full of NaN."""
+    """`real` random rows, followed by stale rows that are NaN or large."""
     x = poison_(torch.empty(T, D, dtype=dtype))
+    x[real + 1 :: 2] = 6e4
     x[:real] = randn(real, D, dtype=dtype) * 5
     return x.to(device)
 

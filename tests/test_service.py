@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import alone
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -98,6 +99,7 @@ X, IDS, WEIGHTS = torch.zeros(T, D), torch.zeros(T, K, dtype=torch.int32), torch
             ValueError,
             r"`ids` must be int32 or int64 \[5, 1\.\.4\], got int32 \[5, 8\]",
         ),
+        ((X, WEIGHTS, IDS), {}, TypeError, r"`ids` must be int32 or int64 \[5, K\], got float32 \[5, 4\]"),
         ((X, IDS.short(), WEIGHTS), {}, TypeError, r"`ids` must be int32 or int64 \[5, K\], got int16 \[5, 4\]"),
         ((X, IDS, WEIGHTS[:, :3]), {}, ValueError, r"`weights` must be .* \[5, 4\], got float32 \[5, 3\]"),
         ((X, IDS, WEIGHTS.double()), {}, TypeError, r"`weights` must be .* \[5, 4\], got float64 \[5, 4\]"),
@@ -141,6 +143,8 @@ def test_rows_of_the_shape_that_dispatch_returned_are_still_checked():
         d = ep.dispatch(x, torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1))
         for bad, error, message in [
             (d.rows.double(), TypeError, r"`expert_rows` must be float32 \[N, 64\], got float64"),
+            (d.rows[:, :32], ValueError, r"`expert_rows` must be float32 \[N, 64\], got float32"),
+            (d.rows[0], ValueError, r"`expert_rows` must be float32 \[N, 64\], got float32 \[64\]"),
             (d.rows.to("meta"), ValueError, "`expert_rows` must be on cpu, got meta"),
             (d.rows.clone().requires_grad_(), RuntimeError, "forward only"),
             (d.rows.numpy(), TypeError, "`expert_rows` must be .*, got ndarray"),
@@ -151,33 +155,48 @@ def test_rows_of_the_shape_that_dispatch_returned_are_still_checked():
         assert torch.equal(ep.combine(unaligned, d), x)
 
 
-def test_several_ranks_need_a_group():
-    with pytest.raises(
-        ValueError, match=r"ep_size must equal the size of the group, 1, got 2; torch.distributed is not"
-    ):
-        epmoe.ExpertParallel(alone(topology={"ep_size": 2}))
+CONFIG = alone()
+IS_A_PATH = "`config` must be an EPConfig or the path of its file, got"
+IS_A_GROUP = "`group` must be a process group of torch.distributed, got"
 
 
 @pytest.mark.parametrize(
-    ("config", "device", "message"),
+    ("config", "arguments", "error", "message"),
     [
+        (CONFIG.model_dump(), {}, TypeError, rf"{IS_A_PATH} dict: use EPConfig\(\*\*config\)"),
+        (None, {}, TypeError, f"{IS_A_PATH} NoneType"),
+        (CONFIG.model, {}, TypeError, f"{IS_A_PATH} ModelConfig"),
+        (CONFIG, {"group": "cpu"}, TypeError, f"{IS_A_GROUP} str"),
+        (CONFIG, {"group": [0]}, TypeError, f"{IS_A_GROUP} list"),
+        # what new_group returns to other processes
+        (CONFIG, {"group": dist.GroupMember.NON_GROUP_MEMBER}, ValueError, "this process is no member of `group`"),
+        (CONFIG, {"device": "gpu"}, ValueError, "`device` must be cpu or cuda with .*='auto', got gpu"),
+        (CONFIG, {"device": {"type": "cpu"}}, TypeError, "`device` must be a torch.device or its name, got dict"),
         (
             alone(exchange={"transport": "shared_memory"}),
-            "cuda",
+            {"device": "cuda"},
+            ValueError,
             r"`device` must be cpu with .*'shared_memory', got cuda",
         ),
         (
             alone(exchange={"transport": "nvlink"}),
-            "cpu",
+            {"device": "cpu"},
+            ValueError,
             r"`device` must be cuda with exchange.transport='nvlink', got cpu",
         ),
-        (alone(64, topology={"ep_size": 33}), "cuda", r"`topology.ep_size` must be at most 32 on GPUs, got 33"),
-        (alone(experts=64, top_k=33), "cuda", r"`model.num_experts_per_tok` must be at most 32 on GPUs, got 33"),
+        (alone(64, topology={"ep_size": 33}), {"device": "cuda"}, ValueError, "ep_size` must be at most 32 on GPUs"),
+        (alone(experts=64, top_k=33), {"device": "cuda"}, ValueError, "per_tok` must be at most 32 on GPUs, got 33"),
+        (
+            alone(topology={"ep_size": 2}),
+            {},
+            ValueError,
+            "ep_size must equal the size of the group, 1, got 2; torch.distributed is not",
+        ),
     ],
 )
-def test_where_it_may_run(config, device, message):
-    with pytest.raises(ValueError, match=message):
-        epmoe.ExpertParallel(config, device=device)
+def test_wrong_arguments_of_the_constructor(config, arguments, error, message):
+    with pytest.raises(error, match=message):
+        epmoe.ExpertParallel(config, **arguments)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -278,27 +297,6 @@ def test_fields_by_layout(payload):
                 _ = d.row
             assert d.recv.counts.tolist() == [2]
             ep.abort(d)
-
-
-def test_errors_of_state_are_of_one_class():
-    """Closed, open, in another state, or with the handle of another: nothing was sent."""
-    arguments = torch.ones(1, 64), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1)
-    with epmoe.ExpertParallel(alone()) as ep, epmoe.ExpertParallel(alone()) as other:
-        d, elsewhere = ep.dispatch(*arguments), other.dispatch(*arguments)
-        for call, message in (
-            (lambda: ep.dispatch(*arguments), "round 1 is still open"),
-            (lambda: ep.combine(elsewhere.rows, elsewhere), "`dispatched` belongs to another ExpertParallel"),
-            (lambda: ep.combine_recv(d), "round 1 awaits combine"),
-        ):
-            with pytest.raises(epmoe.EPStateError, match=message) as caught:
-                call()
-            assert isinstance(caught.value, RuntimeError) and isinstance(caught.value, ValueError)
-        ep.combine(d.rows, d)
-        with pytest.raises(epmoe.EPStateError, match="round 1 is closed: dispatch comes before combine"):
-            ep.combine(d.rows, d)
-        other.abort(elsewhere)
-    with pytest.raises(epmoe.EPStateError, match="this ExpertParallel is closed"):
-        ep.dispatch(*arguments)
 
 
 def test_too_few_files(monkeypatch):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import alone
 
 import epmoe
 from epmoe.config.tuning import Launch, Tuning, TuningRow
@@ -30,13 +31,7 @@ def table(tmp_path):
 
 
 def make_ep(tuning: str | None, max_tokens: int = 64) -> epmoe.ExpertParallel:
-    config = epmoe.EPConfig(
-        model={"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "float32"},
-        topology={"ep_size": 1},
-        capacity={"max_num_tokens_per_rank": max_tokens},
-        exchange={"tuning": tuning},
-    )
-    return epmoe.ExpertParallel(config)
+    return epmoe.ExpertParallel(alone(max_tokens=max_tokens, exchange={"tuning": tuning}))
 
 
 def launched(ep: epmoe.ExpertParallel, T: int, D: int = 64) -> list[int]:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import RANKS_SHARE_GPUS
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
+import epmoe.integrations.transformers as integration
 from epmoe.cli.demo import generate as demo
 
+own_gpus = pytest.mark.skipif(RANKS_SHARE_GPUS, reason="transformers gives GPU r to rank r")
+needs_ep = pytest.mark.skipif(not hasattr(integration, "EpmoeEP"), reason="EP implementations need transformers 5.23")
+both_entry_points = pytest.mark.parametrize(
+    "entry_point", [pytest.param("ep_implementation", marks=needs_ep), "experts_implementation"]
+)
+"""Each rank holds its share of the expert weights, or all weights and takes its share of the work."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Where transformers puts a model that is spread over ranks."""
 LAYER_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}

@@ -72,6 +72,23 @@ def test_an_error_word_that_names_no_rank(make_ep, rank, size, device):
     dist.barrier()
 
 
+@ON_THE_CPU
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("count", [-(2**31), 17, 2**31 - 1])
+def test_a_count_that_no_slab_has(make_ep, rank, size, device, count, layout):
+    """The last rank finds it in the headers of all others, and takes no more slots than a slab has."""
+    ep = make_ep(max_tokens=16)
+    tokens = make_tokens(ep.config, rank, 16)
+    assert_y(run_round(ep, tokens), ep.config, tokens)
+    dist.barrier()
+    if rank == size - 1:
+        others = ep._exchange.views["signal.dispatch"].view(torch.int32)[: size - 1]
+        others[:, 0], others[:, 5] = 2, count  # `epoch` and `counts` of RoundHeader in csrc/plan.h
+        d = ep.dispatch(tokens.x, tokens.ids, tokens.weights, layout=layout)
+        assert d.recv.counts[: size - 1].eq(16 if count > 0 else 0).all()
+    dist.barrier()
+
+
 def scribble(ep: epmoe.ExpertParallel, victim: int, names: tuple[str, ...], seed: int) -> None:
     """Random bits into these buffers of the victim's window, from this rank."""
     bits, window = torch.Generator().manual_seed(seed), node_of(ep).window._words[victim].view(torch.uint8)

@@ -6,36 +6,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchanges import assert_y, make_config, make_tokens, run_experts, run_round, slab_shape
+from test_phases import given
 
 import epmoe
 
 K, D, M = 4, 64, 16
 
 
-def test_combine(make_ep, rank, size):
+def test_combine_of_the_other_layout(make_ep, rank, size):
     ep = make_ep(top_k=K, hidden=D, max_tokens=M)
     tokens = make_tokens(ep.config, rank, 7)
-    given = [t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)]
-    d = ep.dispatch(*given)
-    rows = run_experts(ep, d)
-    for bad, message in [
-        (rows.half(), r"`expert_rows` must be float32 \[N, 64\], got float16"),
-        (rows[:, :32], r"`expert_rows` must be float32 \[N, 64\], got float32"),
-        (rows[0], r"`expert_rows` must be float32 \[N, 64\], got float32 \[64\]"),
-    ]:
-        with pytest.raises((ValueError, TypeError), match=message):
-            ep.combine(bad, d)
+    d = ep.dispatch(*given(ep, tokens))
     with pytest.raises(ValueError, match="layout='expert' ends with combine"):
         ep.combine_partial(torch.zeros(size, M, D, device=ep.device), d)
-    assert_y(ep.combine(rows, d), ep.config, tokens)
-
-    d = ep.dispatch(*given, layout="rank")
+    assert_y(ep.combine(rows := run_experts(ep, d), d), ep.config, tokens)
+    d = ep.dispatch(*given(ep, tokens), layout="rank")
     with pytest.raises(ValueError, match="layout='rank'.*combine_partial"):
         ep.combine(rows, d)
     slabs, slots = slab_shape(ep.config)
-    with pytest.raises(
-        ValueError, match=rf"`partial` must be float32 \[{slabs}, {slots}, 64\], got float32 \[{slabs}, 7, 64\]"
-    ):
+    want = rf"`partial` must be float32 \[{slabs}, {slots}, 64\], got float32 \[{slabs}, 7, 64\]"
+    with pytest.raises(ValueError, match=want):
         ep.combine_partial(d.recv.x[:, :7], d)
     ep.abort(d)
 

@@ -5,6 +5,7 @@ Deadlines are 300 s here, so that a test which passes has not run into one.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +16,7 @@ from test_exceptions import LONG_S, Fragile, without_rank
 from test_layers import D, E, K, make_layer
 from test_phases import given
 
-from epmoe import EPAbortedError, EPMismatchError, ExpertParallel
+from epmoe import EPAbortedError, EPMismatchError, ExpertParallel, MoELayer
 
 RAISE = {"on_abort": "raise"}  # the default of the product, not of `make_ep`
 GIVER = 1  # the rank that gives rounds up
@@ -79,22 +80,55 @@ def test_zeros_only_count(make_ep, rank, size):
     assert ep.health().aborted_rounds == [2 * (r == GIVER) for r in range(size)]
 
 
-def test_a_layer_that_fails_on_one_rank(make_ep, rank, size):
-    """Its experts raise, or an argument is refused before anything is sent: either way the others hear of it."""
+def raise_in_the_experts(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
+    layer.experts = Fragile(layer.experts)
+    layer.experts.error = LookupError()
+    return x
+
+
+def return_too_few_columns(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
+    experts, layer.experts = layer.experts, torch.nn.Module()
+    layer.experts.forward = lambda *inputs: experts(*inputs)[:, :-1]
+    return x
+
+
+def train_the_router(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
+    layer.router_weight.requires_grad_()
+    return x
+
+
+def train_the_experts(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
+    layer.experts = Fragile(layer.experts)
+    layer.experts.register_parameter("gain", torch.nn.Parameter(torch.ones(1, device=x.device)))
+    return x
+
+
+@pytest.mark.parametrize(
+    ("go_wrong", "error", "message", "sends"),
+    [
+        (raise_in_the_experts, LookupError, "", True),
+        (return_too_few_columns, ValueError, "`expert_rows` must be", True),
+        (lambda layer, x: x.double(), TypeError, "`x` must be", False),
+        (lambda layer, x: x[:, 1:], ValueError, "`x` must be", False),
+        (lambda layer, x: x.clone().requires_grad_(), RuntimeError, "`x` requires grad: run under", False),
+        (train_the_router, RuntimeError, "`router_weight` requires grad: run under", False),
+        (train_the_experts, RuntimeError, "`experts.gain` requires grad: run under", False),
+    ],
+)
+def test_a_layer_that_fails_on_one_rank(make_ep, rank, size, go_wrong, error, message, sends):
+    """In its experts, or refused before anything is sent: the error stays that rank's, and the others hear of it."""
     ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=LONG_S, exchange=RAISE)
     layer, _ = make_layer(ep)
-    layer.experts = experts = Fragile(layer.experts)
     x = torch.randn(9, D, generator=torch.Generator().manual_seed(rank)).to(ep.device)
-    whole = layer(x)
-    for n, (wrong, error) in enumerate(((x, LookupError), (x.double(), TypeError), (x[:, 1:], ValueError))):
-        if rank == GIVER:
-            experts.error = LookupError() if error is LookupError else None
-            with pytest.raises(error):
-                layer(wrong)
-        else:
-            hears_of(ep, lambda: layer(x), epoch=2 * n + 2)
-        experts.error = None
-        assert torch.equal(layer(x), whole)
+    whole, twin, rows_sent = layer(x), copy.deepcopy(layer), ep.health().rows_sent
+    if rank == GIVER:
+        twin.tag = layer.tag
+        with pytest.raises(error, match=message):
+            twin(go_wrong(twin, x))
+        assert sends or ep.health().rows_sent == rows_sent
+    else:
+        hears_of(ep, lambda: layer(x), epoch=2)
+    assert torch.equal(layer(x), whole)
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])

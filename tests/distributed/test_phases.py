@@ -11,6 +11,7 @@ from helpers import ON_GPUS
 
 import epmoe
 from epmoe import Dispatched, ExpertParallel
+from epmoe.exchange.round_state import CLOSED, DISPATCHED, PERMITTED, RETURNING, SENT
 
 PLACEMENT = {"strategy": "round_robin", "num_redundant_experts": 3}
 
@@ -137,40 +138,32 @@ def test_two_micro_batches_on_two_streams(make_ep, rank, size, device, larger, s
             torch.testing.assert_close(ys[i].double().cpu(), identity_y(ep.config, batches[i]), rtol=1e-5, atol=1e-5)
 
 
-def test_order_of_phases(make_ep, rank, size):
+@pytest.mark.parametrize("state", [SENT, DISPATCHED, RETURNING, CLOSED])
+def test_each_state_permits_its_calls_only(make_ep, rank, size, state):
+    """Every other call is refused, nothing is sent, and the round goes on."""
     ep, other = make_ep(), make_ep()
     tokens = make_tokens(ep.config, rank, 7)
-    inputs = given(ep, tokens)
-    rows = torch.zeros(1, 64, device=ep.device)
-
-    sent = ep.dispatch_send(*inputs)
-    with pytest.raises(RuntimeError, match="round 1 is still open"):
-        ep.dispatch_send(*inputs)
-    for call in (ep.combine, ep.combine_partial, ep.combine_send):
-        with pytest.raises(ValueError, match=f"round 1 awaits dispatch_recv, got {call.__name__}"):
-            call(rows, sent)
-    with pytest.raises(ValueError, match="round 1 awaits dispatch_recv, got combine_recv"):
-        ep.combine_recv(sent)
-    d = ep.dispatch_recv(sent)
-    with pytest.raises(ValueError, match="round 1 awaits combine or .* or combine_send, got dispatch_recv"):
-        ep.dispatch_recv(sent)
-    with pytest.raises(ValueError, match="round 1 awaits combine or .* or combine_send, got combine_recv"):
-        ep.combine_recv(d)
-    with pytest.raises(TypeError, match=r"`expert_rows` must be float32 \[N, 64\], got float16"):
-        ep.combine_send(d.rows.half(), d)
-    outputs = run_experts(ep, d)
-    ep.combine_send(outputs, d)
-    for call in (ep.combine, ep.combine_send):
-        with pytest.raises(ValueError, match=f"round 1 awaits combine_recv, got {call.__name__}"):
-            call(outputs, d)
-    with pytest.raises(RuntimeError, match="round 1 is still open"):
-        ep.dispatch(*inputs)
-    assert_y(ep.combine_recv(d), ep.config, tokens)
-    with pytest.raises(ValueError, match="round 1 is closed: dispatch comes before combine"):
-        ep.combine_recv(d)
-    with pytest.raises(ValueError, match="round 1 is closed: dispatch_send comes before dispatch_recv"):
-        ep.dispatch_recv(sent)
-
+    inputs, rows = given(ep, tokens), torch.zeros(1, 64, device=ep.device)
+    sent = handle = ep.dispatch_send(*inputs)
+    d = ep.dispatch_recv(sent) if state != SENT else None
+    if d is not None:
+        handle, outputs = d, run_experts(ep, d)
+    if state in (RETURNING, CLOSED):
+        ep.combine_send(outputs, d)
+    if state == CLOSED:
+        assert_y(ep.combine_recv(d), ep.config, tokens)
+    arguments = {CLOSED: inputs, SENT: [handle], DISPATCHED: [rows, handle], RETURNING: [handle]}
+    for at, call in ((at, call) for at, calls in enumerate(PERMITTED) for call in calls if at != state):
+        why = f"round 1 awaits {'.*'.join(PERMITTED[state])}, got {call}"
+        if state == CLOSED:
+            why = f"round 1 is closed: dispatch{'_send' * (call == 'dispatch_recv')} comes before"
+        elif at == CLOSED:
+            why = "round 1 is still open"
+        with pytest.raises(epmoe.EPStateError, match=why) as caught:
+            getattr(ep, call)(*arguments[at])
+        assert isinstance(caught.value, RuntimeError) and isinstance(caught.value, ValueError)
+    if state != CLOSED:
+        return ep.abort(handle)
     second, elsewhere = ep.dispatch_send(*inputs), other.dispatch_send(*inputs)
     with pytest.raises(ValueError, match="`sent` must be the handle of the open round 2, got another's, of round 1"):
         ep.dispatch_recv(sent)
@@ -178,6 +171,7 @@ def test_order_of_phases(make_ep, rank, size):
         ep.dispatch_recv(elsewhere)
     ep.abort(second)
     other.abort(elsewhere)
+    return None
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])

@@ -85,28 +85,6 @@ def test_a_wait_that_ctrl_c_has_ended_can_be_taken_up_again(ep, rank, size):
 
 
 @ON_CPU
-def test_sigterm_ends_a_wait(ep, rank, size):
-    """With a handler that raises SystemExit, as servers install it. Python's default ends the process at once."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(0)
-
-    tokens = make_tokens(ep.config, rank, 9)
-    if rank == 0:
-        before = signal.signal(signal.SIGTERM, leave)
-        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
-        with within(0.3 + AT_ONCE_S), pytest.raises(SystemExit):
-            timer.start()
-            ep.dispatch(*given(ep, tokens))
-        signal.signal(signal.SIGTERM, before)
-        ep.abort()
-    dist.barrier()
-    if rank != 0:
-        run_round(ep, tokens)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
-
-
-@ON_CPU
 def test_a_signal_whose_handler_returns_does_not_lengthen_the_wait(make_ep, rank, size):
     """A timer of 20 ms, as profilers set it: the wait goes on, and its deadline stays the same."""
     ep = make_ep(timeout_s=0.4)

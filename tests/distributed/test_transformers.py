@@ -13,20 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 pytest.importorskip("transformers")
 
 from exchanges import nodes_of
-from helpers import RANKS_SHARE_GPUS
-from spread_models import DEVICE, OneLayer, random_ids, single_and_spread
+from spread_models import DEVICE, OneLayer, both_entry_points, needs_ep, own_gpus, random_ids, single_and_spread
 
 import epmoe.integrations.transformers as integration
 from epmoe import EPAbortedError
 from epmoe.cli.demo import generate as demo
 from epmoe.integrations.transformers import settings
 
-pytestmark = pytest.mark.skipif(RANKS_SHARE_GPUS, reason="transformers gives GPU r to rank r")
-needs_ep = pytest.mark.skipif(not hasattr(integration, "EpmoeEP"), reason="EP implementations need transformers 5.23")
-both_entry_points = pytest.mark.parametrize(
-    "entry_point", [pytest.param("ep_implementation", marks=needs_ep), "experts_implementation"]
-)
-"""Each rank holds its share of the expert weights, or all weights and takes its share of the work."""
+pytestmark = own_gpus
 FP32_LOGITS = 1e-5 if DEVICE == "cpu" else 1e-4
 """Absolute error, of logits of magnitude up to 5. On the CPU fp32 is within 3e-6 of fp64. On GPUs the two models also
 sum in different orders: transformers decodes with `batched_mm` there, and libraries choose kernels by row count.

@@ -12,18 +12,15 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from exchanges import nodes_of
-from helpers import ON_GPUS, RANKS_SHARE_GPUS
-from spread_models import DEVICE, OneLayer, random_ids, single_and_spread
+from helpers import ON_GPUS
+from spread_models import DEVICE, OneLayer, both_entry_points, needs_ep, own_gpus, random_ids, single_and_spread
 from transformers import CompileConfig
 
 import epmoe.integrations.transformers as integration
 from epmoe.cli.demo import generate as demo
 from epmoe.integrations.transformers import settings
 
-pytestmark = pytest.mark.skipif(RANKS_SHARE_GPUS, reason="transformers gives GPU r to rank r")
-needs_ep = pytest.mark.skipif(not hasattr(integration, "EpmoeEP"), reason="EP implementations need transformers 5.23")
-ENTRY_POINTS = ["experts_implementation", pytest.param("ep_implementation", marks=needs_ep)]
-both_entry_points = pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+pytestmark = own_gpus
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 """On GPUs torch's grouped GEMM takes bf16 only without a look at the host."""
 ERROR = 2e-2 if DEVICE == "cuda" else 1e-5

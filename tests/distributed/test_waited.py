@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 from exchanges import assert_y, make_tokens, run_experts, run_round
 from helpers import RANKS_SHARE_GPUS
+from test_signals import ctrl_c
 
 import epmoe
 
@@ -99,29 +97,13 @@ def test_a_wait_that_another_rank_ends_counts(make_ep, rank, size, device):
     dist.barrier()
 
 
-@contextmanager
-def alarm(seconds: float) -> Iterator[None]:
-    """Raises InterruptedError in the main thread after `seconds`."""
-
-    def handler(*_: object) -> None:
-        raise InterruptedError
-
-    before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 @ON_THE_CPU
 def test_a_wait_that_an_exception_ends_counts_until_then(make_ep, rank, size, device):
     """Rank 0 waits twice: the others come only after an exception has ended its first wait."""
     ep = make_ep()
     if rank == 0:
         sent, started = ep.dispatch_send(*given(ep)), time.perf_counter()
-        with alarm(0.15), pytest.raises(InterruptedError):
+        with ctrl_c(0.15):
             ep.dispatch_recv(sent)
         first = ep.health().waited_s
         assert first[0] == 0 and all(0.1 < seconds < time.perf_counter() - started for seconds in first[1:])

@@ -84,14 +84,12 @@ class Group:
         by_turns = device.type == "cuda" and size > torch.cuda.device_count()  # ranks share GPUs by time slices
         self.deadline_s = 5.0 if by_turns else 1.0
         self.host.spawn(*self.names)
-        self._meet(self.names)
-        self._do(self.names, ranks.begin, self.full, self.deadline_s)
-        self._do(self.names, play)
+        self.host.form(self.names)
+        self.host.succeed(self.names, ranks.begin, self.full, self.deadline_s)
+        self.host.succeed(self.names, play)
 
     def close(self) -> None:
-        for process in self.host.processes.values():
-            process.kill()
-            process.join()
+        self.host.close()
 
     def hurt(self, kind: Kind, seed: int) -> Outcome:
         """The victim fails, the others report what they saw, and all go on; otherwise the group is of no more use."""
@@ -99,7 +97,7 @@ class Group:
         name = self.names[victim]
         others = [other for other in self.names if other != name]
         try:
-            self._do(self.names, play)
+            self.host.succeed(self.names, play)
             self.host.start(others, kind.others, victim, seed)
             self.host.start([name], kind.victim, victim, seed)
             if kind.signal:
@@ -125,9 +123,9 @@ class Group:
         """Without the victim while it is away, then with it or its successor."""
         name = self.names[victim]
         if kind.signal:
-            self._meet(others)
-            self._do(others, resume)
-            self._do(others, play)
+            self.host.form(others)
+            self.host.succeed(others, resume)
+            self.host.succeed(others, play)
         if kind.signal == signal.SIGSTOP:
             self.host.signal(name, signal.SIGCONT)
             (seen,) = self.host.answers([name])
@@ -135,18 +133,11 @@ class Group:
         if kind.signal == signal.SIGKILL:
             self.names[victim] = name + self.size  # on the same GPU
             self.host.spawn(self.names[victim])
-            self._meet(self.names)
+            self.host.form(self.names)
             self.host.start([self.names[victim]], ranks.begin, self.full, self.deadline_s)
             self.host.start(others, resume, self.full)
             self.host.answers(self.names)
         elif kind.named is not False:
-            self._meet(self.names)
-            self._do(self.names, resume, self.full)
-        self._do(self.names, play)
-
-    def _meet(self, names: list[int]) -> None:
-        self.host.form(names)
-
-    def _do(self, names: list[int], function: Callable, *arguments: object) -> list:
-        self.host.start(names, function, *arguments)
-        return self.host.answers(names)
+            self.host.form(self.names)
+            self.host.succeed(self.names, resume, self.full)
+        self.host.succeed(self.names, play)

@@ -56,18 +56,16 @@ class Nodes:
             outcome.named = expected and outcome.seconds < DEADLINE_S + NAMED_S
             outcome.why = "" if outcome.named else f" missing: {[s.missing for s in seen]}, {outcome.seconds:.1f} s"
             if len(rest) < RANKS:
-                self._do(rest, stay)
+                self.host.succeed(rest, stay)
                 self.host.form(rest)
-                self._do(rest, resume)
-            self._do(rest, play)
+                self.host.succeed(rest, resume)
+            self.host.succeed(rest, play)
             outcome.resumed = True
         except (AssertionError, EOFError, OSError) as error:
             outcome.hung = "does not answer" in str(error)
             outcome.why += f" {type(error).__name__}: {error}"
         finally:
-            for process in self.host.processes.values():
-                process.kill()
-                process.join()
+            self.host.close()
             self._link("up")
         return outcome
 
@@ -114,10 +112,10 @@ class Nodes:
         self.host.spawn(*names)
         for name in names:
             node = name // G % 2
-            self._do([name], enter, self.namespaces and self.namespaces[node], f"wire{node}")
+            self.host.succeed([name], enter, self.namespaces and self.namespaces[node], f"wire{node}")
         self.host.form_at(names[:RANKS], AGENT, "192.0.2.1" if self.namespaces else "127.0.0.1")
-        self._do(names[:RANKS], ranks.begin, self.placement, DEADLINE_S, G)
-        self._do(names[:RANKS], play)
+        self.host.succeed(names[:RANKS], ranks.begin, self.placement, DEADLINE_S, G)
+        self.host.succeed(names[:RANKS], play)
 
     def _play(self, function: Callable) -> None:
         """Start rounds on all ranks. Returns at any moment of a round."""
@@ -130,10 +128,6 @@ class Nodes:
 
     def _node(self, *nodes: int) -> list[int]:
         return [rank for node in nodes for rank in range(node * G, (node + 1) * G)]
-
-    def _do(self, names: list[int], function: Callable, *arguments: object) -> None:
-        self.host.start(names, function, *arguments)
-        self.host.answers(names)
 
 
 KINDS = {

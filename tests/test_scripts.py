@@ -1,4 +1,8 @@
-"""A forked child of a rank cannot touch its parent's windows: every call raises, and its end is harmless."""
+"""Scripts of two ranks, as users run them: a forked child touches nothing of its parent's, and a script that has closed
+its `ExpertParallel` ends well.
+
+The scripts end as an interpreter does, with its destructors, which a forked child of a test would not.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +12,27 @@ import pytest
 from helpers import slow
 from launched import run_two_ranks
 
-# The child ends as an interpreter does, where destructors run, or as `multiprocessing` ends it.
-SCRIPT = """
+BEGIN = """
 import gc, os, sys
 import torch, torch.distributed as dist
 import epmoe
 
 rank, store, nodes, end = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
 torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 config = epmoe.EPConfig(
     model={"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64, "dtype": "float32"},
     topology={"ep_size": 2, "ranks_per_node": 2 // nodes},
     capacity={"max_num_tokens_per_rank": 4},
     exchange={"timeout_s": 10.0},
 )
-ep = epmoe.ExpertParallel(config)
 x, ids, weights = torch.ones(2, 64), torch.tensor([[0, 3], [1, 2]]), torch.full((2, 2), 0.5)
 
+def meet(time):
+    dist.init_process_group("gloo", init_method=f"file://{store}-{time}", rank=rank, world_size=2)
+"""
+FORK = """
+meet(0)
+ep = epmoe.ExpertParallel(config)
 
 def in_the_child(d):
     calls = [
@@ -43,7 +50,6 @@ def in_the_child(d):
     assert f"of process {os.getppid()}" in repr(ep) and ep.survivors() == [0, 1]
     ep.close()
 
-
 for time in range(2):
     d = ep.dispatch(x, ids, weights)
     if child := os.fork():
@@ -53,12 +59,31 @@ for time in range(2):
         in_the_child(d)
         del ep, d
         gc.collect()
-        os._exit(0) if end == "at once" else sys.exit(0)
+        os._exit(0) if end == "as multiprocessing" else sys.exit(0)
 ep.close()
 dist.destroy_process_group()
 """
+TWENTY_GROUPS = """
+for time in range(20):
+    meet(time)
+    with epmoe.ExpertParallel(config) as ep:
+        d = ep.dispatch(x, ids, weights)
+        y = ep.combine(d.rows, d)
+    assert "closed" in repr(ep) and (ep.rank, ep.size, ep.survivors()) == (rank, 2, [0, 1])
+    dist.all_reduce(y)
+    dist.destroy_process_group()
+    names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+    assert not any("gloo_run" in name for name in names), names
+"""
 
 
-@pytest.mark.parametrize(("nodes", "end"), [(1, "at once"), slow(2, "as an interpreter")])
+@pytest.mark.parametrize(("nodes", "end"), [(1, "as multiprocessing"), slow(2, "as an interpreter")])
 def test_a_forked_child_touches_nothing(nodes, end, tmp_path: Path):
-    run_two_ranks(SCRIPT, tmp_path / "store", nodes, end)
+    """Every call of the child raises, and its end is harmless, by destructors or without them."""
+    run_two_ranks(BEGIN + FORK, tmp_path / "store", nodes, end)
+
+
+@pytest.mark.parametrize("nodes", [slow(1), 2])
+def test_a_script_ends(nodes, tmp_path: Path):
+    """Nothing of ours outlives any of the groups."""
+    run_two_ranks(BEGIN + TWENTY_GROUPS, tmp_path / "store", nodes, "")

@@ -218,6 +218,7 @@ def test_a_stopped_rank_that_comes_back(host):
     assert missing == [3] and host.do([3], survivors) == [[0, 1, 2]]
     assert host.results(alive) == ["played"] * 3
     host.form(names)
+    assert all("`placement` must be given" in error for error in host.do(names, resume)), "it counts as new"
     host.do(names, resume, spread(4, 2))
     assert host.do(names, play) == ["played"] * 4
 

@@ -10,11 +10,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from epmoe.bench.floor import experts_floor_us
 from epmoe.bench.sides import Side, poison
 from epmoe.config.config import EPConfig
 from epmoe.exchange.handles import Dispatched
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.grouped_gemm import choose, dequantize_weights
+from epmoe.local.route import Routing
 from epmoe.local.simulate import Kind, simulate_logits
 from epmoe.native.arguments import FP8
 from epmoe.native.formats import SCALE_BLOCK
@@ -104,9 +106,13 @@ class WholeLayer(Side):
         self.expected_SD = self._expected()
         self.check()
 
+    def routed(self) -> Routing:
+        """ids int32 [T, K] and weights fp32 [T, K]."""
+        return self.ep.route(self.logits_TE)
+
     def sent(self) -> Dispatched:
         """route and dispatch."""
-        routing = self.ep.route(self.logits_TE)
+        routing = self.routed()
         return self.ep.dispatch(self.x_TD, routing.ids, routing.weights)
 
     def out(self) -> Handle:
@@ -124,12 +130,26 @@ class WholeLayer(Side):
         for _ in range(2):  # the second round must write again what the first leaves as NaN
             handle = self.out()
             self.num_rows = int(handle.dispatched.expert_offsets[-1])
+            self.counts_e = handle.dispatched.tokens_per_expert.tolist()
             poison(self.arrived(handle)[:-1])  # all but the outputs
-            y_SD = self.back(handle)[self.sampled].float()
-            error_S, norm_S = (y_SD - self.expected_SD).norm(dim=1), self.expected_SD.norm(dim=1)
-            limit = 0.1 if self.experts.is_fp8 else max(4 * torch.finfo(self.x_TD.dtype).eps, 1e-4)
-            if not (error_S <= limit * norm_S).all():  # also where an error is NaN
-                raise RuntimeError(f"{self.name}: y is not the weighted sum over the token's experts")
+            self.check_output(self.name, self.back(handle))
+
+    def floor_us(self, copy: float) -> float:
+        """The floor of this rank's experts; `copy`: bytes a µs."""
+        weights = [getattr(self.experts, name) for name in ("w_gate_up", "w_down", "gate_up_scales", "down_scales")]
+        expert_bytes = sum(w[0].numel() * w.element_size() for w in weights if w is not None and len(w))
+        w_down = self.experts.w_down
+        flop = 6 * w_down.shape[1] * w_down.shape[2] * sum(self.counts_e)  # three products, a multiply and an add each
+        busy = sum(count > 0 for count in self.counts_e)
+        return experts_floor_us(busy * expert_bytes, flop, w_down.element_size(), copy, w_down.device)
+
+    def check_output(self, name: str, y_TD: Tensor) -> None:
+        """Raise RuntimeError unless y is right for the sampled tokens, to the precision of the experts."""
+        y_SD = y_TD[self.sampled].float()
+        error_S, norm_S = (y_SD - self.expected_SD).norm(dim=1), self.expected_SD.norm(dim=1)
+        limit = 0.1 if self.experts.is_fp8 else max(4 * torch.finfo(self.x_TD.dtype).eps, 1e-4)
+        if not (error_S <= limit * norm_S).all():  # also where an error is NaN
+            raise RuntimeError(f"{name}: y is not the weighted sum over the token's experts")
 
     def _expected(self) -> Tensor:
         """fp32 [S, D], y of the sampled tokens. Each rank adds the share of its experts, for the tokens of all."""

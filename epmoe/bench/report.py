@@ -109,3 +109,8 @@ class Benchmark(Protocol):
 def microseconds(value: float) -> str:
     """A time for a table: with a tenth below 1000."""
     return f"{value:,.1f}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def missing(left_out: Mapping[str, str] | None) -> str:
+    """A line of a caption for each that was left out, with the reason."""
+    return "".join(f"\n{name} was left out: {reason}" for name, reason in (left_out or {}).items())

@@ -20,11 +20,12 @@ from epmoe.service import ExpertParallel
 class Side:
     """`out` takes rows to their experts, `back` brings their outputs home. Both are collective.
 
-    name: for messages. captured: whether a CUDA graph can hold a round.
+    name: for messages. captured: whether a CUDA graph can hold a round. exact: whether all rounds give the same bits.
     """
 
     name: str
     captured = True
+    exact = True
 
     def out(self) -> Any:
         """Start a round and return the handle for `back`."""
@@ -114,7 +115,7 @@ class Apart(Layer):
         return permuted.rows, scales.rows if scales else None, permuted.expert_offsets
 
     def arrived(self, handle: tuple[Dispatched, Permuted, Permuted | None]) -> list[Tensor]:
-        return [*super().arrived(handle), *_slabs(self.sample, handle[0].recv.x)]
+        return [*super().arrived(handle), *slabs(self.sample, handle[0].recv.x)]
 
     def _permuted(self, d: Dispatched, x_RMD: Tensor) -> Permuted:
         capacity = self.ep.config.capacity
@@ -129,35 +130,57 @@ class Apart(Layer):
         )
 
 
-class RankMajor(Side):
-    """Ours, the exchange alone: rank-major rows out, and as many partial rows back, which are computed before the
-    timing."""
+class Echo(Side):
+    """A side whose experts return their rows, once for each rank that got a row; all before the timing.
+
+    weighted: instead each expert does, and combine applies the weights.
+    """
+
+    fp8 = False
+    weighted = False
+
+    def __init__(self, name: str, sample: Sample) -> None:
+        self.name, self.sample = name, sample
+
+    def outputs(self, handle: Any) -> Tensor:
+        """What the experts put out, in memory of its own."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """As `Layer.check`."""
+        for _ in range(2):
+            handle = self.out()
+            self.echoed = self.outputs(handle)
+            poison(self.arrived(handle))
+            self.sample.check_echo(self.name, self.back(handle), fp8=self.fp8, weighted=self.weighted)
+
+
+class RankMajor(Echo):
+    """Ours, the exchange alone: rank-major rows out, and as many partial rows back."""
 
     def __init__(self, ep: ExpertParallel, sample: Sample, name: str = "epmoe, rank-major") -> None:
-        self.name, self.ep, self.sample, self.fp8 = name, ep, sample, _uses_fp8(ep)
+        super().__init__(name, sample)
+        self.ep, self.fp8 = ep, _uses_fp8(ep)
         self.check()
 
     def out(self) -> Dispatched:
         return self.ep.dispatch(self.sample.x_TD, self.sample.ids_TK, self.sample.weights_TK, layout="rank")
 
     def back(self, handle: Dispatched) -> Tensor:
-        return self.ep.combine_partial(self.partial_RMD, handle)
+        return self.ep.combine_partial(self.echoed, handle)
 
     def arrived(self, handle: Dispatched) -> list[Tensor]:
         buffers = [handle.recv.x, handle.recv.scales]
-        return [slab for buffer in buffers if buffer is not None for slab in _slabs(self.sample, buffer)]
+        return [slab for buffer in buffers if buffer is not None for slab in slabs(self.sample, buffer)]
 
-    def check(self) -> None:
-        for _ in range(2):
-            handle = self.out()
-            x, scales = handle.recv.x, handle.recv.scales
-            rows_SD = None if scales is None else dequantize_rows(x.flatten(0, 1), scales.flatten(0, 1), handle.dtype)
-            self.partial_RMD = x.clone() if rows_SD is None else rows_SD.view(x.shape)
-            poison(self.arrived(handle))
-            self.sample.check_echo(self.name, self.back(handle), self.fp8)
+    def outputs(self, handle: Dispatched) -> Tensor:
+        x, scales = handle.recv.x, handle.recv.scales
+        if scales is None:
+            return x.clone()
+        return dequantize_rows(x.flatten(0, 1), scales.flatten(0, 1), handle.dtype).view(x.shape)
 
 
-def _slabs(sample: Sample, buffer_RMX: Tensor) -> list[Tensor]:
+def slabs(sample: Sample, buffer_RMX: Tensor) -> list[Tensor]:
     """The rows that arrived, by source."""
     counts_R = sample.rows_RR[:, sample.rank].tolist()
     return [slab[:count] for slab, count in zip(buffer_RMX, counts_R, strict=True)]

@@ -76,7 +76,7 @@ def _gpu_sides(config: EPConfig) -> None:
         (T, contender, payload)
         for T in TOKENS
         for payload in gpu.Payload
-        for contender in (GPU_CONTENDERS if payload == "plain" else ["rank-major", "apart", "fused"])
+        for contender in (GPU_CONTENDERS if payload == "plain" else ["rank-major", "fused"])
     ]
 
 
@@ -191,7 +191,7 @@ def test_two_gpus(tmp_path):
     done = run([*launch, *bench], PYTHONPATH=os.pathsep.join(sys.path))  # also packages outside site-packages
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "figures.json").read_text())["results"]
-    assert len(rows) == 2 * (6 + 4 + 4)  # NCCL carries plain rows alone
+    assert len(rows) == 2 * (4 + 3 + 3)  # NCCL carries plain rows alone
     assert all(row["times"]["round"] > 0 for row in rows)
 
 

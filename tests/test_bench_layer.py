@@ -64,7 +64,7 @@ def test_two_ranks(tmp_path):
 
 
 def test_the_table_says_what_was_left_out():
-    results = [layer.Result(T, Precision.FP8, "deep_gemm", 512, 30.0, 20.0, 11.0) for T in (1, 16)]
+    results = [layer.Result(T, Precision.FP8, "deep_gemm", 512, 30.0, 20.0, 11.0, 15.0) for T in (1, 16)]
     left_out = {Precision.PLAIN_DEEP_GEMM: "it is not installed"}
     view = layer.report(results, left_out, "bfloat16").table()
     assert view.row_count == 2 and "plain, DeepGEMM was left out: it is not installed" in str(view.caption)

@@ -16,15 +16,16 @@ from torch import Tensor
 
 from epmoe.bench.peers import LeftOut, Peer
 from epmoe.bench.sample import Payload, Sample
-from epmoe.bench.sides import Echo, Side
+from epmoe.bench.sides import Exchange
 
 _MOST_TOKENS = 128  # of a rank; the low-latency kernels are for small batches
 
 
-class LowLatency(Echo):
+class LowLatency(Exchange):
     """Rows [e, M·R, D] in bf16, of which the first `count` of each expert are real; combine applies the weights."""
 
-    weighted = True
+    exact = False  # rows may arrive in another order
+    expects = "weights"
 
     def __init__(self, buffer: Any, sample: Sample) -> None:
         import deep_ep
@@ -40,7 +41,7 @@ class LowLatency(Echo):
         return rows, counts, handle
 
     def back(self, handle: Any) -> Tensor:
-        return self.buffer.low_latency_combine(self.echoed, self.ids_TK, self.sample.weights_TK, handle[2])[0]
+        return self.buffer.low_latency_combine(self.given, self.ids_TK, self.sample.weights_TK, handle[2])[0]
 
     def outputs(self, handle: Any) -> Tensor:
         return handle[0].clone()
@@ -50,8 +51,10 @@ class LowLatency(Echo):
         return [rows[i, :count] for i, count in enumerate(counts.tolist())]
 
 
-class Elastic(Echo):
+class Elastic(Exchange):
     """Rows [N, D], one for each (token, rank). The host reads no count, so N is the most that may come."""
+
+    exact = False  # rows may arrive in another order
 
     def __init__(self, buffer: Any, sample: Sample) -> None:
         import deep_ep
@@ -71,7 +74,7 @@ class Elastic(Echo):
         return rows, handle
 
     def back(self, handle: Any) -> Tensor:
-        return self.buffer.combine(self.echoed, handle[1])[0]
+        return self.buffer.combine(self.given, handle[1])[0]
 
     def outputs(self, handle: Any) -> Tensor:
         return handle[0].clone()
@@ -99,7 +102,7 @@ class DeepEP(Peer):
         return ""
 
     @contextmanager
-    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> Iterator[Side]:
+    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> Iterator[Exchange]:
         import deep_ep
 
         model, T = sample.config.model, sample.tokens
@@ -114,7 +117,7 @@ class DeepEP(Peer):
                 prefer_overlap_with_compute=False,
                 explicitly_destroy=True,
             )
-            side: Side = Elastic(buffer, sample)
+            side: Exchange = Elastic(buffer, sample)
         elif T <= _MOST_TOKENS:
             size = (T, model.hidden_size, group.size(), model.num_experts)
             buffer = deep_ep.Buffer(

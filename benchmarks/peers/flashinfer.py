@@ -16,12 +16,14 @@ from torch import Tensor
 from epmoe.bench.layer_sides import WholeLayer
 from epmoe.bench.peers import LeftOut, Peer
 from epmoe.bench.sample import Payload, Sample
-from epmoe.bench.sides import Echo, Side, slabs
+from epmoe.bench.sides import Exchange, slabs
 from epmoe.local.quantize import dequantize_rows, quantize_fp8
 
 
-class OneSided(Echo):
+class OneSided(Exchange):
     """Rank-major rows. fp8 rows and their scales are there before the timing."""
+
+    exact = False  # rows may arrive in another order
 
     def __init__(self, communication: Any, sample: Sample, payload: Payload) -> None:
         super().__init__("FlashInfer", sample)
@@ -62,7 +64,7 @@ class FlashInfer(Peer):
         return flashinfer.__version__
 
     @contextmanager
-    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> Iterator[Side]:
+    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> Iterator[Exchange]:
         from flashinfer.moe_ep import MoEEpCommParams, NVLinkOneSidedConfig, create_communication
 
         if payload is Payload.FP8_BOTH:

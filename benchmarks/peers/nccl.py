@@ -15,11 +15,13 @@ from torch import Tensor
 
 from epmoe.bench.peers import LeftOut, Peer
 from epmoe.bench.sample import Payload, Sample
-from epmoe.bench.sides import Echo, Side
+from epmoe.bench.sides import Exchange
 
 
-class AllToAllSingle(Echo):
+class AllToAllSingle(Exchange):
     """A row for each (token, rank); the source adds up what comes back."""
+
+    exact = False  # rows may arrive in another order
 
     def __init__(self, sample: Sample, group: dist.ProcessGroup) -> None:
         super().__init__("all_to_all_single", sample)
@@ -34,7 +36,7 @@ class AllToAllSingle(Echo):
         dist.all_to_all_single(self.received, rows, self.splits_in, self.splits_out, group=self.group)
 
     def back(self, handle: Any) -> Tensor:
-        dist.all_to_all_single(self.home, self.echoed, self.splits_out, self.splits_in, group=self.group)
+        dist.all_to_all_single(self.home, self.given, self.splits_out, self.splits_in, group=self.group)
         y = torch.zeros_like(self.sample.x_TD, dtype=torch.float32)
         return y.index_add_(0, self.token_N, self.home.float()).to(self.sample.dtype)
 
@@ -45,8 +47,10 @@ class AllToAllSingle(Echo):
         return [self.received]
 
 
-class AllGather(Echo):
+class AllGather(Exchange):
     """Every token everywhere, with its ids and weights; a rank puts out zeros for tokens that do not need it."""
+
+    exact = False  # rows may arrive in another order
 
     def __init__(self, sample: Sample, group: dist.ProcessGroup) -> None:
         super().__init__("all-gather", sample)
@@ -60,7 +64,7 @@ class AllGather(Echo):
             dist.all_gather_into_tensor(received, sent, group=self.group)
 
     def back(self, handle: Any) -> Tensor:
-        dist.reduce_scatter_tensor(self.y_TD, self.echoed, group=self.group)
+        dist.reduce_scatter_tensor(self.y_TD, self.given, group=self.group)
         return self.y_TD
 
     def outputs(self, handle: Any) -> Tensor:
@@ -87,7 +91,7 @@ class Collectives(Peer):
         return ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""
 
     @contextmanager
-    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> Iterator[Side]:
+    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> Iterator[Exchange]:
         if payload is not Payload.PLAIN:
             raise LeftOut("it sends rows as they are")
         yield self.side(sample, group)

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from epmoe.bench.peers import LeftOut, Peer
 from epmoe.bench.sample import Payload, Sample
-from epmoe.bench.sides import Echo, Side
+from epmoe.bench.sides import Exchange
 
 
-class AllGather(Echo):
+class AllGather(Exchange):
     """Every token everywhere; a rank puts out zeros for tokens that do not need it."""
+
+    exact = False  # rows may arrive in another order
 
     def __init__(self, coordinator: Any, sample: Sample) -> None:
         super().__init__("vLLM", sample)
@@ -31,7 +33,7 @@ class AllGather(Echo):
         return self.coordinator.all_gatherv(sent, dim=0, sizes=self.sizes)
 
     def back(self, handle: list[Tensor]) -> Tensor:
-        return self.coordinator.reduce_scatterv(self.echoed, dim=0, sizes=self.sizes)
+        return self.coordinator.reduce_scatterv(self.given, dim=0, sizes=self.sizes)
 
     def outputs(self, handle: list[Tensor]) -> Tensor:
         rows, _, ids = handle
@@ -53,7 +55,7 @@ class VLLM(Peer):
         return vllm.__version__
 
     @contextmanager
-    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> Iterator[Side]:
+    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> Iterator[Exchange]:
         from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
         from vllm.distributed import get_dp_group, init_distributed_environment, initialize_model_parallel
         from vllm.distributed.parallel_state import model_parallel_is_initialized

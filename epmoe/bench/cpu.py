@@ -160,5 +160,5 @@ def _timed_rounds(side: Layer, sample: Sample, rounds: int) -> torch.Tensor:
         y_TD = side.back(handle)
         combine += time.perf_counter() - middle
         dispatch += middle - start
-    sample.check(side.name, y_TD, side.fp8)
+    sample.check(side.name, y_TD, fp8=side.fp8)
     return torch.tensor([dispatch, combine, dispatch + combine], dtype=torch.float64) * 1e6 / rounds

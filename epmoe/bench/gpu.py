@@ -15,21 +15,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from epmoe.bench.all_to_all import AllToAll
 from epmoe.bench.floor import BLOCKS, Floor, FloorWindow
 from epmoe.bench.graphs import host_us, measure, measure_eager, round_us
 from epmoe.bench.peers import Peer, Peers
 from epmoe.bench.report import Line, Report, Times, microseconds, missing
 from epmoe.bench.sample import Payload, Sample, wire_bytes
-from epmoe.bench.sides import Apart, Fused, RankMajor, Rows, Side
+from epmoe.bench.sides import Fused, RankMajor, Rows, Side
 from epmoe.config.config import EPConfig
 from epmoe.local.simulate import Kind
 from epmoe.service import ExpertParallel
 
 TOKENS = (1, 16, 64, 128, 512, 4096)
 _CAPTION = (
-    "µs on the slowest rank, median of CUDA-graph replays of 10 rounds (pipeline: of eager rounds). out: dispatch and "
-    "permute, back: finalize and combine, both from graphs with events between, about 1 µs more each. "
+    "µs on the slowest rank, median of CUDA-graph replays of 10 rounds. out: dispatch and permute, back: "
+    "finalize and combine, both from graphs with events between, about 1 µs more each. "
 )
 _EAGER_CAPTION = (
     "µs on the slowest rank, median. round: of a chain of 50 rounds called one after the other, without a graph "
@@ -65,12 +64,8 @@ class Contender(StrEnum):
     """one kernel each way that stores the rows, raises flags and waits, with the fastest number of blocks"""
     ROWS = "rows"
     """NCCL's all_to_all_single of the same rows"""
-    PIPELINE = "pipeline"
-    """sort, all_to_all_single, permute; finalize, all_to_all_single, sum"""
     RANK_MAJOR = "rank-major"
     """ours, the exchange alone: rank-major rows out, partial rows back"""
-    APART = "apart"
-    """ours, rank-major, with permute and finalize as kernels of their own"""
     FUSED = "fused"
     """ours, expert-major"""
 
@@ -224,11 +219,7 @@ def _measure(
         side.raise_if_missed()
     if Contender.ROWS in contenders and payload is Payload.PLAIN:
         yield result(Contender.ROWS, times=time(Rows(sample, group), repeats, group))
-    if Contender.PIPELINE in contenders and payload is Payload.PLAIN:
-        pipeline = AllToAll(sample, group, "all_to_all_single, the whole pipeline")
-        yield result(Contender.PIPELINE, times=time(pipeline, repeats, group))
-    ours_of = {Contender.RANK_MAJOR: RankMajor, Contender.APART: Apart, Contender.FUSED: Fused}
-    for contender, kind in ours_of.items():
+    for contender, kind in ((Contender.RANK_MAJOR, RankMajor), (Contender.FUSED, Fused)):
         if contender in contenders:
             yield result(contender, **with_host(kind(ep, sample)))
             ep.check()

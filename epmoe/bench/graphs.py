@@ -1,9 +1,8 @@
 """Times a `Side` on GPUs.
 
 A CUDA graph of rounds is replayed. Before it, a kernel sleeps for about 1 ms, so that the host can enqueue everything,
-and one round brings the ranks into step. A side that needs the host inside a round cannot be captured: its rounds run
-eagerly behind the same start. A figure is the median over replays of the slowest rank. After the replays, the outputs
-must equal, bit for bit, the outputs of an eager round; those of a peer must be close to them.
+and one round brings the ranks into step. A figure is the median over replays of the slowest rank. After the replays,
+the outputs must equal, bit for bit, the outputs of an eager round; those of a peer must be close to them.
 """
 
 from __future__ import annotations
@@ -35,9 +34,6 @@ def measure(side: Side, replays: int, group: dist.ProcessGroup) -> Times:
     The round is timed with a graph of rounds alone. Dispatch and combine are timed with a second graph that has events
     between them, which cost about 1 µs each. Raises RuntimeError if the replays' outputs differ from an eager round's.
     """
-    if not side.captured:
-        ways = _eager_ways(side, replays, group)
-        return _median(ways, [out + back for out, back in ways], group)
     handle = side.out()
     wanted = [tensor.clone() for tensor in side.arrived(handle)]
     wanted.append(side.back(handle).clone())
@@ -64,17 +60,12 @@ def measure_eager(side: Side, repeats: int, group: dist.ProcessGroup) -> Times:
     Dispatch and combine are the GPU's alone, from events, while the host is ahead. Raises RuntimeError if the last
     round of a chain puts out something else than the first.
     """
-    ways = _eager_ways(side, repeats, group)
-    return _median(ways, [_chain_us(side, group) for _ in range(repeats)], group)
-
-
-def _eager_ways(side: Side, repeats: int, group: dist.ProcessGroup) -> list[tuple[float, float]]:
     ways = []
     for _ in range(repeats):
         events: list[torch.cuda.Event] = []
         run = partial(_rounds, side, EAGER_ROUNDS, partial(_stamp, events))
         ways.append(_ways_us(side, run, events, group))
-    return ways
+    return _median(ways, [_chain_us(side, group) for _ in range(repeats)], group)
 
 
 def _chain_us(side: Side, group: dist.ProcessGroup) -> float:

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from epmoe.bench.floor import copy_bytes_per_us
 from epmoe.bench.graphs import measure, slowest
 from epmoe.bench.layer_sides import (
-    ExpertsAlone,
     Precision,
     WholeLayer,
-    WithoutExperts,
+    experts_alone,
     problem_with,
     random_experts,
+    without_experts,
 )
 from epmoe.bench.peers import Peer, Peers
 from epmoe.bench.report import Line, Report, microseconds, missing
@@ -170,7 +170,7 @@ def _measure(
     with ExpertParallel(_fitting(config, precision, experts.alignment), group) as ep:
         for T in tokens:
             layer = WholeLayer(ep, experts, T, routing, group)
-            sides = (layer, ExpertsAlone(layer), WithoutExperts(layer))
+            sides = (layer, experts_alone(layer), without_experts(layer))
             whole, alone, exchange = (_round_us(side, repeats, T, device, group) for side in sides)
             layer.check()
             ep.check()

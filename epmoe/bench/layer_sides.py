@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -181,44 +183,38 @@ class WholeLayer(Side):
         return torch.cat(parts).to(self.ep.device)
 
 
-class ExpertsAlone(Side):
+@dataclass(frozen=True)
+class Calls(Side):
+    """A side made of functions. `given` is what `out` returns."""
+
+    name: str
+    out: Callable[[], Any]
+    back: Callable[[Any], Tensor] = lambda given: given
+    arrived: Callable[[Any], list[Tensor]] = lambda given: []
+    exact: bool = True
+
+
+def experts_alone(layer: WholeLayer) -> Side:
     """The experts on the rows that arrived in a round. Rows past the last segment are NaN."""
-
-    def __init__(self, layer: WholeLayer) -> None:
-        self.name, self.experts, self.num_rows = "the experts", layer.experts, layer.num_rows
-        d = layer.sent()
-        self.rows_ND, self.offsets = d.rows.clone(), d.expert_offsets.clone()
-        self.scales = None if d.scales is None else d.scales.clone()
-        poison([self.rows_ND[self.num_rows :]])
-        layer.back(Handle(d, layer.experts(d.rows, d.expert_offsets, d.scales)))
-
-    def out(self) -> Tensor:
-        return self.experts(self.rows_ND, self.offsets, self.scales)
-
-    def back(self, handle: Tensor) -> Tensor:
-        return handle[: self.num_rows]
-
-    def arrived(self, handle: Tensor) -> list[Tensor]:
-        return []
+    d = layer.sent()
+    rows_ND, offsets = d.rows.clone(), d.expert_offsets.clone()
+    scales = None if d.scales is None else d.scales.clone()
+    layer.back(Handle(d, layer.experts(d.rows, d.expert_offsets, d.scales)))
+    poison([rows_ND[layer.num_rows :]])
+    return Calls("the experts", lambda: layer.experts(rows_ND, offsets, scales), lambda y_ND: y_ND[: layer.num_rows])
 
 
-class WithoutExperts(Side):
+def without_experts(layer: WholeLayer) -> Side:
     """route, dispatch and combine. The experts' outputs are computed before the timing."""
-
-    def __init__(self, layer: WholeLayer) -> None:
-        self.name, self.layer = "the layer without experts", layer
-        handle = layer.out()
-        self.outputs_ND = handle.outputs_ND.clone()
-        layer.back(handle)
-
-    def out(self) -> Handle:
-        return Handle(self.layer.sent(), self.outputs_ND)
-
-    def back(self, handle: Handle) -> Tensor:
-        return self.layer.back(handle)
-
-    def arrived(self, handle: Handle) -> list[Tensor]:
-        return self.layer.arrived(handle)[:-1]  # all but the outputs
+    handle = layer.out()
+    outputs_ND = handle.outputs_ND.clone()
+    layer.back(handle)
+    return Calls(
+        "the layer without experts",
+        lambda: Handle(layer.sent(), outputs_ND),
+        layer.back,
+        lambda handle: layer.arrived(handle)[:-1],  # all but the outputs
+    )
 
 
 def _shapes(config: EPConfig) -> dict[str, tuple[int, int]]:

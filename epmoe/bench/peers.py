@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epmoe.bench.graphs import slowest
-from epmoe.bench.layer_sides import WholeLayer
+from epmoe.bench.layer_sides import Calls, WholeLayer
 from epmoe.bench.sample import Payload, Sample
-from epmoe.bench.sides import Side, poison
+from epmoe.bench.sides import Exchange, Side, poison
 from epmoe.config.placement import Placement
 
 _T = TypeVar("_T")
@@ -41,36 +41,13 @@ class Peer:
         """The version that runs. Raises ImportError, where the library is absent or does not load."""
         raise NotImplementedError
 
-    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> AbstractContextManager[Side]:
+    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> AbstractContextManager[Exchange]:
         """A side that exchanges the tokens of `sample`. Collective. Raises LeftOut."""
         raise LeftOut("it has no exchange here")
 
     def layer(self, case: WholeLayer) -> AbstractContextManager[Callable[[], Tensor]]:
         """What computes y [T, D] from `case.logits_TE`, by `case.routed`. Collective. Raises LeftOut."""
         raise LeftOut("it has no whole layer here")
-
-
-class PeerLayer(Side):
-    """A peer's whole layer. Its y is compared with the sums that our layer's is compared with."""
-
-    exact = False
-
-    def __init__(self, name: str, run: Callable[[], Tensor], case: WholeLayer) -> None:
-        self.name, self.run, self.case = name, run, case
-        self.check()
-
-    def out(self) -> Tensor:
-        return self.run()
-
-    def back(self, handle: Tensor) -> Tensor:
-        return handle
-
-    def arrived(self, handle: Tensor) -> list[Tensor]:
-        return []
-
-    def check(self) -> None:
-        poison([self.run()])
-        self.case.check_output(self.name, self.run())
 
 
 class Peers:
@@ -97,7 +74,9 @@ class Peers:
         """Likewise of each layer."""
         for name, peer in self._taking(case.ep.placement, len(case.x_TD)):
             with self._agreed(f"{name}, {precision}") as made, peer.layer(case) as run:
-                made.append(time(PeerLayer(name, run, case)))
+                poison([run()])
+                case.check_output(name, run())
+                made.append(time(Calls(name, run, exact=False)))
             yield from ((name, result) for result in made)
 
     def _taking(self, placement: Placement, tokens: int) -> list[tuple[str, Peer]]:

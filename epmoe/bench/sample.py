@@ -69,20 +69,17 @@ class Sample:
             rows = dequantize_rows(rows, scales[: len(row_N)], self.dtype)
         return rows * self.factors_e1[expert_N]
 
-    def check(self, name: str, y_TD: Tensor, fp8: bool = False) -> None:
-        """Raise RuntimeError unless y is the weighted sum, to the precision of `dtype`, or to that of fp8 rows."""
-        self._check(f"{name}: the round's output is not the weighted sum over its experts", y_TD, self.expected_TD, fp8)
-
-    def check_echo(self, name: str, y_TD: Tensor, *, fp8: bool = False, weighted: bool = False) -> None:
-        """Raise RuntimeError unless each row of y is x times the ranks that received it, or times its weights' sum."""
-        factors_T = self.weights_TK.sum(dim=1) if weighted else self.needs_TR.sum(dim=1)
-        expected_TD = self.x_TD * factors_T[:, None].to(self.x_TD)
-        self._check(f"{name}: the rows that came back differ from the rows that left", y_TD, expected_TD, fp8)
-
-    def _check(self, message: str, y_TD: Tensor, expected_TD: Tensor, fp8: bool) -> None:
+    def check(self, name: str, y_TD: Tensor, expects: str = "sum", *, fp8: bool = False) -> None:
+        """Raise RuntimeError unless y is what `Exchange` expects, to the precision of `dtype`, or of fp8 rows."""
+        if expects == "sum":
+            expected_TD, problem = self.expected_TD, "the round's output is not the weighted sum over its experts"
+        else:
+            factors_T = self.needs_TR.sum(dim=1) if expects == "echo" else self.weights_TK.sum(dim=1)
+            expected_TD = self.x_TD * factors_T[:, None].to(self.x_TD)
+            problem = "the rows that came back differ from the rows that left"
         limit = 16 * torch.finfo(torch.bfloat16 if fp8 else self.dtype).eps
         if not torch.allclose(y_TD, expected_TD, rtol=limit, atol=limit):
-            raise RuntimeError(message)
+            raise RuntimeError(f"{name}: {problem}")
 
     def remote_rows(self) -> tuple[int, int]:
         """Rows that cross to other ranks: the most that one rank sends in dispatch, and the most in combine."""

@@ -17,7 +17,7 @@ from launched import run, torchrun
 
 from epmoe.bench import all_to_all, cpu, floor, gpu, tune
 from epmoe.bench.facts import commit, facts
-from epmoe.bench.report import Times
+from epmoe.bench.report import Job, Times
 from epmoe.bench.sample import Sample, wire_bytes
 from epmoe.bench.sides import Fused, Side
 from epmoe.config.config import EPConfig
@@ -45,14 +45,14 @@ def _worker(folder: Path) -> None:
     samples: list[None] = []
     for dtype, strategy in (("float32", "linear"), ("bfloat16", "round_robin")):
         config = _config(dtype, strategy)
-        report = cpu.run(config, TOKENS, REPEATS, advance=lambda: samples.append(None))
+        report = cpu.run(Job(config, TOKENS, REPEATS, advance=lambda: samples.append(None)))
         _gpu_sides(config)
         _rows_are_counted(config)
     assert len(samples) == 2 * 3 * REPEATS
     back = all_to_all.AllToAll.back
     all_to_all.AllToAll.back = lambda self, handle: back(self, handle) * 1.5
     with pytest.raises(RuntimeError, match="gloo: the round's output is not the weighted sum"):
-        cpu.run(config, (4,), 1)
+        cpu.run(Job(config, (4,), 1))
     if dist.get_rank() == 0:
         report.write_json(folder / "results.json")
     dist.destroy_process_group()
@@ -71,7 +71,7 @@ def _gpu_sides(config: EPConfig) -> None:
         return Times(1.0, 2.0, 3.0)
 
     gpu.measure, gpu.host_us = measure, lambda side, group: (4.0, 5.0)
-    results = gpu.run(config, TOKENS, REPEATS, contenders=GPU_CONTENDERS).content["results"]
+    results = gpu.run(Job(config, TOKENS, REPEATS), contenders=GPU_CONTENDERS).content["results"]
     assert [(r["tokens"], r["contender"], r["payload"]) for r in results] == [
         (T, contender, payload)
         for T in TOKENS

@@ -14,6 +14,7 @@ from launched import run, torchrun
 
 from epmoe.bench import layer, layer_sides
 from epmoe.bench.layer_sides import Precision
+from epmoe.bench.report import Job
 from epmoe.config.config import EPConfig
 from epmoe.service import ExpertParallel
 
@@ -35,13 +36,13 @@ def _worker(folder: Path) -> None:
     """What each rank runs."""
     dist.init_process_group("gloo")
     steps: list[None] = []
-    report = layer.run(_config(), TOKENS, 2, advance=lambda: steps.append(None))
+    report = layer.run(Job(_config(), TOKENS, 2, advance=lambda: steps.append(None)))
     assert report.benchmark == "layer" and len(steps) == len(TOKENS) * len(Precision)
     combine = ExpertParallel.combine
     for broken in (lambda *given: combine(*given) * 1.2, lambda *given: combine(*given) * torch.nan):
         ExpertParallel.combine = broken
         with pytest.raises(RuntimeError, match="the layer: y is not the weighted sum"):
-            layer.run(_config(), (4,), 1)
+            layer.run(Job(_config(), (4,), 1))
     if dist.get_rank() == 0:
         report.write_json(folder / "results.json")
         report.plot(folder / "plot.svg", "tiny")

@@ -7,7 +7,7 @@ the floor also carry fp8 rows. Every contender's output is checked first, with i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -18,11 +18,10 @@ import torch.distributed as dist
 from epmoe.bench.floor import BLOCKS, Floor, FloorWindow
 from epmoe.bench.graphs import host_us, measure, measure_eager, round_us
 from epmoe.bench.peers import Peer, Peers
-from epmoe.bench.report import Line, Report, Times, microseconds, missing
+from epmoe.bench.report import Job, Line, Report, Times, microseconds, missing
 from epmoe.bench.sample import Payload, Sample, wire_bytes
 from epmoe.bench.sides import Fused, RankMajor, Rows, Side
 from epmoe.config.config import EPConfig
-from epmoe.local.simulate import Kind
 from epmoe.service import ExpertParallel
 
 TOKENS = (1, 16, 64, 128, 512, 4096)
@@ -139,26 +138,19 @@ def default_payloads(config: EPConfig) -> list[Payload]:
 
 
 def run(
-    config: EPConfig,
-    tokens: Sequence[int] = TOKENS,
-    repeats: int = 20,
-    routing: Kind = "uniform",
+    job: Job,
     *,
     contenders: Sequence[Contender] = tuple(Contender),
     payloads: Sequence[Payload] = tuple(Payload),
     peers: Sequence[Peer] = (),
     eager: bool = False,
-    group: dist.ProcessGroup | None = None,
-    advance: Callable[[], object] = lambda: None,
 ) -> Report:
-    """Measure each T of `tokens`. Collective over `group` (default: the world); all ranks pass the same arguments.
+    """Measure each T. Collective.
 
-    Each graph is replayed `repeats` times. `eager`: calls one after the other in place of graphs, but for the floor.
-    `advance` is called after each (T, payload). Raises RuntimeError if an output is wrong; that of a peer leaves the
-    peer out.
+    `eager`: calls one after the other in place of graphs, but for the floor. `advance` is called after each
+    (T, payload). Raises RuntimeError if an output is wrong; that of a peer leaves the peer out.
     """
-    group = group or dist.group.WORLD
-    assert group is not None  # the world that torchrun started
+    config, group = job.config, job.group
     results: list[Result] = []
     samples: dict[int, Sample] = {}
     floor_window, others = None, Peers(peers, group)
@@ -166,14 +158,14 @@ def run(
         with ExpertParallel(_with_payload(config, payload), group) as ep:
             if Contender.FLOOR in contenders and floor_window is None:
                 floor_window = FloorWindow(config, ep.rank, group, ep.device)
-            for T in tokens:
+            for T in job.tokens:
                 if T not in samples:
-                    samples[T] = Sample(config, ep.rank, T, routing, ep.device)
-                results += _measure(ep, others, samples[T], payload, contenders, floor_window, repeats, eager)
+                    samples[T] = Sample(config, ep.rank, T, job.routing, ep.device)
+                results += _measure(ep, others, samples[T], payload, contenders, floor_window, job.repeats, eager)
                 if ep.device.type == "cuda":
                     torch.cuda.empty_cache()  # the graphs' pools would leave the next windows too little memory
-                advance()
-    ordered = sorted(results, key=lambda result: tokens.index(result.tokens))
+                job.advance()
+    ordered = sorted(results, key=lambda result: job.tokens.index(result.tokens))
     return report(ordered, others.left_out, eager=eager)
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -29,10 +29,9 @@ from epmoe.bench.layer_sides import (
     without_experts,
 )
 from epmoe.bench.peers import Peer, Peers
-from epmoe.bench.report import Line, Report, microseconds, missing
+from epmoe.bench.report import Job, Line, Report, microseconds, missing
 from epmoe.bench.sides import Side
 from epmoe.config.config import EPConfig
-from epmoe.local.simulate import Kind
 from epmoe.service import ExpertParallel
 
 TOKENS = (1, 16, 128, 512, 4096)
@@ -118,72 +117,52 @@ def check(config: EPConfig) -> None:
         raise ValueError("`exchange.payload` and `exchange.combine_payload` must be auto: fp8 is one of the precisions")
 
 
-def run(
-    config: EPConfig,
-    tokens: Sequence[int] = TOKENS,
-    repeats: int = 20,
-    routing: Kind = "uniform",
-    *,
-    peers: Sequence[Peer] = (),
-    group: dist.ProcessGroup | None = None,
-    advance: Callable[[], object] = lambda: None,
-) -> Report:
-    """Measure each T of `tokens`. Collective over `group` (default: the world); all ranks pass the same arguments.
+def run(job: Job, *, peers: Sequence[Peer] = ()) -> Report:
+    """Measure each T. Collective.
 
-    `repeats` is the number of samples, or of replays. `advance` is called once for each T and precision. Raises
-    ValueError as `check`, and RuntimeError if an output is wrong; that of a peer leaves the peer out.
+    `advance` is called once for each T and precision. Raises ValueError as `check`, and RuntimeError if an output is
+    wrong; that of a peer leaves the peer out.
     """
+    config = job.config
     check(config)
-    group = group or dist.group.WORLD
-    assert group is not None  # the world that torchrun started
     on_gpus = config.exchange.transport == "nvlink"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
     results: list[Result] = []
-    others, copy = Peers(peers, group), copy_bytes_per_us(device)
+    others, copy = Peers(peers, job.group), copy_bytes_per_us(device)
     left_out: dict[str, str] = {}
     for precision in Precision:
         if reason := problem_with(precision, config, device):
             left_out[precision] = reason
-            for _ in tokens:
-                advance()
+            for _ in job.tokens:
+                job.advance()
         else:
-            results += _measure(config, precision, device, tokens, repeats, routing, others, copy, advance)
+            results += _measure(job, precision, device, others, copy)
             if on_gpus:
                 torch.cuda.empty_cache()  # the next weights need the room
     return report(sorted(results, key=lambda result: result.tokens), left_out | others.left_out, config.model.dtype)
 
 
-def _measure(
-    config: EPConfig,
-    precision: Precision,
-    device: torch.device,
-    tokens: Sequence[int],
-    repeats: int,
-    routing: Kind,
-    peers: Peers,
-    copy: float,
-    advance: Callable[[], object],
-) -> list[Result]:
-    group = peers.group
+def _measure(job: Job, precision: Precision, device: torch.device, peers: Peers, copy: float) -> list[Result]:
+    config, group = job.config, job.group
     experts = random_experts(config, dist.get_rank(group), device, precision)
     results = []
     with ExpertParallel(_fitting(config, precision, experts.alignment), group) as ep:
-        for T in tokens:
-            layer = WholeLayer(ep, experts, T, routing, group)
+        for T in job.tokens:
+            layer = WholeLayer(ep, experts, T, job.routing, group)
             sides = (layer, experts_alone(layer), without_experts(layer))
-            whole, alone, exchange = (_round_us(side, repeats, T, device, group) for side in sides)
+            whole, alone, exchange = (_round_us(side, T, job) for side in sides)
             layer.check()
             ep.check()
             rows, floor = slowest([layer.num_rows, layer.floor_us(copy)], group)
             results.append(Result(T, precision, experts.gemm, int(rows), whole, alone, exchange, floor))
             if precision is not Precision.PLAIN_DEEP_GEMM:  # the same case as plain
-                time_peer = partial(_round_us, repeats=repeats, tokens=T, device=device, group=group)
+                time_peer = partial(_round_us, tokens=T, job=job)
                 for name, us in peers.layers(layer, precision, time_peer):
                     results.append(Result(T, precision, name, int(rows), us, None, None, floor, name))
             del layer, sides
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # of the graphs' pools
-            advance()
+            job.advance()
     return results
 
 
@@ -194,15 +173,15 @@ def _fitting(config: EPConfig, precision: Precision, alignment: int) -> EPConfig
     return config.model_copy(update={"exchange": exchange, "capacity": capacity})
 
 
-def _round_us(side: Side, repeats: int, tokens: int, device: torch.device, group: dist.ProcessGroup) -> float:
+def _round_us(side: Side, tokens: int, job: Job) -> float:
     """Microseconds of a round: the median over replays, or over samples of a few rounds, on the slowest rank."""
-    if device.type == "cuda":
-        return measure(side, repeats, group).round
+    if job.config.exchange.transport == "nvlink":
+        return measure(side, job.repeats, job.group).round
     rounds, samples = max(1, min(_MOST_ROUNDS, 256 // max(tokens, 1))), []
-    for _ in range(repeats):
-        dist.barrier(group)
+    for _ in range(job.repeats):
+        dist.barrier(job.group)
         start = time.perf_counter()
         for _ in range(rounds):
             side.back(side.out())
         samples.append((time.perf_counter() - start) * 1e6 / rounds)
-    return slowest([statistics.median(samples)], group)[0]
+    return slowest([statistics.median(samples)], job.group)[0]

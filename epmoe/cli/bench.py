@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from epmoe.bench import cpu, gpu, layer, peers, tune
 from epmoe.bench.facts import facts
-from epmoe.bench.report import Benchmark
+from epmoe.bench.report import Benchmark, Job
 from epmoe.cli.console import UserError, check_output, console, launched_rank, require
 from epmoe.cli.launch import CONFIG, NPROC, all_ranks, check_ranks, load, start_ranks
 from epmoe.local.simulate import Kind
@@ -107,7 +107,7 @@ def bench(
     with all_ranks(parsed) as rank, Progress(console=console, transient=True) as progress:
         task = progress.add_task("samples", total=steps)
         try:
-            report = benchmark(parsed, counts, repeats, routing, advance=lambda: progress.advance(task))
+            report = benchmark(Job(parsed, counts, repeats, routing, advance=lambda: progress.advance(task)))
         except (ValueError, MemoryError) as error:
             raise UserError(str(error)) from None
     if rank != 0:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from launched import run, torchrun
+from launched import ROOT, run, torchrun
 
 from epmoe.bench import all_to_all, cpu, floor, gpu, tune
 from epmoe.bench.facts import commit, facts
@@ -182,16 +182,20 @@ def test_rows_that_the_floor_moves():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus(tmp_path):
-    config = _config("bfloat16", "linear", exchange={"transport": "nvlink", "timeout_s": 20.0})
+@pytest.mark.parametrize("eager", [[], ["--eager"]], ids=["captured", "eager"])
+def test_two_gpus(tmp_path, eager):
+    model = {"num_experts": 8, "num_experts_per_tok": 3, "hidden_size": 128, "dtype": "bfloat16"}
+    exchange = {"transport": "nvlink", "timeout_s": 20.0}
+    config = _config("bfloat16", "linear", model=model, placement={}, exchange=exchange)
     (tmp_path / "config.json").write_text(config.model_dump_json())
     options = ["--tokens", "1", "--tokens", "32", "--repeats", "3", "--json", str(tmp_path / "figures.json")]
-    bench = ["-m", "epmoe", "bench", str(tmp_path / "config.json"), *options]
+    peers = ["--peers", str(ROOT / "benchmarks" / "peers" / "nccl.py")]
+    bench = ["-m", "epmoe", "bench", str(tmp_path / "config.json"), *options, *peers, *eager]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run([*launch, *bench], PYTHONPATH=os.pathsep.join(sys.path))  # also packages outside site-packages
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "figures.json").read_text())["results"]
-    assert len(rows) == 2 * (4 + 3 + 3)  # NCCL carries plain rows alone
+    assert len(rows) == 2 * (6 + 3 + 3)  # NCCL carries plain rows alone
     assert all(row["times"]["round"] > 0 for row in rows)
 
 

@@ -43,11 +43,11 @@ class Peer:
 
     def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> AbstractContextManager[Exchange]:
         """A side that exchanges the tokens of `sample`. Collective. Raises LeftOut."""
-        raise LeftOut("it has no exchange here")
+        raise NotImplementedError
 
     def layer(self, case: WholeLayer) -> AbstractContextManager[Callable[[], Tensor]]:
         """What computes y [T, D] from `case.logits_TE`, by `case.routed`. Collective. Raises LeftOut."""
-        raise LeftOut("it has no whole layer here")
+        raise NotImplementedError
 
 
 class Peers:
@@ -63,7 +63,7 @@ class Peers:
 
     def exchanges(self, sample: Sample, payload: Payload, time: Callable[[Side], _T]) -> Iterator[tuple[str, _T]]:
         """What `time` says of each exchange that takes this case, by name."""
-        for name, peer in self._taking(sample.placement, sample.tokens):
+        for name, peer in self._taking("exchange", sample.placement, sample.tokens):
             with self._agreed(f"{name}, {payload}") as made, peer.exchange(sample, payload, self.group) as side:
                 side.name = name
                 side.check()
@@ -72,18 +72,21 @@ class Peers:
 
     def layers(self, case: WholeLayer, precision: str, time: Callable[[Side], _T]) -> Iterator[tuple[str, _T]]:
         """Likewise of each layer."""
-        for name, peer in self._taking(case.ep.placement, len(case.x_TD)):
+        for name, peer in self._taking("layer", case.ep.placement, len(case.x_TD)):
             with self._agreed(f"{name}, {precision}") as made, peer.layer(case) as run:
                 poison([run()])
                 case.check_output(name, run())
                 made.append(time(Calls(name, run, exact=False)))
             yield from ((name, result) for result in made)
 
-    def _taking(self, placement: Placement, tokens: int) -> list[tuple[str, Peer]]:
+    def _taking(self, method: str, placement: Placement, tokens: int) -> list[tuple[str, Peer]]:
+        """The peers that have `method`, by name; none where they cannot take the placement or the tokens."""
+        own = getattr(Peer, method)
+        having = [(name, peer) for name, peer in self._present.items() if getattr(type(peer), method) is not own]
         E, R = placement.num_experts, placement.ep_size
         if E % R == 0 and placement == Placement.build(E, R):
-            return list(self._present.items()) if tokens else []
-        if self._present:
+            return having if tokens else []
+        if having:
             self.left_out["peers"] = "they want as many experts on each rank, in order and without copies"
         return []
 

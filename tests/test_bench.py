@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from launched import run, torchrun
+from launched import ROOT, run, torchrun
 
 from epmoe.bench import all_to_all, cpu, floor, gpu, tune
 from epmoe.bench.facts import commit, facts
-from epmoe.bench.report import Times
+from epmoe.bench.report import Job, Times
 from epmoe.bench.sample import Sample, wire_bytes
 from epmoe.bench.sides import Fused, Side
 from epmoe.config.config import EPConfig
@@ -45,14 +45,14 @@ def _worker(folder: Path) -> None:
     samples: list[None] = []
     for dtype, strategy in (("float32", "linear"), ("bfloat16", "round_robin")):
         config = _config(dtype, strategy)
-        report = cpu.run(config, TOKENS, REPEATS, advance=lambda: samples.append(None))
+        report = cpu.run(Job(config, TOKENS, REPEATS, advance=lambda: samples.append(None)))
         _gpu_sides(config)
         _rows_are_counted(config)
     assert len(samples) == 2 * 3 * REPEATS
     back = all_to_all.AllToAll.back
     all_to_all.AllToAll.back = lambda self, handle: back(self, handle) * 1.5
     with pytest.raises(RuntimeError, match="gloo: the round's output is not the weighted sum"):
-        cpu.run(config, (4,), 1)
+        cpu.run(Job(config, (4,), 1))
     if dist.get_rank() == 0:
         report.write_json(folder / "results.json")
     dist.destroy_process_group()
@@ -71,12 +71,12 @@ def _gpu_sides(config: EPConfig) -> None:
         return Times(1.0, 2.0, 3.0)
 
     gpu.measure, gpu.host_us = measure, lambda side, group: (4.0, 5.0)
-    results = gpu.run(config, TOKENS, REPEATS, contenders=GPU_CONTENDERS).content["results"]
+    results = gpu.run(Job(config, TOKENS, REPEATS), contenders=GPU_CONTENDERS).content["results"]
     assert [(r["tokens"], r["contender"], r["payload"]) for r in results] == [
         (T, contender, payload)
         for T in TOKENS
         for payload in gpu.Payload
-        for contender in (GPU_CONTENDERS if payload == "plain" else ["rank-major", "apart", "fused"])
+        for contender in (GPU_CONTENDERS if payload == "plain" else ["rank-major", "fused"])
     ]
 
 
@@ -182,16 +182,20 @@ def test_rows_that_the_floor_moves():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus(tmp_path):
-    config = _config("bfloat16", "linear", exchange={"transport": "nvlink", "timeout_s": 20.0})
+@pytest.mark.parametrize("eager", [[], ["--eager"]], ids=["captured", "eager"])
+def test_two_gpus(tmp_path, eager):
+    model = {"num_experts": 8, "num_experts_per_tok": 3, "hidden_size": 128, "dtype": "bfloat16"}
+    exchange = {"transport": "nvlink", "timeout_s": 20.0}
+    config = _config("bfloat16", "linear", model=model, placement={}, exchange=exchange)
     (tmp_path / "config.json").write_text(config.model_dump_json())
     options = ["--tokens", "1", "--tokens", "32", "--repeats", "3", "--json", str(tmp_path / "figures.json")]
-    bench = ["-m", "epmoe", "bench", str(tmp_path / "config.json"), *options]
+    peers = ["--peers", str(ROOT / "benchmarks" / "peers" / "nccl.py")]
+    bench = ["-m", "epmoe", "bench", str(tmp_path / "config.json"), *options, *peers, *eager]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run([*launch, *bench], PYTHONPATH=os.pathsep.join(sys.path))  # also packages outside site-packages
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "figures.json").read_text())["results"]
-    assert len(rows) == 2 * (6 + 4 + 4)  # NCCL carries plain rows alone
+    assert len(rows) == 2 * (6 + 3 + 3)  # NCCL carries plain rows alone
     assert all(row["times"]["round"] > 0 for row in rows)
 
 

@@ -14,6 +14,7 @@ from launched import run, torchrun
 
 from epmoe.bench import layer, layer_sides
 from epmoe.bench.layer_sides import Precision
+from epmoe.bench.report import Job
 from epmoe.config.config import EPConfig
 from epmoe.service import ExpertParallel
 
@@ -35,13 +36,13 @@ def _worker(folder: Path) -> None:
     """What each rank runs."""
     dist.init_process_group("gloo")
     steps: list[None] = []
-    report = layer.run(_config(), TOKENS, 2, advance=lambda: steps.append(None))
+    report = layer.run(Job(_config(), TOKENS, 2, advance=lambda: steps.append(None)))
     assert report.benchmark == "layer" and len(steps) == len(TOKENS) * len(Precision)
     combine = ExpertParallel.combine
     for broken in (lambda *given: combine(*given) * 1.2, lambda *given: combine(*given) * torch.nan):
         ExpertParallel.combine = broken
         with pytest.raises(RuntimeError, match="the layer: y is not the weighted sum"):
-            layer.run(_config(), (4,), 1)
+            layer.run(Job(_config(), (4,), 1))
     if dist.get_rank() == 0:
         report.write_json(folder / "results.json")
         report.plot(folder / "plot.svg", "tiny")
@@ -64,7 +65,7 @@ def test_two_ranks(tmp_path):
 
 
 def test_the_table_says_what_was_left_out():
-    results = [layer.Result(T, Precision.FP8, "deep_gemm", 512, 30.0, 20.0, 11.0) for T in (1, 16)]
+    results = [layer.Result(T, Precision.FP8, "deep_gemm", 512, 30.0, 20.0, 11.0, 15.0) for T in (1, 16)]
     left_out = {Precision.PLAIN_DEEP_GEMM: "it is not installed"}
     view = layer.report(results, left_out, "bfloat16").table()
     assert view.row_count == 2 and "plain, DeepGEMM was left out: it is not installed" in str(view.caption)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from launched import run, torchrun
 
 from epmoe.bench import all_to_all, cpu
+from epmoe.bench.report import Job
 from epmoe.config.config import EPConfig
 
 REPEATS = 2
@@ -32,14 +33,14 @@ def _worker(folder: Path) -> None:
     """What each rank runs."""
     dist.init_process_group("gloo")
     samples: list[None] = []
-    report = cpu.run(_config(), TOKENS, REPEATS, advance=lambda: samples.append(None))
+    report = cpu.run(Job(_config(), TOKENS, REPEATS, advance=lambda: samples.append(None)))
     assert len(samples) == len(TOKENS) * REPEATS
-    measured = [row["side"] for row in cpu.run(_config(hidden=64), (4,), 1).content["results"]]
+    measured = [row["side"] for row in cpu.run(Job(_config(hidden=64), (4,), 1)).content["results"]]
     assert measured == [side for side in SIDES if "fp8" not in side]
     back = all_to_all.AllToAll.back
     all_to_all.AllToAll.back = lambda self, handle: back(self, handle) * 1.5
     with pytest.raises(RuntimeError, match="pairs: the round's output is not the weighted sum"):
-        cpu.run(_config(), (4,), 1)
+        cpu.run(Job(_config(), (4,), 1))
     if dist.get_rank() == 0:
         report.write_json(folder / "results.json")
     dist.destroy_process_group()
@@ -73,7 +74,7 @@ def test_the_command_measures_several_nodes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["payload", "combine_payload"])
 def test_fp8_is_refused(key: str) -> None:
     with pytest.raises(ValueError, match="must be auto: gloo sends no fp8 rows"):
-        cpu.run(_config(**{key: "fp8"}), TOKENS)
+        cpu.run(Job(_config(**{key: "fp8"}), TOKENS))
 
 
 if __name__ == "__main__":

@@ -123,6 +123,7 @@ def test_another_table_holds_from_the_next_round_on():
 def test_the_fastest_launch_is_found(monkeypatch, tmp_path):
     """With invented times: the search ends at the best value of each parameter, and its file can be loaded."""
     from epmoe.bench import tune
+    from epmoe.bench.report import Job
 
     def fused(ep, sample):
         return SimpleNamespace(ep=ep, sample=sample, check=lambda: None)
@@ -140,7 +141,7 @@ def test_the_fastest_launch_is_found(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=100))
     monkeypatch.setattr(tune, "ExpertParallel", lambda config, group: make_ep(None))
     config = make_ep(None).config
-    report = tune.run(config, [4, 16], group=object(), advance=lambda: tried.append(1))
+    report = tune.run(Job(config, [4, 16], ranks=object(), advance=lambda: tried.append(1)))
     assert len(tried) == tune.launches([4, 16])
     report.write_json(tmp_path / "table.json")
     ll, simple = Tuning.load(tmp_path / "table.json").rows

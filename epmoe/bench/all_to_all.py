@@ -28,13 +28,11 @@ class Sent:
 
 
 class AllToAll(Layer):
-    """The baseline for one rank of `group`. The host reads the counts, so that no CUDA graph can hold a round.
+    """The baseline for one rank of `group`. The host reads the counts.
 
     By default every call allocates its buffers, as such layers do because sizes change with the routing. With
     `keep_buffers` each buffer stays at the largest size seen. No page fault is left then: the best case of this method.
     """
-
-    captured = False
 
     def __init__(self, sample: Sample, group: dist.ProcessGroup, name: str, *, keep_buffers: bool = False) -> None:
         self.keep_buffers = keep_buffers
@@ -45,6 +43,7 @@ class AllToAll(Layer):
         self.position_P = torch.tensor(owner_major).argsort().to(sample.x_TD.device)
         self._buffers: dict[str, torch.Tensor] = {}
         super().__init__(name, sample)
+        self.check()
 
     def out(self) -> Sent:
         """Rows in the order of the local experts; within an expert by source rank, then token."""
@@ -72,7 +71,7 @@ class AllToAll(Layer):
 
     def back(self, handle: Sent) -> torch.Tensor:
         """y [T, D]: the sum over each token's experts of weight times output row."""
-        rows_ND, weights_TK = self.outputs_ND, self.sample.weights_TK
+        rows_ND, weights_TK = self.given, self.sample.weights_TK
         T, K = weights_TK.shape
         back = self._rows("arrived", len(rows_ND), rows_ND)
         back.index_copy_(0, handle.arrival, rows_ND)

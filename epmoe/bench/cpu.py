@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 
 from epmoe.bench.all_to_all import AllToAll
-from epmoe.bench.report import Line, Report, Times
+from epmoe.bench.report import Job, Line, Report, Times
 from epmoe.bench.sample import Sample
 from epmoe.bench.sides import Fused, Layer
 from epmoe.config.config import EPConfig
-from epmoe.local.simulate import Kind
 from epmoe.service import ExpertParallel
 
 TOKENS = (1, 16, 128, 1024)
@@ -58,28 +57,21 @@ class Result:
         return {"ratio": fresh / us, "ratio_kept": kept / us}
 
 
-def run(
-    config: EPConfig,
-    tokens: Sequence[int] = TOKENS,
-    repeats: int = 20,
-    routing: Kind = "uniform",
-    *,
-    group: dist.ProcessGroup | None = None,
-    advance: Callable[[], object] = lambda: None,
-) -> Report:
-    """Measure each T of `tokens`. Collective over `group` (default: the world); all ranks pass the same arguments.
+def run(job: Job) -> Report:
+    """Measure each T. Collective.
 
-    Each side is sampled `repeats` times. `advance` is called after each set of samples, one of every side. On several
-    nodes fp8 is left out unless D is a multiple of 128. Raises ValueError if the configuration asks for an fp8
-    payload, RuntimeError if the output of a side is not the weighted sum over the token's experts.
+    `advance` is called after each set of samples, one of every side. On several nodes fp8 is left out unless D is a
+    multiple of 128. Raises ValueError if the configuration asks for an fp8 payload, RuntimeError if the output of a
+    side is not the weighted sum over the token's experts.
     """
+    config = job.config
     if "fp8" in (config.exchange.payload, config.exchange.combine_payload):
         raise ValueError("`exchange.payload` and `exchange.combine_payload` must be auto: gloo sends no fp8 rows")
     with ExitStack() as stack:
         ours = {
-            name: stack.enter_context(ExpertParallel(changed, group)) for name, changed in _variants(config).items()
+            name: stack.enter_context(ExpertParallel(changed, job.group)) for name, changed in _variants(config).items()
         }
-        results = [_measure(ours, T, repeats, routing, advance) for T in tokens]
+        results = [_measure(ours, T, job) for T in job.tokens]
     return report(results, several_nodes=config.topology.num_nodes > 1)
 
 
@@ -124,28 +116,25 @@ def _of_one_node(result: Result) -> dict[str, Any]:
     return {"tokens": result.tokens} | times | result.ratios("epmoe")
 
 
-def _measure(
-    ours: Mapping[str, ExpertParallel], tokens: int, repeats: int, routing: Kind, advance: Callable[[], object]
-) -> Result:
-    ep = next(iter(ours.values()))
-    assert ep.group is not None  # the world that torchrun started, or the caller's group
+def _measure(ours: Mapping[str, ExpertParallel], tokens: int, job: Job) -> Result:
+    ep, group = next(iter(ours.values())), job.group
     several = ep.config.topology.num_nodes > 1
-    sample = Sample(ep.config, ep.rank, tokens, routing, id_dtype=torch.int64)
+    sample = Sample(ep.config, ep.rank, tokens, job.routing, id_dtype=torch.int64)
     padded = ep.config.padded_tokens(tokens) if several else None
     sides: list[Layer] = [Fused(one, sample, name, padded) for name, one in ours.items()]
     baseline = "pairs" if several else "gloo"
     for name, keep in ((baseline, False), (f"{baseline}, kept buffers", True)):
-        sides.append(AllToAll(sample, ep.group, name, keep_buffers=keep))
+        sides.append(AllToAll(sample, group, name, keep_buffers=keep))
     rounds = max(2, min(_ROUNDS, 1024 // max(tokens, 1)))
-    micros = torch.zeros(repeats, len(sides), 3, dtype=torch.float64)
-    for repeat in range(repeats):
+    micros = torch.zeros(job.repeats, len(sides), 3, dtype=torch.float64)
+    for repeat in range(job.repeats):
         for index, side in enumerate(sides):
-            dist.barrier(ep.group)
+            dist.barrier(group)
             micros[repeat, index] = _timed_rounds(side, sample, rounds)
-        advance()
+        job.advance()
     for side in sides:
         side.check()
-    dist.all_reduce(micros, dist.ReduceOp.MAX, group=ep.group)
+    dist.all_reduce(micros, dist.ReduceOp.MAX, group=group)
     medians = micros.median(dim=0).values.tolist()
     return Result(tokens, {side.name: Times(*row) for side, row in zip(sides, medians, strict=True)})
 
@@ -160,5 +149,5 @@ def _timed_rounds(side: Layer, sample: Sample, rounds: int) -> torch.Tensor:
         y_TD = side.back(handle)
         combine += time.perf_counter() - middle
         dispatch += middle - start
-    sample.check(side.name, y_TD, side.fp8)
+    sample.check(side.name, y_TD, fp8=side.fp8)
     return torch.tensor([dispatch, combine, dispatch + combine], dtype=torch.float64) * 1e6 / rounds

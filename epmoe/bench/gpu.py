@@ -7,28 +7,35 @@ the floor also carry fp8 rows. Every contender's output is checked first, with i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from epmoe.bench.all_to_all import AllToAll
 from epmoe.bench.floor import BLOCKS, Floor, FloorWindow
-from epmoe.bench.graphs import host_us, measure, round_us
-from epmoe.bench.report import Line, Report, Times, microseconds
-from epmoe.bench.sample import Sample, wire_bytes
-from epmoe.bench.sides import Apart, Fused, RankMajor, Rows, Side
+from epmoe.bench.graphs import host_us, measure, measure_eager, round_us
+from epmoe.bench.peers import Peer, Peers
+from epmoe.bench.report import Job, Line, Report, Times, microseconds, missing
+from epmoe.bench.sample import Payload, Sample, wire_bytes
+from epmoe.bench.sides import Fused, RankMajor, Rows, Side
 from epmoe.config.config import EPConfig
-from epmoe.local.simulate import Kind
 from epmoe.service import ExpertParallel
 
 TOKENS = (1, 16, 64, 128, 512, 4096)
 _CAPTION = (
-    "µs on the slowest rank, median of CUDA-graph replays of 10 rounds (pipeline: of eager rounds). out: dispatch and "
-    "permute, back: finalize and combine, both from graphs with events between, about 1 µs more each. GB/s: unique "
-    "remote rows of the busiest rank, both ways, over the round. floor: the floor's round with that payload / this "
-    "round. host: µs of an eager dispatch + combine"
+    "µs on the slowest rank, median of CUDA-graph replays of 10 rounds. out: dispatch and permute, back: "
+    "finalize and combine, both from graphs with events between, about 1 µs more each. "
+)
+_EAGER_CAPTION = (
+    "µs on the slowest rank, median. round: of a chain of 50 rounds called one after the other, without a graph "
+    "(floor: with one). out, back: the GPU's alone, with events between, while the host is ahead. "
+)
+_BOTH_CAPTIONS = (
+    "GB/s: unique remote rows of the busiest rank, both ways, over the round. floor: the floor's round with that "
+    "payload / this round. host: µs of an eager dispatch + combine"
 )
 
 _UNITS = {
@@ -43,6 +50,10 @@ _UNITS = {
     "wire_gbps": "gigabytes a second, both ways, over the round",
     "floor_percent": "the floor's round as a percentage of this round",
 }
+_EAGER_UNITS = {
+    "times.dispatch, times.combine, times.round": "µs on the slowest rank, median; round: of a chain of eager rounds, "
+    "host included; dispatch and combine: the GPU's alone, with events between",
+}
 
 
 class Contender(StrEnum):
@@ -52,27 +63,10 @@ class Contender(StrEnum):
     """one kernel each way that stores the rows, raises flags and waits, with the fastest number of blocks"""
     ROWS = "rows"
     """NCCL's all_to_all_single of the same rows"""
-    PIPELINE = "pipeline"
-    """sort, all_to_all_single, permute; finalize, all_to_all_single, sum"""
     RANK_MAJOR = "rank-major"
     """ours, the exchange alone: rank-major rows out, partial rows back"""
-    APART = "apart"
-    """ours, rank-major, with permute and finalize as kernels of their own"""
     FUSED = "fused"
     """ours, expert-major"""
-
-
-class Payload(StrEnum):
-    """The format of rows on the wire."""
-
-    PLAIN = "plain"
-    FP8_OUT = "fp8-out"
-    FP8_BOTH = "fp8-both"
-
-    @property
-    def wires(self) -> tuple[str, str]:
-        """exchange.payload and exchange.combine_payload."""
-        return "auto" if self is Payload.PLAIN else "fp8", "fp8" if self is Payload.FP8_BOTH else "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +74,8 @@ class Result:
     """One contender with one payload at one T (tokens a rank). Bytes and rows are those of the busiest rank."""
 
     tokens: int
-    contender: Contender
+    contender: str
+    """a `Contender`, or a peer's name and version"""
     payload: Payload
     times: Times
     wire_bytes_out: int
@@ -105,10 +100,13 @@ class Result:
         return None if self.floor is None else 100 * self.floor / self.times.round
 
 
-def report(results: Sequence[Result]) -> Report:
-    """The figures of `results`, in ascending T, with the speed of the wire and the share of the floor."""
+def report(results: Sequence[Result], left_out: Mapping[str, str] | None = None, *, eager: bool = False) -> Report:
+    """The figures of `results`, in ascending T, with the speed of the wire and the share of the floor.
+
+    `left_out`: why peers are missing.
+    """
     rows, objects = [], []
-    points: dict[tuple[Contender, Payload], list[tuple[int, float]]] = {}
+    points: dict[tuple[str, Payload], list[tuple[int, float]]] = {}
     for r in results:
         share = "" if r.floor_percent is None or r.blocks else f"[bold]{r.floor_percent:.0f}%[/]"
         note = f"{r.blocks} blocks" if r.blocks else f"{r.host[0]:.0f} + {r.host[1]:.0f}" if r.host else ""
@@ -116,14 +114,22 @@ def report(results: Sequence[Result]) -> Report:
         rows.append([f"{r.tokens}", r.contender, r.payload, *times, f"{r.wire_gbps:.0f}", share, note])
         objects.append(dataclasses.asdict(r) | {"wire_gbps": r.wire_gbps, "floor_percent": r.floor_percent})
         points.setdefault((r.contender, r.payload), []).append((r.tokens, r.times.round))
-    colors = {contender: f"C{i}" for i, contender in enumerate(Contender)}
+    names = dict.fromkeys([*Contender, *(side for side, _ in points)])
+    colors = {name: f"C{i}" for i, name in enumerate(names)}
     dashes = dict(zip(Payload, ("-", "--", ":"), strict=True))
     lines = [
         Line(side if payload is Payload.PLAIN else f"{side}, {payload}", of, colors[side], dashes[payload])
         for (side, payload), of in points.items()
     ]
-    columns = ("T", "side", "payload", "out", "back", "round", "GB/s", "floor", "host")
-    return Report("gpu", {"units": _UNITS, "results": objects}, columns, rows, lines, _CAPTION)
+    content = {"units": _UNITS | (_EAGER_UNITS if eager else {}), "results": objects}
+    return Report(
+        "eager" if eager else "gpu",
+        content | ({"left_out": left_out} if left_out else {}),
+        ("T", "side", "payload", "out", "back", "round", "GB/s", "floor", "host"),
+        rows,
+        lines,
+        (_EAGER_CAPTION if eager else _CAPTION) + _BOTH_CAPTIONS + missing(left_out),
+    )
 
 
 def default_payloads(config: EPConfig) -> list[Payload]:
@@ -132,37 +138,35 @@ def default_payloads(config: EPConfig) -> list[Payload]:
 
 
 def run(
-    config: EPConfig,
-    tokens: Sequence[int] = TOKENS,
-    repeats: int = 20,
-    routing: Kind = "uniform",
+    job: Job,
     *,
     contenders: Sequence[Contender] = tuple(Contender),
     payloads: Sequence[Payload] = tuple(Payload),
-    group: dist.ProcessGroup | None = None,
-    advance: Callable[[], object] = lambda: None,
+    peers: Sequence[Peer] = (),
+    eager: bool = False,
 ) -> Report:
-    """Measure each T of `tokens`. Collective over `group` (default: the world); all ranks pass the same arguments.
+    """Measure each T. Collective.
 
-    Each graph is replayed `repeats` times. `advance` is called after each (T, payload). Raises RuntimeError if an
-    output is wrong.
+    `eager`: calls one after the other in place of graphs, but for the floor. `advance` is called after each
+    (T, payload). Raises RuntimeError if an output is wrong; that of a peer leaves the peer out.
     """
-    group = group or dist.group.WORLD
-    assert group is not None  # the world that torchrun started
+    config, group = job.config, job.group
     results: list[Result] = []
     samples: dict[int, Sample] = {}
-    floor_window = None
+    floor_window, others = None, Peers(peers, group)
     for payload in payloads:
         with ExpertParallel(_with_payload(config, payload), group) as ep:
             if Contender.FLOOR in contenders and floor_window is None:
                 floor_window = FloorWindow(config, ep.rank, group, ep.device)
-            for T in tokens:
+            for T in job.tokens:
                 if T not in samples:
-                    samples[T] = Sample(config, ep.rank, T, routing, ep.device)
-                results += _measure(ep, group, samples[T], payload, contenders, floor_window, repeats)
-                torch.cuda.empty_cache()  # the graphs' pools would leave the next windows too little memory
-                advance()
-    return report(sorted(results, key=lambda result: tokens.index(result.tokens)))
+                    samples[T] = Sample(config, ep.rank, T, job.routing, ep.device)
+                results += _measure(ep, others, samples[T], payload, contenders, floor_window, job.repeats, eager)
+                if ep.device.type == "cuda":
+                    torch.cuda.empty_cache()  # the graphs' pools would leave the next windows too little memory
+                job.advance()
+    ordered = sorted(results, key=lambda result: job.tokens.index(result.tokens))
+    return report(ordered, others.left_out, eager=eager)
 
 
 def _with_payload(config: EPConfig, payload: Payload) -> EPConfig:
@@ -173,41 +177,46 @@ def _with_payload(config: EPConfig, payload: Payload) -> EPConfig:
 
 def _measure(
     ep: ExpertParallel,
-    group: dist.ProcessGroup,
+    peers: Peers,
     sample: Sample,
     payload: Payload,
     contenders: Sequence[Contender],
     floor_window: FloorWindow | None,
     repeats: int,
+    eager: bool,
 ) -> Iterator[Result]:
+    group = peers.group
     out_bytes, back_bytes = (wire_bytes(sample.hidden, sample.dtype, wire) for wire in payload.wires)
     rows_out, rows_back = sample.remote_rows()
-    floor: float | None = None
+    result = partial(
+        Result,
+        sample.tokens,
+        payload=payload,
+        wire_bytes_out=rows_out * out_bytes,
+        wire_bytes_back=rows_back * back_bytes,
+        remote_rows=rows_out,
+        floor=None,
+    )
+    time = measure_eager if eager else measure
 
-    def result(
-        contender: Contender, side: Side, *, blocks: int | None = None, host: tuple[float, float] | None = None
-    ) -> Result:
-        times = measure(side, repeats, group)
-        wire = (rows_out * out_bytes, rows_back * back_bytes, rows_out)
-        reference = times.round if contender is Contender.FLOOR else floor
-        return Result(sample.tokens, contender, payload, times, *wire, reference, blocks, host)
+    def with_host(side: Side) -> dict[str, Any]:
+        return {"times": time(side, repeats, group), "host": host_us(side, group)}
 
     if floor_window is not None:
         side = Floor(floor_window, sample, out_bytes, back_bytes)
         side.blocks = min(BLOCKS, key=lambda blocks: _floor_us(side, blocks, repeats, group))
-        yield (best := result(Contender.FLOOR, side, blocks=side.blocks))
+        times = measure(side, repeats, group)
+        result = partial(result, floor=times.round)
+        yield result(Contender.FLOOR, times=times, blocks=side.blocks)
         side.raise_if_missed()
-        floor = best.times.round
     if Contender.ROWS in contenders and payload is Payload.PLAIN:
-        yield result(Contender.ROWS, Rows(sample, group))
-    if Contender.PIPELINE in contenders and payload is Payload.PLAIN:
-        yield result(Contender.PIPELINE, AllToAll(sample, group, "all_to_all_single, the whole pipeline"))
-    ours_of = {Contender.RANK_MAJOR: RankMajor, Contender.APART: Apart, Contender.FUSED: Fused}
-    for contender, kind in ours_of.items():
+        yield result(Contender.ROWS, times=time(Rows(sample, group), repeats, group))
+    for contender, kind in ((Contender.RANK_MAJOR, RankMajor), (Contender.FUSED, Fused)):
         if contender in contenders:
-            ours = kind(ep, sample)
-            yield result(contender, ours, host=host_us(ours, group))
+            yield result(contender, **with_host(kind(ep, sample)))
             ep.check()
+    for name, figures in peers.exchanges(sample, payload, with_host):
+        yield result(name, **figures)
 
 
 def _floor_us(side: Floor, blocks: int, repeats: int, group: dist.ProcessGroup) -> float:

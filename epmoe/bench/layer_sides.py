@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from epmoe.bench.floor import experts_floor_us
 from epmoe.bench.sides import Side, poison
 from epmoe.config.config import EPConfig
 from epmoe.exchange.handles import Dispatched
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.grouped_gemm import choose, dequantize_weights
+from epmoe.local.route import Routing
 from epmoe.local.simulate import Kind, simulate_logits
 from epmoe.native.arguments import FP8
 from epmoe.native.formats import SCALE_BLOCK
@@ -110,9 +114,13 @@ class WholeLayer(Side):
         self.expected_SD = self._expected()
         self.check()
 
+    def routed(self) -> Routing:
+        """ids int32 [T, K] and weights fp32 [T, K]."""
+        return self.ep.route(self.logits_TE, self.bias_E)
+
     def sent(self) -> Dispatched:
         """route and dispatch."""
-        routing = self.ep.route(self.logits_TE, self.bias_E)
+        routing = self.routed()
         return self.ep.dispatch(self.x_TD, routing.ids, routing.weights, aligned=self.experts.alignment > 1)
 
     def out(self) -> Handle:
@@ -130,12 +138,26 @@ class WholeLayer(Side):
         for _ in range(2):  # the second round must write again what the first leaves as NaN
             handle = self.out()
             self.num_rows = int(handle.dispatched.expert_offsets[-1])
+            self.counts_e = handle.dispatched.tokens_per_expert.tolist()
             poison(self.arrived(handle)[:-1])  # all but the outputs
-            y_SD = self.back(handle)[self.sampled].float()
-            error_S, norm_S = (y_SD - self.expected_SD).norm(dim=1), self.expected_SD.norm(dim=1)
-            limit = 0.1 if self.experts.is_fp8 else max(4 * torch.finfo(self.x_TD.dtype).eps, 1e-4)
-            if not (error_S <= limit * norm_S).all():  # also where an error is NaN
-                raise RuntimeError(f"{self.name}: y is not the weighted sum over the token's experts")
+            self.check_output(self.name, self.back(handle))
+
+    def floor_us(self, copy: float) -> float:
+        """The floor of this rank's experts; `copy`: bytes a µs."""
+        weights = [getattr(self.experts, name) for name in ("w_gate_up", "w_down", "gate_up_scales", "down_scales")]
+        expert_bytes = sum(w[0].numel() * w.element_size() for w in weights if w is not None and len(w))
+        w_down = self.experts.w_down
+        flop = 6 * w_down.shape[1] * w_down.shape[2] * sum(self.counts_e)  # three products, a multiply and an add each
+        busy = sum(count > 0 for count in self.counts_e)
+        return experts_floor_us(busy * expert_bytes, flop, w_down.element_size(), copy, w_down.device)
+
+    def check_output(self, name: str, y_TD: Tensor) -> None:
+        """Raise RuntimeError unless y is right for the sampled tokens, to the precision of the experts."""
+        y_SD = y_TD[self.sampled].float()
+        error_S, norm_S = (y_SD - self.expected_SD).norm(dim=1), self.expected_SD.norm(dim=1)
+        limit = 0.1 if self.experts.is_fp8 else max(4 * torch.finfo(self.x_TD.dtype).eps, 1e-4)
+        if not (error_S <= limit * norm_S).all():  # also where an error is NaN
+            raise RuntimeError(f"{name}: y is not the weighted sum over the token's experts")
 
     def _expected(self) -> Tensor:
         """fp32 [S, D], y of the sampled tokens. Each rank adds the share of its experts, for the tokens of all."""
@@ -167,45 +189,43 @@ class WholeLayer(Side):
         return torch.cat(parts).to(self.ep.device)
 
 
-class ExpertsAlone(Side):
+@dataclass(frozen=True)
+class Calls(Side):
+    """A side made of functions. `given` is what `out` returns."""
+
+    name: str
+    out: Callable[[], Any]
+    back: Callable[[Any], Tensor] = lambda given: given
+    arrived: Callable[[Any], list[Tensor]] = lambda given: []
+    exact: bool = True
+
+
+def experts_alone(layer: WholeLayer) -> Side:
     """The experts on the rows that arrived in a round. Rows past the last segment are NaN."""
-
-    def __init__(self, layer: WholeLayer) -> None:
-        self.name, self.experts, self.num_rows = "the experts", layer.experts, layer.num_rows
-        d = layer.sent()
-        self.rows_ND, self.offsets = d.rows.clone(), d.expert_offsets.clone()
-        self.scales = None if d.scales is None else d.scales.clone()
-        self.segments = {"tokens_per_expert": d.tokens_per_expert.clone(), "alignment": d.alignment}
-        poison([self.rows_ND[self.num_rows :]])
-        layer.back(Handle(d, outputs_of(layer.experts, d)))
-
-    def out(self) -> Tensor:
-        return self.experts(self.rows_ND, self.offsets, self.scales, **self.segments)
-
-    def back(self, handle: Tensor) -> Tensor:
-        return handle[: self.num_rows]
-
-    def arrived(self, handle: Tensor) -> list[Tensor]:
-        return []
+    d = layer.sent()
+    rows_ND, offsets = d.rows.clone(), d.expert_offsets.clone()
+    scales = None if d.scales is None else d.scales.clone()
+    segments = {"tokens_per_expert": d.tokens_per_expert.clone(), "alignment": d.alignment}
+    layer.back(Handle(d, outputs_of(layer.experts, d)))
+    poison([rows_ND[layer.num_rows :]])
+    return Calls(
+        "the experts",
+        lambda: layer.experts(rows_ND, offsets, scales, **segments),
+        lambda y_ND: y_ND[: layer.num_rows],
+    )
 
 
-class WithoutExperts(Side):
+def without_experts(layer: WholeLayer) -> Side:
     """route, dispatch and combine. The experts' outputs are computed before the timing."""
-
-    def __init__(self, layer: WholeLayer) -> None:
-        self.name, self.layer = "the layer without experts", layer
-        handle = layer.out()
-        self.outputs_ND = handle.outputs_ND.clone()
-        layer.back(handle)
-
-    def out(self) -> Handle:
-        return Handle(self.layer.sent(), self.outputs_ND)
-
-    def back(self, handle: Handle) -> Tensor:
-        return self.layer.back(handle)
-
-    def arrived(self, handle: Handle) -> list[Tensor]:
-        return self.layer.arrived(handle)[:-1]  # all but the outputs
+    handle = layer.out()
+    outputs_ND = handle.outputs_ND.clone()
+    layer.back(handle)
+    return Calls(
+        "the layer without experts",
+        lambda: Handle(layer.sent(), outputs_ND),
+        layer.back,
+        lambda handle: layer.arrived(handle)[:-1],  # all but the outputs
+    )
 
 
 def _shapes(config: EPConfig) -> dict[str, tuple[int, int]]:

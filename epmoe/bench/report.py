@@ -1,4 +1,4 @@
-"""What the benchmarks of the exchange give back: figures as a table, a JSON file and a plot."""
+"""What a benchmark is given, and what it gives back: figures as a table, a JSON file and a plot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from rich.table import Table
@@ -15,6 +15,28 @@ from epmoe.config.config import EPConfig
 from epmoe.local.simulate import Kind
 
 _TEXT = ("side", "payload", "precision", "GEMM", "host")  # columns that are not figures
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a benchmark measures. All ranks of `group`, by default the world, have the same."""
+
+    config: EPConfig
+    tokens: Sequence[int]
+    """each T"""
+    repeats: int = 20
+    """samples of a side, or replays of a graph"""
+    routing: Kind = "uniform"
+    ranks: dist.ProcessGroup | None = None
+    advance: Callable[[], object] = lambda: None
+    """called after each step, for a progress bar"""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """`ranks`, or the world that torchrun started."""
+        group = self.ranks or dist.group.WORLD
+        assert group is not None
+        return group
 
 
 @dataclass(frozen=True)
@@ -87,25 +109,15 @@ class Report:
         figure.savefig(path)
 
 
-class Benchmark(Protocol):
-    """What `epmoe bench` chooses between: `cpu.run`, `gpu.run`, `layer.run` and `tune.run`."""
-
-    def __call__(
-        self,
-        config: EPConfig,
-        tokens: Sequence[int],
-        repeats: int = ...,
-        routing: Kind = ...,
-        *,
-        group: dist.ProcessGroup | None = ...,
-        advance: Callable[[], object] = ...,
-    ) -> Report:
-        """Measure each T of `tokens`. Collective over `group` (default: the world); all ranks pass the same arguments.
-
-        `advance` is called after each step, for a progress bar.
-        """
-
-
 def microseconds(value: float) -> str:
     """A time for a table: with a tenth below 1000."""
     return f"{value:,.1f}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def missing(left_out: Mapping[str, str] | None) -> str:
+    """A line of a caption for each that was left out, with the reason."""
+    return "".join(f"\n{name} was left out: {reason}" for name, reason in (left_out or {}).items())
+
+
+Benchmark = Callable[[Job], Report]
+"""What `epmoe bench` chooses between. Collective."""

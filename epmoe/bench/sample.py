@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,19 @@ from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 from epmoe.local.quantize import dequantize_rows
 from epmoe.local.simulate import Kind, simulate_routing
+
+
+class Payload(StrEnum):
+    """The format of rows on the wire."""
+
+    PLAIN = "plain"
+    FP8_OUT = "fp8-out"
+    FP8_BOTH = "fp8-both"
+
+    @property
+    def wires(self) -> tuple[str, str]:
+        """exchange.payload and exchange.combine_payload."""
+        return "auto" if self is Payload.PLAIN else "fp8", "fp8" if self is Payload.FP8_BOTH else "auto"
 
 
 class Sample:
@@ -29,7 +44,7 @@ class Sample:
         id_dtype: torch.dtype = torch.int32,
     ) -> None:
         model, R = config.model, config.topology.ep_size
-        self.placement, self.rank, self.tokens = config.place_experts(), rank, tokens
+        self.config, self.placement, self.rank, self.tokens = config, config.place_experts(), rank, tokens
         self.hidden, self.dtype = model.hidden_size, model.torch_dtype
         ids, weights = simulate_routing(
             routing, R * tokens, model.num_experts, model.num_experts_per_tok, id_dtype=id_dtype, ep_size=R
@@ -54,19 +69,17 @@ class Sample:
             rows = dequantize_rows(rows, scales[: len(row_N)], self.dtype)
         return rows * self.factors_e1[expert_N]
 
-    def check(self, name: str, y_TD: Tensor, fp8: bool = False) -> None:
-        """Raise RuntimeError unless y is the weighted sum, to the precision of `dtype`, or to that of fp8 rows."""
-        self._check(f"{name}: the round's output is not the weighted sum over its experts", y_TD, self.expected_TD, fp8)
-
-    def check_echo(self, name: str, y_TD: Tensor, fp8: bool = False) -> None:
-        """Raise RuntimeError unless each row of y is the sum of x over the ranks that received it."""
-        expected_TD = self.x_TD * self.needs_TR.sum(dim=1, keepdim=True).to(self.x_TD)
-        self._check(f"{name}: the rows that came back differ from the rows that left", y_TD, expected_TD, fp8)
-
-    def _check(self, message: str, y_TD: Tensor, expected_TD: Tensor, fp8: bool) -> None:
+    def check(self, name: str, y_TD: Tensor, expects: str = "sum", *, fp8: bool = False) -> None:
+        """Raise RuntimeError unless y is what `Exchange` expects, to the precision of `dtype`, or of fp8 rows."""
+        if expects == "sum":
+            expected_TD, problem = self.expected_TD, "the round's output is not the weighted sum over its experts"
+        else:
+            factors_T = self.needs_TR.sum(dim=1) if expects == "echo" else self.weights_TK.sum(dim=1)
+            expected_TD = self.x_TD * factors_T[:, None].to(self.x_TD)
+            problem = "the rows that came back differ from the rows that left"
         limit = 16 * torch.finfo(torch.bfloat16 if fp8 else self.dtype).eps
         if not torch.allclose(y_TD, expected_TD, rtol=limit, atol=limit):
-            raise RuntimeError(message)
+            raise RuntimeError(f"{name}: {problem}")
 
     def remote_rows(self) -> tuple[int, int]:
         """Rows that cross to other ranks: the most that one rank sends in dispatch, and the most in combine."""

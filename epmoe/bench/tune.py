@@ -7,20 +7,17 @@ its output is checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from epmoe.bench.graphs import round_us
-from epmoe.bench.report import Line, Report, microseconds
+from epmoe.bench.report import Job, Line, Report, microseconds
 from epmoe.bench.sample import Sample
 from epmoe.bench.sides import Fused
-from epmoe.config.config import EPConfig
 from epmoe.config.tuning import Launch, Tuning, TuningRow
 from epmoe.exchange import memory
-from epmoe.local.simulate import Kind
 from epmoe.service import ExpertParallel
 
 # Senders are given in eighths of the multiprocessors. A kernel has one or two blocks on each, so that the grid goes up
@@ -68,36 +65,23 @@ def launches(tokens: Sequence[int]) -> int:
     return sum(1 + sum(map(len, _grid(T).values())) for T in tokens)
 
 
-def run(
-    config: EPConfig,
-    tokens: Sequence[int],
-    repeats: int = 20,
-    routing: Kind = "uniform",
-    *,
-    group: dist.ProcessGroup | None = None,
-    advance: Callable[[], object] = lambda: None,
-) -> Report:
-    """Tune each T of `tokens`. Collective over `group` (default: the world); all ranks pass the same arguments.
-
-    Each launch is replayed `repeats` times; `advance` is called after it. Raises RuntimeError if an output is wrong.
-    """
-    group = group or dist.group.WORLD
-    assert group is not None  # the world that torchrun started
-    results = []
-    with ExpertParallel(config, group) as ep:
-        for T in sorted(tokens):
-            side = Fused(ep, Sample(config, ep.rank, T, routing, ep.device))
+def run(job: Job) -> Report:
+    """Tune each T. Collective. `advance` is called after each launch. Raises RuntimeError if an output is wrong."""
+    config, results = job.config, []
+    with ExpertParallel(config, job.group) as ep:
+        for T in sorted(job.tokens):
+            side = Fused(ep, Sample(config, ep.rank, T, job.routing, ep.device))
             own = TuningRow(tokens=T, hidden_size=config.model.hidden_size, ranks=ep.size)
-            untuned_us = _round_us(ep, side, own, repeats, group)
-            advance()
+            untuned_us = _round_us(ep, side, own, job)
+            job.advance()
             best, least_us = own, untuned_us
             for name, values in _values(T, ep.device):
                 start = best
                 for value in values:
                     row = start.model_copy(update={name: value})
-                    if (us := _round_us(ep, side, row, repeats, group)) < least_us:
+                    if (us := _round_us(ep, side, row, job)) < least_us:
                         best, least_us = row, us
-                    advance()
+                    job.advance()
             results.append(Tuned(best, least_us, untuned_us))
     return report(results)
 
@@ -112,7 +96,7 @@ def _values(tokens: int, device: torch.device) -> Iterator[tuple[str, list[int]]
         yield name, [processors * value // 8 if name.endswith("senders") else value for value in values]
 
 
-def _round_us(ep: ExpertParallel, side: Fused, row: TuningRow, repeats: int, group: dist.ProcessGroup) -> float:
+def _round_us(ep: ExpertParallel, side: Fused, row: TuningRow, job: Job) -> float:
     ep.retune(Tuning(rows=(row,)))
     side.check()
-    return round_us(side, repeats, group)
+    return round_us(side, job.repeats, job.group)

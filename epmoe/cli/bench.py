@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from epmoe.bench import cpu, gpu, layer, tune
+from epmoe.bench import cpu, gpu, layer, peers, tune
 from epmoe.bench.facts import facts
-from epmoe.bench.report import Benchmark
+from epmoe.bench.report import Benchmark, Job
 from epmoe.cli.console import UserError, check_output, console, launched_rank, require
 from epmoe.cli.launch import CONFIG, NPROC, all_ranks, check_ranks, load, start_ranks
 from epmoe.local.simulate import Kind
@@ -36,6 +36,13 @@ def bench(
         bool,
         typer.Option("--layer", help="Instead time route + dispatch + experts + combine beside the experts alone."),
     ] = False,
+    eager: Annotated[
+        bool, typer.Option(help="On GPUs: dispatch and combine called one after the other, without CUDA graphs.")
+    ] = False,
+    drivers: Annotated[
+        Path | None,
+        typer.Option("--peers", help="On GPUs or with --layer: also these; a folder of drivers, or one."),
+    ] = None,
     tuning: Annotated[
         Path | None,
         typer.Option("--tune", help="On GPUs: instead find the fastest launches; a file for exchange.tuning."),
@@ -62,6 +69,14 @@ def bench(
         raise UserError("`--routing` must not be adversarial: its outputs are not the weighted sums that are checked")
     benchmark: Benchmark = cpu.run
     steps = repeats * len(counts)
+    if eager and (not on_gpus or whole_layer or tuning):
+        raise UserError("`--eager` is for GPUs, and goes without `--layer` and `--tune`")
+    if drivers and (tuning or not (on_gpus or whole_layer)):
+        raise UserError("`--peers` is for GPUs or for `--layer`, and goes without `--tune`")
+    try:
+        others = peers.load(drivers) if drivers else []
+    except ValueError as error:
+        raise UserError(f"`--peers`: {error}") from None
     if tuning:
         if not on_gpus or side or payload or as_json or whole_layer:
             raise UserError("`--tune` is for GPUs, and goes without `--layer`, `--side`, `--payload` and `--json`")
@@ -73,13 +88,14 @@ def bench(
             layer.check(parsed)
         except ValueError as error:
             raise UserError(f"`--layer`: {error}") from None
-        benchmark, steps = layer.run, len(counts) * len(layer.Precision)
+        benchmark, steps = partial(layer.run, peers=others), len(counts) * len(layer.Precision)
     elif on_gpus:
         fitting = gpu.default_payloads(parsed)
         if refused := set(payload or ()) - set(fitting):
             raise UserError(f"`--payload` {', '.join(refused)} wants `model.hidden_size` to be a multiple of 128")
         payloads = payload or fitting
-        benchmark = partial(gpu.run, contenders=side or list(gpu.Contender), payloads=payloads)
+        contenders = side or list(gpu.Contender)
+        benchmark = partial(gpu.run, contenders=contenders, payloads=payloads, peers=others, eager=eager)
         steps = len(counts) * len(payloads)
     elif side or payload:
         raise UserError("`--side` and `--payload` are for GPUs, which `exchange.transport: nvlink` asks for")
@@ -91,7 +107,7 @@ def bench(
     with all_ranks(parsed) as rank, Progress(console=console, transient=True) as progress:
         task = progress.add_task("samples", total=steps)
         try:
-            report = benchmark(parsed, counts, repeats, routing, advance=lambda: progress.advance(task))
+            report = benchmark(Job(parsed, counts, repeats, routing, advance=lambda: progress.advance(task)))
         except (ValueError, MemoryError) as error:
             raise UserError(str(error)) from None
     if rank != 0:

@@ -1,0 +1,139 @@
+"""DeepEP: the low-latency kernels (`Buffer`, expert-major rows) and, from 2.0 on, `ElasticBuffer` (rank-major rows).
+
+Calls as in sgl-deep-ep 0.1.2.post1, DeepEP 2 for CUDA 13. `Buffer` has had these calls since DeepEP 1.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epmoe.bench.peers import LeftOut, Peer
+from epmoe.bench.sample import Payload, Sample
+from epmoe.bench.sides import Exchange
+
+_MOST_TOKENS = 128  # of a rank; the low-latency kernels are for small batches
+
+
+class LowLatency(Exchange):
+    """Rows [e, M·R, D] in bf16, of which the first `count` of each expert are real; combine applies the weights."""
+
+    exact = False  # rows may arrive in another order
+    expects = "weights"
+
+    def __init__(self, buffer: Any, sample: Sample) -> None:
+        import deep_ep
+
+        super().__init__("DeepEP", sample)
+        self.buffer, self.ids_TK = buffer, sample.ids_TK.to(deep_ep.topk_idx_t)
+
+    def out(self) -> Any:
+        E, T = self.sample.config.model.num_experts, self.sample.tokens
+        rows, counts, handle, _, _ = self.buffer.low_latency_dispatch(
+            self.sample.x_TD, self.ids_TK, T, E, use_fp8=False
+        )
+        return rows, counts, handle
+
+    def back(self, handle: Any) -> Tensor:
+        return self.buffer.low_latency_combine(self.given, self.ids_TK, self.sample.weights_TK, handle[2])[0]
+
+    def outputs(self, handle: Any) -> Tensor:
+        return handle[0].clone()
+
+    def arrived(self, handle: Any) -> list[Tensor]:
+        rows, counts, _ = handle
+        return [rows[i, :count] for i, count in enumerate(counts.tolist())]
+
+
+class Elastic(Exchange):
+    """Rows [N, D], one for each (token, rank). The host reads no count, so N is the most that may come."""
+
+    exact = False  # rows may arrive in another order
+
+    def __init__(self, buffer: Any, sample: Sample) -> None:
+        import deep_ep
+
+        super().__init__("DeepEP", sample)
+        self.buffer, self.ids_TK = buffer, sample.ids_TK.to(deep_ep.topk_idx_t)
+
+    def out(self) -> Any:
+        rows, _, _, handle, _ = self.buffer.dispatch(
+            self.sample.x_TD,
+            self.ids_TK,
+            self.sample.weights_TK,
+            num_experts=self.sample.config.model.num_experts,
+            do_handle_copy=False,
+            do_cpu_sync=False,
+        )
+        return rows, handle
+
+    def back(self, handle: Any) -> Tensor:
+        return self.buffer.combine(self.given, handle[1])[0]
+
+    def outputs(self, handle: Any) -> Tensor:
+        return handle[0].clone()
+
+    def arrived(self, handle: Any) -> list[Tensor]:
+        return [handle[0]]
+
+
+class DeepEP(Peer):
+    install = "sgl-deep-ep (DeepEP 2; it needs NCCL 2.30), or deep_ep from github.com/deepseek-ai/DeepEP"
+
+    def __init__(self, kernels: str) -> None:
+        self.name, self.kernels = f"DeepEP {kernels}", kernels
+
+    def version(self) -> str:
+        import deep_ep
+
+        if self.kernels == "elastic" and not hasattr(deep_ep, "ElasticBuffer"):
+            raise ImportError("this DeepEP has no ElasticBuffer")
+        for package in ("sgl-deep-ep", "deep_ep"):
+            try:
+                return f"({package} {version(package)})"
+            except PackageNotFoundError:
+                continue
+        return ""
+
+    @contextmanager
+    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> Iterator[Exchange]:
+        import deep_ep
+
+        model, T = sample.config.model, sample.tokens
+        if payload is not Payload.PLAIN or sample.dtype != torch.bfloat16:
+            raise LeftOut("this driver sends bf16 rows")
+        if self.kernels == "elastic":
+            buffer = deep_ep.ElasticBuffer(
+                group,
+                num_max_tokens_per_rank=T,
+                hidden=model.hidden_size,
+                num_topk=model.num_experts_per_tok,
+                prefer_overlap_with_compute=False,
+                explicitly_destroy=True,
+            )
+            side: Exchange = Elastic(buffer, sample)
+        elif T <= _MOST_TOKENS:
+            size = (T, model.hidden_size, group.size(), model.num_experts)
+            buffer = deep_ep.Buffer(
+                group,
+                num_rdma_bytes=deep_ep.Buffer.get_low_latency_rdma_size_hint(*size),
+                low_latency_mode=True,
+                num_qps_per_rank=model.num_experts // group.size(),
+                explicitly_destroy=True,
+            )
+            side = LowLatency(buffer, sample)
+        else:
+            raise LeftOut(f"its buffers are for up to {_MOST_TOKENS} tokens a rank")
+        yield side
+        torch.cuda.synchronize()
+        dist.barrier(group)
+        buffer.destroy()
+
+
+PEERS = [DeepEP("low-latency"), DeepEP("elastic")]

@@ -151,8 +151,8 @@ def example_names() -> Iterator[dict[str, object]]:
         ep = stack.enter_context(epmoe.ExpertParallel(config))
         layer = epmoe.MoELayer(ep, torch.randn(8, 128), experts)
         yield {
-            "torch": torch, "epmoe": epmoe, "config": config, "ep": ep, "layer": layer, "model": layer, "experts": experts,
-            "x": x, "ids": ids, "weights": weights, "layer_index": 3, "stack": stack,
+            "torch": torch, "epmoe": epmoe, "config": config, "ep": ep, "layer": layer, "model": layer,
+            "experts": experts, "x": x, "ids": ids, "weights": weights, "layer_index": 3, "stack": stack,
         }  # fmt: skip
 
 
@@ -166,3 +166,27 @@ def test_a_block_of_python_runs(block: Block, example_names: dict[str, object]) 
 def test_a_block_of_bash_runs(block: Block) -> None:
     result = run(["bash", "-euc", block.code])
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_bytes_of_the_page_on_choosing_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    from epmoe import EPConfig, MemoryPlan
+
+    def mib(**values: object) -> float:
+        with monkeypatch.context() as variables:
+            for key, value in values.items():
+                variables.setenv(f"EPMOE_{key}", str(value))
+            plan = MemoryPlan.build(EPConfig.load(ROOT / "configs" / "h200x8_deepseek_v3.yaml"))
+        return round(plan.total_bytes / 2**20, 1)
+
+    page, tokens = text_of(DOCS / "choosing.md"), "CAPACITY__MAX_NUM_TOKENS_PER_RANK"
+    header, row = (re.findall(rf"^\| {name} \|([\d.| ]+)\|$", page, re.MULTILINE)[0] for name in ("M", "MiB a rank"))
+    assert [mib(**{tokens: M.strip()}) for M in header.split("|")] == [float(figure) for figure in row.split("|")]
+    for rows, figure in re.findall(r"^\| (\d+,\d+) \| .* \| ([\d.]+) \|$", page, re.MULTILINE):
+        assert mib(CAPACITY__MAX_EXPERT_ROWS=rows.replace(",", "")) == float(figure)
+    for M in (1024, 128):
+        row = re.findall(rf"^\| MiB a rank, M = {M} \|([\d.| ]+)\|$", page, re.MULTILINE)[0]
+        expected = [mib(**{tokens: M}, CAPACITY__ALIGNMENT=rows) for rows in (1, 8, 16, 128)]
+        assert expected == [float(figure) for figure in row.split("|")]
+    fp8 = {"EXCHANGE__PAYLOAD": "fp8"}
+    for name, figure in re.findall(r"^\| (fp8 \w+(?: ways)?) \| ([\d.]+) \|$", page, re.MULTILINE):
+        assert mib(**fp8, **({"EXCHANGE__COMBINE_PAYLOAD": "fp8"} if name == "fp8 both ways" else {})) == float(figure)

@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 TORCHRUN := torchrun --standalone --nproc-per-node
 
 .PHONY: help setup demo test test-all unit distributed core integrations slow fuzz faults soak sanitize two-machines \
-  nodes stacks stacks-ready stacks-ci stacks-sglang lint docs bench benchmarks-report wheel first-hour cuda-compile \
+  nodes torches stacks stacks-ready stacks-ci stacks-sglang lint docs bench benchmarks-report wheel first-hour cuda-compile \
   gpu-deps gpu-test clean
 
 help:  ## this list
@@ -96,6 +96,20 @@ stacks-sglang:  ## SGLang's own MoE layers over 2 ranks, their tokens carried by
 	$(SGLANG)/bin/pip install --quiet --no-deps --no-build-isolation -e .
 	$(SGLANG)/bin/torchrun --standalone --nproc-per-node 2 --log-dir build/ranks --redirects 1:3 \
 	  -m pytest -q -x -p no:cacheprovider tests/stacks/test_sglang.py
+
+# Each torch has an environment of its own, and a native library that is built against it. CI's own torch is that of
+# `make setup`. pip finds CPU builds of other versions where PIP_EXTRA_INDEX_URL names an index that has them.
+TORCHES ?= 2.11.0 2.13.0
+torches:  ## what depends on torch, under its oldest and its newest version that was tried (TORCHES)
+	@for version in $(TORCHES); do home=build/torch-$$version; echo "== torch $$version"; \
+	  [ -e $$home/.ready ] || { $(PYTHON) -m venv $$home && grep -v '^torch==' constraints.txt >$$home/constraints.txt && \
+	    $$home/bin/pip install --quiet -c $$home/constraints.txt \
+	    torch==$$version 'setuptools>=77' numpy pydantic pyyaml typer rich jinja2 pytest pytest-timeout hypothesis && \
+	    touch $$home/.ready; } || exit 1; \
+	  PYTHONPATH=. $$home/bin/python -m pytest -q -p no:cacheprovider -m 'not slow' \
+	    tests/test_ops.py tests/test_service.py tests/test_module.py tests/test_compile.py tests/test_opaque.py || exit 1; \
+	  PYTHONPATH=. $$home/bin/torchrun --standalone --nproc-per-node 2 --log-dir build/ranks --redirects 1:3 \
+	    -m pytest -q -p no:cacheprovider -m 'not slow' tests/distributed/test_rounds.py || exit 1; done
 
 fuzz: setup  ## drawn configurations and rounds, many more than in `make test`
 	EPMOE_FUZZ_CONFIGS=300 EPMOE_FUZZ_ROUNDS=20 $(TORCHRUN) 3 -m pytest -q -x -p no:cacheprovider tests/distributed/test_fuzz.py

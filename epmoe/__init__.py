@@ -8,6 +8,11 @@ T: tokens on this rank. M: most tokens a rank may bring to a round. D: hidden si
 E: logical experts. P: physical experts. e: physical experts of this rank. R: ranks. N: expert-major rows.
 """
 
+import os as _os
+import warnings as _warnings
+
+import torch as _torch
+
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.config.placement import Move, Placement
 from epmoe.exchange.handles import Dispatched, Sent
@@ -31,6 +36,7 @@ from epmoe.local.permute import Permuted, permute
 from epmoe.local.quantize import Quantized, quantize_fp8, zero_padding_rows_
 from epmoe.local.route import Routing, route
 from epmoe.local.simulate import simulate_routing
+from epmoe.native.build import problem_with_torch as _problem_with_torch
 from epmoe.recovery import join_group, recover
 from epmoe.safetensors_folder import SafetensorsFolder
 from epmoe.service import ExpertParallel
@@ -71,3 +77,6 @@ __all__ = [
     "simulate_routing",
     "zero_padding_rows_",
 ]
+
+if (_problem := _problem_with_torch(_torch.__version__)) and not _os.environ.get("EPMOE_UNTRIED_TORCH"):
+    _warnings.warn(f"{_problem} (EPMOE_UNTRIED_TORCH=1 silences this)", stacklevel=2)

@@ -257,6 +257,10 @@ def test_a_newer_torch_is_one_warning():
     run = run_python("-c", NEWER_TORCH, EPMOE_LIBRARY=str(native_library()))
     assert (run.returncode, run.stdout) == (0, "ok\n"), run.stderr
     assert run.stderr.count("was tried with torch 2.11 to 2.13 (2.12 untested); this is torch 2.14.0") == 1
+    run = run_python("-c", "import torch; torch.__version__ = '2.14.0'; import epmoe", EPMOE_UNTRIED_TORCH="")
+    assert run.stderr.count("this is torch 2.14.0 (EPMOE_UNTRIED_TORCH=1 silences this)") == 1
+    silenced = run_python("-c", NEWER_TORCH, EPMOE_LIBRARY=str(native_library()), EPMOE_UNTRIED_TORCH="1")
+    assert (silenced.returncode, silenced.stdout, silenced.stderr) == (0, "ok\n", "")
 
 
 def test_a_library_that_does_not_load_is_one_sentence(tmp_path):

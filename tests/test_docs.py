@@ -1,13 +1,21 @@
-"""The documents name what exists: links, files, tests and make targets. Pages and their navigation: `make docs`."""
+"""The documents name what exists: links, files, tests and make targets; and their blocks of code run.
+
+Pages and their navigation: `make docs`.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import ROOT
+from launched import run
 
 from benchmarks.results import read
 
@@ -66,3 +74,119 @@ def test_the_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
     for tokens, *figures in shown:
         measured = [line.get(int(tokens)) for line in lines]
         assert figures == ["–" if figure is None else str(figure) for figure in measured]
+
+
+BLOCK = re.compile(r"(?:<!-- (?P<note>(?:(?!-->).)*?) -->\n)?```(?P<language>python|bash)\n(?P<code>.*?)```", re.DOTALL)
+ELSEWHERE = {"recovery.md", "models.md", "checkpoints.md", "porting.md", "examples.md"}
+"""Pages that describe `examples/` and `epmoe.recover`, whose programs have tests of their own."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code of a page. The comment in front of it, if any, is its note:
+
+    `not run: WHY`; `run by PATH::TEST`; `run: slow`; `setup: PYTHON`, which runs before it (`slow setup: PYTHON`).
+    Without a note the block runs as it stands.
+    """
+
+    page: Path
+    line: int
+    language: str
+    note: str
+    code: str
+
+    @property
+    def runs(self) -> bool:
+        return not self.note.startswith(("not run: ", "run by "))
+
+    @property
+    def slow(self) -> bool:
+        return self.note.startswith(("run: slow", "slow setup:"))
+
+    @property
+    def setup(self) -> str:
+        return self.note.partition("setup:")[2].strip()
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = text_of(page)
+    return [
+        Block(page, text.count("\n", 0, found.start("code")) + 1, found["language"], found["note"] or "", found["code"])
+        for found in BLOCK.finditer(text)
+    ]
+
+
+PAGES = [ROOT / "README.md", *(path for path in sorted(DOCS.rglob("*.md")) if path.name not in ELSEWHERE)]
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def parameters(language: str) -> list[object]:
+    return [
+        pytest.param(block, id=f"{block.page.name}:{block.line}", marks=[pytest.mark.slow] if block.slow else [])
+        for block in BLOCKS
+        if block.language == language and block.runs
+    ]
+
+
+def test_blocks_that_do_not_run_say_why() -> None:
+    for block in BLOCKS:
+        known = r"not run: \w.*|run by tests/\S+::\w+|run: slow|(slow )?setup:.*|"
+        assert re.fullmatch(known, block.note, re.DOTALL), f"{block.page.name}:{block.line}: {block.note}"
+        if block.note.startswith("run by "):
+            path, test = block.note.removeprefix("run by ").split("::")
+            assert f"def {test}(" in text_of(ROOT / path)
+
+
+@pytest.fixture
+def example_names() -> Iterator[dict[str, object]]:
+    """What the blocks of the pages take as given: a group of one, a layer, a batch."""
+    import epmoe
+
+    torch.manual_seed(0)
+    model = {"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 128, "dtype": "float32"}
+    config = epmoe.EPConfig(model=model, topology={"ep_size": 1})
+    experts = epmoe.GroupedExperts(torch.randn(8, 64, 128), torch.randn(8, 128, 32))
+    x, ids, weights = torch.randn(4, 128), torch.arange(8).view(4, 2), torch.full((4, 2), 0.5)
+    with ExitStack() as stack, torch.inference_mode():
+        ep = stack.enter_context(epmoe.ExpertParallel(config))
+        layer = epmoe.MoELayer(ep, torch.randn(8, 128), experts)
+        yield {
+            "torch": torch, "epmoe": epmoe, "config": config, "ep": ep, "layer": layer, "model": layer,
+            "experts": experts, "x": x, "ids": ids, "weights": weights, "layer_index": 3, "stack": stack,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("block", parameters("python"))
+def test_a_block_of_python_runs(block: Block, example_names: dict[str, object]) -> None:
+    exec(block.setup, example_names)
+    exec(compile("\n" * block.line + block.code, str(block.page), "exec"), example_names)
+
+
+@pytest.mark.parametrize("block", parameters("bash"))
+def test_a_block_of_bash_runs(block: Block) -> None:
+    result = run(["bash", "-euc", block.code])
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_bytes_of_the_page_on_choosing_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    from epmoe import EPConfig, MemoryPlan
+
+    def mib(**values: object) -> float:
+        with monkeypatch.context() as variables:
+            for key, value in values.items():
+                variables.setenv(f"EPMOE_{key}", str(value))
+            plan = MemoryPlan.build(EPConfig.load(ROOT / "configs" / "h200x8_deepseek_v3.yaml"))
+        return round(plan.total_bytes / 2**20, 1)
+
+    page, tokens = text_of(DOCS / "choosing.md"), "CAPACITY__MAX_NUM_TOKENS_PER_RANK"
+    header, row = (re.findall(rf"^\| {name} \|([\d.| ]+)\|$", page, re.MULTILINE)[0] for name in ("M", "MiB a rank"))
+    assert [mib(**{tokens: M.strip()}) for M in header.split("|")] == [float(figure) for figure in row.split("|")]
+    for rows, figure in re.findall(r"^\| (\d+,\d+) \| .* \| ([\d.]+) \|$", page, re.MULTILINE):
+        assert mib(CAPACITY__MAX_EXPERT_ROWS=rows.replace(",", "")) == float(figure)
+    for M in (1024, 128):
+        row = re.findall(rf"^\| MiB a rank, M = {M} \|([\d.| ]+)\|$", page, re.MULTILINE)[0]
+        expected = [mib(**{tokens: M}, CAPACITY__ALIGNMENT=rows) for rows in (1, 8, 16, 128)]
+        assert expected == [float(figure) for figure in row.split("|")]
+    fp8 = {"EXCHANGE__PAYLOAD": "fp8"}
+    for name, figure in re.findall(r"^\| (fp8 \w+(?: ways)?) \| ([\d.]+) \|$", page, re.MULTILINE):
+        assert mib(**fp8, **({"EXCHANGE__COMBINE_PAYLOAD": "fp8"} if name == "fp8 both ways" else {})) == float(figure)

@@ -1,4 +1,4 @@
-"""README's example runs as it stands there, and its configuration is a ready one. Its links: test_docs.py."""
+"""README's example runs over ranks, and the configuration of the first page is a ready one. The rest: test_docs.py."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from launched import ROOT, torchrun
 
 from epmoe.config.config import EPConfig
 
+START = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -23,5 +24,5 @@ def test_the_example_runs(tmp_path: Path) -> None:
 
 def test_the_configuration_shown_is_the_ready_one(tmp_path: Path) -> None:
     shown = tmp_path / "shown.yaml"
-    shown.write_text(re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)[0])
+    shown.write_text(re.findall(r"```yaml\n(.*?)```", START, re.DOTALL)[0])
     assert EPConfig.load(shown) == EPConfig.load(ROOT / "configs" / "cpu_demo.yaml")

@@ -7,7 +7,6 @@ that one compiled graph serves every T. ``EPMOE_LIBRARY`` names a library to loa
 from __future__ import annotations
 
 import os
-import warnings
 from functools import cache
 from pathlib import Path
 
@@ -206,5 +205,3 @@ def _load() -> None:
     except OSError as error:
         reasons = [str(error.__cause__ or error), *([problem] if problem else [])]  # the cause has the linker's words
         raise build.BuildError(f"the native library does not load: {'; '.join(reasons)}") from None
-    if problem:
-        warnings.warn(problem, stacklevel=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from datetime import UTC, datetime
 from html.parser import HTMLParser
@@ -225,15 +224,6 @@ def test_any_number_of_ranks_and_no_traffic_at_all(tmp_path: Path, ranks: int) -
 
 def test_four_models_are_a_small_file(tmp_path: Path) -> None:
     assert len(written(tmp_path, *[result(name=f"model {n}", baseline=BASELINE) for n in range(4)])) < 200_000
-
-
-def test_logits_that_are_not_numbers_are_drawn(tmp_path: Path) -> None:
-    broken = dataclasses.replace(BASELINE, logit_errors=[[float("nan"), 1e-6], [float("inf"), 0.0]])
-    chart = charts.error_chart(result(baseline=broken))
-    assert chart is not None
-    assert [dot.y for dot in chart.lines[0][1]][0] == 0, "on the upper edge"
-    assert all(0 <= dot.y <= 100 for _, dots in chart.lines for dot in dots)
-    assert "token 1: rank 0 nan, rank 1 inf" in written(tmp_path, result(baseline=broken))
 
 
 @pytest.mark.parametrize(

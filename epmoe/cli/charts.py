@@ -91,23 +91,6 @@ class LoadChart:
     ticks: Sequence[Tick]
 
 
-@dataclass(frozen=True)
-class Dot:
-    x: float  # percent
-    y: float  # percent from the top
-
-
-@dataclass(frozen=True)
-class ErrorChart:
-    """Logit differences by generated token, on a logarithmic scale: a line for each rank."""
-
-    lines: Sequence[tuple[str, Sequence[Dot]]]
-    limit_at: float  # percent from the top
-    ticks: Sequence[Tick]
-    steps: int
-    titles: Sequence[str]  # by generated token
-
-
 def stage_chart(result: Result) -> StageChart:
     """Seconds by stage, of the single process (the mean over ranks) and of each rank."""
     ranks = result.stages
@@ -180,36 +163,6 @@ def load_chart(result: Result) -> LoadChart:
         for rank in range(placement.ep_size)
     ]
     return LoadChart(ranks, mean, 100 * mean / top, ticks)
-
-
-def error_chart(result: Result) -> ErrorChart | None:
-    """The differences of the logits; None without a single process to compare with."""
-    if result.baseline is None or not any(result.baseline.logit_errors):
-        return None
-    errors, limit = result.baseline.logit_errors, result.baseline.logit_limit
-    seen = [error for one in errors for error in one if error > 0 and math.isfinite(error)]
-    low = math.floor(math.log10(min([*seen, limit])))
-    high = math.log10(max([*seen, limit])) + 0.4
-
-    def at(error: float) -> float:
-        """Percent from the top: an error of 0 lies on the lower edge, NaN and Inf on the upper."""
-        if not math.isfinite(error):
-            return 0.0
-        return 100 * (high - math.log10(max(error, 10.0**low))) / (high - low)
-
-    steps = max(map(len, errors))
-    named = [(f"rank {rank}", one) for rank, one in enumerate(errors)]
-    if len(errors) > MOST_LABELLED:
-        named = [("all ranks", [max(one) for one in zip(*errors, strict=False)])]
-    lines = [
-        (name, [Dot(100 * (step + 0.5) / steps, at(error)) for step, error in enumerate(one)]) for name, one in named
-    ]
-    titles = [
-        f"token {step + 1}: " + ", ".join(f"{name} {one[step]:.1e}" for name, one in named if step < len(one))
-        for step in range(steps)
-    ]
-    ticks = [Tick(at(10.0**power), f"1e{power}") for power in range(low, math.floor(high) + 1)]
-    return ErrorChart(lines, at(limit), ticks, steps, titles)
 
 
 def axis(top: float, label: Callable[[float], str], whole: bool = False) -> tuple[float, list[Tick]]:

@@ -14,7 +14,7 @@ from epmoe.config.placement import Placement
 def three_ranks(**changes: object) -> Result:
     nothing = [[0] * 3] * 3
     fields = {"placement": Placement.build(5, 3), "traffic": nothing, "waited": nothing, "stages": [{}] * 3}
-    return result(**fields | {"elapsed": [0.0] * 3, "texts": ()} | changes)
+    return result(**fields | {"elapsed": [0.0] * 3, "dropped": [0] * 3, "texts": ()} | changes)
 
 
 def test_rows_to_oneself_stand_apart_from_rows_on_the_wire(tmp_path: Path) -> None:
@@ -48,5 +48,13 @@ def test_who_waits_for_whom(tmp_path: Path) -> None:
     titles = [attributes.get("title", "") for tag, attributes in page.tags if tag == "td"]
     assert "rank 1 for rank 0: 250 ms" in titles and "rank 2 for itself: 0" in titles
     assert three_ranks().late is None and "Nobody has waited" in written(tmp_path, three_ranks())
-    alone = result(placement=Placement.build(5, 1), traffic=[[5]], waited=[[0.0]], stages=[{}], elapsed=[0.0], texts=())
+    alone = result(
+        placement=Placement.build(5, 1),
+        traffic=[[5]],
+        dropped=[0],
+        waited=[[0.0]],
+        stages=[{}],
+        elapsed=[0.0],
+        texts=(),
+    )
     assert "Who waits" not in written(tmp_path, alone), "one rank has nobody to wait for"

@@ -14,6 +14,7 @@ from epmoe.cli import charts
 from epmoe.cli.about import About
 from epmoe.cli.report import caution, headline, write_report
 from epmoe.cli.result import STAGES, Baseline, Check, Result, imbalance, mean_stages
+from epmoe.cli.tables import show
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 
@@ -41,6 +42,7 @@ def result(**changes: object) -> Result:
         "placement": Placement.build(5, 2, "round_robin"),
         "traffic": [[3, 4], [5, 6]],
         "load": [1, 20, 3, 40, 5],
+        "dropped": [0, 0],
         "stages": [{"dispatch": 0.02, "combine": 0.01}, {"dispatch": 0.04, "combine": 0.03}],
         "elapsed": [0.03, 0.07],
         "rounds": 2,
@@ -212,6 +214,7 @@ def test_any_number_of_ranks_and_no_traffic_at_all(tmp_path: Path, ranks: int) -
         placement=Placement.build(256, ranks),
         traffic=[[0] * ranks] * ranks,
         load=[0] * 256,
+        dropped=[0] * ranks,
         stages=[{"dispatch": 0.0}] * ranks,
         elapsed=[0.0] * ranks,
         rounds=0,
@@ -252,7 +255,9 @@ def test_no_path_of_the_machine_is_repeated(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_reader_is_told_that_ranks_share_cores() -> None:
     assert "4 processes take turns on 2 cores" in caution([result(placement=Placement.build(8, 4))], ABOUT)
-    assert "and the one process runs alone" in caution([result(baseline=BASELINE)], ABOUT)
+    compared = caution([result(baseline=BASELINE)], ABOUT)
+    assert "One process is there to check the tokens, not to compare the times: it generates one text" in compared
+    assert "while the 2 generate 2 texts at once" in compared
     on_gpus = EPConfig(**CONFIG.model_dump() | {"exchange": {"transport": "nvlink"}})
     assert caution([result(config=on_gpus)], ABOUT) == ""
 
@@ -262,3 +267,23 @@ def test_sums_by_rank() -> None:
     assert result().rows_moved == 9
     assert result().passed
     assert not result(checks=[Check("error", "1", False)]).passed
+
+
+def test_dropped_pairs_are_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limited = EPConfig(**CONFIG.model_dump() | {"capacity": {"max_expert_rows": 64, "on_overflow": "drop"}})
+    one = result(config=limited, dropped=[11, 20], checks=[Check("error ≤ 1e-05", "0.9", False)])
+    assert one.routed == [20, 80]
+    cause = "31 of 100 pairs were dropped, most on rank 1 (20): `capacity.max_expert_rows` = 64 is too small"
+    text = Elements(written(tmp_path, one)).text
+    assert cause in text and "pairsrouted" in text and "of themdropped" in text
+    show(one)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert cause in shown and "60 of 80" in shown
+    assert "dropped" not in Elements(written(tmp_path, result())).text and result().cause == ""
+
+
+def test_waiting_is_told_apart_from_dispatch(capsys: pytest.CaptureFixture[str]) -> None:
+    one = result(waited=[[0.0, 0.01], [0.03, 0.0]])
+    assert one.waiting == 0.02
+    show(one)
+    assert "waiting for others 10 ms 40% in dispatch and combine, at least" in " ".join(capsys.readouterr().out.split())

@@ -58,3 +58,11 @@ def test_who_waits_for_whom(tmp_path: Path) -> None:
         texts=(),
     )
     assert "Who waits" not in written(tmp_path, alone), "one rank has nobody to wait for"
+
+
+def test_the_colours_span_the_values_and_16_ranks_have_numbers() -> None:
+    heat = charts.heat(three_ranks(traffic=[[0, 900, 950], [1000, 0, 900], [925, 1000, 0]]))
+    assert (heat.low, heat.top) == ("900", "1,000")
+    assert [cell.level for cell in heat.rows[0]] == [0, 0, 0.5] and heat.rows[1][0].level == 1
+    for ranks, labelled in ((16, True), (17, False)):
+        assert charts.heat(three_ranks(traffic=[[1] * ranks] * ranks)).labelled == labelled

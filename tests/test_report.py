@@ -287,3 +287,39 @@ def test_waiting_is_told_apart_from_dispatch(capsys: pytest.CaptureFixture[str])
     assert one.waiting == 0.02
     show(one)
     assert "waiting for others 10 ms 40% in dispatch and combine, at least" in " ".join(capsys.readouterr().out.split())
+
+
+def test_every_header_says_what_it_heads(tmp_path: Path) -> None:
+    page = Elements(written(tmp_path, result(baseline=BASELINE), result(name="other")))
+    assert {attributes.get("scope") for tag, attributes in page.tags if tag == "th"} == {"col", "row"}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_and_bars_have_contrast(tmp_path: Path, scheme: str) -> None:
+    """WCAG 2: 4.5 for text, 3 for bars."""
+    light, dark = written(tmp_path, result()).split("@media (prefers-color-scheme: dark)")[:2]
+    colours = dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{3,6});", dark if scheme == "dark" else light))
+
+    def contrast(one: str, other: str) -> float:
+        lights = sorted(map(luminance, (colours[one], colours[other])))
+        return (lights[1] + 0.05) / (lights[0] + 0.05)
+
+    stages = [name for name in colours if name.startswith("st-") and name != "st-ink"]
+    assert {name[3:].replace("-", " ") for name in stages} == set(STAGES)
+    texts = {"ink": "card page code", "muted": "card page code", "link": "card", "limit": "card", "tip-ink": "tip"}
+    texts |= {
+        "good": "good-bg card",
+        "failed": "failed-bg card",
+        "heat-ink": "heat-0 heat-1",
+        "st-ink": " ".join(stages),
+    }
+    pairs = [(text, ground, 4.5) for text, grounds in texts.items() for ground in grounds.split()]
+    pairs += [(bar, "card", 3.0) for bar in ("bar-0", "bar-1", "limit", *stages)]
+    assert [(*pair, contrast(*pair[:2])) for pair in pairs if contrast(*pair[:2]) < pair[2]] == []
+
+
+def luminance(colour: str) -> float:
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    values = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values]
+    return sum(share * value for share, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))

@@ -10,8 +10,7 @@ from epmoe.cli.console import human_seconds
 from epmoe.cli.result import STAGES, Result, mean_stages
 
 MOST_RANKS = 16  # with more, a chart that has a bar or a line for each rank shows one for all of them
-MOST_LABELLED = 8  # with more ranks, the cells of the heat map have no numbers in them
-DARK_CELL = 0.55  # of the colour scale: from here on the text in a cell has the other colour
+MOST_LABELLED = 16  # with more ranks, the cells of the heat map have no numbers in them
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,6 @@ class Cell:
     text: str
     own: bool
     level: float  # of the colour scale, 0 to 1
-    dark: bool
 
 
 @dataclass(frozen=True)
@@ -68,6 +66,7 @@ class Heat:
     """A value for each pair of ranks, the rank of the row first. The scale leaves out a rank's value for itself."""
 
     rows: Sequence[Sequence[Cell]]
+    low: str
     top: str
     labelled: bool
 
@@ -137,17 +136,13 @@ def waits(result: Result) -> Heat:
 
 
 def _heat(values: Sequence[Sequence[float]], label: Callable[[float], str]) -> Heat:
-    top = max((one for i, row in enumerate(values) for j, one in enumerate(row) if i != j), default=0)
-    rows = []
-    for i, row in enumerate(values):
-        levels = [0.0 if i == j or not top else one / top for j, one in enumerate(row)]
-        rows.append(
-            [
-                Cell(label(one), i == j, level, level > DARK_CELL)
-                for j, (one, level) in enumerate(zip(row, levels, strict=True))
-            ]
-        )
-    return Heat(rows, label(top), labelled=len(rows) <= MOST_LABELLED)
+    others = [one for i, row in enumerate(values) for j, one in enumerate(row) if i != j] or [0]
+    low, top = min(others), max(others)
+    rows = [
+        [Cell(label(one), i == j, 0.0 if i == j else (one - low) / (top - low or 1)) for j, one in enumerate(row)]
+        for i, row in enumerate(values)
+    ]
+    return Heat(rows, label(low), label(top), labelled=len(rows) <= MOST_LABELLED)
 
 
 def load_chart(result: Result) -> LoadChart:

@@ -62,14 +62,14 @@ def mark(check: Check) -> str:
 
 def _ranks(result: Result) -> Table:
     table = Table(**_PLAIN)  # type: ignore[arg-type]
-    for column in ("rank", "rows sent", "received", "pairs", "busiest expert"):
+    for column in ("rank", "rows sent", "received", "kept/pairs" if any(result.dropped) else "pairs", "busiest expert"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("load per expert", no_wrap=True)
     for rank, (sent, received, pairs, load) in enumerate(result.rank_rows()):
         busiest = max(range(len(load)), key=load.__getitem__) if any(load) else None
         experts = result.placement.local_experts(rank)
         hot = "–" if busiest is None else f"#{experts[busiest]}: {load[busiest]:,}"
-        kept = f"{pairs:,} of {result.routed[rank]:,}" if any(result.dropped) else f"{pairs:,}"
+        kept = f"{pairs:,}/{result.routed[rank]:,}" if any(result.dropped) else f"{pairs:,}"
         table.add_row(f"{rank}", f"{sent:,}", f"{received:,}", kept, hot, sparkline(load))
     return table
 

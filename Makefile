@@ -6,6 +6,8 @@ READY := $(VENV)/.ready
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
 
 TORCHRUN := torchrun --standalone --nproc-per-node
 
@@ -17,7 +19,7 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*##' '{printf "  make %-19s%s\n", $$1, $$2}'
 
 demo: setup  ## four real MoE models generate text, their experts spread over 4 processes; writes report.html
-	epmoe run cpu_demo --model all --report report.html
+	@epmoe run cpu_demo --model all --report report.html
 
 test: lint docs unit core nodes integrations  ## what holds every guarantee, in minutes; CI adds more: .ci/run
 
@@ -31,10 +33,10 @@ setup: $(READY)  ## virtual environment, packages and native library
 # torch comes first, in a step of its own: setup.py looks for it, and pip then resolves the other packages against it.
 $(READY): pyproject.toml constraints.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "epmoe needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
 	@echo "installing torch and the other packages into $(VENV): minutes, the first time"
-	pip install --quiet -c constraints.txt 'setuptools>=77' torch
-	pip install --quiet -c constraints.txt --no-build-isolation -e '.[hf,dev,docs]'
+	@pip install --quiet --quiet -c constraints.txt 'setuptools>=77' torch
+	@pip install --quiet --quiet -c constraints.txt --no-build-isolation -e '.[hf,dev,docs]'
 	@touch $@
 
 lint: setup  ## ruff, clang-format, mypy, pydoclint and import-linter, as in .pre-commit-config.yaml

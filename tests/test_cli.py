@@ -68,9 +68,15 @@ def test_plan_shows_the_bytes_of_the_memory_plan() -> None:
     assert f"{4 * plan.total_bytes:,}" in result.output  # four equal ranks
 
 
+def test_plan_writes_json_to_a_file_or_prints_it(tmp_path: Path) -> None:
+    assert epmoe("plan", DEMO, "--json", tmp_path / "plan.json").output == ""
+    assert json.loads((tmp_path / "plan.json").read_text()) == json.loads(epmoe("plan", DEMO, "--json", "-").output)
+    assert "`--json` must end in .json, got plan.yaml" in epmoe("plan", DEMO, "--json", "plan.yaml").output
+
+
 def test_plan_as_json_counts_every_rank_of_an_uneven_placement(tmp_path: Path) -> None:
     path = write(tmp_path, model={"num_experts": 7})
-    shown = json.loads(epmoe("plan", path, "--json").output)
+    shown = json.loads(epmoe("plan", path, "--json", "-").output)
     plans = [MemoryPlan.build(EPConfig.load(path), rank) for rank in (0, 1)]
     assert [rank["total_bytes"] for rank in shown["ranks"]] == [plan.total_bytes for plan in plans]
     assert shown["node_bytes"] == sum(plan.total_bytes for plan in plans)
@@ -83,6 +89,7 @@ def test_plan_as_json_counts_every_rank_of_an_uneven_placement(tmp_path: Path) -
         ({"model": {"num_experts_per_tok": 9}}, "`model.num_experts_per_tok` must be at most"),
         ({"topology": {"ep_sise": 2}}, "`topology.ep_sise` is not a known key; did you mean `ep_size`?"),
         ({"model": {"hidden_size": True}}, "`model.hidden_size`"),
+        ({"topology": {"ep_size": 65}}, "`topology.ep_size` must be at most 64 on one node, got 65"),
     ],
 )
 @pytest.mark.parametrize("command", ["plan", "run", "doctor", "bench"])
@@ -142,6 +149,8 @@ def test_no_tokens_are_no_passed_check(one_rank: None, tmp_path: Path) -> None:
     result = epmoe("bench", path, "--repeats", 1, "--tokens", 0)
     assert result.exit_code == 0, result.output
     assert "T = 0: no tokens, so nothing was checked" in result.output
+    result = epmoe("bench", path, "--repeats", 1, "--tokens", 1, "--json", "-")
+    assert json.loads(result.stdout)["benchmark"] == "gloo", "the figures alone"
 
 
 def test_run_says_what_travelled(one_rank: None, tmp_path: Path) -> None:
@@ -152,9 +161,9 @@ def test_run_says_what_travelled(one_rank: None, tmp_path: Path) -> None:
 
 def test_a_ready_configuration_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    shown = json.loads(epmoe("plan", "cpu_demo", "--json").output)
-    assert shown == json.loads(epmoe("plan", DEMO, "--json").output)
-    assert shown == json.loads(epmoe("plan", "cpu_demo.yaml", "--json").output)
+    shown = json.loads(epmoe("plan", "cpu_demo", "--json", "-").output)
+    assert shown == json.loads(epmoe("plan", DEMO, "--json", "-").output)
+    assert shown == json.loads(epmoe("plan", "cpu_demo.yaml", "--json", "-").output)
     write(tmp_path).rename("cpu_demo")  # a file comes before a name
     assert "a configuration must end in .yaml" in epmoe("plan", "cpu_demo").output
 
@@ -200,6 +209,10 @@ def test_nvlink_with_too_few_gpus_is_an_error(tmp_path: Path, command: str, monk
         (["--model", "llama"], "'llama' is not one of"),
         (["--routing", "chaotic"], "'chaotic' is not one of"),
         (["--steps", "0"], "--steps"),
+        *[
+            (["--model", "all", *option], f"`{option[0]}` is for the rounds of the layer, and `--model` runs models")
+            for option in (["--routing", "uniform"], ["--tokens", "8"], ["--watch"])
+        ],
     ],
 )
 def test_bad_options_of_run(tmp_path: Path, options: list[str], message: str) -> None:

@@ -107,7 +107,7 @@ def test_all_formats_load_the_same_config(tmp_path, name):
         ),
         ({"routing": {"top_groups": 2}}, "`routing.top_groups` must be from 1 to 1"),
         ({"topology": {"ranks_per_node": 3}}, "`topology.ranks_per_node` must be a divisor of .* = 4, got 3"),
-        ({"topology": {"ep_size": 65}}, "`topology.ranks_per_node` must be at most 64, got 65"),
+        ({"topology": {"ep_size": 65}}, "`topology.ep_size` must be at most 64 on one node, got 65"),
         (
             {"topology": {"ep_size": 32, "ranks_per_node": 2}},
             "`topology.ranks_per_node` must be such that every node owns an expert, got 2",

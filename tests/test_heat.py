@@ -14,7 +14,7 @@ from epmoe.config.placement import Placement
 def three_ranks(**changes: object) -> Result:
     nothing = [[0] * 3] * 3
     fields = {"placement": Placement.build(5, 3), "traffic": nothing, "waited": nothing, "stages": [{}] * 3}
-    return result(**fields | {"elapsed": [0.0] * 3, "texts": ()} | changes)
+    return result(**fields | {"elapsed": [0.0] * 3, "dropped": [0] * 3, "texts": ()} | changes)
 
 
 def test_rows_to_oneself_stand_apart_from_rows_on_the_wire(tmp_path: Path) -> None:
@@ -48,5 +48,21 @@ def test_who_waits_for_whom(tmp_path: Path) -> None:
     titles = [attributes.get("title", "") for tag, attributes in page.tags if tag == "td"]
     assert "rank 1 for rank 0: 250 ms" in titles and "rank 2 for itself: 0" in titles
     assert three_ranks().late is None and "Nobody has waited" in written(tmp_path, three_ranks())
-    alone = result(placement=Placement.build(5, 1), traffic=[[5]], waited=[[0.0]], stages=[{}], elapsed=[0.0], texts=())
+    alone = result(
+        placement=Placement.build(5, 1),
+        traffic=[[5]],
+        dropped=[0],
+        waited=[[0.0]],
+        stages=[{}],
+        elapsed=[0.0],
+        texts=(),
+    )
     assert "Who waits" not in written(tmp_path, alone), "one rank has nobody to wait for"
+
+
+def test_the_colours_span_the_values_and_16_ranks_have_numbers() -> None:
+    heat = charts.heat(three_ranks(traffic=[[0, 900, 950], [1000, 0, 900], [925, 1000, 0]]))
+    assert (heat.low, heat.top) == ("900", "1,000")
+    assert [cell.level for cell in heat.rows[0]] == [0, 0, 0.5] and heat.rows[1][0].level == 1
+    for ranks, labelled in ((16, True), (17, False)):
+        assert charts.heat(three_ranks(traffic=[[1] * ranks] * ranks)).labelled == labelled

@@ -93,7 +93,7 @@ def test_nothing_is_advised_where_little_would_be_saved():
 
 
 def test_the_rows_as_json():
-    rows = json.loads(plan(DEEPSEEK, "--json"))["expert_rows"]
+    rows = json.loads(plan(DEEPSEEK, "--json", "-"))["expert_rows"]
     assert (rows["worst"], rows["mean"]) == (69632, 8192)
     assert [one["load"] for one in rows["suggestions"]] == list(LOADS)
 

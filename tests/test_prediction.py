@@ -103,7 +103,8 @@ def test_a_placement_counts():
 
 
 def plan(*arguments: str, **environment: str) -> str:
-    result = CliRunner().invoke(app, ["plan", *arguments, "--predict"], env={"COLUMNS": "80"} | environment)
+    env = {"COLUMNS": "80", "EPMOE_EXCHANGE__TRANSPORT": "nvlink"} | environment
+    result = CliRunner().invoke(app, ["plan", *arguments, "--predict"], env=env)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -119,7 +120,7 @@ def several(splits: str, nodes: int = 4) -> dict[str, str]:
 
 @pytest.mark.parametrize("splits", ["padded", "exact"])
 def test_the_terms_add_up(splits):
-    content = json.loads(plan("cpu_bench", "--json", **several(splits)))["predicted"]
+    content = json.loads(plan("cpu_bench", "--json", "-", **several(splits)))["predicted"]
     assert (content["nodes"], content["ranks_per_node"], content["network_splits"]) == (4, 4, splits)
     assert content["hardware"] == HardwareConfig().model_dump()
     assert [line["tokens"] for line in content["rounds"]] == [1, 8, 16, 64, 128, 256, 512, 1024]
@@ -140,14 +141,14 @@ def test_the_table_fits_80_columns():
 
 
 def test_one_node_has_no_network():
-    line = json.loads(plan("cpu_bench", "--json"))["predicted"]["rounds"][0]
+    line = json.loads(plan("cpu_bench", "--json", "-"))["predicted"]["rounds"][0]
     assert line["dispatch"]["us"] == line["dispatch"]["node_us"] and "direct_us" not in line
     assert "pipelined" not in plan("cpu_bench")
 
 
 def test_the_hardware_of_the_configuration_is_used():
     def us(**environment: str) -> float:
-        rounds = json.loads(plan("cpu_bench", "--json", **several("padded"), **environment))["predicted"]["rounds"]
+        rounds = json.loads(plan("cpu_bench", "--json", "-", **several("padded"), **environment))["predicted"]["rounds"]
         return rounds[-1]["dispatch"]["network_us"]
 
     assert us(EPMOE_HARDWARE__NETWORK_GB_PER_S="89.0") == pytest.approx(us() / 2, rel=0.001)
@@ -155,3 +156,9 @@ def test_the_hardware_of_the_configuration_is_used():
 
 def number(text: str) -> int:
     return int(text.replace(",", ""))
+
+
+def test_a_configuration_of_cpus_is_refused():
+    result = CliRunner().invoke(app, ["plan", "cpu_demo", "--predict"])
+    assert result.exit_code == 2
+    assert "`--predict` models GPUs, and `exchange.transport` of this configuration is shared_memory" in result.output

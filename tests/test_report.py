@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from datetime import UTC, datetime
 from html.parser import HTMLParser
@@ -15,6 +14,7 @@ from epmoe.cli import charts
 from epmoe.cli.about import About
 from epmoe.cli.report import caution, headline, write_report
 from epmoe.cli.result import STAGES, Baseline, Check, Result, imbalance, mean_stages
+from epmoe.cli.tables import show
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 
@@ -42,6 +42,7 @@ def result(**changes: object) -> Result:
         "placement": Placement.build(5, 2, "round_robin"),
         "traffic": [[3, 4], [5, 6]],
         "load": [1, 20, 3, 40, 5],
+        "dropped": [0, 0],
         "stages": [{"dispatch": 0.02, "combine": 0.01}, {"dispatch": 0.04, "combine": 0.03}],
         "elapsed": [0.03, 0.07],
         "rounds": 2,
@@ -213,6 +214,7 @@ def test_any_number_of_ranks_and_no_traffic_at_all(tmp_path: Path, ranks: int) -
         placement=Placement.build(256, ranks),
         traffic=[[0] * ranks] * ranks,
         load=[0] * 256,
+        dropped=[0] * ranks,
         stages=[{"dispatch": 0.0}] * ranks,
         elapsed=[0.0] * ranks,
         rounds=0,
@@ -225,15 +227,6 @@ def test_any_number_of_ranks_and_no_traffic_at_all(tmp_path: Path, ranks: int) -
 
 def test_four_models_are_a_small_file(tmp_path: Path) -> None:
     assert len(written(tmp_path, *[result(name=f"model {n}", baseline=BASELINE) for n in range(4)])) < 200_000
-
-
-def test_logits_that_are_not_numbers_are_drawn(tmp_path: Path) -> None:
-    broken = dataclasses.replace(BASELINE, logit_errors=[[float("nan"), 1e-6], [float("inf"), 0.0]])
-    chart = charts.error_chart(result(baseline=broken))
-    assert chart is not None
-    assert [dot.y for dot in chart.lines[0][1]][0] == 0, "on the upper edge"
-    assert all(0 <= dot.y <= 100 for _, dots in chart.lines for dot in dots)
-    assert "token 1: rank 0 nan, rank 1 inf" in written(tmp_path, result(baseline=broken))
 
 
 @pytest.mark.parametrize(
@@ -262,7 +255,9 @@ def test_no_path_of_the_machine_is_repeated(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_reader_is_told_that_ranks_share_cores() -> None:
     assert "4 processes take turns on 2 cores" in caution([result(placement=Placement.build(8, 4))], ABOUT)
-    assert "and the one process runs alone" in caution([result(baseline=BASELINE)], ABOUT)
+    compared = caution([result(baseline=BASELINE)], ABOUT)
+    assert "One process is there to check the tokens, not to compare the times: it generates one text" in compared
+    assert "while the 2 generate 2 texts at once" in compared
     on_gpus = EPConfig(**CONFIG.model_dump() | {"exchange": {"transport": "nvlink"}})
     assert caution([result(config=on_gpus)], ABOUT) == ""
 
@@ -272,3 +267,59 @@ def test_sums_by_rank() -> None:
     assert result().rows_moved == 9
     assert result().passed
     assert not result(checks=[Check("error", "1", False)]).passed
+
+
+def test_dropped_pairs_are_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limited = EPConfig(**CONFIG.model_dump() | {"capacity": {"max_expert_rows": 64, "on_overflow": "drop"}})
+    one = result(config=limited, dropped=[11, 20], checks=[Check("error ≤ 1e-05", "0.9", False)])
+    assert one.routed == [20, 80]
+    cause = "31 of 100 pairs were dropped, most on rank 1 (20): `capacity.max_expert_rows` = 64 is too small"
+    text = Elements(written(tmp_path, one)).text
+    assert cause in text and "pairsrouted" in text and "of themdropped" in text
+    show(one)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert cause in shown and "60/80" in shown and "…" not in shown
+    assert "dropped" not in Elements(written(tmp_path, result())).text and result().cause == ""
+
+
+def test_waiting_is_told_apart_from_dispatch(capsys: pytest.CaptureFixture[str]) -> None:
+    one = result(waited=[[0.0, 0.01], [0.03, 0.0]])
+    assert one.waiting == 0.02
+    show(one)
+    assert "waiting for others 10 ms 40% in dispatch and combine, at least" in " ".join(capsys.readouterr().out.split())
+
+
+def test_every_header_says_what_it_heads(tmp_path: Path) -> None:
+    page = Elements(written(tmp_path, result(baseline=BASELINE), result(name="other")))
+    assert {attributes.get("scope") for tag, attributes in page.tags if tag == "th"} == {"col", "row"}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_and_bars_have_contrast(tmp_path: Path, scheme: str) -> None:
+    """WCAG 2: 4.5 for text, 3 for bars."""
+    light, dark = written(tmp_path, result()).split("@media (prefers-color-scheme: dark)")[:2]
+    colours = dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{3,6});", dark if scheme == "dark" else light))
+
+    def contrast(one: str, other: str) -> float:
+        lights = sorted(map(luminance, (colours[one], colours[other])))
+        return (lights[1] + 0.05) / (lights[0] + 0.05)
+
+    stages = [name for name in colours if name.startswith("st-") and name != "st-ink"]
+    assert {name[3:].replace("-", " ") for name in stages} == set(STAGES)
+    texts = {"ink": "card page code", "muted": "card page code", "link": "card", "limit": "card", "tip-ink": "tip"}
+    texts |= {
+        "good": "good-bg card",
+        "failed": "failed-bg card",
+        "heat-ink": "heat-0 heat-1",
+        "st-ink": " ".join(stages),
+    }
+    pairs = [(text, ground, 4.5) for text, grounds in texts.items() for ground in grounds.split()]
+    pairs += [(bar, "card", 3.0) for bar in ("bar-0", "bar-1", "limit", *stages)]
+    assert [(*pair, contrast(*pair[:2])) for pair in pairs if contrast(*pair[:2]) < pair[2]] == []
+
+
+def luminance(colour: str) -> float:
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    values = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values]
+    return sum(share * value for share, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))

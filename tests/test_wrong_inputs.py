@@ -86,7 +86,8 @@ FLAGS = [
     Wrong("run good.yaml --routing nonsense", "'nonsense' is not one of"),
     Wrong("run good.yaml --nproc 0", "Invalid value for '--nproc'"),
     Wrong(
-        "run good.yaml --nproc 65", "good.yaml with `--nproc` 65: `topology.ranks_per_node` must be at most 64, got 65"
+        "run good.yaml --nproc 65",
+        "good.yaml with `--nproc` 65: `topology.ep_size` must be at most 64 on one node, got 65",
     ),
     Wrong("run good.yaml --report nowhere/report.html", "`--report` must be in an existing folder"),
     Wrong("run good.yaml --report report.pdf", "`--report` must end in .html or .htm, got report.pdf"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,8 +89,12 @@ class Report:
         return view
 
     def write_json(self, path: Path, facts: Mapping[str, Any] | None = None) -> None:
-        """Write the figures for a program, with the `facts` of the run before them."""
-        path.write_text(json.dumps({**(facts or {}), **self.content}, indent=2) + "\n", encoding="utf-8")
+        """Write the figures for a program, with the `facts` of the run before them, to a file or, as `-`, to stdout."""
+        text = json.dumps({**(facts or {}), **self.content}, indent=2) + "\n"
+        if path == Path("-"):
+            sys.stdout.write(text)
+        else:
+            path.write_text(text, encoding="utf-8")
 
     def plot(self, path: Path, title: str = "") -> None:
         """Plot every side's time over T. The file's suffix picks the format (.png, .svg, .pdf)."""

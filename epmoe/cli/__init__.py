@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import signal
 from typing import Annotated, Any
 
@@ -10,9 +11,9 @@ import typer
 from typer.core import TyperGroup
 
 from epmoe import __version__
-from epmoe.cli import bench, doctor, plan, run, schema
+from epmoe.cli import bench, doctor, plan, run
 from epmoe.cli.console import SEE_TRACEBACK, UserError, fail, launched_rank, message_file, quiet_exit
-from epmoe.config.config import ConfigError
+from epmoe.config.config import ConfigError, EPConfig
 from epmoe.exchange.health import EPError
 from epmoe.extras import explain
 from epmoe.native.build import BuildError
@@ -88,5 +89,10 @@ def _options(
     """Expert-parallel dispatch and combine for Mixture-of-Experts models."""
 
 
-for command in (run.run, plan.plan, doctor.doctor, schema.schema, bench.bench):
+def schema() -> None:
+    """Print the JSON schema of a configuration file, for editors and validators."""
+    typer.echo(json.dumps(EPConfig.model_json_schema(), indent=2))
+
+
+for command in (run.run, plan.plan, doctor.doctor, schema, bench.bench):
     app.command()(command)

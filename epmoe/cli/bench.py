@@ -12,7 +12,7 @@ from rich.progress import Progress
 from epmoe.bench import cpu, gpu, layer, peers, tune
 from epmoe.bench.facts import facts
 from epmoe.bench.report import Benchmark, Job
-from epmoe.cli.console import UserError, check_output, console, launched_rank, require
+from epmoe.cli.console import STDOUT, UserError, check_output, console, launched_rank, require
 from epmoe.cli.launch import CONFIG, NPROC, all_ranks, check_ranks, load, start_ranks
 from epmoe.local.simulate import Kind
 
@@ -47,7 +47,9 @@ def bench(
         Path | None,
         typer.Option("--tune", help="On GPUs: instead find the fastest launches; a file for exchange.tuning."),
     ] = None,
-    as_json: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures to this file; `-` prints them alone.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw them into this .png, .svg or .pdf.")] = None,
     nproc: Annotated[int | None, NPROC] = None,
 ) -> None:
@@ -112,6 +114,7 @@ def bench(
             raise UserError(str(error)) from None
     if rank != 0:
         return
+    console.quiet = as_json == STDOUT
     title = f"{config.stem}: {parsed.topology.ep_size} ranks, {routing} routing"
     console.print(report.table(title))
     if 0 in counts:

@@ -10,8 +10,7 @@ from epmoe.cli.console import human_seconds
 from epmoe.cli.result import STAGES, Result, mean_stages
 
 MOST_RANKS = 16  # with more, a chart that has a bar or a line for each rank shows one for all of them
-MOST_LABELLED = 8  # with more ranks, the cells of the heat map have no numbers in them
-DARK_CELL = 0.55  # of the colour scale: from here on the text in a cell has the other colour
+MOST_LABELLED = 16  # with more ranks, the cells of the heat map have no numbers in them
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,6 @@ class Cell:
     text: str
     own: bool
     level: float  # of the colour scale, 0 to 1
-    dark: bool
 
 
 @dataclass(frozen=True)
@@ -68,6 +66,7 @@ class Heat:
     """A value for each pair of ranks, the rank of the row first. The scale leaves out a rank's value for itself."""
 
     rows: Sequence[Sequence[Cell]]
+    low: str
     top: str
     labelled: bool
 
@@ -89,23 +88,6 @@ class LoadChart:
     mean: float
     mean_at: float  # percent
     ticks: Sequence[Tick]
-
-
-@dataclass(frozen=True)
-class Dot:
-    x: float  # percent
-    y: float  # percent from the top
-
-
-@dataclass(frozen=True)
-class ErrorChart:
-    """Logit differences by generated token, on a logarithmic scale: a line for each rank."""
-
-    lines: Sequence[tuple[str, Sequence[Dot]]]
-    limit_at: float  # percent from the top
-    ticks: Sequence[Tick]
-    steps: int
-    titles: Sequence[str]  # by generated token
 
 
 def stage_chart(result: Result) -> StageChart:
@@ -154,17 +136,13 @@ def waits(result: Result) -> Heat:
 
 
 def _heat(values: Sequence[Sequence[float]], label: Callable[[float], str]) -> Heat:
-    top = max((one for i, row in enumerate(values) for j, one in enumerate(row) if i != j), default=0)
-    rows = []
-    for i, row in enumerate(values):
-        levels = [0.0 if i == j or not top else one / top for j, one in enumerate(row)]
-        rows.append(
-            [
-                Cell(label(one), i == j, level, level > DARK_CELL)
-                for j, (one, level) in enumerate(zip(row, levels, strict=True))
-            ]
-        )
-    return Heat(rows, label(top), labelled=len(rows) <= MOST_LABELLED)
+    others = [one for i, row in enumerate(values) for j, one in enumerate(row) if i != j] or [0]
+    low, top = min(others), max(others)
+    rows = [
+        [Cell(label(one), i == j, 0.0 if i == j else (one - low) / (top - low or 1)) for j, one in enumerate(row)]
+        for i, row in enumerate(values)
+    ]
+    return Heat(rows, label(low), label(top), labelled=len(rows) <= MOST_LABELLED)
 
 
 def load_chart(result: Result) -> LoadChart:
@@ -180,36 +158,6 @@ def load_chart(result: Result) -> LoadChart:
         for rank in range(placement.ep_size)
     ]
     return LoadChart(ranks, mean, 100 * mean / top, ticks)
-
-
-def error_chart(result: Result) -> ErrorChart | None:
-    """The differences of the logits; None without a single process to compare with."""
-    if result.baseline is None or not any(result.baseline.logit_errors):
-        return None
-    errors, limit = result.baseline.logit_errors, result.baseline.logit_limit
-    seen = [error for one in errors for error in one if error > 0 and math.isfinite(error)]
-    low = math.floor(math.log10(min([*seen, limit])))
-    high = math.log10(max([*seen, limit])) + 0.4
-
-    def at(error: float) -> float:
-        """Percent from the top: an error of 0 lies on the lower edge, NaN and Inf on the upper."""
-        if not math.isfinite(error):
-            return 0.0
-        return 100 * (high - math.log10(max(error, 10.0**low))) / (high - low)
-
-    steps = max(map(len, errors))
-    named = [(f"rank {rank}", one) for rank, one in enumerate(errors)]
-    if len(errors) > MOST_LABELLED:
-        named = [("all ranks", [max(one) for one in zip(*errors, strict=False)])]
-    lines = [
-        (name, [Dot(100 * (step + 0.5) / steps, at(error)) for step, error in enumerate(one)]) for name, one in named
-    ]
-    titles = [
-        f"token {step + 1}: " + ", ".join(f"{name} {one[step]:.1e}" for name, one in named if step < len(one))
-        for step in range(steps)
-    ]
-    ticks = [Tick(at(10.0**power), f"1e{power}") for power in range(low, math.floor(high) + 1)]
-    return ErrorChart(lines, at(limit), ticks, steps, titles)
 
 
 def axis(top: float, label: Callable[[float], str], whole: bool = False) -> tuple[float, list[Tick]]:

@@ -20,6 +20,7 @@ from epmoe.extras import sentence
 console = Console(highlight=False)
 _stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 SEE_TRACEBACK = "; the same command under torchrun shows the traceback"
+STDOUT = Path("-")
 MOST_LINES = 18  # of a message: with what a shell adds, one screen
 RUN_ID = "epmoe-run-"  # how the ids of runs begin that `epmoe` started itself
 
@@ -76,8 +77,11 @@ def message_file() -> Path | None:
 
 
 def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
-    """Raise UserError unless a file of this name can be written, before hours of work depend on it."""
-    if path is None:
+    """Raise UserError unless a file of this name can be written, before hours of work depend on it.
+
+    The standard output, `-`, is a file of `--json`.
+    """
+    if path is None or (option == "--json" and path == STDOUT):
         return
     if path.suffix.lower() not in suffixes:
         raise UserError(f"`{option}` must end in {' or '.join(suffixes)}, got {path}")

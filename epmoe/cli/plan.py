@@ -13,7 +13,7 @@ from rich.table import Table
 
 from epmoe.bench.prediction import predicted, prediction
 from epmoe.cli.capacity import Capacity, advice, experts, network, suggestions
-from epmoe.cli.console import console, human_bytes
+from epmoe.cli.console import STDOUT, UserError, check_output, console, human_bytes
 from epmoe.cli.launch import CONFIG, load
 from epmoe.config.config import EPConfig
 from epmoe.exchange.memory import MemoryPlan
@@ -25,7 +25,9 @@ TOKENS = (1, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 
 def plan(
     config: Annotated[Path, CONFIG],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="Write JSON to this file instead of printing tables; `-` prints it.")
+    ] = None,
     multiprocessors: Annotated[int, typer.Option(min=1, help="Of the GPU; an H200 has 132.")] = 132,
     predict: Annotated[
         bool, typer.Option("--predict", help="Add µs of dispatch and combine on GPUs, by a model.")
@@ -33,14 +35,25 @@ def plan(
 ) -> None:
     """Show what memory a configuration takes, per rank and per node, and on GPUs how its kernels are launched."""
     parsed = load(config)
+    check_output("--json", as_json, (".json",))
+    on_gpus = parsed.exchange.transport == "nvlink"
+    if predict and not on_gpus:
+        raise UserError(
+            "`--predict` models GPUs, and `exchange.transport` of this configuration is shared_memory, for CPUs: "
+            "EPMOE_EXCHANGE__TRANSPORT=nvlink in the environment predicts its sizes on GPUs"
+        )
     plans = rank_plans(parsed)
     if as_json:
         content = _as_dict(parsed, plans) | {"expert_rows": _expert_rows(parsed)}
-        if parsed.exchange.transport == "nvlink":
+        if on_gpus:
             content["launches"] = _launches(parsed, plans[0], multiprocessors)
         if predict:
             content["predicted"] = predicted(parsed, _tokens(parsed))
-        typer.echo(json.dumps(content, indent=2))
+        text = json.dumps(content, indent=2) + "\n"
+        if as_json == STDOUT:
+            typer.echo(text, nl=False)
+        else:
+            as_json.write_text(text, encoding="utf-8")
         return
     largest = max(plans, key=lambda p: p.total_bytes)
     console.print(
@@ -52,7 +65,7 @@ def plan(
     for paragraph in (*network(parsed), *advice(parsed), *experts(parsed)):
         console.print()
         console.print(paragraph)
-    if parsed.exchange.transport == "nvlink":
+    if on_gpus:
         try:
             console.print(_launch_table(_launches(parsed, plans[0], multiprocessors), multiprocessors))
         except (BuildError, OSError) as error:

@@ -102,8 +102,13 @@ def caution(results: Sequence[Result], about: About) -> str:
         if ranks > about.cores
         else "All of it runs on the CPU"
     )
-    alone = ", and the one process runs alone" if results[0].baseline and ranks > 1 else ""
-    return f"{turns}{alone}: the times say where the time goes, not what a GPU would need."
+    compared = ""
+    if results[0].baseline and ranks > 1:
+        compared = (
+            f" One process is there to check the tokens, not to compare the times: it generates one text and has the "
+            f"machine to itself, while the {ranks} generate {ranks} texts at once and wait for each other."
+        )
+    return f"{turns}: the times say where the time goes, not what a GPU would need.{compared}"
 
 
 def _outcome(check: Check) -> str:

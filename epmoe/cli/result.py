@@ -62,7 +62,9 @@ class Result:
     traffic: Sequence[Sequence[int]]
     """[R][R] rows from each source rank (first index) to each destination"""
     load: Sequence[int]
-    """[P] tokens that each physical expert computed"""
+    """[P] tokens that each physical expert computed, which leaves out dropped pairs"""
+    dropped: Sequence[int]
+    """[R] pairs that found no room in the `capacity.max_expert_rows` of each rank"""
     stages: Sequence[Mapping[str, float]]
     """by rank: stage → seconds in all rounds; a stage includes waiting for other ranks, and `STAGES` defines it"""
     elapsed: Sequence[float]
@@ -110,9 +112,31 @@ class Result:
         return self.rows_moved * bytes_back(self.config)
 
     @property
+    def routed(self) -> list[int]:
+        """[R] pairs that each rank got, before it dropped any."""
+        return [kept + dropped for kept, dropped in zip(self.pairs_by_rank, self.dropped, strict=True)]
+
+    @property
     def pairs_by_rank(self) -> list[int]:
         """[R] pairs that each rank computed."""
         return [sum(self.load[p] for p in self.placement.local_experts(r)) for r in range(self.placement.ep_size)]
+
+    @property
+    def cause(self) -> str:
+        """Why a check may have failed, where a rank dropped pairs; else empty."""
+        if not any(self.dropped):
+            return ""
+        total, room = sum(self.dropped) + sum(self.load), self.config.capacity.max_expert_rows
+        most = self.dropped.index(max(self.dropped))
+        return (
+            f"{sum(self.dropped):,} of {total:,} pairs were dropped, most on rank {most} ({max(self.dropped):,}): "
+            f"`capacity.max_expert_rows` = {room:,} is too small for this load, and y lacks their part"
+        )
+
+    @property
+    def waiting(self) -> float:
+        """Seconds of dispatch and combine that the mean rank waited for others, at least: for its latest rank."""
+        return sum(map(max, self.waited)) / len(self.waited)
 
     @property
     def late(self) -> tuple[int, float] | None:

@@ -38,9 +38,11 @@ def run(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Rounds, or tokens to generate with --model.")] = 16,
     tokens: Annotated[
-        int | None, typer.Option(min=0, help="Tokens a rank brings to a round. [default: at most 64]")
+        int | None, typer.Option(min=0, help="Tokens a rank brings to a round, without --model. [default: at most 64]")
     ] = None,
-    routing: Annotated[Kind, typer.Option(help="Simulated routing, without --model.")] = "uniform",
+    routing: Annotated[
+        Kind | None, typer.Option(help="Simulated routing, without --model. [default: uniform]", show_default=False)
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of weights, tokens and simulated routing.")] = 0,
     watch: Annotated[
         bool, typer.Option("--watch", help="Show rates, late ranks and hot experts while it runs, without --model.")
@@ -60,8 +62,9 @@ def run(
     if tokens is not None and tokens > parsed.capacity.max_num_tokens_per_rank:
         limit = parsed.capacity.max_num_tokens_per_rank
         raise UserError(f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got {tokens}")
-    if watch and model:
-        raise UserError("`--watch` shows the rounds of the layer: leave `--model` out")
+    for option, value in (("--tokens", tokens), ("--routing", routing), ("--watch", watch or None)):
+        if model and value is not None:
+            raise UserError(f"`{option}` is for the rounds of the layer, and `--model` runs models: leave one out")
     check_ranks(parsed)
     if model:
         models.check_models(parsed, model)
@@ -73,7 +76,7 @@ def run(
         if model:
             results = models.run_models(parsed, model, steps, seed)
         else:
-            results = [_run_layer(parsed, config.stem, routing, steps, tokens, seed, watch)]
+            results = [_run_layer(parsed, config.stem, routing or "uniform", steps, tokens, seed, watch)]
     if rank == 0 and report is not None:
         from epmoe.cli.about import About
         from epmoe.cli.report import write_report
@@ -92,8 +95,10 @@ def _run_layer(
     model = config.model
     tokens = min(64, config.capacity.max_num_tokens_per_rank) if tokens is None else tokens
     console.rule(f"[bold]{name}[/]: {steps} rounds of {tokens} tokens a rank, {kind} routing")
-    with _open(config) as ep, _advancing(ep, steps, watch) as advance:
-        mine = simulated.run_layer(ep, kind, steps, tokens, seed, advance)
+    with _open(config) as ep:
+        simulated.synchronise(ep)
+        with _advancing(ep, steps, watch) as advance:
+            mine = simulated.run_layer(ep, kind, steps, tokens, seed, advance)
         health, placement = ep.health(), ep.placement
     gathered: list[tuple[simulated.Measured, Health]] = [None] * config.topology.ep_size  # type: ignore[list-item]
     dist.all_gather_object(gathered, (mine, health))
@@ -116,6 +121,7 @@ def _run_layer(
         placement=placement,
         traffic=[counts.rows_sent for _, counts in gathered],
         load=load,
+        dropped=[counts.dropped_pairs for _, counts in gathered],
         stages=[m.seconds for m, _ in gathered],
         elapsed=[sum(m.seconds.values()) for m, _ in gathered],
         rounds=steps,

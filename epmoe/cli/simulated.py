@@ -41,7 +41,7 @@ def run_layer(
 ) -> Measured:
     """Run `steps` rounds of route, dispatch, experts and combine, and check some rows of each with the reference.
 
-    An empty round, which is not measured, synchronises the ranks first. `advance` is called after each measured round.
+    `advance` is called after each round.
     """
     config, model, measured = ep.config, ep.config.model, Measured()
     weights = _expert_weights(config, seed, ep.device)
@@ -58,9 +58,10 @@ def run_layer(
     )
     generator = torch.Generator().manual_seed(seed + 1 + ep.rank)
     bias_E = torch.zeros(model.num_experts, device=ep.device) if config.routing.selection_bias else None
-    for T in [0] + steps * [tokens]:
-        x_TD = torch.randn(T, model.hidden_size, generator=generator).to(ep.device, model.torch_dtype)
-        logits_TE = pool_TE[torch.randint(POOL_ROWS, (T,), generator=generator)].to(ep.device)
+    waited_before = ep.health().waited_s
+    for _ in range(steps):
+        x_TD = torch.randn(tokens, model.hidden_size, generator=generator).to(ep.device, model.torch_dtype)
+        logits_TE = pool_TE[torch.randint(POOL_ROWS, (tokens,), generator=generator)].to(ep.device)
         clock = [_now(ep.device)]
         routing = ep.route(logits_TE, bias_E)
         clock.append(_now(ep.device))
@@ -70,18 +71,24 @@ def run_layer(
         clock.append(_now(ep.device))
         y_TD = ep.combine(rows_ND, d)
         clock.append(_now(ep.device))
-        if T == 0:
-            waited_before = ep.health().waited_s
-            continue
         for stage, start, end in zip(STAGES, clock, clock[1:], strict=False):
             measured.seconds[stage] += end - start
-        some = slice(None, None, max(1, T // CHECKED_ROWS))
+        some = slice(None, None, max(1, tokens // CHECKED_ROWS))
         expected_TD = moe_reference(x_TD[some], routing.ids[some], routing.weights[some], weights)
         measured.worst_error = max(measured.worst_error, _relative_error(y_TD[some], expected_TD))
         advance()
     ep.check()
     measured.waited = [now - then for now, then in zip(ep.health().waited_s, waited_before, strict=True)]
     return measured
+
+
+def synchronise(ep: ExpertParallel) -> None:
+    """Run an empty round, which nobody measures, so that the ranks start the next one together."""
+    model = ep.config.model
+    routing = ep.route(torch.empty(0, model.num_experts, device=ep.device))
+    x_TD = torch.empty(0, model.hidden_size, dtype=model.torch_dtype, device=ep.device)
+    d = ep.dispatch(x_TD, routing.ids, routing.weights)
+    ep.combine(torch.zeros_like(d.rows, dtype=model.torch_dtype), d)
 
 
 def _now(device: torch.device) -> float:

@@ -11,6 +11,7 @@ from rich.text import Text
 from epmoe.cli.console import console, human_bytes, human_seconds, sparkline
 from epmoe.cli.result import Check, Result
 
+WAITING = "in dispatch and combine, at least"
 _PLAIN = {"box": None, "pad_edge": False, "header_style": "dim", "padding": (0, 2, 0, 2)}
 
 
@@ -36,6 +37,8 @@ def show(result: Result) -> None:
     console.print(f"  health: {counts or 'nothing to report'}")
     for check in result.checks:
         console.print(f"  {mark(check)} {escape(check.what)}: {escape(check.measured)}")
+    if result.cause:
+        console.print(f"  [bold yellow]cause[/]: {escape(result.cause)}")
     if not result.checks:
         console.print("  – nothing was checked: no rank brought tokens")
     console.print()
@@ -59,14 +62,15 @@ def mark(check: Check) -> str:
 
 def _ranks(result: Result) -> Table:
     table = Table(**_PLAIN)  # type: ignore[arg-type]
-    for column in ("rank", "rows sent", "received", "pairs", "busiest expert"):
+    for column in ("rank", "rows sent", "received", "kept/pairs" if any(result.dropped) else "pairs", "busiest expert"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("load per expert", no_wrap=True)
     for rank, (sent, received, pairs, load) in enumerate(result.rank_rows()):
         busiest = max(range(len(load)), key=load.__getitem__) if any(load) else None
         experts = result.placement.local_experts(rank)
         hot = "–" if busiest is None else f"#{experts[busiest]}: {load[busiest]:,}"
-        table.add_row(f"{rank}", f"{sent:,}", f"{received:,}", f"{pairs:,}", hot, sparkline(load))
+        kept = f"{pairs:,}/{result.routed[rank]:,}" if any(result.dropped) else f"{pairs:,}"
+        table.add_row(f"{rank}", f"{sent:,}", f"{received:,}", kept, hot, sparkline(load))
     return table
 
 
@@ -81,4 +85,9 @@ def _stages(result: Result) -> Table:
         share = seconds / total
         bar = Text("█" * round(24 * share), style="blue")
         table.add_row(stage, human_seconds(seconds / max(1, result.rounds)), f"{share:.0%}", bar)
+    if result.waiting:
+        waiting = human_seconds(result.waiting / max(1, result.rounds))
+        table.add_row(
+            "[dim]waiting for others", f"[dim]{waiting}", f"[dim]{result.waiting / total:.0%}", "[dim]" + WAITING
+        )
     return table

@@ -54,7 +54,7 @@ class View:
     """What happened between two samples of each rank, per second."""
 
     rounds: int
-    """so far, on the slowest rank"""
+    """since the watch began, on the slowest rank"""
     rounds_per_s: float
     pairs: Sequence[float]
     """[P] pairs of each physical expert"""
@@ -64,8 +64,10 @@ class View:
     """[R] seconds that the mean other rank waited for each rank: 0.3 is 30% of its time"""
 
     @classmethod
-    def between(cls, before: Sequence[Sample], after: Sequence[Sample], placement: Placement) -> View:
-        """From samples by rank."""
+    def between(
+        cls, before: Sequence[Sample], after: Sequence[Sample], placement: Placement, first_round: int = 0
+    ) -> View:
+        """From samples by rank; rounds count from `first_round` on."""
         R, pairs = placement.ep_size, [0.0] * placement.num_physical_experts
         rows, waited, rounds_per_s = [0.0] * R, [0.0] * R, [0.0] * R
         for rank, (old, new) in enumerate(zip(before, after, strict=True)):
@@ -79,7 +81,8 @@ class View:
             for other in set(range(R)) - {rank}:
                 rows[rank] += (new.health.rows_sent[other] - old.health.rows_sent[other]) / seconds
                 waited[other] += (new.health.waited_s[other] - old.health.waited_s[other]) / seconds / (R - 1)
-        return cls(min(one.health.rounds for one in after), max(rounds_per_s), pairs, rows, waited)
+        rounds = min(one.health.rounds for one in after) - first_round
+        return cls(rounds, max(rounds_per_s), pairs, rows, waited)
 
     def line(self, config: EPConfig) -> str:
         """All in one line."""
@@ -136,7 +139,7 @@ def watching(ep: ExpertParallel) -> Iterator[None]:
             thread.join()
         last = Peers.of(ep.group).all_gather(_sample(ep).dumps())  # of ranks that have all ended
         if screen:
-            screen.show([Sample.loads(text) for text in last], always=True)
+            screen.show([Sample.loads(text) for text in last], always=True)  # the last round, which stays
 
 
 class _Screen:
@@ -144,12 +147,13 @@ class _Screen:
 
     def __init__(self, ep: ExpertParallel, first: list[Sample]) -> None:
         self.config, self.placement, self.before = ep.config, ep.placement, first
-        self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self.first_round = min(one.health.rounds for one in first)
+        self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
     def show(self, samples: list[Sample], always: bool = False) -> None:
         if not self.live and not always and samples[0].time - self.before[0].time < LINES_S:
             return
-        view = View.between(self.before, samples, self.placement)
+        view = View.between(self.before, samples, self.placement, self.first_round)
         self.before = samples
         if self.live:
             self.live.update(Group(view.line(self.config), view.table(self.placement)), refresh=True)

@@ -318,7 +318,9 @@ class EPConfig(Strict):
         size, node = self.topology.ep_size, self.topology.ranks_here
         what = f"a divisor of `topology.ep_size` = {size}"
         yield "topology.ranks_per_node", size % node == 0, what, node
-        yield "topology.ranks_per_node", node <= _MOST_ON_NODE, f"at most {_MOST_ON_NODE}", node
+        key = "ep_size" if self.topology.ranks_per_node is None else "ranks_per_node"
+        what = f"at most {_MOST_ON_NODE} on one node"
+        yield f"topology.{key}", node <= _MOST_ON_NODE, what, node
         explicit, owners = self.placement.strategy == "explicit", self.placement.assignment
         nodes = {rank // node for rank in owners or range(min(size, self.num_physical_experts))}
         what = "such that every node owns an expert"

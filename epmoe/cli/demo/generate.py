@@ -158,6 +158,7 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: P
         placement=Placement.build(len(load), size),
         traffic=[one.rows_sent for one in by_rank["health"]],
         load=load,
+        dropped=[one.dropped_pairs for one in by_rank["health"]],
         stages=by_rank["stages"],
         elapsed=by_rank["elapsed"],
         rounds=max_new_tokens,

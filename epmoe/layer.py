@@ -319,8 +319,9 @@ class MoELayer(nn.Module):
 
     def _check(self, x: Tensor) -> None:
         model, device, experts = self.ep.config.model, self.ep.device, self.experts
-        if (ours := isinstance(experts, GroupedExperts)) and self.ep.config.alignment % experts.alignment:
-            raise ValueError(
+        ours = isinstance(experts, GroupedExperts)
+        if isinstance(experts, GroupedExperts) and experts.is_fp8 and self.ep.config.alignment % experts.alignment:
+            raise ValueError(  # in bf16 torch's GEMM takes the segments
                 f"`capacity.alignment` must be a multiple of {experts.alignment}, or unset, got "
                 f"{self.ep.config.alignment}: the experts' GEMM is DeepGEMM's, whose segments start there"
             )

@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def deep_gemm(monkeypatch) -> StandIn:
 @pytest.mark.parametrize("dtype", [BF16, FP8])
 def test_deep_gemm_gets_its_layout(deep_gemm, dtype, alignment):
     """And later users of the library find the block that they have set."""
-    experts = epmoe.GroupedExperts(**weights(dtype, torch.device("cpu")))
+    experts = epmoe.GroupedExperts(**weights(dtype, torch.device("cpu")), gemm="deep_gemm")
     experts.gemm = "deep_gemm"
     assert experts.alignment == 64
     # fp8 rounds what travels between the two GEMMs to three bits of mantissa.
@@ -98,11 +99,22 @@ def test_deep_gemm_takes_fp8_rows(deep_gemm, dtype):
     experts.gemm = "deep_gemm"
     rows, offsets = inputs(BF16, torch.device("cpu"))
     q, scales = epmoe.quantize_fp8(rows)
-    got = experts(q, offsets, scales)
+    got = experts(q, offsets, scales, alignment=BLOCK)
     plain = (q.float() * scales.repeat_interleave(BLOCK, 1)).double()
     assert_close(got[real_rows()], want(experts, plain), slack=12 if dtype == FP8 else 4)
     if dtype == FP8:
-        assert torch.equal(experts(rows, offsets)[real_rows()], got[real_rows()])
+        assert torch.equal(experts(rows, offsets, alignment=BLOCK)[real_rows()], got[real_rows()])
+
+
+@pytest.mark.parametrize("alignment", [None, 1, 32])
+@pytest.mark.parametrize("dtype", [BF16, FP8])
+def test_deep_gemm_gets_no_segments_that_it_would_misread(deep_gemm, dtype, alignment):
+    """Of a call that says nothing of its segments, or that they start anywhere. bf16 takes torch's GEMM, fp8 too."""
+    experts = epmoe.GroupedExperts(**weights(dtype, torch.device("cpu")))
+    experts.gemm = "deep_gemm"
+    with pytest.warns(UserWarning, match="aligned=True") if dtype == FP8 else nullcontext():
+        assert_right(experts, slack=4, alignment=alignment)
+    assert not deep_gemm.calls
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, Self
@@ -18,6 +19,10 @@ from epmoe.native.arguments import FLOATS, FP8, check_forward_only, check_tensor
 from epmoe.native.formats import SCALE_BLOCK
 
 DTYPES = (*FLOATS, torch.float64, FP8)
+_UNALIGNED = (
+    "fp8 weights are dequantised in this call, which is slow: give the experts rows of `dispatch(…, aligned=True)` "
+    "and `alignment=dispatched.alignment`"
+)
 _KEEP_DTYPE = ("w_gate_up", "w_down", "gate_up_scales", "down_scales")  # under casts, if the weights are fp8
 
 
@@ -55,8 +60,9 @@ class GroupedExperts(nn.Module):
     - "torch": never DeepGEMM. fp8 weights are then dequantised in every call, which is right but slow, and takes the
       memory of the weights in bf16. CPUs always do this; "auto" warns of it on GPUs.
 
-    DeepGEMM needs segments that start at multiples of 64 rows: see `alignment`. A `MoELayer` sees to it. Where torch
-    does not take the weights either (it needs strides of multiples of 16 bytes, and no fp64), a loop over the experts
+    DeepGEMM needs segments that start at multiples of 64 rows. It is used where a call says so, by `alignment`, which a
+    `MoELayer` does; "auto" takes torch's for any other call. "deep_gemm" counts on it. Where torch does not take the
+    weights either (it needs strides of multiples of 16 bytes, and no fp64), a loop over the experts
     computes the same, and looks at the host. Casts, moves and `load_state_dict` choose again. Casts leave fp8 weights
     and their scales as they are.
 
@@ -175,15 +181,16 @@ class GroupedExperts(nn.Module):
                 are.
             tokens_per_expert: int32 [e], rows of each segment without its gap, so that nothing is computed for gaps
                 between the two GEMMs; by default segments count as full.
-            alignment: in rows, of which all segments start at multiples: those of a round, `Dispatched.alignment`. More
-                than the default, that of the property, can be faster.
+            alignment: in rows, of which all segments start at multiples: those of a round, `Dispatched.alignment`.
+                None: not known.
 
         Returns:
             Outputs [N, D] in `dtype`.
 
         Raises:
             TypeError: an argument has another dtype.
-            ValueError: an argument has another shape or device, or `alignment` is no multiple of the property.
+            ValueError: an argument has another shape or device, or `gemm` is "deep_gemm" and `alignment` is no multiple
+                of the property.
             RuntimeError: `rows` requires grad in grad mode.
         """
         (e, D, _), device = self.w_down.shape, self.w_down.device
@@ -198,16 +205,15 @@ class GroupedExperts(nn.Module):
             check_tensor("tokens_per_expert", tokens_per_expert, (torch.int32,), (e,), device)
         tokens = None if tokens_per_expert is None else tokens_per_expert.contiguous()
         segments = Segments(expert_offsets.contiguous(), tokens, alignment or self.alignment)
-        if segments.alignment % self.alignment:
-            raise ValueError(f"`alignment` must be a multiple of {self.alignment}, got {alignment}")
+        gemm = self._gemm_for(alignment)
         if e == 0:
             return rows_ND.new_empty(N, D, dtype=self.dtype)
         with without_autocast(device):
             if device.type != "cpu" or torch.compiler.is_compiling():
-                return self._outputs(rows_ND, segments, scales)
+                return self._outputs(gemm, rows_ND, segments, scales)
             # On the CPU the number of rows costs no synchronisation, so rows past the last segment are left out.
             n = int(expert_offsets[-1])
-            out_nD = self._outputs(rows_ND[:n], segments, None if scales is None else scales[:n])
+            out_nD = self._outputs(gemm, rows_ND[:n], segments, None if scales is None else scales[:n])
         if n == N:
             return out_nD
         out_ND = out_nD.new_empty(N, D)
@@ -219,8 +225,20 @@ class GroupedExperts(nn.Module):
         e, D, f = self.w_down.shape
         return f"e={e}, D={D}, F={f}, {dtype_name(self.w_down.dtype)}, gemm={self.gemm!r}"
 
-    def _outputs(self, rows_nD: Tensor, segments: Segments, scales: Tensor | None) -> Tensor:
-        ends, n, deep = segments.offsets[1:], rows_nD.shape[0], self.gemm == "deep_gemm"
+    def _gemm_for(self, alignment: int | None) -> Gemm:
+        """Of a call whose segments start at multiples of `alignment`. DeepGEMM would misread any other segments."""
+        if self.gemm != "deep_gemm" or alignment is not None and alignment % self.alignment == 0:
+            return self.gemm
+        if self._wanted == "deep_gemm":
+            if alignment is not None:
+                raise ValueError(f"`alignment` must be a multiple of {self.alignment}, got {alignment}")
+            return self.gemm
+        if self.is_fp8:
+            warnings.warn(_UNALIGNED, stacklevel=3)
+        return "torch"
+
+    def _outputs(self, gemm: Gemm, rows_nD: Tensor, segments: Segments, scales: Tensor | None) -> Tensor:
+        ends, n, deep = segments.offsets[1:], rows_nD.shape[0], gemm == "deep_gemm"
         if deep and self.is_fp8 and scales is None:
             rows_nD, scales = quantize_fp8(rows_nD, num_tokens=ends[-1])
         if deep and self.is_fp8 and scales is not None:
@@ -228,9 +246,9 @@ class GroupedExperts(nn.Module):
         elif deep and scales is not None:
             rows_nD, scales = dequantize_rows(rows_nD, scales, self.dtype), None
         by = ends, segments.alignment
-        gate_up = multiply(self.gemm, rows_nD, scales, self.w_gate_up, self.gate_up_scales, *by)
+        gate_up = multiply(gemm, rows_nD, scales, self.w_gate_up, self.gate_up_scales, *by)
         activated, scales = self._activation(gate_up, segments, quantise=deep and self.is_fp8)
-        out = multiply(self.gemm, activated, scales, self.w_down, self.down_scales, *by)
+        out = multiply(gemm, activated, scales, self.w_down, self.down_scales, *by)
         return out if self.down_bias is None else out + _of_rows(self.down_bias, ends, n)
 
     def _activation(self, gate_up: Tensor, segments: Segments, quantise: bool) -> tuple[Tensor, Tensor | None]:

@@ -143,10 +143,10 @@ def step(tokens_of_ranks: list[int]) -> Iterator[None]:
         yield
 
 
-def check_close(got: Tensor, expected: Tensor, what: str, slack: float = 1) -> None:
-    """Equal within `slack` times bf16 rounding: each rank's part of a sum, and the sum, are rounded once."""
+def check_close(got: Tensor, expected: Tensor, what: str) -> None:
+    """Equal within bf16 rounding: each rank's part of a sum, and the sum, are rounded once."""
     assert got.dtype == expected.dtype == torch.bfloat16 and got.shape == expected.shape, what
     if len(got):
         bound = 2**-7 * (expected.float().abs() + expected.float().abs().amax(-1, keepdim=True))
         worst = ((got.float() - expected.float()).abs() / bound).max().item()
-        assert worst <= slack, f"{what}: off by {worst:.2f} times what bf16 allows"
+        assert worst <= 1, f"{what}: off by {worst:.2f} times what bf16 allows"

@@ -16,7 +16,6 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from epmoe.integrations.vllm.choice import Choice, chosen
-from epmoe.integrations.vllm.experts import EpmoeExperts, grouped
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.integrations.vllm.sizes import Shape, logger, shared
 from epmoe.native.formats import SCALE_BLOCK
@@ -67,10 +66,8 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
             elif reason := _why_not_around(kernel):
                 _warn(reason)
             elif not isinstance(kernel.prepare_finalize, EpmoePrepareAndFinalize):  # weights may be loaded again
-                experts, is_layer = kernel.fused_experts, self.epmoe_choice.layout == "layer"
-                ours = grouped(experts, layer.w13_weight, layer.w2_weight) if is_layer else None
-                exchange = _make_exchange(layer, experts, self.epmoe_choice)
-                self.moe_kernel = FusedMoEKernel(exchange, EpmoeExperts(experts, ours, exchange) if ours else experts)
+                exchange = _make_exchange(layer, kernel.fused_experts, self.epmoe_choice)
+                self.moe_kernel = FusedMoEKernel(exchange, kernel.fused_experts)
 
         def apply(
             self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *shared: Any, **named: Any
@@ -128,7 +125,7 @@ def _make_exchange(layer: RoutedExperts, experts: FusedMoEExperts, choice: Choic
         max_tokens=moe.max_num_tokens,
         placement=layer.expert_placement_strategy,
         payload="fp8" if _travels_as_fp8(moe, experts) else "auto",
-        layout="rank" if choice.layout == "rank" else "expert",
+        layout=choice.layout,
     )
     ubatches = range(parallel.num_ubatches if parallel.use_ubatching else 1)
     arguments = get_ep_group().cpu_group, layer.w13_weight.device, choice.exchange

@@ -80,6 +80,11 @@ def torchrun(ranks: int, *program: object) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(words, code, stdout, stderr + failures)
 
 
+def run_fresh(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs `python -c CODE` in an interpreter that has imported nothing, as that of a user."""
+    return run([sys.executable, "-c", code], **variables)
+
+
 def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"} | variables
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)

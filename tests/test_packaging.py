@@ -13,7 +13,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
-from launched import ROOT, run_python
+from launched import ROOT, run_fresh, run_python
 from typer.testing import CliRunner
 
 import epmoe
@@ -102,8 +102,8 @@ def test_the_wheel_needs_no_extra(wheel: zipfile.ZipFile, tmp_path: Path) -> Non
     wheel.extractall(tmp_path)
     keys = {"num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 64, "intermediate_size": 96}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral"} | keys))
-    run = without(
-        list(EXTRAS),
+    run = run_fresh(
+        f"import sys; sys.modules.update(dict.fromkeys({list(EXTRAS)!r}))\n"
         f"import os; os.chdir({str(tmp_path)!r}); sys.path.insert(0, os.getcwd()); import epmoe\n"
         "assert epmoe.__file__ == os.path.abspath('epmoe/__init__.py') and epmoe.EPConfig.load('cpu_demo')\n"
         "print(epmoe.__version__, epmoe.EPConfig.from_hf('.', ep_size=4).model.intermediate_size)",

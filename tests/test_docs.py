@@ -183,7 +183,7 @@ def test_the_bytes_of_the_page_on_choosing_are_those_of_the_plan(monkeypatch: py
         assert mib(CAPACITY__MAX_EXPERT_ROWS=rows.replace(",", "")) == float(figure)
     for M in (1024, 128):
         row = re.findall(rf"^\| MiB a rank, M = {M} \|([\d.| ]+)\|$", page, re.MULTILINE)[0]
-        expected = [mib(**{tokens: M}, CAPACITY__ALIGNMENT=rows) for rows in (1, 8, 16, 128)]
+        expected = [mib(**{tokens: M}, CAPACITY__ALIGNMENT=rows) for rows in (1, 8, 16, 64, 128)]
         assert expected == [float(figure) for figure in row.split("|")]
     fp8 = {"EXCHANGE__PAYLOAD": "fp8"}
     for name, figure in re.findall(r"^\| (fp8 \w+(?: ways)?) \| ([\d.]+) \|$", page, re.MULTILINE):

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from epmoe import checkpoint, opaque
-from epmoe.exchange.handles import Dispatched
 from epmoe.exchange.round_state import MAX_TAG
 from epmoe.local.beside import Beside, mark
 from epmoe.local.experts import GroupedExperts, without_autocast
@@ -254,7 +253,8 @@ class MoELayer(nn.Module):
             )  # fmt: skip
             # Not before dispatch, whose blocks get multiprocessors first.
             shared = None if self.shared is None else Beside(start, self.shared, x_TD)
-            expert_rows_ND = self.experts(d.rows, d.expert_offsets, d.scales, **self._of_segments(d))
+            segments = {} if self._grouped is None else d.segments
+            expert_rows_ND = self.experts(d.rows, d.expert_offsets, d.scales, **segments)
             y_TD = self.ep.combine(expert_rows_ND, d)
             if shared is not None:
                 y_TD += shared.result()
@@ -293,15 +293,14 @@ class MoELayer(nn.Module):
         return repr(self.ep)
 
     @property
+    def _grouped(self) -> GroupedExperts | None:
+        """The experts, if they are ours."""
+        return self.experts if isinstance(self.experts, GroupedExperts) else None
+
+    @property
     def _aligned(self) -> bool:
         """Whether the experts want segments that start at multiples of a number of rows."""
-        return isinstance(self.experts, GroupedExperts) and self.experts.alignment > 1
-
-    def _of_segments(self, d: Dispatched) -> dict[str, Any]:
-        """What `GroupedExperts` also takes of a round."""
-        if not isinstance(self.experts, GroupedExperts):
-            return {}
-        return {"tokens_per_expert": d.tokens_per_expert, "alignment": d.alignment}
+        return self._grouped is not None and self._grouped.alignment > 1
 
     def _giving_up(self) -> AbstractContextManager[None]:
         """`ExpertParallel.giving_up` of this layer's rounds."""
@@ -318,11 +317,10 @@ class MoELayer(nn.Module):
             return x_TD, F.linear(x_TD.to(self.router_weight.dtype), self.router_weight)
 
     def _check(self, x: Tensor) -> None:
-        model, device, experts = self.ep.config.model, self.ep.device, self.experts
-        ours = isinstance(experts, GroupedExperts)
-        if isinstance(experts, GroupedExperts) and experts.is_fp8 and self.ep.config.alignment % experts.alignment:
+        model, device, ours = self.ep.config.model, self.ep.device, self._grouped
+        if ours is not None and ours.is_fp8 and self.ep.config.alignment % ours.alignment:
             raise ValueError(  # in bf16 torch's GEMM takes the segments
-                f"`capacity.alignment` must be a multiple of {experts.alignment}, or unset, got "
+                f"`capacity.alignment` must be a multiple of {ours.alignment}, or unset, got "
                 f"{self.ep.config.alignment}: the experts' GEMM is DeepGEMM's, whose segments start there"
             )
         dtypes = self._dtypes()
@@ -330,7 +328,7 @@ class MoELayer(nn.Module):
         if not is_tensor or x.dtype not in dtypes or x.dim() not in (2, 3) or x.shape[-1] != D:
             names = " or ".join(dtype_name(dtype) for dtype in dtypes)
             error = ValueError if is_tensor and x.dtype in dtypes else TypeError
-            why = f": the experts take {names}" if ours and is_tensor and error is TypeError else ""
+            why = f": the experts take {names}" if ours is not None and is_tensor and error is TypeError else ""
             raise error(f"`x` must be {names} [T, {D}] or [B, T, {D}], got {describe(x)}{why}")
         if x.device != device:
             raise ValueError(f"`x` must be on {device}, got {x.device}")
@@ -340,8 +338,8 @@ class MoELayer(nn.Module):
 
     def _dtypes(self) -> list[torch.dtype]:
         """Of x."""
-        if isinstance(self.experts, GroupedExperts):
-            return [self.experts.dtype]
+        if self._grouped is not None:
+            return [self._grouped.dtype]
         widest = self.ep.config.model.torch_dtype
         return [widest, *(dtype for dtype in FLOATS if dtype.itemsize < widest.itemsize)]
 

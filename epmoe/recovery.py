@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from epmoe.config.config import EPConfig
+from epmoe.config.deadlines import LAST_CALL_S
 from epmoe.config.placement import Move, Placement
 from epmoe.exchange.health import EPStateError
 from epmoe.service import ExpertParallel
 
 Store = dist.Store | str | os.PathLike[str]
 _POLL_S = 0.02
-_LAST_CALL_S = 5.0  # beside the deadline of a round: by then every rank that lives has raised
 _ARRIVALS = "epmoe/arrivals"  # how many times a new rank has come
 
 
@@ -79,7 +79,7 @@ def recover(
         MemoryError: the windows do not fit.
     """
     times = ep.config.exchange
-    wait_s = times.timeout_s + _LAST_CALL_S if last_call_s is None else last_call_s
+    wait_s = times.timeout_s + LAST_CALL_S if last_call_s is None else last_call_s
     most = max_ranks or max(ep.size, min_ranks)
     give_up, meeting, attempt = time.monotonic() + timeout_s, _open(store), 0
     while time.monotonic() < give_up:

@@ -18,26 +18,16 @@ import epmoe
 PROMPTS = ["Why is the sky blue?", "A fox", "To bake good bread you need", "Once upon a time, in a village"]
 
 
-class Block(torch.nn.Module):
-    """The sum of a MoELayer and of the shared experts, which every rank has."""
-
-    def __init__(self, layer, shared_experts):
-        super().__init__()
-        self.layer, self.shared_experts = layer, shared_experts
-
-    def forward(self, x):
-        return self.layer(x) if self.shared_experts is None else self.layer(x) + self.shared_experts(x)
-
-
 def load_model(path, ep):
     folder, config = epmoe.SafetensorsFolder(path), AutoConfig.from_pretrained(path)
     with torch.device("meta"):  # without weights
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     for name, block in list(model.named_modules()):
         if hasattr(block, "experts"):
-            layer = epmoe.MoELayer.from_safetensors(ep, folder, name)
-            model.set_submodule(name, Block(layer, getattr(block, "shared_experts", None)))
-    rest = {name: folder[name] for name, value in model.state_dict().items() if value.is_meta and name in folder}
+            shared = getattr(block, "shared_experts", None)  # which every rank has whole
+            model.set_submodule(name, epmoe.MoELayer.from_safetensors(ep, folder, name, shared=shared))
+    names = {name: name.replace(".shared.", ".shared_experts.") for name, t in model.state_dict().items() if t.is_meta}
+    rest = {name: folder[saved] for name, saved in names.items() if saved in folder}
     model.load_state_dict(rest, strict=False, assign=True)
     model.tie_weights()
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # has no weights to load

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from exchanges import Tokens, assert_y, dequantised, gains, make_config, make_tokens
 
 import epmoe
-from epmoe import Placement
+from epmoe import Move, Placement
 
 EXPERTS = 8
 FORM_S, RESUME_S = 20.0, 4.0  # deadlines of a process group and of `resume`
@@ -128,16 +128,31 @@ def form_at(state, address: str, port: int, names: list[int]) -> None:
 
 def create(state, config: epmoe.EPConfig) -> None:
     state.ep = ep = epmoe.ExpertParallel(config, device=state.device)
-    state.held = [ep.placement.logical(p) for p in ep.placement.local_experts(ep.rank)]
+    state.held = ep.placement.logical_experts(ep.rank)
+
+
+def serve(host: Host, ranks: int = 4, copies: int = 2) -> list[int]:
+    """A group that has played."""
+    names = list(range(ranks))
+    host.spawn(*names)
+    host.form_at(names)
+    host.do(names, create, config_of(spread(ranks, copies), host.device))
+    assert host.do(names, play) == ["played"] * ranks
+    return names
+
+
+def take(state, moves: Iterable[Move]) -> None:
+    """Brings the weights where they belong: `held` names the expert whose weights lie at each index."""
+    held = [*state.held, *[None] * EXPERTS][: state.ep.num_local_experts]
+    for move in moves:
+        held[move.local_index] = move.logical if move.source is None else state.held[move.source]
+    state.held = held
 
 
 def resume(state, placement: Placement | None = None) -> list[tuple]:
     """Resumes and brings the weights where they belong: `held` names the expert whose weights lie at each index."""
     moves = state.ep.resume(placement=placement)
-    held = [*state.held, *[None] * EXPERTS][: state.ep.num_local_experts]
-    for move in moves:
-        held[move.local_index] = move.logical if move.source is None else state.held[move.source]
-    state.held = held
+    take(state, moves)
     return [tuple(move) for move in moves]
 
 

@@ -8,18 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from host import EXPERTS, Host, config_of, create, play, play_until_timeout, spread
+from host import EXPERTS, Host, play, play_until_timeout, serve, take
 
 from epmoe import join_group, recover
 
 
 @pytest.fixture
 def host(tmp_path: Path, device: torch.device) -> Iterator[Host]:
-    host = Host(tmp_path, device)
-    yield host
-    for process in host.processes.values():
-        process.kill()
-        process.join()
+    with Host(tmp_path, device) as host:
+        yield host
 
 
 def go_on(state, folder: Path, min_ranks: int = 1) -> int:
@@ -28,11 +25,8 @@ def go_on(state, folder: Path, min_ranks: int = 1) -> int:
 
     def load_weights(moves) -> None:
         nonlocal loaded
-        held = [*state.held, *[None] * EXPERTS][: state.ep.num_local_experts]
-        for move in moves:
-            held[move.local_index] = move.logical if move.source is None else state.held[move.source]
-            loaded += move.source is None
-        state.held = held
+        loaded += sum(move.source is None for move in moves)
+        take(state, moves)
 
     last_call_s = 3.0 if state.device.type == "cpu" else 10.0  # ranks may share GPUs by time slices
     recover(state.ep, folder, load_weights, min_ranks=min_ranks, max_ranks=4, last_call_s=last_call_s)
@@ -41,21 +35,12 @@ def go_on(state, folder: Path, min_ranks: int = 1) -> int:
 
 def come(state, folder: Path) -> int:
     state.ep = ep = join_group(folder, device=state.device, timeout_s=60)
-    state.held = [ep.placement.logical(p) for p in ep.placement.local_experts(ep.rank)]
+    state.held = ep.placement.logical_experts(ep.rank)
     return len(state.held)
 
 
 def die(state) -> None:
     signal.raise_signal(signal.SIGKILL)
-
-
-def serve(host: Host, copies: int) -> list[int]:
-    names = list(range(4))
-    host.spawn(*names)
-    host.form_at(names)
-    host.do(names, create, config_of(spread(4, copies), host.device))
-    assert host.do(names, play) == ["played"] * 4
-    return names
 
 
 @pytest.mark.parametrize("dead", [0, 2])

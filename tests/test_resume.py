@@ -29,6 +29,7 @@ from host import (
     play,
     play_until_timeout,
     resume,
+    serve,
     spread,
     survivors,
 )
@@ -76,16 +77,6 @@ def exchange_objects(state) -> None:
 def host(tmp_path: Path, device: torch.device) -> Iterator[Host]:
     with Host(tmp_path, device) as host:
         yield host
-
-
-def serve(host: Host, ranks: int = 4, copies: int = 2) -> list[int]:
-    """A group that has played."""
-    names = list(range(ranks))
-    host.spawn(*names)
-    host.form_at(names)
-    host.do(names, create, config_of(spread(ranks, copies), host.device))
-    assert host.do(names, play) == ["played"] * ranks
-    return names
 
 
 def lose(host: Host, names: list[int], dead: int, number: int = signal.SIGKILL) -> list[int]:

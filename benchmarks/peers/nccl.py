@@ -69,16 +69,10 @@ class AllGather(Exchange):
 
     def outputs(self, handle: Any) -> Tensor:
         rows, ids, _ = self.received
-        return rows * needed_here(self.sample, ids).to(rows)
+        return rows * self.sample.needed_here(ids).to(rows)
 
     def arrived(self, handle: Any) -> list[Tensor]:
         return self.received[:1]
-
-
-def needed_here(sample: Sample, ids: Tensor) -> Tensor:
-    """bool [N, 1]: whether this rank holds one of the experts ids [N, K]. The placement is linear, without copies."""
-    experts = sample.config.model.num_experts // sample.config.topology.ep_size
-    return (ids // experts == sample.rank).any(dim=1, keepdim=True)
 
 
 class Collectives(Peer):

@@ -69,15 +69,15 @@ def random_experts(config: EPConfig, rank: int, device: torch.device, precision:
         name: torch.empty(e, -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK), device=device)
         for name, (n, k) in shapes.items()
     }
-    for i, physical in enumerate(placement.local_experts(rank)):
-        generator.manual_seed(placement.logical(physical))
+    for i, logical in enumerate(placement.logical_experts(rank)):
+        generator.manual_seed(logical)
         for name, (n, k) in shapes.items():
             drawn = torch.randn(n, k, generator=generator, device=device) / k**0.5
             if fp8:
                 weights[name][i], scales[name][i] = _quantised(drawn)
             else:
                 weights[name][i] = drawn
-    gemm = "auto" if precision is not Precision.PLAIN_DEEP_GEMM else "deep_gemm"
+    gemm = {Precision.PLAIN: "torch", Precision.PLAIN_DEEP_GEMM: "deep_gemm", Precision.FP8: "auto"}[precision]
     of_weights = {f"{name}_scales": scales[name] for name in shapes} if fp8 else {}
     return GroupedExperts(weights["gate_up"], weights["down"], gemm=gemm, **of_weights)  # type: ignore[arg-type]
 
@@ -87,11 +87,6 @@ class Handle(NamedTuple):
 
     dispatched: Dispatched
     outputs_ND: Tensor
-
-
-def outputs_of(experts: GroupedExperts, d: Dispatched) -> Tensor:
-    """As a `MoELayer` calls its experts."""
-    return experts(d.rows, d.expert_offsets, d.scales, tokens_per_expert=d.tokens_per_expert, alignment=d.alignment)
 
 
 class WholeLayer(Side):
@@ -125,7 +120,7 @@ class WholeLayer(Side):
 
     def out(self) -> Handle:
         d = self.sent()
-        return Handle(d, outputs_of(self.experts, d))
+        return Handle(d, self.experts(d.rows, d.expert_offsets, d.scales, **d.segments))
 
     def back(self, handle: Handle) -> Tensor:
         return self.ep.combine(handle.outputs_ND, handle.dispatched)
@@ -206,7 +201,7 @@ def experts_alone(layer: WholeLayer) -> Side:
     rows_ND, offsets = d.rows.clone(), d.expert_offsets.clone()
     scales = None if d.scales is None else d.scales.clone()
     segments = {"tokens_per_expert": d.tokens_per_expert.clone(), "alignment": d.alignment}
-    layer.back(Handle(d, outputs_of(layer.experts, d)))
+    layer.back(Handle(d, layer.experts(d.rows, d.expert_offsets, d.scales, **d.segments)))
     poison([rows_ND[layer.num_rows :]])
     return Calls(
         "the experts",

@@ -148,7 +148,7 @@ def activation(T: int, quantize: bool) -> Case:
         return epmoe.native.ops.gated_activation(rows, offsets, None, None, False, math.inf, 1.0, 0.0, quantize)
 
     def check(rows: Tensor, got: Any) -> None:
-        out, scales = got[0][:real].float(), got[1][:real]
+        out, scales = got[0][:real].float(), got[1].t()[:real]  # which lie block by block
         gate, up = rows[:real].float().chunk(2, dim=1)
         want = torch.nn.functional.silu(gate) * up
         if len(scales):

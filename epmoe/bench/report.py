@@ -15,6 +15,7 @@ from rich.table import Table
 from epmoe.config.config import EPConfig
 from epmoe.local.simulate import Kind
 
+STDOUT = Path("-")  # as the path of a file: prints it
 _TEXT = ("side", "payload", "precision", "GEMM", "host")  # columns that are not figures
 
 
@@ -89,12 +90,8 @@ class Report:
         return view
 
     def write_json(self, path: Path, facts: Mapping[str, Any] | None = None) -> None:
-        """Write the figures for a program, with the `facts` of the run before them, to a file or, as `-`, to stdout."""
-        text = json.dumps({**(facts or {}), **self.content}, indent=2) + "\n"
-        if path == Path("-"):
-            sys.stdout.write(text)
-        else:
-            path.write_text(text, encoding="utf-8")
+        """As the function `write_json`: the figures for a program, with the `facts` of the run before them."""
+        write_json(path, {**(facts or {}), **self.content})
 
     def plot(self, path: Path, title: str = "") -> None:
         """Plot every side's time over T. The file's suffix picks the format (.png, .svg, .pdf)."""
@@ -112,6 +109,15 @@ class Report:
         axes.grid(alpha=0.3)
         figure.legend(loc="outside right upper")
         figure.savefig(path)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write to a file, or to stdout if the path is `STDOUT`."""
+    text = json.dumps(content, indent=2) + "\n"
+    if path == STDOUT:
+        sys.stdout.write(text)
+    else:
+        path.write_text(text, encoding="utf-8")
 
 
 def microseconds(value: float) -> str:

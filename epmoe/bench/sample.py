@@ -55,10 +55,9 @@ class Sample:
         x_TD = torch.randn(tokens, self.hidden, generator=torch.Generator().manual_seed(rank)).to(self.dtype)
         factors_E = torch.linspace(0.5, 1.5, model.num_experts)
         sums_T1 = (weights[mine] * factors_E[ids[mine].long()]).sum(dim=1, keepdim=True)
-        logical = [self.placement.logical(p) for p in self.placement.local_experts(rank)]
         self.x_TD, self.ids_TK, self.weights_TK = (t.to(device) for t in (x_TD, ids[mine], weights[mine]))
         self.expected_TD = (x_TD.float() * sums_T1).to(device, self.dtype)
-        self.factors_e1 = factors_E[logical].unsqueeze(1).to(device, self.dtype)
+        self.factors_e1 = factors_E[self.placement.logical_experts(rank)].unsqueeze(1).to(device, self.dtype)
 
     def experts(self, rows_ND: Tensor, scales: Tensor | None, offsets: Tensor) -> Tensor:
         """Outputs of this rank's experts for the rows that arrived, [offsets[-1], D]."""
@@ -80,6 +79,11 @@ class Sample:
         limit = 16 * torch.finfo(torch.bfloat16 if fp8 else self.dtype).eps
         if not torch.allclose(y_TD, expected_TD, rtol=limit, atol=limit):
             raise RuntimeError(f"{name}: {problem}")
+
+    def needed_here(self, ids_NK: Tensor) -> Tensor:
+        """bool [N, 1]: whether this rank holds one of the experts ids [N, K]. Placements are linear, without copies."""
+        experts = self.config.model.num_experts // self.config.topology.ep_size
+        return (ids_NK // experts == self.rank).any(dim=1, keepdim=True)
 
     def remote_rows(self) -> tuple[int, int]:
         """Rows that cross to other ranks: the most that one rank sends in dispatch, and the most in combine."""

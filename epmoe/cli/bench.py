@@ -11,8 +11,8 @@ from rich.progress import Progress
 
 from epmoe.bench import cpu, gpu, layer, peers, tune
 from epmoe.bench.facts import facts
-from epmoe.bench.report import Benchmark, Job
-from epmoe.cli.console import STDOUT, UserError, check_output, console, launched_rank, require
+from epmoe.bench.report import STDOUT, Benchmark, Job
+from epmoe.cli.console import UserError, check_output, console, launched_rank, require
 from epmoe.cli.launch import CONFIG, NPROC, all_ranks, check_ranks, load, start_ranks
 from epmoe.local.simulate import Kind
 

@@ -15,12 +15,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from epmoe.bench.report import STDOUT
 from epmoe.extras import sentence
 
 console = Console(highlight=False)
 _stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 SEE_TRACEBACK = "; the same command under torchrun shows the traceback"
-STDOUT = Path("-")
 MOST_LINES = 18  # of a message: with what a shell adds, one screen
 RUN_ID = "epmoe-run-"  # how the ids of runs begin that `epmoe` started itself
 

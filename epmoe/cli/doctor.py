@@ -162,9 +162,8 @@ def _experts_gemm() -> Finding:
     """The library of the experts' grouped GEMM, which is tried."""
     shapes = (1, 512, 256), (1, 256, 256)
     for dtype in (torch.bfloat16, FP8):
-        if (
-            problem := deep_gemm.problem(*(torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes))
-        ) is None:
+        problem = deep_gemm.problem(*(torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes))
+        if problem is None:
             continue
         if isinstance(problem, ValueError):  # of this GPU
             return Finding("ok", "experts", f"torch's grouped GEMM: {problem}")

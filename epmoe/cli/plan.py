@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,8 +11,9 @@ from rich import box
 from rich.table import Table
 
 from epmoe.bench.prediction import predicted, prediction
+from epmoe.bench.report import write_json
 from epmoe.cli.capacity import Capacity, advice, experts, network, suggestions
-from epmoe.cli.console import STDOUT, UserError, check_output, console, human_bytes
+from epmoe.cli.console import UserError, check_output, console, human_bytes
 from epmoe.cli.launch import CONFIG, load
 from epmoe.config.config import EPConfig
 from epmoe.exchange.memory import MemoryPlan
@@ -49,11 +49,7 @@ def plan(
             content["launches"] = _launches(parsed, plans[0], multiprocessors)
         if predict:
             content["predicted"] = predicted(parsed, _tokens(parsed))
-        text = json.dumps(content, indent=2) + "\n"
-        if as_json == STDOUT:
-            typer.echo(text, nl=False)
-        else:
-            as_json.write_text(text, encoding="utf-8")
+        write_json(as_json, content)
         return
     largest = max(plans, key=lambda p: p.total_bytes)
     console.print(

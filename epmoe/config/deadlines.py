@@ -17,6 +17,7 @@ ANSWER_S = 0.4
 INSIDE_NODE_S = 0.8
 RETURN_S = 1.1
 NETWORK_SLACK_S = 2.0
+LAST_CALL_S = 5.0  # of `recover`, beside timeout_s: by then every rank that lives has raised
 OPENING_ANSWER_S = 1.0  # as ANSWER_S, where a group did not open and processes may still start
 
 

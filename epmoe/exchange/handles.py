@@ -151,6 +151,11 @@ class Dispatched(_Fields):
         self.__dict__ = sent.template.attributes.copy()
         self.sent, self.num_tokens, self.epoch = sent, sent.num_tokens, sent.epoch
 
+    @property
+    def segments(self) -> dict[str, Any]:
+        """What `GroupedExperts` take of the round beside rows, offsets and scales: `experts(…, **d.segments)`."""
+        return {"tokens_per_expert": self.tokens_per_expert, "alignment": self.alignment}
+
     def __repr__(self) -> str:
         names = ("rows", "scales", "expert_offsets", "tokens_per_expert") if self.layout == "expert" else ("recv",)
         return describe_fields(self, {name: getattr(self, name) for name in names}, self.sent.summary())

@@ -87,15 +87,7 @@ def _opaque(
 
 
 @_opaque.register_fake
-def _(
-    gemm: str,
-    rows: Tensor,
-    row_scales: Tensor | None,
-    weights: Tensor,
-    weight_scales: Tensor | None,
-    ends: Tensor,
-    alignment: int,
-) -> Tensor:
+def _(gemm: str, rows: Tensor, row_scales: Tensor | None, weights: Tensor, *_: object) -> Tensor:
     return rows.new_empty(rows.shape[0], weights.shape[1], dtype=_product_dtype(weights))
 
 

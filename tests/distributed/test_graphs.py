@@ -20,7 +20,7 @@ from epmoe import Dispatched, ExpertParallel
 
 def capturable_experts(ep: ExpertParallel) -> Callable[[Dispatched], Tensor]:
     """The tests' experts without host synchronisation. Rows past the last segment are undefined."""
-    local = [ep.placement.logical(p) for p in ep.placement.local_experts(ep.rank)]
+    local = ep.placement.logical_experts(ep.rank)
     gain_eD = gains(ep.config, ep.config.model.hidden_size)[local].to(ep.device)
 
     def experts(d: Dispatched) -> Tensor:

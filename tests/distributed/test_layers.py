@@ -26,7 +26,7 @@ def make_layer(
     dtype, D = ep.config.model.torch_dtype, ep.config.model.hidden_size
     w_gate_up = (randn(E, 2 * F, D, seed=seed + 1) / D**0.5).to(dtype)
     w_down = (randn(E, D, F, seed=seed + 2) / F**0.5).to(dtype)
-    local = [ep.placement.logical(p) for p in ep.placement.local_experts(ep.rank)]
+    local = ep.placement.logical_experts(ep.rank)
     experts = GroupedExperts(w_gate_up[local].to(ep.device), w_down[local].to(ep.device))
     bias_E = (randn(E, seed=seed + 3) * 9).to(ep.device) if bias else None
     return MoELayer(ep, randn(E, D, seed=seed).to(ep.device), experts, bias=bias_E, **options), (w_gate_up, w_down)
@@ -108,7 +108,7 @@ def deep_layer(make_ep, device, request):
         experts=E, top_k=K, hidden=D, dtype="bfloat16", max_tokens=300, capacity={"gap_rows": "undefined"},
         exchange={"payload": request.param},
     )  # fmt: skip
-    local = [ep.placement.logical(p) for p in ep.placement.local_experts(ep.rank)]
+    local = ep.placement.logical_experts(ep.rank)
     plain = [
         (randn(E, *shape, seed=i)[local] / shape[1] ** 0.5).to(device) for i, shape in enumerate([(2 * F, D), (D, F)])
     ]

@@ -34,6 +34,11 @@ struct DispatchArgs {
   bool send, receive;      // the phases of this call: either or both
   const float* scales_TB;  // of rows that are quantized already, else null
   int64_t scales_stride;   // between rows
+  // For training:
+  bool to_caller;        // plan.rows is memory that no other rank writes, and pairs of weight 0 travel, too
+  bool adds_only;        // combine adds without weights
+  bool returns_values;   // combine brings back a value of each pair
+  float* row_weights_N;  // out, with to_caller: the weight of each pair's row; or null
 };
 
 struct CombineArgs {
@@ -44,6 +49,8 @@ struct CombineArgs {
   void* y_TD;                 // out: contiguous, in the dtype of dispatch's x
   int64_t T, D;               // of y
   bool send, receive;         // as in DispatchArgs
+  const float* row_values_N;  // of a round that returns values: what each pair's row has for it; else null
+  float* pair_values_TK;      // out, likewise: the value of each pair, 0 where it had no row
 };
 
 }  // namespace epmoe

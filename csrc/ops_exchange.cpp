@@ -18,6 +18,8 @@ enum class Phase { kSendRecv, kSend, kRecv };
 struct ExchangeDescriptor {
   ExchangePlan plan;
   int64_t expert_major, weight_rows, zero_gaps;  // as in DispatchArgs
+  int64_t to_caller, adds_only, returns_values;  // likewise
+  int64_t row_weights, row_values, pair_values;  // addresses, as in DispatchArgs and CombineArgs
   int64_t timeout_ns;                            // of each wait
   int64_t status;                                // address of the Status, and on CUDA of the Progress behind it
 };
@@ -35,7 +37,7 @@ const ExchangeDescriptor& parsed(const Tensor& descriptor) {
 
 Exchange exchange_of(const ExchangeDescriptor& d, const Tensor& window, const Tensor& scratch) {
   int64_t R = d.plan.R;
-  pointer<uint8_t>(window, d.plan.combine_scales, "window");
+  pointer<uint8_t>(window, d.plan.combine_values, "window");
   Exchange exchange{
       .plan = d.plan,
       .peers_R = {},
@@ -97,6 +99,8 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
                   "rows of x must start at multiples of 16 bytes");
   args.expert_major = d.expert_major != 0, args.weight_rows = d.weight_rows != 0;
   args.zero_gaps = d.zero_gaps != 0;
+  args.to_caller = d.to_caller != 0, args.adds_only = d.adds_only != 0, args.returns_values = d.returns_values != 0;
+  args.row_weights_N = reinterpret_cast<float*>(d.row_weights);
   args.send = kPhase != Phase::kRecv, args.receive = kPhase != Phase::kSend;
   launch_dispatch(exchange_of(d, window, scratch), args, x);
 }
@@ -110,6 +114,8 @@ void combine(const Tensor& y, const std::optional<Tensor>& rows, const Tensor& w
                   "y must be contiguous [T, D] and fit the plan");
   STD_TORCH_CHECK(wire_row_bytes(plan.combine_format, y.size(1), dtype_of(y)) <= plan.combine_stride_bytes,
                   "a row of y must fit the plan");
+  STD_TORCH_CHECK(!d.row_values == !d.pair_values && (!d.row_values || !wire(plan.combine_format).has_scales()),
+                  "values return with sums without scales");
   CombineArgs args{
       .rows = nullptr,
       .expert_major = d.expert_major != 0,
@@ -120,6 +126,8 @@ void combine(const Tensor& y, const std::optional<Tensor>& rows, const Tensor& w
       .D = y.size(1),
       .send = kPhase != Phase::kRecv,
       .receive = kPhase != Phase::kSend,
+      .row_values_N = reinterpret_cast<const float*>(d.row_values),
+      .pair_values_TK = reinterpret_cast<float*>(d.pair_values),
   };
   if (rows) {
     check_rows(*rows, "rows");

@@ -53,6 +53,7 @@ struct ExchangePlan {
   int64_t recv_weights;     // float [R, M, K]: with recv_x; on the CPU combine send reads them too
   int64_t combine_rows;     // partial rows [R, M, D]: combine send -> combine receive
   int64_t combine_scales;   // float [R, M, combine_scale_blocks]: with combine_rows, likewise
+  int64_t combine_values;   // a value of each pair [R, M, K], CPU: float, CUDA: words; with combine_rows, likewise
   // CUDA only.
   int64_t recv_flags;     // uint32 [R, M]: the epoch whose row is in the slot, Simple protocol
   int64_t recv_ordinals;  // int32 [R, M, K]: ordinal of the pair in (source, expert), or its final row with bit 31 set
@@ -100,7 +101,8 @@ struct alignas(64) RoundHeader {
   int32_t more_rounds[2];  // CPU only: 1 if the source needs a round after round n, at n % 2; see Progress
   int32_t aborted[2];      // CPU only: 1 if the source has aborted round n, at n % 2; see cpu/signal.h
   int32_t tag;             // CPU only: of the source's call
-  int32_t unused[3];
+  int32_t mode;            // CPU only: of the source's call, as in RoundState
+  int32_t unused[2];
 };
 
 // How far this rank's calls have come. The operators write it, no kernel does except `has_more_rounds`, and the host
@@ -117,8 +119,8 @@ struct Progress {
   int64_t tag;              // of the open round: the host writes it before dispatch
 };
 
-// A tag has 16 bits. Ranks that open a round with other tags are in other layers.
-constexpr int32_t kMaxTag = (1 << 16) - 1;
+// A tag has 15 bits. Ranks that open a round with other tags are in other layers.
+constexpr int32_t kMaxTag = (1 << 15) - 1;
 
 // What went wrong, for the host: int64 each, in the order of `epmoe.exchange.health.STATUS`. It lies in host memory
 // (pinned on CUDA); kernels write it, and the host looks at it without synchronising. Only the CPU's host clears
@@ -154,6 +156,7 @@ struct RoundState {
   int16_t dtype;            // DType of the call's x; CPU only
   int16_t originator;       // CUDA only: the rank that saw the failure first
   uint32_t ll_mask;         // CUDA only: sources of up to ll_max_tokens tokens; their sums return by the LL protocol
+  int32_t mode;             // of the call, for training: bits `to_caller`, `adds_only`, `returns_values`; CPU only
   uint64_t missing;         // CUDA only: ranks that a wait has missed; not 0 ends all other waits of this rank
   // CUDA only, from here on. `[2]` is indexed by Stage. Each kernel clears what belongs to the other stage.
   int32_t done[2];     // blocks that have finished

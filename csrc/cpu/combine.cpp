@@ -28,6 +28,17 @@ void send_row(const Exchange& ex, int64_t source, int64_t slot, const float* sum
   }
 }
 
+// Writes a value of each pair of a slot into the window of the slot's source.
+void send_values(const Exchange& ex, const CombineArgs& args, int32_t K, int64_t source, int64_t slot) {
+  const ExchangePlan& plan = ex.plan;
+  auto* row_of_pair = in_scratch<int32_t>(ex, plan.row_of_pair) + (source * plan.M + slot) * plan.K;
+  auto* out = in_window<float>(ex, source, plan.combine_values) + (plan.rank * plan.M + slot) * plan.K;
+  for (int32_t k = 0; k < K; ++k) {
+    int32_t row = row_of_pair[k];
+    out[k] = row >= 0 && row < args.num_rows ? args.row_values_N[row] : 0.0f;
+  }
+}
+
 // Sends the partial rows of all received slots: their weighted sums over experts, or with rank-major rows the rows.
 template <typename T>
 void send_rows(const Exchange& ex, const CombineArgs& args, const RoundState& round, const int32_t* counts_R) {
@@ -64,6 +75,7 @@ void send_rows(const Exchange& ex, const CombineArgs& args, const RoundState& ro
         for (int64_t d = 0; d < round.D; ++d) sum_D[d] = to_float(partial[d]);
       }
       send_row<T>(ex, source, slot, sum_D.data(), round.D, packed_D.data(), stream);
+      if (args.row_values_N) send_values(ex, args, round.K, source, slot);
     }
   }
 }
@@ -83,6 +95,13 @@ void add_returned(const Exchange& ex, int64_t r, int64_t slot, int64_t D, float*
   }
 }
 
+// Adds the values that rank `r` has returned for the pairs in `slot`, of which it has set those of other ranks to 0.
+void add_values(const Exchange& ex, int64_t r, int64_t slot, int32_t K, float* values_K) {
+  const ExchangePlan& plan = ex.plan;
+  auto* returned = in_window<float>(ex, plan.rank, plan.combine_values) + (r * plan.M + slot) * plan.K;
+  for (int32_t k = 0; k < K; ++k) values_K[k] += returned[k];
+}
+
 // y = the sum over ranks in fp32, always in rank order; padded rows become zeros.
 template <typename T>
 void sum_returned(const Exchange& ex, const CombineArgs& args, const RoundState& round) {
@@ -93,12 +112,15 @@ void sum_returned(const Exchange& ex, const CombineArgs& args, const RoundState&
   std::vector<float> sum_D(round.D);
   int64_t tokens = std::min<int64_t>(round.T, args.T);
   T* y = static_cast<T*>(args.y_TD);
+  if (args.pair_values_TK) std::fill_n(args.pair_values_TK, args.T * round.K, 0.0f);
   for (int64_t t = 0; t < tokens; ++t) {
     std::fill(sum_D.begin(), sum_D.end(), 0.0f);
     for (int64_t r = 0; r < plan.R; ++r) {
       int32_t slot = slots[t * plan.R + r];
       // A rank that aborts the round has sent no rows: its count is 0.
-      if (slot >= 0 && slot < headers[r].counts[parity]) add_returned<T>(ex, r, slot, round.D, sum_D.data());
+      if (slot < 0 || slot >= headers[r].counts[parity]) continue;
+      add_returned<T>(ex, r, slot, round.D, sum_D.data());
+      if (args.pair_values_TK) add_values(ex, r, slot, round.K, args.pair_values_TK + t * round.K);
     }
     for (int64_t d = 0; d < round.D; ++d) y[t * round.D + d] = from_float<T>(sum_D[d]);
   }
@@ -146,6 +168,7 @@ void receive(const Exchange& ex, const CombineArgs& args, RoundState& round) {
     report_aborted(ex, round.combine_epoch);
   } else {
     std::memset(args.y_TD, 0, args.T * round.D * sizeof(T));
+    if (args.pair_values_TK) std::fill_n(args.pair_values_TK, args.T * round.K, 0.0f);
   }
   ++round.progress.phases;
 }

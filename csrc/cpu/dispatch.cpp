@@ -20,6 +20,7 @@ uint64_t read_ranks(const Exchange& ex, const DispatchArgs& args, int64_t t, Pai
       .copies_EC = in_scratch<int32_t>(ex, plan.table_copies),
       .copies_E = in_scratch<int32_t>(ex, plan.table_num_copies),
       .counters = in_scratch<int64_t>(ex, plan.health_counters),
+      .keeps_zeros = args.to_caller,
   };
   auto* owners = in_scratch<int32_t>(ex, plan.table_owners);
   uint64_t ranks = 0;
@@ -77,14 +78,15 @@ void send_tokens(const Exchange& ex, const DispatchArgs& args, int64_t tokens, s
   for (int64_t r = 0; r < plan.R; ++r) rows_sent[r] += counts_R[r];
 }
 
-// Reads every source's header into counts_R. Returns the ranks whose K, D, dtype or tag differ from this rank's, as a
+// Reads every source's header into counts_R. Returns the ranks whose call differs from this rank's, as a
 // mask; `other` becomes that of Status.
 uint64_t read_headers(const Exchange& ex, const RoundState& round, int32_t* counts_R, int64_t& other) {
   auto* headers = in_window<RoundHeader>(ex, ex.plan.rank, ex.plan.signal_dispatch);
   uint64_t mismatched = 0;
   for (int64_t r = 0; r < ex.plan.R; ++r) {
     bool other_tag = headers[r].tag != round.progress.tag;
-    if (other_tag || headers[r].K != round.K || headers[r].D != round.D || headers[r].dtype != round.dtype)
+    if (other_tag || headers[r].K != round.K || headers[r].D != round.D || headers[r].dtype != round.dtype ||
+        headers[r].mode != round.mode)
       mismatched |= uint64_t{1} << r;
     if (other_tag && !other) other = 1 + (r << 16 | (headers[r].tag & kMaxTag));
     counts_R[r] = static_cast<int32_t>(std::clamp<int64_t>(headers[r].counts[round.dispatch_epoch % 2], 0, ex.plan.M));
@@ -164,6 +166,17 @@ void weight_rows(const Exchange& ex, const DispatchArgs& args, const int32_t* co
   });
 }
 
+// For training: hands out the weight of each pair's row, and sets it to 1 where combine only adds.
+void keep_weights(const Exchange& ex, const DispatchArgs& args, const int32_t* counts_R) {
+  auto* weights = in_window<float>(ex, ex.plan.rank, ex.plan.recv_weights);
+  auto* row_of_pair = in_scratch<int32_t>(ex, ex.plan.row_of_pair);
+  for_each_pair(ex, args, counts_R, [&](int64_t pair) {
+    if (row_of_pair[pair] < 0) return;
+    if (args.row_weights_N) args.row_weights_N[row_of_pair[pair]] = weights[pair];
+    if (args.adds_only) weights[pair] = 1.0f;
+  });
+}
+
 // layout="rank": counts the received pairs, and writes the sentinel and weight 0 into all unused slots.
 void fill_unused_slots(const Exchange& ex, const DispatchArgs& args, const int32_t* counts_R) {
   const ExchangePlan& plan = ex.plan;
@@ -202,6 +215,7 @@ bool send(const Exchange& ex, const DispatchArgs& args) {
   round->D = static_cast<int32_t>(args.D);
   round->K = args.K;
   round->dtype = static_cast<int16_t>(args.dtype);
+  round->mode = args.to_caller | args.adds_only << 1 | args.returns_values << 2;
   ++round->progress.phases;
   if (!round->latched) signal_all(ex, plan.signal_dispatch, round->dispatch_epoch, *round, counts.data());
   return true;
@@ -235,6 +249,7 @@ void receive(const Exchange& ex, const DispatchArgs& args) {
   if (args.expert_major) {
     permute_received(ex, args, counts);
     if (args.weight_rows) weight_rows(ex, args, counts);
+    if (args.to_caller) keep_weights(ex, args, counts);
   } else {
     fill_unused_slots(ex, args, counts);
   }

@@ -63,7 +63,7 @@ inline void signal_all(const Exchange& ex, int64_t signals_offset, uint32_t epoc
     RoundHeader* slot = in_window<RoundHeader>(ex, rank, signals_offset) + ex.plan.rank;
     slot->counts[epoch % 2] = count_R ? count_R[rank] : 0;
     slot->aborted[epoch % 2] = !count_R;
-    slot->D = round.D, slot->K = round.K, slot->dtype = round.dtype;
+    slot->D = round.D, slot->K = round.K, slot->dtype = round.dtype, slot->mode = round.mode;
     slot->tag = static_cast<int32_t>(round.progress.tag);
     slot->needed_rows = static_cast<int32_t>(std::min<int64_t>(ex.status->needed_rows, INT32_MAX));
     slot->more_rounds[epoch % 2] = round.progress.more_rounds & 1;

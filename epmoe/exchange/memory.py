@@ -39,6 +39,7 @@ SIZES = (
 OFFSETS = (
     "signal.dispatch", "signal.combine", "signal.error", "signal.dead", "doorbell",
     "recv.x", "recv.scales", "recv.ids", "recv.weights", "combine.rows", "combine.scales",
+    "combine.values",
     "recv.flags", "recv.ordinals", "recv.counts", "combine.flags", "ll.rows", "ll.pairs", "ll.sums",
     "rows", "row_scales",
     "state", "counts", "slots_used", "slots", "expert_offsets", "tokens_per_expert", "row_of_pair",
@@ -164,6 +165,7 @@ class MemoryPlan:
             ("window", "recv.weights", (R, M, K), f32),
             ("window", "combine.rows", (R, M, combine.row_items(D, x_dtype)), combine.dtype_of(x_dtype)),
             ("window", "combine.scales", (R, M, combine_scales), combine.scale or f32),
+            ("window", "combine.values", (R, M, K), i64 if nvlink else f32),
             ("window", "recv.flags", (R, M) if nvlink else (0,), i32),
             ("window", "recv.ordinals", (R, M, K) if nvlink else (0,), i32),
             ("window", "recv.counts", (R, R * most + 2) if nvlink else (0,), i64),

@@ -21,7 +21,7 @@ from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 from epmoe.config.tuning import Tuning
 from epmoe.exchange.call import Call
-from epmoe.exchange.descriptors import Descriptors
+from epmoe.exchange.descriptors import CallerRows, Descriptors, returning
 from epmoe.exchange.exchange import Exchange
 from epmoe.exchange.handles import Dispatched, Layout, Sent
 from epmoe.exchange.health import (
@@ -51,6 +51,7 @@ from epmoe.exchange.waiting import device_ends, interruptible
 from epmoe.exchange.window import Window
 from epmoe.native import ops
 
+TRAINING_SHARE = 3 / 4  # of the multiprocessors, so that NCCL's kernels beside a round of training find theirs
 _written_to: list[object] = []  # what kernels that had not ended at a release may write
 _CODE, _NEEDED_ROWS = STATUS.index("code"), STATUS.index("needed_rows")
 _MISSING, _ABORTED, _ABORTED_EPOCH = map(STATUS.index, ("missing", "aborted", "aborted_epoch"))
@@ -113,6 +114,7 @@ class NodeExchange(Exchange):
             config, device, self.views, self.rounds, self.rank, plan.sizes["alignment"], self.descriptors.of
         )
         self._totals = Totals(self.views)
+        self._trains, self._training_sms = False, _share_of(device)
 
     def dispatch(self, call: Call) -> Dispatched:
         """`padded_tokens` is for a network between nodes, of which there is none here."""
@@ -175,6 +177,53 @@ class NodeExchange(Exchange):
         finally:
             self.thread = 0
 
+    def dispatch_into(self, call: Call, into: CallerRows) -> Dispatched:
+        """`dispatch` of a round of training, which writes into memory of the caller's. Collective.
+
+        Args:
+            call: of expert-major rows.
+            into: the memory, which must live until the round is closed.
+
+        Returns:
+            The open round, with the rows, offsets and counts of `into`.
+        """
+        self.enter()
+        try:
+            sent = self._opened(call)
+            assert sent.descriptor is not None
+            self._trains = True
+            scratch = self.memory[1].data_ptr()
+            sent.descriptor = self.descriptors.for_training(sent.descriptor, into, scratch, self._training_sms)
+            sent.arguments = *sent.arguments[:-1], sent.descriptor
+            self._run(ops.dispatch, sent.arguments, DISPATCHED)
+            dispatched = self._received(sent)
+        finally:
+            self.thread = 0
+        if into.rows is not None:
+            dispatched.rows = into.rows
+        dispatched.expert_offsets, dispatched.tokens_per_expert = into.expert_offsets, into.tokens_per_expert
+        return dispatched
+
+    def combine_with_values(self, rows: Tensor, dispatched: Dispatched, row_values: Tensor) -> tuple[Tensor, Tensor]:
+        """`combine` of a round of training that returns values. Collective.
+
+        Args:
+            rows: as of `combine`.
+            dispatched: the open round, of `dispatch_into`.
+            row_values: fp32 [N], contiguous.
+
+        Returns:
+            y [T, D], and fp32 [T, K], for each pair the value of its row, 0 where it has none.
+        """
+        sent = dispatched.sent
+        T, K = sent.num_tokens, sent.template.shape[1]
+        pair_values = row_values.new_empty(max(T * K, 1))  # an empty tensor has no address
+        if not len(row_values):
+            row_values = row_values.new_empty(1)
+        assert sent.descriptor is not None
+        sent.descriptor = returning(sent.descriptor, row_values, pair_values)
+        return self.combine("expert", rows, dispatched, None), pair_values[: T * K].view(T, K)
+
     def abort_open_round(self) -> None:
         """It allocates nothing, so it works after any error."""
         rounds = self.rounds
@@ -217,7 +266,8 @@ class NodeExchange(Exchange):
         """Raise EPOverflowError, once, if a round needed more expert-major rows than there are."""
         if needed := self._words[_NEEDED_ROWS]:
             self._words[_NEEDED_ROWS] = 0
-            raise EPOverflowError(needed, self.plan.sizes["max_rows"])
+            key = "capacity.max_expert_rows" + (", or `num_rows` in training," if self._trains else "")
+            raise EPOverflowError(needed, self.plan.sizes["max_rows"], key=key)
 
     def take_aborted(self) -> tuple[int, int]:
         """Ranks that have aborted rounds that ended since the last call, as a mask, and the last such round."""
@@ -388,3 +438,10 @@ class NodeExchange(Exchange):
         """
         D, dtype = sent.template.hidden_size, sent.template.like.dtype
         return self._unread[: sent.num_tokens * D * dtype.itemsize].view(dtype).view(sent.num_tokens, D)
+
+
+def _share_of(device: torch.device) -> int:
+    """The multiprocessors that a kernel of training may use."""
+    if device.type == "cpu":
+        return 1
+    return max(int(torch.cuda.get_device_properties(device).multi_processor_count * TRAINING_SHARE), 1)

@@ -50,7 +50,7 @@ _PHASES, _DEADLINE, _MORE, _HAS_MORE, _TAG = map(
 # Bytes from the start of the buffer "state" to fields of `RoundState` in csrc/plan.h.
 LATCHED_AT, PROGRESS_AT = 8, 200
 
-MAX_TAG = 65535  # `kMaxTag` in csrc/plan.h
+MAX_TAG = 32767  # `kMaxTag` in csrc/plan.h
 
 
 @dataclass(slots=True, weakref_slot=True)

@@ -54,23 +54,23 @@ __device__ __forceinline__ bool receive_signals(const CombineBlock& b, bool sent
 
 // A kernel meets the other protocol only where ranks bring different numbers of tokens. Out of line, so that the usual
 // case stays short.
-template <WireFormat kFormat, typename T>
+template <WireFormat kFormat, typename T, bool kValues>
 __device__ __noinline__ void send_to_simple_sources_too(CombineBlock b, char* shared, int32_t* head) {
   OutgoingSum outgoing(b, {b.plan, first_slot(b), 1});
   outgoing.read(b);
-  send_slots<kFormat, T>(b, outgoing, shared, head);
+  send_slots<kFormat, T, kValues>(b, outgoing, shared, head);
 }
-template <WireFormat kFormat, typename T>
+template <WireFormat kFormat, typename T, bool kValues>
 __device__ __noinline__ void send_to_ll_sources_too(CombineBlock b, int32_t* head) {
   auto outgoing = first_sum<1, false, kFormat, T>(b);
   outgoing.read(b);
-  send_chunks<1, false, false, kFormat, T>(b, outgoing, head);
+  send_chunks<1, false, false, kFormat, T, kValues>(b, outgoing, head);
 }
 
 // kSendLines: lines of a row that a sending lane moves at once with the LL protocol; 0: Simple protocol. kCoarse:
 // receivers also sum kSendLines lines at once, otherwise one, and senders have more pairs in flight. kOwn: receivers
-// make the sums for tokens of this rank, so that these do not travel.
-template <int kSendLines, bool kCoarse, bool kOwn, WireFormat kFormat, typename T>
+// make the sums for tokens of this rank, so that these do not travel. kValues: a value of each pair returns, too.
+template <int kSendLines, bool kCoarse, bool kOwn, WireFormat kFormat, typename T, bool kValues>
 __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(kSendLines))
     combine_kernel(const __grid_constant__ CombineKernel kernel) {
   constexpr bool kLL = kSendLines > 0;
@@ -120,11 +120,11 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
   if (sends && ok) {
     uint32_t all = all_ranks(plan);
     if constexpr (kLL) {
-      send_chunks<kSendLines, kCoarse, kOwn, kFormat, T>(b, outgoing, &round->ll_queue[kCombine]);
-      if (now.ll_mask != all) send_to_simple_sources_too<kFormat, T>(b, buffers, &round->send_queue[kCombine]);
+      send_chunks<kSendLines, kCoarse, kOwn, kFormat, T, kValues>(b, outgoing, &round->ll_queue[kCombine]);
+      if (now.ll_mask != all) send_to_simple_sources_too<kFormat, T, kValues>(b, buffers, &round->send_queue[kCombine]);
     } else {
-      if (!forwards) send_slots<kFormat, T>(b, outgoing, buffers, &round->send_queue[kCombine]);
-      if (now.ll_mask) send_to_ll_sources_too<kFormat, T>(b, &round->ll_queue[kCombine]);
+      if (!forwards) send_slots<kFormat, T, kValues>(b, outgoing, buffers, &round->send_queue[kCombine]);
+      if (now.ll_mask) send_to_ll_sources_too<kFormat, T, kValues>(b, &round->ll_queue[kCombine]);
     }
   }
   if (leader && threadIdx.x == 0 && args.send && ok) round->phases = 3;
@@ -142,13 +142,15 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
   }
   if constexpr (kLL) {
     if (receives)
-      ok = sum_chunks<kCoarse ? kSendLines : 1, kOwn, kFormat, T>(b, sending_ranks, &round->recv_queue[kCombine]);
+      ok = sum_chunks<kCoarse ? kSendLines : 1, kOwn, kFormat, T, kValues>(b, sending_ranks,
+                                                                           &round->recv_queue[kCombine]);
   } else if (receives) {
     constexpr int kMaxChunkVectors = 384;  // about seven turns of a warp, so that late rows do not wait for long
     // Blocks that send may leave before they receive, so none of them starts with an item. Where all forward, all send.
     WorkQueue queue(args.T, static_cast<int32_t>(args.D / kPerVector<T>), kernel.send_blocks, kMaxChunkVectors);
     ok = queue.for_each(&round->recv_queue[kCombine], [&](int32_t t, int32_t chunk) {
-      return sum_token<kFormat, T>(b, t, chunk, queue.chunks, sending_ranks);
+      return sum_token<kFormat, T>(b, t, chunk, queue.chunks, sending_ranks) &&
+             (!kValues || chunk || recv_values(b, t, sending_ranks));
     });
   }
   if (leader && threadIdx.x == 0) {
@@ -162,20 +164,26 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
   if (!b.wait.failed(kCombine, ok)) return;
   auto* y = static_cast<T*>(args.y_TD);
   for (int64_t i = threadIdx.x; i < args.T * args.D; i += block_threads()) y[i] = from_float<T>(0.0f);
+  for (int64_t i = threadIdx.x; kValues && i < args.T * now.K; i += block_threads()) args.pair_values_TK[i] = 0.0f;
 }
 
-template <WireFormat kFormat, typename T>
+template <WireFormat kFormat, typename T, bool kValues>
 auto* variant_of(int64_t send_lines, bool coarse, bool own) {
   constexpr bool kCoarse = !wire(kFormat).has_scales();
-  return send_lines == 0   ? combine_kernel<0, false, false, kFormat, T>
-         : send_lines == 1 ? combine_kernel<1, false, false, kFormat, T>
-         : own             ? combine_kernel<kMaxSumLines, kCoarse, kCoarse, kFormat, T>
-         : coarse          ? combine_kernel<kMaxSumLines, kCoarse, false, kFormat, T>
-                           : combine_kernel<kMaxSumLines, false, false, kFormat, T>;
+  return send_lines == 0   ? combine_kernel<0, false, false, kFormat, T, kValues>
+         : send_lines == 1 ? combine_kernel<1, false, false, kFormat, T, kValues>
+         : own             ? combine_kernel<kMaxSumLines, kCoarse, kCoarse, kFormat, T, kValues>
+         : coarse          ? combine_kernel<kMaxSumLines, kCoarse, false, kFormat, T, kValues>
+                           : combine_kernel<kMaxSumLines, false, false, kFormat, T, kValues>;
 }
-auto* variant_for(int64_t send_lines, bool coarse, bool own, WireFormat format, DType dtype) {
+// Rounds that return values have sums without scales.
+auto* variant_for(int64_t send_lines, bool coarse, bool own, WireFormat format, DType dtype, bool values) {
   return with_format(format, [&](auto of) {
-    return visit(dtype, [&](auto type) { return variant_of<of, decltype(type)>(send_lines, coarse, own); });
+    return visit(dtype, [&](auto type) {
+      if constexpr (!wire(of).has_scales())
+        if (values) return variant_of<of, decltype(type), true>(send_lines, coarse, own);
+      return variant_of<of, decltype(type), false>(send_lines, coarse, own);
+    });
   });
 }
 
@@ -187,7 +195,8 @@ cudaError_t load_combine() {
       for (int send_lines : {0, 1, kMaxSumLines})
         for (bool coarse : {false, true})
           for (bool own : {false, true})
-            if (cudaError_t error = load(variant_for(send_lines, coarse, own, format, dtype))) return error;
+            for (bool values : {false, true})
+              if (cudaError_t error = load(variant_for(send_lines, coarse, own, format, dtype, values))) return error;
   return cudaSuccess;
 }
 
@@ -197,7 +206,8 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   CombineLaunch policy = combine_launch(exchange.plan, args, dtype, {device.multiprocessors, device.major});
   CombineKernel kernel{exchange, args, static_cast<int32_t>(policy.send_blocks), static_cast<int32_t>(policy.team),
                        policy.forwards};
-  auto* variant = variant_for(policy.send_lines, policy.coarse, policy.own, exchange.plan.combine_format, dtype);
+  auto* variant = variant_for(policy.send_lines, policy.coarse, policy.own, exchange.plan.combine_format, dtype,
+                              args.row_values_N != nullptr);
   return launch(variant, policy.blocks, static_cast<int>(policy.threads), policy.shared_bytes, stream, kernel);
 }
 

@@ -1,6 +1,6 @@
 // combine, LL protocol: sums travel in lines that tell by themselves that they have arrived.
 #pragma once
-#include "cuda/combine/block.cuh"
+#include "cuda/combine/values.cuh"
 #include "cuda/exchange/ll.cuh"
 
 namespace epmoe::cuda {
@@ -58,7 +58,7 @@ __device__ __forceinline__ OutgoingSum first_sum(const CombineBlock& b) {
 }
 
 // The send blocks send the chunks of all sums, one a warp, first `outgoing`.
-template <int N, bool kCoarse, bool kOwn, WireFormat kFormat, typename T>
+template <int N, bool kCoarse, bool kOwn, WireFormat kFormat, typename T, bool kValues>
 __device__ __forceinline__ void send_chunks(const CombineBlock& b, OutgoingSum outgoing, int32_t* head) {
   int32_t chunks = num_chunks(wire_bytes<kFormat, T>(b), N);
   WorkQueue queue(b.num_slots(true, b.plan.R - kOwn) * chunks, b.kernel.send_blocks * block_warps(), outgoing.item);
@@ -69,10 +69,12 @@ __device__ __forceinline__ void send_chunks(const CombineBlock& b, OutgoingSum o
   };
   queue.for_each_prefetched(head, outgoing, read, [&](const OutgoingSum& sum, auto&& prefetch) {
     auto [source, s] = sum.slot;
-    if (b.is_ll(source) && s < b.count_R[source] && was_received(b, sum.pair))
+    if (b.is_ll(source) && s < b.count_R[source] && was_received(b, sum.pair)) {
       send_chunk<N, kCoarse, kFormat, T>(b, source, s, sum.index, checked(b, sum.pair), prefetch);
-    else
+      if (kValues && sum.index == 0) send_values(b, sum.slot, sum.pair.row);
+    } else {
       prefetch();
+    }
   });
 }
 
@@ -163,11 +165,13 @@ __device__ __forceinline__ bool sum_chunk(const CombineBlock& b, int32_t t, int3
 }
 
 // The blocks that receive write all chunks of y.
-template <int N, bool kOwn, WireFormat kFormat, typename T>
+template <int N, bool kOwn, WireFormat kFormat, typename T, bool kValues>
 __device__ __forceinline__ bool sum_chunks(const CombineBlock& b, uint32_t sending_ranks, int32_t* head) {
   int32_t chunks = num_chunks(wire_bytes<kFormat, T>(b), N);
   return WorkQueue(b.args.T * chunks, b.kernel.send_blocks).for_each(head, [&](int32_t item, int32_t) {
-    return sum_chunk<N, kOwn, kFormat, T>(b, item / chunks, item % chunks, sending_ranks);
+    int32_t t = item / chunks, chunk = item % chunks;
+    return sum_chunk<N, kOwn, kFormat, T>(b, t, chunk, sending_ranks) &&
+           (!kValues || chunk || recv_values(b, t, sending_ranks));
   });
 }
 

@@ -1,6 +1,6 @@
 // combine, Simple protocol: a slot's sum travels as a row, then its flag.
 #pragma once
-#include "cuda/combine/block.cuh"
+#include "cuda/combine/values.cuh"
 #include "cuda/device/tma.cuh"
 #include "cuda/device/wire.cuh"
 #include "cuda/exchange/warp_team.cuh"
@@ -73,7 +73,7 @@ __device__ __forceinline__ int32_t first_slot(const CombineBlock& b) {
 }
 
 // The teams of the send blocks send a slot each, first `outgoing`, and then claim others.
-template <WireFormat kFormat, typename T>
+template <WireFormat kFormat, typename T, bool kValues>
 __device__ __forceinline__ void send_slots(const CombineBlock& b, OutgoingSum outgoing, char* shared, int32_t* head) {
   __shared__ int32_t next[2][kWarps];
   WarpTeam team(b.kernel.team);
@@ -84,8 +84,10 @@ __device__ __forceinline__ void send_slots(const CombineBlock& b, OutgoingSum ou
     if (more && team.leads()) claimed = claim(head);  // this slot's work hides the claim's way to memory and back
     if (turn) outgoing.read(b);
     auto [source, s] = outgoing.slot;
-    if (s < b.count_R[source] && !b.is_ll(source))
+    if (s < b.count_R[source] && !b.is_ll(source)) {
+      if (kValues && team.thread < 32) send_values(b, outgoing.slot, outgoing.pair.row);
       send_slot<kFormat, T>(b, team, source, s, checked(b, outgoing.pair), shared, stored);
+    }
     if (!more) break;
     if (team.leads()) next[turn % 2][team.index] = teams + claimed;
     team.sync();

@@ -10,6 +10,7 @@ namespace epmoe::cuda {
 struct RoutedPair {
   int64_t id = -1;
   float weight = 0.0f;
+  bool keeps_zeros = false;  // whether there is something to compute whatever the weight is
 
   RoutedPair() = default;
   // No branches, so that the loads after these do not wait. Where `real` is false, it loads pair 0 of token 0, which
@@ -21,6 +22,7 @@ struct RoutedPair {
                                     : static_cast<const int32_t*>(args.ids_TK)[index];
     float value = load_float(args.weights_TK, args.weights_dtype, real ? t * args.weights_stride + k : 0);
     if (real) id = logical, weight = value;
+    if constexpr (requires { args.to_caller; }) keeps_zeros = args.to_caller;
   }
 
   // The logical expert of E, -1 for an id that is out of range.
@@ -29,7 +31,7 @@ struct RoutedPair {
   }
   // Whether there is something to compute: a logical expert of E, and a weight.
   __device__ __forceinline__ bool is_live(int64_t E) const {
-    return id >= 0 && id < E && weight != 0.0f && is_finite(weight);
+    return id >= 0 && id < E && (keeps_zeros || (weight != 0.0f && is_finite(weight)));
   }
 };
 

@@ -12,7 +12,7 @@ namespace epmoe::cuda {
 // words have left.
 constexpr int kCountColumns = 2;
 constexpr int kLLTokenBits = 11, kMaxLLTokens = (1 << kLLTokenBits) - 1;
-constexpr int kSizeBits = 1 + 2 * kLLTokenBits, kShapeBits = 25;
+constexpr int kSizeBits = 1 + 2 * kLLTokenBits, kShapeBits = 26;
 constexpr uint32_t kSizeMask = (1u << kSizeBits) - 1, kShapeMask = (1u << kShapeBits) - 1;
 static_assert((32 - kSizeBits) + (32 - kShapeBits) == std::bit_width(static_cast<uint32_t>(kMaxTag)));
 
@@ -65,16 +65,19 @@ struct DispatchKernel {
   // The protocol of dispatch's rows and of combine's.
   EPMOE_HD bool uses_ll() const { return args.T <= ex.plan.ll_max_tokens; }
   // Simple protocol: whether rows that leave after all counts are known go straight to their first expert-major row.
-  // Rows that are weighted on arrival do not.
+  // Rows that are weighted on arrival do not, nor rows whose memory other ranks do not see.
   EPMOE_HD bool sends_to_final_rows() const {
-    return args.expert_major && args.receive && !args.weight_rows && send_offset_entries && !uses_ll();
+    bool settled = !args.weight_rows && !args.to_caller;
+    return args.expert_major && args.receive && settled && send_offset_entries && !uses_ll();
   }
   // `call`, as the host computes it. The first word: bit 0 says LL; then with LL the tokens; then the rows. The second:
-  // D / 4 - 1, since D is whole lines of 16 bytes, whether segments are aligned, K - 1, dtype, layout and weighting.
+  // D / 4 - 1, since D is whole lines of 16 bytes, whether segments are aligned, K - 1, dtype, layout and weighting; in
+  // training, which has one layout, whether values return, where weights apply, and that it is training.
   CallWords call_without_rows(uint32_t tag) const {
     uint32_t shape = static_cast<uint32_t>((args.D >> 2) - 1) | uint32_t{ex.plan.alignment > 1} << 14 |
-                     (args.K - 1) << 15 | static_cast<uint32_t>(args.dtype) << 20 | uint32_t{args.expert_major} << 22 |
-                     uint32_t{args.weight_rows} << 23;
+                     (args.K - 1) << 15 | static_cast<uint32_t>(args.dtype) << 20 |
+                     uint32_t{args.expert_major && !args.returns_values} << 22 |
+                     uint32_t{args.weight_rows || args.adds_only} << 23 | uint32_t{args.to_caller} << 24;
     return {uint32_t{uses_ll()} | tag << kSizeBits, shape | tag >> (32 - kSizeBits) << kShapeBits};
   }
   // This source's first word.
@@ -193,5 +196,16 @@ struct DispatchBlock {
     return row < min(int64_t{count[local + 1]}, plan.max_rows) ? static_cast<int32_t>(row) : -1;
   }
 };
+
+// For training: hands out the weight of a pair's row, and returns what combine multiplies the row by. The weight comes
+// from a peer and may be any number. Out of line, so that the usual case stays short.
+static __device__ __noinline__ float kept_weight(const DispatchArgs& args, int32_t row, float weight) {
+  if (!is_finite(weight)) weight = 0.0f;
+  if (args.row_weights_N && row >= 0) args.row_weights_N[row] = weight;
+  return args.adds_only ? 1.0f : weight;
+}
+__device__ __forceinline__ float combine_weight(const DispatchArgs& args, int32_t row, float weight) {
+  return args.to_caller ? kept_weight(args, row, weight) : args.weight_rows ? 1.0f : weight;
+}
 
 }  // namespace epmoe::cuda

@@ -1,0 +1,183 @@
+"""`Exchange`: dispatch and combine that autograd can differentiate."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from epmoe.exchange.health import EPStateError
+from epmoe.native.arguments import FLOATS, INTS, check_tensor, describe, token_count
+from epmoe.service import ExpertParallel
+from epmoe.training.operators import Directions, train_combine, train_dispatch
+from epmoe.training.rounds import EXACT, Rounds
+
+WeightsOn = Literal["combine", "rows"]
+
+
+class Pending(NamedTuple):
+    """What combine and the backward pass need of a dispatch, beside the rows."""
+
+    link: Tensor
+    ids: Tensor
+    weights: Tensor
+    num_tokens: Tensor | None
+    num_real: int
+    row_weights: Tensor | None  # where combine applies them
+    tag: int
+    aligned: bool
+    round: int  # its number
+
+
+class Routed(NamedTuple):
+    """The rows of an open round, in memory of their own: what `Exchange.dispatch` returns.
+
+    Expert i's segment is rows[expert_offsets[i] : expert_offsets[i + 1]], of which the first tokens_per_expert[i] rows
+    are real and the rest, up to `alignment`, is zeros. Rows past expert_offsets[e] are undefined.
+    """
+
+    rows: Tensor
+    """[N, D] in the dtype of x, with gradients"""
+    expert_offsets: Tensor
+    """int32 [e + 1]"""
+    tokens_per_expert: Tensor
+    """int32 [e]"""
+    row_weights: Tensor | None
+    """fp32 [N] with gradients, 0 where a row has no pair; None where combine applies the weights"""
+    alignment: int
+    """in rows: all segments start at its multiples"""
+    handle: Pending
+    """for `Exchange.combine`"""
+
+
+class Exchange:
+    """Dispatch and combine with gradients, over the windows of an `ExpertParallel`.
+
+    The backward pass of a layer is one round: the gradient of y travels like x, and the gradients of rows are summed
+    like the rows of combine. Gradients have the same bits on every run. All ranks run the backward pass of the same
+    rounds, in the same order, also those without tokens or experts: a loss that contains y, even an empty one, is
+    enough.
+
+    Several layers may share one Exchange; each dispatch takes its number as `tag`. Of two parallel branches of a graph
+    each needs an Exchange of its own, and so do two micro-batches of which one runs forward while the other runs
+    backward: see docs/training.md.
+
+    Args:
+        ep: of one node, with rows and sums in their own dtype.
+        backward: carries the rounds of backward passes, so that these may overlap with forward rounds; of the same
+            config. By default `ep`.
+
+    Raises:
+        TypeError: an argument is no ExpertParallel.
+        ValueError: the config has another payload than "auto", or several nodes, or `backward` differs.
+    """
+
+    def __init__(self, ep: ExpertParallel, *, backward: ExpertParallel | None = None) -> None:
+        for name, value in (("ep", ep), ("backward", backward or ep)):
+            if not isinstance(value, ExpertParallel):
+                raise TypeError(f"`{name}` must be an ExpertParallel, got {describe(value)}")
+        for key in ("payload", "combine_payload"):
+            if (payload := getattr(ep.config.exchange, key)) != "auto":
+                raise ValueError(f"`exchange.{key}` must be auto for training, got {payload}: gradients do not fit fp8")
+        if backward is not None and backward.config != ep.config:
+            raise ValueError("`backward` must have the config of `ep`")
+        self.ep = ep
+        self._directions = Directions(Rounds(ep), Rounds(backward or ep))
+        self._directions.forward.exchange  # noqa: B018  raises over several nodes
+        self._anchor = torch.zeros(0, device=ep.device, requires_grad=True)
+
+    def dispatch(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        *,
+        weights_on: WeightsOn = "combine",
+        num_rows: int | Literal["exact"] = "exact",
+        num_tokens: int | Tensor | None = None,
+        tag: int = 0,
+        aligned: bool = False,
+    ) -> Routed:
+        """Send each token once to each rank that holds one of its experts. Collective; opens a round.
+
+        Pairs of weight 0 travel, too, since their weight has a gradient.
+
+        Args:
+            x: [T, D] fp32, fp16 or bf16, as of `ExpertParallel.dispatch`, like `ids`, `num_tokens`, `tag` and
+                `aligned`.
+            ids: int32 or int64 [T, K].
+            weights: fp32, fp16 or bf16 [T, K]. Those that are not finite count as 0.
+            weights_on: who applies the weights. "combine": combine does, whose backward pass needs the experts'
+                outputs, and takes a pass over them. "rows": the experts do, by `row_weights`; combine only adds.
+            num_rows: N. "exact": as many rows as have arrived, for which the host waits. A number, multiple of the
+                alignment: the host waits for nothing; pairs whose row would lie past it are dropped
+                (`capacity.on_overflow` says whether that is an error).
+            num_tokens: real tokens.
+            tag: of the layer.
+            aligned: segments start at multiples of `config.alignment`.
+
+        Returns:
+            The open round.
+
+        Raises:
+            TypeError: an argument has another type or dtype.
+            ValueError: an argument has another value, shape or device.
+            EPError: what `ExpertParallel.dispatch` raises.
+        """
+        if weights_on not in ("combine", "rows"):
+            raise ValueError(f"`weights_on` must be 'combine' or 'rows', got {weights_on!r}")
+        ep, device = self.ep, self.ep.device
+        check_tensor("x", x, FLOATS, ("T", "D"), device)
+        check_tensor("ids", ids, INTS, (x.shape[0], "K"), device)
+        check_tensor("weights", weights, FLOATS, (x.shape[0], ids.shape[1]), device)
+        aligned = aligned or ep.config.capacity.alignment is not None
+        alignment = ep.config.alignment if aligned else 1
+        tokens, num_real = token_count(num_tokens, x.shape[0], device)
+        on_rows = weights_on == "rows"
+        rows, offsets, counts, row_weights, link = train_dispatch(
+            x, ids, weights, tokens, num_real, self._anchor, self._num_rows(num_rows, alignment), on_rows, tag, aligned,
+            self._directions.number,
+        )  # fmt: skip
+        number = 0 if torch.compiler.is_compiling() else ep.exchange.rounds.count
+        pending = Pending(link, ids, weights, tokens, num_real, None if on_rows else row_weights, tag, aligned, number)
+        return Routed(rows, offsets, counts, row_weights if on_rows else None, alignment, pending)
+
+    def combine(self, expert_rows: Tensor, routed: Routed) -> Tensor:
+        """The sum over each token's experts. Collective; closes the round.
+
+        Args:
+            expert_rows: the experts' outputs [N, D] in the dtype and order of `routed.rows`. Rows without a pair may
+                hold anything.
+            routed: the open round.
+
+        Returns:
+            y [T, D] in the dtype of x.
+
+        Raises:
+            TypeError: an argument has another type or dtype.
+            ValueError: `expert_rows` has another shape or device.
+            EPStateError: the round is not the open one.
+            EPError: what `ExpertParallel.combine` raises.
+        """
+        if not isinstance(routed, Routed):
+            raise TypeError(f"`routed` must be what dispatch returned, got {describe(routed)}")
+        check_tensor("expert_rows", expert_rows, (routed.rows.dtype,), tuple(routed.rows.shape), self.ep.device)
+        link, ids, weights, num_tokens, num_real, row_weights, tag, aligned, number = routed.handle
+        if number and not torch.compiler.is_compiling() and number != (open_round := self.ep.exchange.rounds.count):
+            raise EPStateError(f"`routed` must be the open round {open_round}, got round {number}")
+        y: Tensor = train_combine(
+            expert_rows, row_weights, link, ids, weights, num_tokens, num_real, tag, aligned, self._directions.number
+        )
+        return y
+
+    def __repr__(self) -> str:
+        return f"Exchange({self.ep!r})"
+
+    def _num_rows(self, num_rows: object, alignment: int) -> int:
+        if num_rows == "exact":
+            return EXACT
+        if isinstance(num_rows, bool) or not isinstance(num_rows, int) or num_rows < 0 or num_rows % alignment:
+            what = f"'exact' or a multiple of {alignment}" if alignment > 1 else "'exact' or at least 0"
+            raise ValueError(f"`num_rows` must be {what}, got {num_rows!r}")
+        return num_rows

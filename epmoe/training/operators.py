@@ -1,0 +1,194 @@
+"""The operators of training, with their gradients: torch.compile and selective checkpointing know them by name.
+
+    epmoe::train_dispatch   x, weights ─▶ rows, row weights, link      gradients: train_dispatch_backward
+    epmoe::train_combine    expert rows, row weights, link ─▶ y        gradients: train_combine_backward
+
+combine's backward opens a round, and dispatch's closes it. `link`, an empty tensor from dispatch to combine, makes the
+second follow the first where no gradient does, as on a rank without experts. `anchor`, an empty tensor that requires
+grad, makes dispatch a part of every graph. An operator finds its exchange by a number, as in epmoe/opaque.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import suppress
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from epmoe.exchange.health import EPStateError
+from epmoe.training.rounds import EXACT, EndOfPass, Pairs, Rounds
+
+_DOT_ROWS = 4096  # rows whose products are fp32 at a time
+
+
+class Directions:
+    """The rounds of both directions of one exchange, under a number."""
+
+    def __init__(self, forward: Rounds, backward: Rounds) -> None:
+        self.forward, self.backward = forward, backward
+        self.number = next(_numbers)
+        _directions[self.number] = self
+
+    @property
+    def generation(self) -> int:
+        """Of the group: rows of one generation do not fit another."""
+        return self.forward.ep.generation
+
+    def check_generation(self, generation: int) -> None:
+        """Raises EPStateError if the forward pass ran in another group."""
+        if generation != self.generation:
+            raise EPStateError("this backward pass belongs to a forward pass before `resume`, whose rows are gone")
+
+
+_directions: WeakValueDictionary[int, Directions] = WeakValueDictionary()
+_numbers = itertools.count(2)  # a graph with a number of 0 or 1 would serve no other number
+
+
+def _find(number: int) -> Directions:
+    directions = _directions.get(number)
+    if directions is None:
+        raise RuntimeError("the Exchange of this program or graph is gone: it must live as long as they do")
+    return directions
+
+
+@torch.library.custom_op("epmoe::train_dispatch", mutates_args=())
+def train_dispatch(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    num_tokens: Tensor | None,
+    num_real: int,
+    anchor: Tensor,
+    num_rows: int,
+    on_rows: bool,
+    tag: int,
+    aligned: bool,
+    number: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rows [N, D], expert_offsets, tokens_per_expert, row weights fp32 [N] and the link. Opens a round."""
+    pairs = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, tag, aligned)
+    arrived = _find(number).forward.out(x, pairs, num_rows, adds_only=on_rows, returns_values=False)
+    return *arrived, anchor.new_empty(0)
+
+
+@train_dispatch.register_fake
+def _(
+    x: Tensor, ids: Tensor, weights: Tensor, num_tokens: Any, num_real: int, anchor: Tensor, num_rows: int, *rest: Any
+) -> Any:
+    N: Any = torch.library.get_ctx().new_dynamic_size() if num_rows == EXACT else num_rows
+    e = _find(rest[-1]).forward.ep.num_local_experts
+    offsets, tokens = ids.new_empty(e + 1, dtype=torch.int32), ids.new_empty(e, dtype=torch.int32)
+    return x.new_empty(N, x.shape[1]), offsets, tokens, x.new_empty(N, dtype=torch.float32), anchor.new_empty(0)
+
+
+@torch.library.custom_op("epmoe::train_combine", mutates_args=())
+def train_combine(
+    expert_rows: Tensor,
+    row_weights: Tensor | None,
+    link: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    num_tokens: Tensor | None,
+    num_real: int,
+    tag: int,
+    aligned: bool,
+    number: int,
+) -> Tensor:
+    """y [T, D]. Closes the round. Its sums are weighted where `row_weights` are given, whose gradient they have."""
+    return _find(number).forward.back(expert_rows)
+
+
+@train_combine.register_fake
+def _(expert_rows: Tensor, row_weights: Tensor | None, link: Tensor, ids: Tensor, *rest: Any) -> Tensor:
+    return expert_rows.new_empty(ids.shape[0], expert_rows.shape[1])
+
+
+@torch.library.custom_op("epmoe::train_combine_backward", mutates_args=())
+def train_combine_backward(
+    grad_y: Tensor,
+    expert_rows: Tensor | None,
+    row_weights: Tensor | None,
+    ids: Tensor,
+    weights: Tensor,
+    num_tokens: Tensor | None,
+    num_real: int,
+    num_rows: int,
+    tag: int,
+    aligned: bool,
+    number: int,
+    generation: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the rows [N, D] and of their weights fp32 [N] or [0], and of the link. Opens a round."""
+    directions = _find(number)
+    directions.check_generation(generation)
+    pairs = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, tag, aligned)
+    grad_rows = directions.backward.out(grad_y, pairs, num_rows, adds_only=True, returns_values=True).rows
+    with suppress(RuntimeError):  # not called by the engine
+        torch.autograd.Variable._execution_engine.queue_callback(EndOfPass(directions.backward))
+    none = grad_y.new_empty(0, dtype=torch.float32)
+    if expert_rows is None or row_weights is None:
+        return grad_rows, none, none.new_empty(0)
+    return grad_rows * row_weights[:, None].to(grad_rows.dtype), _dots(grad_rows, expert_rows), none
+
+
+@train_combine_backward.register_fake
+def _(grad_y: Tensor, expert_rows: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows, none = rest[5], grad_y.new_empty(0, dtype=torch.float32)
+    grad_weights = none.new_empty(0 if expert_rows is None else num_rows)
+    return grad_y.new_empty(num_rows, grad_y.shape[1]), grad_weights, none
+
+
+@torch.library.custom_op("epmoe::train_dispatch_backward", mutates_args=())
+def train_dispatch_backward(
+    grad_rows: Tensor, grad_row_weights: Tensor, grad_link: Tensor | None, T: int, K: int, number: int, generation: int
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x [T, D] and of the weights fp32 [T, K]. Closes the round."""
+    directions = _find(number)
+    directions.check_generation(generation)
+    return directions.backward.back_with_values(grad_rows, grad_row_weights.float().contiguous())
+
+
+@train_dispatch_backward.register_fake
+def _(grad_rows: Tensor, grad_row_weights: Tensor, grad_link: Tensor | None, T: int, K: int, *rest: Any) -> Any:
+    return grad_rows.new_empty(T, grad_rows.shape[1]), grad_rows.new_empty(T, K, dtype=torch.float32)
+
+
+def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, ids, weights, *_, ctx.number = inputs
+    ctx.T, ctx.K, ctx.weights_dtype = x.shape[0], ids.shape[1], weights.dtype
+    ctx.generation = _find(ctx.number).generation
+
+
+def _dispatch_gradients(ctx: Any, rows: Tensor, offsets: Any, tokens: Any, row_weights: Tensor, link: Tensor) -> Any:
+    shape = ctx.T, ctx.K, ctx.number, ctx.generation
+    x, weights = train_dispatch_backward(rows, row_weights, link, *shape)
+    return x, None, weights.to(ctx.weights_dtype), *(None,) * 8
+
+
+def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    expert_rows, row_weights, link, ids, weights, num_tokens, ctx.num_real, ctx.tag, ctx.aligned, ctx.number = inputs
+    saved = (None, None) if row_weights is None else (expert_rows, row_weights)
+    # Where a checkpoint computes again, it stops at the last tensor that is saved: that of a closed round.
+    ctx.save_for_backward(*saved, ids, weights, num_tokens)
+    ctx.num_rows, ctx.generation = expert_rows.shape[0], _find(ctx.number).generation
+
+
+def _combine_gradients(ctx: Any, grad_y: Tensor) -> Any:
+    *saved, ids, weights, num_tokens = ctx.saved_tensors
+    rest = ctx.num_real, ctx.num_rows, ctx.tag, ctx.aligned, ctx.number, ctx.generation
+    rows, row_weights, link = train_combine_backward(grad_y, *saved, ids, weights, num_tokens, *rest)
+    return rows, row_weights if saved[1] is not None else None, link, *(None,) * 7
+
+
+train_dispatch.register_autograd(_dispatch_gradients, setup_context=_save_dispatch)
+train_combine.register_autograd(_combine_gradients, setup_context=_save_combine)
+
+
+def _dots(first: Tensor, second: Tensor) -> Tensor:
+    """fp32 [N], the products of rows with rows."""
+    return torch.cat(
+        [(a.float() * b.float()).sum(1) for a, b in zip(first.split(_DOT_ROWS), second.split(_DOT_ROWS), strict=True)]
+    )

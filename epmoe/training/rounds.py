@@ -1,0 +1,139 @@
+"""The rounds of training: rows in memory of their own, weights beside them, and a value of each pair on the way back.
+
+    forward    x, weights ─ out ─▶ rows, row weights      expert rows ─ back ─▶ y
+    backward   grad y ───── out ─▶ grad expert rows       grad rows, grad row weights ─ back ─▶ grad x, grad weights
+
+The backward pass of a layer is one round, since the gradient of a sum over rows is a copy, and that of a copy a sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from epmoe.exchange.call import Call
+from epmoe.exchange.descriptors import CallerRows
+from epmoe.exchange.handles import Dispatched
+from epmoe.exchange.health import EPStateError
+from epmoe.exchange.node import NodeExchange
+from epmoe.exchange.round_state import CLOSED, DISPATCHED
+from epmoe.service import ExpertParallel
+
+EXACT = -1  # as many rows as there are, which the host reads
+
+
+class Pairs(NamedTuple):
+    """The routing of a round, in both directions the same."""
+
+    ids: Tensor
+    """int32 or int64 [T, K]"""
+    weights: Tensor
+    """[T, K]"""
+    num_tokens: Tensor | int
+    """real tokens; a tensor is an int32 scalar on the device"""
+    tag: int
+    aligned: bool
+
+
+class Rows(NamedTuple):
+    """What arrives on a rank."""
+
+    rows: Tensor
+    """[N, D]"""
+    expert_offsets: Tensor
+    """int32 [e + 1]"""
+    tokens_per_expert: Tensor
+    """int32 [e]"""
+    row_weights: Tensor
+    """fp32 [N], 0 where a row has no pair"""
+
+
+class Rounds:
+    """The rounds of one direction, over an `ExpertParallel`. Each raises what dispatch and combine of `ep` raise."""
+
+    def __init__(self, ep: ExpertParallel) -> None:
+        self.ep = ep
+
+    @property
+    def exchange(self) -> NodeExchange:
+        """That of the group as it is now."""
+        exchange = self.ep.exchange
+        if not isinstance(exchange, NodeExchange):
+            raise ValueError("training needs a group of one node: `topology.num_nodes` must be 1")
+        return exchange
+
+    def out(self, x: Tensor, pairs: Pairs, num_rows: int, *, adds_only: bool, returns_values: bool) -> Rows:
+        """Dispatch into memory of its own. The round stays open.
+
+        Args:
+            x: [T, D].
+            pairs: of its tokens.
+            num_rows: N, or EXACT.
+            adds_only: combine adds without weights.
+            returns_values: combine brings values back.
+
+        Returns:
+            What has arrived. Rows past the last segment are undefined.
+        """
+        exchange, e = self.exchange, self.ep.num_local_experts
+        ids, weights, num_tokens, tag, aligned = pairs
+        N = exchange.plan.sizes["max_rows"] if num_rows == EXACT else num_rows
+        into = CallerRows(
+            rows=None if num_rows == EXACT else x.new_empty(N, x.shape[1]),
+            expert_offsets=x.new_empty(e + 1, dtype=torch.int32),
+            tokens_per_expert=x.new_empty(e, dtype=torch.int32),
+            row_weights=x.new_zeros(N, dtype=torch.float32),
+            adds_only=adds_only,
+            returns_values=returns_values,
+        )
+        call = Call(x, ids, weights, num_tokens=num_tokens, tag=tag, aligned=aligned)
+        with exchange.aborting():
+            rows, row_weights = exchange.dispatch_into(call, into).rows, into.row_weights
+            assert row_weights is not None
+            if num_rows == EXACT:
+                N = int(into.expert_offsets[-1])
+                rows, row_weights = rows[:N].clone(), row_weights[:N].clone()
+        return Rows(rows, into.expert_offsets, into.tokens_per_expert, row_weights)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Combine in the open round: rows [N, D] → y [T, D]."""
+        exchange, dispatched = self.exchange, self._open("combine")
+        with exchange.aborting():
+            return exchange.combine("expert", rows, dispatched, None)
+
+    def back_with_values(self, rows: Tensor, row_values: Tensor) -> tuple[Tensor, Tensor]:
+        """Likewise with values fp32 [N] → y [T, D] and the value of each pair, fp32 [T, K]."""
+        exchange, dispatched = self.exchange, self._open("the backward pass of dispatch")
+        with exchange.aborting():
+            return exchange.combine_with_values(rows, dispatched, row_values)
+
+    def _open(self, call: str) -> Dispatched:
+        rounds = self.exchange.rounds
+        handle = rounds.handle
+        if rounds.state != DISPATCHED or not isinstance(handle, Dispatched):
+            raise EPStateError(f"{call} needs an open round, but none is open: it was aborted or belongs elsewhere")
+        return handle
+
+
+class EndOfPass:
+    """Closes the round of a backward pass that has left it open: by an exception, or since nobody asked for its end.
+
+    The engine calls it at the end of a pass, and drops it where the pass raises.
+    """
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._ep, self._exchange, self._round = rounds.ep, rounds.exchange, rounds.exchange.rounds.count
+
+    def __call__(self) -> None:
+        """Abort the round if it is still open."""
+        try:
+            exchange = self._ep.exchange
+        except EPStateError:  # closed, which has told the other ranks
+            return
+        rounds = exchange.rounds
+        if exchange is self._exchange and rounds.count == self._round and rounds.state != CLOSED:
+            exchange.abort(None)
+
+    __del__ = __call__

@@ -1,0 +1,140 @@
+"""Training: gradients of tokens, weights and experts through dispatch and combine, against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from factors import all_pairs
+from helpers import TOLERANCE, generator, poisoned_memory, randn
+from torch import Tensor
+
+from epmoe.training import Exchange
+
+D, F, E = 32, 16, 9
+CASES = all_pairs(
+    {
+        "dtype": [torch.float32, torch.bfloat16],
+        "weights_on": ["rows", "combine"],
+        "num_rows": ["exact", 768],
+        "K": [1, 3, 8],
+        "T": [(5, 0, 12, 7), (40, 33, 0, 21)],
+        "alignment": [None, 8],
+        "ids": [torch.int32, torch.int64],
+        "copies": [0, 3],
+        "windows": [1, 2],
+        "padding": [None, "int", "tensor"],
+        "ll_max_tokens": [16, 256],  # Simple and LL protocol; both in one round
+    }
+)
+
+
+def draw(rank: int, T: int, K: int, seed: int):
+    """x, ids with duplicates and ids that are out of range, weights of which some are 0, and the gradient of y."""
+    g = generator(1000 * seed + rank)
+    ids = torch.randint(-1, E + 2, (T, K), generator=g)
+    weights = torch.rand(T, K, generator=g) * (torch.rand(T, K, generator=g) > 0.2)
+    return torch.randn(T, D, generator=g), ids, weights, torch.randn(T, D, generator=g)
+
+
+def expert(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return torch.tanh(x @ a) @ b
+
+
+def experts_of(routed, a: Tensor, b: Tensor, held: list[int]) -> Tensor:
+    """Every expert over its segment; NaN in all other rows."""
+    out = torch.full_like(routed.rows, torch.nan)
+    starts, counts = routed.expert_offsets.tolist(), routed.tokens_per_expert.tolist()
+    for i, logical in enumerate(held):
+        rows = slice(starts[i], starts[i] + counts[i])
+        values = expert(routed.rows[rows], a[logical], b[logical])
+        if routed.row_weights is not None:
+            values = (values.float() * routed.row_weights[rows, None]).to(values.dtype)
+        out = out.index_copy(0, torch.arange(rows.start, rows.stop, device=out.device), values)
+    return out
+
+
+def reference(size: int, T: list[int], K: int, a: Tensor, b: Tensor, dtype, seed: int, real):
+    """fp64 y, grad x and grad weights of each rank, and the gradients of all experts."""
+    a, b = (p.double().requires_grad_() for p in (a, b))
+    ranks = []
+    for r in range(size):
+        x, ids, weights, grad = draw(r, T[r], K, seed)
+        x, weights, grad = x.to(dtype).double().requires_grad_(), weights.double().requires_grad_(), grad.to(dtype)
+        y = torch.zeros(T[r], D, dtype=torch.float64)
+        for k in range(K):
+            for t in range(min(T[r], real(T[r]))):
+                if 0 <= ids[t, k] < E:
+                    y[t] = y[t] + weights[t, k] * expert(x[t], a[ids[t, k]], b[ids[t, k]])
+        (y * grad.double()).sum().backward() if y.requires_grad else None
+        zero = torch.zeros_like
+        ranks.append(
+            (y.detach(), zero(x) if x.grad is None else x.grad, zero(weights) if weights.grad is None else weights.grad)
+        )
+    return ranks, [zero(p) if p.grad is None else p.grad for p in (a, b)]
+
+
+def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    assert got.shape == want.shape
+    if want.numel():
+        limit = 4 * TOLERANCE[dtype] * max(1.0, want.abs().max().item())
+        assert (got.double().cpu() - want).abs().max().item() <= limit
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(v).removeprefix("torch.") for v in case.values()))
+def test_gradients(make_ep, rank, size, case):
+    dtype, K, T = case["dtype"], case["K"], case["T"]
+    device_rows = case["num_rows"]
+    options = {"experts": E, "top_k": K, "hidden": D, "max_tokens": 40, "dtype": str(dtype).removeprefix("torch.")}
+    if case["alignment"]:
+        options["capacity"] = {"alignment": case["alignment"]}
+    if case["copies"]:
+        options["placement"] = {"strategy": "round_robin", "num_redundant_experts": -(-case["copies"] // size) * size}
+    eps = [make_ep(case["ll_max_tokens"], **options) for _ in range(case["windows"])]
+    ep, device = eps[0], eps[0].device
+    exchange = Exchange(ep, backward=eps[-1] if len(eps) > 1 else None)
+    held = ep.placement.logical_experts(rank)
+    a, b = randn(E, D, F, seed=1) / 4, randn(E, F, D, seed=2) / 4
+    a, b = a.to(dtype), b.to(dtype)
+
+    def real(tokens: int) -> int:
+        return tokens if case["padding"] is None else max(tokens - 3, 0)
+
+    def run(seed: int):
+        x, ids, weights, grad = (t.to(device) for t in draw(rank, T[rank], K, seed))
+        x, grad = x.to(dtype).requires_grad_(), grad.to(dtype)
+        weights.requires_grad_()
+        parameters = [p.to(device, copy=True).requires_grad_() for p in (a, b)]
+        n = real(T[rank])
+        tokens = {None: None, "int": n, "tensor": torch.tensor(n, dtype=torch.int32, device=device)}[case["padding"]]
+        with poisoned_memory():
+            routed = exchange.dispatch(
+                x,
+                ids.to(case["ids"]),
+                weights,
+                weights_on=case["weights_on"],
+                num_rows=device_rows,
+                num_tokens=tokens,
+                tag=3,
+            )
+            y = exchange.combine(experts_of(routed, *parameters, held), routed)
+            y.backward(grad)
+        return (
+            y.detach(),
+            x.grad,
+            weights.grad,
+            *(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters),
+        )
+
+    for seed in range(2):
+        got, again = run(seed), run(seed)
+        assert all(torch.equal(first, second) for first, second in zip(got, again, strict=True))
+        ranks, wanted = reference(size, [T[r] for r in range(size)], K, a, b, dtype, seed, real)
+        for mine, want in zip(got[:3], ranks[rank], strict=True):
+            assert_near(mine, want, dtype)
+        for mine, want in zip(got[3:], wanted, strict=True):
+            total = mine.float().cpu()
+            torch.distributed.all_reduce(total)  # of copies, and of experts of other ranks
+            assert_near(total, want, dtype)
+    for each in eps:
+        each.check()
+        assert not each.exchange.rounds.state

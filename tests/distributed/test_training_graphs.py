@@ -1,0 +1,219 @@
+"""Training in graphs of autograd that are not a plain chain: every rank gets through, and nothing is wrong silently."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import assert_close, randn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from epmoe import EPAbortedError, EPStateError, Placement
+from epmoe.training import Exchange
+
+D, E, K, T = 32, 6, 2, 7
+
+
+def leaf(*shape: int, seed: int, device: torch.device) -> torch.Tensor:
+    return randn(*shape, seed=seed).to(device).requires_grad_()
+
+
+class Layer(torch.nn.Module):
+    """Experts that scale their rows, by one parameter each; the weights of the router are given."""
+
+    def __init__(self, exchange: Exchange, tag: int = 1, num_rows: int = 128, weights_on: str = "rows") -> None:
+        super().__init__()
+        self.exchange, self.tag, self.num_rows, self.weights_on = exchange, tag, num_rows, weights_on
+        self.scale = torch.nn.Parameter(torch.linspace(0.5, 1.5, exchange.ep.num_local_experts).to(exchange.ep.device))
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        routed = self.exchange.dispatch(
+            x, ids, weights, weights_on=self.weights_on, num_rows=self.num_rows, tag=self.tag
+        )
+        numbers = torch.arange(len(routed.rows), dtype=torch.int32, device=x.device)
+        expert = torch.searchsorted(routed.expert_offsets, numbers, right=True) - 1
+        real = numbers < routed.expert_offsets[-1]
+        factor = torch.cat([self.scale, self.scale.new_zeros(1)])[expert.where(real, -1)]
+        rows = routed.rows.where(real[:, None], 0.0) * factor[:, None]
+        if routed.row_weights is not None:
+            rows = rows * routed.row_weights[:, None]
+        return self.exchange.combine(rows, routed)
+
+
+@pytest.fixture
+def exchange(make_ep) -> Exchange:
+    return Exchange(make_ep(experts=E, top_k=K, hidden=D, max_tokens=16, timeout_s=10.0))
+
+
+@pytest.fixture
+def inputs(exchange, rank):
+    device = exchange.ep.device
+    ids = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(rank * 99 + t))[:K] for t in range(T)])
+    return leaf(T, D, seed=rank, device=device), ids.to(device), leaf(T, K, seed=50 + rank, device=device)
+
+
+def closed(exchange: Exchange) -> bool:
+    exchange.ep.check()
+    return not exchange.ep.exchange.rounds.state
+
+
+def gradients(loss: torch.Tensor, *leaves: torch.Tensor, **options: bool) -> list[torch.Tensor]:
+    return [grad.clone() for grad in torch.autograd.grad(loss, leaves, **options)]
+
+
+def test_the_same_graph_twice_and_frozen_parts(exchange, inputs):
+    layer, (x, ids, weights) = Layer(exchange), inputs
+    leaves = x, weights, layer.scale
+    loss = layer(x, ids, weights).square().sum()
+    first, second = gradients(loss, *leaves, retain_graph=True), gradients(loss, *leaves)
+    assert all(map(torch.equal, first, second))
+    rounds = exchange.ep.exchange.rounds.count
+    layer(x.detach(), ids, weights.detach()).square().sum().backward()  # the experts alone train
+    assert torch.equal(layer.scale.grad, first[2]) and x.grad is None
+    assert exchange.ep.exchange.rounds.count == rounds + 2 and closed(exchange)
+    with torch.no_grad():
+        layer(x, ids, weights)
+    assert exchange.ep.exchange.rounds.count == rounds + 3 and closed(exchange)
+
+
+def test_weights_that_nobody_uses_have_gradients_of_0(exchange, inputs):
+    x, ids, weights = inputs
+    routed = exchange.dispatch(x, ids, weights, weights_on="rows", num_rows=128)
+    exchange.combine(routed.rows * 2, routed).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0 * K)) and not weights.grad.any() and closed(exchange)
+
+
+def test_a_part_of_the_gradients_leaves_no_round_open(exchange, inputs):
+    layer, (x, ids, weights) = Layer(exchange), inputs
+    loss = layer(x, ids, weights).square().sum()
+    [part] = gradients(loss, layer.scale, retain_graph=True)
+    assert closed(exchange)
+    assert torch.equal(part, gradients(loss, x, layer.scale)[1]) and closed(exchange)
+
+
+def test_an_exception_in_a_backward_pass_reaches_the_other_ranks(exchange, inputs, rank):
+    """Rank 0 raises between combine's part and dispatch's; the others learn of it in place of a gradient."""
+    x, ids, weights = inputs
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ZeroDivisionError("in a hook")
+
+    routed = exchange.dispatch(x, ids, weights, weights_on="rows", num_rows=128)
+    rows = routed.rows * 2
+    if rank == 0:
+        rows.register_hook(fail)
+    loss = exchange.combine(rows, routed).sum()
+    exchange.ep.exchange._raises_abort = True
+    with pytest.raises(ZeroDivisionError if rank == 0 else EPAbortedError):
+        loss.backward()
+        exchange.ep.check()
+    exchange.ep.exchange._raises_abort = False
+    dist.barrier()
+    layer = Layer(exchange)
+    layer(x, ids, weights).sum().backward()
+    assert closed(exchange)
+
+
+def test_parallel_branches_have_the_order_of_the_forward_pass(exchange, inputs):
+    x, ids, weights = inputs
+    layers = [Layer(exchange, tag) for tag in (1, 2)]
+    y = [layer(x, ids, weights) for layer in layers]
+    both = gradients((y[0] * y[1]).sum(), x, weights)
+    alone = [
+        gradients((layer(x, ids, weights) * y[1 - i].detach()).sum(), x, weights) for i, layer in enumerate(layers)
+    ]
+    for got, a, b in zip(both, *alone, strict=True):
+        assert_close(got, (a + b).double(), slack=4)
+    assert closed(exchange)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("weights_on", ["rows", "combine"])
+def test_checkpoints_compute_the_same_bits(exchange, inputs, reentrant, weights_on):
+    x, ids, weights = inputs
+    layers = [Layer(exchange, tag, weights_on=weights_on) for tag in (1, 2)]
+    leaves = x, weights, *(layer.scale for layer in layers)
+
+    def run(call):
+        h = x
+        for layer in layers:
+            h = h + call(layer, h, ids, weights)
+        for tensor in leaves:
+            tensor.grad = None
+        before = exchange.ep.exchange.rounds.count
+        h.square().sum().backward()
+        return [tensor.grad.clone() for tensor in leaves], exchange.ep.exchange.rounds.count - before
+
+    plain, rounds = run(lambda layer, *inputs: layer(*inputs))
+    again, more = run(lambda layer, *inputs: checkpoint(layer, *inputs, use_reentrant=reentrant))
+    assert all(map(torch.equal, plain, again)) and (rounds, more) == (2, 4) and closed(exchange)
+    if reentrant:
+        return
+    saved = {torch.ops.epmoe.train_dispatch.default, torch.ops.epmoe.train_combine.default}
+
+    def policy(ctx, operator, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def contexts():
+        return create_selective_checkpoint_contexts(policy)
+
+    kept, rounds = run(lambda layer, *inputs: checkpoint(layer, *inputs, use_reentrant=False, context_fn=contexts))
+    assert all(map(torch.equal, plain, kept)) and rounds == 2 and closed(exchange)
+
+
+@pytest.mark.parametrize("num_rows", [128, "exact"])
+def test_compiled(exchange, inputs, num_rows):
+    x, ids, weights = inputs
+    layer = Layer(exchange, num_rows=num_rows)
+    leaves = x, weights, layer.scale
+    want = gradients(layer(x, ids, weights).square().sum(), *leaves)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        got = gradients(compiled(x, ids, weights).square().sum(), *leaves)
+        assert all(map(torch.equal, got, want)) and closed(exchange)
+
+
+def test_a_rank_without_experts_and_one_without_tokens(make_ep, rank, size):
+    placement = Placement(num_experts=E, ep_size=size, owners=(0,) * E)
+    ep = make_ep(experts=E, top_k=K, hidden=D)
+    ep.resume(placement=placement)
+    exchange = Exchange(ep)
+    tokens = 0 if rank == 1 else T
+    x, weights = leaf(tokens, D, seed=rank, device=ep.device), leaf(tokens, K, seed=9, device=ep.device)
+    ids = torch.tensor([[0, 1]], device=ep.device).expand(tokens, K).contiguous()
+    for num_rows in ("exact", 128):
+        x.grad = None
+        routed = exchange.dispatch(x, ids, weights, weights_on="rows", num_rows=num_rows)
+        rows = routed.rows * 3 if rank == 0 else torch.zeros_like(routed.rows)  # no gradient flows on other ranks
+        exchange.combine(rows, routed).sum().backward()
+        assert torch.equal(x.grad, torch.full_like(x, 3.0 * K)) and closed(exchange)
+
+
+def test_a_backward_pass_after_resume_is_refused(make_ep, rank, size):
+    ep = make_ep(experts=E, top_k=K, hidden=D)
+    exchange = Exchange(ep)
+    x, weights = leaf(T, D, seed=rank, device=ep.device), leaf(T, K, seed=9, device=ep.device)
+    loss = Layer(exchange)(x, torch.zeros(T, K, dtype=torch.int32, device=ep.device), weights).sum()
+    ep.resume()
+    with pytest.raises(EPStateError, match="before `resume`"):
+        loss.backward()
+    assert closed(exchange)
+
+
+def test_misuse_is_an_error(exchange, inputs):
+    x, ids, weights = inputs
+    routed = exchange.dispatch(x, ids, weights, num_rows=128)
+    with pytest.raises(EPStateError, match="still open"):
+        exchange.dispatch(x, ids, weights, num_rows=128)
+    with pytest.raises(ValueError, match=r"`expert_rows` must be float32 \[128, 32\]"):
+        exchange.combine(routed.rows[:5], routed)
+    y = exchange.combine(routed.rows, routed)
+    with pytest.raises(EPStateError, match="needs an open round"):
+        exchange.combine(routed.rows, routed)
+    with pytest.raises(RuntimeError, match="does not|autograd|differentia"):
+        gradients(gradients(y.sum(), x, create_graph=True)[0].sum(), x)
+    for num_rows in (-1, True, "all"):
+        with pytest.raises(ValueError, match="`num_rows` must be"):
+            exchange.dispatch(x, ids, weights, num_rows=num_rows)
+    assert closed(exchange)

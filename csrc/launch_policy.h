@@ -131,7 +131,7 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
                         .threads = threads_per_block(lines),
                         .send_blocks = 0,
                         .notify_blocks = 0,
-                        .send_offset_entries = send_offsets <= kMaxSendOffsets ? send_offsets : 0,
+                        .send_offset_entries = send_offsets <= kMaxSendOffsets && !args.to_caller ? send_offsets : 0,
                         .source_offset_entries = source_offsets <= kMaxSourceOffsets ? source_offsets : 0,
                         .row_chunks = 0,
                         .chunk_bytes = 0,

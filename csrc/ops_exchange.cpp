@@ -101,6 +101,7 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
   args.zero_gaps = d.zero_gaps != 0;
   args.to_caller = d.to_caller != 0, args.adds_only = d.adds_only != 0, args.returns_values = d.returns_values != 0;
   args.row_weights_N = reinterpret_cast<float*>(d.row_weights);
+  STD_TORCH_CHECK(!args.to_caller || !wire(plan.payload_format).has_scales(), "training needs rows without scales");
   args.send = kPhase != Phase::kRecv, args.receive = kPhase != Phase::kSend;
   launch_dispatch(exchange_of(d, window, scratch), args, x);
 }

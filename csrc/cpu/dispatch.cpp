@@ -168,6 +168,7 @@ void weight_rows(const Exchange& ex, const DispatchArgs& args, const int32_t* co
 
 // For training: hands out the weight of each pair's row, and sets it to 1 where combine only adds.
 void keep_weights(const Exchange& ex, const DispatchArgs& args, const int32_t* counts_R) {
+  if (args.row_weights_N) std::fill_n(args.row_weights_N, ex.plan.max_rows, 0.0f);
   auto* weights = in_window<float>(ex, ex.plan.rank, ex.plan.recv_weights);
   auto* row_of_pair = in_scratch<int32_t>(ex, ex.plan.row_of_pair);
   for_each_pair(ex, args, counts_R, [&](int64_t pair) {

@@ -44,7 +44,7 @@ class Routed(NamedTuple):
     tokens_per_expert: Tensor
     """int32 [e]"""
     row_weights: Tensor | None
-    """fp32 [N] with gradients, 0 where a row has no pair; None where combine applies the weights"""
+    """fp32 [N] with gradients, 0 in gaps, undefined past the last segment; None where combine applies the weights"""
     alignment: int
     """in rows: all segments start at its multiples"""
     handle: Pending

@@ -71,7 +71,9 @@ def train_dispatch(
     """Rows [N, D], expert_offsets, tokens_per_expert, row weights fp32 [N] and the link. Opens a round."""
     pairs = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, tag, aligned)
     arrived = _find(number).forward.out(x, pairs, num_rows, adds_only=on_rows, returns_values=False)
-    return *arrived, anchor.new_empty(0)
+    rows, offsets, tokens, row_weights = arrived
+    assert row_weights is not None
+    return rows, offsets, tokens, row_weights, anchor.new_empty(0)
 
 
 @train_dispatch.register_fake

@@ -46,8 +46,8 @@ class Rows(NamedTuple):
     """int32 [e + 1]"""
     tokens_per_expert: Tensor
     """int32 [e]"""
-    row_weights: Tensor
-    """fp32 [N], 0 where a row has no pair"""
+    row_weights: Tensor | None
+    """fp32 [N], 0 in gaps, undefined past the last segment; None where values return"""
 
 
 class Rounds:
@@ -84,17 +84,16 @@ class Rounds:
             rows=None if num_rows == EXACT else x.new_empty(N, x.shape[1]),
             expert_offsets=x.new_empty(e + 1, dtype=torch.int32),
             tokens_per_expert=x.new_empty(e, dtype=torch.int32),
-            row_weights=x.new_zeros(N, dtype=torch.float32),
+            row_weights=None if returns_values else x.new_empty(N, dtype=torch.float32),
             adds_only=adds_only,
             returns_values=returns_values,
         )
         call = Call(x, ids, weights, num_tokens=num_tokens, tag=tag, aligned=aligned)
         with exchange.aborting():
             rows, row_weights = exchange.dispatch_into(call, into).rows, into.row_weights
-            assert row_weights is not None
             if num_rows == EXACT:
                 N = int(into.expert_offsets[-1])
-                rows, row_weights = rows[:N].clone(), row_weights[:N].clone()
+                rows, row_weights = rows[:N].clone(), None if row_weights is None else row_weights[:N].clone()
         return Rows(rows, into.expert_offsets, into.tokens_per_expert, row_weights)
 
     def back(self, rows: Tensor) -> Tensor:

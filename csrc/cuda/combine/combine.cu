@@ -149,8 +149,9 @@ __global__ void __launch_bounds__(threads_per_block(kSendLines), blocks_per_sm(k
     // Blocks that send may leave before they receive, so none of them starts with an item. Where all forward, all send.
     WorkQueue queue(args.T, static_cast<int32_t>(args.D / kPerVector<T>), kernel.send_blocks, kMaxChunkVectors);
     ok = queue.for_each(&round->recv_queue[kCombine], [&](int32_t t, int32_t chunk) {
-      return sum_token<kFormat, T>(b, t, chunk, queue.chunks, sending_ranks) &&
-             (!kValues || chunk || recv_values(b, t, sending_ranks));
+      bool here = sum_token<kFormat, T>(b, t, chunk, queue.chunks, sending_ranks);
+      if constexpr (kValues) here = here && (chunk || recv_values(b, t, sending_ranks));
+      return here;
     });
   }
   if (leader && threadIdx.x == 0) {

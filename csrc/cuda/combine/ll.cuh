@@ -169,9 +169,9 @@ template <int N, bool kOwn, WireFormat kFormat, typename T, bool kValues>
 __device__ __forceinline__ bool sum_chunks(const CombineBlock& b, uint32_t sending_ranks, int32_t* head) {
   int32_t chunks = num_chunks(wire_bytes<kFormat, T>(b), N);
   return WorkQueue(b.args.T * chunks, b.kernel.send_blocks).for_each(head, [&](int32_t item, int32_t) {
-    int32_t t = item / chunks, chunk = item % chunks;
-    return sum_chunk<N, kOwn, kFormat, T>(b, t, chunk, sending_ranks) &&
-           (!kValues || chunk || recv_values(b, t, sending_ranks));
+    bool ok = sum_chunk<N, kOwn, kFormat, T>(b, item / chunks, item % chunks, sending_ranks);
+    if constexpr (kValues) ok = ok && (item % chunks || recv_values(b, item / chunks, sending_ranks));
+    return ok;
   });
 }
 

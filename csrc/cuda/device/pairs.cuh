@@ -10,7 +10,6 @@ namespace epmoe::cuda {
 struct RoutedPair {
   int64_t id = -1;
   float weight = 0.0f;
-  bool keeps_zeros = false;  // whether there is something to compute whatever the weight is
 
   RoutedPair() = default;
   // No branches, so that the loads after these do not wait. Where `real` is false, it loads pair 0 of token 0, which
@@ -22,24 +21,24 @@ struct RoutedPair {
                                     : static_cast<const int32_t*>(args.ids_TK)[index];
     float value = load_float(args.weights_TK, args.weights_dtype, real ? t * args.weights_stride + k : 0);
     if (real) id = logical, weight = value;
-    if constexpr (requires { args.to_caller; }) keeps_zeros = args.to_caller;
   }
 
   // The logical expert of E, -1 for an id that is out of range.
   __device__ __forceinline__ int32_t expert(int64_t E) const {
     return id >= 0 && id < E ? static_cast<int32_t>(id) : -1;
   }
-  // Whether there is something to compute: a logical expert of E, and a weight.
-  __device__ __forceinline__ bool is_live(int64_t E) const {
-    return id >= 0 && id < E && (keeps_zeros || (weight != 0.0f && is_finite(weight)));
+  // Whether there is something to compute: a logical expert of E, and a weight unless `any_weight`.
+  __device__ __forceinline__ bool is_live(int64_t E, bool any_weight) const {
+    return id >= 0 && id < E && (any_weight || (weight != 0.0f && is_finite(weight)));
   }
 };
 
 // The physical expert of a pair; -1 where there is nothing to compute. Where experts have several copies,
 // copy_of(expert) is the one.
 template <typename F>
-__device__ __forceinline__ int32_t physical(const RoutedPair& pair, int64_t E, int64_t copies, F&& copy_of) {
-  if (!pair.is_live(E)) return -1;
+__device__ __forceinline__ int32_t physical(const RoutedPair& pair, int64_t E, int64_t copies, F&& copy_of,
+                                            bool any_weight = false) {
+  if (!pair.is_live(E, any_weight)) return -1;
   auto expert = static_cast<int32_t>(pair.id);
   return copies == 1 ? expert : copy_of(expert);
 }

@@ -65,10 +65,9 @@ struct DispatchKernel {
   // The protocol of dispatch's rows and of combine's.
   EPMOE_HD bool uses_ll() const { return args.T <= ex.plan.ll_max_tokens; }
   // Simple protocol: whether rows that leave after all counts are known go straight to their first expert-major row.
-  // Rows that are weighted on arrival do not, nor rows whose memory other ranks do not see.
+  // Rows that are weighted on arrival do not. Where other ranks do not see these rows, there are no entries.
   EPMOE_HD bool sends_to_final_rows() const {
-    bool settled = !args.weight_rows && !args.to_caller;
-    return args.expert_major && args.receive && settled && send_offset_entries && !uses_ll();
+    return args.expert_major && args.receive && !args.weight_rows && send_offset_entries && !uses_ll();
   }
   // `call`, as the host computes it. The first word: bit 0 says LL; then with LL the tokens; then the rows. The second:
   // D / 4 - 1, since D is whole lines of 16 bytes, whether segments are aligned, K - 1, dtype, layout and weighting; in
@@ -154,6 +153,7 @@ struct DispatchBlock {
   int32_t* count;        // [P + 1] sending: pairs of each expert before this token; receiving: first row of its segment
   int32_t* send_offset;  // [R, most] first row of this source's pairs, on the expert's rank
   int32_t* source_offset;  // [R + 1, e] pairs of a local expert from the sources before
+  bool trains;             // a round of training: `to_caller`; known to the compiler
 
   // Call this after a barrier of the block: it takes over the epoch that one thread has read. Returns false if no round
   // may be opened.
@@ -204,8 +204,8 @@ static __device__ __noinline__ float kept_weight(const DispatchArgs& args, int32
   if (args.row_weights_N && row >= 0) args.row_weights_N[row] = weight;
   return args.adds_only ? 1.0f : weight;
 }
-__device__ __forceinline__ float combine_weight(const DispatchArgs& args, int32_t row, float weight) {
-  return args.to_caller ? kept_weight(args, row, weight) : args.weight_rows ? 1.0f : weight;
+__device__ __forceinline__ float combine_weight(const DispatchBlock& b, int32_t row, float weight) {
+  return b.trains ? kept_weight(b.args, row, weight) : b.args.weight_rows ? 1.0f : weight;
 }
 
 }  // namespace epmoe::cuda

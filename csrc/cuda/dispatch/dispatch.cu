@@ -65,9 +65,9 @@ __device__ __noinline__ bool recv_ll_sources_too(DispatchBlock b) {
 // kRecvLines: lines of a row that a receiving lane moves at once with the LL protocol; 0: Simple protocol.
 // kCoarse: senders also move kRecvLines lines at once, otherwise one, and this rank's own rows do not travel, unless
 // they have scales. kFormat: of the payload. Source: the dtype that becomes kFormat; void where rows travel as they
-// are.
+// are. kTrains: `to_caller`.
 template <int kRecvLines, bool kCoarse, WireFormat kFormat, typename Source,
-          int kBlocksPerSM = blocks_per_sm(kRecvLines)>
+          int kBlocksPerSM = blocks_per_sm(kRecvLines), bool kTrains = false>
 __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
     dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
   constexpr bool kLL = kRecvLines > 0, kSkipSelf = kCoarse && !wire(kFormat).has_scales();
@@ -91,7 +91,8 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
                   location,
                   count,
                   send_offset,
-                  send_offset + kernel.send_offset_entries};
+                  send_offset + kernel.send_offset_entries,
+                  kTrains};
   fetch_arguments(kernel, &shared.sink);
   read_tables(b);
   constexpr int kSendLines = kCoarse ? kRecvLines : 1;
@@ -161,19 +162,27 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
   if (b.wait.failed(kDispatch, ok, {shared.mismatched, kernel.call.tag(), shared.other})) zero_outputs(ex);
 }
 
-template <WireFormat kFormat, typename Source>
+template <WireFormat kFormat, typename Source, bool kTrains>
 auto* variant_of(int64_t recv_lines, bool coarse, bool exclusive) {
   constexpr int kMost = kMaxLines<kFormat>;
-  if (recv_lines == 0) return dispatch_kernel<0, false, kFormat, Source>;
+  if (recv_lines == 0) return dispatch_kernel<0, false, kFormat, Source, 2, kTrains>;
   if (recv_lines == 1)
-    return exclusive ? dispatch_kernel<1, false, kFormat, Source, 1> : dispatch_kernel<1, false, kFormat, Source>;
+    return exclusive ? dispatch_kernel<1, false, kFormat, Source, 1, kTrains>
+                     : dispatch_kernel<1, false, kFormat, Source, 2, kTrains>;
   if (recv_lines == 2)
-    return coarse ? dispatch_kernel<2, true, kFormat, Source> : dispatch_kernel<2, false, kFormat, Source>;
-  return coarse ? dispatch_kernel<kMost, true, kFormat, Source> : dispatch_kernel<kMost, false, kFormat, Source>;
+    return coarse ? dispatch_kernel<2, true, kFormat, Source, 1, kTrains>
+                  : dispatch_kernel<2, false, kFormat, Source, 1, kTrains>;
+  return coarse ? dispatch_kernel<kMost, true, kFormat, Source, 1, kTrains>
+                : dispatch_kernel<kMost, false, kFormat, Source, 1, kTrains>;
 }
-auto* variant_for(int64_t recv_lines, bool coarse, bool exclusive, WireFormat format, DType dtype) {
+// Rounds of training have rows without scales.
+auto* variant_for(int64_t recv_lines, bool coarse, bool exclusive, WireFormat format, DType dtype, bool trains) {
   return with_format(format, [&](auto of) {
-    auto of_source = [&]<typename Source>(Source*) { return variant_of<of, Source>(recv_lines, coarse, exclusive); };
+    auto of_source = [&]<typename Source>(Source*) {
+      if constexpr (!wire(of).has_scales())
+        if (trains) return variant_of<of, Source, true>(recv_lines, coarse, exclusive);
+      return variant_of<of, Source, false>(recv_lines, coarse, exclusive);
+    };
     if constexpr (wire(of).has_scales())
       if (wire(of).quantizes(dtype)) return visit(dtype, [&](auto source) { return of_source(&source); });
     return of_source(static_cast<void*>(nullptr));
@@ -186,7 +195,9 @@ cudaError_t load_dispatch() {
       for (int recv_lines : {0, 1, 2, kMaxLines<WireFormat::kAuto>})
         for (bool coarse : {false, true})
           for (bool exclusive : {false, true})
-            if (cudaError_t error = load(variant_for(recv_lines, coarse, exclusive, format, dtype))) return error;
+            for (bool trains : {false, true})
+              if (cudaError_t error = load(variant_for(recv_lines, coarse, exclusive, format, dtype, trains)))
+                return error;
   return cudaSuccess;
 }
 
@@ -214,8 +225,8 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
                         .asked = progress.more_rounds,
                         .call = {}};
   kernel.call = kernel.call_without_rows(static_cast<uint32_t>(progress.tag));
-  auto* variant =
-      variant_for(policy.recv_lines, policy.coarse, policy.exclusive, exchange.plan.payload_format, args.dtype);
+  auto* variant = variant_for(policy.recv_lines, policy.coarse, policy.exclusive, exchange.plan.payload_format,
+                              args.dtype, args.to_caller);
   return launch(variant, policy.blocks, static_cast<int>(policy.threads), policy.shared_bytes, stream, kernel);
 }
 

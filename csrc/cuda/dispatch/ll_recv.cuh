@@ -64,7 +64,7 @@ __device__ __forceinline__ bool recv_chunk(const DispatchBlock& b, int32_t r, in
   if (index == 0 && has_pair && b.args.expert_major) {
     int64_t entry = (r * plan.M + t) * plan.K + lane;
     in_scratch<int32_t>(b.ex, plan.row_of_pair)[entry] = mine && row < 0 ? kDropped : row;
-    in_scratch<float>(b.ex, plan.pair_weights)[entry] = combine_weight(b.args, row, weight);
+    in_scratch<float>(b.ex, plan.pair_weights)[entry] = combine_weight(b, row, weight);
   } else if (index == 0 && has_pair && comes) {
     int64_t entry = (r * plan.M + place) * plan.K + lane;
     bool valid = id >= 0 && id < plan.P;

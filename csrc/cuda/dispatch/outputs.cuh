@@ -54,6 +54,8 @@ __device__ __forceinline__ void zero_gaps(const DispatchBlock& b) {
     for (int64_t n = begin * blocks + threadIdx.x; plan.payload_format != WireFormat::kAuto && n < end * blocks;
          n += block_threads())
       scales[n] = 1.0f;
+    for (int64_t n = begin + threadIdx.x; b.trains && b.args.row_weights_N && n < end; n += block_threads())
+      b.args.row_weights_N[n] = 0.0f;
   }
 }
 

@@ -11,7 +11,7 @@ static __device__ __noinline__ int32_t copy_of(const Exchange& ex, int32_t t, in
                       ex.plan.copies, ex.plan.rank, t, expert);
 }
 __device__ __forceinline__ int32_t physical(const DispatchBlock& b, int32_t t, const RoutedPair& pair) {
-  return physical(pair, b.plan.E, b.plan.copies, [&](int32_t expert) { return copy_of(b.ex, t, expert); });
+  return physical(pair, b.plan.E, b.plan.copies, [&](int32_t expert) { return copy_of(b.ex, t, expert); }, b.trains);
 }
 
 // A lane takes one pair, and a warp takes as many tokens as fit into its lanes.

@@ -43,7 +43,7 @@ __device__ __forceinline__ bool recv_row(const DispatchBlock& b, int32_t r, int3
   SlotPair pair = read_slot(b, r, s);
   if (chunk == 0 && lane < b.args.K) {
     in_scratch<int32_t>(b.ex, plan.row_of_pair)[slot * plan.K + lane] = pair.row;
-    in_scratch<float>(b.ex, plan.pair_weights)[slot * plan.K + lane] = combine_weight(b.args, pair.row, pair.weight);
+    in_scratch<float>(b.ex, plan.pair_weights)[slot * plan.K + lane] = combine_weight(b, pair.row, pair.weight);
   }
   uint32_t pairs = __ballot_sync(kAllLanes, pair.row >= 0);
   if (!pairs) return true;

@@ -43,7 +43,7 @@ class MoELayer(nn.Module):
             stream of its own beside the exchange and the routed experts, and is captured with them.
         apply_router_weight_on_input: as of `ExpertParallel.dispatch`.
         layer_id: the number by which compiled and exported programs name the layer, by default the first free one. It
-            is the `tag` of the layer's rounds, modulo 65536; by default, layers of an `ep` number themselves in the
+            is the `tag` of the layer's rounds, modulo 32768; by default, layers of an `ep` number themselves in the
             order in which they are made, which must be the same on all ranks.
 
     Raises:

@@ -30,6 +30,21 @@ def test_one_process_is_a_group_of_one():
         ep.health()
 
 
+def test_a_backward_pass_that_needs_rows_of_an_earlier_round_raises():
+    """`d.rows` is a window: saved for a backward pass, it would hold the rows of another layer by then."""
+    w = torch.randn(64, requires_grad=True)
+    with epmoe.ExpertParallel(alone()) as ep:
+        for _ in range(2):
+            d = ep.dispatch(torch.randn(3, 64), torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1))
+            loss = (d.rows * w).sum()
+            ep.combine(d.rows, d)
+        loss.backward()  # of the last round
+        loss = (d.rows * w).sum()
+        ep.combine(d.rows, ep.dispatch(torch.randn(3, 64), torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 @pytest.mark.parametrize("x", [torch.randn(1 + 2 * 64)[1:].view(2, 64), torch.randn(3, 65)[:1, :64]])
 def test_rows_may_start_anywhere(x):
     """Rows that are contiguous but do not start at multiples of 16 bytes."""

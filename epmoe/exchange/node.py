@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd.graph import increment_version
 
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
@@ -114,6 +115,8 @@ class NodeExchange(Exchange):
             config, device, self.views, self.rounds, self.rank, plan.sizes["alignment"], self.descriptors.of
         )
         self._totals = Totals(self.views)
+        rows = self.views["rows"]
+        self._rows = None if rows.is_inference() else rows
         self._trains, self._training_sms = False, _share_of(device)
 
     def dispatch(self, call: Call) -> Dispatched:
@@ -381,6 +384,8 @@ class NodeExchange(Exchange):
         EPTimeoutError if ranks did not arrive in time.
         """
         dispatched = self.rounds.receive(sent)
+        if torch.is_grad_enabled() and self._rows is not None:
+            increment_version(self._rows)  # a backward pass that needs rows of an earlier round raises
         if self._words[_CODE]:
             self.check_open(dispatched)
         return dispatched

@@ -162,11 +162,16 @@ def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, ids, weights, *_, ctx.number = inputs
     ctx.T, ctx.K, ctx.weights_dtype = x.shape[0], ids.shape[1], weights.dtype
     ctx.generation = _find(ctx.number).generation
+    ctx.set_materialize_grads(False)  # zeros for offsets and counts would be two kernels
+    rows, _, _, row_weights, _ = output
+    ctx.zeros = [(t.shape, {"dtype": t.dtype, "device": t.device}) for t in (rows, row_weights)]
 
 
-def _dispatch_gradients(ctx: Any, rows: Tensor, offsets: Any, tokens: Any, row_weights: Tensor, link: Tensor) -> Any:
+def _dispatch_gradients(ctx: Any, rows: Any, offsets: Any, tokens: Any, row_weights: Any, link: Any) -> Any:
     shape = ctx.T, ctx.K, ctx.number, ctx.generation
-    x, weights = train_dispatch_backward(rows, row_weights, link, *shape)
+    given = zip((rows, row_weights), ctx.zeros, strict=True)
+    gradients = [torch.zeros(size, **like) if grad is None else grad for grad, (size, like) in given]
+    x, weights = train_dispatch_backward(*gradients, link, *shape)
     return x, None, weights.to(ctx.weights_dtype), *(None,) * 8
 
 

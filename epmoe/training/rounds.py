@@ -96,6 +96,19 @@ class Rounds:
                 rows, row_weights = rows[:N].clone(), None if row_weights is None else row_weights[:N].clone()
         return Rows(rows, into.expert_offsets, into.tokens_per_expert, row_weights)
 
+    def skip(self, pairs: Pairs, hidden_size: int, dtype: torch.dtype, *, adds_only: bool) -> None:
+        """Take part in a forward round without tokens, and abort it: for a rank that raised before its dispatch.
+
+        Args:
+            pairs: of no token, otherwise as those of the other ranks.
+            hidden_size: D of the round.
+            dtype: of x.
+            adds_only: combine adds without weights.
+        """
+        x = torch.empty(0, hidden_size, dtype=dtype, device=self.ep.device)
+        self.out(x, pairs, EXACT, adds_only=adds_only, returns_values=False)
+        self.exchange.abort(None)
+
     def back(self, rows: Tensor) -> Tensor:
         """Combine in the open round: rows [N, D] → y [T, D]."""
         exchange, dispatched = self.exchange, self._open("combine")

@@ -113,6 +113,23 @@ struct GatedActivationArgs {
   int64_t scales_stride;  // between blocks of scales_BN, at least N
 };
 
+// The operators weighted_gates and weighted_gates_backward, for training: the gated activation times the weight of its
+// row. Letters as above.
+struct WeightedGatesArgs {
+  const void* gate_up_N2F;
+  DType dtype;                 // of gate_up and of all gradients but those of the weights
+  int64_t gate_up_stride;      // between rows
+  const float* row_weights_N;  // or null: 1
+  Segments segments;
+  int64_t N, F;
+  bool interleaved;
+  Gating gating;
+  void* out_NF;            // out, forward
+  const void* grad_NF;     // backward: the gradient of the outputs, contiguous; else null
+  void* grad_gate_up_N2F;  // out, backward, contiguous
+  float* grad_weights_N;   // out, backward
+};
+
 // The operator scales_by_block: the scales of rows, block by block.
 struct ScalesByBlockArgs {
   const float* scales_NB;

@@ -63,6 +63,9 @@ constexpr Api kApi = {
     .scales_by_block = [](const ScalesByBlockArgs& args, Stream stream) -> int {
       return scales_by_block(args, typed(stream));
     },
+    .weighted_gates = [](const WeightedGatesArgs& args, Stream stream) -> int {
+      return weighted_gates(args, typed(stream));
+    },
     .dispatch = [](const Exchange& exchange, const DispatchArgs& args, Stream stream) -> int {
       return dispatch(exchange, args, typed(stream));
     },

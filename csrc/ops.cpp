@@ -234,6 +234,52 @@ Tensor scales_by_block(const Tensor& scales, const Tensor& expert_offsets,
   return out;
 }
 
+WeightedGatesArgs weighted_gates_args(const Tensor& gate_up, const std::optional<Tensor>& row_weights,
+                                      const Tensor& expert_offsets, bool interleaved, double limit, double alpha,
+                                      double up_offset) {
+  check_rows(gate_up, "gate_up");
+  int64_t N = gate_up.size(0), F = gate_up.size(1) / 2;
+  STD_TORCH_CHECK(gate_up.size(1) == 2 * F && dtype_of(gate_up) != DType::kFloat8E4M3,
+                  "gate_up must have as many gates as ups, in float32, float16 or bfloat16");
+  STD_TORCH_CHECK(N <= INT32_MAX, "gate_up has too many rows");
+  return {
+      .gate_up_N2F = gate_up.data_ptr(),
+      .dtype = dtype_of(gate_up),
+      .gate_up_stride = gate_up.stride(0),
+      .row_weights_N = pointer<float>(row_weights, N, "row_weights"),
+      .segments = segments_of(expert_offsets, std::nullopt),
+      .N = N,
+      .F = F,
+      .interleaved = interleaved,
+      .gating = {static_cast<float>(limit), static_cast<float>(alpha), static_cast<float>(up_offset)},
+  };
+}
+
+Tensor weighted_gates(const Tensor& gate_up, const std::optional<Tensor>& row_weights, const Tensor& expert_offsets,
+                      bool interleaved, double limit, double alpha, double up_offset) {
+  auto args = weighted_gates_args(gate_up, row_weights, expert_offsets, interleaved, limit, alpha, up_offset);
+  Tensor out = empty_like_device(gate_up, {args.N, args.F}, gate_up.scalar_type());
+  args.out_NF = out.data_ptr();
+  launch(gate_up, args, cpu::weighted_gates, &cuda::Api::weighted_gates);
+  return out;
+}
+
+std::tuple<Tensor, Tensor> weighted_gates_backward(const Tensor& grad, const Tensor& gate_up,
+                                                   const std::optional<Tensor>& row_weights,
+                                                   const Tensor& expert_offsets, bool interleaved, double limit,
+                                                   double alpha, double up_offset) {
+  auto args = weighted_gates_args(gate_up, row_weights, expert_offsets, interleaved, limit, alpha, up_offset);
+  STD_TORCH_CHECK(grad.dim() == 2 && grad.is_contiguous() && grad.size(0) == args.N && grad.size(1) == args.F &&
+                      grad.scalar_type() == gate_up.scalar_type(),
+                  "grad must be contiguous [N, F] in the dtype of gate_up");
+  Tensor grad_gate_up = empty_like_device(gate_up, {args.N, 2 * args.F}, gate_up.scalar_type());
+  Tensor grad_weights = empty_like_device(gate_up, {args.N}, ScalarType::Float);
+  args.grad_NF = grad.data_ptr(), args.grad_gate_up_N2F = grad_gate_up.data_ptr();
+  args.grad_weights_N = static_cast<float*>(grad_weights.data_ptr());
+  if (args.N * args.F) launch(gate_up, args, cpu::weighted_gates, &cuda::Api::weighted_gates);
+  return {grad_gate_up, grad_weights};
+}
+
 void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("route", TORCH_BOX(&route));
   library.impl("permute", TORCH_BOX(&permute));
@@ -242,6 +288,8 @@ void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("quantize_fp8", TORCH_BOX(&quantize_fp8));
   library.impl("gated_activation", TORCH_BOX(&gated_activation));
   library.impl("scales_by_block", TORCH_BOX(&scales_by_block));
+  library.impl("weighted_gates", TORCH_BOX(&weighted_gates));
+  library.impl("weighted_gates_backward", TORCH_BOX(&weighted_gates_backward));
 }
 
 }  // namespace

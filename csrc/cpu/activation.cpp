@@ -50,6 +50,33 @@ void gated_activation(const GatedActivationArgs& args) {
   });
 }
 
+void weighted_gates(const WeightedGatesArgs& args) {
+  int64_t step = args.interleaved ? 2 : 1, to_up = args.interleaved ? 1 : args.F;
+  visit(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    for_each_real_row(args.segments, args.N, [&](int32_t, int64_t t) {
+      auto* row = static_cast<const T*>(args.gate_up_N2F) + t * args.gate_up_stride;
+      float weight = args.row_weights_N ? args.row_weights_N[t] : 1.0f, grad_weight = 0.0f;
+      if (!args.grad_NF) {
+        T* out = static_cast<T*>(args.out_NF) + t * args.F;
+        for (int64_t i = 0; i < args.F; ++i)
+          out[i] = from_float<T>(weight * gated(to_float(row[step * i]), to_float(row[step * i + to_up]), args.gating));
+        return;
+      }
+      auto* grad = static_cast<const T*>(args.grad_NF) + t * args.F;
+      T* out = static_cast<T*>(args.grad_gate_up_N2F) + t * 2 * args.F;
+      for (int64_t i = 0; i < args.F; ++i) {
+        auto at = gated_with_gradients(to_float(row[step * i]), to_float(row[step * i + to_up]), args.gating);
+        float by = to_float(grad[i]);
+        grad_weight += by * at.value;
+        out[step * i] = from_float<T>(by * weight * at.gate);
+        out[step * i + to_up] = from_float<T>(by * weight * at.up);
+      }
+      args.grad_weights_N[t] = grad_weight;
+    });
+  });
+}
+
 void scales_by_block(const ScalesByBlockArgs& args) {
   for_each_real_row(args.segments, args.N, [&](int32_t, int64_t t) {
     for (int64_t b = 0; b < args.B; ++b)

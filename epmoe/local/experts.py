@@ -198,6 +198,11 @@ class GroupedExperts(nn.Module):
         check_tensor("rows", rows_ND, (dtype,), ("N", D), device)
         check_tensor("expert_offsets", expert_offsets, (torch.int32,), (e + 1,), device)
         check_forward_only(rows_ND)
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+            raise RuntimeError(
+                "these GroupedExperts are forward only, but a parameter requires grad: epmoe.training.GroupedExperts "
+                "have gradients; for inference run under torch.inference_mode() or torch.no_grad()"
+            )
         N = rows_ND.shape[0]
         if scales is not None:
             check_tensor("scales", scales, (torch.float32,), (N, D // SCALE_BLOCK), device)

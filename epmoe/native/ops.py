@@ -41,6 +41,10 @@ _library.define(
     "bool interleaved, float limit, float alpha, float up_offset, bool quantize) -> (Tensor out, Tensor scales)"
 )
 _library.define("scales_by_block(Tensor scales, Tensor expert_offsets, Tensor? tokens_per_expert) -> Tensor")
+# For training: the gated activation times the weight of its row, in rows of segments, gaps included.
+_GATES = "Tensor gate_up, Tensor? row_weights, Tensor expert_offsets, bool interleaved, float limit, float alpha"
+_library.define(f"weighted_gates({_GATES}, float up_offset) -> Tensor")
+_library.define(f"weighted_gates_backward(Tensor grad, {_GATES}, float up_offset) -> (Tensor, Tensor)")
 for _phase in ("", "_send", "_recv"):
     _library.define(
         f"dispatch{_phase}(Tensor x, Tensor ids, Tensor weights, Tensor? scales, Tensor? num_tokens, SymInt num_rows, "
@@ -153,6 +157,16 @@ def _(
 @torch.library.register_fake("epmoe::scales_by_block")
 def _(scales: Tensor, expert_offsets: Tensor, tokens_per_expert: Tensor | None) -> Tensor:
     return scales.new_empty((scales.shape[1], (scales.shape[0] + 3) // 4 * 4))
+
+
+@torch.library.register_fake("epmoe::weighted_gates")
+def _(gate_up: Tensor, *rest: object) -> Tensor:
+    return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+
+
+@torch.library.register_fake("epmoe::weighted_gates_backward")
+def _(grad: Tensor, gate_up: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    return gate_up.new_empty(gate_up.shape), gate_up.new_empty((gate_up.shape[0],), dtype=torch.float32)
 
 
 @torch.library.register_fake("epmoe::dispatch")

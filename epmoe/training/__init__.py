@@ -1,5 +1,7 @@
 """Training: exact gradients that have the same bits on every run, in one round a layer and direction."""
 
 from epmoe.training.exchange import Exchange, Routed
+from epmoe.training.experts import GroupedExperts
+from epmoe.training.route import route
 
-__all__ = ["Exchange", "Routed"]
+__all__ = ["Exchange", "GroupedExperts", "Routed", "route"]

@@ -47,7 +47,8 @@ _directions: WeakValueDictionary[int, Directions] = WeakValueDictionary()
 _numbers = itertools.count(2)  # a graph with a number of 0 or 1 would serve no other number
 
 
-def _find(number: int) -> Directions:
+def find(number: int) -> Directions:
+    """The rounds under a number. Raises RuntimeError once they are gone."""
     directions = _directions.get(number)
     if directions is None:
         raise RuntimeError("the Exchange of this program or graph is gone: it must live as long as they do")
@@ -70,7 +71,7 @@ def train_dispatch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Rows [N, D], expert_offsets, tokens_per_expert, row weights fp32 [N] and the link. Opens a round."""
     pairs = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, tag, aligned)
-    arrived = _find(number).forward.out(x, pairs, num_rows, adds_only=on_rows, returns_values=False)
+    arrived = find(number).forward.out(x, pairs, num_rows, adds_only=on_rows, returns_values=False)
     rows, offsets, tokens, row_weights = arrived
     assert row_weights is not None
     return rows, offsets, tokens, row_weights, anchor.new_empty(0)
@@ -81,7 +82,7 @@ def _(
     x: Tensor, ids: Tensor, weights: Tensor, num_tokens: Any, num_real: int, anchor: Tensor, num_rows: int, *rest: Any
 ) -> Any:
     N: Any = torch.library.get_ctx().new_dynamic_size() if num_rows == EXACT else num_rows
-    e = _find(rest[-1]).forward.ep.num_local_experts
+    e = find(rest[-1]).forward.ep.num_local_experts
     offsets, tokens = ids.new_empty(e + 1, dtype=torch.int32), ids.new_empty(e, dtype=torch.int32)
     return x.new_empty(N, x.shape[1]), offsets, tokens, x.new_empty(N, dtype=torch.float32), anchor.new_empty(0)
 
@@ -100,7 +101,7 @@ def train_combine(
     number: int,
 ) -> Tensor:
     """y [T, D]. Closes the round. Its sums are weighted where `row_weights` are given, whose gradient they have."""
-    return _find(number).forward.back(expert_rows)
+    return find(number).forward.back(expert_rows)
 
 
 @train_combine.register_fake
@@ -124,7 +125,7 @@ def train_combine_backward(
     generation: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the rows [N, D] and of their weights fp32 [N] or [0], and of the link. Opens a round."""
-    directions = _find(number)
+    directions = find(number)
     directions.check_generation(generation)
     pairs = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, tag, aligned)
     grad_rows = directions.backward.out(grad_y, pairs, num_rows, adds_only=True, returns_values=True).rows
@@ -148,7 +149,7 @@ def train_dispatch_backward(
     grad_rows: Tensor, grad_row_weights: Tensor, grad_link: Tensor | None, T: int, K: int, number: int, generation: int
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x [T, D] and of the weights fp32 [T, K]. Closes the round."""
-    directions = _find(number)
+    directions = find(number)
     directions.check_generation(generation)
     return directions.backward.back_with_values(grad_rows, grad_row_weights.float().contiguous())
 
@@ -161,7 +162,7 @@ def _(grad_rows: Tensor, grad_row_weights: Tensor, grad_link: Tensor | None, T: 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, ids, weights, *_, ctx.number = inputs
     ctx.T, ctx.K, ctx.weights_dtype = x.shape[0], ids.shape[1], weights.dtype
-    ctx.generation = _find(ctx.number).generation
+    ctx.generation = find(ctx.number).generation
     ctx.set_materialize_grads(False)  # zeros for offsets and counts would be two kernels
     rows, _, _, row_weights, _ = output
     ctx.zeros = [(t.shape, {"dtype": t.dtype, "device": t.device}) for t in (rows, row_weights)]
@@ -180,7 +181,7 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     saved = (None, None) if row_weights is None else (expert_rows, row_weights)
     # Where a checkpoint computes again, it stops at the last tensor that is saved: that of a closed round.
     ctx.save_for_backward(*saved, ids, weights, num_tokens)
-    ctx.num_rows, ctx.generation = expert_rows.shape[0], _find(ctx.number).generation
+    ctx.num_rows, ctx.generation = expert_rows.shape[0], find(ctx.number).generation
 
 
 def _combine_gradients(ctx: Any, grad_y: Tensor) -> Any:

@@ -1,0 +1,157 @@
+"""Route with gradients: the experts and weights of `epmoe.route`, and what the weights say to the logits."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from epmoe.local.route import Routing
+from epmoe.local.route import route as forward_only
+from epmoe.native.arguments import describe, token_count
+from epmoe.training.operators import find
+
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    scoring: Literal["softmax", "sigmoid"] = "softmax",
+    bias: Tensor | None = None,
+    renormalize: bool = False,
+    num_expert_groups: int = 1,
+    top_groups: int = 1,
+    routed_scaling_factor: float = 1.0,
+    num_tokens: int | Tensor | None = None,
+    id_dtype: torch.dtype = torch.int32,
+) -> Routing:
+    """`epmoe.route`, whose weights have gradients.
+
+    The choice of experts has none, so `bias` gets none either. A token whose scores are not finite, and padding, give
+    the logits gradients of 0; so does a score that is not finite under sigmoid.
+
+    Args:
+        logits: as of `epmoe.route`, like all arguments.
+        top_k: K.
+        scoring: softmax over the experts, or sigmoid of each.
+        bias: fp32 [E], added to the scores for the choice only.
+        renormalize: divide the weights of a token by their sum.
+        num_expert_groups: groups of experts.
+        top_groups: groups that a token may choose from.
+        routed_scaling_factor: factor of all weights.
+        num_tokens: real tokens.
+        id_dtype: int32 or int64.
+
+    Returns:
+        ids [T, K] and weights fp32 [T, K], bit by bit those of `epmoe.route`.
+
+    Raises:
+        TypeError: as of `epmoe.route`.
+        ValueError: likewise.
+    """
+    return _route(
+        logits, top_k, bias, num_tokens, scoring, renormalize, num_expert_groups, top_groups, routed_scaling_factor,
+        id_dtype, 0,
+    )  # fmt: skip
+
+
+def counted(number: int, logits: Tensor, top_k: int, bias: Tensor | None, num_tokens: Any, **options: Any) -> Routing:
+    """`route` of a layer, whose sanitised rows count in the health of its exchange, which has this number."""
+    return _route(logits, top_k, bias, num_tokens, **options, id_dtype=torch.int32, number=number)
+
+
+def _route(
+    logits: Tensor,
+    top_k: int,
+    bias: Tensor | None,
+    num_tokens: int | Tensor | None,
+    scoring: str,
+    renormalize: bool,
+    num_expert_groups: int,
+    top_groups: int,
+    routed_scaling_factor: float,
+    id_dtype: torch.dtype,
+    number: int,
+) -> Routing:
+    if not isinstance(logits, Tensor) or logits.dim() != 2:
+        raise TypeError(f"`logits` must be fp32, fp16 or bf16 [T, E], got {describe(logits)}")
+    tokens, num_real = token_count(num_tokens, logits.shape[0], logits.device)
+    ids, weights = train_route(
+        logits, top_k, bias, tokens, num_real, scoring, renormalize, num_expert_groups, top_groups,
+        float(routed_scaling_factor), id_dtype, number,
+    )  # fmt: skip
+    return Routing(ids, weights)
+
+
+@torch.library.custom_op("epmoe::train_route", mutates_args=())
+def train_route(
+    logits: Tensor,
+    top_k: int,
+    bias: Tensor | None,
+    num_tokens: Tensor | None,
+    num_real: int,
+    scoring: str,
+    renormalize: bool,
+    num_expert_groups: int,
+    top_groups: int,
+    routed_scaling_factor: float,
+    id_dtype: torch.dtype,
+    number: int,
+) -> tuple[Tensor, Tensor]:
+    """ids [T, K] and weights fp32 [T, K]."""
+    counters = find(number).forward.exchange.views["health.counters"] if number else None
+    return forward_only(
+        logits.detach(),
+        top_k,
+        bias=bias,
+        num_tokens=num_real if num_tokens is None else num_tokens,
+        scoring=scoring,  # type: ignore[arg-type]
+        renormalize=renormalize,
+        num_expert_groups=num_expert_groups,
+        top_groups=top_groups,
+        routed_scaling_factor=routed_scaling_factor,
+        id_dtype=id_dtype,
+        counters=counters,
+    )
+
+
+@train_route.register_fake
+def _(logits: Tensor, top_k: int, *rest: Any) -> tuple[Tensor, Tensor]:
+    shape = logits.shape[0], top_k
+    return logits.new_empty(shape, dtype=rest[-2]), logits.new_empty(shape, dtype=torch.float32)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, _, _, _, _, ctx.scoring, ctx.renormalize, _, _, ctx.factor, _, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, output[0])
+
+
+def _gradients(ctx: Any, _: None, grad_TK: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad_TK is None:
+        return (None,) * 12
+    logits_TE, ids_TK = ctx.saved_tensors
+    E = logits_TE.shape[1]
+    logits, real = logits_TE.float(), (ids_TK >= 0) & (ids_TK < E)
+    chosen = ids_TK.long().where(real, 0)
+    scores_TE = logits.sigmoid() if ctx.scoring == "sigmoid" else logits.softmax(1)
+    scores_TE = scores_TE.where(scores_TE.isfinite(), 0.0)
+    scores_TK = scores_TE.gather(1, chosen).where(real, 0.0)
+    grad_TK = (grad_TK * ctx.factor).where(real, 0.0)
+    if ctx.renormalize:
+        sums = scores_TK.sum(1, keepdim=True)
+        some = sums != 0
+        divisor = sums.where(some, 1.0)
+        along = (grad_TK * scores_TK).sum(1, keepdim=True) / divisor
+        grad_TK = (grad_TK - along.where(some, 0.0)) / divisor
+    by_score = grad_TK * scores_TK
+    if ctx.scoring == "sigmoid":
+        by_score = by_score * (1.0 - scores_TK)
+    grad_TE = torch.zeros_like(logits).scatter_add_(1, chosen, by_score.where(real, 0.0))
+    if ctx.scoring == "softmax":
+        grad_TE = grad_TE - scores_TE * by_score.sum(1, keepdim=True)
+    return grad_TE.to(logits_TE.dtype), *(None,) * 11
+
+
+train_route.register_autograd(_gradients, setup_context=_save)

@@ -2,6 +2,7 @@
 
 from epmoe.training.exchange import Exchange, Routed
 from epmoe.training.experts import GroupedExperts
+from epmoe.training.layer import MoELayer
 from epmoe.training.route import route
 
-__all__ = ["Exchange", "GroupedExperts", "Routed", "route"]
+__all__ = ["Exchange", "GroupedExperts", "MoELayer", "Routed", "route"]

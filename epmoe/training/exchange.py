@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Literal, NamedTuple
 
 import torch
@@ -11,7 +13,7 @@ from epmoe.exchange.health import EPStateError
 from epmoe.native.arguments import FLOATS, INTS, check_tensor, describe, token_count
 from epmoe.service import ExpertParallel
 from epmoe.training.operators import Directions, train_combine, train_dispatch
-from epmoe.training.rounds import EXACT, Rounds
+from epmoe.training.rounds import EXACT, Pairs, Rounds
 
 WeightsOn = Literal["combine", "rows"]
 
@@ -170,6 +172,39 @@ class Exchange:
             expert_rows, row_weights, link, ids, weights, num_tokens, num_real, tag, aligned, self._directions.number
         )
         return y
+
+    @contextmanager
+    def giving_up(self, dtype: torch.dtype, *, tag: int = 0, aligned: bool = False) -> Iterator[None]:
+        """Within it a caller takes part in one forward round with weights on rows.
+
+        An exception aborts the round, whether it was opened or not, and raises nothing of the exchange in its place.
+
+        Args:
+            dtype: of x.
+            tag: of the round.
+            aligned: likewise.
+        """
+        if torch.compiler.is_compiling():
+            yield
+            return
+        exchange = self.ep.exchange
+        before = exchange.rounds.count
+        try:
+            with exchange.aborting():
+                yield
+        except BaseException:
+            if exchange.rounds.count == before and not exchange.failed:
+                with suppress(RuntimeError, ValueError):  # x may be what was wrong
+                    model = self.ep.config.model
+                    ids = torch.empty(0, model.num_experts_per_tok, dtype=torch.int32, device=self.ep.device)
+                    pairs = Pairs(ids, ids.float(), 0, tag, aligned)
+                    self._directions.forward.skip(pairs, model.hidden_size, dtype, adds_only=True)
+            raise
+
+    @property
+    def number(self) -> int:
+        """By which operators find this exchange."""
+        return self._directions.number
 
     def __repr__(self) -> str:
         return f"Exchange({self.ep!r})"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +53,7 @@ class GroupedExperts(nn.Module):
         super().__init__()
         self.w_gate_up, self.w_down = nn.Parameter(w_gate_up), nn.Parameter(w_down)
         self.interleaved, self.limit, self.alpha, self.up_offset = interleaved, limit, alpha, up_offset
+        self._gemm = self._choose()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,9 +87,21 @@ class GroupedExperts(nn.Module):
         offsets = expert_offsets.contiguous()
         gating = self.interleaved, math.inf if self.limit is None else self.limit, self.alpha, self.up_offset
         with without_autocast(device):
-            gate_up = _multiply(rows_ND, self.w_gate_up, offsets)
+            gate_up = train_gemm(rows_ND.contiguous(), self.w_gate_up, offsets, self._gemm)
             activated: Tensor = ops.weighted_gates(gate_up, row_weights_N, offsets, *gating)
-            return _multiply(activated, self.w_down, offsets)
+            out: Tensor = train_gemm(activated, self.w_down, offsets, self._gemm)
+            return out
+
+    def _choose(self) -> str:
+        """torch's GEMM where it takes the products of both directions: all strides are multiples of 16 bytes."""
+        (_, D, f), item = self.w_down.shape, self.w_down.element_size()
+        aligned = D * item % 16 == 0 and f * item % 16 == 0
+        return choose("torch", self.w_gate_up, self.w_down) if aligned else "loop"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._gemm = self._choose()
+        return self
 
     def extra_repr(self) -> str:
         """What `repr` says of the parameters."""
@@ -95,16 +109,58 @@ class GroupedExperts(nn.Module):
         return f"e={e}, D={D}, F={f}, {dtype_name(self.dtype)}"
 
 
-def _multiply(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """rows [N, k] · weights [e, n, k]ᵀ → [N, n], by expert."""
-    (_, n, k), item = weights.shape, weights.element_size()
+@torch.library.custom_op("epmoe::train_gemm", mutates_args=())
+def train_gemm(rows: Tensor, weights: Tensor, offsets: Tensor, gemm: str) -> Tensor:
+    """rows [N, k] · weights [e, n, k]ᵀ → [N, n], by expert. Opaque, since compilers trace torch's in bf16 only."""
     if not len(rows):
-        return rows @ weights.sum(0).T  # grouped_mm has no gradients of no rows
-    if n * item % 16 == 0 and k * item % 16 == 0 and choose("torch", weights, weights) == "torch":
+        return rows.new_empty(0, weights.shape[1])
+    if gemm == "torch":
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=offsets[1:])
-    ends = offsets.tolist()
-    parts = [rows[ends[i] : ends[i + 1]] @ weights[i].T for i in range(len(weights))]
-    return torch.cat([*parts, rows.new_zeros(len(rows) - ends[-1], weights.shape[1])])
+    out, ends = rows.new_empty(len(rows), weights.shape[1]), offsets.tolist()
+    for i in range(len(weights)):
+        torch.mm(rows[ends[i] : ends[i + 1]], weights[i].T, out=out[ends[i] : ends[i + 1]])
+    return out
+
+
+@train_gemm.register_fake
+def _(rows: Tensor, weights: Tensor, offsets: Tensor, gemm: str) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[1])
+
+
+@torch.library.custom_op("epmoe::train_gemm_backward", mutates_args=())
+def train_gemm_backward(
+    grad: Tensor, rows: Tensor, weights: Tensor, offsets: Tensor, gemm: str
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the rows [N, k] and of the weights [e, n, k], which are 0 for an expert without rows."""
+    if not len(rows):
+        return torch.empty_like(rows), torch.zeros_like(weights)
+    if gemm == "torch":
+        ends = offsets[1:]
+        return F.grouped_mm(grad, weights, offs=ends), F.grouped_mm(grad.t(), rows, offs=ends)
+    by_rows, by_weights = torch.empty_like(rows), torch.empty_like(weights)
+    starts = offsets.tolist()
+    for i in range(len(weights)):
+        segment = slice(starts[i], starts[i + 1])
+        torch.mm(grad[segment], weights[i], out=by_rows[segment])
+        torch.mm(grad[segment].T, rows[segment], out=by_weights[i])
+    return by_rows, by_weights
+
+
+@train_gemm_backward.register_fake
+def _(grad: Tensor, rows: Tensor, weights: Tensor, offsets: Tensor, gemm: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rows), torch.empty_like(weights)
+
+
+def _save_gemm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *saved, ctx.gemm = inputs
+    ctx.save_for_backward(*saved)
+
+
+def _gemm_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *train_gemm_backward(grad.contiguous(), *ctx.saved_tensors, ctx.gemm), None, None
+
+
+train_gemm.register_autograd(_gemm_gradients, setup_context=_save_gemm)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

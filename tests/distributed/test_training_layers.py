@@ -1,0 +1,133 @@
+"""Training: whole layers over ranks against one process in plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from helpers import randn
+from torch import Tensor
+
+from epmoe import EPAbortedError
+from epmoe.training import Exchange, GroupedExperts, MoELayer
+
+E, K, D, WIDTH, T = 6, 2, 32, 24, 9
+
+
+def weights_of(layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = (E, D), (E, 2 * WIDTH, D), (E, D, WIDTH)
+    return tuple(randn(*shape, seed=10 * layer + i) / 4 for i, shape in enumerate(shapes))
+
+
+def make_layers(ep, num_layers: int = 2, num_rows="exact", dtype=torch.float32) -> list[MoELayer]:
+    exchange, held, device = Exchange(ep), ep.placement.logical_experts(ep.rank), ep.device
+    layers = []
+    for i in range(num_layers):
+        router, gate_up, down = (w.to(device) for w in weights_of(i))
+        experts = GroupedExperts(gate_up[held].to(dtype), down[held].to(dtype))
+        layers.append(MoELayer(exchange, router, experts, num_rows=num_rows))
+    return layers
+
+
+def plain_layer(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    scores = F.linear(x, router).softmax(1)
+    weights, ids = scores.topk(K, 1)
+    weights = weights / weights.sum(1, keepdim=True)
+    gate, up = torch.einsum("td,efd->tef", x, gate_up).chunk(2, 2)
+    outs = torch.einsum("tef,edf->ted", F.silu(gate) * up, down)
+    return (outs.gather(1, ids[:, :, None].expand(-1, -1, x.shape[1])) * weights[:, :, None]).sum(1)
+
+
+@pytest.mark.parametrize("num_rows", ["exact", 256])
+def test_steps_are_those_of_one_process(make_ep, rank, size, num_rows):
+    """Two layers, five steps of SGD: losses and parameters as in fp64 on the tokens of all ranks."""
+    ep = make_ep(experts=E, top_k=K, hidden=D, routing={"renormalize": True})
+    layers, device = make_layers(ep, num_rows=num_rows), ep.device
+    held = ep.placement.logical_experts(rank)
+    reference = [[w.double().requires_grad_() for w in weights_of(i)] for i in range(2)]
+    for step in range(5):
+        inputs = [randn(T + r, D, seed=100 * step + r) for r in range(size)]
+        wide = torch.cat(inputs).double()
+        h = wide
+        for parameters in reference:
+            h = h + plain_layer(h, *parameters)
+        want = h.square().mean()
+        want.backward()
+        x = inputs[rank].to(device)
+        for layer in layers:
+            x = x + layer(x)
+        loss = x.square().sum() / wide.numel()
+        loss.backward()
+        total = loss.detach().cpu()
+        dist.all_reduce(total)
+        assert abs(total - want).item() <= 2e-5 * want.item()
+        with torch.no_grad():
+            for layer, parameters in zip(layers, reference, strict=True):
+                router_grad = layer.router_weight.grad.cpu()
+                dist.all_reduce(router_grad)
+                layer.router_weight -= 0.01 * router_grad.to(device)
+                mine = layer.router_weight, layer.experts.w_gate_up, layer.experts.w_down
+                for got in mine[1:]:
+                    got -= 0.01 * got.grad
+                for got, want in zip(mine, parameters, strict=True):
+                    want -= 0.01 * want.grad
+                    part = want if got is mine[0] else want[held]
+                    torch.testing.assert_close(got.detach().cpu().double(), part.detach(), rtol=2e-5, atol=2e-5)
+                    got.grad = want.grad = None
+
+
+def test_compiled_layers_have_the_same_bits(make_ep, rank):
+    ep = make_ep(experts=E, top_k=K, hidden=D)
+    layers = make_layers(ep, num_rows=256)
+    x = randn(T, D, seed=rank).to(ep.device).requires_grad_()
+
+    def run(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = x + layer(x)
+        return x.square().sum()
+
+    parameters = [x, *(p for layer in layers for p in layer.parameters())]
+    want = torch.autograd.grad(run(x), parameters)
+    torch._dynamo.reset()
+    got = torch.autograd.grad(torch.compile(run, backend="aot_eager", fullgraph=True)(x), parameters)
+    assert all(map(torch.equal, got, want))
+
+
+def test_an_exception_before_dispatch_or_in_the_experts_reaches_the_other_ranks(make_ep, rank):
+    ep = make_ep(experts=E, top_k=K, hidden=D, exchange={"on_abort": "raise"})
+    [layer] = make_layers(ep, 1)
+    x = randn(T, D, seed=rank).to(ep.device)
+    experts = layer.experts
+
+    class Raising(torch.nn.Module):
+        def forward(self, *inputs):
+            raise ZeroDivisionError
+
+    for broken in ("router", "experts"):
+        if rank == 0:
+            layer.experts = Raising() if broken == "experts" else experts
+            with pytest.raises((ZeroDivisionError, RuntimeError)):
+                layer(x if broken == "experts" else x[:, :5])
+        else:
+            with pytest.raises(EPAbortedError, match=r"rank\(s\) \[0\]"):
+                layer(x)
+                ep.check()
+        layer.experts = experts
+        dist.barrier()
+        layer(x).sum().backward()
+        ep.check()
+
+
+@pytest.mark.parametrize("shape", [(T, D), (3, 4, D), (0, D)])
+def test_shapes_and_shared_experts(make_ep, rank, shape):
+    ep = make_ep(experts=E, top_k=K, hidden=D)
+    [layer] = make_layers(ep, 1)
+    x = randn(*shape, seed=rank).to(ep.device).requires_grad_()
+    alone = layer(x)
+    layer.shared = lambda x_TD: 2 * x_TD
+    y = layer(x)
+    torch.testing.assert_close(y, alone + 2 * x)
+    y.sum().backward()
+    assert y.shape == x.shape and x.grad.shape == x.shape
+    ep.check()

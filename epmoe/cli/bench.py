@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from epmoe.bench import cpu, gpu, layer, peers, tune
+from epmoe.bench import cpu, gpu, layer, peers, training, tune
 from epmoe.bench.facts import facts
 from epmoe.bench.report import STDOUT, Benchmark, Job
 from epmoe.cli.console import UserError, check_output, console, launched_rank, require
@@ -35,6 +35,9 @@ def bench(
     whole_layer: Annotated[
         bool,
         typer.Option("--layer", help="Instead time route + dispatch + experts + combine beside the experts alone."),
+    ] = False,
+    passes: Annotated[
+        bool, typer.Option("--training", help="Instead time forward and backward, of the exchange and of a layer.")
     ] = False,
     eager: Annotated[
         bool, typer.Option(help="On GPUs: dispatch and combine called one after the other, without CUDA graphs.")
@@ -63,7 +66,7 @@ def bench(
     check_output("--plot", plot, (".png", ".svg", ".pdf"))
     on_gpus = parsed.exchange.transport == "nvlink"
     model, limit = parsed.model, parsed.capacity.max_num_tokens_per_rank
-    usual = layer.TOKENS if whole_layer and on_gpus else gpu.TOKENS if on_gpus else cpu.TOKENS
+    usual = layer.TOKENS if (whole_layer or passes) and on_gpus else gpu.TOKENS if on_gpus else cpu.TOKENS
     counts = sorted(set(tokens or [count for count in usual if count <= limit]))
     if max(counts) > limit:
         raise UserError(f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got {max(counts)}")
@@ -79,7 +82,13 @@ def bench(
         others = peers.load(drivers) if drivers else []
     except ValueError as error:
         raise UserError(f"`--peers`: {error}") from None
-    if tuning:
+    if passes:
+        if side or payload or tuning or whole_layer or eager or drivers:
+            raise UserError(
+                "`--training` goes without `--layer`, `--eager`, `--peers`, `--side`, `--payload` and `--tune`"
+            )
+        benchmark, steps = training.run, len(counts)
+    elif tuning:
         if not on_gpus or side or payload or as_json or whole_layer:
             raise UserError("`--tune` is for GPUs, and goes without `--layer`, `--side`, `--payload` and `--json`")
         benchmark, steps = tune.run, tune.launches(counts)

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,7 +19,9 @@ from rich.markup import escape
 from epmoe.bench.report import STDOUT
 from epmoe.extras import sentence
 
-console = Console(highlight=False)
+# A file or a pipe has no width, and rich's 80 columns would cut figures off.
+_WIDE = 160
+console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDE)
 _stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 SEE_TRACEBACK = "; the same command under torchrun shows the traceback"
 MOST_LINES = 18  # of a message: with what a shell adds, one screen

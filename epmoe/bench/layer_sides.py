@@ -126,15 +126,23 @@ class WholeLayer(Side):
         return self.ep.combine(handle.outputs_ND, handle.dispatched)
 
     def arrived(self, handle: Handle) -> list[Tensor]:
-        d = handle.dispatched
-        return [tensor[: self.num_rows] for tensor in (d.rows, d.scales, handle.outputs_ND) if tensor is not None]
+        return [*self.received(handle.dispatched), *self.real_rows(handle.outputs_ND)]
+
+    def received(self, d: Dispatched) -> list[Tensor]:
+        """The rows and scales of pairs."""
+        return [rows for tensor in (d.rows, d.scales) if tensor is not None for rows in self.real_rows(tensor)]
+
+    def real_rows(self, tensor_ND: Tensor) -> list[Tensor]:
+        """The rows of pairs, a part for each expert: nothing writes the rows between segments."""
+        parts = zip(self.starts_e, self.counts_e, strict=True)
+        return [tensor_ND[start : start + count] for start, count in parts if count]
 
     def check(self) -> None:
         for _ in range(2):  # the second round must write again what the first leaves as NaN
             handle = self.out()
-            self.num_rows = int(handle.dispatched.expert_offsets[-1])
+            *self.starts_e, self.num_rows = handle.dispatched.expert_offsets.tolist()
             self.counts_e = handle.dispatched.tokens_per_expert.tolist()
-            poison(self.arrived(handle)[:-1])  # all but the outputs
+            poison(self.received(handle.dispatched))
             self.check_output(self.name, self.back(handle))
 
     def floor_us(self, copy: float) -> float:
@@ -206,7 +214,8 @@ def experts_alone(layer: WholeLayer) -> Side:
     return Calls(
         "the experts",
         lambda: layer.experts(rows_ND, offsets, scales, **segments),
-        lambda y_ND: y_ND[: layer.num_rows],
+        lambda y_ND: y_ND[:0],  # no kernel
+        layer.real_rows,
     )
 
 
@@ -219,7 +228,7 @@ def without_experts(layer: WholeLayer) -> Side:
         "the layer without experts",
         lambda: Handle(layer.sent(), outputs_ND),
         layer.back,
-        lambda handle: layer.arrived(handle)[:-1],  # all but the outputs
+        lambda handle: layer.received(handle.dispatched),
     )
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn.functional import all_to_all_single
 
-from epmoe.bench.graphs import slowest
+from epmoe.bench.graphs import SLEEP_CYCLES, slowest
 from epmoe.bench.report import Job, Line, Report, microseconds
 from epmoe.bench.sample import Sample
 from epmoe.service import ExpertParallel
@@ -200,6 +200,7 @@ def _us(run: Pass, job: Job, *, captured: bool) -> float:
         dist.barrier(job.group, device_ids=[torch.cuda.current_device()] if on_gpu else None)
         if on_gpu:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(SLEEP_CYCLES)  # meanwhile the host enqueues everything
             run()  # brings the ranks into step
             begin.record()
             if graph is not None:

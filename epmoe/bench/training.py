@@ -200,7 +200,7 @@ def _us(run: Pass, job: Job, *, captured: bool) -> float:
         dist.barrier(job.group, device_ids=[torch.cuda.current_device()] if on_gpu else None)
         if on_gpu:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(SLEEP_CYCLES)  # meanwhile the host enqueues everything
+            torch.cuda._sleep(5 * SLEEP_CYCLES)  # meanwhile the host enqueues an eager pass and the graph
             run()  # brings the ranks into step
             begin.record()
             if graph is not None:

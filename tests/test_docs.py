@@ -156,8 +156,9 @@ def example_names() -> Iterator[dict[str, object]]:
 
 @pytest.mark.parametrize("block", parameters("python"))
 def test_a_block_of_python_runs(block: Block, example_names: dict[str, object]) -> None:
-    exec(block.setup, example_names)
-    exec(compile("\n" * block.line + block.code, str(block.page), "exec"), example_names)
+    with ExitStack() as example_names["scope"]:
+        exec(block.setup, example_names)
+        exec(compile("\n" * block.line + block.code, str(block.page), "exec"), example_names)
 
 
 @pytest.mark.parametrize("block", parameters("bash"))

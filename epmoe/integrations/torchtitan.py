@@ -10,6 +10,7 @@ The model is built for the "hybridep" backend, whose config torchtitan fills wit
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 from weakref import WeakValueDictionary
 
 import torch
@@ -85,7 +86,7 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
         exchange = _exchanges.get(key)
         if exchange is None:
             group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            device = torch.device(mesh.device_type, torch.cuda.current_device() if on_gpus else None)
+            device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
             with device:  # torchtitan builds models on the meta device
                 exchange = _exchanges[key] = Exchange(ExpertParallel(EPConfig(**sizes), group, device))
         self.exchange, self.tag = exchange, exchange.ep.new_tag()
@@ -117,7 +118,7 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
         return self.exchange.combine(routed_output_RD, metadata)
 
     @property
-    def _num_rows(self) -> int | str:
+    def _num_rows(self) -> int | Literal["exact"]:
         factor, sizes = self.config.non_blocking_capacity_factor, self.exchange.ep.memory_plan().sizes
         if factor is None:
             return "exact"

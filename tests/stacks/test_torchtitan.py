@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh
+from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common.config_utils import (
     make_ffn_config,
     make_moe_config,
     make_routed_experts_config,
     make_router_config,
 )
-from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.protocols.module import Module
 
@@ -110,7 +110,7 @@ def model_of(
     model = config.build()
     generator = torch.Generator().manual_seed(seed)
     e, rank = E // mesh.size(), mesh.get_local_rank()
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         with torch.no_grad():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     for layer in model.layers.values():

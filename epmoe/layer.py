@@ -39,6 +39,7 @@ class MoELayer(nn.Module):
         experts: maps rows [N, D], expert_offsets int32 [e+1] and scales (fp32 [N, D/128] with an fp8 payload, otherwise
             None) to outputs [N, D] in x's dtype, as `GroupedExperts` does.
         bias: fp32 [E], added to the scores for the choice of experts only. `routing.selection_bias` asks for it.
+        logit_bias: [E] in the dtype of `router_weight`, added to the logits, as gpt-oss's router does.
         shared: maps the tokens [T, D] to what is added to y [T, D], such as shared experts. On a GPU it runs on a
             stream of its own beside the exchange and the routed experts, and is captured with them.
         apply_router_weight_on_input: as of `ExpertParallel.dispatch`.
@@ -54,6 +55,7 @@ class MoELayer(nn.Module):
 
     router_weight: Tensor
     bias: Tensor | None
+    logit_bias: Tensor | None
     order: Tensor
 
     def __init__(
@@ -63,6 +65,7 @@ class MoELayer(nn.Module):
         experts: Callable[[Tensor, Tensor, Tensor | None], Tensor],
         *,
         bias: Tensor | None = None,
+        logit_bias: Tensor | None = None,
         shared: Callable[[Tensor], Tensor] | None = None,
         apply_router_weight_on_input: bool = False,
         layer_id: int | None = None,
@@ -83,6 +86,8 @@ class MoELayer(nn.Module):
             check_tensor("bias", bias, (torch.float32,), (E,))
         elif ep.config.routing.selection_bias:
             raise ValueError("`bias` must be given, since `routing.selection_bias` says that the router has one")
+        if logit_bias is not None:
+            check_tensor("logit_bias", logit_bias, (router_weight.dtype,), (E,), router_weight.device)
         if shared is not None and not callable(shared):
             raise TypeError(f"`shared` must be callable on x [T, D], got {describe(shared)}")
         if not isinstance(apply_router_weight_on_input, bool):
@@ -94,6 +99,7 @@ class MoELayer(nn.Module):
         self._propagates = ep.config.routing.nan_rows == "propagate"
         self.register_buffer("router_weight", router_weight)
         self.register_buffer("bias", bias)
+        self.register_buffer("logit_bias", logit_bias)
         self.register_buffer("order", ep.order, persistent=False)
         self.layer_id = opaque.register(self, layer_id)
         self.tag = ep.new_tag() if layer_id is None else layer_id & MAX_TAG
@@ -107,6 +113,7 @@ class MoELayer(nn.Module):
         w_down: Tensor,
         *,
         bias: Tensor | None = None,
+        logit_bias: Tensor | None = None,
         shared: Callable[[Tensor], Tensor] | None = None,
         apply_router_weight_on_input: bool = False,
         layer_id: int | None = None,
@@ -115,11 +122,12 @@ class MoELayer(nn.Module):
         """A layer from the weights of all E logical experts, of which it copies this rank's to the device of `ep`.
 
         Args:
-            ep: as of `MoELayer`, like `router_weight`, `bias`, `apply_router_weight_on_input` and `layer_id`.
+            ep: as of `MoELayer`, like `apply_router_weight_on_input` and `layer_id`.
             router_weight: [E, D], on any device.
             w_gate_up: [E, 2F, D], on any device, and otherwise as of `GroupedExperts`.
             w_down: [E, D, F], likewise.
-            bias: [E], on any device.
+            bias: [E], on any device, like `logit_bias`.
+            logit_bias: see `MoELayer`.
             shared: see `MoELayer`.
             apply_router_weight_on_input: see `MoELayer`.
             layer_id: see `MoELayer`.
@@ -141,7 +149,8 @@ class MoELayer(nn.Module):
                     raise ValueError(f"`{name}` must have a row for each of {E} experts, got {list(value.shape)}")
                 full[name] = value[held].to(ep.device)
         return cls(
-            ep, _on(ep.device, router_weight), GroupedExperts(**full), bias=_on(ep.device, bias), shared=shared,
+            ep, _on(ep.device, router_weight), GroupedExperts(**full), bias=_on(ep.device, bias),
+            logit_bias=_on(ep.device, logit_bias), shared=shared,
             apply_router_weight_on_input=apply_router_weight_on_input, layer_id=layer_id,
         )  # fmt: skip
 
@@ -177,11 +186,11 @@ class MoELayer(nn.Module):
             TypeError: as of `MoELayer` and `GroupedExperts`.
             ValueError: likewise, or the checkpoint has no such block, or it has another format.
         """
-        router_weight, bias = folder.router(block)
+        router: dict[str, Any] = {name: _on(ep.device, value) for name, value in folder.router(block).items()}
         held: dict[str, Any] = folder.experts(block, ep.placement.logical_experts(ep.rank), ep.device)
         return cls(
-            ep, _on(ep.device, router_weight), GroupedExperts(**held, **experts), bias=_on(ep.device, bias),
-            shared=shared, apply_router_weight_on_input=apply_router_weight_on_input, layer_id=layer_id,
+            ep, experts=GroupedExperts(**held, **experts), **router, shared=shared,
+            apply_router_weight_on_input=apply_router_weight_on_input, layer_id=layer_id,
         )  # fmt: skip
 
     def full_state_dict(self, *, cpu_offload: bool = False) -> dict[str, Any]:
@@ -314,7 +323,7 @@ class MoELayer(nn.Module):
         self._check_forward_only(x)
         x_TD = x.flatten(0, -2)
         with without_autocast(x.device):
-            return x_TD, F.linear(x_TD.to(self.router_weight.dtype), self.router_weight)
+            return x_TD, F.linear(x_TD.to(self.router_weight.dtype), self.router_weight, self.logit_bias)
 
     def _check(self, x: Tensor) -> None:
         model, device, ours = self.ep.config.model, self.ep.device, self._grouped
@@ -354,7 +363,7 @@ class MoELayer(nn.Module):
                 )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        before = {name: getattr(self, name) for name in ("router_weight", "bias")}
+        before = {name: getattr(self, name) for name in ("router_weight", "bias", "logit_bias")}
         super()._apply(fn, recurse)
         for name, tensor in before.items():
             after = getattr(self, name)

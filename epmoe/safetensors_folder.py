@@ -75,28 +75,28 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._file_of)
 
-    def router(self, block: str) -> tuple[Tensor, Tensor | None]:
+    def router(self, block: str) -> dict[str, Tensor | None]:
         """The router of a MoE block.
 
         Args:
             block: its name.
 
         Returns:
-            `router_weight` [E, D] and `bias` [E] or None, as `MoELayer` takes them. With a bias both are fp32, because
-            models that have one compute their scores in fp32; otherwise the weight has the checkpoint's dtype.
+            Arguments of `MoELayer`: `router_weight` [E, D], and `bias` and `logit_bias` [E] or None. With a `bias` both
+            are fp32, because models that have one compute their scores in fp32; otherwise the weight has the
+            checkpoint's dtype.
 
         Raises:
-            ValueError: there is no such block, or its router adds a bias to the logits, as that of gpt-oss does.
+            ValueError: there is no such block.
         """
         block, router = self._find(block)
-        if f"{block}.{router}.bias" in self:
-            raise ValueError(
-                f"{self.path}: `{block}.{router}.bias` is added to the logits, and MoELayer has no such bias: compute "
-                "the logits, then call `ep.route`, `ep.dispatch` and `ep.combine`"
-            )
-        weight = self[f"{block}.{router}.weight"]
+        weight, of_logits = self[f"{block}.{router}.weight"], f"{block}.{router}.bias"
         name = next((name for name in (f"{block}.{bias}" for bias in _CHOICE_BIASES) if name in self), None)
-        return (weight, None) if name is None else (weight.float(), self[name].float().flatten())
+        return {
+            "router_weight": weight if name is None else weight.float(),
+            "bias": None if name is None else self[name].float().flatten(),
+            "logit_bias": self.get(of_logits),
+        }
 
     def experts(self, block: str, logical: Sequence[int], device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Some experts of a MoE block. Other experts are not read.

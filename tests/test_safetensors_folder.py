@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -209,7 +210,13 @@ def test_a_layer_equals_the_block_of_transformers(model_type, tmp_path):
         assert_close(layer(x), (want.view_as(x) - (0 if shared is None else shared(x))).double(), slack=4)
 
 
-def test_experts_of_gpt_oss_and_its_router():
+def layer_without(layer, name):
+    twin = copy.deepcopy(layer)
+    setattr(twin, name, None)
+    return twin
+
+
+def test_a_layer_of_gpt_oss():
     settings = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
     with saved_model("gpt_oss") as path, torch.no_grad():
         block = AutoModelForCausalLM.from_pretrained(path).get_submodule(BLOCK)
@@ -218,18 +225,28 @@ def test_experts_of_gpt_oss_and_its_router():
         rows, ids = randn(5, 96), torch.full((5, 1), 7)
         want = block.experts(rows, ids, torch.ones(5, 1))
         assert_close(experts(rows, torch.tensor([0, 5], dtype=torch.int32)), want.double(), slack=4)
-        with pytest.raises(ValueError, match=r"mlp.router.bias` is added to the logits, and MoELayer has no such bias"):
-            folder.router(BLOCK)
+        config = epmoe.EPConfig.from_hf(path, ep_size=1, capacity={"max_num_tokens_per_rank": 8})
+        with epmoe.ExpertParallel(config) as ep:
+            layer = epmoe.MoELayer.from_safetensors(ep, folder, BLOCK, **settings)
+            y = layer(rows)
+            assert_close(y, block(rows[None])[0][0].double(), slack=4)
+            assert layer.logit_bias.any() and not torch.equal(y, layer_without(layer, "logit_bias")(rows))
+            twin = epmoe.MoELayer.from_safetensors(ep, folder, BLOCK, **settings).to(torch.bfloat16)
+            assert twin.logit_bias.dtype == torch.float32, "a router keeps its precision"
+            twin.load_state_dict(layer.state_dict())
+            assert torch.equal(twin.logit_bias, layer.logit_bias)
+            with pytest.raises(ValueError, match=r"`logit_bias` must be float32 \[\d+\]"):
+                epmoe.MoELayer(ep, layer.router_weight, layer.experts, logit_bias=torch.zeros(3))
 
 
 def test_a_bias_of_the_choice_makes_the_router_fp32(tmp_path):
     tensors = {"a.gate.weight": randn(E, D).bfloat16(), "b.gate.weight": randn(E, D).bfloat16()}
     save_file(tensors | {"a.gate.e_score_correction_bias": randn(E).bfloat16()}, tmp_path / "model.safetensors")
     folder = epmoe.SafetensorsFolder(tmp_path)
-    weight, bias = folder.router("a")
-    assert weight.dtype == bias.dtype == torch.float32 and torch.equal(weight, tensors["a.gate.weight"].float())
-    weight, bias = folder.router("b")
-    assert weight.dtype == torch.bfloat16 and bias is None
+    a, b = folder.router("a"), folder.router("b")
+    assert a["router_weight"].dtype == a["bias"].dtype == torch.float32
+    assert torch.equal(a["router_weight"], tensors["a.gate.weight"].float())
+    assert b["router_weight"].dtype == torch.bfloat16 and b["bias"] is None and b["logit_bias"] is None
 
 
 def test_what_a_checkpoint_lacks_is_named(tmp_path):

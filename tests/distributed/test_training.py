@@ -8,6 +8,7 @@ from factors import all_pairs
 from helpers import TOLERANCE, generator, poisoned_memory, randn
 from torch import Tensor
 
+from epmoe import EPMismatchError, EPOverflowError
 from epmoe.training import Exchange
 
 D, F, E = 32, 16, 9
@@ -138,3 +139,51 @@ def test_gradients(make_ep, rank, size, case):
     for each in eps:
         each.check()
         assert not each.exchange.rounds.state
+
+
+@pytest.mark.parametrize("weights_on", ["rows", "combine"])
+def test_pairs_without_room_are_dropped_forward_and_backward(make_ep, rank, size, weights_on):
+    """y is linear in x and in the weights, so <y, g>, <x, grad x> and <weights, grad weights> are equal."""
+    options = {"experts": E, "top_k": 3, "hidden": D, "max_tokens": 40}
+    ep = make_ep(16, capacity={"on_overflow": "drop"}, **options)
+    exchange = Exchange(ep)
+    x, ids, weights, grad = (t.to(ep.device) for t in draw(rank, 40, 3, 0))
+    x.requires_grad_(), weights.requires_grad_()
+    dropped = []
+    for num_rows in (256, 24, 0):
+        x.grad = weights.grad = None
+        routed = exchange.dispatch(x, ids, weights, weights_on=weights_on, num_rows=num_rows)
+        factor = 2.0 if routed.row_weights is None else 2.0 * routed.row_weights[:, None]
+        y = exchange.combine(routed.rows * factor, routed)
+        y.backward(grad)
+        product = (y * grad).sum().item()
+        for tensor in (x, weights):
+            assert abs((tensor * tensor.grad).sum().item() - product) <= 1e-3 * max(1.0, abs(product))
+        ids_here = (ids >= 0) & (ids < E)
+        counts = torch.stack([(ids_here & (weights.grad == 0)).sum(), ids_here.sum()]).cpu()
+        torch.distributed.all_reduce(counts)
+        dropped.append(counts[0])
+        assert int(routed.expert_offsets[-1]) <= num_rows
+    assert dropped[0] == 0 < dropped[1] < dropped[2] == counts[1]
+
+
+def test_more_rows_than_asked_for_is_an_error(make_ep, rank):
+    exchange = Exchange(make_ep(experts=E, top_k=3, hidden=D, max_tokens=40))
+    x, ids, weights, _ = (t.to(exchange.ep.device) for t in draw(rank, 40, 3, 0))
+    with pytest.raises(EPOverflowError, match="`num_rows` in training"):
+        routed = exchange.dispatch(x, ids, weights, num_rows=8)
+        exchange.combine(routed.rows, routed)
+        exchange.ep.check()
+    exchange.ep.exchange.drop_reports()
+
+
+def test_another_kind_of_round_is_a_mismatch(make_ep, rank):
+    ep = make_ep(experts=E, top_k=3, hidden=D, max_tokens=40)
+    exchange = Exchange(ep)
+    x, ids, weights, _ = (t.to(ep.device) for t in draw(rank, 5, 3, 0))
+    with pytest.raises(EPMismatchError):
+        if rank == 0:
+            ep.dispatch(x, ids, weights)
+        else:
+            exchange.dispatch(x, ids, weights, num_rows=64)
+        ep.check()

@@ -99,8 +99,8 @@ class MoELayer(nn.Module):
         self._propagates = ep.config.routing.nan_rows == "propagate"
         self.register_buffer("router_weight", router_weight)
         self.register_buffer("bias", bias)
-        self.register_buffer("logit_bias", logit_bias)
         self.register_buffer("order", ep.order, persistent=False)
+        self.register_buffer("logit_bias", logit_bias)  # last: torch.export miscounts buffers behind absent ones
         self.layer_id = opaque.register(self, layer_id)
         self.tag = ep.new_tag() if layer_id is None else layer_id & MAX_TAG
 

@@ -12,7 +12,7 @@ export PIP_ROOT_USER_ACTION := ignore
 TORCHRUN := torchrun --standalone --nproc-per-node
 
 .PHONY: help setup demo test test-all unit distributed core integrations slow fuzz faults soak sanitize two-machines \
-  nodes torches stacks stacks-ready stacks-ci stacks-sglang stacks-torchtitan lint docs bench benchmarks-report wheel first-hour cuda-compile \
+  nodes torches stacks stacks-ready stacks-ci stacks-sglang stacks-torchtitan stacks-megatron lint docs bench benchmarks-report wheel first-hour cuda-compile \
   gpu-deps gpu-test clean
 
 help:  ## this list
@@ -105,6 +105,18 @@ stacks-torchtitan: setup  ## torchtitan's own MoE layers, trained over 2 and 4 r
 	  pip install --quiet --no-deps --target $(TORCHTITAN) -r tests/stacks/torchtitan.txt && touch $(TORCHTITAN)/.ready; }
 	for ranks in 2 4; do PYTHONPATH=.:$(TORCHTITAN) $(TORCHRUN) $$ranks --log-dir build/ranks --redirects 1:3,2:3,3:3 \
 	  -m pytest -q -x -p no:cacheprovider tests/stacks/test_torchtitan.py || exit 1; done
+
+# Megatron-Core 0.19 asks for Python 3.12 and has no wheel for older ones, whose Python files run on 3.11, too. Without
+# TransformerEngine it needs nothing else but triton.
+MEGATRON := build/stacks-megatron
+MEGATRONS ?= 0.16.1 0.19.2
+stacks-megatron: setup  ## Megatron-Core's own MoE layers, trained over 2 and 4 ranks, their tokens carried by epmoe (MEGATRONS)
+	for version in $(MEGATRONS); do home=$(MEGATRON)/$$version; \
+	  [ -e $$home/.ready ] || { pip install --quiet --no-deps --ignore-requires-python --python-version 3.12 \
+	    --only-binary=:all: --target $$home megatron-core==$$version && \
+	    pip install --quiet --no-deps --target $$home -r tests/stacks/megatron.txt && touch $$home/.ready; } || exit 1; \
+	  for ranks in 2 4; do PYTHONPATH=.:$$home $(TORCHRUN) $$ranks --log-dir build/ranks --redirects 1:3,2:3,3:3 \
+	    -m pytest -q -x -p no:cacheprovider tests/stacks/test_megatron.py || exit 1; done; done
 
 # Each torch has an environment of its own, and a native library that is built against it. CI's own torch is that of
 # `make setup`. pip finds CPU builds of other versions where PIP_EXTRA_INDEX_URL names an index that has them.

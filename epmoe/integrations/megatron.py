@@ -1,0 +1,241 @@
+"""Megatron-Core's MoE layers with epmoe's exchange, in place of its all-to-all.
+
+    spec = get_gpt_layer_local_spec(num_experts=64, moe_grouped_gemm=False)
+    spec.submodules.mlp = epmoe.integrations.megatron.exchanged(spec.submodules.mlp)
+
+Router, experts and shared experts stay Megatron's. The experts apply the probabilities, so that combine only adds. With
+tensor parallel experts (ETP) a token goes to every rank that has a part of its expert: each part counts as an expert.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import epmoe
+from epmoe.integrations.session import Session, make_config
+from epmoe.service import ExpertParallel
+from epmoe.training import Exchange, Routed
+
+try:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+    from megatron.core.transformer.spec_utils import ModuleSpec
+except ImportError as error:
+    raise ImportError(f"epmoe.integrations.megatron needs Megatron-Core 0.16 or 0.19: {error}") from error
+
+__all__ = ["EpmoeMoELayer", "EpmoeTokenDispatcher", "close", "exchanged"]
+
+logger = logging.getLogger(__name__)
+
+_LIMIT = "EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK"
+# As long as a collective of NCCL waits. A rank may write a checkpoint meanwhile, or compile in its first step.
+_DEADLINES: dict[str, Any] = {"warmup_timeout_s": 1800.0, "timeout_s": 600.0}
+_REFUSED = {
+    "moe_pad_expert_input_to_capacity": "epmoe sends the tokens that are there, without padding to the capacity",
+    "moe_router_padding_for_quantization": "epmoe sends no padding; Megatron's experts pad their own rows",
+    "overlap_moe_expert_parallel_comm": "its schedule cuts the graph between dispatch and combine",
+}
+
+_session: Session[ExpertParallel] = Session()
+
+
+def exchanged(mlp: Any) -> Any:
+    """The same `mlp` of a layer's spec, with `EpmoeMoELayer` for Megatron's MoELayer.
+
+    Args:
+        mlp: a ModuleSpec (0.16) or a partial (0.19) of MoELayer, as Megatron's functions for specs make it.
+
+    Returns:
+        A new one.
+
+    Raises:
+        TypeError: `mlp` is something else, such as a layer without experts.
+    """
+    if isinstance(mlp, ModuleSpec) and mlp.module is MoELayer:
+        return dataclasses.replace(mlp, module=EpmoeMoELayer)
+    if isinstance(mlp, functools.partial) and mlp.func is MoELayer:
+        return functools.partial(EpmoeMoELayer, *mlp.args, **mlp.keywords)
+    raise TypeError(f"`mlp` must be a ModuleSpec or a partial of Megatron's MoELayer, got {mlp!r}")
+
+
+class EpmoeTokenDispatcher(MoETokenDispatcher):
+    """Dispatch and combine of one MoE layer of Megatron.
+
+    Layers with the same sizes share windows, which the first forward pass opens. They have room for as many tokens as
+    a rank brings then, or for as many as the environment says by EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK.
+
+    Args:
+        num_local_experts: of this rank.
+        config: Megatron's TransformerConfig.
+        pg_collection: Megatron's process groups.
+
+    Raises:
+        ValueError: the config has what epmoe does not do.
+    """
+
+    def __init__(self, num_local_experts: int, config: Any, pg_collection: Any) -> None:
+        for name, reason in _REFUSED.items():
+            if getattr(config, name, False):
+                raise ValueError(f"`{name}` must be False with epmoe: {reason}")
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.num_local_experts = num_local_experts
+        self.cudagraph_attrs = ["ids", "shared_experts.gate_score", "shared_experts.cached_fc1_input"]
+        self.hidden_shape: torch.Size | None = None
+        self.ids: Tensor | None = None
+        self._exchange: Exchange | None = None
+        self._routed: Routed | None = None
+        self._tag = 0
+
+    @contextmanager
+    def taking_part(self, hidden_states: Tensor) -> Iterator[None]:
+        """Around a forward pass: an exception gives its round up, so that the other ranks learn of it.
+
+        Args:
+            hidden_states: [S, B, H] of this rank.
+        """
+        H = self.config.moe_latent_size if getattr(self.config, "moe_latent_size", None) else hidden_states.shape[-1]
+        T, dtype = hidden_states.shape[:-1].numel(), hidden_states.dtype
+        if self._exchange is None:
+            ep = self._share(T, H, dtype, hidden_states.device)
+            self._exchange, self._tag = Exchange(ep), ep.new_tag()
+        most = self._exchange.ep.config.capacity.max_num_tokens_per_rank
+        with self._exchange.giving_up(dtype, tag=self._tag):
+            if most < T:
+                raise ValueError(f"{T} tokens on this rank: set {_LIMIT}, now {most}, to {T}")
+            yield
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids of the experts of each token, in ascending order, whatever the order of the probabilities.
+
+        Args:
+            hidden_states: [S, B, H].
+            routing_map: bool [T, E], of which a row has at most `moe_router_topk` true ones.
+            probs: [T, E].
+
+        Returns:
+            Tokens [T, H] and their probabilities [T, K], or [T, K · ETP].
+        """
+        self.hidden_shape = hidden_states.shape
+        E = routing_map.shape[1]
+        every = torch.arange(E, dtype=torch.int32, device=routing_map.device)
+        ids = torch.where(routing_map, every, E).topk(self.config.moe_router_topk, largest=False, sorted=True).values
+        chosen = ids < E
+        weights = probs.gather(1, ids.clamp(max=E - 1).long()).masked_fill(~chosen, 0.0)
+        # Part t of expert i is the expert (i // e · ETP + t) · e + i % e, since ranks of the group go by ETP first.
+        e, parts = self.num_local_experts, torch.arange(self.tp_size, dtype=torch.int32, device=ids.device)
+        of_parts = (ids[..., None] // e * self.tp_size + parts) * e + ids[..., None] % e
+        self.ids = of_parts.masked_fill(~chosen[..., None], -1).flatten(1)
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
+        weights = weights[..., None].expand(-1, -1, self.tp_size).flatten(1)
+        return hidden_states.reshape(-1, hidden_states.shape[-1]), weights
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [T, H] and probabilities [T, K] → rows [N, H] by local expert and their probabilities [N].
+
+        Collective. Rows own their memory, and the host waits for their number.
+        """
+        assert self._exchange is not None and self.ids is not None
+        self._order_shared_experts()
+        self._routed = self._exchange.dispatch(hidden_states, self.ids, probs, weights_on="rows", tag=self._tag)
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act(self._routed.rows)
+        assert self._routed.row_weights is not None
+        return self._routed.rows, self._routed.row_weights.to(probs.dtype)
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows and probabilities as they are, and int64 [e] on the host, the rows of each local expert."""
+        assert self._routed is not None
+        return hidden_states, self._routed.tokens_per_expert.long().cpu(), probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """The experts' outputs as they are."""
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Weighted outputs [N, H] → sums [T, H]. Collective."""
+        routed, self._routed = self._routed, None
+        assert self._exchange is not None and routed is not None
+        self._order_shared_experts()
+        output = self._exchange.combine(hidden_states, routed)
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(output)
+            self.shared_experts.post_forward_comm()
+        return output
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """Sums [T, H] → [S, B, H], with the shared experts' output where they run beside the exchange."""
+        assert self.hidden_shape is not None
+        output = hidden_states.view(self.hidden_shape)
+        return output if self.shared_experts is None else output + self.shared_experts.get_output()
+
+    def _order_shared_experts(self) -> None:
+        """Shared experts of 0.19 wait for the exchange's stream between their parts; those of 0.16 cannot."""
+        if hasattr(self.shared_experts, "wait_current_stream"):
+            self.shared_experts.wait_current_stream()
+
+    def _share(self, T: int, H: int, dtype: torch.dtype, device: torch.device) -> ExpertParallel:
+        """The `ExpertParallel` of all layers with these sizes. The first call makes it and is collective."""
+        E, K = self.config.num_moe_experts * self.tp_size, self.config.moe_router_topk * self.tp_size
+
+        def make(ep_size: int) -> ExpertParallel:
+            ranks = dist.get_process_group_ranks(self.tp_ep_group)
+            group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            most = torch.tensor(max(T, 1))
+            dist.all_reduce(most, dist.ReduceOp.MAX, group)
+            sections = {"capacity": {"max_num_tokens_per_rank": int(most)}, "exchange": _DEADLINES}
+            config = make_config(E, K, H, dtype, ep_size, sections, from_environment=True)
+            ep = ExpertParallel(config, group, device)
+            plan = ep.memory_plan()
+            logger.info(
+                f"epmoe {epmoe.__version__} carries the tokens of Megatron's MoE layers: window {plan.window_bytes:,} "
+                f"bytes, scratch {plan.scratch_bytes:,} bytes; {ep}"
+            )
+            return ep
+
+        return _session.share((E, K, H, dtype), self.tp_ep_group, device, make)
+
+
+class EpmoeMoELayer(MoELayer):
+    """Megatron's MoELayer, its tokens carried by epmoe. It takes the arguments of MoELayer.
+
+    Raises ValueError if `moe_token_dispatcher_type` is not "alltoall", whose checks of the other settings hold here,
+    or if the config has what epmoe does not do.
+    """
+
+    token_dispatcher: EpmoeTokenDispatcher
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        if config.moe_token_dispatcher_type != "alltoall":
+            raise ValueError(
+                "`moe_token_dispatcher_type` must be 'alltoall' with epmoe, which takes its place, "
+                f"got {config.moe_token_dispatcher_type!r}"
+            )
+        if config.transformer_impl == "inference_optimized":
+            raise ValueError("`transformer_impl` must not be 'inference_optimized': epmoe takes part in training only")
+        super().__init__(config, *args, **kwargs)
+        theirs: MoETokenDispatcher = self.token_dispatcher
+        groups = SimpleNamespace(ep=theirs.ep_group, expt_tp=theirs.tp_group, tp_ep=theirs.tp_ep_group)
+        self.token_dispatcher = EpmoeTokenDispatcher(self.num_local_experts, config, groups)
+        if theirs.shared_experts is not None:
+            self.token_dispatcher.set_shared_experts(theirs.shared_experts)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As MoELayer's. Collective, and so is the backward pass. Raises what the exchange raises."""
+        with self.token_dispatcher.taking_part(hidden_states):
+            return super().forward(hidden_states, *args, **kwargs)
+
+
+def close() -> None:
+    """Release every `ExpertParallel` made here. Layers that have run are of no use then."""
+    _session.close()

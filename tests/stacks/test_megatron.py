@@ -1,0 +1,247 @@
+"""Megatron-Core's own MoE layers, their tokens carried by epmoe, beside its all-to-all. `make stacks-megatron` runs it.
+
+Experts are SequentialMLP, since its grouped GEMM needs TransformerEngine. On CPUs Megatron's all-to-all dispatcher
+makes a stream of CUDA and leaves it unused, so streams are stubs here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if "RANK" not in os.environ:
+    pytest.skip("needs Megatron-Core and 2 or 4 ranks: make stacks-megatron", allow_module_level=True)
+
+
+class _Stream:
+    """A stream or an event. Work on a CPU is done when its call returns."""
+
+    def wait_stream(self, *_: object) -> _Stream:
+        return self
+
+    wait_event = synchronize = record_event = wait_stream
+
+
+torch.compiler.set_stance("force_eager")  # Megatron compiles small functions; minutes here
+torch.cuda.Stream = torch.cuda.Event = _Stream  # type: ignore[misc, assignment]
+torch.cuda.current_stream = lambda *_: _Stream()  # type: ignore[assignment]
+torch.cuda.stream = lambda *_: contextlib.nullcontext()  # type: ignore[assignment]
+torch.cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()  # for checkpoints
+torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.tensor_parallel import random as megatron_random  # noqa: E402
+from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: E402
+from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from epmoe.integrations import megatron  # noqa: E402
+from epmoe.integrations.megatron import EpmoeMoELayer, exchanged  # noqa: E402
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None  # 0.16 reads it without TransformerEngine, too
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, **_: bool) -> Any:
+    """Megatron's own leaves a tensor of the CPU as it is, which gloo does not take for sizes."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
+megatron_random._set_cuda_rng_state = lambda *_, **__: None
+token_dispatcher.maybe_move_tensor_to_cpu = _on_host
+
+D, WIDTH, E, K, S, B = 64, 96, 8, 3, 12, 2
+
+
+@pytest.fixture(scope="session", autouse=True)
+def group() -> Iterator[None]:
+    os.environ |= {"EPMOE_EXCHANGE__TIMEOUT_S": "60", "EPMOE_EXCHANGE__WARMUP_TIMEOUT_S": "120"}
+    dist.init_process_group("gloo")
+    yield
+    megatron.close()
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def parallel(tp: int = 1, ep: int | None = None, etp: int = 1) -> Iterator[dict[str, int]]:
+    ep = dist.get_world_size() // etp if ep is None else ep
+    sizes = {"tensor_model_parallel_size": tp, "expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
+    parallel_state.initialize_model_parallel(**sizes)
+    try:
+        yield sizes
+    finally:
+        megatron.close()
+        parallel_state.destroy_model_parallel()
+
+
+def config_of(sizes: dict[str, int], **options: Any) -> TransformerConfig:
+    values: dict[str, Any] = {
+        "num_layers": 1,
+        "hidden_size": D,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": WIDTH,
+        "moe_ffn_hidden_size": WIDTH,
+        "num_moe_experts": E,
+        "moe_router_topk": K,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "bias_activation_fusion": False,
+        "use_cpu_initialization": True,
+        "sequence_parallel": sizes["tensor_model_parallel_size"] > 1,
+        "moe_router_dtype": "fp32",
+    }
+    return TransformerConfig(**sizes, **(values | options))
+
+
+def layer_of(config: TransformerConfig, ours: bool, dtype: torch.dtype = torch.float32) -> MoELayer:
+    """With the same parameters, whatever carries the tokens."""
+    mlp = get_gpt_layer_local_spec(num_experts=E, moe_grouped_gemm=False).submodules.mlp
+    mlp = exchanged(mlp) if ours else mlp
+    if hasattr(mlp, "module"):
+        layer = mlp.module(config, submodules=mlp.submodules, layer_number=1)
+    else:
+        layer = mlp(config, layer_number=1)
+    assert isinstance(layer, EpmoeMoELayer) is ours
+    generator = torch.Generator().manual_seed(7 + dist.get_rank())
+    for name, parameter in layer.named_parameters():
+        with torch.no_grad():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            if "local_experts" not in name:
+                dist.broadcast(parameter, 0)
+    return layer.to(dtype).train()
+
+
+def step(layer: MoELayer, seed: int = 0, tokens: int = S) -> dict[str, Tensor]:
+    """y, and the gradients of x and of all parameters."""
+    dtype = next(layer.parameters()).dtype
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    x, grad_y = (torch.randn(tokens, B, D, generator=generator).to(dtype) for _ in range(2))
+    x.requires_grad_()
+    layer.zero_grad()
+    y, bias = layer(x)
+    assert bias is None
+    y.backward(grad_y)
+    assert x.grad is not None
+    gradients = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "x": x.grad} | gradients
+
+
+def compare(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    assert any("router" in name for name in got) and any("local_experts" in name for name in got)
+    for name, tensor in want.items():
+        if name not in ("y", "x"):  # sums over experts, in another order
+            assert torch.equal(got[name], tensor), name
+        most = float(tensor.abs().max()) * (1e-5 if tensor.dtype == torch.float32 else 2e-2)
+        torch.testing.assert_close(got[name], tensor, rtol=0.0, atol=most, msg=name)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "aux loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+    "capacity drops": {"moe_expert_capacity_factor": 0.75},
+    "sigmoid with a bias": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    "shared experts": {"moe_shared_expert_intermediate_size": 64},
+    "shared experts beside": {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True},
+    "one expert a token": {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_of_experts_and_router_are_those_of_all_to_all(case: str, dtype: torch.dtype) -> None:
+    with parallel() as sizes:
+        config = config_of(sizes, **CASES[case])
+        want, ours = step(layer_of(config, False, dtype)), layer_of(config, True, dtype)
+        compare(step(ours), want)
+        compare(step(ours), want)
+
+
+def test_steps_have_the_same_bits_with_other_tokens_between_them() -> None:
+    with parallel() as sizes:
+        layer = layer_of(config_of(sizes), True)
+        first = step(layer, tokens=S + 4)
+        step(layer, seed=1, tokens=3 + dist.get_rank())
+        for name, tensor in step(layer, tokens=S + 4).items():
+            assert torch.equal(tensor, first[name]), name
+
+
+def test_a_rank_without_rows_takes_part() -> None:
+    with parallel() as sizes:
+        config = config_of(sizes, **CASES["sigmoid with a bias"])
+        layers = [layer_of(config, ours) for ours in (False, True)]
+        for layer in layers:
+            layer.router.expert_bias[E // 2 :] = -100.0
+        want, got = map(step, layers)
+        compare(got, want)
+        idle = [want[name] for name in want if "local_experts" in name]
+        assert dist.get_rank() < dist.get_world_size() // 2 or not any(tensor.any() for tensor in idle)
+
+
+def test_recomputation_has_the_same_bits_in_three_rounds() -> None:
+    with parallel() as sizes:
+        plain = layer_of(config_of(sizes), True)
+        want = step(plain)
+        layer = layer_of(config_of(sizes, recompute_granularity="selective", recompute_modules=["moe"]), True)
+        rounds = plain.token_dispatcher._exchange.ep.exchange.rounds
+        before = rounds.count
+        got = step(layer)
+        assert rounds.count - before == 3
+        for name, tensor in want.items():
+            assert torch.equal(got[name], tensor), name
+
+
+@pytest.mark.parametrize("tp, etp", [(2, 1), (2, 2), (1, 2)])
+def test_tensor_parallel_attention_and_experts(tp: int, etp: int) -> None:
+    with parallel(tp=tp, etp=etp) as sizes:
+        # With ETP, Megatron's all-to-all gathers rows of unequal numbers, which gloo cannot.
+        reference = "alltoall" if etp == 1 else "allgather"
+        want = step(layer_of(config_of(sizes, moe_token_dispatcher_type=reference), False))
+        compare(step(layer_of(config_of(sizes), True)), want)
+
+
+def test_more_tokens_than_the_windows_hold() -> None:
+    with parallel() as sizes:
+        layer = layer_of(config_of(sizes), True)
+        want = step(layer)
+        with pytest.raises(ValueError, match="set EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK, now 24, to 26"):
+            layer(torch.randn(S + 1, B, D))
+        for name, tensor in step(layer).items():
+            assert torch.equal(tensor, want[name]), name
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"moe_token_dispatcher_type": "allgather"}, "must be 'alltoall' with epmoe"),
+        ({"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}, "without padding"),
+    ],
+)
+def test_what_epmoe_does_not_do_says_so(options: dict[str, Any], message: str) -> None:
+    with parallel() as sizes, pytest.raises(ValueError, match=message):
+        layer_of(config_of(sizes, **options), True)
+
+
+@pytest.mark.parametrize("name", ["overlap_moe_expert_parallel_comm", "moe_router_padding_for_quantization"])
+def test_what_megatron_admits_on_gpus_only_says_so(name: str) -> None:
+    with parallel() as sizes:
+        config = config_of(sizes)
+        setattr(config, name, True)
+        with pytest.raises(ValueError, match=f"`{name}` must be False with epmoe"):
+            layer_of(config, True)
+
+
+def test_other_layers_are_not_exchanged() -> None:
+    with pytest.raises(TypeError, match="partial of Megatron's MoELayer"):
+        exchanged(get_gpt_layer_local_spec().submodules.mlp)

@@ -10,7 +10,7 @@ The model is built for the "hybridep" backend, whose config torchtitan fills wit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,10 +22,12 @@ from torchtitan.config.override import derive
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, HybridEPTokenDispatcher
 
-from epmoe.config.config import EPConfig
+from epmoe.integrations.session import make_config
 from epmoe.service import ExpertParallel
 from epmoe.training import Exchange, Routed
 
+# As long as a collective of NCCL waits. A rank may write a checkpoint meanwhile, or compile in its first step.
+_DEADLINES = {"warmup_timeout_s": 1800.0, "timeout_s": 600.0}
 _exchanges: WeakValueDictionary[tuple[object, ...], Exchange] = WeakValueDictionary()  # layers share windows
 
 
@@ -66,29 +68,24 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
     def init_buffer(self) -> None:
         """Open the windows, or take those of an earlier layer of the same sizes."""
         config, mesh = self.config, self.ep_mesh
-        assert mesh is not None
+        assert mesh is not None and config.hidden_dim is not None
         if self.num_experts % mesh.size():
             raise ValueError(f"{self.num_experts} experts must divide by {mesh.size()} ranks")
         ranks, on_gpus = dist.get_process_group_ranks(mesh.get_group()), mesh.device_type == "cuda"
         dtype = config.dtype or ("bfloat16" if on_gpus else "float32")
-        sizes = {
-            "model": {
-                "num_experts": self.num_experts,
-                "num_experts_per_tok": self.top_k,
-                "hidden_size": config.hidden_dim,
-                "dtype": dtype,
-            },
-            "topology": {"ep_size": mesh.size()},
+        sections: dict[str, dict[str, Any]] = {
             "capacity": {"max_num_tokens_per_rank": config.num_max_tokens_per_rank, "alignment": config.pad_multiple},
-            "exchange": {"transport": "nvlink" if on_gpus else "shared_memory"},
+            "exchange": _DEADLINES,
         }
-        key = (*ranks, repr(sizes))
+        shapes = self.num_experts, self.top_k, config.hidden_dim, getattr(torch, dtype), mesh.size()
+        made = make_config(*shapes, sections, from_environment=True)
+        key = (*ranks, repr(made))
         exchange = _exchanges.get(key)
         if exchange is None:
             group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
             device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
             with device:  # torchtitan builds models on the meta device
-                exchange = _exchanges[key] = Exchange(ExpertParallel(EPConfig(**sizes), group, device))
+                exchange = _exchanges[key] = Exchange(ExpertParallel(made, group, device))
         self.exchange, self.tag = exchange, exchange.ep.new_tag()
 
     def dispatch(

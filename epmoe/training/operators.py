@@ -134,7 +134,9 @@ def train_combine_backward(
     none = grad_y.new_empty(0, dtype=torch.float32)
     if expert_rows is None or row_weights is None:
         return grad_rows, none, none.new_empty(0)
-    return grad_rows * row_weights[:, None].to(grad_rows.dtype), _dots(grad_rows, expert_rows), none
+    by_weights = _dots(grad_rows, expert_rows)
+    torch.mul(grad_rows, row_weights[:, None], out=grad_rows)  # an fp32 product, rounded once
+    return grad_rows, by_weights, none
 
 
 @train_combine_backward.register_fake

@@ -164,6 +164,34 @@ def test_a_step_has_the_gradients_of_all_to_all(mesh):
         torch.testing.assert_close(gradients[1][name], want, rtol=2e-5, atol=2e-8, msg=name)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_gradients_of_experts_and_gate_have_the_bits_of_all_to_all(mesh, dtype):
+    gradients = []
+    for backend, seat in (("standard", None), ("hybridep", SEAT)):
+        layer = model_of(mesh, backend, seat, precise=dtype == torch.float32).to(dtype).layers["0"]
+        layer(batch(0).to(dtype)).backward(batch(1).to(dtype))
+        gradients.append({name: p.grad for name, p in layer.named_parameters()})
+    assert sum("inner_experts" in name or "gate" in name for name in gradients[0]) == 4
+    for name, want in gradients[0].items():
+        assert torch.equal(gradients[1][name], want), name
+
+
+def test_scores_in_fp32_weight_gradients_in_bf16_as_in_all_to_all(mesh):
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x, grad_y = (torch.randn(L, D, generator=generator).bfloat16() for _ in range(2))
+    scores, ids = torch.rand(L, E, generator=generator).topk(K)
+    counts = ids.flatten().bincount(minlength=E)
+    gradients = []
+    for backend, seat in (("standard", None), ("hybridep", SEAT)):
+        dispatcher = model_of(mesh, backend, seat).layers["0"].routed_experts.token_dispatcher
+        weights = scores.clone().requires_grad_()
+        rows, _, metadata = dispatcher.dispatch(x.clone().requires_grad_(), weights, ids, counts)
+        outputs = (rows * 3.0).detach().requires_grad_()
+        dispatcher.combine(outputs, metadata, x).backward(grad_y)
+        gradients.append(outputs.grad)
+    assert torch.equal(*gradients)
+
+
 def test_spmd_types_the_default_backend(mesh):
     want = train(model_of(mesh, "hybridep", SEAT), 2)
     set_spmd_backend("spmd_types")

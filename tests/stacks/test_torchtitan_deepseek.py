@@ -1,6 +1,6 @@
 """torchtitan's own DeepSeek-V3, small, with its FSDP and its checkpoints, trained with epmoe and with its all-to-all.
 
-`make stacks-torchtitan` runs it. torchtitan's trainer and its attention need GPUs: loops and torch's attention stand in.
+`make stacks-torchtitan` runs it. Its trainer and its attention need GPUs; a loop and torch's attention stand in.
 """
 
 from __future__ import annotations

@@ -132,6 +132,7 @@ def rounds_of(model: torch.nn.Module) -> Any:
     return dispatchers[0].exchange.ep.exchange.rounds if hasattr(dispatchers[0], "exchange") else None
 
 
+@pytest.mark.timeout(900)  # four ranks on two busy cores took 213 s
 def test_a_hundred_steps_have_the_losses_of_all_to_all():
     want, _ = losses(100, ours=False)
     got, rounds = losses(100, ours=True)

@@ -103,8 +103,9 @@ TORCHTITAN := build/stacks-torchtitan
 stacks-torchtitan: setup  ## torchtitan's own MoE layers and models, trained over 2 and 4 ranks, their tokens carried by epmoe
 	[ -e $(TORCHTITAN)/.ready ] || { \
 	  pip install --quiet --no-deps --target $(TORCHTITAN) -r tests/stacks/torchtitan.txt && touch $(TORCHTITAN)/.ready; }
-	for ranks in 2 4; do PYTHONPATH=.:$(TORCHTITAN) $(TORCHRUN) $$ranks --log-dir build/ranks --redirects 1:3,2:3,3:3 \
-	  -m pytest -q -x -p no:cacheprovider tests/stacks/test_torchtitan*.py || exit 1; done
+	for ranks in 2 4; do for test in torchtitan torchtitan_deepseek; do \
+	  PYTHONPATH=.:$(TORCHTITAN) $(TORCHRUN) $$ranks --log-dir build/ranks --redirects 1:3,2:3,3:3 \
+	  -m pytest -q -x -p no:cacheprovider tests/stacks/test_$$test.py || exit 1; done; done
 
 # Megatron-Core 0.19 asks for Python 3.12 and has no wheel for older ones, whose Python files run on 3.11, too. Without
 # TransformerEngine it needs nothing else but triton.

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from launched import ROOT, run_python
+from rich.table import Table
 from typer.testing import CliRunner, Result
 
 from epmoe import __version__
 from epmoe.cli import app
-from epmoe.cli.console import console, human_bytes, human_seconds, sparkline
+from epmoe.cli.console import console, human_bytes, human_seconds, print_table, sparkline
 from epmoe.config.config import EPConfig
 from epmoe.exchange.memory import MemoryPlan
 
@@ -256,6 +257,17 @@ def test_model_option_needs_transformers(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.delitem(sys.modules, module)
     with pytest.raises(UserError, match=r"`--model` needs transformers: pip install 'epmoe\[hf\]'"):
         models.run_models(EPConfig.load(DEMO), [models.Model.MIXTRAL], steps=1, seed=0)
+
+
+def test_a_table_in_a_file_has_all_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(console, "quiet", False)
+    monkeypatch.setenv("COLUMNS", "40")
+    cells = [f"a library {version}" for version in range(9)]
+    table = Table(*cells, title="a title")
+    table.add_row(*cells)
+    print_table(table)
+    shown = capsys.readouterr().out
+    assert all(shown.count(cell) == 2 for cell in cells) and "…" not in shown
 
 
 def test_human_readable_numbers() -> None:

@@ -12,7 +12,7 @@ from rich.progress import Progress
 from epmoe.bench import cpu, gpu, layer, peers, training, tune
 from epmoe.bench.facts import facts
 from epmoe.bench.report import STDOUT, Benchmark, Job
-from epmoe.cli.console import UserError, check_output, console, launched_rank, require
+from epmoe.cli.console import UserError, check_output, console, launched_rank, print_table, require
 from epmoe.cli.launch import CONFIG, NPROC, all_ranks, check_ranks, load, start_ranks
 from epmoe.local.simulate import Kind
 
@@ -125,7 +125,7 @@ def bench(
         return
     console.quiet = as_json == STDOUT
     title = f"{config.stem}: {parsed.topology.ep_size} ranks, {routing} routing"
-    console.print(report.table(title))
+    print_table(report.table(title))
     if 0 in counts:
         console.print("T = 0: no tokens, so nothing was checked")
     if tuning:

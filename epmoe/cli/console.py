@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -15,16 +14,16 @@ from pathlib import Path
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from epmoe.bench.report import STDOUT
 from epmoe.extras import sentence
 
-# A file or a pipe has no width, and rich's 80 columns would cut figures off.
-_WIDE = 160
-console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDE)
+console = Console(highlight=False)
 _stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 SEE_TRACEBACK = "; the same command under torchrun shows the traceback"
 MOST_LINES = 18  # of a message: with what a shell adds, one screen
+_WIDEST = 10_000  # columns of a table in a file
 RUN_ID = "epmoe-run-"  # how the ids of runs begin that `epmoe` started itself
 
 
@@ -101,6 +100,13 @@ def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> Non
                 pass
     except OSError as error:
         raise UserError(f"`{option}` cannot be written: {path}: {error.strerror}") from None
+
+
+def print_table(table: Table) -> None:
+    """Print all of a table where the output is no terminal: rich takes a file or a pipe for 80 columns."""
+    if not console.is_terminal:
+        table.width = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
+    console.print(table, crop=False)
 
 
 def human_bytes(count: float) -> str:

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from epmoe.cli.console import console, human_bytes, human_seconds, sparkline
+from epmoe.cli.console import console, human_bytes, human_seconds, print_table, sparkline
 from epmoe.cli.result import Check, Result
 
 WAITING = "in dispatch and combine, at least"
@@ -23,9 +23,9 @@ def show(result: Result) -> None:
     if result.texts:
         console.print(texts)
     console.print()
-    console.print(_ranks(result))
+    print_table(_ranks(result))
     console.print()
-    console.print(_stages(result))
+    print_table(_stages(result))
     console.print()
     sizes = f"{human_bytes(result.bytes_dispatched)} out, {human_bytes(result.bytes_combined)} back"
     console.print(f"  travelled: {result.rows_moved:,} rows between ranks ({sizes}); {result.rows_kept:,} stayed")
@@ -53,7 +53,7 @@ def summarise(results: Sequence[Result]) -> None:
     for result in results:
         verdicts = [f"{mark(check)} {escape(check.measured)}" for check in result.checks]
         table.add_row(result.name, *verdicts, f"{result.rows_moved:,}")
-    console.print(table)
+    print_table(table)
 
 
 def mark(check: Check) -> str:

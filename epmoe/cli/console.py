@@ -24,6 +24,7 @@ _stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 SEE_TRACEBACK = "; the same command under torchrun shows the traceback"
 MOST_LINES = 18  # of a message: with what a shell adds, one screen
 _WIDEST = 10_000  # columns of a table in a file
+STDERR = "EPMOE_STDERR"  # the variable with the file descriptor of the command's stderr
 RUN_ID = "epmoe-run-"  # how the ids of runs begin that `epmoe` started itself
 
 
@@ -100,6 +101,12 @@ def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> Non
                 pass
     except OSError as error:
         raise UserError(f"`{option}` cannot be written: {path}: {error.strerror}") from None
+
+
+def log(line: str) -> None:
+    """Write a line to the stderr of the command, not to that of a rank that it started."""
+    with contextlib.suppress(OSError):  # nobody reads it
+        os.write(int(os.environ.get(STDERR, 2)), f"{line}\n".encode())
 
 
 def print_table(table: Table) -> None:

@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 import typer
@@ -125,12 +125,22 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def human_seconds(seconds: float) -> str:
-    """0.0123 → '12.3 ms'."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
+def human_seconds(seconds: float, zeros: bool = False) -> str:
+    """0.0123 → '12.3 ms', 0.012 → '12 ms'; or with `zeros` '12.0 ms', so that a column lines up."""
+    if not seconds:
+        return "0 s"
+    scale, unit = next(((s, u) for s, u in ((1e-6, "µs"), (1e-3, "ms")) if seconds < 999.5 * s), (1.0, "s"))
+    value = seconds / scale
+    digits = f"{value:{'#' if zeros else ''}.3g}".rstrip(".") if value < 999.5 else f"{value:,.0f}"
+    return f"{digits} {unit}"
+
+
+def plain_table(columns: Iterable[str], words: Container[str] = ()) -> Table:
+    """A table without lines: figures on the right, and on the left the columns that `words` names."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2), header_style="dim")
+    for column in columns:
+        table.add_column(column, justify="left" if column in words else "right", no_wrap=True)
+    return table
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:

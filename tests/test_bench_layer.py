@@ -36,8 +36,11 @@ def _worker(folder: Path) -> None:
     """What each rank runs."""
     dist.init_process_group("gloo")
     steps: list[None] = []
-    report = layer.run(Job(_config(), TOKENS, 2, advance=lambda: steps.append(None)))
+    lines: list[str] = []
+    report = layer.run(Job(_config(), TOKENS, 2, advance=lambda: steps.append(None), log=lines.append))
     assert report.benchmark == "layer" and len(steps) == len(TOKENS) * len(Precision)
+    cases = [f"{T} tokens, {precision}" for precision in ("plain", "fp8") for T in TOKENS]
+    assert [line.partition(":")[0] for line in lines] == cases
     combine = ExpertParallel.combine
     for broken in (lambda *given: combine(*given) * 1.2, lambda *given: combine(*given) * torch.nan):
         ExpertParallel.combine = broken

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -47,6 +47,41 @@ class OwnLayer(WrongLayer):
         return nullcontext(lambda: case.back(case.out()))
 
 
+class FailsOnRank1(WrongLayer):
+    """Whose step `name` raises on one of the ranks. It waits for nobody."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def version(self) -> str:
+        self.step("version")
+        return ""
+
+    @contextmanager
+    def layer(self, case):
+        self.step("open")
+        y_TD = torch.zeros_like(case.x_TD).index_copy(0, case.sampled, case.expected_SD.to(case.x_TD.dtype))
+        calls = []
+
+        def run() -> torch.Tensor:
+            calls.append(None)
+            self.step(f"call {len(calls)}")
+            return y_TD * (self.name != "check" or dist.get_rank() == 0)
+
+        yield run
+        self.step("close")
+
+    def step(self, name: str) -> None:
+        if name == self.name and dist.get_rank() == 1:
+            raise OSError(f"no {name}")
+
+
+class WithoutLayer(Peer):
+    """Is not asked for its version: to load a library takes long."""
+
+    name, install = "without a layer", "nothing"
+
+
 def _worker(_: Path) -> None:
     """What each rank runs."""
     dist.init_process_group("gloo")
@@ -84,6 +119,14 @@ def _worker(_: Path) -> None:
     assert "the weighted sum" in content["left_out"]["wrong 1, fp8"]
     assert content["left_out"]["DeepGEMM MegaMoE"].startswith("needs sgl-deep-gemm")
     assert not any("NCCL" in name for name in content["left_out"])  # which has no layer
+
+    steps = ["version", "open", "call 1", "call 2", "check", "close"]
+    others = [*map(FailsOnRank1, steps), WithoutLayer(), OwnLayer()]
+    content = layer.run(Job(_config(), (16,), 1), peers=others).content
+    assert [r["peer"] for r in content["results"]] == [None, "own 1"] * 2
+    reasons = {name.partition(",")[0]: reason for name, reason in content["left_out"].items()}
+    assert "the weighted sum" in reasons["check"], "rank 1 says why"
+    assert all(reasons[name] == f"OSError('no {name}')" for name in steps if name != "check")
     dist.destroy_process_group()
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from launched import ROOT, run_python
+from rich.table import Table
 from typer.testing import CliRunner, Result
 
 from epmoe import __version__
 from epmoe.cli import app
-from epmoe.cli.console import console, human_bytes, human_seconds, sparkline
+from epmoe.cli.console import console, human_bytes, human_seconds, print_table, sparkline
 from epmoe.config.config import EPConfig
 from epmoe.exchange.memory import MemoryPlan
 
@@ -255,7 +256,18 @@ def test_model_option_needs_transformers(monkeypatch: pytest.MonkeyPatch) -> Non
     for module in [name for name in sys.modules if name.startswith("epmoe.integrations.")]:
         monkeypatch.delitem(sys.modules, module)
     with pytest.raises(UserError, match=r"`--model` needs transformers: pip install 'epmoe\[hf\]'"):
-        models.run_models(EPConfig.load(DEMO), [models.Model.MIXTRAL], steps=1, seed=0)
+        models.run_models(EPConfig.load(DEMO), ["mixtral"], steps=1, seed=0)
+
+
+def test_a_table_in_a_file_has_all_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(console, "quiet", False)
+    monkeypatch.setenv("COLUMNS", "40")
+    cells = [f"a library {version}" for version in range(9)]
+    table = Table(*cells, title="a title")
+    table.add_row(*cells)
+    print_table(table)
+    shown = capsys.readouterr().out
+    assert all(shown.count(cell) == 2 for cell in cells) and "…" not in shown
 
 
 def test_human_readable_numbers() -> None:
@@ -267,6 +279,8 @@ def test_human_readable_numbers() -> None:
         "5.0 TiB",
     ]
     assert [human_seconds(s) for s in (2.5, 0.0123, 45e-6)] == ["2.5 s", "12.3 ms", "45 µs"]
+    assert [human_seconds(s) for s in (1234, 999.6e-6, 999.6e-3, 0)] == ["1,234 s", "1 ms", "1 s", "0 s"]
+    assert [human_seconds(s, zeros=True) for s in (2.5, 0.012, 0.1, 0)] == ["2.50 s", "12.0 ms", "100 ms", "0 s"]
     assert sparkline([0, 1, 4, 8]) == " ▁▄█"
     assert len(sparkline(range(100))) <= 24
     assert sparkline([]) == ""

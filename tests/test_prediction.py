@@ -11,8 +11,8 @@ from helpers import ROOT
 from typer.testing import CliRunner
 
 from benchmarks.results import read
-from epmoe.bench.prediction import NetworkModel, RowBytes, Spread
 from epmoe.cli import app
+from epmoe.cli.prediction import NetworkModel, RowBytes, Spread
 from epmoe.config.config import EPConfig
 from epmoe.config.hardware import HardwareConfig
 

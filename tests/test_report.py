@@ -263,7 +263,10 @@ def test_a_reader_is_told_that_ranks_share_cores() -> None:
 
 
 def test_sums_by_rank() -> None:
-    assert result().rank_rows() == [(7, 8, 9, [1, 3, 5]), (11, 10, 60, [20, 40])]
+    assert [(rank.sent, rank.received, rank.pairs, rank.load) for rank in result().ranks] == [
+        (7, 8, 9, [1, 3, 5]),
+        (11, 10, 60, [20, 40]),
+    ]
     assert result().rows_moved == 9
     assert result().passed
     assert not result(checks=[Check("error", "1", False)]).passed
@@ -272,7 +275,7 @@ def test_sums_by_rank() -> None:
 def test_dropped_pairs_are_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limited = EPConfig(**CONFIG.model_dump() | {"capacity": {"max_expert_rows": 64, "on_overflow": "drop"}})
     one = result(config=limited, dropped=[11, 20], checks=[Check("error ≤ 1e-05", "0.9", False)])
-    assert one.routed == [20, 80]
+    assert [rank.routed for rank in one.ranks] == [20, 80]
     cause = "31 of 100 pairs were dropped, most on rank 1 (20): `capacity.max_expert_rows` = 64 is too small"
     text = Elements(written(tmp_path, one)).text
     assert cause in text and "pairsrouted" in text and "of themdropped" in text

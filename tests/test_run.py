@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from launched import torchrun
+from launched import run_python, torchrun
 
 from epmoe import __version__
 from epmoe.bench.facts import commit
@@ -77,6 +78,16 @@ def test_a_model_generates_the_tokens_of_one_process(config: Path, tmp_path: Pat
     assert run.returncode == 0, run.stdout + run.stderr
     assert "✓ same tokens as one process: yes" in run.stdout
     assert "MixtralForCausalLM" in report.read_text(encoding="utf-8")
+
+
+def test_a_benchmark_without_a_terminal_tells_of_each_case(config: Path) -> None:
+    with_changes(config, model={"intermediate_size": 64})
+    options = ["--layer", "--tokens", 1, "--tokens", 16, "--repeats", 1, "--json", "-"]
+    done = run_python("-m", "epmoe", "bench", config, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = re.findall(r"^ *[\d.]+ s  (\d+) tokens, plain: layer [\d.]+ µs, ", done.stderr, re.MULTILINE)
+    assert lines == ["1", "16"]
+    assert json.loads(done.stdout)["benchmark"] == "layer"
 
 
 @pytest.mark.slow

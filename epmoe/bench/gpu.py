@@ -153,7 +153,7 @@ def run(
     config, group = job.config, job.group
     results: list[Result] = []
     samples: dict[int, Sample] = {}
-    floor_window, others = None, Peers(peers, group)
+    floor_window, others = None, Peers(peers, "exchange", group)
     for payload in payloads:
         with ExpertParallel(_with_payload(config, payload), group) as ep:
             if Contender.FLOOR in contenders and floor_window is None:
@@ -161,7 +161,9 @@ def run(
             for T in job.tokens:
                 if T not in samples:
                     samples[T] = Sample(config, ep.rank, T, job.routing, ep.device)
-                results += _measure(ep, others, samples[T], payload, contenders, floor_window, job.repeats, eager)
+                for result in _measure(ep, others, samples[T], payload, contenders, floor_window, job.repeats, eager):
+                    job.log(f"{T} tokens, {payload}, {result.contender}: round {result.times.round:.1f} µs")
+                    results.append(result)
                 if ep.device.type == "cuda":
                     torch.cuda.empty_cache()  # the graphs' pools would leave the next windows too little memory
                 job.advance()

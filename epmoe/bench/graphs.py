@@ -48,7 +48,7 @@ def measure(side: Side, replays: int, group: dist.ProcessGroup) -> Times:
     if not side.exact:  # rows may arrive in another order
         last, wanted = [plain_last[1], stamped_last[1]], wanted[-1:]
     pairs = zip(last, wanted * 2, strict=True)
-    if not all(_agree(got, right, side.exact) for got, right in pairs):
+    if not everywhere(all(_agree(got, right, side.exact) for got, right in pairs), group):
         raise RuntimeError(f"{side.name}: the outputs of a replayed round differ from an eager round's")
     return _median(ways, rounds, group)
 
@@ -77,7 +77,7 @@ def _chain_us(side: Side, group: dist.ProcessGroup) -> float:
         came_back = side.back(side.out())
     torch.cuda.synchronize()
     us = (time.perf_counter() - start) * 1e6 / CALLS
-    if not _agree(came_back, wanted, side.exact):
+    if not everywhere(_agree(came_back, wanted, side.exact), group):
         raise RuntimeError(f"{side.name}: the outputs of two eager rounds differ")
     return us
 
@@ -134,6 +134,11 @@ def slowest(figures: list[float], group: dist.ProcessGroup) -> list[float]:
     all_figures = torch.tensor(figures, dtype=torch.float64)
     dist.all_reduce(all_figures, dist.ReduceOp.MAX, group=group)
     return all_figures.tolist()
+
+
+def everywhere(condition: bool, group: dist.ProcessGroup) -> bool:
+    """Whether `condition` holds on all ranks. Collective: a rank that raised alone would keep the others waiting."""
+    return not slowest([not condition], group)[0]
 
 
 def _rounds(side: Side, count: int, stamp: Callable[[], None]) -> tuple[Any, Tensor]:

@@ -127,7 +127,7 @@ def run(job: Job, *, peers: Sequence[Peer] = ()) -> Report:
     on_gpus = config.exchange.transport == "nvlink"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
     results: list[Result] = []
-    others, copy = Peers(peers, job.group), copy_bytes_per_us(device)
+    others, copy = Peers(peers, "layer", job.group), copy_bytes_per_us(device)
     left_out: dict[str, str] = {}
     for precision in Precision:
         if reason := problem_with(precision, config, device):
@@ -152,11 +152,14 @@ def _measure(job: Job, precision: Precision, device: torch.device, peers: Peers,
             whole, alone, exchange = (_round_us(side, T, job) for side in sides)
             layer.check()
             ep.check()
+            case = f"{T} tokens, {precision}"
+            job.log(f"{case}: layer {whole:.1f} µs, experts {alone:.1f}, exchange {exchange:.1f}")
             rows, floor = slowest([layer.num_rows, layer.floor_us(copy)], group)
             results.append(Result(T, precision, experts.gemm, int(rows), whole, alone, exchange, floor))
             if precision is not Precision.PLAIN_DEEP_GEMM:  # the same case as plain
                 time_peer = partial(_round_us, tokens=T, job=job)
                 for name, us in peers.layers(layer, precision, time_peer):
+                    job.log(f"{case}, {name}: layer {us:.1f} µs")
                     results.append(Result(T, precision, name, int(rows), us, None, None, floor, name))
             del layer, sides
             if device.type == "cuda":

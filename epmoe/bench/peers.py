@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Literal, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from epmoe.bench.graphs import slowest
 from epmoe.bench.layer_sides import Calls, WholeLayer
 from epmoe.bench.sample import Payload, Sample
 from epmoe.bench.sides import Exchange, Side, poison
 from epmoe.config.placement import Placement
 
 _T = TypeVar("_T")
+_Opened = TypeVar("_Opened")
 
 
 class LeftOut(Exception):
@@ -50,60 +51,95 @@ class Peer:
         raise NotImplementedError
 
 
-class Peers:
-    """The peers of a run, and why others were left out: the first reason, by name. All methods are collective."""
+class _GivenUp(Exception):
+    """A rank could not take a step, so all leave the peer out."""
 
-    def __init__(self, peers: Sequence[Peer], group: dist.ProcessGroup) -> None:
+
+class Peers:
+    """The peers of a run that have `method`, and why others were left out: the first reason, by name.
+
+    All methods are collective. A peer that raises on one rank is left out on all: ranks agree after each step, before
+    one of them waits for a rank that has given up. What a library does within a step is its own.
+    """
+
+    def __init__(self, peers: Sequence[Peer], method: Literal["exchange", "layer"], group: dist.ProcessGroup) -> None:
         self.group, self.left_out = group, dict[str, str]()
         self._present: dict[str, Peer] = {}
         for peer in peers:
-            with self._agreed(peer.name, peer.install) as made:
-                made.append(f"{peer.name} {peer.version()}".strip())
-            self._present |= dict.fromkeys(made, peer)
+            if getattr(type(peer), method) is not getattr(Peer, method):  # others need not be loaded
+                with suppress(_GivenUp):
+                    version = self._step(peer.name, peer.version, peer.install)
+                    self._present[f"{peer.name} {version}".strip()] = peer
 
     def exchanges(self, sample: Sample, payload: Payload, time: Callable[[Side], _T]) -> Iterator[tuple[str, _T]]:
         """What `time` says of each exchange that takes this case, by name."""
-        for name, peer in self._taking("exchange", sample.placement, sample.tokens):
-            with self._agreed(f"{name}, {payload}") as made, peer.exchange(sample, payload, self.group) as side:
-                side.name = name
-                side.check()
-                made.append(time(side))
-            yield from ((name, result) for result in made)
+
+        def check(name: str, side: Exchange) -> None:
+            side.name = name
+            side.check()
+
+        for name, peer in self._taking(sample.placement, sample.tokens):
+            opened = partial(peer.exchange, sample, payload, self.group)
+            yield from self._measured(name, payload, opened, partial(check, name), time)
 
     def layers(self, case: WholeLayer, precision: str, time: Callable[[Side], _T]) -> Iterator[tuple[str, _T]]:
         """Likewise of each layer."""
-        for name, peer in self._taking("layer", case.ep.placement, len(case.x_TD)):
-            with self._agreed(f"{name}, {precision}") as made, peer.layer(case) as run:
-                poison([run()])
-                case.check_output(name, run())
-                made.append(time(Calls(name, run, exact=False)))
-            yield from ((name, result) for result in made)
 
-    def _taking(self, method: str, placement: Placement, tokens: int) -> list[tuple[str, Peer]]:
-        """The peers that have `method`, by name; none where they cannot take the placement or the tokens."""
-        own = getattr(Peer, method)
-        having = [(name, peer) for name, peer in self._present.items() if getattr(type(peer), method) is not own]
+        def check(name: str, run: Callable[[], Tensor]) -> None:
+            poison([run()])
+            case.check_output(name, run())
+
+        def timed(name: str, run: Callable[[], Tensor]) -> _T:
+            return time(Calls(name, run, exact=False))
+
+        for name, peer in self._taking(case.ep.placement, len(case.x_TD)):
+            opened = partial(peer.layer, case)
+            yield from self._measured(name, precision, opened, partial(check, name), partial(timed, name))
+
+    def _taking(self, placement: Placement, tokens: int) -> list[tuple[str, Peer]]:
+        """The peers by name; none where they cannot take the placement or the tokens."""
         E, R = placement.num_experts, placement.ep_size
         if E % R == 0 and placement == Placement.build(E, R):
-            return having if tokens else []
-        if having:
+            return list(self._present.items()) if tokens else []
+        if self._present:
             self.left_out["peers"] = "they want as many experts on each rank, in order and without copies"
         return []
 
-    @contextmanager
-    def _agreed(self, name: str, install: str = "") -> Iterator[list[Any]]:
-        """A list for what the block makes. It is emptied, and the reason kept, if a rank could not make it."""
-        made: list[Any] = []
+    def _measured(
+        self,
+        name: str,
+        case: str,
+        opened: Callable[[], AbstractContextManager[_Opened]],
+        check: Callable[[_Opened], None],
+        time: Callable[[_Opened], _T],
+    ) -> Iterator[tuple[str, _T]]:
+        """What `time` says of what `opened` gives; nothing if a step fails.
+
+        What was opened is then left open on ranks that could open it, since to close it is collective.
+        """
+        step = partial(self._step, f"{name}, {case}")
+        with suppress(_GivenUp), ExitStack() as stack:
+            one = step(lambda: stack.enter_context(opened()))
+            step(lambda: check(one))
+            result = step(lambda: time(one))
+            step(stack.pop_all().close)
+            yield name, result
+
+    def _step(self, name: str, do: Callable[[], _T], install: str = "") -> _T:
+        """What `do` returns. Raises _GivenUp on all ranks, and keeps the reason, if it raises on one."""
         problem = ""
         try:
-            yield made
+            made = do()
         except LeftOut as error:
             problem = str(error)
         except Exception as error:  # whatever a library raises: the run goes on without it
             problem = f"needs {install}: {error}" if isinstance(error, ImportError) and install else repr(error)
-        if slowest([bool(problem)], self.group)[0]:
-            made.clear()
-            self.left_out.setdefault(name, problem.partition("\n")[0] or "another rank could not run it")
+        problems: list[str] = [""] * self.group.size()
+        dist.all_gather_object(problems, problem, self.group)
+        if reason := next(filter(None, problems), ""):
+            self.left_out.setdefault(name, reason.partition("\n")[0])
+            raise _GivenUp
+        return made
 
 
 def load(path: Path) -> list[Peer]:

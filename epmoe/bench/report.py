@@ -32,6 +32,8 @@ class Job:
     ranks: dist.ProcessGroup | None = None
     advance: Callable[[], object] = lambda: None
     """called after each step, for a progress bar"""
+    log: Callable[[str], object] = lambda line: None
+    """called with a line about each case as soon as it is measured, on every rank"""
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +14,7 @@ from rich.progress import Progress
 from epmoe.bench import cpu, gpu, layer, peers, training, tune
 from epmoe.bench.facts import facts
 from epmoe.bench.report import STDOUT, Benchmark, Job
-from epmoe.cli.console import UserError, check_output, console, launched_rank, require
+from epmoe.cli.console import UserError, check_output, console, launched_rank, log, print_table, require
 from epmoe.cli.launch import CONFIG, NPROC, all_ranks, check_ranks, load, start_ranks
 from epmoe.local.simulate import Kind
 
@@ -117,15 +119,16 @@ def bench(
         raise typer.Exit(start_ranks(parsed, context.meta["epmoe.arguments"]))
     with all_ranks(parsed) as rank, Progress(console=console, transient=True) as progress:
         task = progress.add_task("samples", total=steps)
+        job = Job(parsed, counts, repeats, routing, advance=lambda: progress.advance(task), log=_log(rank))
         try:
-            report = benchmark(Job(parsed, counts, repeats, routing, advance=lambda: progress.advance(task)))
+            report = benchmark(job)
         except (ValueError, MemoryError) as error:
             raise UserError(str(error)) from None
     if rank != 0:
         return
     console.quiet = as_json == STDOUT
     title = f"{config.stem}: {parsed.topology.ep_size} ranks, {routing} routing"
-    console.print(report.table(title))
+    print_table(report.table(title))
     if 0 in counts:
         console.print("T = 0: no tokens, so nothing was checked")
     if tuning:
@@ -135,3 +138,9 @@ def bench(
     if plot:
         experts = f"{model.num_experts} experts, top-{model.num_experts_per_tok}"
         report.plot(plot, f"{title}\nhidden size {model.hidden_size} {model.dtype}, {experts}")
+
+
+def _log(rank: int) -> Callable[[str], None]:
+    """What tells of each case where no progress bar is seen, so that a run that is cut off leaves its figures."""
+    start, silent = time.monotonic(), rank != 0 or console.is_terminal
+    return lambda line: None if silent else log(f"{time.monotonic() - start:6.1f} s  {line}")

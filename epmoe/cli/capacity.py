@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from epmoe.cli.console import human_bytes
+from epmoe.cli.console import human_bytes, plain_table
 from epmoe.config.config import EPConfig
 from epmoe.exchange.memory import MemoryPlan, round_up
 from epmoe.local import deep_gemm
@@ -77,10 +77,9 @@ class Capacity:
 
 def suggestions(config: EPConfig) -> list[Suggestion]:
     """For each of `LOADS`: the rows, and the bytes of the node that they save. Empty if the saving is small."""
-    capacity, unlimited = Capacity.of(config), _limited(config, None)
-    whole = _node_bytes(unlimited)
+    capacity, whole = Capacity.of(config), _node_bytes(config, None)
     found = [
-        Suggestion(load, rows, whole - _node_bytes(_limited(config, rows)))
+        Suggestion(load, rows, whole - _node_bytes(config, rows))
         for load in LOADS
         if (rows := capacity.rows(load)) < capacity.worst
     ]
@@ -106,9 +105,8 @@ def advice(config: EPConfig) -> Iterator[str | Table]:
         f"`capacity.max_expert_rows` would save memory. By default a rank has {capacity.worst:,} rows, for the case "
         f"that all tokens go to its experts; {mean}. Values that are safe for a load:"
     )
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    for column in ("max_expert_rows", "the most loaded rank gets", "saves per node"):
-        table.add_column(column, justify="left" if "rank" in column else "right", no_wrap=True)
+    columns = ("max_expert_rows", "the most loaded rank gets", "saves per node")
+    table = plain_table(columns, words=columns[1:2])
     for one in found:
         table.add_row(f"{one.rows:,}", f"{one.load:g} × the mean", human_bytes(one.saved_bytes))
     yield table
@@ -137,14 +135,17 @@ def network(config: EPConfig) -> Iterator[str]:
         yield f"`capacity.max_expert_rows` should be set: for twice the mean load, {Capacity.of(config).rows(2.0):,}."
 
 
-def _limited(config: EPConfig, rows: int | None) -> EPConfig:
-    return config.model_copy(update={"capacity": config.capacity.model_copy(update={"max_expert_rows": rows})})
-
-
-def _node_bytes(config: EPConfig) -> int:
+def rank_plans(config: EPConfig) -> list[MemoryPlan]:
+    """The plan of every rank; plans differ only where ranks own different numbers of experts."""
     placement = config.place_experts()
-    ranks = range(config.topology.ranks_here)
-    return sum(MemoryPlan.build(config, rank, placement).total_bytes for rank in ranks)
+    return [MemoryPlan.build(config, rank, placement) for rank in range(config.topology.ep_size)]
+
+
+def _node_bytes(config: EPConfig, max_expert_rows: int | None) -> int:
+    """Of all ranks of a node, with this limit."""
+    capacity = config.capacity.model_copy(update={"max_expert_rows": max_expert_rows})
+    plans = rank_plans(config.model_copy(update={"capacity": capacity}))
+    return sum(plan.total_bytes for plan in plans[: config.topology.ranks_here])
 
 
 def experts(config: EPConfig) -> list[str]:

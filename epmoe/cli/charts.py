@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from epmoe.cli.console import human_seconds
-from epmoe.cli.result import STAGES, Result, mean_stages
+from epmoe.cli.result import STAGES, Result, by_rank, mean_stages
 
 MOST_RANKS = 16  # with more, a chart that has a bar or a line for each rank shows one for all of them
 MOST_LABELLED = 16  # with more ranks, the cells of the heat map have no numbers in them
@@ -150,14 +150,11 @@ def load_chart(result: Result) -> LoadChart:
     placement, loads = result.placement, result.load
     mean = sum(loads) / len(loads)
     top, ticks = axis(max(loads), lambda value: f"{value:,.0f}", whole=True)
-    ranks = [
-        [
-            Expert(index, placement.logical(index), loads[index], 100 * loads[index] / top, loads[index] / (mean or 1))
-            for index in placement.local_experts(rank)
-        ]
-        for rank in range(placement.ep_size)
+    experts = [
+        Expert(index, placement.logical(index), load, 100 * load / top, load / (mean or 1))
+        for index, load in enumerate(loads)
     ]
-    return LoadChart(ranks, mean, 100 * mean / top, ticks)
+    return LoadChart(by_rank(placement, experts), mean, 100 * mean / top, ticks)
 
 
 def axis(top: float, label: Callable[[float], str], whole: bool = False) -> tuple[float, list[Tick]]:

@@ -6,25 +6,25 @@ import contextlib
 import importlib.util
 import json
 import os
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from epmoe.bench.report import STDOUT
 from epmoe.extras import sentence
 
-# A file or a pipe has no width, and rich's 80 columns would cut figures off.
-_WIDE = 160
-console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDE)
+console = Console(highlight=False)
 _stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 SEE_TRACEBACK = "; the same command under torchrun shows the traceback"
 MOST_LINES = 18  # of a message: with what a shell adds, one screen
+_WIDEST = 10_000  # columns of a table in a file
+STDERR = "EPMOE_STDERR"  # the variable with the file descriptor of the command's stderr
 RUN_ID = "epmoe-run-"  # how the ids of runs begin that `epmoe` started itself
 
 
@@ -103,6 +103,19 @@ def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> Non
         raise UserError(f"`{option}` cannot be written: {path}: {error.strerror}") from None
 
 
+def log(line: str) -> None:
+    """Write a line to the stderr of the command, not to that of a rank that it started."""
+    with contextlib.suppress(OSError):  # nobody reads it
+        os.write(int(os.environ.get(STDERR, 2)), f"{line}\n".encode())
+
+
+def print_table(table: Table) -> None:
+    """Print all of a table where the output is no terminal: rich takes a file or a pipe for 80 columns."""
+    if not console.is_terminal:
+        table.width = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
+    console.print(table, crop=False)
+
+
 def human_bytes(count: float) -> str:
     """1536 → '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -112,12 +125,22 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def human_seconds(seconds: float) -> str:
-    """0.0123 → '12.3 ms'."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
+def human_seconds(seconds: float, zeros: bool = False) -> str:
+    """0.0123 → '12.3 ms', 0.012 → '12 ms'; or with `zeros` '12.0 ms', so that a column lines up."""
+    if not seconds:
+        return "0 s"
+    scale, unit = next(((s, u) for s, u in ((1e-6, "µs"), (1e-3, "ms")) if seconds < 999.5 * s), (1.0, "s"))
+    value = seconds / scale
+    digits = f"{value:{'#' if zeros else ''}.3g}".rstrip(".") if value < 999.5 else f"{value:,.0f}"
+    return f"{digits} {unit}"
+
+
+def plain_table(columns: Iterable[str], words: Container[str] = ()) -> Table:
+    """A table without lines: figures on the right, and on the left the columns that `words` names."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2), header_style="dim")
+    for column in columns:
+        table.add_column(column, justify="left" if column in words else "right", no_wrap=True)
+    return table
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:

@@ -16,9 +16,9 @@ import torch
 import typer
 from rich.markup import escape
 
+from epmoe.cli.capacity import rank_plans
 from epmoe.cli.console import console, human_bytes
 from epmoe.cli.launch import load, ready_names
-from epmoe.cli.plan import rank_plans
 from epmoe.config.config import EPConfig
 from epmoe.exchange.window import available_memory_bytes
 from epmoe.extras import EXTRAS

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from epmoe.cli.console import RUN_ID, SEE_TRACEBACK, UserError, console, fail, launched_rank
+from epmoe.cli.console import RUN_ID, SEE_TRACEBACK, STDERR, UserError, console, fail, launched_rank
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.config.config_file import ready_configs
 
@@ -42,11 +42,16 @@ _BACKENDS = "cpu:gloo,cuda:nccl"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # torch's launcher handles them
 _MONITOR_S = 0.1  # how often the launcher looks after its ranks
 # What a rank runs. Before anything else: Ctrl-C ends it without a traceback, also while it imports torch, and the
-# kernel ends it (PR_SET_PDEATHSIG) if the process that started it is killed.
-_RANK = """
-import ctypes, signal
+# kernel ends it (PR_SET_PDEATHSIG) if the process that started it is killed. What rank 0 and its libraries print to
+# stderr goes to a file, as on the other ranks, but rank 0 keeps the stderr of the command.
+_RANK = f"""
+import ctypes, os, signal
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.environ["RANK"] == "0":
+    os.environ["{STDERR}"] = str(os.dup(2))
+    folder = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
+    os.dup2(os.open(os.path.join(folder, "stderr.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
 from epmoe.__main__ import main
 main()
 """
@@ -154,7 +159,7 @@ def start_ranks(config: EPConfig, arguments: Sequence[str]) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="epmoe-") as folder, _own_process(folder, config.topology.ep_size):
             # Rank 0 prints to the terminal; what else ranks print goes to files, which are read if a rank fails.
-            quiet = {rank: Std.ERR if rank == 0 else Std.ALL for rank in range(config.topology.ep_size)}
+            quiet = {rank: Std.ALL for rank in range(1, config.topology.ep_size)}
             launch = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,

@@ -10,13 +10,13 @@ import typer
 from rich import box
 from rich.table import Table
 
-from epmoe.bench.prediction import predicted, prediction
 from epmoe.bench.report import write_json
-from epmoe.cli.capacity import Capacity, advice, experts, network, suggestions
+from epmoe.cli.capacity import Capacity, advice, experts, network, rank_plans, suggestions
 from epmoe.cli.console import UserError, check_output, console, human_bytes
 from epmoe.cli.launch import CONFIG, load
+from epmoe.cli.prediction import predicted, prediction
 from epmoe.config.config import EPConfig
-from epmoe.exchange.memory import MemoryPlan
+from epmoe.exchange.memory import Buffer, MemoryPlan
 from epmoe.native.arguments import dtype_name
 from epmoe.native.build import BuildError
 
@@ -44,7 +44,7 @@ def plan(
         )
     plans = rank_plans(parsed)
     if as_json:
-        content = _as_dict(parsed, plans) | {"expert_rows": _expert_rows(parsed)}
+        content = _as_dict(parsed, plans)
         if on_gpus:
             content["launches"] = _launches(parsed, plans[0], multiprocessors)
         if predict:
@@ -69,12 +69,6 @@ def plan(
     if predict:
         for part in prediction(predicted(parsed, _tokens(parsed))):
             console.print(part)
-
-
-def rank_plans(config: EPConfig) -> list[MemoryPlan]:
-    """The plan of every rank; plans differ only where ranks own different numbers of experts."""
-    placement = config.place_experts()
-    return [MemoryPlan.build(config, rank, placement) for rank in range(config.topology.ep_size)]
 
 
 def _memory_table(plan: MemoryPlan, totals: dict[str, int]) -> Table:
@@ -157,32 +151,19 @@ def _totals(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, int]:
     }
 
 
-def _expert_rows(config: EPConfig) -> dict[str, Any]:
-    """The rows of a rank, and the values of `max_expert_rows` that `advice` shows."""
-    found = [dataclasses.asdict(suggestion) for suggestion in suggestions(config)]
-    return {"worst": Capacity.of(config).worst, "mean": Capacity.of(config).mean, "suggestions": found}
-
-
 def _as_dict(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, Any]:
+    names = ("window_bytes", "scratch_bytes", "rail_bytes", "total_bytes")
     ranks = [
-        {
-            "rank": rank,
-            "window_bytes": p.window_bytes,
-            "scratch_bytes": p.scratch_bytes,
-            "rail_bytes": p.rail_bytes,
-            "total_bytes": p.total_bytes,
-            "buffers": [
-                {
-                    "name": b.name,
-                    "region": b.region,
-                    "shape": list(b.shape),
-                    "dtype": dtype_name(b.dtype),
-                    "offset": b.offset,
-                    "nbytes": b.nbytes,
-                }
-                for b in p.buffers
-            ],
-        }
-        for rank, p in enumerate(plans)
+        {"rank": rank, **{name: getattr(plan, name) for name in names}, "buffers": list(map(_buffer, plan.buffers))}
+        for rank, plan in enumerate(plans)
     ]
-    return {"ranks": ranks, "node_bytes": _totals(config, plans)["total per node"]}
+    capacity, found = Capacity.of(config), [dataclasses.asdict(one) for one in suggestions(config)]
+    return {
+        "ranks": ranks,
+        "node_bytes": _totals(config, plans)["total per node"],
+        "expert_rows": {"worst": capacity.worst, "mean": capacity.mean, "suggestions": found},
+    }
+
+
+def _buffer(buffer: Buffer) -> dict[str, Any]:
+    return dataclasses.asdict(buffer) | {"dtype": dtype_name(buffer.dtype), "nbytes": buffer.nbytes}

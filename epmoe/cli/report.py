@@ -7,13 +7,14 @@ models. A charting library would be 4 MB of code that nobody can read, for the s
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import jinja2
 
 from epmoe.cli import charts
 from epmoe.cli.about import About, without_folder
-from epmoe.cli.console import human_bytes
+from epmoe.cli.console import human_bytes, human_seconds
 from epmoe.cli.result import STAGES, Check, Result, imbalance
 from epmoe.config.config import EPConfig
 
@@ -28,7 +29,7 @@ def write_report(results: Sequence[Result], path: Path, about: About) -> None:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters |= {
-        "seconds": _seconds,
+        "seconds": partial(human_seconds, zeros=True),
         "bytes": human_bytes,
         "count": lambda value: f"{value:,}",
         "error": lambda value: f"{value:.1e}",
@@ -129,14 +130,6 @@ def settings(config: EPConfig) -> str:
 def _has(result: Result, stage: str) -> bool:
     ranks = [*result.stages, *(result.baseline.stages if result.baseline else ())]
     return any(stage in one for one in ranks)
-
-
-def _seconds(seconds: float) -> str:
-    """0.0042 → "4.20 ms": three digits, zeros too, so that a column lines up."""
-    if not seconds:
-        return "0 s"
-    scale, unit = next(((s, u) for s, u in ((1.0, "s"), (1e-3, "ms")) if seconds >= s), (1e-6, "µs"))
-    return f"{seconds / scale:#.3g}".rstrip(".") + f" {unit}"
 
 
 def _span(values: Iterable[int]) -> str:

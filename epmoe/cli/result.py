@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 from epmoe.exchange.health import COUNTERS, Health
 from epmoe.native.formats import SCALE_BLOCK
 
+_T = TypeVar("_T")
 STAGES = {
     "set up": "The first call of the first layer allocates the windows, and each rank maps those of all others.",
     "gather": "FSDP collects the weights that the ranks share out (attention, embeddings, norms), layer by layer.",
@@ -47,6 +49,32 @@ class Baseline:
     """largest absolute difference of the ranks' logits from the single process's, by rank and step"""
     logit_limit: float
     """the largest difference that is allowed"""
+
+
+@dataclass(frozen=True)
+class RankCounts:
+    """One rank over all rounds."""
+
+    sent: int
+    """rows, to itself too"""
+    received: int
+    """rows, from itself too"""
+    own: int
+    """rows from itself to itself"""
+    load: Sequence[int]
+    """pairs that each of its experts computed"""
+    dropped: int
+    """pairs"""
+
+    @property
+    def pairs(self) -> int:
+        """That it computed."""
+        return sum(self.load)
+
+    @property
+    def routed(self) -> int:
+        """Pairs that it got, before it dropped any."""
+        return self.pairs + self.dropped
 
 
 @dataclass(frozen=True)
@@ -112,14 +140,18 @@ class Result:
         return self.rows_moved * bytes_back(self.config)
 
     @property
-    def routed(self) -> list[int]:
-        """[R] pairs that each rank got, before it dropped any."""
-        return [kept + dropped for kept, dropped in zip(self.pairs_by_rank, self.dropped, strict=True)]
+    def ranks(self) -> list[RankCounts]:
+        """The same counts by rank."""
+        loads, received = by_rank(self.placement, self.load), [sum(rows) for rows in zip(*self.traffic, strict=True)]
+        return [
+            RankCounts(sum(rows), received[rank], rows[rank], loads[rank], self.dropped[rank])
+            for rank, rows in enumerate(self.traffic)
+        ]
 
     @property
     def pairs_by_rank(self) -> list[int]:
         """[R] pairs that each rank computed."""
-        return [sum(self.load[p] for p in self.placement.local_experts(r)) for r in range(self.placement.ep_size)]
+        return [rank.pairs for rank in self.ranks]
 
     @property
     def cause(self) -> str:
@@ -144,14 +176,10 @@ class Result:
         seconds = [sum(one) for one in zip(*self.waited, strict=True)]
         return (seconds.index(max(seconds)), max(seconds)) if any(seconds) else None
 
-    def rank_rows(self) -> list[tuple[int, int, int, list[int]]]:
-        """Per rank: rows sent, rows received, pairs computed, load of each of its experts."""
-        rows = []
-        for rank in range(self.placement.ep_size):
-            load = [self.load[expert] for expert in self.placement.local_experts(rank)]
-            received = sum(source[rank] for source in self.traffic)
-            rows.append((sum(self.traffic[rank]), received, sum(load), load))
-        return rows
+
+def by_rank(placement: Placement, values: Sequence[_T]) -> list[list[_T]]:
+    """The values of the physical experts of each rank."""
+    return [[values[expert] for expert in placement.local_experts(rank)] for rank in range(placement.ep_size)]
 
 
 def mean_stages(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:

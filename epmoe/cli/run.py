@@ -31,9 +31,9 @@ def run(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Generate text with this model, one of {', '.join(models.Model)} (tiny, random weights), or with the "
+            help=f"Generate text with this model, one of {', '.join(models.NAMES)} (tiny, random weights), or with the "
             "checkpoint in this folder; may be repeated.",
-            autocompletion=models.model_names,
+            autocompletion=lambda: list(models.NAMES),
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Rounds, or tokens to generate with --model.")] = 16,

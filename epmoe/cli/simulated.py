@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from epmoe.cli.capacity import rank_plans
 from epmoe.cli.console import UserError, human_bytes
-from epmoe.cli.plan import rank_plans
 from epmoe.config.config import EPConfig
 from epmoe.exchange.window import available_memory_bytes
 from epmoe.local.experts import GroupedExperts

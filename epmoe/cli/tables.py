@@ -8,11 +8,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from epmoe.cli.console import console, human_bytes, human_seconds, sparkline
+from epmoe.cli.console import console, human_bytes, human_seconds, plain_table, print_table, sparkline
 from epmoe.cli.result import Check, Result
 
 WAITING = "in dispatch and combine, at least"
-_PLAIN = {"box": None, "pad_edge": False, "header_style": "dim", "padding": (0, 2, 0, 2)}
 
 
 def show(result: Result) -> None:
@@ -23,9 +22,9 @@ def show(result: Result) -> None:
     if result.texts:
         console.print(texts)
     console.print()
-    console.print(_ranks(result))
+    print_table(_ranks(result))
     console.print()
-    console.print(_stages(result))
+    print_table(_stages(result))
     console.print()
     sizes = f"{human_bytes(result.bytes_dispatched)} out, {human_bytes(result.bytes_combined)} back"
     console.print(f"  travelled: {result.rows_moved:,} rows between ranks ({sizes}); {result.rows_kept:,} stayed")
@@ -49,11 +48,12 @@ def summarise(results: Sequence[Result]) -> None:
     if len(results) < 2:
         return
     console.rule("[bold]summary[/]")
-    table = Table(*("", *(check.what for check in results[0].checks), "rows between ranks"), **_PLAIN)  # type: ignore[arg-type]
+    columns = ["", *(check.what for check in results[0].checks), "rows between ranks"]
+    table = plain_table(columns, words=columns)
     for result in results:
         verdicts = [f"{mark(check)} {escape(check.measured)}" for check in result.checks]
         table.add_row(result.name, *verdicts, f"{result.rows_moved:,}")
-    console.print(table)
+    print_table(table)
 
 
 def mark(check: Check) -> str:
@@ -61,33 +61,24 @@ def mark(check: Check) -> str:
 
 
 def _ranks(result: Result) -> Table:
-    table = Table(**_PLAIN)  # type: ignore[arg-type]
-    for column in ("rank", "rows sent", "received", "kept/pairs" if any(result.dropped) else "pairs", "busiest expert"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("load per expert", no_wrap=True)
-    for rank, (sent, received, pairs, load) in enumerate(result.rank_rows()):
-        busiest = max(range(len(load)), key=load.__getitem__) if any(load) else None
-        experts = result.placement.local_experts(rank)
-        hot = "–" if busiest is None else f"#{experts[busiest]}: {load[busiest]:,}"
-        kept = f"{pairs:,}/{result.routed[rank]:,}" if any(result.dropped) else f"{pairs:,}"
-        table.add_row(f"{rank}", f"{sent:,}", f"{received:,}", kept, hot, sparkline(load))
+    drops = any(result.dropped)
+    columns = ("rank", "rows sent", "received", "kept/pairs" if drops else "pairs", "busiest expert", "load per expert")
+    table = plain_table(columns, words=("load per expert",))
+    for number, rank in enumerate(result.ranks):
+        pairs = f"{rank.pairs:,}/{rank.routed:,}" if drops else f"{rank.pairs:,}"
+        top = max(rank.load, default=0)
+        busiest = f"#{result.placement.local_experts(number)[rank.load.index(top)]}: {top:,}" if top else "–"
+        table.add_row(f"{number}", f"{rank.sent:,}", f"{rank.received:,}", pairs, busiest, sparkline(rank.load))
     return table
 
 
 def _stages(result: Result) -> Table:
-    table = Table(**_PLAIN)  # type: ignore[arg-type]
-    table.add_column("stage")
-    table.add_column(f"per {result.unit}", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column("")
-    total = sum(result.seconds.values()) or 1.0
+    table = plain_table(("stage", f"per {result.unit}", "share", ""), words=("stage", ""))
+    total, rounds = sum(result.seconds.values()) or 1.0, max(1, result.rounds)
     for stage, seconds in result.seconds.items():
-        share = seconds / total
-        bar = Text("█" * round(24 * share), style="blue")
-        table.add_row(stage, human_seconds(seconds / max(1, result.rounds)), f"{share:.0%}", bar)
+        bar = Text("█" * round(24 * seconds / total), style="blue")
+        table.add_row(stage, human_seconds(seconds / rounds), f"{seconds / total:.0%}", bar)
     if result.waiting:
-        waiting = human_seconds(result.waiting / max(1, result.rounds))
-        table.add_row(
-            "[dim]waiting for others", f"[dim]{waiting}", f"[dim]{result.waiting / total:.0%}", "[dim]" + WAITING
-        )
+        waiting = human_seconds(result.waiting / rounds)
+        table.add_row("waiting for others", waiting, f"{result.waiting / total:.0%}", WAITING, style="dim")
     return table

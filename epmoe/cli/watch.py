@@ -19,8 +19,8 @@ from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
-from epmoe.cli.console import console, human_bytes, sparkline
-from epmoe.cli.result import bytes_back, bytes_out
+from epmoe.cli.console import console, human_bytes, plain_table, sparkline
+from epmoe.cli.result import by_rank, bytes_back, bytes_out
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 from epmoe.exchange.health import Health
@@ -102,16 +102,13 @@ class View:
 
     def table(self, placement: Placement) -> Table:
         """A line for each rank."""
-        table = Table(box=None, header_style="dim", padding=(0, 2, 0, 2), pad_edge=False)
-        for column in ("rank", "rows/s sent", "pairs/s", "others wait"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for column in ("hot expert", "load per expert"):
-            table.add_column(column, no_wrap=True)
-        for rank in range(placement.ep_size):
-            local = placement.local_experts(rank)
-            loads = [self.pairs[expert] for expert in local]
+        table = plain_table(
+            ("rank", "rows/s sent", "pairs/s", "others wait", "hot expert", "load per expert"),
+            words=("hot expert", "load per expert"),
+        )
+        for rank, loads in enumerate(by_rank(placement, self.pairs)):
             cells = f"{rank}", f"{self.rows[rank]:,.0f}", f"{sum(loads):,.0f}", f"{self.waited[rank]:.0%}"
-            table.add_row(*cells, self.hot(local, most=1), sparkline(loads))
+            table.add_row(*cells, self.hot(placement.local_experts(rank), most=1), sparkline(loads))
         return table
 
     def hot(self, experts: Sequence[int], most: int) -> str:

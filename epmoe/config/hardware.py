@@ -1,4 +1,4 @@
-"""The `hardware` section of a configuration: the constants of `NetworkModel` (epmoe/bench/prediction.py)."""
+"""The `hardware` section of a configuration: the constants of `NetworkModel` (epmoe/cli/prediction.py)."""
 
 from __future__ import annotations
 

@@ -1,13 +1,10 @@
 // The offsets of expert-major rows, from the count matrix. The segments of the experts follow one another; within a
 // segment the pairs of source 0 come first. docs/kernels.md works an example with numbers.
 #pragma once
+#include "cuda/device/scan.cuh"
 #include "cuda/dispatch/counts.cuh"
 
 namespace epmoe::cuda {
-
-__device__ __forceinline__ int32_t aligned(int32_t length, int32_t alignment) {
-  return alignment == 1 ? length : (length + alignment - 1) / alignment * alignment;
-}
 
 // One warp lays out segments of `length` rows, one a lane, from `next` on. Returns where the lane's segment starts;
 // `next` becomes the end of the last one.
@@ -39,21 +36,6 @@ __device__ __forceinline__ bool compute_send_offsets(DispatchBlock& b) {
     }
   }
   return __syncthreads_and(arrived);
-}
-
-// One warp turns the pairs of each local expert into the start of its segment, in place. A lane takes neighbouring
-// experts, so that one sum over the warp is enough.
-static __device__ __noinline__ void sum_expert_counts(int32_t* count, int32_t experts, int32_t alignment) {
-  int32_t each = experts / 32 + 1, begin = threadIdx.x * each, end = min(begin + each, experts + 1), length = 0;
-#pragma unroll 1
-  for (int32_t local = begin; local < end; ++local) {
-    int32_t pairs = local < experts ? count[local] : 0;
-    count[local] = length;
-    length += aligned(pairs, alignment);
-  }
-  int32_t start = warp_inclusive_sum(length) - length;
-#pragma unroll 1
-  for (int32_t local = begin; local < end; ++local) count[local] += start;
 }
 
 // The other warps of the block turn the pairs of each source into those of the sources before it, in place, and append
@@ -124,7 +106,7 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
     return false;
   }
   if (shared.mismatched) return false;
-  if (threadIdx.x < 32) sum_expert_counts(b.count, experts, static_cast<int32_t>(b.plan.alignment));
+  if (threadIdx.x < 32) lengths_to_starts(b.count, experts, static_cast<int32_t>(b.plan.alignment));
   sum_source_counts(b, R, experts);
   __syncthreads();
   return true;

@@ -2,7 +2,7 @@
 // the rows of the buffer may be a thousand times as many.
 #pragma once
 #include "args.h"
-#include "cuda/device/common.cuh"
+#include "cuda/device/scan.cuh"
 
 namespace epmoe::cuda {
 
@@ -25,16 +25,7 @@ class RealRows {
       first_[i] = rows, begin_[i] = begin;
     }
     __syncthreads();
-    if (threadIdx.x < 32) {  // a lane takes neighbouring experts, so that one sum over the warp is enough
-      int32_t each = experts_ / 32 + 1, from = threadIdx.x * each, to = min(from + each, experts_ + 1), sum = 0;
-      for (int32_t i = from; i < to; ++i) {
-        int32_t rows = i < experts_ ? first_[i] : 0;
-        first_[i] = sum;
-        sum += rows;
-      }
-      int32_t before = warp_inclusive_sum(sum) - sum;
-      for (int32_t i = from; i < to; ++i) first_[i] += before;
-    }
+    if (threadIdx.x < 32) lengths_to_starts(first_, experts_, 1);
     __syncthreads();
   }
 

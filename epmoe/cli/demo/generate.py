@@ -1,6 +1,6 @@
-"""MoE models of transformers for `epmoe run --model`: tiny ones with random weights, and local checkpoints.
+"""A model of transformers whose experts are spread over the ranks, compared with the same model in a single process.
 
-A model whose experts are spread over the ranks is compared with the same model in a single process.
+Models are tiny ones with random weights, or local checkpoints.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from transformers.utils import logging
 import epmoe.integrations.transformers as integration
 from epmoe.cli.demo.checkpoint import load_tokenizer
 from epmoe.cli.demo.clock import StageClock
+from epmoe.cli.demo.tiny import MODELS, VOCABULARY
 from epmoe.cli.result import Baseline, Check, Result, sum_counters
 from epmoe.config.placement import Placement
 
@@ -40,42 +41,6 @@ PROMPTS = (
 LOGIT_TOLERANCE = 1e-5  # absolute; the models run in fp32
 CHECKPOINT_TOLERANCE = 1e-4  # relative to the largest logit: a checkpoint has many more layers
 _RANDOM = "Weights are random and the model is tiny: the words have no meaning, the agreement has."
-_VOCABULARY = 240
-_SHAPE = {
-    "vocab_size": _VOCABULARY,
-    "hidden_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 12,
-    "head_dim": 8,
-    "intermediate_size": 96,
-    "initializer_range": 0.1,  # large enough for the experts to influence which token comes next
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {**_SHAPE, "num_experts": 24, "num_experts_per_tok": 8, "moe_intermediate_size": 48},
-    "mixtral": {**_SHAPE, "num_local_experts": 24, "num_experts_per_tok": 2},
-    "deepseek_v3": {
-        **_SHAPE,
-        "num_key_value_heads": 24,
-        "n_routed_experts": 24,
-        "num_experts_per_tok": 6,
-        "n_group": 4,
-        "topk_group": 2,
-        "moe_intermediate_size": 48,
-        "first_k_dense_replace": 1,
-        "num_mtp_layers": 0,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 32,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-    },
-    "gpt_oss": {**_SHAPE, "num_local_experts": 24, "num_experts_per_tok": 4, "sliding_window": 16},
-}
-"""Keys of each architecture's own config class; the 24 experts divide over 2, 3, 4, 6, 8, 12 and 24 ranks."""
 
 Progress = Callable[[str, int, int], None]
 """Called with the stage ("reference" or "distributed"), the number of tokens generated so far, and their total."""
@@ -184,7 +149,7 @@ def make_tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     printable = [chr(code) for code in range(33, 127)]
     trainer = trainers.BpeTrainer(
-        vocab_size=_VOCABULARY, special_tokens=["<pad>"], initial_alphabet=printable, show_progress=False
+        vocab_size=VOCABULARY, special_tokens=["<pad>"], initial_alphabet=printable, show_progress=False
     )
     tokenizer.train_from_iterator(PROMPTS, trainer)
     return tokenizer

@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import StrEnum
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from epmoe.cli.console import UserError, console, human_bytes, require
+from epmoe.cli.demo.tiny import MODELS
 from epmoe.cli.result import Result
 from epmoe.cli.tables import show, summarise
 from epmoe.config.config import EPConfig
 from epmoe.exchange.window import available_memory_bytes
 
-
-class Model(StrEnum):
-    """Names of architectures in transformers, and `all`."""
-
-    QWEN3_MOE = "qwen3_moe"
-    MIXTRAL = "mixtral"
-    DEEPSEEK_V3 = "deepseek_v3"
-    GPT_OSS = "gpt_oss"
-    ALL = "all"
-
-
-def model_names() -> list[str]:
-    """The values of `--model` apart from folders, for the shell's completion."""
-    return list(Model)
+NAMES = (*MODELS, "all")
+"""The values of `--model` apart from folders."""
 
 
 def check_models(config: EPConfig, names: Sequence[str]) -> None:
-    """Raise UserError unless each of `names` is a `Model` or a folder with a checkpoint that fits this machine."""
+    """Raise UserError unless each of `names` is one of `NAMES` or a folder with a checkpoint that fits this machine."""
     require("transformers", "`--model`")
     for name in names:
-        if name in list(Model):
+        if name in NAMES:
             continue
         if not Path(name).is_dir():
-            raise UserError(f"`--model` {name!r} is not one of {', '.join(Model)}, nor a folder with a checkpoint")
+            raise UserError(f"`--model` {name!r} is not one of {', '.join(NAMES)}, nor a folder with a checkpoint")
         from epmoe.cli.demo import checkpoint
 
         try:
@@ -60,8 +49,8 @@ def run_models(config: EPConfig, names: Sequence[str], steps: int, seed: int) ->
         from epmoe.integrations.transformers import configure
     except ImportError as error:
         raise UserError(f"`--model` needs transformers: pip install 'epmoe[hf]' ({error})") from None
-    chosen = [name.value for name in Model if name is not Model.ALL and (name in names or Model.ALL in names)]
-    checkpoints = [name for name in dict.fromkeys(names) if name not in list(Model)]
+    chosen = [name for name in MODELS if name in names or "all" in names]
+    checkpoints = [name for name in dict.fromkeys(names) if name not in NAMES]
     exchange = config.exchange
     configure(
         max_num_tokens_per_rank=config.capacity.max_num_tokens_per_rank,
@@ -83,19 +72,20 @@ def run_models(config: EPConfig, names: Sequence[str], steps: int, seed: int) ->
     results = []
     for number, name in enumerate([*chosen, *checkpoints], start=1):
         console.rule(f"[bold]{Path(name).resolve().name}[/] ({number} of {len(chosen) + len(checkpoints)})")
-        columns = (TextColumn("  {task.description:<36}"), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console) as progress:
-            stages = {
-                "reference": progress.add_task("one process", total=steps),
-                "distributed": progress.add_task(f"experts on {config.topology.ep_size} ranks", total=steps),
-            }
-
-            def report(
-                stage: str, done: int, total: int, progress: Progress = progress, stages: dict[str, TaskID] = stages
-            ) -> None:
-                progress.update(stages[stage], completed=done, total=total)
-
+        with _bars(config.topology.ep_size, steps) as report:
             results.append(run_model(name, max_new_tokens=steps, seed=seed, progress=report))
         show(results[-1])
     summarise(results)
     return results
+
+
+@contextmanager
+def _bars(ranks: int, steps: int) -> Iterator[Callable[[str, int, int], None]]:
+    """Two bars; what is yielded moves them, as a `Progress` of `run_model`."""
+    columns = (TextColumn("  {task.description:<36}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        bars = {
+            "reference": progress.add_task("one process", total=steps),
+            "distributed": progress.add_task(f"experts on {ranks} ranks", total=steps),
+        }
+        yield lambda stage, done, total: progress.update(bars[stage], completed=done, total=total)

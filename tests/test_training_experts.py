@@ -1,14 +1,14 @@
-"""Training: experts and route against the gradients of plain torch in fp64."""
+"""Training: experts against the gradients of plain torch in fp64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_close, generator, poisoned_memory, randn
+from helpers import assert_close, poisoned_memory, randn
 from torch.utils.checkpoint import checkpoint
 
 import epmoe
-from epmoe.training import GroupedExperts, route
+from epmoe.training import GroupedExperts
 
 OFFSETS = [0, 3, 3, 16, 16]  # an expert without rows; gaps of segments are rows of zeros
 N, E, D = 24, 4, 32
@@ -91,57 +91,3 @@ def test_the_experts_of_inference_do_not_train_in_silence():
         experts(torch.randn(3, 16), torch.tensor([0, 1, 3], dtype=torch.int32))
     with pytest.raises(TypeError, match="`w_down` must be"):
         GroupedExperts(torch.randn(2, 8, 16).to(torch.float8_e4m3fn), torch.randn(2, 16, 4).to(torch.float8_e4m3fn))
-
-
-def plain_route(logits, ids, scoring, renormalize, factor):
-    scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(1)
-    weights = scores.gather(1, ids.long().clamp(0, logits.shape[1] - 1))
-    return factor * (weights / weights.sum(1, keepdim=True) if renormalize else weights)
-
-
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("groups", [1, 4])
-def test_route(device, scoring, renormalize, dtype, groups):
-    options = {
-        "scoring": scoring,
-        "renormalize": renormalize,
-        "num_expert_groups": groups,
-        "top_groups": -(-groups // 2),
-    }
-    options |= {"routed_scaling_factor": 2.5, "bias": randn(16, seed=3).to(device) / 4, "num_tokens": 9}
-    logits = randn(12, 16, seed=1).to(dtype).to(device).requires_grad_()
-    got, want = route(logits, 4, **options), epmoe.route(logits.detach(), 4, **options)
-    assert torch.equal(got.ids, want.ids) and torch.equal(got.weights, want.weights)
-    grad = torch.randn(12, 4, generator=generator(9)).to(device)
-    got.weights.backward(grad)
-    wide = logits.detach().double().cpu().requires_grad_()
-    plain_route(wide, got.ids.cpu(), scoring, renormalize, 2.5)[:9].backward(grad[:9].double().cpu())
-    assert_close(logits.grad, wide.grad, slack=2 if dtype == torch.bfloat16 else 1)
-    assert not logits.grad[9:].any()
-
-
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-def test_scores_that_are_not_finite_have_no_gradients(device, scoring):
-    logits = randn(4, 8, seed=1).to(device)
-    logits[0, 3], logits[1, 2], logits[2] = torch.nan, torch.inf, -torch.inf
-    logits.requires_grad_()
-    for renormalize in (False, True):
-        logits.grad = None
-        route(logits, 3, scoring=scoring, renormalize=renormalize).weights.square().sum().backward()
-        assert logits.grad.isfinite().all() and logits.grad[3].any() and not logits.grad[0, 3]
-        if scoring == "softmax":
-            assert not logits.grad[:3].any()
-
-
-def test_route_compiled_and_in_a_checkpoint():
-    logits = torch.randn(5, 8, requires_grad=True)
-
-    def run(logits):
-        return route(logits, 2, renormalize=True).weights.square().sum()
-
-    (want,) = torch.autograd.grad(run(logits), logits)
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    for call in (compiled, lambda x: checkpoint(run, x, use_reentrant=False)):
-        assert torch.equal(torch.autograd.grad(call(logits), logits)[0], want)

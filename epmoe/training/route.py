@@ -123,34 +123,28 @@ def _(logits: Tensor, top_k: int, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    logits, _, _, _, _, ctx.scoring, ctx.renormalize, _, _, ctx.factor, _, _ = inputs
+    logits, _, _, _, _, ctx.scoring, ctx.renormalize, _, _, _, _, _ = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, output[0])
+    ctx.save_for_backward(logits, *output)
 
 
 def _gradients(ctx: Any, _: None, grad_TK: Tensor | None) -> tuple[Tensor | None, ...]:
+    """By the logarithms of the weights: those of scores near zero still differ where the scores themselves vanish."""
     if grad_TK is None:
         return (None,) * 12
-    logits_TE, ids_TK = ctx.saved_tensors
-    E = logits_TE.shape[1]
-    logits, real = logits_TE.float(), (ids_TK >= 0) & (ids_TK < E)
+    logits_TE, ids_TK, weights_TK = ctx.saved_tensors
+    logits, real = logits_TE.float(), weights_TK != 0  # not of padding, nor of a score that is not finite
     chosen = ids_TK.long().where(real, 0)
-    scores_TE = logits.sigmoid() if ctx.scoring == "sigmoid" else logits.softmax(1)
-    scores_TE = scores_TE.where(scores_TE.isfinite(), 0.0)
-    scores_TK = scores_TE.gather(1, chosen).where(real, 0.0)
-    grad_TK = (grad_TK * ctx.factor).where(real, 0.0)
+    by_log = (grad_TK * weights_TK).where(real, 0.0)
     if ctx.renormalize:
-        sums = scores_TK.sum(1, keepdim=True)
-        some = sums != 0
-        divisor = sums.where(some, 1.0)
-        along = (grad_TK * scores_TK).sum(1, keepdim=True) / divisor
-        grad_TK = (grad_TK - along.where(some, 0.0)) / divisor
-    by_score = grad_TK * scores_TK
-    if ctx.scoring == "sigmoid":
-        by_score = by_score * (1.0 - scores_TK)
-    grad_TE = torch.zeros_like(logits).scatter_add_(1, chosen, by_score.where(real, 0.0))
-    if ctx.scoring == "softmax":
-        grad_TE = grad_TE - scores_TE * by_score.sum(1, keepdim=True)
+        sums = weights_TK.sum(1, keepdim=True)
+        by_log = by_log - weights_TK * (by_log.sum(1, keepdim=True) / sums.where(sums != 0, 1.0))
+    if ctx.scoring == "sigmoid":  # d log sigmoid(x) = sigmoid(-x) dx
+        by_log = (by_log * logits.gather(1, chosen).neg().sigmoid()).where(real, 0.0)
+    grad_TE = torch.zeros_like(logits).scatter_add_(1, chosen, by_log)
+    if ctx.scoring == "softmax" and not ctx.renormalize:  # of renormalised weights the sum is 0
+        scores_TE = logits.softmax(1)
+        grad_TE = grad_TE - scores_TE.where(scores_TE.isfinite(), 0.0) * by_log.sum(1, keepdim=True)
     return grad_TE.to(logits_TE.dtype), *(None,) * 11
 
 

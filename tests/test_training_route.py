@@ -1,0 +1,109 @@
+"""Training: route against the gradients of plain torch in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import assert_close, generator, randn
+from torch.utils.checkpoint import checkpoint
+
+import epmoe
+from epmoe.training import route
+
+
+def plain_route(logits, ids, scoring, renormalize, factor):
+    scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(1)
+    weights = scores.gather(1, ids.long().clamp(0, logits.shape[1] - 1))
+    return factor * (weights / weights.sum(1, keepdim=True) if renormalize else weights)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_route(device, scoring, renormalize, dtype, groups):
+    options = {
+        "scoring": scoring,
+        "renormalize": renormalize,
+        "num_expert_groups": groups,
+        "top_groups": -(-groups // 2),
+    }
+    options |= {"routed_scaling_factor": 2.5, "bias": randn(16, seed=3).to(device) / 4, "num_tokens": 9}
+    logits = randn(12, 16, seed=1).to(dtype).to(device).requires_grad_()
+    got, want = route(logits, 4, **options), epmoe.route(logits.detach(), 4, **options)
+    assert torch.equal(got.ids, want.ids) and torch.equal(got.weights, want.weights)
+    grad = torch.randn(12, 4, generator=generator(9)).to(device)
+    got.weights.backward(grad)
+    wide = logits.detach().double().cpu().requires_grad_()
+    plain_route(wide, got.ids.cpu(), scoring, renormalize, 2.5)[:9].backward(grad[:9].double().cpu())
+    assert_close(logits.grad, wide.grad, slack=2 if dtype == torch.bfloat16 else 1)
+    assert not logits.grad[9:].any()
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_scores_that_are_not_finite_have_no_gradients(device, scoring):
+    logits = randn(4, 8, seed=1).to(device)
+    logits[0, 3], logits[1, 2], logits[2] = torch.nan, torch.inf, -torch.inf
+    logits.requires_grad_()
+    for renormalize in (False, True):
+        logits.grad = None
+        route(logits, 3, scoring=scoring, renormalize=renormalize).weights.square().sum().backward()
+        assert logits.grad.isfinite().all() and logits.grad[3].any() and not logits.grad[0, 3]
+        if scoring == "softmax":
+            assert not logits.grad[:3].any()
+
+
+def test_route_compiled_and_in_a_checkpoint():
+    logits = torch.randn(5, 8, requires_grad=True)
+
+    def run(logits):
+        return route(logits, 2, renormalize=True).weights.square().sum()
+
+    (want,) = torch.autograd.grad(run(logits), logits)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for call in (compiled, lambda x: checkpoint(run, x, use_reentrant=False)):
+        assert torch.equal(torch.autograd.grad(call(logits), logits)[0], want)
+
+
+@pytest.mark.parametrize("least", [-60.0, -95.0])
+def test_sigmoids_near_zero_have_gradients(device, least):
+    """What renormalised weights say does not vanish with the scores."""
+    logits = (least + torch.arange(8.0)[None]).to(device).requires_grad_()
+    got = route(logits, 4, scoring="sigmoid", renormalize=True)
+    got.weights[:, 0].sum().backward()
+    wide = logits.detach().double().cpu().requires_grad_()
+    plain_route(wide, got.ids.cpu(), "sigmoid", True, 1.0)[:, 0].sum().backward()
+    assert_close(logits.grad, wide.grad)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_gradients_of_weights_that_nobody_has_are_not_read(device, scoring, renormalize):
+    """Those of padding, and of experts whose score is not finite, may be NaN."""
+    logits = randn(4, 8, seed=1).to(device)
+    logits[1, :] = torch.nan
+    logits.requires_grad_()
+    grad = torch.ones(4, 3, device=device)
+    grad[1], grad[3] = torch.nan, torch.nan
+    route(logits, 3, scoring=scoring, renormalize=renormalize, num_tokens=3).weights.backward(grad)
+    assert logits.grad.isfinite().all() and not logits.grad[1].any() and not logits.grad[3].any()
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_a_count_on_the_device_and_wide_ids(device, scoring, id_dtype):
+    logits, count = randn(6, 8, seed=1).to(device), torch.tensor(4, dtype=torch.int32, device=device)
+    grads = []
+    for num_tokens in (4, count):
+        x = logits.clone().requires_grad_()
+        got = route(x, 2, scoring=scoring, num_tokens=num_tokens, id_dtype=id_dtype)
+        assert got.ids.dtype == id_dtype
+        (grad,) = torch.autograd.grad(got.weights.square().sum(), x)
+        grads.append(grad)
+    assert torch.equal(*grads) and grads[0][:4].any(1).all() and not grads[0][4:].any()
+
+
+def test_no_tokens(device):
+    logits = torch.zeros(0, 8, device=device, requires_grad=True)
+    route(logits, 2).weights.sum().backward()
+    assert logits.grad.shape == (0, 8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import FLOATS, assert_close, poisoned_memory, randn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import epmoe
 from epmoe.native import ops
@@ -165,6 +165,32 @@ def test_compilers_know_the_strides_of_gradients(gemm, transposed):
         "weighted_gates": (by.clone().requires_grad_(), factors, offsets, None, False, 7.0, 1.702, 1.0),
     }.items():
         torch.library.opcheck(getattr(torch.ops.epmoe, name), given)
+
+
+def test_selective_checkpoints(device):
+    """What a policy saves is not computed again, and the gradients have the same bits."""
+    experts, offsets = experts_of(torch.bfloat16, device), torch.tensor(OFFSETS, dtype=torch.int32, device=device)
+    rows, weights = randn(N, D).bfloat16().to(device), randn(N, seed=1).to(device)
+    runs = 0
+
+    def policy(context, op, *arguments, **options):
+        nonlocal runs
+        saves = op is torch.ops.epmoe.train_gemm.default
+        runs += saves and not context.is_recompute
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def saving(x, w):
+        contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
+        return checkpoint(experts, x, offsets, w, use_reentrant=False, context_fn=contexts)
+
+    results = []
+    for call in (lambda x, w: experts(x, offsets, w), saving):
+        x, w = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+        experts.zero_grad()
+        call(x, w)[: OFFSETS[-1]].float().square().sum().backward()
+        real = slice(OFFSETS[-1])
+        results.append([x.grad[real], w.grad[real], *(p.grad.clone() for p in experts.parameters())])
+    assert runs == 2 and all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -146,7 +146,9 @@ class GroupedExperts(nn.Module):
 @torch.library.custom_op("epmoe::train_gemm", mutates_args=())
 def train_gemm(rows: Tensor, weights: Tensor, offsets: Tensor, gemm: str) -> Tensor:
     """rows [N, k] · weights [e, n, k]ᵀ → [N, n], by expert. Opaque, since compilers trace torch's in bf16 only."""
-    if gemm == "torch" and len(rows) and len(weights):
+    if not len(rows) or not len(weights):
+        return rows.new_empty(len(rows), weights.shape[1])
+    if gemm == "torch":
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=offsets[1:])
     out, ends = rows.new_empty(len(rows), weights.shape[1]), offsets.tolist()
     for i in range(len(weights)):
@@ -163,9 +165,11 @@ def _(rows: Tensor, weights: Tensor, offsets: Tensor, gemm: str) -> Tensor:
 def train_gemm_weights(grad: Tensor, rows: Tensor, offsets: Tensor, gemm: str) -> Tensor:
     """grad [N, n]ᵀ · rows [N, k] → [e, n, k], by expert: gradients of weights, 0 for an expert without rows."""
     e = len(offsets) - 1
-    if gemm == "torch" and len(rows) and e:
+    if not len(rows) or not e:
+        return rows.new_zeros(e, grad.shape[1], rows.shape[1])
+    if gemm == "torch":
         return F.grouped_mm(grad.t(), rows, offs=offsets[1:])
-    out, ends = rows.new_zeros(e, grad.shape[1], rows.shape[1]), offsets.tolist()
+    out, ends = rows.new_empty(e, grad.shape[1], rows.shape[1]), offsets.tolist()
     for i in range(e):
         torch.mm(grad[ends[i] : ends[i + 1]].T, rows[ends[i] : ends[i + 1]], out=out[i])
     return out

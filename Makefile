@@ -12,7 +12,7 @@ export PIP_ROOT_USER_ACTION := ignore
 TORCHRUN := torchrun --standalone --nproc-per-node
 
 .PHONY: help setup demo test test-all unit distributed core integrations slow fuzz faults soak sanitize two-machines \
-  nodes torches stacks stacks-ready stacks-ci stacks-sglang lint docs bench benchmarks-report wheel first-hour cuda-compile \
+  nodes torches stacks stacks-ready stacks-ci stacks-sglang stacks-torchtitan lint docs bench benchmarks-report wheel first-hour cuda-compile \
   gpu-deps gpu-test clean
 
 help:  ## this list
@@ -98,6 +98,13 @@ stacks-sglang:  ## SGLang's own MoE layers over 2 ranks, their tokens carried by
 	$(SGLANG)/bin/pip install --quiet --no-deps --no-build-isolation -e .
 	$(SGLANG)/bin/torchrun --standalone --nproc-per-node 2 --log-dir build/ranks --redirects 1:3 \
 	  -m pytest -q -x -p no:cacheprovider tests/stacks/test_sglang.py
+
+TORCHTITAN := build/stacks-torchtitan
+stacks-torchtitan: setup  ## torchtitan's own MoE layers, trained over 2 and 4 ranks, their tokens carried by epmoe
+	[ -e $(TORCHTITAN)/.ready ] || { \
+	  pip install --quiet --no-deps --target $(TORCHTITAN) -r tests/stacks/torchtitan.txt && touch $(TORCHTITAN)/.ready; }
+	for ranks in 2 4; do PYTHONPATH=.:$(TORCHTITAN) $(TORCHRUN) $$ranks --log-dir build/ranks --redirects 1:3,2:3,3:3 \
+	  -m pytest -q -x -p no:cacheprovider tests/stacks/test_torchtitan.py || exit 1; done
 
 # Each torch has an environment of its own, and a native library that is built against it. CI's own torch is that of
 # `make setup`. pip finds CPU builds of other versions where PIP_EXTRA_INDEX_URL names an index that has them.

@@ -1,4 +1,4 @@
-"""A tiny MoE layer learns from another one, its experts spread over the ranks; one process in plain torch learns the same.
+"""A tiny MoE layer learns from another one, its experts spread over the ranks; so does one process in plain torch.
 
 Run: torchrun --standalone --nproc-per-node 4 examples/train_tiny.py
 Prints, on rank 0: "150 steps: the loss falls below a fifth" and "the losses are those of one process".

@@ -31,7 +31,7 @@ def test_chosen(value: object, layout: str, exchange: dict[str, object]) -> None
 
 
 def test_an_unknown_layout_is_named() -> None:
-    with pytest.raises(ConfigError, match="`epmoe.layout` must be 'rank' or 'expert', got 'batched'"):
+    with pytest.raises(ConfigError, match="`epmoe.layout` must be 'rank', 'expert' or 'layer', got 'batched'"):
         Choice.of({"layout": "batched"})
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from vllm.config import get_current_vllm_config
 
 from epmoe.config.config_file import ConfigError
-from epmoe.exchange.handles import Layout
 
 VARIABLE = "EPMOE_VLLM"
+
+VllmLayout = Literal["rank", "expert", "layer"]
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,12 @@ class Choice:
 
     Attributes:
         layout: what vLLM's experts get. "rank": each token once, with its ids and weights, for experts that sort and
-            reduce by themselves (Triton). "expert": one row for each pair, expert by expert.
+            reduce by themselves (Triton). "expert": one row for each pair, expert by expert. "layer": such rows, for
+            epmoe's own `GroupedExperts` in place of vLLM's experts.
         exchange: keys of the section `exchange` of `EPConfig`, above all `timeout_s`.
     """
 
-    layout: Layout = "rank"
+    layout: VllmLayout = "rank"
     exchange: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -38,9 +40,9 @@ class Choice:
         if value in (True, "1"):
             return cls()
         settings: dict[str, Any] = dict(value) if isinstance(value, dict) else {"layout": value}
-        layout: Layout = settings.pop("layout", "rank")
-        if layout not in get_args(Layout):
-            raise ConfigError(f"`epmoe.layout` must be 'rank' or 'expert', got {layout!r}")
+        layout: VllmLayout = settings.pop("layout", "rank")
+        if layout not in get_args(VllmLayout):
+            raise ConfigError(f"`epmoe.layout` must be 'rank', 'expert' or 'layer', got {layout!r}")
         return cls(layout, settings)
 
 

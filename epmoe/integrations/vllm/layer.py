@@ -16,6 +16,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from epmoe.integrations.vllm.choice import Choice, chosen
+from epmoe.integrations.vllm.experts import EpmoeExperts, grouped
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.integrations.vllm.sizes import Shape, logger, shared
 from epmoe.native.formats import SCALE_BLOCK
@@ -66,8 +67,11 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
             elif reason := _why_not_around(kernel):
                 _warn(reason)
             elif not isinstance(kernel.prepare_finalize, EpmoePrepareAndFinalize):  # weights may be loaded again
-                exchange = _make_exchange(layer, kernel.fused_experts, self.epmoe_choice)
-                self.moe_kernel = FusedMoEKernel(exchange, kernel.fused_experts)
+                experts, is_layer = kernel.fused_experts, self.epmoe_choice.layout == "layer"
+                ours = grouped(experts, layer.w13_weight, layer.w2_weight) if is_layer else None
+                aligned = ours is not None and ours.alignment > 1
+                exchange = _make_exchange(layer, experts, self.epmoe_choice, aligned)
+                self.moe_kernel = FusedMoEKernel(exchange, EpmoeExperts(experts, ours, exchange) if ours else experts)
 
         def apply(
             self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *shared: Any, **named: Any
@@ -114,7 +118,9 @@ def _why_not_around(kernel: FusedMoEKernel) -> str | None:
     return None
 
 
-def _make_exchange(layer: RoutedExperts, experts: FusedMoEExperts, choice: Choice) -> EpmoePrepareAndFinalize:
+def _make_exchange(
+    layer: RoutedExperts, experts: FusedMoEExperts, choice: Choice, aligned: bool
+) -> EpmoePrepareAndFinalize:
     """The exchange of a layer; the first one of a shape makes the windows, collectively."""
     moe, parallel = layer.moe_config, get_current_vllm_config().parallel_config
     shape = Shape(
@@ -125,7 +131,7 @@ def _make_exchange(layer: RoutedExperts, experts: FusedMoEExperts, choice: Choic
         max_tokens=moe.max_num_tokens,
         placement=layer.expert_placement_strategy,
         payload="fp8" if _travels_as_fp8(moe, experts) else "auto",
-        layout=choice.layout,
+        layout="rank" if choice.layout == "rank" else "expert",
     )
     ubatches = range(parallel.num_ubatches if parallel.use_ubatching else 1)
     arguments = get_ep_group().cpu_group, layer.w13_weight.device, choice.exchange
@@ -133,7 +139,7 @@ def _make_exchange(layer: RoutedExperts, experts: FusedMoEExperts, choice: Choic
     ep = exchanges[0].exchanges[0]
     if layer.expert_map is not None and layer.expert_map.tolist() != ep.placement.expert_map(ep.rank).tolist():
         raise ValueError("vLLM places the experts otherwise than epmoe")
-    return EpmoePrepareAndFinalize(exchanges, choice.layout, overlap=parallel.use_ubatching)
+    return EpmoePrepareAndFinalize(exchanges, choice.layout, parallel.use_ubatching, aligned)
 
 
 def _travels_as_fp8(moe: FusedMoEConfig, experts: FusedMoEExperts) -> bool:

@@ -3,6 +3,7 @@
     layout   the experts get                                        combine
     rank     rows [R·M, D] with all ids and weights of a token      adds the rows that the experts have summed
     expert   one row for each pair, expert by expert, as top-1      applies the weights and sums
+    layer    the same, for `GroupedExperts`                         applies the weights and sums
 
 Slots that hold no row carry the id of an expert of another rank, which vLLM's expert map reads as −1. Rows that a
 block-scaled fp8 kernel takes are quantised before they travel; any other quantisation happens on arrival.
@@ -24,7 +25,8 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 )
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
-from epmoe.exchange.handles import Dispatched, Layout
+from epmoe.exchange.handles import Dispatched
+from epmoe.integrations.vllm.choice import VllmLayout
 from epmoe.integrations.vllm.sizes import Sizes
 from epmoe.service import ExpertParallel
 
@@ -34,6 +36,7 @@ class _Round(NamedTuple):
 
     ep: ExpertParallel
     dispatched: Dispatched
+    outputs: Tensor | None = None  # of `GroupedExperts`, which need no buffer of vLLM's
 
 
 class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
@@ -43,11 +46,14 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         exchanges: by micro-batch; without DBO there is one.
         layout: what the experts get; see the module.
         overlap: in two phases, so that vLLM runs other work between them. Without, a phase is one kernel.
+        aligned: segments start at multiples of a number of rows, for the GEMM of layout "layer".
     """
 
-    def __init__(self, exchanges: list[Sizes], layout: Layout, overlap: bool = False) -> None:
+    def __init__(
+        self, exchanges: list[Sizes], layout: VllmLayout, overlap: bool = False, aligned: bool = False
+    ) -> None:
         super().__init__()
-        self.exchanges, self.layout, self.overlap = exchanges, layout, overlap
+        self.exchanges, self.layout, self.overlap, self.aligned = exchanges, layout, overlap, aligned
         self._rounds: list[_Round | None] = [None] * len(exchanges)
         self._local_ids = False
         self._quantize = MoEPrepareAndFinalizeNoDPEPModular()
@@ -103,16 +109,16 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
 
         Takes the arguments of `_reduced`.
         """
-        ep, dispatched = self._round()
-        combine = ep.combine if self.layout == "expert" else ep.combine_partial
-        combine(self._reduced(*arguments, **named), dispatched, out=output)
+        ep, dispatched, outputs = self._round()
+        combine = ep.combine_partial if self.layout == "rank" else ep.combine
+        combine(self._reduced(*arguments, **named) if outputs is None else outputs, dispatched, out=output)
 
     def finalize_async(
         self, output: Tensor, *arguments: Any, **named: Any
     ) -> tuple[Callable[[], object], Callable[[], None]]:
         """Sends, and returns what waits for the other ranks and writes `output`, and what has nothing left to do."""
-        ep, dispatched = self._round()
-        ep.combine_send(self._reduced(*arguments, **named), dispatched, out=output)
+        ep, dispatched, outputs = self._round()
+        ep.combine_send(self._reduced(*arguments, **named) if outputs is None else outputs, dispatched, out=output)
         return lambda: ep.combine_recv(dispatched), lambda: None
 
     def _inputs(
@@ -129,10 +135,18 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         """The exchange of this step, the arguments and options of dispatch, and those of `_received`."""
         ep = self.exchanges[dbo_current_ubatch_id()].of_step()
         # In layout `rank` the weights are applied on arrival: dispatch has one row for all experts of a token.
-        weigh = apply_router_weight_on_input and self.layout == "expert"
-        options = {"layout": self.layout, "apply_router_weight_on_input": weigh, "tag": self._tag}
+        weigh = apply_router_weight_on_input and self.layout != "rank"
+        layout = "rank" if self.layout == "rank" else "expert"
+        options = {"layout": layout, "aligned": self.aligned, "tag": self._tag, "apply_router_weight_on_input": weigh}
         on_arrival = expert_map, apply_router_weight_on_input, quant_config, defer_input_quant
         return ep, (a1, topk_ids, topk_weights), options, on_arrival
+
+    def compute(self, experts: Callable[[Dispatched], Tensor]) -> None:
+        """The outputs of `experts` for the open round of this micro-batch, which finalize then takes as they lie."""
+        ubatch = dbo_current_ubatch_id()
+        opened = self._rounds[ubatch]
+        assert opened is not None, "the experts need a prepare before them"
+        self._rounds[ubatch] = opened._replace(outputs=experts(opened.dispatched))
 
     def _round(self) -> _Round:
         """The open round of this micro-batch, which ends now."""
@@ -155,6 +169,10 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             received = dispatched.recv
             rows, ids, weights = received.x.flatten(0, 1), received.ids.flatten(0, 1), received.weights.flatten(0, 1)
             scales, counts = None if received.scales is None else received.scales.flatten(0, 1), None
+        elif self.layout == "layer":
+            ids = self._owned[:1, None].expand(len(dispatched.rows), 1)  # nobody reads them
+            counts = mk.ExpertTokensMetadata(dispatched.tokens_per_expert, None)
+            return dispatched.rows, dispatched.scales, counts, ids, ids
         else:
             rows, scales = dispatched.rows, dispatched.scales
             ids, weights = (
@@ -192,4 +210,4 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         if isinstance(reduce, TopKWeightAndReduceDelegate):
             reduce = TopKWeightAndReduceContiguous()
         rows = reduce.apply(None, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input)
-        return rows if self.layout == "expert" else rows.view(self._num_ranks, -1, rows.shape[-1])
+        return rows.view(self._num_ranks, -1, rows.shape[-1]) if self.layout == "rank" else rows

@@ -1,0 +1,155 @@
+"""torchtitan's MoE layers with epmoe's exchange: chosen by `--override.imports`, trained, compiled and captured.
+
+    --override.imports epmoe.integrations.torchtitan.dispatcher
+    --override.imports epmoe.integrations.torchtitan.selective_ac     with selective activation checkpointing
+
+The model is built for the "hybridep" backend, whose config torchtitan fills with the sizes that windows need, and whose
+`non_blocking_capacity_factor` stands for a dispatch without CPU synchronisation, which CUDA graphs ask for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DeviceMesh
+from torchtitan.config import override
+from torchtitan.config.override import derive
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, HybridEPTokenDispatcher
+
+from epmoe.config.config import EPConfig
+from epmoe.service import ExpertParallel
+from epmoe.training import Exchange, Routed
+
+_exchanges: WeakValueDictionary[tuple[object, ...], Exchange] = WeakValueDictionary()  # layers share windows
+
+
+class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
+    """dispatch and combine of torchtitan's routed experts. Scores apply in combine, in fp32.
+
+    Args:
+        config: its sizes are those of this rank's tokens; see `Config`.
+
+    Raises:
+        ValueError: a size is missing, or the experts do not divide by the ranks.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(HybridEPTokenDispatcher.Config):
+        """As HybridEP's. `non_blocking_capacity_factor` None: as many rows as arrive, for which the host waits; a
+        number: that share of the most rows that can arrive, and more raise an `EPOverflowError`. `pad_multiple`: every
+        expert's rows begin at a multiple of it, padded with zeros. `dtype`: the widest of the tokens."""
+
+        dtype: str | None = None
+        """by default bfloat16 on GPUs and float32 on CPUs"""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.config = config
+        if config.hidden_dim is None or config.num_max_tokens_per_rank is None:
+            raise ValueError(
+                "epmoe needs `hidden_dim` and `num_max_tokens_per_rank`, which torchtitan fills in for the hybridep "
+                "backend: choose it, and override it by epmoe.integrations.torchtitan.dispatcher"
+            )
+
+    def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:
+        """Open the windows of the mesh. Collective. Raises ValueError without expert parallelism."""
+        if ep_mesh is None:
+            raise ValueError("epmoe's dispatcher needs expert parallelism: set parallelism.expert_parallel_degree")
+        super().wire_meshes(ep_mesh=ep_mesh)
+
+    def init_buffer(self) -> None:
+        """Open the windows, or take those of an earlier layer of the same sizes."""
+        config, mesh = self.config, self.ep_mesh
+        assert mesh is not None
+        if self.num_experts % mesh.size():
+            raise ValueError(f"{self.num_experts} experts must divide by {mesh.size()} ranks")
+        ranks, on_gpus = dist.get_process_group_ranks(mesh.get_group()), mesh.device_type == "cuda"
+        dtype = config.dtype or ("bfloat16" if on_gpus else "float32")
+        sizes = {
+            "model": {
+                "num_experts": self.num_experts,
+                "num_experts_per_tok": self.top_k,
+                "hidden_size": config.hidden_dim,
+                "dtype": dtype,
+            },
+            "topology": {"ep_size": mesh.size()},
+            "capacity": {"max_num_tokens_per_rank": config.num_max_tokens_per_rank, "alignment": config.pad_multiple},
+            "exchange": {"transport": "nvlink" if on_gpus else "shared_memory"},
+        }
+        key = (*ranks, repr(sizes))
+        exchange = _exchanges.get(key)
+        if exchange is None:
+            group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
+            with device:  # torchtitan builds models on the meta device
+                exchange = _exchanges[key] = Exchange(ExpertParallel(EPConfig(**sizes), group, device))
+        self.exchange, self.tag = exchange, exchange.ep.new_tag()
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_scores_TK: Tensor,
+        topk_expert_ids_TK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
+    ) -> tuple[Tensor, Tensor, Routed]:
+        """Send tokens to the ranks of their experts. Collective.
+
+        Args:
+            x_TD: [T, D].
+            topk_scores_TK: [T, K], with gradients.
+            topk_expert_ids_TK: [T, K].
+            num_local_tokens_per_expert_E: not needed.
+
+        Returns:
+            Rows [N, D] by local expert, int32 [e] their numbers, padding included, and what combine needs.
+        """
+        routed = self.exchange.dispatch(x_TD, topk_expert_ids_TK, topk_scores_TK, num_rows=self._num_rows, tag=self.tag)
+        return routed.rows, routed.expert_offsets.diff(), routed
+
+    def combine(self, routed_output_RD: Tensor, metadata: object, x_TD: Tensor) -> Tensor:
+        """The sums of the experts' outputs, weighted by scores, [T, D]. Collective."""
+        assert isinstance(metadata, Routed)
+        return self.exchange.combine(routed_output_RD, metadata)
+
+    @property
+    def _num_rows(self) -> int | Literal["exact"]:
+        factor, sizes = self.config.non_blocking_capacity_factor, self.exchange.ep.memory_plan().sizes
+        if factor is None:
+            return "exact"
+        most = sizes["R"] * sizes["M"] * min(sizes["K"], sizes["num_local_experts"])
+        step = self.config.pad_multiple or 1
+        gaps = sizes["num_local_experts"] * (step - 1)
+        return -(-(int(most * factor) + gaps) // step) * step
+
+
+@override(target=HybridEPTokenDispatcher.Config, description="epmoe's one-sided dispatch and combine")
+def dispatcher(cfg: HybridEPTokenDispatcher.Config, **options: object) -> EpmoeTokenDispatcher.Config:
+    """Take epmoe's exchange; `options` are fields of `EpmoeTokenDispatcher.Config`."""
+    return derive(cfg, EpmoeTokenDispatcher.Config, **options)
+
+
+class EpmoeSelectiveAC(SelectiveAC):
+    """torchtitan's selective checkpointing, which also keeps what dispatch and combine returned."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        """As torchtitan's."""
+
+    def get_save_ops(self) -> set[object]:
+        """torchtitan's, and both operators of the exchange: saved together, they leave no round half computed."""
+        return super().get_save_ops() | {
+            torch.ops.epmoe.train_dispatch.default,
+            torch.ops.epmoe.train_combine.default,
+        }
+
+
+@override(target=SelectiveAC.Config, description="keeps the rounds of epmoe's exchange")
+def selective_ac(cfg: SelectiveAC.Config) -> EpmoeSelectiveAC.Config:
+    """Take `EpmoeSelectiveAC`."""
+    return derive(cfg, EpmoeSelectiveAC.Config)

@@ -1,0 +1,92 @@
+"""epmoe's `GroupedExperts` as the experts of vLLM's modular kernel, for the choice "layer".
+
+They take the expert-major rows of the open round as they lie. Nothing sorts or permutes them again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+from epmoe.config.config_file import ConfigError
+from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
+from epmoe.local.experts import GroupedExperts
+from epmoe.native.arguments import FP8
+from epmoe.native.formats import SCALE_BLOCK
+
+_PLAIN = ("TritonExperts", "DeepGemmExperts", "TritonOrDeepGemmExperts")  # which leave weights as loaded
+
+
+def grouped(of: mk.FusedMoEExperts, w13: Tensor, w2: Tensor) -> GroupedExperts:
+    """The experts w13 [e, 2F, D] and w2 [e, D, F] of vLLM's layer, in the same memory.
+
+    Raises ConfigError for what `GroupedExperts` do not take.
+    """
+    quant, activation = of.quant_config, of.moe_config.activation
+    if problem := _problem(of, w2.dtype):
+        raise ConfigError(f'`epmoe` = "layer" does not take {problem}: choose "rank" or "expert"')
+    scales = {"gate_up_scales": quant.w1_scale, "down_scales": quant.w2_scale} if w2.dtype == FP8 else {}
+    assert activation is MoEActivation.SILU
+    return GroupedExperts(w13, w2, **scales)
+
+
+def _problem(of: mk.FusedMoEExperts, dtype: torch.dtype) -> str | None:
+    quant, config = of.quant_config, of.moe_config
+    if type(of).__name__ not in _PLAIN:
+        return f"weights in the layout of {type(of).__name__}"
+    if config.activation is not MoEActivation.SILU:
+        return f"the activation {config.activation.value}"
+    limits = (getattr(quant, name, None) for name in ("gemm1_clamp_limit", "gemm1_alpha", "gemm1_beta"))
+    if any(limit is not None for limit in limits):
+        return "SwiGLU with a limit, an alpha or a beta"
+    if quant.w1_bias is not None or quant.w2_bias is not None:
+        return "biases"
+    if config.is_lora_enabled:
+        return "LoRA"
+    if dtype == torch.bfloat16 and quant.quant_dtype is None:
+        return None
+    if dtype == FP8 and list(quant.block_shape or ()) == [SCALE_BLOCK, SCALE_BLOCK] and not is_deep_gemm_e8m0_used():
+        return None
+    return f"{dtype} weights in blocks of {quant.block_shape}"
+
+
+class EpmoeExperts(mk.FusedMoEExpertsModular):
+    """`GroupedExperts` over the open round of `exchange`. They take the place of vLLM's experts `of`."""
+
+    def __init__(self, of: mk.FusedMoEExperts, experts: GroupedExperts, exchange: EpmoePrepareAndFinalize) -> None:
+        super().__init__(of.moe_config, of.quant_config)
+        self.experts, self.exchange = experts, exchange
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return True  # rows that do not travel in fp8 are quantised by the experts
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    def _never_selected(*_: Any) -> bool:  # by vLLM's oracle, which asks these
+        return False
+
+    _supports_current_device = _supports_no_act_and_mul = _supports_quant_scheme = staticmethod(_never_selected)
+    _supports_activation = _supports_parallel_config = staticmethod(_never_selected)
+
+    def workspace_shapes(self, M: int, N: int, K: int, *_: Any) -> tuple[tuple[int, ...], ...]:
+        """No workspaces, and no outputs: `finalize` takes them from the exchange."""
+        return (0,), (0,), (0, K)
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        """None: combine does it."""
+        return TopKWeightAndReduceNoOP()
+
+    def apply(self, output: Tensor, hidden_states: Tensor, *_: Any, a1q_scale: Tensor | None, **__: Any) -> None:
+        """The rows of the open round → outputs [N, D], for finalize; `output` is empty."""
+        self.exchange.compute(
+            lambda round_: self.experts(hidden_states, round_.expert_offsets, a1q_scale, **round_.segments)
+        )

@@ -114,13 +114,14 @@ struct GatedActivationArgs {
 };
 
 // The operators weighted_gates and weighted_gates_backward, for training: the gated activation times the weight of its
-// row. Letters as above.
+// row. Letters as above. Gradients of weights read gaps, so gaps are not read here, and all outputs are 0 there.
 struct WeightedGatesArgs {
   const void* gate_up_N2F;
-  DType dtype;                 // of gate_up and of all gradients but those of the weights
-  int64_t gate_up_stride;      // between rows
-  const float* row_weights_N;  // or null: 1
-  Segments segments;
+  DType dtype;                       // of gate_up and of all gradients but those of the weights
+  int64_t gate_up_stride;            // between rows
+  const float* row_weights_N;        // or null: 1
+  Segments segments;                 // gaps included
+  const int32_t* tokens_per_expert;  // [e], the rows of a segment before its gap; or null: there are no gaps
   int64_t N, F;
   bool interleaved;
   Gating gating;

@@ -235,9 +235,10 @@ Tensor scales_by_block(const Tensor& scales, const Tensor& expert_offsets,
 }
 
 WeightedGatesArgs weighted_gates_args(const Tensor& gate_up, const std::optional<Tensor>& row_weights,
-                                      const Tensor& expert_offsets, bool interleaved, double limit, double alpha,
-                                      double up_offset) {
+                                      const Tensor& expert_offsets, const std::optional<Tensor>& tokens_per_expert,
+                                      bool interleaved, double limit, double alpha, double up_offset) {
   check_rows(gate_up, "gate_up");
+  Segments segments = segments_of(expert_offsets, std::nullopt);
   int64_t N = gate_up.size(0), F = gate_up.size(1) / 2;
   STD_TORCH_CHECK(gate_up.size(1) == 2 * F && dtype_of(gate_up) != DType::kFloat8E4M3,
                   "gate_up must have as many gates as ups, in float32, float16 or bfloat16");
@@ -247,7 +248,8 @@ WeightedGatesArgs weighted_gates_args(const Tensor& gate_up, const std::optional
       .dtype = dtype_of(gate_up),
       .gate_up_stride = gate_up.stride(0),
       .row_weights_N = pointer<float>(row_weights, N, "row_weights"),
-      .segments = segments_of(expert_offsets, std::nullopt),
+      .segments = segments,
+      .tokens_per_expert = pointer<int32_t>(tokens_per_expert, segments.num_local_experts, "tokens_per_expert"),
       .N = N,
       .F = F,
       .interleaved = interleaved,
@@ -256,8 +258,10 @@ WeightedGatesArgs weighted_gates_args(const Tensor& gate_up, const std::optional
 }
 
 Tensor weighted_gates(const Tensor& gate_up, const std::optional<Tensor>& row_weights, const Tensor& expert_offsets,
-                      bool interleaved, double limit, double alpha, double up_offset) {
-  auto args = weighted_gates_args(gate_up, row_weights, expert_offsets, interleaved, limit, alpha, up_offset);
+                      const std::optional<Tensor>& tokens_per_expert, bool interleaved, double limit, double alpha,
+                      double up_offset) {
+  auto args = weighted_gates_args(gate_up, row_weights, expert_offsets, tokens_per_expert, interleaved, limit, alpha,
+                                  up_offset);
   Tensor out = empty_like_device(gate_up, {args.N, args.F}, gate_up.scalar_type());
   args.out_NF = out.data_ptr();
   launch(gate_up, args, cpu::weighted_gates, &cuda::Api::weighted_gates);
@@ -266,9 +270,11 @@ Tensor weighted_gates(const Tensor& gate_up, const std::optional<Tensor>& row_we
 
 std::tuple<Tensor, Tensor> weighted_gates_backward(const Tensor& grad, const Tensor& gate_up,
                                                    const std::optional<Tensor>& row_weights,
-                                                   const Tensor& expert_offsets, bool interleaved, double limit,
-                                                   double alpha, double up_offset) {
-  auto args = weighted_gates_args(gate_up, row_weights, expert_offsets, interleaved, limit, alpha, up_offset);
+                                                   const Tensor& expert_offsets,
+                                                   const std::optional<Tensor>& tokens_per_expert, bool interleaved,
+                                                   double limit, double alpha, double up_offset) {
+  auto args = weighted_gates_args(gate_up, row_weights, expert_offsets, tokens_per_expert, interleaved, limit, alpha,
+                                  up_offset);
   STD_TORCH_CHECK(grad.dim() == 2 && grad.is_contiguous() && grad.size(0) == args.N && grad.size(1) == args.F &&
                       grad.scalar_type() == gate_up.scalar_type(),
                   "grad must be contiguous [N, F] in the dtype of gate_up");

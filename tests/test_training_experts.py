@@ -4,43 +4,46 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_close, poisoned_memory, randn
-from torch.utils.checkpoint import checkpoint
+from helpers import FLOATS, assert_close, poisoned_memory, randn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import epmoe
+from epmoe.native import ops
 from epmoe.training import GroupedExperts
 
 OFFSETS = [0, 3, 3, 16, 16]  # an expert without rows; gaps of segments are rows of zeros
 N, E, D = 24, 4, 32
+GPT_OSS = {"interleaved": True, "limit": 1.0, "alpha": 1.702, "up_offset": 1.0}
 
 
 def experts_of(dtype, device, **options) -> GroupedExperts:
     F = options.pop("F", 16)
-    return GroupedExperts(
-        *(randn(*shape, seed=s).to(dtype).to(device) / 4 for s, shape in enumerate([(E, 2 * F, D), (E, D, F)])),
-        **options,
-    )
+    shapes = [(E, 2 * F, D), (E, D, F), (E, 2 * F), (E, D)]
+    *weights, gate_up_bias, down_bias = (randn(*s, seed=i).to(dtype).to(device) / 4 for i, s in enumerate(shapes))
+    if options.pop("biased", False):
+        options |= {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    return GroupedExperts(*weights, **options)
 
 
 def plain(experts, rows, offsets, weights):
     """In fp64, with gradients, of the real rows."""
-    gate_up, down = (p.detach().double().cpu().requires_grad_() for p in experts.parameters())
+    parameters = [p.detach().double().cpu().requires_grad_() for p in experts.parameters()]
+    gate_up, down, *biases = parameters
     rows, weights = rows.detach().double().cpu().requires_grad_(), weights.detach().double().cpu().requires_grad_()
     outs = []
     for i in range(E):
-        h = rows[offsets[i] : offsets[i + 1]] @ gate_up[i].T
+        h = rows[offsets[i] : offsets[i + 1]] @ gate_up[i].T + (biases[0][i] if biases else 0.0)
         gate, up = (h[:, ::2], h[:, 1::2]) if experts.interleaved else h.chunk(2, 1)
         if experts.limit is not None:
             gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
         act = gate * torch.sigmoid(experts.alpha * gate) * (up + experts.up_offset)
-        outs.append(weights[offsets[i] : offsets[i + 1], None] * act @ down[i].T)
-    return torch.cat(outs), (rows, weights, gate_up, down)
+        out = act @ down[i].T + (biases[1][i] if biases else 0.0)
+        outs.append(weights[offsets[i] : offsets[i + 1], None] * out)
+    return torch.cat(outs), (rows, weights, *parameters)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"F": 6}, {"interleaved": True, "limit": 1.0, "alpha": 1.702, "up_offset": 1.0}]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"F": 6}, GPT_OSS, {"F": 6, "biased": True}, GPT_OSS | {"biased": True}])
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_experts(device, dtype, options):
     experts, real = experts_of(dtype, device, **options), OFFSETS[-1]
     offsets = torch.tensor(OFFSETS, dtype=torch.int32, device=device)
@@ -63,18 +66,155 @@ def test_experts(device, dtype, options):
     assert not experts.w_down.grad[1].any() and not experts.w_gate_up.grad[1].any(), "no rows, no gradients"
 
 
-def test_no_rows_and_no_experts(device):
-    for shape, e in (((0, D), E), ((5, D), 0)):
-        experts = GroupedExperts(torch.randn(e, 32, D, device=device), torch.randn(e, D, 16, device=device))
-        rows = torch.randn(shape, device=device, requires_grad=True)
-        experts(
-            rows, torch.zeros(e + 1, dtype=torch.int32, device=device), torch.ones(shape[0], device=device)
-        ).sum().backward()
-        assert rows.grad.shape == shape
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows, e", [(0, E), (5, 0), (0, 0), (5, E)])
+def test_no_rows_and_no_experts(device, rows, e, biased):
+    biases = {"gate_up_bias": torch.randn(e, 32, device=device), "down_bias": torch.randn(e, D, device=device)}
+    experts = GroupedExperts(
+        torch.randn(e, 32, D, device=device), torch.randn(e, D, 16, device=device), **biases if biased else {}
+    )
+    x = torch.full((rows, D), torch.nan, device=device, requires_grad=True)
+    offsets = torch.zeros(e + 1, dtype=torch.int32, device=device)
+    with poisoned_memory():
+        experts(x, offsets, torch.ones(rows, device=device, requires_grad=True)).sum().backward()
+    assert x.grad.shape == x.shape
+    assert all(p.grad is not None and not p.grad.any() for p in experts.parameters())
 
 
-def test_experts_compiled():
-    experts, offsets = experts_of(torch.bfloat16, "cpu"), torch.tensor(OFFSETS, dtype=torch.int32)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gaps(device, dtype, weighted, biased):
+    """Segments with gaps have the gradients of the same rows without them."""
+    experts, tokens, offsets = experts_of(dtype, device, **GPT_OSS, biased=biased), [3, 0, 5, 2], [0, 4, 4, 12, 16]
+    real = [t for i, n in enumerate(tokens) for t in range(offsets[i], offsets[i] + n)]
+    rows, grad, weights = (torch.zeros(N, n) for n in (D, D, 1))
+    for seed, given in enumerate((rows, grad, weights)):
+        given[real] = randn(len(real), given.shape[1], seed=seed)
+        given[offsets[-1] :] = torch.nan
+    dense = torch.tensor([0, *torch.tensor(tokens).cumsum(0)])
+    results = []
+    for at, starts, counts in ((real, dense, None), (range(N), offsets, tokens), (range(N), offsets, None)):
+        at, (starts, counts) = (
+            list(at),
+            (None if v is None else torch.as_tensor(v).int().to(device) for v in (starts, counts)),
+        )
+        x = rows[at].to(dtype).to(device).requires_grad_()
+        w = weights[at, 0].to(device).requires_grad_() if weighted else None
+        experts.zero_grad()
+        with poisoned_memory():
+            out = experts(x, starts, w, tokens_per_expert=counts)
+            out.backward(grad[at].to(dtype).to(device))
+        place = [at.index(t) for t in real]
+        by_weights = [w.grad[place]] if weighted else []
+        results.append([out.detach()[place], x.grad[place], *by_weights, *(p.grad for p in experts.parameters())])
+        if counts is not None:
+            gaps = [t for t in range(offsets[-1]) if t not in real]
+            assert not x.grad[gaps].any() and (not weighted or not w.grad[gaps].any())
+    for others in results[1:]:
+        for got, want in zip(others, results[0], strict=True):
+            assert_close(got, want, dtype)
+
+
+@pytest.mark.parametrize("F", [6, 128])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_activation_writes_zeros_into_gaps_and_nothing_past_the_end(device, dtype, interleaved, F):
+    """Whatever lies there: gradients of weights read gaps."""
+    offsets, tokens = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0, 4, 4, 12], [3, 0, 10**6]))
+    gate_up, grad = (randn(16, n).to(dtype).to(device) for n in (2 * F, F))
+    weights = randn(16, seed=1).to(device)
+    gating = (interleaved, 7.0, 1.702, 1.0)
+    want = [ops.weighted_gates(gate_up, weights, offsets, None, *gating)]
+    want += ops.weighted_gates_backward(grad, gate_up, weights, offsets, None, *gating)
+    for given in (gate_up, grad, weights):
+        given[3], given[12:] = torch.nan, torch.nan
+    with poisoned_memory():
+        got = [ops.weighted_gates(gate_up, weights, offsets, tokens, *gating)]
+        got += ops.weighted_gates_backward(grad, gate_up, weights, offsets, tokens, *gating)
+    real = [t for t in range(12) if t != 3]
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a[real], b[real]) and not a[3].any() and a[12:].isnan().all()
+
+
+def test_strides_and_addresses_that_no_vector_fits(device):
+    experts, offsets = experts_of(torch.bfloat16, device), torch.tensor(OFFSETS, dtype=torch.int32, device=device)
+    beside, grad = (randn(N, D + 3, seed=s).bfloat16().to(device) for s in range(2))
+    results = []
+    for copied in (False, True):
+        x = (beside[:, 1 : D + 1].clone() if copied else beside[:, 1 : D + 1]).detach().requires_grad_()
+        by = grad[:, 1 : D + 1].clone() if copied else grad[:, 1 : D + 1]
+        experts.zero_grad()
+        experts(x, offsets).backward(by)
+        results.append([x.grad[: OFFSETS[-1]].clone(), *(p.grad.clone() for p in experts.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("gemm", ["torch", "loop"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_compilers_know_the_strides_of_gradients(gemm, transposed):
+    """A checkpoint may have weights transposed; fake kernels then say what the real ones return."""
+    weights = randn(E, D, 32).transpose(1, 2) if transposed else randn(E, 32, D)
+    rows, offsets = randn(16, D, seed=1).requires_grad_(), torch.tensor(OFFSETS, dtype=torch.int32)
+    bias, factors, by = randn(E, 32).requires_grad_(), torch.rand(16).requires_grad_(), randn(16, 32)
+    for name, given in {
+        "train_gemm": (rows, weights.requires_grad_(), offsets, gemm),
+        "train_gemm_weights": (by, rows.detach(), offsets, gemm),
+        "train_bias": (bias, factors, offsets, 16, gemm),
+        "train_bias_backward": (by, bias.detach(), factors.detach(), offsets, gemm),
+        "weighted_gates": (by.clone().requires_grad_(), factors, offsets, None, False, 7.0, 1.702, 1.0),
+    }.items():
+        torch.library.opcheck(getattr(torch.ops.epmoe, name), given)
+
+
+def test_selective_checkpoints(device):
+    """What a policy saves is not computed again, and the gradients have the same bits."""
+    experts, offsets = experts_of(torch.bfloat16, device), torch.tensor(OFFSETS, dtype=torch.int32, device=device)
+    rows, weights = randn(N, D).bfloat16().to(device), randn(N, seed=1).to(device)
+    runs = 0
+
+    def policy(context, op, *arguments, **options):
+        nonlocal runs
+        saves = op is torch.ops.epmoe.train_gemm.default
+        runs += saves and not context.is_recompute
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def saving(x, w):
+        contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
+        return checkpoint(experts, x, offsets, w, use_reentrant=False, context_fn=contexts)
+
+    results = []
+    for call in (lambda x, w: experts(x, offsets, w), saving):
+        x, w = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+        experts.zero_grad()
+        call(x, w)[: OFFSETS[-1]].float().square().sum().backward()
+        real = slice(OFFSETS[-1])
+        results.append([x.grad[real], w.grad[real], *(p.grad.clone() for p in experts.parameters())])
+    assert runs == 2 and all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_of_gradients_raise(frozen):
+    experts, x = experts_of(torch.float32, "cpu").requires_grad_(not frozen), randn(N, D).requires_grad_()
+    offsets = torch.tensor(OFFSETS, dtype=torch.int32)
+    y = experts(x, offsets)[: OFFSETS[-1]]
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="gradients of gradients|no autograd formula"):
+        grad[: OFFSETS[-1]].square().sum().backward()
+
+
+def test_frozen_parameters_take_no_gemm():
+    experts, x = experts_of(torch.float32, "cpu").requires_grad_(False), randn(N, D).requires_grad_()
+    with torch.profiler.profile() as profile:
+        experts(x, torch.tensor(OFFSETS, dtype=torch.int32))[: OFFSETS[-1]].sum().backward()
+    calls = [event.name for event in profile.events()]
+    assert x.grad[: OFFSETS[-1]].all(1).any() and "epmoe::train_gemm_weights" not in calls
+    assert calls.count("epmoe::train_gemm") == 4
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_experts_compiled(biased):
+    experts, offsets = experts_of(torch.bfloat16, "cpu", biased=biased), torch.tensor(OFFSETS, dtype=torch.int32)
     rows, weights = torch.randn(N, D).bfloat16(), torch.rand(N)
     results = []
     for call in (experts, torch.compile(experts, backend="aot_eager", fullgraph=True)):

@@ -54,8 +54,17 @@ void weighted_gates(const WeightedGatesArgs& args) {
   int64_t step = args.interleaved ? 2 : 1, to_up = args.interleaved ? 1 : args.F;
   visit(args.dtype, [&](auto type) {
     using T = decltype(type);
-    for_each_real_row(args.segments, args.N, [&](int32_t, int64_t t) {
+    for_each_real_row(args.segments, args.N, [&](int32_t expert, int64_t t) {
       auto* row = static_cast<const T*>(args.gate_up_N2F) + t * args.gate_up_stride;
+      if (args.tokens_per_expert && t - args.segments.expert_offsets[expert] >= args.tokens_per_expert[expert]) {
+        if (args.grad_NF) {
+          std::fill_n(static_cast<T*>(args.grad_gate_up_N2F) + t * 2 * args.F, 2 * args.F, T{});
+          args.grad_weights_N[t] = 0.0f;
+        } else {
+          std::fill_n(static_cast<T*>(args.out_NF) + t * args.F, args.F, T{});
+        }
+        return;
+      }
       float weight = args.row_weights_N ? args.row_weights_N[t] : 1.0f, grad_weight = 0.0f;
       if (!args.grad_NF) {
         T* out = static_cast<T*>(args.out_NF) + t * args.F;

@@ -41,10 +41,13 @@ _library.define(
     "bool interleaved, float limit, float alpha, float up_offset, bool quantize) -> (Tensor out, Tensor scales)"
 )
 _library.define("scales_by_block(Tensor scales, Tensor expert_offsets, Tensor? tokens_per_expert) -> Tensor")
-# For training: the gated activation times the weight of its row, in rows of segments, gaps included.
-_GATES = "Tensor gate_up, Tensor? row_weights, Tensor expert_offsets, bool interleaved, float limit, float alpha"
-_library.define(f"weighted_gates({_GATES}, float up_offset) -> Tensor")
-_library.define(f"weighted_gates_backward(Tensor grad, {_GATES}, float up_offset) -> (Tensor, Tensor)")
+# For training: the gated activation times the weight of its row, in rows of segments. Gaps become zeros.
+_GATES = (
+    "Tensor gate_up, Tensor? row_weights, Tensor expert_offsets, Tensor? tokens_per_expert, bool interleaved, "
+    "float limit, float alpha, float up_offset"
+)
+_library.define(f"weighted_gates({_GATES}) -> Tensor")
+_library.define(f"weighted_gates_backward(Tensor grad, {_GATES}) -> (Tensor, Tensor)")
 for _phase in ("", "_send", "_recv"):
     _library.define(
         f"dispatch{_phase}(Tensor x, Tensor ids, Tensor weights, Tensor? scales, Tensor? num_tokens, SymInt num_rows, "

@@ -134,7 +134,7 @@ def train_combine_backward(
     none = grad_y.new_empty(0, dtype=torch.float32)
     if expert_rows is None or row_weights is None:
         return grad_rows, none, none.new_empty(0)
-    by_weights = _dots(grad_rows, expert_rows)
+    by_weights = dots(grad_rows, expert_rows)
     torch.mul(grad_rows, row_weights[:, None], out=grad_rows)  # an fp32 product, rounded once
     return grad_rows, by_weights, none
 
@@ -197,7 +197,7 @@ train_dispatch.register_autograd(_dispatch_gradients, setup_context=_save_dispat
 train_combine.register_autograd(_combine_gradients, setup_context=_save_combine)
 
 
-def _dots(first: Tensor, second: Tensor) -> Tensor:
+def dots(first: Tensor, second: Tensor) -> Tensor:
     """fp32 [N], the products of rows with rows."""
     return torch.cat(
         [(a.float() * b.float()).sum(1) for a, b in zip(first.split(_DOT_ROWS), second.split(_DOT_ROWS), strict=True)]

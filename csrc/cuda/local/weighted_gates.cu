@@ -1,5 +1,5 @@
 // The gated activation of training on the GPU, times the weight of its row, and its gradients. Like those of
-// activation.cu, the kernels visit rows of segments only.
+// activation.cu, the kernels visit rows of segments only. A row of a gap is not read, and counts as zeros.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/vector.cuh"
 #include "cuda/local/real_rows.cuh"
@@ -57,16 +57,22 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
   using Row = GatesAndUps<T, kCount>;
   using Part = Vector<T, kCount>;
   for (uint32_t n = blockIdx.x * kWarps + threadIdx.x / 32; n < rows.count(); n += gridDim.x * kWarps) {
-    int64_t t = rows[n].t;
-    float weight = args.row_weights_N ? args.row_weights_N[t] : 1.0f, grad_weight = 0.0f;
+    auto [expert, place] = rows[n];
+    int64_t t = place;
+    bool real =
+        !args.tokens_per_expert || place - args.segments.expert_offsets[expert] < args.tokens_per_expert[expert];
+    float weight = real && args.row_weights_N ? args.row_weights_N[t] : 1.0f, grad_weight = 0.0f;
     for (int64_t first = threadIdx.x % 32 * kCount; first < args.F; first += 32 * kCount) {
-      float gate[kCount], up[kCount];
-      Row::load(static_cast<const T*>(args.gate_up_N2F) + t * args.gate_up_stride, kInterleaved, first, args.F, gate,
-                up);
+      float gate[kCount] = {}, up[kCount] = {};
+      if (real)
+        Row::load(static_cast<const T*>(args.gate_up_N2F) + t * args.gate_up_stride, kInterleaved, first, args.F, gate,
+                  up);
       if constexpr (kBackward) {
-        float grad[kCount];
-        to_floats(load_past_l1(reinterpret_cast<const Part*>(static_cast<const T*>(args.grad_NF) + t * args.F + first)),
-                  grad);
+        float grad[kCount] = {};
+        if (real) {
+          auto* part = reinterpret_cast<const Part*>(static_cast<const T*>(args.grad_NF) + t * args.F + first);
+          to_floats(load_past_l1(part), grad);
+        }
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
           GatedWithGradients at = gated_with_gradients(gate[i], up[i], args.gating);

@@ -156,7 +156,8 @@ def test_experts_without_a_gate():
         has_gate=False, has_bias=True, is_transposed=True, has_post_expert_norm=True, post_expert_norm=torch.neg,
     )  # fmt: skip
     offsets = torch.tensor([0, 5, 7], dtype=torch.int32)
-    got = grouped.grouped_experts(module, grouped.parameters_of(module), x, offsets, first=1)
+    parameters = [parameter[1:] for parameter in grouped.parameters_of(module)]
+    got = grouped.grouped_experts(module, parameters, x, offsets)
     for row, expert in enumerate([1] * 5 + [2] * 2):
         hidden = torch.relu(x[row].double() @ up[expert].double() + biases[0][expert])
         assert_close(got[row], -(hidden @ down[expert].double() + biases[1][expert]))

@@ -1,6 +1,6 @@
 """Batches of any length through an `ExpertParallel`, in as many rounds as the longest batch of any rank needs.
 
-x [T,D] ─ rounds of at most M tokens ─▶ dispatch ─▶ experts(rows [n,D], expert_offsets) ─▶ combine ─▶ y [T,D]
+x [T,D] ─ rounds of at most M tokens ─▶ dispatch ─▶ experts(rows [n,D] that arrived) ─▶ combine ─▶ y [T,D]
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,10 +25,28 @@ from epmoe.service import ExpertParallel
 now: Callable[[], float] = time.perf_counter
 """The clock of `SharedExpertParallel.seconds`. `epmoe.cli.demo.clock` sets one that waits for the GPU."""
 
-Experts = Callable[[Tensor, Tensor], Tensor]
-"""(rows [n,D] expert by expert, expert_offsets int32 [e+1]) → outputs [n,D]; n may be 0. Rows past expert_offsets[e]
-hold anything; on the CPU there are none.
-"""
+
+class Arrived(NamedTuple):
+    """The rows of a round, expert by expert. Rows past `expert_offsets[e]` hold anything; on the CPU there are none."""
+
+    rows: Tensor
+    """[n, D] in `dtype`, or fp8 with an fp8 payload; n may be 0"""
+    scales: Tensor | None
+    """fp32 [n, D/128] of fp8 rows, else None"""
+    expert_offsets: Tensor
+    """int32 [e + 1], the first row of each segment, gaps included"""
+    segments: dict[str, Any]
+    """`Dispatched.segments`"""
+    dtype: torch.dtype
+    """of outputs"""
+
+    def plain(self) -> Tensor:
+        """The rows in `dtype`."""
+        return self.rows if self.scales is None else dequantize_rows(self.rows, self.scales, self.dtype)
+
+
+Experts = Callable[[Arrived], Tensor]
+"""The rows of a round → outputs [n,D]"""
 
 
 @contextmanager
@@ -69,14 +88,14 @@ class SharedExpertParallel:
         """Rounds that a batch of `num_tokens` takes, at least 1: a rank without tokens still takes part."""
         return max(1, -(-num_tokens // self._max_tokens))
 
-    def longest_batch(self, num_tokens: int, tag: int = 0) -> int | None:
+    def longest_batch(self, num_tokens: int, tag: int = 0, aligned: bool = False) -> int | None:
         """The most tokens that a rank brings to this call, of which this rank brings `num_tokens`; None: not known yet.
 
         In static mode it is M. Over several nodes this is collective: a slab for another node has the same length on
         all ranks, so they must agree on it before the first one leaves. They do so through host memory.
 
         Raises what `Exchange.largest` does. After any other exception, such as a Ctrl-C, this rank takes part without
-        tokens in the rounds that follow, whose tag is `tag`; see `run`.
+        tokens in the rounds that follow, whose `tag` and `aligned` these are; see `run`.
         """
         if self.static:
             return max(num_tokens, self._max_tokens)
@@ -92,7 +111,7 @@ class SharedExpertParallel:
                 raise
             except BaseException:
                 with suppress(RuntimeError):
-                    self._see_out(self.ep.exchange.rounds.count, largest(), tag)
+                    self._see_out(self.ep.exchange.rounds.count, largest(), tag, aligned)
                 raise
 
     def tag_of(self, layer: object) -> int:
@@ -103,9 +122,18 @@ class SharedExpertParallel:
 
     @_hinting()
     def run(
-        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Experts, longest: int | None, tag: int = 0
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        experts: Experts,
+        longest: int | None,
+        tag: int = 0,
+        aligned: bool = False,
     ) -> Tensor:
-        """Weighted expert outputs [T,D] of this rank's tokens. Collective. `tag` is that of `ExpertParallel.dispatch`.
+        """Weighted expert outputs [T,D] of this rank's tokens. Collective.
+
+        `tag` and `aligned` are those of `ExpertParallel.dispatch`.
 
         `longest` is the same on every rank: no rank brings more tokens. If it is None, each round carries whether a
         rank has more, and the host looks for that once the round is launched.
@@ -133,11 +161,11 @@ class SharedExpertParallel:
             while not outputs or self._has_more_rounds(len(outputs), longest):
                 taken, whole = len(outputs), own == 1 and not outputs  # three slices cost the host 5 µs
                 x, ids, weights = batch if whole else (tensor[taken * M : (taken + 1) * M] for tensor in batch)
-                outputs.append(self._round(x, ids, weights, experts, longest, tag, more=taken + 1 < own))
+                outputs.append(self._round(x, ids, weights, experts, longest, tag, aligned, more=taken + 1 < own))
         except EPMismatchError:  # all ranks raise it
             raise
         except BaseException:
-            self._see_out(rounds_before, M if self.static else longest, tag)
+            self._see_out(rounds_before, M if self.static else longest, tag, aligned)
             raise
         return outputs[0] if own == 1 else torch.cat(outputs[:own])
 
@@ -158,14 +186,23 @@ class SharedExpertParallel:
             return self.ep.exchange.has_more_rounds()
 
     def _round(
-        self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, longest: int | None, tag: int, more: bool
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        experts: Experts,
+        longest: int | None,
+        tag: int,
+        aligned: bool,
+        more: bool,
     ) -> Tensor:
         with self.ep.exchange.aborting():
             with self._timed("dispatch"), self.ep.exchange.rounds.sending(more if longest is None else None):
-                dispatched = self.ep.dispatch(x, ids, weights, padded_tokens=self._padded_tokens(longest), tag=tag)
+                padded = self._padded_tokens(longest)
+                dispatched = self.ep.dispatch(x, ids, weights, padded_tokens=padded, tag=tag, aligned=aligned)
             with self._timed("experts"):
                 most_tokens = (self.ep.size - 1) * self._most_tokens(longest) + x.shape[0]
-                outputs = experts(self._rows(dispatched, most_tokens * ids.shape[1]), dispatched.expert_offsets)
+                outputs = experts(self._arrived(dispatched, most_tokens * ids.shape[1]))
                 check_forward_only(outputs)
             with self._timed("combine"):
                 return self.ep.combine(outputs, dispatched)
@@ -173,7 +210,7 @@ class SharedExpertParallel:
     def _padded_tokens(self, longest: int | None) -> int:
         return self.ep.config.padded_tokens(self._most_tokens(longest))
 
-    def _see_out(self, rounds_before: int, longest: int | None, tag: int) -> None:
+    def _see_out(self, rounds_before: int, longest: int | None, tag: int, aligned: bool) -> None:
         """After an exception: the rounds that other ranks still need, after the first `rounds_before` and at least one.
 
         It raises nothing of the exchange, since the caller has an exception already.
@@ -184,25 +221,27 @@ class SharedExpertParallel:
         with suppress(RuntimeError):
             while not taken or self._has_more_rounds(taken, longest):
                 with self.ep.exchange.rounds.sending(False if longest is None else None):
-                    self.ep.skip(padded_tokens=self._padded_tokens(longest), tag=tag)
+                    self.ep.skip(padded_tokens=self._padded_tokens(longest), tag=tag, aligned=aligned)
                 taken += 1
 
     def _most_tokens(self, longest: int | None) -> int:
         """The most tokens of a rank in a round."""
         return self._max_tokens if longest is None else min(longest, self._max_tokens)
 
-    def _rows(self, dispatched: Dispatched, most_pairs: int) -> Tensor:
+    def _arrived(self, dispatched: Dispatched, most_pairs: int) -> Arrived:
         """The rows that arrived, if all sources together have sent at most `most_pairs` pairs of a token and an expert.
 
         On the CPU these rows only. On GPUs the host does not know how many they are: as much padding follows them as
         the host must expect.
         """
-        rows, scales, ep = dispatched.rows, dispatched.scales, self.ep
+        d, ep = dispatched, self.ep
         if ep.device.type == "cpu":
-            n = int(dispatched.expert_offsets[-1])
+            n = int(d.expert_offsets[-1])
         else:
-            n = min(rows.shape[0], most_pairs + ep.num_local_experts * (dispatched.alignment - 1))
-        return rows[:n] if scales is None else dequantize_rows(rows[:n], scales[:n], dispatched.dtype)
+            most = most_pairs + ep.num_local_experts * (d.alignment - 1)
+            n = min(d.rows.shape[0], -(-most // d.alignment) * d.alignment)
+        scales = None if d.scales is None else d.scales[:n]
+        return Arrived(d.rows[:n], scales, d.expert_offsets, d.segments, d.dtype)
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from epmoe import EPMismatchError, EPTimeoutError, ExpertParallel
 from epmoe.exchange import memory
 from epmoe.exchange.handles import Dispatched
-from epmoe.integrations.batches import SharedExpertParallel
+from epmoe.integrations.batches import Arrived, SharedExpertParallel
 
 M = 16
 LENGTHS = (0, 1, M, M + 1, 3 * M)
@@ -44,7 +44,8 @@ class Experts:
     def __init__(self, layers: SharedExpertParallel, fails_in: int = 0) -> None:
         self.ep, self.calls, self.fails_in = layers.ep, 0, fails_in
 
-    def __call__(self, rows: Tensor, expert_offsets: Tensor) -> Tensor:
+    def __call__(self, arrived: Arrived) -> Tensor:
+        rows, expert_offsets = arrived.plain(), arrived.expert_offsets
         self.calls += 1
         if self.calls == self.fails_in:
             raise MemoryError
@@ -203,6 +204,6 @@ def test_a_capture_cannot_look(make_layers, size):
     tokens = make_tokens(layers.ep.config, layers.ep.rank, 1)
     inputs = [tensor.to(layers.ep.device) for tensor in (tokens.x, tokens.ids, tokens.weights)]
     with pytest.raises(RuntimeError, match=r"configure\(static=True\)"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        layers.run(*inputs, lambda rows, offsets: rows, layers.longest_batch(1))
+        layers.run(*inputs, lambda arrived: arrived.rows, layers.longest_batch(1))
     assert layers.ep.health().rounds == rounds
     check(layers, [M + 1] * size)

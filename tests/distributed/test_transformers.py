@@ -12,13 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("transformers")
 
+import fp8_models
 from exchanges import nodes_of
 from spread_models import DEVICE, OneLayer, both_entry_points, needs_ep, own_gpus, random_ids, single_and_spread
+from transformers.distributed import DistributedConfig
 
 import epmoe.integrations.transformers as integration
 from epmoe import EPAbortedError
 from epmoe.cli.demo import generate as demo
-from epmoe.integrations.transformers import settings
+from epmoe.integrations.transformers import fp8, settings
 
 pytestmark = own_gpus
 FP32_LOGITS = 1e-5 if DEVICE == "cpu" else 1e-4
@@ -73,7 +75,11 @@ def test_generation_from_different_prompts_equals_a_single_process(name, entry_p
 @pytest.mark.parametrize("name", demo.MODELS)
 def test_bfloat16_logits(name, entry_point, rank):
     """Tokens and routing are teacher-forced: at near ties in bfloat16, another rounding chooses another expert."""
-    single, spread = single_and_spread(name, entry_point, torch.bfloat16)
+    check_logits(*single_and_spread(name, entry_point, torch.bfloat16), rank)
+
+
+def check_logits(single, spread, rank: int) -> None:
+    """Of `spread` with the routing of `single`."""
     routings: list[tuple] = []
     for router in routers(single):
         router.register_forward_hook(lambda module, args, output: routings.append(output))
@@ -84,6 +90,31 @@ def test_bfloat16_logits(name, entry_point, rank):
         want, got = single(ids).logits.float(), spread(ids).logits.float()
     assert not routings
     assert (got - want).abs().max() <= BF16_LOGITS * want.abs().max()
+
+
+@both_entry_points
+def test_an_fp8_checkpoint(entry_point, rank, size):
+    """Beside transformers' own arithmetic with the dequantised weights, in one process."""
+    options = {"experts_implementation": "epmoe"}
+    if entry_point == "ep_implementation":
+        parallel = DistributedConfig(ep_implementation="epmoe", tp_size=1, fsdp_size=size, ep_size=size)
+        options = {"distributed_config": parallel}
+    with fp8_models.saved() as path:
+        spread = fp8_models.quantised(path, **options).to(DEVICE)
+        single = fp8_models.dequantised(path, torch.bfloat16).to(DEVICE)
+    check_logits(single, spread, rank)
+    used = fp8._made[spread.model.layers[-1].mlp.experts].experts
+    assert used.is_fp8 and len(used.w_down) == single.config.num_experts // size
+
+
+@needs_ep
+def test_an_fp8_format_that_epmoe_does_not_take_is_refused_at_load(size):
+    parallel = DistributedConfig(ep_implementation="epmoe", tp_size=1, fsdp_size=size, ep_size=size)
+    with (
+        fp8_models.saved(activation_scheme="static") as path,
+        pytest.raises(ValueError, match="these have activation scales of the kind 'static': load the checkpoint with"),
+    ):
+        fp8_models.quantised(path, distributed_config=parallel)
 
 
 @needs_ep

@@ -25,6 +25,7 @@ graphs:
     experts_function.py   the experts function
     ep_implementation.py  the EP implementation
     grouped.py            a module's experts over expert-major rows
+    fp8.py                experts that transformers has quantised to fp8, as `GroupedExperts`
     graphs.py             a layer of experts as one operator, in static mode
 """
 
@@ -40,6 +41,7 @@ if Version(transformers.__version__) < Version("5.17"):
     raise ImportError(
         f"epmoe.integrations.transformers needs transformers 5.17 or newer, got {transformers.__version__}"
     )
+from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
 from epmoe.integrations.transformers.experts_function import experts_forward
@@ -47,7 +49,8 @@ from epmoe.integrations.transformers.settings import close, configure, poll, sha
 
 __all__ = ["close", "configure", "experts_forward", "poll", "shared"]
 
-ExpertsInterface.register("epmoe", experts_forward)
+for _interface in (ExpertsInterface, FP8ExpertsInterface):
+    _interface.register("epmoe", experts_forward)
 
 try:
     from transformers.distributed.expert_parallel import EPImplementationInterface

@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation
 
+from epmoe.integrations.batches import Arrived
+from epmoe.integrations.transformers import fp8
 from epmoe.integrations.transformers.graphs import allow_in_graphs, call
-from epmoe.integrations.transformers.grouped import can_group, grouped_experts, parameters_of
+from epmoe.integrations.transformers.grouped import Computation, can_group, computation, parameters_of
 from epmoe.integrations.transformers.settings import share
 
 
@@ -19,6 +21,9 @@ class EpmoeEP(EPImplementation):
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self._module = experts
+        if can_group(experts) and fp8.is_quantised(experts):
+            fp8.check(experts)
+            experts.requires_grad_(False)  # FSDP takes weights and scales of two dtypes only where they need no grad
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """This rank's tokens [T,D], global expert ids and weights [T,K] → weighted outputs [T,D]."""
@@ -30,7 +35,7 @@ class EpmoeEP(EPImplementation):
         if layers.static:
             if not parameters:
                 raise ValueError(
-                    "static mode needs experts in fp32, fp16 or bf16 with transformers' "
+                    "static mode needs experts in fp32, fp16, bf16 or fp8 with transformers' "
                     '`experts_implementation="grouped_mm"`: other kernels need counts on the host'
                 )
             allow_in_graphs(self, EpmoeEP._forward)
@@ -39,22 +44,19 @@ class EpmoeEP(EPImplementation):
         start = slice_tokens * self.tp_mesh.get_local_rank()
         mine = slice(start, start + slice_tokens)
         tag = layers.tag_of(self)
-        longest = slice_tokens if self.shares_batch else layers.longest_batch(slice_tokens, tag)
-
-        def experts(rows: Tensor, expert_offsets: Tensor) -> Tensor:
-            if parameters:
-                return grouped_experts(self._module, parameters, rows, expert_offsets)
-            return self._by_pairs(rows, expert_offsets)
-
-        output = layers.run(x[mine], ids[mine], weights[mine], experts, longest, tag)
+        ours = Computation(self._by_pairs)
+        if parameters:
+            ours = computation(self._module, parameters, slice(self.num_local_experts))
+        longest = slice_tokens if self.shares_batch else layers.longest_batch(slice_tokens, tag, ours.aligned)
+        output = layers.run(x[mine], ids[mine], weights[mine], ours.experts, longest, tag, ours.aligned)
         return output if sharers == 1 else self._gather(output, slice_tokens)[:num_tokens]
 
-    def _by_pairs(self, rows: Tensor, expert_offsets: Tensor) -> Tensor:
+    def _by_pairs(self, arrived: Arrived) -> Tensor:
         """By the module's own forward, which takes pairs of a row and an expert, and needs n on the host."""
-        n = int(expert_offsets[-1])
+        rows, n = arrived.plain(), int(arrived.expert_offsets[-1])
         if n == 0:
             return rows
-        ids = torch.repeat_interleave(expert_offsets.diff().long(), output_size=n)
+        ids = torch.repeat_interleave(arrived.expert_offsets.diff().long(), output_size=n)
         return self.experts_forward(rows[:n], ids[:, None], rows.new_ones(n, 1))
 
     def _gather(self, output: Tensor, slice_tokens: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from epmoe.integrations.transformers.graphs import allow_in_graphs, call
-from epmoe.integrations.transformers.grouped import grouped_experts, parameters_of
+from epmoe.integrations.transformers.grouped import computation, parameters_of
 from epmoe.integrations.transformers.settings import share
 
 
@@ -29,9 +29,7 @@ def _forward(module: Any, parameters: list[Tensor], x: Tensor, ids: Tensor, weig
     owned = layers.ep.placement.local_experts(layers.ep.rank)  # in one block
     if layers.static:
         allow_in_graphs(module, _forward)
-
-    def experts(rows: Tensor, expert_offsets: Tensor) -> Tensor:
-        return grouped_experts(module, parameters, rows, expert_offsets, first=owned[0] if owned else 0)
-
-    tag = layers.tag_of(module)
-    return layers.run(x, ids, weights, experts, layers.longest_batch(x.shape[0], tag), tag)
+    first, tag = owned[0] if owned else 0, layers.tag_of(module)
+    ours = computation(module, parameters, slice(first, first + len(owned)))
+    longest = layers.longest_batch(x.shape[0], tag, ours.aligned)
+    return layers.run(x, ids, weights, ours.experts, longest, tag, ours.aligned)

@@ -1,54 +1,98 @@
 """The experts of a transformers module over expert-major rows: the module's weights and gate, a library's grouped GEMM.
 
+    `can_group` ─ parameters_of ─▶ parameters ─ computation ─▶ experts(rows of a round)
+
 It computes what the module's own `grouped_mm` does. That one sorts pairs of tokens and experts; here the rows are
 sorted already, and `expert_offsets` say where each expert's segment starts. On GPUs nothing looks at the host where
-torch takes the weights in its grouped GEMM: bf16 on compute capability 8.0 and later.
+torch takes the weights in its grouped GEMM: bf16 on compute capability 8.0 and later. Experts with fp8 weights are
+`GroupedExperts`, see fp8.py.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from epmoe.local.experts import without_autocast
+from epmoe.integrations.batches import Arrived, Experts
+from epmoe.integrations.transformers import fp8
+from epmoe.local.experts import GroupedExperts, without_autocast
 from epmoe.local.grouped_gemm import Gemm, choose, expert_of_rows, multiply
-from epmoe.native.arguments import FLOATS
+from epmoe.native.arguments import FLOATS, check_forward_only
 
 _SAME_RESULT = (None, "eager", "grouped_mm", "batched_mm")
 _gemms: dict[tuple[object, ...], Gemm] = {}  # by what the choice depends on
 
 
+class Computation(NamedTuple):
+    """What a rank computes in a round."""
+
+    experts: Experts
+    aligned: bool = False
+    """Whether segments have to start at multiples of a number of rows: `aligned` of `ExpertParallel.dispatch`."""
+
+
 def can_group(experts: Any) -> bool:
-    """Whether `grouped_experts` computes what the module's own forward would: plain weights and no special kernel."""
+    """Whether `computation` computes what the module's own forward would: plain or fp8 weights, no special kernel."""
     config = getattr(experts, "config", None)
     return (
         hasattr(experts, "_apply_gate")
         and hasattr(experts, "has_bias")
         and getattr(config, "_experts_implementation", None) in _SAME_RESULT
-        and experts.down_proj.dtype in FLOATS
+        and (experts.down_proj.dtype in FLOATS or fp8.is_quantised(experts))
     )
 
 
 def parameters_of(experts: Any) -> list[Tensor]:
-    """The parameters that `grouped_experts` takes: the up and down projections, and their biases if there are any."""
+    """The parameters that `computation` takes: the up and down projections, and scales or biases if there are any."""
+    if fp8.is_quantised(experts) and experts.has_gate:
+        return [getattr(experts, name) for name in fp8.PARAMETERS]
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     names = (up, "down_proj", f"{up}_bias", "down_proj_bias")[: 4 if experts.has_bias else 2]
     return [getattr(experts, name) for name in names]
 
 
-def grouped_experts(
-    experts: Any, parameters: list[Tensor], rows_nD: Tensor, expert_offsets: Tensor, first: int = 0
-) -> Tensor:
-    """Outputs [n, D] of a rank's experts, which are the module's from `first` on.
+def computation(experts: Any, parameters: list[Tensor], held: slice) -> Computation:
+    """What computes outputs of a rank's experts.
 
     Args:
         experts: a module whose class has transformers' decorator `use_experts_implementation`.
         parameters: of `parameters_of`.
+        held: the module's numbers of this rank's experts.
+
+    Returns:
+        The experts over rows of a round. Outputs of rows past the last segment are undefined.
+
+    Raises:
+        ValueError: the module is quantised in a way that epmoe does not take.
+    """
+    local = [(p.to_local() if isinstance(p, DTensor) else p)[held] for p in parameters]
+    if fp8.is_quantised(experts):
+        made = fp8.grouped(experts, local)
+        return Computation(partial(_by_blocks, made, local), aligned=made.alignment > 1)
+    return Computation(lambda arrived: grouped_experts(experts, local, arrived.plain(), arrived.expert_offsets))
+
+
+def _by_blocks(experts: GroupedExperts, parameters: list[Tensor], arrived: Arrived) -> Tensor:
+    """Outputs [n, D] of experts with fp8 weights, in the memory of `parameters`."""
+    check_forward_only(*parameters)
+    rows, scales = arrived.rows, arrived.scales
+    if rows.shape[0] == 0:
+        return rows.to(arrived.dtype)
+    rows = rows.to(experts.dtype) if scales is None else rows
+    return experts(rows, arrived.expert_offsets, scales, **arrived.segments).to(arrived.dtype)
+
+
+def grouped_experts(experts: Any, parameters: list[Tensor], rows_nD: Tensor, expert_offsets: Tensor) -> Tensor:
+    """Outputs [n, D] of a rank's experts with plain weights.
+
+    Args:
+        experts: as of `computation`.
+        parameters: this rank's part of them.
         rows_nD: fp32, fp16 or bf16 [n, D], expert by expert.
         expert_offsets: int32 [e + 1], the first row of each segment. Rows past the last one may hold anything.
-        first: the module's number of the first expert.
 
     Returns:
         Outputs in the dtype of the rows. Those of rows past the last segment are undefined.
@@ -57,8 +101,7 @@ def grouped_experts(
     e = ends.shape[0]
     if e == 0 or n == 0:
         return rows_nD
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
-    up, down, *biases = (p[first : first + e] for p in local)
+    up, down, *biases = parameters
     if experts.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     gemm = _gemm_for(up, down)

@@ -1,0 +1,114 @@
+"""transformers' fp8 experts (`FP8Experts`, blocks of 128 × 128) as `GroupedExperts` in the same memory.
+
+    gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv ─▶ GroupedExperts ◀─ rows of a round
+
+Only scales that are powers of two (`scale_fmt="ue8m0"`) are copied, in each call: they become fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from epmoe.local.experts import GroupedExperts
+from epmoe.native.arguments import FLOATS, FP8, dtype_name
+from epmoe.native.formats import SCALE_BLOCK
+
+PARAMETERS = ("gate_up_proj", "down_proj", "gate_up_proj_scale_inv", "down_proj_scale_inv")
+_ARGUMENTS = ("w_gate_up", "w_down", "gate_up_scales", "down_scales")  # of `GroupedExperts`, in this order
+_SILU = ("SiLU", "SiLUActivation")
+
+
+class _Made(NamedTuple):
+    layout: list[object]
+    """Dtypes, devices, shapes and strides of the module's parameters."""
+    experts: GroupedExperts
+
+
+_made: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()  # by module
+
+
+def is_quantised(experts: Any) -> bool:
+    """Whether transformers has quantised the module to fp8 or fp4: its weights have scales beside them."""
+    return hasattr(experts, "down_proj_scale_inv") and experts.down_proj.dtype not in FLOATS
+
+
+def check(experts: Any) -> None:
+    """Raises ValueError unless `GroupedExperts` take the quantised module. The message names what they do not take."""
+    if problem := _problem(experts):
+        raise ValueError(
+            f"epmoe takes fp8 experts with blocks of {SCALE_BLOCK} × {SCALE_BLOCK}, dynamic activation scales and "
+            f"SwiGLU, but these have {problem}: load the checkpoint with `FineGrainedFP8Config(dequantize=True)`, or "
+            'without epmoe, as by `ep_implementation="all_to_all"`'
+        )
+
+
+def grouped(experts: Any, parameters: list[Tensor]) -> GroupedExperts:
+    """The experts in the memory of `parameters`, which may move from call to call, as FSDP moves them.
+
+    Args:
+        experts: a quantised module.
+        parameters: this rank's part of `PARAMETERS`: [e, 2F, D] and [e, D, F], and their scales.
+
+    Returns:
+        The experts of this rank, valid until the next call.
+
+    Raises:
+        ValueError: `GroupedExperts` do not take the module.
+    """
+    layout: list[object] = [(p.dtype, p.device, p.shape, p.stride()) for p in parameters]
+    if experts not in _made or _made[experts].layout != layout:
+        check(experts)
+        _made[experts] = _Made(layout, _new(experts, *parameters))
+    made = _made[experts].experts
+    for name, given in zip(_ARGUMENTS, parameters, strict=True):
+        ours = getattr(made, name)
+        if ours.dtype != given.dtype:
+            ours.copy_(given)
+        elif ours.data_ptr() != given.data_ptr():
+            setattr(made, name, nn.Parameter(given.detach(), requires_grad=False))
+    return made
+
+
+def _new(experts: Any, gate_up: Tensor, down: Tensor, gate_up_scales: Tensor, down_scales: Tensor) -> GroupedExperts:
+    limit, alpha = experts.swiglu_limit, experts.swiglu_alpha
+    with torch.inference_mode(False):  # otherwise calls outside inference mode could not write copies of scales
+        return GroupedExperts(
+            gate_up.detach(),
+            down.detach(),
+            gate_up_scales=gate_up_scales.detach().float(),
+            down_scales=down_scales.detach().float(),
+            limit=limit,
+            alpha=1.0 if alpha is None else alpha,
+            up_offset=0.0 if alpha is None else 1.0,
+        )
+
+
+def release() -> None:
+    """Let go of the memory of all modules; later calls make their experts anew."""
+    _made.clear()
+
+
+def _problem(experts: Any) -> str | None:
+    weights, block = experts.down_proj, experts.block_size
+    F, scales = weights.shape[-1], experts.down_proj_scale_inv.dtype
+    if experts.activation_scheme != "dynamic":
+        return f"activation scales of the kind {experts.activation_scheme!r}"
+    if weights.dtype != FP8:
+        return f"weights in {dtype_name(weights.dtype)}"
+    if block is None or list(block) != [SCALE_BLOCK, SCALE_BLOCK]:
+        return "one scale for a whole weight" if block is None else f"blocks of {' × '.join(map(str, block))}"
+    if scales not in (torch.float32, torch.float8_e8m0fnu):
+        return f"scales in {dtype_name(scales)}"
+    if not experts.has_gate or experts.has_bias or getattr(experts, "has_post_expert_norm", False):
+        return "no gate" if not experts.has_gate else "biases" if experts.has_bias else "a norm behind each expert"
+    if getattr(experts, "gate_softcap", None) is not None:
+        return "a soft cap on the gate"
+    if experts.swiglu_alpha is None and type(experts.act_fn).__name__ not in _SILU:
+        return f"the activation {type(experts.act_fn).__name__}"
+    if F % SCALE_BLOCK:
+        return f"F={F}, with which a block has rows of gate and of up"
+    return None

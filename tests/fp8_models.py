@@ -1,0 +1,67 @@
+"""A tiny Qwen3-MoE with fp8 experts in a checkpoint as Qwen and DeepSeek have it, loaded by transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from expert_inputs import quantised as by_blocks
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+from epmoe.cli.demo import generate as demo
+
+SHAPE = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
+"""F and D in whole blocks."""
+PLAIN = ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"]
+"""Modules that stay as they are: transformers' fp8 kernel for them is downloaded, and needs a GPU."""
+
+
+@contextmanager
+def saved(**quantization: object) -> Iterator[Path]:
+    """The folder of the checkpoint; keys replace those of its `quantization_config`. All ranks get the same folder."""
+    keys = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]} | quantization
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in SHAPE.items():
+            patch.setitem(demo.MODELS["qwen3_moe"], key, value)
+        with demo.saved_model("qwen3_moe", dtype=torch.bfloat16) as folder:
+            path = Path(folder)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                _quantise(path, keys | {"modules_to_not_convert": PLAIN})
+            if dist.is_initialized():
+                dist.barrier()
+            yield path
+
+
+def _quantise(path: Path, keys: dict[str, object]) -> None:
+    """Every expert's weights to fp8, with a `weight_scale_inv` beside them."""
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        weights, scales = by_blocks(tensors[name][None].float())
+        if keys.get("scale_fmt") == "ue8m0":
+            scales = scales.log2().ceil().exp2()
+            each = scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
+            weights = (tensors[name].float() / each).to(torch.float8_e4m3fn)
+        tensors[name], tensors[f"{name}_scale_inv"] = weights[0], scales[0]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": keys}))
+
+
+def quantised(path: Path, **options: object) -> PreTrainedModel:
+    """The model with fp8 experts, also on the CPU, where transformers would dequantise them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **options)
+
+
+def dequantised(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with the same weights in `dtype`, by transformers' own arithmetic."""
+    keys = FineGrainedFP8Config(dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, quantization_config=keys)

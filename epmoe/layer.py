@@ -40,6 +40,7 @@ class MoELayer(nn.Module):
             None) to outputs [N, D] in x's dtype, as `GroupedExperts` does.
         bias: fp32 [E], added to the scores for the choice of experts only. `routing.selection_bias` asks for it.
         logit_bias: [E] in the dtype of `router_weight`, added to the logits, as gpt-oss's router does.
+            `routing.logit_bias` asks for it.
         shared: maps the tokens [T, D] to what is added to y [T, D], such as shared experts. On a GPU it runs on a
             stream of its own beside the exchange and the routed experts, and is captured with them.
         apply_router_weight_on_input: as of `ExpertParallel.dispatch`.
@@ -88,6 +89,8 @@ class MoELayer(nn.Module):
             raise ValueError("`bias` must be given, since `routing.selection_bias` says that the router has one")
         if logit_bias is not None:
             check_tensor("logit_bias", logit_bias, (router_weight.dtype,), (E,), router_weight.device)
+        elif ep.config.routing.logit_bias:
+            raise ValueError("`logit_bias` must be given, since `routing.logit_bias` says that the logits have one")
         if shared is not None and not callable(shared):
             raise TypeError(f"`shared` must be callable on x [T, D], got {describe(shared)}")
         if not isinstance(apply_router_weight_on_input, bool):

@@ -93,7 +93,9 @@ def test_a_row_routes_as_transformers_does(model_type: str) -> None:
         shape = config.model.num_experts, config.model.num_experts_per_tok, config.model.hidden_size
         assert (*shape, config.model.intermediate_size, config.model.dtype) == (E, K, D, F, "float32")
         assert sorted(part(hf, "Experts$").down_proj.shape) == sorted((E, D, F))
-        logits, bias, want = routed(part(hf, r"(Top[kK]|Llama4)Router$"))
+        router = part(hf, r"(Top[kK]|Llama4)Router$")
+        logits, bias, want = routed(router)
+        assert config.routing.logit_bias == ("bias" in dict(router.named_parameters()))
         assert config.routing.selection_bias == (bias is not None)
         with epmoe.ExpertParallel(config) as ep:
             ids, weights = ep.route(logits.float(), bias)

@@ -58,6 +58,9 @@ class RoutingConfig(Strict):
     selection_bias: bool = False
     """The router has a bias [E] that steers the choice only, as that of DeepSeek-V3. Then `ep.route` and `MoELayer`
     raise ValueError without a `bias`."""
+    logit_bias: bool = False
+    """The router adds a bias [E] to the logits, as that of gpt-oss does. Then `MoELayer` raises ValueError without a
+    `logit_bias`; for `ep.route`, the logits have it already."""
     num_expert_groups: int = Field(default=1, ge=1, le=4096)
     """Groups that the E experts are split into, in order and evenly; 1 means no groups."""
     top_groups: int = Field(default=1, ge=1, le=4096)
@@ -255,7 +258,8 @@ class EPConfig(Strict):
 
         It needs no transformers to read a path, and downloads nothing. Environment variables override keys, as those
         of a file. Where it sets `routing.selection_bias`, `ep.route` and `MoELayer` take the checkpoint's bias of the
-        choice, such as `e_score_correction_bias`. The bias of the logits that gpt-oss has is another: add it to them.
+        choice, such as `e_score_correction_bias`. Where it sets `routing.logit_bias`, as for gpt-oss, `MoELayer` takes
+        the bias of the logits.
 
         Args:
             source: a model of transformers, its configuration, a dict of its keys, or the path of a config.json or of

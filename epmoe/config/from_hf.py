@@ -50,7 +50,8 @@ _ROWS = (
     _Row(("qwen3_vl_moe_text", "qwen3_5_moe_text"), _MOE_WIDTH, _SOFTMAX | _ALWAYS),
     _Row(("olmoe", "flex_olmo"), _WIDTH, _SOFTMAX, _AS_CONFIGURED),
     # A softmax over the K chosen logits, which some of these take, equals the renormalised softmax over all.
-    _Row(("mixtral", "minimax", "gpt_oss"), _WIDTH, _SOFTMAX | _ALWAYS),
+    _Row(("mixtral", "minimax"), _WIDTH, _SOFTMAX | _ALWAYS),
+    _Row(("gpt_oss",), _WIDTH, _SOFTMAX | _ALWAYS | {"logit_bias": True}),
     _Row(("granitemoe", "granitemoeshared", "granitemoehybrid"), _WIDTH, _SOFTMAX | _ALWAYS),
     _Row(("jamba",), _WIDTH, _SOFTMAX | _NEVER),
     _Row(("ernie4_5_moe",), _MOE_WIDTH, _SOFTMAX | _ALWAYS | _BIASED),

@@ -57,12 +57,14 @@ class MoELayer(nn.Module):
             check_tensor("bias", bias, (torch.float32,), (config.model.num_experts,))
         elif config.routing.selection_bias:
             raise ValueError("`bias` must be given, since `routing.selection_bias` says that the router has one")
+        if config.routing.logit_bias:
+            raise ValueError("`routing.logit_bias` must be False: this layer adds none to the logits")
         super().__init__()
         self.exchange, self.experts, self.shared, self.num_rows = exchange, experts, shared, num_rows
         self.router_weight = nn.Parameter(router_weight)
         self.register_buffer("bias", bias)
         self.tag = exchange.ep.new_tag() if tag is None else tag
-        self._routing = config.routing.model_dump(exclude={"nan_rows", "selection_bias"})
+        self._routing = config.routing.model_dump(exclude={"nan_rows", "selection_bias", "logit_bias"})
 
     def forward(self, x: Tensor, num_tokens: int | Tensor | None = None) -> Tensor:
         """x [T, D] of this rank's tokens, or [B, T, D] of B·T tokens → y of the same shape and dtype.

@@ -66,6 +66,7 @@ def full(kind: str = "plain", seed: int = 0) -> dict[str, object]:
         return tensors | fp8 | scales
     if kind == "gpt_oss":
         biases = {"gate_up_bias": randn(E, 2 * F, seed=seed + 6), "down_bias": randn(E, D, seed=seed + 7)}
+        biases["logit_bias"] = randn(E, seed=seed + 8)
         transposed = {
             name: tensors[name].mT.contiguous().mT for name in ("w_gate_up", "w_down")
         }  # as its checkpoints are
@@ -76,7 +77,8 @@ def full(kind: str = "plain", seed: int = 0) -> dict[str, object]:
 def expected(kind: str = "plain", seed: int = 0) -> dict[str, torch.Tensor]:
     """The state dict of all experts."""
     tensors = {name: value for name, value in full(kind, seed).items() if isinstance(value, torch.Tensor)}
-    named = {name if name in ("router_weight", "bias") else f"experts.{name}": value for name, value in tensors.items()}
+    router = ("router_weight", "bias", "logit_bias")
+    named = {name if name in router else f"experts.{name}": value for name, value in tensors.items()}
     return named | {"_extra_state": torch.arange(E, dtype=torch.int32)}
 
 

@@ -1,0 +1,109 @@
+"""gpt-oss's MoE block as a MoELayer: a bias of the logits, experts with biases and a limit. With transformers' weights.
+
+A folder of safetensors: tests/test_safetensors_folder.py. State dicts of several ranks:
+tests/distributed/test_checkpoints.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from expert_inputs import GPT_OSS
+from helpers import assert_close, randn
+from torch import Tensor, nn
+
+import epmoe
+
+gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+E, K, D, F = 12, 4, 64, 48
+CONFIG = gpt_oss.GptOssConfig(num_local_experts=E, num_experts_per_tok=K, hidden_size=D, intermediate_size=F)
+
+
+@pytest.fixture(scope="module")
+def block() -> nn.Module:
+    """transformers' block in fp64, with biases that change choices, and with gates and ups beyond the limit."""
+    config = copy.deepcopy(CONFIG)
+    config._experts_implementation = "eager"
+    made = gpt_oss.GptOssMLP(config)
+    for seed, (name, parameter) in enumerate(made.named_parameters()):
+        large = 3 if name == "experts.gate_up_proj_bias" else 1
+        scale = parameter.shape[1] ** -0.5 if parameter.dim() == 3 else D**-0.5 if name == "router.weight" else large
+        parameter.data = randn(*parameter.shape, seed=seed) * scale
+    return made.double().requires_grad_(False)
+
+
+@pytest.fixture
+def ep(device: torch.device) -> Iterator[epmoe.ExpertParallel]:
+    config = epmoe.EPConfig.from_hf(CONFIG, ep_size=1, model={"dtype": "float32"})
+    with epmoe.ExpertParallel(config, device=device) as ep:
+        yield ep
+
+
+def layer_of(ep: epmoe.ExpertParallel, block: nn.Module) -> epmoe.MoELayer:
+    experts = {
+        "w_gate_up": block.experts.gate_up_proj.mT,
+        "w_down": block.experts.down_proj.mT,
+        "gate_up_bias": block.experts.gate_up_proj_bias,
+        "down_bias": block.experts.down_proj_bias,
+    }
+    tensors = {"router_weight": block.router.weight, "logit_bias": block.router.bias} | experts
+    return epmoe.MoELayer.from_full(ep, **{name: tensor.float() for name, tensor in tensors.items()}, **GPT_OSS)
+
+
+def want(block: nn.Module, x: Tensor) -> Tensor:
+    return block(x.double().cpu())[0]
+
+
+def test_a_layer_is_the_block_of_transformers(ep, block):
+    layer = layer_of(ep, block)
+    x = randn(2, 9, D, seed=30).to(ep.device)
+    assert (
+        (x.flatten(0, 1).cpu().double() @ block.router.weight.T)
+        .topk(K)
+        .indices.ne(block.router(x.flatten(0, 1).cpu().double())[2])
+        .any()
+    )  # the bias changes choices
+    assert_close(layer(x), want(block, x), slack=4)
+    assert layer(x[:0]).shape == (0, 9, D)
+    layer.bfloat16()
+    assert layer.router_weight.dtype == layer.logit_bias.dtype == torch.float32
+    assert layer.experts.gate_up_bias.dtype == torch.bfloat16
+
+
+def test_a_compiled_layer_is_one_graph_with_the_same_bits(ep, block):
+    layer = layer_of(ep, block)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for seed, tokens in enumerate((5, 8)):
+        x = randn(tokens, D, seed=seed).to(ep.device)
+        assert torch.equal(compiled(x), layer(x))
+
+
+def test_its_state_dict_has_the_bias_of_the_logits(ep, block):
+    layer, other = layer_of(ep, block), layer_of(ep, block)
+    state = copy.deepcopy(layer.state_dict())
+    assert {"router_weight", "logit_bias", "experts.gate_up_bias", "experts.down_bias"} <= state.keys()
+    assert "bias" not in state
+    for tensor in other.state_dict().values():
+        tensor.zero_()
+    other.load_state_dict(state)
+    x = randn(7, D).to(ep.device)
+    assert torch.equal(other(x), layer(x)) and torch.equal(copy.deepcopy(layer)(x), layer(x))
+    del state["logit_bias"]
+    with pytest.raises(RuntimeError, match='Missing key.*"logit_bias"'):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("logit_bias", "error", "message"),
+    [
+        (None, ValueError, "`logit_bias` must be given, since `routing.logit_bias` says that the logits have one"),
+        (torch.zeros(E - 1), ValueError, r"`logit_bias` must be float32 \[12\], got float32 \[11\]"),
+        (torch.zeros(E).half(), TypeError, r"`logit_bias` must be float32 \[12\], got float16 \[12\]"),
+    ],
+)
+def test_a_wrong_bias_of_the_logits_is_refused(ep, logit_bias, error, message):
+    with pytest.raises(error, match=message):
+        epmoe.MoELayer(ep, torch.zeros(E, D), lambda rows, offsets, scales: rows, logit_bias=logit_bias)

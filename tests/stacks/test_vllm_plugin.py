@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import signal
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm_kernels import step
 
 from epmoe.config.config_file import ConfigError
 from epmoe.exchange.health import EPTimeoutError
+from epmoe.integrations.vllm import layer as layers
 from epmoe.integrations.vllm import sizes
 from epmoe.integrations.vllm.choice import Choice
+from epmoe.integrations.vllm.experts import grouped
+from epmoe.native.arguments import FP8
 
 
 @pytest.mark.parametrize("value", [None, False, "", "0"])
@@ -62,3 +67,57 @@ def test_a_failure_on_the_device_ends_the_worker(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "kill", lambda *arguments: killed.append(arguments))
     sizes.watch(SimpleNamespace(poll=lambda: next(polls)()), interval_s=0)
     assert killed == [(os.getpid(), signal.SIGTERM)]
+
+
+def test_the_exchange_asks_for_no_weight_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as `w13_weight`, which vLLM's methods for 4 bits call otherwise."""
+    moe = SimpleNamespace(num_experts=4, experts_per_token=2, hidden_dim=128, in_dtype=torch.bfloat16, max_num_tokens=2)
+    layer: Any = SimpleNamespace(moe_config=moe, expert_placement_strategy="linear", expert_map=None)
+    experts: Any = SimpleNamespace(quant_config=SimpleNamespace(quant_dtype=None))
+    parallel = SimpleNamespace(use_ubatching=False, num_ubatches=1)
+    monkeypatch.setattr(layers, "get_current_vllm_config", lambda: SimpleNamespace(parallel_config=parallel))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = SimpleNamespace(cpu_group=dist.group.WORLD, device=torch.device("cpu"))
+        monkeypatch.setattr(layers, "get_ep_group", lambda: group)
+        exchange = layers._make_exchange(layer, experts, Choice("rank"), aligned=False)
+        assert exchange.exchanges[0].tokens == [1, 2]
+        exchange.exchanges[0].close()
+    finally:
+        dist.destroy_process_group()
+
+
+class TritonExperts:
+    """What `grouped` reads of vLLM's experts of this name, with fp8 weights in blocks."""
+
+    expects_unquantized_inputs = False
+
+    def __init__(self, scales: torch.dtype = torch.float32) -> None:
+        w1_scale, w2_scale = torch.ones(2, 2, 1, dtype=scales), torch.ones(2, 1, 1, dtype=scales)
+        self.quant_config = SimpleNamespace(
+            quant_dtype=FP8, block_shape=[128, 128], w1_scale=w1_scale, w2_scale=w2_scale, w1_bias=None, w2_bias=None
+        )
+        self.moe_config = SimpleNamespace(activation=MoEActivation.SILU, is_lora_enabled=False, hidden_dim=128)
+
+
+W13, W2 = torch.zeros(2, 256, 128, dtype=FP8), torch.zeros(2, 128, 128, dtype=FP8)
+
+
+def test_grouped_experts_take_scales_in_fp32_only() -> None:
+    of: Any = TritonExperts()
+    assert grouped(of, W13, W2).gate_up_scales is not None
+    packed: Any = TritonExperts(torch.int32)
+    with pytest.raises(ConfigError, match="with scales in torch.int32"):
+        grouped(packed, W13, W2)
+    with pytest.raises(ConfigError, match="does not take weights in the layout of TritonExperts"):
+        grouped(of, None, None)
+
+
+@pytest.mark.parametrize(("layout", "as_fp8"), [("rank", False), ("expert", False), ("layer", True)])
+def test_rows_for_vllms_deep_gemm_do_not_travel_as_fp8(
+    monkeypatch: pytest.MonkeyPatch, layout: Any, as_fp8: bool
+) -> None:
+    """It wants powers of two as scales, which epmoe's own experts do not."""
+    monkeypatch.setattr(layers, "is_deep_gemm_e8m0_used", lambda: True)
+    of: Any = TritonExperts()
+    assert layers._travels_as_fp8(of.moe_config, of, layout) == as_fp8

@@ -1,15 +1,18 @@
 """vLLM's kernel on GPUs through epmoe, compared with one rank by itself, and timed beside vLLM's own exchange.
 
-    torchrun --standalone --nproc-per-node 2 tests/stacks/vllm_gpu.py [--model qwen3] [--json FILE]
+    torchrun --standalone --nproc-per-node 2 tests/stacks/vllm_gpu.py [--model qwen3] [--quant fp8] [--json FILE]
 
-Needs vLLM 0.26.0 on the path, its native libraries included. Times are µs of a layer inside CUDA graphs of ten layers:
-the median over replays, on the slowest rank. `prepare`, `experts` and `finalize` come from events inside the graph;
-`exchange` (prepare and finalize without experts) and `layer` from graphs without events.
+Needs vLLM 0.26.0 on the path, its native libraries included, and for the layout "layer" DeepGEMM (the module
+`deep_gemm`). All contenders have the same weights and the same tokens; fp8 weights have a scale for each block of
+128 × 128. Times are µs of a layer inside CUDA graphs of ten layers: the median over replays, on the slowest rank.
+`prepare`, `experts` and `finalize` come from events inside the graph; `exchange` (prepare and finalize without experts)
+and `layer` from graphs without events.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -31,6 +34,7 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize import make_moe_prepa
 from vllm.v1.worker.workspace import init_workspace_manager
 from vllm_kernels import Layer, Model, Weights, batch, check_close, moe_config, step
 
+from epmoe.exchange.handles import Layout
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.integrations.vllm.sizes import Shape, Sizes
 
@@ -39,6 +43,7 @@ TOKENS = (4096, 512, 128, 16, 1)  # the largest first: vLLM's workspace must not
 RAGGED = (5, 0), (0, 3), (1, 1), (130, 7), (4096, 4000), (0, 0)
 LAYERS, REPLAYS = 10, 30
 PHASES = ("prepare", "experts", "finalize")
+COLUMNS = (*PHASES, "exchange", "layer")
 Step = Callable[[Callable[[], None]], Tensor]
 """Runs one layer, calling its argument at the beginning, between the phases and at the end."""
 
@@ -138,65 +143,97 @@ def replayed(run: Step, with_events: bool) -> tuple[list[float], Tensor]:
 
 def contenders(model: Model, payload: str, device: torch.device) -> dict[str, FusedMoEPrepareAndFinalizeModular]:
     group = get_ep_group().cpu_group
-    made: dict[str, FusedMoEPrepareAndFinalizeModular] = {}
-    for layout in ("rank", "expert"):
+
+    def sizes(layout: Layout) -> list[Sizes]:
         shape = Shape(model.E, model.K, model.D, torch.bfloat16, TOKENS[0], "linear", payload, layout)
-        made[f"epmoe {layout}"] = EpmoePrepareAndFinalize([Sizes.make(shape, group, device, {})], layout)
-    made["all-gather"] = make_moe_prepare_and_finalize_naive_dp_ep(use_monolithic=False, num_dispatchers=group.size())
-    return made
+        return [Sizes.make(shape, group, device, {})]
+
+    by_expert = sizes("expert")
+    return {
+        "epmoe layer": EpmoePrepareAndFinalize(by_expert, "layer", aligned=True),
+        "epmoe expert": EpmoePrepareAndFinalize(by_expert, "expert"),
+        "epmoe rank": EpmoePrepareAndFinalize(sizes("rank"), "rank"),
+        "all-gather": make_moe_prepare_and_finalize_naive_dp_ep(use_monolithic=False, num_dispatchers=group.size()),
+    }
+
+
+def check_ragged(model: Model, layer: Layer, alone: Layer, rank: int, what: str) -> None:
+    """Outputs are those of one rank by itself, whatever the ranks bring. vLLM's all-gather knows no idle ranks."""
+    by_epmoe = isinstance(layer.kernel.prepare_finalize, EpmoePrepareAndFinalize)
+    for number, tokens in enumerate(RAGGED if by_epmoe else RAGGED[2:5]):
+        x, ids, weights = batch(model, tokens[rank % 2], 10 * number + rank, layer.weights.w1.device)
+        with step([tokens[r % 2] for r in range(layer.config.ep_size)]):
+            y = layer(x, ids, weights)
+            check_close(y, alone(x, ids, weights) if len(x) else x, f"{what} {tokens} rank {rank}", layer.slack)
+
+
+def time_layer(layer: Layer, inputs: tuple[Tensor, Tensor, Tensor], what: str) -> dict[str, float]:
+    """µs by COLUMNS. Outputs of replays are those of an eager call."""
+    expected = layer(*inputs).clone()
+    parts, output = replayed(phases(layer, *inputs), with_events=True)
+    check_close(output, expected, f"{what}, events")
+    whole, output = replayed(phases(layer, *inputs), with_events=False)
+    check_close(output, expected, what)
+    exchange, _ = replayed(exchange_only(layer, *inputs), with_events=False)
+    return dict(zip(COLUMNS, (*parts, *exchange, *whole), strict=True))
 
 
 @torch.inference_mode()
 def measure(
-    model: Model, fp8: bool, rank: int, size: int, device: torch.device, checks_only: bool
+    model: Model, quant: str, rank: int, size: int, device: torch.device, checks_only: bool
 ) -> list[dict[str, Any]]:
-    everything = Weights.random(model, fp8, device)
+    everything = Weights.random(model, quant == "fp8", device)
     alone = Layer(moe_config(model, 0, 1, TOKENS[0], device), everything)
     mine = everything.of_rank(rank, size)
-    payload = "fp8" if fp8 else "auto"
     rows = []
-    for name, exchange in contenders(model, payload, device).items():
+    for name, exchange in contenders(model, "fp8" if quant == "fp8" else "auto", device).items():
         layer = Layer(moe_config(model, rank, size, TOKENS[0], device), mine, exchange)
-        for number, tokens in enumerate(RAGGED if "epmoe" in name else RAGGED[2:5]):
-            x, ids, weights = batch(model, tokens[rank % 2], 10 * number + rank, device)
-            with step([tokens[r % 2] for r in range(size)]):
-                y = layer(x, ids, weights)
-                check_close(y, alone(x, ids, weights) if len(x) else x, f"{name} {payload} {tokens} rank {rank}")
-        if rank == 0:
-            print(f"{name}, {'fp8' if fp8 else 'bf16'}: ragged batches equal one rank by itself", flush=True)
+        who = {"exchange_by": name, "gemm": layer.gemm, "dtype": quant}
+        what = ", ".join(who.values())
+        check_ragged(model, layer, alone, rank, what)
+        say(f"{what}: ragged batches equal one rank by itself")
         for T in () if checks_only else TOKENS:
-            x, ids, weights = batch(model, T, rank, device)
             with step([T] * size):
-                expected = layer(x, ids, weights).clone()
-                row: dict[str, Any] = {"exchange_by": name, "dtype": "fp8" if fp8 else "bf16", "T": T}
-                parts, output = replayed(phases(layer, x, ids, weights), with_events=True)
-                check_close(output, expected, f"{name}, T={T}, events")
-                row |= dict(zip(PHASES, parts, strict=True))
-                row["layer"], output = replayed(phases(layer, x, ids, weights), with_events=False)
-                check_close(output, expected, f"{name}, T={T}")
-                row["layer"] = row["layer"][0]
-                row["exchange"] = replayed(exchange_only(layer, x, ids, weights), with_events=False)[0][0]
-            rows.append(row)
-            if rank == 0:
-                columns = (*PHASES, "exchange", "layer")
-                print(
-                    f"{name:13}{row['dtype']:5}T={T:<5}" + "".join(f"{c} {row[c]:8.1f}  " for c in columns), flush=True
-                )
+                us = time_layer(layer, batch(model, T, rank, device), f"{what}, T={T}")
+            say(f"{what}, T={T}: " + ", ".join(f"{column} {us[column]:.1f}" for column in COLUMNS))
+            rows.append(who | {"T": T} | us)
     return rows
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """µs by T."""
+    by_case: dict[tuple[str, ...], dict[int, float]] = {}
+    for row, column in itertools.product(rows, COLUMNS):
+        case = row["dtype"], column, row["exchange_by"], row["gemm"]
+        by_case.setdefault(case, {})[row["T"]] = row[column]
+    heads = "dtype", "µs of", "who", "experts"
+    lines = [[*heads, *(f"T={T}" for T in reversed(TOKENS))]]
+    for case in sorted(by_case, key=lambda case: (case[0], COLUMNS.index(case[1]))):
+        lines.append([*case, *(f"{by_case[case][T]:.1f}" for T in reversed(TOKENS))])
+    return "\n".join(
+        "".join(f"{cell:14}" if i < len(heads) else f"{cell:>10}" for i, cell in enumerate(line)) for line in lines
+    )
+
+
+def say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="qwen3")
-    parser.add_argument("--dtype", choices=("bf16", "fp8", "both"), default="both")
+    parser.add_argument("--quant", choices=("bf16", "fp8", "both"), default="both")
     parser.add_argument("--checks-only", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rank, size, device = init()
     rows = []
-    for dtype in ("bf16", "fp8") if options.dtype == "both" else (options.dtype,):
-        rows += measure(MODELS[options.model], dtype == "fp8", rank, size, device, options.checks_only)
+    for quant in ("bf16", "fp8") if options.quant == "both" else (options.quant,):
+        rows += measure(MODELS[options.model], quant, rank, size, device, options.checks_only)
         torch.cuda.empty_cache()
+    if rows:
+        say(table(rows))
     if rank == 0 and options.json:
         about = {
             "vllm": vllm.__version__,

@@ -19,8 +19,15 @@ from vllm.model_executor.layers.fused_moe.config import (
     fp8_w8a8_moe_quant_config,
 )
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
-from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel, FusedMoEPrepareAndFinalizeModular
+from vllm.model_executor.layers.fused_moe.modular_kernel import (
+    FusedMoEExpertsModular,
+    FusedMoEKernel,
+    FusedMoEPrepareAndFinalizeModular,
+)
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
+
+from epmoe.integrations.vllm.experts import EpmoeExperts, grouped
+from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
@@ -47,21 +54,19 @@ class Weights:
 
     @classmethod
     def random(cls, model: Model, fp8: bool, device: torch.device) -> Weights:
-        """The same on every rank."""
+        """The same on every rank. Expert by expert, since a model's experts fit once only."""
         generator = torch.Generator(device).manual_seed(3)
-        shapes = (model.E, 2 * model.F, model.D), (model.E, model.D, model.F)
-        w1, w2 = (
-            (torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) * shape[-1] ** -0.5)
-            for shape in shapes
-        )
-        if not fp8:
-            return cls(w1, w2)
-        return cls(w1.to(FP8), w2.to(FP8), *(cls._scales(w, generator) for w in (w1, w2)))
-
-    @staticmethod
-    def _scales(w: Tensor, generator: torch.Generator) -> Tensor:
-        blocks = (w.shape[0], -(-w.shape[1] // BLOCK), -(-w.shape[2] // BLOCK))
-        return 0.5 + torch.rand(blocks, generator=generator, device=w.device)
+        shapes = (2 * model.F, model.D), (model.D, model.F)
+        weights = [torch.empty(model.E, *nk, dtype=FP8 if fp8 else torch.bfloat16, device=device) for nk in shapes]
+        scales = [torch.empty(model.E, n // BLOCK, k // BLOCK, device=device) for n, k in shapes]
+        for expert in range(model.E):
+            for w, s in zip(weights, scales, strict=True):
+                drawn = torch.randn(w.shape[1:], generator=generator, device=device) * w.shape[-1] ** -0.5
+                if fp8:
+                    w[expert], s[expert] = _quantised(drawn, generator)
+                else:
+                    w[expert] = drawn
+        return cls(*weights, *(scales if fp8 else ()))
 
     def of_rank(self, rank: int, size: int) -> Weights:
         """The experts of one rank: a block of them in order."""
@@ -73,6 +78,14 @@ class Weights:
         if self.w1_scale is None:
             return FUSED_MOE_UNQUANTIZED_CONFIG
         return fp8_w8a8_moe_quant_config(self.w1_scale, self.w2_scale, block_shape=[BLOCK, BLOCK])
+
+
+def _quantised(w: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """fp8 [n, k] and the scales of its blocks. These differ, so that none passes for another."""
+    blocks = w.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    scales = blocks.abs().amax((1, 3)) / torch.finfo(FP8).max
+    q = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1).to(FP8)
+    return q, scales * (0.5 + torch.rand(scales.shape, generator=generator, device=w.device))
 
 
 def moe_config(model: Model, rank: int, size: int, max_tokens: int, device: torch.device) -> FusedMoEConfig:
@@ -97,14 +110,23 @@ def moe_config(model: Model, rank: int, size: int, max_tokens: int, device: torc
 
 
 class Layer:
-    """One MoE layer of vLLM's on one rank: `exchange` around its own Triton experts; None for one rank by itself."""
+    """One MoE layer of vLLM's on one rank: `exchange` around its own Triton experts, or around `GroupedExperts` where
+    the layout is "layer"; None for one rank by itself.
+
+    `slack` is for `check_close` with what others compute: `GroupedExperts` round otherwise between the two GEMMs.
+    """
 
     def __init__(
         self, config: FusedMoEConfig, weights: Weights, exchange: FusedMoEPrepareAndFinalizeModular | None = None
     ) -> None:
         self.config, self.weights = config, weights
-        self.experts = TritonExperts(config, weights.quant_config())
-        self.kernel = FusedMoEKernel(exchange or MoEPrepareAndFinalizeNoDPEPModular(), self.experts)
+        self.slack, self.gemm = 1, "triton"
+        experts: FusedMoEExpertsModular = TritonExperts(config, weights.quant_config())
+        if isinstance(exchange, EpmoePrepareAndFinalize) and exchange.layout == "layer":
+            ours = grouped(experts, weights.w1, weights.w2)
+            self.slack, self.gemm = 8 if ours.is_fp8 else 2, ours.gemm
+            experts = EpmoeExperts(experts, ours, exchange)
+        self.kernel = FusedMoEKernel(exchange or MoEPrepareAndFinalizeNoDPEPModular(), experts)
         self.expert_map = None
         if config.ep_size > 1:
             e = config.num_local_experts

@@ -12,7 +12,6 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
-from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from epmoe.config.config_file import ConfigError
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
@@ -23,22 +22,23 @@ from epmoe.native.formats import SCALE_BLOCK
 _PLAIN = ("TritonExperts", "DeepGemmExperts", "TritonOrDeepGemmExperts")  # which leave weights as loaded
 
 
-def grouped(of: mk.FusedMoEExperts, w13: Tensor, w2: Tensor) -> GroupedExperts:
-    """The experts w13 [e, 2F, D] and w2 [e, D, F] of vLLM's layer, in the same memory.
+def grouped(of: mk.FusedMoEExperts, w13: Tensor | None, w2: Tensor | None) -> GroupedExperts:
+    """The experts w13 [e, 2F, D] and w2 [e, D, F] of vLLM's layer, in the same memory. None: it has others.
 
     Raises ConfigError for what `GroupedExperts` do not take.
     """
     quant, activation = of.quant_config, of.moe_config.activation
-    if problem := _problem(of, w2.dtype):
+    if problem := _problem(of, None if w2 is None else w2.dtype):
         raise ConfigError(f'`epmoe` = "layer" does not take {problem}: choose "rank" or "expert"')
+    assert w13 is not None and w2 is not None
     scales = {"gate_up_scales": quant.w1_scale, "down_scales": quant.w2_scale} if w2.dtype == FP8 else {}
     assert activation is MoEActivation.SILU
     return GroupedExperts(w13, w2, **scales)
 
 
-def _problem(of: mk.FusedMoEExperts, dtype: torch.dtype) -> str | None:
+def _problem(of: mk.FusedMoEExperts, dtype: torch.dtype | None) -> str | None:
     quant, config = of.quant_config, of.moe_config
-    if type(of).__name__ not in _PLAIN:
+    if dtype is None or type(of).__name__ not in _PLAIN:
         return f"weights in the layout of {type(of).__name__}"
     if config.activation is not MoEActivation.SILU:
         return f"the activation {config.activation.value}"
@@ -51,9 +51,10 @@ def _problem(of: mk.FusedMoEExperts, dtype: torch.dtype) -> str | None:
         return "LoRA"
     if dtype == torch.bfloat16 and quant.quant_dtype is None:
         return None
-    if dtype == FP8 and list(quant.block_shape or ()) == [SCALE_BLOCK, SCALE_BLOCK] and not is_deep_gemm_e8m0_used():
-        return None
-    return f"{dtype} weights in blocks of {quant.block_shape}"
+    scales = {getattr(scale, "dtype", None) for scale in (quant.w1_scale, quant.w2_scale)}
+    if dtype == FP8 and list(quant.block_shape or ()) == [SCALE_BLOCK, SCALE_BLOCK] and scales == {torch.float32}:
+        return None  # also with scales that vLLM has made powers of two, for its DeepGEMM
+    return f"{dtype} weights in blocks of {quant.block_shape} with scales in {', '.join(map(str, scales))}"
 
 
 class EpmoeExperts(mk.FusedMoEExpertsModular):
@@ -78,8 +79,9 @@ class EpmoeExperts(mk.FusedMoEExpertsModular):
     _supports_activation = _supports_parallel_config = staticmethod(_never_selected)
 
     def workspace_shapes(self, M: int, N: int, K: int, *_: Any) -> tuple[tuple[int, ...], ...]:
-        """No workspaces, and no outputs: `finalize` takes them from the exchange."""
-        return (0,), (0,), (0, K)
+        """No workspaces, and no outputs: `finalize` takes them from the exchange. vLLM cannot make an empty workspace,
+        if it has made no other before."""
+        return (1,), (0,), (0, K)
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         """None: combine does it."""

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts,
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
-from epmoe.integrations.vllm.choice import Choice, chosen
+from epmoe.integrations.vllm.choice import Choice, VllmLayout, chosen
 from epmoe.integrations.vllm.experts import EpmoeExperts, grouped
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.integrations.vllm.sizes import Shape, logger, shared
@@ -68,7 +68,8 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
                 _warn(reason)
             elif not isinstance(kernel.prepare_finalize, EpmoePrepareAndFinalize):  # weights may be loaded again
                 experts, is_layer = kernel.fused_experts, self.epmoe_choice.layout == "layer"
-                ours = grouped(experts, layer.w13_weight, layer.w2_weight) if is_layer else None
+                weights = (getattr(layer, name, None) for name in ("w13_weight", "w2_weight"))
+                ours = grouped(experts, *weights) if is_layer else None
                 aligned = ours is not None and ours.alignment > 1
                 exchange = _make_exchange(layer, experts, self.epmoe_choice, aligned)
                 self.moe_kernel = FusedMoEKernel(exchange, EpmoeExperts(experts, ours, exchange) if ours else experts)
@@ -130,19 +131,19 @@ def _make_exchange(
         dtype=moe.in_dtype,
         max_tokens=moe.max_num_tokens,
         placement=layer.expert_placement_strategy,
-        payload="fp8" if _travels_as_fp8(moe, experts) else "auto",
+        payload="fp8" if _travels_as_fp8(moe, experts, choice.layout) else "auto",
         layout="rank" if choice.layout == "rank" else "expert",
     )
     ubatches = range(parallel.num_ubatches if parallel.use_ubatching else 1)
-    arguments = get_ep_group().cpu_group, layer.w13_weight.device, choice.exchange
-    exchanges = [shared(shape, ubatch, *arguments) for ubatch in ubatches]
+    group = get_ep_group()
+    exchanges = [shared(shape, ubatch, group.cpu_group, group.device, choice.exchange) for ubatch in ubatches]
     ep = exchanges[0].exchanges[0]
     if layer.expert_map is not None and layer.expert_map.tolist() != ep.placement.expert_map(ep.rank).tolist():
         raise ValueError("vLLM places the experts otherwise than epmoe")
     return EpmoePrepareAndFinalize(exchanges, choice.layout, parallel.use_ubatching, aligned)
 
 
-def _travels_as_fp8(moe: FusedMoEConfig, experts: FusedMoEExperts) -> bool:
+def _travels_as_fp8(moe: FusedMoEConfig, experts: FusedMoEExperts, layout: VllmLayout) -> bool:
     """Whether the experts take fp8 rows with one fp32 scale per 128 elements, which dispatch makes on the way out."""
     quant = experts.quant_config
     return (
@@ -151,5 +152,5 @@ def _travels_as_fp8(moe: FusedMoEConfig, experts: FusedMoEExperts) -> bool:
         and quant.block_shape[-1] == SCALE_BLOCK
         and not experts.expects_unquantized_inputs
         and moe.hidden_dim % SCALE_BLOCK == 0
-        and not is_deep_gemm_e8m0_used()  # whose scales are powers of two
+        and (layout == "layer" or not is_deep_gemm_e8m0_used())  # vLLM's DeepGEMM then wants powers of two as scales
     )

@@ -6,7 +6,7 @@ own EP implementations leave them: FSDP divides by the ranks, and so does DDP.
 
 from __future__ import annotations
 
-import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,10 +16,9 @@ from torch.distributed.tensor import DTensor
 
 pytest.importorskip("transformers")
 
-import fp8_models
 from spread_models import DEVICE, OneLayer, both_entry_points, needs_ep, own_gpus, random_ids, single_and_spread
 from torch.nn.parallel import DistributedDataParallel
-from transformers.distributed import DistributedConfig
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 import epmoe.integrations.transformers as integration
 from epmoe import EPAbortedError
@@ -61,6 +60,14 @@ def gradients_of(model) -> dict[str, Tensor]:
     return {name: whole(parameter.grad) for name, parameter in named}
 
 
+def own_gradients(spread, ids: Tensor) -> list[Tensor]:
+    """Before DDP's reduction, whose order of sums changes after its first step; FSDP's stays."""
+    spread.zero_grad()
+    with spread.no_sync() if isinstance(spread, DistributedDataParallel) else nullcontext():
+        loss_of(spread, ids).backward()
+    return list(gradients_of(spread).values())
+
+
 def models(name: str, entry_point: str = "ep_implementation"):
     single, spread = single_and_spread(name, entry_point)
     return single, spread if entry_point == "ep_implementation" else DistributedDataParallel(spread)
@@ -72,8 +79,8 @@ def mean_over_ranks(loss: Tensor) -> Tensor:
     return loss / dist.get_world_size()
 
 
-def check_gradients(single, spread, batches: list[Tensor], rank: int) -> dict[str, Tensor]:
-    """Those of `spread`, after a comparison with those of `single`."""
+def check_gradients(single, spread, batches: list[Tensor], rank: int) -> None:
+    """Those of `spread` beside those of `single`."""
     loss = loss_of(spread, batches[rank])
     loss.backward()
     want = loss_of_all(single, batches)
@@ -83,7 +90,6 @@ def check_gradients(single, spread, batches: list[Tensor], rank: int) -> dict[st
     assert got.keys() == expected.keys()
     for name, gradient in got.items():
         assert_near(gradient, expected[name], name)
-    return got
 
 
 def ragged(size: int, step: int = 0) -> list[Tensor]:
@@ -98,13 +104,8 @@ def test_gradients_equal_a_single_process(name, max_tokens, entry_point, rank, s
     integration.configure(max_num_tokens_per_rank=max_tokens)
     single, spread = models(name, entry_point)
     batches = ragged(size)
-    first = check_gradients(single, spread, batches, rank)
-    spread.zero_grad()
-    loss_of(spread, batches[rank]).backward()
-    for gradient, again in zip(first.values(), gradients_of(spread).values(), strict=True):
-        assert torch.equal(gradient, again)
-    (layers,) = integration.shared()
-    layers.ep.check()
+    check_gradients(single, spread, batches, rank)
+    assert all(map(torch.equal, own_gradients(spread, batches[rank]), own_gradients(spread, batches[rank])))
 
 
 @needs_ep
@@ -113,15 +114,47 @@ def test_gradients_equal_a_single_process(name, max_tokens, entry_point, rank, s
 def test_gradient_checkpointing(reentrant, max_tokens, rank, size):
     integration.configure(max_num_tokens_per_rank=max_tokens)
     single, spread = models("qwen3_moe")
-    without = check_gradients(single, spread, ragged(size), rank)
-    spread.zero_grad()
+    batch = ragged(size)[rank]
+    check_gradients(single, spread, ragged(size), rank)
+    (layers,) = integration.shared()
+    before = layers.ep.exchange.rounds.count
+    without, after = own_gradients(spread, batch), layers.ep.exchange.rounds.count
     spread.gradient_checkpointing_enable({"use_reentrant": reentrant})
     spread.train()
     if reentrant:
         spread.enable_input_require_grads()
-    loss_of(spread, ragged(size)[rank]).backward()
-    for gradient, again in zip(without.values(), gradients_of(spread).values(), strict=True):
-        assert torch.equal(gradient, again)
+    assert all(map(torch.equal, own_gradients(spread, batch), without))
+    assert 2 * (layers.ep.exchange.rounds.count - after) == 3 * (after - before)  # the forward rounds twice
+
+
+@both_entry_points
+def test_the_trainer(entry_point, size, tmp_path):
+    """With a rate that decays, clipped gradients, accumulation over two batches, and checkpoints of activations."""
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    single, spread = single_and_spread("qwen3_moe", entry_point)  # the Trainer makes DDP's model
+    steps, per_rank, accumulated = 6, 2, 2
+    examples = random_ids(12 * size * per_rank * accumulated * steps, seed=0).view(-1, 12).cpu()
+    arguments = TrainingArguments(
+        tmp_path, per_device_train_batch_size=per_rank, gradient_accumulation_steps=accumulated, max_steps=steps,
+        learning_rate=1e-3, max_grad_norm=0.5, train_sampling_strategy="sequential", logging_steps=1, report_to=[],
+        save_strategy="no", disable_tqdm=True, use_cpu=DEVICE == "cpu", gradient_checkpointing=True,
+    )  # fmt: skip
+    trainer = Trainer(spread, arguments, train_dataset=[{"input_ids": ids, "labels": ids} for ids in examples])
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    optimizer = torch.optim.AdamW(single.parameters(), lr=1e-3, weight_decay=0.0)
+    batches = examples.to(DEVICE).view(steps, -1, 12)
+    for step, (batch, entry) in enumerate(zip(batches, logged, strict=True)):
+        optimizer.param_groups[0]["lr"] = 1e-3 * (1 - step / steps)
+        optimizer.zero_grad()
+        loss = loss_of(single, batch)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(single.parameters(), 0.5)
+        optimizer.step()
+        assert abs(entry["loss"] - loss.item()) <= ERROR * loss.item()
+        assert abs(entry["grad_norm"] - norm.item()) <= 10 * ERROR * norm.item()
 
 
 @both_entry_points
@@ -198,6 +231,45 @@ def test_batch_shared_by_all_ranks(rank, size):
 
 
 @needs_ep
+@pytest.mark.parametrize("sizes", [(1, 4, 2), (2, 2, 4), (2, 2, 2)])
+def test_copies_of_experts_and_batches_shared_by_two_ranks(sizes, rank, size):
+    """FSDP adds the gradients of an expert's copies, and TP's ranks send a slice each."""
+    if size != 4:
+        pytest.skip("needs 4 ranks")
+    tp, fsdp, ep = sizes
+    single, spread = single_and_spread("qwen3_moe", tp_size=tp, fsdp_size=fsdp, ep_size=ep)
+    loss_of(spread, ragged(fsdp)[rank // tp]).backward()
+    loss_of_all(single, ragged(fsdp)).backward()
+    expected, got = gradients_of(single), gradients_of(spread)
+    for name, gradient in got.items():
+        assert_near(gradient, expected[name], name)
+
+
+@needs_ep
+def test_experts_whose_kernel_takes_pairs(rank, size, monkeypatch):
+    """Of another implementation of experts. Only the first rank has rows; the others' parameters get zeros."""
+    ExpertsInterface.register("another", grouped_mm_experts_forward)
+    layer = OneLayer("qwen3_moe", "ep_implementation")
+    inputs = [layer.inputs(9 + r, 3, seed=r) for r in range(size)]
+    inputs = [(x, ids % (layer.num_experts // size), weights) for x, ids, weights in inputs]
+    want = layer_gradients(layer, "single", inputs, rank)
+    monkeypatch.setattr(layer.spread.config, "_experts_implementation", "another")
+    got = layer_gradients(layer, "spread", inputs, rank)
+    for one, expected in zip(got, want, strict=True):
+        assert_near(one, expected)
+
+
+@needs_ep
+def test_several_nodes_are_refused(size):
+    if size % 2:
+        pytest.skip("needs two nodes of the same size")
+    integration.configure(ranks_per_node=size // 2)
+    layer = OneLayer("mixtral", "ep_implementation")
+    with pytest.raises(ValueError, match="training needs a group of one node"):
+        layer.spread(*layer.inputs(5, 2, seed=0))
+
+
+@needs_ep
 def test_error_in_the_experts_of_one_rank_keeps_the_ranks_in_step(rank, size, monkeypatch):
     integration.configure(max_num_tokens_per_rank=8)
     layer = OneLayer("mixtral", "ep_implementation")
@@ -214,14 +286,3 @@ def test_error_in_the_experts_of_one_rank_keeps_the_ranks_in_step(rank, size, mo
     got, want = layer_gradients(layer, "spread", inputs, rank), layer_gradients(layer, "single", inputs, rank)
     for one, expected in zip(got, want, strict=True):
         assert_near(one, expected)
-
-
-@needs_ep
-def test_quantised_experts_are_refused(size):
-    parallel = DistributedConfig(ep_implementation="epmoe", tp_size=1, fsdp_size=size, ep_size=size)
-    with fp8_models.saved() as path:
-        spread = fp8_models.quantised(path, distributed_config=parallel).to(DEVICE)
-    if DEVICE == "cpu":
-        pytest.skip("transformers dequantises without a GPU")
-    with pytest.raises(RuntimeError, match="quantised experts have no gradients with epmoe"):
-        spread(random_ids(9, seed=0))

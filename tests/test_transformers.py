@@ -172,17 +172,54 @@ def test_windows_made_in_inference_mode_work_under_no_grad():
         assert torch.equal(experts(*inputs), want)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", demo.MODELS)
+def test_gradients_are_those_of_the_original_layer(name, dtype):
+    """Over several ranks: tests/distributed/test_transformers_training.py."""
+    gradients = []
+    for implementation in ("grouped_mm", "epmoe"):
+        experts = experts_of(loaded(name, dtype, experts_implementation=implementation))
+        x, ids, weights = tokens_for(experts, 50, 2)
+        inputs = [x.requires_grad_(), weights.requires_grad_(), *experts.parameters()]
+        gradients.append(torch.autograd.grad(experts(x, ids, weights).float().square().sum(), inputs))
+    for want, got in zip(*gradients, strict=True):
+        assert got.dtype == want.dtype
+        error = 1e-5 if dtype == torch.float32 else 2e-2
+        assert (got - want).abs().max() <= error * want.abs().max()
+
+
 @pytest.mark.parametrize("requires_grad", ["x", "weights", "experts"])
-def test_grad_mode_is_an_error_and_closes_the_round(requires_grad):
-    experts = experts_of(loaded("mixtral", experts_implementation="epmoe"))
+def test_a_part_of_the_gradients(requires_grad):
+    experts = experts_of(loaded("gpt_oss", experts_implementation="epmoe"))
     experts.requires_grad_(requires_grad == "experts")
     x, ids, weights = tokens_for(experts, 8, 2)
-    x.requires_grad_(requires_grad == "x")
-    weights.requires_grad_(requires_grad == "weights")
-    with pytest.raises(RuntimeError, match="inference_mode"):
-        experts(x, ids, weights)
-    with torch.inference_mode():
-        experts(x, ids, weights)
+    inputs = {"x": [x], "weights": [weights], "experts": list(experts.parameters())}[requires_grad]
+    with torch.no_grad():
+        want = experts(x, ids, weights)
+    for tensor in inputs:
+        tensor.requires_grad_()
+    y = experts(x, ids, weights)
+    assert torch.equal(y, want)
+    assert all(gradient.any() for gradient in torch.autograd.grad(y.square().sum(), inputs))
+
+
+def test_static_mode_refuses_to_train():
+    integration.configure(static=True)
+    experts = experts_of(loaded("mixtral", experts_implementation="epmoe"))
+    with pytest.raises(ValueError, match="static mode serves and does not train: train with `configure"):
+        experts(*tokens_for(experts, 8, 2))
+    with torch.no_grad():
+        experts(*tokens_for(experts, 8, 2))
+
+
+def test_an_exception_in_experts_that_train_closes_the_round(monkeypatch):
+    experts = experts_of(loaded("mixtral", experts_implementation="epmoe"))
+    inputs = tokens_for(experts, 8, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(experts, "_apply_gate", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            experts(*inputs)
+    experts(*inputs).sum().backward()
 
 
 @pytest.mark.parametrize(

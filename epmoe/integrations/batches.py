@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ from epmoe.exchange.health import EPMismatchError, EPTimeoutError
 from epmoe.local.quantize import dequantize_rows
 from epmoe.native.arguments import check_forward_only
 from epmoe.service import ExpertParallel
+from epmoe.training import Exchange
 
 now: Callable[[], float] = time.perf_counter
 """The clock of `SharedExpertParallel.seconds`. `epmoe.cli.demo.clock` sets one that waits for the GPU."""
@@ -114,6 +116,16 @@ class SharedExpertParallel:
                     self._see_out(self.ep.exchange.rounds.count, largest(), tag, aligned)
                 raise
 
+    @cached_property
+    def exchange(self) -> Exchange:
+        """Carries the rounds of calls with gradients. Raises ValueError where the config cannot train."""
+        if self.static:
+            raise ValueError(
+                "static mode serves and does not train: train with `configure(static=False)`, or call the model under "
+                "torch.no_grad()"
+            )
+        return Exchange(self.ep)
+
     def tag_of(self, layer: object) -> int:
         """The tag of a layer's rounds. Layers number themselves in the order of their first calls."""
         if layer not in self._tags:
@@ -130,10 +142,12 @@ class SharedExpertParallel:
         longest: int | None,
         tag: int = 0,
         aligned: bool = False,
+        trains: bool = False,
     ) -> Tensor:
         """Weighted expert outputs [T,D] of this rank's tokens. Collective.
 
-        `tag` and `aligned` are those of `ExpertParallel.dispatch`.
+        `tag` and `aligned` are those of `ExpertParallel.dispatch`. With `trains`, the same on every rank, the outputs
+        have gradients, and the backward pass takes as many rounds; rows are plain then.
 
         `longest` is the same on every rank: no rank brings more tokens. If it is None, each round carries whether a
         rank has more, and the host looks for that once the round is launched.
@@ -161,12 +175,15 @@ class SharedExpertParallel:
             while not outputs or self._has_more_rounds(len(outputs), longest):
                 taken, whole = len(outputs), own == 1 and not outputs  # three slices cost the host 5 µs
                 x, ids, weights = batch if whole else (tensor[taken * M : (taken + 1) * M] for tensor in batch)
-                outputs.append(self._round(x, ids, weights, experts, longest, tag, aligned, more=taken + 1 < own))
+                carry = self._training_round if trains else self._round
+                outputs.append(carry(x, ids, weights, experts, longest, tag, aligned, more=taken + 1 < own))
         except EPMismatchError:  # all ranks raise it
             raise
         except BaseException:
-            self._see_out(rounds_before, M if self.static else longest, tag, aligned)
+            self._see_out(rounds_before, M if self.static else longest, tag, aligned, x_TD.dtype if trains else None)
             raise
+        if trains:  # rounds without tokens of this rank have a backward round, too
+            own = len(outputs)
         return outputs[0] if own == 1 else torch.cat(outputs[:own])
 
     def poll(self) -> None:
@@ -207,13 +224,35 @@ class SharedExpertParallel:
             with self._timed("combine"):
                 return self.ep.combine(outputs, dispatched)
 
+    def _training_round(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        experts: Experts,
+        longest: int | None,
+        tag: int,
+        aligned: bool,
+        more: bool,
+    ) -> Tensor:
+        with self.ep.exchange.aborting():
+            with self._timed("dispatch"), self.ep.exchange.rounds.sending(more if longest is None else None):
+                routed = self.exchange.dispatch(x, ids, weights, tag=tag, aligned=aligned)
+            with self._timed("experts"):
+                outputs = experts(Arrived(routed.rows, None, routed.expert_offsets, {}, x.dtype))
+            with self._timed("combine"):
+                return self.exchange.combine(outputs, routed)
+
     def _padded_tokens(self, longest: int | None) -> int:
         return self.ep.config.padded_tokens(self._most_tokens(longest))
 
-    def _see_out(self, rounds_before: int, longest: int | None, tag: int, aligned: bool) -> None:
+    def _see_out(
+        self, rounds_before: int, longest: int | None, tag: int, aligned: bool, trained: torch.dtype | None = None
+    ) -> None:
         """After an exception: the rounds that other ranks still need, after the first `rounds_before` and at least one.
 
-        It raises nothing of the exchange, since the caller has an exception already.
+        It raises nothing of the exchange, since the caller has an exception already. `trained` is the dtype of x in
+        rounds with gradients.
         """
         taken = self.ep.exchange.rounds.count - rounds_before
         if self.ep.exchange.failed or taken and not self.ep.exchange.rounds.opened_after(rounds_before):
@@ -221,7 +260,10 @@ class SharedExpertParallel:
         with suppress(RuntimeError):
             while not taken or self._has_more_rounds(taken, longest):
                 with self.ep.exchange.rounds.sending(False if longest is None else None):
-                    self.ep.skip(padded_tokens=self._padded_tokens(longest), tag=tag, aligned=aligned)
+                    if trained is None:
+                        self.ep.skip(padded_tokens=self._padded_tokens(longest), tag=tag, aligned=aligned)
+                    else:
+                        self.exchange.skip(trained, tag=tag, aligned=aligned)
                 taken += 1
 
     def _most_tokens(self, longest: int | None) -> int:

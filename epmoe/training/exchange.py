@@ -195,11 +195,27 @@ class Exchange:
         except BaseException:
             if exchange.rounds.count == before and not exchange.failed:
                 with suppress(RuntimeError, ValueError):  # x may be what was wrong
-                    model = self.ep.config.model
-                    ids = torch.empty(0, model.num_experts_per_tok, dtype=torch.int32, device=self.ep.device)
-                    pairs = Pairs(ids, ids.float(), 0, tag, aligned)
-                    self._directions.forward.skip(pairs, model.hidden_size, dtype, adds_only=True)
+                    self.skip(dtype, weights_on="rows", tag=tag, aligned=aligned)
             raise
+
+    def skip(
+        self, dtype: torch.dtype, *, weights_on: WeightsOn = "combine", tag: int = 0, aligned: bool = False
+    ) -> None:
+        """Take part in a forward round without tokens, and abort it: for a rank that raised before its dispatch.
+
+        Args:
+            dtype: of x.
+            weights_on: of the round, like the next arguments.
+            tag: likewise.
+            aligned: likewise.
+
+        Raises:
+            EPError: what `ExpertParallel.skip` raises.
+        """
+        model = self.ep.config.model
+        ids = torch.empty(0, model.num_experts_per_tok, dtype=torch.int32, device=self.ep.device)
+        pairs = Pairs(ids, ids.float(), 0, tag, aligned)
+        self._directions.forward.skip(pairs, model.hidden_size, dtype, adds_only=weights_on == "rows")
 
     @property
     def number(self) -> int:

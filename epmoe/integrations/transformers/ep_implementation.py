@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation
 
-from epmoe.integrations.batches import Arrived
-from epmoe.integrations.transformers import fp8
+from epmoe.integrations.batches import Arrived, SharedExpertParallel
+from epmoe.integrations.transformers import fp8, training
 from epmoe.integrations.transformers.graphs import allow_in_graphs, call
 from epmoe.integrations.transformers.grouped import Computation, can_group, computation, parameters_of
 from epmoe.integrations.transformers.settings import share
@@ -17,6 +17,9 @@ from epmoe.integrations.transformers.settings import share
 
 class EpmoeEP(EPImplementation):
     """Experts spread over `ep_mesh`. The ranks of one `tp_mesh` have the same batch; each sends a slice of it."""
+
+    # Gradients are those of transformers' own implementations: an expert's is the sum over all ranks, each rank of
+    # `tp_mesh` has the whole gradients of x and of the weights, and FSDP divides.
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
@@ -32,6 +35,8 @@ class EpmoeEP(EPImplementation):
 
     def _forward(self, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         layers = share(x, ids, self.num_local_experts * self.ep_mesh.size(), self.ep_mesh.get_group())
+        if training.wants_gradients(self._module, x, weights):
+            return self._train(layers, parameters, x, ids, weights)
         if layers.static:
             if not parameters:
                 raise ValueError(
@@ -51,6 +56,20 @@ class EpmoeEP(EPImplementation):
         output = layers.run(x[mine], ids[mine], weights[mine], ours.experts, longest, tag, ours.aligned)
         return output if sharers == 1 else self._gather(output, slice_tokens)[:num_tokens]
 
+    def _train(
+        self, layers: SharedExpertParallel, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor
+    ) -> Tensor:
+        layers.exchange  # noqa: B018  raises where epmoe does not train
+        num_tokens, tag, sharers = x.shape[0], layers.tag_of(self), self.tp_mesh.size()
+        ours = Computation(self._by_pairs_in_graph)
+        if parameters:
+            ours = training.computation(self._module, parameters, slice(self.num_local_experts))
+        batch = (x, ids, weights) if sharers == 1 else training.slices((x, ids, weights), self.tp_mesh)
+        slice_tokens = -(-num_tokens // sharers)
+        longest = slice_tokens if self.shares_batch else layers.longest_batch(slice_tokens, tag)
+        output = layers.run(*batch, ours.experts, longest, tag, trains=True)
+        return output if sharers == 1 else training.gathered(output, num_tokens, self.tp_mesh)
+
     def _by_pairs(self, arrived: Arrived) -> Tensor:
         """By the module's own forward, which takes pairs of a row and an expert, and needs n on the host."""
         rows, n = arrived.plain(), int(arrived.expert_offsets[-1])
@@ -58,6 +77,13 @@ class EpmoeEP(EPImplementation):
             return rows
         ids = torch.repeat_interleave(arrived.expert_offsets.diff().long(), output_size=n)
         return self.experts_forward(rows[:n], ids[:, None], rows.new_ones(n, 1))
+
+    def _by_pairs_in_graph(self, arrived: Arrived) -> Tensor:
+        """Likewise with gradients. Without rows, the output of a row of zeros keeps the parameters in the graph."""
+        if len(arrived.rows):
+            return self._by_pairs(arrived)
+        row, zero = arrived.rows.new_zeros(1, arrived.rows.shape[1]), arrived.expert_offsets.new_zeros(1, 1).long()
+        return self.experts_forward(row, zero, row.new_ones(1, 1))[:0]
 
     def _gather(self, output: Tensor, slice_tokens: int) -> Tensor:
         """The slices of all ranks that share the batch, each padded to `slice_tokens` rows."""

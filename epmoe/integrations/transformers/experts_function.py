@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from epmoe.integrations.transformers import training
 from epmoe.integrations.transformers.graphs import allow_in_graphs, call
 from epmoe.integrations.transformers.grouped import computation, parameters_of
 from epmoe.integrations.transformers.settings import share
@@ -25,11 +26,14 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 
 def _forward(module: Any, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    layers = share(x, ids, module.num_experts)
+    layers, trains = share(x, ids, module.num_experts), training.wants_gradients(module, x, weights)
     owned = layers.ep.placement.local_experts(layers.ep.rank)  # in one block
-    if layers.static:
+    if trains:
+        layers.exchange  # noqa: B018  raises where epmoe does not train
+    elif layers.static:
         allow_in_graphs(module, _forward)
     first, tag = owned[0] if owned else 0, layers.tag_of(module)
-    ours = computation(module, parameters, slice(first, first + len(owned)))
+    held = slice(first, first + len(owned))
+    ours = (training.computation if trains else computation)(module, parameters, held)
     longest = layers.longest_batch(x.shape[0], tag, ours.aligned)
-    return layers.run(x, ids, weights, ours.experts, longest, tag, ours.aligned)
+    return layers.run(x, ids, weights, ours.experts, longest, tag, ours.aligned, trains)

@@ -18,7 +18,8 @@ def call(module: Any, forward: Forward, parameters: list[Tensor], x: Tensor, ids
     if not torch.compiler.is_compiling():
         return forward(module, parameters, x, ids, weights)
     layer = _layer_of(module)
-    if layer is None:
+    trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, weights, *parameters))
+    if layer is None or trains:  # the operator has no gradients
         return _outside_of_graphs(module, forward, parameters, x, ids, weights)
     return layer(x, ids, weights, parameters)
 

@@ -10,6 +10,7 @@ torch takes the weights in its grouped GEMM: bf16 on compute capability 8.0 and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -68,11 +69,16 @@ def computation(experts: Any, parameters: list[Tensor], held: slice) -> Computat
     Raises:
         ValueError: the module is quantised in a way that epmoe does not take.
     """
-    local = [(p.to_local() if isinstance(p, DTensor) else p)[held] for p in parameters]
+    local = local_parameters(parameters, held)
     if fp8.is_quantised(experts):
         made = fp8.grouped(experts, local)
         return Computation(partial(_by_blocks, made, local), aligned=made.alignment > 1)
     return Computation(lambda arrived: grouped_experts(experts, local, arrived.plain(), arrived.expert_offsets))
+
+
+def local_parameters(parameters: list[Tensor], held: slice) -> list[Tensor]:
+    """Those of this rank's experts, by `held` as of `computation`."""
+    return [(p.to_local() if isinstance(p, DTensor) else p)[held] for p in parameters]
 
 
 def _by_blocks(experts: GroupedExperts, parameters: list[Tensor], arrived: Arrived) -> Tensor:
@@ -101,26 +107,37 @@ def grouped_experts(experts: Any, parameters: list[Tensor], rows_nD: Tensor, exp
     e = ends.shape[0]
     if e == 0 or n == 0:
         return rows_nD
-    up, down, *biases = parameters
-    if experts.is_transposed:
-        up, down = up.transpose(1, 2), down.transpose(1, 2)
-    gemm = _gemm_for(up, down)
+    up, down, biases = weights_and_biases(experts, parameters)
+    gemm = gemm_for(up, down)
     experts_n = expert_of_rows(ends, n) if biases else None
 
-    def product(rows: Tensor, weights: Tensor, which: int) -> Tensor:
+    def product(rows: Tensor, which: int) -> Tensor:
+        weights = down if which else up
         out = multiply(gemm, rows.to(weights.dtype), None, weights, None, ends, alignment=1)
         return out if experts_n is None else out.add_(biases[which].index_select(0, experts_n))
 
+    return between_products(experts, rows_nD, product)
+
+
+def weights_and_biases(experts: Any, parameters: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The up projection [e, n, D], the down projection [e, D, F], and their biases if there are any."""
+    up, down, *biases = parameters
+    return (up.transpose(1, 2), down.transpose(1, 2), biases) if experts.is_transposed else (up, down, biases)
+
+
+def between_products(experts: Any, rows_nD: Tensor, product: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """The outputs of `product(rows, 0)`, the module's gate, and `product(rows, 1)`, in the dtype of the rows."""
     with without_autocast(rows_nD.device):
-        hidden = product(rows_nD, up, 0)
+        hidden = product(rows_nD, 0)
         hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
-        out = product(hidden, down, 1)
+        out = product(hidden, 1)
         if getattr(experts, "has_post_expert_norm", False):
             out = experts.post_expert_norm(out)
         return out.to(rows_nD.dtype)
 
 
-def _gemm_for(up: Tensor, down: Tensor) -> Gemm:
+def gemm_for(up: Tensor, down: Tensor) -> Gemm:
+    """What multiplies with these weights."""
     key = (up.dtype, up.device, up.shape, up.stride(), down.shape, down.stride())
     if key not in _gemms:
         _gemms[key] = choose("torch", up, down)

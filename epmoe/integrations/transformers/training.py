@@ -1,0 +1,96 @@
+"""A module's experts with gradients: its weights and gate, and the GEMMs of `epmoe.training`.
+
+    wants_gradients ─▶ computation ─▶ experts(rows of a round), with gradients of rows and parameters
+
+The arithmetic is that of grouped.py, with GEMMs that have gradients. A rank without rows stays in the graph: its
+parameters get gradients of 0, for which FSDP and DDP wait.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from epmoe.integrations.batches import Arrived
+from epmoe.integrations.transformers import fp8
+from epmoe.integrations.transformers.grouped import (
+    Computation,
+    between_products,
+    gemm_for,
+    local_parameters,
+    weights_and_biases,
+)
+from epmoe.training.experts import train_bias, train_gemm
+
+_GEMM_BYTES = 16  # torch's grouped GEMM wants strides of its multiples, and in a backward pass rows become columns
+
+
+def wants_gradients(experts: Any, x: Tensor, weights: Tensor) -> bool:
+    """Whether autograd wants a backward pass. Ranks agree on it, since they run the same model.
+
+    Args:
+        experts: the module.
+        x: tokens.
+        weights: of the router.
+
+    Returns:
+        Whether grad mode is on, and something requires grad.
+
+    Raises:
+        RuntimeError: it does, but the module is quantised.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    if not (x.requires_grad or weights.requires_grad or any(p.requires_grad for p in experts.parameters())):
+        return False
+    if fp8.is_quantised(experts):
+        raise RuntimeError(
+            "quantised experts have no gradients with epmoe: run under torch.inference_mode() or torch.no_grad(), or "
+            "load the checkpoint with `FineGrainedFP8Config(dequantize=True)` to train it"
+        )
+    return True
+
+
+def computation(experts: Any, parameters: list[Tensor], held: slice) -> Computation:
+    """What computes outputs of a rank's experts, with gradients.
+
+    Args:
+        experts: as of `grouped.computation`, like the other arguments; its weights are plain.
+        parameters: likewise.
+        held: likewise.
+
+    Returns:
+        The experts over rows of a round.
+    """
+    up, down, biases = weights_and_biases(experts, local_parameters(parameters, held))
+    item = up.element_size()
+    fits = all(size * item % _GEMM_BYTES == 0 for size in (*up.shape[1:], *down.shape[1:]))
+    gemm = gemm_for(up.detach(), down.detach()) if fits and len(up) else "loop"
+
+    def outputs(arrived: Arrived) -> Tensor:
+        offsets, n = arrived.expert_offsets, len(arrived.rows)
+
+        def product(rows: Tensor, which: int) -> Tensor:
+            weights = down if which else up
+            out: Tensor = train_gemm(rows.to(weights.dtype).contiguous(), weights, offsets, gemm)
+            return out + train_bias(biases[which], None, offsets, n, gemm) if biases else out
+
+        return between_products(experts, arrived.rows, product)
+
+    return Computation(outputs)
+
+
+def slices(tensors: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
+    """This rank's slice of what all ranks of a mesh have. Each gets the gradients of all slices."""
+    whole = (DTensor.from_local(tensor, mesh, [Replicate()], run_check=False) for tensor in tensors)
+    return tuple(tensor.redistribute(mesh, [Shard(0)]).to_local() for tensor in whole)
+
+
+def gathered(part: Tensor, num_tokens: int, mesh: DeviceMesh) -> Tensor:
+    """What `slices` has cut, whole again: [num_tokens, D]. Each rank's slice gets its part of the gradients."""
+    shape = (num_tokens, part.shape[1])
+    return DTensor.from_local(part.contiguous(), mesh, [Shard(0)], shape=shape, stride=(shape[1], 1)).full_tensor()

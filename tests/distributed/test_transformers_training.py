@@ -1,0 +1,288 @@
+"""Models of transformers that train with their experts spread over the ranks; under torchrun with at least 2 ranks.
+
+Beside the same model in one process, on the batches of all ranks. Gradients of parameters are reduced as transformers'
+own EP implementations leave them: FSDP divides by the ranks, and so does DDP.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+pytest.importorskip("transformers")
+
+from spread_models import DEVICE, OneLayer, both_entry_points, needs_ep, own_gpus, random_ids, single_and_spread
+from torch.nn.parallel import DistributedDataParallel
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+
+import epmoe.integrations.transformers as integration
+from epmoe import EPAbortedError
+from epmoe.cli.demo import generate as demo
+from epmoe.integrations.transformers import settings
+
+pytestmark = own_gpus
+ERROR = 1e-5
+"""Relative to the largest value, in fp32."""
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch):
+    monkeypatch.setattr(settings, "_settings", settings.Settings())
+    yield
+    integration.close()
+
+
+def assert_near(got: Tensor, want: Tensor, name: str = "") -> None:
+    error, largest = (got - want).abs().max().item(), want.abs().max().item()
+    assert error <= ERROR * largest, f"{name}: {error:.1e} of {largest:.1e}"
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def loss_of(model, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def loss_of_all(model, batches: list[Tensor]) -> Tensor:
+    return torch.stack([loss_of(model, ids) for ids in batches]).mean()
+
+
+def gradients_of(model) -> dict[str, Tensor]:
+    """Of all parameters; DDP's model has them under the names of its module."""
+    named = getattr(model, "module", model).named_parameters()
+    return {name: whole(parameter.grad) for name, parameter in named}
+
+
+def own_gradients(spread, ids: Tensor) -> list[Tensor]:
+    """Before DDP's reduction, whose order of sums changes after its first step; FSDP's stays."""
+    spread.zero_grad()
+    with spread.no_sync() if isinstance(spread, DistributedDataParallel) else nullcontext():
+        loss_of(spread, ids).backward()
+    return list(gradients_of(spread).values())
+
+
+def models(name: str, entry_point: str = "ep_implementation"):
+    single, spread = single_and_spread(name, entry_point)
+    return single, spread if entry_point == "ep_implementation" else DistributedDataParallel(spread)
+
+
+def mean_over_ranks(loss: Tensor) -> Tensor:
+    loss = loss.detach().cpu()
+    dist.all_reduce(loss)
+    return loss / dist.get_world_size()
+
+
+def check_gradients(single, spread, batches: list[Tensor], rank: int) -> None:
+    """Those of `spread` beside those of `single`."""
+    loss = loss_of(spread, batches[rank])
+    loss.backward()
+    want = loss_of_all(single, batches)
+    want.backward()
+    assert_near(mean_over_ranks(loss), want.detach().cpu())
+    expected, got = gradients_of(single), gradients_of(spread)
+    assert got.keys() == expected.keys()
+    for name, gradient in got.items():
+        assert_near(gradient, expected[name], name)
+
+
+def ragged(size: int, step: int = 0) -> list[Tensor]:
+    return [random_ids(3 + 11 * ((r + step) % size), seed=100 * step + r) for r in range(size)]
+
+
+@both_entry_points
+@pytest.mark.parametrize("max_tokens", [8, 4096])
+@pytest.mark.parametrize("name", demo.MODELS)
+def test_gradients_equal_a_single_process(name, max_tokens, entry_point, rank, size):
+    """With at most 8 tokens a round, ranks with fewer tokens take part in rounds that others need. Twice: same bits."""
+    integration.configure(max_num_tokens_per_rank=max_tokens)
+    single, spread = models(name, entry_point)
+    batches = ragged(size)
+    check_gradients(single, spread, batches, rank)
+    assert all(map(torch.equal, own_gradients(spread, batches[rank]), own_gradients(spread, batches[rank])))
+
+
+@needs_ep
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("max_tokens", [8, 4096])
+def test_gradient_checkpointing(reentrant, max_tokens, rank, size):
+    integration.configure(max_num_tokens_per_rank=max_tokens)
+    single, spread = models("qwen3_moe")
+    batch = ragged(size)[rank]
+    check_gradients(single, spread, ragged(size), rank)
+    (layers,) = integration.shared()
+    before = layers.ep.exchange.rounds.count
+    without, after = own_gradients(spread, batch), layers.ep.exchange.rounds.count
+    spread.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    spread.train()
+    if reentrant:
+        spread.enable_input_require_grads()
+    assert all(map(torch.equal, own_gradients(spread, batch), without))
+    assert 2 * (layers.ep.exchange.rounds.count - after) == 3 * (after - before)  # the forward rounds twice
+
+
+@both_entry_points
+def test_the_trainer(entry_point, size, tmp_path):
+    """With a rate that decays, clipped gradients, accumulation over two batches, and checkpoints of activations."""
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    single, spread = single_and_spread("qwen3_moe", entry_point)  # the Trainer makes DDP's model
+    steps, per_rank, accumulated = 6, 2, 2
+    examples = random_ids(12 * size * per_rank * accumulated * steps, seed=0).view(-1, 12).cpu()
+    arguments = TrainingArguments(
+        tmp_path, per_device_train_batch_size=per_rank, gradient_accumulation_steps=accumulated, max_steps=steps,
+        learning_rate=1e-3, max_grad_norm=0.5, train_sampling_strategy="sequential", logging_steps=1, report_to=[],
+        save_strategy="no", disable_tqdm=True, use_cpu=DEVICE == "cpu", gradient_checkpointing=True,
+    )  # fmt: skip
+    trainer = Trainer(spread, arguments, train_dataset=[{"input_ids": ids, "labels": ids} for ids in examples])
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    optimizer = torch.optim.AdamW(single.parameters(), lr=1e-3, weight_decay=0.0)
+    batches = examples.to(DEVICE).view(steps, -1, 12)
+    for step, (batch, entry) in enumerate(zip(batches, logged, strict=True)):
+        optimizer.param_groups[0]["lr"] = 1e-3 * (1 - step / steps)
+        optimizer.zero_grad()
+        loss = loss_of(single, batch)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(single.parameters(), 0.5)
+        optimizer.step()
+        assert abs(entry["loss"] - loss.item()) <= ERROR * loss.item()
+        assert abs(entry["grad_norm"] - norm.item()) <= 10 * ERROR * norm.item()
+
+
+@both_entry_points
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_20_steps_of_adamw(name, entry_point, rank, size):
+    integration.configure(max_num_tokens_per_rank=16)
+    single, spread = models(name, entry_point)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-4) for model in (single, spread)]
+    losses = []
+    for step in range(20):
+        batches = ragged(size, step % 2)
+        want, loss = loss_of_all(single, batches), loss_of(spread, batches[rank])
+        for each, optimizer in zip((want, loss), optimizers, strict=True):
+            optimizer.zero_grad()
+            each.backward()
+            optimizer.step()
+        losses.append((mean_over_ranks(loss).item(), want.item()))
+    for got, expected in losses:
+        assert abs(got - expected) <= ERROR * expected
+    assert losses[-1][1] < losses[1][1] - 0.1
+
+
+def layer_gradients(layer: OneLayer, which: str, inputs: list[tuple], rank: int) -> list[Tensor]:
+    """Of x, of weights and of parameters, for a loss that weights the tokens of each rank in its own way."""
+    experts = getattr(layer, which)
+    mine = inputs if which == "single" else [inputs[rank]]
+    for x, _, weights in mine:
+        x.grad = weights.grad = None
+        x.requires_grad_(), weights.requires_grad_()
+    experts.zero_grad()
+    torch.stack([experts(*one).sin().sum() for one in mine if len(one[0]) or which == "spread"]).sum().backward()
+    return [inputs[rank][0].grad, inputs[rank][2].grad, *(whole(p.grad) for p in experts.parameters())]
+
+
+@both_entry_points
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_layer_with_batches_of_any_length(dtype, entry_point, rank, size):
+    """Each rank has no tokens in some steps, also while another has 70, which take several rounds."""
+    integration.configure(max_num_tokens_per_rank=16)
+    layer = OneLayer("gpt_oss", entry_point, dtype)
+    for step in range(2 * size):
+        lengths = [(0, 1, 17, 70)[(r + step) % size % 4] for r in range(size)]
+        inputs = [layer.inputs(T, 4, seed=10 * step + r) for r, T in enumerate(lengths)]
+        got = layer_gradients(layer, "spread", inputs, rank)
+        want = layer_gradients(layer, "single", inputs, rank)
+        for i, (one, expected) in enumerate(zip(got, want, strict=True)):
+            if i < 2 and not len(inputs[rank][0]):
+                assert one.shape == inputs[rank][0 if i == 0 else 2].shape
+                continue
+            if i >= 2 and entry_point == "experts_implementation":
+                dist.all_reduce(one)  # the other ranks' experts have gradients of 0 here
+            assert (one - expected).abs().max() <= (ERROR if dtype == torch.float32 else 3e-2) * expected.abs().max()
+
+
+def test_no_rank_has_tokens(rank):
+    layer = OneLayer("qwen3_moe", "experts_implementation")
+    x, ids, weights = layer.inputs(0, 4, seed=0)
+    layer.spread(x.requires_grad_(), ids, weights).sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in layer.spread.parameters())
+
+
+@needs_ep
+def test_batch_shared_by_all_ranks(rank, size):
+    """Tensor parallel: each rank sends its slice, and gets the gradients of all slices."""
+    if demo.MODELS["qwen3_moe"]["num_key_value_heads"] % size:
+        pytest.skip("needs a number of heads that the ranks divide")
+    single, spread = single_and_spread("qwen3_moe", tp_size=size, ep_size=size)
+    ids = random_ids(13, seed=0)
+    loss_of(spread, ids).backward()
+    loss_of(single, ids).backward()
+    expected, got = gradients_of(single), gradients_of(spread)
+    for name, gradient in got.items():
+        assert_near(gradient, expected[name], name)
+
+
+@needs_ep
+@pytest.mark.parametrize("sizes", [(1, 4, 2), (2, 2, 4), (2, 2, 2)])
+def test_copies_of_experts_and_batches_shared_by_two_ranks(sizes, rank, size):
+    """FSDP adds the gradients of an expert's copies, and TP's ranks send a slice each."""
+    if size != 4:
+        pytest.skip("needs 4 ranks")
+    tp, fsdp, ep = sizes
+    single, spread = single_and_spread("qwen3_moe", tp_size=tp, fsdp_size=fsdp, ep_size=ep)
+    loss_of(spread, ragged(fsdp)[rank // tp]).backward()
+    loss_of_all(single, ragged(fsdp)).backward()
+    expected, got = gradients_of(single), gradients_of(spread)
+    for name, gradient in got.items():
+        assert_near(gradient, expected[name], name)
+
+
+@needs_ep
+def test_experts_whose_kernel_takes_pairs(rank, size, monkeypatch):
+    """Of another implementation of experts. Only the first rank has rows; the others' parameters get zeros."""
+    ExpertsInterface.register("another", grouped_mm_experts_forward)
+    layer = OneLayer("qwen3_moe", "ep_implementation")
+    inputs = [layer.inputs(9 + r, 3, seed=r) for r in range(size)]
+    inputs = [(x, ids % (layer.num_experts // size), weights) for x, ids, weights in inputs]
+    want = layer_gradients(layer, "single", inputs, rank)
+    monkeypatch.setattr(layer.spread.config, "_experts_implementation", "another")
+    got = layer_gradients(layer, "spread", inputs, rank)
+    for one, expected in zip(got, want, strict=True):
+        assert_near(one, expected)
+
+
+@needs_ep
+def test_several_nodes_are_refused(size):
+    if size % 2:
+        pytest.skip("needs two nodes of the same size")
+    integration.configure(ranks_per_node=size // 2)
+    layer = OneLayer("mixtral", "ep_implementation")
+    with pytest.raises(ValueError, match="training needs a group of one node"):
+        layer.spread(*layer.inputs(5, 2, seed=0))
+
+
+@needs_ep
+def test_error_in_the_experts_of_one_rank_keeps_the_ranks_in_step(rank, size, monkeypatch):
+    integration.configure(max_num_tokens_per_rank=8)
+    layer = OneLayer("mixtral", "ep_implementation")
+    inputs = [layer.inputs(5 + 20 * r, 2, seed=r) for r in range(size)]
+    with monkeypatch.context() as patch:
+        if rank == 0:
+
+            def broken(gate_up: Tensor) -> Tensor:
+                raise MemoryError
+
+            patch.setattr(layer.spread, "_apply_gate", broken)
+        with pytest.raises(MemoryError if rank == 0 else EPAbortedError):
+            layer.spread(*inputs[rank])
+    got, want = layer_gradients(layer, "spread", inputs, rank), layer_gradients(layer, "single", inputs, rank)
+    for one, expected in zip(got, want, strict=True):
+        assert_near(one, expected)

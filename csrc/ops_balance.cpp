@@ -74,7 +74,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> balance_plan(const Tensor& loads, con
   const double* loads_LE = checked_loads(loads);
   check_slots(slots_LP, n);
   Tensor after = empty_like_device(slots, {n.L, n.P}, ScalarType::Int);
-  Tensor shares = empty_like_device(slots, {n.L, n.P}, ScalarType::Double);
   Tensor balance = empty_like_device(slots, {n.L, 2}, ScalarType::Double);
   std::vector<int32_t> rows;
   for (int32_t i = 0; i < n.L; ++i) {
@@ -87,12 +86,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> balance_plan(const Tensor& loads, con
       rows.insert(rows.end(), {i, m.expert, m.slot, m.dropped});
     balances[1] = layer.balance();
     std::copy(layer.slots.begin(), layer.slots.end(), static_cast<int32_t*>(after.data_ptr()) + int64_t{i} * n.P);
-    auto* out = static_cast<double*>(shares.data_ptr()) + int64_t{i} * n.P;
-    for (int32_t p = 0; p < n.P; ++p) out[p] = layer.share(p);
   }
   Tensor moves = empty_like_device(slots, {static_cast<int64_t>(rows.size()) / 4, 4}, ScalarType::Int);
   std::copy(rows.begin(), rows.end(), static_cast<int32_t*>(moves.data_ptr()));
-  return {after, shares, moves, balance};
+  return {after, balance_shares(loads, after, ep_size), moves, balance};  // those that anyone computes from `after`
 }
 
 Tensor balance_fresh(const Tensor& loads, int64_t ep_size, int64_t slots_per_rank, int64_t most_copies,

@@ -44,7 +44,7 @@ class Planner {
     auto [cost, move] = best_move(layer_, kTried);
     if (cost >= enough) std::tie(cost, move) = best_move(layer_, kTriedWhenStuck);
     if (cost < enough) return {carry_out(layer_, move)};
-    return most >= 2 ? make_way(enough) : std::vector<Move>{};
+    return most >= 2 && most_copies_ >= 2 ? make_way(enough) : std::vector<Move>{};
   }
 
   bool is_reached() const { return *std::max_element(layer_.rank_load.begin(), layer_.rank_load.end()) <= limit_; }
@@ -208,17 +208,20 @@ std::vector<std::vector<int32_t>> near(const Layer& layer, const std::vector<int
 
 // The next moves towards a target, where `wanted` has the experts of each rank. A slot that does not need its expert
 // takes one that its rank wants. If only sole copies are in the way, one of them goes to a free slot for a time.
-std::vector<Candidate> towards(const Layer& layer, const std::vector<std::vector<int32_t>>& wanted) {
+std::vector<Candidate> towards(const Layer& layer, const std::vector<std::vector<int32_t>>& wanted,
+                               int32_t most_copies) {
   std::optional<Candidate> best, blocked;  // the heaviest expert for a free slot, and for one with a sole copy
   for (int32_t p = 0; p < layer.R * layer.S; ++p) {
     const auto& here = wanted[layer.rank_of(p)];
     if (std::find(here.begin(), here.end(), layer.slots[p]) != here.end()) continue;
     auto& found = layer.is_free(p) ? best : blocked;
     for (int32_t x : here)
-      if (!layer.holds(layer.rank_of(p), x) && (!found || layer.loads[x] > found->gain)) found = {layer.loads[x], x, p};
+      if (layer.copies[x] < most_copies && !layer.holds(layer.rank_of(p), x) &&
+          (!found || layer.loads[x] > found->gain))
+        found = {layer.loads[x], x, p};
   }
   if (best) return {*best};
-  if (!blocked) return {};
+  if (!blocked || most_copies == 1) return {};
   int32_t sole = layer.slots[blocked->slot];
   for (int32_t p = 0; p < layer.R * layer.S; ++p)
     if (layer.is_free(p) && layer.slots[p] != blocked->expert && !layer.holds(layer.rank_of(p), sole))
@@ -245,7 +248,7 @@ std::vector<Move> approach(Layer& layer, size_t max_moves, double goal, int32_t 
   double limit = layer.balance() + 1e-9;
   // Detours through free slots may be in vain, so what counts is a placement that misses less than all before.
   for (int32_t fewest = missing(layer), patience = layer.R; patience > 0 && now.balance() > goal; --patience) {
-    auto next = towards(now, wanted);
+    auto next = towards(now, wanted, most_copies);
     if (next.empty() || moves.size() + next.size() > max_moves) break;
     for (const Candidate& one : next) moves.push_back(carry_out(now, one));
     if (int32_t count = missing(now); count < fewest) {

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
+from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 import epmoe
 from epmoe.balance import choices, fresh, shares_of
+from epmoe.cli import app
 from epmoe.local.simulate import simulate_routing
 
 ZIPF = 1.2
@@ -230,11 +235,16 @@ def test_few_moves_are_enough(ranks, spare, most, moves):
 
 
 def test_a_fresh_placement_is_approached_where_no_move_helps():
-    """Two copies of everything: ranks 0 and 1 hold all heavy experts, and no slot is free for another copy of one."""
-    loads = torch.tensor([4.0, 4, 4, 4, 0, 0, 0, 0])
-    slots = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7], dtype=torch.int32)
-    plan = epmoe.balance(loads, slots, ep_size=4, most_copies=2)
-    assert plan.balance_before[0] == 2 and plan.balance_after[0] <= 1.03
+    """With one spare slot, swaps go through it, many of which raise no load but help only together."""
+    missed = 0
+    for seed in range(60):
+        generator = torch.Generator().manual_seed(seed)
+        loads = torch.randint(10, (15,), generator=generator)
+        slots = (torch.randperm(16, generator=generator) - 1).int()
+        target = fresh(loads, 4, 4)
+        best = epmoe.balance(loads, target, ep_size=4, max_moves=0).balance_after[0]
+        missed += epmoe.balance(loads, slots, ep_size=4).balance_after[0] > max(best, 1.03) + 0.05
+    assert missed <= 2
 
 
 def test_drifting_popularity():
@@ -297,3 +307,58 @@ def test_wrong_arguments_of_choices_are_named(changed, message):
 def test_fresh_needs_room_for_every_expert():
     with pytest.raises(ValueError, match="`slots_per_rank` must give 9 experts a slot on 2 ranks, got 4"):
         fresh(torch.ones(9), 2, 4)
+
+
+SIZES = {
+    "model": {"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 16, "intermediate_size": 32},
+    "topology": {"ep_size": 2},
+    "capacity": {"max_num_tokens_per_rank": 4},
+    "placement": {"num_redundant_experts": 2},
+}
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Runs `epmoe balance` with these options, in a folder that has a configuration."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    Path("sizes.json").write_text(json.dumps(SIZES))
+    return lambda *options: CliRunner().invoke(app, ["balance", "sizes.json", *options])
+
+
+@pytest.mark.parametrize("suffix", [".json", ".pt", ".npy"])
+def test_the_command_prints_the_plan(command, suffix):
+    loads = torch.tensor([[1.0] * 8, [9, 9, 9, 1, 1, 1, 1, 1]])
+    path = Path("loads").with_suffix(suffix)
+    if suffix == ".json":
+        path.write_text(json.dumps(loads.tolist()))
+    elif suffix == ".pt":
+        torch.save(loads, path)
+    else:
+        numpy.save(path, loads.numpy())
+    result = command("--loads", str(path), "--out", "slots.json")
+    assert result.exit_code == 0, result.output
+    slots = torch.tensor(json.loads(Path("slots.json").read_text())["slots"], dtype=torch.int32)
+    start = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 0, 1], dtype=torch.int32)
+    plan = epmoe.balance(loads, start.expand(2, -1), ep_size=2)
+    assert torch.equal(slots, plan.slots)
+    assert f"{plan.balance_before[1]:.3f}" in result.output and f"{plan.balance_after[1]:.3f}" in result.output
+    volume = len(plan.moves) * 3  # KiB: 3 · 16 · 32 numbers of 2 bytes
+    assert f"{len(plan.moves)} moves of 3.0 KiB, {volume}.0 KiB in all" in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("loads.csv", "", "`--loads` must end in .json, .pt or .npy, got loads.csv"),
+        ("loads.json", None, "`--loads` cannot be read: loads.json"),
+        ("loads.json", "{", "`--loads` must be numbers [layers, 8]: loads.json"),
+        ("loads.json", "[1, 2]", "`--loads` must be numbers [layers, 8], got [2] in loads.json"),
+        ("loads.json", "[1, 1, 1, 1, 1, 1, 1, -1]", "`loads` must be finite and at least 0"),
+    ],
+)
+def test_the_command_names_what_is_wrong(command, name, content, message):
+    if content is not None:
+        Path(name).write_text(content)
+    result = command("--loads", name)
+    assert result.exit_code == 2 and message in result.output

@@ -79,8 +79,8 @@ def balance(
         ep_size: R
         max_moves: most moves of a layer.
         goal: where moves end: the load of the busiest rank over the mean, at least 1.
-        most_copies: most copies that an expert gets, also between two moves: with 1 nothing moves. By default as many as
-            there are ranks. Experts that have more keep them.
+        most_copies: most copies that an expert gets, also between two moves: with 1 nothing moves. By default as many
+            as there are ranks. Experts that have more keep them.
         ranks_per_node: of the placement that `fresh` gives; by default one node.
 
     Returns:

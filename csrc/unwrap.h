@@ -55,6 +55,8 @@ constexpr ScalarType kScalarType<int64_t> = ScalarType::Long;
 template <>
 constexpr ScalarType kScalarType<float> = ScalarType::Float;
 template <>
+constexpr ScalarType kScalarType<double> = ScalarType::Double;
+template <>
 constexpr ScalarType kScalarType<uint8_t> = ScalarType::Byte;
 
 // The data of a contiguous tensor of T with at least `numel` elements.

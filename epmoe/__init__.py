@@ -13,6 +13,7 @@ import warnings as _warnings
 
 import torch as _torch
 
+from epmoe.balance import balance
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.config.placement import Move, Placement
 from epmoe.exchange.handles import Dispatched, Sent
@@ -68,6 +69,7 @@ __all__ = [
     "Routing",
     "SafetensorsFolder",
     "Sent",
+    "balance",
     "finalize",
     "join_group",
     "permute",

@@ -183,7 +183,7 @@ def test_the_shell_completes_commands_names_and_options(monkeypatch: pytest.Monk
         variables = {"_EPMOE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
         return CliRunner().invoke(app, env=variables, prog_name="epmoe").output.split()
 
-    assert completed("epmoe ") == ["run", "plan", "doctor", "schema", "bench"]
+    assert completed("epmoe ") == ["run", "plan", "balance", "doctor", "schema", "bench"]
     assert completed("epmoe plan cpu") == ["cpu_bench", "cpu_demo"]
     assert completed("epmoe run cpu_demo --model m") == ["mixtral"]
     assert "--nproc" in completed("epmoe run --")

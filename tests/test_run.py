@@ -41,7 +41,7 @@ def with_changes(config: Path, **changes: dict) -> Path:
     return config
 
 
-@pytest.mark.parametrize("routing", ["zipf", "adversarial"])
+@pytest.mark.parametrize("routing", ["zipf", "drift", "adversarial"])
 def test_the_layer_agrees_with_the_dense_reference(config: Path, tmp_path: Path, routing: str) -> None:
     report = tmp_path / "report.html"
     run = epmoe("run", config, "--steps", 3, "--tokens", 5, "--routing", routing, "--report", report)

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from epmoe import __version__
-from epmoe.cli import bench, doctor, plan, run
+from epmoe.cli import balance, bench, doctor, plan, run
 from epmoe.cli.console import SEE_TRACEBACK, UserError, fail, launched_rank, message_file, quiet_exit
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.exchange.health import EPError
@@ -94,5 +94,5 @@ def schema() -> None:
     typer.echo(json.dumps(EPConfig.model_json_schema(), indent=2))
 
 
-for command in (run.run, plan.plan, doctor.doctor, schema, bench.bench):
+for command in (run.run, plan.plan, balance.balance, doctor.doctor, schema, bench.bench):
     app.command()(command)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -47,7 +48,8 @@ def run_layer(
     weights = _expert_weights(config, seed, ep.device)
     logical = [ep.placement.logical(expert) for expert in ep.placement.local_experts(ep.rank)]
     experts = GroupedExperts(*(w[logical] for w in weights))
-    pool_TE = simulate_logits(  # the same on all ranks and in all rounds, so popular experts stay popular
+    pool = partial(  # the same on all ranks, and in all rounds unless it drifts, so popular experts stay popular
+        simulate_logits,
         kind,
         POOL_ROWS,
         model.num_experts,
@@ -56,10 +58,13 @@ def run_layer(
         top_groups=config.routing.top_groups,
         ep_size=ep.size,
     )
+    pool_TE = pool()
     generator = torch.Generator().manual_seed(seed + 1 + ep.rank)
     bias_E = torch.zeros(model.num_experts, device=ep.device) if config.routing.selection_bias else None
     waited_before = ep.health().waited_s
-    for _ in range(steps):
+    for n in range(steps):
+        if kind == "drift":
+            pool_TE = pool(step=n / steps)  # one order becomes another over the run
         x_TD = torch.randn(tokens, model.hidden_size, generator=generator).to(ep.device, model.torch_dtype)
         logits_TE = pool_TE[torch.randint(POOL_ROWS, (tokens,), generator=generator)].to(ep.device)
         clock = [_now(ep.device)]

@@ -7,6 +7,7 @@ and Welling, 2019).
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from epmoe.config.placement import Placement
 from epmoe.local.route import Routing
 
-Kind = Literal["uniform", "zipf", "normal", "group_limited", "hot_rank", "adversarial"]
+Kind = Literal["uniform", "zipf", "normal", "group_limited", "hot_rank", "drift", "adversarial"]
 
 _ZIPF_EXPONENT = 1.2
 _NORMAL_SIGMAS = 4.0  # the E experts span this many standard deviations to either side of the middle expert
@@ -32,6 +33,7 @@ def simulate_logits(
     top_groups: int = 4,
     ep_size: int = 4,
     hot_rank: int = 0,
+    step: float = 0,
 ) -> torch.Tensor:
     """Router logits [T, E] in `dtype`.
 
@@ -40,12 +42,15 @@ def simulate_logits(
     - normal: popularity is a bell curve over the expert ids, with its peak in the middle
     - group_limited: each token has `top_groups` of `num_expert_groups` groups; experts of the other groups are −Inf
     - hot_rank: the experts that a linear placement gives to `hot_rank` of `ep_size` have the largest logits of each row
+    - drift: as zipf, but the order of the experts moves from one permutation at a whole `step` to another at the next
     - adversarial: uniform, but half of the rows have NaN, ±Inf, huge values or ties, in one expert or in all
 
     Raises ValueError, which names the wrong argument.
     """
     if kind not in get_args(Kind):
         raise ValueError(f"`kind` must be one of {', '.join(get_args(Kind))}, got {kind!r}")
+    if not 0 <= step < math.inf:
+        raise ValueError(f"`step` must be a number of at least 0, got {step}")
     if num_tokens < 0 or num_experts < 1:
         raise ValueError(f"`num_tokens`, `num_experts` must be ≥ 0, ≥ 1, got {num_tokens}, {num_experts}")
     generator = torch.Generator().manual_seed(seed)
@@ -66,6 +71,8 @@ def simulate_logits(
         logits_TE[closed_TE] = -torch.inf
     elif kind == "hot_rank":
         logits_TE[:, Placement.build(num_experts, ep_size).local_experts(hot_rank)] += _HOT
+    elif kind == "drift":
+        logits_TE -= _ZIPF_EXPONENT * torch.log1p(_drifting_order(num_experts, seed, step))
     elif kind == "adversarial":
         _spoil_logits(logits_TE, generator)
     return logits_TE.to(dtype)
@@ -83,6 +90,7 @@ def simulate_routing(
     top_groups: int = 4,
     ep_size: int = 4,
     hot_rank: int = 0,
+    step: float = 0,
 ) -> Routing:
     """Ids [T, K] in `id_dtype` (int32 or int64) and fp32 weights [T, K]; kinds as in `simulate_logits`.
 
@@ -104,6 +112,7 @@ def simulate_routing(
         top_groups=top_groups,
         ep_size=ep_size,
         hot_rank=hot_rank,
+        step=step,
     )
     reachable = num_experts // num_expert_groups * top_groups if kind == "group_limited" else num_experts
     if not 1 <= top_k <= reachable:
@@ -114,6 +123,14 @@ def simulate_routing(
     if kind == "adversarial":
         _spoil_routing(ids_TK, weights_TK, num_experts, id_dtype, generator)
     return Routing(ids_TK.to(id_dtype), weights_TK)
+
+
+def _drifting_order(num_experts: int, seed: int, step: float) -> torch.Tensor:
+    """[E] the position of each expert in the order of popularity. Log positions of two permutations are mixed."""
+    whole = math.floor(step)
+    generators = (torch.Generator().manual_seed(1_000_003 * (seed + 1) + n) for n in (whole, whole + 1))
+    before, after = (torch.log1p(torch.randperm(num_experts, generator=g).double()) for g in generators)
+    return torch.lerp(before, after, step - whole).argsort().argsort()
 
 
 def _spoil_logits(logits_TE: torch.Tensor, generator: torch.Generator) -> None:

@@ -1,0 +1,83 @@
+// The placement of one MoE layer's experts in slots, and how its load falls on ranks. R ranks have S slots each; slot p
+// lies on rank p / S and holds a logical expert, or −1. The parts are independent of tensors and of other layers.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+namespace epmoe::cpu {
+
+constexpr int32_t kEmpty = -1;
+
+struct Move {
+  int32_t expert;
+  int32_t slot;
+  int32_t dropped;  // what the slot held, or kEmpty
+};
+
+// Slots, and the load that each of them takes. Loads must be finite and at least 0. Slots must be valid: at least one
+// copy of every expert, and no two of an expert on a rank.
+class Layer {
+ public:
+  Layer(const double* loads_E, int32_t E, const int32_t* slots_P, int32_t R, int32_t S);
+
+  // Divides each expert's load among its copies so that rank loads are as equal as they can be: the busiest rank has
+  // the least load possible, then the next one, and so on.
+  void level();
+  // Puts `expert` into `slot`, in place of what is there. Loads stay valid, but only `level` makes them equal.
+  void put(int32_t expert, int32_t slot);
+
+  int32_t rank_of(int32_t slot) const { return slot / S; }
+  bool holds(int32_t rank, int32_t expert) const;
+  // Whether the slot may take another expert: it is empty, or its expert has another copy.
+  bool is_free(int32_t slot) const { return slots[slot] == kEmpty || copies[slots[slot]] > 1; }
+  double mean() const { return total / R; }
+  // The load of the busiest rank over the mean; 1 without load.
+  double balance() const;
+  // The part of its expert's load that a slot takes; 0 for an empty one.
+  double share(int32_t slot) const;
+
+  int32_t E, R, S;
+  double total = 0;
+  std::vector<double> loads;      // [E]
+  std::vector<int32_t> slots;     // [P]
+  std::vector<int32_t> copies;    // [E] how many
+  std::vector<int32_t> first;     // [E] a slot of the expert; `next` leads to its others and back
+  std::vector<int32_t> next;      // [P]
+  std::vector<double> taken;      // [P] load
+  std::vector<double> rank_load;  // [R]
+
+ private:
+  bool shift(const std::vector<int32_t>& group, int32_t number, double level);
+  void unlink(int32_t slot);
+  void link(int32_t slot, int32_t expert);
+
+  double least;  // load below this is rounding
+  // Of `level`, kept between calls.
+  std::vector<int32_t> group_of_rank, queue, from, to;
+  std::vector<int64_t> rank_seen, expert_seen;
+  int64_t search = 0;
+};
+
+// At most `max_moves` moves, which bring the balance to `goal` or as near as they can; `layer` has carried them out and
+// is level. No expert gets more than `most_copies` copies.
+std::vector<Move> plan_moves(Layer& layer, int32_t max_moves, double goal, int32_t most_copies, int32_t ranks_per_node);
+
+// The slots [R · S] of a placement from nothing but loads. With fewer ranks per node than R, all copies of an expert
+// are on one node.
+std::vector<int32_t> fresh_slots(const double* loads_E, int32_t E, int32_t R, int32_t S, int32_t most_copies,
+                                 int32_t ranks_per_node);
+
+struct Choices {
+  int32_t* slots_EC;
+  int64_t* thresholds_EC;  // 0 to 2³²
+  int32_t C;
+};
+
+// The copies that one source rank sends to. A hash u in [0, 2³²) of a token chooses the first copy with u < threshold.
+void choose_by_shares(const int32_t* slots_P, const double* shares_P, int32_t E, int32_t R, int32_t S,
+                      int32_t ranks_per_node, int32_t source, const Choices& out);
+
+// The same for all sources: one copy of each expert, so that the rank with most chosen copies has as few as possible.
+void choose_one_copy(const int32_t* slots_P, int32_t E, int32_t R, int32_t S, const Choices& out);
+
+}  // namespace epmoe::cpu

@@ -1,0 +1,131 @@
+// Which copy of an expert a source rank sends a token to. Each source brings 1/R of an expert's load, and a copy takes
+// its share of it. Sources fill the copy of their own rank first, then copies of their node, then the others; what
+// sources and copies have left is matched in proportion.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "balance.h"
+
+namespace epmoe::cpu {
+namespace {
+
+std::vector<std::vector<int32_t>> slots_of_experts(const int32_t* slots_P, int32_t E, int32_t P) {
+  std::vector<std::vector<int32_t>> of(E);
+  for (int32_t p = 0; p < P; ++p)
+    if (slots_P[p] != kEmpty) of[slots_P[p]].push_back(p);
+  return of;
+}
+
+// Writes the row of an expert, where `parts` says how much of the source's tokens each copy gets.
+void write_row(int32_t expert, const std::vector<int32_t>& slots, const std::vector<double>& parts,
+               const Choices& out) {
+  constexpr int64_t kAll = int64_t{1} << 32;
+  size_t n = slots.size(), last = 0;
+  double sum = 0, before = 0;
+  for (size_t i = 0; i < n; ++i) {
+    sum += parts[i];
+    if (parts[i] > 0) last = i;
+  }
+  for (int32_t c = 0; c < out.C; ++c) {
+    size_t i = std::min<size_t>(c, n - 1);
+    if (c < static_cast<int32_t>(n)) before += parts[i];
+    out.slots_EC[int64_t{expert} * out.C + c] = slots[i];
+    out.thresholds_EC[int64_t{expert} * out.C + c] =
+        i >= last ? kAll : std::llround(before / sum * static_cast<double>(kAll));
+  }
+}
+
+}  // namespace
+
+void choose_by_shares(const int32_t* slots_P, const double* shares_P, int32_t E, int32_t R, int32_t S,
+                      int32_t ranks_per_node, int32_t source, const Choices& out) {
+  int32_t G = ranks_per_node, N = R / G, home = source / G;
+  auto experts = slots_of_experts(slots_P, E, R * S);
+  std::vector<double> bring(R), node_brings(N), node_takes(N);
+  for (int32_t x = 0; x < E; ++x) {
+    std::vector<int32_t>& slots = experts[x];
+    auto node_of = [&](int32_t slot) { return slot / S / G; };
+    std::stable_sort(slots.begin(), slots.end(), [&](int32_t a, int32_t b) {
+      auto distance = [&](int32_t p) { return p / S == source ? 0 : node_of(p) == home ? 1 : 2; };
+      return distance(a) < distance(b);
+    });
+    size_t n = slots.size();
+    std::vector<double> left(n), parts(n);  // what a copy can still take, and what it takes from this source
+    std::fill(bring.begin(), bring.end(), 1.0 / R);
+    std::fill(node_takes.begin(), node_takes.end(), 0.0);
+    for (size_t i = 0; i < n; ++i) {
+      int32_t rank = slots[i] / S;
+      double own = std::min(bring[rank], shares_P[slots[i]]);
+      left[i] = shares_P[slots[i]] - own, bring[rank] -= own;
+      node_takes[node_of(slots[i])] += left[i];
+      if (rank == source) parts[i] = own;
+    }
+    std::fill(node_brings.begin(), node_brings.end(), 0.0);
+    for (int32_t rank = 0; rank < R; ++rank) node_brings[rank / G] += bring[rank];
+    double abroad = 0;  // what nodes can take from others
+    for (int32_t node = 0; node < N; ++node) abroad += std::max(0.0, node_takes[node] - node_brings[node]);
+    double mine = bring[source], inside = std::min(node_brings[home], node_takes[home]);
+    double outward = node_brings[home] > 0 ? mine * (1 - inside / node_brings[home]) : 0;
+    for (size_t i = 0; i < n; ++i) {
+      int32_t node = node_of(slots[i]);
+      if (left[i] <= 0) continue;
+      if (node == home) {
+        if (node_brings[home] > 0) parts[i] += (mine - outward) * left[i] / node_takes[home];
+      } else if (abroad > 0 && outward > 0) {
+        parts[i] += outward * left[i] / node_takes[node] * std::max(0.0, node_takes[node] - node_brings[node]) / abroad;
+      }
+    }
+    for (double& part : parts)
+      if (part * R < 1e-9) part = 0;  // rounding, and less than a hash resolves
+    write_row(x, slots, parts, out);
+  }
+}
+
+void choose_one_copy(const int32_t* slots_P, int32_t E, int32_t R, int32_t S, const Choices& out) {
+  auto experts = slots_of_experts(slots_P, E, R * S);
+  std::vector<int32_t> chosen(E), active(R), from(R), queue;
+  for (int32_t x = 0; x < E; ++x) {
+    chosen[x] = *std::min_element(experts[x].begin(), experts[x].end(),
+                                  [&](int32_t a, int32_t b) { return active[a / S] < active[b / S]; });
+    ++active[chosen[x] / S];
+  }
+  // From each rank, a breadth-first search for one with at least two active experts less; experts on the path each go
+  // one rank on. When no rank finds any, the counts are as equal as they can be.
+  for (int32_t start = 0; start < R;) {
+    std::fill(from.begin(), from.end(), kEmpty);
+    queue.assign(1, start);
+    std::vector<bool> seen(R);
+    seen[start] = true;
+    int32_t end = kEmpty;
+    for (size_t head = 0; head < queue.size() && end == kEmpty; ++head) {
+      int32_t rank = queue[head];
+      for (int32_t p = rank * S; p < (rank + 1) * S && end == kEmpty; ++p) {
+        if (slots_P[p] == kEmpty || chosen[slots_P[p]] != p) continue;
+        for (int32_t q : experts[slots_P[p]]) {
+          if (seen[q / S]) continue;
+          seen[q / S] = true, from[q / S] = q;
+          queue.push_back(q / S);
+          if (active[q / S] + 2 <= active[start]) {
+            end = q / S;
+            break;
+          }
+        }
+      }
+    }
+    if (end == kEmpty) {
+      ++start;
+      continue;
+    }
+    --active[start], ++active[end];
+    for (int32_t rank = end; rank != start;) {
+      int32_t q = from[rank], x = slots_P[q];
+      rank = chosen[x] / S;
+      chosen[x] = q;
+    }
+    start = 0;
+  }
+  for (int32_t x = 0; x < E; ++x) write_row(x, {chosen[x]}, {1.0}, out);
+}
+
+}  // namespace epmoe::cpu

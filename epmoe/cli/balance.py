@@ -1,0 +1,86 @@
+"""`epmoe balance CONFIG --loads FILE`: which experts would move, and the loads of ranks before and after."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+
+from epmoe.balance import GOAL, MAX_MOVES
+from epmoe.balance import balance as plan_of
+from epmoe.bench.report import write_json
+from epmoe.cli.console import UserError, check_output, console, human_bytes, plain_table, print_table
+from epmoe.cli.launch import CONFIG, load
+from epmoe.config.config import EPConfig
+
+_SUFFIXES = (".json", ".pt", ".npy")
+
+
+def balance(
+    config: Annotated[Path, CONFIG],
+    loads: Annotated[
+        Path, typer.Option(help="Load of each expert, [layers, E] or [E]: a JSON list, a tensor (.pt) or .npy.")
+    ],
+    goal: Annotated[float, typer.Option(min=1, help="Load of the busiest rank over the mean that is enough.")] = GOAL,
+    max_moves: Annotated[int, typer.Option(min=0, help="Most moves of a layer.")] = MAX_MOVES,
+    out: Annotated[Path | None, typer.Option(help="Write the experts in all slots to this JSON file.")] = None,
+) -> None:
+    """Plan the moves of experts that give all ranks as much load, from the placement of a configuration."""
+    parsed = load(config)
+    check_output("--out", out, (".json",))
+    loads_LE = _read(loads, parsed.model.num_experts)
+    slots_LP = _slots(parsed).expand(len(loads_LE), -1)
+    try:
+        plan = plan_of(loads_LE, slots_LP, ep_size=parsed.topology.ep_size, goal=goal, max_moves=max_moves)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    moved = torch.tensor([move.layer for move in plan.moves], dtype=torch.int64).bincount(minlength=len(loads_LE))
+    table = plain_table(("layer", "before", "after", "moves"))
+    for layer, (before, after) in enumerate(zip(plan.balance_before, plan.balance_after, strict=True)):
+        table.add_row(f"{layer}", f"{before:.3f}", f"{after:.3f}", f"{int(moved[layer])}")
+    print_table(table)
+    console.print(f"\n{len(plan.moves)} moves{_volume(parsed, len(plan.moves))}; before and after are max / mean")
+    if out is not None:
+        write_json(out, {"slots": plan.slots.tolist()})
+
+
+def _read(path: Path, num_experts: int) -> Tensor:
+    """Loads [L, E]."""
+    if path.suffix.lower() not in _SUFFIXES:
+        raise UserError(f"`--loads` must end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}, got {path}")
+    try:
+        if path.suffix.lower() == ".json":
+            loads = torch.tensor(json.loads(path.read_text(encoding="utf-8")), dtype=torch.float64)
+        elif path.suffix.lower() == ".pt":
+            loads = torch.as_tensor(torch.load(path, map_location="cpu", weights_only=True))
+        else:
+            import numpy
+
+            loads = torch.from_numpy(numpy.load(path, allow_pickle=False))
+    except OSError as error:
+        raise UserError(f"`--loads` cannot be read: {path}: {error.strerror}") from None
+    except Exception as error:  # each format has errors of its own
+        raise UserError(f"`--loads` must be numbers [layers, {num_experts}]: {path}: {error}") from None
+    if loads.dim() not in (1, 2) or not loads.numel() or loads.shape[-1] != num_experts:
+        raise UserError(f"`--loads` must be numbers [layers, {num_experts}], got {list(loads.shape)} in {path}")
+    return loads.reshape(-1, num_experts)
+
+
+def _slots(config: EPConfig) -> Tensor:
+    """[P] of the configuration's placement; ranks with fewer experts have empty slots."""
+    placement = config.place_experts()
+    held = [placement.logical_experts(rank) for rank in range(config.topology.ep_size)]
+    most = max(map(len, held))
+    return torch.tensor([experts + [-1] * (most - len(experts)) for experts in held], dtype=torch.int32).flatten()
+
+
+def _volume(config: EPConfig, moves: int) -> str:
+    model = config.model
+    if model.intermediate_size is None:
+        return " (`model.intermediate_size` would tell their bytes)"
+    expert = 3 * model.hidden_size * model.intermediate_size * model.torch_dtype.itemsize
+    return f" of {human_bytes(expert)}, {human_bytes(moves * expert)} in all"

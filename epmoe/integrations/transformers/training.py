@@ -92,5 +92,5 @@ def slices(tensors: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
 
 def gathered(part: Tensor, num_tokens: int, mesh: DeviceMesh) -> Tensor:
     """What `slices` has cut, whole again: [num_tokens, D]. Each rank's slice gets its part of the gradients."""
-    shape = (num_tokens, part.shape[1])
+    shape = torch.Size((num_tokens, part.shape[1]))
     return DTensor.from_local(part.contiguous(), mesh, [Shard(0)], shape=shape, stride=(shape[1], 1)).full_tensor()

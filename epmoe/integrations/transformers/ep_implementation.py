@@ -64,10 +64,11 @@ class EpmoeEP(EPImplementation):
         ours = Computation(self._by_pairs_in_graph)
         if parameters:
             ours = training.computation(self._module, parameters, slice(self.num_local_experts))
-        batch = (x, ids, weights) if sharers == 1 else training.slices((x, ids, weights), self.tp_mesh)
+        if sharers > 1:
+            x, ids, weights = (training.sliced(tensor, self.tp_mesh) for tensor in (x, ids, weights))
         slice_tokens = -(-num_tokens // sharers)
         longest = slice_tokens if self.shares_batch else layers.longest_batch(slice_tokens, tag)
-        output = layers.run(*batch, ours.experts, longest, tag, trains=True)
+        output = layers.run(x, ids, weights, ours.experts, longest, tag, trains=True)
         return output if sharers == 1 else training.gathered(output, num_tokens, self.tp_mesh)
 
     def _by_pairs(self, arrived: Arrived) -> Tensor:

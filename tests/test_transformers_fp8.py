@@ -146,7 +146,7 @@ def test_other_formats_are_refused_by_name(change, message):
 
 def test_weights_that_require_grad_are_an_error_in_grad_mode():
     experts = module().requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"experts have no gradients .* inference_mode.*\(dequantize=True\)"):
+    with pytest.raises(RuntimeError, match=r"experts have no gradients .*inference_mode.*\(dequantize=True\)"):
         experts(*tokens_for(E))
 
 

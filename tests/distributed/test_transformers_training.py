@@ -97,7 +97,7 @@ def ragged(size: int, step: int = 0) -> list[Tensor]:
 
 
 @both_entry_points
-@pytest.mark.parametrize("max_tokens", [8, 4096])
+@pytest.mark.parametrize("max_tokens", [8, pytest.param(4096, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", demo.MODELS)
 def test_gradients_equal_a_single_process(name, max_tokens, entry_point, rank, size):
     """With at most 8 tokens a round, ranks with fewer tokens take part in rounds that others need. Twice: same bits."""
@@ -158,7 +158,7 @@ def test_the_trainer(entry_point, size, tmp_path):
 
 
 @both_entry_points
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_20_steps_of_adamw(name, entry_point, rank, size):
     integration.configure(max_num_tokens_per_rank=16)
     single, spread = models(name, entry_point)

@@ -11,9 +11,9 @@ As an experts function (transformers ≥ 5.17): each rank holds all weights and 
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="epmoe")
 
 Every rank may bring its own batch, of any length, also an empty one. A rank that finishes `generate` early must keep
-stepping: the EP implementation does so by default, and the experts function needs `synced_gpus=True`. Inference only,
-under `torch.no_grad()`, because torch's FSDP refuses inference mode. All layers share one `ExpertParallel`; see
-`configure`, `close` and `shared`.
+stepping: the EP implementation does so by default, and the experts function needs `synced_gpus=True`. Serve under
+`torch.no_grad()`, because torch's FSDP refuses inference mode. With gradients both train: see docs/training.md. All
+layers share one `ExpertParallel`; see `configure`, `close` and `shared`.
 
 With `configure(static=True)` the host looks at no count, and forward passes can be compiled and captured into CUDA
 graphs:
@@ -25,6 +25,7 @@ graphs:
     experts_function.py   the experts function
     ep_implementation.py  the EP implementation
     grouped.py            a module's experts over expert-major rows
+    training.py           the same with gradients
     fp8.py                experts that transformers has quantised to fp8, as `GroupedExperts`
     graphs.py             a layer of experts as one operator, in static mode
 """

@@ -65,7 +65,7 @@ class EpmoeEP(EPImplementation):
         if parameters:
             ours = training.computation(self._module, parameters, slice(self.num_local_experts))
         if sharers > 1:
-            x, ids, weights = training.slices((x, ids, weights), self.tp_mesh)
+            x, ids, weights = (training.sliced(tensor, self.tp_mesh) for tensor in (x, ids, weights))
         slice_tokens = -(-num_tokens // sharers)
         longest = slice_tokens if self.shares_batch else layers.longest_batch(slice_tokens, tag)
         output = layers.run(x, ids, weights, ours.experts, longest, tag, trains=True)

@@ -84,13 +84,13 @@ def computation(experts: Any, parameters: list[Tensor], held: slice) -> Computat
     return Computation(outputs)
 
 
-def slices(tensors: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
-    """This rank's slice of what all ranks of a mesh have. Each gets the gradients of all slices."""
-    whole = (DTensor.from_local(tensor, mesh, [Replicate()], run_check=False) for tensor in tensors)
-    return tuple(tensor.redistribute(mesh, [Shard(0)]).to_local() for tensor in whole)
+def sliced(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's slice of what all ranks of a mesh have. Each rank gets the gradients of all slices."""
+    whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    return whole.redistribute(mesh, [Shard(0)]).to_local()
 
 
 def gathered(part: Tensor, num_tokens: int, mesh: DeviceMesh) -> Tensor:
-    """What `slices` has cut, whole again: [num_tokens, D]. Each rank's slice gets its part of the gradients."""
+    """What `sliced` has cut, whole again: [num_tokens, D]. Each rank's slice gets its part of the gradients."""
     shape = torch.Size((num_tokens, part.shape[1]))
     return DTensor.from_local(part.contiguous(), mesh, [Shard(0)], shape=shape, stride=(shape[1], 1)).full_tensor()

@@ -23,6 +23,7 @@ from epmoe.local.quantize import dequantize_rows
 from epmoe.native.arguments import check_forward_only
 from epmoe.service import ExpertParallel
 from epmoe.training import Exchange
+from epmoe.training.exchange import Routed
 
 now: Callable[[], float] = time.perf_counter
 """The clock of `SharedExpertParallel.seconds`. `epmoe.cli.demo.clock` sets one that waits for the GPU."""
@@ -175,8 +176,7 @@ class SharedExpertParallel:
             while not outputs or self._has_more_rounds(len(outputs), longest):
                 taken, whole = len(outputs), own == 1 and not outputs  # three slices cost the host 5 µs
                 x, ids, weights = batch if whole else (tensor[taken * M : (taken + 1) * M] for tensor in batch)
-                carry = self._training_round if trains else self._round
-                outputs.append(carry(x, ids, weights, experts, longest, tag, aligned, more=taken + 1 < own))
+                outputs.append(self._round(x, ids, weights, experts, longest, tag, aligned, trains, taken + 1 < own))
         except EPMismatchError:  # all ranks raise it
             raise
         except BaseException:
@@ -211,37 +211,26 @@ class SharedExpertParallel:
         longest: int | None,
         tag: int,
         aligned: bool,
+        trains: bool,
         more: bool,
     ) -> Tensor:
+        routed: Dispatched | Routed
         with self.ep.exchange.aborting():
             with self._timed("dispatch"), self.ep.exchange.rounds.sending(more if longest is None else None):
-                padded = self._padded_tokens(longest)
-                dispatched = self.ep.dispatch(x, ids, weights, padded_tokens=padded, tag=tag, aligned=aligned)
+                if trains:
+                    routed = self.exchange.dispatch(x, ids, weights, tag=tag, aligned=aligned)
+                else:
+                    padded = self._padded_tokens(longest)
+                    routed = self.ep.dispatch(x, ids, weights, padded_tokens=padded, tag=tag, aligned=aligned)
             with self._timed("experts"):
                 most_tokens = (self.ep.size - 1) * self._most_tokens(longest) + x.shape[0]
-                outputs = experts(self._arrived(dispatched, most_tokens * ids.shape[1]))
-                check_forward_only(outputs)
+                outputs = experts(self._arrived(routed, most_tokens * ids.shape[1]))
+                if not trains:
+                    check_forward_only(outputs)
             with self._timed("combine"):
-                return self.ep.combine(outputs, dispatched)
-
-    def _training_round(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        experts: Experts,
-        longest: int | None,
-        tag: int,
-        aligned: bool,
-        more: bool,
-    ) -> Tensor:
-        with self.ep.exchange.aborting():
-            with self._timed("dispatch"), self.ep.exchange.rounds.sending(more if longest is None else None):
-                routed = self.exchange.dispatch(x, ids, weights, tag=tag, aligned=aligned)
-            with self._timed("experts"):
-                outputs = experts(Arrived(routed.rows, None, routed.expert_offsets, {}, x.dtype))
-            with self._timed("combine"):
-                return self.exchange.combine(outputs, routed)
+                if isinstance(routed, Routed):
+                    return self.exchange.combine(outputs, routed)
+                return self.ep.combine(outputs, routed)
 
     def _padded_tokens(self, longest: int | None) -> int:
         return self.ep.config.padded_tokens(self._most_tokens(longest))
@@ -270,13 +259,15 @@ class SharedExpertParallel:
         """The most tokens of a rank in a round."""
         return self._max_tokens if longest is None else min(longest, self._max_tokens)
 
-    def _arrived(self, dispatched: Dispatched, most_pairs: int) -> Arrived:
+    def _arrived(self, routed: Dispatched | Routed, most_pairs: int) -> Arrived:
         """The rows that arrived, if all sources together have sent at most `most_pairs` pairs of a token and an expert.
 
         On the CPU these rows only. On GPUs the host does not know how many they are: as much padding follows them as
-        the host must expect.
+        the host must expect. In rounds with gradients the exchange has counted them.
         """
-        d, ep = dispatched, self.ep
+        if isinstance(routed, Routed):
+            return Arrived(routed.rows, None, routed.expert_offsets, {}, routed.rows.dtype)
+        d, ep = routed, self.ep
         if ep.device.type == "cpu":
             n = int(d.expert_offsets[-1])
         else:

@@ -15,7 +15,7 @@ from epmoe.local import deep_gemm
 from epmoe.local.grouped_gemm import Gemm, choose, expert_of_rows, multiply
 from epmoe.local.quantize import dequantize_rows, quantize_fp8
 from epmoe.native import ops
-from epmoe.native.arguments import FLOATS, FP8, check_forward_only, check_tensor, dtype_name
+from epmoe.native.arguments import FLOATS, FP8, check_forward_only, check_tensor, dtype_name, wants_gradients
 from epmoe.native.formats import SCALE_BLOCK
 
 DTYPES = (*FLOATS, torch.float64, FP8)
@@ -198,7 +198,7 @@ class GroupedExperts(nn.Module):
         check_tensor("rows", rows_ND, (dtype,), ("N", D), device)
         check_tensor("expert_offsets", expert_offsets, (torch.int32,), (e + 1,), device)
         check_forward_only(rows_ND)
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+        if wants_gradients(self.parameters()):
             raise RuntimeError(
                 "these GroupedExperts are forward only, but a parameter requires grad: epmoe.training.GroupedExperts "
                 "have gradients; for inference run under torch.inference_mode() or torch.no_grad()"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -51,15 +51,17 @@ def _must_be(name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | str
     return f"`{name}` must be {wanted}, got {describe(value)}"
 
 
+def wants_gradients(inputs: Iterable[Tensor]) -> bool:
+    """Whether autograd needs a backward pass of what is computed from these. Without grad mode it looks at none."""
+    return torch.is_grad_enabled() and any(value.requires_grad for value in inputs)
+
+
 def check_forward_only(*inputs: Tensor) -> None:
     """Raises RuntimeError if autograd would need a backward, which no stage has."""
-    if not torch.is_grad_enabled():
-        return
-    for value in inputs:
-        if value.requires_grad:
-            raise RuntimeError(
-                "epmoe is forward only, but an input requires grad: run under torch.inference_mode() or torch.no_grad()"
-            )
+    if wants_gradients(inputs):
+        raise RuntimeError(
+            "epmoe is forward only, but an input requires grad: run under torch.inference_mode() or torch.no_grad()"
+        )
 
 
 def contiguous_rows(x: Tensor) -> Tensor:

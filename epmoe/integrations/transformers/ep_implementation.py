@@ -35,7 +35,7 @@ class EpmoeEP(EPImplementation):
 
     def _forward(self, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         layers = share(x, ids, self.num_local_experts * self.ep_mesh.size(), self.ep_mesh.get_group())
-        if training.wants_gradients(self._module, x, weights):
+        if training.trains(self._module, x, weights):
             return self._train(layers, parameters, x, ids, weights)
         if layers.static:
             if not parameters:
@@ -59,7 +59,7 @@ class EpmoeEP(EPImplementation):
     def _train(
         self, layers: SharedExpertParallel, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
-        layers.exchange  # noqa: B018  raises where epmoe does not train
+        _ = layers.exchange  # raises where epmoe does not train
         num_tokens, tag, sharers = x.shape[0], layers.tag_of(self), self.tp_mesh.size()
         ours = Computation(self._by_pairs_in_graph)
         if parameters:

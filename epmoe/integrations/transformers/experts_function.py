@@ -26,10 +26,10 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 
 def _forward(module: Any, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    layers, trains = share(x, ids, module.num_experts), training.wants_gradients(module, x, weights)
+    layers, trains = share(x, ids, module.num_experts), training.trains(module, x, weights)
     owned = layers.ep.placement.local_experts(layers.ep.rank)  # in one block
     if trains:
-        layers.exchange  # noqa: B018  raises where epmoe does not train
+        _ = layers.exchange  # raises where epmoe does not train
     elif layers.static:
         allow_in_graphs(module, _forward)
     first, tag = owned[0] if owned else 0, layers.tag_of(module)

@@ -8,6 +8,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from epmoe.native.arguments import wants_gradients
 from epmoe.opaque import Forward, ModuleLayer
 
 _layers: WeakSet[ModuleLayer] = WeakSet()
@@ -18,8 +19,7 @@ def call(module: Any, forward: Forward, parameters: list[Tensor], x: Tensor, ids
     if not torch.compiler.is_compiling():
         return forward(module, parameters, x, ids, weights)
     layer = _layer_of(module)
-    trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, weights, *parameters))
-    if layer is None or trains:  # the operator has no gradients
+    if layer is None or wants_gradients((x, weights, *parameters)):  # the operator has no gradients
         return _outside_of_graphs(module, forward, parameters, x, ids, weights)
     return layer(x, ids, weights, parameters)
 

@@ -1,6 +1,6 @@
 """A module's experts with gradients: its weights and gate, and the GEMMs of `epmoe.training`.
 
-    wants_gradients ─▶ computation ─▶ experts(rows of a round), with gradients of rows and parameters
+    trains ─▶ computation ─▶ experts(rows of a round), with gradients of rows and parameters
 
 The arithmetic is that of grouped.py, with GEMMs that have gradients. A rank without rows stays in the graph: its
 parameters get gradients of 0, for which FSDP and DDP wait.
@@ -8,6 +8,7 @@ parameters get gradients of 0, for which FSDP and DDP wait.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,12 +25,13 @@ from epmoe.integrations.transformers.grouped import (
     local_parameters,
     weights_and_biases,
 )
+from epmoe.native.arguments import wants_gradients
 from epmoe.training.experts import train_bias, train_gemm
 
 _GEMM_BYTES = 16  # torch's grouped GEMM wants strides of its multiples, and in a backward pass rows become columns
 
 
-def wants_gradients(experts: Any, x: Tensor, weights: Tensor) -> bool:
+def trains(experts: Any, x: Tensor, weights: Tensor) -> bool:
     """Whether autograd wants a backward pass. Ranks agree on it, since they run the same model.
 
     Args:
@@ -43,9 +45,7 @@ def wants_gradients(experts: Any, x: Tensor, weights: Tensor) -> bool:
     Raises:
         RuntimeError: it does, but the module is quantised.
     """
-    if not torch.is_grad_enabled():
-        return False
-    if not (x.requires_grad or weights.requires_grad or any(p.requires_grad for p in experts.parameters())):
+    if not wants_gradients(chain((x, weights), experts.parameters())):
         return False
     if fp8.is_quantised(experts):
         raise RuntimeError(

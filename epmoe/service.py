@@ -61,8 +61,7 @@ class ExpertParallel(Resumable):
         self.device = device_of(config, device)
         with torch.inference_mode(False):  # otherwise graphs outside inference mode could not take it
             self.order = torch.zeros(1, dtype=torch.uint8, device=self.device)  # see epmoe/opaque.py
-        of_layers = {"nan_rows", "selection_bias", "logit_bias"}
-        self._routing = config.routing.model_dump(exclude=of_layers)  # options of `epmoe.route`
+        self._routing = config.routing.options
         self._needs_bias = config.routing.selection_bias
         self._layer_numbers = itertools.count(1)  # rounds without a tag have 0
         peers = Peers.of(group_of(group), config.exchange.warmup_timeout_s)

@@ -71,6 +71,11 @@ class RoutingConfig(Strict):
     """What a `MoELayer` returns for a token whose scores are undefined, by NaN or under softmax by +Inf: the sum of
     what `route` chose, which is zeros under softmax; or NaN, for whoever looks for the cause."""
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of `epmoe.route`. The other keys are for whoever calls it."""
+        return self.model_dump(exclude={"nan_rows", "selection_bias", "logit_bias"})
+
 
 class TopologyConfig(Strict):
     """The ranks that share the experts."""

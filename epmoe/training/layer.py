@@ -64,7 +64,7 @@ class MoELayer(nn.Module):
         self.router_weight = nn.Parameter(router_weight)
         self.register_buffer("bias", bias)
         self.tag = exchange.ep.new_tag() if tag is None else tag
-        self._routing = config.routing.model_dump(exclude={"nan_rows", "selection_bias", "logit_bias"})
+        self._routing = config.routing.options
 
     def forward(self, x: Tensor, num_tokens: int | Tensor | None = None) -> Tensor:
         """x [T, D] of this rank's tokens, or [B, T, D] of B·T tokens → y of the same shape and dtype.

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from epmoe.config.placement import is_int
 from epmoe.native import ops
 from epmoe.native.arguments import describe
 
@@ -90,7 +91,7 @@ def balance(
         ValueError: an argument is out of range, an expert has no slot or two on a rank; the error names it.
     """
     loads_LE, slots_LP = _loads(loads), _slots(slots, loads, ep_size)
-    if not _is_int(max_moves) or not 0 <= max_moves <= _ANY:
+    if not is_int(max_moves) or not 0 <= max_moves <= _ANY:
         raise ValueError(f"`max_moves` must be an integer of at least 0, got {max_moves!r}")
     if not isinstance(goal, int | float) or not 1 <= goal < math.inf:
         raise ValueError(f"`goal` must be a number of at least 1, got {goal!r}")
@@ -167,10 +168,10 @@ def choices(
     slots_LP = _slots(slots, torch.empty((*slots.shape[:-1], num_experts)), ep_size)
     if shares.shape != slots.shape or shares.dtype != torch.float64:
         raise ValueError(f"`shares` must be float64 {list(slots.shape)}, as `slots`, got {describe(shares)}")
-    if not _is_int(source) or not 0 <= source < ep_size:
+    if not is_int(source) or not 0 <= source < ep_size:
         raise ValueError(f"`source` must be a rank from 0 to {ep_size - 1}, got {source!r}")
     most = int(_num_copies(slots_LP, num_experts).max())
-    if most_copies is not None and (not _is_int(most_copies) or most_copies < most):
+    if most_copies is not None and (not is_int(most_copies) or most_copies < most):
         raise ValueError(f"`most_copies` must be at least {most}, as an expert has so many, got {most_copies!r}")
     found = ops.balance_choices(
         slots_LP,
@@ -213,7 +214,7 @@ def fresh(
     """
     loads_LE = _loads(loads)
     _positive("ep_size", ep_size)
-    if not _is_int(slots_per_rank) or not loads_LE.shape[1] <= slots_per_rank * ep_size <= _ANY:
+    if not is_int(slots_per_rank) or not loads_LE.shape[1] <= slots_per_rank * ep_size <= _ANY:
         raise ValueError(
             f"`slots_per_rank` must give {loads_LE.shape[1]} experts a slot on {ep_size} ranks, got {slots_per_rank!r}"
         )
@@ -282,9 +283,5 @@ def _node(ranks_per_node: int | None, ep_size: int) -> int:
 
 
 def _positive(name: str, value: object) -> None:
-    if not _is_int(value) or not 1 <= value <= _ANY:  # type: ignore[operator]
+    if not is_int(value) or not 1 <= value <= _ANY:
         raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

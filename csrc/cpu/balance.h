@@ -58,8 +58,8 @@ class Layer {
   int64_t search = 0;
 };
 
-// At most `max_moves` moves, which bring the balance to `goal` or as near as they can; `layer` has carried them out and
-// is level. No expert gets more than `most_copies` copies.
+// At most `max_moves` moves, which bring the balance to `goal` or as near as they can. `layer` is level, before and
+// after it has carried them out. No expert gets more than `most_copies` copies.
 std::vector<Move> plan_moves(Layer& layer, int32_t max_moves, double goal, int32_t most_copies, int32_t ranks_per_node);
 
 // The slots [R · S] of a placement from nothing but loads. With fewer ranks per node than R, all copies of an expert

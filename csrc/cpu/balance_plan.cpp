@@ -264,7 +264,6 @@ std::vector<Move> approach(Layer& layer, size_t max_moves, double goal, int32_t 
 
 std::vector<Move> plan_moves(Layer& layer, int32_t max_moves, double goal, int32_t most_copies,
                              int32_t ranks_per_node) {
-  layer.level();
   std::vector<Move> moves;
   Planner planner(layer, goal, most_copies);
   auto left = [&] { return max_moves - static_cast<int32_t>(moves.size()); };

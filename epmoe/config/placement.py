@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeGuard
 
 import torch
 
@@ -65,7 +65,7 @@ class Placement:
             ("ep_size", ep_size, 1),
             ("num_redundant_experts", num_redundant_experts, 0),
         ):
-            if not _is_int(value) or value < least:
+            if not is_int(value) or value < least:
                 raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}")
         if (assignment is None) == (strategy == "explicit"):
             raise ValueError(
@@ -87,7 +87,7 @@ class Placement:
         if len(owners) != physical:
             raise ValueError(f"`assignment` must be {physical} ranks, one per physical expert, got {len(owners)}")
         for p, rank in enumerate(owners):
-            if not _is_int(rank) or not 0 <= rank < ep_size:
+            if not is_int(rank) or not 0 <= rank < ep_size:
                 raise ValueError(f"`assignment[{p}]` must be a rank from 0 to {ep_size - 1}, got {rank!r}")
         if copied_experts is None:
             return cls(num_experts, ep_size, owners)
@@ -282,11 +282,12 @@ class Placement:
         return tuple(map(tuple, copies))
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether the value is an integer; a bool is none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _in_range(name: str, value: int, end: int) -> int:
-    if not _is_int(value) or not 0 <= value < end:
+    if not is_int(value) or not 0 <= value < end:
         raise ValueError(f"`{name}` must be an integer from 0 to {end - 1}, got {value!r}")
     return value

@@ -74,7 +74,7 @@ def random_experts(config: EPConfig, rank: int, device: torch.device, precision:
         for name, (n, k) in shapes.items():
             drawn = torch.randn(n, k, generator=generator, device=device) / k**0.5
             if fp8:
-                weights[name][i], scales[name][i] = _quantised(drawn)
+                weights[name][i], scales[name][i] = quantised(drawn)
             else:
                 weights[name][i] = drawn
     gemm = {Precision.PLAIN: "torch", Precision.PLAIN_DEEP_GEMM: "deep_gemm", Precision.FP8: "auto"}[precision]
@@ -238,7 +238,7 @@ def _shapes(config: EPConfig) -> dict[str, tuple[int, int]]:
     return {"gate_up": (2 * f, D), "down": (D, f)}
 
 
-def _quantised(weights: Tensor) -> tuple[Tensor, Tensor]:
+def quantised(weights: Tensor) -> tuple[Tensor, Tensor]:
     """fp8 [n, k] and a scale for each block of 128 × 128."""
     n, k = weights.shape
     blocks = weights.view(n // SCALE_BLOCK, SCALE_BLOCK, k // SCALE_BLOCK, SCALE_BLOCK)

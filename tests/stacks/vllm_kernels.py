@@ -26,6 +26,7 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import (
 )
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
 
+from epmoe.bench.layer_sides import quantised
 from epmoe.integrations.vllm.experts import EpmoeExperts, grouped
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 
@@ -63,7 +64,9 @@ class Weights:
             for w, s in zip(weights, scales, strict=True):
                 drawn = torch.randn(w.shape[1:], generator=generator, device=device) * w.shape[-1] ** -0.5
                 if fp8:
-                    w[expert], s[expert] = _quantised(drawn, generator)
+                    w[expert], scale = quantised(drawn)
+                    # Blocks that differ, so that the scale of none passes for another's.
+                    s[expert] = scale * (0.5 + torch.rand(scale.shape, generator=generator, device=device))
                 else:
                     w[expert] = drawn
         return cls(*weights, *(scales if fp8 else ()))
@@ -78,14 +81,6 @@ class Weights:
         if self.w1_scale is None:
             return FUSED_MOE_UNQUANTIZED_CONFIG
         return fp8_w8a8_moe_quant_config(self.w1_scale, self.w2_scale, block_shape=[BLOCK, BLOCK])
-
-
-def _quantised(w: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """fp8 [n, k] and the scales of its blocks. These differ, so that none passes for another."""
-    blocks = w.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    scales = blocks.abs().amax((1, 3)) / torch.finfo(FP8).max
-    q = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1).to(FP8)
-    return q, scales * (0.5 + torch.rand(scales.shape, generator=generator, device=w.device))
 
 
 def moe_config(model: Model, rank: int, size: int, max_tokens: int, device: torch.device) -> FusedMoEConfig:

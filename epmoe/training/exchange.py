@@ -61,9 +61,9 @@ class Exchange:
     rounds, in the same order, also those without tokens or experts: a loss that contains y, even an empty one, is
     enough.
 
-    Several layers may share one Exchange; each dispatch takes its number as `tag`. Of two parallel branches of a graph
-    each needs an Exchange of its own, and so do two micro-batches of which one runs forward while the other runs
-    backward: see docs/training.md.
+    Several layers may share one Exchange, also in parallel branches of a graph; each dispatch has its number as `tag`.
+    autograd runs the backward pass of the layer that ran last first, and ends it before the next one. Two micro-batches
+    of which one runs forward while the other runs backward need an Exchange each: see docs/training.md.
 
     Args:
         ep: of one node, with rows and sums in their own dtype.

@@ -123,14 +123,21 @@ def train_combine_backward(
     aligned: bool,
     number: int,
     generation: int,
+    ends_here: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the rows [N, D] and of their weights fp32 [N] or [0], and of the link. Opens a round."""
+    """Gradients of the rows [N, D] and of their weights fp32 [N] or [0], and of the link. Opens a round.
+
+    A round that `ends_here` is aborted at once, since dispatch's part of the pass does not run.
+    """
     directions = find(number)
     directions.check_generation(generation)
     pairs = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, tag, aligned)
     grad_rows = directions.backward.out(grad_y, pairs, num_rows, adds_only=True, returns_values=True).rows
-    with suppress(RuntimeError):  # not called by the engine
-        torch.autograd.Variable._execution_engine.queue_callback(EndOfPass(directions.backward))
+    if ends_here:
+        directions.backward.exchange.abort(None)
+    else:
+        with suppress(RuntimeError):  # not called by the engine
+            torch.autograd.Variable._execution_engine.queue_callback(EndOfPass(directions.backward))
     none = grad_y.new_empty(0, dtype=torch.float32)
     if expert_rows is None or row_weights is None:
         return grad_rows, none, none.new_empty(0)
@@ -184,11 +191,14 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     # Where a checkpoint computes again, it stops at the last tensor that is saved: that of a closed round.
     ctx.save_for_backward(*saved, ids, weights, num_tokens)
     ctx.num_rows, ctx.generation = expert_rows.shape[0], find(ctx.number).generation
+    ctx.dispatch = link.grad_fn
 
 
 def _combine_gradients(ctx: Any, grad_y: Tensor) -> Any:
     *saved, ids, weights, num_tokens = ctx.saved_tensors
-    rest = ctx.num_real, ctx.num_rows, ctx.tag, ctx.aligned, ctx.number, ctx.generation
+    # Where the experts alone are asked for, no gradient of the link is. A next round must not find this one open.
+    ends_here = ctx.dispatch is not None and not torch._C._will_engine_execute_node(ctx.dispatch)
+    rest = ctx.num_real, ctx.num_rows, ctx.tag, ctx.aligned, ctx.number, ctx.generation, ends_here
     rows, row_weights, link = train_combine_backward(grad_y, *saved, ids, weights, num_tokens, *rest)
     return rows, row_weights if saved[1] is not None else None, link, *(None,) * 7
 

@@ -91,6 +91,17 @@ def test_a_part_of_the_gradients_leaves_no_round_open(exchange, inputs):
     assert torch.equal(part, gradients(loss, x, layer.scale)[1]) and closed(exchange)
 
 
+def test_gradients_of_the_experts_alone_of_parallel_branches(exchange, inputs):
+    """No round of such a pass needs dispatch's part, and the first one must not stand in the way of the second."""
+    x, ids, weights = inputs
+    layers = [Layer(exchange, tag) for tag in (1, 2)]
+    scales = [layer.scale for layer in layers]
+    loss = (layers[0](x, ids, weights) * layers[1](x, ids, weights)).sum()
+    alone, rounds = gradients(loss, *scales, retain_graph=True), exchange.ep.exchange.rounds.count
+    assert all(map(torch.equal, alone, gradients(loss, x, *scales)[1:]))
+    assert exchange.ep.exchange.rounds.count == rounds + 2 and closed(exchange)
+
+
 def test_an_exception_in_a_backward_pass_reaches_the_other_ranks(exchange, inputs, rank):
     """Rank 0 raises between combine's part and dispatch's; the others learn of it in place of a gradient."""
     x, ids, weights = inputs

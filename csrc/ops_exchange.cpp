@@ -49,6 +49,15 @@ Exchange exchange_of(const ExchangeDescriptor& d, const Tensor& window, const Te
   return exchange;
 }
 
+// Where experts move, each layer has tables and totals of its own.
+void choose_layer(ExchangePlan& plan, int64_t tag, int64_t T) {
+  if (!plan.layers) return;
+  STD_TORCH_CHECK(tag >= 1 && tag <= plan.layers, "the tag must be from 1 to ", plan.layers, ", got ", tag);
+  int64_t table = 2 * (tag - 1) + (T > plan.few_tokens);
+  plan.table_copies += table * plan.E * plan.copies * static_cast<int64_t>(sizeof(int32_t));
+  plan.health_tokens_per_expert += (tag - 1) * plan.num_local_experts * static_cast<int64_t>(sizeof(int64_t));
+}
+
 // Launches one or both phases of a stage, in the order of the calls, whichever streams these are made on. Notes for the
 // host what was launched; the CPU kernels note their phases themselves.
 template <typename Args, typename Launch>
@@ -64,7 +73,10 @@ void launch_in_order(const Exchange& exchange, const Args& args, const Tensor& l
   progress->phases += args.send + args.receive;
 }
 
-void launch_dispatch(const Exchange& exchange, const DispatchArgs& args, const Tensor& x) {
+void launch_dispatch(Exchange exchange, const DispatchArgs& args, const Tensor& x) {
+  auto* progress = x.is_cuda() ? reinterpret_cast<const Progress*>(exchange.status + 1)
+                               : &reinterpret_cast<const RoundState*>(exchange.scratch + exchange.plan.state)->progress;
+  choose_layer(exchange.plan, progress->tag, args.T);
   if (x.is_cuda())
     return launch_in_order(exchange, args, x, [&](const cuda::Api& api, cuda::Stream stream) {
       return api.dispatch(exchange, args, stream);

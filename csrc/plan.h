@@ -32,6 +32,8 @@ struct ExchangePlan {
   int64_t scale_blocks;          // scales between slots of recv_scales
   int64_t combine_scale_blocks;  // scales between slots of combine_scales: multiples of 16 bytes
   int64_t most_local_experts;    // the largest num_local_experts of any rank
+  int64_t layers;                // whose experts move: table_copies has quotas for each of them; 0: experts stay
+  int64_t few_tokens;            // most tokens of a call that takes the first of a layer's two tables of quotas
   // Sizes that only the CUDA kernels use.
   int64_t num_sms;              // multiprocessors that a kernel may use, at most
   int64_t ll_max_tokens;        // tokens of a call up to which its source uses the LL protocol: slots of an ll_ slab
@@ -77,7 +79,7 @@ struct ExchangePlan {
   // Tables: the host writes them once, dispatch reads them.
   int64_t table_expert_map;   // int32 [P]: local index of a physical expert, -1 if another rank owns it; CPU only
   int64_t table_owners;       // int32 [P]: rank of a physical expert
-  int64_t table_copies;       // int32 [E, copies]: physical experts of a logical expert
+  int64_t table_copies;       // int32 [E, copies]: physical experts of a logical expert; or quotas [layers, 2, E, copies]
   int64_t table_num_copies;   // int32 [E]: number of physical experts of a logical expert
   int64_t table_sentinels;    // int32 [R]: for each rank a valid id that another rank owns, P if there is none
   int64_t table_local_index;  // int32 [P]: local index of a physical expert on its owner; CUDA only

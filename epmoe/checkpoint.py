@@ -30,10 +30,12 @@ class _Layer(NamedTuple):
     """Of the tensors [e, …], behind `prefix`."""
     extra: str
     """The key of `get_extra_state`."""
+    tag: int
 
     @property
     def held(self) -> list[int]:
-        return self.ep.placement.logical_experts(self.ep.rank)
+        """−1 for an empty slot."""
+        return self.ep.logical_experts(self.tag)
 
 
 def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str, Any]:
@@ -59,7 +61,7 @@ def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str
         if layer.ep.size > 1 and layer.ep.group is None:
             raise EPStateError("this ExpertParallel is closed: its ranks have no group any more")
         for name in layer.names:
-            state[layer.prefix + name] = _gather(state[layer.prefix + name], layer.ep, cpu_offload)
+            state[layer.prefix + name] = _gather(state[layer.prefix + name], layer, cpu_offload)
         if layer.extra in state:
             state[layer.extra] = torch.arange(layer.ep.placement.num_experts, dtype=torch.int32)
     if not cpu_offload:
@@ -152,14 +154,15 @@ def load(module: nn.Module, folder: str | os.PathLike[str]) -> None:
     for layer in layers:
         for name in layer.names:
             for row, x in zip(state[layer.prefix + name], layer.held, strict=True):
-                row.copy_(sharded[_key(layer, x, name)])  # which is the row itself, but for a second copy of x
+                if x >= 0:
+                    row.copy_(sharded[_key(layer, x, name)])  # which is the row itself, but for a second copy of x
     state |= {key: value for key, value in sharded.items() if key in state}
     module.load_state_dict(state)  # for what the modules do when they load
 
 
-def check_held(state: Tensor, ep: ExpertParallel) -> None:
-    """Raises ValueError unless `state` [e] lists the logical experts of this rank, whose weights come with it."""
-    want = ep.placement.logical_experts(ep.rank)
+def check_held(state: Tensor, ep: ExpertParallel, tag: int) -> None:
+    """Raises ValueError unless `state` [e] lists the experts of this rank in a layer, whose weights come with it."""
+    want = ep.logical_experts(tag)
     if (got := state.tolist()) != want:
         raise ValueError(
             f"the state dict has the weights of the logical experts {_named(got)}, but rank {ep.rank} of {ep.size} "
@@ -180,7 +183,7 @@ def _layers(module: nn.Module) -> list[_Layer]:
                     "give the layer its new experts first"
                 )
             names = [name for name, _ in experts.named_parameters()]
-            layers.append(_Layer(ep, f"{prefix}experts.", names, f"{prefix}_extra_state"))
+            layers.append(_Layer(ep, f"{prefix}experts.", names, f"{prefix}_extra_state", getattr(layer, "tag", 0)))
     return layers
 
 
@@ -191,7 +194,8 @@ def _shard(layers: list[_Layer], state: Mapping[str, Any]) -> dict[str, Any]:
         for name in layer.names:
             rows = sharded.pop(layer.prefix + name)
             for row, x in zip(rows, layer.held, strict=True):
-                sharded.setdefault(_key(layer, x, name), row)
+                if x >= 0:
+                    sharded.setdefault(_key(layer, x, name), row)
     return sharded
 
 
@@ -199,15 +203,15 @@ def _key(layer: _Layer, logical: int, name: str) -> str:
     return f"{layer.prefix}{logical}.{name}"
 
 
-def _gather(local: Tensor, ep: ExpertParallel, cpu_offload: bool) -> Tensor:
+def _gather(local: Tensor, layer: _Layer, cpu_offload: bool) -> Tensor:
     """All experts [E, …] from those of each rank [e, …]. With `cpu_offload`, ranks other than 0 get nothing of use."""
-    placement = ep.placement
+    ep, placement = layer.ep, layer.ep.placement
     rows = placement.num_experts if ep.rank == 0 or not cpu_offload else 1  # one is enough to send from
     full = torch.empty(rows, *local.shape[1:], dtype=local.dtype)
     for x in range(placement.num_experts):
-        owner, row = placement.owner(x), full[x % rows]
+        (owner, index), row = ep.holder(x, layer.tag), full[x % rows]
         if owner == ep.rank:
-            row.copy_(local[placement.local_index[x]])
+            row.copy_(local[index])
         if ep.size > 1:
             payload = row.view(-1).view(torch.uint8)  # gloo knows few dtypes
             if not cpu_offload:

@@ -5,6 +5,7 @@ All ranks of a group run the same steps, whether they are new or come from anoth
 
 from __future__ import annotations
 
+import itertools
 import json
 import reprlib
 import secrets
@@ -43,6 +44,7 @@ class Hello:
     origin: the same on all ranks that were ever in one group.
     generation: how many groups the rank has had before the present one; `_NEW` if it has none yet.
     rank: in the group so far.
+    held: with `placement.live`, [layers][S] the expert whose weights each slot of the rank has, or −1.
     attempt: rank 0's names this attempt to open a group, and what is connected in it.
     """
 
@@ -51,6 +53,7 @@ class Hello:
     generation: int = _NEW
     rank: int = _NEW
     keeps: bool = False
+    held: list[list[int]] | None = None
     attempt: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
@@ -111,6 +114,7 @@ class Joined:
         placement: of its experts.
         origin: as of `Hello`.
         generation: of the group.
+        slots: with `placement.live`, where ranks keep their experts, [layers][P]; otherwise None.
     """
 
     exchange: Exchange
@@ -118,6 +122,7 @@ class Joined:
     placement: Placement
     origin: str
     generation: int
+    slots: list[list[int]] | None
 
 
 def join(peers: Peers, config: EPConfig, hello: Hello, device: torch.device, close: Callable[[], None]) -> Joined:
@@ -147,7 +152,8 @@ def join(peers: Peers, config: EPConfig, hello: Hello, device: torch.device, clo
             origin, generation, former = agree(hellos, peers.rank)
             if former is not None:
                 gone = set(range(config.topology.ep_size)).difference(former)
-                config = config.with_placement(config.place_experts().without(gone))
+                config = config.without_ranks(gone)
+            slots = None if former is None else _held(config, hellos)
             check_size(config, peers)
             device_of(config, device)
             placement = config.place_experts()
@@ -167,7 +173,23 @@ def join(peers: Peers, config: EPConfig, hello: Hello, device: torch.device, clo
         if exchange is not None:
             exchange.release()
         raise
-    return Joined(exchange, config, placement, origin, generation)
+    return Joined(exchange, config, placement, origin, generation, slots)
+
+
+def _held(config: EPConfig, hellos: list[Hello]) -> list[list[int]] | None:
+    """The slots of ranks that keep their experts. Raises ValueError where an expert has no slot left."""
+    if not config.placement.live:
+        return None
+    slots = [list(itertools.chain(*layers)) for layers in zip(*(hello.held or [] for hello in hellos), strict=True)]
+    everyone = set(range(config.model.num_experts))
+    lost = [(layer, sorted(everyone.difference(held))) for layer, held in enumerate(slots)]
+    if lost := [(layer, experts) for layer, experts in lost if experts]:
+        layer, experts = lost[0]
+        raise ValueError(
+            f"logical expert(s) {experts[:_MOST_NAMED]} of layer {layer} have no copy left, and {len(lost)} layer(s) "
+            "lack experts: load all weights again, and give `placement`"
+        )
+    return slots
 
 
 def _open_node(config: EPConfig, placement: Placement, peers: Peers, device: torch.device) -> NodeExchange:

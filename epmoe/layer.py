@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Self
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from epmoe import checkpoint, opaque
+from epmoe.exchange.health import EPStateError
+from epmoe.exchange.moves import Weights
 from epmoe.exchange.round_state import MAX_TAG
 from epmoe.local.beside import Beside, mark
 from epmoe.local.experts import GroupedExperts, without_autocast
@@ -106,6 +109,8 @@ class MoELayer(nn.Module):
         self.register_buffer("logit_bias", logit_bias)  # last: torch.export miscounts buffers behind absent ones
         self.layer_id = opaque.register(self, layer_id)
         self.tag = ep.new_tag() if layer_id is None else layer_id & MAX_TAG
+        if ep.live is not None and isinstance(experts, GroupedExperts):
+            ep.live.weights[self.tag] = _weights_of(self)
 
     @classmethod
     def from_full(
@@ -206,13 +211,12 @@ class MoELayer(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """int32 [e], a part of `state_dict`: the logical experts whose weights the state dict holds."""
-        held = self.ep.placement.logical_experts(self.ep.rank)
-        return torch.tensor(held, dtype=torch.int32, device=self.router_weight.device)
+        return torch.tensor(self.ep.logical_experts(self.tag), dtype=torch.int32, device=self.router_weight.device)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raises ValueError where a state dict is loaded that holds other experts than those of this rank."""
         if not state.is_meta:
-            checkpoint.check_held(state, self.ep)
+            checkpoint.check_held(state, self.ep, self.tag)
 
     def forward(self, x: Tensor, num_tokens: int | Tensor | None = None, padded_tokens: int | None = None) -> Tensor:
         """x [T, D] of this rank's tokens, or [B, T, D] of B·T tokens → y of the same shape and dtype.
@@ -381,6 +385,20 @@ class MoELayer(nn.Module):
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         twin.layer_id, twin.tag = opaque.register(twin), self.ep.new_tag()
         return twin
+
+
+def _weights_of(layer: MoELayer) -> Weights:
+    """As of `ExpertParallel.replace`. It does not keep the layer alive."""
+    reference = weakref.ref(layer)
+
+    def weights(tag: int, local: int) -> list[Tensor]:
+        layer = reference()
+        if layer is None:
+            raise EPStateError(f"the layer with tag {tag} is gone, so its experts cannot move")
+        assert isinstance(layer.experts, GroupedExperts)
+        return [tensor[local] for tensor in layer.experts.parameters()]
+
+    return weights
 
 
 def _on(device: torch.device, value: Any) -> Any:

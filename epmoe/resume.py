@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from dataclasses import replace
 from typing import Self
 from weakref import WeakSet
 
@@ -15,11 +16,13 @@ from epmoe.config.placement import Move, Placement
 from epmoe.exchange.exchange import Exchange
 from epmoe.exchange.handles import HoldsWindows
 from epmoe.exchange.health import EPOpenError, EPResumeError, EPStateError
+from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.peers import Peers
 from epmoe.exchange.round_state import CLOSED
 from epmoe.exchange.waiting import device_ends
 from epmoe.group import group_of
 from epmoe.join import Hello, join
+from epmoe.live import LiveExperts
 from epmoe.native.arguments import describe
 
 
@@ -42,6 +45,8 @@ class Resumable(HoldsWindows):
     """How many groups the ranks have had before this one: 0 until `resume`."""
     origin: str
     """Names this object on all ranks, old and new ones, through all its groups."""
+    live: LiveExperts | None = None
+    """The experts that move, with `placement.live`."""
     _exchange: Exchange | None = None
     _missing: int = 0  # ranks, as a mask
     _owner: int | None = None  # in a forked child: the process that this object belongs to
@@ -94,6 +99,8 @@ class Resumable(HoldsWindows):
         peers = Peers.of(group_of(group), timeout_s)
         config = self.config if placement is None else self.config.with_placement(placement)
         hello = Hello(config.model_dump_json(), self.origin, self.generation, self.rank, keeps=placement is None)
+        if self.live is not None and placement is None:
+            hello = replace(hello, held=self.live.held.tolist())
         old, ranks = self.placement, [self.rank if rank == peers.rank else None for rank in range(peers.size)]
         if self._exchange is not None:
             self._exchange.enter()
@@ -108,6 +115,9 @@ class Resumable(HoldsWindows):
         finally:
             if self._exchange is not None:
                 self._exchange.thread = 0
+        if self.live is not None:  # slots are where they were, or begin again
+            experts = [] if placement is None else self.placement.logical_experts(self.rank)
+            return tuple(Move(i, expert, None) for i, expert in enumerate(experts))
         return old.moves(self.placement, ranks)[self.rank]
 
     def close(self) -> None:
@@ -117,6 +127,8 @@ class Resumable(HoldsWindows):
         `rank`, `size`, `survivors` and `resume` still work.
         """
         exchange, self._exchange = self._exchange, None
+        if self.live is not None:
+            self.live.close()
         self.group = None  # a group that outlives `destroy_process_group` may end the interpreter by SIGABRT
         if exchange is not None:
             self._missing = exchange.missing() | exchange.dead()  # for `survivors`
@@ -163,6 +175,10 @@ class Resumable(HoldsWindows):
         self.origin, self.generation = joined.origin, joined.generation
         self.group, self.rank, self.size = peers.group, peers.rank, peers.size
         self._exchange, self._missing = joined.exchange, 0
+        if self.config.placement.live:
+            assert isinstance(joined.exchange, NodeExchange)
+            weights = {} if self.live is None else self.live.weights
+            self.live = LiveExperts(joined.config, joined.exchange, joined.slots, weights)
         _live.add(self)
 
 

@@ -15,12 +15,14 @@ from epmoe.config.config import EPConfig
 from epmoe.config.tuning import Tuning
 from epmoe.exchange.call import new_call
 from epmoe.exchange.handles import Dispatched, Layout, Sent
-from epmoe.exchange.health import Health
+from epmoe.exchange.health import EPStateError, Health
 from epmoe.exchange.memory import MemoryPlan
+from epmoe.exchange.moves import Moves, Weights
 from epmoe.exchange.peers import Peers
 from epmoe.exchange.round_state import MAX_TAG
 from epmoe.group import config_of, device_of, group_of
 from epmoe.join import Hello
+from epmoe.live import LiveExperts
 from epmoe.local.route import Routing, route
 from epmoe.native.arguments import FLOATS, check_tensor
 from epmoe.resume import Resumable
@@ -345,6 +347,73 @@ class ExpertParallel(Resumable):
         """A tag for one more layer: 1, 2 and so on in the order of the calls, which must be the same on all ranks."""
         return next(self._layer_numbers) & MAX_TAG
 
+    @property
+    def slots(self) -> Tensor:
+        """int32 [layers, P], with `placement.live`: the logical expert in each slot, or −1. Rank r has slots r·S to
+        (r + 1)·S − 1. Raises EPStateError without `placement.live`."""
+        return self._moving.slots
+
+    def replace(self, slots: Tensor, weights: Weights | None = None, *, loads: Tensor | None = None) -> Moves:
+        """Begin to move experts, with `placement.live`: rounds go on meanwhile, also replays of CUDA graphs.
+
+        Every rank calls it with the same arguments, at its own time, and then `poll` between rounds, which takes the
+        moves further. No rank waits for another. While an expert moves, its other copies do its work.
+
+        Args:
+            slots: int32 or int64 [layers, P], the expert that each slot is to hold, or −1. Every expert has a slot, and
+                at most one on a rank. Experts that stay on their rank stay in their slot, whichever this names.
+            weights: takes a tag and the index of a local slot, and returns the contiguous tensors that hold the slot's
+                weights, always the same ones. By default those of the `MoELayer` with this tag, whose experts must be
+                `GroupedExperts`.
+            loads: [layers, E], by which copies share their experts' tokens, as of `share`. By default the last ones.
+
+        Returns:
+            The moves: `done`, `cancel()`, `waits_for()`, `stalls`.
+
+        Raises:
+            EPStateError: without `placement.live`, or other moves are not done.
+            ValueError: an argument does not fit, or experts without a second copy are to change places where no slot is
+                free; nothing has begun.
+            EPError: from a later `poll`, where ranks were given other arguments.
+        """
+        return self._moving.replace(slots, weights, loads)
+
+    def share(self, loads: Tensor) -> None:
+        """Divide the tokens of experts among their copies by these loads [layers, E], from a later `poll` on.
+
+        Nothing moves. Ranks may call it at different times; with the same loads, shares are balanced.
+        """
+        self._moving.share(loads)
+
+    def loads(self) -> Tensor:
+        """float64 [layers, E], on the CPU: rows that experts of all ranks have received since the start or `resume`.
+
+        It sends this rank's counts to all ranks and waits for none, so those of others are of their own last calls.
+        """
+        return self._moving.loads()
+
+    def apply(self, timeout_s: float | None = None) -> None:
+        """Wait until all moves are done and all shares in use. Collective: all ranks call it between the same rounds.
+
+        From then on all ranks choose by the same tables, so that y has the same bits on every run.
+
+        Raises EPTimeoutError after `timeout_s`, by default `exchange.timeout_s`, or once a rank has ended.
+        """
+        self._moving.finish(self.config.exchange.timeout_s if timeout_s is None else timeout_s)
+
+    def logical_experts(self, tag: int = 0) -> list[int]:
+        """The logical experts of this rank's local experts, with `placement.live` those of the layer `tag` now, where
+        −1 is an empty slot. Raises EPStateError while experts move."""
+        if self.live is None:
+            return self.placement.logical_experts(self.rank)
+        return self.live.experts(tag)
+
+    def holder(self, expert: int, tag: int = 0) -> tuple[int, int]:
+        """A rank that holds a logical expert, the same on all ranks, and its index there; `tag` as above."""
+        if self.live is None:
+            return self.placement.owner(expert), self.placement.local_index[expert]
+        return self.live.holder(tag, expert)
+
     def retune(self, tuning: Tuning) -> None:
         """Launch the kernels of rounds to come by this table, in place of the one that `exchange.tuning` names."""
         self.exchange.retune(tuning)
@@ -368,6 +437,8 @@ class ExpertParallel(Resumable):
     def poll(self) -> None:
         """Raise what kernels have reported so far. It never waits, and does not stop the device.
 
+        With `placement.live` it also takes moves and shares further: call it on the stream of the rounds, between them.
+
         Every call looks by itself. The replay of a CUDA graph is no call: after a timeout replays yield zeros for ever,
         so poll at every step. A replay that is still running shows in a later poll.
 
@@ -379,6 +450,8 @@ class ExpertParallel(Resumable):
             EPAbortedError: other ranks have aborted the round, on a GPU this one or an earlier one.
         """
         self.exchange.poll()
+        if self.live is not None:
+            self.live.step()
 
     def check(self, timeout_s: float | None = None) -> None:
         """Wait for everything that has been launched on the device, then `poll`.
@@ -393,6 +466,13 @@ class ExpertParallel(Resumable):
         """
         self.exchange.wait_for_device(timeout_s)
         self.poll()
+
+    @property
+    def _moving(self) -> LiveExperts:
+        _ = self.exchange  # raises once this object is closed
+        if self.live is None:
+            raise EPStateError("experts stay where they are: `placement.live` is not set")
+        return self.live
 
     def __repr__(self) -> str:
         model, M = self.config.model, self.config.capacity.max_num_tokens_per_rank

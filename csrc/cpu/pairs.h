@@ -15,6 +15,7 @@ struct PairTables {
   const int32_t* copies_E;   // how many it has
   int64_t* counters;         // kNumCounters, added to
   bool keeps_zeros;          // whether pairs of weight 0 have something to compute
+  bool by_quota;             // experts move: copies_EC holds quotas
 };
 
 // The checked pairs of one token: physical ids, -1 where there is nothing to compute, and finite weights.
@@ -44,8 +45,10 @@ void read_pairs(const PairTables& tables, const Args& args, int64_t t, Pairs& pa
     tables.counters[kDuplicateIds] += pairs.last_token[id] == t;
     pairs.last_token[id] = t;
     if (weight == 0.0f && !tables.keeps_zeros) continue;
-    pairs.ids[k] =
-        copy_in_turn(tables.copies_EC, tables.copies_E, tables.copies, tables.rank, t, static_cast<int32_t>(id));
+    auto expert = static_cast<int32_t>(id);
+    pairs.ids[k] = tables.by_quota
+                       ? copy_by_quota(tables.copies_EC, tables.copies, tables.rank, t, expert)
+                       : copy_in_turn(tables.copies_EC, tables.copies_E, tables.copies, tables.rank, t, expert);
     pairs.weights[k] = weight;
     visit(k);
   }

@@ -6,7 +6,7 @@ Letters as in the package docstring: T, M, D, K, E, P, e, R, N.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -24,6 +24,7 @@ __all__ = ["ConfigError", "EPConfig"]
 
 _INT32_MAX = 2**31 - 1
 _MOST_ON_NODE = 64  # ranks: a set of them is one 64-bit mask
+_LIVE_SLOTS = 2**16  # a slot is numbered in 16 bits
 _MOST_ERRORS = 12  # of a message: one screen
 _Rule = tuple[str, bool, str, object]  # dotted key, whether its value is allowed, what it must be, what it is
 
@@ -107,6 +108,17 @@ class PlacementConfig(Strict):
     """Copies beside the E experts: physical expert E+i copies logical expert i mod E; P = E + copies."""
     copied_experts: list[int] | None = None
     """With `strategy: explicit`, the logical expert of each of these copies, where it is not i mod E."""
+    live: bool = False
+    """Experts move while the group serves: see docs/moving.md. Each rank has `slots_per_rank` slots, of which slot p
+    holds expert p mod E at first. Every layer has a table of its own, so that each round needs a `tag`."""
+    slots_per_rank: int | None = Field(default=None, ge=1, le=4096)
+    """S, with `live`: experts that a rank can hold, at most E; R·S is at least E."""
+    most_copies: int = Field(default=4, ge=2, le=64)
+    """With `live`, most copies of an expert."""
+    layers: int = Field(default=1, ge=1, le=4096)
+    """With `live`, layers whose experts move: tags from 1 to this number."""
+    staging_mb: int = Field(default=64, ge=1, le=4096)
+    """With `live`, MiB of each window through which weights move."""
 
 
 class CapacityConfig(Strict):
@@ -178,7 +190,9 @@ class EPConfig(Strict):
 
     @property
     def num_physical_experts(self) -> int:
-        """P: the logical experts and their copies."""
+        """P: the logical experts and their copies, or with `placement.live` all slots."""
+        if self.placement.live:
+            return self.topology.ep_size * (self.placement.slots_per_rank or 0)
         return self.model.num_experts + self.placement.num_redundant_experts
 
     @property
@@ -226,15 +240,30 @@ class EPConfig(Strict):
             self.topology.ep_size,
             section.strategy,
             section.assignment,
-            section.num_redundant_experts,
+            self.num_physical_experts - self.model.num_experts,
             section.copied_experts,
         )
+
+    def without_ranks(self, ranks: Collection[int]) -> Self:
+        """This configuration for the group without these ranks, in which every expert stays on its rank.
+
+        Raises ValueError if logical experts have no copy left, or with `placement.live` too few slots.
+        """
+        if self.placement.live:
+            return self._of_size(self.topology.ep_size - len(ranks))
+        return self.with_placement(self.place_experts().without(ranks))
 
     def with_placement(self, placement: Placement) -> Self:
         """This configuration for the ranks, owners and copies of `placement`: what the ranks of a resumed group have.
 
-        Raises ConfigError if it does not fit the other sections, as with more ranks than `topology.ranks_per_node`.
+        Raises ConfigError if it does not fit the other sections, as with more ranks than `topology.ranks_per_node`; and
+        with `placement.live` if it is not the one with which such a group begins.
         """
+        if self.placement.live:
+            config = self._of_size(placement.ep_size)
+            if config.place_experts() != placement:
+                raise ConfigError("with `placement.live` experts begin as `config.place_experts()` has them, then move")
+            return config
         explicit = {
             "strategy": "explicit",
             "assignment": list(placement.owners),
@@ -243,6 +272,11 @@ class EPConfig(Strict):
         }
         sections = self.model_dump() | {"placement": explicit}
         sections["topology"]["ep_size"] = placement.ep_size
+        return type(self)(**sections)
+
+    def _of_size(self, ep_size: int) -> Self:
+        sections = self.model_dump()
+        sections["topology"]["ep_size"] = ep_size
         return type(self)(**sections)
 
     @classmethod
@@ -304,10 +338,36 @@ class EPConfig(Strict):
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Check the rules that involve more than one key."""
-        for key, ok, what, got in (*self._model_rules(), *self._placement_rules(), *self._capacity_rules()):
+        for key, ok, what, got in self._rules():
             if not ok:
                 raise ValueError(f"`{key}` must be {what}, got {got}")
         return self
+
+    def _rules(self) -> Iterator[_Rule]:
+        yield from self._model_rules()
+        yield from self._live_rules()
+        yield from self._placement_rules()
+        yield from self._capacity_rules()
+
+    def _live_rules(self) -> Iterator[_Rule]:
+        section, ranks, experts = self.placement, self.topology.ep_size, self.model.num_experts
+        if not section.live:
+            for key in ("slots_per_rank", "most_copies", "layers", "staging_mb"):
+                value = getattr(section, key)
+                yield (
+                    f"placement.{key}",
+                    value == type(section).model_fields[key].default,
+                    "unset without `live`",
+                    value,
+                )
+            return
+        yield "placement.strategy", section.strategy == "linear", "linear with `live`", section.strategy
+        redundant = section.num_redundant_experts
+        yield "placement.num_redundant_experts", redundant == 0, "0 with `live`", redundant
+        yield "topology.ranks_per_node", self.topology.num_nodes == 1, "all ranks with `placement.live`", "fewer"
+        slots, least, most = section.slots_per_rank, -(-experts // ranks), min(experts, _LIVE_SLOTS // ranks)
+        ok = slots is not None and least <= slots <= most
+        yield "placement.slots_per_rank", ok, f"from {least} to {most} with `live`", slots
 
     def _model_rules(self) -> Iterator[_Rule]:
         model, routing = self.model, self.routing

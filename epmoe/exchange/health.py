@@ -81,11 +81,11 @@ class Health:
         waited_ns: Tensor,
         aborted_rounds: Tensor,
     ) -> Health:
-        """From the buffers of the same names: int64 [8], int64 [e], and int64 [R] each."""
+        """From the buffers of the same names: int64 [8], [layers or 1, e], and [R] each."""
         return cls(
             rounds=rounds,
             **dict(zip(COUNTERS, counters.tolist(), strict=True)),
-            tokens_per_expert=tokens_per_expert.tolist(),
+            tokens_per_expert=tokens_per_expert.sum(0).tolist(),
             rows_sent=rows_sent.tolist(),
             waited_s=[ns / 1e9 for ns in waited_ns.tolist()],
             aborted_rounds=aborted_rounds.tolist(),

@@ -25,6 +25,9 @@ NUM_COUNTERS = 8
 LL_MAX_TOKENS = 1024
 RAIL_TAG_BYTES = 16
 LINE_INTS = 4  # a line of the LL protocol has 16 bytes
+MOVE_WORDS = 7  # of each rank, about moves of experts: see epmoe/exchange/moves.py
+# With fewer rows an expert takes as long as its weights take to read, however many rows it has.
+_ROWS_BEYOND_WEIGHTS = 137
 
 Region = Literal["window", "scratch", "rail"]
 
@@ -32,7 +35,7 @@ Region = Literal["window", "scratch", "rail"]
 SIZES = (
     "R", "rank", "M", "K", "D", "E", "P", "num_local_experts", "copies", "max_rows", "alignment",
     "payload_format", "combine_format", "x_stride_bytes", "combine_stride_bytes",
-    "scale_blocks", "combine_scale_blocks", "most_local_experts",
+    "scale_blocks", "combine_scale_blocks", "most_local_experts", "layers", "few_tokens",
     "num_sms", "ll_max_tokens", "ll_row_stride_bytes", "ll_sum_stride_bytes",
     "dispatch_senders", "combine_senders", "combine_team",
 )  # fmt: skip
@@ -138,7 +141,10 @@ class MemoryPlan:
         E, P, e = placement.num_experts, placement.num_physical_experts, placement.num_local_experts(rank)
         x_dtype, alignment = config.model.torch_dtype, config.alignment
         most = max(map(placement.num_local_experts, range(R)))
-        copies = placement.copies_table().shape[1]
+        section = config.placement
+        layers = section.layers if section.live else 0
+        copies = section.most_copies if layers else placement.copies_table().shape[1]
+        few_tokens = _ROWS_BEYOND_WEIGHTS * E // (R * K) if layers else 0
         # GPUs write into each other's expert-major rows, so these are equally many on all GPUs.
         worst = R * M * K + (most if nvlink else e) * (alignment - 1)
         N = round_up(config.capacity.max_expert_rows or worst, alignment)
@@ -184,22 +190,31 @@ class MemoryPlan:
             ("scratch", "row_of_pair", (R, M, K), i32),
             ("scratch", "table.expert_map", (P,), i32),
             ("scratch", "table.owners", (P,), i32),
-            ("scratch", "table.copies", (E, copies), i32),
-            ("scratch", "table.num_copies", (E,), i32),
+            ("scratch", "table.copies", (layers, 2, E, copies) if layers else (E, copies), i32),
+            ("scratch", "table.num_copies", (0 if layers else E,), i32),
             ("scratch", "table.sentinels", (R,), i32),
             ("scratch", "table.local_index", (P,) if nvlink else (0,), i32),
             ("scratch", "pair_weights", (R, M, K) if nvlink else (0,), f32),
             ("scratch", "health.counters", (NUM_COUNTERS,), i64),
-            ("scratch", "health.tokens_per_expert", (e,), i64),
+            ("scratch", "health.tokens_per_expert", (layers or 1, e), i64),
             ("scratch", "health.rows_sent", (R,), i64),
             ("scratch", "health.waited_ns", (R,), i64),
             ("scratch", "health.aborted_rounds", (R,), i64),
         ]
+        if layers:
+            f64 = torch.float64
+            layout += [
+                ("window", "moves.words", (R, MOVE_WORDS), i64),
+                ("window", "moves.loads", (R, layers, E), f64),
+                ("window", "moves.planned_loads", (layers, E), f64),
+                ("window", "moves.planned_slots", (layers, P), i32),
+                ("window", "moves.staging", (section.staging_mb << 20,), torch.uint8),
+            ]
         buffers = _laid_out(layout)
         values = (
             R, rank, M, K, D, E, P, e, copies, N, alignment,
             payload.number, combine.number, x_stride, combine_stride, x_scales, combine_scales, most,
-            config.exchange.num_sms or 2**31 - 1, ll_tokens, ll_row_stride, ll_sum_stride, 0, 0, 0,
+            layers, few_tokens, config.exchange.num_sms or 2**31 - 1, ll_tokens, ll_row_stride, ll_sum_stride, 0, 0, 0,
         )  # fmt: skip
         return cls(buffers, dict(zip(SIZES, map(int, values), strict=True)))
 

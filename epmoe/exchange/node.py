@@ -358,8 +358,9 @@ class NodeExchange(Exchange):
             views[name].zero_()
         views["table.expert_map"].copy_(placement.expert_map(self.rank))
         views["table.owners"].copy_(torch.tensor(placement.owners))
-        views["table.copies"].copy_(placement.copies_table())
-        views["table.num_copies"].copy_(placement.num_copies())
+        if not self.config.placement.live:  # otherwise `LiveExperts` writes quotas
+            views["table.copies"].copy_(placement.copies_table())
+            views["table.num_copies"].copy_(placement.num_copies())
         if views["table.local_index"].numel():
             views["table.local_index"].copy_(torch.tensor(placement.local_index))
         views["table.sentinels"].copy_(torch.tensor([placement.sentinel(r) for r in range(placement.ep_size)]))

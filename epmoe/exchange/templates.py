@@ -57,6 +57,8 @@ class Templates:
         self._config, self._device, self._views, self._launches = config, device, views, launches
         self._owner = {"_rounds": ref(rounds), "_rank": rank}
         self._alignment, self._always_aligned = alignment, config.capacity.alignment is not None
+        section = config.placement
+        self._first_tag, self._last_tag = (1, section.layers) if section.live else (0, MAX_TAG)
         self._max_tokens = config.capacity.max_num_tokens_per_rank
         self._templates: dict[tuple[object, ...], RoundTemplate] = {}
 
@@ -67,8 +69,8 @@ class Templates:
         `num_tokens` and `padded_tokens`.
         """
         x, ids, weights, scales, _, layout, weighted, _, tag, aligned = call
-        if tag.__class__ is not int or not 0 <= tag <= MAX_TAG:
-            _refuse_tag(tag)
+        if tag.__class__ is not int or not self._first_tag <= tag <= self._last_tag:
+            _refuse_tag(tag, self._first_tag, self._last_tag)
         try:
             T, D = x.shape
             shape = rows, K = ids.shape
@@ -181,10 +183,11 @@ def _fits(scales: Tensor, T: int, D: int, device: torch.device) -> bool:
     )
 
 
-def _refuse_tag(tag: object) -> NoReturn:
+def _refuse_tag(tag: object, first: int, last: int) -> NoReturn:
     if isinstance(tag, bool) or not isinstance(tag, int):
         raise TypeError(f"`tag` must be an int, got {describe(tag)}")
-    raise ValueError(f"`tag` must be from 0 to {MAX_TAG}, got {tag}")
+    why = ", a layer of `placement.layers`" if first else ""
+    raise ValueError(f"`tag` must be from {first} to {last}{why}, got {tag}")
 
 
 def _check(config: EPConfig, device: torch.device, call: Call) -> None:

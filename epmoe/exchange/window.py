@@ -47,6 +47,12 @@ class Window(Protocol):
     def store(self, offset: int, value: int) -> None:
         """Store an unsigned 64-bit word into every rank's window, `offset` bytes from its start. Waits for no rank."""
 
+    def put(self, rank: int, offset: int, source: torch.Tensor) -> None:
+        """Copy bytes (uint8 [n], contiguous) into a rank's window, on a GPU by a copy on the current stream.
+
+        Who sees the bytes of one put sees those of the puts before it, too.
+        """
+
 
 class SharedMemoryWindow:
     """A `Window` in shared memory of one machine."""
@@ -83,6 +89,9 @@ class SharedMemoryWindow:
         """A rank that sleeps sees the word when it next looks up, after 100 ms at most."""
         for address in self.addresses:
             ctypes.c_uint64.from_address(address + offset).value = value
+
+    def put(self, rank: int, offset: int, source: torch.Tensor) -> None:
+        self._regions[rank][offset : offset + len(source)].copy_(source)
 
     def _note(self, dead: int) -> None:
         self.local[self._dead_at : self._dead_at + 8].view(torch.int64).fill_(dead)

@@ -80,6 +80,9 @@ class NVLinkWindow:
         """As `Window.store`, for a word below 2^63. It returns once the words have arrived, or after 1 s."""
         self._store(self._words, offset, value)
 
+    def put(self, rank: int, offset: int, source: Tensor) -> None:
+        self._words[rank].view(torch.uint8)[offset : offset + len(source)].copy_(source, non_blocking=True)
+
     def _note(self, dead: int) -> None:
         time.sleep(_LAST_WORDS_S)
         with torch.cuda.device(self.local.device):  # this thread has another one

@@ -72,7 +72,8 @@ class Exchange:
 
     Raises:
         TypeError: an argument is no ExpertParallel.
-        ValueError: the config has another payload than "auto", or several nodes, or `backward` differs.
+        ValueError: the config has another payload than "auto", several nodes, or experts that move; or `backward`
+            differs.
     """
 
     def __init__(self, ep: ExpertParallel, *, backward: ExpertParallel | None = None) -> None:
@@ -82,6 +83,10 @@ class Exchange:
         for key in ("payload", "combine_payload"):
             if (payload := getattr(ep.config.exchange, key)) != "auto":
                 raise ValueError(f"`exchange.{key}` must be auto for training, got {payload}: gradients do not fit fp8")
+        if ep.config.placement.live:
+            raise ValueError(
+                "`placement.live` must be unset for training, which needs one placement forward and backward"
+            )
         if backward is not None and backward.config != ep.config:
             raise ValueError("`backward` must have the config of `ep`")
         self.ep = ep

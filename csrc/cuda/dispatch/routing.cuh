@@ -7,6 +7,8 @@ namespace epmoe::cuda {
 
 // Out of line, so that the usual case stays short: experts without copies.
 static __device__ __noinline__ int32_t copy_of(const Exchange& ex, int32_t t, int32_t expert) {
+  if (ex.plan.layers)
+    return copy_by_quota(in_scratch<int32_t>(ex, ex.plan.table_copies), ex.plan.copies, ex.plan.rank, t, expert);
   return copy_in_turn(in_scratch<int32_t>(ex, ex.plan.table_copies), in_scratch<int32_t>(ex, ex.plan.table_num_copies),
                       ex.plan.copies, ex.plan.rank, t, expert);
 }

@@ -1,0 +1,122 @@
+"""Words and bytes that a rank puts into the windows of others beside the rounds: no collective, and no multiprocessor.
+
+A word is an int64 that one rank writes and another reads. What was put before a word is there when the word is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from epmoe.exchange.memory import MemoryPlan
+from epmoe.exchange.window import Window
+
+_WORDS = "moves.words"
+_IN_FLIGHT = 4096  # words on their way, at most
+
+
+class Mail(Protocol):
+    """What one rank sends and reads. On a GPU all of it runs on a stream of its own, in the order of the calls."""
+
+    def after_rounds(self) -> None:
+        """What follows happens after all that was launched on the current stream."""
+
+    def put(self, rank: int, offset: int, source: Tensor) -> None:
+        """Copy contiguous bytes, uint8 [n], into a rank's window. `source` must not change before they have arrived."""
+
+    def post(self, number: int, value: int, ranks: Iterable[int]) -> None:
+        """Write this rank's word of a number into the windows of ranks."""
+
+    def words(self) -> list[list[int]] | None:
+        """[R][MOVE_WORDS], by writer: what has arrived. None while they are being read."""
+
+    def fetch(self, source: Tensor) -> Tensor:
+        """A copy on the host, once the calls before it have ended. Waits for no round."""
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        """Copy within this rank."""
+
+
+class MailOnCPU:
+    """`Mail` in shared memory, where every call has ended when it returns."""
+
+    def __init__(self, window: Window, plan: MemoryPlan, views: dict[str, Tensor]) -> None:
+        self._window, self._views, self._rank = window, views, plan.sizes["rank"]
+        self._words = plan[_WORDS]
+
+    def after_rounds(self) -> None:
+        pass
+
+    def put(self, rank: int, offset: int, source: Tensor) -> None:
+        self._window.put(rank, offset, source)
+
+    def post(self, number: int, value: int, ranks: Iterable[int]) -> None:
+        word = torch.tensor([value], dtype=torch.int64).view(torch.uint8)
+        for rank in ranks:
+            self._window.put(rank, _place(self._words.offset, self._words.shape[1], self._rank, number), word)
+
+    def words(self) -> list[list[int]] | None:
+        return self._views[_WORDS].tolist()
+
+    def fetch(self, source: Tensor) -> Tensor:
+        return source.clone()
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        to.copy_(source)
+
+
+class MailOnGPU:
+    """`Mail` by copy engines, on a stream of its own."""
+
+    def __init__(self, window: Window, plan: MemoryPlan, views: dict[str, Tensor]) -> None:
+        self._window, self._views, self._rank = window, views, plan.sizes["rank"]
+        self._words = plan[_WORDS]
+        device = views[_WORDS].device
+        self._stream, self._event = torch.cuda.Stream(device, priority=-1), torch.cuda.Event()
+        self._posted, self._posts = torch.empty(_IN_FLIGHT, dtype=torch.int64, pin_memory=True), 0
+        self._read = torch.empty(self._words.shape, dtype=torch.int64, pin_memory=True)
+        self._reading = False
+
+    def after_rounds(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def put(self, rank: int, offset: int, source: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            self._window.put(rank, offset, source)
+
+    def post(self, number: int, value: int, ranks: Iterable[int]) -> None:
+        place = self._posts % _IN_FLIGHT
+        self._posts += 1
+        self._posted[place] = value
+        word = self._posted[place : place + 1].view(torch.uint8)
+        for rank in ranks:
+            self.put(rank, _place(self._words.offset, self._words.shape[1], self._rank, number), word)
+
+    def words(self) -> list[list[int]] | None:
+        if self._reading:
+            if not self._event.query():
+                return None
+            self._reading = False
+            return self._read.tolist()
+        with torch.cuda.stream(self._stream):
+            self._read.copy_(self._views[_WORDS], non_blocking=True)
+            self._event.record()
+        self._reading = True
+        return None
+
+    def fetch(self, source: Tensor) -> Tensor:
+        with torch.cuda.stream(self._stream):
+            host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
+            self._stream.synchronize()
+        return host
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+
+
+def _place(offset: int, num_words: int, rank: int, number: int) -> int:
+    return offset + 8 * (rank * num_words + number)

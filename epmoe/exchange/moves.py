@@ -1,0 +1,272 @@
+"""Moves of experts between slots while rounds go on: make before break, without a collective.
+
+A version of the tables says which slots are in use; wave w lies between versions w − 1 and w. Each rank goes its way:
+
+    switch   to version w − 1, in which no token goes to the slots of wave w, and say so: VERSION
+    push     weights from slots that stay in use to the staging of the other rank, one part after another: PUSHED
+    copy     a part from the own staging into the slot, once all ranks have said VERSION ≥ w − 1: COPIED
+    ready    once all own slots of the wave have their weights: READY. When all ranks are, switch to version w
+
+Why no slot is overwritten in use: a rank says VERSION behind its last round with the old tables. Its combine of that
+round has waited for the sums of every rank that it sent tokens to, so their experts have read their weights.
+
+Words are `number << 32 | value`, where `number` counts the calls of `replace`. So old words mean nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from epmoe.exchange.health import EPError
+from epmoe.exchange.mail import Mail
+from epmoe.exchange.memory import Buffer
+from epmoe.exchange.moves_plan import EMPTY, SlotMove, Wave
+
+Weights = Callable[[int, int], Sequence[Tensor]]
+"""(tag, index of a local slot) → its contiguous tensors, in which weights are read and written in place"""
+
+# Words, by number. PLANNED is of epmoe/balancer.py.
+PLAN, VERSION, READY, COPIED, PUSHED, CANCELLED, PLANNED = range(7)
+_FINISHED = (1 << 32) - 1  # of READY: this rank uses the last version, and goes on to no other
+_ENDED = 1 << 32  # more than any value
+
+
+class _Part(NamedTuple):
+    """Bytes of a move that fit into the staging."""
+
+    wave: int
+    move: SlotMove
+    begin: int
+    end: int
+    is_last: bool
+
+
+class Moves:
+    """The moves of one call of `replace`, on this rank.
+
+    Args:
+        mail: of this rank.
+        number: of the call, from 1 and the same on all ranks.
+        rank: this one.
+        size: R
+        slots_per_rank: S
+        waves: as of `plan_waves`, the same on all ranks.
+        weights: of slots; tensors of slots of one layer have the same sizes.
+        staging: of each rank, in its window, and the bytes of this rank's.
+        timeout_s: how long a move may take before it counts as stalled.
+        switch: takes a version, and puts its tables into use: False if it cannot yet.
+        holds: takes a layer, a local slot, and the expert that it holds from now on; −1 before it is overwritten.
+
+    Attributes:
+        version: of the tables that this rank uses; −1 before the first.
+        stalls: how often nothing has happened for `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        mail: Mail,
+        number: int,
+        rank: int,
+        size: int,
+        slots_per_rank: int,
+        waves: list[Wave],
+        weights: Weights,
+        staging: tuple[Buffer, Tensor],
+        timeout_s: float,
+        switch: Callable[[int], bool],
+        holds: Callable[[int, int, int], None],
+    ) -> None:
+        self._mail, self._number, self._rank, self._ranks = mail, number, rank, range(size)
+        self._S, self._weights, self._staging = slots_per_rank, weights, staging
+        self._timeout_s, self._switch, self._holds = timeout_s, switch, holds
+        self.version, self.stalls, self._last = -1, 0, len(waves)
+        self._waves = len(waves)
+        self._done = self._finished = False
+        self._pushed = [0] * size
+        self._copied, self._ready = 0, 0
+        sizes = {move.layer: sum(map(_nbytes, self._tensors(move.layer, 0))) for wave in waves for move in wave.moves}
+        parts: list[list[_Part]] = [[] for _ in self._ranks]
+        for number_of_wave, wave in enumerate(waves, 1):
+            for move in wave.moves:
+                parts[move.slot // slots_per_rank] += _parts(number_of_wave, move, sizes[move.layer], staging[0].nbytes)
+        self._parts, self._words = parts, list[list[int]]()
+        self.total_bytes = sum(part.end - part.begin for mine in parts for part in mine)
+        described = repr((sizes, [(wave.moves, wave.slots.tolist()) for wave in waves]))
+        self._checksum = crc32(described.encode())
+        self._post(PLAN, self._checksum)
+        self._progress = time.monotonic()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether they end before the last wave that was asked for."""
+        return self._last < self._waves
+
+    @property
+    def done(self) -> bool:
+        """Whether all ranks use the tables of the last version, as far as this one knows."""
+        return self._done
+
+    def cancel(self) -> None:
+        """End soon: no rank begins another wave than the next two, and all end with the same tables. Waits for no rank.
+
+        Other ranks see it when they have gone one version further.
+        """
+        if not self._done:
+            self._post(CANCELLED, max(self.version, 0) + 2)
+
+    def waits_for(self) -> list[int]:
+        """Other ranks that the next step of this one needs, as far as it knows."""
+        if self._done or not self._words:
+            return []
+        if self._finished:
+            return [rank for rank in self._ranks if self._value(rank, READY) < _FINISHED]
+        wanted = self.version + 1
+        if wanted == 0:
+            return [rank for rank in self._ranks if self._value(rank, PLAN) < 0]
+        if self._ready >= wanted:
+            return [rank for rank in self._ranks if self._value(rank, READY) < wanted]
+        late = [rank for rank in self._ranks if self._value(rank, VERSION) < self.version]
+        source = self._parts[self._rank][self._copied].move.source // self._S
+        return late or [source]
+
+    def step(self) -> None:
+        """Do what can be done now. It waits for no rank and for no kernel.
+
+        Raises EPError where ranks were given other tables or weights of other sizes.
+        """
+        if self._done or (words := self._mail.words()) is None:
+            return
+        self._words = words
+        before = self._state()
+        self._check_plan()
+        if (last := min(self._cancelled(), default=_ENDED)) < self._last:
+            self._last = last
+        self._go_on()
+        self._copy()
+        self._push()
+        self._finish()
+        now = time.monotonic()
+        if before != self._state():
+            self._progress = now
+        elif now - self._progress > self._timeout_s:
+            self.stalls += 1
+            self._progress = now
+
+    def _check_plan(self) -> None:
+        if self.version >= 0:
+            return
+        others = [rank for rank in self._ranks if self._value(rank, PLAN) not in (-1, self._checksum, _ENDED)]
+        if others:
+            raise EPError(f"rank(s) {others} were given other slots, or weights of other sizes: they must be the same")
+
+    def _cancelled(self) -> Iterator[int]:
+        return (value for rank in self._ranks if 0 <= (value := self._value(rank, CANCELLED)) < _ENDED)
+
+    def _go_on(self) -> None:
+        """The next version, once all ranks are ready for it."""
+        version = self.version + 1
+        if version > self._last:
+            return
+        word, least = (PLAN, 0) if version == 0 else (READY, version)
+        if all(self._value(rank, word) >= least for rank in self._ranks) and self._switch(version):
+            self.version = version
+            self._mail.after_rounds()
+            self._post(VERSION, version)
+            self._say_ready()
+
+    def _finish(self) -> None:
+        if self.version != self._last:
+            return
+        if not self._finished:
+            self._finished = True
+            self._post(READY, _FINISHED)
+        self._done = all(self._value(rank, READY) >= _FINISHED for rank in self._ranks)
+
+    def _copy(self) -> None:
+        """The next part from the staging of this rank into its slot."""
+        mine = self._parts[self._rank]
+        if self._copied == len(mine) or (part := mine[self._copied]).wave > self._last:
+            return
+        dropped = all(self._value(rank, VERSION) >= part.wave - 1 for rank in self._ranks)
+        if not dropped or self._value(part.move.source // self._S, PUSHED) <= self._copied:
+            return
+        layer, expert, slot, _ = part.move
+        local = slot % self._S
+        if part.begin == 0:
+            self._holds(layer, local, EMPTY)
+        begin = 0
+        for piece in self._pieces(layer, local, part):
+            self._mail.copy(piece, self._staging[1][begin : begin + len(piece)])
+            begin += len(piece)
+        self._copied += 1
+        if part.is_last:
+            self._holds(layer, local, expert)
+        self._post(COPIED, self._copied)
+        self._say_ready()
+
+    def _say_ready(self) -> None:
+        mine = self._parts[self._rank]
+        while self._ready < min(self.version + 1, self._last) and not (
+            self._copied < len(mine) and mine[self._copied].wave <= self._ready + 1
+        ):
+            self._ready += 1
+            self._post(READY, self._ready)
+
+    def _push(self) -> None:
+        """To each rank the part that its staging is free for, if it comes from here."""
+        for to, parts in enumerate(self._parts):
+            number = max(self._value(to, COPIED), 0)
+            if number >= len(parts) or number < self._pushed[to]:
+                continue
+            part = parts[number]
+            if part.move.source // self._S != self._rank or part.wave > min(self.version + 1, self._last):
+                continue
+            offset = self._staging[0].offset
+            for piece in self._pieces(part.move.layer, part.move.source % self._S, part):
+                self._mail.put(to, offset, piece)
+                offset += len(piece)
+            self._pushed[to] = number + 1
+            self._post(PUSHED, number + 1, [to])
+
+    def _state(self) -> tuple[object, ...]:
+        return self.version, self._copied, self._ready, self._finished, *self._pushed
+
+    def _pieces(self, layer: int, local: int, part: _Part) -> Iterator[Tensor]:
+        """The bytes of a slot from `part.begin` to `part.end`."""
+        at = 0
+        for tensor in self._tensors(layer, local):
+            flat = tensor.view(-1).view(torch.uint8)
+            begin, end = max(part.begin - at, 0), min(part.end - at, len(flat))
+            if begin < end:
+                yield flat[begin:end]
+            at += len(flat)
+
+    def _tensors(self, layer: int, local: int) -> Sequence[Tensor]:
+        return [tensor.detach() for tensor in self._weights(layer + 1, local)]
+
+    def _post(self, word: int, value: int, ranks: Sequence[int] | None = None) -> None:
+        self._mail.post(word, self._number << 32 | value, self._ranks if ranks is None else ranks)
+
+    def _value(self, rank: int, word: int) -> int:
+        """−1: not written yet. `_ENDED`: the rank has left this call behind it."""
+        number, value = divmod(self._words[rank][word], 1 << 32)
+        return value if number == self._number else _ENDED if number > self._number else -1
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else f"waits for rank(s) {waits}" if (waits := self.waits_for()) else "moving"
+        return f"Moves(version {max(self.version, 0)} of {self._last}, {self.total_bytes:,} bytes, {state})"
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _parts(wave: int, move: SlotMove, nbytes: int, staging: int) -> list[_Part]:
+    starts = range(0, nbytes, staging)
+    return [_Part(wave, move, begin, min(begin + staging, nbytes), begin == starts[-1]) for begin in starts]

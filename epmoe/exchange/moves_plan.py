@@ -1,0 +1,133 @@
+"""The order in which experts move from one table of slots to another, so that every expert keeps a copy in use.
+
+A table has L layers of P slots; slot p lies on rank p // S and holds a logical expert, or −1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+EMPTY = -1
+
+
+class SlotMove(NamedTuple):
+    """The weights of an expert go from one slot to another."""
+
+    layer: int
+    expert: int
+    slot: int
+    source: int
+    """a slot that holds the expert"""
+
+
+class Wave(NamedTuple):
+    """Moves that run at the same time: nobody uses their slots meanwhile."""
+
+    moves: list[SlotMove]
+    slots: Tensor
+    """int32 [L, P] after these moves"""
+
+
+def in_place(before: Tensor, after: Tensor, slots_per_rank: int) -> Tensor:
+    """`after` with each rank's slots in an order in which experts that stay on the rank stay where they are."""
+    result = after.clone()
+    for layer in range(len(before)):
+        for first in range(0, before.shape[1], slots_per_rank):
+            old = before[layer, first : first + slots_per_rank].tolist()
+            new = after[layer, first : first + slots_per_rank].tolist()
+            stays = {expert for expert in new if expert != EMPTY and expert in old}
+            rest = iter([expert for expert in new if expert not in stays])
+            placed = [expert if expert in stays else next(rest) for expert in old]
+            result[layer, first : first + slots_per_rank] = torch.tensor(placed, dtype=result.dtype)
+    return result
+
+
+def plan_waves(before: Tensor, after: Tensor, slots_per_rank: int) -> list[Wave]:
+    """Waves that lead from `before` to `after`.
+
+    A wave overwrites a slot only if it is empty or another slot, which the wave leaves alone, holds its expert. Where
+    experts without another copy change places, one of them makes a detour by a slot that may be overwritten.
+
+    Args:
+        before: int32 [L, P], in which every expert has a slot.
+        after: int32 [L, P], as `in_place` gives it.
+        slots_per_rank: S
+
+    Returns:
+        The waves, of which the last one leads to `after`, up to the order of the slots of a rank. No wave at all where
+        nothing moves.
+
+    Raises:
+        ValueError: experts without another copy change places, and no slot is free for a detour.
+    """
+    now, after, waves, detours = before.clone(), after.clone(), list[Wave](), [set[int]() for _ in before]
+    while not torch.equal(now, after):
+        moves = [move for i in range(len(now)) for move in _wave_of(i, now[i], after[i], slots_per_rank, detours[i])]
+        for move in moves:
+            now[move.layer, move.slot] = move.expert
+        if not moves:  # what is left becomes empty
+            now = after.clone()
+            if waves:
+                waves[-1] = Wave(waves[-1].moves, now)
+            else:
+                waves.append(Wave([], now))
+            break
+        waves.append(Wave(moves, now.clone()))
+        if len(waves) > 4 * now.shape[1]:
+            raise ValueError("experts cannot change places: leave a slot of the ranks empty, or with a second copy")
+    return waves
+
+
+def _wave_of(layer: int, now: Tensor, after: Tensor, S: int, detours: set[int]) -> list[SlotMove]:
+    """The moves of one layer. `detours` gets the slot of a detour, and slots of a rank in `after` may change places."""
+    held, target = now.tolist(), after.tolist()
+    holders: dict[int, set[int]] = {}
+    for slot, expert in enumerate(held):
+        if expert != EMPTY:
+            holders.setdefault(expert, set()).add(slot)
+    pushes: dict[int, int] = {}  # by rank
+
+    def may_be_overwritten(slot: int) -> bool:
+        return slot not in sources and (held[slot] == EMPTY or len(holders[held[slot]]) > 1)
+
+    def move(expert: int, slot: int) -> None:
+        if held[slot] != EMPTY:
+            holders[held[slot]].discard(slot)
+        source = min(holders[expert] - taken, key=lambda s: (pushes.get(s // S, 0), s))
+        pushes[source // S] = pushes.get(source // S, 0) + 1
+        taken.add(slot)
+        sources.add(source)
+        moves.append(SlotMove(layer, expert, slot, source))
+
+    moves: list[SlotMove] = []
+    taken, sources = set[int](), set[int]()  # slots that the wave overwrites, and reads
+    blocked = []
+    for slot in sorted(range(len(target)), key=lambda s: s in detours):
+        expert = target[slot]
+        if expert in (EMPTY, held[slot]):
+            continue
+        if may_be_overwritten(slot):
+            move(expert, slot)
+        else:
+            blocked.append(slot)
+    if not moves:
+        for slot in blocked:  # a detour for what it holds
+            expert = held[slot]
+            ranks = {holder // S for holder in holders[expert]}
+            wanted = {s // S: s for s in range(len(held)) if target[s] == expert}
+            free = [s for s in range(len(held)) if may_be_overwritten(s) and s // S not in ranks]
+            if free:
+                detour = min(free, key=lambda s: (s // S not in wanted, target[s] != EMPTY, s))
+                if (there := wanted.get(detour // S)) is not None:  # no detour: its rank may have it in any slot
+                    after[there], after[detour] = target[detour], expert
+                else:
+                    detours.add(detour)
+                move(expert, detour)
+                break
+        else:
+            if blocked:
+                raise ValueError("experts cannot change places: leave a slot of the ranks empty, or with a second copy")
+    return moves

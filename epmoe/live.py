@@ -1,0 +1,263 @@
+"""Experts that move while the group serves: who holds which, how sources choose among copies, and the load of each.
+
+A source chooses among the copies of an expert by quotas, which `epmoe.balance.choices` computes from loads. Each layer
+has two tables of them: for calls of few tokens, where all sources choose the same copy of an expert, since its weights
+take as long to read for one row as for many; and for calls of many, where copies share the load. Tables change between
+rounds, by one copy on the stream of the rounds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from epmoe.balance import Choices, choices, shares_of
+from epmoe.config.config import EPConfig
+from epmoe.exchange.health import EPStateError, EPTimeoutError
+from epmoe.exchange.mail import MailOnCPU, MailOnGPU
+from epmoe.exchange.moves import Moves, Weights
+from epmoe.exchange.moves_plan import EMPTY, Wave, in_place, plan_waves
+from epmoe.exchange.node import NodeExchange
+from epmoe.exchange.round_state import CLOSED
+from epmoe.native.arguments import describe
+
+_NUMBERS = 2**16  # that the copies of an expert share: `copy_by_quota` in csrc/copies.h
+
+
+class LiveExperts:
+    """The experts of one rank's exchange, with `placement.live`. One thread at a time, as for the exchange.
+
+    Args:
+        config: of the group.
+        exchange: of this rank.
+        slots: [layers][P], what ranks have kept, or None: as in a new group.
+        weights: by tag, the weights of a layer's slots, where `replace` is given none; layers add theirs.
+
+    Attributes:
+        slots: int32 [layers, P], on the CPU: the logical expert in each slot, or −1, as far as all ranks have come.
+        held: int32 [layers, S]: the expert whose weights each slot of this rank has, or −1 while they are overwritten.
+        weights: as above.
+        moves: of the last call of `replace`, or None.
+    """
+
+    def __init__(
+        self, config: EPConfig, exchange: NodeExchange, slots: list[list[int]] | None, weights: dict[int, Weights]
+    ) -> None:
+        section, self._exchange = config.placement, exchange
+        sizes, views = exchange.plan.sizes, exchange.views
+        self._R, self._E, self._rank, self._most_copies = sizes["R"], sizes["E"], sizes["rank"], sizes["copies"]
+        self._S, self._L = sizes["num_local_experts"], section.layers
+        with torch.inference_mode(False):  # otherwise they could not be written outside inference mode
+            first = (torch.arange(self._R * self._S, dtype=torch.int32) % self._E).expand(self._L, -1)
+            self.slots = first.clone() if slots is None else torch.tensor(slots, dtype=torch.int32)
+            self._leave_out_surplus()
+            self.held = self._mine(self.slots).clone()
+            self._shared_loads = torch.ones(self._L, self._E, dtype=torch.float64)
+            self._own_loads = torch.zeros(self._L, self._E, dtype=torch.float64)
+            self._counted = torch.zeros(self._L, self._S, dtype=torch.int64)
+        self.weights = weights
+        self.moves: Moves | None = None
+        self._number, self._before, self._waves = 0, self.slots, list[Wave]()
+        kind = MailOnCPU if exchange.device.type == "cpu" else MailOnGPU
+        self.mail = kind(exchange.window, exchange.plan, views)
+        self._worker = ThreadPoolExecutor(1, "epmoe-quotas")  # tables of many layers take milliseconds
+        self._made: tuple[int, Future[Tensor]] | None = None  # of a version
+        self._sharing: Future[Tensor] | None = None
+        self._put_into_use(self._tables(self.slots, self._shared_loads))
+
+    def replace(self, slots: Tensor, weights: Weights | None = None, loads: Tensor | None = None) -> Moves:
+        """See `ExpertParallel.replace`."""
+        self._refuse_while_moving("replace")
+        if not isinstance(slots, Tensor) or slots.shape != self.slots.shape:
+            raise ValueError(f"`slots` must be integers {list(self.slots.shape)}, got {describe(slots)}")
+        loads = self._shared_loads if loads is None else self._checked(loads)
+        self._choices(slots, shares_of(loads, slots, self._R), one_copy=False)  # raises where they do not fit
+        target = in_place(self.slots, slots.cpu().int(), self._S)
+        waves = plan_waves(self.slots, target, self._S)
+        lacking = {move.layer + 1 for wave in waves for move in wave.moves}.difference(self.weights)
+        if weights is None and lacking:
+            raise ValueError(f"`weights` must be given, since no layer with tag {min(lacking)} has said where its are")
+        self._shared_loads, self._before, self._waves = loads, self.slots, waves
+        self._number += 1
+        self._make(0)
+        staging = self._exchange.plan["moves.staging"], self._exchange.views["moves.staging"]
+        timeout_s = self._exchange.config.exchange.timeout_s
+        self.moves = Moves(
+            self.mail, self._number, self._rank, self._R, self._S, waves, weights or self._registered, staging,
+            timeout_s, self._switch, self._hold,
+        )  # fmt: skip
+        return self.moves
+
+    def share(self, loads: Tensor) -> None:
+        """See `ExpertParallel.share`."""
+        self._shared_loads = self._checked(loads)
+        if self.moves is None or self.moves.done:
+            self._share()
+
+    def step(self) -> None:
+        """What can be done now, between two rounds: it waits for no rank and for no kernel."""
+        if self.moves is not None and not self.moves.done:
+            self.moves.step()
+            if self.moves.done:
+                self.held = self._mine(self.slots).clone()
+                if self.moves.cancelled:
+                    self._share()  # slots that were to be overwritten are in use again
+        if self._sharing is not None and self._sharing.done() and self._exchange.rounds.state == CLOSED:
+            self._put_into_use(self._sharing.result())
+            self._sharing = None
+
+    def finish(self, timeout_s: float) -> None:
+        """Step until the moves are done. Raises EPTimeoutError once a rank has ended, or after `timeout_s` seconds."""
+        if self._exchange.rounds.state != CLOSED:
+            raise EPStateError("a round is open: experts move between rounds")
+        deadline = time.monotonic() + timeout_s
+        while self._sharing is not None or self.moves is not None and not self.moves.done:
+            self.step()
+            missing = [] if self.moves is None else self.moves.waits_for()
+            dead = [rank for rank in missing if self._exchange.dead() >> rank & 1]
+            if dead or time.monotonic() > deadline:
+                self._exchange.check()
+                names = [self._exchange.global_ranks[rank] for rank in dead or missing]
+                why = f"waited for rank(s) {dead or missing} of the group (global rank(s) {names})"
+                epoch = self._exchange.rounds.count
+                raise EPTimeoutError("the move of experts, after dispatch", epoch, dead or missing, names, why)
+            time.sleep(1e-4)
+
+    def loads(self) -> Tensor:
+        """See `ExpertParallel.loads`."""
+        self._count()
+        gathered, E = self._exchange.plan["moves.loads"], self._E
+        offset = gathered.offset + 8 * self._L * E * self._rank
+        mine = self._own_loads.clone().view(-1).view(torch.uint8)
+        if self._exchange.device.type == "cuda":
+            mine = mine.pin_memory()
+        for rank in range(self._R):
+            self.mail.put(rank, offset, mine)
+        return self.mail.fetch(self._exchange.views["moves.loads"]).sum(0)
+
+    def experts(self, tag: int) -> list[int]:
+        """The experts in this rank's slots of a layer, −1 for an empty slot. Raises EPStateError during moves."""
+        self._refuse_while_moving("a look at the experts of a rank")
+        return self._mine(self.slots)[self._layer(tag)].tolist()
+
+    def holder(self, tag: int, expert: int) -> tuple[int, int]:
+        """Rank and local slot of the first copy of an expert. Raises EPStateError during moves."""
+        self._refuse_while_moving("a look at the experts of a rank")
+        return divmod(int((self.slots[self._layer(tag)] == expert).nonzero()[0]), self._S)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def _choices(self, slots: Tensor, shares: Tensor, *, one_copy: bool) -> Choices:
+        return choices(
+            slots, shares, self._rank, ep_size=self._R, num_experts=self._E, most_copies=self._most_copies,
+            one_copy=one_copy,
+        )  # fmt: skip
+
+    def _layer(self, tag: int) -> int:
+        if not 1 <= tag <= self._L:
+            raise ValueError(f"`tag` must be from 1 to {self._L}, a layer of `placement.layers`, got {tag}")
+        return tag - 1
+
+    def _refuse_while_moving(self, what: str) -> None:
+        if self.moves is not None and not self.moves.done:
+            raise EPStateError(f"experts are moving: {what} comes after the end of the moves, which `apply` awaits")
+
+    def _mine(self, slots: Tensor) -> Tensor:
+        return slots[:, self._rank * self._S : (self._rank + 1) * self._S]
+
+    def _checked(self, loads: Tensor) -> Tensor:
+        shape = (self._L, self._E)
+        if not isinstance(loads, Tensor) or loads.shape != shape or not (loads.isfinite() & (loads >= 0)).all():
+            raise ValueError(f"`loads` must be {list(shape)}, finite and at least 0, got {describe(loads)}")
+        return loads.detach().to("cpu", torch.float64)
+
+    def _leave_out_surplus(self) -> None:
+        """Ranks may have kept more copies of an expert than there are columns."""
+        for row in self.slots:
+            seen = torch.zeros(self._E, dtype=torch.int64)
+            for slot, expert in enumerate(row.tolist()):
+                if expert != EMPTY:
+                    seen[expert] += 1
+                    if seen[expert] > self._most_copies:
+                        row[slot] = EMPTY
+
+    def _registered(self, tag: int, local: int) -> Sequence[Tensor]:
+        return self.weights[tag](tag, local)
+
+    def _hold(self, layer: int, local: int, expert: int) -> None:
+        if expert == EMPTY:
+            self._count()  # rows so far were those of the expert that goes
+        self.held[layer, local] = expert
+
+    def _count(self) -> None:
+        """Add the rows that slots have received since the last time to the loads of the experts in them."""
+        counted = self.mail.fetch(self._exchange.views["health.tokens_per_expert"])
+        rows = (counted - self._counted).double() * (self.held != EMPTY)
+        self._own_loads.scatter_add_(1, self.held.clamp(min=0).long(), rows)
+        self._counted = counted.clone()
+
+    def _after(self, version: int) -> Tensor:
+        return self._before if version == 0 else self._waves[version - 1].slots
+
+    def _in_use(self, version: int) -> Tensor:
+        slots = self._after(version).clone()
+        if version < len(self._waves):
+            for move in self._waves[version].moves:
+                slots[move.layer, move.slot] = EMPTY
+        return slots
+
+    def _make(self, version: int) -> None:
+        future = self._worker.submit(self._tables, self._in_use(version), self._shared_loads)
+        self._made = version, future
+
+    def _switch(self, version: int) -> bool:
+        """Use the tables of a version, if they are made and no round is open."""
+        if self._made is None or self._made[0] != version:
+            self._make(version)
+        assert self._made is not None
+        if not self._made[1].done() or self._exchange.rounds.state != CLOSED:
+            return False
+        self._put_into_use(self._made[1].result())
+        self.slots = self._after(version)
+        if version < len(self._waves):
+            self._make(version + 1)
+        return True
+
+    def _share(self) -> None:
+        self._sharing = self._worker.submit(self._tables, self.slots, self._shared_loads)
+
+    def _tables(self, slots: Tensor, loads: Tensor) -> Tensor:
+        """int32 [layers, 2, E, copies], for few tokens and for many."""
+        shares = shares_of(loads, slots, self._R)
+        tables = [quotas(*self._choices(slots, shares, one_copy=one_copy)) for one_copy in (True, False)]
+        table = torch.stack(tables, dim=1)
+        return table.pin_memory() if self._exchange.device.type == "cuda" else table
+
+    def _put_into_use(self, table: Tensor) -> None:
+        with torch.inference_mode(False):
+            self._exchange.views["table.copies"].copy_(table, non_blocking=True)
+
+
+def quotas(slots: Tensor, thresholds: Tensor) -> Tensor:
+    """What `copy_by_quota` in csrc/copies.h reads.
+
+    Args:
+        slots: int32 [..., C], of `Choices`.
+        thresholds: int64 [..., C], likewise.
+
+    Returns:
+        int32 [..., C]: in the high 16 bits the last number that a copy takes, in the low ones its slot. Copies that get
+        no number stand at the end.
+    """
+    ends = (thresholds * _NUMBERS + 2**31 >> 32).clamp(0, _NUMBERS)
+    starts = torch.cat([torch.zeros_like(ends[..., :1]), ends[..., :-1]], dim=-1)
+    order = (ends <= starts).to(torch.int8).sort(dim=-1, stable=True).indices
+    last = torch.where(ends > starts, ends - 1, _NUMBERS - 1).gather(-1, order)
+    entries = last << 16 | slots.long().clamp(min=0).gather(-1, order)
+    return torch.where(entries >= 2**31, entries - 2**32, entries).int()

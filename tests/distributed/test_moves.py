@@ -1,0 +1,225 @@
+"""Experts move while rounds go on: every y is right, however far each rank has come; equal tables give equal bits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchanges import make_config
+from helpers import assert_close, generator, randn
+from torch import Tensor
+
+from epmoe import EPError, ExpertParallel
+from epmoe.exchange.moves_plan import EMPTY
+
+E, K, D, M, L = 12, 3, 32, 16, 3
+DATA = 300_000  # bytes of an expert beside its row: several parts of the staging
+
+
+def gain(expert: int, layer: int) -> Tensor:
+    return 1 + randn(D, seed=100 * layer + expert).abs()
+
+
+class Slots:
+    """The weights of all slots of a rank: a row, and data that only moves."""
+
+    def __init__(self, ep: ExpertParallel, big: bool = False) -> None:
+        self.ep, S = ep, ep.num_local_experts
+        self.rows = torch.full((L, S, D), torch.nan, device=ep.device)
+        self.data = torch.full((L, S, 5 * DATA if big else 3), -1, dtype=torch.int32, device=ep.device)
+        for layer in range(L):
+            for local, expert in enumerate(ep.logical_experts(layer + 1)):
+                if expert != EMPTY:
+                    self.rows[layer, local], self.data[layer, local] = gain(expert, layer), expert
+
+    def of(self, tag: int, local: int) -> list[Tensor]:
+        return [self.rows[tag - 1, local], self.data[tag - 1, local]]
+
+    def poison_unused(self) -> None:
+        """What holds no expert may hold anything."""
+        assert self.ep.live is not None
+        empty = (self.ep.live.held == EMPTY).to(self.ep.device)
+        self.rows[empty] = torch.nan
+
+    def run(self, rows: Tensor, offsets: Tensor, layer: int) -> Tensor:
+        numbers = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        expert = (torch.searchsorted(offsets, numbers, right=True) - 1).clamp(max=self.ep.num_local_experts - 1)
+        return torch.where(numbers[:, None] < offsets[-1], rows * self.rows[layer, expert], torch.nan)
+
+
+def draw_table(size: int, S: int, seed: int) -> Tensor:
+    """Slots [L, P], such that every expert has one and no rank one twice; at least one slot of a layer is free."""
+    draw, tables = random.Random(seed), []
+    for _ in range(L):
+        ranks: list[list[int]] = [[] for _ in range(size)]
+        for expert in draw.sample(range(E), E):
+            draw.choice([r for r in ranks if len(r) < S]).append(expert)
+        for _ in range(size * S - E - 1):
+            expert = draw.randrange(E)
+            if sum(expert in r for r in ranks) < 4 and (room := [r for r in ranks if len(r) < S and expert not in r]):
+                draw.choice(room).append(expert)
+        for held in ranks:
+            held += [EMPTY] * (S - len(held))
+            draw.shuffle(held)
+        tables.append([expert for held in ranks for expert in held])
+    return torch.tensor(tables)
+
+
+def make_round(rank: int, seed: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
+    draw = generator(1000 * seed + rank)
+    ids = torch.rand(T, E, generator=draw).argsort(dim=1)[:, :K].int()
+    return randn(T, D, seed=7 * seed + rank), ids, 0.1 + torch.rand(T, K, generator=draw)
+
+
+def want(x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
+    gains = torch.stack([gain(expert, layer) for expert in range(E)]).double()
+    return (x.double()[:, None] * gains[ids.long()] * weights.double()[:, :, None]).sum(1)
+
+
+@pytest.fixture
+def make(make_ep, size) -> Callable[..., ExpertParallel]:
+    S = -(-E // size) + (1 if size > 1 else 0)
+
+    def build(**options) -> ExpertParallel:
+        live = {"live": True, "slots_per_rank": S, "layers": L, "staging_mb": 1}
+        return make_ep(experts=E, top_k=K, hidden=D, max_tokens=M, placement=live, **options)
+
+    return build
+
+
+def play(ep: ExpertParallel, slots: Slots, seed: int, layer: int, T: int) -> Tensor:
+    x, ids, weights = make_round(ep.rank, seed, T)
+    d = ep.dispatch(*(t.to(ep.device) for t in (x, ids, weights)), tag=layer + 1)
+    y = ep.combine(slots.run(d.rows, d.expert_offsets, layer), d)
+    assert_close(y.cpu(), want(x, ids, weights, layer), slack=4)
+    return y
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_experts_move_while_rounds_go_on(make, size, rank, few):
+    """Each rank steps at its own times; drawn tables follow one another."""
+    ep = make()
+    if not few:
+        ep.exchange.plan.sizes["few_tokens"] = 0
+    slots, draw, rounds = Slots(ep, big=True), random.Random(rank), 0
+    for number in range(4):
+        target = draw_table(size, ep.num_local_experts, seed=number)
+        loads = torch.rand(L, E, generator=generator(number))
+        moves = ep.replace(target, slots.of, loads=loads)
+        for _ in range(12):
+            play(ep, slots, rounds, rounds % L, T=random.Random(31 * rounds + rank).randrange(M + 1))
+            rounds += 1
+            for _ in range(draw.randrange(6)):
+                ep.poll()
+        ep.apply()
+        assert moves.done and not moves.stalls
+        slots.poison_unused()
+        assert ep.live is not None
+        for layer in range(L):
+            for local, expert in enumerate(ep.logical_experts(layer + 1)):
+                if expert != EMPTY:
+                    assert torch.equal(slots.rows[layer, local].cpu(), gain(expert, layer))
+                    assert (slots.data[layer, local] == expert).all()
+        for held, wanted in zip(ep.slots.view(L, size, -1).tolist(), target.view(L, size, -1).tolist(), strict=True):
+            assert [sorted(h) for h in held] == [sorted(w) for w in wanted]
+        dist.barrier()
+
+
+def test_equal_tables_give_equal_bits(make, size):
+    ep = make()
+    slots = Slots(ep)
+    first = [play(ep, slots, seed, seed % L, 9) for seed in range(L)]
+    begin = ep.slots.clone()
+    ep.replace(draw_table(size, ep.num_local_experts, seed=3), slots.of)
+    ep.apply()
+    moved = [play(ep, slots, seed, seed % L, 9) for seed in range(L)]
+    again = [play(ep, slots, seed, seed % L, 9) for seed in range(L)]
+    assert all(map(torch.equal, moved, again))
+    dist.barrier()
+    ep.replace(begin, slots.of)
+    ep.apply()
+    assert all(map(torch.equal, first, [play(ep, slots, seed, seed % L, 9) for seed in range(L)]))
+
+
+def test_shares_follow_loads(make, size, rank):
+    """The whole load on one expert with copies: they take as much of it as each other."""
+    ep = make()
+    ep.exchange.plan.sizes["few_tokens"] = 0
+    slots = Slots(ep)
+    if size == 1:
+        return
+    table = ep.slots.clone().view(L, size, -1)
+    before = ep.loads().sum()
+    assert before == 0
+    holders = (table[0] == 0).any(1)
+    loads = torch.zeros(L, E)
+    loads[:, 0] = 1
+    ep.share(loads)
+    ep.apply()
+    dist.barrier()
+    for seed in range(20):
+        x, _, weights = make_round(rank, seed, M)
+        ids = torch.zeros(M, K, dtype=torch.int32)
+        ids[:, 1:] = -1
+        d = ep.dispatch(*(t.to(ep.device) for t in (x, ids, weights)), tag=1)
+        ep.combine(slots.run(d.rows, d.expert_offsets, 0), d)
+    ep.check()
+    ep.loads()
+    dist.barrier()
+    total = ep.loads()
+    assert total[0, 0] == 20 * M * size and total.sum() == total[0, 0]
+    mine = torch.tensor(ep.health().tokens_per_expert).sum()
+    if holders[rank]:
+        assert 0.7 < mine / (total[0, 0] / holders.sum()) < 1.3
+    else:
+        assert mine == 0
+
+
+def test_moves_that_are_cancelled_leave_every_expert_in_use(make, size, rank):
+    ep = make()
+    slots = Slots(ep)
+    moves = ep.replace(draw_table(size, ep.num_local_experts, seed=5), slots.of)
+    if rank == 0:
+        moves.cancel()
+    for seed in range(8):
+        play(ep, slots, seed, seed % L, 5)
+        ep.poll()
+    ep.apply()
+    tables = [None] * size
+    dist.all_gather_object(tables, ep.slots.tolist())
+    assert moves.done and all(table == tables[0] for table in tables)
+    ep.replace(draw_table(size, ep.num_local_experts, seed=6), slots.of)
+    ep.apply()
+    play(ep, slots, 9, 1, 5)
+
+
+def test_ranks_with_other_tables_hear_of_it(make, size, rank):
+    if size == 1:
+        return
+    ep = make()
+    slots = Slots(ep)
+    ep.replace(draw_table(size, ep.num_local_experts, seed=10 + rank), slots.of)
+    with pytest.raises(EPError, match="were given other slots"):
+        ep.apply()
+    play(ep, slots, 1, 1, 5)
+
+
+def test_what_does_not_fit_is_refused(make, size):
+    ep = make()
+    slots = Slots(ep)
+    with pytest.raises(ValueError, match="`slots` must be integers"):
+        ep.replace(ep.slots[:1], slots.of)
+    with pytest.raises(ValueError, match="must hold every expert"):
+        ep.replace(torch.zeros_like(ep.slots).fill_(-1), slots.of)
+    with pytest.raises(ValueError, match="`loads` must be"):
+        ep.share(torch.ones(2))
+    with pytest.raises(ValueError, match="`tag` must be from 1 to 3"):
+        ep.skip()
+    with pytest.raises(ValueError, match="from 2 to|from 3 to|from 4 to|from 6 to|from 12 to"):
+        make_config(size, experts=E, top_k=K, placement={"live": True, "slots_per_rank": 1})
+    if size > 1:
+        with pytest.raises(ValueError, match="`weights` must be given"):
+            ep.replace(draw_table(size, ep.num_local_experts, seed=1))

@@ -11,17 +11,33 @@ EPMOE_HD int32_t copy_in_turn(const int32_t* copies_EC, const int32_t* num_copie
   return copies_EC[expert * copies + copy];
 }
 
-// The same where experts move. An entry of the table is a quota: its high 16 bits are the last of 65536 numbers that
-// the copy takes, its low 16 bits the physical expert. Last numbers ascend, to 65535 in some entry. A token's number is
-// the same on every run: the finaliser of MurmurHash3 (Appleby) over token, rank and expert.
-EPMOE_HD int32_t copy_by_quota(const int32_t* quotas_EC, int64_t copies, int64_t rank, int64_t t, int32_t expert) {
-  uint32_t h = static_cast<uint32_t>(t) * 0x9e3779b1u + (static_cast<uint32_t>(rank) << 20) +
-               static_cast<uint32_t>(expert) * 0x85ebca77u;
-  h = (h ^ h >> 16) * 0x85ebca6bu, h = (h ^ h >> 13) * 0xc2b2ae35u, h ^= h >> 16;
-  const int32_t* quotas_C = quotas_EC + expert * copies;
-  int64_t copy = 0;
-  while (copy < copies - 1 && static_cast<uint32_t>(quotas_C[copy]) >> 16 < h >> 16) ++copy;
-  return quotas_C[copy] & 0xffff;
+// Where experts move, a table of quotas says which copy a token takes. An entry is the last of 65536 numbers that the
+// copy takes, in the high 16 bits, and the physical expert. Last numbers ascend, up to 65535; entries behind that one
+// are never reached.
+struct alignas(16) QuotaLine {
+  uint32_t entry[4];
+};
+struct Quotas {
+  const QuotaLine* lines;  // [E, lines_per_expert], or null: experts do not move
+  uint32_t lines_per_expert;
+  uint32_t salt;  // of the source rank
+};
+
+// A token's number is the same on every run: the finaliser of MurmurHash3 (Appleby) over token, rank and expert.
+EPMOE_HD int32_t copy_by_quota(const Quotas& quotas, int64_t t, int32_t expert) {
+  uint32_t h = static_cast<uint32_t>(t) * 0x9e3779b1u + static_cast<uint32_t>(expert) * 0x85ebca77u + quotas.salt;
+  h = (h ^ h >> 16) * 0x85ebca6bu, h = (h ^ h >> 13) * 0xc2b2ae35u;
+  uint32_t number = (h ^ h >> 16) >> 16;
+  const QuotaLine* line = quotas.lines + static_cast<uint32_t>(expert) * quotas.lines_per_expert;
+  for (uint32_t left = quotas.lines_per_expert;; ++line) {
+    QuotaLine q = *line;
+    if (number <= q.entry[3] >> 16 || --left == 0)
+      return (number <= q.entry[0] >> 16   ? q.entry[0]
+              : number <= q.entry[1] >> 16 ? q.entry[1]
+              : number <= q.entry[2] >> 16 ? q.entry[2]
+                                           : q.entry[3]) &
+             0xffff;
+  }
 }
 
 }  // namespace epmoe

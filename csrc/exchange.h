@@ -1,5 +1,6 @@
 // Arguments of dispatch and combine, the same for CPU and CUDA. Letters and strides as in args.h.
 #pragma once
+#include "copies.h"
 #include "plan.h"
 
 namespace epmoe {
@@ -12,6 +13,14 @@ struct Exchange {
   Status* status;            // in host memory; on CUDA, Progress follows it
   int64_t timeout_ns;        // of each wait
 };
+
+// The table of the round's layer, for its number of tokens.
+EPMOE_HD Quotas quotas_of(const Exchange& ex) {
+  const ExchangePlan& plan = ex.plan;
+  if (!plan.layers) return {};
+  return {reinterpret_cast<const QuotaLine*>(ex.scratch + plan.table_copies), static_cast<uint32_t>(plan.copies / 4),
+          static_cast<uint32_t>(plan.rank) << 20};
+}
 
 struct DispatchArgs {
   const void* x_TD;

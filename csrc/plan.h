@@ -14,17 +14,17 @@ constexpr int kMaxRanks = 64;  // a set of ranks is one 64-bit mask
 // after a buffer is its shape; index 0 is the source rank. An unused buffer has 0 bytes.
 struct ExchangePlan {
   // Sizes.
-  int64_t R;                     // ranks of the group
-  int64_t rank;                  // this rank in the group
-  int64_t M;                     // tokens a rank may bring to one call: the slots of a slab
-  int64_t K;                     // experts a token, of the config: the stride of pairs; a call may use fewer
-  int64_t D;                     // elements of a row, of the config; a call may use fewer
-  int64_t E;                     // logical experts
-  int64_t P;                     // physical experts: E and the redundant copies
-  int64_t num_local_experts;     // physical experts of this rank
-  int64_t copies;                // columns of table_copies: the most copies that a logical expert has
-  int64_t max_rows;              // N: expert-major rows that fit
-  int64_t alignment;             // rows: an expert's segment starts at a multiple of it
+  int64_t R;                  // ranks of the group
+  int64_t rank;               // this rank in the group
+  int64_t M;                  // tokens a rank may bring to one call: the slots of a slab
+  int64_t K;                  // experts a token, of the config: the stride of pairs; a call may use fewer
+  int64_t D;                  // elements of a row, of the config; a call may use fewer
+  int64_t E;                  // logical experts
+  int64_t P;                  // physical experts: E and the redundant copies
+  int64_t num_local_experts;  // physical experts of this rank
+  int64_t copies;     // columns of table_copies: the most copies that a logical expert has; of quotas, a multiple of 4
+  int64_t max_rows;   // N: expert-major rows that fit
+  int64_t alignment;  // rows: an expert's segment starts at a multiple of it
   WireFormat payload_format;     // of rows that dispatch sends
   WireFormat combine_format;     // of rows that combine sends
   int64_t x_stride_bytes;        // between slots of recv_x
@@ -77,9 +77,9 @@ struct ExchangePlan {
   int64_t tokens_per_expert;  // int32 [e]: rows of each expert without the gap; dispatch -> the experts
   int64_t row_of_pair;        // int32 [R, M, K]: row of each received pair, negative for none; dispatch -> combine send
   // Tables: the host writes them once, dispatch reads them.
-  int64_t table_expert_map;   // int32 [P]: local index of a physical expert, -1 if another rank owns it; CPU only
-  int64_t table_owners;       // int32 [P]: rank of a physical expert
-  int64_t table_copies;       // int32 [E, copies]: physical experts of a logical expert; or quotas [layers, 2, E, copies]
+  int64_t table_expert_map;  // int32 [P]: local index of a physical expert, -1 if another rank owns it; CPU only
+  int64_t table_owners;      // int32 [P]: rank of a physical expert
+  int64_t table_copies;  // int32 [E, copies]: physical experts of a logical expert; or `Quotas` [layers, 2, E, copies]
   int64_t table_num_copies;   // int32 [E]: number of physical experts of a logical expert
   int64_t table_sentinels;    // int32 [R]: for each rank a valid id that another rank owns, P if there is none
   int64_t table_local_index;  // int32 [P]: local index of a physical expert on its owner; CUDA only

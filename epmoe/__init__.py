@@ -14,6 +14,7 @@ import warnings as _warnings
 import torch as _torch
 
 from epmoe.balance import balance
+from epmoe.balancer import Balancer
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.config.placement import Move, Placement
 from epmoe.exchange.handles import Dispatched, Sent
@@ -45,6 +46,7 @@ from epmoe.service import ExpertParallel
 __version__ = "0.1.0"  # the only place of the version: pyproject.toml reads it from here
 
 __all__ = [
+    "Balancer",
     "ConfigError",
     "Dispatched",
     "EPConfig",

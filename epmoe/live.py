@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from epmoe.balance import Choices, choices, shares_of
@@ -42,14 +43,15 @@ class LiveExperts:
         held: int32 [layers, S]: the expert whose weights each slot of this rank has, or −1 while they are overwritten.
         weights: as above.
         moves: of the last call of `replace`, or None.
+        moved: experts that have moved to this rank.
     """
 
     def __init__(
         self, config: EPConfig, exchange: NodeExchange, slots: list[list[int]] | None, weights: dict[int, Weights]
     ) -> None:
-        section, self._exchange = config.placement, exchange
+        section, self._exchange, self._table = config.placement, exchange, exchange.views["table.copies"]
         sizes, views = exchange.plan.sizes, exchange.views
-        self._R, self._E, self._rank, self._most_copies = sizes["R"], sizes["E"], sizes["rank"], sizes["copies"]
+        self._R, self._E, self._rank, self._most_copies = sizes["R"], sizes["E"], sizes["rank"], section.most_copies
         self._S, self._L = sizes["num_local_experts"], section.layers
         with torch.inference_mode(False):  # otherwise they could not be written outside inference mode
             first = (torch.arange(self._R * self._S, dtype=torch.int32) % self._E).expand(self._L, -1)
@@ -61,6 +63,7 @@ class LiveExperts:
             self._counted = torch.zeros(self._L, self._S, dtype=torch.int64)
         self.weights = weights
         self.moves: Moves | None = None
+        self.moved = self._stalls = 0
         self._number, self._before, self._waves = 0, self.slots, list[Wave]()
         kind = MailOnCPU if exchange.device.type == "cpu" else MailOnGPU
         self.mail = kind(exchange.window, exchange.plan, views)
@@ -72,6 +75,7 @@ class LiveExperts:
     def replace(self, slots: Tensor, weights: Weights | None = None, loads: Tensor | None = None) -> Moves:
         """See `ExpertParallel.replace`."""
         self._refuse_while_moving("replace")
+        self._stalls = self.stalls
         if not isinstance(slots, Tensor) or slots.shape != self.slots.shape:
             raise ValueError(f"`slots` must be integers {list(self.slots.shape)}, got {describe(slots)}")
         loads = self._shared_loads if loads is None else self._checked(loads)
@@ -139,6 +143,11 @@ class LiveExperts:
             self.mail.put(rank, offset, mine)
         return self.mail.fetch(self._exchange.views["moves.loads"]).sum(0)
 
+    @property
+    def stalls(self) -> int:
+        """How often moves got no further within `exchange.timeout_s`."""
+        return self._stalls + (0 if self.moves is None else self.moves.stalls)
+
     def experts(self, tag: int) -> list[int]:
         """The experts in this rank's slots of a layer, −1 for an empty slot. Raises EPStateError during moves."""
         self._refuse_while_moving("a look at the experts of a rank")
@@ -193,6 +202,8 @@ class LiveExperts:
     def _hold(self, layer: int, local: int, expert: int) -> None:
         if expert == EMPTY:
             self._count()  # rows so far were those of the expert that goes
+        else:
+            self.moved += 1
         self.held[layer, local] = expert
 
     def _count(self) -> None:
@@ -237,11 +248,14 @@ class LiveExperts:
         shares = shares_of(loads, slots, self._R)
         tables = [quotas(*self._choices(slots, shares, one_copy=one_copy)) for one_copy in (True, False)]
         table = torch.stack(tables, dim=1)
-        return table.pin_memory() if self._exchange.device.type == "cuda" else table
+        table = F.pad(table, (0, self._table.shape[-1] - table.shape[-1]), value=-1)  # whole lines
+        return self.mail.upload(table)
 
     def _put_into_use(self, table: Tensor) -> None:
         with torch.inference_mode(False):
-            self._exchange.views["table.copies"].copy_(table, non_blocking=True)
+            self._table.copy_(table)
+        if table.is_cuda:
+            table.record_stream(torch.cuda.current_stream(table.device))
 
 
 def quotas(slots: Tensor, thresholds: Tensor) -> Tensor:

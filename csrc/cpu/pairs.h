@@ -15,7 +15,7 @@ struct PairTables {
   const int32_t* copies_E;   // how many it has
   int64_t* counters;         // kNumCounters, added to
   bool keeps_zeros;          // whether pairs of weight 0 have something to compute
-  bool by_quota;             // experts move: copies_EC holds quotas
+  Quotas quotas;             // in place of copies, where experts move
 };
 
 // The checked pairs of one token: physical ids, -1 where there is nothing to compute, and finite weights.
@@ -46,8 +46,8 @@ void read_pairs(const PairTables& tables, const Args& args, int64_t t, Pairs& pa
     pairs.last_token[id] = t;
     if (weight == 0.0f && !tables.keeps_zeros) continue;
     auto expert = static_cast<int32_t>(id);
-    pairs.ids[k] = tables.by_quota
-                       ? copy_by_quota(tables.copies_EC, tables.copies, tables.rank, t, expert)
+    pairs.ids[k] = tables.quotas.lines
+                       ? copy_by_quota(tables.quotas, t, expert)
                        : copy_in_turn(tables.copies_EC, tables.copies_E, tables.copies, tables.rank, t, expert);
     pairs.weights[k] = weight;
     visit(k);

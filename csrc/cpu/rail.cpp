@@ -24,7 +24,7 @@ std::vector<int64_t> first_slots(int64_t num_nodes, int64_t node, const int32_t*
 }
 
 PairTables tables_of(const RailPackArgs& args, int64_t* counters) {
-  return {args.E, args.copies, args.rank, args.copies_EC, args.copies_E, counters, false, false};
+  return {args.E, args.copies, args.rank, args.copies_EC, args.copies_E, counters, false, {}};
 }
 
 // Gives each token its slots, in token order, and counts the rows of each node.

@@ -47,6 +47,9 @@ def run(
     watch: Annotated[
         bool, typer.Option("--watch", help="Show rates, late ranks and hot experts while it runs, without --model.")
     ] = False,
+    balance: Annotated[
+        bool, typer.Option("--balance", help="Move experts while it runs, as the load drifts, without --model.")
+    ] = False,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
     nproc: Annotated[int | None, NPROC] = None,
 ) -> None:
@@ -62,10 +65,17 @@ def run(
     if tokens is not None and tokens > parsed.capacity.max_num_tokens_per_rank:
         limit = parsed.capacity.max_num_tokens_per_rank
         raise UserError(f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got {tokens}")
-    for option, value in (("--tokens", tokens), ("--routing", routing), ("--watch", watch or None)):
+    for option, value in (
+        ("--tokens", tokens),
+        ("--routing", routing),
+        ("--watch", watch or None),
+        ("--balance", balance or None),
+    ):
         if model and value is not None:
             raise UserError(f"`{option}` is for the rounds of the layer, and `--model` runs models: leave one out")
     check_ranks(parsed)
+    if balance:
+        parsed = simulated.live(parsed)
     if model:
         models.check_models(parsed, model)
     else:
@@ -76,7 +86,7 @@ def run(
         if model:
             results = models.run_models(parsed, model, steps, seed)
         else:
-            results = [_run_layer(parsed, config.stem, routing or "uniform", steps, tokens, seed, watch)]
+            results = [_run_layer(parsed, config.stem, routing or "uniform", steps, tokens, seed, watch, balance)]
     if rank == 0 and report is not None:
         from epmoe.cli.about import About
         from epmoe.cli.report import write_report
@@ -89,7 +99,7 @@ def run(
 
 
 def _run_layer(
-    config: EPConfig, name: str, kind: Kind, steps: int, tokens: int | None, seed: int, watch: bool
+    config: EPConfig, name: str, kind: Kind, steps: int, tokens: int | None, seed: int, watch: bool, balance: bool
 ) -> Result:
     """Rounds of the configuration's own layer. The Result is the same on every rank; rank 0 prints it."""
     model = config.model
@@ -98,7 +108,7 @@ def _run_layer(
     with _open(config) as ep:
         simulated.synchronise(ep)
         with _advancing(ep, steps, watch) as advance:
-            mine = simulated.run_layer(ep, kind, steps, tokens, seed, advance)
+            mine = simulated.run_layer(ep, kind, steps, tokens, seed, advance, balance)
         health, placement = ep.health(), ep.placement
     gathered: list[tuple[simulated.Measured, Health]] = [None] * config.topology.ep_size  # type: ignore[list-item]
     dist.all_gather_object(gathered, (mine, health))
@@ -116,6 +126,7 @@ def _run_layer(
             "hidden size": f"{model.hidden_size} {model.dtype}",
             "rounds": f"{steps} of {tokens} tokens a rank",
             "routing": kind,
+            **_balances(gathered),
         },
         checks=[check] if tokens else [],
         placement=placement,
@@ -130,6 +141,21 @@ def _run_layer(
     )
     show(result)
     return result
+
+
+def _balances(gathered: list[tuple[simulated.Measured, Health]]) -> dict[str, str]:
+    """What moving experts has changed: rows of the busiest rank over the mean, in the first rounds and the last."""
+    moved = gathered[0][0].moved
+    if not moved:
+        return {}
+    rows = [[sum(part) for part in _ends(measured.rows)] for measured, _ in gathered]
+    first, last = (max(part) * len(part) / max(sum(part), 1) for part in zip(*rows, strict=True))
+    return {"moves": f"{moved}", "busiest rank": f"{first:.2f} × the mean in the first quarter, {last:.2f} in the last"}
+
+
+def _ends(rows: list[int]) -> tuple[list[int], list[int]]:
+    quarter = max(1, len(rows) // 4)
+    return rows[:quarter], rows[-quarter:]
 
 
 @contextmanager

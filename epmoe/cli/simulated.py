@@ -9,9 +9,10 @@ from functools import partial
 
 import torch
 
+from epmoe.balancer import Balancer
 from epmoe.cli.capacity import rank_plans
 from epmoe.cli.console import UserError, human_bytes
-from epmoe.config.config import EPConfig
+from epmoe.config.config import ConfigError, EPConfig
 from epmoe.exchange.window import available_memory_bytes
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.reference import moe_reference
@@ -24,6 +25,7 @@ CHECKED_ROWS = 32  # rows per round and rank that are compared with the dense re
 TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}  # relative to the largest element of a round's output
 FP8_TOLERANCE = 1e-1  # the same, with an fp8 payload in either direction
 WEIGHT_BUDGET = 64 << 20  # bytes per rank; every rank holds all experts' weights, for the reference
+_PLANS = 16  # of a run
 PROCESS_BYTES = 400 << 20  # memory of torch and its libraries, per rank
 
 
@@ -35,19 +37,33 @@ class Measured:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     worst_error: float = 0.0
     waited: list[float] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    """by round, expert-major rows of this rank"""
+    moved: int = 0
 
 
 def run_layer(
-    ep: ExpertParallel, kind: Kind, steps: int, tokens: int, seed: int, advance: Callable[[], object]
+    ep: ExpertParallel,
+    kind: Kind,
+    steps: int,
+    tokens: int,
+    seed: int,
+    advance: Callable[[], object],
+    balances: bool = False,
 ) -> Measured:
     """Run `steps` rounds of route, dispatch, experts and combine, and check some rows of each with the reference.
 
-    `advance` is called after each round.
+    `advance` is called after each round. With `balances`, experts move between the ranks meanwhile.
     """
     config, model, measured = ep.config, ep.config.model, Measured()
     weights = _expert_weights(config, seed, ep.device)
     logical = [ep.placement.logical(expert) for expert in ep.placement.local_experts(ep.rank)]
     experts = GroupedExperts(*(w[logical] for w in weights))
+    balancer = None
+    if balances:
+        every = max(1, steps // _PLANS)
+        balancer = Balancer(ep, every, weights=lambda tag, slot: [w[slot] for w in experts.parameters()])
+    tag = int(ep.config.placement.live)
     pool = partial(  # the same on all ranks, and in all rounds unless it drifts, so popular experts stay popular
         simulate_logits,
         kind,
@@ -70,8 +86,9 @@ def run_layer(
         clock = [_now(ep.device)]
         routing = ep.route(logits_TE, bias_E)
         clock.append(_now(ep.device))
-        d = ep.dispatch(x_TD, routing.ids, routing.weights)
+        d = ep.dispatch(x_TD, routing.ids, routing.weights, tag=tag)
         clock.append(_now(ep.device))
+        measured.rows.append(int(d.tokens_per_expert.sum()))
         rows_ND = experts(d.rows, d.expert_offsets, d.scales)
         clock.append(_now(ep.device))
         y_TD = ep.combine(rows_ND, d)
@@ -82,7 +99,12 @@ def run_layer(
         expected_TD = moe_reference(x_TD[some], routing.ids[some], routing.weights[some], weights)
         measured.worst_error = max(measured.worst_error, _relative_error(y_TD[some], expected_TD))
         advance()
+        if balancer is not None:
+            balancer.tick()
     ep.check()
+    if balancer is not None:
+        measured.moved = sum(step.moves for step in balancer.history)
+        balancer.close()
     measured.waited = [now - then for now, then in zip(ep.health().waited_s, waited_before, strict=True)]
     return measured
 
@@ -92,7 +114,7 @@ def synchronise(ep: ExpertParallel) -> None:
     model = ep.config.model
     routing = ep.route(torch.empty(0, model.num_experts, device=ep.device))
     x_TD = torch.empty(0, model.hidden_size, dtype=model.torch_dtype, device=ep.device)
-    d = ep.dispatch(x_TD, routing.ids, routing.weights)
+    d = ep.dispatch(x_TD, routing.ids, routing.weights, tag=int(ep.config.placement.live))
     ep.combine(torch.zeros_like(d.rows, dtype=model.torch_dtype), d)
 
 
@@ -100,6 +122,18 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def live(config: EPConfig) -> EPConfig:
+    """A configuration whose experts can move: one slot more on each rank than experts need."""
+    if config.placement.live:
+        return config
+    E, R = config.model.num_experts, config.topology.ep_size
+    placement = {"live": True, "slots_per_rank": min(-(-E // R) + 1, E)}
+    try:
+        return EPConfig(**config.model_dump() | {"placement": placement})
+    except ConfigError as error:
+        raise UserError(f"experts of this configuration cannot move: {error}") from None
 
 
 def tolerance(config: EPConfig) -> float:

@@ -39,6 +39,9 @@ class Mail(Protocol):
     def copy(self, to: Tensor, source: Tensor) -> None:
         """Copy within this rank."""
 
+    def upload(self, source: Tensor) -> Tensor:
+        """A tensor of the host on the device of the rounds, which it has reached. Any thread may call it."""
+
 
 class MailOnCPU:
     """`Mail` in shared memory, where every call has ended when it returns."""
@@ -67,6 +70,9 @@ class MailOnCPU:
     def copy(self, to: Tensor, source: Tensor) -> None:
         to.copy_(source)
 
+    def upload(self, source: Tensor) -> Tensor:
+        return source
+
 
 class MailOnGPU:
     """`Mail` by copy engines, on a stream of its own."""
@@ -75,6 +81,7 @@ class MailOnGPU:
         self._window, self._views, self._rank = window, views, plan.sizes["rank"]
         self._words = plan[_WORDS]
         device = views[_WORDS].device
+        self._uploads = torch.cuda.Stream(device)
         self._stream, self._event = torch.cuda.Stream(device, priority=-1), torch.cuda.Event()
         self._posted, self._posts = torch.empty(_IN_FLIGHT, dtype=torch.int64, pin_memory=True), 0
         self._read = torch.empty(self._words.shape, dtype=torch.int64, pin_memory=True)
@@ -116,6 +123,12 @@ class MailOnGPU:
     def copy(self, to: Tensor, source: Tensor) -> None:
         with torch.cuda.stream(self._stream):
             to.copy_(source, non_blocking=True)
+
+    def upload(self, source: Tensor) -> Tensor:
+        with torch.cuda.device(self._uploads.device), torch.cuda.stream(self._uploads):
+            on_device = source.pin_memory().to(self._uploads.device, non_blocking=True)
+            self._uploads.synchronize()
+        return on_device
 
 
 def _place(offset: int, num_words: int, rank: int, number: int) -> int:

@@ -143,7 +143,7 @@ class MemoryPlan:
         most = max(map(placement.num_local_experts, range(R)))
         section = config.placement
         layers = section.layers if section.live else 0
-        copies = section.most_copies if layers else placement.copies_table().shape[1]
+        copies = round_up(section.most_copies, LINE_INTS) if layers else placement.copies_table().shape[1]
         few_tokens = _ROWS_BEYOND_WEIGHTS * E // (R * K) if layers else 0
         # GPUs write into each other's expert-major rows, so these are equally many on all GPUs.
         worst = R * M * K + (most if nvlink else e) * (alignment - 1)

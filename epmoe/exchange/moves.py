@@ -65,6 +65,8 @@ class Moves:
 
     Attributes:
         version: of the tables that this rank uses; −1 before the first.
+        count: moves on all ranks, detours included.
+        total_bytes: that come to this rank.
         stalls: how often nothing has happened for `timeout_s`.
     """
 
@@ -96,7 +98,8 @@ class Moves:
             for move in wave.moves:
                 parts[move.slot // slots_per_rank] += _parts(number_of_wave, move, sizes[move.layer], staging[0].nbytes)
         self._parts, self._words = parts, list[list[int]]()
-        self.total_bytes = sum(part.end - part.begin for mine in parts for part in mine)
+        self.count = sum(len(wave.moves) for wave in waves)
+        self.total_bytes = sum(part.end - part.begin for part in parts[rank])
         described = repr((sizes, [(wave.moves, wave.slots.tolist()) for wave in waves]))
         self._checksum = crc32(described.encode())
         self._post(PLAN, self._checksum)

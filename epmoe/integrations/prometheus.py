@@ -41,6 +41,7 @@ class HealthCollector(Collector):
     - `epmoe_tokens_per_expert_total` with `expert`, the physical expert of this rank
     - `epmoe_wait_seconds_total` with `source`, the rank that was waited for
     - `epmoe_aborted_rounds_total` with `source`, the rank that aborted the rounds
+    - `epmoe_moved_experts_total` and `epmoe_stalled_moves_total`, 0 where experts do not move
 
     Args:
         exchanges: one `ExpertParallel`, which the label `exchange` calls "default"; or several by their names. One that
@@ -58,12 +59,16 @@ class HealthCollector(Collector):
         tokens = _counter("tokens_per_expert", "Rows of each local expert", "expert")
         waited = _counter("wait_seconds", "Seconds that this rank has waited for each rank", "source")
         aborted = _counter("aborted_rounds", "Rounds that each rank has aborted", "source")
+        moved = _counter("moved_experts", "Experts that have moved to this rank")
+        stalled = _counter("stalled_moves", "Times that a move of this rank got no further within the deadline")
         for name, ep in self._exchanges.items():
             try:
                 health, labels = ep.health(wait=False), [name, str(ep.rank)]
             except EPStateError:  # it is closed
                 continue
             rounds.add_metric(labels, health.rounds)
+            moved.add_metric(labels, 0 if ep.live is None else ep.live.moved)
+            stalled.add_metric(labels, 0 if ep.live is None else ep.live.stalls)
             for counter, family in counters.items():
                 family.add_metric(labels, getattr(health, counter))
             for family, names, values in (
@@ -74,7 +79,7 @@ class HealthCollector(Collector):
             ):
                 for index, value in zip(names, values, strict=True):
                     family.add_metric([*labels, str(index)], value)
-        yield from (rounds, *counters.values(), sent, tokens, waited, aborted)
+        yield from (rounds, *counters.values(), sent, tokens, waited, aborted, moved, stalled)
 
 
 def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:

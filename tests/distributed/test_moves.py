@@ -223,3 +223,42 @@ def test_what_does_not_fit_is_refused(make, size):
     if size > 1:
         with pytest.raises(ValueError, match="`weights` must be given"):
             ep.replace(draw_table(size, ep.num_local_experts, seed=1))
+
+
+@pytest.mark.gpu
+def test_replays_while_experts_move(make, size, rank):
+    """Graphs of several T, which ranks mix, captured before the first move."""
+    ep = make()
+    if ep.device.type == "cpu":
+        pytest.skip("the CPU has no graphs")
+    slots, draw = Slots(ep, big=True), random.Random(rank)
+    for seed in range(L):
+        play(ep, slots, seed, seed, 4)
+    captured: dict[tuple[int, int], tuple[list[Tensor], Tensor, torch.cuda.CUDAGraph]] = {}
+    for layer in range(L):
+        for T in (1, 7, M):
+            inputs = [t.to(ep.device) for t in make_round(rank, T, T)]
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                d = ep.dispatch(*inputs, tag=layer + 1)
+                y = ep.combine(slots.run(d.rows, d.expert_offsets, layer), d)
+            captured[layer, T] = inputs, y, graph
+    rounds = 0
+    for number in range(4):
+        moves = ep.replace(draw_table(size, ep.num_local_experts, seed=20 + number), slots.of)
+        for _ in range(25):
+            T, layer = draw.choice((1, 7, M)), rounds % L
+            inputs, y, graph = captured[layer, T]
+            fresh = make_round(rank, 500 + rounds, T)
+            for buffer, value in zip(inputs, fresh, strict=True):
+                buffer.copy_(value)
+            y.fill_(torch.nan)
+            graph.replay()
+            assert_close(y.cpu(), want(*fresh, layer), slack=4)
+            rounds += 1
+            for _ in range(draw.randrange(4)):
+                ep.poll()
+        ep.apply()
+        assert moves.done
+        slots.poison_unused()
+        dist.barrier()

@@ -112,6 +112,7 @@ struct Destinations {
 };
 
 struct DispatchShared {
+  Quotas quotas;
   uint32_t epoch;
   int32_t latched;  // as in RoundState; in the leader also not 0 where its phase is out of turn
   int32_t tokens;   // real ones

@@ -35,10 +35,18 @@ __device__ __forceinline__ int32_t real_tokens(const DispatchBlock& b) {
 // Reads the tables that no kernel writes, so it may run before the predecessor has ended.
 __device__ void read_tables(DispatchBlock& b) {
   DispatchShared& shared = b.shared;
+  Quotas quotas = quotas_of(b.ex);
+  if (threadIdx.x == 0) shared.quotas = quotas;
   if (threadIdx.x < kMaxExchangeRanks) {
     shared.rank_count[threadIdx.x] = shared.num_experts[threadIdx.x] = 0;
     if (threadIdx.x < b.plan.R)
       shared.sentinel[threadIdx.x] = in_scratch<int32_t>(b.ex, b.plan.table_sentinels)[threadIdx.x];
+  }
+  if (quotas.lines) {  // into the cache of this multiprocessor: by cache lines of 128 bytes
+    constexpr uint32_t kLines = 128 / sizeof(QuotaLine);
+    uint32_t lines = static_cast<uint32_t>(b.plan.E) * quotas.lines_per_expert;
+    for (uint32_t i = threadIdx.x * kLines; i < lines; i += block_threads() * kLines)
+      compute_now(&shared.sink, quotas.lines[i].entry[0]);
   }
   __syncthreads();
   for (int32_t p = threadIdx.x; p < b.plan.P; p += block_threads()) {

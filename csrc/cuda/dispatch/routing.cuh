@@ -6,14 +6,14 @@
 namespace epmoe::cuda {
 
 // Out of line, so that the usual case stays short: experts without copies.
-static __device__ __noinline__ int32_t copy_of(const Exchange& ex, int32_t t, int32_t expert) {
-  if (ex.plan.layers)
-    return copy_by_quota(in_scratch<int32_t>(ex, ex.plan.table_copies), ex.plan.copies, ex.plan.rank, t, expert);
+static __device__ __noinline__ int32_t copy_of(const Exchange& ex, const Quotas& quotas, int32_t t, int32_t expert) {
+  if (quotas.lines) return copy_by_quota(quotas, t, expert);
   return copy_in_turn(in_scratch<int32_t>(ex, ex.plan.table_copies), in_scratch<int32_t>(ex, ex.plan.table_num_copies),
                       ex.plan.copies, ex.plan.rank, t, expert);
 }
 __device__ __forceinline__ int32_t physical(const DispatchBlock& b, int32_t t, const RoutedPair& pair) {
-  return physical(pair, b.plan.E, b.plan.copies, [&](int32_t expert) { return copy_of(b.ex, t, expert); }, b.trains);
+  auto copy = [&](int32_t expert) { return copy_of(b.ex, b.shared.quotas, t, expert); };
+  return physical(pair, b.plan.E, b.plan.copies, copy, b.trains);
 }
 
 // A lane takes one pair, and a warp takes as many tokens as fit into its lanes.

@@ -1,0 +1,162 @@
+"""`Balancer`: watches the loads of experts that can move, then shares and moves them so that ranks have equal work."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from epmoe.balance import GOAL, MAX_MOVES, Plan, balance
+from epmoe.config.placement import is_int
+from epmoe.exchange.moves import PLANNED, Moves, Weights
+from epmoe.service import ExpertParallel
+
+LEAST_GAIN = 0.002
+_LOOKS = 20  # for a plan, between two gatherings of loads
+
+
+class Step(NamedTuple):
+    """What a plan has changed."""
+
+    tick: int
+    moves: int
+    total_bytes: int
+    """that have reached this rank"""
+    before: list[float]
+    """[layers] load of the busiest rank over the mean, on rank 0; [] on the others"""
+    after: list[float]
+    """likewise, as planned"""
+
+
+class Balancer:
+    """Moves experts of an `ExpertParallel` with `placement.live`. All ranks make one and call `tick` at every step.
+
+    Every `every` ticks ranks send their loads, and rank 0 plans, on a thread of its own: how copies share what has come
+    since the last plan, and few moves where sharing alone does not do. It sends the plan to all ranks, which take it up
+    at their own next ticks. No rank waits for another.
+
+    Args:
+        ep: with `placement.live`.
+        every: ticks from plan to plan.
+        goal: of a layer: the load of the busiest rank over the mean. Below it nothing moves.
+        max_moves: of a layer, in a plan.
+        least_gain: of that ratio, for each move; a layer that would gain less keeps its experts where they are.
+        weights: as of `ExpertParallel.replace`.
+
+    Attributes:
+        plan: the last one, on rank 0; otherwise None.
+        history: what plans have changed, in order.
+
+    Raises:
+        EPStateError: `placement.live` is not set.
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        ep: ExpertParallel,
+        every: int = 1000,
+        *,
+        goal: float = GOAL,
+        max_moves: int = MAX_MOVES,
+        least_gain: float = LEAST_GAIN,
+        weights: Weights | None = None,
+    ) -> None:
+        if not is_int(every) or every < 1:
+            raise ValueError(f"`every` must be an integer of at least 1, got {every!r}")
+        _ = ep.slots  # raises without `placement.live`
+        self._ep, self._every, self._weights = ep, every, weights
+        self._goal, self._max_moves, self._least_gain = goal, max_moves, least_gain
+        self.plan: Plan | None = None
+        self.history: list[Step] = []
+        self._worker = ThreadPoolExecutor(1, "epmoe-balance")
+        self._begin()
+
+    def tick(self) -> None:
+        """One step, between two rounds, on their stream. It polls, and waits for no rank and for no kernel.
+
+        Raises what `ExpertParallel.poll` does.
+        """
+        ep = self._ep
+        ep.poll()
+        if ep.generation != self._generation:
+            self._begin()
+        self._ticks += 1
+        if self._ticks % self._every == 0:
+            loads = ep.loads()
+            if ep.rank == 0 and self._idle and self._planning is None:
+                self._plan(loads)
+        if ep.rank == 0 and self._planning is not None and self._planning.done() and self._idle:
+            self._publish(self._planning.result())
+        if self._ticks % max(1, self._every // _LOOKS) == 0 and self._idle:
+            self._take_up()
+
+    def close(self) -> None:
+        """End the thread. Moves that are under way go on with `ep.poll`."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def _idle(self) -> bool:
+        return self._moves is None or self._moves.done
+
+    def _begin(self) -> None:
+        """In a group whose words and loads begin again."""
+        self._generation, self._ticks = self._ep.generation, 0
+        self._moves: Moves | None = None
+        self._planning: Future[tuple[Plan, Tensor]] | None = None
+        self._planned = self._taken = 0
+        self._last_loads = torch.zeros(1, 1, dtype=torch.float64)
+
+    def _plan(self, loads: Tensor) -> None:
+        recent = loads - self._last_loads
+        if not recent.any():
+            return
+        self._last_loads = loads
+        section, slots = self._ep.config.placement, self._ep.slots.clone()
+
+        def plan() -> tuple[Plan, Tensor]:
+            found = balance(
+                recent, slots, ep_size=self._ep.size, max_moves=self._max_moves, goal=self._goal,
+                most_copies=section.most_copies,
+            )  # fmt: skip
+            return found, self._worthwhile(found, slots)
+
+        self._recent, self._planning = recent, self._worker.submit(plan)
+
+    def _worthwhile(self, plan: Plan, slots: Tensor) -> Tensor:
+        """The slots of the plan where moves pay, otherwise those of now."""
+        counts = torch.bincount(torch.tensor([m.layer for m in plan.moves], dtype=torch.int64), minlength=len(slots))
+        before, after = torch.tensor(plan.balance_before), torch.tensor(plan.balance_after)
+        pays = (before > self._goal) & (before - after >= self._least_gain * counts)
+        return torch.where(pays[:, None], plan.slots, slots)
+
+    def _publish(self, planned: tuple[Plan, Tensor]) -> None:
+        """The plan and its loads into all windows, then its number."""
+        ep, live = self._ep, self._ep.live
+        assert live is not None
+        self.plan, slots = planned
+        self._planning = None
+        plan = ep.exchange.plan
+        parts = ((plan["moves.planned_loads"].offset, self._recent), (plan["moves.planned_slots"].offset, slots))
+        self._planned += 1
+        for offset, part in parts:
+            source = part.contiguous().view(-1).view(torch.uint8)
+            for rank in range(ep.size):
+                live.mail.put(rank, offset, source.pin_memory() if ep.device.type == "cuda" else source)
+        live.mail.post(PLANNED, self._planned, range(ep.size))
+
+    def _take_up(self) -> None:
+        ep, live = self._ep, self._ep.live
+        assert live is not None
+        words = live.mail.words()
+        if words is None or words[0][PLANNED] == self._taken:
+            return
+        self._taken = words[0][PLANNED]
+        views = ep.exchange.views
+        loads = live.mail.fetch(views["moves.planned_loads"])
+        slots = live.mail.fetch(views["moves.planned_slots"])
+        self._moves = ep.replace(slots, self._weights, loads=loads)
+        before, after = ([], []) if self.plan is None else (self.plan.balance_before, self.plan.balance_after)
+        self.history.append(Step(self._ticks, self._moves.count, self._moves.total_bytes, before, after))

@@ -126,7 +126,6 @@ def _run_layer(
             "hidden size": f"{model.hidden_size} {model.dtype}",
             "rounds": f"{steps} of {tokens} tokens a rank",
             "routing": kind,
-            **_balances(gathered),
         },
         checks=[check] if tokens else [],
         placement=placement,
@@ -140,17 +139,16 @@ def _run_layer(
         waited=[m.waited for m, _ in gathered],
     )
     show(result)
+    if mine.moved:
+        console.print(f"  experts: {_balances([measured.rows for measured, _ in gathered], mine.moved)}\n")
     return result
 
 
-def _balances(gathered: list[tuple[simulated.Measured, Health]]) -> dict[str, str]:
-    """What moving experts has changed: rows of the busiest rank over the mean, in the first rounds and the last."""
-    moved = gathered[0][0].moved
-    if not moved:
-        return {}
-    rows = [[sum(part) for part in _ends(measured.rows)] for measured, _ in gathered]
-    first, last = (max(part) * len(part) / max(sum(part), 1) for part in zip(*rows, strict=True))
-    return {"moves": f"{moved}", "busiest rank": f"{first:.2f} × the mean in the first quarter, {last:.2f} in the last"}
+def _balances(rows: list[list[int]], moved: int) -> str:
+    """What moving experts has changed, from the rows of each rank by round."""
+    ends = [[sum(part) for part in _ends(of_rank)] for of_rank in rows]
+    first, last = (max(part) * len(part) / max(sum(part), 1) for part in zip(*ends, strict=True))
+    return f"{moved} moves; the busiest rank took {first:.2f} × the mean in the first quarter, {last:.2f} × in the last"
 
 
 def _ends(rows: list[int]) -> tuple[list[int], list[int]]:

@@ -26,7 +26,7 @@ LL_MAX_TOKENS = 1024
 RAIL_TAG_BYTES = 16
 LINE_INTS = 4  # a line of the LL protocol has 16 bytes
 MOVE_WORDS = 7  # of each rank, about moves of experts: see epmoe/exchange/moves.py
-# With fewer rows an expert takes as long as its weights take to read, however many rows it has.
+# On GPUs. With fewer rows an expert takes as long as its weights take to read, however many rows it has.
 _ROWS_BEYOND_WEIGHTS = 137
 
 Region = Literal["window", "scratch", "rail"]
@@ -144,7 +144,7 @@ class MemoryPlan:
         section = config.placement
         layers = section.layers if section.live else 0
         copies = round_up(section.most_copies, LINE_INTS) if layers else placement.copies_table().shape[1]
-        few_tokens = _ROWS_BEYOND_WEIGHTS * E // (R * K) if layers else 0
+        few_tokens = _ROWS_BEYOND_WEIGHTS * E // (R * K) if layers and nvlink else 0
         # GPUs write into each other's expert-major rows, so these are equally many on all GPUs.
         worst = R * M * K + (most if nvlink else e) * (alignment - 1)
         N = round_up(config.capacity.max_expert_rows or worst, alignment)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 EMPTY = -1
+_NO_ROOM = "experts cannot change places: leave a slot of the ranks empty, or with a second copy"
 
 
 class SlotMove(NamedTuple):
@@ -77,7 +78,7 @@ def plan_waves(before: Tensor, after: Tensor, slots_per_rank: int) -> list[Wave]
             break
         waves.append(Wave(moves, now.clone()))
         if len(waves) > 4 * now.shape[1]:
-            raise ValueError("experts cannot change places: leave a slot of the ranks empty, or with a second copy")
+            raise ValueError(_NO_ROOM)
     return waves
 
 
@@ -90,8 +91,8 @@ def _wave_of(layer: int, now: Tensor, after: Tensor, S: int, detours: set[int]) 
             holders.setdefault(expert, set()).add(slot)
     pushes: dict[int, int] = {}  # by rank
 
-    def may_be_overwritten(slot: int) -> bool:
-        return slot not in sources and (held[slot] == EMPTY or len(holders[held[slot]]) > 1)
+    def may_be_overwritten(slot: int, left: int = 1) -> bool:
+        return slot not in sources and (held[slot] == EMPTY or len(holders[held[slot]]) > left)
 
     def move(expert: int, slot: int) -> None:
         if held[slot] != EMPTY:
@@ -104,30 +105,26 @@ def _wave_of(layer: int, now: Tensor, after: Tensor, S: int, detours: set[int]) 
 
     moves: list[SlotMove] = []
     taken, sources = set[int](), set[int]()  # slots that the wave overwrites, and reads
-    blocked = []
-    for slot in sorted(range(len(target)), key=lambda s: s in detours):
-        expert = target[slot]
-        if expert in (EMPTY, held[slot]):
-            continue
-        if may_be_overwritten(slot):
-            move(expert, slot)
-        else:
-            blocked.append(slot)
-    if not moves:
-        for slot in blocked:  # a detour for what it holds
-            expert = held[slot]
-            ranks = {holder // S for holder in holders[expert]}
-            wanted = {s // S: s for s in range(len(held)) if target[s] == expert}
-            free = [s for s in range(len(held)) if may_be_overwritten(s) and s // S not in ranks]
-            if free:
-                detour = min(free, key=lambda s: (s // S not in wanted, target[s] != EMPTY, s))
-                if (there := wanted.get(detour // S)) is not None:  # no detour: its rank may have it in any slot
-                    after[there], after[detour] = target[detour], expert
-                else:
-                    detours.add(detour)
-                move(expert, detour)
-                break
-        else:
-            if blocked:
-                raise ValueError("experts cannot change places: leave a slot of the ranks empty, or with a second copy")
+    wrong = [slot for slot, expert in enumerate(target) if expert not in (EMPTY, held[slot])]
+    for left in (2, 1):  # with two copies left, an expert outlives its rank
+        for slot in sorted(wrong, key=lambda s: s in detours):
+            if may_be_overwritten(slot, left):
+                move(target[slot], slot)
+        if moves:
+            return moves
+    for slot in wrong:  # a detour for what it holds
+        expert = held[slot]
+        ranks = {holder // S for holder in holders[expert]}
+        wanted = {s // S: s for s in range(len(held)) if target[s] == expert}
+        free = [s for s in range(len(held)) if may_be_overwritten(s) and s // S not in ranks]
+        if free:
+            detour = min(free, key=lambda s: (s // S not in wanted, target[s] != EMPTY, s))
+            if (there := wanted.get(detour // S)) is not None:  # no detour: its rank may have it in any slot
+                after[there], after[detour] = target[detour], expert
+            else:
+                detours.add(detour)
+            move(expert, detour)
+            return moves
+    if wrong:
+        raise ValueError(_NO_ROOM)
     return moves

@@ -102,8 +102,7 @@ def play(ep: ExpertParallel, slots: Slots, seed: int, layer: int, T: int) -> Ten
 def test_experts_move_while_rounds_go_on(make, size, rank, few):
     """Each rank steps at its own times; drawn tables follow one another."""
     ep = make()
-    if not few:
-        ep.exchange.plan.sizes["few_tokens"] = 0
+    ep.exchange.plan.sizes["few_tokens"] = M if few else 0
     slots, draw, rounds = Slots(ep, big=True), random.Random(rank), 0
     for number in range(4):
         target = draw_table(size, ep.num_local_experts, seed=number)

@@ -1,0 +1,87 @@
+"""`Balancer`: the busiest rank takes less, and what a model says does not change while its experts move."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import generator, randn
+from torch import Tensor
+
+from epmoe import Balancer, EPStateError, ExpertParallel, MoELayer, route
+from epmoe.local.reference import moe_reference
+
+E, K, D, L, VOCABULARY, STEPS = 16, 2, 32, 2, 48, 120
+
+
+@pytest.fixture
+def ep(make_ep, size) -> ExpertParallel:
+    live = {"live": True, "slots_per_rank": min(-(-E // size) + 1, E), "layers": L, "staging_mb": 1}
+    return make_ep(experts=E, top_k=K, hidden=D, max_tokens=8, placement=live, routing={"renormalize": True})
+
+
+class Model:
+    """A decoder of a few layers without attention, whose routers drift from step to step."""
+
+    def __init__(self, ep: ExpertParallel) -> None:
+        self.embedding = randn(VOCABULARY, D, seed=1).to(ep.device)
+        self.routers = [randn(E, D, seed=10 + layer) for layer in range(L)]
+        self.later = [randn(E, D, seed=20 + layer) for layer in range(L)]
+        self.experts = [
+            (randn(E, 2 * D, D, seed=30 + layer) / D**0.5, randn(E, D, D, seed=40 + layer) / D**0.5)
+            for layer in range(L)
+        ]
+        self.ep = ep
+        self.layers = [
+            MoELayer.from_full(ep, router.clone(), *weights)
+            for router, weights in zip(self.routers, self.experts, strict=True)
+        ]
+
+    def router(self, layer: int, step: int) -> Tensor:
+        """Its bias towards some experts moves, too: by the mean of x, which is large."""
+        part = step / STEPS
+        hot = 3.0 * torch.roll(torch.linspace(1, -1, E) ** 3, int(part * E))
+        return (1 - part) * self.routers[layer] + part * self.later[layer] + hot[:, None] / D**0.5
+
+    def decode(self, tokens: Tensor, step: int) -> Tensor:
+        h = self.embedding[tokens] + 1
+        for number, layer in enumerate(self.layers):
+            layer.router_weight.copy_(self.router(number, step))
+            h = h + layer(h)
+        return ((h - 1) @ self.embedding.T).argmax(dim=1)
+
+    def decode_alone(self, tokens: Tensor, step: int) -> Tensor:
+        embedding = self.embedding.cpu()
+        h = (embedding[tokens] + 1).double()
+        for number, weights in enumerate(self.experts):
+            routing = route(h.float() @ self.router(number, step).T, K, renormalize=True)
+            h = h + moe_reference(h.float(), routing.ids, routing.weights, weights)
+        return ((h.float() - 1) @ embedding.T).argmax(dim=1)
+
+
+def test_tokens_stay_those_of_one_process_while_experts_move(ep, size, rank):
+    """The routing drifts. The busiest rank takes less than it would where experts stay, and tokens are the same."""
+    model, balancer = Model(ep), Balancer(ep, every=10)
+    tokens = torch.randint(VOCABULARY, (8,), generator=generator(rank))
+    own_rows = []
+    for step in range(STEPS):
+        before = ep.health().tokens_per_expert
+        got = model.decode(tokens.to(ep.device), step).cpu()
+        assert torch.equal(got, model.decode_alone(tokens, step))
+        own_rows.append(sum(ep.health().tokens_per_expert) - sum(before))
+        balancer.tick()
+        tokens = (got + step + rank) % VOCABULARY  # no fixed point
+    ep.apply()
+    assert all(step.total_bytes >= 0 for step in balancer.history)
+    rows = [None] * size
+    dist.all_gather_object(rows, own_rows)
+    late = torch.tensor(rows)[:, STEPS // 4 :].sum(1).double()
+    if size > 1:
+        assert len(balancer.history) > 3 and sum(step.moves for step in balancer.history) > 0
+        assert late.max() / late.mean() < 1.25
+    balancer.close()
+
+
+def test_a_balancer_needs_experts_that_move(make_ep):
+    with pytest.raises(EPStateError, match="`placement.live` is not set"):
+        Balancer(make_ep())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from epmoe.balance import GOAL, MAX_MOVES, Plan, balance
 from epmoe.config.placement import is_int
-from epmoe.exchange.moves import PLANNED, Moves, Weights
+from epmoe.exchange.health import EPStateError
+from epmoe.exchange.moves import LAST_PLAN, PLANNED, Moves, Weights
 from epmoe.service import ExpertParallel
 
 LEAST_GAIN = 0.002
@@ -93,6 +95,31 @@ class Balancer:
         if self._ticks % max(1, self._every // _LOOKS) == 0 and self._idle:
             self._take_up()
 
+    def finish(self, timeout_s: float | None = None) -> None:
+        """Carry out what rank 0 has planned so far. Collective: all ranks call it between the same rounds.
+
+        As `ExpertParallel.apply`, which alone does not wait for ranks that have not taken up a plan yet.
+        """
+        ep, live = self._ep, self._ep.live
+        assert live is not None
+        self._finishes += 1
+        if ep.rank == 0:
+            self._planning = None
+            live.mail.post(LAST_PLAN, self._finishes << 32 | self._planned, range(ep.size))
+        timeout_s = ep.config.exchange.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        while True:
+            words = live.mail.words()
+            if words is not None and words[0][LAST_PLAN] >> 32 >= self._finishes:
+                break
+            if time.monotonic() > deadline:
+                ep.check()
+                raise EPStateError(f"rank 0 did not call `finish` within {timeout_s} s")
+            time.sleep(1e-4)
+        if self._taken < words[0][LAST_PLAN] & 0xFFFFFFFF:
+            self._take(words)
+        ep.apply(timeout_s)
+
     def close(self) -> None:
         """End the thread. Moves that are under way go on with `ep.poll`."""
         self._worker.shutdown(wait=False, cancel_futures=True)
@@ -106,7 +133,7 @@ class Balancer:
         self._generation, self._ticks = self._ep.generation, 0
         self._moves: Moves | None = None
         self._planning: Future[tuple[Plan, Tensor]] | None = None
-        self._planned = self._taken = 0
+        self._planned = self._taken = self._finishes = 0
         self._last_loads = torch.zeros(1, 1, dtype=torch.float64)
 
     def _plan(self, loads: Tensor) -> None:
@@ -148,11 +175,16 @@ class Balancer:
         live.mail.post(PLANNED, self._planned, range(ep.size))
 
     def _take_up(self) -> None:
-        ep, live = self._ep, self._ep.live
+        live = self._ep.live
         assert live is not None
         words = live.mail.words()
-        if words is None or words[0][PLANNED] == self._taken:
-            return
+        if words is not None and words[0][PLANNED] != self._taken:
+            self._take(words)
+
+    def _take(self, words: list[list[int]]) -> None:
+        """The plan of rank 0 that has arrived."""
+        ep, live = self._ep, self._ep.live
+        assert live is not None
         self._taken = words[0][PLANNED]
         views = ep.exchange.views
         loads = live.mail.fetch(views["moves.planned_loads"])

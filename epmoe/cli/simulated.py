@@ -103,6 +103,7 @@ def run_layer(
             balancer.tick()
     ep.check()
     if balancer is not None:
+        balancer.finish()
         measured.moved = sum(step.moves for step in balancer.history)
         balancer.close()
     measured.waited = [now - then for now, then in zip(ep.health().waited_s, waited_before, strict=True)]

@@ -12,7 +12,8 @@ from torch import Tensor
 from epmoe.balance import GOAL, MAX_MOVES, Plan, balance
 from epmoe.config.placement import is_int
 from epmoe.exchange.health import EPStateError
-from epmoe.exchange.moves import LAST_PLAN, PLANNED, Moves, Weights
+from epmoe.exchange.moves import COUNTED, LAST_PLAN, PLANNED, Moves, Weights
+from epmoe.live import LiveExperts
 from epmoe.service import ExpertParallel
 
 LEAST_GAIN = 0.002
@@ -74,6 +75,10 @@ class Balancer:
         self.plan: Plan | None = None
         self.history: list[Step] = []
         self._worker = ThreadPoolExecutor(1, "epmoe-balance")
+        self._moves: Moves | None = None
+        self._planning: Future[tuple[Plan, Tensor]] | None = None
+        self._generation = self._ticks = self._counted = self._planned = self._taken = self._finishes = 0
+        self._recent = self._last_loads = torch.zeros(1, 1, dtype=torch.float64)
         self._begin()
 
     def tick(self) -> None:
@@ -87,21 +92,19 @@ class Balancer:
             self._begin()
         self._ticks += 1
         if self._ticks % self._every == 0:
-            loads = ep.loads()
-            if ep.rank == 0 and self._idle and self._planning is None:
-                self._plan(loads)
+            self._live.send_loads()
+            self._live.mail.post(COUNTED, self._ticks, [0])
         if ep.rank == 0 and self._planning is not None and self._planning.done() and self._idle:
             self._publish(self._planning.result())
         if self._ticks % max(1, self._every // _LOOKS) == 0 and self._idle:
-            self._take_up()
+            self._look()
 
     def finish(self, timeout_s: float | None = None) -> None:
         """Carry out what rank 0 has planned so far. Collective: all ranks call it between the same rounds.
 
         As `ExpertParallel.apply`, which alone does not wait for ranks that have not taken up a plan yet.
         """
-        ep, live = self._ep, self._ep.live
-        assert live is not None
+        ep, live = self._ep, self._live
         self._finishes += 1
         if ep.rank == 0:
             self._planning = None
@@ -125,18 +128,36 @@ class Balancer:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     @property
+    def _live(self) -> LiveExperts:
+        live = self._ep.live
+        assert live is not None
+        return live
+
+    @property
     def _idle(self) -> bool:
         return self._moves is None or self._moves.done
 
     def _begin(self) -> None:
         """In a group whose words and loads begin again."""
-        self._generation, self._ticks = self._ep.generation, 0
-        self._moves: Moves | None = None
-        self._planning: Future[tuple[Plan, Tensor]] | None = None
-        self._planned = self._taken = self._finishes = 0
+        self._generation, self._moves, self._planning = self._ep.generation, None, None
+        self._ticks = self._counted = self._planned = self._taken = self._finishes = 0
         self._last_loads = torch.zeros(1, 1, dtype=torch.float64)
 
-    def _plan(self, loads: Tensor) -> None:
+    def _look(self) -> None:
+        """On rank 0, plan once the loads of all ranks are here; on all ranks, take up a plan that has arrived."""
+        words = self._live.mail.words()
+        if words is None:
+            return
+        if words[0][PLANNED] != self._taken:
+            self._take(words)
+        elif self._ep.rank == 0 and self._planning is None:
+            counted = min(row[COUNTED] for row in words)
+            if counted > self._counted:
+                self._counted = counted
+                self._plan()
+
+    def _plan(self) -> None:
+        loads = self._live.loads()
         recent = loads - self._last_loads
         if not recent.any():
             return
@@ -161,8 +182,7 @@ class Balancer:
 
     def _publish(self, planned: tuple[Plan, Tensor]) -> None:
         """The plan and its loads into all windows, then its number."""
-        ep, live = self._ep, self._ep.live
-        assert live is not None
+        ep, live = self._ep, self._live
         self.plan, slots = planned
         self._planning = None
         plan = ep.exchange.plan
@@ -174,17 +194,9 @@ class Balancer:
                 live.mail.put(rank, offset, source.pin_memory() if ep.device.type == "cuda" else source)
         live.mail.post(PLANNED, self._planned, range(ep.size))
 
-    def _take_up(self) -> None:
-        live = self._ep.live
-        assert live is not None
-        words = live.mail.words()
-        if words is not None and words[0][PLANNED] != self._taken:
-            self._take(words)
-
     def _take(self, words: list[list[int]]) -> None:
         """The plan of rank 0 that has arrived."""
-        ep, live = self._ep, self._ep.live
-        assert live is not None
+        ep, live = self._ep, self._live
         self._taken = words[0][PLANNED]
         views = ep.exchange.views
         loads = live.mail.fetch(views["moves.planned_loads"])

@@ -131,8 +131,8 @@ class LiveExperts:
                 raise EPTimeoutError("the move of experts, after dispatch", epoch, dead or missing, names, why)
             time.sleep(1e-4)
 
-    def loads(self) -> Tensor:
-        """See `ExpertParallel.loads`."""
+    def send_loads(self) -> None:
+        """Send the rows that this rank's experts have received so far, by layer and expert, to all ranks."""
         self._count()
         gathered, E = self._exchange.plan["moves.loads"], self._E
         offset = gathered.offset + 8 * self._L * E * self._rank
@@ -141,6 +141,9 @@ class LiveExperts:
             mine = mine.pin_memory()
         for rank in range(self._R):
             self.mail.put(rank, offset, mine)
+
+    def loads(self) -> Tensor:
+        """float64 [layers, E]: the sum of what ranks have sent."""
         return self.mail.fetch(self._exchange.views["moves.loads"]).sum(0)
 
     @property

@@ -390,6 +390,7 @@ class ExpertParallel(Resumable):
 
         It sends this rank's counts to all ranks and waits for none, so those of others are of their own last calls.
         """
+        self._moving.send_loads()
         return self._moving.loads()
 
     def apply(self, timeout_s: float | None = None) -> None:

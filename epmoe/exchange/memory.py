@@ -25,7 +25,7 @@ NUM_COUNTERS = 8
 LL_MAX_TOKENS = 1024
 RAIL_TAG_BYTES = 16
 LINE_INTS = 4  # a line of the LL protocol has 16 bytes
-MOVE_WORDS = 8  # of each rank, about moves of experts: see epmoe/exchange/moves.py
+MOVE_WORDS = 9  # of each rank, about moves of experts: see epmoe/exchange/moves.py
 # On GPUs. With fewer rows an expert takes as long as its weights take to read, however many rows it has.
 _ROWS_BEYOND_WEIGHTS = 137
 

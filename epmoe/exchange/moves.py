@@ -31,8 +31,8 @@ from epmoe.exchange.moves_plan import EMPTY, SlotMove, Wave
 Weights = Callable[[int, int], Sequence[Tensor]]
 """(tag, index of a local slot) → its contiguous tensors, in which weights are read and written in place"""
 
-# Words, by number. The last two are of epmoe/balancer.py.
-PLAN, VERSION, READY, COPIED, PUSHED, CANCELLED, PLANNED, LAST_PLAN = range(8)
+# Words, by number. The last three are of epmoe/balancer.py.
+PLAN, VERSION, READY, COPIED, PUSHED, CANCELLED, COUNTED, PLANNED, LAST_PLAN = range(9)
 _FINISHED = (1 << 32) - 1  # of READY: this rank uses the last version, and goes on to no other
 _ENDED = 1 << 32  # more than any value
 

@@ -17,7 +17,9 @@ E, K, D, L, VOCABULARY, STEPS = 16, 2, 32, 2, 48, 160
 @pytest.fixture
 def ep(make_ep, size) -> ExpertParallel:
     live = {"live": True, "slots_per_rank": min(-(-E // size) + 1, E), "layers": L, "staging_mb": 1}
-    return make_ep(experts=E, top_k=K, hidden=D, max_tokens=8, placement=live, routing={"renormalize": True})
+    made = make_ep(experts=E, top_k=K, hidden=D, max_tokens=8, placement=live, routing={"renormalize": True})
+    made.exchange.plan.sizes["few_tokens"] = 0  # otherwise GPUs balance copies, and not rows
+    return made
 
 
 class Model:
@@ -81,7 +83,7 @@ def test_tokens_stay_those_of_one_process_while_experts_move(ep, size, rank):
     moving = torch.tensor(rows)[:, STEPS // 4 :].sum(1).float()
     if size > 1:
         assert len(balancer.history) > 3 and sum(step.moves for step in balancer.history) > 0
-        assert busiest(moving) - 1 < 0.8 * (busiest(stay) - 1), (busiest(moving), busiest(stay))
+        assert busiest(moving) - 1 < 0.6 * (busiest(stay) - 1), (busiest(moving), busiest(stay))
     balancer.close()
 
 

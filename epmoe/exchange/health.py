@@ -81,11 +81,11 @@ class Health:
         waited_ns: Tensor,
         aborted_rounds: Tensor,
     ) -> Health:
-        """From the buffers of the same names: int64 [8], [layers or 1, e], and [R] each."""
+        """From the buffers of the same names: int64 [8], int64 [e], and int64 [R] each."""
         return cls(
             rounds=rounds,
             **dict(zip(COUNTERS, counters.tolist(), strict=True)),
-            tokens_per_expert=tokens_per_expert.sum(0).tolist(),
+            tokens_per_expert=tokens_per_expert.tolist(),
             rows_sent=rows_sent.tolist(),
             waited_s=[ns / 1e9 for ns in waited_ns.tolist()],
             aborted_rounds=aborted_rounds.tolist(),
@@ -124,7 +124,8 @@ class Totals:
 
     @staticmethod
     def _health(views: Mapping[str, Tensor]) -> Health:
-        return Health.read(int(views[_ROUNDS]) & 0xFFFFFFFF, *(views[name] for name in TOTALS))
+        counters, tokens, *by_rank = (views[name] for name in TOTALS)
+        return Health.read(int(views[_ROUNDS]) & 0xFFFFFFFF, counters, tokens.sum(0), *by_rank)  # of all layers
 
 
 class EPError(RuntimeError):

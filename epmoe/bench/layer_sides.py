@@ -116,7 +116,8 @@ class WholeLayer(Side):
     def sent(self) -> Dispatched:
         """route and dispatch."""
         routing = self.routed()
-        return self.ep.dispatch(self.x_TD, routing.ids, routing.weights, aligned=self.experts.alignment > 1)
+        aligned, tag = self.experts.alignment > 1, int(self.ep.config.placement.live)
+        return self.ep.dispatch(self.x_TD, routing.ids, routing.weights, aligned=aligned, tag=tag)
 
     def out(self) -> Handle:
         d = self.sent()

@@ -91,11 +91,14 @@ class Fused(Layer):
     ) -> None:
         super().__init__(name, sample)
         self.ep, self.fp8, self.padded_tokens = ep, _uses_fp8(ep), padded_tokens
+        self.tag = int(ep.config.placement.live)
         self.check()
 
     def out(self) -> Dispatched:
         sample = self.sample
-        return self.ep.dispatch(sample.x_TD, sample.ids_TK, sample.weights_TK, padded_tokens=self.padded_tokens)
+        return self.ep.dispatch(
+            sample.x_TD, sample.ids_TK, sample.weights_TK, padded_tokens=self.padded_tokens, tag=self.tag
+        )
 
     def back(self, handle: Dispatched) -> Tensor:
         return self.ep.combine(self.given, handle)
@@ -109,11 +112,13 @@ class RankMajor(Exchange):
 
     def __init__(self, ep: ExpertParallel, sample: Sample) -> None:
         super().__init__("epmoe, rank-major", sample)
-        self.ep, self.fp8 = ep, _uses_fp8(ep)
+        self.ep, self.fp8, self.tag = ep, _uses_fp8(ep), int(ep.config.placement.live)
         self.check()
 
     def out(self) -> Dispatched:
-        return self.ep.dispatch(self.sample.x_TD, self.sample.ids_TK, self.sample.weights_TK, layout="rank")
+        return self.ep.dispatch(
+            self.sample.x_TD, self.sample.ids_TK, self.sample.weights_TK, layout="rank", tag=self.tag
+        )
 
     def back(self, handle: Dispatched) -> Tensor:
         return self.ep.combine_partial(self.given, handle)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from helpers import generator, randn
 from torch import Tensor
 
-from epmoe import Balancer, EPStateError, ExpertParallel, MoELayer, Placement, route
+from epmoe import Balancer, EPStateError, ExpertParallel, MoELayer, Placement, balance, route
 from epmoe.local.reference import moe_reference
 
 E, K, D, L, VOCABULARY, STEPS = 16, 2, 32, 2, 48, 160
@@ -90,6 +90,26 @@ def test_tokens_stay_those_of_one_process_while_experts_move(ep, size, rank):
 def busiest(rows: Tensor) -> float:
     """The rows of the busiest rank over the mean."""
     return float(rows.max() / rows.mean())
+
+
+def test_a_checkpoint_holds_the_experts_wherever_they_are(ep, size):
+    model = Model(ep)
+    before = [layer.full_state_dict() for layer in model.layers]
+    loads = torch.ones(L, E)
+    loads[:, : E // size] = 3
+    moves = ep.replace(balance(loads, ep.slots, ep_size=size).slots)
+    if size > 1:
+        with pytest.raises(EPStateError, match="experts are moving"):
+            model.layers[0].full_state_dict()
+        assert moves.count
+    ep.apply()
+    dist.barrier()
+    for layer, state in zip(model.layers, before, strict=True):
+        after = layer.full_state_dict()
+        assert after.keys() == state.keys() and all(torch.equal(after[key], state[key]) for key in state)
+        layer.load_full_state_dict(state)
+    tokens = torch.arange(8)
+    assert torch.equal(model.decode(tokens.to(ep.device), 0).cpu(), model.decode_alone(tokens, 0))
 
 
 def test_a_balancer_needs_experts_that_move(make_ep):

@@ -1,0 +1,143 @@
+"""Experts that move, on GPUs: what a round, a change of tables, a push and a captured decode step take.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/live.py
+
+The shape is DeepSeek-V3's: D 7168, 256 experts, top-8, and 58 layers; an expert has 44 MB, as in fp8. Times are medians
+of the slowest rank. It needs a GPU for each rank; with one rank nothing is pushed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from statistics import median, quantiles
+
+import torch
+import torch.distributed as dist
+
+from epmoe import EPConfig, ExpertParallel, balance
+
+D, E, K, M, LAYERS, EXPERT_BYTES = 7168, 256, 8, 1024, 58, 44 << 20
+SAMPLES, ROUNDS, STEPS, STEP_LAYERS, STEP_TOKENS = 41, 50, 300, 8, 128
+
+
+def make(live: bool, size: int) -> ExpertParallel:
+    slots = E // size + (1 if size > 1 else 0)
+    placement = {"live": True, "slots_per_rank": slots, "layers": LAYERS} if live else {}
+    return ExpertParallel(
+        EPConfig(
+            model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D},
+            topology={"ep_size": size},
+            placement=placement,
+            capacity={"max_num_tokens_per_rank": M},
+        ),
+        device="cuda",
+    )
+
+
+def capture(ep: ExpertParallel, T: int, tags: list[int]) -> torch.cuda.CUDAGraph:
+    """Rounds of T tokens, one for each tag."""
+    draw = torch.Generator().manual_seed(1000 * T + ep.rank)
+    x = torch.randn(T, D, generator=draw).bfloat16().cuda()
+    ids = torch.rand(T, E, generator=draw).argsort(dim=1)[:, :K].int().cuda()
+    weights = torch.rand(T, K, generator=draw).cuda()
+
+    def play(tags: list[int]) -> None:
+        for tag in tags:
+            d = ep.dispatch(x, ids, weights, tag=tag)
+            ep.combine(d.rows, d)
+
+    play(tags[:3])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        play(tags)
+    return graph
+
+
+def timed(run: Callable[[], object]) -> float:
+    """In µs, of the current stream."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return 1000 * start.elapsed_time(end)
+
+
+def slowest(value: float) -> float:
+    worst = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return float(worst)
+
+
+def steps(ep: ExpertParallel, graph: torch.cuda.CUDAGraph, moving: Callable[[], bool]) -> list[float]:
+    """Times of decode steps in µs while `moving()`, or `STEPS` of them. Ranks agree on the end."""
+    times: list[float] = []
+    for _ in range(STEPS):
+        times.append(timed(graph.replay))
+        ep.poll()
+        going = torch.tensor([int(moving())])
+        dist.all_reduce(going)
+        if not going:
+            break
+    return times
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    stays, live = make(False, size), make(True, size)
+    lines = []
+    for T in (1, 16, 128, 1024):
+        graphs = capture(stays, T, [0] * ROUNDS), capture(live, T, [1] * ROUNDS)
+        times: tuple[list[float], list[float]] = [], []
+        for _ in range(SAMPLES):
+            for of_side, graph in zip(times, graphs, strict=True):
+                dist.barrier()
+                of_side.append(timed(graph.replay) / ROUNDS)
+        without, with_quotas = (slowest(median(of_side)) for of_side in times)
+        lines.append(f"a round of {T} tokens: {without:.2f} µs where experts stay, {with_quotas:.2f} µs with quotas")
+    experts = live.live
+    assert experts is not None
+    table = experts._tables(experts.slots, torch.ones(LAYERS, E, dtype=torch.float64))
+
+    def change() -> float:
+        torch.cuda._sleep(200_000)  # the host runs ahead, as in serving
+        return timed(lambda: experts._put_into_use(table))
+
+    lines.append(f"tables of {LAYERS} layers: {slowest(median(change() for _ in range(SAMPLES))):.2f} µs of the stream")
+    if size > 1:
+        weights = torch.randn(EXPERT_BYTES // 4, device="cuda").view(torch.uint8)
+        staging = live.exchange.plan["moves.staging"].offset
+        stream = experts.mail._stream
+        with torch.cuda.stream(stream):
+            push = slowest(
+                median(timed(lambda: experts.mail.put((rank + 1) % size, staging, weights)) for _ in range(9))
+            )
+        lines.append(f"a push of {EXPERT_BYTES >> 20} MiB: {EXPERT_BYTES / push / 1000:.0f} GB/s, all ranks at once")
+        graph = capture(live, STEP_TOKENS, [*range(1, STEP_LAYERS + 1)])
+        idle = steps(live, graph, lambda: True)
+        loads = torch.ones(LAYERS, E)
+        loads[:STEP_LAYERS, : E // size] = 2  # the experts of rank 0
+        slots = balance(loads, live.slots, ep_size=size, max_moves=8).slots
+        moves = live.replace(slots, lambda tag, slot: [weights])
+        busy = steps(live, graph, lambda: not moves.done)
+        figures = [slowest(value) for part in (idle, busy) for value in (median(part), quantiles(part, n=100)[98])]
+        lines.append(f"{moves.count} experts move, during the first {len(busy)} steps")
+        lines.append(
+            "a captured step of {} layers, {} tokens: {:.1f} µs (99th percentile {:.1f}); while experts move {:.1f} "
+            "({:.1f})".format(STEP_LAYERS, STEP_TOKENS, *figures)
+        )
+        moves.cancel()
+        live.apply(120.0)
+    if rank == 0:
+        print(f"{size} × {torch.cuda.get_device_name()}", *lines, sep="\n")
+    dist.barrier()
+    live.close()
+    stays.close()
+
+
+if __name__ == "__main__":
+    main()

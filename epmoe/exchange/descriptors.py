@@ -73,7 +73,7 @@ class Descriptors:
         steps, launches = self.tuning.steps(hidden_size, self._plan.sizes["R"])
         flags = expert_major, apply_router_weight_on_input, aligned and self._zero_gaps
         if not aligned:
-            launches = [launch | {"alignment": 1} for launch in launches]
+            launches = [launch | {"alignment": 1, "ll_alignment": 1} for launch in launches]
         keys = [(*flags, aligned, *launch.values()) for launch in launches]
         with torch.inference_mode(False):  # otherwise `set_timeout` could not write it outside inference mode
             for key, launch in zip(keys, launches, strict=True):
@@ -103,6 +103,7 @@ class Descriptors:
         fields[_AT["expert_offsets"]] = into.expert_offsets.data_ptr() - scratch
         fields[_AT["tokens_per_expert"]] = into.tokens_per_expert.data_ptr() - scratch
         fields[_AT["num_sms"]] = min(fields[_AT["num_sms"]], num_sms)
+        fields[_AT["ll_alignment"]] = fields[_AT["alignment"]]  # as `Routed` has it
         fields[_AT["zero_gaps"]] = fields[_AT["alignment"]] > 1  # gradients of weights read gaps
         fields[_AT["to_caller"] : _AT["row_weights"]] = True, into.adds_only, into.returns_values
         fields[_AT["row_weights"]] = 0 if into.row_weights is None else into.row_weights.data_ptr()

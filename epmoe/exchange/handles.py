@@ -79,6 +79,9 @@ class RoundTemplate:
     steps: list[int]  # a call of T tokens takes descriptors[bisect_left(steps, T)]
     descriptors: list[Tensor]  # of `Descriptors.of`
     attributes: dict[str, Any]  # of `Dispatched`; `_rounds`, a weak reference, and `_rank` serve `repr`
+    ll_max_tokens: int  # of the memory plan
+    alignment: int  # of the round, where the call brings more tokens
+    ll_alignment: int  # and where it brings at most so many, whatever the other ranks bring
     hidden_size: int  # D
     like: Tensor  # a y [0, D]: `new_empty` of it costs the host less than `torch.empty`, and an abort needs some y
 
@@ -123,7 +126,8 @@ class Dispatched(_Fields):
         scales: fp32 [N_cap, ⌈D/128⌉] with an fp8 payload, otherwise None.
         expert_offsets: int32 [e + 1], the first row of each expert's segment, gaps included.
         tokens_per_expert: int32 [e], rows of each segment without its gap.
-        alignment: in rows: all segments start at its multiples; 1 where there are no gaps.
+        alignment: in rows: all segments start at its multiples; 1 where there are no gaps. It may be smaller where this
+            call brings few tokens.
         recv: what arrived from each source rank.
         num_tokens: T of this rank's call, padding included.
         epoch: the round's number, from 1.
@@ -148,8 +152,10 @@ class Dispatched(_Fields):
 
     def __init__(self, sent: Sent) -> None:
         """The round that `sent` opened."""
-        self.__dict__ = sent.template.attributes.copy()
-        self.sent, self.num_tokens, self.epoch = sent, sent.num_tokens, sent.epoch
+        template, tokens = sent.template, sent.num_tokens
+        self.__dict__ = template.attributes.copy()
+        self.sent, self.num_tokens, self.epoch = sent, tokens, sent.epoch
+        self.alignment = template.ll_alignment if tokens <= template.ll_max_tokens else template.alignment
 
     @property
     def segments(self) -> dict[str, Any]:

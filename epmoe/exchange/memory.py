@@ -33,7 +33,7 @@ Region = Literal["window", "scratch", "rail"]
 
 # The fields of `ExchangePlan` in csrc/plan.h, in its order: sizes, then the offset of each buffer ("." for "_").
 SIZES = (
-    "R", "rank", "M", "K", "D", "E", "P", "num_local_experts", "copies", "max_rows", "alignment",
+    "R", "rank", "M", "K", "D", "E", "P", "num_local_experts", "copies", "max_rows", "alignment", "ll_alignment",
     "payload_format", "combine_format", "x_stride_bytes", "combine_stride_bytes",
     "scale_blocks", "combine_scale_blocks", "most_local_experts", "layers", "few_tokens",
     "num_sms", "ll_max_tokens", "ll_row_stride_bytes", "ll_sum_stride_bytes",
@@ -140,6 +140,7 @@ class MemoryPlan:
         K, D = config.model.num_experts_per_tok, config.model.hidden_size
         E, P, e = placement.num_experts, placement.num_physical_experts, placement.num_local_experts(rank)
         x_dtype, alignment = config.model.torch_dtype, config.alignment
+        ll_alignment = config.ll_alignment if nvlink else alignment
         most = max(map(placement.num_local_experts, range(R)))
         section = config.placement
         layers = section.layers if section.live else 0
@@ -212,7 +213,7 @@ class MemoryPlan:
             ]
         buffers = _laid_out(layout)
         values = (
-            R, rank, M, K, D, E, P, e, copies, N, alignment,
+            R, rank, M, K, D, E, P, e, copies, N, alignment, ll_alignment,
             payload.number, combine.number, x_stride, combine_stride, x_scales, combine_scales, most,
             layers, few_tokens, config.exchange.num_sms or 2**31 - 1, ll_tokens, ll_row_stride, ll_sum_stride, 0, 0, 0,
         )  # fmt: skip
@@ -245,7 +246,9 @@ class MemoryPlan:
         )
         # Each rank names here, to the other ranks of its node, the rank that it misses on another node.
         missed = Buffer("rail.missed", "window", (G,), i64, inside._end("window"))
-        return cls((*inside.buffers, missed, *rail), inside.sizes)
+        # The ranks of a rail do not know how many rows the node brings to a round: one alignment for all.
+        sizes = inside.sizes | {"ll_alignment": inside.sizes["alignment"]}
+        return cls((*inside.buffers, missed, *rail), sizes)
 
     def __getitem__(self, name: str) -> Buffer:
         """The buffer of this name, which must be one of the plan's."""

@@ -112,7 +112,7 @@ class NodeExchange(Exchange):
         zero_gaps = plan.sizes["alignment"] > 1 and config.capacity.gap_rows == "zero"
         self.descriptors = Descriptors(plan, self.status.data_ptr(), window.addresses, timeout_s, tuning, zero_gaps)
         self.templates = Templates(
-            config, device, self.views, self.rounds, self.rank, plan.sizes["alignment"], self.descriptors.of
+            config, device, self.views, self.rounds, self.rank, plan.sizes, self.descriptors.of
         )
         self._totals = Totals(self.views)
         rows = self.views["rows"]

@@ -39,7 +39,7 @@ class Templates:
         views: the buffers in which rows arrive, by their names in the memory plan.
         rounds: of the exchange.
         rank: in the group, for `repr`.
-        alignment: of rounds whose rows are aligned, in rows.
+        sizes: of the memory plan.
         launches: (D, whether rows are expert-major, `apply_router_weight_on_input`, whether rows are aligned) to the
             steps and descriptors of a `RoundTemplate`.
     """
@@ -51,12 +51,12 @@ class Templates:
         views: dict[str, Tensor],
         rounds: RoundState,
         rank: int,
-        alignment: int,
+        sizes: dict[str, int],
         launches: Callable[[int, bool, bool, bool], Launches],
     ) -> None:
         self._config, self._device, self._views, self._launches = config, device, views, launches
         self._owner = {"_rounds": ref(rounds), "_rank": rank}
-        self._alignment, self._always_aligned = alignment, config.capacity.alignment is not None
+        self._sizes, self._always_aligned = sizes, config.capacity.alignment is not None
         section = config.placement
         self._first_tag, self._last_tag = (1, section.layers) if section.live else (0, MAX_TAG)
         self._max_tokens = config.capacity.max_num_tokens_per_rank
@@ -139,7 +139,7 @@ class Templates:
         y_dtype = self._config.model.torch_dtype if x.dtype is FP8 else x.dtype
         items, blocks = payload.row_items(D, x.dtype), payload.num_scales(D)
         attributes: dict[str, Any] = {"layout": layout, "dtype": y_dtype, "hidden_size": D, **self._owner}
-        attributes["alignment"] = self._alignment if aligned else 1
+        alignments = [self._sizes[name] if aligned else 1 for name in ("alignment", "ll_alignment")]
         received: dict[str, Tensor | None] = {"counts": views["counts"]}
         if layout == "expert":
             attributes |= {
@@ -158,7 +158,9 @@ class Templates:
         attributes["recv"] = Received(received)
         steps, descriptors = self._launches(D, layout == "expert", weighted, aligned)
         like = torch.empty(0, D, dtype=y_dtype, device=self._device)
-        return RoundTemplate(shape, steps, descriptors, attributes, D, like)
+        return RoundTemplate(
+            shape, steps, descriptors, attributes, self._sizes["ll_max_tokens"], *alignments, hidden_size=D, like=like
+        )
 
 
 def _rows_as(buffer: Tensor, dtype: torch.dtype, length: int) -> Tensor:

@@ -271,8 +271,9 @@ class SharedExpertParallel:
         if ep.device.type == "cpu":
             n = int(d.expert_offsets[-1])
         else:
-            most = most_pairs + ep.num_local_experts * (d.alignment - 1)
-            n = min(d.rows.shape[0], -(-most // d.alignment) * d.alignment)
+            alignment = 1 if d.alignment == 1 else ep.config.alignment  # of whatever the other ranks bring
+            most = most_pairs + ep.num_local_experts * (alignment - 1)
+            n = min(d.rows.shape[0], -(-most // alignment) * alignment)
         scales = None if d.scales is None else d.scales[:n]
         return Arrived(d.rows[:n], scales, d.expert_offsets, d.segments, d.dtype)
 

@@ -86,7 +86,7 @@ class HierarchicalExchange(Exchange):
         self.views = node.views | memory.views
         self.rounds = RoundState((c_int64 * len(PROGRESS))())
         self.templates = Templates(
-            config, self.device, node.views, self.rounds, self.rank, self.plan.sizes["alignment"], _no_launches
+            config, self.device, node.views, self.rounds, self.rank, self.plan.sizes, _no_launches
         )
         self.slabs: Slabs | None = None  # of the open round
         # Of aborted rounds, with what must live until they have ended.

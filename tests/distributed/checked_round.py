@@ -129,6 +129,13 @@ class Checked:
     y: Tensor
 
 
+def alignment_of(ep: ExpertParallel, tokens: list[Tokens]) -> int:
+    """Of an aligned round to which ranks bring these tokens."""
+    sizes = ep.exchange.plan.sizes
+    few = all(len(each.x) <= sizes["ll_max_tokens"] for each in tokens)
+    return sizes["ll_alignment" if few else "alignment"]
+
+
 def check_round(
     ep: ExpertParallel,
     tokens: list[Tokens],
@@ -164,7 +171,9 @@ def check_round(
         assert_slabs(d.recv, slabs, fp8)
         rows = run_fused_experts(ep, d)
     else:
-        want = expected_rows(config, ep.placement, slabs, ep.rank, d.alignment)
+        alignment = alignment_of(ep, tokens) if d.alignment > 1 else 1
+        assert alignment % d.alignment == 0
+        want = expected_rows(config, ep.placement, slabs, ep.rank, alignment)
         zero_gaps = ep.config.capacity.gap_rows == "zero"
         assert_rows(d, want, fp8, weight_of_rows(want, slabs) if weighted else None, zero_gaps)
         rows = run_experts(ep, d)

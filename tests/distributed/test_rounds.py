@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from checked_round import check_round
 from exchanges import (
     assert_y,
     expected_slabs,
@@ -71,6 +72,22 @@ def test_the_value_to_set_is_that_of_the_fullest_rank(make_ep, rank, size):
         with pytest.raises(epmoe.EPOverflowError) as error:
             ep.combine(rows, d)
         assert error.value.needed_rows == 5 * size
+
+
+@pytest.mark.parametrize("gap_rows", ["undefined", "zero"])
+def test_rounds_of_few_tokens_have_small_gaps(make_ep, rank, size, gap_rows):
+    """Ranks that bring few tokens and ranks that bring many agree on where segments start."""
+    M, few = 256, 16
+    options = {"experts": 2 * size, "top_k": 2, "max_tokens": M, "dtype": "bfloat16", "ll_max_tokens": few}
+    ep = make_ep(**options, capacity={"gap_rows": gap_rows})
+    on_gpus = ep.device.type == "cuda" and ep.config.topology.num_nodes == 1
+    assert ep.config.alignment == 128
+    for n, counts in enumerate([[few] * size, [M] * size, [M, *[few] * (size - 1)], [0] * size, [0, *[M] * (size - 1)]]):
+        tokens = [make_tokens(ep.config, r, T, seed=n) for r, T in enumerate(counts)]
+        d = check_round(ep, tokens, "expert", aligned=True).d
+        assert d.alignment == (64 if on_gpus and counts[rank] <= few else 128)
+        starts = 64 if on_gpus and max(counts) <= few else 128
+        assert (d.expert_offsets.cpu() % starts == 0).all()
 
 
 def test_experts_without_rows_hand_back_none(make_ep, rank, size):

@@ -107,7 +107,7 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
   }
   if (shared.mismatched) return false;
   if (threadIdx.x < 32) {  // all ranks see all sources, so they agree; a source of the Simple protocol need not look
-    bool all_ll = std::popcount(shared.ll_mask) == R;
+    bool all_ll = __popc(shared.ll_mask) == R;
     lengths_to_starts(b.count, experts, static_cast<int32_t>(all_ll ? b.plan.ll_alignment : b.plan.alignment));
   }
   sum_source_counts(b, R, experts);

@@ -2,12 +2,13 @@
 
     torchrun --standalone --nproc-per-node 2 benchmarks/live.py
 
-The shape is DeepSeek-V3's: D 7168, 256 experts, top-8, and 58 layers; an expert has 44 MB, as in fp8. Times are medians
-of the slowest rank. It needs a GPU for each rank; with one rank nothing is pushed.
+The shape is DeepSeek-V3's: D 7168, F 2048, 256 experts, top-8, and 58 layers, of which a step has a few with experts in
+fp8, 44 MB each. Times are medians of the slowest rank. It needs a GPU for each rank; with one rank nothing is pushed.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from statistics import median, quantiles
@@ -15,10 +16,11 @@ from statistics import median, quantiles
 import torch
 import torch.distributed as dist
 
-from epmoe import EPConfig, ExpertParallel, balance
+from epmoe import EPConfig, ExpertParallel, MoELayer, balance
+from epmoe.bench.layer_sides import Precision, random_experts
 
-D, E, K, M, LAYERS, EXPERT_BYTES = 7168, 256, 8, 1024, 58, 44 << 20
-SAMPLES, ROUNDS, STEPS, STEP_LAYERS, STEP_TOKENS = 41, 50, 300, 8, 128
+D, F, E, K, M, LAYERS, EXPERT_BYTES = 7168, 2048, 256, 8, 1024, 58, 44 << 20
+SAMPLES, ROUNDS, STEPS, STEP_LAYERS, STEP_TOKENS = 41, 50, 300, 4, 128
 
 
 def make(live: bool, size: int) -> ExpertParallel:
@@ -26,7 +28,7 @@ def make(live: bool, size: int) -> ExpertParallel:
     placement = {"live": True, "slots_per_rank": slots, "layers": LAYERS} if live else {}
     return ExpertParallel(
         EPConfig(
-            model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D},
+            model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "intermediate_size": F},
             topology={"ep_size": size},
             placement=placement,
             capacity={"max_num_tokens_per_rank": M},
@@ -35,24 +37,40 @@ def make(live: bool, size: int) -> ExpertParallel:
     )
 
 
-def capture(ep: ExpertParallel, T: int, tags: list[int]) -> torch.cuda.CUDAGraph:
-    """Rounds of T tokens, one for each tag."""
+def captured(play: Callable[[int], None], count: int) -> torch.cuda.CUDAGraph:
+    """A graph of `play(0)` to `play(count - 1)`."""
+    for i in range(min(count, 4)):
+        play(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(count):
+            play(i)
+    return graph
+
+
+def rounds(ep: ExpertParallel, T: int, tag: int) -> torch.cuda.CUDAGraph:
+    """Rounds of T tokens."""
     draw = torch.Generator().manual_seed(1000 * T + ep.rank)
     x = torch.randn(T, D, generator=draw).bfloat16().cuda()
     ids = torch.rand(T, E, generator=draw).argsort(dim=1)[:, :K].int().cuda()
     weights = torch.rand(T, K, generator=draw).cuda()
 
-    def play(tags: list[int]) -> None:
-        for tag in tags:
-            d = ep.dispatch(x, ids, weights, tag=tag)
-            ep.combine(d.rows, d)
+    def play(_: int) -> None:
+        d = ep.dispatch(x, ids, weights, tag=tag)
+        ep.combine(d.rows, d)
 
-    play(tags[:3])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        play(tags)
-    return graph
+    return captured(play, ROUNDS)
+
+
+def decoder(ep: ExpertParallel) -> tuple[torch.cuda.CUDAGraph, list[MoELayer]]:
+    """One step of the layers of a decoder that have experts, and these layers."""
+    draw = torch.Generator().manual_seed(ep.rank)
+    x = torch.randn(STEP_TOKENS, D, generator=draw).bfloat16().cuda()
+    router = torch.randn(E, D, generator=torch.Generator().manual_seed(7)).bfloat16().cuda() / D**0.5
+    experts = random_experts(ep.config, ep.rank, ep.device, Precision.FP8)
+    layers = [MoELayer(ep, router, copy.deepcopy(experts)) for _ in range(STEP_LAYERS)]
+    return captured(lambda i: layers[i](x), STEP_LAYERS), layers
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -87,11 +105,12 @@ def steps(ep: ExpertParallel, graph: torch.cuda.CUDAGraph, moving: Callable[[], 
 def main() -> None:
     dist.init_process_group("gloo")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.set_grad_enabled(False)
     rank, size = dist.get_rank(), dist.get_world_size()
     stays, live = make(False, size), make(True, size)
     lines = []
     for T in (1, 16, 128, 1024):
-        graphs = capture(stays, T, [0] * ROUNDS), capture(live, T, [1] * ROUNDS)
+        graphs = rounds(stays, T, 0), rounds(live, T, 1)
         times: tuple[list[float], list[float]] = [], []
         for _ in range(SAMPLES):
             for of_side, graph in zip(times, graphs, strict=True):
@@ -117,18 +136,18 @@ def main() -> None:
                 median(timed(lambda: experts.mail.put((rank + 1) % size, staging, weights)) for _ in range(9))
             )
         lines.append(f"a push of {EXPERT_BYTES >> 20} MiB: {EXPERT_BYTES / push / 1000:.0f} GB/s, all ranks at once")
-        graph = capture(live, STEP_TOKENS, [*range(1, STEP_LAYERS + 1)])
+        graph, _layers = decoder(live)
         idle = steps(live, graph, lambda: True)
         loads = torch.ones(LAYERS, E)
         loads[:STEP_LAYERS, : E // size] = 2  # the experts of rank 0
         slots = balance(loads, live.slots, ep_size=size, max_moves=8).slots
-        moves = live.replace(slots, lambda tag, slot: [weights])
+        moves = live.replace(slots)
         busy = steps(live, graph, lambda: not moves.done)
-        figures = [slowest(value) for part in (idle, busy) for value in (median(part), quantiles(part, n=100)[98])]
+        figures = [slowest(f(part)) for part in (idle, busy) for f in (median, lambda p: quantiles(p, n=100)[98], max)]
         lines.append(f"{moves.count} experts move, during the first {len(busy)} steps")
         lines.append(
-            "a captured step of {} layers, {} tokens: {:.1f} µs (99th percentile {:.1f}); while experts move {:.1f} "
-            "({:.1f})".format(STEP_LAYERS, STEP_TOKENS, *figures)
+            "a captured step of {} layers, {} tokens: {:.1f} µs (99th percentile {:.1f}, longest {:.1f}); while "
+            "experts move {:.1f} ({:.1f}, {:.1f})".format(STEP_LAYERS, STEP_TOKENS, *figures)
         )
         moves.cancel()
         live.apply(120.0)

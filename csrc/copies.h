@@ -23,6 +23,12 @@ struct Quotas {
   uint32_t salt;  // of the source rank
 };
 
+// The copy that all tokens of the source take, -1 if they choose among several.
+EPMOE_HD int32_t only_copy(const Quotas& quotas, int32_t expert) {
+  uint32_t first = quotas.lines[static_cast<uint32_t>(expert) * quotas.lines_per_expert].entry[0];
+  return first >> 16 == 0xffff ? first & 0xffff : -1;
+}
+
 // A token's number is the same on every run: the finaliser of MurmurHash3 (Appleby) over token, rank and expert.
 EPMOE_HD int32_t copy_by_quota(const Quotas& quotas, int64_t t, int32_t expert) {
   uint32_t h = static_cast<uint32_t>(t) * 0x9e3779b1u + static_cast<uint32_t>(expert) * 0x85ebca77u + quotas.salt;

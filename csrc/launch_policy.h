@@ -179,6 +179,7 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
                            senders + std::max<int64_t>(launch.notify_blocks, 1));
   launch.exclusive = both_phases && launch.blocks <= sms;
   int64_t table_entries = 2 * plan.P + 1 + launch.send_offset_entries + launch.source_offset_entries;
+  if (plan.copies > 1) table_entries += plan.E;
   launch.shared_bytes = kPipelineStages * launch.chunk_bytes + table_entries * int64_t{sizeof(int32_t)};
   return launch;
 }
@@ -205,15 +206,17 @@ inline int combine_send_lines(const ExchangePlan& plan, const CombineArgs& args,
 }
 
 // Of `blocks`, those that send first (LL). Up to two ranks, by what a token's row costs the sender, which reads K rows
-// and writes R sums, and the receiver, which reads and re-arms R sums and writes one row. `own` as in CombineLaunch.
+// and writes R sums, and the receiver, which reads and re-arms R sums and writes one row. `own` as in CombineLaunch:
+// then, expert-major, two fifths, as measured with 1 to 10 experts a token, since senders look at empty slots, too.
 inline int64_t combine_send_share(const ExchangePlan& plan, const CombineArgs& args, int64_t blocks, int lines,
                                   bool own) {
   int64_t T = args.T;
   bool scaled = wire(plan.combine_format).has_scales();
   if (lines > 1 && plan.R <= kLocalBoundRanks) {
     int64_t rows = args.expert_major ? plan.K : plan.R, others = plan.R - 1;
-    int64_t sending = 10 * (own ? rows * others / plan.R + others : rows + plan.R);
-    int64_t receiving = own ? 12 * (2 * others + 1) + 10 * rows / plan.R : (scaled ? 5 : 9) * (2 * plan.R + 1);
+    if (own && args.expert_major) return blocks * 2 * others / 5;
+    int64_t sending = own ? 20 * others : 10 * (rows + plan.R);
+    int64_t receiving = own ? 12 * (2 * others + 1) + 10 : (scaled ? 5 : 9) * (2 * plan.R + 1);
     return blocks * sending / (sending + receiving);
   }
   if (lines > 1) return blocks * (scaled ? 70 : T <= 128 ? 42 : 50) / 100;

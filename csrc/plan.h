@@ -24,8 +24,8 @@ struct ExchangePlan {
   int64_t num_local_experts;  // physical experts of this rank
   int64_t copies;     // columns of table_copies: the most copies that a logical expert has; of quotas, a multiple of 4
   int64_t max_rows;   // N: expert-major rows that fit
-  int64_t alignment;     // rows: an expert's segment starts at a multiple of it
-  int64_t ll_alignment;  // likewise in rounds whose sources all use the LL protocol; divides `alignment`
+  int64_t alignment;  // rows: an expert's segment starts at a multiple of it
+  int64_t ll_alignment;          // likewise in rounds whose sources all use the LL protocol; divides `alignment`
   WireFormat payload_format;     // of rows that dispatch sends
   WireFormat combine_format;     // of rows that combine sends
   int64_t x_stride_bytes;        // between slots of recv_x

@@ -140,7 +140,7 @@ class ExpertParallel(Resumable):
                 different layers get an error in place of one another's rows. A CUDA graph keeps the tag of its capture.
                 With `placement.live` from 1 to `placement.layers`: it chooses the layer's table.
             aligned: each expert's segment starts at a multiple of `Dispatched.alignment` rows, as GEMMs over blocks of
-                rows want it; equal on all ranks. Without effect where `capacity.alignment` is set: it then holds anyway.
+                rows want it; equal on all ranks. Without effect where `capacity.alignment` is set, which holds anyway.
 
         Returns:
             The open round, valid until combine, combine_partial or combine_send is called.

@@ -89,6 +89,13 @@ def test_table_of_an_h200(R, payload, T, dispatch, combine):
     assert row(R, payload, T) == (dispatch, combine)
 
 
+@pytest.mark.parametrize("K", [1, 2, 4, 8, 10])
+def test_two_fifths_make_sums_of_expert_major_rows(K):
+    """However many of a token's experts are on a rank: senders look at its slot all the same."""
+    _, combine = launches(plan_of(2, K=K), 1024)
+    assert (combine.own, combine.blocks, combine.send_blocks) == (1, 132, 52)
+
+
 # D, payload, T -> dispatch: lines sent / received, blocks, send, tokens to a release;
 # combine: lines, own, blocks, send, team.
 RANK_MAJOR = [

@@ -111,9 +111,7 @@ class NodeExchange(Exchange):
         timeout_s = config.exchange.warmup_timeout_s  # ranks may still load or compile
         zero_gaps = plan.sizes["alignment"] > 1 and config.capacity.gap_rows == "zero"
         self.descriptors = Descriptors(plan, self.status.data_ptr(), window.addresses, timeout_s, tuning, zero_gaps)
-        self.templates = Templates(
-            config, device, self.views, self.rounds, self.rank, plan.sizes, self.descriptors.of
-        )
+        self.templates = Templates(config, device, self.views, self.rounds, self.rank, plan.sizes, self.descriptors.of)
         self._totals = Totals(self.views)
         rows = self.views["rows"]
         self._rows = None if rows.is_inference() else rows

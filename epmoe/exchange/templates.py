@@ -139,7 +139,6 @@ class Templates:
         y_dtype = self._config.model.torch_dtype if x.dtype is FP8 else x.dtype
         items, blocks = payload.row_items(D, x.dtype), payload.num_scales(D)
         attributes: dict[str, Any] = {"layout": layout, "dtype": y_dtype, "hidden_size": D, **self._owner}
-        alignments = [self._sizes[name] if aligned else 1 for name in ("alignment", "ll_alignment")]
         received: dict[str, Tensor | None] = {"counts": views["counts"]}
         if layout == "expert":
             attributes |= {
@@ -159,7 +158,15 @@ class Templates:
         steps, descriptors = self._launches(D, layout == "expert", weighted, aligned)
         like = torch.empty(0, D, dtype=y_dtype, device=self._device)
         return RoundTemplate(
-            shape, steps, descriptors, attributes, self._sizes["ll_max_tokens"], *alignments, hidden_size=D, like=like
+            shape,
+            steps,
+            descriptors,
+            attributes,
+            ll_max_tokens=self._sizes["ll_max_tokens"],
+            alignment=self._sizes["alignment"] if aligned else 1,
+            ll_alignment=self._sizes["ll_alignment"] if aligned else 1,
+            hidden_size=D,
+            like=like,
         )
 
 

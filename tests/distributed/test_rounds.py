@@ -82,7 +82,8 @@ def test_rounds_of_few_tokens_have_small_gaps(make_ep, rank, size, gap_rows):
     ep = make_ep(**options, capacity={"gap_rows": gap_rows})
     on_gpus = ep.device.type == "cuda" and ep.config.topology.num_nodes == 1
     assert ep.config.alignment == 128
-    for n, counts in enumerate([[few] * size, [M] * size, [M, *[few] * (size - 1)], [0] * size, [0, *[M] * (size - 1)]]):
+    mixed = [M, *[few] * (size - 1)], [0, *[M] * (size - 1)]
+    for n, counts in enumerate([[few] * size, [M] * size, *mixed, [0] * size]):
         tokens = [make_tokens(ep.config, r, T, seed=n) for r, T in enumerate(counts)]
         d = check_round(ep, tokens, "expert", aligned=True).d
         assert d.alignment == (64 if on_gpus and counts[rank] <= few else 128)

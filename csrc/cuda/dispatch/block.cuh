@@ -154,6 +154,7 @@ struct DispatchBlock {
   int32_t* count;        // [P + 1] sending: pairs of each expert before this token; receiving: first row of its segment
   int32_t* send_offset;  // [R, most] first row of this source's pairs, on the expert's rank
   int32_t* source_offset;  // [R + 1, e] pairs of a local expert from the sources before
+  int32_t* only_copy;      // [E] where experts have copies: the one that every token takes, -1 where tokens choose
   bool trains;             // a round of training: `to_caller`; known to the compiler
 
   // Call this after a barrier of the block: it takes over the epoch that one thread has read. Returns false if no round

@@ -42,12 +42,8 @@ __device__ void read_tables(DispatchBlock& b) {
     if (threadIdx.x < b.plan.R)
       shared.sentinel[threadIdx.x] = in_scratch<int32_t>(b.ex, b.plan.table_sentinels)[threadIdx.x];
   }
-  if (quotas.lines) {  // into the cache of this multiprocessor: by cache lines of 128 bytes
-    constexpr uint32_t kLines = 128 / sizeof(QuotaLine);
-    uint32_t lines = static_cast<uint32_t>(b.plan.E) * quotas.lines_per_expert;
-    for (uint32_t i = threadIdx.x * kLines; i < lines; i += block_threads() * kLines)
-      compute_now(&shared.sink, quotas.lines[i].entry[0]);
-  }
+  for (int32_t expert = threadIdx.x; b.plan.copies != 1 && expert < b.plan.E; expert += block_threads())
+    b.only_copy[expert] = only_copy(b.ex, quotas, expert);
   __syncthreads();
   for (int32_t p = threadIdx.x; p < b.plan.P; p += block_threads()) {
     int32_t local = in_scratch<int32_t>(b.ex, b.plan.table_local_index)[p];
@@ -100,6 +96,7 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
                   count,
                   send_offset,
                   send_offset + kernel.send_offset_entries,
+                  send_offset + kernel.send_offset_entries + kernel.source_offset_entries,
                   kTrains};
   fetch_arguments(kernel, &shared.sink);
   read_tables(b);

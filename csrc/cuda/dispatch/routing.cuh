@@ -5,14 +5,22 @@
 
 namespace epmoe::cuda {
 
-// Out of line, so that the usual case stays short: experts without copies.
+// Out of line, so that the usual case stays short: experts with one copy.
 static __device__ __noinline__ int32_t copy_of(const Exchange& ex, const Quotas& quotas, int32_t t, int32_t expert) {
   if (quotas.lines) return copy_by_quota(quotas, t, expert);
   return copy_in_turn(in_scratch<int32_t>(ex, ex.plan.table_copies), in_scratch<int32_t>(ex, ex.plan.table_num_copies),
                       ex.plan.copies, ex.plan.rank, t, expert);
 }
+__device__ __forceinline__ int32_t only_copy(const Exchange& ex, const Quotas& quotas, int32_t expert) {
+  if (quotas.lines) return only_copy(quotas, expert);
+  bool one = in_scratch<int32_t>(ex, ex.plan.table_num_copies)[expert] == 1;
+  return one ? in_scratch<int32_t>(ex, ex.plan.table_copies)[expert * ex.plan.copies] : -1;
+}
 __device__ __forceinline__ int32_t physical(const DispatchBlock& b, int32_t t, const RoutedPair& pair) {
-  auto copy = [&](int32_t expert) { return copy_of(b.ex, b.shared.quotas, t, expert); };
+  auto copy = [&](int32_t expert) {
+    int32_t only = b.only_copy[expert];
+    return only < 0 ? copy_of(b.ex, b.shared.quotas, t, expert) : only;
+  };
   return physical(pair, b.plan.E, b.plan.copies, copy, b.trains);
 }
 
@@ -25,6 +33,13 @@ struct PairLanes {
     int32_t lane = threadIdx.x % 32, log = 32 - __clz(K - 1);
     tokens = 32 >> log, t = lane >> log, k = lane & ((1 << log) - 1);
   }
+  // More tokens, whose lanes no shuffle finds; lanes that are left over have pair K.
+  static __device__ __forceinline__ PairLanes dense(int32_t K) {
+    PairLanes lanes(K);
+    int32_t lane = threadIdx.x % 32;
+    lanes.tokens = 32 / K, lanes.t = lane / K, lanes.k = lanes.t < lanes.tokens ? lane % K : K;
+    return lanes;
+  }
 };
 
 // Adds tokens [begin, end) to the counts by expert, and with `by_rank` by rank. The block's warps from `first_warp` on
@@ -34,7 +49,7 @@ __device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, in
                                              bool by_rank = true) {
   int32_t K = b.args.K, lane = threadIdx.x % 32, warp = threadIdx.x / 32 - first_warp;
   if (warp < 0) return;
-  PairLanes lanes(K);
+  PairLanes lanes = PairLanes::dense(K);
   int32_t step = (block_warps() - first_warp) * lanes.tokens;
 #pragma unroll 1
   for (int32_t first = begin + warp * lanes.tokens + lanes.t; first - lanes.t < end; first += kGroupsInFlight * step) {

@@ -1,6 +1,6 @@
 """Experts that move, on GPUs: what a round, a change of tables, a push and a captured decode step take.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/live.py
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.live
 
 The shape is DeepSeek-V3's: D 7168, F 2048, 256 experts, top-8, and 58 layers, of which a step has a few with experts in
 fp8, 44 MB each. Times are medians of the slowest rank. It needs a GPU for each rank; with one rank nothing is pushed.
@@ -16,6 +16,7 @@ from statistics import median, quantiles
 import torch
 import torch.distributed as dist
 
+from benchmarks.replays import captured, slowest, timed
 from epmoe import EPConfig, ExpertParallel, MoELayer, balance
 from epmoe.bench.layer_sides import Precision, random_experts
 
@@ -35,18 +36,6 @@ def make(live: bool, size: int) -> ExpertParallel:
         ),
         device="cuda",
     )
-
-
-def captured(play: Callable[[int], None], count: int) -> torch.cuda.CUDAGraph:
-    """A graph of `play(0)` to `play(count - 1)`."""
-    for i in range(min(count, 4)):
-        play(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(count):
-            play(i)
-    return graph
 
 
 def rounds(ep: ExpertParallel, T: int, tag: int) -> torch.cuda.CUDAGraph:
@@ -71,22 +60,6 @@ def decoder(ep: ExpertParallel) -> tuple[torch.cuda.CUDAGraph, list[MoELayer]]:
     experts = random_experts(ep.config, ep.rank, ep.device, Precision.FP8)
     layers = [MoELayer(ep, router, copy.deepcopy(experts)) for _ in range(STEP_LAYERS)]
     return captured(lambda i: layers[i](x), STEP_LAYERS), layers
-
-
-def timed(run: Callable[[], object]) -> float:
-    """In µs, of the current stream."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return 1000 * start.elapsed_time(end)
-
-
-def slowest(value: float) -> float:
-    worst = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return float(worst)
 
 
 def steps(ep: ExpertParallel, graph: torch.cuda.CUDAGraph, moving: Callable[[], bool]) -> list[float]:

@@ -1,7 +1,7 @@
 """Megatron-Core's own MoE layers, their tokens carried by epmoe, beside its all-to-all. `make stacks-megatron` runs it.
 
-Experts are SequentialMLP, since its grouped GEMM needs TransformerEngine. On CPUs Megatron's all-to-all dispatcher
-makes a stream of CUDA and leaves it unused, so streams are stubs here.
+Experts are SequentialMLP, since its grouped GEMM needs TransformerEngine. One rank a GPU where there are GPUs. On CPUs
+Megatron's all-to-all dispatcher makes a stream of CUDA and leaves it unused, so streams are stubs there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from torch import Tensor
 if "RANK" not in os.environ:
     pytest.skip("needs Megatron-Core and 2 or 4 ranks: make stacks-megatron", allow_module_level=True)
 
+ON_GPUS = torch.cuda.is_available()
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPUS else torch.device("cpu")
+
 
 class _Stream:
     """A stream or an event. Work on a CPU is done when its call returns."""
@@ -30,11 +33,14 @@ class _Stream:
 
 
 torch.compiler.set_stance("force_eager")  # Megatron compiles small functions; minutes here
-torch.cuda.Stream = torch.cuda.Event = _Stream  # type: ignore[misc, assignment]
-torch.cuda.current_stream = lambda *_: _Stream()  # type: ignore[assignment]
-torch.cuda.stream = lambda *_: contextlib.nullcontext()  # type: ignore[assignment]
-torch.cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()  # for checkpoints
-torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+if ON_GPUS:
+    torch.cuda.set_device(DEVICE)
+else:
+    torch.cuda.Stream = torch.cuda.Event = _Stream  # type: ignore[misc, assignment]
+    torch.cuda.current_stream = lambda *_: _Stream()  # type: ignore[assignment]
+    torch.cuda.stream = lambda *_: contextlib.nullcontext()  # type: ignore[assignment]
+    torch.cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()  # for checkpoints
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
@@ -55,8 +61,9 @@ def _on_host(tensor: Any, as_numpy: bool = False, **_: bool) -> Any:
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
-megatron_random._set_cuda_rng_state = lambda *_, **__: None
-token_dispatcher.maybe_move_tensor_to_cpu = _on_host
+if not ON_GPUS:
+    megatron_random._set_cuda_rng_state = lambda *_, **__: None
+    token_dispatcher.maybe_move_tensor_to_cpu = _on_host
 
 D, WIDTH, E, K, S, B = 64, 96, 8, 3, 12, 2
 
@@ -64,7 +71,7 @@ D, WIDTH, E, K, S, B = 64, 96, 8, 3, 12, 2
 @pytest.fixture(scope="session", autouse=True)
 def group() -> Iterator[None]:
     os.environ |= {"EPMOE_EXCHANGE__TIMEOUT_S": "60", "EPMOE_EXCHANGE__WARMUP_TIMEOUT_S": "120"}
-    dist.init_process_group("gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPUS else "gloo")
     yield
     megatron.close()
     dist.destroy_process_group()
@@ -119,14 +126,14 @@ def layer_of(config: TransformerConfig, ours: bool, dtype: torch.dtype = torch.f
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
             if "local_experts" not in name:
                 dist.broadcast(parameter, 0)
-    return layer.to(dtype).train()
+    return layer.to(DEVICE, dtype).train()
 
 
 def step(layer: MoELayer, seed: int = 0, tokens: int = S) -> dict[str, Tensor]:
     """y, and the gradients of x and of all parameters."""
     dtype = next(layer.parameters()).dtype
     generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
-    x, grad_y = (torch.randn(tokens, B, D, generator=generator).to(dtype) for _ in range(2))
+    x, grad_y = (torch.randn(tokens, B, D, generator=generator).to(DEVICE, dtype) for _ in range(2))
     x.requires_grad_()
     layer.zero_grad()
     y, bias = layer(x)
@@ -216,7 +223,7 @@ def test_more_tokens_than_the_windows_hold() -> None:
         layer = layer_of(config_of(sizes), True)
         want = step(layer)
         with pytest.raises(ValueError, match="set EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK, now 24, to 26"):
-            layer(torch.randn(S + 1, B, D))
+            layer(torch.randn(S + 1, B, D, device=DEVICE))
         for name, tensor in step(layer).items():
             assert torch.equal(tensor, want[name]), name
 

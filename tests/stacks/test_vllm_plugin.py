@@ -15,6 +15,7 @@ from vllm_kernels import step
 
 from epmoe.config.config_file import ConfigError
 from epmoe.exchange.health import EPTimeoutError
+from epmoe.exchange.memory import MemoryPlan
 from epmoe.integrations.vllm import layer as layers
 from epmoe.integrations.vllm import sizes
 from epmoe.integrations.vllm.choice import Choice
@@ -56,6 +57,14 @@ def test_a_step_takes_the_smallest_size_that_holds_it() -> None:
     finally:
         made.close()
         dist.destroy_process_group()
+
+
+def test_experts_that_want_no_gaps_get_no_rows_for_them() -> None:
+    for aligned, alignment, rows in ((False, 1, 16), (True, 64, 4096)):
+        shape = sizes.Shape(128, 8, 2048, torch.bfloat16, 1, "linear", "auto", "expert", aligned)
+        config = sizes._config(shape, 1, 2, {})
+        plan = MemoryPlan.build(config, nvlink=True)
+        assert (config.alignment, plan.sizes["max_rows"]) == (alignment, rows)
 
 
 def test_a_failure_on_the_device_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,14 +144,13 @@ def replayed(run: Step, with_events: bool) -> tuple[list[float], Tensor]:
 def contenders(model: Model, payload: str, device: torch.device) -> dict[str, FusedMoEPrepareAndFinalizeModular]:
     group = get_ep_group().cpu_group
 
-    def sizes(layout: Layout) -> list[Sizes]:
-        shape = Shape(model.E, model.K, model.D, torch.bfloat16, TOKENS[0], "linear", payload, layout)
+    def sizes(layout: Layout, aligned: bool = False) -> list[Sizes]:
+        shape = Shape(model.E, model.K, model.D, torch.bfloat16, TOKENS[0], "linear", payload, layout, aligned)
         return [Sizes.make(shape, group, device, {})]
 
-    by_expert = sizes("expert")
     return {
-        "epmoe layer": EpmoePrepareAndFinalize(by_expert, "layer", aligned=True),
-        "epmoe expert": EpmoePrepareAndFinalize(by_expert, "expert"),
+        "epmoe layer": EpmoePrepareAndFinalize(sizes("expert", aligned=True), "layer", aligned=True),
+        "epmoe expert": EpmoePrepareAndFinalize(sizes("expert"), "expert"),
         "epmoe rank": EpmoePrepareAndFinalize(sizes("rank"), "rank"),
         "all-gather": make_moe_prepare_and_finalize_naive_dp_ep(use_monolithic=False, num_dispatchers=group.size()),
     }

@@ -41,10 +41,10 @@ def main(rank: int, store: str) -> None:
         alone = Layer(moe_config(MODEL, 0, 1, MAX_TOKENS, CPU), weights)
         payload = "fp8" if fp8 else "auto"
         sizes = {}
-        for layout in ("rank", "expert"):
-            shape = Shape(MODEL.E, MODEL.K, MODEL.D, torch.bfloat16, MAX_TOKENS, "linear", payload, layout)
+        for layout in LAYOUTS:
+            by, aligned = "rank" if layout == "rank" else "expert", layout == "layer"
+            shape = Shape(MODEL.E, MODEL.K, MODEL.D, torch.bfloat16, MAX_TOKENS, "linear", payload, by, aligned)
             sizes[layout] = Sizes.make(shape, dist.group.WORLD, CPU, {})
-        sizes["layer"] = sizes["expert"]
         for layout, overlap, on_input in itertools.product(LAYOUTS, (False, True), (False, True)):
             exchange = EpmoePrepareAndFinalize([sizes[layout]], layout, overlap, aligned=layout == "layer")
             config = moe_config(MODEL, rank, RANKS, MAX_TOKENS, CPU)

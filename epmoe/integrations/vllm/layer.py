@@ -133,6 +133,7 @@ def _make_exchange(
         placement=layer.expert_placement_strategy,
         payload="fp8" if _travels_as_fp8(moe, experts, choice.layout) else "auto",
         layout="rank" if choice.layout == "rank" else "expert",
+        aligned=aligned,
     )
     ubatches = range(parallel.num_ubatches if parallel.use_ubatching else 1)
     group = get_ep_group()

@@ -131,6 +131,20 @@ struct WeightedGatesArgs {
   float* grad_weights_N;   // out, backward
 };
 
+// The operator weighted_rows_backward_, for training: gradients of rows times their weights. Gaps are neither read nor
+// written, and the gradients of their weights are 0.
+struct WeightedRowsArgs {
+  void* grad_ND;                     // in: the gradient of the products; out: that of the rows. Contiguous
+  DType dtype;                       // of both matrices
+  const void* rows_ND;               // the factors of the weights
+  int64_t rows_stride;               // between rows
+  const float* row_weights_N;        // or null: 1
+  Segments segments;                 // gaps included
+  const int32_t* tokens_per_expert;  // as in WeightedGatesArgs
+  int64_t N, D;
+  float* grad_weights_N;  // out
+};
+
 // The operator scales_by_block: the scales of rows, block by block.
 struct ScalesByBlockArgs {
   const float* scales_NB;

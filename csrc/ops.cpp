@@ -286,6 +286,33 @@ std::tuple<Tensor, Tensor> weighted_gates_backward(const Tensor& grad, const Ten
   return {grad_gate_up, grad_weights};
 }
 
+Tensor weighted_rows_backward(Tensor grad, const Tensor& rows, const std::optional<Tensor>& row_weights,
+                              const Tensor& expert_offsets, const std::optional<Tensor>& tokens_per_expert) {
+  check_rows(rows, "rows");
+  Segments segments = segments_of(expert_offsets, std::nullopt);
+  int64_t N = rows.size(0), D = rows.size(1);
+  STD_TORCH_CHECK(dtype_of(rows) != DType::kFloat8E4M3 && N <= INT32_MAX,
+                  "rows must be float32, float16 or bfloat16, and fewer than 2^31");
+  STD_TORCH_CHECK(grad.dim() == 2 && grad.is_contiguous() && grad.size(0) == N && grad.size(1) == D &&
+                      grad.scalar_type() == rows.scalar_type(),
+                  "grad must be contiguous [N, D] in the dtype of rows");
+  Tensor grad_weights = empty_like_device(rows, {N}, ScalarType::Float);
+  WeightedRowsArgs args{
+      .grad_ND = grad.data_ptr(),
+      .dtype = dtype_of(rows),
+      .rows_ND = rows.data_ptr(),
+      .rows_stride = rows.stride(0),
+      .row_weights_N = pointer<float>(row_weights, N, "row_weights"),
+      .segments = segments,
+      .tokens_per_expert = pointer<int32_t>(tokens_per_expert, segments.num_local_experts, "tokens_per_expert"),
+      .N = N,
+      .D = D,
+      .grad_weights_N = static_cast<float*>(grad_weights.data_ptr()),
+  };
+  launch(rows, args, cpu::weighted_rows_backward, &cuda::Api::weighted_rows_backward);
+  return grad_weights;
+}
+
 void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("route", TORCH_BOX(&route));
   library.impl("permute", TORCH_BOX(&permute));
@@ -296,6 +323,7 @@ void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("scales_by_block", TORCH_BOX(&scales_by_block));
   library.impl("weighted_gates", TORCH_BOX(&weighted_gates));
   library.impl("weighted_gates_backward", TORCH_BOX(&weighted_gates_backward));
+  library.impl("weighted_rows_backward_", TORCH_BOX(&weighted_rows_backward));
 }
 
 }  // namespace

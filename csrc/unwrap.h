@@ -42,7 +42,7 @@ inline bool is_wide(const Tensor& ids) {
 
 // Checks for a matrix whose rows are contiguous; the stride between rows is free.
 inline void check_rows(const Tensor& t, const char* name) {
-  STD_TORCH_CHECK(t.dim() == 2 && (t.size(1) <= 1 || t.stride(1) == 1), "`", name,
+  STD_TORCH_CHECK(t.dim() == 2 && (t.size(0) == 0 || t.size(1) <= 1 || t.stride(1) == 1), "`", name,
                   "` must be 2-D with contiguous rows");
 }
 

@@ -48,6 +48,11 @@ _GATES = (
 )
 _library.define(f"weighted_gates({_GATES}) -> Tensor")
 _library.define(f"weighted_gates_backward(Tensor grad, {_GATES}) -> (Tensor, Tensor)")
+# Likewise of rows times their weights: grad becomes the gradient of the rows; that of the weights returns.
+_library.define(
+    "weighted_rows_backward_(Tensor(a!) grad, Tensor rows, Tensor? row_weights, Tensor expert_offsets, "
+    "Tensor? tokens_per_expert) -> Tensor"
+)
 for _phase in ("", "_send", "_recv"):
     _library.define(
         f"dispatch{_phase}(Tensor x, Tensor ids, Tensor weights, Tensor? scales, Tensor? num_tokens, SymInt num_rows, "
@@ -183,6 +188,11 @@ def _(gate_up: Tensor, *rest: object) -> Tensor:
 @torch.library.register_fake("epmoe::weighted_gates_backward")
 def _(grad: Tensor, gate_up: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     return gate_up.new_empty(gate_up.shape), gate_up.new_empty((gate_up.shape[0],), dtype=torch.float32)
+
+
+@torch.library.register_fake("epmoe::weighted_rows_backward_")
+def _(grad: Tensor, rows: Tensor, *rest: object) -> Tensor:
+    return rows.new_empty((rows.shape[0],), dtype=torch.float32)
 
 
 @torch.library.register_fake("epmoe::dispatch")

@@ -1,0 +1,88 @@
+"""Training: the operator that gives rows and their weights the gradients of their products, against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import FLOATS, NO_CUDA, assert_close, poisoned_memory, randn
+
+from epmoe.native import ops
+
+OFFSETS, TOKENS, N = [0, 4, 4, 12, 12], [3, 0, 10**6, 0], 16  # row 3 is a gap, rows from 12 on lie past the end
+REAL = [t for t in range(12) if t != 3]
+
+
+def inputs(D: int, dtype: torch.dtype, device: torch.device):
+    """grad, rows and weights, with NaN in rows of no pair, then offsets and counts."""
+    grad, rows, weights = randn(N, D).to(dtype), randn(N, D, seed=1).to(dtype), randn(N, seed=2)
+    for given in (grad, rows, weights):
+        given[3], given[12:] = torch.nan, torch.nan
+    segments = (torch.tensor(v, dtype=torch.int32) for v in (OFFSETS, TOKENS))
+    return [t.to(device) for t in (grad, rows, weights, *segments)]
+
+
+# A scalar at a time; a warp a row, a vector a lane and more; a block a row, a vector a thread and more.
+@pytest.mark.parametrize("D", [1, 6, 136, 1288, 7168])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gradients_of_weighted_rows(device, dtype, weighted, D):
+    """Rows of no pair are neither read nor written, and gaps say 0 of their weights; the sums have the same bits."""
+    grad, rows, weights, offsets, tokens = inputs(D, dtype, device)
+    want = (grad.double() * rows.double()).sum(1)[REAL]
+    want_grad = grad.clone()
+    if weighted:
+        want_grad[REAL] = (grad.float() * weights[:, None])[REAL].to(dtype)
+    results = []
+    for _ in range(2):
+        got = grad.clone()
+        with poisoned_memory():
+            by_weights = ops.weighted_rows_backward_(got, rows, weights if weighted else None, offsets, tokens)
+        assert got.isnan().equal(grad.isnan()) and got.nan_to_num().equal(want_grad.nan_to_num())
+        assert by_weights[3] == 0 and by_weights[12:].isnan().all()
+        results.append(by_weights[REAL])
+    assert torch.equal(*results)
+    assert_close(results[0], want, torch.float32, slack=2)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rows_of_any_stride_and_no_counts(device, dtype):
+    grad, rows, weights, offsets, _ = inputs(2048, dtype, device)
+    dense = torch.tensor([0, 3, 3], dtype=torch.int32, device=device)
+    want = ops.weighted_rows_backward_(grad.clone(), rows, weights, dense, None)
+    beside = torch.full((N, 2051), torch.nan, dtype=dtype, device=device)
+    for first in (0, 1):
+        view = beside[:, first : first + 2048]
+        view.copy_(rows)
+        got = ops.weighted_rows_backward_(again := grad.clone(), view, weights, dense, None)
+        assert_close(got[:3], want[:3].double(), torch.float32)
+        assert torch.equal(again[:3], (grad.float() * weights[:, None])[:3].to(dtype)) and again[3].isnan().all()
+    one = rows[:1].expand(N, -1)  # a stride of 0
+    got = ops.weighted_rows_backward_(grad.clone(), one, None, dense, None)
+    assert_close(got[:3], (grad[:3].double() * one[:3].double()).sum(1), torch.float32, slack=2)
+
+
+@pytest.mark.parametrize("N, e", [(0, 3), (5, 0), (0, 0)])
+def test_no_rows_and_no_experts(device, N, e):
+    grad, offsets = torch.full((N, 24), 7.0, device=device), torch.zeros(e + 1, dtype=torch.int32, device=device)
+    tokens = torch.zeros(e, dtype=torch.int32, device=device)
+    assert ops.weighted_rows_backward_(grad, grad.clone(), None, offsets, tokens).shape == (N,)
+    assert grad.eq(7.0).all()
+
+
+def test_opcheck(device):
+    grad, rows, weights, *_ = (t.nan_to_num() for t in inputs(64, torch.float32, device))
+    offsets = torch.tensor([0, 5, N], dtype=torch.int32, device=device)
+    torch.library.opcheck(ops.weighted_rows_backward_, (grad, rows, weights, offsets, None))
+    torch.library.opcheck(ops.weighted_rows_backward_, (grad, rows, None, offsets, offsets[:2] + 9))
+
+
+@pytest.mark.gpu
+@NO_CUDA
+def test_more_than_2_to_the_31_elements():
+    N, D = 300_001, 7168
+    grad, weights = torch.ones(N, D, dtype=torch.bfloat16, device="cuda"), torch.full((N,), 2.0, device="cuda")
+    rows = torch.arange(N, device="cuda").remainder(64).bfloat16()[:, None].expand(-1, D)
+    offsets = torch.tensor([0, N - 1], dtype=torch.int32, device="cuda")
+    dots = ops.weighted_rows_backward_(grad, rows, weights, offsets, None)
+    assert torch.equal(dots[:-1], D * torch.arange(N - 1, device="cuda").remainder(64).float())
+    assert (grad[:-1] == 2).all() and (grad[-1] == 1).all()

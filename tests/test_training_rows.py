@@ -1,12 +1,14 @@
-"""Training: the operator that gives rows and their weights the gradients of their products, against fp64."""
+"""Training: the operators over rows. Gradients of rows and of their weights, against fp64; rows packed as fp8."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from helpers import FLOATS, NO_CUDA, assert_close, poisoned_memory, randn
+from helpers import FLOATS, NO_CUDA, assert_close, poisoned_memory, randn, random_bits
 
+import epmoe
 from epmoe.native import ops
+from epmoe.native.formats import packed_row_bytes
 
 OFFSETS, TOKENS, N = [0, 4, 4, 12, 12], [3, 0, 10**6, 0], 16  # row 3 is a gap, rows from 12 on lie past the end
 REAL = [t for t in range(12) if t != 3]
@@ -69,11 +71,47 @@ def test_no_rows_and_no_experts(device, N, e):
     assert grad.eq(7.0).all()
 
 
+@pytest.mark.parametrize("D", [128, 896, 7168])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_packed_rows_hold_what_quantize_says(device, dtype, D):
+    """And come back as its values, in rows of segments."""
+    x = random_bits(N, D, dtype=dtype)
+    x[:8] = randn(8, D, dtype=dtype, seed=1)
+    x = torch.cat([x, x], 1).to(device)[:, :D]  # with a stride
+    real = torch.tensor(13, dtype=torch.int32, device=device)
+    want = epmoe.quantize_fp8(x.contiguous(), num_tokens=13, granularity="block")
+    with poisoned_memory():
+        packed = [ops.pack_fp8(x, None, 13), ops.pack_fp8(x, real, N)]
+    for got in packed:
+        assert got.shape == (N, packed_row_bytes(D)) and got.dtype == torch.float8_e4m3fn and got.shape[1] % 16 == 0
+        q, scales = got.view(torch.uint8)[:13].split([D, got.shape[1] - D], 1)
+        assert torch.equal(q, want.q.view(torch.uint8)[:13])
+        assert torch.equal(scales[:, : D // 32].contiguous().view(torch.float32), want.scales[:13])
+    assert not packed[0][13:, :D].view(torch.uint8).any()
+    offsets = torch.tensor([0, 4, 4, 12], dtype=torch.int32, device=device)
+    with poisoned_memory():
+        rows = ops.unpack_fp8(packed[0], x, offsets)
+    values = (want.q.float() * want.scales.repeat_interleave(128, 1)).to(dtype)
+    assert rows.dtype == dtype and rows[12:].isnan().all() and torch.equal(rows[:12].isnan(), values[:12].isnan())
+    assert torch.equal(rows[:12].nan_to_num(), values[:12].nan_to_num())
+
+
+def test_no_rows_to_pack(device):
+    x, offsets = torch.empty(0, 256, device=device), torch.zeros(3, dtype=torch.int32, device=device)
+    packed = ops.pack_fp8(x, None, 0)
+    assert packed.shape == (0, packed_row_bytes(256)) and ops.unpack_fp8(packed, x, offsets).shape == (0, 256)
+    assert ops.unpack_fp8(packed.new_empty(7, packed.shape[1]), x, offsets[:1]).shape == (7, 256)
+
+
 def test_opcheck(device):
     grad, rows, weights, *_ = (t.nan_to_num() for t in inputs(64, torch.float32, device))
     offsets = torch.tensor([0, 5, N], dtype=torch.int32, device=device)
     torch.library.opcheck(ops.weighted_rows_backward_, (grad, rows, weights, offsets, None))
     torch.library.opcheck(ops.weighted_rows_backward_, (grad, rows, None, offsets, offsets[:2] + 9))
+    x = randn(N, 256).to(device)
+    checks = ("test_autograd_registration", "test_faketensor")  # the others want sums of fp8
+    torch.library.opcheck(ops.pack_fp8, (x, None, N), test_utils=checks)
+    torch.library.opcheck(ops.unpack_fp8, (ops.pack_fp8(x, None, N), x.bfloat16(), offsets), test_utils=checks)
 
 
 @pytest.mark.gpu
@@ -86,3 +124,7 @@ def test_more_than_2_to_the_31_elements():
     dots = ops.weighted_rows_backward_(grad, rows, weights, offsets, None)
     assert torch.equal(dots[:-1], D * torch.arange(N - 1, device="cuda").remainder(64).float())
     assert (grad[:-1] == 2).all() and (grad[-1] == 1).all()
+    del grad
+    x = torch.randint(-100, 100, (1, D), device="cuda").bfloat16().expand(N, -1)
+    unpacked = ops.unpack_fp8(ops.pack_fp8(x, None, N), x, offsets)
+    assert (unpacked[:-1] == unpacked[0]).all() and (unpacked[0].float() - x[0].float()).abs().max() <= 4

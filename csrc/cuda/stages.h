@@ -24,6 +24,9 @@ cudaError_t scales_by_block(const ScalesByBlockArgs& args, cudaStream_t stream);
 // weighted_gates.cu
 cudaError_t weighted_gates(const WeightedGatesArgs& args, cudaStream_t stream);
 
+// unpack.cu
+cudaError_t unpack(const UnpackArgs& args, cudaStream_t stream);
+
 // weighted_rows.cu
 cudaError_t weighted_rows_backward(const WeightedRowsArgs& args, cudaStream_t stream);
 

@@ -87,7 +87,7 @@ struct QuantizeArgs {
   int64_t T, num_rows, D;
   bool per_tensor;    // one scale for all real rows, else one for each kScaleBlock elements of a row
   void* q_TD;         // out: fp8 e4m3; padded rows are zeros
-  float* scales_TB;   // out: [1] or [T, B]; 1 in padded rows
+  float* scales_TB;   // out: [1] or [T, B]; 1 in padded rows. Null: q_TD has rows of packed_row_bytes(D), scales behind
   uint32_t* largest;  // CUDA only, if per_tensor: 4 bytes of workspace
 };
 
@@ -96,6 +96,15 @@ struct Segments {
   const int32_t* expert_offsets;     // [e + 1]
   const int32_t* tokens_per_expert;  // [e], or null: segments have no gaps
   int32_t num_local_experts;
+};
+
+// The operator unpack_fp8, for training: rows of segments, gaps included, as pack_fp8 has made them, as values again.
+struct UnpackArgs {
+  const void* packed_N;
+  Segments segments;
+  int64_t N, D;
+  void* rows_ND;  // out
+  DType dtype;    // of rows_ND
 };
 
 // The operator gated_activation. F: width of an expert. B: F / kScaleBlock, rounded up.
@@ -129,6 +138,20 @@ struct WeightedGatesArgs {
   const void* grad_NF;     // backward: the gradient of the outputs, contiguous; else null
   void* grad_gate_up_N2F;  // out, backward, contiguous
   float* grad_weights_N;   // out, backward
+};
+
+// The operator weighted_rows_backward_, for training: gradients of rows times their weights. Gaps are neither read nor
+// written, and the gradients of their weights are 0.
+struct WeightedRowsArgs {
+  void* grad_ND;                     // in: the gradient of the products; out: that of the rows. Contiguous
+  DType dtype;                       // of both matrices
+  const void* rows_ND;               // the factors of the weights
+  int64_t rows_stride;               // between rows
+  const float* row_weights_N;        // or null: 1
+  Segments segments;                 // gaps included
+  const int32_t* tokens_per_expert;  // as in WeightedGatesArgs
+  int64_t N, D;
+  float* grad_weights_N;  // out
 };
 
 // The operator scales_by_block: the scales of rows, block by block.

@@ -66,6 +66,10 @@ constexpr Api kApi = {
     .weighted_gates = [](const WeightedGatesArgs& args, Stream stream) -> int {
       return weighted_gates(args, typed(stream));
     },
+    .unpack = [](const UnpackArgs& args, Stream stream) -> int { return unpack(args, typed(stream)); },
+    .weighted_rows_backward = [](const WeightedRowsArgs& args, Stream stream) -> int {
+      return weighted_rows_backward(args, typed(stream));
+    },
     .dispatch = [](const Exchange& exchange, const DispatchArgs& args, Stream stream) -> int {
       return dispatch(exchange, args, typed(stream));
     },

@@ -25,6 +25,8 @@ struct Api {
   int (*gated_activation)(const GatedActivationArgs& args, Stream stream);
   int (*scales_by_block)(const ScalesByBlockArgs& args, Stream stream);
   int (*weighted_gates)(const WeightedGatesArgs& args, Stream stream);
+  int (*unpack)(const UnpackArgs& args, Stream stream);
+  int (*weighted_rows_backward)(const WeightedRowsArgs& args, Stream stream);
   int (*dispatch)(const Exchange& exchange, const DispatchArgs& args, Stream stream);
   int (*combine)(const Exchange& exchange, const CombineArgs& args, DType dtype, Stream stream);
   int (*rail_pack)(const RailPackArgs& args, Stream stream);

@@ -24,7 +24,7 @@ EPMOE_HD Quotas quotas_of(const Exchange& ex) {
 
 struct DispatchArgs {
   const void* x_TD;
-  DType dtype;             // of x; fp8: the rows are quantized already, and in plan.payload_format
+  DType dtype;  // of x; fp8: the rows are quantized already, and in plan.payload_format, or in training as packed rows
   int64_t x_stride_bytes;  // between rows
   const void* ids_TK;      // logical experts
   bool wide_ids;           // ids are int64, else int32

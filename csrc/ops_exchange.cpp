@@ -104,9 +104,11 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
   DispatchArgs args{};
   take_tokens(args, x, ids, weights, scales, num_tokens, num_rows, plan.payload_format);
   STD_TORCH_CHECK(args.T <= plan.M && args.K <= plan.K, "x, ids and weights must fit the plan");
-  STD_TORCH_CHECK(
-      args.D >= 1 && args.D <= plan.D && wire_row_bytes(plan.payload_format, args.D, args.dtype) <= plan.x_stride_bytes,
-      "a row of x must fit the plan");
+  bool packed = args.dtype == DType::kFloat8E4M3 && !scales;  // D then counts the bytes of scales, too
+  STD_TORCH_CHECK(args.D >= 1 && (args.D <= plan.D || packed) &&
+                      wire_row_bytes(plan.payload_format, args.D, args.dtype) <= plan.x_stride_bytes,
+                  "a row of x must fit the plan");
+  STD_TORCH_CHECK(!packed || d.to_caller, "packed rows are for training");
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(args.x_TD) % 16 == 0 && args.x_stride_bytes % 16 == 0,
                   "rows of x must start at multiples of 16 bytes");
   args.expert_major = d.expert_major != 0, args.weight_rows = d.weight_rows != 0;

@@ -42,7 +42,7 @@ inline bool is_wide(const Tensor& ids) {
 
 // Checks for a matrix whose rows are contiguous; the stride between rows is free.
 inline void check_rows(const Tensor& t, const char* name) {
-  STD_TORCH_CHECK(t.dim() == 2 && (t.size(1) <= 1 || t.stride(1) == 1), "`", name,
+  STD_TORCH_CHECK(t.dim() == 2 && (t.size(0) == 0 || t.size(1) <= 1 || t.stride(1) == 1), "`", name,
                   "` must be 2-D with contiguous rows");
 }
 
@@ -86,9 +86,9 @@ void take_tokens(Args& args, const Tensor& x, const Tensor& ids, const Tensor& w
   STD_TORCH_CHECK(args.K >= 1 && ids.size(0) == args.T && weights.size(0) == args.T && weights.size(1) == args.K,
                   "x, ids and weights must fit one another");
   WireTraits traits = wire(format);
-  STD_TORCH_CHECK((args.dtype == DType::kFloat8E4M3) == scales.has_value() &&
-                      (!scales || (traits.has_scales() && !traits.quantizes(args.dtype))),
-                  "fp8 rows, and no others, come with scales, and need a payload in their format");
+  STD_TORCH_CHECK((args.dtype == DType::kFloat8E4M3 && traits.has_scales()) == scales.has_value() &&
+                      (!scales || !traits.quantizes(args.dtype)),
+                  "fp8 rows in a payload with scales, and no others, come with scales");
   args.x_TD = x.data_ptr(), args.ids_TK = ids.data_ptr(), args.weights_TK = weights.data_ptr();
   args.x_stride_bytes = x.stride(0) * itemsize(args.dtype);
   args.ids_stride = ids.stride(0), args.weights_stride = weights.stride(0);

@@ -48,6 +48,13 @@ constexpr EPMOE_HD WireTraits wire(WireFormat format) {
   }
 }
 
+// A packed row of training has the row and its scales in one piece, whole lines of 16 bytes. It travels as fp8 in
+// kAuto.
+constexpr EPMOE_HD int64_t packed_row_bytes(int64_t D) {
+  constexpr WireTraits kFp8 = wire(WireFormat::kFp8);
+  return ceil_div(D + kFp8.num_scales(D) * kFp8.scale_bytes, 16) * 16;
+}
+
 // Calls f with `format` as a constant, on the host.
 template <int64_t kFirst = 0, typename F>
 auto with_format(WireFormat format, F&& f) {

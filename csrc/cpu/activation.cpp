@@ -1,25 +1,11 @@
 // The gated activation and the scales block by block on the CPU. Only rows of pairs are read and written.
-#include <algorithm>
 #include <vector>
 
 #include "convert.h"
+#include "real_rows.h"
 #include "stages.h"
 
 namespace epmoe::cpu {
-namespace {
-
-// Calls f(expert, t) for each row of a pair.
-template <typename F>
-void for_each_real_row(const Segments& segments, int64_t N, F&& f) {
-  for (int32_t i = 0; i < segments.num_local_experts; ++i) {
-    int64_t begin = std::clamp<int64_t>(segments.expert_offsets[i], 0, N);
-    int64_t end = std::clamp<int64_t>(segments.expert_offsets[i + 1], begin, N);
-    if (segments.tokens_per_expert) end = begin + std::clamp<int64_t>(segments.tokens_per_expert[i], 0, end - begin);
-    for (int64_t t = begin; t < end; ++t) f(i, t);
-  }
-}
-
-}  // namespace
 
 void gated_activation(const GatedActivationArgs& args) {
   int64_t step = args.interleaved ? 2 : 1, to_up = args.interleaved ? 1 : args.F;
@@ -56,7 +42,7 @@ void weighted_gates(const WeightedGatesArgs& args) {
     using T = decltype(type);
     for_each_real_row(args.segments, args.N, [&](int32_t expert, int64_t t) {
       auto* row = static_cast<const T*>(args.gate_up_N2F) + t * args.gate_up_stride;
-      if (args.tokens_per_expert && t - args.segments.expert_offsets[expert] >= args.tokens_per_expert[expert]) {
+      if (!is_of_pair(args, expert, t)) {
         if (args.grad_NF) {
           std::fill_n(static_cast<T*>(args.grad_gate_up_N2F) + t * 2 * args.F, 2 * args.F, T{});
           args.grad_weights_N[t] = 0.0f;

@@ -55,13 +55,13 @@ void send_rows(const Exchange& ex, const CombineArgs& args, const RoundState& ro
       .weights_stride = plan.K,
       .counts_R = nullptr,
       .S = plan.R * plan.M,
-      .D = round.D,
+      .D = args.D,
       .K = round.K,
       .R = static_cast<int32_t>(plan.R),
       .partial_SD = nullptr,
   };
-  std::vector<float> sum_D(round.D);
-  std::vector<T> packed_D(round.D);
+  std::vector<float> sum_D(args.D);
+  std::vector<T> packed_D(args.D);
   int64_t rows = std::accumulate(counts_R, counts_R + plan.R, int64_t{0});
   bool stream = streams(rows * plan.combine_stride_bytes);
   for (int64_t i = 0; i < plan.R; ++i) {
@@ -72,9 +72,9 @@ void send_rows(const Exchange& ex, const CombineArgs& args, const RoundState& ro
         finalize_slot<T>(finalize_args, row, sum_D.data());
       } else {
         auto* partial = reinterpret_cast<const T*>(static_cast<const char*>(args.rows) + row * args.rows_stride_bytes);
-        for (int64_t d = 0; d < round.D; ++d) sum_D[d] = to_float(partial[d]);
+        for (int64_t d = 0; d < args.D; ++d) sum_D[d] = to_float(partial[d]);
       }
-      send_row<T>(ex, source, slot, sum_D.data(), round.D, packed_D.data(), stream);
+      send_row<T>(ex, source, slot, sum_D.data(), args.D, packed_D.data(), stream);
       if (args.row_values_N) send_values(ex, args, round.K, source, slot);
     }
   }
@@ -109,7 +109,7 @@ void sum_returned(const Exchange& ex, const CombineArgs& args, const RoundState&
   auto* slots = in_scratch<int32_t>(ex, plan.slots);
   auto* headers = in_window<RoundHeader>(ex, plan.rank, plan.signal_combine);
   uint32_t parity = round.combine_epoch % 2;
-  std::vector<float> sum_D(round.D);
+  std::vector<float> sum_D(args.D);
   int64_t tokens = std::min<int64_t>(round.T, args.T);
   T* y = static_cast<T*>(args.y_TD);
   if (args.pair_values_TK) std::fill_n(args.pair_values_TK, args.T * round.K, 0.0f);
@@ -119,12 +119,12 @@ void sum_returned(const Exchange& ex, const CombineArgs& args, const RoundState&
       int32_t slot = slots[t * plan.R + r];
       // A rank that aborts the round has sent no rows: its count is 0.
       if (slot < 0 || slot >= headers[r].counts[parity]) continue;
-      add_returned<T>(ex, r, slot, round.D, sum_D.data());
+      add_returned<T>(ex, r, slot, args.D, sum_D.data());
       if (args.pair_values_TK) add_values(ex, r, slot, round.K, args.pair_values_TK + t * round.K);
     }
-    for (int64_t d = 0; d < round.D; ++d) y[t * round.D + d] = from_float<T>(sum_D[d]);
+    for (int64_t d = 0; d < args.D; ++d) y[t * args.D + d] = from_float<T>(sum_D[d]);
   }
-  std::memset(y + tokens * round.D, 0, (args.T - tokens) * round.D * sizeof(T));
+  std::memset(y + tokens * args.D, 0, (args.T - tokens) * args.D * sizeof(T));
 }
 
 // The send phase. It waits for nobody: dispatch has seen the flag of every rank in this round.
@@ -167,7 +167,7 @@ void receive(const Exchange& ex, const CombineArgs& args, RoundState& round) {
     widen_needed_rows(ex);
     report_aborted(ex, round.combine_epoch);
   } else {
-    std::memset(args.y_TD, 0, args.T * round.D * sizeof(T));
+    std::memset(args.y_TD, 0, args.T * args.D * sizeof(T));
     if (args.pair_values_TK) std::fill_n(args.pair_values_TK, args.T * round.K, 0.0f);
   }
   ++round.progress.phases;

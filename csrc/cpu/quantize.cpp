@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "convert.h"
+#include "real_rows.h"
 #include "stages.h"
 
 namespace epmoe::cpu {
@@ -25,6 +26,16 @@ void quantize_tensor(const QuantizeArgs& args, int64_t real) {
       out[t * args.D + d] = from_float<Float8>(to_float(row_at(t)[d]) / *args.scales_TB);
 }
 
+template <typename T>
+void pack(const QuantizeArgs& args, int64_t real) {
+  int64_t row_bytes = packed_row_bytes(args.D);
+  auto* packed = static_cast<char*>(args.q_TD);
+  for (int64_t t = 0; t < real; ++t, packed += row_bytes)
+    quantize_row(static_cast<const T*>(args.x_TD) + t * args.x_stride, args.D, reinterpret_cast<Float8*>(packed),
+                 reinterpret_cast<float*>(packed + args.D));
+  std::memset(packed, 0, (args.T - real) * row_bytes);
+}
+
 }  // namespace
 
 void zero_padding_rows(const PaddingArgs& args) {
@@ -38,12 +49,28 @@ void quantize(const QuantizeArgs& args) {
   visit(args.dtype, [&](auto type) {
     using T = decltype(type);
     if (args.per_tensor) return quantize_tensor<T>(args, real);
+    if (!args.scales_TB) return pack<T>(args, real);
     for (int64_t t = 0; t < real; ++t)
       quantize_row(static_cast<const T*>(args.x_TD) + t * args.x_stride, args.D, q + t * args.D,
                    args.scales_TB + t * blocks);
   });
+  if (!args.scales_TB) return;
   std::memset(q + real * args.D, 0, (args.T - real) * args.D);
   if (!args.per_tensor) std::fill(args.scales_TB + real * blocks, args.scales_TB + args.T * blocks, 1.0f);
+}
+
+void unpack(const UnpackArgs& args) {
+  int64_t row_bytes = packed_row_bytes(args.D);
+  visit(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    for_each_real_row(args.segments, args.N, [&](int32_t, int64_t t) {
+      auto* packed = static_cast<const char*>(args.packed_N) + t * row_bytes;
+      auto* q = reinterpret_cast<const Float8*>(packed);
+      auto* scales = reinterpret_cast<const float*>(packed + args.D);
+      T* out = static_cast<T*>(args.rows_ND) + t * args.D;
+      for (int64_t i = 0; i < args.D; ++i) out[i] = from_float<T>(to_float(q[i]) * scales[i / kScaleBlock]);
+    });
+  });
 }
 
 }  // namespace epmoe::cpu

@@ -24,6 +24,12 @@ cudaError_t scales_by_block(const ScalesByBlockArgs& args, cudaStream_t stream);
 // weighted_gates.cu
 cudaError_t weighted_gates(const WeightedGatesArgs& args, cudaStream_t stream);
 
+// unpack.cu
+cudaError_t unpack(const UnpackArgs& args, cudaStream_t stream);
+
+// weighted_rows.cu
+cudaError_t weighted_rows_backward(const WeightedRowsArgs& args, cudaStream_t stream);
+
 cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStream_t stream);
 cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dtype, cudaStream_t stream);
 

@@ -20,8 +20,10 @@ from torch.distributed.nn.functional import all_to_all_single
 from epmoe.bench.graphs import SLEEP_CYCLES, slowest
 from epmoe.bench.report import Job, Line, Report, microseconds
 from epmoe.bench.sample import Sample
+from epmoe.native.arguments import FP8
 from epmoe.service import ExpertParallel
 from epmoe.training import Exchange, GroupedExperts
+from epmoe.training.exchange import Payload as TrainingPayload
 from epmoe.training.exchange import WeightsOn
 
 TOKENS = (1, 16, 128, 512, 4096)
@@ -66,8 +68,16 @@ Pass = Callable[[], Sequence[Tensor]]
 class Case:
     """T tokens of this rank, their routing, and as many rows as arrive here."""
 
-    def __init__(self, ep: ExpertParallel, sample: Sample, experts: GroupedExperts | None, group: dist.ProcessGroup):
-        self.exchange, self.experts, self.group, self.sample = Exchange(ep), experts, group, sample
+    def __init__(
+        self,
+        ep: ExpertParallel,
+        sample: Sample,
+        experts: GroupedExperts | None,
+        group: dist.ProcessGroup,
+        payload: TrainingPayload,
+    ) -> None:
+        self.exchange, self.experts = Exchange(ep, payload=payload), experts
+        self.group, self.sample, self.payload = group, sample, payload
         self.x, self.weights = sample.x_TD.requires_grad_(), sample.weights_TK.requires_grad_()
         self.ids = sample.ids_TK
         self.grad = torch.randn(sample.x_TD.shape, generator=torch.Generator().manual_seed(ep.rank)).to(self.x)
@@ -123,15 +133,15 @@ class Case:
 
     def check_all_to_all(self) -> None:
         """Raise RuntimeError unless it computes the gradients of the exchange, to the precision of its dtype."""
-        eps = torch.finfo(self.x.dtype).eps
+        limit = 64 * torch.finfo(self.x.dtype).eps
+        if self.payload == "fp8":
+            limit = max(limit, torch.finfo(FP8).eps)
         for got, want in zip(self.all_to_all(), self.exchanged("combine"), strict=True):
-            if not torch.allclose(
-                got, want, rtol=64 * eps, atol=64 * eps * float(want.abs().max() if len(want) else 0)
-            ):
+            if not torch.allclose(got, want, rtol=limit, atol=limit * float(want.abs().max() if len(want) else 0)):
                 raise RuntimeError("all-to-all: its gradients are not those of the exchange")
 
 
-def run(job: Job) -> Report:
+def run(job: Job, payload: TrainingPayload = "auto") -> Report:
     """Measure each T. Collective. Raises RuntimeError if gradients are wrong, ValueError as `Exchange` does."""
     config, group = job.config, job.group
     model = config.model
@@ -146,7 +156,7 @@ def run(job: Job) -> Report:
             )
             experts = GroupedExperts(*drawn)
         for T in job.tokens:
-            case = Case(ep, Sample(config, ep.rank, T, job.routing, ep.device), experts, group)
+            case = Case(ep, Sample(config, ep.rank, T, job.routing, ep.device), experts, group, payload)
             case.check_all_to_all()
             passes: list[Pass] = [lambda c=case: c.exchanged("rows"), lambda c=case: c.exchanged("combine")]  # type: ignore[misc]
             times = [_us(each, job, captured=ep.device.type == "cuda") for each in passes]

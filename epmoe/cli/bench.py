@@ -32,7 +32,10 @@ def bench(
         list[gpu.Contender] | None, typer.Option(help="On GPUs: only this; may be repeated. [default: all]")
     ] = None,
     payload: Annotated[
-        list[gpu.Payload] | None, typer.Option(help="On GPUs: only this; may be repeated. [default: all]")
+        list[gpu.Payload] | None,
+        typer.Option(
+            help="On GPUs: only this; may be repeated. [default: all] With --training: one, plain or fp8-out."
+        ),
     ] = None,
     whole_layer: Annotated[
         bool,
@@ -85,11 +88,14 @@ def bench(
     except ValueError as error:
         raise UserError(f"`--peers`: {error}") from None
     if passes:
-        if side or payload or tuning or whole_layer or eager or drivers:
+        if side or tuning or whole_layer or eager or drivers:
+            raise UserError("`--training` goes without `--layer`, `--eager`, `--peers`, `--side` and `--tune`")
+        if payload and (len(payload) > 1 or payload[0] not in gpu.default_payloads(parsed)[:2]):
             raise UserError(
-                "`--training` goes without `--layer`, `--eager`, `--peers`, `--side`, `--payload` and `--tune`"
+                "`--training` takes one `--payload`: plain, or fp8-out where `model.hidden_size` is a multiple of 128"
             )
-        benchmark, steps = training.run, len(counts)
+        forward: training.TrainingPayload = "fp8" if payload == [gpu.Payload.FP8_OUT] else "auto"
+        benchmark, steps = partial(training.run, payload=forward), len(counts)
     elif tuning:
         if not on_gpus or side or payload or as_json or whole_layer:
             raise UserError("`--tune` is for GPUs, and goes without `--layer`, `--side`, `--payload` and `--json`")

@@ -35,6 +35,8 @@ class CallerRows(NamedTuple):
     """combine adds without weights"""
     returns_values: bool
     """combine brings a value of each pair back"""
+    packed: bool
+    """rows travel and arrive as `pack_fp8` makes them: fp8 [N, packed_row_bytes(D)]"""
 
 
 class Descriptors:

@@ -47,10 +47,12 @@ from epmoe.exchange.round_state import (
     SENT,
     RoundState,
 )
-from epmoe.exchange.templates import Templates
+from epmoe.exchange.templates import Templates, rows_as
 from epmoe.exchange.waiting import device_ends, interruptible
 from epmoe.exchange.window import Window
 from epmoe.native import ops
+from epmoe.native.arguments import FP8
+from epmoe.native.formats import packed_row_bytes
 
 TRAINING_SHARE = 3 / 4  # of the multiprocessors, so that NCCL's kernels beside a round of training find theirs
 _written_to: list[object] = []  # what kernels that had not ended at a release may write
@@ -195,13 +197,18 @@ class NodeExchange(Exchange):
             self._trains = True
             scratch = self.memory[1].data_ptr()
             sent.descriptor = self.descriptors.for_training(sent.descriptor, into, scratch, self._training_sms)
-            sent.arguments = *sent.arguments[:-1], sent.descriptor
+            x, ids, weights, scales, tokens, num_rows, *memory, _ = sent.arguments
+            if into.packed:
+                x = ops.pack_fp8(x, tokens, num_rows)
+            sent.arguments = x, ids, weights, scales, tokens, num_rows, *memory, sent.descriptor
             self._run(ops.dispatch, sent.arguments, DISPATCHED)
             dispatched = self._received(sent)
         finally:
             self.thread = 0
         if into.rows is not None:
             dispatched.rows = into.rows
+        elif into.packed:
+            dispatched.rows = rows_as(self.views["rows"], FP8, packed_row_bytes(call.x.shape[1]))
         dispatched.expert_offsets, dispatched.tokens_per_expert = into.expert_offsets, into.tokens_per_expert
         return dispatched
 

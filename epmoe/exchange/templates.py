@@ -142,8 +142,8 @@ class Templates:
         received: dict[str, Tensor | None] = {"counts": views["counts"]}
         if layout == "expert":
             attributes |= {
-                "rows": _rows_as(views["rows"], wire, items),
-                "scales": _rows_as(views["row_scales"], scale, blocks) if scale else None,
+                "rows": rows_as(views["rows"], wire, items),
+                "scales": rows_as(views["row_scales"], scale, blocks) if scale else None,
                 "expert_offsets": views["expert_offsets"],
                 "tokens_per_expert": views["tokens_per_expert"],
             }
@@ -170,7 +170,7 @@ class Templates:
         )
 
 
-def _rows_as(buffer: Tensor, dtype: torch.dtype, length: int) -> Tensor:
+def rows_as(buffer: Tensor, dtype: torch.dtype, length: int) -> Tensor:
     """An expert-major buffer as [N_cap, length] of `dtype`: contiguous, whatever D and dtype the plan has."""
     flat = buffer.flatten().view(torch.uint8).view(dtype)
     return flat.as_strided((buffer.shape[0], length), (length, 1))

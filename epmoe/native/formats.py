@@ -46,6 +46,12 @@ class WireFormat:
         return self.num_scales(D) * self.scale.itemsize if self.scale else 0
 
 
+def packed_row_bytes(D: int) -> int:
+    """Bytes of a row of D elements as `pack_fp8` makes it, its scales behind it: whole lines of 16 bytes."""
+    fp8 = WIRE_FORMATS["fp8"]
+    return -(-(fp8.row_bytes(D, torch.float8_e4m3fn) + fp8.scale_bytes(D)) // 16) * 16
+
+
 WIRE_FORMATS = {
     each.name: each
     for each in (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epmoe.native import build
-from epmoe.native.formats import SCALE_BLOCK
+from epmoe.native.formats import SCALE_BLOCK, packed_row_bytes
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)  # by their number in csrc/types.h
 
@@ -48,6 +48,14 @@ _GATES = (
 )
 _library.define(f"weighted_gates({_GATES}) -> Tensor")
 _library.define(f"weighted_gates_backward(Tensor grad, {_GATES}) -> (Tensor, Tensor)")
+# Of rows times their weights, grad becomes the gradient of the rows, and that of the weights returns.
+_library.define(
+    "weighted_rows_backward_(Tensor(a!) grad, Tensor rows, Tensor? row_weights, Tensor expert_offsets, "
+    "Tensor? tokens_per_expert) -> Tensor"
+)
+# Rows as fp8 whose scales lie behind them, [T, packed_row_bytes(D)]; and back to [N, D], in the dtype of `like`.
+_library.define("pack_fp8(Tensor x, Tensor? num_tokens, SymInt num_rows) -> Tensor")
+_library.define("unpack_fp8(Tensor packed, Tensor like, Tensor expert_offsets) -> Tensor")
 for _phase in ("", "_send", "_recv"):
     _library.define(
         f"dispatch{_phase}(Tensor x, Tensor ids, Tensor weights, Tensor? scales, Tensor? num_tokens, SymInt num_rows, "
@@ -152,6 +160,16 @@ def _(x: Tensor, num_tokens: Tensor | None, num_rows: int, per_tensor: bool) -> 
     return x.new_empty((T, D), dtype=torch.float8_e4m3fn), x.new_empty(scales, dtype=torch.float32)
 
 
+@torch.library.register_fake("epmoe::pack_fp8")
+def _(x: Tensor, num_tokens: Tensor | None, num_rows: int) -> Tensor:
+    return x.new_empty((x.shape[0], packed_row_bytes(x.shape[1])), dtype=torch.float8_e4m3fn)
+
+
+@torch.library.register_fake("epmoe::unpack_fp8")
+def _(packed: Tensor, like: Tensor, expert_offsets: Tensor) -> Tensor:
+    return like.new_empty((packed.shape[0], like.shape[1]))
+
+
 @torch.library.register_fake("epmoe::gated_activation")
 def _(
     gate_up: Tensor,
@@ -183,6 +201,11 @@ def _(gate_up: Tensor, *rest: object) -> Tensor:
 @torch.library.register_fake("epmoe::weighted_gates_backward")
 def _(grad: Tensor, gate_up: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     return gate_up.new_empty(gate_up.shape), gate_up.new_empty((gate_up.shape[0],), dtype=torch.float32)
+
+
+@torch.library.register_fake("epmoe::weighted_rows_backward_")
+def _(grad: Tensor, rows: Tensor, *rest: object) -> Tensor:
+    return rows.new_empty((rows.shape[0],), dtype=torch.float32)
 
 
 @torch.library.register_fake("epmoe::dispatch")

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from epmoe.exchange.health import EPStateError
 from epmoe.native.arguments import FLOATS, INTS, check_tensor, describe, token_count
+from epmoe.native.formats import SCALE_BLOCK
 from epmoe.service import ExpertParallel
 from epmoe.training.operators import Directions, train_combine, train_dispatch
 from epmoe.training.rounds import EXACT, Pairs, Rounds
 
 WeightsOn = Literal["combine", "rows"]
+Payload = Literal["auto", "fp8"]
+_MOST_FP8 = 63488  # elements of a row: with its scales it has 64 KiB, the longest that a call can say
 
 
 class Pending(NamedTuple):
@@ -69,20 +72,30 @@ class Exchange:
         ep: of one node, with rows and sums in their own dtype.
         backward: carries the rounds of backward passes, so that these may overlap with forward rounds; of the same
             config. By default `ep`.
+        payload: in which tokens travel forward; the same on all ranks. "auto": in the dtype of x. "fp8": as e4m3 with
+            an fp32 scale for each 128 elements of a token. `Routed.rows` are then the values that have arrived, in the
+            dtype of x. Gradients travel in the dtype of x, and are those of the tokens as if nothing had been rounded.
 
     Raises:
         TypeError: an argument is no ExpertParallel.
-        ValueError: the config has another payload than "auto", several nodes, or experts that move; or `backward`
-            differs.
+        ValueError: `payload` is neither; the config has another payload than "auto", several nodes, or experts that
+            move; or `backward` differs.
     """
 
-    def __init__(self, ep: ExpertParallel, *, backward: ExpertParallel | None = None) -> None:
+    def __init__(
+        self, ep: ExpertParallel, *, backward: ExpertParallel | None = None, payload: Payload = "auto"
+    ) -> None:
         for name, value in (("ep", ep), ("backward", backward or ep)):
             if not isinstance(value, ExpertParallel):
                 raise TypeError(f"`{name}` must be an ExpertParallel, got {describe(value)}")
+        if payload not in ("auto", "fp8"):
+            raise ValueError(f"`payload` must be 'auto' or 'fp8', got {payload!r}")
         for key in ("payload", "combine_payload"):
-            if (payload := getattr(ep.config.exchange, key)) != "auto":
-                raise ValueError(f"`exchange.{key}` must be auto for training, got {payload}: gradients do not fit fp8")
+            if (configured := getattr(ep.config.exchange, key)) != "auto":
+                raise ValueError(
+                    f"`exchange.{key}` must be auto for training, whose gradients need windows for rows of x's dtype, "
+                    f"got {configured}; tokens travel as fp8 by Exchange(…, payload='fp8')"
+                )
         if ep.config.placement.live:
             raise ValueError(
                 "`placement.live` must be unset for training, which needs one placement forward and backward"
@@ -90,7 +103,8 @@ class Exchange:
         if backward is not None and backward.config != ep.config:
             raise ValueError("`backward` must have the config of `ep`")
         self.ep = ep
-        self._directions = Directions(Rounds(ep), Rounds(backward or ep))
+        self._fp8 = payload == "fp8"
+        self._directions = Directions(Rounds(ep, fp8=self._fp8), Rounds(backward or ep))
         self._directions.forward.exchange  # noqa: B018  raises over several nodes
         self._anchor = torch.zeros(0, device=ep.device, requires_grad=True)
 
@@ -136,6 +150,10 @@ class Exchange:
             raise ValueError(f"`weights_on` must be 'combine' or 'rows', got {weights_on!r}")
         ep, device = self.ep, self.ep.device
         check_tensor("x", x, FLOATS, ("T", "D"), device)
+        if self._fp8 and (x.shape[1] % SCALE_BLOCK or x.shape[1] > _MOST_FP8):
+            raise ValueError(
+                f"`x` must be [T, D] with D a multiple of 128 up to {_MOST_FP8} for fp8, got {describe(x)}"
+            )
         check_tensor("ids", ids, INTS, (x.shape[0], "K"), device)
         check_tensor("weights", weights, FLOATS, (x.shape[0], ids.shape[1]), device)
         aligned = aligned or ep.config.capacity.alignment is not None

@@ -14,7 +14,6 @@ from epmoe.local.experts import without_autocast
 from epmoe.local.grouped_gemm import choose, expert_of_rows
 from epmoe.native import ops
 from epmoe.native.arguments import FLOATS, check_tensor, dtype_name
-from epmoe.training.operators import dots
 
 _COLUMNS = 8  # of a matrix of one column, as often as torch's GEMM wants it: 16 bytes
 
@@ -220,7 +219,10 @@ def train_bias_backward(
     by_bias = train_gemm_weights(grad, columns, offsets, gemm)[..., 0].contiguous()
     if factors is None:
         return by_bias, grad.new_empty(0, dtype=torch.float32)
-    return by_bias, dots(grad, train_bias(bias, None, offsets, len(grad), gemm))
+    by_factors = ops.weighted_rows_backward_(
+        train_bias(bias, None, offsets, len(grad), gemm), grad, None, offsets, None
+    )
+    return by_bias, by_factors
 
 
 @train_bias_backward.register_fake

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from epmoe.exchange.health import EPStateError
+from epmoe.native import ops
+from epmoe.native.arguments import contiguous_rows
 from epmoe.training.rounds import EXACT, EndOfPass, Pairs, Rounds
-
-_DOT_ROWS = 4096  # rows whose products are fp32 at a time
 
 
 class Directions:
@@ -132,7 +132,7 @@ def train_combine_backward(
     directions = find(number)
     directions.check_generation(generation)
     pairs = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, tag, aligned)
-    grad_rows = directions.backward.out(grad_y, pairs, num_rows, adds_only=True, returns_values=True).rows
+    arrived = directions.backward.out(grad_y, pairs, num_rows, adds_only=True, returns_values=True)
     if ends_here:
         directions.backward.exchange.abort(None)
     else:
@@ -140,10 +140,12 @@ def train_combine_backward(
             torch.autograd.Variable._execution_engine.queue_callback(EndOfPass(directions.backward))
     none = grad_y.new_empty(0, dtype=torch.float32)
     if expert_rows is None or row_weights is None:
-        return grad_rows, none, none.new_empty(0)
-    by_weights = dots(grad_rows, expert_rows)
-    torch.mul(grad_rows, row_weights[:, None], out=grad_rows)  # an fp32 product, rounded once
-    return grad_rows, by_weights, none
+        return arrived.rows, none, none.new_empty(0)
+    rows = contiguous_rows(expert_rows)
+    by_weights = ops.weighted_rows_backward_(
+        arrived.rows, rows, row_weights, arrived.expert_offsets, arrived.tokens_per_expert
+    )
+    return arrived.rows, by_weights, none
 
 
 @train_combine_backward.register_fake
@@ -205,10 +207,3 @@ def _combine_gradients(ctx: Any, grad_y: Tensor) -> Any:
 
 train_dispatch.register_autograd(_dispatch_gradients, setup_context=_save_dispatch)
 train_combine.register_autograd(_combine_gradients, setup_context=_save_combine)
-
-
-def dots(first: Tensor, second: Tensor) -> Tensor:
-    """fp32 [N], the products of rows with rows."""
-    return torch.cat(
-        [(a.float() * b.float()).sum(1) for a, b in zip(first.split(_DOT_ROWS), second.split(_DOT_ROWS), strict=True)]
-    )

@@ -19,6 +19,9 @@ from epmoe.exchange.handles import Dispatched
 from epmoe.exchange.health import EPStateError
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED, DISPATCHED
+from epmoe.native import ops
+from epmoe.native.arguments import FP8
+from epmoe.native.formats import packed_row_bytes
 from epmoe.service import ExpertParallel
 
 EXACT = -1  # as many rows as there are, which the host reads
@@ -51,10 +54,15 @@ class Rows(NamedTuple):
 
 
 class Rounds:
-    """The rounds of one direction, over an `ExpertParallel`. Each raises what dispatch and combine of `ep` raise."""
+    """The rounds of one direction, over an `ExpertParallel`. Each raises what dispatch and combine of `ep` raise.
 
-    def __init__(self, ep: ExpertParallel) -> None:
-        self.ep = ep
+    Args:
+        ep: of one node.
+        fp8: rows go out as fp8, with a scale for each 128 elements of a token, and arrive as values of x's dtype again.
+    """
+
+    def __init__(self, ep: ExpertParallel, *, fp8: bool = False) -> None:
+        self.ep, self._fp8 = ep, fp8
 
     @property
     def exchange(self) -> NodeExchange:
@@ -80,20 +88,26 @@ class Rounds:
         exchange, e = self.exchange, self.ep.num_local_experts
         ids, weights, num_tokens, tag, aligned = pairs
         N = exchange.plan.sizes["max_rows"] if num_rows == EXACT else num_rows
+        width, dtype = (packed_row_bytes(x.shape[1]), FP8) if self._fp8 else (x.shape[1], x.dtype)
         into = CallerRows(
-            rows=None if num_rows == EXACT else x.new_empty(N, x.shape[1]),
+            rows=None if num_rows == EXACT else x.new_empty(N, width, dtype=dtype),
             expert_offsets=x.new_empty(e + 1, dtype=torch.int32),
             tokens_per_expert=x.new_empty(e, dtype=torch.int32),
             row_weights=None if returns_values else x.new_empty(N, dtype=torch.float32),
             adds_only=adds_only,
             returns_values=returns_values,
+            packed=self._fp8,
         )
         call = Call(x, ids, weights, num_tokens=num_tokens, tag=tag, aligned=aligned)
         with exchange.aborting():
             rows, row_weights = exchange.dispatch_into(call, into).rows, into.row_weights
             if num_rows == EXACT:
                 N = int(into.expert_offsets[-1])
-                rows, row_weights = rows[:N].clone(), None if row_weights is None else row_weights[:N].clone()
+                rows, row_weights = rows[:N], None if row_weights is None else row_weights[:N].clone()
+            if self._fp8:
+                rows = ops.unpack_fp8(rows, x, into.expert_offsets)
+            elif num_rows == EXACT:
+                rows = rows.clone()
         return Rows(rows, into.expert_offsets, into.tokens_per_expert, row_weights)
 
     def skip(self, pairs: Pairs, hidden_size: int, dtype: torch.dtype, *, adds_only: bool) -> None:

@@ -4,6 +4,7 @@
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/stages.h"
+#include "wire_format.h"
 
 namespace epmoe::cuda {
 namespace {
@@ -51,8 +52,8 @@ struct WarpBlock {
 
   __device__ __forceinline__ float largest() const { return warp_max(finite_amax(value)); }
 
-  __device__ __forceinline__ void store(const QuantizeArgs& args, float scale, bool wide) const {
-    auto* out = static_cast<uint8_t*>(args.q_TD) + t * args.D + first;
+  __device__ __forceinline__ void store(const QuantizeArgs& args, int64_t row_bytes, float scale, bool wide) const {
+    auto* out = static_cast<uint8_t*>(args.q_TD) + t * row_bytes + first;
     Fp8Registers<kPerLane> q = to_fp8(value, scale);
     if (wide && count == kPerLane) {
       *reinterpret_cast<Fp8Registers<kPerLane>*>(out) = q;
@@ -64,7 +65,7 @@ struct WarpBlock {
   }
 };
 
-template <typename T>
+template <typename T, bool kPacked>
 __global__ void __launch_bounds__(kThreads)
     quantize_blocks(const __grid_constant__ QuantizeArgs args, int64_t blocks, bool wide) {
   wait_for_predecessor();
@@ -73,8 +74,13 @@ __global__ void __launch_bounds__(kThreads)
   if (index >= args.T * blocks) return;
   WarpBlock<T> block(args, index, blocks, real, wide);
   float scale = scale_for(block.largest());
-  block.store(args, scale, wide);
-  if (threadIdx.x % 32 == 0) args.scales_TB[index] = scale;
+  int64_t row_bytes = kPacked ? packed_row_bytes(args.D) : args.D;
+  block.store(args, row_bytes, scale, wide);
+  if (threadIdx.x % 32) return;
+  if constexpr (kPacked)
+    reinterpret_cast<float*>(static_cast<char*>(args.q_TD) + block.t * row_bytes + args.D)[index % blocks] = scale;
+  else
+    args.scales_TB[index] = scale;
 }
 
 // The largest magnitude of all real rows, into args.largest, which starts as 0. Nonnegative floats order as their bits.
@@ -99,7 +105,8 @@ __global__ void __launch_bounds__(kThreads)
   float scale = scale_for(__uint_as_float(*args.largest));
   if (blockIdx.x == 0 && threadIdx.x == 0) *args.scales_TB = scale;
   int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
-  if (index < args.T * blocks) WarpBlock<T>(args, index, blocks, real_rows(args), wide).store(args, scale, wide);
+  if (index < args.T * blocks)
+    WarpBlock<T>(args, index, blocks, real_rows(args), wide).store(args, args.D, scale, wide);
 }
 
 }  // namespace
@@ -122,7 +129,9 @@ cudaError_t quantize(const QuantizeArgs& args, cudaStream_t stream) {
                 reinterpret_cast<uintptr_t>(args.x_TD) % (kPerLane * sizeof(T)) == 0;
     int64_t blocks = ceil_div(args.D, kScaleBlock), grid = ceil_div(args.T * blocks, kWarps);
     if (!args.per_tensor)
-      return grid ? launch(quantize_blocks<T>, grid, kThreads, 0, stream, args, blocks, wide) : cudaSuccess;
+      return grid ? launch(args.scales_TB ? quantize_blocks<T, false> : quantize_blocks<T, true>, grid, kThreads, 0,
+                           stream, args, blocks, wide)
+                  : cudaSuccess;
     if (cudaError_t error = cudaMemsetAsync(args.largest, 0, sizeof(uint32_t), stream)) return error;
     int64_t readers = std::clamp<int64_t>(grid, 1, 8 * device.multiprocessors);
     if (cudaError_t error = launch(find_largest<T>, readers, kThreads, 0, stream, args, blocks, wide)) return error;

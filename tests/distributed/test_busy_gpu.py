@@ -10,8 +10,10 @@ import torch.distributed as dist
 from busy import Holder
 from exchanges import assert_y, make_tokens, run_experts, run_fused_experts, run_round
 from helpers import ON_GPUS, RANKS_SHARE_GPUS, poison_
+from torch import Tensor
 
 import epmoe
+from epmoe.training import Exchange
 
 pytestmark = [ON_GPUS, pytest.mark.skipif(RANKS_SHARE_GPUS, reason="needs a GPU for each rank")]
 
@@ -41,13 +43,13 @@ def test_a_busy_gpu_only_slows_the_round(make_ep, rank, hold, free, T, layout):
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
-@pytest.mark.parametrize("T", [40, 100, 2000, 4096])
+@pytest.mark.parametrize(("T", "ll_max_tokens"), [(40, 64), (100, 64), (512, 1024), (2000, 64), (4096, 64)])
 @pytest.mark.parametrize("num_sms", [None, 20, 24])
 @pytest.mark.parametrize("free", [60, 12, 1])
-def test_every_row_is_written(make_ep, rank, hold, free, num_sms, T, layout):
+def test_every_row_is_written(make_ep, rank, hold, free, num_sms, T, ll_max_tokens, layout):
     """Of each variant that the launch policy has: blocks that find others missing leave, and their items are taken."""
     ep = make_ep(
-        ll_max_tokens=64, max_tokens=4096, hidden=1024, dtype="bfloat16", timeout_s=20.0, exchange={"num_sms": num_sms}
+        ll_max_tokens, max_tokens=4096, hidden=1024, dtype="bfloat16", timeout_s=20.0, exchange={"num_sms": num_sms}
     )
     tokens = make_tokens(ep.config, rank, T)
     x, ids, weights = (t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
@@ -61,6 +63,34 @@ def test_every_row_is_written(make_ep, rank, hold, free, num_sms, T, layout):
         (ep.combine if layout == "expert" else ep.combine_partial)(rows, d, out=y)
         assert torch.equal(y, whole)
         ep.check()
+
+
+@pytest.mark.parametrize(("T", "ll_max_tokens"), [(1, 64), (8, 64), (40, 64), (100, 64), (512, 1024)])
+@pytest.mark.parametrize("payload", ["auto", "fp8"])
+@pytest.mark.parametrize("free", [12, 1])
+def test_every_gradient_is_written(make_ep, rank, hold, free, payload, T, ll_max_tokens):
+    """Likewise in training, whose kernels are variants of their own; memory that is free holds NaN."""
+    ep = make_ep(ll_max_tokens, max_tokens=512, hidden=1024, dtype="bfloat16", timeout_s=20.0)
+    exchange = Exchange(ep, payload=payload)
+    tokens = make_tokens(ep.config, rank, T)
+    x, ids, weights = (t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
+    N = ep.exchange.plan.sizes["max_rows"]
+
+    def step() -> list[Tensor]:
+        x_, weights_ = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        torch.full((64 << 20,), torch.nan, dtype=torch.bfloat16, device=x.device)
+        routed = exchange.dispatch(x_, ids, weights_, weights_on="rows", num_rows=N)
+        y = exchange.combine(routed.rows * routed.row_weights[:, None].to(x.dtype), routed)
+        y.float().square().sum().backward()
+        return [y.detach(), x_.grad, weights_.grad]
+
+    whole = step()
+    assert all(part.isfinite().all() for part in whole)
+    for _ in range(3):
+        hold(torch.cuda.get_device_properties().multi_processor_count - free, 0.15)
+        for got, want in zip(step(), whole, strict=True):
+            assert torch.equal(got, want)
+    ep.check()
 
 
 def test_a_dead_peer_is_named_on_a_busy_gpu(make_ep, rank, size, hold):

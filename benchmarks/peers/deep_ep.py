@@ -1,6 +1,8 @@
 """DeepEP: the low-latency kernels (`Buffer`, expert-major rows) and, from 2.0 on, `ElasticBuffer` (rank-major rows).
 
-Calls as in sgl-deep-ep 0.1.2.post1, DeepEP 2 for CUDA 13. `Buffer` has had these calls since DeepEP 1.2.
+Calls as in sgl-deep-ep 0.1.2.post1, DeepEP 2.1 for CUDA 13. `Buffer` has had these calls since DeepEP 1.2. Wheels on
+PyPI are each for one torch: 0.1.0 to 0.1.2 for 2.13, 0.1.2.post1 for 2.14. torch 2.11 lacks a constructor that they
+link, and from 0.1.1 on they link functions of NCCL 2.30.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class LowLatency(Exchange):
         import deep_ep
 
         super().__init__("DeepEP", sample)
-        self.buffer, self.ids_TK = buffer, sample.ids_TK.to(deep_ep.topk_idx_t)
+        self.buffer, self.ids_TK = buffer, sample.ids_TK.to(getattr(deep_ep, "topk_idx_t", torch.int64))
 
     def out(self) -> Any:
         E, T = self.sample.config.model.num_experts, self.sample.tokens
@@ -84,7 +86,7 @@ class Elastic(Exchange):
 
 
 class DeepEP(Peer):
-    install = "sgl-deep-ep (DeepEP 2; it needs NCCL 2.30), or deep_ep from github.com/deepseek-ai/DeepEP"
+    install = "sgl-deep-ep (DeepEP 2; for one torch and NCCL 2.30), or deep_ep from github.com/deepseek-ai/DeepEP"
 
     def __init__(self, kernels: str) -> None:
         self.name, self.kernels = f"DeepEP {kernels}", kernels

@@ -189,9 +189,10 @@ class Balancer:
         parts = ((plan["moves.planned_loads"].offset, self._recent), (plan["moves.planned_slots"].offset, slots))
         self._planned += 1
         for offset, part in parts:
-            source = part.contiguous().view(-1).view(torch.uint8)
+            source = part.contiguous().view(-1)
+            source = source.pin_memory() if ep.device.type == "cuda" else source
             for rank in range(ep.size):
-                live.mail.put(rank, offset, source.pin_memory() if ep.device.type == "cuda" else source)
+                live.mail.put(rank, offset, source)
         live.mail.post(PLANNED, self._planned, range(ep.size))
 
     def _take(self, words: list[list[int]]) -> None:

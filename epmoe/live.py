@@ -136,7 +136,7 @@ class LiveExperts:
         self._count()
         gathered, E = self._exchange.plan["moves.loads"], self._E
         offset = gathered.offset + 8 * self._L * E * self._rank
-        mine = self._own_loads.clone().view(-1).view(torch.uint8)
+        mine = self._own_loads.clone().view(-1)
         if self._exchange.device.type == "cuda":
             mine = mine.pin_memory()
         for rank in range(self._R):

@@ -25,7 +25,7 @@ class Mail(Protocol):
         """What follows happens after all that was launched on the current stream."""
 
     def put(self, rank: int, offset: int, source: Tensor) -> None:
-        """Copy contiguous bytes, uint8 [n], into a rank's window. `source` must not change before they have arrived."""
+        """As `Window.put`. `source` must not change before it has arrived."""
 
     def post(self, number: int, value: int, ranks: Iterable[int]) -> None:
         """Write this rank's word of a number into the windows of ranks."""
@@ -57,7 +57,7 @@ class MailOnCPU:
         self._window.put(rank, offset, source)
 
     def post(self, number: int, value: int, ranks: Iterable[int]) -> None:
-        word = torch.tensor([value], dtype=torch.int64).view(torch.uint8)
+        word = torch.tensor([value], dtype=torch.int64)
         for rank in ranks:
             self._window.put(rank, _place(self._words.offset, self._words.shape[1], self._rank, number), word)
 
@@ -98,7 +98,7 @@ class MailOnGPU:
         place = self._posts % _IN_FLIGHT
         self._posts += 1
         self._posted[place] = value
-        word = self._posted[place : place + 1].view(torch.uint8)
+        word = self._posted[place : place + 1]
         for rank in ranks:
             self.put(rank, _place(self._words.offset, self._words.shape[1], self._rank, number), word)
 

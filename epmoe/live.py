@@ -11,12 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epmoe.balance import Choices, choices, shares_of
+from epmoe.balance import check_slots, choices, shares_of
 from epmoe.config.config import EPConfig
 from epmoe.exchange.health import EPStateError, EPTimeoutError
 from epmoe.exchange.mail import MailOnCPU, MailOnGPU
@@ -56,45 +57,48 @@ class LiveExperts:
         with torch.inference_mode(False):  # otherwise they could not be written outside inference mode
             first = (torch.arange(self._R * self._S, dtype=torch.int32) % self._E).expand(self._L, -1)
             self.slots = first.clone() if slots is None else torch.tensor(slots, dtype=torch.int32)
-            self._leave_out_surplus()
+            self.slots = _at_most(self._most_copies, self.slots)  # ranks may have kept more
             self.held = self._mine(self.slots).clone()
             self._shared_loads = torch.ones(self._L, self._E, dtype=torch.float64)
             self._own_loads = torch.zeros(self._L, self._E, dtype=torch.float64)
             self._counted = torch.zeros(self._L, self._S, dtype=torch.int64)
+            kind = MailOnCPU if exchange.device.type == "cpu" else MailOnGPU
+            self.mail = kind(exchange.window, exchange.plan, views)
         self.weights = weights
         self.moves: Moves | None = None
         self.moved = self._stalls = 0
         self._number, self._before, self._waves = 0, self.slots, list[Wave]()
-        kind = MailOnCPU if exchange.device.type == "cpu" else MailOnGPU
-        self.mail = kind(exchange.window, exchange.plan, views)
         self._worker = ThreadPoolExecutor(1, "epmoe-quotas")  # tables of many layers take milliseconds
         self._made: tuple[int, Future[Tensor]] | None = None  # of a version
         self._sharing: Future[Tensor] | None = None
+        self._tables_loads = self._shared_loads
         self._put_into_use(self._tables(self.slots, self._shared_loads))
+        if exchange.device.type == "cuda":  # rounds may come on another stream
+            torch.cuda.current_stream(exchange.device).synchronize()
 
     def replace(self, slots: Tensor, weights: Weights | None = None, loads: Tensor | None = None) -> Moves:
         """See `ExpertParallel.replace`."""
         self._refuse_while_moving("replace")
-        self._stalls = self.stalls
         if not isinstance(slots, Tensor) or slots.shape != self.slots.shape:
             raise ValueError(f"`slots` must be integers {list(self.slots.shape)}, got {describe(slots)}")
         loads = self._shared_loads if loads is None else self._checked(loads)
-        self._choices(slots, shares_of(loads, slots, self._R), one_copy=False)  # raises where they do not fit
-        target = in_place(self.slots, slots.cpu().int(), self._S)
+        target = in_place(self.slots, check_slots(slots, loads, self._R, self._most_copies), self._S)
         waves = plan_waves(self.slots, target, self._S)
         lacking = {move.layer + 1 for wave in waves for move in wave.moves}.difference(self.weights)
         if weights is None and lacking:
             raise ValueError(f"`weights` must be given, since no layer with tag {min(lacking)} has said where its are")
-        self._shared_loads, self._before, self._waves = loads, self.slots, waves
-        self._number += 1
-        self._make(0)
         staging = self._exchange.plan["moves.staging"], self._exchange.views["moves.staging"]
         timeout_s = self._exchange.config.exchange.timeout_s
-        self.moves = Moves(
-            self.mail, self._number, self._rank, self._R, self._S, waves, weights or self._registered, staging,
+        moves = Moves(
+            self.mail, self._number + 1, self._rank, self._R, self._S, waves, weights or self._registered, staging,
             timeout_s, self._switch, self._hold,
         )  # fmt: skip
-        return self.moves
+        self._stalls, self.moves = self.stalls, moves  # nothing fails from here on
+        self._shared_loads, self._before, self._waves = loads, self.slots, waves
+        self._number += 1
+        self._sharing = None  # its tables would name slots that these moves do not use
+        self._make(0)
+        return moves
 
     def share(self, loads: Tensor) -> None:
         """See `ExpertParallel.share`."""
@@ -104,12 +108,16 @@ class LiveExperts:
 
     def step(self) -> None:
         """What can be done now, between two rounds: it waits for no rank and for no kernel."""
+        if self._exchange.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # a graph would repeat it
         if self.moves is not None and not self.moves.done:
-            self.moves.step()
-            if self.moves.done:
-                self.held = self._mine(self.slots).clone()
-                if self.moves.cancelled:
-                    self._share()  # slots that were to be overwritten are in use again
+            try:
+                self.moves.step()
+            finally:
+                if self.moves.done:
+                    self.held = self._mine(self.slots).clone()
+                    if self.moves.cancelled or self._tables_loads is not self._shared_loads:
+                        self._share()  # slots that were to be overwritten are in use again
         if self._sharing is not None and self._sharing.done() and self._exchange.rounds.state == CLOSED:
             self._put_into_use(self._sharing.result())
             self._sharing = None
@@ -127,8 +135,9 @@ class LiveExperts:
                 self._exchange.check()
                 names = [self._exchange.global_ranks[rank] for rank in dead or missing]
                 why = f"waited for rank(s) {dead or missing} of the group (global rank(s) {names})"
-                epoch = self._exchange.rounds.count
-                raise EPTimeoutError("the move of experts, after dispatch", epoch, dead or missing, names, why)
+                failed = partial(EPTimeoutError, "the move of experts, after dispatch", self._exchange.rounds.count)
+                late = "the moves and rounds go on: call `apply` again on all ranks"
+                raise failed(dead, names, why) if dead else failed(missing, names, why, late)
             time.sleep(1e-4)
 
     def send_loads(self) -> None:
@@ -143,7 +152,7 @@ class LiveExperts:
             self.mail.put(rank, offset, mine)
 
     def loads(self) -> Tensor:
-        """float64 [layers, E]: the sum of what ranks have sent."""
+        """float64 [layers, E]: the sum of what has arrived from all ranks."""
         return self.mail.fetch(self._exchange.views["moves.loads"]).sum(0)
 
     @property
@@ -162,14 +171,10 @@ class LiveExperts:
         return divmod(int((self.slots[self._layer(tag)] == expert).nonzero()[0]), self._S)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and the moves before their windows go."""
+        if self.moves is not None:
+            self.moves.end()
         self._worker.shutdown(wait=False, cancel_futures=True)
-
-    def _choices(self, slots: Tensor, shares: Tensor, *, one_copy: bool) -> Choices:
-        return choices(
-            slots, shares, self._rank, ep_size=self._R, num_experts=self._E, most_copies=self._most_copies,
-            one_copy=one_copy,
-        )  # fmt: skip
 
     def _layer(self, tag: int) -> int:
         if not 1 <= tag <= self._L:
@@ -188,16 +193,6 @@ class LiveExperts:
         if not isinstance(loads, Tensor) or loads.shape != shape or not (loads.isfinite() & (loads >= 0)).all():
             raise ValueError(f"`loads` must be {list(shape)}, finite and at least 0, got {describe(loads)}")
         return loads.detach().to("cpu", torch.float64)
-
-    def _leave_out_surplus(self) -> None:
-        """Ranks may have kept more copies of an expert than there are columns."""
-        for row in self.slots:
-            seen = torch.zeros(self._E, dtype=torch.int64)
-            for slot, expert in enumerate(row.tolist()):
-                if expert != EMPTY:
-                    seen[expert] += 1
-                    if seen[expert] > self._most_copies:
-                        row[slot] = EMPTY
 
     def _registered(self, tag: int, local: int) -> Sequence[Tensor]:
         return self.weights[tag](tag, local)
@@ -227,8 +222,7 @@ class LiveExperts:
         return slots
 
     def _make(self, version: int) -> None:
-        future = self._worker.submit(self._tables, self._in_use(version), self._shared_loads)
-        self._made = version, future
+        self._made = version, self._submit(self._in_use(version))
 
     def _switch(self, version: int) -> bool:
         """Use the tables of a version, if they are made and no round is open."""
@@ -244,13 +238,20 @@ class LiveExperts:
         return True
 
     def _share(self) -> None:
-        self._sharing = self._worker.submit(self._tables, self.slots, self._shared_loads)
+        self._sharing = self._submit(self.slots)
+
+    def _submit(self, slots: Tensor) -> Future[Tensor]:
+        self._tables_loads = self._shared_loads
+        return self._worker.submit(self._tables, slots, self._shared_loads)
 
     def _tables(self, slots: Tensor, loads: Tensor) -> Tensor:
         """int32 [layers, 2, E, copies], for few tokens and for many."""
+        slots = _at_most(self._most_copies, slots)  # an expert that moves has more between two waves
         shares = shares_of(loads, slots, self._R)
-        tables = [quotas(*self._choices(slots, shares, one_copy=one_copy)) for one_copy in (True, False)]
-        table = torch.stack(tables, dim=1)
+        choose = partial(
+            choices, slots, shares, self._rank, ep_size=self._R, num_experts=self._E, most_copies=self._most_copies
+        )
+        table = torch.stack([quotas(*choose(one_copy=one_copy)) for one_copy in (True, False)], dim=1)
         table = F.pad(table, (0, self._table.shape[-1] - table.shape[-1]), value=-1)  # whole lines
         return self.mail.upload(table)
 
@@ -259,6 +260,15 @@ class LiveExperts:
             self._table.copy_(table)
         if table.is_cuda:
             table.record_stream(torch.cuda.current_stream(table.device))
+
+
+def _at_most(copies: int, slots: Tensor) -> Tensor:
+    """`slots` [L, P] with the first so many copies of each expert; slots of others are empty."""
+    if slots.shape[1] <= copies:
+        return slots
+    experts, order = slots.sort(dim=1, stable=True)
+    surplus = F.pad(experts[:, copies:] == experts[:, :-copies], (copies, 0))
+    return slots.masked_fill(torch.zeros_like(surplus).scatter(1, order, surplus), EMPTY)
 
 
 def quotas(slots: Tensor, thresholds: Tensor) -> Tensor:

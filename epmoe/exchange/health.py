@@ -138,12 +138,21 @@ class EPStateError(EPError, ValueError):
 
 
 class EPTimeoutError(EPError, TimeoutError):
-    """Ranks did not arrive within the deadline, or left. The `ExpertParallel` can only be resumed or closed."""
+    """Ranks did not arrive within the deadline, or left. The `ExpertParallel` can only be resumed or closed, unless the
+    error says otherwise."""
 
-    def __init__(self, stage: str, epoch: int, missing: list[int], missing_global: list[int], why: str):
+    def __init__(
+        self,
+        stage: str,
+        epoch: int,
+        missing: list[int],
+        missing_global: list[int],
+        why: str,
+        then: str = "this ExpertParallel can only be resumed or closed",
+    ):
         self.stage, self.epoch = stage, epoch
         self.missing_ranks, self.missing_global_ranks = missing, missing_global
-        super().__init__(f"{stage} of round {epoch} {why}; this ExpertParallel can only be resumed or closed")
+        super().__init__(f"{stage} of round {epoch} {why}; {then}")
 
 
 class EPOpenError(EPError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,7 @@ from exchanges import make_config
 from helpers import assert_close, generator, randn
 from torch import Tensor
 
-from epmoe import EPError, ExpertParallel
+from epmoe import EPError, EPStateError, EPTimeoutError, ExpertParallel
 from epmoe.exchange.moves_plan import EMPTY
 
 E, K, D, M, L = 12, 3, 32, 16, 3
@@ -50,7 +51,7 @@ class Slots:
         return torch.where(numbers[:, None] < offsets[-1], rows * self.rows[layer, expert], torch.nan)
 
 
-def draw_table(size: int, S: int, seed: int) -> Tensor:
+def draw_table(size: int, S: int, seed: int, most_copies: int = 4) -> Tensor:
     """Slots [L, P], such that every expert has one and no rank one twice; at least one slot of a layer is free."""
     draw, tables = random.Random(seed), []
     for _ in range(L):
@@ -59,7 +60,7 @@ def draw_table(size: int, S: int, seed: int) -> Tensor:
             draw.choice([r for r in ranks if len(r) < S]).append(expert)
         for _ in range(size * S - E - 1):
             expert = draw.randrange(E)
-            if sum(expert in r for r in ranks) < 4 and (room := [r for r in ranks if len(r) < S and expert not in r]):
+            if sum(expert in r for r in ranks) < most_copies and (room := [r for r in ranks if len(r) < S and expert not in r]):
                 draw.choice(room).append(expert)
         for held in ranks:
             held += [EMPTY] * (S - len(held))
@@ -83,8 +84,9 @@ def want(x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
 def make(make_ep, size) -> Callable[..., ExpertParallel]:
     S = -(-E // size) + (1 if size > 1 else 0)
 
-    def build(**options) -> ExpertParallel:
-        live = {"live": True, "slots_per_rank": S, "layers": L, "staging_mb": 1}
+    def build(most_copies: int = 4, more_slots: int = 0, **options) -> ExpertParallel:
+        slots = min(S + more_slots, E)
+        live = {"live": True, "slots_per_rank": slots, "layers": L, "staging_mb": 1, "most_copies": most_copies}
         return make_ep(experts=E, top_k=K, hidden=D, max_tokens=M, placement=live, **options)
 
     return build
@@ -204,6 +206,145 @@ def test_ranks_with_other_tables_hear_of_it(make, size, rank):
     with pytest.raises(EPError, match="were given other slots"):
         ep.apply()
     play(ep, slots, 1, 1, 5)
+    time.sleep(0.05 * rank)  # others begin again before this rank has heard of it
+    ep.replace(draw_table(size, ep.num_local_experts, seed=10), slots.of)
+    ep.apply()
+    play(ep, slots, 2, 2, 5)
+
+
+def test_ranks_that_begin_again_are_not_taken_for_ready(make, size, rank):
+    """Rank 0 hears of it first, and begins again before the others have looked."""
+    if size == 1:
+        return
+    ep = make()
+    slots = Slots(ep)
+    moves = ep.replace(draw_table(size, ep.num_local_experts, seed=10 + rank), slots.of)
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(EPError, match="were given other slots"):
+            ep.apply()
+        ep.replace(draw_table(size, ep.num_local_experts, seed=10), slots.of)
+    dist.barrier()
+    if rank:
+        with pytest.raises(EPError, match="were given other slots"):
+            ep.apply()
+        assert moves.done and moves.version == -1
+        ep.replace(draw_table(size, ep.num_local_experts, seed=10), slots.of)
+    ep.apply()
+    play(ep, slots, 2, 2, 5)
+
+
+def slots_in_use(ep: ExpertParallel) -> list[set[int]]:
+    """By layer, those that a table of this rank names."""
+    return [set(table[table != -1].bitwise_and(0xFFFF).tolist()) for table in ep.exchange.views["table.copies"]]
+
+
+def test_shares_on_their_way_do_not_bring_dropped_slots_back(make, size):
+    if size == 1:
+        return
+    ep = make()
+    slots = Slots(ep)
+    ep.share(torch.rand(L, E))
+    moves = ep.replace(draw_table(size, ep.num_local_experts, seed=3), slots.of)
+    dist.barrier()
+    time.sleep(0.3)  # all tables are made
+    while moves.version < 0:
+        ep.poll()
+    assert ep.live is not None
+    for move in ep.live._waves[0].moves:
+        assert move.slot not in slots_in_use(ep)[move.layer]
+    dist.barrier()
+    ep.apply()
+    play(ep, slots, 2, 2, 5)
+
+
+def test_shares_given_during_the_last_wave_are_used(make, size):
+    ep = make()
+    slots = Slots(ep)
+    moves = ep.replace(draw_table(size, ep.num_local_experts, seed=3), slots.of)
+    assert ep.live is not None
+    while moves.version < len(ep.live._waves):
+        ep.poll()
+    loads = torch.rand(L, E, generator=generator(7))
+    ep.share(loads)
+    ep.apply()
+    assert torch.equal(ep.exchange.views["table.copies"].cpu(), ep.live._tables(ep.slots, loads.double()).cpu())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_copies_move_where_no_more_are_allowed(make, size, seed):
+    """Between two waves an expert has its new copies, and those that it is to lose."""
+    ep = make(most_copies=2, more_slots=2)
+    slots = Slots(ep)
+    for number in range(3):
+        ep.replace(draw_table(size, ep.num_local_experts, seed=10 * seed + number, most_copies=2), slots.of)
+        ep.apply()
+        play(ep, slots, number, number, 9)
+        dist.barrier()
+
+
+def test_weights_that_fail_begin_nothing(make, size, rank):
+    if size == 1:
+        return
+    ep = make()
+    slots, target = Slots(ep), draw_table(size, ep.num_local_experts, seed=3)
+    if rank == 0:
+        with pytest.raises(ZeroDivisionError):
+            ep.replace(target, lambda tag, slot: [torch.zeros(1 // 0)])
+        for wrong in (slots.rows[0, :, ::2][0], torch.zeros(D, device="meta")):
+            with pytest.raises(ValueError, match="`weights` must"):
+                ep.replace(target, lambda tag, slot, wrong=wrong: [wrong])
+        with pytest.raises(ValueError, match="`weights` must"):
+            ep.replace(target, lambda tag, slot: [slots.rows[0, slot, : slot + 1]])
+    ep.replace(target, slots.of)
+    ep.apply()
+    play(ep, slots, 2, 2, 5)
+
+
+def test_weights_that_are_transposed_or_of_inference_mode(make, size):
+    """As gpt-oss has them; their order in memory is what moves."""
+    ep = make()
+    slots = Slots(ep)
+    with torch.inference_mode():
+        stored = torch.zeros(L, ep.num_local_experts, 3, 2, device=ep.device)
+        for layer in range(L):
+            for local, expert in enumerate(ep.logical_experts(layer + 1)):
+                stored[layer, local] = torch.arange(6).view(3, 2) + 10 * expert
+    ep.replace(draw_table(size, ep.num_local_experts, seed=3), lambda tag, slot: [stored[tag - 1, slot].T])
+    ep.apply()
+    for layer in range(L):
+        for local, expert in enumerate(ep.logical_experts(layer + 1)):
+            assert expert == EMPTY or torch.equal(stored[layer, local].cpu(), torch.arange(6).view(3, 2) + 10 * expert)
+    del slots
+
+
+def test_moves_end_with_their_windows(make, size):
+    ep = make()
+    slots = Slots(ep)
+    moves = ep.replace(draw_table(size, ep.num_local_experts, seed=3), slots.of)
+    dist.barrier()
+    ep.close()
+    moves.cancel()  # writes nowhere
+    moves.step()
+    assert moves.done
+    with pytest.raises(EPStateError, match="is closed"):
+        ep.apply()
+
+
+def test_apply_names_a_late_rank_and_goes_on_later(make, size, rank):
+    if size == 1:
+        return
+    ep = make()
+    slots, target = Slots(ep), draw_table(size, ep.num_local_experts, seed=3)
+    if rank:
+        ep.replace(target, slots.of)
+        with pytest.raises(EPTimeoutError, match=r"waited for rank\(s\) \[0\].*call `apply` again"):
+            ep.apply(timeout_s=0.2)
+    dist.barrier()
+    if rank == 0:
+        ep.replace(target, slots.of)
+    ep.apply()
+    play(ep, slots, 2, 2, 5)
 
 
 def test_what_does_not_fit_is_refused(make, size):

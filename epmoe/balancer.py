@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from epmoe.balance import GOAL, MAX_MOVES, Plan, balance, shares_of
 from epmoe.config.placement import is_int
-from epmoe.exchange.health import EPStateError
+from epmoe.exchange.memory import MOVE_WORDS
 from epmoe.exchange.moves import COUNTED, LAST_PLAN, PLANNED, Moves, Weights
 from epmoe.live import LiveExperts
 from epmoe.service import ExpertParallel
@@ -106,7 +105,8 @@ class Balancer:
     def finish(self, timeout_s: float | None = None) -> None:
         """Carry out what rank 0 has planned so far. Collective: all ranks call it between the same rounds.
 
-        As `ExpertParallel.apply`, which alone does not wait for ranks that have not taken up a plan yet.
+        As `ExpertParallel.apply`, which alone does not wait for ranks that have not taken up a plan yet. It raises what
+        that does.
         """
         ep, live = self._ep, self._live
         if ep.generation != self._generation:
@@ -116,16 +116,15 @@ class Balancer:
             self._planning = None
             live.mail.post(LAST_PLAN, self._finishes << 32 | self._planned, range(ep.size))
         timeout_s = ep.config.exchange.timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + timeout_s
-        while True:
-            words = live.mail.words()
-            if words is not None and words[0][LAST_PLAN] >> 32 >= self._finishes:
-                break
-            if time.monotonic() > deadline:
-                ep.check()
-                raise EPStateError(f"rank 0 did not call `finish` within {timeout_s} s")
-            time.sleep(1e-4)
-        if self._taken < (last := words[0][LAST_PLAN] & 0xFFFFFFFF):
+        last = 0
+
+        def told() -> bool:
+            nonlocal last
+            finishes, last = divmod((live.mail.words() or [[0] * MOVE_WORDS])[0][LAST_PLAN], 1 << 32)
+            return finishes >= self._finishes
+
+        live.wait(told, lambda: [0], timeout_s)
+        if self._taken < last:
             ep.apply(timeout_s)  # rank 0 has seen the end of the moves before, this rank may not have
             self._take(last)
         ep.apply(timeout_s)

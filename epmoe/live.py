@@ -9,7 +9,7 @@ rounds, by one copy on the stream of the rounds.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -66,7 +66,7 @@ class LiveExperts:
             self.mail = kind(exchange.window, exchange.plan, views)
         self.weights = weights
         self.moves: Moves | None = None
-        self.moved = self._stalls = 0
+        self.moved = self._stalls = self._moved_bytes = 0
         self._number, self._before, self._waves = 0, self.slots, list[Wave]()
         self._worker = ThreadPoolExecutor(1, "epmoe-quotas")  # tables of many layers take milliseconds
         self._made: tuple[int, Future[Tensor]] | None = None  # of a version
@@ -93,7 +93,7 @@ class LiveExperts:
             self.mail, self._number + 1, self._rank, self._R, self._S, waves, weights or self._registered, staging,
             timeout_s, self._switch, self._hold,
         )  # fmt: skip
-        self._stalls, self.moves = self.stalls, moves  # nothing fails from here on
+        self._stalls, self._moved_bytes, self.moves = self.stalls, self.moved_bytes, moves  # nothing fails from here on
         self._shared_loads, self._before, self._waves = loads, self.slots, waves
         self._number += 1
         self._sharing = None  # its tables would name slots that these moves do not use
@@ -119,25 +119,33 @@ class LiveExperts:
                     if self.moves.cancelled or self._tables_loads is not self._shared_loads:
                         self._share()  # slots that were to be overwritten are in use again
         if self._sharing is not None and self._sharing.done() and self._exchange.rounds.state == CLOSED:
-            self._put_into_use(self._sharing.result())
-            self._sharing = None
+            sharing, self._sharing = self._sharing, None
+            self._put_into_use(sharing.result())
 
     def finish(self, timeout_s: float) -> None:
         """Step until the moves are done. Raises EPTimeoutError once a rank has ended, or after `timeout_s` seconds."""
         if self._exchange.rounds.state != CLOSED:
             raise EPStateError("a round is open: experts move between rounds")
-        deadline = time.monotonic() + timeout_s
-        while self._sharing is not None or self.moves is not None and not self.moves.done:
+
+        def done() -> bool:
             self.step()
-            missing = [] if self.moves is None else self.moves.waits_for()
-            dead = [rank for rank in missing if self._exchange.dead() >> rank & 1]
-            if dead or time.monotonic() > deadline:
+            return self._sharing is None and (self.moves is None or self.moves.done)
+
+        self.wait(done, lambda: [] if self.moves is None else self.moves.waits_for(), timeout_s)
+
+    def wait(self, done: Callable[[], bool], late: Callable[[], list[int]], timeout_s: float) -> None:
+        """Until `done`. Raises EPTimeoutError once a rank has ended, or after `timeout_s` seconds, for ranks `late`."""
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            ended = [rank for rank in range(self._R) if self._exchange.dead() >> rank & 1]
+            if ended or time.monotonic() > deadline:
                 self._exchange.check()
-                names = [self._exchange.global_ranks[rank] for rank in dead or missing]
-                why = f"waited for rank(s) {dead or missing} of the group (global rank(s) {names})"
+                missing = ended or late()
+                names = [self._exchange.global_ranks[rank] for rank in missing]
+                why = f"waited for rank(s) {missing} of the group (global rank(s) {names})"
                 failed = partial(EPTimeoutError, "the move of experts, after dispatch", self._exchange.rounds.count)
-                late = "the moves and rounds go on: call `apply` again on all ranks"
-                raise failed(dead, names, why) if dead else failed(missing, names, why, late)
+                go_on = "the moves and rounds go on: call `apply` again on all ranks"
+                raise failed(missing, names, why) if ended else failed(missing, names, why, go_on)
             time.sleep(1e-4)
 
     def send_loads(self) -> None:
@@ -159,6 +167,11 @@ class LiveExperts:
     def stalls(self) -> int:
         """How often moves got no further within `exchange.timeout_s`."""
         return self._stalls + (0 if self.moves is None else self.moves.stalls)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of weights that have come to this rank."""
+        return self._moved_bytes + (0 if self.moves is None else self.moves.copied_bytes)
 
     def experts(self, tag: int) -> list[int]:
         """The experts in this rank's slots of a layer, −1 for an empty slot. Raises EPStateError during moves."""
@@ -231,7 +244,8 @@ class LiveExperts:
         assert self._made is not None
         if not self._made[1].done() or self._exchange.rounds.state != CLOSED:
             return False
-        self._put_into_use(self._made[1].result())
+        made, self._made = self._made[1], None
+        self._put_into_use(made.result())
         self.slots = self._after(version)
         if version < len(self._waves):
             self._make(version + 1)

@@ -75,6 +75,7 @@ class Moves:
         version: of the tables that this rank uses; −1 before the first.
         count: moves on all ranks, detours included.
         total_bytes: that come to this rank.
+        copied_bytes: that have come to this rank so far.
         stalls: how often nothing has happened for `timeout_s`.
 
     Raises:
@@ -98,8 +99,8 @@ class Moves:
         self._mail, self._number, self._rank, self._ranks = mail, number, rank, range(size)
         self._S, self._weights, self._staging = slots_per_rank, weights, staging
         self._timeout_s, self._switch, self._holds = timeout_s, switch, holds
-        self.version, self.stalls, self._last = -1, 0, len(waves)
-        self._waves = len(waves)
+        self.version, self.copied_bytes, self.stalls = -1, 0, 0
+        self._last = self._waves = len(waves)
         self._done = self._finished = self._ended = False
         self._pushed = [0] * size
         self._copied, self._ready = 0, 0
@@ -229,6 +230,7 @@ class Moves:
             self._mail.copy(piece, self._staging[1][begin : begin + len(piece)])
             begin += len(piece)
         self._copied += 1
+        self.copied_bytes += part.end - part.begin
         if part.is_last:
             self._holds(layer, local, expert)
         self._post(COPIED, self._copied)

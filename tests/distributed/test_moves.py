@@ -60,7 +60,9 @@ def draw_table(size: int, S: int, seed: int, most_copies: int = 4) -> Tensor:
             draw.choice([r for r in ranks if len(r) < S]).append(expert)
         for _ in range(size * S - E - 1):
             expert = draw.randrange(E)
-            if sum(expert in r for r in ranks) < most_copies and (room := [r for r in ranks if len(r) < S and expert not in r]):
+            if sum(expert in r for r in ranks) < most_copies and (
+                room := [r for r in ranks if len(r) < S and expert not in r]
+            ):
                 draw.choice(room).append(expert)
         for held in ranks:
             held += [EMPTY] * (S - len(held))
@@ -301,6 +303,33 @@ def test_weights_that_fail_begin_nothing(make, size, rank):
     play(ep, slots, 2, 2, 5)
 
 
+def test_weights_that_fail_later_are_asked_for_again(make, size):
+    ep = make()
+    slots, fails = Slots(ep, big=True), False
+
+    def weights(tag: int, slot: int) -> list[Tensor]:
+        nonlocal fails
+        fails = not fails
+        if started and fails:
+            raise ZeroDivisionError
+        return slots.of(tag, slot)
+
+    started = False
+    moves = ep.replace(draw_table(size, ep.num_local_experts, seed=3), weights)
+    started = True
+    while not moves.done:
+        try:
+            ep.poll()
+        except ZeroDivisionError:
+            continue
+    assert ep.live is not None and moves.copied_bytes == moves.total_bytes == ep.live.moved_bytes
+    dist.barrier()
+    for layer in range(L):
+        for local, expert in enumerate(ep.logical_experts(layer + 1)):
+            assert expert == EMPTY or (slots.data[layer, local] == expert).all()
+        play(ep, slots, layer, layer, 9)
+
+
 def test_weights_that_are_transposed_or_of_inference_mode(make, size):
     """As gpt-oss has them; their order in memory is what moves."""
     ep = make()
@@ -337,9 +366,12 @@ def test_apply_names_a_late_rank_and_goes_on_later(make, size, rank):
     ep = make()
     slots, target = Slots(ep), draw_table(size, ep.num_local_experts, seed=3)
     if rank:
-        ep.replace(target, slots.of)
+        moves = ep.replace(target, slots.of)
+        moves._timeout_s = 0.05
         with pytest.raises(EPTimeoutError, match=r"waited for rank\(s\) \[0\].*call `apply` again"):
             ep.apply(timeout_s=0.2)
+        assert 1 <= moves.stalls <= 4 and moves.waits_for() == [0] and ep.live is not None
+        assert ep.live.stalls == moves.stalls
     dist.barrier()
     if rank == 0:
         ep.replace(target, slots.of)

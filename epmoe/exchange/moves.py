@@ -101,7 +101,7 @@ class Moves:
         self._timeout_s, self._switch, self._holds = timeout_s, switch, holds
         self.version, self.copied_bytes, self.stalls = -1, 0, 0
         self._last = self._waves = len(waves)
-        self._done = self._finished = self._ended = False
+        self._done = self._finished = self._ended = self._cancels = False
         self._pushed = [0] * size
         self._copied, self._ready = 0, 0
         sizes = self._sizes(waves)
@@ -134,7 +134,8 @@ class Moves:
 
         Other ranks see it when they have gone one version further.
         """
-        if not self._done:
+        if not self._done and not self._cancels:  # another word could be the first that a slow rank sees
+            self._cancels = True
             self._post(CANCELLED, max(self.version, 0) + 2)
 
     def end(self) -> None:

@@ -168,7 +168,7 @@ class Balancer:
         if not recent.any():
             return
         self._last_loads = loads
-        section, slots = self._ep.config.placement, self._ep.slots.clone()
+        section, slots = self._ep.config.placement, self._ep.slots
 
         def plan() -> Plan:
             found = balance(

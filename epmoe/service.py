@@ -350,9 +350,9 @@ class ExpertParallel(Resumable):
 
     @property
     def slots(self) -> Tensor:
-        """int32 [layers, P], with `placement.live`: the logical expert in each slot, or −1. Rank r has slots r·S to
-        (r + 1)·S − 1. Raises EPStateError without `placement.live`."""
-        return self._moving.slots
+        """int32 [layers, P], with `placement.live`, a copy: the logical expert in each slot, or −1. Rank r has slots
+        r·S to (r + 1)·S − 1. Raises EPStateError without `placement.live`."""
+        return self._moving.slots.clone()
 
     def replace(self, slots: Tensor, weights: Weights | None = None, *, loads: Tensor | None = None) -> Moves:
         """Begin to move experts, with `placement.live`: rounds go on meanwhile, also replays of CUDA graphs.

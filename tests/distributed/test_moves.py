@@ -252,39 +252,24 @@ def test_moves_that_are_cancelled_leave_every_expert_in_use(make, size, rank):
     play(ep, slots, 9, 1, 5)
 
 
-def test_ranks_with_other_tables_hear_of_it(make, size, rank):
+@pytest.mark.parametrize("first", [True, False])
+def test_ranks_with_other_tables_hear_of_it(make, size, rank, first):
+    """And begin again: with `first`, rank 0 does before the others have looked, and is not taken for ready."""
     if size == 1:
         return
     ep = make()
-    slots = Slots(ep)
-    ep.replace(draw_table(size, ep.num_local_experts, seed=10 + rank), slots.of)
-    with pytest.raises(EPError, match="were given other slots"):
-        ep.apply()
+    slots, S = Slots(ep), ep.num_local_experts
+    moves = ep.replace(draw_table(size, S, seed=10 + rank), slots.of)
+    dist.barrier()
+    for turn in (rank == 0, rank > 0) if first else (True,):
+        if turn:
+            with pytest.raises(EPError, match="were given other slots"):
+                ep.apply()
+            assert moves.done and moves.version == -1
+            ep.replace(draw_table(size, S, seed=10), slots.of)
+        if first:
+            dist.barrier()
     play(ep, slots, 1, 1, 5)
-    time.sleep(0.05 * rank)  # others begin again before this rank has heard of it
-    ep.replace(draw_table(size, ep.num_local_experts, seed=10), slots.of)
-    ep.apply()
-    play(ep, slots, 2, 2, 5)
-
-
-def test_ranks_that_begin_again_are_not_taken_for_ready(make, size, rank):
-    """Rank 0 hears of it first, and begins again before the others have looked."""
-    if size == 1:
-        return
-    ep = make()
-    slots = Slots(ep)
-    moves = ep.replace(draw_table(size, ep.num_local_experts, seed=10 + rank), slots.of)
-    dist.barrier()
-    if rank == 0:
-        with pytest.raises(EPError, match="were given other slots"):
-            ep.apply()
-        ep.replace(draw_table(size, ep.num_local_experts, seed=10), slots.of)
-    dist.barrier()
-    if rank:
-        with pytest.raises(EPError, match="were given other slots"):
-            ep.apply()
-        assert moves.done and moves.version == -1
-        ep.replace(draw_table(size, ep.num_local_experts, seed=10), slots.of)
     ep.apply()
     play(ep, slots, 2, 2, 5)
 
@@ -437,6 +422,9 @@ def test_what_does_not_fit_is_refused(make, size):
     slots = Slots(ep)
     with pytest.raises(ValueError, match="`slots` must be integers"):
         ep.replace(ep.slots[:1], slots.of)
+    mine = ep.slots
+    mine.fill_(EMPTY)
+    assert not torch.equal(mine, ep.slots), "a copy"
     with pytest.raises(ValueError, match="must hold every expert"):
         ep.replace(torch.zeros_like(ep.slots).fill_(-1), slots.of)
     with pytest.raises(ValueError, match="`loads` must be"):

@@ -128,7 +128,9 @@ class LiveExperts:
         check_tensor("ids", ids_TK, (torch.int32, torch.int64), ("T", "K"), self._exchange.device)
         if self._exchange.rounds.state != CLOSED:
             raise EPStateError("a round is open: a batch is shared before its dispatch")
-        loads = torch.histc(ids_TK.float(), E, -0.5, E - 0.5).double().cpu()  # those of no expert are left out
+        places = (ids_TK.flatten().long() + 1).clamp(0, E + 1)  # those of no expert come first and last
+        counts = torch.zeros(E + 2, dtype=torch.int64, device=ids_TK.device)
+        loads = counts.scatter_add_(0, places, torch.ones_like(places))[1:-1].cpu().double()
         slots = self._in_use.slots[layer]
         shares = ops.balance_shares(loads[None], slots[None], self._R)[0]
         table = _padded(quotas_of_shares(slots, shares, E, self._most_copies), self._table.shape[-1])

@@ -182,7 +182,7 @@ class Balancer:
     def _worthwhile(self, plan: Plan, loads: Tensor, slots: Tensor) -> Plan:
         """The plan, in layers whose moves pay; the others keep `slots`."""
         counts = torch.bincount(torch.tensor([m.layer for m in plan.moves], dtype=torch.int64), minlength=len(slots))
-        before, after = (torch.tensor(balances).double() for balances in (plan.balance_before, plan.balance_after))
+        before, after = torch.tensor([plan.balance_before, plan.balance_after], dtype=torch.float64)
         pays = (before > self._goal) & (before - after >= self._least_gain * counts)
         kept = torch.where(pays[:, None], plan.slots, slots)
         return Plan(

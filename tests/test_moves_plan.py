@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers import generator
 
-from epmoe.exchange.moves_plan import EMPTY, in_place, plan_waves
 from epmoe.balance import shares_of
+from epmoe.exchange.moves_plan import EMPTY, in_place, plan_waves
 from epmoe.live import quotas, quotas_of_shares
 
 

@@ -90,7 +90,7 @@ def balance(
     Raises:
         ValueError: an argument is out of range, an expert has no slot or two on a rank; the error names it.
     """
-    loads_LE, slots_LP = _loads(loads), _slots(slots, loads, ep_size)
+    loads_LE, slots_LP = _loads(loads), check_slots(slots, loads, ep_size)
     if not is_int(max_moves) or not 0 <= max_moves <= _ANY:
         raise ValueError(f"`max_moves` must be an integer of at least 0, got {max_moves!r}")
     if not isinstance(goal, int | float) or not 1 <= goal < math.inf:
@@ -125,7 +125,7 @@ def shares_of(loads: Tensor, slots: Tensor, ep_size: int) -> Tensor:
     Raises:
         ValueError: as `balance`.
     """
-    loads_LE, slots_LP = _loads(loads), _slots(slots, loads, ep_size)
+    loads_LE, slots_LP = _loads(loads), check_slots(slots, loads, ep_size)
     return ops.balance_shares(loads_LE, slots_LP, ep_size).view(slots.shape)
 
 
@@ -165,14 +165,11 @@ def choices(
         ValueError: as `balance`, or an expert has more than `most_copies` copies.
     """
     _positive("num_experts", num_experts)
-    slots_LP = _slots(slots, torch.empty((*slots.shape[:-1], num_experts)), ep_size)
+    slots_LP = check_slots(slots, torch.empty((*slots.shape[:-1], num_experts)), ep_size, most_copies)
     if shares.shape != slots.shape or shares.dtype != torch.float64:
         raise ValueError(f"`shares` must be float64 {list(slots.shape)}, as `slots`, got {describe(shares)}")
     if not is_int(source) or not 0 <= source < ep_size:
         raise ValueError(f"`source` must be a rank from 0 to {ep_size - 1}, got {source!r}")
-    most = int(_num_copies(slots_LP, num_experts).max())
-    if most_copies is not None and (not is_int(most_copies) or most_copies < most):
-        raise ValueError(f"`most_copies` must be at least {most}, as an expert has so many, got {most_copies!r}")
     found = ops.balance_choices(
         slots_LP,
         shares.cpu().contiguous().view(slots_LP.shape),
@@ -180,7 +177,7 @@ def choices(
         ep_size,
         _node(ranks_per_node, ep_size),
         -1 if one_copy else source,
-        most if most_copies is None else most_copies,
+        int(_num_copies(slots_LP, num_experts).max()) if most_copies is None else most_copies,
     )
     return Choices(*(table if slots.dim() == 2 else table[0] for table in found))
 
@@ -223,18 +220,21 @@ def fresh(
     return slots_LP if loads.dim() == 2 else slots_LP[0]
 
 
-def _loads(loads: Tensor) -> Tensor:
-    """float64 [L, E]"""
-    if not isinstance(loads, Tensor) or loads.dim() not in (1, 2) or not loads.numel() or loads.is_complex():
-        raise ValueError(f"`loads` must be numbers [L, E] or [E], got {describe(loads)}")
-    loads_LE = loads.detach().to("cpu", torch.float64).reshape(-1, loads.shape[-1]).contiguous()
-    if not (loads_LE.isfinite() & (loads_LE >= 0)).all():
-        raise ValueError("`loads` must be finite and at least 0")
-    return loads_LE
+def check_slots(slots: Tensor, loads: Tensor, ep_size: int, most_copies: int | None = None) -> Tensor:
+    """`slots`, as of `balance`, as int32 [L, P] on the CPU.
 
+    Args:
+        slots: as of `balance`.
+        loads: [L, E] or [E], of which only the shape counts.
+        ep_size: R
+        most_copies: of an expert; by default any number.
 
-def _slots(slots: Tensor, loads: Tensor, ep_size: int) -> Tensor:
-    """int32 [L, P], checked."""
+    Returns:
+        int32 [L, P]
+
+    Raises:
+        ValueError: they do not fit, an expert has no slot or two on a rank, or more than `most_copies`.
+    """
     _positive("ep_size", ep_size)
     integers = isinstance(slots, Tensor) and slots.dtype in (torch.int32, torch.int64)
     if not integers or slots.shape[:-1] != loads.shape[:-1] or not slots.shape[-1] or slots.shape[-1] % ep_size:
@@ -257,7 +257,20 @@ def _slots(slots: Tensor, loads: Tensor, ep_size: int) -> Tensor:
             f"`slots` must not hold an expert twice on a rank: layer {layer}, rank {rank}, "
             f"expert {int(on_rank[layer, rank, i])}"
         )
+    most = int(counts.max())
+    if most_copies is not None and (not is_int(most_copies) or most_copies < most):
+        raise ValueError(f"`most_copies` must be at least {most}, as an expert has so many, got {most_copies!r}")
     return slots_LP.int()
+
+
+def _loads(loads: Tensor) -> Tensor:
+    """float64 [L, E]"""
+    if not isinstance(loads, Tensor) or loads.dim() not in (1, 2) or not loads.numel() or loads.is_complex():
+        raise ValueError(f"`loads` must be numbers [L, E] or [E], got {describe(loads)}")
+    loads_LE = loads.detach().to("cpu", torch.float64).reshape(-1, loads.shape[-1]).contiguous()
+    if not (loads_LE.isfinite() & (loads_LE >= 0)).all():
+        raise ValueError("`loads` must be finite and at least 0")
+    return loads_LE
 
 
 def _num_copies(slots_LP: Tensor, num_experts: int) -> Tensor:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from epmoe.balance import GOAL, MAX_MOVES, Plan, balance
+from epmoe.balance import GOAL, MAX_MOVES, Plan, balance, shares_of
 from epmoe.config.placement import is_int
-from epmoe.exchange.health import EPStateError
+from epmoe.exchange.memory import MOVE_WORDS
 from epmoe.exchange.moves import COUNTED, LAST_PLAN, PLANNED, Moves, Weights
 from epmoe.live import LiveExperts
 from epmoe.service import ExpertParallel
@@ -49,7 +48,7 @@ class Balancer:
         weights: as of `ExpertParallel.replace`.
 
     Attributes:
-        plan: the last one, on rank 0; otherwise None.
+        plan: the last one, on rank 0, in which layers whose moves do not pay keep their slots; None on the others.
         history: what plans have changed, in order.
 
     Raises:
@@ -69,14 +68,18 @@ class Balancer:
     ) -> None:
         if not is_int(every) or every < 1:
             raise ValueError(f"`every` must be an integer of at least 1, got {every!r}")
+        if not isinstance(least_gain, int | float) or not least_gain >= 0:
+            raise ValueError(f"`least_gain` must be a number of at least 0, got {least_gain!r}")
         _ = ep.slots  # raises without `placement.live`
+        one = torch.zeros(1, dtype=torch.int32)
+        balance(one, one, ep_size=1, max_moves=max_moves, goal=goal)  # raises where these do not fit
         self._ep, self._every, self._weights = ep, every, weights
         self._goal, self._max_moves, self._least_gain = goal, max_moves, least_gain
         self.plan: Plan | None = None
         self.history: list[Step] = []
         self._worker = ThreadPoolExecutor(1, "epmoe-balance")
         self._moves: Moves | None = None
-        self._planning: Future[tuple[Plan, Tensor]] | None = None
+        self._planning: Future[Plan] | None = None
         self._generation = self._ticks = self._counted = self._planned = self._taken = self._finishes = 0
         self._recent = self._last_loads = torch.zeros(1, 1, dtype=torch.float64)
         self._begin()
@@ -102,25 +105,28 @@ class Balancer:
     def finish(self, timeout_s: float | None = None) -> None:
         """Carry out what rank 0 has planned so far. Collective: all ranks call it between the same rounds.
 
-        As `ExpertParallel.apply`, which alone does not wait for ranks that have not taken up a plan yet.
+        As `ExpertParallel.apply`, which alone does not wait for ranks that have not taken up a plan yet. It raises what
+        that does.
         """
         ep, live = self._ep, self._live
+        if ep.generation != self._generation:
+            self._begin()
         self._finishes += 1
         if ep.rank == 0:
             self._planning = None
             live.mail.post(LAST_PLAN, self._finishes << 32 | self._planned, range(ep.size))
         timeout_s = ep.config.exchange.timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + timeout_s
-        while True:
-            words = live.mail.words()
-            if words is not None and words[0][LAST_PLAN] >> 32 >= self._finishes:
-                break
-            if time.monotonic() > deadline:
-                ep.check()
-                raise EPStateError(f"rank 0 did not call `finish` within {timeout_s} s")
-            time.sleep(1e-4)
-        if self._taken < words[0][LAST_PLAN] & 0xFFFFFFFF:
-            self._take(words)
+        last = 0
+
+        def told() -> bool:
+            nonlocal last
+            finishes, last = divmod((live.mail.words() or [[0] * MOVE_WORDS])[0][LAST_PLAN], 1 << 32)
+            return finishes >= self._finishes
+
+        live.wait(told, lambda: [0], timeout_s)
+        if self._taken < last:
+            ep.apply(timeout_s)  # rank 0 has seen the end of the moves before, this rank may not have
+            self._take(last)
         ep.apply(timeout_s)
 
     def close(self) -> None:
@@ -149,7 +155,7 @@ class Balancer:
         if words is None:
             return
         if words[0][PLANNED] != self._taken:
-            self._take(words)
+            self._take(words[0][PLANNED])
         elif self._ep.rank == 0 and self._planning is None:
             counted = min(row[COUNTED] for row in words)
             if counted > self._counted:
@@ -158,46 +164,55 @@ class Balancer:
 
     def _plan(self) -> None:
         loads = self._live.loads()
-        recent = loads - self._last_loads
+        recent = (loads - self._last_loads).clamp(min=0)
         if not recent.any():
             return
         self._last_loads = loads
-        section, slots = self._ep.config.placement, self._ep.slots.clone()
+        section, slots = self._ep.config.placement, self._ep.slots
 
-        def plan() -> tuple[Plan, Tensor]:
+        def plan() -> Plan:
             found = balance(
                 recent, slots, ep_size=self._ep.size, max_moves=self._max_moves, goal=self._goal,
                 most_copies=section.most_copies,
             )  # fmt: skip
-            return found, self._worthwhile(found, slots)
+            return self._worthwhile(found, recent, slots)
 
         self._recent, self._planning = recent, self._worker.submit(plan)
 
-    def _worthwhile(self, plan: Plan, slots: Tensor) -> Tensor:
-        """The slots of the plan where moves pay, otherwise those of now."""
+    def _worthwhile(self, plan: Plan, loads: Tensor, slots: Tensor) -> Plan:
+        """The plan, in layers whose moves pay; the others keep `slots`."""
         counts = torch.bincount(torch.tensor([m.layer for m in plan.moves], dtype=torch.int64), minlength=len(slots))
-        before, after = torch.tensor(plan.balance_before), torch.tensor(plan.balance_after)
+        before, after = torch.tensor([plan.balance_before, plan.balance_after], dtype=torch.float64)
         pays = (before > self._goal) & (before - after >= self._least_gain * counts)
-        return torch.where(pays[:, None], plan.slots, slots)
+        kept = torch.where(pays[:, None], plan.slots, slots)
+        return Plan(
+            slots=kept,
+            shares=shares_of(loads, kept, self._ep.size),
+            moves=[move for move in plan.moves if pays[move.layer]],
+            balance_before=plan.balance_before,
+            balance_after=torch.where(pays, after, before).tolist(),
+        )
 
-    def _publish(self, planned: tuple[Plan, Tensor]) -> None:
+    def _publish(self, planned: Plan) -> None:
         """The plan and its loads into all windows, then its number."""
         ep, live = self._ep, self._live
-        self.plan, slots = planned
-        self._planning = None
+        self.plan, self._planning = planned, None
         plan = ep.exchange.plan
-        parts = ((plan["moves.planned_loads"].offset, self._recent), (plan["moves.planned_slots"].offset, slots))
+        parts = (
+            (plan["moves.planned_loads"].offset, self._recent), (plan["moves.planned_slots"].offset, planned.slots),
+        )  # fmt: skip
         self._planned += 1
         for offset, part in parts:
-            source = part.contiguous().view(-1).view(torch.uint8)
+            source = part.contiguous().view(-1)
+            source = source.pin_memory() if ep.device.type == "cuda" else source
             for rank in range(ep.size):
-                live.mail.put(rank, offset, source.pin_memory() if ep.device.type == "cuda" else source)
+                live.mail.put(rank, offset, source)
         live.mail.post(PLANNED, self._planned, range(ep.size))
 
-    def _take(self, words: list[list[int]]) -> None:
-        """The plan of rank 0 that has arrived."""
+    def _take(self, number: int) -> None:
+        """The plan of rank 0 with this number, which has arrived."""
         ep, live = self._ep, self._live
-        self._taken = words[0][PLANNED]
+        self._taken = number
         views = ep.exchange.views
         loads = live.mail.fetch(views["moves.planned_loads"])
         slots = live.mail.fetch(views["moves.planned_slots"])

@@ -9,14 +9,16 @@ rounds, by one copy on the stream of the rounds.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epmoe.balance import Choices, choices, shares_of
+from epmoe.balance import check_slots, choices, shares_of
 from epmoe.config.config import EPConfig
 from epmoe.exchange.health import EPStateError, EPTimeoutError
 from epmoe.exchange.mail import MailOnCPU, MailOnGPU
@@ -24,9 +26,17 @@ from epmoe.exchange.moves import Moves, Weights
 from epmoe.exchange.moves_plan import EMPTY, Wave, in_place, plan_waves
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED
-from epmoe.native.arguments import describe
+from epmoe.native import ops
+from epmoe.native.arguments import check_tensor, describe
 
 _NUMBERS = 2**16  # that the copies of an expert share: `copy_by_quota` in csrc/copies.h
+
+
+class _Tables(NamedTuple):
+    slots: Tensor
+    """int32 [layers, P]: the expert in each slot that a source may choose, or −1"""
+    quotas: Tensor
+    """int32 [layers, 2, E, copies], on the device of the rounds, for few tokens and for many"""
 
 
 class LiveExperts:
@@ -52,49 +62,54 @@ class LiveExperts:
         section, self._exchange, self._table = config.placement, exchange, exchange.views["table.copies"]
         sizes, views = exchange.plan.sizes, exchange.views
         self._R, self._E, self._rank, self._most_copies = sizes["R"], sizes["E"], sizes["rank"], section.most_copies
-        self._S, self._L = sizes["num_local_experts"], section.layers
+        self._S, self._L, self._exact_from = sizes["num_local_experts"], section.layers, section.exact_shares_from
         with torch.inference_mode(False):  # otherwise they could not be written outside inference mode
             first = (torch.arange(self._R * self._S, dtype=torch.int32) % self._E).expand(self._L, -1)
             self.slots = first.clone() if slots is None else torch.tensor(slots, dtype=torch.int32)
-            self._leave_out_surplus()
+            self.slots = _at_most(self._most_copies, self.slots)  # ranks may have kept more
             self.held = self._mine(self.slots).clone()
             self._shared_loads = torch.ones(self._L, self._E, dtype=torch.float64)
             self._own_loads = torch.zeros(self._L, self._E, dtype=torch.float64)
             self._counted = torch.zeros(self._L, self._S, dtype=torch.int64)
+            kind = MailOnCPU if exchange.device.type == "cpu" else MailOnGPU
+            self.mail = kind(exchange.window, exchange.plan, views)
         self.weights = weights
         self.moves: Moves | None = None
-        self.moved = self._stalls = 0
+        self.moved = self._stalls = self._moved_bytes = 0
         self._number, self._before, self._waves = 0, self.slots, list[Wave]()
-        kind = MailOnCPU if exchange.device.type == "cpu" else MailOnGPU
-        self.mail = kind(exchange.window, exchange.plan, views)
         self._worker = ThreadPoolExecutor(1, "epmoe-quotas")  # tables of many layers take milliseconds
-        self._made: tuple[int, Future[Tensor]] | None = None  # of a version
-        self._sharing: Future[Tensor] | None = None
-        self._put_into_use(self._tables(self.slots, self._shared_loads))
+        self._made: tuple[int, Future[_Tables]] | None = None  # of a version
+        self._sharing: Future[_Tables] | None = None
+        self._has_batch = False  # whether a layer's table is that of a batch
+        self._tables_loads = self._shared_loads
+        self._in_use = self._tables(self.slots, self._shared_loads)
+        self._put_into_use(self._in_use)
+        if exchange.device.type == "cuda":  # rounds may come on another stream
+            torch.cuda.current_stream(exchange.device).synchronize()
 
     def replace(self, slots: Tensor, weights: Weights | None = None, loads: Tensor | None = None) -> Moves:
         """See `ExpertParallel.replace`."""
         self._refuse_while_moving("replace")
-        self._stalls = self.stalls
         if not isinstance(slots, Tensor) or slots.shape != self.slots.shape:
             raise ValueError(f"`slots` must be integers {list(self.slots.shape)}, got {describe(slots)}")
         loads = self._shared_loads if loads is None else self._checked(loads)
-        self._choices(slots, shares_of(loads, slots, self._R), one_copy=False)  # raises where they do not fit
-        target = in_place(self.slots, slots.cpu().int(), self._S)
+        target = in_place(self.slots, check_slots(slots, loads, self._R, self._most_copies), self._S)
         waves = plan_waves(self.slots, target, self._S)
         lacking = {move.layer + 1 for wave in waves for move in wave.moves}.difference(self.weights)
         if weights is None and lacking:
             raise ValueError(f"`weights` must be given, since no layer with tag {min(lacking)} has said where its are")
-        self._shared_loads, self._before, self._waves = loads, self.slots, waves
-        self._number += 1
-        self._make(0)
         staging = self._exchange.plan["moves.staging"], self._exchange.views["moves.staging"]
         timeout_s = self._exchange.config.exchange.timeout_s
-        self.moves = Moves(
-            self.mail, self._number, self._rank, self._R, self._S, waves, weights or self._registered, staging,
+        moves = Moves(
+            self.mail, self._number + 1, self._rank, self._R, self._S, waves, weights or self._registered, staging,
             timeout_s, self._switch, self._hold,
         )  # fmt: skip
-        return self.moves
+        self._stalls, self._moved_bytes, self.moves = self.stalls, self.moved_bytes, moves  # nothing fails from here on
+        self._shared_loads, self._before, self._waves = loads, self.slots, waves
+        self._number += 1
+        self._sharing = None  # its tables would name slots that these moves do not use
+        self._make(0)
+        return moves
 
     def share(self, loads: Tensor) -> None:
         """See `ExpertParallel.share`."""
@@ -102,33 +117,69 @@ class LiveExperts:
         if self.moves is None or self.moves.done:
             self._share()
 
+    def wants_exact_shares(self, num_tokens: int) -> bool:
+        """Whether a layer calls `share_batch` for so many tokens: not under capture, which could not wait for ids."""
+        is_large = self._exact_from is not None and num_tokens >= self._exact_from
+        return is_large and not (self._table.is_cuda and torch.cuda.is_current_stream_capturing())
+
+    def share_batch(self, ids_TK: Tensor, tag: int) -> None:
+        """See `ExpertParallel.share_batch`."""
+        layer, E = self._layer(tag), self._E
+        check_tensor("ids", ids_TK, (torch.int32, torch.int64), ("T", "K"), self._exchange.device)
+        if self._exchange.rounds.state != CLOSED:
+            raise EPStateError("a round is open: a batch is shared before its dispatch")
+        places = (ids_TK.flatten().long() + 1).clamp(0, E + 1)  # those of no expert come first and last
+        counts = torch.zeros(E + 2, dtype=torch.int64, device=ids_TK.device)
+        loads = counts.scatter_add_(0, places, torch.ones_like(places))[1:-1].cpu().double()
+        slots = self._in_use.slots[layer]
+        shares = ops.balance_shares(loads[None], slots[None], self._R)[0]
+        table = _padded(quotas_of_shares(slots, shares, E, self._most_copies), self._table.shape[-1])
+        with torch.inference_mode(False):
+            self._table[layer, 1].copy_(table.pin_memory() if self._table.is_cuda else table, non_blocking=True)
+        self._has_batch = True
+
     def step(self) -> None:
         """What can be done now, between two rounds: it waits for no rank and for no kernel."""
+        if self._exchange.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # a graph would repeat it
         if self.moves is not None and not self.moves.done:
-            self.moves.step()
-            if self.moves.done:
-                self.held = self._mine(self.slots).clone()
-                if self.moves.cancelled:
-                    self._share()  # slots that were to be overwritten are in use again
+            try:
+                self.moves.step()
+            finally:
+                if self.moves.done:
+                    self.held = self._mine(self.slots).clone()
+                    if self.moves.cancelled or self._tables_loads is not self._shared_loads:
+                        self._share()  # slots that were to be overwritten are in use again
         if self._sharing is not None and self._sharing.done() and self._exchange.rounds.state == CLOSED:
-            self._put_into_use(self._sharing.result())
-            self._sharing = None
+            sharing, self._sharing = self._sharing, None
+            self._put_into_use(sharing.result())
+        if self._has_batch and self._exchange.rounds.state == CLOSED:
+            self._put_into_use(self._in_use)
 
     def finish(self, timeout_s: float) -> None:
         """Step until the moves are done. Raises EPTimeoutError once a rank has ended, or after `timeout_s` seconds."""
         if self._exchange.rounds.state != CLOSED:
             raise EPStateError("a round is open: experts move between rounds")
-        deadline = time.monotonic() + timeout_s
-        while self._sharing is not None or self.moves is not None and not self.moves.done:
+
+        def done() -> bool:
             self.step()
-            missing = [] if self.moves is None else self.moves.waits_for()
-            dead = [rank for rank in missing if self._exchange.dead() >> rank & 1]
-            if dead or time.monotonic() > deadline:
+            return self._sharing is None and (self.moves is None or self.moves.done)
+
+        self.wait(done, lambda: [] if self.moves is None else self.moves.waits_for(), timeout_s)
+
+    def wait(self, done: Callable[[], bool], late: Callable[[], list[int]], timeout_s: float) -> None:
+        """Until `done`. Raises EPTimeoutError once a rank has ended, or after `timeout_s` seconds, for ranks `late`."""
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            ended = [rank for rank in range(self._R) if self._exchange.dead() >> rank & 1]
+            if ended or time.monotonic() > deadline:
                 self._exchange.check()
-                names = [self._exchange.global_ranks[rank] for rank in dead or missing]
-                why = f"waited for rank(s) {dead or missing} of the group (global rank(s) {names})"
-                epoch = self._exchange.rounds.count
-                raise EPTimeoutError("the move of experts, after dispatch", epoch, dead or missing, names, why)
+                missing = ended or late()
+                names = [self._exchange.global_ranks[rank] for rank in missing]
+                why = f"waited for rank(s) {missing} of the group (global rank(s) {names})"
+                failed = partial(EPTimeoutError, "the move of experts, after dispatch", self._exchange.rounds.count)
+                go_on = "the moves and rounds go on: call `apply` again on all ranks"
+                raise failed(missing, names, why) if ended else failed(missing, names, why, go_on)
             time.sleep(1e-4)
 
     def send_loads(self) -> None:
@@ -136,20 +187,25 @@ class LiveExperts:
         self._count()
         gathered, E = self._exchange.plan["moves.loads"], self._E
         offset = gathered.offset + 8 * self._L * E * self._rank
-        mine = self._own_loads.clone().view(-1).view(torch.uint8)
+        mine = self._own_loads.clone().view(-1)
         if self._exchange.device.type == "cuda":
             mine = mine.pin_memory()
         for rank in range(self._R):
             self.mail.put(rank, offset, mine)
 
     def loads(self) -> Tensor:
-        """float64 [layers, E]: the sum of what ranks have sent."""
+        """float64 [layers, E]: the sum of what has arrived from all ranks."""
         return self.mail.fetch(self._exchange.views["moves.loads"]).sum(0)
 
     @property
     def stalls(self) -> int:
         """How often moves got no further within `exchange.timeout_s`."""
         return self._stalls + (0 if self.moves is None else self.moves.stalls)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of weights that have come to this rank."""
+        return self._moved_bytes + (0 if self.moves is None else self.moves.copied_bytes)
 
     def experts(self, tag: int) -> list[int]:
         """The experts in this rank's slots of a layer, −1 for an empty slot. Raises EPStateError during moves."""
@@ -162,14 +218,10 @@ class LiveExperts:
         return divmod(int((self.slots[self._layer(tag)] == expert).nonzero()[0]), self._S)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and the moves before their windows go."""
+        if self.moves is not None:
+            self.moves.end()
         self._worker.shutdown(wait=False, cancel_futures=True)
-
-    def _choices(self, slots: Tensor, shares: Tensor, *, one_copy: bool) -> Choices:
-        return choices(
-            slots, shares, self._rank, ep_size=self._R, num_experts=self._E, most_copies=self._most_copies,
-            one_copy=one_copy,
-        )  # fmt: skip
 
     def _layer(self, tag: int) -> int:
         if not 1 <= tag <= self._L:
@@ -188,16 +240,6 @@ class LiveExperts:
         if not isinstance(loads, Tensor) or loads.shape != shape or not (loads.isfinite() & (loads >= 0)).all():
             raise ValueError(f"`loads` must be {list(shape)}, finite and at least 0, got {describe(loads)}")
         return loads.detach().to("cpu", torch.float64)
-
-    def _leave_out_surplus(self) -> None:
-        """Ranks may have kept more copies of an expert than there are columns."""
-        for row in self.slots:
-            seen = torch.zeros(self._E, dtype=torch.int64)
-            for slot, expert in enumerate(row.tolist()):
-                if expert != EMPTY:
-                    seen[expert] += 1
-                    if seen[expert] > self._most_copies:
-                        row[slot] = EMPTY
 
     def _registered(self, tag: int, local: int) -> Sequence[Tensor]:
         return self.weights[tag](tag, local)
@@ -219,7 +261,8 @@ class LiveExperts:
     def _after(self, version: int) -> Tensor:
         return self._before if version == 0 else self._waves[version - 1].slots
 
-    def _in_use(self, version: int) -> Tensor:
+    def _left_by(self, version: int) -> Tensor:
+        """Without the slots that the next wave overwrites."""
         slots = self._after(version).clone()
         if version < len(self._waves):
             for move in self._waves[version].moves:
@@ -227,8 +270,7 @@ class LiveExperts:
         return slots
 
     def _make(self, version: int) -> None:
-        future = self._worker.submit(self._tables, self._in_use(version), self._shared_loads)
-        self._made = version, future
+        self._made = version, self._submit(self._left_by(version))
 
     def _switch(self, version: int) -> bool:
         """Use the tables of a version, if they are made and no round is open."""
@@ -237,28 +279,69 @@ class LiveExperts:
         assert self._made is not None
         if not self._made[1].done() or self._exchange.rounds.state != CLOSED:
             return False
-        self._put_into_use(self._made[1].result())
+        made, self._made = self._made[1], None
+        self._put_into_use(made.result())
         self.slots = self._after(version)
         if version < len(self._waves):
             self._make(version + 1)
         return True
 
     def _share(self) -> None:
-        self._sharing = self._worker.submit(self._tables, self.slots, self._shared_loads)
+        self._sharing = self._submit(self.slots)
 
-    def _tables(self, slots: Tensor, loads: Tensor) -> Tensor:
-        """int32 [layers, 2, E, copies], for few tokens and for many."""
+    def _submit(self, slots: Tensor) -> Future[_Tables]:
+        self._tables_loads = self._shared_loads
+        return self._worker.submit(self._tables, slots, self._shared_loads)
+
+    def _tables(self, slots: Tensor, loads: Tensor) -> _Tables:
+        slots = _at_most(self._most_copies, slots)  # an expert that moves has more between two waves
         shares = shares_of(loads, slots, self._R)
-        tables = [quotas(*self._choices(slots, shares, one_copy=one_copy)) for one_copy in (True, False)]
-        table = torch.stack(tables, dim=1)
-        table = F.pad(table, (0, self._table.shape[-1] - table.shape[-1]), value=-1)  # whole lines
-        return self.mail.upload(table)
+        choose = partial(
+            choices, slots, shares, self._rank, ep_size=self._R, num_experts=self._E, most_copies=self._most_copies
+        )
+        table = torch.stack([quotas(*choose(one_copy=one_copy)) for one_copy in (True, False)], dim=1)
+        return _Tables(slots, self.mail.upload(_padded(table, self._table.shape[-1])))
 
-    def _put_into_use(self, table: Tensor) -> None:
+    def _put_into_use(self, tables: _Tables) -> None:
         with torch.inference_mode(False):
-            self._table.copy_(table)
-        if table.is_cuda:
-            table.record_stream(torch.cuda.current_stream(table.device))
+            self._table.copy_(tables.quotas)
+        if tables.quotas.is_cuda:
+            tables.quotas.record_stream(torch.cuda.current_stream(tables.quotas.device))
+        self._in_use, self._has_batch = tables, False
+
+
+def _at_most(copies: int, slots: Tensor) -> Tensor:
+    """`slots` [L, P] with the first so many copies of each expert; slots of others are empty."""
+    if slots.shape[1] <= copies:
+        return slots
+    experts, order = slots.sort(dim=1, stable=True)
+    surplus = F.pad(experts[:, copies:] == experts[:, :-copies], (copies, 0))
+    return slots.masked_fill(torch.zeros_like(surplus).scatter(1, order, surplus), EMPTY)
+
+
+def _padded(table: Tensor, columns: int) -> Tensor:
+    """Whole lines of a table of quotas."""
+    return F.pad(table, (0, columns - table.shape[-1]), value=-1)
+
+
+def quotas_of_shares(slots: Tensor, shares: Tensor, num_experts: int, most_copies: int) -> Tensor:
+    """As `quotas`, of a source whose own tokens are split by these shares.
+
+    Args:
+        slots: int32 [P], in which every expert has a slot, or −1.
+        shares: float64 [P], of the experts in them.
+        num_experts: E
+        most_copies: C
+
+    Returns:
+        int32 [E, C]
+    """
+    held, order = slots.sort(stable=True)
+    starts = torch.searchsorted(held, torch.arange(num_experts + 1, dtype=held.dtype))
+    column, counts = torch.arange(most_copies), starts.diff()[:, None]
+    places = order[starts[:-1, None] + torch.minimum(column, counts - 1)]
+    sums = (shares[places] * (column < counts)).cumsum(1)
+    return quotas(places.int(), (sums / sums[:, -1:] * 2**32).round().long())
 
 
 def quotas(slots: Tensor, thresholds: Tensor) -> Tensor:

@@ -350,9 +350,9 @@ class ExpertParallel(Resumable):
 
     @property
     def slots(self) -> Tensor:
-        """int32 [layers, P], with `placement.live`: the logical expert in each slot, or −1. Rank r has slots r·S to
-        (r + 1)·S − 1. Raises EPStateError without `placement.live`."""
-        return self._moving.slots
+        """int32 [layers, P], with `placement.live`, a copy: the logical expert in each slot, or −1. Rank r has slots
+        r·S to (r + 1)·S − 1. Raises EPStateError without `placement.live`."""
+        return self._moving.slots.clone()
 
     def replace(self, slots: Tensor, weights: Weights | None = None, *, loads: Tensor | None = None) -> Moves:
         """Begin to move experts, with `placement.live`: rounds go on meanwhile, also replays of CUDA graphs.
@@ -363,9 +363,10 @@ class ExpertParallel(Resumable):
         Args:
             slots: int32 or int64 [layers, P], the expert that each slot is to hold, or −1. Every expert has a slot, and
                 at most one on a rank. Experts that stay on their rank stay in their slot, whichever this names.
-            weights: takes a tag and the index of a local slot, and returns the contiguous tensors that hold the slot's
-                weights, always the same ones. By default those of the `MoELayer` with this tag, whose experts must be
-                `GroupedExperts`.
+            weights: takes a tag and the index of a local slot, and returns the tensors that hold the slot's weights,
+                always the same ones. They have no gaps, lie on the device of `ep`, and have the same sizes and order in
+                memory for all slots of a layer, on all ranks. By default those of the `MoELayer` with this tag, whose
+                experts must be `GroupedExperts`.
             loads: [layers, E], by which copies share their experts' tokens, as of `share`. By default the last ones.
 
         Returns:
@@ -374,8 +375,9 @@ class ExpertParallel(Resumable):
         Raises:
             EPStateError: without `placement.live`, or other moves are not done.
             ValueError: an argument does not fit, or experts without a second copy are to change places where no slot is
-                free; nothing has begun.
-            EPError: from a later `poll`, where ranks were given other arguments.
+                free. Nothing has begun then, nor where `weights` raises.
+            EPError: from a later `poll`, where ranks were given other arguments. The moves have ended then, on all
+                ranks, and no expert has moved.
         """
         return self._moving.replace(slots, weights, loads)
 
@@ -386,12 +388,31 @@ class ExpertParallel(Resumable):
         """
         self._moving.share(loads)
 
+    def share_batch(self, ids: Tensor, tag: int) -> None:
+        """Divide the tokens of one coming dispatch among copies by its own ids, until the next `poll` between rounds.
+
+        Where each source divides its own tokens evenly, ranks get even loads, so that nobody needs the ids of others.
+        It helps batches whose loads differ from those of the past, such as a long prompt; the tokens must be more than
+        those of a call of few tokens. It waits for the ids on the device, so a CUDA graph cannot capture it.
+
+        Args:
+            ids: int32 or int64 [T, K], those of the dispatch; ids out of [0, E) have no effect.
+            tag: of the layer.
+
+        Raises:
+            EPStateError: without `placement.live`, or a round is open.
+            TypeError: an argument has another type.
+            ValueError: an argument does not fit.
+        """
+        self._moving.share_batch(ids, tag)
+
     def loads(self) -> Tensor:
         """float64 [layers, E], on the CPU: rows that experts of all ranks have received since the start or `resume`.
 
         It sends this rank's counts to all ranks and waits for none, so those of others are of their own last calls.
         """
         self._moving.send_loads()
+        self._moving.mail.flush()
         return self._moving.loads()
 
     def apply(self, timeout_s: float | None = None) -> None:
@@ -399,7 +420,8 @@ class ExpertParallel(Resumable):
 
         From then on all ranks choose by the same tables, so that y has the same bits on every run.
 
-        Raises EPTimeoutError after `timeout_s`, by default `exchange.timeout_s`, or once a rank has ended.
+        Raises EPTimeoutError after `timeout_s`, by default `exchange.timeout_s`, or once a rank has ended. If the ranks
+        that it names are only late, rounds go on, and `apply` may be called again.
         """
         self._moving.finish(self.config.exchange.timeout_s if timeout_s is None else timeout_s)
 

@@ -213,7 +213,8 @@ def drifted(ranks: int, spare: int, step: float, seed: int) -> tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize(
-    ("ranks", "spare", "most", "moves"), [(8, 32, 1.03, 0.1), (32, 32, 1.03, 0.15), (64, 64, 1.04, 0.25)]
+    ("ranks", "spare", "most", "moves"),
+    [(8, 8, 1.03, 0.1), (8, 32, 1.03, 0.1), (16, 16, 1.03, 0.1), (32, 32, 1.03, 0.15), (64, 64, 1.04, 0.25)],
 )
 def test_few_moves_are_enough(ranks, spare, most, moves):
     """Even where the order of the experts is another one altogether (step 1)."""

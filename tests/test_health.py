@@ -46,17 +46,25 @@ def test_permute_counts_dropped_pairs(device):
 
 
 def test_health_holds_every_counter():
-    totals = torch.tensor([5, 6]), torch.tensor([7, 8]), torch.tensor([0, 2_500_000_000]), torch.tensor([0, 3])
+    totals = (
+        torch.tensor([[5, 0], [0, 6]]),
+        torch.tensor([7, 8]),
+        torch.tensor([0, 2_500_000_000]),
+        torch.tensor([0, 3]),
+    )
     health = Health.read(9, torch.arange(len(COUNTERS)), *totals)
     names = [field.name for field in dataclasses.fields(health)]
-    assert names == ["rounds", *COUNTERS, "tokens_per_expert", "rows_sent", "waited_s", "aborted_rounds"]
+    lists = ["tokens_per_expert", "rows_sent", "waited_s", "aborted_rounds", "rows_by_layer"]
+    assert names == ["rounds", *COUNTERS, *lists] and health.rows_by_layer == [5, 6]
     assert [getattr(health, name) for name in COUNTERS] == list(range(len(COUNTERS)))
     assert health.rounds == 9 and health.tokens_per_expert == [5, 6] and health.rows_sent == [7, 8]
     assert health.waited_s == [0.0, 2.5] and health.aborted_rounds == [0, 3]
 
 
 def test_health_as_a_dict_survives_json():
-    health = Health.read(2**40, torch.ones(len(COUNTERS), dtype=torch.int64), *4 * [torch.tensor([2**40, 1])])
+    health = Health.read(
+        2**40, torch.ones(len(COUNTERS), dtype=torch.int64), torch.tensor([[2**40, 1]]), *3 * [torch.tensor([2**40, 1])]
+    )
     assert Health(**json.loads(json.dumps(health.as_dict()))) == health
 
 

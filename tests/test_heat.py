@@ -7,7 +7,7 @@ from pathlib import Path
 from test_report import Elements, result, written
 
 from epmoe.cli import charts
-from epmoe.cli.result import Result
+from epmoe.cli.result import Balancing, Result
 from epmoe.config.placement import Placement
 
 
@@ -66,3 +66,30 @@ def test_the_colours_span_the_values_and_16_ranks_have_numbers() -> None:
     assert [cell.level for cell in heat.rows[0]] == [0, 0, 0.5] and heat.rows[1][0].level == 1
     for ranks, labelled in ((16, True), (17, False)):
         assert charts.heat(three_ranks(traffic=[[1] * ranks] * ranks)).labelled == labelled
+
+
+def test_loads_of_ranks_while_experts_move(tmp_path: Path) -> None:
+    rows = [[30] * 12 + [11] * 12, [10] * 12 + [10] * 12, [5] * 12 + [9] * 12]
+    balancing = Balancing(rows, [(2, 3), (12, 1), (13, 0), (24, 1)])
+    assert balancing.num_moves == 5 and balancing.ends == (2.0, 1.1)
+    chart = charts.balance_chart(balancing)
+    assert [(part.first, part.last) for part in chart.parts] == [(n + 1, n + 2) for n in range(0, 24, 2)]
+    assert [cell.text for cell in chart.parts[0].cells] == ["2.00", "0.67", "0.33"]
+    assert (chart.parts[0].busiest, chart.parts[-1].busiest, chart.low, chart.top) == ("2.00", "1.10", "0.33×", "2.00×")
+    assert [part.moves for part in chart.parts] == [3, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1]
+    page = Elements(written(tmp_path, three_ranks(balancing=balancing)))
+    assert "5 experts have moved; the busiest rank took 2.00 × the mean in the first quarter, 1.10 ×" in page.text
+    titles = [attributes.get("title", "") for tag, attributes in page.tags if tag == "td"]
+    assert "rank 1, rounds 1 to 2: 0.67× the mean" in titles
+    assert "Load of the slots" in page.text and "busiest slot" in page.text
+    assert {attributes.get("scope") for tag, attributes in page.tags if tag == "th"} == {"col", "row"}
+    assert "while experts move" not in written(tmp_path, three_ranks())
+
+
+def test_a_run_of_one_round_or_of_many_ranks_or_without_tokens(tmp_path: Path) -> None:
+    assert len(charts.balance_chart(Balancing([[1], [3]], [])).parts) == 1
+    many = charts.balance_chart(Balancing([[n] * 5 for n in range(64)], []))
+    assert not many.labelled and len(many.parts) == 5
+    nothing = Balancing([[0], [0], [0]], [])
+    assert nothing.ends == (1.0, 1.0) and "0 experts have moved" in nothing.outcome
+    assert written(tmp_path, three_ranks(balancing=nothing))

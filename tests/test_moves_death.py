@@ -36,6 +36,8 @@ def create(state) -> None:
     for layer in range(L):
         for slot, expert in enumerate(ep.logical_experts(layer + 1)):
             state.rows[layer, slot] = gain(layer, expert)
+    state.balancer = epmoe.Balancer(ep, every=3, weights=lambda tag, slot: [state.rows[tag - 1, slot]])
+    state.balancer.tick()
 
 
 def play(state) -> str:
@@ -69,6 +71,15 @@ def poll(state) -> tuple[int, int]:
 
 def finish(state) -> None:
     state.ep.apply()
+
+
+def balance(state) -> int:
+    """The balancer of the group before goes on: how often it has planned."""
+    for _ in range(30):
+        play(state)
+        state.balancer.tick()
+    state.balancer.finish()
+    return len(state.balancer.history)
 
 
 def resume(state) -> list[list[int]]:
@@ -107,4 +118,7 @@ def test_a_rank_dies_while_experts_move(tmp_path, device, stage):
         assert host.succeed(alive, play) == ["played"] * 3
         host.succeed(alive, begin)
         host.succeed(alive, finish)
+        assert host.succeed(alive, play) == ["played"] * 3
+        plans = host.succeed(alive, balance)
+        assert plans[0] and plans == plans[:1] * 3
         assert host.succeed(alive, play) == ["played"] * 3

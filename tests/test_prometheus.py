@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from helpers import alone
 from test_poll import IDS, WEIGHTS, X, make_ep
 
 import epmoe
@@ -77,3 +78,15 @@ def test_a_scrape_on_another_thread_during_rounds():
             stop.set()
             thread.join()
         assert seen == sorted(seen) and seen[-1] <= ep.health().rounds
+
+
+def test_experts_that_move_are_exported_by_layer():
+    live = {"live": True, "slots_per_rank": 8, "layers": 2, "staging_mb": 1}
+    with epmoe.ExpertParallel(alone(placement=live)) as ep:
+        d = ep.dispatch(X, IDS, WEIGHTS, tag=2)
+        ep.combine(d.rows, d)
+        scraped, labels = registry(ep), {"exchange": "default", "rank": "0"}
+        rows = {tag: scraped.get_sample_value("epmoe_layer_rows_total", labels | {"layer": tag}) for tag in "12"}
+        assert rows == {"1": 0, "2": int(d.expert_offsets[-1])}
+        for name in ("moved_experts", "moved_bytes", "stalled_moves"):
+            assert scraped.get_sample_value(f"epmoe_{name}_total", labels) == 0

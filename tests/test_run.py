@@ -51,6 +51,15 @@ def test_the_layer_agrees_with_the_dense_reference(config: Path, tmp_path: Path,
     assert "✓ error against" in report.read_text(encoding="utf-8")
 
 
+def test_experts_move_while_the_layer_runs(config: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    run = epmoe("run", config, "--steps", 40, "--routing", "drift", "--balance", "--report", report)
+    assert run.returncode == 0, run.stdout + run.stderr
+    said = re.search(r"(\d+) experts? ha(s|ve) moved; the busiest rank", " ".join(run.stdout.split()))
+    assert said and "load per slot" in run.stdout
+    assert f"{said[0]} took" in report.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
 def test_other_dtypes_copies_and_idle_ranks(config: Path, payload: str) -> None:
     model, placement = {"dtype": "bfloat16"}, {"strategy": "round_robin", "num_redundant_experts": 3}

@@ -24,7 +24,7 @@ PLACEMENT = CONFIG.place_experts()  # 2, 2 and 1 experts
 
 def sample(time: float, rounds: int, tokens: list[int], sent: list[int], waited: list[float]) -> Sample:
     counts = dict.fromkeys(COUNTERS, 0)
-    ranks = {"rows_sent": sent, "waited_s": waited, "aborted_rounds": [0] * len(sent)}
+    ranks = {"rows_sent": sent, "waited_s": waited, "aborted_rounds": [0] * len(sent), "rows_by_layer": [sum(tokens)]}
     return Sample(time, Health(rounds, **counts, tokens_per_expert=tokens, **ranks))
 
 

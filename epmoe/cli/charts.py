@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from epmoe.cli.console import human_seconds
-from epmoe.cli.result import STAGES, Result, by_rank, mean_stages
+from epmoe.cli.result import STAGES, Balancing, Result, by_rank, imbalance, mean_stages
 
 MOST_RANKS = 16  # with more, a chart that has a bar or a line for each rank shows one for all of them
 MOST_LABELLED = 16  # with more ranks, the cells of the heat map have no numbers in them
+MOST_PARTS = 12  # of a run
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,28 @@ class Heat:
     """A value for each pair of ranks, the rank of the row first. The scale leaves out a rank's value for itself."""
 
     rows: Sequence[Sequence[Cell]]
+    low: str
+    top: str
+    labelled: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rounds of a run, one after another."""
+
+    first: int
+    last: int
+    cells: Sequence[Cell]
+    """of each rank: its load over the mean"""
+    busiest: str
+    moves: int
+
+
+@dataclass(frozen=True)
+class BalanceChart:
+    """Loads of ranks as the run goes on, and the moves of experts."""
+
+    parts: Sequence[Part]
     low: str
     top: str
     labelled: bool
@@ -143,6 +167,28 @@ def _heat(values: Sequence[Sequence[float]], label: Callable[[float], str]) -> H
         for i, row in enumerate(values)
     ]
     return Heat(rows, label(low), label(top), labelled=len(rows) <= MOST_LABELLED)
+
+
+def balance_chart(balancing: Balancing) -> BalanceChart:
+    """The load of each rank over the mean, by parts of the run."""
+    rounds = len(balancing.rows[0])
+    count = min(rounds, MOST_PARTS)
+    bounds = [rounds * n // count for n in range(count + 1)]
+    spans = list(itertools.pairwise(bounds))
+    loads = [[sum(rows[begin:end]) for rows in balancing.rows] for begin, end in spans]
+    over = [[load * len(part) / (sum(part) or 1) for load in part] for part in loads]
+    low, top = min(map(min, over)), max(map(max, over))
+    parts = [
+        Part(
+            begin + 1,
+            end,
+            [Cell(f"{one:.2f}", False, (one - low) / (top - low or 1)) for one in part],
+            f"{imbalance(load) or 1:.2f}",
+            sum(moves for tick, moves in balancing.moves if begin < tick <= end),
+        )
+        for (begin, end), part, load in zip(spans, over, loads, strict=True)
+    ]
+    return BalanceChart(parts, f"{low:.2f}×", f"{top:.2f}×", len(balancing.rows) <= MOST_LABELLED)
 
 
 def load_chart(result: Result) -> LoadChart:

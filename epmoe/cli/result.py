@@ -78,6 +78,37 @@ class RankCounts:
 
 
 @dataclass(frozen=True)
+class Balancing:
+    """What moving experts has changed."""
+
+    rows: Sequence[Sequence[int]]
+    """[R][rounds] rows that the experts of each rank received"""
+    moves: Sequence[tuple[int, int]]
+    """(rounds before it, moves) of each plan"""
+
+    @property
+    def num_moves(self) -> int:
+        return sum(moves for _, moves in self.moves)
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Load of the busiest rank over the mean, in the first quarter of the rounds and in the last."""
+        quarter = max(1, len(self.rows[0]) // 4)
+        first, last = (
+            imbalance([sum(rows[part]) for rows in self.rows]) for part in (slice(quarter), slice(-quarter, None))
+        )
+        return first or 1.0, last or 1.0
+
+    @property
+    def outcome(self) -> str:
+        """In one line."""
+        moves, (first, last) = self.num_moves, self.ends
+        have = "expert has" if moves == 1 else "experts have"
+        took = f"the busiest rank took {first:.2f} × the mean in the first quarter, {last:.2f} × in the last"
+        return f"{moves} {have} moved; {took}"
+
+
+@dataclass(frozen=True)
 class Result:
     """Counts are sums over all rounds and ranks; `traffic` counts rows, `load` (token, expert) pairs."""
 
@@ -109,6 +140,8 @@ class Result:
     baseline: Baseline | None = None
     note: str = ""
     """what a reader must know of the texts"""
+    balancing: Balancing | None = None
+    """where experts moved while it ran"""
 
     @property
     def passed(self) -> bool:

@@ -16,7 +16,7 @@ from epmoe.cli import simulated
 from epmoe.cli.console import UserError, check_output, console, launched_rank, quiet_exit, require
 from epmoe.cli.demo import models
 from epmoe.cli.launch import CONFIG, NPROC, all_ranks, check_ranks, load, start_ranks
-from epmoe.cli.result import Check, Result, sum_counters
+from epmoe.cli.result import Balancing, Check, Result, sum_counters
 from epmoe.cli.tables import show
 from epmoe.cli.watch import watching
 from epmoe.config.config import EPConfig
@@ -137,23 +137,12 @@ def _run_layer(
         rounds=steps,
         health=sum_counters([counts for _, counts in gathered]),
         waited=[m.waited for m, _ in gathered],
+        balancing=Balancing([m.rows for m, _ in gathered], mine.moves) if balance else None,
     )
     show(result)
-    if mine.moved:
-        console.print(f"  experts: {_balances([measured.rows for measured, _ in gathered], mine.moved)}\n")
+    if result.balancing:
+        console.print(f"  {result.balancing.outcome}\n")
     return result
-
-
-def _balances(rows: list[list[int]], moved: int) -> str:
-    """What moving experts has changed, from the rows of each rank by round."""
-    ends = [[sum(part) for part in _ends(of_rank)] for of_rank in rows]
-    first, last = (max(part) * len(part) / max(sum(part), 1) for part in zip(*ends, strict=True))
-    return f"{moved} moves; the busiest rank took {first:.2f} × the mean in the first quarter, {last:.2f} × in the last"
-
-
-def _ends(rows: list[int]) -> tuple[list[int], list[int]]:
-    quarter = max(1, len(rows) // 4)
-    return rows[:quarter], rows[-quarter:]
 
 
 @contextmanager

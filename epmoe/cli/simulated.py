@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -38,8 +39,9 @@ class Measured:
     worst_error: float = 0.0
     waited: list[float] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    """by round, expert-major rows of this rank"""
-    moved: int = 0
+    """where experts move, rows of this rank's experts by round"""
+    moves: list[tuple[int, int]] = field(default_factory=list)
+    """(rounds before it, moves on all ranks) of each plan"""
 
 
 def run_layer(
@@ -77,7 +79,8 @@ def run_layer(
     pool_TE = pool()
     generator = torch.Generator().manual_seed(seed + 1 + ep.rank)
     bias_E = torch.zeros(model.num_experts, device=ep.device) if config.routing.selection_bias else None
-    waited_before = ep.health().waited_s
+    health = ep.health()
+    waited_before, rows_before = health.waited_s, sum(health.tokens_per_expert)
     for n in range(steps):
         if kind == "drift":
             pool_TE = pool(step=n / steps)  # one order becomes another over the run
@@ -88,7 +91,6 @@ def run_layer(
         clock.append(_now(ep.device))
         d = ep.dispatch(x_TD, routing.ids, routing.weights, tag=tag)
         clock.append(_now(ep.device))
-        measured.rows.append(int(d.tokens_per_expert.sum()))
         rows_ND = experts(d.rows, d.expert_offsets, d.scales)
         clock.append(_now(ep.device))
         y_TD = ep.combine(rows_ND, d)
@@ -100,11 +102,13 @@ def run_layer(
         measured.worst_error = max(measured.worst_error, _relative_error(y_TD[some], expected_TD))
         advance()
         if balancer is not None:
+            measured.rows.append(sum(ep.health().tokens_per_expert))
             balancer.tick()
     ep.check()
     if balancer is not None:
         balancer.finish()
-        measured.moved = sum(step.moves for step in balancer.history)
+        measured.rows = [after - before for before, after in pairwise([rows_before, *measured.rows])]
+        measured.moves = [(step.tick, step.moves) for step in balancer.history]
         balancer.close()
     measured.waited = [now - then for now, then in zip(ep.health().waited_s, waited_before, strict=True)]
     return measured

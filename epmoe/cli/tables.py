@@ -61,9 +61,9 @@ def mark(check: Check) -> str:
 
 
 def _ranks(result: Result) -> Table:
-    drops = any(result.dropped)
-    columns = ("rank", "rows sent", "received", "kept/pairs" if drops else "pairs", "busiest expert", "load per expert")
-    table = plain_table(columns, words=("load per expert",))
+    drops, holder = any(result.dropped), "slot" if result.balancing else "expert"
+    pairs, load = "kept/pairs" if drops else "pairs", f"load per {holder}"
+    table = plain_table(("rank", "rows sent", "received", pairs, f"busiest {holder}", load), words=(load,))
     for number, rank in enumerate(result.ranks):
         pairs = f"{rank.pairs:,}/{rank.routed:,}" if drops else f"{rank.pairs:,}"
         top = max(rank.load, default=0)

@@ -55,6 +55,8 @@ class Health:
             from its start until the signal of that rank was seen, and 0 if that was there at the first look.
         aborted_rounds: [R], rounds that each rank has aborted. The CPU does not see the aborts
             of other ranks in a round that this rank aborted, too.
+        rows_by_layer: [layers], rows of this rank's experts in each layer whose experts move, from tag 1 on; otherwise
+            one sum.
     """
 
     rounds: int
@@ -70,6 +72,7 @@ class Health:
     rows_sent: list[int]
     waited_s: list[float]
     aborted_rounds: list[int]
+    rows_by_layer: list[int]
 
     @classmethod
     def read(
@@ -81,14 +84,15 @@ class Health:
         waited_ns: Tensor,
         aborted_rounds: Tensor,
     ) -> Health:
-        """From the buffers of the same names: int64 [8], int64 [e], and int64 [R] each."""
+        """From the buffers of the same names: int64 [8], int64 [layers, e], and int64 [R] each."""
         return cls(
             rounds=rounds,
             **dict(zip(COUNTERS, counters.tolist(), strict=True)),
-            tokens_per_expert=tokens_per_expert.tolist(),
+            tokens_per_expert=tokens_per_expert.sum(0).tolist(),
             rows_sent=rows_sent.tolist(),
             waited_s=[ns / 1e9 for ns in waited_ns.tolist()],
             aborted_rounds=aborted_rounds.tolist(),
+            rows_by_layer=tokens_per_expert.sum(1).tolist(),
         )
 
     def as_dict(self) -> dict[str, int | list[int] | list[float]]:
@@ -124,8 +128,7 @@ class Totals:
 
     @staticmethod
     def _health(views: Mapping[str, Tensor]) -> Health:
-        counters, tokens, *by_rank = (views[name] for name in TOTALS)
-        return Health.read(int(views[_ROUNDS]) & 0xFFFFFFFF, counters, tokens.sum(0), *by_rank)  # of all layers
+        return Health.read(int(views[_ROUNDS]) & 0xFFFFFFFF, *(views[name] for name in TOTALS))
 
 
 class EPError(RuntimeError):
@@ -138,12 +141,21 @@ class EPStateError(EPError, ValueError):
 
 
 class EPTimeoutError(EPError, TimeoutError):
-    """Ranks did not arrive within the deadline, or left. The `ExpertParallel` can only be resumed or closed."""
+    """Ranks did not arrive within the deadline, or left. The `ExpertParallel` can only be resumed or closed, unless the
+    error says otherwise."""
 
-    def __init__(self, stage: str, epoch: int, missing: list[int], missing_global: list[int], why: str):
+    def __init__(
+        self,
+        stage: str,
+        epoch: int,
+        missing: list[int],
+        missing_global: list[int],
+        why: str,
+        then: str = "this ExpertParallel can only be resumed or closed",
+    ):
         self.stage, self.epoch = stage, epoch
         self.missing_ranks, self.missing_global_ranks = missing, missing_global
-        super().__init__(f"{stage} of round {epoch} {why}; this ExpertParallel can only be resumed or closed")
+        super().__init__(f"{stage} of round {epoch} {why}; {then}")
 
 
 class EPOpenError(EPError):

@@ -25,7 +25,7 @@ class Mail(Protocol):
         """What follows happens after all that was launched on the current stream."""
 
     def put(self, rank: int, offset: int, source: Tensor) -> None:
-        """Copy contiguous bytes, uint8 [n], into a rank's window. `source` must not change before they have arrived."""
+        """As `Window.put`. `source` must not change before it has arrived."""
 
     def post(self, number: int, value: int, ranks: Iterable[int]) -> None:
         """Write this rank's word of a number into the windows of ranks."""
@@ -34,7 +34,10 @@ class Mail(Protocol):
         """[R][MOVE_WORDS], by writer: what has arrived. None while they are being read."""
 
     def fetch(self, source: Tensor) -> Tensor:
-        """A copy on the host, once the calls before it have ended. Waits for no round."""
+        """A copy on the host, of now. It waits for no round, and not for the calls before it."""
+
+    def flush(self) -> None:
+        """Wait until what this rank has put and posted is there."""
 
     def copy(self, to: Tensor, source: Tensor) -> None:
         """Copy within this rank."""
@@ -57,7 +60,7 @@ class MailOnCPU:
         self._window.put(rank, offset, source)
 
     def post(self, number: int, value: int, ranks: Iterable[int]) -> None:
-        word = torch.tensor([value], dtype=torch.int64).view(torch.uint8)
+        word = torch.tensor([value], dtype=torch.int64)
         for rank in ranks:
             self._window.put(rank, _place(self._words.offset, self._words.shape[1], self._rank, number), word)
 
@@ -67,8 +70,12 @@ class MailOnCPU:
     def fetch(self, source: Tensor) -> Tensor:
         return source.clone()
 
+    def flush(self) -> None:
+        pass
+
     def copy(self, to: Tensor, source: Tensor) -> None:
-        to.copy_(source)
+        with torch.inference_mode():  # weights that were loaded in it could not be written outside
+            to.copy_(source)
 
     def upload(self, source: Tensor) -> Tensor:
         return source
@@ -81,7 +88,7 @@ class MailOnGPU:
         self._window, self._views, self._rank = window, views, plan.sizes["rank"]
         self._words = plan[_WORDS]
         device = views[_WORDS].device
-        self._uploads = torch.cuda.Stream(device)
+        self._uploads, self._fetches = torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
         self._stream, self._event = torch.cuda.Stream(device, priority=-1), torch.cuda.Event()
         self._posted, self._posts = torch.empty(_IN_FLIGHT, dtype=torch.int64, pin_memory=True), 0
         self._read = torch.empty(self._words.shape, dtype=torch.int64, pin_memory=True)
@@ -98,7 +105,7 @@ class MailOnGPU:
         place = self._posts % _IN_FLIGHT
         self._posts += 1
         self._posted[place] = value
-        word = self._posted[place : place + 1].view(torch.uint8)
+        word = self._posted[place : place + 1]
         for rank in ranks:
             self.put(rank, _place(self._words.offset, self._words.shape[1], self._rank, number), word)
 
@@ -115,13 +122,16 @@ class MailOnGPU:
         return None
 
     def fetch(self, source: Tensor) -> Tensor:
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._fetches):
             host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
-            self._stream.synchronize()
+            self._fetches.synchronize()
         return host
 
+    def flush(self) -> None:
+        self._stream.synchronize()
+
     def copy(self, to: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._stream):
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
             to.copy_(source, non_blocking=True)
 
     def upload(self, source: Tensor) -> Tensor:

@@ -29,12 +29,13 @@ from epmoe.exchange.memory import Buffer
 from epmoe.exchange.moves_plan import EMPTY, SlotMove, Wave
 
 Weights = Callable[[int, int], Sequence[Tensor]]
-"""(tag, index of a local slot) → its contiguous tensors, in which weights are read and written in place"""
+"""(tag, index of a local slot) → its tensors without gaps, in which weights are read and written in place"""
 
 # Words, by number. The last three are of epmoe/balancer.py.
 PLAN, VERSION, READY, COPIED, PUSHED, CANCELLED, COUNTED, PLANNED, LAST_PLAN = range(9)
 _FINISHED = (1 << 32) - 1  # of READY: this rank uses the last version, and goes on to no other
-_ENDED = 1 << 32  # more than any value
+_NEWER = 1 << 32  # more than any value
+_MOVES_WORDS = slice(PLAN, COUNTED)
 
 
 class _Part(NamedTuple):
@@ -45,6 +46,13 @@ class _Part(NamedTuple):
     begin: int
     end: int
     is_last: bool
+
+
+class _Size(NamedTuple):
+    shape: tuple[int, ...]
+    """with dimensions in the order of memory"""
+    dtype: torch.dtype
+    nbytes: int
 
 
 class Moves:
@@ -67,7 +75,11 @@ class Moves:
         version: of the tables that this rank uses; −1 before the first.
         count: moves on all ranks, detours included.
         total_bytes: that come to this rank.
+        copied_bytes: that have come to this rank so far.
         stalls: how often nothing has happened for `timeout_s`.
+
+    Raises:
+        ValueError: `weights` returns tensors that do not fit. No other rank hears of the call then.
     """
 
     def __init__(
@@ -87,32 +99,34 @@ class Moves:
         self._mail, self._number, self._rank, self._ranks = mail, number, rank, range(size)
         self._S, self._weights, self._staging = slots_per_rank, weights, staging
         self._timeout_s, self._switch, self._holds = timeout_s, switch, holds
-        self.version, self.stalls, self._last = -1, 0, len(waves)
-        self._waves = len(waves)
-        self._done = self._finished = False
+        self.version, self.copied_bytes, self.stalls = -1, 0, 0
+        self._last = self._waves = len(waves)
+        self._done = self._finished = self._ended = self._cancels = False
         self._pushed = [0] * size
         self._copied, self._ready = 0, 0
-        sizes = {move.layer: sum(map(_nbytes, self._tensors(move.layer, 0))) for wave in waves for move in wave.moves}
+        sizes = self._sizes(waves)
         parts: list[list[_Part]] = [[] for _ in self._ranks]
         for number_of_wave, wave in enumerate(waves, 1):
             for move in wave.moves:
-                parts[move.slot // slots_per_rank] += _parts(number_of_wave, move, sizes[move.layer], staging[0].nbytes)
+                nbytes = sum(size.nbytes for size in sizes[move.layer])
+                parts[move.slot // slots_per_rank] += _parts(number_of_wave, move, nbytes, staging[0].nbytes)
         self._parts, self._words = parts, list[list[int]]()
         self.count = sum(len(wave.moves) for wave in waves)
         self.total_bytes = sum(part.end - part.begin for part in parts[rank])
-        described = repr((sizes, [(wave.moves, wave.slots.tolist()) for wave in waves]))
-        self._checksum = crc32(described.encode())
+        self._checksum = crc32(repr((sizes, [wave.moves for wave in waves])).encode())
+        for wave in waves:
+            self._checksum = crc32(wave.slots.numpy().tobytes(), self._checksum)
         self._post(PLAN, self._checksum)
-        self._progress = time.monotonic()
+        self._progress, self._seen = time.monotonic(), self._state()
 
     @property
     def cancelled(self) -> bool:
-        """Whether they end before the last wave that was asked for."""
-        return self._last < self._waves
+        """Whether they end, or have ended, before the last wave that was asked for."""
+        return self._ended or self._last < self._waves
 
     @property
     def done(self) -> bool:
-        """Whether all ranks use the tables of the last version, as far as this one knows."""
+        """Whether all ranks use the tables of the last version, as far as this one knows, or the moves have ended."""
         return self._done
 
     def cancel(self) -> None:
@@ -120,8 +134,14 @@ class Moves:
 
         Other ranks see it when they have gone one version further.
         """
-        if not self._done:
+        if not self._done and not self._cancels:  # another word could be the first that a slow rank sees
+            self._cancels = True
             self._post(CANCELLED, max(self.version, 0) + 2)
+
+    def end(self) -> None:
+        """Here and now: nothing is read or written any more."""
+        self._ended = self._ended or not self._done
+        self._done = True
 
     def waits_for(self) -> list[int]:
         """Other ranks that the next step of this one needs, as far as it knows."""
@@ -141,35 +161,38 @@ class Moves:
     def step(self) -> None:
         """Do what can be done now. It waits for no rank and for no kernel.
 
-        Raises EPError where ranks were given other tables or weights of other sizes.
+        Raises EPError where ranks were given other tables or weights of other sizes: nothing has moved then, and these
+        moves have ended.
         """
-        if self._done or (words := self._mail.words()) is None:
+        if self._done:
             return
-        self._words = words
-        before = self._state()
-        self._check_plan()
-        if (last := min(self._cancelled(), default=_ENDED)) < self._last:
-            self._last = last
-        self._go_on()
-        self._copy()
-        self._push()
-        self._finish()
+        if (words := self._mail.words()) is not None:
+            self._words = words
+            self._check_plan()
+            if (last := min(self._cancelled(), default=_NEWER)) < self._last:
+                self._last = last
+            self._go_on()
+            self._copy()
+            self._push()
+            self._finish()
         now = time.monotonic()
-        if before != self._state():
-            self._progress = now
+        if (state := self._state()) != self._seen:
+            self._seen, self._progress = state, now
         elif now - self._progress > self._timeout_s:
             self.stalls += 1
             self._progress = now
 
     def _check_plan(self) -> None:
+        """A rank whose word is of a newer call has ended this one for the same reason: all of them are still here."""
         if self.version >= 0:
             return
-        others = [rank for rank in self._ranks if self._value(rank, PLAN) not in (-1, self._checksum, _ENDED)]
+        others = [rank for rank in self._ranks if self._value(rank, PLAN) not in (-1, self._checksum)]
         if others:
+            self.end()
             raise EPError(f"rank(s) {others} were given other slots, or weights of other sizes: they must be the same")
 
     def _cancelled(self) -> Iterator[int]:
-        return (value for rank in self._ranks if 0 <= (value := self._value(rank, CANCELLED)) < _ENDED)
+        return (value for rank in self._ranks if 0 <= (value := self._value(rank, CANCELLED)) < _NEWER)
 
     def _go_on(self) -> None:
         """The next version, once all ranks are ready for it."""
@@ -208,6 +231,7 @@ class Moves:
             self._mail.copy(piece, self._staging[1][begin : begin + len(piece)])
             begin += len(piece)
         self._copied += 1
+        self.copied_bytes += part.end - part.begin
         if part.is_last:
             self._holds(layer, local, expert)
         self._post(COPIED, self._copied)
@@ -238,7 +262,9 @@ class Moves:
             self._post(PUSHED, number + 1, [to])
 
     def _state(self) -> tuple[object, ...]:
-        return self.version, self._copied, self._ready, self._finished, *self._pushed
+        """What changes when this rank or another one gets further."""
+        words = [row[_MOVES_WORDS] for row in self._words]
+        return self.version, self._copied, self._ready, self._finished, *self._pushed, words
 
     def _pieces(self, layer: int, local: int, part: _Part) -> Iterator[Tensor]:
         """The bytes of a slot from `part.begin` to `part.end`."""
@@ -250,24 +276,38 @@ class Moves:
                 yield flat[begin:end]
             at += len(flat)
 
-    def _tensors(self, layer: int, local: int) -> Sequence[Tensor]:
-        return [tensor.detach() for tensor in self._weights(layer + 1, local)]
+    def _tensors(self, layer: int, local: int) -> list[Tensor]:
+        """With their dimensions in the order of memory."""
+        tensors = [tensor.detach() for tensor in self._weights(layer + 1, local)]
+        return [t.permute(sorted(range(t.dim()), key=t.stride().__getitem__, reverse=True)) for t in tensors]
+
+    def _sizes(self, waves: list[Wave]) -> dict[int, list[_Size]]:
+        """By layer whose experts move, what its slots have."""
+        slots = {(move.layer, slot) for wave in waves for move in wave.moves for slot in (move.slot, move.source)}
+        mine = {(layer, slot % self._S) for layer, slot in slots if slot // self._S == self._rank}
+        device, sizes = self._staging[1].device, dict[int, list[_Size]]()
+        for layer, local in sorted(mine | {(layer, 0) for layer, _ in slots}):
+            tensors = self._tensors(layer, local)
+            found = [_Size(tuple(t.shape), t.dtype, t.nbytes) for t in tensors]
+            fits = all(t.is_contiguous() and t.device == device for t in tensors)
+            if not fits or sizes.setdefault(layer, found) != found:
+                raise ValueError(
+                    f"`weights` must return tensors on {device}, without gaps, and of the same sizes for all slots of "
+                    f"a layer, got {found} for slot {local} of tag {layer + 1}"
+                )
+        return sizes
 
     def _post(self, word: int, value: int, ranks: Sequence[int] | None = None) -> None:
         self._mail.post(word, self._number << 32 | value, self._ranks if ranks is None else ranks)
 
     def _value(self, rank: int, word: int) -> int:
-        """−1: not written yet. `_ENDED`: the rank has left this call behind it."""
+        """−1: not written yet. `_NEWER`: the rank has left this call behind it."""
         number, value = divmod(self._words[rank][word], 1 << 32)
-        return value if number == self._number else _ENDED if number > self._number else -1
+        return value if number == self._number else _NEWER if number > self._number else -1
 
     def __repr__(self) -> str:
         state = "done" if self.done else f"waits for rank(s) {waits}" if (waits := self.waits_for()) else "moving"
         return f"Moves(version {max(self.version, 0)} of {self._last}, {self.total_bytes:,} bytes, {state})"
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _parts(wave: int, move: SlotMove, nbytes: int, staging: int) -> list[_Part]:

@@ -34,16 +34,15 @@ class Wave(NamedTuple):
 
 def in_place(before: Tensor, after: Tensor, slots_per_rank: int) -> Tensor:
     """`after` with each rank's slots in an order in which experts that stay on the rank stay where they are."""
-    result = after.clone()
-    for layer in range(len(before)):
-        for first in range(0, before.shape[1], slots_per_rank):
-            old = before[layer, first : first + slots_per_rank].tolist()
-            new = after[layer, first : first + slots_per_rank].tolist()
-            stays = {expert for expert in new if expert != EMPTY and expert in old}
-            rest = iter([expert for expert in new if expert not in stays])
-            placed = [expert if expert in stays else next(rest) for expert in old]
-            result[layer, first : first + slots_per_rank] = torch.tensor(placed, dtype=result.dtype)
-    return result
+    L, P = before.shape
+    olds, result = (table.view(L, P // slots_per_rank, slots_per_rank) for table in (before, after.clone()))
+    for layer, rank in (olds != result).any(dim=2).nonzero().tolist():
+        old, new = olds[layer, rank].tolist(), result[layer, rank].tolist()
+        stays = {expert for expert in new if expert != EMPTY and expert in old}
+        rest = iter([expert for expert in new if expert not in stays])
+        placed = [expert if expert in stays else next(rest) for expert in old]
+        result[layer, rank] = torch.tensor(placed, dtype=result.dtype)
+    return result.view(L, P)
 
 
 def plan_waves(before: Tensor, after: Tensor, slots_per_rank: int) -> list[Wave]:
@@ -65,8 +64,8 @@ def plan_waves(before: Tensor, after: Tensor, slots_per_rank: int) -> list[Wave]
         ValueError: experts without another copy change places, and no slot is free for a detour.
     """
     now, after, waves, detours = before.clone(), after.clone(), list[Wave](), [set[int]() for _ in before]
-    while not torch.equal(now, after):
-        moves = [move for i in range(len(now)) for move in _wave_of(i, now[i], after[i], slots_per_rank, detours[i])]
+    while layers := (now != after).any(dim=1).nonzero().flatten().tolist():
+        moves = [move for i in layers for move in _wave_of(i, now[i], after[i], slots_per_rank, detours[i])]
         for move in moves:
             now[move.layer, move.slot] = move.expert
         if not moves:  # what is left becomes empty

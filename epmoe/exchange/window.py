@@ -48,9 +48,10 @@ class Window(Protocol):
         """Store an unsigned 64-bit word into every rank's window, `offset` bytes from its start. Waits for no rank."""
 
     def put(self, rank: int, offset: int, source: torch.Tensor) -> None:
-        """Copy bytes (uint8 [n], contiguous) into a rank's window, on a GPU by a copy on the current stream.
+        """Copy a contiguous tensor [n] into a rank's window, on a GPU by a copy on the current stream.
 
-        Who sees the bytes of one put sees those of the puts before it, too.
+        `offset` is a multiple of the size of an element. Nobody sees a part of an element of 8 bytes, and who sees the
+        elements of one put sees those of the puts before it, too.
         """
 
 
@@ -91,7 +92,7 @@ class SharedMemoryWindow:
             ctypes.c_uint64.from_address(address + offset).value = value
 
     def put(self, rank: int, offset: int, source: torch.Tensor) -> None:
-        self._regions[rank][offset : offset + len(source)].copy_(source)
+        self._regions[rank][offset : offset + source.nbytes].view(source.dtype).copy_(source)
 
     def _note(self, dead: int) -> None:
         self.local[self._dead_at : self._dead_at + 8].view(torch.int64).fill_(dead)

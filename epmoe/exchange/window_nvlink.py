@@ -81,7 +81,8 @@ class NVLinkWindow:
         self._store(self._words, offset, value)
 
     def put(self, rank: int, offset: int, source: Tensor) -> None:
-        self._words[rank].view(torch.uint8)[offset : offset + len(source)].copy_(source, non_blocking=True)
+        there = self._words[rank].view(torch.uint8)[offset : offset + source.nbytes].view(source.dtype)
+        there.copy_(source, non_blocking=True)
 
     def _note(self, dead: int) -> None:
         time.sleep(_LAST_WORDS_S)

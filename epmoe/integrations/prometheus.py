@@ -41,7 +41,8 @@ class HealthCollector(Collector):
     - `epmoe_tokens_per_expert_total` with `expert`, the physical expert of this rank
     - `epmoe_wait_seconds_total` with `source`, the rank that was waited for
     - `epmoe_aborted_rounds_total` with `source`, the rank that aborted the rounds
-    - `epmoe_moved_experts_total` and `epmoe_stalled_moves_total`, 0 where experts do not move
+    - with `placement.live`, `epmoe_moved_experts_total`, `epmoe_moved_bytes_total` and `epmoe_stalled_moves_total`, and
+      `epmoe_layer_rows_total` with `layer`, the tag of a layer: rows of this rank's experts
 
     Args:
         exchanges: one `ExpertParallel`, which the label `exchange` calls "default"; or several by their names. One that
@@ -59,7 +60,9 @@ class HealthCollector(Collector):
         tokens = _counter("tokens_per_expert", "Rows of each local expert", "expert")
         waited = _counter("wait_seconds", "Seconds that this rank has waited for each rank", "source")
         aborted = _counter("aborted_rounds", "Rounds that each rank has aborted", "source")
+        layers = _counter("layer_rows", "Rows of this rank's experts in each layer", "layer")
         moved = _counter("moved_experts", "Experts that have moved to this rank")
+        moved_bytes = _counter("moved_bytes", "Bytes of weights that have moved to this rank")
         stalled = _counter("stalled_moves", "Times that a move of this rank got no further within the deadline")
         for name, ep in self._exchanges.items():
             try:
@@ -67,8 +70,12 @@ class HealthCollector(Collector):
             except EPStateError:  # it is closed
                 continue
             rounds.add_metric(labels, health.rounds)
-            moved.add_metric(labels, 0 if ep.live is None else ep.live.moved)
-            stalled.add_metric(labels, 0 if ep.live is None else ep.live.stalls)
+            by_layer = dict[int, int]()
+            if ep.live is not None:
+                by_layer = dict(enumerate(health.rows_by_layer, 1))
+                moved.add_metric(labels, ep.live.moved)
+                moved_bytes.add_metric(labels, ep.live.moved_bytes)
+                stalled.add_metric(labels, ep.live.stalls)
             for counter, family in counters.items():
                 family.add_metric(labels, getattr(health, counter))
             for family, names, values in (
@@ -76,10 +83,11 @@ class HealthCollector(Collector):
                 (tokens, ep.placement.local_experts(ep.rank), health.tokens_per_expert),
                 (waited, range(ep.size), health.waited_s),
                 (aborted, range(ep.size), health.aborted_rounds),
+                (layers, by_layer, by_layer.values()),
             ):
                 for index, value in zip(names, values, strict=True):
                     family.add_metric([*labels, str(index)], value)
-        yield from (rounds, *counters.values(), sent, tokens, waited, aborted, moved, stalled)
+        yield from (rounds, *counters.values(), sent, tokens, waited, aborted, layers, moved, moved_bytes, stalled)
 
 
 def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:

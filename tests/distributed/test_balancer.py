@@ -14,9 +14,10 @@ from epmoe.local.reference import moe_reference
 E, K, D, L, VOCABULARY, STEPS = 16, 2, 32, 2, 48, 160
 
 
-@pytest.fixture
-def ep(make_ep, size) -> ExpertParallel:
+@pytest.fixture(params=[None, 1], ids=["shares-of-the-past", "exact-shares"])
+def ep(make_ep, size, request) -> ExpertParallel:
     live = {"live": True, "slots_per_rank": min(-(-E // size) + 1, E), "layers": L, "staging_mb": 1}
+    live["exact_shares_from"] = request.param
     made = make_ep(experts=E, top_k=K, hidden=D, max_tokens=8, placement=live, routing={"renormalize": True})
     made.exchange.plan.sizes["few_tokens"] = 0  # otherwise GPUs balance copies, and not rows
     return made
@@ -110,6 +111,50 @@ def test_a_checkpoint_holds_the_experts_wherever_they_are(ep, size):
         layer.load_full_state_dict(state)
     tokens = torch.arange(8)
     assert torch.equal(model.decode(tokens.to(ep.device), 0).cpu(), model.decode_alone(tokens, 0))
+
+
+def test_finish_takes_up_a_plan_where_the_last_one_has_not_been_seen_to_end(ep, size, rank):
+    """Rank 0 sees the end of the first moves and sends a second plan; the others look again only in `finish`."""
+    model, balancer = Model(ep), Balancer(ep, every=1)
+    tables = [balance(torch.rand(L, E, generator=generator(n)), ep.slots, ep_size=size) for n in range(2)]
+    balancer._recent = torch.ones(L, E, dtype=torch.float64)
+    if rank == 0:
+        balancer._publish(tables[0])
+    while balancer._moves is None:
+        balancer._look()
+    moves = balancer._moves
+    while not moves._finished:
+        ep.poll()
+    dist.barrier()
+    if rank == 0:
+        while not moves.done:
+            ep.poll()
+        balancer._publish(tables[1])
+        ep.live.mail.flush()
+    dist.barrier()
+    assert rank == 0 or size == 1 or not moves.done
+    balancer.finish()
+    assert len(balancer.history) == 2 and model.layers
+    balancer.close()
+
+
+def test_a_balancer_refuses_what_does_not_fit(ep):
+    for wrong in ({"every": 0}, {"goal": 0.9}, {"max_moves": -1}, {"least_gain": -1.0}, {"least_gain": float("nan")}):
+        with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` must be"):
+            Balancer(ep, **wrong)
+
+
+def test_history_counts_what_moves_only(ep, size):
+    """Two layers would gain, but none as much as is asked for."""
+    if size == 1:
+        return
+    balancer = Balancer(ep, every=1, least_gain=9.0)
+    loads = torch.arange(E).expand(L, E).double()
+    plan = balance(loads, ep.slots, ep_size=size)
+    assert plan.moves
+    found = balancer._worthwhile(plan, loads, ep.slots)
+    assert torch.equal(found.slots, ep.slots) and not found.moves and found.balance_after == plan.balance_before
+    balancer.close()
 
 
 def test_a_balancer_needs_experts_that_move(make_ep):

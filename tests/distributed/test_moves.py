@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,7 @@ from exchanges import make_config
 from helpers import assert_close, generator, randn
 from torch import Tensor
 
-from epmoe import EPError, ExpertParallel
+from epmoe import EPError, EPStateError, EPTimeoutError, ExpertParallel
 from epmoe.exchange.moves_plan import EMPTY
 
 E, K, D, M, L = 12, 3, 32, 16, 3
@@ -50,7 +51,7 @@ class Slots:
         return torch.where(numbers[:, None] < offsets[-1], rows * self.rows[layer, expert], torch.nan)
 
 
-def draw_table(size: int, S: int, seed: int) -> Tensor:
+def draw_table(size: int, S: int, seed: int, most_copies: int = 4) -> Tensor:
     """Slots [L, P], such that every expert has one and no rank one twice; at least one slot of a layer is free."""
     draw, tables = random.Random(seed), []
     for _ in range(L):
@@ -59,7 +60,9 @@ def draw_table(size: int, S: int, seed: int) -> Tensor:
             draw.choice([r for r in ranks if len(r) < S]).append(expert)
         for _ in range(size * S - E - 1):
             expert = draw.randrange(E)
-            if sum(expert in r for r in ranks) < 4 and (room := [r for r in ranks if len(r) < S and expert not in r]):
+            if sum(expert in r for r in ranks) < most_copies and (
+                room := [r for r in ranks if len(r) < S and expert not in r]
+            ):
                 draw.choice(room).append(expert)
         for held in ranks:
             held += [EMPTY] * (S - len(held))
@@ -83,8 +86,9 @@ def want(x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
 def make(make_ep, size) -> Callable[..., ExpertParallel]:
     S = -(-E // size) + (1 if size > 1 else 0)
 
-    def build(**options) -> ExpertParallel:
-        live = {"live": True, "slots_per_rank": S, "layers": L, "staging_mb": 1}
+    def build(most_copies: int = 4, more_slots: int = 0, **options) -> ExpertParallel:
+        slots = min(S + more_slots, E)
+        live = {"live": True, "slots_per_rank": slots, "layers": L, "staging_mb": 1, "most_copies": most_copies}
         return make_ep(experts=E, top_k=K, hidden=D, max_tokens=M, placement=live, **options)
 
     return build
@@ -177,6 +181,59 @@ def test_shares_follow_loads(make, size, rank):
         assert mine == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_batch_is_shared_by_its_own_ids(make, size, rank, dtype):
+    """Loads of the past say nothing of expert 0, which has two copies and all the tokens."""
+    ep = make()
+    ep.exchange.plan.sizes["few_tokens"] = 0
+    slots, table = Slots(ep), ep.exchange.views["table.copies"]
+    loads = torch.ones(L, E)
+    loads[:, 0] = 0
+    ep.share(loads)
+    ep.apply()
+    before = table.clone()
+    x, ids, weights = (t.to(ep.device) for t in make_round(rank, 1, M))
+    ids = ids.to(dtype)
+    ids[:, 0], ids[:, 1], ids[:, 2] = 0, E, -1
+    with pytest.raises(ValueError, match="`tag` must be"):
+        ep.share_batch(ids, 0)
+    with pytest.raises(ValueError, match="`ids` must be"):
+        ep.share_batch(ids[0], 2)
+    ep.share_batch(ids, 2)
+    d = ep.dispatch(x, ids, weights, tag=2)
+    with pytest.raises(EPStateError, match="a round is open"):
+        ep.share_batch(ids, 2)
+    ep.poll()  # not between rounds
+    rows = int(d.tokens_per_expert.sum())
+    y = ep.combine(slots.run(d.rows, d.expert_offsets, 1), d)
+    gains = x.double() * gain(0, 1).to(x.device) * weights[:, :1]
+    assert_close(y.cpu(), gains.cpu(), slack=4)
+    copies = (ep.slots[1].view(size, -1) == 0).any(1)
+    gathered: list[int] = [0] * size
+    dist.all_gather_object(gathered, rows)
+    expected = torch.where(copies, M * size / copies.sum(), 0)
+    assert (torch.tensor(gathered) - expected).abs().le(0.5 * expected).all()
+    assert torch.equal(table[0], before[0]) and torch.equal(table[2], before[2])
+    assert copies.sum() == 1 or not copies[rank] or not torch.equal(table[1], before[1]), "not the own copy first"
+    ep.poll()
+    assert torch.equal(table, before)
+
+
+def test_a_batch_uses_no_slot_that_is_to_be_overwritten(make, size):
+    ep = make()
+    slots = Slots(ep)
+    moves = ep.replace(draw_table(size, ep.num_local_experts, seed=3), slots.of)
+    assert ep.live is not None
+    for seed in range(40):
+        if not moves.done and 0 <= moves.version < len(ep.live._waves):
+            dropped = {move.slot for move in ep.live._waves[moves.version].moves if move.layer == seed % L}
+            ep.share_batch(make_round(ep.rank, seed, M)[1].to(ep.device), seed % L + 1)
+            assert dropped.isdisjoint(slots_in_use(ep)[seed % L])
+        play(ep, slots, seed, seed % L, 9)
+        ep.poll()
+    ep.apply()
+
+
 def test_moves_that_are_cancelled_leave_every_expert_in_use(make, size, rank):
     ep = make()
     slots = Slots(ep)
@@ -195,15 +252,169 @@ def test_moves_that_are_cancelled_leave_every_expert_in_use(make, size, rank):
     play(ep, slots, 9, 1, 5)
 
 
-def test_ranks_with_other_tables_hear_of_it(make, size, rank):
+@pytest.mark.parametrize("first", [True, False])
+def test_ranks_with_other_tables_hear_of_it(make, size, rank, first):
+    """And begin again: with `first`, rank 0 does before the others have looked, and is not taken for ready."""
+    if size == 1:
+        return
+    ep = make()
+    slots, S = Slots(ep), ep.num_local_experts
+    moves = ep.replace(draw_table(size, S, seed=10 + rank), slots.of)
+    dist.barrier()
+    for turn in (rank == 0, rank > 0) if first else (True,):
+        if turn:
+            with pytest.raises(EPError, match="were given other slots"):
+                ep.apply()
+            assert moves.done and moves.version == -1
+            ep.replace(draw_table(size, S, seed=10), slots.of)
+        if first:
+            dist.barrier()
+    play(ep, slots, 1, 1, 5)
+    ep.apply()
+    play(ep, slots, 2, 2, 5)
+
+
+def slots_in_use(ep: ExpertParallel) -> list[set[int]]:
+    """By layer, those that a table of this rank names."""
+    return [set(table[table != -1].bitwise_and(0xFFFF).tolist()) for table in ep.exchange.views["table.copies"]]
+
+
+def test_shares_on_their_way_do_not_bring_dropped_slots_back(make, size):
     if size == 1:
         return
     ep = make()
     slots = Slots(ep)
-    ep.replace(draw_table(size, ep.num_local_experts, seed=10 + rank), slots.of)
-    with pytest.raises(EPError, match="were given other slots"):
+    ep.share(torch.rand(L, E))
+    moves = ep.replace(draw_table(size, ep.num_local_experts, seed=3), slots.of)
+    dist.barrier()
+    time.sleep(0.3)  # all tables are made
+    while moves.version < 0:
+        ep.poll()
+    assert ep.live is not None
+    for move in ep.live._waves[0].moves:
+        assert move.slot not in slots_in_use(ep)[move.layer]
+    dist.barrier()
+    ep.apply()
+    play(ep, slots, 2, 2, 5)
+
+
+def test_shares_given_during_the_last_wave_are_used(make, size):
+    ep = make()
+    slots = Slots(ep)
+    moves = ep.replace(draw_table(size, ep.num_local_experts, seed=3), slots.of)
+    assert ep.live is not None
+    while moves.version < len(ep.live._waves):
+        ep.poll()
+    loads = torch.rand(L, E, generator=generator(7))
+    ep.share(loads)
+    ep.apply()
+    assert torch.equal(ep.exchange.views["table.copies"].cpu(), ep.live._tables(ep.slots, loads.double()).quotas.cpu())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_copies_move_where_no_more_are_allowed(make, size, seed):
+    """Between two waves an expert has its new copies, and those that it is to lose."""
+    ep = make(most_copies=2, more_slots=2)
+    slots = Slots(ep)
+    for number in range(3):
+        ep.replace(draw_table(size, ep.num_local_experts, seed=10 * seed + number, most_copies=2), slots.of)
         ep.apply()
-    play(ep, slots, 1, 1, 5)
+        play(ep, slots, number, number, 9)
+        dist.barrier()
+
+
+def test_weights_that_fail_begin_nothing(make, size, rank):
+    if size == 1:
+        return
+    ep = make()
+    slots, target = Slots(ep), draw_table(size, ep.num_local_experts, seed=3)
+    if rank == 0:
+        with pytest.raises(ZeroDivisionError):
+            ep.replace(target, lambda tag, slot: [torch.zeros(1 // 0)])
+        for wrong in (slots.rows[0, :, ::2][0], torch.zeros(D, device="meta")):
+            with pytest.raises(ValueError, match="`weights` must"):
+                ep.replace(target, lambda tag, slot, wrong=wrong: [wrong])
+        with pytest.raises(ValueError, match="`weights` must"):
+            ep.replace(target, lambda tag, slot: [slots.rows[0, slot, : slot + 1]])
+    ep.replace(target, slots.of)
+    ep.apply()
+    play(ep, slots, 2, 2, 5)
+
+
+def test_weights_that_fail_later_are_asked_for_again(make, size):
+    ep = make()
+    slots, fails = Slots(ep, big=True), False
+
+    def weights(tag: int, slot: int) -> list[Tensor]:
+        nonlocal fails
+        fails = not fails
+        if started and fails:
+            raise ZeroDivisionError
+        return slots.of(tag, slot)
+
+    started = False
+    moves = ep.replace(draw_table(size, ep.num_local_experts, seed=3), weights)
+    started = True
+    while not moves.done:
+        try:
+            ep.poll()
+        except ZeroDivisionError:
+            continue
+    assert ep.live is not None and moves.copied_bytes == moves.total_bytes == ep.live.moved_bytes
+    dist.barrier()
+    for layer in range(L):
+        for local, expert in enumerate(ep.logical_experts(layer + 1)):
+            assert expert == EMPTY or (slots.data[layer, local] == expert).all()
+        play(ep, slots, layer, layer, 9)
+
+
+def test_weights_that_are_transposed_or_of_inference_mode(make, size):
+    """As gpt-oss has them; their order in memory is what moves."""
+    ep = make()
+    slots = Slots(ep)
+    with torch.inference_mode():
+        stored = torch.zeros(L, ep.num_local_experts, 3, 2, device=ep.device)
+        for layer in range(L):
+            for local, expert in enumerate(ep.logical_experts(layer + 1)):
+                stored[layer, local] = torch.arange(6).view(3, 2) + 10 * expert
+    ep.replace(draw_table(size, ep.num_local_experts, seed=3), lambda tag, slot: [stored[tag - 1, slot].T])
+    ep.apply()
+    for layer in range(L):
+        for local, expert in enumerate(ep.logical_experts(layer + 1)):
+            assert expert == EMPTY or torch.equal(stored[layer, local].cpu(), torch.arange(6).view(3, 2) + 10 * expert)
+    del slots
+
+
+def test_moves_end_with_their_windows(make, size):
+    ep = make()
+    slots = Slots(ep)
+    moves = ep.replace(draw_table(size, ep.num_local_experts, seed=3), slots.of)
+    dist.barrier()
+    ep.close()
+    moves.cancel()  # writes nowhere
+    moves.step()
+    assert moves.done
+    with pytest.raises(EPStateError, match="is closed"):
+        ep.apply()
+
+
+def test_apply_names_a_late_rank_and_goes_on_later(make, size, rank):
+    if size == 1:
+        return
+    ep = make()
+    slots, target = Slots(ep), draw_table(size, ep.num_local_experts, seed=3)
+    if rank:
+        moves = ep.replace(target, slots.of)
+        moves._timeout_s = 0.05
+        with pytest.raises(EPTimeoutError, match=r"waited for rank\(s\) \[0\].*call `apply` again"):
+            ep.apply(timeout_s=0.2)
+        assert 1 <= moves.stalls <= 4 and moves.waits_for() == [0] and ep.live is not None
+        assert ep.live.stalls == moves.stalls
+    dist.barrier()
+    if rank == 0:
+        ep.replace(target, slots.of)
+    ep.apply()
+    play(ep, slots, 2, 2, 5)
 
 
 def test_what_does_not_fit_is_refused(make, size):
@@ -211,6 +422,9 @@ def test_what_does_not_fit_is_refused(make, size):
     slots = Slots(ep)
     with pytest.raises(ValueError, match="`slots` must be integers"):
         ep.replace(ep.slots[:1], slots.of)
+    mine = ep.slots
+    mine.fill_(EMPTY)
+    assert not torch.equal(mine, ep.slots), "a copy"
     with pytest.raises(ValueError, match="must hold every expert"):
         ep.replace(torch.zeros_like(ep.slots).fill_(-1), slots.of)
     with pytest.raises(ValueError, match="`loads` must be"):

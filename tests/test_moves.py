@@ -1,0 +1,137 @@
+"""Moves of all ranks in one process, in drawn orders of all that can happen: hosts run ahead of their GPUs, words are
+late, and ranks cancel."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from test_moves_plan import draw_slots
+from torch import Tensor
+
+from epmoe.exchange.memory import MOVE_WORDS, Buffer
+from epmoe.exchange.moves import Moves
+from epmoe.exchange.moves_plan import EMPTY, in_place, plan_waves
+
+L, E, R, S = 2, 10, 4, 4
+STAGING = 16  # bytes; a slot has 40
+
+
+class Rank:
+    """A rank whose mail, like that on a GPU, is a queue of its own, and whose rounds are behind its host."""
+
+    def __init__(self, number: int, group: list[Rank], before: Tensor, after: Tensor, draw: random.Random) -> None:
+        self.number, self.group, self.draw, self.before = number, group, draw, before
+        self.board = [[0] * MOVE_WORDS for _ in range(R)]
+        self.queue: deque[tuple[Callable[[], bool], Callable[[], object]]] = deque()
+        self.staging = torch.zeros(STAGING, dtype=torch.uint8)
+        self.weights = before.view(L, R, S)[:, number, :, None].repeat(1, 1, 5).long()
+        self.used = self.switched = -1  # versions of the tables that rounds use, and that the host has chosen
+        self.snapshot: list[list[int]] | None = None
+        self.reading = False
+        self.waves = plan_waves(before, in_place(before, after, S), S)
+        self.moves = Moves(
+            self, 1, number, R, S, self.waves, lambda tag, slot: [self.weights[tag - 1, slot]],
+            (Buffer("moves.staging", "window", (STAGING,), torch.uint8, 0), self.staging),
+            30.0, self.switch, lambda *_: None,
+        )  # fmt: skip
+
+    def switch(self, version: int) -> bool:
+        if self.draw.random() < 0.5:
+            return False
+        self.switched = version
+        return True
+
+    def send(self, run: Callable[[], object], ready: Callable[[], bool] = lambda: True) -> None:
+        self.queue.append((ready, run))
+
+    def after_rounds(self) -> None:
+        version = self.switched
+        self.send(lambda: None, lambda: self.used >= version)
+
+    def put(self, rank: int, offset: int, source: Tensor) -> None:
+        self.send(lambda: self.group[rank].staging[offset : offset + len(source)].copy_(source))
+
+    def post(self, number: int, value: int, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self.send(lambda rank=rank: self.group[rank].board[self.number].__setitem__(number, value))
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        def run() -> None:
+            at = (to.data_ptr() - self.weights.data_ptr()) // 40
+            layer, local = divmod(at, S)
+            slot = self.number * S + local
+            assert not any(rank.in_use()[layer, slot] != EMPTY for rank in self.group), "overwritten in use"
+            to.copy_(source)
+
+        self.send(run)
+
+    def words(self) -> list[list[int]] | None:
+        if not self.reading:
+            self.reading, self.snapshot = True, None
+            self.send(lambda: setattr(self, "snapshot", [list(row) for row in self.board]))
+        elif self.snapshot is not None:
+            self.reading = False
+            return self.snapshot
+        return None
+
+    def after(self, version: int) -> Tensor:
+        return self.before if version <= 0 else self.waves[version - 1].slots
+
+    def in_use(self) -> Tensor:
+        """The table of this rank's rounds."""
+        slots = self.after(self.used).clone()
+        if 0 <= self.used < len(self.waves) and self.used < self.moves._last:
+            for move in self.waves[self.used].moves:
+                slots[move.layer, move.slot] = EMPTY
+        return slots
+
+    def act(self) -> None:
+        """Something that can happen now."""
+        what = self.draw.random()
+        if what < 0.4:
+            self.moves.step()
+        elif what < 0.8 and self.queue and self.queue[0][0]():
+            self.queue.popleft()[1]()
+        elif what >= 0.8 and self.used < self.switched:
+            self.used += 1
+            held = torch.stack([rank.weights for rank in self.group], dim=1).view(L, R * S, 5)
+            table = self.in_use().long()
+            assert ((held == table[:, :, None]) | (table[:, :, None] == EMPTY)).all(), "in use before it is whole"
+            assert all(set(row) >= set(range(E)) for row in table.tolist()), "an expert in no slot in use"
+
+
+def run(seed: int, weights: list[float], likely: float = 0.0) -> None:
+    """Until all is done. Rank 0 cancels from a version on, now and then again in each of the next ones."""
+    draw = random.Random(seed)
+    before, after = draw_slots(L, E, R, S, seed), draw_slots(L, E, R, S, 1000 + seed)
+    group: list[Rank] = []
+    group += [Rank(number, group, before, after, draw) for number in range(R)]
+    cancelled, moves = set[int](), group[0].moves
+    for _ in range(200_000):
+        if all(rank.moves.done and not rank.queue for rank in group):
+            break
+        draw.choices(group, weights)[0].act()
+        if likely and moves.version >= seed % 3 and draw.random() < likely and moves.version not in cancelled:
+            cancelled.add(moves.version)
+            moves.cancel()
+            likely = 0.5
+    assert all(rank.moves.done for rank in group)
+    assert {rank.moves.version for rank in group} == {min([len(group[0].waves), *(v + 2 for v in cancelled)])}
+    assert not any(rank.moves.stalls for rank in group)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_no_order_of_events_breaks_a_rank(seed):
+    """Some ranks are slow."""
+    draw = random.Random(seed)
+    run(seed, [draw.random() ** 3 + 0.01 for _ in range(R)])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_cancelled_moves_end_alike(seed):
+    """Also on a slow rank, which may miss the first of several calls."""
+    run(seed, [1, 1, 1, 0.05], likely=0.0005)

@@ -82,7 +82,12 @@ def main() -> None:
     torch.set_grad_enabled(False)
     rank, size = dist.get_rank(), dist.get_world_size()
     stays, live = make(False, size), make(True, size)
-    lines = []
+
+    def say(line: str) -> None:
+        if rank == 0:
+            print(line, flush=True)
+
+    say(f"{size} × {torch.cuda.get_device_name()}")
     for T in (1, 16, 128, 1024):
         graphs = rounds(stays, T, 0), rounds(live, T, 1)
         times: tuple[list[float], list[float]] = [], []
@@ -91,7 +96,7 @@ def main() -> None:
                 dist.barrier()
                 of_side.append(timed(graph.replay) / ROUNDS)
         without, with_quotas = (slowest(median(of_side)) for of_side in times)
-        lines.append(f"a round of {T} tokens: {without:.2f} µs where experts stay, {with_quotas:.2f} µs with quotas")
+        say(f"a round of {T} tokens: {without:.2f} µs where experts stay, {with_quotas:.2f} µs with quotas")
     experts = live.live
     assert experts is not None
     tables = experts._tables(experts.slots, torch.ones(LAYERS, E, dtype=torch.float64))
@@ -100,7 +105,7 @@ def main() -> None:
         torch.cuda._sleep(200_000)  # the host runs ahead, as in serving
         return timed(lambda: experts._put_into_use(tables))
 
-    lines.append(f"tables of {LAYERS} layers: {slowest(median(change() for _ in range(SAMPLES))):.2f} µs of the stream")
+    say(f"tables of {LAYERS} layers: {slowest(median(change() for _ in range(SAMPLES))):.2f} µs of the stream")
     ids = torch.rand(M, E).argsort(dim=1)[:, :K].int().cuda()
 
     def share() -> float:
@@ -110,9 +115,7 @@ def main() -> None:
         torch.cuda.synchronize()
         return 1e6 * (time.perf_counter() - start)
 
-    lines.append(
-        f"shares of a batch of {M} tokens: {slowest(median(share() for _ in range(SAMPLES))):.0f} µs of the host"
-    )
+    say(f"shares of a batch of {M} tokens: {slowest(median(share() for _ in range(SAMPLES))):.0f} µs of the host")
     if size > 1:
         weights = torch.randn(EXPERT_BYTES // 4, device="cuda").view(torch.uint8)
         staging = live.exchange.plan["moves.staging"].offset
@@ -121,7 +124,7 @@ def main() -> None:
             push = slowest(
                 median(timed(lambda: experts.mail.put((rank + 1) % size, staging, weights)) for _ in range(9))
             )
-        lines.append(f"a push of {EXPERT_BYTES >> 20} MiB: {EXPERT_BYTES / push / 1000:.0f} GB/s, all ranks at once")
+        say(f"a push of {EXPERT_BYTES >> 20} MiB: {EXPERT_BYTES / push / 1000:.0f} GB/s, all ranks at once")
         graph, _layers = decoder(live)
         idle = steps(live, graph, lambda: True)
         loads = torch.ones(LAYERS, E)
@@ -130,15 +133,13 @@ def main() -> None:
         moves = live.replace(slots)
         busy = steps(live, graph, lambda: not moves.done)
         figures = [slowest(f(part)) for part in (idle, busy) for f in (median, lambda p: quantiles(p, n=100)[98], max)]
-        lines.append(f"{moves.count} experts move, during the first {len(busy)} steps")
-        lines.append(
+        say(f"{moves.count} experts move, during the first {len(busy)} steps")
+        say(
             "a captured step of {} layers, {} tokens: {:.1f} µs (99th percentile {:.1f}, longest {:.1f}); while "
             "experts move {:.1f} ({:.1f}, {:.1f})".format(STEP_LAYERS, STEP_TOKENS, *figures)
         )
         moves.cancel()
         live.apply(120.0)
-    if rank == 0:
-        print(f"{size} × {torch.cuda.get_device_name()}", *lines, sep="\n")
     dist.barrier()
     live.close()
     stays.close()

@@ -1,6 +1,7 @@
 """FlashInfer: the one-sided exchange over NVLink, and its whole layers for Hopper in bf16 (cake) and fp8 (push).
 
-Calls as in flashinfer-python 0.7.2.post1. Experts write their outputs into the exchange's workspace, which saves a copy.
+Calls as in flashinfer-python 0.7.2.post1. Experts write their outputs into the exchange's workspace, which saves a
+copy.
 """
 
 from __future__ import annotations

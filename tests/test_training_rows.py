@@ -103,6 +103,12 @@ def test_no_rows_to_pack(device):
     assert ops.unpack_fp8(packed.new_empty(7, packed.shape[1]), x, offsets[:1]).shape == (7, 256)
 
 
+def test_rows_with_gaps_are_refused(device):
+    grad, rows, weights, offsets, _ = inputs(256, torch.float32, device)
+    with pytest.raises(RuntimeError, match="`rows` must be 2-D with contiguous rows"):
+        ops.weighted_rows_backward_(grad, rows[:, :1].expand(-1, 256), weights, offsets, None)
+
+
 def test_opcheck(device):
     grad, rows, weights, *_ = (t.nan_to_num() for t in inputs(64, torch.float32, device))
     offsets = torch.tensor([0, 5, N], dtype=torch.int32, device=device)
@@ -119,12 +125,12 @@ def test_opcheck(device):
 def test_more_than_2_to_the_31_elements():
     N, D = 300_001, 7168
     grad, weights = torch.ones(N, D, dtype=torch.bfloat16, device="cuda"), torch.full((N,), 2.0, device="cuda")
-    rows = torch.arange(N, device="cuda").remainder(64).bfloat16()[:, None].expand(-1, D)
+    rows = torch.arange(N, device="cuda").remainder(64).bfloat16()[:, None].expand(-1, D).contiguous()
     offsets = torch.tensor([0, N - 1], dtype=torch.int32, device="cuda")
     dots = ops.weighted_rows_backward_(grad, rows, weights, offsets, None)
     assert torch.equal(dots[:-1], D * torch.arange(N - 1, device="cuda").remainder(64).float())
     assert (grad[:-1] == 2).all() and (grad[-1] == 1).all()
-    del grad
+    del grad, rows
     x = torch.randint(-100, 100, (1, D), device="cuda").bfloat16().expand(N, -1)
     unpacked = ops.unpack_fp8(ops.pack_fp8(x, None, N), x, offsets)
     assert (unpacked[:-1] == unpacked[0]).all() and (unpacked[0].float() - x[0].float()).abs().max() <= 4

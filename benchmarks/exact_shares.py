@@ -4,7 +4,7 @@
 
 256 experts, top-8, batches of 4096 tokens a rank; slots fit the loads of the past. Printed is the load of the busiest
 rank over the mean, where copies share by the past, by the counts of all ranks, and where each rank divides its own
-tokens evenly, as `ExpertParallel.share_batch` does.
+tokens evenly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Experts that move, on GPUs: what a round, tables, shares of a batch, a push and a captured decode step take.
+"""Experts that move, on GPUs: what a round, a change of tables, a push and a captured decode step take.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.live
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import os
-import time
 from collections.abc import Callable
 from statistics import median, quantiles
 
@@ -99,23 +98,13 @@ def main() -> None:
         say(f"a round of {T} tokens: {without:.2f} µs where experts stay, {with_quotas:.2f} µs with quotas")
     experts = live.live
     assert experts is not None
-    tables = experts._tables(experts.slots, torch.ones(LAYERS, E, dtype=torch.float64))
+    table = experts._tables(experts.slots, torch.ones(LAYERS, E, dtype=torch.float64))
 
     def change() -> float:
         torch.cuda._sleep(200_000)  # the host runs ahead, as in serving
-        return timed(lambda: experts._put_into_use(tables))
+        return timed(lambda: experts._put_into_use(table))
 
     say(f"tables of {LAYERS} layers: {slowest(median(change() for _ in range(SAMPLES))):.2f} µs of the stream")
-    ids = torch.rand(M, E).argsort(dim=1)[:, :K].int().cuda()
-
-    def share() -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        live.share_batch(ids, 1)
-        torch.cuda.synchronize()
-        return 1e6 * (time.perf_counter() - start)
-
-    say(f"shares of a batch of {M} tokens: {slowest(median(share() for _ in range(SAMPLES))):.0f} µs of the host")
     if size > 1:
         weights = torch.randn(EXPERT_BYTES // 4, device="cuda").view(torch.uint8)
         staging = live.exchange.plan["moves.staging"].offset

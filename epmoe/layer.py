@@ -262,8 +262,6 @@ class MoELayer(nn.Module):
             ids_TK, propagates = routing, weights_TK is None and self._propagates
             if weights_TK is None:
                 ids_TK, weights_TK = self.ep.route(routing, bias=self.bias, num_tokens=num_tokens)
-            if self.ep.live is not None and self.ep.live.wants_exact_shares(len(x_TD)):
-                self.ep.share_batch(ids_TK, self.tag)
             start = None if self.shared is None else mark(x_TD.device)
             d = self.ep.dispatch(
                 x_TD, ids_TK, weights_TK, num_tokens=num_tokens, padded_tokens=padded_tokens, tag=self.tag,

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,17 +25,9 @@ from epmoe.exchange.moves import Moves, Weights
 from epmoe.exchange.moves_plan import EMPTY, Wave, in_place, plan_waves
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED
-from epmoe.native import ops
-from epmoe.native.arguments import check_tensor, describe
+from epmoe.native.arguments import describe
 
 _NUMBERS = 2**16  # that the copies of an expert share: `copy_by_quota` in csrc/copies.h
-
-
-class _Tables(NamedTuple):
-    slots: Tensor
-    """int32 [layers, P]: the expert in each slot that a source may choose, or −1"""
-    quotas: Tensor
-    """int32 [layers, 2, E, copies], on the device of the rounds, for few tokens and for many"""
 
 
 class LiveExperts:
@@ -62,7 +53,7 @@ class LiveExperts:
         section, self._exchange, self._table = config.placement, exchange, exchange.views["table.copies"]
         sizes, views = exchange.plan.sizes, exchange.views
         self._R, self._E, self._rank, self._most_copies = sizes["R"], sizes["E"], sizes["rank"], section.most_copies
-        self._S, self._L, self._exact_from = sizes["num_local_experts"], section.layers, section.exact_shares_from
+        self._S, self._L = sizes["num_local_experts"], section.layers
         with torch.inference_mode(False):  # otherwise they could not be written outside inference mode
             first = (torch.arange(self._R * self._S, dtype=torch.int32) % self._E).expand(self._L, -1)
             self.slots = first.clone() if slots is None else torch.tensor(slots, dtype=torch.int32)
@@ -78,12 +69,10 @@ class LiveExperts:
         self.moved = self._stalls = self._moved_bytes = 0
         self._number, self._before, self._waves = 0, self.slots, list[Wave]()
         self._worker = ThreadPoolExecutor(1, "epmoe-quotas")  # tables of many layers take milliseconds
-        self._made: tuple[int, Future[_Tables]] | None = None  # of a version
-        self._sharing: Future[_Tables] | None = None
-        self._has_batch = False  # whether a layer's table is that of a batch
+        self._made: tuple[int, Future[Tensor]] | None = None  # of a version
+        self._sharing: Future[Tensor] | None = None
         self._tables_loads = self._shared_loads
-        self._in_use = self._tables(self.slots, self._shared_loads)
-        self._put_into_use(self._in_use)
+        self._put_into_use(self._tables(self.slots, self._shared_loads))
         if exchange.device.type == "cuda":  # rounds may come on another stream
             torch.cuda.current_stream(exchange.device).synchronize()
 
@@ -117,27 +106,6 @@ class LiveExperts:
         if self.moves is None or self.moves.done:
             self._share()
 
-    def wants_exact_shares(self, num_tokens: int) -> bool:
-        """Whether a layer calls `share_batch` for so many tokens: not under capture, which could not wait for ids."""
-        is_large = self._exact_from is not None and num_tokens >= self._exact_from
-        return is_large and not (self._table.is_cuda and torch.cuda.is_current_stream_capturing())
-
-    def share_batch(self, ids_TK: Tensor, tag: int) -> None:
-        """See `ExpertParallel.share_batch`."""
-        layer, E = self._layer(tag), self._E
-        check_tensor("ids", ids_TK, (torch.int32, torch.int64), ("T", "K"), self._exchange.device)
-        if self._exchange.rounds.state != CLOSED:
-            raise EPStateError("a round is open: a batch is shared before its dispatch")
-        places = (ids_TK.flatten().long() + 1).clamp(0, E + 1)  # those of no expert come first and last
-        counts = torch.zeros(E + 2, dtype=torch.int64, device=ids_TK.device)
-        loads = counts.scatter_add_(0, places, torch.ones_like(places))[1:-1].cpu().double()
-        slots = self._in_use.slots[layer]
-        shares = ops.balance_shares(loads[None], slots[None], self._R)[0]
-        table = _padded(quotas_of_shares(slots, shares, E, self._most_copies), self._table.shape[-1])
-        with torch.inference_mode(False):
-            self._table[layer, 1].copy_(table.pin_memory() if self._table.is_cuda else table, non_blocking=True)
-        self._has_batch = True
-
     def step(self) -> None:
         """What can be done now, between two rounds: it waits for no rank and for no kernel."""
         if self._exchange.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -153,8 +121,6 @@ class LiveExperts:
         if self._sharing is not None and self._sharing.done() and self._exchange.rounds.state == CLOSED:
             sharing, self._sharing = self._sharing, None
             self._put_into_use(sharing.result())
-        if self._has_batch and self._exchange.rounds.state == CLOSED:
-            self._put_into_use(self._in_use)
 
     def finish(self, timeout_s: float) -> None:
         """Step until the moves are done. Raises EPTimeoutError once a rank has ended, or after `timeout_s` seconds."""
@@ -261,8 +227,7 @@ class LiveExperts:
     def _after(self, version: int) -> Tensor:
         return self._before if version == 0 else self._waves[version - 1].slots
 
-    def _left_by(self, version: int) -> Tensor:
-        """Without the slots that the next wave overwrites."""
+    def _in_use(self, version: int) -> Tensor:
         slots = self._after(version).clone()
         if version < len(self._waves):
             for move in self._waves[version].moves:
@@ -270,7 +235,7 @@ class LiveExperts:
         return slots
 
     def _make(self, version: int) -> None:
-        self._made = version, self._submit(self._left_by(version))
+        self._made = version, self._submit(self._in_use(version))
 
     def _switch(self, version: int) -> bool:
         """Use the tables of a version, if they are made and no round is open."""
@@ -289,25 +254,26 @@ class LiveExperts:
     def _share(self) -> None:
         self._sharing = self._submit(self.slots)
 
-    def _submit(self, slots: Tensor) -> Future[_Tables]:
+    def _submit(self, slots: Tensor) -> Future[Tensor]:
         self._tables_loads = self._shared_loads
         return self._worker.submit(self._tables, slots, self._shared_loads)
 
-    def _tables(self, slots: Tensor, loads: Tensor) -> _Tables:
+    def _tables(self, slots: Tensor, loads: Tensor) -> Tensor:
+        """int32 [layers, 2, E, copies], for few tokens and for many."""
         slots = _at_most(self._most_copies, slots)  # an expert that moves has more between two waves
         shares = shares_of(loads, slots, self._R)
         choose = partial(
             choices, slots, shares, self._rank, ep_size=self._R, num_experts=self._E, most_copies=self._most_copies
         )
         table = torch.stack([quotas(*choose(one_copy=one_copy)) for one_copy in (True, False)], dim=1)
-        return _Tables(slots, self.mail.upload(_padded(table, self._table.shape[-1])))
+        table = F.pad(table, (0, self._table.shape[-1] - table.shape[-1]), value=-1)  # whole lines
+        return self.mail.upload(table)
 
-    def _put_into_use(self, tables: _Tables) -> None:
+    def _put_into_use(self, table: Tensor) -> None:
         with torch.inference_mode(False):
-            self._table.copy_(tables.quotas)
-        if tables.quotas.is_cuda:
-            tables.quotas.record_stream(torch.cuda.current_stream(tables.quotas.device))
-        self._in_use, self._has_batch = tables, False
+            self._table.copy_(table)
+        if table.is_cuda:
+            table.record_stream(torch.cuda.current_stream(table.device))
 
 
 def _at_most(copies: int, slots: Tensor) -> Tensor:
@@ -317,31 +283,6 @@ def _at_most(copies: int, slots: Tensor) -> Tensor:
     experts, order = slots.sort(dim=1, stable=True)
     surplus = F.pad(experts[:, copies:] == experts[:, :-copies], (copies, 0))
     return slots.masked_fill(torch.zeros_like(surplus).scatter(1, order, surplus), EMPTY)
-
-
-def _padded(table: Tensor, columns: int) -> Tensor:
-    """Whole lines of a table of quotas."""
-    return F.pad(table, (0, columns - table.shape[-1]), value=-1)
-
-
-def quotas_of_shares(slots: Tensor, shares: Tensor, num_experts: int, most_copies: int) -> Tensor:
-    """As `quotas`, of a source whose own tokens are split by these shares.
-
-    Args:
-        slots: int32 [P], in which every expert has a slot, or −1.
-        shares: float64 [P], of the experts in them.
-        num_experts: E
-        most_copies: C
-
-    Returns:
-        int32 [E, C]
-    """
-    held, order = slots.sort(stable=True)
-    starts = torch.searchsorted(held, torch.arange(num_experts + 1, dtype=held.dtype))
-    column, counts = torch.arange(most_copies), starts.diff()[:, None]
-    places = order[starts[:-1, None] + torch.minimum(column, counts - 1)]
-    sums = (shares[places] * (column < counts)).cumsum(1)
-    return quotas(places.int(), (sums / sums[:, -1:] * 2**32).round().long())
 
 
 def quotas(slots: Tensor, thresholds: Tensor) -> Tensor:

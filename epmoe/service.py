@@ -388,24 +388,6 @@ class ExpertParallel(Resumable):
         """
         self._moving.share(loads)
 
-    def share_batch(self, ids: Tensor, tag: int) -> None:
-        """Divide the tokens of one coming dispatch among copies by its own ids, until the next `poll` between rounds.
-
-        Where each source divides its own tokens evenly, ranks get even loads, so that nobody needs the ids of others.
-        It helps batches whose loads differ from those of the past, such as a long prompt; the tokens must be more than
-        those of a call of few tokens. It waits for the ids on the device, so a CUDA graph cannot capture it.
-
-        Args:
-            ids: int32 or int64 [T, K], those of the dispatch; ids out of [0, E) have no effect.
-            tag: of the layer.
-
-        Raises:
-            EPStateError: without `placement.live`, or a round is open.
-            TypeError: an argument has another type.
-            ValueError: an argument does not fit.
-        """
-        self._moving.share_batch(ids, tag)
-
     def loads(self) -> Tensor:
         """float64 [layers, E], on the CPU: rows that experts of all ranks have received since the start or `resume`.
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from helpers import generator
 
-from epmoe.balance import shares_of
 from epmoe.exchange.moves_plan import EMPTY, in_place, plan_waves
-from epmoe.live import quotas, quotas_of_shares
+from epmoe.live import quotas
 
 
 def draw_slots(layers: int, experts: int, ranks: int, S: int, seed: int, empty: bool = True) -> torch.Tensor:
@@ -82,22 +81,3 @@ def test_quotas_drop_copies_without_a_number():
     got = quotas(slots, thresholds).long() & 0xFFFFFFFF
     assert (got >> 16).tolist() == [[2**15 - 1, 2**16 - 1, 2**16 - 1, 2**16 - 1]]
     assert (got & 0xFFFF)[0, :2].tolist() == [3, 9]
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_quotas_of_a_batch_are_its_shares(seed):
-    E, R, S = 10, 4, 4
-    slots = draw_slots(1, E, R, S, seed)[0]
-    loads = torch.rand(E, generator=generator(seed), dtype=torch.float64).pow(3) * (seed % 3 > 0)
-    shares = shares_of(loads, slots, R)
-    entries = quotas_of_shares(slots, shares, E, 4).long() & 0xFFFFFFFF
-    got = torch.zeros(R * S, dtype=torch.float64)
-    for expert, row in enumerate(entries.tolist()):
-        begin = 0
-        for entry in row:
-            if begin < 2**16:
-                assert slots[entry & 0xFFFF] == expert
-                got[entry & 0xFFFF] += (entry >> 16) + 1 - begin
-                begin = (entry >> 16) + 1
-        assert begin == 2**16
-    torch.testing.assert_close(got / 2**16, shares, atol=2**-15, rtol=0)

@@ -120,8 +120,6 @@ class PlacementConfig(Strict):
     """With `live`, layers whose experts move: tags from 1 to this number."""
     staging_mb: int = Field(default=64, ge=1, le=4096)
     """With `live`, MiB of each window through which weights move."""
-    exact_shares_from: int | None = Field(default=None, ge=1)
-    """With `live`, tokens of a call from which a `MoELayer` shares by `ExpertParallel.share_batch`; None: never."""
 
 
 class CapacityConfig(Strict):
@@ -360,7 +358,7 @@ class EPConfig(Strict):
     def _live_rules(self) -> Iterator[_Rule]:
         section, ranks, experts = self.placement, self.topology.ep_size, self.model.num_experts
         if not section.live:
-            for key in ("slots_per_rank", "most_copies", "layers", "staging_mb", "exact_shares_from"):
+            for key in ("slots_per_rank", "most_copies", "layers", "staging_mb"):
                 value = getattr(section, key)
                 yield (
                     f"placement.{key}",

@@ -14,10 +14,9 @@ from epmoe.local.reference import moe_reference
 E, K, D, L, VOCABULARY, STEPS = 16, 2, 32, 2, 48, 160
 
 
-@pytest.fixture(params=[None, 1], ids=["shares-of-the-past", "exact-shares"])
-def ep(make_ep, size, request) -> ExpertParallel:
+@pytest.fixture
+def ep(make_ep, size) -> ExpertParallel:
     live = {"live": True, "slots_per_rank": min(-(-E // size) + 1, E), "layers": L, "staging_mb": 1}
-    live["exact_shares_from"] = request.param
     made = make_ep(experts=E, top_k=K, hidden=D, max_tokens=8, placement=live, routing={"renormalize": True})
     made.exchange.plan.sizes["few_tokens"] = 0  # otherwise GPUs balance copies, and not rows
     return made

@@ -181,59 +181,6 @@ def test_shares_follow_loads(make, size, rank):
         assert mine == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_a_batch_is_shared_by_its_own_ids(make, size, rank, dtype):
-    """Loads of the past say nothing of expert 0, which has two copies and all the tokens."""
-    ep = make()
-    ep.exchange.plan.sizes["few_tokens"] = 0
-    slots, table = Slots(ep), ep.exchange.views["table.copies"]
-    loads = torch.ones(L, E)
-    loads[:, 0] = 0
-    ep.share(loads)
-    ep.apply()
-    before = table.clone()
-    x, ids, weights = (t.to(ep.device) for t in make_round(rank, 1, M))
-    ids = ids.to(dtype)
-    ids[:, 0], ids[:, 1], ids[:, 2] = 0, E, -1
-    with pytest.raises(ValueError, match="`tag` must be"):
-        ep.share_batch(ids, 0)
-    with pytest.raises(ValueError, match="`ids` must be"):
-        ep.share_batch(ids[0], 2)
-    ep.share_batch(ids, 2)
-    d = ep.dispatch(x, ids, weights, tag=2)
-    with pytest.raises(EPStateError, match="a round is open"):
-        ep.share_batch(ids, 2)
-    ep.poll()  # not between rounds
-    rows = int(d.tokens_per_expert.sum())
-    y = ep.combine(slots.run(d.rows, d.expert_offsets, 1), d)
-    gains = x.double() * gain(0, 1).to(x.device) * weights[:, :1]
-    assert_close(y.cpu(), gains.cpu(), slack=4)
-    copies = (ep.slots[1].view(size, -1) == 0).any(1)
-    gathered: list[int] = [0] * size
-    dist.all_gather_object(gathered, rows)
-    expected = torch.where(copies, M * size / copies.sum(), 0)
-    assert (torch.tensor(gathered) - expected).abs().le(0.5 * expected).all()
-    assert torch.equal(table[0], before[0]) and torch.equal(table[2], before[2])
-    assert copies.sum() == 1 or not copies[rank] or not torch.equal(table[1], before[1]), "not the own copy first"
-    ep.poll()
-    assert torch.equal(table, before)
-
-
-def test_a_batch_uses_no_slot_that_is_to_be_overwritten(make, size):
-    ep = make()
-    slots = Slots(ep)
-    moves = ep.replace(draw_table(size, ep.num_local_experts, seed=3), slots.of)
-    assert ep.live is not None
-    for seed in range(40):
-        if not moves.done and 0 <= moves.version < len(ep.live._waves):
-            dropped = {move.slot for move in ep.live._waves[moves.version].moves if move.layer == seed % L}
-            ep.share_batch(make_round(ep.rank, seed, M)[1].to(ep.device), seed % L + 1)
-            assert dropped.isdisjoint(slots_in_use(ep)[seed % L])
-        play(ep, slots, seed, seed % L, 9)
-        ep.poll()
-    ep.apply()
-
-
 def test_moves_that_are_cancelled_leave_every_expert_in_use(make, size, rank):
     ep = make()
     slots = Slots(ep)
@@ -308,7 +255,7 @@ def test_shares_given_during_the_last_wave_are_used(make, size):
     loads = torch.rand(L, E, generator=generator(7))
     ep.share(loads)
     ep.apply()
-    assert torch.equal(ep.exchange.views["table.copies"].cpu(), ep.live._tables(ep.slots, loads.double()).quotas.cpu())
+    assert torch.equal(ep.exchange.views["table.copies"].cpu(), ep.live._tables(ep.slots, loads.double()).cpu())
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -11,6 +11,7 @@
 #include <initializer_list>
 #include <optional>
 
+#include "args.h"
 #include "cuda_api.h"
 #include "wire_format.h"
 
@@ -70,6 +71,17 @@ T* pointer(const Tensor& t, int64_t numel, const char* name) {
 template <typename T>
 T* pointer(const std::optional<Tensor>& t, int64_t numel, const char* name) {
   return t ? pointer<T>(*t, numel, name) : nullptr;
+}
+
+// Which of the expert-major rows are rows of pairs.
+inline Segments segments_of(const Tensor& expert_offsets, const std::optional<Tensor>& tokens_per_expert) {
+  int64_t e = expert_offsets.numel() - 1;
+  STD_TORCH_CHECK(e >= 0, "expert_offsets is empty");
+  return {
+      .expert_offsets = pointer<int32_t>(expert_offsets, 1, "expert_offsets"),
+      .tokens_per_expert = pointer<int32_t>(tokens_per_expert, e, "tokens_per_expert"),
+      .num_local_experts = static_cast<int32_t>(e),
+  };
 }
 
 // Puts the tokens of a call into DispatchArgs or RailPackArgs: x [T, D], ids and weights [T, K], and the scales of rows

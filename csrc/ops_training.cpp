@@ -1,0 +1,145 @@
+// The operators of training: they check and unwrap tensors, and launch. Schemas and fakes are in epmoe/native/ops.py.
+#include <tuple>
+
+#include "cpu/stages.h"
+#include "unwrap.h"
+
+namespace epmoe {
+namespace {
+
+WeightedGatesArgs weighted_gates_args(const Tensor& gate_up, const std::optional<Tensor>& row_weights,
+                                      const Tensor& expert_offsets, const std::optional<Tensor>& tokens_per_expert,
+                                      bool interleaved, double limit, double alpha, double up_offset) {
+  check_rows(gate_up, "gate_up");
+  Segments segments = segments_of(expert_offsets, std::nullopt);
+  int64_t N = gate_up.size(0), F = gate_up.size(1) / 2;
+  STD_TORCH_CHECK(gate_up.size(1) == 2 * F && dtype_of(gate_up) != DType::kFloat8E4M3,
+                  "gate_up must have as many gates as ups, in float32, float16 or bfloat16");
+  STD_TORCH_CHECK(N <= INT32_MAX, "gate_up has too many rows");
+  return {
+      .gate_up_N2F = gate_up.data_ptr(),
+      .dtype = dtype_of(gate_up),
+      .gate_up_stride = gate_up.stride(0),
+      .row_weights_N = pointer<float>(row_weights, N, "row_weights"),
+      .segments = segments,
+      .tokens_per_expert = pointer<int32_t>(tokens_per_expert, segments.num_local_experts, "tokens_per_expert"),
+      .N = N,
+      .F = F,
+      .interleaved = interleaved,
+      .gating = {static_cast<float>(limit), static_cast<float>(alpha), static_cast<float>(up_offset)},
+  };
+}
+
+Tensor weighted_gates(const Tensor& gate_up, const std::optional<Tensor>& row_weights, const Tensor& expert_offsets,
+                      const std::optional<Tensor>& tokens_per_expert, bool interleaved, double limit, double alpha,
+                      double up_offset) {
+  auto args = weighted_gates_args(gate_up, row_weights, expert_offsets, tokens_per_expert, interleaved, limit, alpha,
+                                  up_offset);
+  Tensor out = empty_like_device(gate_up, {args.N, args.F}, gate_up.scalar_type());
+  args.out_NF = out.data_ptr();
+  launch(gate_up, args, cpu::weighted_gates, &cuda::Api::weighted_gates);
+  return out;
+}
+
+std::tuple<Tensor, Tensor> weighted_gates_backward(const Tensor& grad, const Tensor& gate_up,
+                                                   const std::optional<Tensor>& row_weights,
+                                                   const Tensor& expert_offsets,
+                                                   const std::optional<Tensor>& tokens_per_expert, bool interleaved,
+                                                   double limit, double alpha, double up_offset) {
+  auto args = weighted_gates_args(gate_up, row_weights, expert_offsets, tokens_per_expert, interleaved, limit, alpha,
+                                  up_offset);
+  STD_TORCH_CHECK(grad.dim() == 2 && grad.is_contiguous() && grad.size(0) == args.N && grad.size(1) == args.F &&
+                      grad.scalar_type() == gate_up.scalar_type(),
+                  "grad must be contiguous [N, F] in the dtype of gate_up");
+  Tensor grad_gate_up = empty_like_device(gate_up, {args.N, 2 * args.F}, gate_up.scalar_type());
+  Tensor grad_weights = empty_like_device(gate_up, {args.N}, ScalarType::Float);
+  args.grad_NF = grad.data_ptr(), args.grad_gate_up_N2F = grad_gate_up.data_ptr();
+  args.grad_weights_N = static_cast<float*>(grad_weights.data_ptr());
+  if (args.N * args.F) launch(gate_up, args, cpu::weighted_gates, &cuda::Api::weighted_gates);
+  return {grad_gate_up, grad_weights};
+}
+
+Tensor pack_fp8(const Tensor& x, const std::optional<Tensor>& num_tokens, int64_t num_rows) {
+  check_rows(x, "x");
+  int64_t T = x.size(0), D = x.size(1);
+  STD_TORCH_CHECK(dtype_of(x) != DType::kFloat8E4M3 && D % kScaleBlock == 0,
+                  "x must be no fp8, in whole blocks of 128");
+  Tensor packed = empty_like_device(x, {T, packed_row_bytes(D)}, ScalarType::Float8_e4m3fn);
+  QuantizeArgs args{
+      .x_TD = x.data_ptr(),
+      .dtype = dtype_of(x),
+      .x_stride = x.stride(0),
+      .num_tokens = pointer<int32_t>(num_tokens, 1, "num_tokens"),
+      .T = T,
+      .num_rows = num_rows,
+      .D = D,
+      .per_tensor = false,
+      .q_TD = packed.data_ptr(),
+      .scales_TB = nullptr,
+      .largest = nullptr,
+  };
+  launch(x, args, cpu::quantize, &cuda::Api::quantize);
+  return packed;
+}
+
+Tensor unpack_fp8(const Tensor& packed, const Tensor& like, const Tensor& expert_offsets) {
+  STD_TORCH_CHECK(like.dim() == 2 && dtype_of(like) != DType::kFloat8E4M3, "like must be 2-D and no fp8");
+  int64_t N = packed.size(0), D = like.size(1);
+  STD_TORCH_CHECK(packed.dim() == 2 && packed.is_contiguous() && packed.size(1) == packed_row_bytes(D) &&
+                      dtype_of(packed) == DType::kFloat8E4M3 && D % kScaleBlock == 0 && N <= INT32_MAX,
+                  "packed must hold rows as pack_fp8 makes them");
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(packed.data_ptr()) % 16 == 0, "packed must be aligned to 16 bytes");
+  Tensor rows = empty_like_device(like, {N, D}, like.scalar_type());
+  UnpackArgs args{
+      .packed_N = packed.data_ptr(),
+      .segments = segments_of(expert_offsets, std::nullopt),
+      .N = N,
+      .D = D,
+      .rows_ND = rows.data_ptr(),
+      .dtype = dtype_of(like),
+  };
+  launch(packed, args, cpu::unpack, &cuda::Api::unpack);
+  return rows;
+}
+
+Tensor weighted_rows_backward(Tensor grad, const Tensor& rows, const std::optional<Tensor>& row_weights,
+                              const Tensor& expert_offsets, const std::optional<Tensor>& tokens_per_expert) {
+  check_rows(rows, "rows");
+  Segments segments = segments_of(expert_offsets, std::nullopt);
+  int64_t N = rows.size(0), D = rows.size(1);
+  STD_TORCH_CHECK(dtype_of(rows) != DType::kFloat8E4M3 && N <= INT32_MAX,
+                  "rows must be float32, float16 or bfloat16, and fewer than 2^31");
+  STD_TORCH_CHECK(grad.dim() == 2 && grad.is_contiguous() && grad.size(0) == N && grad.size(1) == D &&
+                      grad.scalar_type() == rows.scalar_type(),
+                  "grad must be contiguous [N, D] in the dtype of rows");
+  Tensor grad_weights = empty_like_device(rows, {N}, ScalarType::Float);
+  WeightedRowsArgs args{
+      .grad_ND = grad.data_ptr(),
+      .dtype = dtype_of(rows),
+      .rows_ND = rows.data_ptr(),
+      .rows_stride = rows.stride(0),
+      .row_weights_N = pointer<float>(row_weights, N, "row_weights"),
+      .segments = segments,
+      .tokens_per_expert = pointer<int32_t>(tokens_per_expert, segments.num_local_experts, "tokens_per_expert"),
+      .N = N,
+      .D = D,
+      .grad_weights_N = static_cast<float*>(grad_weights.data_ptr()),
+  };
+  launch(rows, args, cpu::weighted_rows_backward, &cuda::Api::weighted_rows_backward);
+  return grad_weights;
+}
+
+void implement(torch::stable::detail::StableLibrary& library) {
+  library.impl("weighted_gates", TORCH_BOX(&weighted_gates));
+  library.impl("weighted_gates_backward", TORCH_BOX(&weighted_gates_backward));
+  library.impl("pack_fp8", TORCH_BOX(&pack_fp8));
+  library.impl("unpack_fp8", TORCH_BOX(&unpack_fp8));
+  library.impl("weighted_rows_backward_", TORCH_BOX(&weighted_rows_backward));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(epmoe, CPU, library) { implement(library); }
+STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) { implement(library); }
+
+}  // namespace epmoe

@@ -140,8 +140,8 @@ struct WeightedGatesArgs {
   float* grad_weights_N;   // out, backward
 };
 
-// The operator weighted_rows_backward_, for training: gradients of rows times their weights. Gaps are neither read nor
-// written, and the gradients of their weights are 0.
+// The operator weighted_rows_backward_ (CUDA), for training: gradients of rows times their weights. Gaps are neither
+// read nor written, and the gradients of their weights are 0.
 struct WeightedRowsArgs {
   void* grad_ND;                     // in: the gradient of the products; out: that of the rows. Contiguous
   DType dtype;                       // of both matrices

@@ -125,7 +125,8 @@ Tensor weighted_rows_backward(Tensor grad, const Tensor& rows, const std::option
       .D = D,
       .grad_weights_N = static_cast<float*>(grad_weights.data_ptr()),
   };
-  launch(rows, args, cpu::weighted_rows_backward, &cuda::Api::weighted_rows_backward);
+  launch_on_device_of(
+      rows, [&](const cuda::Api& api, cuda::Stream stream) { return api.weighted_rows_backward(args, stream); });
   return grad_weights;
 }
 
@@ -134,12 +135,14 @@ void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("weighted_gates_backward", TORCH_BOX(&weighted_gates_backward));
   library.impl("pack_fp8", TORCH_BOX(&pack_fp8));
   library.impl("unpack_fp8", TORCH_BOX(&unpack_fp8));
-  library.impl("weighted_rows_backward_", TORCH_BOX(&weighted_rows_backward));
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(epmoe, CPU, library) { implement(library); }
-STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) { implement(library); }
+STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) {
+  implement(library);
+  library.impl("weighted_rows_backward_", TORCH_BOX(&weighted_rows_backward));  // CPU: epmoe/native/ops.py
+}
 
 }  // namespace epmoe

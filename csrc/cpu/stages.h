@@ -16,7 +16,6 @@ void gated_activation(const GatedActivationArgs& args);
 void scales_by_block(const ScalesByBlockArgs& args);
 void weighted_gates(const WeightedGatesArgs& args);
 void unpack(const UnpackArgs& args);
-void weighted_rows_backward(const WeightedRowsArgs& args);
 
 void dispatch(const Exchange& exchange, const DispatchArgs& args);
 void combine(const Exchange& exchange, const CombineArgs& args, DType dtype);  // of y, as on CUDA

@@ -18,6 +18,8 @@ from epmoe.native.formats import SCALE_BLOCK, packed_row_bytes
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)  # by their number in csrc/types.h
 
+_ROWS_AT_ONCE = 4096  # whose products are in fp32
+
 _library = torch.library.Library("epmoe", "DEF")
 _library.define(
     "route(Tensor logits, int top_k, Tensor? bias, Tensor? num_tokens, SymInt num_rows, bool sigmoid, "
@@ -201,6 +203,29 @@ def _(gate_up: Tensor, *rest: object) -> Tensor:
 @torch.library.register_fake("epmoe::weighted_gates_backward")
 def _(grad: Tensor, gate_up: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     return gate_up.new_empty(gate_up.shape), gate_up.new_empty((gate_up.shape[0],), dtype=torch.float32)
+
+
+@torch.library.impl(_library, "weighted_rows_backward_", "CPU")
+def _(
+    grad: Tensor,
+    rows: Tensor,
+    row_weights: Tensor | None,
+    expert_offsets: Tensor,
+    tokens_per_expert: Tensor | None,
+) -> Tensor:
+    # In torch and not in C++: sums in torch's order have the bits of a layer of torch.
+    by_weights = rows.new_empty(len(rows), dtype=torch.float32)
+    places = torch.arange(min(int(expert_offsets[-1]), len(rows)))
+    by_weights[: len(places)] = 0
+    if tokens_per_expert is not None:
+        expert = torch.bucketize(places, expert_offsets[1:], right=True)
+        places = places[places - expert_offsets[expert] < tokens_per_expert[expert]]
+    for part in places.split(_ROWS_AT_ONCE):
+        by_rows, factors = grad[part].float(), rows[part].float()
+        by_weights[part] = (by_rows * factors).sum(1)
+        if row_weights is not None:
+            grad[part] = (by_rows * row_weights[part, None]).to(grad.dtype)
+    return by_weights
 
 
 @torch.library.register_fake("epmoe::weighted_rows_backward_")

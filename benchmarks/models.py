@@ -7,8 +7,6 @@ The models are those of configs/, each with as many ranks as there are GPUs.
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
 import sys
 from pathlib import Path
@@ -16,9 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.results import Result
+from benchmarks import results
 from epmoe import EPConfig, ExpertParallel
-from epmoe.bench import facts
 from epmoe.bench.floor import BLOCKS, Floor, FloorWindow
 from epmoe.bench.graphs import measure, round_us
 from epmoe.bench.sample import Sample, wire_bytes
@@ -76,22 +73,13 @@ def main() -> None:
             print(f"{title:20} {shape:30}", *(f"{cell:>16}" for cell in cells), flush=True)
         torch.cuda.empty_cache()
     if rank == 0 and len(sys.argv) > 1:
-        gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").split()[0]
-        content = {
-            "title": f"{size} × {gpu}: the exchange by model",
-            "where": f"{size} × {gpu}",
-            "machine": f"{size} × {torch.cuda.get_device_name()}",
-            "gpus": size,
-            "date": datetime.date.today().isoformat(),
-            "commit": (facts.commit() or "0" * 7).removesuffix("-dirty"),
-            "torch": torch.__version__,
-            "command": f"torchrun --standalone --nproc-per-node {size} -m benchmarks.models",
+        content = results.of_this_run("models", size) | {
+            "title": f"{size} × {torch.cuda.get_device_name()}: the exchange by model",
             "caption": "µs a round, with the floor in brackets; bf16, expert-major rows, uniform routing.",
             "columns": [{"name": "model"}, {"name": "shape"}, *({"name": f"T = {T}", "unit": "µs"} for T in TOKENS)],
             "rows": rows,
         }
-        Result.model_validate(content)
-        Path(sys.argv[1]).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        results.write(Path(sys.argv[1]), content)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -8,7 +8,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from epmoe.bench import facts
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -103,6 +106,27 @@ class Result(_Strict):
             for column, cell in zip(self.columns, cells, strict=False)
             if column.tokens is not None and isinstance(cell, Decimal | int)
         ]
+
+
+def of_this_run(module: str, ranks: int) -> dict[str, object]:
+    """What a result says of the run of a module of this folder that measures it."""
+    on_gpus = torch.cuda.is_available()
+    where = f"{ranks} × {torch.cuda.get_device_name() if on_gpus else 'CPU'}"
+    return {
+        "where": where,
+        "machine": where,
+        "gpus": ranks if on_gpus else 0,
+        "date": datetime.date.today().isoformat(),
+        "commit": (facts.commit() or "0" * 7).removesuffix("-dirty"),
+        "torch": torch.__version__,
+        "command": f"torchrun --standalone --nproc-per-node {ranks} -m benchmarks.{module}",
+    }
+
+
+def write(path: Path, content: dict[str, object]) -> None:
+    """Write a result. Raises pydantic.ValidationError, a ValueError, if it does not fit the schema."""
+    Result.model_validate(content)
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def load(folder: Path = FOLDER) -> list[Result]:

@@ -11,8 +11,6 @@ its figures mean nothing.
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
 import statistics
 import sys
@@ -28,8 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 from transformers.integrations.moe import ExpertsInterface
 
 import epmoe.integrations.transformers as integration
-from benchmarks.results import Result
-from epmoe.bench import facts
+from benchmarks import results
 
 ON_GPUS = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPUS else "cpu"
@@ -213,23 +210,13 @@ def rows() -> Iterator[tuple[str, str, Cells]]:
 def result(table: list[tuple[str, str, Cells]]) -> dict[str, object]:
     """The table in the schema of benchmarks/."""
     names = [f"decode, batch {batch}" for batch in BATCHES] + [f"prefill, {tokens:,} tokens" for tokens in PROMPTS]
-    size = dist.get_world_size()
-    where = f"{size} × {torch.cuda.get_device_name() if ON_GPUS else 'CPU'}"
-    content = {
-        "title": f"{where}: transformers, 4 layers of Qwen3-30B-A3B" if ON_GPUS else "A tiny model",
-        "where": where,
-        "machine": where,
-        "gpus": size if ON_GPUS else 0,
-        "date": datetime.date.today().isoformat(),
-        "commit": (facts.commit() or "0" * 7).removesuffix("-dirty"),
-        "torch": torch.__version__,
-        "command": f"torchrun --standalone --nproc-per-node {size} -m benchmarks.transformers_step",
+    run = results.of_this_run("transformers_step", dist.get_world_size())
+    return run | {
+        "title": f"{run['where']}: transformers, 4 layers of Qwen3-30B-A3B" if ON_GPUS else "A tiny model",
         "caption": f"ms of a step. A batch counts sequences of a rank, each with {CONTEXT} tokens of context.",
         "columns": [{"name": "who"}, {"name": "how"}, *({"name": name, "unit": "ms"} for name in names)],
         "rows": [{"cells": [who, how, *cells]} for who, how, cells in table],
     }
-    Result.model_validate(content)
-    return content
 
 
 def main() -> None:
@@ -246,9 +233,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"ms of a step at {BATCHES} sequences, of prompts of {PROMPTS}; {time.perf_counter() - started:.0f} s")
         if len(sys.argv) > 1:
-            Path(sys.argv[1]).write_text(
-                json.dumps(result(table), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
+            results.write(Path(sys.argv[1]), result(table))
     integration.close()
     dist.destroy_process_group()
 

@@ -42,7 +42,7 @@ void weighted_gates(const WeightedGatesArgs& args) {
     using T = decltype(type);
     for_each_real_row(args.segments, args.N, [&](int32_t expert, int64_t t) {
       auto* row = static_cast<const T*>(args.gate_up_N2F) + t * args.gate_up_stride;
-      if (!is_of_pair(args, expert, t)) {
+      if (args.tokens_per_expert && t - args.segments.expert_offsets[expert] >= args.tokens_per_expert[expert]) {
         if (args.grad_NF) {
           std::fill_n(static_cast<T*>(args.grad_gate_up_N2F) + t * 2 * args.F, 2 * args.F, T{});
           args.grad_weights_N[t] = 0.0f;

@@ -17,10 +17,4 @@ void for_each_real_row(const Segments& segments, int64_t N, F&& f) {
   }
 }
 
-// Whether row t of an expert's segment, gap included, is that of a pair.
-template <typename Args>
-bool is_of_pair(const Args& args, int32_t expert, int64_t t) {
-  return !args.tokens_per_expert || t - args.segments.expert_offsets[expert] < args.tokens_per_expert[expert];
-}
-
 }  // namespace epmoe::cpu

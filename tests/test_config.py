@@ -43,6 +43,8 @@ def test_defaults():
     )
     assert config.capacity.max_expert_rows is None
     assert config.num_physical_experts == 16
+    assert config.experts.options == {"interleaved": False, "limit": None, "alpha": 1.0, "up_offset": 0.0}
+    assert not config.experts.biases and not config.experts.weights_on_input
 
 
 def test_equal_after_a_round_trip_and_frozen():
@@ -89,6 +91,10 @@ def test_all_formats_load_the_same_config(tmp_path, name):
             {"exchange": {"payload": "fp8"}},
             "`exchange.payload` must be auto where .* no multiple of 128",
         ),
+        ({"experts": {"limit": 0}}, "`experts.limit` must be greater than 0, got 0"),
+        ({"experts": {"alpha": -1.0}}, "`experts.alpha` must be greater than 0, got -1.0"),
+        ({"experts": {"up_offset": float("nan")}}, "`experts.up_offset` must be a finite number"),
+        ({"experts": {"activation": "gelu"}}, "`experts.activation` is not a known key"),
         ({"routing": {"scoring": "relu"}}, "`routing.scoring` must be 'softmax' or 'sigmoid', got 'relu'"),
         ({"model": {"num_expert": 8}}, "`model.num_expert` is not a known key; did you mean `num_experts`?"),
         ({"colour": {}}, "`colour` is not a known key; use model, topology, routing"),

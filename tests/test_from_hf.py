@@ -1,4 +1,4 @@
-"""`EPConfig.from_hf`: every row of its table routes as the router of transformers does; sources, overrides, errors."""
+"""`EPConfig.from_hf`: every row of its table has the router and the experts of transformers; sources, overrides, errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import ROOT, randn
+from helpers import ROOT, assert_close, randn
 from torch import Tensor, nn
 
 import epmoe
@@ -36,6 +36,11 @@ QWEN3 = {
     **{"intermediate_size": 6144, "moe_intermediate_size": 768, "norm_topk_prob": True, "torch_dtype": "bfloat16"},
 }
 """What Qwen3-30B-A3B has in its config.json."""
+MAVERICK = {
+    **{"model_type": "llama4_text", "num_local_experts": 128, "num_experts_per_tok": 1, "hidden_size": 5120},
+    **{"intermediate_size": 8192, "torch_dtype": "bfloat16", "hidden_act": "silu"},
+}
+"""The `text_config` of Llama-4-Maverick-17B-128E."""
 
 
 def tiny(model_type: str, **keys: Any) -> Any:
@@ -104,6 +109,31 @@ def test_a_row_routes_as_transformers_does(model_type: str) -> None:
         assert torch.equal(got == 0, want == 0)
 
 
+@pytest.mark.parametrize("act", ["silu", "swish", "quick_gelu"])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@torch.no_grad()
+def test_a_row_has_the_experts_of_transformers(model_type: str, act: str) -> None:
+    hf = tiny(model_type, **{"hidden_act": act} if hasattr(tiny(model_type), "hidden_act") else {})
+    hf._experts_implementation = "eager"
+    config = EPConfig.from_hf(hf, ep_size=1).experts
+    theirs = part(hf, "Experts$")
+    weights = {name.replace("_proj", ""): tensor.data for name, tensor in theirs.named_parameters()}
+    biases = {name: weights.pop(name) * 30 for name in sorted(weights) if name.endswith("_bias")}  # beyond the limit
+    for name, tensor in biases.items():
+        getattr(theirs, name.replace("_bias", "_proj_bias")).copy_(tensor)
+    transposed = weights["down"].shape[1:] == (F, D)
+    ours = {f"w_{name}": tensor.mT if transposed else tensor for name, tensor in weights.items()}
+    assert config.biases == bool(biases)
+    rows, weight = randn(2 * E, D, seed=9), torch.full((2 * E, 1), 0.5)
+    if config.weights_on_input:
+        want = theirs(rows * weight)
+        rows = rows * weight
+    else:
+        want = 2 * theirs(rows, torch.arange(E).repeat_interleave(2)[:, None], weight)
+    experts = epmoe.GroupedExperts(**ours, **biases, **config.options)
+    assert_close(experts(rows, torch.arange(0, 2 * E + 1, 2, dtype=torch.int32)), want.double(), slack=4)
+
+
 def test_what_a_source_may_be(tmp_path: Path) -> None:
     hf = tiny("qwen3_moe", norm_topk_prob=True, num_hidden_layers=1, vocab_size=32)
     want = EPConfig.from_hf(hf, ep_size=2)
@@ -129,13 +159,14 @@ def test_what_a_source_may_be(tmp_path: Path) -> None:
         ("h200x8_deepseek_v3", 8, "deepseek_v3"),
         ("h200x8_mixtral", 8, "mixtral"),
         ("h200x4_gpt_oss_120b", 4, "gpt_oss"),
+        ("h200x8_llama4_maverick", 8, MAVERICK),
     ],
 )
 def test_the_ready_configurations_are_those_of_the_models(ready: str, ep_size: int, source: Any) -> None:
-    """Class defaults of transformers are those of these checkpoints, but for Qwen3's."""
+    """Class defaults of transformers are those of these checkpoints, but for Qwen3's and Llama 4's."""
     want = EPConfig.load(ready)
     got = EPConfig.from_hf(CONFIG_MAPPING[source]() if isinstance(source, str) else source, ep_size=ep_size)
-    assert got.model == want.model
+    assert (got.model, got.experts) == (want.model, want.experts)
     assert got.routing.model_copy(update={"selection_bias": False}) == want.routing
 
 
@@ -169,6 +200,13 @@ def test_sections_replace_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -
             r"`scoring_func` 'sigmoid', got `scoring_func` 'softmax'",
         ),
         ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "`norm_topk_prob` False.*got `norm_topk_prob` True"),
+        (
+            {"hidden_act": "gelu"},
+            r"`hidden_act` must be one of 'silu', 'swish', 'quick_gelu', .*got 'gelu': else set E.* experts of your own",
+        ),
+        ({"hidden_act": ["silu"]}, r"`hidden_act` must be one of .*got \['silu'\]"),
+        ({"swiglu_limit": 7.0}, r"`swiglu_limit` 7.0 does not say .* experts of a qwen3_moe: .*experts={'limit': …}"),
+        ({"mlp_bias": True}, r"`mlp_bias` True does not say .*experts={'biases': …}"),
         ({"num_experts": 4}, r"`model.num_experts_per_tok` must be at most `model.num_experts` = 4, got 8"),
         ({"num_experts": None}, r"`model.num_experts` must be set"),
         ({"torch_dtype": "float8_e4m3fn"}, r"`model.dtype` must be .*bfloat16"),
@@ -177,6 +215,42 @@ def test_sections_replace_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -
 def test_a_wrong_model_is_named(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EPConfig.from_hf(QWEN3 | keys, ep_size=1)
+
+
+GPT_OSS = {
+    **{"model_type": "gpt_oss", "num_local_experts": 32, "num_experts_per_tok": 4, "hidden_size": 64},
+    **{"intermediate_size": 64, "hidden_act": "silu"},
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "sections", "want"),
+    [
+        (GPT_OSS, {}, {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}),
+        (
+            GPT_OSS | {"swiglu_limit": 5, "swiglu_alpha": 1.5, "hidden_act": "gelu"},  # an act that its code never reads
+            {},
+            {"interleaved": True, "limit": 5.0, "alpha": 1.5, "up_offset": 1.0},
+        ),
+        (
+            GPT_OSS | {"swiglu_limit": None},
+            {"up_offset": 0.5},
+            {"interleaved": True, "limit": None, "alpha": 1.702, "up_offset": 0.5},
+        ),
+        (
+            QWEN3 | {"hidden_act": "gelu", "swiglu_limit": 7.0, "mlp_bias": True},
+            {"alpha": 1.702, "limit": None, "biases": False},
+            {"interleaved": False, "limit": None, "alpha": 1.702, "up_offset": 0.0},
+        ),
+    ],
+)
+def test_what_experts_compute_is_read_or_given(
+    keys: dict[str, Any], sections: dict[str, Any], want: dict[str, Any]
+) -> None:
+    config = EPConfig.from_hf(keys, ep_size=1, experts=sections)
+    assert config.experts.options == want
+    assert config.experts.biases == (keys["model_type"] == "gpt_oss") and not config.experts.weights_on_input
+    assert EPConfig(**json.loads(config.model_dump_json())) == config
 
 
 def test_a_wrong_source_is_named(tmp_path: Path) -> None:

@@ -79,6 +79,29 @@ class RoutingConfig(Strict):
         return self.model_dump(exclude={"nan_rows", "selection_bias", "logit_bias"})
 
 
+class ExpertsConfig(Strict):
+    """What an expert computes: `down(gate · sigmoid(alpha · gate) · (up + up_offset))`, by default SwiGLU. Unused where
+    a model brings experts of its own."""
+
+    interleaved: bool = False
+    """Gate and up rows alternate in `w_gate_up` and its bias; otherwise all gate rows come first."""
+    limit: float | None = Field(default=None, gt=0)
+    """Before the activation, gate is at most this, and up lies within ± this; by default there is no limit."""
+    alpha: float = Field(default=1.0, gt=0)
+    """In the activation gate · sigmoid(alpha · gate): 1 is SiLU, 1.702 is an approximation of GELU."""
+    up_offset: float = 0.0
+    """Is added to up."""
+    biases: bool = False
+    """Experts have biases: [2F] of gate and up, and [D] of down."""
+    weights_on_input: bool = False
+    """Weights multiply the rows that experts get, not their outputs, as in Llama 4."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of `GroupedExperts`. The other keys are for whoever makes the layer."""
+        return self.model_dump(exclude={"biases", "weights_on_input"})
+
+
 class TopologyConfig(Strict):
     """The ranks that share the experts."""
 
@@ -171,6 +194,7 @@ class EPConfig(Strict):
     model: ModelConfig
     topology: TopologyConfig
     routing: RoutingConfig = RoutingConfig()
+    experts: ExpertsConfig = ExpertsConfig()
     placement: PlacementConfig = PlacementConfig()
     capacity: CapacityConfig = CapacityConfig()
     exchange: ExchangeConfig = ExchangeConfig()
@@ -297,7 +321,7 @@ class EPConfig(Strict):
 
     @classmethod
     def from_hf(cls, source: Any, *, ep_size: int, **sections: Any) -> Self:
-        """The config for the MoE layers of a Hugging Face model: E, K, D, F, dtype and all of `routing`.
+        """The config for the MoE layers of a Hugging Face model: `model`, and all of `routing` and `experts`.
 
             config = EPConfig.from_hf("/checkpoints/Qwen3-30B-A3B", ep_size=8, exchange={"transport": "nvlink"})
 
@@ -317,8 +341,9 @@ class EPConfig(Strict):
 
         Raises:
             TypeError: `source` is none of these.
-            ConfigError: the model type is not known, or `epmoe.route` cannot be its router; the message says what to
-                set by hand, and which types are known. Or a key is missing, or its value does not fit.
+            ConfigError: the model type is not known, or `epmoe.route` cannot be its router, or `GroupedExperts` its
+                experts; the message says what to set by hand, and which types are known. Or a key is missing, or its
+                value does not fit.
         """
         found, where = sections_of(source, sections)
         if isinstance(topology := found.get("topology", {}), dict):

@@ -1,7 +1,8 @@
 """What the configuration of a Hugging Face model says about its MoE layers: the one table of model types.
 
-A row says how routers work, and which keys of the model hold the values of ours. `tests/test_from_hf.py` compares every
-row with the router of transformers. This module needs no transformers, and nothing is downloaded.
+A row says how routers and experts work, and which keys of the model hold the values of ours. `tests/test_from_hf.py`
+compares every row with the router and the experts of transformers. This module needs no transformers, and nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -19,11 +20,22 @@ from epmoe.config.strict import Strict
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # a model has one of them
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k")
+_ALPHAS = {"silu": 1.0, "swish": 1.0, "quick_gelu": 1.702}
+"""The activations x · sigmoid(alpha · x), as transformers names them."""
+_OF_EXPERTS = {
+    **{"swiglu_limit": "limit", "swiglu_limits": "limit", "swiglu_alpha": "alpha"},
+    **{"mlp_bias": "biases", "use_bias": "biases"},
+}
+"""Keys of models that may say what their experts compute, with the key of our section `experts`."""
+_BY_HAND = (
+    "set E, K, D and F by hand, EPConfig(model={'num_experts': …, 'num_experts_per_tok': …, 'hidden_size': …, "
+    "'intermediate_size': …}, …)"
+)
 
 
 @dataclass(frozen=True)
 class _Row:
-    """Model types whose routers work alike."""
+    """Model types whose routers and experts work alike."""
 
     model_types: tuple[str, ...]
     width: str
@@ -34,6 +46,10 @@ class _Row:
     """Keys of our section `routing`, with the keys of the model that have their values."""
     only: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the model with the values for which the row holds; a model without such a key, or with null, has them."""
+    experts: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of our section `experts`, with their values where the model has no key for them."""
+    experts_keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys of our section `experts`, with the keys of the model that may have their values."""
 
 
 _SOFTMAX, _SIGMOID = {"scoring": "softmax"}, {"scoring": "sigmoid"}
@@ -44,6 +60,7 @@ _GROUPED = {"num_expert_groups": "n_group", "top_groups": "topk_group"}
 _PLAIN = {"scoring_func": "softmax", "norm_topk_prob": False}  # with True, DeepSeek's code and transformers differ
 _OF_KIMI = {"renormalize": "moe_renormalize", "num_expert_groups": "num_expert_group", "top_groups": "topk_group"}
 _WIDTH, _MOE_WIDTH = "intermediate_size", "moe_intermediate_size"
+_CLAMPED = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "biases": True}
 
 _ROWS = (
     _Row(("qwen2_moe", "qwen3_moe", "qwen3_next"), _MOE_WIDTH, _SOFTMAX, _AS_CONFIGURED),
@@ -51,7 +68,10 @@ _ROWS = (
     _Row(("olmoe", "flex_olmo"), _WIDTH, _SOFTMAX, _AS_CONFIGURED),
     # A softmax over the K chosen logits, which some of these take, equals the renormalised softmax over all.
     _Row(("mixtral", "minimax"), _WIDTH, _SOFTMAX | _ALWAYS),
-    _Row(("gpt_oss",), _WIDTH, _SOFTMAX | _ALWAYS | {"logit_bias": True}),
+    _Row(
+        ("gpt_oss",), _WIDTH, _SOFTMAX | _ALWAYS | {"logit_bias": True},
+        experts=_CLAMPED, experts_keys={"limit": "swiglu_limit", "alpha": "swiglu_alpha"},
+    ),
     _Row(("granitemoe", "granitemoeshared", "granitemoehybrid"), _WIDTH, _SOFTMAX | _ALWAYS),
     _Row(("jamba",), _WIDTH, _SOFTMAX | _NEVER),
     _Row(("ernie4_5_moe",), _MOE_WIDTH, _SOFTMAX | _ALWAYS | _BIASED),
@@ -73,7 +93,7 @@ _ROWS = (
     _Row(("minimax_m2",), _WIDTH, _SIGMOID | _ALWAYS | _BIASED),
     _Row(("hy_v3",), _MOE_WIDTH, _SIGMOID | _ALWAYS | _BIASED, {"routed_scaling_factor": "router_scaling_factor"}),
     _Row(("lfm2_moe",), _MOE_WIDTH, _SIGMOID, _AS_CONFIGURED | _SCALED | {"selection_bias": "use_expert_bias"}),
-    _Row(("llama4_text",), _WIDTH, _SIGMOID | _NEVER),  # its layers need `apply_router_weight_on_input`
+    _Row(("llama4_text",), _WIDTH, _SIGMOID | _NEVER, experts={"weights_on_input": True}),
 )  # fmt: skip
 
 MODEL_TYPES = tuple(dict.fromkeys(name for row in _ROWS for name in row.model_types))
@@ -89,7 +109,7 @@ OTHER_ROUTERS = {
 
 
 def sections_of(source: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The sections `model` and `routing` of a Hugging Face model, and the beginning of messages about it.
+    """The sections `model`, `routing` and `experts` of a Hugging Face model, and the beginning of messages about it.
 
     Args:
         source: as of `EPConfig.from_hf`.
@@ -128,6 +148,7 @@ def sections_of(source: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
                 missing.append(f"`{' or '.join(names)}` (our `{section}.{ours}`)")
     if missing:
         raise ConfigError(f"{where}a {config['model_type']} must have the keys {', '.join(missing)}")
+    sections["experts"] = _experts(row, config, where, _mapping(given.get("experts")))
     dtypes = (part.get(key) for part in (whole, config) for key in ("dtype", "torch_dtype"))
     if dtype := next(filter(None, dtypes), None):
         sections["model"]["dtype"] = dtype
@@ -162,29 +183,45 @@ def _read(source: Any) -> tuple[dict[str, Any], str]:
     return keys, f"{type(config).__name__}: "
 
 
+def _experts(row: _Row, config: Mapping[str, Any], where: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Our section `experts`. Raises ConfigError where the model may have experts that the section does not describe."""
+    found = dict(row.experts) | {ours: config[theirs] for ours, theirs in row.experts_keys.items() if theirs in config}
+    for theirs, ours in _OF_EXPERTS.items():
+        if config.get(theirs) and theirs not in row.experts_keys.values() and ours not in given:
+            raise ConfigError(
+                f"{where}`{theirs}` {config[theirs]!r} does not say whether it holds for the experts of a "
+                f"{config['model_type']}: give what does, experts={{{ours!r}: …}}"
+            )
+    act = config.get("hidden_act") or "silu"
+    if act in list(_ALPHAS):
+        return {"alpha": _ALPHAS[act]} | found
+    if "alpha" not in found | given:
+        raise ConfigError(
+            f"{where}`hidden_act` must be one of {', '.join(map(repr, _ALPHAS))}, since `GroupedExperts` compute "
+            f"gate · sigmoid(alpha · gate), got {act!r}: else {_BY_HAND}, and give `MoELayer` experts of your own"
+        )
+    return found
+
+
 def _row_of(config: Mapping[str, Any], where: str) -> _Row:
     model_type = config.get("model_type")
     rows = [row for row in _ROWS if model_type in row.model_types]
     for row in rows:
         if all(config.get(key) in (None, value) for key, value in row.only.items()):
             return row
-    by_hand = (
-        "set E, K, D and F by hand, EPConfig(model={'num_experts': …, 'num_experts_per_tok': …, 'hidden_size': …, "
-        "'intermediate_size': …}, …)"
-    )
     if rows:
         got = ", ".join(f"`{key}` {config[key]!r}" for key in rows[0].only if key in config)
         known = " or ".join(", ".join(f"`{key}` {value!r}" for key, value in row.only.items()) for row in rows)
         raise ConfigError(
-            f"{where}a {model_type} must have {known}, got {got}: else {by_hand}, and give ids and weights"
+            f"{where}a {model_type} must have {known}, got {got}: else {_BY_HAND}, and give ids and weights"
         )
     if model_type in OTHER_ROUTERS:
         raise ConfigError(
-            f"{where}`epmoe.route` cannot be the router of {model_type}, since {OTHER_ROUTERS[model_type]}: {by_hand}, "
+            f"{where}`epmoe.route` cannot be the router of {model_type}, since {OTHER_ROUTERS[model_type]}: {_BY_HAND}, "
             "and give the ids and weights of the model's own router to `dispatch`"
         )
     raise ConfigError(
-        f"{where}model_type {model_type!r} is not known: {by_hand}, and of `routing` what its router does: 'scoring', "
+        f"{where}model_type {model_type!r} is not known: {_BY_HAND}, and of `routing` what its router does: 'scoring', "
         "'renormalize', 'selection_bias', 'num_expert_groups', 'top_groups' and 'routed_scaling_factor'. Known are "
         f"{', '.join(MODEL_TYPES)}"
     )

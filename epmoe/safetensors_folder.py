@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +23,43 @@ _CHOICE_BIASES = (
     "moe_statics.e_score_correction_bias",
     "expert_bias",
 )
-_SEPARATE = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-_FUSED = {
-    "w_gate_up": ("experts.gate_up_proj", "input_linear.weight"),
-    "w_down": ("experts.down_proj", "output_linear.weight"),
-    "gate_up_bias": ("experts.gate_up_proj_bias",),
-    "down_bias": ("experts.down_proj_bias",),
-}
+
+
+def _of_each(gate: str, up: str, down: str) -> dict[str, list[str]]:
+    """The format in which every expert has tensors of its own."""
+    kinds = {"w_*": "weight", "*_scales": "weight_scale_inv", "*_bias": "bias"}
+    parts = {"gate_up": (gate, up), "down": (down,)}
+    return {
+        kind.replace("*", part): [f"experts.*.{projection}.{suffix}" for projection in projections]
+        for kind, suffix in kinds.items()
+        for part, projections in parts.items()
+    }
+
+
+_FORMATS: tuple[dict[str, list[str]], ...] = (
+    _of_each("gate_proj", "up_proj", "down_proj"),
+    _of_each("w1", "w3", "w2"),
+    {
+        **{"w_gate_up": ["experts.gate_up_proj"], "w_down": ["experts.down_proj"]},
+        **{"gate_up_bias": ["experts.gate_up_proj_bias"], "down_bias": ["experts.down_proj_bias"]},
+    },
+    {"w_gate_up": ["input_linear.weight"], "w_down": ["output_linear.weight"]},
+)
+"""Arguments of `GroupedExperts` with the tensors that hold them, in which * is the number of an expert."""
+_OF_EXPERTS = ("experts.", "input_linear.", "output_linear.")
+_MOST_NAMES = 6  # of a message
+_WEIGHTS, _FP8, _SCALES = ("F64", "F32", "F16", "BF16", "F8_E4M3"), "F8_E4M3", ("F32", "F16", "BF16")
+
+
+class _Header(NamedTuple):
+    """What a file says about a tensor."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+    def __str__(self) -> str:
+        return f"`{self.name}` is {self.dtype} {self.shape}"
 
 
 class SafetensorsFolder(Mapping[str, Tensor]):
@@ -37,11 +68,15 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     A MoE block is named as in the model, like "model.layers.3.mlp"; the `block_sparse_moe` of Mixtral's checkpoints is
     found by that name, too. Its experts are
 
-    - tensors of each expert, `BLOCK.experts.7.gate_proj.weight`, `up_proj` and `down_proj`, or Mixtral's w1, w3 and w2.
-      fp8 weights have a `weight_scale_inv` beside them, for blocks of 128 × 128;
+    - tensors of each expert, `BLOCK.experts.7.gate_proj.weight`, `up_proj` and `down_proj`, or Mixtral's w1, w3 and w2,
+      each with a `bias` if there are any. fp8 weights (e4m3) have a `weight_scale_inv` beside them, in fp32, fp16 or
+      bf16, for blocks of 128 × 128;
     - one tensor of all experts, `BLOCK.experts.gate_up_proj` [E, 2F, D] and `down_proj` [E, D, F], or both transposed
       as in gpt-oss, with `gate_up_proj_bias` and `down_proj_bias` if there are any; or Granite's `input_linear` and
       `output_linear`.
+
+    All experts of a block have the same tensors, dtypes and shapes, one expert for each row of the router. Anything
+    else below `BLOCK.experts` or the router is refused, since a model without it is another function.
 
     Args:
         path: of the folder. Its `model.safetensors.index.json` says which file has a tensor. Without one, the headers
@@ -87,19 +122,25 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             checkpoint's dtype.
 
         Raises:
-            ValueError: there is no such block.
+            ValueError: there is no such block, or its router has tensors of another format.
         """
         block, router = self._find(block)
-        weight, of_logits = self[f"{block}.{router}.weight"], f"{block}.{router}.bias"
-        name = next((name for name in (f"{block}.{bias}" for bias in _CHOICE_BIASES) if name in self), None)
+        weight, of_logits = f"{block}.{router}.weight", f"{block}.{router}.bias"
+        choice = {f"{block}.{bias}" for bias in _CHOICE_BIASES} & self._file_of.keys()
+        bias = min(choice, default=None)
+        if unread := (choice | self._under(f"{block}.{router.partition('.')[0]}.")) - {weight, of_logits, bias}:
+            raise ValueError(
+                f"{self._path(min(unread))}: the router of `{block}` must have a `{router}.weight`, and may have "
+                f"`{router}.bias` and one bias of the choice, got also {_some(unread)}"
+            )
         return {
-            "router_weight": weight if name is None else weight.float(),
-            "bias": None if name is None else self[name].float().flatten(),
+            "router_weight": self[weight] if bias is None else self[weight].float(),
+            "bias": None if bias is None else self[bias].float().flatten(),
             "logit_bias": self.get(of_logits),
         }
 
     def experts(self, block: str, logical: Sequence[int], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Some experts of a MoE block. Other experts are not read.
+        """Some experts of a MoE block. Of other experts only headers are read, of the files that are there.
 
         Args:
             block: its name.
@@ -108,43 +149,29 @@ class SafetensorsFolder(Mapping[str, Tensor]):
 
         Returns:
             Arguments of `GroupedExperts`: `w_gate_up`, `w_down`, and scales or biases where the checkpoint has them.
+            Scales are fp32; everything else has the checkpoint's dtype.
 
         Raises:
-            ValueError: there is no such block, or its experts have another format.
+            ValueError: there is no such block, or its experts have another format: the message names the file, the
+                tensors and their dtypes and shapes.
             LookupError: the checkpoint has no expert of this number.
         """
-        block, _ = self._find(block)
-        experts = f"{block}.experts"
-        for gate, up, down in _SEPARATE:
-            if f"{experts}.0.{gate}.weight" in self:
-                parts = {"w_gate_up": [f"{gate}.weight", f"{up}.weight"], "w_down": [f"{down}.weight"]}
-                if f"{experts}.0.{gate}.weight_scale_inv" in self:
-                    self._check_blocks(f"{experts}.0.{gate}.weight")
-                    scales = [f"{projection}.weight_scale_inv" for projection in (gate, up, down)]
-                    parts |= {"gate_up_scales": scales[:2], "down_scales": scales[2:]}
-                return {
-                    argument: _stack(lambda x: self._joined(f"{experts}.{x}.", names), logical, device)  # noqa: B023
-                    for argument, names in parts.items()
-                }
-        fused = {
-            argument: f"{block}.{name}"
-            for argument, names in _FUSED.items()
-            for name in names
-            if f"{block}.{name}" in self
-        }
-        if not {"w_gate_up", "w_down"} <= fused.keys():
-            held = sorted(name for name in self if name.startswith(f"{block}."))
-            raise ValueError(
-                f"{self.path}: the experts of `{block}` must be `gate_proj`, `up_proj` and `down_proj`, or `w1`, `w3` "
-                f"and `w2`, of each expert, or `gate_up_proj` and `down_proj` of all, got {', '.join(held[:6])}…"
-            )
-        slices = {argument: self._open(self._file_of[name]).get_slice(name) for argument, name in fused.items()}
-        (_, *up), (_, *down) = (slices[name].get_shape() for name in ("w_gate_up", "w_down"))
-        transposed = up == [down[1], 2 * down[0]]  # [D, 2F] and [F, D]; otherwise up == [2 * down[1], down[0]]
-        return {
-            argument: _stack(lambda x: part[x].t() if transposed else part[x], logical, device)  # noqa: B023
-            for argument, part in slices.items()
-        }
+        block, router = self._find(block)
+        E = self._slice(f"{block}.{router}.weight").get_shape()[0]
+        if outside := sorted({x for x in logical if not 0 <= x < E}):
+            raise LookupError(f"{self.path}: `{block}` has the experts 0 to {E - 1}, got {outside}")
+        tensors = self._format(block, E)
+        transposed = self._check(tensors, E)
+
+        def read(argument: str, x: int) -> Tensor:
+            names = tensors[argument]
+            if "*" not in names[0]:
+                part: Tensor = self._slice(names[0])[x]
+                return part.t() if transposed else part
+            joined = torch.cat([self[_of(x, name)] for name in names])
+            return joined.float() if argument.endswith("_scales") else joined
+
+        return {argument: _stack(partial(read, argument), logical, device) for argument in tensors}
 
     def _find(self, block: str) -> tuple[str, str]:
         """A block's name in the checkpoint, and its router's."""
@@ -154,13 +181,96 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                     return name, router
         raise ValueError(f"{self.path}: has no MoE block `{block}`: it has no tensor `{block}.gate.weight`")
 
-    def _joined(self, prefix: str, names: list[str]) -> Tensor:
-        return torch.cat([self[prefix + name] for name in names])
+    def _format(self, block: str, E: int) -> dict[str, list[str]]:
+        """The one of `_FORMATS` that the experts have, without arguments that they lack, and with full names.
 
-    def _check_blocks(self, gate: str) -> None:
-        """Raises ValueError if blocks of scales would hold rows of gate and of up."""
-        if (F := self._open(self._file_of[gate]).get_slice(gate).get_shape()[0]) % SCALE_BLOCK:
-            raise ValueError(f"{self.path}: fp8 experts need an F that is a multiple of {SCALE_BLOCK}, got {F}")
+        Raises ValueError unless each of E experts has its tensors, and the experts have no others.
+        """
+        held = self._under(*(f"{block}.{place}" for place in _OF_EXPERTS))
+        for known in _FORMATS:
+            names = {
+                argument: {_of(x, f"{block}.{pattern}") for pattern in patterns for x in range(E)}
+                for argument, patterns in known.items()
+            }
+            present = [argument for argument in known if names[argument] & held]
+            if {"w_gate_up", "w_down"} <= set(present):
+                break
+        else:
+            where = self._path(min(held)) if held else self.path
+            raise ValueError(
+                f"{where}: the experts of `{block}` must be `gate_proj`, `up_proj` and `down_proj`, "
+                f"or `w1`, `w3` and `w2`, of each expert, or `gate_up_proj` and `down_proj` of all, got "
+                f"{_some(self._under(f'{block}.'))}"
+            )
+        wanted = set[str]().union(*(names[argument] for argument in present))
+        if wanted != held:
+            odd = f"got also {_some(held - wanted)}" if held - wanted else f"lack {_some(wanted - held)}"
+            raise ValueError(
+                f"{self._path(min(held - wanted or held))}: the experts of `{block}`, 0 to {E - 1} as its router has "
+                f"{E} rows, have {_some({pattern for argument in present for pattern in known[argument]})}, but {odd}"
+            )
+        return {argument: [f"{block}.{pattern}" for pattern in known[argument]] for argument in present}
+
+    def _check(self, tensors: Mapping[str, list[str]], E: int) -> bool:
+        """Whether the weights are transposed. Only headers are read, and not those of files that other ranks have.
+
+        Raises ValueError unless all experts have one format, and it is a known one.
+        """
+        headers: dict[str, _Header] = {}
+        files = {self._file_of[_of(x, name)] for names in tensors.values() for name in names for x in range(E)}
+        here = {file for file in files if (self.path / file).is_file()}
+        for argument, names in tensors.items():
+            for name in dict.fromkeys(_of(x, name) for name in names for x in range(E)):
+                if self._file_of[name] in here:
+                    part = self._slice(name)
+                    header = _Header(name, part.get_dtype(), part.get_shape())
+                    first = headers.setdefault(argument, header)
+                    if header[1:] != first[1:]:
+                        raise self._refusal(header, f"but {first}: all experts must have one format")
+        if headers.keys() != tensors.keys():
+            return False  # to read what is not there is an error
+        gate_up, down = headers["w_gate_up"], headers["w_down"]
+        if gate_up.dtype != down.dtype or down.dtype not in _WEIGHTS:
+            raise self._refusal(gate_up, f"and {down}: both must have one dtype of {', '.join(_WEIGHTS)}")
+        for part, weight in (("gate_up", gate_up), ("down", down)):
+            self._check_scales(weight, headers.get(f"{part}_scales"))
+        fused = "*" not in tensors["w_down"][0]
+        for header in headers.values():
+            if fused and header.shape[:1] != [E]:
+                raise self._refusal(header, f"but must have {E} rows, as the router has")
+        up, (*_, D, F) = gate_up.shape, (0, 0, *down.shape)  # whatever its dimensions are
+        if down.dtype == _FP8 and F % SCALE_BLOCK:  # a block of scales would hold rows of gate and of up
+            raise self._refusal(down, f"but fp8 experts need an F that is a multiple of {SCALE_BLOCK}, got {F}")
+        if up == ([E, 2 * F, D] if fused else [F, D]):
+            return False
+        if up == [E, F, 2 * D] and fused:
+            return True
+        raise self._refusal(gate_up, f"and {down}, which do not fit each other")
+
+    def _check_scales(self, weight: _Header, scales: _Header | None) -> None:
+        """Raises ValueError unless fp8 weights have scales of blocks, and other weights have none."""
+        if weight.dtype != _FP8:
+            if scales is not None:
+                raise self._refusal(scales, f"but {weight}, which needs no scales")
+            return
+        if scales is None:
+            raise self._refusal(weight, "without a `weight_scale_inv`")
+        blocks = [-(-n // SCALE_BLOCK) for n in weight.shape]
+        if scales.dtype not in _SCALES or scales.shape != blocks:
+            of_block = f"{blocks} for {weight.shape}, one for each block of {SCALE_BLOCK} × {SCALE_BLOCK}"
+            raise self._refusal(scales, f"but scales must be {' or '.join(_SCALES)} {of_block}")
+
+    def _refusal(self, header: _Header, why: str) -> ValueError:
+        return ValueError(f"{self._path(header.name)}: {header}, {why}")
+
+    def _under(self, *prefixes: str) -> set[str]:
+        return {name for name in self if name.startswith(prefixes)}
+
+    def _path(self, name: str) -> Path:
+        return self.path / self._file_of[name]
+
+    def _slice(self, name: str) -> Any:
+        return self._open(self._file_of[name]).get_slice(name)
 
     def _open(self, file: str) -> Any:
         try:
@@ -173,6 +283,16 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             except SafetensorError as error:
                 raise ValueError(f"{self.path / file}: {error}") from None
         return self._opened[file]
+
+
+def _of(expert: int, pattern: str) -> str:
+    """The name of an expert's tensor, or of that of all experts."""
+    return pattern.replace("*", str(expert))
+
+
+def _some(names: Set[str]) -> str:
+    """The first names, for a message."""
+    return ", ".join(sorted(names)[:_MOST_NAMES]) + ("…" if len(names) > _MOST_NAMES else "")
 
 
 def _stack(read: Callable[[int], Tensor], logical: Sequence[int], device: torch.device | str) -> Tensor:

@@ -1,4 +1,4 @@
-"""`EPConfig.from_hf`: every row of its table has the router and the experts of transformers; sources, overrides, errors."""
+"""`EPConfig.from_hf`: every row of its table equals transformers; sources, overrides, errors."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_sections_replace_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -
         ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "`norm_topk_prob` False.*got `norm_topk_prob` True"),
         (
             {"hidden_act": "gelu"},
-            r"`hidden_act` must be one of 'silu', 'swish', 'quick_gelu', .*got 'gelu': else set E.* experts of your own",
+            r"`hidden_act` must be one of 'silu', 'swish', 'quick_gelu', .*got 'gelu': else set E.* of your own",
         ),
         ({"hidden_act": ["silu"]}, r"`hidden_act` must be one of .*got \['silu'\]"),
         ({"swiglu_limit": 7.0}, r"`swiglu_limit` 7.0 does not say .* experts of a qwen3_moe: .*experts={'limit': …}"),
@@ -228,7 +228,8 @@ GPT_OSS = {
     [
         (GPT_OSS, {}, {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}),
         (
-            GPT_OSS | {"swiglu_limit": 5, "swiglu_alpha": 1.5, "hidden_act": "gelu"},  # an act that its code never reads
+            GPT_OSS
+            | {"swiglu_limit": 5, "swiglu_alpha": 1.5, "hidden_act": "gelu"},  # an act that its code never reads
             {},
             {"interleaved": True, "limit": 5.0, "alpha": 1.5, "up_offset": 1.0},
         ),

@@ -53,6 +53,9 @@ class RecordedSlice:
     def get_shape(self) -> list[int]:
         return self.slice.get_shape()
 
+    def get_dtype(self) -> str:
+        return self.slice.get_dtype()
+
     def __getitem__(self, expert: int) -> Tensor:
         self.read.append(f"{self.name}[{expert}]")
         return self.slice[expert]
@@ -172,6 +175,201 @@ def test_fp8_blocks_that_hold_rows_of_gate_and_up_are_refused(tmp_path):
     save_file(fp8_tensors(192), tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="fp8 experts need an F that is a multiple of 128, got 192"):
         epmoe.SafetensorsFolder(tmp_path).experts(BLOCK, [0])
+
+
+def test_scales_may_have_less_precision(tmp_path):
+    """Qwen's fp8 checkpoints have scales in bf16."""
+    tensors = {name: t.bfloat16() if name.endswith("_inv") else t for name, t in fp8_tensors(F).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    experts = epmoe.GroupedExperts(**epmoe.SafetensorsFolder(tmp_path).experts(BLOCK, [3]))
+    want = tensors[f"{BLOCK}.experts.3.down_proj.weight_scale_inv"]
+    assert torch.equal(experts.down_scales[0], want.float())
+
+
+@pytest.mark.parametrize("names", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")])
+def test_biases_of_each_expert_are_read(tmp_path, names):
+    weights = weights_of_experts()
+    biases = {"gate_up_bias": randn(E, 2 * F, seed=3), "down_bias": randn(E, D, seed=4)}
+    tensors = of_each_expert(weights, BLOCK, names)
+    for x in range(E):
+        for name, bias in zip(names, (*biases["gate_up_bias"][x].chunk(2), biases["down_bias"][x]), strict=True):
+            tensors[f"{BLOCK}.experts.{x}.{name}.bias"] = bias.clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_same(epmoe.SafetensorsFolder(tmp_path).experts(BLOCK, [4, 0]), weights | biases, [4, 0])
+
+
+def each() -> dict[str, Tensor]:
+    return of_each_expert(weights_of_experts(), BLOCK, ("gate_proj", "up_proj", "down_proj"))
+
+
+def fused() -> dict[str, Tensor]:
+    weights = weights_of_experts()
+    experts = {f"{BLOCK}.experts.gate_up_proj": weights["w_gate_up"], f"{BLOCK}.experts.down_proj": weights["w_down"]}
+    return experts | {f"{BLOCK}.gate.weight": randn(E, D, seed=2)}
+
+
+def changed(tensors: dict[str, Tensor], part: str, change) -> dict[str, Tensor]:
+    """Tensors of the experts, of which `change` replaces those that have `part` in their names; None removes one."""
+    new = {name: change(tensor) if part in name else tensor for name, tensor in tensors.items()}
+    return {name: tensor for name, tensor in new.items() if tensor is not None}
+
+
+def added(tensors: dict[str, Tensor], *names: str, like: Tensor | None = None) -> dict[str, Tensor]:
+    return tensors | {f"{BLOCK}.{name}": torch.ones(1) if like is None else like.clone() for name in names}
+
+
+def without(tensors: dict[str, Tensor], part: str) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if part not in name}
+
+
+BF16, SCALES, OF = (
+    torch.bfloat16,
+    "weight_scale_inv",
+    f"the experts of `{BLOCK}`, 0 to 5 as its router has 6 rows, have",
+)
+WRONG = {
+    "bf16 expert 0 among fp8 experts": (
+        lambda: changed(fp8_tensors(F), ".0.", lambda t: t.to(BF16) if t.dtype == FP8 else None),
+        rf"{OF} .*, but lack .*experts.0.down_proj.weight_scale_inv, .*0.gate_proj.weight_scale_inv, .*0.up_proj",
+    ),
+    "bf16 expert 0 among fp8 experts, all with scales": (
+        lambda: changed(fp8_tensors(F), ".0.down_proj.weight", lambda t: t if t.dtype != FP8 else t.to(BF16)),
+        rf"`{BLOCK}.experts.1.down_proj.weight` is F8_E4M3 \[256, 128\], but .*experts.0.down_proj.weight` is BF16 \[",
+    ),
+    "an expert of another dtype": (
+        lambda: changed(each(), ".4.up_proj", Tensor.half),
+        r"experts.4.up_proj.weight` is F16 .*0.gate_proj.weight` is F32 .*: all experts must have one format",
+    ),
+    "an expert of another shape": (
+        lambda: changed(each(), ".4.up_proj", lambda t: t[:1].clone()),
+        r"experts.4.up_proj.weight` is F32 \[1, 256\], but .*experts.0.gate_proj.weight` is F32 \[128, 256\]",
+    ),
+    "more experts": (
+        lambda: added(each(), *(f"experts.6.{name}_proj.weight" for name in ("gate", "up", "down"))),
+        rf"{OF} experts.\*.down_proj.weight, .*, but got also {BLOCK}.experts.6.down_proj.weight, ",
+    ),
+    "fewer experts": (lambda: without(each(), "experts.5."), rf"{OF} .* lack {BLOCK}.experts.5.down_proj.weight, "),
+    "a gap": (lambda: without(each(), "experts.2."), rf"{OF} .* lack {BLOCK}.experts.2.down_proj.weight, "),
+    "no expert 0": (lambda: without(each(), "experts.0."), rf"{OF} .* lack {BLOCK}.experts.0.down_proj.weight, "),
+    "a bias of one expert": (
+        lambda: added(each(), "experts.3.down_proj.bias"),
+        r"experts.\*.down_proj.bias, .*, but lack .*experts.0.down_proj.bias, .*experts.1.",
+    ),
+    "a bias of gates alone": (
+        lambda: added(each(), *(f"experts.{x}.gate_proj.bias" for x in range(E))),
+        r"lack .*experts.0.up_proj.bias, ",
+    ),
+    "another scale": (
+        lambda: {name.replace("scale_inv", "scale"): tensor for name, tensor in fp8_tensors(F).items()},
+        rf"{OF} .*, but got also {BLOCK}.experts.0.down_proj.weight_scale, ",
+    ),
+    "one scale for a weight": (
+        lambda: changed(fp8_tensors(F), SCALES, lambda t: t.flatten()[:1].clone()),
+        r"gate_proj.weight_scale_inv` is F32 \[1\], but scales must be F32 .* \[1, 2\] for \[128, 256\], one for each",
+    ),
+    "integers as scales": (
+        lambda: changed(fp8_tensors(F), SCALES, Tensor.int),
+        r"gate_proj.weight_scale_inv` is I32 \[1, 2\], but scales must be F32 or F16 or BF16 ",
+    ),
+    "scales of down alone": (
+        lambda: without(fp8_tensors(F), f"gate_proj.{SCALES}"),
+        r"but lack .*experts.0.gate_proj.weight_scale_inv, ",
+    ),
+    "scales of the input": (
+        lambda: added(fp8_tensors(F), *(f"experts.{x}.down_proj.input_scale" for x in range(E))),
+        r"but got also .*experts.0.down_proj.input_scale, ",
+    ),
+    "fp8 without scales": (
+        lambda: without(fp8_tensors(F), SCALES),
+        r"experts.0.gate_proj.weight` is F8_E4M3 \[128, 256\], without a `weight_scale_inv`",
+    ),
+    "scales beside bf16": (
+        lambda: changed(fp8_tensors(F), "_proj.weight", lambda t: t.to(BF16) if t.dtype == FP8 else t),
+        r"gate_proj.weight_scale_inv` is F32 .* but .*gate_proj.weight` is BF16 .*, which needs no scales",
+    ),
+    "packed weights": (
+        lambda: changed(each(), "_proj.weight", Tensor.byte),
+        r"gate_proj.weight` is U8 .*, and .*down_proj.weight` is U8 .*: both must have one dtype of F64, F32, ",
+    ),
+    "down in another dtype": (
+        lambda: changed(each(), "down_proj", Tensor.half),
+        r"gate_proj.weight` is F32 .*, and .*down_proj.weight` is F16 .*: both must have one dtype",
+    ),
+    "shapes that do not fit": (
+        lambda: changed(each(), "down_proj", lambda t: t[:, 1:].clone()),
+        r"gate_proj.weight` is F32 \[128, 256\], and .*down_proj.weight` is F32 \[256, 127\], which do not fit",
+    ),
+    "two formats": (
+        lambda: each() | fused(),
+        r"got also .*experts.down_proj, .*experts.gate_up_proj$",
+    ),
+    "fused, more experts": (
+        lambda: changed(fused(), "experts.down_proj", lambda t: torch.cat([t, t[:1]])),
+        r"experts.down_proj` is F32 \[7, 256, 128\], but must have 6 rows, as the router has",
+    ),
+    "fused, shapes that do not fit": (
+        lambda: changed(fused(), "experts.down_proj", lambda t: t[:, 1:].clone()),
+        r"gate_up_proj` is F32 \[6, 256, 256\], and .*down_proj` is F32 \[6, 255, 128\], which do not fit",
+    ),
+    "fused, fp8": (
+        lambda: changed(fused(), ".experts.", lambda t: t.to(FP8)),
+        r"gate_up_proj` is F8_E4M3 \[6, 256, 256\], without a `weight_scale_inv`",
+    ),
+    "fused, with scales": (
+        lambda: added(fused(), "experts.gate_up_proj_scale_inv", "experts.down_proj_scale_inv"),
+        r"got also .*experts.down_proj_scale_inv, .*experts.gate_up_proj_scale_inv$",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_experts_of_another_format_are_refused(tmp_path, wrong):
+    """With the file and the tensors, whichever experts a rank asks for."""
+    make, message = WRONG[wrong]
+    save_file(make(), tmp_path / "model.safetensors")
+    for logical in ([1], [4, 0]):
+        with pytest.raises(ValueError, match=rf"^{tmp_path}/model.safetensors: .*{message}"):
+            epmoe.SafetensorsFolder(tmp_path).experts(BLOCK, logical)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["gate.weight_scale_inv"], f"must have a `gate.weight`.* got also {BLOCK}.gate.weight_scale_inv"),
+        (["gate.per_expert_scale", "gate.scale"], rf"got also {BLOCK}.gate.per_expert_scale, {BLOCK}.gate.scale$"),
+        (
+            ["gate.e_score_correction_bias", "expert_bias"],
+            f"one bias of the choice, got also {BLOCK}.gate.e_score_corr",
+        ),
+    ],
+)
+def test_a_router_of_another_format_is_refused(tmp_path, names, message):
+    save_file(added(each(), *names, like=randn(E)), tmp_path / "model.safetensors")
+    folder = epmoe.SafetensorsFolder(tmp_path)
+    assert folder.experts(BLOCK, [2]).keys() == {"w_gate_up", "w_down"}
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/model.safetensors: the router of `{BLOCK}` .*{message}"):
+        folder.router(BLOCK)
+
+
+@pytest.mark.parametrize("make", [each, fused])
+@pytest.mark.parametrize("x", [-1, E])
+def test_an_expert_that_the_router_does_not_know(tmp_path, make, x):
+    save_file(make(), tmp_path / "model.safetensors")
+    with pytest.raises(LookupError, match=rf"`{BLOCK}` has the experts 0 to 5, got \[{x}\]"):
+        epmoe.SafetensorsFolder(tmp_path).experts(BLOCK, [2, x])
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [(E - 2, r"`router_weight` must be \[4, 256\], got \[6, 256\]"), (E + 2, r"the experts 0 to 5, got \[6, 7\]")],
+)
+def test_a_config_of_another_number_of_experts(tmp_path, experts, message):
+    save_file(each(), tmp_path / "model.safetensors")
+    model = {"num_experts": experts, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "float32"}
+    config, folder = epmoe.EPConfig(model=model, topology={"ep_size": 1}), epmoe.SafetensorsFolder(tmp_path)
+    error = pytest.raises((ValueError, LookupError), match=message)
+    with epmoe.ExpertParallel(config, device="cpu") as ep, error:
+        epmoe.MoELayer.from_safetensors(ep, folder, BLOCK)
 
 
 TINY = {

@@ -195,7 +195,7 @@ def _experts(row: _Row, config: Mapping[str, Any], where: str, given: Mapping[st
     act = config.get("hidden_act") or "silu"
     if act in list(_ALPHAS):
         return {"alpha": _ALPHAS[act]} | found
-    if "alpha" not in found | given:
+    if "alpha" not in {**found, **given}:
         raise ConfigError(
             f"{where}`hidden_act` must be one of {', '.join(map(repr, _ALPHAS))}, since `GroupedExperts` compute "
             f"gate · sigmoid(alpha · gate), got {act!r}: else {_BY_HAND}, and give `MoELayer` experts of your own"
@@ -217,8 +217,8 @@ def _row_of(config: Mapping[str, Any], where: str) -> _Row:
         )
     if model_type in OTHER_ROUTERS:
         raise ConfigError(
-            f"{where}`epmoe.route` cannot be the router of {model_type}, since {OTHER_ROUTERS[model_type]}: {_BY_HAND}, "
-            "and give the ids and weights of the model's own router to `dispatch`"
+            f"{where}`epmoe.route` cannot be the router of {model_type}, since {OTHER_ROUTERS[model_type]}: "
+            f"{_BY_HAND}, and give the ids and weights of the model's own router to `dispatch`"
         )
     raise ConfigError(
         f"{where}model_type {model_type!r} is not known: {_BY_HAND}, and of `routing` what its router does: 'scoring', "

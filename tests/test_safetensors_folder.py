@@ -384,6 +384,16 @@ FORMATS = ["qwen3_moe", "mixtral", "deepseek_v3", "minimax_m2", "granitemoe", "e
 """A model type for each set of names that checkpoints have."""
 
 
+def layer_as_configured(ep: epmoe.ExpertParallel, folder: epmoe.SafetensorsFolder, block: str) -> epmoe.MoELayer:
+    """With what `EPConfig.from_hf` knows of the experts, and nothing else."""
+    experts = ep.config.experts
+    layer = epmoe.MoELayer.from_safetensors(
+        ep, folder, block, apply_router_weight_on_input=experts.weights_on_input, **experts.options
+    )
+    assert [layer.experts.gate_up_bias is not None, layer.experts.down_bias is not None] == [experts.biases] * 2
+    return layer
+
+
 @pytest.mark.parametrize("model_type", FORMATS)
 @torch.no_grad()
 def test_a_layer_equals_the_block_of_transformers(model_type, tmp_path):
@@ -399,8 +409,7 @@ def test_a_layer_equals_the_block_of_transformers(model_type, tmp_path):
     config = epmoe.EPConfig.from_hf(tmp_path, ep_size=1, model={"dtype": "float32"})
     name, block = [(name, block) for name, block in model.named_modules() if hasattr(block, "experts")][-1]
     with epmoe.ExpertParallel(config, device="cpu") as ep:
-        on_input = {"apply_router_weight_on_input": True} if model_type == "llama4_text" else {}
-        layer = epmoe.MoELayer.from_safetensors(ep, epmoe.SafetensorsFolder(tmp_path), name, **on_input)
+        layer = layer_as_configured(ep, epmoe.SafetensorsFolder(tmp_path), name)
         assert (layer.bias is not None) == config.routing.selection_bias
         x = randn(1, 9, 64)
         want = block(x)[0] if isinstance(block(x), tuple) else block(x)
@@ -415,21 +424,20 @@ def layer_without(layer, name):
 
 
 def test_a_layer_of_gpt_oss():
-    settings = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
     with saved_model("gpt_oss") as path, torch.no_grad():
         block = AutoModelForCausalLM.from_pretrained(path).get_submodule(BLOCK)
         folder = epmoe.SafetensorsFolder(path)
-        experts = epmoe.GroupedExperts(**folder.experts(BLOCK, [7]), **settings)
+        config = epmoe.EPConfig.from_hf(path, ep_size=1, capacity={"max_num_tokens_per_rank": 8})
+        experts = epmoe.GroupedExperts(**folder.experts(BLOCK, [7]), **config.experts.options)
         rows, ids = randn(5, 96), torch.full((5, 1), 7)
         want = block.experts(rows, ids, torch.ones(5, 1))
         assert_close(experts(rows, torch.tensor([0, 5], dtype=torch.int32)), want.double(), slack=4)
-        config = epmoe.EPConfig.from_hf(path, ep_size=1, capacity={"max_num_tokens_per_rank": 8})
         with epmoe.ExpertParallel(config) as ep:
-            layer = epmoe.MoELayer.from_safetensors(ep, folder, BLOCK, **settings)
+            layer = layer_as_configured(ep, folder, BLOCK)
             y = layer(rows)
             assert_close(y, block(rows[None])[0][0].double(), slack=4)
             assert layer.logit_bias.any() and not torch.equal(y, layer_without(layer, "logit_bias")(rows))
-            twin = epmoe.MoELayer.from_safetensors(ep, folder, BLOCK, **settings).to(torch.bfloat16)
+            twin = layer_as_configured(ep, folder, BLOCK).to(torch.bfloat16)
             assert twin.logit_bias.dtype == torch.float32, "a router keeps its precision"
             twin.load_state_dict(layer.state_dict())
             assert torch.equal(twin.logit_bias, layer.logit_bias)

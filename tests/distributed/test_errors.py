@@ -42,6 +42,9 @@ def test_group(rank, size, device):
     differs = rf"the config of rank {rank} differs from that of rank\(s\) .*"
     with pytest.raises(ValueError, match=rf"{differs}`capacity.max_num_tokens_per_rank` is {M} here and {theirs} on"):
         epmoe.ExpertParallel(make_config(size, max_tokens=8 + (rank == 0)), device=device)
+    sections = make_config(size).model_dump() | {"experts": {"limit": 7.0} if rank == 0 else {}}
+    with pytest.raises(ValueError, match=rf"{differs}`experts.limit` is {sections['experts'].get('limit')} here and"):
+        epmoe.ExpertParallel(epmoe.EPConfig(**sections), device=device)
 
 
 def test_a_subgroup_numbers_its_own_ranks(rank, size, device):

@@ -47,6 +47,7 @@ struct DispatchArgs {
   bool to_caller;        // plan.rows is memory that no other rank writes, and pairs of weight 0 travel, too
   bool adds_only;        // combine adds without weights
   bool returns_values;   // combine brings back a value of each pair
+  bool zero_tail;        // rows past the last segment, up to plan.max_rows, and their weights become zeros
   float* row_weights_N;  // out, with to_caller: the weight of each pair's row; or null
 };
 

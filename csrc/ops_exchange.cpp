@@ -19,6 +19,7 @@ struct ExchangeDescriptor {
   ExchangePlan plan;
   int64_t expert_major, weight_rows, zero_gaps;  // as in DispatchArgs
   int64_t to_caller, adds_only, returns_values;  // likewise
+  int64_t zero_tail;                             // likewise
   int64_t row_weights, row_values, pair_values;  // addresses, as in DispatchArgs and CombineArgs
   int64_t timeout_ns;                            // of each wait
   int64_t status;                                // address of the Status, and on CUDA of the Progress behind it
@@ -114,6 +115,7 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
   args.expert_major = d.expert_major != 0, args.weight_rows = d.weight_rows != 0;
   args.zero_gaps = d.zero_gaps != 0;
   args.to_caller = d.to_caller != 0, args.adds_only = d.adds_only != 0, args.returns_values = d.returns_values != 0;
+  args.zero_tail = d.zero_tail != 0;
   args.row_weights_N = reinterpret_cast<float*>(d.row_weights);
   STD_TORCH_CHECK(!args.to_caller || !wire(plan.payload_format).has_scales(), "training needs rows without scales");
   args.send = kPhase != Phase::kRecv, args.receive = kPhase != Phase::kSend;

@@ -1,4 +1,4 @@
-"""A whole MoE layer over an `ExpertParallel`: router, exchange and experts, in six calls."""
+"""A whole MoE layer over an `ExpertParallel`: router, exchange and experts, for serving and for training."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import copy
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -19,45 +19,71 @@ from epmoe.exchange.health import EPStateError
 from epmoe.exchange.moves import Weights
 from epmoe.exchange.round_state import MAX_TAG
 from epmoe.local.beside import Beside, mark
-from epmoe.local.experts import GroupedExperts, without_autocast
+from epmoe.local.experts import GroupedExperts, parameter, without_autocast
 from epmoe.local.quantize import zero_padding_rows_
-from epmoe.native.arguments import FLOATS, check_tensor, describe, dtype_name
+from epmoe.native.arguments import FLOATS, check_tensor, describe, dtype_name, refuse_tangents
 from epmoe.safetensors_folder import SafetensorsFolder
 from epmoe.service import ExpertParallel
+from epmoe.training.exchange import TrainingExchange, WeightsOn
+from epmoe.training.route import counted, scores
 
 _log = logging.getLogger("epmoe")
+
+
+class Routes(NamedTuple):
+    """What a call of a layer has chosen, for auxiliary losses, updates of biases, and replays."""
+
+    ids: Tensor
+    """int32 or int64 [T, K], logical experts; padding has E. A call with gradients has −1 where the weight is 0."""
+    weights: Tensor
+    """fp32 [T, K], with gradients in a call with gradients"""
+    logits: Tensor | None
+    """[T, E] in the dtype of the router, with gradients likewise; None where the routing was given"""
+    tokens_per_expert: Tensor | None
+    """int32 [e], rows that this rank's experts have got from all ranks; None in a call without gradients, whose memory
+    the next round overwrites"""
 
 
 class MoELayer(nn.Module):
     """Router, exchange and experts of one layer. Any number of layers share one `ExpertParallel` and its windows.
 
+    A call has gradients by torch's own rule: in grad mode, where x or a parameter requires grad. Any other call only
+    serves. y has the same bits either way, for the same GEMM. All ranks make the same kind of call. With gradients, the
+    group has one node and experts that stay, and rows travel in the dtype of x. The backward pass is collective, too:
+    see docs/training.md. The weights of a rank's experts belong to that rank: neither DDP nor FSDP may touch them.
+
     Casts (`to`, `bfloat16`, `half`) reach the experts only, because the choice of experts needs the router's precision:
-    `router_weight` and `bias` keep their dtypes. Moves reach both. Logits are computed in the dtype of `router_weight`,
-    also under autocast. A deepcopy copies the weights and shares `ep`. As the exchange is forward only, gradients are
-    refused.
+    `router_weight`, `bias` and `logit_bias` keep their dtypes. Moves reach all. Logits are computed in the dtype of
+    `router_weight`, also under autocast. Under autocast, x in another dtype than the experts is cast, and y is cast
+    back; otherwise it is a TypeError. A deepcopy copies the weights and shares `ep`.
+
+    A token whose scores are undefined reaches no expert where its weights are 0, as under softmax, and gives the router
+    gradients of 0. Padding has no effect on any gradient, whatever it holds.
 
     Args:
         ep: of the group whose ranks hold the experts.
-        router_weight: fp32, fp16 or bf16 [E, D].
+        router_weight: fp32, fp16 or bf16 [E, D], of which the layer makes a parameter.
         experts: maps rows [N, D], expert_offsets int32 [e+1] and scales (fp32 [N, D/128] with an fp8 payload, otherwise
             None) to outputs [N, D] in x's dtype, as `GroupedExperts` does.
-        bias: fp32 [E], added to the scores for the choice of experts only. `routing.selection_bias` asks for it.
-        logit_bias: [E] in the dtype of `router_weight`, added to the logits, as gpt-oss's router does.
+        bias: fp32 [E], a buffer, added to the scores for the choice of experts only. `routing.selection_bias` asks for
+            it.
+        logit_bias: [E] in the dtype of `router_weight`, a parameter, added to the logits, as gpt-oss's router does.
             `routing.logit_bias` asks for it.
-        shared: maps the tokens [T, D] to what is added to y [T, D], such as shared experts. On a GPU it runs on a
-            stream of its own beside the exchange and the routed experts, and is captured with them.
-        apply_router_weight_on_input: as of `ExpertParallel.dispatch`.
+        shared: maps the tokens [T, D] to what is added to y [T, D], such as shared experts. On a GPU a call without
+            gradients runs it on a stream of its own beside the exchange and the routed experts.
+        apply_router_weight_on_input: see `ExpertParallel.dispatch`; by default `experts.weights_on_input` of the config.
         layer_id: the number by which compiled and exported programs name the layer, by default the first free one. It
             is the `tag` of the layer's rounds, modulo 32768; by default, layers of an `ep` number themselves in the
             order in which they are made, which must be the same on all ranks.
+        num_rows: of calls with gradients, see `TrainingExchange.dispatch`.
+        exchange: of calls with gradients, over `ep`; by default a `TrainingExchange` of the layer's own.
 
     Raises:
         TypeError: an argument has another type or dtype.
-        ValueError: `router_weight`, `bias` or `experts` has another shape than the config says, or `layer_id` is the
-            number of another layer.
+        ValueError: `router_weight`, `bias` or `experts` has another shape than the config says; the experts compute
+            something else than its section `experts` says; or `layer_id` or its tag is that of another layer.
     """
 
-    router_weight: Tensor
     bias: Tensor | None
     logit_bias: Tensor | None
     order: Tensor
@@ -71,8 +97,10 @@ class MoELayer(nn.Module):
         bias: Tensor | None = None,
         logit_bias: Tensor | None = None,
         shared: Callable[[Tensor], Tensor] | None = None,
-        apply_router_weight_on_input: bool = False,
+        apply_router_weight_on_input: bool | None = None,
         layer_id: int | None = None,
+        num_rows: int | Literal["exact"] = "exact",
+        exchange: TrainingExchange | None = None,
     ) -> None:
         if not isinstance(ep, ExpertParallel):
             raise TypeError(f"`ep` must be an ExpertParallel, got {describe(ep)}")
@@ -83,9 +111,8 @@ class MoELayer(nn.Module):
             raise ValueError(f"`router_weight` must be {list(want)}, got {list(router_weight.shape)}")
         if not callable(experts):
             raise TypeError(f"`experts` must be callable on (rows, expert_offsets, scales), got {describe(experts)}")
-        if isinstance(experts, GroupedExperts) and (got := experts.w_down.shape[:2]) != (ep.num_local_experts, D):
-            held = f"the {ep.num_local_experts} of this rank, with D={D}"
-            raise ValueError(f"`experts` must be {held}, got {got[0]} with D={got[1]}")
+        if isinstance(experts, GroupedExperts):
+            _check_experts(ep, experts)
         if bias is not None:
             check_tensor("bias", bias, (torch.float32,), (E,))
         elif ep.config.routing.selection_bias:
@@ -96,71 +123,68 @@ class MoELayer(nn.Module):
             raise ValueError("`logit_bias` must be given, since `routing.logit_bias` says that the logits have one")
         if shared is not None and not callable(shared):
             raise TypeError(f"`shared` must be callable on x [T, D], got {describe(shared)}")
-        if not isinstance(apply_router_weight_on_input, bool):
+        on_input = ep.config.experts.weights_on_input
+        if not isinstance(apply_router_weight_on_input, bool | None):
             got_type = describe(apply_router_weight_on_input)
             raise TypeError(f"`apply_router_weight_on_input` must be a bool, got {got_type}")
+        if apply_router_weight_on_input is False and on_input:
+            raise ValueError("`apply_router_weight_on_input` must be True, as `experts.weights_on_input` says")
+        if exchange is not None and not isinstance(exchange, TrainingExchange):
+            raise TypeError(f"`exchange` must be an epmoe.training.TrainingExchange, got {describe(exchange)}")
+        if exchange is not None and exchange.ep is not ep:
+            raise ValueError("`exchange` must be over `ep`")
         super().__init__()
-        self.ep, self.experts, self.shared = ep, experts, shared
-        self.apply_router_weight_on_input = apply_router_weight_on_input
+        self.ep, self.experts, self.shared, self.num_rows = ep, experts, shared, num_rows
+        self.apply_router_weight_on_input = bool(apply_router_weight_on_input or on_input)
+        self.recorder: Callable[[Routes], object] | None = None
+        """Is called with the `Routes` of each call, before dispatch."""
         self._propagates = ep.config.routing.nan_rows == "propagate"
-        self.register_buffer("router_weight", router_weight)
+        self._routing = ep.config.routing.options | {"top_k": ep.config.model.num_experts_per_tok}
+        self._exchange = exchange or _exchange_of(ep)
+        self._dtype: torch.dtype | None = None  # of x in the last call, where the experts do not say
+        self._router_dtype = router_weight.dtype
+        self.router_weight = parameter(router_weight)
         self.register_buffer("bias", bias)
         self.register_buffer("order", ep.order, persistent=False)
-        self.register_buffer("logit_bias", logit_bias)  # last: torch.export miscounts buffers behind absent ones
+        self.register_parameter("logit_bias", None if logit_bias is None else parameter(logit_bias))
+        if isinstance(experts, GroupedExperts) and experts.is_fp8:  # which serve only
+            self.requires_grad_(False)
         self.layer_id = opaque.register(self, layer_id)
-        self.tag = ep.new_tag() if layer_id is None else layer_id & MAX_TAG
+        self.tag = ep.new_tag(None if layer_id is None else layer_id & MAX_TAG, self)
         if ep.live is not None and isinstance(experts, GroupedExperts):
             ep.live.weights[self.tag] = _weights_of(self)
 
     @classmethod
     def from_full(
-        cls,
-        ep: ExpertParallel,
-        router_weight: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        *,
-        bias: Tensor | None = None,
-        logit_bias: Tensor | None = None,
-        shared: Callable[[Tensor], Tensor] | None = None,
-        apply_router_weight_on_input: bool = False,
-        layer_id: int | None = None,
-        **experts: Any,
+        cls, ep: ExpertParallel, router_weight: Tensor, w_gate_up: Tensor, w_down: Tensor, **options: Any
     ) -> Self:
         """A layer from the weights of all E logical experts, of which it copies this rank's to the device of `ep`.
 
         Args:
-            ep: as of `MoELayer`, like `apply_router_weight_on_input` and `layer_id`.
+            ep: of the group, as for `MoELayer`.
             router_weight: [E, D], on any device.
-            w_gate_up: [E, 2F, D], on any device, and otherwise as of `GroupedExperts`.
+            w_gate_up: [E, 2F, D], on any device.
             w_down: [E, D, F], likewise.
-            bias: [E], on any device, like `logit_bias`.
-            logit_bias: see `MoELayer`.
-            shared: see `MoELayer`.
-            apply_router_weight_on_input: see `MoELayer`.
-            layer_id: see `MoELayer`.
-            experts: other arguments of `GroupedExperts`. Tensors, which are scales and biases, have a row for each of
-                the E experts.
+            options: other arguments of `MoELayer`, whose tensors may be on any device, and of `GroupedExperts`, whose
+                tensors, which are scales and biases, have a row for each of the E experts. What the experts compute is
+                by default as in the config.
 
         Returns:
             The layer, whose experts are those of the placement, with copies.
 
         Raises:
-            TypeError: as of `MoELayer` and `GroupedExperts`.
+            TypeError: see `MoELayer` and `GroupedExperts`.
             ValueError: likewise, or a tensor has not E rows.
         """
         E, held = ep.placement.num_experts, ep.placement.logical_experts(ep.rank)
-        full = {"w_gate_up": w_gate_up, "w_down": w_down} | experts
+        of_layer = {name: _on(ep.device, options.pop(name)) for name in _OPTIONS if name in options}
+        full = {"w_gate_up": w_gate_up, "w_down": w_down} | ep.config.experts.options | options
         for name, value in full.items():
             if isinstance(value, Tensor):
                 if value.shape[:1] != (E,):
                     raise ValueError(f"`{name}` must have a row for each of {E} experts, got {list(value.shape)}")
-                full[name] = value[held].to(ep.device)
-        return cls(
-            ep, _on(ep.device, router_weight), GroupedExperts(**full), bias=_on(ep.device, bias),
-            logit_bias=_on(ep.device, logit_bias), shared=shared,
-            apply_router_weight_on_input=apply_router_weight_on_input, layer_id=layer_id,
-        )  # fmt: skip
+                full[name] = value.detach()[held].to(ep.device)
+        return cls(ep, _on(ep.device, router_weight), GroupedExperts(**full), **of_layer)
 
     @classmethod
     def from_safetensors(
@@ -169,37 +193,35 @@ class MoELayer(nn.Module):
         folder: SafetensorsFolder,
         block: str,
         *,
-        shared: Callable[[Tensor], Tensor] | None = None,
-        apply_router_weight_on_input: bool = False,
-        layer_id: int | None = None,
-        **experts: Any,
+        router_dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> Self:
         """A layer from a Hugging Face checkpoint, of which this rank reads the router and its own experts only.
 
         Shared experts are not read: load their module as the model does, and give it as `shared`.
 
         Args:
-            ep: as of `MoELayer`, like `apply_router_weight_on_input` and `layer_id`.
+            ep: of the group, as for `MoELayer`.
             folder: with the checkpoint.
             block: the name of the MoE block in the model, such as "model.layers.3.mlp".
-            shared: see `MoELayer`.
-            apply_router_weight_on_input: see `MoELayer`.
-            layer_id: see `MoELayer`.
-            experts: other arguments of `GroupedExperts`, such as `gemm` or `interleaved`.
+            router_dtype: of the router, by default that of `SafetensorsFolder.router`.
+            options: other arguments of `MoELayer` and of `GroupedExperts`, such as `shared` or `gemm`. What the experts
+                compute is by default as in the config.
 
         Returns:
-            The layer on the device of `ep`, in the dtypes of the checkpoint; see `SafetensorsFolder.router`.
+            The layer on the device of `ep`, in the dtypes of the checkpoint.
 
         Raises:
-            TypeError: as of `MoELayer` and `GroupedExperts`.
+            TypeError: see `MoELayer` and `GroupedExperts`.
             ValueError: likewise, or the checkpoint has no such block, or it has another format.
         """
         router: dict[str, Any] = {name: _on(ep.device, value) for name, value in folder.router(block).items()}
+        for name in ("router_weight", "logit_bias"):
+            if router_dtype is not None and name in router:
+                router[name] = router[name].to(router_dtype)
         held: dict[str, Any] = folder.experts(block, ep.placement.logical_experts(ep.rank), ep.device)
-        return cls(
-            ep, experts=GroupedExperts(**held, **experts), **router, shared=shared,
-            apply_router_weight_on_input=apply_router_weight_on_input, layer_id=layer_id,
-        )  # fmt: skip
+        of_layer = {name: options.pop(name) for name in _OPTIONS if name in options}
+        return cls(ep, experts=GroupedExperts(**held | ep.config.experts.options | options), **router | of_layer)
 
     def full_state_dict(self, *, cpu_offload: bool = False) -> dict[str, Any]:
         """`epmoe.checkpoint.full_state_dict` of this layer: all E logical experts. Collective."""
@@ -218,25 +240,64 @@ class MoELayer(nn.Module):
         if not state.is_meta:
             checkpoint.check_held(state, self.ep, self.tag)
 
-    def forward(self, x: Tensor, num_tokens: int | Tensor | None = None, padded_tokens: int | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        num_tokens: int | Tensor | None = None,
+        padded_tokens: int | None = None,
+        *,
+        routing: tuple[Tensor, Tensor] | None = None,
+        return_routing: bool = False,
+    ) -> Any:
         """x [T, D] of this rank's tokens, or [B, T, D] of B·T tokens → y of the same shape and dtype.
 
-        Collective: every rank calls, also without tokens. Rows at and past `num_tokens`, an int or an int32 scalar
-        tensor on the device, are padding and yield zeros; with [B, T, D] it counts rows [B·T, D]. `padded_tokens` is
-        that of `ExpertParallel.dispatch`: with several nodes, as many rows as the largest call of this round has.
+        Collective: every rank calls, also without tokens.
 
-        Raises what `ExpertParallel.dispatch` and `ExpertParallel.combine` raise, and before anything is sent TypeError
-        or ValueError unless x fits the config, and the dtype of `GroupedExperts`, and RuntimeError if anything requires
-        grad in grad mode. An exception, also one of the experts or of a refused argument, gives the round up on this
-        rank. The other ranks get an EPAbortedError that names it, or sums without its experts (`exchange.on_abort`),
-        and none of them waits.
+        Args:
+            x: tokens in the dtype of the experts.
+            num_tokens: rows at and past it are padding and yield zeros: an int or an int32 scalar tensor on the device.
+                With [B, T, D] it counts rows [B·T, D].
+            padded_tokens: see `ExpertParallel.dispatch`: with several nodes, as many rows as the largest call of this
+                round has.
+            routing: ids int32 or int64 [T, K] and weights [T, K] in place of the router's, such as those of a rollout.
+                The weights may require grad.
+            return_routing: whether to return `Routes`, too; eager calls only.
+
+        Returns:
+            y, or y and the `Routes`.
+
+        Raises:
+            EPError: what `ExpertParallel.dispatch` and `ExpertParallel.combine` raise.
+            TypeError: x has another type or dtype. Nothing was sent, nor in the next cases.
+            ValueError: x does not fit the config.
+            RuntimeError: something requires grad in grad mode, but this layer only serves.
+
+        An exception, also one of the experts or of a refused argument, gives the round up on this rank. The other ranks
+        get an EPAbortedError that names it, or sums without its experts (`exchange.on_abort`), and none of them waits.
         """
-        if torch.compiler.is_compiling():
-            x_TD, logits_TE = self._logits(x)
-            return opaque.moe(self, x_TD, logits_TE, None, num_tokens, padded_tokens).view(x.shape)
-        with self._giving_up():
-            x_TD, logits_TE = self._logits(x)
-        return self.run(x_TD, logits_TE, None, num_tokens, padded_tokens).view(x.shape)
+        compiles = torch.compiler.is_compiling()
+        if compiles and return_routing:
+            raise ValueError("`return_routing` needs an eager call: an operator of a graph returns y only")
+        if torch.is_grad_enabled() and self._has_gradients(x):
+            call = _outside_graphs if compiles and self.num_rows == "exact" else MoELayer._with_gradients
+            y, routes = call(self, x, num_tokens, routing)
+            return (y, routes) if return_routing else y
+        if compiles:
+            x_TD, first, weights_TK = self._routed(x, routing)
+            return opaque.moe(self, x_TD, first, weights_TK, num_tokens, padded_tokens).view(x.shape).to(x.dtype)
+        top_k = None if routing is None else routing[0].shape[-1]
+        with self._giving_up(x, top_k):
+            x_TD, first, weights_TK = self._routed(x, routing)
+        y_TD, routes = self._serve(x_TD, first, weights_TK, num_tokens, padded_tokens)
+        y = y_TD.view(x.shape)
+        if y.dtype is not x.dtype:
+            y = y.to(x.dtype)
+        return (y, routes) if return_routing else y
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits [T, E] of tokens [T, D], in the dtype of `router_weight`; with gradients, as of `forward`."""
+        with without_autocast(x.device):
+            return F.linear(x.to(self.router_weight.dtype), self.router_weight, self.logit_bias)
 
     def run(
         self,
@@ -246,42 +307,108 @@ class MoELayer(nn.Module):
         num_tokens: int | Tensor | None,
         padded_tokens: int | None = None,
     ) -> Tensor:
-        """The layer behind its router. Collective.
+        """The layer behind its router, without gradients. Collective.
 
         Args:
             x_TD: tokens [T, D].
             routing: logits [T, E] for `ExpertParallel.route` if `weights_TK` is None, otherwise ids [T, K].
             weights_TK: [T, K], or None.
-            num_tokens: as of `forward`, whose errors it raises.
+            num_tokens: see `forward`, whose errors it raises.
             padded_tokens: likewise.
 
         Returns:
             y [T, D] in the dtype of x.
         """
-        with self._giving_up():
-            ids_TK, propagates = routing, weights_TK is None and self._propagates
+        return self._serve(x_TD, routing, weights_TK, num_tokens, padded_tokens)[0]
+
+    def _serve(
+        self,
+        x_TD: Tensor,
+        routing: Tensor,
+        weights_TK: Tensor | None,
+        num_tokens: int | Tensor | None,
+        padded_tokens: int | None,
+    ) -> tuple[Tensor, Routes]:
+        experts, shared_experts = self.experts, self.shared
+        grouped, on_input = isinstance(experts, GroupedExperts), self.apply_router_weight_on_input
+        aligned = isinstance(experts, GroupedExperts) and experts.alignment > 1
+        with self.ep.giving_up(
+            self.tag, hidden_size=x_TD.shape[1], top_k=None if weights_TK is None else routing.shape[1],
+            dtype=x_TD.dtype, layout="expert", apply_router_weight_on_input=on_input, aligned=aligned,
+        ):  # fmt: skip
+            ids_TK, logits_TE = routing, None
             if weights_TK is None:
+                logits_TE = routing
                 ids_TK, weights_TK = self.ep.route(routing, bias=self.bias, num_tokens=num_tokens)
-            start = None if self.shared is None else mark(x_TD.device)
+            routes = Routes(ids_TK, weights_TK, logits_TE, None)
+            if self.recorder is not None:
+                self.recorder(routes)
+            start = None if shared_experts is None else mark(x_TD.device)
             d = self.ep.dispatch(
                 x_TD, ids_TK, weights_TK, num_tokens=num_tokens, padded_tokens=padded_tokens, tag=self.tag,
-                apply_router_weight_on_input=self.apply_router_weight_on_input, aligned=self._aligned,
+                apply_router_weight_on_input=on_input, aligned=aligned,
             )  # fmt: skip
             # Not before dispatch, whose blocks get multiprocessors first.
-            shared = None if self.shared is None else Beside(start, self.shared, x_TD)
-            segments = {} if self._grouped is None else d.segments
-            expert_rows_ND = self.experts(d.rows, d.expert_offsets, d.scales, **segments)
+            shared = None if shared_experts is None else Beside(start, shared_experts, x_TD)
+            segments = d.segments if grouped else {}
+            expert_rows_ND = experts(d.rows, d.expert_offsets, d.scales, **segments)
             y_TD = self.ep.combine(expert_rows_ND, d)
             if shared is not None:
                 y_TD += shared.result()
                 if num_tokens is not None:
                     zero_padding_rows_(y_TD, num_tokens)
-        if propagates:
-            model, scoring = self.ep.config.model, self.ep.config.routing.scoring
-            real = ids_TK[:, :1] < model.num_experts  # padding has the id E
-            largest = routing.amax(1, keepdim=True)  # NaN where any logit is; −Inf alone costs an expert only itself
-            y_TD.masked_fill_(real & (largest.isnan() if scoring == "sigmoid" else ~largest.isfinite()), torch.nan)
-        return y_TD
+        if self._propagates and logits_TE is not None:
+            y_TD.masked_fill_(self._undefined(ids_TK, logits_TE), torch.nan)
+        return y_TD, routes
+
+    def _with_gradients(
+        self, x: Tensor, num_tokens: int | Tensor | None, routing: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Routes]:
+        exchange = self._exchange
+        if isinstance(exchange, ValueError):
+            raise RuntimeError(
+                f"this MoELayer only serves, but x or a parameter requires grad: run under torch.inference_mode() or "
+                f"torch.no_grad(); {exchange}"
+            )
+        on_input = self.apply_router_weight_on_input
+        # Where GroupedExperts multiply gradients, nobody keeps their outputs.
+        grouped = isinstance(self.experts, GroupedExperts)
+        weights_on: WeightsOn = "rows" if on_input else "both" if grouped else "combine"
+        with exchange.giving_up(self._dtype_of(x), weights_on=weights_on, tag=self.tag):
+            refuse_tangents(x, self.router_weight)
+            if self.router_weight.dtype != self._router_dtype:
+                raise TypeError(
+                    f"`router_weight` must be {dtype_name(self._router_dtype)}, as the layer was made, got "
+                    f"{dtype_name(self.router_weight.dtype)}: FSDP's mixed precision casts it, and the choice of experts "
+                    "needs its precision; `epmoe.training.fully_shard` leaves it as it is"
+                )
+            x_TD = self._checked(x)
+            logits_TE: Tensor | None = None
+            if routing is None:
+                with without_autocast(x.device):
+                    logits_TE = scores(x_TD, self.router_weight, self.logit_bias)
+                ids_TK, weights_TK = counted(exchange.number, logits_TE, bias=self.bias, num_tokens=num_tokens, **self._routing)
+                sent_TK = ids_TK.masked_fill(weights_TK == 0, -1)  # as in serving; they have no gradients either
+            else:
+                sent_TK, weights_TK = ids_TK, _ = routing
+            routed = exchange.dispatch(
+                x_TD, sent_TK, weights_TK, weights_on=weights_on, num_rows=self.num_rows, num_tokens=num_tokens,
+                tag=self.tag,
+            )  # fmt: skip
+            routes = Routes(ids_TK, weights_TK, logits_TE, routed.tokens_per_expert)
+            if self.recorder is not None:
+                self.recorder(routes)
+            rows_ND, of_both = routed.rows, {"row_weights": routed.row_weights} if weights_on == "both" else {}
+            if on_input and routed.row_weights is not None:
+                rows_ND = (rows_ND.float() * routed.row_weights[:, None]).to(rows_ND.dtype)
+            y_TD = exchange.combine(self.experts(rows_ND, routed.expert_offsets, None, **of_both), routed)
+        if self.shared is not None:
+            x_TD, padding = self._without_padding(x_TD, num_tokens)
+            y_TD = y_TD + self.shared(x_TD)
+            y_TD = y_TD if padding is None else y_TD.masked_fill(padding, 0)
+        if self._propagates and logits_TE is not None:
+            y_TD = y_TD.masked_fill(self._undefined(ids_TK, logits_TE), torch.nan)
+        return y_TD.view(x.shape).to(x.dtype), routes
 
     @torch.inference_mode()
     def warmup(self, tokens: Iterable[int]) -> None:
@@ -308,87 +435,160 @@ class MoELayer(nn.Module):
         """What `repr` says of the exchange."""
         return repr(self.ep)
 
-    @property
-    def _grouped(self) -> GroupedExperts | None:
-        """The experts, if they are ours."""
-        return self.experts if isinstance(self.experts, GroupedExperts) else None
+    def _has_gradients(self, x: object) -> bool:
+        """Whether autograd needs a backward pass, in grad mode. x may be wrong: other ranks go by their parameters."""
+        return getattr(x, "requires_grad", False) or any(value.requires_grad for value in self.parameters())
 
-    @property
-    def _aligned(self) -> bool:
-        """Whether the experts want segments that start at multiples of a number of rows."""
-        return self._grouped is not None and self._grouped.alignment > 1
-
-    def _giving_up(self) -> AbstractContextManager[None]:
-        """`ExpertParallel.giving_up` of this layer's rounds."""
+    def _giving_up(self, x: object, top_k: int | None) -> AbstractContextManager[None]:
+        """`ExpertParallel.giving_up` of this layer's rounds, before x is known to fit."""
+        experts = self.experts
         return self.ep.giving_up(
-            self.tag, apply_router_weight_on_input=self.apply_router_weight_on_input, aligned=self._aligned
-        )
+            self.tag, hidden_size=self.ep.config.model.hidden_size,
+            top_k=top_k or self.ep.config.model.num_experts_per_tok, dtype=self._dtype_of(x), layout="expert",
+            apply_router_weight_on_input=self.apply_router_weight_on_input,
+            aligned=isinstance(experts, GroupedExperts) and experts.alignment > 1,
+        )  # fmt: skip
 
-    def _logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, D] and its logits [T, E]. Raises what `forward` does before anything is sent."""
-        self._check(x)
-        self._check_forward_only(x)
-        x_TD = x.flatten(0, -2)
-        with without_autocast(x.device):
-            return x_TD, F.linear(x_TD.to(self.router_weight.dtype), self.router_weight, self.logit_bias)
+    def _routed(self, x: Tensor, routing: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x [T, D] and its logits [T, E], or the given routing. Raises what `forward` does before anything is sent."""
+        x_TD = self._checked(x)
+        if routing is not None:
+            return x_TD, *routing
+        return x_TD, self.logits(x_TD), None
 
-    def _check(self, x: Tensor) -> None:
-        model, device, ours = self.ep.config.model, self.ep.device, self._grouped
+    def _checked(self, x: Tensor) -> Tensor:
+        """x [T, D] in the dtype of the experts."""
+        model, device, experts = self.ep.config.model, self.ep.device, self.experts
+        ours = experts if isinstance(experts, GroupedExperts) else None
         if ours is not None and ours.is_fp8 and self.ep.config.alignment % ours.alignment:
             raise ValueError(  # in bf16 torch's GEMM takes the segments
                 f"`capacity.alignment` must be a multiple of {ours.alignment}, or unset, got "
                 f"{self.ep.config.alignment}: the experts' GEMM is DeepGEMM's, whose segments start there"
             )
-        dtypes = self._dtypes()
-        is_tensor, D = isinstance(x, Tensor), model.hidden_size
-        if not is_tensor or x.dtype not in dtypes or x.dim() not in (2, 3) or x.shape[-1] != D:
+        D, dtypes = model.hidden_size, self._dtypes() if ours is None else [ours.dtype]
+        fits = isinstance(x, Tensor) and x.dim() in (2, 3) and x.shape[-1] == D
+        casts = fits and x.dtype not in dtypes and x.dtype in FLOATS and torch.is_autocast_enabled(device.type)
+        if not fits or x.dtype not in dtypes and not casts:
             names = " or ".join(dtype_name(dtype) for dtype in dtypes)
-            error = ValueError if is_tensor and x.dtype in dtypes else TypeError
-            why = f": the experts take {names}" if ours is not None and is_tensor and error is TypeError else ""
+            error = ValueError if isinstance(x, Tensor) and x.dtype in dtypes else TypeError
+            why = f": the experts take {names}" if ours is not None and fits else ""
             raise error(f"`x` must be {names} [T, {D}] or [B, T, {D}], got {describe(x)}{why}")
         if x.device != device:
             raise ValueError(f"`x` must be on {device}, got {x.device}")
-        if self.router_weight.device != device:
-            where = self.router_weight.device
+        if (where := self.router_weight.device) != device:
             raise ValueError(f"`router_weight` must be on {device}, got {where}: move the layer with `.to`")
+        if ours is None:
+            self._dtype = x.dtype
+        x_TD = x.flatten(0, -2)
+        return x_TD.to(dtypes[0]) if casts else x_TD
 
     def _dtypes(self) -> list[torch.dtype]:
         """Of x."""
-        if self._grouped is not None:
-            return [self._grouped.dtype]
+        experts = self.experts
+        if isinstance(experts, GroupedExperts):
+            return [experts.dtype]
         widest = self.ep.config.model.torch_dtype
         return [widest, *(dtype for dtype in FLOATS if dtype.itemsize < widest.itemsize)]
 
-    def _check_forward_only(self, x: Tensor) -> None:
-        if not torch.is_grad_enabled():
-            return
-        for name, value in (("x", x), *self.named_buffers(), *self.named_parameters()):
-            if value.requires_grad:
-                raise RuntimeError(
-                    f"MoELayer is forward only, but `{name}` requires grad: run under torch.inference_mode() or "
-                    "torch.no_grad()"
-                )
+    def _dtype_of(self, x: object) -> torch.dtype:
+        """Of the tokens that the other ranks bring to this layer's round, if x may be wrong."""
+        experts = self.experts
+        if isinstance(experts, GroupedExperts):
+            return experts.dtype
+        return x.dtype if isinstance(x, Tensor) and x.dtype in self._dtypes() else self._dtype or self._dtypes()[0]
+
+    def _undefined(self, ids_TK: Tensor, logits_TE: Tensor) -> Tensor:
+        """bool [T, 1]: real tokens whose scores are undefined."""
+        real = ids_TK[:, :1] < self.ep.config.model.num_experts  # padding has the id E
+        largest = logits_TE.detach().amax(1, keepdim=True)  # NaN where any is; −Inf alone costs an expert only itself
+        is_sigmoid = self.ep.config.routing.scoring == "sigmoid"
+        return real & (largest.isnan() if is_sigmoid else ~largest.isfinite())
+
+    def _without_padding(self, x_TD: Tensor, num_tokens: int | Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x with zeros in its padding, which may hold anything, and bool [T, 1]: where that is."""
+        if num_tokens is None:
+            return x_TD, None
+        padding = (torch.arange(len(x_TD), device=x_TD.device) >= num_tokens)[:, None]
+        return x_TD.masked_fill(padding, 0), padding
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        before = {name: getattr(self, name) for name in ("router_weight", "bias", "logit_bias")}
-        super()._apply(fn, recurse)
-        for name, tensor in before.items():
-            after = getattr(self, name)
-            if after is not None and after.dtype != tensor.dtype:
-                setattr(self, name, tensor.to(after.device))
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+
+        def keeping_dtype(tensor: Tensor) -> Tensor:
+            after = fn(tensor)
+            return after if after.dtype == tensor.dtype else tensor.to(after.device)
+
+        super()._apply(keeping_dtype, recurse=False)
         self.order = self.ep.order
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = self.__new__(type(self))
-        memo |= {id(self): twin, id(self.ep): self.ep, id(self.order): self.order}
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        twin.layer_id, twin.tag = opaque.register(twin), self.ep.new_tag()
+        memo |= {id(shared): shared for shared in (self.ep, self.order, self._exchange)} | {id(self): twin}
+        twin.__dict__.update(copy.deepcopy(self.__dict__ | {"recorder": None}, memo))
+        twin.layer_id, twin.tag = opaque.register(twin), self.ep.new_tag(owner=twin)
         return twin
 
 
+@contextmanager
+def recording(module: nn.Module) -> Iterator[dict[str, list[Routes]]]:
+    """Within it, calls of the layers of a model are recorded: by the name of the layer, the `Routes` of each call.
+
+    The tensors are those of the calls. A CUDA graph that is captured within it writes into them in each replay, also
+    afterwards. Compiled layers without gradients are recorded, too.
+
+    Args:
+        module: a layer, whose name is "", or a model.
+
+    Yields:
+        The record.
+    """
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, MoELayer)}
+    record: dict[str, list[Routes]] = {name: [] for name in layers}
+    before = {name: layer.recorder for name, layer in layers.items()}
+    for name, layer in layers.items():
+        layer.recorder = record[name].append
+    try:
+        yield record
+    finally:
+        for name, layer in layers.items():
+            layer.recorder = before[name]
+
+
+_OPTIONS = ("bias", "logit_bias", "shared", "apply_router_weight_on_input", "layer_id", "num_rows", "exchange")
+
+_outside_graphs = torch.compiler.disable(
+    MoELayer._with_gradients,
+    reason="a MoELayer whose call has gradients and num_rows='exact' runs between graphs: compile without fullgraph, or "
+    "give the layer a number of rows",
+)
+
+
+def _exchange_of(ep: ExpertParallel) -> TrainingExchange | ValueError:
+    """For calls with gradients, or why there are none."""
+    try:
+        return TrainingExchange(ep)
+    except ValueError as error:
+        return error
+
+
+def _check_experts(ep: ExpertParallel, experts: GroupedExperts) -> None:
+    """Raises ValueError unless the experts are those of this rank and compute what the config says."""
+    D, config = ep.config.model.hidden_size, ep.config.experts
+    if (got := experts.w_down.shape[:2]) != (ep.num_local_experts, D):
+        held = f"the {ep.num_local_experts} of this rank, with D={D}"
+        raise ValueError(f"`experts` must be {held}, got {got[0]} with D={got[1]}")
+    usual = type(config)().options
+    for name, wanted in config.options.items():
+        if wanted not in (usual[name], value := getattr(experts, name)):
+            raise ValueError(f"`experts` must have {name}={wanted}, as `experts.{name}` says, got {name}={value}")
+    if config.biases and (experts.gate_up_bias is None or experts.down_bias is None):
+        raise ValueError("`experts` must have a `gate_up_bias` and a `down_bias`, as `experts.biases` says")
+
+
 def _weights_of(layer: MoELayer) -> Weights:
-    """As of `ExpertParallel.replace`. It does not keep the layer alive."""
+    """What `ExpertParallel.replace` takes as `weights`. It does not keep the layer alive."""
     reference = weakref.ref(layer)
 
     def weights(tag: int, local: int) -> list[Tensor]:
@@ -396,7 +596,7 @@ def _weights_of(layer: MoELayer) -> Weights:
         if layer is None:
             raise EPStateError(f"the layer with tag {tag} is gone, so its experts cannot move")
         assert isinstance(layer.experts, GroupedExperts)
-        return [tensor[local] for tensor in layer.experts.parameters()]
+        return [tensor.detach()[local] for tensor in layer.experts.parameters()]
 
     return weights
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -66,6 +67,7 @@ class ExpertParallel(Resumable):
         self._routing = config.routing.options
         self._needs_bias = config.routing.selection_bias
         self._layer_numbers = itertools.count(1)  # rounds without a tag have 0
+        self._tags: dict[int, weakref.ref[object] | None] = {}  # all that were taken; None: for good
         peers = Peers.of(group_of(group), config.exchange.warmup_timeout_s)
         self._join(peers, config, Hello(config.model_dump_json()))
 
@@ -322,7 +324,15 @@ class ExpertParallel(Resumable):
 
     @contextmanager
     def giving_up(
-        self, tag: int, *, apply_router_weight_on_input: bool | None = None, aligned: bool | None = None
+        self,
+        tag: int,
+        *,
+        hidden_size: int | None = None,
+        top_k: int | None = None,
+        dtype: torch.dtype | None = None,
+        layout: Layout | None = None,
+        apply_router_weight_on_input: bool | None = None,
+        aligned: bool | None = None,
     ) -> Iterator[None]:
         """Within it a caller takes part in one round. An exception aborts the round, whether it was opened or not.
 
@@ -330,7 +340,11 @@ class ExpertParallel(Resumable):
 
         Args:
             tag: of the round.
-            apply_router_weight_on_input: of the round, as of `skip`.
+            hidden_size: of the round, as of `skip`, like the next arguments.
+            top_k: likewise.
+            dtype: likewise.
+            layout: likewise.
+            apply_router_weight_on_input: likewise.
             aligned: likewise.
         """
         exchange = self.exchange
@@ -341,12 +355,36 @@ class ExpertParallel(Resumable):
         except BaseException:
             if exchange.rounds.count == last_round and exchange is self._exchange and not exchange.failed:
                 with suppress(RuntimeError):
-                    self.skip(tag=tag, apply_router_weight_on_input=apply_router_weight_on_input, aligned=aligned)
+                    self.skip(
+                        tag=tag, hidden_size=hidden_size, top_k=top_k, dtype=dtype, layout=layout,
+                        apply_router_weight_on_input=apply_router_weight_on_input, aligned=aligned,
+                    )  # fmt: skip
             raise
 
-    def new_tag(self) -> int:
-        """A tag for one more layer: 1, 2 and so on in the order of the calls, which must be the same on all ranks."""
-        return next(self._layer_numbers) & MAX_TAG
+    def new_tag(self, tag: int | None = None, owner: object = None) -> int:
+        """A tag for one more layer, which no other layer of this object has. All ranks take the same ones.
+
+        Args:
+            tag: from 0 to 32767. By default the next number, from 1 on, that nobody has had.
+            owner: gives the tag back when it is gone; None: nobody does.
+
+        Returns:
+            The tag.
+
+        Raises:
+            ValueError: another layer has the tag, or there is no further number.
+        """
+        if tag is None:
+            tag = next(number for number in self._layer_numbers if number not in self._tags)
+            if tag > MAX_TAG:
+                raise ValueError(f"an ExpertParallel has tags for {MAX_TAG} layers, and all were taken")
+        elif tag in self._tags and ((ref := self._tags[tag]) is None or ref() is not None):
+            raise ValueError(
+                f"tag {tag} must belong to one layer, but another one of this ExpertParallel has it: the tag is "
+                f"`layer_id` modulo {MAX_TAG + 1}, or by default the next number that is free"
+            )
+        self._tags[tag] = None if owner is None else weakref.ref(owner)
+        return tag
 
     @property
     def slots(self) -> Tensor:

@@ -24,6 +24,13 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture
+def serving() -> Iterator[None]:
+    """Calls without gradients, as servers make them: layers have gradients in grad mode."""
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
 def forget_graphs() -> Iterator[None]:
     """What torch.compile has compiled and counted so far, for tests of compiled code, which run without grad."""
     import torch._dynamo as dynamo

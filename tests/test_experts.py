@@ -12,6 +12,8 @@ from helpers import FLOATS, assert_close, poison_, randn
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.reference import swiglu_reference
 
+pytestmark = pytest.mark.usefixtures("serving")
+
 SHAPES = [(3, 64, 32, True), (5, 1000, 24, True), (2, 10, 6, False)]  # e, D, F, whether grouped_mm takes the shape
 
 
@@ -96,13 +98,14 @@ def test_weights_are_in_the_state_dict_and_in_the_parameters(device):
     assert torch.equal(other(rows, ends), experts(rows, ends))
 
 
-def test_weights_are_not_copied_and_need_no_grad():
-    """As the exchange is forward only, a call outside no_grad works, also with weights of a model that trains."""
+def test_weights_are_not_copied_and_frozen_ones_need_no_no_grad():
     w_gate_up, w_down = torch.nn.Parameter(randn(2, 16, 16)), torch.nn.Parameter(randn(2, 16, 8))
     experts = GroupedExperts(w_gate_up, w_down)
     assert experts.w_down.data_ptr() == w_down.data_ptr()
-    assert not any(p.requires_grad for p in experts.parameters()) and w_down.requires_grad
-    assert not experts(randn(5, 16), torch.tensor([0, 2, 5], dtype=torch.int32)).requires_grad
+    assert all(p.requires_grad for p in experts.parameters()) and w_down.requires_grad
+    with torch.enable_grad():
+        rows, offsets = randn(5, 16), torch.tensor([0, 2, 5], dtype=torch.int32)
+        assert experts(rows, offsets).requires_grad and not experts.requires_grad_(False)(rows, offsets).requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

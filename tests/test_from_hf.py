@@ -22,6 +22,8 @@ from epmoe.config.from_hf import MODEL_TYPES, OTHER_ROUTERS
 pytest.importorskip("transformers")
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+pytestmark = pytest.mark.usefixtures("serving")
+
 T, E, K, D, F = 200, 16, 4, 64, 48
 SHAPE = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), E),

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 import epmoe
 
+pytestmark = pytest.mark.usefixtures("serving")
+
 gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
 E, K, D, F = 12, 4, 64, 48
 CONFIG = gpt_oss.GptOssConfig(num_local_experts=E, num_experts_per_tok=K, hidden_size=D, intermediate_size=F)

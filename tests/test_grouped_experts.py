@@ -9,6 +9,8 @@ from helpers import ON_GPUS, assert_close
 
 import epmoe
 
+pytestmark = pytest.mark.usefixtures("serving")
+
 
 @pytest.mark.parametrize("loop", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32, FP8])

@@ -18,6 +18,8 @@ import epmoe
 import epmoe.local.deep_gemm
 from epmoe.local import grouped_gemm
 
+pytestmark = pytest.mark.usefixtures("serving")
+
 
 class StandIn(types.ModuleType):
     """DeepGEMM by its contract: a segment starts at the next multiple of the block behind the end of the last one.

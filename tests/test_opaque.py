@@ -14,6 +14,8 @@ from test_compile import D, E, K, M, assert_same_bits, compiled, config, make_la
 import epmoe
 from epmoe import opaque
 
+pytestmark = pytest.mark.usefixtures("serving")
+
 
 @pytest.fixture
 def ep(device):

@@ -13,6 +13,8 @@ from helpers import alone
 import epmoe
 from epmoe.exchange.health import MISMATCH, STATUS
 
+pytestmark = pytest.mark.usefixtures("serving")
+
 X = torch.randn(3, 64)
 INPUTS = X, torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
 

@@ -19,6 +19,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 import epmoe
 from epmoe.cli.demo.generate import saved_model
 
+pytestmark = pytest.mark.usefixtures("serving")
+
 E, F, D = 6, 128, 256
 BLOCK = "model.layers.1.mlp"
 FP8 = torch.float8_e4m3fn

@@ -7,9 +7,8 @@ import torch
 from helpers import FLOATS, assert_close, poisoned_memory, randn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import epmoe
+from epmoe import GroupedExperts
 from epmoe.native import ops
-from epmoe.training import GroupedExperts
 
 OFFSETS = [0, 3, 3, 16, 16]  # an expert without rows; gaps of segments are rows of zeros
 N, E, D = 24, 4, 32
@@ -26,7 +25,7 @@ def experts_of(dtype, device, **options) -> GroupedExperts:
 
 
 def plain(experts, rows, offsets, weights):
-    """In fp64, with gradients, of the real rows."""
+    """In fp64, with gradients, of the real rows: weighted outputs, as combine makes them."""
     parameters = [p.detach().double().cpu().requires_grad_() for p in experts.parameters()]
     gate_up, down, *biases = parameters
     rows, weights = rows.detach().double().cpu().requires_grad_(), weights.detach().double().cpu().requires_grad_()
@@ -42,6 +41,18 @@ def plain(experts, rows, offsets, weights):
     return torch.cat(outs), (rows, weights, *parameters)
 
 
+def weighted(experts, checkpoints=False, **options):
+    """A call with row weights."""
+
+    def call(rows, offsets, row_weights):
+        inputs = {"row_weights": row_weights, **options}
+        return checkpoint(experts, rows, offsets, use_reentrant=False, **inputs) if checkpoints else experts(
+            rows, offsets, **inputs
+        )
+
+    return call
+
+
 @pytest.mark.parametrize("options", [{}, {"F": 6}, GPT_OSS, {"F": 6, "biased": True}, GPT_OSS | {"biased": True}])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_experts(device, dtype, options):
@@ -49,16 +60,19 @@ def test_experts(device, dtype, options):
     offsets = torch.tensor(OFFSETS, dtype=torch.int32, device=device)
     rows, weights, grad = randn(N, D, seed=5).to(dtype), randn(N, seed=6), randn(N, D, seed=7).to(dtype)
     rows[real:], weights[real:], grad[real:] = torch.nan, torch.nan, torch.nan  # nobody may read these
+    unweighted, _ = plain(experts, rows, OFFSETS, torch.ones(N))
     want, leaves = plain(experts, rows, OFFSETS, weights)
     (want * grad[:real].double()).sum().backward()
     results = []
-    for call in (experts, experts, lambda *inputs: checkpoint(experts, *inputs, use_reentrant=False)):
+    for call in (weighted(experts), weighted(experts), weighted(experts, checkpoints=True)):
         x, w = rows.to(device, copy=True).requires_grad_(), weights.to(device, copy=True).requires_grad_()
         experts.zero_grad()
         with poisoned_memory():
             out = call(x, offsets, w)
             out.backward(grad.to(device))
-        assert_close(out[:real].detach(), want.detach(), slack=4)
+        assert_close(out[:real].detach(), unweighted.detach(), slack=4)
+        with torch.no_grad():
+            assert torch.equal(experts(x, offsets)[:real], out[:real]), "the bits of serving"
         results.append([x.grad[:real], w.grad[:real], *(p.grad.clone() for p in experts.parameters())])
     for got, again, kept, leaf in zip(*results, leaves, strict=True):
         assert torch.equal(got, again) and torch.equal(got, kept)
@@ -76,7 +90,7 @@ def test_no_rows_and_no_experts(device, rows, e, biased):
     x = torch.full((rows, D), torch.nan, device=device, requires_grad=True)
     offsets = torch.zeros(e + 1, dtype=torch.int32, device=device)
     with poisoned_memory():
-        experts(x, offsets, torch.ones(rows, device=device, requires_grad=True)).sum().backward()
+        experts(x, offsets, row_weights=torch.ones(rows, device=device, requires_grad=True)).sum().backward()
     assert x.grad.shape == x.shape
     assert all(p.grad is not None and not p.grad.any() for p in experts.parameters())
 
@@ -103,7 +117,7 @@ def test_gaps(device, dtype, weighted, biased):
         w = weights[at, 0].to(device).requires_grad_() if weighted else None
         experts.zero_grad()
         with poisoned_memory():
-            out = experts(x, starts, w, tokens_per_expert=counts)
+            out = experts(x, starts, row_weights=w, tokens_per_expert=counts)
             out.backward(grad[at].to(dtype).to(device))
         place = [at.index(t) for t in real]
         by_weights = [w.grad[place]] if weighted else []
@@ -156,13 +170,15 @@ def test_compilers_know_the_strides_of_gradients(gemm, transposed):
     """A checkpoint may have weights transposed; fake kernels then say what the real ones return."""
     weights = randn(E, D, 32).transpose(1, 2) if transposed else randn(E, 32, D)
     rows, offsets = randn(16, D, seed=1).requires_grad_(), torch.tensor(OFFSETS, dtype=torch.int32)
-    bias, factors, by = randn(E, 32).requires_grad_(), torch.rand(16).requires_grad_(), randn(16, 32)
+    bias, down_bias, factors = (t.requires_grad_() for t in (randn(E, 32), randn(E, D), torch.rand(16)))
+    down, by, gating = randn(E, D, 16).requires_grad_(), randn(16, 32), (False, 7.0, 1.702, 1.0)
+    kept = [t.detach() for t in (rows, randn(16, 32), factors, weights, down, bias, down_bias)]
     for name, given in {
         "train_gemm": (rows, weights.requires_grad_(), offsets, gemm),
         "train_gemm_weights": (by, rows.detach(), offsets, gemm),
-        "train_bias": (bias, factors, offsets, 16, gemm),
-        "train_bias_backward": (by, bias.detach(), factors.detach(), offsets, gemm),
-        "weighted_gates": (by.clone().requires_grad_(), factors, offsets, None, False, 7.0, 1.702, 1.0),
+        "train_bias": (bias, offsets, 16, gemm),
+        "train_experts": (rows, factors, weights, down, bias, down_bias, offsets, None, *gating, gemm),
+        "train_experts_backward": (by, *kept, offsets, None, *gating, gemm, [True] * 6),
     }.items():
         torch.library.opcheck(getattr(torch.ops.epmoe, name), given)
 
@@ -175,22 +191,22 @@ def test_selective_checkpoints(device):
 
     def policy(context, op, *arguments, **options):
         nonlocal runs
-        saves = op is torch.ops.epmoe.train_gemm.default
+        saves = op is torch.ops.epmoe.train_experts.default
         runs += saves and not context.is_recompute
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
     def saving(x, w):
         contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
-        return checkpoint(experts, x, offsets, w, use_reentrant=False, context_fn=contexts)
+        return checkpoint(experts, x, offsets, row_weights=w, use_reentrant=False, context_fn=contexts)
 
     results = []
-    for call in (lambda x, w: experts(x, offsets, w), saving):
+    for call in (lambda x, w: experts(x, offsets, row_weights=w), saving):
         x, w = rows.clone().requires_grad_(), weights.clone().requires_grad_()
         experts.zero_grad()
         call(x, w)[: OFFSETS[-1]].float().square().sum().backward()
         real = slice(OFFSETS[-1])
         results.append([x.grad[real], w.grad[real], *(p.grad.clone() for p in experts.parameters())])
-    assert runs == 2 and all(map(torch.equal, *results))
+    assert runs == 1 and all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -212,6 +228,29 @@ def test_frozen_parameters_take_no_gemm():
     assert calls.count("epmoe::train_gemm") == 4
 
 
+@pytest.mark.parametrize(
+    "trains, kept",
+    [
+        ("all", {"rows", "gate_up", "w_gate_up", "w_down"}),
+        ("rows", {"gate_up", "w_gate_up", "w_down"}),
+        ("row_weights", {"gate_up", "w_down"}),
+        ("w_down", {"gate_up"}),
+        ("w_gate_up", {"rows", "gate_up", "w_down"}),
+    ],
+)
+def test_the_backward_pass_keeps_what_it_needs(trains, kept):
+    """Never outputs, nor what a frozen part alone would need."""
+    experts = experts_of(torch.float32, "cpu", F=8).requires_grad_(trains == "all")
+    x, w = randn(N, D).requires_grad_(trains in ("all", "rows")), torch.rand(N).requires_grad_(trains == "row_weights")
+    if trains.startswith("w_"):
+        getattr(experts, trains).requires_grad_()
+    names = {(N, D): "rows", (N, 16): "gate_up", (E, 16, D): "w_gate_up", (E, D, 8): "w_down"}
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):
+        experts(x, torch.tensor(OFFSETS, dtype=torch.int32), row_weights=w)
+    assert {names[shape] for shape in saved if shape in names} == kept
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_experts_compiled(biased):
     experts, offsets = experts_of(torch.bfloat16, "cpu", biased=biased), torch.tensor(OFFSETS, dtype=torch.int32)
@@ -219,15 +258,26 @@ def test_experts_compiled(biased):
     results = []
     for call in (experts, torch.compile(experts, backend="aot_eager", fullgraph=True)):
         experts.zero_grad()
-        call(rows, offsets, weights)[: OFFSETS[-1]].sum().backward()
+        call(rows, offsets, row_weights=weights)[: OFFSETS[-1]].sum().backward()
         results.append([p.grad.clone() for p in experts.parameters()])
     assert all(map(torch.equal, *results))
 
 
-def test_the_experts_of_inference_do_not_train_in_silence():
-    experts = epmoe.GroupedExperts(torch.randn(2, 8, 16), torch.randn(2, 16, 4))
-    experts.w_down.requires_grad_()
-    with pytest.raises(RuntimeError, match=r"epmoe\.training\.GroupedExperts"):
-        experts(torch.randn(3, 16), torch.tensor([0, 1, 3], dtype=torch.int32))
-    with pytest.raises(TypeError, match="`w_down` must be"):
-        GroupedExperts(torch.randn(2, 8, 16).to(torch.float8_e4m3fn), torch.randn(2, 16, 4).to(torch.float8_e4m3fn))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
+def test_weights_that_only_serve_do_not_train_in_silence(dtype):
+    scales = {"gate_up_scales": torch.ones(2, 1, 1), "down_scales": torch.ones(2, 1, 1)}
+    options = scales if dtype.itemsize == 1 else {}
+    experts = GroupedExperts(torch.ones(2, 8, 16).to(dtype), torch.ones(2, 16, 4).to(dtype), **options)
+    offsets = torch.tensor([0, 1, 3], dtype=torch.int32)
+    rows = torch.ones(3, 16, dtype=experts.dtype)
+    assert not any(p.requires_grad for p in experts.parameters())
+    assert not experts(rows, offsets).requires_grad
+    with pytest.raises(RuntimeError, match="have no gradients.*inference_mode"):
+        experts(rows.requires_grad_(), offsets)
+
+
+def test_forward_mode_is_refused():
+    """It would get derivatives of zero."""
+    experts, offsets = experts_of(torch.float32, "cpu"), torch.tensor(OFFSETS, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="no forward-mode derivatives"):
+        torch.func.jvp(lambda x: experts(x, offsets), (randn(N, D),), (randn(N, D),))

@@ -167,9 +167,15 @@ void weight_rows(const Exchange& ex, const DispatchArgs& args, const int32_t* co
   });
 }
 
-// For training: hands out the weight of each pair's row, and sets it to 1 where combine only adds.
+// For training: hands out the weight of each pair's row, and sets it to 1 where combine only adds. Rows past the last
+// segment become zeros where a caller reads them.
 void keep_weights(const Exchange& ex, const DispatchArgs& args, const int32_t* counts_R) {
   if (args.row_weights_N) std::fill_n(args.row_weights_N, ex.plan.max_rows, 0.0f);
+  if (args.zero_tail) {
+    int64_t bytes = wire_row_bytes(ex.plan.payload_format, args.D, args.dtype);
+    int64_t used = in_scratch<int32_t>(ex, ex.plan.expert_offsets)[ex.plan.num_local_experts];
+    std::memset(in_scratch<char>(ex, ex.plan.rows) + used * bytes, 0, (ex.plan.max_rows - used) * bytes);
+  }
   auto* weights = in_window<float>(ex, ex.plan.rank, ex.plan.recv_weights);
   auto* row_of_pair = in_scratch<int32_t>(ex, ex.plan.row_of_pair);
   for_each_pair(ex, args, counts_R, [&](int64_t pair) {

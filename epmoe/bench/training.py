@@ -22,7 +22,8 @@ from epmoe.bench.report import Job, Line, Report, microseconds
 from epmoe.bench.sample import Sample
 from epmoe.native.arguments import FP8
 from epmoe.service import ExpertParallel
-from epmoe.training import Exchange, GroupedExperts
+from epmoe.local.experts import GroupedExperts
+from epmoe.training import TrainingExchange
 from epmoe.training.exchange import Payload as TrainingPayload
 from epmoe.training.exchange import WeightsOn
 
@@ -76,7 +77,7 @@ class Case:
         group: dist.ProcessGroup,
         payload: TrainingPayload,
     ) -> None:
-        self.exchange, self.experts = Exchange(ep, payload=payload), experts
+        self.exchange, self.experts = TrainingExchange(ep, payload=payload), experts
         self.group, self.sample, self.payload = group, sample, payload
         self.x, self.weights = sample.x_TD.requires_grad_(), sample.weights_TK.requires_grad_()
         self.ids = sample.ids_TK
@@ -142,7 +143,7 @@ class Case:
 
 
 def run(job: Job, payload: TrainingPayload = "auto") -> Report:
-    """Measure each T. Collective. Raises RuntimeError if gradients are wrong, ValueError as `Exchange` does."""
+    """Measure each T. Collective. Raises RuntimeError if gradients are wrong, ValueError as `TrainingExchange` does."""
     config, group = job.config, job.group
     model = config.model
     results = []

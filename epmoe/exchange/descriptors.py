@@ -13,24 +13,24 @@ from epmoe.exchange.memory import OFFSETS, SIZES, MemoryPlan
 # In the order of `ExchangeDescriptor` in csrc/ops_exchange.cpp. The address of every rank's window follows.
 DESCRIPTOR = (
     *SIZES, *OFFSETS, "expert_major", "weight_rows", "zero_gaps", "to_caller", "adds_only", "returns_values",
-    "row_weights", "row_values", "pair_values", "timeout_ns", "status",
+    "zero_tail", "row_weights", "row_values", "pair_values", "timeout_ns", "status",
 )  # fmt: skip
 _AT = {name: i for i, name in enumerate(DESCRIPTOR)}
 _TIMEOUT_NS = _AT["timeout_ns"]
-_NO_TRAINING = (0,) * 6  # from "to_caller" to "pair_values"
+_NO_TRAINING = (0,) * 7  # from "to_caller" to "pair_values"
 
 
 class CallerRows(NamedTuple):
     """Where a round of training puts its rows: memory of the caller's, and what combine does with their weights."""
 
     rows: Tensor | None
-    """[N, D], contiguous; None: the exchange's own buffer"""
+    """[N, D], contiguous, whose rows past the last segment become zeros; None: the exchange's own buffer"""
     expert_offsets: Tensor
     """int32 [e + 1]"""
     tokens_per_expert: Tensor
     """int32 [e]"""
     row_weights: Tensor | None
-    """fp32 [N], for the weight of each pair's row"""
+    """fp32 [N], for the weight of each pair's row; zeros past the last segment where `rows` are given"""
     adds_only: bool
     """combine adds without weights"""
     returns_values: bool
@@ -107,7 +107,7 @@ class Descriptors:
         fields[_AT["num_sms"]] = min(fields[_AT["num_sms"]], num_sms)
         fields[_AT["ll_alignment"]] = fields[_AT["alignment"]]  # as `Routed` has it
         fields[_AT["zero_gaps"]] = fields[_AT["alignment"]] > 1  # gradients of weights read gaps
-        fields[_AT["to_caller"] : _AT["row_weights"]] = True, into.adds_only, into.returns_values
+        fields[_AT["to_caller"] : _AT["row_weights"]] = True, into.adds_only, into.returns_values, into.rows is not None
         fields[_AT["row_weights"]] = 0 if into.row_weights is None else into.row_weights.data_ptr()
         return torch.tensor(fields, dtype=torch.int64, device="cpu")
 

@@ -22,7 +22,7 @@ from epmoe.exchange.health import EPMismatchError, EPTimeoutError
 from epmoe.local.quantize import dequantize_rows
 from epmoe.native.arguments import check_forward_only
 from epmoe.service import ExpertParallel
-from epmoe.training import Exchange
+from epmoe.training import TrainingExchange
 from epmoe.training.exchange import Routed
 
 now: Callable[[], float] = time.perf_counter
@@ -118,14 +118,14 @@ class SharedExpertParallel:
                 raise
 
     @cached_property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> TrainingExchange:
         """Carries the rounds of calls with gradients. Raises ValueError where the config cannot train."""
         if self.static:
             raise ValueError(
                 "static mode serves and does not train: train with `configure(static=False)`, or call the model under "
                 "torch.no_grad()"
             )
-        return Exchange(self.ep)
+        return TrainingExchange(self.ep)
 
     def tag_of(self, layer: object) -> int:
         """The tag of a layer's rounds. Layers number themselves in the order of their first calls."""

@@ -24,7 +24,7 @@ from torch import Tensor
 import epmoe
 from epmoe.integrations.session import Session, make_config
 from epmoe.service import ExpertParallel
-from epmoe.training import Exchange, Routed
+from epmoe.training import Routed, TrainingExchange
 
 try:
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -92,7 +92,7 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         self.cudagraph_attrs = ["ids", "shared_experts.gate_score", "shared_experts.cached_fc1_input"]
         self.hidden_shape: torch.Size | None = None
         self.ids: Tensor | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: TrainingExchange | None = None
         self._routed: Routed | None = None
         self._tag = 0
 
@@ -107,7 +107,7 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         T, dtype = hidden_states.shape[:-1].numel(), hidden_states.dtype
         if self._exchange is None:
             ep = self._share(T, H, dtype, hidden_states.device)
-            self._exchange, self._tag = Exchange(ep), ep.new_tag()
+            self._exchange, self._tag = TrainingExchange(ep), ep.new_tag()
         most = self._exchange.ep.config.capacity.max_num_tokens_per_rank
         with self._exchange.giving_up(dtype, tag=self._tag):
             if most < T:

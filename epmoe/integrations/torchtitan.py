@@ -24,11 +24,11 @@ from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, Hyb
 
 from epmoe.integrations.session import make_config
 from epmoe.service import ExpertParallel
-from epmoe.training import Exchange, Routed
+from epmoe.training import Routed, TrainingExchange
 
 # As long as a collective of NCCL waits. A rank may write a checkpoint meanwhile, or compile in its first step.
 _DEADLINES = {"warmup_timeout_s": 1800.0, "timeout_s": 600.0}
-_exchanges: WeakValueDictionary[tuple[object, ...], Exchange] = WeakValueDictionary()  # layers share windows
+_exchanges: WeakValueDictionary[tuple[object, ...], TrainingExchange] = WeakValueDictionary()  # layers share windows
 
 
 class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
@@ -85,7 +85,7 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
             group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
             device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
             with device:  # torchtitan builds models on the meta device
-                exchange = _exchanges[key] = Exchange(ExpertParallel(made, group, device))
+                exchange = _exchanges[key] = TrainingExchange(ExpertParallel(made, group, device))
         self.exchange, self.tag = exchange, exchange.ep.new_tag()
 
     def dispatch(

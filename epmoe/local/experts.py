@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from epmoe.local import deep_gemm
-from epmoe.local.grouped_gemm import Gemm, choose, expert_of_rows, multiply
+from epmoe.local.experts_gradients import train_experts
+from epmoe.local.gemm_gradients import bias_of_rows
+from epmoe.local.grouped_gemm import Gemm, choose, multiply
 from epmoe.local.quantize import dequantize_rows, quantize_fp8
 from epmoe.native import ops
-from epmoe.native.arguments import FLOATS, FP8, check_forward_only, check_tensor, dtype_name, wants_gradients
+from epmoe.native.arguments import FLOATS, FP8, check_tensor, dtype_name, refuse_tangents, wants_gradients
 from epmoe.native.formats import SCALE_BLOCK
 
 DTYPES = (*FLOATS, torch.float64, FP8)
@@ -24,6 +26,7 @@ _UNALIGNED = (
     "and `alignment=dispatched.alignment`"
 )
 _KEEP_DTYPE = ("w_gate_up", "w_down", "gate_up_scales", "down_scales")  # under casts, if the weights are fp8
+_GEMM_BYTES = 16  # torch's grouped GEMM wants strides of its multiples, and in a backward pass rows become columns
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -44,13 +47,26 @@ class Segments(NamedTuple):
     """in rows: all segments start at its multiples"""
 
 
+def parameter(value: Tensor) -> nn.Parameter:
+    """A parameter that shares memory with `value`. It requires grad where autograd can have one: not for fp8 or fp64
+    experts, which serve only, nor for tensors of inference mode."""
+    return nn.Parameter(value, requires_grad=value.dtype in FLOATS and not value.is_inference())
+
+
 class GroupedExperts(nn.Module):
     """This rank's experts, `down(silu(gate(x)) · up(x))`, over rows in the order of `ep.dispatch`.
 
     On GPUs nothing looks at the host, so that a call can be captured into a CUDA graph: with bf16 weights on compute
     capability 9.0 and later, and with fp8 weights on 9.0. Rows of gaps and past the last segment may hold anything, and
-    so may their outputs. Weights are parameters that share the memory of the given
-    tensors and need no grad, because the exchange is forward only. Autocast changes nothing.
+    so may their outputs. Autocast changes nothing.
+
+    Weights are parameters that share the memory of the given tensors. A call whose rows, row weights or parameters
+    require grad in grad mode has gradients, which have the same bits on every run; any other call only serves. Outputs
+    have the same bits either way, for the same GEMM; with gradients it is torch's, or the loop. fp8 and fp64 weights
+    serve only. Frozen parameters keep nothing for the backward pass. Gradients of gradients raise.
+
+    The weights belong to one rank: they are refused by `fully_shard`, which would mix those of several ranks. See
+    `epmoe.training.fully_shard` and `epmoe.training.ignore_experts`.
 
     The GEMM is a library's. `gemm` says which one GPUs use:
 
@@ -118,8 +134,7 @@ class GroupedExperts(nn.Module):
         if gemm not in ("auto", "torch", "deep_gemm"):
             raise ValueError(f"`gemm` must be 'auto', 'torch' or 'deep_gemm', got {gemm!r}")
         super().__init__()
-        self.w_gate_up = nn.Parameter(w_gate_up, requires_grad=False)
-        self.w_down = nn.Parameter(w_down, requires_grad=False)
+        self.w_gate_up, self.w_down = parameter(w_gate_up), parameter(w_down)
         f32, out, (B2f, BD, Bf) = (torch.float32,), (self.dtype,), (-(-n // SCALE_BLOCK) for n in (2 * f, D, f))
         optional = {
             "gate_up_scales": (gate_up_scales, f32, (e, B2f, BD)),
@@ -132,10 +147,12 @@ class GroupedExperts(nn.Module):
                 check_tensor(name, value, wanted, shape, device)
             if value is not None and not self.is_fp8 and wanted is f32:
                 raise ValueError(f"`{name}` must be None where the weights are {dtype_name(w_down.dtype)}")
-            self.register_parameter(name, None if value is None else nn.Parameter(value, requires_grad=False))
+            self.register_parameter(name, None if value is None else parameter(value))
+            if value is not None and self.is_fp8:
+                getattr(self, name).requires_grad_(False)
         self.interleaved, self.limit, self.alpha, self.up_offset = interleaved, limit, alpha, up_offset
         self._wanted = gemm
-        self.gemm = choose(self._wanted, self.w_gate_up, self.w_down)
+        self._choose()
 
     @property
     def is_fp8(self) -> bool:
@@ -169,6 +186,7 @@ class GroupedExperts(nn.Module):
         *,
         tokens_per_expert: Tensor | None = None,
         alignment: int | None = None,
+        row_weights: Tensor | None = None,
     ) -> Tensor:
         """Apply each expert to its segment of rows.
 
@@ -183,6 +201,10 @@ class GroupedExperts(nn.Module):
                 between the two GEMMs; by default segments count as full.
             alignment: in rows, of which all segments start at multiples: those of a round, `Dispatched.alignment`.
                 None: not known.
+            row_weights: fp32 [N] of a round with `weights_on="both"`, whose combine multiplies outputs by them, or
+                None. The outputs here are not multiplied. The gradients that arrive are those of weighted outputs, and
+                the weights get gradients. With gaps, `tokens_per_expert` must be given, or rows of gaps and their
+                gradients be zeros.
 
         Returns:
             Outputs [N, D] in `dtype`.
@@ -191,18 +213,12 @@ class GroupedExperts(nn.Module):
             TypeError: an argument has another dtype.
             ValueError: an argument has another shape or device, or `gemm` is "deep_gemm" and `alignment` is no multiple
                 of the property.
-            RuntimeError: `rows` requires grad in grad mode.
+            RuntimeError: something requires grad in grad mode, but the weights are fp8 or fp64.
         """
         (e, D, _), device = self.w_down.shape, self.w_down.device
         dtype = self.dtype if scales is None else FP8
         check_tensor("rows", rows_ND, (dtype,), ("N", D), device)
         check_tensor("expert_offsets", expert_offsets, (torch.int32,), (e + 1,), device)
-        check_forward_only(rows_ND)
-        if wants_gradients(self.parameters()):
-            raise RuntimeError(
-                "these GroupedExperts are forward only, but a parameter requires grad: epmoe.training.GroupedExperts "
-                "have gradients; for inference run under torch.inference_mode() or torch.no_grad()"
-            )
         N = rows_ND.shape[0]
         if scales is not None:
             check_tensor("scales", scales, (torch.float32,), (N, D // SCALE_BLOCK), device)
@@ -210,6 +226,10 @@ class GroupedExperts(nn.Module):
             check_tensor("tokens_per_expert", tokens_per_expert, (torch.int32,), (e,), device)
         tokens = None if tokens_per_expert is None else tokens_per_expert.contiguous()
         segments = Segments(expert_offsets.contiguous(), tokens, alignment or self.alignment)
+        if torch.is_grad_enabled():
+            refuse_tangents(rows_ND, row_weights)
+            if wants_gradients((rows_ND, *(() if row_weights is None else (row_weights,)), *self.parameters())):
+                return self._recorded(rows_ND, segments, row_weights)
         gemm = self._gemm_for(alignment)
         if e == 0:
             return rows_ND.new_empty(N, D, dtype=self.dtype)
@@ -229,6 +249,42 @@ class GroupedExperts(nn.Module):
         """What `repr` says of the weights and of the GEMM."""
         e, D, f = self.w_down.shape
         return f"e={e}, D={D}, F={f}, {dtype_name(self.w_down.dtype)}, gemm={self.gemm!r}"
+
+    def _recorded(self, rows_ND: Tensor, segments: Segments, row_weights: Tensor | None) -> Tensor:
+        """A call with gradients."""
+        if self.dtype not in FLOATS or rows_ND.dtype == FP8 or self.is_fp8:
+            raise RuntimeError(
+                f"`experts` of {dtype_name(self.w_down.dtype)} over rows of {dtype_name(rows_ND.dtype)} have no "
+                "gradients: run under torch.inference_mode() or torch.no_grad()"
+            )
+        if row_weights is not None:
+            check_tensor("row_weights", row_weights, (torch.float32,), (len(rows_ND),), rows_ND.device)
+            row_weights = row_weights.contiguous()
+        weights = self.w_gate_up, self.w_down, self.gate_up_bias, self.down_bias
+        with without_autocast(rows_ND.device):
+            rows, (offsets, tokens, _) = rows_ND.contiguous(), segments
+            out: Tensor = train_experts(rows, row_weights, *weights, offsets, tokens, *self._gating, self._trains_by)[0]
+        return out
+
+    @property
+    def _gating(self) -> tuple[bool, float, float, float]:
+        return self.interleaved, math.inf if self.limit is None else self.limit, self.alpha, self.up_offset
+
+    def _choose(self) -> None:
+        """The GEMMs: of serving, and of calls with gradients."""
+        self.gemm = choose(self._wanted, self.w_gate_up, self.w_down)
+        (_, D, f), item = self.w_down.shape, self.w_down.element_size()
+        fits = D * item % _GEMM_BYTES == 0 and f * item % _GEMM_BYTES == 0
+        self._trains_by = "torch" if fits and self.gemm != "loop" else "loop"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Parameter) and hasattr(value, "device_mesh"):
+            raise ValueError(
+                f"`{name}` must be a plain tensor, got a DTensor: these experts are this rank's own, and sharding would "
+                "mix those of several ranks; `epmoe.training.fully_shard` leaves experts as they are, and "
+                "torch's does with `ignored_params`"
+            )
+        super().__setattr__(name, value)
 
     def _gemm_for(self, alignment: int | None) -> Gemm:
         """Of a call whose segments start at multiples of `alignment`. DeepGEMM would misread any other segments."""
@@ -254,19 +310,18 @@ class GroupedExperts(nn.Module):
         gate_up = multiply(gemm, rows_nD, scales, self.w_gate_up, self.gate_up_scales, *by)
         activated, scales = self._activation(gate_up, segments, quantise=deep and self.is_fp8)
         out = multiply(gemm, activated, scales, self.w_down, self.down_scales, *by)
-        return out if self.down_bias is None else out + _of_rows(self.down_bias, ends, n)
+        return out if self.down_bias is None else out + bias_of_rows(self.down_bias, ends, n)
 
     def _activation(self, gate_up: Tensor, segments: Segments, quantise: bool) -> tuple[Tensor, Tensor | None]:
         """[n, F] and its scales. Only rows of segments are computed, since there may be many more."""
         if self.dtype != torch.float64:
-            settings = (self.interleaved, math.inf if self.limit is None else self.limit, self.alpha, self.up_offset)
             bias = None if self.gate_up_bias is None else self.gate_up_bias.contiguous()
             activated, scales = ops.gated_activation(
-                gate_up, segments.offsets, segments.tokens, bias, *settings, quantise
+                gate_up, segments.offsets, segments.tokens, bias, *self._gating, quantise
             )
             return activated, scales.t()[: len(gate_up)] if quantise else None
         if self.gate_up_bias is not None:
-            gate_up = gate_up + _of_rows(self.gate_up_bias, segments.offsets[1:], len(gate_up))
+            gate_up = gate_up + bias_of_rows(self.gate_up_bias, segments.offsets[1:], len(gate_up))
         gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if self.interleaved else gate_up.chunk(2, dim=1)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
@@ -278,14 +333,11 @@ class GroupedExperts(nn.Module):
         for name, data in kept.items():
             if (after := getattr(self, name)).dtype != data.dtype:
                 setattr(self, name, nn.Parameter(data.to(after.device), requires_grad=False))
-        self.gemm = choose(self._wanted, self.w_gate_up, self.w_down)
+        if self.dtype not in FLOATS:  # fp64, which serves only
+            self.requires_grad_(False)
+        self._choose()
         return self
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)
-        self.gemm = choose(self._wanted, self.w_gate_up, self.w_down)
-
-
-def _of_rows(bias: Tensor, ends: Tensor, num_rows: int) -> Tensor:
-    """[n, ·], for each row the bias [e, ·] of its expert."""
-    return bias.index_select(0, expert_of_rows(ends, num_rows))
+        self._choose()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTS = (torch.int32, torch.int64)
@@ -54,6 +55,17 @@ def _must_be(name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | str
 def wants_gradients(inputs: Iterable[Tensor]) -> bool:
     """Whether autograd needs a backward pass of what is computed from these. Without grad mode it looks at none."""
     return torch.is_grad_enabled() and any(value.requires_grad for value in inputs)
+
+
+def refuse_tangents(*inputs: object) -> None:
+    """Raises RuntimeError if forward-mode AD asks for the derivative of what is computed from these, which is 0 here."""
+    if forward_ad._current_level < 0:
+        return
+    for value in inputs:
+        if isinstance(value, Tensor) and (
+            torch._C._functorch.is_functorch_wrapped_tensor(value) or forward_ad.unpack_dual(value).tangent is not None
+        ):
+            raise RuntimeError("epmoe has no forward-mode derivatives: use backward() or torch.autograd.grad")
 
 
 def check_forward_only(*inputs: Tensor) -> None:

@@ -1,22 +1,23 @@
-"""`Exchange`: dispatch and combine that autograd can differentiate."""
+"""`TrainingExchange`: dispatch and combine that autograd can differentiate."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from epmoe.exchange.health import EPStateError
-from epmoe.native.arguments import FLOATS, INTS, check_tensor, describe, token_count
+from epmoe.native.arguments import FLOATS, INTS, check_tensor, describe, refuse_tangents, token_count
 from epmoe.native.formats import SCALE_BLOCK
 from epmoe.service import ExpertParallel
-from epmoe.training.operators import Directions, train_combine, train_dispatch
-from epmoe.training.rounds import EXACT, Pairs, Rounds
+from epmoe.training.operators import train_combine, train_dispatch
+from epmoe.training.passes import Directions
+from epmoe.training.rounds import EXACT, Rounds, Skipped
 
-WeightsOn = Literal["combine", "rows"]
+WeightsOn = Literal["combine", "rows", "both"]
 Payload = Literal["auto", "fp8"]
 _MOST_FP8 = 63488  # elements of a row: with its scales it has 64 KiB, the longest that a call can say
 
@@ -29,17 +30,17 @@ class Pending(NamedTuple):
     weights: Tensor
     num_tokens: Tensor | None
     num_real: int
-    row_weights: Tensor | None  # where combine applies them
+    row_weights: Tensor | None  # where combine alone applies them
     tag: int
     aligned: bool
     round: int  # its number
 
 
 class Routed(NamedTuple):
-    """The rows of an open round, in memory of their own: what `Exchange.dispatch` returns.
+    """The rows of an open round, in memory of their own: what `TrainingExchange.dispatch` returns.
 
     Expert i's segment is rows[expert_offsets[i] : expert_offsets[i + 1]], of which the first tokens_per_expert[i] rows
-    are real and the rest, up to `alignment`, is zeros. Rows past expert_offsets[e] are undefined.
+    are real and the rest, up to `alignment`, is zeros. Rows past expert_offsets[e] are zeros.
     """
 
     rows: Tensor
@@ -49,14 +50,14 @@ class Routed(NamedTuple):
     tokens_per_expert: Tensor
     """int32 [e]"""
     row_weights: Tensor | None
-    """fp32 [N] with gradients, 0 in gaps, undefined past the last segment; None where combine applies the weights"""
+    """fp32 [N] with gradients, 0 in gaps and past the last segment; None where combine alone applies the weights"""
     alignment: int
     """in rows: all segments start at its multiples"""
     handle: Pending
-    """for `Exchange.combine`"""
+    """for `TrainingExchange.combine`"""
 
 
-class Exchange:
+class TrainingExchange:
     """Dispatch and combine with gradients, over the windows of an `ExpertParallel`.
 
     The backward pass of a layer is one round: the gradient of y travels like x, and the gradients of rows are summed
@@ -64,9 +65,12 @@ class Exchange:
     rounds, in the same order, also those without tokens or experts: a loss that contains y, even an empty one, is
     enough.
 
-    Several layers may share one Exchange, also in parallel branches of a graph; each dispatch has its number as `tag`.
-    autograd runs the backward pass of the layer that ran last first, and ends it before the next one. Two micro-batches
-    of which one runs forward while the other runs backward need an Exchange each: see docs/training.md.
+    Several layers may share one, also in parallel branches of a graph; each dispatch has its number as `tag`. autograd
+    runs the backward pass of the layer that ran last first, and ends it before the next one. Two micro-batches of which
+    one runs forward while the other runs backward need one each: see docs/training.md.
+
+    An exception in a backward pass gives up the round that is open, or else the next round of the pass, so that the
+    other ranks get an EPAbortedError.
 
     Args:
         ep: of one node, with rows and sums in their own dtype.
@@ -94,7 +98,7 @@ class Exchange:
             if (configured := getattr(ep.config.exchange, key)) != "auto":
                 raise ValueError(
                     f"`exchange.{key}` must be auto for training, whose gradients need windows for rows of x's dtype, "
-                    f"got {configured}; tokens travel as fp8 by Exchange(…, payload='fp8')"
+                    f"got {configured}; tokens travel as fp8 by TrainingExchange(…, payload='fp8')"
                 )
         if ep.config.placement.live:
             raise ValueError(
@@ -104,9 +108,11 @@ class Exchange:
             raise ValueError("`backward` must have the config of `ep`")
         self.ep = ep
         self._fp8 = payload == "fp8"
+        if ep.config.topology.num_nodes > 1:
+            raise ValueError("training needs a group of one node: `topology.num_nodes` must be 1")
         self._directions = Directions(Rounds(ep, fp8=self._fp8), Rounds(backward or ep))
-        self._directions.forward.exchange  # noqa: B018  raises over several nodes
-        self._anchor = torch.zeros(0, device=ep.device, requires_grad=True)
+        with torch.inference_mode(False):
+            self._anchor = torch.zeros(0, device=ep.device, requires_grad=True)
 
     def dispatch(
         self,
@@ -128,9 +134,11 @@ class Exchange:
             x: [T, D] fp32, fp16 or bf16, as of `ExpertParallel.dispatch`, like `ids`, `num_tokens`, `tag` and
                 `aligned`.
             ids: int32 or int64 [T, K].
-            weights: fp32, fp16 or bf16 [T, K]. Those that are not finite count as 0.
+            weights: fp32, fp16 or bf16 [T, K]. Those that are not finite count as 0, and get gradients of 0.
             weights_on: who applies the weights. "combine": combine does, whose backward pass needs the experts'
                 outputs, and takes a pass over them. "rows": the experts do, by `row_weights`; combine only adds.
+                "both": combine applies them to outputs, and the experts apply `row_weights` to gradients, as
+                `GroupedExperts` do: sums have the bits of serving, and nobody keeps outputs.
             num_rows: N. "exact": as many rows as have arrived, for which the host waits. A number, multiple of the
                 alignment: the host waits for nothing; pairs whose row would lie past it are dropped
                 (`capacity.on_overflow` says whether that is an error).
@@ -146,10 +154,11 @@ class Exchange:
             ValueError: an argument has another value, shape or device.
             EPError: what `ExpertParallel.dispatch` raises.
         """
-        if weights_on not in ("combine", "rows"):
-            raise ValueError(f"`weights_on` must be 'combine' or 'rows', got {weights_on!r}")
+        if weights_on not in get_args(WeightsOn):
+            raise ValueError(f"`weights_on` must be 'combine', 'rows' or 'both', got {weights_on!r}")
         ep, device = self.ep, self.ep.device
         check_tensor("x", x, FLOATS, ("T", "D"), device)
+        refuse_tangents(x, weights)
         if self._fp8 and (x.shape[1] % SCALE_BLOCK or x.shape[1] > _MOST_FP8):
             raise ValueError(
                 f"`x` must be [T, D] with D a multiple of 128 up to {_MOST_FP8} for fp8, got {describe(x)}"
@@ -159,14 +168,15 @@ class Exchange:
         aligned = aligned or ep.config.capacity.alignment is not None
         alignment = ep.config.alignment if aligned else 1
         tokens, num_real = token_count(num_tokens, x.shape[0], device)
-        on_rows = weights_on == "rows"
+        by_experts = weights_on != "combine"
         rows, offsets, counts, row_weights, link = train_dispatch(
-            x, ids, weights, tokens, num_real, self._anchor, self._num_rows(num_rows, alignment), on_rows, tag, aligned,
-            self._directions.number,
+            x, ids, weights, tokens, num_real, self._anchor, self._num_rows(num_rows, alignment),
+            weights_on == "rows", tag, aligned, self._directions.number,
         )  # fmt: skip
         number = 0 if torch.compiler.is_compiling() else ep.exchange.rounds.count
-        pending = Pending(link, ids, weights, tokens, num_real, None if on_rows else row_weights, tag, aligned, number)
-        return Routed(rows, offsets, counts, row_weights if on_rows else None, alignment, pending)
+        kept = None if by_experts else row_weights
+        pending = Pending(link, ids, weights, tokens, num_real, kept, tag, aligned, number)
+        return Routed(rows, offsets, counts, row_weights if by_experts else None, alignment, pending)
 
     def combine(self, expert_rows: Tensor, routed: Routed) -> Tensor:
         """The sum over each token's experts. Collective; closes the round.
@@ -197,14 +207,17 @@ class Exchange:
         return y
 
     @contextmanager
-    def giving_up(self, dtype: torch.dtype, *, tag: int = 0, aligned: bool = False) -> Iterator[None]:
-        """Within it a caller takes part in one forward round with weights on rows.
+    def giving_up(
+        self, dtype: torch.dtype, *, weights_on: WeightsOn = "combine", tag: int = 0, aligned: bool = False
+    ) -> Iterator[None]:
+        """Within it a caller takes part in one forward round.
 
         An exception aborts the round, whether it was opened or not, and raises nothing of the exchange in its place.
 
         Args:
             dtype: of x.
-            tag: of the round.
+            weights_on: of the round, like the next arguments.
+            tag: likewise.
             aligned: likewise.
         """
         if torch.compiler.is_compiling():
@@ -217,8 +230,8 @@ class Exchange:
                 yield
         except BaseException:
             if exchange.rounds.count == before and not exchange.failed:
-                with suppress(RuntimeError, ValueError):  # x may be what was wrong
-                    self.skip(dtype, weights_on="rows", tag=tag, aligned=aligned)
+                with suppress(RuntimeError):
+                    self.skip(dtype, weights_on=weights_on, tag=tag, aligned=aligned)
             raise
 
     def skip(
@@ -236,9 +249,8 @@ class Exchange:
             EPError: what `ExpertParallel.skip` raises.
         """
         model = self.ep.config.model
-        ids = torch.empty(0, model.num_experts_per_tok, dtype=torch.int32, device=self.ep.device)
-        pairs = Pairs(ids, ids.float(), 0, tag, aligned)
-        self._directions.forward.skip(pairs, model.hidden_size, dtype, adds_only=weights_on == "rows")
+        shape = model.hidden_size, model.num_experts_per_tok, dtype
+        self._directions.forward.skip(Skipped(*shape, tag, aligned, weights_on == "rows", returns_values=False))
 
     @property
     def number(self) -> int:
@@ -246,7 +258,7 @@ class Exchange:
         return self._directions.number
 
     def __repr__(self) -> str:
-        return f"Exchange({self.ep!r})"
+        return f"TrainingExchange({self.ep!r})"
 
     def _num_rows(self, num_rows: object, alignment: int) -> int:
         if num_rows == "exact":

@@ -6,53 +6,24 @@
 combine's backward opens a round, and dispatch's closes it. `link`, an empty tensor from dispatch to combine, makes the
 second follow the first where no gradient does, as on a rank without experts. `anchor`, an empty tensor that requires
 grad, makes dispatch a part of every graph. An operator finds its exchange by a number, as in epmoe/opaque.py.
+
+The four have effects in one order, which compilers keep: no pass may move a round over another one, remove it, or run
+it twice.
 """
 
 from __future__ import annotations
 
-import itertools
-from contextlib import suppress
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._library.effects import EffectType
+from torch.library import _register_effectful_op
 
-from epmoe.exchange.health import EPStateError
 from epmoe.native import ops
 from epmoe.native.arguments import contiguous_rows
-from epmoe.training.rounds import EXACT, EndOfPass, Pairs, Rounds
-
-
-class Directions:
-    """The rounds of both directions of one exchange, under a number."""
-
-    def __init__(self, forward: Rounds, backward: Rounds) -> None:
-        self.forward, self.backward = forward, backward
-        self.number = next(_numbers)
-        _directions[self.number] = self
-
-    @property
-    def generation(self) -> int:
-        """Of the group: rows of one generation do not fit another."""
-        return self.forward.ep.generation
-
-    def check_generation(self, generation: int) -> None:
-        """Raises EPStateError if the forward pass ran in another group."""
-        if generation != self.generation:
-            raise EPStateError("this backward pass belongs to a forward pass before `resume`, whose rows are gone")
-
-
-_directions: WeakValueDictionary[int, Directions] = WeakValueDictionary()
-_numbers = itertools.count(2)  # a graph with a number of 0 or 1 would serve no other number
-
-
-def find(number: int) -> Directions:
-    """The rounds under a number. Raises RuntimeError once they are gone."""
-    directions = _directions.get(number)
-    if directions is None:
-        raise RuntimeError("the Exchange of this program or graph is gone: it must live as long as they do")
-    return directions
+from epmoe.training.passes import find, is_of_pass
+from epmoe.training.rounds import EXACT, Pairs, Skipped
 
 
 @torch.library.custom_op("epmoe::train_dispatch", mutates_args=())
@@ -70,8 +41,9 @@ def train_dispatch(
     number: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Rows [N, D], expert_offsets, tokens_per_expert, row weights fp32 [N] and the link. Opens a round."""
-    pairs = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, tag, aligned)
-    arrived = find(number).forward.out(x, pairs, num_rows, adds_only=on_rows, returns_values=False)
+    pairs, directions = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, tag, aligned), find(number)
+    with directions.noting():
+        arrived = directions.forward.out(x, pairs, num_rows, adds_only=on_rows, returns_values=False)
     rows, offsets, tokens, row_weights = arrived
     assert row_weights is not None
     return rows, offsets, tokens, row_weights, anchor.new_empty(0)
@@ -101,7 +73,8 @@ def train_combine(
     number: int,
 ) -> Tensor:
     """y [T, D]. Closes the round. Its sums are weighted where `row_weights` are given, whose gradient they have."""
-    return find(number).forward.back(expert_rows)
+    with (directions := find(number)).noting():
+        return directions.forward.back(expert_rows)
 
 
 @train_combine.register_fake
@@ -123,21 +96,21 @@ def train_combine_backward(
     aligned: bool,
     number: int,
     generation: int,
+    order: int,
     ends_here: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the rows [N, D] and of their weights fp32 [N] or [0], and of the link. Opens a round.
 
-    A round that `ends_here` is aborted at once, since dispatch's part of the pass does not run.
+    A round that `ends_here` is aborted at once, since dispatch's part of the pass does not run. `order` is that of the
+    round in the forward pass.
     """
     directions = find(number)
     directions.check_generation(generation)
     pairs = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, tag, aligned)
-    arrived = directions.backward.out(grad_y, pairs, num_rows, adds_only=True, returns_values=True)
+    with directions.noting(), directions.of_pass(order):
+        arrived = directions.backward.out(grad_y, pairs, num_rows, adds_only=True, returns_values=True)
     if ends_here:
         directions.backward.exchange.abort(None)
-    else:
-        with suppress(RuntimeError):  # not called by the engine
-            torch.autograd.Variable._execution_engine.queue_callback(EndOfPass(directions.backward))
     none = grad_y.new_empty(0, dtype=torch.float32)
     if expert_rows is None or row_weights is None:
         return arrived.rows, none, none.new_empty(0)
@@ -162,7 +135,8 @@ def train_dispatch_backward(
     """Gradients of x [T, D] and of the weights fp32 [T, K]. Closes the round."""
     directions = find(number)
     directions.check_generation(generation)
-    return directions.backward.back_with_values(grad_rows, grad_row_weights.float().contiguous())
+    with directions.noting():
+        return directions.backward.back_with_values(grad_rows, grad_row_weights.float().contiguous())
 
 
 @train_dispatch_backward.register_fake
@@ -172,7 +146,8 @@ def _(grad_rows: Tensor, grad_row_weights: Tensor, grad_link: Tensor | None, T: 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, ids, weights, *_, ctx.number = inputs
-    ctx.T, ctx.K, ctx.weights_dtype = x.shape[0], ids.shape[1], weights.dtype
+    ctx.T, ctx.K = x.shape[0], ids.shape[1]
+    ctx.save_for_backward(weights)
     ctx.generation = find(ctx.number).generation
     ctx.set_materialize_grads(False)  # zeros for offsets and counts would be two kernels
     rows, _, _, row_weights, _ = output
@@ -183,8 +158,9 @@ def _dispatch_gradients(ctx: Any, rows: Any, offsets: Any, tokens: Any, row_weig
     shape = ctx.T, ctx.K, ctx.number, ctx.generation
     given = zip((rows, row_weights), ctx.zeros, strict=True)
     gradients = [torch.zeros(size, **like) if grad is None else grad for grad, (size, like) in given]
-    x, weights = train_dispatch_backward(*gradients, link, *shape)
-    return x, None, weights.to(ctx.weights_dtype), *(None,) * 8
+    x, by_weights = train_dispatch_backward(*gradients, link, *shape)
+    [weights] = ctx.saved_tensors
+    return x, None, by_weights.where(weights.isfinite(), 0.0).to(weights.dtype), *(None,) * 8
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -192,18 +168,23 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     saved = (None, None) if row_weights is None else (expert_rows, row_weights)
     # Where a checkpoint computes again, it stops at the last tensor that is saved: that of a closed round.
     ctx.save_for_backward(*saved, ids, weights, num_tokens)
-    ctx.num_rows, ctx.generation = expert_rows.shape[0], find(ctx.number).generation
+    directions = find(ctx.number)
+    ctx.num_rows, ctx.generation = expert_rows.shape[0], directions.generation
     ctx.dispatch = link.grad_fn
+    shape = expert_rows.shape[1], ids.shape[1], expert_rows.dtype
+    ctx.order = directions.remember(ctx, Skipped(*shape, ctx.tag, ctx.aligned, adds_only=True, returns_values=True))
 
 
 def _combine_gradients(ctx: Any, grad_y: Tensor) -> Any:
     *saved, ids, weights, num_tokens = ctx.saved_tensors
     # Where the experts alone are asked for, no gradient of the link is. A next round must not find this one open.
-    ends_here = ctx.dispatch is not None and not torch._C._will_engine_execute_node(ctx.dispatch)
-    rest = ctx.num_real, ctx.num_rows, ctx.tag, ctx.aligned, ctx.number, ctx.generation, ends_here
+    ends_here = ctx.dispatch is not None and not is_of_pass(ctx.dispatch)
+    rest = ctx.num_real, ctx.num_rows, ctx.tag, ctx.aligned, ctx.number, ctx.generation, ctx.order, ends_here
     rows, row_weights, link = train_combine_backward(grad_y, *saved, ids, weights, num_tokens, *rest)
     return rows, row_weights if saved[1] is not None else None, link, *(None,) * 7
 
 
 train_dispatch.register_autograd(_dispatch_gradients, setup_context=_save_dispatch)
 train_combine.register_autograd(_combine_gradients, setup_context=_save_combine)
+for _name in ("train_dispatch", "train_combine", "train_combine_backward", "train_dispatch_backward"):
+    _register_effectful_op(f"epmoe::{_name}", EffectType.ORDERED)

@@ -18,7 +18,7 @@ from epmoe.exchange.descriptors import CallerRows
 from epmoe.exchange.handles import Dispatched
 from epmoe.exchange.health import EPStateError
 from epmoe.exchange.node import NodeExchange
-from epmoe.exchange.round_state import CLOSED, DISPATCHED
+from epmoe.exchange.round_state import DISPATCHED
 from epmoe.native import ops
 from epmoe.native.arguments import FP8
 from epmoe.native.formats import packed_row_bytes
@@ -40,6 +40,20 @@ class Pairs(NamedTuple):
     aligned: bool
 
 
+class Skipped(NamedTuple):
+    """A round of the other ranks, in which this rank has no tokens."""
+
+    hidden_size: int
+    top_k: int
+    dtype: torch.dtype
+    """of x"""
+    tag: int
+    aligned: bool
+    adds_only: bool
+    """as of `Rounds.out`, like the next one"""
+    returns_values: bool
+
+
 class Rows(NamedTuple):
     """What arrives on a rank."""
 
@@ -50,7 +64,7 @@ class Rows(NamedTuple):
     tokens_per_expert: Tensor
     """int32 [e]"""
     row_weights: Tensor | None
-    """fp32 [N], 0 in gaps, undefined past the last segment; None where values return"""
+    """fp32 [N], 0 in gaps and past the last segment; None where values return"""
 
 
 class Rounds:
@@ -83,7 +97,7 @@ class Rounds:
             returns_values: combine brings values back.
 
         Returns:
-            What has arrived. Rows past the last segment are undefined.
+            What has arrived. Rows past the last segment are zeros.
         """
         exchange, e = self.exchange, self.ep.num_local_experts
         ids, weights, num_tokens, tag, aligned = pairs
@@ -106,21 +120,19 @@ class Rounds:
                 rows, row_weights = rows[:N], None if row_weights is None else row_weights[:N].clone()
             if self._fp8:
                 rows = ops.unpack_fp8(rows, x, into.expert_offsets)
+                if num_rows != EXACT:
+                    ops.zero_padding_rows_(rows, into.expert_offsets[-1], N)
             elif num_rows == EXACT:
                 rows = rows.clone()
         return Rows(rows, into.expert_offsets, into.tokens_per_expert, row_weights)
 
-    def skip(self, pairs: Pairs, hidden_size: int, dtype: torch.dtype, *, adds_only: bool) -> None:
-        """Take part in a forward round without tokens, and abort it: for a rank that raised before its dispatch.
-
-        Args:
-            pairs: of no token, otherwise as those of the other ranks.
-            hidden_size: D of the round.
-            dtype: of x.
-            adds_only: combine adds without weights.
-        """
-        x = torch.empty(0, hidden_size, dtype=dtype, device=self.ep.device)
-        self.out(x, pairs, EXACT, adds_only=adds_only, returns_values=False)
+    def skip(self, skipped: Skipped) -> None:
+        """Take part in a round without tokens, and abort it: for a rank that raised before its dispatch."""
+        D, K, dtype, tag, aligned, adds_only, returns_values = skipped
+        x = torch.empty(0, D, dtype=dtype, device=self.ep.device)
+        ids = x.new_empty(0, K, dtype=torch.int32)
+        pairs = Pairs(ids, ids.float(), 0, tag, aligned)
+        self.out(x, pairs, EXACT, adds_only=adds_only, returns_values=returns_values)
         self.exchange.abort(None)
 
     def back(self, rows: Tensor) -> Tensor:
@@ -141,25 +153,3 @@ class Rounds:
         if rounds.state != DISPATCHED or not isinstance(handle, Dispatched):
             raise EPStateError(f"{call} needs an open round, but none is open: it was aborted or belongs elsewhere")
         return handle
-
-
-class EndOfPass:
-    """Closes the round of a backward pass that has left it open: by an exception, or since nobody asked for its end.
-
-    The engine calls it at the end of a pass, and drops it where the pass raises.
-    """
-
-    def __init__(self, rounds: Rounds) -> None:
-        self._ep, self._exchange, self._round = rounds.ep, rounds.exchange, rounds.exchange.rounds.count
-
-    def __call__(self) -> None:
-        """Abort the round if it is still open."""
-        try:
-            exchange = self._ep.exchange
-        except EPStateError:  # closed, which has told the other ranks
-            return
-        rounds = exchange.rounds
-        if exchange is self._exchange and rounds.count == self._round and rounds.state != CLOSED:
-            exchange.abort(None)
-
-    __del__ = __call__

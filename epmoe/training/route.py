@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from epmoe.local.route import Routing
 from epmoe.local.route import route as forward_only
 from epmoe.native.arguments import describe, token_count
-from epmoe.training.operators import find
+from epmoe.training.passes import find
 
 
 def route(
@@ -56,9 +57,38 @@ def route(
     )  # fmt: skip
 
 
-def counted(number: int, logits: Tensor, top_k: int, bias: Tensor | None, num_tokens: Any, **options: Any) -> Routing:
+class _Scores(torch.autograd.Function):
+    """Logits. A token whose logits get gradients of 0, such as padding, gives the weights none, whatever it holds."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_TD, weight)
+        return F.linear(x_TD.to(weight.dtype), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        by_x = by_weight = by_bias = None
+        if of_x:
+            by_x = (grad_TE @ weight).to(x_TD.dtype)
+        if of_weight:
+            x_TD = x_TD.to(weight.dtype)
+            by_weight = grad_TE.t() @ x_TD.where((grad_TE != 0).any(1, keepdim=True), 0.0)
+        if of_bias:
+            by_bias = grad_TE.sum(0)
+        return by_x, by_weight, by_bias
+
+
+def scores(x_TD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Logits [T, E] of tokens [T, D] by a router [E, D], in its dtype, with gradients that padding does not touch."""
+    logits: Tensor = _Scores.apply(x_TD, weight, bias)
+    return logits
+
+
+def counted(number: int, logits: Tensor, **options: Any) -> Routing:
     """`route` of a layer, whose sanitised rows count in the health of its exchange, which has this number."""
-    return _route(logits, top_k, bias, num_tokens, **options, id_dtype=torch.int32, number=number)
+    return _route(logits, **options, id_dtype=torch.int32, number=number)
 
 
 def _route(

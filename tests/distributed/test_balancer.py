@@ -11,6 +11,8 @@ from torch import Tensor
 from epmoe import Balancer, EPStateError, ExpertParallel, MoELayer, Placement, balance, route
 from epmoe.local.reference import moe_reference
 
+pytestmark = pytest.mark.usefixtures("serving")
+
 E, K, D, L, VOCABULARY, STEPS = 16, 2, 32, 2, 48, 160
 
 

@@ -13,7 +13,7 @@ from helpers import ON_GPUS, RANKS_SHARE_GPUS, poison_
 from torch import Tensor
 
 import epmoe
-from epmoe.training import Exchange
+from epmoe.training import TrainingExchange
 
 pytestmark = [ON_GPUS, pytest.mark.skipif(RANKS_SHARE_GPUS, reason="needs a GPU for each rank")]
 
@@ -71,7 +71,7 @@ def test_every_row_is_written(make_ep, rank, hold, free, num_sms, T, ll_max_toke
 def test_every_gradient_is_written(make_ep, rank, hold, free, payload, T, ll_max_tokens):
     """Likewise in training, whose kernels are variants of their own; memory that is free holds NaN."""
     ep = make_ep(ll_max_tokens, max_tokens=512, hidden=1024, dtype="bfloat16", timeout_s=20.0)
-    exchange = Exchange(ep, payload=payload)
+    exchange = TrainingExchange(ep, payload=payload)
     tokens = make_tokens(ep.config, rank, T)
     x, ids, weights = (t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
     N = ep.exchange.plan.sizes["max_rows"]

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 from epmoe import EPStateError, ExpertParallel, MoELayer, checkpoint
 
+pytestmark = pytest.mark.usefixtures("serving")
+
 E, F, D, K = 13, 128, 128, 2
 COPIES = {"num_redundant_experts": 5, "strategy": "round_robin"}
 PLACEMENTS = [{}, {"strategy": "round_robin"}, COPIES, {"num_redundant_experts": 2 * E}]  # the last: twice on a rank

@@ -18,6 +18,8 @@ from test_phases import given
 
 from epmoe import EPAbortedError, EPMismatchError, ExpertParallel, MoELayer
 
+pytestmark = pytest.mark.usefixtures("serving")
+
 RAISE = {"on_abort": "raise"}  # the default of the product, not of `make_ep`
 GIVER = 1  # the rank that gives rounds up
 

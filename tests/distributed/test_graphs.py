@@ -17,6 +17,8 @@ from torch import Tensor
 import epmoe
 from epmoe import Dispatched, ExpertParallel
 
+pytestmark = pytest.mark.usefixtures("serving")
+
 
 def capturable_experts(ep: ExpertParallel) -> Callable[[Dispatched], Tensor]:
     """The tests' experts without host synchronisation. Rows past the last segment are undefined."""

@@ -16,6 +16,8 @@ from epmoe import ExpertParallel, GroupedExperts, MoELayer
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.local.reference import moe_reference, route_reference
 
+pytestmark = pytest.mark.usefixtures("serving")
+
 E, F, D, K = 13, 24, 64, 4
 
 

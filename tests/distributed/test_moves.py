@@ -16,6 +16,8 @@ from torch import Tensor
 from epmoe import EPError, EPStateError, EPTimeoutError, ExpertParallel
 from epmoe.exchange.moves_plan import EMPTY
 
+pytestmark = pytest.mark.usefixtures("serving")
+
 E, K, D, M, L = 12, 3, 32, 16, 3
 DATA = 300_000  # bytes of an expert beside its row: several parts of the staging
 

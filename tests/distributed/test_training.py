@@ -9,7 +9,7 @@ from helpers import TOLERANCE, generator, poisoned_memory, randn
 from torch import Tensor
 
 from epmoe import EPMismatchError, EPOverflowError
-from epmoe.training import Exchange
+from epmoe.training import TrainingExchange
 
 D, F, E = 32, 16, 9
 CASES = all_pairs(
@@ -92,7 +92,7 @@ def test_gradients(make_ep, rank, size, case):
         options["placement"] = {"strategy": "round_robin", "num_redundant_experts": -(-case["copies"] // size) * size}
     eps = [make_ep(case["ll_max_tokens"], **options) for _ in range(case["windows"])]
     ep, device = eps[0], eps[0].device
-    exchange = Exchange(ep, backward=eps[-1] if len(eps) > 1 else None)
+    exchange = TrainingExchange(ep, backward=eps[-1] if len(eps) > 1 else None)
     held = ep.placement.logical_experts(rank)
     a, b = randn(E, D, F, seed=1) / 4, randn(E, F, D, seed=2) / 4
     a, b = a.to(dtype), b.to(dtype)
@@ -146,7 +146,7 @@ def test_pairs_without_room_are_dropped_forward_and_backward(make_ep, rank, size
     """y is linear in x and in the weights, so <y, g>, <x, grad x> and <weights, grad weights> are equal."""
     options = {"experts": E, "top_k": 3, "hidden": D, "max_tokens": 40}
     ep = make_ep(16, capacity={"on_overflow": "drop"}, **options)
-    exchange = Exchange(ep)
+    exchange = TrainingExchange(ep)
     x, ids, weights, grad = (t.to(ep.device) for t in draw(rank, 40, 3, 0))
     x.requires_grad_(), weights.requires_grad_()
     dropped = []
@@ -168,7 +168,7 @@ def test_pairs_without_room_are_dropped_forward_and_backward(make_ep, rank, size
 
 
 def test_more_rows_than_asked_for_is_an_error(make_ep, rank):
-    exchange = Exchange(make_ep(experts=E, top_k=3, hidden=D, max_tokens=40))
+    exchange = TrainingExchange(make_ep(experts=E, top_k=3, hidden=D, max_tokens=40))
     x, ids, weights, _ = (t.to(exchange.ep.device) for t in draw(rank, 40, 3, 0))
     with pytest.raises(EPOverflowError, match="`num_rows` in training"):
         routed = exchange.dispatch(x, ids, weights, num_rows=8)
@@ -179,7 +179,7 @@ def test_more_rows_than_asked_for_is_an_error(make_ep, rank):
 
 def test_another_kind_of_round_is_a_mismatch(make_ep, rank):
     ep = make_ep(experts=E, top_k=3, hidden=D, max_tokens=40)
-    exchange = Exchange(ep)
+    exchange = TrainingExchange(ep)
     x, ids, weights, _ = (t.to(ep.device) for t in draw(rank, 5, 3, 0))
     with pytest.raises(EPMismatchError):
         if rank == 0:

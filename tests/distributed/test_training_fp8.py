@@ -9,7 +9,7 @@ from helpers import generator, poisoned_memory
 
 import epmoe
 from epmoe import EPMismatchError, EPOverflowError
-from epmoe.training import Exchange
+from epmoe.training import TrainingExchange
 
 E, K, MOST = 9, 3, 40
 CASES = all_pairs(
@@ -54,7 +54,7 @@ def test_only_the_tokens_are_rounded(make_ep, rank, case):
     n = T if case["padding"] is None else max(T - 3, 0)
     tokens = {None: None, "int": n, "tensor": torch.tensor(n, dtype=torch.int32, device=device)}[case["padding"]]
 
-    def run(exchange: Exchange, given: torch.Tensor):
+    def run(exchange: TrainingExchange, given: torch.Tensor):
         given, w = given.clone().requires_grad_(), weights.clone().requires_grad_()
         with poisoned_memory():
             routed = exchange.dispatch(
@@ -67,8 +67,8 @@ def test_only_the_tokens_are_rounded(make_ep, rank, case):
         used = slice(int(counts[-1]))
         return rows[used].detach(), counts, y.detach(), given.grad, w.grad
 
-    want = run(Exchange(eps[0], backward=backward), as_it_arrives(x))
-    exchange = Exchange(eps[0], backward=backward, payload="fp8")
+    want = run(TrainingExchange(eps[0], backward=backward), as_it_arrives(x))
+    exchange = TrainingExchange(eps[0], backward=backward, payload="fp8")
     for _ in range(2):
         for got, right in zip(run(exchange, x), want, strict=True):
             assert got.dtype == right.dtype and torch.equal(got.isnan(), right.isnan())
@@ -83,13 +83,13 @@ def test_another_payload_is_a_mismatch(make_ep, rank):
     x, ids, weights, _ = draw(rank, 5, 7168, torch.bfloat16, ep.device)
     payload, D = ("fp8", 7168) if rank == 0 else ("auto", 3696)
     with pytest.raises(EPMismatchError):
-        Exchange(ep, payload=payload).dispatch(x[:, :D].contiguous(), ids, weights, num_rows=64)
+        TrainingExchange(ep, payload=payload).dispatch(x[:, :D].contiguous(), ids, weights, num_rows=64)
         ep.check()
 
 
 def test_rows_without_room_and_rounds_given_up(make_ep, rank, size):
     ep = make_ep(experts=E, top_k=K, hidden=256, max_tokens=MOST)
-    exchange = Exchange(ep, payload="fp8")
+    exchange = TrainingExchange(ep, payload="fp8")
     x, ids, weights, grad = draw(rank, MOST, 256, torch.float32, ep.device)
     with pytest.raises(EPOverflowError, match="`num_rows` in training"):
         routed = exchange.dispatch(x, ids, weights, num_rows=8)
@@ -112,10 +112,10 @@ def test_rows_without_room_and_rounds_given_up(make_ep, rank, size):
 def test_wrong_arguments(make_ep, rank):
     ep = make_ep(experts=E, top_k=K, hidden=192, max_tokens=MOST)
     with pytest.raises(ValueError, match="`payload` must be 'auto' or 'fp8', got 'fp4'"):
-        Exchange(ep, payload="fp4")
+        TrainingExchange(ep, payload="fp4")
     x, ids, weights, _ = draw(rank, 5, 192, torch.float32, ep.device)
     with pytest.raises(ValueError, match="multiple of 128"):
-        Exchange(ep, payload="fp8").dispatch(x, ids, weights)
+        TrainingExchange(ep, payload="fp8").dispatch(x, ids, weights)
     fp8 = make_ep(experts=E, top_k=K, hidden=256, max_tokens=MOST, exchange={"payload": "fp8"})
     with pytest.raises(ValueError, match="payload='fp8'"):
-        Exchange(fp8)
+        TrainingExchange(fp8)

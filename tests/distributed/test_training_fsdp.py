@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from epmoe import ExpertParallel
-from epmoe.training import Exchange, GroupedExperts, MoELayer
+from epmoe import ExpertParallel, GroupedExperts, MoELayer
 
 D, F, E, K, T, BLOCKS, STEPS = 32, 16, 6, 2, 5, 3, 3
 MOST_S = 0.03
@@ -35,15 +34,15 @@ class Asleep(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    def __init__(self, exchange: Exchange, number: int) -> None:
+    def __init__(self, ep: ExpertParallel, number: int) -> None:
         super().__init__()
         self.dense = nn.Linear(D, D, bias=False)
         with torch.no_grad():
             self.dense.weight.copy_(randn(D, D, seed=number) / D**0.5)
-        held = exchange.ep.placement.logical_experts(exchange.ep.rank)
+        held = ep.placement.logical_experts(ep.rank)
         up, down = randn(E, 2 * F, D, seed=10 + number) / D**0.5, randn(E, D, F, seed=20 + number) / F**0.5
         experts = GroupedExperts(up[held], down[held])
-        self.moe = MoELayer(exchange, randn(E, D, seed=30 + number), experts, num_rows=128, tag=number + 1)
+        self.moe = MoELayer(ep, randn(E, D, seed=30 + number), experts, num_rows=128)
 
     def forward(self, x: Tensor, seconds: float) -> Tensor:
         h = x + self.dense(nn.functional.layer_norm(Asleep.apply(x, seconds), (D,)))
@@ -51,10 +50,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, ep: ExpertParallel) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(exchange, number) for number in range(BLOCKS))
-        self.to(exchange.ep.device)
+        self.blocks = nn.ModuleList(Block(ep, number) for number in range(BLOCKS))
+        self.to(ep.device)
 
     def forward(self, x: Tensor, most_s: float, random: Random) -> Tensor:
         for block in self.blocks:
@@ -88,8 +87,7 @@ def test_sharded_parts_and_ranks_that_run_askew(make_ep, size):
     """No round waits for a collective that waits for the round, and gradients are those without FSDP."""
     options = {"experts": E, "top_k": K, "hidden": D, "max_tokens": 16, "timeout_s": 20.0}
     ep = make_ep(**options, routing={"renormalize": True})
-    exchange = Exchange(ep)
-    alone, sharded = Model(exchange), Model(exchange)
+    alone, sharded = Model(ep), Model(ep)
     mesh = init_device_mesh(ep.device.type, (size,))
     for block in sharded.blocks:
         fully_shard(block, mesh=mesh, ignored_params=set(block.moe.experts.parameters()))

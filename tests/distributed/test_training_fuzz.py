@@ -25,7 +25,7 @@ from training_programs import (
     output,
 )
 
-from epmoe.training import Exchange
+from epmoe.training import TrainingExchange
 
 FIRST = int(os.environ.get("EPMOE_FUZZ_FIRST", 0))
 PROGRAMS = 6 * int(os.environ.get("EPMOE_FUZZ_CONFIGS", 30))
@@ -47,7 +47,7 @@ def wanted(program: Program, rank: int, size: int) -> dict[str, torch.Tensor]:
     return total
 
 
-def check(program: Program, exchange: Exchange, rank: int, size: int) -> None:
+def check(program: Program, exchange: TrainingExchange, rank: int, size: int) -> None:
     ep, want = exchange.ep, wanted(program, rank, size)
     leaves = Leaves(program, rank, torch.float32, ep.device)
     y = output(program, leaves["x"], exchanged_layer(program, exchange, leaves))
@@ -72,7 +72,7 @@ def check(program: Program, exchange: Exchange, rank: int, size: int) -> None:
 def test_drawn_graphs(make_ep, size, rank, windows):
     options = {"experts": E, "top_k": MAX_K, "hidden": D, "max_tokens": MAX_TOKENS, "timeout_s": 10.0}
     ep = make_ep(**options)
-    exchange = Exchange(ep, backward=make_ep(**options) if windows == 2 else None)
+    exchange = TrainingExchange(ep, backward=make_ep(**options) if windows == 2 else None)
     for seed in range(FIRST + windows - 1, FIRST + PROGRAMS, 2):
         program = draw_program(seed, size)
         try:

@@ -9,7 +9,7 @@ from helpers import assert_close, randn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from epmoe import EPAbortedError, EPStateError, Placement
-from epmoe.training import Exchange
+from epmoe.training import TrainingExchange
 
 D, E, K, T = 32, 6, 2, 7
 
@@ -21,7 +21,7 @@ def leaf(*shape: int, seed: int, device: torch.device) -> torch.Tensor:
 class Layer(torch.nn.Module):
     """Experts that scale their rows, by one parameter each; the weights of the router are given."""
 
-    def __init__(self, exchange: Exchange, tag: int = 1, num_rows: int = 128, weights_on: str = "rows") -> None:
+    def __init__(self, exchange: TrainingExchange, tag: int = 1, num_rows: int = 128, weights_on: str = "rows") -> None:
         super().__init__()
         self.exchange, self.tag, self.num_rows, self.weights_on = exchange, tag, num_rows, weights_on
         self.scale = torch.nn.Parameter(torch.linspace(0.5, 1.5, exchange.ep.num_local_experts).to(exchange.ep.device))
@@ -41,8 +41,8 @@ class Layer(torch.nn.Module):
 
 
 @pytest.fixture
-def exchange(make_ep) -> Exchange:
-    return Exchange(make_ep(experts=E, top_k=K, hidden=D, max_tokens=16, timeout_s=10.0))
+def exchange(make_ep) -> TrainingExchange:
+    return TrainingExchange(make_ep(experts=E, top_k=K, hidden=D, max_tokens=16, timeout_s=10.0))
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def inputs(exchange, rank):
     return leaf(T, D, seed=rank, device=device), ids.to(device), leaf(T, K, seed=50 + rank, device=device)
 
 
-def closed(exchange: Exchange) -> bool:
+def closed(exchange: TrainingExchange) -> bool:
     exchange.ep.check()
     return not exchange.ep.exchange.rounds.state
 
@@ -189,7 +189,7 @@ def test_a_rank_without_experts_and_one_without_tokens(make_ep, rank, size):
     placement = Placement(num_experts=E, ep_size=size, owners=(0,) * E)
     ep = make_ep(experts=E, top_k=K, hidden=D)
     ep.resume(placement=placement)
-    exchange = Exchange(ep)
+    exchange = TrainingExchange(ep)
     tokens = 0 if rank == 1 else T
     x, weights = leaf(tokens, D, seed=rank, device=ep.device), leaf(tokens, K, seed=9, device=ep.device)
     ids = torch.tensor([[0, 1]], device=ep.device).expand(tokens, K).contiguous()
@@ -203,7 +203,7 @@ def test_a_rank_without_experts_and_one_without_tokens(make_ep, rank, size):
 
 def test_a_backward_pass_after_resume_is_refused(make_ep, rank, size):
     ep = make_ep(experts=E, top_k=K, hidden=D)
-    exchange = Exchange(ep)
+    exchange = TrainingExchange(ep)
     x, weights = leaf(T, D, seed=rank, device=ep.device), leaf(T, K, seed=9, device=ep.device)
     loss = Layer(exchange)(x, torch.zeros(T, K, dtype=torch.int32, device=ep.device), weights).sum()
     ep.resume()

@@ -14,7 +14,7 @@ from helpers import generator
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from epmoe.training import Exchange
+from epmoe.training import TrainingExchange
 
 D, E, MAX_TOKENS, MAX_K, NUM_ROWS = 16, 7, 6, 4, 128
 Call = Literal["plain", "checkpoint", "reentrant"]
@@ -119,7 +119,7 @@ def output(program: Program, x: Tensor, layer) -> Tensor:
     return torch.stack(results).sum(0) if program.wiring == "sum" else h
 
 
-def exchanged_layer(program: Program, exchange: Exchange, leaves: Leaves):
+def exchanged_layer(program: Program, exchange: TrainingExchange, leaves: Leaves):
     """The layers over an exchange. Experts are tanh(row) · scale."""
     held = exchange.ep.placement.logical_experts(exchange.ep.rank)
 

@@ -155,6 +155,7 @@ __global__ void __launch_bounds__(threads_per_block(kRecvLines), kBlocksPerSM)
       ok = kLL ? recv_simple_sources_too<kFormat>(b) : recv_rows<kFormat>(b);
     if (leader) write_offsets(b);
     if (kernel.args.expert_major && kernel.args.zero_gaps) zero_gaps(b);
+    if (kTrains && kernel.args.zero_tail) zero_tail(b);
   }
   if (leader && threadIdx.x == 0) {
     round->dispatch_epoch = b.wait.epoch;

@@ -59,6 +59,18 @@ __device__ __forceinline__ void zero_gaps(const DispatchBlock& b) {
   }
 }
 
+// Training: rows past the last segment, and their weights, become zeros. The blocks of the grid share them.
+__device__ __forceinline__ void zero_tail(const DispatchBlock& b) {
+  int64_t vectors = b.kernel.row_bytes() / 16, end = b.plan.max_rows;
+  auto* rows = in_window<uint4>(b.ex, b.plan.rank, b.plan.rows);
+#pragma unroll 1
+  for (int64_t n = b.count[b.plan.num_local_experts] + int64_t{blockIdx.x}; n < end; n += gridDim.x) {
+#pragma unroll 1
+    for (int64_t v = threadIdx.x; v < vectors; v += block_threads()) rows[n * vectors + v] = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x == 0 && b.args.row_weights_N) b.args.row_weights_N[n] = 0.0f;
+  }
+}
+
 // The grid writes `value` to words [begin, end), 16 bytes at a time where it can. `words` is aligned to 16 bytes.
 __device__ __forceinline__ void fill_words(int32_t* words, int64_t begin, int64_t end, int32_t value) {
   int64_t first = (begin + 3) / 4, last = end / 4, ahead = min(first * 4, end);

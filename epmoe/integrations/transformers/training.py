@@ -1,4 +1,4 @@
-"""A module's experts with gradients: its weights and gate, and the GEMMs of `epmoe.training`.
+"""A module's experts with gradients: its weights and gate, and the GEMMs of `epmoe.local.gemm_gradients`.
 
     trains ─▶ computation ─▶ experts(rows of a round), with gradients of rows and parameters
 
@@ -26,7 +26,7 @@ from epmoe.integrations.transformers.grouped import (
     weights_and_biases,
 )
 from epmoe.native.arguments import wants_gradients
-from epmoe.training.experts import train_bias, train_gemm
+from epmoe.local.gemm_gradients import train_bias, train_gemm
 
 _GEMM_BYTES = 16  # torch's grouped GEMM wants strides of its multiples, and in a backward pass rows become columns
 
@@ -77,7 +77,7 @@ def computation(experts: Any, parameters: list[Tensor], held: slice) -> Computat
         def product(rows: Tensor, which: int) -> Tensor:
             weights = down if which else up
             out: Tensor = train_gemm(rows.to(weights.dtype).contiguous(), weights, offsets, gemm)
-            return out + train_bias(biases[which], None, offsets, n, gemm) if biases else out
+            return out + train_bias(biases[which], offsets, n, gemm) if biases else out
 
         return between_products(experts, arrived.rows, product)
 

@@ -1,0 +1,154 @@
+"""The experts stage with gradients: one operator forward, and one backward.
+
+    rows [N,D] ─ gate and up ─▶ [N,2F] ─ gated activation ─▶ [N,F] ─ down ─▶ outputs [N,D]
+
+Outputs are those of serving, to the bit, and combine weights them. The backward pass gets gradients of weighted
+outputs, and multiplies by the weights where it is cheapest, at the activation [N, F]. It therefore keeps rows [N, D]
+and [N, 2F] in front of the activation, and no outputs. What only a frozen part needs is not kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from epmoe.local.gemm_gradients import bias_gradients, bias_of_rows, train_gemm, train_gemm_weights
+from epmoe.native import ops
+
+
+@torch.library.custom_op("epmoe::train_experts", mutates_args=())
+def train_experts(
+    rows: Tensor,
+    row_weights: Tensor | None,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    offsets: Tensor,
+    tokens: Tensor | None,
+    interleaved: bool,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    gemm: str,
+) -> tuple[Tensor, Tensor]:
+    """Outputs [N, D], and what the backward pass needs of them: [N, 2F] in front of the bias and the activation.
+
+    Args:
+        rows: [N, D], contiguous.
+        row_weights: fp32 [N], contiguous, which get gradients; outputs are not multiplied by them.
+        w_gate_up: [e, 2F, D] in the dtype of rows.
+        w_down: [e, D, F].
+        gate_up_bias: [e, 2F] or None.
+        down_bias: [e, D] or None.
+        offsets: int32 [e + 1], contiguous.
+        tokens: int32 [e], rows of each segment without its gap, or None.
+        interleaved: see `GroupedExperts`, like the next arguments.
+        limit: infinite for none.
+        alpha: of the activation.
+        up_offset: of the activation.
+        gemm: of `train_gemm`.
+    """
+    gating = interleaved, limit, alpha, up_offset
+    gate_up = train_gemm(rows, w_gate_up, offsets, gemm)
+    bias = None if gate_up_bias is None else gate_up_bias.contiguous()
+    activated = ops.gated_activation(gate_up, offsets, tokens, bias, *gating, False)[0] if len(w_down) else gate_up
+    out = train_gemm(activated, w_down, offsets, gemm)
+    if down_bias is not None and len(w_down):
+        out += bias_of_rows(down_bias, offsets[1:], len(rows))
+    return out, gate_up
+
+
+@train_experts.register_fake
+def _(rows: Tensor, row_weights: Tensor | None, w_gate_up: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape), rows.new_empty(rows.shape[0], w_gate_up.shape[1])
+
+
+@torch.library.custom_op("epmoe::train_experts_backward", mutates_args=())
+def train_experts_backward(
+    grad: Tensor,
+    rows: Tensor | None,
+    gate_up: Tensor,
+    row_weights: Tensor | None,
+    w_gate_up: Tensor | None,
+    w_down: Tensor | None,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    offsets: Tensor,
+    tokens: Tensor | None,
+    interleaved: bool,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    gemm: str,
+    needs: list[bool],
+) -> list[Tensor]:
+    """Gradients of the first six inputs of `train_experts`, [0] where `needs` does not ask for one.
+
+    `grad` [N, D] is that of outputs times `row_weights`.
+    """
+    segments, N = (offsets, tokens, interleaved, limit, alpha, up_offset), len(grad)
+    of_rows, of_weights, of_gate_up, of_down, of_gate_up_bias, of_down_bias = needs
+    by = [grad.new_empty(0) for _ in needs]
+    if gate_up_bias is not None and len(gate_up_bias):
+        gate_up = gate_up + bias_of_rows(gate_up_bias, offsets[1:], N)
+    if of_down:
+        by[3] = train_gemm_weights(grad, ops.weighted_gates(gate_up, row_weights, *segments), offsets, gemm)
+    if of_down_bias:
+        by[5] = bias_gradients(grad, row_weights, offsets, gemm)
+    if w_down is None:  # nobody asks for what lies in front of it
+        return by
+    by_activated = train_gemm(grad, w_down.transpose(1, 2), offsets, gemm)
+    by_gate_up, by_weights = ops.weighted_gates_backward(by_activated, gate_up, row_weights, *segments)
+    if of_weights and down_bias is not None and len(down_bias):
+        of_bias = bias_of_rows(down_bias, offsets[1:], N)
+        by_weights += ops.weighted_rows_backward_(of_bias, grad, None, offsets, tokens)
+    if of_weights:
+        by[1] = by_weights
+    if of_rows and w_gate_up is not None:
+        by[0] = train_gemm(by_gate_up, w_gate_up.transpose(1, 2), offsets, gemm)
+    if of_gate_up and rows is not None:
+        by[2] = train_gemm_weights(by_gate_up, rows, offsets, gemm)
+    if of_gate_up_bias:
+        by[4] = bias_gradients(by_gate_up, None, offsets, gemm)
+    return by
+
+
+@train_experts_backward.register_fake
+def _(grad: Tensor, rows: Any, gate_up: Tensor, row_weights: Any, w_gate_up: Any, w_down: Any, *rest: Any) -> Any:
+    offsets, needs = rest[2], rest[-1]
+    e, (N, D), width = offsets.shape[0] - 1, grad.shape, gate_up.shape[1]
+    shapes = (N, D), (N,), (e, width, D), (e, D, width // 2), (e, width), (e, D)
+    dtypes = (grad.dtype, torch.float32, *(grad.dtype,) * 4)
+    of_each = zip(shapes, dtypes, needs, strict=True)
+    return [grad.new_empty(shape, dtype=dtype) if needed else grad.new_empty(0) for shape, dtype, needed in of_each]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    rows, row_weights, w_gate_up, w_down, gate_up_bias, down_bias, offsets, tokens, *ctx.rest = inputs
+    ctx.needs = list(ctx.needs_input_grad[:6])
+    of_rows, of_weights, of_gate_up, _, of_gate_up_bias, _ = ctx.needs
+    in_front = of_rows or of_weights or of_gate_up or of_gate_up_bias
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(
+        rows if of_gate_up else None, output[1], row_weights, w_gate_up if of_rows else None,
+        w_down if in_front else None, gate_up_bias, down_bias if of_weights else None, offsets, tokens,
+    )  # fmt: skip
+
+
+def _gradients(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 13
+    by = train_experts_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.rest, ctx.needs)
+    return *(gradient if needed else None for gradient, needed in zip(by, ctx.needs, strict=True)), *(None,) * 7
+
+
+def _no_second_gradients(ctx: Any, *grads: Any) -> NoReturn:
+    raise RuntimeError("GroupedExperts have no gradients of gradients")
+
+
+train_experts.register_autograd(_gradients, setup_context=_save)
+train_experts_backward.register_autograd(_no_second_gradients)

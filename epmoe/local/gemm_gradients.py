@@ -1,0 +1,115 @@
+"""The grouped GEMM with gradients, and a bias for each expert, as operators: torch.compile and checkpoints know them.
+
+    rows [N,k] · weights [e,n,k]ᵀ ─ epmoe::train_gemm ─▶ [N,n]          bias [e,n] ─ epmoe::train_bias ─▶ [N,n]
+
+Rows lie expert by expert, as in grouped_gemm.py. Sums have one order, so gradients have the same bits on every run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from epmoe.local.grouped_gemm import expert_of_rows
+
+_COLUMNS = 8  # of a matrix of one column, as often as torch's GEMM wants it: 16 bytes
+
+
+@torch.library.custom_op("epmoe::train_gemm", mutates_args=())
+def train_gemm(rows: Tensor, weights: Tensor, offsets: Tensor, gemm: str) -> Tensor:
+    """rows [N, k] · weights [e, n, k]ᵀ → [N, n], by expert. Opaque, since compilers trace torch's in bf16 only.
+
+    Args:
+        rows: fp32, fp16 or bf16 [N, k]. Rows past the last segment are not read, and their products are undefined.
+        weights: [e, n, k] in the same dtype.
+        offsets: int32 [e + 1], contiguous: expert i has rows[offsets[i] : offsets[i + 1]].
+        gemm: "torch", or "loop", which waits for the device.
+
+    Returns:
+        The products [N, n]. An expert without rows gets gradients of 0.
+    """
+    if not len(rows) or not len(weights):
+        return rows.new_empty(len(rows), weights.shape[1])
+    if gemm == "torch":
+        return F.grouped_mm(rows, weights.transpose(1, 2), offs=offsets[1:])
+    out, ends = rows.new_empty(len(rows), weights.shape[1]), offsets.tolist()
+    for i in range(len(weights)):
+        torch.mm(rows[ends[i] : ends[i + 1]], weights[i].T, out=out[ends[i] : ends[i + 1]])
+    return out
+
+
+@train_gemm.register_fake
+def _(rows: Tensor, weights: Tensor, offsets: Tensor, gemm: str) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[1])
+
+
+@torch.library.custom_op("epmoe::train_gemm_weights", mutates_args=())
+def train_gemm_weights(grad: Tensor, rows: Tensor, offsets: Tensor, gemm: str) -> Tensor:
+    """grad [N, n]ᵀ · rows [N, k] → [e, n, k], by expert: gradients of weights, 0 for an expert without rows."""
+    e = len(offsets) - 1
+    if not len(rows) or not e:
+        return rows.new_zeros(e, grad.shape[1], rows.shape[1])
+    if gemm == "torch":
+        return F.grouped_mm(grad.t(), rows, offs=offsets[1:])
+    out, ends = rows.new_empty(e, grad.shape[1], rows.shape[1]), offsets.tolist()
+    for i in range(e):
+        torch.mm(grad[ends[i] : ends[i + 1]].T, rows[ends[i] : ends[i + 1]], out=out[i])
+    return out
+
+
+@train_gemm_weights.register_fake
+def _(grad: Tensor, rows: Tensor, offsets: Tensor, gemm: str) -> Tensor:
+    return rows.new_empty(offsets.shape[0] - 1, grad.shape[1], rows.shape[1])
+
+
+def bias_gradients(grad: Tensor, factors: Tensor | None, offsets: Tensor, gemm: str) -> Tensor:
+    """[e, n]: the sum over each expert's rows of grad [N, n], times the factor of the row, fp32 [N], or 1."""
+    column = torch.ones_like(grad[:, 0]) if factors is None else factors.to(grad.dtype)
+    columns = column[:, None].expand(-1, _COLUMNS).contiguous()
+    return train_gemm_weights(grad, columns, offsets, gemm)[..., 0].contiguous()
+
+
+def bias_of_rows(bias: Tensor, ends: Tensor, num_rows: int) -> Tensor:
+    """[N, n]: for each row the bias [e, n] of its expert."""
+    return bias.index_select(0, expert_of_rows(ends, num_rows))
+
+
+@torch.library.custom_op("epmoe::train_bias", mutates_args=())
+def train_bias(bias: Tensor, offsets: Tensor, num_rows: int, gemm: str) -> Tensor:
+    """`bias_of_rows` with gradients."""
+    return bias_of_rows(bias, offsets[1:], num_rows) if len(bias) else bias.new_empty(num_rows, bias.shape[1])
+
+
+@train_bias.register_fake
+def _(bias: Tensor, offsets: Tensor, num_rows: int, gemm: str) -> Tensor:
+    return bias.new_empty(num_rows, bias.shape[1])
+
+
+def _save_gemm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, weights, offsets, ctx.gemm = inputs
+    of_rows, of_weights, *_ = ctx.needs_input_grad  # what a frozen part would need is not kept
+    ctx.save_for_backward(rows if of_weights else None, weights if of_rows else None, offsets)
+
+
+def _gemm_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    rows, weights, offsets = ctx.saved_tensors
+    grad = grad.contiguous()
+    by_rows = None if weights is None else train_gemm(grad, weights.transpose(1, 2), offsets, ctx.gemm)
+    by_weights = None if rows is None else train_gemm_weights(grad, rows, offsets, ctx.gemm)
+    return by_rows, by_weights, None, None
+
+
+def _save_bias(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, offsets, _, ctx.gemm = inputs
+    ctx.save_for_backward(offsets)
+
+
+def _bias_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return bias_gradients(grad.contiguous(), None, *ctx.saved_tensors, ctx.gemm), None, None, None
+
+
+train_gemm.register_autograd(_gemm_gradients, setup_context=_save_gemm)
+train_bias.register_autograd(_bias_gradients, setup_context=_save_bias)

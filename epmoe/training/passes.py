@@ -1,0 +1,146 @@
+"""Both directions of an exchange, under a number, and what its backward passes owe the other ranks.
+
+A pass that an exception ends leaves a round open, or rounds of other ranks without this rank. It then aborts the open
+round, or takes part in the next one without tokens, so that the other ranks get an EPAbortedError and wait for nobody.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+
+from epmoe.exchange.health import EPAbortedError, EPMismatchError, EPStateError, EPTimeoutError
+from epmoe.exchange.round_state import CLOSED
+from epmoe.training.rounds import Rounds, Skipped
+
+
+class Directions:
+    """The rounds of both directions of one exchange, under a number.
+
+    Args:
+        forward: of forward passes.
+        backward: of backward passes.
+    """
+
+    def __init__(self, forward: Rounds, backward: Rounds) -> None:
+        self.forward, self.backward = forward, backward
+        self.number = next(_numbers)
+        _directions[self.number] = self
+        self._passes: WeakValueDictionary[int, Pass] = WeakValueDictionary()
+        self._nodes: WeakKeyDictionary[Any, tuple[int, Skipped]] = WeakKeyDictionary()  # of combine, with a graph alive
+        self._told = (-1, -1)
+
+    @property
+    def generation(self) -> int:
+        """Of the group: rows of one generation do not fit another."""
+        return self.forward.ep.generation
+
+    def check_generation(self, generation: int) -> None:
+        """Raises EPStateError if the forward pass ran in another group."""
+        if generation != self.generation:
+            raise EPStateError("this backward pass belongs to a forward pass before `resume`, whose rows are gone")
+
+    def remember(self, node: object, skipped: Skipped) -> int:
+        """Keep the backward round that `node` of a graph opens, as long as the graph lives.
+
+        Returns:
+            Its place in the order of forward passes.
+        """
+        order = next(_orders)
+        self._nodes[node] = order, skipped
+        return order
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Within it a round runs. Where all ranks get an error of it, none of them owes the others a round."""
+        try:
+            yield
+        except (EPAbortedError, EPMismatchError, EPTimeoutError):
+            self.note_told()
+            raise
+
+    def note_told(self) -> None:
+        """The other ranks know of an exception of this rank, or have it, too."""
+        self._told = self._counts()
+
+    @contextmanager
+    def of_pass(self, order: int) -> Iterator[None]:
+        """Within it a backward pass, if one runs, opens the round of the forward round `order`."""
+        number = torch._C._current_graph_task_id()
+        running = self._passes.get(number) if number >= 0 else None
+        if running is None and number >= 0:
+            running = self._passes[number] = Pass(self, dict(self._nodes_of_pass()))
+            torch.autograd.Variable._execution_engine.queue_callback(running)
+        if running is not None:
+            running.due.pop(order, None)
+        yield
+        if running is not None:
+            running.round = self.backward.exchange.rounds.count
+
+    def _nodes_of_pass(self) -> list[tuple[int, Skipped]]:
+        return [entry for node, entry in self._nodes.items() if is_of_pass(node)]
+
+    def _counts(self) -> tuple[int, int]:
+        return self.forward.exchange.rounds.count, self.backward.exchange.rounds.count
+
+    def give_up(self, ended: Pass) -> None:
+        """Close the round that a pass has left open, or else take part in the next one that it owes."""
+        exchange = self.backward.exchange
+        rounds = exchange.rounds
+        if rounds.count != ended.round or exchange.failed:
+            return
+        if rounds.state != CLOSED:
+            exchange.abort(None)
+        elif ended.due and self._told != self._counts():
+            self.backward.skip(ended.due[max(ended.due)])
+        self.note_told()
+
+
+class Pass:
+    """A backward pass. The engine calls it at the end, and drops it where the pass raises.
+
+    Attributes:
+        due: by their order, the rounds of the pass that have not begun.
+        round: the number of the last one that has.
+    """
+
+    def __init__(self, directions: Directions, due: dict[int, Skipped]) -> None:
+        self._directions: Directions | None = directions
+        self.due, self.round = due, -1
+
+    def __call__(self) -> None:
+        """The end: a round is still open where nobody asked for the gradients of its tokens."""
+        self.due.clear()
+        self.__del__()
+
+    def __del__(self) -> None:
+        directions, self._directions = self._directions, None
+        with suppress(RuntimeError, ValueError):  # closed, which has told the other ranks; or another group
+            if directions is not None:
+                directions.give_up(self)
+
+
+def is_of_pass(node: Any) -> bool:
+    """Whether the backward pass that runs will run this node of a graph. A compiler asks for all."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf, where a compiler traces the pass
+        return True
+
+
+def find(number: int) -> Directions:
+    """The rounds under a number. Raises RuntimeError once they are gone."""
+    directions = _directions.get(number)
+    if directions is None:
+        raise RuntimeError("the TrainingExchange of this program or graph is gone: it must live as long as they do")
+    return directions
+
+
+_directions: WeakValueDictionary[int, Directions] = WeakValueDictionary()
+_numbers = itertools.count(2)  # a graph with a number of 0 or 1 would serve no other number
+_orders = itertools.count()

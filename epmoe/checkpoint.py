@@ -1,41 +1,27 @@
 """Checkpoints of models whose experts are spread over ranks: what one group saves, a group of any other size loads.
 
 A rank's `state_dict` holds that rank's experts. The functions here go by logical experts instead. They take a
-`MoELayer`, or a model that holds some.
+`MoELayer`, or a model that holds some, or other modules with `GroupedExperts`; also in DistributedDataParallel, or
+sharded by FSDP2.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from epmoe.exchange.health import EPStateError
-from epmoe.local.experts import GroupedExperts
 from epmoe.service import ExpertParallel
+from epmoe.training.models import ExpertLayer, expert_layers
 
 _MOST_NAMED = 16  # experts in a message
-
-
-class _Layer(NamedTuple):
-    """A layer of a model. Keys are those of the model's state dict."""
-
-    ep: ExpertParallel
-    prefix: str
-    names: list[str]
-    """Of the tensors [e, …], behind `prefix`."""
-    extra: str
-    """The key of `get_extra_state`."""
-    tag: int
-
-    @property
-    def held(self) -> list[int]:
-        """−1 for an empty slot."""
-        return self.ep.logical_experts(self.tag)
+_OPTIMIZER = "optimizer."  # in front of the keys of an optimizer's state
 
 
 def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str, Any]:
@@ -54,9 +40,11 @@ def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str
 
     Raises:
         TypeError: a layer has other experts than `GroupedExperts`.
+        ValueError: nothing says to which `ExpertParallel` some `GroupedExperts` belong.
         EPStateError: the `ExpertParallel` of a layer is closed.
     """
-    layers, state = _layers(module), module.state_dict()
+    module = _unwrapped(module)
+    layers, state = expert_layers(module), _whole(module.state_dict())
     for layer in layers:
         if layer.ep.size > 1 and layer.ep.group is None:
             raise EPStateError("this ExpertParallel is closed: its ranks have no group any more")
@@ -74,8 +62,8 @@ def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str
 def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
     """Load this rank's part of what `full_state_dict` returned, in a group of any size.
 
-    No rank waits for another. Every rank needs the whole dict: `torch.load(file, mmap=True)` reads of a file what the
-    rank takes.
+    No rank waits for another, unless FSDP has sharded the module. Every rank needs the whole dict:
+    `torch.load(file, mmap=True)` reads of a file what the rank takes.
 
     Args:
         module: a layer or a model.
@@ -83,11 +71,12 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> No
 
     Raises:
         TypeError: a layer has other experts than `GroupedExperts`.
-        ValueError: `state_dict` does not hold all experts.
+        ValueError: `state_dict` does not hold all experts; see also `full_state_dict`.
         RuntimeError: torch's, for missing or unexpected keys and for shapes.
     """
+    module = _unwrapped(module)
     local, own = dict(state_dict), module.state_dict()
-    for layer in _layers(module):
+    for layer in expert_layers(module):
         E = layer.ep.placement.num_experts
         if layer.extra in local and (got := local[layer.extra].tolist()) != list(range(E)):
             raise ValueError(f"`state_dict` must hold all {E} experts under {layer.prefix!r}, got {_named(got)}")
@@ -98,10 +87,15 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> No
                 if len(local[key]) != E:
                     raise ValueError(f"`{key}` must hold all {E} experts, got {len(local[key])}")
                 local[key] = local[key][layer.held]
+    for key, value in own.items():
+        if key in local and hasattr(value, "device_mesh"):
+            from torch.distributed.tensor import distribute_tensor
+
+            local[key] = distribute_tensor(local[key].to(value.device), value.device_mesh, value.placements)
     module.load_state_dict(local)
 
 
-def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
+def sharded_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
     """The state dict with a key for each logical expert of this rank, such as `experts.7.w_down`.
 
     It is what torch.distributed.checkpoint takes (`save`, `async_save`, `load`), also within a larger dict. Of an
@@ -109,55 +103,76 @@ def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
 
     Args:
         module: a layer or a model.
+        optimizer: of its parameters, whose state is then there, too, under keys such as
+            `optimizer.state.experts.7.w_down.exp_avg`.
 
     Returns:
         Tensors that share the memory of the module: what is read into them is loaded. An expert that the rank holds
-        twice has one tensor; `load` fills the other.
+        twice has one tensor; `load` fills the other, and gives the optimizer its state.
 
     Raises:
         TypeError: a layer has other experts than `GroupedExperts`.
+        ValueError: nothing says to which `ExpertParallel` some `GroupedExperts` belong.
     """
-    return _shard(_layers(module), module.state_dict())
+    module = _unwrapped(module)
+    return _shard(expert_layers(module), _state_of(module, optimizer))
 
 
-def save(module: nn.Module, folder: str | os.PathLike[str]) -> None:
+def save(
+    module: nn.Module, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None
+) -> None:
     """Save a layer or a model by torch.distributed.checkpoint. Every rank calls it and writes its share.
 
     Args:
         module: a layer or a model.
         folder: which all ranks see.
+        optimizer: of the parameters of the module, to save its state, too.
 
     Raises:
         TypeError: a layer has other experts than `GroupedExperts`.
+        ValueError: nothing says to which `ExpertParallel` some `GroupedExperts` belong.
     """
     import torch.distributed.checkpoint as dcp  # takes most of a second
 
-    dcp.save(sharded_state_dict(module), checkpoint_id=folder)
+    dcp.save(sharded_state_dict(module, optimizer), checkpoint_id=folder)
 
 
-def load(module: nn.Module, folder: str | os.PathLike[str]) -> None:
+def load(
+    module: nn.Module, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None
+) -> None:
     """Load what ranks of any number have saved with `save`. Every rank calls it and reads its own experts only.
 
     Args:
         module: a layer or a model, with memory: `to_empty` first if it is on the meta device.
-        folder: as of `save`.
+        folder: as for `save`.
+        optimizer: of the parameters of the module, to load its state, too.
 
     Raises:
         TypeError: a layer has other experts than `GroupedExperts`.
+        ValueError: nothing says to which `ExpertParallel` some `GroupedExperts` belong.
         CheckpointException: torch's, for missing keys and for shapes, on all ranks.
     """
     import torch.distributed.checkpoint as dcp
 
-    layers, state = _layers(module), module.state_dict()
+    module = _unwrapped(module)
+    layers, state = expert_layers(module), _state_of(module, optimizer)
     sharded = _shard(layers, state)
     dcp.load(sharded, checkpoint_id=folder)
-    for layer in layers:
-        for name in layer.names:
-            for row, x in zip(state[layer.prefix + name], layer.held, strict=True):
-                if x >= 0:
-                    row.copy_(sharded[_key(layer, x, name)])  # which is the row itself, but for a second copy of x
-    state |= {key: value for key, value in sharded.items() if key in state}
+    for key, rows, layer, named in _of_experts(layers, state):
+        for row, x in zip(rows, layer.held, strict=True):
+            if x >= 0:
+                row.copy_(sharded[named(x)])  # which is the row itself, but for a second copy of x
+        sharded[key] = rows
+    state |= {key: sharded[key] for key in state if key in sharded}
+    of_optimizer = {key: state.pop(key) for key in list(state) if key.startswith(_OPTIMIZER)}
     module.load_state_dict(state)  # for what the modules do when they load
+    if optimizer is not None:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+        flat = {key.removeprefix(_OPTIMIZER): value for key, value in of_optimizer.items()}
+        set_optimizer_state_dict(
+            module, optimizer, flat, options=StateDictOptions(flatten_optimizer_state_dict=True)
+        )
 
 
 def check_held(state: Tensor, ep: ExpertParallel, tag: int) -> None:
@@ -170,40 +185,55 @@ def check_held(state: Tensor, ep: ExpertParallel, tag: int) -> None:
         )
 
 
-def _layers(module: nn.Module) -> list[_Layer]:
-    layers = []
-    for name, layer in module.named_modules(remove_duplicate=False):
-        ep, prefix = getattr(layer, "ep", None), f"{name}." if name else ""
-        if isinstance(ep, ExpertParallel) and isinstance(experts := getattr(layer, "experts", None), nn.Module):
-            if not isinstance(experts, GroupedExperts):
-                raise TypeError(f"`{prefix}experts` must be GroupedExperts, got {type(experts).__name__}")
-            if (held := len(experts.w_down)) != ep.num_local_experts:
-                raise ValueError(
-                    f"`{prefix}experts` must be the {ep.num_local_experts} of this rank, got {held}: after `resume`, "
-                    "give the layer its new experts first"
-                )
-            names = [name for name, _ in experts.named_parameters()]
-            layers.append(_Layer(ep, f"{prefix}experts.", names, f"{prefix}_extra_state", getattr(layer, "tag", 0)))
-    return layers
+def _unwrapped(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, DistributedDataParallel) else module
 
 
-def _shard(layers: list[_Layer], state: Mapping[str, Any]) -> dict[str, Any]:
+def _state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """The state dict of a module, and under other keys that of its optimizer."""
+    state = dict(module.state_dict())
+    if optimizer is not None:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        of_optimizer = get_optimizer_state_dict(module, optimizer, options=flat)
+        state |= {_OPTIMIZER + key: value for key, value in of_optimizer.items()}
+    return state
+
+
+def _of_experts(
+    layers: list[ExpertLayer], state: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor, ExpertLayer, Callable[[int], str]]]:
+    """The tensors [e, …] of a state: the key, the tensor, the layer, and the key of a logical expert."""
+    for layer in layers:
+        for name in layer.names:
+            whole = layer.prefix + name
+            of_optimizer = f"{_OPTIMIZER}state.{whole}."
+            for key in [whole, *(key for key in state if key.startswith(of_optimizer))]:
+                value = state[key]
+                if isinstance(value, Tensor) and value.dim() and len(value) == len(layer.held):
+                    start, end = key.partition(whole)[0] + layer.prefix, name + key.partition(whole)[2]
+                    yield key, value, layer, lambda x, start=start, end=end: f"{start}{x}.{end}"
+
+
+def _shard(layers: list[ExpertLayer], state: Mapping[str, Any]) -> dict[str, Any]:
     sharded = dict(state)
     for layer in layers:
         sharded.pop(layer.extra, None)  # the keys say which experts these are
-        for name in layer.names:
-            rows = sharded.pop(layer.prefix + name)
-            for row, x in zip(rows, layer.held, strict=True):
-                if x >= 0:
-                    sharded.setdefault(_key(layer, x, name), row)
+    for key, rows, layer, named in _of_experts(layers, state):
+        del sharded[key]
+        for row, x in zip(rows, layer.held, strict=True):
+            if x >= 0:
+                sharded.setdefault(named(x), row)
     return sharded
 
 
-def _key(layer: _Layer, logical: int, name: str) -> str:
-    return f"{layer.prefix}{logical}.{name}"
+def _whole(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Without FSDP's shards."""
+    return {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()}
 
 
-def _gather(local: Tensor, layer: _Layer, cpu_offload: bool) -> Tensor:
+def _gather(local: Tensor, layer: ExpertLayer, cpu_offload: bool) -> Tensor:
     """All experts [E, …] from those of each rank [e, …]. With `cpu_offload`, ranks other than 0 get nothing of use."""
     ep, placement = layer.ep, layer.ep.placement
     rows = placement.num_experts if ep.rank == 0 or not cpu_offload else 1  # one is enough to send from

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from epmoe.local import deep_gemm
 from epmoe.local.experts_gradients import train_experts
@@ -111,6 +112,8 @@ class GroupedExperts(nn.Module):
     gate_up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
     gemm: Gemm
+    averages_over: int
+    """Gradients of parameters are divided by it. `epmoe.training.ignore_experts` and `fully_shard` set it."""
 
     def __init__(
         self,
@@ -151,6 +154,7 @@ class GroupedExperts(nn.Module):
             if value is not None and self.is_fp8:
                 getattr(self, name).requires_grad_(False)
         self.interleaved, self.limit, self.alpha, self.up_offset = interleaved, limit, alpha, up_offset
+        self.averages_over = 1
         self._wanted = gemm
         self._choose()
 
@@ -257,10 +261,16 @@ class GroupedExperts(nn.Module):
                 f"`experts` of {dtype_name(self.w_down.dtype)} over rows of {dtype_name(rows_ND.dtype)} have no "
                 "gradients: run under torch.inference_mode() or torch.no_grad()"
             )
+        if DistributedDataParallel._active_ddp_module is not None and not hasattr(self.w_down, "_ddp_ignored"):
+            raise RuntimeError(
+                "DistributedDataParallel has replaced these experts by those of rank 0, and would average gradients of "
+                "different experts: build the model anew, call epmoe.training.ignore_experts(model), and wrap it then"
+            )
         if row_weights is not None:
             check_tensor("row_weights", row_weights, (torch.float32,), (len(rows_ND),), rows_ND.device)
             row_weights = row_weights.contiguous()
-        weights = self.w_gate_up, self.w_down, self.gate_up_bias, self.down_bias
+        named = self.w_gate_up, self.w_down, self.gate_up_bias, self.down_bias
+        weights = tuple(_divided(weight, self.averages_over) for weight in named)
         with without_autocast(rows_ND.device):
             rows, (offsets, tokens, _) = rows_ND.contiguous(), segments
             out: Tensor = train_experts(rows, row_weights, *weights, offsets, tokens, *self._gating, self._trains_by)[0]
@@ -341,3 +351,12 @@ class GroupedExperts(nn.Module):
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)
         self._choose()
+
+
+def _divided(weight: Tensor | None, by: int) -> Tensor | None:
+    """The weight, whose gradient is divided."""
+    if weight is None or by == 1 or not weight.requires_grad:
+        return weight
+    weight = weight.view_as(weight)
+    weight.register_hook(lambda gradient: gradient.div_(by))  # which is of our own making
+    return weight

@@ -16,6 +16,7 @@ import torch
 
 from epmoe.exchange.health import EPAbortedError, EPMismatchError, EPStateError, EPTimeoutError
 from epmoe.exchange.round_state import CLOSED
+from epmoe.service import ExpertParallel
 from epmoe.training.rounds import Rounds, Skipped
 
 
@@ -31,9 +32,7 @@ class Directions:
         self.forward, self.backward = forward, backward
         self.number = next(_numbers)
         _directions[self.number] = self
-        self._passes: WeakValueDictionary[int, Pass] = WeakValueDictionary()
-        self._nodes: WeakKeyDictionary[Any, tuple[int, Skipped]] = WeakKeyDictionary()  # of combine, with a graph alive
-        self._told = (-1, -1)
+        self._owed = _owed.setdefault(backward.ep, Owed())
 
     @property
     def generation(self) -> int:
@@ -52,7 +51,7 @@ class Directions:
             Its place in the order of forward passes.
         """
         order = next(_orders)
-        self._nodes[node] = order, skipped
+        self._owed.nodes[node] = order, skipped
         return order
 
     @contextmanager
@@ -66,24 +65,22 @@ class Directions:
 
     def note_told(self) -> None:
         """The other ranks know of an exception of this rank, or have it, too."""
-        self._told = self._counts()
+        self._owed.told = self._counts()
 
     @contextmanager
     def of_pass(self, order: int) -> Iterator[None]:
         """Within it a backward pass, if one runs, opens the round of the forward round `order`."""
         number = torch._C._current_graph_task_id()
-        running = self._passes.get(number) if number >= 0 else None
+        running = self._owed.passes.get(number) if number >= 0 else None
         if running is None and number >= 0:
-            running = self._passes[number] = Pass(self, dict(self._nodes_of_pass()))
+            due = dict(entry for node, entry in self._owed.nodes.items() if is_of_pass(node))
+            running = self._owed.passes[number] = Pass(self, due)
             torch.autograd.Variable._execution_engine.queue_callback(running)
         if running is not None:
             running.due.pop(order, None)
         yield
         if running is not None:
             running.round = self.backward.exchange.rounds.count
-
-    def _nodes_of_pass(self) -> list[tuple[int, Skipped]]:
-        return [entry for node, entry in self._nodes.items() if is_of_pass(node)]
 
     def _counts(self) -> tuple[int, int]:
         return self.forward.exchange.rounds.count, self.backward.exchange.rounds.count
@@ -96,9 +93,24 @@ class Directions:
             return
         if rounds.state != CLOSED:
             exchange.abort(None)
-        elif ended.due and self._told != self._counts():
+        elif ended.due and self._owed.told != self._counts():
             self.backward.skip(ended.due[max(ended.due)])
         self.note_told()
+
+
+class Owed:
+    """What the exchanges that share windows for backward passes know of these passes.
+
+    Attributes:
+        nodes: nodes of combine in graphs that live: their order and backward round.
+        passes: those that run, by the engine's number.
+        told: the counts of rounds at which the other ranks last knew of an exception.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: WeakKeyDictionary[Any, tuple[int, Skipped]] = WeakKeyDictionary()
+        self.passes: WeakValueDictionary[int, Pass] = WeakValueDictionary()
+        self.told = (-1, -1)
 
 
 class Pass:
@@ -141,6 +153,7 @@ def find(number: int) -> Directions:
     return directions
 
 
+_owed: WeakKeyDictionary[ExpertParallel, Owed] = WeakKeyDictionary()
 _directions: WeakValueDictionary[int, Directions] = WeakValueDictionary()
 _numbers = itertools.count(2)  # a graph with a number of 0 or 1 would serve no other number
 _orders = itertools.count()

@@ -1,0 +1,446 @@
+"""What a layer promises, for every kind of call of one list: it serves, it trains, it trains with a number of rows.
+
+A capability that is added to layers joins `KINDS`, or `GUARANTEES`.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchanges import make_config
+from helpers import randn
+from torch import Tensor, nn
+
+from epmoe import EPAbortedError, EPMismatchError, ExpertParallel, MoELayer, checkpoint
+from epmoe.layer import recording
+from epmoe.training import TrainingExchange
+
+E, K, D, F, T, M = 6, 2, 32, 24, 9, 16
+GIVER = 1  # the rank on which something goes wrong
+LONG_S = 300.0  # a test that passes has not run into a deadline
+KINDS = {"serves": None, "trains": {"num_rows": "exact"}, "trains with a number of rows": {"num_rows": 128}}
+
+
+class Weights(NamedTuple):
+    """Of all experts."""
+
+    router_weight: Tensor
+    w_gate_up: Tensor
+    w_down: Tensor
+
+
+def weights_of(seed: int, dtype: torch.dtype = torch.float32) -> Weights:
+    router, up, down = (randn(*s, seed=seed + i) / 4 for i, s in enumerate(((E, D), (E, 2 * F, D), (E, D, F))))
+    return Weights(router, up.to(dtype), down.to(dtype))
+
+
+class Bench:
+    """Layers of one kind over all ranks, and calls of them."""
+
+    def __init__(self, make_ep: Callable[..., ExpertParallel], kind: str, rank: int, size: int) -> None:
+        self.kind, self.rank, self.size, self._make_ep = kind, rank, size, make_ep
+        self.trains = KINDS[kind] is not None
+        self.ep = self.open()
+
+    def open(self, **options: object) -> ExpertParallel:
+        given = {"experts": E, "top_k": K, "hidden": D, "max_tokens": M, "timeout_s": LONG_S}
+        return self._make_ep(**given | {"exchange": {"on_abort": "raise"}} | options)
+
+    def layer(self, ep: ExpertParallel | None = None, seed: int = 0, dtype=torch.float32, **options) -> MoELayer:
+        ep = ep or self.ep
+        return MoELayer.from_full(ep, *weights_of(seed, dtype), **(KINDS[self.kind] or {}) | options)
+
+    def x(self, seed: int = 0, tokens: int = T, dtype: torch.dtype = torch.float32) -> Tensor:
+        return randn(tokens, D, seed=100 * seed + self.rank, dtype=dtype).to(self.ep.device)
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        with torch.enable_grad() if self.trains else torch.no_grad():
+            yield
+
+    def y(self, layer: nn.Module, x: Tensor, *arguments: object, **options: object) -> Tensor:
+        """A call, and the backward pass of its y where the kind has one."""
+        with self.calling():
+            y = layer(x, *arguments, **options)
+            assert y.requires_grad == self.trains
+            if self.trains:
+                y.float().square().sum().backward()
+        return y.detach()
+
+    def fails(self, call: Callable[[], object], error: type[Exception], message: str = "") -> None:
+        """`GIVER` gets this error; the others hear of it."""
+        if self.rank == GIVER:
+            with pytest.raises(error, match=message):
+                call()
+        else:
+            with pytest.raises(EPAbortedError, match=rf"rank\(s\) \[{GIVER}\] aborted") as caught:
+                call()
+                self.ep.check()
+            assert caught.value.ranks == [GIVER]
+
+    def gradients(self, layer: nn.Module) -> list[Tensor]:
+        return [p.grad for p in layer.parameters() if p.grad is not None]
+
+
+@pytest.fixture(params=KINDS)
+def bench(make_ep, request, rank, size) -> Bench:
+    return Bench(make_ep, request.param, rank, size)
+
+
+def same(got: list[Tensor], want: list[Tensor], bits: bool = True) -> None:
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, **{"rtol": 0, "atol": 0} if bits else {"rtol": 1e-5, "atol": 1e-6})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"apply_router_weight_on_input": True}, {"bias": randn(E, seed=9)}])
+def test_every_kind_of_call_has_the_bits_of_serving(bench, dtype, options):
+    layer, x = bench.layer(dtype=dtype, **options), bench.x(dtype=dtype)
+    for tokens in (x, x[:1], x[:0], x[:8].view(2, 4, D)):
+        with torch.no_grad():
+            want = layer(tokens)
+        assert torch.equal(bench.y(layer, tokens), want) and want.shape == tokens.shape
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_padding(bench, shared):
+    """Zeros, whatever it holds, and no gradient knows of it."""
+    whole, short = (bench.layer(shared=nn.Linear(D, D) if shared else None).to(bench.ep.device) for _ in range(2))
+    whole.load_state_dict(short.state_dict())
+    x, real = bench.x(), 5
+    want = bench.y(short, x[:real])
+    x[real:] = torch.tensor([torch.nan, torch.inf] * (D // 2))
+    for given in (real, torch.tensor(real, dtype=torch.int32, device=x.device)):
+        whole.zero_grad()
+        y = bench.y(whole, x, given)
+        assert not y[real:].any()
+        same([y[:real], *bench.gradients(whole)], [want, *bench.gradients(short)], bits=False)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("nan_rows", ["zero", "propagate"])
+def test_a_token_of_nan(bench, scoring, nan_rows):
+    """It harms no other token, nor a gradient on any rank."""
+    ep = bench.open(routing={"scoring": scoring, "renormalize": True, "nan_rows": nan_rows})
+    layer, without, x = bench.layer(ep), bench.layer(ep), bench.x()
+    bad = 3 if bench.rank == GIVER else T
+    want = bench.y(without, torch.cat([x[:bad], x[bad + 1 :]]))
+    x[bad : bad + 1] = torch.nan
+    y = bench.y(layer, x)
+    dead = y[bad : bad + 1]
+    assert dead.isnan().all() if nan_rows == "propagate" else not dead.any()
+    same([torch.cat([y[:bad], y[bad + 1 :]]), *bench.gradients(layer)], [want, *bench.gradients(without)], bits=False)
+
+
+WRONG = {
+    "1-D": (lambda x: x[0], ValueError, r"got float32 \[32\]"),
+    "4-D": (lambda x: x[None, None], ValueError, r"got float32 \[1, 1, 9, 32\]"),
+    "None": (lambda x: None, TypeError, "got NoneType"),
+    "list": (lambda x: x.tolist(), TypeError, "got list"),
+    "fp64": (lambda x: x.double(), TypeError, r"got float64 \[9, 32\]"),
+    "int32": (lambda x: x.int(), TypeError, r"got int32 \[9, 32\]"),
+    "bf16": (lambda x: x.bfloat16(), TypeError, r"got bfloat16 \[9, 32\]: the experts take float32"),
+    "columns": (lambda x: x[:, 1:], ValueError, r"got float32 \[9, 31\]"),
+    "device": (lambda x: x.to("meta"), ValueError, "must be on"),
+    "many": (lambda x: x.repeat(2, 1), ValueError, "has 18 tokens"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_x_on_one_rank(bench, wrong, dtype):
+    """Also of a layer in another dtype than the config's, as first call, and behind a layer in another dtype."""
+    make, error, message = WRONG[wrong]
+    if dtype == torch.bfloat16:
+        message = message.replace("float32", "bfloat16") if wrong != "bf16" else r"got float32 \[9, 32\]: the experts"
+        make = (lambda x: x.float()) if wrong == "bf16" else make
+    layer, other, x = bench.layer(dtype=dtype), bench.layer(seed=5), bench.x(dtype=dtype)
+    for _ in range(2):
+        bench.fails(lambda: bench.y(layer, make(x) if bench.rank == GIVER else x), error, message)
+        bench.y(other, bench.x())
+    with torch.no_grad():
+        want = layer(x)
+    assert torch.equal(bench.y(layer, x), want)
+
+
+class Raising(nn.Module):
+    """Raises in its forward or backward pass on `GIVER`, else returns what it gets."""
+
+    def __init__(self, rank: int, where: str) -> None:
+        super().__init__()
+        self.raises = where if rank == GIVER else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.raises == "forward":
+            raise ZeroDivisionError("forward")
+        if self.raises == "backward" and x.requires_grad:
+            x = x.view_as(x)
+            x.register_hook(self._raise)
+        return x
+
+    def _raise(self, grad: Tensor) -> None:
+        raise ZeroDivisionError("backward")
+
+
+class Experts(nn.Module):
+    """The experts of a layer, and something in front of them or behind them."""
+
+    def __init__(self, experts: nn.Module, before: nn.Module, behind: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.before, self.behind = experts, before, behind
+
+    def forward(self, rows: Tensor, offsets: Tensor, scales: Tensor | None) -> Tensor:
+        return self.behind(self.inner(self.before(rows), offsets, scales))
+
+
+@pytest.mark.parametrize("place", ["before the experts", "behind the experts", "between layers", "in the loss"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_an_exception(bench, place, direction):
+    """The others hear of it in the round that is open or else in the next one, and the round behind it is whole."""
+    if direction == "backward" and not bench.trains:
+        pytest.skip("a call without gradients has no backward pass")
+    if place == "in the loss" or (place, direction) == ("between layers", "forward"):
+        pytest.skip("nothing of the library runs there: the caller leaves the group, as docs/failures.md says")
+    first, second = bench.layer(), bench.layer(seed=3)
+    plain, raising = nn.Identity(), Raising(bench.rank, direction)
+    experts = second.experts
+    between = raising if place == "between layers" else plain
+    if place != "between layers":
+        second.experts = Experts(experts, *((raising, plain) if place.startswith("before") else (plain, raising)))
+    model = nn.Sequential(first, between, second)
+    for _ in range(2):
+        bench.fails(lambda: bench.y(model, bench.x()), ZeroDivisionError, direction)
+    second.experts, raising.raises = experts, None
+    with torch.no_grad():
+        want = model(bench.x())
+    assert torch.equal(bench.y(model, bench.x()), want)
+
+
+def test_tags_are_taken_once(bench):
+    """Layers with and without an id never share a tag, whose rounds could then exchange their rows."""
+    first = bench.layer()
+    with pytest.raises(ValueError, match="tag 1 must belong to one layer"):
+        bench.layer(layer_id=first.tag)
+    with pytest.raises(ValueError, match="tag 1 must belong to one layer"):
+        bench.layer(layer_id=first.tag + 32768)
+    numbered = bench.layer(layer_id=2)
+    twin = copy.deepcopy(first)
+    assert [first.tag, numbered.tag, twin.tag, bench.layer().tag] == [1, 2, 3, 4]
+    del numbered
+    assert bench.layer(layer_id=2).tag == 2, "it is free again"
+    bench.ep._layer_numbers = iter([32768])
+    with pytest.raises(ValueError, match="tags for 32767 layers"):
+        bench.layer()
+
+
+def test_ranks_in_different_layers(bench):
+    """All hear of it, and no rank gets rows of another layer."""
+    layers = [bench.layer(), bench.layer(seed=3)]
+    with pytest.raises(EPMismatchError, match="tag"):
+        bench.y(layers[bench.rank == GIVER], bench.x())
+    assert torch.equal(bench.y(layers[0], bench.x()), bench.y(layers[0], bench.x()))
+
+
+def test_a_rank_whose_call_is_of_another_kind(bench):
+    layer = bench.layer()
+    with torch.set_grad_enabled(bench.trains != (bench.rank == GIVER)), pytest.raises(EPMismatchError):
+        layer(bench.x())
+
+
+@pytest.mark.parametrize("cast", [lambda m: m.bfloat16(), lambda m: m.to(torch.bfloat16), lambda m: m.half()])
+def test_casts_reach_the_experts_only(bench, cast):
+    options = {"bias": randn(E, seed=1), "logit_bias": randn(E, seed=2)}
+    layer = cast(nn.Sequential(bench.layer(**options)))[0]
+    assert layer.router_weight.dtype == layer.bias.dtype == layer.logit_bias.dtype == torch.float32
+    x = bench.x(dtype=layer.experts.dtype)
+    assert bench.y(layer, x).dtype == layer.experts.dtype != torch.float32
+
+
+def test_autocast(bench):
+    """x in another dtype is cast, and y cast back; without autocast it is an error that names x."""
+    layer, x = bench.layer(), bench.x()
+    want = bench.y(layer, x.bfloat16().float())
+    with torch.autocast(bench.ep.device.type, torch.bfloat16):
+        y = bench.y(layer, x.bfloat16())
+        same([bench.y(layer, x)], [bench.y(layer, x)])
+    assert y.dtype == torch.bfloat16 and torch.equal(y, want.bfloat16())
+    with pytest.raises(TypeError, match="`x` must be float32"), nullcontext() if bench.trains else torch.no_grad():
+        layer(x.bfloat16())
+
+
+def test_a_router_that_another_tool_has_cast(bench):
+    """FSDP's mixed precision would choose other experts."""
+    layer = bench.layer()
+    layer.router_weight.data = layer.router_weight.data.bfloat16()
+    if not bench.trains:
+        pytest.skip("a server casts its router on purpose")
+    with pytest.raises(TypeError, match="`router_weight` must be float32, as the layer was made, got bfloat16"):
+        layer(bench.x())
+
+
+def test_deepcopy(bench):
+    layer, x = bench.layer(), bench.x()
+    twin, before = copy.deepcopy(layer), bench.y(layer, x)
+    assert torch.equal(bench.y(twin, x), before) and twin.ep is layer.ep and twin.tag != layer.tag
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(2)
+    assert torch.equal(bench.y(layer, x), before) and not torch.equal(bench.y(twin, x), before)
+    averaged = torch.optim.swa_utils.AveragedModel(nn.Sequential(layer))
+    averaged.update_parameters(nn.Sequential(layer))
+    assert torch.equal(bench.y(averaged.module, x), before)
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """One for all ranks."""
+    with tempfile.TemporaryDirectory() as mine:
+        of_rank_0 = [mine]
+        dist.broadcast_object_list(of_rank_0)
+        yield Path(of_rank_0[0])
+        dist.barrier()
+
+
+class Block(nn.Module):
+    """A block of a user's own, whose experts know their group through the exchange beside them."""
+
+    def __init__(self, layer: MoELayer) -> None:
+        super().__init__()
+        self.exchange, self.mlp = TrainingExchange(layer.ep), nn.ModuleDict({"held": layer.experts})
+
+
+def model_of(bench: Bench, ep: ExpertParallel, seed: int) -> nn.Module:
+    layer, dense = bench.layer(ep, seed), nn.Linear(D, D)
+    with torch.no_grad():
+        dense.weight.copy_(randn(D, D, seed=seed + 7)), dense.bias.copy_(randn(D, seed=seed + 8))
+    return nn.Sequential(layer, dense, Block(bench.layer(ep, seed + 20))).to(ep.device)
+
+
+def test_a_state_dict_belongs_to_its_rank(bench):
+    held = bench.layer().state_dict()
+    all_held = [None] * bench.size
+    dist.all_gather_object(all_held, {key: value.cpu() for key, value in held.items()})
+    with pytest.raises(ValueError, match=r"the state dict has the weights of the logical experts \["):
+        bench.layer().load_state_dict(all_held[(bench.rank + 1) % bench.size])
+    bench.layer().load_state_dict(all_held[bench.rank])
+
+
+@pytest.mark.parametrize("ranks", [None, 2, 1])
+@pytest.mark.parametrize("placement", [{}, {"num_redundant_experts": 3, "strategy": "round_robin"}])
+def test_checkpoints(bench, ranks, placement):
+    """Full and sharded ones, with the state of an optimizer, on other numbers of ranks. A model of torch is the twin."""
+    if bench.ep.device.type == "cuda" and ranks:
+        pytest.skip("windows of other groups are tested on CPUs")
+    model = model_of(bench, bench.open(placement=placement), seed=0)
+
+    def stepped(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for p in model.parameters():
+            p.grad = p.detach() * 0.5
+        optimizer.step()
+        return optimizer
+
+    optimizer = stepped(model) if bench.trains else None
+    whole = checkpoint.full_state_dict(model)
+    for key, value in whole.items():
+        if "w_" in key:
+            assert len(value) == E and (optimizer or torch.equal(value.cpu(), expected(key)))
+    with folder() as path:
+        checkpoint.save(model, path, optimizer)
+        if ranks is None:
+            ep, group = bench.open(), None
+        else:
+            first = bench.rank // ranks * ranks
+            groups = [dist.new_group(list(range(r, min(r + ranks, bench.size)))) for r in range(0, bench.size, ranks)]
+            group = groups[bench.rank // ranks]
+            size = min(ranks, bench.size - first)
+            config = make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)
+            ep = ExpertParallel(config, group, device="cpu")
+        other = model_of(bench, ep, seed=50)
+        if optimizer:
+            again = stepped(other)
+            checkpoint.load(other, path, again)
+        else:
+            checkpoint.load(other, path)
+        same_state(checkpoint.full_state_dict(other), whole)
+        third = model_of(bench, ep, seed=70)
+        checkpoint.load_full_state_dict(third, whole)
+        same_state(checkpoint.full_state_dict(third), whole)
+        if optimizer:  # a step from there is the step of the one that was saved
+            for each, its in ((model, optimizer), (other, again)):
+                for p in each.parameters():
+                    p.grad = p.detach() * 0.25
+                its.step()
+            same_state(checkpoint.full_state_dict(other), checkpoint.full_state_dict(model))
+        if ranks is not None:
+            ep.close()
+
+
+def expected(key: str) -> Tensor:
+    return getattr(weights_of(0 if key.startswith("0") else 20), key.rpartition(".")[2])
+
+
+def same_state(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for key, value in want.items():
+        assert torch.equal(got[key].cpu(), value.cpu()), key
+
+
+def test_experts_of_nobody_are_not_saved(bench):
+    """Nothing says which ones they are, so that those of other ranks would be lost."""
+    model = nn.Sequential(bench.layer().experts)
+    for call in (checkpoint.full_state_dict, checkpoint.sharded_state_dict):
+        with pytest.raises(ValueError, match="`0` must belong to an ExpertParallel"):
+            call(model)
+
+
+@pytest.mark.parametrize("frozen", ["experts", "router_weight", "experts.w_down", "experts.w_gate_up", "all"])
+def test_frozen_parts(bench, frozen):
+    """They get no gradients, and the others get the same ones."""
+    if not bench.trains:
+        pytest.skip("nothing has gradients")
+    layer, free = bench.layer(), bench.layer()
+    for name, p in layer.named_parameters():
+        p.requires_grad_(frozen != "all" and not name.startswith(frozen))
+    xs = [bench.x().requires_grad_() for _ in range(2)]
+    for each, x in zip((layer, free), xs, strict=True):
+        bench.y(each, x)
+    same([xs[0].grad], [xs[1].grad])
+    for (name, p), other in zip(layer.named_parameters(), free.parameters(), strict=True):
+        assert (p.grad is None) == (frozen == "all" or name.startswith(frozen))
+        same([p.grad] if p.grad is not None else [], [other.grad] if p.grad is not None else [])
+
+
+def test_given_routes(bench):
+    """Those of another call replayed: y has its bits. A record names them by layer."""
+    layer, x = bench.layer(), bench.x()
+    with bench.calling(), recording(nn.Sequential(layer)) as record:
+        y, routes = layer(x, return_routing=True)
+        again = layer(x, routing=(routes.ids, routes.weights.detach()))
+    assert torch.equal(y, again) and routes.logits.shape == (T, E)
+    first, second = record["0"]
+    assert torch.equal(first.ids, second.ids) and second.logits is None
+    if bench.trains:
+        load = torch.zeros(E, dtype=torch.int32, device=x.device)
+        load[bench.ep.placement.logical_experts(bench.rank)] = routes.tokens_per_expert
+        dist.all_reduce(load)
+        assert load.sum() == bench.size * T * K
+        (routes.logits.logsumexp(1).square().mean() + y.sum()).backward()
+        assert layer.router_weight.grad.abs().max() > 0
+        again.sum().backward()
+
+
+def test_forward_mode_is_refused(bench):
+    if not bench.trains:
+        pytest.skip("without grad mode torch asks for no tangent")
+    layer, x = bench.layer(), bench.x()
+    with pytest.raises(RuntimeError, match="no forward-mode derivatives"):
+        torch.func.jvp(layer, (x,), (torch.ones_like(x),))

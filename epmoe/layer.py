@@ -24,7 +24,7 @@ from epmoe.local.quantize import zero_padding_rows_
 from epmoe.native.arguments import FLOATS, check_tensor, describe, dtype_name, refuse_tangents
 from epmoe.safetensors_folder import SafetensorsFolder
 from epmoe.service import ExpertParallel
-from epmoe.training.exchange import TrainingExchange, WeightsOn
+from epmoe.training.exchange import BETWEEN_GRAPHS, TrainingExchange, WeightsOn, fits_graphs
 from epmoe.training.route import counted, scores
 
 _log = logging.getLogger("epmoe")
@@ -279,7 +279,7 @@ class MoELayer(nn.Module):
         if compiles and return_routing:
             raise ValueError("`return_routing` needs an eager call: an operator of a graph returns y only")
         if torch.is_grad_enabled() and self._has_gradients(x):
-            call = _outside_graphs if compiles and self.num_rows == "exact" else MoELayer._with_gradients
+            call = _outside_graphs if compiles and not fits_graphs(self.num_rows) else MoELayer._with_gradients
             y, routes = call(self, x, num_tokens, routing)
             return (y, routes) if return_routing else y
         if compiles:
@@ -558,11 +558,7 @@ def recording(module: nn.Module) -> Iterator[dict[str, list[Routes]]]:
 
 _OPTIONS = ("bias", "logit_bias", "shared", "apply_router_weight_on_input", "layer_id", "num_rows", "exchange")
 
-_outside_graphs = torch.compiler.disable(
-    MoELayer._with_gradients,
-    reason="a MoELayer whose call has gradients and num_rows='exact' runs between graphs: compile without fullgraph, or "
-    "give the layer a number of rows",
-)
+_outside_graphs = torch.compiler.disable(MoELayer._with_gradients, reason=BETWEEN_GRAPHS)
 
 
 def _exchange_of(ep: ExpertParallel) -> TrainingExchange | ValueError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from helpers import randn
 from torch import Tensor
 
 from epmoe import EPAbortedError, GroupedExperts, MoELayer
+from epmoe.training import TrainingExchange, route
 
 E, K, D, WIDTH, T = 6, 2, 32, 24, 9
 
@@ -76,21 +79,81 @@ def test_steps_are_those_of_one_process(make_ep, rank, size, num_rows):
                     got.grad = want.grad = None
 
 
-def test_compiled_layers_have_the_same_bits(make_ep, rank):
-    ep = make_ep(experts=E, top_k=K, hidden=D)
-    layers = make_layers(ep, num_rows=256)
-    x = randn(T, D, seed=rank).to(ep.device).requires_grad_()
-
-    def run(x: Tensor) -> Tensor:
-        for layer in layers:
-            x = x + layer(x)
-        return x.square().sum()
-
-    parameters = [x, *(p for layer in layers for p in layer.parameters())]
-    want = torch.autograd.grad(run(x), parameters)
+@pytest.fixture
+def budgeted(request) -> Iterator[None]:
+    """Compilers may keep this share of what a backward pass needs, and compute the rest again."""
     torch._dynamo.reset()
-    got = torch.autograd.grad(torch.compile(run, backend="aot_eager", fullgraph=True)(x), parameters)
-    assert all(map(torch.equal, got, want))
+    with torch._functorch.config.patch(activation_memory_budget=request.param):
+        yield
+
+
+class Graph(torch.nn.Module):
+    """Layers that follow each other, that do not, and one whose y nobody reads."""
+
+    def __init__(self, layers: list[MoELayer], kind: str) -> None:
+        super().__init__()
+        self.layers, self.kind = torch.nn.ModuleList(layers), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.layers
+        if self.kind == "parallel":
+            return (first(x) * second(x)).sum()
+        y = x + second(x + first(x))
+        if self.kind == "unused":
+            first(y)
+        return y.square().sum()
+
+
+class OwnLayer(torch.nn.Module):
+    """A user's own, around the exchange."""
+
+    def __init__(self, layer: MoELayer) -> None:
+        super().__init__()
+        self.layer, self.exchange = layer, TrainingExchange(layer.ep)
+
+    def forward(self, x: Tensor) -> Tensor:
+        routing = route(self.layer.logits(x), K)
+        routed = self.exchange.dispatch(x, *routing, num_rows=self.layer.num_rows, weights_on="both", tag=self.layer.tag)
+        rows = self.layer.experts(routed.rows, routed.expert_offsets, row_weights=routed.row_weights)
+        return self.exchange.combine(rows, routed)
+
+
+WAYS = [(256, True, 1), (256, False, 0.3), ("exact", False, 1)]  # num_rows, fullgraph, memory budget
+QUICK = [("unused", *WAYS[0], False), ("parallel", *WAYS[1], False), ("parallel", *WAYS[2], True)]
+ALL = [(kind, *way, own) for kind in ("chain", "parallel", "unused") for way in WAYS for own in (False, True)]
+
+
+@pytest.mark.parametrize(
+    "backend, kind, num_rows, fullgraph, budgeted, own",
+    [
+        pytest.param(backend, *case, marks=() if backend == "aot_eager" and case in QUICK else pytest.mark.slow)
+        for backend in ("aot_eager", "inductor")
+        for case in ALL
+    ],
+    indirect=["budgeted"],
+)
+def test_compiled_layers(make_ep, rank, budgeted, backend, kind, num_rows, fullgraph, own):
+    """Compilers neither remove a round, nor move it over another one, nor run it twice."""
+    ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=120.0)  # ranks wait while another one compiles
+    layers = make_layers(ep, num_rows=num_rows)
+    model = Graph([OwnLayer(layer) for layer in layers] if own else layers, kind)
+    inputs = [randn(T, D, seed=rank).to(ep.device).requires_grad_(), *model.parameters()]
+    want, rounds = torch.autograd.grad(model(inputs[0]), inputs), ep.health().rounds
+    step = torch.compile(model, backend=backend, fullgraph=fullgraph)
+    for _ in range(2):
+        got, before = torch.autograd.grad(step(inputs[0]), inputs), ep.health().rounds
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, **{"rtol": 0, "atol": 0} if backend == "aot_eager" else {})
+    assert before == 3 * rounds
+    ep.check()
+
+
+@pytest.mark.parametrize("num_rows, budgeted", [("exact", 1), (256, 0.3)], indirect=["budgeted"])
+def test_what_no_graph_can_hold_is_refused(make_ep, rank, budgeted, num_rows):
+    [layer] = make_layers(make_ep(experts=E, top_k=K, hidden=D), 1, num_rows=num_rows)
+    for model in (layer, OwnLayer(layer)):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="compile without fullgraph, or give a number of rows"):
+            torch.compile(model, backend="aot_eager", fullgraph=True)(randn(T, D, seed=rank).to(layer.ep.device))
 
 
 def test_an_exception_before_dispatch_or_in_the_experts_reaches_the_other_ranks(make_ep, rank):

@@ -58,7 +58,7 @@ def decoder(ep: ExpertParallel) -> tuple[torch.cuda.CUDAGraph, list[MoELayer]]:
     x = torch.randn(STEP_TOKENS, D, generator=draw).bfloat16().cuda()
     router = torch.randn(E, D, generator=torch.Generator().manual_seed(7)).bfloat16().cuda() / D**0.5
     experts = random_experts(ep.config, ep.rank, ep.device, Precision.FP8)
-    layers = [MoELayer(ep, router, copy.deepcopy(experts)) for _ in range(STEP_LAYERS)]
+    layers = [MoELayer(ep, router, copy.deepcopy(experts)).requires_grad_(False) for _ in range(STEP_LAYERS)]
     return captured(lambda i: layers[i](x), STEP_LAYERS), layers
 
 

@@ -118,9 +118,7 @@ def sharded_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer | Non
     return _shard(expert_layers(module), _state_of(module, optimizer))
 
 
-def save(
-    module: nn.Module, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None
-) -> None:
+def save(module: nn.Module, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
     """Save a layer or a model by torch.distributed.checkpoint. Every rank calls it and writes its share.
 
     Args:
@@ -137,9 +135,7 @@ def save(
     dcp.save(sharded_state_dict(module, optimizer), checkpoint_id=folder)
 
 
-def load(
-    module: nn.Module, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None
-) -> None:
+def load(module: nn.Module, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
     """Load what ranks of any number have saved with `save`. Every rank calls it and reads its own experts only.
 
     Args:
@@ -170,9 +166,7 @@ def load(
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
         flat = {key.removeprefix(_OPTIMIZER): value for key, value in of_optimizer.items()}
-        set_optimizer_state_dict(
-            module, optimizer, flat, options=StateDictOptions(flatten_optimizer_state_dict=True)
-        )
+        set_optimizer_state_dict(module, optimizer, flat, options=StateDictOptions(flatten_optimizer_state_dict=True))
 
 
 def check_held(state: Tensor, ep: ExpertParallel, tag: int) -> None:
@@ -212,8 +206,8 @@ def _of_experts(
             for key in [whole, *(key for key in state if key.startswith(of_optimizer))]:
                 value = state[key]
                 if isinstance(value, Tensor) and value.dim() and len(value) == len(layer.held):
-                    start, end = key.partition(whole)[0] + layer.prefix, name + key.partition(whole)[2]
-                    yield key, value, layer, lambda x, start=start, end=end: f"{start}{x}.{end}"
+                    before, _, behind = key.partition(whole)
+                    yield key, value, layer, f"{before}{layer.prefix}{{}}.{name}{behind}".format
 
 
 def _shard(layers: list[ExpertLayer], state: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class MoELayer(nn.Module):
             `routing.logit_bias` asks for it.
         shared: maps the tokens [T, D] to what is added to y [T, D], such as shared experts. On a GPU a call without
             gradients runs it on a stream of its own beside the exchange and the routed experts.
-        apply_router_weight_on_input: see `ExpertParallel.dispatch`; by default `experts.weights_on_input` of the config.
+        apply_router_weight_on_input: see `ExpertParallel.dispatch`; by default the config's `experts.weights_on_input`.
         layer_id: the number by which compiled and exported programs name the layer, by default the first free one. It
             is the `tag` of the layer's rounds, modulo 32768; by default, layers of an `ep` number themselves in the
             order in which they are made, which must be the same on all ranks.
@@ -379,15 +379,17 @@ class MoELayer(nn.Module):
             if self.router_weight.dtype != self._router_dtype:
                 raise TypeError(
                     f"`router_weight` must be {dtype_name(self._router_dtype)}, as the layer was made, got "
-                    f"{dtype_name(self.router_weight.dtype)}: FSDP's mixed precision casts it, and the choice of experts "
-                    "needs its precision; `epmoe.training.fully_shard` leaves it as it is"
+                    f"{dtype_name(self.router_weight.dtype)}: FSDP's mixed precision casts it, and the choice of "
+                    "experts needs its precision; `epmoe.training.fully_shard` leaves it as it is"
                 )
             x_TD = self._checked(x)
             logits_TE: Tensor | None = None
             if routing is None:
                 with without_autocast(x.device):
                     logits_TE = scores(x_TD, self.router_weight, self.logit_bias)
-                ids_TK, weights_TK = counted(exchange.number, logits_TE, bias=self.bias, num_tokens=num_tokens, **self._routing)
+                ids_TK, weights_TK = counted(
+                    exchange.number, logits_TE, bias=self.bias, num_tokens=num_tokens, **self._routing
+                )
                 sent_TK = ids_TK.masked_fill(weights_TK == 0, -1)  # as in serving; they have no gradients either
             else:
                 sent_TK, weights_TK = ids_TK, _ = routing

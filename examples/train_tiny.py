@@ -47,7 +47,7 @@ def main():
     teacher = router, *drawn(1)[1:]
     with epmoe.ExpertParallel(config) as ep:
         held = ep.placement.logical_experts(rank)
-        layer = MoELayer(TrainingExchange(ep), router.clone(), GroupedExperts(gate_up[held], down[held]))
+        layer = MoELayer(ep, router.clone(), GroupedExperts(gate_up[held], down[held]))
         optimizer = torch.optim.Adam(layer.parameters(), lr=0.01)
         alone = [w.clone().requires_grad_() for w in (router, gate_up, down)]  # one process, the tokens of all ranks
         reference = torch.optim.Adam(alone, lr=0.01)

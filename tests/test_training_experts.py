@@ -46,8 +46,10 @@ def weighted(experts, checkpoints=False, **options):
 
     def call(rows, offsets, row_weights):
         inputs = {"row_weights": row_weights, **options}
-        return checkpoint(experts, rows, offsets, use_reentrant=False, **inputs) if checkpoints else experts(
-            rows, offsets, **inputs
+        return (
+            checkpoint(experts, rows, offsets, use_reentrant=False, **inputs)
+            if checkpoints
+            else experts(rows, offsets, **inputs)
         )
 
     return call

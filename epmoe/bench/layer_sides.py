@@ -79,7 +79,8 @@ def random_experts(config: EPConfig, rank: int, device: torch.device, precision:
                 weights[name][i] = drawn
     gemm = {Precision.PLAIN: "torch", Precision.PLAIN_DEEP_GEMM: "deep_gemm", Precision.FP8: "auto"}[precision]
     of_weights = {f"{name}_scales": scales[name] for name in shapes} if fp8 else {}
-    return GroupedExperts(weights["gate_up"], weights["down"], gemm=gemm, **of_weights)  # type: ignore[arg-type]
+    experts = GroupedExperts(weights["gate_up"], weights["down"], gemm=gemm, **of_weights)  # type: ignore[arg-type]
+    return experts.requires_grad_(False)
 
 
 class Handle(NamedTuple):

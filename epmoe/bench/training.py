@@ -20,9 +20,9 @@ from torch.distributed.nn.functional import all_to_all_single
 from epmoe.bench.graphs import SLEEP_CYCLES, slowest
 from epmoe.bench.report import Job, Line, Report, microseconds
 from epmoe.bench.sample import Sample
+from epmoe.local.experts import GroupedExperts
 from epmoe.native.arguments import FP8
 from epmoe.service import ExpertParallel
-from epmoe.local.experts import GroupedExperts
 from epmoe.training import TrainingExchange
 from epmoe.training.exchange import Payload as TrainingPayload
 from epmoe.training.exchange import WeightsOn
@@ -32,7 +32,7 @@ _ROUNDS, _EAGER = 8, 5  # passes of a graph, and of an eager sample
 _CAPTION = (
     "µs of forward and backward on the slowest rank, median. rows, combine: the exchange, with weights on rows or in "
     "combine; all-to-all: torch's, rows in the order of experts, eager; layer: dispatch, experts and combine, weights "
-    "on rows; experts: alone, on the same rows; share: of the exchange, of what the experts take"
+    "on both; experts: alone, on the same rows; share: of the exchange, of what the experts take"
 )
 _UNITS = {
     "tokens": "tokens of a rank",
@@ -121,15 +121,16 @@ class Case:
     def layer(self) -> Sequence[Tensor]:
         """dispatch, experts and combine."""
         assert self.experts is not None
-        routed = self.exchange.dispatch(self.x, self.ids, self.weights, weights_on="rows", num_rows=self.num_rows)
-        y = self.exchange.combine(self.experts(routed.rows, routed.expert_offsets, routed.row_weights), routed)
+        routed = self.exchange.dispatch(self.x, self.ids, self.weights, weights_on="both", num_rows=self.num_rows)
+        rows = self.experts(routed.rows, routed.expert_offsets, row_weights=routed.row_weights)
+        y = self.exchange.combine(rows, routed)
         return torch.autograd.grad(y, (self.x, self.weights, *self.experts.parameters()), self.grad)
 
     def alone(self) -> Sequence[Tensor]:
         """The experts on the same rows."""
         assert self.experts is not None and self.row_weights is not None
         rows, weights = self.rows.requires_grad_(), self.row_weights.requires_grad_()
-        out = self.experts(rows, self.offsets, weights)
+        out = self.experts(rows, self.offsets, row_weights=weights)
         return torch.autograd.grad(out, (rows, weights, *self.experts.parameters()), self.rows.detach())
 
     def check_all_to_all(self) -> None:

@@ -60,7 +60,7 @@ def run_layer(
     config, model, measured = ep.config, ep.config.model, Measured()
     weights = _expert_weights(config, seed, ep.device)
     logical = [ep.placement.logical(expert) for expert in ep.placement.local_experts(ep.rank)]
-    experts = GroupedExperts(*(w[logical] for w in weights))
+    experts = GroupedExperts(*(w[logical] for w in weights)).requires_grad_(False)
     balancer = None
     if balances:
         every = max(1, steps // _PLANS)

@@ -290,8 +290,8 @@ class GroupedExperts(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter) and hasattr(value, "device_mesh"):
             raise ValueError(
-                f"`{name}` must be a plain tensor, got a DTensor: these experts are this rank's own, and sharding would "
-                "mix those of several ranks; `epmoe.training.fully_shard` leaves experts as they are, and "
+                f"`{name}` must be a plain tensor, got a DTensor: these experts are this rank's own, and sharding "
+                "would mix those of several ranks; `epmoe.training.fully_shard` leaves experts as they are, and "
                 "torch's does with `ignored_params`"
             )
         super().__setattr__(name, value)

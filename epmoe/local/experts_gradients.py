@@ -34,7 +34,7 @@ def train_experts(
     up_offset: float,
     gemm: str,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [N, D], and what the backward pass needs of them: [N, 2F] in front of the bias and the activation.
+    """The experts over rows, whose outputs are not weighted.
 
     Args:
         rows: [N, D], contiguous.
@@ -50,6 +50,9 @@ def train_experts(
         alpha: of the activation.
         up_offset: of the activation.
         gemm: of `train_gemm`.
+
+    Returns:
+        Outputs [N, D], and what the backward pass needs of them: [N, 2F] in front of the bias and the activation.
     """
     gating = interleaved, limit, alpha, up_offset
     gate_up = train_gemm(rows, w_gate_up, offsets, gemm)

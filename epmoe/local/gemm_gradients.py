@@ -108,7 +108,8 @@ def _save_bias(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _bias_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return bias_gradients(grad.contiguous(), None, *ctx.saved_tensors, ctx.gemm), None, None, None
+    [offsets] = ctx.saved_tensors
+    return bias_gradients(grad.contiguous(), None, offsets, ctx.gemm), None, None, None
 
 
 train_gemm.register_autograd(_gemm_gradients, setup_context=_save_gemm)

@@ -58,7 +58,7 @@ def wants_gradients(inputs: Iterable[Tensor]) -> bool:
 
 
 def refuse_tangents(*inputs: object) -> None:
-    """Raises RuntimeError if forward-mode AD asks for the derivative of what is computed from these, which is 0 here."""
+    """Raises RuntimeError if forward-mode AD asks for derivatives of what is computed from these: they would be 0."""
     if forward_ad._current_level < 0:
         return
     for value in inputs:

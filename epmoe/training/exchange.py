@@ -21,8 +21,8 @@ from epmoe.training.rounds import EXACT, Rounds, Skipped
 WeightsOn = Literal["combine", "rows", "both"]
 Payload = Literal["auto", "fp8"]
 BETWEEN_GRAPHS = (
-    "rounds with gradients run between graphs where num_rows is 'exact' or activation_memory_budget is below 1: compile "
-    "without fullgraph, or give a number of rows and set torch._functorch.config.activation_memory_budget = 1"
+    "rounds with gradients run between graphs where num_rows is 'exact' or activation_memory_budget is below 1: "
+    "compile without fullgraph, or give a number of rows and set torch._functorch.config.activation_memory_budget = 1"
 )
 _MOST_FP8 = 63488  # elements of a row: with its scales it has 64 KiB, the longest that a call can say
 

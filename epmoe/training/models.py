@@ -50,6 +50,12 @@ def expert_layers(module: nn.Module) -> list[ExpertLayer]:
     Their `ExpertParallel` is that of the nearest module around them which has one, or a `TrainingExchange`, as an
     attribute, as a `MoELayer` has.
 
+    Args:
+        module: the model.
+
+    Returns:
+        The experts and what surrounds them.
+
     Raises:
         TypeError: a module has an `ep` and experts of another kind.
         ValueError: no module around some `GroupedExperts` has one, or they are not the experts of this rank.
@@ -149,8 +155,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """torch's `clip_grad_norm_` over all parameters of a model, with one norm on all ranks.
 
-    Each expert counts once, on one of the ranks that hold it. The other parameters count as all ranks have them, sharded
-    or not. Collective over the group of the experts.
+    Each expert counts once, on one of the ranks that hold it. The other parameters count as all ranks have them,
+    sharded or not. Collective over the group of the experts.
 
     Args:
         module: the model, whose gradients are complete.
@@ -173,22 +179,22 @@ def clip_grad_norm_(
     gradients = [p.grad for p in module.parameters() if p.grad is not None and p not in ours]
     total = nn.utils.get_total_norm(gradients, norm_type)
     total = total.full_tensor() if hasattr(total, "full_tensor") else total
-    seen = set[nn.Parameter]()
-    counted = []
+    of_experts, counted = dict[nn.Parameter, Tensor](), list[Tensor]()
     for layer in layers:
         mine = [i for i, x in enumerate(layer.held) if x >= 0 and layer.ep.holder(x, layer.tag) == (layer.ep.rank, i)]
-        fresh = [p for p in layer.experts.parameters() if p.grad is not None and p not in seen]
-        seen.update(fresh)
-        counted += [p.grad[mine] if len(mine) < len(p.grad) else p.grad for p in fresh]
+        for p in layer.experts.parameters():
+            if p.grad is not None and p not in of_experts:
+                of_experts[p] = p.grad
+                counted.append(p.grad[mine] if len(mine) < len(p.grad) else p.grad)
     if layers:
-        layer = layers[0]
-        norm = nn.utils.get_total_norm(counted, norm_type).to(layer.ep.device, torch.float32)
-        norm = _over_ranks(norm, norm_type, layer.ep)
+        ep = layers[0].ep
+        norm = nn.utils.get_total_norm(counted, norm_type).to(ep.device, torch.float32)
+        norm = _over_ranks(norm, norm_type, ep)
         total = torch.stack([total.to(norm), norm]).norm(norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the norm of the gradients must be finite, got {total.item()}")
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for gradient in (*gradients, *(p.grad for p in seen)):
+    for gradient in (*gradients, *of_experts.values()):
         local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
         local.mul_(factor.to(local.device))
     return total

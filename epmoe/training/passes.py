@@ -45,7 +45,11 @@ class Directions:
             raise EPStateError("this backward pass belongs to a forward pass before `resume`, whose rows are gone")
 
     def remember(self, node: object, skipped: Skipped) -> int:
-        """Keep the backward round that `node` of a graph opens, as long as the graph lives.
+        """Keep the backward round that a node opens, as long as its graph lives.
+
+        Args:
+            node: of combine.
+            skipped: how this rank takes part in the round without tokens.
 
         Returns:
             Its place in the order of forward passes.
@@ -116,8 +120,12 @@ class Owed:
 class Pass:
     """A backward pass. The engine calls it at the end, and drops it where the pass raises.
 
-    Attributes:
+    Args:
+        directions: of one of its rounds.
         due: by their order, the rounds of the pass that have not begun.
+
+    Attributes:
+        due: likewise.
         round: the number of the last one that has.
     """
 

@@ -340,7 +340,7 @@ def test_a_state_dict_belongs_to_its_rank(bench):
 @pytest.mark.parametrize("ranks", [None, 2, 1])
 @pytest.mark.parametrize("placement", [{}, {"num_redundant_experts": 3, "strategy": "round_robin"}])
 def test_checkpoints(bench, ranks, placement):
-    """Full and sharded ones, with the state of an optimizer, on other numbers of ranks. A model of torch is the twin."""
+    """Full and sharded ones, with the state of an optimizer, on other numbers of ranks."""
     if bench.ep.device.type == "cuda" and ranks:
         pytest.skip("windows of other groups are tested on CPUs")
     model = model_of(bench, bench.open(placement=placement), seed=0)

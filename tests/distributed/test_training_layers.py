@@ -113,7 +113,9 @@ class OwnLayer(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         routing = route(self.layer.logits(x), K)
-        routed = self.exchange.dispatch(x, *routing, num_rows=self.layer.num_rows, weights_on="both", tag=self.layer.tag)
+        routed = self.exchange.dispatch(
+            x, *routing, num_rows=self.layer.num_rows, weights_on="both", tag=self.layer.tag
+        )
         rows = self.layer.experts(routed.rows, routed.expert_offsets, row_weights=routed.row_weights)
         return self.exchange.combine(rows, routed)
 

@@ -25,8 +25,8 @@ from epmoe.integrations.transformers.grouped import (
     local_parameters,
     weights_and_biases,
 )
-from epmoe.native.arguments import wants_gradients
 from epmoe.local.gemm_gradients import train_bias, train_gemm
+from epmoe.native.arguments import wants_gradients
 
 _GEMM_BYTES = 16  # torch's grouped GEMM wants strides of its multiples, and in a backward pass rows become columns
 

@@ -33,7 +33,7 @@ def grouped(of: mk.FusedMoEExperts, w13: Tensor | None, w2: Tensor | None) -> Gr
     assert w13 is not None and w2 is not None
     scales = {"gate_up_scales": quant.w1_scale, "down_scales": quant.w2_scale} if w2.dtype == FP8 else {}
     assert activation is MoEActivation.SILU
-    return GroupedExperts(w13, w2, **scales)
+    return GroupedExperts(w13, w2, **scales).requires_grad_(False)
 
 
 def _problem(of: mk.FusedMoEExperts, dtype: torch.dtype | None) -> str | None:

@@ -145,7 +145,8 @@ def _open(store: Store) -> dist.Store:
     if isinstance(store, dist.Store):
         return store
     folder = Path(store)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(0o700, exist_ok=True)  # who can write here decides which ranks go on
     return dist.FileStore(str(folder / "epmoe-store"))
 
 

@@ -9,6 +9,7 @@ from helpers import generator, randn
 from torch import Tensor
 
 from epmoe import Balancer, EPStateError, ExpertParallel, MoELayer, Placement, balance, route
+from epmoe.exchange.moves import COUNTED
 from epmoe.local.reference import moe_reference
 
 E, K, D, L, VOCABULARY, STEPS = 16, 2, 32, 2, 48, 160
@@ -134,6 +135,27 @@ def test_finish_takes_up_a_plan_where_the_last_one_has_not_been_seen_to_end(ep, 
     assert rank == 0 or size == 1 or not moves.done
     balancer.finish()
     assert len(balancer.history) == 2 and model.layers
+    balancer.close()
+
+
+def test_plans_past_the_numbers_of_32_bits(ep, size, rank):
+    """As if so many ticks, plans and calls of `finish` had been."""
+    model, balancer = Model(ep), Balancer(ep, every=1)
+    balancer._ticks = balancer._counted = 2**33
+    balancer._planned = balancer._taken = 2**32 - 2
+    balancer._finishes = 2**31 - 2
+    table = balance(torch.rand(L, E, generator=generator(1)), ep.slots, ep_size=size)
+    balancer._recent = torch.ones(L, E, dtype=torch.float64)
+    if rank == 0:
+        balancer._publish(table)
+    balancer.finish()
+    assert [step.tick for step in balancer.history] == [2**33] and model.layers
+    balancer.tick()
+    ep.live.mail.flush()
+    dist.barrier()
+    while (words := ep.live.mail.words()) is None:
+        pass
+    assert rank or [row[COUNTED] for row in words] == [2**33 + 1] * size
     balancer.close()
 
 

@@ -27,6 +27,7 @@ import torch
 
 from epmoe.exchange.deaths import Deaths, this_process
 from epmoe.exchange.peers import Peers
+from epmoe.native import ops
 
 SOCKET_TIMEOUT_S = 60.0
 _CGROUP = Path("/sys/fs/cgroup")
@@ -50,8 +51,8 @@ class Window(Protocol):
     def put(self, rank: int, offset: int, source: torch.Tensor) -> None:
         """Copy a contiguous tensor [n] into a rank's window, on a GPU by a copy on the current stream.
 
-        `offset` is a multiple of the size of an element. Nobody sees a part of an element of 8 bytes, and who sees the
-        elements of one put sees those of the puts before it, too.
+        `offset` is a multiple of the size of an element. On a GPU nobody sees a part of an element of 8 bytes, and who
+        sees the elements of one put sees those of the puts before it, too.
         """
 
 
@@ -88,14 +89,20 @@ class SharedMemoryWindow:
 
     def store(self, offset: int, value: int) -> None:
         """A rank that sleeps sees the word when it next looks up, after 100 ms at most."""
-        for address in self.addresses:
-            ctypes.c_uint64.from_address(address + offset).value = value
+        for rank in range(len(self._regions)):
+            self.post(rank, offset, value)
 
     def put(self, rank: int, offset: int, source: torch.Tensor) -> None:
+        """No order of its own: `post` orders what was put before it."""
         self._regions[rank][offset : offset + source.nbytes].view(source.dtype).copy_(source)
 
+    def post(self, rank: int, offset: int, value: int) -> None:
+        """Store a 64-bit word, signed or not, into a rank's window. Who reads it by `ops.read_words`, or as the kernels
+        do, sees all that this rank has stored before, and overwrites nothing that this rank had yet to read."""
+        ops.post_word(self._regions[rank], offset, ctypes.c_int64(value).value)
+
     def _note(self, dead: int) -> None:
-        self.local[self._dead_at : self._dead_at + 8].view(torch.int64).fill_(dead)
+        ops.post_word(self.local, self._dead_at, ctypes.c_int64(dead).value)
 
 
 def available_memory_bytes() -> int:

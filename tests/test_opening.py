@@ -7,7 +7,11 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from threading import Event, Thread
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from host import SLACK_S, Host, create, play, resume
 
 import epmoe
 import epmoe.join
+from epmoe.exchange import window
 from epmoe.exchange.deaths import Deaths
 from epmoe.exchange.peers import Peers
 from epmoe.exchange.window_nvlink import processes_of
@@ -153,3 +158,33 @@ def dead(state) -> tuple[int, int]:
     """As this rank sees it now, and as the thread has noted it."""
     time.sleep(0.1)
     return state.deaths.mask(), state.noted.dead
+
+
+def test_connections_of_other_users_put_no_deadline_off(monkeypatch):
+    """Every user can connect to an abstract name. One that goes on doing so holds an opening up no longer."""
+    timeout_s, ended = 0.6, Event()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.bind("\0epmoe-test-" + os.urandom(8).hex())
+        other.listen()
+
+        def all_gather(value: tuple[str, str] | None) -> list[object]:
+            if value is None:
+                return [None, None]
+            Thread(target=connect, args=value[1:], daemon=True).start()
+            return [value, (value[0], other.getsockname().decode())]
+
+        def connect(name: str) -> None:
+            while not ended.wait(0.1):
+                with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as foreign:
+                    foreign.connect(name)
+
+        monkeypatch.setattr(window, "_user_of", lambda connection: os.getuid() + 1)
+        ranks = cast(Peers, SimpleNamespace(rank=0, size=2, timeout_s=2 * timeout_s, all_gather=all_gather))
+        begin = time.monotonic()
+        try:
+            with pytest.raises(TimeoutError):
+                Thread(target=lambda: ended.wait(5) or ended.set(), daemon=True).start()
+                window.share_descriptors([], ranks)
+        finally:
+            ended.set()
+        assert timeout_s <= time.monotonic() - begin < timeout_s + 1

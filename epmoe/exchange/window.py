@@ -19,6 +19,7 @@ import secrets
 import socket
 import struct
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -214,8 +215,9 @@ def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[
         peers.all_gather(None)  # all have reached all: otherwise ranks would wait for one that has failed
         process = this_process()
         stack.callback(_close, process)
-        served = 0
+        served, deadline = 0, time.monotonic() + timeout_s
         while served < size - 1:
+            _set_deadline(listener, deadline)
             connection, _ = listener.accept()
             with connection:
                 if _user_of(connection) == os.getuid():  # every user can connect to an abstract name
@@ -224,6 +226,7 @@ def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[
         received: dict[int, list[int]] = {}
         try:
             for peer, connection in connections.items():
+                _set_deadline(connection, deadline)
                 message, received[peer], _, _ = socket.recv_fds(connection, 1, 2)
                 if not message or len(received[peer]) < len(window):
                     raise RuntimeError(
@@ -240,6 +243,11 @@ def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[
 def _close(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+def _set_deadline(connection: socket.socket, deadline: float) -> None:
+    """For its next call, which raises TimeoutError once `deadline` has passed. A timeout of 0 would not wait at all."""
+    connection.settimeout(max(deadline - time.monotonic(), 1e-3))
 
 
 def _user_of(connection: socket.socket) -> int:

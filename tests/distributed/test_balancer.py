@@ -9,7 +9,7 @@ from helpers import generator, randn
 from torch import Tensor
 
 from epmoe import Balancer, EPStateError, ExpertParallel, MoELayer, Placement, balance, route
-from epmoe.exchange.moves import COUNTED
+from epmoe.exchange.moves import COUNTED, LAST_PLAN
 from epmoe.local.reference import moe_reference
 
 E, K, D, L, VOCABULARY, STEPS = 16, 2, 32, 2, 48, 160
@@ -144,12 +144,19 @@ def test_plans_past_the_numbers_of_32_bits(ep, size, rank):
     balancer._ticks = balancer._counted = 2**33
     balancer._planned = balancer._taken = 2**32 - 2
     balancer._finishes = 2**31 - 2
-    table = balance(torch.rand(L, E, generator=generator(1)), ep.slots, ep_size=size)
-    balancer._recent = torch.ones(L, E, dtype=torch.float64)
     if rank == 0:
-        balancer._publish(table)
-    balancer.finish()
-    assert [step.tick for step in balancer.history] == [2**33] and model.layers
+        ep.live.mail.post(LAST_PLAN, 2**31 - 2 << 32 | 2**32 - 2, range(size))
+        ep.live.mail.flush()
+    dist.barrier()
+    balancer._recent = torch.ones(L, E, dtype=torch.float64)
+    for n in range(4):
+        table = balance(torch.rand(L, E, generator=generator(n)), ep.slots, ep_size=size)
+        if rank == 0 and n != 2:
+            balancer._publish(table)
+        balancer.finish()
+        assert len(balancer.history) == [1, 2, 2, 3][n] and model.layers
+        dist.barrier()  # a rank that is late would take up the next plan
+    assert balancer._taken == 1
     balancer.tick()
     ep.live.mail.flush()
     dist.barrier()

@@ -26,16 +26,18 @@ def call_of(D: int, K: int, dtype: int, **more: object) -> Traits:
 
 
 def calls_of(views: Mapping[str, Tensor]) -> list[Traits]:
-    """[R] of the last round, by source; [] from a GPU that has failed."""
+    """[R] of the last round, by source; [] from a GPU that has failed, and while a graph is captured."""
     if not views["recv.counts"].numel():
         headers = views["signal.dispatch"].view(torch.int32).tolist()
         return [call_of(*row[HEADER_D : HEADER_D + 3], training=bool(row[HEADER_MODE])) for row in headers]
-    words = views["recv.counts"][:, 1]
+    counts = views["recv.counts"]
+    if counts.is_cuda and torch.cuda.is_current_stream_capturing():
+        return []
     with suppress(RuntimeError):
-        if words.is_cuda:  # the current stream may wait for a rank
-            with torch.cuda.stream(torch.cuda.Stream(words.device)):
-                words = words.cpu()
-        return [_of_shape(word >> 32 & 0xFFFFFFFF) for word in words.tolist()]
+        if counts.is_cuda:  # the current stream may wait for a rank
+            with torch.cuda.stream(torch.cuda.Stream(counts.device)):
+                counts = counts.cpu()
+        return [_of_shape(word >> 32 & 0xFFFFFFFF) for word in counts[:, 1].tolist()]
     return []
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -160,31 +159,53 @@ def dead(state) -> tuple[int, int]:
     return state.deaths.mask(), state.noted.dead
 
 
-def test_connections_of_other_users_put_no_deadline_off(monkeypatch):
-    """Every user can connect to an abstract name. One that goes on doing so holds an opening up no longer."""
-    timeout_s, ended = 0.6, Event()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+class TwoRanks:
+    """This process as rank 0; at the socket of rank 1 nobody sends anything."""
+
+    rank, size = 0, 2
+
+    def __init__(self, timeout_s: float, other: socket.socket, met: Callable[[str], object]) -> None:
+        self.timeout_s, self.met = timeout_s, met
         other.bind("\0epmoe-test-" + os.urandom(8).hex())
         other.listen()
+        self.name = other.getsockname().decode()
 
-        def all_gather(value: tuple[str, str] | None) -> list[object]:
-            if value is None:
-                return [None, None]
-            Thread(target=connect, args=value[1:], daemon=True).start()
-            return [value, (value[0], other.getsockname().decode())]
+    def all_gather(self, value: tuple[str, str] | None) -> list[object]:
+        if value is None:
+            return [None, None]
+        self.met(value[1])
+        return [value, (value[0], self.name)]
 
-        def connect(name: str) -> None:
-            while not ended.wait(0.1):
-                with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as foreign:
-                    foreign.connect(name)
 
-        monkeypatch.setattr(window, "_user_of", lambda connection: os.getuid() + 1)
-        ranks = cast(Peers, SimpleNamespace(rank=0, size=2, timeout_s=2 * timeout_s, all_gather=all_gather))
-        begin = time.monotonic()
-        try:
-            with pytest.raises(TimeoutError):
-                Thread(target=lambda: ended.wait(5) or ended.set(), daemon=True).start()
-                window.share_descriptors([], ranks)
-        finally:
-            ended.set()
-        assert timeout_s <= time.monotonic() - begin < timeout_s + 1
+@pytest.fixture
+def other() -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as made:
+        yield made
+
+
+def test_connections_of_other_users_put_no_deadline_off(monkeypatch, other):
+    """Every user can connect to an abstract name. One that goes on doing so holds an opening up no longer."""
+    timeout_s, ended = 0.6, Event()
+
+    def connect(name: str) -> None:
+        for _ in range(50):
+            if ended.wait(0.1):
+                return
+            with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as foreign:
+                foreign.connect(name)
+
+    monkeypatch.setattr(window, "_user_of", lambda accepted: os.getuid() + bool(accepted.getsockname()))
+    ranks = TwoRanks(2 * timeout_s, other, lambda name: Thread(target=connect, args=(name,), daemon=True).start())
+    begin = time.monotonic()
+    try:
+        with pytest.raises(TimeoutError):
+            window.share_descriptors([], cast(Peers, ranks))
+    finally:
+        ended.set()
+    assert timeout_s <= time.monotonic() - begin < timeout_s + 1
+
+
+def test_another_user_at_the_socket_of_a_rank_is_no_rank(monkeypatch, other):
+    monkeypatch.setattr(window, "_user_of", lambda connection: os.getuid() + (not connection.getsockname()))
+    with pytest.raises(RuntimeError, match="rank 1 has ended: another user answers"):
+        window.share_descriptors([], cast(Peers, TwoRanks(2.0, other, lambda name: None)))

@@ -211,6 +211,8 @@ def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[
                         f"rank {rank} cannot reach rank {peer}'s socket ({error}): containers must share a network "
                         "namespace"
                     ) from error
+                if _user_of(connection) != os.getuid():  # every user can take the name of a rank that has ended
+                    raise RuntimeError(f"rank {peer} has ended: another user answers at its socket")
                 connections[peer] = connection
         peers.all_gather(None)  # all have reached all: otherwise ranks would wait for one that has failed
         process = this_process()

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "cpu/stages.h"
+#include "cpu/words.h"
 #include "unwrap.h"
 
 namespace epmoe {
@@ -161,6 +162,21 @@ void combine(const Tensor& y, const std::optional<Tensor>& rows, const Tensor& w
   launch_combine(exchange_of(d, window, scratch), args, y);
 }
 
+// Words in windows of shared memory (cpu/words.h).
+void post_word(const Tensor& window, int64_t offset, int64_t value) {
+  STD_TORCH_CHECK(offset >= 0 && offset % 8 == 0, "a word must start at a multiple of 8 bytes");
+  cpu::post_word(reinterpret_cast<int64_t*>(pointer<uint8_t>(window, offset + 8, "window") + offset), value);
+}
+
+Tensor read_words(const Tensor& words) {
+  int64_t count = words.numel();
+  auto* from = pointer<int64_t>(words, count, "words");
+  Tensor values = empty_like_device(words, {count}, ScalarType::Long);
+  auto* to = static_cast<int64_t*>(values.data_ptr());
+  for (int64_t i = 0; i < count; ++i) to[i] = cpu::read_word(from + i);
+  return values;
+}
+
 void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("dispatch", TORCH_BOX(&dispatch<Phase::kSendRecv>));
   library.impl("dispatch_send", TORCH_BOX(&dispatch<Phase::kSend>));
@@ -172,7 +188,11 @@ void implement(torch::stable::detail::StableLibrary& library) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(epmoe, CPU, library) { implement(library); }
+STABLE_TORCH_LIBRARY_IMPL(epmoe, CPU, library) {
+  implement(library);
+  library.impl("post_word", TORCH_BOX(&post_word));
+  library.impl("read_words", TORCH_BOX(&read_words));
+}
 STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) { implement(library); }
 
 }  // namespace epmoe

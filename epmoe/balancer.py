@@ -17,6 +17,7 @@ from epmoe.service import ExpertParallel
 
 LEAST_GAIN = 0.002
 _LOOKS = 20  # for a plan, between two gatherings of loads
+_PLANS, _CALLS = 1 << 32, 1 << 31  # numbers of plans, and of calls of `finish`, in one word; then they begin again
 
 
 class Step(NamedTuple):
@@ -114,17 +115,17 @@ class Balancer:
         self._finishes += 1
         if ep.rank == 0:
             self._planning = None
-            live.mail.post(LAST_PLAN, self._finishes << 32 | self._planned, range(ep.size))
+            live.mail.post(LAST_PLAN, self._finishes % _CALLS << 32 | self._planned, range(ep.size))
         timeout_s = ep.config.exchange.timeout_s if timeout_s is None else timeout_s
         last = 0
 
         def told() -> bool:
             nonlocal last
             finishes, last = divmod((live.mail.words() or [[0] * MOVE_WORDS])[0][LAST_PLAN], 1 << 32)
-            return finishes >= self._finishes
+            return (finishes - self._finishes) % _CALLS < _CALLS // 2
 
         live.wait(told, lambda: [0], timeout_s)
-        if self._taken < last:
+        if self._taken != last:
             ep.apply(timeout_s)  # rank 0 has seen the end of the moves before, this rank may not have
             self._take(last)
         ep.apply(timeout_s)
@@ -201,7 +202,7 @@ class Balancer:
         parts = (
             (plan["moves.planned_loads"].offset, self._recent), (plan["moves.planned_slots"].offset, planned.slots),
         )  # fmt: skip
-        self._planned += 1
+        self._planned = (self._planned + 1) % _PLANS
         for offset, part in parts:
             source = part.contiguous().view(-1)
             source = source.pin_memory() if ep.device.type == "cuda" else source

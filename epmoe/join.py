@@ -147,8 +147,9 @@ def join(peers: Peers, config: EPConfig, hello: Hello, device: torch.device, clo
     """
     exchange: Exchange | None = None
     try:
-        with _opening(peers):
+        with _opening(peers) as attempt:
             hellos = [Hello(*values) for values in peers.all_gather(astuple(hello))]
+            attempt.append(hellos[0].attempt)
             origin, generation, former = agree(hellos, peers.rank)
             if former is not None:
                 gone = set(range(config.topology.ep_size)).difference(former)
@@ -238,14 +239,25 @@ def _open_nodes(
 
 
 @contextmanager
-def _opening(peers: Peers) -> Iterator[None]:
-    """A step of `Peers.together`. Raises EPOpenError, which names the ranks, where some end or do not come."""
+def _opening(peers: Peers) -> Iterator[list[str]]:
+    """A step of `Peers.together`. It yields a list for the name of this attempt, once that is known.
+
+    Raises EPOpenError, which names the ranks, where some end or do not come.
+    """
     check_backend(peers.group)
+    attempt = list[str]()
+
+    def roll() -> RollCall:
+        assert peers.group is not None
+        name = f"opening/{peers.group.group_name}"
+        return RollCall(list(range(peers.size)), peers.rank, peers.size, name, "".join(attempt))
+
     try:
         with peers.together():
-            yield
+            yield attempt
     except MissingRankError as error:
-        assert peers.group is not None and peers.timeout_s is not None
-        name = f"opening/{peers.group.group_name}"
-        missing = RollCall(list(range(peers.size)), peers.rank, peers.size, name).missing([], OPENING_ANSWER_S)
+        assert peers.timeout_s is not None
+        missing = roll().missing([], OPENING_ANSWER_S)
         raise EPOpenError(peers.timeout_s, missing, [peers.global_ranks[rank] for rank in missing]) from error.__cause__
+    if peers.size > 1:
+        roll().succeed()  # the last gather may have failed on another rank

@@ -20,11 +20,12 @@ from torch import Tensor
 from epmoe.balance import check_slots, choices, shares_of
 from epmoe.config.config import EPConfig
 from epmoe.exchange.health import EPStateError, EPTimeoutError
-from epmoe.exchange.mail import MailOnCPU, MailOnGPU
-from epmoe.exchange.moves import Moves, Weights
+from epmoe.exchange.mail import Mail, MailOnCPU, MailOnGPU
+from epmoe.exchange.moves import MOST_CALLS, Moves, Weights
 from epmoe.exchange.moves_plan import EMPTY, Wave, in_place, plan_waves
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED
+from epmoe.exchange.window import SharedMemoryWindow
 from epmoe.native.arguments import describe
 
 _NUMBERS = 2**16  # that the copies of an expert share: `copy_by_quota` in csrc/copies.h
@@ -62,8 +63,11 @@ class LiveExperts:
             self._shared_loads = torch.ones(self._L, self._E, dtype=torch.float64)
             self._own_loads = torch.zeros(self._L, self._E, dtype=torch.float64)
             self._counted = torch.zeros(self._L, self._S, dtype=torch.int64)
-            kind = MailOnCPU if exchange.device.type == "cpu" else MailOnGPU
-            self.mail = kind(exchange.window, exchange.plan, views)
+            window, plan = exchange.window, exchange.plan
+            if isinstance(window, SharedMemoryWindow):
+                self.mail: Mail = MailOnCPU(window, plan, views)
+            else:
+                self.mail = MailOnGPU(window, plan, views)
         self.weights = weights
         self.moves: Moves | None = None
         self.moved = self._stalls = self._moved_bytes = 0
@@ -79,6 +83,8 @@ class LiveExperts:
     def replace(self, slots: Tensor, weights: Weights | None = None, loads: Tensor | None = None) -> Moves:
         """See `ExpertParallel.replace`."""
         self._refuse_while_moving("replace")
+        if self._number == MOST_CALLS:
+            raise EPStateError(f"`replace` was called {MOST_CALLS} times, which words can count: `resume` begins anew")
         if not isinstance(slots, Tensor) or slots.shape != self.slots.shape:
             raise ValueError(f"`slots` must be integers {list(self.slots.shape)}, got {describe(slots)}")
         loads = self._shared_loads if loads is None else self._checked(loads)

@@ -22,6 +22,8 @@ from epmoe.service import ExpertParallel
 Store = dist.Store | str | os.PathLike[str]
 _POLL_S = 0.02
 _ARRIVALS = "epmoe/arrivals"  # how many times a new rank has come
+_FORMED, _FAILED = "formed", "failed"  # outcomes of an attempt
+_OF_GROUP = ("config", "placement", "generation", "rank", "size", "_missing")  # what `resume` changes
 
 
 @dataclass(frozen=True)
@@ -88,12 +90,20 @@ def recover(
         if ep.rank not in decision.members:
             raise EPStateError("the others go on without this rank, which they have given up: a new one may join")
         config, rank = EPConfig(**json.loads(decision.config)), decision.members.index(ep.rank)
+        before = {name: getattr(ep, name) for name in _OF_GROUP}
         try:
             _form(meeting, place, rank, len(decision.members), times.warmup_timeout_s, backend)
             moves = ep.resume(placement=config.place_experts())
         except EPStateError:
             raise
         except RuntimeError:  # EPResumeError, or torch's: another rank has died meanwhile
+            meeting.compare_set(f"{place}/outcome", "", _FAILED)
+            attempt += 1
+            continue
+        if not _all_in(meeting, place, ep):  # as if it had failed here, too
+            ep.close()
+            for name, value in before.items():
+                setattr(ep, name, value)
             attempt += 1
             continue
         meeting.set(f"epmoe/{ep.origin}/newest", str(ep.generation))
@@ -135,9 +145,13 @@ def join_group(
         rank, size = decision.members.index(-1 - arrival), len(decision.members)
         try:
             _form(meeting, place, rank, size, config.exchange.warmup_timeout_s, backend)
-            return ExpertParallel(config, device=device)
+            ep = ExpertParallel(config, device=device)
         except RuntimeError:  # another rank has died meanwhile
+            meeting.compare_set(f"{place}/outcome", "", _FAILED)
             continue
+        if _all_in(meeting, place, ep):
+            return ep
+        ep.close()
     raise TimeoutError(f"nobody has taken this rank in within {timeout_s:g} s")
 
 
@@ -145,7 +159,8 @@ def _open(store: Store) -> dist.Store:
     if isinstance(store, dist.Store):
         return store
     folder = Path(store)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(0o700, exist_ok=True)  # who can write here decides which ranks go on
     return dist.FileStore(str(folder / "epmoe-store"))
 
 
@@ -202,6 +217,21 @@ def _place(
     E, R = old.num_experts, len(members)
     owners = [(p + p // E) % R for p in range(old.num_physical_experts)]  # a copy beside its original is of no use
     return Placement.build(E, R, "explicit", owners, old.num_physical_experts - E)
+
+
+def _all_in(store: dist.Store, place: str, ep: ExpertParallel) -> bool:
+    """Whether all ranks have got into the group. The last gather of its opening may end well on some ranks only, so the
+    first rank that knows the outcome writes it into the store, and all follow."""
+    outcome, last_call = f"{place}/outcome", time.monotonic() + ep.config.exchange.warmup_timeout_s
+    store.set(f"{place}/in/{ep.rank}", "in")
+    while not store.check([outcome]):
+        if store.check([f"{place}/in/{rank}" for rank in range(ep.size)]):
+            store.compare_set(outcome, "", _FORMED)
+        elif len(ep.survivors()) < ep.size or time.monotonic() > last_call:
+            store.compare_set(outcome, "", _FAILED)
+        else:
+            time.sleep(_POLL_S)
+    return store.get(outcome) == _FORMED.encode()
 
 
 def _form(store: dist.Store, place: str, rank: int, size: int, timeout_s: float, backend: str) -> None:

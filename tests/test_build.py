@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -237,6 +238,114 @@ def test_a_cache_that_cannot_be_written_names_the_variable(toolchain, monkeypatc
     monkeypatch.setenv("EPMOE_CACHE_DIR", "/dev/null")
     with pytest.raises(build.BuildError, match="set EPMOE_CACHE_DIR to a folder that can be written"):
         build.build()
+
+
+@pytest.fixture
+def cache(toolchain, tmp_path, monkeypatch) -> Path:
+    """The folder that EPMOE_CACHE_DIR names."""
+    monkeypatch.setenv("EPMOE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    return tmp_path / "cache"
+
+
+def refused(*said: str) -> None:
+    with pytest.raises(build.BuildError, match=".*".join(map(re.escape, said))) as error:
+        build.build(portable=True)
+    assert "set EPMOE_CACHE_DIR to a folder that only you can write into" in str(error.value)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
+def test_the_cache_is_for_its_user_alone(cache, umask):
+    before = os.umask(umask)
+    try:
+        library = build.build(portable=True)
+    finally:
+        os.umask(before)
+    made = [cache, *cache.rglob("*")]
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_dir()} == {0o700}
+    assert not [path for path in made if path.stat().st_mode & 0o022]
+    assert build.build(portable=True) == library
+
+
+@pytest.mark.parametrize("which", ["", "epmoe", "epmoe/KEY", "epmoe/objects", "epmoe/KEY/libepmoe.so"])
+@pytest.mark.parametrize(("mode", "who"), [(0o777, "every user"), (0o775, "group 54321")])
+def test_a_cache_that_others_can_write_into_is_refused(cache, which, mode, who):
+    """What lies there may be another user's code."""
+    library = build.build(portable=True)
+    path = cache / which.replace("KEY", library.parent.name)
+    own_group = path.stat().st_gid
+    if "group" in who:
+        if os.geteuid():
+            pytest.skip("needs root")
+        os.chown(path, -1, 54321)
+    path.chmod(mode)
+    if which == "epmoe/objects":
+        library.unlink()  # otherwise no object is looked at
+    refused(str(path), f"can be written by {who}", "remove it" if which else f"run `chmod go-w {path}`")
+    os.chown(path, -1, own_group)
+    path.chmod(0o755)
+    assert build.build(portable=True) == library
+
+
+def test_a_group_of_one_may_write(cache, monkeypatch):
+    """As where each user has a group, and the umask is 002."""
+    library = build.build(portable=True)
+    for path in (cache, cache / "epmoe", library.parent, library):
+        path.chmod(0o775)
+    assert build.build(portable=True) == library
+    names = SimpleNamespace(pw_name="ann"), ("ann", "x", 7, ["ann"])
+    monkeypatch.setattr(build.pwd, "getpwuid", lambda user: names[0])
+    monkeypatch.setattr(build.grp, "getgrgid", lambda group: names[1])
+    found = os.stat_result((0o40775, 0, 0, 1, 7, 7, 0, 0, 0, 0))
+    assert build._writers(found) is None
+    names[1][3].append("bob")
+    assert build._writers(found) == "group ann"
+
+
+@pytest.mark.parametrize("which", ["epmoe", "epmoe/KEY", "epmoe/KEY/libepmoe.so"])
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_what_another_user_owns_is_refused(cache, which):
+    library = build.build(portable=True)
+    path = cache / which.replace("KEY", library.parent.name)
+    os.chown(path, 54321, -1)
+    refused(str(path), "belongs to user 54321")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_link_of_another_user_is_refused(cache, tmp_path):
+    build.build(portable=True)
+    (cache / "epmoe").rename(tmp_path / "elsewhere")
+    (cache / "epmoe").symlink_to(tmp_path / "elsewhere")
+    assert build.build(portable=True)
+    os.chown(cache / "epmoe", 54321, -1, follow_symlinks=False)
+    refused(str(cache / "epmoe"), "belongs to user 54321")
+
+
+def test_a_folder_that_keeps_names_for_their_owners_may_hold_the_cache(cache):
+    """As /tmp does."""
+    cache.mkdir()
+    cache.chmod(0o1777)
+    assert build.build(portable=True)
+
+
+def test_a_cache_of_root_serves_all(cache, monkeypatch):
+    library = build.build(portable=True)
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    if os.getuid():
+        refused("belongs to user")
+    else:
+        assert build.build(portable=True) == library
+
+
+def test_the_lock_is_no_link(cache, tmp_path):
+    library = build.build(portable=True)
+    library.unlink()
+    (tmp_path / "precious").write_text("mine")
+    (library.parent / "builder.lock").unlink()
+    (library.parent / "builder.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(build.BuildError, match="cannot be built"):
+        build.build(portable=True)
+    assert (tmp_path / "precious").read_text() == "mine"
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 
 import pytest
 import torch
 from helpers import distinct_ids, randn
 
 import epmoe
-from epmoe.exchange.health import COUNTERS, STAGES, STATUS, Health, raise_on_failure
+from epmoe.exchange.health import COUNTERS, STAGES, STATUS, Health, Totals, raise_on_failure
+from epmoe.exchange.memory import MemoryPlan
+from epmoe.exchange.mismatch import calls_of
 
 
 def counted(counters: torch.Tensor) -> dict[str, int]:
@@ -61,6 +64,21 @@ def test_health_holds_every_counter():
     assert health.waited_s == [0.0, 2.5] and health.aborted_rounds == [0, 3]
 
 
+def test_the_count_of_rounds_goes_on_where_their_number_begins_again():
+    """Also for a thread that has read the number before another one has."""
+    buffers = MemoryPlan.build(epmoe.EPConfig.load("cpu_demo"), nvlink=False).buffers
+    views = {buffer.name: torch.zeros(buffer.shape, dtype=buffer.dtype) for buffer in buffers}
+    totals, counts = Totals(views), []
+    for rounds in (0, 5, 2**31 + 1, 2**32 - 1, 2**32, 2**32 + 7, 2**33 + 1):
+        views["state"][0] = (rounds + 2**31) % 2**32 - 2**31
+        counts.append((totals.read().rounds, rounds))
+    assert all(got == want for got, want in counts), counts
+    views["state"][0] = 9
+    assert totals._health(totals._views, 2**33 + 1).rounds == totals._rounds == 2**33 + 9
+    views["state"][0] = 5  # as the other thread has read it
+    assert totals._health(totals._views, 2**33 + 1).rounds == 2**33 + 5 and totals._rounds == 2**33 + 9
+
+
 def test_health_as_a_dict_survives_json():
     health = Health.read(
         2**40, torch.ones(len(COUNTERS), dtype=torch.int64), torch.tensor([[2**40, 1]]), *3 * [torch.tensor([2**40, 1])]
@@ -92,6 +110,36 @@ def test_a_mismatch_that_has_latched_is_reported_for_ever():
     for _ in range(2):
         with pytest.raises(epmoe.EPMismatchError, match=r"rank\(s\) \[0\] .* can only be resumed or closed"):
             raise_on_failure(status, [0, 1], rank=1, latched=True)
+
+
+def count_words(*shapes: int) -> torch.Tensor:
+    """What GPUs signal: the number of the round in the low half, the value in the high one."""
+    return torch.tensor([[0, (shape << 32 | 3) - (shape >> 31 << 64), 0] for shape in shapes])
+
+
+def test_a_mismatch_on_gpus_says_what_differs():
+    """As `call_without_rows` in csrc/cuda/dispatch/block.cuh packs a call of D 4096, K 8, bf16, layout expert."""
+    D, K, aligned, dtype, expert, weighted, training, tag = 4096, 8, 1, 2, 1, 0, 0, 63
+    shape = (D >> 2) - 1 | aligned << 14 | (K - 1) << 15 | dtype << 20 | expert << 22 | weighted << 23 | training << 24
+    shape |= tag << 26
+    assert calls_of({"recv.counts": count_words(shape)}) == [
+        {
+            "hidden size (D)": D, "experts per token (K)": K, "dtype": "bfloat16", "aligned": True, "training": False,
+            "layout": "expert", "apply_router_weight_on_input": False,
+        }
+    ]  # fmt: skip
+    for other, named in (
+        (shape ^ 1 << 22, {"layout": ("expert", "rank")}),
+        (shape ^ 1 << 23, {"apply_router_weight_on_input": (False, True)}),
+        (shape ^ 1 << 24, {"training": (False, True)}),
+        (shape ^ 1 << 15 ^ 1 << 20, {"experts per token (K)": (8, 7), "dtype": ("bfloat16", "float8_e4m3fn")}),
+        (shape ^ 1 << 25, {}),  # whether it has more rounds
+    ):
+        calls = partial(calls_of, {"recv.counts": count_words(shape, shape, other)})
+        with pytest.raises(epmoe.EPMismatchError) as error:
+            raise_on_failure(status_word(code=2, epoch=3, missing=0b100), [0, 1, 2], 1, True, calls=calls)
+        assert error.value.differences == named
+        assert all(f"{name} is {mine} here and {its} there" in str(error.value) for name, (mine, its) in named.items())
 
 
 @pytest.mark.parametrize(

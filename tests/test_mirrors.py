@@ -24,6 +24,7 @@ from epmoe.exchange.memory import (
     MemoryPlan,
     RailSlot,
 )
+from epmoe.exchange.mismatch import HEADER_D, HEADER_MODE
 from epmoe.exchange.round_state import PROGRESS, PROGRESS_AT
 from epmoe.native.formats import SCALE_BLOCK, WIRE_FORMATS
 from epmoe.native.ops import DTYPES
@@ -127,6 +128,11 @@ def test_sizes_that_both_sides_know():
     assert constant(r"\bkScaleBlock = (\d+)", ".h", ".cuh") == SCALE_BLOCK
     assert 4 * len(struct_fields(without_comments((CSRC / "rail.h").read_text()), "RailTag")) == RAIL_TAG_BYTES
     assert constant(r"struct alignas\((\d+)\) RoundHeader", ".h") == SIGNAL_BYTES
+
+
+def test_headers_are_read_where_they_are_written():
+    names = [name for _, name in struct_fields((CSRC / "plan.h").read_text(), "RoundHeader")]
+    assert names[HEADER_D : HEADER_D + 3] == ["D", "K", "dtype"] and names[HEADER_MODE] == "mode"
 
 
 def test_the_tables_of_wire_formats_are_equal():

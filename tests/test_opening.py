@@ -7,7 +7,10 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from threading import Event, Thread
+from typing import cast
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from host import SLACK_S, Host, create, play, resume
 
 import epmoe
 import epmoe.join
+from epmoe.exchange import window
 from epmoe.exchange.deaths import Deaths
 from epmoe.exchange.peers import Peers
 from epmoe.exchange.window_nvlink import processes_of
@@ -153,3 +157,55 @@ def dead(state) -> tuple[int, int]:
     """As this rank sees it now, and as the thread has noted it."""
     time.sleep(0.1)
     return state.deaths.mask(), state.noted.dead
+
+
+class TwoRanks:
+    """This process as rank 0; at the socket of rank 1 nobody sends anything."""
+
+    rank, size = 0, 2
+
+    def __init__(self, timeout_s: float, other: socket.socket, met: Callable[[str], object]) -> None:
+        self.timeout_s, self.met = timeout_s, met
+        other.bind("\0epmoe-test-" + os.urandom(8).hex())
+        other.listen()
+        self.name = other.getsockname().decode()
+
+    def all_gather(self, value: tuple[str, str] | None) -> list[object]:
+        if value is None:
+            return [None, None]
+        self.met(value[1])
+        return [value, (value[0], self.name)]
+
+
+@pytest.fixture
+def other() -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as made:
+        yield made
+
+
+def test_connections_of_other_users_put_no_deadline_off(monkeypatch, other):
+    """Every user can connect to an abstract name. One that goes on doing so holds an opening up no longer."""
+    timeout_s, ended = 0.6, Event()
+
+    def connect(name: str) -> None:
+        for _ in range(50):
+            if ended.wait(0.1):
+                return
+            with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as foreign:
+                foreign.connect(name)
+
+    monkeypatch.setattr(window, "_user_of", lambda accepted: os.getuid() + bool(accepted.getsockname()))
+    ranks = TwoRanks(2 * timeout_s, other, lambda name: Thread(target=connect, args=(name,), daemon=True).start())
+    begin = time.monotonic()
+    try:
+        with pytest.raises(TimeoutError):
+            window.share_descriptors([], cast(Peers, ranks))
+    finally:
+        ended.set()
+    assert timeout_s <= time.monotonic() - begin < timeout_s + 1
+
+
+def test_another_user_at_the_socket_of_a_rank_is_no_rank(monkeypatch, other):
+    monkeypatch.setattr(window, "_user_of", lambda connection: os.getuid() + (not connection.getsockname()))
+    with pytest.raises(RuntimeError, match="rank 1 has ended: another user answers"):
+        window.share_descriptors([], cast(Peers, TwoRanks(2.0, other, lambda name: None)))

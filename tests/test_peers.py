@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import re
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from helpers import ROOT
 
 from epmoe.exchange.peers import Peers
 
@@ -40,6 +42,13 @@ def test_other_values_are_refused(monkeypatch, data):
     peers = sent_by_another(monkeypatch, data)
     with pytest.raises(ValueError):
         peers.all_gather(0)
+
+
+def test_nothing_of_another_rank_is_unpickled():
+    """torch's collectives of objects would."""
+    files = [path for folder in ("epmoe", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    calls = re.compile(r"\bdist\.\w+_object(_list)?\(|\bpickle\.loads?\(")
+    assert len(files) > 100 and not [str(path) for path in files if calls.search(path.read_text(encoding="utf-8"))]
 
 
 @pytest.mark.parametrize("length", [-1, 2**24 + 1, 2**62])

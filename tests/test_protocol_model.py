@@ -1,7 +1,7 @@
 """docs/protocol.md as a model: every interleaving of its steps keeps its promises, and none of its rules is idle.
 
-The model's files are in tests/protocol: what a rank does in `cpu.py` and `cuda.py`, how stores and ranks move in
-`machine.py`, the search in `explorer.py`, the rules in `rules.py`.
+The model's files are in tests/protocol: what a rank does in `cpu.py`, `cuda.py` and `mail.py`, how stores and ranks
+move in `machine.py`, the search in `explorer.py`, the rules in `rules.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from helpers import ROOT, slow
 from protocol.explorer import Violation, explore
 from protocol.models import build
-from protocol.rules import COPIED, CPU, LL, PROTOCOLS, RULES
+from protocol.rules import COPIED, CPU, LL, MAIL, PROTOCOLS, RULES
 
 SCENARIOS = {
     "no failure": {},
@@ -65,6 +65,14 @@ def test_early_arrival_hides_nothing(protocol, scenario):
     fewer_states, same_nodes = reached(protocol, 2, scenario, lazy=False)
     assert nodes == same_nodes
     assert states > fewer_states
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_interleaving_of_mail_keeps_the_promises(ranks):
+    """No part is overwritten before it is copied or read before it has arrived, and the moves end."""
+    states, nodes = reached(MAIL, ranks, "no failure", lazy=True)
+    print(states)
+    assert states > 100 and nodes == reached(MAIL, ranks, "no failure", lazy=False)[1]
 
 
 @pytest.mark.parametrize(("rule", "protocol"), [(rule, protocol) for rule in RULES for protocol in RULES[rule]])

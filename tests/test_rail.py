@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 import epmoe
 from epmoe.exchange.memory import NUM_COUNTERS, RailSlot
 from epmoe.native import ops
+from epmoe.rail.slabs import Slabs
 
 N, G, T, K, D, E = 3, 2, 11, 4, 128, 10
 RANK = 3  # of node 1
@@ -122,6 +124,20 @@ def test_rows_are_quantised_as_by_the_stage(device):
         slot = got.slabs[node][got.slots_of[t, node]]
         assert torch.equal(slot[:D], want.q[t].view(torch.uint8))
         assert torch.equal(slot[got.slot.scales : got.slot.ids].view(torch.float32), want.scales[t])
+
+
+def test_what_differs_between_nodes_is_named_within_its_bits():
+    """A tag has 15 bits, whatever another rank has sent in its place."""
+    slabs = object.__new__(Slabs)
+    rail = SimpleNamespace(exact=True, others=[0, 2], of_rail=lambda node: 2 * node + 1, views={})
+    rail.views["rail.received"] = torch.zeros(1, 1, 1)
+    slabs.memory, slabs.own_rows, slabs.call_tag, slabs.tag = rail, 0, 3, [64, 4, 2 | 3 << 8, 7]
+    slabs.received_tags = [[64, 4, 0x3F00_0500, 7], [64, 2, 2 | 3 << 8, 7]]
+    assert slabs.differing() == ([1, 5], (3, 1, 5), {"dtype": ("bfloat16", "float32")})
+    slabs.received_tags = [[64, 4, 2 | 3 << 8, 7], [32, 4, -1, 7]]
+    assert slabs.differing() == (
+        [5], (3, 5, 32767), {"hidden size (D)": (64, 32), "dtype": ("bfloat16", "unknown (255)")},
+    )  # fmt: skip
 
 
 @ON_GPUS

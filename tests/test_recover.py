@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from host import EXPERTS, Host, play, play_until_timeout, serve, take
 
 from epmoe import join_group, recover
+from epmoe.exchange.peers import MissingRankError, Peers
 
 
 @pytest.fixture
@@ -72,3 +74,36 @@ def test_another_dies_while_the_rest_recovers(host):
     results = host.do([0, 1], go_on, host.folder)
     assert all(isinstance(one, int) for one in results), results
     assert host.do([0, 1], play) == ["played"] * 2
+
+
+def go_on_without_the_last_word(state, folder: Path, min_ranks: int = 1) -> int:
+    """The first opening ends well on the other ranks, and this one does not hear of it."""
+    part = Peers.part
+
+    @contextmanager
+    def cut(self: Peers) -> Iterator[None]:
+        with part(self):
+            yield
+        Peers.part = part
+        raise MissingRankError(self, RuntimeError("the connection was lost"))
+
+    Peers.part = cut
+    return go_on(state, folder, min_ranks)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_the_last_word_is_lost_on_the_way_to_one(host, joins):
+    """All try again, none is left out, and weights are loaded once: the others must not go on without it."""
+    names = serve(host, copies=1)
+    host.start(names[:3], play_until_timeout)
+    host.signal(3, signal.SIGKILL)
+    assert host.results(names[:3]) == [[3]] * 3
+    alive = [*names[:3], 4] if joins else names[:3]
+    if joins:
+        host.spawn(4)
+        host.start([4], come, host.folder)
+    host.start([0, 2], go_on, host.folder, len(alive))
+    host.start([1], go_on_without_the_last_word, host.folder, len(alive))
+    results = host.results(alive)
+    assert all(isinstance(one, int) for one in results), results
+    assert host.do(alive, play) == ["played"] * len(alive)

@@ -30,6 +30,16 @@ def test_only_ranks_of_the_group_count(monkeypatch, words, missing):
     assert store.get(f"epmoe/x/missing/{RANK}").decode() == ",".join(map(str, missing))
 
 
+def test_a_rank_that_has_succeeded_is_not_missing(monkeypatch):
+    """The last step of an attempt may fail on some ranks only. Successes of earlier attempts do not count."""
+    store = dist.HashStore()
+    monkeypatch.setattr(roll_call, "_get_default_store", lambda: store)
+    roll_call.RollCall(RANKS, 4, SIZE, "x", "first").succeed()
+    roll_call.RollCall(RANKS, 0, SIZE, "x", "second").succeed()
+    assert roll_call.RollCall(RANKS, RANK, SIZE, "x", "second").missing([]) == [4]
+    assert roll_call.RollCall(RANKS, RANK, SIZE, "x").missing([]) == OTHERS
+
+
 @pytest.mark.parametrize(("found", "missing"), [([], OTHERS), ([3], [3])])
 def test_without_a_default_group(found, missing):
     """It may be destroyed while a transfer hangs: the thread that watches it goes on."""

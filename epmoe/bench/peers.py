@@ -20,6 +20,7 @@ from epmoe.bench.layer_sides import Calls, WholeLayer
 from epmoe.bench.sample import Payload, Sample
 from epmoe.bench.sides import Exchange, Side, poison
 from epmoe.config.placement import Placement
+from epmoe.exchange.peers import Peers as Ranks
 
 _T = TypeVar("_T")
 _Opened = TypeVar("_Opened")
@@ -134,9 +135,7 @@ class Peers:
             problem = str(error)
         except Exception as error:  # whatever a library raises: the run goes on without it
             problem = f"needs {install}: {error}" if isinstance(error, ImportError) and install else repr(error)
-        problems: list[str] = [""] * self.group.size()
-        dist.all_gather_object(problems, problem, self.group)
-        if reason := next(filter(None, problems), ""):
+        if reason := next(filter(None, Ranks.of(self.group).all_gather(problem)), ""):
             self.left_out.setdefault(name, reason.partition("\n")[0])
             raise _GivenUp
         return made

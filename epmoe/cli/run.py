@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch.distributed as dist
 import typer
@@ -21,6 +22,7 @@ from epmoe.cli.tables import show
 from epmoe.cli.watch import watching
 from epmoe.config.config import EPConfig
 from epmoe.exchange.health import Health
+from epmoe.exchange.peers import Peers
 from epmoe.local.simulate import Kind
 from epmoe.service import ExpertParallel
 
@@ -110,8 +112,8 @@ def _run_layer(
         with _advancing(ep, steps, watch) as advance:
             mine = simulated.run_layer(ep, kind, steps, tokens, seed, advance, balance)
         health, placement = ep.health(), ep.placement
-    gathered: list[tuple[simulated.Measured, Health]] = [None] * config.topology.ep_size  # type: ignore[list-item]
-    dist.all_gather_object(gathered, (mine, health))
+    of_ranks: list[Any] = Peers.of(dist.group.WORLD).all_gather((asdict(mine), health.as_dict()))
+    gathered = [(simulated.Measured(**measured), Health(**counts)) for measured, counts in of_ranks]
     load = [0] * placement.num_physical_experts
     for rank, (_, counts) in enumerate(gathered):
         for expert, count in zip(placement.local_experts(rank), counts.tokens_per_expert, strict=True):

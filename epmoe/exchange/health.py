@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import RLock
 
 import torch
 from torch import Tensor
+
+from epmoe.exchange.mismatch import Differences, Traits, differences
 
 # int64 each, in the order of `Counter` in csrc/types.h.
 COUNTERS = (
@@ -33,6 +35,7 @@ TOTALS = (
     "health.counters", "health.tokens_per_expert", "health.rows_sent", "health.waited_ns", "health.aborted_rounds",
 )  # fmt: skip
 _ROUNDS = "state"  # whose first 4 bytes are `dispatch_epoch` in `RoundState` of csrc/plan.h
+_EPOCHS = {"cpu": 1 << 32, "cuda": (1 << 32) - 2}  # by device: how many there are; see `next_epoch` in csrc/cuda
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Health:
     """Counts of this rank since its `ExpertParallel` was made. No count ever falls.
 
     Attributes:
-        rounds: whose dispatch this rank has sent, on GPUs received; replays of a CUDA graph count.
+        rounds: whose dispatch this rank has sent, on GPUs received; replays of a CUDA graph count. It is right where
+            `health` is called at least once in 2³² rounds.
         sanitised_rows: rows of logits in which `ep.route` found NaN or Inf.
         padded_rows: rows at and past `num_tokens`, in `ep.route`.
         out_of_range_ids: ids outside [0, E) that dispatch was given, other than -1 and E.
@@ -108,7 +112,7 @@ class Totals:
     """
 
     def __init__(self, views: Mapping[str, Tensor]) -> None:
-        self._device = views[_ROUNDS].device
+        self._device, self._rounds = views[_ROUNDS].device, 0
         self._views = {name: views[name] for name in TOTALS} | {_ROUNDS: views[_ROUNDS][:1]}
         if self._device.type == "cuda":
             # Of a priority that streams of models rarely have: torch hands out the same few streams again and again.
@@ -119,16 +123,19 @@ class Totals:
     def read(self) -> Health:
         """The totals now. Those of a kernel under way are counted in part."""
         if self._device.type == "cpu":
-            return self._health(self._views)
+            return self._health(self._views, self._rounds)
+        before = self._rounds
         with self._lock, torch.cuda.stream(self._stream):
             for name, copy in self._copies.items():
                 copy.copy_(self._views[name], non_blocking=True)
             self._stream.synchronize()
-            return self._health(self._copies)
+            return self._health(self._copies, before)
 
-    @staticmethod
-    def _health(views: Mapping[str, Tensor]) -> Health:
-        return Health.read(int(views[_ROUNDS]) & 0xFFFFFFFF, *(views[name] for name in TOTALS))
+    def _health(self, views: Mapping[str, Tensor], before: int) -> Health:
+        """`before`: `_rounds` from before these values, which another thread may have moved on since."""
+        rounds = before + ((int(views[_ROUNDS]) & 0xFFFFFFFF) - before) % _EPOCHS[self._device.type]
+        self._rounds = max(self._rounds, rounds)
+        return Health.read(rounds, *(views[name] for name in TOTALS))
 
 
 class EPError(RuntimeError):
@@ -214,13 +221,27 @@ class EPAbortedError(EPError):
 class EPMismatchError(EPError, ValueError):
     """The calls of the ranks do not match: another tag, K, D or dtype; on GPUs also layout or weights on input.
 
-    On the CPU the round was closed, and the next one is complete. On GPUs the `ExpertParallel` can only be resumed or
-    closed: the hosts see it in different rounds, because they run ahead of their GPUs.
+    `differences` has by name what is known to differ: the value of this rank, and that of the first of
+    `differing_ranks`. On the CPU the round was closed, and the next one is complete. On GPUs the `ExpertParallel` can
+    only be resumed or closed: the hosts see it in different rounds, because they run ahead of their GPUs.
     """
 
-    def __init__(self, epoch: int, ranks: list[int], latched: bool = False, tags: tuple[int, int, int] | None = None):
-        self.epoch, self.differing_ranks, self.tags = epoch, ranks, tags
-        if tags is None:
+    def __init__(
+        self,
+        epoch: int,
+        ranks: list[int],
+        latched: bool = False,
+        tags: tuple[int, int, int] | None = None,
+        differences: Differences | None = None,
+    ):
+        self.epoch, self.differing_ranks, self.tags, self.differences = epoch, ranks, tags, differences or {}
+        if tags is None and differences:
+            named = ", ".join(f"{name} is {mine} here and {its} there" for name, (mine, its) in differences.items())
+            what = (
+                f"the calls of rank(s) {ranks} differ from this rank's, that of rank {ranks[0]} by this: {named}; they "
+                "must be equal on all ranks"
+            )
+        elif tags is None:
             shape = ", dtype, layout or apply_router_weight_on_input" if latched else " or dtype"
             what = (
                 f"rank(s) {ranks} brought another number of experts per token, hidden size{shape} than this rank; they "
@@ -250,8 +271,16 @@ class EPOrderError(EPError):
         )
 
 
-def raise_on_failure(status: Tensor, global_ranks: list[int], rank: int, latched: bool, dead: int = 0) -> None:
-    """Raise the failure in `status` (int64, host memory) of `rank`. `dead` is a mask of ranks whose process has ended.
+def raise_on_failure(
+    status: Tensor,
+    global_ranks: list[int],
+    rank: int,
+    latched: bool,
+    dead: int = 0,
+    calls: Callable[[], Sequence[Traits]] = tuple,
+) -> None:
+    """Raise the failure in `status` (int64, host memory) of `rank`. `dead` is a mask of ranks whose process has ended;
+    `calls` returns the ranks' calls of a round that do not match, or nothing.
 
     A failure stays there, unless it is a mismatch that has not `latched`: the caller closes its round then.
     """
@@ -263,7 +292,8 @@ def raise_on_failure(status: Tensor, global_ranks: list[int], rank: int, latched
         if not latched:
             status[0] = 0
         tags = (tag, other - 1 >> 16, other - 1 & 0xFFFF) if other else None
-        raise EPMismatchError(epoch, ranks, latched, tags)
+        differing = differences(of_ranks[rank], of_ranks[ranks[0]]) if (of_ranks := calls()) and ranks else {}
+        raise EPMismatchError(epoch, ranks, latched, tags, differing)
     if code == OUT_OF_TURN:
         raise EPOrderError(STAGES[stage], epoch, phases)
     assert code == TIMEOUT, f"unknown status code {code}"

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from epmoe.exchange.memory import MemoryPlan
-from epmoe.exchange.window import Window
+from epmoe.exchange.window import SharedMemoryWindow, Window
+from epmoe.native import ops
 
 _WORDS = "moves.words"
 _IN_FLIGHT = 4096  # words on their way, at most
@@ -49,7 +50,7 @@ class Mail(Protocol):
 class MailOnCPU:
     """`Mail` in shared memory, where every call has ended when it returns."""
 
-    def __init__(self, window: Window, plan: MemoryPlan, views: dict[str, Tensor]) -> None:
+    def __init__(self, window: SharedMemoryWindow, plan: MemoryPlan, views: dict[str, Tensor]) -> None:
         self._window, self._views, self._rank = window, views, plan.sizes["rank"]
         self._words = plan[_WORDS]
 
@@ -60,12 +61,11 @@ class MailOnCPU:
         self._window.put(rank, offset, source)
 
     def post(self, number: int, value: int, ranks: Iterable[int]) -> None:
-        word = torch.tensor([value], dtype=torch.int64)
         for rank in ranks:
-            self._window.put(rank, _place(self._words.offset, self._words.shape[1], self._rank, number), word)
+            self._window.post(rank, _place(self._words.offset, self._words.shape[1], self._rank, number), value)
 
     def words(self) -> list[list[int]] | None:
-        return self._views[_WORDS].tolist()
+        return ops.read_words(self._views[_WORDS]).view(self._words.shape).tolist()
 
     def fetch(self, source: Tensor) -> Tensor:
         return source.clone()

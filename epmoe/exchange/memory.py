@@ -21,7 +21,7 @@ BUFFER_ALIGNMENT = 128
 PAGE_BYTES = 4096
 NUM_COUNTERS = 8
 # On GPUs, calls of up to 1024 tokens use the LL protocol (csrc/cuda/exchange/ll.cuh). Dispatch sends the number of
-# tokens in 12 bits, so 4095 is the limit.
+# tokens in 11 bits (`kLLTokenBits` in csrc/cuda/dispatch/block.cuh), so 2047 is the limit.
 LL_MAX_TOKENS = 1024
 RAIL_TAG_BYTES = 16
 LINE_INTS = 4  # a line of the LL protocol has 16 bytes

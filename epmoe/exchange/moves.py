@@ -35,6 +35,7 @@ Weights = Callable[[int, int], Sequence[Tensor]]
 PLAN, VERSION, READY, COPIED, PUSHED, CANCELLED, COUNTED, PLANNED, LAST_PLAN = range(9)
 _FINISHED = (1 << 32) - 1  # of READY: this rank uses the last version, and goes on to no other
 _NEWER = 1 << 32  # more than any value
+MOST_CALLS = (1 << 31) - 1  # of `replace`, since words are signed
 _MOVES_WORDS = slice(PLAN, COUNTED)
 
 

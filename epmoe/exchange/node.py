@@ -11,6 +11,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from epmoe.exchange.health import (
     raise_on_failure,
 )
 from epmoe.exchange.memory import MemoryPlan
+from epmoe.exchange.mismatch import calls_of
 from epmoe.exchange.outputs import output_rows, refuse_layout, y_of
 from epmoe.exchange.round_state import (
     CLOSED,
@@ -261,7 +263,8 @@ class NodeExchange(Exchange):
     def check(self) -> None:
         if self._words[_CODE]:
             latched = self.device.type == "cuda"
-            raise_on_failure(self.status, self.global_ranks, self.rank, latched, self.dead())
+            calls = partial(calls_of, self.views)
+            raise_on_failure(self.status, self.global_ranks, self.rank, latched, self.dead(), calls)
 
     def check_rounds(self) -> None:
         if self._raises_overflow:

@@ -19,6 +19,7 @@ import secrets
 import socket
 import struct
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -27,6 +28,7 @@ import torch
 
 from epmoe.exchange.deaths import Deaths, this_process
 from epmoe.exchange.peers import Peers
+from epmoe.native import ops
 
 SOCKET_TIMEOUT_S = 60.0
 _CGROUP = Path("/sys/fs/cgroup")
@@ -50,8 +52,8 @@ class Window(Protocol):
     def put(self, rank: int, offset: int, source: torch.Tensor) -> None:
         """Copy a contiguous tensor [n] into a rank's window, on a GPU by a copy on the current stream.
 
-        `offset` is a multiple of the size of an element. Nobody sees a part of an element of 8 bytes, and who sees the
-        elements of one put sees those of the puts before it, too.
+        `offset` is a multiple of the size of an element. On a GPU nobody sees a part of an element of 8 bytes, and who
+        sees the elements of one put sees those of the puts before it, too.
         """
 
 
@@ -88,14 +90,20 @@ class SharedMemoryWindow:
 
     def store(self, offset: int, value: int) -> None:
         """A rank that sleeps sees the word when it next looks up, after 100 ms at most."""
-        for address in self.addresses:
-            ctypes.c_uint64.from_address(address + offset).value = value
+        for rank in range(len(self._regions)):
+            self.post(rank, offset, value)
 
     def put(self, rank: int, offset: int, source: torch.Tensor) -> None:
+        """No order of its own: `post` orders what was put before it."""
         self._regions[rank][offset : offset + source.nbytes].view(source.dtype).copy_(source)
 
+    def post(self, rank: int, offset: int, value: int) -> None:
+        """Store a 64-bit word, signed or not, into a rank's window. Who reads it by `ops.read_words`, or as the kernels
+        do, sees all that this rank has stored before, and overwrites nothing that this rank had yet to read."""
+        ops.post_word(self._regions[rank], offset, ctypes.c_int64(value).value)
+
     def _note(self, dead: int) -> None:
-        self.local[self._dead_at : self._dead_at + 8].view(torch.int64).fill_(dead)
+        ops.post_word(self.local, self._dead_at, ctypes.c_int64(dead).value)
 
 
 def available_memory_bytes() -> int:
@@ -203,12 +211,15 @@ def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[
                         f"rank {rank} cannot reach rank {peer}'s socket ({error}): containers must share a network "
                         "namespace"
                     ) from error
+                if _user_of(connection) != os.getuid():  # every user can take the name of a rank that has ended
+                    raise RuntimeError(f"rank {peer} has ended: another user answers at its socket")
                 connections[peer] = connection
         peers.all_gather(None)  # all have reached all: otherwise ranks would wait for one that has failed
         process = this_process()
         stack.callback(_close, process)
-        served = 0
+        served, deadline = 0, time.monotonic() + timeout_s
         while served < size - 1:
+            _set_deadline(listener, deadline)
             connection, _ = listener.accept()
             with connection:
                 if _user_of(connection) == os.getuid():  # every user can connect to an abstract name
@@ -217,6 +228,7 @@ def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[
         received: dict[int, list[int]] = {}
         try:
             for peer, connection in connections.items():
+                _set_deadline(connection, deadline)
                 message, received[peer], _, _ = socket.recv_fds(connection, 1, 2)
                 if not message or len(received[peer]) < len(window):
                     raise RuntimeError(
@@ -233,6 +245,11 @@ def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[
 def _close(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+def _set_deadline(connection: socket.socket, deadline: float) -> None:
+    """For its next call, which raises TimeoutError once `deadline` has passed. A timeout of 0 would not wait at all."""
+    connection.settimeout(max(deadline - time.monotonic(), 1e-3))
 
 
 def _user_of(connection: socket.socket) -> int:

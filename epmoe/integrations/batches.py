@@ -60,7 +60,7 @@ def _hinting() -> Iterator[None]:
     except EPTimeoutError as error:
         error.args = (
             f"{error}. If the missing ranks have ended `generate` sooner: give it `synced_gpus=True` on all ranks, so "
-            "that they keep stepping",
+            "that they keep stepping, and with a static cache the same `max_new_tokens`",
         )
         raise
 

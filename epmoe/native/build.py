@@ -9,17 +9,23 @@ library is never loaded. So is the object of each source file, by that file, the
 symbols that these mention: after an edit, or without one guard, only the files that differ are compiled. The processes
 of a machine take a file lock: the first process builds, and the others wait. The operating system releases the lock
 when its holder ends, so nobody waits for a builder that was killed.
+
+Whoever can write into the cache can run code in every process that loads from it. Its folders are therefore made for
+the user alone, and a cache that another user owns or can write into is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import grp
 import hashlib
 import os
 import platform
+import pwd
 import re
 import shutil
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -75,12 +81,13 @@ def build(output_dir: Path | None = None, defines: tuple[str, ...] = (), *, port
         The path of libepmoe.so; libepmoe_cuda.so, if it was built, lies beside it.
 
     Raises:
-        BuildError: no compiler, no GPU to compile for, the compiler's own errors, a cache that cannot be written, or a
-            lock held longer than ``LOCK_TIMEOUT_S``.
+        BuildError: no compiler, no GPU to compile for, the compiler's own errors, a cache that cannot be written or
+            that other users can write into, or a lock held longer than ``LOCK_TIMEOUT_S``.
     """
     import torch
 
     cache = output_dir or _cache_dir()
+    _check(cache.parent, around=True)
     cuda = None
     if shutil.which("nvcc") is not None and (portable or torch.version.cuda is not None):
         cuda = _build(_cuda_recipe(defines, architectures(portable)), cache)
@@ -306,13 +313,53 @@ def _compiled(recipe: _Recipe, part: _Object, folder: Path) -> Path:
 
 def _made_once(path: Path, lock: Path, make: Callable[[Path], None]) -> Path:
     """`path`, which `make` writes unless it exists: under the lock, and elsewhere first, so that it is whole."""
+    for folder in (path.parents[1], path.parent):  # the cache, and the folder in it
+        _check(folder)
     if not path.exists():
         with _lock(lock):
             if not path.exists():  # no other process has made it in the meantime
                 new = path.with_name(f"{path.name}.new")
                 make(new)
+                new.chmod(new.stat().st_mode & ~0o022)  # whatever the umask is
                 os.replace(new, path)
+    _check(path)
     return path
+
+
+def _check(path: Path, *, around: bool = False) -> None:
+    """Raise BuildError where another user, except root, owns `path` or can write into it. It need not exist.
+
+    Args:
+        path: of the cache: a folder, or what is loaded.
+        around: the folder that the cache is in. Its sticky bit keeps others from renaming what is not theirs, as in
+            /tmp; and root works in folders of users, as containers do that mount a home.
+    """
+    with contextlib.suppress(OSError):
+        found, link = path.stat(), path.lstat()
+        owners, writers = {found.st_uid, link.st_uid} - {0, os.geteuid()}, _writers(found)
+        if around:
+            owners = owners if os.geteuid() and stat.S_ISDIR(found.st_mode) else set()
+            writers = writers if stat.S_ISDIR(found.st_mode) and not found.st_mode & stat.S_ISVTX else None
+        if owners or writers:
+            who = f"belongs to user {owners.pop()}" if owners else f"can be written by {writers}"
+            raise BuildError(
+                f"{path} {who}, who could put code there that this process would run: "
+                f"{f'run `chmod go-w {path}`' if around else 'remove it'}, or set EPMOE_CACHE_DIR to a folder that "
+                "only you can write into"
+            )
+
+
+def _writers(found: os.stat_result) -> str | None:
+    """Who can write there beside the owner and root, if anybody."""
+    if found.st_mode & stat.S_IWOTH:
+        return "every user"
+    if not found.st_mode & stat.S_IWGRP or found.st_gid == 0:
+        return None
+    user, group, members = str(os.geteuid()), str(found.st_gid), list[str]()
+    with contextlib.suppress(KeyError):  # a container may have no names for its users
+        user = pwd.getpwuid(os.geteuid()).pw_name
+        group, _, _, members = grp.getgrgid(found.st_gid)
+    return None if group == user and set(members) <= {user} else f"group {group}"  # a umask of 002 has such groups
 
 
 def _run(*command: str) -> None:
@@ -326,12 +373,15 @@ def _run(*command: str) -> None:
 def _lock(path: Path) -> Iterator[None]:
     """Makes the file and its folder, and holds its lock."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+        for folder in reversed((path.parent, *path.parent.parents)):
+            folder.mkdir(0o700, exist_ok=True)
+        for folder in (path.parents[1], path.parent):
+            _check(folder)
+        file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         advice = "set EPMOE_CACHE_DIR to a folder that can be written"
         raise BuildError(f"the native library cannot be built in {path.parent} ({error.strerror}): {advice}") from None
-    with open(path, "w") as file:
+    with open(file, "w"):
         deadline = time.monotonic() + LOCK_TIMEOUT_S
         while True:
             try:

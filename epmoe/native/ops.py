@@ -66,6 +66,10 @@ for _phase in ("", "_send", "_recv"):
     _library.define(
         f"combine{_phase}(Tensor(c!) y, Tensor? rows, Tensor(a!) window, Tensor(b!) scratch, Tensor descriptor) -> ()"
     )
+# On the CPU, words that ranks put into one another's windows: a post, at an offset in bytes, is a release; a read, in
+# ascending order into a new int64 [n], is an acquire of each.
+_library.define("post_word(Tensor(a!) window, int offset, int value) -> ()")
+_library.define("read_words(Tensor words) -> Tensor")
 # Of the hierarchical exchange (epmoe/rail/exchange.py): slabs for each node, and the sum of what the nodes send back.
 _library.define(
     "rail_pack(Tensor x, Tensor ids, Tensor weights, Tensor? scales, Tensor? num_tokens, SymInt num_rows, "

@@ -31,6 +31,7 @@ from epmoe.exchange.health import (
     EPTimeoutError,
     Health,
 )
+from epmoe.exchange.mismatch import Differences
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.outputs import refuse_layout, y_of
 from epmoe.exchange.round_state import DISPATCHED, PROGRESS, RETURNING, SENT, RoundState
@@ -131,7 +132,7 @@ class HierarchicalExchange(Exchange):
             slabs, node = self._open_slabs(), self.node
             slabs.finish()
             self.wait(slabs.transfer)
-            differing, tags = slabs.differing()
+            differing, tags, differences = slabs.differing()
             try:
                 if isinstance(opened := node.rounds.handle, Sent) and node.rounds.state == SENT:  # after a Ctrl-C
                     slabs.inside = node.dispatch_recv(opened)
@@ -140,12 +141,12 @@ class HierarchicalExchange(Exchange):
                     slabs.inside = node.dispatch(slabs.inside_call(rows))
             except EPMismatchError as error:
                 ranks = differing or self._of_group(error.differing_ranks)
-                self.mismatch(ranks, differing, tags or self._tags_of_group(error.tags))
+                self.mismatch(ranks, differing, tags or self._tags_of_group(error.tags), differences)
             except EPTimeoutError:
                 self.check()
                 raise
             if differing:
-                self.mismatch(differing, differing, tags)
+                self.mismatch(differing, differing, tags, differences)
             self.rounds.advance()
             dispatched = self.rounds.receive(sent)
             self.check_open(dispatched)
@@ -200,7 +201,7 @@ class HierarchicalExchange(Exchange):
                 if not slabs.returning:
                     self.pending.append((slabs.transfer, slabs))
                 if self.memory.exact:
-                    differing, _ = slabs.differing()
+                    differing, _, _ = slabs.differing()
                 if self.node.rounds.count < slabs.inside_epoch:
                     self.node.dispatch_send(slabs.inside_call(slabs.no_rows()))
             self.node.abort(None)
@@ -320,8 +321,11 @@ class HierarchicalExchange(Exchange):
         if missing := self.node.missing():
             self._fail(self.reported() or self._ranks_of(missing))
 
-    def mismatch(self, ranks: list[int], on_rail: list[int], tags: Tags) -> NoReturn:
+    def mismatch(self, ranks: list[int], on_rail: list[int], tags: Tags, differences: Differences) -> NoReturn:
         """Close the round, and raise EPMismatchError for these ranks, of which `on_rail` are on this rail.
+
+        Within a node a rank stands for what it has found on its rail by a call of another shape, so what differs there
+        is not told.
 
         On CPUs the rail's way back is as in any round: ranks that do not know of the mismatch have begun theirs.
         """
@@ -330,7 +334,7 @@ class HierarchicalExchange(Exchange):
         if self.device.type == "cpu":
             self._send_nothing_back(self._open_slabs(), 0, ranks[0] + 1, on_rail)
         self.rounds.close()
-        raise EPMismatchError(epoch, ranks, self.device.type == "cuda", tags)
+        raise EPMismatchError(epoch, ranks, self.device.type == "cuda", tags, differences)
 
     def check(self) -> None:
         if self.failure is None and self.node.code:

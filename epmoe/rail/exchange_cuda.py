@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from epmoe.exchange.health import EPMismatchError, EPOrderError, EPTimeoutError
+from epmoe.exchange.mismatch import Differences
 from epmoe.exchange.waiting import interruptible
 from epmoe.rail.exchange import HierarchicalExchange, Tags
 from epmoe.rail.rail import DeviceWords, Load, Transfer
@@ -128,12 +129,12 @@ class HierarchicalExchangeOnGPUs(HierarchicalExchange):
             if missing:
                 self.tell_node(missing[0])
 
-    def mismatch(self, ranks: list[int], on_rail: list[int], tags: Tags) -> NoReturn:
+    def mismatch(self, ranks: list[int], on_rail: list[int], tags: Tags, differences: Differences) -> NoReturn:
         """As `HierarchicalExchange.mismatch`, which every later call raises, too."""
         memory = self.memory
         if ranks[0] // memory.ranks_per_node in memory.others:
             self._differing.value = memory.others.index(ranks[0] // memory.ranks_per_node) + 1
-        super().mismatch(ranks, on_rail, tags)
+        super().mismatch(ranks, on_rail, tags, differences)
 
     def check(self) -> None:
         """A mismatch is raised by every later call, too."""

@@ -26,12 +26,19 @@ class RollCall:
         rank: this one.
         size: of the whole group.
         name: the same on all ranks of the group, and of no other group.
+        attempt: at what is tried, the same on all ranks that know it; "" before.
     """
 
     ranks: list[int]
     rank: int
     size: int
     name: str
+    attempt: str = ""
+
+    def succeed(self) -> None:
+        """Report that the attempt has succeeded here: where it fails elsewhere, this rank is not missing."""
+        with suppress(RuntimeError, ValueError):
+            interruptible(partial(self._store().set, f"{self.attempt}/{self.rank}", ""), _SEND_S)
 
     def missing(self, found: Sequence[int], answer_s: float = ANSWER_S) -> list[int]:
         """After a failure: who is missing. A rank that notices a failure reports it; one that does not is missing.
@@ -47,7 +54,7 @@ class RollCall:
         reports: dict[int, set[int]] = {}
         store: dist.Store | None = None
         with suppress(RuntimeError, ValueError):  # ValueError: the default group is destroyed
-            store = dist.PrefixStore(f"epmoe/{self.name}/missing", _get_default_store())
+            store = self._store()
             interruptible(partial(self._ask, store, found, others, reports, answer_s), answer_s)
         reports = dict(reports)  # the thread may still be at it
         named, silent = set().union(*reports.values()), set(others) - set(reports)
@@ -56,6 +63,9 @@ class RollCall:
             with suppress(RuntimeError):
                 interruptible(partial(store.set, str(self.rank), ",".join(map(str, result))), _SEND_S)
         return result
+
+    def _store(self) -> dist.Store:
+        return dist.PrefixStore(f"epmoe/{self.name}/missing", _get_default_store())
 
     def _ask(
         self, store: dist.Store, found: Sequence[int], others: list[int], reports: dict[int, set[int]], answer_s: float
@@ -67,6 +77,8 @@ class RollCall:
             for rank in others:
                 if rank not in reports and store.check([str(rank)]):
                     reports[rank] = _ranks_in(store.get(str(rank)), self.size)
+                elif rank not in reports and self.attempt and store.check([f"{self.attempt}/{rank}"]):
+                    reports[rank] = set()
             time.sleep(0.02)
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from epmoe.exchange.call import Call
 from epmoe.exchange.handles import Dispatched
+from epmoe.exchange.mismatch import Differences, Traits, call_of, differences
+from epmoe.exchange.round_state import MAX_TAG
 from epmoe.native import ops
 from epmoe.rail.memory import RailMemory
 from epmoe.rail.rail import Load, Transfer
@@ -56,7 +58,7 @@ class Slabs:
     inside: Dispatched
 
     def __init__(self, carrier: Carrier, memory: RailMemory, call: Call, epoch: int, inside_epoch: int) -> None:
-        self.carrier, self.memory, self.inside_epoch = carrier, memory, inside_epoch
+        self.carrier, self.memory, self.epoch, self.inside_epoch = carrier, memory, epoch, inside_epoch
         self.slab_rows = slab_rows = call.padded_tokens or memory.rows_per_node
         self.limit = "padded_tokens" if call.padded_tokens else "capacity.max_rows_per_node"
         self.layout, self.weighted, self.call_tag = call.layout, call.apply_router_weight_on_input, call.tag
@@ -66,7 +68,8 @@ class Slabs:
         on_cpu = memory.device.type == "cpu"
         # A padded call on a GPU may be replayed in other rounds, so its tag has the length of a slab there. On the CPU
         # it has both: in the same round it differs if the lengths do.
-        stamp = epoch if memory.exact else (epoch * _PRIME + slab_rows) % 2**31 if on_cpu else slab_rows
+        stamp = slab_rows if not on_cpu else (epoch * _PRIME + slab_rows) % 2**31
+        stamp = epoch % 2**31 if memory.exact else stamp
         self.tag = [self.D, self.K, ops.DTYPES.index(dtype) | call.tag << 8, stamp]  # `RailTag` in csrc/rail.h
         # Of each transfer of the round, in this order. `Rail.start` fills them, so they are right at any interrupt.
         self._lengths_started = list[Transfer]()
@@ -134,22 +137,32 @@ class Slabs:
                 self.received_tags.append(tag if possible else [-1, *tag[1:]])
             self._start_rows()
 
-    def differing(self) -> tuple[list[int], tuple[int, int, int] | None]:
-        """Once the rows are here: the ranks of this rail whose call differs from this rank's, and `tags` of
-        EPMismatchError."""
+    def differing(self) -> tuple[list[int], tuple[int, int, int] | None, Differences]:
+        """Once the rows are here: the ranks of this rail whose call differs from this rank's, and `tags` and
+        `differences` of EPMismatchError."""
         memory, rows = self.memory, self._space()[self.own_rows :]
         if memory.exact:
             tags = self.received_tags
         elif memory.device.type == "cuda":  # the host learns of it later
             ops.rail_tags(rows.flatten(), self.slab_rows, memory.descriptor, *self.tag, memory.differing)
-            return [], None
+            return [], None, {}
         else:
             first = rows[: len(self.memory.others) * self.stride : self.stride]
             tags = first[:, memory.slot.tag : memory.slot.tag + 4 * _TAG_INTS].view(torch.int32).tolist()
         tagged = zip(self.memory.others, tags, strict=True)
-        differing = {memory.of_rail(node): tag[2] >> 8 for node, tag in tagged if tag != self.tag}
-        other = next(((self.call_tag, rank, tag) for rank, tag in differing.items() if tag != self.call_tag), None)
-        return list(differing), other
+        differing = {memory.of_rail(node): tag for node, tag in tagged if tag != self.tag}
+        calls = ((rank, tag[2] >> 8 & MAX_TAG) for rank, tag in differing.items())
+        other = next(((self.call_tag, rank, tag) for rank, tag in calls if tag != self.call_tag), None)
+        by_what = next((differences(self._traits(self.tag), self._traits(tag)) for tag in differing.values()), {})
+        return list(differing), other, by_what
+
+    def _traits(self, tag: list[int]) -> Traits:
+        """What a `RailTag` says, on CPUs."""
+        D, K, dtype, stamp = tag
+        if self.memory.exact:
+            return call_of(D, K, dtype & 0xFF)
+        rows = (stamp - self.epoch * _PRIME) % 2**31
+        return call_of(D, K, dtype & 0xFF, padded_tokens=rows if rows <= self.memory.rows_per_node else "of no round")
 
     def rows(self) -> Rows:
         """x, ids, weights and scales of all slabs, for the dispatch of the node: views of the slabs."""

@@ -9,6 +9,7 @@ from helpers import generator, randn
 from torch import Tensor
 
 from epmoe import Balancer, EPStateError, ExpertParallel, MoELayer, Placement, balance, route
+from epmoe.exchange.moves import COUNTED, LAST_PLAN
 from epmoe.local.reference import moe_reference
 
 pytestmark = pytest.mark.usefixtures("serving")
@@ -136,6 +137,34 @@ def test_finish_takes_up_a_plan_where_the_last_one_has_not_been_seen_to_end(ep, 
     assert rank == 0 or size == 1 or not moves.done
     balancer.finish()
     assert len(balancer.history) == 2 and model.layers
+    balancer.close()
+
+
+def test_plans_past_the_numbers_of_32_bits(ep, size, rank):
+    """As if so many ticks, plans and calls of `finish` had been."""
+    model, balancer = Model(ep), Balancer(ep, every=1)
+    balancer._ticks = balancer._counted = 2**33
+    balancer._planned = balancer._taken = 2**32 - 2
+    balancer._finishes = 2**31 - 2
+    if rank == 0:
+        ep.live.mail.post(LAST_PLAN, 2**31 - 2 << 32 | 2**32 - 2, range(size))
+        ep.live.mail.flush()
+    dist.barrier()
+    balancer._recent = torch.ones(L, E, dtype=torch.float64)
+    for n in range(4):
+        table = balance(torch.rand(L, E, generator=generator(n)), ep.slots, ep_size=size)
+        if rank == 0 and n != 2:
+            balancer._publish(table)
+        balancer.finish()
+        assert len(balancer.history) == [1, 2, 2, 3][n] and model.layers
+        dist.barrier()  # a rank that is late would take up the next plan
+    assert balancer._taken == 1
+    balancer.tick()
+    ep.live.mail.flush()
+    dist.barrier()
+    while (words := ep.live.mail.words()) is None:
+        pass
+    assert rank or [row[COUNTED] for row in words] == [2**33 + 1] * size
     balancer.close()
 
 

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 from checked_round import check_round
-from exchanges import make_tokens
+from exchanges import assert_y, make_tokens, run_round
+from helpers import RANKS_SHARE_GPUS
 
 import epmoe
 
-LAST = 0xFFFFFFFD  # of the rounds that seem to be over
+LASTS = 0x7FFFFFFD, 0xFFFFFFFD
+"""Rounds that seem to be over: then the number becomes negative as an int32, and begins again."""
 
 
 def set_epoch(ep: epmoe.ExpertParallel, epoch: int) -> None:
     """As if so many rounds had been played. The headers of the CPU compare as signed differences."""
-    views, signed = ep._exchange.views, epoch - (1 << 32)
-    views["state"][:2] = signed
+    exchange = ep._exchange
+    node = getattr(exchange, "node", exchange)
+    signed = (epoch + (1 << 31)) % (1 << 32) - (1 << 31)
+    exchange.rounds.progress[0] = node.rounds.progress[0] = 4 * epoch  # phases
+    exchange.views["state"][:2] = signed
     if ep.device.type == "cpu":
         for name in ("signal.dispatch", "signal.combine"):
-            views[name].view(torch.int32)[:, 0] = signed
+            exchange.views[name].view(torch.int32)[:, 0] = signed
+        exchange.views["doorbell"][:] = signed
     else:
         torch.cuda.synchronize()
     dist.barrier()
@@ -27,13 +36,41 @@ def set_epoch(ep: epmoe.ExpertParallel, epoch: int) -> None:
 
 @pytest.mark.parametrize("ll_max_tokens", [256, 4])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
-def test_rounds_past_the_last_epoch(make_ep, rank, size, device, layout, ll_max_tokens):
+@pytest.mark.parametrize("last", LASTS)
+def test_rounds_past_the_last_epoch(make_ep, rank, size, device, layout, ll_max_tokens, last):
     """On GPUs no round has the number 0 or 0xffffffff: these are what windows hold at first."""
     ep = make_ep(ll_max_tokens, max_tokens=40)
-    set_epoch(ep, LAST)
-    numbers = (0xFFFFFFFE, 0xFFFFFFFF, 0, 1) if device.type == "cpu" else (0xFFFFFFFE, 1, 2, 3)
-    for number, tokens in zip(numbers, (7, 40, 0, 16), strict=True):
+    set_epoch(ep, last)
+    for number, tokens in enumerate((7, 40, 0, 16), last + 1):
         given = [make_tokens(ep.config, r, max(tokens - r, 0), seed=number % 7) for r in range(size)]
+        if device.type == "cpu" and rank == number % size:
+            time.sleep(0.02)  # the others sleep on their doorbells
         check_round(ep, given, layout)
         ep.check()
-        assert ep.health().rounds == number
+        assert ep.health().rounds == ep._exchange.rounds.count == number
+
+
+@pytest.mark.parametrize("last", LASTS)
+@pytest.mark.parametrize("splits", ["padded", "exact"])
+def test_rounds_over_nodes_past_the_last_epoch(make_ep, rank, size, device, splits, last):
+    if size % 2 or device.type == "cuda" and RANKS_SHARE_GPUS and "NCCL_HOSTID" not in os.environ:
+        pytest.skip("needs two nodes of as many ranks: tests/two_gpu_nodes.sh")
+    ep = make_ep(ranks_per_node=size // 2, exchange={"network_splits": splits})
+    set_epoch(ep, last)
+    for number in range(last + 1, last + 4):
+        tokens = make_tokens(ep.config, rank, 16 - rank, seed=number % 7)
+        assert_y(run_round(ep, tokens), ep.config, tokens)
+        assert ep.health().rounds == ep._exchange.rounds.count == number
+
+
+@pytest.mark.parametrize("last", LASTS)
+def test_more_rounds_past_the_last_epoch(make_ep, rank, size, last):
+    """Their answer has the number of the round beside it."""
+    ep = make_ep()
+    set_epoch(ep, last)
+    for number in range(last + 1, last + 4):
+        tokens = make_tokens(ep.config, rank, 5, seed=number % 7)
+        with ep._exchange.rounds.sending(rank == number % size):
+            y = run_round(ep, tokens)
+        assert ep._exchange.has_more_rounds()
+        assert_y(y, ep.config, tokens)

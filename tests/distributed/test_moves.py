@@ -14,6 +14,7 @@ from helpers import assert_close, generator, randn
 from torch import Tensor
 
 from epmoe import EPError, EPStateError, EPTimeoutError, ExpertParallel
+from epmoe.exchange.moves import MOST_CALLS
 from epmoe.exchange.moves_plan import EMPTY
 
 pytestmark = pytest.mark.usefixtures("serving")
@@ -385,6 +386,21 @@ def test_what_does_not_fit_is_refused(make, size):
     if size > 1:
         with pytest.raises(ValueError, match="`weights` must be given"):
             ep.replace(draw_table(size, ep.num_local_experts, seed=1))
+
+
+def test_calls_up_to_the_last_number(make, size, rank):
+    """Words hold the number of a call, in 31 bits."""
+    ep = make()
+    slots = Slots(ep)
+    assert ep.live is not None
+    ep.live._number = MOST_CALLS - 2
+    for n in range(2):
+        ep.replace(draw_table(size, ep.num_local_experts, seed=n), slots.of)
+        ep.apply()
+        play(ep, slots, n, n, T=M - rank)
+    with pytest.raises(EPStateError, match="`resume` begins anew"):
+        ep.replace(draw_table(size, ep.num_local_experts, seed=2), slots.of)
+    play(ep, slots, 2, 2, T=M)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -141,22 +143,29 @@ def test_rows_past_the_capacity(make_ep, rank, size, alignment):
 
 
 def test_ranks_that_disagree_hear_of_it(make_ep, rank, size):
-    """Another K, D or dtype on one rank: an error on all ranks.
+    """Another K, D or dtype on one rank: an error on all ranks, which says what differs.
 
     On the CPU the next round is complete. On GPUs, whose hosts hear of it in different rounds, no rank goes on.
     """
     ep = make_ep(top_k=4, hidden=64, dtype="float32")
     tokens = make_tokens(ep.config, rank, 6)
     odd = rank == size - 1
-    for x, k in [(tokens.x[:, :32], 4), (tokens.x, 3), (tokens.x.bfloat16(), 4)]:
+    for x, k, name, values in [
+        (tokens.x[:, :32], 4, "hidden size (D)", (64, 32)),
+        (tokens.x, 3, "experts per token (K)", (4, 3)),
+        (tokens.x.bfloat16(), 4, "dtype", ("float32", "bfloat16")),
+    ]:
+        mine, theirs = values[::-1] if odd else values
         x, k = (x, k) if odd else (tokens.x, 4)
         if ep.device.type == "cuda":
             ep = make_ep(top_k=4, hidden=64, dtype="float32")
-        with pytest.raises(epmoe.EPMismatchError, match="hidden size"):
+        says = re.escape(f"by this: {name} is {mine} here and {theirs} there; they must be equal")
+        with pytest.raises(epmoe.EPMismatchError, match=says) as error:
             # On the CPU dispatch raises; on a GPU the first call after the kernel has reported.
             d = ep.dispatch(*(t.to(ep.device) for t in (x, tokens.ids[:, :k], tokens.weights[:, :k])))
             ep.combine(torch.zeros_like(d.rows), d)
             ep.check()
+        assert error.value.differences == {name: (mine, theirs)}
         if ep.device.type == "cuda":
             for _ in range(2):
                 with pytest.raises(epmoe.EPMismatchError, match="can only be resumed or closed"):

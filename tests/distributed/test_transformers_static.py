@@ -109,6 +109,24 @@ def test_compiled_generation_with_a_static_cache(name, entry_point, rank, size, 
     integration.poll()
 
 
+def test_ranks_whose_texts_end_at_different_steps(rank, size, every_expert):
+    """With the same `max_new_tokens`, as the page says, a static cache has room for the steps of the others."""
+    single, spread = single_and_spread("qwen3_moe", "experts_implementation", DTYPE)
+    prompt, steps = random_ids(5 + 9 * rank, seed=rank), [2, 6, 4, 3][rank % 4]
+    want = generate(single, prompt, 6)
+
+    def ends(ids: Tensor, scores: Tensor, **_: object) -> Tensor:
+        return torch.full((1,), ids.shape[1] >= prompt.shape[1] + steps, device=ids.device)
+
+    got = spread.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False, output_logits=True,
+        return_dict_in_generate=True, synced_gpus=True, cache_implementation="static", stopping_criteria=[ends],
+    )  # fmt: skip
+    tokens = got.sequences[0, prompt.shape[1] :]
+    assert len(tokens) == steps
+    check_tokens((tokens, torch.cat(got.logits)), (want[0][:steps], want[1][:steps]))
+
+
 @needs_ep
 def test_compiled_generation_from_a_shared_batch(rank, size, every_expert):
     if demo.MODELS["qwen3_moe"]["num_key_value_heads"] % size:

@@ -198,9 +198,11 @@ def test_ranks_that_disagree_hear_of_it(make_ep, rank, splits, wires):
     tokens = make_tokens(ep.config, rank, 6)
     x, ids, weights = given(ep, tokens)
     K = 3 if rank == 0 else 4
-    with pytest.raises(epmoe.EPMismatchError, match="hidden size") as error:
+    with pytest.raises(epmoe.EPMismatchError, match="experts per token") as error:
         ep.dispatch(x, ids[:, :K], weights[:, :K])
     assert error.value.differing_ranks
+    name = "experts per token (K)"  # on this rail; the other one hears of it within the nodes
+    assert error.value.differences == {0: {name: (3, 4)}, 2: {name: (4, 3)}}.get(rank, {})
     assert_y(run_round(ep, tokens), ep.config, tokens)
 
 
@@ -211,8 +213,12 @@ def test_slabs_of_other_lengths_are_a_mismatch(make_ep, rank, padded, ranks_per_
     ep = make_ep(ranks_per_node=ranks_per_node)
     tokens = make_tokens(ep.config, rank, 1)
     for _ in range(2):
-        with pytest.raises(epmoe.EPMismatchError):
+        with pytest.raises(epmoe.EPMismatchError) as error:
             ep.dispatch(*given(ep, tokens), padded_tokens=padded[rank])
+        first, *_ = error.value.differing_ranks
+        mine, theirs = error.value.differences.get("padded_tokens", (padded[rank], padded[first]))
+        assert (mine, theirs) == (padded[rank], padded[first])
+        assert error.value.differences or ranks_per_node == 2 and padded[rank] == padded[(rank + 2) % 4]
         assert_y(run_round(ep, tokens), ep.config, tokens)
 
 

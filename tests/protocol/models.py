@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from protocol.cpu import CpuRank
 from protocol.cuda import CudaRank
 from protocol.machine import Machine
-from protocol.rules import CPU
+from protocol.mail import MailRank
+from protocol.rules import CPU, MAIL
 
 
 def build(
@@ -25,7 +26,7 @@ def build(
     """A model for `explore`.
 
     Args:
-        protocol: of `PROTOCOLS`.
+        protocol: of `PROTOCOLS`, or MAIL, which neither aborts nor has a deadline.
         ranks: of the group.
         rounds: that each rank runs.
         one_way: whether rows go only from lower ranks to higher ones, otherwise between all.
@@ -48,7 +49,7 @@ def build(
         latches=without != "latch",
         lazy=lazy,
     )
-    writer = CpuRank if protocol == CPU else CudaRank
+    writer = {CPU: CpuRank, MAIL: MailRank}.get(protocol, CudaRank)
     for rank in range(ranks):
         writer(machine, rank, protocol, rounds, one_way, aborts, without).write()
     machine.finish()

@@ -9,6 +9,8 @@ final places, and rows that lie in their slots until combine has sent them back 
 SIMPLE = (COPIED, FINAL_ROWS, RANK_MAJOR)
 CUDA = (*SIMPLE, LL)
 PROTOCOLS = (CPU, *CUDA)
+MAIL = "mail"
+"""Of moves, beside the rounds."""
 
 RULES = {
     "open-all": PROTOCOLS,
@@ -31,4 +33,7 @@ RULES = {
     "abort-waits": (CPU,),
     "two-counts": (CPU,),
     "later-epoch": (CPU,),
+    "post-releases": (MAIL,),
+    "look-acquires": (MAIL,),
+    "staging-free": (MAIL,),
 }

@@ -41,7 +41,7 @@ __device__ __forceinline__ Line* ll_pairs_at(const Block& b, int64_t rank, int64
   return in_window<Line>(b.ex, rank, plan.ll_pairs) + (source * plan.ll_max_tokens + t) * plan.K;
 }
 // The sum that `sender` returns for the token of `slot` in `rank`'s window. Its index is 32-bit: at most 32 ranks times
-// 4095 slots.
+// 2047 slots.
 template <typename Block>
 __device__ __forceinline__ int32_t ll_sum_index(const Block& b, int32_t sender, int32_t slot) {
   return sender * static_cast<int32_t>(b.plan.ll_max_tokens) + slot;

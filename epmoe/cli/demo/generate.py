@@ -25,6 +25,8 @@ from epmoe.cli.demo.clock import StageClock
 from epmoe.cli.demo.tiny import MODELS, VOCABULARY
 from epmoe.cli.result import Baseline, Check, Result, sum_counters
 from epmoe.config.placement import Placement
+from epmoe.exchange.health import Health
+from epmoe.exchange.peers import Peers
 
 PROMPTS = (
     "The mixture of experts sends every token to",
@@ -100,14 +102,15 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: P
         "alone_text": tokenizer.decode(tokens.tolist()),
         "alone_stages": alone.seconds,
         "alone_elapsed": alone.elapsed,
-        "health": health,
+        "health": health.as_dict(),
     }
-    of_ranks = _all_gather(mine, size)
-    by_rank = {key: [one[key] for one in of_ranks] for key in mine}
+    of_ranks = _ranks().all_gather(mine)
+    by_rank: dict[str, list[Any]] = {key: [one[key] for one in of_ranks] for key in mine}
+    healths = [Health(**counts) for counts in by_rank["health"]]
     error = torch.tensor(by_rank["errors"]).max().item()  # NaN if any is
     limit = LOGIT_TOLERANCE if name in MODELS else CHECKPOINT_TOLERANCE * max(1.0, *by_rank["largest"])
     same = all(by_rank["equal"])
-    load = [count for one in by_rank["health"] for count in one.tokens_per_expert]
+    load = [count for one in healths for count in one.tokens_per_expert]
     return Result(
         name=name if name in MODELS else Path(path).resolve().name,
         config=exchange,
@@ -121,16 +124,16 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: P
             Check(f"logit error ≤ {limit:.0e}", f"{error:.1e}", error <= limit),
         ],
         placement=Placement.build(len(load), size),
-        traffic=[one.rows_sent for one in by_rank["health"]],
+        traffic=[one.rows_sent for one in healths],
         load=load,
-        dropped=[one.dropped_pairs for one in by_rank["health"]],
+        dropped=[one.dropped_pairs for one in healths],
         stages=by_rank["stages"],
         elapsed=by_rank["elapsed"],
         rounds=max_new_tokens,
         unit="token",
-        health=sum_counters(by_rank["health"]),
-        waited=[one.waited_s for one in by_rank["health"]],
-        texts=by_rank["text"],
+        health=sum_counters(healths),
+        waited=[one.waited_s for one in healths],
+        texts=[(prompt, text) for prompt, text in by_rank["text"]],
         baseline=Baseline(
             texts=by_rank["alone_text"],
             stages=by_rank["alone_stages"],
@@ -165,13 +168,11 @@ def saved_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32)
             if key.endswith("bias"):  # initialised to zeros, which would hide a bias that is left out
                 tensor.normal_(std=0.1)
     with tempfile.TemporaryDirectory() as folder:
-        of_rank_0 = [folder]
-        if dist.is_initialized():
-            dist.broadcast_object_list(of_rank_0)
-        model.save_pretrained(of_rank_0[0])  # in transformers only rank 0 writes
+        of_rank_0 = _ranks().all_gather(folder)[0]
+        model.save_pretrained(of_rank_0)  # in transformers only rank 0 writes
         if dist.is_initialized():
             dist.barrier()
-        yield of_rank_0[0]
+        yield of_rank_0
         if dist.is_initialized():
             dist.barrier()
 
@@ -234,8 +235,5 @@ def _streamer(stage: str, total: int, progress: Progress | None) -> BaseStreamer
     return _Counter(stage, total, progress) if progress else None
 
 
-def _all_gather(mine: dict[str, Any], size: int) -> list[dict[str, Any]]:
-    gathered = [mine] * size
-    if size > 1:
-        dist.all_gather_object(gathered, mine)
-    return gathered
+def _ranks() -> Peers:
+    return Peers.of(dist.group.WORLD if dist.is_initialized() else None)

@@ -149,7 +149,7 @@ class MoELayer(nn.Module):
             TypeError: as of `MoELayer` and `GroupedExperts`.
             ValueError: likewise, or a tensor has not E rows.
         """
-        E, held = ep.placement.num_experts, ep.placement.logical_experts(ep.rank)
+        E, held = ep.placement.num_experts, _held(ep, layer_id)
         full = {"w_gate_up": w_gate_up, "w_down": w_down} | experts
         for name, value in full.items():
             if isinstance(value, Tensor):
@@ -195,7 +195,7 @@ class MoELayer(nn.Module):
             ValueError: likewise, or the checkpoint has no such block, or it has another format.
         """
         router: dict[str, Any] = {name: _on(ep.device, value) for name, value in folder.router(block).items()}
-        held: dict[str, Any] = folder.experts(block, ep.placement.logical_experts(ep.rank), ep.device)
+        held: dict[str, Any] = folder.experts(block, _held(ep, layer_id), ep.device)
         return cls(
             ep, experts=GroupedExperts(**held, **experts), **router, shared=shared,
             apply_router_weight_on_input=apply_router_weight_on_input, layer_id=layer_id,
@@ -399,6 +399,12 @@ def _weights_of(layer: MoELayer) -> Weights:
         return [tensor[local] for tensor in layer.experts.parameters()]
 
     return weights
+
+
+def _held(ep: ExpertParallel, layer_id: int | None) -> list[int]:
+    """The logical experts to load for a layer that is about to be made. An empty slot gets any: nobody uses it."""
+    tag = ep.next_tag if layer_id is None else layer_id & MAX_TAG
+    return [max(expert, 0) for expert in ep.logical_experts(tag)]
 
 
 def _on(device: torch.device, value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from epmoe.live import LiveExperts
 from epmoe.local.route import Routing, route
 from epmoe.native.arguments import FLOATS, check_tensor
 from epmoe.resume import Resumable
+from epmoe.slots import write_slots
 
 
 class ExpertParallel(Resumable):
@@ -65,7 +65,7 @@ class ExpertParallel(Resumable):
             self.order = torch.zeros(1, dtype=torch.uint8, device=self.device)  # see epmoe/opaque.py
         self._routing = config.routing.options
         self._needs_bias = config.routing.selection_bias
-        self._layer_numbers = itertools.count(1)  # rounds without a tag have 0
+        self._layers = 0
         peers = Peers.of(group_of(group), config.exchange.warmup_timeout_s)
         self._join(peers, config, Hello(config.model_dump_json()))
 
@@ -346,13 +346,24 @@ class ExpertParallel(Resumable):
 
     def new_tag(self) -> int:
         """A tag for one more layer: 1, 2 and so on in the order of the calls, which must be the same on all ranks."""
-        return next(self._layer_numbers) & MAX_TAG
+        tag, self._layers = self.next_tag, self._layers + 1
+        return tag
+
+    @property
+    def next_tag(self) -> int:
+        """What `new_tag` gives next. Rounds without a tag have 0."""
+        return (self._layers + 1) & MAX_TAG
 
     @property
     def slots(self) -> Tensor:
         """int32 [layers, P], with `placement.live`, a copy: the logical expert in each slot, or −1. Rank r has slots
         r·S to (r + 1)·S − 1. Raises EPStateError without `placement.live`."""
         return self._moving.slots.clone()
+
+    def save_slots(self, path: str | os.PathLike[str]) -> None:
+        """Write `slots` to a JSON file, in one step: with `placement.slots` a later job begins with them. All ranks
+        have the same between two moves, so one rank calls it. Raises EPStateError without `placement.live`."""
+        write_slots(path, self._moving.slots)
 
     def replace(self, slots: Tensor, weights: Weights | None = None, *, loads: Tensor | None = None) -> Moves:
         """Begin to move experts, with `placement.live`: rounds go on meanwhile, also replays of CUDA graphs.

@@ -153,7 +153,8 @@ def resume(state, placement: Placement | None = None) -> list[tuple]:
     """Resumes and brings the weights where they belong: `held` names the expert whose weights lie at each index."""
     moves = state.ep.resume(placement=placement)
     take(state, moves)
-    return [tuple(move) for move in moves]
+    assert not any(move.tag for move in moves)
+    return [tuple(move[:3]) for move in moves]
 
 
 def play(state, rounds: int = 3) -> str:

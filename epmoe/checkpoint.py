@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from epmoe.collective import eps_of, everyone, naming, peers_of, together
 from epmoe.exchange.health import EPStateError
 from epmoe.local.experts import GroupedExperts
 from epmoe.service import ExpertParallel
@@ -54,16 +54,23 @@ def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str
 
     Raises:
         TypeError: a layer has other experts than `GroupedExperts`.
-        EPStateError: the `ExpertParallel` of a layer is closed.
+        EPStateError: the `ExpertParallel` of a layer is closed. Or experts move on a rank, which the others name: call
+            `ExpertParallel.apply` on all ranks before.
+        EPTimeoutError: ranks ended or did not come within `exchange.warmup_timeout_s`. It names them.
     """
-    layers, state = _layers(module), module.state_dict()
-    for layer in layers:
-        if layer.ep.size > 1 and layer.ep.group is None:
-            raise EPStateError("this ExpertParallel is closed: its ranks have no group any more")
-        for name in layer.names:
-            state[layer.prefix + name] = _gather(state[layer.prefix + name], layer, cpu_offload)
-        if layer.extra in state:
-            state[layer.extra] = torch.arange(layer.ep.placement.num_experts, dtype=torch.int32)
+    eps = eps_of(module)
+    with naming("full_state_dict", eps):
+        with together(eps):
+            layers, state = _layers(module), module.state_dict()
+            for layer in layers:
+                if layer.ep.size > 1 and layer.ep.group is None:
+                    raise EPStateError("this ExpertParallel is closed: its ranks have no group any more")
+                _ = layer.held  # raises while experts move
+        for layer in layers:
+            for name in layer.names:
+                state[layer.prefix + name] = _gather(state[layer.prefix + name], layer, cpu_offload)
+            if layer.extra in state:
+                state[layer.extra] = torch.arange(layer.ep.placement.num_experts, dtype=torch.int32)
     if not cpu_offload:
         return state
     if any(layer.ep.rank for layer in layers):
@@ -129,10 +136,17 @@ def save(module: nn.Module, folder: str | os.PathLike[str]) -> None:
 
     Raises:
         TypeError: a layer has other experts than `GroupedExperts`.
+        EPStateError: as of `full_state_dict`.
+        EPTimeoutError: likewise; ranks may be as far apart when they have written.
     """
     import torch.distributed.checkpoint as dcp  # takes most of a second
 
-    dcp.save(sharded_state_dict(module), checkpoint_id=folder)
+    eps = eps_of(module)
+    with naming("save", eps), everyone(eps) as peers:
+        with peers.together():
+            state = sharded_state_dict(module)
+        with peers.waiting():
+            dcp.save(state, checkpoint_id=folder, process_group=peers.group)
 
 
 def load(module: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -144,13 +158,19 @@ def load(module: nn.Module, folder: str | os.PathLike[str]) -> None:
 
     Raises:
         TypeError: a layer has other experts than `GroupedExperts`.
+        EPStateError: as of `full_state_dict`.
+        EPTimeoutError: likewise; ranks may be as far apart when they have read.
         CheckpointException: torch's, for missing keys and for shapes, on all ranks.
     """
     import torch.distributed.checkpoint as dcp
 
-    layers, state = _layers(module), module.state_dict()
-    sharded = _shard(layers, state)
-    dcp.load(sharded, checkpoint_id=folder)
+    eps = eps_of(module)
+    with naming("load", eps), everyone(eps) as peers:
+        with peers.together():
+            layers, state = _layers(module), module.state_dict()
+            sharded = _shard(layers, state)
+        with peers.waiting():
+            dcp.load(sharded, checkpoint_id=folder, process_group=peers.group)
     for layer in layers:
         for name in layer.names:
             for row, x in zip(state[layer.prefix + name], layer.held, strict=True):
@@ -205,21 +225,14 @@ def _key(layer: _Layer, logical: int, name: str) -> str:
 
 def _gather(local: Tensor, layer: _Layer, cpu_offload: bool) -> Tensor:
     """All experts [E, …] from those of each rank [e, …]. With `cpu_offload`, ranks other than 0 get nothing of use."""
-    ep, placement = layer.ep, layer.ep.placement
+    ep, placement, peers = layer.ep, layer.ep.placement, peers_of(layer.ep)
     rows = placement.num_experts if ep.rank == 0 or not cpu_offload else 1  # one is enough to send from
     full = torch.empty(rows, *local.shape[1:], dtype=local.dtype)
     for x in range(placement.num_experts):
         (owner, index), row = ep.holder(x, layer.tag), full[x % rows]
         if owner == ep.rank:
             row.copy_(local[index])
-        if ep.size > 1:
-            payload = row.view(-1).view(torch.uint8)  # gloo knows few dtypes
-            if not cpu_offload:
-                dist.broadcast(payload, group=ep.group, group_src=owner)
-            elif owner != 0 and ep.rank == owner:
-                dist.send(payload, group=ep.group, group_dst=0)
-            elif owner != 0 and ep.rank == 0:
-                dist.recv(payload, group=ep.group, group_src=owner)
+        (peers.to_first if cpu_offload else peers.broadcast)(row, owner)
     return full if cpu_offload else full.to(local.device)
 
 

@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass, field, replace
 import torch
 
 from epmoe.config.config import EPConfig
-from epmoe.config.deadlines import OPENING_ANSWER_S, Deadlines
+from epmoe.config.deadlines import Deadlines
 from epmoe.config.placement import Placement
 from epmoe.exchange.exchange import Exchange
 from epmoe.exchange.health import EPOpenError
@@ -257,7 +257,6 @@ def _opening(peers: Peers) -> Iterator[None]:
         with peers.together():
             yield
     except MissingRankError as error:
-        assert peers.group is not None and peers.timeout_s is not None
-        name = f"opening/{peers.group.group_name}"
-        missing = RollCall(list(range(peers.size)), peers.rank, peers.size, name).missing([], OPENING_ANSWER_S)
+        assert peers.timeout_s is not None
+        missing = RollCall.after(error, "opening")
         raise EPOpenError(peers.timeout_s, missing, [peers.global_ranks[rank] for rank in missing]) from error.__cause__

@@ -11,7 +11,8 @@ from functools import partial
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from epmoe.config.deadlines import ANSWER_S
+from epmoe.config.deadlines import ANSWER_S, OPENING_ANSWER_S
+from epmoe.exchange.peers import MissingRankError
 from epmoe.exchange.waiting import interruptible
 
 _SEND_S = 0.1  # to write a word into the store, where it can be reached
@@ -56,6 +57,14 @@ class RollCall:
             with suppress(RuntimeError):
                 interruptible(partial(store.set, str(self.rank), ",".join(map(str, result))), _SEND_S)
         return result
+
+    @classmethod
+    def after(cls, error: MissingRankError, what: str, found: Sequence[int] = ()) -> list[int]:
+        """After a collective of a group has failed: its ranks that are missing; `found` as of `missing`."""
+        peers = error.peers
+        assert peers.group is not None
+        roll = cls(list(range(peers.size)), peers.rank, peers.size, f"{what}/{peers.group.group_name}")
+        return roll.missing(found, OPENING_ANSWER_S)
 
     def _ask(
         self, store: dist.Store, found: Sequence[int], others: list[int], reports: dict[int, set[int]], answer_s: float

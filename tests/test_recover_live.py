@@ -13,7 +13,23 @@ import pytest
 import torch
 from helpers import ROOT, randn, slow
 from host import Host
-from test_moves_death import RANKS, REACHED, D, E, L, S, begin, config_of, create, finish, gain, play, poll, start
+from test_moves_death import (
+    RANKS,
+    REACHED,
+    D,
+    E,
+    L,
+    S,
+    balance,
+    begin,
+    config_of,
+    create,
+    finish,
+    gain,
+    play,
+    poll,
+    start,
+)
 
 import epmoe
 from epmoe.exchange.moves_plan import EMPTY
@@ -97,6 +113,10 @@ def test_recover_and_join_while_experts_move(tmp_path, device, stage):
         assert host.answers([4]) == [[[EMPTY] * S] * L]
         everyone = [*alive, 4]
         assert host.succeed(everyone, play) == ["played"] * 4
+        plans = host.succeed(everyone, balance)
+        assert plans[0] and plans == plans[:1] * 4
+        slots = expect_all_held(host, everyone)
+        assert all(set(layer[3 * S :]) != {EMPTY} for layer in slots)  # the balancer has filled the new rank's
         host.succeed(everyone, spread)
         assert EMPTY not in [expert for layer in expect_all_held(host, everyone) for expert in layer]
         assert host.succeed(everyone, play) == ["played"] * 4

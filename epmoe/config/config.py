@@ -282,7 +282,7 @@ class EPConfig(Strict):
         sections = self.model_dump()
         placement, sections["topology"] = sections["placement"], {"ep_size": ep_size}  # one node
         least = -(-self.model.num_experts // ep_size)
-        placement["slots"], placement["slots_per_rank"] = None, max(placement["slots_per_rank"], least)
+        placement["slots"], placement["slots_per_rank"] = None, max(placement["slots_per_rank"] or 0, least)
         return type(self)(**sections)
 
     @classmethod

@@ -30,8 +30,10 @@ from test_moves_death import (
     poll,
     start,
 )
+from typer.testing import CliRunner
 
 import epmoe
+from epmoe.cli import app, simulated
 from epmoe.exchange.moves_plan import EMPTY
 
 
@@ -319,3 +321,16 @@ def test_a_group_grows_by_hand(tmp_path, device):
             assert spread_lost == all("the `spread_lost` of rank" in str(result) for result in results), results
         assert host.succeed(names, table) == [[[EMPTY] * S + layer for layer in before]] * 3
         assert host.succeed(names, play) == ["played"] * 3
+
+
+def test_the_commands_know_of_the_file(tmp_path):
+    """The demonstration computes with what its slots hold; the benchmarks refuse."""
+    slots, path = tmp_path / "slots.json", tmp_path / "config.json"
+    slots.write_text('{"slots": [[3, 1, 2, 0], [1, 0, 3, 2]]}')
+    config = config_of(torch.device("cpu"), 1, E, slots)
+    with epmoe.ExpertParallel(config) as ep:
+        measured = simulated.run_layer(ep, "uniform", 2, 8, 0, lambda: None)
+    assert measured.worst_error < simulated.tolerance(config)
+    path.write_text(config.model_dump_json())
+    result = CliRunner().invoke(app, ["bench", str(path)])
+    assert result.exit_code == 2 and "`placement.slots` must be unset" in result.output

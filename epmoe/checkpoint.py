@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from epmoe.collective import everyone, naming, peers_of, together
 from epmoe.exchange.health import EPStateError
 from epmoe.service import ExpertParallel
-from epmoe.training.models import ExpertLayer, expert_layers
+from epmoe.training.models import ExpertLayer, expert_layers, expert_parallels
 
 _MOST_NAMED = 16  # experts in a message
 _OPTIMIZER = "optimizer."  # in front of the keys of an optimizer's state
@@ -41,17 +41,25 @@ def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str
     Raises:
         TypeError: a layer has other experts than `GroupedExperts`.
         ValueError: nothing says to which `ExpertParallel` some `GroupedExperts` belong.
-        EPStateError: the `ExpertParallel` of a layer is closed.
+        EPStateError: the `ExpertParallel` of a layer is closed. Or experts move on a rank, which the others name: call
+            `ExpertParallel.apply` on all ranks before.
+        EPTimeoutError: ranks ended or did not come within `exchange.warmup_timeout_s`. It names them.
     """
     module = _unwrapped(module)
-    layers, state = expert_layers(module), _whole(module.state_dict())
-    for layer in layers:
-        if layer.ep.size > 1 and layer.ep.group is None:
-            raise EPStateError("this ExpertParallel is closed: its ranks have no group any more")
-        for name in layer.names:
-            state[layer.prefix + name] = _gather(state[layer.prefix + name], layer, cpu_offload)
-        if layer.extra in state:
-            state[layer.extra] = torch.arange(layer.ep.placement.num_experts, dtype=torch.int32)
+    eps = expert_parallels(module)
+    with naming("full_state_dict", eps):
+        with together(eps):
+            layers, state = expert_layers(module), module.state_dict()
+            for layer in layers:
+                if layer.ep.size > 1 and layer.ep.group is None:
+                    raise EPStateError("this ExpertParallel is closed: its ranks have no group any more")
+                _ = layer.held  # raises while experts move
+        state = _whole(state)
+        for layer in layers:
+            for name in layer.names:
+                state[layer.prefix + name] = _gather(state[layer.prefix + name], layer, cpu_offload)
+            if layer.extra in state:
+                state[layer.extra] = torch.arange(layer.ep.placement.num_experts, dtype=torch.int32)
     if not cpu_offload:
         return state
     if any(layer.ep.rank for layer in layers):
@@ -129,10 +137,17 @@ def save(module: nn.Module, folder: str | os.PathLike[str], optimizer: torch.opt
     Raises:
         TypeError: a layer has other experts than `GroupedExperts`.
         ValueError: nothing says to which `ExpertParallel` some `GroupedExperts` belong.
+        EPStateError: see `full_state_dict`.
+        EPTimeoutError: likewise; ranks may be as far apart when they have written.
     """
     import torch.distributed.checkpoint as dcp  # takes most of a second
 
-    dcp.save(sharded_state_dict(module, optimizer), checkpoint_id=folder)
+    eps = expert_parallels(module)
+    with naming("save", eps), everyone(eps) as peers:
+        with peers.together():
+            state = sharded_state_dict(module, optimizer)
+        with peers.waiting():
+            dcp.save(state, checkpoint_id=folder, process_group=peers.group)
 
 
 def load(module: nn.Module, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -146,14 +161,20 @@ def load(module: nn.Module, folder: str | os.PathLike[str], optimizer: torch.opt
     Raises:
         TypeError: a layer has other experts than `GroupedExperts`.
         ValueError: nothing says to which `ExpertParallel` some `GroupedExperts` belong.
+        EPStateError: see `full_state_dict`.
+        EPTimeoutError: likewise; ranks may be as far apart when they have read.
         CheckpointException: torch's, for missing keys and for shapes, on all ranks.
     """
     import torch.distributed.checkpoint as dcp
 
     module = _unwrapped(module)
-    layers, state = expert_layers(module), _state_of(module, optimizer)
-    sharded = _shard(layers, state)
-    dcp.load(sharded, checkpoint_id=folder)
+    eps = expert_parallels(module)
+    with naming("load", eps), everyone(eps) as peers:
+        with peers.together():
+            layers, state = expert_layers(module), _state_of(module, optimizer)
+            sharded = _shard(layers, state)
+        with peers.waiting():
+            dcp.load(sharded, checkpoint_id=folder, process_group=peers.group)
     for key, rows, layer, named in _of_experts(layers, state):
         for row, x in zip(rows, layer.held, strict=True):
             if x >= 0:
@@ -229,21 +250,14 @@ def _whole(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gather(local: Tensor, layer: ExpertLayer, cpu_offload: bool) -> Tensor:
     """All experts [E, …] from those of each rank [e, …]. With `cpu_offload`, ranks other than 0 get nothing of use."""
-    ep, placement = layer.ep, layer.ep.placement
+    ep, placement, peers = layer.ep, layer.ep.placement, peers_of(layer.ep)
     rows = placement.num_experts if ep.rank == 0 or not cpu_offload else 1  # one is enough to send from
     full = torch.empty(rows, *local.shape[1:], dtype=local.dtype)
     for x in range(placement.num_experts):
         (owner, index), row = ep.holder(x, layer.tag), full[x % rows]
         if owner == ep.rank:
             row.copy_(local[index])
-        if ep.size > 1:
-            payload = row.view(-1).view(torch.uint8)  # gloo knows few dtypes
-            if not cpu_offload:
-                dist.broadcast(payload, group=ep.group, group_src=owner)
-            elif owner != 0 and ep.rank == owner:
-                dist.send(payload, group=ep.group, group_dst=0)
-            elif owner != 0 and ep.rank == 0:
-                dist.recv(payload, group=ep.group, group_src=owner)
+        (peers.to_first if cpu_offload else peers.broadcast)(row, owner)
     return full if cpu_offload else full.to(local.device)
 
 

@@ -5,18 +5,17 @@ All ranks of a group run the same steps, whether they are new or come from anoth
 
 from __future__ import annotations
 
-import itertools
 import json
 import reprlib
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 
 import torch
 
 from epmoe.config.config import EPConfig
-from epmoe.config.deadlines import OPENING_ANSWER_S, Deadlines
+from epmoe.config.deadlines import Deadlines
 from epmoe.config.placement import Placement
 from epmoe.exchange.exchange import Exchange
 from epmoe.exchange.health import EPOpenError
@@ -31,6 +30,7 @@ from epmoe.rail.gloo import GlooRail, connect_within, gloo_group
 from epmoe.rail.memory import RailMemory
 from epmoe.rail.nccl import NcclRail
 from epmoe.rail.roll_call import RollCall
+from epmoe.slots import Table, keep_slots, read_slots
 
 _NEW = -1
 _MOST_NAMED = 8  # keys in an error
@@ -40,11 +40,13 @@ _MOST_NAMED = 8  # keys in an error
 class Hello:
     """What a rank says to the others when it joins a group.
 
-    config: JSON, of the group to be; if the rank `keeps` the placement as far as it can, of the group so far.
+    config: JSON, of the group to be. Without `placement.live`, if the rank `keeps` the placement as far as it can, of
+        the group so far.
     origin: the same on all ranks that were ever in one group.
     generation: how many groups the rank has had before the present one; `_NEW` if it has none yet.
     rank: in the group so far.
-    held: with `placement.live`, [layers][S] the expert whose weights each slot of the rank has, or −1.
+    held: with `placement.live`, of a rank that keeps its slots or has read them from a file.
+    spread_lost: as of `ExpertParallel.resume`.
     attempt: rank 0's names this attempt to open a group, and what is connected in it.
     """
 
@@ -53,12 +55,15 @@ class Hello:
     generation: int = _NEW
     rank: int = _NEW
     keeps: bool = False
-    held: list[list[int]] | None = None
+    held: Table | None = None
+    spread_lost: bool = False
     attempt: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 def agree(hellos: list[Hello], rank: int) -> tuple[str, int, list[int] | None]:
     """What the ranks of a group make of their hellos. All return alike, or all raise.
+
+    With `placement.live` any ranks may keep their experts, in any order and beside new ones: a rank brings its slots.
 
     Args:
         hellos: of all ranks, in rank order.
@@ -75,12 +80,12 @@ def agree(hellos: list[Hello], rank: int) -> tuple[str, int, list[int] | None]:
         raise ValueError("the ranks resume different ExpertParallels: resume the same ones, in one order, on all ranks")
     newest = max(hello.generation for hello in hellos)
     former = [hello.rank for hello in hellos]
-    keeps = any(hello.keeps for hello in hellos)
-    if keeps and (any(hello.generation != newest for hello in hellos) or former != sorted(set(former))):
+    keeps, lives = any(hello.keeps for hello in hellos), any(hello.held is not None for hello in hellos)
+    if keeps and not lives and (any(hello.generation != newest for hello in hellos) or former != sorted(set(former))):
         raise ValueError("`placement` must be given where the group has new ranks, or its ranks another order")
-    for key, what in (("keeps", "`placement`"), ("config", "config")):
-        mine = getattr(hellos[rank], key)
-        others = [other for other, hello in enumerate(hellos) if getattr(hello, key) != mine]
+    for key, what in (("keeps", "`placement`"), ("spread_lost", "`spread_lost`"), ("config", "config")):
+        says = {r: getattr(h, key) for r, h in enumerate(hellos) if key == "config" or h.generation != _NEW}
+        others = [other for other, value in says.items() if value != says.get(rank, value)]
         if others:
             keys = _differing([hello.config for hello in hellos], rank, others) if key == "config" else ""
             raise ValueError(
@@ -122,7 +127,7 @@ class Joined:
     placement: Placement
     origin: str
     generation: int
-    slots: list[list[int]] | None
+    slots: Table | None
 
 
 def join(peers: Peers, config: EPConfig, hello: Hello, device: torch.device, close: Callable[[], None]) -> Joined:
@@ -148,14 +153,17 @@ def join(peers: Peers, config: EPConfig, hello: Hello, device: torch.device, clo
     exchange: Exchange | None = None
     try:
         with _opening(peers) as attempt:
+            first = None if config.placement.slots is None else read_slots(config)
+            if first is not None:
+                hello = replace(hello, held=_of_rank(first, peers.rank, config))
             hellos = [Hello(*values) for values in peers.all_gather(astuple(hello))]
             attempt.append(hellos[0].attempt)
             origin, generation, former = agree(hellos, peers.rank)
-            if former is not None:
+            if former is not None and not config.placement.live:
                 gone = set(range(config.topology.ep_size)).difference(former)
-                config = config.without_ranks(gone)
-            slots = None if former is None else _held(config, hellos)
+                config = config.with_placement(config.place_experts().without(gone, spread_lost=hello.spread_lost))
             check_size(config, peers)
+            slots = _slots(config, hellos, peers.rank, first)
             device_of(config, device)
             placement = config.place_experts()
             _ = ops.dispatch  # builds or loads the library now, not in a round in which other ranks wait
@@ -177,20 +185,24 @@ def join(peers: Peers, config: EPConfig, hello: Hello, device: torch.device, clo
     return Joined(exchange, config, placement, origin, generation, slots)
 
 
-def _held(config: EPConfig, hellos: list[Hello]) -> list[list[int]] | None:
-    """The slots of ranks that keep their experts. Raises ValueError where an expert has no slot left."""
-    if not config.placement.live:
+def _slots(config: EPConfig, hellos: list[Hello], rank: int, first: Table | None) -> Table | None:
+    """What the ranks of a group hold, where some bring experts; `first` is what this rank has read from a file.
+
+    Raises ValueError where an expert has no slot left, or ranks have read other files.
+    """
+    if all(hello.held is None for hello in hellos):
         return None
-    slots = [list(itertools.chain(*layers)) for layers in zip(*(hello.held or [] for hello in hellos), strict=True)]
-    everyone = set(range(config.model.num_experts))
-    lost = [(layer, sorted(everyone.difference(held))) for layer, held in enumerate(slots)]
-    if lost := [(layer, experts) for layer, experts in lost if experts]:
-        layer, experts = lost[0]
+    others = [r for r, hello in enumerate(hellos) if first is not None and hello.held != _of_rank(first, r, config)]
+    if others:
         raise ValueError(
-            f"logical expert(s) {experts[:_MOST_NAMED]} of layer {layer} have no copy left, and {len(lost)} layer(s) "
-            "lack experts: load all weights again, and give `placement`"
+            f"the file of `placement.slots` on rank {rank} differs from that of rank(s) {others}: it must be the same"
         )
-    return slots
+    return keep_slots(config, [hello.held for hello in hellos], any(hello.spread_lost for hello in hellos))
+
+
+def _of_rank(table: Table, rank: int, config: EPConfig) -> Table:
+    S = config.placement.slots_per_rank or 0
+    return [layer[rank * S : (rank + 1) * S] for layer in table]
 
 
 def _open_node(config: EPConfig, placement: Placement, peers: Peers, device: torch.device) -> NodeExchange:
@@ -247,17 +259,12 @@ def _opening(peers: Peers) -> Iterator[list[str]]:
     check_backend(peers.group)
     attempt = list[str]()
 
-    def roll() -> RollCall:
-        assert peers.group is not None
-        name = f"opening/{peers.group.group_name}"
-        return RollCall(list(range(peers.size)), peers.rank, peers.size, name, "".join(attempt))
-
     try:
         with peers.together():
             yield attempt
     except MissingRankError as error:
         assert peers.timeout_s is not None
-        missing = roll().missing([], OPENING_ANSWER_S)
+        missing = RollCall.after(error, "opening", attempt="".join(attempt))
         raise EPOpenError(peers.timeout_s, missing, [peers.global_ranks[rank] for rank in missing]) from error.__cause__
     if peers.size > 1:
-        roll().succeed()  # the last gather may have failed on another rank
+        RollCall.of(peers, "opening", "".join(attempt)).succeed()  # the last gather may have failed on another rank

@@ -151,8 +151,7 @@ class MoELayer(nn.Module):
             self.requires_grad_(False)
         self.layer_id = opaque.register(self, layer_id)
         self.tag = ep.new_tag(None if layer_id is None else layer_id & MAX_TAG, self)
-        if ep.live is not None and isinstance(experts, GroupedExperts):
-            ep.live.weights[self.tag] = _weights_of(self)
+        self._let_experts_move()
 
     @classmethod
     def from_full(
@@ -176,8 +175,9 @@ class MoELayer(nn.Module):
             TypeError: see `MoELayer` and `GroupedExperts`.
             ValueError: likewise, or a tensor has not E rows.
         """
-        E, held = ep.placement.num_experts, ep.placement.logical_experts(ep.rank)
+        E = ep.placement.num_experts
         of_layer = {name: _on(ep.device, options.pop(name)) for name in _OPTIONS if name in options}
+        held = _held(ep, of_layer.get("layer_id"))
         full = {"w_gate_up": w_gate_up, "w_down": w_down} | ep.config.experts.options | options
         for name, value in full.items():
             if isinstance(value, Tensor):
@@ -219,8 +219,8 @@ class MoELayer(nn.Module):
         for name in ("router_weight", "logit_bias"):
             if router_dtype is not None and name in router:
                 router[name] = router[name].to(router_dtype)
-        held: dict[str, Any] = folder.experts(block, ep.placement.logical_experts(ep.rank), ep.device)
         of_layer = {name: options.pop(name) for name in _OPTIONS if name in options}
+        held: dict[str, Any] = folder.experts(block, _held(ep, of_layer.get("layer_id")), ep.device)
         return cls(ep, experts=GroupedExperts(**held | ep.config.experts.options | options), **router | of_layer)
 
     def full_state_dict(self, *, cpu_offload: bool = False) -> dict[str, Any]:
@@ -530,7 +530,12 @@ class MoELayer(nn.Module):
         memo |= {id(shared): shared for shared in (self.ep, self.order, self._exchange)} | {id(self): twin}
         twin.__dict__.update(copy.deepcopy(self.__dict__ | {"recorder": None}, memo))
         twin.layer_id, twin.tag = opaque.register(twin), self.ep.new_tag(owner=twin)
+        twin._let_experts_move()
         return twin
+
+    def _let_experts_move(self) -> None:
+        if self.ep.live is not None and isinstance(self.experts, GroupedExperts):
+            self.ep.live.weights[self.tag] = _weights_of(self)
 
 
 @contextmanager
@@ -597,6 +602,12 @@ def _weights_of(layer: MoELayer) -> Weights:
         return [tensor.detach()[local] for tensor in layer.experts.parameters()]
 
     return weights
+
+
+def _held(ep: ExpertParallel, layer_id: int | None) -> list[int]:
+    """The logical experts to load for a layer that is about to be made. An empty slot gets any: nobody uses it."""
+    tag = ep.next_tag if layer_id is None else layer_id & MAX_TAG
+    return [max(expert, 0) for expert in ep.logical_experts(tag)]
 
 
 def _on(device: torch.device, value: Any) -> Any:

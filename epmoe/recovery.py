@@ -33,11 +33,13 @@ class _Decision:
     members: who is in the group, in rank order: former ranks, and behind them new ones as `-1 - arrival`.
     config: JSON, of the group to be.
     arrivals: those up to here have had their turn.
+    keeps: former ranks keep their slots, with `placement.live`.
     """
 
     members: list[int]
     config: str
     arrivals: int
+    keeps: bool
 
 
 def recover(
@@ -69,7 +71,7 @@ def recover(
         max_ranks: new ranks are taken in up to this number; by default to the size so far, or `min_ranks`.
         placement: from the placement so far, and the former rank (None: new) of each rank of the group to be, to that
             of the group to be. By default each expert stays, and lost ones go to the ranks with the fewest; with new
-            ranks all experts are spread anew.
+            ranks all experts are spread anew, except with `placement.live`, where slots of new ranks are empty.
         last_call_s: how long a rank waits for others, in seconds; by default 5 more than `exchange.timeout_s`.
         timeout_s: of the whole call, in seconds; it is looked at before each attempt.
         backend: of the process group.
@@ -93,7 +95,7 @@ def recover(
         before = {name: getattr(ep, name) for name in _OF_GROUP}
         try:
             _form(meeting, place, rank, len(decision.members), times.warmup_timeout_s, backend)
-            moves = ep.resume(placement=config.place_experts())
+            moves = ep.resume(placement=None if decision.keeps else config.place_experts(), spread_lost=True)
         except EPStateError:
             raise
         except RuntimeError:  # EPResumeError, or torch's: another rank has died meanwhile
@@ -124,7 +126,9 @@ def join_group(
         backend: of the process group, as for `recover`.
 
     Returns:
-        An ExpertParallel of the group. All its local experts are to be loaded: `ep.placement` says which they are.
+        An ExpertParallel of the group. All its local experts are to be loaded: `ep.logical_experts(tag)` says which
+        they are, with `placement.live` in each layer. Experts that the others still hold move to it by `ep.replace` or
+        `Balancer`.
 
     Raises:
         TimeoutError: nobody has taken this rank in.
@@ -191,8 +195,12 @@ def _decide(
         members = [*came, *new[: max(0, max_ranks - len(came))]]
         all_came = set(ep.survivors()) <= set(came)
         if (all_came or time.monotonic() > last_call) and len(members) >= min_ranks:
-            config = ep.config.with_placement(_place(ep.placement, members, placement))
-            mine = json.dumps(asdict(_Decision(members, config.model_dump_json(), arrivals)))
+            keeps = ep.live is not None and placement is None
+            if keeps:
+                config = ep.config.of_size(len(members))
+            else:
+                config = ep.config.with_placement(_place(ep.placement, members, placement))
+            mine = json.dumps(asdict(_Decision(members, config.model_dump_json(), arrivals, keeps)))
             store.compare_set(f"{place}/decision", "", mine)  # whoever was first has decided
         elif time.monotonic() > give_up:
             raise TimeoutError(f"{len(members)} ranks have come, and `min_ranks` is {min_ranks}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import replace
 from typing import Self
 from weakref import WeakSet
 
@@ -16,6 +15,7 @@ from epmoe.config.placement import Move, Placement
 from epmoe.exchange.exchange import Exchange
 from epmoe.exchange.handles import HoldsWindows
 from epmoe.exchange.health import EPOpenError, EPResumeError, EPStateError
+from epmoe.exchange.moves_plan import EMPTY
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.peers import Peers
 from epmoe.exchange.round_state import CLOSED
@@ -24,6 +24,7 @@ from epmoe.group import group_of
 from epmoe.join import Hello, join
 from epmoe.live import LiveExperts
 from epmoe.native.arguments import describe
+from epmoe.slots import Table
 
 
 class Resumable(HoldsWindows):
@@ -65,7 +66,13 @@ class Resumable(HoldsWindows):
             self._missing = self._exchange.missing() | self._exchange.dead()
         return [rank for rank in range(self.size) if not self._missing >> rank & 1]
 
-    def resume(self, group: dist.ProcessGroup | None = None, placement: Placement | None = None) -> tuple[Move, ...]:
+    def resume(
+        self,
+        group: dist.ProcessGroup | None = None,
+        placement: Placement | None = None,
+        *,
+        spread_lost: bool = False,
+    ) -> tuple[Move, ...]:
         """Go on in another group: after a failure without the dead ranks, or between any two rounds with more ranks.
 
         Collective over the new group: every rank resumes, or, if it is new, makes an `ExpertParallel(config, group)`
@@ -77,7 +84,11 @@ class Resumable(HoldsWindows):
         Args:
             group: as for the constructor, with any ranks of the group so far and any new ones, in any order.
             placement: the same on all ranks. By default each expert and copy stays on its rank, without the ranks that
-                are gone; see `Placement.without`.
+                are gone; see `Placement.without`. With `placement.live` ranks then keep their slots, new ranks have
+                empty ones, and the only placement to give is `config.of_size(R).place_experts()`: slots begin again.
+            spread_lost: the same on all ranks that resume. Without a placement, experts of which no copy is left go to
+                the ranks with the fewest experts, and this rank's are among the moves. With `placement.live` the ranks
+                get more slots, `num_local_experts`, where all experts would not fit otherwise.
 
         Returns:
             The experts of this rank whose weights are not where `placement` has them: the caller moves or loads these.
@@ -85,7 +96,8 @@ class Resumable(HoldsWindows):
         Raises:
             TypeError: an argument has another type.
             ValueError: on all ranks, if placement or config differ or do not fit the group, or if logical experts have
-                no copy left, which the error names. Nothing has changed then, and the group is still good.
+                no copy left, without `spread_lost`; the error names them. Nothing has changed then, and the group is
+                still good.
             RuntimeError: this process is a fork of the one that made this object.
             EPResumeError: a rank died or did not arrive within `exchange.warmup_timeout_s`. `resume` may be called
                 again with another group; until then, this object may be closed.
@@ -97,10 +109,12 @@ class Resumable(HoldsWindows):
             raise EPStateError(self._why_unusable())
         timeout_s = self.config.exchange.warmup_timeout_s
         peers = Peers.of(group_of(group), timeout_s)
+        keeps, held = placement is None, None
         config = self.config if placement is None else self.config.with_placement(placement)
-        hello = Hello(config.model_dump_json(), self.origin, self.generation, self.rank, keeps=placement is None)
-        if self.live is not None and placement is None:
-            hello = replace(hello, held=self.live.held.tolist())
+        if keeps and self.live is not None:
+            config, held = self.config.of_size(peers.size), self.live.held.tolist()
+        said = config.model_dump_json(), self.origin, self.generation, self.rank
+        hello = Hello(*said, keeps=keeps, held=held, spread_lost=keeps and spread_lost)
         old, ranks = self.placement, [self.rank if rank == peers.rank else None for rank in range(peers.size)]
         if self._exchange is not None:
             self._exchange.enter()
@@ -115,9 +129,8 @@ class Resumable(HoldsWindows):
         finally:
             if self._exchange is not None:
                 self._exchange.thread = 0
-        if self.live is not None:  # slots are where they were, or begin again
-            experts = [] if placement is None else self.placement.logical_experts(self.rank)
-            return tuple(Move(i, expert, None) for i, expert in enumerate(experts))
+        if self.live is not None:
+            return self._slots_to_load(held or [[] for _ in self.live.held])
         return old.moves(self.placement, ranks)[self.rank]
 
     def close(self) -> None:
@@ -167,6 +180,16 @@ class Resumable(HoldsWindows):
         for kept in (self._exchange, self.group):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # until the process ends
         self._exchange = self.group = None
+
+    def _slots_to_load(self, before: Table) -> tuple[Move, ...]:
+        """The slots of this rank, with `placement.live`, that do not hold what they held `before`."""
+        assert self.live is not None
+        return tuple(
+            Move(i, expert, None, tag)
+            for tag, (experts, had) in enumerate(zip(self.live.held.tolist(), before, strict=True), 1)
+            for i, expert in enumerate(experts)
+            if expert not in (EMPTY, *had[i : i + 1])
+        )
 
     def _join(self, peers: Peers, config: EPConfig, hello: Hello) -> None:
         """Become a rank of this group; see `join`."""

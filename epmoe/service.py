@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import weakref
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from epmoe.live import LiveExperts
 from epmoe.local.route import Routing, route
 from epmoe.native.arguments import FLOATS, check_tensor
 from epmoe.resume import Resumable
+from epmoe.slots import write_slots
 
 
 class ExpertParallel(Resumable):
@@ -66,8 +66,8 @@ class ExpertParallel(Resumable):
             self.order = torch.zeros(1, dtype=torch.uint8, device=self.device)  # see epmoe/opaque.py
         self._routing = config.routing.options
         self._needs_bias = config.routing.selection_bias
-        self._layer_numbers = itertools.count(1)  # rounds without a tag have 0
         self._tags: dict[int, weakref.ref[object] | None] = {}  # all that were taken; None: for good
+        self._last_tag = 0  # of a round without a tag
         peers = Peers.of(group_of(group), config.exchange.warmup_timeout_s)
         self._join(peers, config, Hello(config.model_dump_json()))
 
@@ -365,7 +365,7 @@ class ExpertParallel(Resumable):
         """A tag for one more layer, which no other layer of this object has. All ranks take the same ones.
 
         Args:
-            tag: from 0 to 32767. By default the next number, from 1 on, that nobody has had.
+            tag: from 0 to 32767. By default `next_tag`.
             owner: gives the tag back when it is gone; None: nobody does.
 
         Returns:
@@ -375,9 +375,7 @@ class ExpertParallel(Resumable):
             ValueError: another layer has the tag, or there is no further number.
         """
         if tag is None:
-            tag = next(number for number in self._layer_numbers if number not in self._tags)
-            if tag > MAX_TAG:
-                raise ValueError(f"an ExpertParallel has tags for {MAX_TAG} layers, and all were taken")
+            tag = self._last_tag = self.next_tag
         elif tag in self._tags and ((ref := self._tags[tag]) is None or ref() is not None):
             raise ValueError(
                 f"tag {tag} must belong to one layer, but another one of this ExpertParallel has it: the tag is "
@@ -387,10 +385,28 @@ class ExpertParallel(Resumable):
         return tag
 
     @property
+    def next_tag(self) -> int:
+        """What `new_tag` gives next: the first number above the last one, from 1 on, that nobody has had.
+
+        Raises ValueError where there is none.
+        """
+        tag = self._last_tag + 1
+        while tag in self._tags:
+            tag += 1
+        if tag > MAX_TAG:
+            raise ValueError(f"an ExpertParallel has tags for {MAX_TAG} layers, and all were taken")
+        return tag
+
+    @property
     def slots(self) -> Tensor:
         """int32 [layers, P], with `placement.live`, a copy: the logical expert in each slot, or −1. Rank r has slots
         r·S to (r + 1)·S − 1. Raises EPStateError without `placement.live`."""
         return self._moving.slots.clone()
+
+    def save_slots(self, path: str | os.PathLike[str]) -> None:
+        """Write `slots` to a JSON file, in one step: with `placement.slots` a later job begins with them. All ranks
+        have the same between two moves, so one rank calls it. Raises EPStateError without `placement.live`."""
+        write_slots(path, self._moving.slots)
 
     def replace(self, slots: Tensor, weights: Weights | None = None, *, loads: Tensor | None = None) -> Moves:
         """Begin to move experts, with `placement.live`: rounds go on meanwhile, also replays of CUDA graphs.

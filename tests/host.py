@@ -149,11 +149,12 @@ def take(state, moves: Iterable[Move]) -> None:
     state.held = held
 
 
-def resume(state, placement: Placement | None = None) -> list[tuple]:
+def resume(state, placement: Placement | None = None, spread_lost: bool = False) -> list[tuple]:
     """Resumes and brings the weights where they belong: `held` names the expert whose weights lie at each index."""
-    moves = state.ep.resume(placement=placement)
+    moves = state.ep.resume(placement=placement, spread_lost=spread_lost)
     take(state, moves)
-    return [tuple(move) for move in moves]
+    assert not any(move.tag for move in moves)
+    return [tuple(move[:3]) for move in moves]
 
 
 def play(state, rounds: int = 3) -> str:

@@ -18,6 +18,7 @@ import epmoe
 from epmoe.balance import choices, fresh, shares_of
 from epmoe.cli import app
 from epmoe.local.simulate import simulate_routing
+from epmoe.slots import read_slots
 
 ZIPF = 1.2
 ALL = 2**32
@@ -416,6 +417,23 @@ def test_the_command_prints_the_plan(command, suffix):
     assert plan.moves and plan.balance_after[1] < plan.balance_before[1]
     volume = len(plan.moves) * 3  # KiB: 3 · 16 · 32 numbers of 2 bytes
     assert f"{len(plan.moves)} moves of 3.0 KiB, {volume}.0 KiB in all" in result.output
+
+
+def test_the_command_goes_on_from_a_file_of_slots(command):
+    """What it writes is a file for `placement.slots`, from which the next plan begins."""
+    placement = {"live": True, "slots_per_rank": 5, "layers": 2, "most_copies": 2}
+    Path("sizes.json").write_text(json.dumps(SIZES | {"placement": placement}))
+    Path("loads.json").write_text(json.dumps([[1.0] * 8, [1, 1, 9, 9, 9, 1, 1, 1]]))
+    assert command("--loads", "loads.json", "--out", "first.json").exit_code == 0
+    config = SIZES | {"placement": placement | {"slots": "first.json"}}
+    Path("sizes.json").write_text(json.dumps(config))
+    assert {"slots": read_slots(epmoe.EPConfig(**config))} == json.loads(Path("first.json").read_text())
+    result = command("--loads", "loads.json", "--out", "second.json")
+    assert result.exit_code == 0 and "0 moves" in result.output, result.output
+    assert Path("second.json").read_text() == Path("first.json").read_text()
+    Path("first.json").write_text('{"slots": []}')
+    result = command("--loads", "loads.json")
+    assert result.exit_code == 2 and "first.json: `slots` must be 2 layers" in result.output
 
 
 @pytest.mark.parametrize(

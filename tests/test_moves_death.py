@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +17,11 @@ from epmoe.exchange.moves_plan import EMPTY
 E, D, L, S, RANKS = 4, 16, 2, 3, 4
 
 
-def config_of(device: torch.device) -> epmoe.EPConfig:
+def config_of(device: torch.device, ranks: int = RANKS, slots: int = S, file: Path | None = None) -> epmoe.EPConfig:
     return epmoe.EPConfig(
         model={"num_experts": E, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "float32"},
-        topology={"ep_size": RANKS},
-        placement={"live": True, "slots_per_rank": S, "layers": L, "staging_mb": 1},
+        topology={"ep_size": ranks},
+        placement={"live": True, "slots_per_rank": slots, "layers": L, "staging_mb": 1, "slots": file and str(file)},
         capacity={"max_num_tokens_per_rank": 8},
         exchange={"timeout_s": 5.0, "warmup_timeout_s": FORM_S},
     )
@@ -30,12 +31,18 @@ def gain(layer: int, expert: int) -> torch.Tensor:
     return 1 + randn(D, seed=10 * layer + expert).abs()
 
 
-def create(state) -> None:
-    state.ep = ep = epmoe.ExpertParallel(config_of(state.device), device=state.device)
-    state.rows = torch.full((L, S, D), torch.nan, device=ep.device)
+def create(state, ranks: int = RANKS, slots: int = S, file: Path | None = None) -> None:
+    start(state, epmoe.ExpertParallel(config_of(state.device, ranks, slots, file), device=state.device))
+
+
+def start(state, ep: epmoe.ExpertParallel) -> None:
+    """With the weights that `ep` says are in the slots of this rank."""
+    state.ep = ep
+    state.rows = torch.full((L, ep.num_local_experts, D), torch.nan, device=ep.device)
     for layer in range(L):
         for slot, expert in enumerate(ep.logical_experts(layer + 1)):
-            state.rows[layer, slot] = gain(layer, expert)
+            if expert != EMPTY:
+                state.rows[layer, slot] = gain(layer, expert)
     state.balancer = epmoe.Balancer(ep, every=3, weights=lambda tag, slot: [state.rows[tag - 1, slot]])
     state.balancer.tick()
 
@@ -49,7 +56,7 @@ def play(state) -> str:
         weights = torch.full((T, 2), 0.5)
         d = ep.dispatch(*(t.to(ep.device) for t in (x, ids, weights)), tag=layer + 1)
         numbers = torch.arange(len(d.rows), dtype=torch.int32, device=ep.device)
-        slot = (torch.searchsorted(d.expert_offsets, numbers, right=True) - 1).clamp(max=S - 1)
+        slot = (torch.searchsorted(d.expert_offsets, numbers, right=True) - 1).clamp(max=state.rows.shape[1] - 1)
         y = ep.combine(d.rows * state.rows[layer, slot], d)
         gains = torch.stack([gain(layer, expert) for expert in range(E)]).double()
         assert_close(y.cpu(), (x.double()[:, None] * gains[ids] * 0.5).sum(1), slack=4)

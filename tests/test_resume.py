@@ -235,12 +235,13 @@ def test_a_group_grows(host):
     assert [generation for _, generation, _ in host.do(names, describe)] == [1] * 3
 
 
-def test_lost_experts_are_named(host):
+@pytest.mark.parametrize("arguments", [(spread(4, 1).without([1], spread_lost=True),), slow((None, True))])
+def test_lost_experts_are_named(host, arguments):
     alive = lose(host, serve(host, copies=1), 1)
     host.form(alive)
     for error in host.do(alive, resume):
         assert error.startswith("ValueError: logical expert(s) [1, 5] have no copy outside rank(s) [1]")
-    moves = host.do(alive, resume, spread(4, 1).without([1], spread_lost=True))
+    moves = host.do(alive, resume, *arguments)
     assert sorted(logical for of_rank in moves for _, logical, source in of_rank if source is None) == [1, 5]
     assert host.do(alive, play) == ["played"] * 3
 

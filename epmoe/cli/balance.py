@@ -16,6 +16,7 @@ from epmoe.bench.report import write_json
 from epmoe.cli.console import UserError, check_output, console, human_bytes, plain_table, print_table
 from epmoe.cli.launch import CONFIG, load
 from epmoe.config.config import EPConfig
+from epmoe.slots import read_slots
 
 _SUFFIXES = (".json", ".pt", ".npy")
 
@@ -33,9 +34,11 @@ def balance(
     parsed = load(config)
     check_output("--out", out, (".json",))
     loads_LE = _read(loads, parsed.model.num_experts)
-    slots_LP = _slots(parsed).expand(len(loads_LE), -1)
+    section, R = parsed.placement, parsed.topology.ep_size
+    most_copies = section.most_copies if section.live else None
     try:
-        plan = plan_of(loads_LE, slots_LP, ep_size=parsed.topology.ep_size, goal=goal, max_moves=max_moves)
+        slots_LP = _slots(parsed, len(loads_LE))
+        plan = plan_of(loads_LE, slots_LP, ep_size=R, goal=goal, max_moves=max_moves, most_copies=most_copies)
     except ValueError as error:
         raise UserError(str(error)) from None
     moved = torch.tensor([move.layer for move in plan.moves], dtype=torch.int64).bincount(minlength=len(loads_LE))
@@ -70,12 +73,15 @@ def _read(path: Path, num_experts: int) -> Tensor:
     return loads.reshape(-1, num_experts)
 
 
-def _slots(config: EPConfig) -> Tensor:
-    """[P] of the configuration's placement; ranks with fewer experts have empty slots."""
+def _slots(config: EPConfig, layers: int) -> Tensor:
+    """[layers, P] of the configuration's placement; ranks with fewer experts have empty slots."""
+    if config.placement.slots is not None:
+        return torch.tensor(read_slots(config), dtype=torch.int32)
     placement = config.place_experts()
     held = [placement.logical_experts(rank) for rank in range(config.topology.ep_size)]
     most = max(map(len, held))
-    return torch.tensor([experts + [-1] * (most - len(experts)) for experts in held], dtype=torch.int32).flatten()
+    slots = [experts + [-1] * (most - len(experts)) for experts in held]
+    return torch.tensor(slots, dtype=torch.int32).flatten().expand(layers, -1)
 
 
 def _volume(config: EPConfig, moves: int) -> str:

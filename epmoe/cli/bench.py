@@ -75,6 +75,8 @@ def bench(
     counts = sorted(set(tokens or [count for count in usual if count <= limit]))
     if max(counts) > limit:
         raise UserError(f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got {max(counts)}")
+    if parsed.placement.slots is not None:
+        raise UserError("`placement.slots` must be unset: the benchmarks compute with the experts that come first")
     if routing == "adversarial":
         raise UserError("`--routing` must not be adversarial: its outputs are not the weighted sums that are checked")
     benchmark: Benchmark = cpu.run

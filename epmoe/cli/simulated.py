@@ -59,13 +59,13 @@ def run_layer(
     """
     config, model, measured = ep.config, ep.config.model, Measured()
     weights = _expert_weights(config, seed, ep.device)
-    logical = [ep.placement.logical(expert) for expert in ep.placement.local_experts(ep.rank)]
-    experts = GroupedExperts(*(w[logical] for w in weights)).requires_grad_(False)
+    tag = int(ep.config.placement.live)
+    held = [max(expert, 0) for expert in ep.logical_experts(tag)]  # nobody uses an empty slot
+    experts = GroupedExperts(*(w[held] for w in weights)).requires_grad_(False)
     balancer = None
     if balances:
         every = max(1, steps // _PLANS)
         balancer = Balancer(ep, every, weights=lambda tag, slot: [w[slot] for w in experts.parameters()])
-    tag = int(ep.config.placement.live)
     pool = partial(  # the same on all ranks, and in all rounds unless it drifts, so popular experts stay popular
         simulate_logits,
         kind,

@@ -6,7 +6,7 @@ Letters as in the package docstring: T, M, D, K, E, P, e, R, N.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -133,8 +133,8 @@ class PlacementConfig(Strict):
     copied_experts: list[int] | None = None
     """With `strategy: explicit`, the logical expert of each of these copies, where it is not i mod E."""
     live: bool = False
-    """Experts move while the group serves: see docs/moving.md. Each rank has `slots_per_rank` slots, of which slot p
-    holds expert p mod E at first. Every layer has a table of its own, so that each round needs a `tag`."""
+    """Experts move while the group serves: see docs/moving.md. Each rank has `slots_per_rank` slots, which hold the
+    experts of `slots` at first. Every layer has a table of its own, so that each round needs a `tag`."""
     slots_per_rank: int | None = Field(default=None, ge=1, le=4096)
     """S, with `live`: experts that a rank can hold, at most E; R·S is at least E."""
     most_copies: int = Field(default=4, ge=2, le=64)
@@ -143,6 +143,9 @@ class PlacementConfig(Strict):
     """With `live`, layers whose experts move: tags from 1 to this number."""
     staging_mb: int = Field(default=64, ge=1, le=4096)
     """With `live`, MiB of each window through which weights move."""
+    slots: str | None = None
+    """With `live`, path of a JSON file with the expert that each slot holds at first, as `ExpertParallel.save_slots`
+    writes it; by default expert p mod E in slot p. Ranks that resume leave it behind: they keep their slots."""
 
 
 class CapacityConfig(Strict):
@@ -274,15 +277,6 @@ class EPConfig(Strict):
             section.copied_experts,
         )
 
-    def without_ranks(self, ranks: Collection[int]) -> Self:
-        """This configuration for the group without these ranks, in which every expert stays on its rank.
-
-        Raises ValueError if logical experts have no copy left, or with `placement.live` too few slots.
-        """
-        if self.placement.live:
-            return self._of_size(self.topology.ep_size - len(ranks))
-        return self.with_placement(self.place_experts().without(ranks))
-
     def with_placement(self, placement: Placement) -> Self:
         """This configuration for the ranks, owners and copies of `placement`: what the ranks of a resumed group have.
 
@@ -290,7 +284,7 @@ class EPConfig(Strict):
         with `placement.live` if it is not the one with which such a group begins.
         """
         if self.placement.live:
-            config = self._of_size(placement.ep_size)
+            config = self.of_size(placement.ep_size)
             if config.place_experts() != placement:
                 raise ConfigError("with `placement.live` experts begin as `config.place_experts()` has them, then move")
             return config
@@ -304,9 +298,15 @@ class EPConfig(Strict):
         sections["topology"]["ep_size"] = placement.ep_size
         return type(self)(**sections)
 
-    def _of_size(self, ep_size: int) -> Self:
+    def of_size(self, ep_size: int) -> Self:
+        """This configuration with `placement.live` for a group of another size, whose ranks keep their slots.
+
+        Ranks get more slots where all experts would not fit otherwise. Raises ConfigError as `with_placement`.
+        """
         sections = self.model_dump()
-        sections["topology"]["ep_size"] = ep_size
+        placement, sections["topology"] = sections["placement"], {"ep_size": ep_size}  # one node
+        least = -(-self.model.num_experts // ep_size)
+        placement["slots"], placement["slots_per_rank"] = None, max(placement["slots_per_rank"] or 0, least)
         return type(self)(**sections)
 
     @classmethod
@@ -383,7 +383,7 @@ class EPConfig(Strict):
     def _live_rules(self) -> Iterator[_Rule]:
         section, ranks, experts = self.placement, self.topology.ep_size, self.model.num_experts
         if not section.live:
-            for key in ("slots_per_rank", "most_copies", "layers", "staging_mb"):
+            for key in ("slots_per_rank", "most_copies", "layers", "staging_mb", "slots"):
                 value = getattr(section, key)
                 yield (
                     f"placement.{key}",

@@ -104,14 +104,16 @@ def find_config(name_or_path: str | Path) -> Path:
     raise ConfigError(f"{path}: is neither a file nor a ready configuration; there are {', '.join(ready) or 'none'}")
 
 
-def read_config(path: str | Path, holds: str = "sections such as `model:` and `topology:`") -> dict[str, Any]:
+def read_config(
+    path: str | Path, holds: str = "sections such as `model:` and `topology:`", most_bytes: int = MAX_BYTES
+) -> dict[str, Any]:
     """The mapping in a .yaml, .yml, .toml or .json file. Raises ConfigError naming the file."""
     path = Path(path)
     parse = _PARSERS.get(path.suffix.lower())
     if parse is None:
         raise ConfigError(f"{path}: a configuration must end in {', '.join(_PARSERS)}, got `{path.suffix}`")
     try:
-        data = parse(_text_of(path))
+        data = parse(_text_of(path, most_bytes))
         _check_depth(data)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
@@ -125,18 +127,18 @@ def read_config(path: str | Path, holds: str = "sections such as `model:` and `t
     return data
 
 
-def _text_of(path: Path) -> str:
+def _text_of(path: Path, most_bytes: int) -> str:
     try:
         if path.exists() and not path.is_file():
             raise ConfigError("is not a file")
         with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
+            content = file.read(most_bytes + 1)
     except FileNotFoundError:
         raise ConfigError("no such configuration file") from None
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}") from None
-    if len(content) > MAX_BYTES:
-        raise ConfigError(f"is larger than {MAX_BYTES >> 10} KiB, which no configuration is")
+    if len(content) > most_bytes:
+        raise ConfigError(f"is larger than {most_bytes >> 10} KiB, which no configuration is")
     if b"\0" in content:
         raise ConfigError("is not a text file")
     try:

@@ -21,6 +21,8 @@ class Move(NamedTuple):
     """The logical expert whose weights these are."""
     source: int | None
     """The index at which the rank has held these weights so far; None if it must load them."""
+    tag: int = 0
+    """With `placement.live` of the layer whose slot this is, from 1; otherwise 0, for all layers."""
 
 
 @dataclass(frozen=True)

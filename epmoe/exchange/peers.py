@@ -12,20 +12,23 @@ from typing import NamedTuple, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions
+from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions
+
+from epmoe.exchange.health import EPStateError
 
 _Value = TypeVar("_Value")
-_KINDS: tuple[type[Exception], ...] = (MemoryError, ValueError, RuntimeError)
+_KINDS: tuple[type[Exception], ...] = (MemoryError, EPStateError, ValueError, RuntimeError)
 
 
 _MOST_BYTES = 2**24  # of a value
 
 
 class MissingRankError(RuntimeError):
-    """A rank of `peers` has ended, or did not come in time. Their group can do nothing more."""
+    """A rank of `peers` has ended, or did not come in time: one of `ranks`, if they are known. Their group can do
+    nothing more."""
 
-    def __init__(self, peers: Peers, error: RuntimeError):
-        self.peers = peers
+    def __init__(self, peers: Peers, error: RuntimeError, ranks: Sequence[int] = ()):
+        self.peers, self.ranks = peers, list(ranks)
         super().__init__(str(error))
 
 
@@ -60,7 +63,7 @@ class Peers:
         rank: of this process in the group.
         size: R.
         global_ranks: [R], of each rank of the group.
-        timeout_s: deadline of each `all_gather` in seconds; None is the group's own.
+        timeout_s: deadline of each collective in seconds; None is the group's own.
         first: number of rank 0 in errors: these ranks may be a part of a larger group.
     """
 
@@ -89,12 +92,47 @@ class Peers:
         self._raise_reported([problem and _Problem(*problem) for problem, _ in gathered])
         return [theirs for _, theirs in gathered]
 
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """The bytes of one rank's tensor to all, in place. Collective. Raises MissingRankError as `all_gather`."""
+        if self.group is not None:
+            options = BroadcastOptions()
+            options.rootRank = source
+            if (deadline := self._deadline) is not None:  # `dist.broadcast` takes none
+                options.timeout = deadline
+            with self.waiting():
+                self.group.broadcast([tensor.view(-1).view(torch.uint8)], options).wait()  # gloo knows few dtypes
+
+    def to_first(self, tensor: Tensor, source: int) -> None:
+        """As `broadcast`, to rank 0 only: ranks other than these two do nothing."""
+        if self.group is None or source == 0 or self.rank not in (0, source):
+            return
+        payload = [tensor.view(-1).view(torch.uint8)]
+        with self.waiting([source if self.rank == 0 else 0]):
+            work = self.group.recv(payload, source, 0) if self.rank == 0 else self.group.send(payload, 0, 0)
+            work.wait(*([] if self._deadline is None else [self._deadline]))
+
+    @contextmanager
+    def waiting(self, ranks: Sequence[int] = ()) -> Iterator[None]:
+        """For collectives of the group, which wait for `ranks`, if they are known. Raises MissingRankError for torch's
+        RuntimeError."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.group is None:
+                raise
+            raise MissingRankError(self, error, ranks) from None
+
+    @property
+    def _deadline(self) -> timedelta | None:
+        return None if self.timeout_s is None else timedelta(seconds=self.timeout_s)
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """A step that fails on all ranks if it fails on one. Collective at its end.
 
         A rank that fails reports it in place of its next `all_gather`, whichever that is on the others, and raises its
-        own error. The others raise the error of the first such rank, as a MemoryError, ValueError or RuntimeError.
+        own error. The others raise the error of the first such rank, as a MemoryError, EPStateError, ValueError or
+        RuntimeError.
         """
         try:
             with self.part():
@@ -152,11 +190,9 @@ class Peers:
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         assert self.group is not None
         options = AllgatherOptions()
-        if self.timeout_s is not None:  # `dist.all_gather` takes no deadline
-            options.timeout = timedelta(seconds=self.timeout_s)
+        if (deadline := self._deadline) is not None:  # `dist.all_gather` takes none
+            options.timeout = deadline
         rows = [torch.empty_like(tensor) for _ in range(self.size)]
-        try:
+        with self.waiting():
             self.group.allgather([rows], [tensor], options).wait()
-        except RuntimeError as error:
-            raise MissingRankError(self, error) from None
         return rows

@@ -11,7 +11,8 @@ from functools import partial
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from epmoe.config.deadlines import ANSWER_S
+from epmoe.config.deadlines import ANSWER_S, OPENING_ANSWER_S
+from epmoe.exchange.peers import MissingRankError, Peers
 from epmoe.exchange.waiting import interruptible
 
 _SEND_S = 0.1  # to write a word into the store, where it can be reached
@@ -63,6 +64,17 @@ class RollCall:
             with suppress(RuntimeError):
                 interruptible(partial(store.set, str(self.rank), ",".join(map(str, result))), _SEND_S)
         return result
+
+    @classmethod
+    def after(cls, error: MissingRankError, what: str, found: Sequence[int] = (), attempt: str = "") -> list[int]:
+        """After a collective of a group has failed: its ranks that are missing. `found` is that of `missing`."""
+        return cls.of(error.peers, what, attempt).missing(found, OPENING_ANSWER_S)
+
+    @classmethod
+    def of(cls, peers: Peers, what: str, attempt: str = "") -> RollCall:
+        """All ranks of a group, which take part in `what`."""
+        assert peers.group is not None
+        return cls(list(range(peers.size)), peers.rank, peers.size, f"{what}/{peers.group.group_name}", attempt)
 
     def _store(self) -> dist.Store:
         return dist.PrefixStore(f"epmoe/{self.name}/missing", _get_default_store())

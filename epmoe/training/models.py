@@ -86,6 +86,11 @@ def expert_layers(module: nn.Module) -> list[ExpertLayer]:
     return layers
 
 
+def expert_parallels(module: nn.Module) -> list[ExpertParallel]:
+    """Those of a model's modules, in the order of their first ones, which is the same on all ranks."""
+    return list({id(ep): ep for each in module.modules() for ep in _of(each)}.values())
+
+
 def ignore_experts(module: nn.Module) -> nn.Module:
     """Mark the experts of a model, so that `DistributedDataParallel(module)` leaves them to their ranks.
 
@@ -204,11 +209,17 @@ def _around(modules: dict[str, nn.Module], name: str) -> Iterator[tuple[ExpertPa
     """ExpertParallels of modules around one, the nearest first, and the names of these modules."""
     while name:
         name = name.rpartition(".")[0]
-        for value in vars(modules[name]).values():
-            if isinstance(value, TrainingExchange):
-                yield value.ep, name
-            elif isinstance(value, ExpertParallel):
-                yield value, name
+        for ep in _of(modules[name]):
+            yield ep, name
+
+
+def _of(module: nn.Module) -> Iterator[ExpertParallel]:
+    """What a module has as an attribute."""
+    for value in vars(module).values():
+        if isinstance(value, TrainingExchange):
+            yield value.ep
+        elif isinstance(value, ExpertParallel):
+            yield value
 
 
 def _average(layers: list[ExpertLayer]) -> None:

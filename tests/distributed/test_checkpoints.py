@@ -232,6 +232,33 @@ def test_a_part_of_a_larger_dict_and_async(ep_over, folder, size):
     assert whole["step"] == 7
 
 
+def test_a_rank_whose_experts_move_is_named_on_all(ep_over, folder, rank, size):
+    """It begins alone here. One that is a poll behind the others is in the same state."""
+    live = {"live": True, "slots_per_rank": min(E, -(-E // size) + 1)}
+    layer = MoELayer.from_full(ep := ep_over(size, placement=live), **full())
+    slots = (ep.slots + 1) % E
+    if rank == size - 1:
+        ep.replace(slots)
+    calls = (
+        layer.full_state_dict,
+        lambda: layer.full_state_dict(cpu_offload=True),
+        lambda: checkpoint.save(layer, folder / "saved"),
+        lambda: checkpoint.load(layer, folder / "saved"),
+    )
+    for call in calls:
+        named = "experts are moving" if rank == size - 1 else f"rank {size - 1}: experts are moving"
+        with pytest.raises(EPStateError, match=f"^{named}"):
+            call()
+    if rank != size - 1:
+        ep.replace(slots)
+    ep.apply()
+    assert_same_bits(layer.full_state_dict(), expected())
+    checkpoint.save(layer, folder / "saved")
+    other = MoELayer.from_full(ep_over(size), **full(seed=50))
+    checkpoint.load(other, folder / "saved")
+    assert_holds(other)
+
+
 def test_ranks_without_experts(ep_over, folder, size):
     owners = {"strategy": "explicit", "assignment": [size - 1] * E}
     layer = MoELayer.from_full(ep_over(size, placement=owners), **full())

@@ -1,0 +1,76 @@
+"""Collective calls beside the rounds, of checkpoints: all ranks can go on, or all raise; who is missing is named."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from epmoe.config.config import ExchangeConfig
+from epmoe.config.deadlines import ANSWER_S
+from epmoe.exchange.health import EPTimeoutError
+from epmoe.exchange.peers import MissingRankError, Peers
+from epmoe.rail.roll_call import RollCall
+from epmoe.service import ExpertParallel
+
+_POLL_S = 0.02
+
+
+def peers_of(ep: ExpertParallel) -> Peers:
+    """The ranks of an `ExpertParallel`, whose collectives have `warmup_timeout_s`; alone if it is closed."""
+    return Peers.of(ep.group, ep.config.exchange.warmup_timeout_s)
+
+
+@contextmanager
+def together(eps: list[ExpertParallel]) -> Iterator[None]:
+    """`Peers.together` over the ranks of each."""
+    with ExitStack() as steps:
+        for ep in eps:
+            steps.enter_context(peers_of(ep).together())
+        yield
+
+
+@contextmanager
+def everyone(eps: list[ExpertParallel]) -> Iterator[Peers]:
+    """All ranks of torch.distributed, in a group of gloo of its own: one that fails harms no other. Collective."""
+    if not dist.is_initialized():
+        yield Peers.of(None)
+        return
+    timeout_s = max([ep.config.exchange.warmup_timeout_s for ep in eps] or [ExchangeConfig().warmup_timeout_s])
+    with Peers.of(dist.group.WORLD).waiting():
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    try:
+        yield Peers.of(group, timeout_s)
+    finally:
+        dist.destroy_process_group(group)
+
+
+@contextmanager
+def naming(what: str, eps: list[ExpertParallel]) -> Iterator[None]:
+    """Raises EPTimeoutError, which names the ranks, in place of MissingRankError. `what` is the call."""
+    try:
+        yield
+    except MissingRankError as error:
+        peers, opened = error.peers, [ep for ep in eps if ep.group is not None]
+        deadline, found = time.monotonic() + ANSWER_S, error.ranks
+        while not found and time.monotonic() < deadline:  # gloo may see the end of a process before its window says so
+            found = _ended(peers, opened)
+            time.sleep(_POLL_S)
+        missing = RollCall.after(error, what, found)
+        names = [peers.global_ranks[rank] for rank in missing]
+        why = (
+            f"waited for rank(s) {missing} of the group (global rank(s) {names}), which ended or did not come within "
+            f"exchange.warmup_timeout_s: {error}"
+        )
+        rounds = max([ep.exchange.rounds.count for ep in opened], default=0)
+        then = "rounds go on, but the process group can do nothing more"
+        raise EPTimeoutError(f"{what}, after dispatch", rounds, missing, names, why, then) from None
+
+
+def _ended(peers: Peers, eps: list[ExpertParallel]) -> list[int]:
+    """Other ranks of the group that have ended, as far as rounds know."""
+    ended = {ep.exchange.global_ranks[rank] for ep in eps for rank in set(range(ep.size)).difference(ep.survivors())}
+    return [rank for rank, number in enumerate(peers.global_ranks) if number in ended and rank != peers.rank]

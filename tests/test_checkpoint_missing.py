@@ -1,0 +1,96 @@
+"""Ranks that stay away from a checkpoint, or die in it: the others raise an error that names them."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from helpers import randn, slow
+from host import Host
+
+import epmoe
+from epmoe import checkpoint
+from epmoe.collective import eps_of, everyone, together
+
+E, D, F, WAIT_S = 6, 32, 16, 1.0
+
+
+def create(state) -> None:
+    config = epmoe.EPConfig(
+        model={"num_experts": E, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "float32"},
+        topology={"ep_size": 3},
+        placement={"live": True, "slots_per_rank": 2},
+        capacity={"max_num_tokens_per_rank": 8},
+    )
+    state.ep = ep = epmoe.ExpertParallel(config, device="cpu")
+    shorter = config.exchange.model_copy(update={"warmup_timeout_s": WAIT_S})  # after the start, which may take longer
+    ep.config = config.model_copy(update={"exchange": shorter})
+    state.layer = epmoe.MoELayer.from_full(ep, randn(E, D), randn(E, 2 * F, D), randn(E, D, F)).requires_grad_(False)
+
+
+def run(state, what: str, folder: Path) -> tuple[float, list[int], str] | str:
+    """Seconds, the missing ranks and the message of the error."""
+    calls: dict[str, Any] = {
+        "full": state.layer.full_state_dict,
+        "offload": lambda: state.layer.full_state_dict(cpu_offload=True),
+        "save": lambda: checkpoint.save(state.layer, folder / "saved"),
+        "load": lambda: checkpoint.load(state.layer, folder / "saved"),
+    }
+    begin = time.monotonic()
+    try:
+        calls[what]()
+    except epmoe.EPTimeoutError as error:
+        return time.monotonic() - begin, error.missing_ranks, str(error)
+    return f"{what} has ended"
+
+
+def agree(state, what: str) -> None:
+    """The first part of the call, after which this rank stays away."""
+    eps = eps_of(state.layer)
+    if what in ("full", "offload"):
+        with together(eps):
+            pass
+        return
+    with everyone(eps) as peers:
+        with peers.together():
+            pass
+        time.sleep(2 * WAIT_S)  # in its group
+
+
+def die_in_it(state, what: str, folder: Path) -> None:
+    def die(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGKILL)
+
+    checkpoint._gather = dcp.save = dcp.load = die
+    run(state, what, folder)
+
+
+FAST = [("full", "dead"), ("offload", "away")]
+CASES = [(what, how) for what in ("full", "offload", "save", "load") for how in ("late", "away", "dead")]
+
+
+@pytest.mark.parametrize(("what", "how"), [*FAST, *(slow(*case) for case in CASES if case not in FAST)])
+def test_a_rank_that_stays_away_is_named(tmp_path, what, how):
+    """late: from the beginning; away: once all have agreed to begin."""
+    with Host(tmp_path, torch.device("cpu")) as host:
+        host.spawn(0, 1, 2)
+        host.form_at([0, 1, 2])
+        host.succeed([0, 1, 2], create)
+        if what == "load":
+            assert host.do([0, 1, 2], run, "save", tmp_path) == ["save has ended"] * 3
+        if how == "away":
+            host.start([2], agree, what)
+        elif how == "dead":
+            host.start([2], die_in_it, what, tmp_path)
+        waiting = [0] if what == "offload" and how != "late" else [0, 1]  # rank 1 sends, and has done its part
+        results = host.do([0, 1], run, what, tmp_path)
+        for rank in waiting:
+            assert not isinstance(results[rank], str), results
+            took_s, missing, message = results[rank]
+            assert missing == [2] and "waited for rank(s) [2] of the group" in message, message
+            assert took_s < 2 * WAIT_S + 3

@@ -40,6 +40,7 @@ from epmoe.local.route import Routing, route
 from epmoe.local.simulate import simulate_routing
 from epmoe.native.build import problem_with_torch as _problem_with_torch
 from epmoe.recovery import join_group, recover
+from epmoe.routes import Routes, recording
 from epmoe.safetensors_folder import SafetensorsFolder
 from epmoe.service import ExpertParallel
 
@@ -68,6 +69,7 @@ __all__ = [
     "Permuted",
     "Placement",
     "Quantized",
+    "Routes",
     "Routing",
     "SafetensorsFolder",
     "Sent",
@@ -76,6 +78,7 @@ __all__ = [
     "join_group",
     "permute",
     "quantize_fp8",
+    "recording",
     "recover",
     "route",
     "simulate_routing",

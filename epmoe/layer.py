@@ -6,9 +6,9 @@ import copy
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, NamedTuple, Self
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -22,26 +22,13 @@ from epmoe.local.beside import Beside, mark
 from epmoe.local.experts import GroupedExperts, parameter, without_autocast
 from epmoe.local.quantize import zero_padding_rows_
 from epmoe.native.arguments import FLOATS, check_tensor, describe, dtype_name, refuse_tangents
+from epmoe.routes import Routes
 from epmoe.safetensors_folder import SafetensorsFolder
 from epmoe.service import ExpertParallel
 from epmoe.training.exchange import BETWEEN_GRAPHS, TrainingExchange, WeightsOn, fits_graphs
 from epmoe.training.route import counted, scores
 
 _log = logging.getLogger("epmoe")
-
-
-class Routes(NamedTuple):
-    """What a call of a layer has chosen, for auxiliary losses, updates of biases, and replays."""
-
-    ids: Tensor
-    """int32 or int64 [T, K], logical experts; padding has E. A call with gradients has −1 where the weight is 0."""
-    weights: Tensor
-    """fp32 [T, K], with gradients in a call with gradients"""
-    logits: Tensor | None
-    """[T, E] in the dtype of the router, with gradients likewise; None where the routing was given"""
-    tokens_per_expert: Tensor | None
-    """int32 [e], rows that this rank's experts have got from all ranks; None in a call without gradients, whose memory
-    the next round overwrites"""
 
 
 class MoELayer(nn.Module):
@@ -536,31 +523,6 @@ class MoELayer(nn.Module):
     def _let_experts_move(self) -> None:
         if self.ep.live is not None and isinstance(self.experts, GroupedExperts):
             self.ep.live.weights[self.tag] = _weights_of(self)
-
-
-@contextmanager
-def recording(module: nn.Module) -> Iterator[dict[str, list[Routes]]]:
-    """Within it, calls of the layers of a model are recorded: by the name of the layer, the `Routes` of each call.
-
-    The tensors are those of the calls. A CUDA graph that is captured within it writes into them in each replay, also
-    afterwards. Compiled layers without gradients are recorded, too.
-
-    Args:
-        module: a layer, whose name is "", or a model.
-
-    Yields:
-        The record.
-    """
-    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, MoELayer)}
-    record: dict[str, list[Routes]] = {name: [] for name in layers}
-    before = {name: layer.recorder for name, layer in layers.items()}
-    for name, layer in layers.items():
-        layer.recorder = record[name].append
-    try:
-        yield record
-    finally:
-        for name, layer in layers.items():
-            layer.recorder = before[name]
 
 
 _OPTIONS = ("bias", "logit_bias", "shared", "apply_router_weight_on_input", "layer_id", "num_rows", "exchange")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -322,7 +321,6 @@ class ExpertParallel(Resumable):
         )
         exchange.abort(exchange.dispatch_send(call._replace(padded_tokens=padded_tokens, tag=tag)))
 
-    @contextmanager
     def giving_up(
         self,
         tag: int,
@@ -333,7 +331,7 @@ class ExpertParallel(Resumable):
         layout: Layout | None = None,
         apply_router_weight_on_input: bool | None = None,
         aligned: bool | None = None,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Within it a caller takes part in one round. An exception aborts the round, whether it was opened or not.
 
         It raises nothing of the exchange in its place.
@@ -346,20 +344,20 @@ class ExpertParallel(Resumable):
             layout: likewise.
             apply_router_weight_on_input: likewise.
             aligned: likewise.
+
+        Returns:
+            The context.
         """
         exchange = self.exchange
-        last_round = exchange.rounds.count
-        try:
-            with exchange.aborting():
-                yield
-        except BaseException:
-            if exchange.rounds.count == last_round and exchange is self._exchange and not exchange.failed:
-                with suppress(RuntimeError):
-                    self.skip(
-                        tag=tag, hidden_size=hidden_size, top_k=top_k, dtype=dtype, layout=layout,
-                        apply_router_weight_on_input=apply_router_weight_on_input, aligned=aligned,
-                    )  # fmt: skip
-            raise
+
+        def skip() -> None:
+            if exchange is self._exchange:  # not resumed or closed meanwhile
+                self.skip(
+                    tag=tag, hidden_size=hidden_size, top_k=top_k, dtype=dtype, layout=layout,
+                    apply_router_weight_on_input=apply_router_weight_on_input, aligned=aligned,
+                )  # fmt: skip
+
+        return exchange.giving_up(skip)
 
     def new_tag(self, tag: int | None = None, owner: object = None) -> int:
         """A tag for one more layer, which no other layer of this object has. All ranks take the same ones.

@@ -15,7 +15,8 @@ from host import Host
 
 import epmoe
 from epmoe import checkpoint
-from epmoe.collective import eps_of, everyone, together
+from epmoe.collective import everyone, together
+from epmoe.training.models import expert_parallels
 
 E, D, F, WAIT_S = 6, 32, 16, 1.0
 
@@ -51,7 +52,7 @@ def run(state, what: str, folder: Path) -> tuple[float, list[int], str] | str:
 
 def agree(state, what: str) -> None:
     """The first part of the call, after which this rank stays away."""
-    eps = eps_of(state.layer)
+    eps = expert_parallels(state.layer)
     if what in ("full", "offload"):
         with together(eps):
             pass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import get_ident
 
 import torch
@@ -229,6 +229,23 @@ class Exchange(ABC):
         except BaseException:
             if self.rounds.opened_after(before):
                 self.abort(None)
+            raise
+
+    @contextmanager
+    def giving_up(self, skip: Callable[[], None]) -> Iterator[None]:
+        """Within it the caller takes part in one round, and this rank does whatever happens.
+
+        An exception aborts the round, or lets `skip` take part in it if it was not opened. Nothing of the exchange is
+        raised in its place.
+        """
+        before = self.rounds.count
+        try:
+            with self.aborting():
+                yield
+        except BaseException:
+            if self.rounds.count == before and not self.failed:
+                with suppress(RuntimeError):
+                    skip()
             raise
 
     def check_open(self, handle: Sent | Dispatched) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -237,15 +238,11 @@ class TrainingExchange:
         if torch.compiler.is_compiling():
             yield
             return
-        exchange = self.ep.exchange
-        before = exchange.rounds.count
         try:
-            with exchange.aborting():
+            with self.ep.exchange.giving_up(partial(self.skip, dtype, weights_on=weights_on, tag=tag, aligned=aligned)):
                 yield
         except BaseException:
-            if exchange.rounds.count == before and not exchange.failed:
-                with suppress(RuntimeError):
-                    self.skip(dtype, weights_on=weights_on, tag=tag, aligned=aligned)
+            self._directions.note_told()
             raise
 
     def skip(

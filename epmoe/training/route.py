@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,47 +14,42 @@ from epmoe.native.arguments import describe, token_count
 from epmoe.training.passes import find
 
 
-def route(
-    logits: Tensor,
-    top_k: int,
-    *,
-    scoring: Literal["softmax", "sigmoid"] = "softmax",
-    bias: Tensor | None = None,
-    renormalize: bool = False,
-    num_expert_groups: int = 1,
-    top_groups: int = 1,
-    routed_scaling_factor: float = 1.0,
-    num_tokens: int | Tensor | None = None,
-    id_dtype: torch.dtype = torch.int32,
-) -> Routing:
+def route(logits: Tensor, top_k: int, *, num_tokens: int | Tensor | None = None, **options: Any) -> Routing:
     """`epmoe.route`, whose weights have gradients.
 
-    The choice of experts has none, so `bias` gets none either. A token whose scores are not finite, and padding, give
+    The choice of experts has none, so a bias gets none either. A token whose scores are not finite, and padding, give
     the logits gradients of 0; so does a score that is not finite under sigmoid.
 
     Args:
-        logits: as of `epmoe.route`, like all arguments.
+        logits: [T, E] fp32, fp16 or bf16.
         top_k: K.
-        scoring: softmax over the experts, or sigmoid of each.
-        bias: fp32 [E], added to the scores for the choice only.
-        renormalize: divide the weights of a token by their sum.
-        num_expert_groups: groups of experts.
-        top_groups: groups that a token may choose from.
-        routed_scaling_factor: factor of all weights.
         num_tokens: real tokens.
-        id_dtype: int32 or int64.
+        options: other arguments of `epmoe.route`, but for `counters`.
 
     Returns:
         ids [T, K] and weights fp32 [T, K], bit by bit those of `epmoe.route`.
 
     Raises:
-        TypeError: as of `epmoe.route`.
+        TypeError: see `epmoe.route`.
         ValueError: likewise.
     """
-    return _route(
-        logits, top_k, bias, num_tokens, scoring, renormalize, num_expert_groups, top_groups, routed_scaling_factor,
-        id_dtype, 0,
+    return counted(0, logits, top_k=top_k, num_tokens=num_tokens, **options)
+
+
+def counted(
+    number: int, logits: Tensor, *, top_k: int, bias: Tensor | None = None, num_tokens: Any = None,
+    scoring: str = "softmax", renormalize: bool = False, num_expert_groups: int = 1, top_groups: int = 1,
+    routed_scaling_factor: float = 1.0, id_dtype: torch.dtype = torch.int32,
+) -> Routing:  # fmt: skip
+    """`route` of a layer, whose sanitised rows count in the health of the exchange with this number, 0 for none."""
+    if not isinstance(logits, Tensor) or logits.dim() != 2:
+        raise TypeError(f"`logits` must be fp32, fp16 or bf16 [T, E], got {describe(logits)}")
+    tokens, num_real = token_count(num_tokens, logits.shape[0], logits.device)
+    ids, weights = train_route(
+        logits, top_k, bias, tokens, num_real, scoring, renormalize, num_expert_groups, top_groups,
+        float(routed_scaling_factor), id_dtype, number,
     )  # fmt: skip
+    return Routing(ids, weights)
 
 
 class _Scores(torch.autograd.Function):
@@ -84,34 +79,6 @@ def scores(x_TD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Logits [T, E] of tokens [T, D] by a router [E, D], in its dtype, with gradients that padding does not touch."""
     logits: Tensor = _Scores.apply(x_TD, weight, bias)
     return logits
-
-
-def counted(number: int, logits: Tensor, **options: Any) -> Routing:
-    """`route` of a layer, whose sanitised rows count in the health of its exchange, which has this number."""
-    return _route(logits, **options, id_dtype=torch.int32, number=number)
-
-
-def _route(
-    logits: Tensor,
-    top_k: int,
-    bias: Tensor | None,
-    num_tokens: int | Tensor | None,
-    scoring: str,
-    renormalize: bool,
-    num_expert_groups: int,
-    top_groups: int,
-    routed_scaling_factor: float,
-    id_dtype: torch.dtype,
-    number: int,
-) -> Routing:
-    if not isinstance(logits, Tensor) or logits.dim() != 2:
-        raise TypeError(f"`logits` must be fp32, fp16 or bf16 [T, E], got {describe(logits)}")
-    tokens, num_real = token_count(num_tokens, logits.shape[0], logits.device)
-    ids, weights = train_route(
-        logits, top_k, bias, tokens, num_real, scoring, renormalize, num_expert_groups, top_groups,
-        float(routed_scaling_factor), id_dtype, number,
-    )  # fmt: skip
-    return Routing(ids, weights)
 
 
 @torch.library.custom_op("epmoe::train_route", mutates_args=())

@@ -26,7 +26,7 @@ STATUS = (
     "code", "stage", "epoch", "missing", "originator", "needed_rows", "phases", "tag", "other", "aborted",
     "aborted_epoch",
 )  # fmt: skip
-TIMEOUT, MISMATCH, OUT_OF_TURN = 1, 2, 3
+TIMEOUT, MISMATCH, OUT_OF_TURN, UNSCHEDULED = 1, 2, 3, 4
 STAGES = ("dispatch", "combine")
 # Buffers of the memory plan that only grow, and the count of rounds: what `Health` is made of.
 TOTALS = (
@@ -266,8 +266,11 @@ def raise_on_failure(status: Tensor, global_ranks: list[int], rank: int, latched
         raise EPMismatchError(epoch, ranks, latched, tags)
     if code == OUT_OF_TURN:
         raise EPOrderError(STAGES[stage], epoch, phases)
-    assert code == TIMEOUT, f"unknown status code {code}"
     missing = [global_ranks[rank] for rank in ranks]
+    if code == UNSCHEDULED:
+        why = "has not begun within its deadline: this rank's own kernel was not scheduled, since others hold the GPU"
+        raise EPTimeoutError(STAGES[stage], epoch, ranks, missing, why)
+    assert code == TIMEOUT, f"unknown status code {code}"
     named = f"rank(s) {ranks} of the group (global rank(s) {missing})"
     why = f"timed out waiting for {named}, first seen by rank {originator}"
     if ranks == [originator] and len(global_ranks) > 1:  # no deadline makes a rank report itself missing

@@ -333,6 +333,7 @@ class HierarchicalExchange(Exchange):
         raise EPMismatchError(epoch, ranks, self.device.type == "cuda", tags)
 
     def check(self) -> None:
+        self.node.look()
         if self.failure is None and self.node.code:
             self.take_failure_of_node()
         if self.failure is not None:

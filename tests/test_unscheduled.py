@@ -57,7 +57,7 @@ class Gpu:
 
     def look(self, launches: bool = False) -> Late | None:
         self.time_s += LOOK_S
-        return self.watch.look(self.time_s, TIMEOUT_S, self.phases, launches)
+        return self.watch.look(self.time_s, TIMEOUT_S, self.phases, "launch" if launches else "replay")
 
     def looks(self, seconds: float) -> tuple[Late, float] | None:
         """Polls for so long. What is late, and after how many seconds."""
@@ -209,6 +209,25 @@ def test_replays_that_go_on_behind_a_host_that_runs_ahead(gpu):
         assert gpu.looks(TIMEOUT_S / 2) is None
         kernel.begin(ends=True)
     assert gpu.looks(5.0) is None
+
+
+def test_a_replay_after_a_pause(gpu):
+    gpu.phases += 4  # the capture
+    assert gpu.looks(10.0) is None
+    kernel = gpu.replay()
+    assert gpu.looks(TIMEOUT_S - 2 * LOOK_S) is None
+    kernel.begin(ends=True)
+    assert gpu.looks(10.0) is None
+
+
+def test_polls_on_another_thread(gpu):
+    """They see no stream of the rounds, but what other ranks have reported."""
+    gpu.launch(look=False)
+    for _ in range(100):
+        gpu.time_s += LOOK_S
+        assert gpu.watch.look(gpu.time_s, TIMEOUT_S, gpu.phases, None) is None
+    gpu.errors[0] = 0b10
+    assert gpu.watch.look(gpu.time_s, TIMEOUT_S, gpu.phases, None) == Late(0, 4, (0b10, 0))
 
 
 def test_a_replay_that_waits_for_ranks(gpu):

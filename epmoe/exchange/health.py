@@ -141,8 +141,8 @@ class EPStateError(EPError, ValueError):
 
 
 class EPTimeoutError(EPError, TimeoutError):
-    """Ranks did not arrive within the deadline, or left. The `ExpertParallel` can only be resumed or closed, unless the
-    error says otherwise."""
+    """Ranks did not arrive within the deadline, or left; or on a GPU this rank's own kernel was not scheduled in time.
+    The `ExpertParallel` can only be resumed or closed, unless the error says otherwise."""
 
     def __init__(
         self,

@@ -12,8 +12,9 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
+from threading import Lock, get_ident
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -122,7 +123,7 @@ class NodeExchange(Exchange):
         self._totals = Totals(self.views)
         self._look_at = math.inf  # the time of the next look at what has not begun
         if device.type == "cuda":
-            self._watch, self._look_at = watch_of(self.views), 0.0
+            self._watch, self._looking, self._look_at = watch_of(self.views), Lock(), 0.0
         rows = self.views["rows"]
         self._rows = None if rows.is_inference() else rows
         self._trains, self._training_sms = False, _share_of(device)
@@ -287,13 +288,20 @@ class NodeExchange(Exchange):
 
     def _late(self, launches: bool) -> Late | None:
         """What has not begun in time."""
+        rounds, timeout_s = self.rounds, self.descriptors.timeout_s
         with suppress(RuntimeError), torch.cuda.device(self.device):  # of a GPU that has failed
-            this_stream = torch.cuda.current_stream().cuda_stream + 1
-            if torch.cuda.is_current_stream_capturing():
+            if torch.cuda.is_current_stream_capturing() or not self._looking.acquire(blocking=False):
                 return None
-            # A launch on another stream than the last one also waits for what that stream has.
-            if not launches or self.rounds.last_stream in (0, this_stream):
-                return self._watch.look(monotonic(), self.descriptors.timeout_s, self.rounds.phases, launches)
+            try:
+                comes: Literal["launch", "replay", None] = None  # another thread that polls is on another stream
+                if launches:  # on another stream than the last launch it also waits for what that stream has
+                    this_stream = torch.cuda.current_stream().cuda_stream + 1
+                    comes = "launch" if rounds.last_stream in (0, this_stream) else None
+                elif rounds.opener == get_ident():
+                    comes = "replay"
+                return self._watch.look(monotonic(), timeout_s, rounds.phases, comes)
+            finally:
+                self._looking.release()
         return None
 
     def check(self) -> None:

@@ -15,11 +15,12 @@ multiprocessor. Every kernel of the exchange changes the state as soon as it beg
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -93,17 +94,13 @@ class _Mark:
         copy: of the state.
         set: whether it is on its way, or has come and is still of use.
         phases: those that the host had launched when it was set.
-        since: the time from which the deadline counts.
-        seen: whether the host has seen that it has come.
-        state: as the last look found it.
+        since_s: the time from which the deadline counts.
     """
 
     copy: Copy
     set: bool = False
     phases: int = 0
-    since: float = 0.0
-    seen: bool = False
-    state: bytes = b""
+    since_s: float = math.inf
 
 
 class Late(NamedTuple):
@@ -112,8 +109,8 @@ class Late(NamedTuple):
     Attributes:
         stage: the index of the stage that is due.
         epoch: of its round.
-        reports: empty where the stage could have begun for the whole deadline. Otherwise it may stand behind other work
-            of its stream, but other ranks have given the round up: a mask of missing ranks from each rank.
+        reports: empty where the stage could have begun for the whole deadline. Otherwise other ranks have given the
+            round up: a mask of missing ranks from each rank.
     """
 
     stage: int
@@ -133,17 +130,20 @@ class Watch:
 
     def __init__(self, before_launch: Copy, at_poll: Copy, now: Copy, errors: Copy) -> None:
         self._launch, self._poll, self._now, self._errors = _Mark(before_launch), _Mark(at_poll), now, errors
+        self._state, self._moved_s = b"", 0.0  # at the last look, and when the last look came that found another one
         self._reached = -1  # the phases of the last mark of a poll that the stream has reached
 
-    def look(self, time_s: float, timeout_s: float, phases: int, launches: bool) -> Late | None:
+    def look(
+        self, time_s: float, timeout_s: float, phases: int, comes: Literal["launch", "replay", None]
+    ) -> Late | None:
         """Look at the marks, and set one.
 
         Args:
             time_s: of the look.
             timeout_s: the deadline.
             phases: those that the host has launched so far.
-            launches: whether the caller launches a kernel next, in front of which only its own stream has work;
-                otherwise it polls.
+            comes: what the caller does next on the current stream: it launches a kernel, in front of which only this
+                stream has work, or it may replay a graph. None: nothing.
 
         Returns:
             What is late; None where nothing is, or where nobody can tell.
@@ -152,50 +152,45 @@ class Watch:
         state = self._now.read()
         if state is None:
             return None
-        unscheduled = False
-        for mark, is_due in (self._launch, self._launch_is_due), (self._poll, self._replay_is_due):
-            if mark.set and is_due(mark, state, time_s, phases) and time_s - mark.since >= timeout_s:
-                unscheduled = True
-        mark = self._launch if launches else self._poll
-        if not mark.set:
+        if state != self._state:
+            self._state, self._moved_s = state, time_s
+        due_s = min(self._launch_due_s(time_s, phases), self._replay_due_s(phases))
+        mark = self._launch if comes == "launch" else self._poll
+        if comes and not mark.set:
             mark.copy.start()
-            mark.set, mark.phases, mark.since, mark.seen, mark.state = True, phases, time_s, False, state
-        late = _due(state)
-        if unscheduled:
+            mark.set, mark.phases, mark.since_s = True, phases, math.inf if comes == "launch" else time_s
+        dispatch_epoch, combine_epoch, _, open_phases = _HEAD.unpack_from(state)
+        late = Late(1, dispatch_epoch) if open_phases > 1 else Late(0, combine_epoch + 1)
+        if time_s - due_s >= timeout_s:
             return late
-        if any(mark.set and time_s - mark.since >= timeout_s for mark in (self._launch, self._poll)):
+        if time_s - self._moved_s >= timeout_s:
             self._errors.start()
             if any(reports := self._errors.read() or b""):
                 return late._replace(reports=struct.unpack(f"<{len(reports) // 8}q", reports))
         return None
 
-    def _launch_is_due(self, mark: _Mark, state: bytes, time_s: float, phases: int) -> bool:
-        copied = mark.copy.read()
-        if copied is None:  # what stands in front of the kernel has not ended
-            return False
-        if copied != state or phases == mark.phases:  # it has begun, and has a deadline on the device; or it never came
+    def _launch_due_s(self, time_s: float, phases: int) -> float:
+        """The time from which a kernel that a call has launched could have begun, and has not."""
+        mark = self._launch
+        if not mark.set or (copied := mark.copy.read()) is None:  # what stands in front of the kernel has not ended
+            return math.inf
+        if copied != self._state or phases == mark.phases:  # it has begun, and has a deadline; or nothing was launched
             mark.set = False
-        elif not mark.seen:
-            mark.seen, mark.since = True, time_s
-        return mark.set
+            return math.inf
+        mark.since_s = min(mark.since_s, time_s)
+        return mark.since_s
 
-    def _replay_is_due(self, mark: _Mark, state: bytes, time_s: float, phases: int) -> bool:
-        if mark.copy.read() is not None:
+    def _replay_due_s(self, phases: int) -> float:
+        """The time from which no kernel of a replay has begun though the stream has not come to an end."""
+        mark = self._poll
+        if mark.set and mark.copy.read() is not None:
             mark.set, self._reached = False, mark.phases
-        elif state != mark.state:
-            mark.state, mark.since = state, time_s
-        # No call has launched anything since the stream reached an earlier mark: all that calls had launched has run. A
-        # device that has run something else than this has graphs. So a replay is due, or work in front of it.
-        _, epoch, _, open_phases = _HEAD.unpack_from(state)
-        has_graphs = 4 * epoch + open_phases != phases
-        receives = _BLOCKS.unpack_from(state, RECEIVING_AT) != _BLOCKS.unpack_from(state, DONE_AT)  # until a deadline
-        return mark.set and phases == mark.phases == self._reached and has_graphs and not receives
-
-
-def _due(state: bytes) -> Late:
-    """The stage that is due in this state."""
-    dispatch_epoch, combine_epoch, _, open_phases = _HEAD.unpack_from(state)
-    return Late(1, dispatch_epoch) if open_phases > 1 else Late(0, combine_epoch + 1)
+        # No call has launched anything since the stream reached an earlier mark: what calls have launched has run.
+        # Where the device has run something else than this, there are graphs.
+        _, epoch, _, open_phases = _HEAD.unpack_from(self._state)
+        has_graphs = mark.set and phases == mark.phases == self._reached and 4 * epoch + open_phases != phases
+        receives = _BLOCKS.unpack_from(self._state, RECEIVING_AT) != _BLOCKS.unpack_from(self._state, DONE_AT)
+        return max(self._moved_s, mark.since_s) if has_graphs and not receives else math.inf
 
 
 def watch_of(views: Mapping[str, Tensor]) -> Watch:

@@ -495,4 +495,4 @@ def _no_answer(missing: list[int], global_ranks: list[int], ranks_per_node: int,
         f"got no answer {where} from rank(s) {missing} of the group, (node, local) {places}, "
         f"global rank(s) {global_ranks}: they ended, left the group, or were slower than exchange.timeout_s"
     )
-    return f"{why}. This rank came too late" if rank in missing else why
+    return f"{why}. This rank came too late, or its own kernel was not scheduled" if rank in missing else why

@@ -231,8 +231,18 @@ def test_polls_on_another_thread(gpu):
 
 
 def test_a_replay_that_waits_for_ranks(gpu):
-    gpu.look()
+    gpu.phases += 4  # the capture
+    assert gpu.looks(1.0) is None
     gpu.replay().begin()
+    assert gpu.looks(10.0) is None
+
+
+def test_a_call_behind_work_beside_graphs(gpu):
+    gpu.phases += 4  # the capture
+    assert gpu.looks(1.0) is None
+    gpu.work()
+    assert gpu.look() is None
+    gpu.launch(look=False)
     assert gpu.looks(10.0) is None
 
 

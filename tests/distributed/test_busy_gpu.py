@@ -72,7 +72,7 @@ def told(ep: ExpertParallel, play: Callable[[], object]) -> str:
 @pytest.mark.parametrize("T", [1, 64, 256, 1024, 4096])
 @pytest.mark.parametrize("blocks", [66, 132, 200, 262, 264])
 def test_told_beside_a_kernel_that_leaves_parts_of_multiprocessors(make_ep, rank, crowd, blocks, T, layout, replay):
-    """The last rank stays away. Whether a kernel of the exchange finds a place or not, its rank hears of it in time."""
+    """The other ranks stay away. This one hears of it in time, whether its kernel finds a place or not."""
     ep = make_ep(max_tokens=T, hidden=2048, dtype="bfloat16", timeout_s=SHORT_S)
     play = player(ep, T, rank, layout)
     play()
@@ -90,7 +90,7 @@ def test_told_beside_a_kernel_that_leaves_parts_of_multiprocessors(make_ep, rank
         ended = crowd(blocks)
         time.sleep(0.06)  # its blocks are resident now
         error = told(ep, play)
-        assert "own kernel was not scheduled" in error or "rank(s) [1]" in error
+        assert "own kernel was not scheduled" in error or "timed out waiting for rank(s)" in error
         assert blocks < 264 or "this rank's own kernel was not scheduled" in error
         assert not ended.query()
     dist.barrier()
@@ -108,7 +108,7 @@ def test_dispatch_fits_beside_half_a_multiprocessor(make_ep, rank, crowd, T):
     if rank == 0:
         ended = crowd(262)
         time.sleep(0.06)
-        assert "timed out waiting for rank(s) [1]" in told(ep, play)
+        assert "timed out waiting for rank(s)" in told(ep, play)
         assert not ended.query()
     dist.barrier()
 

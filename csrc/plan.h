@@ -143,7 +143,8 @@ struct Status {
   int64_t aborted_epoch;  // the last such round
 };
 
-enum StatusCode : int64_t { kOk = 0, kTimeout = 1, kMismatch = 2, kOutOfTurn = 3 };
+// The host alone reports kUnscheduled.
+enum StatusCode : int64_t { kOk = 0, kTimeout = 1, kMismatch = 2, kOutOfTurn = 3, kUnscheduled = 4 };
 enum Stage : int64_t { kDispatch = 0, kCombine = 1 };
 
 // State of the round, in scratch, zero at first. dispatch writes what it leaves for combine. Epochs count rounds and
@@ -176,5 +177,8 @@ struct RoundState {
   Status failure;                     // as reported to the host; every later kernel repeats it
 };
 static_assert(sizeof(RoundState) == 448 && offsetof(RoundState, latched) == 8 && offsetof(RoundState, progress) == 200);
+// The host looks at these to tell a kernel that has not begun (epmoe/exchange/unscheduled.py).
+static_assert(offsetof(RoundState, phases) == 12 && offsetof(RoundState, done) == 48);
+static_assert(offsetof(RoundState, receiving) == 328);
 
 }  // namespace epmoe

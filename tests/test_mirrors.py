@@ -25,7 +25,7 @@ from epmoe.exchange.memory import (
     RailSlot,
 )
 from epmoe.exchange.mismatch import HEADER_D, HEADER_MODE
-from epmoe.exchange.round_state import PROGRESS, PROGRESS_AT
+from epmoe.exchange.round_state import DONE_AT, LATCHED_AT, PROGRESS, PROGRESS_AT, RECEIVING_AT
 from epmoe.native.formats import SCALE_BLOCK, WIRE_FORMATS
 from epmoe.native.ops import DTYPES
 
@@ -124,7 +124,15 @@ def test_every_buffer_has_an_offset(transport):
 def test_sizes_that_both_sides_know():
     assert NUM_COUNTERS == len(COUNTERS) == plan("nvlink")["health.counters"].shape[0]
     assert plan("nvlink")["state"].nbytes == constant(r"sizeof\(RoundState\) == (\d+)", ".h")
-    assert constant(r"offsetof\(RoundState, progress\) == (\d+)", ".h") == PROGRESS_AT
+    places = {
+        "latched": LATCHED_AT,
+        "phases": 12,
+        "done": DONE_AT,
+        "progress": PROGRESS_AT,
+        "receiving": RECEIVING_AT,
+    }
+    for field, place in places.items():
+        assert constant(rf"offsetof\(RoundState, {field}\) == (\d+)", ".h") == place
     assert constant(r"\bkScaleBlock = (\d+)", ".h", ".cuh") == SCALE_BLOCK
     assert 4 * len(struct_fields(without_comments((CSRC / "rail.h").read_text()), "RailTag")) == RAIL_TAG_BYTES
     assert constant(r"struct alignas\((\d+)\) RoundHeader", ".h") == SIGNAL_BYTES

@@ -28,7 +28,7 @@ STATUS = (
     "code", "stage", "epoch", "missing", "originator", "needed_rows", "phases", "tag", "other", "aborted",
     "aborted_epoch",
 )  # fmt: skip
-TIMEOUT, MISMATCH, OUT_OF_TURN = 1, 2, 3
+TIMEOUT, MISMATCH, OUT_OF_TURN, UNSCHEDULED = 1, 2, 3, 4
 STAGES = ("dispatch", "combine")
 # Buffers of the memory plan that only grow, and the count of rounds: what `Health` is made of.
 TOTALS = (
@@ -148,8 +148,8 @@ class EPStateError(EPError, ValueError):
 
 
 class EPTimeoutError(EPError, TimeoutError):
-    """Ranks did not arrive within the deadline, or left. The `ExpertParallel` can only be resumed or closed, unless the
-    error says otherwise."""
+    """Ranks did not arrive within the deadline, or left; or on a GPU this rank's own kernel was not scheduled in time.
+    The `ExpertParallel` can only be resumed or closed, unless the error says otherwise."""
 
     def __init__(
         self,
@@ -296,8 +296,11 @@ def raise_on_failure(
         raise EPMismatchError(epoch, ranks, latched, tags, differing)
     if code == OUT_OF_TURN:
         raise EPOrderError(STAGES[stage], epoch, phases)
-    assert code == TIMEOUT, f"unknown status code {code}"
     missing = [global_ranks[rank] for rank in ranks]
+    if code == UNSCHEDULED:
+        why = "has not begun within its deadline: this rank's own kernel was not scheduled, since others hold the GPU"
+        raise EPTimeoutError(STAGES[stage], epoch, ranks, missing, why)
+    assert code == TIMEOUT, f"unknown status code {code}"
     named = f"rank(s) {ranks} of the group (global rank(s) {missing})"
     why = f"timed out waiting for {named}, first seen by rank {originator}"
     if ranks == [originator] and len(global_ranks) > 1:  # no deadline makes a rank report itself missing

@@ -7,12 +7,15 @@ combine: expert outputs go back one-sided to the ranks of their tokens and are s
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from threading import Lock, get_ident
+from time import monotonic
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +33,7 @@ from epmoe.exchange.health import (
     STATUS,
     TIMEOUT,
     TOTALS,
+    UNSCHEDULED,
     EPAbortedError,
     EPOverflowError,
     Health,
@@ -50,6 +54,7 @@ from epmoe.exchange.round_state import (
     RoundState,
 )
 from epmoe.exchange.templates import Templates, rows_as
+from epmoe.exchange.unscheduled import LOOK_S, Late, watch_of
 from epmoe.exchange.waiting import device_ends, interruptible
 from epmoe.exchange.window import Window
 from epmoe.native import ops
@@ -60,6 +65,7 @@ TRAINING_SHARE = 3 / 4  # of the multiprocessors, so that NCCL's kernels beside 
 _written_to: list[object] = []  # what kernels that had not ended at a release may write
 _CODE, _NEEDED_ROWS = STATUS.index("code"), STATUS.index("needed_rows")
 _MISSING, _ABORTED, _ABORTED_EPOCH = map(STATUS.index, ("missing", "aborted", "aborted_epoch"))
+_STAGE, _EPOCH, _ORIGINATOR = map(STATUS.index, ("stage", "epoch", "originator"))
 _SPIN_S = 1.0  # then the wait for an answer may take milliseconds longer, and notices a GPU that has failed
 
 
@@ -117,6 +123,9 @@ class NodeExchange(Exchange):
         self.descriptors = Descriptors(plan, self.status.data_ptr(), window.addresses, timeout_s, tuning, zero_gaps)
         self.templates = Templates(config, device, self.views, self.rounds, self.rank, plan.sizes, self.descriptors.of)
         self._totals = Totals(self.views)
+        self._look_at = math.inf  # the time of the next look at what has not begun
+        if device.type == "cuda":
+            self._watch, self._looking, self._look_at = watch_of(self.views), Lock(), 0.0
         rows = self.views["rows"]
         self._rows = None if rows.is_inference() else rows
         self._trains, self._training_sms = False, _share_of(device)
@@ -260,7 +269,45 @@ class NodeExchange(Exchange):
         """Not 0 once the kernels have reported a failure, which `check` raises."""
         return self._words[_CODE]
 
+    def look(self, launches: bool = False) -> None:
+        """On a GPU, once in a while: if a kernel does not begin, report it as a kernel would.
+
+        `launches`: a kernel comes next, on the current stream.
+        """
+        time_s = monotonic()
+        if time_s < self._look_at:
+            return
+        self._look_at = time_s + LOOK_S
+        words = self._words
+        if words[_CODE] or (late := self._late(launches)) is None:
+            return
+        code, originator, missing = UNSCHEDULED, self.rank, 1 << self.rank
+        if late.reports:
+            code = TIMEOUT
+            originator, missing = next((rank, mask) for rank, mask in enumerate(late.reports) if mask)
+        words[_STAGE], words[_EPOCH], words[_MISSING], words[_ORIGINATOR] = late.stage, late.epoch, missing, originator
+        words[_CODE] = code
+
+    def _late(self, launches: bool) -> Late | None:
+        """What has not begun in time."""
+        rounds, timeout_s = self.rounds, self.descriptors.timeout_s
+        with suppress(RuntimeError), torch.cuda.device(self.device):  # of a GPU that has failed
+            if torch.cuda.is_current_stream_capturing() or not self._looking.acquire(blocking=False):
+                return None
+            try:
+                comes: Literal["launch", "replay", None] = None  # another thread that polls is on another stream
+                if launches:  # on another stream than the last launch it also waits for what that stream has
+                    this_stream = torch.cuda.current_stream().cuda_stream + 1
+                    comes = "launch" if rounds.last_stream in (0, this_stream) else None
+                elif rounds.opener == get_ident():
+                    comes = "replay"
+                return self._watch.look(monotonic(), timeout_s, rounds.phases, comes)
+            finally:
+                self._looking.release()
+        return None
+
     def check(self) -> None:
+        self.look()
         if self._words[_CODE]:
             latched = self.device.type == "cuda"
             calls = partial(calls_of, self.views)
@@ -419,6 +466,10 @@ class NodeExchange(Exchange):
 
     def _run(self, operator: OpOverload, arguments: tuple[Any, ...], state: int) -> None:
         """Call an operator that leads the round to `state`, and wait on if a signal has interrupted it."""
+        if monotonic() >= self._look_at:
+            self.look(launches=True)
+            if self._words[_CODE]:
+                self.check()
         operator(*arguments)
         if self.rounds.state != state:
             self._wait_on(operator, arguments, state)

@@ -43,12 +43,12 @@ PERMITTED = (
 )
 # Words of `RoundState.progress`, in the order of `Progress` in csrc/plan.h.
 PROGRESS = ("phases", "deadline_ns", "missing", "counted_ns", "last_stream", "more_rounds", "has_more_rounds", "tag")
-_PHASES, _DEADLINE, _MORE, _HAS_MORE, _TAG = map(
-    PROGRESS.index, ("phases", "deadline_ns", "more_rounds", "has_more_rounds", "tag")
+_PHASES, _DEADLINE, _LAST_STREAM, _MORE, _HAS_MORE, _TAG = map(
+    PROGRESS.index, ("phases", "deadline_ns", "last_stream", "more_rounds", "has_more_rounds", "tag")
 )
 
 # Bytes from the start of the buffer "state" to fields of `RoundState` in csrc/plan.h.
-LATCHED_AT, PROGRESS_AT = 8, 200
+LATCHED_AT, DONE_AT, PROGRESS_AT, RECEIVING_AT = 8, 48, 200, 328
 
 MAX_TAG = 32767  # `kMaxTag` in csrc/plan.h
 
@@ -80,6 +80,16 @@ class RoundState:
     def count(self) -> int:
         """Rounds opened so far: the epoch of the last one."""
         return self.progress[_PHASES] + 3 >> 2
+
+    @property
+    def phases(self) -> int:
+        """Phases launched or run so far, four a round."""
+        return self.progress[_PHASES]
+
+    @property
+    def last_stream(self) -> int:
+        """On a GPU, handle + 1 of the stream of the last launch; 0: there was none."""
+        return self.progress[_LAST_STREAM]
 
     @property
     def sent(self) -> Sent:

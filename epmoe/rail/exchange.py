@@ -337,6 +337,7 @@ class HierarchicalExchange(Exchange):
         raise EPMismatchError(epoch, ranks, self.device.type == "cuda", tags, differences)
 
     def check(self) -> None:
+        self.node.look()
         if self.failure is None and self.node.code:
             self.take_failure_of_node()
         if self.failure is not None:
@@ -498,4 +499,4 @@ def _no_answer(missing: list[int], global_ranks: list[int], ranks_per_node: int,
         f"got no answer {where} from rank(s) {missing} of the group, (node, local) {places}, "
         f"global rank(s) {global_ranks}: they ended, left the group, or were slower than exchange.timeout_s"
     )
-    return f"{why}. This rank came too late" if rank in missing else why
+    return f"{why}. This rank came too late, or its own kernel was not scheduled" if rank in missing else why

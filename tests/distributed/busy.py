@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -36,3 +38,55 @@ class Holder:
         ended.record(self._stream)
         time.sleep(0.05)  # its blocks are resident now
         return ended
+
+
+CROWD = """
+extern "C" __global__ void __launch_bounds__(1024, 2) crowd(int milliseconds, const volatile int* stop) {
+  __shared__ volatile int word;
+  int held[HELD];
+  #pragma unroll
+  for (int i = 0; i < HELD; ++i) held[i] = word;
+  if (threadIdx.x == 0) {
+    unsigned long long begin, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+    do {
+      __nanosleep(100000);
+      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    } while (!*stop && now - begin < milliseconds * 1000000ull);
+  }
+  __syncthreads();
+  #pragma unroll
+  for (int i = 0; i < HELD; ++i) word = held[i];
+}
+"""
+
+
+CROWD_SHARED = 100 << 10
+
+
+@cache
+def _crowd(registers: int) -> Any:
+    source = CROWD.replace("HELD", str(max(registers - 16, 1)))  # the rest takes about 14
+    kernel = torch.cuda._compile_kernel(source, "crowd")
+    kernel.set_shared_memory_config(CROWD_SHARED)
+    return kernel
+
+
+class Crowd:
+    """crowd(n, seconds) runs a kernel of n blocks, of which two fill a multiprocessor's threads, and returns the event
+    of its end. With 32 registers a thread they fill its registers, too; one leaves half of it."""
+
+    def __init__(self, registers: int) -> None:
+        self._kernel, self._stream = _crowd(registers), torch.cuda.Stream()
+        self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+
+    def __call__(self, blocks: int, seconds: float, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
+        stream, args = stream or self._stream, [round(seconds * 1000), self._stop]
+        self._kernel((blocks, 1, 1), (1024, 1, 1), args, shared_mem=CROWD_SHARED, stream=stream)
+        ended = torch.cuda.Event()
+        ended.record(stream)
+        return ended
+
+    def stop(self) -> None:
+        """End it now, for good."""
+        self._stop[0] = 1

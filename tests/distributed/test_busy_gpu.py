@@ -3,26 +3,150 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
-from busy import Holder
+from busy import Crowd, Holder
 from exchanges import assert_y, make_tokens, run_experts, run_fused_experts, run_round
 from helpers import ON_GPUS, RANKS_SHARE_GPUS, poison_
 from torch import Tensor
 
 import epmoe
+from epmoe import ExpertParallel
 from epmoe.training import TrainingExchange
 
 pytestmark = [ON_GPUS, pytest.mark.skipif(RANKS_SHARE_GPUS, reason="needs a GPU for each rank")]
 
 DEADLINE_S = 1.0
+SHORT_S = 0.5
+"""A deadline of rounds beside a `Crowd`."""
+TOLD_S = SHORT_S + 2.0
 
 
 @pytest.fixture
 def hold() -> Holder:
     return Holder()
+
+
+@pytest.fixture
+def crowd(request) -> Iterator[Callable[[int], torch.cuda.Event]]:
+    """crowd(blocks) of 32 registers a thread, or of the parameter's: on a GPU of 132 multiprocessors, otherwise as many
+    for each. It ends with the test."""
+    crowd = Crowd(getattr(request, "param", 32))
+    multiprocessors = torch.cuda.get_device_properties().multi_processor_count
+    yield lambda blocks, **options: crowd(blocks * multiprocessors // 132, 20.0, **options)
+    crowd.stop()
+
+
+def player(ep: ExpertParallel, T: int, rank: int, layout: str) -> Callable[[], None]:
+    """Plays a round in which the host waits for nothing."""
+    tokens = make_tokens(ep.config, rank, T)
+    x, ids, weights = (t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
+
+    def play() -> None:
+        d = ep.dispatch(x, ids, weights, layout=layout)
+        if layout == "expert":
+            ep.combine(d.rows, d)
+        else:
+            ep.combine_partial(d.recv.x, d)
+
+    return play
+
+
+def told(ep: ExpertParallel, play: Callable[[], object]) -> str:
+    """Plays on and polls. The error, which must come in time."""
+    begin = time.monotonic()
+    with pytest.raises(epmoe.EPTimeoutError) as caught:
+        while time.monotonic() - begin < TOLD_S:
+            play()
+            ep.poll()
+            time.sleep(0.02)
+    assert time.monotonic() - begin < TOLD_S
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("replay", [False, True], ids=["calls", "replays"])
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("T", [1, 64, 256, 1024, 4096])
+@pytest.mark.parametrize("blocks", [66, 132, 200, 262, 264])
+def test_told_beside_a_kernel_that_leaves_parts_of_multiprocessors(make_ep, rank, crowd, blocks, T, layout, replay):
+    """The other ranks stay away. This one hears of it in time, whether its kernel finds a place or not."""
+    ep = make_ep(max_tokens=T, hidden=2048, dtype="bfloat16", timeout_s=SHORT_S)
+    play = player(ep, T, rank, layout)
+    play()
+    ep.check()
+    if replay:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            play()
+        play = graph.replay
+        for _ in range(2):
+            play()
+            ep.check()
+    dist.barrier()
+    if rank == 0:
+        ended = crowd(blocks)
+        time.sleep(0.06)  # its blocks are resident now
+        error = told(ep, play)
+        assert "own kernel was not scheduled" in error or "timed out waiting for rank(s)" in error
+        assert blocks < 264 or "this rank's own kernel was not scheduled" in error
+        assert not ended.query()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("crowd", [16], indirect=True)
+@pytest.mark.parametrize("T", [1, 64, 256])
+def test_dispatch_fits_beside_half_a_multiprocessor(make_ep, rank, crowd, T):
+    """With 16 registers a thread the other kernel leaves 48 K registers of it: the kernel itself tells."""
+    ep = make_ep(max_tokens=T, hidden=2048, dtype="bfloat16", timeout_s=SHORT_S)
+    play = player(ep, T, rank, "expert")
+    play()
+    ep.check()
+    dist.barrier()
+    if rank == 0:
+        ended = crowd(262)
+        time.sleep(0.06)
+        assert "timed out waiting for rank(s)" in told(ep, play)
+        assert not ended.query()
+    dist.barrier()
+
+
+def test_told_of_a_kernel_that_comes_between_rounds(make_ep, rank, crowd):
+    """The hosts launch rounds without a pause. The other ranks wait, and what they report reaches the rank's host."""
+    ep = make_ep(max_tokens=256, hidden=2048, dtype="bfloat16", timeout_s=SHORT_S)
+    play = player(ep, 256, rank, "expert")
+    for _ in range(40):
+        for _ in range(50):
+            play()
+        ep.check()
+    for _ in range(50):
+        play()
+    if rank == 0:
+        ended = crowd(264)
+    told(ep, play)
+    assert rank or not ended.query()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_own_work_in_front_of_a_round_may_take_longer_than_the_deadline(make_ep, rank, layout):
+    ep = make_ep(max_tokens=256, hidden=2048, dtype="bfloat16", timeout_s=SHORT_S)
+    tokens = make_tokens(ep.config, rank, 256)
+    assert_y(run_round(ep, tokens, layout=layout), ep.config, tokens)
+    work, play = Crowd(32), player(ep, 256, rank, layout)
+    for _ in range(3):  # whether a look falls on the first launch or not
+        dist.barrier()
+        work(264, 3 * SHORT_S, torch.cuda.current_stream())
+        begin = time.monotonic()
+        while time.monotonic() - begin < 4 * SHORT_S:
+            if time.monotonic() - begin < SHORT_S:
+                play()
+            ep.poll()
+            time.sleep(0.02)
+        ep.check()
+    assert_y(run_round(ep, tokens, layout=layout), ep.config, tokens)
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
@@ -121,7 +245,7 @@ def test_a_kernel_that_never_starts(make_ep, rank, size, hold):
     dist.barrier()
     x, ids, weights = (t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
     d = ep.dispatch(x, ids, weights)
-    why = "its own kernel was not scheduled" if rank == 0 else r"waiting for rank\(s\) \[0\]"
+    why = "this rank's own kernel was not scheduled" if rank == 0 else r"waiting for rank\(s\) \[0\]"
     begin = time.monotonic()
     with pytest.raises(epmoe.EPTimeoutError, match=why) as caught:
         ep.check(timeout_s=DEADLINE_S + 0.5)

@@ -1,0 +1,199 @@
+"""Kernels of this rank that never begin, as its host sees them on a GPU.
+
+A kernel that waits for ranks has a deadline on the device. A kernel for which other kernels leave no place tells
+nothing. So the host looks once in a while at a copy of the round's state. Copy engines make it, which need no
+multiprocessor. Every kernel of the exchange changes the state as soon as it begins.
+
+- **Calls.** Of the calls between two looks, one copies the state on its stream, directly before it launches. Once this
+  copy is here, everything in front of the kernel has ended. While the state is still the same, the kernel has not
+  begun.
+- **Replays** are no calls, and nothing can stand directly before their kernels. `poll` copies the state on its stream,
+  behind what was launched so far. While this copy does not come and the state stays the same, no kernel of a replay
+  begins.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from epmoe.exchange.round_state import DONE_AT, RECEIVING_AT
+
+LOOK_S = 0.05
+"""From one look to the next, at least. A look takes tens of microseconds."""
+_UNWRITTEN = b"\x7f" * 4
+_ANSWER_S = 1e-3  # for a copy that nothing stands in front of
+# Of `RoundState` in csrc/plan.h: both epochs, `latched` and `phases`; and a count of blocks of each stage.
+_HEAD, _BLOCKS = struct.Struct("<IIii"), struct.Struct("<ii")
+
+
+class Copy(Protocol):
+    """Brings a buffer to the host."""
+
+    def start(self) -> None:
+        """Begin. The copy before must have come."""
+
+    def read(self) -> bytes | None:
+        """What has come; None: nothing yet."""
+
+
+class CopyInStream:
+    """A `Copy` behind what was launched on the current stream.
+
+    Args:
+        buffer: on a GPU.
+    """
+
+    def __init__(self, buffer: Tensor) -> None:
+        with torch.inference_mode(False):  # otherwise `start` could not write it outside inference mode
+            self._copied = torch.empty_like(buffer, device="cpu", pin_memory=True)
+        self._buffer = buffer
+        self._bytes = (ctypes.c_char * buffer.nbytes).from_address(self._copied.data_ptr())
+
+    def start(self) -> None:
+        ctypes.memset(self._bytes, _UNWRITTEN[0], len(self._bytes))
+        self._copied.copy_(self._buffer, non_blocking=True)
+
+    def read(self) -> bytes | None:
+        copied = self._bytes.raw
+        return None if _UNWRITTEN in copied else copied
+
+
+class CopyOfNow(CopyInStream):
+    """A `Copy` beside all other streams."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        super().__init__(buffer)
+        self._stream = torch.cuda.Stream(buffer.device, priority=-1)  # as that of `Totals`
+
+    def start(self) -> None:
+        with torch.cuda.stream(self._stream):
+            super().start()
+
+    def read(self) -> bytes | None:
+        """It waits for a millisecond at most."""
+        until = time.monotonic() + _ANSWER_S
+        while (copied := super().read()) is None and time.monotonic() < until:
+            pass
+        return copied
+
+
+@dataclass
+class _Mark:
+    """A copy of the state in a stream.
+
+    Attributes:
+        copy: of the state.
+        set: whether it is on its way, or has come and is still of use.
+        phases: those that the host had launched when it was set.
+        since_s: the time from which the deadline counts.
+    """
+
+    copy: Copy
+    set: bool = False
+    phases: int = 0
+    since_s: float = math.inf
+
+
+class Late(NamedTuple):
+    """What has not begun.
+
+    Attributes:
+        stage: the index of the stage that is due.
+        epoch: of its round.
+        reports: empty where the stage could have begun for the whole deadline. Otherwise other ranks have given the
+            round up: a mask of missing ranks from each rank.
+    """
+
+    stage: int
+    epoch: int
+    reports: tuple[int, ...] = ()
+
+
+class Watch:
+    """Looks whether kernels begin. It waits for none.
+
+    Args:
+        before_launch: copies the state on the stream of a launch.
+        at_poll: copies it on the stream of a `poll`.
+        now: copies it past all streams.
+        errors: likewise the buffer "signal.error".
+    """
+
+    def __init__(self, before_launch: Copy, at_poll: Copy, now: Copy, errors: Copy) -> None:
+        self._launch, self._poll, self._now, self._errors = _Mark(before_launch), _Mark(at_poll), now, errors
+        self._state, self._moved_s = b"", 0.0  # at the last look, and when the last look came that found another one
+        self._reached = -1  # the phases of the last mark of a poll that the stream has reached
+
+    def look(
+        self, time_s: float, timeout_s: float, phases: int, comes: Literal["launch", "replay", None]
+    ) -> Late | None:
+        """Look at the marks, and set one.
+
+        Args:
+            time_s: of the look.
+            timeout_s: the deadline.
+            phases: those that the host has launched so far.
+            comes: what the caller does next on the current stream: it launches a kernel, in front of which only this
+                stream has work, or it may replay a graph. None: nothing.
+
+        Returns:
+            What is late; None where nothing is, or where nobody can tell.
+        """
+        self._now.start()
+        state = self._now.read()
+        if state is None:
+            return None
+        if state != self._state:
+            self._state, self._moved_s = state, time_s
+        due_s = min(self._launch_due_s(time_s, phases), self._replay_due_s(phases))
+        mark = self._launch if comes == "launch" else self._poll
+        if comes and not mark.set:
+            mark.copy.start()
+            mark.set, mark.phases, mark.since_s = True, phases, math.inf if comes == "launch" else time_s
+        dispatch_epoch, combine_epoch, _, open_phases = _HEAD.unpack_from(state)
+        late = Late(1, dispatch_epoch) if open_phases > 1 else Late(0, combine_epoch + 1)
+        if time_s - due_s >= timeout_s:
+            return late
+        if time_s - self._moved_s >= timeout_s:
+            self._errors.start()
+            if any(reports := self._errors.read() or b""):
+                return late._replace(reports=struct.unpack(f"<{len(reports) // 8}q", reports))
+        return None
+
+    def _launch_due_s(self, time_s: float, phases: int) -> float:
+        """The time from which a kernel that a call has launched could have begun, and has not."""
+        mark = self._launch
+        if not mark.set or (copied := mark.copy.read()) is None:  # what stands in front of the kernel has not ended
+            return math.inf
+        if copied != self._state or phases == mark.phases:  # it has begun, and has a deadline; or nothing was launched
+            mark.set = False
+            return math.inf
+        mark.since_s = min(mark.since_s, time_s)
+        return mark.since_s
+
+    def _replay_due_s(self, phases: int) -> float:
+        """The time from which no kernel of a replay has begun though the stream has not come to an end."""
+        mark = self._poll
+        if mark.set and mark.copy.read() is not None:
+            mark.set, self._reached = False, mark.phases
+        # No call has launched anything since the stream reached an earlier mark: what calls have launched has run.
+        # Where the device has run something else than this, there are graphs.
+        _, epoch, _, open_phases = _HEAD.unpack_from(self._state)
+        has_graphs = mark.set and phases == mark.phases == self._reached and 4 * epoch + open_phases != phases
+        receives = _BLOCKS.unpack_from(self._state, RECEIVING_AT) != _BLOCKS.unpack_from(self._state, DONE_AT)
+        return max(self._moved_s, mark.since_s) if has_graphs and not receives else math.inf
+
+
+def watch_of(views: Mapping[str, Tensor]) -> Watch:
+    """The watch of a rank with these buffers, on a GPU."""
+    state = views["state"]
+    return Watch(CopyInStream(state), CopyInStream(state), CopyOfNow(state), CopyOfNow(views["signal.error"]))

@@ -1,0 +1,282 @@
+"""What the host concludes of kernels that do not begin, from copies of a stream that this file imagines. On GPUs:
+tests/distributed/test_busy_gpu.py."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import alone
+
+import epmoe
+from epmoe.exchange.round_state import DONE_AT, RECEIVING_AT
+from epmoe.exchange.unscheduled import LOOK_S, Late, Watch
+
+TIMEOUT_S = 1.0
+PHASES_AT = 12  # of `RoundState` in csrc/plan.h, as tests/test_mirrors.py has it
+
+
+class Gpu:
+    """One stream, whose work ends when a test says so, and the host that looks."""
+
+    def __init__(self) -> None:
+        self.state, self.stream = bytearray(448), list[Callable[[], None]]()
+        self.errors = [0, 0]
+        self.time_s, self.phases = 100.0, 0
+        copies = [InStream(self) for _ in range(2)]
+        self.watch = Watch(*copies, Now(lambda: bytes(self.state)), Now(lambda: struct.pack("<2q", *self.errors)))
+
+    def work(self) -> Callable[[], None]:
+        """Other work of the stream: a call ends it."""
+        ended = [False]
+        self.stream.append(lambda: ended[0])
+        return lambda: ended.__setitem__(0, True) or self.run()
+
+    def launch(self, look: bool = True) -> Kernel:
+        """A call of an operator, with both phases."""
+        late = self.look(launches=True) if look else None
+        assert late is None
+        self.phases += 2
+        return self.replay()
+
+    def replay(self) -> Kernel:
+        kernel = Kernel(self)
+        self.stream.append(kernel.run)
+        self.run()
+        return kernel
+
+    def round(self) -> None:
+        for _ in range(2):
+            self.launch().begin(ends=True)
+
+    def run(self) -> None:
+        while self.stream and self.stream[0]() is not False:
+            self.stream.pop(0)
+
+    def look(self, launches: bool = False) -> Late | None:
+        self.time_s += LOOK_S
+        return self.watch.look(self.time_s, TIMEOUT_S, self.phases, "launch" if launches else "replay")
+
+    def looks(self, seconds: float) -> tuple[Late, float] | None:
+        """Polls for so long. What is late, and after how many seconds."""
+        begin = self.time_s
+        while self.time_s - begin < seconds:
+            if late := self.look():
+                return late, self.time_s - begin
+        return None
+
+    def add(self, at: int, value: int) -> None:
+        struct.pack_into("<i", self.state, at, struct.unpack_from("<i", self.state, at)[0] + value)
+
+
+class InStream:
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.copied = gpu, None
+
+    def start(self) -> None:
+        self.copied = None
+        self.gpu.stream.append(lambda: setattr(self, "copied", bytes(self.gpu.state)))
+        self.gpu.run()
+
+    def read(self) -> bytes | None:
+        return self.copied
+
+
+class Now:
+    def __init__(self, read: Callable[[], bytes]) -> None:
+        self.read = read
+
+    def start(self) -> None:
+        pass
+
+
+class Kernel:
+    """A stage with both phases. It has no place until it may begin."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.has_place, self.begun, self.ended = gpu, False, False, False
+
+    def begin(self, ends: bool = False) -> None:
+        self.has_place, self.ended = True, ends
+        self.gpu.run()
+
+    def run(self) -> bool:
+        if not self.has_place:
+            return False
+        stage = struct.unpack_from("<i", self.gpu.state, PHASES_AT)[0] // 2
+        if not self.begun:
+            self.begun = True
+            self.gpu.add(RECEIVING_AT + 4 * stage, 1)
+        if self.ended:
+            self.gpu.add(DONE_AT + 4 * stage, 1)
+            self.gpu.add(4 * stage, 1)
+            self.gpu.add(PHASES_AT, -2 if stage else 2)
+        return self.ended
+
+
+@pytest.fixture
+def gpu() -> Gpu:
+    gpu = Gpu()
+    for _ in range(3):
+        gpu.round()
+    return gpu
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_kernel_without_a_place_is_late(gpu, stage):
+    if stage:
+        gpu.launch().begin(ends=True)
+    gpu.launch()
+    late, seconds = gpu.looks(3.0)
+    assert late == Late(stage, 4) and TIMEOUT_S <= seconds <= TIMEOUT_S + 3 * LOOK_S
+
+
+def test_the_caller_goes_on_launching(gpu):
+    gpu.launch()
+    looks = 0
+    while (late := gpu.look(launches=True)) is None:
+        gpu.phases, looks = gpu.phases + 2, looks + 1
+        gpu.stream.append(Kernel(gpu).run)
+    assert late == Late(0, 4) and looks * LOOK_S <= TIMEOUT_S + 3 * LOOK_S
+
+
+def test_work_in_front_of_a_kernel_may_take_any_time(gpu):
+    end = gpu.work()
+    kernel = gpu.launch()
+    assert gpu.looks(10.0) is None
+    end()
+    assert gpu.looks(TIMEOUT_S / 2) is None  # the deadline begins with the kernel's turn
+    kernel.begin(ends=True)
+    assert gpu.looks(10.0) is None
+    gpu.launch()
+    assert gpu.looks(3.0)
+
+
+def test_work_in_front_of_a_kernel_that_no_look_preceded(gpu):
+    gpu.look()
+    gpu.look()
+    gpu.work()
+    gpu.launch(look=False)
+    assert gpu.looks(10.0) is None
+
+
+def test_a_kernel_that_has_begun_has_a_deadline_of_its_own(gpu):
+    gpu.launch().begin()
+    assert gpu.looks(10.0) is None
+    gpu.replay()
+    assert gpu.looks(10.0) is None
+
+
+def test_a_call_that_launched_nothing(gpu):
+    gpu.look(launches=True)  # its operator then refused the arguments
+    assert gpu.looks(10.0) is None
+    end = gpu.work()
+    kernel = gpu.launch()
+    assert gpu.looks(10.0) is None
+    end()
+    kernel.begin(ends=True)
+    gpu.launch()
+    assert gpu.looks(3.0)
+
+
+def test_others_gave_up_what_may_be_behind_other_work(gpu):
+    gpu.look()
+    gpu.work()
+    gpu.launch(look=False)
+    assert gpu.looks(3.0) is None
+    gpu.errors[1] = 0b01
+    assert gpu.look() == Late(0, 4, (0, 0b01))
+
+
+def test_replays(gpu):
+    gpu.phases += 4  # the capture
+    for _ in range(50):
+        for _ in range(2):
+            gpu.replay().begin(ends=True)
+        assert gpu.look() is None
+    epoch = struct.unpack_from("<I", gpu.state)[0] + 1
+    gpu.replay()
+    late, seconds = gpu.looks(3.0)
+    assert late == Late(0, epoch) and TIMEOUT_S <= seconds <= TIMEOUT_S + 3 * LOOK_S
+
+
+def test_replays_that_go_on_behind_a_host_that_runs_ahead(gpu):
+    gpu.look()
+    kernels = [gpu.replay() for _ in range(40)]
+    for kernel in kernels:
+        assert gpu.looks(TIMEOUT_S / 2) is None
+        kernel.begin(ends=True)
+    assert gpu.looks(5.0) is None
+
+
+def test_a_replay_after_a_pause(gpu):
+    gpu.phases += 4  # the capture
+    assert gpu.looks(10.0) is None
+    kernel = gpu.replay()
+    assert gpu.looks(TIMEOUT_S - 2 * LOOK_S) is None
+    kernel.begin(ends=True)
+    assert gpu.looks(10.0) is None
+
+
+def test_polls_on_another_thread(gpu):
+    """They see no stream of the rounds, but what other ranks have reported."""
+    gpu.launch(look=False)
+    for _ in range(100):
+        gpu.time_s += LOOK_S
+        assert gpu.watch.look(gpu.time_s, TIMEOUT_S, gpu.phases, None) is None
+    gpu.errors[0] = 0b10
+    assert gpu.watch.look(gpu.time_s, TIMEOUT_S, gpu.phases, None) == Late(0, 4, (0b10, 0))
+
+
+def test_a_replay_that_waits_for_ranks(gpu):
+    gpu.phases += 4  # the capture
+    assert gpu.looks(1.0) is None
+    gpu.replay().begin()
+    assert gpu.looks(10.0) is None
+
+
+def test_a_call_behind_work_beside_graphs(gpu):
+    gpu.phases += 4  # the capture
+    assert gpu.looks(1.0) is None
+    gpu.work()
+    assert gpu.look() is None
+    gpu.launch(look=False)
+    assert gpu.looks(10.0) is None
+
+
+def test_nothing_is_due(gpu):
+    assert gpu.looks(10.0) is None
+    end = gpu.work()
+    assert gpu.looks(10.0) is None
+    end()
+    gpu.launch().begin(ends=True)  # between dispatch and combine
+    assert gpu.looks(10.0) is None
+
+
+def test_the_exchange_reports_it(monkeypatch):
+    """Every later call raises it, also a call that launches."""
+    with epmoe.ExpertParallel(alone()) as ep:
+        x, ids, weights = torch.ones(4, 64), torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
+        d = ep.dispatch(x, ids, weights)
+        exchange = ep.exchange
+        monkeypatch.setattr(exchange, "_late", lambda launches: Late(1, 1) if launches else None)
+        exchange._look_at = 0.0
+        ep.poll()
+        exchange._look_at = 0.0
+        for raising in (lambda: ep.combine(d.rows, d), ep.poll, ep.check):
+            with pytest.raises(
+                epmoe.EPTimeoutError, match="combine of round 1 .*this rank's own kernel was not scheduled"
+            ):
+                raising()
+        assert exchange.rounds.state and exchange.missing() == 0  # this rank is not missing
+
+
+def test_the_exchange_passes_on_what_others_report(monkeypatch):
+    with epmoe.ExpertParallel(alone()) as ep:
+        monkeypatch.setattr(ep.exchange, "_late", lambda launches: Late(0, 7, (0, 1)))
+        ep.exchange._look_at = 0.0
+        with pytest.raises(epmoe.EPTimeoutError, match=r"round 7 .*first seen by rank 1") as caught:
+            ep.poll()
+        assert caught.value.missing_ranks == [0]

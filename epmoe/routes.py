@@ -1,4 +1,4 @@
-"""What the layers of a model have chosen: for auxiliary losses, updates of biases, and replays of a rollout's routes."""
+"""What layers have chosen: for auxiliary losses, updates of biases, and replays of a rollout's routes."""
 
 from __future__ import annotations
 

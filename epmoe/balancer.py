@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from epmoe.balance import GOAL, MAX_MOVES, Plan, balance, shares_of
 from epmoe.config.placement import is_int
+from epmoe.exchange.exchange import Exchange, in_turn
+from epmoe.exchange.health import EPRefusedError
 from epmoe.exchange.memory import MOVE_WORDS
 from epmoe.exchange.moves import COUNTED, LAST_PLAN, PLANNED, Moves, Weights
 from epmoe.live import LiveExperts
@@ -38,6 +41,9 @@ class Balancer:
     Every `every` ticks ranks send their loads, and rank 0 plans, on a thread of its own: how copies share what has come
     since the last plan, and few moves where sharing alone does not do. It sends the plan to all ranks, which take it up
     at their own next ticks. No rank waits for another.
+
+    Where `weights` raises on a rank, `tick` raises there. All ranks drop this plan then, `health` counts it, and the
+    balancer goes on with the next one.
 
     Args:
         ep: with `placement.live`.
@@ -78,30 +84,44 @@ class Balancer:
         self.plan: Plan | None = None
         self.history: list[Step] = []
         self._worker = ThreadPoolExecutor(1, "epmoe-balance")
-        self._moves: Moves | None = None
         self._planning: Future[Plan] | None = None
-        self._generation = self._ticks = self._counted = self._planned = self._taken = self._finishes = 0
+        self._recorded: Moves | None = None  # of the last step of `history`
+        self._ticking = False
+        self._generation = self._ticks = self._counted = self._planned = self._finishes = 0
         self._recent = self._last_loads = torch.zeros(1, 1, dtype=torch.float64)
         self._begin()
 
+    @in_turn
     def tick(self) -> None:
         """One step, between two rounds, on their stream. It polls, and waits for no rank and for no kernel.
 
-        Raises what `ExpertParallel.poll` does.
+        Raises what `ExpertParallel.poll` does, except EPRefusedError, and what `weights` raises.
         """
+        if self._ticking:  # this is a signal handler
+            return
+        try:
+            self._ticking = True
+            self._tick()
+        finally:
+            self._ticking = False
+
+    def _tick(self) -> None:
         ep = self._ep
-        ep.poll()
         if ep.generation != self._generation:
             self._begin()
+        self._going_on(ep.poll)
         self._ticks += 1
         if self._ticks % self._every == 0:
             self._live.send_loads()
             self._live.mail.post(COUNTED, self._ticks, [0])
-        if ep.rank == 0 and self._planning is not None and self._planning.done() and self._idle:
-            self._publish(self._planning.result())
+        if ep.rank == 0 and (planning := self._planning) is not None and planning.done() and self._idle:
+            if planning.exception() is not None:
+                self._planning = None
+            self._publish(planning.result())
         if self._ticks % max(1, self._every // _LOOKS) == 0 and self._idle:
             self._look()
 
+    @in_turn
     def finish(self, timeout_s: float | None = None) -> None:
         """Carry out what rank 0 has planned so far. Collective: all ranks call it between the same rounds.
 
@@ -124,14 +144,19 @@ class Balancer:
             return finishes >= self._finishes
 
         live.wait(told, lambda: [0], timeout_s)
-        if self._taken < last:
-            ep.apply(timeout_s)  # rank 0 has seen the end of the moves before, this rank may not have
+        if live.plan < last:
+            self._going_on(ep.apply, timeout_s)  # rank 0 has seen the end of the moves before, this rank may not have
             self._take(last)
-        ep.apply(timeout_s)
+        self._going_on(ep.apply, timeout_s)
 
     def close(self) -> None:
         """End the thread. Moves that are under way go on with `ep.poll`."""
         self._worker.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def exchange(self) -> Exchange:
+        """That of `ep`."""
+        return self._ep.exchange
 
     @property
     def _live(self) -> LiveExperts:
@@ -140,13 +165,27 @@ class Balancer:
         return live
 
     @property
+    def _moves(self) -> Moves | None:
+        return self._live.moves
+
+    @property
     def _idle(self) -> bool:
-        return self._moves is None or self._moves.done
+        moves = self._moves
+        return moves is None or moves.done
+
+    def _going_on(self, call: Callable[..., None], *arguments: float) -> None:
+        """Call `poll` or `apply`, of which a plan that another rank has refused is no error."""
+        try:
+            call(*arguments)
+        except EPRefusedError:
+            if self._recorded is not self._moves:  # the caller's own
+                raise
+            self.history.pop()
 
     def _begin(self) -> None:
         """In a group whose words and loads begin again."""
-        self._generation, self._moves, self._planning = self._ep.generation, None, None
-        self._ticks = self._counted = self._planned = self._taken = self._finishes = 0
+        self._generation, self._planning, self._live.plan = self._ep.generation, None, 0
+        self._ticks = self._counted = self._planned = self._finishes = 0
         self._last_loads = torch.zeros(1, 1, dtype=torch.float64)
 
     def _look(self) -> None:
@@ -154,7 +193,7 @@ class Balancer:
         words = self._live.mail.words()
         if words is None:
             return
-        if words[0][PLANNED] != self._taken:
+        if words[0][PLANNED] != self._live.plan:
             self._take(words[0][PLANNED])
         elif self._ep.rank == 0 and self._planning is None:
             counted = min(row[COUNTED] for row in words)
@@ -196,26 +235,25 @@ class Balancer:
     def _publish(self, planned: Plan) -> None:
         """The plan and its loads into all windows, then its number."""
         ep, live = self._ep, self._live
-        self.plan, self._planning = planned, None
-        plan = ep.exchange.plan
+        plan, number = ep.exchange.plan, self._planned + 1
         parts = (
             (plan["moves.planned_loads"].offset, self._recent), (plan["moves.planned_slots"].offset, planned.slots),
         )  # fmt: skip
-        self._planned += 1
         for offset, part in parts:
             source = part.contiguous().view(-1)
             source = source.pin_memory() if ep.device.type == "cuda" else source
             for rank in range(ep.size):
                 live.mail.put(rank, offset, source)
-        live.mail.post(PLANNED, self._planned, range(ep.size))
+        live.mail.post(PLANNED, number, range(ep.size))
+        self.plan, self._planning, self._planned = planned, None, number
 
     def _take(self, number: int) -> None:
         """The plan of rank 0 with this number, which has arrived."""
         ep, live = self._ep, self._live
-        self._taken = number
         views = ep.exchange.views
         loads = live.mail.fetch(views["moves.planned_loads"])
         slots = live.mail.fetch(views["moves.planned_slots"])
-        self._moves = ep.replace(slots, self._weights, loads=loads)
+        moves = live.replace(slots, self._weights, loads, plan=number)
         before, after = ([], []) if self.plan is None else (self.plan.balance_before, self.plan.balance_after)
-        self.history.append(Step(self._ticks, self._moves.count, self._moves.total_bytes, before, after))
+        self.history.append(Step(self._ticks, moves.count, moves.total_bytes, before, after))
+        self._recorded = moves

@@ -21,7 +21,7 @@ from epmoe.balance import check_slots, choices, shares_of
 from epmoe.config.config import EPConfig
 from epmoe.exchange.health import EPStateError, EPTimeoutError
 from epmoe.exchange.mail import MailOnCPU, MailOnGPU
-from epmoe.exchange.moves import Moves, Weights
+from epmoe.exchange.moves import PLAN, REFUSED, Moves, Weights
 from epmoe.exchange.moves_plan import EMPTY, Wave, in_place, plan_waves
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED
@@ -31,7 +31,10 @@ _NUMBERS = 2**16  # that the copies of an expert share: `copy_by_quota` in csrc/
 
 
 class LiveExperts:
-    """The experts of one rank's exchange, with `placement.live`. One thread at a time, as for the exchange.
+    """The experts of one rank's exchange, with `placement.live`. Whoever calls has entered the exchange.
+
+    A signal handler may raise anywhere, and may call what its main thread is in the middle of. So state changes in one
+    assignment for each event, and each step does what is left to do.
 
     Args:
         config: of the group.
@@ -43,8 +46,9 @@ class LiveExperts:
         slots: int32 [layers, P], on the CPU: the logical expert in each slot, or −1, as far as all ranks have come.
         held: int32 [layers, S]: the expert whose weights each slot of this rank has, or −1 while they are overwritten.
         weights: as above.
-        moves: of the last call of `replace`, or None.
-        moved: experts that have moved to this rank.
+        moves: of the last call of `replace` that was not refused here, or None.
+        plan: the last number that a call of `replace` was given, also one that was refused.
+        refused_plans: as of `Health`.
     """
 
     def __init__(
@@ -62,11 +66,15 @@ class LiveExperts:
             self._shared_loads = torch.ones(self._L, self._E, dtype=torch.float64)
             self._own_loads = torch.zeros(self._L, self._E, dtype=torch.float64)
             self._counted = torch.zeros(self._L, self._S, dtype=torch.int64)
-            kind = MailOnCPU if exchange.device.type == "cpu" else MailOnGPU
-            self.mail = kind(exchange.window, exchange.plan, views)
+            memory = exchange.window, exchange.plan, views
+            on_cpu = exchange.device.type == "cpu"
+            self.mail = MailOnCPU(*memory) if on_cpu else MailOnGPU(*memory, exchange.streams)
         self.weights = weights
         self.moves: Moves | None = None
-        self.moved = self._stalls = self._moved_bytes = 0
+        self._settled: Moves | None = None  # the last moves whose end has been seen to
+        self._steps = False
+        self.plan = self.refused_plans = self._stalls = self._moved_bytes = self._moved = 0
+        self._untold: int | None = None  # number of a refused call of which the others have not heard
         self._number, self._before, self._waves = 0, self.slots, list[Wave]()
         self._worker = ThreadPoolExecutor(1, "epmoe-quotas")  # tables of many layers take milliseconds
         self._made: tuple[int, Future[Tensor]] | None = None  # of a version
@@ -76,9 +84,28 @@ class LiveExperts:
         if exchange.device.type == "cuda":  # rounds may come on another stream
             torch.cuda.current_stream(exchange.device).synchronize()
 
-    def replace(self, slots: Tensor, weights: Weights | None = None, loads: Tensor | None = None) -> Moves:
-        """See `ExpertParallel.replace`."""
+    def replace(
+        self, slots: Tensor, weights: Weights | None = None, loads: Tensor | None = None, plan: int | None = None
+    ) -> Moves:
+        """See `ExpertParallel.replace`. `plan` is a number of the caller's for `self.plan`."""
+        self._refuse_within_a_step("replace")
         self._refuse_while_moving("replace")
+        self._settle()
+        number, plan = self._number + 1, self.plan if plan is None else plan
+        try:
+            moves = self._begin(number, slots, weights, loads, plan)
+        except BaseException:
+            if self._number < number:  # otherwise they have begun
+                self._number, self._untold, self.plan, self.refused_plans = number, number, plan, self.refused_plans + 1
+                self._tell_refusal()
+            raise
+        moves.tell()
+        self._make(0)
+        return moves
+
+    def _begin(
+        self, number: int, slots: Tensor, weights: Weights | None, loads: Tensor | None, plan: int
+    ) -> Moves:
         if not isinstance(slots, Tensor) or slots.shape != self.slots.shape:
             raise ValueError(f"`slots` must be integers {list(self.slots.shape)}, got {describe(slots)}")
         loads = self._shared_loads if loads is None else self._checked(loads)
@@ -90,14 +117,13 @@ class LiveExperts:
         staging = self._exchange.plan["moves.staging"], self._exchange.views["moves.staging"]
         timeout_s = self._exchange.config.exchange.timeout_s
         moves = Moves(
-            self.mail, self._number + 1, self._rank, self._R, self._S, waves, weights or self._registered, staging,
+            self.mail, number, self._rank, self._R, self._S, waves, weights or self._registered, staging,
             timeout_s, self._switch, self._hold,
         )  # fmt: skip
-        self._stalls, self._moved_bytes, self.moves = self.stalls, self.moved_bytes, moves  # nothing fails from here on
-        self._shared_loads, self._before, self._waves = loads, self.slots, waves
-        self._number += 1
+        so_far = self.stalls, self.moved_bytes, self.moved
+        (self._stalls, self._moved_bytes, self._moved), self.moves, self._number, self.plan = so_far, moves, number, plan
+        self._shared_loads, self._before, self._waves, self._made, self._untold = loads, self.slots, waves, None, None
         self._sharing = None  # its tables would name slots that these moves do not use
-        self._make(0)
         return moves
 
     def share(self, loads: Tensor) -> None:
@@ -108,28 +134,71 @@ class LiveExperts:
 
     def step(self) -> None:
         """What can be done now, between two rounds: it waits for no rank and for no kernel."""
-        if self._exchange.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return  # a graph would repeat it
-        if self.moves is not None and not self.moves.done:
-            try:
+        if self._is_idle or self._steps or self._is_captured():
+            return
+        try:
+            self._steps = True
+            self._step()
+        finally:
+            self._steps = False
+
+    @property
+    def _is_idle(self) -> bool:
+        in_use = self._sharing is None and self._tables_loads is self._shared_loads
+        return in_use and self.moves is self._settled and self._untold is None
+
+    def _is_captured(self) -> bool:
+        """Whether a graph would repeat what this rank does now."""
+        if self._exchange.device.type == "cuda":
+            for stream in self._exchange.streams():
+                with torch.cuda.stream(stream):
+                    if torch.cuda.is_current_stream_capturing():
+                        return True
+        return False
+
+    def _step(self) -> None:
+        self._tell_refusal()
+        try:
+            if self.moves is not None:
                 self.moves.step()
-            finally:
-                if self.moves.done:
-                    self.held = self._mine(self.slots).clone()
-                    if self.moves.cancelled or self._tables_loads is not self._shared_loads:
-                        self._share()  # slots that were to be overwritten are in use again
-        if self._sharing is not None and self._sharing.done() and self._exchange.rounds.state == CLOSED:
-            sharing, self._sharing = self._sharing, None
-            self._put_into_use(sharing.result())
+        finally:
+            self._settle()
+        if self.moves is not self._settled or self._exchange.rounds.state != CLOSED:
+            return
+        if self._tables_loads is not self._shared_loads:
+            self._share()
+        if (sharing := self._sharing) is not None and sharing.done():
+            if sharing.exception() is None:
+                self._put_into_use(sharing.result())
+            if self._sharing is sharing:
+                self._sharing = None
+            sharing.result()
+
+    def _settle(self) -> None:
+        """Once, after the end of moves."""
+        moves = self.moves
+        if moves is self._settled or moves is None or not moves.done:
+            return
+        held = self._mine(self.slots).clone()
+        if moves.cancelled:
+            self._share()  # slots that were to be overwritten are in use again
+        refused = self.refused_plans + bool(moves.refused_by)
+        self.held, self._settled, self.refused_plans = held, moves, refused
+
+    def _tell_refusal(self) -> None:
+        if self._untold is not None:
+            self.mail.post(PLAN, self._untold << 32 | REFUSED, range(self._R))
+            self._untold = None
 
     def finish(self, timeout_s: float) -> None:
         """Step until the moves are done. Raises EPTimeoutError once a rank has ended, or after `timeout_s` seconds."""
         if self._exchange.rounds.state != CLOSED:
             raise EPStateError("a round is open: experts move between rounds")
+        self._refuse_within_a_step("apply")
 
         def done() -> bool:
             self.step()
-            return self._sharing is None and (self.moves is None or self.moves.done)
+            return self._is_idle
 
         self.wait(done, lambda: [] if self.moves is None else self.moves.waits_for(), timeout_s)
 
@@ -164,6 +233,11 @@ class LiveExperts:
         return self.mail.fetch(self._exchange.views["moves.loads"]).sum(0)
 
     @property
+    def moved(self) -> int:
+        """Experts that have moved to this rank."""
+        return self._moved + (0 if self.moves is None else self.moves.copied_experts)
+
+    @property
     def stalls(self) -> int:
         """How often moves got no further within `exchange.timeout_s`."""
         return self._stalls + (0 if self.moves is None else self.moves.stalls)
@@ -187,12 +261,17 @@ class LiveExperts:
         """End the thread, and the moves before their windows go."""
         if self.moves is not None:
             self.moves.end()
+        self.mail.close()
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     def _layer(self, tag: int) -> int:
         if not 1 <= tag <= self._L:
             raise ValueError(f"`tag` must be from 1 to {self._L}, a layer of `placement.layers`, got {tag}")
         return tag - 1
+
+    def _refuse_within_a_step(self, what: str) -> None:
+        if self._steps:
+            raise EPStateError(f"a signal handler called {what} in the middle of another call: call it afterwards")
 
     def _refuse_while_moving(self, what: str) -> None:
         if self.moves is not None and not self.moves.done:
@@ -213,16 +292,14 @@ class LiveExperts:
     def _hold(self, layer: int, local: int, expert: int) -> None:
         if expert == EMPTY:
             self._count()  # rows so far were those of the expert that goes
-        else:
-            self.moved += 1
         self.held[layer, local] = expert
 
     def _count(self) -> None:
         """Add the rows that slots have received since the last time to the loads of the experts in them."""
         counted = self.mail.fetch(self._exchange.views["health.tokens_per_expert"])
         rows = (counted - self._counted).double() * (self.held != EMPTY)
-        self._own_loads.scatter_add_(1, self.held.clamp(min=0).long(), rows)
-        self._counted = counted.clone()
+        loads = self._own_loads.scatter_add(1, self.held.clamp(min=0).long(), rows)
+        self._own_loads, self._counted = loads, counted.clone()
 
     def _after(self, version: int) -> Tensor:
         return self._before if version == 0 else self._waves[version - 1].slots
@@ -270,10 +347,16 @@ class LiveExperts:
         return self.mail.upload(table)
 
     def _put_into_use(self, table: Tensor) -> None:
+        """Behind all rounds so far and before those to come, whichever of their streams this is called on."""
+        streams = self._exchange.streams() if table.is_cuda else []
+        for stream in streams[1:]:
+            streams[0].wait_stream(stream)
         with torch.inference_mode(False):
             self._table.copy_(table)
-        if table.is_cuda:
-            table.record_stream(torch.cuda.current_stream(table.device))
+        for stream in streams[1:]:
+            stream.wait_stream(streams[0])
+        if streams:
+            table.record_stream(streams[0])
 
 
 def _at_most(copies: int, slots: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from exchanges import make_config
 from helpers import assert_close, generator, randn
 from torch import Tensor
 
-from epmoe import EPError, EPStateError, EPTimeoutError, ExpertParallel
+from epmoe import EPRefusedError, EPStateError, EPTimeoutError, ExpertParallel
 from epmoe.exchange.moves_plan import EMPTY
 
 E, K, D, M, L = 12, 3, 32, 16, 3
@@ -210,7 +210,7 @@ def test_ranks_with_other_tables_hear_of_it(make, size, rank, first):
     dist.barrier()
     for turn in (rank == 0, rank > 0) if first else (True,):
         if turn:
-            with pytest.raises(EPError, match="were given other slots"):
+            with pytest.raises(EPRefusedError, match="were given other slots"):
                 ep.apply()
             assert moves.done and moves.version == -1
             ep.replace(draw_table(size, S, seed=10), slots.of)
@@ -271,6 +271,7 @@ def test_copies_move_where_no_more_are_allowed(make, size, seed):
 
 
 def test_weights_that_fail_begin_nothing(make, size, rank):
+    """And all ranks drop each such call."""
     if size == 1:
         return
     ep = make()
@@ -283,6 +284,13 @@ def test_weights_that_fail_begin_nothing(make, size, rank):
                 ep.replace(target, lambda tag, slot, wrong=wrong: [wrong])
         with pytest.raises(ValueError, match="`weights` must"):
             ep.replace(target, lambda tag, slot: [slots.rows[0, slot, : slot + 1]])
+    else:
+        for _ in range(4):
+            moves = ep.replace(target, slots.of)
+            with pytest.raises(EPRefusedError, match=r"rank\(s\) \[0.*raised in `replace`"):
+                ep.apply()
+            assert moves.done and 0 in moves.refused_by
+    assert ep.health().refused_plans == 4
     ep.replace(target, slots.of)
     ep.apply()
     play(ep, slots, 2, 2, 5)

@@ -270,12 +270,11 @@ class NodeExchange(Exchange):
             super().poll()
 
     def check_rounds(self) -> None:
-        overflow, (mask, epoch) = self.take_overflow(), self.take_aborted()
+        """As `Exchange.check_rounds`. What it does not raise stays, for an exchange over several nodes."""
+        overflow = self.take_overflow() if self._raises_overflow else None
+        mask, epoch = self.take_aborted() if self._raises_abort else (0, 0)
         ranks = [rank for rank in range(self.plan.sizes["R"]) if mask >> rank & 1]
-        raise_incomplete(
-            overflow if self._raises_overflow else None,
-            EPAbortedError(epoch, ranks) if ranks and self._raises_abort else None,
-        )
+        raise_incomplete(overflow, EPAbortedError(epoch, ranks) if ranks else None)
 
     def take_overflow(self) -> EPOverflowError | None:
         """The error of a round, ended since the last call, that needed more expert-major rows than there are."""

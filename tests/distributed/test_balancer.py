@@ -92,6 +92,29 @@ def busiest(rows: Tensor) -> float:
     return float(rows.max() / rows.mean())
 
 
+def test_a_plan_that_one_rank_refuses_is_dropped_on_all(ep, size, rank):
+    """`tick` raises there, and nowhere else. The balancer goes on with the next plan."""
+    model, fails = Model(ep), rank == size - 1
+    balancer = Balancer(ep, every=4, weights=lambda tag, slot: [1 // 0] if fails else ep.live.weights[tag](tag, slot))
+    tokens = torch.randint(VOCABULARY, (8,), generator=generator(rank))
+    for step in range(STEPS // 2):
+        got = model.decode(tokens.to(ep.device), step).cpu()
+        assert torch.equal(got, model.decode_alone(tokens, step))
+        try:
+            balancer.tick()
+        except ZeroDivisionError:
+            assert fails
+            fails = False
+        tokens = (got + step + rank) % VOCABULARY
+    balancer.finish()
+    if size > 1:
+        history = [None] * size
+        dist.all_gather_object(history, [step.moves for step in balancer.history])
+        assert sum(history[0]) and history == [history[0]] * size
+        assert ep.health().refused_plans == 1 and not fails
+    balancer.close()
+
+
 def test_a_checkpoint_holds_the_experts_wherever_they_are(ep, size):
     model = Model(ep)
     before = [layer.full_state_dict() for layer in model.layers]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
 
 import pytest
 import torch
@@ -294,6 +297,101 @@ def test_weights_that_fail_begin_nothing(make, size, rank):
     ep.replace(target, slots.of)
     ep.apply()
     play(ep, slots, 2, 2, 5)
+
+
+def test_moves_that_a_rank_does_not_begin_can_be_cancelled(make, size, rank):
+    """They end at once, and no rank waits for it. It hears of it when it comes."""
+    if size == 1:
+        return
+    ep = make()
+    slots, target = Slots(ep), draw_table(size, ep.num_local_experts, seed=3)
+    if rank:
+        moves = ep.replace(target, slots.of)
+    dist.barrier()
+    if rank:
+        deadline = time.monotonic() + 10
+        while moves.waits_for() != [0]:
+            ep.poll()
+            assert not moves.done and time.monotonic() < deadline
+    dist.barrier()
+    if rank:
+        if rank == 1:
+            moves.cancel()
+        ep.apply()
+        assert moves.done and moves.cancelled and moves.version == -1
+    dist.barrier()
+    if rank == 0:
+        moves = ep.replace(target, slots.of)
+        ep.apply()
+        assert moves.done and moves.cancelled
+    for seed in range(2 * L):
+        play(ep, slots, seed, seed % L, 5)
+    ep.replace(target, slots.of)
+    ep.apply()
+    play(ep, slots, 9, 2, 5)
+
+
+class Interrupt(BaseException):
+    """What a signal handler raises."""
+
+
+@contextmanager
+def interrupted(moment: int) -> Iterator[None]:
+    """A signal handler raises at one of the moments at which Python runs it in this package: where a function begins,
+    and where one of C ends."""
+    left = moment
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left
+        if event in ("call", "c_return") and "/epmoe/" in frame.f_code.co_filename:
+            left -= 1
+            if not left:
+                sys.setprofile(None)
+                raise Interrupt
+
+    sys.setprofile(look)
+    try:
+        with suppress(Interrupt):
+            yield
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu")])
+def test_a_signal_handler_raises_at_any_moment(make, size, rank):
+    """In `replace`, `share` and `poll`: what began goes on, what did not is refused on all ranks, and sums are right."""
+    ep = make()
+    slots, draw, rounds, begun = Slots(ep, big=True), random.Random(rank), 0, 0
+    for number in range(10):
+        target, calls = draw_table(size, ep.num_local_experts, seed=number), ep.live._number
+        while ep.live._number == calls:
+            with interrupted(draw.randrange(1, 2000) if draw.random() < 0.3 else 10**9):
+                ep.replace(target, slots.of, loads=torch.rand(L, E, generator=generator(number)))
+        for _ in range(4):
+            for _ in range(draw.randrange(5)):
+                with interrupted(draw.randrange(1, 300)), suppress(EPRefusedError):
+                    ep.poll()
+            play(ep, slots, rounds, rounds % L, T=5)
+            rounds += 1
+        with interrupted(draw.randrange(1, 60)):
+            ep.share(torch.rand(L, E, generator=generator(number)))
+        refused = False
+        try:
+            ep.apply()
+        except EPRefusedError:
+            refused = True
+        ep.apply()
+        tables = [None] * size
+        dist.all_gather_object(tables, (ep.slots.tolist(), ep.health().refused_plans, ep.live._is_idle))
+        assert tables == [tables[0]] * size and tables[0][2]
+        whole = [sorted(held) for held in ep.slots.view(-1, ep.num_local_experts).tolist()]
+        if whole == [sorted(held) for held in target.view(-1, ep.num_local_experts).tolist()]:
+            begun += 1
+        else:
+            assert refused or ep.health().refused_plans
+        assert torch.equal(ep.live.held, ep.slots[:, ep.live._rank * ep.live._S :][:, : ep.live._S])
+        slots.poison_unused()
+    assert begun and (size == 1 or ep.health().refused_plans)
 
 
 def test_weights_that_fail_later_are_asked_for_again(make, size):

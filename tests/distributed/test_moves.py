@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchanges import make_config
-from helpers import assert_close, generator, randn
+from helpers import ON_GPUS, assert_close, generator, randn
 from torch import Tensor
 
 from epmoe import EPRefusedError, EPStateError, EPTimeoutError, ExpertParallel
+from epmoe.exchange.moves import VERSION
 from epmoe.exchange.moves_plan import EMPTY
 
 E, K, D, M, L = 12, 3, 32, 16, 3
@@ -489,6 +491,47 @@ def test_what_does_not_fit_is_refused(make, size):
     if size > 1:
         with pytest.raises(ValueError, match="`weights` must be given"):
             ep.replace(draw_table(size, ep.num_local_experts, seed=1))
+
+
+@ON_GPUS
+def test_a_poll_on_another_thread_and_stream_waits_for_the_rounds(make, size, rank):
+    """Tables change, and VERSION is written, behind the stream of the last round, and before the next round there."""
+    ep = make()
+    slots, rounds, words = Slots(ep), torch.cuda.Stream(), ep.exchange.views["moves.words"]
+    table, fetch = ep.exchange.views["table.copies"], ep.live.mail.fetch
+    play(ep, slots, 0, 0, 5)
+    moves = ep.replace(draw_table(size, ep.num_local_experts, seed=3), slots.of)
+    ep.live.mail.flush()
+    dist.barrier()  # all plans are here
+    before, _, failed = fetch(table), fetch(words), []
+    x, ids, weights = (t.to(ep.device) for t in make_round(rank, 1, 5))
+    rounds.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(rounds):
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        d = ep.dispatch(x, ids, weights, tag=1)
+        y = ep.combine(slots.run(d.rows, d.expert_offsets, 0), d)
+
+    def poll() -> None:
+        try:
+            torch.cuda.set_device(ep.device)
+            while moves.version < 0:
+                ep.poll()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    thread.join()
+    seen, said = fetch(table), fetch(words)[rank, VERSION]
+    assert not rounds.query(), "the rounds have ended too early for this test"
+    assert not failed and torch.equal(seen, before) and said == 0
+    with torch.cuda.stream(rounds):
+        assert_close(y.cpu(), want(*make_round(rank, 1, 5), 0), slack=4)
+        play(ep, slots, 2, 0, 5)
+        assert not torch.equal(table.cpu(), before)
+        ep.apply()
+        play(ep, slots, 3, 1, 5)
+    torch.cuda.current_stream().wait_stream(rounds)
 
 
 @pytest.mark.gpu

@@ -103,9 +103,7 @@ class LiveExperts:
         self._make(0)
         return moves
 
-    def _begin(
-        self, number: int, slots: Tensor, weights: Weights | None, loads: Tensor | None, plan: int
-    ) -> Moves:
+    def _begin(self, number: int, slots: Tensor, weights: Weights | None, loads: Tensor | None, plan: int) -> Moves:
         if not isinstance(slots, Tensor) or slots.shape != self.slots.shape:
             raise ValueError(f"`slots` must be integers {list(self.slots.shape)}, got {describe(slots)}")
         loads = self._shared_loads if loads is None else self._checked(loads)
@@ -120,10 +118,10 @@ class LiveExperts:
             self.mail, number, self._rank, self._R, self._S, waves, weights or self._registered, staging,
             timeout_s, self._switch, self._hold,
         )  # fmt: skip
-        so_far = self.stalls, self.moved_bytes, self.moved
-        (self._stalls, self._moved_bytes, self._moved), self.moves, self._number, self.plan = so_far, moves, number, plan
-        self._shared_loads, self._before, self._waves, self._made, self._untold = loads, self.slots, waves, None, None
-        self._sharing = None  # its tables would name slots that these moves do not use
+        # Without a call between them, in which a signal handler could raise. Tables under way name slots of before.
+        self._stalls, self._moved_bytes, self._moved, self.moves = self.stalls, self.moved_bytes, self.moved, moves
+        self._shared_loads, self._before, self._waves, self._made, self._sharing = loads, self.slots, waves, None, None
+        self._number, self._untold, self.plan = number, None, plan
         return moves
 
     def share(self, loads: Tensor) -> None:

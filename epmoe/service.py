@@ -314,7 +314,7 @@ class ExpertParallel(Resumable):
         Raises:
             TypeError: an argument has another type; nothing was sent.
             ValueError: an argument has another value; nothing was sent.
-            RuntimeError: a round is open (`abort` closes it), this object is closed, or the last call of this thread was
+            RuntimeError: a round is open (`abort` closes it), this object is closed, or a call of this thread was
                 refused, since another thread has the round.
             EPMismatchError: an earlier call of the ranks did not match.
             EPTimeoutError: ranks did not end the last round in time.

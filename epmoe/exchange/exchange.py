@@ -202,7 +202,7 @@ class Exchange(ABC):
         That is 0, or the caller where a signal handler calls in the middle of another call.
 
         Raises RuntimeError during a call of another thread: both would write the same window. A thread that has a round
-        open waits for the end of that call instead, so that a call that is about to be refused cannot cost it its round.
+        open waits for the end of that call instead: a call that is about to be refused must not cost it its round.
         """
         caller = get_ident()
         # CPython switches threads at calls and jumps back only, of which there is none between comparing and storing.

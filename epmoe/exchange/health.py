@@ -57,8 +57,7 @@ class Health:
             of other ranks in a round that this rank aborted, too.
         rows_by_layer: [layers], rows of this rank's experts in each layer whose experts move, from tag 1 on; otherwise
             one sum.
-        refused_plans: calls of `replace` that this rank or another has refused, so that nothing has moved; also those in
-            which ranks were given other arguments.
+        refused_plans: calls of `replace` in which nothing has moved, since a rank raised or was given other arguments.
     """
 
     rounds: int
@@ -240,8 +239,8 @@ class EPMismatchError(EPError, ValueError):
 
 
 class EPRefusedError(EPError):
-    """Ranks have raised in `ExpertParallel.replace`, or were given other arguments. No expert has moved on any rank, and
-    `replace` may be called again. `ranks` of the group are those that differ from this rank."""
+    """Ranks have raised in `ExpertParallel.replace`, or were given other arguments. No expert has moved on any rank.
+    All ranks may call `replace` again. `ranks` of the group are those that differ from this rank."""
 
     def __init__(self, ranks: list[int], raised: bool):
         self.ranks = ranks

@@ -153,7 +153,7 @@ class RoundState:
         self.refused[thread] = self.count + (self.state == CLOSED)
 
     def is_of_another(self) -> bool:
-        """Whether a call of this thread was refused because of the last round, which another living thread has opened."""
+        """Whether a call of this thread was refused for the last round, which another living thread has opened."""
         caller = get_ident()
         if self.refused.get(caller, -1) < self.count or self.opener in (0, caller):
             return False

@@ -90,7 +90,8 @@ class HealthCollector(Collector):
             ):
                 for index, value in zip(names, values, strict=True):
                     family.add_metric([*labels, str(index)], value)
-        yield from (rounds, *counters.values(), sent, tokens, waited, aborted, layers, moved, moved_bytes, stalled, refused)
+        yield from (rounds, *counters.values(), sent, tokens, waited, aborted, layers)
+        yield from (moved, moved_bytes, stalled, refused)
 
 
 def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:

@@ -361,7 +361,7 @@ def interrupted(moment: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("device", [torch.device("cpu")])
 def test_a_signal_handler_raises_at_any_moment(make, size, rank):
-    """In `replace`, `share` and `poll`: what began goes on, what did not is refused on all ranks, and sums are right."""
+    """In `replace`, `share` and `poll`: what began goes on, what did not is dropped on all ranks, and sums are right."""
     ep = make()
     slots, draw, rounds, begun = Slots(ep, big=True), random.Random(rank), 0, 0
     for number in range(10):

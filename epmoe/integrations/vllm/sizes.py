@@ -82,7 +82,7 @@ class Sizes:
         return sum(ep.memory_plan().window_bytes for ep in self.exchanges)
 
     def poll(self) -> None:
-        """Raise the failures after which nothing works any more, of every size. Any thread may call it, also in a round."""
+        """Raise the failures after which no round works, of every size. Any thread may call it, also during a round."""
         for ep in self.exchanges:
             ep.exchange.check()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from epmoe.exchange.exchange import Exchange, in_turn
 from epmoe.exchange.health import EPRefusedError
 from epmoe.exchange.memory import MOVE_WORDS
 from epmoe.exchange.moves import COUNTED, LAST_PLAN, PLANNED, Moves, Weights
+from epmoe.exchange.waiting import Result, Worker
 from epmoe.live import LiveExperts
 from epmoe.service import ExpertParallel
 
@@ -83,9 +83,11 @@ class Balancer:
         self._goal, self._max_moves, self._least_gain = goal, max_moves, least_gain
         self.plan: Plan | None = None
         self.history: list[Step] = []
-        self._worker = ThreadPoolExecutor(1, "epmoe-balance")
-        self._planning: Future[Plan] | None = None
-        self._recorded: Moves | None = None  # of the last step of `history`
+        self._worker = Worker("epmoe-balance")
+        self._planning: Result[Plan] | None = None
+        self._taken = self._recorded = (
+            0  # calls of `replace`: the last one here, and that of the last step of `history`
+        )
         self._ticking = False
         self._generation = self._ticks = self._counted = self._planned = self._finishes = 0
         self._recent = self._last_loads = torch.zeros(1, 1, dtype=torch.float64)
@@ -114,10 +116,10 @@ class Balancer:
         if self._ticks % self._every == 0:
             self._live.send_loads()
             self._live.mail.post(COUNTED, self._ticks, [0])
-        if ep.rank == 0 and (planning := self._planning) is not None and planning.done() and self._idle:
-            if planning.exception() is not None:
+        if ep.rank == 0 and (planning := self._planning) is not None and planning.done and self._idle:
+            if planning.error is not None:
                 self._planning = None
-            self._publish(planning.result())
+            self._publish(planning.get())
         if self._ticks % max(1, self._every // _LOOKS) == 0 and self._idle:
             self._look()
 
@@ -144,14 +146,14 @@ class Balancer:
             return finishes >= self._finishes
 
         live.wait(told, lambda: [0], timeout_s)
-        if live.plan < last:
+        if live.calls < last:
             self._going_on(ep.apply, timeout_s)  # rank 0 has seen the end of the moves before, this rank may not have
             self._take(last)
         self._going_on(ep.apply, timeout_s)
 
     def close(self) -> None:
         """End the thread. Moves that are under way go on with `ep.poll`."""
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        self._worker.close()
 
     @property
     def exchange(self) -> Exchange:
@@ -178,14 +180,15 @@ class Balancer:
         try:
             call(*arguments)
         except EPRefusedError:
-            if self._recorded is not self._moves:  # the caller's own
+            if self._taken != self._live.calls:  # the caller's own
                 raise
-            self.history.pop()
+            if self._recorded == self._taken:
+                self.history.pop()
 
     def _begin(self) -> None:
         """In a group whose words and loads begin again."""
-        self._generation, self._planning, self._live.plan = self._ep.generation, None, 0
-        self._ticks = self._counted = self._planned = self._finishes = 0
+        self._generation, self._planning = self._ep.generation, None
+        self._ticks = self._counted = self._planned = self._finishes = self._taken = self._recorded = 0
         self._last_loads = torch.zeros(1, 1, dtype=torch.float64)
 
     def _look(self) -> None:
@@ -193,7 +196,7 @@ class Balancer:
         words = self._live.mail.words()
         if words is None:
             return
-        if words[0][PLANNED] != self._live.plan:
+        if words[0][PLANNED] > self._live.calls:
             self._take(words[0][PLANNED])
         elif self._ep.rank == 0 and self._planning is None:
             counted = min(row[COUNTED] for row in words)
@@ -233,9 +236,12 @@ class Balancer:
         )
 
     def _publish(self, planned: Plan) -> None:
-        """The plan and its loads into all windows, then its number."""
+        """The plan and its loads into all windows, then the number that its call of `replace` has on all ranks.
+
+        A rank that has not taken up a plan that others have refused takes the next one, by the same number.
+        """
         ep, live = self._ep, self._live
-        plan, number = ep.exchange.plan, self._planned + 1
+        plan, number = ep.exchange.plan, live.calls + 1
         parts = (
             (plan["moves.planned_loads"].offset, self._recent), (plan["moves.planned_slots"].offset, planned.slots),
         )  # fmt: skip
@@ -253,7 +259,8 @@ class Balancer:
         views = ep.exchange.views
         loads = live.mail.fetch(views["moves.planned_loads"])
         slots = live.mail.fetch(views["moves.planned_slots"])
-        moves = live.replace(slots, self._weights, loads, plan=number)
+        self._taken = number
+        moves = live.replace(slots, self._weights, loads, number)
         before, after = ([], []) if self.plan is None else (self.plan.balance_before, self.plan.balance_after)
         self.history.append(Step(self._ticks, moves.count, moves.total_bytes, before, after))
-        self._recorded = moves
+        self._recorded = number

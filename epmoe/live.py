@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -25,6 +24,7 @@ from epmoe.exchange.moves import PLAN, REFUSED, Moves, Weights
 from epmoe.exchange.moves_plan import EMPTY, Wave, in_place, plan_waves
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED
+from epmoe.exchange.waiting import Result, Worker
 from epmoe.native.arguments import describe
 
 _NUMBERS = 2**16  # that the copies of an expert share: `copy_by_quota` in csrc/copies.h
@@ -47,7 +47,7 @@ class LiveExperts:
         held: int32 [layers, S]: the expert whose weights each slot of this rank has, or −1 while they are overwritten.
         weights: as above.
         moves: of the last call of `replace` that was not refused here, or None.
-        plan: the last number that a call of `replace` was given, also one that was refused.
+        calls: of `replace`, also refused ones: the number of the last one, which is the same on all ranks.
         refused_plans: as of `Health`.
     """
 
@@ -73,37 +73,37 @@ class LiveExperts:
         self.moves: Moves | None = None
         self._settled: Moves | None = None  # the last moves whose end has been seen to
         self._steps = False
-        self.plan = self.refused_plans = self._stalls = self._moved_bytes = self._moved = 0
+        self.calls = self.refused_plans = self._stalls = self._moved_bytes = self._moved = 0
         self._untold: int | None = None  # number of a refused call of which the others have not heard
-        self._number, self._before, self._waves = 0, self.slots, list[Wave]()
-        self._worker = ThreadPoolExecutor(1, "epmoe-quotas")  # tables of many layers take milliseconds
-        self._made: tuple[int, Future[Tensor]] | None = None  # of a version
-        self._sharing: Future[Tensor] | None = None
+        self._before, self._waves = self.slots, list[Wave]()
+        self._worker = Worker("epmoe-quotas")  # tables of many layers take milliseconds
+        self._made: tuple[int, Result[Tensor]] | None = None  # of a version
+        self._sharing: Result[Tensor] | None = None
         self._tables_loads = self._shared_loads
         self._put_into_use(self._tables(self.slots, self._shared_loads))
         if exchange.device.type == "cuda":  # rounds may come on another stream
             torch.cuda.current_stream(exchange.device).synchronize()
 
     def replace(
-        self, slots: Tensor, weights: Weights | None = None, loads: Tensor | None = None, plan: int | None = None
+        self, slots: Tensor, weights: Weights | None = None, loads: Tensor | None = None, number: int = 0
     ) -> Moves:
-        """See `ExpertParallel.replace`. `plan` is a number of the caller's for `self.plan`."""
+        """See `ExpertParallel.replace`. `number` is that of the call, by default the next one."""
         self._refuse_within_a_step("replace")
         self._refuse_while_moving("replace")
         self._settle()
-        number, plan = self._number + 1, self.plan if plan is None else plan
+        number = number or self.calls + 1
         try:
-            moves = self._begin(number, slots, weights, loads, plan)
+            moves = self._begin(number, slots, weights, loads)
         except BaseException:
-            if self._number < number:  # otherwise they have begun
-                self._number, self._untold, self.plan, self.refused_plans = number, number, plan, self.refused_plans + 1
+            if self.calls < number:  # otherwise they have begun
+                self.calls, self._untold, self.refused_plans = number, number, self.refused_plans + 1
                 self._tell_refusal()
             raise
         moves.tell()
         self._make(0)
         return moves
 
-    def _begin(self, number: int, slots: Tensor, weights: Weights | None, loads: Tensor | None, plan: int) -> Moves:
+    def _begin(self, number: int, slots: Tensor, weights: Weights | None, loads: Tensor | None) -> Moves:
         if not isinstance(slots, Tensor) or slots.shape != self.slots.shape:
             raise ValueError(f"`slots` must be integers {list(self.slots.shape)}, got {describe(slots)}")
         loads = self._shared_loads if loads is None else self._checked(loads)
@@ -121,7 +121,7 @@ class LiveExperts:
         # Without a call between them, in which a signal handler could raise. Tables under way name slots of before.
         self._stalls, self._moved_bytes, self._moved, self.moves = self.stalls, self.moved_bytes, self.moved, moves
         self._shared_loads, self._before, self._waves, self._made, self._sharing = loads, self.slots, waves, None, None
-        self._number, self._untold, self.plan = number, None, plan
+        self.calls, self._untold = number, None
         return moves
 
     def share(self, loads: Tensor) -> None:
@@ -134,11 +134,14 @@ class LiveExperts:
         """What can be done now, between two rounds: it waits for no rank and for no kernel."""
         if self._is_idle or self._steps or self._is_captured():
             return
+        stream = torch.cuda.current_stream(self._table.device) if self._table.is_cuda else None
         try:
             self._steps = True
             self._step()
         finally:
             self._steps = False
+            if stream is not None:
+                torch.cuda.set_stream(stream)  # a signal handler may have raised where it is another one
 
     @property
     def _is_idle(self) -> bool:
@@ -165,12 +168,12 @@ class LiveExperts:
             return
         if self._tables_loads is not self._shared_loads:
             self._share()
-        if (sharing := self._sharing) is not None and sharing.done():
-            if sharing.exception() is None:
-                self._put_into_use(sharing.result())
+        if (sharing := self._sharing) is not None and sharing.done:
+            if sharing.error is None:
+                self._put_into_use(sharing.get())
             if self._sharing is sharing:
                 self._sharing = None
-            sharing.result()
+            sharing.get()
 
     def _settle(self) -> None:
         """Once, after the end of moves."""
@@ -260,7 +263,7 @@ class LiveExperts:
         if self.moves is not None:
             self.moves.end()
         self.mail.close()
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        self._worker.close()
 
     def _layer(self, tag: int) -> int:
         if not 1 <= tag <= self._L:
@@ -310,28 +313,28 @@ class LiveExperts:
         return slots
 
     def _make(self, version: int) -> None:
-        self._made = version, self._submit(self._in_use(version))
+        made = version, self._submit(self._in_use(version))
+        self._made, self._tables_loads = made, self._shared_loads
 
     def _switch(self, version: int) -> bool:
         """Use the tables of a version, if they are made and no round is open."""
         if self._made is None or self._made[0] != version:
             self._make(version)
         assert self._made is not None
-        if not self._made[1].done() or self._exchange.rounds.state != CLOSED:
+        if not self._made[1].done or self._exchange.rounds.state != CLOSED:
             return False
         made, self._made = self._made[1], None
-        self._put_into_use(made.result())
+        self._put_into_use(made.get())
         self.slots = self._after(version)
         if version < len(self._waves):
             self._make(version + 1)
         return True
 
     def _share(self) -> None:
-        self._sharing = self._submit(self.slots)
+        self._sharing, self._tables_loads = self._submit(self.slots), self._shared_loads
 
-    def _submit(self, slots: Tensor) -> Future[Tensor]:
-        self._tables_loads = self._shared_loads
-        return self._worker.submit(self._tables, slots, self._shared_loads)
+    def _submit(self, slots: Tensor) -> Result[Tensor]:
+        return self._worker.submit(partial(self._tables, slots, self._shared_loads))
 
     def _tables(self, slots: Tensor, loads: Tensor) -> Tensor:
         """int32 [layers, 2, E, copies], for few tokens and for many."""

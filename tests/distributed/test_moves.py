@@ -361,12 +361,12 @@ def interrupted(moment: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("device", [torch.device("cpu")])
 def test_a_signal_handler_raises_at_any_moment(make, size, rank):
-    """In `replace`, `share` and `poll`: what began goes on, what did not is dropped on all ranks, and sums are right."""
+    """In `replace`, `share` and `poll`: what began goes on, the rest is dropped on all ranks, and sums are right."""
     ep = make()
     slots, draw, rounds, begun = Slots(ep, big=True), random.Random(rank), 0, 0
     for number in range(10):
-        target, calls = draw_table(size, ep.num_local_experts, seed=number), ep.live._number
-        while ep.live._number == calls:
+        target, calls = draw_table(size, ep.num_local_experts, seed=number), ep.live.calls
+        while ep.live.calls == calls:
             with interrupted(draw.randrange(1, 2000) if draw.random() < 0.3 else 10**9):
                 ep.replace(target, slots.of, loads=torch.rand(L, E, generator=generator(number)))
         for _ in range(4):

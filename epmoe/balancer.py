@@ -85,9 +85,8 @@ class Balancer:
         self.history: list[Step] = []
         self._worker = Worker("epmoe-balance")
         self._planning: Result[Plan] | None = None
-        self._taken = self._recorded = (
-            0  # calls of `replace`: the last one here, and that of the last step of `history`
-        )
+        # Calls of `replace`: the last one here, and that of the last step of `history`.
+        self._taken = self._recorded = 0
         self._ticking = False
         self._generation = self._ticks = self._counted = self._planned = self._finishes = 0
         self._recent = self._last_loads = torch.zeros(1, 1, dtype=torch.float64)

@@ -431,6 +431,7 @@ class ExpertParallel(Resumable):
             return self.placement.owner(expert), self.placement.local_index[expert]
         return self.live.holder(tag, expert)
 
+    @in_turn
     def retune(self, tuning: Tuning) -> None:
         """Launch the kernels of rounds to come by this table, in place of the one that `exchange.tuning` names."""
         self.exchange.retune(tuning)

@@ -73,7 +73,7 @@ def test_calls_of_another_thread_during_a_round_are_refused(ep, monkeypatch):
     def all_refused() -> None:
         for call in (
             ep.poll, ep.check, lambda: ep.share(generation), lambda: ep.replace(ep.slots), ep.apply, ep.loads,
-            balancer.tick, balancer.finish,
+            balancer.tick, balancer.finish, lambda: ep.retune(epmoe.config.tuning.Tuning(rows=())),
         ):  # fmt: skip
             with pytest.raises(RuntimeError, match=REFUSED):
                 call()

@@ -153,6 +153,26 @@ def test_no_order_of_events_breaks_a_rank(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
+def test_moves_that_are_cancelled_before_they_begin_wait_for_nobody(seed):
+    """Rank 0 may cancel until it begins. With odd seeds rank 3 comes when the others have ended."""
+    draw, group, late = random.Random(seed), list[Rank](), seed % 2
+    before, after = draw_slots(L, E, R, S, seed), draw_slots(L, E, R, S, 1000 + seed)
+    group += [Rank(number, group, before, after, draw, 0.0) for number in range(R)]
+    moves = group[0].moves
+    for present in (group[:-1] if late else group, group):
+        for _ in range(200_000):
+            if all(rank.moves.done and not rank.queue for rank in present):
+                break
+            draw.choice(present).act()
+            if moves.version < 0 and draw.random() < 0.01:
+                moves.cancel()
+        assert all(rank.moves.done for rank in present)
+    versions = {rank.moves.version for rank in group}
+    assert versions <= {-1, 0} if moves.cancelled else versions == {len(group[0].waves)}
+    assert moves.cancelled or not late
+
+
+@pytest.mark.parametrize("seed", range(20))
 def test_what_a_signal_handler_interrupts_is_done_later(seed):
     """It raises anywhere in a step, also between a change of state and the word that tells it."""
     run(seed, [1, 1, 1, 1], likely=0.0005 * (seed % 2), interrupts=0.15)

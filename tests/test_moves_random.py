@@ -1,5 +1,5 @@
-"""Drawn steps of four ranks whose experts move: other threads call meanwhile, signal handlers raise, children are forked,
-plans are refused and cancelled, rounds are aborted and overflow, and a rank dies. Every whole round has the right sums.
+"""Drawn steps of four ranks whose experts move: other threads call, signal handlers raise, children are forked, plans
+are refused and cancelled, rounds are aborted and overflow, and a rank dies. Every whole round has the right sums.
 
 A failure names its seed: EPMOE_FUZZ_FIRST=<seed> repeats the draws, though not the times at which ranks run.
 """
@@ -44,7 +44,7 @@ def create(state) -> None:
             topology={"ep_size": RANKS},
             placement={"live": True, "slots_per_rank": S, "layers": L, "staging_mb": 1},
             capacity={"max_num_tokens_per_rank": M, "max_expert_rows": 32},
-            exchange={"timeout_s": 8.0, "warmup_timeout_s": FORM_S},
+            exchange={"timeout_s": 20.0, "warmup_timeout_s": FORM_S},
         )
     )
     state.rows, state.data = torch.full((L, S, D), torch.nan), torch.zeros(L, S, BYTES, dtype=torch.uint8)
@@ -180,18 +180,18 @@ def serve(state, seed: int) -> tuple:
     """Moves of one plan, or what the balancer plans, with rounds between polls; then until all have ended."""
     ep, common, draw = state.ep, random.Random(seed), random.Random(1000 * seed + state.ep.rank)
     by_hand, target, rounds = common.random() < 0.7, draw_table(common, ep.size), common.randrange(1, 8)
+
+    def replace() -> None:
+        again(lambda: ep.replace(target, lambda *slot: weights(state, *slot)))
+
     state.fails = draw.random() < 0.1
     if draw.random() < 0.2:
         fork(state)
     with another_thread(state, draw):
         calls = ep.live.calls
         while by_hand and ep.live.calls == calls:
-            try:
-                interrupted(
-                    state, draw, lambda: again(lambda: ep.replace(target, lambda *slot: weights(state, *slot))), 0.2
-                )
-            except WeightsError:
-                pass
+            with suppress(WeightsError):
+                interrupted(state, draw, replace, 0.2)
         step = ep.poll if by_hand else state.balancer.tick
         for number in range(rounds):
             for _ in range(draw.randrange(6)):

@@ -87,7 +87,7 @@ class Moves:
         stalls: how often nothing has happened for `timeout_s`.
 
     Raises:
-        ValueError: `weights` returns tensors that do not fit. No other rank hears of the call then.
+        ValueError: `weights` returns tensors that do not fit.
     """
 
     def __init__(

@@ -91,10 +91,10 @@ def want(x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
 def make(make_ep, size) -> Callable[..., ExpertParallel]:
     S = -(-E // size) + (1 if size > 1 else 0)
 
-    def build(most_copies: int = 4, more_slots: int = 0, **options) -> ExpertParallel:
+    def build(most_copies: int = 4, more_slots: int = 0, max_tokens: int = M, **options) -> ExpertParallel:
         slots = min(S + more_slots, E)
         live = {"live": True, "slots_per_rank": slots, "layers": L, "staging_mb": 1, "most_copies": most_copies}
-        return make_ep(experts=E, top_k=K, hidden=D, max_tokens=M, placement=live, **options)
+        return make_ep(experts=E, top_k=K, hidden=D, max_tokens=max_tokens, placement=live, **options)
 
     return build
 
@@ -134,6 +134,51 @@ def test_experts_move_while_rounds_go_on(make, size, rank, few):
         for held, wanted in zip(ep.slots.view(L, size, -1).tolist(), target.view(L, size, -1).tolist(), strict=True):
             assert [sorted(h) for h in held] == [sorted(w) for w in wanted]
         dist.barrier()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", [torch.device("cpu")])
+def test_another_thread_polls_while_rounds_send(make, size, rank):
+    """A send of many tokens takes long. Polls during a call are refused, and those between calls change tables."""
+    many = 3000
+    ep = make(max_tokens=many)
+    slots, stop, polls, wrong = Slots(ep), threading.Event(), [0, 0], []
+
+    def poll() -> None:
+        while not stop.wait(1e-4):
+            try:
+                ep.poll()
+                polls[0] += 1
+            except RuntimeError as error:
+                polls[1] += 1
+                wrong.extend([] if "another thread is in a call" in str(error) else [error])
+
+    def again(call: Callable[[], object]) -> object:
+        while True:
+            try:
+                return call()
+            except RuntimeError as error:
+                if "another thread is in a call" not in str(error):
+                    raise
+                time.sleep(1e-5)
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        for number in range(6):
+            target = draw_table(size, ep.num_local_experts, seed=number)
+            again(lambda target=target: ep.replace(target, slots.of))
+            for layer in range(L):
+                x, ids, weights = make_round(rank, L * number + layer, many)
+                d = again(lambda x=x, ids=ids, weights=weights, tag=layer + 1: ep.dispatch(x, ids, weights, tag=tag))
+                y = ep.combine(slots.run(d.rows, d.expert_offsets, layer), d)
+                assert_close(y, want(x, ids, weights, layer), slack=4)
+            again(ep.apply)
+            dist.barrier()
+    finally:
+        stop.set()
+        thread.join()
+    assert not wrong and all(polls)
 
 
 def test_equal_tables_give_equal_bits(make, size):

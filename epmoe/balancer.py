@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,14 +10,17 @@ from torch import Tensor
 
 from epmoe.balance import GOAL, MAX_MOVES, Plan, balance, shares_of
 from epmoe.config.placement import is_int
+from epmoe.exchange.exchange import Exchange, in_turn
+from epmoe.exchange.health import EPRefusedError
 from epmoe.exchange.memory import MOVE_WORDS
 from epmoe.exchange.moves import COUNTED, LAST_PLAN, PLANNED, Moves, Weights
+from epmoe.exchange.waiting import Result, Worker
 from epmoe.live import LiveExperts
 from epmoe.service import ExpertParallel
 
 LEAST_GAIN = 0.002
 _LOOKS = 20  # for a plan, between two gatherings of loads
-_PLANS, _CALLS = 1 << 32, 1 << 31  # numbers of plans, and of calls of `finish`, in one word; then they begin again
+_CALLS = 1 << 31  # numbers of calls of `finish`, which then begin again
 
 
 class Step(NamedTuple):
@@ -39,6 +42,9 @@ class Balancer:
     Every `every` ticks ranks send their loads, and rank 0 plans, on a thread of its own: how copies share what has come
     since the last plan, and few moves where sharing alone does not do. It sends the plan to all ranks, which take it up
     at their own next ticks. No rank waits for another.
+
+    Where `weights` raises on a rank, `tick` raises there. All ranks drop this plan then, `health` counts it, and the
+    balancer goes on with the next one.
 
     Args:
         ep: with `placement.live`.
@@ -78,31 +84,46 @@ class Balancer:
         self._goal, self._max_moves, self._least_gain = goal, max_moves, least_gain
         self.plan: Plan | None = None
         self.history: list[Step] = []
-        self._worker = ThreadPoolExecutor(1, "epmoe-balance")
-        self._moves: Moves | None = None
-        self._planning: Future[Plan] | None = None
-        self._generation = self._ticks = self._counted = self._planned = self._taken = self._finishes = 0
+        self._worker = Worker("epmoe-balance")
+        self._planning: Result[Plan] | None = None
+        # Calls of `replace`: the last one here, and that of the last step of `history`.
+        self._taken = self._recorded = 0
+        self._ticking = False
+        self._generation = self._ticks = self._counted = self._planned = self._finishes = 0
         self._recent = self._last_loads = torch.zeros(1, 1, dtype=torch.float64)
         self._begin()
 
+    @in_turn
     def tick(self) -> None:
         """One step, between two rounds, on their stream. It polls, and waits for no rank and for no kernel.
 
-        Raises what `ExpertParallel.poll` does.
+        Raises what `ExpertParallel.poll` does, except EPRefusedError, and what `weights` raises.
         """
+        if self._ticking:  # this is a signal handler
+            return
+        try:
+            self._ticking = True
+            self._tick()
+        finally:
+            self._ticking = False
+
+    def _tick(self) -> None:
         ep = self._ep
-        ep.poll()
         if ep.generation != self._generation:
             self._begin()
+        self._going_on(ep.poll)
         self._ticks += 1
         if self._ticks % self._every == 0:
             self._live.send_loads()
             self._live.mail.post(COUNTED, self._ticks, [0])
-        if ep.rank == 0 and self._planning is not None and self._planning.done() and self._idle:
-            self._publish(self._planning.result())
+        if ep.rank == 0 and (planning := self._planning) is not None and planning.done and self._idle:
+            if planning.error is not None:
+                self._planning = None
+            self._publish(planning.get())
         if self._ticks % max(1, self._every // _LOOKS) == 0 and self._idle:
             self._look()
 
+    @in_turn
     def finish(self, timeout_s: float | None = None) -> None:
         """Carry out what rank 0 has planned so far. Collective: all ranks call it between the same rounds.
 
@@ -125,14 +146,19 @@ class Balancer:
             return (finishes - self._finishes) % _CALLS < _CALLS // 2
 
         live.wait(told, lambda: [0], timeout_s)
-        if self._taken != last:
-            ep.apply(timeout_s)  # rank 0 has seen the end of the moves before, this rank may not have
+        if live.calls < last:
+            self._going_on(ep.apply, timeout_s)  # rank 0 has seen the end of the moves before, this rank may not have
             self._take(last)
-        ep.apply(timeout_s)
+        self._going_on(ep.apply, timeout_s)
 
     def close(self) -> None:
         """End the thread. Moves that are under way go on with `ep.poll`."""
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        self._worker.close()
+
+    @property
+    def exchange(self) -> Exchange:
+        """That of `ep`."""
+        return self._ep.exchange
 
     @property
     def _live(self) -> LiveExperts:
@@ -141,13 +167,28 @@ class Balancer:
         return live
 
     @property
+    def _moves(self) -> Moves | None:
+        return self._live.moves
+
+    @property
     def _idle(self) -> bool:
-        return self._moves is None or self._moves.done
+        moves = self._moves
+        return moves is None or moves.done
+
+    def _going_on(self, call: Callable[..., None], *arguments: float) -> None:
+        """Call `poll` or `apply`, of which a plan that another rank has refused is no error."""
+        try:
+            call(*arguments)
+        except EPRefusedError:
+            if self._taken != self._live.calls:  # the caller's own
+                raise
+            if self._recorded == self._taken:
+                self.history.pop()
 
     def _begin(self) -> None:
         """In a group whose words and loads begin again."""
-        self._generation, self._moves, self._planning = self._ep.generation, None, None
-        self._ticks = self._counted = self._planned = self._taken = self._finishes = 0
+        self._generation, self._planning = self._ep.generation, None
+        self._ticks = self._counted = self._planned = self._finishes = self._taken = self._recorded = 0
         self._last_loads = torch.zeros(1, 1, dtype=torch.float64)
 
     def _look(self) -> None:
@@ -155,7 +196,7 @@ class Balancer:
         words = self._live.mail.words()
         if words is None:
             return
-        if words[0][PLANNED] != self._taken:
+        if words[0][PLANNED] > self._live.calls:
             self._take(words[0][PLANNED])
         elif self._ep.rank == 0 and self._planning is None:
             counted = min(row[COUNTED] for row in words)
@@ -195,28 +236,31 @@ class Balancer:
         )
 
     def _publish(self, planned: Plan) -> None:
-        """The plan and its loads into all windows, then its number."""
+        """The plan and its loads into all windows, then the number that its call of `replace` has on all ranks.
+
+        A rank that has not taken up a plan that others have refused takes the next one, by the same number.
+        """
         ep, live = self._ep, self._live
-        self.plan, self._planning = planned, None
-        plan = ep.exchange.plan
+        plan, number = ep.exchange.plan, live.calls + 1
         parts = (
             (plan["moves.planned_loads"].offset, self._recent), (plan["moves.planned_slots"].offset, planned.slots),
         )  # fmt: skip
-        self._planned = (self._planned + 1) % _PLANS
         for offset, part in parts:
             source = part.contiguous().view(-1)
             source = source.pin_memory() if ep.device.type == "cuda" else source
             for rank in range(ep.size):
                 live.mail.put(rank, offset, source)
-        live.mail.post(PLANNED, self._planned, range(ep.size))
+        live.mail.post(PLANNED, number, range(ep.size))
+        self.plan, self._planning, self._planned = planned, None, number
 
     def _take(self, number: int) -> None:
         """The plan of rank 0 with this number, which has arrived."""
         ep, live = self._ep, self._live
-        self._taken = number
         views = ep.exchange.views
         loads = live.mail.fetch(views["moves.planned_loads"])
         slots = live.mail.fetch(views["moves.planned_slots"])
-        self._moves = ep.replace(slots, self._weights, loads=loads)
+        self._taken = number
+        moves = live.replace(slots, self._weights, loads, number)
         before, after = ([], []) if self.plan is None else (self.plan.balance_before, self.plan.balance_after)
-        self.history.append(Step(self._ticks, self._moves.count, self._moves.total_bytes, before, after))
+        self.history.append(Step(self._ticks, moves.count, moves.total_bytes, before, after))
+        self._recorded = number

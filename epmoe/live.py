@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -20,11 +19,12 @@ from torch import Tensor
 from epmoe.balance import check_slots, choices, shares_of
 from epmoe.config.config import EPConfig
 from epmoe.exchange.health import EPStateError, EPTimeoutError
-from epmoe.exchange.mail import Mail, MailOnCPU, MailOnGPU
-from epmoe.exchange.moves import MOST_CALLS, Moves, Weights
+from epmoe.exchange.mail import MailOnCPU, MailOnGPU
+from epmoe.exchange.moves import MOST_CALLS, PLAN, REFUSED, Moves, Weights
 from epmoe.exchange.moves_plan import EMPTY, Wave, in_place, plan_waves
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED
+from epmoe.exchange.waiting import Result, Worker
 from epmoe.exchange.window import SharedMemoryWindow
 from epmoe.native.arguments import describe
 
@@ -32,7 +32,10 @@ _NUMBERS = 2**16  # that the copies of an expert share: `copy_by_quota` in csrc/
 
 
 class LiveExperts:
-    """The experts of one rank's exchange, with `placement.live`. One thread at a time, as for the exchange.
+    """The experts of one rank's exchange, with `placement.live`. Whoever calls has entered the exchange.
+
+    A signal handler may raise anywhere, and may call what its main thread is in the middle of. So state changes in one
+    assignment for each event, and each step does what is left to do.
 
     Args:
         config: of the group.
@@ -44,8 +47,9 @@ class LiveExperts:
         slots: int32 [layers, P], on the CPU: the logical expert in each slot, or −1, as far as all ranks have come.
         held: int32 [layers, S]: the expert whose weights each slot of this rank has, or −1 while they are overwritten.
         weights: as above.
-        moves: of the last call of `replace`, or None.
-        moved: experts that have moved to this rank.
+        moves: of the last call of `replace` that was not refused here, or None.
+        calls: of `replace`, also refused ones: the number of the last one, which is the same on all ranks.
+        refused_plans: as of `Health`.
     """
 
     def __init__(
@@ -65,26 +69,46 @@ class LiveExperts:
             self._counted = torch.zeros(self._L, self._S, dtype=torch.int64)
             window, plan = exchange.window, exchange.plan
             if isinstance(window, SharedMemoryWindow):
-                self.mail: Mail = MailOnCPU(window, plan, views)
+                self.mail: MailOnCPU | MailOnGPU = MailOnCPU(window, plan, views)
             else:
-                self.mail = MailOnGPU(window, plan, views)
+                self.mail = MailOnGPU(window, plan, views, exchange.streams)
         self.weights = weights
         self.moves: Moves | None = None
-        self.moved = self._stalls = self._moved_bytes = 0
-        self._number, self._before, self._waves = 0, self.slots, list[Wave]()
-        self._worker = ThreadPoolExecutor(1, "epmoe-quotas")  # tables of many layers take milliseconds
-        self._made: tuple[int, Future[Tensor]] | None = None  # of a version
-        self._sharing: Future[Tensor] | None = None
+        self._settled: Moves | None = None  # the last moves whose end has been seen to
+        self._steps = False
+        self.calls = self.refused_plans = self._stalls = self._moved_bytes = self._moved = 0
+        self._untold: int | None = None  # number of a refused call of which the others have not heard
+        self._before, self._waves = self.slots, list[Wave]()
+        self._worker = Worker("epmoe-quotas")  # tables of many layers take milliseconds
+        self._made: tuple[int, Result[Tensor]] | None = None  # of a version
+        self._sharing: Result[Tensor] | None = None
         self._tables_loads = self._shared_loads
         self._put_into_use(self._tables(self.slots, self._shared_loads))
         if exchange.device.type == "cuda":  # rounds may come on another stream
             torch.cuda.current_stream(exchange.device).synchronize()
 
-    def replace(self, slots: Tensor, weights: Weights | None = None, loads: Tensor | None = None) -> Moves:
-        """See `ExpertParallel.replace`."""
+    def replace(
+        self, slots: Tensor, weights: Weights | None = None, loads: Tensor | None = None, number: int = 0
+    ) -> Moves:
+        """See `ExpertParallel.replace`. `number` is that of the call, by default the next one."""
+        self._refuse_within_a_step("replace")
         self._refuse_while_moving("replace")
-        if self._number == MOST_CALLS:
+        self._settle()
+        number = number or self.calls + 1
+        if number > MOST_CALLS:
             raise EPStateError(f"`replace` was called {MOST_CALLS} times, which words can count: `resume` begins anew")
+        try:
+            moves = self._begin(number, slots, weights, loads)
+        except BaseException:
+            if self.calls < number:  # otherwise they have begun
+                self.calls, self._untold, self.refused_plans = number, number, self.refused_plans + 1
+                self._tell_refusal()
+            raise
+        moves.tell()
+        self._make(0)
+        return moves
+
+    def _begin(self, number: int, slots: Tensor, weights: Weights | None, loads: Tensor | None) -> Moves:
         if not isinstance(slots, Tensor) or slots.shape != self.slots.shape:
             raise ValueError(f"`slots` must be integers {list(self.slots.shape)}, got {describe(slots)}")
         loads = self._shared_loads if loads is None else self._checked(loads)
@@ -96,14 +120,13 @@ class LiveExperts:
         staging = self._exchange.plan["moves.staging"], self._exchange.views["moves.staging"]
         timeout_s = self._exchange.config.exchange.timeout_s
         moves = Moves(
-            self.mail, self._number + 1, self._rank, self._R, self._S, waves, weights or self._registered, staging,
+            self.mail, number, self._rank, self._R, self._S, waves, weights or self._registered, staging,
             timeout_s, self._switch, self._hold,
         )  # fmt: skip
-        self._stalls, self._moved_bytes, self.moves = self.stalls, self.moved_bytes, moves  # nothing fails from here on
-        self._shared_loads, self._before, self._waves = loads, self.slots, waves
-        self._number += 1
-        self._sharing = None  # its tables would name slots that these moves do not use
-        self._make(0)
+        # Without a call between them, in which a signal handler could raise. Tables under way name slots of before.
+        self._stalls, self._moved_bytes, self._moved, self.moves = self.stalls, self.moved_bytes, self.moved, moves
+        self._shared_loads, self._before, self._waves, self._made, self._sharing = loads, self.slots, waves, None, None
+        self.calls, self._untold = number, None
         return moves
 
     def share(self, loads: Tensor) -> None:
@@ -114,28 +137,74 @@ class LiveExperts:
 
     def step(self) -> None:
         """What can be done now, between two rounds: it waits for no rank and for no kernel."""
-        if self._exchange.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return  # a graph would repeat it
-        if self.moves is not None and not self.moves.done:
-            try:
+        if self._is_idle or self._steps or self._is_captured():
+            return
+        stream = torch.cuda.current_stream(self._table.device) if self._table.is_cuda else None
+        try:
+            self._steps = True
+            self._step()
+        finally:
+            self._steps = False
+            if stream is not None:
+                torch.cuda.set_stream(stream)  # a signal handler may have raised where it is another one
+
+    @property
+    def _is_idle(self) -> bool:
+        in_use = self._sharing is None and self._tables_loads is self._shared_loads
+        return in_use and self.moves is self._settled and self._untold is None
+
+    def _is_captured(self) -> bool:
+        """Whether a graph would repeat what this rank does now."""
+        if self._exchange.device.type == "cuda":
+            for stream in self._exchange.streams():
+                with torch.cuda.stream(stream):
+                    if torch.cuda.is_current_stream_capturing():
+                        return True
+        return False
+
+    def _step(self) -> None:
+        self._tell_refusal()
+        try:
+            if self.moves is not None:
                 self.moves.step()
-            finally:
-                if self.moves.done:
-                    self.held = self._mine(self.slots).clone()
-                    if self.moves.cancelled or self._tables_loads is not self._shared_loads:
-                        self._share()  # slots that were to be overwritten are in use again
-        if self._sharing is not None and self._sharing.done() and self._exchange.rounds.state == CLOSED:
-            sharing, self._sharing = self._sharing, None
-            self._put_into_use(sharing.result())
+        finally:
+            self._settle()
+        if self.moves is not self._settled or self._exchange.rounds.state != CLOSED:
+            return
+        if self._tables_loads is not self._shared_loads:
+            self._share()
+        if (sharing := self._sharing) is not None and sharing.done:
+            if sharing.error is None:
+                self._put_into_use(sharing.get())
+            if self._sharing is sharing:
+                self._sharing = None
+            sharing.get()
+
+    def _settle(self) -> None:
+        """Once, after the end of moves."""
+        moves = self.moves
+        if moves is self._settled or moves is None or not moves.done:
+            return
+        held = self._mine(self.slots).clone()
+        if moves.cancelled:
+            self._share()  # slots that were to be overwritten are in use again
+        refused = self.refused_plans + bool(moves.refused_by)
+        self.held, self._settled, self.refused_plans = held, moves, refused
+
+    def _tell_refusal(self) -> None:
+        if self._untold is not None:
+            self.mail.post(PLAN, self._untold << 32 | REFUSED, range(self._R))
+            self._untold = None
 
     def finish(self, timeout_s: float) -> None:
         """Step until the moves are done. Raises EPTimeoutError once a rank has ended, or after `timeout_s` seconds."""
         if self._exchange.rounds.state != CLOSED:
             raise EPStateError("a round is open: experts move between rounds")
+        self._refuse_within_a_step("apply")
 
         def done() -> bool:
             self.step()
-            return self._sharing is None and (self.moves is None or self.moves.done)
+            return self._is_idle
 
         self.wait(done, lambda: [] if self.moves is None else self.moves.waits_for(), timeout_s)
 
@@ -170,6 +239,11 @@ class LiveExperts:
         return self.mail.fetch(self._exchange.views["moves.loads"]).sum(0)
 
     @property
+    def moved(self) -> int:
+        """Experts that have moved to this rank."""
+        return self._moved + (0 if self.moves is None else self.moves.copied_experts)
+
+    @property
     def stalls(self) -> int:
         """How often moves got no further within `exchange.timeout_s`."""
         return self._stalls + (0 if self.moves is None else self.moves.stalls)
@@ -193,12 +267,17 @@ class LiveExperts:
         """End the thread, and the moves before their windows go."""
         if self.moves is not None:
             self.moves.end()
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        self.mail.close()
+        self._worker.close()
 
     def _layer(self, tag: int) -> int:
         if not 1 <= tag <= self._L:
             raise ValueError(f"`tag` must be from 1 to {self._L}, a layer of `placement.layers`, got {tag}")
         return tag - 1
+
+    def _refuse_within_a_step(self, what: str) -> None:
+        if self._steps:
+            raise EPStateError(f"a signal handler called {what} in the middle of another call: call it afterwards")
 
     def _refuse_while_moving(self, what: str) -> None:
         if self.moves is not None and not self.moves.done:
@@ -219,16 +298,14 @@ class LiveExperts:
     def _hold(self, layer: int, local: int, expert: int) -> None:
         if expert == EMPTY:
             self._count()  # rows so far were those of the expert that goes
-        else:
-            self.moved += 1
         self.held[layer, local] = expert
 
     def _count(self) -> None:
         """Add the rows that slots have received since the last time to the loads of the experts in them."""
         counted = self.mail.fetch(self._exchange.views["health.tokens_per_expert"])
         rows = (counted - self._counted).double() * (self.held != EMPTY)
-        self._own_loads.scatter_add_(1, self.held.clamp(min=0).long(), rows)
-        self._counted = counted.clone()
+        loads = self._own_loads.scatter_add(1, self.held.clamp(min=0).long(), rows)
+        self._own_loads, self._counted = loads, counted.clone()
 
     def _after(self, version: int) -> Tensor:
         return self._before if version == 0 else self._waves[version - 1].slots
@@ -241,28 +318,28 @@ class LiveExperts:
         return slots
 
     def _make(self, version: int) -> None:
-        self._made = version, self._submit(self._in_use(version))
+        made = version, self._submit(self._in_use(version))
+        self._made, self._tables_loads = made, self._shared_loads
 
     def _switch(self, version: int) -> bool:
         """Use the tables of a version, if they are made and no round is open."""
         if self._made is None or self._made[0] != version:
             self._make(version)
         assert self._made is not None
-        if not self._made[1].done() or self._exchange.rounds.state != CLOSED:
+        if not self._made[1].done or self._exchange.rounds.state != CLOSED:
             return False
         made, self._made = self._made[1], None
-        self._put_into_use(made.result())
+        self._put_into_use(made.get())
         self.slots = self._after(version)
         if version < len(self._waves):
             self._make(version + 1)
         return True
 
     def _share(self) -> None:
-        self._sharing = self._submit(self.slots)
+        self._sharing, self._tables_loads = self._submit(self.slots), self._shared_loads
 
-    def _submit(self, slots: Tensor) -> Future[Tensor]:
-        self._tables_loads = self._shared_loads
-        return self._worker.submit(self._tables, slots, self._shared_loads)
+    def _submit(self, slots: Tensor) -> Result[Tensor]:
+        return self._worker.submit(partial(self._tables, slots, self._shared_loads))
 
     def _tables(self, slots: Tensor, loads: Tensor) -> Tensor:
         """int32 [layers, 2, E, copies], for few tokens and for many."""
@@ -276,10 +353,16 @@ class LiveExperts:
         return self.mail.upload(table)
 
     def _put_into_use(self, table: Tensor) -> None:
+        """Behind all rounds so far and before those to come, whichever of their streams this is called on."""
+        streams = self._exchange.streams() if table.is_cuda else []
+        for stream in streams[1:]:
+            streams[0].wait_stream(stream)
         with torch.inference_mode(False):
             self._table.copy_(table)
-        if table.is_cuda:
-            table.record_stream(torch.cuda.current_stream(table.device))
+        for stream in streams[1:]:
+            stream.wait_stream(streams[0])
+        if streams:
+            table.record_stream(streams[0])
 
 
 def _at_most(copies: int, slots: Tensor) -> Tensor:

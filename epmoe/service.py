@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import weakref
 from contextlib import AbstractContextManager
@@ -13,6 +14,7 @@ from torch import Tensor
 from epmoe.config.config import EPConfig
 from epmoe.config.tuning import Tuning
 from epmoe.exchange.call import new_call
+from epmoe.exchange.exchange import in_turn
 from epmoe.exchange.handles import Dispatched, Layout, Sent
 from epmoe.exchange.health import EPStateError, Health
 from epmoe.exchange.memory import MemoryPlan
@@ -33,8 +35,9 @@ class ExpertParallel(Resumable):
 
     It serves one thread at a time: whoever calls one `ExpertParallel` from several threads orders their calls and
     rounds. A call during the call of another thread raises RuntimeError and changes nothing, which a Python without
-    the GIL does not promise. `health`, `memory_plan` and `repr` may be called at any time. It cannot be pickled or
-    copied. In a forked child every call raises RuntimeError, and `close` does nothing.
+    the GIL does not promise. It harms no round of the other thread, also not by the `abort()` or `skip` that follows.
+    `health`, `memory_plan` and `repr` may be called at any time. It cannot be pickled or copied. In a forked child
+    every call raises RuntimeError, and `close` does nothing.
 
     Args:
         config: the same on all ranks; or the path of its file or the name of a ready one, for `EPConfig.load`.
@@ -95,13 +98,13 @@ class ExpertParallel(Resumable):
         if len(shape) != 2 or shape[1] != model.num_experts or logits.device != self.device:
             check_tensor("logits", logits, FLOATS, ("T", model.num_experts), self.device)
         counters, options = exchange.views["health.counters"], self._routing
-        exchange.enter()
+        outer = exchange.enter()
         try:
             return route(
                 logits, model.num_experts_per_tok, bias=bias, num_tokens=num_tokens, counters=counters, **options
             )
         finally:
-            exchange.thread = 0
+            exchange.thread = outer
 
     def dispatch(
         self,
@@ -268,7 +271,8 @@ class ExpertParallel(Resumable):
 
         Args:
             dispatched: what the round's last call returned; after combine_send, what combine_send was given. None
-                closes whatever round is open, does nothing if there is none, and raises none of the errors below.
+                closes whatever round is open, does nothing if there is none, and raises none of the errors below. It
+                also does nothing on a thread whose last call was refused, since another thread has the open round.
 
         Raises:
             ValueError: `dispatched` is not the handle of the open round.
@@ -311,11 +315,14 @@ class ExpertParallel(Resumable):
         Raises:
             TypeError: an argument has another type; nothing was sent.
             ValueError: an argument has another value; nothing was sent.
-            RuntimeError: a round is open (`abort` closes it), or this object is closed.
+            RuntimeError: a round is open (`abort` closes it), this object is closed, or a call of this thread was
+                refused, since another thread has the round.
             EPMismatchError: an earlier call of the ranks did not match.
             EPTimeoutError: ranks did not end the last round in time.
         """
         exchange = self.exchange
+        if exchange.rounds.is_of_another():
+            raise EPStateError("another thread has the round, so this one has none to skip")
         call = exchange.templates.no_tokens(
             exchange.rounds.template, hidden_size, top_k, dtype, layout, apply_router_weight_on_input, aligned
         )
@@ -406,6 +413,7 @@ class ExpertParallel(Resumable):
         have the same between two moves, so one rank calls it. Raises EPStateError without `placement.live`."""
         write_slots(path, self._moving.slots)
 
+    @in_turn
     def replace(self, slots: Tensor, weights: Weights | None = None, *, loads: Tensor | None = None) -> Moves:
         """Begin to move experts, with `placement.live`: rounds go on meanwhile, also replays of CUDA graphs.
 
@@ -427,12 +435,13 @@ class ExpertParallel(Resumable):
         Raises:
             EPStateError: without `placement.live`, or other moves are not done.
             ValueError: an argument does not fit, or experts without a second copy are to change places where no slot is
-                free. Nothing has begun then, nor where `weights` raises.
-            EPError: from a later `poll`, where ranks were given other arguments. The moves have ended then, on all
-                ranks, and no expert has moved.
+                free. Nothing has begun then, nor where `weights` raises, and the other ranks drop this call.
+            EPRefusedError: from a later `poll`, where another rank raised here or was given other arguments. The moves
+                have ended then, on all ranks, and no expert has moved: all ranks may call again.
         """
         return self._moving.replace(slots, weights, loads)
 
+    @in_turn
     def share(self, loads: Tensor) -> None:
         """Divide the tokens of experts among their copies by these loads [layers, E], from a later `poll` on.
 
@@ -440,6 +449,7 @@ class ExpertParallel(Resumable):
         """
         self._moving.share(loads)
 
+    @in_turn
     def loads(self) -> Tensor:
         """float64 [layers, E], on the CPU: rows that experts of all ranks have received since the start or `resume`.
 
@@ -449,6 +459,7 @@ class ExpertParallel(Resumable):
         self._moving.mail.flush()
         return self._moving.loads()
 
+    @in_turn
     def apply(self, timeout_s: float | None = None) -> None:
         """Wait until all moves are done and all shares in use. Collective: all ranks call it between the same rounds.
 
@@ -472,6 +483,7 @@ class ExpertParallel(Resumable):
             return self.placement.owner(expert), self.placement.local_index[expert]
         return self.live.holder(tag, expert)
 
+    @in_turn
     def retune(self, tuning: Tuning) -> None:
         """Launch the kernels of rounds to come by this table, in place of the one that `exchange.tuning` names."""
         self.exchange.retune(tuning)
@@ -490,12 +502,14 @@ class ExpertParallel(Resumable):
         Returns:
             The counts, which never fall.
         """
-        return self.exchange.health(wait)
+        health, live = self.exchange.health(wait), self.live
+        return health if live is None else dataclasses.replace(health, refused_plans=live.refused_plans)
 
     def poll(self) -> None:
         """Raise what kernels have reported so far. It never waits, and does not stop the device.
 
-        With `placement.live` it also takes moves and shares further: call it on the stream of the rounds, between them.
+        With `placement.live` it also takes moves and shares further: call it between the rounds, on the stream of their
+        replays if they are replays. In a signal handler in the middle of another `poll` it does not.
 
         Every call looks by itself. The replay of a CUDA graph is no call: after a timeout replays yield zeros for ever,
         so poll at every step. A replay that is still running shows in a later poll.
@@ -506,11 +520,18 @@ class ExpertParallel(Resumable):
             EPOrderError: on a GPU, dispatch and combine of this rank did not alternate.
             EPOverflowError: more expert-major rows arrived than `capacity.max_expert_rows`.
             EPAbortedError: other ranks have aborted the round, on a GPU this one or an earlier one.
+            EPRefusedError: of `replace`.
         """
-        self.exchange.poll()
-        if self.live is not None:
-            self.live.step()
+        exchange = self.exchange
+        outer = exchange.enter()
+        try:
+            exchange.poll()
+            if self.live is not None:
+                self.live.step()
+        finally:
+            exchange.thread = outer
 
+    @in_turn
     def check(self, timeout_s: float | None = None) -> None:
         """Wait for everything that has been launched on the device, then `poll`.
 

@@ -58,7 +58,7 @@ def test_health_holds_every_counter():
     health = Health.read(9, torch.arange(len(COUNTERS)), *totals)
     names = [field.name for field in dataclasses.fields(health)]
     lists = ["tokens_per_expert", "rows_sent", "waited_s", "aborted_rounds", "rows_by_layer"]
-    assert names == ["rounds", *COUNTERS, *lists] and health.rows_by_layer == [5, 6]
+    assert names == ["rounds", *COUNTERS, *lists, "refused_plans"] and health.rows_by_layer == [5, 6]
     assert [getattr(health, name) for name in COUNTERS] == list(range(len(COUNTERS)))
     assert health.rounds == 9 and health.tokens_per_expert == [5, 6] and health.rows_sent == [7, 8]
     assert health.waited_s == [0.0, 2.5] and health.aborted_rounds == [0, 3]

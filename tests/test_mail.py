@@ -26,10 +26,10 @@ def test_a_word_is_never_seen_in_part():
     window = SharedMemoryWindow.__new__(SharedMemoryWindow)
     window._regions = [torch.zeros(words.offset + words.nbytes, dtype=torch.uint8).share_memory_()]
     view = window._regions[0][words.offset :].view(torch.int64).view(words.shape)
-    mail = MailOnCPU(window, plan, {"moves.words": view})
-    mail.post(1, 0, [0])  # the first operator may have to build the library
+    MailOnCPU(window, plan, {"moves.words": view}).post(1, 0, [0])  # the first operator may have to build the library
     end = time.monotonic() + 2
     if (writer := os.fork()) == 0:
+        mail = MailOnCPU(window, plan, {"moves.words": view})  # that of a parent is not the child's
         while time.monotonic() < end:
             for value in (0, -1) * 500:
                 mail.post(1, value, [0])

@@ -14,6 +14,7 @@ import torch
 from helpers import alone, distinct_ids, randn
 
 import epmoe
+from epmoe.exchange.round_state import RoundState
 from epmoe.native import ops
 
 pytestmark = pytest.mark.usefixtures("serving")
@@ -209,6 +210,82 @@ def test_a_refused_call_leaves_the_expert_parallel_to_other_threads(ep):
     thread.start()
     thread.join()
     assert sum(ep.health().tokens_per_expert) == 5 * K  # the other thread's round is complete
+
+
+def test_a_refused_thread_costs_another_no_round(ep, monkeypatch):
+    """The thread with the open round waits for the call that is about to be refused."""
+    inside, go_on, next_epoch = threading.Event(), threading.Event(), RoundState.next_epoch
+    x, *routing = inputs()
+    d = ep.dispatch(x, *routing)
+
+    def slow_next_epoch(self):
+        inside.set()
+        assert go_on.wait(30)
+        return next_epoch(self)
+
+    def refused():
+        with pytest.raises(epmoe.EPStateError, match="round 1 is still open"):
+            ep.dispatch(x, *routing)
+
+    monkeypatch.setattr(RoundState, "next_epoch", slow_next_epoch)
+    thread = threading.Thread(target=refused)
+    thread.start()
+    assert inside.wait(30)
+    timer = threading.Timer(0.05, go_on.set)
+    timer.start()
+    torch.testing.assert_close(ep.combine(d.rows, d), x)
+    for ends in (thread, timer):
+        ends.join()
+    assert_works(ep)
+
+
+@pytest.mark.parametrize("during", ["a call", "a round"])
+def test_what_follows_a_refusal_harms_no_round(ep, monkeypatch, during):
+    """Neither `abort`, as after any exception, nor a layer that gives its round up, nor `skip`."""
+    x, *routing = inputs()
+    dispatch, errors = ops.dispatch, []
+
+    def refused():
+        try:
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="another thread is in a call|still open"):
+                    ep.dispatch(x, *routing)
+                ep.abort()
+                with pytest.raises(RuntimeError, match="another thread is in a call|still open"), ep.giving_up(0):
+                    ep.dispatch(x, *routing)
+                with pytest.raises(RuntimeError, match="another thread"):
+                    ep.skip()
+        except BaseException as error:
+            errors.append(error)
+
+    def on_a_thread():
+        thread = threading.Thread(target=refused)
+        thread.start()
+        thread.join()
+
+    def interrupted(*arguments):
+        on_a_thread()
+        dispatch(*arguments)
+
+    if during == "a call":
+        monkeypatch.setattr(ops, "dispatch", interrupted)
+    d = ep.dispatch(x, *routing)
+    monkeypatch.undo()
+    if during == "a round":
+        on_a_thread()
+    torch.testing.assert_close(ep.combine(d.rows, d), x)
+    assert not errors and ep.health().aborted_rounds == [0] and ep.health().rounds == 1
+    assert_works(ep)
+
+
+def test_the_round_of_a_thread_that_has_ended_can_be_aborted(ep):
+    thread = threading.Thread(target=lambda: ep.dispatch(*inputs()))
+    thread.start()
+    thread.join()
+    with pytest.raises(epmoe.EPStateError, match="round 1 is still open"):
+        ep.dispatch(*inputs())
+    ep.abort()
+    assert_works(ep)
 
 
 def test_threads_without_order_get_errors_and_no_wrong_result(ep):

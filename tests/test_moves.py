@@ -1,11 +1,12 @@
 """Moves of all ranks in one process, in drawn orders of all that can happen: hosts run ahead of their GPUs, words are
-late, and ranks cancel."""
+late, ranks cancel, and signal handlers raise."""
 
 from __future__ import annotations
 
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -20,11 +21,21 @@ L, E, R, S = 2, 10, 4, 4
 STAGING = 16  # bytes; a slot has 40
 
 
-class Rank:
-    """A rank whose mail, like that on a GPU, is a queue of its own, and whose rounds are behind its host."""
+class Interrupt(BaseException):
+    """What a signal handler raises."""
 
-    def __init__(self, number: int, group: list[Rank], before: Tensor, after: Tensor, draw: random.Random) -> None:
+
+class Rank:
+    """A rank whose mail, like that on a GPU, is a queue of its own, and whose rounds are behind its host.
+
+    `interrupts`: how likely a signal handler raises before or after a call of the mail, or of `switch` and `holds`.
+    """
+
+    def __init__(
+        self, number: int, group: list[Rank], before: Tensor, after: Tensor, draw: random.Random, interrupts: float
+    ) -> None:
         self.number, self.group, self.draw, self.before = number, group, draw, before
+        self.signals, self.interrupts = random.Random(number), 0.0
         self.board = [[0] * MOVE_WORDS for _ in range(R)]
         self.queue: deque[tuple[Callable[[], bool], Callable[[], object]]] = deque()
         self.staging = torch.zeros(STAGING, dtype=torch.uint8)
@@ -36,17 +47,25 @@ class Rank:
         self.moves = Moves(
             self, 1, number, R, S, self.waves, lambda tag, slot: [self.weights[tag - 1, slot]],
             (Buffer("moves.staging", "window", (STAGING,), torch.uint8, 0), self.staging),
-            30.0, self.switch, lambda *_: None,
+            30.0, self.switch, lambda *_: self.may_raise(),
         )  # fmt: skip
+        self.interrupts = interrupts
+
+    def may_raise(self) -> None:
+        if self.signals.random() < self.interrupts:
+            raise Interrupt
 
     def switch(self, version: int) -> bool:
         if self.draw.random() < 0.5:
             return False
         self.switched = version
+        self.may_raise()
         return True
 
     def send(self, run: Callable[[], object], ready: Callable[[], bool] = lambda: True) -> None:
+        self.may_raise()
         self.queue.append((ready, run))
+        self.may_raise()
 
     def after_rounds(self) -> None:
         version = self.switched
@@ -71,8 +90,9 @@ class Rank:
 
     def words(self) -> list[list[int]] | None:
         if not self.reading:
-            self.reading, self.snapshot = True, None
+            self.snapshot = None
             self.send(lambda: setattr(self, "snapshot", [list(row) for row in self.board]))
+            self.reading = True
         elif self.snapshot is not None:
             self.reading = False
             return self.snapshot
@@ -93,7 +113,8 @@ class Rank:
         """Something that can happen now."""
         what = self.draw.random()
         if what < 0.4:
-            self.moves.step()
+            with suppress(Interrupt):
+                self.moves.step()
         elif what < 0.8 and self.queue and self.queue[0][0]():
             self.queue.popleft()[1]()
         elif what >= 0.8 and self.used < self.switched:
@@ -104,12 +125,12 @@ class Rank:
             assert all(set(row) >= set(range(E)) for row in table.tolist()), "an expert in no slot in use"
 
 
-def run(seed: int, weights: list[float], likely: float = 0.0) -> None:
+def run(seed: int, weights: list[float], likely: float = 0.0, interrupts: float = 0.0) -> None:
     """Until all is done. Rank 0 cancels from a version on, now and then again in each of the next ones."""
     draw = random.Random(seed)
     before, after = draw_slots(L, E, R, S, seed), draw_slots(L, E, R, S, 1000 + seed)
     group: list[Rank] = []
-    group += [Rank(number, group, before, after, draw) for number in range(R)]
+    group += [Rank(number, group, before, after, draw, interrupts) for number in range(R)]
     cancelled, moves = set[int](), group[0].moves
     for _ in range(200_000):
         if all(rank.moves.done and not rank.queue for rank in group):
@@ -129,6 +150,42 @@ def test_no_order_of_events_breaks_a_rank(seed):
     """Some ranks are slow."""
     draw = random.Random(seed)
     run(seed, [draw.random() ** 3 + 0.01 for _ in range(R)])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_moves_that_are_cancelled_before_they_begin_wait_for_nobody(seed):
+    """Rank 0 may cancel until it begins. With odd seeds rank 3 comes when the others have ended."""
+    draw, group, late = random.Random(seed), list[Rank](), seed % 2
+    before, after = draw_slots(L, E, R, S, seed), draw_slots(L, E, R, S, 1000 + seed)
+    group += [Rank(number, group, before, after, draw, 0.0) for number in range(R)]
+    moves = group[0].moves
+    for present in (group[:-1] if late else group, group):
+        for _ in range(200_000):
+            if all(rank.moves.done and not rank.queue for rank in present):
+                break
+            draw.choice(present).act()
+            if moves.version < 0 and draw.random() < 0.01:
+                moves.cancel()
+        assert all(rank.moves.done for rank in present)
+    versions = {rank.moves.version for rank in group}
+    assert versions <= {-1, 0} if moves.cancelled else versions == {len(group[0].waves)}
+    assert moves.cancelled or not late
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_signal_handler_interrupts_is_done_later(seed):
+    """It raises anywhere in a step, also between a change of state and the word that tells it."""
+    run(seed, [1, 1, 1, 1], likely=0.0005 * (seed % 2), interrupts=0.15)
+
+
+def test_a_rank_that_has_only_a_word_to_send_waits_for_nobody_in_particular():
+    """A signal handler has raised right behind its last copy."""
+    draw, group = random.Random(0), list[Rank]()
+    group += [Rank(n, group, draw_slots(L, E, R, S, 0), draw_slots(L, E, R, S, 1000), draw, 0.0) for n in range(R)]
+    moves = next(rank.moves for rank in group if rank.moves._parts[rank.number])
+    moves._words, moves.version = [[0] * MOVE_WORDS for _ in range(R)], len(group[0].waves) - 1
+    moves._copied = len(moves._parts[moves._rank])
+    assert moves.waits_for() == list(range(R)) and "waits for" in repr(moves)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -39,6 +39,19 @@ def test_an_overflow_is_raised_once_and_leaves_the_round_open():
             assert ep.combine(d.rows, d).shape == X.shape
 
 
+def test_an_overflow_beside_an_abort_leaves_nothing_for_the_next_round():
+    """One error tells of both."""
+    with make_ep(max_expert_rows=5) as ep:
+        d = ep.dispatch(X, IDS, WEIGHTS)
+        for name, value in (("aborted", 0b1), ("aborted_epoch", 1)):
+            ep._exchange.status[STATUS.index(name)] = value
+        with pytest.raises(epmoe.EPOverflowError, match="needed 8") as caught:
+            ep.combine(d.rows, d)
+        assert [note[:42] for note in caught.value.__notes__] == ["round 1: rank(s) [0] aborted the round, af"]
+        d = ep.dispatch(X[:1], IDS[:1], WEIGHTS[:1])
+        assert torch.equal(ep.combine(d.rows, d), 2 * X[:1])
+
+
 def test_an_overflow_that_is_only_counted():
     with make_ep(max_expert_rows=5, on_overflow="drop") as ep:
         d = ep.dispatch(X, IDS, WEIGHTS)

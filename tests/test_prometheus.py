@@ -88,5 +88,5 @@ def test_experts_that_move_are_exported_by_layer():
         scraped, labels = registry(ep), {"exchange": "default", "rank": "0"}
         rows = {tag: scraped.get_sample_value("epmoe_layer_rows_total", labels | {"layer": tag}) for tag in "12"}
         assert rows == {"1": 0, "2": int(d.expert_offsets[-1])}
-        for name in ("moved_experts", "moved_bytes", "stalled_moves"):
+        for name in ("moved_experts", "moved_bytes", "stalled_moves", "refused_plans"):
             assert scraped.get_sample_value(f"epmoe_{name}_total", labels) == 0

@@ -61,6 +61,7 @@ class Health:
             of other ranks in a round that this rank aborted, too.
         rows_by_layer: [layers], rows of this rank's experts in each layer whose experts move, from tag 1 on; otherwise
             one sum.
+        refused_plans: calls of `replace` in which nothing has moved, since a rank raised or was given other arguments.
     """
 
     rounds: int
@@ -77,6 +78,7 @@ class Health:
     waited_s: list[float]
     aborted_rounds: list[int]
     rows_by_layer: list[int]
+    refused_plans: int = 0
 
     @classmethod
     def read(
@@ -257,6 +259,17 @@ class EPMismatchError(EPError, ValueError):
         super().__init__(f"round {epoch}: {what}. {then}")
 
 
+class EPRefusedError(EPError):
+    """Ranks have raised in `ExpertParallel.replace`, or were given other arguments. No expert has moved on any rank.
+    All ranks may call `replace` again. `ranks` of the group are those that differ from this rank."""
+
+    def __init__(self, ranks: list[int], raised: bool):
+        self.ranks = ranks
+        other = "were given other slots, or weights of other sizes, where all must be the same, or raised in `replace`"
+        what = "raised in `replace`" if raised else other
+        super().__init__(f"rank(s) {ranks} {what}. No expert has moved on any rank")
+
+
 class EPOrderError(EPError):
     """On a GPU, a stage of this rank ran before the stage that was due: graphs were replayed in another order than that
     of the rounds, or streams were not ordered. The `ExpertParallel` can only be resumed or closed."""
@@ -269,6 +282,16 @@ class EPOrderError(EPError):
             "the end of the other: replay graphs in this order, and let the stream of a replay wait for the stream of "
             "the call or replay before it. This ExpertParallel can only be resumed or closed"
         )
+
+
+def raise_incomplete(overflow: EPOverflowError | None, aborted: EPAbortedError | None) -> None:
+    """Raise what makes the y of a round incomplete: where there are both, one with a note of the other."""
+    if overflow is not None:
+        if aborted is not None:
+            overflow.add_note(str(aborted))
+        raise overflow
+    if aborted is not None:
+        raise aborted
 
 
 def raise_on_failure(

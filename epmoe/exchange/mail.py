@@ -5,12 +5,16 @@ A word is an int64 that one rank writes and another reads. What was put before a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+import ctypes
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from epmoe.exchange.health import EPStateError
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.window import SharedMemoryWindow, Window
 from epmoe.native import ops
@@ -23,7 +27,7 @@ class Mail(Protocol):
     """What one rank sends and reads. On a GPU all of it runs on a stream of its own, in the order of the calls."""
 
     def after_rounds(self) -> None:
-        """What follows happens after all that was launched on the current stream."""
+        """What follows happens after all rounds so far."""
 
     def put(self, rank: int, offset: int, source: Tensor) -> None:
         """As `Window.put`. `source` must not change before it has arrived."""
@@ -47,22 +51,57 @@ class Mail(Protocol):
         """A tensor of the host on the device of the rounds, which it has reached. Any thread may call it."""
 
 
-class MailOnCPU:
+_W = TypeVar("_W", bound=Window)
+
+
+class _Sender(Generic[_W]):
+    """Puts into windows until it is closed, or, in a forked child, disowned: then that raises EPStateError."""
+
+    def __init__(self, window: _W) -> None:
+        self._window: _W | None = window
+        _senders.add(self)
+
+    def close(self, why: str = "this ExpertParallel is closed") -> None:
+        self._window, self._why = None, why
+
+    @property
+    def window(self) -> _W:
+        if self._window is None:
+            raise EPStateError(self._why)
+        return self._window
+
+
+_senders: WeakSet[_Sender[Any]] = WeakSet()
+
+
+def _disown_all() -> None:
+    """In a forked child. What the parent's threads use is not destroyed."""
+    for sender in list(_senders):
+        for kept in (sender, sender._window):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        sender.close(f"the ExpertParallel belongs to process {os.getppid()}, of which this process is a fork")
+
+
+os.register_at_fork(after_in_child=_disown_all)
+
+
+class MailOnCPU(_Sender[SharedMemoryWindow]):
     """`Mail` in shared memory, where every call has ended when it returns."""
 
     def __init__(self, window: SharedMemoryWindow, plan: MemoryPlan, views: dict[str, Tensor]) -> None:
-        self._window, self._views, self._rank = window, views, plan.sizes["rank"]
+        super().__init__(window)
+        self._views, self._rank = views, plan.sizes["rank"]
         self._words = plan[_WORDS]
 
     def after_rounds(self) -> None:
         pass
 
     def put(self, rank: int, offset: int, source: Tensor) -> None:
-        self._window.put(rank, offset, source)
+        self.window.put(rank, offset, source)
 
     def post(self, number: int, value: int, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            self._window.post(rank, _place(self._words.offset, self._words.shape[1], self._rank, number), value)
+            self.window.post(rank, _place(self._words.offset, self._words.shape[1], self._rank, number), value)
 
     def words(self) -> list[list[int]] | None:
         return ops.read_words(self._views[_WORDS]).view(self._words.shape).tolist()
@@ -81,11 +120,18 @@ class MailOnCPU:
         return source
 
 
-class MailOnGPU:
-    """`Mail` by copy engines, on a stream of its own."""
+class MailOnGPU(_Sender[Window]):
+    """`Mail` by copy engines, on a stream of its own. `streams` returns those of the rounds so far."""
 
-    def __init__(self, window: Window, plan: MemoryPlan, views: dict[str, Tensor]) -> None:
-        self._window, self._views, self._rank = window, views, plan.sizes["rank"]
+    def __init__(
+        self,
+        window: Window,
+        plan: MemoryPlan,
+        views: dict[str, Tensor],
+        streams: Callable[[], Iterable[torch.cuda.Stream]],
+    ) -> None:
+        super().__init__(window)
+        self._views, self._rank, self._streams = views, plan.sizes["rank"], streams
         self._words = plan[_WORDS]
         device = views[_WORDS].device
         self._uploads, self._fetches = torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
@@ -95,11 +141,13 @@ class MailOnGPU:
         self._reading = False
 
     def after_rounds(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        for stream in self._streams():
+            self._stream.wait_stream(stream)
 
     def put(self, rank: int, offset: int, source: Tensor) -> None:
+        window = self.window
         with torch.cuda.stream(self._stream):
-            self._window.put(rank, offset, source)
+            window.put(rank, offset, source)
 
     def post(self, number: int, value: int, ranks: Iterable[int]) -> None:
         place = self._posts % _IN_FLIGHT

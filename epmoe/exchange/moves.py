@@ -11,6 +11,10 @@ Why no slot is overwritten in use: a rank says VERSION behind its last round wit
 round has waited for the sums of every rank that it sent tokens to, so their experts have read their weights.
 
 Words are `number << 32 | value`, where `number` counts the calls of `replace`. So old words mean nothing.
+
+A signal handler may raise between any two lines. So a step changes the state of this rank first, in one assignment for
+each event, and then posts the words that lag behind the state. What an exception kept from its place, the next step
+posts, or does again.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from epmoe.exchange.health import EPError
+from epmoe.exchange.health import EPRefusedError
 from epmoe.exchange.mail import Mail
 from epmoe.exchange.memory import Buffer
 from epmoe.exchange.moves_plan import EMPTY, SlotMove, Wave
@@ -33,6 +37,8 @@ Weights = Callable[[int, int], Sequence[Tensor]]
 
 # Words, by number. The last three are of epmoe/balancer.py.
 PLAN, VERSION, READY, COPIED, PUSHED, CANCELLED, COUNTED, PLANNED, LAST_PLAN = range(9)
+REFUSED = 0  # of PLAN: this rank takes no part in the call
+_DROPPED = 0  # of CANCELLED: nobody begins the first wave
 _FINISHED = (1 << 32) - 1  # of READY: this rank uses the last version, and goes on to no other
 _NEWER = 1 << 32  # more than any value
 MOST_CALLS = (1 << 31) - 1  # of `replace`, since words are signed
@@ -57,7 +63,7 @@ class _Size(NamedTuple):
 
 
 class Moves:
-    """The moves of one call of `replace`, on this rank.
+    """The moves of one call of `replace`, on this rank. `tell` and `step` take them further.
 
     Args:
         mail: of this rank.
@@ -77,10 +83,12 @@ class Moves:
         count: moves on all ranks, detours included.
         total_bytes: that come to this rank.
         copied_bytes: that have come to this rank so far.
+        copied_experts: likewise.
+        refused_by: ranks that took no part in the call, or were given other arguments; then nothing has moved.
         stalls: how often nothing has happened for `timeout_s`.
 
     Raises:
-        ValueError: `weights` returns tensors that do not fit. No other rank hears of the call then.
+        ValueError: `weights` returns tensors that do not fit.
     """
 
     def __init__(
@@ -100,10 +108,12 @@ class Moves:
         self._mail, self._number, self._rank, self._ranks = mail, number, rank, range(size)
         self._S, self._weights, self._staging = slots_per_rank, weights, staging
         self._timeout_s, self._switch, self._holds = timeout_s, switch, holds
-        self.version, self.copied_bytes, self.stalls = -1, 0, 0
+        self.version, self.copied_bytes, self.copied_experts, self.stalls = -1, 0, 0, 0
         self._last = self._waves = len(waves)
         self._done = self._finished = self._ended = self._cancels = False
-        self._pushed = [0] * size
+        self._cancelled_at: int | None = None
+        self.refused_by = list[int]()
+        self._pushed, self._told = [0] * size, dict[tuple[int, int | None], int]()
         self._copied, self._ready = 0, 0
         sizes = self._sizes(waves)
         parts: list[list[_Part]] = [[] for _ in self._ranks]
@@ -117,7 +127,7 @@ class Moves:
         self._checksum = crc32(repr((sizes, [wave.moves for wave in waves])).encode())
         for wave in waves:
             self._checksum = crc32(wave.slots.numpy().tobytes(), self._checksum)
-        self._post(PLAN, self._checksum)
+        self._checksum = max(self._checksum, REFUSED + 1)
         self._progress, self._seen = time.monotonic(), self._state()
 
     @property
@@ -133,11 +143,12 @@ class Moves:
     def cancel(self) -> None:
         """End soon: no rank begins another wave than the next two, and all end with the same tables. Waits for no rank.
 
-        Other ranks see it when they have gone one version further.
+        Before this rank has begun, nothing moves at all, and no rank waits for ranks that have not called `replace`.
+
+        Any thread may call it at any time, also a signal handler. The next `poll` tells the other ranks, which see it
+        when they have gone one version further.
         """
-        if not self._done and not self._cancels:  # another word could be the first that a slow rank sees
-            self._cancels = True
-            self._post(CANCELLED, max(self.version, 0) + 2)
+        self._cancels = True
 
     def end(self) -> None:
         """Here and now: nothing is read or written any more."""
@@ -153,29 +164,37 @@ class Moves:
         wanted = self.version + 1
         if wanted == 0:
             return [rank for rank in self._ranks if self._value(rank, PLAN) < 0]
-        if self._ready >= wanted:
+        mine = self._parts[self._rank]
+        if self._ready >= wanted or self._copied == len(mine):
             return [rank for rank in self._ranks if self._value(rank, READY) < wanted]
         late = [rank for rank in self._ranks if self._value(rank, VERSION) < self.version]
-        source = self._parts[self._rank][self._copied].move.source // self._S
-        return late or [source]
+        return late or [mine[self._copied].move.source // self._S]
 
     def step(self) -> None:
         """Do what can be done now. It waits for no rank and for no kernel.
 
-        Raises EPError where ranks were given other tables or weights of other sizes: nothing has moved then, and these
-        moves have ended.
+        Raises EPRefusedError where ranks have refused the call, or were given other tables or weights of other sizes:
+        nothing has moved then, and these moves have ended.
         """
         if self._done:
             return
+        if self._cancels and self._cancelled_at is None:  # a second word could be the first that a slow rank sees
+            self._cancelled_at = _DROPPED if self.version < 0 else self.version + 2
+        self.tell()
         if (words := self._mail.words()) is not None:
             self._words = words
+            if _DROPPED in (cancelled := [*self._cancelled()]):
+                self.end()
+                return
             self._check_plan()
-            if (last := min(self._cancelled(), default=_NEWER)) < self._last:
-                self._last = last
+            self._last = min([self._last, *cancelled])
             self._go_on()
             self._copy()
+            self._count_ready()
             self._push()
             self._finish()
+            self.tell()
+            self._done = self._done or all(self._value(rank, READY) >= _FINISHED for rank in self._ranks)
         now = time.monotonic()
         if (state := self._state()) != self._seen:
             self._seen, self._progress = state, now
@@ -183,17 +202,36 @@ class Moves:
             self.stalls += 1
             self._progress = now
 
+    def tell(self) -> None:
+        """Post the words that lag behind the state."""
+        self._post(PLAN, self._checksum)
+        if self._cancelled_at is not None:
+            self._post(CANCELLED, self._cancelled_at)  # before the VERSION at which it ends
+        if self._told.get((VERSION, None), -1) < self.version:
+            self._mail.after_rounds()
+            self._post(VERSION, self.version)
+        for to, pushed in enumerate(self._pushed):
+            if pushed:
+                self._post(PUSHED, pushed, to)
+        if self._copied:
+            self._post(COPIED, self._copied)
+        if ready := _FINISHED if self._finished else self._ready:
+            self._post(READY, ready)
+
     def _check_plan(self) -> None:
-        """A rank whose word is of a newer call has ended this one for the same reason: all of them are still here."""
-        if self.version >= 0:
+        """A rank whose word is of a newer call has ended this one, before this rank has said that it is done: it was
+        cancelled, refused or not the same, and nobody has begun the first wave."""
+        if self._finished:
             return
         others = [rank for rank in self._ranks if self._value(rank, PLAN) not in (-1, self._checksum)]
         if others:
-            self.end()
-            raise EPError(f"rank(s) {others} were given other slots, or weights of other sizes: they must be the same")
+            self.refused_by, self._ended, self._done = others, True, True
+            raise EPRefusedError(others, all(self._value(rank, PLAN) == REFUSED for rank in others))
 
     def _cancelled(self) -> Iterator[int]:
-        return (value for rank in self._ranks if 0 <= (value := self._value(rank, CANCELLED)) < _NEWER)
+        if self._cancelled_at is not None:
+            yield self._cancelled_at
+        yield from (value for rank in self._ranks if 0 <= (value := self._value(rank, CANCELLED)) < _NEWER)
 
     def _go_on(self) -> None:
         """The next version, once all ranks are ready for it."""
@@ -203,17 +241,10 @@ class Moves:
         word, least = (PLAN, 0) if version == 0 else (READY, version)
         if all(self._value(rank, word) >= least for rank in self._ranks) and self._switch(version):
             self.version = version
-            self._mail.after_rounds()
-            self._post(VERSION, version)
-            self._say_ready()
+            self._count_ready()
 
     def _finish(self) -> None:
-        if self.version != self._last:
-            return
-        if not self._finished:
-            self._finished = True
-            self._post(READY, _FINISHED)
-        self._done = all(self._value(rank, READY) >= _FINISHED for rank in self._ranks)
+        self._finished = self._finished or self.version == self._last
 
     def _copy(self) -> None:
         """The next part from the staging of this rank into its slot."""
@@ -231,20 +262,17 @@ class Moves:
         for piece in self._pieces(layer, local, part):
             self._mail.copy(piece, self._staging[1][begin : begin + len(piece)])
             begin += len(piece)
-        self._copied += 1
-        self.copied_bytes += part.end - part.begin
         if part.is_last:
             self._holds(layer, local, expert)
-        self._post(COPIED, self._copied)
-        self._say_ready()
+        nbytes, experts = self.copied_bytes + part.end - part.begin, self.copied_experts + part.is_last
+        self._copied, self.copied_bytes, self.copied_experts = self._copied + 1, nbytes, experts
 
-    def _say_ready(self) -> None:
+    def _count_ready(self) -> None:
         mine = self._parts[self._rank]
         while self._ready < min(self.version + 1, self._last) and not (
             self._copied < len(mine) and mine[self._copied].wave <= self._ready + 1
         ):
             self._ready += 1
-            self._post(READY, self._ready)
 
     def _push(self) -> None:
         """To each rank the part that its staging is free for, if it comes from here."""
@@ -260,7 +288,6 @@ class Moves:
                 self._mail.put(to, offset, piece)
                 offset += len(piece)
             self._pushed[to] = number + 1
-            self._post(PUSHED, number + 1, [to])
 
     def _state(self) -> tuple[object, ...]:
         """What changes when this rank or another one gets further."""
@@ -298,8 +325,11 @@ class Moves:
                 )
         return sizes
 
-    def _post(self, word: int, value: int, ranks: Sequence[int] | None = None) -> None:
-        self._mail.post(word, self._number << 32 | value, self._ranks if ranks is None else ranks)
+    def _post(self, word: int, value: int, to: int | None = None) -> None:
+        """To one rank, or to all, unless it is there."""
+        if self._told.get((word, to)) != value:
+            self._mail.post(word, self._number << 32 | value, self._ranks if to is None else [to])
+            self._told[word, to] = value
 
     def _value(self, rank: int, word: int) -> int:
         """−1: not written yet. `_NEWER`: the rank has left this call behind it."""

@@ -38,6 +38,7 @@ from epmoe.exchange.health import (
     EPOverflowError,
     Health,
     Totals,
+    raise_incomplete,
     raise_on_failure,
 )
 from epmoe.exchange.memory import MemoryPlan
@@ -132,34 +133,34 @@ class NodeExchange(Exchange):
 
     def dispatch(self, call: Call) -> Dispatched:
         """`padded_tokens` is for a network between nodes, of which there is none here."""
-        self.enter()
+        outer = self.enter()
         try:
             sent = self._opened(call)
             self._run(ops.dispatch, sent.arguments, DISPATCHED)
             return self._received(sent)
         finally:
-            self.thread = 0
+            self.thread = outer
 
     def dispatch_send(self, call: Call) -> Sent:
-        self.enter()
+        outer = self.enter()
         try:
             sent = self._opened(call)
             self._run(ops.dispatch_send, sent.arguments, SENT)
             return sent
         finally:
-            self.thread = 0
+            self.thread = outer
 
     def dispatch_recv(self, sent: Sent) -> Dispatched:
-        self.enter()
+        outer = self.enter()
         try:
             self.rounds.permit(sent, "dispatch_recv", "sent")
             self._run(ops.dispatch_recv, sent.arguments, DISPATCHED)
             return self._received(sent)
         finally:
-            self.thread = 0
+            self.thread = outer
 
     def combine(self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> Tensor:
-        self.enter()
+        outer = self.enter()
         try:
             if self._words[_CODE]:  # `check_open` alone would cost each round two calls more, as elsewhere here
                 self.check_open(dispatched)
@@ -168,20 +169,20 @@ class NodeExchange(Exchange):
                 refuse_layout(dispatched)
             return self._closed(self._send_back(ops.combine, rows, dispatched, out, CLOSED))
         finally:
-            self.thread = 0
+            self.thread = outer
 
     def combine_send(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None = None) -> None:
-        self.enter()
+        outer = self.enter()
         try:
             if self._words[_CODE]:
                 self.check_open(dispatched)
             self.rounds.permit(dispatched, "combine_send")
             self._send_back(ops.combine_send, rows, dispatched, out, RETURNING)
         finally:
-            self.thread = 0
+            self.thread = outer
 
     def combine_recv(self, dispatched: Dispatched) -> Tensor:
-        self.enter()
+        outer = self.enter()
         try:
             self.rounds.permit(dispatched, "combine_recv")
             y = self.rounds.y
@@ -189,7 +190,7 @@ class NodeExchange(Exchange):
             self._run(ops.combine_recv, (y, None, *self.memory, dispatched.sent.descriptor), CLOSED)
             return self._closed(y)
         finally:
-            self.thread = 0
+            self.thread = outer
 
     def dispatch_into(self, call: Call, into: CallerRows) -> Dispatched:
         """`dispatch` of a round of training, which writes into memory of the caller's. Collective.
@@ -201,7 +202,7 @@ class NodeExchange(Exchange):
         Returns:
             The open round, with the rows, offsets and counts of `into`.
         """
-        self.enter()
+        outer = self.enter()
         try:
             sent = self._opened(call)
             assert sent.descriptor is not None
@@ -215,7 +216,7 @@ class NodeExchange(Exchange):
             self._run(ops.dispatch, sent.arguments, DISPATCHED)
             dispatched = self._received(sent)
         finally:
-            self.thread = 0
+            self.thread = outer
         if into.rows is not None:
             dispatched.rows = into.rows
         elif into.packed:
@@ -297,8 +298,8 @@ class NodeExchange(Exchange):
             try:
                 comes: Literal["launch", "replay", None] = None  # another thread that polls is on another stream
                 if launches:  # on another stream than the last launch it also waits for what that stream has
-                    this_stream = torch.cuda.current_stream().cuda_stream + 1
-                    comes = "launch" if rounds.last_stream in (0, this_stream) else None
+                    this_stream = torch.cuda.current_stream().cuda_stream
+                    comes = "launch" if rounds.last_stream in (None, this_stream) else None
                 elif rounds.opener == get_ident():
                     comes = "replay"
                 return self._watch.look(monotonic(), timeout_s, rounds.phases, comes)
@@ -313,19 +314,25 @@ class NodeExchange(Exchange):
             calls = partial(calls_of, self.views)
             raise_on_failure(self.status, self.global_ranks, self.rank, latched, self.dead(), calls)
 
-    def check_rounds(self) -> None:
-        if self._raises_overflow:
-            self.check_overflow()
-        if self._raises_abort and self._words[_ABORTED]:
-            mask, epoch = self.take_aborted()
-            raise EPAbortedError(epoch, [rank for rank in range(self.plan.sizes["R"]) if mask >> rank & 1])
+    def poll(self) -> None:
+        words = self._words
+        if words[_CODE] or words[_NEEDED_ROWS] or words[_ABORTED]:
+            super().poll()
 
-    def check_overflow(self) -> None:
-        """Raise EPOverflowError, once, if a round needed more expert-major rows than there are."""
-        if needed := self._words[_NEEDED_ROWS]:
-            self._words[_NEEDED_ROWS] = 0
-            key = "capacity.max_expert_rows" + (", or `num_rows` in training," if self._trains else "")
-            raise EPOverflowError(needed, self.plan.sizes["max_rows"], key=key)
+    def check_rounds(self) -> None:
+        """As `Exchange.check_rounds`. What it does not raise stays, for an exchange over several nodes."""
+        overflow = self.take_overflow() if self._raises_overflow else None
+        mask, epoch = self.take_aborted() if self._raises_abort else (0, 0)
+        ranks = [rank for rank in range(self.plan.sizes["R"]) if mask >> rank & 1]
+        raise_incomplete(overflow, EPAbortedError(epoch, ranks) if ranks else None)
+
+    def take_overflow(self) -> EPOverflowError | None:
+        """The error of a round, ended since the last call, that needed more expert-major rows than there are."""
+        needed, self._words[_NEEDED_ROWS] = self._words[_NEEDED_ROWS], 0
+        if not needed:
+            return None
+        key = "capacity.max_expert_rows" + (", or `num_rows` in training," if self._trains else "")
+        return EPOverflowError(needed, self.plan.sizes["max_rows"], key=key)
 
     def take_aborted(self) -> tuple[int, int]:
         """Ranks that have aborted rounds that ended since the last call, as a mask, and the last such round."""
@@ -355,6 +362,14 @@ class NodeExchange(Exchange):
         if self.plan.sizes["R"] > 1 and not self.failed:
             with suppress(RuntimeError):  # of a GPU that has failed: the others run into their deadline
                 self.report("signal.error", 1 << self.rank)
+
+    def streams(self) -> list[torch.cuda.Stream]:
+        """On a GPU the current stream, where replays run, and the stream of the last launch if that is another one."""
+        current, last = torch.cuda.current_stream(self.device), self.rounds.last_stream
+        if last is None or last == current.cuda_stream:
+            return [current]
+        external = torch.cuda.ExternalStream(last, self.device) if last else torch.cuda.default_stream(self.device)
+        return [current, external]
 
     @property
     def latched(self) -> Tensor:
@@ -460,7 +475,7 @@ class NodeExchange(Exchange):
         """In state CLOSED, after the operator; returns y. Raises what `poll` does."""
         self.rounds.close()
         words = self._words
-        if words[_CODE] or words[_NEEDED_ROWS] or words[_ABORTED]:
+        if words[_CODE] or words[_NEEDED_ROWS] or words[_ABORTED]:  # `poll` alone would cost a call more
             self.poll()
         return y
 

@@ -23,7 +23,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import Array, c_int64
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import enumerate as all_threads
 from threading import get_ident
 from typing import Any, NoReturn
 
@@ -62,6 +63,7 @@ class RoundState:
         handle: of the open round, as its last call returned it. It means nothing while no round is open.
         y: of the open round, from combine_send to combine_recv.
         opener: the thread that opened the last round.
+        refused: by thread, the last round for which a call of it was refused, since another thread had this round.
         template: of the last round, for `skip`.
     """
 
@@ -70,6 +72,7 @@ class RoundState:
     y: Tensor | None = None
     opener: int = 0
     template: RoundTemplate | None = None
+    refused: dict[int, int] = field(default_factory=dict)
 
     @property
     def state(self) -> int:
@@ -87,11 +90,6 @@ class RoundState:
         return self.progress[_PHASES]
 
     @property
-    def last_stream(self) -> int:
-        """On a GPU, handle + 1 of the stream of the last launch; 0: there was none."""
-        return self.progress[_LAST_STREAM]
-
-    @property
     def sent(self) -> Sent:
         """The handle of the open round, as dispatch_send returned it."""
         handle = self.handle
@@ -103,6 +101,7 @@ class RoundState:
         phases = self.progress[_PHASES]
         epoch: int = (phases >> 2) + 1
         if phases & 3:
+            self.turn_away(get_ident())
             raise EPStateError(f"round {epoch} is still open: call combine, or abort on all ranks, before dispatch")
         return epoch
 
@@ -153,6 +152,23 @@ class RoundState:
     def opened_after(self, epoch: int) -> int:
         """Rounds after `epoch`, if this thread has opened the last one, else 0."""
         return self.count - epoch if self.opener == get_ident() else 0
+
+    def turn_away(self, thread: int) -> None:
+        """A call of a thread is refused because of the round that is open or about to be opened."""
+        self.refused[thread] = self.count + (self.state == CLOSED)
+
+    def is_of_another(self) -> bool:
+        """Whether a call of this thread was refused for the last round, which another living thread has opened."""
+        caller = get_ident()
+        if self.refused.get(caller, -1) < self.count or self.opener in (0, caller):
+            return False
+        return any(thread.ident == self.opener for thread in all_threads())
+
+    @property
+    def last_stream(self) -> int | None:
+        """On a GPU the handle of the stream of the last launch, also of one into a graph; None before the first."""
+        number = self.progress[_LAST_STREAM]
+        return number - 1 if number else None
 
     @property
     def waits(self) -> bool:

@@ -1,4 +1,4 @@
-"""Waits that may block for long, beside which this thread still runs signal handlers."""
+"""Waits that may block for long, beside which this thread still runs signal handlers; and work on another thread."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
+from queue import SimpleQueue
 from threading import Thread
+from typing import Any, Generic, TypeVar
 
 import torch
+
+_Value = TypeVar("_Value")
 
 
 def device_ends(device: torch.device, timeout_s: float | None = None, look: Callable[[], None] = lambda: None) -> bool:
@@ -49,3 +53,54 @@ def interruptible(
     if errors:
         raise errors[0]
     return not thread.is_alive()
+
+
+class Result(Generic[_Value]):
+    """What a `Worker` computes. `done` says whether it has."""
+
+    def __init__(self, compute: Callable[[], _Value]) -> None:
+        self._compute, self.done = compute, False
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """On the thread."""
+        try:
+            self._value = self._compute()
+        except BaseException as error:
+            self.error = error
+        self.done = True
+
+    def get(self) -> _Value:
+        """Once it is done. Raises what the computation raised."""
+        if self.error is not None:
+            raise self.error
+        return self._value
+
+
+class Worker:
+    """Computes on a thread of its own, one thing after another.
+
+    A signal handler may raise in any of its methods. The locks of `concurrent.futures` would then stay locked.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue = SimpleQueue[Result[Any] | None]()
+        Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
+
+    def submit(self, compute: Callable[[], _Value]) -> Result[_Value]:
+        """Compute this after what was submitted before."""
+        self._queue.put(result := Result(compute))
+        return result
+
+    def close(self) -> None:
+        """End the thread after what was submitted. Waits for nothing."""
+        self._queue.put(None)
+
+    __del__ = close
+
+
+def _serve(queue: SimpleQueue[Result[Any] | None]) -> None:
+    """The thread. It does not keep the worker alive."""
+    while (result := queue.get()) is not None:
+        result.run()
+        del result

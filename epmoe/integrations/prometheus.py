@@ -41,8 +41,9 @@ class HealthCollector(Collector):
     - `epmoe_tokens_per_expert_total` with `expert`, the physical expert of this rank
     - `epmoe_wait_seconds_total` with `source`, the rank that was waited for
     - `epmoe_aborted_rounds_total` with `source`, the rank that aborted the rounds
-    - with `placement.live`, `epmoe_moved_experts_total`, `epmoe_moved_bytes_total` and `epmoe_stalled_moves_total`, and
-      `epmoe_layer_rows_total` with `layer`, the tag of a layer: rows of this rank's experts
+    - with `placement.live`, `epmoe_moved_experts_total`, `epmoe_moved_bytes_total`, `epmoe_stalled_moves_total` and
+      `epmoe_refused_plans_total`, and `epmoe_layer_rows_total` with `layer`, the tag of a layer: rows of this rank's
+      experts
 
     Args:
         exchanges: one `ExpertParallel`, which the label `exchange` calls "default"; or several by their names. One that
@@ -64,6 +65,7 @@ class HealthCollector(Collector):
         moved = _counter("moved_experts", "Experts that have moved to this rank")
         moved_bytes = _counter("moved_bytes", "Bytes of weights that have moved to this rank")
         stalled = _counter("stalled_moves", "Times that a move of this rank got no further within the deadline")
+        refused = _counter("refused_plans", "Plans of moves that ranks have refused")
         for name, ep in self._exchanges.items():
             try:
                 health, labels = ep.health(wait=False), [name, str(ep.rank)]
@@ -76,6 +78,7 @@ class HealthCollector(Collector):
                 moved.add_metric(labels, ep.live.moved)
                 moved_bytes.add_metric(labels, ep.live.moved_bytes)
                 stalled.add_metric(labels, ep.live.stalls)
+                refused.add_metric(labels, health.refused_plans)
             for counter, family in counters.items():
                 family.add_metric(labels, getattr(health, counter))
             for family, names, values in (
@@ -87,7 +90,8 @@ class HealthCollector(Collector):
             ):
                 for index, value in zip(names, values, strict=True):
                     family.add_metric([*labels, str(index)], value)
-        yield from (rounds, *counters.values(), sent, tokens, waited, aborted, layers, moved, moved_bytes, stalled)
+        yield from (rounds, *counters.values(), sent, tokens, waited, aborted, layers)
+        yield from (moved, moved_bytes, stalled, refused)
 
 
 def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:

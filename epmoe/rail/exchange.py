@@ -30,6 +30,7 @@ from epmoe.exchange.health import (
     EPOverflowError,
     EPTimeoutError,
     Health,
+    raise_incomplete,
 )
 from epmoe.exchange.mismatch import Differences
 from epmoe.exchange.node import NodeExchange
@@ -103,7 +104,7 @@ class HierarchicalExchange(Exchange):
 
     def dispatch_send(self, call: Call) -> Sent:
         """Pack the slabs and start their transfer."""
-        self.enter()
+        outer = self.enter()
         try:
             self.check()
             epoch = self.rounds.next_epoch()
@@ -121,11 +122,11 @@ class HierarchicalExchange(Exchange):
             slabs.start()
             return sent
         finally:
-            self.thread = 0
+            self.thread = outer
 
     def dispatch_recv(self, sent: Sent) -> Dispatched:
         """Wait for the slabs of the other nodes, and dispatch their rows in the node."""
-        self.enter()
+        outer = self.enter()
         try:
             self.check()
             self.rounds.permit(sent, "dispatch_recv", "sent")
@@ -152,11 +153,11 @@ class HierarchicalExchange(Exchange):
             self.check_open(dispatched)
             return dispatched
         finally:
-            self.thread = 0
+            self.thread = outer
 
     def combine(self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> Tensor:
         """With layout="rank" the rows are G slabs, each of N·S rows."""
-        self.enter()
+        outer = self.enter()
         try:
             self.check_open(dispatched)
             self.rounds.permit(dispatched, "combine" if layout == "expert" else "combine_partial")
@@ -165,27 +166,27 @@ class HierarchicalExchange(Exchange):
             self._send_back(rows, dispatched, out)
             return self._sum(dispatched)
         finally:
-            self.thread = 0
+            self.thread = outer
 
     def combine_send(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> None:
         """The send phase of the node's combine."""
-        self.enter()
+        outer = self.enter()
         try:
             self.check_open(dispatched)
             self.rounds.permit(dispatched, "combine_send")
             self._send_back(rows, dispatched, out)
         finally:
-            self.thread = 0
+            self.thread = outer
 
     def combine_recv(self, dispatched: Dispatched) -> Tensor:
         """Then the way back to the sources, and their sums."""
-        self.enter()
+        outer = self.enter()
         try:
             self.check()
             self.rounds.permit(dispatched, "combine_recv")
             return self._sum(dispatched)
         finally:
-            self.thread = 0
+            self.thread = outer
 
     def abort_open_round(self) -> None:
         """The other nodes get zeros, and the own node no rows.
@@ -211,6 +212,8 @@ class HierarchicalExchange(Exchange):
         self.rounds.close()
 
     def drop_reports(self) -> None:
+        self._take_needed()
+        self._aborted = []
         self.node.drop_reports()
 
     def start(self, load: Load, started: list[Transfer]) -> None:
@@ -345,16 +348,20 @@ class HierarchicalExchange(Exchange):
 
     def check_rounds(self) -> None:
         """As `Exchange.check_rounds`, also if a slab had too little room."""
+        needed, overflow = self._take_needed(), self.node.take_overflow()
+        if needed and self.slabs is not None:
+            overflow = EPOverflowError(needed, self.slabs.slab_rows, "rows for one node", self.slabs.limit)
+        mask, _ = self.node.take_aborted()
+        ranks, self._aborted = sorted({*self._aborted, *self._ranks_of(mask)}), []
+        raise_incomplete(
+            overflow if self._raises_overflow else None,
+            EPAbortedError(self.rounds.count, ranks) if ranks and self._raises_abort else None,
+        )
+
+    def _take_needed(self) -> int:
+        """Rows that a slab lacked in rounds since the last call."""
         needed, self.views["rail.total.needed"][0] = int(self.views["rail.total.needed"]), 0
-        if self._raises_overflow:
-            if needed and self.slabs is not None:
-                raise EPOverflowError(needed, self.slabs.slab_rows, "rows for one node", self.slabs.limit)
-            self.node.check_overflow()
-        if self._raises_abort:
-            mask, _ = self.node.take_aborted()
-            ranks, self._aborted = sorted({*self._aborted, *self._ranks_of(mask)}), []
-            if ranks:
-                raise EPAbortedError(self.rounds.count, ranks)
+        return needed
 
     @property
     def failed(self) -> bool:

@@ -16,7 +16,7 @@ from test_exceptions import LONG_S, Fragile, without_rank
 from test_layers import D, E, K, make_layer
 from test_phases import given
 
-from epmoe import EPAbortedError, EPMismatchError, ExpertParallel, MoELayer
+from epmoe import EPAbortedError, EPMismatchError, EPOverflowError, ExpertParallel, MoELayer
 
 pytestmark = pytest.mark.usefixtures("serving")
 
@@ -68,6 +68,27 @@ def test_a_rank_that_returned_its_sums_gave_nothing_up(ep, rank, size):
         assert_y(ep.combine_recv(d), ep.config, tokens)
     assert_y(run_round(ep, tokens), ep.config, tokens)
     assert ep.health().aborted_rounds == [0] * size
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu")])
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+def test_an_overflow_beside_an_abort_leaves_nothing_for_the_next_round(make_ep, rank, size, ranks_per_node):
+    """One error tells of both."""
+    options = {"timeout_s": LONG_S, "exchange": RAISE, "capacity": {"max_expert_rows": 4 * size}}
+    ep = make_ep(experts=size, top_k=size, ranks_per_node=ranks_per_node, **options)
+    tokens, few = make_tokens(ep.config, rank, 16), make_tokens(ep.config, rank, 2)
+    for each in (tokens, few):
+        each.ids[:] = torch.arange(size)  # so that all ranks get all rows
+    for n in (1, 3):
+        d = ep.dispatch(*given(ep, tokens))
+        if rank == GIVER:
+            ep.abort()
+        else:
+            with pytest.raises(EPOverflowError, match=f"needed {16 * size}") as caught:
+                ep.combine(run_experts(ep, d), d)
+            assert f"round {n}: rank(s) [{GIVER}] aborted the round" in caught.value.__notes__[0]
+        assert_y(run_round(ep, few), ep.config, few)
+    ep.check()
 
 
 def test_zeros_only_count(make_ep, rank, size):

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
 
 import pytest
 import torch
 import torch.distributed as dist
 from exchanges import make_config
-from helpers import assert_close, generator, randn
+from helpers import ON_GPUS, assert_close, generator, randn, slow
 from torch import Tensor
 
-from epmoe import EPError, EPStateError, EPTimeoutError, ExpertParallel
-from epmoe.exchange.moves import MOST_CALLS
+from epmoe import EPRefusedError, EPStateError, EPTimeoutError, ExpertParallel
+from epmoe.exchange.moves import MOST_CALLS, VERSION
 from epmoe.exchange.moves_plan import EMPTY
 
 pytestmark = pytest.mark.usefixtures("serving")
@@ -89,10 +93,10 @@ def want(x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
 def make(make_ep, size) -> Callable[..., ExpertParallel]:
     S = -(-E // size) + (1 if size > 1 else 0)
 
-    def build(most_copies: int = 4, more_slots: int = 0, **options) -> ExpertParallel:
+    def build(most_copies: int = 4, more_slots: int = 0, max_tokens: int = M, **options) -> ExpertParallel:
         slots = min(S + more_slots, E)
         live = {"live": True, "slots_per_rank": slots, "layers": L, "staging_mb": 1, "most_copies": most_copies}
-        return make_ep(experts=E, top_k=K, hidden=D, max_tokens=M, placement=live, **options)
+        return make_ep(experts=E, top_k=K, hidden=D, max_tokens=max_tokens, placement=live, **options)
 
     return build
 
@@ -132,6 +136,51 @@ def test_experts_move_while_rounds_go_on(make, size, rank, few):
         for held, wanted in zip(ep.slots.view(L, size, -1).tolist(), target.view(L, size, -1).tolist(), strict=True):
             assert [sorted(h) for h in held] == [sorted(w) for w in wanted]
         dist.barrier()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", [torch.device("cpu")])
+def test_another_thread_polls_while_rounds_send(make, size, rank):
+    """A send of many tokens takes long. Polls during a call are refused, and those between calls change tables."""
+    many = 3000
+    ep = make(max_tokens=many)
+    slots, stop, polls, wrong = Slots(ep), threading.Event(), [0, 0], []
+
+    def poll() -> None:
+        while not stop.wait(1e-4):
+            try:
+                ep.poll()
+                polls[0] += 1
+            except RuntimeError as error:
+                polls[1] += 1
+                wrong.extend([] if "another thread is in a call" in str(error) else [error])
+
+    def again(call: Callable[[], object]) -> object:
+        while True:
+            try:
+                return call()
+            except RuntimeError as error:
+                if "another thread is in a call" not in str(error):
+                    raise
+                time.sleep(1e-5)
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        for number in range(6):
+            target = draw_table(size, ep.num_local_experts, seed=number)
+            again(lambda target=target: ep.replace(target, slots.of))
+            for layer in range(L):
+                x, ids, weights = make_round(rank, L * number + layer, many)
+                d = again(lambda x=x, ids=ids, weights=weights, tag=layer + 1: ep.dispatch(x, ids, weights, tag=tag))
+                y = ep.combine(slots.run(d.rows, d.expert_offsets, layer), d)
+                assert_close(y, want(x, ids, weights, layer), slack=4)
+            again(ep.apply)
+            dist.barrier()
+    finally:
+        stop.set()
+        thread.join()
+    assert not wrong and all(polls)
 
 
 def test_equal_tables_give_equal_bits(make, size):
@@ -213,7 +262,7 @@ def test_ranks_with_other_tables_hear_of_it(make, size, rank, first):
     dist.barrier()
     for turn in (rank == 0, rank > 0) if first else (True,):
         if turn:
-            with pytest.raises(EPError, match="were given other slots"):
+            with pytest.raises(EPRefusedError, match="were given other slots"):
                 ep.apply()
             assert moves.done and moves.version == -1
             ep.replace(draw_table(size, S, seed=10), slots.of)
@@ -274,6 +323,7 @@ def test_copies_move_where_no_more_are_allowed(make, size, seed):
 
 
 def test_weights_that_fail_begin_nothing(make, size, rank):
+    """And all ranks drop each such call."""
     if size == 1:
         return
     ep = make()
@@ -286,9 +336,116 @@ def test_weights_that_fail_begin_nothing(make, size, rank):
                 ep.replace(target, lambda tag, slot, wrong=wrong: [wrong])
         with pytest.raises(ValueError, match="`weights` must"):
             ep.replace(target, lambda tag, slot: [slots.rows[0, slot, : slot + 1]])
+    else:
+        for _ in range(4):
+            moves = ep.replace(target, slots.of)
+            with pytest.raises(EPRefusedError, match=r"rank\(s\) \[0.*raised in `replace`"):
+                ep.apply()
+            assert moves.done and 0 in moves.refused_by
+    assert ep.health().refused_plans == 4
     ep.replace(target, slots.of)
     ep.apply()
     play(ep, slots, 2, 2, 5)
+
+
+def test_moves_that_a_rank_does_not_begin_can_be_cancelled(make, size, rank):
+    """They end at once, and no rank waits for it. It hears of it when it comes."""
+    if size == 1:
+        return
+    ep = make()
+    slots, target = Slots(ep), draw_table(size, ep.num_local_experts, seed=3)
+    if rank:
+        moves = ep.replace(target, slots.of)
+    dist.barrier()
+    if rank:
+        deadline = time.monotonic() + 10
+        while moves.waits_for() != [0]:
+            ep.poll()
+            assert not moves.done and time.monotonic() < deadline
+    dist.barrier()
+    if rank:
+        if rank == 1:
+            moves.cancel()
+        ep.apply()
+        assert moves.done and moves.cancelled and moves.version == -1
+    dist.barrier()
+    if rank == 0:
+        moves = ep.replace(target, slots.of)
+        ep.apply()
+        assert moves.done and moves.cancelled
+    for seed in range(2 * L):
+        play(ep, slots, seed, seed % L, 5)
+    ep.replace(target, slots.of)
+    ep.apply()
+    play(ep, slots, 9, 2, 5)
+
+
+INTERRUPTED = "/epmoe/", "/concurrent/futures/", "/threading.py"
+
+
+class Interrupt(BaseException):
+    """What a signal handler raises."""
+
+
+@contextmanager
+def interrupted(moment: int) -> Iterator[None]:
+    """A signal handler raises at one of the moments at which Python runs it in this package, or in modules whose locks
+    would stay locked: where a function begins, and where one of C ends."""
+    left = moment
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left
+        if event in ("call", "c_return") and any(part in frame.f_code.co_filename for part in INTERRUPTED):
+            left -= 1
+            if not left:
+                sys.setprofile(None)
+                raise Interrupt
+
+    sys.setprofile(look)
+    try:
+        with suppress(Interrupt):
+            yield
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu")])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it raises where a generator ends
+@pytest.mark.parametrize("seed", [0, *map(slow, range(1, 5))])
+def test_a_signal_handler_raises_at_any_moment(make, size, rank, seed):
+    """In `replace`, `share` and `poll`: what began goes on, the rest is dropped on all ranks, and sums are right."""
+    ep = make()
+    slots, draw, rounds, begun = Slots(ep, big=True), random.Random(8 * seed + rank), 0, 0
+    for number in range(10):
+        target, calls = draw_table(size, ep.num_local_experts, seed=number), ep.live.calls
+        while ep.live.calls == calls:
+            with interrupted(draw.randrange(1, 2000) if draw.random() < 0.3 else 10**9):
+                ep.replace(target, slots.of, loads=torch.rand(L, E, generator=generator(number)))
+        for _ in range(4):
+            for _ in range(draw.randrange(5)):
+                with interrupted(draw.randrange(1, 300)), suppress(EPRefusedError):
+                    ep.poll()
+            play(ep, slots, rounds, rounds % L, T=5)
+            rounds += 1
+        with interrupted(draw.randrange(1, 60)):
+            ep.share(torch.rand(L, E, generator=generator(number)))
+        refused = False
+        try:
+            ep.apply()
+        except EPRefusedError:
+            refused = True
+        ep.apply()
+        tables = [None] * size
+        dist.all_gather_object(tables, (ep.slots.tolist(), ep.health().refused_plans, ep.live._is_idle))
+        assert tables == [tables[0]] * size and tables[0][2]
+        whole = [sorted(held) for held in ep.slots.view(-1, ep.num_local_experts).tolist()]
+        if whole == [sorted(held) for held in target.view(-1, ep.num_local_experts).tolist()]:
+            begun += 1
+        else:
+            assert refused or ep.health().refused_plans
+        assert torch.equal(ep.live.held, ep.slots[:, ep.live._rank * ep.live._S :][:, : ep.live._S])
+        slots.poison_unused()
+    assert begun and (size == 1 or ep.health().refused_plans)
 
 
 def test_weights_that_fail_later_are_asked_for_again(make, size):
@@ -393,7 +550,7 @@ def test_calls_up_to_the_last_number(make, size, rank):
     ep = make()
     slots = Slots(ep)
     assert ep.live is not None
-    ep.live._number = MOST_CALLS - 2
+    ep.live.calls = MOST_CALLS - 2
     for n in range(2):
         ep.replace(draw_table(size, ep.num_local_experts, seed=n), slots.of)
         ep.apply()
@@ -401,6 +558,47 @@ def test_calls_up_to_the_last_number(make, size, rank):
     with pytest.raises(EPStateError, match="`resume` begins anew"):
         ep.replace(draw_table(size, ep.num_local_experts, seed=2), slots.of)
     play(ep, slots, 2, 2, T=M)
+
+
+@ON_GPUS
+def test_a_poll_on_another_thread_and_stream_waits_for_the_rounds(make, size, rank):
+    """Tables change, and VERSION is written, behind the stream of the last round, and before the next round there."""
+    ep = make()
+    slots, rounds, words = Slots(ep), torch.cuda.Stream(), ep.exchange.views["moves.words"]
+    table, fetch = ep.exchange.views["table.copies"], ep.live.mail.fetch
+    play(ep, slots, 0, 0, 5)
+    moves = ep.replace(draw_table(size, ep.num_local_experts, seed=3), slots.of)
+    ep.live.mail.flush()
+    dist.barrier()  # all plans are here
+    before, _, failed = fetch(table), fetch(words), []
+    x, ids, weights = (t.to(ep.device) for t in make_round(rank, 1, 5))
+    rounds.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(rounds):
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        d = ep.dispatch(x, ids, weights, tag=1)
+        y = ep.combine(slots.run(d.rows, d.expert_offsets, 0), d)
+
+    def poll() -> None:
+        try:
+            torch.cuda.set_device(ep.device)
+            while moves.version < 0:
+                ep.poll()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    thread.join()
+    seen, said = fetch(table), fetch(words)[rank, VERSION]
+    assert not rounds.query(), "the rounds have ended too early for this test"
+    assert not failed and torch.equal(seen, before) and said == 0
+    with torch.cuda.stream(rounds):
+        assert_close(y.cpu(), want(*make_round(rank, 1, 5), 0), slack=4)
+        play(ep, slots, 2, 0, 5)
+        assert not torch.equal(table.cpu(), before)
+        ep.apply()
+        play(ep, slots, 3, 1, 5)
+    torch.cuda.current_stream().wait_stream(rounds)
 
 
 @pytest.mark.gpu

@@ -147,6 +147,17 @@ def test_more_rows_for_a_node_than_its_slab_holds(make_ep, rank, half, splits):
     assert_y(ep.combine(run_experts(ep, d), d), ep.config, few)
 
 
+@SPLITS
+def test_an_abort_drops_what_its_slabs_lacked(make_ep, rank, half, splits):
+    options = {"capacity": {"max_rows_per_node": 5}, "exchange": {"network_splits": splits}}
+    ep = make_ep(ranks_per_node=half, experts=8, top_k=2, **options)
+    tokens, few = make_tokens(ep.config, rank, 9), make_tokens(ep.config, rank, 5)
+    tokens.ids[:] = torch.tensor([1, 6])
+    ep.dispatch(*given(ep, tokens))
+    ep.abort()
+    assert_y(run_round(ep, few), ep.config, few)
+
+
 @ON_THE_CPU
 def test_expert_rows_that_overflow_are_named_and_the_round_ends_on_all_ranks(make_ep, rank):
     ep = make_ep(ranks_per_node=2, capacity={"max_expert_rows": 8})

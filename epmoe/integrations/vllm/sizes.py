@@ -82,9 +82,9 @@ class Sizes:
         return sum(ep.memory_plan().window_bytes for ep in self.exchanges)
 
     def poll(self) -> None:
-        """`ExpertParallel.poll` of every size."""
+        """Raise the failures after which no round works, of every size. Any thread may call it, also during a round."""
         for ep in self.exchanges:
-            ep.poll()
+            ep.exchange.check()
 
     def close(self) -> None:
         """`ExpertParallel.close` of every size."""

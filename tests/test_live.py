@@ -1,0 +1,188 @@
+"""One process whose experts can move: calls of other threads, of signal handlers and of forked children."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from helpers import alone
+
+import epmoe
+from epmoe.exchange.moves import CANCELLED, PLAN
+from epmoe.exchange.waiting import Result
+from epmoe.native import ops
+
+E, L = 8, 2
+X, IDS, WEIGHTS = torch.ones(4, 64), torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
+LIVE = {"live": True, "slots_per_rank": E, "layers": L, "staging_mb": 1}
+REFUSED = "another thread is in a call of this ExpertParallel: one thread at a time"
+
+
+@pytest.fixture
+def ep() -> Iterator[epmoe.ExpertParallel]:
+    with epmoe.ExpertParallel(alone(experts=E, placement=LIVE)) as ep:
+        yield ep
+
+
+def in_the_middle_of_a_dispatch(ep: epmoe.ExpertParallel, monkeypatch: pytest.MonkeyPatch, call: Callable) -> None:
+    """Call it on the thread of a dispatch that has not sent yet."""
+    dispatch = ops.dispatch
+
+    def interrupted(*arguments: object) -> None:
+        call()
+        dispatch(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "dispatch", interrupted)
+        d = ep.dispatch(X, IDS, WEIGHTS, tag=1)
+    torch.testing.assert_close(ep.combine(d.rows, d), 2 * X)
+
+
+def wait_for(result: Result) -> None:
+    while not result.done:
+        time.sleep(1e-4)
+
+
+def on_another_thread(call: Callable[[], None]) -> None:
+    errors = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_calls_of_another_thread_during_a_round_are_refused(ep, monkeypatch):
+    """Tables do not change in the middle of a send."""
+    balancer, table = epmoe.Balancer(ep), ep.exchange.views["table.copies"]
+    ep.share(torch.rand(L, E))
+    wait_for(ep.live._sharing)  # the next poll would use it
+    before, generation = table.clone(), torch.rand(L, E)
+
+    def all_refused() -> None:
+        for call in (
+            ep.poll, ep.check, lambda: ep.share(generation), lambda: ep.replace(ep.slots), ep.apply, ep.loads,
+            balancer.tick, balancer.finish, lambda: ep.retune(epmoe.config.tuning.Tuning(rows=())),
+        ):  # fmt: skip
+            with pytest.raises(RuntimeError, match=REFUSED):
+                call()
+        assert ep.health().timeouts == 0 and ep.memory_plan() and "round" in repr(ep) and ep.live.moves is None
+
+    in_the_middle_of_a_dispatch(ep, monkeypatch, lambda: on_another_thread(all_refused))
+    assert torch.equal(table, before)
+    ep.poll()
+    on_another_thread(ep.apply)
+    balancer.close()
+
+
+def test_a_poll_between_the_calls_of_a_round_changes_no_table(ep):
+    table = ep.exchange.views["table.copies"]
+    ep.apply()
+    before = table.clone()
+    table_of_a_share = before.flip(-1)
+    for calls in (1, 2):
+        sent = ep.dispatch_send(X, IDS, WEIGHTS, tag=1)
+        d = ep.dispatch_recv(sent) if calls > 1 else None
+        ep.share(torch.rand(L, E))
+        wait_for(ep.live._sharing)
+        ep.live._sharing._value = table_of_a_share
+        on_another_thread(ep.poll)
+        assert torch.equal(table, before)
+        ep.abort(d or sent)
+        on_another_thread(ep.poll)
+        assert torch.equal(table, table_of_a_share)
+        table.copy_(before)
+
+
+def test_a_call_of_a_signal_handler_lets_no_other_thread_in(ep, monkeypatch):
+    """Its end is not the end of the call that it interrupts."""
+
+    def interrupt() -> None:
+        ep.poll()
+        with pytest.raises(RuntimeError, match=REFUSED):
+            on_another_thread(ep.poll)
+
+    in_the_middle_of_a_dispatch(ep, monkeypatch, interrupt)
+    on_another_thread(ep.poll)
+
+
+def test_a_signal_handler_in_a_step_changes_nothing(ep):
+    """It may poll; what waits is refused."""
+    moves, seen = ep.replace(ep.slots), []
+    switch, balancer = moves._switch, epmoe.Balancer(ep, every=1)
+
+    def interrupted(version: int) -> bool:
+        for call in (ep.poll, balancer.tick):
+            call()
+        for call in (ep.apply, lambda: ep.replace(ep.slots)):
+            with pytest.raises(epmoe.EPStateError, match="a signal handler called|experts are moving"):
+                call()
+        seen.append(moves.version)
+        return switch(version)
+
+    moves._switch = interrupted
+    ep.apply()
+    assert seen and set(seen) == {-1} and moves.done and moves.version == 0
+    balancer.close()
+
+
+def test_a_forked_child_writes_nothing_into_windows(ep):
+    """Neither by moves that have begun nor by the balancer, also after `close`."""
+    balancer = epmoe.Balancer(ep, every=1)
+    moves = ep.replace(ep.slots)
+    before = ep.exchange.window.local.clone()
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            mine, refused = moves._mail, 0
+            for close in (lambda: None, ep.close):
+                close()
+                for call in (
+                    balancer.tick, balancer.finish, moves.step, lambda: mine.post(CANCELLED, 1, [0]),
+                    lambda: mine.put(0, 0, torch.ones(8)), ep.live.send_loads, lambda: ep.live.replace(ep.live.slots),
+                ):  # fmt: skip
+                    moves.cancel()
+                    try:
+                        call()
+                    except RuntimeError:
+                        refused += 1
+            status = 0 if refused >= 12 else 1  # `step` does nothing after `close`
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(ep.exchange.window.local, before)
+    ep.apply()
+    assert moves.done and not moves.cancelled
+    balancer.close()
+
+
+def test_a_closed_balancer_writes_nothing(ep):
+    balancer, live = epmoe.Balancer(ep), ep.live
+    ep.close()
+    for call in (balancer.tick, balancer.finish, lambda: live.mail.post(PLAN, 1, [0])):
+        with pytest.raises(epmoe.EPStateError, match="is closed"):
+            call()
+
+
+def test_a_refusal_that_an_exception_held_back_is_told_later(ep, monkeypatch):
+    words = ep.exchange.views["moves.words"]
+    with monkeypatch.context() as patch:
+        patch.setattr(ep.live.mail, "post", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            ep.replace(torch.zeros(1))
+    assert words[0, PLAN] == 0
+    ep.poll()
+    assert words[0, PLAN] == 1 << 32 and ep.health().refused_plans == 1
+    ep.replace(ep.slots)
+    ep.apply()

@@ -315,6 +315,7 @@ class NodeExchange(Exchange):
             raise_on_failure(self.status, self.global_ranks, self.rank, latched, self.dead(), calls)
 
     def poll(self) -> None:
+        self.look()
         words = self._words
         if words[_CODE] or words[_NEEDED_ROWS] or words[_ABORTED]:
             super().poll()

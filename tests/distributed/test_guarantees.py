@@ -71,6 +71,8 @@ class Bench:
         with self.calling():
             y = layer(x, *arguments, **options)
             assert y.requires_grad == self.trains
+            if self.trains and self.ep.device.type == "cuda":
+                self.ep.check()  # the host would open a backward round before it hears of an abort
             if self.trains:
                 y.float().square().sum().backward()
         return y.detach()

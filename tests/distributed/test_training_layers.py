@@ -145,7 +145,7 @@ def test_compiled_layers(make_ep, rank, budgeted, backend, kind, num_rows, fullg
     for _ in range(2):
         got, before = torch.autograd.grad(step(inputs[0]), inputs), ep.health().rounds
         for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b, **{"rtol": 0, "atol": 0} if backend == "aot_eager" else {})
+            torch.testing.assert_close(a, b, **{"rtol": 0, "atol": 0} if backend == "aot_eager" else {"rtol": 1e-4, "atol": 1e-4})
     assert before == 3 * rounds
     ep.check()
 

@@ -225,8 +225,7 @@ def _of(module: nn.Module) -> Iterator[ExpertParallel]:
 def _average(layers: list[ExpertLayer]) -> None:
     """From now on, gradients of the experts are divided by the number of ranks."""
     for layer in layers:
-        if layer.ep.size > 1 and not layer.experts.averages_over:
-            layer.experts.averages_over = layer.ep.size
+        layer.experts.averages_over = layer.ep.size
 
 
 def _over_ranks(norm: Tensor, norm_type: float, ep: ExpertParallel) -> Tensor:

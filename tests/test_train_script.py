@@ -1,0 +1,170 @@
+"""`examples/train.py`: any number of ranks has the losses, norms and parameters of one process."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from launched import ROOT, torchrun
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from epmoe.layer import Routes
+
+EXAMPLE = "examples/train.py"
+PROGRAM = f"""
+import runpy, sys
+import torch.distributed as dist
+
+sys.path.append("examples")
+main = runpy.run_path("{EXAMPLE}")["main"]
+dist.init_process_group("gloo")
+for words in sys.argv[1:]:
+    if dist.get_rank() == 0:
+        print(words)
+    main(words.split())
+dist.destroy_process_group()
+"""
+TOLERANCE = 1e-5
+
+Curve = list[tuple[float, float]]
+"""The loss and the norm of the gradients of each step."""
+
+
+def train(ranks: int, *runs: str) -> list[Curve]:
+    """Runs the example with each of these arguments."""
+    done = torchrun(ranks, "-c", PROGRAM, *runs)
+    assert done.returncode == 0, done.stderr
+    curves: list[Curve] = []
+    for line in done.stdout.splitlines():
+        if step := re.fullmatch(r"step \d+: loss (\S+), norm (\S+)", line):
+            curves[-1].append((float(step[1]), float(step[2])))
+        else:
+            curves.append([])
+    assert len(curves) == len(runs)
+    return curves
+
+
+def assert_same(got: Curve, want: Curve) -> None:
+    assert torch.tensor(got).shape == torch.tensor(want).shape
+    assert (torch.tensor(got) - torch.tensor(want)).abs().max() <= TOLERANCE
+
+
+def saved(folder: Path, file: Path) -> dict[str, Tensor]:
+    """The parameters and buffers of a saved model, by name."""
+    dcp_to_torch_save(folder, file)
+    state: dict[str, Any] = torch.load(file)
+    tensors = {}
+
+    def flatten(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, part in value.items():
+                flatten(f"{prefix}.{key}", part)
+        else:
+            tensors[prefix] = value
+
+    flatten("", {key: value for key, value in state.items() if not key.startswith("optimizer")})
+    return tensors
+
+
+def assert_all_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
+    """Each tensor differs by at most this much of its norm; 0: not by a bit."""
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        difference = (got[name].double() - value.double()).norm()
+        assert difference <= tolerance * value.double().norm(), name
+
+
+def test_any_number_of_ranks_has_the_numbers_of_one_process(tmp_path):
+    """Under DDP and FSDP, with recomputed activations, and where 2 ranks go on with what 4 have saved."""
+    sharded = "--parallel fsdp --checkpoint-activations"
+    alone, recomputed, _ = train(1, "--steps 6", f"--steps 3 {sharded}", f"--steps 0 --save {tmp_path}/new")
+    first, of_four, *_ = train(
+        4, f"--steps 3 --save {tmp_path}/ddp", f"--steps 3 {sharded} --save {tmp_path}/fsdp",
+        f"--steps 0 --save {tmp_path}/new_ddp", f"--steps 0 --save {tmp_path}/new_fsdp --parallel fsdp",
+    )  # fmt: skip
+    resumed, resharded, of_two = train(
+        2, f"--steps 6 --resume {tmp_path}/ddp", f"--steps 6 --resume {tmp_path}/fsdp --parallel fsdp",
+        "--steps 3 --parallel fsdp",
+    )  # fmt: skip
+    assert len(alone) == 6
+    for got in (recomputed, first, of_four, of_two):
+        assert_same(got, alone[:3])
+    for got in (resumed, resharded):
+        assert_same(got, alone[3:])
+    new, *of_ranks = (saved(tmp_path / name, tmp_path / "file") for name in ("new", "new_ddp", "new_fsdp"))
+    assert sum(".experts." in name for name in new) == 2 * 8 * 2
+    for got in of_ranks:  # DDP and FSDP have left each expert as it was
+        assert_all_close(got, new, tolerance=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_parameters_after_30_steps(tmp_path, parallel):
+    for ranks in (1, 2, 4):
+        train(ranks, f"--parallel {parallel} --save {tmp_path}/{ranks}")
+    alone, *of_ranks = (saved(tmp_path / ranks, tmp_path / "file") for ranks in "124")
+    for got in of_ranks:
+        assert_all_close(got, alone, tolerance=5e-7)
+
+
+@pytest.fixture
+def of_one() -> Iterator[dict[str, Any]]:
+    """The names of the example, in a group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield runpy.run_path(str(ROOT / EXAMPLE))
+    finally:
+        dist.destroy_process_group()
+
+
+def train_in_plain_torch(
+    model: nn.Module, example: dict[str, Any], num_experts: int, top_k: int
+) -> Iterator[tuple[float, float]]:
+    """Trains a model of transformers as the example trains it over ranks."""
+    logits: list[Tensor] = []
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.gate"):
+            module.register_forward_pre_hook(
+                lambda gate, args: logits.append(F.linear(args[0].flatten(0, -2), gate.weight))
+            )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=example["LEARNING_RATE"], eps=1e-6)
+    for step in itertools.count():
+        total = 0.0
+        for micro in range(example["MICRO_BATCHES"]):
+            tokens = example["sequences"](step * example["MICRO_BATCHES"] + micro)
+            logits.clear()
+            output = model(tokens[:, :-1]).logits.flatten(0, 1)
+            counts = [x.topk(top_k).indices.flatten().bincount(minlength=num_experts).float() for x in logits]
+            auxiliary = example["auxiliary_loss"]([Routes(None, None, x, None) for x in logits], counts)
+            loss = (F.cross_entropy(output, tokens[:, 1:].flatten()) + auxiliary) / example["MICRO_BATCHES"]
+            loss.backward()
+            total += loss.item()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), example["MAX_NORM"])
+        optimizer.step()
+        optimizer.zero_grad()
+        yield total, norm.item()
+
+
+def test_fine_tuning_has_the_numbers_of_transformers_in_plain_torch(tmp_path, of_one):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2,
+        norm_topk_prob=True,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    want = list(itertools.islice(train_in_plain_torch(model, of_one, 8, 2), 3))
+    options = f"--from-hf {tmp_path} --steps 3"
+    for got in train(2, options, f"{options} --parallel fsdp --checkpoint-activations"):
+        assert_same(got, want)

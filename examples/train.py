@@ -3,8 +3,8 @@
 Run: torchrun --standalone --nproc-per-node 4 examples/train.py [--parallel ddp|fsdp] [--checkpoint-activations]
 [--steps N] [--save FOLDER] [--resume FOLDER] [--from-hf FOLDER]
 Each rank has its own experts; all ranks share the rest of the model by DDP or FSDP2. A step has the same tokens on 1,
-2, 4 and 8 ranks. A run that 4 ranks have saved goes on over 2. FOLDER of --from-hf is a local checkpoint, as generate.py
-takes it, to fine-tune in place of the small model below.
+2, 4 and 8 ranks. A run that 4 ranks have saved goes on over 2. The FOLDER of --from-hf is a local checkpoint, which
+generate.py takes as well, to fine-tune in place of the small model below.
 Prints, on rank 0: the loss and the norm of the gradients of each step.
 """
 

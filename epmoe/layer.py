@@ -25,7 +25,7 @@ from epmoe.native.arguments import FLOATS, check_tensor, describe, dtype_name, r
 from epmoe.routes import Routes
 from epmoe.safetensors_folder import SafetensorsFolder
 from epmoe.service import ExpertParallel
-from epmoe.training.exchange import BETWEEN_GRAPHS, TrainingExchange, WeightsOn, fits_graphs
+from epmoe.training.exchange import TrainingExchange, WeightsOn, fits_graphs
 from epmoe.training.route import counted, scores
 
 _log = logging.getLogger("epmoe")
@@ -266,8 +266,12 @@ class MoELayer(nn.Module):
         if compiles and return_routing:
             raise ValueError("`return_routing` needs an eager call: an operator of a graph returns y only")
         if torch.is_grad_enabled() and self._has_gradients(x):
-            call = _outside_graphs if compiles and not fits_graphs(self.num_rows) else MoELayer._with_gradients
-            y, routes = call(self, x, num_tokens, routing)
+            if compiles and not fits_graphs(self.num_rows):
+                from epmoe.training.between_graphs import between_graphs
+
+                y, routes = between_graphs(self._with_gradients, x, num_tokens, routing)
+            else:
+                y, routes = self._with_gradients(x, num_tokens, routing)
             return (y, routes) if return_routing else y
         if compiles:
             x_TD, first, weights_TK = self._routed(x, routing)
@@ -526,8 +530,6 @@ class MoELayer(nn.Module):
 
 
 _OPTIONS = ("bias", "logit_bias", "shared", "apply_router_weight_on_input", "layer_id", "num_rows", "exchange")
-
-_outside_graphs = torch.compiler.disable(MoELayer._with_gradients, reason=BETWEEN_GRAPHS)
 
 
 def _exchange_of(ep: ExpertParallel) -> TrainingExchange | ValueError:

@@ -112,6 +112,12 @@ def test_the_wheel_needs_no_extra(wheel: zipfile.ZipFile, tmp_path: Path) -> Non
     assert run.stdout.split() == [epmoe.__version__, "96"]
 
 
+def test_an_import_brings_no_compiler() -> None:
+    """torch._dynamo takes longer than all of epmoe."""
+    run = run_fresh("import sys, epmoe; print('torch._dynamo' in sys.modules)")
+    assert run.stdout == "False\n", run.stderr
+
+
 @pytest.mark.parametrize(("start", "package"), [("python -m", "typer"), ("console script", "rich")])
 def test_the_command_line_names_its_extra(start: str, package: str) -> None:
     module, function = PROJECT["scripts"]["epmoe"].split(":")

@@ -21,10 +21,6 @@ from epmoe.training.rounds import EXACT, Rounds, Skipped
 
 WeightsOn = Literal["combine", "rows", "both"]
 Payload = Literal["auto", "fp8"]
-BETWEEN_GRAPHS = (
-    "rounds with gradients run between graphs where num_rows is 'exact' or activation_memory_budget is below 1: "
-    "compile without fullgraph, or give a number of rows and set torch._functorch.config.activation_memory_budget = 1"
-)
 _MOST_FP8 = 63488  # elements of a row: with its scales it has 64 KiB, the longest that a call can say
 
 
@@ -168,7 +164,10 @@ class TrainingExchange:
         """
         if torch.compiler.is_compiling() and not fits_graphs(num_rows):
             options = {"weights_on": weights_on, "num_rows": num_rows, "num_tokens": num_tokens}
-            return _dispatch_between_graphs(self, x, ids, weights, **options, tag=tag, aligned=aligned)
+            from epmoe.training.between_graphs import between_graphs
+
+            routed: Routed = between_graphs(self.dispatch, x, ids, weights, **options, tag=tag, aligned=aligned)
+            return routed
         if weights_on not in get_args(WeightsOn):
             raise ValueError(f"`weights_on` must be 'combine', 'rows' or 'both', got {weights_on!r}")
         ep, device = self.ep, self.ep.device
@@ -278,6 +277,3 @@ class TrainingExchange:
             what = f"'exact' or a multiple of {alignment}" if alignment > 1 else "'exact' or at least 0"
             raise ValueError(f"`num_rows` must be {what}, got {num_rows!r}")
         return num_rows
-
-
-_dispatch_between_graphs = torch.compiler.disable(TrainingExchange.dispatch, reason=BETWEEN_GRAPHS)

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import epmoe
-from epmoe.layer import recording
 from epmoe.training import clip_grad_norm_, fully_shard, ignore_experts
 
 E, K, D, WIDTH, HEADS, BLOCKS, VOCABULARY = 8, 2, 32, 32, 4, 2, 64
@@ -135,7 +134,7 @@ def train_step(model, optimizer, layers, step):
     for micro in range(MICRO_BATCHES):
         tokens = sequences(step * MICRO_BATCHES + micro).to(layers[0].ep.device)
         with accumulating(model, last=micro == MICRO_BATCHES - 1):
-            with recording(model) as record:
+            with epmoe.recording(model) as record:
                 output = model(tokens[:, :-1])
             logits = getattr(output, "logits", output)  # transformers' models return more
             routes = [calls[0] for calls in record.values()]

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from launched import ROOT, torchrun
+from test_docs import blocks_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from epmoe.layer import Routes
+from epmoe import Routes
 
 EXAMPLE = "examples/train.py"
 PROGRAM = f"""
@@ -83,6 +84,16 @@ def assert_all_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance:
         assert difference <= tolerance * value.double().norm(), name
 
 
+def unindented(code: str) -> str:
+    return "\n".join(map(str.strip, code.splitlines()))
+
+
+def test_the_page_shows_the_script():
+    blocks = [block.code for block in blocks_of(ROOT / "docs" / "training-script.md") if block.language == "python"]
+    script = unindented((ROOT / EXAMPLE).read_text())
+    assert blocks and all(unindented(code) in script for code in blocks)
+
+
 def test_any_number_of_ranks_has_the_numbers_of_one_process(tmp_path):
     """Under DDP and FSDP, with recomputed activations, and where 2 ranks go on with what 4 have saved."""
     sharded = "--parallel fsdp --checkpoint-activations"
@@ -110,7 +121,8 @@ def test_any_number_of_ranks_has_the_numbers_of_one_process(tmp_path):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_parameters_after_30_steps(tmp_path, parallel):
     for ranks in (1, 2, 4):
-        train(ranks, f"--parallel {parallel} --save {tmp_path}/{ranks}")
+        done = torchrun(ranks, EXAMPLE, "--parallel", parallel, "--save", tmp_path / str(ranks))
+        assert done.returncode == 0, done.stderr
     alone, *of_ranks = (saved(tmp_path / ranks, tmp_path / "file") for ranks in "124")
     for got in of_ranks:
         assert_all_close(got, alone, tolerance=5e-7)

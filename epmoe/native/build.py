@@ -223,7 +223,9 @@ def _recipe(defines: tuple[str, ...], portable: bool, cuda: Path | None) -> _Rec
         sources=_files("*.cpp", "cpu/*.cpp"),
         defines=defines,
         compile=(compiler, *CXX_FLAGS, *native, "-fPIC", "-I."),
-        link=(compiler, "-shared"),
+        # A compiler may link its C++ library statically. Its facets must not be mixed with those of torch's, or the
+        # text of an error ends the process.
+        link=(compiler, "-shared", "-Wl,--exclude-libs,ALL"),
         inputs=(_version(compiler), torch.__version__, cpu),
         include=(f"-isystem{home / 'include'}", f"-fmacro-prefix-map={home}=torch"),
         libraries=(f"-L{home / 'lib'}", "-ltorch_cpu"),

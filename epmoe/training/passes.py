@@ -2,6 +2,7 @@
 
 A pass that an exception ends leaves a round open, or rounds of other ranks without this rank. It then aborts the open
 round, or takes part in the next one without tokens, so that the other ranks get an EPAbortedError and wait for nobody.
+On GPUs, where the other hosts may have gone on, it takes part in all rounds of the pass.
 """
 
 from __future__ import annotations
@@ -95,10 +96,13 @@ class Directions:
         rounds = exchange.rounds
         if rounds.count != ended.round or exchange.failed:
             return
+        owed = sorted(ended.due, reverse=True)
+        if self.forward.ep.device.type == "cpu":  # all ranks hear of an exception in the same round
+            owed = owed[: rounds.state == CLOSED and self._owed.told != self._counts()]
         if rounds.state != CLOSED:
             exchange.abort(None)
-        elif ended.due and self._owed.told != self._counts():
-            self.backward.skip(ended.due[max(ended.due)])
+        for order in owed:  # on GPUs hosts run ahead, and may have launched all rounds of the pass
+            self.backward.skip(ended.due[order])
         self.note_told()
 
 

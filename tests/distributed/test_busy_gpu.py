@@ -85,6 +85,7 @@ def test_told_beside_a_kernel_that_leaves_parts_of_multiprocessors(make_ep, rank
         for _ in range(2):
             play()
             ep.check()
+            time.sleep(0.06)  # a look behind the capture
     dist.barrier()
     if rank == 0:
         ended = crowd(blocks)

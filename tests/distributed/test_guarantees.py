@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -220,6 +220,9 @@ def test_an_exception(bench, place, direction):
     model = nn.Sequential(first, between, second)
     for _ in range(2):
         bench.fails(lambda: bench.y(model, bench.x()), ZeroDivisionError, direction)
+        if bench.ep.device.type == "cuda":
+            with suppress(EPAbortedError):  # of a later round of the pass, which a host that runs ahead has launched
+                bench.ep.check()
     second.experts, raising.raises = experts, None
     with torch.no_grad():
         want = model(bench.x())

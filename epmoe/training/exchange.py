@@ -24,10 +24,9 @@ Payload = Literal["auto", "fp8"]
 _MOST_FP8 = 63488  # elements of a row: with its scales it has 64 KiB, the longest that a call can say
 
 
-def fits_graphs(num_rows: object) -> bool:
-    """Whether a graph of torch.compile may hold rounds. Its partitioner fails where it wants to run them twice, and
-    inductor where it does not know their number of rows."""
-    return num_rows != "exact" and functorch_config.activation_memory_budget >= 1
+def fits_graphs() -> bool:
+    """Whether a graph of torch.compile may hold rounds. Its partitioner fails where it wants to run them twice."""
+    return bool(functorch_config.activation_memory_budget >= 1)
 
 
 class Pending(NamedTuple):
@@ -162,7 +161,7 @@ class TrainingExchange:
             ValueError: an argument has another value, shape or device.
             EPError: what `ExpertParallel.dispatch` raises.
         """
-        if torch.compiler.is_compiling() and not fits_graphs(num_rows):
+        if torch.compiler.is_compiling() and not fits_graphs():
             options = {"weights_on": weights_on, "num_rows": num_rows, "num_tokens": num_tokens}
             from epmoe.training.between_graphs import between_graphs
 

@@ -145,7 +145,8 @@ def test_compiled_layers(make_ep, rank, budgeted, backend, kind, num_rows, fullg
     for _ in range(2):
         got, before = torch.autograd.grad(step(inputs[0]), inputs), ep.health().rounds
         for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b, **{"rtol": 0, "atol": 0} if backend == "aot_eager" else {"rtol": 1e-4, "atol": 1e-4})
+            limit = 0.0 if backend == "aot_eager" else 1e-5 * b.abs().max().item()  # inductor adds in another order
+            torch.testing.assert_close(a, b, rtol=0.0, atol=limit)
     assert before == 3 * rounds
     ep.check()
 
@@ -153,7 +154,7 @@ def test_compiled_layers(make_ep, rank, budgeted, backend, kind, num_rows, fullg
 @pytest.mark.parametrize("num_rows, budgeted", [("exact", 1), (256, 0.3)], indirect=["budgeted"])
 def test_what_no_graph_can_hold_is_refused(make_ep, rank, budgeted, num_rows):
     [layer] = make_layers(make_ep(experts=E, top_k=K, hidden=D), 1, num_rows=num_rows)
-    for model in (layer, OwnLayer(layer)):
+    for model in (layer, OwnLayer(layer))[: 1 if num_rows == "exact" else 2]:
         with pytest.raises(torch._dynamo.exc.Unsupported, match="compile without fullgraph, or give a number of rows"):
             torch.compile(model, backend="aot_eager", fullgraph=True)(randn(T, D, seed=rank).to(layer.ep.device))
 

@@ -20,6 +20,8 @@ from test_phases import given
 from epmoe import EPTimeoutError, ExpertParallel
 from epmoe.native import ops
 
+pytestmark = pytest.mark.usefixtures("serving")
+
 LONG_S = 300.0
 AT_ONCE_S = 5.0  # a fraction of a second, where this machine has a core for each rank
 

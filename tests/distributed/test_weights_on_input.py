@@ -11,6 +11,8 @@ from test_layers import D, E, K, make_layer
 
 from epmoe.local.reference import moe_reference, route_reference
 
+pytestmark = pytest.mark.usefixtures("serving")
+
 PLACEMENT = {"strategy": "round_robin", "num_redundant_experts": 3}
 CASES = all_pairs(
     {

@@ -128,6 +128,8 @@ class MoELayer(nn.Module):
         self._propagates = ep.config.routing.nan_rows == "propagate"
         self._routing = ep.config.routing.options | {"top_k": ep.config.model.num_experts_per_tok}
         self._exchange = exchange or _exchange_of(ep)
+        widest = ep.config.model.torch_dtype
+        self._dtypes_of_config = [widest, *(dtype for dtype in FLOATS if dtype.itemsize < widest.itemsize)]
         self._dtype: torch.dtype | None = None  # of x in the last call, where the experts do not say
         self._router_dtype = router_weight.dtype
         self.router_weight = parameter(router_weight)
@@ -480,8 +482,7 @@ class MoELayer(nn.Module):
         experts = self.experts
         if isinstance(experts, GroupedExperts):
             return [experts.dtype]
-        widest = self.ep.config.model.torch_dtype
-        return [widest, *(dtype for dtype in FLOATS if dtype.itemsize < widest.itemsize)]
+        return self._dtypes_of_config
 
     def _dtype_of(self, x: object) -> torch.dtype:
         """Of the tokens that the other ranks bring to this layer's round, if x may be wrong."""

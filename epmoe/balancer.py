@@ -12,7 +12,6 @@ from epmoe.balance import GOAL, MAX_MOVES, Plan, balance, shares_of
 from epmoe.config.placement import is_int
 from epmoe.exchange.exchange import Exchange, in_turn
 from epmoe.exchange.health import EPRefusedError
-from epmoe.exchange.memory import MOVE_WORDS
 from epmoe.exchange.moves import COUNTED, LAST_PLAN, PLANNED, Moves, Weights
 from epmoe.exchange.waiting import Result, Worker
 from epmoe.live import LiveExperts
@@ -142,7 +141,9 @@ class Balancer:
 
         def told() -> bool:
             nonlocal last
-            finishes, last = divmod((live.mail.words() or [[0] * MOVE_WORDS])[0][LAST_PLAN], 1 << 32)
+            if (words := live.mail.words()) is None:  # not here yet
+                return False
+            finishes, last = divmod(words[0][LAST_PLAN], 1 << 32)
             return (finishes - self._finishes) % _CALLS < _CALLS // 2
 
         live.wait(told, lambda: [0], timeout_s)

@@ -472,6 +472,8 @@ class MoELayer(nn.Module):
             raise ValueError(f"`x` must be on {device}, got {x.device}")
         if (where := self.router_weight.device) != device:
             raise ValueError(f"`router_weight` must be on {device}, got {where}: move the layer with `.to`")
+        if ours is not None and (where := ours.w_down.device) != device:
+            raise ValueError(f"`experts` must be on {device}, got {where}: move the layer with `.to` or `.to_empty`")
         if ours is None:
             self._dtype = x.dtype
         x_TD = x.flatten(0, -2)

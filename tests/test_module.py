@@ -253,6 +253,13 @@ def test_a_router_left_on_another_device(ep):
         layer(randn(4, D).to(ep.device))
 
 
+def test_experts_left_on_another_device(ep):
+    layer = make_layer(ep)
+    layer.experts.to("meta")
+    with pytest.raises(ValueError, match=f"`experts` must be on {ep.device}, got meta: move the layer"):
+        layer(randn(4, D).to(ep.device))
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -129,8 +129,8 @@ ALL = [(kind, *way, own) for kind in ("chain", "parallel", "unused") for way in 
     "backend, kind, num_rows, fullgraph, budgeted, own",
     [
         pytest.param(backend, *case, marks=() if backend == "aot_eager" and case in QUICK else pytest.mark.slow)
-        for backend in ("aot_eager", "inductor")
-        for case in ALL
+        for backend, cases in (("aot_eager", ALL), ("inductor", QUICK))
+        for case in cases
     ],
     indirect=["budgeted"],
 )

@@ -32,6 +32,7 @@ def arguments(model: str, mode: str, ranks: int) -> dict[str, Any]:
         # vLLM's native operator on CPUs rotates wrongly what DeepSeek-V3 rotates: the tokens of transformers come out
         # with torch's.
         "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+        "attention_backend": "CPU_MLA",  # where there is MLA: that for CPUs with AMX takes no fp32
         "seed": 0,
     }
 

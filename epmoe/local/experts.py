@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from epmoe.local import deep_gemm
 from epmoe.local.experts_gradients import train_experts
-from epmoe.local.gemm_gradients import bias_of_rows
+from epmoe.local.gemm_gradients import bias_of_rows, torch_takes_both_ways
 from epmoe.local.grouped_gemm import Gemm, choose, multiply
 from epmoe.local.quantize import dequantize_rows, quantize_fp8
 from epmoe.native import ops
@@ -27,7 +27,6 @@ _UNALIGNED = (
     "and `alignment=dispatched.alignment`"
 )
 _KEEP_DTYPE = ("w_gate_up", "w_down", "gate_up_scales", "down_scales")  # under casts, if the weights are fp8
-_GEMM_BYTES = 16  # torch's grouped GEMM wants strides of its multiples, and in a backward pass rows become columns
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -283,8 +282,7 @@ class GroupedExperts(nn.Module):
     def _choose(self) -> None:
         """The GEMMs: of serving, and of calls with gradients."""
         self.gemm = choose(self._wanted, self.w_gate_up, self.w_down)
-        (_, D, f), item = self.w_down.shape, self.w_down.element_size()
-        fits = D * item % _GEMM_BYTES == 0 and f * item % _GEMM_BYTES == 0
+        fits = torch_takes_both_ways(self.w_gate_up, self.w_down)
         self._trains_by = "torch" if fits and self.gemm != "loop" else "loop"
 
     def __setattr__(self, name: str, value: Any) -> None:

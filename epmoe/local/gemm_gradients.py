@@ -13,9 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epmoe.local.grouped_gemm import expert_of_rows
+from epmoe.local.grouped_gemm import expert_of_rows, multiply
 
+_GEMM_BYTES = 16  # torch's grouped GEMM wants strides of its multiples, and in a backward pass rows become columns
 _COLUMNS = 8  # of a matrix of one column, as often as torch's GEMM wants it: 16 bytes
+
+
+def torch_takes_both_ways(*weights: Tensor) -> bool:
+    """Whether the sizes of weights [e, n, k] let torch's grouped GEMM multiply in both directions."""
+    return all(size * w.element_size() % _GEMM_BYTES == 0 for w in weights for size in w.shape[1:])
 
 
 @torch.library.custom_op("epmoe::train_gemm", mutates_args=())
@@ -33,12 +39,7 @@ def train_gemm(rows: Tensor, weights: Tensor, offsets: Tensor, gemm: str) -> Ten
     """
     if not len(rows) or not len(weights):
         return rows.new_empty(len(rows), weights.shape[1])
-    if gemm == "torch":
-        return F.grouped_mm(rows, weights.transpose(1, 2), offs=offsets[1:])
-    out, ends = rows.new_empty(len(rows), weights.shape[1]), offsets.tolist()
-    for i in range(len(weights)):
-        torch.mm(rows[ends[i] : ends[i + 1]], weights[i].T, out=out[ends[i] : ends[i + 1]])
-    return out
+    return multiply(gemm, rows, None, weights, None, offsets[1:], alignment=1)  # type: ignore[arg-type]
 
 
 @train_gemm.register_fake

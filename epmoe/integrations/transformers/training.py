@@ -25,10 +25,8 @@ from epmoe.integrations.transformers.grouped import (
     local_parameters,
     weights_and_biases,
 )
-from epmoe.local.gemm_gradients import train_bias, train_gemm
+from epmoe.local.gemm_gradients import torch_takes_both_ways, train_bias, train_gemm
 from epmoe.native.arguments import wants_gradients
-
-_GEMM_BYTES = 16  # torch's grouped GEMM wants strides of its multiples, and in a backward pass rows become columns
 
 
 def trains(experts: Any, x: Tensor, weights: Tensor) -> bool:
@@ -67,9 +65,7 @@ def computation(experts: Any, parameters: list[Tensor], held: slice) -> Computat
         The experts over rows of a round.
     """
     up, down, biases = weights_and_biases(experts, local_parameters(parameters, held))
-    item = up.element_size()
-    fits = all(size * item % _GEMM_BYTES == 0 for size in (*up.shape[1:], *down.shape[1:]))
-    gemm = gemm_for(up.detach(), down.detach()) if fits and len(up) else "loop"
+    gemm = gemm_for(up.detach(), down.detach()) if torch_takes_both_ways(up, down) and len(up) else "loop"
 
     def outputs(arrived: Arrived) -> Tensor:
         offsets, n = arrived.expert_offsets, len(arrived.rows)

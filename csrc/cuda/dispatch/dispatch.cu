@@ -66,19 +66,13 @@ __device__ __noinline__ bool recv_ll_sources_too(DispatchBlock b) {
   return recv_chunks<kMaxLines<kFormat>, kFormat, false>(b, first_incoming<kMaxLines<kFormat>>(b));
 }
 
-// The bound of `__launch_bounds__`. Coarse variants without scales need 96 registers a thread, and have no more where a
-// block seems to have 640 threads. A block thus finds a place beside one of 1024 threads with up to 16 registers each.
-constexpr int bound_of(int recv_lines, bool coarse, WireFormat format) {
-  return coarse && !wire(format).has_scales() ? 640 : threads_per_block(recv_lines);
-}
-
 // kRecvLines: lines of a row that a receiving lane moves at once with the LL protocol; 0: Simple protocol.
 // kCoarse: senders also move kRecvLines lines at once, otherwise one, and this rank's own rows do not travel, unless
 // they have scales. kFormat: of the payload. Source: the dtype that becomes kFormat; void where rows travel as they
 // are. kTrains: `to_caller`.
 template <int kRecvLines, bool kCoarse, WireFormat kFormat, typename Source,
           int kBlocksPerSM = blocks_per_sm(kRecvLines), bool kTrains = false>
-__global__ void __launch_bounds__(bound_of(kRecvLines, kCoarse, kFormat), kBlocksPerSM)
+__global__ void __launch_bounds__(threads_bound(kRecvLines, kCoarse && !wire(kFormat).has_scales()), kBlocksPerSM)
     dispatch_kernel(const __grid_constant__ DispatchKernel kernel) {
   constexpr bool kLL = kRecvLines > 0, kSkipSelf = kCoarse && !wire(kFormat).has_scales();
   // Simple: waiting for pairs costs more than registers. LL: longer code costs more.

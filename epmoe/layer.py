@@ -278,10 +278,8 @@ class MoELayer(nn.Module):
         if compiles:
             x_TD, first, weights_TK = self._routed(x, routing)
             return opaque.moe(self, x_TD, first, weights_TK, num_tokens, padded_tokens).view(x.shape).to(x.dtype)
-        top_k = None if routing is None else routing[0].shape[-1]
-        with self._giving_up(x, top_k):
-            x_TD, first, weights_TK = self._routed(x, routing)
-        y_TD, routes = self._serve(x_TD, first, weights_TK, num_tokens, padded_tokens)
+        with self._giving_up(x, None if routing is None else routing[0]):
+            y_TD, routes = self._serve(*self._routed(x, routing), num_tokens, padded_tokens)
         y = y_TD.view(x.shape)
         if y.dtype is not x.dtype:
             y = y.to(x.dtype)
@@ -312,7 +310,8 @@ class MoELayer(nn.Module):
         Returns:
             y [T, D] in the dtype of x.
         """
-        return self._serve(x_TD, routing, weights_TK, num_tokens, padded_tokens)[0]
+        with self._giving_up(x_TD, None if weights_TK is None else routing):
+            return self._serve(x_TD, routing, weights_TK, num_tokens, padded_tokens)[0]
 
     def _serve(
         self,
@@ -322,34 +321,27 @@ class MoELayer(nn.Module):
         num_tokens: int | Tensor | None,
         padded_tokens: int | None,
     ) -> tuple[Tensor, Routes]:
-        experts, shared_experts = self.experts, self.shared
-        grouped, on_input = isinstance(experts, GroupedExperts), self.apply_router_weight_on_input
-        aligned = isinstance(experts, GroupedExperts) and experts.alignment > 1
-        with self.ep.giving_up(
-            self.tag, hidden_size=x_TD.shape[1], top_k=None if weights_TK is None else routing.shape[1],
-            dtype=x_TD.dtype, layout="expert", apply_router_weight_on_input=on_input, aligned=aligned,
-        ):  # fmt: skip
-            ids_TK, logits_TE = routing, None
-            if weights_TK is None:
-                logits_TE = routing
-                ids_TK, weights_TK = self.ep.route(routing, bias=self.bias, num_tokens=num_tokens)
-            routes = Routes(ids_TK, weights_TK, logits_TE, None)
-            if self.recorder is not None:
-                self.recorder(routes)
-            start = None if shared_experts is None else mark(x_TD.device)
-            d = self.ep.dispatch(
-                x_TD, ids_TK, weights_TK, num_tokens=num_tokens, padded_tokens=padded_tokens, tag=self.tag,
-                apply_router_weight_on_input=on_input, aligned=aligned,
-            )  # fmt: skip
-            # Not before dispatch, whose blocks get multiprocessors first.
-            shared = None if shared_experts is None else Beside(start, shared_experts, x_TD)
-            segments = d.segments if grouped else {}
-            expert_rows_ND = experts(d.rows, d.expert_offsets, d.scales, **segments)
-            y_TD = self.ep.combine(expert_rows_ND, d)
-            if shared is not None:
-                y_TD += shared.result()
-                if num_tokens is not None:
-                    zero_padding_rows_(y_TD, num_tokens)
+        experts, shared_experts, on_input = self.experts, self.shared, self.apply_router_weight_on_input
+        ids_TK, logits_TE = routing, None
+        if weights_TK is None:
+            logits_TE = routing
+            ids_TK, weights_TK = self.ep.route(routing, bias=self.bias, num_tokens=num_tokens)
+        routes = Routes(ids_TK, weights_TK, logits_TE, None)
+        if self.recorder is not None:
+            self.recorder(routes)
+        start = None if shared_experts is None else mark(x_TD.device)
+        d = self.ep.dispatch(
+            x_TD, ids_TK, weights_TK, num_tokens=num_tokens, padded_tokens=padded_tokens, tag=self.tag,
+            apply_router_weight_on_input=on_input, aligned=self._aligned,
+        )  # fmt: skip
+        # Not before dispatch, whose blocks get multiprocessors first.
+        shared = None if shared_experts is None else Beside(start, shared_experts, x_TD)
+        segments = d.segments if isinstance(experts, GroupedExperts) else {}
+        y_TD = self.ep.combine(experts(d.rows, d.expert_offsets, d.scales, **segments), d)
+        if shared is not None:
+            y_TD += shared.result()
+            if num_tokens is not None:
+                zero_padding_rows_(y_TD, num_tokens)
         if self._propagates and logits_TE is not None:
             y_TD.masked_fill_(self._undefined(ids_TK, logits_TE), torch.nan)
         return y_TD, routes
@@ -367,7 +359,8 @@ class MoELayer(nn.Module):
         # Where GroupedExperts multiply gradients, nobody keeps their outputs.
         grouped = isinstance(self.experts, GroupedExperts)
         weights_on: WeightsOn = "rows" if on_input else "both" if grouped else "combine"
-        with exchange.giving_up(self._dtype_of(x), weights_on=weights_on, tag=self.tag):
+        K = None if routing is None else routing[0].shape[-1]
+        with exchange.giving_up(self._dtype_of(x), weights_on=weights_on, tag=self.tag, top_k=K):
             refuse_tangents(x, self.router_weight)
             if self.router_weight.dtype != self._router_dtype:
                 raise TypeError(
@@ -434,15 +427,20 @@ class MoELayer(nn.Module):
         """Whether autograd needs a backward pass, in grad mode. x may be wrong: other ranks go by their parameters."""
         return getattr(x, "requires_grad", False) or any(value.requires_grad for value in self.parameters())
 
-    def _giving_up(self, x: object, top_k: int | None) -> AbstractContextManager[None]:
-        """`ExpertParallel.giving_up` of this layer's rounds, before x is known to fit."""
-        experts = self.experts
+    def _giving_up(self, x: object, ids: Tensor | None) -> AbstractContextManager[None]:
+        """`ExpertParallel.giving_up` of this layer's rounds, before x is known to fit; `ids` if they are given."""
+        model = self.ep.config.model
         return self.ep.giving_up(
-            self.tag, hidden_size=self.ep.config.model.hidden_size,
-            top_k=top_k or self.ep.config.model.num_experts_per_tok, dtype=self._dtype_of(x), layout="expert",
+            tag=self.tag, hidden_size=model.hidden_size, dtype=self._dtype_of(x), layout="expert",
+            top_k=model.num_experts_per_tok if ids is None else ids.shape[-1], aligned=self._aligned,
             apply_router_weight_on_input=self.apply_router_weight_on_input,
-            aligned=isinstance(experts, GroupedExperts) and experts.alignment > 1,
         )  # fmt: skip
+
+    @property
+    def _aligned(self) -> bool:
+        """Whether the experts want segments that start at multiples of a number of rows."""
+        experts = self.experts
+        return isinstance(experts, GroupedExperts) and experts.alignment > 1
 
     def _routed(self, x: Tensor, routing: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """x [T, D] and its logits [T, E], or the given routing. Raises what `forward` does before anything is sent."""
@@ -474,10 +472,11 @@ class MoELayer(nn.Module):
             raise ValueError(f"`router_weight` must be on {device}, got {where}: move the layer with `.to`")
         if ours is not None and (where := ours.w_down.device) != device:
             raise ValueError(f"`experts` must be on {device}, got {where}: move the layer with `.to` or `.to_empty`")
-        if ours is None:
-            self._dtype = x.dtype
         x_TD = x.flatten(0, -2)
-        return x_TD.to(dtypes[0]) if casts else x_TD
+        if casts:
+            x_TD = x_TD.to(dtypes[0])
+        self._dtype = x_TD.dtype
+        return x_TD
 
     def _dtypes(self) -> list[torch.dtype]:
         """Of x."""

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import weakref
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -328,29 +329,14 @@ class ExpertParallel(Resumable):
         )
         exchange.abort(exchange.dispatch_send(call._replace(padded_tokens=padded_tokens, tag=tag)))
 
-    def giving_up(
-        self,
-        tag: int,
-        *,
-        hidden_size: int | None = None,
-        top_k: int | None = None,
-        dtype: torch.dtype | None = None,
-        layout: Layout | None = None,
-        apply_router_weight_on_input: bool | None = None,
-        aligned: bool | None = None,
-    ) -> AbstractContextManager[None]:
+    def giving_up(self, tag: int, **shape: Any) -> AbstractContextManager[None]:
         """Within it a caller takes part in one round. An exception aborts the round, whether it was opened or not.
 
         It raises nothing of the exchange in its place.
 
         Args:
             tag: of the round.
-            hidden_size: of the round, as of `skip`, like the next arguments.
-            top_k: likewise.
-            dtype: likewise.
-            layout: likewise.
-            apply_router_weight_on_input: likewise.
-            aligned: likewise.
+            shape: of the round, other arguments of `skip`.
 
         Returns:
             The context.
@@ -359,10 +345,7 @@ class ExpertParallel(Resumable):
 
         def skip() -> None:
             if exchange is self._exchange:  # not resumed or closed meanwhile
-                self.skip(
-                    tag=tag, hidden_size=hidden_size, top_k=top_k, dtype=dtype, layout=layout,
-                    apply_router_weight_on_input=apply_router_weight_on_input, aligned=aligned,
-                )  # fmt: skip
+                self.skip(tag=tag, **shape)
 
         return exchange.giving_up(skip)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch._functorch.config as functorch_config
@@ -220,31 +220,33 @@ class TrainingExchange:
         return y
 
     @contextmanager
-    def giving_up(
-        self, dtype: torch.dtype, *, weights_on: WeightsOn = "combine", tag: int = 0, aligned: bool = False
-    ) -> Iterator[None]:
+    def giving_up(self, dtype: torch.dtype, **shape: Any) -> Iterator[None]:
         """Within it a caller takes part in one forward round.
 
         An exception aborts the round, whether it was opened or not, and raises nothing of the exchange in its place.
 
         Args:
             dtype: of x.
-            weights_on: of the round, like the next arguments.
-            tag: likewise.
-            aligned: likewise.
+            shape: of the round, other arguments of `skip`.
         """
         if torch.compiler.is_compiling():
             yield
             return
         try:
-            with self.ep.exchange.giving_up(partial(self.skip, dtype, weights_on=weights_on, tag=tag, aligned=aligned)):
+            with self.ep.exchange.giving_up(partial(self.skip, dtype, **shape)):
                 yield
         except BaseException:
             self._directions.note_told()
             raise
 
     def skip(
-        self, dtype: torch.dtype, *, weights_on: WeightsOn = "combine", tag: int = 0, aligned: bool = False
+        self,
+        dtype: torch.dtype,
+        *,
+        weights_on: WeightsOn = "combine",
+        tag: int = 0,
+        aligned: bool = False,
+        top_k: int | None = None,
     ) -> None:
         """Take part in a forward round without tokens, and abort it: for a rank that raised before its dispatch.
 
@@ -253,12 +255,13 @@ class TrainingExchange:
             weights_on: of the round, like the next arguments.
             tag: likewise.
             aligned: likewise.
+            top_k: likewise, by default the config's.
 
         Raises:
             EPError: what `ExpertParallel.skip` raises.
         """
         model = self.ep.config.model
-        shape = model.hidden_size, model.num_experts_per_tok, dtype
+        shape = model.hidden_size, top_k or model.num_experts_per_tok, dtype
         self._directions.forward.skip(Skipped(*shape, tag, aligned, weights_on == "rows", returns_values=False))
 
     @property

@@ -449,6 +449,14 @@ def test_given_routes(bench):
         again.sum().backward()
 
 
+def test_a_wrong_x_beside_given_routes_of_another_length(bench):
+    layer, x = bench.layer(), bench.x()
+    ids = torch.arange(T, dtype=torch.int32, device=x.device)[:, None] % E
+    routing = ids, torch.ones(T, 1, device=x.device)
+    bench.fails(lambda: bench.y(layer, x[:, 1:] if bench.rank == GIVER else x, routing=routing), ValueError, "`x` must")
+    assert bench.y(layer, x, routing=routing).isfinite().all()
+
+
 def test_forward_mode_is_refused(bench):
     if not bench.trains:
         pytest.skip("without grad mode torch asks for no tangent")

@@ -194,7 +194,7 @@ def check_stream(ep: epmoe.ExpertParallel) -> None:
     ep.poll()
 
 
-def play_until_timeout(state) -> list[int]:
+def play_until_timeout(state, play=play) -> list[int]:
     """Returns the missing ranks."""
     while True:
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, randn, slow
-from host import Host
+from host import Host, play_until_timeout
 from test_moves_death import (
     RANKS,
     REACHED,
@@ -76,14 +76,6 @@ def table(state) -> list[list[int]]:
     return state.ep.slots.tolist()
 
 
-def play_until_timeout(state) -> list[int]:
-    while True:
-        try:
-            play(state)
-        except epmoe.EPTimeoutError as error:
-            return error.missing_ranks
-
-
 def expect_all_held(host: Host, names: list[int]) -> list[list[int]]:
     tables = host.succeed(names, table)
     assert all(one == tables[0] for one in tables)
@@ -133,20 +125,25 @@ def test_recover_and_join_while_experts_move(tmp_path, device, stage):
 def kill(host: Host, names: list[int], victim: int) -> list[int]:
     """Between two rounds; returns the others, which have heard of it."""
     alive = [name for name in names if name != victim]
-    host.start(alive, play_until_timeout)
+    host.start(alive, play_until_timeout, play)
     host.signal(victim, signal.SIGKILL)
     assert host.results(alive) == [[names.index(victim)]] * len(alive)
     return alive
 
 
+def two_of_three(host: Host) -> list[int]:
+    """Three ranks of two slots were there, and rank 1 is killed."""
+    names = [0, 1, 2]
+    host.spawn(*names)
+    host.form_at(names)
+    host.succeed(names, create, 3, 2)
+    return kill(host, names, 1)
+
+
 def test_lost_experts_are_loaded_and_the_last_rank_gets_more_slots(tmp_path, device):
     """Three ranks of two slots: with rank 1 the only copies of experts 2 and 3 die."""
     with Host(tmp_path, device) as host:
-        names = [0, 1, 2]
-        host.spawn(*names)
-        host.form_at(names)
-        host.succeed(names, create, 3, 2)
-        alive = kill(host, names, 1)
+        alive = two_of_three(host)
         host.form(alive)
         for error in host.do(alive, resume):
             assert error.startswith("ValueError: logical expert(s) [2, 3] of layer 0 have no copy left, and 2 layer(s)")
@@ -286,11 +283,7 @@ def test_a_layer_loads_what_its_slots_hold(tmp_path):
 def test_the_page_shows_it(tmp_path, device):
     """`load_slots` of docs/recovery.md, word by word."""
     with Host(tmp_path, device) as host:
-        names = [0, 1, 2]
-        host.spawn(*names)
-        host.form_at(names)
-        host.succeed(names, create, 3, 2)
-        alive = kill(host, names, 1)
+        alive = two_of_three(host)
         assert host.succeed(alive, follow_the_page, host.folder) == ["played"] * 2
 
 

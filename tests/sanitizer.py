@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 TOOL = shutil.which("compute-sanitizer") or shutil.which(
     "compute-sanitizer", path=str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin"))
 )
-SOURCES = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "distributed")]
+SOURCES = [str(ROOT), str(ROOT / "tests" / "distributed"), str(ROOT / "tests")]  # two files are named test_moves.py
 TIMEOUT_S = 200.0
 # The local pipeline with duplicate, foreign and invalid ids and with stale rows. Unwritten memory holds the largest
 # integer or NaN. Every tensor is a separate allocation.
@@ -85,10 +85,40 @@ for epmoe.exchange.memory.LL_MAX_TOKENS in (1024, 8):
 print("done")
 dist.destroy_process_group()
 """
+# Experts that move between rounds, until drawn tables are in use on both ranks.
+MOVES = """
+import os, sys, torch, torch.distributed as dist
+from exchanges import make_config
+from test_moves import D, E, K, L, M, Slots, draw_table, play
+import epmoe
+rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+torch.set_grad_enabled(False)
+torch.cuda.set_device(rank % torch.cuda.device_count())
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+live = {"live": True, "slots_per_rank": E // size + 1, "layers": L, "staging_mb": 1, "most_copies": 4}
+options = {"experts": E, "top_k": K, "hidden": D, "max_tokens": M, "timeout_s": 60.0, "placement": live}
+with epmoe.ExpertParallel(make_config(size, **options), device="cuda") as ep:
+    slots = Slots(ep)
+    for number in range(2):
+        moves = ep.replace(draw_table(size, ep.num_local_experts, seed=number), slots.of)
+        going, rounds = torch.ones(1), 0
+        while going:
+            play(ep, slots, rounds, rounds % L, T=(rank + rounds) % (M + 1))
+            ep.poll()
+            rounds += 1
+            going = torch.tensor([1 - int(moves.done)])
+            dist.all_reduce(going)
+        slots.poison_unused()
+    ep.check()
+print("done")
+dist.destroy_process_group()
+"""
 PARTS = {
     "local stages": (LOCAL, 1, ("memcheck", "racecheck", "synccheck", "initcheck")),
     "rail": (RAIL, 1, ("memcheck", "racecheck", "synccheck", "initcheck")),
     "exchange": (EXCHANGE, 2, ("memcheck", "racecheck", "synccheck")),
+    "moves": (MOVES, 2, ("memcheck", "racecheck")),
 }
 
 

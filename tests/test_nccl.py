@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from epmoe.config.deadlines import RETURN_S, Deadlines
-from epmoe.exchange.health import EPTimeoutError
+from epmoe.group.errors import EPTimeoutError
 from epmoe.rail import nccl
 from epmoe.rail.exchange_cuda import HierarchicalExchangeOnGPUs
 from epmoe.rail.rail import Load, RailError

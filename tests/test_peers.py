@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import ROOT
 
-from epmoe.exchange.peers import Peers
+from epmoe.group.peers import Peers
 
 
 class Runs:

@@ -12,7 +12,7 @@ import torch
 from host import EXPERTS, Host, play, play_until_timeout, serve, take
 
 from epmoe import join_group, recover
-from epmoe.exchange.peers import MissingRankError, Peers
+from epmoe.group.peers import MissingRankError, Peers
 
 
 @pytest.fixture

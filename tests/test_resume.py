@@ -35,27 +35,27 @@ from host import (
 )
 
 import epmoe
-import epmoe.join
-from epmoe.exchange.peers import Peers
+import epmoe.exchange.opening
 from epmoe.exchange.window_nvlink import PeersStore
+from epmoe.group.peers import Peers
 
 
 def expect_no_windows(state) -> None:
     """When new windows are opened, the old ones are gone: both might not fit."""
-    open_window = epmoe.join.open_window
+    open_window = epmoe.exchange.opening.open_window
 
     def check_and_open(*arguments):
         assert mapped_windows() == 0
         return open_window(*arguments)
 
-    epmoe.join.open_window = check_and_open
+    epmoe.exchange.opening.open_window = check_and_open
 
 
 def die_in_windows(state) -> None:
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    epmoe.join.open_window = die
+    epmoe.exchange.opening.open_window = die
 
 
 def miss(state, mask: int) -> None:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import epmoe
 from epmoe.exchange.descriptors import DESCRIPTOR
-from epmoe.group import check_shared_memory
+from epmoe.exchange.opening import check_shared_memory
 from epmoe.native.arguments import check_tensor
 
 

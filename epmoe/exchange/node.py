@@ -34,8 +34,6 @@ from epmoe.exchange.health import (
     TIMEOUT,
     TOTALS,
     UNSCHEDULED,
-    EPAbortedError,
-    EPOverflowError,
     Health,
     Totals,
     raise_incomplete,
@@ -56,8 +54,9 @@ from epmoe.exchange.round_state import (
 )
 from epmoe.exchange.templates import Templates, rows_as
 from epmoe.exchange.unscheduled import LOOK_S, Late, watch_of
-from epmoe.exchange.waiting import device_ends, interruptible
 from epmoe.exchange.window import Window
+from epmoe.group.errors import EPAbortedError, EPOverflowError
+from epmoe.group.waiting import device_ends, interruptible
 from epmoe.native import ops
 from epmoe.native.arguments import FP8
 from epmoe.native.formats import packed_row_bytes

@@ -16,9 +16,9 @@ from torch import Tensor
 from epmoe.exchange.call import Call
 from epmoe.exchange.descriptors import CallerRows
 from epmoe.exchange.handles import Dispatched
-from epmoe.exchange.health import EPStateError
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import DISPATCHED
+from epmoe.group.errors import EPStateError
 from epmoe.native import ops
 from epmoe.native.arguments import FP8
 from epmoe.native.formats import packed_row_bytes

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from epmoe.config.deadlines import ANSWER_S, OPENING_ANSWER_S
-from epmoe.exchange.peers import MissingRankError, Peers
-from epmoe.exchange.waiting import interruptible
+from epmoe.group.peers import MissingRankError, Peers
+from epmoe.group.waiting import interruptible
 
 _SEND_S = 0.1  # to write a word into the store, where it can be reached
 

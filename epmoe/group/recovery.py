@@ -8,22 +8,23 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import LAST_CALL_S
 from epmoe.config.placement import Move, Placement
-from epmoe.exchange.health import EPStateError
-from epmoe.service import ExpertParallel
+from epmoe.group.errors import EPStateError
+from epmoe.group.member import Member
 
 Store = dist.Store | str | os.PathLike[str]
 _POLL_S = 0.02
 _ARRIVALS = "epmoe/arrivals"  # how many times a new rank has come
 _FORMED, _FAILED = "formed", "failed"  # outcomes of an attempt
-_OF_GROUP = ("config", "placement", "generation", "rank", "size", "_missing")  # what `resume` changes
+_Member = TypeVar("_Member", bound=Member)
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,13 @@ class _Decision:
     arrivals: int
     keeps: bool
 
+    def config_of(self) -> EPConfig:
+        """The config of the group to be."""
+        return EPConfig(**json.loads(self.config))
+
 
 def recover(
-    ep: ExpertParallel,
+    ep: Member,
     store: Store,
     load_weights: Callable[[tuple[Move, ...]], object],
     *,
@@ -63,7 +68,7 @@ def recover(
     destroyed and made anew; it holds the ranks of `ep`.
 
     Args:
-        ep: what is to go on.
+        ep: the ExpertParallel that is to go on.
         store: outlives each of the ranks: a folder that all see, or a `TCPStore` that the launcher hosts. It serves
             one ExpertParallel.
         load_weights: gets the moves of this rank, as `ExpertParallel.resume` returns them.
@@ -91,21 +96,18 @@ def recover(
         decision = _decide(ep, meeting, place, min_ranks, most, placement, wait_s, give_up)
         if ep.rank not in decision.members:
             raise EPStateError("the others go on without this rank, which they have given up: a new one may join")
-        config, rank = EPConfig(**json.loads(decision.config)), decision.members.index(ep.rank)
-        before = {name: getattr(ep, name) for name in _OF_GROUP}
+        config, rank, size = decision.config_of(), decision.members.index(ep.rank), len(decision.members)
         try:
-            _form(meeting, place, rank, len(decision.members), times.warmup_timeout_s, backend)
-            moves = ep.resume(placement=None if decision.keeps else config.place_experts(), spread_lost=True)
+            _form(meeting, place, rank, size, times.warmup_timeout_s, backend)
+            moves = ep.resume(
+                placement=None if decision.keeps else config.place_experts(),
+                spread_lost=True,
+                confirm=partial(_all_in, meeting, place, rank, size, times.warmup_timeout_s),
+            )
         except EPStateError:
             raise
         except RuntimeError:  # EPResumeError, or torch's: another rank has died meanwhile
             meeting.compare_set(f"{place}/outcome", "", _FAILED)
-            attempt += 1
-            continue
-        if not _all_in(meeting, place, ep):  # as if it had failed here, too
-            ep.close()
-            for name, value in before.items():
-                setattr(ep, name, value)
             attempt += 1
             continue
         meeting.set(f"epmoe/{ep.origin}/newest", str(ep.generation))
@@ -114,21 +116,17 @@ def recover(
     raise TimeoutError(f"no group has formed within {timeout_s:g} s")
 
 
-def join_group(
-    store: Store, *, device: torch.device | str | None = None, timeout_s: float = 300.0, backend: str = "gloo"
-) -> ExpertParallel:
-    """A new rank of a group whose ranks call `recover`. It waits for them.
+def take_in(store: Store, make: Callable[[EPConfig], _Member], timeout_s: float, backend: str) -> _Member:
+    """Wait until a group takes this new rank in; see `epmoe.join_group`.
 
     Args:
-        store: as for `recover`.
-        device: as for `ExpertParallel`.
-        timeout_s: how long to wait to be taken in, in seconds.
-        backend: of the process group, as for `recover`.
+        store: that of `recover`, like `backend`.
+        make: becomes a rank of the process group, which is there by then.
+        timeout_s: how long to wait, in seconds.
+        backend: of the process group.
 
     Returns:
-        An ExpertParallel of the group. All its local experts are to be loaded: `ep.logical_experts(tag)` says which
-        they are, with `placement.live` in each layer. Experts that the others still hold move to it by `ep.replace` or
-        `Balancer`.
+        What was made.
 
     Raises:
         TimeoutError: nobody has taken this rank in.
@@ -144,16 +142,16 @@ def join_group(
         place = meeting.get(answer).decode()
         decision = _read(meeting, place)
         if -1 - arrival not in decision.members:
-            continue  # there was no seat: it queues again
-        config = EPConfig(**json.loads(decision.config))
-        rank, size = decision.members.index(-1 - arrival), len(decision.members)
+            continue  # the group had `max_ranks`: this rank queues again
+        config, rank, size = decision.config_of(), decision.members.index(-1 - arrival), len(decision.members)
+        wait_s = config.exchange.warmup_timeout_s
         try:
-            _form(meeting, place, rank, size, config.exchange.warmup_timeout_s, backend)
-            ep = ExpertParallel(config, device=device)
+            _form(meeting, place, rank, size, wait_s, backend)
+            ep = make(config)
         except RuntimeError:  # another rank has died meanwhile
             meeting.compare_set(f"{place}/outcome", "", _FAILED)
             continue
-        if _all_in(meeting, place, ep):
+        if _all_in(meeting, place, rank, size, wait_s, partial(_missing, ep)):
             return ep
         ep.close()
     raise TimeoutError(f"nobody has taken this rank in within {timeout_s:g} s")
@@ -173,7 +171,7 @@ def _read(store: dist.Store, place: str) -> _Decision:
 
 
 def _decide(
-    ep: ExpertParallel,
+    ep: Member,
     store: dist.Store,
     place: str,
     min_ranks: int,
@@ -195,7 +193,7 @@ def _decide(
         members = [*came, *new[: max(0, max_ranks - len(came))]]
         all_came = set(ep.survivors()) <= set(came)
         if (all_came or time.monotonic() > last_call) and len(members) >= min_ranks:
-            keeps = ep.live is not None and placement is None
+            keeps = ep.config.placement.live and placement is None
             if keeps:
                 config = ep.config.of_size(len(members))
             else:
@@ -227,19 +225,23 @@ def _place(
     return Placement.build(E, R, "explicit", owners, old.num_physical_experts - E)
 
 
-def _all_in(store: dist.Store, place: str, ep: ExpertParallel) -> bool:
+def _all_in(store: dist.Store, place: str, rank: int, size: int, timeout_s: float, missing: Callable[[], int]) -> bool:
     """Whether all ranks have got into the group. The last gather of its opening may end well on some ranks only, so the
-    first rank that knows the outcome writes it into the store, and all follow."""
-    outcome, last_call = f"{place}/outcome", time.monotonic() + ep.config.exchange.warmup_timeout_s
-    store.set(f"{place}/in/{ep.rank}", "in")
+    first rank that knows the outcome writes it into the store, and all follow. `missing` is not 0 once ranks are."""
+    outcome, last_call = f"{place}/outcome", time.monotonic() + timeout_s
+    store.set(f"{place}/in/{rank}", "in")
     while not store.check([outcome]):
-        if store.check([f"{place}/in/{rank}" for rank in range(ep.size)]):
+        if store.check([f"{place}/in/{other}" for other in range(size)]):
             store.compare_set(outcome, "", _FORMED)
-        elif len(ep.survivors()) < ep.size or time.monotonic() > last_call:
+        elif missing() or time.monotonic() > last_call:
             store.compare_set(outcome, "", _FAILED)
         else:
             time.sleep(_POLL_S)
     return store.get(outcome) == _FORMED.encode()
+
+
+def _missing(ep: Member) -> int:
+    return ep.size - len(ep.survivors())
 
 
 def _form(store: dist.Store, place: str, rank: int, size: int, timeout_s: float, backend: str) -> None:

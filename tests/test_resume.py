@@ -60,7 +60,7 @@ def die_in_windows(state) -> None:
 
 def miss(state, mask: int) -> None:
     """As if a rank had reported these ranks missing."""
-    state.ep._exchange.views["signal.error"][0] |= mask
+    state.ep.exchange.views["signal.error"][0] |= mask
 
 
 def keep_and_create(state) -> None:

@@ -73,8 +73,9 @@ class HierarchicalExchange(Exchange):
             if epoch == 2:  # no rank loads or compiles any more
                 self.network.deadlines.first = False
             sent = self.rounds.open(template, T, epoch, call.tag, None, ())
+            operands = call.operands(T, self.device)
             self.slabs = slabs = Slabs(self.memory, call, epoch, self.node.rounds.count + 1)
-            slabs.pack(call.operands(T, self.device))
+            slabs.pack(operands)
             self.rounds.advance()  # before other ranks can know: an abort then starts what is not started
             self.network.start(slabs.first())
             return sent

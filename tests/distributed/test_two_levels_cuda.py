@@ -71,7 +71,7 @@ def test_replays(make_ep, rank, size, device, T, padded, payload):
     captured = CapturedRound(ep, T, padded)
     for seed, real in enumerate((0, 1, T // 2, T, 1, T)):
         for name in ("rail.received", "rail.sent", "rail.returned", "rail.slots"):
-            poison_(ep._exchange.views[name])
+            poison_(ep.exchange.views[name])
         torch.cuda.synchronize()
         meet()  # no rank sends before all have done so
         captured.check(seed, real if rank % 2 == 0 else T - real)

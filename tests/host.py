@@ -84,6 +84,12 @@ class Host:
         (port,) = self.do([names[0] if host is None else host], host_store, address)
         assert self.do(names, form_at, address, port, names) == [None] * len(names)
 
+    def begin(self, names: list[int], function: Callable, *arguments: object) -> None:
+        """Starts processes as a group, in which each runs the function."""
+        self.spawn(*names)
+        self.form_at(names)
+        self.succeed(names, function, *arguments)
+
     def signal(self, name: int, number: int) -> None:
         os.kill(self.processes[name].pid, number)
 
@@ -134,9 +140,7 @@ def create(state, config: epmoe.EPConfig) -> None:
 def serve(host: Host, ranks: int = 4, copies: int = 2) -> list[int]:
     """A group that has played."""
     names = list(range(ranks))
-    host.spawn(*names)
-    host.form_at(names)
-    host.do(names, create, config_of(spread(ranks, copies), host.device))
+    host.begin(names, create, config_of(spread(ranks, copies), host.device))
     assert host.do(names, play) == ["played"] * ranks
     return names
 

@@ -8,17 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
-from host import EXPERTS, Host, play, play_until_timeout, serve, take
+from host import EXPERTS, play, play_until_timeout, serve, take
 
 from epmoe import join_group, recover
 from epmoe.group.peers import MissingRankError, Peers
-
-
-@pytest.fixture
-def host(tmp_path: Path, device: torch.device) -> Iterator[Host]:
-    with Host(tmp_path, device) as host:
-        yield host
 
 
 def go_on(state, folder: Path, min_ranks: int = 1) -> int:
@@ -76,8 +69,8 @@ def test_another_dies_while_the_rest_recovers(host):
     assert host.do([0, 1], play) == ["played"] * 2
 
 
-def go_on_without_the_last_word(state, folder: Path, min_ranks: int = 1) -> int:
-    """The first opening ends well on the other ranks, and this one does not hear of it."""
+def lose_the_last_word(state) -> None:
+    """The next opening ends well on the other ranks, and this one does not hear of it."""
     part = Peers.part
 
     @contextmanager
@@ -88,7 +81,6 @@ def go_on_without_the_last_word(state, folder: Path, min_ranks: int = 1) -> int:
         raise MissingRankError(self, RuntimeError("the connection was lost"))
 
     Peers.part = cut
-    return go_on(state, folder, min_ranks)
 
 
 @pytest.mark.parametrize("joins", [False, True])
@@ -102,8 +94,8 @@ def test_the_last_word_is_lost_on_the_way_to_one(host, joins):
     if joins:
         host.spawn(4)
         host.start([4], come, host.folder)
-    host.start([0, 2], go_on, host.folder, len(alive))
-    host.start([1], go_on_without_the_last_word, host.folder, len(alive))
+    host.do([1], lose_the_last_word)
+    host.start(names[:3], go_on, host.folder, len(alive))
     results = host.results(alive)
     assert all(isinstance(one, int) for one in results), results
     assert host.do(alive, play) == ["played"] * len(alive)

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -71,12 +70,6 @@ def keep_and_create(state) -> None:
 
 def exchange_objects(state) -> None:
     state.ep, state.other = state.other, state.ep
-
-
-@pytest.fixture
-def host(tmp_path: Path, device: torch.device) -> Iterator[Host]:
-    with Host(tmp_path, device) as host:
-        yield host
 
 
 def lose(host: Host, names: list[int], dead: int, number: int = signal.SIGKILL) -> list[int]:

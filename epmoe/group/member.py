@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Move, Placement
-
-
-class _Rounds(Protocol):
-    @property
-    def count(self) -> int: ...
-
-
-class _Exchange(Protocol):
-    @property
-    def rounds(self) -> _Rounds: ...
 
 
 class Member(Protocol):
@@ -33,17 +22,10 @@ class Member(Protocol):
     generation: int
 
     @property
-    def exchange(self) -> _Exchange: ...
+    def exchange(self) -> Any: ...
 
     def survivors(self) -> list[int]: ...
 
-    def close(self) -> None: ...
+    def resume(self, *args: Any, **kwargs: Any) -> tuple[Move, ...]: ...
 
-    def resume(
-        self,
-        group: dist.ProcessGroup | None = None,
-        placement: Placement | None = None,
-        *,
-        spread_lost: bool = False,
-        confirm: Callable[[Callable[[], int]], bool] | None = None,
-    ) -> tuple[Move, ...]: ...
+    def close(self) -> None: ...

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import c_int64
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -35,6 +36,7 @@ class Failure(NamedTuple):
     why: str
 
 
+@dataclass(eq=False, repr=False)
 class Network:
     """A rail to the other nodes, with what has failed on it or in this node. A failure raises EPTimeoutError.
 
@@ -54,19 +56,16 @@ class Network:
         pending: loads of aborted rounds, which must end before the next round.
     """
 
-    def __init__(
-        self,
-        node: NodeExchange,
-        memory: RailMemory,
-        rail: Rail,
-        hosts: Rail,
-        global_ranks: list[int],
-        deadlines: Deadlines,
-    ) -> None:
-        self.node, self.memory, self.rail, self.hosts = node, memory, rail, hosts
-        self.global_ranks, self.deadlines = global_ranks, deadlines
-        self.device, self.rank = node.device, memory.of_rail(memory.node)
-        self.views = node.views | memory.views
+    node: NodeExchange
+    memory: RailMemory
+    rail: Rail
+    hosts: Rail
+    global_ranks: list[int]
+    deadlines: Deadlines
+
+    def __post_init__(self) -> None:
+        self.device, self.rank = self.node.device, self.memory.of_rail(self.memory.node)
+        self.views = self.node.views | self.memory.views
         self.rounds = RoundState((c_int64 * len(PROGRESS))())
         self.failure: Failure | None = None
         self.pending: list[Load] = []

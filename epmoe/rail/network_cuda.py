@@ -16,13 +16,10 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from epmoe.config.deadlines import Deadlines
-from epmoe.exchange.node import NodeExchange
 from epmoe.group.errors import EPMismatchError, EPOrderError, EPTimeoutError
 from epmoe.group.waiting import interruptible
-from epmoe.rail.memory import RailMemory
 from epmoe.rail.network import Network
-from epmoe.rail.rail import DeviceWords, Load, Rail
+from epmoe.rail.rail import DeviceWords, Load
 
 _SLEEP_S = 50e-6
 _PEEK_S = 0.2
@@ -32,16 +29,9 @@ _PEEKED = ("rail.missed", "rail.total.counters", "rail.total.rows_sent")
 class NetworkOnGPUs(Network):
     """A `Network` on a GPU, with its arguments."""
 
-    def __init__(
-        self,
-        node: NodeExchange,
-        memory: RailMemory,
-        rail: Rail,
-        hosts: Rail,
-        global_ranks: list[int],
-        deadlines: Deadlines,
-    ) -> None:
-        super().__init__(node, memory, rail, hosts, global_ranks, deadlines)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        memory = self.memory
         assert memory.differing is not None
         self._differing = c_int64.from_address(memory.differing.data_ptr())
         self._peek_stream = torch.cuda.Stream(self.device, priority=-1)

@@ -86,9 +86,8 @@ def open_exchange(config: EPConfig, placement: Placement, peers: Peers, device: 
         with node_peers.part():
             inside = open_node(config.of_node(), plan, placement.of_node(node, G), node_peers, device)
         memory = RailMemory(config, plan, placement, peers.rank, device, rail)
-        network = (Network if device.type == "cpu" else NetworkOnGPUs)(
-            inside, memory, rail, hosts, peers.global_ranks, deadlines
-        )
+        network_of = Network if device.type == "cpu" else NetworkOnGPUs
+        network = network_of(inside, memory, rail, hosts, peers.global_ranks, deadlines)
         exchange = HierarchicalExchange(config, inside, memory, network)
         undo.pop_all()
     return exchange

@@ -67,9 +67,9 @@ class ExpertParallel(HoldsWindows):
     """
 
     config: EPConfig
-    """Of the group."""
+    """The config of the group."""
     device: torch.device
-    """Of all tensors."""
+    """The device of all tensors."""
     group: dist.ProcessGroup | None
     """None is this process alone, or that this object is closed."""
     rank: int
@@ -77,7 +77,7 @@ class ExpertParallel(HoldsWindows):
     size: int
     """R"""
     placement: Placement
-    """Of the experts on the ranks of the group."""
+    """Where the experts are on the ranks of the group."""
     generation: int
     """How many groups the ranks have had before this one: 0 until `resume`."""
     origin: str
@@ -136,7 +136,7 @@ class ExpertParallel(HoldsWindows):
         must be captured again: a replay of an old one would write to freed memory.
 
         Args:
-            group: as for the constructor, with any ranks of the group so far and any new ones, in any order.
+            group: what the constructor takes, with any ranks of the group so far and any new ones, in any order.
             placement: the same on all ranks. By default each expert and copy stays on its rank, without the ranks that
                 are gone; see `Placement.without`. With `placement.live` ranks then keep their slots, new ranks have
                 empty ones, and the only placement to give is `config.of_size(R).place_experts()`: slots begin again.
@@ -379,8 +379,8 @@ class ExpertParallel(HoldsWindows):
         return self.exchange.combine("expert", expert_rows, dispatched, out)
 
     def combine_partial(self, partial: Tensor, dispatched: Dispatched, *, out: Tensor | None = None) -> Tensor:
-        """As `combine`, for layout="rank": from rows [R, M, D] that a fused MoE has already weighted and summed over
-        this rank's experts."""
+        """`combine` for layout="rank": from rows [R, M, D] that a fused MoE has already weighted and summed over this
+        rank's experts."""
         return self.exchange.combine("rank", partial, dispatched, out)
 
     def combine_send(self, rows: Tensor, dispatched: Dispatched, *, out: Tensor | None = None) -> None:
@@ -389,7 +389,7 @@ class ExpertParallel(HoldsWindows):
         Args:
             rows: expert-major outputs [N, D], or with layout="rank" the rows [R, M, D] of `combine_partial`.
             dispatched: the open round.
-            out: what combine_recv returns, as of `combine`.
+            out: y itself, which combine_recv returns; that of `combine`.
         """
         self.exchange.combine_send(rows, dispatched, out)
 
@@ -457,7 +457,7 @@ class ExpertParallel(HoldsWindows):
             dtype: of x.
             layout: "expert" or "rank".
             apply_router_weight_on_input: whether dispatch weights the rows.
-            padded_tokens: as of dispatch.
+            padded_tokens: that of dispatch.
             aligned: whether segments are aligned.
 
         Raises:
@@ -557,7 +557,7 @@ class ExpertParallel(HoldsWindows):
                 always the same ones. They have no gaps, lie on the device of `ep`, and have the same sizes and order in
                 memory for all slots of a layer, on all ranks. By default those of the `MoELayer` with this tag, whose
                 experts must be `GroupedExperts`.
-            loads: [layers, E], by which copies share their experts' tokens, as of `share`. By default the last ones.
+            loads: [layers, E], by which copies share their experts' tokens; see `share`. By default the last ones.
 
         Returns:
             The moves: `done`, `cancel()`, `waits_for()`, `stalls`.
@@ -641,8 +641,8 @@ class ExpertParallel(HoldsWindows):
         With `placement.live` it also takes moves and shares further: call it between the rounds, on the stream of their
         replays if they are replays. In a signal handler in the middle of another `poll` it does not.
 
-        Every call looks by itself. The replay of a CUDA graph is no call: after a timeout replays yield zeros for ever,
-        so poll at every step. A replay that is still running shows in a later poll.
+        Every call looks by itself. The replay of a CUDA graph is no call: after a timeout all replays yield zeros, so
+        poll at every step. A replay that is still running shows in a later poll.
 
         Raises:
             EPTimeoutError: ranks did not arrive in time; every poll raises it again.
@@ -787,10 +787,10 @@ def join_group(
     """A new rank of a group whose ranks call `recover`. It waits for them.
 
     Args:
-        store: as for `recover`.
-        device: as for `ExpertParallel`.
+        store: that of `recover`.
+        device: that of `ExpertParallel`.
         timeout_s: how long to wait to be taken in, in seconds.
-        backend: of the process group, as for `recover`.
+        backend: of the process group, that of `recover`.
 
     Returns:
         An ExpertParallel of the group. All its local experts are to be loaded: `ep.logical_experts(tag)` says which

@@ -19,7 +19,7 @@ from exchanges import make_config
 from host import SLACK_S, Host, create, play, resume
 
 import epmoe
-import epmoe.exchange.opening
+import epmoe.rail.opening
 import epmoe.service
 from epmoe.exchange import window
 from epmoe.exchange.window_nvlink import processes_of
@@ -51,7 +51,7 @@ def config_of(nodes: int) -> epmoe.EPConfig:
 
 def fail(state, where: str, error: Callable[[], None]) -> None:
     """Opening calls `error` in place of a function. The next opening works."""
-    module = epmoe.service if where == "check_size" else epmoe.exchange.opening
+    module = epmoe.service if where == "check_size" else epmoe.rail.opening
     before = getattr(module, where)
 
     def failing(*_: object) -> None:

@@ -70,7 +70,7 @@ def test_another_dies_while_the_rest_recovers(host):
 
 
 def lose_the_last_word(state) -> None:
-    """The next opening ends well on the other ranks, and this one does not hear of it."""
+    """The next opening ends well on the other ranks, and this one does not learn it."""
     part = Peers.part
 
     @contextmanager

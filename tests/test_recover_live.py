@@ -183,7 +183,7 @@ def begin_again(state) -> int:
 
 
 def test_a_job_starts_with_saved_slots(host):
-    """Experts have moved; a new job begins where they were. Ranks that read other files all hear of it."""
+    """Experts have moved; a new job begins where they were. Ranks that read other files all raise."""
     names = [0, 1]
     host.begin(names, create, 2, S)
     host.succeed(names, begin)
@@ -251,7 +251,7 @@ def test_the_file_of_slots_is_checked(tmp_path, content, message):
 
 
 def test_slots_are_written_in_one_step(tmp_path, monkeypatch):
-    """A save that fails leaves the file before, and nothing beside it."""
+    """A save that fails leaves the file that was there, and no other."""
     config = config_of(torch.device("cpu"), 1, E)
     with epmoe.ExpertParallel(config) as ep:
         ep.save_slots(tmp_path / "slots.json")
@@ -293,7 +293,7 @@ def follow_the_page(state, folder: Path) -> str:
 
 
 def test_a_group_grows_by_hand(host):
-    """Slots stay, and the new rank's are empty; ranks that disagree on lost experts all hear of it."""
+    """Slots stay, and the new rank's are empty; ranks that disagree on lost experts all raise."""
     host.spawn(0, 1, 2)
     host.form_at([0, 1])
     host.succeed([0, 1], create, 2, S)

@@ -34,31 +34,31 @@ from host import (
 )
 
 import epmoe
-import epmoe.exchange.opening
+import epmoe.rail.opening
 from epmoe.exchange.window_nvlink import PeersStore
 from epmoe.group.peers import Peers
 
 
 def expect_no_windows(state) -> None:
     """When new windows are opened, the old ones are gone: both might not fit."""
-    open_window = epmoe.exchange.opening.open_window
+    open_window = epmoe.rail.opening.open_window
 
     def check_and_open(*arguments):
         assert mapped_windows() == 0
         return open_window(*arguments)
 
-    epmoe.exchange.opening.open_window = check_and_open
+    epmoe.rail.opening.open_window = check_and_open
 
 
 def die_in_windows(state) -> None:
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    epmoe.exchange.opening.open_window = die
+    epmoe.rail.opening.open_window = die
 
 
 def miss(state, mask: int) -> None:
-    """As if a rank had reported these ranks missing."""
+    """Puts in the report of a rank that misses these ranks."""
     state.ep.exchange.views["signal.error"][0] |= mask
 
 
@@ -173,7 +173,7 @@ def test_ranks_that_disagree_all_hear_of_it(host):
 
 
 def test_survivors_with_different_views(host):
-    """Each forms the group that it believes in. No group forms, all raise, and they agree once they have all heard."""
+    """Each forms the group that it believes in. No group forms, all raise, and they agree once all have the report."""
     alive = lose(host, serve(host, copies=3), 3)
     host.do([1], miss, 1 << 2)
     views = [set(view) for view in host.do(alive, survivors)]
@@ -208,7 +208,7 @@ def test_a_stopped_rank_that_comes_back(host):
 
 
 def test_a_group_grows(host):
-    """First without a placement for the new rank: all hear of it, and the old group's windows still work."""
+    """First without a placement for the new rank: all raise, and the old group's windows still work."""
     names = [*serve(host, ranks=2, copies=1), 2]
     new = spread(3, 2)
     host.spawn(2)

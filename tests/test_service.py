@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import epmoe
 from epmoe.exchange.descriptors import DESCRIPTOR
-from epmoe.exchange.opening import check_shared_memory
 from epmoe.native.arguments import check_tensor
+from epmoe.rail.opening import check_shared_memory
 
 
 def test_one_process_is_a_group_of_one():

@@ -266,7 +266,7 @@ class NodeExchange(Exchange):
             super().poll()
 
     def check_rounds(self) -> None:
-        """As `Exchange.check_rounds`. What it does not raise stays, for an exchange over several nodes."""
+        """What it does not raise stays, for an exchange over several nodes."""
         overflow = self.take_overflow() if self._raises_overflow else None
         mask, epoch = self.take_aborted() if self._raises_abort else (0, 0)
         ranks = [rank for rank in range(self.plan.sizes["R"]) if mask >> rank & 1]

@@ -71,9 +71,9 @@ class Agreement:
         return f"{self.origin}.{self.generation}.{self.attempt}"
 
     def reach(self, peers: Peers, request: JoinRequest) -> None:
-        """Tell the others the request of this rank, and hear theirs. Collective: all ranks agree, or all raise.
+        """Exchange requests with the other ranks. Collective: all ranks agree, or all raise.
 
-        With `placement.live` any ranks may keep their experts, in any order and beside new ones: each brings its slots.
+        With `placement.live` any ranks may keep their experts, in any order and with new ranks: each brings its slots.
 
         Args:
             peers: the ranks of the group.

@@ -47,6 +47,86 @@ class _Decision:
         return EPConfig(**json.loads(self.config))
 
 
+@dataclass(frozen=True)
+class _Meeting:
+    """One attempt of ranks to form a group. They meet in the store under a name that all of them know."""
+
+    store: dist.Store
+    name: str
+
+    def decision(self) -> _Decision:
+        """What was decided here."""
+        return _Decision(**json.loads(self.store.get(f"{self.name}/decision")))
+
+    def decide(
+        self,
+        ep: Member,
+        min_ranks: int,
+        max_ranks: int,
+        placement: Callable[[Placement, list[int | None]], Placement] | None,
+        wait_s: float,
+        deadline: float,
+    ) -> _Decision:
+        """Meet the other ranks. The first to see that all are there, or late, decides; the rest reads."""
+        store, newest, last_call = self.store, f"epmoe/{ep.origin}/newest", time.monotonic() + wait_s
+        store.set(f"{self.name}/{ep.rank}", "here")
+        while not store.check([f"{self.name}/decision"]):
+            if store.check([newest]) and int(store.get(newest)) > ep.generation:
+                raise EPStateError("the others have gone on without this rank: a new one may join")
+            came = [rank for rank in range(ep.size) if store.check([f"{self.name}/{rank}"])]
+            used = int(store.get(f"{_ARRIVALS}/used")) if store.check([f"{_ARRIVALS}/used"]) else 0
+            arrivals = store.add(_ARRIVALS, 0)
+            new = [-1 - arrival for arrival in range(used + 1, arrivals + 1)]
+            members = [*came, *new[: max(0, max_ranks - len(came))]]
+            all_came = set(ep.survivors()) <= set(came)
+            if (all_came or time.monotonic() > last_call) and len(members) >= min_ranks:
+                keeps = ep.config.placement.live and placement is None
+                if keeps:
+                    config = ep.config.of_size(len(members))
+                else:
+                    config = ep.config.with_placement(_place(ep.placement, members, placement))
+                mine = json.dumps(asdict(_Decision(members, config.model_dump_json(), arrivals, keeps)))
+                store.compare_set(f"{self.name}/decision", "", mine)  # whoever was first has decided
+            elif time.monotonic() > deadline:
+                raise TimeoutError(f"{len(members)} ranks have come, and `min_ranks` is {min_ranks}")
+            else:
+                time.sleep(_POLL_S)
+        decision = self.decision()
+        store.set(f"{_ARRIVALS}/used", str(decision.arrivals))
+        for arrival in range(1, decision.arrivals + 1):
+            if not store.check([f"{_ARRIVALS}/{arrival}"]):
+                store.set(f"{_ARRIVALS}/{arrival}", self.name)
+        return decision
+
+    def form(self, rank: int, size: int, timeout_s: float, backend: str) -> None:
+        """Make the default process group anew."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        store, timeout = dist.PrefixStore(f"{self.name}/group", self.store), timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+    def confirm(self, rank: int, size: int, timeout_s: float, missing: Callable[[], int]) -> bool:
+        """Whether all ranks have got into the group; `missing` is not 0 once some of them are missing.
+
+        The last gather of its opening may end well on some ranks only, so the first rank that knows the outcome writes
+        it into the store, and all follow.
+        """
+        store, outcome, last_call = self.store, f"{self.name}/outcome", time.monotonic() + timeout_s
+        store.set(f"{self.name}/in/{rank}", "in")
+        while not store.check([outcome]):
+            if store.check([f"{self.name}/in/{other}" for other in range(size)]):
+                store.compare_set(outcome, "", _FORMED)
+            elif missing() or time.monotonic() > last_call:
+                self.fail()
+            else:
+                time.sleep(_POLL_S)
+        return store.get(outcome) == _FORMED.encode()
+
+    def fail(self) -> None:
+        """The attempt has failed, unless its outcome is known already."""
+        self.store.compare_set(f"{self.name}/outcome", "", _FAILED)
+
+
 def recover(
     ep: Member,
     store: Store,
@@ -90,27 +170,27 @@ def recover(
     times = ep.config.exchange
     wait_s = times.timeout_s + LAST_CALL_S if last_call_s is None else last_call_s
     most = max_ranks or max(ep.size, min_ranks)
-    give_up, meeting, attempt = time.monotonic() + timeout_s, _open(store), 0
-    while time.monotonic() < give_up:
-        place = f"epmoe/{ep.origin}/{ep.generation}/{attempt}"
-        decision = _decide(ep, meeting, place, min_ranks, most, placement, wait_s, give_up)
+    deadline, shared, attempt = time.monotonic() + timeout_s, _open(store), 0
+    while time.monotonic() < deadline:
+        meeting = _Meeting(shared, f"epmoe/{ep.origin}/{ep.generation}/{attempt}")
+        decision = meeting.decide(ep, min_ranks, most, placement, wait_s, deadline)
         if ep.rank not in decision.members:
             raise EPStateError("the others go on without this rank, which they have given up: a new one may join")
         config, rank, size = decision.config_of(), decision.members.index(ep.rank), len(decision.members)
         try:
-            _form(meeting, place, rank, size, times.warmup_timeout_s, backend)
+            meeting.form(rank, size, times.warmup_timeout_s, backend)
             moves = ep.resume(
                 placement=None if decision.keeps else config.place_experts(),
                 spread_lost=True,
-                confirm=partial(_all_in, meeting, place, rank, size, times.warmup_timeout_s),
+                confirm=partial(meeting.confirm, rank, size, times.warmup_timeout_s),
             )
         except EPStateError:
             raise
         except RuntimeError:  # EPResumeError, or torch's: another rank has died meanwhile
-            meeting.compare_set(f"{place}/outcome", "", _FAILED)
+            meeting.fail()
             attempt += 1
             continue
-        meeting.set(f"epmoe/{ep.origin}/newest", str(ep.generation))
+        shared.set(f"epmoe/{ep.origin}/newest", str(ep.generation))
         load_weights(moves)
         return
     raise TimeoutError(f"no group has formed within {timeout_s:g} s")
@@ -131,27 +211,27 @@ def take_in(store: Store, make: Callable[[EPConfig], _Member], timeout_s: float,
     Raises:
         TimeoutError: nobody has taken this rank in.
     """
-    give_up, meeting = time.monotonic() + timeout_s, _open(store)
-    while time.monotonic() < give_up:
-        arrival = meeting.add(_ARRIVALS, 1)
+    deadline, shared = time.monotonic() + timeout_s, _open(store)
+    while time.monotonic() < deadline:
+        arrival = shared.add(_ARRIVALS, 1)
         answer = f"{_ARRIVALS}/{arrival}"
-        while not meeting.check([answer]) and time.monotonic() < give_up:
+        while not shared.check([answer]) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        if not meeting.check([answer]):
+        if not shared.check([answer]):
             break
-        place = meeting.get(answer).decode()
-        decision = _read(meeting, place)
+        meeting = _Meeting(shared, shared.get(answer).decode())
+        decision = meeting.decision()
         if -1 - arrival not in decision.members:
-            continue  # the group had `max_ranks`: this rank queues again
+            continue  # the group had no place left: this rank queues again
         config, rank, size = decision.config_of(), decision.members.index(-1 - arrival), len(decision.members)
         wait_s = config.exchange.warmup_timeout_s
         try:
-            _form(meeting, place, rank, size, wait_s, backend)
+            meeting.form(rank, size, wait_s, backend)
             ep = make(config)
         except RuntimeError:  # another rank has died meanwhile
-            meeting.compare_set(f"{place}/outcome", "", _FAILED)
+            meeting.fail()
             continue
-        if _all_in(meeting, place, rank, size, wait_s, partial(_missing, ep)):
+        if meeting.confirm(rank, size, wait_s, partial(_missing, ep)):
             return ep
         ep.close()
     raise TimeoutError(f"nobody has taken this rank in within {timeout_s:g} s")
@@ -166,52 +246,6 @@ def _open(store: Store) -> dist.Store:
     return dist.FileStore(str(folder / "epmoe-store"))
 
 
-def _read(store: dist.Store, place: str) -> _Decision:
-    return _Decision(**json.loads(store.get(f"{place}/decision")))
-
-
-def _decide(
-    ep: Member,
-    store: dist.Store,
-    place: str,
-    min_ranks: int,
-    max_ranks: int,
-    placement: Callable[[Placement, list[int | None]], Placement] | None,
-    wait_s: float,
-    give_up: float,
-) -> _Decision:
-    """Meet the others at `place`. The first to see that all are there, or late, decides; the rest reads."""
-    newest, last_call = f"epmoe/{ep.origin}/newest", time.monotonic() + wait_s
-    store.set(f"{place}/{ep.rank}", "here")
-    while not store.check([f"{place}/decision"]):
-        if store.check([newest]) and int(store.get(newest)) > ep.generation:
-            raise EPStateError("the others have gone on without this rank: a new one may join")
-        came = [rank for rank in range(ep.size) if store.check([f"{place}/{rank}"])]
-        used = int(store.get(f"{_ARRIVALS}/used")) if store.check([f"{_ARRIVALS}/used"]) else 0
-        arrivals = store.add(_ARRIVALS, 0)
-        new = [-1 - arrival for arrival in range(used + 1, arrivals + 1)]
-        members = [*came, *new[: max(0, max_ranks - len(came))]]
-        all_came = set(ep.survivors()) <= set(came)
-        if (all_came or time.monotonic() > last_call) and len(members) >= min_ranks:
-            keeps = ep.config.placement.live and placement is None
-            if keeps:
-                config = ep.config.of_size(len(members))
-            else:
-                config = ep.config.with_placement(_place(ep.placement, members, placement))
-            mine = json.dumps(asdict(_Decision(members, config.model_dump_json(), arrivals, keeps)))
-            store.compare_set(f"{place}/decision", "", mine)  # whoever was first has decided
-        elif time.monotonic() > give_up:
-            raise TimeoutError(f"{len(members)} ranks have come, and `min_ranks` is {min_ranks}")
-        else:
-            time.sleep(_POLL_S)
-    decision = _read(store, place)
-    store.set(f"{_ARRIVALS}/used", str(decision.arrivals))
-    for member in range(1, decision.arrivals + 1):
-        if not store.check([f"{_ARRIVALS}/{member}"]):
-            store.set(f"{_ARRIVALS}/{member}", place)
-    return decision
-
-
 def _place(
     old: Placement, members: list[int], chosen: Callable[[Placement, list[int | None]], Placement] | None
 ) -> Placement:
@@ -221,31 +255,11 @@ def _place(
     if None not in former:
         return old.without(set(range(old.ep_size)).difference(members), spread_lost=True)
     E, R = old.num_experts, len(members)
-    owners = [(p + p // E) % R for p in range(old.num_physical_experts)]  # a copy beside its original is of no use
+    owners = [
+        (p + p // E) % R for p in range(old.num_physical_experts)
+    ]  # a copy on the rank of its original is of no use
     return Placement.build(E, R, "explicit", owners, old.num_physical_experts - E)
-
-
-def _all_in(store: dist.Store, place: str, rank: int, size: int, timeout_s: float, missing: Callable[[], int]) -> bool:
-    """Whether all ranks have got into the group. The last gather of its opening may end well on some ranks only, so the
-    first rank that knows the outcome writes it into the store, and all follow. `missing` is not 0 once ranks are."""
-    outcome, last_call = f"{place}/outcome", time.monotonic() + timeout_s
-    store.set(f"{place}/in/{rank}", "in")
-    while not store.check([outcome]):
-        if store.check([f"{place}/in/{other}" for other in range(size)]):
-            store.compare_set(outcome, "", _FORMED)
-        elif missing() or time.monotonic() > last_call:
-            store.compare_set(outcome, "", _FAILED)
-        else:
-            time.sleep(_POLL_S)
-    return store.get(outcome) == _FORMED.encode()
 
 
 def _missing(ep: Member) -> int:
     return ep.size - len(ep.survivors())
-
-
-def _form(store: dist.Store, place: str, rank: int, size: int, timeout_s: float, backend: str) -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    meeting = dist.PrefixStore(f"{place}/group", store)
-    dist.init_process_group(backend, store=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))

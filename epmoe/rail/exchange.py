@@ -178,7 +178,7 @@ class HierarchicalExchange(Exchange):
         self.network.check()
 
     def check_rounds(self) -> None:
-        """As `Exchange.check_rounds`, also if a slab had too little room."""
+        """It also raises EPOverflowError if a slab had too little room."""
         needed, overflow = self._take_needed(), self.node.take_overflow()
         if needed and self.slabs is not None:
             overflow = EPOverflowError(needed, self.slabs.slab_rows, "rows for one node", self.slabs.limit)
@@ -200,7 +200,7 @@ class HierarchicalExchange(Exchange):
         return sum(1 << rank for rank in self.memory.of_mask(self.node.dead()))
 
     def end_waits(self) -> None:
-        """As `Exchange.end_waits`; ranks of other nodes learn it by their rail."""
+        """Ranks of other nodes learn it by their rail."""
         if not self.failed:
             self.node.end_waits()
 
@@ -212,7 +212,7 @@ class HierarchicalExchange(Exchange):
         return self.network.largest(number)
 
     def has_more_rounds(self) -> bool:
-        """As `Exchange.has_more_rounds`, which no caller needs here: see `largest`."""
+        """No caller needs it here: see `largest`."""
         raise RuntimeError("over several nodes ranks agree on their rounds before the first one")
 
     def health(self, wait: bool) -> Health:
@@ -281,8 +281,8 @@ class HierarchicalExchange(Exchange):
     def _mismatch(self, ranks: list[int], on_rail: list[int], tags: Tags, differences: Differences) -> NoReturn:
         """Close the round, and raise EPMismatchError for these ranks, of which `on_rail` are on this rail.
 
-        Within a node a rank stands for what it has found on its rail by a call of another shape, so what differs there
-        is not told.
+        A rank tells its node of a mismatch on its rail by a call of another shape, so the other ranks of the node do
+        not learn what differs.
 
         On CPUs the rail's way back is as in any round: ranks that do not know of the mismatch have begun theirs.
         """
@@ -295,7 +295,7 @@ class HierarchicalExchange(Exchange):
         raise EPMismatchError(epoch, ranks, self.device.type == "cuda", tags, differences)
 
     def _send_nothing_back(self, slabs: Slabs, aborted: int, mismatch: int, differing: list[int]) -> None:
-        """As `Slabs.nothing_back`, unless partial rows are on their way already; the next round waits for them."""
+        """Send `Slabs.nothing_back`, unless partial rows are on their way already; the next round waits for either."""
         if not slabs.returning:
             like = self.rounds.sent.template.like
             self.network.start(slabs.nothing_back(like, aborted, mismatch, differing))

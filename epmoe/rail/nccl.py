@@ -133,11 +133,11 @@ class NcclRail:
             load.started.append(Queued(self._stream.record_event(), self._device))
 
     def wait(self, load: Load, look: Callable[[], None]) -> None:
-        """As `Rail.wait`, for the current stream: the host waits for nothing, and `watch` has the deadline."""
+        """The current stream waits, the host does not, and `watch` has the deadline."""
         load.started[0].wait()
 
     def watch(self, on_late: WeakMethod[Callable[[], None]], words: DeviceWords) -> None:
-        """As `Rail.watch`, also once the node's exchange has failed.
+        """`on_late` is also called once the node's exchange has failed.
 
         Until the first round has ended on the GPU, the deadline is that of the first round, however far the host is.
         """
@@ -150,7 +150,7 @@ class NcclRail:
         return self._roll_call.missing(found)
 
     def abort(self, missing: Sequence[int]) -> None:
-        """As `Rail.abort`, those of CUDA graphs included."""
+        """The transfers of CUDA graphs end, too."""
         self._words.missed = missing[0] + 1 if missing else 0
         self._end(self._group.abort)
 

@@ -107,7 +107,7 @@ class Network:
         return self.views[name].tolist()
 
     def largest(self, number: int) -> Callable[[], int]:
-        """As `Exchange.largest`."""
+        """What `Exchange.largest` says, by the rail of the hosts."""
         self.check()
         rows = [int(rank != self.rank) for rank in range(len(self.global_ranks))]
         sent = torch.full((sum(rows),), number, device="cpu")
@@ -205,7 +205,7 @@ class Network:
 
     @property
     def failed(self) -> bool:
-        """As `Exchange.failed`."""
+        """Whether a wait has failed on the rail or in the node."""
         return self.failure is not None or self.node.failed
 
     @property
@@ -214,7 +214,7 @@ class Network:
         return None, None
 
     def missing(self) -> int:
-        """As `Exchange.missing`."""
+        """Ranks of the group that are missing, as a mask."""
         ranks = self.failure.missing if self.failure else self.reported() or self.memory.of_mask(self.node.missing())
         return sum(1 << rank for rank in ranks)
 

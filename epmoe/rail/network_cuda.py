@@ -82,7 +82,7 @@ class NetworkOnGPUs(Network):
         super().wait_for_pending()
 
     def to_host(self, *tensors: Tensor) -> list[list[Any]]:
-        """As `Network.to_host`, once the stream has come so far. A failure or an abort ends the wait."""
+        """The host waits until the stream has come so far. A failure or an abort ends the wait."""
         state = self.rounds.state
         copies = [torch.empty_like(tensor, device="cpu").pin_memory() for tensor in tensors]
         for copy, tensor in zip(copies, tensors, strict=True):
@@ -95,7 +95,7 @@ class NetworkOnGPUs(Network):
         return [copy.tolist() for copy in copies]
 
     def peek(self, name: str) -> list[Any]:
-        """As `Network.peek`, on a stream of its own: the current one may wait for a rank.
+        """The copy runs on a stream of its own: the current one may wait for a rank.
 
         The driver may hold the copy back while another thread is in a copy that waits for a rank. Then these are the
         values of the last time.
@@ -110,7 +110,7 @@ class NetworkOnGPUs(Network):
         return self._peeked[name].tolist()
 
     def record_failure(self, found: list[int]) -> None:
-        """As `Network.record_failure`, and end the transfers under way. Any thread may call it.
+        """It also ends the transfers under way. Any thread may call it.
 
         The node gets the report after the end of the transfers: the driver may have the store wait for it, see `peek`.
         """
@@ -142,10 +142,10 @@ class NetworkOnGPUs(Network):
             raise EPMismatchError(self.rounds.count, [self.memory.of_rail(self.memory.others[number - 1])], True)
 
     def look_at_node(self) -> None:
-        """As `Network.look_at_node`, in memory of the host: no wait for a stream, which no graph could hold."""
+        """It looks at memory of the host only: no graph could hold a wait for a stream."""
         self.check()
 
     @property
     def failed(self) -> bool:
-        """As `Network.failed`, or whether the calls of the nodes did not match."""
+        """Also after calls of the nodes that did not match."""
         return super().failed or self._differing.value != 0

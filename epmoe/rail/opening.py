@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 
@@ -10,8 +11,11 @@ from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import Deadlines
 from epmoe.config.placement import Placement
 from epmoe.exchange.exchange import Exchange
+from epmoe.exchange.launch_policy import shared_bytes_needed
 from epmoe.exchange.memory import MemoryPlan
-from epmoe.exchange.opening import check_shared_memory, open_node
+from epmoe.exchange.node import NodeExchange
+from epmoe.exchange.window import SharedMemoryWindow, Window
+from epmoe.exchange.window_nvlink import NVLinkWindow
 from epmoe.group.peers import Peers
 from epmoe.group.roll_call import RollCall
 from epmoe.native import ops
@@ -37,6 +41,22 @@ def rail_of(config: EPConfig, device: torch.device) -> type[Rail]:
     return RAILS[fitting[0] if name == "auto" else name]
 
 
+def check_shared_memory(config: EPConfig, placement: Placement, device: torch.device) -> None:
+    """Raises ValueError, on all ranks alike, if a block may not have the shared memory that the kernels need."""
+    if device.type == "cpu":
+        return
+    ranks = range(placement.ep_size)
+    needed = max(shared_bytes_needed(MemoryPlan.build(config, rank, placement, nvlink=True)) for rank in ranks)
+    properties: Any = torch.cuda.get_device_properties(device)  # torch does not declare all of them
+    available = properties.shared_memory_per_block_optin
+    if needed > available:
+        raise ValueError(
+            f"`device` gives a block at most {available >> 10} KiB of shared memory, but the exchange of "
+            f"{placement.num_physical_experts} physical experts over {placement.ep_size} ranks needs "
+            f"{-(-needed >> 10)}: take fewer experts, or a GPU as large as A100 or H100"
+        )
+
+
 def prepare(config: EPConfig, placement: Placement, device: torch.device) -> None:
     """Find what would keep this rank from opening, and build or load the library now, not while other ranks wait."""
     _ = ops.dispatch
@@ -45,6 +65,14 @@ def prepare(config: EPConfig, placement: Placement, device: torch.device) -> Non
     check_shared_memory(config, placement, device)
     if config.topology.num_nodes > 1:
         rail_of(config, device)
+
+
+def open_window(plan: MemoryPlan, peers: Peers, device: torch.device) -> Window:
+    """This rank's window, which the other ranks map. Collective, in a step of `Peers.together`."""
+    dead_at = plan["signal.dead"].offset
+    if device.type == "cpu":
+        return SharedMemoryWindow(plan.window_bytes, peers, dead_at)
+    return NVLinkWindow(plan.window_bytes, peers, device, dead_at, plan.empty_lines)
 
 
 def open_exchange(config: EPConfig, placement: Placement, peers: Peers, device: torch.device, name: str) -> Exchange:
@@ -67,7 +95,8 @@ def open_exchange(config: EPConfig, placement: Placement, peers: Peers, device: 
     plan = MemoryPlan.build(config, peers.rank, placement, nvlink=device.type == "cuda")
     G, N, times = config.topology.ranks_here, config.topology.num_nodes, config.exchange
     if N == 1:
-        return open_node(config, plan, placement, peers, device)
+        window = open_window(plan, peers, device)
+        return NodeExchange(config, plan, placement, window, peers.global_ranks, device)
     node, local = divmod(peers.rank, G)
     connect = connect_within(peers.timeout_s)
     peers.all_gather(None)  # all are about to connect
@@ -84,7 +113,8 @@ def open_exchange(config: EPConfig, placement: Placement, peers: Peers, device: 
         undo.callback(hosts.close)
         peers.all_gather(None)  # all are connected: a rank that fails from here on cuts no other's connecting
         with node_peers.part():
-            inside = open_node(config.of_node(), plan, placement.of_node(node, G), node_peers, device)
+            window = open_window(plan, node_peers, device)
+        inside = NodeExchange(config.of_node(), plan, placement.of_node(node, G), window, here, device)
         memory = RailMemory(config, plan, placement, peers.rank, device, rail)
         network_of = Network if device.type == "cpu" else NetworkOnGPUs
         network = network_of(inside, memory, rail, hosts, peers.global_ranks, deadlines)

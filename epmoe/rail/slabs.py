@@ -209,7 +209,7 @@ class Slabs:
         return self._load_back(partial, (aborted, 0), [], True)
 
     def nothing_back(self, like: Tensor, aborted: int, mismatch: int, differing: list[int]) -> Load:
-        """As `back`, with zeros, where this rank does not read what the others send back.
+        """Zeros in place of partial rows, where this rank does not read what the others send back.
 
         Args:
             like: of the dtype and device of the partial rows.

@@ -18,7 +18,7 @@ from epmoe.native.arguments import FP8
 from epmoe.native.formats import packed_row_bytes
 
 _AT = {name: i for i, name in enumerate(DESCRIPTOR)}
-_SHARE = 3 / 4  # of the multiprocessors, so that NCCL's kernels beside a round of training find theirs
+_SHARE = 3 / 4  # of the multiprocessors: the rest is for kernels of NCCL that run during a round of training
 
 
 class CallerRows(NamedTuple):

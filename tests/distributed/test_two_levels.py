@@ -216,7 +216,7 @@ def test_ranks_that_disagree_hear_of_it(make_ep, rank, splits, wires):
     with pytest.raises(epmoe.EPMismatchError, match="experts per token") as error:
         ep.dispatch(x, ids[:, :K], weights[:, :K])
     assert error.value.differing_ranks
-    name = "experts per token (K)"  # on this rail; the other one hears of it within the nodes
+    name = "experts per token (K)"  # on this rail; the ranks of the other one learn it within their nodes
     assert error.value.differences == {0: {name: (3, 4)}, 2: {name: (4, 3)}}.get(rank, {})
     assert_y(run_round(ep, tokens), ep.config, tokens)
 
@@ -241,7 +241,7 @@ def test_slabs_of_other_lengths_are_a_mismatch(make_ep, rank, padded, ranks_per_
 @SPLITS
 @pytest.mark.parametrize("aborting", [(0,), (1,), (2,), (0, 2), (1, 2)])
 def test_an_abort_beside_a_mismatch(make_ep, rank, splits, aborting):
-    """Rank 0 brings shorter rows and fewer experts a token. Ranks that give up cannot know; the others hear of it."""
+    """Rank 0 brings shorter rows and fewer experts a token. Ranks that give up cannot know; the others raise."""
     ep = make_ep(ranks_per_node=2, hidden=256, timeout_s=30.0, exchange={"network_splits": splits, "on_abort": "raise"})
     # Rank 3 meets none but ranks that give up.
     errors = (epmoe.EPMismatchError, epmoe.EPAbortedError)[: 1 + (aborting == (1, 2))]

@@ -683,22 +683,9 @@ class ExpertParallel(HoldsWindows):
         request: JoinRequest,
         confirm: Callable[[Callable[[], int]], bool] | None = None,
     ) -> None:
-        """Become a rank of a group. Collective; where a step fails on one rank, all raise, and nothing changes.
+        """Become a rank of a group. Collective; where a step fails on one rank, all raise. See `resume`.
 
-        The windows of the group so far, which might not fit beside the new ones, are released once all ranks are able
-        to join.
-
-        Args:
-            peers: the ranks of the group.
-            config: of the group so far, or of the group to be.
-            request: of this rank.
-            confirm: that of `resume`.
-
-        Raises:
-            ValueError: the ranks do not fit together, or the config does not fit the group or the device.
-            EPOpenError: ranks ended, or did not come in time.
-            MemoryError: the windows do not fit.
-            RuntimeError: another rank has failed otherwise.
+        The windows of the group so far are released once all ranks are able to join: both might not fit.
         """
         exchange: Exchange | None = None
         try:

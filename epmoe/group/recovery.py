@@ -197,20 +197,7 @@ def recover(
 
 
 def take_in(store: Store, make: Callable[[EPConfig], _Member], timeout_s: float, backend: str) -> _Member:
-    """Wait until a group takes this new rank in; see `epmoe.join_group`.
-
-    Args:
-        store: that of `recover`, like `backend`.
-        make: becomes a rank of the process group, which is there by then.
-        timeout_s: how long to wait, in seconds.
-        backend: of the process group.
-
-    Returns:
-        What was made.
-
-    Raises:
-        TimeoutError: nobody has taken this rank in.
-    """
+    """Wait until a group takes this new rank in; see `epmoe.join_group`. `make` is called in its process group."""
     deadline, shared = time.monotonic() + timeout_s, _open(store)
     while time.monotonic() < deadline:
         arrival = shared.add(_ARRIVALS, 1)

@@ -76,21 +76,10 @@ def open_window(plan: MemoryPlan, peers: Peers, device: torch.device) -> Window:
 
 
 def open_exchange(config: EPConfig, placement: Placement, peers: Peers, device: torch.device, name: str) -> Exchange:
-    """The exchange of a group. Collective, in a step of `Peers.together`.
+    """This rank's part of the exchange of a group. Collective, in a step of `Peers.together`.
 
-    Args:
-        config: of the group.
-        placement: of its experts.
-        peers: its ranks.
-        device: of all tensors.
-        name: the same on all ranks, and of no other attempt to open a group.
-
-    Returns:
-        This rank's part.
-
-    Raises:
-        MemoryError: the windows do not fit.
-        RuntimeError: the ranks of a node are on several machines, or ranks do not reach one another.
+    `name` is the same on all ranks, and no other attempt to open a group has it. Raises MemoryError if the windows do
+    not fit, and RuntimeError if the ranks of a node are on several machines, or ranks do not reach one another.
     """
     plan = MemoryPlan.build(config, peers.rank, placement, nvlink=device.type == "cuda")
     G, N, times = config.topology.ranks_here, config.topology.num_nodes, config.exchange

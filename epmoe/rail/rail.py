@@ -45,7 +45,7 @@ class Transfer(Protocol):
         """Raise RuntimeError if it has failed."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Load:
     """The slabs of a transfer.
 

@@ -48,16 +48,9 @@ def sms_of(device: torch.device) -> int:
 
 
 def dispatch_into(exchange: NodeExchange, call: Call, into: CallerRows, num_sms: int) -> Dispatched:
-    """`NodeExchange.dispatch` into memory of the caller's. Collective.
+    """`NodeExchange.dispatch` of expert-major rows into memory of the caller's, which outlives the round. Collective.
 
-    Args:
-        exchange: has no round open.
-        call: of expert-major rows.
-        into: the memory, which must live until the round is closed.
-        num_sms: multiprocessors that a kernel may use, at most.
-
-    Returns:
-        The open round, with the rows, offsets and counts of `into`.
+    The open round has the rows, offsets and counts of `into`. A kernel uses at most `num_sms` multiprocessors.
     """
     outer = exchange.enter()
     try:
@@ -86,14 +79,8 @@ def combine_with_values(
 ) -> tuple[Tensor, Tensor]:
     """`NodeExchange.combine` that also brings a value of each row back to its pair. Collective.
 
-    Args:
-        exchange: of the round.
-        rows: expert-major outputs [N, D].
-        dispatched: the open round, of `dispatch_into`.
-        row_values: fp32 [N], contiguous.
-
-    Returns:
-        y [T, D], and fp32 [T, K], for each pair the value of its row, 0 where it has none.
+    `rows` are expert-major outputs [N, D], and `row_values` fp32 [N], contiguous. Returns y [T, D], and fp32 [T, K]:
+    for each pair the value of its row, 0 where it has none.
     """
     sent = dispatched.sent
     T, K = sent.num_tokens, sent.template.shape[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -205,6 +206,15 @@ def play_until_timeout(state, play=play) -> list[int]:
             play(state)
         except epmoe.EPTimeoutError as error:
             return error.missing_ranks
+
+
+def lose(host: Host, names: list[int], victim: int, number: int = signal.SIGKILL, play=play) -> list[int]:
+    """One process of a group dies or stops. Returns the others, which play until they time out and name it."""
+    alive = [name for name in names if name != victim]
+    host.start(alive, play_until_timeout, play)
+    host.signal(victim, number)
+    assert host.results(alive) == [[names.index(victim)]] * len(alive)
+    return alive
 
 
 def survivors(state) -> list[int]:

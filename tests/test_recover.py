@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from host import EXPERTS, play, play_until_timeout, serve, take
+from host import EXPERTS, lose, play, serve, take
 
 from epmoe import join_group, recover
 from epmoe.group.peers import MissingRankError, Peers
@@ -41,11 +41,7 @@ def die(state) -> None:
 @pytest.mark.parametrize("dead", [0, 2])
 def test_kill_recover_join(host, dead):
     """One dies, three go on; then a new one joins them, between two rounds."""
-    names = serve(host, copies=1)
-    alive = [name for name in names if name != dead]
-    host.start(alive, play_until_timeout)
-    host.signal(dead, signal.SIGKILL)
-    assert host.results(alive) == [[dead]] * 3
+    alive = lose(host, serve(host, copies=1), dead)
     loaded = host.do(alive, go_on, host.folder)
     assert all(isinstance(one, int) for one in loaded), loaded
     assert sum(loaded) == EXPERTS // 4  # those of the dead rank
@@ -59,10 +55,7 @@ def test_kill_recover_join(host, dead):
 
 def test_another_dies_while_the_rest_recovers(host):
     """It never comes to the meeting, and nobody has heard of its end: the last call leaves it out."""
-    names = serve(host, copies=2)
-    host.start(names[:3], play_until_timeout)
-    host.signal(3, signal.SIGKILL)
-    assert host.results(names[:3]) == [[3]] * 3
+    lose(host, serve(host, copies=2), 3)
     host.start([2], die)
     results = host.do([0, 1], go_on, host.folder)
     assert all(isinstance(one, int) for one in results), results
@@ -86,16 +79,13 @@ def lose_the_last_word(state) -> None:
 @pytest.mark.parametrize("joins", [False, True])
 def test_the_last_word_is_lost_on_the_way_to_one(host, joins):
     """All try again, none is left out, and weights are loaded once: the others must not go on without it."""
-    names = serve(host, copies=1)
-    host.start(names[:3], play_until_timeout)
-    host.signal(3, signal.SIGKILL)
-    assert host.results(names[:3]) == [[3]] * 3
-    alive = [*names[:3], 4] if joins else names[:3]
+    names = lose(host, serve(host, copies=1), 3)
+    alive = [*names, 4] if joins else names
     if joins:
         host.spawn(4)
         host.start([4], come, host.folder)
     host.do([1], lose_the_last_word)
-    host.start(names[:3], go_on, host.folder, len(alive))
+    host.start(names, go_on, host.folder, len(alive))
     results = host.results(alive)
     assert all(isinstance(one, int) for one in results), results
     assert host.do(alive, play) == ["played"] * len(alive)

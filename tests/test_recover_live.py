@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, randn, slow
-from host import Host, play_until_timeout
+from host import Host, lose
 from test_moves_death import (
     RANKS,
     REACHED,
@@ -120,20 +120,11 @@ def test_recover_and_join_while_experts_move(host, stage):
     assert host.succeed(all_names, play) == ["played"] * 4
 
 
-def kill(host: Host, names: list[int], victim: int) -> list[int]:
-    """Between two rounds; returns the others, which have heard of it."""
-    alive = [name for name in names if name != victim]
-    host.start(alive, play_until_timeout, play)
-    host.signal(victim, signal.SIGKILL)
-    assert host.results(alive) == [[names.index(victim)]] * len(alive)
-    return alive
-
-
 def two_of_three(host: Host) -> list[int]:
     """Three ranks of two slots were there, and rank 1 is killed."""
     names = [0, 1, 2]
     host.begin(names, create, 3, 2)
-    return kill(host, names, 1)
+    return lose(host, names, 1, play=play)
 
 
 def test_lost_experts_are_loaded_and_the_last_rank_gets_more_slots(host):
@@ -146,7 +137,7 @@ def test_lost_experts_are_loaded_and_the_last_rank_gets_more_slots(host):
     assert loaded == [[(1, 2), (2, 2)], [(1, 3), (2, 3)]]
     expect_all_held(host, alive)
     assert host.succeed(alive, play) == ["played"] * 2
-    (last,) = kill(host, alive, 0)
+    (last,) = lose(host, alive, 0, play=play)
     assert host.succeed([last], go_on, host.folder) == [[(1, 1), (1, 2), (2, 1), (2, 2)]]
     assert len(expect_all_held(host, [last])[0]) == E
     assert host.succeed([last], play) == ["played"]
@@ -194,7 +185,7 @@ def test_a_job_starts_with_saved_slots(host):
     host.succeed(names, create, 2, S, host.folder / "slots.json")
     assert host.succeed(names, table) == [saved] * 2
     assert host.succeed(names, play) == ["played"] * 2
-    (alive,) = kill(host, names, 0)
+    (alive,) = lose(host, names, 0, play=play)
     host.succeed([alive], go_on, host.folder)
     assert host.succeed([alive], play) == ["played"]
 

@@ -24,6 +24,7 @@ from host import (
     create,
     describe,
     form,
+    lose,
     mapped_windows,
     play,
     play_until_timeout,
@@ -72,13 +73,9 @@ def exchange_objects(state) -> None:
     state.ep, state.other = state.other, state.ep
 
 
-def lose(host: Host, names: list[int], dead: int, number: int = signal.SIGKILL) -> list[int]:
-    """One process dies or stops; the others time out and name it. Returns these."""
-    alive = [name for name in names if name != dead]
-    host.start(alive, play_until_timeout)
-    host.signal(dead, number)
-    missing = host.results(alive)
-    assert missing == [[names.index(dead)]] * len(alive)
+def lose_one(host: Host, names: list[int], dead: int, number: int = signal.SIGKILL) -> list[int]:
+    """`lose`; the others see who is left."""
+    alive = lose(host, names, dead, number)
     assert host.do(alive, survivors) == [[r for r, name in enumerate(names) if name != dead]] * len(alive)
     return alive
 
@@ -86,7 +83,7 @@ def lose(host: Host, names: list[int], dead: int, number: int = signal.SIGKILL) 
 @pytest.mark.parametrize("dead", [0, slow(2)])
 def test_the_rest_goes_on_after_a_death(host, dead):
     """Rank 0 has hosted the store of the first group."""
-    alive = lose(host, serve(host), dead)
+    alive = lose_one(host, serve(host), dead)
     host.form(alive)
     host.do(alive, expect_no_windows)
     moves = host.do(alive, resume)
@@ -100,7 +97,7 @@ def test_the_rest_goes_on_after_a_death(host, dead):
 def test_the_page_shows_it(host):
     """`epmoe.recover` with its `load_weights`, word by word."""
     names = serve(host)
-    alive = lose(host, names, 0)
+    alive = lose_one(host, names, 0)
     assert host.do(alive, follow_the_page, host.folder) == ["played"] * 3
 
 
@@ -119,14 +116,14 @@ def follow_the_page(state, folder: Path) -> str:
 def test_two_deaths_one_after_the_other(host):
     alive = serve(host, copies=3)
     for dead in (3, 0):
-        alive = lose(host, alive, dead)
+        alive = lose_one(host, alive, dead)
         host.form(alive)
         host.do(alive, resume)
         assert host.do(alive, play) == ["played"] * len(alive)
 
 
 def test_the_last_rank_needs_no_group(host):
-    alive = lose(host, serve(host, ranks=2), 0)
+    alive = lose_one(host, serve(host, ranks=2), 0)
     host.do(alive, leave_groups)
     host.do(alive, resume)
     assert host.do(alive, play) == ["played"]
@@ -138,7 +135,7 @@ def leave_groups(state) -> None:
 
 @pytest.mark.parametrize("how", ["killed", slow("stopped"), slow("in the windows")])
 def test_a_second_death_during_resume(host, how):
-    alive = lose(host, serve(host, copies=3), 3)
+    alive = lose_one(host, serve(host, copies=3), 3)
     host.form(alive)
     rest, started = alive[:2], time.monotonic()
     if how == "in the windows":
@@ -156,7 +153,7 @@ def test_a_second_death_during_resume(host, how):
 
 
 def test_ranks_that_disagree_all_hear_of_it(host):
-    alive = lose(host, serve(host, copies=3), 3)
+    alive = lose_one(host, serve(host, copies=3), 3)
     host.form(alive)
     old, new = spread(4, 3), spread(4, 3).without([3])
     for placements, message in [
@@ -174,7 +171,7 @@ def test_ranks_that_disagree_all_hear_of_it(host):
 
 def test_survivors_with_different_views(host):
     """Each forms the group that it believes in. No group forms, all raise, and they agree once all have the report."""
-    alive = lose(host, serve(host, copies=3), 3)
+    alive = lose_one(host, serve(host, copies=3), 3)
     host.do([1], miss, 1 << 2)
     views = [set(view) for view in host.do(alive, survivors)]
     assert views == [{0, 1, 2}, {0, 1}, {0, 1, 2}]
@@ -193,7 +190,7 @@ def test_a_stopped_rank_that_comes_back(host):
     """It sees the latch and has no way into the new windows; later it may come back by the same call."""
     names = serve(host)
     host.start([3], play_until_timeout)
-    alive = lose(host, names, 3, signal.SIGSTOP)
+    alive = lose_one(host, names, 3, signal.SIGSTOP)
     host.form(alive)
     host.do(alive, resume)
     host.start(alive, play, 60)
@@ -230,7 +227,7 @@ def test_a_group_grows(host):
 
 @pytest.mark.parametrize("arguments", [(spread(4, 1).without([1], spread_lost=True),), slow((None, True))])
 def test_lost_experts_are_named(host, arguments):
-    alive = lose(host, serve(host, copies=1), 1)
+    alive = lose_one(host, serve(host, copies=1), 1)
     host.form(alive)
     for error in host.do(alive, resume):
         assert error.startswith("ValueError: logical expert(s) [1, 5] have no copy outside rank(s) [1]")

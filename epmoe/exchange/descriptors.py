@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,28 @@ DESCRIPTOR = (
     *SIZES, *OFFSETS, "expert_major", "weight_rows", "zero_gaps", "to_caller", "adds_only", "returns_values",
     "zero_tail", "row_weights", "row_values", "pair_values", "timeout_ns", "status",
 )  # fmt: skip
-_TIMEOUT_NS = DESCRIPTOR.index("timeout_ns")
+_AT = {name: i for i, name in enumerate(DESCRIPTOR)}
+_TIMEOUT_NS = _AT["timeout_ns"]
 _NO_TRAINING = (0,) * 7  # from "to_caller" to "pair_values"
+
+
+class CallerRows(NamedTuple):
+    """Where a round of training puts its rows: memory of the caller's, and what combine does with their weights."""
+
+    rows: Tensor | None
+    """[N, D], contiguous, whose rows past the last segment become zeros; None: the exchange's own buffer"""
+    expert_offsets: Tensor
+    """int32 [e + 1]"""
+    tokens_per_expert: Tensor
+    """int32 [e]"""
+    row_weights: Tensor | None
+    """fp32 [N], for the weight of each pair's row; zeros past the last segment where `rows` are given"""
+    adds_only: bool
+    """combine adds without weights"""
+    returns_values: bool
+    """combine brings a value of each pair back"""
+    packed: bool
+    """rows travel and arrive as `pack_fp8` makes them: fp8 [N, packed_row_bytes(D)]"""
 
 
 class Descriptors:
@@ -62,3 +84,45 @@ class Descriptors:
                     values = [*plan, *flags, *_NO_TRAINING, timeout_ns, *self._addresses]
                     self._made[key] = torch.tensor(values, dtype=torch.int64, device="cpu")
         return steps, [self._made[key] for key in keys]
+
+    def for_training(self, descriptor: Tensor, into: CallerRows, scratch: int, num_sms: int) -> Tensor:
+        """A descriptor of one round, which writes into the caller's memory.
+
+        Args:
+            descriptor: of the round.
+            into: the memory, which must live until the round is closed.
+            scratch: address of this rank's scratch.
+            num_sms: multiprocessors that a kernel may use, at most.
+
+        Returns:
+            The descriptor of the round's calls.
+        """
+        fields, window = descriptor.tolist(), self._addresses[1 + self._plan.sizes["rank"]]
+        if into.rows is not None:
+            base = window if self._plan["rows"].region == "window" else scratch
+            fields[_AT["rows"]] = into.rows.data_ptr() - base
+            fields[_AT["max_rows"]] = len(into.rows)
+        fields[_AT["expert_offsets"]] = into.expert_offsets.data_ptr() - scratch
+        fields[_AT["tokens_per_expert"]] = into.tokens_per_expert.data_ptr() - scratch
+        fields[_AT["num_sms"]] = min(fields[_AT["num_sms"]], num_sms)
+        fields[_AT["ll_alignment"]] = fields[_AT["alignment"]]  # as `Routed` has it
+        fields[_AT["zero_gaps"]] = fields[_AT["alignment"]] > 1  # gradients of weights read gaps
+        fields[_AT["to_caller"] : _AT["row_weights"]] = True, into.adds_only, into.returns_values, into.rows is not None
+        fields[_AT["row_weights"]] = 0 if into.row_weights is None else into.row_weights.data_ptr()
+        return torch.tensor(fields, dtype=torch.int64, device="cpu")
+
+
+def returning(descriptor: Tensor, row_values: Tensor, pair_values: Tensor) -> Tensor:
+    """The descriptor of a combine that also brings values back.
+
+    Args:
+        descriptor: of the round.
+        row_values: fp32 [N], for each row what goes back to its pair.
+        pair_values: fp32 [T, K], which combine writes.
+
+    Returns:
+        The descriptor of the call of combine.
+    """
+    fields = descriptor.tolist()
+    fields[_AT["row_values"] : _AT["timeout_ns"]] = row_values.data_ptr(), pair_values.data_ptr()
+    return torch.tensor(fields, dtype=torch.int64, device="cpu")

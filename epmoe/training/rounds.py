@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from epmoe.exchange.call import Call
+from epmoe.exchange.descriptors import CallerRows
 from epmoe.exchange.handles import Dispatched
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import DISPATCHED
@@ -22,7 +23,7 @@ from epmoe.native import ops
 from epmoe.native.arguments import FP8
 from epmoe.native.formats import packed_row_bytes
 from epmoe.service import ExpertParallel
-from epmoe.training.caller_rows import CallerRows, combine_with_values, dispatch_into, sms_of
+from epmoe.training.node import combine_with_values, dispatch_into, sms_of
 
 EXACT = -1  # as many rows as there are, which the host reads
 

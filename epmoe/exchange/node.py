@@ -133,7 +133,7 @@ class NodeExchange(Exchange):
         outer = self.enter()
         try:
             sent = self.opened(call)
-            self.run(ops.dispatch, sent.arguments, DISPATCHED)
+            self.launch(ops.dispatch, sent.arguments, DISPATCHED)
             return self.received(sent)
         finally:
             self.thread = outer
@@ -142,7 +142,7 @@ class NodeExchange(Exchange):
         outer = self.enter()
         try:
             sent = self.opened(call)
-            self.run(ops.dispatch_send, sent.arguments, SENT)
+            self.launch(ops.dispatch_send, sent.arguments, SENT)
             return sent
         finally:
             self.thread = outer
@@ -151,7 +151,7 @@ class NodeExchange(Exchange):
         outer = self.enter()
         try:
             self.rounds.permit(sent, "dispatch_recv", "sent")
-            self.run(ops.dispatch_recv, sent.arguments, DISPATCHED)
+            self.launch(ops.dispatch_recv, sent.arguments, DISPATCHED)
             return self.received(sent)
         finally:
             self.thread = outer
@@ -184,7 +184,7 @@ class NodeExchange(Exchange):
             self.rounds.permit(dispatched, "combine_recv")
             y = self.rounds.y
             assert y is not None
-            self.run(ops.combine_recv, (y, None, *self.memory, dispatched.sent.descriptor), CLOSED)
+            self.launch(ops.combine_recv, (y, None, *self.memory, dispatched.sent.descriptor), CLOSED)
             return self._closed(y)
         finally:
             self.thread = outer
@@ -413,7 +413,7 @@ class NodeExchange(Exchange):
         y = y_of(dispatched, out, self.device)
         checked = output_rows(rows, dispatched, self.plan, self.device)
         self.rounds.give_back(y)
-        self.run(operator, (y, checked, *self.memory, dispatched.sent.descriptor), state)
+        self.launch(operator, (y, checked, *self.memory, dispatched.sent.descriptor), state)
         return y
 
     def _closed(self, y: Tensor) -> Tensor:
@@ -424,7 +424,7 @@ class NodeExchange(Exchange):
             self.poll()
         return y
 
-    def run(self, operator: OpOverload, arguments: tuple[Any, ...], state: int) -> None:
+    def launch(self, operator: OpOverload, arguments: tuple[Any, ...], state: int) -> None:
         """Call an operator that leads the round to `state`, and wait on if a signal has interrupted it."""
         if monotonic() >= self._look_at:
             self.look(launches=True)

@@ -41,7 +41,7 @@ def dispatch_into(exchange: NodeExchange, call: Call, into: CallerRows, num_sms:
         if into.packed:
             x = ops.pack_fp8(x, tokens, num_rows)
         sent.arguments = x, ids, weights, scales, tokens, num_rows, *memory, sent.descriptor
-        exchange.run(ops.dispatch, sent.arguments, DISPATCHED)
+        exchange.launch(ops.dispatch, sent.arguments, DISPATCHED)
         dispatched = exchange.received(sent)
     finally:
         exchange.thread = outer

@@ -18,7 +18,9 @@ from epmoe.balancer import Balancer
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.config.placement import Move, Placement
 from epmoe.exchange.handles import Dispatched, Sent
-from epmoe.exchange.health import (
+from epmoe.exchange.health import Health
+from epmoe.exchange.memory import MemoryPlan
+from epmoe.group.errors import (
     EPAbortedError,
     EPError,
     EPMismatchError,
@@ -29,9 +31,8 @@ from epmoe.exchange.health import (
     EPResumeError,
     EPStateError,
     EPTimeoutError,
-    Health,
 )
-from epmoe.exchange.memory import MemoryPlan
+from epmoe.group.recovery import recover
 from epmoe.layer import MoELayer
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.finalize import finalize
@@ -40,10 +41,9 @@ from epmoe.local.quantize import Quantized, quantize_fp8, zero_padding_rows_
 from epmoe.local.route import Routing, route
 from epmoe.local.simulate import simulate_routing
 from epmoe.native.build import problem_with_torch as _problem_with_torch
-from epmoe.recovery import join_group, recover
 from epmoe.routes import Routes, recording
 from epmoe.safetensors_folder import SafetensorsFolder
-from epmoe.service import ExpertParallel
+from epmoe.service import ExpertParallel, join_group
 
 __version__ = "0.1.0"  # the only place of the version: pyproject.toml reads it from here
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from epmoe.balance import GOAL, MAX_MOVES, Plan, balance, shares_of
 from epmoe.config.placement import is_int
 from epmoe.exchange.exchange import Exchange, in_turn
-from epmoe.exchange.health import EPRefusedError
 from epmoe.exchange.moves import COUNTED, LAST_PLAN, PLANNED, Moves, Weights
-from epmoe.exchange.waiting import Result, Worker
+from epmoe.group.errors import EPRefusedError
+from epmoe.group.waiting import Result, Worker
 from epmoe.live import LiveExperts
 from epmoe.service import ExpertParallel
 

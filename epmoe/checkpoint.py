@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from epmoe.collective import everyone, naming, peers_of, together
-from epmoe.exchange.health import EPStateError
+from epmoe.group.collective import all_ranks, naming, peers_of, together
+from epmoe.group.errors import EPStateError
 from epmoe.service import ExpertParallel
 from epmoe.training.models import ExpertLayer, expert_layers, expert_parallels
 
@@ -143,7 +143,7 @@ def save(module: nn.Module, folder: str | os.PathLike[str], optimizer: torch.opt
     import torch.distributed.checkpoint as dcp  # takes most of a second
 
     eps = expert_parallels(module)
-    with naming("save", eps), everyone(eps) as peers:
+    with naming("save", eps), all_ranks(eps) as peers:
         with peers.together():
             state = sharded_state_dict(module, optimizer)
         with peers.waiting():
@@ -169,7 +169,7 @@ def load(module: nn.Module, folder: str | os.PathLike[str], optimizer: torch.opt
 
     module = _unwrapped(module)
     eps = expert_parallels(module)
-    with naming("load", eps), everyone(eps) as peers:
+    with naming("load", eps), all_ranks(eps) as peers:
         with peers.together():
             layers, state = expert_layers(module), _state_of(module, optimizer)
             sharded = _shard(layers, state)

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from epmoe.balance import check_slots, choices, shares_of
 from epmoe.config.config import EPConfig
-from epmoe.exchange.health import EPStateError, EPTimeoutError
 from epmoe.exchange.mail import MailOnCPU, MailOnGPU
 from epmoe.exchange.moves import MOST_CALLS, PLAN, REFUSED, Moves, Weights
 from epmoe.exchange.moves_plan import EMPTY, Wave, in_place, plan_waves
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED
-from epmoe.exchange.waiting import Result, Worker
 from epmoe.exchange.window import SharedMemoryWindow
+from epmoe.group.errors import EPStateError, EPTimeoutError
+from epmoe.group.waiting import Result, Worker
 from epmoe.native.arguments import describe
 
 _NUMBERS = 2**16  # that the copies of an expert share: `copy_by_quota` in csrc/copies.h

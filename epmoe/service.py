@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from epmoe.config.config import EPConfig
+from epmoe.config.placement import Move, Placement
 from epmoe.config.tuning import Tuning
 from epmoe.exchange.call import new_call
-from epmoe.exchange.exchange import in_turn
-from epmoe.exchange.handles import Dispatched, Layout, Sent
-from epmoe.exchange.health import EPStateError, Health
+from epmoe.exchange.exchange import Exchange, in_turn
+from epmoe.exchange.handles import Dispatched, HoldsWindows, Layout, Sent
+from epmoe.exchange.health import Health
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.moves import Moves, Weights
-from epmoe.exchange.peers import Peers
-from epmoe.exchange.round_state import MAX_TAG
-from epmoe.group import config_of, device_of, group_of
-from epmoe.join import Hello
+from epmoe.exchange.moves_plan import EMPTY
+from epmoe.exchange.node import NodeExchange
+from epmoe.exchange.round_state import CLOSED, MAX_TAG
+from epmoe.group.checks import check_size, config_of, device_of, group_of
+from epmoe.group.errors import EPOpenError, EPResumeError, EPStateError
+from epmoe.group.join import JoinRequest, opening
+from epmoe.group.peers import Peers
+from epmoe.group.recovery import Store, take_in
+from epmoe.group.waiting import device_ends
 from epmoe.live import LiveExperts
 from epmoe.local.route import Routing, route
-from epmoe.native.arguments import FLOATS, check_tensor
-from epmoe.resume import Resumable
-from epmoe.slots import write_slots
+from epmoe.native.arguments import FLOATS, check_tensor, describe
+from epmoe.rail.opening import open_exchange, prepare
+from epmoe.slots import Table, agree_on_slots, read_slots, slots_of, write_slots
 
 
-class ExpertParallel(Resumable):
+class ExpertParallel(HoldsWindows):
     """Dispatch and combine over the ranks of a group. All layers of a model can share one.
 
     It serves one thread at a time: whoever calls one `ExpertParallel` from several threads orders their calls and
@@ -57,6 +66,28 @@ class ExpertParallel(Resumable):
         BuildError: the native library does not build.
     """
 
+    config: EPConfig
+    """The config of the group."""
+    device: torch.device
+    """The device of all tensors."""
+    group: dist.ProcessGroup | None
+    """None is this process alone, or that this object is closed."""
+    rank: int
+    """This rank in the group."""
+    size: int
+    """R"""
+    placement: Placement
+    """Where the experts are on the ranks of the group."""
+    generation: int
+    """How many groups the ranks have had before this one: 0 until `resume`."""
+    origin: str
+    """Names this object on all ranks, old and new ones, through all its groups."""
+    live: LiveExperts | None = None
+    """The experts that move, with `placement.live`."""
+    _exchange: Exchange | None = None
+    _missing: int = 0  # ranks, as a mask
+    _owner: int | None = None  # in a forked child: the process that this object belongs to
+
     def __init__(
         self,
         config: EPConfig | str | os.PathLike[str],
@@ -72,7 +103,123 @@ class ExpertParallel(Resumable):
         self._tags: dict[int, weakref.ref[object] | None] = {}  # all that were taken; None: for good
         self._last_tag = 0  # of a round without a tag
         peers = Peers.of(group_of(group), config.exchange.warmup_timeout_s)
-        self._join(peers, config, Hello(config.model_dump_json()))
+        self._join(peers, config, JoinRequest(config.model_dump_json()))
+
+    def survivors(self) -> list[int]:
+        """Ranks of the group that live and that nobody misses, as far as this rank knows. It waits for no rank.
+
+        Ranks on the machine of a process see its end at once. After an `EPTimeoutError` the reports of other ranks may
+        still arrive: ask again before each try to form a group. A rank that was only slow misses itself then, since the
+        others have reported it.
+
+        Returns:
+            Ranks, numbered in the group, ascending; before `resume` has returned, of the group so far.
+        """
+        if self._exchange is not None:
+            self._missing = self._exchange.missing() | self._exchange.dead()
+        return [rank for rank in range(self.size) if not self._missing >> rank & 1]
+
+    def resume(
+        self,
+        group: dist.ProcessGroup | None = None,
+        placement: Placement | None = None,
+        *,
+        spread_lost: bool = False,
+        confirm: Callable[[Callable[[], int]], bool] | None = None,
+    ) -> tuple[Move, ...]:
+        """Go on in another group: after a failure without the dead ranks, or between any two rounds with more ranks.
+
+        Collective over the new group: every rank resumes, or, if it is new, makes an `ExpertParallel(config, group)`
+        with the `config.with_placement(placement)` of the others. The windows are new, and no process restarts. Layers
+        that hold this object go on with it. `health` and the numbers of rounds begin again, and so does
+        `exchange.tuning` after a `retune`. Earlier handles and their tensors must not be used any more. CUDA graphs
+        must be captured again: a replay of an old one would write to freed memory.
+
+        Args:
+            group: what the constructor takes, with any ranks of the group so far and any new ones, in any order.
+            placement: the same on all ranks. By default each expert and copy stays on its rank, without the ranks that
+                are gone; see `Placement.without`. With `placement.live` ranks then keep their slots, new ranks have
+                empty ones, and the only placement to give is `config.of_size(R).place_experts()`: slots begin again.
+            spread_lost: the same on all ranks that resume. Without a placement, experts of which no copy is left go to
+                the ranks with the fewest experts, and this rank's are among the moves. With `placement.live` the ranks
+                get more slots, `num_local_experts`, where all experts would not fit otherwise.
+            confirm: called once the windows are open, with what returns the ranks that are missing by then, as a mask.
+                Where it returns False, this rank raises as if another had not arrived. `recover` asks its store.
+
+        Returns:
+            The experts of this rank whose weights are not where `placement` has them: the caller moves or loads these.
+
+        Raises:
+            TypeError: an argument has another type.
+            ValueError: on all ranks, if placement or config differ or do not fit the group, or if logical experts have
+                no copy left, without `spread_lost`; the error names them. Nothing has changed then, and the group is
+                still good.
+            RuntimeError: this process is a fork of the one that made this object.
+            EPResumeError: a rank died or did not arrive within `exchange.warmup_timeout_s`. `resume` may be called
+                again with another group; until then, this object may be closed.
+            MemoryError: the windows do not fit. This object is closed, and `resume` may be called again.
+        """
+        if not isinstance(placement, Placement | None):
+            raise TypeError(f"`placement` must be a Placement, got {describe(placement)}")
+        if self._owner is not None:
+            raise EPStateError(self._why_unusable())
+        timeout_s = self.config.exchange.warmup_timeout_s
+        peers = Peers.of(group_of(group), timeout_s)
+        keeps, held = placement is None, None
+        config = self.config if placement is None else self.config.with_placement(placement)
+        if keeps and self.live is not None:
+            config, held = self.config.of_size(peers.size), self.live.held.tolist()
+        said = config.model_dump_json(), self.origin, self.generation, self.rank
+        request = JoinRequest(*said, keeps=keeps, held=held, spread_lost=keeps and spread_lost)
+        old, ranks = self.placement, [self.rank if rank == peers.rank else None for rank in range(peers.size)]
+        if self._exchange is not None:
+            self._exchange.enter()
+        try:
+            if not device_ends(self.device, timeout_s):  # a kernel that still runs must keep its windows
+                raise TimeoutError("the GPU has not finished its work")
+            self._join(peers, config, request, confirm)
+        except EPOpenError as error:
+            raise EPResumeError(timeout_s, error) from None
+        except (RuntimeError, OSError) as error:
+            raise EPResumeError(timeout_s, error) from error
+        finally:
+            if self._exchange is not None:
+                self._exchange.thread = 0
+        if self.live is not None:
+            return self._slots_to_load(held or [[] for _ in self.live.held])
+        return old.moves(self.placement, ranks)[self.rank]
+
+    def close(self) -> None:
+        """Release the windows and the group. Handles of earlier rounds, and their tensors, must not be used any more.
+
+        With a round open, the waits of the other ranks end at once, with an EPTimeoutError that names this rank.
+        `rank`, `size`, `survivors` and `resume` still work.
+        """
+        exchange, self._exchange = self._exchange, None
+        if self.live is not None:
+            self.live.close()
+        self.group = None  # a group that outlives `destroy_process_group` may end the interpreter by SIGABRT
+        if exchange is not None:
+            self._missing = exchange.missing() | exchange.dead()  # for `survivors`
+            if exchange.rounds.state != CLOSED:
+                exchange.end_waits()
+            exchange.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close. After an exception the waits of the other ranks end at once, also where no round is open here."""
+        if kind is not None and self._exchange is not None:
+            self._exchange.end_waits()
+        self.close()
+
+    @property
+    def exchange(self) -> Exchange:
+        """What carries the rounds, for integrations of a host. Raises EPStateError once this object is closed."""
+        if self._exchange is None:
+            raise EPStateError(self._why_unusable())
+        return self._exchange
 
     @property
     def num_local_experts(self) -> int:
@@ -232,8 +379,8 @@ class ExpertParallel(Resumable):
         return self.exchange.combine("expert", expert_rows, dispatched, out)
 
     def combine_partial(self, partial: Tensor, dispatched: Dispatched, *, out: Tensor | None = None) -> Tensor:
-        """As `combine`, for layout="rank": from rows [R, M, D] that a fused MoE has already weighted and summed over
-        this rank's experts."""
+        """`combine` for layout="rank": from rows [R, M, D] that a fused MoE has already weighted and summed over this
+        rank's experts."""
         return self.exchange.combine("rank", partial, dispatched, out)
 
     def combine_send(self, rows: Tensor, dispatched: Dispatched, *, out: Tensor | None = None) -> None:
@@ -242,7 +389,7 @@ class ExpertParallel(Resumable):
         Args:
             rows: expert-major outputs [N, D], or with layout="rank" the rows [R, M, D] of `combine_partial`.
             dispatched: the open round.
-            out: what combine_recv returns, as of `combine`.
+            out: y itself, which combine_recv returns; that of `combine`.
         """
         self.exchange.combine_send(rows, dispatched, out)
 
@@ -310,7 +457,7 @@ class ExpertParallel(Resumable):
             dtype: of x.
             layout: "expert" or "rank".
             apply_router_weight_on_input: whether dispatch weights the rows.
-            padded_tokens: as of dispatch.
+            padded_tokens: that of dispatch.
             aligned: whether segments are aligned.
 
         Raises:
@@ -410,7 +557,7 @@ class ExpertParallel(Resumable):
                 always the same ones. They have no gaps, lie on the device of `ep`, and have the same sizes and order in
                 memory for all slots of a layer, on all ranks. By default those of the `MoELayer` with this tag, whose
                 experts must be `GroupedExperts`.
-            loads: [layers, E], by which copies share their experts' tokens, as of `share`. By default the last ones.
+            loads: [layers, E], by which copies share their experts' tokens; see `share`. By default the last ones.
 
         Returns:
             The moves: `done`, `cancel()`, `waits_for()`, `stalls`.
@@ -494,8 +641,8 @@ class ExpertParallel(Resumable):
         With `placement.live` it also takes moves and shares further: call it between the rounds, on the stream of their
         replays if they are replays. In a signal handler in the middle of another `poll` it does not.
 
-        Every call looks by itself. The replay of a CUDA graph is no call: after a timeout replays yield zeros for ever,
-        so poll at every step. A replay that is still running shows in a later poll.
+        Every call looks by itself. The replay of a CUDA graph is no call: after a timeout all replays yield zeros, so
+        poll at every step. A replay that is still running shows in a later poll.
 
         Raises:
             EPTimeoutError: ranks did not arrive in time; every poll raises it again.
@@ -529,6 +676,81 @@ class ExpertParallel(Resumable):
         self.exchange.wait_for_device(timeout_s)
         self.poll()
 
+    def _join(
+        self,
+        peers: Peers,
+        config: EPConfig,
+        request: JoinRequest,
+        confirm: Callable[[Callable[[], int]], bool] | None = None,
+    ) -> None:
+        """Become a rank of a group. Collective; where a step fails on one rank, all raise. See `resume`.
+
+        The windows of the group so far are released once all ranks are able to join: both might not fit.
+        """
+        exchange: Exchange | None = None
+        try:
+            with opening(peers) as agreed:
+                first = None if config.placement.slots is None else read_slots(config)
+                if first is not None:
+                    request = dataclasses.replace(request, held=slots_of(first, peers.rank, config))
+                agreed.reach(peers, request)
+                if agreed.former is not None and not config.placement.live:
+                    gone = set(range(config.topology.ep_size)).difference(agreed.former)
+                    placement = config.place_experts().without(gone, spread_lost=request.spread_lost)
+                    config = config.with_placement(placement)
+                check_size(config, peers)
+                spread_lost = any(one.spread_lost for one in agreed.requests)
+                slots = agree_on_slots(config, [one.held for one in agreed.requests], peers.rank, first, spread_lost)
+                device_of(config, self.device)
+                placement = config.place_experts()
+                prepare(config, placement, self.device)
+                peers.all_gather(None)  # all can: whoever resumes releases the old windows now
+                self.close()
+                with torch.inference_mode(False):  # otherwise the buffers could not be written outside inference mode
+                    exchange = open_exchange(config, placement, peers, self.device, agreed.name)
+            opened = exchange
+            if confirm is not None and not confirm(lambda: opened.missing() | opened.dead()):
+                raise RuntimeError("the group was not confirmed")
+        except BaseException:
+            if exchange is not None:
+                exchange.release()
+            raise
+        self.config, self.placement = config, placement
+        self.origin, self.generation = agreed.origin, agreed.generation
+        self.group, self.rank, self.size = peers.group, peers.rank, peers.size
+        self._exchange, self._missing = exchange, 0
+        if config.placement.live:
+            assert isinstance(exchange, NodeExchange)
+            weights = {} if self.live is None else self.live.weights
+            self.live = LiveExperts(config, exchange, slots, weights)
+        _open.add(self)
+
+    def _why_unusable(self) -> str:
+        if self._owner is None:
+            return "this ExpertParallel is closed"
+        return (
+            f"this ExpertParallel belongs to process {self._owner}, of which this process is a fork: each process "
+            "makes its own"
+        )
+
+    def _disown(self) -> None:
+        """In a forked child: drop the windows of the parent, and destroy nothing that the parent's threads use."""
+        if self._owner is None:
+            self._owner = os.getppid()
+        for kept in (self._exchange, self.group):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # until the process ends
+        self._exchange = self.group = None
+
+    def _slots_to_load(self, before: Table) -> tuple[Move, ...]:
+        """The slots of this rank, with `placement.live`, that do not hold what they held `before`."""
+        assert self.live is not None
+        return tuple(
+            Move(i, expert, None, tag)
+            for tag, (experts, had) in enumerate(zip(self.live.held.tolist(), before, strict=True), 1)
+            for i, expert in enumerate(experts)
+            if expert not in (EMPTY, *had[i : i + 1])
+        )
+
     @property
     def _moving(self) -> LiveExperts:
         _ = self.exchange  # raises once this object is closed
@@ -544,3 +766,36 @@ class ExpertParallel(Resumable):
         state = closed if exchange is None else exchange.rounds.describe(exchange.rounds.count)
         where = f"rank {self.rank} of {self.size}" + (f", generation {self.generation}" if self.generation else "")
         return f"ExpertParallel({where}, {shape}, {self.device}, {state})"
+
+
+def join_group(
+    store: Store, *, device: torch.device | str | None = None, timeout_s: float = 300.0, backend: str = "gloo"
+) -> ExpertParallel:
+    """A new rank of a group whose ranks call `recover`. It waits for them.
+
+    Args:
+        store: that of `recover`.
+        device: that of `ExpertParallel`.
+        timeout_s: how long to wait to be taken in, in seconds.
+        backend: of the process group, that of `recover`.
+
+    Returns:
+        An ExpertParallel of the group. All its local experts are to be loaded: `ep.logical_experts(tag)` says which
+        they are, with `placement.live` in each layer. Experts that the others still hold move to it by `ep.replace` or
+        `Balancer`.
+
+    Raises:
+        TimeoutError: nobody has taken this rank in.
+    """
+    return take_in(store, lambda config: ExpertParallel(config, device=device), timeout_s, backend)
+
+
+_open: WeakSet[ExpertParallel] = WeakSet()
+
+
+def _disown_all() -> None:
+    for ep in list(_open):
+        ep._disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)  # calls need not ask for the process, which would cost each of them

@@ -63,6 +63,30 @@ def write_slots(path: str | os.PathLike[str], slots: Tensor) -> None:
         raise
 
 
+def slots_of(table: Table, rank: int, config: EPConfig) -> Table:
+    """What a rank has of a table of all ranks."""
+    S = config.placement.slots_per_rank or 0
+    return [layer[rank * S : (rank + 1) * S] for layer in table]
+
+
+def agree_on_slots(
+    config: EPConfig, held: Sequence[Table | None], rank: int, first: Table | None, spread_lost: bool
+) -> Table | None:
+    """The table of a group whose ranks bring experts, as `keep_slots` makes it; None where no rank brings any.
+
+    `held` is what each rank says that it holds; `first` is what this rank has read from a file. Raises ValueError where
+    ranks have read other files, and what `keep_slots` does.
+    """
+    if all(table is None for table in held):
+        return None
+    others = [r for r, table in enumerate(held) if first is not None and table != slots_of(first, r, config)]
+    if others:
+        raise ValueError(
+            f"the file of `placement.slots` on rank {rank} differs from that of rank(s) {others}: it must be the same"
+        )
+    return keep_slots(config, held, spread_lost)
+
+
 def keep_slots(config: EPConfig, held: Sequence[Table | None], spread_lost: bool) -> Table:
     """The table of a group whose ranks keep their experts.
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])])
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
+
+
+@pytest.fixture
+def host(tmp_path: Path, device: torch.device) -> Iterator[Any]:
+    """A `Host` without a process yet."""
+    from host import Host
+
+    with Host(tmp_path, device) as host:
+        yield host
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -84,6 +85,12 @@ class Host:
         (port,) = self.do([names[0] if host is None else host], host_store, address)
         assert self.do(names, form_at, address, port, names) == [None] * len(names)
 
+    def begin(self, names: list[int], function: Callable, *arguments: object) -> None:
+        """Starts processes as a group, in which each runs the function."""
+        self.spawn(*names)
+        self.form_at(names)
+        self.succeed(names, function, *arguments)
+
     def signal(self, name: int, number: int) -> None:
         os.kill(self.processes[name].pid, number)
 
@@ -134,9 +141,7 @@ def create(state, config: epmoe.EPConfig) -> None:
 def serve(host: Host, ranks: int = 4, copies: int = 2) -> list[int]:
     """A group that has played."""
     names = list(range(ranks))
-    host.spawn(*names)
-    host.form_at(names)
-    host.do(names, create, config_of(spread(ranks, copies), host.device))
+    host.begin(names, create, config_of(spread(ranks, copies), host.device))
     assert host.do(names, play) == ["played"] * ranks
     return names
 
@@ -201,6 +206,15 @@ def play_until_timeout(state, play=play) -> list[int]:
             play(state)
         except epmoe.EPTimeoutError as error:
             return error.missing_ranks
+
+
+def lose(host: Host, names: list[int], victim: int, number: int = signal.SIGKILL, play=play) -> list[int]:
+    """One process of a group dies or stops. Returns the others, which play until they time out and name it."""
+    alive = [name for name in names if name != victim]
+    host.start(alive, play_until_timeout, play)
+    host.signal(victim, number)
+    assert host.results(alive) == [[names.index(victim)]] * len(alive)
+    return alive
 
 
 def survivors(state) -> list[int]:

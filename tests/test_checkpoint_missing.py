@@ -15,7 +15,7 @@ from host import Host
 
 import epmoe
 from epmoe import checkpoint
-from epmoe.collective import everyone, together
+from epmoe.group.collective import all_ranks, together
 from epmoe.training.models import expert_parallels
 
 E, D, F, WAIT_S = 6, 32, 16, 1.0
@@ -57,7 +57,7 @@ def agree(state, what: str) -> None:
         with together(eps):
             pass
         return
-    with everyone(eps) as peers:
+    with all_ranks(eps) as peers:
         with peers.together():
             pass
         time.sleep(2 * WAIT_S)  # in its group

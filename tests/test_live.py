@@ -13,7 +13,7 @@ from helpers import alone
 
 import epmoe
 from epmoe.exchange.moves import CANCELLED, PLAN
-from epmoe.exchange.waiting import Result
+from epmoe.group.waiting import Result
 from epmoe.native import ops
 
 E, L = 8, 2

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from epmoe.config.deadlines import RETURN_S, Deadlines
-from epmoe.exchange.health import EPTimeoutError
+from epmoe.group.errors import EPTimeoutError
 from epmoe.rail import nccl
-from epmoe.rail.exchange_cuda import HierarchicalExchangeOnGPUs
+from epmoe.rail.network_cuda import NetworkOnGPUs
 from epmoe.rail.rail import Load, RailError
 
 TIMEOUT_S, FIRST_S = 0.3, 1.6
@@ -97,7 +97,7 @@ def test_the_thread_does_not_keep_the_exchange_alive(watched):
     assert not watched.thread.is_alive()
 
 
-class Levels(HierarchicalExchangeOnGPUs):
+class Levels(NetworkOnGPUs):
     """Without memory or a GPU."""
 
     def __init__(self, error: BaseException | None = None) -> None:
@@ -128,7 +128,7 @@ def test_a_start_that_an_exception_ends(error, raised, lost):
     """What is queued is unknown then: the others get this rank's name, not another round's rows."""
     levels = Levels(error)
     with pytest.raises(raised):
-        levels.start(Load(torch.empty(0), torch.empty(0), [], []), [])
+        levels.start(Load(torch.empty(0), torch.empty(0), [], []))
     assert levels.lost == [lost]
 
 
@@ -138,6 +138,6 @@ def test_a_capture_behind_an_abort(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     levels = Levels()
     levels.wait_for_pending()
-    levels.pending.append((None, None))
+    levels.pending.append(Load(torch.empty(0), torch.empty(0), [], []))
     with pytest.raises(RuntimeError, match="run a round outside of the graph first, on all ranks"):
         levels.wait_for_pending()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from epmoe.exchange.peers import Peers
 from epmoe.exchange.window_nvlink import _check_peer_access
+from epmoe.group.peers import Peers
 
 
 @dataclass(frozen=True)

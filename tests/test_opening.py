@@ -19,11 +19,12 @@ from exchanges import make_config
 from host import SLACK_S, Host, create, play, resume
 
 import epmoe
-import epmoe.join
+import epmoe.rail.opening
+import epmoe.service
 from epmoe.exchange import window
-from epmoe.exchange.deaths import Deaths
-from epmoe.exchange.peers import Peers
 from epmoe.exchange.window_nvlink import processes_of
+from epmoe.group.deaths import Deaths
+from epmoe.group.peers import Peers
 
 RANKS, FAULTY, DEADLINE_S = 3, 2, 3.0
 NAMES = list(range(RANKS))
@@ -50,13 +51,14 @@ def config_of(nodes: int) -> epmoe.EPConfig:
 
 def fail(state, where: str, error: Callable[[], None]) -> None:
     """Opening calls `error` in place of a function. The next opening works."""
-    before = getattr(epmoe.join, where)
+    module = epmoe.service if where == "check_size" else epmoe.rail.opening
+    before = getattr(module, where)
 
     def failing(*_: object) -> None:
-        setattr(epmoe.join, where, before)
+        setattr(module, where, before)
         error()
 
-    setattr(epmoe.join, where, failing)
+    setattr(module, where, failing)
 
 
 def die() -> None:

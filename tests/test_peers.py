@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import ROOT
 
-from epmoe.exchange.peers import Peers
+from epmoe.group.peers import Peers
 
 
 class Runs:
@@ -19,29 +19,28 @@ class Runs:
         return pytest.fail, ("it ran",)
 
 
-def sent_by_another(monkeypatch: pytest.MonkeyPatch, data: bytes, length: int | None = None) -> Peers:
-    """A group of two. What rank 1 sends in place of a value and of its length."""
+def sent_by_another(data: bytes, length: int | None = None) -> Peers:
+    """A group of two, as rank 0. Rank 1 sends this in place of a value, and of its length."""
     theirs = iter((torch.tensor([length or len(data)]), torch.tensor(list(data), dtype=torch.uint8)))
 
-    def gather(self: Peers, mine: torch.Tensor) -> list[torch.Tensor]:
-        return [mine, next(theirs)]
+    def allgather(rows: list[list[torch.Tensor]], mine: list[torch.Tensor], options: object) -> SimpleNamespace:
+        sent = next(theirs)
+        rows[0][0].copy_(mine[0])
+        rows[0][1][: len(sent)] = sent
+        return SimpleNamespace(wait=lambda: None)
 
-    monkeypatch.setattr(Peers, "_gather", gather)
-    return Peers(cast(Any, SimpleNamespace()), 0, 2, [0, 1])
+    return Peers(cast(Any, SimpleNamespace(allgather=allgather)), 0, 2, [0, 1])
 
 
-def test_values_are_json(monkeypatch):
-    assert sent_by_another(monkeypatch, b'[null, {"a": [1, "\\u00e9"]}]').all_gather((0, "x")) == [
-        [0, "x"],
-        {"a": [1, "é"]},
-    ]
+def test_values_are_json():
+    peers = sent_by_another(b'[null, {"a": [1, "\\u00e9"]}]')
+    assert peers.all_gather((0, "x")) == [[0, "x"], {"a": [1, "é"]}]
 
 
 @pytest.mark.parametrize("data", [pickle.dumps((None, Runs())), b"\x80", b"[null"])
-def test_other_values_are_refused(monkeypatch, data):
-    peers = sent_by_another(monkeypatch, data)
+def test_other_values_are_refused(data):
     with pytest.raises(ValueError):
-        peers.all_gather(0)
+        sent_by_another(data).all_gather(0)
 
 
 def test_nothing_of_another_rank_is_unpickled():
@@ -52,6 +51,6 @@ def test_nothing_of_another_rank_is_unpickled():
 
 
 @pytest.mark.parametrize("length", [-1, 2**24 + 1, 2**62])
-def test_a_length_that_no_value_has(monkeypatch, length):
+def test_a_length_that_no_value_has(length):
     with pytest.raises(RuntimeError, match="at most 16777216"):
-        sent_by_another(monkeypatch, b"[null, 0]", length).all_gather(0)
+        sent_by_another(b"[null, 0]", length).all_gather(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from helpers import ON_GPUS, generator, randn
 from torch import Tensor
 
 import epmoe
-from epmoe.exchange.memory import NUM_COUNTERS, RailSlot
+from epmoe.exchange.call import Call
+from epmoe.exchange.memory import NUM_COUNTERS, MemoryPlan, RailSlot
 from epmoe.native import ops
+from epmoe.rail.memory import RailMemory
+from epmoe.rail.rail import Rail
 from epmoe.rail.slabs import Slabs
 
 N, G, T, K, D, E = 3, 2, 11, 4, 128, 10
@@ -128,16 +132,20 @@ def test_rows_are_quantised_as_by_the_stage(device):
 
 def test_what_differs_between_nodes_is_named_within_its_bits():
     """A tag has 15 bits, whatever another rank has sent in its place."""
-    slabs = object.__new__(Slabs)
-    rail = SimpleNamespace(exact=True, others=[0, 2], of_rail=lambda node: 2 * node + 1, views={})
-    rail.views["rail.received"] = torch.zeros(1, 1, 1)
-    slabs.memory, slabs.own_rows, slabs.call_tag, slabs.tag = rail, 0, 3, [64, 4, 2 | 3 << 8, 7]
-    slabs.received_tags = [[64, 4, 0x3F00_0500, 7], [64, 2, 2 | 3 << 8, 7]]
-    assert slabs.differing() == ([1, 5], (3, 1, 5), {"dtype": ("bfloat16", "float32")})
-    slabs.received_tags = [[64, 4, 2 | 3 << 8, 7], [32, 4, -1, 7]]
-    assert slabs.differing() == (
-        [5], (3, 5, 32767), {"hidden size (D)": (64, 32), "dtype": ("bfloat16", "unknown (255)")},
-    )  # fmt: skip
+    config, cpu = epmoe.EPConfig(**CONFIG, exchange={"network_splits": "exact"}), torch.device("cpu")
+    placement, rail = config.place_experts(), SimpleNamespace(allocate=lambda n: torch.zeros(n, dtype=torch.uint8))
+    plan = MemoryPlan.build(config, RANK, placement, nvlink=False)
+    memory = RailMemory(config, plan, placement, RANK, cpu, cast(Rail, rail))
+    x, ids, weights = inputs()
+    another_dtype = ([1, 5], (3, 1, 5), {"dtype": ("bfloat16", "float32")})
+    another_row = ([5], (3, 5, 32767), {"hidden size (D)": (64, 32), "dtype": ("bfloat16", "unknown (255)")})
+    for tags, want in (
+        ([[64, 4, 0x3F00_0500, 7], [64, 2, 2 | 3 << 8, 7]], another_dtype),
+        ([[64, 4, 2 | 3 << 8, 7], [32, 4, -1, 7]], another_row),
+    ):
+        slabs = Slabs(memory, Call(x[:, :64], ids, weights, tag=3), epoch=7, inside_epoch=1)
+        slabs.read_lengths([0] * N, [[0, *tag] for tag in tags])
+        assert slabs.differing() == want
 
 
 @ON_GPUS

@@ -8,17 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
-from host import EXPERTS, Host, play, play_until_timeout, serve, take
+from host import EXPERTS, lose, play, serve, take
 
 from epmoe import join_group, recover
-from epmoe.exchange.peers import MissingRankError, Peers
-
-
-@pytest.fixture
-def host(tmp_path: Path, device: torch.device) -> Iterator[Host]:
-    with Host(tmp_path, device) as host:
-        yield host
+from epmoe.group.peers import MissingRankError, Peers
 
 
 def go_on(state, folder: Path, min_ranks: int = 1) -> int:
@@ -48,11 +41,7 @@ def die(state) -> None:
 @pytest.mark.parametrize("dead", [0, 2])
 def test_kill_recover_join(host, dead):
     """One dies, three go on; then a new one joins them, between two rounds."""
-    names = serve(host, copies=1)
-    alive = [name for name in names if name != dead]
-    host.start(alive, play_until_timeout)
-    host.signal(dead, signal.SIGKILL)
-    assert host.results(alive) == [[dead]] * 3
+    alive = lose(host, serve(host, copies=1), dead)
     loaded = host.do(alive, go_on, host.folder)
     assert all(isinstance(one, int) for one in loaded), loaded
     assert sum(loaded) == EXPERTS // 4  # those of the dead rank
@@ -66,18 +55,15 @@ def test_kill_recover_join(host, dead):
 
 def test_another_dies_while_the_rest_recovers(host):
     """It never comes to the meeting, and nobody has heard of its end: the last call leaves it out."""
-    names = serve(host, copies=2)
-    host.start(names[:3], play_until_timeout)
-    host.signal(3, signal.SIGKILL)
-    assert host.results(names[:3]) == [[3]] * 3
+    lose(host, serve(host, copies=2), 3)
     host.start([2], die)
     results = host.do([0, 1], go_on, host.folder)
     assert all(isinstance(one, int) for one in results), results
     assert host.do([0, 1], play) == ["played"] * 2
 
 
-def go_on_without_the_last_word(state, folder: Path, min_ranks: int = 1) -> int:
-    """The first opening ends well on the other ranks, and this one does not hear of it."""
+def lose_the_last_word(state) -> None:
+    """The next opening ends well on the other ranks, and this one does not learn it."""
     part = Peers.part
 
     @contextmanager
@@ -88,22 +74,18 @@ def go_on_without_the_last_word(state, folder: Path, min_ranks: int = 1) -> int:
         raise MissingRankError(self, RuntimeError("the connection was lost"))
 
     Peers.part = cut
-    return go_on(state, folder, min_ranks)
 
 
 @pytest.mark.parametrize("joins", [False, True])
 def test_the_last_word_is_lost_on_the_way_to_one(host, joins):
     """All try again, none is left out, and weights are loaded once: the others must not go on without it."""
-    names = serve(host, copies=1)
-    host.start(names[:3], play_until_timeout)
-    host.signal(3, signal.SIGKILL)
-    assert host.results(names[:3]) == [[3]] * 3
-    alive = [*names[:3], 4] if joins else names[:3]
+    names = lose(host, serve(host, copies=1), 3)
+    alive = [*names, 4] if joins else names
     if joins:
         host.spawn(4)
         host.start([4], come, host.folder)
-    host.start([0, 2], go_on, host.folder, len(alive))
-    host.start([1], go_on_without_the_last_word, host.folder, len(alive))
+    host.do([1], lose_the_last_word)
+    host.start(names, go_on, host.folder, len(alive))
     results = host.results(alive)
     assert all(isinstance(one, int) for one in results), results
     assert host.do(alive, play) == ["played"] * len(alive)

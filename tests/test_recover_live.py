@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, randn, slow
-from host import Host, play_until_timeout
+from host import Host, lose
 from test_moves_death import (
     RANKS,
     REACHED,
@@ -30,6 +30,7 @@ from test_moves_death import (
     poll,
     start,
 )
+from test_recover import lose_the_last_word
 from typer.testing import CliRunner
 
 import epmoe
@@ -84,95 +85,85 @@ def expect_all_held(host: Host, names: list[int]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("stage", [slow("drop"), "copy", slow("add")])
-def test_recover_and_join_while_experts_move(tmp_path, device, stage):
+def test_recover_and_join_while_experts_move(host, stage):
     """One is killed in the middle of a move, three go on; a new rank comes, and gets experts from the others."""
-    with Host(tmp_path, device) as host:
-        names, victim = list(range(RANKS)), 1
-        host.spawn(*names)
-        host.form_at(names)
-        host.succeed(names, create)
-        host.succeed(names, begin)
-        deadline = time.monotonic() + 30
-        while not REACHED[stage](*host.succeed(names, poll)[victim]):
-            assert time.monotonic() < deadline
-        host.signal(victim, signal.SIGKILL)
-        alive = [name for name in names if name != victim]
-        assert all("EPTimeoutError" in error for error in host.do(alive, finish))
-        assert host.succeed(alive, go_on, host.folder) == [[]] * 3  # survivors have copies of all
-        expect_all_held(host, alive)
-        assert host.succeed(alive, play) == ["played"] * 3
-        host.spawn(4)
-        host.start([4], come, host.folder)
-        assert host.succeed(alive, go_on, host.folder, 4) == [[]] * 3
-        assert host.answers([4]) == [[[EMPTY] * S] * L]
-        everyone = [*alive, 4]
-        assert host.succeed(everyone, play) == ["played"] * 4
-        plans = host.succeed(everyone, balance)
-        assert plans[0] and plans == plans[:1] * 4
-        slots = expect_all_held(host, everyone)
-        assert all(set(layer[3 * S :]) != {EMPTY} for layer in slots)  # the balancer has filled the new rank's
-        host.succeed(everyone, spread)
-        assert EMPTY not in [expert for layer in expect_all_held(host, everyone) for expert in layer]
-        assert host.succeed(everyone, play) == ["played"] * 4
-        host.succeed(everyone, begin)
-        while not REACHED[stage](*host.succeed(everyone, poll)[0]):
-            assert time.monotonic() < deadline
-        assert host.succeed(everyone, go_on, host.folder) == [[]] * 4  # nobody has died
-        expect_all_held(host, everyone)
-        assert host.succeed(everyone, play) == ["played"] * 4
-
-
-def kill(host: Host, names: list[int], victim: int) -> list[int]:
-    """Between two rounds; returns the others, which have heard of it."""
-    alive = [name for name in names if name != victim]
-    host.start(alive, play_until_timeout, play)
+    names, victim = list(range(RANKS)), 1
+    host.begin(names, create)
+    host.succeed(names, begin)
+    deadline = time.monotonic() + 30
+    while not REACHED[stage](*host.succeed(names, poll)[victim]):
+        assert time.monotonic() < deadline
     host.signal(victim, signal.SIGKILL)
-    assert host.results(alive) == [[names.index(victim)]] * len(alive)
-    return alive
+    alive = [name for name in names if name != victim]
+    assert all("EPTimeoutError" in error for error in host.do(alive, finish))
+    assert host.succeed(alive, go_on, host.folder) == [[]] * 3  # survivors have copies of all
+    expect_all_held(host, alive)
+    assert host.succeed(alive, play) == ["played"] * 3
+    host.spawn(4)
+    host.start([4], come, host.folder)
+    assert host.succeed(alive, go_on, host.folder, 4) == [[]] * 3
+    assert host.answers([4]) == [[[EMPTY] * S] * L]
+    all_names = [*alive, 4]
+    assert host.succeed(all_names, play) == ["played"] * 4
+    plans = host.succeed(all_names, balance)
+    assert plans[0] and plans == plans[:1] * 4
+    slots = expect_all_held(host, all_names)
+    assert all(set(layer[3 * S :]) != {EMPTY} for layer in slots)  # the balancer has filled the new rank's
+    host.succeed(all_names, spread)
+    assert EMPTY not in [expert for layer in expect_all_held(host, all_names) for expert in layer]
+    assert host.succeed(all_names, play) == ["played"] * 4
+    host.succeed(all_names, begin)
+    while not REACHED[stage](*host.succeed(all_names, poll)[0]):
+        assert time.monotonic() < deadline
+    assert host.succeed(all_names, go_on, host.folder) == [[]] * 4  # nobody has died
+    expect_all_held(host, all_names)
+    assert host.succeed(all_names, play) == ["played"] * 4
 
 
 def two_of_three(host: Host) -> list[int]:
     """Three ranks of two slots were there, and rank 1 is killed."""
     names = [0, 1, 2]
-    host.spawn(*names)
-    host.form_at(names)
-    host.succeed(names, create, 3, 2)
-    return kill(host, names, 1)
+    host.begin(names, create, 3, 2)
+    return lose(host, names, 1, play=play)
 
 
-def test_lost_experts_are_loaded_and_the_last_rank_gets_more_slots(tmp_path, device):
+def test_lost_experts_are_loaded_and_the_last_rank_gets_more_slots(host):
     """Three ranks of two slots: with rank 1 the only copies of experts 2 and 3 die."""
-    with Host(tmp_path, device) as host:
-        alive = two_of_three(host)
-        host.form(alive)
-        for error in host.do(alive, resume):
-            assert error.startswith("ValueError: logical expert(s) [2, 3] of layer 0 have no copy left, and 2 layer(s)")
-        loaded = host.succeed(alive, go_on, host.folder)
-        assert loaded == [[(1, 2), (2, 2)], [(1, 3), (2, 3)]]
-        expect_all_held(host, alive)
-        assert host.succeed(alive, play) == ["played"] * 2
-        (last,) = kill(host, alive, 0)
-        assert host.succeed([last], go_on, host.folder) == [[(1, 1), (1, 2), (2, 1), (2, 2)]]
-        assert len(expect_all_held(host, [last])[0]) == E
-        assert host.succeed([last], play) == ["played"]
+    alive = two_of_three(host)
+    host.form(alive)
+    for error in host.do(alive, resume):
+        assert error.startswith("ValueError: logical expert(s) [2, 3] of layer 0 have no copy left, and 2 layer(s)")
+    loaded = host.succeed(alive, go_on, host.folder)
+    assert loaded == [[(1, 2), (2, 2)], [(1, 3), (2, 3)]]
+    expect_all_held(host, alive)
+    assert host.succeed(alive, play) == ["played"] * 2
+    (last,) = lose(host, alive, 0, play=play)
+    assert host.succeed([last], go_on, host.folder) == [[(1, 1), (1, 2), (2, 1), (2, 2)]]
+    assert len(expect_all_held(host, [last])[0]) == E
+    assert host.succeed([last], play) == ["played"]
+
+
+def test_a_failed_attempt_loads_nothing(host):
+    """Rank 2 opens the group and rank 0 does not: what rank 2 would have loaded is loaded in the next attempt."""
+    alive = two_of_three(host)
+    host.do([0], lose_the_last_word)
+    assert host.succeed(alive, go_on, host.folder) == [[(1, 2), (2, 2)], [(1, 3), (2, 3)]]
+    assert host.succeed(alive, play) == ["played"] * 2
 
 
 def resume(state, spread_lost: bool = False) -> None:
     state.ep.resume(spread_lost=spread_lost)
 
 
-def test_slots_begin_again_with_a_placement(tmp_path, device):
-    with Host(tmp_path, device) as host:
-        names = [0, 1]
-        host.spawn(*names)
-        host.form_at(names)
-        host.succeed(names, create, 2, S)
-        host.succeed(names, begin)
-        host.succeed(names, finish)
-        host.form(names)
-        assert host.succeed(names, begin_again) == [L * S] * 2
-        assert expect_all_held(host, names) == [[p % E for p in range(2 * S)]] * L
-        assert host.succeed(names, play) == ["played"] * 2
+def test_slots_begin_again_with_a_placement(host):
+    names = [0, 1]
+    host.begin(names, create, 2, S)
+    host.succeed(names, begin)
+    host.succeed(names, finish)
+    host.form(names)
+    assert host.succeed(names, begin_again) == [L * S] * 2
+    assert expect_all_held(host, names) == [[p % E for p in range(2 * S)]] * L
+    assert host.succeed(names, play) == ["played"] * 2
 
 
 def begin_again(state) -> int:
@@ -182,24 +173,21 @@ def begin_again(state) -> int:
     return len(moves)
 
 
-def test_a_job_starts_with_saved_slots(tmp_path, device):
-    """Experts have moved; a new job begins where they were. Ranks that read other files all hear of it."""
-    with Host(tmp_path, device) as host:
-        names = [0, 1]
-        host.spawn(*names)
-        host.form_at(names)
-        host.succeed(names, create, 2, S)
-        host.succeed(names, begin)
-        host.succeed(names, finish)
-        saved = host.succeed(names, save, tmp_path)[0]
-        first = [[p % E for p in range(2 * S)]] * L
-        assert saved != first
-        host.succeed(names, create, 2, S, tmp_path / "slots.json")
-        assert host.succeed(names, table) == [saved] * 2
-        assert host.succeed(names, play) == ["played"] * 2
-        (alive,) = kill(host, names, 0)
-        host.succeed([alive], go_on, host.folder)
-        assert host.succeed([alive], play) == ["played"]
+def test_a_job_starts_with_saved_slots(host):
+    """Experts have moved; a new job begins where they were. Ranks that read other files all raise."""
+    names = [0, 1]
+    host.begin(names, create, 2, S)
+    host.succeed(names, begin)
+    host.succeed(names, finish)
+    saved = host.succeed(names, save, host.folder)[0]
+    first = [[p % E for p in range(2 * S)]] * L
+    assert saved != first
+    host.succeed(names, create, 2, S, host.folder / "slots.json")
+    assert host.succeed(names, table) == [saved] * 2
+    assert host.succeed(names, play) == ["played"] * 2
+    (alive,) = lose(host, names, 0, play=play)
+    host.succeed([alive], go_on, host.folder)
+    assert host.succeed([alive], play) == ["played"]
 
 
 def save(state, folder: Path) -> list[list[int]]:
@@ -217,12 +205,11 @@ def create_from_own_file(state, folder: Path) -> None:
     create(state, 2, S, Path("slots.json"))
 
 
-def test_ranks_that_read_other_files_all_hear_of_it(tmp_path, device):
-    with Host(tmp_path, device) as host:
-        host.spawn(0, 1)
-        host.form_at([0, 1])
-        for error in host.do([0, 1], create_from_own_file, tmp_path):
-            assert "the file of `placement.slots` on rank" in error, error
+def test_ranks_that_read_other_files_all_hear_of_it(host):
+    host.spawn(0, 1)
+    host.form_at([0, 1])
+    for error in host.do([0, 1], create_from_own_file, host.folder):
+        assert "the file of `placement.slots` on rank" in error, error
 
 
 @pytest.mark.parametrize(
@@ -255,7 +242,7 @@ def test_the_file_of_slots_is_checked(tmp_path, content, message):
 
 
 def test_slots_are_written_in_one_step(tmp_path, monkeypatch):
-    """A save that fails leaves the file before, and nothing beside it."""
+    """A save that fails leaves the file that was there, and no other."""
     config = config_of(torch.device("cpu"), 1, E)
     with epmoe.ExpertParallel(config) as ep:
         ep.save_slots(tmp_path / "slots.json")
@@ -280,11 +267,10 @@ def test_a_layer_loads_what_its_slots_hold(tmp_path):
         torch.testing.assert_close(layers[0](x), layers[1](x))
 
 
-def test_the_page_shows_it(tmp_path, device):
+def test_the_page_shows_it(host):
     """`load_slots` of docs/recovery.md, word by word."""
-    with Host(tmp_path, device) as host:
-        alive = two_of_three(host)
-        assert host.succeed(alive, follow_the_page, host.folder) == ["played"] * 2
+    alive = two_of_three(host)
+    assert host.succeed(alive, follow_the_page, host.folder) == ["played"] * 2
 
 
 def follow_the_page(state, folder: Path) -> str:
@@ -297,23 +283,22 @@ def follow_the_page(state, folder: Path) -> str:
     return play(state)
 
 
-def test_a_group_grows_by_hand(tmp_path, device):
-    """Slots stay, and the new rank's are empty; ranks that disagree on lost experts all hear of it."""
-    with Host(tmp_path, device) as host:
-        host.spawn(0, 1, 2)
-        host.form_at([0, 1])
-        host.succeed([0, 1], create, 2, S)
-        before = host.succeed([0, 1], table)[0]
-        names = [2, 0, 1]
-        for spread_lost in (True, False):
-            host.form(names)
-            host.start([2], create, 3, S)
-            host.start([0], resume, spread_lost)
-            host.start([1], resume)
-            results = host.results(names)
-            assert spread_lost == all("the `spread_lost` of rank" in str(result) for result in results), results
-        assert host.succeed(names, table) == [[[EMPTY] * S + layer for layer in before]] * 3
-        assert host.succeed(names, play) == ["played"] * 3
+def test_a_group_grows_by_hand(host):
+    """Slots stay, and the new rank's are empty; ranks that disagree on lost experts all raise."""
+    host.spawn(0, 1, 2)
+    host.form_at([0, 1])
+    host.succeed([0, 1], create, 2, S)
+    before = host.succeed([0, 1], table)[0]
+    names = [2, 0, 1]
+    for spread_lost in (True, False):
+        host.form(names)
+        host.start([2], create, 3, S)
+        host.start([0], resume, spread_lost)
+        host.start([1], resume)
+        results = host.results(names)
+        assert spread_lost == all("the `spread_lost` of rank" in str(result) for result in results), results
+    assert host.succeed(names, table) == [[[EMPTY] * S + layer for layer in before]] * 3
+    assert host.succeed(names, play) == ["played"] * 3
 
 
 def test_the_commands_know_of_the_file(tmp_path):

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from host import (
     create,
     describe,
     form,
+    lose,
     mapped_windows,
     play,
     play_until_timeout,
@@ -35,32 +35,32 @@ from host import (
 )
 
 import epmoe
-import epmoe.join
-from epmoe.exchange.peers import Peers
+import epmoe.rail.opening
 from epmoe.exchange.window_nvlink import PeersStore
+from epmoe.group.peers import Peers
 
 
 def expect_no_windows(state) -> None:
     """When new windows are opened, the old ones are gone: both might not fit."""
-    open_window = epmoe.join.open_window
+    open_window = epmoe.rail.opening.open_window
 
     def check_and_open(*arguments):
         assert mapped_windows() == 0
         return open_window(*arguments)
 
-    epmoe.join.open_window = check_and_open
+    epmoe.rail.opening.open_window = check_and_open
 
 
 def die_in_windows(state) -> None:
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    epmoe.join.open_window = die
+    epmoe.rail.opening.open_window = die
 
 
 def miss(state, mask: int) -> None:
-    """As if a rank had reported these ranks missing."""
-    state.ep._exchange.views["signal.error"][0] |= mask
+    """Puts in the report of a rank that misses these ranks."""
+    state.ep.exchange.views["signal.error"][0] |= mask
 
 
 def keep_and_create(state) -> None:
@@ -73,19 +73,9 @@ def exchange_objects(state) -> None:
     state.ep, state.other = state.other, state.ep
 
 
-@pytest.fixture
-def host(tmp_path: Path, device: torch.device) -> Iterator[Host]:
-    with Host(tmp_path, device) as host:
-        yield host
-
-
-def lose(host: Host, names: list[int], dead: int, number: int = signal.SIGKILL) -> list[int]:
-    """One process dies or stops; the others time out and name it. Returns these."""
-    alive = [name for name in names if name != dead]
-    host.start(alive, play_until_timeout)
-    host.signal(dead, number)
-    missing = host.results(alive)
-    assert missing == [[names.index(dead)]] * len(alive)
+def lose_one(host: Host, names: list[int], dead: int, number: int = signal.SIGKILL) -> list[int]:
+    """`lose`; the others see who is left."""
+    alive = lose(host, names, dead, number)
     assert host.do(alive, survivors) == [[r for r, name in enumerate(names) if name != dead]] * len(alive)
     return alive
 
@@ -93,7 +83,7 @@ def lose(host: Host, names: list[int], dead: int, number: int = signal.SIGKILL) 
 @pytest.mark.parametrize("dead", [0, slow(2)])
 def test_the_rest_goes_on_after_a_death(host, dead):
     """Rank 0 has hosted the store of the first group."""
-    alive = lose(host, serve(host), dead)
+    alive = lose_one(host, serve(host), dead)
     host.form(alive)
     host.do(alive, expect_no_windows)
     moves = host.do(alive, resume)
@@ -107,7 +97,7 @@ def test_the_rest_goes_on_after_a_death(host, dead):
 def test_the_page_shows_it(host):
     """`epmoe.recover` with its `load_weights`, word by word."""
     names = serve(host)
-    alive = lose(host, names, 0)
+    alive = lose_one(host, names, 0)
     assert host.do(alive, follow_the_page, host.folder) == ["played"] * 3
 
 
@@ -126,14 +116,14 @@ def follow_the_page(state, folder: Path) -> str:
 def test_two_deaths_one_after_the_other(host):
     alive = serve(host, copies=3)
     for dead in (3, 0):
-        alive = lose(host, alive, dead)
+        alive = lose_one(host, alive, dead)
         host.form(alive)
         host.do(alive, resume)
         assert host.do(alive, play) == ["played"] * len(alive)
 
 
 def test_the_last_rank_needs_no_group(host):
-    alive = lose(host, serve(host, ranks=2), 0)
+    alive = lose_one(host, serve(host, ranks=2), 0)
     host.do(alive, leave_groups)
     host.do(alive, resume)
     assert host.do(alive, play) == ["played"]
@@ -145,7 +135,7 @@ def leave_groups(state) -> None:
 
 @pytest.mark.parametrize("how", ["killed", slow("stopped"), slow("in the windows")])
 def test_a_second_death_during_resume(host, how):
-    alive = lose(host, serve(host, copies=3), 3)
+    alive = lose_one(host, serve(host, copies=3), 3)
     host.form(alive)
     rest, started = alive[:2], time.monotonic()
     if how == "in the windows":
@@ -163,7 +153,7 @@ def test_a_second_death_during_resume(host, how):
 
 
 def test_ranks_that_disagree_all_hear_of_it(host):
-    alive = lose(host, serve(host, copies=3), 3)
+    alive = lose_one(host, serve(host, copies=3), 3)
     host.form(alive)
     old, new = spread(4, 3), spread(4, 3).without([3])
     for placements, message in [
@@ -180,8 +170,8 @@ def test_ranks_that_disagree_all_hear_of_it(host):
 
 
 def test_survivors_with_different_views(host):
-    """Each forms the group that it believes in. No group forms, all raise, and they agree once they have all heard."""
-    alive = lose(host, serve(host, copies=3), 3)
+    """Each forms the group that it believes in. No group forms, all raise, and they agree once all have the report."""
+    alive = lose_one(host, serve(host, copies=3), 3)
     host.do([1], miss, 1 << 2)
     views = [set(view) for view in host.do(alive, survivors)]
     assert views == [{0, 1, 2}, {0, 1}, {0, 1, 2}]
@@ -200,7 +190,7 @@ def test_a_stopped_rank_that_comes_back(host):
     """It sees the latch and has no way into the new windows; later it may come back by the same call."""
     names = serve(host)
     host.start([3], play_until_timeout)
-    alive = lose(host, names, 3, signal.SIGSTOP)
+    alive = lose_one(host, names, 3, signal.SIGSTOP)
     host.form(alive)
     host.do(alive, resume)
     host.start(alive, play, 60)
@@ -215,7 +205,7 @@ def test_a_stopped_rank_that_comes_back(host):
 
 
 def test_a_group_grows(host):
-    """First without a placement for the new rank: all hear of it, and the old group's windows still work."""
+    """First without a placement for the new rank: all raise, and the old group's windows still work."""
     names = [*serve(host, ranks=2, copies=1), 2]
     new = spread(3, 2)
     host.spawn(2)
@@ -237,7 +227,7 @@ def test_a_group_grows(host):
 
 @pytest.mark.parametrize("arguments", [(spread(4, 1).without([1], spread_lost=True),), slow((None, True))])
 def test_lost_experts_are_named(host, arguments):
-    alive = lose(host, serve(host, copies=1), 1)
+    alive = lose_one(host, serve(host, copies=1), 1)
     host.form(alive)
     for error in host.do(alive, resume):
         assert error.startswith("ValueError: logical expert(s) [1, 5] have no copy outside rank(s) [1]")

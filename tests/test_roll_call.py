@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from epmoe.rail import roll_call
+from epmoe.group import roll_call
 
 RANKS, RANK, SIZE = [0, 2, 4], 2, 6
 OTHERS = [0, 4]

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import epmoe
 from epmoe.exchange.descriptors import DESCRIPTOR
-from epmoe.group import check_shared_memory
 from epmoe.native.arguments import check_tensor
+from epmoe.rail.opening import check_shared_memory
 
 
 def test_one_process_is_a_group_of_one():
@@ -91,61 +91,43 @@ def test_too_few_expert_rows():
 
 T, K, D, M = 5, 4, 64, 16
 X, IDS, WEIGHTS = torch.zeros(T, D), torch.zeros(T, K, dtype=torch.int32), torch.ones(T, K)
+TOO_MANY = {"x": torch.zeros(M + 3, D), "ids": IDS.new_zeros(M + 3, K), "weights": torch.ones(M + 3, K)}
+IDS_OF_5 = r"`ids` must be int32 or int64 \[5, K\], got"
 
 
 @pytest.mark.parametrize(
-    ("args", "options", "error", "message"),
+    ("changed", "error", "message"),
     [
-        ((X.double(), IDS, WEIGHTS), {}, TypeError, r"`x` must be .*float32.* \[T, D\], got float64 \[5, 64\]"),
-        ((X.int(), IDS, WEIGHTS), {}, TypeError, r"`x` must be .*float32.* \[T, D\], got int32 \[5, 64\]"),
-        ((X[0], IDS, WEIGHTS), {}, ValueError, r"`x` must be .* \[T, D\], got float32 \[64\]"),
-        (
-            (torch.zeros(T, 128), IDS, WEIGHTS),
-            {},
-            ValueError,
-            r"`x` must be float32 \[T, 64\].*, got float32 \[5, 128\]",
-        ),
-        ((X[:, :63], IDS, WEIGHTS), {}, ValueError, r"`x` must be float32 \[T, 64\].*16 bytes, got float32 \[5, 63\]"),
-        ((X, IDS[:4], WEIGHTS), {}, ValueError, r"`ids` must be int32 or int64 \[5, K\], got int32 \[4, 4\]"),
-        ((X, IDS[0], WEIGHTS), {}, ValueError, r"`ids` must be int32 or int64 \[5, K\], got int32 \[4\]"),
-        (
-            (X, IDS.repeat(1, 2), WEIGHTS),
-            {},
-            ValueError,
-            r"`ids` must be int32 or int64 \[5, 1\.\.4\], got int32 \[5, 8\]",
-        ),
-        ((X, WEIGHTS, IDS), {}, TypeError, r"`ids` must be int32 or int64 \[5, K\], got float32 \[5, 4\]"),
-        ((X, IDS.short(), WEIGHTS), {}, TypeError, r"`ids` must be int32 or int64 \[5, K\], got int16 \[5, 4\]"),
-        ((X, IDS, WEIGHTS[:, :3]), {}, ValueError, r"`weights` must be .* \[5, 4\], got float32 \[5, 3\]"),
-        ((X, IDS, WEIGHTS.double()), {}, TypeError, r"`weights` must be .* \[5, 4\], got float64 \[5, 4\]"),
-        ((X, IDS, WEIGHTS), {"layout": "token"}, ValueError, r"`layout` must be 'expert' or 'rank', got 'token'"),
-        ((X, IDS, WEIGHTS), {"num_tokens": 2.0}, TypeError, r"`num_tokens` must be an int or .*, got float"),
-        (
-            (X, IDS, WEIGHTS),
-            {"num_tokens": torch.ones(2)},
-            TypeError,
-            r"`num_tokens` must be int32 \[1\], got float32 \[2\]",
-        ),
-        ((X.clone().requires_grad_(), IDS, WEIGHTS), {}, RuntimeError, r"forward only.*torch\.inference_mode"),
-        ((X.to("meta"), IDS, WEIGHTS), {}, ValueError, "`x` must be on cpu, got meta"),
-        ((X, IDS, WEIGHTS.to("meta")), {}, ValueError, "`weights` must be on cpu, got meta"),
-        ((X, IDS, WEIGHTS.flatten()), {}, ValueError, r"`weights` must be .* \[5, 4\]"),
-        ((X.numpy(), IDS, WEIGHTS), {}, TypeError, "`x` must be .*, got ndarray"),
-        ((X, IDS, None), {}, TypeError, "`weights` must be .*, got NoneType"),
-        (
-            (torch.zeros(M + 3, D), torch.zeros(M + 3, K, dtype=torch.int32), torch.ones(M + 3, K)),
-            {},
-            ValueError,
-            r"19 tokens, but capacity\.max_num_tokens_per_rank is 16: set it to at least 19",
-        ),
+        ({"x": X.double()}, TypeError, r"`x` must be .*float32.* \[T, D\], got float64 \[5, 64\]"),
+        ({"x": X.int()}, TypeError, r"`x` must be .*float32.* \[T, D\], got int32 \[5, 64\]"),
+        ({"x": X[0]}, ValueError, r"`x` must be .* \[T, D\], got float32 \[64\]"),
+        ({"x": torch.zeros(T, 128)}, ValueError, r"`x` must be float32 \[T, 64\].*, got float32 \[5, 128\]"),
+        ({"x": X[:, :63]}, ValueError, r"`x` must be float32 \[T, 64\].*16 bytes, got float32 \[5, 63\]"),
+        ({"x": X.clone().requires_grad_()}, RuntimeError, r"forward only.*torch\.inference_mode"),
+        ({"x": X.to("meta")}, ValueError, "`x` must be on cpu, got meta"),
+        ({"x": X.numpy()}, TypeError, "`x` must be .*, got ndarray"),
+        ({"ids": IDS[:4]}, ValueError, rf"{IDS_OF_5} int32 \[4, 4\]"),
+        ({"ids": IDS[0]}, ValueError, rf"{IDS_OF_5} int32 \[4\]"),
+        ({"ids": IDS.repeat(1, 2)}, ValueError, r"`ids` must be int32 or int64 \[5, 1\.\.4\], got int32 \[5, 8\]"),
+        ({"ids": WEIGHTS, "weights": IDS}, TypeError, rf"{IDS_OF_5} float32 \[5, 4\]"),
+        ({"ids": IDS.short()}, TypeError, rf"{IDS_OF_5} int16 \[5, 4\]"),
+        ({"weights": WEIGHTS[:, :3]}, ValueError, r"`weights` must be .* \[5, 4\], got float32 \[5, 3\]"),
+        ({"weights": WEIGHTS.double()}, TypeError, r"`weights` must be .* \[5, 4\], got float64 \[5, 4\]"),
+        ({"weights": WEIGHTS.to("meta")}, ValueError, "`weights` must be on cpu, got meta"),
+        ({"weights": WEIGHTS.flatten()}, ValueError, r"`weights` must be .* \[5, 4\]"),
+        ({"weights": None}, TypeError, "`weights` must be .*, got NoneType"),
+        ({"layout": "token"}, ValueError, r"`layout` must be 'expert' or 'rank', got 'token'"),
+        ({"num_tokens": 2.0}, TypeError, r"`num_tokens` must be an int or .*, got float"),
+        ({"num_tokens": torch.ones(2)}, TypeError, r"`num_tokens` must be int32 \[1\], got float32 \[2\]"),
+        (TOO_MANY, ValueError, r"19 tokens, but capacity\.max_num_tokens_per_rank is 16: set it to at least 19"),
     ],
 )
-def test_a_wrong_call_is_refused(args, options, error, message):
+def test_a_wrong_call_is_refused(changed, error, message):
     """Twice: a call like one that has passed skips most checks, but none that could still fail."""
     with epmoe.ExpertParallel(alone(top_k=K, max_tokens=M)) as ep:
         for _ in range(2):
             with pytest.raises(error, match=message):
-                ep.dispatch(*args, **options)
+                ep.dispatch(**{"x": X, "ids": IDS, "weights": WEIGHTS} | changed)
             d = ep.dispatch(X, IDS, WEIGHTS)
             with pytest.raises(RuntimeError, match="round . is still open"):
                 ep.dispatch(X, IDS, WEIGHTS)
@@ -171,8 +153,10 @@ def test_rows_of_the_shape_that_dispatch_returned_are_still_checked():
 
 
 CONFIG = alone()
+ON_THE_CPU, BY_NVLINK = (alone(exchange={"transport": transport}) for transport in ("shared_memory", "nvlink"))
 IS_A_PATH = "`config` must be an EPConfig or the path of its file, got"
 IS_A_GROUP = "`group` must be a process group of torch.distributed, got"
+NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns to other processes
 
 
 @pytest.mark.parametrize(
@@ -183,30 +167,14 @@ IS_A_GROUP = "`group` must be a process group of torch.distributed, got"
         (CONFIG.model, {}, TypeError, f"{IS_A_PATH} ModelConfig"),
         (CONFIG, {"group": "cpu"}, TypeError, f"{IS_A_GROUP} str"),
         (CONFIG, {"group": [0]}, TypeError, f"{IS_A_GROUP} list"),
-        # what new_group returns to other processes
-        (CONFIG, {"group": dist.GroupMember.NON_GROUP_MEMBER}, ValueError, "this process is no member of `group`"),
+        (CONFIG, {"group": NO_MEMBER}, ValueError, "this process is no member of `group`"),
         (CONFIG, {"device": "gpu"}, ValueError, "`device` must be cpu or cuda with .*='auto', got gpu"),
         (CONFIG, {"device": {"type": "cpu"}}, TypeError, "`device` must be a torch.device or its name, got dict"),
-        (
-            alone(exchange={"transport": "shared_memory"}),
-            {"device": "cuda"},
-            ValueError,
-            r"`device` must be cpu with .*'shared_memory', got cuda",
-        ),
-        (
-            alone(exchange={"transport": "nvlink"}),
-            {"device": "cpu"},
-            ValueError,
-            r"`device` must be cuda with exchange.transport='nvlink', got cpu",
-        ),
+        (ON_THE_CPU, {"device": "cuda"}, ValueError, "`device` must be cpu with .*'shared_memory', got cuda"),
+        (BY_NVLINK, {"device": "cpu"}, ValueError, "`device` must be cuda with exchange.transport='nvlink', got cpu"),
         (alone(64, topology={"ep_size": 33}), {"device": "cuda"}, ValueError, "ep_size` must be at most 32 on GPUs"),
         (alone(experts=64, top_k=33), {"device": "cuda"}, ValueError, "per_tok` must be at most 32 on GPUs, got 33"),
-        (
-            alone(topology={"ep_size": 2}),
-            {},
-            ValueError,
-            "ep_size must equal the size of the group, 1, got 2; torch.distributed is not",
-        ),
+        (alone(topology={"ep_size": 2}), {}, ValueError, "equal the size of the group, 1, got 2; torch.distributed is"),
     ],
 )
 def test_wrong_arguments_of_the_constructor(config, arguments, error, message):

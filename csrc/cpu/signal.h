@@ -131,7 +131,7 @@ inline bool failed_elsewhere(const Exchange& ex, Stage stage, uint32_t epoch) {
   return false;
 }
 
-// Ranks whose processes have ended, as a mask, which the host keeps (epmoe/exchange/deaths.py). All their signals have
+// Ranks whose processes have ended, as a mask, which the host keeps (epmoe/group/deaths.py). All their signals have
 // arrived.
 inline uint64_t dead_ranks(const Exchange& ex) {
   auto* dead = in_window<uint64_t>(ex, ex.plan.rank, ex.plan.signal_dead);

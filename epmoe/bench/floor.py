@@ -23,8 +23,8 @@ from torch import Tensor
 from epmoe.bench.sample import Sample, wire_bytes
 from epmoe.bench.sides import Side, poison
 from epmoe.config.config import EPConfig
-from epmoe.exchange.peers import Peers
 from epmoe.exchange.window_nvlink import NVLinkWindow
+from epmoe.group.peers import Peers
 from epmoe.native import build
 
 BLOCKS = (16, 32, 64, 128)

@@ -20,7 +20,7 @@ from epmoe.bench.layer_sides import Calls, WholeLayer
 from epmoe.bench.sample import Payload, Sample
 from epmoe.bench.sides import Exchange, Side, poison
 from epmoe.config.placement import Placement
-from epmoe.exchange.peers import Peers as Ranks
+from epmoe.group.peers import Peers as Ranks
 
 _T = TypeVar("_T")
 _Opened = TypeVar("_Opened")

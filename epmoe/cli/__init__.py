@@ -14,8 +14,8 @@ from epmoe import __version__
 from epmoe.cli import balance, bench, doctor, plan, run
 from epmoe.cli.console import SEE_TRACEBACK, UserError, fail, launched_rank, message_file, quiet_exit
 from epmoe.config.config import ConfigError, EPConfig
-from epmoe.exchange.health import EPError
 from epmoe.extras import explain
+from epmoe.group.errors import EPError
 from epmoe.native.build import BuildError
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or that of the click inside typer

@@ -22,7 +22,7 @@ from epmoe.cli.tables import show
 from epmoe.cli.watch import watching
 from epmoe.config.config import EPConfig
 from epmoe.exchange.health import Health
-from epmoe.exchange.peers import Peers
+from epmoe.group.peers import Peers
 from epmoe.local.simulate import Kind
 from epmoe.service import ExpertParallel
 

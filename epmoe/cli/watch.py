@@ -24,7 +24,7 @@ from epmoe.cli.result import by_rank, bytes_back, bytes_out
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 from epmoe.exchange.health import Health
-from epmoe.exchange.peers import Peers
+from epmoe.group.peers import Peers
 from epmoe.service import ExpertParallel
 
 INTERVAL_S = 0.5  # between two looks

@@ -177,8 +177,10 @@ class ExchangeConfig(Strict):
     combine_payload: Literal["auto", "fp8"] = "auto"
     """Format of rows sent back by combine; the same choices."""
     network_splits: Literal["padded", "exact"] = "padded"
-    """Slabs between nodes, by all-to-all of torch.distributed (gloo on CPUs, NCCL on GPUs). padded: of equal length,
-    which the host never looks at; exact: the host reads how long they are."""
+    """Slabs between nodes. padded: of equal length, which the host never looks at; exact: the host reads how long they
+    are."""
+    rail: str = "auto"
+    """What carries slabs between nodes. auto: gloo on CPUs, nccl on GPUs, both by all-to-all of torch.distributed."""
     timeout_s: float = Field(default=30.0, gt=0, le=86400)
     """Seconds that a rank waits for the other ranks before EPTimeoutError."""
     warmup_timeout_s: float = Field(default=300.0, gt=0, le=86400)

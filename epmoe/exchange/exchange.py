@@ -21,11 +21,12 @@ from epmoe.config.config import EPConfig
 from epmoe.config.tuning import Tuning
 from epmoe.exchange.call import Call
 from epmoe.exchange.handles import Dispatched, Layout, Sent
-from epmoe.exchange.health import STAGES, EPMismatchError, EPTimeoutError, Health
+from epmoe.exchange.health import STAGES, Health
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.round_state import CLOSED, RETURNING, RoundState
 from epmoe.exchange.templates import Templates
-from epmoe.exchange.waiting import device_ends
+from epmoe.group.errors import EPMismatchError, EPTimeoutError
+from epmoe.group.waiting import device_ends
 
 _GLANCE_S = 1e-5
 _P = ParamSpec("_P")

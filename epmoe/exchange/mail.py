@@ -14,9 +14,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from epmoe.exchange.health import EPStateError
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.window import SharedMemoryWindow, Window
+from epmoe.group.errors import EPStateError
 from epmoe.native import ops
 
 _WORDS = "moves.words"

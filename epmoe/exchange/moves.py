@@ -27,10 +27,10 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from epmoe.exchange.health import EPRefusedError
 from epmoe.exchange.mail import Mail
 from epmoe.exchange.memory import Buffer
 from epmoe.exchange.moves_plan import EMPTY, SlotMove, Wave
+from epmoe.group.errors import EPRefusedError
 
 Weights = Callable[[int, int], Sequence[Tensor]]
 """(tag, index of a local slot) → its tensors without gaps, in which weights are read and written in place"""

@@ -26,7 +26,7 @@ from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 from epmoe.config.tuning import Tuning
 from epmoe.exchange.call import Call
-from epmoe.exchange.descriptors import CallerRows, Descriptors, returning
+from epmoe.exchange.descriptors import Descriptors
 from epmoe.exchange.exchange import Exchange
 from epmoe.exchange.handles import Dispatched, Layout, Sent
 from epmoe.exchange.health import (
@@ -34,8 +34,6 @@ from epmoe.exchange.health import (
     TIMEOUT,
     TOTALS,
     UNSCHEDULED,
-    EPAbortedError,
-    EPOverflowError,
     Health,
     Totals,
     raise_incomplete,
@@ -54,15 +52,13 @@ from epmoe.exchange.round_state import (
     SENT,
     RoundState,
 )
-from epmoe.exchange.templates import Templates, rows_as
+from epmoe.exchange.templates import Templates
 from epmoe.exchange.unscheduled import LOOK_S, Late, watch_of
-from epmoe.exchange.waiting import device_ends, interruptible
 from epmoe.exchange.window import Window
+from epmoe.group.errors import EPAbortedError, EPOverflowError
+from epmoe.group.waiting import device_ends, interruptible
 from epmoe.native import ops
-from epmoe.native.arguments import FP8
-from epmoe.native.formats import packed_row_bytes
 
-TRAINING_SHARE = 3 / 4  # of the multiprocessors, so that NCCL's kernels beside a round of training find theirs
 _written_to: list[object] = []  # what kernels that had not ended at a release may write
 _CODE, _NEEDED_ROWS = STATUS.index("code"), STATUS.index("needed_rows")
 _MISSING, _ABORTED, _ABORTED_EPOCH = map(STATUS.index, ("missing", "aborted", "aborted_epoch"))
@@ -87,6 +83,7 @@ class NodeExchange(Exchange):
         status: int64 in host memory: `STATUS`, which the kernels write; on GPUs `PROGRESS` follows.
         descriptors: of the operators.
         code: not 0 once the kernels have reported a failure.
+        rows_key: what limits the expert-major rows of a round, as errors name it.
 
     Raises:
         ConfigError: the file that `exchange.tuning` names is missing or wrong.
@@ -129,23 +126,23 @@ class NodeExchange(Exchange):
             self._watch, self._looking, self._look_at = watch_of(self.views), Lock(), 0.0
         rows = self.views["rows"]
         self._rows = None if rows.is_inference() else rows
-        self._trains, self._training_sms = False, _share_of(device)
+        self.rows_key = "capacity.max_expert_rows"
 
     def dispatch(self, call: Call) -> Dispatched:
         """`padded_tokens` is for a network between nodes, of which there is none here."""
         outer = self.enter()
         try:
-            sent = self._opened(call)
-            self._run(ops.dispatch, sent.arguments, DISPATCHED)
-            return self._received(sent)
+            sent = self.opened(call)
+            self.launch(ops.dispatch, sent.arguments, DISPATCHED)
+            return self.received(sent)
         finally:
             self.thread = outer
 
     def dispatch_send(self, call: Call) -> Sent:
         outer = self.enter()
         try:
-            sent = self._opened(call)
-            self._run(ops.dispatch_send, sent.arguments, SENT)
+            sent = self.opened(call)
+            self.launch(ops.dispatch_send, sent.arguments, SENT)
             return sent
         finally:
             self.thread = outer
@@ -154,8 +151,8 @@ class NodeExchange(Exchange):
         outer = self.enter()
         try:
             self.rounds.permit(sent, "dispatch_recv", "sent")
-            self._run(ops.dispatch_recv, sent.arguments, DISPATCHED)
-            return self._received(sent)
+            self.launch(ops.dispatch_recv, sent.arguments, DISPATCHED)
+            return self.received(sent)
         finally:
             self.thread = outer
 
@@ -187,62 +184,10 @@ class NodeExchange(Exchange):
             self.rounds.permit(dispatched, "combine_recv")
             y = self.rounds.y
             assert y is not None
-            self._run(ops.combine_recv, (y, None, *self.memory, dispatched.sent.descriptor), CLOSED)
+            self.launch(ops.combine_recv, (y, None, *self.memory, dispatched.sent.descriptor), CLOSED)
             return self._closed(y)
         finally:
             self.thread = outer
-
-    def dispatch_into(self, call: Call, into: CallerRows) -> Dispatched:
-        """`dispatch` of a round of training, which writes into memory of the caller's. Collective.
-
-        Args:
-            call: of expert-major rows.
-            into: the memory, which must live until the round is closed.
-
-        Returns:
-            The open round, with the rows, offsets and counts of `into`.
-        """
-        outer = self.enter()
-        try:
-            sent = self._opened(call)
-            assert sent.descriptor is not None
-            self._trains = True
-            scratch = self.memory[1].data_ptr()
-            sent.descriptor = self.descriptors.for_training(sent.descriptor, into, scratch, self._training_sms)
-            x, ids, weights, scales, tokens, num_rows, *memory, _ = sent.arguments
-            if into.packed:
-                x = ops.pack_fp8(x, tokens, num_rows)
-            sent.arguments = x, ids, weights, scales, tokens, num_rows, *memory, sent.descriptor
-            self._run(ops.dispatch, sent.arguments, DISPATCHED)
-            dispatched = self._received(sent)
-        finally:
-            self.thread = outer
-        if into.rows is not None:
-            dispatched.rows = into.rows
-        elif into.packed:
-            dispatched.rows = rows_as(self.views["rows"], FP8, packed_row_bytes(call.x.shape[1]))
-        dispatched.expert_offsets, dispatched.tokens_per_expert = into.expert_offsets, into.tokens_per_expert
-        return dispatched
-
-    def combine_with_values(self, rows: Tensor, dispatched: Dispatched, row_values: Tensor) -> tuple[Tensor, Tensor]:
-        """`combine` of a round of training that returns values. Collective.
-
-        Args:
-            rows: as of `combine`.
-            dispatched: the open round, of `dispatch_into`.
-            row_values: fp32 [N], contiguous.
-
-        Returns:
-            y [T, D], and fp32 [T, K], for each pair the value of its row, 0 where it has none.
-        """
-        sent = dispatched.sent
-        T, K = sent.num_tokens, sent.template.shape[1]
-        pair_values = row_values.new_empty(max(T * K, 1))  # an empty tensor has no address
-        if not len(row_values):
-            row_values = row_values.new_empty(1)
-        assert sent.descriptor is not None
-        sent.descriptor = returning(sent.descriptor, row_values, pair_values)
-        return self.combine("expert", rows, dispatched, None), pair_values[: T * K].view(T, K)
 
     def abort_open_round(self) -> None:
         """It allocates nothing, so it works after any error."""
@@ -321,7 +266,7 @@ class NodeExchange(Exchange):
             super().poll()
 
     def check_rounds(self) -> None:
-        """As `Exchange.check_rounds`. What it does not raise stays, for an exchange over several nodes."""
+        """What it does not raise stays, for an exchange over several nodes."""
         overflow = self.take_overflow() if self._raises_overflow else None
         mask, epoch = self.take_aborted() if self._raises_abort else (0, 0)
         ranks = [rank for rank in range(self.plan.sizes["R"]) if mask >> rank & 1]
@@ -332,8 +277,7 @@ class NodeExchange(Exchange):
         needed, self._words[_NEEDED_ROWS] = self._words[_NEEDED_ROWS], 0
         if not needed:
             return None
-        key = "capacity.max_expert_rows" + (", or `num_rows` in training," if self._trains else "")
-        return EPOverflowError(needed, self.plan.sizes["max_rows"], key=key)
+        return EPOverflowError(needed, self.plan.sizes["max_rows"], key=self.rows_key)
 
     def take_aborted(self) -> tuple[int, int]:
         """Ranks that have aborted rounds that ended since the last call, as a mask, and the last such round."""
@@ -436,7 +380,7 @@ class NodeExchange(Exchange):
             views["table.local_index"].copy_(torch.tensor(placement.local_index))
         views["table.sentinels"].copy_(torch.tensor([placement.sentinel(r) for r in range(placement.ep_size)]))
 
-    def _opened(self, call: Call) -> Sent:
+    def opened(self, call: Call) -> Sent:
         """Check a call and give it a round, whose first operator opens it."""
         if self._words[_CODE]:
             self.check()
@@ -449,7 +393,7 @@ class NodeExchange(Exchange):
             self.descriptors.set_timeout(self.config.exchange.timeout_s)
         return rounds.open(template, T, epoch, call.tag, descriptor, arguments)
 
-    def _received(self, sent: Sent) -> Dispatched:
+    def received(self, sent: Sent) -> Dispatched:
         """In state DISPATCHED, after the operator.
 
         Raises EPMismatchError if the calls of the ranks do not match, and on the CPU closes the round. Raises
@@ -469,7 +413,7 @@ class NodeExchange(Exchange):
         y = y_of(dispatched, out, self.device)
         checked = output_rows(rows, dispatched, self.plan, self.device)
         self.rounds.give_back(y)
-        self._run(operator, (y, checked, *self.memory, dispatched.sent.descriptor), state)
+        self.launch(operator, (y, checked, *self.memory, dispatched.sent.descriptor), state)
         return y
 
     def _closed(self, y: Tensor) -> Tensor:
@@ -480,7 +424,7 @@ class NodeExchange(Exchange):
             self.poll()
         return y
 
-    def _run(self, operator: OpOverload, arguments: tuple[Any, ...], state: int) -> None:
+    def launch(self, operator: OpOverload, arguments: tuple[Any, ...], state: int) -> None:
         """Call an operator that leads the round to `state`, and wait on if a signal has interrupted it."""
         if monotonic() >= self._look_at:
             self.look(launches=True)
@@ -519,10 +463,3 @@ class NodeExchange(Exchange):
         """
         D, dtype = sent.template.hidden_size, sent.template.like.dtype
         return self._unread[: sent.num_tokens * D * dtype.itemsize].view(dtype).view(sent.num_tokens, D)
-
-
-def _share_of(device: torch.device) -> int:
-    """The multiprocessors that a kernel of training may use."""
-    if device.type == "cpu":
-        return 1
-    return max(int(torch.cuda.get_device_properties(device).multi_processor_count * TRAINING_SHARE), 1)

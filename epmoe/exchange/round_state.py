@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from epmoe.exchange.handles import Dispatched, RoundTemplate, Sent
-from epmoe.exchange.health import EPStateError
+from epmoe.group.errors import EPStateError
 from epmoe.native.arguments import describe
 
 CLOSED, SENT, DISPATCHED, RETURNING = range(4)

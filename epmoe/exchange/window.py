@@ -26,8 +26,8 @@ from typing import Protocol
 
 import torch
 
-from epmoe.exchange.deaths import Deaths, this_process
-from epmoe.exchange.peers import Peers
+from epmoe.group.deaths import Deaths, this_process
+from epmoe.group.peers import Peers
 from epmoe.native import ops
 
 SOCKET_TIMEOUT_S = 60.0

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
 
-from epmoe.exchange.deaths import Deaths
-from epmoe.exchange.peers import MissingRankError, Peers
-from epmoe.exchange.waiting import interruptible
 from epmoe.exchange.window import check_room, share_descriptors
+from epmoe.group.deaths import Deaths
+from epmoe.group.peers import MissingRankError, Peers
+from epmoe.group.waiting import interruptible
 
 _LAST_WORDS_S = 0.02  # after the end of a process, until what it has stored is here and waits have seen it
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from epmoe.config.config import EPConfig
 from epmoe.exchange.handles import Dispatched
-from epmoe.exchange.health import EPMismatchError, EPTimeoutError
+from epmoe.group.errors import EPMismatchError, EPTimeoutError
 from epmoe.local.quantize import dequantize_rows
 from epmoe.native.arguments import check_forward_only
 from epmoe.service import ExpertParallel

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from epmoe.exchange.health import COUNTERS, EPStateError
+from epmoe.exchange.health import COUNTERS
+from epmoe.group.errors import EPStateError
 from epmoe.service import ExpertParallel
 
 _TEXTS = {

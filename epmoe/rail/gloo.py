@@ -7,15 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import starmap
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakMethod
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import AllToAllOptions, _get_default_store
 
 from epmoe.config.deadlines import NETWORK_SLACK_S, Deadlines
-from epmoe.rail.rail import DeviceWords, Load, RailError, Transfer
-from epmoe.rail.roll_call import RollCall
+from epmoe.group.roll_call import RollCall
+from epmoe.rail.rail import DeviceWords, Load, RailError
 
 _CONNECT = timedelta(seconds=60)  # for ranks to reach one another at the start
 _SPINS = 200  # looks at a transfer before the first sleep
@@ -37,36 +39,38 @@ def connect_within(timeout_s: float | None) -> timedelta:
 class GlooRail:
     """A `Rail` by all-to-all of torch.distributed, over a group of its own. The host waits for its transfers.
 
-    Args:
-        roll: the ranks of this rail.
-        deadlines: of its transfers.
-        connect: how long ranks may take to reach one another.
+    Its arguments are those of `Rail`.
     """
 
-    def __init__(self, roll: RollCall, deadlines: Deadlines, connect: timedelta) -> None:
-        self._roll, self._deadlines, self._ended = roll, deadlines, False
-        name, ranks = f"{roll.name}/rail/{roll.ranks[0]}", roll.ranks
-        self._group = gloo_group(name, ranks.index(roll.rank), len(ranks), connect)
-        self._under_way: list[list[Transfer]] = []  # as `start` was given them
+    devices: ClassVar[tuple[str, ...]] = ("cpu",)
 
-    def start(self, load: Load, started: list[Transfer]) -> None:
+    def __init__(self, roll_call: RollCall, deadlines: Deadlines, device: torch.device, connect: timedelta) -> None:
+        self._roll_call, self._deadlines, self._device, self._ended = roll_call, deadlines, device, False
+        name, ranks = f"{roll_call.name}/rail/{roll_call.ranks[0]}", roll_call.ranks
+        self._group = gloo_group(name, ranks.index(roll_call.rank), len(ranks), connect)
+        self._under_way: list[Load] = []
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+
+    def start(self, load: Load) -> None:
         if self._ended:
             raise RailError("the rail is closed")
         timeout_s = self._deadlines.of(load.returning)
         options = AllToAllOptions()  # `dist.all_to_all_single` takes no deadline
         options.timeout, options.asyncOp = timedelta(seconds=timeout_s + NETWORK_SLACK_S), True
         arguments = load.received, load.sent, load.received_rows, load.sent_rows, options
-        under_way = (other for other in self._under_way if not all(one.is_completed() for one in other))
-        self._under_way = [*under_way, started]
+        self._under_way = [*filter(_is_under_way, self._under_way), load]
         try:
             # Both in one call of C, so that no signal handler comes between the start and its record.
-            started.extend(starmap(self._group.alltoall_base, [arguments]))
+            load.started.extend(starmap(self._group.alltoall_base, [arguments]))
         except RuntimeError as error:
             raise RailError(str(error)) from error
 
-    def wait(self, transfer: Transfer, look: Callable[[], None], returning: bool = False) -> None:
+    def wait(self, load: Load, look: Callable[[], None]) -> None:
         """It polls, so that signal handlers of Python run."""
-        deadline = time.monotonic() + self._deadlines.of(returning)
+        (transfer,) = load.started
+        deadline = time.monotonic() + self._deadlines.of(load.returning)
         polls, sleep_s = 0, _SLEEP_S
         while not transfer.is_completed():
             polls += 1
@@ -87,7 +91,7 @@ class GlooRail:
         """There is nothing to do, since the host waits for every transfer."""
 
     def missing(self, found: Sequence[int]) -> list[int]:
-        return self._roll.missing(found)
+        return self._roll_call.missing(found)
 
     def abort(self, missing: Sequence[int]) -> None:
         """gloo cannot cancel a transfer: what is under way ends by its own deadline."""
@@ -96,7 +100,11 @@ class GlooRail:
     def close(self) -> None:
         """The end of a group with a transfer under way would wait for the deadline, so it lives on."""
         self._ended = True
-        if not all(transfer.is_completed() for started in self._under_way for transfer in started):
+        if any(map(_is_under_way, self._under_way)):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))  # until the process ends
         self._under_way.clear()
         del self._group
+
+
+def _is_under_way(load: Load) -> bool:
+    return not all(transfer.is_completed() for transfer in load.started)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 from epmoe.exchange.memory import MemoryPlan, RailSlot
 from epmoe.native.formats import WIRE_FORMATS
+from epmoe.rail.rail import Rail
 
 _TABLES = ("rail.table.copies", "rail.table.num_copies", "rail.table.node_of", "rail.table.node_local")
 
@@ -21,6 +24,7 @@ class RailMemory:
         placement: of the whole group.
         rank: in the group.
         device: of the buffers.
+        rail: allocates them.
 
     Attributes:
         views: buffers of the region "rail" by name; on GPUs `rail.total.needed` is memory of the host.
@@ -39,10 +43,10 @@ class RailMemory:
     """
 
     def __init__(
-        self, config: EPConfig, plan: MemoryPlan, placement: Placement, rank: int, device: torch.device
+        self, config: EPConfig, plan: MemoryPlan, placement: Placement, rank: int, device: torch.device, rail: Rail
     ) -> None:
         on_gpu = device.type == "cuda"
-        memory = torch.zeros(plan.rail_bytes, dtype=torch.uint8, device=device)
+        memory = rail.allocate(plan.rail_bytes)
         self.device = device
         self.views = {buffer.name: buffer.view(memory) for buffer in plan.buffers if buffer.region == "rail"}
         if on_gpu:  # which the kernels write, and the host reads
@@ -70,6 +74,14 @@ class RailMemory:
     def of_rail(self, node: int) -> int:
         """The rank of this rail on a node, numbered in the group."""
         return node * self.ranks_per_node + self.local
+
+    def of_node(self, ranks: Iterable[int]) -> list[int]:
+        """Ranks of this node, numbered in the group."""
+        return [self.node * self.ranks_per_node + rank for rank in ranks]
+
+    def of_mask(self, mask: int) -> list[int]:
+        """The ranks of a mask of this node's ranks, numbered in the group."""
+        return self.of_node(rank for rank in range(self.ranks_per_node) if mask >> rank & 1)
 
     def one_each(self) -> list[int]:
         """[N] rows of a transfer in which each node sends one row to each other node."""

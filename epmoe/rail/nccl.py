@@ -14,7 +14,7 @@ from ctypes import Array, Structure, c_int64
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Event, Thread
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakMethod
 
 import torch
@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllToAllOptions, _get_default_store
 
 from epmoe.config.deadlines import Deadlines
-from epmoe.exchange.waiting import interruptible
+from epmoe.group.roll_call import RollCall
+from epmoe.group.waiting import interruptible
 from epmoe.native import ops
-from epmoe.rail.rail import DeviceWords, Load, RailError, Transfer
-from epmoe.rail.roll_call import RollCall
+from epmoe.rail.rail import DeviceWords, Load, RailError
 
 _LOOK_S = 0.05  # between two looks at the counts
 _END_S = 1.0  # for NCCL to end; it may wait for CUDA graphs that hold its kernels
@@ -72,20 +72,16 @@ class Queued:
 class NcclRail:
     """A `Rail` by NCCL. `start` and `wait` only queue work, so they can be captured into a CUDA graph.
 
-    Args:
-        roll: the ranks of this rail.
-        deadlines: of its transfers.
-        device: the GPU.
-        connect: how long ranks may take to reach one another.
-
-    Raises:
-        RuntimeError: the ranks do not reach one another.
+    Its arguments are those of `Rail`.
     """
 
-    def __init__(self, roll: RollCall, deadlines: Deadlines, device: torch.device, connect: timedelta) -> None:
-        self._roll, self._deadlines, self._device, ranks = roll, deadlines, device, roll.ranks
-        self._others = [int(one != roll.rank) for one in ranks]
-        self._group = nccl_group(f"{roll.name}/rail/{ranks[0]}", ranks.index(roll.rank), len(ranks))
+    devices: ClassVar[tuple[str, ...]] = ("cuda",) if dist.is_nccl_available() else ()
+
+    def __init__(self, roll_call: RollCall, deadlines: Deadlines, device: torch.device, connect: timedelta) -> None:
+        ranks, rank = roll_call.ranks, roll_call.rank
+        self._roll_call, self._deadlines, self._device = roll_call, deadlines, device
+        self._others = [int(one != rank) for one in ranks]
+        self._group = nccl_group(f"{roll_call.name}/rail/{ranks[0]}", ranks.index(rank), len(ranks))
         # Of a priority that streams of models rarely have: torch hands out the same few streams again and again.
         self._stream = torch.cuda.Stream(device, priority=-1)
         counts = torch.zeros(4, dtype=torch.int64, device=device)
@@ -108,10 +104,13 @@ class NcclRail:
         """A first transfer: NCCL connects at its start, which no captured transfer can wait for."""
         with torch.cuda.device(self._device):
             sent, received = torch.zeros(2, sum(self._others), device=self._device)
-            self.start(Load(sent, received, self._others, self._others), [])
+            self.start(Load(sent, received, self._others, self._others))
             self._stream.synchronize()
 
-    def start(self, load: Load, started: list[Transfer]) -> None:
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+
+    def start(self, load: Load) -> None:
         """The deadline is that of `watch`."""
         if self._ended:
             raise RailError("the rail is closed")
@@ -131,14 +130,14 @@ class NcclRail:
             except RuntimeError as error:
                 raise RailError(str(error)) from error
             ops.rail_mark(*end, None, self._stop_with(missed), missed)
-            started.append(Queued(self._stream.record_event(), self._device))
+            load.started.append(Queued(self._stream.record_event(), self._device))
 
-    def wait(self, transfer: Transfer, look: Callable[[], None], returning: bool = False) -> None:
-        """As `Rail.wait`, for the current stream: the host waits for nothing, and `watch` has the deadline."""
-        transfer.wait()
+    def wait(self, load: Load, look: Callable[[], None]) -> None:
+        """The current stream waits, the host does not, and `watch` has the deadline."""
+        load.started[0].wait()
 
     def watch(self, on_late: WeakMethod[Callable[[], None]], words: DeviceWords) -> None:
-        """As `Rail.watch`, also once the node's exchange has failed.
+        """`on_late` is also called once the node's exchange has failed.
 
         Until the first round has ended on the GPU, the deadline is that of the first round, however far the host is.
         """
@@ -148,10 +147,10 @@ class NcclRail:
         self._watching.start()
 
     def missing(self, found: Sequence[int]) -> list[int]:
-        return self._roll.missing(found)
+        return self._roll_call.missing(found)
 
     def abort(self, missing: Sequence[int]) -> None:
-        """As `Rail.abort`, those of CUDA graphs included."""
+        """The transfers of CUDA graphs end, too."""
         self._words.missed = missing[0] + 1 if missing else 0
         self._end(self._group.abort)
 

@@ -1,21 +1,25 @@
 """The rail: how slabs of rows reach the ranks of one local index on the other nodes.
 
-Another network is another class like `Rail`. gloo.py has the rail of CPUs, for which the host waits; nccl.py has that
-of GPUs, for which streams wait. Who opens a group chooses the rail.
+Another network is another class like `Rail`, with its name in `RAILS` of opening.py; `exchange.rail` chooses it.
+gloo.py has the rail of CPUs, for which the host waits. nccl.py has that of GPUs, for which streams wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import ClassVar, NamedTuple, Protocol
 from weakref import WeakMethod
 
+import torch
 from torch import Tensor
 
+from epmoe.config.deadlines import Deadlines
+from epmoe.group.roll_call import RollCall
 
-@dataclass(frozen=True)
-class DeviceWords:
+
+class DeviceWords(NamedTuple):
     """Words of a GPU by which a rail and the kernels report failures to each other.
 
     Attributes:
@@ -25,24 +29,6 @@ class DeviceWords:
 
     latched: Tensor
     missed: Tensor
-
-
-class Load(NamedTuple):
-    """The slabs of a transfer.
-
-    Attributes:
-        sent: contiguous [n, …], the slabs to the other nodes behind one another, in the order of the nodes.
-        received: likewise, the slabs from them.
-        sent_rows: [N], the length of the slab to each node; 0 for the own node.
-        received_rows: [N], the length of the slab from each node; 0 for the own node.
-        returning: whether partial rows travel, which go back to the nodes of their tokens.
-    """
-
-    sent: Tensor
-    received: Tensor
-    sent_rows: list[int]
-    received_rows: list[int]
-    returning: bool = False
 
 
 class RailError(RuntimeError):
@@ -59,27 +45,66 @@ class Transfer(Protocol):
         """Raise RuntimeError if it has failed."""
 
 
-class Rail(Protocol):
-    """The ranks of one local index, one on each node."""
+@dataclass(eq=False, slots=True)
+class Load:
+    """The slabs of a transfer.
 
-    def start(self, load: Load, started: list[Transfer]) -> None:
+    Attributes:
+        sent: contiguous [n, …], the slabs to the other nodes behind one another, in the order of the nodes.
+        received: the slabs from the other nodes, in the same order. It lies in memory of `Rail.allocate`.
+        sent_rows: [N], the length of the slab to each node; 0 for the own node.
+        received_rows: [N], the length of the slab from each node; 0 for the own node.
+        returning: whether partial rows travel, which go back to the nodes of their tokens.
+        started: gets the transfer once it is started, so it is right after any interrupt.
+    """
+
+    sent: Tensor
+    received: Tensor
+    sent_rows: list[int]
+    received_rows: list[int]
+    returning: bool = False
+    started: list[Transfer] = field(default_factory=list)
+
+
+class Rail(Protocol):
+    """The ranks of one local index, one on each node.
+
+    Args:
+        roll_call: of these ranks.
+        deadlines: of the transfers.
+        device: of the slabs.
+        connect: how long ranks may take to reach one another.
+
+    Attributes:
+        devices: types of the devices that the rail serves.
+
+    Raises:
+        RuntimeError: the ranks do not reach one another.
+    """
+
+    devices: ClassVar[tuple[str, ...]]
+
+    def __init__(self, roll_call: RollCall, deadlines: Deadlines, device: torch.device, connect: timedelta) -> None: ...
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Zeros, uint8 [nbytes] on the device, for what is received: a network may need memory of its own."""
+
+    def start(self, load: Load) -> None:
         """Send slabs to the other nodes and receive theirs. Collective over the rail; waits for no rank.
 
         Args:
-            load: the slabs.
-            started: gets the transfer, for `wait`, once it is started.
+            load: the slabs; `load.started` gets the transfer, for `wait`.
 
         Raises:
             RailError: the network refuses the transfer.
         """
 
-    def wait(self, transfer: Transfer, look: Callable[[], None], returning: bool = False) -> None:
+    def wait(self, load: Load, look: Callable[[], None]) -> None:
         """Let the reader of a transfer wait for it: the host, or the current stream of a GPU, where the host goes on.
 
         Args:
-            transfer: from `start`.
+            load: started by `start`.
             look: called now and then while the host waits. What it raises ends the wait.
-            returning: as of `Load`.
 
         Raises:
             RailError: it failed, or did not end before its deadline.

@@ -6,7 +6,7 @@ order of the nodes, without a gap, so that the node's dispatch reads all of them
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from epmoe.exchange.mismatch import Differences, Traits, call_of, differences
 from epmoe.exchange.round_state import MAX_TAG
 from epmoe.native import ops
 from epmoe.rail.memory import RailMemory
-from epmoe.rail.rail import Load, Transfer
+from epmoe.rail.rail import Load
 
 Rows = tuple[Tensor, Tensor, Tensor, Tensor | None]  # x, ids, weights and scales
 
@@ -26,24 +26,10 @@ _NOTE_BYTES = 2 * 8  # no row is shorter
 _PRIME = 1_000_003
 
 
-class Carrier(Protocol):
-    """What slabs need of the exchange. A failure of the rail raises EPTimeoutError."""
-
-    def start(self, load: Load, started: list[Transfer]) -> None:
-        """As `Rail.start`."""
-
-    def wait(self, transfer: Transfer, returning: bool = False) -> None:
-        """As `Rail.wait`."""
-
-    def to_host(self, *tensors: Tensor) -> list[list[Any]]:
-        """The values of tensors of the device."""
-
-
 class Slabs:
-    """The slabs of one round, from dispatch to the sum.
+    """The slabs of one round, from dispatch to the sum. It hands back the loads that are to be carried.
 
     Args:
-        carrier: brings them to the other nodes.
         memory: in which they lie.
         call: of this rank's dispatch, checked.
         epoch: of the round.
@@ -53,12 +39,13 @@ class Slabs:
         inside: the round of the node's exchange, once it is open.
         slab_rows: the most rows of a slab.
         limit: what sets `slab_rows`.
+        knows_lengths: whether this rank knows how long the slabs from other nodes are.
     """
 
     inside: Dispatched
 
-    def __init__(self, carrier: Carrier, memory: RailMemory, call: Call, epoch: int, inside_epoch: int) -> None:
-        self.carrier, self.memory, self.epoch, self.inside_epoch = carrier, memory, epoch, inside_epoch
+    def __init__(self, memory: RailMemory, call: Call, epoch: int, inside_epoch: int) -> None:
+        self.memory, self.epoch, self.inside_epoch = memory, epoch, inside_epoch
         self.slab_rows = slab_rows = call.padded_tokens or memory.rows_per_node
         self.limit = "padded_tokens" if call.padded_tokens else "capacity.max_rows_per_node"
         self.layout, self.weighted, self.call_tag = call.layout, call.apply_router_weight_on_input, call.tag
@@ -71,10 +58,10 @@ class Slabs:
         stamp = slab_rows if not on_cpu else (epoch * _PRIME + slab_rows) % 2**31
         stamp = epoch % 2**31 if memory.exact else stamp
         self.tag = [self.D, self.K, ops.DTYPES.index(dtype) | call.tag << 8, stamp]  # `RailTag` in csrc/rail.h
-        # Of each transfer of the round, in this order. `Rail.start` fills them, so they are right at any interrupt.
-        self._lengths_started = list[Transfer]()
-        self._rows_started = list[Transfer]()
-        self._back_started = list[Transfer]()
+        self._lengths: Load | None = None  # the loads of the round, in this order
+        self._out: Load | None = None
+        self._back: Load | None = None
+        self.knows_lengths = not memory.exact
         self.notes = int(on_cpu)  # GPUs do not report an abort to other nodes
         self.own_rows = slab_rows
         self.sent_rows = self.received_rows = [slab_rows * one for one in memory.one_each()]
@@ -89,14 +76,17 @@ class Slabs:
         )  # fmt: skip
 
     @property
-    def transfer(self) -> Transfer:
-        """The last one that was started."""
-        return (self._back_started or self._rows_started or self._lengths_started)[0]
+    def last(self) -> Load:
+        """The last load that was started."""
+        for load in (self._back, self._out):
+            if load is not None and load.started:
+                return load
+        return self.first()
 
     @property
     def returning(self) -> bool:
         """Whether the transfer of the partial rows is started."""
-        return bool(self._back_started)
+        return self._back is not None and bool(self._back.started)
 
     def pack(self, operands: tuple[Any, ...]) -> None:
         """Copy the tokens of the call, as `Call.operands` gives them, into the slabs."""
@@ -108,34 +98,45 @@ class Slabs:
             views["rail.total.rows_sent"],
         )  # fmt: skip
 
-    def start(self) -> None:
-        """Start the transfer to the other nodes; with exact splits, first that of the lengths.
-
-        A second call starts what an exception has kept from it.
-        """
+    def first(self) -> Load:
+        """What goes to the other nodes first: with exact splits the lengths of the slabs, otherwise their rows."""
         if not self.memory.exact:
-            self._start_rows()
-        elif not self._lengths_started:
-            counts, one_each = self.memory.views["rail.counts"], self.memory.one_each()
+            return self.out()
+        if self._lengths is None:
+            counts, one_each, S = self.memory.views["rail.counts"], self.memory.one_each(), self.memory.rows_per_node
             tags = counts.new_tensor([self.tag] * len(self.memory.others))
-            self.sent_lengths = torch.cat([counts[self.memory.others].unsqueeze(1), tags], 1)  # lives until it is sent
-            self.lengths = torch.empty_like(self.sent_lengths)
-            self.carrier.start(Load(self.sent_lengths, self.lengths, one_each, one_each), self._lengths_started)
+            sent = torch.cat([counts[self.memory.others].unsqueeze(1), tags], 1)
+            room = self._space()[S:].view(torch.int32).flatten()  # of rows that come later
+            self._lengths = Load(sent, room[: sent.numel()].view_as(sent), one_each, one_each)
+        return self._lengths
 
-    def finish(self) -> None:
-        """With exact splits: wait for the lengths, and start the transfer of the rows. It may be called again."""
-        if not self._rows_started:
-            self.carrier.wait(self.transfer)
-            S = self.memory.rows_per_node
-            counts, lengths = self.carrier.to_host(self.memory.views["rail.counts"], self.lengths)
-            self.own_rows = counts[self.memory.node]
-            self.sent_rows = [count * one for count, one in zip(counts, self.memory.one_each(), strict=True)]
-            self.received_rows, self.received_tags = [0] * len(counts), []
-            for node, (length, *tag) in zip(self.memory.others, lengths, strict=True):
-                possible = 0 <= length <= S  # otherwise it is a mismatch
-                self.received_rows[node] = length if possible else S
-                self.received_tags.append(tag if possible else [-1, *tag[1:]])
-            self._start_rows()
+    @property
+    def lengths(self) -> tuple[Tensor, Tensor]:
+        """With exact splits, on the device: rows in each slab [N], and what the other nodes have sent of theirs."""
+        return self.memory.views["rail.counts"], self.first().received
+
+    def read_lengths(self, counts: list[int], lengths: list[list[int]]) -> None:
+        """With exact splits: take the values of `lengths`."""
+        S, others = self.memory.rows_per_node, self.memory.others
+        self.own_rows = counts[self.memory.node]
+        self.sent_rows = [count * one for count, one in zip(counts, self.memory.one_each(), strict=True)]
+        self.received_rows, self.received_tags = [0] * len(counts), []
+        for node, (length, *tag) in zip(others, lengths, strict=True):
+            possible = 0 <= length <= S  # otherwise it is a mismatch
+            self.received_rows[node] = length if possible else S
+            self.received_tags.append(tag if possible else [-1, *tag[1:]])
+        self.knows_lengths = True
+
+    def out(self) -> Load:
+        """The rows for the other nodes, once the lengths are known."""
+        if self._out is None:
+            room = self.received_rows
+            if self.stride > self.slab_rows:
+                room = [self.stride * one for one in self.memory.one_each()]
+            sent = self.memory.views["rail.sent"].flatten(0, 1)[: sum(self.sent_rows)]
+            received = self._space()[self.own_rows : self.own_rows + sum(room)]
+            self._out = Load(sent, received, self.sent_rows, room)
+        return self._out
 
     def differing(self) -> tuple[list[int], tuple[int, int, int] | None, Differences]:
         """Once the rows are here: the ranks of this rail whose call differs from this rank's, and `tags` and
@@ -192,33 +193,40 @@ class Slabs:
         D = self.memory.largest_block or 16 // self.wire.itemsize
         return x[:, :D], ids[:, :1], weights[:, :1], None if scales is None else scales[:, :1]
 
-    def send_back(self, partial: Tensor, aborted: int) -> None:
-        """Start the transfer of partial rows to the nodes of their tokens.
+    def back(self, partial: Tensor, aborted: int) -> Load:
+        """Partial rows for the nodes of their tokens.
 
         On CPUs one more row follows the rows for each node. It names the ranks of this node that aborted the round.
 
         Args:
             partial: [n, D], in the order of `rows`; it must live until the transfer has ended.
             aborted: these ranks, as a mask.
+
+        Returns:
+            The load.
         """
         self.partial = partial
-        self._start_back(partial, (aborted, 0), [], True)
+        return self._load_back(partial, (aborted, 0), [], True)
 
-    def send_nothing_back(self, like: Tensor, aborted: int, mismatch: int, differing: list[int]) -> None:
-        """As `send_back`, with zeros, where this rank does not read what the others send back.
+    def nothing_back(self, like: Tensor, aborted: int, mismatch: int, differing: list[int]) -> Load:
+        """Zeros in place of partial rows, where this rank does not read what the others send back.
 
         Args:
             like: of the dtype and device of the partial rows.
-            aborted: as of `send_back`.
+            aborted: that of `back`.
             mismatch: 0, or 1 + a rank of the group whose call differs: others may not know yet.
             differing: ranks of this rail whose calls differ, as far as this rank knows. They get no row: the rows
                 that they have room for may be shorter.
+
+        Returns:
+            The load.
         """
         back = self.own_rows + sum(self.received_rows)
         zeros = like.new_zeros(back, self.D)
-        self._start_back(zeros, (aborted, mismatch), [rank // self.memory.ranks_per_node for rank in differing], False)
+        nodes = [rank // self.memory.ranks_per_node for rank in differing]
+        return self._load_back(zeros, (aborted, mismatch), nodes, False)
 
-    def _start_back(self, partial: Tensor, note: tuple[int, int], differing: list[int], reads: bool) -> None:
+    def _load_back(self, partial: Tensor, note: tuple[int, int], differing: list[int], reads: bool) -> Load:
         row_bytes, notes = self.D * partial.itemsize, self.notes
         returned = self.memory.views["rail.returned"]
         receives = [(n + notes) * row_bytes * (node in self.memory.others) for node, n in enumerate(self.sent_rows)]
@@ -239,12 +247,11 @@ class Slabs:
             )
             rows = [part for node, slab in parts if node not in differing for part in (slab, last)]
             to_others = torch.cat(rows) if rows else last[:0]
-        self.sent_back = to_others  # which must live until it is sent
         received = returned.flatten()[: sum(receives)]
         if reads:
             self.returned = received.view(partial.dtype).view(-1, self.D)
-        load = Load(to_others.flatten().view(torch.uint8), received, sends, receives, returning=True)
-        self.carrier.start(load, self._back_started)
+        self._back = Load(to_others.flatten().view(torch.uint8), received, sends, receives, returning=True)
+        return self._back
 
     def reports(self) -> tuple[list[int], list[int]]:
         """Once the partial rows are here: the ranks of other nodes that have aborted the round, and the ranks of the
@@ -270,16 +277,6 @@ class Slabs:
             own, self.returned, views["rail.slots"], counts, self.slab_rows + self.notes, memory.node,
             *failed, y,
         )  # fmt: skip
-
-    def _start_rows(self) -> None:
-        if self._rows_started:
-            return
-        room = self.received_rows
-        if self.stride > self.slab_rows:
-            room = [self.stride * one for one in self.memory.one_each()]
-        sent = self.memory.views["rail.sent"].flatten(0, 1)[: sum(self.sent_rows)]
-        received = self._space()[self.own_rows : self.own_rows + sum(room)]
-        self.carrier.start(Load(sent, received, self.sent_rows, room), self._rows_started)
 
     def _slabs(self) -> Tensor:
         """The slots of all slabs, without gaps. Short slabs of three and more nodes have gaps, and are copied."""

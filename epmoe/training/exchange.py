@@ -11,7 +11,7 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor
 
-from epmoe.exchange.health import EPStateError
+from epmoe.group.errors import EPStateError
 from epmoe.native.arguments import FLOATS, INTS, check_tensor, describe, refuse_tangents, token_count
 from epmoe.native.formats import SCALE_BLOCK
 from epmoe.service import ExpertParallel

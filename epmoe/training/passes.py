@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
-from epmoe.exchange.health import EPAbortedError, EPMismatchError, EPStateError, EPTimeoutError
 from epmoe.exchange.round_state import CLOSED
+from epmoe.group.errors import EPAbortedError, EPMismatchError, EPStateError, EPTimeoutError
 from epmoe.service import ExpertParallel
 from epmoe.training.rounds import Rounds, Skipped
 

@@ -16,13 +16,14 @@ from torch import Tensor
 from epmoe.exchange.call import Call
 from epmoe.exchange.descriptors import CallerRows
 from epmoe.exchange.handles import Dispatched
-from epmoe.exchange.health import EPStateError
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import DISPATCHED
+from epmoe.group.errors import EPStateError
 from epmoe.native import ops
 from epmoe.native.arguments import FP8
 from epmoe.native.formats import packed_row_bytes
 from epmoe.service import ExpertParallel
+from epmoe.training.node import combine_with_values, dispatch_into, sms_of
 
 EXACT = -1  # as many rows as there are, which the host reads
 
@@ -76,7 +77,7 @@ class Rounds:
     """
 
     def __init__(self, ep: ExpertParallel, *, fp8: bool = False) -> None:
-        self.ep, self._fp8 = ep, fp8
+        self.ep, self._fp8, self._num_sms = ep, fp8, sms_of(ep.device)
 
     @property
     def exchange(self) -> NodeExchange:
@@ -114,7 +115,7 @@ class Rounds:
         )
         call = Call(x, ids, weights, num_tokens=num_tokens, tag=tag, aligned=aligned)
         with exchange.aborting():
-            rows, row_weights = exchange.dispatch_into(call, into).rows, into.row_weights
+            rows, row_weights = dispatch_into(exchange, call, into, self._num_sms).rows, into.row_weights
             if num_rows == EXACT:
                 N = int(into.expert_offsets[-1])
                 rows, row_weights = rows[:N], None if row_weights is None else row_weights[:N].clone()
@@ -145,7 +146,7 @@ class Rounds:
         """Likewise with values fp32 [N] → y [T, D] and the value of each pair, fp32 [T, K]."""
         exchange, dispatched = self.exchange, self._open("the backward pass of dispatch")
         with exchange.aborting():
-            return exchange.combine_with_values(rows, dispatched, row_values)
+            return combine_with_values(exchange, rows, dispatched, row_values)
 
     def _open(self, call: str) -> Dispatched:
         rounds = self.exchange.rounds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from test_phases import given
 from test_signals import ctrl_c
 
 import epmoe
+from epmoe.rail.gloo import GlooRail
+from epmoe.rail.opening import RAILS
+from epmoe.rail.rail import Load
 
 # More on GPUs: test_two_levels_cuda.py.
 ON_THE_CPU = pytest.mark.parametrize("device", [torch.device("cpu")])
@@ -212,7 +216,7 @@ def test_ranks_that_disagree_hear_of_it(make_ep, rank, splits, wires):
     with pytest.raises(epmoe.EPMismatchError, match="experts per token") as error:
         ep.dispatch(x, ids[:, :K], weights[:, :K])
     assert error.value.differing_ranks
-    name = "experts per token (K)"  # on this rail; the other one hears of it within the nodes
+    name = "experts per token (K)"  # on this rail; the ranks of the other one learn it within their nodes
     assert error.value.differences == {0: {name: (3, 4)}, 2: {name: (4, 3)}}.get(rank, {})
     assert_y(run_round(ep, tokens), ep.config, tokens)
 
@@ -237,7 +241,7 @@ def test_slabs_of_other_lengths_are_a_mismatch(make_ep, rank, padded, ranks_per_
 @SPLITS
 @pytest.mark.parametrize("aborting", [(0,), (1,), (2,), (0, 2), (1, 2)])
 def test_an_abort_beside_a_mismatch(make_ep, rank, splits, aborting):
-    """Rank 0 brings shorter rows and fewer experts a token. Ranks that give up cannot know; the others hear of it."""
+    """Rank 0 brings shorter rows and fewer experts a token. Ranks that give up cannot know; the others raise."""
     ep = make_ep(ranks_per_node=2, hidden=256, timeout_s=30.0, exchange={"network_splits": splits, "on_abort": "raise"})
     # Rank 3 meets none but ranks that give up.
     errors = (epmoe.EPMismatchError, epmoe.EPAbortedError)[: 1 + (aborting == (1, 2))]
@@ -263,20 +267,23 @@ def test_an_abort_beside_a_mismatch(make_ep, rank, splits, aborting):
 )
 def test_ctrl_c_around_the_start_of_a_transfer(make_ep, rank, monkeypatch, splits, behind, transfer):
     """The round can be given up, and the rail stays in step. The transfers: with exact splits, lengths; rows; sums."""
-    ep = make_ep(ranks_per_node=2, timeout_s=30.0, exchange={"network_splits": splits})
-    tokens, starts = make_tokens(ep.config, rank, 9), []
-    start = ep._exchange.rail.start
 
-    def interrupted(*args, **options):
-        starts.append(None)
-        if len(starts) != transfer + 1:
-            return start(*args, **options)
-        if behind:
-            start(*args, **options)
-        raise KeyboardInterrupt
+    class Interrupted(GlooRail):
+        starts = 0
 
+        def start(self, load: Load) -> None:
+            self.starts += 1
+            now = rank == 0 and self.starts == transfer + 1
+            if behind or not now:
+                super().start(load)
+            if now:
+                raise KeyboardInterrupt
+
+    monkeypatch.setitem(RAILS, "interrupted", Interrupted)
+    exchange = {"network_splits": splits, "rail": "interrupted"}
+    ep = make_ep(ranks_per_node=2, timeout_s=30.0, exchange=exchange)
+    tokens = make_tokens(ep.config, rank, 9)
     if rank == 0:
-        monkeypatch.setattr(ep._exchange.rail, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run_round(ep, tokens)
         ep.abort()
@@ -307,15 +314,20 @@ def test_aborts_of_other_shapes(make_ep, rank, size, half):
 @pytest.mark.parametrize("length", [-1, 17, 2**31 - 1])
 def test_a_length_that_no_slab_has(make_ep, rank, monkeypatch, length):
     """It is a mismatch, and no size of anything."""
-    ep = make_ep(ranks_per_node=2, exchange={"network_splits": "exact"})
-    tokens, to_host = make_tokens(ep.config, rank, 9), ep._exchange.to_host
 
-    def corrupted(*tensors):
-        counts, lengths = to_host(*tensors)
-        return counts, [[length, *tag] for _, *tag in lengths]
+    class Corrupted(GlooRail):
+        lengths = 0
 
-    with monkeypatch.context() as patch, pytest.raises(epmoe.EPMismatchError):
-        patch.setattr(ep._exchange, "to_host", corrupted)
+        def wait(self, load: Load, look: Callable[[], None]) -> None:
+            super().wait(load, look)
+            self.lengths += load.received.dtype is torch.int32
+            if load.received.dtype is torch.int32 and self.lengths == 1:
+                load.received[:, 0] = length
+
+    monkeypatch.setitem(RAILS, "corrupted", Corrupted)
+    ep = make_ep(ranks_per_node=2, exchange={"network_splits": "exact", "rail": "corrupted"})
+    tokens = make_tokens(ep.config, rank, 9)
+    with pytest.raises(epmoe.EPMismatchError):
         ep.dispatch(*given(ep, tokens))
     assert_y(run_round(ep, tokens), ep.config, tokens)
 
@@ -327,7 +339,7 @@ def test_a_false_word_names_no_rank(make_ep, rank):
     tokens = make_tokens(ep.config, rank, 9)
     assert_y(run_round(ep, tokens), ep.config, tokens)
     dist.barrier()
-    ep._exchange.views["rail.missed"][:] = torch.tensor([2**40, -(2**40)])
+    ep.exchange.views["rail.missed"][:] = torch.tensor([2**40, -(2**40)])
     if rank != 2:
         with pytest.raises(epmoe.EPTimeoutError) as error:
             ep.dispatch(*given(ep, tokens))

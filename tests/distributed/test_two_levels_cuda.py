@@ -71,7 +71,7 @@ def test_replays(make_ep, rank, size, device, T, padded, payload):
     captured = CapturedRound(ep, T, padded)
     for seed, real in enumerate((0, 1, T // 2, T, 1, T)):
         for name in ("rail.received", "rail.sent", "rail.returned", "rail.slots"):
-            poison_(ep._exchange.views[name])
+            poison_(ep.exchange.views[name])
         torch.cuda.synchronize()
         meet()  # no rank sends before all have done so
         captured.check(seed, real if rank % 2 == 0 else T - real)
@@ -82,7 +82,7 @@ def test_replays(make_ep, rank, size, device, T, padded, payload):
 
 
 def test_two_graphs_of_other_lengths(make_ep, rank, size, device):
-    """As a server has them: one for each length, which all ranks replay together."""
+    """A server has one graph for each length, which all ranks replay together."""
     ep = make_ep(32, ranks_per_node=size // 2, top_k=6, hidden=256, max_tokens=128)
     captured = [CapturedRound(ep, T, T) for T in (8, 40, 128)]
     for n in range(12):

@@ -56,7 +56,7 @@ def test_a_token_crosses_once_per_node(make_ep, rank, size, splits, padded_token
         away = (owners[make_tokens(ep.config, source, T).ids.long()] != source // LOCAL_SIZE).any(1).sum().item()
         rows = away if splits == "exact" else padded_tokens or ep.config.rows_per_node
         out, back = (out + rows, back) if source in here else (out, back + rows)
-    notes = LOCAL_SIZE * (size // LOCAL_SIZE - 1)  # one row behind each slab that comes back: see `Slabs.send_back`
+    notes = LOCAL_SIZE * (size // LOCAL_SIZE - 1)  # one row behind each slab that comes back: see `Slabs.back`
     want = out * (2 * D + 8 * K + 16) + (back + notes) * 2 * D
     if splits == "padded" and padded_tokens is None:  # what `epmoe plan` prints
         plan = ep.memory_plan()

@@ -14,8 +14,8 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm_kernels import step
 
 from epmoe.config.config_file import ConfigError
-from epmoe.exchange.health import EPTimeoutError
 from epmoe.exchange.memory import MemoryPlan
+from epmoe.group.errors import EPTimeoutError
 from epmoe.integrations.vllm import layer as layers
 from epmoe.integrations.vllm import sizes
 from epmoe.integrations.vllm.choice import Choice

@@ -26,7 +26,7 @@ from epmoe.cli.demo.tiny import MODELS, VOCABULARY
 from epmoe.cli.result import Baseline, Check, Result, sum_counters
 from epmoe.config.placement import Placement
 from epmoe.exchange.health import Health
-from epmoe.exchange.peers import Peers
+from epmoe.group.peers import Peers
 
 PROMPTS = (
     "The mixture of experts sends every token to",

@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 
 from epmoe.config.config import EPConfig
 from epmoe.exchange.handles import Layout
-from epmoe.exchange.health import EPMismatchError, EPOrderError, EPTimeoutError
+from epmoe.group.errors import EPMismatchError, EPOrderError, EPTimeoutError
 from epmoe.integrations.session import Session, make_config
 from epmoe.service import ExpertParallel
 

@@ -1,21 +1,15 @@
-"""The processes and the device of an `ExpertParallel`: checks that they fit the config and one another; the windows."""
+"""Checks that the config, the processes and the device of an `ExpertParallel` fit one another."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from epmoe.config.config import EPConfig
-from epmoe.config.placement import Placement
-from epmoe.exchange.launch_policy import shared_bytes_needed
-from epmoe.exchange.memory import MemoryPlan
-from epmoe.exchange.peers import Peers
-from epmoe.exchange.window import SharedMemoryWindow, Window
-from epmoe.exchange.window_nvlink import NVLinkWindow
+from epmoe.group.peers import Peers
 from epmoe.native.arguments import describe
 
 
@@ -63,25 +57,7 @@ def device_of(config: EPConfig, device: torch.device | str | None) -> torch.devi
             raise ValueError(f"`{key}` must be at most {most} on GPUs, got {value}")
     if not torch.cuda.is_available():
         raise ValueError("torch finds no GPU here: `device` must be cpu, and exchange.transport shared_memory or auto")
-    if config.topology.num_nodes > 1 and not dist.is_nccl_available():
-        raise ValueError("`device` must be cpu with several nodes: this torch has no NCCL, by which GPUs reach others")
     return wanted if wanted.index is not None else torch.device("cuda", torch.cuda.current_device())
-
-
-def check_shared_memory(config: EPConfig, placement: Placement, device: torch.device) -> None:
-    """Raises ValueError, on all ranks alike, if a block may not have the shared memory that the kernels need."""
-    if device.type == "cpu":
-        return
-    ranks = range(placement.ep_size)
-    needed = max(shared_bytes_needed(MemoryPlan.build(config, rank, placement, nvlink=True)) for rank in ranks)
-    properties: Any = torch.cuda.get_device_properties(device)  # torch does not declare all of them
-    available = properties.shared_memory_per_block_optin
-    if needed > available:
-        raise ValueError(
-            f"`device` gives a block at most {available >> 10} KiB of shared memory, but the exchange of "
-            f"{placement.num_physical_experts} physical experts over {placement.ep_size} ranks needs "
-            f"{-(-needed >> 10)}: take fewer experts, or a GPU as large as A100 or H100"
-        )
 
 
 def check_backend(group: dist.ProcessGroup | None) -> None:
@@ -112,11 +88,3 @@ def check_size(config: EPConfig, peers: Peers) -> None:
             "large as the group",
             stacklevel=2,
         )
-
-
-def open_window(plan: MemoryPlan, peers: Peers, device: torch.device) -> Window:
-    """This rank's window, which the other ranks map. Collective, in a step of `Peers.together`."""
-    dead_at = plan["signal.dead"].offset
-    if device.type == "cpu":
-        return SharedMemoryWindow(plan.window_bytes, peers, dead_at)
-    return NVLinkWindow(plan.window_bytes, peers, device, dead_at, plan.empty_lines)

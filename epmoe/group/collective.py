@@ -1,9 +1,9 @@
-"""Collective calls beside the rounds, of checkpoints: all ranks can go on, or all raise; who is missing is named."""
+"""Collective calls between rounds, for checkpoints: all ranks go on, or all raise and name who is missing."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
@@ -11,22 +11,22 @@ import torch.distributed as dist
 
 from epmoe.config.config import ExchangeConfig
 from epmoe.config.deadlines import ANSWER_S
-from epmoe.exchange.health import EPTimeoutError
-from epmoe.exchange.peers import MissingRankError, Peers
-from epmoe.rail.roll_call import RollCall
-from epmoe.service import ExpertParallel
+from epmoe.group.errors import EPTimeoutError
+from epmoe.group.member import Member
+from epmoe.group.peers import MissingRankError, Peers
+from epmoe.group.roll_call import RollCall
 
 _POLL_S = 0.02
 
 
-def peers_of(ep: ExpertParallel) -> Peers:
+def peers_of(ep: Member) -> Peers:
     """The ranks of an `ExpertParallel`, whose collectives have `warmup_timeout_s`; alone if it is closed."""
     return Peers.of(ep.group, ep.config.exchange.warmup_timeout_s)
 
 
 @contextmanager
-def together(eps: list[ExpertParallel]) -> Iterator[None]:
-    """`Peers.together` over the ranks of each."""
+def together(eps: Sequence[Member]) -> Iterator[None]:
+    """A step of `Peers.together` over the ranks of each."""
     with ExitStack() as steps:
         for ep in eps:
             steps.enter_context(peers_of(ep).together())
@@ -34,7 +34,7 @@ def together(eps: list[ExpertParallel]) -> Iterator[None]:
 
 
 @contextmanager
-def everyone(eps: list[ExpertParallel]) -> Iterator[Peers]:
+def all_ranks(eps: Sequence[Member]) -> Iterator[Peers]:
     """All ranks of torch.distributed, in a group of gloo of its own: one that fails harms no other. Collective."""
     if not dist.is_initialized():
         yield Peers.of(None)
@@ -49,7 +49,7 @@ def everyone(eps: list[ExpertParallel]) -> Iterator[Peers]:
 
 
 @contextmanager
-def naming(what: str, eps: list[ExpertParallel]) -> Iterator[None]:
+def naming(what: str, eps: Sequence[Member]) -> Iterator[None]:
     """Raises EPTimeoutError, which names the ranks, in place of MissingRankError. `what` is the call."""
     try:
         yield
@@ -70,7 +70,7 @@ def naming(what: str, eps: list[ExpertParallel]) -> Iterator[None]:
         raise EPTimeoutError(f"{what}, after dispatch", rounds, missing, names, why, then) from None
 
 
-def _ended(peers: Peers, eps: list[ExpertParallel]) -> list[int]:
+def _ended(peers: Peers, eps: Sequence[Member]) -> list[int]:
     """Other ranks of the group that have ended, as far as rounds know."""
-    ended = {ep.exchange.global_ranks[rank] for ep in eps for rank in set(range(ep.size)).difference(ep.survivors())}
+    ended = {peers_of(ep).global_ranks[rank] for ep in eps for rank in set(range(ep.size)).difference(ep.survivors())}
     return [rank for rank, number in enumerate(peers.global_ranks) if number in ended and rank != peers.rank]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from epmoe.config.deadlines import ANSWER_S, OPENING_ANSWER_S
-from epmoe.exchange.peers import MissingRankError, Peers
-from epmoe.exchange.waiting import interruptible
+from epmoe.group.peers import MissingRankError, Peers
+from epmoe.group.waiting import interruptible
 
 _SEND_S = 0.1  # to write a word into the store, where it can be reached
 
@@ -27,7 +27,7 @@ class RollCall:
         rank: this one.
         size: of the whole group.
         name: the same on all ranks of the group, and of no other group.
-        attempt: at what is tried, the same on all ranks that know it; "" before.
+        attempt: the name of this attempt, the same on all ranks that know it; "" until a rank knows it.
     """
 
     ranks: list[int]
@@ -49,7 +49,7 @@ class RollCall:
             answer_s: how long the others have to report something, in seconds.
 
         Returns:
-            Ranks of the group, at least one; all others of this roll where the store cannot be reached either.
+            Ranks of the group, at least one; all other ranks of this roll call where the store cannot be reached.
         """
         others = [rank for rank in self.ranks if rank != self.rank]
         reports: dict[int, set[int]] = {}
@@ -57,7 +57,7 @@ class RollCall:
         with suppress(RuntimeError, ValueError):  # ValueError: the default group is destroyed
             store = self._store()
             interruptible(partial(self._ask, store, found, others, reports, answer_s), answer_s)
-        reports = dict(reports)  # the thread may still be at it
+        reports = dict(reports)  # the thread may go on writing
         named, silent = set().union(*reports.values()), set(others) - set(reports)
         result = sorted(set(found) or named or silent or others)
         if store is not None:  # for ranks that come too late

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions
 
-from epmoe.exchange.health import EPStateError
+from epmoe.group.errors import EPStateError
 
 _Value = TypeVar("_Value")
 _KINDS: tuple[type[Exception], ...] = (MemoryError, EPStateError, ValueError, RuntimeError)
@@ -33,7 +33,7 @@ class MissingRankError(RuntimeError):
 
 
 class _Problem(NamedTuple):
-    """An error of one rank. The least one is raised on the others: a rank that waited in vain only follows."""
+    """An error of one rank. The least one is raised on the others: a rank that waited in vain is not the cause."""
 
     late: bool
     rank: int
@@ -103,7 +103,7 @@ class Peers:
                 self.group.broadcast([tensor.view(-1).view(torch.uint8)], options).wait()  # gloo knows few dtypes
 
     def to_first(self, tensor: Tensor, source: int) -> None:
-        """As `broadcast`, to rank 0 only: ranks other than these two do nothing."""
+        """The bytes of one rank's tensor to rank 0, in place. Other ranks do nothing. Raises MissingRankError."""
         if self.group is None or source == 0 or self.rank not in (0, source):
             return
         payload = [tensor.view(-1).view(torch.uint8)]
@@ -113,8 +113,8 @@ class Peers:
 
     @contextmanager
     def waiting(self, ranks: Sequence[int] = ()) -> Iterator[None]:
-        """For collectives of the group, which wait for `ranks`, if they are known. Raises MissingRankError for torch's
-        RuntimeError."""
+        """Within it a collective of the group runs, which waits for `ranks`, if they are known. A RuntimeError of torch
+        becomes a MissingRankError."""
         try:
             yield
         except RuntimeError as error:
@@ -142,7 +142,7 @@ class Peers:
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """As `together`, for a part of the ranks that are in such a step."""
+        """A step of these ranks within a step of a larger group. An error in it goes on to the larger group."""
         try:
             yield
             self.all_gather(None)
@@ -167,7 +167,7 @@ class Peers:
             if late or isinstance(error, (MemoryError, _ReportedError)):
                 raise reported from error
         except MissingRankError as missing:
-            if isinstance(error, (RuntimeError, OSError, _ReportedError)):  # which may come of it
+            if isinstance(error, (RuntimeError, OSError, _ReportedError)):  # the missing rank may be its cause
                 raise missing from error
 
     def _raise_reported(self, reports: Sequence[_Problem | None]) -> None:

@@ -1,4 +1,4 @@
-"""Waits that may block for long, beside which this thread still runs signal handlers; and work on another thread."""
+"""Waits that may block for long while this thread still runs signal handlers; and work on another thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Value = TypeVar("_Value")
 
 
 def device_ends(device: torch.device, timeout_s: float | None = None, look: Callable[[], None] = lambda: None) -> bool:
-    """Waits for everything that has been launched on a GPU, as `interruptible` does. Returns whether it has ended."""
+    """Waits by `interruptible` for everything that has been launched on a GPU. Returns whether it has ended."""
     return device.type == "cpu" or interruptible(partial(torch.cuda.synchronize, device), timeout_s, look)
 
 

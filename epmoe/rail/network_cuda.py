@@ -1,4 +1,4 @@
-"""The exchange over several nodes of GPUs. The host runs ahead: it queues transfers and kernels, and waits for neither.
+"""The network of a rank on a GPU. The host runs ahead: it queues transfers and kernels, and waits for neither.
 
 What goes wrong reaches the host through memory that it looks at in every call: the status words of the node's exchange,
 the counts that the thread of the rail watches, and a word for calls of other nodes that do not match.
@@ -10,32 +10,31 @@ import time
 from contextlib import suppress
 from ctypes import c_int64
 from threading import Lock
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
-from epmoe.exchange.health import EPMismatchError, EPOrderError, EPTimeoutError
-from epmoe.exchange.mismatch import Differences
-from epmoe.exchange.waiting import interruptible
-from epmoe.rail.exchange import HierarchicalExchange, Tags
-from epmoe.rail.rail import DeviceWords, Load, Transfer
+from epmoe.group.errors import EPMismatchError, EPOrderError, EPTimeoutError
+from epmoe.group.waiting import interruptible
+from epmoe.rail.network import Network
+from epmoe.rail.rail import DeviceWords, Load
 
 _SLEEP_S = 50e-6
 _PEEK_S = 0.2
 _PEEKED = ("rail.missed", "rail.total.counters", "rail.total.rows_sent")
 
 
-class HierarchicalExchangeOnGPUs(HierarchicalExchange):
-    """A `HierarchicalExchange` on a GPU, with its arguments."""
+class NetworkOnGPUs(Network):
+    """A `Network` on a GPU, with its arguments."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         memory = self.memory
         assert memory.differing is not None
         self._differing = c_int64.from_address(memory.differing.data_ptr())
-        self._beside = torch.cuda.Stream(self.device, priority=-1)  # for `peek`
+        self._peek_stream = torch.cuda.Stream(self.device, priority=-1)
         self._peeked = {name: torch.zeros_like(self.views[name], device="cpu").pin_memory() for name in _PEEKED}
         self._last_stream: Any = None  # of the last round
         self._recording = Lock()
@@ -50,19 +49,19 @@ class HierarchicalExchangeOnGPUs(HierarchicalExchange):
         """A transfer has missed its deadline, or the node's exchange has failed; called on the rail's thread."""
         self.record_failure([])
 
-    def start(self, load: Load, started: list[Transfer]) -> None:
+    def start(self, load: Load) -> None:
         """If a signal handler ends it, nobody knows what is queued: it has failed."""
         try:
-            super().start(load, started)
+            super().start(load)
         except EPTimeoutError:
             raise
         except BaseException:
             self.record_failure([self.rank])
             raise
 
-    def wait(self, transfer: Transfer, returning: bool = False) -> None:
+    def wait(self, load: Load) -> None:
         """Let the current stream wait for a transfer; the rail's thread has the deadline."""
-        super().wait(transfer, returning)
+        super().wait(load)
         self._last_stream = torch.cuda.current_stream(self.device)
 
     def wait_for_pending(self) -> None:
@@ -83,7 +82,7 @@ class HierarchicalExchangeOnGPUs(HierarchicalExchange):
         super().wait_for_pending()
 
     def to_host(self, *tensors: Tensor) -> list[list[Any]]:
-        """As `HierarchicalExchange.to_host`, once the stream has come so far. A failure or an abort ends the wait."""
+        """The host waits until the stream has come so far. A failure or an abort ends the wait."""
         state = self.rounds.state
         copies = [torch.empty_like(tensor, device="cpu").pin_memory() for tensor in tensors]
         for copy, tensor in zip(copies, tensors, strict=True):
@@ -96,22 +95,22 @@ class HierarchicalExchangeOnGPUs(HierarchicalExchange):
         return [copy.tolist() for copy in copies]
 
     def peek(self, name: str) -> list[Any]:
-        """As `HierarchicalExchange.peek`, on a stream of its own: the current one may wait for a rank.
+        """The copy runs on a stream of its own: the current one may wait for a rank.
 
         The driver may hold the copy back while another thread is in a copy that waits for a rank. Then these are the
         values of the last time.
         """
 
         def copy() -> None:
-            with torch.cuda.stream(self._beside):
+            with torch.cuda.stream(self._peek_stream):
                 self._peeked[name].copy_(self.views[name], non_blocking=True)
-                self._beside.synchronize()
+                self._peek_stream.synchronize()
 
         interruptible(copy, _PEEK_S)
         return self._peeked[name].tolist()
 
     def record_failure(self, found: list[int]) -> None:
-        """As `HierarchicalExchange.record_failure`, and end the transfers under way. Any thread may call it.
+        """It also ends the transfers under way. Any thread may call it.
 
         The node gets the report after the end of the transfers: the driver may have the store wait for it, see `peek`.
         """
@@ -129,12 +128,11 @@ class HierarchicalExchangeOnGPUs(HierarchicalExchange):
             if missing:
                 self.tell_node(missing[0])
 
-    def mismatch(self, ranks: list[int], on_rail: list[int], tags: Tags, differences: Differences) -> NoReturn:
-        """As `HierarchicalExchange.mismatch`, which every later call raises, too."""
-        memory = self.memory
-        if ranks[0] // memory.ranks_per_node in memory.others:
-            self._differing.value = memory.others.index(ranks[0] // memory.ranks_per_node) + 1
-        super().mismatch(ranks, on_rail, tags, differences)
+    def note_mismatch(self, rank: int) -> None:
+        """Every later call raises it, too, where the rank is one of another node."""
+        node = rank // self.memory.ranks_per_node
+        if node in self.memory.others:
+            self._differing.value = self.memory.others.index(node) + 1
 
     def check(self) -> None:
         """A mismatch is raised by every later call, too."""
@@ -144,11 +142,10 @@ class HierarchicalExchangeOnGPUs(HierarchicalExchange):
             raise EPMismatchError(self.rounds.count, [self.memory.of_rail(self.memory.others[number - 1])], True)
 
     def look_at_node(self) -> None:
-        """As `HierarchicalExchange.look_at_node`, in memory of the host: no wait for a stream, which no graph could
-        hold."""
+        """It looks at memory of the host only: no graph could hold a wait for a stream."""
         self.check()
 
     @property
     def failed(self) -> bool:
-        """As `HierarchicalExchange.failed`, or whether the calls of the nodes did not match."""
+        """Also after calls of the nodes that did not match."""
         return super().failed or self._differing.value != 0

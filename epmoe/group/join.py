@@ -1,0 +1,140 @@
+"""How a rank joins a group: the ranks tell one another what they bring, and check that it fits.
+
+All ranks of a group run the same steps, whether they are new or come from another group.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field
+
+from epmoe.group.checks import check_backend
+from epmoe.group.errors import EPOpenError
+from epmoe.group.peers import MissingRankError, Peers
+from epmoe.group.roll_call import RollCall
+
+_NEW = -1
+_MOST_NAMED = 8  # keys in an error
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """What a rank tells the others when it joins a group.
+
+    config: JSON, of the group to be. Without `placement.live`, if the rank `keeps` the placement as far as it can, of
+        the group so far.
+    origin: the same on all ranks that were ever in one group.
+    generation: how many groups the rank has had before the present one; `_NEW` if it has none yet.
+    rank: in the group so far.
+    held: with `placement.live`, the slots [layers][S] of a rank that keeps them or has read them from a file.
+    spread_lost: that of `ExpertParallel.resume`.
+    attempt: rank 0's names this attempt to open a group, and what is connected in it.
+    """
+
+    config: str
+    origin: str = field(default_factory=lambda: secrets.token_hex(8))
+    generation: int = _NEW
+    rank: int = _NEW
+    keeps: bool = False
+    held: list[list[int]] | None = None
+    spread_lost: bool = False
+    attempt: str = field(default_factory=lambda: secrets.token_hex(8))
+
+
+@dataclass
+class Agreement:
+    """What the ranks of a group have agreed on. It is empty until they have.
+
+    Attributes:
+        requests: of all ranks, in rank order.
+        origin: of the group to be, like `generation`.
+        former: if the ranks keep the placement, their ranks in the group so far.
+    """
+
+    requests: list[JoinRequest] = field(default_factory=list)
+    origin: str = ""
+    generation: int = 0
+    former: list[int] | None = None
+
+    @property
+    def attempt(self) -> str:
+        """The name of this attempt to open a group; "" until it is known."""
+        return self.requests[0].attempt if self.requests else ""
+
+    @property
+    def name(self) -> str:
+        """The same on all ranks, and of no other attempt."""
+        return f"{self.origin}.{self.generation}.{self.attempt}"
+
+    def reach(self, peers: Peers, request: JoinRequest) -> None:
+        """Exchange requests with the other ranks. Collective: all ranks agree, or all raise.
+
+        With `placement.live` any ranks may keep their experts, in any order and with new ranks: each brings its slots.
+
+        Args:
+            peers: the ranks of the group.
+            request: of this rank.
+
+        Raises:
+            ValueError: the requests do not fit together.
+        """
+        self.requests = requests = [JoinRequest(*values) for values in peers.all_gather(astuple(request))]
+        known = [one for one in requests if one.generation != _NEW]
+        if len({one.origin for one in known}) > 1:
+            raise ValueError(
+                "the ranks resume different ExpertParallels: resume the same ones, in one order, on all ranks"
+            )
+        newest = max(one.generation for one in requests)
+        former = [one.rank for one in requests]
+        keeps, lives = any(one.keeps for one in requests), any(one.held is not None for one in requests)
+        if keeps and not lives and (any(one.generation != newest for one in requests) or former != sorted(set(former))):
+            raise ValueError("`placement` must be given where the group has new ranks, or its ranks another order")
+        for key, what in (("keeps", "`placement`"), ("spread_lost", "`spread_lost`"), ("config", "config")):
+            says = {r: getattr(one, key) for r, one in enumerate(requests) if key == "config" or one.generation != _NEW}
+            others = [other for other, value in says.items() if value != says.get(peers.rank, value)]
+            if others:
+                keys = _differing([one.config for one in requests], peers.rank, others) if key == "config" else ""
+                raise ValueError(
+                    f"the {what} of rank {peers.rank} differs from that of rank(s) {others}: it must be the same on "
+                    f"all{keys}"
+                )
+        self.origin, self.generation = (known or requests)[0].origin, newest + 1
+        self.former = former if keeps else None
+
+
+def _differing(configs: list[str], rank: int, others: list[int]) -> str:
+    """The keys in which the configs of ranks differ, with the values: the end of a sentence. Words of other ranks."""
+    mine, differences = json.loads(configs[rank]), list[str]()
+    for other in others:
+        theirs = json.loads(configs[other])
+        for section, keys in mine.items():
+            for key, value in keys.items():
+                got = theirs.get(section, {}).get(key)
+                if got != value:
+                    differences.append(
+                        f"`{section}.{key}` is {reprlib.repr(value)} here and {reprlib.repr(got)} on rank {other}"
+                    )
+    return f"; {', '.join(differences[:_MOST_NAMED])}" if differences else ""
+
+
+@contextmanager
+def opening(peers: Peers) -> Iterator[Agreement]:
+    """A step of `Peers.together` in which a group opens. It yields an agreement to be reached.
+
+    Raises EPOpenError, which names the ranks, where some end or do not come.
+    """
+    check_backend(peers.group)
+    agreement = Agreement()
+    try:
+        with peers.together():
+            yield agreement
+    except MissingRankError as error:
+        assert peers.timeout_s is not None
+        missing = RollCall.after(error, "opening", attempt=agreement.attempt)
+        raise EPOpenError(peers.timeout_s, missing, [peers.global_ranks[rank] for rank in missing]) from error.__cause__
+    if peers.size > 1:
+        RollCall.of(peers, "opening", agreement.attempt).succeed()  # the last gather may have failed on another rank

@@ -1,0 +1,252 @@
+"""After a death, or to take new ranks in: the ranks that live meet in a store, agree on a group, and go on in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from epmoe.config.config import EPConfig
+from epmoe.config.deadlines import LAST_CALL_S
+from epmoe.config.placement import Move, Placement
+from epmoe.group.errors import EPStateError
+from epmoe.group.member import Member
+
+Store = dist.Store | str | os.PathLike[str]
+_POLL_S = 0.02
+_ARRIVALS = "epmoe/arrivals"  # how many times a new rank has come
+_FORMED, _FAILED = "formed", "failed"  # outcomes of an attempt
+_Member = TypeVar("_Member", bound=Member)
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What one rank has written for all.
+
+    members: who is in the group, in rank order: former ranks, and behind them new ones as `-1 - arrival`.
+    config: JSON, of the group to be.
+    arrivals: those up to here have had their turn.
+    keeps: former ranks keep their slots, with `placement.live`.
+    """
+
+    members: list[int]
+    config: str
+    arrivals: int
+    keeps: bool
+
+    def config_of(self) -> EPConfig:
+        """The config of the group to be."""
+        return EPConfig(**json.loads(self.config))
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """One attempt of ranks to form a group. They meet in the store under a name that all of them know."""
+
+    store: dist.Store
+    name: str
+
+    def decision(self) -> _Decision:
+        """What was decided here."""
+        return _Decision(**json.loads(self.store.get(f"{self.name}/decision")))
+
+    def decide(
+        self,
+        ep: Member,
+        min_ranks: int,
+        max_ranks: int,
+        placement: Callable[[Placement, list[int | None]], Placement] | None,
+        wait_s: float,
+        deadline: float,
+    ) -> _Decision:
+        """Meet the other ranks. The first to see that all are there, or late, decides; the rest reads."""
+        store, newest, last_call = self.store, f"epmoe/{ep.origin}/newest", time.monotonic() + wait_s
+        store.set(f"{self.name}/{ep.rank}", "here")
+        while not store.check([f"{self.name}/decision"]):
+            if store.check([newest]) and int(store.get(newest)) > ep.generation:
+                raise EPStateError("the others have gone on without this rank: a new one may join")
+            came = [rank for rank in range(ep.size) if store.check([f"{self.name}/{rank}"])]
+            used = int(store.get(f"{_ARRIVALS}/used")) if store.check([f"{_ARRIVALS}/used"]) else 0
+            arrivals = store.add(_ARRIVALS, 0)
+            new = [-1 - arrival for arrival in range(used + 1, arrivals + 1)]
+            members = [*came, *new[: max(0, max_ranks - len(came))]]
+            all_came = set(ep.survivors()) <= set(came)
+            if (all_came or time.monotonic() > last_call) and len(members) >= min_ranks:
+                keeps = ep.config.placement.live and placement is None
+                if keeps:
+                    config = ep.config.of_size(len(members))
+                else:
+                    config = ep.config.with_placement(_place(ep.placement, members, placement))
+                mine = json.dumps(asdict(_Decision(members, config.model_dump_json(), arrivals, keeps)))
+                store.compare_set(f"{self.name}/decision", "", mine)  # whoever was first has decided
+            elif time.monotonic() > deadline:
+                raise TimeoutError(f"{len(members)} ranks have come, and `min_ranks` is {min_ranks}")
+            else:
+                time.sleep(_POLL_S)
+        decision = self.decision()
+        store.set(f"{_ARRIVALS}/used", str(decision.arrivals))
+        for arrival in range(1, decision.arrivals + 1):
+            if not store.check([f"{_ARRIVALS}/{arrival}"]):
+                store.set(f"{_ARRIVALS}/{arrival}", self.name)
+        return decision
+
+    def form(self, rank: int, size: int, timeout_s: float, backend: str) -> None:
+        """Make the default process group anew."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        store, timeout = dist.PrefixStore(f"{self.name}/group", self.store), timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+    def confirm(self, rank: int, size: int, timeout_s: float, missing: Callable[[], int]) -> bool:
+        """Whether all ranks have got into the group; `missing` is not 0 once some of them are missing.
+
+        The last gather of its opening may end well on some ranks only, so the first rank that knows the outcome writes
+        it into the store, and all follow.
+        """
+        store, outcome, last_call = self.store, f"{self.name}/outcome", time.monotonic() + timeout_s
+        store.set(f"{self.name}/in/{rank}", "in")
+        while not store.check([outcome]):
+            if store.check([f"{self.name}/in/{other}" for other in range(size)]):
+                store.compare_set(outcome, "", _FORMED)
+            elif missing() or time.monotonic() > last_call:
+                self.fail()
+            else:
+                time.sleep(_POLL_S)
+        return store.get(outcome) == _FORMED.encode()
+
+    def fail(self) -> None:
+        """The attempt has failed, unless its outcome is known already."""
+        self.store.compare_set(f"{self.name}/outcome", "", _FAILED)
+
+
+def recover(
+    ep: Member,
+    store: Store,
+    load_weights: Callable[[tuple[Move, ...]], object],
+    *,
+    min_ranks: int = 1,
+    max_ranks: int | None = None,
+    placement: Callable[[Placement, list[int | None]], Placement] | None = None,
+    last_call_s: float | None = None,
+    timeout_s: float = 300.0,
+    backend: str = "gloo",
+) -> None:
+    """Go on with the ranks that live: agree on a group, `resume` in it, and load what moved.
+
+    Every rank calls it after an EPTimeoutError, once it has left the `except` block; or all ranks between two rounds,
+    to take in new ones, which call `join_group`. A rank that does not come within `last_call_s`, or that dies
+    meanwhile, is left out. Ranks cannot split into two groups: the first that decides writes its decision into the
+    store, in one step, and all others follow it, or raise because they are left out. The default process group is
+    destroyed and made anew; it holds the ranks of `ep`.
+
+    Args:
+        ep: the ExpertParallel that is to go on.
+        store: outlives each of the ranks: a folder that all see, or a `TCPStore` that the launcher hosts. It serves
+            one ExpertParallel.
+        load_weights: gets the moves of this rank, as `ExpertParallel.resume` returns them.
+        min_ranks: with fewer the ranks wait for new ones.
+        max_ranks: new ranks are taken in up to this number; by default to the size so far, or `min_ranks`.
+        placement: from the placement so far, and the former rank (None: new) of each rank of the group to be, to that
+            of the group to be. By default each expert stays, and lost ones go to the ranks with the fewest; with new
+            ranks all experts are spread anew, except with `placement.live`, where slots of new ranks are empty.
+        last_call_s: how long a rank waits for others, in seconds; by default 5 more than `exchange.timeout_s`.
+        timeout_s: of the whole call, in seconds; it is looked at before each attempt.
+        backend: of the process group.
+
+    Raises:
+        EPStateError: the others go on without this rank.
+        ValueError: on all ranks, if the placement does not fit.
+        TimeoutError: no group of `min_ranks` has formed in time.
+        MemoryError: the windows do not fit.
+    """
+    times = ep.config.exchange
+    wait_s = times.timeout_s + LAST_CALL_S if last_call_s is None else last_call_s
+    most = max_ranks or max(ep.size, min_ranks)
+    deadline, shared, attempt = time.monotonic() + timeout_s, _open(store), 0
+    while time.monotonic() < deadline:
+        meeting = _Meeting(shared, f"epmoe/{ep.origin}/{ep.generation}/{attempt}")
+        decision = meeting.decide(ep, min_ranks, most, placement, wait_s, deadline)
+        if ep.rank not in decision.members:
+            raise EPStateError("the others go on without this rank, which they have given up: a new one may join")
+        config, rank, size = decision.config_of(), decision.members.index(ep.rank), len(decision.members)
+        try:
+            meeting.form(rank, size, times.warmup_timeout_s, backend)
+            moves = ep.resume(
+                placement=None if decision.keeps else config.place_experts(),
+                spread_lost=True,
+                confirm=partial(meeting.confirm, rank, size, times.warmup_timeout_s),
+            )
+        except EPStateError:
+            raise
+        except RuntimeError:  # EPResumeError, or torch's: another rank has died meanwhile
+            meeting.fail()
+            attempt += 1
+            continue
+        shared.set(f"epmoe/{ep.origin}/newest", str(ep.generation))
+        load_weights(moves)
+        return
+    raise TimeoutError(f"no group has formed within {timeout_s:g} s")
+
+
+def take_in(store: Store, make: Callable[[EPConfig], _Member], timeout_s: float, backend: str) -> _Member:
+    """Wait until a group takes this new rank in; see `epmoe.join_group`. `make` is called in its process group."""
+    deadline, shared = time.monotonic() + timeout_s, _open(store)
+    while time.monotonic() < deadline:
+        arrival = shared.add(_ARRIVALS, 1)
+        answer = f"{_ARRIVALS}/{arrival}"
+        while not shared.check([answer]) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        if not shared.check([answer]):
+            break
+        meeting = _Meeting(shared, shared.get(answer).decode())
+        decision = meeting.decision()
+        if -1 - arrival not in decision.members:
+            continue  # the group had no place left: this rank queues again
+        config, rank, size = decision.config_of(), decision.members.index(-1 - arrival), len(decision.members)
+        wait_s = config.exchange.warmup_timeout_s
+        try:
+            meeting.form(rank, size, wait_s, backend)
+            ep = make(config)
+        except RuntimeError:  # another rank has died meanwhile
+            meeting.fail()
+            continue
+        if meeting.confirm(rank, size, wait_s, partial(_missing, ep)):
+            return ep
+        ep.close()
+    raise TimeoutError(f"nobody has taken this rank in within {timeout_s:g} s")
+
+
+def _open(store: Store) -> dist.Store:
+    if isinstance(store, dist.Store):
+        return store
+    folder = Path(store)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(0o700, exist_ok=True)  # who can write here decides which ranks go on
+    return dist.FileStore(str(folder / "epmoe-store"))
+
+
+def _place(
+    old: Placement, members: list[int], chosen: Callable[[Placement, list[int | None]], Placement] | None
+) -> Placement:
+    former = [member if member >= 0 else None for member in members]
+    if chosen is not None:
+        return chosen(old, former)
+    if None not in former:
+        return old.without(set(range(old.ep_size)).difference(members), spread_lost=True)
+    E, R = old.num_experts, len(members)
+    owners = [
+        (p + p // E) % R for p in range(old.num_physical_experts)
+    ]  # a copy on the rank of its original is of no use
+    return Placement.build(E, R, "explicit", owners, old.num_physical_experts - E)
+
+
+def _missing(ep: Member) -> int:
+    return ep.size - len(ep.survivors())

@@ -1,0 +1,225 @@
+"""The network of one rank: its transfers to other nodes, and which ranks are missing, on its rail or within its node.
+
+The host waits for every transfer, as on CPUs. network_cuda.py has the network of a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import c_int64
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from epmoe.config.deadlines import Deadlines
+from epmoe.exchange.health import STAGES
+from epmoe.exchange.node import NodeExchange
+from epmoe.exchange.round_state import DISPATCHED, PROGRESS, RETURNING, RoundState
+from epmoe.group.errors import EPMismatchError, EPTimeoutError
+from epmoe.rail.memory import RailMemory
+from epmoe.rail.rail import Load, Rail, RailError
+
+Tags = tuple[int, int, int] | None
+"""`tags` of an EPMismatchError."""
+
+
+class Failure(NamedTuple):
+    """A timeout over the network, which every later call raises: the arguments of EPTimeoutError."""
+
+    stage: str
+    epoch: int
+    missing: list[int]
+    missing_global: list[int]
+    why: str
+
+
+@dataclass(eq=False, repr=False)
+class Network:
+    """A rail to the other nodes, with what has failed on it or in this node. A failure raises EPTimeoutError.
+
+    Args:
+        node: the exchange of this rank's node.
+        memory: of this rank, for the rail.
+        rail: to the ranks of the same local index on the other nodes.
+        hosts: a rail of all ranks of the group, for numbers of the hosts.
+        global_ranks: [R], of each rank of the group.
+        deadlines: of both rails.
+
+    Attributes:
+        rank: in the group.
+        views: every buffer of the plan.
+        rounds: of the group.
+        failure: what every later call raises.
+        pending: loads of aborted rounds, which must end before the next round.
+    """
+
+    node: NodeExchange
+    memory: RailMemory
+    rail: Rail
+    hosts: Rail
+    global_ranks: list[int]
+    deadlines: Deadlines
+
+    def __post_init__(self) -> None:
+        self.device, self.rank = self.node.device, self.memory.of_rail(self.memory.node)
+        self.views = self.node.views | self.memory.views
+        self.rounds = RoundState((c_int64 * len(PROGRESS))())
+        self.failure: Failure | None = None
+        self.pending: list[Load] = []
+
+    def start(self, load: Load) -> None:
+        """Start a transfer, once: a second call starts what an exception has kept from it."""
+        if load.started:
+            return
+        try:
+            self.rail.start(load)
+        except RailError:
+            self.fail([])
+
+    def wait(self, load: Load) -> None:
+        """Wait for a transfer that was started.
+
+        Raises EPTimeoutError, which names the missing ranks; the node is told of them. Raises RuntimeError if a signal
+        handler aborts the round meanwhile.
+        """
+        look = partial(self.look, self.rounds.state)
+        try:
+            self.rail.wait(load, look)
+        except RailError:
+            self.fail(self.reported())
+        look()
+
+    def wait_for_pending(self) -> None:
+        """Before a round: wait for the transfers of rounds that this rank has aborted."""
+        while self.pending:
+            self.wait(self.pending[0])
+            self.pending.pop(0)
+
+    def to_host(self, *tensors: Tensor) -> list[list[Any]]:
+        """The values of tensors of the device."""
+        return [tensor.tolist() for tensor in tensors]
+
+    def peek(self, name: str) -> list[Any]:
+        """The values of a buffer of the plan now, whatever is under way."""
+        return self.views[name].tolist()
+
+    def largest(self, number: int) -> Callable[[], int]:
+        """What `Exchange.largest` says, by the rail of the hosts."""
+        self.check()
+        rows = [int(rank != self.rank) for rank in range(len(self.global_ranks))]
+        sent = torch.full((sum(rows),), number, device="cpu")
+        load = Load(sent, torch.zeros_like(sent), rows, rows)
+
+        def wait() -> int:
+            try:
+                if not load.started:
+                    self.hosts.start(load)
+                self.hosts.wait(load, self.look_at_node)
+            except RailError:
+                self.fail(self.hosts.missing([]))
+            except EPTimeoutError as error:  # which names more ranks; the others get their names
+                self.hosts.missing(error.missing_ranks)
+                raise
+            return max(number, int(load.received.max()))
+
+        return wait
+
+    def check(self) -> None:
+        """Raise what was reported so far."""
+        self.node.look()
+        if self.failure is None and self.node.code:
+            self.take_failure_of_node()
+        if self.failure is not None:
+            raise EPTimeoutError(*self.failure)
+
+    def look(self, state: int) -> None:
+        """During a wait for the rail, in a round in `state`: raise what the ranks of the node have reported."""
+        if self.rounds.state != state:
+            raise RuntimeError(f"round {self.rounds.count} was aborted while this call waited")
+        self.look_at_node()
+
+    def look_at_node(self) -> None:
+        """Raise what the ranks of the node have reported."""
+        if missing := self.node.missing():
+            self.fail(self.reported() or self.memory.of_mask(missing))
+
+    def fail(self, found: list[int]) -> NoReturn:
+        """`record_failure`, and raise it: EPTimeoutError."""
+        self.record_failure(found)
+        self.check()
+        raise AssertionError("check raises what was recorded")
+
+    def record_failure(self, found: list[int]) -> None:
+        """Keep a failure of the rail for every later call, and tell the node and the rail which ranks are missing.
+
+        Args:
+            found: the missing ranks, if they are known.
+        """
+        missing = self.rail.missing(found)
+        self.keep_failure(missing, "over the network")
+        self.tell_node(missing[0])
+
+    def keep_failure(self, missing: list[int], where: str) -> None:
+        """Keep the failure for every later call."""
+        stage = STAGES[self.rounds.state in (DISPATCHED, RETURNING) or bool(self.pending)]
+        global_ranks = [self.global_ranks[rank] for rank in missing]
+        places = ", ".join(str(divmod(rank, self.memory.ranks_per_node)) for rank in missing)
+        why = (
+            f"got no answer {where} from rank(s) {missing} of the group, (node, local) {places}, "
+            f"global rank(s) {global_ranks}: they ended, left the group, or were slower than exchange.timeout_s"
+        )
+        if self.rank in missing:
+            why += ". This rank came too late, or its own kernel was not scheduled"
+        self.failure = Failure(stage, self.rounds.count, missing, global_ranks, why)
+
+    def tell_node(self, missing: int) -> None:
+        """Name a missing rank to the ranks of this node, and end their waits."""
+        self.node.report("rail.missed", missing + 1)
+        self.node.end_waits()
+
+    def reported(self) -> list[int]:
+        """Ranks of other nodes that a rank of this node misses."""
+        return [word - 1 for word in self.peek("rail.missed") if 0 < word <= len(self.global_ranks)]
+
+    def take_failure_of_node(self) -> None:
+        """Keep a timeout that the node's exchange has reported. Raises its EPMismatchError and EPOrderError."""
+        try:
+            self.node.check()
+        except EPMismatchError as error:
+            ranks, tags = self.memory.of_node(error.differing_ranks), self.tags_of_group(error.tags)
+            raise EPMismatchError(error.epoch, ranks, self.device.type == "cuda", tags) from None
+        except EPTimeoutError as error:
+            missing = self.rail.missing((reported := self.reported()) or self.memory.of_node(error.missing_ranks))
+            where = "over the network, as a rank of this node reports" if reported else "within the node"
+            self.keep_failure(missing, where)
+
+    def tags_of_group(self, tags: Tags) -> Tags:
+        """`tags` of an EPMismatchError of the node's exchange, with the rank numbered in the group."""
+        return tags and (tags[0], self.memory.of_node([tags[1]])[0], tags[2])
+
+    def note_mismatch(self, rank: int) -> None:
+        """A call of this rank of the group does not match. On CPUs the round is closed, and that is all."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether a wait has failed on the rail or in the node."""
+        return self.failure is not None or self.node.failed
+
+    @property
+    def failed_words(self) -> tuple[Tensor | None, Tensor | None]:
+        """On GPUs the words that make the sums zeros once the rail or the node's exchange has failed."""
+        return None, None
+
+    def missing(self) -> int:
+        """Ranks of the group that are missing, as a mask."""
+        ranks = self.failure.missing if self.failure else self.reported() or self.memory.of_mask(self.node.missing())
+        return sum(1 << rank for rank in ranks)
+
+    def close(self) -> None:
+        """Release both rails."""
+        self.rail.close()
+        self.hosts.close()
+        self.pending.clear()

@@ -1,0 +1,112 @@
+"""How the exchange of a group opens: over one node or several, with the rail that the config names."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from epmoe.config.config import EPConfig
+from epmoe.config.deadlines import Deadlines
+from epmoe.config.placement import Placement
+from epmoe.exchange.exchange import Exchange
+from epmoe.exchange.launch_policy import shared_bytes_needed
+from epmoe.exchange.memory import MemoryPlan
+from epmoe.exchange.node import NodeExchange
+from epmoe.exchange.window import SharedMemoryWindow, Window
+from epmoe.exchange.window_nvlink import NVLinkWindow
+from epmoe.group.peers import Peers
+from epmoe.group.roll_call import RollCall
+from epmoe.native import ops
+from epmoe.rail.exchange import HierarchicalExchange
+from epmoe.rail.gloo import GlooRail, connect_within, gloo_group
+from epmoe.rail.memory import RailMemory
+from epmoe.rail.nccl import NcclRail
+from epmoe.rail.network import Network
+from epmoe.rail.network_cuda import NetworkOnGPUs
+from epmoe.rail.rail import Rail
+
+RAILS: dict[str, type[Rail]] = {"gloo": GlooRail, "nccl": NcclRail}
+"""By the name that `exchange.rail` gives; "auto" is the first one for the device."""
+
+
+def rail_of(config: EPConfig, device: torch.device) -> type[Rail]:
+    """The rail between the nodes. Raises ValueError where there is none of this name, or none for the device."""
+    name, fitting = config.exchange.rail, [name for name, rail in RAILS.items() if device.type in rail.devices]
+    if not fitting:
+        raise ValueError("`device` must be cpu with several nodes: this torch has no NCCL, by which GPUs reach others")
+    if name not in ("auto", *fitting):
+        raise ValueError(f"`exchange.rail` must be auto or {' or '.join(fitting)} on {device.type}, got {name!r}")
+    return RAILS[fitting[0] if name == "auto" else name]
+
+
+def check_shared_memory(config: EPConfig, placement: Placement, device: torch.device) -> None:
+    """Raises ValueError, on all ranks alike, if a block may not have the shared memory that the kernels need."""
+    if device.type == "cpu":
+        return
+    ranks = range(placement.ep_size)
+    needed = max(shared_bytes_needed(MemoryPlan.build(config, rank, placement, nvlink=True)) for rank in ranks)
+    properties: Any = torch.cuda.get_device_properties(device)  # torch does not declare all of them
+    available = properties.shared_memory_per_block_optin
+    if needed > available:
+        raise ValueError(
+            f"`device` gives a block at most {available >> 10} KiB of shared memory, but the exchange of "
+            f"{placement.num_physical_experts} physical experts over {placement.ep_size} ranks needs "
+            f"{-(-needed >> 10)}: take fewer experts, or a GPU as large as A100 or H100"
+        )
+
+
+def prepare(config: EPConfig, placement: Placement, device: torch.device) -> None:
+    """Find what would keep this rank from opening, and build or load the library now, not while other ranks wait."""
+    _ = ops.dispatch
+    if device.type == "cuda":
+        ops.load_cuda()
+    check_shared_memory(config, placement, device)
+    if config.topology.num_nodes > 1:
+        rail_of(config, device)
+
+
+def open_window(plan: MemoryPlan, peers: Peers, device: torch.device) -> Window:
+    """This rank's window, which the other ranks map. Collective, in a step of `Peers.together`."""
+    dead_at = plan["signal.dead"].offset
+    if device.type == "cpu":
+        return SharedMemoryWindow(plan.window_bytes, peers, dead_at)
+    return NVLinkWindow(plan.window_bytes, peers, device, dead_at, plan.empty_lines)
+
+
+def open_exchange(config: EPConfig, placement: Placement, peers: Peers, device: torch.device, name: str) -> Exchange:
+    """This rank's part of the exchange of a group. Collective, in a step of `Peers.together`.
+
+    `name` is the same on all ranks, and no other attempt to open a group has it. Raises MemoryError if the windows do
+    not fit, and RuntimeError if the ranks of a node are on several machines, or ranks do not reach one another.
+    """
+    plan = MemoryPlan.build(config, peers.rank, placement, nvlink=device.type == "cuda")
+    G, N, times = config.topology.ranks_here, config.topology.num_nodes, config.exchange
+    if N == 1:
+        window = open_window(plan, peers, device)
+        return NodeExchange(config, plan, placement, window, peers.global_ranks, device)
+    node, local = divmod(peers.rank, G)
+    connect = connect_within(peers.timeout_s)
+    peers.all_gather(None)  # all are about to connect
+    group = gloo_group(f"{name}/node/{node}", local, G, connect) if G > 1 else None
+    here = peers.global_ranks[node * G : (node + 1) * G]
+    node_peers = Peers(group, local, G, here, connect.total_seconds(), first=node * G)
+    deadlines = Deadlines(times.warmup_timeout_s, times.timeout_s)
+    with ExitStack() as undo:
+        of_rail = RollCall([m * G + local for m in range(N)], peers.rank, peers.size, name)
+        rail = rail_of(config, device)(of_rail, deadlines, device, connect)
+        undo.callback(rail.close)
+        of_group = RollCall(list(range(peers.size)), peers.rank, peers.size, f"{name}/hosts")
+        hosts = GlooRail(of_group, deadlines, torch.device("cpu"), connect)
+        undo.callback(hosts.close)
+        peers.all_gather(None)  # all are connected: a rank that fails from here on cuts no other's connecting
+        with node_peers.part():
+            window = open_window(plan, node_peers, device)
+        inside = NodeExchange(config.of_node(), plan, placement.of_node(node, G), window, here, device)
+        memory = RailMemory(config, plan, placement, peers.rank, device, rail)
+        network_of = Network if device.type == "cpu" else NetworkOnGPUs
+        network = network_of(inside, memory, rail, hosts, peers.global_ranks, deadlines)
+        exchange = HierarchicalExchange(config, inside, memory, network)
+        undo.pop_all()
+    return exchange

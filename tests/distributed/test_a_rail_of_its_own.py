@@ -1,0 +1,112 @@
+"""Another network is one class and its name in `RAILS`: here a store, and a heap that owns what is received."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import ClassVar
+from weakref import WeakMethod
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchanges import assert_y, make_tokens, run_round
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
+
+from epmoe.config.deadlines import Deadlines
+from epmoe.group.roll_call import RollCall
+from epmoe.rail.opening import RAILS
+from epmoe.rail.rail import DeviceWords, Load, RailError
+
+pytestmark = pytest.mark.parametrize("device", [torch.device("cpu")])
+
+
+class Messages:
+    """Slabs that come as values of a store, by their keys."""
+
+    def __init__(self, store: dist.Store, coming: dict[str, Tensor]) -> None:
+        self.store, self.coming = store, coming
+
+    def is_completed(self) -> bool:
+        return not self.coming or self.store.check(list(self.coming))
+
+    def wait(self) -> None:
+        for key, slab in self.coming.items():
+            slab.copy_(torch.frombuffer(bytearray(self.store.get(key)), dtype=slab.dtype).view_as(slab))
+            self.store.delete_key(key)
+        self.coming = {}
+
+
+class StoreRail:
+    """A `Rail` over the store of torch.distributed."""
+
+    devices: ClassVar[tuple[str, ...]] = ("cpu",)
+
+    def __init__(self, roll_call: RollCall, deadlines: Deadlines, device: torch.device, connect: timedelta) -> None:
+        self.roll_call, self.deadlines, self.heaps = roll_call, deadlines, list[Tensor]()
+        self.store, self.number = dist.PrefixStore(f"{roll_call.name}/store", _get_default_store()), 0
+
+    def allocate(self, nbytes: int) -> Tensor:
+        self.heaps.append(torch.zeros(nbytes, dtype=torch.uint8))
+        return self.heaps[-1]
+
+    def start(self, load: Load) -> None:
+        owned = {heap.untyped_storage().data_ptr() for heap in self.heaps}
+        assert load.received.untyped_storage().data_ptr() in owned, "memory of another owner"
+        self.number += 1
+        mine, others = self.roll_call.rank, self.roll_call.ranks
+        for rank, slab in zip(others, load.sent.split(load.sent_rows), strict=True):
+            if slab.numel():
+                self.store.set(
+                    f"{self.number}/{mine}/{rank}", slab.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                )
+        slabs = zip(others, load.received.split(load.received_rows), strict=True)
+        coming = {f"{self.number}/{rank}/{mine}": slab for rank, slab in slabs if slab.numel()}
+        load.started.append(Messages(self.store, coming))
+
+    def wait(self, load: Load, look: Callable[[], None]) -> None:
+        deadline = time.monotonic() + self.deadlines.of(load.returning)
+        while not load.started[0].is_completed():
+            look()
+            time.sleep(1e-4)
+            if time.monotonic() > deadline:
+                raise RailError("the slabs did not come in time")
+        load.started[0].wait()
+
+    def watch(self, on_late: WeakMethod[Callable[[], None]], words: DeviceWords) -> None:
+        pass
+
+    def missing(self, found: Sequence[int]) -> list[int]:
+        return self.roll_call.missing(found)
+
+    def abort(self, missing: Sequence[int]) -> None:
+        pass
+
+    def close(self) -> None:
+        self.heaps.clear()
+
+
+@pytest.fixture(autouse=True)
+def _rail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RAILS, "store", StoreRail)
+
+
+@pytest.mark.parametrize("splits", ["padded", "exact"])
+def test_rounds_by_another_rail(make_ep, rank, splits):
+    """Each rank is a node."""
+    rails = ({"network_splits": splits, "rail": rail} for rail in ("store", "gloo"))
+    ep, by_gloo = (make_ep(ranks_per_node=1, exchange=exchange) for exchange in rails)
+    for n in range(4):
+        tokens = make_tokens(ep.config, rank, (5 * n + rank) % 17, seed=n)
+        y = run_round(ep, tokens)
+        assert_y(y, ep.config, tokens)
+        assert torch.equal(y, run_round(by_gloo, tokens))
+
+
+@pytest.mark.parametrize("name", ["nccl", "pigeon"])
+def test_a_rail_that_the_device_has_not(make_ep, size, name):
+    with pytest.raises(ValueError, match=f"`exchange.rail` must be auto or gloo or store on cpu, got '{name}'"):
+        make_ep(ranks_per_node=1, exchange={"rail": name})
+    assert make_ep(ranks_per_node=size, exchange={"rail": name}).size == size, "one node has no rail"

@@ -189,7 +189,6 @@ def fresh(
     *,
     most_copies: int | None = None,
     ranks_per_node: int | None = None,
-    together: Tensor | None = None,
 ) -> Tensor:
     """A table of slots from nothing but loads, by the greedy method of DeepSeek's EPLB.
 
@@ -197,20 +196,12 @@ def fresh(
     the least load that has room and no copy of the expert. With several nodes, experts go to nodes first: all copies
     of an expert are on one node.
 
-    With `together`, experts that tokens choose together come to the same rank, so that a token goes to fewer ranks:
-    copies are exchanged between two ranks as in Kernighan and Lin (1970), each time for a gain, while the busiest rank
-    stays at 1.01 of the mean at most, or where it was. Counts come from the ids [T, K] of past rounds, as int64:
-    `chosen = torch.zeros(T, E).scatter_(1, ids, 1.0); together += chosen.T @ chosen`.
-
     Args:
         loads: as of `balance`.
         ep_size: R
         slots_per_rank: S, with R·S ≥ E.
         most_copies: most copies of an expert; by default as many as there are ranks.
         ranks_per_node: ranks of a node, a divisor of R; by default all.
-        together: [L, E, E], or [E, E] for loads [E]: tokens that choose two experts, or any other measure of it, finite
-            and at least 0; both orders are summed, and the diagonal does not count. By default ranks per token are of
-            no concern.
 
     Returns:
         int32 [L, P], or [P]. Slots that no expert may fill are −1.
@@ -223,12 +214,7 @@ def fresh(
     if not is_int(slots_per_rank) or not E <= slots_per_rank * ep_size <= _ANY:
         raise ValueError(f"`slots_per_rank` must give {E} experts a slot on {ep_size} ranks, got {slots_per_rank!r}")
     most, node = _copies(most_copies, ep_size), _node(ranks_per_node, ep_size)
-    if together is not None:
-        if not isinstance(together, Tensor) or together.shape != (*loads.shape, E) or together.is_complex():
-            sizes = "".join(f"{size}, " for size in loads.shape)
-            raise ValueError(f"`together` must be numbers [{sizes}{E}], as `loads`, got {describe(together)}")
-        together = _amounts("together", together).view(-1, E, E)
-    slots_LP = ops.balance_fresh(loads_LE, together, ep_size, slots_per_rank, most, node)
+    slots_LP = ops.balance_fresh(loads_LE, ep_size, slots_per_rank, most, node)
     return slots_LP if loads.dim() == 2 else slots_LP[0]
 
 
@@ -279,15 +265,10 @@ def _loads(loads: Tensor) -> Tensor:
     """float64 [L, E]"""
     if not isinstance(loads, Tensor) or loads.dim() not in (1, 2) or not loads.numel() or loads.is_complex():
         raise ValueError(f"`loads` must be numbers [L, E] or [E], got {describe(loads)}")
-    return _amounts("loads", loads).view(-1, loads.shape[-1])
-
-
-def _amounts(name: str, values: Tensor) -> Tensor:
-    """float64 on the CPU"""
-    values = values.detach().to("cpu", torch.float64).contiguous()
-    if not (values.isfinite() & (values >= 0)).all():
-        raise ValueError(f"`{name}` must be finite and at least 0")
-    return values
+    loads = loads.detach().to("cpu", torch.float64).contiguous()
+    if not (loads.isfinite() & (loads >= 0)).all():
+        raise ValueError("`loads` must be finite and at least 0")
+    return loads.view(-1, loads.shape[-1])
 
 
 def _num_copies(slots_LP: Tensor, num_experts: int) -> Tensor:

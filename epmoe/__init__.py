@@ -14,7 +14,6 @@ import warnings as _warnings
 import torch as _torch
 
 from epmoe.balance import balance
-from epmoe.balancer import Balancer
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.config.placement import Move, Placement
 from epmoe.exchange.handles import Dispatched, Sent
@@ -33,6 +32,7 @@ from epmoe.exchange.health import (
 )
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.layer import MoELayer
+from epmoe.live.balancer import Balancer
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.finalize import finalize
 from epmoe.local.permute import Permuted, permute

@@ -23,6 +23,7 @@ from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.peers import MissingRankError, Peers
 from epmoe.group import check_backend, check_shared_memory, check_size, device_of, open_window
+from epmoe.live.slots import Table, keep_slots, read_slots
 from epmoe.native import ops
 from epmoe.rail.exchange import HierarchicalExchange
 from epmoe.rail.exchange_cuda import HierarchicalExchangeOnGPUs
@@ -30,7 +31,6 @@ from epmoe.rail.gloo import GlooRail, connect_within, gloo_group
 from epmoe.rail.memory import RailMemory
 from epmoe.rail.nccl import NcclRail
 from epmoe.rail.roll_call import RollCall
-from epmoe.slots import Table, keep_slots, read_slots
 
 _NEW = -1
 _MOST_NAMED = 8  # keys in an error

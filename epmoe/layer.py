@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from epmoe import checkpoint, opaque
 from epmoe.exchange.health import EPStateError
-from epmoe.exchange.moves import Weights
 from epmoe.exchange.round_state import MAX_TAG
+from epmoe.live.moves import Weights
 from epmoe.local.beside import Beside, mark
 from epmoe.local.experts import GroupedExperts, parameter, without_autocast
 from epmoe.local.quantize import zero_padding_rows_

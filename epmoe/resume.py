@@ -15,16 +15,16 @@ from epmoe.config.placement import Move, Placement
 from epmoe.exchange.exchange import Exchange
 from epmoe.exchange.handles import HoldsWindows
 from epmoe.exchange.health import EPOpenError, EPResumeError, EPStateError
-from epmoe.exchange.moves_plan import EMPTY
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.peers import Peers
 from epmoe.exchange.round_state import CLOSED
 from epmoe.exchange.waiting import device_ends
 from epmoe.group import group_of
 from epmoe.join import Hello, join
-from epmoe.live import LiveExperts
+from epmoe.live.experts import LiveExperts
+from epmoe.live.layout import EMPTY
+from epmoe.live.slots import Table
 from epmoe.native.arguments import describe
-from epmoe.slots import Table
 
 
 class Resumable(HoldsWindows):

@@ -19,16 +19,16 @@ from epmoe.exchange.exchange import in_turn
 from epmoe.exchange.handles import Dispatched, Layout, Sent
 from epmoe.exchange.health import EPStateError, Health
 from epmoe.exchange.memory import MemoryPlan
-from epmoe.exchange.moves import Moves, Weights
 from epmoe.exchange.peers import Peers
 from epmoe.exchange.round_state import MAX_TAG
 from epmoe.group import config_of, device_of, group_of
 from epmoe.join import Hello
-from epmoe.live import LiveExperts
+from epmoe.live.experts import LiveExperts
+from epmoe.live.moves import Moves, Weights
+from epmoe.live.slots import write_slots
 from epmoe.local.route import Routing, route
 from epmoe.native.arguments import FLOATS, check_tensor
 from epmoe.resume import Resumable
-from epmoe.slots import write_slots
 
 
 class ExpertParallel(Resumable):

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 import epmoe
 from epmoe.balance import choices, fresh, shares_of
 from epmoe.cli import app
+from epmoe.live import tables
+from epmoe.live.slots import read_slots
 from epmoe.local.simulate import simulate_routing
-from epmoe.slots import read_slots
 
 ZIPF = 1.2
 ALL = 2**32
@@ -202,6 +203,14 @@ def test_one_copy_of_each_expert_spread_over_the_ranks(seed):
     assert (rows[0].slots == rows[0].slots[:, :1]).all() and torch.equal(slots[chosen], torch.arange(E).int())
     most = int((chosen // S).bincount().max())
     assert most == 1 or not fits([1.0] * E, slots.tolist(), R, most - 1)
+
+
+def test_quotas_drop_copies_without_a_number():
+    slots = torch.tensor([[7, 3, 9, 9]], dtype=torch.int32)
+    thresholds = torch.tensor([[0, 2**31, 2**32, 2**32]])
+    got = tables.quotas(slots, thresholds).long() & 0xFFFFFFFF
+    assert (got >> 16).tolist() == [[2**15 - 1, 2**16 - 1, 2**16 - 1, 2**16 - 1]]
+    assert (got & 0xFFFF)[0, :2].tolist() == [3, 9]
 
 
 def drifted(ranks: int, spare: int, step: float, seed: int) -> tuple[Tensor, Tensor]:

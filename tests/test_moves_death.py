@@ -12,7 +12,7 @@ from helpers import assert_close, randn, slow
 from host import FORM_S, Host
 
 import epmoe
-from epmoe.exchange.moves_plan import EMPTY
+from epmoe.live.layout import EMPTY
 
 E, D, L, S, RANKS = 4, 16, 2, 3, 4
 
@@ -71,9 +71,9 @@ def begin(state) -> None:
 
 
 def poll(state) -> tuple[int, int]:
-    """One step: its version, and parts that have been copied here."""
+    """One step: its version, and bytes that have been copied here."""
     state.ep.poll()
-    return state.moves.version, state.moves._copied
+    return state.moves.version, state.moves.copied_bytes
 
 
 def finish(state) -> None:

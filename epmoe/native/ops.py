@@ -94,7 +94,7 @@ _library.define(
     "bool receive, int multiprocessors, int major) -> Tensor"
 )
 _library.define("shared_bytes_needed(Tensor plan) -> int")
-# Plans of placements (epmoe/balance.py), on the CPU: loads float64 [L, E], slots int32 [L, P], shares float64 [L, P].
+# Plans of placements (epmoe/live/balance.py), on the CPU: loads float64 [L, E], slots int32 and shares float64 [L, P].
 _library.define("balance_shares(Tensor loads, Tensor slots, int ep_size) -> Tensor")
 _library.define(
     "balance_plan(Tensor loads, Tensor slots, int ep_size, int max_moves, float goal, int most_copies, "

@@ -9,7 +9,7 @@ from helpers import generator, randn
 from torch import Tensor
 
 from epmoe import Balancer, EPStateError, ExpertParallel, MoELayer, Placement, balance, route
-from epmoe.exchange.moves import COUNTED, LAST_PLAN
+from epmoe.live.moves import COUNTED, LAST_PLAN
 from epmoe.local.reference import moe_reference
 
 pytestmark = pytest.mark.usefixtures("serving")

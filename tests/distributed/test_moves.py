@@ -18,8 +18,8 @@ from helpers import ON_GPUS, assert_close, generator, randn, slow
 from torch import Tensor
 
 from epmoe import EPRefusedError, EPStateError, EPTimeoutError, ExpertParallel
-from epmoe.exchange.moves import MOST_CALLS, VERSION
-from epmoe.exchange.moves_plan import EMPTY
+from epmoe.live.layout import EMPTY
+from epmoe.live.moves import MOST_CALLS, VERSION
 
 pytestmark = pytest.mark.usefixtures("serving")
 

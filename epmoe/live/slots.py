@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from epmoe.balance import check_slots
 from epmoe.config.config import EPConfig
 from epmoe.config.config_file import ConfigError, read_config
-from epmoe.exchange.moves_plan import EMPTY
+from epmoe.live.balance import check_slots
+from epmoe.live.layout import EMPTY
 
 Table = list[list[int]]
 """[layers][slots], of one rank or of all: the expert in each slot, or −1"""

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-EMPTY = -1
+from epmoe.live.layout import EMPTY
+
 _NO_ROOM = "experts cannot change places: leave a slot of the ranks empty, or with a second copy"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -17,6 +18,7 @@ import epmoe
 from epmoe.balance import choices, fresh, shares_of
 from epmoe.cli import app
 from epmoe.live import tables
+from epmoe.live.policy import Limits, few_moves
 from epmoe.live.slots import read_slots
 from epmoe.local.simulate import simulate_routing
 
@@ -243,6 +245,18 @@ def test_few_moves_are_enough(ranks, spare, most, moves):
             assert plan.balance_after[0] <= most
             assert len(plan.moves) <= moves * int((~kept).sum())
             assert seconds < 1  # far from the 5 ms that it takes: machines of tests are busy
+
+
+def test_layers_that_gain_too_little_keep_their_slots():
+    """Both layers would gain, but none as much as is asked for, in all or for each move."""
+    loads, slots = torch.arange(16).expand(2, 16).double(), (torch.arange(18) % 16).int().expand(2, -1)
+    limits = Limits(ep_size=2, most_copies=2, goal=1.0, max_moves=8, least_gain=0.0)
+    plan = few_moves(loads, slots, limits)
+    assert plan.moves and plan.balance_after < plan.balance_before and not torch.equal(plan.slots, slots)
+    for strict in ({"least_gain": 9.0}, {"goal": 9.0}):
+        found = few_moves(loads, slots, replace(limits, **strict))
+        assert torch.equal(found.slots, slots) and not found.moves and found.balance_after == plan.balance_before
+        assert torch.equal(found.shares, shares_of(loads, slots, 2))
 
 
 def test_a_fresh_placement_is_approached_where_no_move_helps():

@@ -47,6 +47,7 @@ class Step(NamedTuple):
     """What a plan has changed."""
 
     tick: int
+    """of the group"""
     moves: int
     total_bytes: int
     """of weights that come to this rank"""
@@ -79,8 +80,6 @@ class Balancer:
         plan: the last one, on rank 0; None on the others. With the default policy, layers whose moves do not pay keep
             their slots.
         history: what plans have changed, in order.
-        ticks: calls of `tick` in this group.
-        finishes: calls of `finish` in this group.
 
     Raises:
         EPStateError: `placement.live` is not set.
@@ -116,7 +115,6 @@ class Balancer:
     def _begin(self) -> None:
         """Begin in a group whose words and loads begin."""
         self._generation = self._ep.generation
-        self.ticks = self.finishes = 0
         self._counted = self._planned = 0  # of rank 0: the tick of the last plan, and its call of `replace`
         self._taken = self._recorded = 0  # calls of `replace`: the last one here, and that of the last `Step`
         self._planning: Result[Plan] | None = None
@@ -140,15 +138,16 @@ class Balancer:
         if self._ep.generation != self._generation:
             self._begin()
         self._going_on(self._ep.poll)
-        self.ticks += 1
-        if self.ticks % self._every == 0:
-            self._live.send_loads()
-            self._live.mail.post(Word.COUNTED, self.ticks, [0])
+        live = self._live
+        live.ticks += 1
+        if live.ticks % self._every == 0:
+            live.send_loads()
+            live.mail.post(Word.COUNTED, live.ticks, [0])
         if (planning := self._planning) is not None and planning.done and self._is_idle:
             if planning.error is not None:
                 self._planning = None
             self._publish(planning.get())
-        if self.ticks % max(1, self._every // _LOOKS) == 0 and self._is_idle:
+        if live.ticks % max(1, self._every // _LOOKS) == 0 and self._is_idle:
             self._look()
 
     @in_turn
@@ -161,10 +160,10 @@ class Balancer:
         ep, live = self._ep, self._live
         if ep.generation != self._generation:
             self._begin()
-        self.finishes += 1
+        live.finishes += 1
         if ep.rank == 0:
             self._planning = None
-            live.mail.post(Word.LAST_PLAN, self.finishes % _CALLS << 32 | self._planned, range(ep.size))
+            live.mail.post(Word.LAST_PLAN, live.finishes % _CALLS << 32 | self._planned, range(ep.size))
         timeout_s = ep.config.exchange.timeout_s if timeout_s is None else timeout_s
         last = 0
 
@@ -173,7 +172,7 @@ class Balancer:
             if (words := live.mail.words()) is None:  # not here yet
                 return False
             finishes, last = divmod(words[0][Word.LAST_PLAN], 1 << 32)
-            return (finishes - self.finishes) % _CALLS < _CALLS // 2
+            return (finishes - live.finishes) % _CALLS < _CALLS // 2
 
         live.wait(told, lambda: [0], timeout_s)
         if live.calls < last:
@@ -255,7 +254,7 @@ class Balancer:
         self._taken = number
         moves = live.replace(slots, self._weights, loads, number)
         before, after = ([], []) if self.plan is None else (self.plan.balance_before, self.plan.balance_after)
-        self.history.append(Step(self.ticks, moves.count, moves.total_bytes, before, after))
+        self.history.append(Step(live.ticks, moves.count, moves.total_bytes, before, after))
         self._recorded = number
 
 

@@ -49,6 +49,8 @@ class LiveExperts:
         sharing: the tables of new shares, from the call of `share` until they are in use; otherwise None.
         calls: calls of `replace`, also refused ones: the number of the last one, which is the same on all ranks.
         refused_plans: the count that `Health` shows.
+        ticks: calls of `Balancer.tick` in this group, of one balancer after another: words hold their numbers.
+        finishes: calls of `Balancer.finish` in this group.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class LiveExperts:
             self.mail = Mail(*of_rank) if on_cpu else MailOnGPU(*of_rank, exchange.streams)
         self.weights = weights
         self.moves: Moves | None = None
-        self.calls = self.refused_plans = 0
+        self.calls = self.refused_plans = self.ticks = self.finishes = 0
         self._earlier = 0, 0, 0  # experts, bytes and stalls of moves before those of `moves`
         self._before = self.slots  # before the moves of `moves`
         self._settled: Moves | None = None  # the last moves whose end has been seen to

@@ -24,7 +24,7 @@ from epmoe.live.layout import EMPTY, Word
 from epmoe.live.mail import Mail, MailOnGPU
 from epmoe.live.moves import MOST_CALLS, REFUSED, Moves, Weights
 from epmoe.live.tables import at_most, tables
-from epmoe.live.waves import in_place, plan_waves
+from epmoe.live.waves import Wave, in_place, plan_waves
 from epmoe.native.arguments import describe
 
 
@@ -75,12 +75,11 @@ class LiveExperts:
         self.moves: Moves | None = None
         self.calls = self.refused_plans = self.ticks = self.finishes = 0
         self._earlier = 0, 0, 0  # experts, bytes and stalls of moves before those of `moves`
-        self._before = self.slots  # before the moves of `moves`
         self._settled: Moves | None = None  # the last moves whose end has been seen to
         self._untold: int | None = None  # number of a refused call of which the others have not heard
         self._steps = False
         self._worker = Worker("epmoe-quotas")  # tables of many layers take milliseconds
-        self._made: tuple[int, Result[Tensor]] | None = None  # the tables of a version
+        self._versions = list[tuple[Tensor, Result[Tensor]]]()  # of `moves`: slots, and tables once they are made
         self.sharing: Result[Tensor] | None = None
         self._tables_loads = self._shared_loads
         self._put_into_use(self._upload(self.slots, self._shared_loads))
@@ -105,7 +104,6 @@ class LiveExperts:
                 self._tell_refusal()
             raise
         moves.tell()
-        self._make(0)
         return moves
 
     def _begin(self, number: int, slots: Tensor, weights: Weights | None, loads: Tensor | None) -> Moves:
@@ -121,9 +119,14 @@ class LiveExperts:
             self.mail, number, self._rank, self._R, self._S, waves, weights or self._registered,
             self._exchange.views["moves.staging"], self._exchange.config.exchange.timeout_s, self._switch, self._hold,
         )  # fmt: skip
+        tables_of = [self.slots, *(wave.slots for wave in waves)]
+        versions = [
+            (slots, self._submit(_in_use(slots, wave), loads))
+            for slots, wave in zip(tables_of, [*waves, None], strict=True)
+        ]
         # Without a call between them, in which a signal handler could raise. Tables under way name slots of before.
         self._earlier, self.moves = (self.moved, self.moved_bytes, self.stalls), moves
-        self._shared_loads, self._before, self._made, self.sharing = loads, self.slots, None, None
+        self._versions, self.sharing, self._shared_loads, self._tables_loads = versions, None, loads, loads
         self.calls, self._untold = number, None
         return moves
 
@@ -184,11 +187,11 @@ class LiveExperts:
         moves = self.moves
         if moves is self._settled or moves is None or not moves.done:
             return
-        held = self._mine(self.slots).clone()
+        held, versions = self._mine(self.slots).clone(), list[tuple[Tensor, Result[Tensor]]]()
         if moves.cancelled:
             self._share()  # slots that were to be overwritten are in use again
         refused = self.refused_plans + bool(moves.refused_by)
-        self.held, self._settled, self.refused_plans = held, moves, refused
+        self.held, self._versions, self._settled, self.refused_plans = held, versions, moves, refused
 
     def _tell_refusal(self) -> None:
         if self._untold is not None:
@@ -300,39 +303,20 @@ class LiveExperts:
         loads = self._own_loads.scatter_add(1, self.held.clamp(min=0).long(), rows)
         self._own_loads, self._counted = loads, counted.clone()
 
-    def _make(self, version: int) -> None:
-        """Begin to compute the tables of a version, which name no slot that the next wave overwrites."""
-        assert self.moves is not None
-        slots = self._after(version).clone()
-        if version < len(self.moves.waves):
-            for move in self.moves.waves[version].moves:
-                slots[move.layer, move.slot] = EMPTY
-        made = version, self._submit(slots)
-        self._made, self._tables_loads = made, self._shared_loads
-
-    def _after(self, version: int) -> Tensor:
-        assert self.moves is not None
-        return self._before if version == 0 else self.moves.waves[version - 1].slots
-
     def _switch(self, version: int) -> bool:
         """Use the tables of a version, if they are made and no round is open."""
-        if self._made is None or self._made[0] != version:
-            self._make(version)
-        assert self._made is not None and self.moves is not None
-        if not self._made[1].done or self._exchange.rounds.state != CLOSED:
+        slots, made = self._versions[version]
+        if not made.done or self._exchange.rounds.state != CLOSED:
             return False
-        made, self._made = self._made[1], None
         self._put_into_use(made.get())
-        self.slots = self._after(version)
-        if version < len(self.moves.waves):
-            self._make(version + 1)
+        self.slots = slots
         return True
 
     def _share(self) -> None:
-        self.sharing, self._tables_loads = self._submit(self.slots), self._shared_loads
+        self.sharing, self._tables_loads = self._submit(self.slots, self._shared_loads), self._shared_loads
 
-    def _submit(self, slots: Tensor) -> Result[Tensor]:
-        return self._worker.submit(partial(self._upload, slots, self._shared_loads))
+    def _submit(self, slots: Tensor, loads: Tensor) -> Result[Tensor]:
+        return self._worker.submit(partial(self._upload, slots, loads))
 
     def _upload(self, slots: Tensor, loads: Tensor) -> Tensor:
         width = self._table.shape[-1]
@@ -349,3 +333,11 @@ class LiveExperts:
             stream.wait_stream(streams[0])
         if streams:
             table.record_stream(streams[0])
+
+
+def _in_use(slots: Tensor, wave: Wave | None) -> Tensor:
+    """`slots` [layers, P] without those that the next wave overwrites."""
+    slots = slots.clone()
+    for move in () if wave is None else wave.moves:
+        slots[move.layer, move.slot] = EMPTY
+    return slots

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -18,7 +17,7 @@ import epmoe
 from epmoe.balance import choices, fresh, shares_of
 from epmoe.cli import app
 from epmoe.live import tables
-from epmoe.live.policy import Limits, few_moves
+from epmoe.live.policy import few_moves
 from epmoe.live.slots import read_slots
 from epmoe.local.simulate import simulate_routing
 
@@ -250,11 +249,11 @@ def test_few_moves_are_enough(ranks, spare, most, moves):
 def test_layers_that_gain_too_little_keep_their_slots():
     """Both layers would gain, but none as much as is asked for, in all or for each move."""
     loads, slots = torch.arange(16).expand(2, 16).double(), (torch.arange(18) % 16).int().expand(2, -1)
-    limits = Limits(ep_size=2, most_copies=2, goal=1.0, max_moves=8, least_gain=0.0)
-    plan = few_moves(loads, slots, limits)
+    limits = {"ep_size": 2, "most_copies": 2, "goal": 1.0, "max_moves": 8, "least_gain": 0.0}
+    plan = few_moves(loads, slots, **limits)
     assert plan.moves and plan.balance_after < plan.balance_before and not torch.equal(plan.slots, slots)
     for strict in ({"least_gain": 9.0}, {"goal": 9.0}):
-        found = few_moves(loads, slots, replace(limits, **strict))
+        found = few_moves(loads, slots, **limits | strict)
         assert torch.equal(found.slots, slots) and not found.moves and found.balance_after == plan.balance_before
         assert torch.equal(found.shares, shares_of(loads, slots, 2))
 

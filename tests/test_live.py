@@ -198,7 +198,7 @@ def test_a_word_is_never_seen_in_part(ep):
     exchange, end = ep.exchange, time.monotonic() + 2
     place = exchange.views["moves.words"].data_ptr() + 8 * Word.VERSION
     if (writer := os.fork()) == 0:
-        mail = Mail(exchange.window, exchange.plan, exchange.views)  # that of a parent is not the child's
+        mail = Mail(exchange)  # that of a parent is not the child's
         while time.monotonic() < end:
             for value in (0, -1) * 500:
                 mail.post(Word.VERSION, value, [0])

@@ -84,7 +84,7 @@ class Rank:
     def __init__(
         self, number: int, group: list[Rank], before: Tensor, after: Tensor, draw: random.Random, interrupts: float
     ) -> None:
-        self.number, self.group, self.draw, self.before = number, group, draw, before
+        self.rank, self.size, self.group, self.draw, self.before = number, R, group, draw, before
         self.signals, self.interrupts = random.Random(number), 0.0
         self.board = [[0] * len(Word) for _ in range(R)]
         self.queue: deque[tuple[Callable[[], bool], Callable[[], object]]] = deque()
@@ -95,7 +95,7 @@ class Rank:
         self.reading = False
         self.waves = plan_waves(before, in_place(before, after, S), S)
         self.moves = Moves(
-            self, 1, number, R, S, self.waves, lambda tag, slot: [self.weights[tag - 1, slot]], self.staging, 30.0,
+            self, 1, S, self.waves, lambda tag, slot: [self.weights[tag - 1, slot]], self.staging, 30.0,
             self.switch, lambda *_: self.may_raise(),
         )  # fmt: skip
         self.interrupts = interrupts
@@ -126,13 +126,13 @@ class Rank:
 
     def post(self, number: int, value: int, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            self.send(lambda rank=rank: self.group[rank].board[self.number].__setitem__(number, value))
+            self.send(lambda rank=rank: self.group[rank].board[self.rank].__setitem__(number, value))
 
     def copy(self, to: Tensor, source: Tensor) -> None:
         def run() -> None:
             at = (to.data_ptr() - self.weights.data_ptr()) // 40
             layer, local = divmod(at, S)
-            slot = self.number * S + local
+            slot = self.rank * S + local
             assert not any(rank.in_use()[layer, slot] != EMPTY for rank in self.group), "overwritten in use"
             to.copy_(source)
 

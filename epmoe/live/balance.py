@@ -82,7 +82,7 @@ def balance(
         goal: where moves end: the load of the busiest rank over the mean, at least 1.
         most_copies: most copies that an expert gets, also between two moves: with 1 nothing moves. By default as many
             as there are ranks. Experts that have more keep them.
-        ranks_per_node: of the placement that `fresh` gives; by default one node.
+        ranks_per_node: ranks of a node in the placement that `fresh` gives; by default all.
 
     Returns:
         The plan for all layers.
@@ -112,15 +112,15 @@ def shares_of(loads: Tensor, slots: Tensor, ep_size: int) -> Tensor:
     equal shares.
 
     Args:
-        loads: as of `balance`.
-        slots: as of `balance`.
+        loads: [L, E] or [E], as `balance` takes them.
+        slots: [L, P] or [P], as `balance` takes them.
         ep_size: R
 
     Returns:
         float64, as `slots`; 0 for an empty slot. The shares of an expert's slots sum to 1.
 
     Raises:
-        ValueError: as `balance`.
+        ValueError: an argument does not fit, as in `balance`.
     """
     loads_LE, slots_LP = _loads(loads), check_slots(slots, loads, ep_size)
     return ops.balance_shares(loads_LE, slots_LP, ep_size).view(slots.shape)
@@ -146,20 +146,20 @@ def choices(
     all sources choose the same copy of each expert, and the rank with most chosen copies has as few as possible.
 
     Args:
-        slots: as of `balance`.
-        shares: float64, as `slots`: those of `shares_of`.
+        slots: [L, P] or [P], as `balance` takes them.
+        shares: float64, as `slots`: what `shares_of` returns.
         source: the rank, from 0 to R − 1.
         ep_size: R
         num_experts: E
         most_copies: C; by default the most copies that an expert has in `slots`.
         ranks_per_node: ranks that share a node, a divisor of R; by default all.
-        one_copy: as above; without regard to `shares` and `source`.
+        one_copy: choose the same copy on all sources, without regard to `shares` and `source`.
 
     Returns:
         Slots and thresholds.
 
     Raises:
-        ValueError: as `balance`, or an expert has more than `most_copies` copies.
+        ValueError: an argument does not fit, or an expert has more than `most_copies` copies.
     """
     _positive("num_experts", num_experts)
     slots_LP = check_slots(slots, torch.empty((*slots.shape[:-1], num_experts)), ep_size, most_copies)
@@ -194,7 +194,7 @@ def fresh(
     of an expert are on one node.
 
     Args:
-        loads: as of `balance`.
+        loads: [L, E] or [E], as `balance` takes them.
         ep_size: R
         slots_per_rank: S, with R·S ≥ E.
         most_copies: most copies of an expert; by default as many as there are ranks.
@@ -216,19 +216,9 @@ def fresh(
 
 
 def check_slots(slots: Tensor, loads: Tensor, ep_size: int, most_copies: int | None = None) -> Tensor:
-    """`slots`, as of `balance`, as int32 [L, P] on the CPU.
+    """`slots`, as `balance` takes them, as int32 [L, P] on the CPU. Of `loads` only the shape counts.
 
-    Args:
-        slots: as of `balance`.
-        loads: [L, E] or [E], of which only the shape counts.
-        ep_size: R
-        most_copies: of an expert; by default any number.
-
-    Returns:
-        int32 [L, P]
-
-    Raises:
-        ValueError: they do not fit, an expert has no slot or two on a rank, or more than `most_copies`.
+    Raises ValueError where they do not fit, or an expert has no slot, two on a rank, or more than `most_copies`.
     """
     _positive("ep_size", ep_size)
     integers = isinstance(slots, Tensor) and slots.dtype in (torch.int32, torch.int64)

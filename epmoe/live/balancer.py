@@ -19,7 +19,7 @@ from epmoe.live.balance import GOAL, MAX_MOVES, Plan, check_limits, check_slots
 from epmoe.live.experts import LiveExperts
 from epmoe.live.layout import Word
 from epmoe.live.moves import Weights
-from epmoe.live.policy import Limits, Policy, few_moves
+from epmoe.live.policy import Policy, few_moves
 
 LEAST_GAIN = 0.002
 _LOOKS = 20  # for a plan, between two gatherings of loads
@@ -105,7 +105,7 @@ class Balancer:
         if ep.live is None:
             raise EPStateError("experts stay where they are: `placement.live` is not set")
         self._ep, self._every, self._policy, self._weights = ep, every, policy, weights
-        self._goal, self._max_moves, self._least_gain = goal, max_moves, least_gain
+        self._limits = {"goal": goal, "max_moves": max_moves, "least_gain": least_gain}
         self.plan: Plan | None = None
         self.history: list[Step] = []
         self._worker = Worker("epmoe-balance")
@@ -229,11 +229,17 @@ class Balancer:
         recent = (loads - self._last_loads).clamp(min=0)
         if not recent.any():
             return
-        most_copies = self._ep.config.placement.most_copies
-        limits = Limits(self._ep.size, most_copies, self._goal, self._max_moves, self._least_gain)
         self._last_loads = loads
-        planning = self._worker.submit(partial(_checked_plan, self._policy, recent, self._live.slots, limits))
-        self._recent, self._planning = recent, planning
+        self._recent, self._planning = recent, self._worker.submit(partial(self._plan_for, recent, self._live.slots))
+
+    def _plan_for(self, loads: Tensor, slots: Tensor) -> Plan:
+        """Ask the policy. The table of its plan goes into the windows of all ranks, so it must fit there."""
+        R, most_copies = self._ep.size, self._ep.config.placement.most_copies
+        plan = self._policy(loads, slots.clone(), ep_size=R, most_copies=most_copies, **self._limits)
+        table = check_slots(plan.slots, loads, R, most_copies)
+        if table.shape != slots.shape:
+            raise ValueError(f"`policy` must plan slots {list(slots.shape)}, got {list(table.shape)}")
+        return replace(plan, slots=table)
 
     def _publish(self, plan: Plan) -> None:
         """Put the plan and its loads into all windows, then the number that its call of `replace` has on all ranks.
@@ -256,12 +262,3 @@ class Balancer:
         before, after = ([], []) if self.plan is None else (self.plan.balance_before, self.plan.balance_after)
         self.history.append(Step(live.ticks, moves.count, moves.total_bytes, before, after))
         self._recorded = number
-
-
-def _checked_plan(policy: Policy, loads: Tensor, slots: Tensor, limits: Limits) -> Plan:
-    """What a policy plans. Its table goes into the windows of all ranks, so it must fit there."""
-    plan = policy(loads, slots.clone(), limits)
-    table = check_slots(plan.slots, loads, limits.ep_size, limits.most_copies)
-    if table.shape != slots.shape:
-        raise ValueError(f"`policy` must plan slots {list(slots.shape)}, got {list(table.shape)}")
-    return replace(plan, slots=table)

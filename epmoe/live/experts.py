@@ -18,7 +18,6 @@ from epmoe.exchange.health import EPStateError, EPTimeoutError
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED
 from epmoe.exchange.waiting import Result, Worker
-from epmoe.exchange.window import SharedMemoryWindow
 from epmoe.live.balance import check_slots
 from epmoe.live.layout import EMPTY, Word
 from epmoe.live.mail import Mail, MailOnGPU
@@ -68,9 +67,7 @@ class LiveExperts:
             self._shared_loads = torch.ones(self._L, self._E, dtype=torch.float64)
             self._own_loads = torch.zeros(self._L, self._E, dtype=torch.float64)
             self._counted = torch.zeros(self._L, self._S, dtype=torch.int64)
-            on_cpu = isinstance(exchange.window, SharedMemoryWindow)
-            of_rank = exchange.window, exchange.plan, views
-            self.mail = Mail(*of_rank) if on_cpu else MailOnGPU(*of_rank, exchange.streams)
+            self.mail = MailOnGPU(exchange) if exchange.device.type == "cuda" else Mail(exchange)
         self.weights = weights
         self.moves: Moves | None = None
         self.calls = self.refused_plans = self.ticks = self.finishes = 0
@@ -116,8 +113,8 @@ class LiveExperts:
         if weights is None and lacking:
             raise ValueError(f"`weights` must be given, since no layer with tag {min(lacking)} has said where its are")
         moves = Moves(
-            self.mail, number, self._rank, self._R, self._S, waves, weights or self._registered,
-            self._exchange.views["moves.staging"], self._exchange.config.exchange.timeout_s, self._switch, self._hold,
+            self.mail, number, self._S, waves, weights or self._registered, self._exchange.views["moves.staging"],
+            self._exchange.config.exchange.timeout_s, self._switch, self._hold,
         )  # fmt: skip
         tables_of = [self.slots, *(wave.slots for wave in waves)]
         versions = [

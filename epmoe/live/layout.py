@@ -14,24 +14,20 @@ EMPTY = -1
 
 
 class Word(IntEnum):
-    """A word that each rank has in the window of each other rank, by its place in `moves.words`.
+    """The words that each rank writes to each other rank, by their places in `moves.words`.
 
-    The value of the first six is `call << 32 | value`, where `call` is the number of a call of `replace`.
+    docs/protocol.md says what the first six mean, which belong to `Moves`. The last three belong to `Balancer`.
     """
 
     PLAN = 0
-    """a checksum of slots and sizes, or 0 where the writer takes no part in the call"""
     VERSION = 1
     READY = 2
     COPIED = 3
     PUSHED = 4
     CANCELLED = 5
-    COUNTED = 6
-    """the tick of a balancer at which the writer has sent its loads"""
-    PLANNED = 7
-    """the number of the call of `replace` that carries out the plan in this window"""
-    LAST_PLAN = 8
-    """`finish << 32 | call`: the last plan before a call of `Balancer.finish`"""
+    COUNTED = 6  # the tick at which the writer has sent its loads
+    PLANNED = 7  # the call of `replace` that carries out the plan of rank 0
+    LAST_PLAN = 8  # `finish << 32 | call`: the last plan before a call of `finish`
 
 
 @reserve

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import cast
 from weakref import WeakSet
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from epmoe.exchange.health import EPStateError
-from epmoe.exchange.memory import MemoryPlan
+from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.window import SharedMemoryWindow, Window
 from epmoe.native import ops
 
@@ -27,18 +27,13 @@ class Mail:
     """What one rank sends and reads in shared memory, where every call has ended when it returns.
 
     After `close`, and in a forked child, what sends raises EPStateError.
-
-    Args:
-        window: of this rank.
-        plan: of the window, with the buffers of epmoe/live/layout.py.
-        views: the buffers of the plan.
     """
 
-    def __init__(self, window: Window, plan: MemoryPlan, views: dict[str, Tensor]) -> None:
-        self._window: Window | None = window
-        self._plan = plan
-        self._board = views[_WORDS]
-        self._row = plan[_WORDS].offset + 8 * plan.sizes["rank"] * self._board.shape[1]
+    def __init__(self, exchange: NodeExchange) -> None:
+        self._window: Window | None = exchange.window
+        self._plan, self._board = exchange.plan, exchange.views[_WORDS]
+        self.rank, self.size = self._plan.sizes["rank"], self._plan.sizes["R"]
+        self._row = self._plan[_WORDS].offset + 8 * self.rank * self._board.shape[1]
         _open.add(self)
 
     @property
@@ -66,7 +61,7 @@ class Mail:
     def share(self, name: str, source: Tensor, begin: int = 0) -> None:
         """`put` a tensor of the host into the windows of all ranks."""
         source = source.contiguous().view(-1)
-        for rank in range(self._plan.sizes["R"]):
+        for rank in range(self.size):
             self.put(rank, name, source, begin)
 
     def post(self, number: int, value: int, ranks: Iterable[int]) -> None:
@@ -97,24 +92,11 @@ class Mail:
 
 
 class MailOnGPU(Mail):
-    """A `Mail` by copy engines, whose calls run in their order on a stream of its own.
+    """A `Mail` by copy engines, whose calls run in their order on a stream of its own."""
 
-    Args:
-        window: of this rank.
-        plan: of the window.
-        views: the buffers of the plan.
-        streams: returns the streams of the rounds so far.
-    """
-
-    def __init__(
-        self,
-        window: Window,
-        plan: MemoryPlan,
-        views: dict[str, Tensor],
-        streams: Callable[[], Iterable[torch.cuda.Stream]],
-    ) -> None:
-        super().__init__(window, plan, views)
-        self._streams = streams
+    def __init__(self, exchange: NodeExchange) -> None:
+        super().__init__(exchange)
+        self._streams = exchange.streams
         device = self._board.device
         self._uploads = torch.cuda.Stream(device)
         self._fetches = torch.cuda.Stream(device, priority=-1)

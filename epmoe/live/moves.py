@@ -66,8 +66,6 @@ class Moves:
     Args:
         mail: of this rank.
         number: of the call, from 1 and the same on all ranks.
-        rank: this one.
-        size: R
         slots_per_rank: S
         waves: what `plan_waves` returns, the same on all ranks.
         weights: of slots; tensors of slots of one layer have the same sizes.
@@ -94,8 +92,6 @@ class Moves:
         self,
         mail: Mail,
         number: int,
-        rank: int,
-        size: int,
         slots_per_rank: int,
         waves: list[Wave],
         weights: Weights,
@@ -107,13 +103,13 @@ class Moves:
         self.waves, self.timeout_s = waves, timeout_s
         self.version, self.last, self.stalls = -1, len(waves), 0
         self.refused_by = list[int]()
-        self._mail, self._number, self._rank, self._ranks = mail, number, rank, range(size)
+        self._mail, self._number, self._rank, self._ranks = mail, number, mail.rank, range(mail.size)
         self._S, self._weights, self._staging = slots_per_rank, weights, staging
         self._switch, self._holds = switch, holds
         self._done = self._ended = self._cancels = False
         self._cancelled_at: int | None = None
         self._copied = 0  # parts in their slots, of those that come to this rank
-        self._pushed = [0] * size  # by rank: the number behind the last part that it got from here
+        self._pushed = [0] * mail.size  # by rank: the number behind the last part that it got from here
         self._told = dict[tuple[Word, int | None], int]()  # by word and reader, None for all: the value that was posted
         self._words = list[list[int]]()
         sizes = self._sizes()
@@ -122,13 +118,13 @@ class Moves:
             for move in moves:
                 nbytes = sum(size.nbytes for size in sizes[move.layer])
                 parts[move.slot // slots_per_rank] += _parts(wave, move, nbytes, len(staging))
-        self._parts, self._mine = parts, parts[rank]
+        self._parts, self._mine = parts, parts[mail.rank]
         self.count = sum(len(wave.moves) for wave in waves)
         self.total_bytes = _bytes_of(self._mine)
-        self._checksum = crc32(repr((sizes, [wave.moves for wave in waves])).encode())
-        for wave_slots in (wave.slots for wave in waves):
-            self._checksum = crc32(wave_slots.numpy().tobytes(), self._checksum)
-        self._checksum = max(self._checksum, REFUSED + 1)
+        checksum = crc32(repr((sizes, [wave.moves for wave in waves])).encode())
+        for table in [wave.slots for wave in waves]:
+            checksum = crc32(table.numpy().tobytes(), checksum)
+        self._checksum = max(checksum, REFUSED + 1)
         self._progress, self._seen = time.monotonic(), self._state()
 
     @property

@@ -19,20 +19,11 @@ _NUMBERS = 2**16  # that the copies of an expert share: `copy_by_quota` in csrc/
 
 
 def tables(slots: Tensor, loads: Tensor, source: int, ep_size: int, most_copies: int, width: int) -> Tensor:
-    """The tables of one source rank.
+    """The tables of one source rank, int32 [layers, 2, E, width], for few tokens and for many.
 
-    Args:
-        slots: int32 [layers, P]
-        loads: float64 [layers, E]
-        source: the rank.
-        ep_size: R
-        most_copies: most copies of an expert that a table names. An expert that moves may have more between two waves.
-        width: entries of an expert, at least `most_copies`: tables consist of whole lines.
-
-    Returns:
-        int32 [layers, 2, E, width], for few tokens and for many.
+    They are for slots [layers, P] and loads [layers, E]. `width` makes them whole lines.
     """
-    slots = at_most(most_copies, slots)
+    slots = at_most(most_copies, slots)  # an expert that moves has more between two waves
     choose = partial(
         choices, slots, shares_of(loads, slots, ep_size), source,
         ep_size=ep_size, num_experts=loads.shape[-1], most_copies=most_copies,
@@ -51,15 +42,9 @@ def at_most(copies: int, slots: Tensor) -> Tensor:
 
 
 def quotas(slots: Tensor, thresholds: Tensor) -> Tensor:
-    """What `copy_by_quota` in csrc/copies.h reads.
+    """What `copy_by_quota` in csrc/copies.h reads, int32 [..., C], for the `Choices` slots and thresholds [..., C].
 
-    Args:
-        slots: int32 [..., C], of `Choices`.
-        thresholds: int64 [..., C], of `Choices`.
-
-    Returns:
-        int32 [..., C]: in the high 16 bits the last number that a copy takes, in the low ones its slot. Copies that get
-        no number stand at the end.
+    The high 16 bits hold the last number that a copy takes, the low ones its slot. Copies without a number come last.
     """
     ends = (thresholds * _NUMBERS + 2**31 >> 32).clamp(0, _NUMBERS)
     starts = torch.cat([torch.zeros_like(ends[..., :1]), ends[..., :-1]], dim=-1)

@@ -13,7 +13,6 @@ from torch import Tensor
 from epmoe import Balancer, EPStateError, ExpertParallel, MoELayer, Placement, balance, route
 from epmoe.live.balance import Plan, fresh
 from epmoe.live.layout import Word
-from epmoe.live.policy import Limits
 from epmoe.local.reference import moe_reference
 
 pytestmark = pytest.mark.usefixtures("serving")
@@ -148,9 +147,9 @@ class Planned:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, loads: Tensor, slots: Tensor, limits: Limits) -> Plan:
+    def __call__(self, loads: Tensor, slots: Tensor, *, ep_size: int, **limits: float) -> Plan:
         self.calls += 1
-        return balance(torch.rand(L, E, generator=generator(self.calls)), slots, ep_size=limits.ep_size)
+        return balance(torch.rand(L, E, generator=generator(self.calls)), slots, ep_size=ep_size)
 
 
 def tick_until(balancer: Balancer, done: Callable[[], bool]) -> None:
@@ -212,19 +211,18 @@ def test_ticks_and_calls_past_the_numbers_of_31_bits(ep, size, rank):
     balancer.close()
 
 
-def everything_on_one(loads: Tensor, slots: Tensor, limits: Limits) -> Plan:
+def everything_on_one(loads: Tensor, slots: Tensor, **limits: float) -> Plan:
     return balance(loads, torch.arange(E, dtype=torch.int32).expand(L, -1), ep_size=1)
 
 
-def too_many(loads: Tensor, slots: Tensor, limits: Limits) -> Plan:
-    return anew(loads, slots.repeat(1, 2), limits)
+def too_many(loads: Tensor, slots: Tensor, **limits: float) -> Plan:
+    return anew(loads, slots.repeat(1, 2), **limits)
 
 
-def anew(loads: Tensor, slots: Tensor, limits: Limits) -> Plan:
+def anew(loads: Tensor, slots: Tensor, *, ep_size: int, most_copies: int, **limits: float) -> Plan:
     """A placement from nothing but loads, whatever moves: that of docs/moving.md."""
-    R, P = limits.ep_size, slots.shape[1]
-    target = fresh(loads, R, P // R, most_copies=limits.most_copies)
-    return balance(loads, target, ep_size=R, max_moves=0)
+    target = fresh(loads, ep_size, slots.shape[1] // ep_size, most_copies=most_copies)
+    return balance(loads, target, ep_size=ep_size, max_moves=0)
 
 
 def test_a_policy_is_any_callable(ep, size, rank):

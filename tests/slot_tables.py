@@ -1,4 +1,4 @@
-"""Drawn tables of slots, for tests of experts that move."""
+"""Drawn tables of slots, and experts that multiply rows, for tests of experts that move."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import torch
 from torch import Tensor
 
+from epmoe import Dispatched
 from epmoe.live.layout import EMPTY
 
 
@@ -33,3 +34,15 @@ def draw_slots(
             draw.shuffle(rank)
         tables.append([expert for rank in held for expert in rank])
     return torch.tensor(tables, dtype=torch.int32)
+
+
+def times_slots(d: Dispatched, gains_SD: Tensor) -> Tensor:
+    """Each row times the gains of its slot; rows of no slot are NaN."""
+    numbers = torch.arange(len(d.rows), dtype=torch.int32, device=d.rows.device)
+    slot = (torch.searchsorted(d.expert_offsets, numbers, right=True) - 1).clamp(max=len(gains_SD) - 1)
+    return torch.where(numbers[:, None] < d.expert_offsets[-1], d.rows * gains_SD[slot], torch.nan)
+
+
+def weighted_sum(x: Tensor, ids: Tensor, weights: Tensor, gains_ED: Tensor) -> Tensor:
+    """What combine gives for experts that multiply by their gains, float64 [T, D]."""
+    return (x.double()[:, None] * gains_ED.double()[ids.long()] * weights.double()[:, :, None]).sum(1)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from helpers import assert_close, generator, randn
 from host import FORM_S, Host
-from slot_tables import draw_slots
+from slot_tables import draw_slots, times_slots, weighted_sum
 
 import epmoe
 from epmoe.live.layout import EMPTY
@@ -165,16 +165,14 @@ def play(state, number: int, kind: str, giver: int) -> None:
     if kind == "aborted" and ep.rank == giver % ep.size:
         ep.abort()
         return
-    numbers = torch.arange(len(d.rows), dtype=torch.int32)
-    slot = (torch.searchsorted(d.expert_offsets, numbers, right=True) - 1).clamp(max=S - 1)
     try:
-        y = ep.combine(d.rows * state.rows[layer, slot], d)
+        y = ep.combine(times_slots(d, state.rows[layer]), d)
     except REPORTS:
         assert kind != "whole"
         return
     if kind == "whole":
-        gains = torch.stack([gain(layer, expert) for expert in range(E)]).double()
-        assert_close(y, (x.double()[:, None] * gains[ids] * 0.5).sum(1), slack=4)
+        gains = torch.stack([gain(layer, expert) for expert in range(E)])
+        assert_close(y, weighted_sum(x, ids, share, gains), slack=4)
 
 
 def serve(state, seed: int) -> tuple:

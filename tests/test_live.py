@@ -193,6 +193,13 @@ def test_a_refusal_that_an_exception_held_back_is_told_later(ep, monkeypatch):
     ep.apply()
 
 
+def test_plans_have_room_for_what_moves_need_and_others_have_none(ep):
+    plan = epmoe.MemoryPlan.build(ep.config)
+    assert plan == ep.memory_plan() and plan["moves.staging"].nbytes == 1 << 20
+    others = epmoe.MemoryPlan.build(alone(experts=E)).buffers
+    assert not [buffer for buffer in others if buffer.name.startswith("moves.")]
+
+
 def test_a_word_is_never_seen_in_part(ep):
     """A reader sees a word that was written, never a mixture of two."""
     exchange, end = ep.exchange, time.monotonic() + 2

@@ -118,8 +118,7 @@ class LiveExperts:
         )  # fmt: skip
         tables_of = [self.slots, *(wave.slots for wave in waves)]
         versions = [
-            (slots, self._submit(_in_use(slots, wave), loads))
-            for slots, wave in zip(tables_of, [*waves, None], strict=True)
+            (slots, self._submit(slots, loads, wave)) for slots, wave in zip(tables_of, [*waves, None], strict=True)
         ]
         # Without a call between them, in which a signal handler could raise. Tables under way name slots of before.
         self._earlier, self.moves = (self.moved, self.moved_bytes, self.stalls), moves
@@ -312,10 +311,15 @@ class LiveExperts:
     def _share(self) -> None:
         self.sharing, self._tables_loads = self._submit(self.slots, self._shared_loads), self._shared_loads
 
-    def _submit(self, slots: Tensor, loads: Tensor) -> Result[Tensor]:
-        return self._worker.submit(partial(self._upload, slots, loads))
+    def _submit(self, slots: Tensor, loads: Tensor, wave: Wave | None = None) -> Result[Tensor]:
+        return self._worker.submit(partial(self._upload, slots, loads, wave))
 
-    def _upload(self, slots: Tensor, loads: Tensor) -> Tensor:
+    def _upload(self, slots: Tensor, loads: Tensor, wave: Wave | None = None) -> Tensor:
+        """Tables on the device. They name no slot that `wave`, the next one, overwrites."""
+        if wave is not None:
+            slots = slots.clone()
+            for move in wave.moves:
+                slots[move.layer, move.slot] = EMPTY
         width = self._table.shape[-1]
         return self.mail.upload(tables(slots, loads, self._rank, self._R, self._most_copies, width))
 
@@ -330,11 +334,3 @@ class LiveExperts:
             stream.wait_stream(streams[0])
         if streams:
             table.record_stream(streams[0])
-
-
-def _in_use(slots: Tensor, wave: Wave | None) -> Tensor:
-    """`slots` [layers, P] without those that the next wave overwrites."""
-    slots = slots.clone()
-    for move in () if wave is None else wave.moves:
-        slots[move.layer, move.slot] = EMPTY
-    return slots

@@ -15,7 +15,7 @@ Policy = Callable[..., Plan]
 
 
 def few_moves(loads: Tensor, slots: Tensor, *, goal: float, least_gain: float, **limits: int) -> Plan:
-    """The plan of `epmoe.balance` in layers above the goal whose moves gain enough. The others keep their slots.
+    """Plan as `epmoe.balance` does, for layers above the goal whose moves gain enough. The others keep their slots.
 
     Args:
         loads: float64 [L, E], since the last plan.
@@ -23,6 +23,9 @@ def few_moves(loads: Tensor, slots: Tensor, *, goal: float, least_gain: float, *
         goal: the balancer's.
         least_gain: the balancer's.
         **limits: `ep_size` and `most_copies` of the group, and `max_moves` of the balancer.
+
+    Returns:
+        The plan for all layers.
     """
     plan = balance(loads, slots, goal=goal, **limits)
     counts = torch.bincount(torch.tensor([m.layer for m in plan.moves], dtype=torch.int64), minlength=len(slots))

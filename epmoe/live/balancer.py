@@ -104,7 +104,10 @@ class Balancer:
         check_limits(max_moves, goal)
         if ep.live is None:
             raise EPStateError("experts stay where they are: `placement.live` is not set")
-        self._ep, self._every, self._policy, self._weights = ep, every, policy, weights
+        self._ep = ep
+        self._every = every
+        self._policy = policy
+        self._weights = weights
         self._limits = {"goal": goal, "max_moves": max_moves, "least_gain": least_gain}
         self.plan: Plan | None = None
         self.history: list[Step] = []

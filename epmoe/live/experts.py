@@ -55,10 +55,13 @@ class LiveExperts:
     def __init__(
         self, config: EPConfig, exchange: NodeExchange, slots: list[list[int]] | None, weights: dict[int, Weights]
     ) -> None:
-        sizes, views, section = exchange.plan.sizes, exchange.views, config.placement
-        self._exchange, self._table, self._most_copies = exchange, views["table.copies"], section.most_copies
-        self._R, self._E, self._rank = sizes["R"], sizes["E"], sizes["rank"]
-        self._S, self._L = sizes["num_local_experts"], section.layers
+        self._exchange = exchange
+        self._table = exchange.views["table.copies"]
+        self._most_copies = config.placement.most_copies
+        self._L = config.placement.layers
+        sizes = exchange.plan.sizes
+        self._R, self._E, self._S = sizes["R"], sizes["E"], sizes["num_local_experts"]
+        self._rank = sizes["rank"]
         with torch.inference_mode(False):  # otherwise they could not be written outside inference mode
             first = (torch.arange(self._R * self._S, dtype=torch.int32) % self._E).expand(self._L, -1)
             self.slots = first.clone() if slots is None else torch.tensor(slots, dtype=torch.int32)

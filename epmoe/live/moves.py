@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 from zlib import crc32
 
@@ -60,72 +61,68 @@ class _Size(NamedTuple):
     nbytes: int
 
 
+@dataclass(eq=False, repr=False)
 class Moves:
     """The moves of one call of `replace`, on this rank. `tell` and `step` take them further.
 
-    Args:
-        mail: of this rank.
-        number: of the call, from 1 and the same on all ranks.
-        slots_per_rank: S
-        waves: what `plan_waves` returns, the same on all ranks.
-        weights: of slots; tensors of slots of one layer have the same sizes.
-        staging: uint8, in the window of this rank.
-        timeout_s: how long a move may take before it counts as stalled.
-        switch: takes a version, and puts its tables into use: False if it cannot yet.
-        holds: takes a layer, a local slot, and the expert that it holds from now on; −1 before it is overwritten.
+    Raises ValueError where `weights` returns tensors that do not fit.
 
     Attributes:
         version: of the tables that this rank uses; −1 before the first.
         last: the version at which the moves end, as far as this rank knows: `cancel` of any rank lowers it.
-        waves: as above.
         count: moves on all ranks, detours included.
         total_bytes: that come to this rank.
         refused_by: ranks that took no part in the call, or were given other arguments; then nothing has moved.
         stalls: how often nothing has happened for `timeout_s`.
-        timeout_s: as above; it may change at any time.
-
-    Raises:
-        ValueError: `weights` returns tensors that do not fit.
     """
 
-    def __init__(
-        self,
-        mail: Mail,
-        number: int,
-        slots_per_rank: int,
-        waves: list[Wave],
-        weights: Weights,
-        staging: Tensor,
-        timeout_s: float,
-        switch: Callable[[int], bool],
-        holds: Callable[[int, int, int], None],
-    ) -> None:
-        self.waves, self.timeout_s = waves, timeout_s
-        self.version, self.last, self.stalls = -1, len(waves), 0
+    mail: Mail
+    number: int
+    """of the call, from 1 and the same on all ranks"""
+    slots_per_rank: int
+    waves: list[Wave]
+    """what `plan_waves` returns, the same on all ranks"""
+    weights: Weights
+    """of slots; tensors of slots of one layer have the same sizes"""
+    staging: Tensor
+    """uint8, in the window of this rank"""
+    timeout_s: float
+    """how long a move may take before it counts as stalled"""
+    switch: Callable[[int], bool]
+    """takes a version, and puts its tables into use: False if it cannot yet"""
+    holds: Callable[[int, int, int], None]
+    """takes a layer, a local slot, and the expert that it holds from now on; −1 before it is overwritten"""
+
+    def __post_init__(self) -> None:
+        self.version = -1
+        self.last = len(self.waves)
+        self.stalls = 0
         self.refused_by = list[int]()
-        self._mail, self._number, self._rank, self._ranks = mail, number, mail.rank, range(mail.size)
-        self._S, self._weights, self._staging = slots_per_rank, weights, staging
-        self._switch, self._holds = switch, holds
+        self._rank = self.mail.rank
+        self._ranks = range(self.mail.size)
+        self._S = self.slots_per_rank
         self._done = self._ended = self._cancels = False
         self._cancelled_at: int | None = None
         self._copied = 0  # parts in their slots, of those that come to this rank
-        self._pushed = [0] * mail.size  # by rank: the number behind the last part that it got from here
+        self._pushed = [0] * self.mail.size  # by rank: the number behind the last part that it got from here
         self._told = dict[tuple[Word, int | None], int]()  # by word and reader, None for all: the value that was posted
         self._words = list[list[int]]()
         sizes = self._sizes()
         parts: list[list[_Part]] = [[] for _ in self._ranks]
-        for wave, (moves, _) in enumerate(waves, 1):
+        for wave, (moves, _) in enumerate(self.waves, 1):
             for move in moves:
                 nbytes = sum(size.nbytes for size in sizes[move.layer])
-                parts[move.slot // slots_per_rank] += _parts(wave, move, nbytes, len(staging))
-        self._parts, self._mine = parts, parts[mail.rank]
-        self.count = sum(len(wave.moves) for wave in waves)
+                parts[move.slot // self._S] += _parts(wave, move, nbytes, len(self.staging))
+        self._parts = parts
+        self._mine = parts[self._rank]
+        self.count = sum(len(wave.moves) for wave in self.waves)
         self.total_bytes = _bytes_of(self._mine)
-        checksum = crc32(repr((sizes, [wave.moves for wave in waves])).encode())
-        for table in [wave.slots for wave in waves]:
+        checksum = crc32(repr((sizes, [wave.moves for wave in self.waves])).encode())
+        for table in [wave.slots for wave in self.waves]:
             checksum = crc32(table.numpy().tobytes(), checksum)
         self._checksum = max(checksum, REFUSED + 1)
-        self._progress, self._seen = time.monotonic(), self._state()
+        self._progress = time.monotonic()
+        self._seen = self._state()
 
     @property
     def copied_bytes(self) -> int:
@@ -186,7 +183,7 @@ class Moves:
         if self._cancels and self._cancelled_at is None:  # a second word could be the first that a slow rank sees
             self._cancelled_at = _DROPPED if self.version < 0 else self.version + 2
         self.tell()
-        if (words := self._mail.words()) is not None:
+        if (words := self.mail.words()) is not None:
             self._words = words
             said = [self._value(rank, Word.CANCELLED) for rank in self._ranks]
             cancelled = [value for value in (*said, self._cancelled_at) if value is not None and 0 <= value < _NEWER]
@@ -213,7 +210,7 @@ class Moves:
         if self._cancelled_at is not None:
             self._post(Word.CANCELLED, self._cancelled_at)  # before the VERSION at which it ends
         if self._told.get((Word.VERSION, None), -1) < self.version:
-            self._mail.after_rounds()
+            self.mail.after_rounds()
             self._post(Word.VERSION, self.version)
         for to, pushed in enumerate(self._pushed):
             if pushed:
@@ -245,7 +242,7 @@ class Moves:
         if version > self.last:
             return
         late = self._late(Word.PLAN, 0) if version == 0 else self._late(Word.READY, version)
-        if not late and self._switch(version):
+        if not late and self.switch(version):
             self.version = version
 
     def _copy(self) -> None:
@@ -258,13 +255,13 @@ class Moves:
         layer, expert, slot, _ = part.move
         local = slot % self._S
         if part.begin == 0:
-            self._holds(layer, local, EMPTY)
+            self.holds(layer, local, EMPTY)
         begin = 0
         for piece in self._pieces(layer, local, part):
-            self._mail.copy(piece, self._staging[begin : begin + len(piece)])
+            self.mail.copy(piece, self.staging[begin : begin + len(piece)])
             begin += len(piece)
         if part.is_last:
-            self._holds(layer, local, expert)
+            self.holds(layer, local, expert)
         self._copied += 1
 
     def _push(self) -> None:
@@ -278,7 +275,7 @@ class Moves:
                 continue
             begin = 0
             for piece in self._pieces(part.move.layer, part.move.source % self._S, part):
-                self._mail.put(to, "moves.staging", piece, begin)
+                self.mail.put(to, "moves.staging", piece, begin)
                 begin += len(piece)
             self._pushed[to] = number + 1
 
@@ -299,7 +296,7 @@ class Moves:
 
     def _tensors(self, layer: int, local: int) -> list[Tensor]:
         """The weights of a slot, with their dimensions in the order of memory."""
-        tensors = [tensor.detach() for tensor in self._weights(layer + 1, local)]
+        tensors = [tensor.detach() for tensor in self.weights(layer + 1, local)]
         return [t.permute(sorted(range(t.dim()), key=t.stride().__getitem__, reverse=True)) for t in tensors]
 
     def _sizes(self) -> dict[int, list[_Size]]:
@@ -307,7 +304,7 @@ class Moves:
         moves = [move for wave in self.waves for move in wave.moves]
         slots = {(move.layer, slot) for move in moves for slot in (move.slot, move.source)}
         mine = {(layer, slot % self._S) for layer, slot in slots if slot // self._S == self._rank}
-        device, sizes = self._staging.device, dict[int, list[_Size]]()
+        device, sizes = self.staging.device, dict[int, list[_Size]]()
         for layer, local in sorted(mine | {(layer, 0) for layer, _ in slots}):
             tensors = self._tensors(layer, local)
             found = [_Size(tuple(t.shape), t.dtype, t.nbytes) for t in tensors]
@@ -322,13 +319,13 @@ class Moves:
     def _post(self, word: Word, value: int, to: int | None = None) -> None:
         """Write a word to one rank, or to all, unless it is there."""
         if self._told.get((word, to)) != value:
-            self._mail.post(word, self._number << 32 | value, self._ranks if to is None else [to])
+            self.mail.post(word, self.number << 32 | value, self._ranks if to is None else [to])
             self._told[word, to] = value
 
     def _value(self, rank: int, word: Word) -> int:
         """−1: not written yet. `_NEWER`: the rank has left this call behind it."""
         number, value = divmod(self._words[rank][word], 1 << 32)
-        return value if number == self._number else _NEWER if number > self._number else -1
+        return value if number == self.number else _NEWER if number > self.number else -1
 
     def _late(self, word: Word, least: int) -> list[int]:
         """The ranks whose word has a smaller value."""

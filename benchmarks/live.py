@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from collections.abc import Callable
 from statistics import median, quantiles
 
@@ -21,7 +22,7 @@ from epmoe import EPConfig, ExpertParallel, MoELayer, balance
 from epmoe.bench.layer_sides import Precision, random_experts
 
 D, F, E, K, M, LAYERS, EXPERT_BYTES = 7168, 2048, 256, 8, 1024, 58, 44 << 20
-SAMPLES, ROUNDS, STEPS, STEP_LAYERS, STEP_TOKENS = 41, 50, 300, 4, 128
+SAMPLES, ROUNDS, PUSHES, STEPS, STEP_LAYERS, STEP_TOKENS = 41, 50, 20, 300, 4, 128
 
 
 def make(live: bool, size: int) -> ExpertParallel:
@@ -98,22 +99,26 @@ def main() -> None:
         say(f"a round of {T} tokens: {without:.2f} µs where experts stay, {with_quotas:.2f} µs with quotas")
     experts = live.live
     assert experts is not None
-    table = experts._tables(experts.slots, torch.ones(LAYERS, E, dtype=torch.float64))
+    mail = experts.mail
 
     def change() -> float:
+        live.share(torch.ones(LAYERS, E))
+        while experts.sharing is None or not experts.sharing.done:  # a thread makes the tables
+            time.sleep(1e-3)
         torch.cuda._sleep(200_000)  # the host runs ahead, as in serving
-        return timed(lambda: experts._put_into_use(table))
+        return timed(live.poll)
 
     say(f"tables of {LAYERS} layers: {slowest(median(change() for _ in range(SAMPLES))):.2f} µs of the stream")
     if size > 1:
         weights = torch.randn(EXPERT_BYTES // 4, device="cuda").view(torch.uint8)
-        staging = live.exchange.plan["moves.staging"].offset
-        stream = experts.mail._stream
-        with torch.cuda.stream(stream):
-            push = slowest(
-                median(timed(lambda: experts.mail.put((rank + 1) % size, staging, weights)) for _ in range(9))
-            )
-        say(f"a push of {EXPERT_BYTES >> 20} MiB: {EXPERT_BYTES / push / 1000:.0f} GB/s, all ranks at once")
+        torch.cuda.synchronize()
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(PUSHES):
+            mail.put((rank + 1) % size, "moves.staging", weights)
+        mail.flush()
+        rate = PUSHES * EXPERT_BYTES / slowest(time.perf_counter() - started) / 1e9
+        say(f"pushes of {EXPERT_BYTES >> 20} MiB: {rate:.0f} GB/s, all ranks at once")
         graph, _layers = decoder(live)
         idle = steps(live, graph, lambda: True)
         loads = torch.ones(LAYERS, E)

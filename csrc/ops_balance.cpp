@@ -92,22 +92,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> balance_plan(const Tensor& loads, con
   return {after, balance_shares(loads, after, ep_size), moves, balance};  // those that anyone computes from `after`
 }
 
-Tensor balance_fresh(const Tensor& loads, const std::optional<Tensor>& together, int64_t ep_size,
-                     int64_t slots_per_rank, int64_t most_copies, int64_t ranks_per_node) {
+Tensor balance_fresh(const Tensor& loads, int64_t ep_size, int64_t slots_per_rank, int64_t most_copies,
+                     int64_t ranks_per_node) {
   STD_TORCH_CHECK(loads.dim() == 2 && loads.size(1) <= ep_size * slots_per_rank && most_copies >= 1 &&
                       ranks_per_node >= 1 && ep_size % ranks_per_node == 0 && ep_size * slots_per_rank <= INT32_MAX,
                   "loads must be [L, E] with a slot for every expert");
   const double* loads_LE = checked_loads(loads);
   int64_t L = loads.size(0), E = loads.size(1), P = ep_size * slots_per_rank;
-  const auto* together_LEE = pointer<double>(together, L * E * E, "together");
   Tensor slots = empty_like_device(loads, {L, P}, ScalarType::Int);
   for (int64_t i = 0; i < L; ++i) {
     auto layer = cpu::fresh_slots(loads_LE + i * E, static_cast<int32_t>(E), static_cast<int32_t>(ep_size),
                                   static_cast<int32_t>(slots_per_rank), static_cast<int32_t>(most_copies),
-                                  static_cast<int32_t>(ranks_per_node));
-    if (together_LEE)
-      layer = cpu::bring_together(layer, loads_LE + i * E, together_LEE + i * E * E, static_cast<int32_t>(E),
-                                  static_cast<int32_t>(ep_size), static_cast<int32_t>(slots_per_rank),
                                   static_cast<int32_t>(ranks_per_node));
     std::copy(layer.begin(), layer.end(), static_cast<int32_t*>(slots.data_ptr()) + i * P);
   }

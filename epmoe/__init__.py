@@ -14,7 +14,6 @@ import warnings as _warnings
 import torch as _torch
 
 from epmoe.balance import balance
-from epmoe.balancer import Balancer
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.config.placement import Move, Placement
 from epmoe.exchange.handles import Dispatched, Sent
@@ -34,6 +33,7 @@ from epmoe.group.errors import (
 )
 from epmoe.group.recovery import recover
 from epmoe.layer import MoELayer
+from epmoe.live.balancer import Balancer
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.finalize import finalize
 from epmoe.local.permute import Permuted, permute

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from epmoe import checkpoint, opaque
-from epmoe.exchange.moves import Weights
 from epmoe.exchange.round_state import MAX_TAG
 from epmoe.group.errors import EPStateError
+from epmoe.live.moves import Weights
 from epmoe.local.beside import Beside, mark
 from epmoe.local.experts import GroupedExperts, parameter, without_autocast
 from epmoe.local.quantize import zero_padding_rows_

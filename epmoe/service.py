@@ -23,8 +23,6 @@ from epmoe.exchange.exchange import Exchange, in_turn
 from epmoe.exchange.handles import Dispatched, HoldsWindows, Layout, Sent
 from epmoe.exchange.health import Health
 from epmoe.exchange.memory import MemoryPlan
-from epmoe.exchange.moves import Moves, Weights
-from epmoe.exchange.moves_plan import EMPTY
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED, MAX_TAG
 from epmoe.group.checks import check_size, config_of, device_of, group_of
@@ -33,11 +31,13 @@ from epmoe.group.join import JoinRequest, opening
 from epmoe.group.peers import Peers
 from epmoe.group.recovery import Store, take_in
 from epmoe.group.waiting import device_ends
-from epmoe.live import LiveExperts
+from epmoe.live.experts import LiveExperts
+from epmoe.live.layout import EMPTY
+from epmoe.live.moves import Moves, Weights
+from epmoe.live.slots import Table, agree_on_slots, read_slots, slots_of, write_slots
 from epmoe.local.route import Routing, route
 from epmoe.native.arguments import FLOATS, check_tensor, describe
 from epmoe.rail.opening import open_exchange, prepare
-from epmoe.slots import Table, agree_on_slots, read_slots, slots_of, write_slots
 
 
 class ExpertParallel(HoldsWindows):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import time
 from pathlib import Path
@@ -17,8 +16,10 @@ from typer.testing import CliRunner
 import epmoe
 from epmoe.balance import choices, fresh, shares_of
 from epmoe.cli import app
+from epmoe.live import tables
+from epmoe.live.policy import few_moves
+from epmoe.live.slots import read_slots
 from epmoe.local.simulate import simulate_routing
-from epmoe.slots import read_slots
 
 ZIPF = 1.2
 ALL = 2**32
@@ -131,10 +132,9 @@ def test_moves_can_be_made_one_after_another(seed, max_moves):
 
 @pytest.mark.parametrize("ranks_per_node", [2, 4, 8])
 @pytest.mark.parametrize("slots_per_rank", [4, 5, 9])
-@pytest.mark.parametrize("together", [None, torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(1))])
-def test_fresh_has_every_expert_and_none_twice_on_a_rank(together, slots_per_rank, ranks_per_node):
+def test_fresh_has_every_expert_and_none_twice_on_a_rank(slots_per_rank, ranks_per_node):
     loads = torch.rand(3, 32, generator=torch.Generator().manual_seed(1)) ** 8
-    slots = fresh(loads, 8, slots_per_rank, most_copies=3, ranks_per_node=ranks_per_node, together=together)
+    slots = fresh(loads, 8, slots_per_rank, most_copies=3, ranks_per_node=ranks_per_node)
     assert slots.shape == (3, 8 * slots_per_rank) and slots.dtype == torch.int32
     shares_of(loads, slots, 8)  # which checks the slots
     for layer in slots:
@@ -206,50 +206,12 @@ def test_one_copy_of_each_expert_spread_over_the_ranks(seed):
     assert most == 1 or not fits([1.0] * E, slots.tolist(), R, most - 1)
 
 
-def ranks_per_token(ids: Tensor, loads: Tensor, slots: Tensor, R: int) -> float:
-    """Tokens of all sources choose copies by their shares."""
-    shares, tokens = shares_of(loads, slots, R), torch.arange(len(ids))
-    rows = [choices(slots, shares, source, ep_size=R, num_experts=len(loads)) for source in range(R)]
-    table, thresholds = (torch.stack(part)[tokens[:, None] % R, ids] for part in zip(*rows, strict=True))
-    u = torch.randint(ALL, (len(ids), 1, 1), generator=torch.Generator().manual_seed(0))
-    chosen = table.long().gather(2, (u >= thresholds).sum(dim=2, keepdim=True))[:, :, 0]
-    return float(torch.zeros(len(ids), R).scatter_(1, chosen // (len(slots) // R), 1.0).sum(dim=1).mean())
-
-
-def counted(ids: Tensor, E: int) -> tuple[Tensor, Tensor]:
-    """Loads [E], and how often tokens choose two experts [E, E]."""
-    chosen = torch.zeros(len(ids), E).scatter_(1, ids, 1.0)
-    return chosen.sum(dim=0), chosen.T @ chosen
-
-
-@pytest.mark.parametrize(("ranks", "spare", "most"), [(8, 1, 0.85), (32, 1, 0.95), (32, 4, 0.92)])
-def test_experts_chosen_together_share_ranks(ranks, spare, most):
-    """Groups as DeepSeek-V3 routes: the plan knows the past, and other tokens come."""
-    E = 256
-    past, now = (simulate_routing("group_limited", 16384, E, 8, seed=n, id_dtype=torch.int64).ids for n in (1, 2))
-    loads, together = counted(past, E)
-    apart = fresh(loads, ranks, E // ranks + spare, most_copies=8)
-    near = fresh(loads, ranks, E // ranks + spare, most_copies=8, together=together)
-    assert torch.equal(near.sort().values, apart.sort().values)  # the same copies, elsewhere
-    plan = epmoe.balance(loads, near, ep_size=ranks)
-    assert not plan.moves and plan.balance_before[0] <= 1.03
-    assert ranks_per_token(now, loads, near, ranks) <= most * ranks_per_token(now, loads, apart, ranks)
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_without_pairs_the_plan_of_loads_stays(seed):
-    loads, slots, R = draw(seed)
-    E, S = len(loads), len(slots) // R
-    assert torch.equal(fresh(loads, R, S, together=torch.eye(E, dtype=torch.int64)), fresh(loads, R, S))
-
-
-def test_pairs_of_each_layer_are_its_own():
-    generator = torch.Generator().manual_seed(5)
-    loads, together = torch.rand(3, 16, generator=generator), torch.rand(3, 16, 16, generator=generator)
-    slots = fresh(loads, 4, 5, together=together)
-    for i in range(3):
-        assert torch.equal(slots[i], fresh(loads[i], 4, 5, together=together[i].T))
-    assert not torch.equal(slots, fresh(loads, 4, 5))
+def test_quotas_drop_copies_without_a_number():
+    slots = torch.tensor([[7, 3, 9, 9]], dtype=torch.int32)
+    thresholds = torch.tensor([[0, 2**31, 2**32, 2**32]])
+    got = tables.quotas(slots, thresholds).long() & 0xFFFFFFFF
+    assert (got >> 16).tolist() == [[2**15 - 1, 2**16 - 1, 2**16 - 1, 2**16 - 1]]
+    assert (got & 0xFFFF)[0, :2].tolist() == [3, 9]
 
 
 def drifted(ranks: int, spare: int, step: float, seed: int) -> tuple[Tensor, Tensor]:
@@ -282,6 +244,18 @@ def test_few_moves_are_enough(ranks, spare, most, moves):
             assert plan.balance_after[0] <= most
             assert len(plan.moves) <= moves * int((~kept).sum())
             assert seconds < 1  # far from the 5 ms that it takes: machines of tests are busy
+
+
+def test_layers_that_gain_too_little_keep_their_slots():
+    """Both layers would gain, but none as much as is asked for, in all or for each move."""
+    loads, slots = torch.arange(16).expand(2, 16).double(), (torch.arange(18) % 16).int().expand(2, -1)
+    limits = {"ep_size": 2, "most_copies": 2, "goal": 1.0, "max_moves": 8, "least_gain": 0.0}
+    plan = few_moves(loads, slots, **limits)
+    assert plan.moves and plan.balance_after < plan.balance_before and not torch.equal(plan.slots, slots)
+    for strict in ({"least_gain": 9.0}, {"goal": 9.0}):
+        found = few_moves(loads, slots, **limits | strict)
+        assert torch.equal(found.slots, slots) and not found.moves and found.balance_after == plan.balance_before
+        assert torch.equal(found.shares, shares_of(loads, slots, 2))
 
 
 def test_a_fresh_placement_is_approached_where_no_move_helps():
@@ -357,27 +331,6 @@ def test_wrong_arguments_of_choices_are_named(changed, message):
 def test_fresh_needs_room_for_every_expert():
     with pytest.raises(ValueError, match="`slots_per_rank` must give 9 experts a slot on 2 ranks, got 4"):
         fresh(torch.ones(9), 2, 4)
-
-
-@pytest.mark.parametrize(
-    ("together", "message"),
-    [
-        (torch.ones(1, 3, 3), r"`together` must be numbers \[3, 3\], as `loads`, got float32 \[1, 3, 3\]"),
-        (torch.ones(3, 4), r"`together` must be numbers \[3, 3\]"),
-        (torch.ones(3, 3, dtype=torch.complex64), r"`together` must be numbers \[3, 3\]"),
-        ([[1.0]], r"`together` must be numbers \[3, 3\]"),
-        (-torch.eye(3), "`together` must be finite and at least 0"),
-        (torch.full((3, 3), math.nan), "`together` must be finite and at least 0"),
-    ],
-)
-def test_wrong_pairs_are_named(together, message):
-    with pytest.raises(ValueError, match=message):
-        fresh(torch.ones(3), 2, 2, together=together)
-
-
-def test_pairs_of_layers_need_as_many_layers():
-    with pytest.raises(ValueError, match=r"`together` must be numbers \[2, 3, 3\], as `loads`, got float32 \[3, 3\]"):
-        fresh(torch.ones(2, 3), 2, 2, together=torch.ones(3, 3))
 
 
 SIZES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -12,8 +13,10 @@ import torch
 from helpers import alone
 
 import epmoe
-from epmoe.exchange.moves import CANCELLED, PLAN
 from epmoe.group.waiting import Result
+from epmoe.live import experts
+from epmoe.live.layout import Word
+from epmoe.live.mail import Mail
 from epmoe.native import ops
 
 E, L = 8, 2
@@ -67,7 +70,7 @@ def test_calls_of_another_thread_during_a_round_are_refused(ep, monkeypatch):
     """Tables do not change in the middle of a send."""
     balancer, table = epmoe.Balancer(ep), ep.exchange.views["table.copies"]
     ep.share(torch.rand(L, E))
-    wait_for(ep.live._sharing)  # the next poll would use it
+    wait_for(ep.live.sharing)  # the next poll would use it
     before, generation = table.clone(), torch.rand(L, E)
 
     def all_refused() -> None:
@@ -86,17 +89,17 @@ def test_calls_of_another_thread_during_a_round_are_refused(ep, monkeypatch):
     balancer.close()
 
 
-def test_a_poll_between_the_calls_of_a_round_changes_no_table(ep):
+def test_a_poll_between_the_calls_of_a_round_changes_no_table(ep, monkeypatch):
     table = ep.exchange.views["table.copies"]
     ep.apply()
     before = table.clone()
     table_of_a_share = before.flip(-1)
+    monkeypatch.setattr(experts, "tables", lambda *_: table_of_a_share)
     for calls in (1, 2):
         sent = ep.dispatch_send(X, IDS, WEIGHTS, tag=1)
         d = ep.dispatch_recv(sent) if calls > 1 else None
         ep.share(torch.rand(L, E))
-        wait_for(ep.live._sharing)
-        ep.live._sharing._value = table_of_a_share
+        wait_for(ep.live.sharing)
         on_another_thread(ep.poll)
         assert torch.equal(table, before)
         ep.abort(d or sent)
@@ -117,23 +120,25 @@ def test_a_call_of_a_signal_handler_lets_no_other_thread_in(ep, monkeypatch):
     on_another_thread(ep.poll)
 
 
-def test_a_signal_handler_in_a_step_changes_nothing(ep):
+def test_a_signal_handler_in_a_step_changes_nothing(ep, monkeypatch):
     """It may poll; what waits is refused."""
     moves, seen = ep.replace(ep.slots), []
-    switch, balancer = moves._switch, epmoe.Balancer(ep, every=1)
+    words, balancer = ep.live.mail.words, epmoe.Balancer(ep, every=1)
 
-    def interrupted(version: int) -> bool:
+    def interrupted() -> list[list[int]]:
         for call in (ep.poll, balancer.tick):
             call()
         for call in (ep.apply, lambda: ep.replace(ep.slots)):
             with pytest.raises(epmoe.EPStateError, match="a signal handler called|experts are moving"):
                 call()
         seen.append(moves.version)
-        return switch(version)
+        return words()
 
-    moves._switch = interrupted
+    with monkeypatch.context() as patch:
+        patch.setattr(ep.live.mail, "words", interrupted)
+        ep.poll()
     ep.apply()
-    assert seen and set(seen) == {-1} and moves.done and moves.version == 0
+    assert seen == [-1] and moves.done and moves.version == 0
     balancer.close()
 
 
@@ -145,11 +150,11 @@ def test_a_forked_child_writes_nothing_into_windows(ep):
     if (child := os.fork()) == 0:
         status = 1
         try:
-            mine, refused = moves._mail, 0
+            mine, refused = ep.live.mail, 0
             for close in (lambda: None, ep.close):
                 close()
                 for call in (
-                    balancer.tick, balancer.finish, moves.step, lambda: mine.post(CANCELLED, 1, [0]),
+                    balancer.tick, balancer.finish, moves.step, lambda: mine.post(Word.CANCELLED, 1, [0]),
                     lambda: mine.put(0, 0, torch.ones(8)), ep.live.send_loads, lambda: ep.live.replace(ep.live.slots),
                 ):  # fmt: skip
                     moves.cancel()
@@ -170,7 +175,7 @@ def test_a_forked_child_writes_nothing_into_windows(ep):
 def test_a_closed_balancer_writes_nothing(ep):
     balancer, live = epmoe.Balancer(ep), ep.live
     ep.close()
-    for call in (balancer.tick, balancer.finish, lambda: live.mail.post(PLAN, 1, [0])):
+    for call in (balancer.tick, balancer.finish, lambda: live.mail.post(Word.PLAN, 1, [0])):
         with pytest.raises(epmoe.EPStateError, match="is closed"):
             call()
 
@@ -181,8 +186,33 @@ def test_a_refusal_that_an_exception_held_back_is_told_later(ep, monkeypatch):
         patch.setattr(ep.live.mail, "post", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             ep.replace(torch.zeros(1))
-    assert words[0, PLAN] == 0
+    assert words[0, Word.PLAN] == 0
     ep.poll()
-    assert words[0, PLAN] == 1 << 32 and ep.health().refused_plans == 1
+    assert words[0, Word.PLAN] == 1 << 32 and ep.health().refused_plans == 1
     ep.replace(ep.slots)
     ep.apply()
+
+
+def test_plans_have_room_for_what_moves_need_and_others_have_none(ep):
+    plan = epmoe.MemoryPlan.build(ep.config)
+    assert plan == ep.memory_plan() and plan["moves.staging"].nbytes == 1 << 20
+    others = epmoe.MemoryPlan.build(alone(experts=E)).buffers
+    assert not [buffer for buffer in others if buffer.name.startswith("moves.")]
+
+
+def test_a_word_is_never_seen_in_part(ep):
+    """A reader sees a word that was written, never a mixture of two."""
+    exchange, end = ep.exchange, time.monotonic() + 2
+    place = exchange.views["moves.words"].data_ptr() + 8 * Word.VERSION
+    if (writer := os.fork()) == 0:
+        mail = Mail(exchange)  # that of a parent is not the child's
+        while time.monotonic() < end:
+            for value in (0, -1) * 500:
+                mail.post(Word.VERSION, value, [0])
+        os._exit(0)
+    word, seen = ctypes.c_int64.from_address(place), set()
+    while time.monotonic() < end:
+        for _ in range(10000):
+            seen.add(word.value)
+    os.waitpid(writer, 0)
+    assert seen == {0, -1}

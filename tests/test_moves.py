@@ -1,24 +1,73 @@
-"""Moves of all ranks in one process, in drawn orders of all that can happen: hosts run ahead of their GPUs, words are
-late, ranks cancel, and signal handlers raise."""
+"""Waves of moves; and moves of all ranks in one process, in drawn orders of all that can happen: hosts run ahead of
+their GPUs, words are late, ranks cancel, and signal handlers raise."""
 
 from __future__ import annotations
 
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 
 import pytest
 import torch
-from test_moves_plan import draw_slots
+from slot_tables import draw_slots
 from torch import Tensor
 
-from epmoe.exchange.memory import MOVE_WORDS, Buffer
-from epmoe.exchange.moves import Moves
-from epmoe.exchange.moves_plan import EMPTY, in_place, plan_waves
+from epmoe.live.layout import EMPTY, Word
+from epmoe.live.moves import Moves
+from epmoe.live.waves import in_place, plan_waves
 
 L, E, R, S = 2, 10, 4, 4
 STAGING = 16  # bytes; a slot has 40
+
+
+def table(seed: int) -> Tensor:
+    return draw_slots(seed, L, E, R, S, free=1)
+
+
+def same_ranks(first: Tensor, second: Tensor, S: int) -> bool:
+    return torch.equal(first.view(-1, S).sort().values, second.view(-1, S).sort().values)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_waves_keep_a_copy_of_every_expert(seed):
+    before = table(seed)
+    after = in_place(before, table(1000 + seed), S)
+    now = before.clone()
+    for wave in plan_waves(before, after, S):
+        written = {(move.layer, move.slot) for move in wave.moves}
+        for move in wave.moves:
+            assert now[move.layer, move.source] == move.expert and (move.layer, move.source) not in written
+            assert move.slot // S != move.source // S
+        left = now.clone()
+        for layer, slot in written:
+            left[layer, slot] = EMPTY
+        for layer in left:
+            assert set(layer.tolist()) - {EMPTY} == set(range(E))
+        now = wave.slots
+        for layer in now.view(L, R, S).tolist():
+            for held in layer:
+                real = [expert for expert in held if expert != EMPTY]
+                assert len(set(real)) == len(real)
+    assert same_ranks(now, after, S)
+
+
+def test_experts_that_stay_on_a_rank_stay_in_their_slot():
+    before, after = torch.tensor([[0, 1, 2, 3]], dtype=torch.int32), torch.tensor([[1, 0, 3, 2]], dtype=torch.int32)
+    assert torch.equal(in_place(before, after, 2), before)
+    assert plan_waves(before, before, 2) == []
+
+
+def test_two_experts_change_places_by_a_free_slot():
+    before = torch.tensor([[0, 1, 2, EMPTY]], dtype=torch.int32)
+    after = torch.tensor([[0, 2, 1, EMPTY]], dtype=torch.int32)
+    waves = plan_waves(before, after, 2)
+    assert same_ranks(waves[-1].slots, after, 2) and len(waves) >= 2
+
+
+def test_two_experts_without_a_free_slot_do_not_change_places():
+    before, after = torch.tensor([[0, 1, 2, 3]], dtype=torch.int32), torch.tensor([[0, 2, 1, 3]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="leave a slot"):
+        plan_waves(before, after, 2)
 
 
 class Interrupt(BaseException):
@@ -34,9 +83,9 @@ class Rank:
     def __init__(
         self, number: int, group: list[Rank], before: Tensor, after: Tensor, draw: random.Random, interrupts: float
     ) -> None:
-        self.number, self.group, self.draw, self.before = number, group, draw, before
+        self.rank, self.size, self.group, self.draw, self.before = number, R, group, draw, before
         self.signals, self.interrupts = random.Random(number), 0.0
-        self.board = [[0] * MOVE_WORDS for _ in range(R)]
+        self.board = [[0] * len(Word) for _ in range(R)]
         self.queue: deque[tuple[Callable[[], bool], Callable[[], object]]] = deque()
         self.staging = torch.zeros(STAGING, dtype=torch.uint8)
         self.weights = before.view(L, R, S)[:, number, :, None].repeat(1, 1, 5).long()
@@ -45,9 +94,8 @@ class Rank:
         self.reading = False
         self.waves = plan_waves(before, in_place(before, after, S), S)
         self.moves = Moves(
-            self, 1, number, R, S, self.waves, lambda tag, slot: [self.weights[tag - 1, slot]],
-            (Buffer("moves.staging", "window", (STAGING,), torch.uint8, 0), self.staging),
-            30.0, self.switch, lambda *_: self.may_raise(),
+            self, 1, S, self.waves, lambda tag, slot: [self.weights[tag - 1, slot]], self.staging, 30.0,
+            self.switch, lambda *_: self.may_raise(),
         )  # fmt: skip
         self.interrupts = interrupts
 
@@ -71,18 +119,19 @@ class Rank:
         version = self.switched
         self.send(lambda: None, lambda: self.used >= version)
 
-    def put(self, rank: int, offset: int, source: Tensor) -> None:
-        self.send(lambda: self.group[rank].staging[offset : offset + len(source)].copy_(source))
+    def put(self, rank: int, name: str, source: Tensor, begin: int) -> None:
+        assert name == "moves.staging"
+        self.send(lambda: self.group[rank].staging[begin : begin + len(source)].copy_(source))
 
     def post(self, number: int, value: int, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            self.send(lambda rank=rank: self.group[rank].board[self.number].__setitem__(number, value))
+            self.send(lambda rank=rank: self.group[rank].board[self.rank].__setitem__(number, value))
 
     def copy(self, to: Tensor, source: Tensor) -> None:
         def run() -> None:
             at = (to.data_ptr() - self.weights.data_ptr()) // 40
             layer, local = divmod(at, S)
-            slot = self.number * S + local
+            slot = self.rank * S + local
             assert not any(rank.in_use()[layer, slot] != EMPTY for rank in self.group), "overwritten in use"
             to.copy_(source)
 
@@ -104,7 +153,7 @@ class Rank:
     def in_use(self) -> Tensor:
         """The table of this rank's rounds."""
         slots = self.after(self.used).clone()
-        if 0 <= self.used < len(self.waves) and self.used < self.moves._last:
+        if 0 <= self.used < len(self.waves) and self.used < self.moves.last:
             for move in self.waves[self.used].moves:
                 slots[move.layer, move.slot] = EMPTY
         return slots
@@ -113,8 +162,10 @@ class Rank:
         """Something that can happen now."""
         what = self.draw.random()
         if what < 0.4:
-            with suppress(Interrupt):
+            try:
                 self.moves.step()
+            except Interrupt:
+                assert set(self.moves.waits_for()) <= set(range(R)) and "Moves(version" in repr(self.moves)
         elif what < 0.8 and self.queue and self.queue[0][0]():
             self.queue.popleft()[1]()
         elif what >= 0.8 and self.used < self.switched:
@@ -125,12 +176,16 @@ class Rank:
             assert all(set(row) >= set(range(E)) for row in table.tolist()), "an expert in no slot in use"
 
 
+def make_group(seed: int, draw: random.Random, interrupts: float = 0.0) -> list[Rank]:
+    group = list[Rank]()
+    group += [Rank(number, group, table(seed), table(1000 + seed), draw, interrupts) for number in range(R)]
+    return group
+
+
 def run(seed: int, weights: list[float], likely: float = 0.0, interrupts: float = 0.0) -> None:
     """Until all is done. Rank 0 cancels from a version on, now and then again in each of the next ones."""
     draw = random.Random(seed)
-    before, after = draw_slots(L, E, R, S, seed), draw_slots(L, E, R, S, 1000 + seed)
-    group: list[Rank] = []
-    group += [Rank(number, group, before, after, draw, interrupts) for number in range(R)]
+    group = make_group(seed, draw, interrupts)
     cancelled, moves = set[int](), group[0].moves
     for _ in range(200_000):
         if all(rank.moves.done and not rank.queue for rank in group):
@@ -155,9 +210,8 @@ def test_no_order_of_events_breaks_a_rank(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_moves_that_are_cancelled_before_they_begin_wait_for_nobody(seed):
     """Rank 0 may cancel until it begins. With odd seeds rank 3 comes when the others have ended."""
-    draw, group, late = random.Random(seed), list[Rank](), seed % 2
-    before, after = draw_slots(L, E, R, S, seed), draw_slots(L, E, R, S, 1000 + seed)
-    group += [Rank(number, group, before, after, draw, 0.0) for number in range(R)]
+    draw, late = random.Random(seed), seed % 2
+    group = make_group(seed, draw)
     moves = group[0].moves
     for present in (group[:-1] if late else group, group):
         for _ in range(200_000):
@@ -176,16 +230,6 @@ def test_moves_that_are_cancelled_before_they_begin_wait_for_nobody(seed):
 def test_what_a_signal_handler_interrupts_is_done_later(seed):
     """It raises anywhere in a step, also between a change of state and the word that tells it."""
     run(seed, [1, 1, 1, 1], likely=0.0005 * (seed % 2), interrupts=0.15)
-
-
-def test_a_rank_that_has_only_a_word_to_send_waits_for_nobody_in_particular():
-    """A signal handler has raised right behind its last copy."""
-    draw, group = random.Random(0), list[Rank]()
-    group += [Rank(n, group, draw_slots(L, E, R, S, 0), draw_slots(L, E, R, S, 1000), draw, 0.0) for n in range(R)]
-    moves = next(rank.moves for rank in group if rank.moves._parts[rank.number])
-    moves._words, moves.version = [[0] * MOVE_WORDS for _ in range(R)], len(group[0].waves) - 1
-    moves._copied = len(moves._parts[moves._rank])
-    assert moves.waits_for() == list(range(R)) and "waits for" in repr(moves)
 
 
 @pytest.mark.parametrize("seed", range(40))

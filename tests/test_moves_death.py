@@ -10,9 +10,10 @@ import pytest
 import torch
 from helpers import assert_close, randn, slow
 from host import FORM_S, Host
+from slot_tables import times_slots, weighted_sum
 
 import epmoe
-from epmoe.exchange.moves_plan import EMPTY
+from epmoe.live.layout import EMPTY
 
 E, D, L, S, RANKS = 4, 16, 2, 3, 4
 
@@ -55,11 +56,9 @@ def play(state) -> str:
         x, ids = randn(T, D, seed=seed + 7 * ep.rank), torch.stack([torch.arange(T) % E, (torch.arange(T) + 1) % E], 1)
         weights = torch.full((T, 2), 0.5)
         d = ep.dispatch(*(t.to(ep.device) for t in (x, ids, weights)), tag=layer + 1)
-        numbers = torch.arange(len(d.rows), dtype=torch.int32, device=ep.device)
-        slot = (torch.searchsorted(d.expert_offsets, numbers, right=True) - 1).clamp(max=state.rows.shape[1] - 1)
-        y = ep.combine(d.rows * state.rows[layer, slot], d)
-        gains = torch.stack([gain(layer, expert) for expert in range(E)]).double()
-        assert_close(y.cpu(), (x.double()[:, None] * gains[ids] * 0.5).sum(1), slack=4)
+        y = ep.combine(times_slots(d, state.rows[layer]), d)
+        gains = torch.stack([gain(layer, expert) for expert in range(E)])
+        assert_close(y.cpu(), weighted_sum(x, ids, weights, gains), slack=4)
     return "played"
 
 
@@ -71,9 +70,9 @@ def begin(state) -> None:
 
 
 def poll(state) -> tuple[int, int]:
-    """One step: its version, and parts that have been copied here."""
+    """One step: its version, and bytes that have been copied here."""
     state.ep.poll()
-    return state.moves.version, state.moves._copied
+    return state.moves.version, state.moves.copied_bytes
 
 
 def finish(state) -> None:

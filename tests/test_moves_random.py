@@ -18,9 +18,10 @@ import pytest
 import torch
 from helpers import assert_close, generator, randn
 from host import FORM_S, Host
+from slot_tables import draw_slots, times_slots, weighted_sum
 
 import epmoe
-from epmoe.exchange.moves_plan import EMPTY
+from epmoe.live.layout import EMPTY
 
 SEED = int(os.environ.get("EPMOE_FUZZ_FIRST", 0))
 E, D, L, S, RANKS, M = 6, 16, 2, 4, 4, 16
@@ -164,22 +165,21 @@ def play(state, number: int, kind: str, giver: int) -> None:
     if kind == "aborted" and ep.rank == giver % ep.size:
         ep.abort()
         return
-    numbers = torch.arange(len(d.rows), dtype=torch.int32)
-    slot = (torch.searchsorted(d.expert_offsets, numbers, right=True) - 1).clamp(max=S - 1)
     try:
-        y = ep.combine(d.rows * state.rows[layer, slot], d)
+        y = ep.combine(times_slots(d, state.rows[layer]), d)
     except REPORTS:
         assert kind != "whole"
         return
     if kind == "whole":
-        gains = torch.stack([gain(layer, expert) for expert in range(E)]).double()
-        assert_close(y, (x.double()[:, None] * gains[ids] * 0.5).sum(1), slack=4)
+        gains = torch.stack([gain(layer, expert) for expert in range(E)])
+        assert_close(y, weighted_sum(x, ids, share, gains), slack=4)
 
 
 def serve(state, seed: int) -> tuple:
     """Moves of one plan, or what the balancer plans, with rounds between polls; then until all have ended."""
     ep, common, draw = state.ep, random.Random(seed), random.Random(1000 * seed + state.ep.rank)
-    by_hand, target, rounds = common.random() < 0.7, draw_table(common, ep.size), common.randrange(1, 8)
+    by_hand, rounds = common.random() < 0.7, common.randrange(1, 8)
+    target = draw_slots(common, L, E, ep.size, S, least=2, most=2)
 
     def replace() -> None:
         again(lambda: ep.replace(target, lambda *slot: weights(state, *slot)))
@@ -230,19 +230,6 @@ def whole(state) -> tuple:
         assert (state.data[layer, slot] == 1 + expert).all(), (layer, slot, expert)
     state.rows[mine == EMPTY] = torch.nan
     return slots.tolist(), ep.live.calls, ep.exchange.rounds.count
-
-
-def draw_table(draw: random.Random, ranks: int) -> torch.Tensor:
-    """Slots [L, P]: every expert on two ranks, and a free slot."""
-    tables = []
-    for _ in range(L):
-        held: list[list[int]] = [[] for _ in range(ranks)]
-        for expert in sorted(range(E), key=lambda _: draw.random()):
-            for rank in sorted(range(ranks), key=lambda r: (len(held[r]), draw.random()))[:2]:
-                held[rank].append(expert)
-        assert all(len(rank) <= S for rank in held)
-        tables.append([expert for rank in held for expert in [*rank, *[EMPTY] * (S - len(rank))]])
-    return torch.tensor(tables)
 
 
 def resume(state) -> tuple:

@@ -35,7 +35,7 @@ from typer.testing import CliRunner
 
 import epmoe
 from epmoe.cli import app, simulated
-from epmoe.exchange.moves_plan import EMPTY
+from epmoe.live.layout import EMPTY
 
 
 def go_on(state, folder: Path, min_ranks: int = 1) -> list[tuple[int, int]]:

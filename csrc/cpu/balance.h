@@ -67,11 +67,6 @@ std::vector<Move> plan_moves(Layer& layer, int32_t max_moves, double goal, int32
 std::vector<int32_t> fresh_slots(const double* loads_E, int32_t E, int32_t R, int32_t S, int32_t most_copies,
                                  int32_t ranks_per_node);
 
-// The same slots with copies exchanged between ranks of a node, so that tokens go to fewer ranks. `together_EE` counts
-// the tokens that choose two experts, finite and at least 0; the diagonal does not count.
-std::vector<int32_t> bring_together(const std::vector<int32_t>& slots_P, const double* loads_E,
-                                    const double* together_EE, int32_t E, int32_t R, int32_t S, int32_t ranks_per_node);
-
 struct Choices {
   int32_t* slots_EC;
   int64_t* thresholds_EC;  // 0 to 2³²

@@ -2,7 +2,6 @@
 // expert with most load per copy; then the heaviest copies go first, each to the rank with the least load that has
 // room. Two copies of an expert never go to one rank here.
 #include <algorithm>
-#include <utility>
 
 #include "balance.h"
 
@@ -17,25 +16,18 @@ struct Copy {
 // How many copies each of `experts` has when they fill `room` slots.
 std::vector<Copy> replicate(const double* loads_E, const std::vector<int32_t>& experts, int32_t room,
                             int32_t most_copies) {
-  auto lighter = [](const std::pair<double, int32_t>& a, const std::pair<double, int32_t>& b) {
-    return a.first != b.first ? a.first < b.first : a.second > b.second;
-  };
-  std::vector<std::pair<double, int32_t>> heap;  // load per copy, index
-  std::vector<int32_t> copies(experts.size(), 1);
-  for (size_t i = 0; i < experts.size(); ++i) heap.emplace_back(loads_E[experts[i]], static_cast<int32_t>(i));
-  std::make_heap(heap.begin(), heap.end(), lighter);
-  for (int32_t spare = room - static_cast<int32_t>(experts.size()); spare > 0 && !heap.empty();) {
-    std::pop_heap(heap.begin(), heap.end(), lighter);
-    int32_t i = heap.back().second;
-    heap.pop_back();
-    if (copies[i] == most_copies) continue;
-    ++copies[i], --spare;
-    heap.emplace_back(loads_E[experts[i]] / copies[i], i);
-    std::push_heap(heap.begin(), heap.end(), lighter);
+  auto n = static_cast<int32_t>(experts.size());
+  std::vector<int32_t> copies(n, 1);
+  auto load = [&](int32_t i) { return loads_E[experts[i]] / copies[i]; };
+  for (int32_t spare = room - n; spare > 0; --spare) {
+    int32_t best = -1;
+    for (int32_t i = 0; i < n; ++i)
+      if (copies[i] < most_copies && (best < 0 || load(i) > load(best))) best = i;
+    if (best < 0) break;
+    ++copies[best];
   }
   std::vector<Copy> result;
-  for (size_t i = 0; i < experts.size(); ++i)
-    for (int32_t n = 0; n < copies[i]; ++n) result.push_back({experts[i], loads_E[experts[i]] / copies[i]});
+  for (int32_t i = 0; i < n; ++i) result.insert(result.end(), copies[i], {experts[i], load(i)});
   return result;
 }
 

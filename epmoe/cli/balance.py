@@ -10,13 +10,13 @@ import torch
 import typer
 from torch import Tensor
 
-from epmoe.balance import GOAL, MAX_MOVES
-from epmoe.balance import balance as plan_of
 from epmoe.bench.report import write_json
 from epmoe.cli.console import UserError, check_output, console, human_bytes, plain_table, print_table
 from epmoe.cli.launch import CONFIG, load
 from epmoe.config.config import EPConfig
-from epmoe.slots import read_slots
+from epmoe.live.balance import GOAL, MAX_MOVES
+from epmoe.live.balance import balance as plan_of
+from epmoe.live.slots import read_slots
 
 _SUFFIXES = (".json", ".pt", ".npy")
 

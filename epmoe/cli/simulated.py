@@ -10,11 +10,11 @@ from itertools import pairwise
 
 import torch
 
-from epmoe.balancer import Balancer
 from epmoe.cli.capacity import rank_plans
 from epmoe.cli.console import UserError, human_bytes
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.exchange.window import available_memory_bytes
+from epmoe.live.balancer import Balancer
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.reference import moe_reference
 from epmoe.local.simulate import Kind, simulate_logits

@@ -7,6 +7,7 @@ No other code computes an offset: the service allocates by this plan, and the ke
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -25,7 +26,6 @@ NUM_COUNTERS = 8
 LL_MAX_TOKENS = 1024
 RAIL_TAG_BYTES = 16
 LINE_INTS = 4  # a line of the LL protocol has 16 bytes
-MOVE_WORDS = 9  # of each rank, about moves of experts: see epmoe/exchange/moves.py
 # On GPUs. With fewer rows an expert takes as long as its weights take to read, however many rows it has.
 _ROWS_BEYOND_WEIGHTS = 137
 
@@ -54,6 +54,15 @@ OFFSETS = (
 
 
 _Layout = list[tuple[Region, str, tuple[int, ...], torch.dtype]]
+Parts = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of buffers, by name."""
+_reserved = list[Callable[[EPConfig], Parts]]()
+
+
+def reserve(parts: Callable[[EPConfig], Parts]) -> Callable[[EPConfig], Parts]:
+    """Decorate a function of a floor above: the windows of plans to come have room for the buffers that it returns."""
+    _reserved.append(parts)
+    return parts
 
 
 class RailSlot(NamedTuple):
@@ -202,15 +211,8 @@ class MemoryPlan:
             ("scratch", "health.waited_ns", (R,), i64),
             ("scratch", "health.aborted_rounds", (R,), i64),
         ]
-        if layers:
-            f64 = torch.float64
-            layout += [
-                ("window", "moves.words", (R, MOVE_WORDS), i64),
-                ("window", "moves.loads", (R, layers, E), f64),
-                ("window", "moves.planned_loads", (layers, E), f64),
-                ("window", "moves.planned_slots", (layers, P), i32),
-                ("window", "moves.staging", (section.staging_mb << 20,), torch.uint8),
-            ]
+        for parts in _reserved:
+            layout += [("window", name, *part) for name, part in parts(config).items()]
         buffers = _laid_out(layout)
         values = (
             R, rank, M, K, D, E, P, e, copies, N, alignment, ll_alignment,

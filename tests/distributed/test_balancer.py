@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,8 @@ from helpers import generator, randn
 from torch import Tensor
 
 from epmoe import Balancer, EPStateError, ExpertParallel, MoELayer, Placement, balance, route
-from epmoe.exchange.moves import COUNTED, LAST_PLAN
+from epmoe.live.balance import Plan, fresh
+from epmoe.live.layout import Word
 from epmoe.local.reference import moe_reference
 
 pytestmark = pytest.mark.usefixtures("serving")
@@ -138,56 +141,118 @@ def test_a_checkpoint_holds_the_experts_wherever_they_are(ep, size):
     assert torch.equal(model.decode(tokens.to(ep.device), 0).cpu(), model.decode_alone(tokens, 0))
 
 
+class Planned:
+    """A policy whose plans are the best for loads that are drawn anew each time."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, loads: Tensor, slots: Tensor, *, ep_size: int, **limits: float) -> Plan:
+        self.calls += 1
+        return balance(torch.rand(L, E, generator=generator(self.calls)), slots, ep_size=ep_size)
+
+
+def tick_until(balancer: Balancer, done: Callable[[], bool]) -> None:
+    while not done():
+        balancer.tick()
+
+
 def test_finish_takes_up_a_plan_where_the_last_one_has_not_been_seen_to_end(ep, size, rank):
     """Rank 0 sees the end of the first moves and sends a second plan; the others look again only in `finish`."""
-    model, balancer = Model(ep), Balancer(ep, every=1)
-    tables = [balance(torch.rand(L, E, generator=generator(n)), ep.slots, ep_size=size) for n in range(2)]
-    balancer._recent = torch.ones(L, E, dtype=torch.float64)
-    if rank == 0:
-        balancer._publish(tables[0])
-    while balancer._moves is None:
-        balancer._look()
-    moves = balancer._moves
-    while not moves._finished:
+    model, policy = Model(ep), Planned()
+    balancer = Balancer(ep, every=1, policy=policy)
+    model.decode(torch.arange(8, device=ep.device), 0)
+    tick_until(balancer, lambda: ep.live.moves is not None)
+    moves = ep.live.moves
+    model.decode(torch.arange(8, device=ep.device), 1)
+    balancer.tick()  # sends the loads for the second plan
+    while moves.version < moves.last:
         ep.poll()
+    ep.live.mail.flush()
     dist.barrier()
     if rank == 0:
-        while not moves.done:
-            ep.poll()
-        balancer._publish(tables[1])
+        tick_until(balancer, lambda: len(balancer.history) == 2)
         ep.live.mail.flush()
     dist.barrier()
-    assert rank == 0 or size == 1 or not moves.done
+    assert rank == 0 or not moves.done
     balancer.finish()
-    assert len(balancer.history) == 2 and model.layers
+    assert len(balancer.history) == 2 and (rank or policy.calls == 2)
     balancer.close()
 
 
 def test_ticks_and_calls_past_the_numbers_of_31_bits(ep, size, rank):
     """As if so many ticks, plans and calls of `finish` had been. Plans are calls of `replace`, which end at 2³¹ − 1."""
-    model, balancer = Model(ep), Balancer(ep, every=1)
-    balancer._ticks = balancer._counted = 2**33
-    ep.live.calls = balancer._planned = balancer._taken = balancer._recorded = 2**31 - 10
-    balancer._finishes = 2**31 - 2
+    model, balancer = Model(ep), Balancer(ep, every=1, policy=Planned())
+    ep.live.ticks, ep.live.finishes, ep.live.calls = 2**33, 2**31 - 2, 2**31 - 10
     if rank == 0:
-        ep.live.mail.post(LAST_PLAN, 2**31 - 2 << 32 | 2**31 - 10, range(size))
+        ep.live.mail.post(Word.LAST_PLAN, 2**31 - 2 << 32 | 2**31 - 10, range(size))
         ep.live.mail.flush()
     dist.barrier()
-    balancer._recent = torch.ones(L, E, dtype=torch.float64)
     for n in range(4):
-        table = balance(torch.rand(L, E, generator=generator(n)), ep.slots, ep_size=size)
-        if rank == 0 and n != 2:
-            balancer._publish(table)
+        model.decode(torch.arange(8, device=ep.device), n)
+        if n != 2:
+            if rank:
+                balancer.tick()
+                ep.live.mail.flush()
+            dist.barrier()
+            if rank == 0:
+                plan = balancer.plan
+                tick_until(balancer, lambda plan=plan: balancer.plan is not plan)
         balancer.finish()
-        assert len(balancer.history) == [1, 2, 2, 3][n] and model.layers
+        assert len(balancer.history) == [1, 2, 2, 3][n]
         dist.barrier()  # a rank that is late would take up the next plan
-    assert balancer._taken == 2**31 - 7
+    assert ep.live.calls == 2**31 - 7
     balancer.tick()
     ep.live.mail.flush()
     dist.barrier()
     while (words := ep.live.mail.words()) is None:
         pass
-    assert rank or [row[COUNTED] for row in words] == [2**33 + 1] * size
+    assert rank or all(row[Word.COUNTED] > 2**33 for row in words)
+    balancer.close()
+
+
+def everything_on_one(loads: Tensor, slots: Tensor, **limits: float) -> Plan:
+    return balance(loads, torch.arange(E, dtype=torch.int32).expand(L, -1), ep_size=1)
+
+
+def too_many(loads: Tensor, slots: Tensor, **limits: float) -> Plan:
+    return anew(loads, slots.repeat(1, 2), **limits)
+
+
+def anew(loads: Tensor, slots: Tensor, *, ep_size: int, most_copies: int, **limits: float) -> Plan:
+    """A placement from nothing but loads, whatever moves: that of docs/moving.md."""
+    target = fresh(loads, ep_size, slots.shape[1] // ep_size, most_copies=most_copies)
+    return balance(loads, target, ep_size=ep_size, max_moves=0)
+
+
+def test_a_policy_is_any_callable(ep, size, rank):
+    """All ranks carry out what it plans. A plan that does not fit raises in `tick` of rank 0, and nothing moves. One
+    balancer after another counts on where the last one has ended."""
+    model, before = Model(ep), ep.slots
+    for wrong in (everything_on_one, too_many) if size > 1 else ():
+        balancer = Balancer(ep, every=1, policy=wrong)
+        model.decode(torch.arange(8, device=ep.device), 0)
+        balancer.tick()
+        dist.barrier()
+        if rank == 0:
+            with pytest.raises(ValueError, match="`slots` must be|`policy` must plan slots"):
+                tick_until(balancer, lambda: False)
+        dist.barrier()
+        balancer.finish()
+        assert torch.equal(ep.slots, before) and not balancer.history
+        balancer.close()
+    balancer = Balancer(ep, every=1, policy=anew)
+    tokens = torch.arange(8, device=ep.device)
+    model.decode(tokens, 0)
+    balancer.tick()
+    dist.barrier()
+    if rank == 0:  # the others take it up in `finish`
+        tick_until(balancer, lambda: len(balancer.history) == 1)
+    balancer.finish()
+    if rank == 0:
+        held, wanted = (t.view(L, size, -1).sort().values for t in (ep.slots, balancer.plan.slots))
+        assert torch.equal(held, wanted) and (size == 1 or not torch.equal(ep.slots, before))
+    assert torch.equal(model.decode(tokens, 1).cpu(), model.decode_alone(tokens.cpu(), 1))
     balancer.close()
 
 
@@ -195,19 +260,6 @@ def test_a_balancer_refuses_what_does_not_fit(ep):
     for wrong in ({"every": 0}, {"goal": 0.9}, {"max_moves": -1}, {"least_gain": -1.0}, {"least_gain": float("nan")}):
         with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` must be"):
             Balancer(ep, **wrong)
-
-
-def test_history_counts_what_moves_only(ep, size):
-    """Two layers would gain, but none as much as is asked for."""
-    if size == 1:
-        return
-    balancer = Balancer(ep, every=1, least_gain=9.0)
-    loads = torch.arange(E).expand(L, E).double()
-    plan = balance(loads, ep.slots, ep_size=size)
-    assert plan.moves
-    found = balancer._worthwhile(plan, loads, ep.slots)
-    assert torch.equal(found.slots, ep.slots) and not found.moves and found.balance_after == plan.balance_before
-    balancer.close()
 
 
 def test_a_balancer_needs_experts_that_move(make_ep):

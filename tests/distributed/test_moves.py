@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 from exchanges import make_config
 from helpers import ON_GPUS, assert_close, generator, randn, slow
+from slot_tables import draw_slots, times_slots, weighted_sum
 from torch import Tensor
 
-from epmoe import EPRefusedError, EPStateError, EPTimeoutError, ExpertParallel
-from epmoe.exchange.moves import MOST_CALLS, VERSION
-from epmoe.exchange.moves_plan import EMPTY
+from epmoe import Dispatched, EPRefusedError, EPStateError, EPTimeoutError, ExpertParallel
+from epmoe.live import tables
+from epmoe.live.layout import EMPTY, Word
+from epmoe.live.moves import MOST_CALLS, Moves
 
 pytestmark = pytest.mark.usefixtures("serving")
 
@@ -31,6 +33,14 @@ def gain(expert: int, layer: int) -> Tensor:
     return 1 + randn(D, seed=100 * layer + expert).abs()
 
 
+def experts_of(ep: ExpertParallel) -> Iterator[tuple[int, int, int]]:
+    """(layer, local slot, expert) of this rank."""
+    for layer in range(L):
+        for local, expert in enumerate(ep.logical_experts(layer + 1)):
+            if expert != EMPTY:
+                yield layer, local, expert
+
+
 class Slots:
     """The weights of all slots of a rank: a row, and data that only moves."""
 
@@ -38,44 +48,27 @@ class Slots:
         self.ep, S = ep, ep.num_local_experts
         self.rows = torch.full((L, S, D), torch.nan, device=ep.device)
         self.data = torch.full((L, S, 5 * DATA if big else 3), -1, dtype=torch.int32, device=ep.device)
-        for layer in range(L):
-            for local, expert in enumerate(ep.logical_experts(layer + 1)):
-                if expert != EMPTY:
-                    self.rows[layer, local], self.data[layer, local] = gain(expert, layer), expert
+        for layer, local, expert in experts_of(ep):
+            self.rows[layer, local], self.data[layer, local] = gain(expert, layer), expert
 
     def of(self, tag: int, local: int) -> list[Tensor]:
         return [self.rows[tag - 1, local], self.data[tag - 1, local]]
 
     def poison_unused(self) -> None:
         """What holds no expert may hold anything."""
-        assert self.ep.live is not None
         empty = (self.ep.live.held == EMPTY).to(self.ep.device)
         self.rows[empty] = torch.nan
 
-    def run(self, rows: Tensor, offsets: Tensor, layer: int) -> Tensor:
-        numbers = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
-        expert = (torch.searchsorted(offsets, numbers, right=True) - 1).clamp(max=self.ep.num_local_experts - 1)
-        return torch.where(numbers[:, None] < offsets[-1], rows * self.rows[layer, expert], torch.nan)
+    def run(self, d: Dispatched, layer: int) -> Tensor:
+        return times_slots(d, self.rows[layer])
+
+    def move(self, seed: int, **options: int) -> Moves:
+        """Begin to move to a drawn table."""
+        return self.ep.replace(draw_table(self.ep, seed, **options), self.of)
 
 
-def draw_table(size: int, S: int, seed: int, most_copies: int = 4) -> Tensor:
-    """Slots [L, P], such that every expert has one and no rank one twice; at least one slot of a layer is free."""
-    draw, tables = random.Random(seed), []
-    for _ in range(L):
-        ranks: list[list[int]] = [[] for _ in range(size)]
-        for expert in draw.sample(range(E), E):
-            draw.choice([r for r in ranks if len(r) < S]).append(expert)
-        for _ in range(size * S - E - 1):
-            expert = draw.randrange(E)
-            if sum(expert in r for r in ranks) < most_copies and (
-                room := [r for r in ranks if len(r) < S and expert not in r]
-            ):
-                draw.choice(room).append(expert)
-        for held in ranks:
-            held += [EMPTY] * (S - len(held))
-            draw.shuffle(held)
-        tables.append([expert for held in ranks for expert in held])
-    return torch.tensor(tables)
+def draw_table(ep: ExpertParallel, seed: int, most: int = 4) -> Tensor:
+    return draw_slots(seed, L, E, ep.size, ep.num_local_experts, most=most, free=1)
 
 
 def make_round(rank: int, seed: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,8 +78,7 @@ def make_round(rank: int, seed: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def want(x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
-    gains = torch.stack([gain(expert, layer) for expert in range(E)]).double()
-    return (x.double()[:, None] * gains[ids.long()] * weights.double()[:, :, None]).sum(1)
+    return weighted_sum(x, ids, weights, torch.stack([gain(expert, layer) for expert in range(E)]))
 
 
 @pytest.fixture
@@ -104,7 +96,7 @@ def make(make_ep, size) -> Callable[..., ExpertParallel]:
 def play(ep: ExpertParallel, slots: Slots, seed: int, layer: int, T: int) -> Tensor:
     x, ids, weights = make_round(ep.rank, seed, T)
     d = ep.dispatch(*(t.to(ep.device) for t in (x, ids, weights)), tag=layer + 1)
-    y = ep.combine(slots.run(d.rows, d.expert_offsets, layer), d)
+    y = ep.combine(slots.run(d, layer), d)
     assert_close(y.cpu(), want(x, ids, weights, layer), slack=4)
     return y
 
@@ -116,7 +108,7 @@ def test_experts_move_while_rounds_go_on(make, size, rank, few):
     ep.exchange.plan.sizes["few_tokens"] = M if few else 0
     slots, draw, rounds = Slots(ep, big=True), random.Random(rank), 0
     for number in range(4):
-        target = draw_table(size, ep.num_local_experts, seed=number)
+        target = draw_table(ep, seed=number)
         loads = torch.rand(L, E, generator=generator(number))
         moves = ep.replace(target, slots.of, loads=loads)
         for _ in range(12):
@@ -127,60 +119,12 @@ def test_experts_move_while_rounds_go_on(make, size, rank, few):
         ep.apply()
         assert moves.done and not moves.stalls
         slots.poison_unused()
-        assert ep.live is not None
-        for layer in range(L):
-            for local, expert in enumerate(ep.logical_experts(layer + 1)):
-                if expert != EMPTY:
-                    assert torch.equal(slots.rows[layer, local].cpu(), gain(expert, layer))
-                    assert (slots.data[layer, local] == expert).all()
+        for layer, local, expert in experts_of(ep):
+            assert torch.equal(slots.rows[layer, local].cpu(), gain(expert, layer))
+            assert (slots.data[layer, local] == expert).all()
         for held, wanted in zip(ep.slots.view(L, size, -1).tolist(), target.view(L, size, -1).tolist(), strict=True):
             assert [sorted(h) for h in held] == [sorted(w) for w in wanted]
         dist.barrier()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", [torch.device("cpu")])
-def test_another_thread_polls_while_rounds_send(make, size, rank):
-    """A send of many tokens takes long. Polls during a call are refused, and those between calls change tables."""
-    many = 3000
-    ep = make(max_tokens=many)
-    slots, stop, polls, wrong = Slots(ep), threading.Event(), [0, 0], []
-
-    def poll() -> None:
-        while not stop.wait(1e-4):
-            try:
-                ep.poll()
-                polls[0] += 1
-            except RuntimeError as error:
-                polls[1] += 1
-                wrong.extend([] if "another thread is in a call" in str(error) else [error])
-
-    def again(call: Callable[[], object]) -> object:
-        while True:
-            try:
-                return call()
-            except RuntimeError as error:
-                if "another thread is in a call" not in str(error):
-                    raise
-                time.sleep(1e-5)
-
-    thread = threading.Thread(target=poll)
-    thread.start()
-    try:
-        for number in range(6):
-            target = draw_table(size, ep.num_local_experts, seed=number)
-            again(lambda target=target: ep.replace(target, slots.of))
-            for layer in range(L):
-                x, ids, weights = make_round(rank, L * number + layer, many)
-                d = again(lambda x=x, ids=ids, weights=weights, tag=layer + 1: ep.dispatch(x, ids, weights, tag=tag))
-                y = ep.combine(slots.run(d.rows, d.expert_offsets, layer), d)
-                assert_close(y, want(x, ids, weights, layer), slack=4)
-            again(ep.apply)
-            dist.barrier()
-    finally:
-        stop.set()
-        thread.join()
-    assert not wrong and all(polls)
 
 
 def test_equal_tables_give_equal_bits(make, size):
@@ -188,7 +132,7 @@ def test_equal_tables_give_equal_bits(make, size):
     slots = Slots(ep)
     first = [play(ep, slots, seed, seed % L, 9) for seed in range(L)]
     begin = ep.slots.clone()
-    ep.replace(draw_table(size, ep.num_local_experts, seed=3), slots.of)
+    slots.move(3)
     ep.apply()
     moved = [play(ep, slots, seed, seed % L, 9) for seed in range(L)]
     again = [play(ep, slots, seed, seed % L, 9) for seed in range(L)]
@@ -220,7 +164,7 @@ def test_shares_follow_loads(make, size, rank):
         ids = torch.zeros(M, K, dtype=torch.int32)
         ids[:, 1:] = -1
         d = ep.dispatch(*(t.to(ep.device) for t in (x, ids, weights)), tag=1)
-        ep.combine(slots.run(d.rows, d.expert_offsets, 0), d)
+        ep.combine(slots.run(d, 0), d)
     ep.check()
     ep.loads()
     dist.barrier()
@@ -236,7 +180,7 @@ def test_shares_follow_loads(make, size, rank):
 def test_moves_that_are_cancelled_leave_every_expert_in_use(make, size, rank):
     ep = make()
     slots = Slots(ep)
-    moves = ep.replace(draw_table(size, ep.num_local_experts, seed=5), slots.of)
+    moves = slots.move(5)
     if rank == 0:
         moves.cancel()
     for seed in range(8):
@@ -246,7 +190,7 @@ def test_moves_that_are_cancelled_leave_every_expert_in_use(make, size, rank):
     tables = [None] * size
     dist.all_gather_object(tables, ep.slots.tolist())
     assert moves.done and all(table == tables[0] for table in tables)
-    ep.replace(draw_table(size, ep.num_local_experts, seed=6), slots.of)
+    slots.move(6)
     ep.apply()
     play(ep, slots, 9, 1, 5)
 
@@ -257,15 +201,15 @@ def test_ranks_with_other_tables_hear_of_it(make, size, rank, first):
     if size == 1:
         return
     ep = make()
-    slots, S = Slots(ep), ep.num_local_experts
-    moves = ep.replace(draw_table(size, S, seed=10 + rank), slots.of)
+    slots = Slots(ep)
+    moves = slots.move(10 + rank)
     dist.barrier()
     for turn in (rank == 0, rank > 0) if first else (True,):
         if turn:
             with pytest.raises(EPRefusedError, match="were given other slots"):
                 ep.apply()
             assert moves.done and moves.version == -1
-            ep.replace(draw_table(size, S, seed=10), slots.of)
+            slots.move(10)
         if first:
             dist.barrier()
     play(ep, slots, 1, 1, 5)
@@ -284,13 +228,12 @@ def test_shares_on_their_way_do_not_bring_dropped_slots_back(make, size):
     ep = make()
     slots = Slots(ep)
     ep.share(torch.rand(L, E))
-    moves = ep.replace(draw_table(size, ep.num_local_experts, seed=3), slots.of)
+    moves = slots.move(3)
     dist.barrier()
     time.sleep(0.3)  # all tables are made
     while moves.version < 0:
         ep.poll()
-    assert ep.live is not None
-    for move in ep.live._waves[0].moves:
+    for move in moves.waves[0].moves:
         assert move.slot not in slots_in_use(ep)[move.layer]
     dist.barrier()
     ep.apply()
@@ -300,14 +243,14 @@ def test_shares_on_their_way_do_not_bring_dropped_slots_back(make, size):
 def test_shares_given_during_the_last_wave_are_used(make, size):
     ep = make()
     slots = Slots(ep)
-    moves = ep.replace(draw_table(size, ep.num_local_experts, seed=3), slots.of)
-    assert ep.live is not None
-    while moves.version < len(ep.live._waves):
+    moves = slots.move(3)
+    while moves.version < moves.last:
         ep.poll()
     loads = torch.rand(L, E, generator=generator(7))
     ep.share(loads)
     ep.apply()
-    assert torch.equal(ep.exchange.views["table.copies"].cpu(), ep.live._tables(ep.slots, loads.double()).cpu())
+    table = ep.exchange.views["table.copies"].cpu()
+    assert torch.equal(table, tables.tables(ep.slots, loads.double(), ep.rank, size, 4, table.shape[-1]))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -316,7 +259,7 @@ def test_copies_move_where_no_more_are_allowed(make, size, seed):
     ep = make(most_copies=2, more_slots=2)
     slots = Slots(ep)
     for number in range(3):
-        ep.replace(draw_table(size, ep.num_local_experts, seed=10 * seed + number, most_copies=2), slots.of)
+        slots.move(10 * seed + number, most=2)
         ep.apply()
         play(ep, slots, number, number, 9)
         dist.barrier()
@@ -327,7 +270,7 @@ def test_weights_that_fail_begin_nothing(make, size, rank):
     if size == 1:
         return
     ep = make()
-    slots, target = Slots(ep), draw_table(size, ep.num_local_experts, seed=3)
+    slots, target = Slots(ep), draw_table(ep, seed=3)
     if rank == 0:
         with pytest.raises(ZeroDivisionError):
             ep.replace(target, lambda tag, slot: [torch.zeros(1 // 0)])
@@ -353,7 +296,7 @@ def test_moves_that_a_rank_does_not_begin_can_be_cancelled(make, size, rank):
     if size == 1:
         return
     ep = make()
-    slots, target = Slots(ep), draw_table(size, ep.num_local_experts, seed=3)
+    slots, target = Slots(ep), draw_table(ep, seed=3)
     if rank:
         moves = ep.replace(target, slots.of)
     dist.barrier()
@@ -417,7 +360,7 @@ def test_a_signal_handler_raises_at_any_moment(make, size, rank, seed):
     ep = make()
     slots, draw, rounds, begun = Slots(ep, big=True), random.Random(8 * seed + rank), 0, 0
     for number in range(10):
-        target, calls = draw_table(size, ep.num_local_experts, seed=number), ep.live.calls
+        target, calls = draw_table(ep, seed=number), ep.live.calls
         while ep.live.calls == calls:
             with interrupted(draw.randrange(1, 2000) if draw.random() < 0.3 else 10**9):
                 ep.replace(target, slots.of, loads=torch.rand(L, E, generator=generator(number)))
@@ -436,14 +379,14 @@ def test_a_signal_handler_raises_at_any_moment(make, size, rank, seed):
             refused = True
         ep.apply()
         tables = [None] * size
-        dist.all_gather_object(tables, (ep.slots.tolist(), ep.health().refused_plans, ep.live._is_idle))
+        dist.all_gather_object(tables, (ep.slots.tolist(), ep.health().refused_plans, ep.live.is_idle))
         assert tables == [tables[0]] * size and tables[0][2]
         whole = [sorted(held) for held in ep.slots.view(-1, ep.num_local_experts).tolist()]
         if whole == [sorted(held) for held in target.view(-1, ep.num_local_experts).tolist()]:
             begun += 1
         else:
             assert refused or ep.health().refused_plans
-        assert torch.equal(ep.live.held, ep.slots[:, ep.live._rank * ep.live._S :][:, : ep.live._S])
+        assert torch.equal(ep.live.held, ep.slots.view(L, size, -1)[:, rank])
         slots.poison_unused()
     assert begun and (size == 1 or ep.health().refused_plans)
 
@@ -460,7 +403,7 @@ def test_weights_that_fail_later_are_asked_for_again(make, size):
         return slots.of(tag, slot)
 
     started = False
-    moves = ep.replace(draw_table(size, ep.num_local_experts, seed=3), weights)
+    moves = ep.replace(draw_table(ep, seed=3), weights)
     started = True
     while not moves.done:
         try:
@@ -469,33 +412,29 @@ def test_weights_that_fail_later_are_asked_for_again(make, size):
             continue
     assert ep.live is not None and moves.copied_bytes == moves.total_bytes == ep.live.moved_bytes
     dist.barrier()
+    for layer, local, expert in experts_of(ep):
+        assert (slots.data[layer, local] == expert).all()
     for layer in range(L):
-        for local, expert in enumerate(ep.logical_experts(layer + 1)):
-            assert expert == EMPTY or (slots.data[layer, local] == expert).all()
         play(ep, slots, layer, layer, 9)
 
 
 def test_weights_that_are_transposed_or_of_inference_mode(make, size):
     """As gpt-oss has them; their order in memory is what moves."""
     ep = make()
-    slots = Slots(ep)
     with torch.inference_mode():
         stored = torch.zeros(L, ep.num_local_experts, 3, 2, device=ep.device)
-        for layer in range(L):
-            for local, expert in enumerate(ep.logical_experts(layer + 1)):
-                stored[layer, local] = torch.arange(6).view(3, 2) + 10 * expert
-    ep.replace(draw_table(size, ep.num_local_experts, seed=3), lambda tag, slot: [stored[tag - 1, slot].T])
+        for layer, local, expert in experts_of(ep):
+            stored[layer, local] = torch.arange(6).view(3, 2) + 10 * expert
+    ep.replace(draw_table(ep, seed=3), lambda tag, slot: [stored[tag - 1, slot].T])
     ep.apply()
-    for layer in range(L):
-        for local, expert in enumerate(ep.logical_experts(layer + 1)):
-            assert expert == EMPTY or torch.equal(stored[layer, local].cpu(), torch.arange(6).view(3, 2) + 10 * expert)
-    del slots
+    for layer, local, expert in experts_of(ep):
+        assert torch.equal(stored[layer, local].cpu(), torch.arange(6).view(3, 2) + 10 * expert)
 
 
 def test_moves_end_with_their_windows(make, size):
     ep = make()
     slots = Slots(ep)
-    moves = ep.replace(draw_table(size, ep.num_local_experts, seed=3), slots.of)
+    moves = slots.move(3)
     dist.barrier()
     ep.close()
     moves.cancel()  # writes nowhere
@@ -509,10 +448,10 @@ def test_apply_names_a_late_rank_and_goes_on_later(make, size, rank):
     if size == 1:
         return
     ep = make()
-    slots, target = Slots(ep), draw_table(size, ep.num_local_experts, seed=3)
+    slots, target = Slots(ep), draw_table(ep, seed=3)
     if rank:
         moves = ep.replace(target, slots.of)
-        moves._timeout_s = 0.05
+        moves.timeout_s = 0.05
         with pytest.raises(EPTimeoutError, match=r"waited for rank\(s\) \[0\].*call `apply` again"):
             ep.apply(timeout_s=0.2)
         assert 1 <= moves.stalls <= 4 and moves.waits_for() == [0] and ep.live is not None
@@ -542,7 +481,7 @@ def test_what_does_not_fit_is_refused(make, size):
         make_config(size, experts=E, top_k=K, placement={"live": True, "slots_per_rank": 1})
     if size > 1:
         with pytest.raises(ValueError, match="`weights` must be given"):
-            ep.replace(draw_table(size, ep.num_local_experts, seed=1))
+            ep.replace(draw_table(ep, seed=1))
 
 
 def test_calls_up_to_the_last_number(make, size, rank):
@@ -552,11 +491,11 @@ def test_calls_up_to_the_last_number(make, size, rank):
     assert ep.live is not None
     ep.live.calls = MOST_CALLS - 2
     for n in range(2):
-        ep.replace(draw_table(size, ep.num_local_experts, seed=n), slots.of)
+        slots.move(n)
         ep.apply()
         play(ep, slots, n, n, T=M - rank)
     with pytest.raises(EPStateError, match="`resume` begins anew"):
-        ep.replace(draw_table(size, ep.num_local_experts, seed=2), slots.of)
+        slots.move(2)
     play(ep, slots, 2, 2, T=M)
 
 
@@ -567,7 +506,7 @@ def test_a_poll_on_another_thread_and_stream_waits_for_the_rounds(make, size, ra
     slots, rounds, words = Slots(ep), torch.cuda.Stream(), ep.exchange.views["moves.words"]
     table, fetch = ep.exchange.views["table.copies"], ep.live.mail.fetch
     play(ep, slots, 0, 0, 5)
-    moves = ep.replace(draw_table(size, ep.num_local_experts, seed=3), slots.of)
+    moves = slots.move(3)
     ep.live.mail.flush()
     dist.barrier()  # all plans are here
     before, _, failed = fetch(table), fetch(words), []
@@ -576,7 +515,7 @@ def test_a_poll_on_another_thread_and_stream_waits_for_the_rounds(make, size, ra
     with torch.cuda.stream(rounds):
         torch.cuda._sleep(2_000_000_000)  # about a second
         d = ep.dispatch(x, ids, weights, tag=1)
-        y = ep.combine(slots.run(d.rows, d.expert_offsets, 0), d)
+        y = ep.combine(slots.run(d, 0), d)
 
     def poll() -> None:
         try:
@@ -589,7 +528,7 @@ def test_a_poll_on_another_thread_and_stream_waits_for_the_rounds(make, size, ra
     thread = threading.Thread(target=poll)
     thread.start()
     thread.join()
-    seen, said = fetch(table), fetch(words)[rank, VERSION]
+    seen, said = fetch(table), fetch(words)[rank, Word.VERSION]
     assert not rounds.query(), "the rounds have ended too early for this test"
     assert not failed and torch.equal(seen, before) and said == 0
     with torch.cuda.stream(rounds):
@@ -617,11 +556,11 @@ def test_replays_while_experts_move(make, size, rank):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 d = ep.dispatch(*inputs, tag=layer + 1)
-                y = ep.combine(slots.run(d.rows, d.expert_offsets, layer), d)
+                y = ep.combine(slots.run(d, layer), d)
             captured[layer, T] = inputs, y, graph
     rounds = 0
     for number in range(4):
-        moves = ep.replace(draw_table(size, ep.num_local_experts, seed=20 + number), slots.of)
+        moves = slots.move(20 + number)
         for _ in range(25):
             T, layer = draw.choice((1, 7, M)), rounds % L
             inputs, y, graph = captured[layer, T]

@@ -1,4 +1,4 @@
-"""The mail of moves on the CPU: parts into the staging of the others, and words. epmoe/exchange/mail.py, moves.py.
+"""The mail of moves on the CPU: parts into the staging of the others, and words. epmoe/live/mail.py, moves.py.
 
 PUSHED behind a part stands for every word behind what it announces, as READY behind CANCELLED; COPIED behind the copy
 for every word behind what its writer has read, as VERSION behind the last round with the old tables.

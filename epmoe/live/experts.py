@@ -1,9 +1,7 @@
-"""Experts that move while the group serves: who holds which, how sources choose among copies, and the load of each.
+"""Experts that move while the group serves: who holds which, the shares of copies, and the load of each.
 
-A source chooses among the copies of an expert by quotas, which `epmoe.balance.choices` computes from loads. Each layer
-has two tables of them: for calls of few tokens, where all sources choose the same copy of an expert, since its weights
-take as long to read for one row as for many; and for calls of many, where copies share the load. Tables change between
-rounds, by one copy on the stream of the rounds.
+Tables of quotas (epmoe/live/tables.py) say which copy of an expert a source sends to. They change between rounds, by
+one copy on the stream of the rounds.
 """
 
 from __future__ import annotations
@@ -13,22 +11,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from epmoe.balance import check_slots, choices, shares_of
 from epmoe.config.config import EPConfig
-from epmoe.exchange.mail import MailOnCPU, MailOnGPU
-from epmoe.exchange.moves import MOST_CALLS, PLAN, REFUSED, Moves, Weights
-from epmoe.exchange.moves_plan import EMPTY, Wave, in_place, plan_waves
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED
-from epmoe.exchange.window import SharedMemoryWindow
 from epmoe.group.errors import EPStateError, EPTimeoutError
 from epmoe.group.waiting import Result, Worker
+from epmoe.live.balance import check_slots
+from epmoe.live.layout import EMPTY, Word
+from epmoe.live.mail import Mail, MailOnGPU
+from epmoe.live.moves import MOST_CALLS, REFUSED, Moves, Weights
+from epmoe.live.tables import at_most, tables
+from epmoe.live.waves import Wave, in_place, plan_waves
 from epmoe.native.arguments import describe
-
-_NUMBERS = 2**16  # that the copies of an expert share: `copy_by_quota` in csrc/copies.h
 
 
 class LiveExperts:
@@ -40,50 +36,53 @@ class LiveExperts:
     Args:
         config: of the group.
         exchange: of this rank.
-        slots: [layers][P], what ranks have kept, or None: as in a new group.
+        slots: [layers][P], what ranks have kept, or None in a new group.
         weights: by tag, the weights of a layer's slots, where `replace` is given none; layers add theirs.
 
     Attributes:
         slots: int32 [layers, P], on the CPU: the logical expert in each slot, or −1, as far as all ranks have come.
         held: int32 [layers, S]: the expert whose weights each slot of this rank has, or −1 while they are overwritten.
         weights: as above.
+        mail: the words and bytes that this rank sends to others.
         moves: of the last call of `replace` that was not refused here, or None.
-        calls: of `replace`, also refused ones: the number of the last one, which is the same on all ranks.
-        refused_plans: as of `Health`.
+        sharing: the tables of new shares, from the call of `share` until they are in use; otherwise None.
+        calls: calls of `replace`, also refused ones: the number of the last one, which is the same on all ranks.
+        refused_plans: the count that `Health` shows.
+        ticks: calls of `Balancer.tick` in this group, of one balancer after another: words hold their numbers.
+        finishes: calls of `Balancer.finish` in this group.
     """
 
     def __init__(
         self, config: EPConfig, exchange: NodeExchange, slots: list[list[int]] | None, weights: dict[int, Weights]
     ) -> None:
-        section, self._exchange, self._table = config.placement, exchange, exchange.views["table.copies"]
-        sizes, views = exchange.plan.sizes, exchange.views
-        self._R, self._E, self._rank, self._most_copies = sizes["R"], sizes["E"], sizes["rank"], section.most_copies
-        self._S, self._L = sizes["num_local_experts"], section.layers
+        self._exchange = exchange
+        self._table = exchange.views["table.copies"]
+        self._most_copies = config.placement.most_copies
+        self._L = config.placement.layers
+        sizes = exchange.plan.sizes
+        self._R, self._E, self._S = sizes["R"], sizes["E"], sizes["num_local_experts"]
+        self._rank = sizes["rank"]
         with torch.inference_mode(False):  # otherwise they could not be written outside inference mode
             first = (torch.arange(self._R * self._S, dtype=torch.int32) % self._E).expand(self._L, -1)
             self.slots = first.clone() if slots is None else torch.tensor(slots, dtype=torch.int32)
-            self.slots = _at_most(self._most_copies, self.slots)  # ranks may have kept more
+            self.slots = at_most(self._most_copies, self.slots)  # ranks may have kept more
             self.held = self._mine(self.slots).clone()
             self._shared_loads = torch.ones(self._L, self._E, dtype=torch.float64)
             self._own_loads = torch.zeros(self._L, self._E, dtype=torch.float64)
             self._counted = torch.zeros(self._L, self._S, dtype=torch.int64)
-            window, plan = exchange.window, exchange.plan
-            if isinstance(window, SharedMemoryWindow):
-                self.mail: MailOnCPU | MailOnGPU = MailOnCPU(window, plan, views)
-            else:
-                self.mail = MailOnGPU(window, plan, views, exchange.streams)
+            self.mail = MailOnGPU(exchange) if exchange.device.type == "cuda" else Mail(exchange)
         self.weights = weights
         self.moves: Moves | None = None
+        self.calls = self.refused_plans = self.ticks = self.finishes = 0
+        self._earlier = 0, 0, 0  # experts, bytes and stalls of moves before those of `moves`
         self._settled: Moves | None = None  # the last moves whose end has been seen to
-        self._steps = False
-        self.calls = self.refused_plans = self._stalls = self._moved_bytes = self._moved = 0
         self._untold: int | None = None  # number of a refused call of which the others have not heard
-        self._before, self._waves = self.slots, list[Wave]()
+        self._steps = False
         self._worker = Worker("epmoe-quotas")  # tables of many layers take milliseconds
-        self._made: tuple[int, Result[Tensor]] | None = None  # of a version
-        self._sharing: Result[Tensor] | None = None
+        self._versions = list[tuple[Tensor, Result[Tensor]]]()  # of `moves`: slots, and tables once they are made
+        self.sharing: Result[Tensor] | None = None
         self._tables_loads = self._shared_loads
-        self._put_into_use(self._tables(self.slots, self._shared_loads))
+        self._put_into_use(self._upload(self.slots, self._shared_loads))
         if exchange.device.type == "cuda":  # rounds may come on another stream
             torch.cuda.current_stream(exchange.device).synchronize()
 
@@ -105,7 +104,6 @@ class LiveExperts:
                 self._tell_refusal()
             raise
         moves.tell()
-        self._make(0)
         return moves
 
     def _begin(self, number: int, slots: Tensor, weights: Weights | None, loads: Tensor | None) -> Moves:
@@ -117,15 +115,17 @@ class LiveExperts:
         lacking = {move.layer + 1 for wave in waves for move in wave.moves}.difference(self.weights)
         if weights is None and lacking:
             raise ValueError(f"`weights` must be given, since no layer with tag {min(lacking)} has said where its are")
-        staging = self._exchange.plan["moves.staging"], self._exchange.views["moves.staging"]
-        timeout_s = self._exchange.config.exchange.timeout_s
         moves = Moves(
-            self.mail, number, self._rank, self._R, self._S, waves, weights or self._registered, staging,
-            timeout_s, self._switch, self._hold,
+            self.mail, number, self._S, waves, weights or self._registered, self._exchange.views["moves.staging"],
+            self._exchange.config.exchange.timeout_s, self._switch, self._hold,
         )  # fmt: skip
+        tables_of = [self.slots, *(wave.slots for wave in waves)]
+        versions = [
+            (slots, self._submit(slots, loads, wave)) for slots, wave in zip(tables_of, [*waves, None], strict=True)
+        ]
         # Without a call between them, in which a signal handler could raise. Tables under way name slots of before.
-        self._stalls, self._moved_bytes, self._moved, self.moves = self.stalls, self.moved_bytes, self.moved, moves
-        self._shared_loads, self._before, self._waves, self._made, self._sharing = loads, self.slots, waves, None, None
+        self._earlier, self.moves = (self.moved, self.moved_bytes, self.stalls), moves
+        self._versions, self.sharing, self._shared_loads, self._tables_loads = versions, None, loads, loads
         self.calls, self._untold = number, None
         return moves
 
@@ -136,8 +136,8 @@ class LiveExperts:
             self._share()
 
     def step(self) -> None:
-        """What can be done now, between two rounds: it waits for no rank and for no kernel."""
-        if self._is_idle or self._steps or self._is_captured():
+        """Do what can be done at once, between two rounds. It waits for no rank and for no kernel."""
+        if self.is_idle or self._steps or self._is_captured():
             return
         stream = torch.cuda.current_stream(self._table.device) if self._table.is_cuda else None
         try:
@@ -149,8 +149,9 @@ class LiveExperts:
                 torch.cuda.set_stream(stream)  # a signal handler may have raised where it is another one
 
     @property
-    def _is_idle(self) -> bool:
-        in_use = self._sharing is None and self._tables_loads is self._shared_loads
+    def is_idle(self) -> bool:
+        """Whether a step has nothing to do: moves have ended, and the last shares are in use."""
+        in_use = self.sharing is None and self._tables_loads is self._shared_loads
         return in_use and self.moves is self._settled and self._untold is None
 
     def _is_captured(self) -> bool:
@@ -173,27 +174,27 @@ class LiveExperts:
             return
         if self._tables_loads is not self._shared_loads:
             self._share()
-        if (sharing := self._sharing) is not None and sharing.done:
+        if (sharing := self.sharing) is not None and sharing.done:
             if sharing.error is None:
                 self._put_into_use(sharing.get())
-            if self._sharing is sharing:
-                self._sharing = None
+            if self.sharing is sharing:
+                self.sharing = None
             sharing.get()
 
     def _settle(self) -> None:
-        """Once, after the end of moves."""
+        """See to the end of moves, once."""
         moves = self.moves
         if moves is self._settled or moves is None or not moves.done:
             return
-        held = self._mine(self.slots).clone()
+        held, versions = self._mine(self.slots).clone(), list[tuple[Tensor, Result[Tensor]]]()
         if moves.cancelled:
             self._share()  # slots that were to be overwritten are in use again
         refused = self.refused_plans + bool(moves.refused_by)
-        self.held, self._settled, self.refused_plans = held, moves, refused
+        self.held, self._versions, self._settled, self.refused_plans = held, versions, moves, refused
 
     def _tell_refusal(self) -> None:
         if self._untold is not None:
-            self.mail.post(PLAN, self._untold << 32 | REFUSED, range(self._R))
+            self.mail.post(Word.PLAN, self._untold << 32 | REFUSED, range(self._R))
             self._untold = None
 
     def finish(self, timeout_s: float) -> None:
@@ -204,12 +205,12 @@ class LiveExperts:
 
         def done() -> bool:
             self.step()
-            return self._is_idle
+            return self.is_idle
 
         self.wait(done, lambda: [] if self.moves is None else self.moves.waits_for(), timeout_s)
 
     def wait(self, done: Callable[[], bool], late: Callable[[], list[int]], timeout_s: float) -> None:
-        """Until `done`. Raises EPTimeoutError once a rank has ended, or after `timeout_s` seconds, for ranks `late`."""
+        """Wait until `done`. Raises EPTimeoutError once a rank has ended, or after `timeout_s` seconds for `late`."""
         deadline = time.monotonic() + timeout_s
         while not done():
             ended = [rank for rank in range(self._R) if self._exchange.dead() >> rank & 1]
@@ -226,13 +227,7 @@ class LiveExperts:
     def send_loads(self) -> None:
         """Send the rows that this rank's experts have received so far, by layer and expert, to all ranks."""
         self._count()
-        gathered, E = self._exchange.plan["moves.loads"], self._E
-        offset = gathered.offset + 8 * self._L * E * self._rank
-        mine = self._own_loads.clone().view(-1)
-        if self._exchange.device.type == "cuda":
-            mine = mine.pin_memory()
-        for rank in range(self._R):
-            self.mail.put(rank, offset, mine)
+        self.mail.share("moves.loads", self._own_loads, 8 * self._L * self._E * self._rank)
 
     def loads(self) -> Tensor:
         """float64 [layers, E]: the sum of what has arrived from all ranks."""
@@ -241,17 +236,17 @@ class LiveExperts:
     @property
     def moved(self) -> int:
         """Experts that have moved to this rank."""
-        return self._moved + (0 if self.moves is None else self.moves.copied_experts)
+        return self._earlier[0] + (0 if self.moves is None else self.moves.copied_experts)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of weights that have come to this rank."""
+        return self._earlier[1] + (0 if self.moves is None else self.moves.copied_bytes)
 
     @property
     def stalls(self) -> int:
         """How often moves got no further within `exchange.timeout_s`."""
-        return self._stalls + (0 if self.moves is None else self.moves.stalls)
-
-    @property
-    def moved_bytes(self) -> int:
-        """Of weights that have come to this rank."""
-        return self._moved_bytes + (0 if self.moves is None else self.moves.copied_bytes)
+        return self._earlier[2] + (0 if self.moves is None else self.moves.stalls)
 
     def experts(self, tag: int) -> list[int]:
         """The experts in this rank's slots of a layer, −1 for an empty slot. Raises EPStateError during moves."""
@@ -307,53 +302,32 @@ class LiveExperts:
         loads = self._own_loads.scatter_add(1, self.held.clamp(min=0).long(), rows)
         self._own_loads, self._counted = loads, counted.clone()
 
-    def _after(self, version: int) -> Tensor:
-        return self._before if version == 0 else self._waves[version - 1].slots
-
-    def _in_use(self, version: int) -> Tensor:
-        slots = self._after(version).clone()
-        if version < len(self._waves):
-            for move in self._waves[version].moves:
-                slots[move.layer, move.slot] = EMPTY
-        return slots
-
-    def _make(self, version: int) -> None:
-        made = version, self._submit(self._in_use(version))
-        self._made, self._tables_loads = made, self._shared_loads
-
     def _switch(self, version: int) -> bool:
         """Use the tables of a version, if they are made and no round is open."""
-        if self._made is None or self._made[0] != version:
-            self._make(version)
-        assert self._made is not None
-        if not self._made[1].done or self._exchange.rounds.state != CLOSED:
+        slots, made = self._versions[version]
+        if not made.done or self._exchange.rounds.state != CLOSED:
             return False
-        made, self._made = self._made[1], None
         self._put_into_use(made.get())
-        self.slots = self._after(version)
-        if version < len(self._waves):
-            self._make(version + 1)
+        self.slots = slots
         return True
 
     def _share(self) -> None:
-        self._sharing, self._tables_loads = self._submit(self.slots), self._shared_loads
+        self.sharing, self._tables_loads = self._submit(self.slots, self._shared_loads), self._shared_loads
 
-    def _submit(self, slots: Tensor) -> Result[Tensor]:
-        return self._worker.submit(partial(self._tables, slots, self._shared_loads))
+    def _submit(self, slots: Tensor, loads: Tensor, wave: Wave | None = None) -> Result[Tensor]:
+        return self._worker.submit(partial(self._upload, slots, loads, wave))
 
-    def _tables(self, slots: Tensor, loads: Tensor) -> Tensor:
-        """int32 [layers, 2, E, copies], for few tokens and for many."""
-        slots = _at_most(self._most_copies, slots)  # an expert that moves has more between two waves
-        shares = shares_of(loads, slots, self._R)
-        choose = partial(
-            choices, slots, shares, self._rank, ep_size=self._R, num_experts=self._E, most_copies=self._most_copies
-        )
-        table = torch.stack([quotas(*choose(one_copy=one_copy)) for one_copy in (True, False)], dim=1)
-        table = F.pad(table, (0, self._table.shape[-1] - table.shape[-1]), value=-1)  # whole lines
-        return self.mail.upload(table)
+    def _upload(self, slots: Tensor, loads: Tensor, wave: Wave | None = None) -> Tensor:
+        """Tables on the device. They name no slot that `wave`, the next one, overwrites."""
+        if wave is not None:
+            slots = slots.clone()
+            for move in wave.moves:
+                slots[move.layer, move.slot] = EMPTY
+        width = self._table.shape[-1]
+        return self.mail.upload(tables(slots, loads, self._rank, self._R, self._most_copies, width))
 
     def _put_into_use(self, table: Tensor) -> None:
-        """Behind all rounds so far and before those to come, whichever of their streams this is called on."""
+        """Copy behind all rounds so far and before those to come, whichever of their streams this is called on."""
         streams = self._exchange.streams() if table.is_cuda else []
         for stream in streams[1:]:
             streams[0].wait_stream(stream)
@@ -363,31 +337,3 @@ class LiveExperts:
             stream.wait_stream(streams[0])
         if streams:
             table.record_stream(streams[0])
-
-
-def _at_most(copies: int, slots: Tensor) -> Tensor:
-    """`slots` [L, P] with the first so many copies of each expert; slots of others are empty."""
-    if slots.shape[1] <= copies:
-        return slots
-    experts, order = slots.sort(dim=1, stable=True)
-    surplus = F.pad(experts[:, copies:] == experts[:, :-copies], (copies, 0))
-    return slots.masked_fill(torch.zeros_like(surplus).scatter(1, order, surplus), EMPTY)
-
-
-def quotas(slots: Tensor, thresholds: Tensor) -> Tensor:
-    """What `copy_by_quota` in csrc/copies.h reads.
-
-    Args:
-        slots: int32 [..., C], of `Choices`.
-        thresholds: int64 [..., C], likewise.
-
-    Returns:
-        int32 [..., C]: in the high 16 bits the last number that a copy takes, in the low ones its slot. Copies that get
-        no number stand at the end.
-    """
-    ends = (thresholds * _NUMBERS + 2**31 >> 32).clamp(0, _NUMBERS)
-    starts = torch.cat([torch.zeros_like(ends[..., :1]), ends[..., :-1]], dim=-1)
-    order = (ends <= starts).to(torch.int8).sort(dim=-1, stable=True).indices
-    last = torch.where(ends > starts, ends - 1, _NUMBERS - 1).gather(-1, order)
-    entries = last << 16 | slots.long().clamp(min=0).gather(-1, order)
-    return torch.where(entries >= 2**31, entries - 2**32, entries).int()

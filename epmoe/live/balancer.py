@@ -3,36 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from epmoe.balance import GOAL, MAX_MOVES, Plan, balance, shares_of
+from epmoe.config.config import EPConfig
 from epmoe.config.placement import is_int
 from epmoe.exchange.exchange import Exchange, in_turn
-from epmoe.exchange.moves import COUNTED, LAST_PLAN, PLANNED, Moves, Weights
-from epmoe.group.errors import EPRefusedError
+from epmoe.group.errors import EPRefusedError, EPStateError
 from epmoe.group.waiting import Result, Worker
-from epmoe.live import LiveExperts
-from epmoe.service import ExpertParallel
+from epmoe.live.balance import GOAL, MAX_MOVES, Plan, check_limits, check_slots
+from epmoe.live.experts import LiveExperts
+from epmoe.live.layout import Word
+from epmoe.live.moves import Weights
+from epmoe.live.policy import Policy, few_moves
 
 LEAST_GAIN = 0.002
 _LOOKS = 20  # for a plan, between two gatherings of loads
 _CALLS = 1 << 31  # numbers of calls of `finish`, which then begin again
 
 
+class Serving(Protocol):
+    """What a `Balancer` uses of an `ExpertParallel`."""
+
+    config: EPConfig
+    rank: int
+    size: int
+    generation: int
+    live: LiveExperts | None
+
+    @property
+    def exchange(self) -> Exchange: ...
+
+    def poll(self) -> None: ...
+
+    def apply(self, timeout_s: float | None = None) -> None: ...
+
+
 class Step(NamedTuple):
     """What a plan has changed."""
 
     tick: int
+    """of the group"""
     moves: int
     total_bytes: int
-    """that have reached this rank"""
+    """of weights that come to this rank"""
     before: list[float]
     """[layers] load of the busiest rank over the mean, on rank 0; [] on the others"""
     after: list[float]
-    """likewise, as planned"""
+    """[layers] the same after the moves, as the plan expects it"""
 
 
 class Balancer:
@@ -43,18 +65,20 @@ class Balancer:
     at their own next ticks. No rank waits for another.
 
     Where `weights` raises on a rank, `tick` raises there. All ranks drop this plan then, `health` counts it, and the
-    balancer goes on with the next one.
+    balancer goes on with the next one. Where `policy` raises, or its plan does not fit, `tick` raises on rank 0.
 
     Args:
-        ep: with `placement.live`.
+        ep: an `ExpertParallel` with `placement.live`.
         every: ticks from plan to plan.
         goal: of a layer: the load of the busiest rank over the mean. Below it nothing moves.
-        max_moves: of a layer, in a plan.
-        least_gain: of that ratio, for each move; a layer that would gain less keeps its experts where they are.
-        weights: as of `ExpertParallel.replace`.
+        max_moves: most moves of a layer, in a plan.
+        least_gain: what each move takes off that ratio; a layer that would gain less keeps its experts where they are.
+        policy: makes the plans, from loads, slots and the limits above; see `epmoe.live.policy`.
+        weights: takes a tag and a local slot, and returns its weights; see `ExpertParallel.replace`.
 
     Attributes:
-        plan: the last one, on rank 0, in which layers whose moves do not pay keep their slots; None on the others.
+        plan: the last one, on rank 0; None on the others. With the default policy, layers whose moves do not pay keep
+            their slots.
         history: what plans have changed, in order.
 
     Raises:
@@ -64,39 +88,46 @@ class Balancer:
 
     def __init__(
         self,
-        ep: ExpertParallel,
+        ep: Serving,
         every: int = 1000,
         *,
         goal: float = GOAL,
         max_moves: int = MAX_MOVES,
         least_gain: float = LEAST_GAIN,
+        policy: Policy = few_moves,
         weights: Weights | None = None,
     ) -> None:
         if not is_int(every) or every < 1:
             raise ValueError(f"`every` must be an integer of at least 1, got {every!r}")
         if not isinstance(least_gain, int | float) or not least_gain >= 0:
             raise ValueError(f"`least_gain` must be a number of at least 0, got {least_gain!r}")
-        _ = ep.slots  # raises without `placement.live`
-        one = torch.zeros(1, dtype=torch.int32)
-        balance(one, one, ep_size=1, max_moves=max_moves, goal=goal)  # raises where these do not fit
-        self._ep, self._every, self._weights = ep, every, weights
-        self._goal, self._max_moves, self._least_gain = goal, max_moves, least_gain
+        check_limits(max_moves, goal)
+        if ep.live is None:
+            raise EPStateError("experts stay where they are: `placement.live` is not set")
+        self._ep = ep
+        self._every = every
+        self._policy = policy
+        self._weights = weights
+        self._limits = {"goal": goal, "max_moves": max_moves, "least_gain": least_gain}
         self.plan: Plan | None = None
         self.history: list[Step] = []
         self._worker = Worker("epmoe-balance")
-        self._planning: Result[Plan] | None = None
-        # Calls of `replace`: the last one here, and that of the last step of `history`.
-        self._taken = self._recorded = 0
         self._ticking = False
-        self._generation = self._ticks = self._counted = self._planned = self._finishes = 0
-        self._recent = self._last_loads = torch.zeros(1, 1, dtype=torch.float64)
         self._begin()
+
+    def _begin(self) -> None:
+        """Begin in a group whose words and loads begin."""
+        self._generation = self._ep.generation
+        self._counted = self._planned = 0  # of rank 0: the tick of the last plan, and its call of `replace`
+        self._taken = self._recorded = 0  # calls of `replace`: the last one here, and that of the last `Step`
+        self._planning: Result[Plan] | None = None
+        self._recent = self._last_loads = torch.zeros(1, 1, dtype=torch.float64)
 
     @in_turn
     def tick(self) -> None:
         """One step, between two rounds, on their stream. It polls, and waits for no rank and for no kernel.
 
-        Raises what `ExpertParallel.poll` does, except EPRefusedError, and what `weights` raises.
+        Raises what `ExpertParallel.poll` does, except EPRefusedError, and what `weights` and `policy` raise.
         """
         if self._ticking:  # this is a signal handler
             return
@@ -107,35 +138,35 @@ class Balancer:
             self._ticking = False
 
     def _tick(self) -> None:
-        ep = self._ep
-        if ep.generation != self._generation:
+        if self._ep.generation != self._generation:
             self._begin()
-        self._going_on(ep.poll)
-        self._ticks += 1
-        if self._ticks % self._every == 0:
-            self._live.send_loads()
-            self._live.mail.post(COUNTED, self._ticks, [0])
-        if ep.rank == 0 and (planning := self._planning) is not None and planning.done and self._idle:
+        self._going_on(self._ep.poll)
+        live = self._live
+        live.ticks += 1
+        if live.ticks % self._every == 0:
+            live.send_loads()
+            live.mail.post(Word.COUNTED, live.ticks, [0])
+        if (planning := self._planning) is not None and planning.done and self._is_idle:
             if planning.error is not None:
                 self._planning = None
             self._publish(planning.get())
-        if self._ticks % max(1, self._every // _LOOKS) == 0 and self._idle:
+        if live.ticks % max(1, self._every // _LOOKS) == 0 and self._is_idle:
             self._look()
 
     @in_turn
     def finish(self, timeout_s: float | None = None) -> None:
         """Carry out what rank 0 has planned so far. Collective: all ranks call it between the same rounds.
 
-        As `ExpertParallel.apply`, which alone does not wait for ranks that have not taken up a plan yet. It raises what
-        that does.
+        It is like `ExpertParallel.apply`, which does not wait for ranks that have not taken up a plan yet, and raises
+        what that does.
         """
         ep, live = self._ep, self._live
         if ep.generation != self._generation:
             self._begin()
-        self._finishes += 1
+        live.finishes += 1
         if ep.rank == 0:
             self._planning = None
-            live.mail.post(LAST_PLAN, self._finishes % _CALLS << 32 | self._planned, range(ep.size))
+            live.mail.post(Word.LAST_PLAN, live.finishes % _CALLS << 32 | self._planned, range(ep.size))
         timeout_s = ep.config.exchange.timeout_s if timeout_s is None else timeout_s
         last = 0
 
@@ -143,8 +174,8 @@ class Balancer:
             nonlocal last
             if (words := live.mail.words()) is None:  # not here yet
                 return False
-            finishes, last = divmod(words[0][LAST_PLAN], 1 << 32)
-            return (finishes - self._finishes) % _CALLS < _CALLS // 2
+            finishes, last = divmod(words[0][Word.LAST_PLAN], 1 << 32)
+            return (finishes - live.finishes) % _CALLS < _CALLS // 2
 
         live.wait(told, lambda: [0], timeout_s)
         if live.calls < last:
@@ -158,7 +189,7 @@ class Balancer:
 
     @property
     def exchange(self) -> Exchange:
-        """That of `ep`."""
+        """The exchange of `ep`."""
         return self._ep.exchange
 
     @property
@@ -168,12 +199,8 @@ class Balancer:
         return live
 
     @property
-    def _moves(self) -> Moves | None:
-        return self._live.moves
-
-    @property
-    def _idle(self) -> bool:
-        moves = self._moves
+    def _is_idle(self) -> bool:
+        moves = self._live.moves
         return moves is None or moves.done
 
     def _going_on(self, call: Callable[..., None], *arguments: float) -> None:
@@ -186,82 +213,55 @@ class Balancer:
             if self._recorded == self._taken:
                 self.history.pop()
 
-    def _begin(self) -> None:
-        """In a group whose words and loads begin again."""
-        self._generation, self._planning = self._ep.generation, None
-        self._ticks = self._counted = self._planned = self._finishes = self._taken = self._recorded = 0
-        self._last_loads = torch.zeros(1, 1, dtype=torch.float64)
-
     def _look(self) -> None:
-        """On rank 0, plan once the loads of all ranks are here; on all ranks, take up a plan that has arrived."""
+        """Take up a plan that has arrived; or on rank 0, plan once the loads of all ranks are here."""
         words = self._live.mail.words()
         if words is None:
             return
-        if words[0][PLANNED] > self._live.calls:
-            self._take(words[0][PLANNED])
+        if words[0][Word.PLANNED] > self._live.calls:
+            self._take(words[0][Word.PLANNED])
         elif self._ep.rank == 0 and self._planning is None:
-            counted = min(row[COUNTED] for row in words)
+            counted = min(row[Word.COUNTED] for row in words)
             if counted > self._counted:
                 self._counted = counted
                 self._plan()
 
     def _plan(self) -> None:
+        """Begin to plan for the loads since the last plan."""
         loads = self._live.loads()
         recent = (loads - self._last_loads).clamp(min=0)
         if not recent.any():
             return
         self._last_loads = loads
-        section, slots = self._ep.config.placement, self._ep.slots
+        self._recent, self._planning = recent, self._worker.submit(partial(self._plan_for, recent, self._live.slots))
 
-        def plan() -> Plan:
-            found = balance(
-                recent, slots, ep_size=self._ep.size, max_moves=self._max_moves, goal=self._goal,
-                most_copies=section.most_copies,
-            )  # fmt: skip
-            return self._worthwhile(found, recent, slots)
+    def _plan_for(self, loads: Tensor, slots: Tensor) -> Plan:
+        """Ask the policy. The table of its plan goes into the windows of all ranks, so it must fit there."""
+        R, most_copies = self._ep.size, self._ep.config.placement.most_copies
+        plan = self._policy(loads, slots.clone(), ep_size=R, most_copies=most_copies, **self._limits)
+        table = check_slots(plan.slots, loads, R, most_copies)
+        if table.shape != slots.shape:
+            raise ValueError(f"`policy` must plan slots {list(slots.shape)}, got {list(table.shape)}")
+        return replace(plan, slots=table)
 
-        self._recent, self._planning = recent, self._worker.submit(plan)
-
-    def _worthwhile(self, plan: Plan, loads: Tensor, slots: Tensor) -> Plan:
-        """The plan, in layers whose moves pay; the others keep `slots`."""
-        counts = torch.bincount(torch.tensor([m.layer for m in plan.moves], dtype=torch.int64), minlength=len(slots))
-        before, after = torch.tensor([plan.balance_before, plan.balance_after], dtype=torch.float64)
-        pays = (before > self._goal) & (before - after >= self._least_gain * counts)
-        kept = torch.where(pays[:, None], plan.slots, slots)
-        return Plan(
-            slots=kept,
-            shares=shares_of(loads, kept, self._ep.size),
-            moves=[move for move in plan.moves if pays[move.layer]],
-            balance_before=plan.balance_before,
-            balance_after=torch.where(pays, after, before).tolist(),
-        )
-
-    def _publish(self, planned: Plan) -> None:
-        """The plan and its loads into all windows, then the number that its call of `replace` has on all ranks.
+    def _publish(self, plan: Plan) -> None:
+        """Put the plan and its loads into all windows, then the number that its call of `replace` has on all ranks.
 
         A rank that has not taken up a plan that others have refused takes the next one, by the same number.
         """
-        ep, live = self._ep, self._live
-        plan, number = ep.exchange.plan, live.calls + 1
-        parts = (
-            (plan["moves.planned_loads"].offset, self._recent), (plan["moves.planned_slots"].offset, planned.slots),
-        )  # fmt: skip
-        for offset, part in parts:
-            source = part.contiguous().view(-1)
-            source = source.pin_memory() if ep.device.type == "cuda" else source
-            for rank in range(ep.size):
-                live.mail.put(rank, offset, source)
-        live.mail.post(PLANNED, number, range(ep.size))
-        self.plan, self._planning, self._planned = planned, None, number
+        live, number = self._live, self._live.calls + 1
+        live.mail.share("moves.planned_loads", self._recent)
+        live.mail.share("moves.planned_slots", plan.slots)
+        live.mail.post(Word.PLANNED, number, range(self._ep.size))
+        self.plan, self._planning, self._planned = plan, None, number
 
     def _take(self, number: int) -> None:
-        """The plan of rank 0 with this number, which has arrived."""
-        ep, live = self._ep, self._live
-        views = ep.exchange.views
+        """Take up the plan of rank 0 with this number, which has arrived."""
+        live, views = self._live, self._ep.exchange.views
         loads = live.mail.fetch(views["moves.planned_loads"])
         slots = live.mail.fetch(views["moves.planned_slots"])
         self._taken = number
         moves = live.replace(slots, self._weights, loads, number)
         before, after = ([], []) if self.plan is None else (self.plan.balance_before, self.plan.balance_after)
-        self.history.append(Step(self._ticks, moves.count, moves.total_bytes, before, after))
+        self.history.append(Step(live.ticks, moves.count, moves.total_bytes, before, after))
         self._recorded = number

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-EMPTY = -1
+from epmoe.live.layout import EMPTY
+
 _NO_ROOM = "experts cannot change places: leave a slot of the ranks empty, or with a second copy"
 
 
@@ -63,7 +64,10 @@ def plan_waves(before: Tensor, after: Tensor, slots_per_rank: int) -> list[Wave]
     Raises:
         ValueError: experts without another copy change places, and no slot is free for a detour.
     """
-    now, after, waves, detours = before.clone(), after.clone(), list[Wave](), [set[int]() for _ in before]
+    now = before.clone()
+    after = after.clone()
+    waves = list[Wave]()
+    detours = [set[int]() for _ in before]
     while layers := (now != after).any(dim=1).nonzero().flatten().tolist():
         moves = [move for i in layers for move in _wave_of(i, now[i], after[i], slots_per_rank, detours[i])]
         for move in moves:

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from epmoe.balance import check_slots
 from epmoe.config.config import EPConfig
 from epmoe.config.config_file import ConfigError, read_config
-from epmoe.exchange.moves_plan import EMPTY
+from epmoe.live.balance import check_slots
+from epmoe.live.layout import EMPTY
 
 Table = list[list[int]]
 """[layers][slots], of one rank or of all: the expert in each slot, or −1"""
@@ -51,15 +51,15 @@ def read_slots(config: EPConfig) -> Table:
 def write_slots(path: str | os.PathLike[str], slots: Tensor) -> None:
     """Write a table [layers, P] for `placement.slots`, in one step: whoever reads meets the old file or the new one."""
     path = Path(path)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with beside.open("x", encoding="utf-8") as file:
+        with draft.open("x", encoding="utf-8") as file:
             json.dump({"slots": slots.tolist()}, file)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        draft.replace(path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
 
 

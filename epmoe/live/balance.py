@@ -1,0 +1,293 @@
+"""Which slot should hold which expert, so that all ranks have as much to do: pure computation on the CPU.
+
+In each of L layers, R ranks have S slots each; slot p, of P = R·S, lies on rank p // S. A slot holds a logical expert
+or nothing (−1). An expert has at least one copy, and at most one on a rank. Its copies share its load as is best for
+the busiest rank. The balance of a layer is the load of the busiest rank over the mean.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from epmoe.config.placement import is_int
+from epmoe.native import ops
+from epmoe.native.arguments import describe
+
+_ANY = 2**31 - 1
+MAX_MOVES = 64
+GOAL = 1.03
+
+
+class ExpertMove(NamedTuple):
+    """A slot gets an expert."""
+
+    layer: int
+    expert: int
+    slot: int
+    dropped: int
+    """The expert that the slot held, or −1; another slot holds it, too."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Moves from one table of slots to a better one."""
+
+    slots: Tensor
+    """int32 [L, P] after the moves, or [P] if that was given: the expert in each slot, or −1"""
+    shares: Tensor
+    """float64, as `slots`: the part of its expert's load that each slot takes"""
+    moves: list[ExpertMove]
+    """in this order one after another: every expert keeps a copy, and no rank ever has two of one"""
+    balance_before: list[float]
+    """[L] max / mean of the load of ranks, with the best shares of the slots that were given"""
+    balance_after: list[float]
+    """[L] the same after the moves"""
+
+
+class Choices(NamedTuple):
+    """The copies that a source rank sends to: a hash u in [0, 2³²) takes the first with u < threshold."""
+
+    slots: Tensor
+    """int32 [E, C], or [L, E, C]: a source's own copy first, then those of its node; the last one is repeated"""
+    thresholds: Tensor
+    """int64, as `slots`, ascending from 0 to 2³²; a copy that gets nothing has an empty interval"""
+
+
+def balance(
+    loads: Tensor,
+    slots: Tensor,
+    *,
+    ep_size: int,
+    max_moves: int = MAX_MOVES,
+    goal: float = GOAL,
+    most_copies: int | None = None,
+    ranks_per_node: int | None = None,
+) -> Plan:
+    """Few moves that bring the busiest rank of each layer near the mean.
+
+    A greedy search makes moves until the goal is reached. Each puts a copy of an expert of a busy rank into a slot that
+    is empty, or whose expert has another copy. Where the search ends far from what `fresh` reaches, the moves that are
+    left lead towards that, as long as they do not raise the load of the busiest rank. Equal inputs give equal plans.
+
+    Args:
+        loads: [L, E], or [E] for one layer: tokens or any other measure of each expert's work, finite and at least 0.
+        slots: integers [L, P] or [P]: the expert in each slot, or −1.
+        ep_size: R
+        max_moves: most moves of a layer.
+        goal: where moves end: the load of the busiest rank over the mean, at least 1.
+        most_copies: most copies that an expert gets, also between two moves: with 1 nothing moves. By default as many
+            as there are ranks. Experts that have more keep them.
+        ranks_per_node: ranks of a node in the placement that `fresh` gives; by default all.
+
+    Returns:
+        The plan for all layers.
+
+    Raises:
+        ValueError: an argument is out of range, an expert has no slot or two on a rank; the error names it.
+    """
+    loads_LE, slots_LP = _loads(loads), check_slots(slots, loads, ep_size)
+    check_limits(max_moves, goal)
+    after, shares, moves, balances = ops.balance_plan(
+        loads_LE, slots_LP, ep_size, max_moves, goal, _copies(most_copies, ep_size), _node(ranks_per_node, ep_size)
+    )
+    return Plan(
+        slots=after.view(slots.shape),
+        shares=shares.view(slots.shape),
+        moves=[ExpertMove(*row) for row in moves.tolist()],
+        balance_before=balances[:, 0].tolist(),
+        balance_after=balances[:, 1].tolist(),
+    )
+
+
+def shares_of(loads: Tensor, slots: Tensor, ep_size: int) -> Tensor:
+    """The part of its expert's load that each slot takes when rank loads are as equal as they can be.
+
+    The load of the busiest rank is the least possible, then that of the next one, and so on: the decomposition of
+    Fujishige (1980) for the lexicographically optimal base, by augmenting paths. Copies of an expert without load have
+    equal shares.
+
+    Args:
+        loads: [L, E] or [E], as `balance` takes them.
+        slots: [L, P] or [P], as `balance` takes them.
+        ep_size: R
+
+    Returns:
+        float64, as `slots`; 0 for an empty slot. The shares of an expert's slots sum to 1.
+
+    Raises:
+        ValueError: an argument does not fit, as in `balance`.
+    """
+    loads_LE, slots_LP = _loads(loads), check_slots(slots, loads, ep_size)
+    return ops.balance_shares(loads_LE, slots_LP, ep_size).view(slots.shape)
+
+
+def choices(
+    slots: Tensor,
+    shares: Tensor,
+    source: int,
+    *,
+    ep_size: int,
+    num_experts: int,
+    most_copies: int | None = None,
+    ranks_per_node: int | None = None,
+    one_copy: bool = False,
+) -> Choices:
+    """The copies of every expert that one source rank sends to, so that all sources together keep to the shares.
+
+    Every source is taken to bring 1/R of an expert's load. It fills the copy on its own rank first, then copies on its
+    node, then the others. What is left of sources and copies is matched in proportion.
+
+    With few rows an expert takes as long as its weights take to read, however many rows it has. `one_copy` then makes
+    all sources choose the same copy of each expert, and the rank with most chosen copies has as few as possible.
+
+    Args:
+        slots: [L, P] or [P], as `balance` takes them.
+        shares: float64, as `slots`: what `shares_of` returns.
+        source: the rank, from 0 to R − 1.
+        ep_size: R
+        num_experts: E
+        most_copies: C; by default the most copies that an expert has in `slots`.
+        ranks_per_node: ranks that share a node, a divisor of R; by default all.
+        one_copy: choose the same copy on all sources, without regard to `shares` and `source`.
+
+    Returns:
+        Slots and thresholds.
+
+    Raises:
+        ValueError: an argument does not fit, or an expert has more than `most_copies` copies.
+    """
+    _positive("num_experts", num_experts)
+    slots_LP = check_slots(slots, torch.empty((*slots.shape[:-1], num_experts)), ep_size, most_copies)
+    if shares.shape != slots.shape or shares.dtype != torch.float64:
+        raise ValueError(f"`shares` must be float64 {list(slots.shape)}, as `slots`, got {describe(shares)}")
+    if not is_int(source) or not 0 <= source < ep_size:
+        raise ValueError(f"`source` must be a rank from 0 to {ep_size - 1}, got {source!r}")
+    found = ops.balance_choices(
+        slots_LP,
+        shares.cpu().contiguous().view(slots_LP.shape),
+        num_experts,
+        ep_size,
+        _node(ranks_per_node, ep_size),
+        -1 if one_copy else source,
+        int(_num_copies(slots_LP, num_experts).max()) if most_copies is None else most_copies,
+    )
+    return Choices(*(table if slots.dim() == 2 else table[0] for table in found))
+
+
+def fresh(
+    loads: Tensor,
+    ep_size: int,
+    slots_per_rank: int,
+    *,
+    most_copies: int | None = None,
+    ranks_per_node: int | None = None,
+) -> Tensor:
+    """A table of slots from nothing but loads, by the greedy method of DeepSeek's EPLB.
+
+    The next copy is one of the expert with most load per copy. Then the heaviest copies go first, each to the rank with
+    the least load that has room and no copy of the expert. With several nodes, experts go to nodes first: all copies
+    of an expert are on one node.
+
+    Args:
+        loads: [L, E] or [E], as `balance` takes them.
+        ep_size: R
+        slots_per_rank: S, with R·S ≥ E.
+        most_copies: most copies of an expert; by default as many as there are ranks.
+        ranks_per_node: ranks of a node, a divisor of R; by default all.
+
+    Returns:
+        int32 [L, P], or [P]. Slots that no expert may fill are −1.
+
+    Raises:
+        ValueError: an argument is out of range; the error names it.
+    """
+    loads_LE, E = _loads(loads), loads.shape[-1]
+    _positive("ep_size", ep_size)
+    if not is_int(slots_per_rank) or not E <= slots_per_rank * ep_size <= _ANY:
+        raise ValueError(f"`slots_per_rank` must give {E} experts a slot on {ep_size} ranks, got {slots_per_rank!r}")
+    most, node = _copies(most_copies, ep_size), _node(ranks_per_node, ep_size)
+    slots_LP = ops.balance_fresh(loads_LE, ep_size, slots_per_rank, most, node)
+    return slots_LP if loads.dim() == 2 else slots_LP[0]
+
+
+def check_slots(slots: Tensor, loads: Tensor, ep_size: int, most_copies: int | None = None) -> Tensor:
+    """`slots`, as `balance` takes them, as int32 [L, P] on the CPU. Of `loads` only the shape counts.
+
+    Raises ValueError where they do not fit, or an expert has no slot, two on a rank, or more than `most_copies`.
+    """
+    _positive("ep_size", ep_size)
+    integers = isinstance(slots, Tensor) and slots.dtype in (torch.int32, torch.int64)
+    if not integers or slots.shape[:-1] != loads.shape[:-1] or not slots.shape[-1] or slots.shape[-1] % ep_size:
+        leading = "".join(f"{size}, " for size in loads.shape[:-1])
+        raise ValueError(
+            f"`slots` must be int32 or int64 [{leading}P], where {ep_size} ranks have as many, got {describe(slots)}"
+        )
+    slots_LP, E = slots.cpu().reshape(-1, slots.shape[-1]).contiguous(), loads.shape[-1]
+    if slots_LP.min() < -1 or slots_LP.max() >= E:
+        raise ValueError(f"`slots` must hold experts from 0 to {E - 1}, or −1")
+    counts = _num_copies(slots_LP, E)
+    if (counts == 0).any():
+        layer, expert = (counts == 0).nonzero()[0].tolist()
+        raise ValueError(f"`slots` must hold every expert: layer {layer} has no expert {expert}")
+    on_rank = slots_LP.view(len(slots_LP), ep_size, -1).sort(dim=2).values
+    twice = (on_rank.diff(dim=2) == 0) & (on_rank[:, :, 1:] >= 0)
+    if twice.any():
+        layer, rank, i = twice.nonzero()[0].tolist()
+        raise ValueError(
+            f"`slots` must not hold an expert twice on a rank: layer {layer}, rank {rank}, "
+            f"expert {int(on_rank[layer, rank, i])}"
+        )
+    most = int(counts.max())
+    if most_copies is not None and (not is_int(most_copies) or most_copies < most):
+        raise ValueError(f"`most_copies` must be at least {most}, as an expert has so many, got {most_copies!r}")
+    return slots_LP.int()
+
+
+def check_limits(max_moves: int, goal: float) -> None:
+    """Raise ValueError where one of these arguments of `balance` is out of range."""
+    if not is_int(max_moves) or not 0 <= max_moves <= _ANY:
+        raise ValueError(f"`max_moves` must be an integer of at least 0, got {max_moves!r}")
+    if not isinstance(goal, int | float) or not 1 <= goal < math.inf:
+        raise ValueError(f"`goal` must be a number of at least 1, got {goal!r}")
+
+
+def _loads(loads: Tensor) -> Tensor:
+    """float64 [L, E]"""
+    if not isinstance(loads, Tensor) or loads.dim() not in (1, 2) or not loads.numel() or loads.is_complex():
+        raise ValueError(f"`loads` must be numbers [L, E] or [E], got {describe(loads)}")
+    loads = loads.detach().to("cpu", torch.float64).contiguous()
+    if not (loads.isfinite() & (loads >= 0)).all():
+        raise ValueError("`loads` must be finite and at least 0")
+    return loads.view(-1, loads.shape[-1])
+
+
+def _num_copies(slots_LP: Tensor, num_experts: int) -> Tensor:
+    """[L, E] copies of each expert."""
+    counts = torch.zeros(len(slots_LP), num_experts + 1, dtype=torch.int64)
+    return counts.scatter_add_(1, slots_LP.long() + 1, torch.ones_like(slots_LP, dtype=torch.int64))[:, 1:]
+
+
+def _copies(most_copies: int | None, ep_size: int) -> int:
+    if most_copies is None:
+        return ep_size
+    _positive("most_copies", most_copies)
+    return min(most_copies, ep_size)
+
+
+def _node(ranks_per_node: int | None, ep_size: int) -> int:
+    if ranks_per_node is None:
+        return ep_size
+    _positive("ranks_per_node", ranks_per_node)
+    if ep_size % ranks_per_node:
+        raise ValueError(f"`ranks_per_node` must divide {ep_size} ranks, got {ranks_per_node}")
+    return ranks_per_node
+
+
+def _positive(name: str, value: object) -> None:
+    if not is_int(value) or not 1 <= value <= _ANY:
+        raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}")

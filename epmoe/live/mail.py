@@ -1,0 +1,175 @@
+"""Words and bytes that a rank puts into the windows of others between rounds: no collective, and no multiprocessor.
+
+A word is an int64 that one rank writes and another reads. What was put before a word is there when the word is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable
+from typing import cast
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from epmoe.exchange.node import NodeExchange
+from epmoe.exchange.window import SharedMemoryWindow, Window
+from epmoe.group.errors import EPStateError
+from epmoe.native import ops
+
+_WORDS = "moves.words"
+_IN_FLIGHT = 4096  # words on their way, at most
+
+
+class Mail:
+    """What one rank sends and reads in shared memory, where every call has ended when it returns.
+
+    After `close`, and in a forked child, what sends raises EPStateError.
+    """
+
+    def __init__(self, exchange: NodeExchange) -> None:
+        self._window: Window | None = exchange.window
+        self._plan, self._board = exchange.plan, exchange.views[_WORDS]
+        self.rank, self.size = self._plan.sizes["rank"], self._plan.sizes["R"]
+        self._row = self._plan[_WORDS].offset + 8 * self.rank * self._board.shape[1]
+        _open.add(self)
+
+    @property
+    def window(self) -> Window:
+        """The window of this rank. Raises EPStateError after `close` and in a forked child."""
+        if self._window is None:
+            raise EPStateError(self._why_closed)
+        return self._window
+
+    def close(self, why: str = "this ExpertParallel is closed") -> None:
+        """Send nothing from now on: what sends raises EPStateError, which says why."""
+        self._window = None
+        self._why_closed = why
+
+    def after_rounds(self) -> None:
+        """Let what follows happen after all rounds so far."""
+
+    def put(self, rank: int, name: str, source: Tensor, begin: int = 0) -> None:
+        """Copy a contiguous tensor into a buffer of a rank's window, `begin` bytes from the start of the buffer.
+
+        `source` must not change before it has arrived.
+        """
+        self.window.put(rank, self._plan[name].offset + begin, source)
+
+    def share(self, name: str, source: Tensor, begin: int = 0) -> None:
+        """`put` a tensor of the host into the windows of all ranks."""
+        source = source.contiguous().view(-1)
+        for rank in range(self.size):
+            self.put(rank, name, source, begin)
+
+    def post(self, number: int, value: int, ranks: Iterable[int]) -> None:
+        """Write this rank's word of a number into the windows of ranks."""
+        window = cast(SharedMemoryWindow, self.window)
+        for rank in ranks:
+            window.post(rank, self._row + 8 * number, value)
+
+    def words(self) -> list[list[int]] | None:
+        """[R][number of words], by writer: what has arrived. None while a GPU still reads them."""
+        return ops.read_words(self._board).view(self._board.shape).tolist()
+
+    def fetch(self, source: Tensor) -> Tensor:
+        """A copy on the host of what `source` holds. It waits for no round, and not for the calls before it."""
+        return source.clone()
+
+    def flush(self) -> None:
+        """Wait until what this rank has put and posted is there."""
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        """Copy within this rank."""
+        with torch.inference_mode():  # weights that were loaded in it could not be written outside
+            to.copy_(source)
+
+    def upload(self, source: Tensor) -> Tensor:
+        """A tensor of the host on the device of the rounds, which it has reached. Any thread may call it."""
+        return source
+
+
+class MailOnGPU(Mail):
+    """A `Mail` by copy engines, whose calls run in their order on a stream of its own."""
+
+    def __init__(self, exchange: NodeExchange) -> None:
+        super().__init__(exchange)
+        self._streams = exchange.streams
+        device = self._board.device
+        self._uploads = torch.cuda.Stream(device)
+        self._fetches = torch.cuda.Stream(device, priority=-1)
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._event = torch.cuda.Event()
+        self._posted = torch.empty(_IN_FLIGHT, dtype=torch.int64, pin_memory=True)
+        self._posts = 0
+        self._read = torch.empty(self._board.shape, dtype=torch.int64, pin_memory=True)
+        self._reading = False
+
+    def after_rounds(self) -> None:
+        for stream in self._streams():
+            self._stream.wait_stream(stream)
+
+    def put(self, rank: int, name: str, source: Tensor, begin: int = 0) -> None:
+        window = self.window  # in a forked child it raises, and nothing of CUDA is touched
+        with torch.cuda.stream(self._stream):
+            window.put(rank, self._plan[name].offset + begin, source)
+
+    def share(self, name: str, source: Tensor, begin: int = 0) -> None:
+        super().share(name, source.contiguous().pin_memory(), begin)
+
+    def post(self, number: int, value: int, ranks: Iterable[int]) -> None:
+        window = self.window
+        place = self._posts % _IN_FLIGHT
+        self._posts += 1
+        self._posted[place] = value
+        word = self._posted[place : place + 1]
+        with torch.cuda.stream(self._stream):
+            for rank in ranks:
+                window.put(rank, self._row + 8 * number, word)
+
+    def words(self) -> list[list[int]] | None:
+        if self._reading:
+            if not self._event.query():
+                return None
+            self._reading = False
+            return self._read.tolist()
+        with torch.cuda.stream(self._stream):
+            self._read.copy_(self._board, non_blocking=True)
+            self._event.record()
+        self._reading = True
+        return None
+
+    def fetch(self, source: Tensor) -> Tensor:
+        with torch.cuda.stream(self._fetches):
+            host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
+            self._fetches.synchronize()
+        return host
+
+    def flush(self) -> None:
+        self._stream.synchronize()
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+
+    def upload(self, source: Tensor) -> Tensor:
+        with torch.cuda.device(self._uploads.device), torch.cuda.stream(self._uploads):
+            on_device = source.pin_memory().to(self._uploads.device, non_blocking=True)
+            self._uploads.synchronize()
+        return on_device
+
+
+_open: WeakSet[Mail] = WeakSet()
+
+
+def _disown_all() -> None:
+    """In a forked child. What the parent's threads use is not destroyed."""
+    for mail in list(_open):
+        for kept in (mail, mail._window):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        mail.close(f"the ExpertParallel belongs to process {os.getppid()}, of which this process is a fork")
+
+
+os.register_at_fork(after_in_child=_disown_all)

@@ -1,6 +1,6 @@
 // The memory of the exchange as the kernels see it. epmoe/exchange/memory.py computes every size and offset once and
-// hands them over as int64, in the order of the fields of `ExchangePlan` (`SIZES` and `OFFSETS` there; a test compares
-// the names). docs/protocol.md has the map of the window: writer, reader, signal and re-arming of each buffer.
+// hands them over as int64, by the names of the fields of `ExchangePlan` (csrc/ops_layouts.cpp reports them).
+// docs/protocol.md has the map of the window: writer, reader, signal and re-arming of each buffer.
 #pragma once
 #include <cstddef>
 
@@ -124,8 +124,10 @@ struct Progress {
 
 // A tag has 15 bits. Ranks that open a round with other tags are in other layers.
 constexpr int32_t kMaxTag = (1 << 15) - 1;
+// Dispatch on CUDA sends the number of an LL call's tokens in so many bits (cuda/dispatch/block.cuh).
+constexpr int kLLTokenBits = 11;
 
-// What went wrong, for the host: int64 each, in the order of `epmoe.exchange.health.STATUS`. It lies in host memory
+// What went wrong, for the host. It lies in host memory
 // (pinned on CUDA); kernels write it, and the host looks at it without synchronising. Only the CPU's host clears
 // `code`.
 struct Status {
@@ -176,9 +178,5 @@ struct RoundState {
   int32_t receiving[2];               // blocks that may write outputs: they have begun to receive
   Status failure;                     // as reported to the host; every later kernel repeats it
 };
-static_assert(sizeof(RoundState) == 448 && offsetof(RoundState, latched) == 8 && offsetof(RoundState, progress) == 200);
-// The host looks at these to tell a kernel that has not begun (epmoe/exchange/unscheduled.py).
-static_assert(offsetof(RoundState, phases) == 12 && offsetof(RoundState, done) == 48);
-static_assert(offsetof(RoundState, receiving) == 328);
 
 }  // namespace epmoe

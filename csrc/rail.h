@@ -101,4 +101,11 @@ struct RailTagsArgs {
   int64_t* differing;  // out, in host memory: the number + 1 of the first slab that differs, otherwise as it was
 };
 
+// What all calls of one rank share, in a host tensor of int64 that `RailMemory` in epmoe/rail/memory.py writes.
+struct RailDescriptor {
+  int64_t E, copies, rank, node, num_nodes;
+  WireFormat format;
+  RailSlot slot;
+};
+
 }  // namespace epmoe

@@ -98,7 +98,7 @@ class Sent(HoldsWindows):
     template: RoundTemplate
     num_tokens: int
     epoch: int
-    descriptor: Tensor | None  # int64, host: `DESCRIPTOR` in descriptors.py; None over several nodes
+    descriptor: Tensor | None  # int64, host: see descriptors.py; None over several nodes
     arguments: tuple[Any, ...]  # of the operators of dispatch; empty once the tokens are received
 
     def __repr__(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import Structure
 from dataclasses import dataclass
 from threading import RLock
 
@@ -23,11 +24,6 @@ COUNTERS = (
     "clamped_num_tokens",
     "timeouts",
 )
-# int64 each, in the order of `Status` in csrc/plan.h.
-STATUS = (
-    "code", "stage", "epoch", "missing", "originator", "needed_rows", "phases", "tag", "other", "aborted",
-    "aborted_epoch",
-)  # fmt: skip
 TIMEOUT, MISMATCH, OUT_OF_TURN, UNSCHEDULED = 1, 2, 3, 4
 STAGES = ("dispatch", "combine")
 # Buffers of the memory plan that only grow, and the count of rounds: what `Health` is made of.
@@ -295,34 +291,35 @@ def raise_incomplete(overflow: EPOverflowError | None, aborted: EPAbortedError |
 
 
 def raise_on_failure(
-    status: Tensor,
+    status: Structure,
     global_ranks: list[int],
     rank: int,
     latched: bool,
     dead: int = 0,
     calls: Callable[[], Sequence[Traits]] = tuple,
 ) -> None:
-    """Raise the failure in `status` (int64, host memory) of `rank`. `dead` is a mask of ranks whose process has ended;
-    `calls` returns the ranks' calls of a round that do not match, or nothing.
+    """Raise the failure in `status` of `rank`, a `Status` of csrc/plan.h. `dead` is a mask of ranks whose process has
+    ended; `calls` returns the ranks' calls of a round that do not match, or nothing.
 
     A failure stays there, unless it is a mismatch that has not `latched`: the caller closes its round then.
     """
-    code, stage, epoch, missing_mask, originator, _, phases, tag, other = status[:9].tolist()
+    code, epoch, originator, other = status.code, status.epoch, status.originator, status.other
     if not code:
         return
-    ranks = [r for r in range(len(global_ranks)) if missing_mask >> r & 1]
+    stage = STAGES[status.stage]
+    ranks = [r for r in range(len(global_ranks)) if status.missing >> r & 1]
     if code == MISMATCH:
         if not latched:
-            status[0] = 0
-        tags = (tag, other - 1 >> 16, other - 1 & 0xFFFF) if other else None
+            status.code = 0
+        tags = (status.tag, other - 1 >> 16, other - 1 & 0xFFFF) if other else None
         differing = differences(of_ranks[rank], of_ranks[ranks[0]]) if (of_ranks := calls()) and ranks else {}
         raise EPMismatchError(epoch, ranks, latched, tags, differing)
     if code == OUT_OF_TURN:
-        raise EPOrderError(STAGES[stage], epoch, phases)
+        raise EPOrderError(stage, epoch, status.phases)
     missing = [global_ranks[rank] for rank in ranks]
     if code == UNSCHEDULED:
         why = "has not begun within its deadline: this rank's own kernel was not scheduled, since others hold the GPU"
-        raise EPTimeoutError(STAGES[stage], epoch, ranks, missing, why)
+        raise EPTimeoutError(stage, epoch, ranks, missing, why)
     assert code == TIMEOUT, f"unknown status code {code}"
     named = f"rank(s) {ranks} of the group (global rank(s) {missing})"
     why = f"timed out waiting for {named}, first seen by rank {originator}"
@@ -338,4 +335,4 @@ def raise_on_failure(
             ": raise exchange.timeout_s if the ranks are only slow; ranks with several ExpertParallels must use them "
             "in one order"
         )
-    raise EPTimeoutError(STAGES[stage], epoch, ranks, missing, why)
+    raise EPTimeoutError(stage, epoch, ranks, missing, why)

@@ -111,9 +111,11 @@ def launches(
     """
     sizes = plan.sizes
     call = (tokens, sizes["D"], sizes["K"], ops.DTYPES.index(dtype), expert_major, send, receive)
-    fields = ops.launch_policy(_as_tensor(plan), *call, multiprocessors, H200_MAJOR).tolist()
-    split = len(DispatchLaunch._fields)
-    return DispatchLaunch(*fields[:split]), CombineLaunch(*fields[split:])
+    fields: dict[str, dict[str, int]] = {"dispatch": {}, "combine": {}}
+    for line in ops.launch_policy(_as_tensor(plan), *call, multiprocessors, H200_MAJOR).splitlines():
+        stage, name, value = line.split()
+        fields[stage][name] = int(value)
+    return DispatchLaunch(**fields["dispatch"]), CombineLaunch(**fields["combine"])
 
 
 def shared_bytes_needed(plan: MemoryPlan) -> int:

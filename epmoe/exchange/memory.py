@@ -15,6 +15,7 @@ import torch
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 from epmoe.native.formats import WIRE_FORMATS
+from epmoe.native.layouts import words
 
 SIGNAL_BYTES = 64  # a cache line for each source: `RoundHeader` in csrc/plan.h
 BUFFER_ALIGNMENT = 128
@@ -30,28 +31,6 @@ MOVE_WORDS = 9  # of each rank, about moves of experts: see epmoe/exchange/moves
 _ROWS_BEYOND_WEIGHTS = 137
 
 Region = Literal["window", "scratch", "rail"]
-
-# The fields of `ExchangePlan` in csrc/plan.h, in its order: sizes, then the offset of each buffer ("." for "_").
-SIZES = (
-    "R", "rank", "M", "K", "D", "E", "P", "num_local_experts", "copies", "max_rows", "alignment", "ll_alignment",
-    "payload_format", "combine_format", "x_stride_bytes", "combine_stride_bytes",
-    "scale_blocks", "combine_scale_blocks", "most_local_experts", "layers", "few_tokens",
-    "num_sms", "ll_max_tokens", "ll_row_stride_bytes", "ll_sum_stride_bytes",
-    "dispatch_senders", "combine_senders", "combine_team",
-)  # fmt: skip
-OFFSETS = (
-    "signal.dispatch", "signal.combine", "signal.error", "signal.dead", "doorbell",
-    "recv.x", "recv.scales", "recv.ids", "recv.weights", "combine.rows", "combine.scales",
-    "combine.values",
-    "recv.flags", "recv.ordinals", "recv.counts", "combine.flags", "ll.rows", "ll.pairs", "ll.sums",
-    "rows", "row_scales",
-    "state", "counts", "slots_used", "slots", "expert_offsets", "tokens_per_expert", "row_of_pair",
-    "table.expert_map", "table.owners", "table.copies", "table.num_copies", "table.sentinels",
-    "table.local_index", "pair_weights",
-    "health.counters", "health.tokens_per_expert", "health.rows_sent", "health.waited_ns",
-    "health.aborted_rounds",
-)  # fmt: skip
-
 
 _Layout = list[tuple[Region, str, tuple[int, ...], torch.dtype]]
 
@@ -111,7 +90,7 @@ class MemoryPlan:
 
     Attributes:
         buffers: in the order of their offsets within each region.
-        sizes: the values of `SIZES`.
+        sizes: the fields of `ExchangePlan` in csrc/plan.h that are no offsets, by their names.
     """
 
     buffers: tuple[Buffer, ...]
@@ -212,12 +191,37 @@ class MemoryPlan:
                 ("window", "moves.staging", (section.staging_mb << 20,), torch.uint8),
             ]
         buffers = _laid_out(layout)
-        values = (
-            R, rank, M, K, D, E, P, e, copies, N, alignment, ll_alignment,
-            payload.number, combine.number, x_stride, combine_stride, x_scales, combine_scales, most,
-            layers, few_tokens, config.exchange.num_sms or 2**31 - 1, ll_tokens, ll_row_stride, ll_sum_stride, 0, 0, 0,
-        )  # fmt: skip
-        return cls(buffers, dict(zip(SIZES, map(int, values), strict=True)))
+        sizes = {
+            "R": R,
+            "rank": rank,
+            "M": M,
+            "K": K,
+            "D": D,
+            "E": E,
+            "P": P,
+            "num_local_experts": e,
+            "copies": int(copies),
+            "max_rows": N,
+            "alignment": alignment,
+            "ll_alignment": ll_alignment,
+            "payload_format": payload.number,
+            "combine_format": combine.number,
+            "x_stride_bytes": x_stride,
+            "combine_stride_bytes": combine_stride,
+            "scale_blocks": x_scales,
+            "combine_scale_blocks": combine_scales,
+            "most_local_experts": most,
+            "layers": layers,
+            "few_tokens": few_tokens,
+            "num_sms": config.exchange.num_sms or 2**31 - 1,
+            "ll_max_tokens": ll_tokens,
+            "ll_row_stride_bytes": ll_row_stride,
+            "ll_sum_stride_bytes": ll_sum_stride,
+            "dispatch_senders": 0,
+            "combine_senders": 0,
+            "combine_team": 0,
+        }
+        return cls(buffers, sizes)
 
     @classmethod
     def _over_nodes(cls, config: EPConfig, rank: int, placement: Placement, nvlink: bool) -> MemoryPlan:
@@ -280,8 +284,9 @@ class MemoryPlan:
         return self.window_bytes + self.scratch_bytes + self.rail_bytes
 
     def as_ints(self, **launch: int) -> list[int]:
-        """The fields of `ExchangePlan` in order; `launch` replaces sizes of these names."""
-        return [*(self.sizes | launch).values(), *(self[name].offset for name in OFFSETS)]
+        """The fields of `ExchangePlan` in order. `launch` replaces sizes of these names."""
+        offsets = {buffer.name.replace(".", "_"): buffer.offset for buffer in self.buffers}
+        return words("ExchangePlan", self.sizes | launch | offsets)
 
     def _end(self, region: Region) -> int:
         ends = (round_up(b.offset + b.nbytes, BUFFER_ALIGNMENT) for b in self.buffers if b.region == region)

@@ -8,15 +8,13 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from epmoe.native.layouts import struct
 from epmoe.native.ops import DTYPES
 
 Traits = dict[str, object]
 """By name, what must be equal on all ranks."""
 Differences = dict[str, tuple[object, object]]
 """By name, the value of this rank and that of the other one."""
-
-# Of int32 in `RoundHeader`, csrc/plan.h.
-HEADER_D, HEADER_MODE = 2, 13
 
 
 def call_of(D: int, K: int, dtype: int, **more: object) -> Traits:
@@ -28,8 +26,8 @@ def call_of(D: int, K: int, dtype: int, **more: object) -> Traits:
 def calls_of(views: Mapping[str, Tensor]) -> list[Traits]:
     """[R] of the last round, by source; [] from a GPU that has failed, and while a graph is captured."""
     if not views["recv.counts"].numel():
-        headers = views["signal.dispatch"].view(torch.int32).tolist()
-        return [call_of(*row[HEADER_D : HEADER_D + 3], training=bool(row[HEADER_MODE])) for row in headers]
+        headers = map(struct("RoundHeader").from_buffer_copy, map(bytes, views["signal.dispatch"].tolist()))
+        return [call_of(each.D, each.K, each.dtype, training=bool(each.mode)) for each in headers]
     counts = views["recv.counts"]
     if counts.is_cuda and torch.cuda.is_current_stream_capturing():
         return []

@@ -25,14 +25,12 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from epmoe.exchange.round_state import DONE_AT, RECEIVING_AT
+from epmoe.native import layouts
 
 LOOK_S = 0.05
 """From one look to the next, at least. A look takes tens of microseconds."""
 _UNWRITTEN = b"\x7f" * 4
 _ANSWER_S = 1e-3  # for a copy that nothing stands in front of
-# Of `RoundState` in csrc/plan.h: both epochs, `latched` and `phases`; and a count of blocks of each stage.
-_HEAD, _BLOCKS = struct.Struct("<IIii"), struct.Struct("<ii")
 
 
 class Copy(Protocol):
@@ -159,8 +157,8 @@ class Watch:
         if comes and not mark.set:
             mark.copy.start()
             mark.set, mark.phases, mark.since_s = True, phases, math.inf if comes == "launch" else time_s
-        dispatch_epoch, combine_epoch, _, open_phases = _HEAD.unpack_from(state)
-        late = Late(1, dispatch_epoch) if open_phases > 1 else Late(0, combine_epoch + 1)
+        now = _parsed(state)
+        late = Late(1, now.dispatch_epoch) if now.phases > 1 else Late(0, now.combine_epoch + 1)
         if time_s - due_s >= timeout_s:
             return late
         if time_s - self._moved_s >= timeout_s:
@@ -187,10 +185,16 @@ class Watch:
             mark.set, self._reached = False, mark.phases
         # No call has launched anything since the stream reached an earlier mark: what calls have launched has run.
         # Where the device has run something else than this, there are graphs.
-        _, epoch, _, open_phases = _HEAD.unpack_from(self._state)
-        has_graphs = mark.set and phases == mark.phases == self._reached and 4 * epoch + open_phases != phases
-        receives = _BLOCKS.unpack_from(self._state, RECEIVING_AT) != _BLOCKS.unpack_from(self._state, DONE_AT)
+        state = _parsed(self._state)
+        has_run = 4 * state.combine_epoch + state.phases
+        has_graphs = mark.set and phases == mark.phases == self._reached and has_run != phases
+        receives = list(state.receiving) != list(state.done)
         return max(self._moved_s, mark.since_s) if has_graphs and not receives else math.inf
+
+
+def _parsed(state: bytes) -> ctypes.Structure:
+    """`RoundState` of csrc/plan.h."""
+    return layouts.struct("RoundState").from_buffer_copy(state)
 
 
 def watch_of(views: Mapping[str, Tensor]) -> Watch:

@@ -91,7 +91,7 @@ _library.define(
 )
 _library.define(
     "launch_policy(Tensor plan, int tokens, int hidden_size, int top_k, int dtype, bool expert_major, bool send, "
-    "bool receive, int multiprocessors, int major) -> Tensor"
+    "bool receive, int multiprocessors, int major) -> str"
 )
 _library.define("shared_bytes_needed(Tensor plan) -> int")
 # Plans of placements (epmoe/balance.py), on the CPU: loads float64 [L, E], slots int32 [L, P], shares float64 [L, P],
@@ -109,6 +109,7 @@ _library.define(
     "balance_choices(Tensor slots, Tensor shares, int num_experts, int ep_size, int ranks_per_node, int source, "
     "int most_copies) -> (Tensor slots, Tensor thresholds)"
 )
+_library.define("layouts() -> str")  # see epmoe/native/layouts.py
 # Raises RuntimeError, with a sentence for users, if the other operators cannot work on GPUs here.
 _library.define("load_cuda() -> ()")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from ctypes import c_int64
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -35,9 +34,10 @@ from epmoe.exchange.health import (
 from epmoe.exchange.mismatch import Differences
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.outputs import refuse_layout, y_of
-from epmoe.exchange.round_state import DISPATCHED, PROGRESS, RETURNING, SENT, RoundState
+from epmoe.exchange.round_state import DISPATCHED, RETURNING, SENT, RoundState
 from epmoe.exchange.templates import Launches, Templates
 from epmoe.native.arguments import describe
+from epmoe.native.layouts import struct
 from epmoe.rail.memory import RailMemory
 from epmoe.rail.rail import Load, Rail, RailError, Transfer
 from epmoe.rail.slabs import Slabs
@@ -86,7 +86,7 @@ class HierarchicalExchange(Exchange):
         self.plan, self.device = node.plan, node.device
         self.rank = memory.of_rail(memory.node)
         self.views = node.views | memory.views
-        self.rounds = RoundState((c_int64 * len(PROGRESS))())
+        self.rounds = RoundState(struct("Progress")())
         self.templates = Templates(
             config, self.device, node.views, self.rounds, self.rank, self.plan.sizes, _no_launches
         )

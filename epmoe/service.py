@@ -99,7 +99,7 @@ class ExpertParallel(Resumable):
         if len(shape) != 2 or shape[1] != model.num_experts or logits.device != self.device:
             check_tensor("logits", logits, FLOATS, ("T", model.num_experts), self.device)
         counters, options = exchange.views["health.counters"], self._routing
-        outer = exchange.enter()
+        outer = exchange.enter()  # in place: `run` would cost each layer 0.3 µs
         try:
             return route(
                 logits, model.num_experts_per_tok, bias=bias, num_tokens=num_tokens, counters=counters, **options
@@ -506,13 +506,7 @@ class ExpertParallel(Resumable):
             EPRefusedError: of `replace`.
         """
         exchange = self.exchange
-        outer = exchange.enter()
-        try:
-            exchange.poll()
-            if self.live is not None:
-                self.live.step()
-        finally:
-            exchange.thread = outer
+        exchange.run(exchange.poll if self.live is None else self._poll)
 
     @in_turn
     def check(self, timeout_s: float | None = None) -> None:
@@ -528,6 +522,10 @@ class ExpertParallel(Resumable):
         """
         self.exchange.wait_for_device(timeout_s)
         self.poll()
+
+    def _poll(self) -> None:
+        self.exchange.poll()
+        self._moving.step()
 
     @property
     def _moving(self) -> LiveExperts:

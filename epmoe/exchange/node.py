@@ -27,7 +27,7 @@ from epmoe.config.placement import Placement
 from epmoe.config.tuning import Tuning
 from epmoe.exchange.call import Call
 from epmoe.exchange.descriptors import CallerRows, Descriptors, returning
-from epmoe.exchange.exchange import Exchange
+from epmoe.exchange.exchange import Exchange, own_turn
 from epmoe.exchange.handles import Dispatched, Layout, Sent
 from epmoe.exchange.health import (
     TIMEOUT,
@@ -127,67 +127,50 @@ class NodeExchange(Exchange):
         self._rows = None if rows.is_inference() else rows
         self._trains, self._training_sms = False, _share_of(device)
 
+    @own_turn
     def dispatch(self, call: Call) -> Dispatched:
         """`padded_tokens` is for a network between nodes, of which there is none here."""
-        outer = self.enter()
-        try:
-            sent = self._opened(call)
-            self._run(ops.dispatch, sent.arguments, DISPATCHED)
-            return self._received(sent)
-        finally:
-            self.thread = outer
+        sent = self._opened(call)
+        self._run(ops.dispatch, sent.arguments, DISPATCHED)
+        return self._received(sent)
 
+    @own_turn
     def dispatch_send(self, call: Call) -> Sent:
-        outer = self.enter()
-        try:
-            sent = self._opened(call)
-            self._run(ops.dispatch_send, sent.arguments, SENT)
-            return sent
-        finally:
-            self.thread = outer
+        sent = self._opened(call)
+        self._run(ops.dispatch_send, sent.arguments, SENT)
+        return sent
 
+    @own_turn
     def dispatch_recv(self, sent: Sent) -> Dispatched:
-        outer = self.enter()
-        try:
-            self.rounds.permit(sent, "dispatch_recv", "sent")
-            self._run(ops.dispatch_recv, sent.arguments, DISPATCHED)
-            return self._received(sent)
-        finally:
-            self.thread = outer
+        self.rounds.permit(sent, "dispatch_recv", "sent")
+        self._run(ops.dispatch_recv, sent.arguments, DISPATCHED)
+        return self._received(sent)
 
+    @own_turn
     def combine(self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> Tensor:
-        outer = self.enter()
-        try:
-            if self.status.code:  # `check_open` alone would cost each round two calls more, as elsewhere here
-                self.check_open(dispatched)
-            self.rounds.permit(dispatched, "combine" if layout == "expert" else "combine_partial")
-            if dispatched.layout != layout:
-                refuse_layout(dispatched)
-            return self._closed(self._send_back(ops.combine, rows, dispatched, out, CLOSED))
-        finally:
-            self.thread = outer
+        if self.status.code:  # `check_open` alone would cost each round two calls more, as elsewhere here
+            self.check_open(dispatched)
+        self.rounds.permit(dispatched, "combine" if layout == "expert" else "combine_partial")
+        if dispatched.layout != layout:
+            refuse_layout(dispatched)
+        return self._closed(self._send_back(ops.combine, rows, dispatched, out, CLOSED))
 
+    @own_turn
     def combine_send(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None = None) -> None:
-        outer = self.enter()
-        try:
-            if self.status.code:
-                self.check_open(dispatched)
-            self.rounds.permit(dispatched, "combine_send")
-            self._send_back(ops.combine_send, rows, dispatched, out, RETURNING)
-        finally:
-            self.thread = outer
+        if self.status.code:
+            self.check_open(dispatched)
+        self.rounds.permit(dispatched, "combine_send")
+        self._send_back(ops.combine_send, rows, dispatched, out, RETURNING)
 
+    @own_turn
     def combine_recv(self, dispatched: Dispatched) -> Tensor:
-        outer = self.enter()
-        try:
-            self.rounds.permit(dispatched, "combine_recv")
-            y = self.rounds.y
-            assert y is not None
-            self._run(ops.combine_recv, (y, None, *self.memory, dispatched.sent.descriptor), CLOSED)
-            return self._closed(y)
-        finally:
-            self.thread = outer
+        self.rounds.permit(dispatched, "combine_recv")
+        y = self.rounds.y
+        assert y is not None
+        self._run(ops.combine_recv, (y, None, *self.memory, dispatched.sent.descriptor), CLOSED)
+        return self._closed(y)
 
+    @own_turn
     def dispatch_into(self, call: Call, into: CallerRows) -> Dispatched:
         """`dispatch` of a round of training, which writes into memory of the caller's. Collective.
 
@@ -198,21 +181,17 @@ class NodeExchange(Exchange):
         Returns:
             The open round, with the rows, offsets and counts of `into`.
         """
-        outer = self.enter()
-        try:
-            sent = self._opened(call)
-            assert sent.descriptor is not None
-            self._trains = True
-            scratch = self.memory[1].data_ptr()
-            sent.descriptor = self.descriptors.for_training(sent.descriptor, into, scratch, self._training_sms)
-            x, ids, weights, scales, tokens, num_rows, *memory, _ = sent.arguments
-            if into.packed:
-                x = ops.pack_fp8(x, tokens, num_rows)
-            sent.arguments = x, ids, weights, scales, tokens, num_rows, *memory, sent.descriptor
-            self._run(ops.dispatch, sent.arguments, DISPATCHED)
-            dispatched = self._received(sent)
-        finally:
-            self.thread = outer
+        sent = self._opened(call)
+        assert sent.descriptor is not None
+        self._trains = True
+        scratch = self.memory[1].data_ptr()
+        sent.descriptor = self.descriptors.for_training(sent.descriptor, into, scratch, self._training_sms)
+        x, ids, weights, scales, tokens, num_rows, *memory, _ = sent.arguments
+        if into.packed:
+            x = ops.pack_fp8(x, tokens, num_rows)
+        sent.arguments = x, ids, weights, scales, tokens, num_rows, *memory, sent.descriptor
+        self._run(ops.dispatch, sent.arguments, DISPATCHED)
+        dispatched = self._received(sent)
         if into.rows is not None:
             dispatched.rows = into.rows
         elif into.packed:

@@ -17,6 +17,7 @@ import torch
 
 from epmoe.exchange.health import EPAbortedError, EPMismatchError, EPStateError, EPTimeoutError
 from epmoe.exchange.round_state import CLOSED
+from epmoe.opaque import Registry
 from epmoe.service import ExpertParallel
 from epmoe.training.rounds import Rounds, Skipped
 
@@ -31,8 +32,7 @@ class Directions:
 
     def __init__(self, forward: Rounds, backward: Rounds) -> None:
         self.forward, self.backward = forward, backward
-        self.number = next(_numbers)
-        _directions[self.number] = self
+        self.number = _directions.add(self)
         self._owed = _owed.setdefault(backward.ep, Owed())
 
     @property
@@ -157,15 +157,9 @@ def is_of_pass(node: Any) -> bool:
         return True
 
 
-def find(number: int) -> Directions:
-    """The rounds under a number. Raises RuntimeError once they are gone."""
-    directions = _directions.get(number)
-    if directions is None:
-        raise RuntimeError("the TrainingExchange of this program or graph is gone: it must live as long as they do")
-    return directions
-
-
 _owed: WeakKeyDictionary[ExpertParallel, Owed] = WeakKeyDictionary()
-_directions: WeakValueDictionary[int, Directions] = WeakValueDictionary()
-_numbers = itertools.count(2)  # a graph with a number of 0 or 1 would serve no other number
+_directions = Registry[Directions](
+    "the TrainingExchange of this program or graph is gone: it must live as long as they do"
+)
+find = _directions.find
 _orders = itertools.count()

@@ -284,29 +284,22 @@ class Exchange(ABC):
         self.poll()
 
     @contextmanager
-    def aborting(self) -> Iterator[None]:
-        """Within it the caller runs a round. An exception aborts the round, if this thread has opened it."""
+    def giving_up(self, skip: Callable[[], None] | None = None) -> Iterator[None]:
+        """Within it the caller runs a round. An exception aborts the round, if this thread has opened it.
+
+        Nothing of the exchange is raised in place of the exception.
+
+        Args:
+            skip: takes part in the round, if an exception comes before the round is opened.
+        """
         before = self.rounds.count
         try:
             yield
         except BaseException:
-            if self.rounds.opened_after(before):
+            rounds = self.rounds
+            if rounds.opened_after(before):
                 self.abort(None)
-            raise
-
-    @contextmanager
-    def giving_up(self, skip: Callable[[], None]) -> Iterator[None]:
-        """Within it the caller takes part in one round, and this rank does whatever happens.
-
-        An exception aborts the round, or lets `skip` take part in it if it was not opened. Nothing of the exchange is
-        raised in its place.
-        """
-        before = self.rounds.count
-        try:
-            with self.aborting():
-                yield
-        except BaseException:
-            if self.rounds.count == before and not self.failed and not self.rounds.is_of_another():
+            elif skip is not None and rounds.count == before and not self.failed and not rounds.is_of_another():
                 with suppress(RuntimeError):
                     skip()
             raise

@@ -215,7 +215,7 @@ class SharedExpertParallel:
         more: bool,
     ) -> Tensor:
         routed: Dispatched | Routed
-        with self.ep.exchange.aborting():
+        with self.ep.exchange.giving_up():
             with self._timed("dispatch"), self.ep.exchange.rounds.sending(more if longest is None else None):
                 if trains:
                     routed = self.exchange.dispatch(x, ids, weights, tag=tag, aligned=aligned)

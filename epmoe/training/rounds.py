@@ -113,7 +113,7 @@ class Rounds:
             packed=self._fp8,
         )
         call = Call(x, ids, weights, num_tokens=num_tokens, tag=tag, aligned=aligned)
-        with exchange.aborting():
+        with exchange.giving_up():
             rows, row_weights = exchange.dispatch_into(call, into).rows, into.row_weights
             if num_rows == EXACT:
                 N = int(into.expert_offsets[-1])
@@ -137,15 +137,11 @@ class Rounds:
 
     def back(self, rows: Tensor) -> Tensor:
         """Combine in the open round: rows [N, D] → y [T, D]."""
-        exchange, dispatched = self.exchange, self._open("combine")
-        with exchange.aborting():
-            return exchange.combine("expert", rows, dispatched, None)
+        return self.exchange.combine("expert", rows, self._open("combine"), None)
 
     def back_with_values(self, rows: Tensor, row_values: Tensor) -> tuple[Tensor, Tensor]:
-        """Likewise with values fp32 [N] → y [T, D] and the value of each pair, fp32 [T, K]."""
-        exchange, dispatched = self.exchange, self._open("the backward pass of dispatch")
-        with exchange.aborting():
-            return exchange.combine_with_values(rows, dispatched, row_values)
+        """Combine in the open round, with values fp32 [N] → y [T, D] and the value of each pair, fp32 [T, K]."""
+        return self.exchange.combine_with_values(rows, self._open("the backward pass of dispatch"), row_values)
 
     def _open(self, call: str) -> Dispatched:
         rounds = self.exchange.rounds

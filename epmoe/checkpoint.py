@@ -49,7 +49,8 @@ def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str
     eps = expert_parallels(module)
     with naming("full_state_dict", eps):
         with together(eps):
-            layers, state = expert_layers(module), module.state_dict()
+            layers = expert_layers(module)
+            state = module.state_dict()
             for layer in layers:
                 if layer.ep.size > 1 and layer.ep.group is None:
                     raise EPStateError("this ExpertParallel is closed: its ranks have no group any more")
@@ -83,7 +84,8 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> No
         RuntimeError: torch's, for missing or unexpected keys and for shapes.
     """
     module = _unwrapped(module)
-    local, own = dict(state_dict), module.state_dict()
+    local = dict(state_dict)
+    own = module.state_dict()
     for layer in expert_layers(module):
         E = layer.ep.placement.num_experts
         if layer.extra in local and (got := local[layer.extra].tolist()) != list(range(E)):
@@ -171,7 +173,8 @@ def load(module: nn.Module, folder: str | os.PathLike[str], optimizer: torch.opt
     eps = expert_parallels(module)
     with naming("load", eps), everyone(eps) as peers:
         with peers.together():
-            layers, state = expert_layers(module), _state_of(module, optimizer)
+            layers = expert_layers(module)
+            state = _state_of(module, optimizer)
             sharded = _shard(layers, state)
         with peers.waiting():
             dcp.load(sharded, checkpoint_id=folder, process_group=peers.group)
@@ -250,11 +253,14 @@ def _whole(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gather(local: Tensor, layer: ExpertLayer, cpu_offload: bool) -> Tensor:
     """All experts [E, …] from those of each rank [e, …]. With `cpu_offload`, ranks other than 0 get nothing of use."""
-    ep, placement, peers = layer.ep, layer.ep.placement, peers_of(layer.ep)
+    ep = layer.ep
+    placement = layer.ep.placement
+    peers = peers_of(layer.ep)
     rows = placement.num_experts if ep.rank == 0 or not cpu_offload else 1  # one is enough to send from
     full = torch.empty(rows, *local.shape[1:], dtype=local.dtype)
     for x in range(placement.num_experts):
-        (owner, index), row = ep.holder(x, layer.tag), full[x % rows]
+        (owner, index) = ep.holder(x, layer.tag)
+        row = full[x % rows]
         if owner == ep.rank:
             row.copy_(local[index])
         (peers.to_first if cpu_offload else peers.broadcast)(row, owner)

@@ -121,7 +121,10 @@ class MoELayer(nn.Module):
         if exchange is not None and exchange.ep is not ep:
             raise ValueError("`exchange` must be over `ep`")
         super().__init__()
-        self.ep, self.experts, self.shared, self.num_rows = ep, experts, shared, num_rows
+        self.ep = ep
+        self.experts = experts
+        self.shared = shared
+        self.num_rows = num_rows
         self.apply_router_weight_on_input = bool(apply_router_weight_on_input or on_input)
         self.recorder: Callable[[Routes], object] | None = None
         """Is called with the `Routes` of each call, before dispatch."""
@@ -321,8 +324,11 @@ class MoELayer(nn.Module):
         num_tokens: int | Tensor | None,
         padded_tokens: int | None,
     ) -> tuple[Tensor, Routes]:
-        experts, shared_experts, on_input = self.experts, self.shared, self.apply_router_weight_on_input
-        ids_TK, logits_TE = routing, None
+        experts = self.experts
+        shared_experts = self.shared
+        on_input = self.apply_router_weight_on_input
+        ids_TK = routing
+        logits_TE = None
         if weights_TK is None:
             logits_TE = routing
             ids_TK, weights_TK = self.ep.route(routing, bias=self.bias, num_tokens=num_tokens)
@@ -386,7 +392,8 @@ class MoELayer(nn.Module):
             routes = Routes(ids_TK, weights_TK, logits_TE, routed.tokens_per_expert)
             if self.recorder is not None:
                 self.recorder(routes)
-            rows_ND, of_both = routed.rows, {"row_weights": routed.row_weights} if weights_on == "both" else {}
+            rows_ND = routed.rows
+            of_both = {"row_weights": routed.row_weights} if weights_on == "both" else {}
             if on_input and routed.row_weights is not None:
                 rows_ND = (rows_ND.float() * routed.row_weights[:, None]).to(rows_ND.dtype)
             y_TD = exchange.combine(self.experts(rows_ND, routed.expert_offsets, None, **of_both), routed)
@@ -410,7 +417,8 @@ class MoELayer(nn.Module):
         wanted = list(tokens)
         for i, T in enumerate(wanted):
             start = time.perf_counter()
-            D, dtype = self.ep.config.model.hidden_size, self._dtypes()[0]
+            D = self.ep.config.model.hidden_size
+            dtype = self._dtypes()[0]
             x = torch.randn(T, D, device=self.ep.device).to(dtype)
             self(x)
             if x.is_cuda:
@@ -451,14 +459,17 @@ class MoELayer(nn.Module):
 
     def _checked(self, x: Tensor) -> Tensor:
         """x [T, D] in the dtype of the experts."""
-        model, device, experts = self.ep.config.model, self.ep.device, self.experts
+        model = self.ep.config.model
+        device = self.ep.device
+        experts = self.experts
         ours = experts if isinstance(experts, GroupedExperts) else None
         if ours is not None and ours.is_fp8 and self.ep.config.alignment % ours.alignment:
             raise ValueError(  # in bf16 torch's GEMM takes the segments
                 f"`capacity.alignment` must be a multiple of {ours.alignment}, or unset, got "
                 f"{self.ep.config.alignment}: the experts' GEMM is DeepGEMM's, whose segments start there"
             )
-        D, dtypes = model.hidden_size, self._dtypes() if ours is None else [ours.dtype]
+        D = model.hidden_size
+        dtypes = self._dtypes() if ours is None else [ours.dtype]
         fits = isinstance(x, Tensor) and x.dim() in (2, 3) and x.shape[-1] == D
         casts = fits and x.dtype not in dtypes and x.dtype in FLOATS and torch.is_autocast_enabled(device.type)
         if not fits or x.dtype not in dtypes and not casts:
@@ -522,7 +533,8 @@ class MoELayer(nn.Module):
         twin = self.__new__(type(self))
         memo |= {id(shared): shared for shared in (self.ep, self.order, self._exchange)} | {id(self): twin}
         twin.__dict__.update(copy.deepcopy(self.__dict__ | {"recorder": None}, memo))
-        twin.layer_id, twin.tag = opaque.register(twin), self.ep.new_tag(owner=twin)
+        twin.layer_id = opaque.register(twin)
+        twin.tag = self.ep.new_tag(owner=twin)
         twin._let_experts_move()
         return twin
 
@@ -544,7 +556,8 @@ def _exchange_of(ep: ExpertParallel) -> TrainingExchange | ValueError:
 
 def _check_experts(ep: ExpertParallel, experts: GroupedExperts) -> None:
     """Raises ValueError unless the experts are those of this rank and compute what the config says."""
-    D, config = ep.config.model.hidden_size, ep.config.experts
+    D = ep.config.model.hidden_size
+    config = ep.config.experts
     if (got := experts.w_down.shape[:2]) != (ep.num_local_experts, D):
         held = f"the {ep.num_local_experts} of this rank, with D={D}"
         raise ValueError(f"`experts` must be {held}, got {got[0]} with D={got[1]}")

@@ -54,8 +54,12 @@ class Descriptors:
     def __init__(
         self, plan: MemoryPlan, status: int, windows: list[int], timeout_s: float, tuning: Tuning, zero_gaps: bool
     ) -> None:
-        self.tuning, self.timeout_s, self._zero_gaps = tuning, timeout_s, zero_gaps
-        self._plan, self._status, self._windows = plan, status, windows
+        self.tuning = tuning
+        self.timeout_s = timeout_s
+        self._zero_gaps = zero_gaps
+        self._plan = plan
+        self._status = status
+        self._windows = windows
         self._made: dict[tuple[int, ...], Tensor] = {}
 
     def set_timeout(self, seconds: float) -> None:
@@ -98,7 +102,8 @@ class Descriptors:
             The descriptor of the round's calls.
         """
         made = descriptor.clone()
-        plan, fields = struct("ExchangePlan").from_address(made.data_ptr()), _fields(made)
+        plan = struct("ExchangePlan").from_address(made.data_ptr())
+        fields = _fields(made)
         if into.rows is not None:
             in_window = self._plan["rows"].region == "window"
             plan.rows = into.rows.data_ptr() - (self._windows[plan.rank] if in_window else scratch)

@@ -228,7 +228,8 @@ class Exchange(ABC):
         return holder
 
     def _wait_or_refuse(self, caller: int) -> None:
-        rounds, deadline = self.rounds, time.monotonic() + self.config.exchange.timeout_s
+        rounds = self.rounds
+        deadline = time.monotonic() + self.config.exchange.timeout_s
         while self.thread not in (0, caller):
             if rounds.opener != caller or rounds.state == CLOSED or time.monotonic() > deadline:
                 rounds.turn_away(caller)

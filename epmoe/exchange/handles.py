@@ -60,7 +60,8 @@ class Received(_Fields):
         weights: fp32 [R, M, K].
     """
 
-    _name, _lacking = "recv", "expert"
+    _name = "recv"
+    _lacking = "expert"
     counts: Tensor
     x: Tensor
     scales: Tensor | None
@@ -136,7 +137,8 @@ class Dispatched(_Fields):
         hidden_size: D of the call.
     """
 
-    _name, _lacking = "dispatched", "rank"
+    _name = "dispatched"
+    _lacking = "rank"
     rows: Tensor
     scales: Tensor | None
     expert_offsets: Tensor
@@ -152,9 +154,12 @@ class Dispatched(_Fields):
 
     def __init__(self, sent: Sent) -> None:
         """The round that `sent` opened."""
-        template, tokens = sent.template, sent.num_tokens
+        template = sent.template
+        tokens = sent.num_tokens
         self.__dict__ = template.attributes.copy()
-        self.sent, self.num_tokens, self.epoch = sent, tokens, sent.epoch
+        self.sent = sent
+        self.num_tokens = tokens
+        self.epoch = sent.epoch
         self.alignment = template.ll_alignment if tokens <= template.ll_max_tokens else template.alignment
 
     @property

@@ -24,7 +24,10 @@ COUNTERS = (
     "clamped_num_tokens",
     "timeouts",
 )
-TIMEOUT, MISMATCH, OUT_OF_TURN, UNSCHEDULED = 1, 2, 3, 4
+TIMEOUT = 1
+MISMATCH = 2
+OUT_OF_TURN = 3
+UNSCHEDULED = 4
 STAGES = ("dispatch", "combine")
 # Buffers of the memory plan that only grow, and the count of rounds: what `Health` is made of.
 TOTALS = (
@@ -110,7 +113,8 @@ class Totals:
     """
 
     def __init__(self, views: Mapping[str, Tensor]) -> None:
-        self._device, self._rounds = views[_ROUNDS].device, 0
+        self._device = views[_ROUNDS].device
+        self._rounds = 0
         self._views = {name: views[name] for name in TOTALS} | {_ROUNDS: views[_ROUNDS][:1]}
         if self._device.type == "cuda":
             # Of a priority that streams of models rarely have: torch hands out the same few streams again and again.
@@ -158,8 +162,10 @@ class EPTimeoutError(EPError, TimeoutError):
         why: str,
         then: str = "this ExpertParallel can only be resumed or closed",
     ):
-        self.stage, self.epoch = stage, epoch
-        self.missing_ranks, self.missing_global_ranks = missing, missing_global
+        self.stage = stage
+        self.epoch = epoch
+        self.missing_ranks = missing
+        self.missing_global_ranks = missing_global
         super().__init__(f"{stage} of round {epoch} {why}; {then}")
 
 
@@ -209,7 +215,8 @@ class EPAbortedError(EPError):
     """
 
     def __init__(self, epoch: int, ranks: list[int]):
-        self.epoch, self.ranks = epoch, ranks
+        self.epoch = epoch
+        self.ranks = ranks
         super().__init__(
             f"round {epoch}: rank(s) {ranks} aborted the round, after an exception or by skip, so this rank's y lacks "
             "their experts. The round was closed, and the next one works; with exchange.on_abort zeros it only counts"
@@ -232,7 +239,10 @@ class EPMismatchError(EPError, ValueError):
         tags: tuple[int, int, int] | None = None,
         differences: Differences | None = None,
     ):
-        self.epoch, self.differing_ranks, self.tags, self.differences = epoch, ranks, tags, differences or {}
+        self.epoch = epoch
+        self.differing_ranks = ranks
+        self.tags = tags
+        self.differences = differences or {}
         if tags is None and differences:
             named = ", ".join(f"{name} is {mine} here and {its} there" for name, (mine, its) in differences.items())
             what = (
@@ -271,7 +281,8 @@ class EPOrderError(EPError):
     of the rounds, or streams were not ordered. The `ExpertParallel` can only be resumed or closed."""
 
     def __init__(self, stage: str, epoch: int, phases: int):
-        self.stage, self.epoch = stage, epoch
+        self.stage = stage
+        self.epoch = epoch
         due = ("dispatch was due", "dispatch had not ended", "combine was due", "combine had not ended")[phases]
         super().__init__(
             f"round {epoch}: {stage} ran on this rank's GPU where {due}. dispatch and combine alternate, each after "
@@ -303,7 +314,10 @@ def raise_on_failure(
 
     A failure stays there, unless it is a mismatch that has not `latched`: the caller closes its round then.
     """
-    code, epoch, originator, other = status.code, status.epoch, status.originator, status.other
+    code = status.code
+    epoch = status.epoch
+    originator = status.originator
+    other = status.other
     if not code:
         return
     stage = STAGES[status.stage]

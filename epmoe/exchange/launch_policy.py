@@ -14,7 +14,8 @@ from torch import Tensor
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.native import ops
 
-H200_MULTIPROCESSORS, H200_MAJOR = 132, 9
+H200_MULTIPROCESSORS = 132
+H200_MAJOR = 9
 
 
 class DispatchLaunch(NamedTuple):

@@ -50,7 +50,8 @@ class RailSlot(NamedTuple):
     @classmethod
     def of(cls, config: EPConfig) -> RailSlot:
         """The slot that holds a row of the config's shape."""
-        model, payload = config.model, WIRE_FORMATS[config.exchange.payload]
+        model = config.model
+        payload = WIRE_FORMATS[config.exchange.payload]
         scales = payload.row_bytes(model.hidden_size, model.torch_dtype)
         ids = scales + payload.scale_bytes(model.hidden_size)
         weights = ids + 4 * model.num_experts_per_tok
@@ -115,10 +116,15 @@ class MemoryPlan:
         placement = placement or config.place_experts()
         if config.topology.num_nodes > 1:
             return cls._over_nodes(config, rank, placement, nvlink)
-        R, M = config.topology.ep_size, config.capacity.max_num_tokens_per_rank
-        K, D = config.model.num_experts_per_tok, config.model.hidden_size
-        E, P, e = placement.num_experts, placement.num_physical_experts, placement.num_local_experts(rank)
-        x_dtype, alignment = config.model.torch_dtype, config.alignment
+        R = config.topology.ep_size
+        M = config.capacity.max_num_tokens_per_rank
+        K = config.model.num_experts_per_tok
+        D = config.model.hidden_size
+        E = placement.num_experts
+        P = placement.num_physical_experts
+        e = placement.num_local_experts(rank)
+        x_dtype = config.model.torch_dtype
+        alignment = config.alignment
         ll_alignment = config.ll_alignment if nvlink else alignment
         most = max(map(placement.num_local_experts, range(R)))
         section = config.placement
@@ -129,16 +135,20 @@ class MemoryPlan:
         worst = R * M * K + (most if nvlink else e) * (alignment - 1)
         N = round_up(config.capacity.max_expert_rows or worst, alignment)
         payload, combine = (WIRE_FORMATS[n] for n in (config.exchange.payload, config.exchange.combine_payload))
-        x_items, x_scales = payload.row_items(D, x_dtype), payload.num_scales(D)
+        x_items = payload.row_items(D, x_dtype)
+        x_scales = payload.num_scales(D)
         combine_scales = (
             round_up(combine.num_scales(D), 16 // combine.scale.itemsize) if combine.scale else 0
         )  # by 16 bytes
-        x_stride, combine_stride = payload.row_bytes(D, x_dtype), combine.row_bytes(D, x_dtype)
+        x_stride = payload.row_bytes(D, x_dtype)
+        combine_stride = combine.row_bytes(D, x_dtype)
         ll_tokens = min(M, LL_MAX_TOKENS)
         ll_row_stride, ll_sum_stride = (
             round_up(wire.row_bytes(D, x_dtype) + wire.scale_bytes(D), 16) for wire in (payload, combine)
         )
-        i32, i64, f32 = torch.int32, torch.int64, torch.float32
+        i32 = torch.int32
+        i64 = torch.int64
+        f32 = torch.float32
         layout: _Layout = [
             ("window", "signal.dispatch", (R, SIGNAL_BYTES), torch.uint8),
             ("window", "signal.combine", (R, SIGNAL_BYTES), torch.uint8),
@@ -227,11 +237,16 @@ class MemoryPlan:
     def _over_nodes(cls, config: EPConfig, rank: int, placement: Placement, nvlink: bool) -> MemoryPlan:
         """The plan of the exchange within the node, and the memory of the rail."""
         topology = config.topology
-        G, N, S = topology.ranks_here, topology.num_nodes, config.rows_per_node
+        G = topology.ranks_here
+        N = topology.num_nodes
+        S = config.rows_per_node
         inside = cls.build(config.of_node(), rank % G, placement.of_node(rank // G, G), nvlink)
         P, E, copies = placement.num_physical_experts, *placement.copies_table().shape
-        slot, row = RailSlot.of(config), config.model.hidden_size * config.model.torch_dtype.itemsize
-        u8, i32, i64 = torch.uint8, torch.int32, torch.int64
+        slot = RailSlot.of(config)
+        row = config.model.hidden_size * config.model.torch_dtype.itemsize
+        u8 = torch.uint8
+        i32 = torch.int32
+        i64 = torch.int64
         rail = _laid_out(
             [
                 ("rail", "rail.received", (N, S, slot.bytes), u8),  # of the own node first, then by node

@@ -46,9 +46,13 @@ def differences(mine: Traits, theirs: Traits) -> Differences:
 
 def _of_shape(word: int) -> Traits:
     """From the second count word of a source: `DispatchKernel::call_without_rows` in csrc/cuda/dispatch/block.cuh."""
-    D, K, dtype = (word & 0x3FFF) + 1 << 2, (word >> 15 & 0x1F) + 1, word >> 20 & 3
-    aligned, training = bool(word >> 14 & 1), bool(word >> 24 & 1)
+    D = (word & 0x3FFF) + 1 << 2
+    K = (word >> 15 & 0x1F) + 1
+    dtype = word >> 20 & 3
+    aligned = bool(word >> 14 & 1)
+    training = bool(word >> 24 & 1)
     if training:
         return call_of(D, K, dtype, aligned=aligned, training=True)
-    layout, weighted = "expert" if word >> 22 & 1 else "rank", bool(word >> 23 & 1)
+    layout = "expert" if word >> 22 & 1 else "rank"
+    weighted = bool(word >> 23 & 1)
     return call_of(D, K, dtype, aligned=aligned, training=False, layout=layout, apply_router_weight_on_input=weighted)

@@ -109,7 +109,9 @@ class RoundState:
 
         Until then no round is open, and another call may take its place.
         """
-        self.y, self.opener, self.template = None, get_ident(), template
+        self.y = None
+        self.opener = get_ident()
+        self.template = template
         self.progress.tag = tag
         self.handle = sent = Sent(template, num_tokens, epoch, descriptor, arguments)
         return sent

@@ -127,8 +127,12 @@ class Watch:
     """
 
     def __init__(self, before_launch: Copy, at_poll: Copy, now: Copy, errors: Copy) -> None:
-        self._launch, self._poll, self._now, self._errors = _Mark(before_launch), _Mark(at_poll), now, errors
-        self._state, self._moved_s = b"", 0.0  # at the last look, and when the last look came that found another one
+        self._launch = _Mark(before_launch)
+        self._poll = _Mark(at_poll)
+        self._now = now
+        self._errors = errors
+        self._state = b""
+        self._moved_s = 0.0  # at the last look, and when the last look came that found another one
         self._reached = -1  # the phases of the last mark of a poll that the stream has reached
 
     def look(
@@ -151,12 +155,15 @@ class Watch:
         if state is None:
             return None
         if state != self._state:
-            self._state, self._moved_s = state, time_s
+            self._state = state
+            self._moved_s = time_s
         due_s = min(self._launch_due_s(time_s, phases), self._replay_due_s(phases))
         mark = self._launch if comes == "launch" else self._poll
         if comes and not mark.set:
             mark.copy.start()
-            mark.set, mark.phases, mark.since_s = True, phases, math.inf if comes == "launch" else time_s
+            mark.set = True
+            mark.phases = phases
+            mark.since_s = math.inf if comes == "launch" else time_s
         now = _parsed(state)
         late = Late(1, now.dispatch_epoch) if now.phases > 1 else Late(0, now.combine_epoch + 1)
         if time_s - due_s >= timeout_s:
@@ -182,7 +189,8 @@ class Watch:
         """The time from which no kernel of a replay has begun though the stream has not come to an end."""
         mark = self._poll
         if mark.set and mark.copy.read() is not None:
-            mark.set, self._reached = False, mark.phases
+            mark.set = False
+            self._reached = mark.phases
         # No call has launched anything since the stream reached an earlier mark: what calls have launched has run.
         # Where the device has run something else than this, there are graphs.
         state = _parsed(self._state)

@@ -59,7 +59,8 @@ class Result(Generic[_Value]):
     """What a `Worker` computes. `done` says whether it has."""
 
     def __init__(self, compute: Callable[[], _Value]) -> None:
-        self._compute, self.done = compute, False
+        self._compute = compute
+        self.done = False
         self.error: BaseException | None = None
 
     def run(self) -> None:

@@ -165,8 +165,10 @@ class SharedExpertParallel:
                 "a call in a stream capture cannot look whether another rank needs more rounds: "
                 "`configure(static=True)` takes one round a call and looks at nothing"
             )
-        batch, own = (x_TD, ids_TK, weights_TK), self.rounds(x_TD.shape[0])
-        rounds_before, outputs = self.ep.exchange.rounds.count, list[Tensor]()
+        batch = (x_TD, ids_TK, weights_TK)
+        own = self.rounds(x_TD.shape[0])
+        rounds_before = self.ep.exchange.rounds.count
+        outputs = list[Tensor]()
         try:
             if self.static and longest is not None and longest > M:
                 raise ValueError(
@@ -174,7 +176,8 @@ class SharedExpertParallel:
                     "call: configure more, or send a prompt in chunks (`prefill_chunk_size` of transformers' generate)"
                 )
             while not outputs or self._has_more_rounds(len(outputs), longest):
-                taken, whole = len(outputs), own == 1 and not outputs  # three slices cost the host 5 µs
+                taken = len(outputs)
+                whole = own == 1 and not outputs  # three slices cost the host 5 µs
                 x, ids, weights = batch if whole else (tensor[taken * M : (taken + 1) * M] for tensor in batch)
                 outputs.append(self._round(x, ids, weights, experts, longest, tag, aligned, trains, taken + 1 < own))
         except EPMismatchError:  # all ranks raise it
@@ -267,7 +270,8 @@ class SharedExpertParallel:
         """
         if isinstance(routed, Routed):
             return Arrived(routed.rows, None, routed.expert_offsets, {}, routed.rows.dtype)
-        d, ep = routed, self.ep
+        d = routed
+        ep = self.ep
         if ep.device.type == "cpu":
             n = int(d.expert_offsets[-1])
         else:

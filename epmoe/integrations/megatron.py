@@ -104,10 +104,12 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
             hidden_states: [S, B, H] of this rank.
         """
         H = self.config.moe_latent_size if getattr(self.config, "moe_latent_size", None) else hidden_states.shape[-1]
-        T, dtype = hidden_states.shape[:-1].numel(), hidden_states.dtype
+        T = hidden_states.shape[:-1].numel()
+        dtype = hidden_states.dtype
         if self._exchange is None:
             ep = self._share(T, H, dtype, hidden_states.device)
-            self._exchange, self._tag = TrainingExchange(ep), ep.new_tag()
+            self._exchange = TrainingExchange(ep)
+            self._tag = ep.new_tag()
         most = self._exchange.ep.config.capacity.max_num_tokens_per_rank
         with self._exchange.giving_up(dtype, tag=self._tag):
             if most < T:
@@ -132,7 +134,8 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         chosen = ids < E
         weights = probs.gather(1, ids.clamp(max=E - 1).long()).masked_fill(~chosen, 0.0)
         # Part t of expert i is the expert (i // e · ETP + t) · e + i % e, since ranks of the group go by ETP first.
-        e, parts = self.num_local_experts, torch.arange(self.tp_size, dtype=torch.int32, device=ids.device)
+        e = self.num_local_experts
+        parts = torch.arange(self.tp_size, dtype=torch.int32, device=ids.device)
         of_parts = (ids[..., None] // e * self.tp_size + parts) * e + ids[..., None] % e
         self.ids = of_parts.masked_fill(~chosen[..., None], -1).flatten(1)
         if self.shared_experts is not None:
@@ -164,7 +167,8 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Weighted outputs [N, H] → sums [T, H]. Collective."""
-        routed, self._routed = self._routed, None
+        routed = self._routed
+        self._routed = None
         assert self._exchange is not None and routed is not None
         self._order_shared_experts()
         output = self._exchange.combine(hidden_states, routed)
@@ -186,7 +190,8 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
 
     def _share(self, T: int, H: int, dtype: torch.dtype, device: torch.device) -> ExpertParallel:
         """The `ExpertParallel` of all layers with these sizes. The first call makes it and is collective."""
-        E, K = self.config.num_moe_experts * self.tp_size, self.config.moe_router_topk * self.tp_size
+        E = self.config.num_moe_experts * self.tp_size
+        K = self.config.moe_router_topk * self.tp_size
 
         def make(ep_size: int) -> ExpertParallel:
             ranks = dist.get_process_group_ranks(self.tp_ep_group)

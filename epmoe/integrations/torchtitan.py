@@ -67,11 +67,13 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
 
     def init_buffer(self) -> None:
         """Open the windows, or take those of an earlier layer of the same sizes."""
-        config, mesh = self.config, self.ep_mesh
+        config = self.config
+        mesh = self.ep_mesh
         assert mesh is not None and config.hidden_dim is not None
         if self.num_experts % mesh.size():
             raise ValueError(f"{self.num_experts} experts must divide by {mesh.size()} ranks")
-        ranks, on_gpus = dist.get_process_group_ranks(mesh.get_group()), mesh.device_type == "cuda"
+        ranks = dist.get_process_group_ranks(mesh.get_group())
+        on_gpus = mesh.device_type == "cuda"
         dtype = config.dtype or ("bfloat16" if on_gpus else "float32")
         sections: dict[str, dict[str, Any]] = {
             "capacity": {"max_num_tokens_per_rank": config.num_max_tokens_per_rank, "alignment": config.pad_multiple},
@@ -86,7 +88,8 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
             device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
             with device:  # torchtitan builds models on the meta device
                 exchange = _exchanges[key] = TrainingExchange(ExpertParallel(made, group, device))
-        self.exchange, self.tag = exchange, exchange.ep.new_tag()
+        self.exchange = exchange
+        self.tag = exchange.ep.new_tag()
 
     def dispatch(
         self,
@@ -116,7 +119,8 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
 
     @property
     def _num_rows(self) -> int | Literal["exact"]:
-        factor, sizes = self.config.non_blocking_capacity_factor, self.exchange.ep.memory_plan().sizes
+        factor = self.config.non_blocking_capacity_factor
+        sizes = self.exchange.ep.memory_plan().sizes
         if factor is None:
             return "exact"
         most = sizes["R"] * sizes["M"] * min(sizes["K"], sizes["num_local_experts"])

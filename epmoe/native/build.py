@@ -191,7 +191,8 @@ class _File(NamedTuple):
 
     @classmethod
     def read(cls, path: str) -> _File:
-        root, folder = csrc(), os.path.dirname(path)
+        root = csrc()
+        folder = os.path.dirname(path)
         text = (root / path).read_text(encoding="utf-8")
         places = [[os.path.normpath(os.path.join(at, name)) for at in (folder, "")] for name in _INCLUDE.findall(text)]
         # The compiler reports a file that is in neither place.
@@ -203,7 +204,8 @@ def _unit(source: str, files: dict[str, _File]) -> list[str]:
 
     `files` has the files that were read already, and gets the others.
     """
-    unit, waiting = set[str](), [source]
+    unit = set[str]()
+    waiting = [source]
     while waiting:
         if (path := waiting.pop()) not in unit:
             unit.add(path)
@@ -215,7 +217,8 @@ def _unit(source: str, files: dict[str, _File]) -> list[str]:
 def _recipe(defines: tuple[str, ...], portable: bool, cuda: Path | None) -> _Recipe:
     import torch
 
-    compiler, home = _compiler(), Path(torch.__file__).resolve().parent
+    compiler = _compiler()
+    home = Path(torch.__file__).resolve().parent
     native = () if portable else ("-march=native",)
     cpu = platform.machine() if portable else _cpu_features()
     return _Recipe(
@@ -337,8 +340,10 @@ def _check(path: Path, *, around: bool = False) -> None:
             /tmp; and root works in folders of users, as containers do that mount a home.
     """
     with contextlib.suppress(OSError):
-        found, link = path.stat(), path.lstat()
-        owners, writers = {found.st_uid, link.st_uid} - {0, os.geteuid()}, _writers(found)
+        found = path.stat()
+        link = path.lstat()
+        owners = {found.st_uid, link.st_uid} - {0, os.geteuid()}
+        writers = _writers(found)
         if around:
             owners = owners if os.geteuid() and stat.S_ISDIR(found.st_mode) else set()
             writers = writers if stat.S_ISDIR(found.st_mode) and not found.st_mode & stat.S_ISVTX else None
@@ -357,7 +362,9 @@ def _writers(found: os.stat_result) -> str | None:
         return "every user"
     if not found.st_mode & stat.S_IWGRP or found.st_gid == 0:
         return None
-    user, group, members = str(os.geteuid()), str(found.st_gid), list[str]()
+    user = str(os.geteuid())
+    group = str(found.st_gid)
+    members = list[str]()
     with contextlib.suppress(KeyError):  # a container may have no names for its users
         user = pwd.getpwuid(os.geteuid()).pw_name
         group, _, _, members = grp.getgrgid(found.st_gid)

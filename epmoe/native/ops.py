@@ -191,7 +191,8 @@ def _(
     up_offset: float,
     quantize: bool,
 ) -> tuple[Tensor, Tensor]:
-    N, F = gate_up.shape[0], gate_up.shape[1] // 2
+    N = gate_up.shape[0]
+    F = gate_up.shape[1] // 2
     dtype = torch.float8_e4m3fn if quantize else gate_up.dtype
     scales = (-(-F // SCALE_BLOCK), (N + 3) // 4 * 4 if quantize else 0)
     return gate_up.new_empty((N, F), dtype=dtype), gate_up.new_empty(scales, dtype=torch.float32)
@@ -228,7 +229,8 @@ def _(
         expert = torch.bucketize(places, expert_offsets[1:], right=True)
         places = places[places - expert_offsets[expert] < tokens_per_expert[expert]]
     for part in places.split(_ROWS_AT_ONCE):
-        by_rows, factors = grad[part].float(), rows[part].float()
+        by_rows = grad[part].float()
+        factors = rows[part].float()
         by_weights[part] = (by_rows * factors).sum(1)
         if row_weights is not None:
             grad[part] = (by_rows * row_weights[part, None]).to(grad.dtype)

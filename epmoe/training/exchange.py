@@ -169,7 +169,8 @@ class TrainingExchange:
             return routed
         if weights_on not in get_args(WeightsOn):
             raise ValueError(f"`weights_on` must be 'combine', 'rows' or 'both', got {weights_on!r}")
-        ep, device = self.ep, self.ep.device
+        ep = self.ep
+        device = self.ep.device
         check_tensor("x", x, FLOATS, ("T", "D"), device)
         refuse_tangents(x, weights)
         if self._fp8 and (x.shape[1] % SCALE_BLOCK or x.shape[1] > _MOST_FP8):

@@ -184,7 +184,8 @@ def clip_grad_norm_(
     gradients = [p.grad for p in module.parameters() if p.grad is not None and p not in ours]
     total = nn.utils.get_total_norm(gradients, norm_type)
     total = total.full_tensor() if hasattr(total, "full_tensor") else total
-    of_experts, counted = dict[nn.Parameter, Tensor](), list[Tensor]()
+    of_experts = dict[nn.Parameter, Tensor]()
+    counted = list[Tensor]()
     for layer in layers:
         mine = [i for i, x in enumerate(layer.held) if x >= 0 and layer.ep.holder(x, layer.tag) == (layer.ep.rank, i)]
         for p in layer.experts.parameters():

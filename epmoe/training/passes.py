@@ -31,7 +31,8 @@ class Directions:
     """
 
     def __init__(self, forward: Rounds, backward: Rounds) -> None:
-        self.forward, self.backward = forward, backward
+        self.forward = forward
+        self.backward = backward
         self.number = _directions.add(self)
         self._owed = _owed.setdefault(backward.ep, Owed())
 
@@ -135,7 +136,8 @@ class Pass:
 
     def __init__(self, directions: Directions, due: dict[int, Skipped]) -> None:
         self._directions: Directions | None = directions
-        self.due, self.round = due, -1
+        self.due = due
+        self.round = -1
 
     def __call__(self) -> None:
         """The end: a round is still open where nobody asked for the gradients of its tokens."""
@@ -143,7 +145,8 @@ class Pass:
         self.__del__()
 
     def __del__(self) -> None:
-        directions, self._directions = self._directions, None
+        directions = self._directions
+        self._directions = None
         with suppress(RuntimeError, ValueError):  # closed, which has told the other ranks; or another group
             if directions is not None:
                 directions.give_up(self)

@@ -76,7 +76,8 @@ class Rounds:
     """
 
     def __init__(self, ep: ExpertParallel, *, fp8: bool = False) -> None:
-        self.ep, self._fp8 = ep, fp8
+        self.ep = ep
+        self._fp8 = fp8
 
     @property
     def exchange(self) -> NodeExchange:
@@ -99,7 +100,8 @@ class Rounds:
         Returns:
             What has arrived. Rows past the last segment are zeros.
         """
-        exchange, e = self.exchange, self.ep.num_local_experts
+        exchange = self.exchange
+        e = self.ep.num_local_experts
         ids, weights, num_tokens, tag, aligned = pairs
         N = exchange.plan.sizes["max_rows"] if num_rows == EXACT else num_rows
         width, dtype = (packed_row_bytes(x.shape[1]), FP8) if self._fp8 else (x.shape[1], x.dtype)
@@ -114,10 +116,12 @@ class Rounds:
         )
         call = Call(x, ids, weights, num_tokens=num_tokens, tag=tag, aligned=aligned)
         with exchange.giving_up():
-            rows, row_weights = exchange.dispatch_into(call, into).rows, into.row_weights
+            rows = exchange.dispatch_into(call, into).rows
+            row_weights = into.row_weights
             if num_rows == EXACT:
                 N = int(into.expert_offsets[-1])
-                rows, row_weights = rows[:N], None if row_weights is None else row_weights[:N].clone()
+                rows = rows[:N]
+                row_weights = None if row_weights is None else row_weights[:N].clone()
             if self._fp8:
                 rows = ops.unpack_fp8(rows, x, into.expert_offsets)
                 if num_rows != EXACT:

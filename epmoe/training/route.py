@@ -130,7 +130,8 @@ def _gradients(ctx: Any, _: None, grad_TK: Tensor | None) -> tuple[Tensor | None
     if grad_TK is None:
         return (None,) * 12
     logits_TE, ids_TK, weights_TK = ctx.saved_tensors
-    logits, real = logits_TE.float(), weights_TK != 0  # not of padding, nor of a score that is not finite
+    logits = logits_TE.float()
+    real = weights_TK != 0  # not of padding, nor of a score that is not finite
     chosen = ids_TK.long().where(real, 0)
     by_log = (grad_TK * weights_TK).where(real, 0.0)
     if ctx.renormalize:

@@ -84,7 +84,8 @@ def local_parameters(parameters: list[Tensor], held: slice) -> list[Tensor]:
 def _by_blocks(experts: GroupedExperts, parameters: list[Tensor], arrived: Arrived) -> Tensor:
     """Outputs [n, D] of experts with fp8 weights, in the memory of `parameters`."""
     check_forward_only(*parameters)
-    rows, scales = arrived.rows, arrived.scales
+    rows = arrived.rows
+    scales = arrived.scales
     if rows.shape[0] == 0:
         return rows.to(arrived.dtype)
     rows = rows.to(experts.dtype) if scales is None else rows
@@ -103,7 +104,8 @@ def grouped_experts(experts: Any, parameters: list[Tensor], rows_nD: Tensor, exp
     Returns:
         Outputs in the dtype of the rows. Those of rows past the last segment are undefined.
     """
-    ends, n = expert_offsets[1:], rows_nD.shape[0]
+    ends = expert_offsets[1:]
+    n = rows_nD.shape[0]
     e = ends.shape[0]
     if e == 0 or n == 0:
         return rows_nD

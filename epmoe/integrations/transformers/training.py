@@ -68,7 +68,8 @@ def computation(experts: Any, parameters: list[Tensor], held: slice) -> Computat
     gemm = gemm_for(up.detach(), down.detach()) if torch_takes_both_ways(up, down) and len(up) else "loop"
 
     def outputs(arrived: Arrived) -> Tensor:
-        offsets, n = arrived.expert_offsets, len(arrived.rows)
+        offsets = arrived.expert_offsets
+        n = len(arrived.rows)
 
         def product(rows: Tensor, which: int) -> Tensor:
             weights = down if which else up

@@ -54,7 +54,7 @@ def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str
             for layer in layers:
                 if layer.ep.size > 1 and layer.ep.group is None:
                     raise EPStateError("this ExpertParallel is closed: its ranks have no group any more")
-                _ = layer.held  # raises while experts move
+                layer.ep.logical_experts(layer.tag)  # raises here, where all ranks hear of it, while experts move
         state = _whole(state)
         for layer in layers:
             for name in layer.names:
@@ -76,7 +76,7 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> No
 
     Args:
         module: a layer or a model.
-        state_dict: of `full_state_dict`, or with the same keys and shapes.
+        state_dict: what `full_state_dict` returned, or a dict with the same keys and shapes.
 
     Raises:
         TypeError: a layer has other experts than `GroupedExperts`.
@@ -113,7 +113,7 @@ def sharded_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer | Non
 
     Args:
         module: a layer or a model.
-        optimizer: of its parameters, whose state is then there, too, under keys such as
+        optimizer: optimises parameters of the module. Its state then has keys such as
             `optimizer.state.experts.7.w_down.exp_avg`.
 
     Returns:
@@ -134,13 +134,13 @@ def save(module: nn.Module, folder: str | os.PathLike[str], optimizer: torch.opt
     Args:
         module: a layer or a model.
         folder: which all ranks see.
-        optimizer: of the parameters of the module, to save its state, too.
+        optimizer: optimises parameters of the module. Its state is saved, too.
 
     Raises:
         TypeError: a layer has other experts than `GroupedExperts`.
         ValueError: nothing says to which `ExpertParallel` some `GroupedExperts` belong.
         EPStateError: see `full_state_dict`.
-        EPTimeoutError: likewise; ranks may be as far apart when they have written.
+        EPTimeoutError: see `full_state_dict`. Ranks may be as far apart when they have written.
     """
     import torch.distributed.checkpoint as dcp  # takes most of a second
 
@@ -158,13 +158,13 @@ def load(module: nn.Module, folder: str | os.PathLike[str], optimizer: torch.opt
     Args:
         module: a layer or a model, with memory: `to_empty` first if it is on the meta device.
         folder: as for `save`.
-        optimizer: of the parameters of the module, to load its state, too.
+        optimizer: optimises parameters of the module. Its state is loaded, too.
 
     Raises:
         TypeError: a layer has other experts than `GroupedExperts`.
         ValueError: nothing says to which `ExpertParallel` some `GroupedExperts` belong.
         EPStateError: see `full_state_dict`.
-        EPTimeoutError: likewise; ranks may be as far apart when they have read.
+        EPTimeoutError: see `full_state_dict`. Ranks may be as far apart when they have read.
         CheckpointException: torch's, for missing keys and for shapes, on all ranks.
     """
     import torch.distributed.checkpoint as dcp
@@ -247,7 +247,7 @@ def _shard(layers: list[ExpertLayer], state: Mapping[str, Any]) -> dict[str, Any
 
 
 def _whole(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Without FSDP's shards."""
+    """The state with whole tensors in place of FSDP's shards."""
     return {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()}
 
 

@@ -43,7 +43,7 @@ class Descriptors:
     """The descriptors of one rank. Calls with the same launch and flags share one.
 
     Args:
-        plan: of the rank.
+        plan: the plan of the rank.
         status: address of the status words.
         windows: the address of each rank's window.
         timeout_s: deadline of each wait, in seconds.
@@ -75,7 +75,7 @@ class Descriptors:
     def of(
         self, hidden_size: int, expert_major: bool, apply_router_weight_on_input: bool, aligned: bool
     ) -> tuple[list[int], list[Tensor]]:
-        """Steps of tokens, as of `Tuning.steps`, and the descriptor for each."""
+        """The steps of tokens that `Tuning.steps` returns, and the descriptor for each."""
         steps, launches = self.tuning.steps(hidden_size, self._plan.sizes["R"])
         flags = expert_major, apply_router_weight_on_input, aligned and self._zero_gaps
         if not aligned:
@@ -93,7 +93,7 @@ class Descriptors:
         """A descriptor of one round, which writes into the caller's memory.
 
         Args:
-            descriptor: of the round.
+            descriptor: the descriptor of the round.
             into: the memory, which must live until the round is closed.
             scratch: address of this rank's scratch.
             num_sms: multiprocessors that a kernel may use, at most.
@@ -125,7 +125,7 @@ def returning(descriptor: Tensor, row_values: Tensor, pair_values: Tensor) -> Te
     """The descriptor of a combine that also brings values back.
 
     Args:
-        descriptor: of the round.
+        descriptor: the descriptor of the round.
         row_values: fp32 [N], for each row what goes back to its pair.
         pair_values: fp32 [T, K], which combine writes.
 

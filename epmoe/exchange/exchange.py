@@ -73,7 +73,7 @@ class Exchange(ABC):
     """One rank's part of the exchange of a group, whose rounds follow one another.
 
     Attributes:
-        config: of the group.
+        config: the config of the group.
         plan: the memory of this rank.
         views: every buffer of the plan.
         device: of all tensors.
@@ -181,7 +181,7 @@ class Exchange(ABC):
         """A number of each rank. Collective, between rounds and in the same order on all ranks; it sends nothing yet.
 
         Args:
-            number: of this rank.
+            number: the number of this rank.
 
         Returns:
             What tells all ranks this number, waits for theirs, and returns the largest. Where an exception such as a

@@ -133,7 +133,7 @@ class Dispatched(_Fields):
         num_tokens: T of this rank's call, padding included.
         epoch: the round's number, from 1.
         layout: "expert" or "rank".
-        dtype: of the rows that combine takes, and of y: that of the call's x, or the config's if x is fp8.
+        dtype: the dtype of y and of the rows that combine takes: that of the call's x, or the config's if x is fp8.
         hidden_size: D of the call.
     """
 
@@ -164,7 +164,7 @@ class Dispatched(_Fields):
 
     @property
     def segments(self) -> dict[str, Any]:
-        """What `GroupedExperts` take of the round beside rows, offsets and scales: `experts(…, **d.segments)`."""
+        """What `GroupedExperts` take of the round besides rows, offsets and scales: `experts(…, **d.segments)`."""
         return {"tokens_per_expert": self.tokens_per_expert, "alignment": self.alignment}
 
     def __repr__(self) -> str:

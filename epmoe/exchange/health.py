@@ -89,7 +89,7 @@ class Health:
         waited_ns: Tensor,
         aborted_rounds: Tensor,
     ) -> Health:
-        """From the buffers of the same names: int64 [8], int64 [layers, e], and int64 [R] each."""
+        """Make it of the buffers of the same names: int64 [8], int64 [layers, e], and int64 [R] each."""
         return cls(
             rounds=rounds,
             **dict(zip(COUNTERS, counters.tolist(), strict=True)),

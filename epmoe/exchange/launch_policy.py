@@ -29,7 +29,7 @@ class DispatchLaunch(NamedTuple):
     """1: every block has a multiprocessor to itself, also where two would fit."""
     blocks: int
     threads: int
-    """Of a block."""
+    """threads of a block"""
     send_blocks: int
     notify_blocks: int
     """Blocks that count, and with LL send the pairs; they follow the send blocks."""
@@ -38,7 +38,7 @@ class DispatchLaunch(NamedTuple):
     """int32 entries of the tables in shared memory; 0: too large for it."""
     row_chunks: int
     chunk_bytes: int
-    """Of a row of x in shared memory (Simple)."""
+    """chunks of a row of x in shared memory (Simple)"""
     tokens_per_release: int
     """Tokens whose flags are published after one release (Simple)."""
     shared_bytes: int
@@ -68,7 +68,7 @@ class CombineLaunch(NamedTuple):
     """1: one warp of each block forwards rows that need no sums."""
     blocks: int
     threads: int
-    """Of a block."""
+    """threads of a block"""
     send_blocks: int
     team: int
     """Warps that send a row together (Simple)."""
@@ -99,13 +99,13 @@ def launches(
     """The launches of one round of `tokens` rows of `dtype` with the plan's D and K.
 
     Args:
-        plan: of a rank on GPUs, `MemoryPlan.build(..., nvlink=True)`.
+        plan: the plan of a rank on GPUs, `MemoryPlan.build(..., nvlink=True)`.
         tokens: T.
-        dtype: of x: fp32, fp16 or bf16, or fp8 with an fp8 payload.
+        dtype: the dtype of x: fp32, fp16 or bf16, or fp8 with an fp8 payload.
         expert_major: the layout.
         send: the launch runs the send phase.
         receive: the launch runs the recv phase.
-        multiprocessors: of the GPU; an H200 has 132.
+        multiprocessors: how many the GPU has; an H200 has 132.
 
     Returns:
         The launch of dispatch and that of combine.

@@ -105,7 +105,7 @@ class MemoryPlan:
 
         Args:
             config: the same on all ranks.
-            rank: of the group; ranks may own different numbers of experts.
+            rank: a rank of the group. Ranks may own different numbers of experts.
             placement: by default the config's.
             nvlink: whether the windows lie in GPU memory; by default, whether `exchange.transport` is "nvlink".
 
@@ -201,36 +201,15 @@ class MemoryPlan:
                 ("window", "moves.staging", (section.staging_mb << 20,), torch.uint8),
             ]
         buffers = _laid_out(layout)
-        sizes = {
-            "R": R,
-            "rank": rank,
-            "M": M,
-            "K": K,
-            "D": D,
-            "E": E,
-            "P": P,
-            "num_local_experts": e,
-            "copies": int(copies),
-            "max_rows": N,
-            "alignment": alignment,
-            "ll_alignment": ll_alignment,
-            "payload_format": payload.number,
-            "combine_format": combine.number,
-            "x_stride_bytes": x_stride,
-            "combine_stride_bytes": combine_stride,
-            "scale_blocks": x_scales,
-            "combine_scale_blocks": combine_scales,
-            "most_local_experts": most,
-            "layers": layers,
-            "few_tokens": few_tokens,
-            "num_sms": config.exchange.num_sms or 2**31 - 1,
-            "ll_max_tokens": ll_tokens,
-            "ll_row_stride_bytes": ll_row_stride,
-            "ll_sum_stride_bytes": ll_sum_stride,
-            "dispatch_senders": 0,
-            "combine_senders": 0,
-            "combine_team": 0,
-        }
+        sizes = dict(
+            R=R, rank=rank, M=M, K=K, D=D, E=E, P=P, num_local_experts=e, copies=int(copies), max_rows=N,
+            alignment=alignment, ll_alignment=ll_alignment, payload_format=payload.number,
+            combine_format=combine.number, x_stride_bytes=x_stride, combine_stride_bytes=combine_stride,
+            scale_blocks=x_scales, combine_scale_blocks=combine_scales, most_local_experts=most, layers=layers,
+            few_tokens=few_tokens, num_sms=config.exchange.num_sms or 2**31 - 1, ll_max_tokens=ll_tokens,
+            ll_row_stride_bytes=ll_row_stride, ll_sum_stride_bytes=ll_sum_stride, dispatch_senders=0,
+            combine_senders=0, combine_team=0,
+        )  # fmt: skip
         return cls(buffers, sizes)
 
     @classmethod

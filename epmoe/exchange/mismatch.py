@@ -12,9 +12,9 @@ from epmoe.native.layouts import struct
 from epmoe.native.ops import DTYPES
 
 Traits = dict[str, object]
-"""By name, what must be equal on all ranks."""
+"""What must be equal on all ranks, by name."""
 Differences = dict[str, tuple[object, object]]
-"""By name, the value of this rank and that of the other one."""
+"""The value of this rank and that of the other one, by name."""
 
 
 def call_of(D: int, K: int, dtype: int, **more: object) -> Traits:
@@ -45,7 +45,7 @@ def differences(mine: Traits, theirs: Traits) -> Differences:
 
 
 def _of_shape(word: int) -> Traits:
-    """From the second count word of a source: `DispatchKernel::call_without_rows` in csrc/cuda/dispatch/block.cuh."""
+    """The call in the second count word of a source, from `DispatchKernel::call_without_rows` in block.cuh."""
     D = (word & 0x3FFF) + 1 << 2
     K = (word >> 15 & 0x1F) + 1
     dtype = word >> 20 & 3

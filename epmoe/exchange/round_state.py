@@ -51,11 +51,11 @@ class RoundState:
 
     Attributes:
         progress: `Progress` of csrc/plan.h in host memory, which the operators write, too.
-        handle: of the open round, as its last call returned it. It means nothing while no round is open.
-        y: of the open round, from combine_send to combine_recv.
+        handle: the handle that the last call of the open round returned. It means nothing while no round is open.
+        y: the y of the open round, from combine_send to combine_recv.
         opener: the thread that opened the last round.
         refused: by thread, the last round for which a call of it was refused, since another thread had this round.
-        template: of the last round, for `skip`.
+        template: the template of the last round, for `skip`.
     """
 
     progress: Structure
@@ -121,7 +121,7 @@ class RoundState:
         self.progress.phases += 1
 
     def receive(self, sent: Sent) -> Dispatched:
-        """In state DISPATCHED: the handle of the round from here on."""
+        """The handle of the round from state DISPATCHED on."""
         sent.arguments = ()  # the caller's tensors need not live any longer
         self.handle = dispatched = Dispatched(sent)
         return dispatched
@@ -159,7 +159,7 @@ class RoundState:
 
     @property
     def last_stream(self) -> int | None:
-        """On a GPU the handle of the stream of the last launch, also of one into a graph; None before the first."""
+        """The handle of the GPU's stream of the last launch, also of one into a graph; None before the first."""
         number = self.progress.last_stream
         return number - 1 if number else None
 
@@ -179,7 +179,7 @@ class RoundState:
 
     @contextmanager
     def sending(self, has_more: bool | None) -> Iterator[None]:
-        """Within it the thread calls dispatch once, both phases, which also sends whether this rank has more rounds.
+        """Let the one dispatch within it, of both phases, also send whether this rank has more rounds.
 
         All ranks send it, or none, with None, which costs nothing.
         """

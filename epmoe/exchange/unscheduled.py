@@ -28,7 +28,7 @@ from torch import Tensor
 from epmoe.native import layouts
 
 LOOK_S = 0.05
-"""From one look to the next, at least. A look takes tens of microseconds."""
+"""The least time from one look to the next. A look takes tens of microseconds."""
 _UNWRITTEN = b"\x7f" * 4
 _ANSWER_S = 1e-3  # for a copy that nothing stands in front of
 
@@ -66,7 +66,7 @@ class CopyInStream:
 
 
 class CopyOfNow(CopyInStream):
-    """A `Copy` beside all other streams."""
+    """A `Copy` on a stream of its own, which waits for no other stream."""
 
     def __init__(self, buffer: Tensor) -> None:
         super().__init__(buffer)
@@ -89,7 +89,7 @@ class _Mark:
     """A copy of the state in a stream.
 
     Attributes:
-        copy: of the state.
+        copy: the copy of the state.
         set: whether it is on its way, or has come and is still of use.
         phases: those that the host had launched when it was set.
         since_s: the time from which the deadline counts.
@@ -106,7 +106,7 @@ class Late(NamedTuple):
 
     Attributes:
         stage: the index of the stage that is due.
-        epoch: of its round.
+        epoch: the epoch of its round.
         reports: empty where the stage could have begun for the whole deadline. Otherwise other ranks have given the
             round up: a mask of missing ranks from each rank.
     """
@@ -123,7 +123,7 @@ class Watch:
         before_launch: copies the state on the stream of a launch.
         at_poll: copies it on the stream of a `poll`.
         now: copies it past all streams.
-        errors: likewise the buffer "signal.error".
+        errors: copies the buffer "signal.error" past all streams.
     """
 
     def __init__(self, before_launch: Copy, at_poll: Copy, now: Copy, errors: Copy) -> None:
@@ -141,7 +141,7 @@ class Watch:
         """Look at the marks, and set one.
 
         Args:
-            time_s: of the look.
+            time_s: the time of the look.
             timeout_s: the deadline.
             phases: those that the host has launched so far.
             comes: what the caller does next on the current stream: it launches a kernel, in front of which only this

@@ -1,4 +1,4 @@
-"""Waits that may block for long, beside which this thread still runs signal handlers; and work on another thread."""
+"""Waits that may block for long, in which this thread still runs signal handlers; and work on another thread."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Result(Generic[_Value]):
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """On the thread."""
+        """Compute. The thread of the worker calls it."""
         try:
             self._value = self._compute()
         except BaseException as error:
@@ -72,7 +72,7 @@ class Result(Generic[_Value]):
         self.done = True
 
     def get(self) -> _Value:
-        """Once it is done. Raises what the computation raised."""
+        """The value, once it is done. Raises what the computation raised."""
         if self.error is not None:
             raise self.error
         return self._value

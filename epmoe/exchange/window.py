@@ -44,10 +44,10 @@ class Window(Protocol):
     local: torch.Tensor
     """uint8 [window_bytes], this rank's window, on the device where the kernels run."""
     addresses: list[int]
-    """By rank: where its window is mapped in this process."""
+    """where each rank's window is mapped in this process"""
 
     deaths: Deaths
-    """Of the ranks whose processes can be watched: those of this machine. It keeps the word at `dead_at` up to date."""
+    """Watches the processes of this machine's ranks. It keeps the word at `dead_at` up to date."""
 
     def store(self, offset: int, value: int) -> None:
         """Store an unsigned 64-bit word into every rank's window, `offset` bytes from its start. Waits for no rank."""
@@ -253,7 +253,7 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 def _set_deadline(connection: socket.socket, deadline: float) -> None:
-    """For its next call, which raises TimeoutError once `deadline` has passed. A timeout of 0 would not wait at all."""
+    """Let the next call raise TimeoutError once `deadline` has passed. A timeout of 0 would not wait at all."""
     connection.settimeout(max(deadline - time.monotonic(), 1e-3))
 
 

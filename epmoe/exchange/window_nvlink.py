@@ -79,7 +79,7 @@ class NVLinkWindow:
         self.deaths = Deaths(processes_of(peers), self._note)
 
     def store(self, offset: int, value: int) -> None:
-        """As `Window.store`, for a word below 2^63. It returns once the words have arrived, or after 1 s."""
+        """See `Window.store`. The word is below 2^63. Returns once the words have arrived, or after 1 s."""
         self._store(self._words, offset, value)
 
     def put(self, rank: int, offset: int, source: Tensor) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -84,6 +83,7 @@ class SharedExpertParallel:
         with self._timed("set up"):
             self.ep = ExpertParallel(config, group, device)
         self.static = static
+        self._exchange: TrainingExchange | None = None
         self._tags: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._max_tokens = config.capacity.max_num_tokens_per_rank
 
@@ -117,15 +117,22 @@ class SharedExpertParallel:
                     self._see_out(self.ep.exchange.rounds.count, largest(), tag, aligned)
                 raise
 
-    @cached_property
+    @property
     def exchange(self) -> TrainingExchange:
-        """Carries the rounds of calls with gradients. Raises ValueError where the config cannot train."""
+        """Carries the rounds of calls with gradients. Raises ValueError where there can be none."""
+        self.check_trains()
+        assert self._exchange is not None
+        return self._exchange
+
+    def check_trains(self) -> None:
+        """Raises ValueError where calls can have no gradients: in static mode, or where the config cannot train."""
         if self.static:
             raise ValueError(
                 "static mode serves and does not train: train with `configure(static=False)`, or call the model under "
                 "torch.no_grad()"
             )
-        return TrainingExchange(self.ep)
+        if self._exchange is None:
+            self._exchange = TrainingExchange(self.ep)
 
     def tag_of(self, layer: object) -> int:
         """The tag of a layer's rounds. Layers number themselves in the order of their first calls."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import epmoe
-from epmoe.integrations.session import Session, make_config
+from epmoe.integrations.session import TRAINING_DEADLINES, Session, make_config
 from epmoe.service import ExpertParallel
 from epmoe.training import Routed, TrainingExchange
 
@@ -38,8 +38,6 @@ __all__ = ["EpmoeMoELayer", "EpmoeTokenDispatcher", "close", "exchanged"]
 logger = logging.getLogger(__name__)
 
 _LIMIT = "EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK"
-# As long as a collective of NCCL waits. A rank may write a checkpoint meanwhile, or compile in its first step.
-_DEADLINES: dict[str, Any] = {"warmup_timeout_s": 1800.0, "timeout_s": 600.0}
 _REFUSED = {
     "moe_pad_expert_input_to_capacity": "epmoe sends the tokens that are there, without padding to the capacity",
     "moe_router_padding_for_quantization": "epmoe sends no padding; Megatron's experts pad their own rows",
@@ -75,7 +73,7 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
     a rank brings then, or for as many as the environment says by EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK.
 
     Args:
-        num_local_experts: of this rank.
+        num_local_experts: how many experts this rank has.
         config: Megatron's TransformerConfig.
         pg_collection: Megatron's process groups.
 
@@ -178,7 +176,7 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         return output
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sums [T, H] → [S, B, H], with the shared experts' output where they run beside the exchange."""
+        """Sums [T, H] → [S, B, H], with the shared experts' output where they run at the same time."""
         assert self.hidden_shape is not None
         output = hidden_states.view(self.hidden_shape)
         return output if self.shared_experts is None else output + self.shared_experts.get_output()
@@ -198,7 +196,7 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
             group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
             most = torch.tensor(max(T, 1))
             dist.all_reduce(most, dist.ReduceOp.MAX, group)
-            sections = {"capacity": {"max_num_tokens_per_rank": int(most)}, "exchange": _DEADLINES}
+            sections = {"capacity": {"max_num_tokens_per_rank": int(most)}, "exchange": TRAINING_DEADLINES}
             config = make_config(E, K, H, dtype, ep_size, sections, from_environment=True)
             ep = ExpertParallel(config, group, device)
             plan = ep.memory_plan()
@@ -236,7 +234,7 @@ class EpmoeMoELayer(MoELayer):
             self.token_dispatcher.set_shared_experts(theirs.shared_experts)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As MoELayer's. Collective, and so is the backward pass. Raises what the exchange raises."""
+        """See MoELayer. It is collective, and so is the backward pass. Raises what the exchange raises."""
         with self.token_dispatcher.taking_part(hidden_states):
             return super().forward(hidden_states, *args, **kwargs)
 

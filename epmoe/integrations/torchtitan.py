@@ -22,12 +22,10 @@ from torchtitan.config.override import derive
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, HybridEPTokenDispatcher
 
-from epmoe.integrations.session import make_config
+from epmoe.integrations.session import TRAINING_DEADLINES, make_config
 from epmoe.service import ExpertParallel
 from epmoe.training import Routed, TrainingExchange
 
-# As long as a collective of NCCL waits. A rank may write a checkpoint meanwhile, or compile in its first step.
-_DEADLINES = {"warmup_timeout_s": 1800.0, "timeout_s": 600.0}
 _exchanges: WeakValueDictionary[tuple[object, ...], TrainingExchange] = WeakValueDictionary()  # layers share windows
 
 
@@ -43,9 +41,12 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
 
     @dataclass(kw_only=True, slots=True)
     class Config(HybridEPTokenDispatcher.Config):
-        """As HybridEP's. `non_blocking_capacity_factor` None: as many rows as arrive, for which the host waits; a
-        number: that share of the most rows that can arrive, and more raise an `EPOverflowError`. `pad_multiple`: every
-        expert's rows begin at a multiple of it, padded with zeros. `dtype`: the widest of the tokens."""
+        """The fields of HybridEP's config, and `dtype`.
+
+        With a `non_blocking_capacity_factor` of None, as many rows arrive as there are, and the host waits for their
+        number. A number is a share of the most rows that can arrive; more raise an `EPOverflowError`. Every expert's
+        rows begin at a multiple of `pad_multiple`, padded with zeros. `dtype` is the widest of the tokens.
+        """
 
         dtype: str | None = None
         """by default bfloat16 on GPUs and float32 on CPUs"""
@@ -77,7 +78,7 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
         dtype = config.dtype or ("bfloat16" if on_gpus else "float32")
         sections: dict[str, dict[str, Any]] = {
             "capacity": {"max_num_tokens_per_rank": config.num_max_tokens_per_rank, "alignment": config.pad_multiple},
-            "exchange": _DEADLINES,
+            "exchange": TRAINING_DEADLINES,
         }
         shapes = self.num_experts, self.top_k, config.hidden_dim, getattr(torch, dtype), mesh.size()
         made = make_config(*shapes, sections, from_environment=True)
@@ -140,7 +141,7 @@ class EpmoeSelectiveAC(SelectiveAC):
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
-        """As torchtitan's."""
+        """torchtitan's own fields."""
 
     def get_save_ops(self) -> set[object]:
         """torchtitan's, and both operators of the exchange: saved together, they leave no round half computed."""

@@ -41,8 +41,8 @@ def train_dispatch(
     number: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Rows [N, D], expert_offsets, tokens_per_expert, row weights fp32 [N] and the link. Opens a round."""
-    pairs = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, tag, aligned)
     directions = find(number)
+    pairs = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, tag, aligned)
     with directions.noting():
         arrived = directions.forward.out(x, pairs, num_rows, adds_only=on_rows, returns_values=False)
     rows, offsets, tokens, row_weights = arrived

@@ -26,8 +26,8 @@ class Directions:
     """The rounds of both directions of one exchange, under a number.
 
     Args:
-        forward: of forward passes.
-        backward: of backward passes.
+        forward: the rounds of forward passes.
+        backward: the rounds of backward passes.
     """
 
     def __init__(self, forward: Rounds, backward: Rounds) -> None:
@@ -38,7 +38,7 @@ class Directions:
 
     @property
     def generation(self) -> int:
-        """Of the group: rows of one generation do not fit another."""
+        """The generation of the group. Rows of one generation do not fit another."""
         return self.forward.ep.generation
 
     def check_generation(self, generation: int) -> None:
@@ -50,7 +50,7 @@ class Directions:
         """Keep the backward round that a node opens, as long as its graph lives.
 
         Args:
-            node: of combine.
+            node: the graph's node of combine.
             skipped: how this rank takes part in the round without tokens.
 
         Returns:
@@ -126,11 +126,11 @@ class Pass:
     """A backward pass. The engine calls it at the end, and drops it where the pass raises.
 
     Args:
-        directions: of one of its rounds.
+        directions: carry one of its rounds.
         due: by their order, the rounds of the pass that have not begun.
 
     Attributes:
-        due: likewise.
+        due: the rounds that have not begun so far.
         round: the number of the last one that has.
     """
 

@@ -1,4 +1,4 @@
-"""The rounds of training: rows in memory of their own, weights beside them, and a value of each pair on the way back.
+"""The rounds of training: rows and their weights in new memory, and a value of each pair on the way back.
 
     forward    x, weights ─ out ─▶ rows, row weights      expert rows ─ back ─▶ y
     backward   grad y ───── out ─▶ grad expert rows       grad rows, grad row weights ─ back ─▶ grad x, grad weights
@@ -50,7 +50,7 @@ class Skipped(NamedTuple):
     tag: int
     aligned: bool
     adds_only: bool
-    """as of `Rounds.out`, like the next one"""
+    """see `Rounds.out`, also for the next one"""
     returns_values: bool
 
 
@@ -71,7 +71,7 @@ class Rounds:
     """The rounds of one direction, over an `ExpertParallel`. Each raises what dispatch and combine of `ep` raise.
 
     Args:
-        ep: of one node.
+        ep: an ExpertParallel of one node.
         fp8: rows go out as fp8, with a scale for each 128 elements of a token, and arrive as values of x's dtype again.
     """
 
@@ -92,7 +92,7 @@ class Rounds:
 
         Args:
             x: [T, D].
-            pairs: of its tokens.
+            pairs: the routing of its tokens.
             num_rows: N, or EXACT.
             adds_only: combine adds without weights.
             returns_values: combine brings values back.

@@ -60,7 +60,7 @@ class EpmoeEP(EPImplementation):
     def _train(
         self, layers: SharedExpertParallel, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
-        _ = layers.exchange  # raises where epmoe does not train
+        layers.check_trains()
         num_tokens = x.shape[0]
         tag = layers.tag_of(self)
         sharers = self.tp_mesh.size()
@@ -75,7 +75,7 @@ class EpmoeEP(EPImplementation):
         return output if sharers == 1 else training.gathered(output, num_tokens, self.tp_mesh)
 
     def _by_pairs(self, arrived: Arrived) -> Tensor:
-        """By the module's own forward, which takes pairs of a row and an expert, and needs n on the host."""
+        """Outputs by the module's own forward, which takes pairs of a row and an expert, and needs n on the host."""
         rows = arrived.plain()
         n = int(arrived.expert_offsets[-1])
         if n == 0:
@@ -84,7 +84,7 @@ class EpmoeEP(EPImplementation):
         return self.experts_forward(rows[:n], ids[:, None], rows.new_ones(n, 1))
 
     def _by_pairs_in_graph(self, arrived: Arrived) -> Tensor:
-        """Likewise with gradients. Without rows, the output of a row of zeros keeps the parameters in the graph."""
+        """Outputs with gradients. Without rows, the output of a row of zeros keeps the parameters in the graph."""
         if len(arrived.rows):
             return self._by_pairs(arrived)
         row = arrived.rows.new_zeros(1, arrived.rows.shape[1])

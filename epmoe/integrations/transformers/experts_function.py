@@ -30,7 +30,7 @@ def _forward(module: Any, parameters: list[Tensor], x: Tensor, ids: Tensor, weig
     trains = training.trains(module, x, weights)
     owned = layers.ep.placement.local_experts(layers.ep.rank)  # in one block
     if trains:
-        _ = layers.exchange  # raises where epmoe does not train
+        layers.check_trains()
     elif layers.static:
         allow_in_graphs(module, _forward)
     first = owned[0] if owned else 0

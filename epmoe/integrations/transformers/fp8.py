@@ -32,7 +32,7 @@ _made: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()  # by module
 
 
 def is_quantised(experts: Any) -> bool:
-    """Whether transformers has quantised the module to fp8 or fp4: its weights have scales beside them."""
+    """Whether transformers has quantised the module to fp8 or fp4: its weights have scales."""
     return hasattr(experts, "down_proj_scale_inv") and experts.down_proj.dtype not in FLOATS
 
 

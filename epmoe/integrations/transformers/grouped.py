@@ -60,7 +60,7 @@ def computation(experts: Any, parameters: list[Tensor], held: slice) -> Computat
 
     Args:
         experts: a module whose class has transformers' decorator `use_experts_implementation`.
-        parameters: of `parameters_of`.
+        parameters: what `parameters_of` returns.
         held: the module's numbers of this rank's experts.
 
     Returns:
@@ -77,7 +77,7 @@ def computation(experts: Any, parameters: list[Tensor], held: slice) -> Computat
 
 
 def local_parameters(parameters: list[Tensor], held: slice) -> list[Tensor]:
-    """Those of this rank's experts, by `held` as of `computation`."""
+    """The parameters of this rank's experts. `held` is that of `computation`."""
     return [(p.to_local() if isinstance(p, DTensor) else p)[held] for p in parameters]
 
 
@@ -96,7 +96,7 @@ def grouped_experts(experts: Any, parameters: list[Tensor], rows_nD: Tensor, exp
     """Outputs [n, D] of a rank's experts with plain weights.
 
     Args:
-        experts: as of `computation`.
+        experts: the module; see `computation`.
         parameters: this rank's part of them.
         rows_nD: fp32, fp16 or bf16 [n, D], expert by expert.
         expert_offsets: int32 [e + 1], the first row of each segment. Rows past the last one may hold anything.

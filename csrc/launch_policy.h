@@ -31,7 +31,6 @@ constexpr int kMaxLines = wire(kFormat).has_scales() ? 2 : 4;  // dispatch
 constexpr int kMaxSumLines = 2;                                // combine
 // LL protocol, dispatch: these send blocks begin with the first tokens, so that rows arrive in the order in which
 // receivers wait for them. 32 blocks saturate NVLink.
-// Measured, eight GPUs: beside 32 blocks that move local rows, the wire slows by less than 1 %.
 constexpr int32_t kEarlyBlocks = 32;
 
 // Up to two ranks, rows of the LL protocol wait for this GPU's own memory more than for the wire. Measured, two GPUs,
@@ -42,8 +41,8 @@ constexpr int64_t kLocalBoundRanks = 2;
 // the wire delay the loads of a block on the same multiprocessor. Where rows fill the wire (2 lines and more), each
 // block therefore has a multiprocessor to itself. It then takes more registers than two blocks can have, which keeps a
 // second block away. A launch of one phase alone takes one line: a waiting block must leave registers to the blocks of
-// every other stage. Measured: dispatch with all registers at 8 tokens 11.6 (12.5 without); 16-byte loads beside stores
-// that wait for the wire take up to 8 µs. Simple protocol at 4096 tokens: 941 with two blocks, 1065 with one.
+// every other stage. Measured: dispatch with all registers at 8 tokens 11.6 (12.5 without); a load beside stores that
+// wait for the wire takes up to 8 µs. Simple protocol at 4096 tokens: 941 with two blocks, 1065 with one.
 constexpr EPMOE_HD int blocks_per_sm(int lines) { return lines > 1 ? 1 : 2; }
 
 // With two blocks of 384 threads a thread has 80 registers, so that waiting for a line spills little; of 512, 64.
@@ -82,15 +81,15 @@ struct Gpu {
 // --- Dispatch ---
 
 struct DispatchLaunch {
-  int64_t recv_lines;  // lines of a row that a receiving lane moves at once (LL); 0: Simple protocol
-  bool coarse;         // senders also move recv_lines lines at once, otherwise one
-  bool exclusive;      // every block has a multiprocessor to itself, also where two would fit
-  int64_t blocks, threads, send_blocks;
-  int64_t notify_blocks;  // after the send blocks: block 0 of them counts, the others send the LL pairs
+  int64_t recv_lines;                    // lines of a row that a receiving lane moves at once (LL); 0: Simple protocol
+  bool coarse;                           // senders also move recv_lines lines at once, otherwise one
+  bool exclusive;                        // every block has a multiprocessor to itself, also where two would fit
+  int64_t blocks, threads, send_blocks;  // threads of a block
+  int64_t notify_blocks;                 // after the send blocks: block 0 of them counts, the others send the LL pairs
   int64_t send_offset_entries, source_offset_entries;  // tables in shared memory; 0: too large for it
   int64_t row_chunks, chunk_bytes;                     // of a row of x (Simple)
   int64_t tokens_per_release;                          // Simple
-  int64_t shared_bytes;
+  int64_t shared_bytes;                                // dynamic, of a block
 };
 
 inline bool dispatch_uses_ll(const ExchangePlan& plan, const DispatchArgs& args) {
@@ -207,13 +206,13 @@ struct CombineLaunch {
   bool coarse;         // receivers also sum send_lines lines at once, otherwise one; senders have four pairs in flight
   bool own;            // receivers make the sums for tokens of this rank, so that these do not travel
   bool forwards;       // one warp of each block forwards rows that need no sums
-  int64_t blocks, threads, send_blocks;
-  int64_t team;  // warps that send a row together (Simple)
-  int64_t shared_bytes;
+  int64_t blocks, threads, send_blocks;  // threads of a block
+  int64_t team;                          // warps that send a row together (Simple)
+  int64_t shared_bytes;                  // dynamic, of a block
 };
 
-// Measured: two lines from 35 tokens on take 13.1 at 48 tokens (14.6 with one up to 64). With fp8 back, two lines and
-// seven tenths that send take 49.2 at 256 tokens (52.4 before).
+// Measured: two lines from 35 tokens on, of 28 chunks each, take 13.1 at 48 tokens (14.6 with one up to 64). With fp8
+// back, two lines and seven tenths that send take 49.2 at 256 tokens (52.4 before).
 inline int combine_send_lines(const ExchangePlan& plan, const CombineArgs& args, int64_t row_bytes) {
   constexpr int64_t kMaxOneLineChunks = 960;  // chunks of one line a lane
   if (args.T > plan.ll_max_tokens) return 0;

@@ -400,10 +400,10 @@ class MoELayer(nn.Module):
             y_TD = exchange.combine(self.experts(rows_ND, routed.expert_offsets, None, **of_both), routed)
         if self.shared is not None:
             if num_tokens is None:
-                num_tokens = len(x_TD)
-            padding = (torch.arange(len(x_TD), device=x_TD.device) >= num_tokens)[:, None]
-            x_TD = x_TD.masked_fill(padding, 0)  # it may hold anything
-            y_TD = (y_TD + self.shared(x_TD)).masked_fill(padding, 0)
+                y_TD = y_TD + self.shared(x_TD)
+            else:
+                padding = (torch.arange(len(x_TD), device=x_TD.device) >= num_tokens)[:, None]  # it may hold anything
+                y_TD = (y_TD + self.shared(x_TD.masked_fill(padding, 0))).masked_fill(padding, 0)
         if self._propagates and logits_TE is not None:
             y_TD = y_TD.masked_fill(self._undefined(ids_TK, logits_TE), torch.nan)
         return y_TD, routes

@@ -19,30 +19,21 @@ H200_MAJOR = 9
 
 
 class DispatchLaunch(NamedTuple):
-    """One launch of dispatch: the fields of `DispatchLaunch` in csrc/launch_policy.h."""
+    """One launch of dispatch. `DispatchLaunch` in csrc/launch_policy.h says what each field is."""
 
     recv_lines: int
-    """Lines of 16 bytes that a receiving lane moves at once (LL protocol); 0: Simple protocol."""
     coarse: int
-    """1: senders also move `recv_lines` lines at once, otherwise one."""
     exclusive: int
-    """1: every block has a multiprocessor to itself, also where two would fit."""
     blocks: int
     threads: int
-    """threads of a block"""
     send_blocks: int
     notify_blocks: int
-    """Blocks that count, and with LL send the pairs; they follow the send blocks."""
     send_offset_entries: int
     source_offset_entries: int
-    """int32 entries of the tables in shared memory; 0: too large for it."""
     row_chunks: int
     chunk_bytes: int
-    """chunks of a row of x in shared memory (Simple)"""
     tokens_per_release: int
-    """Tokens whose flags are published after one release (Simple)."""
     shared_bytes: int
-    """Dynamic shared memory of a block."""
 
     @property
     def protocol(self) -> str:
@@ -56,24 +47,17 @@ class DispatchLaunch(NamedTuple):
 
 
 class CombineLaunch(NamedTuple):
-    """One launch of combine: the fields of `CombineLaunch` in csrc/launch_policy.h."""
+    """One launch of combine. `CombineLaunch` in csrc/launch_policy.h says what each field is."""
 
     send_lines: int
-    """Lines of 16 bytes that a sending lane moves at once (LL protocol); 0: Simple protocol."""
     coarse: int
-    """1: receivers also sum `send_lines` lines at once, otherwise one, and senders have four pairs in flight."""
     own: int
-    """1: receivers make the sums for tokens of this rank, so that these do not travel."""
     forwards: int
-    """1: one warp of each block forwards rows that need no sums."""
     blocks: int
     threads: int
-    """threads of a block"""
     send_blocks: int
     team: int
-    """Warps that send a row together (Simple)."""
     shared_bytes: int
-    """Dynamic shared memory of a block."""
 
     @property
     def protocol(self) -> str:

@@ -254,12 +254,12 @@ def _whole(state: Mapping[str, Any]) -> dict[str, Any]:
 def _gather(local: Tensor, layer: ExpertLayer, cpu_offload: bool) -> Tensor:
     """All experts [E, …] from those of each rank [e, …]. With `cpu_offload`, ranks other than 0 get nothing of use."""
     ep = layer.ep
-    placement = layer.ep.placement
-    peers = peers_of(layer.ep)
-    rows = placement.num_experts if ep.rank == 0 or not cpu_offload else 1  # one is enough to send from
+    peers = peers_of(ep)
+    num_experts = ep.placement.num_experts
+    rows = num_experts if ep.rank == 0 or not cpu_offload else 1  # one is enough to send from
     full = torch.empty(rows, *local.shape[1:], dtype=local.dtype)
-    for x in range(placement.num_experts):
-        (owner, index) = ep.holder(x, layer.tag)
+    for x in range(num_experts):
+        owner, index = ep.holder(x, layer.tag)
         row = full[x % rows]
         if owner == ep.rank:
             row.copy_(local[index])

@@ -325,7 +325,6 @@ class MoELayer(nn.Module):
     ) -> tuple[Tensor, Routes]:
         experts = self.experts
         shared_experts = self.shared
-        on_input = self.apply_router_weight_on_input
         ids_TK = routing
         logits_TE = None
         if weights_TK is None:
@@ -337,7 +336,7 @@ class MoELayer(nn.Module):
         start = None if shared_experts is None else mark(x_TD.device)
         d = self.ep.dispatch(
             x_TD, ids_TK, weights_TK, num_tokens=num_tokens, padded_tokens=padded_tokens, tag=self.tag,
-            apply_router_weight_on_input=on_input, aligned=self._aligned,
+            apply_router_weight_on_input=self.apply_router_weight_on_input, aligned=self._aligned,
         )  # fmt: skip
         # Not before dispatch, whose blocks get multiprocessors first.
         shared = None if shared_experts is None else Beside(start, shared_experts, x_TD)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from threading import get_ident
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -51,20 +51,13 @@ def own_turn(call: Callable[_P, _Result]) -> Callable[_P, _Result]:
     return cast(Callable[_P, _Result], entered)
 
 
-class _HasExchange(Protocol):
-    @property
-    def exchange(self) -> Exchange: ...
-
-
-_Self = TypeVar("_Self", bound=_HasExchange)
-
-
-def in_turn(call: Callable[Concatenate[_Self, _P], _Result]) -> Callable[Concatenate[_Self, _P], _Result]:
+def in_turn(call: Callable[Concatenate[Any, _P], _Result]) -> Callable[Concatenate[Any, _P], _Result]:
     """A method of what has an exchange. No other thread is in a call of the exchange meanwhile."""
 
     @wraps(call)
-    def entered(self: _Self, *args: _P.args, **kwargs: _P.kwargs) -> _Result:
-        return self.exchange.run(partial(call, self, *args, **kwargs))
+    def entered(self: Any, *args: _P.args, **kwargs: _P.kwargs) -> _Result:
+        result: _Result = self.exchange.run(partial(call, self, *args, **kwargs))
+        return result
 
     return entered
 

@@ -106,8 +106,9 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         dtype = hidden_states.dtype
         if self._exchange is None:
             ep = self._share(T, H, dtype, hidden_states.device)
-            self._exchange = TrainingExchange(ep)
+            exchange = TrainingExchange(ep)
             self._tag = ep.new_tag()
+            self._exchange = exchange
         most = self._exchange.ep.config.capacity.max_num_tokens_per_rank
         with self._exchange.giving_up(dtype, tag=self._tag):
             if most < T:

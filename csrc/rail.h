@@ -10,7 +10,7 @@ namespace epmoe {
 // of 4 bytes.
 struct RailSlot {
   int64_t bytes;    // between slots; a multiple of 16
-  int64_t scales;   // offset in bytes, likewise the next three
+  int64_t scales;   // offset in bytes, like the next three
   int64_t ids;      // int32 [K]: experts of the receiving node, -1 where there is none
   int64_t weights;  // float [K]
   int64_t tag;      // RailTag, which counts in the first slot of a slab only
@@ -63,7 +63,7 @@ struct RailPackArgs {
 
 struct RailSumArgs {
   const void* own;       // partial rows of the own node, in dtype, contiguous
-  const void* returned;  // partial rows of the other nodes, likewise
+  const void* returned;  // partial rows of the other nodes, in dtype, contiguous
   DType dtype;
   const int32_t* slots_by_node;
   const int32_t* rows_by_node;  // null: slabs of `slab_rows` rows

@@ -7,8 +7,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "unwrap.h"
-
 namespace epmoe::cuda {
 namespace {
 
@@ -46,11 +44,4 @@ const Library& library() {
   return loaded;
 }
 
-void load_cuda() { library(); }
-
 }  // namespace epmoe::cuda
-
-// Raises what a first tensor on a GPU would. `ExpertParallel` calls it ahead of its first round.
-STABLE_TORCH_LIBRARY_IMPL(epmoe, CompositeExplicitAutograd, library) {
-  library.impl("load_cuda", TORCH_BOX(&epmoe::cuda::load_cuda));
-}

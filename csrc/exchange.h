@@ -60,7 +60,19 @@ struct CombineArgs {
   int64_t T, D;               // of y
   bool send, receive;         // as in DispatchArgs
   const float* row_values_N;  // of a round that returns values: what each pair's row has for it; else null
-  float* pair_values_TK;      // out, likewise: the value of each pair, 0 where it had no row
+  float* pair_values_TK;      // out, with row_values_N: the value of each pair, 0 where it had no row
+};
+
+// What the operators of a round need besides its memory, in a host tensor of int64 that `Descriptors` in
+// epmoe/exchange/descriptors.py writes. The addresses of all R windows follow the struct. One tensor costs the host
+// less than scalar arguments of the operator.
+struct ExchangeDescriptor {
+  ExchangePlan plan;
+  int64_t expert_major, weight_rows, zero_gaps;             // as in DispatchArgs
+  int64_t to_caller, adds_only, returns_values, zero_tail;  // as in DispatchArgs
+  int64_t row_weights, row_values, pair_values;             // addresses, as in DispatchArgs and CombineArgs
+  int64_t timeout_ns;                                       // of each wait
+  int64_t status;  // address of the Status, and on CUDA of the Progress behind it
 };
 
 }  // namespace epmoe

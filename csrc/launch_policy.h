@@ -1,7 +1,8 @@
 // The launch policy of the exchange: which variant of the dispatch or combine kernel a call takes, with how many
-// blocks, threads and bytes of shared memory. Every measured threshold of the exchange stands in this file. The
-// figures behind them are in docs/experiments.md, the variants in docs/kernels.md. No CUDA header: `epmoe plan` prints
-// the policy, and its table is tested, on machines without a GPU.
+// blocks, threads and bytes of shared memory. Every measured threshold of the exchange stands in this file. "Measured"
+// names a round in µs, or one stage if it says so, of DeepSeek-V3's shape on four GPUs unless it names others;
+// docs/experiments.md has the commits. A threshold without a figure has none there. docs/kernels.md lists the variants.
+// No CUDA header: `epmoe plan` prints the policy, and its table is tested, on machines without a GPU.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -32,21 +33,23 @@ constexpr int kMaxSumLines = 2;                                // combine
 // receivers wait for them. 32 blocks saturate NVLink.
 constexpr int32_t kEarlyBlocks = 32;
 
-// Up to two ranks, rows of the LL protocol wait for this GPU's own memory more than for the wire; as measured on 1, 2
-// and 4 GPUs.
+// Up to two ranks, rows of the LL protocol wait for this GPU's own memory more than for the wire. Measured, two GPUs,
+// 512 tokens: the rows cross in 24 µs each way, and the GPU's own reads and writes take 25 to 32 µs.
 constexpr int64_t kLocalBoundRanks = 2;
 
 // Blocks that share a multiprocessor, by the lines that a lane moves at once (0: Simple protocol). Stores that wait for
 // the wire delay the loads of a block on the same multiprocessor. Where rows fill the wire (2 lines and more), each
 // block therefore has a multiprocessor to itself. It then takes more registers than two blocks can have, which keeps a
 // second block away. A launch of one phase alone takes one line: a waiting block must leave registers to the blocks of
-// every other stage.
+// every other stage. Measured: dispatch with all registers at 8 tokens 11.6 (12.5 without); a load beside stores that
+// wait for the wire takes up to 8 µs. Simple protocol at 4096 tokens: 941 with two blocks, 1065 with one.
 constexpr EPMOE_HD int blocks_per_sm(int lines) { return lines > 1 ? 1 : 2; }
 
 // With two blocks of 384 threads a thread has 80 registers, so that waiting for a line spills little; of 512, 64.
 constexpr EPMOE_HD int threads_per_block(int lines) { return lines == 1 ? 384 : kThreads; }
 // dispatch's `__launch_bounds__`. Coarse variants without scales need 96 registers a thread, and have no more where a
-// block seems to have 640 threads. A block thus finds a place beside one of 1024 threads with up to 16 registers each.
+// block seems to have 640 threads. A block thus finds a place next to one of 1024 threads with up to 16 registers each.
+// With 98 registers, dispatch found no place next to a foreign kernel of 132 to 262 blocks of 1024 threads (two GPUs).
 constexpr EPMOE_HD int threads_bound(int lines, bool coarse_plain) {
   return coarse_plain ? 640 : threads_per_block(lines);
 }
@@ -68,7 +71,8 @@ struct Gpu {
 
   // Blocks of a launch of one phase, on `count` multiprocessors: one on each, so that another launch finds room beside
   // it. A launch that waits for ranks takes at most three quarters of the GPU: what the ranks wait for may need more
-  // shared memory than a waiting block leaves, and an SM divides its shared memory anew only when it is idle.
+  // shared memory than a waiting block leaves, and an SM divides its shared memory anew only when it is idle. Measured
+  // on 132 multiprocessors: 132 waiting blocks of 4 KiB keep out a block of 16 KiB; 99 do not.
   int64_t phase_blocks(int64_t count, bool waits) const {
     return waits ? std::clamp<int64_t>(multiprocessors * 3 / 4, 1, count) : count;
   }
@@ -77,15 +81,15 @@ struct Gpu {
 // --- Dispatch ---
 
 struct DispatchLaunch {
-  int64_t recv_lines;  // lines of a row that a receiving lane moves at once (LL); 0: Simple protocol
-  bool coarse;         // senders also move recv_lines lines at once, otherwise one
-  bool exclusive;      // every block has a multiprocessor to itself, also where two would fit
-  int64_t blocks, threads, send_blocks;
-  int64_t notify_blocks;  // after the send blocks: block 0 of them counts, the others send the LL pairs
+  int64_t recv_lines;                    // lines of a row that a receiving lane moves at once (LL); 0: Simple protocol
+  bool coarse;                           // senders also move recv_lines lines at once, otherwise one
+  bool exclusive;                        // every block has a multiprocessor to itself, also where two would fit
+  int64_t blocks, threads, send_blocks;  // threads of a block
+  int64_t notify_blocks;                 // after the send blocks: block 0 of them counts, the others send the LL pairs
   int64_t send_offset_entries, source_offset_entries;  // tables in shared memory; 0: too large for it
   int64_t row_chunks, chunk_bytes;                     // of a row of x (Simple)
   int64_t tokens_per_release;                          // Simple
-  int64_t shared_bytes;
+  int64_t shared_bytes;                                // dynamic, of a block
 };
 
 inline bool dispatch_uses_ll(const ExchangePlan& plan, const DispatchArgs& args) {
@@ -96,7 +100,9 @@ inline int64_t wire_row_bytes(const ExchangePlan& plan, const DispatchArgs& args
 }
 
 // Up to 8 tokens, in launches of one phase and on one multiprocessor: one line. More tokens: as many lines as the
-// registers hold, or two where warps would idle, or where, up to 128 tokens, some warps would go twice.
+// registers hold, or two where warps would idle, or where, up to 128 tokens, some warps would go twice. Measured: two
+// lines from 9 tokens on take 12.6 at 16 tokens (13.4 with one). Of fp8 rows four lines take 53 at 512 tokens, two
+// lines 50 (two GPUs, rank-major).
 inline int dispatch_recv_lines(const ExchangePlan& plan, const DispatchArgs& args, int64_t T, int64_t sms) {
   constexpr int64_t kMaxOneLineTokens = 8, kMaxUnevenTokens = 128;
   if (!dispatch_uses_ll(plan, args)) return 0;
@@ -112,7 +118,9 @@ inline int dispatch_recv_lines(const ExchangePlan& plan, const DispatchArgs& arg
 
 // Of `blocks`, those that send first (LL). Up to two ranks, by what a token's row costs a receiver, which reads R rows,
 // re-arms R slots and writes K rows, rank-major R; a sender also quantizes, for its own rank too, unless the rows are
-// in the format already.
+// in the format already. Measured: by cost 26.5 at 128 tokens on two GPUs (29.2 with a fixed share). With fp8 3/8 here
+// and 9/16 in combine take 33.0 at 128 tokens (34.5 before). A quarter is too few for 64 or 512 tokens; a fifth takes
+// 42.0 at 128 (40.5 with a quarter).
 inline int64_t dispatch_send_share(const ExchangePlan& plan, const DispatchArgs& args, int64_t blocks) {
   bool quantizes = wire(plan.payload_format).quantizes(args.dtype);
   int64_t T = args.T, sending = quantizes ? 8 : 3;
@@ -154,7 +162,8 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
     receivers = ceil_div(plan.R * T * num_chunks(row_bytes, lines), warps);
   }
   if (!lines && both_phases && plan.R == kLocalBoundRanks && !gpu.is_scarce(sms)) {
-    // In eighths, as measured on two GPUs: rank-major, receivers move no rows; short rows need more senders.
+    // In eighths: rank-major, receivers move no rows; short rows need more senders. Measured on two H200 at 4096
+    // tokens: 5/8 for expert-major bf16 rows, 7/8 for rank-major rows up to 8 KiB.
     constexpr int64_t kShortRow = 8 << 10;
     share = most * ((args.expert_major ? 5 : 6) + (wire_row_bytes(plan, args) <= kShortRow)) / 8;
   }
@@ -170,7 +179,8 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
     launch.chunk_bytes = ceil_div(ceil_div(x_bytes, chunks), kStep) * kStep;
     launch.row_chunks = ceil_div(x_bytes, launch.chunk_bytes);
     // The releases of one multiprocessor wait for each other. It shows where few multiprocessors send all rows, or
-    // where rows are short.
+    // where rows are short. Measured: a release takes about 4 µs, whatever was sent since the last one. Dispatch of fp8
+    // rows at 4096 tokens takes 263 with two tokens to a release, 267 with four, 277 before.
     constexpr int64_t kReleaseBytes = 16 << 10;
     int64_t short_rows = std::clamp<int64_t>(kReleaseBytes / wire_row_bytes(plan, args), 1, kMaxTokensPerRelease);
     int64_t most_at_once = gpu.is_scarce(sms) ? kMaxTokensPerRelease : short_rows;
@@ -196,11 +206,13 @@ struct CombineLaunch {
   bool coarse;         // receivers also sum send_lines lines at once, otherwise one; senders have four pairs in flight
   bool own;            // receivers make the sums for tokens of this rank, so that these do not travel
   bool forwards;       // one warp of each block forwards rows that need no sums
-  int64_t blocks, threads, send_blocks;
-  int64_t team;  // warps that send a row together (Simple)
-  int64_t shared_bytes;
+  int64_t blocks, threads, send_blocks;  // threads of a block
+  int64_t team;                          // warps that send a row together (Simple)
+  int64_t shared_bytes;                  // dynamic, of a block
 };
 
+// Measured: two lines from 35 tokens on, of 28 chunks each, take 13.1 at 48 tokens (14.6 with one up to 64). With fp8
+// back, two lines and seven tenths that send take 49.2 at 256 tokens (52.4 before).
 inline int combine_send_lines(const ExchangePlan& plan, const CombineArgs& args, int64_t row_bytes) {
   constexpr int64_t kMaxOneLineChunks = 960;  // chunks of one line a lane
   if (args.T > plan.ll_max_tokens) return 0;
@@ -212,7 +224,9 @@ inline int combine_send_lines(const ExchangePlan& plan, const CombineArgs& args,
 
 // Of `blocks`, those that send first (LL). Up to two ranks, by what a token's row costs the sender, which reads K rows
 // and writes R sums, and the receiver, which reads and re-arms R sums and writes one row. `own` as in CombineLaunch:
-// then, expert-major, two fifths, as measured with 1 to 10 experts a token, since senders look at empty slots, too.
+// then, expert-major, two fifths, since senders look at empty slots, too. Measured, two H100, Llama 4 (top-1), 1024
+// tokens: 32 / 40 / 48 / 56 / 64 / 80 of 132 blocks take 55.3 / 53.4 / 52.5 / 51.6 / 52.0 / 52.1. On four GPUs two
+// fifths take 24.7 at 64 tokens (26.2 with half).
 inline int64_t combine_send_share(const ExchangePlan& plan, const CombineArgs& args, int64_t blocks, int lines,
                                   bool own) {
   int64_t T = args.T;
@@ -242,7 +256,9 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
       args.rows && !args.expert_major && !traits.has_scales() && !lines && gpu.major >= 9 && gpu.is_scarce(sms);
   // Not with scales: 256 tokens lose what 1024 gain.
   bool coarse = lines > 1 && plan.R <= kLocalBoundRanks && !traits.has_scales();
-  // Own sums spare the senders more than they cost the receivers, except from one to 2.5 items a warp.
+  // Own sums spare the senders more than they cost the receivers, except from one to 2.5 items a warp. Measured on two
+  // H200, rank-major bf16, at 64 / 128 / 512 tokens: 14.1 / 20.0 / 53.0, and 14.2 / 20.1 / 57.8 without. Within one to
+  // two items (128 tokens) own sums take 1.1 to 1.4 more.
   int64_t items = coarse ? 2 * T * num_chunks(row_bytes, lines) : 0, all_warps = sms * kWarps;
   bool own = coarse && (items <= all_warps || items * 2 > all_warps * 5);
   int64_t threads = threads_per_block(lines), warps = threads / 32;
@@ -263,11 +279,13 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
     bool sums_dominate = args.expert_major && plan.K > 2 * plan.R;  // summing takes longer than the wire
     if (rows_per_team > 64) share = most * 11 / 12;
     if (rows_per_team > 64 || sums_dominate) team = 2;
-    if (rows_per_team > 1 && plan.R == kLocalBoundRanks && !gpu.is_scarce(sms)) {  // as measured on two GPUs
+    // Measured on two H200 at 4096 tokens: 7/8 expert-major, 3/4 rank-major with a warp for each 4 KiB of a row.
+    if (rows_per_team > 1 && plan.R == kLocalBoundRanks && !gpu.is_scarce(sms)) {
       constexpr int64_t kWarpBytes = 4 << 10;
       share = most * (args.expert_major ? 7 : 6) / 8;
       if (!args.expert_major) team = row_bytes <= kWarpBytes ? 1 : row_bytes <= 2 * kWarpBytes ? 2 : 4;
     }
+    // Measured, fp8, 4096 tokens, combine: one warp a row takes 305, four warps that wait for each other 330.
     if (traits.has_scales() && num_slots > share * warps * 4) team = 1;
   }
   if (plan.combine_team)

@@ -13,19 +13,6 @@ namespace {
 // The phases of a stage that one operator runs.
 enum class Phase { kSendRecv, kSend, kRecv };
 
-// What both stages of a round need beside its memory, in a host tensor of int64 that `Descriptors` in
-// epmoe/exchange/descriptors.py writes. The addresses of all R windows follow the struct. One tensor costs the host
-// less than scalar arguments of the operator.
-struct ExchangeDescriptor {
-  ExchangePlan plan;
-  int64_t expert_major, weight_rows, zero_gaps;  // as in DispatchArgs
-  int64_t to_caller, adds_only, returns_values;  // likewise
-  int64_t zero_tail;                             // likewise
-  int64_t row_weights, row_values, pair_values;  // addresses, as in DispatchArgs and CombineArgs
-  int64_t timeout_ns;                            // of each wait
-  int64_t status;                                // address of the Status, and on CUDA of the Progress behind it
-};
-
 const ExchangeDescriptor& parsed(const Tensor& descriptor) {
   constexpr int64_t kFields = sizeof(ExchangeDescriptor) / sizeof(int64_t);
   STD_TORCH_CHECK(!descriptor.is_cuda(), "`descriptor` must be on the host");

@@ -5,13 +5,6 @@
 namespace epmoe {
 namespace {
 
-// What all calls of one rank share, in a host tensor of int64 that `RailMemory` in epmoe/rail/memory.py writes.
-struct RailDescriptor {
-  int64_t E, copies, rank, node, num_nodes;
-  WireFormat format;
-  RailSlot slot;
-};
-
 const RailDescriptor& parsed(const Tensor& descriptor) {
   constexpr int64_t kFields = sizeof(RailDescriptor) / sizeof(int64_t);
   STD_TORCH_CHECK(!descriptor.is_cuda(), "`descriptor` must be on the host");

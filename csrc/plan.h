@@ -1,6 +1,6 @@
 // The memory of the exchange as the kernels see it. epmoe/exchange/memory.py computes every size and offset once and
-// hands them over as int64, in the order of the fields of `ExchangePlan` (`SIZES` and `OFFSETS` there; a test compares
-// the names). docs/protocol.md has the map of the window: writer, reader, signal and re-arming of each buffer.
+// hands them over as int64, by the names of the fields of `ExchangePlan` (csrc/ops_layouts.cpp reports them).
+// docs/protocol.md has the map of the window: writer, reader, signal and re-arming of each buffer.
 #pragma once
 #include <cstddef>
 
@@ -25,7 +25,7 @@ struct ExchangePlan {
   int64_t copies;     // columns of table_copies: the most copies that a logical expert has; of quotas, a multiple of 4
   int64_t max_rows;   // N: expert-major rows that fit
   int64_t alignment;  // rows: an expert's segment starts at a multiple of it
-  int64_t ll_alignment;          // likewise in rounds whose sources all use the LL protocol; divides `alignment`
+  int64_t ll_alignment;          // the alignment in rounds whose sources all use the LL protocol; divides `alignment`
   WireFormat payload_format;     // of rows that dispatch sends
   WireFormat combine_format;     // of rows that combine sends
   int64_t x_stride_bytes;        // between slots of recv_x
@@ -39,7 +39,7 @@ struct ExchangePlan {
   int64_t num_sms;              // multiprocessors that a kernel may use, at most
   int64_t ll_max_tokens;        // tokens of a call up to which its source uses the LL protocol: slots of an ll_ slab
   int64_t ll_row_stride_bytes;  // between slots of ll_rows: the row and its scales
-  int64_t ll_sum_stride_bytes;  // between slots of ll_sums, likewise
+  int64_t ll_sum_stride_bytes;  // between slots of ll_sums: the sum and its scales
   int64_t dispatch_senders;     // blocks of dispatch that start as senders; 0: the launch policy chooses
   int64_t combine_senders;      // blocks of combine that start as senders; 0: the launch policy chooses
   int64_t combine_team;         // warps of combine that send a row together; 0: the launch policy chooses
@@ -55,8 +55,8 @@ struct ExchangePlan {
   int64_t recv_ids;         // int32 [R, M, K]: physical experts, with recv_x
   int64_t recv_weights;     // float [R, M, K]: with recv_x; on the CPU combine send reads them too
   int64_t combine_rows;     // partial rows [R, M, D]: combine send -> combine receive
-  int64_t combine_scales;   // float [R, M, combine_scale_blocks]: with combine_rows, likewise
-  int64_t combine_values;   // a value of each pair [R, M, K], CPU: float, CUDA: words; with combine_rows, likewise
+  int64_t combine_scales;   // float [R, M, combine_scale_blocks]: with combine_rows, in formats with scales
+  int64_t combine_values;   // a value of each pair [R, M, K], CPU: float, CUDA: words; with combine_rows
   // CUDA only.
   int64_t recv_flags;     // uint32 [R, M]: the epoch whose row is in the slot, Simple protocol
   int64_t recv_ordinals;  // int32 [R, M, K]: ordinal of the pair in (source, expert), or its final row with bit 31 set
@@ -124,8 +124,10 @@ struct Progress {
 
 // A tag has 15 bits. Ranks that open a round with other tags are in other layers.
 constexpr int32_t kMaxTag = (1 << 15) - 1;
+// Dispatch on CUDA sends the number of an LL call's tokens in so many bits (cuda/dispatch/block.cuh).
+constexpr int kLLTokenBits = 11;
 
-// What went wrong, for the host: int64 each, in the order of `epmoe.exchange.health.STATUS`. It lies in host memory
+// What went wrong, for the host. It lies in host memory
 // (pinned on CUDA); kernels write it, and the host looks at it without synchronising. Only the CPU's host clears
 // `code`.
 struct Status {
@@ -170,15 +172,11 @@ struct RoundState {
   // They lie on separate cache lines, because many warps claim from different queues at once.
   alignas(64) int32_t send_queue[2];  // items to send
   alignas(64) int32_t recv_queue[2];  // items to receive
-  alignas(64) int32_t ll_queue[2];    // LL items beside the Simple ones: dispatch receives them, combine sends them
+  alignas(64) int32_t ll_queue[2];    // LL items besides the Simple ones: dispatch receives them, combine sends them
   Progress progress;                  // CPU only
   alignas(64) int32_t started[2];     // blocks that send, and have started
   int32_t receiving[2];               // blocks that may write outputs: they have begun to receive
   Status failure;                     // as reported to the host; every later kernel repeats it
 };
-static_assert(sizeof(RoundState) == 448 && offsetof(RoundState, latched) == 8 && offsetof(RoundState, progress) == 200);
-// The host looks at these to tell a kernel that has not begun (epmoe/exchange/unscheduled.py).
-static_assert(offsetof(RoundState, phases) == 12 && offsetof(RoundState, done) == 48);
-static_assert(offsetof(RoundState, receiving) == 328);
 
 }  // namespace epmoe

@@ -10,7 +10,7 @@ namespace epmoe {
 // of 4 bytes.
 struct RailSlot {
   int64_t bytes;    // between slots; a multiple of 16
-  int64_t scales;   // offset in bytes, as are the next three
+  int64_t scales;   // offset in bytes, like the next three
   int64_t ids;      // int32 [K]: experts of the receiving node, -1 where there is none
   int64_t weights;  // float [K]
   int64_t tag;      // RailTag, which counts in the first slot of a slab only
@@ -63,7 +63,7 @@ struct RailPackArgs {
 
 struct RailSumArgs {
   const void* own;       // partial rows of the own node, in dtype, contiguous
-  const void* returned;  // partial rows of the other nodes, in the same form
+  const void* returned;  // partial rows of the other nodes, in dtype, contiguous
   DType dtype;
   const int32_t* slots_by_node;
   const int32_t* rows_by_node;  // null: slabs of `slab_rows` rows
@@ -99,6 +99,13 @@ struct RailTagsArgs {
   int32_t slabs;
   RailTag want;
   int64_t* differing;  // out, in host memory: the number + 1 of the first slab that differs, otherwise as it was
+};
+
+// What all calls of one rank share, in a host tensor of int64 that `RailMemory` in epmoe/rail/memory.py writes.
+struct RailDescriptor {
+  int64_t E, copies, rank, node, num_nodes;
+  WireFormat format;
+  RailSlot slot;
 };
 
 }  // namespace epmoe

@@ -49,11 +49,12 @@ def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str
     eps = expert_parallels(module)
     with naming("full_state_dict", eps):
         with together(eps):
-            layers, state = expert_layers(module), module.state_dict()
+            layers = expert_layers(module)
+            state = module.state_dict()
             for layer in layers:
                 if layer.ep.size > 1 and layer.ep.group is None:
                     raise EPStateError("this ExpertParallel is closed: its ranks have no group any more")
-                _ = layer.held  # raises while experts move
+                layer.ep.logical_experts(layer.tag)  # raises here, where all ranks hear of it, while experts move
         state = _whole(state)
         for layer in layers:
             for name in layer.names:
@@ -75,7 +76,7 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> No
 
     Args:
         module: a layer or a model.
-        state_dict: of `full_state_dict`, or with the same keys and shapes.
+        state_dict: what `full_state_dict` returned, or a dict with the same keys and shapes.
 
     Raises:
         TypeError: a layer has other experts than `GroupedExperts`.
@@ -83,7 +84,8 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> No
         RuntimeError: torch's, for missing or unexpected keys and for shapes.
     """
     module = _unwrapped(module)
-    local, own = dict(state_dict), module.state_dict()
+    local = dict(state_dict)
+    own = module.state_dict()
     for layer in expert_layers(module):
         E = layer.ep.placement.num_experts
         if layer.extra in local and (got := local[layer.extra].tolist()) != list(range(E)):
@@ -111,7 +113,7 @@ def sharded_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer | Non
 
     Args:
         module: a layer or a model.
-        optimizer: of its parameters, whose state is then there, too, under keys such as
+        optimizer: optimises parameters of the module. Its state then has keys such as
             `optimizer.state.experts.7.w_down.exp_avg`.
 
     Returns:
@@ -132,13 +134,13 @@ def save(module: nn.Module, folder: str | os.PathLike[str], optimizer: torch.opt
     Args:
         module: a layer or a model.
         folder: which all ranks see.
-        optimizer: of the parameters of the module, to save its state, too.
+        optimizer: optimises parameters of the module. Its state is saved, too.
 
     Raises:
         TypeError: a layer has other experts than `GroupedExperts`.
         ValueError: nothing says to which `ExpertParallel` some `GroupedExperts` belong.
         EPStateError: see `full_state_dict`.
-        EPTimeoutError: likewise; ranks may be as far apart when they have written.
+        EPTimeoutError: see `full_state_dict`. Ranks may be as far apart when they have written.
     """
     import torch.distributed.checkpoint as dcp  # takes most of a second
 
@@ -156,13 +158,13 @@ def load(module: nn.Module, folder: str | os.PathLike[str], optimizer: torch.opt
     Args:
         module: a layer or a model, with memory: `to_empty` first if it is on the meta device.
         folder: as for `save`.
-        optimizer: of the parameters of the module, to load its state, too.
+        optimizer: optimises parameters of the module. Its state is loaded, too.
 
     Raises:
         TypeError: a layer has other experts than `GroupedExperts`.
         ValueError: nothing says to which `ExpertParallel` some `GroupedExperts` belong.
         EPStateError: see `full_state_dict`.
-        EPTimeoutError: likewise; ranks may be as far apart when they have read.
+        EPTimeoutError: see `full_state_dict`. Ranks may be as far apart when they have read.
         CheckpointException: torch's, for missing keys and for shapes, on all ranks.
     """
     import torch.distributed.checkpoint as dcp
@@ -171,7 +173,8 @@ def load(module: nn.Module, folder: str | os.PathLike[str], optimizer: torch.opt
     eps = expert_parallels(module)
     with naming("load", eps), all_ranks(eps) as peers:
         with peers.together():
-            layers, state = expert_layers(module), _state_of(module, optimizer)
+            layers = expert_layers(module)
+            state = _state_of(module, optimizer)
             sharded = _shard(layers, state)
         with peers.waiting():
             dcp.load(sharded, checkpoint_id=folder, process_group=peers.group)
@@ -244,17 +247,20 @@ def _shard(layers: list[ExpertLayer], state: Mapping[str, Any]) -> dict[str, Any
 
 
 def _whole(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Without FSDP's shards."""
+    """The state with whole tensors in place of FSDP's shards."""
     return {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()}
 
 
 def _gather(local: Tensor, layer: ExpertLayer, cpu_offload: bool) -> Tensor:
     """All experts [E, …] from those of each rank [e, …]. With `cpu_offload`, ranks other than 0 get nothing of use."""
-    ep, placement, peers = layer.ep, layer.ep.placement, peers_of(layer.ep)
-    rows = placement.num_experts if ep.rank == 0 or not cpu_offload else 1  # one is enough to send from
+    ep = layer.ep
+    peers = peers_of(ep)
+    num_experts = ep.placement.num_experts
+    rows = num_experts if ep.rank == 0 or not cpu_offload else 1  # one is enough to send from
     full = torch.empty(rows, *local.shape[1:], dtype=local.dtype)
-    for x in range(placement.num_experts):
-        (owner, index), row = ep.holder(x, layer.tag), full[x % rows]
+    for x in range(num_experts):
+        owner, index = ep.holder(x, layer.tag)
+        row = full[x % rows]
         if owner == ep.rank:
             row.copy_(local[index])
         (peers.to_first if cpu_offload else peers.broadcast)(row, owner)

@@ -48,7 +48,7 @@ class MoELayer(nn.Module):
     gradients of 0. Padding has no effect on any gradient, whatever it holds.
 
     Args:
-        ep: of the group whose ranks hold the experts.
+        ep: the `ExpertParallel` whose ranks hold the experts.
         router_weight: fp32, fp16 or bf16 [E, D], of which the layer makes a parameter.
         experts: maps rows [N, D], expert_offsets int32 [e+1] and scales (fp32 [N, D/128] with an fp8 payload, otherwise
             None) to outputs [N, D] in x's dtype, as `GroupedExperts` does.
@@ -57,13 +57,13 @@ class MoELayer(nn.Module):
         logit_bias: [E] in the dtype of `router_weight`, a parameter, added to the logits, as gpt-oss's router does.
             `routing.logit_bias` asks for it.
         shared: maps the tokens [T, D] to what is added to y [T, D], such as shared experts. On a GPU a call without
-            gradients runs it on a stream of its own beside the exchange and the routed experts.
+            gradients runs it on a stream of its own, at the same time as the exchange and the routed experts.
         apply_router_weight_on_input: see `ExpertParallel.dispatch`; by default the config's `experts.weights_on_input`.
         layer_id: the number by which compiled and exported programs name the layer, by default the first free one. It
             is the `tag` of the layer's rounds, modulo 32768; by default, layers of an `ep` number themselves in the
             order in which they are made, which must be the same on all ranks.
-        num_rows: of calls with gradients, see `TrainingExchange.dispatch`.
-        exchange: of calls with gradients, over `ep`; by default a `TrainingExchange` of the layer's own.
+        num_rows: the rows of a call with gradients, see `TrainingExchange.dispatch`.
+        exchange: carries calls with gradients over `ep`; by default the layer makes a `TrainingExchange`.
 
     Raises:
         TypeError: an argument has another type or dtype.
@@ -121,7 +121,10 @@ class MoELayer(nn.Module):
         if exchange is not None and exchange.ep is not ep:
             raise ValueError("`exchange` must be over `ep`")
         super().__init__()
-        self.ep, self.experts, self.shared, self.num_rows = ep, experts, shared, num_rows
+        self.ep = ep
+        self.experts = experts
+        self.shared = shared
+        self.num_rows = num_rows
         self.apply_router_weight_on_input = bool(apply_router_weight_on_input or on_input)
         self.recorder: Callable[[Routes], object] | None = None
         """Is called with the `Routes` of each call, before dispatch."""
@@ -149,10 +152,10 @@ class MoELayer(nn.Module):
         """A layer from the weights of all E logical experts, of which it copies this rank's to the device of `ep`.
 
         Args:
-            ep: of the group, as for `MoELayer`.
+            ep: see `MoELayer`.
             router_weight: [E, D], on any device.
             w_gate_up: [E, 2F, D], on any device.
-            w_down: [E, D, F], likewise.
+            w_down: [E, D, F], on any device.
             options: other arguments of `MoELayer`, whose tensors may be on any device, and of `GroupedExperts`, whose
                 tensors, which are scales and biases, have a row for each of the E experts. What the experts compute is
                 by default as in the config.
@@ -162,7 +165,7 @@ class MoELayer(nn.Module):
 
         Raises:
             TypeError: see `MoELayer` and `GroupedExperts`.
-            ValueError: likewise, or a tensor has not E rows.
+            ValueError: see `MoELayer` and `GroupedExperts`; or a tensor has not E rows.
         """
         E = ep.placement.num_experts
         of_layer = {name: _on(ep.device, options.pop(name)) for name in _OPTIONS if name in options}
@@ -190,10 +193,10 @@ class MoELayer(nn.Module):
         Shared experts are not read: load their module as the model does, and give it as `shared`.
 
         Args:
-            ep: of the group, as for `MoELayer`.
+            ep: see `MoELayer`.
             folder: with the checkpoint.
             block: the name of the MoE block in the model, such as "model.layers.3.mlp".
-            router_dtype: of the router, by default that of `SafetensorsFolder.router`.
+            router_dtype: the dtype of the router, by default that of `SafetensorsFolder.router`.
             options: other arguments of `MoELayer` and of `GroupedExperts`, such as `shared` or `gemm`. What the experts
                 compute is by default as in the config.
 
@@ -202,7 +205,7 @@ class MoELayer(nn.Module):
 
         Raises:
             TypeError: see `MoELayer` and `GroupedExperts`.
-            ValueError: likewise, or the checkpoint has no such block, or it has another format.
+            ValueError: see `MoELayer` and `GroupedExperts`; or the checkpoint has no such block, or has another format.
         """
         router: dict[str, Any] = {name: _on(ep.device, value) for name, value in folder.router(block).items()}
         for name in ("router_weight", "logit_bias"):
@@ -274,19 +277,18 @@ class MoELayer(nn.Module):
                 y, routes = between_graphs(self._with_gradients, x, num_tokens, routing)
             else:
                 y, routes = self._with_gradients(x, num_tokens, routing)
-            return (y, routes) if return_routing else y
-        if compiles:
-            x_TD, first, weights_TK = self._routed(x, routing)
-            return opaque.moe(self, x_TD, first, weights_TK, num_tokens, padded_tokens).view(x.shape).to(x.dtype)
-        with self._giving_up(x, None if routing is None else routing[0]):
-            y_TD, routes = self._serve(*self._routed(x, routing), num_tokens, padded_tokens)
-        y = y_TD.view(x.shape)
+        elif compiles:
+            y = opaque.moe(self, *self._routed(x, routing), num_tokens, padded_tokens)
+        else:
+            with self._giving_up(x, None if routing is None else routing[0]):
+                y, routes = self._serve(*self._routed(x, routing), num_tokens, padded_tokens)
+        y = y.view(x.shape)
         if y.dtype is not x.dtype:
             y = y.to(x.dtype)
         return (y, routes) if return_routing else y
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits [T, E] of tokens [T, D], in the dtype of `router_weight`; with gradients, as of `forward`."""
+        """Logits [T, E] of tokens [T, D], in the dtype of `router_weight`. They have gradients by torch's own rule."""
         with without_autocast(x.device):
             return F.linear(x.to(self.router_weight.dtype), self.router_weight, self.logit_bias)
 
@@ -305,7 +307,7 @@ class MoELayer(nn.Module):
             routing: logits [T, E] for `ExpertParallel.route` if `weights_TK` is None, otherwise ids [T, K].
             weights_TK: [T, K], or None.
             num_tokens: see `forward`, whose errors it raises.
-            padded_tokens: likewise.
+            padded_tokens: see `forward`.
 
         Returns:
             y [T, D] in the dtype of x.
@@ -321,8 +323,10 @@ class MoELayer(nn.Module):
         num_tokens: int | Tensor | None,
         padded_tokens: int | None,
     ) -> tuple[Tensor, Routes]:
-        experts, shared_experts, on_input = self.experts, self.shared, self.apply_router_weight_on_input
-        ids_TK, logits_TE = routing, None
+        experts = self.experts
+        shared_experts = self.shared
+        ids_TK = routing
+        logits_TE = None
         if weights_TK is None:
             logits_TE = routing
             ids_TK, weights_TK = self.ep.route(routing, bias=self.bias, num_tokens=num_tokens)
@@ -332,7 +336,7 @@ class MoELayer(nn.Module):
         start = None if shared_experts is None else mark(x_TD.device)
         d = self.ep.dispatch(
             x_TD, ids_TK, weights_TK, num_tokens=num_tokens, padded_tokens=padded_tokens, tag=self.tag,
-            apply_router_weight_on_input=on_input, aligned=self._aligned,
+            apply_router_weight_on_input=self.apply_router_weight_on_input, aligned=self._aligned,
         )  # fmt: skip
         # Not before dispatch, whose blocks get multiprocessors first.
         shared = None if shared_experts is None else Beside(start, shared_experts, x_TD)
@@ -349,6 +353,7 @@ class MoELayer(nn.Module):
     def _with_gradients(
         self, x: Tensor, num_tokens: int | Tensor | None, routing: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Routes]:
+        """y [T, D] in the dtype of the experts, with gradients."""
         exchange = self._exchange
         if isinstance(exchange, ValueError):
             raise RuntimeError(
@@ -378,7 +383,8 @@ class MoELayer(nn.Module):
                 )
                 sent_TK = ids_TK.masked_fill(weights_TK == 0, -1)  # as in serving; they have no gradients either
             else:
-                sent_TK, weights_TK = ids_TK, _ = routing
+                ids_TK, weights_TK = routing
+                sent_TK = ids_TK
             routed = exchange.dispatch(
                 x_TD, sent_TK, weights_TK, weights_on=weights_on, num_rows=self.num_rows, num_tokens=num_tokens,
                 tag=self.tag,
@@ -386,17 +392,20 @@ class MoELayer(nn.Module):
             routes = Routes(ids_TK, weights_TK, logits_TE, routed.tokens_per_expert)
             if self.recorder is not None:
                 self.recorder(routes)
-            rows_ND, of_both = routed.rows, {"row_weights": routed.row_weights} if weights_on == "both" else {}
+            rows_ND = routed.rows
+            of_both = {"row_weights": routed.row_weights} if weights_on == "both" else {}
             if on_input and routed.row_weights is not None:
                 rows_ND = (rows_ND.float() * routed.row_weights[:, None]).to(rows_ND.dtype)
             y_TD = exchange.combine(self.experts(rows_ND, routed.expert_offsets, None, **of_both), routed)
         if self.shared is not None:
-            x_TD, padding = self._without_padding(x_TD, num_tokens)
-            y_TD = y_TD + self.shared(x_TD)
-            y_TD = y_TD if padding is None else y_TD.masked_fill(padding, 0)
+            if num_tokens is None:
+                y_TD = y_TD + self.shared(x_TD)
+            else:
+                padding = (torch.arange(len(x_TD), device=x_TD.device) >= num_tokens)[:, None]  # it may hold anything
+                y_TD = (y_TD + self.shared(x_TD.masked_fill(padding, 0))).masked_fill(padding, 0)
         if self._propagates and logits_TE is not None:
             y_TD = y_TD.masked_fill(self._undefined(ids_TK, logits_TE), torch.nan)
-        return y_TD.view(x.shape).to(x.dtype), routes
+        return y_TD, routes
 
     @torch.inference_mode()
     def warmup(self, tokens: Iterable[int]) -> None:
@@ -405,12 +414,13 @@ class MoELayer(nn.Module):
         A line of the logger "epmoe" says how far it is. On a GPU each number of tokens is captured, too.
 
         Args:
-            tokens: of this rank: the T of the calls to come; as many numbers on all ranks.
+            tokens: the T of this rank's calls to come; as many numbers on all ranks.
         """
         wanted = list(tokens)
         for i, T in enumerate(wanted):
             start = time.perf_counter()
-            D, dtype = self.ep.config.model.hidden_size, self._dtypes()[0]
+            D = self.ep.config.model.hidden_size
+            dtype = self._dtypes()[0]
             x = torch.randn(T, D, device=self.ep.device).to(dtype)
             self(x)
             if x.is_cuda:
@@ -443,22 +453,25 @@ class MoELayer(nn.Module):
         return isinstance(experts, GroupedExperts) and experts.alignment > 1
 
     def _routed(self, x: Tensor, routing: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x [T, D] and its logits [T, E], or the given routing. Raises what `forward` does before anything is sent."""
+        """x [T, D] and its logits [T, E], or the given routing."""
         x_TD = self._checked(x)
         if routing is not None:
             return x_TD, *routing
         return x_TD, self.logits(x_TD), None
 
     def _checked(self, x: Tensor) -> Tensor:
-        """x [T, D] in the dtype of the experts."""
-        model, device, experts = self.ep.config.model, self.ep.device, self.experts
+        """x as [T, D] in the dtype of the experts. Raises what `forward` does before anything is sent."""
+        model = self.ep.config.model
+        device = self.ep.device
+        experts = self.experts
         ours = experts if isinstance(experts, GroupedExperts) else None
         if ours is not None and ours.is_fp8 and self.ep.config.alignment % ours.alignment:
             raise ValueError(  # in bf16 torch's GEMM takes the segments
                 f"`capacity.alignment` must be a multiple of {ours.alignment}, or unset, got "
                 f"{self.ep.config.alignment}: the experts' GEMM is DeepGEMM's, whose segments start there"
             )
-        D, dtypes = model.hidden_size, self._dtypes() if ours is None else [ours.dtype]
+        D = model.hidden_size
+        dtypes = self._dtypes()
         fits = isinstance(x, Tensor) and x.dim() in (2, 3) and x.shape[-1] == D
         casts = fits and x.dtype not in dtypes and x.dtype in FLOATS and torch.is_autocast_enabled(device.type)
         if not fits or x.dtype not in dtypes and not casts:
@@ -479,18 +492,14 @@ class MoELayer(nn.Module):
         return x_TD
 
     def _dtypes(self) -> list[torch.dtype]:
-        """Of x."""
+        """The dtypes that x may have. The first is the widest."""
         experts = self.experts
-        if isinstance(experts, GroupedExperts):
-            return [experts.dtype]
-        return self._dtypes_of_config
+        return [experts.dtype] if isinstance(experts, GroupedExperts) else self._dtypes_of_config
 
     def _dtype_of(self, x: object) -> torch.dtype:
-        """Of the tokens that the other ranks bring to this layer's round, if x may be wrong."""
-        experts = self.experts
-        if isinstance(experts, GroupedExperts):
-            return experts.dtype
-        return x.dtype if isinstance(x, Tensor) and x.dtype in self._dtypes() else self._dtype or self._dtypes()[0]
+        """The dtype of the tokens that the other ranks bring to this layer's round. x may be wrong."""
+        dtypes = self._dtypes()
+        return x.dtype if isinstance(x, Tensor) and x.dtype in dtypes else self._dtype or dtypes[0]
 
     def _undefined(self, ids_TK: Tensor, logits_TE: Tensor) -> Tensor:
         """bool [T, 1]: real tokens whose scores are undefined."""
@@ -498,13 +507,6 @@ class MoELayer(nn.Module):
         largest = logits_TE.detach().amax(1, keepdim=True)  # NaN where any is; −Inf alone costs an expert only itself
         is_sigmoid = self.ep.config.routing.scoring == "sigmoid"
         return real & (largest.isnan() if is_sigmoid else ~largest.isfinite())
-
-    def _without_padding(self, x_TD: Tensor, num_tokens: int | Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """x with zeros in its padding, which may hold anything, and bool [T, 1]: where that is."""
-        if num_tokens is None:
-            return x_TD, None
-        padding = (torch.arange(len(x_TD), device=x_TD.device) >= num_tokens)[:, None]
-        return x_TD.masked_fill(padding, 0), padding
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         for child in self.children() if recurse else ():
@@ -522,7 +524,8 @@ class MoELayer(nn.Module):
         twin = self.__new__(type(self))
         memo |= {id(shared): shared for shared in (self.ep, self.order, self._exchange)} | {id(self): twin}
         twin.__dict__.update(copy.deepcopy(self.__dict__ | {"recorder": None}, memo))
-        twin.layer_id, twin.tag = opaque.register(twin), self.ep.new_tag(owner=twin)
+        twin.layer_id = opaque.register(twin)
+        twin.tag = self.ep.new_tag(owner=twin)
         twin._let_experts_move()
         return twin
 
@@ -535,7 +538,7 @@ _OPTIONS = ("bias", "logit_bias", "shared", "apply_router_weight_on_input", "lay
 
 
 def _exchange_of(ep: ExpertParallel) -> TrainingExchange | ValueError:
-    """For calls with gradients, or why there are none."""
+    """What carries calls with gradients, or why there can be none."""
     try:
         return TrainingExchange(ep)
     except ValueError as error:
@@ -544,7 +547,8 @@ def _exchange_of(ep: ExpertParallel) -> TrainingExchange | ValueError:
 
 def _check_experts(ep: ExpertParallel, experts: GroupedExperts) -> None:
     """Raises ValueError unless the experts are those of this rank and compute what the config says."""
-    D, config = ep.config.model.hidden_size, ep.config.experts
+    D = ep.config.model.hidden_size
+    config = ep.config.experts
     if (got := experts.w_down.shape[:2]) != (ep.num_local_experts, D):
         held = f"the {ep.num_local_experts} of this rank, with D={D}"
         raise ValueError(f"`experts` must be {held}, got {got[0]} with D={got[1]}")
@@ -557,7 +561,7 @@ def _check_experts(ep: ExpertParallel, experts: GroupedExperts) -> None:
 
 
 def _weights_of(layer: MoELayer) -> Weights:
-    """What `ExpertParallel.replace` takes as `weights`. It does not keep the layer alive."""
+    """The function that `ExpertParallel.replace` takes as `weights`. It does not keep the layer alive."""
     reference = weakref.ref(layer)
 
     def weights(tag: int, local: int) -> list[Tensor]:

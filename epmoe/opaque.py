@@ -4,7 +4,7 @@
     x [T,D], ids, weights, parameters ─ epmoe::module(layer_id) ─▶ y [T,D]          a host framework's module
 
 An operator finds its layer by a number. Placement and windows belong to the layer, so a graph holds no memory of an
-exchange. y is memory of its own: inductor writes into outputs of operators that nobody reads any longer, and memory of
+exchange. An operator returns y in new memory: inductor writes into outputs that nobody reads any longer, and memory of
 a window may not be written.
 
 `order` is the same tensor for all layers of an `ExpertParallel`. `epmoe::moe` says that it changes `order`, although it
@@ -23,13 +23,53 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import Any, Protocol, cast
+from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from epmoe.native.arguments import describe, token_count
+
+_Named = TypeVar("_Named")
+
+
+class Registry(Generic[_Named]):
+    """Objects under numbers, by which operators of graphs find them. It keeps no object alive.
+
+    A graph with a number of 0 or 1 would serve no other number, where torch makes one graph for several. New numbers
+    therefore begin at 2. They are not used again: a CUDA graph that was recorded with one holds the windows behind it.
+
+    Args:
+        gone: what `find` raises, with `{}` for the number.
+    """
+
+    def __init__(self, gone: str) -> None:
+        self._gone = gone
+        self._objects: WeakValueDictionary[int, _Named] = WeakValueDictionary()
+        self._new_numbers = itertools.count(2)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._objects
+
+    def add(self, named: _Named, number: int | None = None) -> int:
+        """Put an object under `number`, by default a new one, and return the number."""
+        if number is None:
+            number = next(n for n in self._new_numbers if n not in self._objects)
+        self._objects[number] = named
+        return number
+
+    def find(self, number: int) -> _Named:
+        """The object under a number. Raises RuntimeError once it is gone."""
+        named = self._objects.get(number)
+        if named is None:
+            raise RuntimeError(self._gone.format(number))
+        return named
+
+    def drop(self, number: int, named: _Named) -> None:
+        """Take the number from an object, unless another object has it."""
+        if self._objects.get(number) is named:
+            del self._objects[number]
 
 
 class Layer(Protocol):
@@ -41,7 +81,7 @@ class Layer(Protocol):
 
     @property
     def order(self) -> Tensor:
-        """`ExpertParallel.order`, in a module as a buffer: other changed inputs keep a graph out of CUDA graphs."""
+        """`ExpertParallel.order`. A module has it as a buffer: other changed inputs keep a graph out of CUDA graphs."""
 
     def run(
         self,
@@ -51,14 +91,14 @@ class Layer(Protocol):
         num_tokens: int | Tensor | None,
         padded_tokens: int | None = None,
     ) -> Tensor:
-        """A round. It raises what the exchange has reported.
+        """Run a round. Raises what the exchange has reported.
 
         Args:
             x_TD: tokens [T, D].
             routing: logits [T, E] if `weights_TK` is None, otherwise ids [T, K].
             weights_TK: [T, K], or None.
             num_tokens: real tokens.
-            padded_tokens: as of `ExpertParallel.dispatch`.
+            padded_tokens: see `ExpertParallel.dispatch`.
 
         Returns:
             y [T, D], contiguous, in the dtype of x and in memory of its own.
@@ -83,11 +123,11 @@ class ModuleLayer:
     """
 
     def __init__(self, module: object, forward: Forward, name: str | None = None) -> None:
-        self.module, self.forward, self.released = weakref.ref(module), forward, False
+        self.module = weakref.ref(module)
+        self.forward = forward
+        self.released = False
         number = None if name is None else int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
-        if number is not None:
-            _layers.pop(number, None)
-        self.layer_id = register(self, number)
+        self.layer_id = _layers.add(self, number)
 
     def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, parameters: Sequence[Tensor] = ()) -> Tensor:
         """`forward` of the module, as an operator."""
@@ -97,17 +137,20 @@ class ModuleLayer:
     def release(self) -> None:
         """Take the number away: programs that name it raise RuntimeError."""
         self.released = True
-        if _layers.get(self.layer_id) is self:
-            del _layers[self.layer_id]
+        _layers.drop(self.layer_id, self)
 
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(None), ()
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _nothing, ()
 
 
-_layers: WeakValueDictionary[int, Layer | ModuleLayer] = WeakValueDictionary()
-# A graph with a number of 0 or 1 would serve no other number, where torch makes one graph for several layers. Numbers
-# are not used again: a CUDA graph that was recorded with a number holds the windows of its layer.
-_new_numbers = itertools.count(2)
+def _nothing() -> None:
+    """What a copy of a module has in place of its `ModuleLayer`."""
+
+
+_layers = Registry[Any](
+    "no layer of this process has layer_id={}: a compiled or exported program runs only while a layer of that number "
+    "exists"
+)
 _library = torch.library.Library("epmoe", "FRAGMENT")
 _library.define(
     "moe(Tensor x, Tensor routing, Tensor? weights, Tensor? num_tokens, SymInt num_rows, SymInt? padded_tokens, "
@@ -116,7 +159,7 @@ _library.define(
 _library.define("module(Tensor x, Tensor ids, Tensor weights, Tensor[] parameters, SymInt layer_id) -> Tensor")
 
 
-def register(layer: Layer | ModuleLayer, layer_id: int | None = None) -> int:
+def register(layer: Layer, layer_id: int | None = None) -> int:
     """Give a layer a number, by which an operator finds it.
 
     Args:
@@ -130,15 +173,13 @@ def register(layer: Layer | ModuleLayer, layer_id: int | None = None) -> int:
         TypeError: `layer_id` is no int.
         ValueError: `layer_id` is negative, or the number of another layer of this process.
     """
-    if layer_id is None:
-        layer_id = next(n for n in _new_numbers if n not in _layers)
-    if isinstance(layer_id, bool) or not isinstance(layer_id, int):
-        raise TypeError(f"`layer_id` must be an int, got {describe(layer_id)}")
-    if layer_id < 0 or layer_id in _layers:
-        why = "at least 0" if layer_id < 0 else "the number of no other layer of this process"
-        raise ValueError(f"`layer_id` must be {why}, got {layer_id}")
-    _layers[layer_id] = layer
-    return layer_id
+    if layer_id is not None:
+        if isinstance(layer_id, bool) or not isinstance(layer_id, int):
+            raise TypeError(f"`layer_id` must be an int, got {describe(layer_id)}")
+        if layer_id < 0 or layer_id in _layers:
+            why = "at least 0" if layer_id < 0 else "the number of no other layer of this process"
+            raise ValueError(f"`layer_id` must be {why}, got {layer_id}")
+    return _layers.add(layer, layer_id)
 
 
 def moe(
@@ -151,8 +192,7 @@ def moe(
 ) -> Tensor:
     """`layer.run` as an operator, with its arguments: what a layer calls where `torch.compiler.is_compiling()`."""
     scalar, num_rows = token_count(num_tokens, x_TD.shape[0], x_TD.device)
-    inputs = x_TD, routing, weights_TK, scalar, num_rows, padded_tokens
-    return torch.ops.epmoe.moe(*inputs, layer.order, layer.layer_id)
+    return torch.ops.epmoe.moe(x_TD, routing, weights_TK, scalar, num_rows, padded_tokens, layer.order, layer.layer_id)
 
 
 def _moe(
@@ -166,23 +206,13 @@ def _moe(
     layer_id: int,
 ) -> Tensor:
     rows = None if num_rows == x.shape[0] else num_rows
-    num_real = rows if num_tokens is None else num_tokens
-    return cast(Layer, _find(layer_id)).run(x, routing, weights, num_real, padded_tokens)
+    layer: Layer = _layers.find(layer_id)
+    return layer.run(x, routing, weights, rows if num_tokens is None else num_tokens, padded_tokens)
 
 
 def _module(x: Tensor, ids: Tensor, weights: Tensor, parameters: list[Tensor], layer_id: int) -> Tensor:
-    layer = cast(ModuleLayer, _find(layer_id))
+    layer: ModuleLayer = _layers.find(layer_id)
     return layer.forward(layer.module(), parameters, x, ids, weights)
-
-
-def _find(layer_id: int) -> Layer | ModuleLayer:
-    layer = _layers.get(layer_id)
-    if layer is None:
-        raise RuntimeError(
-            f"no layer of this process has layer_id={layer_id}: a compiled or exported program runs only while a layer "
-            "of that number exists"
-        )
-    return layer
 
 
 for _name, _implementation in (("moe", _moe), ("module", _module)):

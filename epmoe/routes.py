@@ -17,7 +17,7 @@ class Routes(NamedTuple):
     weights: Tensor
     """fp32 [T, K], with gradients in a call with gradients"""
     logits: Tensor | None
-    """[T, E] in the dtype of the router, with gradients likewise; None where the routing was given"""
+    """[T, E] in the dtype of the router, with gradients in a call with gradients; None where the routing was given"""
     tokens_per_expert: Tensor | None
     """int32 [e], rows that this rank's experts have got from all ranks; None in a call without gradients, whose memory
     the next round overwrites"""
@@ -25,13 +25,13 @@ class Routes(NamedTuple):
 
 @contextmanager
 def recording(module: nn.Module) -> Iterator[dict[str, list[Routes]]]:
-    """Within it, calls of the layers of a model are recorded: by the name of the layer, the `Routes` of each call.
+    """Record the calls of a model's layers within it: by the name of the layer, the `Routes` of each call.
 
     The tensors are those of the calls. A CUDA graph that is captured within it writes into them in each replay, also
     afterwards. Compiled layers without gradients are recorded, too.
 
     Args:
-        module: a layer, whose name is "", or a model.
+        module: a model, or a layer, whose name is then "".
 
     Yields:
         The record.

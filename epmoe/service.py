@@ -246,7 +246,7 @@ class ExpertParallel(HoldsWindows):
         if len(shape) != 2 or shape[1] != model.num_experts or logits.device != self.device:
             check_tensor("logits", logits, FLOATS, ("T", model.num_experts), self.device)
         counters, options = exchange.views["health.counters"], self._routing
-        outer = exchange.enter()
+        outer = exchange.enter()  # in place: `run` would cost each layer 0.3 µs
         try:
             return route(
                 logits, model.num_experts_per_tok, bias=bias, num_tokens=num_tokens, counters=counters, **options
@@ -653,13 +653,7 @@ class ExpertParallel(HoldsWindows):
             EPRefusedError: of `replace`.
         """
         exchange = self.exchange
-        outer = exchange.enter()
-        try:
-            exchange.poll()
-            if self.live is not None:
-                self.live.step()
-        finally:
-            exchange.thread = outer
+        exchange.run(exchange.poll if self.live is None else self._poll)
 
     @in_turn
     def check(self, timeout_s: float | None = None) -> None:
@@ -750,6 +744,10 @@ class ExpertParallel(HoldsWindows):
             for i, expert in enumerate(experts)
             if expert not in (EMPTY, *had[i : i + 1])
         )
+
+    def _poll(self) -> None:
+        self.exchange.poll()
+        self._moving.step()
 
     @property
     def _moving(self) -> LiveExperts:

@@ -288,7 +288,7 @@ def test_a_cache_that_others_can_write_into_is_refused(cache, which, mode, who):
 
 
 def test_a_group_of_one_may_write(cache, monkeypatch):
-    """As where each user has a group, and the umask is 002."""
+    """Each user has a group, and the umask is 002."""
     library = build.build(portable=True)
     for path in (cache, cache / "epmoe", library.parent, library):
         path.chmod(0o775)

@@ -11,17 +11,14 @@ import torch
 from helpers import distinct_ids, randn
 
 import epmoe
-from epmoe.exchange.health import COUNTERS, STAGES, STATUS, Health, Totals, raise_on_failure
+from epmoe.exchange.health import COUNTERS, STAGES, Health, Totals, raise_on_failure
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.mismatch import calls_of
+from epmoe.native.layouts import struct
 
 
 def counted(counters: torch.Tensor) -> dict[str, int]:
     return {name: count for name, count in zip(COUNTERS, counters.tolist(), strict=True) if count}
-
-
-def status_word(**values: int) -> torch.Tensor:
-    return torch.tensor([values.get(name, 0) for name in STATUS], dtype=torch.int64)
 
 
 def test_route_counts_rows(device):
@@ -88,7 +85,7 @@ def test_health_as_a_dict_survives_json():
 
 def test_timeout_names_stage_round_and_ranks():
     """Rank 1 of the group is rank 9 of the world. Every call raises the error until close()."""
-    status = status_word(code=1, stage=1, epoch=42, missing=0b1010, originator=2)
+    status = struct("Status")(code=1, stage=1, epoch=42, missing=0b1010, originator=2)
     for _ in range(2):
         with pytest.raises(epmoe.EPTimeoutError, match=r"combine of round 42 .*\[1, 3\].*\[9, 11\].*rank 2") as raised:
             raise_on_failure(status, [8, 9, 10, 11], rank=0, latched=False)
@@ -100,13 +97,13 @@ def test_timeout_names_stage_round_and_ranks():
 
 @pytest.mark.parametrize("rank, reason", [(3, "this rank came too late"), (2, "raise exchange.timeout_s")])
 def test_a_rank_that_came_too_late_hears_it(rank, reason):
-    status = status_word(code=1, epoch=1, missing=0b1010, originator=2)
+    status = struct("Status")(code=1, epoch=1, missing=0b1010, originator=2)
     with pytest.raises(epmoe.EPTimeoutError, match=reason):
         raise_on_failure(status, [0, 1, 2, 3], rank, latched=False)
 
 
 def test_a_mismatch_that_has_latched_is_reported_for_ever():
-    status = status_word(code=2, epoch=3, missing=0b01)
+    status = struct("Status")(code=2, epoch=3, missing=0b01)
     for _ in range(2):
         with pytest.raises(epmoe.EPMismatchError, match=r"rank\(s\) \[0\] .* can only be resumed or closed"):
             raise_on_failure(status, [0, 1], rank=1, latched=True)
@@ -137,7 +134,7 @@ def test_a_mismatch_on_gpus_says_what_differs():
     ):
         calls = partial(calls_of, {"recv.counts": count_words(shape, shape, other)})
         with pytest.raises(epmoe.EPMismatchError) as error:
-            raise_on_failure(status_word(code=2, epoch=3, missing=0b100), [0, 1, 2], 1, True, calls=calls)
+            raise_on_failure(struct("Status")(code=2, epoch=3, missing=0b100), [0, 1, 2], 1, True, calls=calls)
         assert error.value.differences == named
         assert all(f"{name} is {mine} here and {its} there" in str(error.value) for name, (mine, its) in named.items())
 
@@ -152,7 +149,7 @@ def test_a_mismatch_on_gpus_says_what_differs():
     ],
 )
 def test_a_stage_out_of_turn_is_reported_for_ever(stage, phases, said):
-    status = status_word(code=3, stage=stage, epoch=7, missing=0b01, phases=phases)
+    status = struct("Status")(code=3, stage=stage, epoch=7, missing=0b01, phases=phases)
     for _ in range(2):
         with pytest.raises(epmoe.EPOrderError, match=f"{said}.* can only be resumed or closed") as raised:
             raise_on_failure(status, [0, 1], rank=0, latched=True)

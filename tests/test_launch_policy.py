@@ -1,4 +1,4 @@
-"""The launch policy: its table, the two mirrors of it in Python, and the variants that docs/kernels.md lists."""
+"""The launch policy: its table, and the variants that docs/kernels.md lists."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import torch
 from helpers import ROOT
 
 import epmoe
-from epmoe.exchange.launch_policy import CombineLaunch, DispatchLaunch, launches, shared_bytes_needed
+from epmoe.exchange.launch_policy import launches, shared_bytes_needed
 from epmoe.exchange.memory import LL_MAX_TOKENS, MemoryPlan
 from epmoe.native.formats import WIRE_FORMATS
 
 KERNELS = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
-POLICY = (ROOT / "csrc" / "launch_policy.h").read_text(encoding="utf-8")
 BF16 = torch.bfloat16
 
 
@@ -160,23 +159,6 @@ def test_a_tuning_table_holds():
     plan.sizes.update(dispatch_senders=17, combine_senders=23, combine_team=8)
     d, c = launches(plan, 4096)
     assert (d.send_blocks, c.send_blocks, c.team) == (17, 23, 8)
-
-
-def fields_of(struct: str) -> list[str]:
-    """The fields of a struct in launch_policy.h, in order."""
-    body = re.search(rf"struct {struct} {{(.*?)\n}};", POLICY, re.DOTALL)
-    assert body is not None
-    code = re.sub(r"//[^\n]*", "", body[1])
-    return [name.strip() for names in re.findall(r"(?:int64_t|bool) ([\w, ]+);", code) for name in names.split(",")]
-
-
-def test_python_names_the_fields_in_order():
-    assert fields_of("DispatchLaunch") == list(DispatchLaunch._fields)
-    assert fields_of("CombineLaunch") == list(CombineLaunch._fields)
-    order = (ROOT / "csrc" / "ops_launch.cpp").read_text(encoding="utf-8")
-    listed = re.findall(r"\b([dc])\.(\w+)", order.split("const int64_t fields[] = {")[1].split("}")[0])
-    assert [name for stage, name in listed if stage == "d"] == list(DispatchLaunch._fields)
-    assert [name for stage, name in listed if stage == "c"] == list(CombineLaunch._fields)
 
 
 def documented_variants() -> set[str]:

@@ -100,7 +100,7 @@ NODES = {"topology": {"ep_size": 4, "ranks_per_node": 2}, "capacity": {"max_rows
 
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
 def test_the_rail_to_the_byte(payload):
-    """Of two nodes: slots of a row, its scales, K ids, K weights and 16 bytes more, in whole 16 bytes."""
+    """Two nodes: a slot has a row, its scales, K ids, K weights and 16 bytes more, in whole 16 bytes."""
     plan, D, K, M = plan_of(3, **NODES, model={"hidden_size": 256}, exchange={"payload": payload}), 256, 2, 8
     row = D + 4 * (D // 128) if payload == "fp8" else D * 2
     slot = -(-(row + 8 * K + 16) // 16) * 16

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ctypes import c_int64
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -14,9 +13,9 @@ from helpers import alone
 import epmoe
 from epmoe import EPTimeoutError
 from epmoe.exchange.node import NodeExchange
-from epmoe.exchange.round_state import PROGRESS, RoundState
+from epmoe.exchange.round_state import RoundState
+from epmoe.native.layouts import struct
 
-ANSWER = PROGRESS.index("has_more_rounds")
 CONFIG = alone(max_tokens=8)
 INPUTS = torch.randn(3, 64), torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)
 
@@ -48,14 +47,14 @@ def test_a_call_that_fails_tells_nothing_in_the_next_one():
 @pytest.mark.parametrize("ends_by", ["an answer", "a failure", "a deadline"])
 def test_the_wait_on_a_gpu(ends_by, monkeypatch):
     """In round 5, after an answer of round 4, which the wait must not take."""
-    progress, late = (c_int64 * len(PROGRESS))(), EPTimeoutError("dispatch", 5, [0], [0], "late")
-    progress[PROGRESS.index("phases")] = 4 * 5
-    progress[ANSWER], looks = 4 << 1 | 1, iter(range(3))
+    progress, late = struct("Progress")(phases=4 * 5), EPTimeoutError("dispatch", 5, [0], [0], "late")
+    progress.has_more_rounds, looks = 4 << 1 | 1, iter(range(3))
 
     def check() -> None:
         if next(looks) == 2 and ends_by == "a failure":
             raise late
-        progress[ANSWER] = progress[ANSWER] if ends_by != "an answer" else 5 << 1
+        if ends_by == "an answer":
+            progress.has_more_rounds = 5 << 1
 
     if ends_by == "a deadline":
         monkeypatch.setattr("epmoe.exchange.node._SPIN_S", 0.0)

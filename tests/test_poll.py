@@ -9,7 +9,7 @@ from helpers import alone
 from test_rounds import mismatch
 
 import epmoe
-from epmoe.exchange.health import STATUS, TIMEOUT
+from epmoe.exchange.health import TIMEOUT
 
 X, IDS, WEIGHTS = torch.ones(4, 64), torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
 
@@ -43,8 +43,7 @@ def test_an_overflow_beside_an_abort_leaves_nothing_for_the_next_round():
     """One error tells of both."""
     with make_ep(max_expert_rows=5) as ep:
         d = ep.dispatch(X, IDS, WEIGHTS)
-        for name, value in (("aborted", 0b1), ("aborted_epoch", 1)):
-            ep._exchange.status[STATUS.index(name)] = value
+        ep.exchange.status.aborted, ep.exchange.status.aborted_epoch = 0b1, 1
         with pytest.raises(epmoe.EPOverflowError, match="needed 8") as caught:
             ep.combine(d.rows, d)
         assert [note[:42] for note in caught.value.__notes__] == ["round 1: rank(s) [0] aborted the round, af"]
@@ -74,8 +73,7 @@ def test_a_mismatch():
 
 def test_a_timeout_is_raised_by_every_poll():
     with make_ep() as ep:
-        ep._exchange.status[STATUS.index("missing")] = 1
-        ep._exchange.status[STATUS.index("code")] = TIMEOUT
+        ep.exchange.status.missing, ep.exchange.status.code = 1, TIMEOUT
         for raising in (ep.poll, ep.check, ep.poll):
             with pytest.raises(epmoe.EPTimeoutError, match=r"rank\(s\) \[0\]"):
                 raising()

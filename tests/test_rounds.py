@@ -11,7 +11,7 @@ import torch
 from helpers import alone
 
 import epmoe
-from epmoe.exchange.health import MISMATCH, STATUS
+from epmoe.exchange.health import MISMATCH
 
 pytestmark = pytest.mark.usefixtures("serving")
 
@@ -27,8 +27,8 @@ def ep() -> Iterator[epmoe.ExpertParallel]:
 
 def mismatch(ep: epmoe.ExpertParallel) -> None:
     """Leaves in the status words what kernels leave when the ranks' calls differ."""
-    code, epoch = (STATUS.index(name) for name in ("code", "epoch"))
-    ep._exchange.status[epoch], ep._exchange.status[code] = ep._exchange.rounds.count, MISMATCH
+    status = ep.exchange.status
+    status.epoch, status.code = ep.exchange.rounds.count, MISMATCH
 
 
 def assert_next_round_is_whole(ep: epmoe.ExpertParallel) -> None:
@@ -64,12 +64,12 @@ def test_the_handle_of_another_round_closes_none(ep):
 
 def test_an_abort_without_a_handle_leaves_no_trace(ep):
     """A mismatch or an overflow of the round that is given up does not hit the next round."""
-    code, needed = STATUS.index("code"), STATUS.index("needed_rows")
+    status = ep.exchange.status
     for call in (ep.dispatch, ep.dispatch_send):
         handle = call(*INPUTS)
-        ep._exchange.status[code], ep._exchange.status[needed] = MISMATCH, 99
+        status.code, status.needed_rows = MISMATCH, 99
         ep.abort()
-        assert ep._exchange.status[code] == ep._exchange.status[needed] == 0
+        assert status.code == status.needed_rows == 0
         with pytest.raises(ValueError, match=f"round {handle.epoch} is closed"):
             ep.abort(handle)
         assert_next_round_is_whole(ep)

@@ -15,8 +15,8 @@ from helpers import alone
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import epmoe
-from epmoe.exchange.descriptors import DESCRIPTOR
 from epmoe.native.arguments import check_tensor
+from epmoe.native.layouts import place
 from epmoe.rail.opening import check_shared_memory
 
 
@@ -219,7 +219,7 @@ def timeout_s(ep: epmoe.ExpertParallel, layout: str) -> float:
     """How long the operators of a round wait, by its descriptor."""
     d = ep.dispatch(torch.zeros(1, 64), torch.tensor([[0]]), torch.ones(1, 1), layout=layout)
     ep.abort(d)
-    return d.sent.descriptor[DESCRIPTOR.index("timeout_ns")].item() / 1e9
+    return d.sent.descriptor[place("ExchangeDescriptor", "timeout_ns")].item() / 1e9
 
 
 def test_only_the_first_round_waits_for_ranks_that_still_load():

@@ -227,7 +227,7 @@ def test_an_exception_in_experts_that_train_closes_the_round(monkeypatch):
 )
 @torch.inference_mode()
 def test_an_exception_anywhere_in_a_round_closes_it(where, monkeypatch):
-    """Before or behind what dispatch and combine send, as of a signal handler."""
+    """An exception, such as a signal handler's, comes before or behind what dispatch and combine send."""
     experts = experts_of(loaded("mixtral", experts_implementation="epmoe"))
     inputs = tokens_for(experts, 8, 2)
     want = experts(*inputs)

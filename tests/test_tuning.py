@@ -12,10 +12,10 @@ from helpers import alone
 
 import epmoe
 from epmoe.config.tuning import Launch, Tuning, TuningRow
-from epmoe.exchange.memory import SIZES, MemoryPlan
+from epmoe.exchange.memory import MemoryPlan
+from epmoe.native.layouts import place
 
 ROW = {"tokens": 8, "hidden_size": 64, "ranks": 1, "dispatch_senders": 3, "combine_senders": 2}
-LAUNCH = [SIZES.index(name) for name in Launch.model_fields]
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def launched(ep: epmoe.ExpertParallel, T: int, D: int = 64) -> list[int]:
     x = torch.randn(T, D)
     d = ep.dispatch(x, torch.zeros(T, 1, dtype=torch.int32), torch.ones(T, 1))
     assert torch.equal(ep.combine(d.rows, d), x)
-    return d.sent.descriptor[LAUNCH].tolist()
+    return d.sent.descriptor[[place("ExchangePlan", name) for name in Launch.model_fields]].tolist()
 
 
 @pytest.mark.parametrize("name", ["table.json", "table.yaml"])
@@ -130,7 +130,7 @@ def test_the_fastest_launch_is_found(monkeypatch, tmp_path):
 
     def round_us(side, repeats, group):
         descriptor = side.ep.exchange.descriptors.of(64, True, False, False)[1][0]
-        senders, _, team = (int(descriptor[i]) for i in LAUNCH)
+        senders, _, team = (int(descriptor[place("ExchangePlan", name)]) for name in Launch.model_fields)
         return 100 + abs((team or 8) - 4) + abs((senders or 99) - 99)
 
     tried = []

@@ -11,18 +11,17 @@ import torch
 from helpers import alone
 
 import epmoe
-from epmoe.exchange.round_state import DONE_AT, RECEIVING_AT
 from epmoe.exchange.unscheduled import LOOK_S, Late, Watch
+from epmoe.native import layouts
 
 TIMEOUT_S = 1.0
-PHASES_AT = 12  # of `RoundState` in csrc/plan.h, as tests/test_mirrors.py has it
 
 
 class Gpu:
     """One stream, whose work ends when a test says so, and the host that looks."""
 
     def __init__(self) -> None:
-        self.state, self.stream = bytearray(448), list[Callable[[], None]]()
+        self.state, self.stream = layouts.struct("RoundState")(), list[Callable[[], None]]()
         self.errors = [0, 0]
         self.time_s, self.phases = 100.0, 0
         copies = [InStream(self) for _ in range(2)]
@@ -67,9 +66,6 @@ class Gpu:
                 return late, self.time_s - begin
         return None
 
-    def add(self, at: int, value: int) -> None:
-        struct.pack_into("<i", self.state, at, struct.unpack_from("<i", self.state, at)[0] + value)
-
 
 class InStream:
     def __init__(self, gpu: Gpu) -> None:
@@ -105,14 +101,18 @@ class Kernel:
     def run(self) -> bool:
         if not self.has_place:
             return False
-        stage = struct.unpack_from("<i", self.gpu.state, PHASES_AT)[0] // 2
+        state = self.gpu.state
+        combines = state.phases == 2
         if not self.begun:
             self.begun = True
-            self.gpu.add(RECEIVING_AT + 4 * stage, 1)
+            state.receiving[combines] += 1
         if self.ended:
-            self.gpu.add(DONE_AT + 4 * stage, 1)
-            self.gpu.add(4 * stage, 1)
-            self.gpu.add(PHASES_AT, -2 if stage else 2)
+            state.done[combines] += 1
+            if combines:
+                state.combine_epoch += 1
+            else:
+                state.dispatch_epoch += 1
+            state.phases = 0 if combines else 2
         return self.ended
 
 
@@ -196,7 +196,7 @@ def test_replays(gpu):
         for _ in range(2):
             gpu.replay().begin(ends=True)
         assert gpu.look() is None
-    epoch = struct.unpack_from("<I", gpu.state)[0] + 1
+    epoch = gpu.state.dispatch_epoch + 1
     gpu.replay()
     late, seconds = gpu.looks(3.0)
     assert late == Late(0, epoch) and TIMEOUT_S <= seconds <= TIMEOUT_S + 3 * LOOK_S

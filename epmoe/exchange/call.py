@@ -39,4 +39,4 @@ class Call(NamedTuple):
 
 
 new_call: Callable[[tuple[Any, ...]], Call] = partial(tuple.__new__, Call)
-"""As `Call._make`, in 0.2 µs; the constructor takes 0.6."""
+"""Makes a call of a tuple in 0.2 µs. The constructor takes 0.6 µs."""

@@ -1,23 +1,23 @@
-"""What the operators know of a round besides its memory: descriptors, int64 in host memory."""
+"""What the operators know of a round besides its memory: descriptors, int64 in host memory.
+
+A descriptor is an `ExchangeDescriptor` of csrc/exchange.h, and the address of every rank's window behind it.
+"""
 
 from __future__ import annotations
 
+from ctypes import Structure
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from epmoe.config.tuning import Tuning
-from epmoe.exchange.memory import OFFSETS, SIZES, MemoryPlan
+from epmoe.exchange.memory import MemoryPlan
+from epmoe.native.layouts import struct, words
 
-# In the order of `ExchangeDescriptor` in csrc/ops_exchange.cpp. The address of every rank's window follows.
-DESCRIPTOR = (
-    *SIZES, *OFFSETS, "expert_major", "weight_rows", "zero_gaps", "to_caller", "adds_only", "returns_values",
-    "zero_tail", "row_weights", "row_values", "pair_values", "timeout_ns", "status",
-)  # fmt: skip
-_AT = {name: i for i, name in enumerate(DESCRIPTOR)}
-_TIMEOUT_NS = _AT["timeout_ns"]
-_NO_TRAINING = (0,) * 7  # from "to_caller" to "pair_values"
+_SERVING = dict.fromkeys(
+    ("to_caller", "adds_only", "returns_values", "zero_tail", "row_weights", "row_values", "pair_values"), 0
+)
 
 
 class CallerRows(NamedTuple):
@@ -43,7 +43,7 @@ class Descriptors:
     """The descriptors of one rank. Calls with the same launch and flags share one.
 
     Args:
-        plan: of the rank.
+        plan: the plan of the rank.
         status: address of the status words.
         windows: the address of each rank's window.
         timeout_s: deadline of each wait, in seconds.
@@ -54,15 +54,19 @@ class Descriptors:
     def __init__(
         self, plan: MemoryPlan, status: int, windows: list[int], timeout_s: float, tuning: Tuning, zero_gaps: bool
     ) -> None:
-        self.tuning, self.timeout_s, self._zero_gaps = tuning, timeout_s, zero_gaps
-        self._plan, self._addresses = plan, [status, *windows]
+        self.tuning = tuning
+        self.timeout_s = timeout_s
+        self._zero_gaps = zero_gaps
+        self._plan = plan
+        self._status = status
+        self._windows = windows
         self._made: dict[tuple[int, ...], Tensor] = {}
 
     def set_timeout(self, seconds: float) -> None:
         """The deadline of each wait, from the next call of an operator on."""
         self.timeout_s = seconds
         for descriptor in self._made.values():
-            descriptor[_TIMEOUT_NS] = round(seconds * 1e9)
+            _fields(descriptor).timeout_ns = round(seconds * 1e9)
 
     def any(self) -> Tensor:
         """One of those made so far."""
@@ -71,25 +75,25 @@ class Descriptors:
     def of(
         self, hidden_size: int, expert_major: bool, apply_router_weight_on_input: bool, aligned: bool
     ) -> tuple[list[int], list[Tensor]]:
-        """Steps of tokens, as of `Tuning.steps`, and the descriptor for each."""
+        """The steps of tokens that `Tuning.steps` returns, and the descriptor for each."""
         steps, launches = self.tuning.steps(hidden_size, self._plan.sizes["R"])
         flags = expert_major, apply_router_weight_on_input, aligned and self._zero_gaps
         if not aligned:
             launches = [launch | {"alignment": 1, "ll_alignment": 1} for launch in launches]
         keys = [(*flags, aligned, *launch.values()) for launch in launches]
-        with torch.inference_mode(False):  # otherwise `set_timeout` could not write it outside inference mode
-            for key, launch in zip(keys, launches, strict=True):
-                if key not in self._made:
-                    plan, timeout_ns = self._plan.as_ints(**launch), round(self.timeout_s * 1e9)
-                    values = [*plan, *flags, *_NO_TRAINING, timeout_ns, *self._addresses]
-                    self._made[key] = torch.tensor(values, dtype=torch.int64, device="cpu")
+        for key, launch in zip(keys, launches, strict=True):
+            if key not in self._made:
+                of_round = _SERVING | dict(zip(("expert_major", "weight_rows", "zero_gaps"), flags, strict=True))
+                of_round |= {"timeout_ns": round(self.timeout_s * 1e9), "status": self._status}
+                values = [*self._plan.as_ints(**launch), *words("ExchangeDescriptor", of_round), *self._windows]
+                self._made[key] = torch.tensor(values, dtype=torch.int64, device="cpu")
         return steps, [self._made[key] for key in keys]
 
     def for_training(self, descriptor: Tensor, into: CallerRows, scratch: int, num_sms: int) -> Tensor:
         """A descriptor of one round, which writes into the caller's memory.
 
         Args:
-            descriptor: of the round.
+            descriptor: the descriptor of the round.
             into: the memory, which must live until the round is closed.
             scratch: address of this rank's scratch.
             num_sms: multiprocessors that a kernel may use, at most.
@@ -97,32 +101,43 @@ class Descriptors:
         Returns:
             The descriptor of the round's calls.
         """
-        fields, window = descriptor.tolist(), self._addresses[1 + self._plan.sizes["rank"]]
+        made = descriptor.clone()
+        plan = struct("ExchangePlan").from_address(made.data_ptr())
+        fields = _fields(made)
         if into.rows is not None:
-            base = window if self._plan["rows"].region == "window" else scratch
-            fields[_AT["rows"]] = into.rows.data_ptr() - base
-            fields[_AT["max_rows"]] = len(into.rows)
-        fields[_AT["expert_offsets"]] = into.expert_offsets.data_ptr() - scratch
-        fields[_AT["tokens_per_expert"]] = into.tokens_per_expert.data_ptr() - scratch
-        fields[_AT["num_sms"]] = min(fields[_AT["num_sms"]], num_sms)
-        fields[_AT["ll_alignment"]] = fields[_AT["alignment"]]  # as `Routed` has it
-        fields[_AT["zero_gaps"]] = fields[_AT["alignment"]] > 1  # gradients of weights read gaps
-        fields[_AT["to_caller"] : _AT["row_weights"]] = True, into.adds_only, into.returns_values, into.rows is not None
-        fields[_AT["row_weights"]] = 0 if into.row_weights is None else into.row_weights.data_ptr()
-        return torch.tensor(fields, dtype=torch.int64, device="cpu")
+            in_window = self._plan["rows"].region == "window"
+            plan.rows = into.rows.data_ptr() - (self._windows[plan.rank] if in_window else scratch)
+            plan.max_rows = len(into.rows)
+        plan.expert_offsets = into.expert_offsets.data_ptr() - scratch
+        plan.tokens_per_expert = into.tokens_per_expert.data_ptr() - scratch
+        plan.num_sms = min(plan.num_sms, num_sms)
+        plan.ll_alignment = plan.alignment  # as `Routed` has it
+        fields.zero_gaps = plan.alignment > 1  # gradients of weights read gaps
+        fields.to_caller = True
+        fields.adds_only = into.adds_only
+        fields.returns_values = into.returns_values
+        fields.zero_tail = into.rows is not None
+        fields.row_weights = 0 if into.row_weights is None else into.row_weights.data_ptr()
+        return made
 
 
 def returning(descriptor: Tensor, row_values: Tensor, pair_values: Tensor) -> Tensor:
     """The descriptor of a combine that also brings values back.
 
     Args:
-        descriptor: of the round.
+        descriptor: the descriptor of the round.
         row_values: fp32 [N], for each row what goes back to its pair.
         pair_values: fp32 [T, K], which combine writes.
 
     Returns:
         The descriptor of the call of combine.
     """
-    fields = descriptor.tolist()
-    fields[_AT["row_values"] : _AT["timeout_ns"]] = row_values.data_ptr(), pair_values.data_ptr()
-    return torch.tensor(fields, dtype=torch.int64, device="cpu")
+    made = descriptor.clone()
+    _fields(made).row_values = row_values.data_ptr()
+    _fields(made).pair_values = pair_values.data_ptr()
+    return made
+
+
+def _fields(descriptor: Tensor) -> Structure:
+    """The fields behind the plan, in the memory of the tensor, which must live as long."""
+    return struct("ExchangeDescriptor").from_address(descriptor.data_ptr())

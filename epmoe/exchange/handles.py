@@ -60,7 +60,8 @@ class Received(_Fields):
         weights: fp32 [R, M, K].
     """
 
-    _name, _lacking = "recv", "expert"
+    _name = "recv"
+    _lacking = "expert"
     counts: Tensor
     x: Tensor
     scales: Tensor | None
@@ -98,7 +99,7 @@ class Sent(HoldsWindows):
     template: RoundTemplate
     num_tokens: int
     epoch: int
-    descriptor: Tensor | None  # int64, host: `DESCRIPTOR` in descriptors.py; None over several nodes
+    descriptor: Tensor | None  # int64, host: see descriptors.py; None over several nodes
     arguments: tuple[Any, ...]  # of the operators of dispatch; empty once the tokens are received
 
     def __repr__(self) -> str:
@@ -132,11 +133,12 @@ class Dispatched(_Fields):
         num_tokens: T of this rank's call, padding included.
         epoch: the round's number, from 1.
         layout: "expert" or "rank".
-        dtype: of the rows that combine takes, and of y: that of the call's x, or the config's if x is fp8.
+        dtype: the dtype of y and of the rows that combine takes: that of the call's x, or the config's if x is fp8.
         hidden_size: D of the call.
     """
 
-    _name, _lacking = "dispatched", "rank"
+    _name = "dispatched"
+    _lacking = "rank"
     rows: Tensor
     scales: Tensor | None
     expert_offsets: Tensor
@@ -152,14 +154,17 @@ class Dispatched(_Fields):
 
     def __init__(self, sent: Sent) -> None:
         """The round that `sent` opened."""
-        template, tokens = sent.template, sent.num_tokens
+        template = sent.template
+        tokens = sent.num_tokens
         self.__dict__ = template.attributes.copy()
-        self.sent, self.num_tokens, self.epoch = sent, tokens, sent.epoch
+        self.sent = sent
+        self.num_tokens = tokens
+        self.epoch = sent.epoch
         self.alignment = template.ll_alignment if tokens <= template.ll_max_tokens else template.alignment
 
     @property
     def segments(self) -> dict[str, Any]:
-        """What `GroupedExperts` take of the round beside rows, offsets and scales: `experts(…, **d.segments)`."""
+        """What `GroupedExperts` take of the round besides rows, offsets and scales: `experts(…, **d.segments)`."""
         return {"tokens_per_expert": self.tokens_per_expert, "alignment": self.alignment}
 
     def __repr__(self) -> str:

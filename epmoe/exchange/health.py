@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import Structure
 from dataclasses import dataclass
 from threading import RLock
 
@@ -30,12 +31,10 @@ COUNTERS = (
     "clamped_num_tokens",
     "timeouts",
 )
-# int64 each, in the order of `Status` in csrc/plan.h.
-STATUS = (
-    "code", "stage", "epoch", "missing", "originator", "needed_rows", "phases", "tag", "other", "aborted",
-    "aborted_epoch",
-)  # fmt: skip
-TIMEOUT, MISMATCH, OUT_OF_TURN, UNSCHEDULED = 1, 2, 3, 4
+TIMEOUT = 1
+MISMATCH = 2
+OUT_OF_TURN = 3
+UNSCHEDULED = 4
 STAGES = ("dispatch", "combine")
 # Buffers of the memory plan that only grow, and the count of rounds: what `Health` is made of.
 TOTALS = (
@@ -97,7 +96,7 @@ class Health:
         waited_ns: Tensor,
         aborted_rounds: Tensor,
     ) -> Health:
-        """From the buffers of the same names: int64 [8], int64 [layers, e], and int64 [R] each."""
+        """Make it of the buffers of the same names: int64 [8], int64 [layers, e], and int64 [R] each."""
         return cls(
             rounds=rounds,
             **dict(zip(COUNTERS, counters.tolist(), strict=True)),
@@ -121,7 +120,8 @@ class Totals:
     """
 
     def __init__(self, views: Mapping[str, Tensor]) -> None:
-        self._device, self._rounds = views[_ROUNDS].device, 0
+        self._device = views[_ROUNDS].device
+        self._rounds = 0
         self._views = {name: views[name] for name in TOTALS} | {_ROUNDS: views[_ROUNDS][:1]}
         if self._device.type == "cuda":
             # Of a priority that streams of models rarely have: torch hands out the same few streams again and again.
@@ -158,34 +158,38 @@ def raise_incomplete(overflow: EPOverflowError | None, aborted: EPAbortedError |
 
 
 def raise_on_failure(
-    status: Tensor,
+    status: Structure,
     global_ranks: list[int],
     rank: int,
     latched: bool,
     dead: int = 0,
     calls: Callable[[], Sequence[Traits]] = tuple,
 ) -> None:
-    """Raise the failure in `status` (int64, host memory) of `rank`. `dead` is a mask of ranks whose process has ended;
-    `calls` returns the ranks' calls of a round that do not match, or nothing.
+    """Raise the failure in `status` of `rank`, a `Status` of csrc/plan.h. `dead` is a mask of ranks whose process has
+    ended; `calls` returns the ranks' calls of a round that do not match, or nothing.
 
     A failure stays there, unless it is a mismatch that has not `latched`: the caller closes its round then.
     """
-    code, stage, epoch, missing_mask, originator, _, phases, tag, other = status[:9].tolist()
+    code = status.code
+    epoch = status.epoch
+    originator = status.originator
+    other = status.other
     if not code:
         return
-    ranks = [r for r in range(len(global_ranks)) if missing_mask >> r & 1]
+    stage = STAGES[status.stage]
+    ranks = [r for r in range(len(global_ranks)) if status.missing >> r & 1]
     if code == MISMATCH:
         if not latched:
-            status[0] = 0
-        tags = (tag, other - 1 >> 16, other - 1 & 0xFFFF) if other else None
+            status.code = 0
+        tags = (status.tag, other - 1 >> 16, other - 1 & 0xFFFF) if other else None
         differing = differences(of_ranks[rank], of_ranks[ranks[0]]) if (of_ranks := calls()) and ranks else {}
         raise EPMismatchError(epoch, ranks, latched, tags, differing)
     if code == OUT_OF_TURN:
-        raise EPOrderError(STAGES[stage], epoch, phases)
+        raise EPOrderError(stage, epoch, status.phases)
     missing = [global_ranks[rank] for rank in ranks]
     if code == UNSCHEDULED:
         why = "has not begun within its deadline: this rank's own kernel was not scheduled, since others hold the GPU"
-        raise EPTimeoutError(STAGES[stage], epoch, ranks, missing, why)
+        raise EPTimeoutError(stage, epoch, ranks, missing, why)
     assert code == TIMEOUT, f"unknown status code {code}"
     named = f"rank(s) {ranks} of the group (global rank(s) {missing})"
     why = f"timed out waiting for {named}, first seen by rank {originator}"
@@ -201,4 +205,4 @@ def raise_on_failure(
             ": raise exchange.timeout_s if the ranks are only slow; ranks with several ExpertParallels must use them "
             "in one order"
         )
-    raise EPTimeoutError(STAGES[stage], epoch, ranks, missing, why)
+    raise EPTimeoutError(stage, epoch, ranks, missing, why)

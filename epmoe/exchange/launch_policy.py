@@ -14,34 +14,26 @@ from torch import Tensor
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.native import ops
 
-H200_MULTIPROCESSORS, H200_MAJOR = 132, 9
+H200_MULTIPROCESSORS = 132
+H200_MAJOR = 9
 
 
 class DispatchLaunch(NamedTuple):
-    """One launch of dispatch: the fields of `DispatchLaunch` in csrc/launch_policy.h."""
+    """One launch of dispatch. `DispatchLaunch` in csrc/launch_policy.h says what each field is."""
 
     recv_lines: int
-    """Lines of 16 bytes that a receiving lane moves at once (LL protocol); 0: Simple protocol."""
     coarse: int
-    """1: senders also move `recv_lines` lines at once, otherwise one."""
     exclusive: int
-    """1: every block has a multiprocessor to itself, also where two would fit."""
     blocks: int
     threads: int
-    """Of a block."""
     send_blocks: int
     notify_blocks: int
-    """Blocks that count, and with LL send the pairs; they follow the send blocks."""
     send_offset_entries: int
     source_offset_entries: int
-    """int32 entries of the tables in shared memory; 0: too large for it."""
     row_chunks: int
     chunk_bytes: int
-    """Of a row of x in shared memory (Simple)."""
     tokens_per_release: int
-    """Tokens whose flags are published after one release (Simple)."""
     shared_bytes: int
-    """Dynamic shared memory of a block."""
 
     @property
     def protocol(self) -> str:
@@ -55,24 +47,17 @@ class DispatchLaunch(NamedTuple):
 
 
 class CombineLaunch(NamedTuple):
-    """One launch of combine: the fields of `CombineLaunch` in csrc/launch_policy.h."""
+    """One launch of combine. `CombineLaunch` in csrc/launch_policy.h says what each field is."""
 
     send_lines: int
-    """Lines of 16 bytes that a sending lane moves at once (LL protocol); 0: Simple protocol."""
     coarse: int
-    """1: receivers also sum `send_lines` lines at once, otherwise one, and senders have four pairs in flight."""
     own: int
-    """1: receivers make the sums for tokens of this rank, so that these do not travel."""
     forwards: int
-    """1: one warp of each block forwards rows that need no sums."""
     blocks: int
     threads: int
-    """Of a block."""
     send_blocks: int
     team: int
-    """Warps that send a row together (Simple)."""
     shared_bytes: int
-    """Dynamic shared memory of a block."""
 
     @property
     def protocol(self) -> str:
@@ -98,22 +83,24 @@ def launches(
     """The launches of one round of `tokens` rows of `dtype` with the plan's D and K.
 
     Args:
-        plan: of a rank on GPUs, `MemoryPlan.build(..., nvlink=True)`.
+        plan: the plan of a rank on GPUs, `MemoryPlan.build(..., nvlink=True)`.
         tokens: T.
-        dtype: of x: fp32, fp16 or bf16, or fp8 with an fp8 payload.
+        dtype: the dtype of x: fp32, fp16 or bf16, or fp8 with an fp8 payload.
         expert_major: the layout.
         send: the launch runs the send phase.
         receive: the launch runs the recv phase.
-        multiprocessors: of the GPU; an H200 has 132.
+        multiprocessors: how many the GPU has; an H200 has 132.
 
     Returns:
         The launch of dispatch and that of combine.
     """
     sizes = plan.sizes
     call = (tokens, sizes["D"], sizes["K"], ops.DTYPES.index(dtype), expert_major, send, receive)
-    fields = ops.launch_policy(_as_tensor(plan), *call, multiprocessors, H200_MAJOR).tolist()
-    split = len(DispatchLaunch._fields)
-    return DispatchLaunch(*fields[:split]), CombineLaunch(*fields[split:])
+    fields: dict[str, dict[str, int]] = {"dispatch": {}, "combine": {}}
+    for line in ops.launch_policy(_as_tensor(plan), *call, multiprocessors, H200_MAJOR).splitlines():
+        stage, name, value = line.split()
+        fields[stage][name] = int(value)
+    return DispatchLaunch(**fields["dispatch"]), CombineLaunch(**fields["combine"])
 
 
 def shared_bytes_needed(plan: MemoryPlan) -> int:

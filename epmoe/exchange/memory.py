@@ -16,6 +16,7 @@ import torch
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 from epmoe.native.formats import WIRE_FORMATS
+from epmoe.native.layouts import words
 
 SIGNAL_BYTES = 64  # a cache line for each source: `RoundHeader` in csrc/plan.h
 BUFFER_ALIGNMENT = 128
@@ -30,28 +31,6 @@ LINE_INTS = 4  # a line of the LL protocol has 16 bytes
 _ROWS_BEYOND_WEIGHTS = 137
 
 Region = Literal["window", "scratch", "rail"]
-
-# The fields of `ExchangePlan` in csrc/plan.h, in its order: sizes, then the offset of each buffer ("." for "_").
-SIZES = (
-    "R", "rank", "M", "K", "D", "E", "P", "num_local_experts", "copies", "max_rows", "alignment", "ll_alignment",
-    "payload_format", "combine_format", "x_stride_bytes", "combine_stride_bytes",
-    "scale_blocks", "combine_scale_blocks", "most_local_experts", "layers", "few_tokens",
-    "num_sms", "ll_max_tokens", "ll_row_stride_bytes", "ll_sum_stride_bytes",
-    "dispatch_senders", "combine_senders", "combine_team",
-)  # fmt: skip
-OFFSETS = (
-    "signal.dispatch", "signal.combine", "signal.error", "signal.dead", "doorbell",
-    "recv.x", "recv.scales", "recv.ids", "recv.weights", "combine.rows", "combine.scales",
-    "combine.values",
-    "recv.flags", "recv.ordinals", "recv.counts", "combine.flags", "ll.rows", "ll.pairs", "ll.sums",
-    "rows", "row_scales",
-    "state", "counts", "slots_used", "slots", "expert_offsets", "tokens_per_expert", "row_of_pair",
-    "table.expert_map", "table.owners", "table.copies", "table.num_copies", "table.sentinels",
-    "table.local_index", "pair_weights",
-    "health.counters", "health.tokens_per_expert", "health.rows_sent", "health.waited_ns",
-    "health.aborted_rounds",
-)  # fmt: skip
-
 
 _Layout = list[tuple[Region, str, tuple[int, ...], torch.dtype]]
 Parts = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -80,7 +59,8 @@ class RailSlot(NamedTuple):
     @classmethod
     def of(cls, config: EPConfig) -> RailSlot:
         """The slot that holds a row of the config's shape."""
-        model, payload = config.model, WIRE_FORMATS[config.exchange.payload]
+        model = config.model
+        payload = WIRE_FORMATS[config.exchange.payload]
         scales = payload.row_bytes(model.hidden_size, model.torch_dtype)
         ids = scales + payload.scale_bytes(model.hidden_size)
         weights = ids + 4 * model.num_experts_per_tok
@@ -120,7 +100,7 @@ class MemoryPlan:
 
     Attributes:
         buffers: in the order of their offsets within each region.
-        sizes: the values of `SIZES`.
+        sizes: the fields of `ExchangePlan` in csrc/plan.h that are no offsets, by their names.
     """
 
     buffers: tuple[Buffer, ...]
@@ -134,7 +114,7 @@ class MemoryPlan:
 
         Args:
             config: the same on all ranks.
-            rank: of the group; ranks may own different numbers of experts.
+            rank: a rank of the group. Ranks may own different numbers of experts.
             placement: by default the config's.
             nvlink: whether the windows lie in GPU memory; by default, whether `exchange.transport` is "nvlink".
 
@@ -145,10 +125,15 @@ class MemoryPlan:
         placement = placement or config.place_experts()
         if config.topology.num_nodes > 1:
             return cls._over_nodes(config, rank, placement, nvlink)
-        R, M = config.topology.ep_size, config.capacity.max_num_tokens_per_rank
-        K, D = config.model.num_experts_per_tok, config.model.hidden_size
-        E, P, e = placement.num_experts, placement.num_physical_experts, placement.num_local_experts(rank)
-        x_dtype, alignment = config.model.torch_dtype, config.alignment
+        R = config.topology.ep_size
+        M = config.capacity.max_num_tokens_per_rank
+        K = config.model.num_experts_per_tok
+        D = config.model.hidden_size
+        E = placement.num_experts
+        P = placement.num_physical_experts
+        e = placement.num_local_experts(rank)
+        x_dtype = config.model.torch_dtype
+        alignment = config.alignment
         ll_alignment = config.ll_alignment if nvlink else alignment
         most = max(map(placement.num_local_experts, range(R)))
         section = config.placement
@@ -159,16 +144,20 @@ class MemoryPlan:
         worst = R * M * K + (most if nvlink else e) * (alignment - 1)
         N = round_up(config.capacity.max_expert_rows or worst, alignment)
         payload, combine = (WIRE_FORMATS[n] for n in (config.exchange.payload, config.exchange.combine_payload))
-        x_items, x_scales = payload.row_items(D, x_dtype), payload.num_scales(D)
+        x_items = payload.row_items(D, x_dtype)
+        x_scales = payload.num_scales(D)
         combine_scales = (
             round_up(combine.num_scales(D), 16 // combine.scale.itemsize) if combine.scale else 0
         )  # by 16 bytes
-        x_stride, combine_stride = payload.row_bytes(D, x_dtype), combine.row_bytes(D, x_dtype)
+        x_stride = payload.row_bytes(D, x_dtype)
+        combine_stride = combine.row_bytes(D, x_dtype)
         ll_tokens = min(M, LL_MAX_TOKENS)
         ll_row_stride, ll_sum_stride = (
             round_up(wire.row_bytes(D, x_dtype) + wire.scale_bytes(D), 16) for wire in (payload, combine)
         )
-        i32, i64, f32 = torch.int32, torch.int64, torch.float32
+        i32 = torch.int32
+        i64 = torch.int64
+        f32 = torch.float32
         layout: _Layout = [
             ("window", "signal.dispatch", (R, SIGNAL_BYTES), torch.uint8),
             ("window", "signal.combine", (R, SIGNAL_BYTES), torch.uint8),
@@ -214,22 +203,31 @@ class MemoryPlan:
         for parts in _reserved:
             layout += [("window", name, *part) for name, part in parts(config).items()]
         buffers = _laid_out(layout)
-        values = (
-            R, rank, M, K, D, E, P, e, copies, N, alignment, ll_alignment,
-            payload.number, combine.number, x_stride, combine_stride, x_scales, combine_scales, most,
-            layers, few_tokens, config.exchange.num_sms or 2**31 - 1, ll_tokens, ll_row_stride, ll_sum_stride, 0, 0, 0,
+        sizes = dict(
+            R=R, rank=rank, M=M, K=K, D=D, E=E, P=P, num_local_experts=e, copies=int(copies), max_rows=N,
+            alignment=alignment, ll_alignment=ll_alignment, payload_format=payload.number,
+            combine_format=combine.number, x_stride_bytes=x_stride, combine_stride_bytes=combine_stride,
+            scale_blocks=x_scales, combine_scale_blocks=combine_scales, most_local_experts=most, layers=layers,
+            few_tokens=few_tokens, num_sms=config.exchange.num_sms or 2**31 - 1, ll_max_tokens=ll_tokens,
+            ll_row_stride_bytes=ll_row_stride, ll_sum_stride_bytes=ll_sum_stride, dispatch_senders=0,
+            combine_senders=0, combine_team=0,
         )  # fmt: skip
-        return cls(buffers, dict(zip(SIZES, map(int, values), strict=True)))
+        return cls(buffers, sizes)
 
     @classmethod
     def _over_nodes(cls, config: EPConfig, rank: int, placement: Placement, nvlink: bool) -> MemoryPlan:
         """The plan of the exchange within the node, and the memory of the rail."""
         topology = config.topology
-        G, N, S = topology.ranks_here, topology.num_nodes, config.rows_per_node
+        G = topology.ranks_here
+        N = topology.num_nodes
+        S = config.rows_per_node
         inside = cls.build(config.of_node(), rank % G, placement.of_node(rank // G, G), nvlink)
         P, E, copies = placement.num_physical_experts, *placement.copies_table().shape
-        slot, row = RailSlot.of(config), config.model.hidden_size * config.model.torch_dtype.itemsize
-        u8, i32, i64 = torch.uint8, torch.int32, torch.int64
+        slot = RailSlot.of(config)
+        row = config.model.hidden_size * config.model.torch_dtype.itemsize
+        u8 = torch.uint8
+        i32 = torch.int32
+        i64 = torch.int64
         rail = _laid_out(
             [
                 ("rail", "rail.received", (N, S, slot.bytes), u8),  # of the own node first, then by node
@@ -282,8 +280,9 @@ class MemoryPlan:
         return self.window_bytes + self.scratch_bytes + self.rail_bytes
 
     def as_ints(self, **launch: int) -> list[int]:
-        """The fields of `ExchangePlan` in order; `launch` replaces sizes of these names."""
-        return [*(self.sizes | launch).values(), *(self[name].offset for name in OFFSETS)]
+        """The fields of `ExchangePlan` in order. `launch` replaces sizes of these names."""
+        offsets = {buffer.name.replace(".", "_"): buffer.offset for buffer in self.buffers}
+        return words("ExchangePlan", self.sizes | launch | offsets)
 
     def _end(self, region: Region) -> int:
         ends = (round_up(b.offset + b.nbytes, BUFFER_ALIGNMENT) for b in self.buffers if b.region == region)

@@ -8,15 +8,13 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from epmoe.native.layouts import struct
 from epmoe.native.ops import DTYPES
 
 Traits = dict[str, object]
-"""By name, what must be equal on all ranks."""
+"""What must be equal on all ranks, by name."""
 Differences = dict[str, tuple[object, object]]
-"""By name, the value of this rank and that of the other one."""
-
-# Of int32 in `RoundHeader`, csrc/plan.h.
-HEADER_D, HEADER_MODE = 2, 13
+"""The value of this rank and that of the other one, by name."""
 
 
 def call_of(D: int, K: int, dtype: int, **more: object) -> Traits:
@@ -28,8 +26,8 @@ def call_of(D: int, K: int, dtype: int, **more: object) -> Traits:
 def calls_of(views: Mapping[str, Tensor]) -> list[Traits]:
     """[R] of the last round, by source; [] from a GPU that has failed, and while a graph is captured."""
     if not views["recv.counts"].numel():
-        headers = views["signal.dispatch"].view(torch.int32).tolist()
-        return [call_of(*row[HEADER_D : HEADER_D + 3], training=bool(row[HEADER_MODE])) for row in headers]
+        headers = map(struct("RoundHeader").from_buffer_copy, map(bytes, views["signal.dispatch"].tolist()))
+        return [call_of(each.D, each.K, each.dtype, training=bool(each.mode)) for each in headers]
     counts = views["recv.counts"]
     if counts.is_cuda and torch.cuda.is_current_stream_capturing():
         return []
@@ -47,10 +45,14 @@ def differences(mine: Traits, theirs: Traits) -> Differences:
 
 
 def _of_shape(word: int) -> Traits:
-    """From the second count word of a source: `DispatchKernel::call_without_rows` in csrc/cuda/dispatch/block.cuh."""
-    D, K, dtype = (word & 0x3FFF) + 1 << 2, (word >> 15 & 0x1F) + 1, word >> 20 & 3
-    aligned, training = bool(word >> 14 & 1), bool(word >> 24 & 1)
+    """The call in the second count word of a source, from `DispatchKernel::call_without_rows` in block.cuh."""
+    D = (word & 0x3FFF) + 1 << 2
+    K = (word >> 15 & 0x1F) + 1
+    dtype = word >> 20 & 3
+    aligned = bool(word >> 14 & 1)
+    training = bool(word >> 24 & 1)
     if training:
         return call_of(D, K, dtype, aligned=aligned, training=True)
-    layout, weighted = "expert" if word >> 22 & 1 else "rank", bool(word >> 23 & 1)
+    layout = "expert" if word >> 22 & 1 else "rank"
+    weighted = bool(word >> 23 & 1)
     return call_of(D, K, dtype, aligned=aligned, training=False, layout=layout, apply_router_weight_on_input=weighted)

@@ -27,10 +27,9 @@ from epmoe.config.placement import Placement
 from epmoe.config.tuning import Tuning
 from epmoe.exchange.call import Call
 from epmoe.exchange.descriptors import Descriptors
-from epmoe.exchange.exchange import Exchange
+from epmoe.exchange.exchange import Exchange, own_turn
 from epmoe.exchange.handles import Dispatched, Layout, Sent
 from epmoe.exchange.health import (
-    STATUS,
     TIMEOUT,
     TOTALS,
     UNSCHEDULED,
@@ -45,9 +44,6 @@ from epmoe.exchange.outputs import output_rows, refuse_layout, y_of
 from epmoe.exchange.round_state import (
     CLOSED,
     DISPATCHED,
-    LATCHED_AT,
-    PROGRESS,
-    PROGRESS_AT,
     RETURNING,
     SENT,
     RoundState,
@@ -58,11 +54,9 @@ from epmoe.exchange.window import Window
 from epmoe.group.errors import EPAbortedError, EPOverflowError
 from epmoe.group.waiting import device_ends, interruptible
 from epmoe.native import ops
+from epmoe.native.layouts import place, struct
 
 _written_to: list[object] = []  # what kernels that had not ended at a release may write
-_CODE, _NEEDED_ROWS = STATUS.index("code"), STATUS.index("needed_rows")
-_MISSING, _ABORTED, _ABORTED_EPOCH = map(STATUS.index, ("missing", "aborted", "aborted_epoch"))
-_STAGE, _EPOCH, _ORIGINATOR = map(STATUS.index, ("stage", "epoch", "originator"))
 _SPIN_S = 1.0  # then the wait for an answer may take milliseconds longer, and notices a GPU that has failed
 
 
@@ -80,7 +74,7 @@ class NodeExchange(Exchange):
     Attributes:
         window: of this rank.
         memory: window and scratch, as the operators take them.
-        status: int64 in host memory: `STATUS`, which the kernels write; on GPUs `PROGRESS` follows.
+        status: `Status` of csrc/plan.h in host memory, which the kernels write.
         descriptors: of the operators.
         code: not 0 once the kernels have reported a failure.
         rows_key: what limits the expert-major rows of a round, as errors name it.
@@ -109,16 +103,18 @@ class NodeExchange(Exchange):
         self.views = {buffer.name: buffer.view(regions[buffer.region]) for buffer in inside}
         self._clear(placement)
         # Every call reads these words, at a hundredth of the host time that reading a tensor's element takes.
-        self.status = torch.zeros(len(STATUS) + len(PROGRESS), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._words = (ctypes.c_int64 * len(STATUS)).from_address(self.status.data_ptr())
-        progress = self.status.data_ptr() + 8 * len(STATUS)
+        Status, Progress = struct("Status"), struct("Progress")
+        both = ctypes.sizeof(Status) + ctypes.sizeof(Progress)
+        self._status = torch.zeros(both, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.status = Status.from_address(self._status.data_ptr())
+        progress = self._status.data_ptr() + ctypes.sizeof(Status)
         if device.type == "cpu":
-            progress = self.views["state"].data_ptr() + PROGRESS_AT
-        self.rounds = RoundState((ctypes.c_int64 * len(PROGRESS)).from_address(progress))
+            progress = self.views["state"].data_ptr() + struct("RoundState").progress.offset
+        self.rounds = RoundState(Progress.from_address(progress))
         tuning = Tuning.load(config.exchange.tuning) if config.exchange.tuning else Tuning(rows=())
         timeout_s = config.exchange.warmup_timeout_s  # ranks may still load or compile
         zero_gaps = plan.sizes["alignment"] > 1 and config.capacity.gap_rows == "zero"
-        self.descriptors = Descriptors(plan, self.status.data_ptr(), window.addresses, timeout_s, tuning, zero_gaps)
+        self.descriptors = Descriptors(plan, self._status.data_ptr(), window.addresses, timeout_s, tuning, zero_gaps)
         self.templates = Templates(config, device, self.views, self.rounds, self.rank, plan.sizes, self.descriptors.of)
         self._totals = Totals(self.views)
         self._look_at = math.inf  # the time of the next look at what has not begun
@@ -128,66 +124,48 @@ class NodeExchange(Exchange):
         self._rows = None if rows.is_inference() else rows
         self.rows_key = "capacity.max_expert_rows"
 
+    @own_turn
     def dispatch(self, call: Call) -> Dispatched:
         """`padded_tokens` is for a network between nodes, of which there is none here."""
-        outer = self.enter()
-        try:
-            sent = self.opened(call)
-            self.launch(ops.dispatch, sent.arguments, DISPATCHED)
-            return self.received(sent)
-        finally:
-            self.thread = outer
+        sent = self.opened(call)
+        self.launch(ops.dispatch, sent.arguments, DISPATCHED)
+        return self.received(sent)
 
+    @own_turn
     def dispatch_send(self, call: Call) -> Sent:
-        outer = self.enter()
-        try:
-            sent = self.opened(call)
-            self.launch(ops.dispatch_send, sent.arguments, SENT)
-            return sent
-        finally:
-            self.thread = outer
+        sent = self.opened(call)
+        self.launch(ops.dispatch_send, sent.arguments, SENT)
+        return sent
 
+    @own_turn
     def dispatch_recv(self, sent: Sent) -> Dispatched:
-        outer = self.enter()
-        try:
-            self.rounds.permit(sent, "dispatch_recv", "sent")
-            self.launch(ops.dispatch_recv, sent.arguments, DISPATCHED)
-            return self.received(sent)
-        finally:
-            self.thread = outer
+        self.rounds.permit(sent, "dispatch_recv", "sent")
+        self.launch(ops.dispatch_recv, sent.arguments, DISPATCHED)
+        return self.received(sent)
 
+    @own_turn
     def combine(self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> Tensor:
-        outer = self.enter()
-        try:
-            if self._words[_CODE]:  # `check_open` alone would cost each round two calls more, as elsewhere here
-                self.check_open(dispatched)
-            self.rounds.permit(dispatched, "combine" if layout == "expert" else "combine_partial")
-            if dispatched.layout != layout:
-                refuse_layout(dispatched)
-            return self._closed(self._send_back(ops.combine, rows, dispatched, out, CLOSED))
-        finally:
-            self.thread = outer
+        if self.status.code:  # `check_open` alone would cost each round two calls more, as elsewhere here
+            self.check_open(dispatched)
+        self.rounds.permit(dispatched, "combine" if layout == "expert" else "combine_partial")
+        if dispatched.layout != layout:
+            refuse_layout(dispatched)
+        return self._closed(self._send_back(ops.combine, rows, dispatched, out, CLOSED))
 
+    @own_turn
     def combine_send(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None = None) -> None:
-        outer = self.enter()
-        try:
-            if self._words[_CODE]:
-                self.check_open(dispatched)
-            self.rounds.permit(dispatched, "combine_send")
-            self._send_back(ops.combine_send, rows, dispatched, out, RETURNING)
-        finally:
-            self.thread = outer
+        if self.status.code:
+            self.check_open(dispatched)
+        self.rounds.permit(dispatched, "combine_send")
+        self._send_back(ops.combine_send, rows, dispatched, out, RETURNING)
 
+    @own_turn
     def combine_recv(self, dispatched: Dispatched) -> Tensor:
-        outer = self.enter()
-        try:
-            self.rounds.permit(dispatched, "combine_recv")
-            y = self.rounds.y
-            assert y is not None
-            self.launch(ops.combine_recv, (y, None, *self.memory, dispatched.sent.descriptor), CLOSED)
-            return self._closed(y)
-        finally:
-            self.thread = outer
+        self.rounds.permit(dispatched, "combine_recv")
+        y = self.rounds.y
+        assert y is not None
+        self.launch(ops.combine_recv, (y, None, *self.memory, dispatched.sent.descriptor), CLOSED)
+        return self._closed(y)
 
     def abort_open_round(self) -> None:
         """It allocates nothing, so it works after any error."""
@@ -207,13 +185,13 @@ class NodeExchange(Exchange):
 
     def drop_reports(self) -> None:
         if not self.failed:
-            self._words[_CODE] = 0
-        self._words[_NEEDED_ROWS] = self._words[_ABORTED] = 0
+            self.status.code = 0
+        self.status.needed_rows = self.status.aborted = 0
 
     @property
     def code(self) -> int:
         """Not 0 once the kernels have reported a failure, which `check` raises."""
-        return self._words[_CODE]
+        return self.status.code
 
     def look(self, launches: bool = False) -> None:
         """On a GPU, once in a while: if a kernel does not begin, report it as a kernel would.
@@ -224,15 +202,15 @@ class NodeExchange(Exchange):
         if time_s < self._look_at:
             return
         self._look_at = time_s + LOOK_S
-        words = self._words
-        if words[_CODE] or (late := self._late(launches)) is None:
+        words = self.status
+        if words.code or (late := self._late(launches)) is None:
             return
         code, originator, missing = UNSCHEDULED, self.rank, 1 << self.rank
         if late.reports:
             code = TIMEOUT
             originator, missing = next((rank, mask) for rank, mask in enumerate(late.reports) if mask)
-        words[_STAGE], words[_EPOCH], words[_MISSING], words[_ORIGINATOR] = late.stage, late.epoch, missing, originator
-        words[_CODE] = code
+        words.stage, words.epoch, words.missing, words.originator = late.stage, late.epoch, missing, originator
+        words.code = code
 
     def _late(self, launches: bool) -> Late | None:
         """What has not begun in time."""
@@ -254,15 +232,15 @@ class NodeExchange(Exchange):
 
     def check(self) -> None:
         self.look()
-        if self._words[_CODE]:
+        if self.status.code:
             latched = self.device.type == "cuda"
             calls = partial(calls_of, self.views)
             raise_on_failure(self.status, self.global_ranks, self.rank, latched, self.dead(), calls)
 
     def poll(self) -> None:
         self.look()
-        words = self._words
-        if words[_CODE] or words[_NEEDED_ROWS] or words[_ABORTED]:
+        words = self.status
+        if words.code or words.needed_rows or words.aborted:
             super().poll()
 
     def check_rounds(self) -> None:
@@ -274,23 +252,23 @@ class NodeExchange(Exchange):
 
     def take_overflow(self) -> EPOverflowError | None:
         """The error of a round, ended since the last call, that needed more expert-major rows than there are."""
-        needed, self._words[_NEEDED_ROWS] = self._words[_NEEDED_ROWS], 0
+        needed, self.status.needed_rows = self.status.needed_rows, 0
         if not needed:
             return None
         return EPOverflowError(needed, self.plan.sizes["max_rows"], key=self.rows_key)
 
     def take_aborted(self) -> tuple[int, int]:
         """Ranks that have aborted rounds that ended since the last call, as a mask, and the last such round."""
-        mask, self._words[_ABORTED] = self._words[_ABORTED], 0
-        return mask, self._words[_ABORTED_EPOCH]
+        mask, self.status.aborted = self.status.aborted, 0
+        return mask, self.status.aborted_epoch
 
     @property
     def failed(self) -> bool:
-        code = self._words[_CODE]
+        code = self.status.code
         return code == TIMEOUT or code != 0 and self.device.type == "cuda"
 
     def missing(self) -> int:
-        mask = self._words[_MISSING] if self._words[_CODE] == TIMEOUT else 0
+        mask = self.status.missing if self.status.code == TIMEOUT else 0
         errors = self.views["signal.error"]
         with suppress(RuntimeError):  # of a GPU that has failed
             if self.device.type == "cuda":
@@ -319,7 +297,8 @@ class NodeExchange(Exchange):
     @property
     def latched(self) -> Tensor:
         """int32 [1] on the device, not 0 once a wait, on GPUs a round, has failed."""
-        return self.views["state"][LATCHED_AT // 4 : LATCHED_AT // 4 + 1]
+        at = place("RoundState", "latched")
+        return self.views["state"][at : at + 1]
 
     def report(self, buffer: str, value: int) -> None:
         """Store a word into this rank's place in a buffer of every window. Waits for no rank."""
@@ -382,7 +361,7 @@ class NodeExchange(Exchange):
 
     def opened(self, call: Call) -> Sent:
         """Check a call and give it a round, whose first operator opens it."""
-        if self._words[_CODE]:
+        if self.status.code:
             self.check()
         rounds = self.rounds
         epoch = rounds.next_epoch()
@@ -402,7 +381,7 @@ class NodeExchange(Exchange):
         dispatched = self.rounds.receive(sent)
         if torch.is_grad_enabled() and self._rows is not None:
             increment_version(self._rows)  # a backward pass that needs rows of an earlier round raises
-        if self._words[_CODE]:
+        if self.status.code:
             self.check_open(dispatched)
         return dispatched
 
@@ -419,8 +398,8 @@ class NodeExchange(Exchange):
     def _closed(self, y: Tensor) -> Tensor:
         """In state CLOSED, after the operator; returns y. Raises what `poll` does."""
         self.rounds.close()
-        words = self._words
-        if words[_CODE] or words[_NEEDED_ROWS] or words[_ABORTED]:  # `poll` alone would cost a call more
+        words = self.status
+        if words.code or words.needed_rows or words.aborted:  # `poll` alone would cost a call more
             self.poll()
         return y
 
@@ -428,7 +407,7 @@ class NodeExchange(Exchange):
         """Call an operator that leads the round to `state`, and wait on if a signal has interrupted it."""
         if monotonic() >= self._look_at:
             self.look(launches=True)
-            if self._words[_CODE]:
+            if self.status.code:
                 self.check()
         operator(*arguments)
         if self.rounds.state != state:

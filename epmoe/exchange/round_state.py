@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import Array, c_int64
+from ctypes import Structure
 from dataclasses import dataclass, field
 from threading import enumerate as all_threads
 from threading import get_ident
@@ -42,15 +42,6 @@ PERMITTED = (
     ("combine", "combine_partial", "combine_send"),
     ("combine_recv",),
 )
-# Words of `RoundState.progress`, in the order of `Progress` in csrc/plan.h.
-PROGRESS = ("phases", "deadline_ns", "missing", "counted_ns", "last_stream", "more_rounds", "has_more_rounds", "tag")
-_PHASES, _DEADLINE, _LAST_STREAM, _MORE, _HAS_MORE, _TAG = map(
-    PROGRESS.index, ("phases", "deadline_ns", "last_stream", "more_rounds", "has_more_rounds", "tag")
-)
-
-# Bytes from the start of the buffer "state" to fields of `RoundState` in csrc/plan.h.
-LATCHED_AT, DONE_AT, PROGRESS_AT, RECEIVING_AT = 8, 48, 200, 328
-
 MAX_TAG = 32767  # `kMaxTag` in csrc/plan.h
 
 
@@ -59,15 +50,15 @@ class RoundState:
     """The rounds of one exchange, of which the last may be open. Nothing else changes it, except the operators.
 
     Attributes:
-        progress: `PROGRESS`, int64 in host memory, which the operators write, too.
-        handle: of the open round, as its last call returned it. It means nothing while no round is open.
-        y: of the open round, from combine_send to combine_recv.
+        progress: `Progress` of csrc/plan.h in host memory, which the operators write, too.
+        handle: the handle that the last call of the open round returned. It means nothing while no round is open.
+        y: the y of the open round, from combine_send to combine_recv.
         opener: the thread that opened the last round.
         refused: by thread, the last round for which a call of it was refused, since another thread had this round.
-        template: of the last round, for `skip`.
+        template: the template of the last round, for `skip`.
     """
 
-    progress: Array[c_int64]
+    progress: Structure
     handle: Sent | Dispatched | None = None
     y: Tensor | None = None
     opener: int = 0
@@ -77,17 +68,17 @@ class RoundState:
     @property
     def state(self) -> int:
         """CLOSED if no round is open, otherwise how far the open round has come."""
-        return self.progress[_PHASES] & 3
+        return self.progress.phases & 3
 
     @property
     def count(self) -> int:
         """Rounds opened so far: the epoch of the last one."""
-        return self.progress[_PHASES] + 3 >> 2
+        return self.progress.phases + 3 >> 2
 
     @property
     def phases(self) -> int:
         """Phases launched or run so far, four a round."""
-        return self.progress[_PHASES]
+        return self.progress.phases
 
     @property
     def sent(self) -> Sent:
@@ -98,7 +89,7 @@ class RoundState:
 
     def next_epoch(self) -> int:
         """The epoch of a round that a call is about to open. Raises EPStateError if a round is open."""
-        phases = self.progress[_PHASES]
+        phases = self.progress.phases
         epoch: int = (phases >> 2) + 1
         if phases & 3:
             self.turn_away(get_ident())
@@ -118,17 +109,19 @@ class RoundState:
 
         Until then no round is open, and another call may take its place.
         """
-        self.y, self.opener, self.template = None, get_ident(), template
-        self.progress[_TAG] = tag
+        self.y = None
+        self.opener = get_ident()
+        self.template = template
+        self.progress.tag = tag
         self.handle = sent = Sent(template, num_tokens, epoch, descriptor, arguments)
         return sent
 
     def advance(self) -> None:
         """A phase has ended, where no operator counts it."""
-        self.progress[_PHASES] += 1
+        self.progress.phases += 1
 
     def receive(self, sent: Sent) -> Dispatched:
-        """In state DISPATCHED: the handle of the round from here on."""
+        """The handle of the round from state DISPATCHED on."""
         sent.arguments = ()  # the caller's tensors need not live any longer
         self.handle = dispatched = Dispatched(sent)
         return dispatched
@@ -139,14 +132,14 @@ class RoundState:
 
     def close(self) -> None:
         """Any state → CLOSED; behind an operator that has closed the round, it drops what the round kept."""
-        if due := -self.progress[_PHASES] & 3:
-            self.progress[_PHASES] += due
+        if due := -self.progress.phases & 3:
+            self.progress.phases += due
         self.handle = self.y = None
 
     def permit(self, handle: Sent | Dispatched, call: str, name: str = "dispatched") -> None:
         """Raises EPStateError, or TypeError for what is no handle, unless `handle`, the caller's argument `name`, is
         that of the open round and the round permits `call`."""
-        if self.handle is not handle or call not in PERMITTED[self.progress[_PHASES] & 3]:
+        if self.handle is not handle or call not in PERMITTED[self.progress.phases & 3]:
             self.refuse(handle, call, name)
 
     def opened_after(self, epoch: int) -> int:
@@ -166,40 +159,40 @@ class RoundState:
 
     @property
     def last_stream(self) -> int | None:
-        """On a GPU the handle of the stream of the last launch, also of one into a graph; None before the first."""
-        number = self.progress[_LAST_STREAM]
+        """The handle of the GPU's stream of the last launch, also of one into a graph; None before the first."""
+        number = self.progress.last_stream
         return number - 1 if number else None
 
     @property
     def waits(self) -> bool:
         """Whether an operator of the CPU has returned from its wait so that Python can run signal handlers."""
-        return self.progress[_DEADLINE] != 0
+        return self.progress.deadline_ns != 0
 
     @property
     def receives(self) -> bool:
         """Whether the phase that is due receives."""
-        return bool(self.progress[_PHASES] & 1)
+        return bool(self.progress.phases & 1)
 
     def stop_waiting(self) -> None:
         """The next wait of an operator has a deadline of its own."""
-        self.progress[_DEADLINE] = 0
+        self.progress.deadline_ns = 0
 
     @contextmanager
     def sending(self, has_more: bool | None) -> Iterator[None]:
-        """Within it the thread calls dispatch once, both phases, which also sends whether this rank has more rounds.
+        """Let the one dispatch within it, of both phases, also send whether this rank has more rounds.
 
         All ranks send it, or none, with None, which costs nothing.
         """
-        self.progress[_MORE] = 0 if has_more is None else self.count + 1 << 1 | has_more
+        self.progress.more_rounds = 0 if has_more is None else self.count + 1 << 1 | has_more
         try:
             yield
         finally:
-            self.progress[_MORE] = 0
+            self.progress.more_rounds = 0
 
     @property
     def has_more_rounds(self) -> bool | None:
         """Whether any rank has more rounds after the last one, in which all sent it; None: not known yet."""
-        word: int = self.progress[_HAS_MORE]
+        word: int = self.progress.has_more_rounds
         return bool(word & 1) if word >> 1 == self.count else None
 
     def describe(self, epoch: int) -> str:

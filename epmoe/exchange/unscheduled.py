@@ -25,14 +25,12 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from epmoe.exchange.round_state import DONE_AT, RECEIVING_AT
+from epmoe.native import layouts
 
 LOOK_S = 0.05
-"""From one look to the next, at least. A look takes tens of microseconds."""
+"""The least time from one look to the next. A look takes tens of microseconds."""
 _UNWRITTEN = b"\x7f" * 4
 _ANSWER_S = 1e-3  # for a copy that nothing stands in front of
-# Of `RoundState` in csrc/plan.h: both epochs, `latched` and `phases`; and a count of blocks of each stage.
-_HEAD, _BLOCKS = struct.Struct("<IIii"), struct.Struct("<ii")
 
 
 class Copy(Protocol):
@@ -68,7 +66,7 @@ class CopyInStream:
 
 
 class CopyOfNow(CopyInStream):
-    """A `Copy` beside all other streams."""
+    """A `Copy` on a stream of its own, which waits for no other stream."""
 
     def __init__(self, buffer: Tensor) -> None:
         super().__init__(buffer)
@@ -91,7 +89,7 @@ class _Mark:
     """A copy of the state in a stream.
 
     Attributes:
-        copy: of the state.
+        copy: the copy of the state.
         set: whether it is on its way, or has come and is still of use.
         phases: those that the host had launched when it was set.
         since_s: the time from which the deadline counts.
@@ -108,7 +106,7 @@ class Late(NamedTuple):
 
     Attributes:
         stage: the index of the stage that is due.
-        epoch: of its round.
+        epoch: the epoch of its round.
         reports: empty where the stage could have begun for the whole deadline. Otherwise other ranks have given the
             round up: a mask of missing ranks from each rank.
     """
@@ -125,12 +123,16 @@ class Watch:
         before_launch: copies the state on the stream of a launch.
         at_poll: copies it on the stream of a `poll`.
         now: copies it past all streams.
-        errors: likewise the buffer "signal.error".
+        errors: copies the buffer "signal.error" past all streams.
     """
 
     def __init__(self, before_launch: Copy, at_poll: Copy, now: Copy, errors: Copy) -> None:
-        self._launch, self._poll, self._now, self._errors = _Mark(before_launch), _Mark(at_poll), now, errors
-        self._state, self._moved_s = b"", 0.0  # at the last look, and when the last look came that found another one
+        self._launch = _Mark(before_launch)
+        self._poll = _Mark(at_poll)
+        self._now = now
+        self._errors = errors
+        self._state = b""
+        self._moved_s = 0.0  # at the last look, and when the last look came that found another one
         self._reached = -1  # the phases of the last mark of a poll that the stream has reached
 
     def look(
@@ -139,7 +141,7 @@ class Watch:
         """Look at the marks, and set one.
 
         Args:
-            time_s: of the look.
+            time_s: the time of the look.
             timeout_s: the deadline.
             phases: those that the host has launched so far.
             comes: what the caller does next on the current stream: it launches a kernel, in front of which only this
@@ -153,14 +155,17 @@ class Watch:
         if state is None:
             return None
         if state != self._state:
-            self._state, self._moved_s = state, time_s
+            self._state = state
+            self._moved_s = time_s
         due_s = min(self._launch_due_s(time_s, phases), self._replay_due_s(phases))
         mark = self._launch if comes == "launch" else self._poll
         if comes and not mark.set:
             mark.copy.start()
-            mark.set, mark.phases, mark.since_s = True, phases, math.inf if comes == "launch" else time_s
-        dispatch_epoch, combine_epoch, _, open_phases = _HEAD.unpack_from(state)
-        late = Late(1, dispatch_epoch) if open_phases > 1 else Late(0, combine_epoch + 1)
+            mark.set = True
+            mark.phases = phases
+            mark.since_s = math.inf if comes == "launch" else time_s
+        now = _parsed(state)
+        late = Late(1, now.dispatch_epoch) if now.phases > 1 else Late(0, now.combine_epoch + 1)
         if time_s - due_s >= timeout_s:
             return late
         if time_s - self._moved_s >= timeout_s:
@@ -184,13 +189,20 @@ class Watch:
         """The time from which no kernel of a replay has begun though the stream has not come to an end."""
         mark = self._poll
         if mark.set and mark.copy.read() is not None:
-            mark.set, self._reached = False, mark.phases
+            mark.set = False
+            self._reached = mark.phases
         # No call has launched anything since the stream reached an earlier mark: what calls have launched has run.
         # Where the device has run something else than this, there are graphs.
-        _, epoch, _, open_phases = _HEAD.unpack_from(self._state)
-        has_graphs = mark.set and phases == mark.phases == self._reached and 4 * epoch + open_phases != phases
-        receives = _BLOCKS.unpack_from(self._state, RECEIVING_AT) != _BLOCKS.unpack_from(self._state, DONE_AT)
+        state = _parsed(self._state)
+        has_run = 4 * state.combine_epoch + state.phases
+        has_graphs = mark.set and phases == mark.phases == self._reached and has_run != phases
+        receives = list(state.receiving) != list(state.done)
         return max(self._moved_s, mark.since_s) if has_graphs and not receives else math.inf
+
+
+def _parsed(state: bytes) -> ctypes.Structure:
+    """`RoundState` of csrc/plan.h."""
+    return layouts.struct("RoundState").from_buffer_copy(state)
 
 
 def watch_of(views: Mapping[str, Tensor]) -> Watch:

@@ -32,7 +32,10 @@ from epmoe.native import ops
 
 SOCKET_TIMEOUT_S = 60.0
 _CGROUP = Path("/sys/fs/cgroup")
-_F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1033, 1, 2, 4
+_F_ADD_SEALS = 1033
+_SEAL_SEAL = 1
+_SEAL_SHRINK = 2
+_SEAL_GROW = 4
 
 
 class Window(Protocol):
@@ -41,10 +44,10 @@ class Window(Protocol):
     local: torch.Tensor
     """uint8 [window_bytes], this rank's window, on the device where the kernels run."""
     addresses: list[int]
-    """By rank: where its window is mapped in this process."""
+    """where each rank's window is mapped in this process"""
 
     deaths: Deaths
-    """Of the ranks whose processes can be watched: those of this machine. It keeps the word at `dead_at` up to date."""
+    """Watches the processes of this machine's ranks. It keeps the word at `dead_at` up to date."""
 
     def store(self, offset: int, value: int) -> None:
         """Store an unsigned 64-bit word into every rank's window, `offset` bytes from its start. Waits for no rank."""
@@ -182,7 +185,8 @@ def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[
         RuntimeError: the ranks are on several machines or cannot reach one another's sockets, or a rank has ended.
         TimeoutError: a rank did not answer.
     """
-    rank, size = peers.rank, peers.size
+    rank = peers.rank
+    size = peers.size
     if size == 1:
         return window, {}
     # Half, so that a rank whose wait fails here can still report it in time.
@@ -217,7 +221,8 @@ def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[
         peers.all_gather(None)  # all have reached all: otherwise ranks would wait for one that has failed
         process = this_process()
         stack.callback(_close, process)
-        served, deadline = 0, time.monotonic() + timeout_s
+        served = 0
+        deadline = time.monotonic() + timeout_s
         while served < size - 1:
             _set_deadline(listener, deadline)
             connection, _ = listener.accept()
@@ -248,7 +253,7 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 def _set_deadline(connection: socket.socket, deadline: float) -> None:
-    """For its next call, which raises TimeoutError once `deadline` has passed. A timeout of 0 would not wait at all."""
+    """Let the next call raise TimeoutError once `deadline` has passed. A timeout of 0 would not wait at all."""
     connection.settimeout(max(deadline - time.monotonic(), 1e-3))
 
 

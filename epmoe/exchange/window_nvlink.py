@@ -70,14 +70,16 @@ class NVLinkWindow:
             torch.cuda.synchronize(device)
             peers.all_gather(None)  # no rank writes into a window before it is cleared
         # For `store`, which allocates nothing.
-        self._words, self._rank = [window.view(torch.int64) for window in windows], peers.rank
-        self._stored, self._stores = torch.empty(64, dtype=torch.int64, pin_memory=True), itertools.count()
+        self._words = [window.view(torch.int64) for window in windows]
+        self._rank = peers.rank
+        self._stored = torch.empty(64, dtype=torch.int64, pin_memory=True)
+        self._stores = itertools.count()
         self._stream = torch.cuda.Stream(device)
         self._dead_at = dead_at
         self.deaths = Deaths(processes_of(peers), self._note)
 
     def store(self, offset: int, value: int) -> None:
-        """As `Window.store`, for a word below 2^63. It returns once the words have arrived, or after 1 s."""
+        """See `Window.store`. The word is below 2^63. Returns once the words have arrived, or after 1 s."""
         self._store(self._words, offset, value)
 
     def put(self, rank: int, offset: int, source: Tensor) -> None:
@@ -118,7 +120,8 @@ class PeersStore(dist.Store):
 
     def __init__(self, peers: Peers) -> None:
         super().__init__()
-        self._peers, self._values = peers, [b""] * peers.size
+        self._peers = peers
+        self._values = [b""] * peers.size
 
     def set(self, key: str, value: bytes | str) -> None:
         """Collective: brings every rank's value to all. The keys are this rank's and mean nothing to others."""

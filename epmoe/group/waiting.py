@@ -1,4 +1,4 @@
-"""Waits that may block for long while this thread still runs signal handlers; and work on another thread."""
+"""Waits that may block for long, in which this thread still runs signal handlers; and work on another thread."""
 
 from __future__ import annotations
 
@@ -59,11 +59,12 @@ class Result(Generic[_Value]):
     """What a `Worker` computes. `done` says whether it has."""
 
     def __init__(self, compute: Callable[[], _Value]) -> None:
-        self._compute, self.done = compute, False
+        self._compute = compute
+        self.done = False
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """On the thread."""
+        """Compute. The thread of the worker calls it."""
         try:
             self._value = self._compute()
         except BaseException as error:
@@ -71,7 +72,7 @@ class Result(Generic[_Value]):
         self.done = True
 
     def get(self) -> _Value:
-        """Once it is done. Raises what the computation raised."""
+        """The value, once it is done. Raises what the computation raised."""
         if self.error is not None:
             raise self.error
         return self._value

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -84,6 +83,7 @@ class SharedExpertParallel:
         with self._timed("set up"):
             self.ep = ExpertParallel(config, group, device)
         self.static = static
+        self._exchange: TrainingExchange | None = None
         self._tags: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._max_tokens = config.capacity.max_num_tokens_per_rank
 
@@ -117,15 +117,22 @@ class SharedExpertParallel:
                     self._see_out(self.ep.exchange.rounds.count, largest(), tag, aligned)
                 raise
 
-    @cached_property
+    @property
     def exchange(self) -> TrainingExchange:
-        """Carries the rounds of calls with gradients. Raises ValueError where the config cannot train."""
+        """Carries the rounds of calls with gradients. Raises ValueError where there can be none."""
+        self.check_trains()
+        assert self._exchange is not None
+        return self._exchange
+
+    def check_trains(self) -> None:
+        """Raises ValueError where calls can have no gradients: in static mode, or where the config cannot train."""
         if self.static:
             raise ValueError(
                 "static mode serves and does not train: train with `configure(static=False)`, or call the model under "
                 "torch.no_grad()"
             )
-        return TrainingExchange(self.ep)
+        if self._exchange is None:
+            self._exchange = TrainingExchange(self.ep)
 
     def tag_of(self, layer: object) -> int:
         """The tag of a layer's rounds. Layers number themselves in the order of their first calls."""
@@ -165,8 +172,10 @@ class SharedExpertParallel:
                 "a call in a stream capture cannot look whether another rank needs more rounds: "
                 "`configure(static=True)` takes one round a call and looks at nothing"
             )
-        batch, own = (x_TD, ids_TK, weights_TK), self.rounds(x_TD.shape[0])
-        rounds_before, outputs = self.ep.exchange.rounds.count, list[Tensor]()
+        batch = (x_TD, ids_TK, weights_TK)
+        own = self.rounds(x_TD.shape[0])
+        rounds_before = self.ep.exchange.rounds.count
+        outputs = list[Tensor]()
         try:
             if self.static and longest is not None and longest > M:
                 raise ValueError(
@@ -174,7 +183,8 @@ class SharedExpertParallel:
                     "call: configure more, or send a prompt in chunks (`prefill_chunk_size` of transformers' generate)"
                 )
             while not outputs or self._has_more_rounds(len(outputs), longest):
-                taken, whole = len(outputs), own == 1 and not outputs  # three slices cost the host 5 µs
+                taken = len(outputs)
+                whole = own == 1 and not outputs  # three slices cost the host 5 µs
                 x, ids, weights = batch if whole else (tensor[taken * M : (taken + 1) * M] for tensor in batch)
                 outputs.append(self._round(x, ids, weights, experts, longest, tag, aligned, trains, taken + 1 < own))
         except EPMismatchError:  # all ranks raise it
@@ -215,7 +225,7 @@ class SharedExpertParallel:
         more: bool,
     ) -> Tensor:
         routed: Dispatched | Routed
-        with self.ep.exchange.aborting():
+        with self.ep.exchange.giving_up():
             with self._timed("dispatch"), self.ep.exchange.rounds.sending(more if longest is None else None):
                 if trains:
                     routed = self.exchange.dispatch(x, ids, weights, tag=tag, aligned=aligned)
@@ -267,7 +277,8 @@ class SharedExpertParallel:
         """
         if isinstance(routed, Routed):
             return Arrived(routed.rows, None, routed.expert_offsets, {}, routed.rows.dtype)
-        d, ep = routed, self.ep
+        d = routed
+        ep = self.ep
         if ep.device.type == "cpu":
             n = int(d.expert_offsets[-1])
         else:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import epmoe
-from epmoe.integrations.session import Session, make_config
+from epmoe.integrations.session import TRAINING_DEADLINES, Session, make_config
 from epmoe.service import ExpertParallel
 from epmoe.training import Routed, TrainingExchange
 
@@ -38,8 +38,6 @@ __all__ = ["EpmoeMoELayer", "EpmoeTokenDispatcher", "close", "exchanged"]
 logger = logging.getLogger(__name__)
 
 _LIMIT = "EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK"
-# As long as a collective of NCCL waits. A rank may write a checkpoint meanwhile, or compile in its first step.
-_DEADLINES: dict[str, Any] = {"warmup_timeout_s": 1800.0, "timeout_s": 600.0}
 _REFUSED = {
     "moe_pad_expert_input_to_capacity": "epmoe sends the tokens that are there, without padding to the capacity",
     "moe_router_padding_for_quantization": "epmoe sends no padding; Megatron's experts pad their own rows",
@@ -75,7 +73,7 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
     a rank brings then, or for as many as the environment says by EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK.
 
     Args:
-        num_local_experts: of this rank.
+        num_local_experts: how many experts this rank has.
         config: Megatron's TransformerConfig.
         pg_collection: Megatron's process groups.
 
@@ -104,10 +102,13 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
             hidden_states: [S, B, H] of this rank.
         """
         H = self.config.moe_latent_size if getattr(self.config, "moe_latent_size", None) else hidden_states.shape[-1]
-        T, dtype = hidden_states.shape[:-1].numel(), hidden_states.dtype
+        T = hidden_states.shape[:-1].numel()
+        dtype = hidden_states.dtype
         if self._exchange is None:
             ep = self._share(T, H, dtype, hidden_states.device)
-            self._exchange, self._tag = TrainingExchange(ep), ep.new_tag()
+            exchange = TrainingExchange(ep)
+            self._tag = ep.new_tag()
+            self._exchange = exchange
         most = self._exchange.ep.config.capacity.max_num_tokens_per_rank
         with self._exchange.giving_up(dtype, tag=self._tag):
             if most < T:
@@ -132,7 +133,8 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         chosen = ids < E
         weights = probs.gather(1, ids.clamp(max=E - 1).long()).masked_fill(~chosen, 0.0)
         # Part t of expert i is the expert (i // e · ETP + t) · e + i % e, since ranks of the group go by ETP first.
-        e, parts = self.num_local_experts, torch.arange(self.tp_size, dtype=torch.int32, device=ids.device)
+        e = self.num_local_experts
+        parts = torch.arange(self.tp_size, dtype=torch.int32, device=ids.device)
         of_parts = (ids[..., None] // e * self.tp_size + parts) * e + ids[..., None] % e
         self.ids = of_parts.masked_fill(~chosen[..., None], -1).flatten(1)
         if self.shared_experts is not None:
@@ -164,7 +166,8 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Weighted outputs [N, H] → sums [T, H]. Collective."""
-        routed, self._routed = self._routed, None
+        routed = self._routed
+        self._routed = None
         assert self._exchange is not None and routed is not None
         self._order_shared_experts()
         output = self._exchange.combine(hidden_states, routed)
@@ -174,7 +177,7 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         return output
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sums [T, H] → [S, B, H], with the shared experts' output where they run beside the exchange."""
+        """Sums [T, H] → [S, B, H], with the shared experts' output where they run at the same time."""
         assert self.hidden_shape is not None
         output = hidden_states.view(self.hidden_shape)
         return output if self.shared_experts is None else output + self.shared_experts.get_output()
@@ -186,14 +189,15 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
 
     def _share(self, T: int, H: int, dtype: torch.dtype, device: torch.device) -> ExpertParallel:
         """The `ExpertParallel` of all layers with these sizes. The first call makes it and is collective."""
-        E, K = self.config.num_moe_experts * self.tp_size, self.config.moe_router_topk * self.tp_size
+        E = self.config.num_moe_experts * self.tp_size
+        K = self.config.moe_router_topk * self.tp_size
 
         def make(ep_size: int) -> ExpertParallel:
             ranks = dist.get_process_group_ranks(self.tp_ep_group)
             group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
             most = torch.tensor(max(T, 1))
             dist.all_reduce(most, dist.ReduceOp.MAX, group)
-            sections = {"capacity": {"max_num_tokens_per_rank": int(most)}, "exchange": _DEADLINES}
+            sections = {"capacity": {"max_num_tokens_per_rank": int(most)}, "exchange": TRAINING_DEADLINES}
             config = make_config(E, K, H, dtype, ep_size, sections, from_environment=True)
             ep = ExpertParallel(config, group, device)
             plan = ep.memory_plan()
@@ -231,7 +235,7 @@ class EpmoeMoELayer(MoELayer):
             self.token_dispatcher.set_shared_experts(theirs.shared_experts)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As MoELayer's. Collective, and so is the backward pass. Raises what the exchange raises."""
+        """See MoELayer. It is collective, and so is the backward pass. Raises what the exchange raises."""
         with self.token_dispatcher.taking_part(hidden_states):
             return super().forward(hidden_states, *args, **kwargs)
 

@@ -69,7 +69,8 @@ class HealthCollector(Collector):
         refused = _counter("refused_plans", "Plans of moves that ranks have refused")
         for name, ep in self._exchanges.items():
             try:
-                health, labels = ep.health(wait=False), [name, str(ep.rank)]
+                health = ep.health(wait=False)
+                labels = [name, str(ep.rank)]
             except EPStateError:  # it is closed
                 continue
             rounds.add_metric(labels, health.rounds)

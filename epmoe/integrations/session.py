@@ -16,6 +16,9 @@ import torch.distributed as dist
 from epmoe.config.config import EPConfig
 from epmoe.native.arguments import dtype_name
 
+TRAINING_DEADLINES: dict[str, Any] = {"warmup_timeout_s": 1800.0, "timeout_s": 600.0}
+"""As long as a collective of NCCL waits. A rank may write a checkpoint meanwhile, or compile in its first step."""
+
 
 def make_config(
     num_experts: int,
@@ -32,7 +35,7 @@ def make_config(
         num_experts: physical experts where the framework makes copies itself, otherwise logical experts.
         top_k: experts per token.
         hidden_size: D.
-        dtype: of rows.
+        dtype: the dtype of rows.
         ep_size: ranks.
         sections: further keys of `EPConfig`, by section.
         from_environment: whether variables `EPMOE_<SECTION>__<KEY>` override keys.
@@ -78,7 +81,7 @@ class Session(Generic[Entry]):
         Args:
             shapes: all that layers must have in common to share an entry.
             group: the world by default; groups of the same ranks are one.
-            device: of all tensors.
+            device: where all tensors are.
             make: takes the number of ranks.
 
         Returns:

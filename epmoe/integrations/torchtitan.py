@@ -22,12 +22,10 @@ from torchtitan.config.override import derive
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, HybridEPTokenDispatcher
 
-from epmoe.integrations.session import make_config
+from epmoe.integrations.session import TRAINING_DEADLINES, make_config
 from epmoe.service import ExpertParallel
 from epmoe.training import Routed, TrainingExchange
 
-# As long as a collective of NCCL waits. A rank may write a checkpoint meanwhile, or compile in its first step.
-_DEADLINES = {"warmup_timeout_s": 1800.0, "timeout_s": 600.0}
 _exchanges: WeakValueDictionary[tuple[object, ...], TrainingExchange] = WeakValueDictionary()  # layers share windows
 
 
@@ -43,9 +41,12 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
 
     @dataclass(kw_only=True, slots=True)
     class Config(HybridEPTokenDispatcher.Config):
-        """As HybridEP's. `non_blocking_capacity_factor` None: as many rows as arrive, for which the host waits; a
-        number: that share of the most rows that can arrive, and more raise an `EPOverflowError`. `pad_multiple`: every
-        expert's rows begin at a multiple of it, padded with zeros. `dtype`: the widest of the tokens."""
+        """The fields of HybridEP's config, and `dtype`.
+
+        With a `non_blocking_capacity_factor` of None, as many rows arrive as there are, and the host waits for their
+        number. A number is a share of the most rows that can arrive; more raise an `EPOverflowError`. Every expert's
+        rows begin at a multiple of `pad_multiple`, padded with zeros. `dtype` is the widest of the tokens.
+        """
 
         dtype: str | None = None
         """by default bfloat16 on GPUs and float32 on CPUs"""
@@ -67,15 +68,17 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
 
     def init_buffer(self) -> None:
         """Open the windows, or take those of an earlier layer of the same sizes."""
-        config, mesh = self.config, self.ep_mesh
+        config = self.config
+        mesh = self.ep_mesh
         assert mesh is not None and config.hidden_dim is not None
         if self.num_experts % mesh.size():
             raise ValueError(f"{self.num_experts} experts must divide by {mesh.size()} ranks")
-        ranks, on_gpus = dist.get_process_group_ranks(mesh.get_group()), mesh.device_type == "cuda"
+        ranks = dist.get_process_group_ranks(mesh.get_group())
+        on_gpus = mesh.device_type == "cuda"
         dtype = config.dtype or ("bfloat16" if on_gpus else "float32")
         sections: dict[str, dict[str, Any]] = {
             "capacity": {"max_num_tokens_per_rank": config.num_max_tokens_per_rank, "alignment": config.pad_multiple},
-            "exchange": _DEADLINES,
+            "exchange": TRAINING_DEADLINES,
         }
         shapes = self.num_experts, self.top_k, config.hidden_dim, getattr(torch, dtype), mesh.size()
         made = make_config(*shapes, sections, from_environment=True)
@@ -86,7 +89,8 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
             device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
             with device:  # torchtitan builds models on the meta device
                 exchange = _exchanges[key] = TrainingExchange(ExpertParallel(made, group, device))
-        self.exchange, self.tag = exchange, exchange.ep.new_tag()
+        self.exchange = exchange
+        self.tag = exchange.ep.new_tag()
 
     def dispatch(
         self,
@@ -116,7 +120,8 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
 
     @property
     def _num_rows(self) -> int | Literal["exact"]:
-        factor, sizes = self.config.non_blocking_capacity_factor, self.exchange.ep.memory_plan().sizes
+        factor = self.config.non_blocking_capacity_factor
+        sizes = self.exchange.ep.memory_plan().sizes
         if factor is None:
             return "exact"
         most = sizes["R"] * sizes["M"] * min(sizes["K"], sizes["num_local_experts"])
@@ -136,7 +141,7 @@ class EpmoeSelectiveAC(SelectiveAC):
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
-        """As torchtitan's."""
+        """torchtitan's own fields."""
 
     def get_save_ops(self) -> set[object]:
         """torchtitan's, and both operators of the exchange: saved together, they leave no round half computed."""

@@ -105,5 +105,5 @@ def token_count(num_tokens: int | Tensor | None, num_rows: int, device: torch.de
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As configurations and messages name it, such as bfloat16."""
+    """The name in configurations and messages, such as bfloat16."""
     return str(dtype).removeprefix("torch.")

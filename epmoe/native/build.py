@@ -1,8 +1,8 @@
 """Builds the native library from ``csrc``: ahead of time by ``setup.py``, otherwise at first use.
 
-``libepmoe.so`` holds the operators and the CPU kernels; it needs a C++ compiler and torch's headers. The CUDA kernels
-are ``libepmoe_cuda.so`` beside it, which nvcc builds without torch, and which libepmoe.so loads when a tensor on a GPU
-needs it.
+``libepmoe.so`` holds the operators and the CPU kernels. It needs a C++ compiler and torch's headers. The CUDA kernels
+are ``libepmoe_cuda.so`` in the same folder. nvcc builds it without torch, and libepmoe.so loads it when a tensor on a
+GPU needs it.
 
 A library is cached by the hash of all its inputs (sources, flags, torch, compilers, CPU, GPU architectures), so a stale
 library is never loaded. So is the object of each source file, by that file, the headers that it includes, and the
@@ -38,7 +38,7 @@ LOCK_TIMEOUT_S = 900.0
 PACKAGE = Path(__file__).resolve().parents[1]
 AHEAD_OF_TIME = PACKAGE / "_native" / "libepmoe.so"
 CUDA_LIBRARY = "libepmoe_cuda.so"
-# The library uses torch's stable ABI as of torch 2.11, so it should work with every later torch.
+# The library uses the stable ABI of torch 2.11, so it should work with every later torch.
 CXX_FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-DTORCH_TARGET_VERSION=0x020b000000000000")
 # The symbols are those of torch's own CUDA builds: no implicit conversion from or to half or bfloat16.
 CUDA_FLAGS = (
@@ -58,7 +58,7 @@ class BuildError(RuntimeError):
 
 
 def csrc() -> Path:
-    """The folder of the native sources: beside the package in a checkout, inside the package when installed."""
+    """The folder of the native sources: next to the package in a checkout, inside the package when installed."""
     for folder in (PACKAGE.parent / "csrc", PACKAGE / "csrc"):
         if (folder / "ops.cpp").exists():
             return folder
@@ -78,7 +78,7 @@ def build(output_dir: Path | None = None, defines: tuple[str, ...] = (), *, port
             `WHEEL_ARCHITECTURES`.
 
     Returns:
-        The path of libepmoe.so; libepmoe_cuda.so, if it was built, lies beside it.
+        The path of libepmoe.so. libepmoe_cuda.so, if it was built, lies in the same folder.
 
     Raises:
         BuildError: no compiler, no GPU to compile for, the compiler's own errors, a cache that cannot be written or
@@ -132,10 +132,10 @@ def architectures(portable: bool = False) -> tuple[str, ...]:
 
 
 def problem_with_torch(version: str) -> str | None:
-    """What to tell a user whose torch is outside `TRIED_TORCH`; None for every other torch.
+    """Words for a user whose torch is outside `TRIED_TORCH`; None for every other torch.
 
     Args:
-        version: of torch, such as "2.13.0+cpu".
+        version: the version of torch, such as "2.13.0+cpu".
 
     Returns:
         A sentence without a full stop.
@@ -155,9 +155,9 @@ class _Recipe:
     defines: tuple[str, ...]
     compile: tuple[str, ...]  # `-DSYMBOL ... -c -o OBJECT SOURCE` follows
     link: tuple[str, ...]  # `-o LIBRARY OBJECT ...` follows
-    inputs: tuple[str, ...]  # what decides the result beside sources and flags: versions, the CPU
+    inputs: tuple[str, ...]  # what decides the result besides sources and flags: versions, the CPU
     include: tuple[str, ...] = ()  # further options of compile, named by a version in `inputs`
-    libraries: tuple[str, ...] = ()  # further options of link, likewise
+    libraries: tuple[str, ...] = ()  # further options of link, named by a version in `inputs`
     beside: Path | None = None  # a library that goes into the same folder, and so a part of the key
 
     def key(self, objects: Sequence[_Object]) -> str:
@@ -171,7 +171,7 @@ class _Recipe:
         return [self.object_of(source, files) for source in self.sources]
 
     def object_of(self, source: str, files: dict[str, _File]) -> _Object:
-        """What one source compiles to; `files` as of `_unit`."""
+        """What one source compiles to. `files` is that of `_unit`."""
         text = "".join(f"{path}\0{files[path].text}\0" for path in _unit(source, files))
         symbols = tuple(f"-D{name}" for name in self.defines if re.search(rf"\b{name.split('=')[0]}\b", text))
         key = _digest(repr((self.compile, symbols, self.inputs)) + text)
@@ -191,7 +191,8 @@ class _File(NamedTuple):
 
     @classmethod
     def read(cls, path: str) -> _File:
-        root, folder = csrc(), os.path.dirname(path)
+        root = csrc()
+        folder = os.path.dirname(path)
         text = (root / path).read_text(encoding="utf-8")
         places = [[os.path.normpath(os.path.join(at, name)) for at in (folder, "")] for name in _INCLUDE.findall(text)]
         # The compiler reports a file that is in neither place.
@@ -203,7 +204,8 @@ def _unit(source: str, files: dict[str, _File]) -> list[str]:
 
     `files` has the files that were read already, and gets the others.
     """
-    unit, waiting = set[str](), [source]
+    unit = set[str]()
+    waiting = [source]
     while waiting:
         if (path := waiting.pop()) not in unit:
             unit.add(path)
@@ -215,7 +217,8 @@ def _unit(source: str, files: dict[str, _File]) -> list[str]:
 def _recipe(defines: tuple[str, ...], portable: bool, cuda: Path | None) -> _Recipe:
     import torch
 
-    compiler, home = _compiler(), Path(torch.__file__).resolve().parent
+    compiler = _compiler()
+    home = Path(torch.__file__).resolve().parent
     native = () if portable else ("-march=native",)
     cpu = platform.machine() if portable else _cpu_features()
     return _Recipe(
@@ -332,13 +335,15 @@ def _check(path: Path, *, around: bool = False) -> None:
     """Raise BuildError where another user, except root, owns `path` or can write into it. It need not exist.
 
     Args:
-        path: of the cache: a folder, or what is loaded.
+        path: a folder of the cache, or a file that is loaded.
         around: the folder that the cache is in. Its sticky bit keeps others from renaming what is not theirs, as in
             /tmp; and root works in folders of users, as containers do that mount a home.
     """
     with contextlib.suppress(OSError):
-        found, link = path.stat(), path.lstat()
-        owners, writers = {found.st_uid, link.st_uid} - {0, os.geteuid()}, _writers(found)
+        found = path.stat()
+        link = path.lstat()
+        owners = {found.st_uid, link.st_uid} - {0, os.geteuid()}
+        writers = _writers(found)
         if around:
             owners = owners if os.geteuid() and stat.S_ISDIR(found.st_mode) else set()
             writers = writers if stat.S_ISDIR(found.st_mode) and not found.st_mode & stat.S_ISVTX else None
@@ -352,12 +357,14 @@ def _check(path: Path, *, around: bool = False) -> None:
 
 
 def _writers(found: os.stat_result) -> str | None:
-    """Who can write there beside the owner and root, if anybody."""
+    """Who can write there besides the owner and root, if anybody."""
     if found.st_mode & stat.S_IWOTH:
         return "every user"
     if not found.st_mode & stat.S_IWGRP or found.st_gid == 0:
         return None
-    user, group, members = str(os.geteuid()), str(found.st_gid), list[str]()
+    user = str(os.geteuid())
+    group = str(found.st_gid)
+    members = list[str]()
     with contextlib.suppress(KeyError):  # a container may have no names for its users
         user = pwd.getpwuid(os.geteuid()).pw_name
         group, _, _, members = grp.getgrgid(found.st_gid)

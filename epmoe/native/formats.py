@@ -11,12 +11,12 @@ SCALE_BLOCK = 128  # elements of a row that share one fp8 scale
 
 @dataclass(frozen=True)
 class WireFormat:
-    """How a row travels; ``csrc/wire_format.h`` has the same table."""
+    """How a row travels. ``csrc/wire_format.h`` has the same table."""
 
     name: str
-    """In `exchange.payload` and `exchange.combine_payload`."""
+    """its name in `exchange.payload` and `exchange.combine_payload`"""
     number: int
-    """Of `WireFormat` in C++."""
+    """its number in `WireFormat` of C++"""
     element: torch.dtype | None
     """None: the dtype of x, without scales."""
     element_bits: int
@@ -59,4 +59,4 @@ WIRE_FORMATS = {
         WireFormat("fp8", 1, torch.float8_e4m3fn, 8, torch.float32, SCALE_BLOCK),
     )
 }
-"""By their names."""
+"""The formats by their names."""

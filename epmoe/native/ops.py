@@ -91,7 +91,7 @@ _library.define(
 )
 _library.define(
     "launch_policy(Tensor plan, int tokens, int hidden_size, int top_k, int dtype, bool expert_major, bool send, "
-    "bool receive, int multiprocessors, int major) -> Tensor"
+    "bool receive, int multiprocessors, int major) -> str"
 )
 _library.define("shared_bytes_needed(Tensor plan) -> int")
 # Plans of placements (epmoe/live/balance.py), on the CPU: loads float64 [L, E], slots int32 and shares float64 [L, P].
@@ -107,25 +107,14 @@ _library.define(
     "balance_choices(Tensor slots, Tensor shares, int num_experts, int ep_size, int ranks_per_node, int source, "
     "int most_copies) -> (Tensor slots, Tensor thresholds)"
 )
+_library.define("layouts() -> str")  # see epmoe/native/layouts.py
 # Raises RuntimeError, with a sentence for users, if the other operators cannot work on GPUs here.
 _library.define("load_cuda() -> ()")
 
 
 @torch.library.register_fake("epmoe::route")
-def _(
-    logits: Tensor,
-    top_k: int,
-    bias: Tensor | None,
-    num_tokens: Tensor | None,
-    num_rows: int,
-    sigmoid: bool,
-    renormalize: bool,
-    num_expert_groups: int,
-    top_groups: int,
-    routed_scaling_factor: float,
-    int64_ids: bool,
-    counters: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _(logits: Tensor, top_k: int, *rest: object) -> tuple[Tensor, Tensor]:
+    *_, int64_ids, _ = rest
     shape = (logits.shape[0], top_k)
     ids = logits.new_empty(shape, dtype=torch.int64 if int64_ids else torch.int32)
     return ids, logits.new_empty(shape, dtype=torch.float32)
@@ -154,11 +143,6 @@ def _(rows: Tensor, row_of_pair: Tensor, weights: Tensor, counts: Tensor | None)
     return rows.new_empty((row_of_pair.shape[0], rows.shape[1]))
 
 
-@torch.library.register_fake("epmoe::zero_padding_rows_")
-def _(x: Tensor, num_tokens: Tensor | None, num_rows: int) -> None:
-    return None
-
-
 @torch.library.register_fake("epmoe::quantize_fp8")
 def _(x: Tensor, num_tokens: Tensor | None, num_rows: int, per_tensor: bool) -> tuple[Tensor, Tensor]:
     T, D = x.shape
@@ -177,18 +161,10 @@ def _(packed: Tensor, like: Tensor, expert_offsets: Tensor) -> Tensor:
 
 
 @torch.library.register_fake("epmoe::gated_activation")
-def _(
-    gate_up: Tensor,
-    expert_offsets: Tensor,
-    tokens_per_expert: Tensor | None,
-    bias: Tensor | None,
-    interleaved: bool,
-    limit: float,
-    alpha: float,
-    up_offset: float,
-    quantize: bool,
-) -> tuple[Tensor, Tensor]:
-    N, F = gate_up.shape[0], gate_up.shape[1] // 2
+def _(gate_up: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    quantize = rest[-1]
+    N = gate_up.shape[0]
+    F = gate_up.shape[1] // 2
     dtype = torch.float8_e4m3fn if quantize else gate_up.dtype
     scales = (-(-F // SCALE_BLOCK), (N + 3) // 4 * 4 if quantize else 0)
     return gate_up.new_empty((N, F), dtype=dtype), gate_up.new_empty(scales, dtype=torch.float32)
@@ -225,7 +201,8 @@ def _(
         expert = torch.bucketize(places, expert_offsets[1:], right=True)
         places = places[places - expert_offsets[expert] < tokens_per_expert[expert]]
     for part in places.split(_ROWS_AT_ONCE):
-        by_rows, factors = grad[part].float(), rows[part].float()
+        by_rows = grad[part].float()
+        factors = rows[part].float()
         by_weights[part] = (by_rows * factors).sum(1)
         if row_weights is not None:
             grad[part] = (by_rows * row_weights[part, None]).to(grad.dtype)
@@ -237,28 +214,15 @@ def _(grad: Tensor, rows: Tensor, *rest: object) -> Tensor:
     return rows.new_empty((rows.shape[0],), dtype=torch.float32)
 
 
+@torch.library.register_fake("epmoe::zero_padding_rows_")
 @torch.library.register_fake("epmoe::dispatch")
 @torch.library.register_fake("epmoe::dispatch_send")
 @torch.library.register_fake("epmoe::dispatch_recv")
-def _(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    scales: Tensor | None,
-    num_tokens: Tensor | None,
-    num_rows: int,
-    window: Tensor,
-    scratch: Tensor,
-    descriptor: Tensor,
-) -> None:
-    return None
-
-
 @torch.library.register_fake("epmoe::combine")
 @torch.library.register_fake("epmoe::combine_send")
 @torch.library.register_fake("epmoe::combine_recv")
-def _(y: Tensor, rows: Tensor | None, window: Tensor, scratch: Tensor, descriptor: Tensor) -> None:
-    return None
+def _(*arguments: object) -> None:
+    """They return nothing."""
 
 
 def __getattr__(name: str) -> torch._ops.OpOverload:

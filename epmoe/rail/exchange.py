@@ -15,7 +15,7 @@ from torch import Tensor
 from epmoe.config.config import EPConfig
 from epmoe.config.tuning import Tuning
 from epmoe.exchange.call import Call
-from epmoe.exchange.exchange import Exchange
+from epmoe.exchange.exchange import Exchange, own_turn
 from epmoe.exchange.handles import Dispatched, Layout, Sent
 from epmoe.exchange.health import COUNTERS, Health, raise_incomplete
 from epmoe.exchange.mismatch import Differences
@@ -44,9 +44,16 @@ class HierarchicalExchange(Exchange):
     """
 
     def __init__(self, config: EPConfig, node: NodeExchange, memory: RailMemory, network: Network) -> None:
-        self.config, self.node, self.memory, self.network = config, node, memory, network
-        self.plan, self.device, self.views = node.plan, node.device, network.views
-        self.rank, self.global_ranks, self.rounds = network.rank, network.global_ranks, network.rounds
+        self.config = config
+        self.node = node
+        self.memory = memory
+        self.network = network
+        self.plan = node.plan
+        self.device = node.device
+        self.views = network.views
+        self.rank = network.rank
+        self.global_ranks = network.global_ranks
+        self.rounds = network.rounds
         self.templates = Templates(
             config, self.device, node.views, self.rounds, self.rank, self.plan.sizes, _no_launches
         )
@@ -60,91 +67,76 @@ class HierarchicalExchange(Exchange):
         sent = self.dispatch_send(call)
         return self.dispatch_recv(sent)
 
+    @own_turn
     def dispatch_send(self, call: Call) -> Sent:
         """Pack the slabs and start their transfer."""
-        outer = self.enter()
-        try:
-            self.check()
-            epoch = self.rounds.next_epoch()
-            template, T = self.templates.of(call)
-            self._check_fp8(call.x)
-            self._check_padded_tokens(call.padded_tokens)
-            self.network.wait_for_pending()
-            if epoch == 2:  # no rank loads or compiles any more
-                self.network.deadlines.first = False
-            sent = self.rounds.open(template, T, epoch, call.tag, None, ())
-            operands = call.operands(T, self.device)
-            self.slabs = slabs = Slabs(self.memory, call, epoch, self.node.rounds.count + 1)
-            slabs.pack(operands)
-            self.rounds.advance()  # before other ranks can know: an abort then starts what is not started
-            self.network.start(slabs.first())
-            return sent
-        finally:
-            self.thread = outer
+        self.check()
+        epoch = self.rounds.next_epoch()
+        template, T = self.templates.of(call)
+        self._check_fp8(call.x)
+        self._check_padded_tokens(call.padded_tokens)
+        self.network.wait_for_pending()
+        if epoch == 2:  # no rank loads or compiles any more
+            self.network.deadlines.first = False
+        operands = call.operands(T, self.device)
+        sent = self.rounds.open(template, T, epoch, call.tag, None, ())
+        self.slabs = slabs = Slabs(self.memory, call, epoch, self.node.rounds.count + 1)
+        slabs.pack(operands)
+        self.rounds.advance()  # before other ranks can know: an abort then starts what is not started
+        self.network.start(slabs.first())
+        return sent
 
+    @own_turn
     def dispatch_recv(self, sent: Sent) -> Dispatched:
         """Wait for the slabs of the other nodes, and dispatch their rows in the node."""
-        outer = self.enter()
+        self.check()
+        self.rounds.permit(sent, "dispatch_recv", "sent")
+        slabs, node = self._open_slabs(), self.node
+        self._start_rows(slabs)
+        self.network.wait(slabs.last)
+        differing, tags, differences = slabs.differing()
         try:
+            if isinstance(opened := node.rounds.handle, Sent) and node.rounds.state == SENT:  # after a Ctrl-C
+                slabs.inside = node.dispatch_recv(opened)
+            else:  # the other ranks of the node notice a mismatch
+                rows = slabs.smallest_rows() if differing else slabs.rows()
+                slabs.inside = node.dispatch(slabs.inside_call(rows))
+        except EPMismatchError as error:
+            ranks = differing or self.memory.of_node(error.differing_ranks)
+            self._mismatch(ranks, differing, tags or self.network.tags_of_group(error.tags), differences)
+        except EPTimeoutError:
             self.check()
-            self.rounds.permit(sent, "dispatch_recv", "sent")
-            slabs, node = self._open_slabs(), self.node
-            self._start_rows(slabs)
-            self.network.wait(slabs.last)
-            differing, tags, differences = slabs.differing()
-            try:
-                if isinstance(opened := node.rounds.handle, Sent) and node.rounds.state == SENT:  # after a Ctrl-C
-                    slabs.inside = node.dispatch_recv(opened)
-                else:  # the other ranks of the node notice a mismatch
-                    rows = slabs.smallest_rows() if differing else slabs.rows()
-                    slabs.inside = node.dispatch(slabs.inside_call(rows))
-            except EPMismatchError as error:
-                ranks = differing or self.memory.of_node(error.differing_ranks)
-                self._mismatch(ranks, differing, tags or self.network.tags_of_group(error.tags), differences)
-            except EPTimeoutError:
-                self.check()
-                raise
-            if differing:
-                self._mismatch(differing, differing, tags, differences)
-            self.rounds.advance()
-            dispatched = self.rounds.receive(sent)
-            self.check_open(dispatched)
-            return dispatched
-        finally:
-            self.thread = outer
+            raise
+        if differing:
+            self._mismatch(differing, differing, tags, differences)
+        self.rounds.advance()
+        dispatched = self.rounds.receive(sent)
+        self.check_open(dispatched)
+        return dispatched
 
+    @own_turn
     def combine(self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> Tensor:
         """With layout="rank" the rows are G slabs, each of N·S rows."""
-        outer = self.enter()
-        try:
-            self.check_open(dispatched)
-            self.rounds.permit(dispatched, "combine" if layout == "expert" else "combine_partial")
-            if dispatched.layout != layout:
-                refuse_layout(dispatched)
-            self._send_back(rows, dispatched, out)
-            return self._sum(dispatched)
-        finally:
-            self.thread = outer
+        self.check_open(dispatched)
+        self.rounds.permit(dispatched, "combine" if layout == "expert" else "combine_partial")
+        if dispatched.layout != layout:
+            refuse_layout(dispatched)
+        self._send_back(rows, dispatched, out)
+        return self._sum(dispatched)
 
+    @own_turn
     def combine_send(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> None:
         """The send phase of the node's combine."""
-        outer = self.enter()
-        try:
-            self.check_open(dispatched)
-            self.rounds.permit(dispatched, "combine_send")
-            self._send_back(rows, dispatched, out)
-        finally:
-            self.thread = outer
+        self.check_open(dispatched)
+        self.rounds.permit(dispatched, "combine_send")
+        self._send_back(rows, dispatched, out)
 
+    @own_turn
     def combine_recv(self, dispatched: Dispatched) -> Tensor:
         """Then the way back to the sources, and their sums."""
-        outer = self.enter()
-        try:
-            self.check()
-            self.rounds.permit(dispatched, "combine_recv")
-            return self._sum(dispatched)
-        finally:
-            self.thread = outer
+        self.check()
+        self.rounds.permit(dispatched, "combine_recv")
+        return self._sum(dispatched)
 
     def abort_open_round(self) -> None:
         """The other nodes get zeros, and the own node no rows.

@@ -10,6 +10,7 @@ from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 from epmoe.exchange.memory import MemoryPlan, RailSlot
 from epmoe.native.formats import WIRE_FORMATS
+from epmoe.native.layouts import words
 from epmoe.rail.rail import Rail
 
 _TABLES = ("rail.table.copies", "rail.table.num_copies", "rail.table.node_of", "rail.table.node_local")
@@ -38,7 +39,7 @@ class RailMemory:
         largest_block: elements that share a scale, in rows or in partial rows; 0 if there are no scales.
         slot: of a row.
         tables: what `rail_pack` knows of the placement.
-        descriptor: `RailDescriptor` in csrc/ops_rail.cpp.
+        descriptor: `RailDescriptor` in csrc/rail.h.
         differing: on GPUs the word of `rail_tags`, int64 [1] in memory of the host.
     """
 
@@ -63,8 +64,10 @@ class RailMemory:
         values = placement.copies_table(), placement.num_copies(), *placement.node_ids(self.ranks_per_node)
         for table, of_placement in zip(self.tables, values, strict=True):
             table.copy_(of_placement)
-        shape, number = self.tables[0].shape, self.payload.number
-        self.descriptor = torch.tensor([*shape, rank, self.node, len(nodes), number, *self.slot], device="cpu")
+        E, copies = self.tables[0].shape
+        of_rank = {"E": E, "copies": copies, "rank": rank, "node": self.node, "num_nodes": len(nodes)}
+        fields = words("RailDescriptor", of_rank | {"format": self.payload.number})
+        self.descriptor = torch.tensor([*fields, *words("RailSlot", self.slot._asdict())], device="cpu")
 
     @property
     def num_nodes(self) -> int:

@@ -6,7 +6,6 @@ The host waits for every transfer, as on CPUs. network_cuda.py has the network o
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import c_int64
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -17,8 +16,9 @@ from torch import Tensor
 from epmoe.config.deadlines import Deadlines
 from epmoe.exchange.health import STAGES
 from epmoe.exchange.node import NodeExchange
-from epmoe.exchange.round_state import DISPATCHED, PROGRESS, RETURNING, RoundState
+from epmoe.exchange.round_state import DISPATCHED, RETURNING, RoundState
 from epmoe.group.errors import EPMismatchError, EPTimeoutError
+from epmoe.native.layouts import struct
 from epmoe.rail.memory import RailMemory
 from epmoe.rail.rail import Load, Rail, RailError
 
@@ -66,7 +66,7 @@ class Network:
     def __post_init__(self) -> None:
         self.device, self.rank = self.node.device, self.memory.of_rail(self.memory.node)
         self.views = self.node.views | self.memory.views
-        self.rounds = RoundState((c_int64 * len(PROGRESS))())
+        self.rounds = RoundState(struct("Progress")())
         self.failure: Failure | None = None
         self.pending: list[Load] = []
 

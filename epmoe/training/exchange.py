@@ -30,7 +30,7 @@ def fits_graphs() -> bool:
 
 
 class Pending(NamedTuple):
-    """What combine and the backward pass need of a dispatch, beside the rows."""
+    """What combine and the backward pass need of a dispatch, besides the rows."""
 
     link: Tensor
     ids: Tensor
@@ -80,7 +80,7 @@ class TrainingExchange:
     other ranks get an EPAbortedError.
 
     Args:
-        ep: of one node, with rows and sums in their own dtype.
+        ep: an ExpertParallel of one node, with rows and sums in their own dtype.
         backward: carries the rounds of backward passes, so that these may overlap with forward rounds; of the same
             config. By default `ep`.
         payload: in which tokens travel forward; the same on all ranks. "auto": in the dtype of x. "fp8": as e4m3 with
@@ -138,7 +138,7 @@ class TrainingExchange:
         Pairs of weight 0 travel, too, since their weight has a gradient.
 
         Args:
-            x: [T, D] fp32, fp16 or bf16, as of `ExpertParallel.dispatch`, like `ids`, `num_tokens`, `tag` and
+            x: [T, D] fp32, fp16 or bf16; see `ExpertParallel.dispatch`, also for `ids`, `num_tokens`, `tag` and
                 `aligned`.
             ids: int32 or int64 [T, K].
             weights: fp32, fp16 or bf16 [T, K]. Those that are not finite count as 0, and get gradients of 0.
@@ -150,7 +150,7 @@ class TrainingExchange:
                 alignment: the host waits for nothing; pairs whose row would lie past it are dropped
                 (`capacity.on_overflow` says whether that is an error).
             num_tokens: real tokens.
-            tag: of the layer.
+            tag: a number for the layer.
             aligned: segments start at multiples of `config.alignment`.
 
         Returns:
@@ -169,7 +169,8 @@ class TrainingExchange:
             return routed
         if weights_on not in get_args(WeightsOn):
             raise ValueError(f"`weights_on` must be 'combine', 'rows' or 'both', got {weights_on!r}")
-        ep, device = self.ep, self.ep.device
+        ep = self.ep
+        device = self.ep.device
         check_tensor("x", x, FLOATS, ("T", "D"), device)
         refuse_tangents(x, weights)
         if self._fp8 and (x.shape[1] % SCALE_BLOCK or x.shape[1] > _MOST_FP8):
@@ -226,8 +227,8 @@ class TrainingExchange:
         An exception aborts the round, whether it was opened or not, and raises nothing of the exchange in its place.
 
         Args:
-            dtype: of x.
-            shape: of the round, other arguments of `skip`.
+            dtype: the dtype of x.
+            shape: other arguments of `skip`.
         """
         if torch.compiler.is_compiling():
             yield
@@ -251,11 +252,11 @@ class TrainingExchange:
         """Take part in a forward round without tokens, and abort it: for a rank that raised before its dispatch.
 
         Args:
-            dtype: of x.
-            weights_on: of the round, like the next arguments.
-            tag: likewise.
-            aligned: likewise.
-            top_k: likewise, by default the config's.
+            dtype: the dtype of x.
+            weights_on: who applies the weights, like the next arguments as the other ranks give it to `dispatch`.
+            tag: the number of the layer.
+            aligned: whether segments are aligned.
+            top_k: K, by default the config's.
 
         Raises:
             EPError: what `ExpertParallel.skip` raises.
@@ -266,7 +267,7 @@ class TrainingExchange:
 
     @property
     def number(self) -> int:
-        """By which operators find this exchange."""
+        """The number by which operators find this exchange."""
         return self._directions.number
 
     def __repr__(self) -> str:

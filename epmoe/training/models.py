@@ -35,7 +35,7 @@ class ExpertLayer(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors [e, …], behind `prefix`."""
+        """The names of the tensors [e, …], behind `prefix`."""
         return [name for name, _ in self.experts.named_parameters()]
 
     @property
@@ -63,11 +63,10 @@ def expert_layers(module: nn.Module) -> list[ExpertLayer]:
     modules = dict(module.named_modules(remove_duplicate=False))
     layers = []
     for name, experts in modules.items():
-        if name.rpartition(".")[2] == "experts" and not isinstance(experts, GroupedExperts):
-            owner = modules[name.rpartition(".")[0]]
-            if isinstance(getattr(owner, "ep", None), ExpertParallel):
-                raise TypeError(f"`{name}` must be GroupedExperts, got {type(experts).__name__}")
+        around, _, own = name.rpartition(".")
         if not isinstance(experts, GroupedExperts):
+            if own == "experts" and isinstance(getattr(modules[around], "ep", None), ExpertParallel):
+                raise TypeError(f"`{name}` must be GroupedExperts, got {type(experts).__name__}")
             continue
         ep, path = next(_around(modules, name), (None, ""))
         if ep is None:
@@ -87,7 +86,7 @@ def expert_layers(module: nn.Module) -> list[ExpertLayer]:
 
 
 def expert_parallels(module: nn.Module) -> list[ExpertParallel]:
-    """Those of a model's modules, in the order of their first ones, which is the same on all ranks."""
+    """The `ExpertParallel`s of a model's modules, in the order of their first modules, the same on all ranks."""
     return list({id(ep): ep for each in module.modules() for ep in _of(each)}.values())
 
 
@@ -125,7 +124,7 @@ def fully_shard(module: nn.Module, **options: Any) -> nn.Module:
 
     Args:
         module: a block or a model, also one whose blocks were sharded so.
-        options: of torch's `fully_shard`.
+        options: arguments of torch's `fully_shard`.
 
     Returns:
         The module.
@@ -184,7 +183,8 @@ def clip_grad_norm_(
     gradients = [p.grad for p in module.parameters() if p.grad is not None and p not in ours]
     total = nn.utils.get_total_norm(gradients, norm_type)
     total = total.full_tensor() if hasattr(total, "full_tensor") else total
-    of_experts, counted = dict[nn.Parameter, Tensor](), list[Tensor]()
+    of_experts = dict[nn.Parameter, Tensor]()
+    counted = list[Tensor]()
     for layer in layers:
         mine = [i for i, x in enumerate(layer.held) if x >= 0 and layer.ep.holder(x, layer.tag) == (layer.ep.rank, i)]
         for p in layer.experts.parameters():
@@ -214,7 +214,7 @@ def _around(modules: dict[str, nn.Module], name: str) -> Iterator[tuple[ExpertPa
 
 
 def _of(module: nn.Module) -> Iterator[ExpertParallel]:
-    """What a module has as an attribute."""
+    """The `ExpertParallel`s that a module has as attributes."""
     for value in vars(module).values():
         if isinstance(value, TrainingExchange):
             yield value.ep

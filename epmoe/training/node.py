@@ -7,6 +7,7 @@ from torch import Tensor
 
 from epmoe.exchange.call import Call
 from epmoe.exchange.descriptors import CallerRows, returning
+from epmoe.exchange.exchange import own_turn
 from epmoe.exchange.handles import Dispatched
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import DISPATCHED
@@ -25,26 +26,23 @@ def sms_of(device: torch.device) -> int:
     return max(int(torch.cuda.get_device_properties(device).multi_processor_count * _SHARE), 1)
 
 
+@own_turn
 def dispatch_into(exchange: NodeExchange, call: Call, into: CallerRows, num_sms: int) -> Dispatched:
     """`NodeExchange.dispatch` of expert-major rows into memory of the caller's, which outlives the round. Collective.
 
     The open round has the rows, offsets and counts of `into`. A kernel uses at most `num_sms` multiprocessors.
     """
-    outer = exchange.enter()
-    try:
-        sent = exchange.opened(call)
-        assert sent.descriptor is not None
-        exchange.rows_key = "capacity.max_expert_rows, or `num_rows` in training,"
-        scratch = exchange.memory[1].data_ptr()
-        sent.descriptor = exchange.descriptors.for_training(sent.descriptor, into, scratch, num_sms)
-        x, ids, weights, scales, tokens, num_rows, *memory, _ = sent.arguments
-        if into.packed:
-            x = ops.pack_fp8(x, tokens, num_rows)
-        sent.arguments = x, ids, weights, scales, tokens, num_rows, *memory, sent.descriptor
-        exchange.launch(ops.dispatch, sent.arguments, DISPATCHED)
-        dispatched = exchange.received(sent)
-    finally:
-        exchange.thread = outer
+    sent = exchange.opened(call)
+    assert sent.descriptor is not None
+    exchange.rows_key = "capacity.max_expert_rows, or `num_rows` in training,"
+    scratch = exchange.memory[1].data_ptr()
+    sent.descriptor = exchange.descriptors.for_training(sent.descriptor, into, scratch, num_sms)
+    x, ids, weights, scales, tokens, num_rows, *memory, _ = sent.arguments
+    if into.packed:
+        x = ops.pack_fp8(x, tokens, num_rows)
+    sent.arguments = x, ids, weights, scales, tokens, num_rows, *memory, sent.descriptor
+    exchange.launch(ops.dispatch, sent.arguments, DISPATCHED)
+    dispatched = exchange.received(sent)
     if into.rows is not None:
         dispatched.rows = into.rows
     elif into.packed:

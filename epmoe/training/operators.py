@@ -41,7 +41,8 @@ def train_dispatch(
     number: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Rows [N, D], expert_offsets, tokens_per_expert, row weights fp32 [N] and the link. Opens a round."""
-    pairs, directions = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, tag, aligned), find(number)
+    directions = find(number)
+    pairs = Pairs(ids, weights, num_real if num_tokens is None else num_tokens, tag, aligned)
     with directions.noting():
         arrived = directions.forward.out(x, pairs, num_rows, adds_only=on_rows, returns_values=False)
     rows, offsets, tokens, row_weights = arrived
@@ -55,7 +56,8 @@ def _(
 ) -> Any:
     N: Any = torch.library.get_ctx().new_dynamic_size() if num_rows == EXACT else num_rows
     e = find(rest[-1]).forward.ep.num_local_experts
-    offsets, tokens = ids.new_empty(e + 1, dtype=torch.int32), ids.new_empty(e, dtype=torch.int32)
+    offsets = ids.new_empty(e + 1, dtype=torch.int32)
+    tokens = ids.new_empty(e, dtype=torch.int32)
     return x.new_empty(N, x.shape[1]), offsets, tokens, x.new_empty(N, dtype=torch.float32), anchor.new_empty(0)
 
 
@@ -123,7 +125,8 @@ def train_combine_backward(
 
 @train_combine_backward.register_fake
 def _(grad_y: Tensor, expert_rows: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    num_rows, none = rest[5], grad_y.new_empty(0, dtype=torch.float32)
+    num_rows = rest[5]
+    none = grad_y.new_empty(0, dtype=torch.float32)
     grad_weights = none.new_empty(0 if expert_rows is None else num_rows)
     return grad_y.new_empty(num_rows, grad_y.shape[1]), grad_weights, none
 
@@ -146,7 +149,8 @@ def _(grad_rows: Tensor, grad_row_weights: Tensor, grad_link: Tensor | None, T: 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, ids, weights, *_, ctx.number = inputs
-    ctx.T, ctx.K = x.shape[0], ids.shape[1]
+    ctx.T = x.shape[0]
+    ctx.K = ids.shape[1]
     ctx.save_for_backward(weights)
     ctx.generation = find(ctx.number).generation
     ctx.set_materialize_grads(False)  # zeros for offsets and counts would be two kernels
@@ -169,7 +173,8 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     # Where a checkpoint computes again, it stops at the last tensor that is saved: that of a closed round.
     ctx.save_for_backward(*saved, ids, weights, num_tokens)
     directions = find(ctx.number)
-    ctx.num_rows, ctx.generation = expert_rows.shape[0], directions.generation
+    ctx.num_rows = expert_rows.shape[0]
+    ctx.generation = directions.generation
     ctx.dispatch = link.grad_fn
     shape = expert_rows.shape[1], ids.shape[1], expert_rows.dtype
     ctx.order = directions.remember(ctx, Skipped(*shape, ctx.tag, ctx.aligned, adds_only=True, returns_values=True))

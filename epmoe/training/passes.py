@@ -17,6 +17,7 @@ import torch
 
 from epmoe.exchange.round_state import CLOSED
 from epmoe.group.errors import EPAbortedError, EPMismatchError, EPStateError, EPTimeoutError
+from epmoe.opaque import Registry
 from epmoe.service import ExpertParallel
 from epmoe.training.rounds import Rounds, Skipped
 
@@ -25,19 +26,19 @@ class Directions:
     """The rounds of both directions of one exchange, under a number.
 
     Args:
-        forward: of forward passes.
-        backward: of backward passes.
+        forward: the rounds of forward passes.
+        backward: the rounds of backward passes.
     """
 
     def __init__(self, forward: Rounds, backward: Rounds) -> None:
-        self.forward, self.backward = forward, backward
-        self.number = next(_numbers)
-        _directions[self.number] = self
+        self.forward = forward
+        self.backward = backward
+        self.number = _directions.add(self)
         self._owed = _owed.setdefault(backward.ep, Owed())
 
     @property
     def generation(self) -> int:
-        """Of the group: rows of one generation do not fit another."""
+        """The generation of the group. Rows of one generation do not fit another."""
         return self.forward.ep.generation
 
     def check_generation(self, generation: int) -> None:
@@ -49,7 +50,7 @@ class Directions:
         """Keep the backward round that a node opens, as long as its graph lives.
 
         Args:
-            node: of combine.
+            node: the graph's node of combine.
             skipped: how this rank takes part in the round without tokens.
 
         Returns:
@@ -125,17 +126,18 @@ class Pass:
     """A backward pass. The engine calls it at the end, and drops it where the pass raises.
 
     Args:
-        directions: of one of its rounds.
+        directions: carry one of its rounds.
         due: by their order, the rounds of the pass that have not begun.
 
     Attributes:
-        due: likewise.
+        due: the rounds that have not begun so far.
         round: the number of the last one that has.
     """
 
     def __init__(self, directions: Directions, due: dict[int, Skipped]) -> None:
         self._directions: Directions | None = directions
-        self.due, self.round = due, -1
+        self.due = due
+        self.round = -1
 
     def __call__(self) -> None:
         """The end: a round is still open where nobody asked for the gradients of its tokens."""
@@ -143,7 +145,8 @@ class Pass:
         self.__del__()
 
     def __del__(self) -> None:
-        directions, self._directions = self._directions, None
+        directions = self._directions
+        self._directions = None
         with suppress(RuntimeError, ValueError):  # closed, which has told the other ranks; or another group
             if directions is not None:
                 directions.give_up(self)
@@ -157,15 +160,9 @@ def is_of_pass(node: Any) -> bool:
         return True
 
 
-def find(number: int) -> Directions:
-    """The rounds under a number. Raises RuntimeError once they are gone."""
-    directions = _directions.get(number)
-    if directions is None:
-        raise RuntimeError("the TrainingExchange of this program or graph is gone: it must live as long as they do")
-    return directions
-
-
 _owed: WeakKeyDictionary[ExpertParallel, Owed] = WeakKeyDictionary()
-_directions: WeakValueDictionary[int, Directions] = WeakValueDictionary()
-_numbers = itertools.count(2)  # a graph with a number of 0 or 1 would serve no other number
+_directions = Registry[Directions](
+    "the TrainingExchange of this program or graph is gone: it must live as long as they do"
+)
+find = _directions.find
 _orders = itertools.count()

@@ -1,4 +1,4 @@
-"""The rounds of training: rows in memory of their own, weights beside them, and a value of each pair on the way back.
+"""The rounds of training: rows and their weights in new memory, and a value of each pair on the way back.
 
     forward    x, weights ─ out ─▶ rows, row weights      expert rows ─ back ─▶ y
     backward   grad y ───── out ─▶ grad expert rows       grad rows, grad row weights ─ back ─▶ grad x, grad weights
@@ -51,7 +51,7 @@ class Skipped(NamedTuple):
     tag: int
     aligned: bool
     adds_only: bool
-    """as of `Rounds.out`, like the next one"""
+    """see `Rounds.out`, also for the next one"""
     returns_values: bool
 
 
@@ -72,12 +72,14 @@ class Rounds:
     """The rounds of one direction, over an `ExpertParallel`. Each raises what dispatch and combine of `ep` raise.
 
     Args:
-        ep: of one node.
+        ep: an ExpertParallel of one node.
         fp8: rows go out as fp8, with a scale for each 128 elements of a token, and arrive as values of x's dtype again.
     """
 
     def __init__(self, ep: ExpertParallel, *, fp8: bool = False) -> None:
-        self.ep, self._fp8, self._num_sms = ep, fp8, sms_of(ep.device)
+        self.ep = ep
+        self._fp8 = fp8
+        self._num_sms = sms_of(ep.device)
 
     @property
     def exchange(self) -> NodeExchange:
@@ -92,7 +94,7 @@ class Rounds:
 
         Args:
             x: [T, D].
-            pairs: of its tokens.
+            pairs: the routing of its tokens.
             num_rows: N, or EXACT.
             adds_only: combine adds without weights.
             returns_values: combine brings values back.
@@ -100,7 +102,8 @@ class Rounds:
         Returns:
             What has arrived. Rows past the last segment are zeros.
         """
-        exchange, e = self.exchange, self.ep.num_local_experts
+        exchange = self.exchange
+        e = self.ep.num_local_experts
         ids, weights, num_tokens, tag, aligned = pairs
         N = exchange.plan.sizes["max_rows"] if num_rows == EXACT else num_rows
         width, dtype = (packed_row_bytes(x.shape[1]), FP8) if self._fp8 else (x.shape[1], x.dtype)
@@ -114,11 +117,13 @@ class Rounds:
             packed=self._fp8,
         )
         call = Call(x, ids, weights, num_tokens=num_tokens, tag=tag, aligned=aligned)
-        with exchange.aborting():
-            rows, row_weights = dispatch_into(exchange, call, into, self._num_sms).rows, into.row_weights
+        with exchange.giving_up():
+            rows = dispatch_into(exchange, call, into, self._num_sms).rows
+            row_weights = into.row_weights
             if num_rows == EXACT:
                 N = int(into.expert_offsets[-1])
-                rows, row_weights = rows[:N], None if row_weights is None else row_weights[:N].clone()
+                rows = rows[:N]
+                row_weights = None if row_weights is None else row_weights[:N].clone()
             if self._fp8:
                 rows = ops.unpack_fp8(rows, x, into.expert_offsets)
                 if num_rows != EXACT:
@@ -138,15 +143,11 @@ class Rounds:
 
     def back(self, rows: Tensor) -> Tensor:
         """Combine in the open round: rows [N, D] → y [T, D]."""
-        exchange, dispatched = self.exchange, self._open("combine")
-        with exchange.aborting():
-            return exchange.combine("expert", rows, dispatched, None)
+        return self.exchange.combine("expert", rows, self._open("combine"), None)
 
     def back_with_values(self, rows: Tensor, row_values: Tensor) -> tuple[Tensor, Tensor]:
-        """Likewise with values fp32 [N] → y [T, D] and the value of each pair, fp32 [T, K]."""
-        exchange, dispatched = self.exchange, self._open("the backward pass of dispatch")
-        with exchange.aborting():
-            return combine_with_values(exchange, rows, dispatched, row_values)
+        """Combine in the open round, with values fp32 [N] → y [T, D] and the value of each pair, fp32 [T, K]."""
+        return combine_with_values(self.exchange, rows, self._open("the backward pass of dispatch"), row_values)
 
     def _open(self, call: str) -> Dispatched:
         rounds = self.exchange.rounds

@@ -31,7 +31,7 @@ def route(logits: Tensor, top_k: int, *, num_tokens: int | Tensor | None = None,
 
     Raises:
         TypeError: see `epmoe.route`.
-        ValueError: likewise.
+        ValueError: see `epmoe.route`.
     """
     return counted(0, logits, top_k=top_k, num_tokens=num_tokens, **options)
 
@@ -126,11 +126,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, _: None, grad_TK: Tensor | None) -> tuple[Tensor | None, ...]:
-    """By the logarithms of the weights: those of scores near zero still differ where the scores themselves vanish."""
+    """The gradients of the logits, by the logarithms of the weights, which still differ where scores vanish."""
     if grad_TK is None:
         return (None,) * 12
     logits_TE, ids_TK, weights_TK = ctx.saved_tensors
-    logits, real = logits_TE.float(), weights_TK != 0  # not of padding, nor of a score that is not finite
+    logits = logits_TE.float()
+    real = weights_TK != 0  # not of padding, nor of a score that is not finite
     chosen = ids_TK.long().where(real, 0)
     by_log = (grad_TK * weights_TK).where(real, 0.0)
     if ctx.renormalize:

@@ -195,7 +195,7 @@ def test_the_state_dict_of_another_rank_is_refused(ep_over, rank, size):
 
 
 def test_torchs_checkpoint_of_a_plain_state_dict_is_refused_when_it_is_loaded(ep_over, folder, rank, size):
-    """Of a key that all ranks have, torch saves the value of any one rank. So all ranks but one raise."""
+    """torch saves the value of any one rank for a key that all ranks have. So all ranks but one raise."""
     ep = ep_over(size, placement={"num_redundant_experts": -E % size})
     dcp.save(get_model_state_dict(MoELayer.from_full(ep, **full())), checkpoint_id=folder / "saved")
     other = MoELayer.from_full(ep, **full(seed=50))

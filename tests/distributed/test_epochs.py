@@ -23,7 +23,7 @@ def set_epoch(ep: epmoe.ExpertParallel, epoch: int) -> None:
     exchange = ep._exchange
     node = getattr(exchange, "node", exchange)
     signed = (epoch + (1 << 31)) % (1 << 32) - (1 << 31)
-    exchange.rounds.progress[0] = node.rounds.progress[0] = 4 * epoch  # phases
+    exchange.rounds.progress.phases = node.rounds.progress.phases = 4 * epoch
     exchange.views["state"][:2] = signed
     if ep.device.type == "cpu":
         for name in ("signal.dispatch", "signal.combine"):

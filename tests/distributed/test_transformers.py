@@ -79,7 +79,7 @@ def test_bfloat16_logits(name, entry_point, rank):
 
 
 def check_logits(single, spread, rank: int) -> None:
-    """Of `spread` with the routing of `single`."""
+    """The outputs of `spread` with the routing of `single`."""
     routings: list[tuple] = []
     for router in routers(single):
         router.register_forward_hook(lambda module, args, output: routings.append(output))

@@ -24,7 +24,7 @@ pytestmark = own_gpus
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 """On GPUs torch's grouped GEMM takes bf16 only without a look at the host."""
 ERROR = 2e-2 if DEVICE == "cuda" else 1e-5
-"""Of logits, relative to the largest one."""
+"""the error of logits, relative to the largest one"""
 M = 32
 
 

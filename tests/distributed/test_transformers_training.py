@@ -55,7 +55,7 @@ def loss_of_all(model, batches: list[Tensor]) -> Tensor:
 
 
 def gradients_of(model) -> dict[str, Tensor]:
-    """Of all parameters; DDP's model has them under the names of its module."""
+    """The gradients of all parameters. DDP's model has them under the names of its module."""
     named = getattr(model, "module", model).named_parameters()
     return {name: whole(parameter.grad) for name, parameter in named}
 
@@ -178,7 +178,7 @@ def test_20_steps_of_adamw(name, entry_point, rank, size):
 
 
 def layer_gradients(layer: OneLayer, which: str, inputs: list[tuple], rank: int) -> list[Tensor]:
-    """Of x, of weights and of parameters, for a loss that weights the tokens of each rank in its own way."""
+    """The gradients of x, of weights and of parameters. The loss weights the tokens of each rank in its own way."""
     experts = getattr(layer, which)
     mine = inputs if which == "single" else [inputs[rank]]
     for x, _, weights in mine:
@@ -247,7 +247,7 @@ def test_copies_of_experts_and_batches_shared_by_two_ranks(sizes, rank, size):
 
 @needs_ep
 def test_experts_whose_kernel_takes_pairs(rank, size, monkeypatch):
-    """Of another implementation of experts. Only the first rank has rows; the others' parameters get zeros."""
+    """Another implementation of experts. Only the first rank has rows; the others' parameters get zeros."""
     ExpertsInterface.register("another", grouped_mm_experts_forward)
     layer = OneLayer("qwen3_moe", "ep_implementation")
     inputs = [layer.inputs(9 + r, 3, seed=r) for r in range(size)]

@@ -44,7 +44,8 @@ class EpmoeEP(EPImplementation):
                     '`experts_implementation="grouped_mm"`: other kernels need counts on the host'
                 )
             allow_in_graphs(self, EpmoeEP._forward)
-        num_tokens, sharers = x.shape[0], self.tp_mesh.size()
+        num_tokens = x.shape[0]
+        sharers = self.tp_mesh.size()
         slice_tokens = -(-num_tokens // sharers)
         start = slice_tokens * self.tp_mesh.get_local_rank()
         mine = slice(start, start + slice_tokens)
@@ -59,8 +60,10 @@ class EpmoeEP(EPImplementation):
     def _train(
         self, layers: SharedExpertParallel, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
-        _ = layers.exchange  # raises where epmoe does not train
-        num_tokens, tag, sharers = x.shape[0], layers.tag_of(self), self.tp_mesh.size()
+        layers.check_trains()
+        num_tokens = x.shape[0]
+        tag = layers.tag_of(self)
+        sharers = self.tp_mesh.size()
         ours = Computation(self._by_pairs_in_graph)
         if parameters:
             ours = training.computation(self._module, parameters, slice(self.num_local_experts))
@@ -72,18 +75,20 @@ class EpmoeEP(EPImplementation):
         return output if sharers == 1 else training.gathered(output, num_tokens, self.tp_mesh)
 
     def _by_pairs(self, arrived: Arrived) -> Tensor:
-        """By the module's own forward, which takes pairs of a row and an expert, and needs n on the host."""
-        rows, n = arrived.plain(), int(arrived.expert_offsets[-1])
+        """Outputs by the module's own forward, which takes pairs of a row and an expert, and needs n on the host."""
+        rows = arrived.plain()
+        n = int(arrived.expert_offsets[-1])
         if n == 0:
             return rows
         ids = torch.repeat_interleave(arrived.expert_offsets.diff().long(), output_size=n)
         return self.experts_forward(rows[:n], ids[:, None], rows.new_ones(n, 1))
 
     def _by_pairs_in_graph(self, arrived: Arrived) -> Tensor:
-        """Likewise with gradients. Without rows, the output of a row of zeros keeps the parameters in the graph."""
+        """Outputs with gradients. Without rows, the output of a row of zeros keeps the parameters in the graph."""
         if len(arrived.rows):
             return self._by_pairs(arrived)
-        row, zero = arrived.rows.new_zeros(1, arrived.rows.shape[1]), arrived.expert_offsets.new_zeros(1, 1).long()
+        row = arrived.rows.new_zeros(1, arrived.rows.shape[1])
+        zero = arrived.expert_offsets.new_zeros(1, 1).long()
         return self.experts_forward(row, zero, row.new_ones(1, 1))[:0]
 
     def _gather(self, output: Tensor, slice_tokens: int) -> Tensor:

@@ -26,13 +26,15 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 
 def _forward(module: Any, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    layers, trains = share(x, ids, module.num_experts), training.trains(module, x, weights)
+    layers = share(x, ids, module.num_experts)
+    trains = training.trains(module, x, weights)
     owned = layers.ep.placement.local_experts(layers.ep.rank)  # in one block
     if trains:
-        _ = layers.exchange  # raises where epmoe does not train
+        layers.check_trains()
     elif layers.static:
         allow_in_graphs(module, _forward)
-    first, tag = owned[0] if owned else 0, layers.tag_of(module)
+    first = owned[0] if owned else 0
+    tag = layers.tag_of(module)
     held = slice(first, first + len(owned))
     ours = (training.computation if trains else computation)(module, parameters, held)
     longest = layers.longest_batch(x.shape[0], tag, ours.aligned)

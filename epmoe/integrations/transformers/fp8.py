@@ -32,7 +32,7 @@ _made: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()  # by module
 
 
 def is_quantised(experts: Any) -> bool:
-    """Whether transformers has quantised the module to fp8 or fp4: its weights have scales beside them."""
+    """Whether transformers has quantised the module to fp8 or fp4: its weights have scales."""
     return hasattr(experts, "down_proj_scale_inv") and experts.down_proj.dtype not in FLOATS
 
 
@@ -74,7 +74,8 @@ def grouped(experts: Any, parameters: list[Tensor]) -> GroupedExperts:
 
 
 def _new(experts: Any, gate_up: Tensor, down: Tensor, gate_up_scales: Tensor, down_scales: Tensor) -> GroupedExperts:
-    limit, alpha = experts.swiglu_limit, experts.swiglu_alpha
+    limit = experts.swiglu_limit
+    alpha = experts.swiglu_alpha
     with torch.inference_mode(False):  # otherwise calls outside inference mode could not write copies of scales
         return GroupedExperts(
             gate_up.detach(),
@@ -93,8 +94,10 @@ def release() -> None:
 
 
 def _problem(experts: Any) -> str | None:
-    weights, block = experts.down_proj, experts.block_size
-    F, scales = weights.shape[-1], experts.down_proj_scale_inv.dtype
+    weights = experts.down_proj
+    block = experts.block_size
+    F = weights.shape[-1]
+    scales = experts.down_proj_scale_inv.dtype
     if experts.activation_scheme != "dynamic":
         return f"activation scales of the kind {experts.activation_scheme!r}"
     if weights.dtype != FP8:

@@ -60,7 +60,7 @@ def computation(experts: Any, parameters: list[Tensor], held: slice) -> Computat
 
     Args:
         experts: a module whose class has transformers' decorator `use_experts_implementation`.
-        parameters: of `parameters_of`.
+        parameters: what `parameters_of` returns.
         held: the module's numbers of this rank's experts.
 
     Returns:
@@ -77,14 +77,15 @@ def computation(experts: Any, parameters: list[Tensor], held: slice) -> Computat
 
 
 def local_parameters(parameters: list[Tensor], held: slice) -> list[Tensor]:
-    """Those of this rank's experts, by `held` as of `computation`."""
+    """The parameters of this rank's experts. `held` is that of `computation`."""
     return [(p.to_local() if isinstance(p, DTensor) else p)[held] for p in parameters]
 
 
 def _by_blocks(experts: GroupedExperts, parameters: list[Tensor], arrived: Arrived) -> Tensor:
     """Outputs [n, D] of experts with fp8 weights, in the memory of `parameters`."""
     check_forward_only(*parameters)
-    rows, scales = arrived.rows, arrived.scales
+    rows = arrived.rows
+    scales = arrived.scales
     if rows.shape[0] == 0:
         return rows.to(arrived.dtype)
     rows = rows.to(experts.dtype) if scales is None else rows
@@ -95,7 +96,7 @@ def grouped_experts(experts: Any, parameters: list[Tensor], rows_nD: Tensor, exp
     """Outputs [n, D] of a rank's experts with plain weights.
 
     Args:
-        experts: as of `computation`.
+        experts: the module; see `computation`.
         parameters: this rank's part of them.
         rows_nD: fp32, fp16 or bf16 [n, D], expert by expert.
         expert_offsets: int32 [e + 1], the first row of each segment. Rows past the last one may hold anything.
@@ -103,7 +104,8 @@ def grouped_experts(experts: Any, parameters: list[Tensor], rows_nD: Tensor, exp
     Returns:
         Outputs in the dtype of the rows. Those of rows past the last segment are undefined.
     """
-    ends, n = expert_offsets[1:], rows_nD.shape[0]
+    ends = expert_offsets[1:]
+    n = rows_nD.shape[0]
     e = ends.shape[0]
     if e == 0 or n == 0:
         return rows_nD

@@ -97,7 +97,9 @@ def share(
 
     Raises what `Session.share` does.
     """
-    settings, group, device = _settings, group or _settings.group, x_TD.device
+    settings = _settings
+    group = group or _settings.group
+    device = x_TD.device
     shapes = (num_experts, ids_TK.shape[1], x_TD.shape[1], x_TD.dtype)
 
     def make(ep_size: int) -> SharedExpertParallel:

@@ -35,7 +35,7 @@ def trains(experts: Any, x: Tensor, weights: Tensor) -> bool:
     Args:
         experts: the module.
         x: tokens.
-        weights: of the router.
+        weights: the weights of the router.
 
     Returns:
         Whether grad mode is on, and something requires grad.
@@ -57,9 +57,9 @@ def computation(experts: Any, parameters: list[Tensor], held: slice) -> Computat
     """What computes outputs of a rank's experts, with gradients.
 
     Args:
-        experts: as of `grouped.computation`, like the other arguments; its weights are plain.
-        parameters: likewise.
-        held: likewise.
+        experts: a module with plain weights; see `grouped.computation`.
+        parameters: what `parameters_of` returns.
+        held: the module's numbers of this rank's experts.
 
     Returns:
         The experts over rows of a round.
@@ -68,7 +68,8 @@ def computation(experts: Any, parameters: list[Tensor], held: slice) -> Computat
     gemm = gemm_for(up.detach(), down.detach()) if torch_takes_both_ways(up, down) and len(up) else "loop"
 
     def outputs(arrived: Arrived) -> Tensor:
-        offsets, n = arrived.expert_offsets, len(arrived.rows)
+        offsets = arrived.expert_offsets
+        n = len(arrived.rows)
 
         def product(rows: Tensor, which: int) -> Tensor:
             weights = down if which else up

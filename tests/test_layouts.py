@@ -1,0 +1,72 @@
+"""What Python must know before the native library is loaded is what the library reports of its headers."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+from helpers import alone
+
+from epmoe.exchange.health import COUNTERS
+from epmoe.exchange.memory import LL_MAX_TOKENS, NUM_COUNTERS, RAIL_TAG_BYTES, SIGNAL_BYTES, MemoryPlan
+from epmoe.exchange.round_state import MAX_TAG
+from epmoe.native.formats import SCALE_BLOCK, WIRE_FORMATS
+from epmoe.native.layouts import constant, struct, words
+from epmoe.native.ops import DTYPES
+
+
+def plan(transport: str) -> MemoryPlan:
+    return MemoryPlan.build(
+        alone(max_tokens=2 * LL_MAX_TOKENS, topology={"ep_size": 2}, exchange={"transport": transport})
+    )
+
+
+def names(name: str) -> list[str]:
+    return [field[0] for field in struct(name)._fields_ if field[0][0] != "_"]
+
+
+@pytest.mark.parametrize("name", ["ExchangePlan", "ExchangeDescriptor", "RailDescriptor", "RailSlot"])
+def test_python_knows_all_fields_of_a_struct_that_it_writes(name):
+    nested = {"ExchangeDescriptor": "ExchangePlan", "RailDescriptor": "RailSlot"}.get(name)
+    nbytes = ctypes.sizeof(struct(name)) - (ctypes.sizeof(struct(nested)) if nested else 0)
+    assert 8 * len(names(name)) == nbytes
+    assert words(name, {field: i for i, field in enumerate(names(name))}) == list(range(nbytes // 8))
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "nvlink"])
+def test_the_plan_has_a_value_for_every_field(transport):
+    made = plan(transport)
+    buffers = {buffer.name.replace(".", "_") for buffer in made.buffers}
+    assert set(made.sizes) | buffers == set(names("ExchangePlan")) and not set(made.sizes) & buffers
+
+
+def test_sizes_of_buffers():
+    state = plan("nvlink")["state"]
+    assert state.nbytes == ctypes.sizeof(struct("RoundState"))
+    assert ctypes.sizeof(struct("RailTag")) == RAIL_TAG_BYTES
+    assert ctypes.sizeof(struct("RoundHeader")) == SIGNAL_BYTES
+    assert constant("kNumCounters") == NUM_COUNTERS == plan("nvlink")["health.counters"].shape[0]
+
+
+def test_counters_by_their_numbers():
+    camel = ["k" + "".join(map(str.capitalize, name.split("_"))) for name in COUNTERS]
+    assert [constant(name) for name in camel] == list(range(NUM_COUNTERS))
+
+
+def test_formats():
+    elements = [constant(name) for name in ("kFloat32", "kFloat16", "kBFloat16", "kFloat8E4M3")]
+    assert elements == list(range(len(DTYPES))) and constant("kScaleBlock") == SCALE_BLOCK
+    assert [each.number for each in WIRE_FORMATS.values()] == list(range(constant("kNumWireFormats")))
+    for each in WIRE_FORMATS.values():
+        bits, scale_bytes, block = (
+            constant(f"WireFormat{each.number}.{name}") for name in ("element_bits", "scale_bytes", "block")
+        )
+        assert (bits, block) == (each.element_bits, each.block)
+        assert scale_bytes == (each.scale.itemsize if each.scale else 0)
+        assert each.element in (None, DTYPES[constant(f"WireFormat{each.number}.element")])
+
+
+def test_limits():
+    """Dispatch on GPUs sends the number of LL tokens in so many bits."""
+    assert constant("kMaxTag") == MAX_TAG
+    assert plan("nvlink").sizes["ll_max_tokens"] == LL_MAX_TOKENS < 1 << constant("kLLTokenBits")

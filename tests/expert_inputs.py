@@ -8,7 +8,7 @@ from helpers import assert_close, poison_, randn
 from torch import Tensor
 
 import epmoe
-from epmoe.local import grouped_gemm
+from epmoe.local.quantize import dequantize_weights
 from epmoe.local.reference import swiglu_reference
 
 E, D, F, BLOCK = 4, 256, 128, 128
@@ -58,8 +58,8 @@ def want(experts: epmoe.GroupedExperts, rows: Tensor) -> Tensor:
     """The real rows of the output in fp64."""
     gate_up, down = experts.w_gate_up.data, experts.w_down.data
     if experts.is_fp8:
-        gate_up = grouped_gemm.dequantize_weights(gate_up, experts.gate_up_scales, torch.float64)
-        down = grouped_gemm.dequantize_weights(down, experts.down_scales, torch.float64)
+        gate_up = dequantize_weights(gate_up, experts.gate_up_scales, torch.float64)
+        down = dequantize_weights(down, experts.down_scales, torch.float64)
     expert = swiglu_reference(gate_up.cpu(), down.cpu())
     starts = zip(OFFSETS, TOKENS, strict=False)
     return torch.cat([expert(rows[start : start + n].cpu(), i) for i, (start, n) in enumerate(starts)])

@@ -116,7 +116,7 @@ def test_a_move_takes_everything_along(ep, arguments):
 def test_autocast_changes_no_choice_of_experts(ep, dtype, grouped):
     """Logits in autocast's dtype would choose other experts."""
     layer = make_layer(ep)
-    layer.experts.gemm = "torch" if grouped else "loop"
+    layer.experts.gemms = ("torch" if grouped else "loop",)
     x = randn(M, D, seed=3).to(ep.device)
     y = layer(x)
     with torch.autocast(ep.device.type, dtype):

@@ -22,8 +22,11 @@ from epmoe.config.strict import Strict
 
 __all__ = ["ConfigError", "EPConfig"]
 
+ROW_BLOCKS = (64, 128)
+"""In rows: segments of aligned rounds start at multiples of one of them, for GEMMs over blocks of rows. The larger one
+is faster where experts have many rows."""
+
 _INT32_MAX = 2**31 - 1
-_SMALL_BLOCK = 64  # rows, of a GEMM over blocks of rows: faster than 128 where experts have few
 _MOST_ON_NODE = 64  # ranks: a set of them is one 64-bit mask
 _LIVE_SLOTS = 2**16  # a slot is numbered in 16 bits
 _MOST_ERRORS = 12  # of a message: one screen
@@ -230,13 +233,14 @@ class EPConfig(Strict):
             return self.capacity.alignment
         if self.model.dtype != "bfloat16":  # no GEMM that wants blocks takes it
             return 1
+        small, large = ROW_BLOCKS
         pairs = self.topology.ep_size * self.capacity.max_num_tokens_per_rank * self.model.num_experts_per_tok
-        return 128 if pairs >= 128 * self.num_physical_experts else _SMALL_BLOCK
+        return large if pairs >= large * self.num_physical_experts else small
 
     @property
     def ll_alignment(self) -> int:
         """Likewise on GPUs of one node, in rounds to which no rank brings more than `LL_MAX_TOKENS` tokens."""
-        return self.alignment if self.capacity.alignment is not None else min(self.alignment, _SMALL_BLOCK)
+        return self.alignment if self.capacity.alignment is not None else min(self.alignment, *ROW_BLOCKS)
 
     @property
     def rows_per_node(self) -> int:

@@ -92,3 +92,10 @@ def quantize_fp8(
 def dequantize_rows(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows [N, D] in `dtype` of fp8 rows [N, D] and scales fp32 [N, D/128]; D is a multiple of 128."""
     return (rows.float().unflatten(1, (-1, SCALE_BLOCK)) * scales[..., None]).flatten(1).to(dtype)
+
+
+def dequantize_weights(weights: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp8 weights [..., n, k] of blocks of 128 × 128 with scales fp32 [..., ⌈n/128⌉, ⌈k/128⌉] in `dtype`."""
+    n, k = weights.shape[-2:]
+    scale_of_each = scales.repeat_interleave(SCALE_BLOCK, -2)[..., :n, :].repeat_interleave(SCALE_BLOCK, -1)[..., :k]
+    return (weights.float() * scale_of_each).to(dtype)

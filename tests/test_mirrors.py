@@ -150,12 +150,12 @@ def test_the_tables_of_wire_formats_are_equal():
     elements = ["kFloat32", "kFloat16", "kBFloat16", "kFloat8E4M3"]
     rows = dict(re.findall(r"case WireFormat::(\w+):\s*return {DType::([\w, ]+)};", text))
     for name, wire in WIRE_FORMATS.items():
-        if not wire.scale:
+        if wire.element is None:
             assert camel(name) not in rows and wire.dtype_of(DTYPES[1]) == DTYPES[1]
             continue
-        element, bits, scale_bytes, block = rows.pop(camel(name)).replace("kScaleBlock", str(SCALE_BLOCK)).split(", ")
-        assert DTYPES[elements.index(element)] == wire.element
-        assert [int(bits), int(scale_bytes), int(block)] == [wire.element_bits, wire.scale.itemsize, wire.block]
+        element, *numbers, packed = rows.pop(camel(name)).replace("kScaleBlock", str(SCALE_BLOCK)).split(", ")
+        assert DTYPES[elements.index(element)] == wire.element and packed == str(wire.packed).lower()
+        assert [int(number) for number in numbers] == [wire.element_bits, wire.scale.itemsize, wire.block]
     assert not rows
 
 

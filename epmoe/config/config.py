@@ -19,6 +19,7 @@ from epmoe.config.from_hf import sections_of
 from epmoe.config.hardware import HardwareConfig
 from epmoe.config.placement import Placement
 from epmoe.config.strict import Strict
+from epmoe.native.formats import WIRE_FORMATS, PayloadName
 
 __all__ = ["ConfigError", "EPConfig"]
 
@@ -175,9 +176,9 @@ class ExchangeConfig(Strict):
 
     transport: Literal["auto", "shared_memory", "nvlink"] = "auto"
     """auto: shared_memory on CPU, nvlink on CUDA."""
-    payload: Literal["auto", "fp8"] = "auto"
+    payload: PayloadName = "auto"
     """Format of rows sent to the experts; auto: `model.dtype`; fp8: e4m3 with one fp32 scale per 128 elements."""
-    combine_payload: Literal["auto", "fp8"] = "auto"
+    combine_payload: PayloadName = "auto"
     """Format of rows sent back by combine; the same choices."""
     network_splits: Literal["padded", "exact"] = "padded"
     """Slabs between nodes, by all-to-all of torch.distributed (gloo on CPUs, NCCL on GPUs). padded: of equal length,
@@ -448,9 +449,9 @@ class EPConfig(Strict):
     def _capacity_rules(self) -> Iterator[_Rule]:
         model, exchange, tokens = self.model, self.exchange, self.capacity.max_num_tokens_per_rank
         for key in ("payload", "combine_payload"):
-            ok = getattr(exchange, key) == "auto" or model.hidden_size % 128 == 0
-            what = f"auto where `model.hidden_size` = {model.hidden_size} is no multiple of 128"
-            yield f"exchange.{key}", ok, what, getattr(exchange, key)
+            wire = WIRE_FORMATS[getattr(exchange, key)]
+            what = f"auto where `model.hidden_size` = {model.hidden_size} is no multiple of {wire.block}"
+            yield f"exchange.{key}", wire.takes(model.hidden_size), what, wire.name
         first, later = exchange.warmup_timeout_s, exchange.timeout_s
         yield "exchange.warmup_timeout_s", first >= later, f"at least `exchange.timeout_s` = {later}", first
         alignment, rows = self.alignment, self.capacity.max_expert_rows

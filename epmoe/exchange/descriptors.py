@@ -9,6 +9,7 @@ from torch import Tensor
 
 from epmoe.config.tuning import Tuning
 from epmoe.exchange.memory import OFFSETS, SIZES, MemoryPlan
+from epmoe.native.formats import WireFormat
 
 # In the order of `ExchangeDescriptor` in csrc/ops_exchange.cpp. The address of every rank's window follows.
 DESCRIPTOR = (
@@ -35,8 +36,8 @@ class CallerRows(NamedTuple):
     """combine adds without weights"""
     returns_values: bool
     """combine brings a value of each pair back"""
-    packed: bool
-    """rows travel and arrive as `pack_fp8` makes them: fp8 [N, packed_row_bytes(D)]"""
+    wire: WireFormat
+    """in which rows travel and arrive: a row of `rows` has its `row_items`"""
 
 
 class Descriptors:

@@ -59,8 +59,6 @@ from epmoe.exchange.unscheduled import LOOK_S, Late, watch_of
 from epmoe.exchange.waiting import device_ends, interruptible
 from epmoe.exchange.window import Window
 from epmoe.native import ops
-from epmoe.native.arguments import FP8
-from epmoe.native.formats import packed_row_bytes
 
 TRAINING_SHARE = 3 / 4  # of the multiprocessors, so that NCCL's kernels beside a round of training find theirs
 _written_to: list[object] = []  # what kernels that had not ended at a release may write
@@ -210,7 +208,7 @@ class NodeExchange(Exchange):
             scratch = self.memory[1].data_ptr()
             sent.descriptor = self.descriptors.for_training(sent.descriptor, into, scratch, self._training_sms)
             x, ids, weights, scales, tokens, num_rows, *memory, _ = sent.arguments
-            if into.packed:
+            if into.wire.packed:
                 x = ops.pack_fp8(x, tokens, num_rows)
             sent.arguments = x, ids, weights, scales, tokens, num_rows, *memory, sent.descriptor
             self._run(ops.dispatch, sent.arguments, DISPATCHED)
@@ -219,8 +217,9 @@ class NodeExchange(Exchange):
             self.thread = outer
         if into.rows is not None:
             dispatched.rows = into.rows
-        elif into.packed:
-            dispatched.rows = rows_as(self.views["rows"], FP8, packed_row_bytes(call.x.shape[1]))
+        else:
+            D, dtype = call.x.shape[1], call.x.dtype
+            dispatched.rows = rows_as(self.views["rows"], into.wire.dtype_of(dtype), into.wire.row_items(D, dtype))
         dispatched.expert_offsets, dispatched.tokens_per_expert = into.expert_offsets, into.tokens_per_expert
         return dispatched
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epmoe.native import build
-from epmoe.native.formats import SCALE_BLOCK, packed_row_bytes
+from epmoe.native.formats import SCALE_BLOCK, WIRE_FORMATS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)  # by their number in csrc/types.h
 
@@ -55,7 +55,7 @@ _library.define(
     "weighted_rows_backward_(Tensor(a!) grad, Tensor rows, Tensor? row_weights, Tensor expert_offsets, "
     "Tensor? tokens_per_expert) -> Tensor"
 )
-# Rows as fp8 whose scales lie behind them, [T, packed_row_bytes(D)]; and back to [N, D], in the dtype of `like`.
+# Rows [T, D] in the format packed_fp8, [T, bytes of a row]; and back to [N, D], in the dtype of `like`.
 _library.define("pack_fp8(Tensor x, Tensor? num_tokens, SymInt num_rows) -> Tensor")
 _library.define("unpack_fp8(Tensor packed, Tensor like, Tensor expert_offsets) -> Tensor")
 for _phase in ("", "_send", "_recv"):
@@ -170,7 +170,8 @@ def _(x: Tensor, num_tokens: Tensor | None, num_rows: int, per_tensor: bool) -> 
 
 @torch.library.register_fake("epmoe::pack_fp8")
 def _(x: Tensor, num_tokens: Tensor | None, num_rows: int) -> Tensor:
-    return x.new_empty((x.shape[0], packed_row_bytes(x.shape[1])), dtype=torch.float8_e4m3fn)
+    packed = WIRE_FORMATS["packed_fp8"]
+    return x.new_empty((x.shape[0], packed.row_bytes(x.shape[1], x.dtype)), dtype=packed.element)
 
 
 @torch.library.register_fake("epmoe::unpack_fp8")

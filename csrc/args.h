@@ -51,6 +51,7 @@ struct PermuteArgs {
   void* workspace;             // CUDA only: permute_workspace_bytes()
   int64_t* counters;           // kNumCounters, added to; or null
   int64_t* needed;             // out: rows that an unlimited N would hold; or null
+  int64_t B;                   // of scales_SB
 };
 
 // The operator finalize (CPU and CUDA), and the send phase of combine on the CPU.

@@ -110,7 +110,8 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
   STD_TORCH_CHECK(args.D >= 1 && traits.row_bytes(args.D, itemsize(args.dtype)) <= plan.x_stride_bytes &&
                       traits.num_scales(args.D) <= plan.scale_blocks,
                   "a row of x must fit the plan");
-  STD_TORCH_CHECK(d.to_caller || args.dtype != wire(WireFormat::kPackedFp8).element || scales, "packed rows are for training");
+  STD_TORCH_CHECK(d.to_caller || args.dtype != wire(WireFormat::kPackedFp8).element || scales,
+                  "packed rows are for training");
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(args.x_TD) % 16 == 0 && args.x_stride_bytes % 16 == 0,
                   "rows of x must start at multiples of 16 bytes");
   args.expert_major = d.expert_major != 0, args.weight_rows = d.weight_rows != 0;

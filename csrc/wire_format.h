@@ -21,7 +21,7 @@ constexpr WireFormat kWireFormats[] = {WireFormat::kAuto, WireFormat::kFp8};
 constexpr int64_t kNumWireFormats = std::size(kWireFormats);
 
 struct WireTraits {
-  DType element;         // of rows that come quantised; without scales any dtype
+  DType element;         // of rows that come quantized; without scales any dtype
   int64_t element_bits;  // on the wire; 0: as many as in the dtype of x
   int64_t scale_bytes;   // of a scale; 0: there are none
   int64_t block;         // elements of a row that share a scale
@@ -37,7 +37,8 @@ struct WireTraits {
   constexpr EPMOE_HD int64_t row_bytes(int64_t D, auto itemsize) const {
     return !element_bits ? D * itemsize : element_bits % 8 ? ceil_div(D * element_bits, 8) : D * (element_bits / 8);
   }
-  // Bytes of a packed row. It is a function of its own, since a further case in `row_bytes` changes the code of combine.
+  // Bytes of a packed row. It stands alone, since a further case in `row_bytes` would change the machine code of
+  // combine.
   constexpr EPMOE_HD int64_t packed_row_bytes(int64_t D) const {
     return ceil_div(row_bytes(D, 1) + num_scales(D) * scale_bytes, 16) * 16;
   }
@@ -95,6 +96,13 @@ constexpr int64_t kLeastScaleBlock = [] {
   for (WireFormat format : kWireFormats)
     if (wire(format).has_scales() && wire(format).block < least) least = wire(format).block;
   return least;
+}();
+
+// Whether an element of a format with scales is a byte, in all formats.
+constexpr bool kBytesWithScales = [] {
+  for (WireFormat format : kWireFormats)
+    if (wire(format).has_scales() && wire(format).element_bits != 8) return false;
+  return true;
 }();
 
 }  // namespace epmoe

@@ -18,7 +18,7 @@ GPT_OSS = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 OFFSETS, TOKENS, N = [0, 128, 128, 384, 512], [3, 0, 130, 128], 640
 
 
-def quantised(weights: Tensor) -> tuple[Tensor, Tensor]:
+def quantized(weights: Tensor) -> tuple[Tensor, Tensor]:
     """fp8 weights and a scale for each block of 128 × 128."""
     e, n, k = weights.shape
     blocks = weights.float().view(e, n // BLOCK, BLOCK, k // BLOCK, BLOCK)
@@ -31,8 +31,8 @@ def weights(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     gate_up, down = randn(E, 2 * F, D, seed=1) / D**0.5, randn(E, D, F, seed=2) / F**0.5
     given = {"w_gate_up": gate_up.to(BF16), "w_down": down.to(BF16)}
     if dtype == FP8:
-        given["w_gate_up"], given["gate_up_scales"] = quantised(gate_up)
-        given["w_down"], given["down_scales"] = quantised(down)
+        given["w_gate_up"], given["gate_up_scales"] = quantized(gate_up)
+        given["w_down"], given["down_scales"] = quantized(down)
     elif dtype != BF16:
         given = {"w_gate_up": gate_up.to(dtype), "w_down": down.to(dtype)}
     return {name: tensor.to(device) for name, tensor in given.items()}

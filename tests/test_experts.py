@@ -50,7 +50,7 @@ def test_no_rows_and_no_experts(device):
 
 
 @pytest.mark.parametrize("gemm", ["torch", "loop"])
-def test_fp8_rows_are_dequantised_by_block(device, gemm):
+def test_fp8_rows_are_dequantized_by_block(device, gemm):
     experts = _experts(2, 256, 16, torch.float32, device)
     experts.gemms = (gemm,)
     rows = randn(6, 256).to(device, torch.float8_e4m3fn)

@@ -70,8 +70,8 @@ class StandIn(types.ModuleType):
         assert rows[0].dtype == weights[0].dtype == FP8 and rows[1].dtype == weights[1].dtype == torch.float32
         assert rows[1].shape == (n, k // BLOCK) and rows[1].stride(0) == 1 and rows[1].stride(1) % 4 == 0
         plain = rows[0].float() * rows[1].repeat_interleave(BLOCK, 1)
-        dequantised = dequantize_weights(*weights, torch.float32)
-        self.m_grouped_bf16_gemm_nt_contiguous(plain, dequantised, out, ends, **options)
+        dequantized = dequantize_weights(*weights, torch.float32)
+        self.m_grouped_bf16_gemm_nt_contiguous(plain, dequantized, out, ends, **options)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_deep_gemm_gets_its_layout(deep_gemm, dtype, alignment):
 
 @pytest.mark.parametrize("dtype", [BF16, FP8])
 def test_deep_gemm_takes_fp8_rows(deep_gemm, dtype):
-    """fp8 rows go to fp8 experts as they are; bf16 experts get them dequantised."""
+    """fp8 rows go to fp8 experts as they are; bf16 experts get them dequantized."""
     experts = epmoe.GroupedExperts(**weights(dtype, torch.device("cpu")))
     rows, offsets = inputs(BF16, torch.device("cpu"))
     q, scales = epmoe.quantize_fp8(rows)
@@ -173,13 +173,13 @@ def one_rank(alignment: int | None, payload: str = "fp8") -> epmoe.EPConfig:
 def test_a_layer_sees_to_the_alignment_of_deep_gemm(deep_gemm, alignment):
     with epmoe.ExpertParallel(one_rank(alignment)) as ep:
         given, router, x = weights(FP8, ep.device), randn(E, D), randn(8, D, dtype=BF16)
-        dequantised = epmoe.MoELayer(ep, router, epmoe.GroupedExperts(**given, gemm="torch"))(x)
+        dequantized = epmoe.MoELayer(ep, router, epmoe.GroupedExperts(**given, gemm="torch"))(x)
         layer = epmoe.MoELayer(ep, router, epmoe.GroupedExperts(**given))
         if alignment == 32:
             with pytest.raises(ValueError, match="`capacity.alignment` must be a multiple of 64, or unset, got 32"):
                 layer(x)
         else:
-            assert_close(layer(x), dequantised.double(), slack=4)
+            assert_close(layer(x), dequantized.double(), slack=4)
             assert deep_gemm.calls[0][0] == (alignment or 64)
 
 
@@ -228,7 +228,7 @@ def test_without_deep_gemm():
     given = weights(FP8, torch.device("cuda"))
     with pytest.raises(ImportError, match="pip install epmoe"):
         epmoe.GroupedExperts(**given, gemm="deep_gemm")
-    with pytest.warns(UserWarning, match="dequantised in every call.*pip install epmoe"):
+    with pytest.warns(UserWarning, match="dequantized in every call.*pip install epmoe"):
         experts = epmoe.GroupedExperts(**given)
     assert experts.gemm == "torch"
     assert_right(experts)

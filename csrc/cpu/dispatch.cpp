@@ -64,7 +64,8 @@ void send_tokens(const Exchange& ex, const DispatchArgs& args, int64_t tokens, s
     const float* scales = args.scales_TB + t * args.scales_stride;  // null, plus 0, where rows have none
     if (quantizes && ranks) {
       visit(args.dtype, [&](auto type) {
-        quantize_row(reinterpret_cast<const decltype(type)*>(row), args.D, quantized.data(), own_scales.data());
+        quantize_row(reinterpret_cast<const decltype(type)*>(row), args.D, quantized.data(), own_scales.data(),
+                     plan.payload_format);
       });
       row = reinterpret_cast<const char*>(quantized.data());
       scales = own_scales.data();
@@ -140,6 +141,7 @@ void permute_received(const Exchange& ex, const DispatchArgs& args, const int32_
       .workspace = nullptr,
       .counters = in_scratch<int64_t>(ex, plan.health_counters),
       .needed = &needed,
+      .B = wire(plan.payload_format).num_scales(args.D),
   };
   permute(permute_args);
   if (needed > plan.max_rows) ex.status->needed_rows = std::max(ex.status->needed_rows, needed);

@@ -70,11 +70,11 @@ class Descriptors:
         return next(iter(self._made.values()))
 
     def of(
-        self, hidden_size: int, expert_major: bool, apply_router_weight_on_input: bool, aligned: bool
+        self, hidden_size: int, expert_major: bool, weight_rows: bool, aligned: bool
     ) -> tuple[list[int], list[Tensor]]:
         """Steps of tokens, as of `Tuning.steps`, and the descriptor for each."""
         steps, launches = self.tuning.steps(hidden_size, self._plan.sizes["R"])
-        flags = expert_major, apply_router_weight_on_input, aligned and self._zero_gaps
+        flags = expert_major, weight_rows, aligned and self._zero_gaps
         if not aligned:
             launches = [launch | {"alignment": 1, "ll_alignment": 1} for launch in launches]
         keys = [(*flags, aligned, *launch.values()) for launch in launches]

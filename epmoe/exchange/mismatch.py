@@ -52,5 +52,7 @@ def _of_shape(word: int) -> Traits:
     aligned, training = bool(word >> 14 & 1), bool(word >> 24 & 1)
     if training:
         return call_of(D, K, dtype, aligned=aligned, training=True)
-    layout, weighted = "expert" if word >> 22 & 1 else "rank", bool(word >> 23 & 1)
-    return call_of(D, K, dtype, aligned=aligned, training=False, layout=layout, apply_router_weight_on_input=weighted)
+    layout, weight_rows = "expert" if word >> 22 & 1 else "rank", bool(word >> 23 & 1)
+    return call_of(
+        D, K, dtype, aligned=aligned, training=False, layout=layout, apply_router_weight_on_input=weight_rows
+    )

@@ -39,8 +39,8 @@ class Templates:
         rounds: of the exchange.
         rank: in the group, for `repr`.
         sizes: of the memory plan.
-        launches: (D, whether rows are expert-major, `apply_router_weight_on_input`, whether rows are aligned) to the
-            steps and descriptors of a `RoundTemplate`.
+        launches: (D, whether rows are expert-major, `weight_rows`, whether rows are aligned) to the steps and
+            descriptors of a `RoundTemplate`.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class Templates:
         Raises TypeError, ValueError or RuntimeError for what `ExpertParallel.dispatch` does not take, except for
         `num_tokens` and `padded_tokens`.
         """
-        x, ids, weights, scales, _, layout, weighted, _, tag, aligned = call
+        x, ids, weights, scales, _, layout, weight_rows, _, tag, aligned = call
         if tag.__class__ is not int or not self._first_tag <= tag <= self._last_tag:
             _refuse_tag(tag, self._first_tag, self._last_tag)
         try:
             T, D = x.shape
             shape = rows, K = ids.shape
-            key = (D, K, x.dtype, ids.dtype, weights.dtype, layout, weighted, aligned)
+            key = (D, K, x.dtype, ids.dtype, weights.dtype, layout, weight_rows, aligned)
             template = self._templates.get(key)
             device = self._device
             if (
@@ -102,7 +102,7 @@ class Templates:
         top_k: int | None,
         dtype: torch.dtype | None,
         layout: Layout | None,
-        apply_router_weight_on_input: bool | None,
+        weight_rows: bool | None,
         aligned: bool | None,
     ) -> Call:
         """A call without tokens, for `ExpertParallel.skip`.
@@ -111,7 +111,7 @@ class Templates:
         """
         model = self._config.model
         first = model.hidden_size, model.num_experts_per_tok, model.torch_dtype, None, None, "expert", False, False
-        D, K, x_dtype, _, _, last_layout, last_weighted, last_aligned = first if last is None else last.shape
+        D, K, x_dtype, _, _, last_layout, last_weight_rows, last_aligned = first if last is None else last.shape
         D, K, x_dtype = hidden_size or D, top_k or K, dtype or x_dtype
         x, payload = torch.empty(0, D, dtype=x_dtype, device=self._device), self._payload
         scaled = x_dtype is payload.element
@@ -121,9 +121,7 @@ class Templates:
             weights=x.new_empty(0, K, dtype=torch.float32),
             scales=x.new_empty(0, payload.num_scales(D), dtype=payload.scale) if scaled else None,
             layout=layout or last_layout,
-            apply_router_weight_on_input=(
-                last_weighted if apply_router_weight_on_input is None else apply_router_weight_on_input
-            ),
+            weight_rows=last_weight_rows if weight_rows is None else weight_rows,
             aligned=last_aligned if aligned is None else aligned,
         )
 
@@ -132,7 +130,7 @@ class Templates:
         self._templates.clear()
 
     def _new(self, x: Tensor, shape: tuple[Any, ...]) -> RoundTemplate:
-        _, K, _, _, _, layout, weighted, aligned = shape
+        _, K, _, _, _, layout, weight_rows, aligned = shape
         aligned = aligned or self._always_aligned
         views, D = self._views, x.shape[1]
         payload = self._payload
@@ -156,7 +154,7 @@ class Templates:
                 "weights": _slabs_as(views["recv.weights"], torch.float32, K),
             }
         attributes["recv"] = Received(received)
-        steps, descriptors = self._launches(D, layout == "expert", weighted, aligned)
+        steps, descriptors = self._launches(D, layout == "expert", weight_rows, aligned)
         like = torch.empty(0, D, dtype=y_dtype, device=self._device)
         return RoundTemplate(
             shape,
@@ -203,15 +201,15 @@ def _refuse_tag(tag: object, first: int, last: int) -> NoReturn:
 def _check(config: EPConfig, device: torch.device, call: Call) -> None:
     """Raises what `Templates.of` does."""
     x, ids, weights, scales = call.x, call.ids, call.weights, call.scales
-    layout, weighted, aligned = call.layout, call.apply_router_weight_on_input, call.aligned
+    layout, weight_rows, aligned = call.layout, call.weight_rows, call.aligned
     model, capacity = config.model, config.capacity
     if layout not in ("expert", "rank"):
         raise ValueError(f"`layout` must be 'expert' or 'rank', got {layout!r}")
-    if not isinstance(weighted, bool):
-        raise TypeError(f"`apply_router_weight_on_input` must be a bool, got {describe(weighted)}")
+    if not isinstance(weight_rows, bool):
+        raise TypeError(f"`apply_router_weight_on_input` must be a bool, got {describe(weight_rows)}")
     if not isinstance(aligned, bool):
         raise TypeError(f"`aligned` must be a bool, got {describe(aligned)}")
-    if weighted and layout == "rank":
+    if weight_rows and layout == "rank":
         raise ValueError("`apply_router_weight_on_input` needs expert-major rows: it must be False with layout='rank'")
     D, K, M = model.hidden_size, model.num_experts_per_tok, capacity.max_num_tokens_per_rank
     dtypes = [model.torch_dtype, *(d for d in FLOATS if d.itemsize < model.torch_dtype.itemsize)]

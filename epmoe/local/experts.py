@@ -21,7 +21,7 @@ from epmoe.native.formats import SCALE_BLOCK
 
 DTYPES = (*FLOATS, torch.float64, FP8)
 _UNALIGNED = (
-    "fp8 weights are dequantised in this call, which is slow: give the experts rows of `dispatch(…, aligned=True)` "
+    "fp8 weights are dequantized in this call, which is slow: give the experts rows of `dispatch(…, aligned=True)` "
     "and `alignment=dispatched.alignment`"
 )
 _KEEP_DTYPE = ("w_gate_up", "w_down", "gate_up_scales", "down_scales")  # under casts, if the weights are fp8
@@ -60,7 +60,7 @@ class GroupedExperts(nn.Module):
     - "auto": DeepGEMM where it is installed (`pip install epmoe[deep_gemm]`) and takes the weights: fp8 with D and F
       multiples of 128, bf16 with multiples of 64, compute capability 9.0. All other weights take torch's `grouped_mm`.
     - "deep_gemm": DeepGEMM or an error.
-    - "torch": never DeepGEMM. fp8 weights are then dequantised in every call, which is right but slow, and takes the
+    - "torch": never DeepGEMM. fp8 weights are then dequantized in every call, which is right but slow, and takes the
       memory of the weights in bf16. CPUs always do this; "auto" warns of it on GPUs.
 
     DeepGEMM needs segments that start at multiples of 64 rows. It is used where a call says so, by `alignment`, which a
@@ -189,7 +189,7 @@ class GroupedExperts(nn.Module):
                 and their outputs are undefined.
             expert_offsets: int32 [e + 1]. Expert i's segment is rows[expert_offsets[i] : expert_offsets[i + 1]],
                 alignment gaps included.
-            scales: fp32 [N, D/128] of fp8 rows, or None. The rows are dequantised, unless DeepGEMM takes them as they
+            scales: fp32 [N, D/128] of fp8 rows, or None. The rows are dequantized, unless DeepGEMM takes them as they
                 are.
             tokens_per_expert: int32 [e], rows of each segment without its gap, so that nothing is computed for gaps
                 between the two GEMMs; by default segments count as full.

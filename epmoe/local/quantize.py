@@ -34,7 +34,7 @@ def zero_padding_rows_(x: Tensor, num_tokens: int | Tensor) -> Tensor:
     """Set the rows of padding to zero, in place, without reading them.
 
     A serving stack that pads its batch (for graph replay, or to equal sizes on all ranks) leaves stale memory behind
-    the real rows. Zeros are harmless in routing and in quantisation.
+    the real rows. Zeros are harmless in routing and in quantization.
 
     Args:
         x: [..., D]. All leading dimensions together count the rows, as in [requests, tokens of a request, D], and the
@@ -63,7 +63,7 @@ def zero_padding_rows_(x: Tensor, num_tokens: int | Tensor) -> Tensor:
 def quantize_fp8(
     x: Tensor, *, granularity: Literal["tensor", "block"] = "block", num_tokens: int | Tensor | None = None
 ) -> Quantized:
-    """Quantise to fp8 e4m3 by the largest magnitude of the REAL rows: stale rows change neither values nor scales.
+    """Quantize to fp8 e4m3 by the largest magnitude of the REAL rows: stale rows change neither values nor scales.
 
     A scale is amax / 448, at least 2⁻¹²⁶, or 1 if all values are zero. NaN stays NaN and ±Inf saturates; neither enters
     an amax, so every scale is finite. Padded rows become zeros with scale 1.

@@ -37,7 +37,7 @@ _library.define(
     "quantize_fp8(Tensor x, Tensor? num_tokens, SymInt num_rows, bool per_tensor) -> (Tensor q, Tensor scales)"
 )
 # Only rows of segments are read and written; without tokens_per_expert these have no gaps. Scales lie block by block,
-# [B, N] in rows of a multiple of 16 bytes. Those of gated_activation are empty unless the outputs are quantised.
+# [B, N] in rows of a multiple of 16 bytes. Those of gated_activation are empty unless the outputs are quantized.
 _library.define(
     "gated_activation(Tensor gate_up, Tensor expert_offsets, Tensor? tokens_per_expert, Tensor? bias, "
     "bool interleaved, float limit, float alpha, float up_offset, bool quantize) -> (Tensor out, Tensor scales)"

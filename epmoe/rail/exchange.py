@@ -497,7 +497,7 @@ class HierarchicalExchange(Exchange):
             )
 
 
-def _no_launches(hidden_size: int, expert_major: bool, apply_router_weight_on_input: bool, aligned: bool) -> Launches:
+def _no_launches(hidden_size: int, expert_major: bool, weight_rows: bool, aligned: bool) -> Launches:
     """Calls inside of the nodes have descriptors of their own."""
     return [], []
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchanges import make_config, node_of, poison
-from expert_inputs import quantised as quantised_weights
+from expert_inputs import quantized as quantised_weights
 from helpers import ON_GPUS, assert_close, poison_, randn
 
 from epmoe import ExpertParallel, GroupedExperts, MoELayer

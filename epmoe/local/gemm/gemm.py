@@ -60,7 +60,7 @@ class Gemm(ABC):
     """The bits of a row's output depend on the row only. A GEMM that takes some of the calls only (see `takes`) has the
     bits of the GEMM that takes the others, or says False."""
     takes_fp8: ClassVar[bool] = False
-    """`multiply` takes rows and weights in fp8 as they are, if both are. Otherwise it dequantises them."""
+    """`multiply` takes rows and weights in fp8 as they are, if both are. Otherwise it dequantizes them."""
 
     @abstractmethod
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:

@@ -31,7 +31,7 @@ def choose(wanted: str, gate_up: Tensor, down: Tensor) -> tuple[str, ...]:
     """The names of the GEMMs that serve these weights on their device, the fastest first.
 
     A call takes the first whose `takes` says so. Warns of a library that is installed but does not work, and where fp8
-    weights are dequantised in every call.
+    weights are dequantized in every call.
 
     Args:
         wanted: one of `CHOICES`. "auto" is all, "torch" is all that need no GPU, and any other is that one on GPUs.
@@ -60,7 +60,7 @@ def choose(wanted: str, gate_up: Tensor, down: Tensor) -> tuple[str, ...]:
         elif gemm.needs_gpu:
             problems.append(problem)
     if problems and down.dtype == FP8 and not any(GEMMS[name].takes_fp8 for name in chosen):
-        warnings.warn(f"fp8 weights are dequantised in every call, which is slow: {problems[0]}", stacklevel=3)
+        warnings.warn(f"fp8 weights are dequantized in every call, which is slow: {problems[0]}", stacklevel=3)
     elif broken := [problem for problem in problems if type(problem) is ImportError]:
         warnings.warn(f"torch's grouped GEMM is used, which is slower: {broken[0]}", stacklevel=3)
     return tuple(chosen)

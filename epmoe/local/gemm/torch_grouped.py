@@ -14,7 +14,7 @@ _STRIDE_BYTES = 16  # strides must be multiples of it; in a backward pass rows b
 
 
 class TorchGrouped(Gemm):
-    """`torch.nn.functional.grouped_mm`, whatever the segments are. fp8 weights are dequantised in every call."""
+    """`torch.nn.functional.grouped_mm`, whatever the segments are. fp8 weights are dequantized in every call."""
 
     name = "torch"
 
@@ -23,7 +23,7 @@ class TorchGrouped(Gemm):
         none = torch.zeros(down.shape[0], dtype=torch.int32, device=down.device)
         try:
             for weights in (gate_up, down):
-                if weights.dtype == FP8:  # becomes contiguous as it is dequantised
+                if weights.dtype == FP8:  # becomes contiguous as it is dequantized
                     weights = torch.empty(weights.shape, dtype=torch.bfloat16, device="meta")
                 row = weights.new_zeros(1, weights.shape[2])
                 F.grouped_mm(row, weights.transpose(1, 2), offs=none.to(weights.device))

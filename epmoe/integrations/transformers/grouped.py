@@ -115,7 +115,7 @@ def grouped_experts(experts: Any, parameters: list[Tensor], rows_nD: Tensor, exp
 
     def product(rows: Tensor, which: int) -> Tensor:
         weights = down if which else up
-        out = gemm.product(rows.to(weights.dtype), None, weights, None, ends)
+        out = gemm.product((rows.to(weights.dtype), None), (weights, None), ends)
         return out if experts_n is None else out.add_(biases[which].index_select(0, experts_n))
 
     return between_products(experts, rows_nD, product)

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from epmoe.config.config import ROW_BLOCKS
-from epmoe.local.gemm.gemm import Gemm
-from epmoe.local.quantize import dequantize_rows
+from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows
 from epmoe.native.arguments import FP8
 from epmoe.native.formats import SCALE_BLOCK
 
@@ -52,26 +51,18 @@ class DeepGemm(Gemm):
             return ValueError("DeepGEMM takes contiguous weights")
         return _problem_with_version(fp8, down.get_device())
 
-    def multiply(
-        self,
-        rows: Tensor,
-        row_scales: Tensor | None,
-        weights: Tensor,
-        weight_scales: Tensor | None,
-        ends: Tensor,
-        alignment: int,
-    ) -> Tensor:
+    def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
         """The largest block that fits is the fastest where experts have many rows."""
         library = importlib.import_module("deep_gemm")
-        out = rows.new_empty(rows.shape[0], weights.shape[1], dtype=torch.bfloat16)
+        values, scales = weights
+        out = values.new_empty(len(rows[0]), values.shape[1], dtype=torch.bfloat16)
         options = {"use_psum_layout": True, "ensure_zero_padding": False}
         with _block(library, max(block for block in ROW_BLOCKS if alignment % block == 0)):
-            if weight_scales is None:
-                rows = rows if row_scales is None else dequantize_rows(rows, row_scales, torch.bfloat16)
-                library.m_grouped_bf16_gemm_nt_contiguous(rows, weights, out, ends, **options)
+            if scales is None:
+                plain = plain_rows(rows, torch.bfloat16)
+                library.m_grouped_bf16_gemm_nt_contiguous(plain, values, out, ends, **options)
             else:
-                quantized = (rows, row_scales), (weights, weight_scales)
-                library.m_grouped_fp8_gemm_nt_contiguous(*quantized, out, ends, **options)
+                library.m_grouped_fp8_gemm_nt_contiguous(rows, weights, out, ends, **options)
         return out
 
 
@@ -87,8 +78,8 @@ def _problem_with_version(fp8: bool, device: int) -> Exception | None:
     scales = (torch.ones(2, rows, device=place).t(), torch.ones(e, 2, 2, device=place)) if fp8 else (None, None)
     try:
         with torch.inference_mode(), torch.cuda.device(place):
-            given = x.to(place, dtype), scales[0], w.to(place, dtype), scales[1], ends
-            got = DeepGemm().multiply(*given, DeepGemm.block)
+            given = (x.to(place, dtype), scales[0]), (w.to(place, dtype), scales[1])
+            got = DeepGemm().multiply(*given, ends, DeepGemm.block)
             error = None if torch.equal(got.float().cpu(), wanted) else "a tiny product is wrong"
     except Exception as reason:  # of a library that may be of any version
         error = f"{type(reason).__name__}: {reason}"

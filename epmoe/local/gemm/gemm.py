@@ -13,9 +13,12 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from epmoe.local.quantize import quantize_fp8
+from epmoe.local.quantize import dequantize_rows, quantize_fp8
 from epmoe.native import ops
 from epmoe.native.arguments import FP8
+
+Scaled = tuple[Tensor, Tensor | None]
+"""A tensor, and its fp32 scales if it is fp8."""
 
 
 class Segments(NamedTuple):
@@ -82,23 +85,13 @@ class Gemm(ABC):
         return False
 
     @abstractmethod
-    def multiply(
-        self,
-        rows: Tensor,
-        row_scales: Tensor | None,
-        weights: Tensor,
-        weight_scales: Tensor | None,
-        ends: Tensor,
-        alignment: int,
-    ) -> Tensor:
+    def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
         """rows [N, k] · weights [e, n, k]ᵀ → [N, n], by expert. Callers take `product`.
 
         Args:
-            rows: in the weights' dtype, or fp8.
-            row_scales: fp32 [N, k/128] of fp8 rows, else None. With `takes_fp8` and fp8 weights they lie block by
-                block: their columns are contiguous.
-            weights: in a dtype that `problem_with` takes.
-            weight_scales: fp32 [e, ⌈n/128⌉, ⌈k/128⌉] of fp8 weights, else None.
+            rows: in the weights' dtype, or fp8 with scales [N, k/128]. With `takes_fp8` and fp8 weights these lie block
+                by block: their columns are contiguous.
+            weights: in a dtype that `problem_with` takes; those of fp8 have scales [e, ⌈n/128⌉, ⌈k/128⌉].
             ends: int32 [e], the row behind each segment.
             alignment: in rows: segments start at its multiples, and it is one of `block`.
 
@@ -110,21 +103,12 @@ class Gemm(ABC):
         """grad [N, n]ᵀ · rows [N, k] → [e, n, k], by expert; 0 for an expert without rows. See `trains`."""
         raise NotImplementedError
 
-    def product(
-        self,
-        rows: Tensor,
-        row_scales: Tensor | None,
-        weights: Tensor,
-        weight_scales: Tensor | None,
-        ends: Tensor,
-        alignment: int = 1,
-    ) -> Tensor:
+    def product(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int = 1) -> Tensor:
         """`multiply`, which torch.compile sees as one operator where it cannot trace it."""
-        given = rows, row_scales, weights, weight_scales, ends, alignment
-        if torch.compiler.is_compiling() and not self.is_traceable(rows, weights):
-            product: Tensor = torch.ops.epmoe.grouped_gemm(self.name, *given)
+        if torch.compiler.is_compiling() and not self.is_traceable(rows[0], weights[0]):
+            product: Tensor = torch.ops.epmoe.grouped_gemm(self.name, *rows, *weights, ends, alignment)
             return product
-        return self.multiply(*given)
+        return self.multiply(rows, weights, ends, alignment)
 
     def experts(self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments) -> Tensor:
         """The whole stage. A GEMM that fuses its parts has a method of its own, opaque to torch.compile.
@@ -144,10 +128,16 @@ class Gemm(ABC):
             if scales is None:
                 rows, scales = quantize_fp8(rows, num_tokens=ends[-1])
             scales = ops.scales_by_block(scales, segments.offsets, segments.tokens).t()[:n]
-        gate_up = self.product(rows, scales, weights.gate_up, weights.gate_up_scales, ends, alignment)
-        activated, scales = _activation(gate_up, weights, segments, fp8)
-        out = self.product(activated, scales, weights.down, weights.down_scales, ends, alignment)
+        gate_up = self.product((rows, scales), (weights.gate_up, weights.gate_up_scales), ends, alignment)
+        activated = _activation(gate_up, weights, segments, fp8)
+        out = self.product(activated, (weights.down, weights.down_scales), ends, alignment)
         return out if weights.down_bias is None else out + bias_of_rows(weights.down_bias, ends, n)
+
+
+def plain_rows(rows: Scaled, dtype: torch.dtype) -> Tensor:
+    """The rows themselves, or fp8 rows in `dtype`."""
+    values, scales = rows
+    return values if scales is None else dequantize_rows(values, scales, dtype)
 
 
 def product_dtype(weights: Tensor) -> torch.dtype:
@@ -167,8 +157,8 @@ def bias_of_rows(bias: Tensor, ends: Tensor, num_rows: int) -> Tensor:
     return bias.index_select(0, expert_of_rows(ends, num_rows))
 
 
-def _activation(gate_up: Tensor, weights: Weights, segments: Segments, quantize: bool) -> tuple[Tensor, Tensor | None]:
-    """[N, F] and its scales. Only rows of segments are computed, since there may be many more."""
+def _activation(gate_up: Tensor, weights: Weights, segments: Segments, quantize: bool) -> Scaled:
+    """[N, F]. Only rows of segments are computed, since there may be many more."""
     bias, (interleaved, limit, alpha, up_offset) = weights.gate_up_bias, weights.gating
     if gate_up.dtype != torch.float64:
         bias = None if bias is None else bias.contiguous()

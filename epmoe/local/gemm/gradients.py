@@ -38,7 +38,7 @@ def train_gemm(rows: Tensor, weights: Tensor, offsets: Tensor, gemm: str) -> Ten
     """
     if not len(rows) or not len(weights):
         return rows.new_empty(len(rows), weights.shape[1])
-    return GEMMS[gemm].multiply(rows, None, weights, None, offsets[1:], alignment=1)
+    return GEMMS[gemm].multiply((rows, None), (weights, None), offsets[1:], alignment=1)
 
 
 @train_gemm.register_fake

@@ -7,8 +7,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from epmoe.local.gemm.gemm import Gemm, product_dtype
-from epmoe.local.quantize import dequantize_rows, dequantize_weights
+from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, product_dtype
+from epmoe.local.quantize import dequantize_weights
 
 
 class Loop(Gemm):
@@ -22,31 +22,18 @@ class Loop(Gemm):
     def trains(self, gate_up: Tensor, down: Tensor) -> bool:
         return True
 
-    def multiply(
-        self,
-        rows: Tensor,
-        row_scales: Tensor | None,
-        weights: Tensor,
-        weight_scales: Tensor | None,
-        ends: Tensor,
-        alignment: int,
-    ) -> Tensor:
-        out = rows.new_empty(rows.shape[0], weights.shape[1], dtype=product_dtype(weights))
-        start = 0
-        for i, end in enumerate(ends.tolist()):
+    def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
+        values, scales = weights
+        out = values.new_empty(len(rows[0]), values.shape[1], dtype=product_dtype(values))
+        plain = plain_rows(rows, out.dtype)
+        for i, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
             if start < end:
-                expert, segment = weights[i], rows[start:end]
-                if weight_scales is not None:
-                    expert = dequantize_weights(expert, weight_scales[i], out.dtype)
-                if row_scales is not None:
-                    segment = dequantize_rows(segment, row_scales[start:end], out.dtype)
-                torch.mm(segment, expert.T, out=out[start:end])
-            start = end
+                expert = values[i] if scales is None else dequantize_weights(values[i], scales[i], out.dtype)
+                torch.mm(plain[start:end], expert.T, out=out[start:end])
         return out
 
     def multiply_for_weights(self, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-        ends = offsets.tolist()
-        out = rows.new_empty(len(ends) - 1, grad.shape[1], rows.shape[1])
-        for i, (start, end) in enumerate(itertools.pairwise(ends)):
+        out = rows.new_empty(len(offsets) - 1, grad.shape[1], rows.shape[1])
+        for i, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
             torch.mm(grad[start:end].T, rows[start:end], out=out[i])
         return out

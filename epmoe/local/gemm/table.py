@@ -76,7 +76,7 @@ def _opaque(
     ends: Tensor,
     alignment: int,
 ) -> Tensor:
-    return GEMMS[gemm].multiply(rows, row_scales, weights, weight_scales, ends, alignment)
+    return GEMMS[gemm].multiply((rows, row_scales), (weights, weight_scales), ends, alignment)
 
 
 @_opaque.register_fake

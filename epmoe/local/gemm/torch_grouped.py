@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epmoe.local.gemm.gemm import Gemm, product_dtype
-from epmoe.local.quantize import dequantize_rows, dequantize_weights
+from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, product_dtype
+from epmoe.local.quantize import dequantize_weights
 from epmoe.native.arguments import FP8
 
 _STRIDE_BYTES = 16  # strides must be multiples of it; in a backward pass rows become columns
@@ -38,22 +38,14 @@ class TorchGrouped(Gemm):
     def is_traceable(self, rows: Tensor, weights: Tensor) -> bool:
         return rows.dtype == weights.dtype == torch.bfloat16
 
-    def multiply(
-        self,
-        rows: Tensor,
-        row_scales: Tensor | None,
-        weights: Tensor,
-        weight_scales: Tensor | None,
-        ends: Tensor,
-        alignment: int,
-    ) -> Tensor:
-        if weight_scales is not None:  # expert by expert: all at once would take four times the memory
-            plain = torch.empty(weights.shape, dtype=product_dtype(weights), device=weights.device)
-            for i in range(len(weights)):
-                plain[i] = dequantize_weights(weights[i], weight_scales[i], plain.dtype)
-            weights = plain
-        rows = rows if row_scales is None else dequantize_rows(rows, row_scales, weights.dtype)
-        return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
+        given, scales = weights
+        plain = given
+        if scales is not None:  # expert by expert: all at once would take four times the memory
+            plain = torch.empty(given.shape, dtype=product_dtype(given), device=given.device)
+            for i in range(len(given)):
+                plain[i] = dequantize_weights(given[i], scales[i], plain.dtype)
+        return F.grouped_mm(plain_rows(rows, plain.dtype), plain.transpose(1, 2), offs=ends)
 
     def multiply_for_weights(self, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
         return F.grouped_mm(grad.t(), rows, offs=offsets[1:])

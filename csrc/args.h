@@ -30,6 +30,7 @@ struct RouteArgs {
 struct PermuteArgs {
   const void* x_SD;
   DType dtype;             // of x
+  int32_t B;               // of scales_SB
   int64_t x_stride_bytes;  // between slots
   const float* scales_SB;  // fp8 in dispatch only, else null
   int64_t scales_stride;   // between slots
@@ -51,7 +52,6 @@ struct PermuteArgs {
   void* workspace;             // CUDA only: permute_workspace_bytes()
   int64_t* counters;           // kNumCounters, added to; or null
   int64_t* needed;             // out: rows that an unlimited N would hold; or null
-  int64_t B;                   // of scales_SB
 };
 
 // The operator finalize (CPU and CUDA), and the send phase of combine on the CPU.

@@ -13,14 +13,13 @@ namespace {
 // The phases of a stage that one operator runs.
 enum class Phase { kSendRecv, kSend, kRecv };
 
-// What both stages of a round need beside its memory, in a host tensor of int64 that `Descriptors` in
+// What both stages of a round need besides its memory, in a host tensor of int64 that `Descriptors` in
 // epmoe/exchange/descriptors.py writes. The addresses of all R windows follow the struct. One tensor costs the host
 // less than scalar arguments of the operator.
 struct ExchangeDescriptor {
   ExchangePlan plan;
-  int64_t expert_major, weight_rows, zero_gaps;  // as in DispatchArgs
-  int64_t to_caller, adds_only, returns_values;  // likewise
-  int64_t zero_tail;                             // likewise
+  // The flags of DispatchArgs.
+  int64_t expert_major, weight_rows, zero_gaps, to_caller, adds_only, returns_values, zero_tail;
   int64_t row_weights, row_values, pair_values;  // addresses, as in DispatchArgs and CombineArgs
   int64_t timeout_ns;                            // of each wait
   int64_t status;                                // address of the Status, and on CUDA of the Progress behind it
@@ -114,10 +113,13 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
                   "packed rows are for training");
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(args.x_TD) % 16 == 0 && args.x_stride_bytes % 16 == 0,
                   "rows of x must start at multiples of 16 bytes");
-  args.expert_major = d.expert_major != 0, args.weight_rows = d.weight_rows != 0;
-  args.zero_gaps = d.zero_gaps != 0;
-  args.to_caller = d.to_caller != 0, args.adds_only = d.adds_only != 0, args.returns_values = d.returns_values != 0;
-  args.zero_tail = d.zero_tail != 0;
+  args.expert_major = d.expert_major;
+  args.weight_rows = d.weight_rows;
+  args.zero_gaps = d.zero_gaps;
+  args.to_caller = d.to_caller;
+  args.adds_only = d.adds_only;
+  args.returns_values = d.returns_values;
+  args.zero_tail = d.zero_tail;
   args.row_weights_N = reinterpret_cast<float*>(d.row_weights);
   STD_TORCH_CHECK(!args.to_caller || !traits.has_scales(), "training needs rows without scales");
   args.send = kPhase != Phase::kRecv, args.receive = kPhase != Phase::kSend;

@@ -25,7 +25,7 @@ struct ExchangePlan {
   int64_t copies;     // columns of table_copies: the most copies that a logical expert has; of quotas, a multiple of 4
   int64_t max_rows;   // N: expert-major rows that fit
   int64_t alignment;  // rows: an expert's segment starts at a multiple of it
-  int64_t ll_alignment;          // likewise in rounds whose sources all use the LL protocol; divides `alignment`
+  int64_t ll_alignment;          // the same in rounds whose sources all use the LL protocol; divides `alignment`
   WireFormat payload_format;     // of rows that dispatch sends
   WireFormat combine_format;     // of rows that combine sends
   int64_t x_stride_bytes;        // between slots of recv_x
@@ -39,7 +39,7 @@ struct ExchangePlan {
   int64_t num_sms;              // multiprocessors that a kernel may use, at most
   int64_t ll_max_tokens;        // tokens of a call up to which its source uses the LL protocol: slots of an ll_ slab
   int64_t ll_row_stride_bytes;  // between slots of ll_rows: the row and its scales
-  int64_t ll_sum_stride_bytes;  // between slots of ll_sums, likewise
+  int64_t ll_sum_stride_bytes;  // between slots of ll_sums: the sum and its scales
   int64_t dispatch_senders;     // blocks of dispatch that start as senders; 0: the launch policy chooses
   int64_t combine_senders;      // blocks of combine that start as senders; 0: the launch policy chooses
   int64_t combine_team;         // warps of combine that send a row together; 0: the launch policy chooses
@@ -55,8 +55,8 @@ struct ExchangePlan {
   int64_t recv_ids;         // int32 [R, M, K]: physical experts, with recv_x
   int64_t recv_weights;     // float [R, M, K]: with recv_x; on the CPU combine send reads them too
   int64_t combine_rows;     // partial rows [R, M, D]: combine send -> combine receive
-  int64_t combine_scales;   // float [R, M, combine_scale_blocks]: with combine_rows, likewise
-  int64_t combine_values;   // a value of each pair [R, M, K], CPU: float, CUDA: words; with combine_rows, likewise
+  int64_t combine_scales;   // float [R, M, combine_scale_blocks]: with combine_rows, in formats with scales
+  int64_t combine_values;   // a value of each pair [R, M, K], CPU: float, CUDA: words; with combine_rows
   // CUDA only.
   int64_t recv_flags;     // uint32 [R, M]: the epoch whose row is in the slot, Simple protocol
   int64_t recv_ordinals;  // int32 [R, M, K]: ordinal of the pair in (source, expert), or its final row with bit 31 set
@@ -170,7 +170,7 @@ struct RoundState {
   // They lie on separate cache lines, because many warps claim from different queues at once.
   alignas(64) int32_t send_queue[2];  // items to send
   alignas(64) int32_t recv_queue[2];  // items to receive
-  alignas(64) int32_t ll_queue[2];    // LL items beside the Simple ones: dispatch receives them, combine sends them
+  alignas(64) int32_t ll_queue[2];    // LL items, next to the Simple ones: dispatch receives them, combine sends them
   Progress progress;                  // CPU only
   alignas(64) int32_t started[2];     // blocks that send, and have started
   int32_t receiving[2];               // blocks that may write outputs: they have begun to receive

@@ -86,7 +86,7 @@ def deep_gemm(monkeypatch) -> StandIn:
 @pytest.mark.parametrize("alignment", [None, 64, 128, 192])
 @pytest.mark.parametrize("dtype", [BF16, FP8])
 def test_deep_gemm_gets_its_layout(deep_gemm, dtype, alignment):
-    """And later users of the library find the block that they have set."""
+    """Later users of the library find the block that they have set."""
     experts = epmoe.GroupedExperts(**weights(dtype, torch.device("cpu")), gemm="deep_gemm")
     assert experts.alignment == 64
     # fp8 rounds what travels between the two GEMMs to three bits of mantissa.
@@ -115,7 +115,7 @@ def test_deep_gemm_takes_fp8_rows(deep_gemm, dtype):
 @pytest.mark.parametrize("alignment", [None, 1, 32])
 @pytest.mark.parametrize("dtype", [BF16, FP8])
 def test_deep_gemm_gets_no_segments_that_it_would_misread(deep_gemm, dtype, alignment):
-    """Of a call that says nothing of its segments, or that they start anywhere. bf16 takes torch's GEMM, fp8 too."""
+    """A call may say nothing of its segments, or that they start anywhere: torch's GEMM then takes bf16 and fp8."""
     experts = epmoe.GroupedExperts(**weights(dtype, torch.device("cpu")))
     with pytest.warns(UserWarning, match="aligned=True") if dtype == FP8 else nullcontext():
         assert_right(experts, slack=4, alignment=alignment)

@@ -116,6 +116,7 @@ void permute_received(const Exchange& ex, const DispatchArgs& args, const int32_
   PermuteArgs permute_args{
       .x_SD = in_window<char>(ex, plan.rank, plan.recv_x),
       .dtype = wire(plan.payload_format).dtype_of(args.dtype),
+      .B = static_cast<int32_t>(wire(plan.payload_format).num_scales(args.D)),
       .x_stride_bytes = plan.x_stride_bytes,
       .scales_SB = wire(plan.payload_format).has_scales() ? in_window<float>(ex, plan.rank, plan.recv_scales) : nullptr,
       .scales_stride = plan.scale_blocks,
@@ -141,7 +142,6 @@ void permute_received(const Exchange& ex, const DispatchArgs& args, const int32_
       .workspace = nullptr,
       .counters = in_scratch<int64_t>(ex, plan.health_counters),
       .needed = &needed,
-      .B = wire(plan.payload_format).num_scales(args.D),
   };
   permute(permute_args);
   if (needed > plan.max_rows) ex.status->needed_rows = std::max(ex.status->needed_rows, needed);

@@ -28,15 +28,18 @@ _KEEP_DTYPE = ("w_gate_up", "w_down", "gate_up_scales", "down_scales")  # under 
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which torch computes in the dtypes of its inputs."""
+    """Make a context in which torch computes in the dtypes of its inputs."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return nullcontext()  # takes the host 10 µs less
     return torch.autocast(device.type, enabled=False)
 
 
 def parameter(value: Tensor) -> nn.Parameter:
-    """A parameter that shares memory with `value`. It requires grad where autograd can have one: not for fp8 or fp64
-    experts, which serve only, nor for tensors of inference mode."""
+    """Make a parameter that shares memory with `value`.
+
+    It requires grad where autograd can have one: not for fp8 and fp64 experts, which serve only, and not for tensors of
+    inference mode.
+    """
     return nn.Parameter(value, requires_grad=value.dtype in FLOATS and not value.is_inference())
 
 
@@ -100,7 +103,7 @@ class GroupedExperts(nn.Module):
     gemms: tuple[str, ...]
     """Names of the GEMMs that serve. A call takes the first that takes its segments."""
     alignment: int
-    """In rows: every segment must start at a multiple of it, as in rounds of `dispatch(…, aligned=True)`."""
+    """Every segment must start at a multiple of this number of rows, as in rounds of `dispatch(…, aligned=True)`."""
     averages_over: int
     """Gradients of parameters are divided by it. `epmoe.training.ignore_experts` and `fully_shard` set it."""
 
@@ -155,7 +158,7 @@ class GroupedExperts(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of rows without scales, and of outputs: that of the weights, or bf16 where these are fp8."""
+        """The dtype of outputs, and of rows without scales: that of the weights, or bf16 where these are fp8."""
         return torch.bfloat16 if self.is_fp8 else self.w_down.dtype
 
     @property
@@ -246,7 +249,7 @@ class GroupedExperts(nn.Module):
         return f"e={e}, D={D}, F={f}, {dtype_name(self.w_down.dtype)}, gemm={self.gemm!r}"
 
     def _recorded(self, rows_ND: Tensor, segments: Segments, row_weights: Tensor | None) -> Tensor:
-        """A call with gradients."""
+        """Compute outputs [N, D] that have gradients."""
         if self.dtype not in FLOATS or rows_ND.dtype == FP8 or self.is_fp8:
             raise RuntimeError(
                 f"`experts` of {dtype_name(self.w_down.dtype)} over rows of {dtype_name(rows_ND.dtype)} have no "
@@ -272,7 +275,7 @@ class GroupedExperts(nn.Module):
         return self.interleaved, math.inf if self.limit is None else self.limit, self.alpha, self.up_offset
 
     def _choose(self) -> None:
-        """The GEMMs: of serving, and of calls with gradients."""
+        """Choose the GEMMs for serving and for calls with gradients."""
         self.gemms = choose(self._wanted, self.w_gate_up, self.w_down)
         self.alignment = max(GEMMS[name].block for name in self.gemms)
         self._trains_by = choose_trained(self.w_gate_up, self.w_down)
@@ -287,7 +290,7 @@ class GroupedExperts(nn.Module):
         super().__setattr__(name, value)
 
     def _gemm_of(self, segments: Segments) -> Gemm:
-        """The GEMM of a call with such segments, since another one would misread them."""
+        """Find the GEMM for a call with such segments, which another one would misread."""
         for name in self.gemms:
             gemm = GEMMS[name]
             if gemm.takes(segments):
@@ -319,7 +322,7 @@ class GroupedExperts(nn.Module):
 
 
 def _divided(weight: Tensor | None, by: int) -> Tensor | None:
-    """The weight, whose gradient is divided."""
+    """The weight, with a hook that divides its gradient."""
     if weight is None or by == 1 or not weight.requires_grad:
         return weight
     weight = weight.view_as(weight)

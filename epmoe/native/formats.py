@@ -18,7 +18,7 @@ class WireFormat:
     """How a row travels; ``csrc/wire_format.h`` has the same table."""
 
     name: str
-    """In `exchange.payload` and `exchange.combine_payload`, unless it is packed."""
+    """The value of `exchange.payload` and `exchange.combine_payload`, unless the format is packed."""
     number: int
     """The value of `WireFormat` in C++."""
     element: torch.dtype | None
@@ -65,10 +65,10 @@ WIRE_FORMATS = {
         WireFormat("packed_fp8", 2, torch.float8_e4m3fn, 8, torch.float32, SCALE_BLOCK, packed=True),
     )
 }
-"""By their names."""
+"""The formats by their names."""
 
 TRAINING_FORMATS = {"auto": WIRE_FORMATS["auto"], "fp8": WIRE_FORMATS["packed_fp8"]}
-"""By what a user of `TrainingExchange` chooses."""
+"""The formats of training, by the `payload` of a `TrainingExchange`."""
 
 
 def payload_of(element: torch.dtype, block: int) -> PayloadName | None:

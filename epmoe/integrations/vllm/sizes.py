@@ -31,7 +31,7 @@ from epmoe.service import ExpertParallel
 logger = init_logger("vllm.epmoe")  # vLLM shows what is logged below "vllm"
 
 TIMEOUT_S = 300.0
-"""As long as vLLM waits for a step. A rank may compile its kernels meanwhile, which takes minutes."""
+"""vLLM waits this long for a step. A rank may compile its kernels meanwhile, which takes minutes."""
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,9 @@ class Weights(NamedTuple):
     down: Tensor
     """[e, D, F]"""
     gate_up_scales: Tensor | None
-    """fp32 [e, ⌈2F/128⌉, ⌈D/128⌉] of fp8 weights, else None; likewise `down_scales`"""
+    """fp32 [e, ⌈2F/128⌉, ⌈D/128⌉] of fp8 weights, else None"""
     down_scales: Tensor | None
+    """fp32 [e, ⌈D/128⌉, ⌈F/128⌉] of fp8 weights, else None"""
     gate_up_bias: Tensor | None
     """[e, 2F]"""
     down_bias: Tensor | None
@@ -54,11 +55,11 @@ class Gemm(ABC):
     """A grouped GEMM. It has no state; `table.choose` asks it once for given weights, and each call asks `takes`."""
 
     name: ClassVar[str]
-    """In `GroupedExperts(gemm=…)` and in operators."""
+    """`GroupedExperts(gemm=…)` and operators use it."""
     needs_gpu: ClassVar[bool] = False
     """Users can choose it by its name, for GPUs."""
     block: ClassVar[int] = 1
-    """In rows: segments must start at its multiples. It divides `epmoe.config.config.ROW_BLOCKS`."""
+    """Segments must start at multiples of this number of rows, which divides `epmoe.config.config.ROW_BLOCKS`."""
     batch_invariant: ClassVar[bool] = False
     """The bits of a row's output depend on the row only. A GEMM that takes some of the calls only (see `takes`) has the
     bits of the GEMM that takes the others, or says False."""

@@ -21,7 +21,7 @@ GEMMS: dict[str, Gemm] = {
         Loop(),
     )
 }
-"""By their names, the fastest first. The last one takes all weights and all calls."""
+"""The GEMMs by their names, the fastest first. The last one takes all weights and all calls."""
 
 CHOICES = ("auto", TorchGrouped.name, *(name for name, gemm in GEMMS.items() if gemm.needs_gpu))
 """What a user can choose."""

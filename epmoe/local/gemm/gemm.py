@@ -112,16 +112,9 @@ class Gemm(ABC):
         return self.multiply(rows, weights, ends, alignment)
 
     def experts(self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments) -> Tensor:
-        """The whole stage. A GEMM that fuses its parts has a method of its own, opaque to torch.compile.
+        """Rows [N, D], in the dtype of outputs or fp8 with scales fp32 [N, D/128], → outputs [N, D].
 
-        Args:
-            weights: of `problem_with`.
-            rows: [N, D] in the dtype of outputs, or fp8.
-            scales: fp32 [N, D/128] of fp8 rows, else None.
-            segments: of `takes`.
-
-        Returns:
-            Outputs [N, D].
+        A GEMM that fuses the parts of the stage has a method of its own, opaque to torch.compile.
         """
         ends, n, alignment = segments.offsets[1:], rows.shape[0], segments.alignment
         fp8 = self.takes_fp8 and weights.down.dtype == FP8

@@ -28,22 +28,11 @@ CHOICES = ("auto", TorchGrouped.name, *(name for name, gemm in GEMMS.items() if 
 
 
 def choose(wanted: str, gate_up: Tensor, down: Tensor) -> tuple[str, ...]:
-    """The names of the GEMMs that serve these weights on their device, the fastest first.
+    """The names of the GEMMs that serve weights [e, 2F, D] and [e, D, F] on their device, the fastest first.
 
-    A call takes the first whose `takes` says so. Warns of a library that is installed but does not work, and where fp8
-    weights are dequantized in every call.
-
-    Args:
-        wanted: one of `CHOICES`. "auto" is all, "torch" is all that need no GPU, and any other is that one on GPUs.
-        gate_up: [e, 2F, D].
-        down: [e, D, F].
-
-    Returns:
-        One name or more.
-
-    Raises:
-        ImportError: the wanted one, or the version that is installed, is no use here.
-        ValueError: the wanted one does not take the weights.
+    A call takes the first whose `takes` says so. `wanted` is one of `CHOICES`: "auto" is all, "torch" is all that need
+    no GPU, and any other is that one on GPUs. Warns of a library that is installed but does not work, and where fp8
+    weights are dequantized in every call. Raises the `problem_with` the wanted one.
     """
     chosen: list[str] = []
     problems: list[Exception] = []

@@ -30,6 +30,7 @@ struct RouteArgs {
 struct PermuteArgs {
   const void* x_SD;
   DType dtype;             // of x
+  int32_t B;               // of scales_SB
   int64_t x_stride_bytes;  // between slots
   const float* scales_SB;  // fp8 in dispatch only, else null
   int64_t scales_stride;   // between slots
@@ -87,7 +88,7 @@ struct QuantizeArgs {
   int64_t T, num_rows, D;
   bool per_tensor;    // one scale for all real rows, else one for each kScaleBlock elements of a row
   void* q_TD;         // out: fp8 e4m3; padded rows are zeros
-  float* scales_TB;   // out: [1] or [T, B]; 1 in padded rows. Null: q_TD has rows of packed_row_bytes(D), scales behind
+  float* scales_TB;   // out: [1] or [T, B]; 1 in padded rows. Null: rows are in kPackedFp8
   uint32_t* largest;  // CUDA only, if per_tensor: 4 bytes of workspace
 };
 

@@ -93,19 +93,23 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const s
   DispatchArgs args{};
   take_tokens(args, x, ids, weights, scales, num_tokens, num_rows, plan.payload_format);
   STD_TORCH_CHECK(args.T <= plan.M && args.K <= plan.K, "x, ids and weights must fit the plan");
-  bool packed = args.dtype == DType::kFloat8E4M3 && !scales;  // D then counts the bytes of scales, too
-  STD_TORCH_CHECK(args.D >= 1 && (args.D <= plan.D || packed) &&
-                      wire_row_bytes(plan.payload_format, args.D, args.dtype) <= plan.x_stride_bytes,
+  WireTraits traits = wire(plan.payload_format);
+  STD_TORCH_CHECK(args.D >= 1 && traits.row_bytes(args.D, itemsize(args.dtype)) <= plan.x_stride_bytes &&
+                      traits.num_scales(args.D) <= plan.scale_blocks,
                   "a row of x must fit the plan");
-  STD_TORCH_CHECK(!packed || d.to_caller, "packed rows are for training");
+  STD_TORCH_CHECK(d.to_caller || args.dtype != wire(WireFormat::kPackedFp8).element || scales,
+                  "packed rows are for training");
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(args.x_TD) % 16 == 0 && args.x_stride_bytes % 16 == 0,
                   "rows of x must start at multiples of 16 bytes");
-  args.expert_major = d.expert_major != 0, args.weight_rows = d.weight_rows != 0;
-  args.zero_gaps = d.zero_gaps != 0;
-  args.to_caller = d.to_caller != 0, args.adds_only = d.adds_only != 0, args.returns_values = d.returns_values != 0;
-  args.zero_tail = d.zero_tail != 0;
+  args.expert_major = d.expert_major;
+  args.weight_rows = d.weight_rows;
+  args.zero_gaps = d.zero_gaps;
+  args.to_caller = d.to_caller;
+  args.adds_only = d.adds_only;
+  args.returns_values = d.returns_values;
+  args.zero_tail = d.zero_tail;
   args.row_weights_N = reinterpret_cast<float*>(d.row_weights);
-  STD_TORCH_CHECK(!args.to_caller || !wire(plan.payload_format).has_scales(), "training needs rows without scales");
+  STD_TORCH_CHECK(!args.to_caller || !traits.has_scales(), "training needs rows without scales");
   args.send = kPhase != Phase::kRecv, args.receive = kPhase != Phase::kSend;
   launch_dispatch(exchange_of(d, window, scratch), args, x);
 }

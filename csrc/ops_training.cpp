@@ -59,12 +59,13 @@ std::tuple<Tensor, Tensor> weighted_gates_backward(const Tensor& grad, const Ten
   return {grad_gate_up, grad_weights};
 }
 
+constexpr WireTraits kPacked = wire(WireFormat::kPackedFp8);
+
 Tensor pack_fp8(const Tensor& x, const std::optional<Tensor>& num_tokens, int64_t num_rows) {
   check_rows(x, "x");
   int64_t T = x.size(0), D = x.size(1);
-  STD_TORCH_CHECK(dtype_of(x) != DType::kFloat8E4M3 && D % kScaleBlock == 0,
-                  "x must be no fp8, in whole blocks of 128");
-  Tensor packed = empty_like_device(x, {T, packed_row_bytes(D)}, ScalarType::Float8_e4m3fn);
+  STD_TORCH_CHECK(dtype_of(x) != kPacked.element && D % kPacked.block == 0, "x must be no fp8, in whole blocks of 128");
+  Tensor packed = empty_like_device(x, {T, kPacked.packed_row_bytes(D)}, ScalarType::Float8_e4m3fn);
   QuantizeArgs args{
       .x_TD = x.data_ptr(),
       .dtype = dtype_of(x),
@@ -85,8 +86,8 @@ Tensor pack_fp8(const Tensor& x, const std::optional<Tensor>& num_tokens, int64_
 Tensor unpack_fp8(const Tensor& packed, const Tensor& like, const Tensor& expert_offsets) {
   STD_TORCH_CHECK(like.dim() == 2 && dtype_of(like) != DType::kFloat8E4M3, "like must be 2-D and no fp8");
   int64_t N = packed.size(0), D = like.size(1);
-  STD_TORCH_CHECK(packed.dim() == 2 && packed.is_contiguous() && packed.size(1) == packed_row_bytes(D) &&
-                      dtype_of(packed) == DType::kFloat8E4M3 && D % kScaleBlock == 0 && N <= INT32_MAX,
+  STD_TORCH_CHECK(packed.dim() == 2 && packed.is_contiguous() && packed.size(1) == kPacked.packed_row_bytes(D) &&
+                      dtype_of(packed) == kPacked.element && D % kPacked.block == 0 && N <= INT32_MAX,
                   "packed must hold rows as pack_fp8 makes them");
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(packed.data_ptr()) % 16 == 0, "packed must be aligned to 16 bytes");
   Tensor rows = empty_like_device(like, {N, D}, like.scalar_type());

@@ -98,9 +98,8 @@ void take_tokens(Args& args, const Tensor& x, const Tensor& ids, const Tensor& w
   STD_TORCH_CHECK(args.K >= 1 && ids.size(0) == args.T && weights.size(0) == args.T && weights.size(1) == args.K,
                   "x, ids and weights must fit one another");
   WireTraits traits = wire(format);
-  STD_TORCH_CHECK((args.dtype == DType::kFloat8E4M3 && traits.has_scales()) == scales.has_value() &&
-                      (!scales || !traits.quantizes(args.dtype)),
-                  "fp8 rows in a payload with scales, and no others, come with scales");
+  STD_TORCH_CHECK((traits.has_scales() && !traits.quantizes(args.dtype)) == scales.has_value(),
+                  "rows that are in a payload with scales already, and no others, come with scales");
   args.x_TD = x.data_ptr(), args.ids_TK = ids.data_ptr(), args.weights_TK = weights.data_ptr();
   args.x_stride_bytes = x.stride(0) * itemsize(args.dtype);
   args.ids_stride = ids.stride(0), args.weights_stride = weights.stride(0);

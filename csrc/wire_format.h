@@ -9,30 +9,40 @@
 
 namespace epmoe {
 
-// The numbers of the formats. Where there is a choice, kernels are compiled for each of them.
+// The numbers of the formats.
 enum class WireFormat : int64_t {
-  kAuto,  // the dtype of x, without scales
-  kFp8,   // e4m3 with an fp32 scale a block
+  kAuto,       // the dtype of x, without scales
+  kFp8,        // e4m3 with an fp32 scale a block
+  kPackedFp8,  // the same in one piece, for training: pack_fp8 makes such rows, and unpack_fp8 reads them
 };
+// The formats that the exchange knows: its kernels are compiled for each of them. Packed rows travel as elements in
+// kAuto.
 constexpr WireFormat kWireFormats[] = {WireFormat::kAuto, WireFormat::kFp8};
 constexpr int64_t kNumWireFormats = std::size(kWireFormats);
 
 struct WireTraits {
-  DType element;         // of rows that come quantised; without scales any dtype
+  DType element;         // of rows that come quantized; without scales any dtype
   int64_t element_bits;  // on the wire; 0: as many as in the dtype of x
   int64_t scale_bytes;   // of a scale; 0: there are none
   int64_t block;         // elements of a row that share a scale
+  bool packed;           // scales lie behind the elements of their row, which has whole lines of 16 bytes
 
-  constexpr EPMOE_HD bool has_scales() const { return scale_bytes > 0; }
+  // Whether scales travel beside the rows.
+  constexpr EPMOE_HD bool has_scales() const { return scale_bytes > 0 && !packed; }
   // Whether rows of `dtype` become others on their way. Rows that are in the format already come with their scales.
   constexpr EPMOE_HD bool quantizes(DType dtype) const { return has_scales() && dtype != element; }
   // The dtype of rows on the wire, of an x of `dtype`.
   constexpr EPMOE_HD DType dtype_of(DType dtype) const { return has_scales() ? element : dtype; }
-  // Bytes of a row of D elements, each of `itemsize` bytes in x. Scales do not count.
+  // Bytes of D elements, each of `itemsize` bytes in x: of a row, unless it is packed.
   constexpr EPMOE_HD int64_t row_bytes(int64_t D, auto itemsize) const {
     return !element_bits ? D * itemsize : element_bits % 8 ? ceil_div(D * element_bits, 8) : D * (element_bits / 8);
   }
-  constexpr EPMOE_HD int64_t num_scales(int64_t D) const { return has_scales() ? ceil_div(D, block) : 0; }
+  // Bytes of a packed row. It stands alone, since a further case in `row_bytes` would change the machine code of
+  // combine.
+  constexpr EPMOE_HD int64_t packed_row_bytes(int64_t D) const {
+    return ceil_div(row_bytes(D, 1) + num_scales(D) * scale_bytes, 16) * 16;
+  }
+  constexpr EPMOE_HD int64_t num_scales(int64_t D) const { return scale_bytes ? ceil_div(D, block) : 0; }
   // Bytes of a row's scales, rounded up to TMA copies of 16 bytes.
   constexpr EPMOE_HD int32_t padded_scale_bytes(int64_t D) const {
     return has_scales() ? static_cast<int32_t>(ceil_div(D, block * 16 / scale_bytes) * 16) : 0;
@@ -42,17 +52,12 @@ struct WireTraits {
 constexpr EPMOE_HD WireTraits wire(WireFormat format) {
   switch (format) {
     case WireFormat::kFp8:
-      return {DType::kFloat8E4M3, 8, 4, kScaleBlock};
+      return {DType::kFloat8E4M3, 8, 4, kScaleBlock, false};
+    case WireFormat::kPackedFp8:
+      return {DType::kFloat8E4M3, 8, 4, kScaleBlock, true};
     default:
       return {};
   }
-}
-
-// A packed row of training has the row and its scales in one piece, whole lines of 16 bytes. It travels as fp8 in
-// kAuto.
-constexpr EPMOE_HD int64_t packed_row_bytes(int64_t D) {
-  constexpr WireTraits kFp8 = wire(WireFormat::kFp8);
-  return ceil_div(D + kFp8.num_scales(D) * kFp8.scale_bytes, 16) * 16;
 }
 
 // Calls f with `format` as a constant, on the host.
@@ -91,6 +96,13 @@ constexpr int64_t kLeastScaleBlock = [] {
   for (WireFormat format : kWireFormats)
     if (wire(format).has_scales() && wire(format).block < least) least = wire(format).block;
   return least;
+}();
+
+// Whether an element of a format with scales is a byte, in all formats.
+constexpr bool kBytesWithScales = [] {
+  for (WireFormat format : kWireFormats)
+    if (wire(format).has_scales() && wire(format).element_bits != 8) return false;
+  return true;
 }();
 
 }  // namespace epmoe

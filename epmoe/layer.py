@@ -468,7 +468,7 @@ class MoELayer(nn.Module):
         if ours is not None and ours.is_fp8 and self.ep.config.alignment % ours.alignment:
             raise ValueError(  # in bf16 torch's GEMM takes the segments
                 f"`capacity.alignment` must be a multiple of {ours.alignment}, or unset, got "
-                f"{self.ep.config.alignment}: the experts' GEMM is DeepGEMM's, whose segments start there"
+                f"{self.ep.config.alignment}: the experts' GEMM, {ours.gemm}, takes segments that start there"
             )
         D = model.hidden_size
         dtypes = self._dtypes()

@@ -26,7 +26,7 @@ _CHOICE_BIASES = (
 
 
 def _of_each(gate: str, up: str, down: str) -> dict[str, list[str]]:
-    """The format in which every expert has tensors of its own."""
+    """Describe the format in which every expert has tensors of its own."""
     kinds = {"w_*": "weight", "*_scales": "weight_scale_inv", "*_bias": "bias"}
     parts = {"gate_up": (gate, up), "down": (down,)}
     return {

@@ -8,7 +8,7 @@ from helpers import assert_close, poison_, randn
 from torch import Tensor
 
 import epmoe
-from epmoe.local import grouped_gemm
+from epmoe.local.quantize import dequantize_weights
 from epmoe.local.reference import swiglu_reference
 
 E, D, F, BLOCK = 4, 256, 128, 128
@@ -18,7 +18,7 @@ GPT_OSS = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 OFFSETS, TOKENS, N = [0, 128, 128, 384, 512], [3, 0, 130, 128], 640
 
 
-def quantised(weights: Tensor) -> tuple[Tensor, Tensor]:
+def quantized(weights: Tensor) -> tuple[Tensor, Tensor]:
     """fp8 weights and a scale for each block of 128 × 128."""
     e, n, k = weights.shape
     blocks = weights.float().view(e, n // BLOCK, BLOCK, k // BLOCK, BLOCK)
@@ -31,8 +31,8 @@ def weights(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     gate_up, down = randn(E, 2 * F, D, seed=1) / D**0.5, randn(E, D, F, seed=2) / F**0.5
     given = {"w_gate_up": gate_up.to(BF16), "w_down": down.to(BF16)}
     if dtype == FP8:
-        given["w_gate_up"], given["gate_up_scales"] = quantised(gate_up)
-        given["w_down"], given["down_scales"] = quantised(down)
+        given["w_gate_up"], given["gate_up_scales"] = quantized(gate_up)
+        given["w_down"], given["down_scales"] = quantized(down)
     elif dtype != BF16:
         given = {"w_gate_up": gate_up.to(dtype), "w_down": down.to(dtype)}
     return {name: tensor.to(device) for name, tensor in given.items()}
@@ -58,8 +58,8 @@ def want(experts: epmoe.GroupedExperts, rows: Tensor) -> Tensor:
     """The real rows of the output in fp64."""
     gate_up, down = experts.w_gate_up.data, experts.w_down.data
     if experts.is_fp8:
-        gate_up = grouped_gemm.dequantize_weights(gate_up, experts.gate_up_scales, torch.float64)
-        down = grouped_gemm.dequantize_weights(down, experts.down_scales, torch.float64)
+        gate_up = dequantize_weights(gate_up, experts.gate_up_scales, torch.float64)
+        down = dequantize_weights(down, experts.down_scales, torch.float64)
     expert = swiglu_reference(gate_up.cpu(), down.cpu())
     starts = zip(OFFSETS, TOKENS, strict=False)
     return torch.cat([expert(rows[start : start + n].cpu(), i) for i, (start, n) in enumerate(starts)])

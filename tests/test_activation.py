@@ -36,7 +36,7 @@ def inputs(F: int, dtype: torch.dtype, device: torch.device, biased: bool) -> tu
 
 
 def gated(gate_up: Tensor, offsets: Tensor, bias: Tensor | None, *options: object) -> tuple[Tensor, Tensor]:
-    """Outputs and their scales, [N, F] and [N, B]; options: a `Gating`, whether to quantise, and tokens_per_expert."""
+    """Outputs and their scales, [N, F] and [N, B]; options: a `Gating`, whether to quantize, and tokens_per_expert."""
     *options, tokens = options if isinstance(options[-1], Tensor) else (*options, None)
     out, scales = ops.gated_activation(gate_up, offsets, tokens, bias, *options)
     assert scales.shape[1] % 4 == 0
@@ -69,7 +69,7 @@ def test_agrees_with_torch(device, dtype, gating, F):
 @pytest.mark.parametrize("F", [6, 128, 200, 768])
 @pytest.mark.parametrize("gating", [SWIGLU, GPT_OSS], ids=["swiglu", "gpt-oss"])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_quantised(device, dtype, gating, F):
+def test_quantized(device, dtype, gating, F):
     """A scale for each 128 outputs of a row: the largest becomes 448."""
     gate_up, offsets, bias = inputs(F, dtype, device, biased=True)
     with poisoned_memory():
@@ -217,5 +217,5 @@ def test_more_than_2_to_the_31_elements(device):
     few = slice(rows - 500, rows)
     want = torch.nn.functional.silu(gate_up[few, :F].double()) * gate_up[few, F:].double()
     assert_close(out[few], want)
-    dequantised = q[few].double() * scales[few].double().repeat_interleave(128, 1)
-    assert ((dequantised - want).norm(dim=1) <= 0.04 * want.norm(dim=1)).all()
+    dequantized = q[few].double() * scales[few].double().repeat_interleave(128, 1)
+    assert ((dequantized - want).norm(dim=1) <= 0.04 * want.norm(dim=1)).all()

@@ -50,9 +50,9 @@ def test_no_rows_and_no_experts(device):
 
 
 @pytest.mark.parametrize("gemm", ["torch", "loop"])
-def test_fp8_rows_are_dequantised_by_block(device, gemm):
+def test_fp8_rows_are_dequantized_by_block(device, gemm):
     experts = _experts(2, 256, 16, torch.float32, device)
-    experts.gemm = gemm
+    experts.gemms = (gemm,)
     rows = randn(6, 256).to(device, torch.float8_e4m3fn)
     scales = (randn(6, 2, seed=3).abs() + 0.1).to(device)
     ends = torch.tensor([0, 2, 6], dtype=torch.int32, device=device)
@@ -158,7 +158,7 @@ def test_deepcopy_and_pickle():
 def test_autocast_changes_nothing(device, gemm):
     """Outputs stay in the weights' dtype, which is that of the rows and the one that combine takes."""
     experts = _experts(3, 64, 32, torch.float32, device)
-    experts.gemm = gemm
+    experts.gemms = (gemm,)
     rows, ends = randn(20, 64).to(device), torch.tensor([0, 7, 7, 20], dtype=torch.int32, device=device)
     want = experts(rows, ends)
     with torch.autocast(device.type, torch.bfloat16):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("serving")
 def test_gaps_and_rows_past_the_end_may_be_nan(device, dtype, loop):
     experts = epmoe.GroupedExperts(**weights(dtype, device), gemm="torch")
     if loop:
-        experts.gemm = "loop"
+        experts.gemms = ("loop",)
     assert experts.alignment == 1
     assert_right(experts)
 
@@ -29,7 +29,7 @@ def test_gpt_oss_is_that_of_transformers(device, dtype, loop):
     """Biases reach far beyond the limit of 7, on both sides."""
     theirs, ours = gpt_oss(dtype, device)
     if loop:
-        ours.gemm = "loop"
+        ours.gemms = ("loop",)
     rows, offsets = inputs(dtype, device)
     real = real_rows()
     ids = torch.arange(E).repeat_interleave(torch.tensor(OFFSETS).diff())[real[: OFFSETS[-1]]].to(device)

@@ -15,8 +15,12 @@ from helpers import NO_CUDA, ON_GPUS, alone, assert_close, poison_, randn
 from torch import Tensor
 
 import epmoe
-import epmoe.local.deep_gemm
-from epmoe.local import grouped_gemm
+from epmoe.local.gemm import deep_gemm as module
+from epmoe.local.gemm.deep_gemm import DeepGemm
+from epmoe.local.gemm.gemm import Segments, Weights
+from epmoe.local.gemm.table import GEMMS
+from epmoe.local.gemm.torch_grouped import TorchGrouped
+from epmoe.local.quantize import dequantize_weights
 
 pytestmark = pytest.mark.usefixtures("serving")
 
@@ -66,23 +70,24 @@ class StandIn(types.ModuleType):
         assert rows[0].dtype == weights[0].dtype == FP8 and rows[1].dtype == weights[1].dtype == torch.float32
         assert rows[1].shape == (n, k // BLOCK) and rows[1].stride(0) == 1 and rows[1].stride(1) % 4 == 0
         plain = rows[0].float() * rows[1].repeat_interleave(BLOCK, 1)
-        dequantised = grouped_gemm.dequantize_weights(*weights, torch.float32)
-        self.m_grouped_bf16_gemm_nt_contiguous(plain, dequantised, out, ends, **options)
+        dequantized = dequantize_weights(*weights, torch.float32)
+        self.m_grouped_bf16_gemm_nt_contiguous(plain, dequantized, out, ends, **options)
 
 
 @pytest.fixture
 def deep_gemm(monkeypatch) -> StandIn:
     stand_in = StandIn()
     monkeypatch.setitem(sys.modules, "deep_gemm", stand_in)
+    chosen = {"auto": ("deep_gemm", "torch"), "deep_gemm": ("deep_gemm",), "torch": ("torch",)}
+    monkeypatch.setattr(epmoe.local.experts, "choose", lambda wanted, *_: chosen[wanted])
     return stand_in
 
 
 @pytest.mark.parametrize("alignment", [None, 64, 128, 192])
 @pytest.mark.parametrize("dtype", [BF16, FP8])
 def test_deep_gemm_gets_its_layout(deep_gemm, dtype, alignment):
-    """And later users of the library find the block that they have set."""
+    """Later users of the library find the block that they have set."""
     experts = epmoe.GroupedExperts(**weights(dtype, torch.device("cpu")), gemm="deep_gemm")
-    experts.gemm = "deep_gemm"
     assert experts.alignment == 64
     # fp8 rounds what travels between the two GEMMs to three bits of mantissa.
     assert_right(
@@ -96,9 +101,8 @@ def test_deep_gemm_gets_its_layout(deep_gemm, dtype, alignment):
 
 @pytest.mark.parametrize("dtype", [BF16, FP8])
 def test_deep_gemm_takes_fp8_rows(deep_gemm, dtype):
-    """fp8 rows go to fp8 experts as they are; bf16 experts get them dequantised."""
+    """fp8 rows go to fp8 experts as they are; bf16 experts get them dequantized."""
     experts = epmoe.GroupedExperts(**weights(dtype, torch.device("cpu")))
-    experts.gemm = "deep_gemm"
     rows, offsets = inputs(BF16, torch.device("cpu"))
     q, scales = epmoe.quantize_fp8(rows)
     got = experts(q, offsets, scales, alignment=BLOCK)
@@ -111,12 +115,28 @@ def test_deep_gemm_takes_fp8_rows(deep_gemm, dtype):
 @pytest.mark.parametrize("alignment", [None, 1, 32])
 @pytest.mark.parametrize("dtype", [BF16, FP8])
 def test_deep_gemm_gets_no_segments_that_it_would_misread(deep_gemm, dtype, alignment):
-    """Of a call that says nothing of its segments, or that they start anywhere. bf16 takes torch's GEMM, fp8 too."""
+    """A call may say nothing of its segments, or that they start anywhere: torch's GEMM then takes bf16 and fp8."""
     experts = epmoe.GroupedExperts(**weights(dtype, torch.device("cpu")))
-    experts.gemm = "deep_gemm"
     with pytest.warns(UserWarning, match="aligned=True") if dtype == FP8 else nullcontext():
         assert_right(experts, slack=4, alignment=alignment)
     assert not deep_gemm.calls
+
+
+def test_a_gemm_may_fuse_the_stage_for_some_calls(monkeypatch):
+    """The other calls go to the next one in the table."""
+
+    class Fused(TorchGrouped):
+        name, block = "fused", 128
+
+        def experts(self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments) -> Tensor:
+            return rows.new_full(rows.shape, segments.alignment)
+
+    monkeypatch.setitem(GEMMS, "fused", Fused())
+    experts = epmoe.GroupedExperts(**weights(BF16, torch.device("cpu")))
+    experts.gemms = ("fused", "torch")
+    rows, offsets = inputs(BF16, torch.device("cpu"))
+    assert (experts(rows, offsets, alignment=256)[: OFFSETS[-1]] == 256).all()
+    assert_right(experts, alignment=64)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +156,8 @@ def test_deep_gemm_gets_no_segments_that_it_would_misread(deep_gemm, dtype, alig
 def test_what_deep_gemm_takes(monkeypatch, installed, capability, dtype, F, problem):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    monkeypatch.setattr(epmoe.local.deep_gemm, "_problem_with_version", lambda fp8, device: None)
-    found = epmoe.local.deep_gemm.problem(torch.zeros(2, 2 * F, 256).to(dtype), torch.zeros(2, 256, F).to(dtype))
+    monkeypatch.setattr(module, "_problem_with_version", lambda fp8, device: None)
+    found = DeepGemm().problem_with(torch.zeros(2, 2 * F, 256).to(dtype), torch.zeros(2, 256, F).to(dtype))
     if problem is None:
         assert found is None
     else:
@@ -152,16 +172,14 @@ def one_rank(alignment: int | None, payload: str = "fp8") -> epmoe.EPConfig:
 @pytest.mark.parametrize("alignment", [32, 128, None])
 def test_a_layer_sees_to_the_alignment_of_deep_gemm(deep_gemm, alignment):
     with epmoe.ExpertParallel(one_rank(alignment)) as ep:
-        experts = epmoe.GroupedExperts(**weights(FP8, ep.device))
-        layer = epmoe.MoELayer(ep, randn(E, D), experts)
-        x = randn(8, D, dtype=BF16)
-        dequantised = layer(x)
-        experts.gemm = "deep_gemm"
+        given, router, x = weights(FP8, ep.device), randn(E, D), randn(8, D, dtype=BF16)
+        dequantized = epmoe.MoELayer(ep, router, epmoe.GroupedExperts(**given, gemm="torch"))(x)
+        layer = epmoe.MoELayer(ep, router, epmoe.GroupedExperts(**given))
         if alignment == 32:
             with pytest.raises(ValueError, match="`capacity.alignment` must be a multiple of 64, or unset, got 32"):
                 layer(x)
         else:
-            assert_close(layer(x), dequantised.double(), slack=4)
+            assert_close(layer(x), dequantized.double(), slack=4)
             assert deep_gemm.calls[0][0] == (alignment or 64)
 
 
@@ -210,7 +228,7 @@ def test_without_deep_gemm():
     given = weights(FP8, torch.device("cuda"))
     with pytest.raises(ImportError, match="pip install epmoe"):
         epmoe.GroupedExperts(**given, gemm="deep_gemm")
-    with pytest.warns(UserWarning, match="dequantised in every call.*pip install epmoe"):
+    with pytest.warns(UserWarning, match="dequantized in every call.*pip install epmoe"):
         experts = epmoe.GroupedExperts(**given)
     assert experts.gemm == "torch"
     assert_right(experts)

@@ -116,7 +116,7 @@ def test_a_move_takes_everything_along(ep, arguments):
 def test_autocast_changes_no_choice_of_experts(ep, dtype, grouped):
     """Logits in autocast's dtype would choose other experts."""
     layer = make_layer(ep)
-    layer.experts.gemm = "torch" if grouped else "loop"
+    layer.experts.gemms = ("torch" if grouped else "loop",)
     x = randn(M, D, seed=3).to(ep.device)
     y = layer(x)
     with torch.autocast(ep.device.type, dtype):
@@ -146,7 +146,7 @@ def test_a_checkpoint_holds_router_and_experts(ep):
 
 
 def test_torchs_checkpoint_in_one_process(ep, tmp_path):
-    """Without torch.distributed: the layer's weights, and those of the model around it."""
+    """The layer's weights and those of the model around it are there without torch.distributed."""
     first, second = (torch.nn.Sequential(make_layer(ep), torch.nn.Linear(D, D)).to(ep.device) for _ in range(2))
     epmoe.checkpoint.save(first, tmp_path)
     for tensor in second.state_dict().values():
@@ -236,7 +236,7 @@ def test_x_of_the_smaller_dtype_needs_experts_of_it(ep):
 
 
 def test_x_for_experts_of_the_user(ep):
-    """Of these only the config's dtype is known."""
+    """The layer knows only the config's dtype of these experts."""
     layer = epmoe.MoELayer(ep, randn(E, D).to(ep.device), lambda rows, offsets, scales: rows)
     want = r"`x` must be float32 or float16 or bfloat16 \[T, 64\] or \[B, T, 64\], got float64 \[4, 64\]$"
     with pytest.raises(TypeError, match=want):

@@ -20,7 +20,7 @@ def padded(T: int, D: int, real: int, dtype: torch.dtype, device: torch.device) 
     return x.to(device)
 
 
-def dequantised(quantized: epmoe.Quantized) -> Tensor:
+def dequantized(quantized: epmoe.Quantized) -> Tensor:
     q, scales = quantized.q.double().cpu(), quantized.scales.double().cpu()
     if scales.numel() == 1 and scales.dim() == 1:
         return q * scales
@@ -68,7 +68,7 @@ def test_a_number_of_tokens_outside_the_batch_is_clamped(device, num_tokens):
 @pytest.mark.parametrize(
     ("T", "real", "D"), [(1024, 1, 256), (128, 1, 7168), (32, 31, 128), (9, 9, 200), (6, 4, 77), (6, 0, 64)]
 )
-def test_quantises_real_rows_only(device, T, real, D, granularity, dtype):
+def test_quantizes_real_rows_only(device, T, real, D, granularity, dtype):
     x = padded(T, D, real, dtype, device)
     with poisoned_memory():
         got = epmoe.quantize_fp8(x, granularity=granularity, num_tokens=real)
@@ -84,9 +84,9 @@ def test_quantises_real_rows_only(device, T, real, D, granularity, dtype):
         torch.testing.assert_close(
             got.scales[:real].double().cpu().flatten(), (amax / 448).flatten(), rtol=1e-6, atol=0
         )
-    error = (dequantised(got)[:real] - want).abs()
+    error = (dequantized(got)[:real] - want).abs()
     # Half a step of a normal e4m3 value, and one step of a subnormal.
-    step = dequantised(got)[:real].abs() / 16 + got.scales.max().item() * 2**-9
+    step = dequantized(got)[:real].abs() / 16 + got.scales.max().item() * 2**-9
     assert (error <= step * 1.01).all()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,6 +85,12 @@ def of_each_expert(weights: dict[str, Tensor], block: str, names: tuple[str, str
     return tensors
 
 
+def saved(path: Path, tensors: dict[str, Tensor]) -> epmoe.SafetensorsFolder:
+    """The folder, of one file."""
+    save_file(tensors, path / "model.safetensors")
+    return epmoe.SafetensorsFolder(path)
+
+
 def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], logical: list[int]) -> None:
     assert got.keys() == want.keys()
     for name, weight in want.items():
@@ -100,8 +107,7 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], logical: list[i
 @pytest.mark.parametrize("logical", [[3], [5, 0, 2], [1, 4, 1]])
 def test_only_a_ranks_experts_are_read_from_tensors_of_each(tmp_path, read, block, names, logical):
     weights = weights_of_experts()
-    save_file(of_each_expert(weights, block, names), tmp_path / "model.safetensors")
-    folder = epmoe.SafetensorsFolder(tmp_path)
+    folder = saved(tmp_path, of_each_expert(weights, block, names))
     assert read == []
     assert_same(folder.experts(BLOCK, logical), weights, logical)
     assert sorted(read) == sorted({f"{block}.experts.{x}.{name}.weight" for x in logical for name in names})
@@ -117,8 +123,7 @@ def test_only_a_ranks_experts_are_read_from_tensors_of_all(tmp_path, read, trans
     tensors |= {f"{BLOCK}.experts.gate_up_proj_bias": biases["gate_up_bias"]} if transposed else {}
     tensors |= {f"{BLOCK}.experts.down_proj_bias": biases["down_bias"]} if transposed else {}
     experts = list(tensors)
-    save_file(tensors | {f"{BLOCK}.router.weight": randn(E, D)}, tmp_path / "model.safetensors")
-    got = epmoe.SafetensorsFolder(tmp_path).experts(BLOCK, logical)
+    got = saved(tmp_path, tensors | {f"{BLOCK}.router.weight": randn(E, D)}).experts(BLOCK, logical)
     assert_same(got, weights | biases if transposed else weights, logical)
     assert sorted(read) == sorted({f"{name}[{x}]" for name in experts for x in logical})
 
@@ -142,8 +147,7 @@ def test_files_of_other_ranks_need_not_be_there(tmp_path):
 
 
 def test_a_rank_without_experts(tmp_path):
-    save_file(of_each_expert(weights_of_experts(), BLOCK, ("w1", "w3", "w2")), tmp_path / "model.safetensors")
-    got = epmoe.SafetensorsFolder(tmp_path).experts(BLOCK, [])
+    got = saved(tmp_path, of_each_expert(weights_of_experts(), BLOCK, ("w1", "w3", "w2"))).experts(BLOCK, [])
     assert {name: list(weight.shape) for name, weight in got.items()} == {
         "w_gate_up": [0, 2 * F, D],
         "w_down": [0, D, F],
@@ -162,8 +166,7 @@ def fp8_tensors(F: int) -> dict[str, Tensor]:
 
 def test_fp8_weights_bring_their_scales(tmp_path):
     tensors = fp8_tensors(F)
-    save_file(tensors, tmp_path / "model.safetensors")
-    got = epmoe.SafetensorsFolder(tmp_path).experts(BLOCK, [5, 1])
+    got = saved(tmp_path, tensors).experts(BLOCK, [5, 1])
     experts = epmoe.GroupedExperts(**got)
     for i, x in enumerate([5, 1]):
         gate, up, down = (f"{BLOCK}.experts.{x}.{name}_proj.weight" for name in ("gate", "up", "down"))
@@ -174,16 +177,15 @@ def test_fp8_weights_bring_their_scales(tmp_path):
 
 
 def test_fp8_blocks_that_hold_rows_of_gate_and_up_are_refused(tmp_path):
-    save_file(fp8_tensors(192), tmp_path / "model.safetensors")
+    folder = saved(tmp_path, fp8_tensors(192))
     with pytest.raises(ValueError, match="fp8 experts need an F that is a multiple of 128, got 192"):
-        epmoe.SafetensorsFolder(tmp_path).experts(BLOCK, [0])
+        folder.experts(BLOCK, [0])
 
 
 def test_scales_may_have_less_precision(tmp_path):
     """Qwen's fp8 checkpoints have scales in bf16."""
     tensors = {name: t.bfloat16() if name.endswith("_inv") else t for name, t in fp8_tensors(F).items()}
-    save_file(tensors, tmp_path / "model.safetensors")
-    experts = epmoe.GroupedExperts(**epmoe.SafetensorsFolder(tmp_path).experts(BLOCK, [3]))
+    experts = epmoe.GroupedExperts(**saved(tmp_path, tensors).experts(BLOCK, [3]))
     want = tensors[f"{BLOCK}.experts.3.down_proj.weight_scale_inv"]
     assert torch.equal(experts.down_scales[0], want.float())
 
@@ -196,8 +198,7 @@ def test_biases_of_each_expert_are_read(tmp_path, names):
     for x in range(E):
         for name, bias in zip(names, (*biases["gate_up_bias"][x].chunk(2), biases["down_bias"][x]), strict=True):
             tensors[f"{BLOCK}.experts.{x}.{name}.bias"] = bias.clone()
-    save_file(tensors, tmp_path / "model.safetensors")
-    assert_same(epmoe.SafetensorsFolder(tmp_path).experts(BLOCK, [4, 0]), weights | biases, [4, 0])
+    assert_same(saved(tmp_path, tensors).experts(BLOCK, [4, 0]), weights | biases, [4, 0])
 
 
 def each() -> dict[str, Tensor]:
@@ -326,12 +327,12 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_experts_of_another_format_are_refused(tmp_path, wrong):
-    """With the file and the tensors, whichever experts a rank asks for."""
+    """The error names the file and the tensors, whichever experts a rank asks for."""
     make, message = WRONG[wrong]
-    save_file(make(), tmp_path / "model.safetensors")
+    folder = saved(tmp_path, make())
     for logical in ([1], [4, 0]):
         with pytest.raises(ValueError, match=rf"^{tmp_path}/model.safetensors: .*{message}"):
-            epmoe.SafetensorsFolder(tmp_path).experts(BLOCK, logical)
+            folder.experts(BLOCK, logical)
 
 
 @pytest.mark.parametrize(
@@ -346,8 +347,7 @@ def test_experts_of_another_format_are_refused(tmp_path, wrong):
     ],
 )
 def test_a_router_of_another_format_is_refused(tmp_path, names, message):
-    save_file(added(each(), *names, like=randn(E)), tmp_path / "model.safetensors")
-    folder = epmoe.SafetensorsFolder(tmp_path)
+    folder = saved(tmp_path, added(each(), *names, like=randn(E)))
     assert folder.experts(BLOCK, [2]).keys() == {"w_gate_up", "w_down"}
     with pytest.raises(ValueError, match=rf"^{tmp_path}/model.safetensors: the router of `{BLOCK}` .*{message}"):
         folder.router(BLOCK)
@@ -356,9 +356,9 @@ def test_a_router_of_another_format_is_refused(tmp_path, names, message):
 @pytest.mark.parametrize("make", [each, fused])
 @pytest.mark.parametrize("x", [-1, E])
 def test_an_expert_that_the_router_does_not_know(tmp_path, make, x):
-    save_file(make(), tmp_path / "model.safetensors")
+    folder = saved(tmp_path, make())
     with pytest.raises(LookupError, match=rf"`{BLOCK}` has the experts 0 to 5, got \[{x}\]"):
-        epmoe.SafetensorsFolder(tmp_path).experts(BLOCK, [2, x])
+        folder.experts(BLOCK, [2, x])
 
 
 @pytest.mark.parametrize(
@@ -366,9 +366,9 @@ def test_an_expert_that_the_router_does_not_know(tmp_path, make, x):
     [(E - 2, r"`router_weight` must be \[4, 256\], got \[6, 256\]"), (E + 2, r"the experts 0 to 5, got \[6, 7\]")],
 )
 def test_a_config_of_another_number_of_experts(tmp_path, experts, message):
-    save_file(each(), tmp_path / "model.safetensors")
+    folder = saved(tmp_path, each())
     model = {"num_experts": experts, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "float32"}
-    config, folder = epmoe.EPConfig(model=model, topology={"ep_size": 1}), epmoe.SafetensorsFolder(tmp_path)
+    config = epmoe.EPConfig(model=model, topology={"ep_size": 1})
     error = pytest.raises((ValueError, LookupError), match=message)
     with epmoe.ExpertParallel(config, device="cpu") as ep, error:
         epmoe.MoELayer.from_safetensors(ep, folder, BLOCK)
@@ -387,7 +387,7 @@ FORMATS = ["qwen3_moe", "mixtral", "deepseek_v3", "minimax_m2", "granitemoe", "e
 
 
 def layer_as_configured(ep: epmoe.ExpertParallel, folder: epmoe.SafetensorsFolder, block: str) -> epmoe.MoELayer:
-    """With what `EPConfig.from_hf` knows of the experts, and nothing else."""
+    """The layer, made of what `EPConfig.from_hf` knows of the experts and nothing else."""
     experts = ep.config.experts
     layer = epmoe.MoELayer.from_safetensors(
         ep, folder, block, apply_router_weight_on_input=experts.weights_on_input, **experts.options
@@ -449,8 +449,7 @@ def test_a_layer_of_gpt_oss():
 
 def test_a_bias_of_the_choice_makes_the_router_fp32(tmp_path):
     tensors = {"a.gate.weight": randn(E, D).bfloat16(), "b.gate.weight": randn(E, D).bfloat16()}
-    save_file(tensors | {"a.gate.e_score_correction_bias": randn(E).bfloat16()}, tmp_path / "model.safetensors")
-    folder = epmoe.SafetensorsFolder(tmp_path)
+    folder = saved(tmp_path, tensors | {"a.gate.e_score_correction_bias": randn(E).bfloat16()})
     a, b = folder.router("a"), folder.router("b")
     assert a["router_weight"].dtype == a["bias"].dtype == torch.float32
     assert torch.equal(a["router_weight"], tensors["a.gate.weight"].float())
@@ -465,8 +464,7 @@ def test_what_a_checkpoint_lacks_is_named(tmp_path):
         epmoe.SafetensorsFolder(tmp_path)
     tensors = {f"{BLOCK}.gate.weight": randn(E, D), f"{BLOCK}.experts.gate_up_proj_blocks": randn(E, D)}
     fine = of_each_expert(weights_of_experts(), "fine", ("w1", "w3", "w2"))
-    save_file(tensors | fine, tmp_path / "model.safetensors")
-    folder = epmoe.SafetensorsFolder(tmp_path)
+    folder = saved(tmp_path, tensors | fine)
     with pytest.raises(ValueError, match=r"has no MoE block `model.layers.0.mlp`"):
         folder.experts("model.layers.0.mlp", [0])
     with pytest.raises(

@@ -8,10 +8,11 @@ from helpers import FLOATS, NO_CUDA, assert_close, poisoned_memory, randn, rando
 
 import epmoe
 from epmoe.native import ops
-from epmoe.native.formats import packed_row_bytes
+from epmoe.native.formats import WIRE_FORMATS
 
 OFFSETS, TOKENS, N = [0, 4, 4, 12, 12], [3, 0, 10**6, 0], 16  # row 3 is a gap, rows from 12 on lie past the end
 REAL = [t for t in range(12) if t != 3]
+PACKED = WIRE_FORMATS["packed_fp8"]
 
 
 def inputs(D: int, dtype: torch.dtype, device: torch.device):
@@ -83,7 +84,9 @@ def test_packed_rows_hold_what_quantize_says(device, dtype, D):
     with poisoned_memory():
         packed = [ops.pack_fp8(x, None, 13), ops.pack_fp8(x, real, N)]
     for got in packed:
-        assert got.shape == (N, packed_row_bytes(D)) and got.dtype == torch.float8_e4m3fn and got.shape[1] % 16 == 0
+        assert (
+            got.shape == (N, PACKED.row_bytes(D, dtype)) and got.dtype == torch.float8_e4m3fn and got.shape[1] % 16 == 0
+        )
         q, scales = got.view(torch.uint8)[:13].split([D, got.shape[1] - D], 1)
         assert torch.equal(q, want.q.view(torch.uint8)[:13])
         assert torch.equal(scales[:, : D // 32].contiguous().view(torch.float32), want.scales[:13])
@@ -99,7 +102,7 @@ def test_packed_rows_hold_what_quantize_says(device, dtype, D):
 def test_no_rows_to_pack(device):
     x, offsets = torch.empty(0, 256, device=device), torch.zeros(3, dtype=torch.int32, device=device)
     packed = ops.pack_fp8(x, None, 0)
-    assert packed.shape == (0, packed_row_bytes(256)) and ops.unpack_fp8(packed, x, offsets).shape == (0, 256)
+    assert packed.shape == (0, PACKED.row_bytes(256, x.dtype)) and ops.unpack_fp8(packed, x, offsets).shape == (0, 256)
     assert ops.unpack_fp8(packed.new_empty(7, packed.shape[1]), x, offsets[:1]).shape == (7, 256)
 
 

@@ -21,6 +21,7 @@ from transformers.integrations.moe import use_experts_implementation
 
 import epmoe.integrations.transformers as integration
 from epmoe.integrations.transformers import fp8, settings
+from epmoe.local.gemm.torch_grouped import TorchGrouped
 
 BF16_ERROR = 1.6e-2  # relative to the largest value: weights, rows between the GEMMs and outputs are rounded
 E, K, D, F = 6, 2, 256, 128
@@ -158,9 +159,9 @@ def test_tokens_that_require_grad_are_an_error_in_grad_mode():
 
 @torch.no_grad()
 def test_segments_are_aligned_where_the_gemm_wants_it(monkeypatch: pytest.MonkeyPatch):
-    """As DeepGEMM does; here torch's computes the same rows with gaps between the segments."""
-    experts, inputs = module(), tokens_for(E)
-    want = experts(*inputs)
+    """DeepGEMM does; here torch's computes the same rows with gaps between the segments."""
+    inputs = tokens_for(E)
+    want = module()(*inputs)
     seen = []
     forward = fp8.GroupedExperts.forward
 
@@ -169,8 +170,8 @@ def test_segments_are_aligned_where_the_gemm_wants_it(monkeypatch: pytest.Monkey
         return forward(self, rows, offsets, scales, **segments)
 
     monkeypatch.setattr(fp8.GroupedExperts, "forward", watched)
-    monkeypatch.setattr(fp8.GroupedExperts, "alignment", 64)
-    assert torch.equal(experts(*inputs), want)
+    monkeypatch.setattr(TorchGrouped, "block", 64)
+    assert torch.equal(module()(*inputs), want)
     ((alignment, offsets),) = seen
     assert alignment % 64 == 0 and not any(offset % alignment for offset in offsets)
 

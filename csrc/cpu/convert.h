@@ -92,16 +92,16 @@ float finite_amax(const T* values, int64_t n) {
   return largest;
 }
 
-// Quantizes a row of n values to fp8 with one scale for each kScaleBlock values: WireFormat::kFp8. Inf saturates and
-// NaN stays NaN; the other values of their block are not affected.
-static_assert(kNumWireFormats == 2);  // a further one needs its own
+// Quantizes a row of n values, in a format of e4m3 with scales. Inf saturates and NaN stays NaN; the other values of
+// their block are not affected.
 template <typename T>
-void quantize_row(const T* row, int64_t n, Float8* out, float* scales) {
-  for (int64_t begin = 0; begin < n; begin += kScaleBlock) {
-    int64_t end = std::min(begin + kScaleBlock, n);
+void quantize_row(const T* row, int64_t n, void* out, float* scales, WireFormat format = WireFormat::kFp8) {
+  int64_t block = wire(format).block;
+  for (int64_t begin = 0; begin < n; begin += block) {
+    int64_t end = std::min(begin + block, n);
     float scale = scale_for(finite_amax(row + begin, end - begin));
-    scales[begin / kScaleBlock] = scale;
-    for (int64_t i = begin; i < end; ++i) out[i] = from_float<Float8>(to_float(row[i]) / scale);
+    scales[begin / block] = scale;
+    for (int64_t i = begin; i < end; ++i) static_cast<Float8*>(out)[i] = from_float<Float8>(to_float(row[i]) / scale);
   }
 }
 

@@ -64,7 +64,8 @@ void send_tokens(const Exchange& ex, const DispatchArgs& args, int64_t tokens, s
     const float* scales = args.scales_TB + t * args.scales_stride;  // null, plus 0, where rows have none
     if (quantizes && ranks) {
       visit(args.dtype, [&](auto type) {
-        quantize_row(reinterpret_cast<const decltype(type)*>(row), args.D, quantized.data(), own_scales.data());
+        quantize_row(reinterpret_cast<const decltype(type)*>(row), args.D, quantized.data(), own_scales.data(),
+                     plan.payload_format);
       });
       row = reinterpret_cast<const char*>(quantized.data());
       scales = own_scales.data();
@@ -115,6 +116,7 @@ void permute_received(const Exchange& ex, const DispatchArgs& args, const int32_
   PermuteArgs permute_args{
       .x_SD = in_window<char>(ex, plan.rank, plan.recv_x),
       .dtype = wire(plan.payload_format).dtype_of(args.dtype),
+      .B = static_cast<int32_t>(wire(plan.payload_format).num_scales(args.D)),
       .x_stride_bytes = plan.x_stride_bytes,
       .scales_SB = wire(plan.payload_format).has_scales() ? in_window<float>(ex, plan.rank, plan.recv_scales) : nullptr,
       .scales_stride = plan.scale_blocks,

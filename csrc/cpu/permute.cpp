@@ -53,7 +53,7 @@ void permute(const PermuteArgs& args) {
   if (args.needed) *args.needed = begin;
   if (args.counters) args.counters[kDroppedPairs] += dropped;
 
-  int64_t row_bytes = args.D * itemsize(args.dtype), blocks = ceil_div(args.D, kScaleBlock);
+  int64_t row_bytes = args.D * itemsize(args.dtype), blocks = args.B;
   char* rows = static_cast<char*>(args.rows_ND);
   bool stream = streams(begin * row_bytes);
   for_each_slot(args, [&](int64_t slot) {

@@ -28,10 +28,10 @@ void quantize_tensor(const QuantizeArgs& args, int64_t real) {
 
 template <typename T>
 void pack(const QuantizeArgs& args, int64_t real) {
-  int64_t row_bytes = packed_row_bytes(args.D);
+  int64_t row_bytes = wire(WireFormat::kPackedFp8).packed_row_bytes(args.D);
   auto* packed = static_cast<char*>(args.q_TD);
   for (int64_t t = 0; t < real; ++t, packed += row_bytes)
-    quantize_row(static_cast<const T*>(args.x_TD) + t * args.x_stride, args.D, reinterpret_cast<Float8*>(packed),
+    quantize_row(static_cast<const T*>(args.x_TD) + t * args.x_stride, args.D, packed,
                  reinterpret_cast<float*>(packed + args.D));
   std::memset(packed, 0, (args.T - real) * row_bytes);
 }
@@ -60,7 +60,7 @@ void quantize(const QuantizeArgs& args) {
 }
 
 void unpack(const UnpackArgs& args) {
-  int64_t row_bytes = packed_row_bytes(args.D);
+  int64_t row_bytes = wire(WireFormat::kPackedFp8).packed_row_bytes(args.D);
   visit(args.dtype, [&](auto type) {
     using T = decltype(type);
     for_each_real_row(args.segments, args.N, [&](int32_t, int64_t t) {

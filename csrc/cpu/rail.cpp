@@ -84,7 +84,8 @@ void copy_tokens(const RailPackArgs& args, const std::vector<char*>& slabs, int6
     const float* scales = args.scales_TB + t * args.scales_stride;  // null, plus 0, where rows have none
     if (quantizes) {
       visit(args.dtype, [&](auto type) {
-        quantize_row(reinterpret_cast<const decltype(type)*>(row), args.D, quantized.data(), own_scales.data());
+        quantize_row(reinterpret_cast<const decltype(type)*>(row), args.D, quantized.data(), own_scales.data(),
+                     args.format);
       });
       row = reinterpret_cast<const char*>(quantized.data());
       scales = own_scales.data();

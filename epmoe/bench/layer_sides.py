@@ -17,7 +17,8 @@ from epmoe.bench.sides import Side, poison
 from epmoe.config.config import EPConfig
 from epmoe.exchange.handles import Dispatched
 from epmoe.local.experts import GroupedExperts
-from epmoe.local.grouped_gemm import choose, dequantize_weights
+from epmoe.local.gemm.table import choose
+from epmoe.local.quantize import dequantize_weights
 from epmoe.local.route import Routing
 from epmoe.local.simulate import Kind, simulate_logits
 from epmoe.native.arguments import FP8

@@ -15,7 +15,7 @@ from rich.table import Table
 from epmoe.cli.console import human_bytes, plain_table
 from epmoe.config.config import EPConfig
 from epmoe.exchange.memory import MemoryPlan, round_up
-from epmoe.local import deep_gemm
+from epmoe.local.gemm.deep_gemm import DeepGemm
 
 LOADS = (1.0, 1.5, 2.0)
 """Times the mean load, of which `suggestions` gives the rows."""
@@ -150,7 +150,7 @@ def _node_bytes(config: EPConfig, max_expert_rows: int | None) -> int:
 
 def experts(config: EPConfig) -> list[str]:
     """What the plan says of the experts' GEMM on GPUs."""
-    if config.exchange.transport != "nvlink" or config.alignment % deep_gemm.BLOCKS[0]:
+    if config.exchange.transport != "nvlink" or config.alignment % DeepGemm.block:
         return []
     return [
         "Experts in bf16 or fp8 take DeepGEMM on GPUs of compute capability 9.0, where it is installed (`pip install "

@@ -22,7 +22,7 @@ from epmoe.cli.launch import load, ready_names
 from epmoe.config.config import EPConfig
 from epmoe.exchange.window import available_memory_bytes
 from epmoe.extras import EXTRAS
-from epmoe.local import deep_gemm
+from epmoe.local.gemm.deep_gemm import DeepGemm
 from epmoe.native import build
 from epmoe.native.arguments import FP8
 
@@ -162,7 +162,7 @@ def _experts_gemm() -> Finding:
     """The library of the experts' grouped GEMM, which is tried."""
     shapes = (1, 512, 256), (1, 256, 256)
     for dtype in (torch.bfloat16, FP8):
-        problem = deep_gemm.problem(*(torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes))
+        problem = DeepGemm().problem_with(*(torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes))
         if problem is None:
             continue
         if isinstance(problem, ValueError):  # of this GPU

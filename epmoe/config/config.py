@@ -19,11 +19,15 @@ from epmoe.config.from_hf import sections_of
 from epmoe.config.hardware import HardwareConfig
 from epmoe.config.placement import Placement
 from epmoe.config.strict import Strict
+from epmoe.native.formats import WIRE_FORMATS, PayloadName
 
 __all__ = ["ConfigError", "EPConfig"]
 
+ROW_BLOCKS = (64, 128)
+"""In rows: segments of aligned rounds start at multiples of one of them, for GEMMs over blocks of rows. The larger one
+is faster where experts have many rows."""
+
 _INT32_MAX = 2**31 - 1
-_SMALL_BLOCK = 64  # rows, of a GEMM over blocks of rows: faster than 128 where experts have few
 _MOST_ON_NODE = 64  # ranks: a set of them is one 64-bit mask
 _LIVE_SLOTS = 2**16  # a slot is numbered in 16 bits
 _MOST_ERRORS = 12  # of a message: one screen
@@ -172,9 +176,9 @@ class ExchangeConfig(Strict):
 
     transport: Literal["auto", "shared_memory", "nvlink"] = "auto"
     """auto: shared_memory on CPU, nvlink on CUDA."""
-    payload: Literal["auto", "fp8"] = "auto"
+    payload: PayloadName = "auto"
     """Format of rows sent to the experts; auto: `model.dtype`; fp8: e4m3 with one fp32 scale per 128 elements."""
-    combine_payload: Literal["auto", "fp8"] = "auto"
+    combine_payload: PayloadName = "auto"
     """Format of rows sent back by combine; the same choices."""
     network_splits: Literal["padded", "exact"] = "padded"
     """Slabs between nodes. padded: of equal length, which the host never looks at; exact: the host reads how long they
@@ -232,13 +236,14 @@ class EPConfig(Strict):
             return self.capacity.alignment
         if self.model.dtype != "bfloat16":  # no GEMM that wants blocks takes it
             return 1
+        small, large = ROW_BLOCKS
         pairs = self.topology.ep_size * self.capacity.max_num_tokens_per_rank * self.model.num_experts_per_tok
-        return 128 if pairs >= 128 * self.num_physical_experts else _SMALL_BLOCK
+        return large if pairs >= large * self.num_physical_experts else small
 
     @property
     def ll_alignment(self) -> int:
         """Likewise on GPUs of one node, in rounds to which no rank brings more than `LL_MAX_TOKENS` tokens."""
-        return self.alignment if self.capacity.alignment is not None else min(self.alignment, _SMALL_BLOCK)
+        return self.alignment if self.capacity.alignment is not None else min(self.alignment, *ROW_BLOCKS)
 
     @property
     def rows_per_node(self) -> int:
@@ -446,9 +451,9 @@ class EPConfig(Strict):
     def _capacity_rules(self) -> Iterator[_Rule]:
         model, exchange, tokens = self.model, self.exchange, self.capacity.max_num_tokens_per_rank
         for key in ("payload", "combine_payload"):
-            ok = getattr(exchange, key) == "auto" or model.hidden_size % 128 == 0
-            what = f"auto where `model.hidden_size` = {model.hidden_size} is no multiple of 128"
-            yield f"exchange.{key}", ok, what, getattr(exchange, key)
+            wire = WIRE_FORMATS[getattr(exchange, key)]
+            what = f"auto where `model.hidden_size` = {model.hidden_size} is no multiple of {wire.block}"
+            yield f"exchange.{key}", wire.takes(model.hidden_size), what, wire.name
         first, later = exchange.warmup_timeout_s, exchange.timeout_s
         yield "exchange.warmup_timeout_s", first >= later, f"at least `exchange.timeout_s` = {later}", first
         alignment, rows = self.alignment, self.capacity.max_expert_rows

@@ -22,7 +22,7 @@ class Call(NamedTuple):
     scales: Tensor | None = None
     num_tokens: int | Tensor | None = None
     layout: Layout = "expert"
-    apply_router_weight_on_input: bool = False
+    weight_rows: bool = False  # `apply_router_weight_on_input`
     padded_tokens: int | None = None
     tag: int = 0
     aligned: bool = False

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from epmoe.config.tuning import Tuning
 from epmoe.exchange.memory import MemoryPlan
+from epmoe.native.formats import WireFormat
 from epmoe.native.layouts import struct, words
 
 _SERVING = dict.fromkeys(
@@ -35,8 +36,8 @@ class CallerRows(NamedTuple):
     """combine adds without weights"""
     returns_values: bool
     """combine brings a value of each pair back"""
-    packed: bool
-    """rows travel and arrive as `pack_fp8` makes them: fp8 [N, packed_row_bytes(D)]"""
+    wire: WireFormat
+    """in which rows travel and arrive: a row of `rows` has its `row_items`"""
 
 
 class Descriptors:
@@ -73,11 +74,11 @@ class Descriptors:
         return next(iter(self._made.values()))
 
     def of(
-        self, hidden_size: int, expert_major: bool, apply_router_weight_on_input: bool, aligned: bool
+        self, hidden_size: int, expert_major: bool, weight_rows: bool, aligned: bool
     ) -> tuple[list[int], list[Tensor]]:
         """The steps of tokens that `Tuning.steps` returns, and the descriptor for each."""
         steps, launches = self.tuning.steps(hidden_size, self._plan.sizes["R"])
-        flags = expert_major, apply_router_weight_on_input, aligned and self._zero_gaps
+        flags = expert_major, weight_rows, aligned and self._zero_gaps
         if not aligned:
             launches = [launch | {"alignment": 1, "ll_alignment": 1} for launch in launches]
         keys = [(*flags, aligned, *launch.values()) for launch in launches]

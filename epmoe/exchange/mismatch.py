@@ -54,5 +54,7 @@ def _of_shape(word: int) -> Traits:
     if training:
         return call_of(D, K, dtype, aligned=aligned, training=True)
     layout = "expert" if word >> 22 & 1 else "rank"
-    weighted = bool(word >> 23 & 1)
-    return call_of(D, K, dtype, aligned=aligned, training=False, layout=layout, apply_router_weight_on_input=weighted)
+    weight_rows = bool(word >> 23 & 1)
+    return call_of(
+        D, K, dtype, aligned=aligned, training=False, layout=layout, apply_router_weight_on_input=weight_rows
+    )

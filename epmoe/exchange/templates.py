@@ -18,14 +18,13 @@ from epmoe.exchange.handles import Layout, Received, RoundTemplate
 from epmoe.exchange.round_state import MAX_TAG, RoundState
 from epmoe.native.arguments import (
     FLOATS,
-    FP8,
     INTS,
     check_forward_only,
     check_tensor,
     describe,
     dtype_name,
 )
-from epmoe.native.formats import SCALE_BLOCK, WIRE_FORMATS
+from epmoe.native.formats import WIRE_FORMATS, WireFormat
 
 Launches = tuple[list[int], list[Tensor]]
 
@@ -40,8 +39,8 @@ class Templates:
         rounds: of the exchange.
         rank: in the group, for `repr`.
         sizes: of the memory plan.
-        launches: (D, whether rows are expert-major, `apply_router_weight_on_input`, whether rows are aligned) to the
-            steps and descriptors of a `RoundTemplate`.
+        launches: (D, whether rows are expert-major, `weight_rows`, whether rows are aligned) to the steps and
+            descriptors of a `RoundTemplate`.
     """
 
     def __init__(
@@ -59,6 +58,7 @@ class Templates:
         self._sizes, self._always_aligned = sizes, config.capacity.alignment is not None
         section = config.placement
         self._first_tag, self._last_tag = (1, section.layers) if section.live else (0, MAX_TAG)
+        self._payload = WIRE_FORMATS[config.exchange.payload]
         self._max_tokens = config.capacity.max_num_tokens_per_rank
         self._templates: dict[tuple[object, ...], RoundTemplate] = {}
 
@@ -68,13 +68,13 @@ class Templates:
         Raises TypeError, ValueError or RuntimeError for what `ExpertParallel.dispatch` does not take, except for
         `num_tokens` and `padded_tokens`.
         """
-        x, ids, weights, scales, _, layout, weighted, _, tag, aligned = call
+        x, ids, weights, scales, _, layout, weight_rows, _, tag, aligned = call
         if tag.__class__ is not int or not self._first_tag <= tag <= self._last_tag:
             _refuse_tag(tag, self._first_tag, self._last_tag)
         try:
             T, D = x.shape
             shape = rows, K = ids.shape
-            key = (D, K, x.dtype, ids.dtype, weights.dtype, layout, weighted, aligned)
+            key = (D, K, x.dtype, ids.dtype, weights.dtype, layout, weight_rows, aligned)
             template = self._templates.get(key)
             device = self._device
             if (
@@ -84,8 +84,8 @@ class Templates:
                 and x.device == device
                 and ids.device == device
                 and weights.device == device
-                and (scales is None) == (x.dtype is not FP8)
-                and (scales is None or _fits(scales, T, D, device))
+                and (scales is None) == (x.dtype is not self._payload.element)
+                and (scales is None or _fits(scales, self._payload, T, D, device))
                 and not (torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad))
             ):
                 return template, T
@@ -102,7 +102,7 @@ class Templates:
         top_k: int | None,
         dtype: torch.dtype | None,
         layout: Layout | None,
-        apply_router_weight_on_input: bool | None,
+        weight_rows: bool | None,
         aligned: bool | None,
     ) -> Call:
         """A call without tokens, for `ExpertParallel.skip`.
@@ -111,18 +111,17 @@ class Templates:
         """
         model = self._config.model
         first = model.hidden_size, model.num_experts_per_tok, model.torch_dtype, None, None, "expert", False, False
-        D, K, x_dtype, _, _, last_layout, last_weighted, last_aligned = first if last is None else last.shape
+        D, K, x_dtype, _, _, last_layout, last_weight_rows, last_aligned = first if last is None else last.shape
         D, K, x_dtype = hidden_size or D, top_k or K, dtype or x_dtype
-        x = torch.empty(0, D, dtype=x_dtype, device=self._device)
+        x, payload = torch.empty(0, D, dtype=x_dtype, device=self._device), self._payload
+        scaled = x_dtype is payload.element
         return Call(
             x,
             ids=x.new_empty(0, K, dtype=torch.int32),
             weights=x.new_empty(0, K, dtype=torch.float32),
-            scales=x.new_empty(0, D // SCALE_BLOCK, dtype=torch.float32) if x_dtype is FP8 else None,
+            scales=x.new_empty(0, payload.num_scales(D), dtype=payload.scale) if scaled else None,
             layout=layout or last_layout,
-            apply_router_weight_on_input=(
-                last_weighted if apply_router_weight_on_input is None else apply_router_weight_on_input
-            ),
+            weight_rows=last_weight_rows if weight_rows is None else weight_rows,
             aligned=last_aligned if aligned is None else aligned,
         )
 
@@ -131,12 +130,12 @@ class Templates:
         self._templates.clear()
 
     def _new(self, x: Tensor, shape: tuple[Any, ...]) -> RoundTemplate:
-        _, K, _, _, _, layout, weighted, aligned = shape
+        _, K, _, _, _, layout, weight_rows, aligned = shape
         aligned = aligned or self._always_aligned
         views, D = self._views, x.shape[1]
-        payload = WIRE_FORMATS[self._config.exchange.payload]
+        payload = self._payload
         wire, scale = payload.dtype_of(x.dtype), payload.scale
-        y_dtype = self._config.model.torch_dtype if x.dtype is FP8 else x.dtype
+        y_dtype = self._config.model.torch_dtype if x.dtype is payload.element else x.dtype
         items, blocks = payload.row_items(D, x.dtype), payload.num_scales(D)
         attributes: dict[str, Any] = {"layout": layout, "dtype": y_dtype, "hidden_size": D, **self._owner}
         received: dict[str, Tensor | None] = {"counts": views["counts"]}
@@ -155,7 +154,7 @@ class Templates:
                 "weights": _slabs_as(views["recv.weights"], torch.float32, K),
             }
         attributes["recv"] = Received(received)
-        steps, descriptors = self._launches(D, layout == "expert", weighted, aligned)
+        steps, descriptors = self._launches(D, layout == "expert", weight_rows, aligned)
         like = torch.empty(0, D, dtype=y_dtype, device=self._device)
         return RoundTemplate(
             shape,
@@ -181,13 +180,13 @@ def _slabs_as(buffer: Tensor, dtype: torch.dtype, length: int) -> Tensor:
     return buffer.view(torch.uint8).view(dtype)[..., :length]
 
 
-def _fits(scales: Tensor, T: int, D: int, device: torch.device) -> bool:
-    """Whether `scales` needs no copy and no error: fp32 [T, D / 128] with contiguous rows."""
+def _fits(scales: Tensor, payload: WireFormat, T: int, D: int, device: torch.device) -> bool:
+    """Whether `scales` needs no copy and no error: as many as `payload` has, with contiguous rows."""
     return (
-        scales.shape == (T, D // SCALE_BLOCK)
-        and scales.dtype is torch.float32
+        scales.shape == (T, D // payload.block)
+        and scales.dtype is payload.scale
         and scales.device == device
-        and (scales.stride()[1] == 1 or D <= SCALE_BLOCK)
+        and (scales.stride()[1] == 1 or payload.block >= D)
         and not (scales.requires_grad and torch.is_grad_enabled())
     )
 
@@ -202,28 +201,32 @@ def _refuse_tag(tag: object, first: int, last: int) -> NoReturn:
 def _check(config: EPConfig, device: torch.device, call: Call) -> None:
     """Raises what `Templates.of` does."""
     x, ids, weights, scales = call.x, call.ids, call.weights, call.scales
-    layout, weighted, aligned = call.layout, call.apply_router_weight_on_input, call.aligned
+    layout, weight_rows, aligned = call.layout, call.weight_rows, call.aligned
     model, capacity = config.model, config.capacity
     if layout not in ("expert", "rank"):
         raise ValueError(f"`layout` must be 'expert' or 'rank', got {layout!r}")
-    if not isinstance(weighted, bool):
-        raise TypeError(f"`apply_router_weight_on_input` must be a bool, got {describe(weighted)}")
+    if not isinstance(weight_rows, bool):
+        raise TypeError(f"`apply_router_weight_on_input` must be a bool, got {describe(weight_rows)}")
     if not isinstance(aligned, bool):
         raise TypeError(f"`aligned` must be a bool, got {describe(aligned)}")
-    if weighted and layout == "rank":
+    if weight_rows and layout == "rank":
         raise ValueError("`apply_router_weight_on_input` needs expert-major rows: it must be False with layout='rank'")
     D, K, M = model.hidden_size, model.num_experts_per_tok, capacity.max_num_tokens_per_rank
     dtypes = [model.torch_dtype, *(d for d in FLOATS if d.itemsize < model.torch_dtype.itemsize)]
-    if scales is not None:
-        if config.exchange.payload != "fp8":
+    payload, combine = (WIRE_FORMATS[name] for name in (config.exchange.payload, config.exchange.combine_payload))
+    element, scale = payload.element, payload.scale
+    if element is None or scale is None:
+        if scales is not None:
             raise ValueError("`scales` need `exchange.payload: fp8`, the format in which their rows travel")
-        dtypes = [FP8]
-    elif getattr(x, "dtype", None) is FP8:
-        raise ValueError(f"`scales` must be float32 [T, D/128] where `x` is float8_e4m3fn, got {describe(scales)}")
+    elif scales is not None:
+        dtypes = [element]
+    elif getattr(x, "dtype", None) == element:
+        what = f"{dtype_name(scale)} [T, D/{payload.block}] where `x` is {dtype_name(element)}"
+        raise ValueError(f"`scales` must be {what}, got {describe(scales)}")
     check_tensor("x", x, dtypes, ("T", "D"), device)
     T, hidden = x.shape
-    wires = config.exchange.payload, config.exchange.combine_payload
-    step, whole = (SCALE_BLOCK, "blocks of 128") if "fp8" in wires else (16 // x.dtype.itemsize, "16 bytes")
+    block = max(payload.block, combine.block)
+    step, whole = (block, f"blocks of {block}") if block else (16 // x.dtype.itemsize, "16 bytes")
     if hidden > D or hidden < 1 or hidden % step:
         raise ValueError(
             f"`x` must be {dtype_name(dtypes[0])} [T, {D}], or a smaller D of whole {whole}, got {describe(x)}"
@@ -237,8 +240,8 @@ def _check(config: EPConfig, device: torch.device, call: Call) -> None:
         raise ValueError(f"`ids` must be int32 or int64 [{T}, 1..{K}], got {describe(ids)}")
     check_tensor("weights", weights, FLOATS, tuple(ids.shape), device)
     check_forward_only(x, weights)
-    if scales is not None:
-        check_tensor("scales", scales, (torch.float32,), (T, hidden // SCALE_BLOCK), device)
-        if scales.stride(1) != 1 and hidden > SCALE_BLOCK:
+    if scales is not None and scale is not None:
+        check_tensor("scales", scales, (scale,), (T, hidden // payload.block), device)
+        if scales.stride(1) != 1 and hidden > payload.block:
             raise ValueError(f"`scales` must have contiguous rows, got strides {scales.stride()}: use `.contiguous()`")
         check_forward_only(scales)

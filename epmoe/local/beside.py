@@ -1,4 +1,4 @@
-"""Work on a stream of its own, beside what the current stream does meanwhile."""
+"""Work that runs on a stream of its own while the current stream goes on."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
 
 
 class Beside:
-    """`work(x)`, which may start when the current stream has passed `start`. On the CPU it is done at once.
+    """The call `work(x)` on another stream, behind the point `start` of the current one. On the CPU it runs at once.
 
-    Its memory is that of its stream, whose next work starts behind a later point of the current stream. So what the
-    current stream still reads is not overwritten, nor in replays of a graph that has captured both.
+    The result lies in memory of the other stream, whose next work starts behind a later point of the current stream.
+    So nothing overwrites what the current stream still reads, also in replays of a graph that has captured both.
     """
 
     def __init__(self, start: torch.cuda.Event | None, work: Callable[[Tensor], Tensor], x: Tensor) -> None:

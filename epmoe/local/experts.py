@@ -6,50 +6,40 @@ import math
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from epmoe.local import deep_gemm
 from epmoe.local.experts_gradients import train_experts
-from epmoe.local.gemm_gradients import bias_of_rows, torch_takes_both_ways
-from epmoe.local.grouped_gemm import Gemm, choose, multiply
-from epmoe.local.quantize import dequantize_rows, quantize_fp8
-from epmoe.native import ops
+from epmoe.local.gemm.gemm import Gemm, Segments, Weights
+from epmoe.local.gemm.gradients import choose_trained
+from epmoe.local.gemm.table import CHOICES, GEMMS, choose
 from epmoe.native.arguments import FLOATS, FP8, check_tensor, dtype_name, refuse_tangents, wants_gradients
 from epmoe.native.formats import SCALE_BLOCK
 
 DTYPES = (*FLOATS, torch.float64, FP8)
 _UNALIGNED = (
-    "fp8 weights are dequantised in this call, which is slow: give the experts rows of `dispatch(…, aligned=True)` "
+    "fp8 weights are dequantized in this call, which is slow: give the experts rows of `dispatch(…, aligned=True)` "
     "and `alignment=dispatched.alignment`"
 )
 _KEEP_DTYPE = ("w_gate_up", "w_down", "gate_up_scales", "down_scales")  # under casts, if the weights are fp8
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which torch computes in the dtypes of its inputs."""
+    """Make a context in which torch computes in the dtypes of its inputs."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return nullcontext()  # takes the host 10 µs less
     return torch.autocast(device.type, enabled=False)
 
 
-class Segments(NamedTuple):
-    """Where the rows of each expert lie."""
-
-    offsets: Tensor
-    """int32 [e + 1], contiguous"""
-    tokens: Tensor | None
-    """int32 [e], contiguous, or None: there are no gaps"""
-    alignment: int
-    """in rows: all segments start at its multiples"""
-
-
 def parameter(value: Tensor) -> nn.Parameter:
-    """A parameter that shares memory with `value`. It requires grad where autograd can have one: not for fp8 or fp64
-    experts, which serve only, nor for tensors of inference mode."""
+    """Make a parameter that shares memory with `value`.
+
+    It requires grad where autograd can have one: not for fp8 and fp64 experts, which serve only, and not for tensors of
+    inference mode.
+    """
     return nn.Parameter(value, requires_grad=value.dtype in FLOATS and not value.is_inference())
 
 
@@ -73,7 +63,7 @@ class GroupedExperts(nn.Module):
     - "auto": DeepGEMM where it is installed (`pip install epmoe[deep_gemm]`) and takes the weights: fp8 with D and F
       multiples of 128, bf16 with multiples of 64, compute capability 9.0. All other weights take torch's `grouped_mm`.
     - "deep_gemm": DeepGEMM or an error.
-    - "torch": never DeepGEMM. fp8 weights are then dequantised in every call, which is right but slow, and takes the
+    - "torch": never DeepGEMM. fp8 weights are then dequantized in every call, which is right but slow, and takes the
       memory of the weights in bf16. CPUs always do this; "auto" warns of it on GPUs.
 
     DeepGEMM needs segments that start at multiples of 64 rows. It is used where a call says so, by `alignment`, which a
@@ -110,7 +100,10 @@ class GroupedExperts(nn.Module):
     down_scales: nn.Parameter | None
     gate_up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
-    gemm: Gemm
+    gemms: tuple[str, ...]
+    """Names of the GEMMs that serve. A call takes the first that takes its segments."""
+    alignment: int
+    """Every segment must start at a multiple of this number of rows, as in rounds of `dispatch(…, aligned=True)`."""
     averages_over: int
     """Gradients of parameters are divided by it. `epmoe.training.ignore_experts` and `fully_shard` set it."""
 
@@ -133,8 +126,9 @@ class GroupedExperts(nn.Module):
         check_tensor("w_down", w_down, dtypes or DTYPES, ("e", "D", "F"))
         (e, D, f), device = w_down.shape, w_down.device
         check_tensor("w_gate_up", w_gate_up, dtypes, (e, 2 * f, D), device)
-        if gemm not in ("auto", "torch", "deep_gemm"):
-            raise ValueError(f"`gemm` must be 'auto', 'torch' or 'deep_gemm', got {gemm!r}")
+        if gemm not in CHOICES:
+            *names, last = map(repr, CHOICES)
+            raise ValueError(f"`gemm` must be {', '.join(names)} or {last}, got {gemm!r}")
         super().__init__()
         self.w_gate_up, self.w_down = parameter(w_gate_up), parameter(w_down)
         f32, out, (B2f, BD, Bf) = (torch.float32,), (self.dtype,), (-(-n // SCALE_BLOCK) for n in (2 * f, D, f))
@@ -164,13 +158,13 @@ class GroupedExperts(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of rows without scales, and of outputs: that of the weights, or bf16 where these are fp8."""
+        """The dtype of outputs, and of rows without scales: that of the weights, or bf16 where these are fp8."""
         return torch.bfloat16 if self.is_fp8 else self.w_down.dtype
 
     @property
-    def alignment(self) -> int:
-        """In rows: every segment must start at a multiple of it, as in rounds of `dispatch(…, aligned=True)`."""
-        return deep_gemm.BLOCKS[0] if self.gemm == "deep_gemm" else 1
+    def gemm(self) -> str:
+        """The name of the GEMM that serves where segments lie as it wants them."""
+        return self.gemms[0]
 
     @property
     def batch_invariant(self) -> bool:
@@ -179,7 +173,7 @@ class GroupedExperts(nn.Module):
         Then y of a `MoELayer` is bitwise the same whatever else is in the batch and whichever rank brings the token, on
         the same number of ranks: combine adds in an order that does not depend on them.
         """
-        return self.gemm == "deep_gemm"
+        return GEMMS[self.gemm].batch_invariant
 
     def forward(
         self,
@@ -198,7 +192,7 @@ class GroupedExperts(nn.Module):
                 and their outputs are undefined.
             expert_offsets: int32 [e + 1]. Expert i's segment is rows[expert_offsets[i] : expert_offsets[i + 1]],
                 alignment gaps included.
-            scales: fp32 [N, D/128] of fp8 rows, or None. The rows are dequantised, unless DeepGEMM takes them as they
+            scales: fp32 [N, D/128] of fp8 rows, or None. The rows are dequantized, unless DeepGEMM takes them as they
                 are.
             tokens_per_expert: int32 [e], rows of each segment without its gap, so that nothing is computed for gaps
                 between the two GEMMs; by default segments count as full.
@@ -228,20 +222,21 @@ class GroupedExperts(nn.Module):
         if tokens_per_expert is not None:
             check_tensor("tokens_per_expert", tokens_per_expert, (torch.int32,), (e,), device)
         tokens = None if tokens_per_expert is None else tokens_per_expert.contiguous()
-        segments = Segments(expert_offsets.contiguous(), tokens, alignment or self.alignment)
+        unsaid = self.alignment if self._wanted == self.gemm else 1
+        segments = Segments(expert_offsets.contiguous(), tokens, alignment or unsaid)
         if torch.is_grad_enabled():
             refuse_tangents(rows_ND, row_weights)
             if wants_gradients((rows_ND, *(() if row_weights is None else (row_weights,)), *self.parameters())):
                 return self._recorded(rows_ND, segments, row_weights)
-        gemm = self._gemm_for(alignment)
+        gemm = self._gemm_of(segments)
         if e == 0:
             return rows_ND.new_empty(N, D, dtype=self.dtype)
         with without_autocast(device):
             if device.type != "cpu" or torch.compiler.is_compiling():
-                return self._outputs(gemm, rows_ND, segments, scales)
+                return gemm.experts(self._weights(), rows_ND, scales, segments)
             # On the CPU the number of rows costs no synchronisation, so rows past the last segment are left out.
             n = int(expert_offsets[-1])
-            out_nD = self._outputs(gemm, rows_ND[:n], segments, None if scales is None else scales[:n])
+            out_nD = gemm.experts(self._weights(), rows_ND[:n], None if scales is None else scales[:n], segments)
         if n == N:
             return out_nD
         out_ND = out_nD.new_empty(N, D)
@@ -254,7 +249,7 @@ class GroupedExperts(nn.Module):
         return f"e={e}, D={D}, F={f}, {dtype_name(self.w_down.dtype)}, gemm={self.gemm!r}"
 
     def _recorded(self, rows_ND: Tensor, segments: Segments, row_weights: Tensor | None) -> Tensor:
-        """A call with gradients."""
+        """Compute outputs [N, D] that have gradients."""
         if self.dtype not in FLOATS or rows_ND.dtype == FP8 or self.is_fp8:
             raise RuntimeError(
                 f"`experts` of {dtype_name(self.w_down.dtype)} over rows of {dtype_name(rows_ND.dtype)} have no "
@@ -280,10 +275,10 @@ class GroupedExperts(nn.Module):
         return self.interleaved, math.inf if self.limit is None else self.limit, self.alpha, self.up_offset
 
     def _choose(self) -> None:
-        """The GEMMs: of serving, and of calls with gradients."""
-        self.gemm = choose(self._wanted, self.w_gate_up, self.w_down)
-        fits = torch_takes_both_ways(self.w_gate_up, self.w_down)
-        self._trains_by = "torch" if fits and self.gemm != "loop" else "loop"
+        """Choose the GEMMs for serving and for calls with gradients."""
+        self.gemms = choose(self._wanted, self.w_gate_up, self.w_down)
+        self.alignment = max(GEMMS[name].block for name in self.gemms)
+        self._trains_by = choose_trained(self.w_gate_up, self.w_down)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter) and hasattr(value, "device_mesh"):
@@ -294,46 +289,21 @@ class GroupedExperts(nn.Module):
             )
         super().__setattr__(name, value)
 
-    def _gemm_for(self, alignment: int | None) -> Gemm:
-        """Of a call whose segments start at multiples of `alignment`. DeepGEMM would misread any other segments."""
-        if self.gemm != "deep_gemm" or alignment is not None and alignment % self.alignment == 0:
-            return self.gemm
-        if self._wanted == "deep_gemm":
-            if alignment is not None:
-                raise ValueError(f"`alignment` must be a multiple of {self.alignment}, got {alignment}")
-            return self.gemm
-        if self.is_fp8:
-            warnings.warn(_UNALIGNED, stacklevel=3)
-        return "torch"
+    def _gemm_of(self, segments: Segments) -> Gemm:
+        """Find the GEMM for a call with such segments, which another one would misread."""
+        for name in self.gemms:
+            gemm = GEMMS[name]
+            if gemm.takes(segments):
+                if name != self.gemm and self.is_fp8 and not gemm.takes_fp8:
+                    warnings.warn(_UNALIGNED, stacklevel=3)
+                return gemm
+        raise ValueError(f"`alignment` must be a multiple of {self.alignment}, got {segments.alignment}")
 
-    def _outputs(self, gemm: Gemm, rows_nD: Tensor, segments: Segments, scales: Tensor | None) -> Tensor:
-        ends, n, deep = segments.offsets[1:], rows_nD.shape[0], gemm == "deep_gemm"
-        if deep and self.is_fp8 and scales is None:
-            rows_nD, scales = quantize_fp8(rows_nD, num_tokens=ends[-1])
-        if deep and self.is_fp8 and scales is not None:
-            scales = ops.scales_by_block(scales, segments.offsets, segments.tokens).t()[:n]
-        elif deep and scales is not None:
-            rows_nD, scales = dequantize_rows(rows_nD, scales, self.dtype), None
-        by = ends, segments.alignment
-        gate_up = multiply(gemm, rows_nD, scales, self.w_gate_up, self.gate_up_scales, *by)
-        activated, scales = self._activation(gate_up, segments, quantise=deep and self.is_fp8)
-        out = multiply(gemm, activated, scales, self.w_down, self.down_scales, *by)
-        return out if self.down_bias is None else out + bias_of_rows(self.down_bias, ends, n)
-
-    def _activation(self, gate_up: Tensor, segments: Segments, quantise: bool) -> tuple[Tensor, Tensor | None]:
-        """[n, F] and its scales. Only rows of segments are computed, since there may be many more."""
-        if self.dtype != torch.float64:
-            bias = None if self.gate_up_bias is None else self.gate_up_bias.contiguous()
-            activated, scales = ops.gated_activation(
-                gate_up, segments.offsets, segments.tokens, bias, *self._gating, quantise
-            )
-            return activated, scales.t()[: len(gate_up)] if quantise else None
-        if self.gate_up_bias is not None:
-            gate_up = gate_up + bias_of_rows(self.gate_up_bias, segments.offsets[1:], len(gate_up))
-        gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if self.interleaved else gate_up.chunk(2, dim=1)
-        if self.limit is not None:
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return gate * torch.sigmoid(self.alpha * gate) * (up + self.up_offset), None
+    def _weights(self) -> Weights:
+        return Weights(
+            self.w_gate_up, self.w_down, self.gate_up_scales, self.down_scales, self.gate_up_bias, self.down_bias,
+            self._gating,
+        )  # fmt: skip
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         kept = {name: getattr(self, name).data for name in _KEEP_DTYPE} if self.is_fp8 else {}
@@ -352,7 +322,7 @@ class GroupedExperts(nn.Module):
 
 
 def _divided(weight: Tensor | None, by: int) -> Tensor | None:
-    """The weight, whose gradient is divided."""
+    """The weight, with a hook that divides its gradient."""
     if weight is None or by == 1 or not weight.requires_grad:
         return weight
     weight = weight.view_as(weight)

@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from epmoe.local.gemm_gradients import bias_gradients, bias_of_rows, train_gemm, train_gemm_weights
+from epmoe.local.gemm.gemm import bias_of_rows
+from epmoe.local.gemm.gradients import bias_gradients, train_gemm, train_gemm_weights
 from epmoe.native import ops
 
 

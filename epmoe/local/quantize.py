@@ -34,7 +34,7 @@ def zero_padding_rows_(x: Tensor, num_tokens: int | Tensor) -> Tensor:
     """Set the rows of padding to zero, in place, without reading them.
 
     A serving stack that pads its batch (for graph replay, or to equal sizes on all ranks) leaves stale memory behind
-    the real rows. Zeros are harmless in routing and in quantisation.
+    the real rows. Zeros are harmless in routing and in quantization.
 
     Args:
         x: [..., D]. All leading dimensions together count the rows, as in [requests, tokens of a request, D], and the
@@ -63,7 +63,7 @@ def zero_padding_rows_(x: Tensor, num_tokens: int | Tensor) -> Tensor:
 def quantize_fp8(
     x: Tensor, *, granularity: Literal["tensor", "block"] = "block", num_tokens: int | Tensor | None = None
 ) -> Quantized:
-    """Quantise to fp8 e4m3 by the largest magnitude of the REAL rows: stale rows change neither values nor scales.
+    """Quantize to fp8 e4m3 by the largest magnitude of the REAL rows: stale rows change neither values nor scales.
 
     A scale is amax / 448, at least 2⁻¹²⁶, or 1 if all values are zero. NaN stays NaN and ±Inf saturates; neither enters
     an amax, so every scale is finite. Padded rows become zeros with scale 1.
@@ -92,3 +92,10 @@ def quantize_fp8(
 def dequantize_rows(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows [N, D] in `dtype` of fp8 rows [N, D] and scales fp32 [N, D/128]; D is a multiple of 128."""
     return (rows.float().unflatten(1, (-1, SCALE_BLOCK)) * scales[..., None]).flatten(1).to(dtype)
+
+
+def dequantize_weights(weights: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp8 weights [..., n, k] of blocks of 128 × 128 with scales fp32 [..., ⌈n/128⌉, ⌈k/128⌉] in `dtype`."""
+    n, k = weights.shape[-2:]
+    scale_of_each = scales.repeat_interleave(SCALE_BLOCK, -2)[..., :n, :].repeat_interleave(SCALE_BLOCK, -1)[..., :k]
+    return (weights.float() * scale_of_each).to(dtype)

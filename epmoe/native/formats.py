@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 
 SCALE_BLOCK = 128  # elements of a row that share one fp8 scale
+
+PayloadName = Literal["auto", "fp8"]
+"""What a user can choose: names of `WIRE_FORMATS`, and of `TRAINING_FORMATS`."""
 
 
 @dataclass(frozen=True)
@@ -14,9 +18,9 @@ class WireFormat:
     """How a row travels. ``csrc/wire_format.h`` has the same table."""
 
     name: str
-    """its name in `exchange.payload` and `exchange.combine_payload`"""
+    """The value of `exchange.payload` and `exchange.combine_payload`, unless the format is packed."""
     number: int
-    """its number in `WireFormat` of C++"""
+    """The value of `WireFormat` in C++."""
     element: torch.dtype | None
     """None: the dtype of x, without scales."""
     element_bits: int
@@ -24,18 +28,25 @@ class WireFormat:
     scale: torch.dtype | None
     block: int
     """Elements of a row that share a scale; 0: there are no scales."""
+    packed: bool = False
+    """Scales lie behind the elements of their row, which has whole lines of 16 bytes; otherwise they are a tensor."""
 
     def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the rows of an x of `dtype`."""
         return self.element or dtype
+
+    def takes(self, D: int) -> bool:
+        """Whether a row of D elements has whole blocks."""
+        return not self.block or D % self.block == 0
 
     def row_items(self, D: int, dtype: torch.dtype) -> int:
         """Items of `dtype_of(dtype)` in a row of D elements."""
         return self.row_bytes(D, dtype) // self.dtype_of(dtype).itemsize
 
     def row_bytes(self, D: int, dtype: torch.dtype) -> int:
-        """Bytes of a row of D elements without its scales, of an x of `dtype`."""
-        return -(-D * (self.element_bits or 8 * dtype.itemsize) // 8)
+        """Bytes of a row of D elements of an x of `dtype`. Scales count if they are packed."""
+        elements = -(-D * (self.element_bits or 8 * dtype.itemsize) // 8)
+        return -(-(elements + self.scale_bytes(D)) // 16) * 16 if self.packed else elements
 
     def num_scales(self, D: int) -> int:
         """Scales of a row of D elements."""
@@ -46,17 +57,24 @@ class WireFormat:
         return self.num_scales(D) * self.scale.itemsize if self.scale else 0
 
 
-def packed_row_bytes(D: int) -> int:
-    """Bytes of a row of D elements as `pack_fp8` makes it, its scales behind it: whole lines of 16 bytes."""
-    fp8 = WIRE_FORMATS["fp8"]
-    return -(-(fp8.row_bytes(D, torch.float8_e4m3fn) + fp8.scale_bytes(D)) // 16) * 16
-
-
 WIRE_FORMATS = {
     each.name: each
     for each in (
         WireFormat("auto", 0, None, 0, None, 0),
         WireFormat("fp8", 1, torch.float8_e4m3fn, 8, torch.float32, SCALE_BLOCK),
+        WireFormat("packed_fp8", 2, torch.float8_e4m3fn, 8, torch.float32, SCALE_BLOCK, packed=True),
     )
 }
 """The formats by their names."""
+
+TRAINING_FORMATS = {"auto": WIRE_FORMATS["auto"], "fp8": WIRE_FORMATS["packed_fp8"]}
+"""The formats of training, by the `payload` of a `TrainingExchange`."""
+
+
+def payload_of(element: torch.dtype, block: int) -> PayloadName | None:
+    """The name of the payload whose rows arrive as `element` with a scale for each `block` elements; None: no such."""
+    name: PayloadName
+    for name in get_args(PayloadName):
+        if (WIRE_FORMATS[name].element, WIRE_FORMATS[name].block) == (element, block):
+            return name
+    return None

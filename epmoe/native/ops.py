@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epmoe.native import build
-from epmoe.native.formats import SCALE_BLOCK, packed_row_bytes
+from epmoe.native.formats import SCALE_BLOCK, WIRE_FORMATS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)  # by their number in csrc/types.h
 
@@ -37,7 +37,7 @@ _library.define(
     "quantize_fp8(Tensor x, Tensor? num_tokens, SymInt num_rows, bool per_tensor) -> (Tensor q, Tensor scales)"
 )
 # Only rows of segments are read and written; without tokens_per_expert these have no gaps. Scales lie block by block,
-# [B, N] in rows of a multiple of 16 bytes. Those of gated_activation are empty unless the outputs are quantised.
+# [B, N] in rows of a multiple of 16 bytes. Those of gated_activation are empty unless the outputs are quantized.
 _library.define(
     "gated_activation(Tensor gate_up, Tensor expert_offsets, Tensor? tokens_per_expert, Tensor? bias, "
     "bool interleaved, float limit, float alpha, float up_offset, bool quantize) -> (Tensor out, Tensor scales)"
@@ -55,7 +55,7 @@ _library.define(
     "weighted_rows_backward_(Tensor(a!) grad, Tensor rows, Tensor? row_weights, Tensor expert_offsets, "
     "Tensor? tokens_per_expert) -> Tensor"
 )
-# Rows as fp8 whose scales lie behind them, [T, packed_row_bytes(D)]; and back to [N, D], in the dtype of `like`.
+# Rows [T, D] in the format packed_fp8, [T, bytes of a row]; and back to [N, D], in the dtype of `like`.
 _library.define("pack_fp8(Tensor x, Tensor? num_tokens, SymInt num_rows) -> Tensor")
 _library.define("unpack_fp8(Tensor packed, Tensor like, Tensor expert_offsets) -> Tensor")
 for _phase in ("", "_send", "_recv"):
@@ -152,7 +152,8 @@ def _(x: Tensor, num_tokens: Tensor | None, num_rows: int, per_tensor: bool) -> 
 
 @torch.library.register_fake("epmoe::pack_fp8")
 def _(x: Tensor, num_tokens: Tensor | None, num_rows: int) -> Tensor:
-    return x.new_empty((x.shape[0], packed_row_bytes(x.shape[1])), dtype=torch.float8_e4m3fn)
+    packed = WIRE_FORMATS["packed_fp8"]
+    return x.new_empty((x.shape[0], packed.row_bytes(x.shape[1], x.dtype)), dtype=packed.element)
 
 
 @torch.library.register_fake("epmoe::unpack_fp8")

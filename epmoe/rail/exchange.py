@@ -24,7 +24,7 @@ from epmoe.exchange.outputs import refuse_layout, y_of
 from epmoe.exchange.round_state import SENT
 from epmoe.exchange.templates import Launches, Templates
 from epmoe.group.errors import EPAbortedError, EPMismatchError, EPOverflowError, EPTimeoutError
-from epmoe.native.arguments import describe
+from epmoe.native.arguments import describe, dtype_name
 from epmoe.rail.memory import RailMemory
 from epmoe.rail.network import Network, Tags
 from epmoe.rail.slabs import Slabs
@@ -73,7 +73,7 @@ class HierarchicalExchange(Exchange):
         self.check()
         epoch = self.rounds.next_epoch()
         template, T = self.templates.of(call)
-        self._check_fp8(call.x)
+        self._check_dtype(call.x)
         self._check_padded_tokens(call.padded_tokens)
         self.network.wait_for_pending()
         if epoch == 2:  # no rank loads or compiles any more
@@ -316,13 +316,16 @@ class HierarchicalExchange(Exchange):
         if not 1 <= padded_tokens <= S:
             raise ValueError(f"`padded_tokens` must be from 1 to {S}, the rows of a slab, got {padded_tokens}")
 
-    def _check_fp8(self, x: Tensor) -> None:
-        """Raises TypeError for rows that combine would bring back in another dtype: in a node all rows are fp8 then."""
-        dtype = self.config.model.torch_dtype
-        if self.memory.payload.element and x.dtype.itemsize > 1 and x.dtype is not dtype:
-            raise TypeError(f"`x` must be {dtype} or float8_e4m3fn, as rows reach the nodes as fp8, got {describe(x)}")
+    def _check_dtype(self, x: Tensor) -> None:
+        """Raises TypeError for rows that combine would bring back in another dtype: all rows reach a node quantized."""
+        dtype, element = self.config.model.torch_dtype, self.memory.payload.element
+        if element and x.dtype is not element and x.dtype is not dtype:
+            raise TypeError(
+                f"`x` must be {dtype} or {dtype_name(element)}, as rows reach the nodes as "
+                f"{self.memory.payload.name}, got {describe(x)}"
+            )
 
 
-def _no_launches(hidden_size: int, expert_major: bool, apply_router_weight_on_input: bool, aligned: bool) -> Launches:
+def _no_launches(hidden_size: int, expert_major: bool, weight_rows: bool, aligned: bool) -> Launches:
     """Calls inside of the nodes have descriptors of their own."""
     return [], []

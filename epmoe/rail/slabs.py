@@ -48,7 +48,7 @@ class Slabs:
         self.memory, self.epoch, self.inside_epoch = memory, epoch, inside_epoch
         self.slab_rows = slab_rows = call.padded_tokens or memory.rows_per_node
         self.limit = "padded_tokens" if call.padded_tokens else "capacity.max_rows_per_node"
-        self.layout, self.weighted, self.call_tag = call.layout, call.apply_router_weight_on_input, call.tag
+        self.layout, self.weight_rows, self.call_tag = call.layout, call.weight_rows, call.tag
         self.aligned = call.aligned
         self.K, self.D, dtype = call.ids.shape[1], call.x.shape[1], call.x.dtype
         self.wire = memory.payload.dtype_of(dtype)
@@ -71,7 +71,7 @@ class Slabs:
     def inside_call(self, rows: Rows) -> Call:
         """The call of the node's dispatch, with some of `rows`, `no_rows` and `smallest_rows`."""
         return Call(
-            *rows, layout=self.layout, apply_router_weight_on_input=self.weighted, tag=self.call_tag,
+            *rows, layout=self.layout, weight_rows=self.weight_rows, tag=self.call_tag,
             aligned=self.aligned,
         )  # fmt: skip
 

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from epmoe.group.errors import EPStateError
 from epmoe.native.arguments import FLOATS, INTS, check_tensor, describe, refuse_tangents, token_count
-from epmoe.native.formats import SCALE_BLOCK
+from epmoe.native.formats import TRAINING_FORMATS, PayloadName
 from epmoe.service import ExpertParallel
 from epmoe.training.operators import train_combine, train_dispatch
 from epmoe.training.passes import Directions
 from epmoe.training.rounds import EXACT, Rounds, Skipped
 
 WeightsOn = Literal["combine", "rows", "both"]
-Payload = Literal["auto", "fp8"]
+Payload = PayloadName
 _MOST_FP8 = 63488  # elements of a row: with its scales it has 64 KiB, the longest that a call can say
 
 
@@ -99,7 +99,7 @@ class TrainingExchange:
         for name, value in (("ep", ep), ("backward", backward or ep)):
             if not isinstance(value, ExpertParallel):
                 raise TypeError(f"`{name}` must be an ExpertParallel, got {describe(value)}")
-        if payload not in ("auto", "fp8"):
+        if payload not in TRAINING_FORMATS:
             raise ValueError(f"`payload` must be 'auto' or 'fp8', got {payload!r}")
         for key in ("payload", "combine_payload"):
             if (configured := getattr(ep.config.exchange, key)) != "auto":
@@ -114,10 +114,10 @@ class TrainingExchange:
         if backward is not None and backward.config != ep.config:
             raise ValueError("`backward` must have the config of `ep`")
         self.ep = ep
-        self._fp8 = payload == "fp8"
+        self._wire = TRAINING_FORMATS[payload]
         if ep.config.topology.num_nodes > 1:
             raise ValueError("training needs a group of one node: `topology.num_nodes` must be 1")
-        self._directions = Directions(Rounds(ep, fp8=self._fp8), Rounds(backward or ep))
+        self._directions = Directions(Rounds(ep, self._wire), Rounds(backward or ep))
         with torch.inference_mode(False):
             self._anchor = torch.zeros(0, device=ep.device, requires_grad=True)
 
@@ -173,9 +173,10 @@ class TrainingExchange:
         device = self.ep.device
         check_tensor("x", x, FLOATS, ("T", "D"), device)
         refuse_tangents(x, weights)
-        if self._fp8 and (x.shape[1] % SCALE_BLOCK or x.shape[1] > _MOST_FP8):
+        block = self._wire.block
+        if block and (x.shape[1] % block or x.shape[1] > _MOST_FP8):
             raise ValueError(
-                f"`x` must be [T, D] with D a multiple of 128 up to {_MOST_FP8} for fp8, got {describe(x)}"
+                f"`x` must be [T, D] with D a multiple of {block} up to {_MOST_FP8} for fp8, got {describe(x)}"
             )
         check_tensor("ids", ids, INTS, (x.shape[0], "K"), device)
         check_tensor("weights", weights, FLOATS, (x.shape[0], ids.shape[1]), device)

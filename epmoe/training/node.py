@@ -13,8 +13,6 @@ from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import DISPATCHED
 from epmoe.exchange.templates import rows_as
 from epmoe.native import ops
-from epmoe.native.arguments import FP8
-from epmoe.native.formats import packed_row_bytes
 
 _SHARE = 3 / 4  # of the multiprocessors: the rest is for kernels of NCCL that run during a round of training
 
@@ -38,15 +36,18 @@ def dispatch_into(exchange: NodeExchange, call: Call, into: CallerRows, num_sms:
     scratch = exchange.memory[1].data_ptr()
     sent.descriptor = exchange.descriptors.for_training(sent.descriptor, into, scratch, num_sms)
     x, ids, weights, scales, tokens, num_rows, *memory, _ = sent.arguments
-    if into.packed:
+    if into.wire.packed:
         x = ops.pack_fp8(x, tokens, num_rows)
     sent.arguments = x, ids, weights, scales, tokens, num_rows, *memory, sent.descriptor
     exchange.launch(ops.dispatch, sent.arguments, DISPATCHED)
     dispatched = exchange.received(sent)
     if into.rows is not None:
         dispatched.rows = into.rows
-    elif into.packed:
-        dispatched.rows = rows_as(exchange.views["rows"], FP8, packed_row_bytes(call.x.shape[1]))
+    else:
+        D = call.x.shape[1]
+        dtype = call.x.dtype
+        wire = into.wire
+        dispatched.rows = rows_as(exchange.views["rows"], wire.dtype_of(dtype), wire.row_items(D, dtype))
     dispatched.expert_offsets, dispatched.tokens_per_expert = into.expert_offsets, into.tokens_per_expert
     return dispatched
 

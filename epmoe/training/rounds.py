@@ -20,8 +20,7 @@ from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import DISPATCHED
 from epmoe.group.errors import EPStateError
 from epmoe.native import ops
-from epmoe.native.arguments import FP8
-from epmoe.native.formats import packed_row_bytes
+from epmoe.native.formats import TRAINING_FORMATS, WireFormat
 from epmoe.service import ExpertParallel
 from epmoe.training.node import combine_with_values, dispatch_into, sms_of
 
@@ -73,12 +72,12 @@ class Rounds:
 
     Args:
         ep: an ExpertParallel of one node.
-        fp8: rows go out as fp8, with a scale for each 128 elements of a token, and arrive as values of x's dtype again.
+        wire: the format in which rows go out. They arrive as values of x's dtype.
     """
 
-    def __init__(self, ep: ExpertParallel, *, fp8: bool = False) -> None:
+    def __init__(self, ep: ExpertParallel, wire: WireFormat = TRAINING_FORMATS["auto"]) -> None:
         self.ep = ep
-        self._fp8 = fp8
+        self._wire = wire
         self._num_sms = sms_of(ep.device)
 
     @property
@@ -106,7 +105,7 @@ class Rounds:
         e = self.ep.num_local_experts
         ids, weights, num_tokens, tag, aligned = pairs
         N = exchange.plan.sizes["max_rows"] if num_rows == EXACT else num_rows
-        width, dtype = (packed_row_bytes(x.shape[1]), FP8) if self._fp8 else (x.shape[1], x.dtype)
+        width, dtype = self._wire.row_items(x.shape[1], x.dtype), self._wire.dtype_of(x.dtype)
         into = CallerRows(
             rows=None if num_rows == EXACT else x.new_empty(N, width, dtype=dtype),
             expert_offsets=x.new_empty(e + 1, dtype=torch.int32),
@@ -114,7 +113,7 @@ class Rounds:
             row_weights=None if returns_values else x.new_empty(N, dtype=torch.float32),
             adds_only=adds_only,
             returns_values=returns_values,
-            packed=self._fp8,
+            wire=self._wire,
         )
         call = Call(x, ids, weights, num_tokens=num_tokens, tag=tag, aligned=aligned)
         with exchange.giving_up():
@@ -124,7 +123,7 @@ class Rounds:
                 N = int(into.expert_offsets[-1])
                 rows = rows[:N]
                 row_weights = None if row_weights is None else row_weights[:N].clone()
-            if self._fp8:
+            if self._wire.packed:
                 rows = ops.unpack_fp8(rows, x, into.expert_offsets)
                 if num_rows != EXACT:
                     ops.zero_padding_rows_(rows, into.expert_offsets[-1], N)

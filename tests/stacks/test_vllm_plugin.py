@@ -129,4 +129,4 @@ def test_rows_for_vllms_deep_gemm_do_not_travel_as_fp8(
     """It wants powers of two as scales, which epmoe's own experts do not."""
     monkeypatch.setattr(layers, "is_deep_gemm_e8m0_used", lambda: True)
     of: Any = TritonExperts()
-    assert layers._travels_as_fp8(of.moe_config, of, layout) == as_fp8
+    assert layers._payload(of.moe_config, of, layout) == ("fp8" if as_fp8 else "auto")

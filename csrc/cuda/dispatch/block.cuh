@@ -59,7 +59,7 @@ struct DispatchKernel {
   }
   // As wire_row_bytes; written out, since another text gives one kernel other registers, which nobody has measured.
   EPMOE_HD int64_t row_bytes() const {
-    static_assert(kNumWireFormats == 2 && wire(WireFormat::kFp8).element_bits == 8);
+    static_assert(kBytesWithScales);
     return ex.plan.payload_format != WireFormat::kAuto ? args.D : args.D * itemsize(args.dtype);
   }
   // The protocol of dispatch's rows and of combine's.

@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads)
   if (index >= args.T * blocks) return;
   WarpBlock<T> block(args, index, blocks, real, wide);
   float scale = scale_for(block.largest());
-  int64_t row_bytes = kPacked ? packed_row_bytes(args.D) : args.D;
+  int64_t row_bytes = kPacked ? wire(WireFormat::kPackedFp8).packed_row_bytes(args.D) : args.D;
   block.store(args, row_bytes, scale, wide);
   if (threadIdx.x % 32) return;
   if constexpr (kPacked)

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM) unpack_rows(const __gr
   constexpr int kCount = kPerVector<T>, kStep = kThreads * kCount;
   static_assert(kScaleBlock % kCount == 0);
   using Packed = Vector<uint8_t, kCount>;
-  int64_t row_bytes = packed_row_bytes(args.D);
+  int64_t row_bytes = wire(WireFormat::kPackedFp8).packed_row_bytes(args.D);
   for (uint32_t n = blockIdx.x; n < rows.count(); n += gridDim.x) {
     int64_t t = rows[n].t;
     auto* packed = static_cast<const uint8_t*>(args.packed_N) + t * row_bytes;

@@ -18,6 +18,8 @@ import epmoe
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.exchange.handles import Dispatched
 from epmoe.integrations.session import Session, make_config
+from epmoe.native.arguments import FP8
+from epmoe.native.formats import PayloadName, payload_of
 from epmoe.service import ExpertParallel
 
 try:
@@ -64,40 +66,46 @@ def create_dispatcher(original: Any, moe_runner_config: Any, quant_method: Any) 
     if not isinstance(theirs, DeepEPv2Dispatcher):
         logger.warning("epmoe is not in use: it takes the place of --moe-a2a-backend deepep_v2 only")
         return theirs
-    scales = get_deepep_v2_fp8_scale_format()
-    if theirs.use_fp8_dispatch and (scales.ue8m0 or theirs._impl.activation_scale_block_size != _ALIGNMENT):
+    return EpmoeDispatcher(_share(theirs, moe_runner_config, _payload(theirs)))
+
+
+def _payload(theirs: DeepEPv2Dispatcher) -> PayloadName:
+    """The format of rows that the experts take. Raises ValueError for one that epmoe does not have."""
+    if not theirs.use_fp8_dispatch:
+        return "auto"
+    name = payload_of(FP8, theirs._impl.activation_scale_block_size)
+    if name is None or get_deepep_v2_fp8_scale_format().ue8m0:
         raise ValueError(
             "epmoe sends fp8 rows with one fp32 scale for 128 elements; this layer's experts take UE8M0 scales "
             "(MXFP8, or DeepGEMM on Blackwell): unset EPMOE_SGLANG"
         )
-    return EpmoeDispatcher(_share(theirs, moe_runner_config))
+    return name
 
 
-def _share(theirs: DeepEPv2Dispatcher, layer: Any) -> ExpertParallel:
+def _share(theirs: DeepEPv2Dispatcher, layer: Any, payload: PayloadName) -> ExpertParallel:
     """The `ExpertParallel` of all layers with these shapes. The first call makes it and is collective."""
-    tp_group, fp8 = get_parallel().tp_group, theirs.use_fp8_dispatch
+    tp_group = get_parallel().tp_group
 
     def make(ep_size: int) -> ExpertParallel:
         with torch.device("cpu"):  # SGLang builds models under its own default device
-            ep = ExpertParallel(_config(theirs, layer, ep_size), tp_group.cpu_group, tp_group.device)
+            ep = ExpertParallel(_config(theirs, layer, ep_size, payload), tp_group.cpu_group, tp_group.device)
         plan = ep.memory_plan()
         logger.info(
-            f"epmoe {epmoe.__version__} carries the tokens of SGLang's MoE layers, {'fp8' if fp8 else 'bf16'} rows: "
+            f"epmoe {epmoe.__version__} carries the tokens of SGLang's MoE layers, payload {payload}: "
             f"window {plan.window_bytes:,} bytes, scratch {plan.scratch_bytes:,} bytes; {ep}"
         )
         return ep
 
-    shapes = (layer.num_experts, layer.top_k, layer.hidden_size, fp8)
+    shapes = (layer.num_experts, layer.top_k, layer.hidden_size, payload)
     return _session.share(shapes, tp_group.cpu_group, tp_group.device, make)
 
 
-def _config(theirs: DeepEPv2Dispatcher, layer: Any, R: int) -> EPConfig:
+def _config(theirs: DeepEPv2Dispatcher, layer: Any, R: int, payload: PayloadName) -> EPConfig:
     E, K, e, M = layer.num_experts, layer.top_k, layer.num_local_experts, theirs.num_max_dispatch_tokens_per_rank
     if R * e != E:
         raise ValueError(f"every rank must have the same number of experts, got {e} of {E} on each of {R} ranks")
     # Zeros, since SGLang's kernels between the GEMMs may look at whole blocks of rows.
     settled = {"max_num_tokens_per_rank": M, "alignment": _ALIGNMENT, "gap_rows": "zero"}
-    payload = "fp8" if theirs.use_fp8_dispatch else "auto"
     sections = {
         "capacity": {**settled, "max_expert_rows": _most_rows(R * M * min(K, e), e)},
         "exchange": {**_DEADLINES, "payload": payload},

@@ -20,11 +20,13 @@ from torch.distributed.tensor import DTensor
 from epmoe.integrations.batches import Arrived, Experts
 from epmoe.integrations.transformers import fp8
 from epmoe.local.experts import GroupedExperts, without_autocast
-from epmoe.local.grouped_gemm import Gemm, choose, expert_of_rows, multiply
+from epmoe.local.gemm.gemm import expert_of_rows
+from epmoe.local.gemm.gradients import choose_trained
+from epmoe.local.gemm.table import GEMMS, choose
 from epmoe.native.arguments import FLOATS, check_forward_only
 
 _SAME_RESULT = (None, "eager", "grouped_mm", "batched_mm")
-_gemms: dict[tuple[object, ...], Gemm] = {}  # by what the choice depends on
+_gemms: dict[tuple[object, ...], str] = {}  # by what the choice depends on
 
 
 class Computation(NamedTuple):
@@ -110,12 +112,12 @@ def grouped_experts(experts: Any, parameters: list[Tensor], rows_nD: Tensor, exp
     if e == 0 or n == 0:
         return rows_nD
     up, down, biases = weights_and_biases(experts, parameters)
-    gemm = gemm_for(up, down)
+    gemm = GEMMS[gemm_for(up, down)]
     experts_n = expert_of_rows(ends, n) if biases else None
 
     def product(rows: Tensor, which: int) -> Tensor:
         weights = down if which else up
-        out = multiply(gemm, rows.to(weights.dtype), None, weights, None, ends, alignment=1)
+        out = gemm.product((rows.to(weights.dtype), None), (weights, None), ends)
         return out if experts_n is None else out.add_(biases[which].index_select(0, experts_n))
 
     return between_products(experts, rows_nD, product)
@@ -138,9 +140,9 @@ def between_products(experts: Any, rows_nD: Tensor, product: Callable[[Tensor, i
         return out.to(rows_nD.dtype)
 
 
-def gemm_for(up: Tensor, down: Tensor) -> Gemm:
-    """What multiplies with these weights."""
-    key = (up.dtype, up.device, up.shape, up.stride(), down.shape, down.stride())
+def gemm_for(up: Tensor, down: Tensor, *, trained: bool = False) -> str:
+    """The name of the GEMM that multiplies by these weights, without or with gradients."""
+    key = (trained, up.dtype, up.device, up.shape, up.stride(), down.shape, down.stride())
     if key not in _gemms:
-        _gemms[key] = choose("torch", up, down)
+        _gemms[key] = choose_trained(up, down) if trained else choose("torch", up, down)[0]
     return _gemms[key]

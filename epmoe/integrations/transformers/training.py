@@ -1,4 +1,4 @@
-"""A module's experts with gradients: its weights and gate, and the GEMMs of `epmoe.local.gemm_gradients`.
+"""A module's experts with gradients: its weights and gate, and the GEMMs of `epmoe.local.gemm.gradients`.
 
     trains ─▶ computation ─▶ experts(rows of a round), with gradients of rows and parameters
 
@@ -25,7 +25,7 @@ from epmoe.integrations.transformers.grouped import (
     local_parameters,
     weights_and_biases,
 )
-from epmoe.local.gemm_gradients import torch_takes_both_ways, train_bias, train_gemm
+from epmoe.local.gemm.gradients import train_bias, train_gemm
 from epmoe.native.arguments import wants_gradients
 
 
@@ -65,7 +65,7 @@ def computation(experts: Any, parameters: list[Tensor], held: slice) -> Computat
         The experts over rows of a round.
     """
     up, down, biases = weights_and_biases(experts, local_parameters(parameters, held))
-    gemm = gemm_for(up.detach(), down.detach()) if torch_takes_both_ways(up, down) and len(up) else "loop"
+    gemm = gemm_for(up.detach(), down.detach(), trained=True)
 
     def outputs(arrived: Arrived) -> Tensor:
         offsets = arrived.expert_offsets

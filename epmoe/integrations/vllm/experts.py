@@ -66,7 +66,7 @@ class EpmoeExperts(mk.FusedMoEExpertsModular):
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        return True  # rows that do not travel in fp8 are quantised by the experts
+        return True  # rows that do not travel in fp8 are quantized by the experts
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:

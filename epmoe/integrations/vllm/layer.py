@@ -19,7 +19,7 @@ from epmoe.integrations.vllm.choice import Choice, VllmLayout, chosen
 from epmoe.integrations.vllm.experts import EpmoeExperts, grouped
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.integrations.vllm.sizes import Shape, logger, shared
-from epmoe.native.formats import SCALE_BLOCK
+from epmoe.native.formats import WIRE_FORMATS, PayloadName, payload_of
 from epmoe.opaque import ModuleLayer
 
 
@@ -131,7 +131,7 @@ def _make_exchange(
         dtype=moe.in_dtype,
         max_tokens=moe.max_num_tokens,
         placement=layer.expert_placement_strategy,
-        payload="fp8" if _travels_as_fp8(moe, experts, choice.layout) else "auto",
+        payload=_payload(moe, experts, choice.layout),
         layout="rank" if choice.layout == "rank" else "expert",
         aligned=aligned,
     )
@@ -144,14 +144,13 @@ def _make_exchange(
     return EpmoePrepareAndFinalize(exchanges, choice.layout, parallel.use_ubatching, aligned)
 
 
-def _travels_as_fp8(moe: FusedMoEConfig, experts: FusedMoEExperts, layout: VllmLayout) -> bool:
-    """Whether the experts take fp8 rows with one fp32 scale per 128 elements, which dispatch makes on the way out."""
+def _payload(moe: FusedMoEConfig, experts: FusedMoEExperts, layout: VllmLayout) -> PayloadName:
+    """The format in which the experts take rows, if dispatch can make it on the way out."""
     quant = experts.quant_config
-    return (
-        quant.quant_dtype == torch.float8_e4m3fn
-        and quant.block_shape is not None
-        and quant.block_shape[-1] == SCALE_BLOCK
-        and not experts.expects_unquantized_inputs
-        and moe.hidden_dim % SCALE_BLOCK == 0
-        and (layout == "layer" or not is_deep_gemm_e8m0_used())  # vLLM's DeepGEMM then wants powers of two as scales
-    )
+    if experts.expects_unquantized_inputs or not isinstance(quant.quant_dtype, torch.dtype) or not quant.block_shape:
+        return "auto"
+    name = payload_of(quant.quant_dtype, quant.block_shape[-1])
+    if name is None or not WIRE_FORMATS[name].takes(moe.hidden_dim):
+        return "auto"
+    # vLLM's DeepGEMM then wants powers of two as scales.
+    return "auto" if layout != "layer" and is_deep_gemm_e8m0_used() else name

@@ -6,7 +6,7 @@
     layer    the same, for `GroupedExperts`                         applies the weights and sums
 
 Slots that hold no row carry the id of an expert of another rank, which vLLM's expert map reads as −1. Rows that a
-block-scaled fp8 kernel takes are quantised before they travel; any other quantisation happens on arrival.
+block-scaled fp8 kernel takes are quantized before they travel; any other quantization happens on arrival.
 """
 
 from __future__ import annotations

@@ -25,12 +25,13 @@ from epmoe.config.config import EPConfig
 from epmoe.exchange.handles import Layout
 from epmoe.group.errors import EPMismatchError, EPOrderError, EPTimeoutError
 from epmoe.integrations.session import Session, make_config
+from epmoe.native.formats import PayloadName
 from epmoe.service import ExpertParallel
 
 logger = init_logger("vllm.epmoe")  # vLLM shows what is logged below "vllm"
 
 TIMEOUT_S = 300.0
-"""As long as vLLM waits for a step. A rank may compile its kernels meanwhile, which takes minutes."""
+"""vLLM waits this long for a step. A rank may compile its kernels meanwhile, which takes minutes."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Shape:
     max_tokens: int
     """Most tokens that a rank brings to a step."""
     placement: Literal["linear", "round_robin"]
-    payload: Literal["auto", "fp8"]
+    payload: PayloadName
     layout: Layout
     aligned: bool = False
     """Whether segments are aligned. vLLM's experts take every row of the worst case, which has gaps then: for

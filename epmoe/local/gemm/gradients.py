@@ -2,7 +2,7 @@
 
     rows [N,k] · weights [e,n,k]ᵀ ─ epmoe::train_gemm ─▶ [N,n]          bias [e,n] ─ epmoe::train_bias ─▶ [N,n]
 
-Rows lie expert by expert, as in grouped_gemm.py. Sums have one order, so gradients have the same bits on every run.
+Rows lie expert by expert, as in gemm.py. Sums have one order, so gradients have the same bits on every run.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from epmoe.local.grouped_gemm import expert_of_rows, multiply
+from epmoe.local.gemm.gemm import bias_of_rows
+from epmoe.local.gemm.table import GEMMS
 
-_GEMM_BYTES = 16  # torch's grouped GEMM wants strides of its multiples, and in a backward pass rows become columns
 _COLUMNS = 8  # of a matrix of one column, as often as torch's GEMM wants it: 16 bytes
 
 
-def torch_takes_both_ways(*weights: Tensor) -> bool:
-    """Whether the sizes of weights [e, n, k] let torch's grouped GEMM multiply in both directions."""
-    return all(size * w.element_size() % _GEMM_BYTES == 0 for w in weights for size in w.shape[1:])
+def choose_trained(gate_up: Tensor, down: Tensor) -> str:
+    """The name of the GEMM for calls with gradients, with weights [e, 2F, D] and [e, D, F]."""
+    return next(name for name, gemm in GEMMS.items() if gemm.trains(gate_up, down))
 
 
 @torch.library.custom_op("epmoe::train_gemm", mutates_args=())
@@ -32,14 +31,14 @@ def train_gemm(rows: Tensor, weights: Tensor, offsets: Tensor, gemm: str) -> Ten
         rows: fp32, fp16 or bf16 [N, k]. Rows past the last segment are not read, and their products are undefined.
         weights: [e, n, k] in the same dtype.
         offsets: int32 [e + 1], contiguous: expert i has rows[offsets[i] : offsets[i + 1]].
-        gemm: "torch", or "loop", which waits for the device.
+        gemm: of `choose_trained`.
 
     Returns:
         The products [N, n]. An expert without rows gets gradients of 0.
     """
     if not len(rows) or not len(weights):
         return rows.new_empty(len(rows), weights.shape[1])
-    return multiply(gemm, rows, None, weights, None, offsets[1:], alignment=1)  # type: ignore[arg-type]
+    return GEMMS[gemm].multiply((rows, None), (weights, None), offsets[1:], alignment=1)
 
 
 @train_gemm.register_fake
@@ -53,12 +52,7 @@ def train_gemm_weights(grad: Tensor, rows: Tensor, offsets: Tensor, gemm: str) -
     e = len(offsets) - 1
     if not len(rows) or not e:
         return rows.new_zeros(e, grad.shape[1], rows.shape[1])
-    if gemm == "torch":
-        return F.grouped_mm(grad.t(), rows, offs=offsets[1:])
-    out, ends = rows.new_empty(e, grad.shape[1], rows.shape[1]), offsets.tolist()
-    for i in range(e):
-        torch.mm(grad[ends[i] : ends[i + 1]].T, rows[ends[i] : ends[i + 1]], out=out[i])
-    return out
+    return GEMMS[gemm].multiply_for_weights(grad, rows, offsets)
 
 
 @train_gemm_weights.register_fake
@@ -71,11 +65,6 @@ def bias_gradients(grad: Tensor, factors: Tensor | None, offsets: Tensor, gemm: 
     column = torch.ones_like(grad[:, 0]) if factors is None else factors.to(grad.dtype)
     columns = column[:, None].expand(-1, _COLUMNS).contiguous()
     return train_gemm_weights(grad, columns, offsets, gemm)[..., 0].contiguous()
-
-
-def bias_of_rows(bias: Tensor, ends: Tensor, num_rows: int) -> Tensor:
-    """[N, n]: for each row the bias [e, n] of its expert."""
-    return bias.index_select(0, expert_of_rows(ends, num_rows))
 
 
 @torch.library.custom_op("epmoe::train_bias", mutates_args=())

@@ -1,0 +1,106 @@
+"""DeepGEMM, whose grouped GEMMs take fp8 and bf16: whether it can be used here, and its calls.
+
+Its kernels compile when they are first called, and lie in a folder of the user from then on. Segments lie in its
+cumulative layout: it is told where each ends, and counts on the next to start at a multiple of its block of rows. So it
+works through rows of segments only, however many rows there are. https://github.com/deepseek-ai/DeepGEMM
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from epmoe.config.config import ROW_BLOCKS
+from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows
+from epmoe.native.arguments import FP8
+from epmoe.native.formats import SCALE_BLOCK
+
+_STEP = 64  # of n and k in bf16
+
+
+class DeepGemm(Gemm):
+    """DeepGEMM on GPUs of compute capability 9.0: fp8 weights, and bf16 ones."""
+
+    name = "deep_gemm"
+    needs_gpu = True
+    block = min(ROW_BLOCKS)
+    batch_invariant = True
+    takes_fp8 = True
+
+    def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
+        """A tiny product shows whether the installed version works."""
+        if importlib.util.find_spec("deep_gemm") is None:
+            return ModuleNotFoundError("DeepGEMM is not installed: `pip install epmoe[deep_gemm]`")
+        if down.dtype not in (FP8, torch.bfloat16):
+            return ValueError(f"DeepGEMM takes weights in bfloat16 or float8_e4m3fn, got {down.dtype}")
+        major, _ = torch.cuda.get_device_capability(down.device)
+        if major != 9:  # fp8 on later GPUs rounds the scales to powers of two; bf16 there is not measured
+            return ValueError(f"DeepGEMM takes these weights on GPUs of compute capability 9, got {major}")
+        fp8, sizes = down.dtype == FP8, (*gate_up.shape[1:], *down.shape[1:])
+        step = SCALE_BLOCK if fp8 else _STEP
+        if any(size % step for size in sizes):
+            return ValueError(f"DeepGEMM takes {'fp8' if fp8 else 'bf16'} weights of multiples of {step}, got {sizes}")
+        if not (gate_up.is_contiguous() and down.is_contiguous()):
+            return ValueError("DeepGEMM takes contiguous weights")
+        return _problem_with_version(fp8, down.get_device())
+
+    def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
+        """The largest block that fits is the fastest where experts have many rows."""
+        library = importlib.import_module("deep_gemm")
+        values, scales = weights
+        out = values.new_empty(len(rows[0]), values.shape[1], dtype=torch.bfloat16)
+        options = {"use_psum_layout": True, "ensure_zero_padding": False}
+        with _block(library, max(block for block in ROW_BLOCKS if alignment % block == 0)):
+            if scales is None:
+                plain = plain_rows(rows, torch.bfloat16)
+                library.m_grouped_bf16_gemm_nt_contiguous(plain, values, out, ends, **options)
+            else:
+                library.m_grouped_fp8_gemm_nt_contiguous(rows, weights, out, ends, **options)
+        return out
+
+
+@functools.cache
+def _problem_with_version(fp8: bool, device: int) -> Exception | None:
+    """Whether the installed version works with this torch: a tiny product is right."""
+    e, n, rows = 2, 256, 2 * DeepGemm.block
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randint(-2, 3, shape, generator=generator).float() for shape in ((rows, n), (e, n, n)))
+    wanted = torch.cat([part @ expert.T for part, expert in zip(x.split(DeepGemm.block), w, strict=True)])
+    dtype, place = FP8 if fp8 else torch.bfloat16, torch.device("cuda", device)
+    ends = torch.tensor([DeepGemm.block, rows], dtype=torch.int32, device=place)
+    scales = (torch.ones(2, rows, device=place).t(), torch.ones(e, 2, 2, device=place)) if fp8 else (None, None)
+    try:
+        with torch.inference_mode(), torch.cuda.device(place):
+            given = (x.to(place, dtype), scales[0]), (w.to(place, dtype), scales[1])
+            got = DeepGemm().multiply(*given, ends, DeepGemm.block)
+            error = None if torch.equal(got.float().cpu(), wanted) else "a tiny product is wrong"
+    except Exception as reason:  # of a library that may be of any version
+        error = f"{type(reason).__name__}: {reason}"
+    if error is None:
+        return None
+    return ImportError(
+        f"the installed DeepGEMM does not work with torch {torch.__version__} ({error}): torch 2.11 takes "
+        "sgl-deep-gemm 0.1.5; with later versions of torch try the newest"
+    )
+
+
+@contextmanager
+def _block(library: ModuleType, rows: int) -> Iterator[None]:
+    """Within it DeepGEMM's blocks have so many rows; other users of the library keep what they have set."""
+    layout = library.utils.layout
+    before = layout.get_mk_alignment_for_contiguous_layout()
+    if before == rows:
+        yield
+        return
+    layout.set_mk_alignment_for_contiguous_layout(rows)
+    try:
+        yield
+    finally:
+        layout.set_mk_alignment_for_contiguous_layout(before)

@@ -1,0 +1,167 @@
+"""What a grouped GEMM is: an object that multiplies rows by the weights of their experts.
+
+    rows [N,D] ─ gate and up ─▶ [N,2F] ─ gated activation ─▶ [N,F] ─ down ─▶ outputs [N,D]
+
+Rows lie expert by expert. Rows of gaps and past the last segment may hold anything, and so may their products.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from epmoe.local.quantize import dequantize_rows, quantize_fp8
+from epmoe.native import ops
+from epmoe.native.arguments import FP8
+
+Scaled = tuple[Tensor, Tensor | None]
+"""A tensor, and its fp32 scales if it is fp8."""
+
+
+class Segments(NamedTuple):
+    """Where the rows of each expert lie in a call."""
+
+    offsets: Tensor
+    """int32 [e + 1], contiguous"""
+    tokens: Tensor | None
+    """int32 [e], contiguous: rows of each segment without its gap; None: there are no gaps"""
+    alignment: int
+    """in rows: all segments start at its multiples"""
+
+
+class Weights(NamedTuple):
+    """The experts, as `GroupedExperts` has them."""
+
+    gate_up: Tensor
+    """[e, 2F, D]"""
+    down: Tensor
+    """[e, D, F]"""
+    gate_up_scales: Tensor | None
+    """fp32 [e, ⌈2F/128⌉, ⌈D/128⌉] of fp8 weights, else None"""
+    down_scales: Tensor | None
+    """fp32 [e, ⌈D/128⌉, ⌈F/128⌉] of fp8 weights, else None"""
+    gate_up_bias: Tensor | None
+    """[e, 2F]"""
+    down_bias: Tensor | None
+    """[e, D]"""
+    gating: tuple[bool, float, float, float]
+    """interleaved, limit, alpha, up_offset"""
+
+
+class Gemm(ABC):
+    """A grouped GEMM. It has no state; `table.choose` asks it once for given weights, and each call asks `takes`."""
+
+    name: ClassVar[str]
+    """`GroupedExperts(gemm=…)` and operators use it."""
+    needs_gpu: ClassVar[bool] = False
+    """Users can choose it by its name, for GPUs."""
+    block: ClassVar[int] = 1
+    """Segments must start at multiples of this number of rows, which divides `epmoe.config.config.ROW_BLOCKS`."""
+    batch_invariant: ClassVar[bool] = False
+    """The bits of a row's output depend on the row only. A GEMM that takes some of the calls only (see `takes`) has the
+    bits of the GEMM that takes the others, or says False."""
+    takes_fp8: ClassVar[bool] = False
+    """`multiply` takes rows and weights in fp8 as they are, if both are. Otherwise it dequantizes them."""
+
+    @abstractmethod
+    def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
+        """Why it cannot take these weights on their device, or None.
+
+        ImportError is of a library that does not work, and its kind ModuleNotFoundError of one that is not installed.
+        """
+
+    def takes(self, segments: Segments) -> bool:
+        """Whether it takes a call with such segments. Nothing looks at the device."""
+        return segments.alignment % self.block == 0
+
+    def trains(self, gate_up: Tensor, down: Tensor) -> bool:
+        """Whether it multiplies by these weights in both directions, and has `multiply_for_weights`."""
+        return False
+
+    def is_traceable(self, rows: Tensor, weights: Tensor) -> bool:
+        """Whether torch.compile may trace `multiply`; otherwise it is an opaque operator."""
+        return False
+
+    @abstractmethod
+    def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
+        """rows [N, k] · weights [e, n, k]ᵀ → [N, n], by expert. Callers take `product`.
+
+        Args:
+            rows: in the weights' dtype, or fp8 with scales [N, k/128]. With `takes_fp8` and fp8 weights these lie block
+                by block: their columns are contiguous.
+            weights: in a dtype that `problem_with` takes; those of fp8 have scales [e, ⌈n/128⌉, ⌈k/128⌉].
+            ends: int32 [e], the row behind each segment.
+            alignment: in rows: segments start at its multiples, and it is one of `block`.
+
+        Returns:
+            The products, in bf16 where the weights are fp8, else in the weights' dtype.
+        """
+
+    def multiply_for_weights(self, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+        """grad [N, n]ᵀ · rows [N, k] → [e, n, k], by expert; 0 for an expert without rows. See `trains`."""
+        raise NotImplementedError
+
+    def product(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int = 1) -> Tensor:
+        """`multiply`, which torch.compile sees as one operator where it cannot trace it."""
+        if torch.compiler.is_compiling() and not self.is_traceable(rows[0], weights[0]):
+            product: Tensor = torch.ops.epmoe.grouped_gemm(self.name, *rows, *weights, ends, alignment)
+            return product
+        return self.multiply(rows, weights, ends, alignment)
+
+    def experts(self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments) -> Tensor:
+        """Rows [N, D], in the dtype of outputs or fp8 with scales fp32 [N, D/128], → outputs [N, D].
+
+        A GEMM that fuses the parts of the stage has a method of its own, opaque to torch.compile.
+        """
+        ends, n, alignment = segments.offsets[1:], rows.shape[0], segments.alignment
+        fp8 = self.takes_fp8 and weights.down.dtype == FP8
+        if fp8:
+            if scales is None:
+                rows, scales = quantize_fp8(rows, num_tokens=ends[-1])
+            scales = ops.scales_by_block(scales, segments.offsets, segments.tokens).t()[:n]
+        gate_up = self.product((rows, scales), (weights.gate_up, weights.gate_up_scales), ends, alignment)
+        activated = _activation(gate_up, weights, segments, fp8)
+        out = self.product(activated, (weights.down, weights.down_scales), ends, alignment)
+        return out if weights.down_bias is None else out + bias_of_rows(weights.down_bias, ends, n)
+
+
+def plain_rows(rows: Scaled, dtype: torch.dtype) -> Tensor:
+    """The rows themselves, or fp8 rows in `dtype`."""
+    values, scales = rows
+    return values if scales is None else dequantize_rows(values, scales, dtype)
+
+
+def product_dtype(weights: Tensor) -> torch.dtype:
+    """The dtype of products with these weights."""
+    return torch.bfloat16 if weights.dtype == FP8 else weights.dtype
+
+
+def expert_of_rows(ends: Tensor, num_rows: int) -> Tensor:
+    """int32 [N], the expert of each row of segments that end at `ends` int32 [e], on the device; 0 past the last."""
+    numbers = torch.arange(num_rows, dtype=torch.int32, device=ends.device)
+    experts = torch.searchsorted(ends, numbers, right=True, out_int32=True)
+    return experts.masked_fill_(numbers >= ends[-1], 0)
+
+
+def bias_of_rows(bias: Tensor, ends: Tensor, num_rows: int) -> Tensor:
+    """[N, n]: for each row the bias [e, n] of its expert."""
+    return bias.index_select(0, expert_of_rows(ends, num_rows))
+
+
+def _activation(gate_up: Tensor, weights: Weights, segments: Segments, quantize: bool) -> Scaled:
+    """[N, F]. Only rows of segments are computed, since there may be many more."""
+    bias, (interleaved, limit, alpha, up_offset) = weights.gate_up_bias, weights.gating
+    if gate_up.dtype != torch.float64:
+        bias = None if bias is None else bias.contiguous()
+        activated, scales = ops.gated_activation(
+            gate_up, segments.offsets, segments.tokens, bias, *weights.gating, quantize
+        )
+        return activated, scales.t()[: len(gate_up)] if quantize else None
+    if bias is not None:
+        gate_up = gate_up + bias_of_rows(bias, segments.offsets[1:], len(gate_up))
+    gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if interleaved else gate_up.chunk(2, dim=1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)  # which changes nothing if there is no limit: infinity
+    return gate * torch.sigmoid(alpha * gate) * (up + up_offset), None

@@ -1,0 +1,39 @@
+"""A loop over the experts, which waits for the device: for whatever weights no library takes."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, product_dtype
+from epmoe.local.quantize import dequantize_weights
+
+
+class Loop(Gemm):
+    """One product for each expert that has rows. It takes all weights."""
+
+    name = "loop"
+
+    def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
+        return None
+
+    def trains(self, gate_up: Tensor, down: Tensor) -> bool:
+        return True
+
+    def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
+        values, scales = weights
+        out = values.new_empty(len(rows[0]), values.shape[1], dtype=product_dtype(values))
+        plain = plain_rows(rows, out.dtype)
+        for i, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
+            if start < end:
+                expert = values[i] if scales is None else dequantize_weights(values[i], scales[i], out.dtype)
+                torch.mm(plain[start:end], expert.T, out=out[start:end])
+        return out
+
+    def multiply_for_weights(self, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+        out = rows.new_empty(len(offsets) - 1, grad.shape[1], rows.shape[1])
+        for i, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+            torch.mm(grad[start:end].T, rows[start:end], out=out[i])
+        return out

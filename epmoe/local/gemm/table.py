@@ -1,0 +1,73 @@
+"""The grouped GEMMs, and which of them serve given weights."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from epmoe.local.gemm.deep_gemm import DeepGemm
+from epmoe.local.gemm.gemm import Gemm, product_dtype
+from epmoe.local.gemm.loop import Loop
+from epmoe.local.gemm.torch_grouped import TorchGrouped
+from epmoe.native.arguments import FP8
+
+GEMMS: dict[str, Gemm] = {
+    gemm.name: gemm
+    for gemm in (
+        DeepGemm(),
+        TorchGrouped(),
+        Loop(),
+    )
+}
+"""The GEMMs by their names, the fastest first. The last one takes all weights and all calls."""
+
+CHOICES = ("auto", TorchGrouped.name, *(name for name, gemm in GEMMS.items() if gemm.needs_gpu))
+"""What a user can choose."""
+
+
+def choose(wanted: str, gate_up: Tensor, down: Tensor) -> tuple[str, ...]:
+    """The names of the GEMMs that serve weights [e, 2F, D] and [e, D, F] on their device, the fastest first.
+
+    A call takes the first whose `takes` says so. `wanted` is one of `CHOICES`: "auto" is all, "torch" is all that need
+    no GPU, and any other is that one on GPUs. Warns of a library that is installed but does not work, and where fp8
+    weights are dequantized in every call. Raises the `problem_with` the wanted one.
+    """
+    chosen: list[str] = []
+    problems: list[Exception] = []
+    for gemm in GEMMS.values():
+        if gemm.needs_gpu and (not down.is_cuda or wanted not in ("auto", gemm.name)):
+            continue
+        problem = gemm.problem_with(gate_up, down)
+        if problem is None:
+            chosen.append(gemm.name)
+            if wanted == gemm.name or not gemm.needs_gpu:
+                break
+        elif wanted == gemm.name and gemm.needs_gpu:
+            raise problem
+        elif gemm.needs_gpu:
+            problems.append(problem)
+    if problems and down.dtype == FP8 and not any(GEMMS[name].takes_fp8 for name in chosen):
+        warnings.warn(f"fp8 weights are dequantized in every call, which is slow: {problems[0]}", stacklevel=3)
+    elif broken := [problem for problem in problems if type(problem) is ImportError]:
+        warnings.warn(f"torch's grouped GEMM is used, which is slower: {broken[0]}", stacklevel=3)
+    return tuple(chosen)
+
+
+@torch.library.custom_op("epmoe::grouped_gemm", mutates_args=())
+def _opaque(
+    gemm: str,
+    rows: Tensor,
+    row_scales: Tensor | None,
+    weights: Tensor,
+    weight_scales: Tensor | None,
+    ends: Tensor,
+    alignment: int,
+) -> Tensor:
+    return GEMMS[gemm].multiply((rows, row_scales), (weights, weight_scales), ends, alignment)
+
+
+@_opaque.register_fake
+def _(gemm: str, rows: Tensor, row_scales: Tensor | None, weights: Tensor, *_: object) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[1], dtype=product_dtype(weights))

@@ -1,0 +1,51 @@
+"""torch's `grouped_mm`. Nothing looks at the host."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, product_dtype
+from epmoe.local.quantize import dequantize_weights
+from epmoe.native.arguments import FP8
+
+_STRIDE_BYTES = 16  # strides must be multiples of it; in a backward pass rows become columns
+
+
+class TorchGrouped(Gemm):
+    """`torch.nn.functional.grouped_mm`, whatever the segments are. fp8 weights are dequantized in every call."""
+
+    name = "torch"
+
+    def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
+        """torch's own error for a product of one row: it takes no fp64, and no odd strides."""
+        none = torch.zeros(down.shape[0], dtype=torch.int32, device=down.device)
+        try:
+            for weights in (gate_up, down):
+                if weights.dtype == FP8:  # becomes contiguous as it is dequantized
+                    weights = torch.empty(weights.shape, dtype=torch.bfloat16, device="meta")
+                row = weights.new_zeros(1, weights.shape[2])
+                F.grouped_mm(row, weights.transpose(1, 2), offs=none.to(weights.device))
+        except (RuntimeError, ValueError) as error:
+            return error
+        return None
+
+    def trains(self, gate_up: Tensor, down: Tensor) -> bool:
+        sizes = (size * w.element_size() for w in (gate_up, down) for size in w.shape[1:])
+        return all(size % _STRIDE_BYTES == 0 for size in sizes) and self.problem_with(gate_up, down) is None
+
+    def is_traceable(self, rows: Tensor, weights: Tensor) -> bool:
+        return rows.dtype == weights.dtype == torch.bfloat16
+
+    def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
+        given, scales = weights
+        plain = given
+        if scales is not None:  # expert by expert: all at once would take four times the memory
+            plain = torch.empty(given.shape, dtype=product_dtype(given), device=given.device)
+            for i in range(len(given)):
+                plain[i] = dequantize_weights(given[i], scales[i], plain.dtype)
+        return F.grouped_mm(plain_rows(rows, plain.dtype), plain.transpose(1, 2), offs=ends)
+
+    def multiply_for_weights(self, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+        return F.grouped_mm(grad.t(), rows, offs=offsets[1:])

@@ -27,6 +27,8 @@ class Segments(NamedTuple):
     """int32 [e], contiguous: rows of each segment without its gap; None: there are no gaps"""
     alignment: int
     """in rows: all segments start at its multiples"""
+    rows_per_expert: float | None = None
+    """of an expert on average, as far as this rank can tell; None: not known"""
 
 
 class Weights(NamedTuple):
@@ -59,6 +61,8 @@ class Gemm(ABC):
     batch_invariant: ClassVar[bool] = False
     """The bits of a row's output depend on the row only. A GEMM that takes some of the calls only (see `takes`) has the
     bits of the GEMM that takes the others, or says False."""
+    takes_all_calls: ClassVar[bool] = True
+    """`takes` asks for the alignment only, so users can choose it by its name."""
     takes_fp8: ClassVar[bool] = False
     """`multiply` takes rows and weights in fp8 as they are, if both are. Otherwise it dequantizes them."""
 

@@ -14,7 +14,7 @@ from epmoe.local.quantize import dequantize_rows, quantize_fp8
 from epmoe.native import ops
 from epmoe.native.arguments import FP8
 
-# Rows of an expert, on average. Two H100, µs beside DeepGEMM's GEMMs alone: docs/experiments.md, "Experts for few rows".
+# Rows of an expert, on average. What was measured is in docs/experiments.md, "Experts with few rows".
 MOST_ROWS = 8.0
 """The kernels take calls with at most so many."""
 _NARROW_ROWS = 4.0  # up to so many, blocks of 8 tokens are faster than blocks of 16

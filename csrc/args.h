@@ -123,6 +123,28 @@ struct GatedActivationArgs {
   int64_t scales_stride;  // between blocks of scales_BN, at least N
 };
 
+// The operator few_rows: the experts stage. Weights and rows are fp8 with scales for blocks of kScaleBlock, or all bf16.
+struct FewRowsArgs {
+  bool fp8;
+  bool wide;            // experts have more than 8 rows, mostly
+  const void* rows_ND;  // contiguous
+  const float* row_scales_NB;
+  int64_t row_scales_stride;  // between rows
+  const void* gate_up_e2FD;   // F gates, then F ups; or by turns
+  const float* gate_up_scales;
+  const void* gate_up_bias;  // bf16 [e, 2F], in the order of gate_up, or null
+  const void* down_eDF;
+  const float* down_scales;
+  const void* down_bias;  // bf16 [e, D], or null
+  Segments segments;
+  int64_t N, D, F;
+  bool interleaved;
+  Gating gating;
+  void* h_NF;            // workspace: the activations, fp8 or bf16
+  uint8_t* exponents_N;  // fp8: workspace [N, F / 16], powers of two of h
+  void* out_ND;          // out: bf16
+};
+
 // The operators weighted_gates and weighted_gates_backward, for training: the gated activation times the weight of its
 // row. Letters as above. Gradients of weights read gaps, so gaps are not read here, and all outputs are 0 there.
 struct WeightedGatesArgs {

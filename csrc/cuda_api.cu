@@ -63,6 +63,7 @@ constexpr Api kApi = {
     .scales_by_block = [](const ScalesByBlockArgs& args, Stream stream) -> int {
       return scales_by_block(args, typed(stream));
     },
+    .few_rows = [](const FewRowsArgs& args, Stream stream) -> int { return few_rows(args, typed(stream)); },
     .weighted_gates = [](const WeightedGatesArgs& args, Stream stream) -> int {
       return weighted_gates(args, typed(stream));
     },

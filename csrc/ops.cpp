@@ -224,6 +224,74 @@ Tensor scales_by_block(const Tensor& scales, const Tensor& expert_offsets,
   return out;
 }
 
+// Weights [e, n, k] of few_rows, which reads them 16 bytes at a time.
+const void* few_rows_weights(const Tensor& weights, int64_t e, int64_t n, int64_t k, ScalarType dtype) {
+  STD_TORCH_CHECK(weights.scalar_type() == dtype && weights.is_contiguous() && weights.dim() == 3 &&
+                      weights.size(0) == e && weights.size(1) == n && weights.size(2) == k &&
+                      reinterpret_cast<uintptr_t>(weights.data_ptr()) % 16 == 0,
+                  "weights must be contiguous [e, n, k], aligned to 16 bytes, in the dtype of the rows");
+  return weights.data_ptr();
+}
+
+const void* few_rows_bias(const std::optional<Tensor>& bias, int64_t e, int64_t n) {
+  STD_TORCH_CHECK(!bias || (bias->scalar_type() == ScalarType::BFloat16 && bias->is_contiguous() && bias->numel() == e * n),
+                  "a bias must be contiguous bfloat16 [e, n]");
+  return bias ? bias->data_ptr() : nullptr;
+}
+
+Tensor few_rows(const Tensor& rows, const std::optional<Tensor>& row_scales, const Tensor& gate_up,
+                const std::optional<Tensor>& gate_up_scales, const std::optional<Tensor>& gate_up_bias,
+                const Tensor& down, const std::optional<Tensor>& down_scales, const std::optional<Tensor>& down_bias,
+                const Tensor& expert_offsets, const std::optional<Tensor>& tokens_per_expert, bool interleaved,
+                double limit, double alpha, double up_offset, bool wide) {
+  Segments segments = segments_of(expert_offsets, tokens_per_expert);
+  int64_t N = rows.size(0), D = rows.size(1), F = down.size(2), e = segments.num_local_experts;
+  bool fp8 = dtype_of(rows) == DType::kFloat8E4M3;
+  int64_t step = fp8 ? kScaleBlock : kScaleBlock / 2;
+  STD_TORCH_CHECK(rows.is_contiguous() && reinterpret_cast<uintptr_t>(rows.data_ptr()) % 16 == 0 &&
+                      (fp8 || dtype_of(rows) == DType::kBFloat16),
+                  "rows must be contiguous, aligned to 16 bytes, in float8_e4m3fn or bfloat16");
+  STD_TORCH_CHECK(D % step == 0 && F % step == 0, "D and F must be multiples of 128, in bfloat16 of 64");
+  STD_TORCH_CHECK(fp8 == row_scales.has_value() && fp8 == gate_up_scales.has_value() && fp8 == down_scales.has_value(),
+                  "rows and weights in fp8, and no others, come with scales");
+  STD_TORCH_CHECK(N <= INT32_MAX, "there are too many rows");
+  if (fp8) {
+    check_rows(*row_scales, "row_scales");
+    STD_TORCH_CHECK(row_scales->scalar_type() == ScalarType::Float && row_scales->size(0) == N &&
+                        row_scales->size(1) == D / kScaleBlock,
+                    "row_scales must be float32 [N, D / 128]");
+  }
+  int64_t blocks = D / kScaleBlock * (F / kScaleBlock);
+  Tensor h = empty_like_device(rows, {N, F}, rows.scalar_type());
+  Tensor exponents = empty_like_device(rows, {fp8 ? N : 0, F / 16}, ScalarType::Byte);
+  Tensor out = empty_like_device(rows, {N, D}, ScalarType::BFloat16);
+  FewRowsArgs args{
+      .fp8 = fp8,
+      .wide = wide,
+      .rows_ND = rows.data_ptr(),
+      .row_scales_NB = fp8 ? static_cast<const float*>(row_scales->data_ptr()) : nullptr,
+      .row_scales_stride = fp8 ? row_scales->stride(0) : 0,
+      .gate_up_e2FD = few_rows_weights(gate_up, e, 2 * F, D, rows.scalar_type()),
+      .gate_up_scales = pointer<float>(gate_up_scales, 2 * e * blocks, "gate_up_scales"),
+      .gate_up_bias = few_rows_bias(gate_up_bias, e, 2 * F),
+      .down_eDF = few_rows_weights(down, e, D, F, rows.scalar_type()),
+      .down_scales = pointer<float>(down_scales, e * blocks, "down_scales"),
+      .down_bias = few_rows_bias(down_bias, e, D),
+      .segments = segments,
+      .N = N,
+      .D = D,
+      .F = F,
+      .interleaved = interleaved,
+      .gating = {static_cast<float>(limit), static_cast<float>(alpha), static_cast<float>(up_offset)},
+      .h_NF = h.data_ptr(),
+      .exponents_N = static_cast<uint8_t*>(exponents.data_ptr()),
+      .out_ND = out.data_ptr(),
+  };
+  launch_on_device_of(
+      rows, [&](const cuda::Api& api, cuda::Stream stream) { return api.few_rows(args, stream); });
+  return out;
+}
+
 void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("route", TORCH_BOX(&route));
   library.impl("permute", TORCH_BOX(&permute));
@@ -237,6 +305,9 @@ void implement(torch::stable::detail::StableLibrary& library) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(epmoe, CPU, library) { implement(library); }
-STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) { implement(library); }
+STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) {
+  implement(library);
+  library.impl("few_rows", TORCH_BOX(&few_rows));
+}
 
 }  // namespace epmoe

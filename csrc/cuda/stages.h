@@ -21,6 +21,9 @@ cudaError_t quantize(const QuantizeArgs& args, cudaStream_t stream);
 cudaError_t gated_activation(const GatedActivationArgs& args, cudaStream_t stream);
 cudaError_t scales_by_block(const ScalesByBlockArgs& args, cudaStream_t stream);
 
+// few_rows.cu
+cudaError_t few_rows(const FewRowsArgs& args, cudaStream_t stream);
+
 // weighted_gates.cu
 cudaError_t weighted_gates(const WeightedGatesArgs& args, cudaStream_t stream);
 

@@ -78,7 +78,7 @@ def random_experts(config: EPConfig, rank: int, device: torch.device, precision:
                 weights[name][i], scales[name][i] = quantised(drawn)
             else:
                 weights[name][i] = drawn
-    gemm = {Precision.PLAIN: "torch", Precision.PLAIN_DEEP_GEMM: "deep_gemm", Precision.FP8: "auto"}[precision]
+    gemm = {Precision.PLAIN: "torch", Precision.PLAIN_DEEP_GEMM: "auto", Precision.FP8: "auto"}[precision]
     of_weights = {f"{name}_scales": scales[name] for name in shapes} if fp8 else {}
     experts = GroupedExperts(weights["gate_up"], weights["down"], gemm=gemm, **of_weights)  # type: ignore[arg-type]
     return experts.requires_grad_(False)
@@ -211,7 +211,7 @@ def experts_alone(layer: WholeLayer) -> Side:
     d = layer.sent()
     rows_ND, offsets = d.rows.clone(), d.expert_offsets.clone()
     scales = None if d.scales is None else d.scales.clone()
-    segments = {"tokens_per_expert": d.tokens_per_expert.clone(), "alignment": d.alignment}
+    segments = d.segments | {"tokens_per_expert": d.tokens_per_expert.clone()}
     layer.back(Handle(d, layer.experts(d.rows, d.expert_offsets, d.scales, **d.segments)))
     poison([rows_ND[layer.num_rows :]])
     return Calls(

@@ -99,6 +99,9 @@ class ExpertsConfig(Strict):
     """Experts have biases: [2F] of gate and up, and [D] of down."""
     weights_on_input: bool = False
     """Weights multiply the rows that experts get, not their outputs, as in Llama 4."""
+    batch_invariant: bool = False
+    """y of a token has the same bits whatever else is in the batch, on the same number of ranks: one GEMM for any
+    number of tokens, although another is faster for few."""
 
     @property
     def options(self) -> dict[str, Any]:

@@ -84,6 +84,7 @@ class RoundTemplate:
     alignment: int  # of the round, where the call brings more tokens
     ll_alignment: int  # and where it brings at most so many, whatever the other ranks bring
     hidden_size: int  # D
+    rows_per_token: float  # rows of an expert for each token of a rank, on average: R · K / P
     like: Tensor  # a y [0, D]: `new_empty` of it costs the host less than `torch.empty`, and an abort needs some y
 
 
@@ -165,7 +166,11 @@ class Dispatched(_Fields):
     @property
     def segments(self) -> dict[str, Any]:
         """What `GroupedExperts` take of the round besides rows, offsets and scales: `experts(…, **d.segments)`."""
-        return {"tokens_per_expert": self.tokens_per_expert, "alignment": self.alignment}
+        return {
+            "tokens_per_expert": self.tokens_per_expert,
+            "alignment": self.alignment,
+            "rows_per_expert": self.num_tokens * self.sent.template.rows_per_token,
+        }
 
     def __repr__(self) -> str:
         names = ("rows", "scales", "expert_offsets", "tokens_per_expert") if self.layout == "expert" else ("recv",)

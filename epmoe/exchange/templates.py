@@ -165,6 +165,7 @@ class Templates:
             alignment=self._sizes["alignment"] if aligned else 1,
             ll_alignment=self._sizes["ll_alignment"] if aligned else 1,
             hidden_size=D,
+            rows_per_token=self._config.topology.ep_size * K / self._config.num_physical_experts,
             like=like,
         )
 

@@ -66,6 +66,10 @@ class GroupedExperts(nn.Module):
     - "torch": never DeepGEMM. fp8 weights are then dequantized in every call, which is right but slow, and takes the
       memory of the weights in bf16. CPUs always do this; "auto" warns of it on GPUs.
 
+    With "auto", calls of `MoELayer` with few tokens take kernels of our own, which read the weights once: bf16 and fp8
+    on compute capability 9.0, with D and F as above, where an expert has at most 8 rows on average. Bits of outputs
+    then depend on the number of tokens; `batch_invariant` leaves these kernels out.
+
     DeepGEMM needs segments that start at multiples of 64 rows. It is used where a call says so, by `alignment`, which a
     `MoELayer` does; "auto" takes torch's for any other call. "deep_gemm" counts on it. Where torch does not take the
     weights either (it needs strides of multiples of 16 bytes, and no fp64), a loop over the experts
@@ -84,6 +88,7 @@ class GroupedExperts(nn.Module):
         alpha: the activation is gate · sigmoid(alpha · gate); 1 is silu.
         up_offset: is added to up.
         gemm: which library GPUs use, see above.
+        batch_invariant: one GEMM for calls with any number of rows.
 
     For gpt-oss: interleaved=True, limit=7.0, alpha=1.702, up_offset=1.0, and both biases; the checkpoint's weights are
     transposed, so pass `gate_up_proj.transpose(1, 2)`.
@@ -121,6 +126,7 @@ class GroupedExperts(nn.Module):
         alpha: float = 1.0,
         up_offset: float = 0.0,
         gemm: Literal["auto", "torch", "deep_gemm"] = "auto",
+        batch_invariant: bool = False,
     ) -> None:
         dtypes = [dtype for dtype in DTYPES if dtype == getattr(w_down, "dtype", None)]
         check_tensor("w_down", w_down, dtypes or DTYPES, ("e", "D", "F"))
@@ -148,7 +154,7 @@ class GroupedExperts(nn.Module):
                 getattr(self, name).requires_grad_(False)
         self.interleaved, self.limit, self.alpha, self.up_offset = interleaved, limit, alpha, up_offset
         self.averages_over = 1
-        self._wanted = gemm
+        self._wanted, self._invariant = gemm, batch_invariant
         self._choose()
 
     @property
@@ -163,8 +169,8 @@ class GroupedExperts(nn.Module):
 
     @property
     def gemm(self) -> str:
-        """The name of the GEMM that serves where segments lie as it wants them."""
-        return self.gemms[0]
+        """The name of the GEMM that serves calls of many rows whose segments lie as it wants them."""
+        return next(name for name in self.gemms if GEMMS[name].takes_all_calls)
 
     @property
     def batch_invariant(self) -> bool:
@@ -173,7 +179,7 @@ class GroupedExperts(nn.Module):
         Then y of a `MoELayer` is bitwise the same whatever else is in the batch and whichever rank brings the token, on
         the same number of ranks: combine adds in an order that does not depend on them.
         """
-        return GEMMS[self.gemm].batch_invariant
+        return self.gemm == self.gemms[0] and GEMMS[self.gemm].batch_invariant
 
     def forward(
         self,
@@ -183,6 +189,7 @@ class GroupedExperts(nn.Module):
         *,
         tokens_per_expert: Tensor | None = None,
         alignment: int | None = None,
+        rows_per_expert: float | None = None,
         row_weights: Tensor | None = None,
     ) -> Tensor:
         """Apply each expert to its segment of rows.
@@ -198,6 +205,8 @@ class GroupedExperts(nn.Module):
                 between the two GEMMs; by default segments count as full.
             alignment: in rows, of which all segments start at multiples: those of a round, `Dispatched.alignment`.
                 None: not known.
+            rows_per_expert: rows of an expert on average, as far as this rank can tell, by which it chooses a GEMM. Any
+                number of rows is right, but slow if there are many more. None: not known.
             row_weights: fp32 [N] of a round with `weights_on="both"`, whose combine multiplies outputs by them, or
                 None. The outputs here are not multiplied. The gradients that arrive are those of weighted outputs, and
                 the weights get gradients. With gaps, `tokens_per_expert` must be given, or rows of gaps and their
@@ -223,7 +232,7 @@ class GroupedExperts(nn.Module):
             check_tensor("tokens_per_expert", tokens_per_expert, (torch.int32,), (e,), device)
         tokens = None if tokens_per_expert is None else tokens_per_expert.contiguous()
         unsaid = self.alignment if self._wanted == self.gemm else 1
-        segments = Segments(expert_offsets.contiguous(), tokens, alignment or unsaid)
+        segments = Segments(expert_offsets.contiguous(), tokens, alignment or unsaid, rows_per_expert)
         if torch.is_grad_enabled():
             refuse_tangents(rows_ND, row_weights)
             if wants_gradients((rows_ND, *(() if row_weights is None else (row_weights,)), *self.parameters())):
@@ -266,7 +275,7 @@ class GroupedExperts(nn.Module):
         named = self.w_gate_up, self.w_down, self.gate_up_bias, self.down_bias
         weights = tuple(_divided(weight, self.averages_over) for weight in named)
         with without_autocast(rows_ND.device):
-            rows, (offsets, tokens, _) = rows_ND.contiguous(), segments
+            rows, (offsets, tokens, *_) = rows_ND.contiguous(), segments
             out: Tensor = train_experts(rows, row_weights, *weights, offsets, tokens, *self._gating, self._trains_by)[0]
         return out
 
@@ -276,7 +285,7 @@ class GroupedExperts(nn.Module):
 
     def _choose(self) -> None:
         """Choose the GEMMs for serving and for calls with gradients."""
-        self.gemms = choose(self._wanted, self.w_gate_up, self.w_down)
+        self.gemms = choose(self._wanted, self.w_gate_up, self.w_down, self._invariant)
         self.alignment = max(GEMMS[name].block for name in self.gemms)
         self._trains_by = choose_trained(self.w_gate_up, self.w_down)
 
@@ -294,7 +303,7 @@ class GroupedExperts(nn.Module):
         for name in self.gemms:
             gemm = GEMMS[name]
             if gemm.takes(segments):
-                if name != self.gemm and self.is_fp8 and not gemm.takes_fp8:
+                if self.is_fp8 and not gemm.takes_fp8 and GEMMS[self.gemm].takes_fp8:
                     warnings.warn(_UNALIGNED, stacklevel=3)
                 return gemm
         raise ValueError(f"`alignment` must be a multiple of {self.alignment}, got {segments.alignment}")

@@ -43,6 +43,12 @@ _library.define(
     "bool interleaved, float limit, float alpha, float up_offset, bool quantize) -> (Tensor out, Tensor scales)"
 )
 _library.define("scales_by_block(Tensor scales, Tensor expert_offsets, Tensor? tokens_per_expert) -> Tensor")
+# The whole experts stage on GPUs, where experts have few rows: rows and weights all fp8 with scales, or all bf16.
+_library.define(
+    "few_rows(Tensor rows, Tensor? row_scales, Tensor gate_up, Tensor? gate_up_scales, Tensor? gate_up_bias, "
+    "Tensor down, Tensor? down_scales, Tensor? down_bias, Tensor expert_offsets, Tensor? tokens_per_expert, "
+    "bool interleaved, float limit, float alpha, float up_offset, bool wide) -> Tensor"
+)
 # For training: the gated activation times the weight of its row, in rows of segments. Gaps become zeros.
 _GATES = (
     "Tensor gate_up, Tensor? row_weights, Tensor expert_offsets, Tensor? tokens_per_expert, bool interleaved, "
@@ -169,6 +175,11 @@ def _(gate_up: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     dtype = torch.float8_e4m3fn if quantize else gate_up.dtype
     scales = (-(-F // SCALE_BLOCK), (N + 3) // 4 * 4 if quantize else 0)
     return gate_up.new_empty((N, F), dtype=dtype), gate_up.new_empty(scales, dtype=torch.float32)
+
+
+@torch.library.register_fake("epmoe::few_rows")
+def _(rows: Tensor, *_: object) -> Tensor:
+    return rows.new_empty(rows.shape, dtype=torch.bfloat16)
 
 
 @torch.library.register_fake("epmoe::scales_by_block")

@@ -103,40 +103,45 @@ def mapped_windows() -> list[int]:
 
 @pytest.fixture
 def deep_layer(make_ep, device, request):
-    """A layer on DeepGEMM, with the payload of the parameter, and shared experts."""
+    """A layer on DeepGEMM, with shared experts. Parameters: payload, and whether calls of few rows take DeepGEMM too."""
     pytest.importorskip("deep_gemm")
     E, D, F = 16, 512, 256
+    payload, invariant = request.param
     ep = make_ep(
         experts=E, top_k=K, hidden=D, dtype="bfloat16", max_tokens=300, capacity={"gap_rows": "undefined"},
-        exchange={"payload": request.param},
+        exchange={"payload": payload},
     )  # fmt: skip
     local = ep.placement.logical_experts(ep.rank)
     plain = [
         (randn(E, *shape, seed=i)[local] / shape[1] ** 0.5).to(device) for i, shape in enumerate([(2 * F, D), (D, F)])
     ]
-    if request.param == "fp8":
+    if payload == "fp8":
         (gate_up, gate_up_scales), (down, down_scales) = map(quantised_weights, plain)
-        experts = GroupedExperts(gate_up, down, gate_up_scales=gate_up_scales, down_scales=down_scales)
+        experts = GroupedExperts(
+            gate_up, down, gate_up_scales=gate_up_scales, down_scales=down_scales, batch_invariant=invariant
+        )
     else:
-        experts = GroupedExperts(*(w.bfloat16() for w in plain))
-    assert experts.gemm == "deep_gemm" and experts.batch_invariant
+        experts = GroupedExperts(*(w.bfloat16() for w in plain), batch_invariant=invariant)
+    assert experts.gemm == "deep_gemm" and experts.batch_invariant is invariant
     shared = torch.nn.Linear(D, D, bias=False, dtype=torch.bfloat16, device=device).requires_grad_(False)
     return MoELayer(ep, randn(E, D, seed=3).bfloat16().to(device), experts, shared=shared)
 
 
-BOTH = pytest.mark.parametrize("deep_layer", ["auto", "fp8"], indirect=True)
+INVARIANT = [("auto", True), ("fp8", True)]
+BOTH = pytest.mark.parametrize("deep_layer", INVARIANT, indirect=True)
+ALL = pytest.mark.parametrize("deep_layer", [*INVARIANT, ("auto", False), ("fp8", False)], indirect=True)
 
 
 @ON_GPUS
-@BOTH
+@ALL
 def test_deep_gemm_agrees_with_torch(deep_layer, rank):
     for T in (0, 1, 17, 300):
         x = randn(T, 512, seed=rank).bfloat16().to(deep_layer.ep.device)
         poison(deep_layer.ep)
         got = deep_layer(x)
-        deep_layer.experts.gemms = ("torch",)
+        gemms, deep_layer.experts.gemms = deep_layer.experts.gemms, ("torch",)
         want = deep_layer(x)
-        deep_layer.experts.gemms = ("deep_gemm", "torch")
+        deep_layer.experts.gemms = gemms
         error, norm = ((a.float()).norm(dim=1) for a in (got - want, want))
         assert (error <= (0.06 if deep_layer.experts.is_fp8 else 0.01) * norm).all()
 
@@ -157,7 +162,7 @@ def test_y_of_a_token_depends_on_no_other_token(deep_layer, rank, size):
 
 
 @ON_GPUS
-@BOTH
+@ALL
 def test_captured_layers_with_nan_in_gaps(deep_layer, rank):
     """Many layers of random T in one graph, replayed over memory that was NaN: bitwise what eager calls return."""
     ep, random = deep_layer.ep, Random(rank)

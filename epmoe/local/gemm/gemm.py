@@ -30,6 +30,8 @@ class Segments(NamedTuple):
     """int32 [e], contiguous: rows of each segment without its gap; None: there are no gaps"""
     alignment: int
     """in rows: all segments start at its multiples"""
+    rows_per_expert: float | None = None
+    """of an expert on average, as far as this rank can tell; None: not known"""
 
 
 class Weights(NamedTuple):
@@ -63,6 +65,8 @@ class Gemm(ABC):
     batch_invariant: ClassVar[bool] = False
     """The bits of a row's output depend on the row only. A GEMM that takes some of the calls only (see `takes`) has the
     bits of the GEMM that takes the others, or says False."""
+    takes_all_calls: ClassVar[bool] = True
+    """`takes` asks for the alignment only, so users can choose it by its name."""
     takes_fp8: ClassVar[bool] = False
     """`multiply` takes rows and weights in fp8 as they are, if both are. Otherwise it dequantizes them."""
 
@@ -85,7 +89,6 @@ class Gemm(ABC):
         """Whether torch.compile may trace `multiply`; otherwise it is an opaque operator."""
         return False
 
-    @abstractmethod
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
         """rows [N, k] · weights [e, n, k]ᵀ → [N, n], by expert. Callers take `product`.
 
@@ -98,7 +101,10 @@ class Gemm(ABC):
 
         Returns:
             The products, in bf16 where the weights are fp8, else in the weights' dtype.
+
+        A GEMM that fuses the stage in `experts` has none.
         """
+        raise NotImplementedError
 
     def multiply_for_weights(self, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
         """grad [N, n]ᵀ · rows [N, k] → [e, n, k], by expert; 0 for an expert without rows. See `trains`."""

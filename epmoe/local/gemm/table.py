@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from epmoe.local.gemm.deep_gemm import DeepGemm
+from epmoe.local.gemm.few_rows import FewRows
 from epmoe.local.gemm.gemm import Gemm, product_dtype
 from epmoe.local.gemm.loop import Loop
 from epmoe.local.gemm.torch_grouped import TorchGrouped
@@ -16,6 +17,7 @@ from epmoe.native.arguments import FP8
 GEMMS: dict[str, Gemm] = {
     gemm.name: gemm
     for gemm in (
+        FewRows(),
         DeepGemm(),
         TorchGrouped(),
         Loop(),
@@ -23,21 +25,28 @@ GEMMS: dict[str, Gemm] = {
 }
 """The GEMMs by their names, the fastest first. The last one takes all weights and all calls."""
 
-CHOICES = ("auto", TorchGrouped.name, *(name for name, gemm in GEMMS.items() if gemm.needs_gpu))
+CHOICES = (
+    "auto",
+    TorchGrouped.name,
+    *(name for name, gemm in GEMMS.items() if gemm.needs_gpu and gemm.takes_all_calls),
+)
 """What a user can choose."""
 
 
-def choose(wanted: str, gate_up: Tensor, down: Tensor) -> tuple[str, ...]:
+def choose(wanted: str, gate_up: Tensor, down: Tensor, batch_invariant: bool = False) -> tuple[str, ...]:
     """The names of the GEMMs that serve weights [e, 2F, D] and [e, D, F] on their device, the fastest first.
 
     A call takes the first whose `takes` says so. `wanted` is one of `CHOICES`: "auto" is all, "torch" is all that need
-    no GPU, and any other is that one on GPUs. Warns of a library that is installed but does not work, and where fp8
-    weights are dequantized in every call. Raises the `problem_with` the wanted one.
+    no GPU, and any other is that one on GPUs. With `batch_invariant` none is for some numbers of rows only. Warns of a
+    library that is installed but does not work, and where fp8 weights are dequantized in every call. Raises the
+    `problem_with` the wanted one.
     """
     chosen: list[str] = []
     problems: list[Exception] = []
     for gemm in GEMMS.values():
         if gemm.needs_gpu and (not down.is_cuda or wanted not in ("auto", gemm.name)):
+            continue
+        if batch_invariant and not gemm.takes_all_calls:
             continue
         problem = gemm.problem_with(gate_up, down)
         if problem is None:
@@ -48,7 +57,11 @@ def choose(wanted: str, gate_up: Tensor, down: Tensor) -> tuple[str, ...]:
             raise problem
         elif gemm.needs_gpu:
             problems.append(problem)
-    if problems and down.dtype == FP8 and not any(GEMMS[name].takes_fp8 for name in chosen):
+    if (
+        problems
+        and down.dtype == FP8
+        and not any(GEMMS[name].takes_fp8 for name in chosen if GEMMS[name].takes_all_calls)
+    ):
         warnings.warn(f"fp8 weights are dequantized in every call, which is slow: {problems[0]}", stacklevel=3)
     elif broken := [problem for problem in problems if type(problem) is ImportError]:
         warnings.warn(f"torch's grouped GEMM is used, which is slower: {broken[0]}", stacklevel=3)

@@ -1,0 +1,207 @@
+"""Our kernels for experts with few rows: which calls take them, and on GPUs what they compute, with NaN all around."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expert_inputs import BF16, FP8, GPT_OSS, quantized
+from helpers import ON_GPUS, alone, poison_, poisoned_memory, randn
+from torch import Tensor
+
+import epmoe
+from epmoe.local.gemm.few_rows import MOST_ROWS, FewRows
+from epmoe.local.gemm.gemm import Segments
+from epmoe.local.gemm.table import CHOICES, GEMMS, choose
+from epmoe.local.quantize import dequantize_rows, dequantize_weights
+
+pytestmark = pytest.mark.usefixtures("serving")
+
+WIDTH, MIDDLE = 512, 256  # D and F
+COUNTS = [1, 0, 8, 9, 3, 0, 17, 100]  # rows of each expert
+LIMITS = {BF16: 0.02, FP8: 0.06}  # error of a row, over its norm: fp8 has three bits of mantissa between the products
+
+
+def built(dtype: torch.dtype, device: torch.device, gpt_oss: bool = False, **options: object) -> epmoe.GroupedExperts:
+    e = len(COUNTS)
+    gate_up, down = randn(e, 2 * MIDDLE, WIDTH, seed=1) / WIDTH**0.5, randn(e, WIDTH, MIDDLE, seed=2) / MIDDLE**0.5
+    given: dict[str, object] = {"w_gate_up": gate_up.to(BF16), "w_down": down.to(BF16)}
+    if dtype == FP8:
+        given["w_gate_up"], given["gate_up_scales"] = quantized(gate_up)
+        given["w_down"], given["down_scales"] = quantized(down)
+    if gpt_oss:
+        given |= {
+            "gate_up_bias": randn(e, 2 * MIDDLE, seed=3, dtype=BF16),
+            "down_bias": randn(e, WIDTH, seed=4, dtype=BF16),
+        }
+        given |= GPT_OSS
+    return epmoe.GroupedExperts(**given | options).to(device)
+
+
+def segments(counts: list[int], gap: int = 5) -> tuple[list[int], Tensor, Tensor]:
+    """Starts, offsets and counts, with a gap behind each segment."""
+    starts = [0]
+    for count in counts:
+        starts.append(starts[-1] + count + gap)
+    return starts[:-1], torch.tensor(starts, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32)
+
+
+class Rows:
+    """Rows of segments, NaN in gaps and behind the last; in fp8 with scales."""
+
+    def __init__(self, counts: list[int], dtype: torch.dtype, device: torch.device, seed: int = 5) -> None:
+        starts, self.offsets, self.tokens = (x if isinstance(x, list) else x.to(device) for x in segments(counts))
+        self.real = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]).to(device)
+        self.expert = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        N = int(self.offsets[-1]) + 64
+        self.plain = randn(len(self.real), WIDTH, seed=seed, dtype=BF16).to(device)
+        self.rows, self.scales = poison_(torch.empty(N, WIDTH, dtype=dtype, device=device)), None
+        if dtype == FP8:
+            self.scales = poison_(torch.empty(N, WIDTH // 128, device=device))
+            self.rows.view(torch.uint8)[self.real], self.scales[self.real] = (
+                t.view(torch.uint8) if t.dtype == FP8 else t for t in epmoe.quantize_fp8(self.plain)
+            )
+        else:
+            self.rows[self.real] = self.plain
+
+    def outputs(self, experts: epmoe.GroupedExperts, rows_per_expert: float) -> Tensor:
+        """Of the real rows."""
+        given = {"tokens_per_expert": self.tokens, "alignment": 1, "rows_per_expert": rows_per_expert}
+        with poisoned_memory():
+            return experts(self.rows, self.offsets, self.scales, **given)[self.real]
+
+    def wanted(self, experts: epmoe.GroupedExperts) -> Tensor:
+        """In fp64."""
+        rows = (
+            self.rows[self.real]
+            if self.scales is None
+            else dequantize_rows(self.rows[self.real], self.scales[self.real], torch.float64)
+        )
+        gate_up, down = experts.w_gate_up.data.double(), experts.w_down.data.double()
+        if experts.is_fp8:
+            gate_up = dequantize_weights(experts.w_gate_up.data, experts.gate_up_scales, torch.float64)
+            down = dequantize_weights(experts.w_down.data, experts.down_scales, torch.float64)
+        out = []
+        for row, i in zip(rows.double(), self.expert.tolist(), strict=True):
+            both = gate_up[i] @ row
+            if experts.gate_up_bias is not None:
+                both += experts.gate_up_bias[i].double()
+            gate, up = (both[::2], both[1::2]) if experts.interleaved else both.chunk(2)
+            limit = experts.limit or float("inf")
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            y = down[i] @ (gate * torch.sigmoid(experts.alpha * gate) * (up + experts.up_offset))
+            out.append(y if experts.down_bias is None else y + experts.down_bias[i].double())
+        return torch.stack(out)
+
+
+BOTH_DTYPES = pytest.mark.parametrize("dtype", [BF16, FP8])
+BOTH_WIDTHS = pytest.mark.parametrize("rows_per_expert", [1.0, MOST_ROWS])
+
+
+@ON_GPUS
+@BOTH_DTYPES
+@BOTH_WIDTHS
+@pytest.mark.parametrize("gpt_oss", [False, True])
+def test_outputs_agree_with_fp64(device, dtype, rows_per_expert, gpt_oss):
+    """Also where an expert has many more rows than were expected."""
+    experts, rows = built(dtype, device, gpt_oss), Rows(COUNTS, dtype, device)
+    got, want = rows.outputs(experts, rows_per_expert).double(), rows.wanted(experts)
+    error = (got - want).norm(dim=1) / want.norm(dim=1)
+    assert (error <= LIMITS[dtype]).all(), error.max()
+
+
+@ON_GPUS
+@BOTH_DTYPES
+@BOTH_WIDTHS
+def test_a_row_depends_on_no_other_row(device, dtype, rows_per_expert):
+    """Bitwise, whatever its place is; NaN and Inf stay in their rows."""
+    experts, rows = built(dtype, device), Rows(COUNTS, dtype, device)
+    whole = rows.outputs(experts, rows_per_expert)
+    few = Rows([min(n, 2) for n in COUNTS], dtype, device)
+    keep = torch.cat([torch.arange(len(rows.expert))[rows.expert == i][:2] for i in range(len(COUNTS))])
+    few.rows.view(torch.uint8)[few.real] = rows.rows.view(torch.uint8)[rows.real[keep]]
+    if dtype == FP8:
+        few.scales[few.real] = rows.scales[rows.real[keep]]
+    assert torch.equal(few.outputs(experts, rows_per_expert), whole[keep])
+    bad = torch.tensor([0, 3, 20, 60])
+    rows.rows[rows.real[bad], 7] = torch.tensor(float("nan"), device=device).to(dtype)
+    if dtype == BF16:
+        rows.rows[rows.real[3], 7] = torch.inf
+    got = rows.outputs(experts, rows_per_expert)
+    assert got[bad].isnan().all()
+    others = torch.ones(len(got), dtype=torch.bool)
+    others[bad] = False
+    assert torch.equal(got[others], whole[others])
+
+
+@ON_GPUS
+@BOTH_DTYPES
+def test_a_graph_takes_other_segments(device, dtype):
+    experts, rows = built(dtype, device), Rows(COUNTS, dtype, device)
+    given = {"tokens_per_expert": rows.tokens, "alignment": 1, "rows_per_expert": 1.0}
+    experts(rows.rows, rows.offsets, rows.scales, **given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = experts(rows.rows, rows.offsets, rows.scales, **given)
+    other = Rows(COUNTS[::-1], dtype, device, seed=9)
+    wanted = other.outputs(experts, 1.0)
+    for mine, its in ((rows.offsets, other.offsets), (rows.tokens, other.tokens), (rows.rows, other.rows)):
+        mine.view(torch.uint8).copy_(its.view(torch.uint8))
+    if dtype == FP8:
+        rows.scales.copy_(other.scales)
+    poison_(out)
+    graph.replay()
+    assert torch.equal(out[other.real], wanted)
+
+
+@ON_GPUS
+@BOTH_DTYPES
+def test_wild_segments_reach_no_other_memory(device, dtype):
+    """What they say is clamped to the rows that there are, and unused rows are not written."""
+    experts, rows = built(dtype, device), Rows(COUNTS, dtype, device)
+    rows.offsets.copy_(torch.tensor([-5, 2**30, 3, -(2**31), 40, 2**31 - 1, 0, 7, 9], dtype=torch.int32))
+    rows.tokens.copy_(torch.tensor([2**31 - 1, -1, 2**30, 5, -(2**31), 1, 2, 3], dtype=torch.int32))
+    rows.outputs(experts, 1.0)
+    torch.cuda.synchronize()
+    assert torch.ones(8, device=device).sum() == 8
+
+
+@ON_GPUS
+def test_calls_of_few_rows_take_the_kernels(device):
+    experts = built(FP8, device)
+    assert experts.gemms[0] == "few_rows" != experts.gemm and not experts.batch_invariant
+    with_one = built(FP8, device, batch_invariant=True)
+    assert "few_rows" not in with_one.gemms
+    assert "few_rows" not in built(BF16, device, gemm="torch").gemms
+
+
+def test_which_calls_take_the_kernels(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    few = FewRows()
+    made = {dtype: (torch.zeros(2, 512, 256).to(dtype), torch.zeros(2, 256, 256).to(dtype)) for dtype in (BF16, FP8)}
+    for gate_up, down in made.values():
+        assert few.problem_with(gate_up, down) is None
+    gate_up, down = made[FP8]
+    assert "contiguous" in str(few.problem_with(gate_up, down.transpose(1, 2)))
+    assert "contiguous" in str(
+        few.problem_with(gate_up.view(-1)[:65536].view(1, 256, 256), down.view(-1)[1:65537].view(1, 256, 256))
+    )
+    assert "multiples of 128" in str(
+        few.problem_with(torch.zeros(2, 384, 256).to(FP8), torch.zeros(2, 256, 192).to(FP8))
+    )
+    assert "bf16 and fp8" in str(few.problem_with(gate_up.float(), down.float()))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert "capability 9" in str(few.problem_with(gate_up, down))
+    for rows, takes in ((None, False), (0.0, True), (MOST_ROWS, True), (MOST_ROWS + 0.1, False)):
+        assert few.takes(Segments(torch.zeros(3), None, 1, rows)) is takes
+    assert "few_rows" in GEMMS and "few_rows" not in CHOICES
+    assert choose("auto", *made[BF16]) == ("torch",)  # on CPUs
+
+
+def test_a_round_says_how_many_rows_an_expert_gets():
+    """T · R · K / P."""
+    with epmoe.ExpertParallel(alone(experts=8, top_k=2, hidden=64, max_tokens=4)) as ep:
+        ids, weights = torch.tensor([[0, 1], [1, 3], [5, 6]]), torch.ones(3, 2)
+        d = ep.dispatch(randn(3, 64), ids, weights)
+        assert d.segments["rows_per_expert"] == 3 * 2 / 8
+        assert ep.combine(d.rows, d).shape == (3, 64)

@@ -285,7 +285,7 @@ class GroupedExperts(nn.Module):
 
     def _choose(self) -> None:
         """Choose the GEMMs for serving and for calls with gradients."""
-        self.gemms = choose(self._wanted, self.w_gate_up, self.w_down, self._invariant)
+        self.gemms = choose(self._wanted, self.w_gate_up, self.w_down, batch_invariant=self._invariant)
         self.alignment = max(GEMMS[name].block for name in self.gemms)
         self._trains_by = choose_trained(self.w_gate_up, self.w_down)
 

@@ -103,7 +103,7 @@ def mapped_windows() -> list[int]:
 
 @pytest.fixture
 def deep_layer(make_ep, device, request):
-    """A layer on DeepGEMM, with shared experts. Parameters: payload, and whether calls of few rows take DeepGEMM too."""
+    """A layer on DeepGEMM, with shared experts. Parameters: payload, whether few rows take DeepGEMM, too."""
     pytest.importorskip("deep_gemm")
     E, D, F = 16, 512, 256
     payload, invariant = request.param

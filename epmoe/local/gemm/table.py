@@ -33,7 +33,7 @@ CHOICES = (
 """What a user can choose."""
 
 
-def choose(wanted: str, gate_up: Tensor, down: Tensor, batch_invariant: bool = False) -> tuple[str, ...]:
+def choose(wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool = False) -> tuple[str, ...]:
     """The names of the GEMMs that serve weights [e, 2F, D] and [e, D, F] on their device, the fastest first.
 
     A call takes the first whose `takes` says so. `wanted` is one of `CHOICES`: "auto" is all, "torch" is all that need

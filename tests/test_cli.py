@@ -212,7 +212,7 @@ def test_nvlink_with_too_few_gpus_is_an_error(tmp_path: Path, command: str, monk
         (["--steps", "0"], "--steps"),
         *[
             (["--model", "all", *option], f"`{option[0]}` is for the rounds of the layer, and `--model` runs models")
-            for option in (["--routing", "uniform"], ["--tokens", "8"], ["--watch"])
+            for option in (["--routing", "uniform"], ["--tokens", "8"], ["--balance"])
         ],
     ],
 )

@@ -98,6 +98,7 @@ def test_all_formats_load_the_same_config(tmp_path, name):
         ({"routing": {"scoring": "relu"}}, "`routing.scoring` must be 'softmax' or 'sigmoid', got 'relu'"),
         ({"model": {"num_expert": 8}}, "`model.num_expert` is not a known key; did you mean `num_experts`?"),
         ({"colour": {}}, "`colour` is not a known key; use model, topology, routing"),
+        ({"hardware": {"put_us": 30.0}}, "`hardware` is not a known key; use model, topology, .* exchange$"),
         (
             {"model": {"num_experts_per_tok": 17}},
             "`model.num_experts_per_tok` must be .* = 16, got 17",

@@ -12,9 +12,8 @@ from rich.table import Table
 
 from epmoe.bench.report import write_json
 from epmoe.cli.capacity import Capacity, advice, experts, network, rank_plans, suggestions
-from epmoe.cli.console import UserError, check_output, console, human_bytes
+from epmoe.cli.console import check_output, console, human_bytes
 from epmoe.cli.launch import CONFIG, load
-from epmoe.cli.prediction import predicted, prediction
 from epmoe.config.config import EPConfig
 from epmoe.exchange.memory import Buffer, MemoryPlan
 from epmoe.native.arguments import dtype_name
@@ -29,26 +28,16 @@ def plan(
         Path | None, typer.Option("--json", help="Write JSON to this file instead of printing tables; `-` prints it.")
     ] = None,
     multiprocessors: Annotated[int, typer.Option(min=1, help="Of the GPU; an H200 has 132.")] = 132,
-    predict: Annotated[
-        bool, typer.Option("--predict", help="Add µs of dispatch and combine on GPUs, by a model.")
-    ] = False,
 ) -> None:
     """Show what memory a configuration takes, per rank and per node, and on GPUs how its kernels are launched."""
     parsed = load(config)
     check_output("--json", as_json, (".json",))
     on_gpus = parsed.exchange.transport == "nvlink"
-    if predict and not on_gpus:
-        raise UserError(
-            "`--predict` models GPUs, and `exchange.transport` of this configuration is shared_memory, for CPUs: "
-            "EPMOE_EXCHANGE__TRANSPORT=nvlink in the environment predicts its sizes on GPUs"
-        )
     plans = rank_plans(parsed)
     if as_json:
         content = _as_dict(parsed, plans)
         if on_gpus:
             content["launches"] = _launches(parsed, plans[0], multiprocessors)
-        if predict:
-            content["predicted"] = predicted(parsed, _tokens(parsed))
         write_json(as_json, content)
         return
     largest = max(plans, key=lambda p: p.total_bytes)
@@ -66,9 +55,6 @@ def plan(
             console.print(_launch_table(_launches(parsed, plans[0], multiprocessors), multiprocessors))
         except (BuildError, OSError) as error:
             console.print(f"[dim]The launches are not shown, since the native library cannot be loaded: {error}[/]")
-    if predict:
-        for part in prediction(predicted(parsed, _tokens(parsed))):
-            console.print(part)
 
 
 def _memory_table(plan: MemoryPlan, totals: dict[str, int]) -> Table:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +17,6 @@ from epmoe.cli.demo import models
 from epmoe.cli.launch import CONFIG, NPROC, all_ranks, check_ranks, load, start_ranks
 from epmoe.cli.result import Balancing, Check, Result, sum_counters
 from epmoe.cli.tables import show
-from epmoe.cli.watch import watching
 from epmoe.config.config import EPConfig
 from epmoe.exchange.health import Health
 from epmoe.exchange.peers import Peers
@@ -46,9 +43,6 @@ def run(
         Kind | None, typer.Option(help="Simulated routing, without --model. [default: uniform]", show_default=False)
     ] = None,
     seed: Annotated[int, typer.Option(help="Of weights, tokens and simulated routing.")] = 0,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Show rates, late ranks and hot experts while it runs, without --model.")
-    ] = False,
     balance: Annotated[
         bool, typer.Option("--balance", help="Move experts while it runs, as the load drifts, without --model.")
     ] = False,
@@ -70,7 +64,6 @@ def run(
     for option, value in (
         ("--tokens", tokens),
         ("--routing", routing),
-        ("--watch", watch or None),
         ("--balance", balance or None),
     ):
         if model and value is not None:
@@ -88,7 +81,7 @@ def run(
         if model:
             results = models.run_models(parsed, model, steps, seed)
         else:
-            results = [_run_layer(parsed, config.stem, routing or "uniform", steps, tokens, seed, watch, balance)]
+            results = [_run_layer(parsed, config.stem, routing or "uniform", steps, tokens, seed, balance)]
     if rank == 0 and report is not None:
         from epmoe.cli.about import About
         from epmoe.cli.report import write_report
@@ -101,7 +94,7 @@ def run(
 
 
 def _run_layer(
-    config: EPConfig, name: str, kind: Kind, steps: int, tokens: int | None, seed: int, watch: bool, balance: bool
+    config: EPConfig, name: str, kind: Kind, steps: int, tokens: int | None, seed: int, balance: bool
 ) -> Result:
     """Rounds of the configuration's own layer. The Result is the same on every rank; rank 0 prints it."""
     model = config.model
@@ -109,8 +102,9 @@ def _run_layer(
     console.rule(f"[bold]{name}[/]: {steps} rounds of {tokens} tokens a rank, {kind} routing")
     with _open(config) as ep:
         simulated.synchronise(ep)
-        with _advancing(ep, steps, watch) as advance:
-            mine = simulated.run_layer(ep, kind, steps, tokens, seed, advance, balance)
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("rounds", total=steps)
+            mine = simulated.run_layer(ep, kind, steps, tokens, seed, lambda: progress.advance(task), balance)
         health, placement = ep.health(), ep.placement
     of_ranks: list[Any] = Peers.of(dist.group.WORLD).all_gather((asdict(mine), health.as_dict()))
     gathered = [(simulated.Measured(**measured), Health(**counts)) for measured, counts in of_ranks]
@@ -145,18 +139,6 @@ def _run_layer(
     if result.balancing:
         console.print(f"  {result.balancing.outcome}\n")
     return result
-
-
-@contextmanager
-def _advancing(ep: ExpertParallel, steps: int, watch: bool) -> Iterator[Callable[[], object]]:
-    """Shows how the run goes on; yields what to call after each round."""
-    if watch:
-        with watching(ep):
-            yield lambda: None
-        return
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("rounds", total=steps)
-        yield lambda: progress.advance(task)
 
 
 def _open(config: EPConfig) -> ExpertParallel:

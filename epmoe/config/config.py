@@ -16,7 +16,6 @@ from pydantic import Field, ValidationError, model_validator
 from epmoe.config.config_file import ConfigError, environment_overrides, explain, find_config, read_config
 from epmoe.config.deadlines import INSIDE_NODE_S
 from epmoe.config.from_hf import sections_of
-from epmoe.config.hardware import HardwareConfig
 from epmoe.config.placement import Placement
 from epmoe.config.strict import Strict
 
@@ -201,7 +200,6 @@ class EPConfig(Strict):
     placement: PlacementConfig = PlacementConfig()
     capacity: CapacityConfig = CapacityConfig()
     exchange: ExchangeConfig = ExchangeConfig()
-    hardware: HardwareConfig = HardwareConfig()
 
     def __init__(self, /, **sections: Any) -> None:
         """Check the sections; raises ConfigError, which lists every wrong key and what it must be."""

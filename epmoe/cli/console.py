@@ -135,9 +135,14 @@ def human_seconds(seconds: float, zeros: bool = False) -> str:
     return f"{digits} {unit}"
 
 
+def share(part: float) -> str:
+    """0.123 → "12%"."""
+    return f"{part:.0%}" if part >= 0.01 or not part else "<1%"
+
+
 def plain_table(columns: Iterable[str], words: Container[str] = ()) -> Table:
     """A table without lines: figures on the right, and on the left the columns that `words` names."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
         table.add_column(column, justify="left" if column in words else "right", no_wrap=True)
     return table

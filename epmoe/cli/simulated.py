@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from rich.progress import Progress
 
 from epmoe.balancer import Balancer
 from epmoe.cli.capacity import rank_plans
-from epmoe.cli.console import UserError, human_bytes
+from epmoe.cli.console import UserError, console, human_bytes
+from epmoe.cli.result import Balancing, Check, Result
 from epmoe.config.config import ConfigError, EPConfig
+from epmoe.exchange.health import Health
+from epmoe.exchange.peers import Peers
 from epmoe.exchange.window import available_memory_bytes
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.reference import moe_reference
@@ -32,26 +38,65 @@ PROCESS_BYTES = 400 << 20  # memory of torch and its libraries, per rank
 
 @dataclass
 class Measured:
-    """One rank's figures over all rounds. `worst_error` is relative to the largest element of a round's output, and
-    `waited` are the seconds that it waited for each rank."""
+    """One rank's figures over all rounds."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     worst_error: float = 0.0
+    """relative to the largest element of a round's output"""
     waited: list[float] = field(default_factory=list)
+    """seconds that this rank waited for each rank"""
     rows: list[int] = field(default_factory=list)
     """where experts move, rows of this rank's experts by round"""
     moves: list[tuple[int, int]] = field(default_factory=list)
     """(rounds before it, moves on all ranks) of each plan"""
 
 
-def run_layer(
+def run(config: EPConfig, name: str, kind: Kind, steps: int, tokens: int | None, seed: int, balances: bool) -> Result:
+    """Run the layer over all ranks of the default group. The Result is the same on every rank."""
+    model = config.model
+    tokens = min(64, config.capacity.max_num_tokens_per_rank) if tokens is None else tokens
+    console.rule(f"[bold]{name}[/]: {steps} rounds of {tokens} tokens a rank, {kind} routing")
+    try:
+        ep = ExpertParallel(config)
+    except (ValueError, MemoryError) as error:
+        raise UserError(str(error)) from None
+    with ep, Progress(console=console, transient=True) as progress:
+        _synchronise(ep)
+        task = progress.add_task("rounds", total=steps)
+        mine = _measure(ep, kind, steps, tokens, seed, lambda: progress.advance(task), balances)
+        health, placement = ep.health(), ep.placement
+    of_ranks: list[Any] = Peers.of(dist.group.WORLD).all_gather((asdict(mine), health.as_dict()))
+    measured = [Measured(**one) for one, _ in of_ranks]
+    counts = Result.counts(placement, [Health(**one) for _, one in of_ranks])
+    limit, worst = _tolerance(config), max(one.worst_error for one in measured)
+    check = Check(f"error against the dense fp64 reference ≤ {limit:.0e}", f"{worst:.1e}", worst <= limit)
+    return Result(
+        name=name,
+        config=config,
+        facts={
+            "experts": f"{model.num_experts}, {model.num_experts_per_tok} per token",
+            "hidden size": f"{model.hidden_size} {model.dtype}",
+            "rounds": f"{steps} of {tokens} tokens a rank",
+            "routing": kind,
+        },
+        checks=[check] if tokens else [],
+        placement=placement,
+        **counts | {"waited": [one.waited for one in measured]},  # without that of the empty round
+        stages=[one.seconds for one in measured],
+        elapsed=[sum(one.seconds.values()) for one in measured],
+        rounds=steps,
+        balancing=Balancing([one.rows for one in measured], mine.moves) if balances else None,
+    )
+
+
+def _measure(
     ep: ExpertParallel,
     kind: Kind,
     steps: int,
     tokens: int,
     seed: int,
     advance: Callable[[], object],
-    balances: bool = False,
+    balances: bool,
 ) -> Measured:
     """Run `steps` rounds of route, dispatch, experts and combine, and check some rows of each with the reference.
 
@@ -114,7 +159,7 @@ def run_layer(
     return measured
 
 
-def synchronise(ep: ExpertParallel) -> None:
+def _synchronise(ep: ExpertParallel) -> None:
     """Run an empty round, which nobody measures, so that the ranks start the next one together."""
     model = ep.config.model
     routing = ep.route(torch.empty(0, model.num_experts, device=ep.device))
@@ -141,7 +186,7 @@ def live(config: EPConfig) -> EPConfig:
         raise UserError(f"experts of this configuration cannot move: {error}") from None
 
 
-def tolerance(config: EPConfig) -> float:
+def _tolerance(config: EPConfig) -> float:
     """The limit of `Measured.worst_error`: it allows for the rounding of rows' dtype, also inside the experts."""
     fp8 = "fp8" in (config.exchange.payload, config.exchange.combine_payload)
     return FP8_TOLERANCE if fp8 else TOLERANCE[config.model.dtype]

@@ -23,7 +23,7 @@ import epmoe.integrations.transformers as integration
 from epmoe.cli.demo.checkpoint import load_tokenizer
 from epmoe.cli.demo.clock import StageClock
 from epmoe.cli.demo.tiny import MODELS, VOCABULARY
-from epmoe.cli.result import Baseline, Check, Result, sum_counters
+from epmoe.cli.result import Baseline, Check, Result
 from epmoe.config.placement import Placement
 from epmoe.exchange.health import Health
 from epmoe.exchange.peers import Peers
@@ -110,36 +110,31 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: P
     error = torch.tensor(by_rank["errors"]).max().item()  # NaN if any is
     limit = LOGIT_TOLERANCE if name in MODELS else CHECKPOINT_TOLERANCE * max(1.0, *by_rank["largest"])
     same = all(by_rank["equal"])
-    load = [count for one in healths for count in one.tokens_per_expert]
+    placement = Placement.build(exchange.model.num_experts, size)
     return Result(
         name=name if name in MODELS else Path(path).resolve().name,
         config=exchange,
         facts={
             "architecture": architecture,
-            "experts": f"{len(load)} on {size} ranks",
+            "experts": f"{exchange.model.num_experts} on {size} ranks, {exchange.model.num_experts_per_tok} per token",
             "generated": f"{max_new_tokens} tokens a rank",
         },
         checks=[
             Check("same tokens as one process", "yes" if same else "no", same),
             Check(f"logit error ≤ {limit:.0e}", f"{error:.1e}", error <= limit),
         ],
-        placement=Placement.build(len(load), size),
-        traffic=[one.rows_sent for one in healths],
-        load=load,
-        dropped=[one.dropped_pairs for one in healths],
+        placement=placement,
+        **Result.counts(placement, healths),
         stages=by_rank["stages"],
         elapsed=by_rank["elapsed"],
         rounds=max_new_tokens,
         unit="token",
-        health=sum_counters(healths),
-        waited=[one.waited_s for one in healths],
         texts=[(prompt, text) for prompt, text in by_rank["text"]],
         baseline=Baseline(
             texts=by_rank["alone_text"],
             stages=by_rank["alone_stages"],
             elapsed=by_rank["alone_elapsed"],
             logit_errors=by_rank["errors"],
-            logit_limit=limit,
         ),
         note=_RANDOM if name in MODELS else "",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -15,6 +14,7 @@ from rich.progress import Progress
 
 from epmoe.balancer import Balancer
 from epmoe.cli.capacity import rank_plans
+from epmoe.cli.clock import StageClock
 from epmoe.cli.console import UserError, console, human_bytes
 from epmoe.cli.result import Balancing, Check, Result
 from epmoe.config.config import ConfigError, EPConfig
@@ -26,7 +26,6 @@ from epmoe.local.reference import moe_reference
 from epmoe.local.simulate import Kind, simulate_logits
 from epmoe.service import ExpertParallel
 
-STAGES = ("route", "dispatch", "experts", "combine")
 POOL_ROWS = 1024  # rows of simulated logits; every round draws its rows from them
 CHECKED_ROWS = 32  # rows per round and rank that are compared with the dense reference, about
 TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}  # relative to the largest element of a round's output
@@ -40,7 +39,8 @@ PROCESS_BYTES = 400 << 20  # memory of torch and its libraries, per rank
 class Measured:
     """One rank's figures over all rounds."""
 
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    seconds: dict[str, float]
+    """by stage"""
     worst_error: float = 0.0
     """relative to the largest element of a round's output"""
     waited: list[float] = field(default_factory=list)
@@ -102,7 +102,8 @@ def _measure(
 
     `advance` is called after each round. With `balances`, experts move between the ranks meanwhile.
     """
-    config, model, measured = ep.config, ep.config.model, Measured()
+    config, model, clock = ep.config, ep.config.model, StageClock(ep.device)
+    measured = Measured(clock.seconds)
     weights = _expert_weights(config, seed, ep.device)
     tag = int(ep.config.placement.live)
     held = [max(expert, 0) for expert in ep.logical_experts(tag)]  # nobody uses an empty slot
@@ -131,17 +132,14 @@ def _measure(
             pool_TE = pool(step=n / steps)  # one order becomes another over the run
         x_TD = torch.randn(tokens, model.hidden_size, generator=generator).to(ep.device, model.torch_dtype)
         logits_TE = pool_TE[torch.randint(POOL_ROWS, (tokens,), generator=generator)].to(ep.device)
-        clock = [_now(ep.device)]
-        routing = ep.route(logits_TE, bias_E)
-        clock.append(_now(ep.device))
-        d = ep.dispatch(x_TD, routing.ids, routing.weights, tag=tag)
-        clock.append(_now(ep.device))
-        rows_ND = experts(d.rows, d.expert_offsets, d.scales)
-        clock.append(_now(ep.device))
-        y_TD = ep.combine(rows_ND, d)
-        clock.append(_now(ep.device))
-        for stage, start, end in zip(STAGES, clock, clock[1:], strict=False):
-            measured.seconds[stage] += end - start
+        with clock.stage("route"):
+            routing = ep.route(logits_TE, bias_E)
+        with clock.stage("dispatch"):
+            d = ep.dispatch(x_TD, routing.ids, routing.weights, tag=tag)
+        with clock.stage("experts"):
+            rows_ND = experts(d.rows, d.expert_offsets, d.scales)
+        with clock.stage("combine"):
+            y_TD = ep.combine(rows_ND, d)
         some = slice(None, None, max(1, tokens // CHECKED_ROWS))
         expected_TD = moe_reference(x_TD[some], routing.ids[some], routing.weights[some], weights)
         measured.worst_error = max(measured.worst_error, _relative_error(y_TD[some], expected_TD))
@@ -166,12 +164,6 @@ def _synchronise(ep: ExpertParallel) -> None:
     x_TD = torch.empty(0, model.hidden_size, dtype=model.torch_dtype, device=ep.device)
     d = ep.dispatch(x_TD, routing.ids, routing.weights, tag=int(ep.config.placement.live))
     ep.combine(torch.zeros_like(d.rows, dtype=model.torch_dtype), d)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def live(config: EPConfig) -> EPConfig:

@@ -21,8 +21,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 import epmoe.integrations.transformers as integration
+from epmoe.cli.clock import StageClock
 from epmoe.cli.demo.checkpoint import Decode, Encode, tokenizer_of
-from epmoe.cli.demo.clock import StageClock
 from epmoe.cli.demo.tiny import MODELS, VOCABULARY
 from epmoe.cli.result import Baseline, Check, Result
 from epmoe.config.placement import Placement

@@ -32,6 +32,8 @@ _ADVICE_OF_CACHE = "EPMOE_CACHE_DIR names a folder to build the library in, EPMO
 
 @dataclass(frozen=True)
 class Finding:
+    """What was found of one subject, and what to do about it."""
+
     level: Literal["ok", "warn", "fail"]
     subject: str
     detail: str
@@ -94,21 +96,18 @@ def _compiler() -> Finding:
     version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
     line = version.splitlines()[0] if version else path
     found = re.search(r"(\d+)\.\d+", line)
-    is_gcc = "clang" not in line.lower()
-    if is_gcc and found and int(found[1]) < 11:
+    if "clang" not in line.lower() and found and int(found[1]) < 11:
         return Finding("fail", "compiler", f"{line}: too old for C++20", advice)
     return Finding("ok", "compiler", line)
 
 
 def _torch() -> Finding:
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     detail = f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU only'}"
     oldest = build.TRIED_TORCH[0]
-    if version < oldest:
+    if tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < oldest:
         return Finding("fail", "torch", detail, f"install torch ≥ {'.'.join(map(str, oldest))}")
-    if problem := build.problem_with_torch(torch.__version__):
-        return Finding("warn", "torch", detail, problem)
-    return Finding("ok", "torch", detail)
+    problem = build.problem_with_torch(torch.__version__)
+    return Finding("warn" if problem else "ok", "torch", detail, problem or "")
 
 
 def _native_library() -> Finding:
@@ -138,10 +137,9 @@ def _gpus(config: EPConfig | None) -> Iterator[Finding]:
     if not torch.cuda.is_available():
         return
     for index in range(count):
-        properties = torch.cuda.get_device_properties(index)
-        capability = (properties.major, properties.minor)
-        detail = f"{properties.name}, sm_{properties.major}{properties.minor}, {human_bytes(properties.total_memory)}"
-        if capability < OLDEST_GPU:
+        found = torch.cuda.get_device_properties(index)
+        detail = f"{found.name}, sm_{found.major}{found.minor}, {human_bytes(found.total_memory)}"
+        if (found.major, found.minor) < OLDEST_GPU:
             yield Finding("fail", f"cuda:{index}", detail, "epmoe needs sm_80 or newer")
         else:
             yield Finding("ok", f"cuda:{index}", detail)
@@ -159,13 +157,13 @@ def _gpus(config: EPConfig | None) -> Iterator[Finding]:
 
 
 def _experts_gemm() -> Finding:
-    """The library of the experts' grouped GEMM, which is tried."""
+    """Which library computes the experts' grouped GEMM."""
     shapes = (1, 512, 256), (1, 256, 256)
     for dtype in (torch.bfloat16, FP8):
         problem = deep_gemm.problem(*(torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes))
         if problem is None:
             continue
-        if isinstance(problem, ValueError):  # of this GPU
+        if isinstance(problem, ValueError):  # this GPU cannot
             return Finding("ok", "experts", f"torch's grouped GEMM: {problem}")
         return Finding("warn", "experts", f"torch's grouped GEMM, which is slower than DeepGEMM: {problem}")
     return Finding("ok", "experts", "DeepGEMM, for weights in bf16 and fp8")
@@ -202,7 +200,7 @@ def _memory(config: EPConfig | None) -> Iterator[Finding]:
     needed = sum(p.total_bytes for p in plans)
     advice = "lower `capacity.max_num_tokens_per_rank` or set `capacity.max_expert_rows`; see `epmoe plan`"
     if config.exchange.transport == "nvlink":
-        if torch.cuda.device_count() < size:  # which _gpus says
+        if torch.cuda.device_count() < size:  # _gpus says so
             return
         each, (free, _) = max(p.total_bytes for p in plans), torch.cuda.mem_get_info()
         fits, detail = each <= free, f"{human_bytes(each)} planned on each GPU, {human_bytes(free)} free"

@@ -80,7 +80,7 @@ def _launches(config: EPConfig, plan: MemoryPlan, multiprocessors: int) -> list[
     from epmoe.exchange.launch_policy import launches  # needs the native library, unlike the memory plan
 
     most, rows = config.capacity.max_num_tokens_per_rank, []
-    for T in (*(T for T in TOKENS if T < most), most):
+    for T in (*(tokens for tokens in TOKENS if tokens < most), most):
         dispatch, combine = launches(plan, T, config.model.torch_dtype, multiprocessors=multiprocessors)
         rows.append(
             {

@@ -26,7 +26,7 @@ _SMALL_BLOCK = 64  # rows, of a GEMM over blocks of rows: faster than 128 where 
 _MOST_ON_NODE = 64  # ranks: a set of them is one 64-bit mask
 _LIVE_SLOTS = 2**16  # a slot is numbered in 16 bits
 _MOST_ERRORS = 12  # of a message: one screen
-_Rule = tuple[str, bool, str, object]  # dotted key, whether its value is allowed, what it must be, what it is
+_Rule = tuple[str, bool, str, object]  # dotted key, whether its value is allowed, what the value must be, the value
 
 
 class ModelConfig(Strict):
@@ -70,11 +70,11 @@ class RoutingConfig(Strict):
     """Multiplies the weights, after renormalisation."""
     nan_rows: Literal["zero", "propagate"] = "zero"
     """What a `MoELayer` returns for a token whose scores are undefined, by NaN or under softmax by +Inf: the sum of
-    what `route` chose, which is zeros under softmax; or NaN, for whoever looks for the cause."""
+    what `route` chose, which is zeros under softmax; or NaN, which helps to look for the cause."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of `epmoe.route`. The other keys are for whoever calls it."""
+        """Arguments of `epmoe.route`, which does not know the other keys."""
         return self.model_dump(exclude={"nan_rows", "selection_bias", "logit_bias"})
 
 
@@ -97,7 +97,7 @@ class ExpertsConfig(Strict):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of `GroupedExperts`. The other keys are for whoever makes the layer."""
+        """Arguments of `GroupedExperts`, which do not know the other keys."""
         return self.model_dump(exclude={"biases", "weights_on_input"})
 
 
@@ -128,7 +128,7 @@ class PlacementConfig(Strict):
     assignment: list[int] | None = None
     """With `strategy: explicit`, the owning rank of each of the P physical experts."""
     num_redundant_experts: int = Field(default=0, ge=0, le=4096)
-    """Copies beside the E experts: physical expert E+i copies logical expert i mod E; P = E + copies."""
+    """Copies of experts: physical expert E+i copies logical expert i mod E; P = E + copies."""
     copied_experts: list[int] | None = None
     """With `strategy: explicit`, the logical expert of each of these copies, where it is not i mod E."""
     live: bool = False
@@ -156,8 +156,9 @@ class CapacityConfig(Strict):
     """Most expert-major rows N that a rank can hold, rounded up to the alignment; by default the worst case,
     R·M·K + e·(alignment−1)."""
     alignment: int | None = Field(default=None, ge=1, le=4096)
-    """In rows: each expert's segment starts at a multiple of this number. By default at any row, except in the rounds
-    of experts whose GEMM wants blocks of rows: there at multiples of 64, or of 128 where an expert gets 128 or more."""
+    """Each expert's segment starts at a multiple of this number of rows. By default it starts at any row, except in the
+    rounds of experts whose GEMM wants blocks of rows: there at multiples of 64, or of 128 where an expert gets 128 or
+    more."""
     gap_rows: Literal["undefined", "zero"] = "undefined"
     """What lies in the rows between segments; zero takes longer, and GEMMs that sum over rows need it."""
     max_rows_per_node: int | None = Field(default=None, ge=1)
@@ -223,7 +224,7 @@ class EPConfig(Strict):
 
     @property
     def alignment(self) -> int:
-        """In rows: where segments start in rounds whose rows are aligned, as of `ExpertParallel.dispatch`."""
+        """Rows of which segments start at a multiple, in rounds with `dispatch(…, aligned=True)`."""
         if self.capacity.alignment is not None:
             return self.capacity.alignment
         if self.model.dtype != "bfloat16":  # no GEMM that wants blocks takes it
@@ -233,7 +234,7 @@ class EPConfig(Strict):
 
     @property
     def ll_alignment(self) -> int:
-        """Likewise on GPUs of one node, in rounds to which no rank brings more than `LL_MAX_TOKENS` tokens."""
+        """The same on GPUs of one node, in rounds to which no rank brings more than `LL_MAX_TOKENS` tokens."""
         return self.alignment if self.capacity.alignment is not None else min(self.alignment, _SMALL_BLOCK)
 
     @property
@@ -242,15 +243,15 @@ class EPConfig(Strict):
         return self.capacity.max_rows_per_node or self.capacity.max_num_tokens_per_rank
 
     def padded_tokens(self, longest: int) -> int:
-        """That of `ExpertParallel.dispatch` where the longest batch of a rank has so many tokens."""
+        """The `padded_tokens` of a dispatch where the longest batch of a rank has `longest` tokens."""
         return max(1, min(longest, self.rows_per_node))
 
     def of_node(self) -> Self:
         """The configuration of the exchange within one node, whose ranks bring what the slabs of all nodes hold.
 
         Its waits are a little longer than those for the network: the rank that waits for the network then reports first
-        which rank is missing. Overflow and aborts are counted only, since the sources of the rows raise them. The
-        placement is not of this configuration: see `Placement.of_node`.
+        which rank is missing. Overflow and aborts are counted only, since the sources of the rows raise them.
+        `Placement.of_node` gives its placement.
         """
         topology, times = self.topology, self.exchange
         tokens = topology.num_nodes * self.rows_per_node
@@ -276,7 +277,7 @@ class EPConfig(Strict):
         )
 
     def with_placement(self, placement: Placement) -> Self:
-        """This configuration for the ranks, owners and copies of `placement`: what the ranks of a resumed group have.
+        """This configuration for the ranks, owners and copies of `placement`, as the ranks of a resumed group have it.
 
         Raises ConfigError if it does not fit the other sections, as with more ranks than `topology.ranks_per_node`; and
         with `placement.live` if it is not the one with which such a group begins.
@@ -382,13 +383,8 @@ class EPConfig(Strict):
         section, ranks, experts = self.placement, self.topology.ep_size, self.model.num_experts
         if not section.live:
             for key in ("slots_per_rank", "most_copies", "layers", "staging_mb", "slots"):
-                value = getattr(section, key)
-                yield (
-                    f"placement.{key}",
-                    value == type(section).model_fields[key].default,
-                    "unset without `live`",
-                    value,
-                )
+                value, default = getattr(section, key), PlacementConfig.model_fields[key].default
+                yield f"placement.{key}", value == default, "unset without `live`", value
             return
         yield "placement.strategy", section.strategy == "linear", "linear with `live`", section.strategy
         redundant = section.num_redundant_experts

@@ -79,7 +79,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 
 
 def ready_configs() -> dict[str, Path]:
-    """The configurations that come with epmoe, by name: inside the package, or beside it in a checkout."""
+    """The configurations that come with epmoe, by name: those in the package, in a checkout those of its root."""
     folders = [_PACKAGE / "configs"]
     if (_PACKAGE.parent / "pyproject.toml").exists():  # elsewhere a folder `configs` is not ours
         folders.append(_PACKAGE.parent / "configs")

@@ -112,7 +112,7 @@ def sections_of(source: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
     """The sections `model`, `routing` and `experts` of a Hugging Face model, and the beginning of messages about it.
 
     Args:
-        source: as of `EPConfig.from_hf`.
+        source: the argument of `EPConfig.from_hf`.
         given: sections whose keys replace those of the model. The result has them too.
 
     Returns:

@@ -22,7 +22,7 @@ class Move(NamedTuple):
     source: int | None
     """The index at which the rank has held these weights so far; None if it must load them."""
     tag: int = 0
-    """With `placement.live` of the layer whose slot this is, from 1; otherwise 0, for all layers."""
+    """With `placement.live`, the layer whose slot this is, from 1; otherwise 0, for all layers."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Placement:
 
     @classmethod
     def _with_copies(cls, num_experts: int, ep_size: int, owners: tuple[int, ...], copied: tuple[int, ...]) -> Self:
-        """In the one form that equal placements have: copies in the usual order are not listed."""
+        """Make the one form that equal placements have: it lists no copies that are in the usual order."""
         usual = all(logical == i % num_experts for i, logical in enumerate(copied))
         return cls(num_experts, ep_size, owners, None if usual else copied)
 
@@ -113,7 +113,7 @@ class Placement:
         order of the experts on a rank, may therefore change: see `moves`.
 
         Args:
-            ranks: to leave out.
+            ranks: the ranks to leave out.
             spread_lost: place logical experts of which no copy remains on the ranks with the fewest experts. Their
                 weights must be loaded there.
 

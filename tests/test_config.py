@@ -120,8 +120,11 @@ def test_all_formats_load_the_same_config(tmp_path, name):
             "`topology.ranks_per_node` must be such that every node owns an expert, got 2",
         ),
         ({"capacity": {"max_rows_per_node": 1025}}, "`capacity.max_rows_per_node` must be at most M = 1024 rows"),
-        ({"placement": {"strategy": "explicit"}}, "`placement.assignment` must be 16 ranks.*, got none"),
-        ({"placement": {"assignment": [0] * 16}}, "`placement.strategy` must be explicit"),
+        (
+            {"placement": {"strategy": "explicit"}},
+            "`placement.assignment` must be given with strategy 'explicit'.* none",
+        ),
+        ({"placement": {"assignment": [0] * 16}}, "`placement.assignment` must be given .* got 'linear' with one"),
         (
             {"placement": {"strategy": "explicit", "assignment": [0]}},
             "`placement.assignment` must be 16 .* 1",

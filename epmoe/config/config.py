@@ -415,25 +415,12 @@ class EPConfig(Strict):
         key = "ep_size" if self.topology.ranks_per_node is None else "ranks_per_node"
         what = f"at most {_MOST_ON_NODE} on one node"
         yield f"topology.{key}", node <= _MOST_ON_NODE, what, node
-        explicit, owners = self.placement.strategy == "explicit", self.placement.assignment
-        nodes = {rank // node for rank in owners or range(min(size, self.num_physical_experts))}
+        try:
+            owners = self.place_experts().owners
+        except ValueError as error:
+            raise ValueError(str(error).replace("`", "`placement.", 1)) from None
         what = "such that every node owns an expert"
-        yield "topology.ranks_per_node", node == size or len(nodes) == size // node, what, node
-        ranks = f"{self.num_physical_experts} ranks, one for each expert and copy"
-        yield "placement.assignment", owners is not None or not explicit, ranks, "none"
-        if owners is not None:
-            yield "placement.strategy", explicit, "explicit with an assignment", self.placement.strategy
-            yield "placement.assignment", len(owners) == self.num_physical_experts, ranks, len(owners)
-            for p, rank in enumerate(owners):
-                what = f"a rank from 0 to {size - 1}"
-                yield f"placement.assignment[{p}]", 0 <= rank < size, what, rank
-        if (copied := self.placement.copied_experts) is not None:
-            yield "placement.strategy", explicit, "explicit with copied_experts", self.placement.strategy
-            what = f"{self.placement.num_redundant_experts} experts, one for each copy"
-            yield "placement.copied_experts", len(copied) == self.placement.num_redundant_experts, what, len(copied)
-            for i, expert in enumerate(copied):
-                what = f"an expert from 0 to {self.model.num_experts - 1}"
-                yield f"placement.copied_experts[{i}]", 0 <= expert < self.model.num_experts, what, expert
+        yield "topology.ranks_per_node", len({rank // node for rank in owners}) == size // node, what, node
 
     def _capacity_rules(self) -> Iterator[_Rule]:
         model, exchange, tokens = self.model, self.exchange, self.capacity.max_num_tokens_per_rank

@@ -69,8 +69,11 @@ class Spread(NamedTuple):
 
         Groups are scored as with a bias, by their two best experts: the models that have groups have one.
         """
-        model, routing, topology = config.model, config.routing, config.topology
-        R, K = topology.ep_size, model.num_experts_per_tok
+        model = config.model
+        routing = config.routing
+        topology = config.topology
+        R = topology.ep_size
+        K = model.num_experts_per_tok
         tokens = -(-_ROUTED // R)
         ids = route_reference(
             simulate_logits("uniform", R * tokens, model.num_experts),
@@ -98,7 +101,8 @@ class RowBytes(NamedTuple):
     @classmethod
     def of(cls, config: EPConfig) -> tuple[Self, Self]:
         """Rows of dispatch: a slot of a slab, and rows of the payload. Rows of combine: x's dtype, and the payload."""
-        model, exchange = config.model, config.exchange
+        model = config.model
+        exchange = config.exchange
         out, plain, back = (
             wire_bytes(model.hidden_size, model.torch_dtype, payload)
             for payload in (exchange.payload, "auto", exchange.combine_payload)
@@ -146,7 +150,8 @@ class NetworkModel:
         `slots`: of the padded slab to each other node; None where slabs have exact lengths. `counts`: whether the host
         has to read counts on this way.
         """
-        hw, others = self.hardware, self.nodes - 1
+        hw = self.hardware
+        others = self.nodes - 1
         if not others:
             return Terms(0.0, 0.0, 0.0, self.node_us(T, row))
         start = hw.launch_us + hw.collective_us + hw.peer_us * others
@@ -155,7 +160,8 @@ class NetworkModel:
 
     def node_us(self, T: int, row: RowBytes) -> float:
         """The exchange within a node: the slower of its wire and of the rows that each GPU moves itself."""
-        hw, spread = self.hardware, self.spread
+        hw = self.hardware
+        spread = self.spread
         moved = T * (spread.experts + spread.ranks) * row.experts / (hw.local_gb_per_s * _BYTES_PER_US)
         return hw.exchange_us + max(self._wire_us(T, row), moved)
 
@@ -184,8 +190,10 @@ def table(config: EPConfig, hardware: Hardware) -> Iterator[str]:
     With padded splits the slabs of T tokens have T slots, as with `padded_tokens=T`, at most
     `capacity.max_rows_per_node`.
     """
-    model, (out, back) = NetworkModel.of(config, hardware), RowBytes.of(config)
-    exact, M = config.exchange.network_splits == "exact", config.capacity.max_num_tokens_per_rank
+    model = NetworkModel.of(config, hardware)
+    out, back = RowBytes.of(config)
+    exact = config.exchange.network_splits == "exact"
+    M = config.capacity.max_num_tokens_per_rank
     terms = [name.removesuffix("_us") for name in Terms._fields]
     header = ["T", "dispatch", *terms, "combine", *terms] + ["pipelined", "direct"] * (model.nodes > 1)
     yield f"| {' | '.join(header)} |"

@@ -61,7 +61,8 @@ def stages(result: Result) -> Markup:
             if seconds := one.get(stage, 0.0):
                 label = element("b", stage, class_=f"chars-{len(stage)}")
                 title = f"{name}, {stage}: {human_seconds(seconds, zeros=True)}, {share(seconds / total)} of {whole}"
-                css, width = f"st-{stage.replace(' ', '-')}", f"width:{100 * seconds / top:.3f}%"
+                css = f"st-{stage.replace(' ', '-')}"
+                width = f"width:{100 * seconds / top:.3f}%"
                 fill.append(element("i", label, class_=css, data_stage=stage, style=width, title=title))
         parts.append(element("div", name, class_="name"))
         track = join((grid, element("div", *fill, class_="fill")))
@@ -74,18 +75,20 @@ def stages(result: Result) -> Markup:
 
 def traffic(result: Result) -> Markup:
     """The heat map of the rows from rank to rank."""
-    values = result.traffic
-    return _pairs(values, lambda rows: f"{rows:,.0f}", " rows", "from", "to", "rows on the wire", "not on the wire")
+    words = {"down": "from", "across": "to", "what": "rows on the wire", "itself": "not on the wire"}
+    return _pairs(result.traffic, lambda rows: f"{rows:,.0f}", unit=" rows", **words)
 
 
 def waits(result: Result) -> Markup:
     """The heat map of the time that each rank waited for each other rank."""
-    return _pairs(result.waited, lambda s: human_seconds(s) if s else "0", "", "rank", "for", "time waited", "never")
+    words = {"down": "rank", "across": "for", "what": "time waited", "itself": "never"}
+    return _pairs(result.waited, lambda seconds: human_seconds(seconds) if seconds else "0", unit="", **words)
 
 
 def _pairs(
     values: Sequence[Sequence[float]],
     label: Callable[[float], str],
+    *,
     unit: str,
     down: str,
     across: str,
@@ -94,7 +97,8 @@ def _pairs(
 ) -> Markup:
     """A heat map of [R][R] values: a rank for each row and column. A rank's value for itself has no colour."""
     others = [one for i, row in enumerate(values) for j, one in enumerate(row) if i != j] or [0]
-    low, top = min(others), max(others)
+    low = min(others)
+    top = max(others)
     rows = [
         [
             Cell(
@@ -116,12 +120,14 @@ def _pairs(
 
 def balance(balancing: Balancing) -> Markup:
     """The load of each rank over the mean: ranks as rows, parts of the run as columns."""
-    rounds, ranks = len(balancing.rows[0]), len(balancing.rows)
+    rounds = len(balancing.rows[0])
+    ranks = len(balancing.rows)
     count = min(rounds, MOST_PARTS)
     spans = list(itertools.pairwise(rounds * n // count for n in range(count + 1)))
     loads = [[sum(rows[begin:end]) for rows in balancing.rows] for begin, end in spans]
     over = [[load * ranks / (sum(part) or 1) for load in part] for part in loads]
-    low, top = min(map(min, over)), max(map(max, over))
+    low = min(map(min, over))
+    top = max(map(max, over))
     rows = [
         [
             Cell(
@@ -169,7 +175,8 @@ def _grid(
             for cell in row
         ]
         lines.append(element("tr", element("th", _number(rank, len(rows)), scope="row"), *cells))
-    css, style = f"cells{' small' * (not labelled)}", f"--n:{size}"
+    css = f"cells{' small' * (not labelled)}"
+    style = f"--n:{size}"
     table = element("table", element("caption", caption), top, *lines, *below, class_=css, style=style)
     return element("div", table, class_="scroll", tabindex=0)
 
@@ -188,7 +195,8 @@ def _number(rank: int, ranks: int) -> str:
 
 def loads(result: Result) -> Markup:
     """Tokens of each physical expert, as bars, rank by rank."""
-    placement, holder = result.placement, result.holder
+    placement = result.placement
+    holder = result.holder
     mean = sum(result.load) / len(result.load)
     top, ticks = axis(max(result.load), lambda value: f"{value:,.0f}", whole=True)
     gap = f"gap:min(22px,{24 / placement.ep_size:.2f}%)"
@@ -196,7 +204,8 @@ def loads(result: Result) -> Markup:
     for rank, experts in enumerate(by_rank(placement, range(len(result.load)))):
         bars = []
         for expert in experts:
-            load, logical = result.load[expert], placement.logical(expert)
+            load = result.load[expert]
+            logical = placement.logical(expert)
             copy = f" (copy of {logical})" if logical != expert and holder == "expert" else ""
             title = f"{holder} {expert}{copy} on rank {rank}: {load:,} tokens, {times(load / (mean or 1))} the mean"
             bars.append(element("i", element("b", style=f"height:{100 * load / top:.2f}%"), title=title))

@@ -49,7 +49,8 @@ class StageClock:
         the model's forward pass is the stage loop.
         """
         hooks = [hook for name, module in model.named_modules() for hook in self._watch(model, name, module)]
-        batches.now, before = self.now, batches.now
+        before = batches.now
+        batches.now = self.now
         start = self.now()
         try:
             with self.stage("loop"):

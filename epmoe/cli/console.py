@@ -40,7 +40,8 @@ def require(package: str, purpose: str) -> None:
 
 def launched_rank() -> int | None:
     """This process's rank under torchrun or a launcher that sets the same variables, else None."""
-    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    rank = os.environ.get("RANK", "")
+    size = os.environ.get("WORLD_SIZE", "")
     return int(rank) if rank.isdecimal() and size.isdecimal() and int(rank) < int(size) else None
 
 
@@ -49,7 +50,9 @@ def fail(message: str, *, code: int, every_rank: bool = False) -> typer.Exit:
 
     A rank that `epmoe` itself started prints nothing: it leaves its message to the process that started it.
     """
-    rank, file, lines = launched_rank(), message_file(), message.splitlines()
+    rank = launched_rank()
+    file = message_file()
+    lines = message.splitlines()
     if len(lines) > MOST_LINES:  # of a compiler, say: the first ones are the cause
         message = "\n".join([*lines[:MOST_LINES], f"… and {len(lines) - MOST_LINES} more lines"])
     if file is not None:

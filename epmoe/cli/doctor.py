@@ -124,7 +124,8 @@ def _native_library() -> Finding:
 
 
 def _gpus(config: EPConfig | None) -> Iterator[Finding]:
-    count, size = torch.cuda.device_count(), config.topology.ep_size if config else 0
+    count = torch.cuda.device_count()
+    size = config.topology.ep_size if config else 0
     if config and config.exchange.transport == "nvlink" and count < size:
         detail = f"torch sees {count}, and `exchange.transport` nvlink wants one for each of {size} ranks"
         yield Finding("fail", "GPUs", detail, "EPMOE_EXCHANGE__TRANSPORT=shared_memory runs it on the CPU")
@@ -196,16 +197,20 @@ def _memory(config: EPConfig | None) -> Iterator[Finding]:
     if config is None:
         yield Finding("ok", "memory", detail)
         return
-    plans, size = rank_plans(config), config.topology.ep_size
+    plans = rank_plans(config)
+    size = config.topology.ep_size
     needed = sum(p.total_bytes for p in plans)
     advice = "lower `capacity.max_num_tokens_per_rank` or set `capacity.max_expert_rows`; see `epmoe plan`"
     if config.exchange.transport == "nvlink":
         if torch.cuda.device_count() < size:  # _gpus says so
             return
-        each, (free, _) = max(p.total_bytes for p in plans), torch.cuda.mem_get_info()
-        fits, detail = each <= free, f"{human_bytes(each)} planned on each GPU, {human_bytes(free)} free"
+        each = max(p.total_bytes for p in plans)
+        free, _ = torch.cuda.mem_get_info()
+        fits = each <= free
+        detail = f"{human_bytes(each)} planned on each GPU, {human_bytes(free)} free"
     else:
-        fits, detail = needed <= available, f"{human_bytes(needed)} planned for {size} ranks; {detail}"
+        fits = needed <= available
+        detail = f"{human_bytes(needed)} planned for {size} ranks; {detail}"
         cores = len(os.sched_getaffinity(0))
         if size > cores:
             yield Finding("warn", "cores", f"{size} ranks on {cores} cores: works, but they take turns")

@@ -75,16 +75,17 @@ def load(config: Path, nproc: int | None = None) -> EPConfig:
 
 def check_ranks(config: EPConfig) -> None:
     """Raise UserError if `config` cannot run here: its ranks, its GPUs, torch's backends, a launcher's variables."""
-    size, nodes, on_gpus = config.topology.ep_size, config.topology.num_nodes, config.exchange.transport == "nvlink"
-    here, launched = size, "RANK" in os.environ
-    if launched:
-        here, started = size // nodes, _started_ranks()
-        if started != size:
-            where = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
-            raise UserError(
-                f"`topology.ep_size` is {size}, but torchrun started {started} processes:\n  "
-                f"torchrun {where} --nproc-per-node {here} -m epmoe {shlex.join(sys.argv[1:])}"
-            )
+    size = config.topology.ep_size
+    nodes = config.topology.num_nodes
+    on_gpus = config.exchange.transport == "nvlink"
+    launched = "RANK" in os.environ
+    here = size // nodes if launched else size
+    if launched and (started := _started_ranks()) != size:
+        where = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+        raise UserError(
+            f"`topology.ep_size` is {size}, but torchrun started {started} processes:\n  "
+            f"torchrun {where} --nproc-per-node {here} -m epmoe {shlex.join(sys.argv[1:])}"
+        )
     if on_gpus and (found := torch.cuda.device_count()) < here:
         raise UserError(
             f"`exchange.transport` nvlink wants a GPU for each of {here} ranks, and torch sees {found}; "
@@ -104,7 +105,8 @@ def _started_ranks() -> int:
         value = os.environ.get(name)
         if value is not None and not value.isdecimal():
             raise UserError(f"environment variable {name} must be a number, got {value!r}; launchers set it, not users")
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     if rank >= size:
         raise UserError(f"environment variable RANK must be below WORLD_SIZE, {size}, got {rank}")
     return size
@@ -121,7 +123,8 @@ def _require_variables(*names: str) -> None:
 @contextmanager
 def all_ranks(config: EPConfig) -> Iterator[int]:
     """Initialise the default process group over gloo, with `transport: nvlink` also over NCCL; yields this rank."""
-    rank, on_gpus = launched_rank(), config.exchange.transport == "nvlink"
+    rank = launched_rank()
+    on_gpus = config.exchange.transport == "nvlink"
     assert rank is not None  # check_ranks
     if on_gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))

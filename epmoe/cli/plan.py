@@ -79,7 +79,8 @@ def _launches(config: EPConfig, plan: MemoryPlan, multiprocessors: int) -> list[
     """By T, up to M: the launch of dispatch and that of combine, from both phases in one call and expert-major rows."""
     from epmoe.exchange.launch_policy import launches  # needs the native library, unlike the memory plan
 
-    most, rows = config.capacity.max_num_tokens_per_rank, []
+    most = config.capacity.max_num_tokens_per_rank
+    rows = []
     for T in (*(tokens for tokens in TOKENS if tokens < most), most):
         dispatch, combine = launches(plan, T, config.model.torch_dtype, multiprocessors=multiprocessors)
         rows.append(
@@ -131,7 +132,8 @@ def _as_dict(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, Any]:
             dataclasses.asdict(one) | {"dtype": dtype_name(one.dtype), "nbytes": one.nbytes} for one in plan.buffers
         ]
         ranks.append({"rank": rank, **sizes, "buffers": buffers})
-    capacity, found = Capacity.of(config), [dataclasses.asdict(one) for one in suggestions(config)]
+    capacity = Capacity.of(config)
+    found = [dataclasses.asdict(one) for one in suggestions(config)]
     return {
         "ranks": ranks,
         "node_bytes": _totals(config, plans)["total per node"],

@@ -98,7 +98,8 @@ def without_folder(word: str) -> str:
 def machine() -> str:
     """Processor, cores that this process may use, memory, GPUs and system."""
     found = facts.machine()
-    cores, gpus = found["cores"], found["gpus"]
+    cores = found["cores"]
+    gpus = found["gpus"]
     parts = [found["cpu"], f"{cores} core{'s' * (cores != 1)}", f"{human_bytes(found['memory_bytes'])} memory"]
     parts += [f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)]
     return " · ".join([*parts, f"{platform.system()} {platform.machine()}"])
@@ -123,7 +124,8 @@ def headline(results: Sequence[Result]) -> str:
             f"{one.name} ({'; '.join(_outcome(check) for check in one.checks if not check.passed)})" for one in failed
         ]
         return f"{len(failed)} of {len(results)} failed: {', '.join(whats)}"
-    ranks, rounds = results[0].placement.ep_size, results[0].rounds
+    ranks = results[0].placement.ep_size
+    rounds = results[0].rounds
     baselines = [result.baseline for result in results if result.baseline]
     if len(baselines) == len(results):
         error = max((error for one in baselines for errors in one.logit_errors for error in errors), default=0.0)
@@ -139,7 +141,8 @@ def glance(results: Sequence[Result]) -> list[tuple[str, str, str]]:
     """The figures at the top: (what, value, remark)."""
     models = [result.config.model for result in results]
     transport = "NVLink" if results[0].config.exchange.transport == "nvlink" else "shared memory"
-    moved, kept = sum(one.rows_moved for one in results), sum(one.rows_kept for one in results)
+    moved = sum(one.rows_moved for one in results)
+    kept = sum(one.rows_kept for one in results)
     wire = sum(one.bytes_dispatched + one.bytes_combined for one in results)
     experts = _span(model.num_experts for model in models)
     dtypes = ", ".join(dict.fromkeys(model.dtype for model in models))
@@ -156,8 +159,10 @@ def caution(results: Sequence[Result]) -> str:
     """What a reader of the times must know."""
     if results[0].config.exchange.transport == "nvlink":
         return ""
-    ranks, cores = results[0].placement.ep_size, len(os.sched_getaffinity(0))
-    compared, turns = "", "All of it runs on the CPU"
+    ranks = results[0].placement.ep_size
+    cores = len(os.sched_getaffinity(0))
+    compared = ""
+    turns = "All of it runs on the CPU"
     if ranks > cores:
         turns = f"{ranks} processes take turns on {cores} core{'s' * (cores > 1)}"
     if results[0].baseline and ranks > 1:

@@ -192,7 +192,8 @@ class Result:
         """Why a check may have failed, where a rank dropped pairs; else empty."""
         if not any(self.dropped):
             return ""
-        total, room = sum(self.dropped) + sum(self.load), self.config.capacity.max_expert_rows
+        total = sum(self.dropped) + sum(self.load)
+        room = self.config.capacity.max_expert_rows
         most = self.dropped.index(max(self.dropped))
         return (
             f"{sum(self.dropped):,} of {total:,} pairs were dropped, most on rank {most} ({max(self.dropped):,}): "

@@ -64,11 +64,13 @@ def run(config: EPConfig, name: str, kind: Kind, steps: int, tokens: int | None,
         _synchronise(ep)
         task = progress.add_task("rounds", total=steps)
         mine = _measure(ep, kind, steps, tokens, seed, lambda: progress.advance(task), balances)
-        health, placement = ep.health(), ep.placement
+        health = ep.health()
+        placement = ep.placement
     of_ranks: list[Any] = Peers.of(dist.group.WORLD).all_gather((asdict(mine), health.as_dict()))
     measured = [Measured(**one) for one, _ in of_ranks]
     counts = Result.counts(placement, [Health(**one) for _, one in of_ranks])
-    limit, worst = _tolerance(config), max(one.worst_error for one in measured)
+    limit = _tolerance(config)
+    worst = max(one.worst_error for one in measured)
     check = Check(f"error against the dense fp64 reference ≤ {limit:.0e}", f"{worst:.1e}", worst <= limit)
     return Result(
         name=name,
@@ -102,10 +104,12 @@ def _measure(
 
     `advance` is called after each round. With `balances`, experts move between the ranks meanwhile.
     """
-    config, model, clock = ep.config, ep.config.model, StageClock(ep.device)
+    config = ep.config
+    model = config.model
+    clock = StageClock(ep.device)
     measured = Measured(clock.seconds)
     weights = _expert_weights(config, seed, ep.device)
-    tag = int(ep.config.placement.live)
+    tag = int(config.placement.live)
     held = [max(expert, 0) for expert in ep.logical_experts(tag)]  # nobody uses an empty slot
     experts = GroupedExperts(*(w[held] for w in weights)).requires_grad_(False)
     balancer = None
@@ -126,7 +130,8 @@ def _measure(
     generator = torch.Generator().manual_seed(seed + 1 + ep.rank)
     bias_E = torch.zeros(model.num_experts, device=ep.device) if config.routing.selection_bias else None
     health = ep.health()
-    waited_before, rows_before = health.waited_s, sum(health.tokens_per_expert)
+    waited_before = health.waited_s
+    rows_before = sum(health.tokens_per_expert)
     for n in range(steps):
         if kind == "drift":
             pool_TE = pool(step=n / steps)  # one order becomes another over the run
@@ -170,7 +175,8 @@ def live(config: EPConfig) -> EPConfig:
     """A configuration whose experts can move: one slot more on each rank than experts need."""
     if config.placement.live:
         return config
-    E, R = config.model.num_experts, config.topology.ep_size
+    E = config.model.num_experts
+    R = config.topology.ep_size
     placement = {"live": True, "slots_per_rank": min(-(-E // R) + 1, E)}
     try:
         return EPConfig(**config.model_dump() | {"placement": placement})
@@ -202,7 +208,9 @@ def require_memory(config: EPConfig) -> None:
 
 def _expert_weights(config: EPConfig, seed: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Gate and up [E, 2F, D] and down [E, D, F] of all logical experts, the same on every rank."""
-    E, D, F = config.model.num_experts, config.model.hidden_size, _intermediate_size(config)
+    E = config.model.num_experts
+    D = config.model.hidden_size
+    F = _intermediate_size(config)
     generator = torch.Generator().manual_seed(seed)
     gate_up = torch.randn(E, 2 * F, D, generator=generator) / D**0.5
     down = torch.randn(E, D, F, generator=generator) / F**0.5

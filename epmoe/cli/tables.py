@@ -91,12 +91,14 @@ def summary_table(results: Sequence[Result]) -> Cells:
 
 def rank_table(result: Result) -> Cells:
     """Rows and pairs of each rank."""
-    drops, load = any(result.dropped), f"load per {result.holder}"
+    drops = any(result.dropped)
+    load = f"load per {result.holder}"
     columns = ("rank", "rows sent", "received", "kept/pairs" if drops else "pairs", f"busiest {result.holder}", load)
     received = [sum(rows) for rows in zip(*result.traffic, strict=True)]
     rows = []
     for rank, loads in enumerate(result.loads):
-        kept, top = sum(loads), max(loads, default=0)
+        kept = sum(loads)
+        top = max(loads, default=0)
         pairs = f"{kept:,}/{kept + result.dropped[rank]:,}" if drops else f"{kept:,}"
         busiest = f"#{result.placement.local_experts(rank)[loads.index(top)]}: {top:,}" if top else "–"
         sent = f"{sum(result.traffic[rank]):,}"
@@ -110,7 +112,8 @@ def stage_table(result: Result) -> Cells:
     if result.baseline:
         columns.insert(1, "one process")
     alone = mean_stages(result.baseline.stages) if result.baseline else {}
-    total, rounds = sum(result.seconds.values()) or 1.0, max(1, result.rounds)
+    total = sum(result.seconds.values()) or 1.0
+    rounds = max(1, result.rounds)
 
     def row(name: str, single: float | None, each: Sequence[float], bound: str = "") -> list[str]:
         cells = [name, bound + human_seconds(mean(each), zeros=True)]

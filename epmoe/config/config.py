@@ -253,7 +253,8 @@ class EPConfig(Strict):
         which rank is missing. Overflow and aborts are counted only, since the sources of the rows raise them.
         `Placement.of_node` gives its placement.
         """
-        topology, times = self.topology, self.exchange
+        topology = self.topology
+        times = self.exchange
         tokens = topology.num_nodes * self.rows_per_node
         later = {key: getattr(times, key) + INSIDE_NODE_S for key in ("timeout_s", "warmup_timeout_s")}
         return self.model_copy(
@@ -303,9 +304,11 @@ class EPConfig(Strict):
         Ranks get more slots where all experts would not fit otherwise. Raises ConfigError as `with_placement`.
         """
         sections = self.model_dump()
-        placement, sections["topology"] = sections["placement"], {"ep_size": ep_size}  # one node
+        placement = sections["placement"]
+        sections["topology"] = {"ep_size": ep_size}  # one node
         least = -(-self.model.num_experts // ep_size)
-        placement["slots"], placement["slots_per_rank"] = None, max(placement["slots_per_rank"] or 0, least)
+        placement["slots"] = None
+        placement["slots_per_rank"] = max(placement["slots_per_rank"] or 0, least)
         return type(self)(**sections)
 
     @classmethod
@@ -380,28 +383,36 @@ class EPConfig(Strict):
         yield from self._capacity_rules()
 
     def _live_rules(self) -> Iterator[_Rule]:
-        section, ranks, experts = self.placement, self.topology.ep_size, self.model.num_experts
+        section = self.placement
+        ranks = self.topology.ep_size
+        experts = self.model.num_experts
         if not section.live:
             for key in ("slots_per_rank", "most_copies", "layers", "staging_mb", "slots"):
-                value, default = getattr(section, key), PlacementConfig.model_fields[key].default
+                value = getattr(section, key)
+                default = PlacementConfig.model_fields[key].default
                 yield f"placement.{key}", value == default, "unset without `live`", value
             return
         yield "placement.strategy", section.strategy == "linear", "linear with `live`", section.strategy
         redundant = section.num_redundant_experts
         yield "placement.num_redundant_experts", redundant == 0, "0 with `live`", redundant
         yield "topology.ranks_per_node", self.topology.num_nodes == 1, "all ranks with `placement.live`", "fewer"
-        slots, least, most = section.slots_per_rank, -(-experts // ranks), min(experts, _LIVE_SLOTS // ranks)
+        slots = section.slots_per_rank
+        least = -(-experts // ranks)
+        most = min(experts, _LIVE_SLOTS // ranks)
         ok = slots is not None and least <= slots <= most
         yield "placement.slots_per_rank", ok, f"from {least} to {most} with `live`", slots
 
     def _model_rules(self) -> Iterator[_Rule]:
-        model, routing = self.model, self.routing
-        experts, top_k = model.num_experts, model.num_experts_per_tok
+        model = self.model
+        routing = self.routing
+        experts = model.num_experts
+        top_k = model.num_experts_per_tok
         yield "model.num_experts_per_tok", top_k <= experts, f"at most `model.num_experts` = {experts}", top_k
         step = 16 // model.torch_dtype.itemsize
         what = f"a multiple of {step}, so that a {model.dtype} row is a multiple of 16 bytes"
         yield "model.hidden_size", model.hidden_size % step == 0, what, model.hidden_size
-        groups, chosen = routing.num_expert_groups, routing.top_groups
+        groups = routing.num_expert_groups
+        chosen = routing.top_groups
         what = f"a divisor of `model.num_experts` = {experts}"
         yield "routing.num_expert_groups", experts % groups == 0, what, groups
         least = -(-top_k // max(experts // groups, 1))
@@ -409,7 +420,8 @@ class EPConfig(Strict):
         yield "routing.top_groups", least <= chosen <= groups, what, chosen
 
     def _placement_rules(self) -> Iterator[_Rule]:
-        size, node = self.topology.ep_size, self.topology.ranks_here
+        size = self.topology.ep_size
+        node = self.topology.ranks_here
         what = f"a divisor of `topology.ep_size` = {size}"
         yield "topology.ranks_per_node", size % node == 0, what, node
         key = "ep_size" if self.topology.ranks_per_node is None else "ranks_per_node"
@@ -423,14 +435,18 @@ class EPConfig(Strict):
         yield "topology.ranks_per_node", len({rank // node for rank in owners}) == size // node, what, node
 
     def _capacity_rules(self) -> Iterator[_Rule]:
-        model, exchange, tokens = self.model, self.exchange, self.capacity.max_num_tokens_per_rank
+        model = self.model
+        exchange = self.exchange
+        tokens = self.capacity.max_num_tokens_per_rank
         for key in ("payload", "combine_payload"):
             ok = getattr(exchange, key) == "auto" or model.hidden_size % 128 == 0
             what = f"auto where `model.hidden_size` = {model.hidden_size} is no multiple of 128"
             yield f"exchange.{key}", ok, what, getattr(exchange, key)
-        first, later = exchange.warmup_timeout_s, exchange.timeout_s
+        first = exchange.warmup_timeout_s
+        later = exchange.timeout_s
         yield "exchange.warmup_timeout_s", first >= later, f"at least `exchange.timeout_s` = {later}", first
-        alignment, rows = self.alignment, self.capacity.max_expert_rows
+        alignment = self.alignment
+        rows = self.capacity.max_expert_rows
         largest = _INT32_MAX // alignment * alignment
         what = f"at most {largest}, the largest int32 multiple of the alignment {alignment}"
         yield "capacity.max_expert_rows", rows is None or rows <= largest, what, rows

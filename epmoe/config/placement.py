@@ -132,7 +132,8 @@ class Placement:
         load = [0] * len(renumbered)
         for p, rank in enumerate(self.owners):
             if rank not in gone:
-                x, new_rank = self.logical(p), renumbered[rank]
+                x = self.logical(p)
+                new_rank = renumbered[rank]
                 load[new_rank] += 1
                 if x in first:
                     copies.append((x, new_rank))

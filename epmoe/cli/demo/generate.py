@@ -63,7 +63,8 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: P
     device = "cuda" if size > 1 and "cuda:nccl" in dist.get_backend_config() else "cpu"
     prompt = PROMPTS[rank % len(PROMPTS)]
     integration.close()
-    alone, clock = StageClock(device), StageClock(device)
+    alone = StageClock(device)
+    clock = StageClock(device)
     progress = progress or Progress(disable=True)
     alone_bar = progress.add_task("one process", total=max_new_tokens)
     spread_bar = progress.add_task(f"experts on {size} ranks", total=max_new_tokens)
@@ -85,7 +86,8 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: P
         got, got_logits = generate(spread, ids, max_new_tokens, counter, synced_gpus=size > 1)
 
     (layers,) = integration.shared()
-    health, config = layers.ep.health(), layers.ep.config
+    health = layers.ep.health()
+    config = layers.ep.config
     clock.divide("experts", layers.seconds, rest="other layers")
     integration.close()
     mine = {
@@ -105,7 +107,8 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: P
     error = torch.tensor(by_rank["errors"]).max().item()  # NaN if any is
     limit = LOGIT_TOLERANCE if name in MODELS else CHECKPOINT_TOLERANCE * max(1.0, *by_rank["largest"])
     same = all(by_rank["equal"])
-    experts, placement = config.model.num_experts, Placement.build(config.model.num_experts, size)
+    experts = config.model.num_experts
+    placement = Placement.build(experts, size)
     return Result(
         name=name if name in MODELS else Path(path).resolve().name,
         config=config,
@@ -216,7 +219,8 @@ class _Counter(BaseStreamer):
     """Advances a bar after each generated token."""
 
     def __init__(self, progress: Progress, bar: TaskID) -> None:
-        self._progress, self._bar = progress, bar
+        self._progress = progress
+        self._bar = bar
         self._in_prompt = True  # generate streams it first
 
     def put(self, value: torch.Tensor) -> None:

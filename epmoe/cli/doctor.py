@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from epmoe.cli.capacity import rank_plans
 from epmoe.cli.console import console, human_bytes
-from epmoe.cli.launch import load, ready_names
+from epmoe.cli.launch import CONFIG, load
 from epmoe.config.config import EPConfig
 from epmoe.exchange.window import available_memory_bytes
 from epmoe.extras import EXTRAS
@@ -40,16 +40,7 @@ class Finding:
     advice: str = ""
 
 
-def doctor(
-    config: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="CONFIG",
-            help="Configuration to check the machine against: a file, or the name of a ready one.",
-            autocompletion=ready_names,
-        ),
-    ] = None,
-) -> None:
+def doctor(config: Annotated[Path | None, CONFIG] = None) -> None:
     """Check compiler, torch, native library, GPUs and memory, and say what to do."""
     parsed = load(config) if config else None
     failed = False

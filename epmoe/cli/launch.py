@@ -28,20 +28,14 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
-def ready_names() -> list[str]:
-    """The names of the ready configurations, for the shell's completion."""
-    return [*ready_configs()]
-
-
 CONFIG = typer.Argument(
     metavar="CONFIG",
     help="Configuration file (YAML, TOML or JSON), or the name of a ready one, as in cpu_demo.",
-    autocompletion=ready_names,
+    autocompletion=lambda: [*ready_configs()],
 )
 NPROC = typer.Option(min=1, help="Ranks to start, in place of `topology.ep_size`.", show_default=False)
 _BACKENDS = "cpu:gloo,cuda:nccl"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # torch's launcher handles them
-_MONITOR_S = 0.1  # how often the launcher looks after its ranks
 # How a rank begins. Ctrl-C ends it without a traceback, also while it imports torch, and the kernel ends it
 # (PR_SET_PDEATHSIG) if the process that started it is killed. What rank 0 and its libraries print to stderr goes to a
 # file, as on the other ranks, but rank 0 keeps the stderr of the command.
@@ -205,7 +199,7 @@ def launch(
         local_addr="localhost",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=redirects),
-        **{"monitor_interval": _MONITOR_S} | options,
+        **options,
     )
     environment = os.environ.copy()
     disabled = logging.root.manager.disable

@@ -130,7 +130,8 @@ def stage_table(result: Result) -> Cells:
     ]
     if result.waiting:
         rows.append(row("of it waiting", None, [max(waited) for waited in result.waited], bound="≥ "))
-    rows.append(row("all stages", mean(result.baseline.elapsed) if result.baseline else None, result.elapsed))
+    alone_elapsed = mean(result.baseline.elapsed) if result.baseline else None
+    rows.append([*row("all stages", alone_elapsed, result.elapsed)[:-1], "100%"])
     return Cells(columns, rows, words=("stage",), has_sum=True)
 
 

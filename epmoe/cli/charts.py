@@ -29,7 +29,7 @@ class Cell(NamedTuple):
 
 
 def element(name: str, *content: object, **attributes: object) -> Markup:
-    """`<name key="value">content</name>`. Empty attributes are left out; `class_` is class, `data_tip` is data-tip."""
+    """`<name key="value">content</name>`. Empty ones are left out; `class_` is class, `aria_label` is aria-label."""
     words = [
         Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), value)
         for key, value in attributes.items()

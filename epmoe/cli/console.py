@@ -100,8 +100,7 @@ def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> Non
         if path.exists():
             path.open("ab").close()
         else:
-            with contextlib.closing(tempfile.TemporaryFile(dir=folder)):
-                pass
+            tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UserError(f"`{option}` cannot be written: {path}: {error.strerror}") from None
 

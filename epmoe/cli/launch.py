@@ -266,7 +266,7 @@ def _left_message(failure: ProcessFailure) -> bool:
 
 
 def _load_native_library() -> None:
-    """Build it here if need be: a minute, which should not count as waiting for a rank."""
+    """Build the native library here if need be: that minute should not count as waiting for a rank."""
     from epmoe.native import ops
     from epmoe.native.build import BuildError
 

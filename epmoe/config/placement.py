@@ -218,7 +218,7 @@ class Placement:
         return [self.logical(p) for p in self.local_experts(rank)]
 
     def num_local_experts(self, rank: int) -> int:
-        """e; it may be 0, for instance where there are fewer experts than ranks."""
+        """e: experts that a rank owns. It may be 0, for instance where there are fewer experts than ranks."""
         return self.owners.count(_in_range("rank", rank, self.ep_size))
 
     def expert_map(self, rank: int) -> torch.Tensor:

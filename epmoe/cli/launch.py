@@ -94,11 +94,11 @@ def check_ranks(config: EPConfig) -> None:
 
 def _started_ranks() -> int:
     """The WORLD_SIZE that a launcher set, whose other variables are checked."""
-    _require_variables("WORLD_SIZE")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         value = os.environ.get(name)
         if value is not None and not value.isdecimal():
             raise UserError(f"environment variable {name} must be a number, got {value!r}; launchers set it, not users")
+    _require_variables("WORLD_SIZE")
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
     if rank >= size:

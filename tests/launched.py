@@ -52,13 +52,16 @@ def torchrun(ranks: int, *program: object) -> subprocess.CompletedProcess[str]:
     """Runs `torchrun --nproc-per-node RANKS PROGRAM`: its own agent, here, forks the ranks."""
     from epmoe.cli.launch import launch
 
-    words, code, failures = [*map(str, program)], 0, ""
+    words = [*map(str, program)]
+    code = 0
+    failures = ""
     arguments = [words, os.environ | {"COLUMNS": "120"}]
     with tempfile.TemporaryDirectory() as folder:
         try:
             launch(ranks, _execute, arguments, folder, Std.ALL, start_method="forkserver", monitor_interval=0.05)
         except ChildFailedError as error:
-            code, failures = 1, str(error)
+            code = 1
+            failures = str(error)
         stdout, stderr = (
             "".join(path.read_text() for path in sorted(Path(folder).glob(f"*/attempt_0/*/{stream}.log")))
             for stream in ("stdout", "stderr")

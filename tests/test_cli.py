@@ -62,7 +62,8 @@ def test_schema_equals_the_config_schema() -> None:
 
 
 def test_plan_shows_the_bytes_of_the_memory_plan() -> None:
-    result, plan = epmoe("plan", DEMO), MemoryPlan.build(EPConfig.load(DEMO))
+    result = epmoe("plan", DEMO)
+    plan = MemoryPlan.build(EPConfig.load(DEMO))
     assert result.exit_code == 0
     assert f"{plan['recv.x'].nbytes:,}" in result.output
     assert f"{plan.window_bytes:,}" in result.output

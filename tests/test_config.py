@@ -229,7 +229,7 @@ def test_a_ready_configuration_is_loaded_by_its_name(tmp_path, monkeypatch):
 
 
 def test_ready_configs_are_those_of_the_package_if_it_has_some(tmp_path, monkeypatch):
-    """In a wheel they lie inside the package; a folder `configs` beside an installed package is somebody else's."""
+    """In a wheel they lie inside the package; a folder `configs` next to an installed package is somebody else's."""
     monkeypatch.setattr(config_file, "_PACKAGE", tmp_path / "epmoe")
     (tmp_path / "configs").mkdir()
     write(tmp_path / "configs", YAML, "beside.yaml")

@@ -119,7 +119,9 @@ RANKS = {  # what the ranks do: the exit code of the command, what it prints
 def test_a_rank(what: str, alone: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     program, code, printed = RANKS[what]
     monkeypatch.setattr(launch, "_RUN", SAY + program)
-    before, running, started = dict(os.environ), children(), time.monotonic()
+    before = dict(os.environ)
+    running = children()
+    started = time.monotonic()
     assert launch.start_ranks(two_ranks(), []) == code
     assert time.monotonic() - started < 20
     error = capfd.readouterr().err
@@ -167,7 +169,8 @@ def test_a_signal_ends_all_ranks_at_once(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    ready, sent = tmp_path / "ready", []
+    ready = tmp_path / "ready"
+    sent = []
     monkeypatch.setattr(launch, "_RUN", SAY + WAIT.format(ready=str(ready)))
 
     def send() -> None:
@@ -176,7 +179,8 @@ def test_a_signal_ends_all_ranks_at_once(
         sent.append(time.monotonic())
         os.kill(os.getpid(), number)
 
-    handler, running = signal.getsignal(number), children()
+    handler = signal.getsignal(number)
+    running = children()
     threading.Thread(target=send, daemon=True).start()
     assert launch.start_ranks(two_ranks(), []) == code
     assert time.monotonic() - sent[0] < 5

@@ -13,7 +13,8 @@ from benchmarks.network_model import Hardware, NetworkModel, RowBytes, Spread, t
 from benchmarks.results import read
 from epmoe.config.config import EPConfig
 
-BF16, FP8 = RowBytes(14336, 14336, 14336), RowBytes(7392, 7392, 7392)
+BF16 = RowBytes(14336, 14336, 14336)
+FP8 = RowBytes(7392, 7392, 7392)
 H800 = Hardware(nvlink_gb_per_s=150.0)
 PUBLISHED = re.compile(
     r"^\| (\w.*) \| (\d+) \| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", re.MULTILINE
@@ -72,7 +73,8 @@ def test_terms_by_hand():
     """4 nodes of 8 ranks, 100 tokens that need 3 nodes and 6 ranks: see docs/multinode-model.md."""
     model = NetworkModel(Hardware(), 4, 8, Spread(8, 6.0, 3.0))
     row = RowBytes(network=44500, node=34000, experts=24000)  # 1 µs, 0.1 µs and 0.01 µs a row
-    padded, exact = model.two_levels(100, row, 120), model.two_levels(100, row, None, counts=True)
+    padded = model.two_levels(100, row, 120)
+    exact = model.two_levels(100, row, None, counts=True)
     assert (padded.start_us, padded.counts_us, padded.network_us) == (4 + 20 + 1.5 * 3, 0, pytest.approx(3 * 120))
     assert (exact.counts_us, exact.network_us) == (60, pytest.approx(100 * 3 * 3 / 4))
     assert padded.node_us == exact.node_us == pytest.approx(4.2 + 100 * 6 * 7 / 8 / 10)  # the wire

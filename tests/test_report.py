@@ -306,8 +306,10 @@ def test_the_terminal_and_the_report_have_the_same_tables(tmp_path: Path, capsys
     for one in results:
         show(one)
     summarise(results)
-    shown, page = capsys.readouterr().out, re.sub("<[^>]*>", " ", written(tmp_path, *results))
-    words, page_words = " ".join(shown.split()), " ".join(unescape(page).split())
+    shown = capsys.readouterr().out
+    page = re.sub("<[^>]*>", " ", written(tmp_path, *results))
+    words = " ".join(shown.split())
+    page_words = " ".join(unescape(page).split())
     for one in results:
         for table in (rank_table(one), stage_table(one)):
             assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80

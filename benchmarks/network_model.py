@@ -10,7 +10,7 @@ docs/multinode-model.md derives the terms and compares them with measurements.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple, Self
 
@@ -206,10 +206,15 @@ def table(config: EPConfig, hardware: Hardware) -> Iterator[str]:
         yield f"| {T} | {' | '.join(f'{us:.1f}' for us in figures)} |"
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table for a configuration, with the constants that the command line gives."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     for field in fields(Hardware):
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
-    given = vars(parser.parse_args())
+    given = vars(parser.parse_args(arguments))
     print(*table(EPConfig.load(given.pop("config")), Hardware(**given)), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from statistics import median
 
 import pytest
 from helpers import ROOT
-from launched import run_python
 
-from benchmarks.network_model import Hardware, NetworkModel, RowBytes, Spread, table
+from benchmarks.network_model import Hardware, NetworkModel, RowBytes, Spread, main, table
 from benchmarks.results import read
 from epmoe.config.config import EPConfig
 
@@ -39,13 +39,18 @@ def deepseek(nodes: int, ranks: int = 8, grouped: bool = False, **sections: dict
     )
 
 
+@cache
+def spread(nodes: int, grouped: bool = False) -> Spread:
+    return Spread.of(deepseek(nodes, grouped=grouped))
+
+
 def test_published_figures_are_reproduced():
     """And the page shows what the model gives."""
     assert {kind for kind, *_ in CALIBRATION} == KINDS.keys() and len(CALIBRATION) >= 13
     errors = []
     for kind, tokens, nodes, *figures in CALIBRATION:
         design, grouped, hardware, out = KINDS[kind]
-        model = NetworkModel(hardware, int(nodes), 8, Spread.of(deepseek(int(nodes), grouped=grouped)))
+        model = NetworkModel(hardware, int(nodes), 8, spread(int(nodes), grouped))
         for row, published, shown in zip((out, BF16), figures[::2], figures[1::2], strict=True):
             predicted = getattr(model, design)(int(tokens), row)
             assert abs(predicted - number(shown)) <= 0.005 * predicted, (kind, nodes)
@@ -86,9 +91,8 @@ def test_terms_by_hand():
 
 @pytest.mark.parametrize(("nodes", "padding"), [(2, 1.00), (4, 1.11), (8, 1.51), (16, 2.45)])
 def test_padded_slabs_cost_more_with_more_nodes(nodes, padding):
-    spread = Spread.of(deepseek(nodes))
-    assert nodes / spread.nodes == pytest.approx(padding, abs=0.01)
-    model = NetworkModel(Hardware(), nodes, 8, spread)
+    assert nodes / spread(nodes).nodes == pytest.approx(padding, abs=0.01)
+    model = NetworkModel(Hardware(), nodes, 8, spread(nodes))
     padded, exact = (model.two_levels(512, BF16, slots).network_us for slots in (512, None))
     assert padded / exact == pytest.approx(padding, abs=0.01)
 
@@ -123,13 +127,13 @@ def test_one_node_has_no_network():
     assert (start, counts, network) == (0, 0, 0) and dispatch == node
 
 
-def test_the_command_takes_the_constants():
+def test_the_command_takes_the_constants(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Twice the speed of the network: half the time of its rows."""
+    monkeypatch.setenv("EPMOE_TOPOLOGY__EP_SIZE", "16")
+    monkeypatch.setenv("EPMOE_TOPOLOGY__RANKS_PER_NODE", "4")
 
     def network_us(*options: str) -> float:
-        sizes = {"EPMOE_TOPOLOGY__EP_SIZE": "16", "EPMOE_TOPOLOGY__RANKS_PER_NODE": "4"}
-        done = run_python("-m", "benchmarks.network_model", "cpu_bench", *options, **sizes)
-        assert done.returncode == 0, done.stderr
-        return float(done.stdout.splitlines()[-1].split("|")[5])
+        main(["cpu_bench", *options])
+        return float(capsys.readouterr().out.splitlines()[-1].split("|")[5])
 
     assert network_us("--network_gb_per_s", "89") == pytest.approx(network_us() / 2, rel=0.001)

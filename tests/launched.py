@@ -13,15 +13,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import uuid
 from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 240
@@ -52,27 +50,18 @@ def run_python(*program: object, **variables: str) -> subprocess.CompletedProces
 
 def torchrun(ranks: int, *program: object) -> subprocess.CompletedProcess[str]:
     """Runs `torchrun --nproc-per-node RANKS PROGRAM`: its own agent, here, forks the ranks."""
-    from epmoe.cli.launch import _own_process
+    from epmoe.cli.launch import launch
 
-    words, code, failures = [*map(str, program)], 0, ""
-    with tempfile.TemporaryDirectory() as folder, _own_process(folder, ranks):
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",  # any free port
-            local_addr="localhost",
-            max_restarts=0,
-            monitor_interval=0.05,
-            start_method="forkserver",
-            logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
-        )
+    words = [*map(str, program)]
+    code = 0
+    failures = ""
+    arguments = [words, os.environ | {"COLUMNS": "120"}]
+    with tempfile.TemporaryDirectory() as folder:
         try:
-            launch_agent(config, _execute, [words, os.environ | {"COLUMNS": "120"}])
+            launch(ranks, _execute, arguments, folder, Std.ALL, start_method="forkserver", monitor_interval=0.05)
         except ChildFailedError as error:
-            code, failures = 1, str(error)
+            code = 1
+            failures = str(error)
         stdout, stderr = (
             "".join(path.read_text() for path in sorted(Path(folder).glob(f"*/attempt_0/*/{stream}.log")))
             for stream in ("stdout", "stderr")

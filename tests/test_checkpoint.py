@@ -83,7 +83,7 @@ def test_too_large_a_checkpoint_is_refused_before_it_is_loaded(olmoe, monkeypatc
 
 @pytest.mark.slow
 def test_run_takes_a_folder_beside_names(olmoe, tmp_path):
-    """As a user types it: two ranks with a share of the weights each; the demonstration says that it means nothing."""
+    """A user types it: two ranks with a share of the weights each; the demonstration says that it means nothing."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
     command = [sys.executable, "-m", "epmoe", "run", "cpu_demo", "--nproc", "2", "--steps", "3"]
     options = ["--model", "./my-olmoe", "--model", "mixtral", "--report", str(tmp_path / "report.html")]

@@ -62,7 +62,8 @@ def test_schema_equals_the_config_schema() -> None:
 
 
 def test_plan_shows_the_bytes_of_the_memory_plan() -> None:
-    result, plan = epmoe("plan", DEMO), MemoryPlan.build(EPConfig.load(DEMO))
+    result = epmoe("plan", DEMO)
+    plan = MemoryPlan.build(EPConfig.load(DEMO))
     assert result.exit_code == 0
     assert f"{plan['recv.x'].nbytes:,}" in result.output
     assert f"{plan.window_bytes:,}" in result.output
@@ -212,7 +213,7 @@ def test_nvlink_with_too_few_gpus_is_an_error(tmp_path: Path, command: str, monk
         (["--steps", "0"], "--steps"),
         *[
             (["--model", "all", *option], f"`{option[0]}` is for the rounds of the layer, and `--model` runs models")
-            for option in (["--routing", "uniform"], ["--tokens", "8"], ["--watch"])
+            for option in (["--routing", "uniform"], ["--tokens", "8"], ["--balance"])
         ],
     ],
 )

@@ -98,6 +98,7 @@ def test_all_formats_load_the_same_config(tmp_path, name):
         ({"routing": {"scoring": "relu"}}, "`routing.scoring` must be 'softmax' or 'sigmoid', got 'relu'"),
         ({"model": {"num_expert": 8}}, "`model.num_expert` is not a known key; did you mean `num_experts`?"),
         ({"colour": {}}, "`colour` is not a known key; use model, topology, routing"),
+        ({"hardware": {"put_us": 30.0}}, "`hardware` is not a known key; use model, topology, .* exchange$"),
         (
             {"model": {"num_experts_per_tok": 17}},
             "`model.num_experts_per_tok` must be .* = 16, got 17",
@@ -119,8 +120,11 @@ def test_all_formats_load_the_same_config(tmp_path, name):
             "`topology.ranks_per_node` must be such that every node owns an expert, got 2",
         ),
         ({"capacity": {"max_rows_per_node": 1025}}, "`capacity.max_rows_per_node` must be at most M = 1024 rows"),
-        ({"placement": {"strategy": "explicit"}}, "`placement.assignment` must be 16 ranks.*, got none"),
-        ({"placement": {"assignment": [0] * 16}}, "`placement.strategy` must be explicit"),
+        (
+            {"placement": {"strategy": "explicit"}},
+            "`placement.assignment` must be given with strategy 'explicit'.* none",
+        ),
+        ({"placement": {"assignment": [0] * 16}}, "`placement.assignment` must be given .* got 'linear' with one"),
         (
             {"placement": {"strategy": "explicit", "assignment": [0]}},
             "`placement.assignment` must be 16 .* 1",
@@ -225,7 +229,7 @@ def test_a_ready_configuration_is_loaded_by_its_name(tmp_path, monkeypatch):
 
 
 def test_ready_configs_are_those_of_the_package_if_it_has_some(tmp_path, monkeypatch):
-    """In a wheel they lie inside the package; a folder `configs` beside an installed package is somebody else's."""
+    """In a wheel they lie inside the package; a folder `configs` next to an installed package is somebody else's."""
     monkeypatch.setattr(config_file, "_PACKAGE", tmp_path / "epmoe")
     (tmp_path / "configs").mkdir()
     write(tmp_path / "configs", YAML, "beside.yaml")

@@ -22,10 +22,11 @@ def test_rows_to_oneself_stand_apart_from_rows_on_the_wire(tmp_path: Path) -> No
     three = three_ranks(traffic=traffic)
     assert (three.rows_moved, three.rows_kept) == (17, 1600)
     assert three.bytes_dispatched == 17 * (128 * 2 + 2 * 8) and three.bytes_combined == 17 * 128 * 2
-    heat = charts.heat(three)
-    assert heat.top == "8", "the colours are of rows on the wire alone"
-    assert [[cell.own for cell in row] for row in heat.rows] == [[i == j for j in range(3)] for i in range(3)]
-    assert [cell.level for cell in heat.rows[1]] == [1.0, 0.0, 0.125]
+    heat = Elements(charts.traffic(three))
+    assert heat.text.endswith("0rows on the wire8"), "the colours are of rows on the wire alone"
+    cells = [one for tag, one in heat.tags if tag == "td" and "title" in one]
+    assert ["own" in one.get("class", "") for one in cells] == [i == j for i in range(3) for j in range(3)]
+    assert [one.get("style") for one in cells[3:6]] == ["--v:100%", None, "--v:12%"]
     page = Elements(written(tmp_path, three))
     cells = [attributes for tag, attributes in page.tags if tag == "td" and " to " in attributes.get("title", "")]
     assert len(cells) == 9
@@ -39,10 +40,12 @@ def test_rows_to_oneself_stand_apart_from_rows_on_the_wire(tmp_path: Path) -> No
 def test_who_waits_for_whom(tmp_path: Path) -> None:
     three = three_ranks(waited=[[0, 2, 0.5], [0.25, 0, 1], [0, 0.004, 0]])
     assert three.late == (1, 2.004)
-    assert [[cell.text for cell in row] for row in charts.waits(three).rows] == [
-        ["0", "2 s", "500 ms"], ["250 ms", "0", "1 s"], ["0", "4 ms", "0"],
+    heat = Elements(charts.waits(three))
+    cells = [one for tag, one in heat.tags if tag == "td" and "title" in one]
+    assert [one["title"].partition(": ")[2] for one in cells] == [
+        "0", "2 s", "500 ms", "250 ms", "0", "1 s", "0", "4 ms", "0",
     ]  # fmt: skip
-    assert [cell.level for cell in charts.waits(three).rows[0]] == [0, 1, 0.25]
+    assert [one.get("style") for one in cells[:3]] == [None, "--v:100%", "--v:25%"]
     page = Elements(written(tmp_path, three))
     assert "Who waits for whom" in page.text and "waited longest for rank 1: 2.00 s" in page.text
     titles = [attributes.get("title", "") for tag, attributes in page.tags if tag == "td"]
@@ -61,22 +64,26 @@ def test_who_waits_for_whom(tmp_path: Path) -> None:
 
 
 def test_the_colours_span_the_values_and_16_ranks_have_numbers() -> None:
-    heat = charts.heat(three_ranks(traffic=[[0, 900, 950], [1000, 0, 900], [925, 1000, 0]]))
-    assert (heat.low, heat.top) == ("900", "1,000")
-    assert [cell.level for cell in heat.rows[0]] == [0, 0, 0.5] and heat.rows[1][0].level == 1
+    heat = Elements(charts.traffic(three_ranks(traffic=[[0, 900, 950], [1000, 0, 900], [925, 1000, 0]])))
+    assert heat.text.endswith("900rows on the wire1,000")
+    levels = [one["style"] for tag, one in heat.tags if tag == "td" and "--v" in one.get("style", "")]
+    assert levels[:3] == ["--v:0%", "--v:50%", "--v:100%"]
     for ranks, labelled in ((16, True), (17, False)):
-        assert charts.heat(three_ranks(traffic=[[1] * ranks] * ranks)).labelled == labelled
+        page = Elements(charts.traffic(three_ranks(traffic=[[1234] * ranks] * ranks)))
+        assert ("1,2341,234" in page.text) == labelled and bool(page.of_class("small")) != labelled
 
 
 def test_loads_of_ranks_while_experts_move(tmp_path: Path) -> None:
     rows = [[30] * 12 + [11] * 12, [10] * 12 + [10] * 12, [5] * 12 + [9] * 12]
     balancing = Balancing(rows, [(2, 3), (12, 1), (13, 0), (24, 1)])
     assert balancing.num_moves == 5 and balancing.ends == (2.0, 1.1)
-    chart = charts.balance_chart(balancing)
-    assert [(part.first, part.last) for part in chart.parts] == [(n + 1, n + 2) for n in range(0, 24, 2)]
-    assert [cell.text for cell in chart.parts[0].cells] == ["2.00", "0.67", "0.33"]
-    assert (chart.parts[0].busiest, chart.parts[-1].busiest, chart.low, chart.top) == ("2.00", "1.10", "0.33×", "2.00×")
-    assert [part.moves for part in chart.parts] == [3, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1]
+    chart = charts.balance(balancing)
+    lines = [Elements(line).text for line in chart.split("<tr>")[1:]]
+    assert lines[0] == "rank" + "".join(f"{n}" for n in range(1, 24, 2))
+    assert [line[:5] for line in lines[1:4]] == ["02.00", "10.67", "20.33"]
+    assert lines[4].startswith("most2.00") and lines[4].endswith("1.10")
+    assert lines[5].startswith("moves300001000001")
+    assert lines[5].endswith("0.33×load of a rank, over the mean2.00×")
     page = Elements(written(tmp_path, three_ranks(balancing=balancing)))
     assert "5 experts have moved; the busiest rank took 2.00 × the mean in the first quarter, 1.10 ×" in page.text
     titles = [attributes.get("title", "") for tag, attributes in page.tags if tag == "td"]
@@ -87,9 +94,9 @@ def test_loads_of_ranks_while_experts_move(tmp_path: Path) -> None:
 
 
 def test_a_run_of_one_round_or_of_many_ranks_or_without_tokens(tmp_path: Path) -> None:
-    assert len(charts.balance_chart(Balancing([[1], [3]], [])).parts) == 1
-    many = charts.balance_chart(Balancing([[n] * 5 for n in range(64)], []))
-    assert not many.labelled and len(many.parts) == 5
+    assert charts.balance(Balancing([[1], [3]], [])).count('scope="col"') == 1
+    many = charts.balance(Balancing([[n] * 5 for n in range(64)], []))
+    assert "cells small" in many and many.count('scope="col"') == 5
     nothing = Balancing([[0], [0], [0]], [])
     assert nothing.ends == (1.0, 1.0) and "0 experts have moved" in nothing.outcome
     assert written(tmp_path, three_ranks(balancing=nothing))

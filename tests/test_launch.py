@@ -118,8 +118,10 @@ RANKS = {  # what the ranks do: the exit code of the command, what it prints
 @pytest.mark.parametrize("what", RANKS)
 def test_a_rank(what: str, alone: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     program, code, printed = RANKS[what]
-    monkeypatch.setattr(launch, "_RANK", SAY + program)
-    before, running, started = dict(os.environ), children(), time.monotonic()
+    monkeypatch.setattr(launch, "_RUN", SAY + program)
+    before = dict(os.environ)
+    running = children()
+    started = time.monotonic()
     assert launch.start_ranks(two_ranks(), []) == code
     assert time.monotonic() - started < 20
     error = capfd.readouterr().err
@@ -147,7 +149,7 @@ def test_ranks_have_an_environment_of_their_own(alone: Path, monkeypatch: pytest
     tell += (
         "os.environ['OMP_NUM_THREADS'], os.environ['WORLD_SIZE']]; open(sys.argv[1] + str(rank), 'w').write(str(found))"
     )
-    monkeypatch.setattr(launch, "_RANK", SAY + tell)
+    monkeypatch.setattr(launch, "_RUN", SAY + tell)
     assert launch.start_ranks(two_ranks(), [str(tmp_path / "rank"), "two words"]) == 0
     for rank in range(2):
         arguments, path, temporary, threads, size = eval((tmp_path / f"rank{rank}").read_text())
@@ -167,8 +169,9 @@ def test_a_signal_ends_all_ranks_at_once(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    ready, sent = tmp_path / "ready", []
-    monkeypatch.setattr(launch, "_RANK", launch._RANK.partition("from epmoe")[0] + SAY + WAIT.format(ready=str(ready)))
+    ready = tmp_path / "ready"
+    sent = []
+    monkeypatch.setattr(launch, "_RUN", SAY + WAIT.format(ready=str(ready)))
 
     def send() -> None:
         while not (Path(f"{ready}0").exists() and Path(f"{ready}1").exists()):
@@ -176,7 +179,8 @@ def test_a_signal_ends_all_ranks_at_once(
         sent.append(time.monotonic())
         os.kill(os.getpid(), number)
 
-    handler, running = signal.getsignal(number), children()
+    handler = signal.getsignal(number)
+    running = children()
     threading.Thread(target=send, daemon=True).start()
     assert launch.start_ranks(two_ranks(), []) == code
     assert time.monotonic() - sent[0] < 5
@@ -195,8 +199,7 @@ def test_ranks_end_with_the_process_that_started_them(alone: Path, tmp_path: Pat
     program = f"""
 from epmoe.cli import launch
 from epmoe.config.config import EPConfig
-launch._RANK = launch._RANK.partition("from epmoe")[0] + {SAY!r} + "open({str(tmp_path / "pid")!r} + str(rank), 'w')"
-launch._RANK += ".write(str(os.getpid()))\\ntime.sleep(60)"
+launch._RUN = {SAY!r} + "open({str(tmp_path / "pid")!r} + str(rank), 'w').write(str(os.getpid()))\\ntime.sleep(60)"
 launch.start_ranks(EPConfig(**{two_ranks().model_dump()!r}), [])
 """
     starter = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)})

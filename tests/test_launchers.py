@@ -89,7 +89,7 @@ def test_slurm_on_several_nodes(shown: str, variables: dict[str, str], ranks: in
 
 
 def job() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Of kubernetes.yaml: the service, the job, and the container of its pods."""
+    """The service, the job, and the container of its pods, as kubernetes.yaml has them."""
     service, found = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
     (container,) = found["spec"]["template"]["spec"]["containers"]
     return service, found, container
@@ -98,7 +98,8 @@ def job() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
 def test_kubernetes_agrees_with_itself() -> None:
     """Pods, nodes and ranks are of one size, and the rendezvous is at the pod with index 0."""
     service, found, container = job()
-    spec, pod = found["spec"], found["spec"]["template"]["spec"]
+    spec = found["spec"]
+    pod = found["spec"]["template"]["spec"]
     options = dict(arg.removeprefix("--").split("=", 1) for arg in container["args"] if arg.startswith("--"))
     environment = {entry["name"]: entry["value"] for entry in container["env"]}
     assert spec["completionMode"] == "Indexed"

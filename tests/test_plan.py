@@ -72,7 +72,8 @@ def test_the_plan_says_what_max_expert_rows_would_save():
     shown = words(plan(DEEPSEEK))
     assert "By default a rank has 69,632 rows" in shown
     assert "8,192 rows a rank are the mean of balanced routing" in shown
-    config, found = EPConfig.load(DEEPSEEK), suggestions(EPConfig.load(DEEPSEEK))
+    config = EPConfig.load(DEEPSEEK)
+    found = suggestions(EPConfig.load(DEEPSEEK))
     assert [one.load for one in found] == list(LOADS) == [1.0, 1.5, 2.0]
     for one in found:
         assert f"{one.rows:,} {one.load:g} × the mean {one.saved_bytes / 2**30:.1f} GiB" in shown
@@ -99,7 +100,7 @@ def test_the_rows_as_json():
 
 
 def test_rows_by_hand():
-    """Of one token, 3·3/12 = 0.75 pairs go to a rank, with variance 3 · 1/4 · 3/4 · 9/11."""
+    """A token sends 3·3/12 = 0.75 pairs to a rank, with variance 3 · 1/4 · 3/4 · 9/11."""
     capacity = Capacity.of(tiny())
     assert (capacity.worst, capacity.mean, capacity.padding) == (1200, 300, 0)
     assert capacity.sigma == pytest.approx((400 * 3 * 3 / 16 * 9 / 11) ** 0.5)
@@ -117,7 +118,8 @@ def test_the_load_of_a_limit_is_the_inverse(load):
 
 
 def test_balanced_routing_stays_below_the_value_for_a_load_of_1():
-    capacity, placement = Capacity.of(tiny()), tiny().place_experts()
+    capacity = Capacity.of(tiny())
+    placement = tiny().place_experts()
     owners = torch.tensor(placement.owners)
     rounds = [simulate_routing("uniform", 400, 12, 3, seed=seed, ep_size=4)[0].long() for seed in range(200)]
     rows = torch.stack([owners[ids].flatten().bincount(minlength=4) for ids in rounds]).double()

@@ -62,7 +62,8 @@ def test_experts_move_while_the_layer_runs(config: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
 def test_other_dtypes_copies_and_idle_ranks(config: Path, payload: str) -> None:
-    model, placement = {"dtype": "bfloat16"}, {"strategy": "round_robin", "num_redundant_experts": 3}
+    model = {"dtype": "bfloat16"}
+    placement = {"strategy": "round_robin", "num_redundant_experts": 3}
     with_changes(config, model=model, placement=placement, exchange={"payload": payload, "combine_payload": payload})
     run = epmoe("run", config, "--steps", 2, "--tokens", 0 if payload == "fp8" else 16)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -101,7 +102,8 @@ def test_a_benchmark_without_a_terminal_tells_of_each_case(config: Path) -> None
 
 @pytest.mark.slow
 def test_bench_prints_and_writes_its_figures(config: Path, tmp_path: Path) -> None:
-    written, plot = tmp_path / "bench.json", tmp_path / "plot.svg"
+    written = tmp_path / "bench.json"
+    plot = tmp_path / "plot.svg"
     options = ["--tokens", 1, "--tokens", 16, "--repeats", 2, "--json", written, "--plot", plot]
     run = epmoe("bench", config, *options)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -63,10 +63,8 @@ def test_a_call_is_launched_as_its_row_says(table, name):
 def test_without_a_table_the_kernels_choose():
     with make_ep(None) as ep:
         assert launched(ep, 5) == [0, 0, 0]
-        plan, (_, descriptors) = (
-            MemoryPlan.build(ep.config).as_ints(),
-            ep._exchange.descriptors.of(64, True, False, False),
-        )
+        plan = MemoryPlan.build(ep.config).as_ints()
+        _, descriptors = ep._exchange.descriptors.of(64, True, False, False)
         descriptor = descriptors[0]
         assert descriptor.dtype == torch.int64 and descriptor[: len(plan)].tolist() == plan
         assert descriptor[len(plan) :].tolist()[:2] == [True, False]  # expert_major, weight_rows

@@ -18,8 +18,6 @@ from epmoe.extras import explain
 from epmoe.group.errors import EPError
 from epmoe.native.build import BuildError
 
-_UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or that of the click inside typer
-
 
 class _Commands(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -33,8 +31,10 @@ class _Commands(TyperGroup):
             return super().main(*args, **kwargs)
         try:
             raise SystemExit(super().main(*args, **kwargs | {"standalone_mode": False}))
-        except _UsageError:
-            raise SystemExit(2) from None
+        except Exception as error:
+            if code := getattr(error, "exit_code", None):  # click refuses what was typed
+                raise SystemExit(code) from None
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command. A user's mistake is one message and exit code 2; a failed exchange is exit code 1."""
@@ -57,11 +57,11 @@ class _Commands(TyperGroup):
             raise quiet_exit() from None
         except KeyboardInterrupt:
             raise typer.Exit(128 + signal.SIGINT) from None
-        except (typer.Exit, typer.Abort, _UsageError):
+        except (typer.Exit, typer.Abort):
             raise
         except Exception as error:
-            if message_file() is None:
-                raise  # a bug: the traceback helps
+            if message_file() is None or hasattr(error, "exit_code"):
+                raise  # a bug, whose traceback helps, or click refuses what was typed
             text = f"{type(error).__name__}: {error}"[:1000]
             raise fail(text + SEE_TRACEBACK, code=1, every_rank=True) from None
 

@@ -18,10 +18,10 @@ from epmoe.exchange.memory import MemoryPlan, round_up
 from epmoe.local.gemm.deep_gemm import DeepGemm
 
 LOADS = (1.0, 1.5, 2.0)
-"""Times the mean load, of which `suggestions` gives the rows."""
-SIGMAS = 6  # of chance: a round in a thousand million exceeds it
-PADDED_NODES = 8  # up to which padded slabs are mostly full
-WORTH_BYTES = 1 << 30  # of a node: less is not worth the risk of an EPOverflowError
+"""Multiples of the mean load for which `suggestions` gives the rows."""
+SIGMAS = 6  # standard deviations for chance: one round in a thousand million has more rows
+PADDED_NODES = 8  # with up to so many nodes, padded slabs are mostly full
+WORTH_BYTES = 1 << 30  # saved on a node: less is not worth the risk of an EPOverflowError
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Suggestion:
     """A value of `capacity.max_expert_rows`."""
 
     load: float
-    """what a rank may get on average, times the mean load of all ranks"""
+    """the largest mean load of a rank over that of all ranks"""
     rows: int
     """enough for that load"""
     saved_bytes: int
-    """of the node, against the worst case"""
+    """bytes that the node saves against the worst case"""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Capacity:
     """The expert-major rows of the rank with the most experts, in rounds of M tokens on each rank."""
 
     worst: int
-    """rows that hold whatever comes, with the padding for `capacity.alignment`; a multiple of it"""
+    """rows that are always enough, with the padding for `capacity.alignment`; a multiple of it"""
     mean: float
     """rows that a rank gets on average if all experts are equally likely"""
     sigma: float
@@ -51,13 +51,15 @@ class Capacity:
 
     @classmethod
     def of(cls, config: EPConfig) -> Capacity:
-        """From first principles: a token's K experts are K draws of the P, of which e are this rank's."""
-        placement, R = config.place_experts(), config.topology.ep_size
-        K, P = config.model.num_experts_per_tok, config.num_physical_experts
+        """A token's K experts are K draws from the P, of which e are this rank's."""
+        placement = config.place_experts()
+        R = config.topology.ep_size
+        K = config.model.num_experts_per_tok
+        P = config.num_physical_experts
         tokens = R * config.capacity.max_num_tokens_per_rank
         e = max(placement.num_local_experts(rank) for rank in range(R))
         share = e / P
-        variance = K * share * (1 - share) * (P - K) / max(1, P - 1)  # of one token: draws without replacement
+        variance = K * share * (1 - share) * (P - K) / max(1, P - 1)  # for one token: draws without replacement
         alignment = config.alignment
         padding = e * (alignment - 1)
         worst = round_up(tokens * K + padding, alignment)
@@ -70,14 +72,16 @@ class Capacity:
 
     def load(self, rows: int) -> float:
         """The largest load, times the mean, for which `rows` are enough: the inverse of `rows`."""
-        free, chance = max(0, rows - self.padding), SIGMAS * self.sigma
+        free = max(0, rows - self.padding)
+        chance = SIGMAS * self.sigma
         root = (math.sqrt(chance**2 + 4 * self.mean * free) - chance) / (2 * self.mean)
         return root**2
 
 
 def suggestions(config: EPConfig) -> list[Suggestion]:
     """For each of `LOADS`: the rows, and the bytes of the node that they save. Empty if the saving is small."""
-    capacity, whole = Capacity.of(config), _node_bytes(config, None)
+    capacity = Capacity.of(config)
+    whole = _node_bytes(config, None)
     found = [
         Suggestion(load, rows, whole - _node_bytes(config, rows))
         for load in LOADS
@@ -88,7 +92,8 @@ def suggestions(config: EPConfig) -> list[Suggestion]:
 
 def advice(config: EPConfig) -> Iterator[str | Table]:
     """For `epmoe plan`: what `max_expert_rows` would save, if that is much; if it is set, the load it is enough for."""
-    capacity, limit = Capacity.of(config), config.capacity.max_expert_rows
+    capacity = Capacity.of(config)
+    limit = config.capacity.max_expert_rows
     beyond = "A round with more rows raises EPOverflowError."
     if config.capacity.on_overflow == "drop":
         beyond = "Pairs beyond it are dropped and counted."
@@ -115,12 +120,15 @@ def advice(config: EPConfig) -> Iterator[str | Table]:
 
 def network(config: EPConfig) -> Iterator[str]:
     """For `epmoe plan` of several nodes: what crosses the network, and what padding adds to it."""
-    nodes, model = config.topology.num_nodes, config.model
+    nodes = config.topology.num_nodes
+    model = config.model
     if nodes == 1:
         return
-    E, K = model.num_experts, model.num_experts_per_tok
+    E = model.num_experts
+    K = model.num_experts_per_tok
     elsewhere = math.comb(E - max(E // nodes, 1), K) / math.comb(E, K)  # that a token needs none of a node's experts
-    per_token, limit = nodes * (1 - elsewhere), config.rows_per_node
+    per_token = nodes * (1 - elsewhere)
+    limit = config.rows_per_node
     yield (
         f"A token needs {per_token:.2f} of {nodes} nodes if all experts are equally likely, and goes to each of them "
         f"once. Slabs have {limit:,} rows (`capacity.max_rows_per_node`), or the `padded_tokens` of a call. If these "
@@ -142,7 +150,7 @@ def rank_plans(config: EPConfig) -> list[MemoryPlan]:
 
 
 def _node_bytes(config: EPConfig, max_expert_rows: int | None) -> int:
-    """Of all ranks of a node, with this limit."""
+    """Bytes of all ranks of a node, with this limit."""
     capacity = config.capacity.model_copy(update={"max_expert_rows": max_expert_rows})
     plans = rank_plans(config.model_copy(update={"capacity": capacity}))
     return sum(plan.total_bytes for plan in plans[: config.topology.ranks_here])

@@ -1,213 +1,246 @@
-"""The report's charts as numbers: what to draw where, in percent of the drawing. `charts.html.j2` draws them."""
+"""The report's charts, as HTML that `report.css.j2` gives its colours and sizes."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-from epmoe.cli.console import human_seconds
+from markupsafe import Markup, escape
+
+from epmoe.cli.console import human_seconds, share
 from epmoe.cli.result import STAGES, Balancing, Result, by_rank, imbalance, mean_stages
+from epmoe.cli.tables import times
 
 MOST_RANKS = 16  # with more, a chart that has a bar or a line for each rank shows one for all of them
-MOST_LABELLED = 16  # with more ranks, the cells of the heat map have no numbers in them
+MOST_LABELLED = 16  # with more ranks, the cells of a heat map have no numbers in them
 MOST_PARTS = 12  # of a run
 
 
-@dataclass(frozen=True)
-class Tick:
-    at: float  # percent
-    label: str
+class Cell(NamedTuple):
+    """A cell of a heat map: its value in words, and where the value lies between the lowest, 0, and the highest, 1."""
 
-
-@dataclass(frozen=True)
-class Segment:
-    stage: str
-    width: float  # percent
-    seconds: float
-    share: float
-
-
-@dataclass(frozen=True)
-class Bar:
-    name: str
-    seconds: float
-    segments: Sequence[Segment]
-
-
-@dataclass(frozen=True)
-class StageChart:
-    """One bar for the single process, one for each rank."""
-
-    bars: Sequence[Bar]
-    ticks: Sequence[Tick]
-
-
-@dataclass(frozen=True)
-class StageRow:
-    """One line of the table of stages; `alone` is None where the single process has no such stage, or was not run."""
-
-    stage: str
-    alone: float | None
-    mean: float
-    least: float
-    most: float
-    share: float
-
-
-@dataclass(frozen=True)
-class Cell:
     text: str
-    own: bool
-    level: float  # of the colour scale, 0 to 1
+    title: str
+    level: float
+    own: bool = False
+    """whether the cell is of a rank and itself, which the colours leave out"""
 
 
-@dataclass(frozen=True)
-class Heat:
-    """A value for each pair of ranks, the rank of the row first. The scale leaves out a rank's value for itself."""
-
-    rows: Sequence[Sequence[Cell]]
-    low: str
-    top: str
-    labelled: bool
-
-
-@dataclass(frozen=True)
-class Part:
-    """Rounds of a run, one after another."""
-
-    first: int
-    last: int
-    cells: Sequence[Cell]
-    """of each rank: its load over the mean"""
-    busiest: str
-    moves: int
+def element(name: str, *content: object, **attributes: object) -> Markup:
+    """`<name key="value">content</name>`. Empty ones are left out; `class_` is class, `aria_label` is aria-label."""
+    words = [
+        Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), value)
+        for key, value in attributes.items()
+        if value not in ("", None)
+    ]
+    return Markup("<{}{}>{}</{}>").format(Markup(name), Markup("").join(words), join(content), Markup(name))
 
 
-@dataclass(frozen=True)
-class BalanceChart:
-    """Loads of ranks as the run goes on, and the moves of experts."""
-
-    parts: Sequence[Part]
-    low: str
-    top: str
-    labelled: bool
+def join(content: Iterable[object]) -> Markup:
+    """The parts one after the other; what is no HTML yet is escaped."""
+    return Markup("").join(map(escape, content))
 
 
-@dataclass(frozen=True)
-class Expert:
-    index: int
-    logical: int
-    count: int
-    height: float  # percent
-    times_mean: float
-
-
-@dataclass(frozen=True)
-class LoadChart:
-    """Bars of the experts, rank by rank."""
-
-    ranks: Sequence[Sequence[Expert]]
-    mean: float
-    mean_at: float  # percent
-    ticks: Sequence[Tick]
-
-
-def stage_chart(result: Result) -> StageChart:
-    """Seconds by stage, of the single process (the mean over ranks) and of each rank."""
-    ranks = result.stages
-    named = [(f"rank {rank}", one) for rank, one in enumerate(ranks)]
-    if len(ranks) > MOST_RANKS:
-        named = [(f"mean of {len(ranks)} ranks", result.seconds)]
+def stages(result: Result) -> Markup:
+    """Seconds by stage: a bar for the single process (the mean over ranks), and one for each rank."""
+    named = [(f"rank {rank}", one) for rank, one in enumerate(result.stages)]
+    if len(named) > MOST_RANKS:
+        named = [(f"mean of {len(named)} ranks", result.seconds)]
     if result.baseline:
         named.insert(0, ("one process", mean_stages(result.baseline.stages)))
-    top, ticks = axis(max((sum(one.values()) for _, one in named), default=0.0), human_seconds)
-    bars = []
+    top, ticks = axis(max(sum(one.values()) for _, one in named), human_seconds)
+    grid = join(element("i", class_="grid", style=f"left:{at}%") for at, _ in ticks)
+    parts = []
     for name, one in named:
         total = sum(one.values())
-        segments = [
-            Segment(stage, 100 * one[stage] / top, one[stage], one[stage] / total)
-            for stage in STAGES
-            if one.get(stage, 0.0) > 0
-        ]
-        bars.append(Bar(name, total, segments))
-    return StageChart(bars, ticks)
+        whole = human_seconds(total, zeros=True)
+        fill = []
+        for stage in STAGES:
+            if seconds := one.get(stage, 0.0):
+                label = element("b", stage, class_=f"chars-{len(stage)}")
+                title = f"{name}, {stage}: {human_seconds(seconds, zeros=True)}, {share(seconds / total)} of {whole}"
+                css = f"st-{stage.replace(' ', '-')}"
+                width = f"width:{100 * seconds / top:.3f}%"
+                fill.append(element("i", label, class_=css, data_stage=stage, style=width, title=title))
+        parts.append(element("div", name, class_="name"))
+        track = join((grid, element("div", *fill, class_="fill")))
+        parts.append(element("div", track, class_="track", role="img", aria_label=f"{name}: {whole}"))
+        parts.append(element("div", whole, class_="total"))
+    labels = (element("span", label, style=f"left:{at}%") for at, label in ticks)
+    parts += [element("div", class_="corner"), element("div", *labels, class_="xaxis"), element("div")]
+    return element("div", *parts, class_=f"bars{' many' * (len(named) > 8)}")
 
 
-def stage_rows(result: Result) -> list[StageRow]:
-    """One line for each stage that the ranks or the single process have."""
-    alone = mean_stages(result.baseline.stages) if result.baseline else {}
-    mean = result.seconds
-    total = sum(mean.values()) or 1.0
-    rows = []
-    for stage in STAGES:
-        if stage in mean or stage in alone:
-            each = [one.get(stage, 0.0) for one in result.stages]
-            seconds = mean.get(stage, 0.0)
-            rows.append(StageRow(stage, alone.get(stage), seconds, min(each), max(each), seconds / total))
-    return rows
-
-
-def heat(result: Result) -> Heat:
+def traffic(result: Result) -> Markup:
     """The heat map of the rows from rank to rank."""
-    return _heat(result.traffic, lambda rows: f"{rows:,.0f}")
+    words = {"down": "from", "across": "to", "what": "rows on the wire", "itself": "not on the wire"}
+    return _pairs(result.traffic, lambda rows: f"{rows:,.0f}", unit=" rows", **words)
 
 
-def waits(result: Result) -> Heat:
+def waits(result: Result) -> Markup:
     """The heat map of the time that each rank waited for each other rank."""
-    return _heat(result.waited, lambda seconds: human_seconds(seconds) if seconds else "0")
+    words = {"down": "rank", "across": "for", "what": "time waited", "itself": "never"}
+    return _pairs(result.waited, lambda seconds: human_seconds(seconds) if seconds else "0", unit="", **words)
 
 
-def _heat(values: Sequence[Sequence[float]], label: Callable[[float], str]) -> Heat:
+def _pairs(
+    values: Sequence[Sequence[float]],
+    label: Callable[[float], str],
+    *,
+    unit: str,
+    down: str,
+    across: str,
+    what: str,
+    itself: str,
+) -> Markup:
+    """A heat map of [R][R] values: a rank for each row and column. A rank's value for itself has no colour."""
     others = [one for i, row in enumerate(values) for j, one in enumerate(row) if i != j] or [0]
-    low, top = min(others), max(others)
+    low = min(others)
+    top = max(others)
     rows = [
-        [Cell(label(one), i == j, 0.0 if i == j else (one - low) / (top - low or 1)) for j, one in enumerate(row)]
+        [
+            Cell(
+                label(one),
+                f"rank {i} {across} {'itself' if i == j else f'rank {j}'}: {label(one)}{unit}",
+                (one - low) / (top - low or 1),
+                i == j,
+            )
+            for j, one in enumerate(row)
+        ]
         for i, row in enumerate(values)
     ]
-    return Heat(rows, label(low), label(top), labelled=len(rows) <= MOST_LABELLED)
+    labelled = len(rows) <= MOST_LABELLED
+    heads = [_number(rank, len(rows)) for rank in range(len(rows))]
+    key = (element("span", class_="own key"), element("span", f"{across} itself: {itself}"))
+    grid = _grid(f"{across} rank", down, heads, rows, labelled, len(rows))
+    return element("div", grid, _scale(label(low), what, label(top), *key), class_="heat")
 
 
-def balance_chart(balancing: Balancing) -> BalanceChart:
-    """The load of each rank over the mean, by parts of the run."""
+def balance(balancing: Balancing) -> Markup:
+    """The load of each rank over the mean: ranks as rows, parts of the run as columns."""
     rounds = len(balancing.rows[0])
+    ranks = len(balancing.rows)
     count = min(rounds, MOST_PARTS)
-    bounds = [rounds * n // count for n in range(count + 1)]
-    spans = list(itertools.pairwise(bounds))
+    spans = list(itertools.pairwise(rounds * n // count for n in range(count + 1)))
     loads = [[sum(rows[begin:end]) for rows in balancing.rows] for begin, end in spans]
-    over = [[load * len(part) / (sum(part) or 1) for load in part] for part in loads]
-    low, top = min(map(min, over)), max(map(max, over))
-    parts = [
-        Part(
-            begin + 1,
-            end,
-            [Cell(f"{one:.2f}", False, (one - low) / (top - low or 1)) for one in part],
-            f"{imbalance(load) or 1:.2f}",
-            sum(moves for tick, moves in balancing.moves if begin < tick <= end),
+    over = [[load * ranks / (sum(part) or 1) for load in part] for part in loads]
+    low = min(map(min, over))
+    top = max(map(max, over))
+    rows = [
+        [
+            Cell(
+                f"{part[rank]:.2f}",
+                f"rank {rank}, rounds {begin + 1} to {end}: {part[rank]:.2f}× the mean",
+                (part[rank] - low) / (top - low or 1),
+            )
+            for (begin, end), part in zip(spans, over, strict=True)
+        ]
+        for rank in range(ranks)
+    ]
+    moves = [sum(moves for tick, moves in balancing.moves if begin < tick <= end) for begin, end in spans]
+    busiest = [f"{imbalance(load) or 1:.2f}" for load in loads]
+    below = [
+        element("tr", element("th", name, scope="row"), *(element("td", cell, class_="corner") for cell in cells))
+        for name, cells in (("most", busiest), ("moves", moves))
+    ]
+    labelled = ranks <= MOST_LABELLED
+    heads = [f"{begin + 1}" for begin, _ in spans]
+    grid = _grid("from round", "rank", heads, rows, labelled, count if labelled else max(count, ranks), *below)
+    return element("div", grid, _scale(f"{low:.2f}×", "load of a rank, over the mean", f"{top:.2f}×"), class_="heat")
+
+
+def _grid(
+    caption: str,
+    corner: str,
+    heads: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    labelled: bool,
+    size: int,
+    *below: Markup,
+) -> Markup:
+    """The cells of a heat map, a rank for each row. `size` says how many columns' room they get."""
+    top = element("tr", element("td", corner, class_="corner"), *(element("th", head, scope="col") for head in heads))
+    lines = []
+    for rank, row in enumerate(rows):
+        cells = [
+            element(
+                "td",
+                cell.text if labelled else "",
+                class_="own" if cell.own else "",
+                style="" if cell.own else f"--v:{100 * cell.level:.0f}%",
+                title=cell.title,
+            )
+            for cell in row
+        ]
+        lines.append(element("tr", element("th", _number(rank, len(rows)), scope="row"), *cells))
+    css = f"cells{' small' * (not labelled)}"
+    style = f"--n:{size}"
+    table = element("table", element("caption", caption), top, *lines, *below, class_=css, style=style)
+    return element("div", table, class_="scroll", tabindex=0)
+
+
+def _scale(low: str, what: str, top: str, *key: Markup) -> Markup:
+    """The colours of a heat map, with the values at their ends."""
+    ends = element("span", *(element("span", word) for word in (low, what, top)), class_="ends")
+    return element("div", *key, element("span", class_="ramp"), ends, class_="scale" if key else "scale plain")
+
+
+def _number(rank: int, ranks: int) -> str:
+    """A rank at the edge of a heat map; of many ranks every fourth or eighth."""
+    step = 1 if ranks <= MOST_LABELLED else 4 if ranks <= 32 else 8
+    return f"{rank}" if rank % step == 0 else ""
+
+
+def loads(result: Result) -> Markup:
+    """Tokens of each physical expert, as bars, rank by rank."""
+    placement = result.placement
+    holder = result.holder
+    mean = sum(result.load) / len(result.load)
+    top, ticks = axis(max(result.load), lambda value: f"{value:,.0f}", whole=True)
+    gap = f"gap:min(22px,{24 / placement.ep_size:.2f}%)"
+    groups = []
+    for rank, experts in enumerate(by_rank(placement, range(len(result.load)))):
+        bars = []
+        for expert in experts:
+            load = result.load[expert]
+            logical = placement.logical(expert)
+            copy = f" (copy of {logical})" if logical != expert and holder == "expert" else ""
+            title = f"{holder} {expert}{copy} on rank {rank}: {load:,} tokens, {times(load / (mean or 1))} the mean"
+            bars.append(element("i", element("b", style=f"height:{100 * load / top:.2f}%"), title=title))
+        groups.append(element("div", *bars, style=f"flex:{len(experts)}"))
+    axis_labels = (element("span", label, style=f"top:{100 - at}%") for at, label in ticks)
+    lines = (element("i", class_="grid", style=f"top:{100 - at}%") for at, _ in ticks)
+    limit = element("i", element("b", f"mean {mean:,.0f}"), class_="limit", style=f"top:{100 - 100 * mean / top}%")
+    area = element(
+        "div",
+        *lines,
+        element("div", *groups, class_="groups", style=gap),
+        limit,
+        class_="area",
+        role="img",
+        aria_label=f"Tokens of each {holder}, rank by rank",
+    )
+    R = placement.ep_size
+    names = [f"rank {rank}" if R <= 6 else f"{rank}" if R <= 16 or rank % 8 == 0 else "" for rank in range(R)]
+    below = [
+        element("span", name, style=f"flex:{placement.num_local_experts(rank)}") for rank, name in enumerate(names)
+    ]
+    return join(
+        (
+            element("div", element("div", *axis_labels, class_="y"), area, class_="plot load"),
+            element("div", *below, class_="x groups", style=gap),
+            element("div", element("span", "rank"), class_="x") if R > 6 else "",
         )
-        for (begin, end), part, load in zip(spans, over, loads, strict=True)
-    ]
-    return BalanceChart(parts, f"{low:.2f}×", f"{top:.2f}×", len(balancing.rows) <= MOST_LABELLED)
+    )
 
 
-def load_chart(result: Result) -> LoadChart:
-    """Tokens of each physical expert."""
-    placement, loads = result.placement, result.load
-    mean = sum(loads) / len(loads)
-    top, ticks = axis(max(loads), lambda value: f"{value:,.0f}", whole=True)
-    experts = [
-        Expert(index, placement.logical(index), load, 100 * load / top, load / (mean or 1))
-        for index, load in enumerate(loads)
-    ]
-    return LoadChart(by_rank(placement, experts), mean, 100 * mean / top, ticks)
-
-
-def axis(top: float, label: Callable[[float], str], whole: bool = False) -> tuple[float, list[Tick]]:
-    """The end of an axis that starts at 0 and holds `top`, and three to six ticks at round numbers."""
+def axis(top: float, label: Callable[[float], str], whole: bool = False) -> tuple[float, list[tuple[float, str]]]:
+    """The end of an axis from 0 that holds `top`, and three to six ticks at round numbers: (percent, label)."""
     top = top if top > 0 and math.isfinite(top) else 1.0
     power = 10.0 ** math.floor(math.log10(top / 4))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= top / 4)
     step = max(1.0, step) if whole else step
     count = math.ceil(top / step - 1e-9)
-    return count * step, [Tick(100 * n / count, label(n * step) if n else "0") for n in range(count + 1)]
+    return count * step, [(100 * n / count, label(n * step) if n else "0") for n in range(count + 1)]

@@ -40,7 +40,8 @@ def require(package: str, purpose: str) -> None:
 
 def launched_rank() -> int | None:
     """This process's rank under torchrun or a launcher that sets the same variables, else None."""
-    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    rank = os.environ.get("RANK", "")
+    size = os.environ.get("WORLD_SIZE", "")
     return int(rank) if rank.isdecimal() and size.isdecimal() and int(rank) < int(size) else None
 
 
@@ -49,7 +50,9 @@ def fail(message: str, *, code: int, every_rank: bool = False) -> typer.Exit:
 
     A rank that `epmoe` itself started prints nothing: it leaves its message to the process that started it.
     """
-    rank, file, lines = launched_rank(), message_file(), message.splitlines()
+    rank = launched_rank()
+    file = message_file()
+    lines = message.splitlines()
     if len(lines) > MOST_LINES:  # of a compiler, say: the first ones are the cause
         message = "\n".join([*lines[:MOST_LINES], f"… and {len(lines) - MOST_LINES} more lines"])
     if file is not None:
@@ -97,8 +100,7 @@ def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> Non
         if path.exists():
             path.open("ab").close()
         else:
-            with contextlib.closing(tempfile.TemporaryFile(dir=folder)):
-                pass
+            tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UserError(f"`{option}` cannot be written: {path}: {error.strerror}") from None
 
@@ -135,9 +137,14 @@ def human_seconds(seconds: float, zeros: bool = False) -> str:
     return f"{digits} {unit}"
 
 
+def share(part: float) -> str:
+    """0.123 → "12%"."""
+    return f"{part:.0%}" if part >= 0.01 or not part else "<1%"
+
+
 def plain_table(columns: Iterable[str], words: Container[str] = ()) -> Table:
     """A table without lines: figures on the right, and on the left the columns that `words` names."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
         table.add_column(column, justify="left" if column in words else "right", no_wrap=True)
     return table

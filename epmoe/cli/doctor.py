@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from epmoe.cli.capacity import rank_plans
 from epmoe.cli.console import console, human_bytes
-from epmoe.cli.launch import load, ready_names
+from epmoe.cli.launch import CONFIG, load
 from epmoe.config.config import EPConfig
 from epmoe.exchange.window import available_memory_bytes
 from epmoe.extras import EXTRAS
@@ -32,22 +32,15 @@ _ADVICE_OF_CACHE = "EPMOE_CACHE_DIR names a folder to build the library in, EPMO
 
 @dataclass(frozen=True)
 class Finding:
+    """What was found of one subject, and what to do about it."""
+
     level: Literal["ok", "warn", "fail"]
     subject: str
     detail: str
     advice: str = ""
 
 
-def doctor(
-    config: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="CONFIG",
-            help="Configuration to check the machine against: a file, or the name of a ready one.",
-            autocompletion=ready_names,
-        ),
-    ] = None,
-) -> None:
+def doctor(config: Annotated[Path | None, CONFIG] = None) -> None:
     """Check compiler, torch, native library, GPUs and memory, and say what to do."""
     parsed = load(config) if config else None
     failed = False
@@ -94,21 +87,18 @@ def _compiler() -> Finding:
     version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
     line = version.splitlines()[0] if version else path
     found = re.search(r"(\d+)\.\d+", line)
-    is_gcc = "clang" not in line.lower()
-    if is_gcc and found and int(found[1]) < 11:
+    if "clang" not in line.lower() and found and int(found[1]) < 11:
         return Finding("fail", "compiler", f"{line}: too old for C++20", advice)
     return Finding("ok", "compiler", line)
 
 
 def _torch() -> Finding:
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     detail = f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU only'}"
     oldest = build.TRIED_TORCH[0]
-    if version < oldest:
+    if tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < oldest:
         return Finding("fail", "torch", detail, f"install torch ≥ {'.'.join(map(str, oldest))}")
-    if problem := build.problem_with_torch(torch.__version__):
-        return Finding("warn", "torch", detail, problem)
-    return Finding("ok", "torch", detail)
+    problem = build.problem_with_torch(torch.__version__)
+    return Finding("warn" if problem else "ok", "torch", detail, problem or "")
 
 
 def _native_library() -> Finding:
@@ -125,7 +115,8 @@ def _native_library() -> Finding:
 
 
 def _gpus(config: EPConfig | None) -> Iterator[Finding]:
-    count, size = torch.cuda.device_count(), config.topology.ep_size if config else 0
+    count = torch.cuda.device_count()
+    size = config.topology.ep_size if config else 0
     if config and config.exchange.transport == "nvlink" and count < size:
         detail = f"torch sees {count}, and `exchange.transport` nvlink wants one for each of {size} ranks"
         yield Finding("fail", "GPUs", detail, "EPMOE_EXCHANGE__TRANSPORT=shared_memory runs it on the CPU")
@@ -138,10 +129,9 @@ def _gpus(config: EPConfig | None) -> Iterator[Finding]:
     if not torch.cuda.is_available():
         return
     for index in range(count):
-        properties = torch.cuda.get_device_properties(index)
-        capability = (properties.major, properties.minor)
-        detail = f"{properties.name}, sm_{properties.major}{properties.minor}, {human_bytes(properties.total_memory)}"
-        if capability < OLDEST_GPU:
+        found = torch.cuda.get_device_properties(index)
+        detail = f"{found.name}, sm_{found.major}{found.minor}, {human_bytes(found.total_memory)}"
+        if (found.major, found.minor) < OLDEST_GPU:
             yield Finding("fail", f"cuda:{index}", detail, "epmoe needs sm_80 or newer")
         else:
             yield Finding("ok", f"cuda:{index}", detail)
@@ -159,13 +149,13 @@ def _gpus(config: EPConfig | None) -> Iterator[Finding]:
 
 
 def _experts_gemm() -> Finding:
-    """The library of the experts' grouped GEMM, which is tried."""
+    """Which library computes the experts' grouped GEMM."""
     shapes = (1, 512, 256), (1, 256, 256)
     for dtype in (torch.bfloat16, FP8):
         problem = DeepGemm().problem_with(*(torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes))
         if problem is None:
             continue
-        if isinstance(problem, ValueError):  # of this GPU
+        if isinstance(problem, ValueError):  # this GPU cannot
             return Finding("ok", "experts", f"torch's grouped GEMM: {problem}")
         return Finding("warn", "experts", f"torch's grouped GEMM, which is slower than DeepGEMM: {problem}")
     return Finding("ok", "experts", "DeepGEMM, for weights in bf16 and fp8")
@@ -198,16 +188,20 @@ def _memory(config: EPConfig | None) -> Iterator[Finding]:
     if config is None:
         yield Finding("ok", "memory", detail)
         return
-    plans, size = rank_plans(config), config.topology.ep_size
+    plans = rank_plans(config)
+    size = config.topology.ep_size
     needed = sum(p.total_bytes for p in plans)
     advice = "lower `capacity.max_num_tokens_per_rank` or set `capacity.max_expert_rows`; see `epmoe plan`"
     if config.exchange.transport == "nvlink":
-        if torch.cuda.device_count() < size:  # which _gpus says
+        if torch.cuda.device_count() < size:  # _gpus says so
             return
-        each, (free, _) = max(p.total_bytes for p in plans), torch.cuda.mem_get_info()
-        fits, detail = each <= free, f"{human_bytes(each)} planned on each GPU, {human_bytes(free)} free"
+        each = max(p.total_bytes for p in plans)
+        free, _ = torch.cuda.mem_get_info()
+        fits = each <= free
+        detail = f"{human_bytes(each)} planned on each GPU, {human_bytes(free)} free"
     else:
-        fits, detail = needed <= available, f"{human_bytes(needed)} planned for {size} ranks; {detail}"
+        fits = needed <= available
+        detail = f"{human_bytes(needed)} planned for {size} ranks; {detail}"
         cores = len(os.sched_getaffinity(0))
         if size > cores:
             yield Finding("warn", "cores", f"{size} ranks on {cores} cores: works, but they take turns")

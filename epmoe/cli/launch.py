@@ -9,11 +9,11 @@ import shlex
 import signal
 import sys
 import tempfile
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -24,27 +24,22 @@ from epmoe.config.config import ConfigError, EPConfig
 from epmoe.config.config_file import ready_configs
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import Std
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-
-def ready_names() -> list[str]:
-    """The names of the ready configurations, for the shell's completion."""
-    return [*ready_configs()]
 
 
 CONFIG = typer.Argument(
     metavar="CONFIG",
     help="Configuration file (YAML, TOML or JSON), or the name of a ready one, as in cpu_demo.",
-    autocompletion=ready_names,
+    autocompletion=lambda: [*ready_configs()],
 )
 NPROC = typer.Option(min=1, help="Ranks to start, in place of `topology.ep_size`.", show_default=False)
 _BACKENDS = "cpu:gloo,cuda:nccl"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # torch's launcher handles them
-_MONITOR_S = 0.1  # how often the launcher looks after its ranks
-# What a rank runs. Before anything else: Ctrl-C ends it without a traceback, also while it imports torch, and the
-# kernel ends it (PR_SET_PDEATHSIG) if the process that started it is killed. What rank 0 and its libraries print to
-# stderr goes to a file, as on the other ranks, but rank 0 keeps the stderr of the command.
-_RANK = f"""
+# How a rank begins. Ctrl-C ends it without a traceback, also while it imports torch, and the kernel ends it
+# (PR_SET_PDEATHSIG) if the process that started it is killed. What rank 0 and its libraries print to stderr goes to a
+# file, as on the other ranks, but rank 0 keeps the stderr of the command.
+_BEGIN = f"""
 import ctypes, os, signal
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -52,6 +47,8 @@ if os.environ["RANK"] == "0":
     os.environ["{STDERR}"] = str(os.dup(2))
     folder = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
     os.dup2(os.open(os.path.join(folder, "stderr.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+"""
+_RUN = """
 from epmoe.__main__ import main
 main()
 """
@@ -72,56 +69,56 @@ def load(config: Path, nproc: int | None = None) -> EPConfig:
 
 def check_ranks(config: EPConfig) -> None:
     """Raise UserError if `config` cannot run here: its ranks, its GPUs, torch's backends, a launcher's variables."""
-    size, on_gpus = config.topology.ep_size, config.exchange.transport == "nvlink"
-    nodes, variables = config.topology.num_nodes, _launcher_variables()
-    if variables and variables["WORLD_SIZE"] != size:
+    size = config.topology.ep_size
+    nodes = config.topology.num_nodes
+    on_gpus = config.exchange.transport == "nvlink"
+    launched = "RANK" in os.environ
+    here = size // nodes if launched else size
+    if launched and (started := _started_ranks()) != size:
         where = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
         raise UserError(
-            f"`topology.ep_size` is {size}, but torchrun started {variables['WORLD_SIZE']} processes:\n  "
-            f"torchrun {where} --nproc-per-node {size // nodes} -m epmoe {shlex.join(sys.argv[1:])}"
+            f"`topology.ep_size` is {size}, but torchrun started {started} processes:\n  "
+            f"torchrun {where} --nproc-per-node {here} -m epmoe {shlex.join(sys.argv[1:])}"
         )
-    here = size // nodes if variables else size
     if on_gpus and (found := torch.cuda.device_count()) < here:
         raise UserError(
             f"`exchange.transport` nvlink wants a GPU for each of {here} ranks, and torch sees {found}; "
             "EPMOE_EXCHANGE__TRANSPORT=shared_memory in the environment runs this configuration on the CPU"
         )
-    if variables and (missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]):
-        raise UserError(
-            f"RANK is set in the environment, but {missing[0]} is not: unset RANK, and this command starts its ranks "
-            "itself, or start it under torchrun"
-        )
+    if launched:
+        _require_variables("MASTER_ADDR", "MASTER_PORT")
     if not dist.is_available() or not dist.is_gloo_available() or (on_gpus and not dist.is_nccl_available()):
         needed = "gloo and NCCL" if on_gpus else "gloo"
         raise UserError(f"this build of torch has no torch.distributed with {needed}: install torch from pytorch.org")
 
 
-def _launcher_variables() -> dict[str, int] | None:
-    """RANK and WORLD_SIZE, and LOCAL_RANK and MASTER_PORT if they are there; None where no launcher set RANK."""
-    if "RANK" not in os.environ:
-        return None
-    values = {}
+def _started_ranks() -> int:
+    """The WORLD_SIZE that a launcher set, whose other variables are checked."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         value = os.environ.get(name)
-        if value is None and name == "WORLD_SIZE":
-            raise UserError(
-                "RANK is set in the environment, but WORLD_SIZE is not: unset RANK, and this command starts its ranks "
-                "itself, or start it under torchrun"
-            )
         if value is not None and not value.isdecimal():
             raise UserError(f"environment variable {name} must be a number, got {value!r}; launchers set it, not users")
-        if value is not None:
-            values[name] = int(value)
-    if values["RANK"] >= values["WORLD_SIZE"]:
-        size = values["WORLD_SIZE"]
-        raise UserError(f"environment variable RANK must be below WORLD_SIZE, {size}, got {values['RANK']}")
-    return values
+    _require_variables("WORLD_SIZE")
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
+    if rank >= size:
+        raise UserError(f"environment variable RANK must be below WORLD_SIZE, {size}, got {rank}")
+    return size
+
+
+def _require_variables(*names: str) -> None:
+    if missing := [name for name in names if not os.environ.get(name)]:
+        raise UserError(
+            f"RANK is set in the environment, but {missing[0]} is not: unset RANK, and this command starts its ranks "
+            "itself, or start it under torchrun"
+        )
 
 
 @contextmanager
 def all_ranks(config: EPConfig) -> Iterator[int]:
     """Initialise the default process group over gloo, with `transport: nvlink` also over NCCL; yields this rank."""
-    rank, on_gpus = launched_rank(), config.exchange.transport == "nvlink"
+    rank = launched_rank()
+    on_gpus = config.exchange.transport == "nvlink"
     assert rank is not None  # check_ranks
     if on_gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
@@ -151,29 +148,17 @@ def start_ranks(config: EPConfig, arguments: Sequence[str]) -> int:
         The exit code: 0, that of the rank which failed first, or 128 plus the number of the signal that ended this
         process.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing import SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
     _load_native_library()
+    command = ["-P", "-c", _BEGIN + _RUN, *arguments]
+    # Rank 0 prints to the terminal; what else ranks print goes to files, which are read if a rank fails.
+    quiet = dict.fromkeys(range(1, config.topology.ep_size), Std.ALL)
     try:
-        with tempfile.TemporaryDirectory(prefix="epmoe-") as folder, _own_process(folder, config.topology.ep_size):
-            # Rank 0 prints to the terminal; what else ranks print goes to files, which are read if a rank fails.
-            quiet = {rank: Std.ALL for rank in range(1, config.topology.ep_size)}
-            launch = LaunchConfig(
-                min_nodes=1,
-                max_nodes=1,
-                nproc_per_node=config.topology.ep_size,
-                run_id=RUN_ID + uuid.uuid4().hex,
-                rdzv_backend="c10d",
-                rdzv_endpoint="localhost:0",  # any free port
-                local_addr="localhost",
-                max_restarts=0,
-                monitor_interval=_MONITOR_S,
-                logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=quiet),
-            )
+        with tempfile.TemporaryDirectory(prefix="epmoe-") as folder:
             try:
-                launch_agent(launch, sys.executable, ["-P", "-c", _RANK, *arguments])
+                launch(config.topology.ep_size, sys.executable, command, folder, quiet, run_id=RUN_ID + uuid4().hex)
             except ChildFailedError as error:
                 console.show_cursor()
                 return _explain(error.failures, Path(folder))
@@ -188,22 +173,45 @@ def start_ranks(config: EPConfig, arguments: Sequence[str]) -> int:
     return 0
 
 
-@contextmanager
-def _own_process(folder: str, size: int) -> Iterator[None]:
-    """What the launcher changes in this process for its ranks, undone afterwards.
+def launch(
+    ranks: int,
+    program: str | Callable[..., object],
+    arguments: Sequence[object],
+    folder: str,
+    redirects: Std | dict[int, Std],
+    **options: Any,
+) -> None:
+    """Run `program` with `arguments` on all ranks by torch's launcher, with their logs in `folder`.
 
     Ranks get this process's module search path, `folder` for temporary files, and one thread each, as under torchrun.
+    What the launcher changes in this process, handlers of signals among it, is undone. `options` are those of its
+    LaunchConfig. Raises ChildFailedError if a rank fails, SignalException if a signal ends this process.
     """
-    environment, disabled = os.environ.copy(), logging.root.manager.disable
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # any free port
+        local_addr="localhost",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=redirects),
+        **options,
+    )
+    environment = os.environ.copy()
+    disabled = logging.root.manager.disable
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     temporary = Path(folder, "tmp")
     temporary.mkdir()
     os.environ |= {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path), "TMPDIR": str(temporary)}
-    if size > 1:
+    if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     logging.disable(logging.CRITICAL)  # torch's launcher logs every failure and every signal
     try:
-        yield
+        elastic_launch(config, program)(*arguments)
     finally:
         logging.disable(disabled)
         os.environ.clear()
@@ -215,8 +223,9 @@ def _own_process(folder: str, size: int) -> Iterator[None]:
 
 def _explain(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
     """Print why the run failed, from the rank that failed first. Returns the exit code."""
-    rank, failure = _cause(failures)
-    if _could_speak(failure):
+    rank = _cause(failures)
+    failure = failures[rank]
+    if _left_message(failure):
         if message := failure.error_file_data["message"]:
             fail(message, code=1)
         return failure.error_file_data["code"]  # without a message: rank 0 has printed that a check failed
@@ -231,32 +240,33 @@ def _explain(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
     return 1
 
 
-def _cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The failure that explains the others, and its rank.
+def _cause(failures: Mapping[int, ProcessFailure]) -> int:
+    """The rank whose failure explains the others.
 
     It is among the first. A rank that dies or refuses its input makes others fail within moments; and once one has
     failed, torch's launcher ends the others: with SIGTERM, and those that remain with SIGKILL after 30 s.
     """
     times = {rank: one.error_file_data.get("timestamp", one.timestamp) for rank, one in failures.items()}
-    ended = {rank for rank, one in failures.items() if one.exitcode == -signal.SIGTERM and not _could_speak(one)}
-    first = min(times[rank] for rank in failures.keys() - ended or failures)
+    ended = {rank for rank, one in failures.items() if one.exitcode == -signal.SIGTERM and not _left_message(one)}
+    own = failures.keys() - ended or failures.keys()
+    first = min(times[rank] for rank in own)
 
-    def order(rank: int) -> tuple[bool, bool, bool, bool, float]:
+    def order(rank: int) -> tuple[int, float]:
         one = failures[rank]
-        refused = _could_speak(one) and one.error_file_data["code"] == 2
-        return rank in ended, times[rank] > first + 3, _could_speak(one) or one.exitcode >= 0, not refused, times[rank]
+        if not _left_message(one):
+            return (0 if one.exitcode < 0 else 2), times[rank]
+        return (1 if one.error_file_data["code"] == 2 else 2), times[rank]
 
-    rank = min(failures, key=order)
-    return rank, failures[rank]
+    return min((rank for rank in own if times[rank] <= first + 3), key=order)
 
 
-def _could_speak(failure: ProcessFailure) -> bool:
+def _left_message(failure: ProcessFailure) -> bool:
     """Whether the rank left a message before it ended, which may be empty."""
     return "code" in failure.error_file_data
 
 
 def _load_native_library() -> None:
-    """Build it here if need be: a minute, which should not count as waiting for a rank."""
+    """Build the native library here if need be: that minute should not count as waiting for a rank."""
     from epmoe.native import ops
     from epmoe.native.build import BuildError
 

@@ -12,11 +12,10 @@ from rich.table import Table
 
 from epmoe.bench.report import write_json
 from epmoe.cli.capacity import Capacity, advice, experts, network, rank_plans, suggestions
-from epmoe.cli.console import UserError, check_output, console, human_bytes
+from epmoe.cli.console import check_output, console, human_bytes
 from epmoe.cli.launch import CONFIG, load
-from epmoe.cli.prediction import predicted, prediction
 from epmoe.config.config import EPConfig
-from epmoe.exchange.memory import Buffer, MemoryPlan
+from epmoe.exchange.memory import MemoryPlan
 from epmoe.native.arguments import dtype_name
 from epmoe.native.build import BuildError
 
@@ -29,33 +28,21 @@ def plan(
         Path | None, typer.Option("--json", help="Write JSON to this file instead of printing tables; `-` prints it.")
     ] = None,
     multiprocessors: Annotated[int, typer.Option(min=1, help="Of the GPU; an H200 has 132.")] = 132,
-    predict: Annotated[
-        bool, typer.Option("--predict", help="Add µs of dispatch and combine on GPUs, by a model.")
-    ] = False,
 ) -> None:
     """Show what memory a configuration takes, per rank and per node, and on GPUs how its kernels are launched."""
     parsed = load(config)
     check_output("--json", as_json, (".json",))
-    on_gpus = parsed.exchange.transport == "nvlink"
-    if predict and not on_gpus:
-        raise UserError(
-            "`--predict` models GPUs, and `exchange.transport` of this configuration is shared_memory, for CPUs: "
-            "EPMOE_EXCHANGE__TRANSPORT=nvlink in the environment predicts its sizes on GPUs"
-        )
     plans = rank_plans(parsed)
+    on_gpus = parsed.exchange.transport == "nvlink"
     if as_json:
         content = _as_dict(parsed, plans)
         if on_gpus:
             content["launches"] = _launches(parsed, plans[0], multiprocessors)
-        if predict:
-            content["predicted"] = predicted(parsed, _tokens(parsed))
         write_json(as_json, content)
         return
     largest = max(plans, key=lambda p: p.total_bytes)
-    console.print(
-        f"[bold]{config.stem}[/]: memory of rank {plans.index(largest)}, shared by all MoE layers of a model",
-        soft_wrap=True,
-    )
+    title = f"[bold]{config.stem}[/]: memory of rank {plans.index(largest)}, shared by all MoE layers of a model"
+    console.print(title, soft_wrap=True)
     console.print(_memory_table(largest, _totals(parsed, plans)))
     console.print("[dim]Buffers start at aligned offsets, so a region is a little larger than their sum.[/]")
     for paragraph in (*network(parsed), *advice(parsed), *experts(parsed)):
@@ -66,9 +53,6 @@ def plan(
             console.print(_launch_table(_launches(parsed, plans[0], multiprocessors), multiprocessors))
         except (BuildError, OSError) as error:
             console.print(f"[dim]The launches are not shown, since the native library cannot be loaded: {error}[/]")
-    if predict:
-        for part in prediction(predicted(parsed, _tokens(parsed))):
-            console.print(part)
 
 
 def _memory_table(plan: MemoryPlan, totals: dict[str, int]) -> Table:
@@ -91,18 +75,13 @@ def _memory_table(plan: MemoryPlan, totals: dict[str, int]) -> Table:
     return table
 
 
-def _tokens(config: EPConfig) -> list[int]:
-    """The T of the tables: those of `TOKENS` below M, and M."""
-    largest = config.capacity.max_num_tokens_per_rank
-    return sorted({*(tokens for tokens in TOKENS if tokens < largest), largest})
-
-
 def _launches(config: EPConfig, plan: MemoryPlan, multiprocessors: int) -> list[dict[str, Any]]:
     """By T, up to M: the launch of dispatch and that of combine, from both phases in one call and expert-major rows."""
     from epmoe.exchange.launch_policy import launches  # needs the native library, unlike the memory plan
 
+    most = config.capacity.max_num_tokens_per_rank
     rows = []
-    for T in _tokens(config):
+    for T in (*(tokens for tokens in TOKENS if tokens < most), most):
         dispatch, combine = launches(plan, T, config.model.torch_dtype, multiprocessors=multiprocessors)
         rows.append(
             {
@@ -124,20 +103,14 @@ def _launch_table(rows: list[dict[str, Any]], multiprocessors: int) -> Table:
     for column in ("T", "dispatch", "blocks", "send + notify", "combine", "blocks", "send"):
         table.add_column(column, justify="left" if column in ("dispatch", "combine") else "right", no_wrap=True)
     for row in rows:
-        out, back = row["dispatch"], row["combine"]
-        table.add_row(
-            f"{row['tokens']}",
-            *_shown(out),
-            f"{out['send_blocks']} + {out['notify_blocks']}",
-            *_shown(back),
-            f"{back['send_blocks']}",
-        )
+        cells = [f"{row['tokens']}"]
+        for launch in (row["dispatch"], row["combine"]):
+            lines = f" {launch['send_lines']}/{launch['recv_lines']}" if launch["protocol"] == "LL" else ""
+            notify = f" + {launch['notify_blocks']}" if launch is row["dispatch"] else ""
+            cells += [launch["protocol"] + lines, f"{launch['blocks']} × {launch['threads']}"]
+            cells.append(f"{launch['send_blocks']}{notify}")
+        table.add_row(*cells)
     return table
-
-
-def _shown(launch: dict[str, Any]) -> tuple[str, str]:
-    lines = f" {launch['send_lines']}/{launch['recv_lines']}" if launch["protocol"] == "LL" else ""
-    return launch["protocol"] + lines, f"{launch['blocks']} × {launch['threads']}"
 
 
 def _totals(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, int]:
@@ -152,18 +125,17 @@ def _totals(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, int]:
 
 
 def _as_dict(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, Any]:
-    names = ("window_bytes", "scratch_bytes", "rail_bytes", "total_bytes")
-    ranks = [
-        {"rank": rank, **{name: getattr(plan, name) for name in names}, "buffers": list(map(_buffer, plan.buffers))}
-        for rank, plan in enumerate(plans)
-    ]
-    capacity, found = Capacity.of(config), [dataclasses.asdict(one) for one in suggestions(config)]
+    ranks = []
+    for rank, plan in enumerate(plans):
+        sizes = {f"{part}_bytes": getattr(plan, f"{part}_bytes") for part in ("window", "scratch", "rail", "total")}
+        buffers = [
+            dataclasses.asdict(one) | {"dtype": dtype_name(one.dtype), "nbytes": one.nbytes} for one in plan.buffers
+        ]
+        ranks.append({"rank": rank, **sizes, "buffers": buffers})
+    capacity = Capacity.of(config)
+    found = [dataclasses.asdict(one) for one in suggestions(config)]
     return {
         "ranks": ranks,
         "node_bytes": _totals(config, plans)["total per node"],
         "expert_rows": {"worst": capacity.worst, "mean": capacity.mean, "suggestions": found},
     }
-
-
-def _buffer(buffer: Buffer) -> dict[str, Any]:
-    return dataclasses.asdict(buffer) | {"dtype": dtype_name(buffer.dtype), "nbytes": buffer.nbytes}

@@ -1,25 +1,32 @@
 """The HTML report of a run: one file, which loads nothing.
 
-Charts are HTML and small SVGs, and a few lines of JavaScript show the values under the pointer: about 100 KB for four
-models. A charting library would be 4 MB of code that nobody can read, for the same hover.
+Charts are HTML, and a few lines of JavaScript show the values under the pointer: about 100 KB for four models. A
+charting library would be 4 MB of code that nobody can read, for the same hover.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import datetime
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import jinja2
 
-from epmoe.cli import charts
-from epmoe.cli.about import About, without_folder
+from epmoe.bench import facts
+from epmoe.cli import charts, tables
 from epmoe.cli.console import human_bytes, human_seconds
-from epmoe.cli.result import STAGES, Check, Result, imbalance
+from epmoe.cli.result import STAGES, Check, Result, imbalance, mean_stages
 from epmoe.config.config import EPConfig
 
 
-def write_report(results: Sequence[Result], path: Path, about: About) -> None:
+def write_report(results: Sequence[Result], path: Path, about: dict[str, str]) -> None:
     """Write `results` of the run that `about` describes to `path`. Raises OSError if `path` cannot be written."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("epmoe.cli", "."),
@@ -33,27 +40,80 @@ def write_report(results: Sequence[Result], path: Path, about: About) -> None:
         "bytes": human_bytes,
         "count": lambda value: f"{value:,}",
         "error": lambda value: f"{value:.1e}",
-        "share": lambda value: f"{value:.0%}" if value >= 0.01 or not value else "<1%",
-        "times": lambda value: "–" if value is None else f"{value:.2f}×",
+        "times": tables.times,
         "class": lambda stage: stage.replace(" ", "-"),
     }
+    passed = all(one.passed for one in results)
+    verdict = "good" if any(one.checks for one in results) else "none"
+    shown = {stage for one in results for stage in one.seconds}
+    shown |= {stage for one in results if one.baseline for stage in mean_stages(one.baseline.stages)}
     html = environment.get_template("report.html.j2").render(
         results=results,
         about=about,
         charts=charts,
+        tables=tables,
         imbalance=imbalance,
         headline=headline(results),
-        verdict="failed"
-        if not all(one.passed for one in results)
-        else "good"
-        if any(one.checks for one in results)
-        else "none",
+        verdict=verdict if passed else "failed",
         glance=glance(results),
-        caution=caution(results, about),
+        caution=caution(results),
         settings=settings,
-        stages={name: text for name, text in STAGES.items() if any(_has(result, name) for result in results)},
+        stages={stage: text for stage, text in STAGES.items() if stage in shown},
     )
     path.write_text(html, encoding="utf-8")
+
+
+def about(configuration: Path, started: datetime) -> dict[str, str]:
+    """What this process ran, where, when (from `started`, which has a time zone, until now) and with which versions.
+
+    No path outside the working directory is repeated.
+    """
+    took = human_seconds((datetime.now().astimezone() - started).total_seconds())
+    return {
+        "Command": command(sys.argv[1:]),
+        "Configuration": without_folder(str(configuration)),
+        "Machine": machine(),
+        "When": f"{started:%d %B %Y, %H:%M %Z}".lstrip("0") + f", took {took}",
+        "Versions": versions(),
+    }
+
+
+def command(arguments: Sequence[str]) -> str:
+    """What to type for this run: variables that override the configuration, `epmoe`, `arguments`."""
+    overrides = {key: value for key, value in os.environ.items() if key.startswith("EPMOE_") and "__" in key}
+    words = [f"{key}={shlex.quote(without_folder(value))}" for key, value in sorted(overrides.items())]
+    words.append("epmoe")
+    for argument in arguments:
+        option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
+        words.append(shlex.quote(option + equals + without_folder(value)))
+    return " ".join(words)
+
+
+def without_folder(word: str) -> str:
+    """`word`; if it is a path outside the working directory, its last part alone."""
+    path = PurePath(word)
+    return path.name if path.is_absolute() or path.parts[:1] in (("..",), ("~",)) else word
+
+
+def machine() -> str:
+    """Processor, cores that this process may use, memory, GPUs and system."""
+    found = facts.machine()
+    cores = found["cores"]
+    gpus = found["gpus"]
+    parts = [found["cpu"], f"{cores} core{'s' * (cores != 1)}", f"{human_bytes(found['memory_bytes'])} memory"]
+    parts += [f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)]
+    return " · ".join([*parts, f"{platform.system()} {platform.machine()}"])
+
+
+def versions() -> str:
+    """Versions of epmoe (with the commit of a checkout), Python, torch, and of what else is there."""
+    found = facts.versions()
+    if commit := facts.commit():
+        short, _, dirty = commit.partition("-")
+        found["epmoe"] = f"{found['epmoe']} at {short[:9]}{' with changes' if dirty else ''}"
+    with suppress(importlib.metadata.PackageNotFoundError):
+        found["transformers"] = importlib.metadata.version("transformers")
+    return " · ".join(f"{name} {version}" for name, version in found.items() if version)
 
 
 def headline(results: Sequence[Result]) -> str:
@@ -64,12 +124,13 @@ def headline(results: Sequence[Result]) -> str:
             f"{one.name} ({'; '.join(_outcome(check) for check in one.checks if not check.passed)})" for one in failed
         ]
         return f"{len(failed)} of {len(results)} failed: {', '.join(whats)}"
-    ranks, rounds = results[0].placement.ep_size, results[0].rounds
+    ranks = results[0].placement.ep_size
+    rounds = results[0].rounds
     baselines = [result.baseline for result in results if result.baseline]
     if len(baselines) == len(results):
         error = max((error for one in baselines for errors in one.logit_errors for error in errors), default=0.0)
         models = f"{len(results)} of {len(results)} models" if len(results) > 1 else results[0].name
-        generate = f"{ranks} processes generate" if ranks > 1 else "1 process generates"
+        generate = f"{results[0].processes} generate{'s' * (ranks == 1)}"
         return f"{models}: {generate} the same tokens as one; logits agree within {error:.1e}"
     outcomes = [_outcome(check) for result in results for check in result.checks]
     what = f"{results[0].name}, {rounds} round{'s' * (rounds != 1)} on {ranks} rank{'s' * (ranks != 1)}"
@@ -78,44 +139,38 @@ def headline(results: Sequence[Result]) -> str:
 
 def glance(results: Sequence[Result]) -> list[tuple[str, str, str]]:
     """The figures at the top: (what, value, remark)."""
-    configs = [result.config for result in results]
-    model = [config.model for config in configs]
-    ranks = results[0].placement.ep_size
-    transport = "NVLink" if configs[0].exchange.transport == "nvlink" else "shared memory"
-    moved, kept = sum(one.rows_moved for one in results), sum(one.rows_kept for one in results)
+    models = [result.config.model for result in results]
+    transport = "NVLink" if results[0].config.exchange.transport == "nvlink" else "shared memory"
+    moved = sum(one.rows_moved for one in results)
+    kept = sum(one.rows_kept for one in results)
     wire = sum(one.bytes_dispatched + one.bytes_combined for one in results)
+    experts = _span(model.num_experts for model in models)
+    dtypes = ", ".join(dict.fromkeys(model.dtype for model in models))
     return [
-        ("Ranks", f"{ranks}", f"share {_span(one.num_experts for one in model)} experts a layer, over {transport}"),
-        ("dtype", _words(one.dtype for one in model), f"rows of {_span(one.hidden_size for one in model)} values"),
-        ("Experts per token", f"K = {_span(one.num_experts_per_tok for one in model)}", "chosen by the router"),
+        ("Ranks", f"{results[0].placement.ep_size}", f"share {experts} experts a layer, over {transport}"),
+        ("dtype", dtypes, f"rows of {_span(model.hidden_size for model in models)} values"),
+        ("Experts per token", f"K = {_span(model.num_experts_per_tok for model in models)}", "chosen by the router"),
         ("Moved between ranks", human_bytes(wire), f"{moved:,} rows there, as many sums back"),
         ("Stayed on their rank", f"{kept:,} rows", "whose experts are on the token's own rank"),
     ]
 
 
-def caution(results: Sequence[Result], about: About) -> str:
+def caution(results: Sequence[Result]) -> str:
     """What a reader of the times must know."""
     if results[0].config.exchange.transport == "nvlink":
         return ""
     ranks = results[0].placement.ep_size
-    turns = (
-        f"{ranks} processes take turns on {about.cores} core{'s' * (about.cores > 1)}"
-        if ranks > about.cores
-        else "All of it runs on the CPU"
-    )
+    cores = len(os.sched_getaffinity(0))
     compared = ""
+    turns = "All of it runs on the CPU"
+    if ranks > cores:
+        turns = f"{ranks} processes take turns on {cores} core{'s' * (cores > 1)}"
     if results[0].baseline and ranks > 1:
         compared = (
             f" One process is there to check the tokens, not to compare the times: it generates one text and has the "
             f"machine to itself, while the {ranks} generate {ranks} texts at once and wait for each other."
         )
     return f"{turns}: the times say where the time goes, not what a GPU would need.{compared}"
-
-
-def _outcome(check: Check) -> str:
-    """ "error ≤ 1e-05" and "7e-07" → "error 7e-07 (limit 1e-05)"."""
-    what, _, limit = check.what.partition(" ≤ ")
-    return f"{what} {check.measured} (limit {limit})" if limit else f"{what}: {check.measured}"
 
 
 def settings(config: EPConfig) -> str:
@@ -127,16 +182,13 @@ def settings(config: EPConfig) -> str:
     return "\n".join(lines)
 
 
-def _has(result: Result, stage: str) -> bool:
-    ranks = [*result.stages, *(result.baseline.stages if result.baseline else ())]
-    return any(stage in one for one in ranks)
+def _outcome(check: Check) -> str:
+    """ "error ≤ 1e-05" and "7e-07" → "error 7e-07 (limit 1e-05)"."""
+    what, _, limit = check.what.partition(" ≤ ")
+    return f"{what} {check.measured} (limit {limit})" if limit else f"{what}: {check.measured}"
 
 
 def _span(values: Iterable[int]) -> str:
     """All equal → "24", otherwise "2 to 8"."""
     found = sorted(values)
     return f"{found[0]:,}" if found[0] == found[-1] else f"{found[0]:,} to {found[-1]:,}"
-
-
-def _words(values: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(values))

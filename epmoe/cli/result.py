@@ -1,10 +1,10 @@
-"""The outcome of one run, for the terminal and for the report."""
+"""The outcome of one run: what the terminal and the report show."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
@@ -47,34 +47,6 @@ class Baseline:
     """seconds of the whole run, measured on their own"""
     logit_errors: Sequence[Sequence[float]]
     """largest absolute difference of the ranks' logits from the single process's, by rank and step"""
-    logit_limit: float
-    """the largest difference that is allowed"""
-
-
-@dataclass(frozen=True)
-class RankCounts:
-    """One rank over all rounds."""
-
-    sent: int
-    """rows, to itself too"""
-    received: int
-    """rows, from itself too"""
-    own: int
-    """rows from itself to itself"""
-    load: Sequence[int]
-    """pairs that each of its experts computed"""
-    dropped: int
-    """pairs"""
-
-    @property
-    def pairs(self) -> int:
-        """That it computed."""
-        return sum(self.load)
-
-    @property
-    def routed(self) -> int:
-        """Pairs that it got, before it dropped any."""
-        return self.pairs + self.dropped
 
 
 @dataclass(frozen=True)
@@ -88,24 +60,24 @@ class Balancing:
 
     @property
     def num_moves(self) -> int:
+        """Moves of all plans."""
         return sum(moves for _, moves in self.moves)
 
     @property
     def ends(self) -> tuple[float, float]:
         """Load of the busiest rank over the mean, in the first quarter of the rounds and in the last."""
         quarter = max(1, len(self.rows[0]) // 4)
-        first, last = (
-            imbalance([sum(rows[part]) for rows in self.rows]) for part in (slice(quarter), slice(-quarter, None))
-        )
+        first = imbalance([sum(rows[:quarter]) for rows in self.rows])
+        last = imbalance([sum(rows[-quarter:]) for rows in self.rows])
         return first or 1.0, last or 1.0
 
     @property
     def outcome(self) -> str:
-        """In one line."""
-        moves, (first, last) = self.num_moves, self.ends
-        have = "expert has" if moves == 1 else "experts have"
+        """The change in one line."""
+        have = "expert has" if self.num_moves == 1 else "experts have"
+        first, last = self.ends
         took = f"the busiest rank took {first:.2f} × the mean in the first quarter, {last:.2f} × in the last"
-        return f"{moves} {have} moved; {took}"
+        return f"{self.num_moves} {have} moved; {took}"
 
 
 @dataclass(frozen=True)
@@ -124,33 +96,60 @@ class Result:
     """[P] tokens that each physical expert computed, which leaves out dropped pairs"""
     dropped: Sequence[int]
     """[R] pairs that found no room in the `capacity.max_expert_rows` of each rank"""
+    health: Mapping[str, int]
+    """health counter → its sum over the ranks"""
+    waited: Sequence[Sequence[float]]
+    """[R][R] seconds that each rank (first index) waited for each rank, as `Health.waited_s`"""
     stages: Sequence[Mapping[str, float]]
     """by rank: stage → seconds in all rounds; a stage includes waiting for other ranks, and `STAGES` defines it"""
     elapsed: Sequence[float]
     """by rank: seconds of the whole run, measured on their own"""
     rounds: int
     """rounds that `traffic`, `load` and `stages` are sums of"""
-    health: Mapping[str, int]
-    waited: Sequence[Sequence[float]]
-    """[R][R] seconds that each rank (first index) waited for each rank, as `Health.waited_s`"""
-    texts: Sequence[tuple[str, str]] = ()
-    """(prompt, text that the model generated after it), by rank"""
     unit: str = "round"
     """what `rounds` counts: "round" or "token\""""
-    baseline: Baseline | None = None
+    texts: Sequence[tuple[str, str]] = ()
+    """(prompt, text that the model generated after it), by rank"""
     note: str = ""
     """what a reader must know of the texts"""
+    baseline: Baseline | None = None
     balancing: Balancing | None = None
     """where experts moved while it ran"""
 
+    @staticmethod
+    def counts(placement: Placement, healths: Sequence[Health]) -> dict[str, Any]:
+        """The fields `traffic`, `load`, `dropped`, `health` and `waited`, from the health of each rank."""
+        load: dict[int, int] = {}
+        for rank, one in enumerate(healths):
+            load |= dict(zip(placement.local_experts(rank), one.tokens_per_expert, strict=True))
+        return {
+            "traffic": [one.rows_sent for one in healths],
+            "load": [load[expert] for expert in range(placement.num_physical_experts)],
+            "dropped": [one.dropped_pairs for one in healths],
+            "health": {name: sum(getattr(one, name) for one in healths) for name in COUNTERS},
+            "waited": [one.waited_s for one in healths],
+        }
+
     @property
     def passed(self) -> bool:
+        """Whether no check has failed."""
         return all(check.passed for check in self.checks)
 
     @property
     def seconds(self) -> dict[str, float]:
         """Stage → seconds in all rounds, mean over ranks."""
         return mean_stages(self.stages)
+
+    @property
+    def holder(self) -> str:
+        """What has a load: a slot where experts move, otherwise an expert."""
+        return "slot" if self.balancing else "expert"
+
+    @property
+    def processes(self) -> str:
+        """The number of ranks, in words."""
+        R = self.placement.ep_size
+        return f"{R} process{'es' if R != 1 else ''}"
 
     @property
     def rows_moved(self) -> int:
@@ -165,33 +164,36 @@ class Result:
     @property
     def bytes_dispatched(self) -> int:
         """Bytes of the rows between different ranks, on their way to the experts: values, K ids and K weights."""
-        return self.rows_moved * bytes_out(self.config)
+        ids_and_weights = 8 * self.config.model.num_experts_per_tok
+        return self.rows_moved * (self._row_bytes(self.config.exchange.payload) + ids_and_weights)
 
     @property
     def bytes_combined(self) -> int:
         """Bytes of the sums that come back between different ranks: one row for each that was dispatched."""
-        return self.rows_moved * bytes_back(self.config)
+        return self.rows_moved * self._row_bytes(self.config.exchange.combine_payload)
+
+    def _row_bytes(self, payload: str) -> int:
+        """Bytes of one row's values on the wire; an fp8 row has a fp32 scale for each block of values."""
+        D = self.config.model.hidden_size
+        return D + 4 * -(-D // SCALE_BLOCK) if payload == "fp8" else D * self.config.model.torch_dtype.itemsize
 
     @property
-    def ranks(self) -> list[RankCounts]:
-        """The same counts by rank."""
-        loads, received = by_rank(self.placement, self.load), [sum(rows) for rows in zip(*self.traffic, strict=True)]
-        return [
-            RankCounts(sum(rows), received[rank], rows[rank], loads[rank], self.dropped[rank])
-            for rank, rows in enumerate(self.traffic)
-        ]
+    def loads(self) -> list[list[int]]:
+        """`load` by rank."""
+        return by_rank(self.placement, self.load)
 
     @property
-    def pairs_by_rank(self) -> list[int]:
+    def pairs(self) -> list[int]:
         """[R] pairs that each rank computed."""
-        return [rank.pairs for rank in self.ranks]
+        return [sum(loads) for loads in self.loads]
 
     @property
     def cause(self) -> str:
         """Why a check may have failed, where a rank dropped pairs; else empty."""
         if not any(self.dropped):
             return ""
-        total, room = sum(self.dropped) + sum(self.load), self.config.capacity.max_expert_rows
+        total = sum(self.dropped) + sum(self.load)
+        room = self.config.capacity.max_expert_rows
         most = self.dropped.index(max(self.dropped))
         return (
             f"{sum(self.dropped):,} of {total:,} pairs were dropped, most on rank {most} ({max(self.dropped):,}): "
@@ -227,24 +229,3 @@ def mean_stages(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def imbalance(loads: Sequence[int]) -> float | None:
     """The largest load over the mean load: 1 if all are equal. None if there is no load."""
     return max(loads) * len(loads) / sum(loads) if sum(loads) else None
-
-
-def sum_counters(ranks: Sequence[Health]) -> dict[str, int]:
-    """Counter → its sum over `ranks`."""
-    return {name: sum(getattr(one, name) for one in ranks) for name in COUNTERS}
-
-
-def bytes_out(config: EPConfig) -> int:
-    """Bytes of a row on its way to the experts: values, K ids and K weights."""
-    return _row_bytes(config, config.exchange.payload == "fp8") + 8 * config.model.num_experts_per_tok
-
-
-def bytes_back(config: EPConfig) -> int:
-    """Bytes of the sum that comes back for a row."""
-    return _row_bytes(config, config.exchange.combine_payload == "fp8")
-
-
-def _row_bytes(config: EPConfig, fp8: bool) -> int:
-    """Bytes of one row's values on the wire; an fp8 row has a fp32 scale for each block of values."""
-    D = config.model.hidden_size
-    return D + 4 * -(-D // SCALE_BLOCK) if fp8 else D * config.model.torch_dtype.itemsize

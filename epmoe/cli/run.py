@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch.distributed as dist
 import typer
-from rich.progress import Progress
 
 from epmoe.cli import simulated
 from epmoe.cli.console import UserError, check_output, console, launched_rank, quiet_exit, require
 from epmoe.cli.demo import models
 from epmoe.cli.launch import CONFIG, NPROC, all_ranks, check_ranks, load, start_ranks
-from epmoe.cli.result import Balancing, Check, Result, sum_counters
 from epmoe.cli.tables import show
-from epmoe.cli.watch import watching
-from epmoe.config.config import EPConfig
-from epmoe.exchange.health import Health
-from epmoe.group.peers import Peers
 from epmoe.local.simulate import Kind
-from epmoe.service import ExpertParallel
 
 
 def run(
@@ -46,9 +35,6 @@ def run(
         Kind | None, typer.Option(help="Simulated routing, without --model. [default: uniform]", show_default=False)
     ] = None,
     seed: Annotated[int, typer.Option(help="Of weights, tokens and simulated routing.")] = 0,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Show rates, late ranks and hot experts while it runs, without --model.")
-    ] = False,
     balance: Annotated[
         bool, typer.Option("--balance", help="Move experts while it runs, as the load drifts, without --model.")
     ] = False,
@@ -64,15 +50,10 @@ def run(
     check_output("--report", report, (".html", ".htm"))
     if report is not None:
         require("jinja2", "`--report`")  # now, not after the run
-    if tokens is not None and tokens > parsed.capacity.max_num_tokens_per_rank:
-        limit = parsed.capacity.max_num_tokens_per_rank
+    limit = parsed.capacity.max_num_tokens_per_rank
+    if tokens is not None and tokens > limit:
         raise UserError(f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got {tokens}")
-    for option, value in (
-        ("--tokens", tokens),
-        ("--routing", routing),
-        ("--watch", watch or None),
-        ("--balance", balance or None),
-    ):
+    for option, value in (("--tokens", tokens), ("--routing", routing), ("--balance", balance or None)):
         if model and value is not None:
             raise UserError(f"`{option}` is for the rounds of the layer, and `--model` runs models: leave one out")
     check_ranks(parsed)
@@ -88,79 +69,13 @@ def run(
         if model:
             results = models.run_models(parsed, model, steps, seed)
         else:
-            results = [_run_layer(parsed, config.stem, routing or "uniform", steps, tokens, seed, watch, balance)]
+            results = [simulated.run(parsed, config.stem, routing or "uniform", steps, tokens, seed, balance)]
+            show(results[0])
     if rank == 0 and report is not None:
-        from epmoe.cli.about import About
-        from epmoe.cli.report import write_report
+        from epmoe.cli.report import about, write_report  # needs jinja2
 
-        write_report(results, report, About.of_this_process(config, started))
+        write_report(results, report, about(config, started))
         console.print(f"\nreport: {report.resolve()}")
     # Rank 0 alone reports a failed check: the exit of another rank would end rank 0, which may still be writing.
     if rank == 0 and not all(result.passed for result in results):
         raise quiet_exit()
-
-
-def _run_layer(
-    config: EPConfig, name: str, kind: Kind, steps: int, tokens: int | None, seed: int, watch: bool, balance: bool
-) -> Result:
-    """Rounds of the configuration's own layer. The Result is the same on every rank; rank 0 prints it."""
-    model = config.model
-    tokens = min(64, config.capacity.max_num_tokens_per_rank) if tokens is None else tokens
-    console.rule(f"[bold]{name}[/]: {steps} rounds of {tokens} tokens a rank, {kind} routing")
-    with _open(config) as ep:
-        simulated.synchronise(ep)
-        with _advancing(ep, steps, watch) as advance:
-            mine = simulated.run_layer(ep, kind, steps, tokens, seed, advance, balance)
-        health, placement = ep.health(), ep.placement
-    of_ranks: list[Any] = Peers.of(dist.group.WORLD).all_gather((asdict(mine), health.as_dict()))
-    gathered = [(simulated.Measured(**measured), Health(**counts)) for measured, counts in of_ranks]
-    load = [0] * placement.num_physical_experts
-    for rank, (_, counts) in enumerate(gathered):
-        for expert, count in zip(placement.local_experts(rank), counts.tokens_per_expert, strict=True):
-            load[expert] = count
-    limit, worst = simulated.tolerance(config), max(m.worst_error for m, _ in gathered)
-    check = Check(f"error against the dense fp64 reference ≤ {limit:.0e}", f"{worst:.1e}", worst <= limit)
-    result = Result(
-        name=name,
-        config=config,
-        facts={
-            "experts": f"{model.num_experts}, {model.num_experts_per_tok} per token",
-            "hidden size": f"{model.hidden_size} {model.dtype}",
-            "rounds": f"{steps} of {tokens} tokens a rank",
-            "routing": kind,
-        },
-        checks=[check] if tokens else [],
-        placement=placement,
-        traffic=[counts.rows_sent for _, counts in gathered],
-        load=load,
-        dropped=[counts.dropped_pairs for _, counts in gathered],
-        stages=[m.seconds for m, _ in gathered],
-        elapsed=[sum(m.seconds.values()) for m, _ in gathered],
-        rounds=steps,
-        health=sum_counters([counts for _, counts in gathered]),
-        waited=[m.waited for m, _ in gathered],
-        balancing=Balancing([m.rows for m, _ in gathered], mine.moves) if balance else None,
-    )
-    show(result)
-    if result.balancing:
-        console.print(f"  {result.balancing.outcome}\n")
-    return result
-
-
-@contextmanager
-def _advancing(ep: ExpertParallel, steps: int, watch: bool) -> Iterator[Callable[[], object]]:
-    """Shows how the run goes on; yields what to call after each round."""
-    if watch:
-        with watching(ep):
-            yield lambda: None
-        return
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("rounds", total=steps)
-        yield lambda: progress.advance(task)
-
-
-def _open(config: EPConfig) -> ExpertParallel:
-    try:
-        return ExpertParallel(config)
-    except (ValueError, MemoryError) as error:
-        raise UserError(str(error)) from None

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from rich.progress import Progress
 
 from epmoe.cli.capacity import rank_plans
-from epmoe.cli.console import UserError, human_bytes
+from epmoe.cli.clock import StageClock
+from epmoe.cli.console import UserError, console, human_bytes
+from epmoe.cli.result import Balancing, Check, Result
 from epmoe.config.config import ConfigError, EPConfig
+from epmoe.exchange.health import Health
+from epmoe.exchange.peers import Peers
 from epmoe.exchange.window import available_memory_bytes
 from epmoe.live.balancer import Balancer
 from epmoe.local.experts import GroupedExperts
@@ -20,7 +26,6 @@ from epmoe.local.reference import moe_reference
 from epmoe.local.simulate import Kind, simulate_logits
 from epmoe.service import ExpertParallel
 
-STAGES = ("route", "dispatch", "experts", "combine")
 POOL_ROWS = 1024  # rows of simulated logits; every round draws its rows from them
 CHECKED_ROWS = 32  # rows per round and rank that are compared with the dense reference, about
 TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}  # relative to the largest element of a round's output
@@ -32,34 +37,79 @@ PROCESS_BYTES = 400 << 20  # memory of torch and its libraries, per rank
 
 @dataclass
 class Measured:
-    """One rank's figures over all rounds. `worst_error` is relative to the largest element of a round's output, and
-    `waited` are the seconds that it waited for each rank."""
+    """One rank's figures over all rounds."""
 
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    seconds: dict[str, float]
+    """by stage"""
     worst_error: float = 0.0
+    """relative to the largest element of a round's output"""
     waited: list[float] = field(default_factory=list)
+    """seconds that this rank waited for each rank"""
     rows: list[int] = field(default_factory=list)
     """where experts move, rows of this rank's experts by round"""
     moves: list[tuple[int, int]] = field(default_factory=list)
     """(rounds before it, moves on all ranks) of each plan"""
 
 
-def run_layer(
+def run(config: EPConfig, name: str, kind: Kind, steps: int, tokens: int | None, seed: int, balances: bool) -> Result:
+    """Run the layer over all ranks of the default group. The Result is the same on every rank."""
+    model = config.model
+    tokens = min(64, config.capacity.max_num_tokens_per_rank) if tokens is None else tokens
+    console.rule(f"[bold]{name}[/]: {steps} rounds of {tokens} tokens a rank, {kind} routing")
+    try:
+        ep = ExpertParallel(config)
+    except (ValueError, MemoryError) as error:
+        raise UserError(str(error)) from None
+    with ep, Progress(console=console, transient=True) as progress:
+        _synchronise(ep)
+        task = progress.add_task("rounds", total=steps)
+        mine = _measure(ep, kind, steps, tokens, seed, lambda: progress.advance(task), balances)
+        health = ep.health()
+        placement = ep.placement
+    of_ranks: list[Any] = Peers.of(dist.group.WORLD).all_gather((asdict(mine), health.as_dict()))
+    measured = [Measured(**one) for one, _ in of_ranks]
+    counts = Result.counts(placement, [Health(**one) for _, one in of_ranks])
+    limit = _tolerance(config)
+    worst = max(one.worst_error for one in measured)
+    check = Check(f"error against the dense fp64 reference ≤ {limit:.0e}", f"{worst:.1e}", worst <= limit)
+    return Result(
+        name=name,
+        config=config,
+        facts={
+            "experts": f"{model.num_experts}, {model.num_experts_per_tok} per token",
+            "hidden size": f"{model.hidden_size} {model.dtype}",
+            "rounds": f"{steps} of {tokens} tokens a rank",
+            "routing": kind,
+        },
+        checks=[check] if tokens else [],
+        placement=placement,
+        **counts | {"waited": [one.waited for one in measured]},  # without that of the empty round
+        stages=[one.seconds for one in measured],
+        elapsed=[sum(one.seconds.values()) for one in measured],
+        rounds=steps,
+        balancing=Balancing([one.rows for one in measured], mine.moves) if balances else None,
+    )
+
+
+def _measure(
     ep: ExpertParallel,
     kind: Kind,
     steps: int,
     tokens: int,
     seed: int,
     advance: Callable[[], object],
-    balances: bool = False,
+    balances: bool,
 ) -> Measured:
     """Run `steps` rounds of route, dispatch, experts and combine, and check some rows of each with the reference.
 
     `advance` is called after each round. With `balances`, experts move between the ranks meanwhile.
     """
-    config, model, measured = ep.config, ep.config.model, Measured()
+    config = ep.config
+    model = config.model
+    clock = StageClock(ep.device)
+    measured = Measured(clock.seconds)
     weights = _expert_weights(config, seed, ep.device)
-    tag = int(ep.config.placement.live)
+    tag = int(config.placement.live)
     held = [max(expert, 0) for expert in ep.logical_experts(tag)]  # nobody uses an empty slot
     experts = GroupedExperts(*(w[held] for w in weights)).requires_grad_(False)
     balancer = None
@@ -80,23 +130,21 @@ def run_layer(
     generator = torch.Generator().manual_seed(seed + 1 + ep.rank)
     bias_E = torch.zeros(model.num_experts, device=ep.device) if config.routing.selection_bias else None
     health = ep.health()
-    waited_before, rows_before = health.waited_s, sum(health.tokens_per_expert)
+    waited_before = health.waited_s
+    rows_before = sum(health.tokens_per_expert)
     for n in range(steps):
         if kind == "drift":
             pool_TE = pool(step=n / steps)  # one order becomes another over the run
         x_TD = torch.randn(tokens, model.hidden_size, generator=generator).to(ep.device, model.torch_dtype)
         logits_TE = pool_TE[torch.randint(POOL_ROWS, (tokens,), generator=generator)].to(ep.device)
-        clock = [_now(ep.device)]
-        routing = ep.route(logits_TE, bias_E)
-        clock.append(_now(ep.device))
-        d = ep.dispatch(x_TD, routing.ids, routing.weights, tag=tag)
-        clock.append(_now(ep.device))
-        rows_ND = experts(d.rows, d.expert_offsets, d.scales)
-        clock.append(_now(ep.device))
-        y_TD = ep.combine(rows_ND, d)
-        clock.append(_now(ep.device))
-        for stage, start, end in zip(STAGES, clock, clock[1:], strict=False):
-            measured.seconds[stage] += end - start
+        with clock.stage("route"):
+            routing = ep.route(logits_TE, bias_E)
+        with clock.stage("dispatch"):
+            d = ep.dispatch(x_TD, routing.ids, routing.weights, tag=tag)
+        with clock.stage("experts"):
+            rows_ND = experts(d.rows, d.expert_offsets, d.scales)
+        with clock.stage("combine"):
+            y_TD = ep.combine(rows_ND, d)
         some = slice(None, None, max(1, tokens // CHECKED_ROWS))
         expected_TD = moe_reference(x_TD[some], routing.ids[some], routing.weights[some], weights)
         measured.worst_error = max(measured.worst_error, _relative_error(y_TD[some], expected_TD))
@@ -114,7 +162,7 @@ def run_layer(
     return measured
 
 
-def synchronise(ep: ExpertParallel) -> None:
+def _synchronise(ep: ExpertParallel) -> None:
     """Run an empty round, which nobody measures, so that the ranks start the next one together."""
     model = ep.config.model
     routing = ep.route(torch.empty(0, model.num_experts, device=ep.device))
@@ -123,17 +171,12 @@ def synchronise(ep: ExpertParallel) -> None:
     ep.combine(torch.zeros_like(d.rows, dtype=model.torch_dtype), d)
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 def live(config: EPConfig) -> EPConfig:
     """A configuration whose experts can move: one slot more on each rank than experts need."""
     if config.placement.live:
         return config
-    E, R = config.model.num_experts, config.topology.ep_size
+    E = config.model.num_experts
+    R = config.topology.ep_size
     placement = {"live": True, "slots_per_rank": min(-(-E // R) + 1, E)}
     try:
         return EPConfig(**config.model_dump() | {"placement": placement})
@@ -141,7 +184,7 @@ def live(config: EPConfig) -> EPConfig:
         raise UserError(f"experts of this configuration cannot move: {error}") from None
 
 
-def tolerance(config: EPConfig) -> float:
+def _tolerance(config: EPConfig) -> float:
     """The limit of `Measured.worst_error`: it allows for the rounding of rows' dtype, also inside the experts."""
     fp8 = "fp8" in (config.exchange.payload, config.exchange.combine_payload)
     return FP8_TOLERANCE if fp8 else TOLERANCE[config.model.dtype]
@@ -165,7 +208,9 @@ def require_memory(config: EPConfig) -> None:
 
 def _expert_weights(config: EPConfig, seed: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Gate and up [E, 2F, D] and down [E, D, F] of all logical experts, the same on every rank."""
-    E, D, F = config.model.num_experts, config.model.hidden_size, _intermediate_size(config)
+    E = config.model.num_experts
+    D = config.model.hidden_size
+    F = _intermediate_size(config)
     generator = torch.Generator().manual_seed(seed)
     gate_up = torch.randn(E, 2 * F, D, generator=generator) / D**0.5
     down = torch.randn(E, D, F, generator=generator) / F**0.5

@@ -1,17 +1,36 @@
-"""A run's results in the terminal."""
+"""The tables of a run, which the terminal and the report draw alike, and the rest of what the terminal shows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from epmoe.cli.console import console, human_bytes, human_seconds, plain_table, print_table, sparkline
-from epmoe.cli.result import Check, Result
+from epmoe.cli.console import console, human_bytes, human_seconds, plain_table, print_table, share, sparkline
+from epmoe.cli.result import STAGES, Check, Result, imbalance, mean_stages
 
-WAITING = "in dispatch and combine, at least"
+
+@dataclass(frozen=True)
+class Cells:
+    """A table. The columns that `words` names stand on the left, and their cells are no figures."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: Container[str]
+    has_sum: bool = False
+    """whether the last row is the sum of those above"""
+
+    def draw(self) -> Table:
+        """The table for the terminal."""
+        table = plain_table(self.columns, self.words)
+        for number, row in enumerate(self.rows, start=1):
+            cells = [Text(cell, style={"✓": "green", "✗": "bold red"}.get(cell[:1], "")) for cell in row]
+            table.add_row(*cells, style="bold" if self.has_sum and number == len(self.rows) else "")
+        return table
 
 
 def show(result: Result) -> None:
@@ -21,64 +40,110 @@ def show(result: Result) -> None:
         texts.add_row(f"[dim]rank {rank}", Text.assemble(prompt, (" → ", "dim"), (continuation.strip(), "bold cyan")))
     if result.texts:
         console.print(texts)
-    console.print()
-    print_table(_ranks(result))
-    console.print()
-    print_table(_stages(result))
+    for table in (rank_table(result), stage_table(result)):
+        console.print()
+        print_table(table.draw())
     console.print()
     sizes = f"{human_bytes(result.bytes_dispatched)} out, {human_bytes(result.bytes_combined)} back"
     console.print(f"  travelled: {result.rows_moved:,} rows between ranks ({sizes}); {result.rows_kept:,} stayed")
     if result.late:
         rank, seconds = result.late
         console.print(f"  waits: longest for rank {rank}, {human_seconds(seconds)} of all ranks together")
-    problems = {name: count for name, count in result.health.items() if count}
-    counts = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in problems.items())
-    console.print(f"  health: {counts or 'nothing to report'}")
+    counts = [f"{name.replace('_', ' ')} {count:,}" for name, count in result.health.items() if count]
+    console.print(f"  health: {', '.join(counts) or 'nothing to report'}")
     for check in result.checks:
-        console.print(f"  {mark(check)} {escape(check.what)}: {escape(check.measured)}")
-    if result.cause:
-        console.print(f"  [bold yellow]cause[/]: {escape(result.cause)}")
+        console.print(f"  {'[green]✓[/]' if check.passed else '[bold red]✗[/]'} {escape(check.what)}: {check.measured}")
     if not result.checks:
         console.print("  – nothing was checked: no rank brought tokens")
+    if result.cause:
+        console.print(f"  [bold yellow]cause[/]: {escape(result.cause)}")
+    if result.balancing:
+        console.print(f"  {result.balancing.outcome}")
     console.print()
 
 
 def summarise(results: Sequence[Result]) -> None:
     """Print one line for each run, if there were several."""
-    if len(results) < 2:
-        return
-    console.rule("[bold]summary[/]")
-    columns = ["", *(check.what for check in results[0].checks), "rows between ranks"]
-    table = plain_table(columns, words=columns)
-    for result in results:
-        verdicts = [f"{mark(check)} {escape(check.measured)}" for check in result.checks]
-        table.add_row(result.name, *verdicts, f"{result.rows_moved:,}")
-    print_table(table)
+    if len(results) > 1:
+        console.rule("[bold]summary[/]")
+        print_table(summary_table(results).draw())
 
 
-def mark(check: Check) -> str:
-    return "[green]✓[/]" if check.passed else "[bold red]✗[/]"
+def summary_table(results: Sequence[Result]) -> Cells:
+    """One line for each of several runs."""
+    checks = dict.fromkeys(check.what for result in results for check in result.checks)
+    figures = ("one process", results[0].processes, "rows on the wire", "busiest rank", "busiest expert")
+    columns = [textwrap.fill(column, 9) for column in ("model", *checks, *figures)]
+    rows = [
+        (
+            result.name,
+            *({check.what: _verdict(check) for check in result.checks}.get(what, "–") for what in checks),
+            human_seconds(mean(result.baseline.elapsed), zeros=True) if result.baseline else "–",
+            human_seconds(mean(result.elapsed), zeros=True),
+            f"{result.rows_moved:,}",
+            times(imbalance(result.pairs)),
+            times(imbalance(result.load)),
+        )
+        for result in results
+    ]
+    return Cells(columns, rows, words=columns[: 1 + len(checks)])
 
 
-def _ranks(result: Result) -> Table:
-    drops, holder = any(result.dropped), "slot" if result.balancing else "expert"
-    pairs, load = "kept/pairs" if drops else "pairs", f"load per {holder}"
-    table = plain_table(("rank", "rows sent", "received", pairs, f"busiest {holder}", load), words=(load,))
-    for number, rank in enumerate(result.ranks):
-        pairs = f"{rank.pairs:,}/{rank.routed:,}" if drops else f"{rank.pairs:,}"
-        top = max(rank.load, default=0)
-        busiest = f"#{result.placement.local_experts(number)[rank.load.index(top)]}: {top:,}" if top else "–"
-        table.add_row(f"{number}", f"{rank.sent:,}", f"{rank.received:,}", pairs, busiest, sparkline(rank.load))
-    return table
+def rank_table(result: Result) -> Cells:
+    """Rows and pairs of each rank."""
+    drops = any(result.dropped)
+    load = f"load per {result.holder}"
+    columns = ("rank", "rows sent", "received", "kept/pairs" if drops else "pairs", f"busiest {result.holder}", load)
+    received = [sum(rows) for rows in zip(*result.traffic, strict=True)]
+    rows = []
+    for rank, loads in enumerate(result.loads):
+        kept = sum(loads)
+        top = max(loads, default=0)
+        pairs = f"{kept:,}/{kept + result.dropped[rank]:,}" if drops else f"{kept:,}"
+        busiest = f"#{result.placement.local_experts(rank)[loads.index(top)]}: {top:,}" if top else "–"
+        sent = f"{sum(result.traffic[rank]):,}"
+        rows.append((f"{rank}", sent, f"{received[rank]:,}", pairs, busiest, sparkline(loads)))
+    return Cells(columns, rows, words=(load,))
 
 
-def _stages(result: Result) -> Table:
-    table = plain_table(("stage", f"per {result.unit}", "share", ""), words=("stage", ""))
-    total, rounds = sum(result.seconds.values()) or 1.0, max(1, result.rounds)
-    for stage, seconds in result.seconds.items():
-        bar = Text("█" * round(24 * seconds / total), style="blue")
-        table.add_row(stage, human_seconds(seconds / rounds), f"{seconds / total:.0%}", bar)
+def stage_table(result: Result) -> Cells:
+    """Seconds of each stage: of the single process, of the mean rank, and of the fastest and slowest rank."""
+    columns = ["stage", result.processes, "least to most", f"per {result.unit}", "share"]
+    if result.baseline:
+        columns.insert(1, "one process")
+    alone = mean_stages(result.baseline.stages) if result.baseline else {}
+    total = sum(result.seconds.values()) or 1.0
+    rounds = max(1, result.rounds)
+
+    def row(name: str, single: float | None, each: Sequence[float], bound: str = "") -> list[str]:
+        cells = [name, bound + human_seconds(mean(each), zeros=True)]
+        least, most = (human_seconds(value, zeros=True) for value in (min(each), max(each)))
+        cells += [f"{least} to {most}", human_seconds(mean(each) / rounds, zeros=True), share(mean(each) / total)]
+        if result.baseline:
+            cells.insert(1, "–" if single is None else human_seconds(single, zeros=True))
+        return cells
+
+    rows = [
+        row(stage, alone.get(stage), [one.get(stage, 0.0) for one in result.stages])
+        for stage in STAGES
+        if stage in result.seconds or stage in alone
+    ]
     if result.waiting:
-        waiting = human_seconds(result.waiting / rounds)
-        table.add_row("waiting for others", waiting, f"{result.waiting / total:.0%}", WAITING, style="dim")
-    return table
+        rows.append(row("of it waiting", None, [max(waited) for waited in result.waited], bound="≥ "))
+    alone_elapsed = mean(result.baseline.elapsed) if result.baseline else None
+    rows.append([*row("all stages", alone_elapsed, result.elapsed)[:-1], "100%"])
+    return Cells(columns, rows, words=("stage",), has_sum=True)
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean of at least one value."""
+    return sum(values) / len(values)
+
+
+def times(imbalance: float | None) -> str:
+    """1.5 → "1.50×"; "–" where there is no load."""
+    return "–" if imbalance is None else f"{imbalance:.2f}×"
+
+
+def _verdict(check: Check) -> str:
+    return f"{'✓' if check.passed else '✗'} {check.measured}"

@@ -16,7 +16,6 @@ from pydantic import Field, ValidationError, model_validator
 from epmoe.config.config_file import ConfigError, environment_overrides, explain, find_config, read_config
 from epmoe.config.deadlines import INSIDE_NODE_S
 from epmoe.config.from_hf import sections_of
-from epmoe.config.hardware import HardwareConfig
 from epmoe.config.placement import Placement
 from epmoe.config.strict import Strict
 from epmoe.native.formats import WIRE_FORMATS, PayloadName
@@ -31,7 +30,7 @@ _INT32_MAX = 2**31 - 1
 _MOST_ON_NODE = 64  # ranks: a set of them is one 64-bit mask
 _LIVE_SLOTS = 2**16  # a slot is numbered in 16 bits
 _MOST_ERRORS = 12  # of a message: one screen
-_Rule = tuple[str, bool, str, object]  # dotted key, whether its value is allowed, what it must be, what it is
+_Rule = tuple[str, bool, str, object]  # dotted key, whether its value is allowed, what the value must be, the value
 
 
 class ModelConfig(Strict):
@@ -75,11 +74,11 @@ class RoutingConfig(Strict):
     """Multiplies the weights, after renormalisation."""
     nan_rows: Literal["zero", "propagate"] = "zero"
     """What a `MoELayer` returns for a token whose scores are undefined, by NaN or under softmax by +Inf: the sum of
-    what `route` chose, which is zeros under softmax; or NaN, for whoever looks for the cause."""
+    what `route` chose, which is zeros under softmax; or NaN, which helps to look for the cause."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of `epmoe.route`. The other keys are for whoever calls it."""
+        """Arguments of `epmoe.route`, which does not know the other keys."""
         return self.model_dump(exclude={"nan_rows", "selection_bias", "logit_bias"})
 
 
@@ -105,7 +104,7 @@ class ExpertsConfig(Strict):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of `GroupedExperts`. The other keys are for whoever makes the layer."""
+        """Arguments of `GroupedExperts`, which do not know the other keys."""
         return self.model_dump(exclude={"biases", "weights_on_input"})
 
 
@@ -136,7 +135,7 @@ class PlacementConfig(Strict):
     assignment: list[int] | None = None
     """With `strategy: explicit`, the owning rank of each of the P physical experts."""
     num_redundant_experts: int = Field(default=0, ge=0, le=4096)
-    """Copies beside the E experts: physical expert E+i copies logical expert i mod E; P = E + copies."""
+    """Copies of experts: physical expert E+i copies logical expert i mod E; P = E + copies."""
     copied_experts: list[int] | None = None
     """With `strategy: explicit`, the logical expert of each of these copies, where it is not i mod E."""
     live: bool = False
@@ -164,8 +163,9 @@ class CapacityConfig(Strict):
     """Most expert-major rows N that a rank can hold, rounded up to the alignment; by default the worst case,
     R·M·K + e·(alignment−1)."""
     alignment: int | None = Field(default=None, ge=1, le=4096)
-    """In rows: each expert's segment starts at a multiple of this number. By default at any row, except in the rounds
-    of experts whose GEMM wants blocks of rows: there at multiples of 64, or of 128 where an expert gets 128 or more."""
+    """Each expert's segment starts at a multiple of this number of rows. By default it starts at any row, except in the
+    rounds of experts whose GEMM wants blocks of rows: there at multiples of 64, or of 128 where an expert gets 128 or
+    more."""
     gap_rows: Literal["undefined", "zero"] = "undefined"
     """What lies in the rows between segments; zero takes longer, and GEMMs that sum over rows need it."""
     max_rows_per_node: int | None = Field(default=None, ge=1)
@@ -210,7 +210,6 @@ class EPConfig(Strict):
     placement: PlacementConfig = PlacementConfig()
     capacity: CapacityConfig = CapacityConfig()
     exchange: ExchangeConfig = ExchangeConfig()
-    hardware: HardwareConfig = HardwareConfig()
 
     def __init__(self, /, **sections: Any) -> None:
         """Check the sections; raises ConfigError, which lists every wrong key and what it must be."""
@@ -234,7 +233,7 @@ class EPConfig(Strict):
 
     @property
     def alignment(self) -> int:
-        """In rows: where segments start in rounds whose rows are aligned, as of `ExpertParallel.dispatch`."""
+        """Rows of which segments start at a multiple, in rounds with `dispatch(…, aligned=True)`."""
         if self.capacity.alignment is not None:
             return self.capacity.alignment
         if self.model.dtype != "bfloat16":  # no GEMM that wants blocks takes it
@@ -245,7 +244,7 @@ class EPConfig(Strict):
 
     @property
     def ll_alignment(self) -> int:
-        """Likewise on GPUs of one node, in rounds to which no rank brings more than `LL_MAX_TOKENS` tokens."""
+        """The same on GPUs of one node, in rounds to which no rank brings more than `LL_MAX_TOKENS` tokens."""
         return self.alignment if self.capacity.alignment is not None else min(self.alignment, *ROW_BLOCKS)
 
     @property
@@ -254,17 +253,18 @@ class EPConfig(Strict):
         return self.capacity.max_rows_per_node or self.capacity.max_num_tokens_per_rank
 
     def padded_tokens(self, longest: int) -> int:
-        """That of `ExpertParallel.dispatch` where the longest batch of a rank has so many tokens."""
+        """The `padded_tokens` of a dispatch where the longest batch of a rank has `longest` tokens."""
         return max(1, min(longest, self.rows_per_node))
 
     def of_node(self) -> Self:
         """The configuration of the exchange within one node, whose ranks bring what the slabs of all nodes hold.
 
         Its waits are a little longer than those for the network: the rank that waits for the network then reports first
-        which rank is missing. Overflow and aborts are counted only, since the sources of the rows raise them. The
-        placement is not of this configuration: see `Placement.of_node`.
+        which rank is missing. Overflow and aborts are counted only, since the sources of the rows raise them.
+        `Placement.of_node` gives its placement.
         """
-        topology, times = self.topology, self.exchange
+        topology = self.topology
+        times = self.exchange
         tokens = topology.num_nodes * self.rows_per_node
         later = {key: getattr(times, key) + INSIDE_NODE_S for key in ("timeout_s", "warmup_timeout_s")}
         return self.model_copy(
@@ -288,7 +288,7 @@ class EPConfig(Strict):
         )
 
     def with_placement(self, placement: Placement) -> Self:
-        """This configuration for the ranks, owners and copies of `placement`: what the ranks of a resumed group have.
+        """This configuration for the ranks, owners and copies of `placement`, as the ranks of a resumed group have it.
 
         Raises ConfigError if it does not fit the other sections, as with more ranks than `topology.ranks_per_node`; and
         with `placement.live` if it is not the one with which such a group begins.
@@ -314,9 +314,11 @@ class EPConfig(Strict):
         Ranks get more slots where all experts would not fit otherwise. Raises ConfigError as `with_placement`.
         """
         sections = self.model_dump()
-        placement, sections["topology"] = sections["placement"], {"ep_size": ep_size}  # one node
+        placement = sections["placement"]
+        sections["topology"] = {"ep_size": ep_size}  # one node
         least = -(-self.model.num_experts // ep_size)
-        placement["slots"], placement["slots_per_rank"] = None, max(placement["slots_per_rank"] or 0, least)
+        placement["slots"] = None
+        placement["slots_per_rank"] = max(placement["slots_per_rank"] or 0, least)
         return type(self)(**sections)
 
     @classmethod
@@ -391,33 +393,36 @@ class EPConfig(Strict):
         yield from self._capacity_rules()
 
     def _live_rules(self) -> Iterator[_Rule]:
-        section, ranks, experts = self.placement, self.topology.ep_size, self.model.num_experts
+        section = self.placement
+        ranks = self.topology.ep_size
+        experts = self.model.num_experts
         if not section.live:
             for key in ("slots_per_rank", "most_copies", "layers", "staging_mb", "slots"):
                 value = getattr(section, key)
-                yield (
-                    f"placement.{key}",
-                    value == type(section).model_fields[key].default,
-                    "unset without `live`",
-                    value,
-                )
+                default = PlacementConfig.model_fields[key].default
+                yield f"placement.{key}", value == default, "unset without `live`", value
             return
         yield "placement.strategy", section.strategy == "linear", "linear with `live`", section.strategy
         redundant = section.num_redundant_experts
         yield "placement.num_redundant_experts", redundant == 0, "0 with `live`", redundant
         yield "topology.ranks_per_node", self.topology.num_nodes == 1, "all ranks with `placement.live`", "fewer"
-        slots, least, most = section.slots_per_rank, -(-experts // ranks), min(experts, _LIVE_SLOTS // ranks)
+        slots = section.slots_per_rank
+        least = -(-experts // ranks)
+        most = min(experts, _LIVE_SLOTS // ranks)
         ok = slots is not None and least <= slots <= most
         yield "placement.slots_per_rank", ok, f"from {least} to {most} with `live`", slots
 
     def _model_rules(self) -> Iterator[_Rule]:
-        model, routing = self.model, self.routing
-        experts, top_k = model.num_experts, model.num_experts_per_tok
+        model = self.model
+        routing = self.routing
+        experts = model.num_experts
+        top_k = model.num_experts_per_tok
         yield "model.num_experts_per_tok", top_k <= experts, f"at most `model.num_experts` = {experts}", top_k
         step = 16 // model.torch_dtype.itemsize
         what = f"a multiple of {step}, so that a {model.dtype} row is a multiple of 16 bytes"
         yield "model.hidden_size", model.hidden_size % step == 0, what, model.hidden_size
-        groups, chosen = routing.num_expert_groups, routing.top_groups
+        groups = routing.num_expert_groups
+        chosen = routing.top_groups
         what = f"a divisor of `model.num_experts` = {experts}"
         yield "routing.num_expert_groups", experts % groups == 0, what, groups
         least = -(-top_k // max(experts // groups, 1))
@@ -425,41 +430,33 @@ class EPConfig(Strict):
         yield "routing.top_groups", least <= chosen <= groups, what, chosen
 
     def _placement_rules(self) -> Iterator[_Rule]:
-        size, node = self.topology.ep_size, self.topology.ranks_here
+        size = self.topology.ep_size
+        node = self.topology.ranks_here
         what = f"a divisor of `topology.ep_size` = {size}"
         yield "topology.ranks_per_node", size % node == 0, what, node
         key = "ep_size" if self.topology.ranks_per_node is None else "ranks_per_node"
         what = f"at most {_MOST_ON_NODE} on one node"
         yield f"topology.{key}", node <= _MOST_ON_NODE, what, node
-        explicit, owners = self.placement.strategy == "explicit", self.placement.assignment
-        nodes = {rank // node for rank in owners or range(min(size, self.num_physical_experts))}
+        try:
+            owners = self.place_experts().owners
+        except ValueError as error:
+            raise ValueError(str(error).replace("`", "`placement.", 1)) from None
         what = "such that every node owns an expert"
-        yield "topology.ranks_per_node", node == size or len(nodes) == size // node, what, node
-        ranks = f"{self.num_physical_experts} ranks, one for each expert and copy"
-        yield "placement.assignment", owners is not None or not explicit, ranks, "none"
-        if owners is not None:
-            yield "placement.strategy", explicit, "explicit with an assignment", self.placement.strategy
-            yield "placement.assignment", len(owners) == self.num_physical_experts, ranks, len(owners)
-            for p, rank in enumerate(owners):
-                what = f"a rank from 0 to {size - 1}"
-                yield f"placement.assignment[{p}]", 0 <= rank < size, what, rank
-        if (copied := self.placement.copied_experts) is not None:
-            yield "placement.strategy", explicit, "explicit with copied_experts", self.placement.strategy
-            what = f"{self.placement.num_redundant_experts} experts, one for each copy"
-            yield "placement.copied_experts", len(copied) == self.placement.num_redundant_experts, what, len(copied)
-            for i, expert in enumerate(copied):
-                what = f"an expert from 0 to {self.model.num_experts - 1}"
-                yield f"placement.copied_experts[{i}]", 0 <= expert < self.model.num_experts, what, expert
+        yield "topology.ranks_per_node", len({rank // node for rank in owners}) == size // node, what, node
 
     def _capacity_rules(self) -> Iterator[_Rule]:
-        model, exchange, tokens = self.model, self.exchange, self.capacity.max_num_tokens_per_rank
+        model = self.model
+        exchange = self.exchange
+        tokens = self.capacity.max_num_tokens_per_rank
         for key in ("payload", "combine_payload"):
             wire = WIRE_FORMATS[getattr(exchange, key)]
             what = f"auto where `model.hidden_size` = {model.hidden_size} is no multiple of {wire.block}"
             yield f"exchange.{key}", wire.takes(model.hidden_size), what, wire.name
-        first, later = exchange.warmup_timeout_s, exchange.timeout_s
+        first = exchange.warmup_timeout_s
+        later = exchange.timeout_s
         yield "exchange.warmup_timeout_s", first >= later, f"at least `exchange.timeout_s` = {later}", first
-        alignment, rows = self.alignment, self.capacity.max_expert_rows
+        alignment = self.alignment
+        rows = self.capacity.max_expert_rows
         largest = _INT32_MAX // alignment * alignment
         what = f"at most {largest}, the largest int32 multiple of the alignment {alignment}"
         yield "capacity.max_expert_rows", rows is None or rows <= largest, what, rows

@@ -79,7 +79,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 
 
 def ready_configs() -> dict[str, Path]:
-    """The configurations that come with epmoe, by name: inside the package, or beside it in a checkout."""
+    """The configurations that come with epmoe, by name: those in the package, in a checkout those of its root."""
     folders = [_PACKAGE / "configs"]
     if (_PACKAGE.parent / "pyproject.toml").exists():  # elsewhere a folder `configs` is not ours
         folders.append(_PACKAGE.parent / "configs")
@@ -93,7 +93,8 @@ def find_config(name_or_path: str | Path) -> Path:
     A path with a suffix or a folder is returned as it is, and reading it gives the error. Raises ConfigError, which
     lists the names, for any other name.
     """
-    path, ready = Path(name_or_path), ready_configs()
+    path = Path(name_or_path)
+    ready = ready_configs()
     if path.is_file():
         return path
     for name, file in ready.items():
@@ -162,7 +163,8 @@ def _items(value: Any) -> Collection[Any]:
 
 def _brief(error: Exception) -> str:
     """A parser's error in one line, with the line number where it is known."""
-    mark, line = getattr(error, "problem_mark", None), getattr(error, "lineno", None)
+    mark = getattr(error, "problem_mark", None)
+    line = getattr(error, "lineno", None)
     if mark is not None:
         line = mark.line + 1
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or getattr(error, "msg", None)

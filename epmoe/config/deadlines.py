@@ -17,8 +17,8 @@ ANSWER_S = 0.4
 INSIDE_NODE_S = 0.8
 RETURN_S = 1.1
 NETWORK_SLACK_S = 2.0
-LAST_CALL_S = 5.0  # of `recover`, beside timeout_s: by then every rank that lives has raised
-OPENING_ANSWER_S = 1.0  # as ANSWER_S, where a group did not open and processes may still start
+LAST_CALL_S = 5.0  # after timeout_s, every rank that lives has raised and calls `recover`
+OPENING_ANSWER_S = 1.0  # like ANSWER_S, where a group did not open and processes may still start
 
 
 @dataclass
@@ -36,5 +36,5 @@ class Deadlines:
     first: bool = True
 
     def of(self, returning: bool, first: bool = False) -> float:
-        """Of a transfer of tokens, or of `returning` sums; `first` says that the first round is still under way."""
+        """Seconds for a transfer of tokens, or of `returning` sums. `first`: the first round is still under way."""
         return (self.first_s if first or self.first else self.later_s) + RETURN_S * returning

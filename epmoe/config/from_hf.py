@@ -52,14 +52,18 @@ class _Row:
     """Keys of our section `experts`, with the keys of the model that may have their values."""
 
 
-_SOFTMAX, _SIGMOID = {"scoring": "softmax"}, {"scoring": "sigmoid"}
-_ALWAYS, _NEVER, _BIASED = {"renormalize": True}, {"renormalize": False}, {"selection_bias": True}
+_SOFTMAX = {"scoring": "softmax"}
+_SIGMOID = {"scoring": "sigmoid"}
+_ALWAYS = {"renormalize": True}
+_NEVER = {"renormalize": False}
+_BIASED = {"selection_bias": True}
 _AS_CONFIGURED = {"renormalize": "norm_topk_prob"}
 _SCALED = {"routed_scaling_factor": "routed_scaling_factor"}
 _GROUPED = {"num_expert_groups": "n_group", "top_groups": "topk_group"}
 _PLAIN = {"scoring_func": "softmax", "norm_topk_prob": False}  # with True, DeepSeek's code and transformers differ
 _OF_KIMI = {"renormalize": "moe_renormalize", "num_expert_groups": "num_expert_group", "top_groups": "topk_group"}
-_WIDTH, _MOE_WIDTH = "intermediate_size", "moe_intermediate_size"
+_WIDTH = "intermediate_size"
+_MOE_WIDTH = "moe_intermediate_size"
 _CLAMPED = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "biases": True}
 
 _ROWS = (
@@ -112,7 +116,7 @@ def sections_of(source: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
     """The sections `model`, `routing` and `experts` of a Hugging Face model, and the beginning of messages about it.
 
     Args:
-        source: as of `EPConfig.from_hf`.
+        source: the argument of `EPConfig.from_hf`.
         given: sections whose keys replace those of the model. The result has them too.
 
     Returns:

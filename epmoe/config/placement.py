@@ -22,7 +22,7 @@ class Move(NamedTuple):
     source: int | None
     """The index at which the rank has held these weights so far; None if it must load them."""
     tag: int = 0
-    """With `placement.live` of the layer whose slot this is, from 1; otherwise 0, for all layers."""
+    """With `placement.live`, the layer whose slot this is, from 1; otherwise 0, for all layers."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Placement:
 
     @classmethod
     def _with_copies(cls, num_experts: int, ep_size: int, owners: tuple[int, ...], copied: tuple[int, ...]) -> Self:
-        """In the one form that equal placements have: copies in the usual order are not listed."""
+        """Make the one form that equal placements have: it lists no copies that are in the usual order."""
         usual = all(logical == i % num_experts for i, logical in enumerate(copied))
         return cls(num_experts, ep_size, owners, None if usual else copied)
 
@@ -113,7 +113,7 @@ class Placement:
         order of the experts on a rank, may therefore change: see `moves`.
 
         Args:
-            ranks: to leave out.
+            ranks: the ranks to leave out.
             spread_lost: place logical experts of which no copy remains on the ranks with the fewest experts. Their
                 weights must be loaded there.
 
@@ -132,7 +132,8 @@ class Placement:
         load = [0] * len(renumbered)
         for p, rank in enumerate(self.owners):
             if rank not in gone:
-                x, new_rank = self.logical(p), renumbered[rank]
+                x = self.logical(p)
+                new_rank = renumbered[rank]
                 load[new_rank] += 1
                 if x in first:
                     copies.append((x, new_rank))
@@ -217,7 +218,7 @@ class Placement:
         return [self.logical(p) for p in self.local_experts(rank)]
 
     def num_local_experts(self, rank: int) -> int:
-        """e; it may be 0, for instance where there are fewer experts than ranks."""
+        """e: experts that a rank owns. It may be 0, for instance where there are fewer experts than ranks."""
         return self.owners.count(_in_range("rank", rank, self.ep_size))
 
     def expert_map(self, rank: int) -> torch.Tensor:

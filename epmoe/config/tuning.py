@@ -45,8 +45,8 @@ class Tuning(Strict):
         except ValidationError as error:
             lines = []
             for item in error.errors():
-                beside = TuningRow if len(item["loc"]) > 1 else cls
-                lines.append(explain(item, tuple(beside.model_fields)))
+                table = TuningRow if len(item["loc"]) > 1 else cls
+                lines.append(explain(item, tuple(table.model_fields)))
             raise ConfigError(f"{path}: " + "\n".join(lines)) from None
 
     @model_validator(mode="after")
@@ -60,7 +60,7 @@ class Tuning(Strict):
         return self
 
     def steps(self, hidden_size: int, ranks: int) -> tuple[list[int], list[dict[str, int]]]:
-        """Steps of tokens, ascending, and one launch more: launches[bisect_left(steps, T)] is for calls of T tokens."""
+        """Ascending steps of tokens, and one launch more: launches[bisect_left(steps, T)] is for calls of T tokens."""
         rows = [row for row in self.rows if (row.hidden_size, row.ranks) == (hidden_size, ranks)]
         rows.sort(key=lambda row: row.tokens)
         launches = [row.model_dump(include=set(Launch.model_fields)) for row in rows]

@@ -25,7 +25,7 @@ from epmoe.training import TrainingExchange
 from epmoe.training.exchange import Routed
 
 now: Callable[[], float] = time.perf_counter
-"""The clock of `SharedExpertParallel.seconds`. `epmoe.cli.demo.clock` sets one that waits for the GPU."""
+"""The clock of `SharedExpertParallel.seconds`. `epmoe.cli.clock` sets one that waits for the GPU."""
 
 
 class Arrived(NamedTuple):

@@ -6,24 +6,25 @@ Models are tiny ones with random weights, or local checkpoints.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
+from rich.progress import Progress, TaskID
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 import epmoe.integrations.transformers as integration
-from epmoe.cli.demo.checkpoint import load_tokenizer
-from epmoe.cli.demo.clock import StageClock
+from epmoe.cli.clock import StageClock
+from epmoe.cli.demo.checkpoint import Decode, Encode, tokenizer_of
 from epmoe.cli.demo.tiny import MODELS, VOCABULARY
-from epmoe.cli.result import Baseline, Check, Result, sum_counters
+from epmoe.cli.result import Baseline, Check, Result
 from epmoe.config.placement import Placement
 from epmoe.exchange.health import Health
 from epmoe.group.peers import Peers
@@ -44,9 +45,6 @@ LOGIT_TOLERANCE = 1e-5  # absolute; the models run in fp32
 CHECKPOINT_TOLERANCE = 1e-4  # relative to the largest logit: a checkpoint has many more layers
 _RANDOM = "Weights are random and the model is tiny: the words have no meaning, the agreement has."
 
-Progress = Callable[[str, int, int], None]
-"""Called with the stage ("reference" or "distributed"), the number of tokens generated so far, and their total."""
-
 
 def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: Progress | None = None) -> Result:
     """Generate greedily from this rank's prompt, in a single process and with the experts spread over all ranks.
@@ -54,7 +52,8 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: P
     `name` is one of `MODELS`, or a folder with a checkpoint. Every rank of the default process group calls it with the
     same arguments; without torch.distributed, a single process does. Models are fp32, on GPUs if the group has NCCL,
     otherwise on the CPU. The ranks take turns with the single process, so that one is in memory at a time. Every
-    `ExpertParallel` of the integration is closed before and after the run. Raises ValueError for an unknown `name`.
+    `ExpertParallel` of the integration is closed before and after the run. `progress` gets a bar of tokens for each of
+    the two. Raises ValueError for an unknown `name`.
     """
     if name not in MODELS and not Path(name).is_dir():
         raise ValueError(f"`name` must be one of {', '.join(MODELS)}, got {name!r}")
@@ -64,85 +63,87 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0, progress: P
     device = "cuda" if size > 1 and "cuda:nccl" in dist.get_backend_config() else "cpu"
     prompt = PROMPTS[rank % len(PROMPTS)]
     integration.close()
-    alone, clock = StageClock(device), StageClock(device)
+    alone = StageClock(device)
+    clock = StageClock(device)
+    progress = progress or Progress(disable=True)
+    alone_bar = progress.add_task("one process", total=max_new_tokens)
+    spread_bar = progress.add_task(f"experts on {size} ranks", total=max_new_tokens)
     with saved_model(name, seed=seed) if name in MODELS else nullcontext(name) as path:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-        vocabulary = config.get_text_config().vocab_size
-        tokenizer = make_tokenizer() if name in MODELS else load_tokenizer(Path(path), vocabulary)
-        encoded = tokenizer.encode(prompt)
-        ids = torch.tensor([encoded.ids if isinstance(encoded, Encoding) else encoded], device=device)
+        encode, decode = _tokenizer(name, path)
+        ids = torch.tensor([encode(prompt)], device=device)
         for turn in range(size):
             if turn == rank:
                 single = _load(path).to(device)
                 architecture = type(single).__name__
-                streamer = _streamer("reference", max_new_tokens, progress)
                 with alone.watch(single):
-                    tokens, logits = generate(single, ids, max_new_tokens, streamer)
+                    tokens, logits = generate(single, ids, max_new_tokens, _Counter(progress, alone_bar))
                 del single
-            if size > 1:
-                dist.barrier()
+            _barrier()
         spread = _load_distributed(path, size, device)
-    if size > 1:
-        dist.barrier()  # otherwise the first stage would include waiting for the slowest to load
+    _barrier()  # otherwise the first stage would include waiting for the slowest to load
     with clock.watch(spread):
-        streamer = _streamer("distributed", max_new_tokens, progress)
-        got, got_logits = generate(spread, ids, max_new_tokens, streamer, synced_gpus=size > 1)
+        counter = _Counter(progress, spread_bar)
+        got, got_logits = generate(spread, ids, max_new_tokens, counter, synced_gpus=size > 1)
 
     (layers,) = integration.shared()
-    health, exchange = layers.ep.health(), layers.ep.config
+    health = layers.ep.health()
+    config = layers.ep.config
     clock.divide("experts", layers.seconds, rest="other layers")
     integration.close()
     mine = {
-        "text": (prompt, tokenizer.decode(got.tolist())),
+        "text": (prompt, decode(got.tolist())),
         "equal": torch.equal(tokens, got),
         "errors": (logits - got_logits).abs().amax(dim=1).tolist(),
         "largest": logits.abs().max().item(),
         "stages": clock.seconds,
         "elapsed": clock.elapsed,
-        "alone_text": tokenizer.decode(tokens.tolist()),
+        "alone_text": decode(tokens.tolist()),
         "alone_stages": alone.seconds,
         "alone_elapsed": alone.elapsed,
         "health": health.as_dict(),
     }
     of_ranks = _ranks().all_gather(mine)
     by_rank: dict[str, list[Any]] = {key: [one[key] for one in of_ranks] for key in mine}
-    healths = [Health(**counts) for counts in by_rank["health"]]
     error = torch.tensor(by_rank["errors"]).max().item()  # NaN if any is
     limit = LOGIT_TOLERANCE if name in MODELS else CHECKPOINT_TOLERANCE * max(1.0, *by_rank["largest"])
     same = all(by_rank["equal"])
-    load = [count for one in healths for count in one.tokens_per_expert]
+    experts = config.model.num_experts
+    placement = Placement.build(experts, size)
     return Result(
         name=name if name in MODELS else Path(path).resolve().name,
-        config=exchange,
+        config=config,
         facts={
             "architecture": architecture,
-            "experts": f"{len(load)} on {size} ranks",
+            "experts": f"{experts} on {size} ranks, {config.model.num_experts_per_tok} per token",
             "generated": f"{max_new_tokens} tokens a rank",
         },
         checks=[
             Check("same tokens as one process", "yes" if same else "no", same),
             Check(f"logit error ≤ {limit:.0e}", f"{error:.1e}", error <= limit),
         ],
-        placement=Placement.build(len(load), size),
-        traffic=[one.rows_sent for one in healths],
-        load=load,
-        dropped=[one.dropped_pairs for one in healths],
+        placement=placement,
+        **Result.counts(placement, [Health(**counts) for counts in by_rank["health"]]),
         stages=by_rank["stages"],
         elapsed=by_rank["elapsed"],
         rounds=max_new_tokens,
         unit="token",
-        health=sum_counters(healths),
-        waited=[one.waited_s for one in healths],
-        texts=[(prompt, text) for prompt, text in by_rank["text"]],
+        texts=by_rank["text"],
+        note=_RANDOM if name in MODELS else "",
         baseline=Baseline(
             texts=by_rank["alone_text"],
             stages=by_rank["alone_stages"],
             elapsed=by_rank["alone_elapsed"],
             logit_errors=by_rank["errors"],
-            logit_limit=limit,
         ),
-        note=_RANDOM if name in MODELS else "",
     )
+
+
+def _tokenizer(name: str, path: str) -> tuple[Encode, Decode]:
+    if name in MODELS:
+        tokenizer = make_tokenizer()
+        return lambda text: tokenizer.encode(text).ids, tokenizer.decode
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    return tokenizer_of(Path(path), config.get_text_config().vocab_size)
 
 
 def make_tokenizer() -> Tokenizer:
@@ -170,11 +171,9 @@ def saved_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         of_rank_0 = _ranks().all_gather(folder)[0]
         model.save_pretrained(of_rank_0)  # in transformers only rank 0 writes
-        if dist.is_initialized():
-            dist.barrier()
+        _barrier()
         yield of_rank_0
-        if dist.is_initialized():
-            dist.barrier()
+        _barrier()
 
 
 def _load_distributed(path: str, size: int, device: str) -> PreTrainedModel:
@@ -217,22 +216,25 @@ def generate(
 
 
 class _Counter(BaseStreamer):
-    """Reports each generated token."""
+    """Advances a bar after each generated token."""
 
-    def __init__(self, stage: str, total: int, progress: Progress) -> None:
-        self._report = lambda done: progress(stage, done, total)
-        self._done = -1  # generate streams the prompt first
+    def __init__(self, progress: Progress, bar: TaskID) -> None:
+        self._progress = progress
+        self._bar = bar
+        self._in_prompt = True  # generate streams it first
 
     def put(self, value: torch.Tensor) -> None:
-        self._done += 1
-        self._report(self._done)
+        if not self._in_prompt:
+            self._progress.advance(self._bar)
+        self._in_prompt = False
 
     def end(self) -> None:
         pass
 
 
-def _streamer(stage: str, total: int, progress: Progress | None) -> BaseStreamer | None:
-    return _Counter(stage, total, progress) if progress else None
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _ranks() -> Peers:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -70,22 +69,11 @@ def run_models(config: EPConfig, names: Sequence[str], steps: int, seed: int) ->
         )
     console.print()
     results = []
+    columns = (TextColumn("  {task.description:<36}"), BarColumn(), TimeElapsedColumn())
     for number, name in enumerate([*chosen, *checkpoints], start=1):
         console.rule(f"[bold]{Path(name).resolve().name}[/] ({number} of {len(chosen) + len(checkpoints)})")
-        with _bars(config.topology.ep_size, steps) as report:
-            results.append(run_model(name, max_new_tokens=steps, seed=seed, progress=report))
+        with Progress(*columns, console=console) as progress:
+            results.append(run_model(name, max_new_tokens=steps, seed=seed, progress=progress))
         show(results[-1])
     summarise(results)
     return results
-
-
-@contextmanager
-def _bars(ranks: int, steps: int) -> Iterator[Callable[[str, int, int], None]]:
-    """Two bars; what is yielded moves them, as a `Progress` of `run_model`."""
-    columns = (TextColumn("  {task.description:<36}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        bars = {
-            "reference": progress.add_task("one process", total=steps),
-            "distributed": progress.add_task(f"experts on {ranks} ranks", total=steps),
-        }
-        yield lambda stage, done, total: progress.update(bars[stage], completed=done, total=total)

@@ -1,33 +1,31 @@
-"""`NetworkModel` reproduces what others have published and what we have measured; `epmoe plan --predict` prints it."""
+"""`NetworkModel` reproduces what others have published and what we have measured; its command prints it."""
 
 from __future__ import annotations
 
-import json
 import re
+from functools import cache
 from statistics import median
 
 import pytest
 from helpers import ROOT
-from typer.testing import CliRunner
 
+from benchmarks.network_model import Hardware, NetworkModel, RowBytes, Spread, main, table
 from benchmarks.results import read
-from epmoe.cli import app
-from epmoe.cli.prediction import NetworkModel, RowBytes, Spread
 from epmoe.config.config import EPConfig
-from epmoe.config.hardware import HardwareConfig
 
-BF16, FP8 = RowBytes(14336, 14336, 14336), RowBytes(7392, 7392, 7392)
-H800 = HardwareConfig(nvlink_gb_per_s=150.0)
+BF16 = RowBytes(14336, 14336, 14336)
+FP8 = RowBytes(7392, 7392, 7392)
+H800 = Hardware(nvlink_gb_per_s=150.0)
 PUBLISHED = re.compile(
     r"^\| (\w.*) \| (\d+) \| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", re.MULTILINE
 )
 CALIBRATION = PUBLISHED.findall((ROOT / "docs/multinode-model.md").read_text())
 # For each kind of published figure: the design, whether tokens need 4 of 8 groups, the hardware, and the rows.
 KINDS = {
-    "DeepEP V1, low latency": ("direct_us", False, HardwareConfig(), FP8),
+    "DeepEP V1, low latency": ("direct_us", False, Hardware(), FP8),
     "DeepEP V1, normal": ("pipelined_us", True, H800, FP8),
-    "DeepEP V2": ("pipelined_us", False, HardwareConfig(), FP8),
-    "HybridEP": ("pipelined_us", False, HardwareConfig(), BF16),
+    "DeepEP V2": ("pipelined_us", False, Hardware(), FP8),
+    "HybridEP": ("pipelined_us", False, Hardware(), BF16),
 }
 
 
@@ -41,13 +39,18 @@ def deepseek(nodes: int, ranks: int = 8, grouped: bool = False, **sections: dict
     )
 
 
+@cache
+def spread(nodes: int, grouped: bool = False) -> Spread:
+    return Spread.of(deepseek(nodes, grouped=grouped))
+
+
 def test_published_figures_are_reproduced():
     """And the page shows what the model gives."""
     assert {kind for kind, *_ in CALIBRATION} == KINDS.keys() and len(CALIBRATION) >= 13
     errors = []
     for kind, tokens, nodes, *figures in CALIBRATION:
         design, grouped, hardware, out = KINDS[kind]
-        model = NetworkModel(hardware, int(nodes), 8, Spread.of(deepseek(int(nodes), grouped=grouped)))
+        model = NetworkModel(hardware, int(nodes), 8, spread(int(nodes), grouped))
         for row, published, shown in zip((out, BF16), figures[::2], figures[1::2], strict=True):
             predicted = getattr(model, design)(int(tokens), row)
             assert abs(predicted - number(shown)) <= 0.005 * predicted, (kind, nodes)
@@ -65,21 +68,22 @@ def test_rounds_of_one_node_are_reproduced(gpus):
     for cells in rows:
         out, back = ("auto" if payload == "bf16" else "fp8" for payload in str(cells[1]).split(", "))
         config = deepseek(1, gpus, exchange={"payload": out, "combine_payload": back})
-        model = NetworkModel.of(config)
+        model = NetworkModel.of(config, Hardware())
         for T, measured in zip(tokens, cells[-6:], strict=True):
-            predicted = sum(model.two_levels(T, row, slots=T).us for row in RowBytes.of(config))
+            predicted = sum(sum(model.two_levels(T, row, slots=T)) for row in RowBytes.of(config))
             assert predicted == pytest.approx(float(measured), rel=0.25), (cells[1], T)
 
 
 def test_terms_by_hand():
     """4 nodes of 8 ranks, 100 tokens that need 3 nodes and 6 ranks: see docs/multinode-model.md."""
-    model = NetworkModel(HardwareConfig(), 4, 8, Spread(8, 6.0, 3.0))
+    model = NetworkModel(Hardware(), 4, 8, Spread(8, 6.0, 3.0))
     row = RowBytes(network=44500, node=34000, experts=24000)  # 1 µs, 0.1 µs and 0.01 µs a row
-    padded, exact = model.two_levels(100, row, 120), model.two_levels(100, row, None, counts=True)
+    padded = model.two_levels(100, row, 120)
+    exact = model.two_levels(100, row, None, counts=True)
     assert (padded.start_us, padded.counts_us, padded.network_us) == (4 + 20 + 1.5 * 3, 0, pytest.approx(3 * 120))
     assert (exact.counts_us, exact.network_us) == (60, pytest.approx(100 * 3 * 3 / 4))
     assert padded.node_us == exact.node_us == pytest.approx(4.2 + 100 * 6 * 7 / 8 / 10)  # the wire
-    assert padded.us == pytest.approx(28.5 + 360 + 4.2 + 52.5)
+    assert sum(padded) == pytest.approx(28.5 + 360 + 4.2 + 52.5)
     assert model.node_us(100, RowBytes(0, 0, 24000)) == pytest.approx(4.2 + 100 * (8 + 6) / 100)  # local rows
     assert model.pipelined_us(100, row) == pytest.approx(30 + 225 + 52.5 / 8)
     assert model.direct_us(100, row) == pytest.approx(30 + 100 * 8 * 3 / 4)
@@ -87,9 +91,8 @@ def test_terms_by_hand():
 
 @pytest.mark.parametrize(("nodes", "padding"), [(2, 1.00), (4, 1.11), (8, 1.51), (16, 2.45)])
 def test_padded_slabs_cost_more_with_more_nodes(nodes, padding):
-    spread = Spread.of(deepseek(nodes))
-    assert nodes / spread.nodes == pytest.approx(padding, abs=0.01)
-    model = NetworkModel(HardwareConfig(), nodes, 8, spread)
+    assert nodes / spread(nodes).nodes == pytest.approx(padding, abs=0.01)
+    model = NetworkModel(Hardware(), nodes, 8, spread(nodes))
     padded, exact = (model.two_levels(512, BF16, slots).network_us for slots in (512, None))
     assert padded / exact == pytest.approx(padding, abs=0.01)
 
@@ -102,63 +105,35 @@ def test_a_placement_counts():
     assert copies.nodes == 1 and 2 < copies.ranks < 4
 
 
-def plan(*arguments: str, **environment: str) -> str:
-    env = {"COLUMNS": "80", "EPMOE_EXCHANGE__TRANSPORT": "nvlink"} | environment
-    result = CliRunner().invoke(app, ["plan", *arguments, "--predict"], env=env)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def several(splits: str, nodes: int = 4) -> dict[str, str]:
-    """The configuration cpu_bench over several nodes."""
-    return {
-        "EPMOE_TOPOLOGY__EP_SIZE": str(4 * nodes),
-        "EPMOE_TOPOLOGY__RANKS_PER_NODE": "4",
-        "EPMOE_EXCHANGE__NETWORK_SPLITS": splits,
-    }
-
-
-@pytest.mark.parametrize("splits", ["padded", "exact"])
-def test_the_terms_add_up(splits):
-    content = json.loads(plan("cpu_bench", "--json", "-", **several(splits)))["predicted"]
-    assert (content["nodes"], content["ranks_per_node"], content["network_splits"]) == (4, 4, splits)
-    assert content["hardware"] == HardwareConfig().model_dump()
-    assert [line["tokens"] for line in content["rounds"]] == [1, 8, 16, 64, 128, 256, 512, 1024]
-    for line in content["rounds"]:
-        for way in (line["dispatch"], line["combine"]):
-            assert way["us"] == pytest.approx(sum(way.values()) - way["us"], abs=0.3)
-        assert line["dispatch"]["counts_us"] == (60 if splits == "exact" else 0) and not line["combine"]["counts_us"]
-        assert line["pipelined_us"] < line["dispatch"]["us"] + line["combine"]["us"] + 60
-
-
-def test_the_table_fits_80_columns():
-    shown = plan("cpu_bench", **several("exact", 16), EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK="4096")
-    predicted = shown[shown.index("Predicted µs by T") :]
-    assert max(map(len, shown.splitlines())) <= 80 and "…" not in predicted
-    assert "60.0 µs until the host has read the counts" in " ".join(predicted.split())
-    assert re.search(r"^ *4096( +[\d,.]+){8} *$", predicted, re.MULTILINE)
-    assert "Predicted" not in CliRunner().invoke(app, ["plan", "cpu_bench"]).output
-
-
-def test_one_node_has_no_network():
-    line = json.loads(plan("cpu_bench", "--json", "-"))["predicted"]["rounds"][0]
-    assert line["dispatch"]["us"] == line["dispatch"]["node_us"] and "direct_us" not in line
-    assert "pipelined" not in plan("cpu_bench")
-
-
-def test_the_hardware_of_the_configuration_is_used():
-    def us(**environment: str) -> float:
-        rounds = json.loads(plan("cpu_bench", "--json", "-", **several("padded"), **environment))["predicted"]["rounds"]
-        return rounds[-1]["dispatch"]["network_us"]
-
-    assert us(EPMOE_HARDWARE__NETWORK_GB_PER_S="89.0") == pytest.approx(us() / 2, rel=0.001)
-
-
 def number(text: str) -> int:
     return int(text.replace(",", ""))
 
 
-def test_a_configuration_of_cpus_is_refused():
-    result = CliRunner().invoke(app, ["plan", "cpu_demo", "--predict"])
-    assert result.exit_code == 2
-    assert "`--predict` models GPUs, and `exchange.transport` of this configuration is shared_memory" in result.output
+@pytest.mark.parametrize("splits", ["padded", "exact"])
+def test_the_terms_add_up(splits):
+    config = deepseek(4, 4, exchange={"network_splits": splits})
+    rows = [[float(cell) for cell in line.strip("| ").split("|")] for line in [*table(config, Hardware())][2:]]
+    assert [row[0] for row in rows] == [1, 8, 16, 64, 128, 256, 512, 1024]
+    for _, dispatch, *out, combine, start, counts, network, node, pipelined, direct in rows:
+        assert dispatch == pytest.approx(sum(out), abs=0.3)
+        assert combine == pytest.approx(start + counts + network + node, abs=0.3)
+        assert (out[1], counts) == (60 if splits == "exact" else 0, 0)
+        assert 60 <= pipelined < dispatch + combine + 60 and direct >= 60
+
+
+def test_one_node_has_no_network():
+    (*_, last) = table(deepseek(1), Hardware())
+    _, dispatch, start, counts, network, node, *_ = (float(cell) for cell in last.strip("| ").split("|"))
+    assert (start, counts, network) == (0, 0, 0) and dispatch == node
+
+
+def test_the_command_takes_the_constants(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice the speed of the network: half the time of its rows."""
+    monkeypatch.setenv("EPMOE_TOPOLOGY__EP_SIZE", "16")
+    monkeypatch.setenv("EPMOE_TOPOLOGY__RANKS_PER_NODE", "4")
+
+    def network_us(*options: str) -> float:
+        main(["cpu_bench", *options])
+        return float(capsys.readouterr().out.splitlines()[-1].split("|")[5])
+
+    assert network_us("--network_gb_per_s", "89") == pytest.approx(network_us() / 2, rel=0.001)

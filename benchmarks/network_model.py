@@ -1,51 +1,79 @@
-"""`epmoe plan CONFIG --predict`: what an exchange over several nodes would take, in µs, and two other designs.
+"""Predicts the µs of an exchange over several nodes, and of two other designs.
+
+    python -m benchmarks.network_model CONFIG [--network_gb_per_s 89 …]
 
 Letters: T tokens a rank, K experts a token, N nodes of G ranks each, n and u the nodes and ranks that a token needs.
-Rows are those of one way, on average; nothing here knows about ranks that wait for one another.
+Rows are those of one way, on average. The model knows nothing of ranks that wait for one another.
 docs/multinode-model.md derives the terms and compares them with measurements.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Self
 
 import torch
-from rich import box
-from rich.table import Table
 
 from epmoe.bench.sample import ranks_needed, wire_bytes
 from epmoe.config.config import EPConfig
-from epmoe.config.hardware import HardwareConfig
 from epmoe.exchange.memory import RailSlot
 from epmoe.local.reference import route_reference
 from epmoe.local.simulate import simulate_logits
 
-_BYTES_PER_US = 1000  # of 1 GB/s
+TOKENS = (1, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096)
+_BYTES_PER_US = 1000  # at 1 GB/s
 _ROUTED = 8192  # tokens from which `Spread.of` takes its means: within 1%
 
 
 @dataclass(frozen=True)
-class Spread:
+class Hardware:
+    """Speeds and latencies, by default those of H200s with a 400 Gb/s network card each. 1 GB/s is 10⁹ bytes/s."""
+
+    network_gb_per_s: float = 44.5
+    """GB/s of rows that a rank sends to other nodes, and receives from them at the same time."""
+    nvlink_gb_per_s: float = 340.0
+    """GB/s of rows that a rank sends to the other ranks of its node."""
+    local_gb_per_s: float = 2400.0
+    """GB/s, bytes read plus bytes written, at which a rank moves rows between a window and the experts."""
+    exchange_us: float = 4.2
+    """µs of one way of the node's exchange without rows."""
+    launch_us: float = 4.0
+    """µs to start the collective of the network."""
+    collective_us: float = 20.0
+    """µs of a collective without rows, between two nodes."""
+    peer_us: float = 1.5
+    """µs that each node beyond the own one adds to a collective."""
+    counts_us: float = 60.0
+    """µs until the host has read how many rows come, with `exchange.network_splits: exact`."""
+    put_us: float = 30.0
+    """µs of one way without rows, where a kernel writes to other nodes itself, as in the two other designs."""
+    chunks: int = 8
+    """Chunks of a call that the pipelined design has under way one after another."""
+
+
+class Spread(NamedTuple):
     """Where a token goes, on average over tokens whose logits are all equally likely."""
 
     experts: int
     """K"""
     ranks: float
-    """u: ranks that hold one of its experts, its own rank among them if that does"""
+    """u: ranks that hold one of its experts; its own rank may be one of them"""
     nodes: float
-    """n: nodes likewise"""
+    """n: nodes that hold one of its experts"""
 
     @classmethod
     def of(cls, config: EPConfig) -> Self:
-        """From routing of random logits, in the experts' groups and placement of `config`.
+        """Route random logits, in the experts' groups and placement of `config`.
 
         Groups are scored as with a bias, by their two best experts: the models that have groups have one.
         """
-        model, routing, topology = config.model, config.routing, config.topology
-        R, K = topology.ep_size, model.num_experts_per_tok
+        model = config.model
+        routing = config.routing
+        topology = config.topology
+        R = topology.ep_size
+        K = model.num_experts_per_tok
         tokens = -(-_ROUTED // R)
         ids = route_reference(
             simulate_logits("uniform", R * tokens, model.num_experts),
@@ -56,17 +84,15 @@ class Spread:
             top_groups=routing.top_groups,
         ).ids
         needs_RTR = ranks_needed(config.place_experts(), ids.view(R, tokens, K).long())
-        needs_RTNG = needs_RTR.view(R, tokens, topology.num_nodes, topology.ranks_here)
-        counts = (needs.sum(-1).double().mean().item() for needs in (needs_RTR, needs_RTNG.any(-1)))
-        return cls(K, *counts)
+        needs_RTN = needs_RTR.view(R, tokens, topology.num_nodes, topology.ranks_here).any(-1)
+        return cls(K, *(needs.sum(-1).double().mean().item() for needs in (needs_RTR, needs_RTN)))
 
 
-@dataclass(frozen=True)
-class RowBytes:
+class RowBytes(NamedTuple):
     """Bytes of a row on one way of a round."""
 
     network: int
-    """between nodes, with all that travels beside it"""
+    """between nodes: the values, and all that travels with them"""
     node: int
     """between the ranks of a node"""
     experts: int
@@ -74,8 +100,9 @@ class RowBytes:
 
     @classmethod
     def of(cls, config: EPConfig) -> tuple[Self, Self]:
-        """Of dispatch: a slot of a slab, and rows of the payload. Of combine: x's dtype, in the node the payload."""
-        model, exchange = config.model, config.exchange
+        """Rows of dispatch: a slot of a slab, and rows of the payload. Rows of combine: x's dtype, and the payload."""
+        model = config.model
+        exchange = config.exchange
         out, plain, back = (
             wire_bytes(model.hidden_size, model.torch_dtype, payload)
             for payload in (exchange.payload, "auto", exchange.combine_payload)
@@ -83,8 +110,7 @@ class RowBytes:
         return cls(RailSlot.of(config).bytes, out, out), cls(plain, back, plain)
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """One way of a round by its parts in µs, which follow one another."""
 
     start_us: float
@@ -96,17 +122,12 @@ class Terms:
     node_us: float
     """the exchange within the node"""
 
-    @property
-    def us(self) -> float:
-        """Their sum."""
-        return self.start_us + self.counts_us + self.network_us + self.node_us
-
 
 @dataclass(frozen=True)
 class NetworkModel:
-    """µs of one way, dispatch or combine, by T. Which of the two it is, the bytes of its rows say."""
+    """µs of one way. The bytes of its rows say whether it is dispatch or combine."""
 
-    hardware: HardwareConfig
+    hardware: Hardware
     nodes: int
     """N"""
     ranks_per_node: int
@@ -114,10 +135,9 @@ class NetworkModel:
     spread: Spread
 
     @classmethod
-    def of(cls, config: EPConfig) -> Self:
-        """For the group, the routing and the hardware of a configuration."""
-        topology = config.topology
-        return cls(config.hardware, topology.num_nodes, topology.ranks_here, Spread.of(config))
+    def of(cls, config: EPConfig, hardware: Hardware) -> Self:
+        """The model of a configuration's group and routing."""
+        return cls(hardware, config.topology.num_nodes, config.topology.ranks_here, Spread.of(config))
 
     @property
     def remote(self) -> float:
@@ -130,7 +150,8 @@ class NetworkModel:
         `slots`: of the padded slab to each other node; None where slabs have exact lengths. `counts`: whether the host
         has to read counts on this way.
         """
-        hw, others = self.hardware, self.nodes - 1
+        hw = self.hardware
+        others = self.nodes - 1
         if not others:
             return Terms(0.0, 0.0, 0.0, self.node_us(T, row))
         start = hw.launch_us + hw.collective_us + hw.peer_us * others
@@ -139,7 +160,8 @@ class NetworkModel:
 
     def node_us(self, T: int, row: RowBytes) -> float:
         """The exchange within a node: the slower of its wire and of the rows that each GPU moves itself."""
-        hw, spread = self.hardware, self.spread
+        hw = self.hardware
+        spread = self.spread
         moved = T * (spread.experts + spread.ranks) * row.experts / (hw.local_gb_per_s * _BYTES_PER_US)
         return hw.exchange_us + max(self._wire_us(T, row), moved)
 
@@ -162,72 +184,37 @@ class NetworkModel:
         return rows * row.node / (self.hardware.nvlink_gb_per_s * _BYTES_PER_US)
 
 
-def predicted(config: EPConfig, tokens: Sequence[int]) -> dict[str, Any]:
-    """For `--json`: what the model assumes, and µs for each T of `tokens`.
+def table(config: EPConfig, hardware: Hardware) -> Iterator[str]:
+    """The lines of a Markdown table: µs by T up to M, with their terms.
 
     With padded splits the slabs of T tokens have T slots, as with `padded_tokens=T`, at most
     `capacity.max_rows_per_node`.
     """
-    model = NetworkModel.of(config)
+    model = NetworkModel.of(config, hardware)
     out, back = RowBytes.of(config)
     exact = config.exchange.network_splits == "exact"
-    rounds = []
-    for T in tokens:
+    M = config.capacity.max_num_tokens_per_rank
+    terms = [name.removesuffix("_us") for name in Terms._fields]
+    header = ["T", "dispatch", *terms, "combine", *terms] + ["pipelined", "direct"] * (model.nodes > 1)
+    yield f"| {' | '.join(header)} |"
+    yield f"|{'--:|' * len(header)}"
+    for T in sorted({*(T for T in TOKENS if T < M), M}):
         slots = None if exact else min(T, config.rows_per_node)
-        line: dict[str, Any] = {
-            "tokens": T,
-            "dispatch": _rounded(model.two_levels(T, out, slots, counts=exact)),
-            "combine": _rounded(model.two_levels(T, back, slots)),
-        }
-        if model.nodes > 1:
-            line["pipelined_us"] = round(model.pipelined_us(T, out) + model.pipelined_us(T, back), 1)
-            line["direct_us"] = round(model.direct_us(T, out) + model.direct_us(T, back), 1)
-        rounds.append(line)
-    return {
-        "nodes": model.nodes,
-        "ranks_per_node": model.ranks_per_node,
-        "nodes_per_token": round(model.spread.nodes, 2),
-        "ranks_per_token": round(model.spread.ranks, 2),
-        "network_splits": config.exchange.network_splits,
-        "hardware": config.hardware.model_dump(),
-        "rounds": rounds,
-    }
+        ways = model.two_levels(T, out, slots, counts=exact), model.two_levels(T, back, slots)
+        designs = [sum(of(T, row) for row in (out, back)) for of in (model.pipelined_us, model.direct_us)]
+        figures = [us for way in ways for us in (sum(way), *way)] + (designs if model.nodes > 1 else [])
+        yield f"| {T} | {' | '.join(f'{us:.1f}' for us in figures)} |"
 
 
-def prediction(content: dict[str, Any]) -> Iterator[str | Table]:
-    """What `predicted` holds, as a paragraph and a table; 80 columns hold them."""
-    yield _paragraph(content)
-    terms = ("network", "node") if content["nodes"] > 1 else ()
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in ("T", "dispatch", *terms, "combine", *terms, *(("pipelined", "direct") if terms else ())):
-        style = "bold" if column in ("dispatch", "combine") else ""
-        table.add_column(column, justify="right", no_wrap=True, style=style)
-    for line in content["rounds"]:
-        ways = (line["dispatch"], line["combine"])
-        cells = [way[f"{name}us"] for way in ways for name in ("", *(f"{term}_" for term in terms))]
-        cells += [line["pipelined_us"], line["direct_us"]] if terms else []
-        table.add_row(f"{line['tokens']}", *(f"{us:,.1f}" if us < 100 else f"{us:,.0f}" for us in cells))
-    yield table
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table for a configuration, with the constants that the command line gives."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config")
+    for field in fields(Hardware):
+        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
+    given = vars(parser.parse_args(arguments))
+    print(*table(EPConfig.load(given.pop("config")), Hardware(**given)), sep="\n")
 
 
-def _paragraph(content: dict[str, Any]) -> str:
-    N, G, first = content["nodes"], content["ranks_per_node"], content["rounds"][0]
-    what = (
-        f"[bold]Predicted µs by T[/] on {N} × {G} GPUs, from the constants in `hardware`. "
-        f"A token needs {content['ranks_per_token']} of {N * G} ranks"
-    )
-    if N == 1:
-        return f"{what}."
-    counts, start = first["dispatch"]["counts_us"], first["dispatch"]["start_us"]
-    slabs = "Slabs have exact lengths" if counts else "Slabs have T slots, as with `padded_tokens=T`"
-    look = f", dispatch also with {counts} µs until the host has read the counts" if counts else ""
-    return (
-        f"{what}, on {content['nodes_per_token']} of {N} nodes. {slabs}. Each way starts with {start} µs of the "
-        f"collective{look}; then come its rows on the network and the exchange within the node. A round of two other "
-        "designs, whose kernels write to other nodes: pipelined, two levels in chunks; direct, a row for each expert."
-    )
-
-
-def _rounded(terms: Terms) -> dict[str, float]:
-    parts = {name: round(value, 1) for name, value in dataclasses.asdict(terms).items()}
-    return {"us": round(terms.us, 1), **parts}
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Where the time of a model goes: at every moment of a run, one stage is on."""
+"""Where the time of a run goes: at every moment, at most one stage is on."""
 
 from __future__ import annotations
 
@@ -21,16 +21,25 @@ class StageClock:
 
     Attributes:
         seconds: by stage.
-        elapsed: of the whole run, measured on its own.
+        elapsed: seconds of `watch`, measured on their own.
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        """`device` is the model's: a clock of a GPU waits for it wherever a stage starts or ends."""
+        """Measure what runs on `device`: a clock of a GPU waits for it wherever a stage starts or ends."""
         self.seconds: dict[str, float] = {}
         self.elapsed = 0.0
         self._device = torch.device(device)
         self._open: list[str] = []
         self._since = 0.0
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Measure the block as stage `name`."""
+        self._start(name)
+        try:
+            yield
+        finally:
+            self._stop()
 
     @contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
@@ -40,13 +49,13 @@ class StageClock:
         the model's forward pass is the stage loop.
         """
         hooks = [hook for name, module in model.named_modules() for hook in self._watch(model, name, module)]
-        batches.now, before = self.now, batches.now
+        before = batches.now
+        batches.now = self.now
         start = self.now()
-        self._start("loop")
         try:
-            yield
+            with self.stage("loop"):
+                yield
         finally:
-            self._stop()
             self.elapsed = self.now() - start
             batches.now = before
             for hook in hooks:

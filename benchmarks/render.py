@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.plot import PLOTS, draw
 from benchmarks.results import FOLDER, Column, Figure, Result, load
+from benchmarks.results import write as write_result
 
 MARKDOWN = "BENCHMARKS.md"
 
@@ -45,6 +47,16 @@ def write(results: Sequence[Result], root: Path) -> None:
     (root / MARKDOWN).write_text(markdown(results), encoding="utf-8")
     for plot in PLOTS.values():
         draw(plot, results, root / plot.file)
+
+
+def publish(content: dict[str, object]) -> None:
+    """Print what a benchmark has measured as its section, and write it to the file that the command line names, if any.
+
+    Raises pydantic.ValidationError, a ValueError, if `content` does not fit the schema.
+    """
+    print("\n".join(_section(Result.model_validate(content))))
+    if len(sys.argv) > 1:
+        write_result(Path(sys.argv[1]), content)
 
 
 def _section(result: Result) -> Iterator[str]:

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from launched import run, torchrun
 
-from epmoe.bench import all_to_all, cpu
+from epmoe.bench import cpu, sides
 from epmoe.bench.report import Job
 from epmoe.config.config import EPConfig
 
@@ -37,8 +37,8 @@ def _worker(folder: Path) -> None:
     assert len(samples) == len(TOKENS) * REPEATS
     measured = [row["side"] for row in cpu.run(Job(_config(hidden=64), (4,), 1)).content["results"]]
     assert measured == [side for side in SIDES if "fp8" not in side]
-    back = all_to_all.AllToAll.back
-    all_to_all.AllToAll.back = lambda self, handle: back(self, handle) * 1.5
+    back = sides.AllToAll.back
+    sides.AllToAll.back = lambda self, handle: back(self, handle) * 1.5
     with pytest.raises(RuntimeError, match="pairs: the round's output is not the weighted sum"):
         cpu.run(Job(_config(), (4,), 1))
     if dist.get_rank() == 0:

@@ -29,8 +29,6 @@ from epmoe.native import build
 
 BLOCKS = (16, 32, 64, 128)
 _FLAG_BYTES = 4096  # the first half for the flags of the way out, the second for the way back
-
-
 _COPIES = 5
 # Dense rates of FLOP a µs by compute capability and bytes of an element. 9.0: NVIDIA's data sheet of the H200 SXM (the
 # H100 SXM has the same) says 1979 TFLOPS for bf16 and 3958 for fp8 with sparsity, which doubles them.
@@ -72,8 +70,7 @@ class Floor(Side):
 
     def __init__(self, window: FloorWindow, sample: Sample, out_bytes: int, back_bytes: int, name: str = "floor"):
         self.name, self.window, self.blocks = name, window, BLOCKS[-1]
-        remote_RR = sample.rows_RR - sample.rows_RR.diag().diag()
-        self._ways = [_Way(window, 0, remote_RR, out_bytes), _Way(window, 1, remote_RR.T, back_bytes)]
+        self._ways = [_Way(window, 0, sample.remote_RR, out_bytes), _Way(window, 1, sample.remote_RR.T, back_bytes)]
         self.check()
 
     def out(self) -> Any:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from epmoe.bench.floor import experts_floor_us
-from epmoe.bench.sides import Side, poison
+from epmoe.bench.sides import Calls, Side, poison
 from epmoe.config.config import EPConfig
 from epmoe.exchange.handles import Dispatched
 from epmoe.local.experts import GroupedExperts
@@ -28,7 +25,7 @@ _SAMPLED = 4  # tokens of each rank whose y is compared with a reference
 
 
 class Precision(StrEnum):
-    """Of rows and of weights, and the library of the grouped GEMM."""
+    """The format of rows and of weights, and the library of the grouped GEMM."""
 
     PLAIN = "plain"
     """rows and weights in the model's dtype; torch's grouped_mm"""
@@ -83,11 +80,8 @@ def random_experts(config: EPConfig, rank: int, device: torch.device, precision:
     return experts.requires_grad_(False)
 
 
-class Handle(NamedTuple):
-    """What arrived, and the experts' outputs for it."""
-
-    dispatched: Dispatched
-    outputs_ND: Tensor
+Handle = tuple[Dispatched, Tensor]
+"""What arrived, and the experts' outputs for it."""
 
 
 class WholeLayer(Side):
@@ -122,13 +116,15 @@ class WholeLayer(Side):
 
     def out(self) -> Handle:
         d = self.sent()
-        return Handle(d, self.experts(d.rows, d.expert_offsets, d.scales, **d.segments))
+        return d, self.experts(d.rows, d.expert_offsets, d.scales, **d.segments)
 
     def back(self, handle: Handle) -> Tensor:
-        return self.ep.combine(handle.outputs_ND, handle.dispatched)
+        dispatched, outputs_ND = handle
+        return self.ep.combine(outputs_ND, dispatched)
 
     def arrived(self, handle: Handle) -> list[Tensor]:
-        return [*self.received(handle.dispatched), *self.real_rows(handle.outputs_ND)]
+        dispatched, outputs_ND = handle
+        return [*self.received(dispatched), *self.real_rows(outputs_ND)]
 
     def received(self, d: Dispatched) -> list[Tensor]:
         """The rows and scales of pairs."""
@@ -141,10 +137,10 @@ class WholeLayer(Side):
 
     def check(self) -> None:
         for _ in range(2):  # the second round must write again what the first leaves as NaN
-            handle = self.out()
-            *self.starts_e, self.num_rows = handle.dispatched.expert_offsets.tolist()
-            self.counts_e = handle.dispatched.tokens_per_expert.tolist()
-            poison(self.received(handle.dispatched))
+            handle = d, _ = self.out()
+            *self.starts_e, self.num_rows = d.expert_offsets.tolist()
+            self.counts_e = d.tokens_per_expert.tolist()
+            poison(self.received(d))
             self.check_output(self.name, self.back(handle))
 
     def floor_us(self, copy: float) -> float:
@@ -194,24 +190,13 @@ class WholeLayer(Side):
         return torch.cat(parts).to(self.ep.device)
 
 
-@dataclass(frozen=True)
-class Calls(Side):
-    """A side made of functions. `given` is what `out` returns."""
-
-    name: str
-    out: Callable[[], Any]
-    back: Callable[[Any], Tensor] = lambda given: given
-    arrived: Callable[[Any], list[Tensor]] = lambda given: []
-    exact: bool = True
-
-
 def experts_alone(layer: WholeLayer) -> Side:
     """The experts on the rows that arrived in a round. Rows past the last segment are NaN."""
     d = layer.sent()
     rows_ND, offsets = d.rows.clone(), d.expert_offsets.clone()
     scales = None if d.scales is None else d.scales.clone()
     segments = {"tokens_per_expert": d.tokens_per_expert.clone(), "alignment": d.alignment}
-    layer.back(Handle(d, layer.experts(d.rows, d.expert_offsets, d.scales, **d.segments)))
+    layer.back((d, layer.experts(d.rows, d.expert_offsets, d.scales, **d.segments)))
     poison([rows_ND[layer.num_rows :]])
     return Calls(
         "the experts",
@@ -224,13 +209,13 @@ def experts_alone(layer: WholeLayer) -> Side:
 def without_experts(layer: WholeLayer) -> Side:
     """route, dispatch and combine. The experts' outputs are computed before the timing."""
     handle = layer.out()
-    outputs_ND = handle.outputs_ND.clone()
+    outputs_ND = handle[1].clone()
     layer.back(handle)
     return Calls(
         "the layer without experts",
-        lambda: Handle(layer.sent(), outputs_ND),
+        lambda: (layer.sent(), outputs_ND),
         layer.back,
-        lambda handle: layer.received(handle.dispatched),
+        lambda handle: layer.received(handle[0]),
     )
 
 

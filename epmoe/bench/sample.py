@@ -85,10 +85,15 @@ class Sample:
         experts = self.config.model.num_experts // self.config.topology.ep_size
         return (ids_NK // experts == self.rank).any(dim=1, keepdim=True)
 
-    def remote_rows(self) -> tuple[int, int]:
-        """Rows that cross to other ranks: the most that one rank sends in dispatch, and the most in combine."""
-        remote_RR = self.rows_RR - self.rows_RR.diag().diag()
-        return int(remote_RR.sum(dim=1).max()), int(remote_RR.sum(dim=0).max())
+    def row_bytes(self, payload: Payload) -> tuple[int, int]:
+        """Bytes of a row on the wire, in dispatch and in combine."""
+        out, back = payload.wires
+        return wire_bytes(self.hidden, self.dtype, out), wire_bytes(self.hidden, self.dtype, back)
+
+    @property
+    def remote_RR(self) -> Tensor:
+        """`rows_RR` without the rows that stay on their rank."""
+        return self.rows_RR - self.rows_RR.diag().diag()
 
 
 def wire_bytes(hidden: int, dtype: torch.dtype, payload: str) -> int:

@@ -27,7 +27,10 @@ from epmoe.service import ExpertParallel
 
 REPEATS = 2
 TOKENS = (0, 1, 32)
-CPU_SIDES = ("epmoe", "gloo", "gloo, kept buffers")
+SIDES = {
+    "ranks": ["epmoe", "gloo", "gloo, kept buffers"],
+    "nodes": ["epmoe, padded", "epmoe, exact", "epmoe, fp8 out", "pairs", "pairs, kept buffers"],
+}
 GPU_CONTENDERS = [contender for contender in gpu.Contender if contender is not gpu.Contender.FLOOR]
 
 
@@ -41,19 +44,29 @@ def _config(dtype: str, strategy: str, **changes: dict) -> EPConfig:
     return EPConfig(**sections | changes)
 
 
+def _two_nodes(hidden: int = 128, **exchange: object) -> EPConfig:
+    model = {"num_experts": 7, "num_experts_per_tok": 3, "hidden_size": hidden, "dtype": "float32"}
+    return _config("float32", "linear", model=model, topology={"ep_size": 2, "ranks_per_node": 1}, exchange=exchange)
+
+
 def _worker(folder: Path) -> None:
-    """What each rank runs."""
+    """What each rank runs, in a folder that says for which test."""
     dist.init_process_group("gloo")
+    one_node = (_config("float32", "linear"), _config("bfloat16", "round_robin"))
     samples: list[None] = []
-    for dtype, strategy in (("float32", "linear"), ("bfloat16", "round_robin")):
-        config = _config(dtype, strategy)
+    for config in [_two_nodes()] if folder.name == "nodes" else one_node:
         report = cpu.run(Job(config, TOKENS, REPEATS, advance=lambda: samples.append(None)))
-        _gpu_sides(config)
-        _rows_are_counted(config)
-    assert len(samples) == 2 * 3 * REPEATS
+        assert len(samples) == 3 * REPEATS
+        samples.clear()
+        if folder.name == "ranks":
+            _gpu_sides(config)
+            _rows_are_counted(config)
+    if folder.name == "nodes":
+        measured = [row["side"] for row in cpu.run(Job(_two_nodes(hidden=64), (4,), 1)).results]
+        assert measured == [side for side in SIDES["nodes"] if "fp8" not in side]
     back = sides.AllToAll.back
     sides.AllToAll.back = lambda self, handle: back(self, handle) * 1.5
-    with pytest.raises(RuntimeError, match="gloo: the round's output is not the weighted sum"):
+    with pytest.raises(RuntimeError, match=f"{SIDES[folder.name][-2]}: the round's output is not the weighted sum"):
         cpu.run(Job(config, (4,), 1))
     if dist.get_rank() == 0:
         report.write_json(folder / "results.json")
@@ -91,21 +104,42 @@ def _rows_are_counted(config: EPConfig) -> None:
         side.back(handle)
 
 
-@pytest.mark.slow
-def test_two_ranks(tmp_path):
-    done = torchrun(2, __file__, tmp_path)
+@pytest.mark.parametrize("where", [pytest.param("ranks", marks=pytest.mark.slow), "nodes"])
+def test_the_figures_of_two(where, tmp_path):
+    folder = tmp_path / where
+    folder.mkdir()
+    done = torchrun(2, __file__, folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "results.json").read_text())["results"]
-    assert [(row["tokens"], row["side"]) for row in rows] == [(T, side) for T in TOKENS for side in CPU_SIDES]
-    for row in rows:
-        assert 0 < max(row["dispatch"], row["combine"]) <= row["round"]
-    for ours, fresh, kept in zip(*(iter(rows),) * 3, strict=True):
-        assert (ours["ratio"], ours["ratio_kept"]) == (fresh["round"] / ours["round"], kept["round"] / ours["round"])
+    rows = json.loads((folder / "results.json").read_text())["results"]
+    assert [(row["tokens"], row["side"]) for row in rows] == [(T, side) for T in TOKENS for side in SIDES[where]]
+    for T in TOKENS:
+        *_, fresh, kept = of_T = [row for row in rows if row["tokens"] == T]
+        for row in of_T:
+            assert 0 < max(row["dispatch"], row["combine"]) <= row["round"]
+            assert (row["ratio"], row["ratio_kept"]) == (fresh["round"] / row["round"], kept["round"] / row["round"])
+
+
+@pytest.mark.slow
+def test_the_command_measures_several_nodes(tmp_path):
+    path, figures = tmp_path / "two.json", tmp_path / "figures.json"
+    path.write_text(_two_nodes().model_dump_json())
+    command = [sys.executable, "-m", "epmoe", "bench", str(path), "--tokens", "8", "--repeats", "1"]
+    done = run([*command, "--json", str(figures)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(side in done.stdout for side in SIDES["nodes"])
+    content = json.loads(figures.read_text())
+    assert content["benchmark"] == "rail" and content["config"]["topology"]["ranks_per_node"] == 1
+
+
+@pytest.mark.parametrize("key", ["payload", "combine_payload"])
+def test_fp8_is_refused(key):
+    with pytest.raises(ValueError, match="must be auto: gloo sends no fp8 rows"):
+        cpu.run(Job(_two_nodes(**{key: "fp8"}), TOKENS))
 
 
 def test_views(tmp_path):
     times = [Times(1.0, 2.0, 3.0), Times(10.0, 11.0, 21.0), Times(4.0, 5.0, 9.0)]
-    report = cpu.report({T: dict(zip(CPU_SIDES, times, strict=True)) for T in (1, 16)}, several_nodes=False)
+    report = cpu.report({T: dict(zip(SIDES["ranks"], times, strict=True)) for T in (1, 16)}, several_nodes=False)
     assert report.table("tiny: 2 ranks").row_count == 6
     figures = report.content["results"][0]
     assert (figures["ratio"], figures["ratio_kept"]) == (7, 3)

@@ -98,4 +98,4 @@ def test_figures_of_epmoe_bench_become_a_result(tmp_path, monkeypatch):
     assert (result.title, result.notes) == ("Two cards: the exchange", ())
     text = render.markdown([result])
     assert "| side | payload | what | T = 1, µs |" not in text and "| side | payload | what | T = 1 | 16 |" in text
-    assert "| floor | plain | round | – | 8.0 |\n| fused | plain | round | 9.9 | 100 |" in text
+    assert "| fused | plain | round | 9.9 | 100 |\n| floor | plain | round | – | 8.0 |" in text

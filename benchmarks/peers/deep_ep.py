@@ -23,11 +23,8 @@ from epmoe.bench.sides import Exchange
 _MOST_TOKENS = 128  # of a rank; the low-latency kernels are for small batches
 
 
-class LowLatency(Exchange):
-    """Rows [e, M·R, D] in bf16, of which the first `count` of each expert are real; combine applies the weights."""
-
-    exact = False  # rows may arrive in another order
-    expects = "weights"
+class DeepEPExchange(Exchange):
+    """A side over a buffer of the library. A handle is the arrived rows, and what combine needs."""
 
     def __init__(self, buffer: Any, sample: Sample) -> None:
         import deep_ep
@@ -35,34 +32,30 @@ class LowLatency(Exchange):
         super().__init__("DeepEP", sample)
         self.buffer, self.ids_TK = buffer, sample.ids_TK.to(getattr(deep_ep, "topk_idx_t", torch.int64))
 
-    def out(self) -> Any:
-        E, T = self.sample.config.model.num_experts, self.sample.tokens
-        rows, counts, handle, _, _ = self.buffer.low_latency_dispatch(
-            self.sample.x_TD, self.ids_TK, T, E, use_fp8=False
-        )
-        return rows, counts, handle
-
-    def back(self, handle: Any) -> Tensor:
-        return self.buffer.low_latency_combine(self.given, self.ids_TK, self.sample.weights_TK, handle[2])[0]
-
     def outputs(self, handle: Any) -> Tensor:
         return handle[0].clone()
 
+
+class LowLatency(DeepEPExchange):
+    """Rows [e, M·R, D] in bf16, of which the first `count` of each expert are real; combine applies the weights."""
+
+    expects = "weights"
+
+    def out(self) -> Any:
+        x_TD, E = self.sample.x_TD, self.sample.config.model.num_experts
+        rows, counts, handle, _, _ = self.buffer.low_latency_dispatch(x_TD, self.ids_TK, len(x_TD), E, use_fp8=False)
+        return rows, handle, counts
+
+    def back(self, handle: Any) -> Tensor:
+        return self.buffer.low_latency_combine(self.given, self.ids_TK, self.sample.weights_TK, handle[1])[0]
+
     def arrived(self, handle: Any) -> list[Tensor]:
-        rows, counts, _ = handle
+        rows, _, counts = handle
         return [rows[i, :count] for i, count in enumerate(counts.tolist())]
 
 
-class Elastic(Exchange):
+class Elastic(DeepEPExchange):
     """Rows [N, D], one for each (token, rank). The host reads no count, so N is the most that may come."""
-
-    exact = False  # rows may arrive in another order
-
-    def __init__(self, buffer: Any, sample: Sample) -> None:
-        import deep_ep
-
-        super().__init__("DeepEP", sample)
-        self.buffer, self.ids_TK = buffer, sample.ids_TK.to(deep_ep.topk_idx_t)
 
     def out(self) -> Any:
         rows, _, _, handle, _ = self.buffer.dispatch(
@@ -77,9 +70,6 @@ class Elastic(Exchange):
 
     def back(self, handle: Any) -> Tensor:
         return self.buffer.combine(self.given, handle[1])[0]
-
-    def outputs(self, handle: Any) -> Tensor:
-        return handle[0].clone()
 
     def arrived(self, handle: Any) -> list[Tensor]:
         return [handle[0]]

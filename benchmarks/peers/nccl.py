@@ -21,8 +21,6 @@ from epmoe.bench.sides import Exchange
 class AllToAllSingle(Exchange):
     """A row for each (token, rank); the source adds up what comes back."""
 
-    exact = False  # rows may arrive in another order
-
     def __init__(self, sample: Sample, group: dist.ProcessGroup) -> None:
         super().__init__("all_to_all_single", sample)
         self.group, x = group, sample.x_TD
@@ -49,8 +47,6 @@ class AllToAllSingle(Exchange):
 
 class AllGather(Exchange):
     """Every token everywhere, with its ids and weights; a rank puts out zeros for tokens that do not need it."""
-
-    exact = False  # rows may arrive in another order
 
     def __init__(self, sample: Sample, group: dist.ProcessGroup) -> None:
         super().__init__("all-gather", sample)

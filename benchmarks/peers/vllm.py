@@ -21,8 +21,6 @@ from epmoe.bench.sides import Exchange
 class AllGather(Exchange):
     """Every token everywhere; a rank puts out zeros for tokens that do not need it."""
 
-    exact = False  # rows may arrive in another order
-
     def __init__(self, coordinator: Any, sample: Sample) -> None:
         super().__init__("vLLM", sample)
         self.coordinator = coordinator

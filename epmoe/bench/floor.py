@@ -36,18 +36,11 @@ DENSE_FLOP_PER_US = {((9, 0), 2): 989.5e6, ((9, 0), 1): 1979e6}
 
 
 class _Args(ctypes.Structure):
-    """`FloorArgs` of floor.cu."""
+    """`FloorArgs` of floor.cu: addresses and counts, each of 8 bytes."""
 
     _fields_ = [
-        ("rows_n", ctypes.c_void_p),
-        ("n", ctypes.c_int64),
-        ("vectors", ctypes.c_int64),
-        ("flags_R", ctypes.c_void_p),
-        ("arrived_R", ctypes.c_void_p),
-        ("state", ctypes.c_void_p),
-        ("rank", ctypes.c_int64),
-        ("R", ctypes.c_int64),
-        ("timeout_ns", ctypes.c_int64),
+        (name, ctypes.c_int64)
+        for name in ("rows_n", "n", "vectors", "flags_R", "arrived_R", "state", "rank", "R", "timeout_ns")
     ]
 
 

@@ -91,7 +91,7 @@ class Contest:
         """What `time` says of each exchange that takes this case, by name."""
 
         def checked(name: str, side: Exchange) -> Side:
-            side.name = name
+            side.name, side.exact = name, False  # rows may arrive in another order
             side.check()
             return side
 

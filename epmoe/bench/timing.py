@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.cuda import CUDAGraph
 
 from epmoe.bench.sides import Exchange, Side, poison
 
@@ -48,14 +49,13 @@ def measure(side: Side, replays: int, group: dist.ProcessGroup) -> Times:
     """
     wanted = _eager_outputs(side)
     events: list[torch.cuda.Event] = []
-    plain, plain_last = captured(lambda: _rounds(side, ROUNDS))
-    stamped, stamped_last = captured(lambda: _rounds(side, ROUNDS, partial(_stamp, events, external=True)))
-    outputs = [_outputs(side, *last) for last in (plain_last, stamped_last)]
-    poison(tensor for tensors in outputs for tensor in tensors)
+    plain, plain_outputs = _recorded(side, ROUNDS)
+    stamped, stamped_outputs = _recorded(side, ROUNDS, partial(_stamp, events, external=True))
+    poison(plain_outputs + stamped_outputs)
     rounds = _samples(side, plain.replay, ROUNDS, replays, group)
     ways = [_ways_us(side, stamped.replay, events, group) for _ in range(replays)]
     torch.cuda.synchronize()
-    _check(side, outputs, wanted, group)
+    _check(side, [plain_outputs, stamped_outputs], wanted, group)
     return _median(ways, rounds, group)
 
 
@@ -85,8 +85,9 @@ def measure_in_turns(
     for repeat in range(repeats):
         for index, side in enumerate(sides):
             dist.barrier(group)
-            dispatch, combine, came_back = _wall_us(side, rounds)
+            spans, came_back = _wall_us(side, rounds)
             side.check_output(came_back)
+            dispatch, combine = _means(spans)
             micros[repeat, index] = torch.tensor([dispatch, combine, dispatch + combine])
         advance()
     dist.all_reduce(micros, dist.ReduceOp.MAX, group=group)
@@ -102,8 +103,7 @@ def round_us(
     """
     if how == "captured":
         wanted = _eager_outputs(side)
-        graph, last = captured(lambda: _rounds(side, rounds))
-        outputs = _outputs(side, *last)
+        graph, outputs = _recorded(side, rounds)
         poison(outputs)
         times = _samples(side, graph.replay, rounds, samples, group)
         _check(side, [outputs], wanted, group)
@@ -134,10 +134,10 @@ def everywhere(condition: bool, group: dist.ProcessGroup) -> bool:
     return not slowest([not condition], group)[0]
 
 
-def captured(body: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
+def captured(body: Callable[[], _T]) -> tuple[CUDAGraph, _T]:
     """A CUDA graph of what `body` enqueues, and what `body` returns."""
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    graph = CUDAGraph()
     with torch.cuda.graph(graph):
         result = body()
     return graph, result
@@ -175,8 +175,10 @@ def _repeat(side: Side, count: int) -> Tensor:
     return came_back
 
 
-def _outputs(side: Side, handle: Any, came_back: Tensor) -> list[Tensor]:
-    return [*side.arrived(handle), came_back]
+def _recorded(side: Side, rounds: int, stamp: Callable[[], object] = lambda: None) -> tuple[CUDAGraph, list[Tensor]]:
+    """A graph of rounds, and what the last of them puts out."""
+    graph, (handle, came_back) = captured(lambda: _rounds(side, rounds, stamp))
+    return graph, [*side.arrived(handle), came_back]
 
 
 def _eager_outputs(side: Side) -> list[Tensor]:
@@ -228,11 +230,11 @@ def _stamp(events: list[torch.cuda.Event], external: bool = False) -> None:
     events[-1].record()
 
 
-def _wall_us(side: Side, rounds: int) -> tuple[float, float, Tensor]:
-    """Microseconds of dispatch and of combine by the wall clock, and what came back last."""
+def _wall_us(side: Side, rounds: int) -> tuple[list[float], Tensor]:
+    """Microseconds of each `out` and each `back` by the wall clock, and what came back last."""
     stamps: list[float] = []
     _, came_back = _rounds(side, rounds, lambda: stamps.append(time.perf_counter()))
-    return *_means([(end - start) * 1e6 for start, end in pairwise(stamps)]), came_back
+    return [(end - start) * 1e6 for start, end in pairwise(stamps)], came_back
 
 
 def _ways_us(
@@ -245,7 +247,7 @@ def _ways_us(
 
 
 def _means(spans: list[float]) -> tuple[float, float]:
-    """Of dispatch and of combine, which alternate."""
+    """The means of dispatch and of combine, which alternate."""
     return statistics.fmean(spans[::2]), statistics.fmean(spans[1::2])
 
 
@@ -268,15 +270,8 @@ def _chain_us(side: Side, group: dist.ProcessGroup) -> float:
 
 
 def _host_batch_us(side: Side) -> tuple[float, float]:
-    outs, backs = [], []
     torch.cuda.synchronize()
     torch.cuda._sleep(50 * SLEEP_CYCLES)
-    for _ in range(CALLS):
-        start = time.perf_counter()
-        handle = side.out()
-        middle = time.perf_counter()
-        side.back(handle)
-        backs.append(time.perf_counter() - middle)
-        outs.append(middle - start)
+    spans, _ = _wall_us(side, CALLS)
     torch.cuda.synchronize()
-    return statistics.median(outs) * 1e6, statistics.median(backs) * 1e6
+    return statistics.median(spans[::2]), statistics.median(spans[1::2])

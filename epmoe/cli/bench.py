@@ -81,18 +81,9 @@ def bench(
     check_output("--tune", tuning, (".json", ".yaml", ".yml"))  # JSON is YAML
     check_output("--json", as_json, (".json",))
     check_output("--plot", plot, (".png", ".svg", ".pdf"))
-    given = {
-        "--side": side,
-        "--payload": payload,
-        "--layer": whole_layer,
-        "--training": passes,
-        "--eager": eager,
-        "--peers": drivers,
-        "--tune": tuning,
-        "--json": as_json,
-    }
+    given = {option.opts[0] for option in context.command.params if context.params[option.name or ""]}
     on_gpus = parsed.exchange.transport == "nvlink"
-    _check_options({option for option, value in given.items() if value}, on_gpus)
+    _check_options(given, on_gpus)
     model, limit = parsed.model, parsed.capacity.max_num_tokens_per_rank
     usual = cpu if not on_gpus else layer if whole_layer or passes else gpu
     counts = sorted(set(tokens or [count for count in usual.DEFAULT_TOKENS if count <= limit]))

@@ -2,8 +2,8 @@
 
     python -m benchmarks.results FIGURES.json benchmarks/RESULT.json [KEY ...]
 
-makes a result of the file that `epmoe bench --json FIGURES.json` wrote, with the figures of these keys, by default those
-that `--plot` draws. If the result exists, its words stay.
+makes a result of the file that `epmoe bench --json FIGURES.json` wrote, with the figures of these keys. By default they
+are those that `--plot` draws. If the result exists, its words stay.
 """
 
 from __future__ import annotations

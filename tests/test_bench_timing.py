@@ -11,7 +11,6 @@ import torch.distributed as dist
 from epmoe.bench import timing
 from epmoe.bench.sides import Calls
 
-
 OUT_US, BACK_US = 200, 50
 
 

@@ -1,4 +1,4 @@
-"""BENCHMARKS.md and its plot are what the JSON files of benchmarks/ render to, and the files fit their schema."""
+"""BENCHMARKS.md, its plots and README's table are what the JSON files of benchmarks/ render to; the files fit a schema."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ FILES = sorted(FOLDER.glob("*.json"))
 
 def test_the_committed_markdown_is_what_the_files_render_to(tmp_path):
     render.write(load(), tmp_path)
-    text = (tmp_path / render.MARKDOWN).read_text(encoding="utf-8")
-    assert (ROOT / render.MARKDOWN).read_text(encoding="utf-8") == text, "run `make benchmarks-report`"
+    for file in (render.README, render.MARKDOWN):
+        text = (tmp_path / file).read_text(encoding="utf-8")
+        assert (ROOT / file).read_text(encoding="utf-8") == text, "run `make benchmarks-report`"
     assert all(f"({plot.file})" in text for plot in PLOTS.values())
 
 

@@ -1,4 +1,4 @@
-"""BENCHMARKS.md, its plots and README's table are what the JSON files of benchmarks/ render to; the files fit a schema."""
+"""BENCHMARKS.md, its plots and README's table are what the JSON files of benchmarks/ render to, in a schema."""
 
 from __future__ import annotations
 

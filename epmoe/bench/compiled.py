@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ def measure(device: torch.device, mode: str | None) -> dict[str, float]:
             epmoe.MoELayer(ep, torch.randn(E, D, device=device), lambda rows, offsets, scales: rows)
             for _ in range(LAYERS)
         ]
-        models: dict[str, nn.Module] = {}
+        models: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
         for n in (1, LAYERS):
             eager = models[f"eager, {n}"] = nn.Sequential(*layers[:n])
             compiled = models[f"compiled, {n}"] = torch.compile(eager, fullgraph=True, dynamic=True, mode=mode)

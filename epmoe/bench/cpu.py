@@ -15,7 +15,7 @@ from contextlib import ExitStack
 
 import torch
 
-from epmoe.bench.report import COMBINE, DISPATCH, ROUND, SIDE, TOKENS, Column, Job, Report, Result
+from epmoe.bench.report import SIDE, TOKENS, Column, Job, Report, Result, times
 from epmoe.bench.sample import Sample
 from epmoe.bench.sides import AllToAll, Exchange, Fused
 from epmoe.bench.timing import Times, measure_in_turns
@@ -31,9 +31,7 @@ _OURS: dict[str, dict[str, str]] = {
 _COLUMNS = (
     TOKENS,
     SIDE,
-    DISPATCH,
-    COMBINE,
-    ROUND,
+    *times("µs on the slowest rank", "both, the median of samples"),
     Column("ratio", "ratio", "the round of all_to_all_single divided by this side's", "{:.1f}x".format),
     Column("ratio_kept", "ratio, kept", "the same, where all_to_all_single keeps its buffers", "{:.1f}x".format),
 )
@@ -55,22 +53,19 @@ def run(job: Job) -> Report:
         ours = {
             name: stack.enter_context(ExpertParallel(changed, job.group)) for name, changed in _variants(config).items()
         }
-        times = {T: _measure(ours, T, job) for T in job.tokens}
-    return report(times, several_nodes=config.topology.num_nodes > 1)
+        taken = {T: _measure(ours, T, job) for T in job.tokens}
+    return report(taken, several_nodes=config.topology.num_nodes > 1)
 
 
-def report(times: Mapping[int, Mapping[str, Times]], *, several_nodes: bool) -> Report:
+def report(taken: Mapping[int, Mapping[str, Times]], *, several_nodes: bool) -> Report:
     """The figures of each T by side. The last two sides are the baseline, with fresh buffers and with kept ones."""
     results: list[Result] = []
-    for T, sides in times.items():
+    for T, sides in taken.items():
         *_, fresh, kept = sides.values()
         for side, of_side in sides.items():
             ratios = {"ratio": fresh.round / of_side.round, "ratio_kept": kept.round / of_side.round}
             results.append({"tokens": T, "side": side, **of_side._asdict(), **ratios})
-    caption = (
-        "µs a round on the slowest rank, median of samples; ratio: the round of all_to_all_single, and of it with "
-    )
-    return Report("rail" if several_nodes else "gloo", _COLUMNS, results, caption + "kept buffers, / this side's round")
+    return Report("rail" if several_nodes else "gloo", _COLUMNS, results)
 
 
 def _variants(config: EPConfig) -> dict[str, EPConfig]:
@@ -94,7 +89,7 @@ def _measure(ours: Mapping[str, ExpertParallel], tokens: int, job: Job) -> dict[
     for name, keep in ((baseline, False), (f"{baseline}, kept buffers", True)):
         sides.append(AllToAll(sample, job.group, name, keep_buffers=keep))
     rounds = max(2, min(_ROUNDS, 1024 // max(tokens, 1)))
-    times = measure_in_turns(sides, job.repeats, rounds, job.group, job.advance)
+    taken = measure_in_turns(sides, job.repeats, rounds, job.group, job.advance)
     for side in sides:
         side.check()
-    return {side.name: of_side for side, of_side in zip(sides, times, strict=True)}
+    return {side.name: of_side for side, of_side in zip(sides, taken, strict=True)}

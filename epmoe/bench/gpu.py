@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from epmoe.bench.floor import BLOCKS, Floor, FloorWindow
 from epmoe.bench.peers import Contest, Peer
-from epmoe.bench.report import COMBINE, DISPATCH, ROUND, SIDE, TOKENS, Column, Job, Report, Result
+from epmoe.bench.report import SIDE, TOKENS, Column, Job, Report, Result, times
 from epmoe.bench.sample import Payload, Sample
 from epmoe.bench.sides import Fused, RankMajor, Rows, Side
 from epmoe.bench.timing import Times, host_us, measure, measure_eager, round_us
@@ -23,33 +23,15 @@ from epmoe.config.config import EPConfig
 from epmoe.service import ExpertParallel
 
 DEFAULT_TOKENS = (1, 16, 64, 128, 512, 4096)
-_CAPTION = (
-    "µs on the slowest rank, median of CUDA-graph replays of 10 rounds. dispatch and combine: from graphs with events "
-    "between, about 1 µs more each. "
-)
-_EAGER_CAPTION = (
-    "µs on the slowest rank, median. round: of a chain of 50 rounds called one after the other, without a graph "
-    "(floor: with one). dispatch, combine: the GPU's alone, with events between, while the host is ahead. "
-)
-_BOTH_CAPTIONS = (
-    "GB/s: unique remote rows of the busiest rank, both ways, over the round. floor: the floor's round with that "
-    "payload / this round. host: µs of an eager dispatch + combine. blocks: thread blocks of the floor's kernel"
+_CAPTURED = times("from graphs with events between, about 1 µs more", "µs on the slowest rank, median of graphs of 10")
+_EAGER = times(
+    "of the GPU alone, with events between, while the host is ahead",
+    "µs on the slowest rank, median of chains of 50 calls without a graph (floor: with one)",
 )
 _COLUMNS = (
-    TOKENS,
-    SIDE,
-    Column("payload", "payload"),
-    DISPATCH,
-    COMBINE,
-    ROUND,
-    Column("wire_gbps", "GB/s", "gigabytes a second, both ways, over the round", "{:.0f}".format),
+    Column("wire_gbps", "GB/s", "unique remote rows of the busiest rank, both ways, over the round", "{:.0f}".format),
     Column("floor_percent", "floor", "the floor's round as a percentage of this round", "{:.0f}%".format),
-    Column(
-        "host",
-        "host",
-        "µs of the host in an eager dispatch and in an eager combine",
-        lambda us: "{:.0f} + {:.0f}".format(*us),
-    ),
+    Column("host", "host", "µs of the host in an eager dispatch + combine", lambda us: "{:.0f} + {:.0f}".format(*us)),
     Column("blocks", "blocks", "thread blocks of the floor's kernel"),
     Column("floor", "", "µs of the floor's round with the same payload"),
     Column("wire_bytes_out", "", "bytes between ranks that the busiest rank sends in dispatch"),
@@ -73,8 +55,8 @@ class Contender(StrEnum):
 
 def report(results: Sequence[Result], left_out: dict[str, str] | None = None, *, eager: bool = False) -> Report:
     """The figures of `results`, in ascending T. `left_out`: why peers are missing."""
-    caption = (_EAGER_CAPTION if eager else _CAPTION) + _BOTH_CAPTIONS
-    return Report("eager" if eager else "gpu", _COLUMNS, results, caption, left_out or {})
+    columns = (TOKENS, SIDE, Column("payload", "payload"), *(_EAGER if eager else _CAPTURED), *_COLUMNS)
+    return Report("eager" if eager else "gpu", columns, results, left_out or {})
 
 
 def default_payloads(config: EPConfig) -> list[Payload]:
@@ -106,13 +88,9 @@ def run(
             for T in job.tokens:
                 if T not in samples:
                     samples[T] = Sample(config, ep.rank, T, job.routing, ep.device)
-                floor_us = None
-                for side, figures in _measure(ep, contest, samples[T], payload, contenders, window, job.repeats, eager):
-                    times: Times = figures.pop("times")
-                    if side == Contender.FLOOR:
-                        floor_us = times.round
-                    results.append(result(samples[T], side, payload, times, floor_us) | figures)
-                    job.log(f"{T} tokens, {payload}, {side}: round {times.round:.1f} µs")
+                for row in _measure(ep, contest, samples[T], payload, contenders, window, job.repeats, eager):
+                    job.log(f"{T} tokens, {payload}, {row['side']}: round {row['round']:.1f} µs")
+                    results.append(row)
                 if ep.device.type == "cuda":
                     torch.cuda.empty_cache()  # the graphs' pools would leave the next windows too little memory
                 job.advance()
@@ -120,7 +98,7 @@ def run(
     return report(ordered, contest.left_out, eager=eager)
 
 
-def result(sample: Sample, side: str, payload: Payload, times: Times, floor_us: float | None) -> dict[str, Any]:
+def result(sample: Sample, side: str, payload: Payload, taken: Times, floor_us: float | None) -> dict[str, Any]:
     """One row. Bytes and rows are those of the busiest rank."""
     rows_out, rows_back = (int(sample.remote_RR.sum(dim=dim).max()) for dim in (1, 0))
     out, back = sample.row_bytes(payload)
@@ -128,13 +106,13 @@ def result(sample: Sample, side: str, payload: Payload, times: Times, floor_us: 
         "tokens": sample.tokens,
         "side": side,
         "payload": payload,
-        **times._asdict(),
+        **taken._asdict(),
         "wire_bytes_out": rows_out * out,
         "wire_bytes_back": rows_back * back,
         "remote_rows": rows_out,
         "floor": floor_us,
-        "wire_gbps": (rows_out * out + rows_back * back) / times.round * 1e-3,
-        "floor_percent": None if floor_us is None else 100 * floor_us / times.round,
+        "wire_gbps": (rows_out * out + rows_back * back) / taken.round * 1e-3,
+        "floor_percent": None if floor_us is None else 100 * floor_us / taken.round,
     }
 
 
@@ -153,27 +131,31 @@ def _measure(
     window: FloorWindow | None,
     repeats: int,
     eager: bool,
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each side's name, and its `Times` as "times" among other figures."""
-    group = contest.group
+) -> Iterator[Result]:
+    group, floor_us = contest.group, None
     time = measure_eager if eager else measure
 
+    def row(side: str, taken: Times, **figures: Any) -> Result:
+        return result(sample, side, payload, taken, floor_us) | figures
+
     def with_host(side: Side) -> dict[str, Any]:
-        return {"times": time(side, repeats, group), "host": host_us(side, group)}
+        return {"taken": time(side, repeats, group), "host": host_us(side, group)}
 
     if window is not None:
-        out_bytes, back_bytes = sample.row_bytes(payload)
-        floor = Floor(window, sample, out_bytes, back_bytes)
+        floor = Floor(window, sample, *sample.row_bytes(payload))
         floor.blocks = min(BLOCKS, key=lambda blocks: _floor_us(floor, blocks, repeats, group))
-        yield Contender.FLOOR, {"times": measure(floor, repeats, group), "blocks": floor.blocks}
+        taken = measure(floor, repeats, group)
+        floor_us = taken.round
+        yield row(Contender.FLOOR, taken, blocks=floor.blocks)
         floor.raise_if_missed()
     if Contender.ROWS in contenders and payload is Payload.PLAIN:
-        yield Contender.ROWS, {"times": time(Rows(sample, group), repeats, group)}
+        yield row(Contender.ROWS, time(Rows(sample, group), repeats, group))
     for contender, kind in ((Contender.RANK_MAJOR, RankMajor), (Contender.FUSED, Fused)):
         if contender in contenders:
-            yield contender, with_host(kind(ep, sample))
+            yield row(contender, **with_host(kind(ep, sample)))
             ep.check()
-    yield from contest.exchanges(sample, payload, with_host)
+    for name, figures in contest.exchanges(sample, payload, with_host):
+        yield row(name, **figures)
 
 
 def _floor_us(floor: Floor, blocks: int, repeats: int, group: dist.ProcessGroup) -> float:

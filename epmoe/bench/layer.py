@@ -25,28 +25,17 @@ from epmoe.service import ExpertParallel
 DEFAULT_TOKENS = (1, 16, 128, 512, 4096)
 _MOST_ROUNDS = 8  # of a sample on the CPU; a large T gets fewer
 _FIGURES = (
-    Column("rows", "rows", "expert-major rows of the busiest rank, gaps of the alignment included", "{:,}".format),
+    Column("rows", "rows", "of the busiest rank, gaps of the alignment included", "{:,}".format),
     Column(
         "floor",
         "floor",
-        "µs to read the weights of experts that have rows at the speed of a copy on this machine, or to compute at the "
-        "dense rate, where that is longer; on the slowest rank",
+        "µs to read the weights of experts that have rows at the speed of a copy, or to compute, where that is longer",
         microseconds,
     ),
-    Column(
-        "layer",
-        "layer",
-        "µs of route, dispatch, experts and combine on the slowest rank, median",
-        microseconds,
-    ),
+    Column("layer", "layer", "µs of route, dispatch, experts and combine on the slowest rank, median", microseconds),
     Column("experts", "experts", "µs of the experts alone, on the same rows", microseconds),
-    Column("on_top", "on top", "layer minus experts, µs", microseconds),
-    Column("exchange", "exchange", "µs of route, dispatch and combine without the experts", microseconds),
-)
-_CAPTION = (
-    "µs on the slowest rank, median. layer: route, dispatch, experts and combine; experts: alone, on the same rows; on "
-    "top: their difference; exchange: route, dispatch and combine alone. rows: of the busiest rank, gaps included. "
-    "floor: to read the weights of experts that have rows at the speed of a copy, or to compute, where that is longer"
+    Column("on_top", "on top", "layer minus experts", microseconds),
+    Column("exchange", "exchange", "µs of route, dispatch and combine alone", microseconds),
 )
 
 
@@ -57,7 +46,7 @@ def report(results: Sequence[Result], left_out: Mapping[str, str], dtype: str) -
     """
     precision = Column("precision", "precision", show=lambda name: name.replace(Precision.PLAIN, dtype))
     columns = (TOKENS, precision, SIDE, *_FIGURES)
-    return Report("layer", columns, results, _CAPTION, left_out, plotted=("layer", "experts"), what="a layer, µs")
+    return Report("layer", columns, results, left_out, plotted=("layer", "experts"), what="a layer, µs")
 
 
 def check(config: EPConfig) -> None:

@@ -170,7 +170,7 @@ def main() -> None:
     results = [
         {"kernel": k.name, "tokens": k.tokens, "us": k.us(), "floor": k.bytes / COPY_BYTES_PER_US} for k in kernels()
     ]
-    report = Report("local", columns, results, "µs a call", plotted=("us",))
+    report = Report("local", columns, results, plotted=("us",))
     Console(width=120).print(report.table(torch.cuda.get_device_name()))
     if path:
         report.write_json(path)

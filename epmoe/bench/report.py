@@ -69,11 +69,17 @@ class Column(NamedTuple):
 Result = Mapping[str, Any]
 """One row of figures by the keys of the columns. A figure that was not measured is None or missing."""
 
-TOKENS = Column("tokens", "T", "tokens of a rank in a round")
+TOKENS = Column("tokens", "T", "tokens of a rank")
 SIDE = Column("side", "side")
-DISPATCH, COMBINE, ROUND = (
-    Column(key, key, "µs on the slowest rank, median", microseconds) for key in ("dispatch", "combine", "round")
-)
+
+
+def times(ways: str, whole: str) -> list[Column]:
+    """The columns of `Times`: what dispatch and combine are, and what the round is."""
+    return [
+        Column("dispatch", "dispatch", ways, microseconds),
+        Column("combine", "combine", ways, microseconds),
+        Column("round", "round", whole, microseconds),
+    ]
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,6 @@ class Report:
     columns: Sequence[Column]
     """the first one divides the table into sections"""
     results: Sequence[Result]
-    caption: str
     left_out: Mapping[str, str] = field(default_factory=dict)
     """why sides and cases are missing, by name"""
     plotted: Sequence[str] = ("round",)
@@ -103,10 +108,11 @@ class Report:
         return self.file or figures
 
     def table(self, title: str = "") -> Table:
-        """The figures for a terminal."""
-        reasons = "".join(f"\n{name} was left out: {reason}" for name, reason in self.left_out.items())
-        view = Table(title=title, caption=self.caption + reasons, pad_edge=False)
+        """The figures for a terminal, with what each column is and why sides and cases are missing."""
         shown = [column for column in self.columns if column.heading]
+        caption = [". ".join(f"{column.heading}: {column.unit}" for column in shown if column.unit)]
+        caption += [f"{name} was left out: {reason}" for name, reason in self.left_out.items()]
+        view = Table(title=title, caption="\n".join(caption), pad_edge=False)
         for column in shown:
             view.add_column(column.heading, justify="right" if column.unit else "left", no_wrap=not column.unit)
         for number, (_, section) in enumerate(itertools.groupby(self.results, lambda result: result[shown[0].key])):

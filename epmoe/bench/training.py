@@ -28,23 +28,13 @@ from epmoe.training.exchange import WeightsOn
 DEFAULT_TOKENS = (1, 16, 128, 512, 4096)
 _CAPTURED, _EAGER = 8, 5  # passes of a graph, and of an eager sample
 _TIMES = (
-    Column("rows", "rows", "µs of dispatch and combine, forward and backward, weights on rows", microseconds),
+    Column("rows", "rows", "µs of dispatch and combine, weights on rows, on the slowest rank, median", microseconds),
     Column("combine", "combine", "the same with weights in combine", microseconds),
-    Column(
-        "all_to_all",
-        "all-to-all",
-        "the same over torch.distributed's all_to_all_single, with a sort and weights behind it, eager",
-        microseconds,
-    ),
-    Column("layer", "layer", "µs of dispatch, experts and combine, forward and backward", microseconds),
-    Column("experts", "experts", "µs of the experts alone", microseconds),
+    Column("all_to_all", "all-to-all", "the same over torch's all_to_all_single and a sort, eager", microseconds),
+    Column("layer", "layer", "µs of dispatch, experts and combine, weights on both", microseconds),
+    Column("experts", "experts", "µs of the experts alone, on the same rows", microseconds),
 )
 _SHARE = Column("share", "share", "rows / experts", "{:.1%}".format)
-_CAPTION = (
-    "µs of forward and backward on the slowest rank, median. rows, combine: the exchange, with weights on rows or in "
-    "combine; all-to-all: torch's, rows in the order of experts, eager; layer: dispatch, experts and combine, weights "
-    "on both; experts: alone, on the same rows; share: of the exchange, of what the experts take"
-)
 
 Pass = Callable[[], Sequence[Tensor]]
 """Forward and backward; returns gradients."""
@@ -147,7 +137,7 @@ def run(job: Job, payload: TrainingPayload = "auto") -> Report:
             results.append({"tokens": T, **times})
             job.advance()
     plotted = [column.key for column in _TIMES]
-    return Report("training", (TOKENS, *_TIMES, _SHARE), results, _CAPTION, {}, plotted, "forward + backward, µs")
+    return Report("training", (TOKENS, *_TIMES, _SHARE), results, {}, plotted, "forward + backward, µs")
 
 
 def _random_experts(ep: ExpertParallel) -> GroupedExperts | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from epmoe.bench.report import ROUND, TOKENS, Column, Job, Report, Result, microseconds
+from epmoe.bench.report import TOKENS, Column, Job, Report, Result, microseconds
 from epmoe.bench.sample import Sample
 from epmoe.bench.sides import Fused
 from epmoe.bench.timing import round_us
@@ -32,8 +32,8 @@ _SIMPLE: _Grid = {
 
 _COLUMNS = (
     TOKENS,
-    *(Column(name, name.replace("_", " "), "a launch parameter") for name in Launch.model_fields),
-    ROUND,
+    *(Column(name, name.replace("_", " "), "0: the kernels choose", str) for name in Launch.model_fields),
+    Column("round", "round", "µs on the slowest rank", microseconds),
     Column("untuned", "untuned", "µs of a round with the launch that the kernels choose", microseconds),
 )
 
@@ -67,8 +67,7 @@ def run(job: Job) -> Report:
 def report(results: Sequence[Result]) -> Report:
     """The launch for each T, the time of its round, and the time untuned. The file is what `exchange.tuning` names."""
     rows = [{key: result[key] for key in TuningRow.model_fields} for result in results]
-    caption = "µs a round on the slowest rank; 0: the kernels choose"
-    return Report("tune", _COLUMNS, results, caption, plotted=("untuned", "round"), file={"rows": rows})
+    return Report("tune", _COLUMNS, results, plotted=("untuned", "round"), file={"rows": rows})
 
 
 def _grid(tokens: int) -> _Grid:

@@ -137,14 +137,16 @@ def of_report(content: Mapping[str, Any], keys: Sequence[str] = ()) -> dict[str,
 
     Its title and caption are for a person to write.
     """
-    found, texts = content["results"], [key for key in content["results"][0] if key not in content["units"]]
+    found = content["results"]
+    texts = [key for key in content["results"][0] if key not in content["units"]]
     tokens = sorted({result["tokens"] for result in found})
     rows: dict[tuple[str, ...], dict[int, float]] = {}
     for key, result in itertools.product(keys or content["plotted"], found):
         if result.get(key) is not None:
             words = tuple(result[text] for text in texts)
             rows.setdefault((*words, key), {})[result["tokens"]] = figure(result[key])
-    gpus, ranks = content["machine"]["gpus"], content["ranks"]
+    gpus = content["machine"]["gpus"]
+    ranks = content["ranks"]
     where = f"{ranks} × {gpus[0] if gpus else 'CPU'}"
     return {
         "title": f"{where}: {content['benchmark']}",

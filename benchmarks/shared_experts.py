@@ -55,9 +55,11 @@ def main() -> None:
     )
     cells: dict[str, list[float]] = {}
     with ExpertParallel(config, device="cuda") as ep:
-        experts, shared = random_experts(config, ep.rank, ep.device, Precision.FP8), SharedExpert()
+        experts = random_experts(config, ep.rank, ep.device, Precision.FP8)
+        shared = SharedExpert()
         router = torch.randn(E, D, generator=torch.Generator().manual_seed(7)).bfloat16().cuda() / D**0.5
-        alone, beside = MoELayer(ep, router, experts), MoELayer(ep, router, experts, shared=shared)
+        alone = MoELayer(ep, router, experts)
+        beside = MoELayer(ep, router, experts, shared=shared)
         for T in TOKENS:
             x = torch.randn(T, D, generator=torch.Generator().manual_seed(ep.rank)).bfloat16().cuda()
             plays: dict[str, Callable[[], Tensor]] = {

@@ -77,7 +77,8 @@ def spread_experts(model: nn.Module, implementation: str) -> nn.Module:
     """Leave each rank its share of the experts, as `DistributedConfig(ep_size=R)` does."""
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-    size, plan = dist.get_world_size(), {}
+    size = dist.get_world_size()
+    plan = {}
     for name, module in model.named_modules():
         if name.endswith(".experts"):
             plan |= {f"{name}.{parameter}": "grouped_gemm" for parameter, _ in module.named_parameters()}
@@ -95,7 +96,8 @@ class Decoding:
         self.cache = StaticCache(config=model.config, max_cache_len=2 * CONTEXT)
         shape = batch, CONTEXT
         ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(dist.get_rank()))
-        self.ids, self.position = ids[:, :1].to(DEVICE), torch.full((batch, 1), CONTEXT, device=DEVICE)
+        self.ids = ids[:, :1].to(DEVICE)
+        self.position = torch.full((batch, 1), CONTEXT, device=DEVICE)
         # A mask of our own: with StaticCache, transformers' own code for it may look at the cache's length.
         self.mask = (torch.arange(2 * CONTEXT, device=DEVICE) < CONTEXT + CALLS).expand(batch, 1, 1, -1)
         self()  # makes the cache

@@ -1,8 +1,8 @@
 """DeepEP: the low-latency kernels (`Buffer`, expert-major rows) and, from 2.0 on, `ElasticBuffer` (rank-major rows).
 
-Calls as in sgl-deep-ep 0.1.2.post1, DeepEP 2.1 for CUDA 13. `Buffer` has had these calls since DeepEP 1.2. Wheels on
-PyPI are each for one torch: 0.1.0 to 0.1.2 for 2.13, 0.1.2.post1 for 2.14. torch 2.11 lacks a constructor that they
-link, and from 0.1.1 on they link functions of NCCL 2.30.
+The calls are those of sgl-deep-ep 0.1.2.post1, DeepEP 2.1 for CUDA 13. `Buffer` has had these calls since DeepEP 1.2.
+Wheels on PyPI are each for one torch: 0.1.0 to 0.1.2 for 2.13, 0.1.2.post1 for 2.14. torch 2.11 lacks a constructor
+that they link, and from 0.1.1 on they link functions of NCCL 2.30.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class DeepEPExchange(Exchange):
         import deep_ep
 
         super().__init__("DeepEP", sample)
-        self.buffer, self.ids_TK = buffer, sample.ids_TK.to(getattr(deep_ep, "topk_idx_t", torch.int64))
+        self.buffer = buffer
+        self.ids_TK = sample.ids_TK.to(getattr(deep_ep, "topk_idx_t", torch.int64))
 
     def outputs(self, handle: Any) -> Tensor:
         return handle[0].clone()
@@ -42,7 +43,8 @@ class LowLatency(DeepEPExchange):
     expects = "weights"
 
     def out(self) -> Any:
-        x_TD, E = self.sample.x_TD, self.sample.config.model.num_experts
+        x_TD = self.sample.x_TD
+        E = self.sample.config.model.num_experts
         rows, counts, handle, _, _ = self.buffer.low_latency_dispatch(x_TD, self.ids_TK, len(x_TD), E, use_fp8=False)
         return rows, handle, counts
 
@@ -79,7 +81,8 @@ class DeepEP(Peer):
     install = "sgl-deep-ep (DeepEP 2; for one torch and NCCL 2.30), or deep_ep from github.com/deepseek-ai/DeepEP"
 
     def __init__(self, kernels: str) -> None:
-        self.name, self.kernels = f"DeepEP {kernels}", kernels
+        self.name = f"DeepEP {kernels}"
+        self.kernels = kernels
 
     def version(self) -> str:
         import deep_ep

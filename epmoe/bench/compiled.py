@@ -59,7 +59,8 @@ def main(device: str = "cpu", mode: str | None = None) -> None:
     us = measure(torch.device(device), mode)
     print(f"{'µs of the host':<16}{'1 layer':>10}{f'{LAYERS} layers':>10}{'slope':>10}")
     for side in ("eager", "compiled"):
-        one, many = us[f"{side}, 1"], us[f"{side}, {LAYERS}"]
+        one = us[f"{side}, 1"]
+        many = us[f"{side}, {LAYERS}"]
         print(f"{side:<16}{one:>10.1f}{many:>10.1f}{(many - one) / (LAYERS - 1):>10.1f}")
 
 

@@ -81,7 +81,8 @@ def _variants(config: EPConfig) -> dict[str, EPConfig]:
 
 
 def _measure(ours: Mapping[str, ExpertParallel], tokens: int, job: Job) -> dict[str, Times]:
-    config, several = job.config, job.config.topology.num_nodes > 1
+    config = job.config
+    several = job.config.topology.num_nodes > 1
     sample = Sample(config, torch.distributed.get_rank(job.group), tokens, job.routing, id_dtype=torch.int64)
     padded = config.padded_tokens(tokens) if several else None
     sides: list[Exchange] = [Fused(ep, sample, name, padded) for name, ep in ours.items()]

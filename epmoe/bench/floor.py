@@ -48,7 +48,10 @@ class FloorWindow:
     """The kernel and one window that fits every T and payload of a configuration. Collective."""
 
     def __init__(self, config: EPConfig, rank: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.rank, self.size, self.group, self.device = rank, config.topology.ep_size, group, device
+        self.rank = rank
+        self.size = config.topology.ep_size
+        self.group = group
+        self.device = device
         peers = Peers.of(group)
         self.launch = _compiled(peers, device)
         rows = (self.size - 1) * config.capacity.max_num_tokens_per_rank
@@ -62,7 +65,9 @@ class Floor(Side):
     """Rows of `out_bytes` bytes to other ranks and rows of `back_bytes` bytes back, with `blocks` blocks each way."""
 
     def __init__(self, window: FloorWindow, sample: Sample, out_bytes: int, back_bytes: int, name: str = "floor"):
-        self.name, self.window, self.blocks = name, window, BLOCKS[-1]
+        self.name = name
+        self.window = window
+        self.blocks = BLOCKS[-1]
         self._ways = [_Way(window, 0, sample.remote_RR, out_bytes), _Way(window, 1, sample.remote_RR.T, back_bytes)]
         self.check()
 
@@ -101,10 +106,12 @@ class _Way:
     """The rows of one way and their targets. traffic_RR: rows from each rank (first index) to each other rank."""
 
     def __init__(self, window: FloorWindow, way: int, traffic_RR: Tensor, row_bytes: int) -> None:
-        rank, region = window.rank, _FLAG_BYTES + way * window.region_bytes
+        rank = window.rank
+        region = _FLAG_BYTES + way * window.region_bytes
         flags = way * _FLAG_BYTES // 2
         self.window = window
-        self.splits_out, self.splits_in = traffic_RR[rank].tolist(), traffic_RR[:, rank].tolist()
+        self.splits_out = traffic_RR[rank].tolist()
+        self.splits_in = traffic_RR[:, rank].tolist()
         generator = torch.Generator(window.device).manual_seed(rank)
         shape = (sum(self.splits_out), row_bytes)
         options = {"dtype": torch.uint8, "device": window.device, "generator": generator}
@@ -139,7 +146,8 @@ def moves(source: Tensor, rank: int, splits: list[int], targets: list[int]) -> T
 
     The order keeps all links busy, and never makes one rank the target of all others at a time.
     """
-    row_bytes, R = source.shape[1], len(splits)
+    row_bytes = source.shape[1]
+    R = len(splits)
     peer = torch.arange(R).repeat_interleave(torch.tensor(splits))
     slot = torch.cat([torch.arange(count) for count in splits])
     origin = source.data_ptr() + torch.arange(len(source)) * row_bytes
@@ -151,7 +159,8 @@ def moves(source: Tensor, rank: int, splits: list[int], targets: list[int]) -> T
 def _compiled(peers: Peers, device: torch.device) -> Any:
     """`epmoe_floor`. Rank 0 compiles it in about a second; its folder is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="epmoe-floor-") as folder:
-        library, problem = str(Path(folder) / "libfloor.so"), ""
+        library = str(Path(folder) / "libfloor.so")
+        problem = ""
         if peers.rank == 0:
             major, minor = torch.cuda.get_device_capability(device)
             source = Path(__file__).with_suffix(".cu")
@@ -167,7 +176,8 @@ def _compiled(peers: Peers, device: torch.device) -> Any:
             raise build.BuildError(f"the benchmark's kernel did not compile:\n{problem}")
         launch = ctypes.CDLL(library).epmoe_floor
         peers.all_gather(None)  # every rank has it open before the folder is removed
-    launch.argtypes, launch.restype = (ctypes.POINTER(_Args), ctypes.c_int, ctypes.c_void_p), ctypes.c_char_p
+    launch.argtypes = (ctypes.POINTER(_Args), ctypes.c_int, ctypes.c_void_p)
+    launch.restype = ctypes.c_char_p
     return launch
 
 

@@ -80,9 +80,10 @@ def run(
     config, group = job.config, job.group
     results: list[Result] = []
     samples: dict[int, Sample] = {}
-    window, contest = None, Contest(peers, "exchange", group)
+    window = None
+    contest = Contest(peers, "exchange", group)
     for payload in payloads:
-        with ExpertParallel(_with_payload(config, payload), group) as ep:
+        with ExpertParallel(payload.applied(config), group) as ep:
             if Contender.FLOOR in contenders and window is None:
                 window = FloorWindow(config, ep.rank, group, ep.device)
             for T in job.tokens:
@@ -116,12 +117,6 @@ def result(sample: Sample, side: str, payload: Payload, taken: Times, floor_us: 
     }
 
 
-def _with_payload(config: EPConfig, payload: Payload) -> EPConfig:
-    out, back = payload.wires
-    exchange = config.exchange.model_copy(update={"payload": out, "combine_payload": back})
-    return config.model_copy(update={"exchange": exchange})
-
-
 def _measure(
     ep: ExpertParallel,
     contest: Contest,
@@ -132,7 +127,8 @@ def _measure(
     repeats: int,
     eager: bool,
 ) -> Iterator[Result]:
-    group, floor_us = contest.group, None
+    group = contest.group
+    floor_us = None
     time = measure_eager if eager else measure
 
     def row(side: str, taken: Times, **figures: Any) -> Result:

@@ -17,6 +17,7 @@ from epmoe.bench.floor import copy_bytes_per_us
 from epmoe.bench.layer_sides import Precision, WholeLayer, experts_alone, problem_with, random_experts, without_experts
 from epmoe.bench.peers import Contest, Peer
 from epmoe.bench.report import SIDE, TOKENS, Column, Job, Report, Result, microseconds
+from epmoe.bench.sample import Payload
 from epmoe.bench.sides import Side
 from epmoe.bench.timing import round_us, slowest
 from epmoe.config.config import EPConfig
@@ -66,7 +67,8 @@ def run(job: Job, *, peers: Sequence[Peer] = ()) -> Report:
     check(job.config)
     device = torch.device("cuda", torch.cuda.current_device()) if job.on_gpus else torch.device("cpu")
     results: list[Result] = []
-    contest, copy = Contest(peers, "layer", job.group), copy_bytes_per_us(device)
+    contest = Contest(peers, "layer", job.group)
+    copy = copy_bytes_per_us(device)
     left_out: dict[str, str] = {}
     for precision in Precision:
         if reason := problem_with(precision, job.config, device):
@@ -86,7 +88,8 @@ def _measure(job: Job, precision: Precision, device: torch.device, contest: Cont
     config, group = job.config, job.group
     experts = random_experts(config, dist.get_rank(group), device, precision)
     results: list[Result] = []
-    with ExpertParallel(_fitting(config, precision), group) as ep:
+    payload = Payload.FP8_OUT if precision is Precision.FP8 else Payload.PLAIN
+    with ExpertParallel(payload.applied(config), group) as ep:
         for T in job.tokens:
             layer = WholeLayer(ep, experts, T, job.routing, group)
             sides = (layer, experts_alone(layer), without_experts(layer))
@@ -108,12 +111,6 @@ def _measure(job: Job, precision: Precision, device: torch.device, contest: Cont
                 torch.cuda.empty_cache()  # of the graphs' pools
             job.advance()
     return results
-
-
-def _fitting(config: EPConfig, precision: Precision) -> EPConfig:
-    """`config` with the payload of `precision`."""
-    exchange = config.exchange.model_copy(update={"payload": "fp8" if precision is Precision.FP8 else "auto"})
-    return config.model_copy(update={"exchange": exchange})
 
 
 def _round_us(side: Side, tokens: int, job: Job) -> float:

@@ -38,7 +38,8 @@ class Precision(StrEnum):
 def problem_with(precision: Precision, config: EPConfig, device: torch.device) -> str | None:
     """Why `precision` cannot be measured here, or None."""
     model = config.model
-    D, f = model.hidden_size, model.intermediate_size or 0
+    D = model.hidden_size
+    f = model.intermediate_size or 0
     if precision is Precision.PLAIN:
         return None
     if model.dtype != "bfloat16":
@@ -57,8 +58,10 @@ def problem_with(precision: Precision, config: EPConfig, device: torch.device) -
 
 def random_experts(config: EPConfig, rank: int, device: torch.device, precision: Precision) -> GroupedExperts:
     """This rank's experts; the logical expert determines the weights, so copies are equal."""
-    placement, generator = config.place_experts(), torch.Generator(device)
-    fp8, e = precision is Precision.FP8, placement.num_local_experts(rank)
+    placement = config.place_experts()
+    generator = torch.Generator(device)
+    fp8 = precision is Precision.FP8
+    e = placement.num_local_experts(rank)
     dtype = FP8 if fp8 else config.model.torch_dtype
     shapes = _shapes(config)
     weights = {name: torch.empty(e, n, k, dtype=dtype, device=device) for name, (n, k) in shapes.items()}
@@ -93,12 +96,16 @@ class WholeLayer(Side):
     def __init__(
         self, ep: ExpertParallel, experts: GroupedExperts, tokens: int, routing: Kind, group: dist.ProcessGroup
     ) -> None:
-        self.name, self.ep, self.experts, self.group = "the layer", ep, experts, group
+        self.name = "the layer"
+        self.ep = ep
+        self.experts = experts
+        self.group = group
         model, R, rank = ep.config.model, ep.size, ep.rank
         mine = slice(rank * tokens, (rank + 1) * tokens)
         logits = simulate_logits(routing, R * tokens, model.num_experts, ep_size=R)
         x_TD = torch.randn(tokens, model.hidden_size, generator=torch.Generator().manual_seed(rank))
-        self.logits_TE, self.x_TD = logits[mine].to(ep.device), x_TD.to(ep.device, model.torch_dtype)
+        self.logits_TE = logits[mine].to(ep.device)
+        self.x_TD = x_TD.to(ep.device, model.torch_dtype)
         self.bias_E = torch.zeros(model.num_experts, device=ep.device) if ep.config.routing.selection_bias else None
         self.sampled = torch.linspace(0, tokens - 1, min(tokens, _SAMPLED)).long().to(ep.device)
         self.expected_SD = self._expected()
@@ -111,7 +118,8 @@ class WholeLayer(Side):
     def sent(self) -> Dispatched:
         """route and dispatch."""
         routing = self.routed()
-        aligned, tag = self.experts.alignment > 1, int(self.ep.config.placement.live)
+        aligned = self.experts.alignment > 1
+        tag = int(self.ep.config.placement.live)
         return self.ep.dispatch(self.x_TD, routing.ids, routing.weights, aligned=aligned, tag=tag)
 
     def out(self) -> Handle:
@@ -155,14 +163,16 @@ class WholeLayer(Side):
     def check_output(self, name: str, y_TD: Tensor) -> None:
         """Raise RuntimeError unless y is right for the sampled tokens, to the precision of the experts."""
         y_SD = y_TD[self.sampled].float()
-        error_S, norm_S = (y_SD - self.expected_SD).norm(dim=1), self.expected_SD.norm(dim=1)
+        error_S = (y_SD - self.expected_SD).norm(dim=1)
+        norm_S = self.expected_SD.norm(dim=1)
         limit = 0.1 if self.experts.is_fp8 else max(4 * torch.finfo(self.x_TD.dtype).eps, 1e-4)
         if not (error_S <= limit * norm_S).all():  # also where an error is NaN
             raise RuntimeError(f"{name}: y is not the weighted sum over the token's experts")
 
     def _expected(self) -> Tensor:
         """fp32 [S, D], y of the sampled tokens. Each rank adds the share of its experts, for the tokens of all."""
-        ep, S = self.ep, len(self.sampled)
+        ep = self.ep
+        S = len(self.sampled)
         routing = ep.route(self.logits_TE[self.sampled], self.bias_E)
         x, ids, weights = (self._gathered(t) for t in (self.x_TD[self.sampled].float(), *routing))
         share = torch.zeros(ep.size * S, ep.config.model.hidden_size, device=ep.device)
@@ -177,7 +187,8 @@ class WholeLayer(Side):
 
     def _expert(self, index: int, rows: Tensor) -> Tensor:
         def weights(name: str) -> Tensor:
-            w, scales = getattr(self.experts, f"w_{name}")[index], getattr(self.experts, f"{name}_scales")
+            w = getattr(self.experts, f"w_{name}")[index]
+            scales = getattr(self.experts, f"{name}_scales")
             return w.float() if scales is None else dequantize_weights(w, scales[index], torch.float32)
 
         gate, up = (rows @ weights("gate_up").T).chunk(2, dim=1)
@@ -193,7 +204,8 @@ class WholeLayer(Side):
 def experts_alone(layer: WholeLayer) -> Side:
     """The experts on the rows that arrived in a round. Rows past the last segment are NaN."""
     d = layer.sent()
-    rows_ND, offsets = d.rows.clone(), d.expert_offsets.clone()
+    rows_ND = d.rows.clone()
+    offsets = d.expert_offsets.clone()
     scales = None if d.scales is None else d.scales.clone()
     segments = {"tokens_per_expert": d.tokens_per_expert.clone(), "alignment": d.alignment}
     layer.back((d, layer.experts(d.rows, d.expert_offsets, d.scales, **d.segments)))

@@ -94,7 +94,8 @@ def route(name: str, T: int, E: int, fill: float | None = None, **options: Any) 
 
 def tokens(T: int) -> tuple[Tensor, Tensor, Tensor, int]:
     """x [T, D] bf16, ids int32 [T, K], and the expert map of a rank that owns all 256 experts."""
-    x, ids = torch.randn(T, D, device="cuda").bfloat16(), torch.rand(T, 256, device="cuda").argsort(1)[:, :K].int()
+    x = torch.randn(T, D, device="cuda").bfloat16()
+    ids = torch.rand(T, 256, device="cuda").argsort(1)[:, :K].int()
     return x, ids, torch.arange(256, dtype=torch.int32, device="cuda"), 256
 
 

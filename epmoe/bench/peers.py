@@ -79,7 +79,8 @@ class Contest:
     """
 
     def __init__(self, peers: Sequence[Peer], method: Literal["exchange", "layer"], group: dist.ProcessGroup) -> None:
-        self.group, self.left_out = group, dict[str, str]()
+        self.group = group
+        self.left_out = dict[str, str]()
         self._present: dict[str, Peer] = {}
         for peer in peers:
             if getattr(type(peer), method) is not getattr(Peer, method):  # others need not be loaded

@@ -63,7 +63,8 @@ class Exchange(Side):
     expects: Literal["echo", "weights", "sum"] = "echo"
 
     def __init__(self, name: str, sample: Sample) -> None:
-        self.name, self.sample = name, sample
+        self.name = name
+        self.sample = sample
 
     def outputs(self, handle: Any) -> Tensor:
         """What the experts put out, in memory of its own."""
@@ -94,7 +95,8 @@ class Ours(Exchange):
         self, ep: ExpertParallel, sample: Sample, name: str = "epmoe", padded_tokens: int | None = None
     ) -> None:
         super().__init__(name, sample)
-        self.ep, self.padded_tokens = ep, padded_tokens
+        self.ep = ep
+        self.padded_tokens = padded_tokens
         self.fp8 = "fp8" in (ep.config.exchange.payload, ep.config.exchange.combine_payload)
         self.tag = int(ep.config.placement.live)
         self.check()
@@ -114,7 +116,8 @@ class Ours(Exchange):
 class Fused(Ours):
     """Dispatch to expert-major rows, and combine from expert-major outputs."""
 
-    layout, expects = "expert", "sum"
+    layout = "expert"
+    expects = "sum"
 
     def back(self, handle: Dispatched) -> Tensor:
         return self.ep.combine(self.given, handle)
@@ -149,9 +152,11 @@ class Rows(Side):
     """`all_to_all_single` of the rows that cross to other ranks, both ways. Nothing is sorted, counted or summed."""
 
     def __init__(self, sample: Sample, group: dist.ProcessGroup) -> None:
-        self.name, self.group = "all_to_all_single, rows only", group
+        self.name = "all_to_all_single, rows only"
+        self.group = group
         remote_RR = sample.remote_RR
-        self.splits_out, self.splits_in = remote_RR[sample.rank].tolist(), remote_RR[:, sample.rank].tolist()
+        self.splits_out = remote_RR[sample.rank].tolist()
+        self.splits_in = remote_RR[:, sample.rank].tolist()
         self.sent = torch.randn(sum(self.splits_out), sample.hidden, device=sample.x_TD.device).to(sample.dtype)
         self.home = torch.empty_like(self.sent)
         self.received = self.sent.new_empty(sum(self.splits_in), sample.hidden)
@@ -200,7 +205,8 @@ class AllToAll(Exchange):
 
     def __init__(self, sample: Sample, group: dist.ProcessGroup, name: str, *, keep_buffers: bool = False) -> None:
         super().__init__(name, sample)
-        self.group, self.keep_buffers = group, keep_buffers
+        self.group = group
+        self.keep_buffers = keep_buffers
         placement = sample.placement
         self.experts_per_rank = [placement.num_local_experts(rank) for rank in range(placement.ep_size)]
         owner_major = sorted(range(placement.num_physical_experts), key=lambda p: (placement.owner(p), p))

@@ -51,15 +51,21 @@ class Passes:
         group: dist.ProcessGroup,
         payload: TrainingPayload,
     ) -> None:
-        self.exchange, self.experts = TrainingExchange(ep, payload=payload), experts
-        self.group, self.sample, self.payload = group, sample, payload
-        self.x, self.weights = sample.x_TD.requires_grad_(), sample.weights_TK.requires_grad_()
+        self.exchange = TrainingExchange(ep, payload=payload)
+        self.experts = experts
+        self.group = group
+        self.sample = sample
+        self.payload = payload
+        self.x = sample.x_TD.requires_grad_()
+        self.weights = sample.weights_TK.requires_grad_()
         self.ids = sample.ids_TK
         self.grad = torch.randn(sample.x_TD.shape, generator=torch.Generator().manual_seed(ep.rank)).to(self.x)
         with torch.no_grad():
             routed = self.exchange.dispatch(self.x, self.ids, self.weights, weights_on="rows")
             self.exchange.combine(routed.rows, routed)
-        self.num_rows, self.rows, self.offsets = len(routed.rows), routed.rows, routed.expert_offsets
+        self.num_rows = len(routed.rows)
+        self.rows = routed.rows
+        self.offsets = routed.expert_offsets
         self.row_weights = routed.row_weights
         self.grad_weights = torch.linspace(-1, 1, self.num_rows, device=ep.device)
 
@@ -70,17 +76,21 @@ class Passes:
         if routed.row_weights is None:
             return torch.autograd.grad(y, (self.x, self.weights), self.grad)
         # What experts that apply the weights would say of these.
-        outputs, gradients = (y, routed.row_weights), (self.grad, self.grad_weights)
+        outputs = (y, routed.row_weights)
+        gradients = (self.grad, self.grad_weights)
         return torch.autograd.grad(outputs, (self.x, self.weights), gradients)
 
     def all_to_all(self) -> Sequence[Tensor]:
         """The exchange in torch's calls: a row for each pair, sorted by expert. Its counts go to the host."""
-        E, R, K = self.sample.config.model.num_experts, dist.get_world_size(self.group), self.ids.shape[1]
+        E = self.sample.config.model.num_experts
+        R = dist.get_world_size(self.group)
+        K = self.ids.shape[1]
         order = self.ids.flatten().argsort(stable=True)
         counts = torch.bincount(self.ids.flatten(), minlength=E).view(R, -1)
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self.group)
-        sent, come = counts.sum(1).tolist(), theirs.sum(1).tolist()
+        sent = counts.sum(1).tolist()
+        come = theirs.sum(1).tolist()
         by_pair = self.x[order // K]
         rows = all_to_all_single(by_pair.new_empty(sum(come), by_pair.shape[1]), by_pair, come, sent, group=self.group)
         local = torch.arange(theirs.shape[1], device=rows.device).repeat(R).repeat_interleave(theirs.flatten())
@@ -103,7 +113,8 @@ class Passes:
     def alone(self) -> Sequence[Tensor]:
         """The experts on the same rows."""
         assert self.experts is not None and self.row_weights is not None
-        rows, weights = self.rows.requires_grad_(), self.row_weights.requires_grad_()
+        rows = self.rows.requires_grad_()
+        weights = self.row_weights.requires_grad_()
         out = self.experts(rows, self.offsets, row_weights=weights)
         return torch.autograd.grad(out, (rows, weights, *self.experts.parameters()), self.rows.detach())
 
@@ -119,7 +130,8 @@ class Passes:
 
 def run(job: Job, payload: TrainingPayload = "auto") -> Report:
     """Measure each T. Collective. Raises RuntimeError if gradients are wrong, ValueError as `TrainingExchange` does."""
-    config, results = job.config, list[Result]()
+    config = job.config
+    results = list[Result]()
     with ExpertParallel(config, job.group) as ep:
         experts = _random_experts(ep)
         for T in job.tokens:
@@ -146,7 +158,9 @@ def _random_experts(ep: ExpertParallel) -> GroupedExperts | None:
     D, f = model.hidden_size, model.intermediate_size
     if f is None:
         return None
-    e, device, dtype = ep.num_local_experts, ep.device, model.torch_dtype
+    e = ep.num_local_experts
+    device = ep.device
+    dtype = model.torch_dtype
     drawn = (torch.randn(e, n, k, device=device).to(dtype) / k**0.5 for n, k in ((2 * f, D), (D, f)))
     return GroupedExperts(*drawn)
 

@@ -45,7 +45,8 @@ def launches(tokens: Sequence[int]) -> int:
 
 def run(job: Job) -> Report:
     """Tune each T. Collective. `advance` is called after each launch. Raises RuntimeError if an output is wrong."""
-    config, results = job.config, list[Result]()
+    config = job.config
+    results = list[Result]()
     with ExpertParallel(config, job.group) as ep:
         for T in sorted(job.tokens):
             side = Fused(ep, Sample(config, ep.rank, T, job.routing, ep.device))

@@ -51,7 +51,7 @@ def bench(
     ] = None,
     whole_layer: Annotated[
         bool,
-        typer.Option("--layer", help="Instead time route + dispatch + experts + combine beside the experts alone."),
+        typer.Option("--layer", help="Instead time route + dispatch + experts + combine, and the experts alone."),
     ] = False,
     passes: Annotated[
         bool, typer.Option("--training", help="Instead time forward and backward, of the exchange and of a layer.")
@@ -84,7 +84,8 @@ def bench(
     given = {option.opts[0] for option in context.command.params if context.params[option.name or ""]}
     on_gpus = parsed.exchange.transport == "nvlink"
     _check_options(given, on_gpus)
-    model, limit = parsed.model, parsed.capacity.max_num_tokens_per_rank
+    model = parsed.model
+    limit = parsed.capacity.max_num_tokens_per_rank
     usual = cpu if not on_gpus else layer if whole_layer or passes else gpu
     counts = sorted(set(tokens or [count for count in usual.DEFAULT_TOKENS if count <= limit]))
     if max(counts) > limit:
@@ -106,19 +107,24 @@ def bench(
                 "`--training` takes one `--payload`: plain, or fp8-out where `model.hidden_size` is a multiple of 128"
             )
         forward: training.TrainingPayload = "fp8" if payload == [gpu.Payload.FP8_OUT] else "auto"
-        benchmark, steps = partial(training.run, payload=forward), len(counts)
+        benchmark = partial(training.run, payload=forward)
+        steps = len(counts)
     elif tuning:
-        benchmark, steps = tune.run, tune.launches(counts)
+        benchmark = tune.run
+        steps = tune.launches(counts)
     elif whole_layer:
-        benchmark, steps = partial(layer.run, peers=others), len(counts) * len(layer.Precision)
+        benchmark = partial(layer.run, peers=others)
+        steps = len(counts) * len(layer.Precision)
     elif on_gpus:
         if refused := set(payload or ()) - set(fitting):
             raise UserError(f"`--payload` {', '.join(refused)} wants `model.hidden_size` to be a multiple of 128")
-        payloads, contenders = payload or fitting, side or list(gpu.Contender)
+        payloads = payload or fitting
+        contenders = side or list(gpu.Contender)
         benchmark = partial(gpu.run, contenders=contenders, payloads=payloads, peers=others, eager=eager)
         steps = len(counts) * len(payloads)
     else:
-        benchmark, steps = cpu.run, len(counts) * repeats
+        benchmark = cpu.run
+        steps = len(counts) * repeats
     if plot:
         require("matplotlib", "`--plot`")  # now, not after the run
     check_ranks(parsed)
@@ -171,5 +177,6 @@ def _check_options(given: set[str], on_gpus: bool) -> None:
 
 def _log(rank: int) -> Callable[[str], None]:
     """What tells of each case where no progress bar is seen, so that a run that is cut off leaves its figures."""
-    start, silent = time.monotonic(), rank != 0 or console.is_terminal
+    start = time.monotonic()
+    silent = rank != 0 or console.is_terminal
     return lambda line: None if silent else log(f"{time.monotonic() - start:6.1f} s  {line}")

@@ -1,10 +1,7 @@
-"""Floors: what the machine needs at least.
+"""The floor of the exchange: one kernel each way that stores the rows that must cross, and waits for the flags.
 
-Of the exchange: one kernel each way that stores the rows that must cross, and waits for the flags. The kernel
-(floor.cu) gets the source and target address of each row. Rows arrive densely, in order of source rank. The kernel is
-not part of the library: `FloorWindow` compiles it on the machine that runs the benchmark.
-
-Of the experts: the time to read their weights, or to compute.
+The kernel (floor.cu) gets the source and target address of each row. Rows arrive densely, in order of source rank. The
+kernel is not part of the library: `FloorWindow` compiles it on the machine that runs the benchmark.
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +25,6 @@ from epmoe.native import build
 
 BLOCKS = (16, 32, 64, 128)
 _FLAG_BYTES = 4096  # the first half for the flags of the way out, the second for the way back
-_COPIES = 5
-# Dense rates of FLOP a µs by compute capability and bytes of an element. 9.0: NVIDIA's data sheet of the H200 SXM (the
-# H100 SXM has the same) says 1979 TFLOPS for bf16 and 3958 for fp8 with sparsity, which doubles them.
-DENSE_FLOP_PER_US = {((9, 0), 2): 989.5e6, ((9, 0), 1): 1979e6}
 
 
 class _Args(ctypes.Structure):
@@ -179,36 +171,3 @@ def _compiled(peers: Peers, device: torch.device) -> Any:
     launch.argtypes = (ctypes.POINTER(_Args), ctypes.c_int, ctypes.c_void_p)
     launch.restype = ctypes.c_char_p
     return launch
-
-
-def copy_bytes_per_us(device: torch.device) -> float:
-    """Bytes a µs that plain copies within `device` read and write: the fastest of a few series."""
-    on_gpu = device.type == "cuda"
-    source = torch.empty(1 << (30 if on_gpu else 25), dtype=torch.uint8, device=device).random_()
-    target = source.clone()
-    micros = []
-    for _ in range(3):
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        for _ in range(_COPIES):
-            target.copy_(source)
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        micros.append((time.perf_counter() - start) * 1e6 / _COPIES)
-    size = len(source)
-    del source, target
-    if on_gpu:
-        torch.cuda.empty_cache()  # windows need the room
-    return 2 * size / min(micros)
-
-
-def experts_floor_us(weight_bytes: int, flop: float, itemsize: int, copy: float, device: torch.device) -> float:
-    """µs that experts take at least: to read their weights at `copy` bytes a µs, or to compute, where that is longer.
-
-    itemsize: of a weight. On a device whose rate is not known, to read.
-    """
-    rate = None
-    if device.type == "cuda":
-        rate = DENSE_FLOP_PER_US.get((torch.cuda.get_device_capability(device), itemsize))
-    return max(weight_bytes / copy, flop / rate if rate else 0.0)

@@ -13,8 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from epmoe.bench.floor import copy_bytes_per_us
-from epmoe.bench.layer_sides import Precision, WholeLayer, experts_alone, problem_with, random_experts, without_experts
+from epmoe.bench.layer_sides import (
+    Precision,
+    WholeLayer,
+    copy_bytes_per_us,
+    experts_alone,
+    problem_with,
+    random_experts,
+    without_experts,
+)
 from epmoe.bench.peers import Contest, Peer
 from epmoe.bench.report import SIDE, TOKENS, Column, Job, Report, Result, microseconds
 from epmoe.bench.sample import Payload

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,7 +135,7 @@ class Report:
         axes = figure.subplots()
         colors: dict[str, str] = {}
         dashes: dict[tuple[str, ...], str] = {}
-        for (first, *others), points in self._lines():
+        for (first, *others), points in self._lines().items():
             color = colors.setdefault(first, f"C{len(colors)}")
             dash = dashes.setdefault(tuple(others), ("-", "--", ":", "-.")[len(dashes) % 4])
             axes.loglog(*zip(*points, strict=True), "o", ls=dash, color=color, label=", ".join([first, *others]))
@@ -148,16 +148,18 @@ class Report:
         figure.legend(loc="outside right upper")
         figure.savefig(path)
 
-    def _lines(self) -> Iterator[tuple[list[str], list[tuple[int, float]]]]:
-        """The plot's lines: the words that tell one from the others, and its points (T, µs)."""
+    def _lines(self) -> dict[tuple[str, ...], list[tuple[int, float]]]:
+        """The plot's lines: points (T, µs) by the words that tell one line from the others."""
         texts = [column for column in self.columns if not column.unit]
+        times = [column for column in self.columns if column.key in self.plotted]
         lines: dict[tuple[str, ...], list[tuple[int, float]]] = {}
-        for column in (column for column in self.columns if column.key in self.plotted):
-            for result in self.results:
-                words = [cell(text, result) for text in texts] + [column.heading] * (len(self.plotted) > 1)
-                if (us := result.get(column.key)) is not None:
-                    lines.setdefault(tuple(words or [column.heading]), []).append((result["tokens"], us))
-        yield from ((list(words), points) for words, points in lines.items())
+        for column, result in itertools.product(times, self.results):
+            words = [cell(text, result) for text in texts]
+            if len(times) > 1 or not words:
+                words.append(column.heading)
+            if (us := result.get(column.key)) is not None:
+                lines.setdefault(tuple(words), []).append((result["tokens"], us))
+        return lines
 
 
 def cell(column: Column, result: Result) -> str:

@@ -73,7 +73,7 @@ PLOTS = {
         (20, 50, 100, 200, 500, 1000, 2000, 5000, 10000),
     ),
 }
-"""By `Result.plot`."""
+"""The plots by `Result.plot`."""
 
 
 def draw(plot: Plot, results: Sequence[Result], path: Path) -> None:

@@ -1,15 +1,18 @@
-"""Renders BENCHMARKS.md and its plots from the JSON files: `make benchmarks-report`."""
+"""Renders BENCHMARKS.md, its plots and the table of README.md from the JSON files: `make benchmarks-report`."""
 
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.plot import PLOTS, draw
-from benchmarks.results import FOLDER, Column, Figure, Result, load
+from benchmarks.results import FOLDER, Column, Figure, Result, load, read
+from benchmarks.results import write as write_result
 
-MARKDOWN = "BENCHMARKS.md"
+MARKDOWN, README = "BENCHMARKS.md", "README.md"
 
 _HEADER = (
     "# Benchmarks",
@@ -39,12 +42,35 @@ def markdown(results: Sequence[Result]) -> str:
     return "\n".join([*lines, *_asked(results)]) + "\n"
 
 
+def readme() -> str:
+    """The text of README.md, whose table shows the layer of DeepSeek-V3 on two H200."""
+    layer = read(FOLDER / "h200x2_layer_deepseek_v3.json")
+    ours, *peers = (dict(layer.line(name)) for name in ("epmoe", "mega_moe", "flashinfer"))
+    rows = [
+        _line([f"{T}", f"**{us}{'' if i else ' µs'}**", *(_cell(peer.get(T)) for peer in peers)]) + "\n"
+        for i, (T, us) in enumerate(ours.items())
+    ]
+    text = (FOLDER.parent / README).read_text(encoding="utf-8")
+    return re.sub(r"(^\| \d+ \| \*\*.*\n)+", "".join(rows), text, count=1, flags=re.MULTILINE)
+
+
 def write(results: Sequence[Result], root: Path) -> None:
-    """Write BENCHMARKS.md and the plots under `root`."""
+    """Write BENCHMARKS.md, README.md and the plots under `root`."""
     (root / "benchmarks").mkdir(parents=True, exist_ok=True)
     (root / MARKDOWN).write_text(markdown(results), encoding="utf-8")
+    (root / README).write_text(readme(), encoding="utf-8")
     for plot in PLOTS.values():
         draw(plot, results, root / plot.file)
+
+
+def publish(content: dict[str, object]) -> None:
+    """Print what a benchmark has measured as its section, and write it to the file that the command line names, if any.
+
+    Raises pydantic.ValidationError, a ValueError, if `content` does not fit the schema.
+    """
+    print("\n".join(_section(Result.model_validate(content))))
+    if len(sys.argv) > 1:
+        write_result(Path(sys.argv[1]), content)
 
 
 def _section(result: Result) -> Iterator[str]:
@@ -86,8 +112,8 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Write BENCHMARKS.md and the plots into the repository, or into another folder."""
-    parser = argparse.ArgumentParser(description="Render BENCHMARKS.md and its plots from benchmarks/*.json.")
+    """Write all of them into the repository, or into another folder."""
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--into", type=Path, default=FOLDER.parent, help="folder to write to (default: the repository)")
     write(load(), parser.parse_args().into)
 

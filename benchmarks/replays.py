@@ -1,36 +1,28 @@
-"""Times replays of CUDA graphs, on the slowest rank."""
+"""CUDA graphs of calls that are no `Side` of the benchmarks, and figures of the slowest rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
+
+from epmoe.bench import timing
+from epmoe.bench.timing import elapsed_us as timed
+
+__all__ = ["captured", "slowest", "timed"]
 
 
-def captured(play: Callable[[int], None], count: int) -> torch.cuda.CUDAGraph:
+def captured(play: Callable[[int], object], count: int) -> torch.cuda.CUDAGraph:
     """A graph of `play(0)` to `play(count - 1)`."""
-    for i in range(min(count, 4)):
-        play(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(count):
+
+    def calls(number: int) -> None:
+        for i in range(number):
             play(i)
-    return graph
 
-
-def timed(run: Callable[[], object]) -> float:
-    """In µs, of the current stream."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return 1000 * start.elapsed_time(end)
+    calls(min(count, 4))
+    return timing.captured(lambda: calls(count))[0]
 
 
 def slowest(value: float) -> float:
-    worst = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return float(worst)
+    """The largest value over all ranks of the world."""
+    return timing.slowest([value])[0]

@@ -1,12 +1,21 @@
-"""The schema of `benchmarks/*.json`: one current result for each machine and measurement."""
+"""The schema of `benchmarks/*.json`: one current result for each machine and measurement.
+
+    python -m benchmarks.results FIGURES.json benchmarks/RESULT.json [KEY ...]
+
+makes a result of the file that `epmoe bench --json FIGURES.json` wrote, with the figures of these keys. By default they
+are those that `--plot` draws. If the result exists, its words stay.
+"""
 
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
+import sys
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -109,7 +118,7 @@ class Result(_Strict):
 
 
 def of_this_run(module: str, ranks: int) -> dict[str, object]:
-    """What a result says of the run of a module of this folder that measures it."""
+    """What a result says of this run, of a module of this folder."""
     on_gpus = torch.cuda.is_available()
     where = f"{ranks} × {torch.cuda.get_device_name() if on_gpus else 'CPU'}"
     return {
@@ -121,6 +130,48 @@ def of_this_run(module: str, ranks: int) -> dict[str, object]:
         "torch": torch.__version__,
         "command": f"torchrun --standalone --nproc-per-node {ranks} -m benchmarks.{module}",
     }
+
+
+def of_report(content: Mapping[str, Any], keys: Sequence[str] = ()) -> dict[str, object]:
+    """The result of a file that `epmoe bench --json` wrote: a row for each side, case and key, a column for each T.
+
+    Its title and caption are for a person to write.
+    """
+    found = content["results"]
+    texts = [key for key in content["results"][0] if key not in content["units"]]
+    tokens = sorted({result["tokens"] for result in found})
+    rows: dict[tuple[str, ...], dict[int, float]] = {}
+    for key, result in itertools.product(keys or content["plotted"], found):
+        if result.get(key) is not None:
+            words = tuple(result[text] for text in texts)
+            rows.setdefault((*words, key), {})[result["tokens"]] = figure(result[key])
+    gpus = content["machine"]["gpus"]
+    ranks = content["ranks"]
+    where = f"{ranks} × {gpus[0] if gpus else 'CPU'}"
+    return {
+        "title": f"{where}: {content['benchmark']}",
+        "where": where,
+        "machine": where,
+        "gpus": ranks if gpus else 0,
+        "date": content["time"][:10],
+        "commit": (content["commit"] or "0" * 7).removesuffix("-dirty"),
+        "torch": content["versions"]["torch"],
+        "command": content["command"],
+        "caption": f"µs on the slowest rank, median; {content['routing']} routing.",
+        "columns": [*({"name": text} for text in texts), {"name": "what"}, *columns(tokens)],
+        "rows": [{"cells": [*words, *(times.get(T) for T in tokens)]} for words, times in rows.items()],
+        "notes": [f"{name} was left out: {reason}." for name, reason in content["left_out"].items()],
+    }
+
+
+def columns(tokens: Sequence[int]) -> list[dict[str, object]]:
+    """A column of times for each T."""
+    return [{"name": f"{'' if i else 'T = '}{T}", "unit": "µs", "tokens": T} for i, T in enumerate(tokens)]
+
+
+def figure(us: float) -> float:
+    """A time with the digits that are worth printing."""
+    return round(us, 1) if us < 100 else round(us)
 
 
 def write(path: Path, content: dict[str, object]) -> None:
@@ -141,3 +192,17 @@ def load(folder: Path = FOLDER) -> list[Result]:
 def read(path: Path) -> Result:
     """The result in one file."""
     return Result.model_validate(json.loads(path.read_text(encoding="utf-8"), parse_float=Decimal))
+
+
+def main() -> None:
+    """Write a result from the figures of `epmoe bench`."""
+    figures, path = map(Path, sys.argv[1:3])
+    content = of_report(json.loads(figures.read_text(encoding="utf-8")), sys.argv[3:])
+    if path.exists():
+        old = json.loads(path.read_text(encoding="utf-8"))
+        content |= {key: old[key] for key in ("title", "caption", "notes", "asked", "plot", "panel") if key in old}
+    write(path, content)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,7 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 from transformers.integrations.moe import ExpertsInterface
 
 import epmoe.integrations.transformers as integration
-from benchmarks import results
+from benchmarks import render, results
+from epmoe.bench.timing import slowest
 
 ON_GPUS = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPUS else "cpu"
@@ -78,7 +77,8 @@ def spread_experts(model: nn.Module, implementation: str) -> nn.Module:
     """Leave each rank its share of the experts, as `DistributedConfig(ep_size=R)` does."""
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-    size, plan = dist.get_world_size(), {}
+    size = dist.get_world_size()
+    plan = {}
     for name, module in model.named_modules():
         if name.endswith(".experts"):
             plan |= {f"{name}.{parameter}": "grouped_gemm" for parameter, _ in module.named_parameters()}
@@ -96,7 +96,8 @@ class Decoding:
         self.cache = StaticCache(config=model.config, max_cache_len=2 * CONTEXT)
         shape = batch, CONTEXT
         ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(dist.get_rank()))
-        self.ids, self.position = ids[:, :1].to(DEVICE), torch.full((batch, 1), CONTEXT, device=DEVICE)
+        self.ids = ids[:, :1].to(DEVICE)
+        self.position = torch.full((batch, 1), CONTEXT, device=DEVICE)
         # A mask of our own: with StaticCache, transformers' own code for it may look at the cache's length.
         self.mask = (torch.arange(2 * CONTEXT, device=DEVICE) < CONTEXT + CALLS).expand(batch, 1, 1, -1)
         self()  # makes the cache
@@ -119,7 +120,7 @@ class Decoding:
 
 
 def milliseconds(call: Callable[[], object], calls: int, rewind: Callable[[], None] = lambda: None) -> float:
-    """Of one call, the median over batches of `calls`, of the slowest rank. Collective."""
+    """The time of one call, the median over batches of `calls`, on the slowest rank. Collective."""
     times = []
     for repeat in range(REPEATS + 1):
         rewind()
@@ -131,9 +132,7 @@ def milliseconds(call: Callable[[], object], calls: int, rewind: Callable[[], No
         synchronize()
         if repeat:  # the first one warms up
             times.append(1e3 * (time.perf_counter() - start) / calls)
-    slowest = torch.tensor(statistics.median(times))
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return round(slowest.item(), 2)
+    return round(slowest([statistics.median(times)])[0], 2)
 
 
 def synchronize() -> None:
@@ -207,33 +206,27 @@ def rows() -> Iterator[tuple[str, str, Cells]]:
         yield "transformers' all_to_all", "eager", decode_steps(model, captured=False) + prefills(model)
 
 
-def result(table: list[tuple[str, str, Cells]]) -> dict[str, object]:
-    """The table in the schema of benchmarks/."""
-    names = [f"decode, batch {batch}" for batch in BATCHES] + [f"prefill, {tokens:,} tokens" for tokens in PROMPTS]
-    run = results.of_this_run("transformers_step", dist.get_world_size())
-    return run | {
-        "title": f"{run['where']}: transformers, 4 layers of Qwen3-30B-A3B" if ON_GPUS else "A tiny model",
-        "caption": f"ms of a step. A batch counts sequences of a rank, each with {CONTEXT} tokens of context.",
-        "columns": [{"name": "who"}, {"name": "how"}, *({"name": name, "unit": "ms"} for name in names)],
-        "rows": [{"cells": [who, how, *cells]} for who, how, cells in table],
-    }
-
-
 def main() -> None:
     """Measure, print the table, and write the JSON file that the command line names."""
     if ON_GPUS:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPUS else "cpu:gloo")
-    started, table = time.perf_counter(), []
+    table = []
     with torch.no_grad():
         for who, how, cells in rows():
-            table.append((who, how, cells))
+            table.append({"cells": [who, how, *cells]})
             if dist.get_rank() == 0:
-                print(f"{who:32} {how:18}", *(f"{'–' if ms is None else ms:>9}" for ms in cells), flush=True)
+                print(who, how, *cells, flush=True)
     if dist.get_rank() == 0:
-        print(f"ms of a step at {BATCHES} sequences, of prompts of {PROMPTS}; {time.perf_counter() - started:.0f} s")
-        if len(sys.argv) > 1:
-            results.write(Path(sys.argv[1]), result(table))
+        run = results.of_this_run("transformers_step", dist.get_world_size())
+        names = [f"decode, batch {batch}" for batch in BATCHES] + [f"prefill, {tokens:,} tokens" for tokens in PROMPTS]
+        content = run | {
+            "title": f"{run['where']}: transformers, 4 layers of Qwen3-30B-A3B" if ON_GPUS else "A tiny model",
+            "caption": f"ms of a step. A batch counts sequences of a rank, each with {CONTEXT} tokens of context.",
+            "columns": [{"name": "who"}, {"name": "how"}, *({"name": name, "unit": "ms"} for name in names)],
+            "rows": table,
+        }
+        render.publish(content)
     integration.close()
     dist.destroy_process_group()
 

@@ -15,17 +15,22 @@ import torch
 import torch.distributed as dist
 from launched import ROOT, run, torchrun
 
-from epmoe.bench import all_to_all, cpu, floor, gpu, tune
+from epmoe.bench import cpu, floor, gpu, sides, tune
 from epmoe.bench.facts import commit, facts
-from epmoe.bench.report import Job, Times
+from epmoe.bench.report import Job
 from epmoe.bench.sample import Sample, wire_bytes
 from epmoe.bench.sides import Fused, Side
+from epmoe.bench.timing import Times
 from epmoe.config.config import EPConfig
 from epmoe.config.tuning import Tuning, TuningRow
 from epmoe.service import ExpertParallel
 
 REPEATS = 2
 TOKENS = (0, 1, 32)
+SIDES = {
+    "ranks": ["epmoe", "gloo", "gloo, kept buffers"],
+    "nodes": ["epmoe, padded", "epmoe, exact", "epmoe, fp8 out", "pairs", "pairs, kept buffers"],
+}
 GPU_CONTENDERS = [contender for contender in gpu.Contender if contender is not gpu.Contender.FLOOR]
 
 
@@ -39,19 +44,29 @@ def _config(dtype: str, strategy: str, **changes: dict) -> EPConfig:
     return EPConfig(**sections | changes)
 
 
+def _two_nodes(hidden: int = 128, **exchange: object) -> EPConfig:
+    model = {"num_experts": 7, "num_experts_per_tok": 3, "hidden_size": hidden, "dtype": "float32"}
+    return _config("float32", "linear", model=model, topology={"ep_size": 2, "ranks_per_node": 1}, exchange=exchange)
+
+
 def _worker(folder: Path) -> None:
-    """What each rank runs."""
+    """What each rank runs, in a folder that says for which test."""
     dist.init_process_group("gloo")
+    one_node = (_config("float32", "linear"), _config("bfloat16", "round_robin"))
     samples: list[None] = []
-    for dtype, strategy in (("float32", "linear"), ("bfloat16", "round_robin")):
-        config = _config(dtype, strategy)
+    for config in [_two_nodes()] if folder.name == "nodes" else one_node:
         report = cpu.run(Job(config, TOKENS, REPEATS, advance=lambda: samples.append(None)))
-        _gpu_sides(config)
-        _rows_are_counted(config)
-    assert len(samples) == 2 * 3 * REPEATS
-    back = all_to_all.AllToAll.back
-    all_to_all.AllToAll.back = lambda self, handle: back(self, handle) * 1.5
-    with pytest.raises(RuntimeError, match="gloo: the round's output is not the weighted sum"):
+        assert len(samples) == 3 * REPEATS
+        samples.clear()
+        if folder.name == "ranks":
+            _gpu_sides(config)
+            _rows_are_counted(config)
+    if folder.name == "nodes":
+        measured = [row["side"] for row in cpu.run(Job(_two_nodes(hidden=64), (4,), 1)).results]
+        assert measured == [side for side in SIDES["nodes"] if "fp8" not in side]
+    back = sides.AllToAll.back
+    sides.AllToAll.back = lambda self, handle: back(self, handle) * 1.5
+    with pytest.raises(RuntimeError, match=f"{SIDES[folder.name][-2]}: the round's output is not the weighted sum"):
         cpu.run(Job(config, (4,), 1))
     if dist.get_rank() == 0:
         report.write_json(folder / "results.json")
@@ -72,7 +87,7 @@ def _gpu_sides(config: EPConfig) -> None:
 
     gpu.measure, gpu.host_us = measure, lambda side, group: (4.0, 5.0)
     results = gpu.run(Job(config, TOKENS, REPEATS), contenders=GPU_CONTENDERS).content["results"]
-    assert [(r["tokens"], r["contender"], r["payload"]) for r in results] == [
+    assert [(r["tokens"], r["side"], r["payload"]) for r in results] == [
         (T, contender, payload)
         for T in TOKENS
         for payload in gpu.Payload
@@ -89,22 +104,42 @@ def _rows_are_counted(config: EPConfig) -> None:
         side.back(handle)
 
 
-@pytest.mark.slow
-def test_two_ranks(tmp_path):
-    done = torchrun(2, __file__, tmp_path)
+@pytest.mark.parametrize("where", [pytest.param("ranks", marks=pytest.mark.slow), "nodes"])
+def test_the_figures_of_two(where, tmp_path):
+    folder = tmp_path / where
+    folder.mkdir()
+    done = torchrun(2, __file__, folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "results.json").read_text())["results"]
-    assert [row["tokens"] for row in rows] == list(TOKENS)
-    for row in rows:
-        for side in ("epmoe", "gloo", "gloo_kept"):
-            assert 0 < max(row[side]["dispatch"], row[side]["combine"]) <= row[side]["round"]
-        assert row["ratio"] == row["gloo"]["round"] / row["epmoe"]["round"]
+    rows = json.loads((folder / "results.json").read_text())["results"]
+    assert [(row["tokens"], row["side"]) for row in rows] == [(T, side) for T in TOKENS for side in SIDES[where]]
+    for T in TOKENS:
+        *_, fresh, kept = of_T = [row for row in rows if row["tokens"] == T]
+        for row in of_T:
+            assert 0 < max(row["dispatch"], row["combine"]) <= row["round"]
+            assert (row["ratio"], row["ratio_kept"]) == (fresh["round"] / row["round"], kept["round"] / row["round"])
+
+
+@pytest.mark.slow
+def test_the_command_measures_several_nodes(tmp_path):
+    path, figures = tmp_path / "two.json", tmp_path / "figures.json"
+    path.write_text(_two_nodes().model_dump_json())
+    command = [sys.executable, "-m", "epmoe", "bench", str(path), "--tokens", "8", "--repeats", "1"]
+    done = run([*command, "--json", str(figures)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(side in done.stdout for side in SIDES["nodes"])
+    content = json.loads(figures.read_text())
+    assert content["benchmark"] == "rail" and content["config"]["topology"]["ranks_per_node"] == 1
+
+
+@pytest.mark.parametrize("key", ["payload", "combine_payload"])
+def test_fp8_is_refused(key):
+    with pytest.raises(ValueError, match="must be auto: gloo sends no fp8 rows"):
+        cpu.run(Job(_two_nodes(**{key: "fp8"}), TOKENS))
 
 
 def test_views(tmp_path):
     times = [Times(1.0, 2.0, 3.0), Times(10.0, 11.0, 21.0), Times(4.0, 5.0, 9.0)]
-    sides = dict(zip(("epmoe", "gloo", "gloo, kept buffers"), times, strict=True))
-    report = cpu.report([cpu.Result(tokens, sides) for tokens in (1, 16)], several_nodes=False)
+    report = cpu.report({T: dict(zip(SIDES["ranks"], times, strict=True)) for T in (1, 16)}, several_nodes=False)
     assert report.table("tiny: 2 ranks").row_count == 6
     figures = report.content["results"][0]
     assert (figures["ratio"], figures["ratio_kept"]) == (7, 3)
@@ -115,13 +150,13 @@ def test_views(tmp_path):
 
 def test_the_facts_beside_the_figures(tmp_path):
     """The facts of the run come before the figures, but not into the file that `exchange.tuning` names."""
-    report = cpu.report([cpu.Result(16, dict.fromkeys("abc", Times(1.0, 2.0, 3.0)))], several_nodes=True)
+    report = cpu.report({16: dict.fromkeys("abc", Times(1.0, 2.0, 3.0))}, several_nodes=True)
     report.write_json(tmp_path / "figures.json", facts(report.benchmark, _config("float32", "linear"), "uniform", 3))
     content = json.loads((tmp_path / "figures.json").read_text())
     assert list(content)[:4] == ["benchmark", "config", "routing", "ranks"]
-    assert list(content)[-2:] == ["units", "results"] and content["benchmark"] == "rail"
+    assert list(content)[-4:] == ["units", "plotted", "left_out", "results"] and content["benchmark"] == "rail"
     row = TuningRow(tokens=16, hidden_size=128, ranks=2)
-    tune.report([tune.Tuned(row, 1.0, 2.0)]).write_json(tmp_path / "tuning.json")
+    tune.report([{**row.model_dump(), "round": 1.0, "untuned": 2.0}]).write_json(tmp_path / "tuning.json")
     assert Tuning.load(tmp_path / "tuning.json").rows == (row,)
 
 
@@ -139,22 +174,20 @@ def test_the_commit_of_a_checkout(tmp_path):
 
 
 def test_views_of_gpus(tmp_path):
-    plain = gpu.Payload.PLAIN
-    report = gpu.report(
-        [
-            gpu.Result(T, contender, plain, Times(4.0, 5.0, us), 3000, 5000, 2, 8.0, blocks, host)
-            for T in (1, 16)
-            for contender, us, blocks, host in (
-                (gpu.Contender.FLOOR, 8.0, 64, None),
-                (gpu.Contender.FUSED, 10.0, None, (6.0, 7.0)),
-            )
-        ]
-    )
+    sample = Sample(_config("bfloat16", "linear", placement={}), 0, 16)
+    results = [
+        gpu.result(sample, side, gpu.Payload.PLAIN, Times(4.0, 5.0, us), 8.0) | figures | {"tokens": T}
+        for T in (1, 16)
+        for side, us, figures in (("floor", 8.0, {"blocks": 64}), ("fused", 10.0, {"host": (6.0, 7.0)}))
+    ]
+    report = gpu.report(results)
     assert report.table().row_count == 4
     report.write_json(tmp_path / "figures.json")
     floor_row, ours = json.loads((tmp_path / "figures.json").read_text())["results"][:2]
-    assert (floor_row["contender"], floor_row["floor_percent"], floor_row["blocks"]) == ("floor", 100, 64)
-    assert (ours["payload"], ours["floor_percent"], ours["wire_gbps"]) == ("plain", 80, 0.8)
+    assert (floor_row["side"], floor_row["floor_percent"], floor_row["blocks"]) == ("floor", 100, 64)
+    moved = ours["wire_bytes_out"] + ours["wire_bytes_back"]
+    assert ours["wire_bytes_out"] == ours["remote_rows"] * 256 and ours["wire_gbps"] == pytest.approx(moved / 10_000)
+    assert (ours["payload"], ours["floor_percent"]) == ("plain", 80)
     report.plot(tmp_path / "plot.svg")
     assert "<svg" in (tmp_path / "plot.svg").read_text()
 
@@ -196,7 +229,7 @@ def test_two_gpus(tmp_path, eager):
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "figures.json").read_text())["results"]
     assert len(rows) == 2 * (6 + 3 + 3)  # NCCL carries plain rows alone
-    assert all(row["times"]["round"] > 0 for row in rows)
+    assert all(row["round"] > 0 for row in rows)
 
 
 if __name__ == "__main__":

@@ -61,18 +61,18 @@ def test_two_ranks(tmp_path):
     rows = content["results"]
     assert [(row["tokens"], row["precision"]) for row in rows] == [(T, p) for T in TOKENS for p in ("plain", "fp8")]
     for row in rows:
-        assert min(row["layer"], row["experts"], row["exchange"]) > 0 and row["gemm"] == "torch"
+        assert min(row["layer"], row["experts"], row["exchange"]) > 0 and row["side"] == "epmoe, torch"
         assert row["on_top"] == row["layer"] - row["experts"]
         assert row["tokens"] * 3 <= row["rows"] <= 2 * row["tokens"] * 3 + 5 * 3
     assert "<svg" in (tmp_path / "plot.svg").read_text()
 
 
 def test_the_table_says_what_was_left_out():
-    results = [layer.Result(T, Precision.FP8, "deep_gemm", 512, 30.0, 20.0, 11.0, 15.0) for T in (1, 16)]
-    left_out = {Precision.PLAIN_DEEP_GEMM: "it is not installed"}
-    view = layer.report(results, left_out, "bfloat16").table()
+    figures = {"rows": 512, "floor": 15.0, "layer": 30.0}
+    results = [{"tokens": T, "precision": Precision.FP8, "side": "a peer"} | figures for T in (1, 16)]
+    view = layer.report(results, {Precision.PLAIN_DEEP_GEMM: "it is not installed"}, "bfloat16").table()
     assert view.row_count == 2 and "plain, DeepGEMM was left out: it is not installed" in str(view.caption)
-    assert results[0].on_top == 10
+    assert list(view.columns[6].cells) == ["–", "–"], "the experts of a peer alone"
 
 
 @pytest.mark.parametrize(

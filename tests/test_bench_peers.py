@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from epmoe.bench import gpu, layer, peers
 from epmoe.bench.peers import Payload, Peer
-from epmoe.bench.report import Job, Times
+from epmoe.bench.report import Job
+from epmoe.bench.timing import Times
 from epmoe.cli import app
 from epmoe.config.config import EPConfig
 
@@ -93,13 +94,13 @@ def _worker(_: Path) -> None:
     for config in (_config(), _config(model=MODEL | {"dtype": "float32"})):
         content = gpu.run(Job(config, (0, 1, 32), 1, "zipf"), **options).content
         assert content["left_out"]["NCCL all-gather, fp8-out"] == "it sends rows as they are"
-        ran = [(r["tokens"], r["contender"]) for r in content["results"] if r["payload"] == "plain"]
+        ran = [(r["tokens"], r["side"]) for r in content["results"] if r["payload"] == "plain"]
         names = [peer.name for peer in of_torch]
         assert ran == [(0, "fused"), *((T, name) for T in (1, 32) for name in ("fused", *names))]
     assert rounds == []
     report = gpu.run(Job(_config(), (4,), 1), **options, eager=True)
     assert report.benchmark == "eager" and rounds[1:3] == names
-    assert all(r["times"]["round"] == 30 for r in report.content["results"])
+    assert all(r["round"] == 30 for r in report.content["results"])
 
     side = of_torch[0].side
     back, side.back = side.back, lambda self, handle: back(self, handle) * 1.5
@@ -112,8 +113,8 @@ def _worker(_: Path) -> None:
     assert "without copies" in gpu.run(Job(copies, (4,), 1), **options).content["left_out"]["peers"]
 
     content = layer.run(Job(_config(), (0, 16), 1), peers=[OwnLayer(), WrongLayer(), *peers.load(DRIVERS)]).content
-    assert [(r["tokens"], r["precision"], r["peer"]) for r in content["results"]] == [
-        (T, p, peer) for T in (0, 16) for p in ("plain", "fp8") for peer in ((None, "own 1") if T else (None,))
+    assert [(r["tokens"], r["precision"], r["side"]) for r in content["results"]] == [
+        (T, p, side) for T in (0, 16) for p in ("plain", "fp8") for side in ("epmoe, torch", "own 1")[: 1 + bool(T)]
     ]
     assert all(r["floor"] > 0 for r in content["results"] if r["tokens"])
     assert "the weighted sum" in content["left_out"]["wrong 1, fp8"]
@@ -123,7 +124,7 @@ def _worker(_: Path) -> None:
     steps = ["version", "open", "call 1", "call 2", "check", "close"]
     others = [*map(FailsOnRank1, steps), WithoutLayer(), OwnLayer()]
     content = layer.run(Job(_config(), (16,), 1), peers=others).content
-    assert [r["peer"] for r in content["results"]] == [None, "own 1"] * 2
+    assert [r["side"] for r in content["results"]] == ["epmoe, torch", "own 1"] * 2
     reasons = {name.partition(",")[0]: reason for name, reason in content["left_out"].items()}
     assert "the weighted sum" in reasons["check"], "rank 1 says why"
     assert all(reasons[name] == f"OSError('no {name}')" for name in steps if name != "check")
@@ -137,7 +138,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def test_every_driver_names_what_to_install() -> None:
     every = peers.load(DRIVERS)
-    assert len({peer.name for peer in every}) == len(every) == 7 and all(peer.install for peer in every)
+    assert len({peer.name for peer in every}) == len(every) == 9 and all(peer.install for peer in every)
 
 
 def test_a_folder_without_drivers(tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ def test_a_folder_without_drivers(tmp_path: Path) -> None:
     ("transport", "options", "message"),
     [
         ("auto", ["--eager"], "`--eager` is for GPUs"),
-        ("nvlink", ["--eager", "--layer"], "`--eager` is for GPUs, and goes without `--layer` and `--tune`"),
+        ("nvlink", ["--eager", "--layer"], "`--eager` goes without `--layer` and `--tune`"),
         ("auto", ["--peers", "."], "`--peers` is for GPUs or for `--layer`"),
         ("auto", ["--layer", "--peers", "none"], "`--peers`: none holds no driver"),
     ],

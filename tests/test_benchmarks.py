@@ -1,4 +1,4 @@
-"""BENCHMARKS.md and its plot are what the JSON files of benchmarks/ render to, and the files fit their schema."""
+"""BENCHMARKS.md, its plots and README's table are what the JSON files of benchmarks/ render to, in a schema."""
 
 from __future__ import annotations
 
@@ -7,17 +7,24 @@ import json
 import pytest
 from launched import ROOT
 
-from benchmarks import render
+from benchmarks import render, results
 from benchmarks.plot import PLOTS
 from benchmarks.results import FOLDER, Asked, Result, load, read
+from epmoe.bench import gpu
+from epmoe.bench.facts import facts
+from epmoe.bench.sample import Sample
+from epmoe.bench.timing import Times
+from epmoe.config.config import EPConfig
 
+MODEL = {"num_experts": 8, "num_experts_per_tok": 3, "hidden_size": 128}
 FILES = sorted(FOLDER.glob("*.json"))
 
 
 def test_the_committed_markdown_is_what_the_files_render_to(tmp_path):
     render.write(load(), tmp_path)
-    text = (tmp_path / render.MARKDOWN).read_text(encoding="utf-8")
-    assert (ROOT / render.MARKDOWN).read_text(encoding="utf-8") == text, "run `make benchmarks-report`"
+    for file in (render.README, render.MARKDOWN):
+        text = (tmp_path / file).read_text(encoding="utf-8")
+        assert (ROOT / file).read_text(encoding="utf-8") == text, "run `make benchmarks-report`"
     assert all(f"({plot.file})" in text for plot in PLOTS.values())
 
 
@@ -71,3 +78,25 @@ def test_a_file_that_does_not_fit_is_refused(change, message):
     Result.model_validate(content)
     with pytest.raises(ValueError, match=message):
         Result.model_validate(content | change)
+
+
+def test_figures_of_epmoe_bench_become_a_result(tmp_path, monkeypatch):
+    sample = Sample(EPConfig(model=MODEL, topology={"ep_size": 2}, capacity={"max_num_tokens_per_rank": 16}), 0, 16)
+    measured = [
+        gpu.result(sample, side, gpu.Payload.PLAIN, Times(4.0, 5.0, us), 8.0) | {"tokens": T}
+        for T in (1, 16)
+        for side, us in (("floor", 8.0), ("fused", 100.4 if T == 16 else 9.94))
+        if (T, side) != (1, "floor")
+    ]
+    report = gpu.report(measured, {"DeepEP, plain": "needs deep_ep"})
+    report.write_json(
+        tmp_path / "figures.json", facts("gpu", sample.config, "uniform", 3) | {"command": "epmoe bench x"}
+    )
+    (tmp_path / "result.json").write_text(json.dumps({"title": "Two cards: the exchange", "notes": []}))
+    monkeypatch.setattr("sys.argv", ["", str(tmp_path / "figures.json"), str(tmp_path / "result.json"), "round"])
+    results.main()
+    result = read(tmp_path / "result.json")
+    assert (result.title, result.notes) == ("Two cards: the exchange", ())
+    text = render.markdown([result])
+    assert "| side | payload | what | T = 1, µs |" not in text and "| side | payload | what | T = 1 | 16 |" in text
+    assert "| fused | plain | round | 9.9 | 100 |\n| floor | plain | round | – | 8.0 |" in text

@@ -145,7 +145,7 @@ def test_the_fastest_launch_is_found(monkeypatch, tmp_path):
     ll, simple = Tuning.load(tmp_path / "table.json").rows
     assert ll == TuningRow(tokens=4, hidden_size=ll.hidden_size, ranks=1)  # LL has no warp teams
     assert (simple.tokens, simple.combine_team, simple.dispatch_senders) == (16, 4, 0)
-    assert [row[-2:] for row in report.rows] == [["104.0", "104.0"], ["100.0", "104.0"]]
+    assert [(row["round"], row["untuned"]) for row in report.results] == [(104, 104), (100, 104)]
     assert report.table().row_count == 2
     report.plot(tmp_path / "plot.svg")
     assert "<svg" in (tmp_path / "plot.svg").read_text()

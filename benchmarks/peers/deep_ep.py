@@ -1,8 +1,8 @@
 """DeepEP: the low-latency kernels (`Buffer`, expert-major rows) and, from 2.0 on, `ElasticBuffer` (rank-major rows).
 
-Calls as in sgl-deep-ep 0.1.2.post1, DeepEP 2.1 for CUDA 13. `Buffer` has had these calls since DeepEP 1.2. Wheels on
-PyPI are each for one torch: 0.1.0 to 0.1.2 for 2.13, 0.1.2.post1 for 2.14. torch 2.11 lacks a constructor that they
-link, and from 0.1.1 on they link functions of NCCL 2.30.
+The calls are those of sgl-deep-ep 0.1.2.post1, DeepEP 2.1 for CUDA 13. `Buffer` has had these calls since DeepEP 1.2.
+Wheels on PyPI are each for one torch: 0.1.0 to 0.1.2 for 2.13, 0.1.2.post1 for 2.14. torch 2.11 lacks a constructor
+that they link, and from 0.1.1 on they link functions of NCCL 2.30.
 """
 
 from __future__ import annotations
@@ -23,46 +23,41 @@ from epmoe.bench.sides import Exchange
 _MOST_TOKENS = 128  # of a rank; the low-latency kernels are for small batches
 
 
-class LowLatency(Exchange):
-    """Rows [e, M·R, D] in bf16, of which the first `count` of each expert are real; combine applies the weights."""
-
-    exact = False  # rows may arrive in another order
-    expects = "weights"
+class DeepEPExchange(Exchange):
+    """A side over a buffer of the library. A handle is the arrived rows, and what combine needs."""
 
     def __init__(self, buffer: Any, sample: Sample) -> None:
         import deep_ep
 
         super().__init__("DeepEP", sample)
-        self.buffer, self.ids_TK = buffer, sample.ids_TK.to(getattr(deep_ep, "topk_idx_t", torch.int64))
-
-    def out(self) -> Any:
-        E, T = self.sample.config.model.num_experts, self.sample.tokens
-        rows, counts, handle, _, _ = self.buffer.low_latency_dispatch(
-            self.sample.x_TD, self.ids_TK, T, E, use_fp8=False
-        )
-        return rows, counts, handle
-
-    def back(self, handle: Any) -> Tensor:
-        return self.buffer.low_latency_combine(self.given, self.ids_TK, self.sample.weights_TK, handle[2])[0]
+        self.buffer = buffer
+        self.ids_TK = sample.ids_TK.to(getattr(deep_ep, "topk_idx_t", torch.int64))
 
     def outputs(self, handle: Any) -> Tensor:
         return handle[0].clone()
 
+
+class LowLatency(DeepEPExchange):
+    """Rows [e, M·R, D] in bf16, of which the first `count` of each expert are real; combine applies the weights."""
+
+    expects = "weights"
+
+    def out(self) -> Any:
+        x_TD = self.sample.x_TD
+        E = self.sample.config.model.num_experts
+        rows, counts, handle, _, _ = self.buffer.low_latency_dispatch(x_TD, self.ids_TK, len(x_TD), E, use_fp8=False)
+        return rows, handle, counts
+
+    def back(self, handle: Any) -> Tensor:
+        return self.buffer.low_latency_combine(self.given, self.ids_TK, self.sample.weights_TK, handle[1])[0]
+
     def arrived(self, handle: Any) -> list[Tensor]:
-        rows, counts, _ = handle
+        rows, _, counts = handle
         return [rows[i, :count] for i, count in enumerate(counts.tolist())]
 
 
-class Elastic(Exchange):
+class Elastic(DeepEPExchange):
     """Rows [N, D], one for each (token, rank). The host reads no count, so N is the most that may come."""
-
-    exact = False  # rows may arrive in another order
-
-    def __init__(self, buffer: Any, sample: Sample) -> None:
-        import deep_ep
-
-        super().__init__("DeepEP", sample)
-        self.buffer, self.ids_TK = buffer, sample.ids_TK.to(deep_ep.topk_idx_t)
 
     def out(self) -> Any:
         rows, _, _, handle, _ = self.buffer.dispatch(
@@ -78,9 +73,6 @@ class Elastic(Exchange):
     def back(self, handle: Any) -> Tensor:
         return self.buffer.combine(self.given, handle[1])[0]
 
-    def outputs(self, handle: Any) -> Tensor:
-        return handle[0].clone()
-
     def arrived(self, handle: Any) -> list[Tensor]:
         return [handle[0]]
 
@@ -89,7 +81,8 @@ class DeepEP(Peer):
     install = "sgl-deep-ep (DeepEP 2; for one torch and NCCL 2.30), or deep_ep from github.com/deepseek-ai/DeepEP"
 
     def __init__(self, kernels: str) -> None:
-        self.name, self.kernels = f"DeepEP {kernels}", kernels
+        self.name = f"DeepEP {kernels}"
+        self.kernels = kernels
 
     def version(self) -> str:
         import deep_ep

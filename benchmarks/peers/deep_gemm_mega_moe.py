@@ -1,6 +1,6 @@
 """DeepGEMM's fp8 MegaMoE for Hopper: a whole layer in one kernel, behind a kernel that quantises rows. Route is ours.
 
-Calls as in sgl-deep-gemm 0.1.5.
+The calls are those of sgl-deep-gemm 0.1.5.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class MegaMoE(Peer):
 
         if not case.experts.is_fp8 or torch.cuda.get_device_capability() != (9, 0):
             raise LeftOut("it takes fp8 weights on compute capability 9.0")
-        experts, model, T = case.experts, case.ep.config.model, len(case.x_TD)
+        experts = case.experts
+        model = case.ep.config.model
+        T = len(case.x_TD)
         weights = deep_gemm.transform_weights_for_mega_moe_sm90(
             (experts.w_gate_up.data, experts.gate_up_scales.data), (experts.w_down.data, experts.down_scales.data)
         )

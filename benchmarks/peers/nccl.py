@@ -21,13 +21,13 @@ from epmoe.bench.sides import Exchange
 class AllToAllSingle(Exchange):
     """A row for each (token, rank); the source adds up what comes back."""
 
-    exact = False  # rows may arrive in another order
-
     def __init__(self, sample: Sample, group: dist.ProcessGroup) -> None:
         super().__init__("all_to_all_single", sample)
-        self.group, x = group, sample.x_TD
+        self.group = group
+        x = sample.x_TD
         self.token_N = sample.needs_TR.T.nonzero()[:, 1].to(x.device)  # rank by rank
-        self.splits_out, self.splits_in = sample.rows_RR[sample.rank].tolist(), sample.rows_RR[:, sample.rank].tolist()
+        self.splits_out = sample.rows_RR[sample.rank].tolist()
+        self.splits_in = sample.rows_RR[:, sample.rank].tolist()
         self.received = x.new_empty(sum(self.splits_in), sample.hidden)
         self.home = x.new_empty(len(self.token_N), sample.hidden)
 
@@ -49,8 +49,6 @@ class AllToAllSingle(Exchange):
 
 class AllGather(Exchange):
     """Every token everywhere, with its ids and weights; a rank puts out zeros for tokens that do not need it."""
-
-    exact = False  # rows may arrive in another order
 
     def __init__(self, sample: Sample, group: dist.ProcessGroup) -> None:
         super().__init__("all-gather", sample)
@@ -79,7 +77,8 @@ class Collectives(Peer):
     install = "torch"
 
     def __init__(self, name: str, side: type[AllToAllSingle] | type[AllGather]) -> None:
-        self.name, self.side = name, side
+        self.name = name
+        self.side = side
 
     def version(self) -> str:
         return ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""

@@ -1,6 +1,6 @@
 """vLLM's default exchange: its all-gather of rows, weights and ids, and its reduce-scatter (`AgRsAll2AllManager`).
 
-Calls as in vLLM 0.26. Layers with vLLM's experts: tests/stacks/vllm_gpu.py.
+The calls are those of vLLM 0.26. Layers with vLLM's experts: tests/stacks/vllm_gpu.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from epmoe.bench.sides import Exchange
 
 class AllGather(Exchange):
     """Every token everywhere; a rank puts out zeros for tokens that do not need it."""
-
-    exact = False  # rows may arrive in another order
 
     def __init__(self, coordinator: Any, sample: Sample) -> None:
         super().__init__("vLLM", sample)
@@ -62,7 +60,9 @@ class VLLM(Peer):
         if payload is not Payload.PLAIN:
             raise LeftOut("this driver sends rows as they are")
         if not model_parallel_is_initialized():
-            size, rank, device = group.size(), group.rank(), torch.cuda.current_device()
+            size = group.size()
+            rank = group.rank()
+            device = torch.cuda.current_device()
             parallel = ParallelConfig(
                 data_parallel_size=size, enable_expert_parallel=True, distributed_executor_backend="external_launcher"
             )

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import epmoe
 
@@ -22,44 +22,36 @@ E, K, D, LAYERS = 64, 8, 256, 9
 CALLS, REPETITIONS = 10, 100
 
 
-def host_us(calls: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """The median time of each call."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(REPETITIONS):
-        for name, call in calls.items():
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # a full queue would make the host wait
-            start = time.thread_time()
-            for _ in range(CALLS):
-                call()
-            times[name].append((time.thread_time() - start) / CALLS * 1e6)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def measure(device: torch.device, mode: str | None) -> dict[str, float]:
-    """Of one layer and of `LAYERS` layers, eager and compiled, by name. Raises if the outputs differ."""
+    """The time of one layer and of `LAYERS` layers, eager and compiled, by name. Raises if the outputs differ."""
     config = epmoe.EPConfig(
         model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"},
         topology={"ep_size": 1},
         capacity={"max_num_tokens_per_rank": 16},
     )
-
-    def experts(rows: Tensor, expert_offsets: Tensor, scales: Tensor | None) -> Tensor:
-        return rows
-
     x = torch.randn(1, D, device=device)
     with epmoe.ExpertParallel(config, device=device) as ep, torch.inference_mode():
-        layers = [epmoe.MoELayer(ep, torch.randn(E, D, device=device), experts) for _ in range(LAYERS)]
-        calls: dict[str, Callable[[], object]] = {}
+        layers = [
+            epmoe.MoELayer(ep, torch.randn(E, D, device=device), lambda rows, offsets, scales: rows)
+            for _ in range(LAYERS)
+        ]
+        models: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
         for n in (1, LAYERS):
-            model = nn.Sequential(*layers[:n])
-            compiled = torch.compile(model, fullgraph=True, dynamic=True, mode=mode)
+            eager = models[f"eager, {n}"] = nn.Sequential(*layers[:n])
+            compiled = models[f"compiled, {n}"] = torch.compile(eager, fullgraph=True, dynamic=True, mode=mode)
             for _ in range(3):  # a CUDA graph is recorded in the second call
-                if not torch.equal(compiled(x), model(x)):
+                if not torch.equal(compiled(x), eager(x)):
                     raise AssertionError("the compiled layer has other bits than the eager one")
-            calls[f"eager, {n}"] = lambda model=model: model(x)  # type: ignore[misc]
-            calls[f"compiled, {n}"] = lambda compiled=compiled: compiled(x)  # type: ignore[misc]
-        return host_us(calls, device)
+        times: dict[str, list[float]] = {name: [] for name in models}
+        for _ in range(REPETITIONS):
+            for name, model in models.items():
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)  # a full queue would make the host wait
+                start = time.thread_time()
+                for _ in range(CALLS):
+                    model(x)
+                times[name].append((time.thread_time() - start) / CALLS * 1e6)
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def main(device: str = "cpu", mode: str | None = None) -> None:
@@ -67,7 +59,8 @@ def main(device: str = "cpu", mode: str | None = None) -> None:
     us = measure(torch.device(device), mode)
     print(f"{'µs of the host':<16}{'1 layer':>10}{f'{LAYERS} layers':>10}{'slope':>10}")
     for side in ("eager", "compiled"):
-        one, many = us[f"{side}, 1"], us[f"{side}, {LAYERS}"]
+        one = us[f"{side}, 1"]
+        many = us[f"{side}, {LAYERS}"]
         print(f"{side:<16}{one:>10.1f}{many:>10.1f}{(many - one) / (LAYERS - 1):>10.1f}")
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark's JSON holds beside its figures: what was run, on which machine, with which versions."""
+"""The facts of a run that stand in front of the figures in a benchmark's JSON: what ran, where, with which versions."""
 
 from __future__ import annotations
 

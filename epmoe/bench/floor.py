@@ -1,10 +1,7 @@
-"""Floors: what the machine needs at least.
+"""The floor of the exchange: one kernel each way that stores the rows that must cross, and waits for the flags.
 
-Of the exchange: one kernel each way that stores the rows that must cross, and waits for the flags. The kernel
-(floor.cu) gets the source and target address of each row. Rows arrive densely, in order of source rank. The kernel is
-not part of the library: `FloorWindow` compiles it on the machine that runs the benchmark.
-
-Of the experts: the time to read their weights, or to compute.
+The kernel (floor.cu) gets the source and target address of each row. Rows arrive densely, in order of source rank. The
+kernel is not part of the library: `FloorWindow` compiles it on the machine that runs the benchmark.
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +27,12 @@ BLOCKS = (16, 32, 64, 128)
 _FLAG_BYTES = 4096  # the first half for the flags of the way out, the second for the way back
 
 
-_COPIES = 5
-# Dense rates of FLOP a µs by compute capability and bytes of an element. 9.0: NVIDIA's data sheet of the H200 SXM (the
-# H100 SXM has the same) says 1979 TFLOPS for bf16 and 3958 for fp8 with sparsity, which doubles them.
-DENSE_FLOP_PER_US = {((9, 0), 2): 989.5e6, ((9, 0), 1): 1979e6}
-
-
 class _Args(ctypes.Structure):
-    """`FloorArgs` of floor.cu."""
+    """`FloorArgs` of floor.cu: addresses and counts, each of 8 bytes."""
 
     _fields_ = [
-        ("rows_n", ctypes.c_void_p),
-        ("n", ctypes.c_int64),
-        ("vectors", ctypes.c_int64),
-        ("flags_R", ctypes.c_void_p),
-        ("arrived_R", ctypes.c_void_p),
-        ("state", ctypes.c_void_p),
-        ("rank", ctypes.c_int64),
-        ("R", ctypes.c_int64),
-        ("timeout_ns", ctypes.c_int64),
+        (name, ctypes.c_int64)
+        for name in ("rows_n", "n", "vectors", "flags_R", "arrived_R", "state", "rank", "R", "timeout_ns")
     ]
 
 
@@ -57,7 +40,10 @@ class FloorWindow:
     """The kernel and one window that fits every T and payload of a configuration. Collective."""
 
     def __init__(self, config: EPConfig, rank: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.rank, self.size, self.group, self.device = rank, config.topology.ep_size, group, device
+        self.rank = rank
+        self.size = config.topology.ep_size
+        self.group = group
+        self.device = device
         peers = Peers.of(group)
         self.launch = _compiled(peers, device)
         rows = (self.size - 1) * config.capacity.max_num_tokens_per_rank
@@ -71,9 +57,10 @@ class Floor(Side):
     """Rows of `out_bytes` bytes to other ranks and rows of `back_bytes` bytes back, with `blocks` blocks each way."""
 
     def __init__(self, window: FloorWindow, sample: Sample, out_bytes: int, back_bytes: int, name: str = "floor"):
-        self.name, self.window, self.blocks = name, window, BLOCKS[-1]
-        remote_RR = sample.rows_RR - sample.rows_RR.diag().diag()
-        self._ways = [_Way(window, 0, remote_RR, out_bytes), _Way(window, 1, remote_RR.T, back_bytes)]
+        self.name = name
+        self.window = window
+        self.blocks = BLOCKS[-1]
+        self._ways = [_Way(window, 0, sample.remote_RR, out_bytes), _Way(window, 1, sample.remote_RR.T, back_bytes)]
         self.check()
 
     def out(self) -> Any:
@@ -111,10 +98,12 @@ class _Way:
     """The rows of one way and their targets. traffic_RR: rows from each rank (first index) to each other rank."""
 
     def __init__(self, window: FloorWindow, way: int, traffic_RR: Tensor, row_bytes: int) -> None:
-        rank, region = window.rank, _FLAG_BYTES + way * window.region_bytes
+        rank = window.rank
+        region = _FLAG_BYTES + way * window.region_bytes
         flags = way * _FLAG_BYTES // 2
         self.window = window
-        self.splits_out, self.splits_in = traffic_RR[rank].tolist(), traffic_RR[:, rank].tolist()
+        self.splits_out = traffic_RR[rank].tolist()
+        self.splits_in = traffic_RR[:, rank].tolist()
         generator = torch.Generator(window.device).manual_seed(rank)
         shape = (sum(self.splits_out), row_bytes)
         options = {"dtype": torch.uint8, "device": window.device, "generator": generator}
@@ -149,7 +138,8 @@ def moves(source: Tensor, rank: int, splits: list[int], targets: list[int]) -> T
 
     The order keeps all links busy, and never makes one rank the target of all others at a time.
     """
-    row_bytes, R = source.shape[1], len(splits)
+    row_bytes = source.shape[1]
+    R = len(splits)
     peer = torch.arange(R).repeat_interleave(torch.tensor(splits))
     slot = torch.cat([torch.arange(count) for count in splits])
     origin = source.data_ptr() + torch.arange(len(source)) * row_bytes
@@ -161,7 +151,8 @@ def moves(source: Tensor, rank: int, splits: list[int], targets: list[int]) -> T
 def _compiled(peers: Peers, device: torch.device) -> Any:
     """`epmoe_floor`. Rank 0 compiles it in about a second; its folder is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="epmoe-floor-") as folder:
-        library, problem = str(Path(folder) / "libfloor.so"), ""
+        library = str(Path(folder) / "libfloor.so")
+        problem = ""
         if peers.rank == 0:
             major, minor = torch.cuda.get_device_capability(device)
             source = Path(__file__).with_suffix(".cu")
@@ -177,38 +168,6 @@ def _compiled(peers: Peers, device: torch.device) -> Any:
             raise build.BuildError(f"the benchmark's kernel did not compile:\n{problem}")
         launch = ctypes.CDLL(library).epmoe_floor
         peers.all_gather(None)  # every rank has it open before the folder is removed
-    launch.argtypes, launch.restype = (ctypes.POINTER(_Args), ctypes.c_int, ctypes.c_void_p), ctypes.c_char_p
+    launch.argtypes = (ctypes.POINTER(_Args), ctypes.c_int, ctypes.c_void_p)
+    launch.restype = ctypes.c_char_p
     return launch
-
-
-def copy_bytes_per_us(device: torch.device) -> float:
-    """Bytes a µs that plain copies within `device` read and write: the fastest of a few series."""
-    on_gpu = device.type == "cuda"
-    source = torch.empty(1 << (30 if on_gpu else 25), dtype=torch.uint8, device=device).random_()
-    target = source.clone()
-    micros = []
-    for _ in range(3):
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        for _ in range(_COPIES):
-            target.copy_(source)
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        micros.append((time.perf_counter() - start) * 1e6 / _COPIES)
-    size = len(source)
-    del source, target
-    if on_gpu:
-        torch.cuda.empty_cache()  # windows need the room
-    return 2 * size / min(micros)
-
-
-def experts_floor_us(weight_bytes: int, flop: float, itemsize: int, copy: float, device: torch.device) -> float:
-    """µs that experts take at least: to read their weights at `copy` bytes a µs, or to compute, where that is longer.
-
-    itemsize: of a weight. On a device whose rate is not known, to read.
-    """
-    rate = None
-    if device.type == "cuda":
-        rate = DENSE_FLOP_PER_US.get((torch.cuda.get_device_capability(device), itemsize))
-    return max(weight_bytes / copy, flop / rate if rate else 0.0)

@@ -1,59 +1,43 @@
-"""Times rounds of `ExpertParallel` on GPUs beside the machine's floor and NCCL, on the same routing, in one run.
+"""Times rounds of `ExpertParallel` on GPUs against the machine's floor and NCCL, on the same routing, in one run.
 
-graphs.py takes the times. `Contender` lists who takes part. All contenders carry rows in the model's dtype; ours and
-the floor also carry fp8 rows. Every contender's output is checked first, with its buffers filled with NaN before.
+`Contender` lists who takes part. All contenders carry rows in the model's dtype; ours and the floor also carry fp8
+rows. Every contender's output is checked first, with its buffers filled with NaN before.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from epmoe.bench.floor import BLOCKS, Floor, FloorWindow
-from epmoe.bench.graphs import host_us, measure, measure_eager, round_us
-from epmoe.bench.peers import Peer, Peers
-from epmoe.bench.report import Job, Line, Report, Times, microseconds, missing
-from epmoe.bench.sample import Payload, Sample, wire_bytes
+from epmoe.bench.peers import Contest, Peer
+from epmoe.bench.report import SIDE, TOKENS, Column, Job, Report, Result, times
+from epmoe.bench.sample import Payload, Sample
 from epmoe.bench.sides import Fused, RankMajor, Rows, Side
+from epmoe.bench.timing import Times, host_us, measure, measure_eager, round_us
 from epmoe.config.config import EPConfig
 from epmoe.service import ExpertParallel
 
-TOKENS = (1, 16, 64, 128, 512, 4096)
-_CAPTION = (
-    "µs on the slowest rank, median of CUDA-graph replays of 10 rounds. out: dispatch and permute, back: "
-    "finalize and combine, both from graphs with events between, about 1 µs more each. "
+DEFAULT_TOKENS = (1, 16, 64, 128, 512, 4096)
+_CAPTURED = times("from graphs with events between, about 1 µs more", "µs on the slowest rank, median of graphs of 10")
+_EAGER = times(
+    "of the GPU alone, with events between, while the host is ahead",
+    "µs on the slowest rank, median of chains of 50 calls without a graph (floor: with one)",
 )
-_EAGER_CAPTION = (
-    "µs on the slowest rank, median. round: of a chain of 50 rounds called one after the other, without a graph "
-    "(floor: with one). out, back: the GPU's alone, with events between, while the host is ahead. "
+_COLUMNS = (
+    Column("wire_gbps", "GB/s", "unique remote rows of the busiest rank, both ways, over the round", "{:.0f}".format),
+    Column("floor_percent", "floor", "the floor's round as a percentage of this round", "{:.0f}%".format),
+    Column("host", "host", "µs of the host in an eager dispatch + combine", lambda us: "{:.0f} + {:.0f}".format(*us)),
+    Column("blocks", "blocks", "thread blocks of the floor's kernel"),
+    Column("floor", "", "µs of the floor's round with the same payload"),
+    Column("wire_bytes_out", "", "bytes between ranks that the busiest rank sends in dispatch"),
+    Column("wire_bytes_back", "", "bytes between ranks that the busiest rank sends in combine"),
+    Column("remote_rows", "", "(token, remote rank) combinations of the busiest rank in a round"),
 )
-_BOTH_CAPTIONS = (
-    "GB/s: unique remote rows of the busiest rank, both ways, over the round. floor: the floor's round with that "
-    "payload / this round. host: µs of an eager dispatch + combine"
-)
-
-_UNITS = {
-    "tokens": "tokens of a rank in a round",
-    "times.dispatch, times.combine, times.round": "µs on the slowest rank, median of replays; dispatch and combine "
-    "with events between, about 1 µs more each",
-    "wire_bytes_out, wire_bytes_back": "bytes between ranks of the busiest rank in a round",
-    "remote_rows": "(token, remote rank) combinations of the busiest rank in a round",
-    "floor": "µs of the floor's round with the same payload",
-    "blocks": "thread blocks of the floor's kernel",
-    "host": "µs of the host in an eager dispatch and in an eager combine",
-    "wire_gbps": "gigabytes a second, both ways, over the round",
-    "floor_percent": "the floor's round as a percentage of this round",
-}
-_EAGER_UNITS = {
-    "times.dispatch, times.combine, times.round": "µs on the slowest rank, median; round: of a chain of eager rounds, "
-    "host included; dispatch and combine: the GPU's alone, with events between",
-}
 
 
 class Contender(StrEnum):
@@ -69,67 +53,10 @@ class Contender(StrEnum):
     """ours, expert-major"""
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """One contender with one payload at one T (tokens a rank). Bytes and rows are those of the busiest rank."""
-
-    tokens: int
-    contender: str
-    """a `Contender`, or a peer's name and version"""
-    payload: Payload
-    times: Times
-    wire_bytes_out: int
-    wire_bytes_back: int
-    remote_rows: int
-    """unique (token, remote rank) combinations"""
-    floor: float | None
-    """microseconds of the floor's round with this payload"""
-    blocks: int | None = None
-    """of the floor"""
-    host: tuple[float, float] | None = None
-    """host microseconds of an eager dispatch and of an eager combine"""
-
-    @property
-    def wire_gbps(self) -> float:
-        """Gigabytes a second, both ways together over the time of the round."""
-        return (self.wire_bytes_out + self.wire_bytes_back) / self.times.round * 1e-3
-
-    @property
-    def floor_percent(self) -> float | None:
-        """The floor's round as a percentage of this round; 100 is as fast as the floor."""
-        return None if self.floor is None else 100 * self.floor / self.times.round
-
-
-def report(results: Sequence[Result], left_out: Mapping[str, str] | None = None, *, eager: bool = False) -> Report:
-    """The figures of `results`, in ascending T, with the speed of the wire and the share of the floor.
-
-    `left_out`: why peers are missing.
-    """
-    rows, objects = [], []
-    points: dict[tuple[str, Payload], list[tuple[int, float]]] = {}
-    for r in results:
-        share = "" if r.floor_percent is None or r.blocks else f"[bold]{r.floor_percent:.0f}%[/]"
-        note = f"{r.blocks} blocks" if r.blocks else f"{r.host[0]:.0f} + {r.host[1]:.0f}" if r.host else ""
-        times = map(microseconds, dataclasses.astuple(r.times))
-        rows.append([f"{r.tokens}", r.contender, r.payload, *times, f"{r.wire_gbps:.0f}", share, note])
-        objects.append(dataclasses.asdict(r) | {"wire_gbps": r.wire_gbps, "floor_percent": r.floor_percent})
-        points.setdefault((r.contender, r.payload), []).append((r.tokens, r.times.round))
-    names = dict.fromkeys([*Contender, *(side for side, _ in points)])
-    colors = {name: f"C{i}" for i, name in enumerate(names)}
-    dashes = dict(zip(Payload, ("-", "--", ":"), strict=True))
-    lines = [
-        Line(side if payload is Payload.PLAIN else f"{side}, {payload}", of, colors[side], dashes[payload])
-        for (side, payload), of in points.items()
-    ]
-    content = {"units": _UNITS | (_EAGER_UNITS if eager else {}), "results": objects}
-    return Report(
-        "eager" if eager else "gpu",
-        content | ({"left_out": left_out} if left_out else {}),
-        ("T", "side", "payload", "out", "back", "round", "GB/s", "floor", "host"),
-        rows,
-        lines,
-        (_EAGER_CAPTION if eager else _CAPTION) + _BOTH_CAPTIONS + missing(left_out),
-    )
+def report(results: Sequence[Result], left_out: dict[str, str] | None = None, *, eager: bool = False) -> Report:
+    """The figures of `results`, in ascending T. `left_out`: why peers are missing."""
+    columns = (TOKENS, SIDE, Column("payload", "payload"), *(_EAGER if eager else _CAPTURED), *_COLUMNS)
+    return Report("eager" if eager else "gpu", columns, results, left_out or {})
 
 
 def default_payloads(config: EPConfig) -> list[Payload]:
@@ -153,74 +80,80 @@ def run(
     config, group = job.config, job.group
     results: list[Result] = []
     samples: dict[int, Sample] = {}
-    floor_window, others = None, Peers(peers, "exchange", group)
+    window = None
+    contest = Contest(peers, "exchange", group)
     for payload in payloads:
-        with ExpertParallel(_with_payload(config, payload), group) as ep:
-            if Contender.FLOOR in contenders and floor_window is None:
-                floor_window = FloorWindow(config, ep.rank, group, ep.device)
+        with ExpertParallel(payload.applied(config), group) as ep:
+            if Contender.FLOOR in contenders and window is None:
+                window = FloorWindow(config, ep.rank, group, ep.device)
             for T in job.tokens:
                 if T not in samples:
                     samples[T] = Sample(config, ep.rank, T, job.routing, ep.device)
-                for result in _measure(ep, others, samples[T], payload, contenders, floor_window, job.repeats, eager):
-                    job.log(f"{T} tokens, {payload}, {result.contender}: round {result.times.round:.1f} µs")
-                    results.append(result)
+                for row in _measure(ep, contest, samples[T], payload, contenders, window, job.repeats, eager):
+                    job.log(f"{T} tokens, {payload}, {row['side']}: round {row['round']:.1f} µs")
+                    results.append(row)
                 if ep.device.type == "cuda":
                     torch.cuda.empty_cache()  # the graphs' pools would leave the next windows too little memory
                 job.advance()
-    ordered = sorted(results, key=lambda result: job.tokens.index(result.tokens))
-    return report(ordered, others.left_out, eager=eager)
+    ordered = sorted(results, key=lambda result: job.tokens.index(result["tokens"]))
+    return report(ordered, contest.left_out, eager=eager)
 
 
-def _with_payload(config: EPConfig, payload: Payload) -> EPConfig:
-    out, back = payload.wires
-    exchange = config.exchange.model_copy(update={"payload": out, "combine_payload": back})
-    return config.model_copy(update={"exchange": exchange})
+def result(sample: Sample, side: str, payload: Payload, taken: Times, floor_us: float | None) -> dict[str, Any]:
+    """One row. Bytes and rows are those of the busiest rank."""
+    rows_out, rows_back = (int(sample.remote_RR.sum(dim=dim).max()) for dim in (1, 0))
+    out, back = sample.row_bytes(payload)
+    return {
+        "tokens": sample.tokens,
+        "side": side,
+        "payload": payload,
+        **taken._asdict(),
+        "wire_bytes_out": rows_out * out,
+        "wire_bytes_back": rows_back * back,
+        "remote_rows": rows_out,
+        "floor": floor_us,
+        "wire_gbps": (rows_out * out + rows_back * back) / taken.round * 1e-3,
+        "floor_percent": None if floor_us is None else 100 * floor_us / taken.round,
+    }
 
 
 def _measure(
     ep: ExpertParallel,
-    peers: Peers,
+    contest: Contest,
     sample: Sample,
     payload: Payload,
     contenders: Sequence[Contender],
-    floor_window: FloorWindow | None,
+    window: FloorWindow | None,
     repeats: int,
     eager: bool,
 ) -> Iterator[Result]:
-    group = peers.group
-    out_bytes, back_bytes = (wire_bytes(sample.hidden, sample.dtype, wire) for wire in payload.wires)
-    rows_out, rows_back = sample.remote_rows()
-    result = partial(
-        Result,
-        sample.tokens,
-        payload=payload,
-        wire_bytes_out=rows_out * out_bytes,
-        wire_bytes_back=rows_back * back_bytes,
-        remote_rows=rows_out,
-        floor=None,
-    )
+    group = contest.group
+    floor_us = None
     time = measure_eager if eager else measure
 
-    def with_host(side: Side) -> dict[str, Any]:
-        return {"times": time(side, repeats, group), "host": host_us(side, group)}
+    def row(side: str, taken: Times, **figures: Any) -> Result:
+        return result(sample, side, payload, taken, floor_us) | figures
 
-    if floor_window is not None:
-        side = Floor(floor_window, sample, out_bytes, back_bytes)
-        side.blocks = min(BLOCKS, key=lambda blocks: _floor_us(side, blocks, repeats, group))
-        times = measure(side, repeats, group)
-        result = partial(result, floor=times.round)
-        yield result(Contender.FLOOR, times=times, blocks=side.blocks)
-        side.raise_if_missed()
+    def with_host(side: Side) -> dict[str, Any]:
+        return {"taken": time(side, repeats, group), "host": host_us(side, group)}
+
+    if window is not None:
+        floor = Floor(window, sample, *sample.row_bytes(payload))
+        floor.blocks = min(BLOCKS, key=lambda blocks: _floor_us(floor, blocks, repeats, group))
+        taken = measure(floor, repeats, group)
+        floor_us = taken.round
+        yield row(Contender.FLOOR, taken, blocks=floor.blocks)
+        floor.raise_if_missed()
     if Contender.ROWS in contenders and payload is Payload.PLAIN:
-        yield result(Contender.ROWS, times=time(Rows(sample, group), repeats, group))
+        yield row(Contender.ROWS, time(Rows(sample, group), repeats, group))
     for contender, kind in ((Contender.RANK_MAJOR, RankMajor), (Contender.FUSED, Fused)):
         if contender in contenders:
-            yield result(contender, **with_host(kind(ep, sample)))
+            yield row(contender, **with_host(kind(ep, sample)))
             ep.check()
-    for name, figures in peers.exchanges(sample, payload, with_host):
-        yield result(name, **figures)
+    for name, figures in contest.exchanges(sample, payload, with_host):
+        yield row(name, **figures)
 
 
-def _floor_us(side: Floor, blocks: int, repeats: int, group: dist.ProcessGroup) -> float:
-    side.blocks = blocks
-    return round_us(side, -(-repeats // 4), group)
+def _floor_us(floor: Floor, blocks: int, repeats: int, group: dist.ProcessGroup) -> float:
+    floor.blocks = blocks
+    return round_us(floor, -(-repeats // 4), group)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+import time
 from enum import StrEnum
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from epmoe.bench.floor import experts_floor_us
-from epmoe.bench.sides import Side, poison
+from epmoe.bench.sides import Calls, Side, poison
 from epmoe.config.config import EPConfig
 from epmoe.exchange.handles import Dispatched
 from epmoe.local.experts import GroupedExperts
@@ -25,11 +23,15 @@ from epmoe.native.arguments import FP8
 from epmoe.native.formats import SCALE_BLOCK
 from epmoe.service import ExpertParallel
 
+# Dense rates of FLOP a µs by compute capability and bytes of an element. 9.0: NVIDIA's data sheet of the H200 SXM (the
+# H100 SXM has the same) says 1979 TFLOPS for bf16 and 3958 for fp8 with sparsity, which doubles them.
+DENSE_FLOP_PER_US = {((9, 0), 2): 989.5e6, ((9, 0), 1): 1979e6}
+_COPIES = 5
 _SAMPLED = 4  # tokens of each rank whose y is compared with a reference
 
 
 class Precision(StrEnum):
-    """Of rows and of weights, and the library of the grouped GEMM."""
+    """The format of rows and of weights, and the library of the grouped GEMM."""
 
     PLAIN = "plain"
     """rows and weights in the model's dtype; torch's grouped_mm"""
@@ -42,7 +44,8 @@ class Precision(StrEnum):
 def problem_with(precision: Precision, config: EPConfig, device: torch.device) -> str | None:
     """Why `precision` cannot be measured here, or None."""
     model = config.model
-    D, f = model.hidden_size, model.intermediate_size or 0
+    D = model.hidden_size
+    f = model.intermediate_size or 0
     if precision is Precision.PLAIN:
         return None
     if model.dtype != "bfloat16":
@@ -61,8 +64,10 @@ def problem_with(precision: Precision, config: EPConfig, device: torch.device) -
 
 def random_experts(config: EPConfig, rank: int, device: torch.device, precision: Precision) -> GroupedExperts:
     """This rank's experts; the logical expert determines the weights, so copies are equal."""
-    placement, generator = config.place_experts(), torch.Generator(device)
-    fp8, e = precision is Precision.FP8, placement.num_local_experts(rank)
+    placement = config.place_experts()
+    generator = torch.Generator(device)
+    fp8 = precision is Precision.FP8
+    e = placement.num_local_experts(rank)
     dtype = FP8 if fp8 else config.model.torch_dtype
     shapes = _shapes(config)
     weights = {name: torch.empty(e, n, k, dtype=dtype, device=device) for name, (n, k) in shapes.items()}
@@ -84,11 +89,8 @@ def random_experts(config: EPConfig, rank: int, device: torch.device, precision:
     return experts.requires_grad_(False)
 
 
-class Handle(NamedTuple):
-    """What arrived, and the experts' outputs for it."""
-
-    dispatched: Dispatched
-    outputs_ND: Tensor
+Handle = tuple[Dispatched, Tensor]
+"""What arrived, and the experts' outputs for it."""
 
 
 class WholeLayer(Side):
@@ -100,12 +102,16 @@ class WholeLayer(Side):
     def __init__(
         self, ep: ExpertParallel, experts: GroupedExperts, tokens: int, routing: Kind, group: dist.ProcessGroup
     ) -> None:
-        self.name, self.ep, self.experts, self.group = "the layer", ep, experts, group
+        self.name = "the layer"
+        self.ep = ep
+        self.experts = experts
+        self.group = group
         model, R, rank = ep.config.model, ep.size, ep.rank
         mine = slice(rank * tokens, (rank + 1) * tokens)
         logits = simulate_logits(routing, R * tokens, model.num_experts, ep_size=R)
         x_TD = torch.randn(tokens, model.hidden_size, generator=torch.Generator().manual_seed(rank))
-        self.logits_TE, self.x_TD = logits[mine].to(ep.device), x_TD.to(ep.device, model.torch_dtype)
+        self.logits_TE = logits[mine].to(ep.device)
+        self.x_TD = x_TD.to(ep.device, model.torch_dtype)
         self.bias_E = torch.zeros(model.num_experts, device=ep.device) if ep.config.routing.selection_bias else None
         self.sampled = torch.linspace(0, tokens - 1, min(tokens, _SAMPLED)).long().to(ep.device)
         self.expected_SD = self._expected()
@@ -118,18 +124,21 @@ class WholeLayer(Side):
     def sent(self) -> Dispatched:
         """route and dispatch."""
         routing = self.routed()
-        aligned, tag = self.experts.alignment > 1, int(self.ep.config.placement.live)
+        aligned = self.experts.alignment > 1
+        tag = int(self.ep.config.placement.live)
         return self.ep.dispatch(self.x_TD, routing.ids, routing.weights, aligned=aligned, tag=tag)
 
     def out(self) -> Handle:
         d = self.sent()
-        return Handle(d, self.experts(d.rows, d.expert_offsets, d.scales, **d.segments))
+        return d, self.experts(d.rows, d.expert_offsets, d.scales, **d.segments)
 
     def back(self, handle: Handle) -> Tensor:
-        return self.ep.combine(handle.outputs_ND, handle.dispatched)
+        dispatched, outputs_ND = handle
+        return self.ep.combine(outputs_ND, dispatched)
 
     def arrived(self, handle: Handle) -> list[Tensor]:
-        return [*self.received(handle.dispatched), *self.real_rows(handle.outputs_ND)]
+        dispatched, outputs_ND = handle
+        return [*self.received(dispatched), *self.real_rows(outputs_ND)]
 
     def received(self, d: Dispatched) -> list[Tensor]:
         """The rows and scales of pairs."""
@@ -142,32 +151,39 @@ class WholeLayer(Side):
 
     def check(self) -> None:
         for _ in range(2):  # the second round must write again what the first leaves as NaN
-            handle = self.out()
-            *self.starts_e, self.num_rows = handle.dispatched.expert_offsets.tolist()
-            self.counts_e = handle.dispatched.tokens_per_expert.tolist()
-            poison(self.received(handle.dispatched))
+            handle = d, _ = self.out()
+            *self.starts_e, self.num_rows = d.expert_offsets.tolist()
+            self.counts_e = d.tokens_per_expert.tolist()
+            poison(self.received(d))
             self.check_output(self.name, self.back(handle))
 
     def floor_us(self, copy: float) -> float:
-        """The floor of this rank's experts; `copy`: bytes a µs."""
+        """What this rank's experts take at least, µs: to read their weights, or to compute, where that is longer.
+
+        copy: bytes a µs that a copy reads and writes. Where the rate of computing is not known, to read.
+        """
         weights = [getattr(self.experts, name) for name in ("w_gate_up", "w_down", "gate_up_scales", "down_scales")]
         expert_bytes = sum(w[0].numel() * w.element_size() for w in weights if w is not None and len(w))
         w_down = self.experts.w_down
         flop = 6 * w_down.shape[1] * w_down.shape[2] * sum(self.counts_e)  # three products, a multiply and an add each
         busy = sum(count > 0 for count in self.counts_e)
-        return experts_floor_us(busy * expert_bytes, flop, w_down.element_size(), copy, w_down.device)
+        capability = torch.cuda.get_device_capability(w_down.device) if w_down.is_cuda else (0, 0)
+        rate = DENSE_FLOP_PER_US.get((capability, w_down.element_size()), math.inf)
+        return max(busy * expert_bytes / copy, flop / rate)
 
     def check_output(self, name: str, y_TD: Tensor) -> None:
         """Raise RuntimeError unless y is right for the sampled tokens, to the precision of the experts."""
         y_SD = y_TD[self.sampled].float()
-        error_S, norm_S = (y_SD - self.expected_SD).norm(dim=1), self.expected_SD.norm(dim=1)
+        error_S = (y_SD - self.expected_SD).norm(dim=1)
+        norm_S = self.expected_SD.norm(dim=1)
         limit = 0.1 if self.experts.is_fp8 else max(4 * torch.finfo(self.x_TD.dtype).eps, 1e-4)
         if not (error_S <= limit * norm_S).all():  # also where an error is NaN
             raise RuntimeError(f"{name}: y is not the weighted sum over the token's experts")
 
     def _expected(self) -> Tensor:
         """fp32 [S, D], y of the sampled tokens. Each rank adds the share of its experts, for the tokens of all."""
-        ep, S = self.ep, len(self.sampled)
+        ep = self.ep
+        S = len(self.sampled)
         routing = ep.route(self.logits_TE[self.sampled], self.bias_E)
         x, ids, weights = (self._gathered(t) for t in (self.x_TD[self.sampled].float(), *routing))
         share = torch.zeros(ep.size * S, ep.config.model.hidden_size, device=ep.device)
@@ -182,7 +198,8 @@ class WholeLayer(Side):
 
     def _expert(self, index: int, rows: Tensor) -> Tensor:
         def weights(name: str) -> Tensor:
-            w, scales = getattr(self.experts, f"w_{name}")[index], getattr(self.experts, f"{name}_scales")
+            w = getattr(self.experts, f"w_{name}")[index]
+            scales = getattr(self.experts, f"{name}_scales")
             return w.float() if scales is None else dequantize_weights(w, scales[index], torch.float32)
 
         gate, up = (rows @ weights("gate_up").T).chunk(2, dim=1)
@@ -195,24 +212,14 @@ class WholeLayer(Side):
         return torch.cat(parts).to(self.ep.device)
 
 
-@dataclass(frozen=True)
-class Calls(Side):
-    """A side made of functions. `given` is what `out` returns."""
-
-    name: str
-    out: Callable[[], Any]
-    back: Callable[[Any], Tensor] = lambda given: given
-    arrived: Callable[[Any], list[Tensor]] = lambda given: []
-    exact: bool = True
-
-
 def experts_alone(layer: WholeLayer) -> Side:
     """The experts on the rows that arrived in a round. Rows past the last segment are NaN."""
     d = layer.sent()
-    rows_ND, offsets = d.rows.clone(), d.expert_offsets.clone()
+    rows_ND = d.rows.clone()
+    offsets = d.expert_offsets.clone()
     scales = None if d.scales is None else d.scales.clone()
     segments = d.segments | {"tokens_per_expert": d.tokens_per_expert.clone()}
-    layer.back(Handle(d, layer.experts(d.rows, d.expert_offsets, d.scales, **d.segments)))
+    layer.back((d, layer.experts(d.rows, d.expert_offsets, d.scales, **d.segments)))
     poison([rows_ND[layer.num_rows :]])
     return Calls(
         "the experts",
@@ -225,13 +232,13 @@ def experts_alone(layer: WholeLayer) -> Side:
 def without_experts(layer: WholeLayer) -> Side:
     """route, dispatch and combine. The experts' outputs are computed before the timing."""
     handle = layer.out()
-    outputs_ND = handle.outputs_ND.clone()
+    outputs_ND = handle[1].clone()
     layer.back(handle)
     return Calls(
         "the layer without experts",
-        lambda: Handle(layer.sent(), outputs_ND),
+        lambda: (layer.sent(), outputs_ND),
         layer.back,
-        lambda handle: layer.received(handle.dispatched),
+        lambda handle: layer.received(handle[0]),
     )
 
 
@@ -247,3 +254,25 @@ def quantised(weights: Tensor) -> tuple[Tensor, Tensor]:
     blocks = weights.view(n // SCALE_BLOCK, SCALE_BLOCK, k // SCALE_BLOCK, SCALE_BLOCK)
     scales = blocks.abs().amax((1, 3)) / torch.finfo(FP8).max
     return (blocks / scales[:, None, :, None]).view(n, k).to(FP8), scales
+
+
+def copy_bytes_per_us(device: torch.device) -> float:
+    """Bytes a µs that plain copies within `device` read and write: the fastest of a few series."""
+    on_gpu = device.type == "cuda"
+    source = torch.empty(1 << (30 if on_gpu else 25), dtype=torch.uint8, device=device).random_()
+    target = source.clone()
+    micros = []
+    for _ in range(3):
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(_COPIES):
+            target.copy_(source)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        micros.append((time.perf_counter() - start) * 1e6 / _COPIES)
+    size = len(source)
+    del source, target
+    if on_gpu:
+        torch.cuda.empty_cache()  # windows need the room
+    return 2 * size / min(micros)

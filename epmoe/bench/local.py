@@ -8,64 +8,53 @@ replays.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import epmoe
 from epmoe.bench.sides import poison
+from epmoe.bench.timing import captured, elapsed_us
 from epmoe.extras import explain
 
-D, K, WIDTH = 7168, 8, 2048
+D, K, WIDTH, REPLAYS = 7168, 8, 2048, 30
 ROTATED_BYTES = 600 << 20  # inputs and outputs of a graph: more than ten times the 50 MB of an H200's L2 cache
 COPY_BYTES_PER_US = 4262e3  # of a plain copy on an H200, read plus written
 ROUTED, MOVED = (1, 128, 512, 4096, 16384), (1, 128, 512, 4096, 8192)  # T
 
 
-@dataclass(frozen=True)
-class Case:
+class Kernel(NamedTuple):
     """One row of the table. `call` takes each of `inputs`; `check(input, result)` raises if the result is wrong."""
 
-    kernel: str
+    name: str
     tokens: int
     bytes: int
     inputs: list[Any]
     call: Callable[[Any], Any]
     check: Callable[[Any, Any], None]
 
-    def us(self, replays: int = 30) -> float:
-        """Median microseconds a call, over replays of a graph of one call for each input."""
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
+    def us(self) -> float:
+        """Median microseconds a call, over replays of a graph of calls for each input."""
+        with torch.cuda.stream(torch.cuda.Stream()):
             self.call(self.inputs[0])
-            torch.cuda.synchronize()
-            graph, rounds, times = torch.cuda.CUDAGraph(), max(1, 16 // len(self.inputs)), []
-            with torch.cuda.graph(graph, stream=stream):
-                results = [self.call(given) for _ in range(rounds) for given in self.inputs]
+            rounds = max(1, 16 // len(self.inputs))
+            graph, results = captured(lambda: [self.call(given) for _ in range(rounds) for given in self.inputs])
             for result in results:
                 tensors = result if isinstance(result, tuple) else (result,)
                 poison(tensor for tensor in tensors if isinstance(tensor, Tensor))
-            for _ in range(replays):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                times.append(begin.elapsed_time(end) * 1e3 / len(results))
+            times = [elapsed_us(graph.replay) / len(results) for _ in range(REPLAYS)]
         for given, result in zip(self.inputs, results, strict=False):
             self.check(given, result)
         return statistics.median(times[3:])
 
 
-def cases() -> Iterator[Case]:
+def kernels() -> Iterator[Kernel]:
     """All rows of the table."""
     for E in (256, 128):
         for T in ROUTED:
@@ -88,7 +77,7 @@ def several(make: Callable[[], Any], num_bytes: int) -> list[Any]:
     return [make() for _ in range(max(3, min(64, ROTATED_BYTES // num_bytes)))]
 
 
-def route(name: str, T: int, E: int, fill: float | None = None, **options: Any) -> Case:
+def route(name: str, T: int, E: int, fill: float | None = None, **options: Any) -> Kernel:
     def logits() -> Tensor:
         drawn = torch.randn(T, E, device="cuda").bfloat16()
         return drawn if fill is None else drawn.fill_(fill)
@@ -100,16 +89,17 @@ def route(name: str, T: int, E: int, fill: float | None = None, **options: Any) 
         torch.testing.assert_close(got.weights.cpu(), want.weights, rtol=4e-6, atol=0)
 
     num_bytes = T * (2 * E + 8 * K)
-    return Case(name, T, num_bytes, several(logits, num_bytes), partial(epmoe.route, top_k=K, **options), check)
+    return Kernel(name, T, num_bytes, several(logits, num_bytes), partial(epmoe.route, top_k=K, **options), check)
 
 
 def tokens(T: int) -> tuple[Tensor, Tensor, Tensor, int]:
     """x [T, D] bf16, ids int32 [T, K], and the expert map of a rank that owns all 256 experts."""
-    x, ids = torch.randn(T, D, device="cuda").bfloat16(), torch.rand(T, 256, device="cuda").argsort(1)[:, :K].int()
+    x = torch.randn(T, D, device="cuda").bfloat16()
+    ids = torch.rand(T, 256, device="cuda").argsort(1)[:, :K].int()
     return x, ids, torch.arange(256, dtype=torch.int32, device="cuda"), 256
 
 
-def permute(T: int) -> Case:
+def permute(T: int) -> Kernel:
     def check(given: tuple[Tensor, Tensor, Tensor, int], got: epmoe.Permuted) -> None:
         x, ids, *_ = given
         order = ids.flatten().long().argsort(stable=True)
@@ -118,10 +108,10 @@ def permute(T: int) -> Case:
 
     num_bytes = T * (1 + K) * D * 2
     inputs = several(partial(tokens, T), num_bytes)
-    return Case("permute 7168, top-8, E=256", T, num_bytes, inputs, lambda given: epmoe.permute(*given), check)
+    return Kernel("permute 7168, top-8, E=256", T, num_bytes, inputs, lambda given: epmoe.permute(*given), check)
 
 
-def finalize(T: int) -> Case:
+def finalize(T: int) -> Kernel:
     weights = torch.rand(T, K, device="cuda")
 
     def permuted() -> tuple[Tensor, epmoe.Permuted]:
@@ -136,10 +126,10 @@ def finalize(T: int) -> Case:
         return epmoe.finalize(given[1].rows, given[1], weights)
 
     num_bytes = T * (1 + K) * D * 2
-    return Case("finalize, the same", T, num_bytes, several(permuted, num_bytes), call, check)
+    return Kernel("finalize, the same", T, num_bytes, several(permuted, num_bytes), call, check)
 
 
-def activation(T: int, quantize: bool) -> Case:
+def activation(T: int, quantize: bool) -> Kernel:
     """bf16 rows of experts of width 2048, among 8192 rows or more, of which T·K are real."""
     real = T * K
     offsets = torch.tensor([0, real], dtype=torch.int32, device="cuda")
@@ -158,28 +148,33 @@ def activation(T: int, quantize: bool) -> Case:
 
     num_bytes = real * WIDTH * (5 if quantize else 6)
     rows = several(lambda: torch.randn(max(real, 8192), 2 * WIDTH, device="cuda").bfloat16(), num_bytes)
-    return Case(f"SwiGLU{' to fp8' if quantize else ''}, width {WIDTH}", T, num_bytes, rows, call, check)
+    return Kernel(f"SwiGLU{' to fp8' if quantize else ''}, width {WIDTH}", T, num_bytes, rows, call, check)
 
 
 def main() -> None:
-    """Print a row for each case, and write `--json`."""
+    """Print a row for each kernel and T, and write `--json`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the timings to this file")
     path = parser.parse_args().json
     try:
         from rich.console import Console
-        from rich.table import Table
+
+        from epmoe.bench.report import Column, Report
     except ModuleNotFoundError as error:
         parser.error(explain(error) or str(error))
-    table = Table("kernel", "tokens", "µs", "bytes' floor", title=f"{torch.cuda.get_device_name()}, µs a call")
-    timings = []
-    for case in cases():
-        us, floor = case.us(), case.bytes / COPY_BYTES_PER_US
-        table.add_row(case.kernel, str(case.tokens), f"{us:.2f}", f"{floor:.2f}")
-        timings.append({"kernel": case.kernel, "tokens": case.tokens, "us": us, "floor": floor})
-    Console(width=120).print(table)
+    columns = (
+        Column("kernel", "kernel"),
+        Column("tokens", "T", "tokens"),
+        Column("us", "µs", "µs a call", "{:.2f}".format),
+        Column("floor", "bytes' floor", "µs of a copy of as many bytes", "{:.2f}".format),
+    )
+    results = [
+        {"kernel": k.name, "tokens": k.tokens, "us": k.us(), "floor": k.bytes / COPY_BYTES_PER_US} for k in kernels()
+    ]
+    report = Report("local", columns, results, plotted=("us",))
+    Console(width=120).print(report.table(torch.cuda.get_device_name()))
     if path:
-        path.write_text(json.dumps(timings, indent=1))
+        report.write_json(path)
 
 
 if __name__ == "__main__":

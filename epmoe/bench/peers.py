@@ -1,7 +1,7 @@
 """Peers: exchanges and whole layers of other libraries, timed and checked like ours, on the same routing in one run.
 
-A driver is a Python file whose `PEERS` lists peers; `epmoe bench --peers FOLDER` runs all drivers of a folder. A peer
-that is absent, or that does not take a case, is left out, and the report says why.
+A driver is a Python file whose list `PEERS` holds objects of `Peer`; `epmoe bench --peers FOLDER` runs all drivers of a
+folder. A peer that is absent, or that does not take a case, is left out, and the report says why.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from epmoe.bench.layer_sides import Calls, WholeLayer
+from epmoe.bench.layer_sides import WholeLayer
 from epmoe.bench.sample import Payload, Sample
-from epmoe.bench.sides import Exchange, Side, poison
+from epmoe.bench.sides import Calls, Exchange, Side, poison
 from epmoe.config.placement import Placement
-from epmoe.group.peers import Peers as Ranks
+from epmoe.group.peers import Peers
 
 _T = TypeVar("_T")
-_Opened = TypeVar("_Opened")
 
 
 class LeftOut(Exception):
@@ -32,6 +31,10 @@ class LeftOut(Exception):
 
 class Peer:
     """One library. A driver overrides `version`, and `exchange` or `layer` or both.
+
+    The placement is linear, with as many experts on each rank and no copies. Every rank has at least one token. The
+    methods may raise anything, even on one rank alone: the peer is then left out on all, with the first line of the
+    error as the reason.
 
     name: in tables. install: what to install, said where the library is absent.
     """
@@ -44,11 +47,23 @@ class Peer:
         raise NotImplementedError
 
     def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> AbstractContextManager[Exchange]:
-        """A side that exchanges the tokens of `sample`. Collective. Raises LeftOut."""
+        """A side that exchanges the tokens of `sample`. Collective.
+
+        Raises LeftOut if the library has no such payload.
+        """
         raise NotImplementedError
 
     def layer(self, case: WholeLayer) -> AbstractContextManager[Callable[[], Tensor]]:
-        """What computes y [T, D] from `case.logits_TE`, by `case.routed`. Collective. Raises LeftOut."""
+        """A function that computes y [T, D] with route, in the dtype of x. Collective.
+
+        The function takes x_TD and logits_TE of `case`. It calls `case.routed()` for the ids int32 [T, K] and weights
+        fp32 [T, K], so that all layers have the same route in their time. On GPUs it is captured into a CUDA graph; y
+        may be the same tensor in every call. `case.experts` holds this rank's weights: w_gate_up [e, 2·F, D] and
+        w_down [e, D, F], as fp8 with gate_up_scales and down_scales [e, n / 128, k / 128] where is_fp8. `case.ep` is
+        our exchange, `case.group` the ranks.
+
+        Raises LeftOut if the library has no such layer.
+        """
         raise NotImplementedError
 
 
@@ -56,15 +71,16 @@ class _GivenUp(Exception):
     """A rank could not take a step, so all leave the peer out."""
 
 
-class Peers:
-    """The peers of a run that have `method`, and why others were left out: the first reason, by name.
+class Contest:
+    """The peers of a run that have `method`. left_out: why others are missing, the first reason, by name.
 
     All methods are collective. A peer that raises on one rank is left out on all: ranks agree after each step, before
     one of them waits for a rank that has given up. What a library does within a step is its own.
     """
 
     def __init__(self, peers: Sequence[Peer], method: Literal["exchange", "layer"], group: dist.ProcessGroup) -> None:
-        self.group, self.left_out = group, dict[str, str]()
+        self.group = group
+        self.left_out = dict[str, str]()
         self._present: dict[str, Peer] = {}
         for peer in peers:
             if getattr(type(peer), method) is not getattr(Peer, method):  # others need not be loaded
@@ -75,56 +91,55 @@ class Peers:
     def exchanges(self, sample: Sample, payload: Payload, time: Callable[[Side], _T]) -> Iterator[tuple[str, _T]]:
         """What `time` says of each exchange that takes this case, by name."""
 
-        def check(name: str, side: Exchange) -> None:
-            side.name = name
+        def checked(name: str, side: Exchange) -> Side:
+            side.name, side.exact = name, False  # rows may arrive in another order
             side.check()
+            return side
 
-        for name, peer in self._taking(sample.placement, sample.tokens):
-            opened = partial(peer.exchange, sample, payload, self.group)
-            yield from self._measured(name, payload, opened, partial(check, name), time)
+        def enter(peer: Peer) -> AbstractContextManager[Exchange]:
+            return peer.exchange(sample, payload, self.group)
+
+        yield from self._measured(sample.placement, sample.tokens, payload, enter, checked, time)
 
     def layers(self, case: WholeLayer, precision: str, time: Callable[[Side], _T]) -> Iterator[tuple[str, _T]]:
-        """Likewise of each layer."""
+        """What `time` says of each layer that takes this case, by name."""
 
-        def check(name: str, run: Callable[[], Tensor]) -> None:
+        def checked(name: str, run: Callable[[], Tensor]) -> Side:
             poison([run()])
             case.check_output(name, run())
+            return Calls(name, run, exact=False)
 
-        def timed(name: str, run: Callable[[], Tensor]) -> _T:
-            return time(Calls(name, run, exact=False))
-
-        for name, peer in self._taking(case.ep.placement, len(case.x_TD)):
-            opened = partial(peer.layer, case)
-            yield from self._measured(name, precision, opened, partial(check, name), partial(timed, name))
-
-    def _taking(self, placement: Placement, tokens: int) -> list[tuple[str, Peer]]:
-        """The peers by name; none where they cannot take the placement or the tokens."""
-        E, R = placement.num_experts, placement.ep_size
-        if E % R == 0 and placement == Placement.build(E, R):
-            return list(self._present.items()) if tokens else []
-        if self._present:
-            self.left_out["peers"] = "they want as many experts on each rank, in order and without copies"
-        return []
+        yield from self._measured(
+            case.ep.placement, len(case.x_TD), precision, lambda peer: peer.layer(case), checked, time
+        )
 
     def _measured(
         self,
-        name: str,
+        placement: Placement,
+        tokens: int,
         case: str,
-        opened: Callable[[], AbstractContextManager[_Opened]],
-        check: Callable[[_Opened], None],
-        time: Callable[[_Opened], _T],
+        enter: Callable[[Peer], AbstractContextManager[Any]],
+        checked: Callable[[str, Any], Side],
+        time: Callable[[Side], _T],
     ) -> Iterator[tuple[str, _T]]:
-        """What `time` says of what `opened` gives; nothing if a step fails.
+        """What `time` says of each peer that takes all steps.
 
-        What was opened is then left open on ranks that could open it, since to close it is collective.
+        Where a step fails, what was opened is left open on the ranks that could open it, since to close it is
+        collective.
         """
-        step = partial(self._step, f"{name}, {case}")
-        with suppress(_GivenUp), ExitStack() as stack:
-            one = step(lambda: stack.enter_context(opened()))
-            step(lambda: check(one))
-            result = step(lambda: time(one))
-            step(stack.pop_all().close)
-            yield name, result
+        E, R = placement.num_experts, placement.ep_size
+        if E % R or placement != Placement.build(E, R):
+            if self._present:
+                self.left_out["peers"] = "they want as many experts on each rank, in order and without copies"
+            return
+        for name, peer in self._present.items() if tokens else ():
+            step = partial(self._step, f"{name}, {case}")
+            with suppress(_GivenUp), ExitStack() as stack:
+                opened = step(lambda stack=stack, peer=peer: stack.enter_context(enter(peer)))  # type: ignore[misc]
+                side = step(partial(checked, name, opened))
+                figures = step(partial(time, side))
+                step(stack.pop_all().close)
+                yield name, figures
 
     def _step(self, name: str, do: Callable[[], _T], install: str = "") -> _T:
         """What `do` returns. Raises _GivenUp on all ranks, and keeps the reason, if it raises on one."""
@@ -135,7 +150,7 @@ class Peers:
             problem = str(error)
         except Exception as error:  # whatever a library raises: the run goes on without it
             problem = f"needs {install}: {error}" if isinstance(error, ImportError) and install else repr(error)
-        if reason := next(filter(None, Ranks.of(self.group).all_gather(problem)), ""):
+        if reason := next(filter(None, Peers.of(self.group).all_gather(problem)), ""):
             self.left_out.setdefault(name, reason.partition("\n")[0])
             raise _GivenUp
         return made

@@ -1,13 +1,14 @@
-"""What a benchmark is given, and what it gives back: figures as a table, a JSON file and a plot."""
+"""What a benchmark takes, a `Job`, and what it gives back: a `Report`, as a table, a JSON file and a plot."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from rich.table import Table
@@ -16,7 +17,6 @@ from epmoe.config.config import EPConfig
 from epmoe.local.simulate import Kind
 
 STDOUT = Path("-")  # as the path of a file: prints it
-_TEXT = ("side", "payload", "precision", "GEMM", "host")  # columns that are not figures
 
 
 @dataclass(frozen=True)
@@ -42,24 +42,44 @@ class Job:
         assert group is not None
         return group
 
-
-@dataclass(frozen=True)
-class Times:
-    """Microseconds of one round: dispatch with permute, combine with finalize, and both together."""
-
-    dispatch: float
-    combine: float
-    round: float
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the exchange runs on GPUs."""
+        return self.config.exchange.transport == "nvlink"
 
 
-@dataclass(frozen=True)
-class Line:
-    """One side of a plot: (T, µs) of its points, and matplotlib's colour and line style."""
+def microseconds(value: float) -> str:
+    """A time for a table: with a tenth below 1000."""
+    return f"{value:,.1f}" if abs(value) < 1000 else f"{value:,.0f}"
 
-    label: str
-    points: Sequence[tuple[int, float]]
-    color: str | None = None
-    dashes: str = "-"
+
+class Column(NamedTuple):
+    """One figure of every result.
+
+    key: of `Result`. heading: in the table, which leaves out a column without one. unit: what the figure is, for the
+    JSON file; text has none. show: a figure as a cell.
+    """
+
+    key: str
+    heading: str
+    unit: str = ""
+    show: Callable[[Any], str] = str
+
+
+Result = Mapping[str, Any]
+"""One row of figures by the keys of the columns. A figure that was not measured is None or missing."""
+
+TOKENS = Column("tokens", "T", "tokens of a rank")
+SIDE = Column("side", "side")
+
+
+def times(ways: str, whole: str) -> list[Column]:
+    """The columns of `Times`: what dispatch and combine are, and what the round is."""
+    return [
+        Column("dispatch", "dispatch", ways, microseconds),
+        Column("combine", "combine", ways, microseconds),
+        Column("round", "round", whole, microseconds),
+    ]
 
 
 @dataclass(frozen=True)
@@ -68,42 +88,58 @@ class Report:
 
     benchmark: str
     """its name in the JSON file"""
-    content: Mapping[str, Any]
-    """of the JSON file, without the facts of the run"""
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    """a cell for each column, T first, in ascending T"""
-    lines: Sequence[Line]
-    caption: str
+    columns: Sequence[Column]
+    """the first one divides the table into sections"""
+    results: Sequence[Result]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """why sides and cases are missing, by name"""
+    plotted: Sequence[str] = ("round",)
+    """keys of the times that the plot shows"""
     what: str = "dispatch + combine, µs"
-    """of the plot's points"""
+    """label of the plot's axis of times"""
+    file: Mapping[str, Any] | None = None
+    """the JSON file, where it holds something else than the figures"""
+
+    @property
+    def content(self) -> Mapping[str, Any]:
+        """The JSON file without the facts of the run."""
+        units = {column.key: column.unit for column in self.columns if column.unit}
+        figures = {"units": units, "plotted": self.plotted, "left_out": self.left_out, "results": self.results}
+        return self.file or figures
 
     def table(self, title: str = "") -> Table:
-        """The figures for a terminal, in sections by T."""
-        view = Table(title=title, caption=self.caption, pad_edge=False)
-        for column in self.columns:
-            view.add_column(column, justify="left" if column in _TEXT else "right", no_wrap=column in _TEXT)
-        last = None
-        for tokens, *cells in self.rows:
-            if last not in (None, tokens):
+        """The figures for a terminal, with what each column is and why sides and cases are missing."""
+        shown = [column for column in self.columns if column.heading]
+        caption = [". ".join(f"{column.heading}: {column.unit}" for column in shown if column.unit)]
+        caption += [f"{name} was left out: {reason}" for name, reason in self.left_out.items()]
+        view = Table(title=title, caption="\n".join(caption), pad_edge=False)
+        for column in shown:
+            view.add_column(column.heading, justify="right" if column.unit else "left", no_wrap=not column.unit)
+        for number, (_, section) in enumerate(itertools.groupby(self.results, lambda result: result[shown[0].key])):
+            if number:
                 view.add_section()
-            view.add_row("" if tokens == last else tokens, *cells)
-            last = tokens
+            for row, result in enumerate(section):
+                cells = [cell(column, result) for column in shown]
+                view.add_row("" if row else cells[0], *cells[1:])
         return view
 
     def write_json(self, path: Path, facts: Mapping[str, Any] | None = None) -> None:
-        """As the function `write_json`: the figures for a program, with the `facts` of the run before them."""
+        """Write the figures for a program, with the `facts` of the run before them, as the function `write_json`."""
         write_json(path, {**(facts or {}), **self.content})
 
     def plot(self, path: Path, title: str = "") -> None:
-        """Plot every side's time over T. The file's suffix picks the format (.png, .svg, .pdf)."""
+        """Plot the times of every side over T. The file's suffix picks the format (.png, .svg, .pdf)."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9, 5), layout="constrained")
         axes = figure.subplots()
-        for line in self.lines:
-            axes.loglog(*zip(*line.points, strict=True), "o", ls=line.dashes, color=line.color, label=line.label)
-        tokens = sorted({at for line in self.lines for at, _ in line.points})
+        colors: dict[str, str] = {}
+        dashes: dict[tuple[str, ...], str] = {}
+        for (first, *others), points in self._lines().items():
+            color = colors.setdefault(first, f"C{len(colors)}")
+            dash = dashes.setdefault(tuple(others), ("-", "--", ":", "-.")[len(dashes) % 4])
+            axes.loglog(*zip(*points, strict=True), "o", ls=dash, color=color, label=", ".join([first, *others]))
+        tokens = sorted({result["tokens"] for result in self.results})
         axes.set(xlabel="tokens per rank", ylabel=self.what, title=title)
         axes.set_xticks(tokens, [str(T) for T in tokens])
         axes.minorticks_off()
@@ -111,6 +147,25 @@ class Report:
         axes.grid(alpha=0.3)
         figure.legend(loc="outside right upper")
         figure.savefig(path)
+
+    def _lines(self) -> dict[tuple[str, ...], list[tuple[int, float]]]:
+        """The plot's lines: points (T, µs) by the words that tell one line from the others."""
+        texts = [column for column in self.columns if not column.unit]
+        times = [column for column in self.columns if column.key in self.plotted]
+        lines: dict[tuple[str, ...], list[tuple[int, float]]] = {}
+        for column, result in itertools.product(times, self.results):
+            words = [cell(text, result) for text in texts]
+            if len(times) > 1 or not words:
+                words.append(column.heading)
+            if (us := result.get(column.key)) is not None:
+                lines.setdefault(tuple(words), []).append((result["tokens"], us))
+        return lines
+
+
+def cell(column: Column, result: Result) -> str:
+    """A figure of `result` as text; a dash if it was not measured."""
+    value = result.get(column.key)
+    return "–" if value is None else column.show(value)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -120,16 +175,6 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         sys.stdout.write(text)
     else:
         path.write_text(text, encoding="utf-8")
-
-
-def microseconds(value: float) -> str:
-    """A time for a table: with a tenth below 1000."""
-    return f"{value:,.1f}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
-def missing(left_out: Mapping[str, str] | None) -> str:
-    """A line of a caption for each that was left out, with the reason."""
-    return "".join(f"\n{name} was left out: {reason}" for name, reason in (left_out or {}).items())
 
 
 Benchmark = Callable[[Job], Report]

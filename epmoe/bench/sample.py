@@ -25,6 +25,12 @@ class Payload(StrEnum):
         """exchange.payload and exchange.combine_payload."""
         return "auto" if self is Payload.PLAIN else "fp8", "fp8" if self is Payload.FP8_BOTH else "auto"
 
+    def applied(self, config: EPConfig) -> EPConfig:
+        """`config` with this payload."""
+        out, back = self.wires
+        exchange = config.exchange.model_copy(update={"payload": out, "combine_payload": back})
+        return config.model_copy(update={"exchange": exchange})
+
 
 class Sample:
     """T tokens of one rank, the same for all sides. An expert multiplies a row by a factor of its own.
@@ -44,14 +50,19 @@ class Sample:
         id_dtype: torch.dtype = torch.int32,
     ) -> None:
         model, R = config.model, config.topology.ep_size
-        self.config, self.placement, self.rank, self.tokens = config, config.place_experts(), rank, tokens
-        self.hidden, self.dtype = model.hidden_size, model.torch_dtype
+        self.config = config
+        self.placement = config.place_experts()
+        self.rank = rank
+        self.tokens = tokens
+        self.hidden = model.hidden_size
+        self.dtype = model.torch_dtype
         ids, weights = simulate_routing(
             routing, R * tokens, model.num_experts, model.num_experts_per_tok, id_dtype=id_dtype, ep_size=R
         )
         mine = slice(rank * tokens, (rank + 1) * tokens)
         needs_RTR = ranks_needed(self.placement, ids.view(R, tokens, ids.shape[1]).long())
-        self.needs_TR, self.rows_RR = needs_RTR[rank], needs_RTR.sum(dim=1)
+        self.needs_TR = needs_RTR[rank]
+        self.rows_RR = needs_RTR.sum(dim=1)
         x_TD = torch.randn(tokens, self.hidden, generator=torch.Generator().manual_seed(rank)).to(self.dtype)
         factors_E = torch.linspace(0.5, 1.5, model.num_experts)
         sums_T1 = (weights[mine] * factors_E[ids[mine].long()]).sum(dim=1, keepdim=True)
@@ -71,7 +82,8 @@ class Sample:
     def check(self, name: str, y_TD: Tensor, expects: str = "sum", *, fp8: bool = False) -> None:
         """Raise RuntimeError unless y is what `Exchange` expects, to the precision of `dtype`, or of fp8 rows."""
         if expects == "sum":
-            expected_TD, problem = self.expected_TD, "the round's output is not the weighted sum over its experts"
+            expected_TD = self.expected_TD
+            problem = "the round's output is not the weighted sum over its experts"
         else:
             factors_T = self.needs_TR.sum(dim=1) if expects == "echo" else self.weights_TK.sum(dim=1)
             expected_TD = self.x_TD * factors_T[:, None].to(self.x_TD)
@@ -85,10 +97,15 @@ class Sample:
         experts = self.config.model.num_experts // self.config.topology.ep_size
         return (ids_NK // experts == self.rank).any(dim=1, keepdim=True)
 
-    def remote_rows(self) -> tuple[int, int]:
-        """Rows that cross to other ranks: the most that one rank sends in dispatch, and the most in combine."""
-        remote_RR = self.rows_RR - self.rows_RR.diag().diag()
-        return int(remote_RR.sum(dim=1).max()), int(remote_RR.sum(dim=0).max())
+    def row_bytes(self, payload: Payload) -> tuple[int, int]:
+        """Bytes of a row on the wire, in dispatch and in combine."""
+        out, back = payload.wires
+        return wire_bytes(self.hidden, self.dtype, out), wire_bytes(self.hidden, self.dtype, back)
+
+    @property
+    def remote_RR(self) -> Tensor:
+        """`rows_RR` without the rows that stay on their rank."""
+        return self.rows_RR - self.rows_RR.diag().diag()
 
 
 def wire_bytes(hidden: int, dtype: torch.dtype, payload: str) -> int:

@@ -1,8 +1,9 @@
-"""What a benchmark compares: ways to bring rows to their experts and back. Each is a `Side`."""
+"""What the benchmarks time: ways to bring rows to their experts and back. Each is a `Side`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epmoe.bench.sample import Sample
-from epmoe.exchange.handles import Dispatched
+from epmoe.exchange.handles import Dispatched, Layout
 from epmoe.local.quantize import dequantize_rows
 from epmoe.service import ExpertParallel
 
@@ -18,11 +19,13 @@ from epmoe.service import ExpertParallel
 class Side:
     """`out` takes rows to their experts, `back` brings their outputs home. Both are collective.
 
-    name: for messages. exact: whether all rounds give the same bits.
+    name: for messages. exact: whether all rounds give the same bits. head_start_ms: for how long a GPU sleeps before a
+    sample, while the host enqueues a round and the sample.
     """
 
     name: str
     exact = True
+    head_start_ms = 1
 
     def out(self) -> Any:
         """Start a round and return the handle for `back`."""
@@ -37,6 +40,18 @@ class Side:
         return []
 
 
+@dataclass(frozen=True)
+class Calls(Side):
+    """A side made of functions."""
+
+    name: str
+    out: Callable[[], Any]
+    back: Callable[[Any], Tensor] = lambda given: given
+    arrived: Callable[[Any], list[Tensor]] = lambda given: []
+    exact: bool = True
+    head_start_ms: int = 1
+
+
 class Exchange(Side):
     """A side that takes back what the experts put out for the rows of a sample, computed before the timing.
 
@@ -48,7 +63,8 @@ class Exchange(Side):
     expects: Literal["echo", "weights", "sum"] = "echo"
 
     def __init__(self, name: str, sample: Sample) -> None:
-        self.name, self.sample = name, sample
+        self.name = name
+        self.sample = sample
 
     def outputs(self, handle: Any) -> Tensor:
         """What the experts put out, in memory of its own."""
@@ -63,62 +79,60 @@ class Exchange(Side):
             handle = self.out()
             self.given = self.outputs(handle)
             poison(self.arrived(handle))
-            self.sample.check(self.name, self.back(handle), self.expects, fp8=self.fp8)
+            self.check_output(self.back(handle))
+
+    def check_output(self, y_TD: Tensor) -> None:
+        """Raise RuntimeError unless y is right."""
+        self.sample.check(self.name, y_TD, self.expects, fp8=self.fp8)
 
 
-class Layer(Exchange):
-    """A side that delivers expert-major rows."""
+class Ours(Exchange):
+    """A round of `ExpertParallel`."""
 
-    expects = "sum"
-
-    def rows(self, handle: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Expert-major rows, their fp8 scales or None, and the experts' offsets."""
-        raise NotImplementedError
-
-    def outputs(self, handle: Any) -> Tensor:
-        return self.sample.experts(*self.rows(handle))
-
-    def arrived(self, handle: Any) -> list[Tensor]:
-        rows, scales, _ = self.rows(handle)
-        return [t[: len(self.given)] for t in (rows, scales) if t is not None]
-
-
-class Fused(Layer):
-    """Ours: dispatch to expert-major rows, combine from expert-major outputs."""
+    layout: Layout
 
     def __init__(
         self, ep: ExpertParallel, sample: Sample, name: str = "epmoe", padded_tokens: int | None = None
     ) -> None:
         super().__init__(name, sample)
-        self.ep, self.fp8, self.padded_tokens = ep, _uses_fp8(ep), padded_tokens
+        self.ep = ep
+        self.padded_tokens = padded_tokens
+        self.fp8 = "fp8" in (ep.config.exchange.payload, ep.config.exchange.combine_payload)
         self.tag = int(ep.config.placement.live)
         self.check()
 
     def out(self) -> Dispatched:
         sample = self.sample
         return self.ep.dispatch(
-            sample.x_TD, sample.ids_TK, sample.weights_TK, padded_tokens=self.padded_tokens, tag=self.tag
+            sample.x_TD,
+            sample.ids_TK,
+            sample.weights_TK,
+            layout=self.layout,
+            padded_tokens=self.padded_tokens,
+            tag=self.tag,
         )
+
+
+class Fused(Ours):
+    """Dispatch to expert-major rows, and combine from expert-major outputs."""
+
+    layout = "expert"
+    expects = "sum"
 
     def back(self, handle: Dispatched) -> Tensor:
         return self.ep.combine(self.given, handle)
 
-    def rows(self, handle: Dispatched) -> tuple[Tensor, Tensor | None, Tensor]:
-        return handle.rows, handle.scales, handle.expert_offsets
+    def outputs(self, handle: Dispatched) -> Tensor:
+        return self.sample.experts(handle.rows, handle.scales, handle.expert_offsets)
+
+    def arrived(self, handle: Dispatched) -> list[Tensor]:
+        return [tensor[: len(self.given)] for tensor in (handle.rows, handle.scales) if tensor is not None]
 
 
-class RankMajor(Exchange):
-    """Ours, the exchange alone: rank-major rows out, and as many partial rows back."""
+class RankMajor(Ours):
+    """The exchange alone: rank-major rows out, and as many partial rows back."""
 
-    def __init__(self, ep: ExpertParallel, sample: Sample) -> None:
-        super().__init__("epmoe, rank-major", sample)
-        self.ep, self.fp8, self.tag = ep, _uses_fp8(ep), int(ep.config.placement.live)
-        self.check()
-
-    def out(self) -> Dispatched:
-        return self.ep.dispatch(
-            self.sample.x_TD, self.sample.ids_TK, self.sample.weights_TK, layout="rank", tag=self.tag
-        )
+    layout = "rank"
 
     def back(self, handle: Dispatched) -> Tensor:
         return self.ep.combine_partial(self.given, handle)
@@ -134,19 +148,15 @@ class RankMajor(Exchange):
         return [slab for buffer in buffers if buffer is not None for slab in slabs(self.sample, buffer)]
 
 
-def slabs(sample: Sample, buffer_RMX: Tensor) -> list[Tensor]:
-    """The rows that arrived, by source."""
-    counts_R = sample.rows_RR[:, sample.rank].tolist()
-    return [slab[:count] for slab, count in zip(buffer_RMX, counts_R, strict=True)]
-
-
 class Rows(Side):
     """`all_to_all_single` of the rows that cross to other ranks, both ways. Nothing is sorted, counted or summed."""
 
     def __init__(self, sample: Sample, group: dist.ProcessGroup) -> None:
-        self.name, self.group = "all_to_all_single, rows only", group
-        remote_RR = sample.rows_RR - sample.rows_RR.diag().diag()
-        self.splits_out, self.splits_in = remote_RR[sample.rank].tolist(), remote_RR[:, sample.rank].tolist()
+        self.name = "all_to_all_single, rows only"
+        self.group = group
+        remote_RR = sample.remote_RR
+        self.splits_out = remote_RR[sample.rank].tolist()
+        self.splits_in = remote_RR[:, sample.rank].tolist()
         self.sent = torch.randn(sum(self.splits_out), sample.hidden, device=sample.x_TD.device).to(sample.dtype)
         self.home = torch.empty_like(self.sent)
         self.received = self.sent.new_empty(sum(self.splits_in), sample.hidden)
@@ -165,12 +175,105 @@ class Rows(Side):
         return [self.received]
 
 
+@dataclass(frozen=True)
+class Sent:
+    """The expert-major rows [N, D] of `AllToAll`, and what `back` needs to send their outputs back.
+
+    expert_offsets: [e + 1], the first row of each local expert. order: [T·K], the pair of each row that left. arrival:
+    [N], for each expert-major row its index among the arrived rows.
+    """
+
+    rows: Tensor
+    expert_offsets: Tensor
+    order: Tensor
+    arrival: Tensor
+    splits_out: list[int]
+    splits_in: list[int]
+
+
+class AllToAll(Exchange):
+    """Dispatch and combine as layers usually write them, over `all_to_all_single`. The host reads the counts.
+
+    One row travels for each (token, expert) pair. Dispatch sorts pairs by expert, exchanges counts, exchanges rows and
+    puts the arrived rows into expert order. Combine exchanges rows, undoes the sort and sums with the weights.
+
+    By default every call allocates its buffers, as such layers do because sizes change with the routing. With
+    `keep_buffers` each buffer stays at the largest size seen. No page fault is left then: the best case of this method.
+    """
+
+    expects = "sum"
+
+    def __init__(self, sample: Sample, group: dist.ProcessGroup, name: str, *, keep_buffers: bool = False) -> None:
+        super().__init__(name, sample)
+        self.group = group
+        self.keep_buffers = keep_buffers
+        placement = sample.placement
+        self.experts_per_rank = [placement.num_local_experts(rank) for rank in range(placement.ep_size)]
+        owner_major = sorted(range(placement.num_physical_experts), key=lambda p: (placement.owner(p), p))
+        self.position_P = torch.tensor(owner_major).argsort().to(sample.x_TD.device)
+        self._buffers: dict[str, Tensor] = {}
+        self.check()
+
+    def out(self) -> Sent:
+        """Rows in the order of the local experts; within an expert by source rank, then token."""
+        x_TD, ids_TK = self.sample.x_TD, self.sample.ids_TK
+        positions = self.position_P[ids_TK.flatten()]
+        order = positions.argsort(stable=True)
+        counts_P = positions.bincount(minlength=len(self.position_P))
+        local = self.experts_per_rank[self.sample.rank]
+        counts_Re = torch.empty(len(self.experts_per_rank), local, dtype=torch.int64, device=x_TD.device)
+        dist.all_to_all_single(
+            counts_Re.view(-1), counts_P, [local] * len(counts_Re), self.experts_per_rank, group=self.group
+        )
+        splits_out = [int(counts.sum()) for counts in counts_P.cpu().split(self.experts_per_rank)]
+        splits_in = counts_Re.sum(dim=1).tolist()
+        out = self._rows("out", len(order), x_TD)
+        torch.index_select(x_TD, 0, order // ids_TK.shape[1], out=out)
+        arrived = self._rows("arrived", sum(splits_in), x_TD)
+        dist.all_to_all_single(arrived, out, splits_in, splits_out, group=self.group)
+        expert = torch.arange(local, device=x_TD.device).repeat(len(counts_Re)).repeat_interleave(counts_Re.view(-1))
+        arrival = expert.argsort(stable=True)
+        rows = self._rows("rows", len(arrival), x_TD)
+        torch.index_select(arrived, 0, arrival, out=rows)
+        offsets = torch.nn.functional.pad(counts_Re.sum(dim=0).cumsum(dim=0), (1, 0))
+        return Sent(rows, offsets, order, arrival, splits_out, splits_in)
+
+    def back(self, handle: Sent) -> Tensor:
+        """y [T, D]: the sum over each token's experts of weight times output row."""
+        rows_ND, weights_TK = self.given, self.sample.weights_TK
+        T, K = weights_TK.shape
+        back = self._rows("arrived", len(rows_ND), rows_ND)
+        back.index_copy_(0, handle.arrival, rows_ND)
+        home = self._rows("out", T * K, rows_ND)
+        dist.all_to_all_single(home, back, handle.splits_out, handle.splits_in, group=self.group)
+        pairs = self._rows("pairs", T * K, rows_ND)
+        pairs.index_copy_(0, handle.order, home)
+        weights_T1K = weights_TK.unsqueeze(1).to(rows_ND.dtype)
+        return torch.bmm(weights_T1K, pairs.view(T, K, rows_ND.shape[1])).squeeze(1)
+
+    def outputs(self, handle: Sent) -> Tensor:
+        return self.sample.experts(handle.rows, None, handle.expert_offsets)
+
+    def arrived(self, handle: Sent) -> list[Tensor]:
+        return [handle.rows]
+
+    def _rows(self, name: str, count: int, like: Tensor) -> Tensor:
+        if not self.keep_buffers:
+            return like.new_empty(count, like.shape[1])
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < count:
+            buffer = self._buffers[name] = like.new_empty(count, like.shape[1])
+        return buffer[:count]
+
+
+def slabs(sample: Sample, buffer_RMX: Tensor) -> list[Tensor]:
+    """The rows that arrived, by source."""
+    counts_R = sample.rows_RR[:, sample.rank].tolist()
+    return [slab[:count] for slab, count in zip(buffer_RMX, counts_R, strict=True)]
+
+
 def poison(tensors: Iterable[Tensor]) -> None:
     """Set all bits: NaN in every floating type, fp8 included."""
     for tensor in tensors:
         if tensor.numel():
             tensor.view(torch.uint8).fill_(0xFF)
-
-
-def _uses_fp8(ep: ExpertParallel) -> bool:
-    return "fp8" in (ep.config.exchange.payload, ep.config.exchange.combine_payload)

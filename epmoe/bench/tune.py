@@ -1,21 +1,20 @@
 """Finds the fastest launch of the exchange's kernels on this machine for each number of tokens.
 
 The search starts from the launch that the kernels choose by themselves. It varies one parameter at a time, with the
-parameters before it at their best values. Each launch is timed over rounds of the fused pipeline, as in graphs.py, and
+parameters before it at their best values. Each launch is timed over rounds of the fused pipeline, as in timing.py, and
 its output is checked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
-from epmoe.bench.graphs import round_us
-from epmoe.bench.report import Job, Line, Report, microseconds
+from epmoe.bench.report import TOKENS, Column, Job, Report, Result, microseconds
 from epmoe.bench.sample import Sample
 from epmoe.bench.sides import Fused
+from epmoe.bench.timing import round_us
 from epmoe.config.tuning import Launch, Tuning, TuningRow
 from epmoe.exchange import memory
 from epmoe.service import ExpertParallel
@@ -31,33 +30,12 @@ _SIMPLE: _Grid = {
 }
 
 
-class Tuned(NamedTuple):
-    """The fastest launch found for one T."""
-
-    row: TuningRow
-    us: float
-    """microseconds of a round with it"""
-    untuned_us: float
-    """microseconds of a round with the launch that the kernels choose"""
-
-
-def report(results: Sequence[Tuned]) -> Report:
-    """The launch for each T, the time of its round, and the time untuned. The JSON is what `exchange.tuning` names."""
-    launches = [[f"{getattr(row, name)}" for name in Launch.model_fields] for row, *_ in results]
-    return Report(
-        "tune",
-        {"rows": [row.model_dump() for row, *_ in results]},
-        ("T", *(name.replace("_", " ") for name in Launch.model_fields), "round", "untuned"),
-        [
-            [f"{row.tokens}", *launch, microseconds(us), microseconds(untuned_us)]
-            for (row, us, untuned_us), launch in zip(results, launches, strict=True)
-        ],
-        [
-            Line("untuned", [(row.tokens, untuned_us) for row, _, untuned_us in results]),
-            Line("tuned", [(row.tokens, us) for row, us, _ in results]),
-        ],
-        "µs a round on the slowest rank; 0: the kernels choose",
-    )
+_COLUMNS = (
+    TOKENS,
+    *(Column(name, name.replace("_", " "), "0: the kernels choose", str) for name in Launch.model_fields),
+    Column("round", "round", "µs on the slowest rank", microseconds),
+    Column("untuned", "untuned", "µs of a round with the launch that the kernels choose", microseconds),
+)
 
 
 def launches(tokens: Sequence[int]) -> int:
@@ -67,7 +45,8 @@ def launches(tokens: Sequence[int]) -> int:
 
 def run(job: Job) -> Report:
     """Tune each T. Collective. `advance` is called after each launch. Raises RuntimeError if an output is wrong."""
-    config, results = job.config, []
+    config = job.config
+    results = list[Result]()
     with ExpertParallel(config, job.group) as ep:
         for T in sorted(job.tokens):
             side = Fused(ep, Sample(config, ep.rank, T, job.routing, ep.device))
@@ -82,8 +61,14 @@ def run(job: Job) -> Report:
                     if (us := _round_us(ep, side, row, job)) < least_us:
                         best, least_us = row, us
                     job.advance()
-            results.append(Tuned(best, least_us, untuned_us))
+            results.append({**best.model_dump(), "round": least_us, "untuned": untuned_us})
     return report(results)
+
+
+def report(results: Sequence[Result]) -> Report:
+    """The launch for each T, the time of its round, and the time untuned. The file is what `exchange.tuning` names."""
+    rows = [{key: result[key] for key in TuningRow.model_fields} for result in results]
+    return Report("tune", _COLUMNS, results, plotted=("untuned", "round"), file={"rows": rows})
 
 
 def _grid(tokens: int) -> _Grid:

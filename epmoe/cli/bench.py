@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -14,9 +15,20 @@ from rich.progress import Progress
 from epmoe.bench import cpu, gpu, layer, peers, training, tune
 from epmoe.bench.facts import facts
 from epmoe.bench.report import STDOUT, Benchmark, Job
+from epmoe.cli import about
 from epmoe.cli.console import UserError, check_output, console, launched_rank, log, print_table, require
 from epmoe.cli.launch import CONFIG, NPROC, all_ranks, check_ranks, load, start_ranks
 from epmoe.local.simulate import Kind
+
+# Options, and those without which they go.
+_WITHOUT = {
+    "--training": ("--layer", "--eager", "--peers", "--side", "--tune"),
+    "--layer": ("--side", "--payload"),
+    "--eager": ("--layer", "--tune"),
+    "--tune": ("--layer", "--side", "--payload", "--json", "--peers"),
+}
+# Options for GPUs, and those with which they are for CPUs as well.
+_FOR_GPUS = {"--side": "", "--payload": "--training", "--eager": "", "--peers": "--layer", "--tune": ""}
 
 
 def bench(
@@ -39,7 +51,7 @@ def bench(
     ] = None,
     whole_layer: Annotated[
         bool,
-        typer.Option("--layer", help="Instead time route + dispatch + experts + combine beside the experts alone."),
+        typer.Option("--layer", help="Instead time route + dispatch + experts + combine, and the experts alone."),
     ] = False,
     passes: Annotated[
         bool, typer.Option("--training", help="Instead time forward and backward, of the exchange and of a layer.")
@@ -69,57 +81,50 @@ def bench(
     check_output("--tune", tuning, (".json", ".yaml", ".yml"))  # JSON is YAML
     check_output("--json", as_json, (".json",))
     check_output("--plot", plot, (".png", ".svg", ".pdf"))
+    given = {option.opts[0] for option in context.command.params if context.params[option.name or ""]}
     on_gpus = parsed.exchange.transport == "nvlink"
-    model, limit = parsed.model, parsed.capacity.max_num_tokens_per_rank
-    usual = layer.TOKENS if (whole_layer or passes) and on_gpus else gpu.TOKENS if on_gpus else cpu.TOKENS
-    counts = sorted(set(tokens or [count for count in usual if count <= limit]))
+    _check_options(given, on_gpus)
+    model = parsed.model
+    limit = parsed.capacity.max_num_tokens_per_rank
+    usual = cpu if not on_gpus else layer if whole_layer or passes else gpu
+    counts = sorted(set(tokens or [count for count in usual.DEFAULT_TOKENS if count <= limit]))
     if max(counts) > limit:
         raise UserError(f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got {max(counts)}")
     if parsed.placement.slots is not None:
         raise UserError("`placement.slots` must be unset: the benchmarks compute with the experts that come first")
     if routing == "adversarial":
         raise UserError("`--routing` must not be adversarial: its outputs are not the weighted sums that are checked")
-    benchmark: Benchmark = cpu.run
-    steps = repeats * len(counts)
-    if eager and (not on_gpus or whole_layer or tuning):
-        raise UserError("`--eager` is for GPUs, and goes without `--layer` and `--tune`")
-    if drivers and (tuning or not (on_gpus or whole_layer)):
-        raise UserError("`--peers` is for GPUs or for `--layer`, and goes without `--tune`")
-    try:
+    with _wrong("--peers"):
         others = peers.load(drivers) if drivers else []
-    except ValueError as error:
-        raise UserError(f"`--peers`: {error}") from None
+    with _wrong("--layer"):
+        if whole_layer:
+            layer.check(parsed)
+    fitting = gpu.default_payloads(parsed)
+    benchmark: Benchmark
     if passes:
-        if side or tuning or whole_layer or eager or drivers:
-            raise UserError("`--training` goes without `--layer`, `--eager`, `--peers`, `--side` and `--tune`")
-        if payload and (len(payload) > 1 or payload[0] not in gpu.default_payloads(parsed)[:2]):
+        if payload and (len(payload) > 1 or payload[0] not in fitting[:2]):
             raise UserError(
                 "`--training` takes one `--payload`: plain, or fp8-out where `model.hidden_size` is a multiple of 128"
             )
         forward: training.TrainingPayload = "fp8" if payload == [gpu.Payload.FP8_OUT] else "auto"
-        benchmark, steps = partial(training.run, payload=forward), len(counts)
+        benchmark = partial(training.run, payload=forward)
+        steps = len(counts)
     elif tuning:
-        if not on_gpus or side or payload or as_json or whole_layer:
-            raise UserError("`--tune` is for GPUs, and goes without `--layer`, `--side`, `--payload` and `--json`")
-        benchmark, steps = tune.run, tune.launches(counts)
+        benchmark = tune.run
+        steps = tune.launches(counts)
     elif whole_layer:
-        if side or payload:
-            raise UserError("`--layer` goes without `--side` and `--payload`")
-        try:
-            layer.check(parsed)
-        except ValueError as error:
-            raise UserError(f"`--layer`: {error}") from None
-        benchmark, steps = partial(layer.run, peers=others), len(counts) * len(layer.Precision)
+        benchmark = partial(layer.run, peers=others)
+        steps = len(counts) * len(layer.Precision)
     elif on_gpus:
-        fitting = gpu.default_payloads(parsed)
         if refused := set(payload or ()) - set(fitting):
             raise UserError(f"`--payload` {', '.join(refused)} wants `model.hidden_size` to be a multiple of 128")
         payloads = payload or fitting
         contenders = side or list(gpu.Contender)
         benchmark = partial(gpu.run, contenders=contenders, payloads=payloads, peers=others, eager=eager)
         steps = len(counts) * len(payloads)
-    elif side or payload:
-        raise UserError("`--side` and `--payload` are for GPUs, which `exchange.transport: nvlink` asks for")
+    else:
+        benchmark = cpu.run
+        steps = len(counts) * repeats
     if plot:
         require("matplotlib", "`--plot`")  # now, not after the run
     check_ranks(parsed)
@@ -142,13 +147,36 @@ def bench(
     if tuning:
         report.write_json(tuning)  # what `exchange.tuning` names, without facts
     elif as_json:
-        report.write_json(as_json, facts(report.benchmark, parsed, routing, repeats))
+        words = {"command": about.command(context.meta["epmoe.arguments"])}
+        report.write_json(as_json, facts(report.benchmark, parsed, routing, repeats) | words)
     if plot:
         experts = f"{model.num_experts} experts, top-{model.num_experts_per_tok}"
         report.plot(plot, f"{title}\nhidden size {model.hidden_size} {model.dtype}, {experts}")
 
 
+@contextmanager
+def _wrong(option: str) -> Iterator[None]:
+    """Raise a ValueError of the block as a UserError that names `option`."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"`{option}`: {error}") from None
+
+
+def _check_options(given: set[str], on_gpus: bool) -> None:
+    """Raise UserError if options do not go together."""
+    for option, also in _FOR_GPUS.items():
+        if option in given and not on_gpus and also not in given:
+            instead = f" or for `{also}`" if also else ""
+            raise UserError(f"`{option}` is for GPUs{instead}; `exchange.transport: nvlink` asks for GPUs")
+    for option, others in _WITHOUT.items():
+        if option in given and given.intersection(others):
+            *first, last = (f"`{other}`" for other in others)
+            raise UserError(f"`{option}` goes without {', '.join(first)} and {last}")
+
+
 def _log(rank: int) -> Callable[[str], None]:
     """What tells of each case where no progress bar is seen, so that a run that is cut off leaves its figures."""
-    start, silent = time.monotonic(), rank != 0 or console.is_terminal
+    start = time.monotonic()
+    silent = rank != 0 or console.is_terminal
     return lambda line: None if silent else log(f"{time.monotonic() - start:6.1f} s  {line}")

@@ -18,8 +18,8 @@ from epmoe.cli.console import UserError, console, human_bytes
 from epmoe.cli.result import Balancing, Check, Result
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.exchange.health import Health
-from epmoe.exchange.peers import Peers
 from epmoe.exchange.window import available_memory_bytes
+from epmoe.group.peers import Peers
 from epmoe.live.balancer import Balancer
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.reference import moe_reference

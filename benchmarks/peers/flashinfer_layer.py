@@ -1,0 +1,83 @@
+"""FlashInfer's whole layers for Hopper: in bf16 (cake) and in fp8 (push). Route is ours.
+
+The calls are those of flashinfer-python 0.7.2.post1. A further kernel is one more function here, and its `Layer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epmoe.bench.layer_sides import WholeLayer
+from epmoe.bench.peers import LeftOut, Peer
+
+
+class Layer(Peer):
+    """One kernel. `make` returns its backend and the weights that the layer is given."""
+
+    install = "flashinfer-python"
+
+    def __init__(self, name: str, fp8: bool, make: Callable[[WholeLayer, dict[str, Any]], tuple[Any, Any]]) -> None:
+        self.name = name
+        self.fp8 = fp8
+        self.make = make
+
+    def version(self) -> str:
+        import flashinfer
+        import flashinfer.moe_ep  # noqa: F401
+
+        return flashinfer.__version__
+
+    @contextmanager
+    def layer(self, case: WholeLayer) -> Iterator[Callable[[], Tensor]]:
+        from flashinfer import moe_ep
+
+        if case.experts.is_fp8 != self.fp8:
+            raise LeftOut(f"it takes {'fp8' if self.fp8 else 'bf16'} weights")
+        if case.experts.dtype != torch.bfloat16 or torch.cuda.get_device_capability()[0] != 9:
+            raise LeftOut("it takes bf16 rows on Hopper")
+        model = case.ep.config.model
+        shape = {"intermediate_size": model.intermediate_size, "top_k": model.num_experts_per_tok}
+        backend, weights = self.make(case, shape)
+        sizes = moe_ep.FleetParams(
+            num_experts=model.num_experts, max_tokens_per_rank=len(case.x_TD), token_hidden_size=model.hidden_size
+        )
+        group = case.group
+        device = torch.cuda.current_device()
+        bootstrap = moe_ep.BootstrapConfig(group.size(), group.rank(), process_group=group, device=device)
+        layer = moe_ep.MoEEpLayer(bootstrap, sizes, weights, backend=backend)
+        y_TD = torch.empty_like(case.x_TD)
+
+        def run() -> Tensor:
+            routing = case.routed()
+            return layer(moe_ep.MoEEpTensors(case.x_TD, routing.ids, routing.weights, output=y_TD))
+
+        yield run
+        torch.cuda.synchronize()
+        layer.destroy()
+
+
+def push(case: WholeLayer, shape: dict[str, Any]) -> tuple[Any, Any]:
+    from flashinfer import moe_ep
+    from flashinfer.moe_ep.kernel_src.sm90.push_style_megamoe import Sm90PushWeights
+
+    experts = case.experts
+    weights = Sm90PushWeights(
+        experts.w_gate_up.data, experts.gate_up_scales.data, experts.w_down.data, experts.down_scales.data
+    )
+    kernel = moe_ep.Sm90_Fp8_Fp8_Bf16_PushCuda_MegaMoeConfig(**shape)
+    return moe_ep.MegaConfig(kernel, preprocess_weights=False, transformed_weights=weights), None
+
+
+def cake(case: WholeLayer, shape: dict[str, Any]) -> tuple[Any, Any]:
+    from flashinfer import moe_ep
+
+    weights = moe_ep.MoEWeightPack(case.experts.w_gate_up.data, case.experts.w_down.data)
+    return moe_ep.MegaConfig(moe_ep.Sm90_Bf16_Bf16_Bf16_PushCake_MegaMoeConfig(**shape)), weights
+
+
+PEERS = [Layer("FlashInfer push", True, push), Layer("FlashInfer cake", False, cake)]

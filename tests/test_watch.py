@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launched import torchrun
 from rich.console import Console
-from test_poll import IDS, WEIGHTS, X, make_ep
+from test_rounds import IDS, WEIGHTS, X, make_ep
 
 from epmoe.cli import watch
 from epmoe.cli.watch import Sample, View

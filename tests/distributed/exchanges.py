@@ -285,9 +285,9 @@ def poison(ep: ExpertParallel) -> None:
     if ep.device.type == "cuda":
         torch.cuda.synchronize()
     dist.all_reduce(torch.zeros(1))
-    for lines in ep._exchange.plan.empty_lines:
+    for lines in ep.exchange.plan.empty_lines:
         assert node_of(ep).window.local[lines].eq(0xFF).all()
-    for name, buffer in ep._exchange.views.items():
+    for name, buffer in ep.exchange.views.items():
         if buffer.numel() and not name.startswith(CONTROL) and not name.endswith(".flags"):
             poison_(buffer)
     if ep.device.type == "cuda":
@@ -295,12 +295,23 @@ def poison(ep: ExpertParallel) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
+def given(ep: ExpertParallel, tokens: Tokens) -> list[Tensor]:
+    """x, ids and weights on the device of `ep`."""
+    return [t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)]
+
+
 def run_round(
     ep: ExpertParallel, tokens: Tokens, layout: str = "expert", num_tokens: int | Tensor | None = None
 ) -> Tensor:
     """dispatch, the tests' experts, and combine."""
-    x, ids, weights = (t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
-    d = ep.dispatch(x, ids, weights, num_tokens=num_tokens, layout=layout)
+    d = ep.dispatch(*given(ep, tokens), num_tokens=num_tokens, layout=layout)
     if layout == "rank":
         return ep.combine_partial(run_fused_experts(ep, d), d)
     return ep.combine(run_experts(ep, d), d)
+
+
+def first_round(ep: ExpertParallel, num_tokens: int, layout: str = "expert") -> Tokens:
+    """Plays a round that agrees with the dense layer, for which GPUs load their kernels. Returns this rank's input."""
+    tokens = make_tokens(ep.config, ep.rank, num_tokens)
+    assert_y(run_round(ep, tokens, layout), ep.config, tokens)
+    return tokens

@@ -8,10 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import assert_y, make_tokens, poison, run_experts, run_round
+from exchanges import assert_y, first_round, given, make_tokens, poison, run_experts, run_round
 from helpers import ON_GPUS
 from test_exceptions import AT_ONCE_S, LONG_S, out_of_memory, within, without_rank
-from test_phases import given
 
 from epmoe import EPTimeoutError, ExpertParallel
 
@@ -130,8 +129,7 @@ def test_ranks_that_never_end_a_round_that_was_given_up(make_ep, rank, size):
 
 def test_abort_after_out_of_memory(ep, rank, size, monkeypatch):
     """Every allocation of torch fails, from before combine until the round is closed."""
-    tokens = make_tokens(ep.config, rank, 16)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    tokens = first_round(ep, 16)
     for call in ("dispatch_send", "dispatch"):
         d = getattr(ep, call)(*given(ep, tokens))
         rows = run_experts(ep, d) if call == "dispatch" else None

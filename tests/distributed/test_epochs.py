@@ -20,7 +20,7 @@ LASTS = 0x7FFFFFFD, 0xFFFFFFFD
 
 def set_epoch(ep: epmoe.ExpertParallel, epoch: int) -> None:
     """As if so many rounds had been played. The headers of the CPU compare as signed differences."""
-    exchange = ep._exchange
+    exchange = ep.exchange
     node = getattr(exchange, "node", exchange)
     signed = (epoch + (1 << 31)) % (1 << 32) - (1 << 31)
     exchange.rounds.progress[0] = node.rounds.progress[0] = 4 * epoch  # phases
@@ -48,7 +48,7 @@ def test_rounds_past_the_last_epoch(make_ep, rank, size, device, layout, ll_max_
             time.sleep(0.02)  # the others sleep on their doorbells
         check_round(ep, given, layout)
         ep.check()
-        assert ep.health().rounds == ep._exchange.rounds.count == number
+        assert ep.health().rounds == ep.exchange.rounds.count == number
 
 
 @pytest.mark.parametrize("last", LASTS)
@@ -61,7 +61,7 @@ def test_rounds_over_nodes_past_the_last_epoch(make_ep, rank, size, device, spli
     for number in range(last + 1, last + 4):
         tokens = make_tokens(ep.config, rank, 16 - rank, seed=number % 7)
         assert_y(run_round(ep, tokens), ep.config, tokens)
-        assert ep.health().rounds == ep._exchange.rounds.count == number
+        assert ep.health().rounds == ep.exchange.rounds.count == number
 
 
 @pytest.mark.parametrize("last", LASTS)
@@ -71,7 +71,7 @@ def test_more_rounds_past_the_last_epoch(make_ep, rank, size, last):
     set_epoch(ep, last)
     for number in range(last + 1, last + 4):
         tokens = make_tokens(ep.config, rank, 5, seed=number % 7)
-        with ep._exchange.rounds.sending(rank == number % size):
+        with ep.exchange.rounds.sending(rank == number % size):
             y = run_round(ep, tokens)
-        assert ep._exchange.has_more_rounds()
+        assert ep.exchange.has_more_rounds()
         assert_y(y, ep.config, tokens)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import assert_y, make_config, make_tokens, run_experts, run_round, slab_shape
-from test_phases import given
+from exchanges import assert_y, given, make_config, make_tokens, run_experts, run_round, slab_shape
 
 import epmoe
 

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import Tokens, assert_y, make_tokens, run_experts, run_round
+from exchanges import Tokens, assert_y, first_round, given, make_tokens, run_experts, run_round
 from helpers import ON_GPUS
 from test_layers import D, E, K, make_layer
-from test_phases import given
 
 from epmoe import EPTimeoutError, ExpertParallel
 from epmoe.native import ops
@@ -93,8 +92,7 @@ def test_experts_that_raise(layer_ep, rank, size, kind, everywhere):
 @pytest.mark.parametrize("in_a_round", [False, True])
 def test_leaving_by_an_exception_releases_the_others(ep, rank, size, in_a_round):
     """Their waits, of up to 300 s, end at once and name rank 0. More of it: tests/test_failure.py."""
-    tokens = make_tokens(ep.config, rank, 9)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    tokens = first_round(ep, 9)
     if rank == 0:
         with within(AT_ONCE_S), pytest.raises(LookupError), ep:
             if in_a_round:
@@ -112,8 +110,7 @@ def test_leaving_by_an_exception_releases_the_others(ep, rank, size, in_a_round)
 @ON_GPUS
 def test_leaving_ends_this_ranks_own_kernels(ep, rank, size, device):
     """They wait for ranks that do not come, for up to 300 s, and freeing the window would wait for them."""
-    tokens = make_tokens(ep.config, rank, 9)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    tokens = first_round(ep, 9)
     if rank == 0:
         with within(AT_ONCE_S):
             with pytest.raises(LookupError), ep:

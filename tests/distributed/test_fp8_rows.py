@@ -15,6 +15,7 @@ from exchanges import (
     dequantised,
     expected_rows,
     expected_slabs,
+    given,
     make_tokens,
     poison,
     quantised,
@@ -120,8 +121,8 @@ def test_the_layer_is_that_of_rows_which_dispatch_quantises(make_ep, rank, size,
     ids, weights = mine.ids.to(ep.device), mine.weights.to(ep.device)
     wide = torch.zeros(T, 400, device=ep.device)
     wide[:, 16:18] = scales
-    for given in (scales, wide[:, 16:18]):
-        d = ep.dispatch(q, ids, weights, scales=given, num_tokens=mine.real, layout=layout)
+    for its in (scales, wide[:, 16:18]):
+        d = ep.dispatch(q, ids, weights, scales=its, num_tokens=mine.real, layout=layout)
         rows, combine = (
             (run_fused_experts(ep, d), ep.combine_partial) if layout == "rank" else (run_experts(ep, d), ep.combine)
         )
@@ -167,7 +168,7 @@ def test_ranks_that_disagree_hear_of_it(make_ep, rank, size):
             q, scales = quantised(mine.x)
             d = dispatched(ep, q.view(torch.uint8), scales.view(torch.int32), mine, False)
         else:
-            d = ep.dispatch(*(t.to(ep.device) for t in (mine.x, mine.ids, mine.weights)))
+            d = ep.dispatch(*given(ep, mine))
         ep.combine(torch.zeros(d.rows.shape, dtype=d.dtype, device=ep.device), d)
         ep.check()
 

@@ -11,10 +11,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import assert_y, make_tokens, run_experts, run_fused_experts, run_round
+from exchanges import assert_y, first_round, given, make_tokens, run_experts, run_fused_experts, run_round
 from test_exceptions import LONG_S, Fragile, without_rank
 from test_layers import D, E, K, make_layer
-from test_phases import given
 
 from epmoe import EPAbortedError, EPMismatchError, EPOverflowError, ExpertParallel, MoELayer
 
@@ -41,8 +40,7 @@ def hears_of(ep: ExpertParallel, call: Callable[[], object], epoch: int) -> None
 @pytest.mark.parametrize("how", ["skip", "after dispatch_send", "after dispatch"])
 def test_others_hear_of_it(ep, rank, size, how, layout):
     """The round is closed on all ranks, and the next one is whole."""
-    tokens = make_tokens(ep.config, rank, 9)
-    assert_y(run_round(ep, tokens, layout), ep.config, tokens)
+    tokens = first_round(ep, 9, layout)
     for n in (2, 4):
         if rank != GIVER:
             hears_of(ep, lambda: run_round(ep, tokens, layout), epoch=n)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import assert_y, expected_y, gains, make_tokens, poison
+from exchanges import assert_y, expected_y, gains, given, make_tokens, poison
 from helpers import ON_GPUS, ROOT, assert_close, poison_, randn
 from test_layers import D, E, K, make_layer
 from torch import Tensor
@@ -188,7 +188,7 @@ def test_health_is_read_while_a_kernel_waits(make_ep, rank, size, device):
     """Rank 0 comes late. The others read their counts meanwhile, and the kernel that waits for it still runs."""
     ep = make_ep(timeout_s=20.0)
     tokens = make_tokens(ep.config, rank, 6)
-    x, ids, weights = (t.to(device) for t in (tokens.x, tokens.ids, tokens.weights))
+    x, ids, weights = given(ep, tokens)
     d = ep.dispatch(x, ids, weights)
     ep.combine(d.rows, d)
     before = ep.health()

@@ -87,7 +87,7 @@ def test_allocation_equals_the_plan(make_ep, rank, size, device, payload):
         assert plan == want and mapped_windows() == [plan.window_bytes] * ep.config.topology.ranks_here
     assert node_of(ep).window.local.nbytes == plan.window_bytes
     assert node_of(ep).memory[1].nbytes == plan.scratch_bytes
-    views = ep._exchange.views
+    views = ep.exchange.views
     assert {name: view.nbytes for name, view in views.items()} == {b.name: b.nbytes for b in plan.buffers}
     ep.close()
     del ep, views

@@ -9,11 +9,10 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import Tokens, assert_y, make_tokens, run_round
+from exchanges import Tokens, assert_y, given, make_tokens, run_round
 from helpers import ON_GPUS, poison_
 from test_exceptions import within
 from test_graphs import capturable_experts
-from test_phases import given
 
 from epmoe import EPOrderError, EPTimeoutError, ExpertParallel
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checked_round import check_round
-from exchanges import Tokens, assert_y, make_tokens, run_experts, run_fused_experts, run_round
+from exchanges import Tokens, assert_y, given, make_tokens, run_experts, run_fused_experts, run_round
 from helpers import ON_GPUS
 
 import epmoe
@@ -14,10 +14,6 @@ from epmoe import Dispatched, ExpertParallel
 from epmoe.exchange.round_state import CLOSED, DISPATCHED, PERMITTED, RETURNING, SENT
 
 PLACEMENT = {"strategy": "round_robin", "num_redundant_experts": 3}
-
-
-def given(ep: ExpertParallel, tokens: Tokens) -> list[torch.Tensor]:
-    return [t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)]
 
 
 def outputs(ep: ExpertParallel, d: Dispatched) -> torch.Tensor:

@@ -12,6 +12,8 @@ from exchanges import (
     assert_y,
     expected_slabs,
     expected_y_after_drops,
+    first_round,
+    given,
     inside,
     make_tokens,
     poison,
@@ -178,9 +180,8 @@ def test_ranks_that_disagree_hear_of_it(make_ep, rank, size):
 def test_a_mismatch_stays_for_a_host_that_runs_ahead(make_ep, rank):
     """Hosts launch ten rounds before they look. The first has another K on one rank: all of them end with zeros."""
     ep = make_ep(top_k=4, hidden=64, dtype="float32")
-    tokens = make_tokens(ep.config, rank, 6)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
-    x, ids, weights = (t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
+    tokens = first_round(ep, 6)
+    x, ids, weights = given(ep, tokens)
     k = 3 if rank == 0 else 4
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -199,9 +200,8 @@ def test_a_mismatch_stays_for_a_host_that_runs_ahead(make_ep, rank):
 def test_a_rank_that_stays_away(make_ep, rank, size, stage, phases):
     """The others raise within the deadline, in receive phases where calls are apart, and can start again with all."""
     ep = make_ep(timeout_s=0.5)
-    tokens = make_tokens(ep.config, rank, 6)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
-    inputs = [t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)]
+    tokens = first_round(ep, 6)
+    inputs = given(ep, tokens)
     d = ep.dispatch(*inputs) if stage == "combine" else None
     if rank != 0:
         with pytest.raises(epmoe.EPTimeoutError, match=rf"{stage} of round 2 .*rank\(s\) \[0\]") as caught:
@@ -274,6 +274,6 @@ def test_redundant_copies_share_the_load(make_ep, rank, size):
     tokens = [make_tokens(ep.config, r, 4 * size) for r in range(size)]
     assert_y(run_round(ep, tokens[rank]), ep.config, tokens[rank])
     slabs = expected_slabs(ep.config, ep.placement, tokens, rank)
-    d = ep.dispatch(*(t.to(ep.device) for t in (tokens[rank].x, tokens[rank].ids, tokens[rank].weights)))
+    d = ep.dispatch(*given(ep, tokens[rank]))
     assert d.recv.counts.tolist() == slabs.counts.tolist()
     ep.abort(d)

@@ -7,7 +7,7 @@ from itertools import cycle
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import assert_y, make_tokens, run_experts
+from exchanges import assert_y, given, make_tokens, run_experts
 from helpers import ON_GPUS
 
 pytestmark = ON_GPUS
@@ -20,7 +20,7 @@ def test_calls_change_the_stream(make_ep, rank, size, device, phases, T):
     """Before each call another stream sleeps, with the call before it behind the sleep."""
     ep = make_ep(ll_max_tokens=32, max_tokens=100)
     tokens = make_tokens(ep.config, rank, T)
-    x, ids, weights = (t.to(device) for t in (tokens.x, tokens.ids, tokens.weights))
+    x, ids, weights = given(ep, tokens)
     d = ep.dispatch(x, ids, weights)
     rows = run_experts(ep, d)  # of every round
     assert_y(ep.combine(rows, d), ep.config, tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from checked_round import check_round
-from exchanges import make_tokens, run_round
+from exchanges import given, make_tokens, run_round
 from factors import all_pairs
 from helpers import assert_close, randn
 from test_layers import D, E, K, make_layer
@@ -42,7 +42,7 @@ def test_rows_are_weighted_and_y_is_their_sum(make_ep, rank, size, case):
 def test_rank_layout_and_non_bool_are_errors(make_ep, rank, size):
     ep = make_ep()
     tokens = make_tokens(ep.config, rank, 3)
-    inputs = [t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)]
+    inputs = given(ep, tokens)
     for dispatch in (ep.dispatch, ep.dispatch_send):
         with pytest.raises(ValueError, match=r"`apply_router_weight_on_input` .* must be False with layout='rank'"):
             dispatch(*inputs, layout="rank", apply_router_weight_on_input=True)

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
 RANKS_SHARE_GPUS = torch.cuda.is_available() and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count()
 ON_GPUS = pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=[pytest.mark.gpu, NO_CUDA])])
+ON_THE_CPU = pytest.mark.parametrize("device", [torch.device("cpu")])
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 WEIGHT_TOLERANCE = 2e-6
 """Relative error of a routing weight against fp64."""

@@ -20,17 +20,11 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS,
 from transformers.integrations.moe import use_experts_implementation
 
 import epmoe.integrations.transformers as integration
-from epmoe.integrations.transformers import fp8, settings
+from epmoe.integrations.transformers import fp8
 
+pytestmark = pytest.mark.usefixtures("default_settings")
 BF16_ERROR = 1.6e-2  # relative to the largest value: weights, rows between the GEMMs and outputs are rounded
 E, K, D, F = 6, 2, 256, 128
-
-
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(settings, "_settings", settings.Settings())
-    yield
-    integration.close()
 
 
 def tokens_for(num_experts: int, num_tokens: int = 33, top_k: int = 3) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,15 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchanges import assert_y, first_round, given, make_tokens, poison, run_experts, run_round
-from helpers import ON_GPUS
+from helpers import ON_GPUS, ON_THE_CPU
 from test_exceptions import AT_ONCE_S, LONG_S, out_of_memory, within, without_rank
 
-from epmoe import EPTimeoutError, ExpertParallel
-
-
-@pytest.fixture
-def ep(make_ep) -> ExpertParallel:
-    return make_ep(timeout_s=LONG_S)
+from epmoe import EPTimeoutError
 
 
 @pytest.mark.parametrize("after", ["dispatch_send", "dispatch_recv", "combine_send"])
@@ -110,7 +105,7 @@ def test_ranks_that_abort_at_random(ep, rank, size):
     ep.check()
 
 
-@pytest.mark.parametrize("device", [torch.device("cpu")])
+@ON_THE_CPU
 def test_ranks_that_never_end_a_round_that_was_given_up(make_ep, rank, size):
     """The next dispatch of the rank that aborted waits for them, up to its deadline."""
     ep = make_ep(timeout_s=0.4)

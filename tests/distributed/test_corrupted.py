@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchanges import assert_y, first_round, make_tokens, node_of, run_round
-from helpers import ON_GPUS
+from helpers import ON_GPUS, ON_THE_CPU
 
 import epmoe
 
@@ -23,7 +23,6 @@ PARTS = {
     "errors": ("signal.error", "signal.dead"),
 }
 DEADLINE_S = 0.5
-ON_THE_CPU = pytest.mark.parametrize("device", [torch.device("cpu")])
 SIGNALS = ("signal.dispatch", "signal.combine", "signal.error", "signal.dead")
 
 

@@ -29,6 +29,17 @@ def test_combine_of_the_other_layout(make_ep, rank, size):
     ep.abort(d)
 
 
+def test_weights_on_input_need_the_expert_layout(make_ep, rank, size):
+    ep = make_ep()
+    tokens = make_tokens(ep.config, rank, 3)
+    inputs = given(ep, tokens)
+    for dispatch in (ep.dispatch, ep.dispatch_send):
+        with pytest.raises(ValueError, match=r"`apply_router_weight_on_input` .* must be False with layout='rank'"):
+            dispatch(*inputs, layout="rank", apply_router_weight_on_input=True)
+        with pytest.raises(TypeError, match=r"`apply_router_weight_on_input` must be a bool, got str"):
+            dispatch(*inputs, apply_router_weight_on_input="yes")
+
+
 def test_group(rank, size, device):
     with pytest.raises(
         ValueError, match=rf"topology\.ep_size must equal the size of the group, {size}, got {size + 1}"

@@ -26,11 +26,6 @@ AT_ONCE_S = 5.0  # a fraction of a second, where this machine has a core for eac
 
 
 @pytest.fixture
-def ep(make_ep) -> ExpertParallel:
-    return make_ep(timeout_s=LONG_S)
-
-
-@pytest.fixture
 def layer_ep(make_ep) -> ExpertParallel:
     return make_ep(experts=E, top_k=K, hidden=D, timeout_s=LONG_S)
 

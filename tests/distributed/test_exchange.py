@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from checked_round import check_round
-from exchanges import expected_y, make_config, make_tokens, run_experts
+from exchanges import expected_y, make_config, make_tokens, run_experts, run_round
 from factors import all_pairs
 from helpers import assert_close, poison_
 
@@ -177,3 +177,30 @@ def test_tokens_without_valid_pairs_are_not_sent(make_ep, rank, size):
     d = ep.dispatch(x, ids, weights.to(ep.device))
     assert d.recv.counts.eq(0).all() and d.expert_offsets.eq(0).all()
     assert ep.combine(run_experts(ep, d), d).eq(0).all()
+
+
+WEIGHTED = all_pairs(
+    {
+        "phases": [False, True],
+        "payload": ["float32", "bfloat16", "float16", "fp8"],
+        # T, ll_max_tokens, num_sms. With 2 multiprocessors and up to 2 ranks, 40 tokens take the coarse LL kernel. It
+        # does not send a rank's own rows.
+        "shape": [(5, 256, None), (40, 32, None), (40, 256, None), (40, 256, 2)],
+    }
+)
+
+
+@pytest.mark.parametrize("case", WEIGHTED, ids=lambda case: "-".join(map(str, case.values())))
+def test_rows_are_weighted_and_y_is_their_sum(make_ep, rank, size, case):
+    """`apply_router_weight_on_input`: rows arrive weighted and rounded once, and combine only adds."""
+    fp8, (T, ll_max_tokens, num_sms) = case["payload"] == "fp8", case["shape"]
+    placement = {"strategy": "round_robin", "num_redundant_experts": 3}
+    dtype, payload = ("bfloat16", "fp8") if fp8 else (case["payload"], "auto")
+    options = {"top_k": 6, "hidden": 256, "dtype": dtype, "max_tokens": 40, "placement": placement}
+    exchange = {"payload": payload, "num_sms": num_sms}
+    ep = make_ep(ll_max_tokens, capacity={"alignment": 8}, exchange=exchange, **options)
+    for n in range(3):
+        tokens = [make_tokens(ep.config, r, T, seed=n, kind="adversarial", padded=r % 3) for r in range(size)]
+        real = tokens[rank].real
+        check_round(ep, tokens, "expert", num_tokens=real, phases=case["phases"], weighted=True)
+        run_round(ep, tokens[rank], num_tokens=real)  # on the same windows, with weights in combine

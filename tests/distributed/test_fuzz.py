@@ -17,6 +17,7 @@ from checked_round import check_round
 from exchanges import Tokens, make_tokens
 from helpers import random_bits
 from replayed_rounds import Again, play_again
+from soak import soak
 
 from epmoe import EPConfig
 
@@ -108,3 +109,11 @@ def test_drawn_rounds(make_ep, rank, size, device, seed):
     if rounds:
         assert play_again(rounds, -(-ROUNDS // drawn) - 1) == 0
     ep.check()
+
+
+@pytest.mark.slow
+def test_a_short_soak(rank, size, device):
+    """`make soak` runs for minutes."""
+    most_rounds = 100 if device.type == "cpu" else 10_000
+    for rounds, wrong, _ in soak(device, seed=size, most_rounds=most_rounds, seconds=60.0):
+        assert rounds > 0 and wrong == 0

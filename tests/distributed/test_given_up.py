@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchanges import assert_y, first_round, given, make_tokens, run_experts, run_fused_experts, run_round
+from helpers import ON_THE_CPU
 from test_exceptions import LONG_S, Fragile, without_rank
 from test_layers import D, E, K, make_layer
 
@@ -68,7 +69,7 @@ def test_a_rank_that_returned_its_sums_gave_nothing_up(ep, rank, size):
     assert ep.health().aborted_rounds == [0] * size
 
 
-@pytest.mark.parametrize("device", [torch.device("cpu")])
+@ON_THE_CPU
 @pytest.mark.parametrize("ranks_per_node", [None, 1])
 def test_an_overflow_beside_an_abort_leaves_nothing_for_the_next_round(make_ep, rank, size, ranks_per_node):
     """One error tells of both."""

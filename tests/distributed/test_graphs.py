@@ -1,15 +1,19 @@
-"""CUDA graphs: replays with fewer real tokens than captured, ranks that replay different graphs, and stale rows."""
+"""CUDA graphs: replays with fewer real tokens than captured, ranks that replay different graphs, and stale rows.
+
+And the calls of a round on different streams.
+"""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Callable
+from itertools import cycle
 
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import assert_y, expected_y, gains, given, make_tokens, poison
+from exchanges import assert_y, expected_y, gains, given, make_tokens, poison, run_experts
 from helpers import ON_GPUS, ROOT, assert_close, poison_, randn
 from test_layers import D, E, K, make_layer
 from torch import Tensor
@@ -205,3 +209,35 @@ def test_health_is_read_while_a_kernel_waits(make_ep, rank, size, device):
         d = ep.dispatch(x, ids, weights)
     ep.combine(d.rows, d)
     assert ep.health().rounds == before.rounds + 1
+
+
+@ON_GPUS
+@pytest.mark.parametrize("T", [8, 100])
+@pytest.mark.parametrize("phases", [False, True])
+def test_calls_change_the_stream(make_ep, rank, size, device, phases, T):
+    """They run in the order of the calls. Before each call another stream sleeps for about 2 ms, longer than a round,
+    with the call before it behind the sleep."""
+    ep = make_ep(ll_max_tokens=32, max_tokens=100)
+    tokens = make_tokens(ep.config, rank, T)
+    x, ids, weights = given(ep, tokens)
+    d = ep.dispatch(x, ids, weights)
+    rows = run_experts(ep, d)  # of every round
+    assert_y(ep.combine(rows, d), ep.config, tokens)
+    torch.cuda.synchronize()
+    dist.barrier()
+    streams, ys = cycle(torch.cuda.Stream() for _ in range(3)), []
+    for _ in range(6):
+        with torch.cuda.stream(next(streams)):
+            torch.cuda._sleep(4_000_000)
+            d = ep.dispatch_send(x, ids, weights) if phases else ep.dispatch(x, ids, weights)
+        if phases:
+            with torch.cuda.stream(next(streams)):
+                d = ep.dispatch_recv(d)
+            with torch.cuda.stream(next(streams)):
+                torch.cuda._sleep(4_000_000)
+                ep.combine_send(rows, d)
+        with torch.cuda.stream(next(streams)):
+            ys.append(ep.combine_recv(d) if phases else ep.combine(rows, d))
+    ep.check()
+    for y in ys:
+        assert_y(y, ep.config, tokens)

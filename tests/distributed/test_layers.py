@@ -60,6 +60,14 @@ def test_fp8_payload_reaches_the_experts(make_ep, rank, size):
     assert_close(layer(x.to(ep.device)), moe_reference(x, *routing, weights), slack=5)
 
 
+def test_weights_on_input(make_ep, rank, size):
+    layer, weights = make_layer(make_ep(experts=E, top_k=K, hidden=D), apply_router_weight_on_input=True)
+    x = randn(16, D, seed=rank)
+    routing = route_reference(x @ layer.router_weight.cpu().T, K)
+    want = moe_reference(x, *routing, weights, apply_router_weight_on_input=True)
+    assert_close(layer(x.to(layer.ep.device)), want, slack=4)
+
+
 def test_61_layers_share_one_set_of_windows(make_ep, rank, size):
     """All layers share one set of windows: the plan's bytes are mapped before the first layer and after the last."""
     gc.collect()  # tracebacks of earlier tests hold their windows

@@ -19,18 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchanges import assert_y, expected_y, first_round, given, make_tokens, run_experts, run_round
-from helpers import ON_GPUS
-from test_exceptions import AT_ONCE_S, LONG_S, within, without_rank
+from helpers import ON_GPUS, ON_THE_CPU
+from test_exceptions import AT_ONCE_S, within, without_rank
 
 import epmoe
-from epmoe import ExpertParallel
-
-ON_CPU = pytest.mark.parametrize("device", [torch.device("cpu")])
-
-
-@pytest.fixture
-def ep(make_ep) -> ExpertParallel:
-    return make_ep(timeout_s=LONG_S)
 
 
 @contextmanager
@@ -44,7 +36,7 @@ def ctrl_c(after_s: float = 0.3) -> Iterator[None]:
     timer.join()
 
 
-@ON_CPU
+@ON_THE_CPU
 @pytest.mark.parametrize("stage", ["dispatch", "combine", "opening"])
 def test_ctrl_c_ends_a_wait(ep, rank, size, stage):
     """It ends at once, the round can be closed, and the ranks go on together."""
@@ -66,7 +58,7 @@ def test_ctrl_c_ends_a_wait(ep, rank, size, stage):
         assert_y(run_round(ep, tokens), ep.config, tokens)
 
 
-@ON_CPU
+@ON_THE_CPU
 def test_a_wait_that_ctrl_c_has_ended_can_be_taken_up_again(ep, rank, size):
     tokens = make_tokens(ep.config, rank, 9)
     sent = ep.dispatch_send(*given(ep, tokens)) if rank == 0 else None
@@ -83,7 +75,7 @@ def test_a_wait_that_ctrl_c_has_ended_can_be_taken_up_again(ep, rank, size):
     assert_y(y, ep.config, tokens)
 
 
-@ON_CPU
+@ON_THE_CPU
 def test_a_signal_whose_handler_returns_does_not_lengthen_the_wait(make_ep, rank, size):
     """A timer of 20 ms, as profilers set it: the wait goes on, and its deadline stays the same."""
     ep = make_ep(timeout_s=0.4)
@@ -104,7 +96,7 @@ def test_a_signal_whose_handler_returns_does_not_lengthen_the_wait(make_ep, rank
     dist.barrier()
 
 
-@ON_CPU
+@ON_THE_CPU
 def test_a_signal_handler_may_abort_the_round(ep, rank, size):
     """The call that waits says so: it has no rows to return."""
     tokens = make_tokens(ep.config, rank, 9)
@@ -124,7 +116,7 @@ class Tick(Exception):
     pass
 
 
-@ON_CPU
+@ON_THE_CPU
 def test_an_exception_at_any_moment(ep, rank, size):
     """A timer raises anywhere in rank 0's calls, and it aborts. Sums of the others lack its experts or are complete."""
     armed, rng = [], random.Random(5)
@@ -161,7 +153,7 @@ def test_an_exception_at_any_moment(ep, rank, size):
     dist.barrier()
 
 
-@ON_CPU
+@ON_THE_CPU
 def test_another_thread_waits_without_blocking_the_main_thread(ep, rank, size):
     """It waits in the same slices, and the main thread gets Ctrl-C meanwhile."""
     tokens, results = make_tokens(ep.config, rank, 9), queue.SimpleQueue()

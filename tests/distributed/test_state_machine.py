@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchanges import assert_y, given, make_config, make_tokens, run_experts, run_fused_experts
+from helpers import ON_THE_CPU
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
@@ -200,7 +201,7 @@ def pick(choices: list, n: int) -> Any:
     return choices[n % len(choices)]
 
 
-@pytest.mark.parametrize("device", [torch.device("cpu")])
+@ON_THE_CPU
 def test_any_sequence_of_calls(device):
     examples = settings(
         max_examples=30, stateful_step_count=60, deadline=None, derandomize=True, phases=[Phase.generate],

@@ -20,7 +20,7 @@ from transformers.distributed import DistributedConfig
 import epmoe.integrations.transformers as integration
 from epmoe import EPAbortedError
 from epmoe.cli.demo import generate as demo
-from epmoe.integrations.transformers import fp8, settings
+from epmoe.integrations.transformers import fp8
 
 pytestmark = own_gpus
 FP32_LOGITS = 1e-5 if DEVICE == "cpu" else 1e-4
@@ -33,12 +33,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch):
-    monkeypatch.setattr(
-        settings, "_settings", settings.Settings(keys={"ranks_per_node": nodes_of(dist.get_world_size())})
-    )
-    yield
-    integration.close()
+def _nodes(default_settings, size):
+    integration.configure(ranks_per_node=nodes_of(size))
 
 
 def check_generation(single, spread, prompt: Tensor, new_tokens: int, synced_gpus: bool | None = None) -> None:

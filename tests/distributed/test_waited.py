@@ -6,16 +6,14 @@ import threading
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
 from exchanges import first_round, given, make_tokens, run_experts
-from helpers import RANKS_SHARE_GPUS
+from helpers import ON_THE_CPU, RANKS_SHARE_GPUS
 from test_signals import ctrl_c
 
 import epmoe
 
 LATE_S = 0.35  # longer than three sleeps of a wait, which let Python handle its signals
-ON_THE_CPU = pytest.mark.parametrize("device", [torch.device("cpu")])
 OWN_GPUS = pytest.mark.skipif(RANKS_SHARE_GPUS, reason="needs a GPU for each rank")
 
 

@@ -45,7 +45,7 @@ lint: setup  ## ruff, clang-format, mypy, pydoclint and import-linter, as in .pr
 docs: setup  ## the documentation as a site in build/site; a dead link fails
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
-# Which tests run: the mark `slow` is left out, but for `make slow` and `make test-all`.
+# Which tests run: the mark `slow` is left out, but for `make slow` and `make test-all`. The latter alone runs `long`.
 MARK := -m 'not slow'
 PYTEST = -m pytest -q -p no:cacheprovider $(MARK)
 UNIT = pytest -n logical --maxprocesses 4 --dist worksteal --ignore tests/distributed
@@ -67,8 +67,8 @@ core: setup  ## tests over 3 ranks, without those of integrations
 integrations: setup  ## transformers and torch.compile over 2 ranks
 	@$(call ranks,2,$(INTEGRATIONS))
 
-slow: MARK := -m slow
-slow: setup  ## the tests that repeat at length what faster ones hold
+slow: MARK := -m "slow and not long"
+slow: setup  ## the tests that repeat at length what faster ones hold, but for the longest
 	$(UNIT) $(MARK)
 	@$(call ranks,3,tests/distributed)
 

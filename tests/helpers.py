@@ -31,6 +31,11 @@ def slow(*values: object):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def long(*values: object):
+    """These values of a parameter, for `make test-all`."""
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.long])
+
+
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 

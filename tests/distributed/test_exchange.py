@@ -7,7 +7,7 @@ import torch
 from checked_round import check_round
 from exchanges import expected_y, make_config, make_tokens, run_experts, run_round
 from factors import all_pairs
-from helpers import assert_close, poison_
+from helpers import ON_GPUS, assert_close, poison_
 
 from epmoe.config.tuning import Tuning, TuningRow
 
@@ -105,12 +105,12 @@ def test_many_experts(make_ep, rank, size, experts, ll_max_tokens):
         check_round(ep, [make_tokens(ep.config, r, 24 - 3 * r, seed=seed) for r in range(size)], "expert")
 
 
-@pytest.mark.slow
+@ON_GPUS
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("ll_max_tokens", [32, 256])
 def test_long_rows_on_few_multiprocessors(make_ep, rank, size, ll_max_tokens, layout, payload):
-    """On GPUs a row has several chunks, and each block sends many tokens, to final rows once it knows the offsets."""
+    """A row has several chunks, and each block sends many tokens, to final rows once it knows the offsets."""
     ep = make_ep(
         ll_max_tokens, hidden=20480, dtype="float32", max_tokens=60, exchange={"payload": payload, "num_sms": 2}
     )

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 pytest.importorskip("transformers")
 
+from helpers import long
 from spread_models import DEVICE, OneLayer, both_entry_points, needs_ep, own_gpus, random_ids, single_and_spread
 from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
@@ -94,7 +95,7 @@ def ragged(size: int, step: int = 0) -> list[Tensor]:
 
 
 @both_entry_points
-@pytest.mark.parametrize("max_tokens", [8, pytest.param(4096, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_tokens", [8, long(4096)])
 @pytest.mark.parametrize("name", demo.MODELS)
 def test_gradients_equal_a_single_process(name, max_tokens, entry_point, rank, size):
     """With at most 8 tokens a round, ranks with fewer tokens take part in rounds that others need. Twice: same bits."""
@@ -155,7 +156,7 @@ def test_the_trainer(entry_point, size, tmp_path):
 
 
 @both_entry_points
-@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen3_moe", long("gpt_oss")])
 def test_20_steps_of_adamw(name, entry_point, rank, size):
     integration.configure(max_num_tokens_per_rank=16)
     single, spread = models(name, entry_point)

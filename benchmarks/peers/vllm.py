@@ -1,6 +1,6 @@
 """vLLM's default exchange: its all-gather of rows, weights and ids, and its reduce-scatter (`AgRsAll2AllManager`).
 
-Calls as in vLLM 0.26. Layers with vLLM's experts: tests/stacks/vllm_gpu.py.
+Calls as in vLLM 0.26. Layers with vLLM's experts: benchmarks/vllm_layer.py.
 """
 
 from __future__ import annotations

@@ -104,11 +104,7 @@ class Round:
 
     def dispatch(self) -> Dispatched:
         first = self.ep.dispatch_send if self.phases else self.ep.dispatch
-        options = {
-            "layout": self.layout,
-            "apply_router_weight_on_input": self.weighted,
-            "aligned": self.aligned,
-        }
+        options = {"layout": self.layout, "apply_router_weight_on_input": self.weighted, "aligned": self.aligned}
         d = first(self.x, self.ids, self.weights, num_tokens=self.num_tokens, **options)
         return self.ep.dispatch_recv(d) if self.phases else d
 

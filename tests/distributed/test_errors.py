@@ -22,6 +22,8 @@ def test_combine_of_the_other_layout(make_ep, rank, size):
     d = ep.dispatch(*given(ep, tokens), layout="rank")
     with pytest.raises(ValueError, match="layout='rank'.*combine_partial"):
         ep.combine(rows, d)
+    with pytest.raises(AttributeError, match=r"`dispatched.rows` does not exist with layout='rank'"):
+        _ = d.rows
     slabs, slots = slab_shape(ep.config)
     want = rf"`partial` must be float32 \[{slabs}, {slots}, 64\], got float32 \[{slabs}, 7, 64\]"
     with pytest.raises(ValueError, match=want):

@@ -8,18 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checked_round import check_round
-from exchanges import (
-    assert_y,
-    expected_slabs,
-    expected_y_after_drops,
-    first_round,
-    given,
-    inside,
-    make_tokens,
-    poison,
-    run_experts,
-    run_round,
-)
+from exchanges import assert_y, expected_y_after_drops, first_round, given, make_tokens, poison, run_experts, run_round
 from helpers import ON_GPUS, assert_close, poison_
 
 import epmoe
@@ -242,38 +231,3 @@ def test_health_counts(make_ep, rank, size):
         else:
             rows_sent[owner // G * G + rank % G] = rows
     assert health.rows_sent == rows_sent
-
-
-def test_slots_follow_token_order(make_ep, rank, size):
-    """layout="rank", and a source that sends every other token: its slots hold these tokens in their order."""
-    ep = make_ep(experts=size, top_k=1, max_tokens=16)
-    ids = torch.arange(16)[:, None] % size
-    x = torch.arange(16.0)[:, None].expand(16, 64).contiguous()
-    d = ep.dispatch(x.to(ep.device), ids.to(ep.device), torch.ones(16, 1, device=ep.device), layout="rank")
-    topology, (on_ranks, local) = ep.config.topology, inside(ep.config, ep.placement, rank)
-    in_order = [float(t) for t in range(16) if t % size == rank] * topology.num_nodes
-    for r in range(topology.ranks_here):
-        assert d.recv.x[r, : d.recv.counts[r], 0].tolist() == in_order
-    sentinel = on_ranks.sentinel(local)
-    assert d.recv.ids[:, int(d.recv.counts[0]) :].eq(sentinel).all()
-    assert topology.ranks_here == 1 or ep.expert_map[sentinel] == on_ranks.expert_map(local)[sentinel] == -1
-    with pytest.raises(AttributeError, match=r"`dispatched.rows` does not exist with layout='rank'"):
-        _ = d.rows
-    ep.abort(d)
-
-
-def test_redundant_copies_share_the_load(make_ep, rank, size):
-    """Two copies of each expert: each copy computes its share."""
-    ep = make_ep(
-        experts=size,
-        top_k=1,
-        max_tokens=4 * size,
-        placement={"strategy": "explicit", "num_redundant_experts": size, "assignment": [*range(size), *range(size)]},
-    )
-    assert len(ep.placement.copies(0)) == 2
-    tokens = [make_tokens(ep.config, r, 4 * size) for r in range(size)]
-    assert_y(run_round(ep, tokens[rank]), ep.config, tokens[rank])
-    slabs = expected_slabs(ep.config, ep.placement, tokens, rank)
-    d = ep.dispatch(*given(ep, tokens[rank]))
-    assert d.recv.counts.tolist() == slabs.counts.tolist()
-    ep.abort(d)

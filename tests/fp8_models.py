@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
+from epmoe import GroupedExperts
 from epmoe.cli.demo import generate as demo
 
 SHAPE = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
@@ -40,7 +41,7 @@ def saved(**quantization: object) -> Iterator[Path]:
 
 
 def _quantise(path: Path, keys: dict[str, object]) -> None:
-    """Every expert's weights to fp8, with a `weight_scale_inv` beside them."""
+    """Turns every expert's weights into fp8, with a `weight_scale_inv` for each."""
     tensors = load_file(path / "model.safetensors")
     for name in [name for name in tensors if ".experts." in name]:
         weights, scales = by_blocks(tensors[name][None].float())
@@ -65,3 +66,18 @@ def dequantised(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model with the same weights in `dtype`, by transformers' own arithmetic."""
     keys = FineGrainedFP8Config(dequantize=True)
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, quantization_config=keys)
+
+
+@contextmanager
+def calls_of_experts() -> Iterator[list[tuple]]:
+    """The calls of `GroupedExperts` inside: the experts, their arguments and their options."""
+    calls: list[tuple] = []
+    forward = GroupedExperts.forward
+
+    def watched(self: GroupedExperts, *arguments: object, **options: object) -> object:
+        calls.append((self, arguments, options))
+        return forward(self, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GroupedExperts, "forward", watched)
+        yield calls

@@ -58,7 +58,7 @@ class Host:
         return [self.pipes[name].recv() for name in names]
 
     def answers(self, names: list[int]) -> list:
-        """As `results`. Raises AssertionError with the exception of a rank."""
+        """The `results`. Raises AssertionError with the exception of a rank."""
         results = self.results(names)
         errors = [result for result in results if isinstance(result, str) and result != "played"]
         assert not errors, errors
@@ -70,7 +70,7 @@ class Host:
         return self.results(names)
 
     def succeed(self, names: list[int], function: Callable, *arguments: object) -> list:
-        """As `do`. Raises AssertionError with the exception of a rank."""
+        """Does as `do` does. Raises AssertionError with the exception of a rank."""
         self.start(names, function, *arguments)
         return self.answers(names)
 
@@ -184,7 +184,7 @@ def play_round(
 
 
 def check_stream(ep: epmoe.ExpertParallel) -> None:
-    """As `ep.check`, but waits for the current stream only: another kernel may hold the GPU."""
+    """Checks as `ep.check` does, but waits for the current stream only: another kernel may hold the GPU."""
     if ep.device.type == "cuda":
         ended = torch.cuda.Event()
         ended.record()

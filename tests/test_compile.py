@@ -176,7 +176,7 @@ def test_y_is_no_memory_of_the_window(ep, backend):
 
 
 def test_ids_and_weights_in_place_of_logits(ep, backend):
-    """For models with a router of their own."""
+    """A model may have a router of its own."""
     layer = make_layer(ep)
     step = compiled(lambda x, ids, weights: opaque.moe(layer, x, ids, weights, None), backend)
     for T in TOKENS:

@@ -90,7 +90,7 @@ def test_no_rule_can_be_left_out(rule, protocol):
 @pytest.mark.parametrize("scenario", ["no failure", "aborts"])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_ranks_are_at_most_one_stage_apart(protocol, scenario):
-    """As the page says. On the CPU an abort opens combine early, which makes it two."""
+    """The page says so. On the CPU an abort opens combine early, which makes it two."""
     machine = build(protocol, 3, **SCENARIOS[scenario])
 
     def opened(rank: int, node: int) -> int:

@@ -180,7 +180,7 @@ def test_static_mode_refuses_to_train():
 )
 @torch.inference_mode()
 def test_an_exception_anywhere_in_a_round_closes_it(where, monkeypatch):
-    """Before or behind what dispatch and combine send, as of a signal handler."""
+    """A signal handler may raise before or behind what dispatch and combine send."""
     experts = experts_of(loaded("mixtral", experts_implementation="epmoe"))
     inputs = tokens_for(experts, 8, 2)
     want = experts(*inputs)

@@ -6,6 +6,7 @@ Over several ranks: tests/distributed/test_transformers.py.
 from __future__ import annotations
 
 import inspect
+import weakref
 
 import pytest
 import torch
@@ -62,10 +63,11 @@ def test_a_checkpoint_computes_what_its_dequantised_weights_do(scale_fmt):
         got = ours(x, ids, weights)
         assert_near(got, want)
         assert ours(x[:0], ids[:0], weights[:0]).shape == (0, D)
-    with torch.no_grad():  # also where the first call was in inference mode
+    with torch.no_grad(), fp8_models.calls_of_experts() as calls:  # also where the first call was in inference mode
         assert torch.equal(ours(x, ids, weights), got)
-    used, parameters = fp8._made[ours].experts, [getattr(ours, name) for name in fp8.PARAMETERS]
+    ((used, _, _),) = calls
     assert used.is_fp8
+    parameters = [getattr(ours, name) for name in fp8.PARAMETERS]
     shared = used.w_gate_up, used.w_down, used.gate_up_scales, used.down_scales
     assert [a.data_ptr() == b.data_ptr() for a, b in zip(shared, parameters, strict=True)] == [
         True, True, scale_fmt == "float", scale_fmt == "float",
@@ -81,9 +83,11 @@ def test_weights_and_scales_that_change_or_move_are_those_of_the_next_call():
         experts.down_proj_scale_inv.copy_(experts.down_proj_scale_inv.float() * 2)
         assert_near(experts(*inputs), 2 * before.float(), 4e-3)
         experts.down_proj = torch.nn.Parameter(torch.zeros_like(experts.down_proj), requires_grad=False)
-        assert experts(*inputs).eq(0).all()
-    integration.close()
-    assert not fp8._made
+        with fp8_models.calls_of_experts() as calls:
+            assert experts(*inputs).eq(0).all()
+        made = weakref.ref(calls.pop()[0])
+        integration.close()
+        assert made() is None
 
 
 @pytest.mark.parametrize("config", [{}, {"swiglu_limit": 1.0}, {"swiglu_limit": 1.0, "swiglu_alpha": 1.7}])
@@ -152,21 +156,14 @@ def test_tokens_that_require_grad_are_an_error_in_grad_mode():
 
 @torch.no_grad()
 def test_segments_are_aligned_where_the_gemm_wants_it(monkeypatch: pytest.MonkeyPatch):
-    """As DeepGEMM does; here torch's computes the same rows with gaps between the segments."""
+    """DeepGEMM wants it. Here torch's GEMM computes the same rows with gaps between the segments."""
     experts, inputs = module(), tokens_for(E)
     want = experts(*inputs)
-    seen = []
-    forward = fp8.GroupedExperts.forward
-
-    def watched(self, rows: Tensor, offsets: Tensor, scales: Tensor | None = None, **segments: object) -> Tensor:
-        seen.append((segments["alignment"], offsets.tolist()))
-        return forward(self, rows, offsets, scales, **segments)
-
-    monkeypatch.setattr(fp8.GroupedExperts, "forward", watched)
     monkeypatch.setattr(fp8.GroupedExperts, "alignment", 64)
-    assert torch.equal(experts(*inputs), want)
-    ((alignment, offsets),) = seen
-    assert alignment % 64 == 0 and not any(offset % alignment for offset in offsets)
+    with fp8_models.calls_of_experts() as calls:
+        assert torch.equal(experts(*inputs), want)
+    ((_, (_, offsets, *_), segments),) = calls
+    assert segments["alignment"] % 64 == 0 and not (offsets % segments["alignment"]).any()
 
 
 @torch.no_grad()

@@ -126,7 +126,7 @@ class Checked:
 
 
 def alignment_of(ep: ExpertParallel, tokens: list[Tokens]) -> int:
-    """Of an aligned round to which ranks bring these tokens."""
+    """Returns the alignment of an aligned round to which ranks bring these tokens."""
     sizes = ep.exchange.plan.sizes
     few = all(len(each.x) <= sizes["ll_max_tokens"] for each in tokens)
     return sizes["ll_alignment" if few else "alignment"]
@@ -153,7 +153,7 @@ def check_round(
         num_tokens: real tokens of this rank, for dispatch.
         phases: whether send and receive phases are calls of their own.
         weighted: whether dispatch applies the weights, so that combine only adds.
-        aligned: as of dispatch.
+        aligned: as in dispatch.
     """
     config, mine = calls or ep.config, tokens[ep.rank]
     fp8 = config.exchange.payload == "fp8"

@@ -21,7 +21,7 @@ pytestmark = [ON_GPUS, pytest.mark.skipif(RANKS_SHARE_GPUS, reason="needs a GPU 
 
 DEADLINE_S = 1.0
 SHORT_S = 0.5
-"""A deadline of rounds beside a `Crowd`."""
+"""A deadline of rounds while a `Crowd` runs."""
 TOLD_S = SHORT_S + 2.0
 
 
@@ -170,7 +170,7 @@ def test_a_busy_gpu_only_slows_the_round(make_ep, rank, hold, free, T, layout):
 @pytest.mark.parametrize("num_sms", [None, 20, 24])
 @pytest.mark.parametrize("free", [60, 12, 1])
 def test_every_row_is_written(make_ep, rank, hold, free, num_sms, T, ll_max_tokens, layout):
-    """Of each variant that the launch policy has: blocks that find others missing leave, and their items are taken."""
+    """Each variant of the launch policy does so: blocks that find others missing leave, and others take their items."""
     ep = make_ep(
         ll_max_tokens, max_tokens=4096, hidden=1024, dtype="bfloat16", timeout_s=20.0, exchange={"num_sms": num_sms}
     )
@@ -192,7 +192,7 @@ def test_every_row_is_written(make_ep, rank, hold, free, num_sms, T, ll_max_toke
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
 @pytest.mark.parametrize("free", [12, 1])
 def test_every_gradient_is_written(make_ep, rank, hold, free, payload, T, ll_max_tokens):
-    """Likewise in training, whose kernels are variants of their own; memory that is free holds NaN."""
+    """Training has variants of the kernels. Free memory holds NaN."""
     ep = make_ep(ll_max_tokens, max_tokens=512, hidden=1024, dtype="bfloat16", timeout_s=20.0)
     exchange = TrainingExchange(ep, payload=payload)
     tokens = make_tokens(ep.config, rank, T)

@@ -88,10 +88,10 @@ def test_a_count_that_no_slab_has(make_ep, rank, size, device, count, layout):
 
 def scribble(ep: epmoe.ExpertParallel, victim: int, names: tuple[str, ...], seed: int) -> None:
     """Random bits into these buffers of the victim's window, from this rank."""
-    bits, window = torch.Generator().manual_seed(seed), node_of(ep).window._words[victim].view(torch.uint8)
+    bits = torch.Generator().manual_seed(seed)
     for buffer in (ep.memory_plan()[name] for name in names):
         scrawl = torch.randint(0, 256, (buffer.nbytes,), generator=bits, dtype=torch.uint8).pin_memory()
-        window[buffer.offset : buffer.offset + buffer.nbytes].copy_(scrawl, non_blocking=True)
+        node_of(ep).window.put(victim, buffer.offset, scrawl)
 
 
 @ON_GPUS

@@ -19,7 +19,7 @@ LASTS = 0x7FFFFFFD, 0xFFFFFFFD
 
 
 def set_epoch(ep: epmoe.ExpertParallel, epoch: int) -> None:
-    """As if so many rounds had been played. The headers of the CPU compare as signed differences."""
+    """Pretends that so many rounds have been played. The headers of the CPU compare as signed differences."""
     exchange = ep.exchange
     node = getattr(exchange, "node", exchange)
     signed = (epoch + (1 << 31)) % (1 << 32) - (1 << 31)
@@ -66,7 +66,7 @@ def test_rounds_over_nodes_past_the_last_epoch(make_ep, rank, size, device, spli
 
 @pytest.mark.parametrize("last", LASTS)
 def test_more_rounds_past_the_last_epoch(make_ep, rank, size, last):
-    """Their answer has the number of the round beside it."""
+    """The answer whether more follow carries the number of its round."""
     ep = make_ep()
     set_epoch(ep, last)
     for number in range(last + 1, last + 4):

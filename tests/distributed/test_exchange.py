@@ -88,7 +88,7 @@ def test_agrees_with_the_dense_reference(make_ep, rank, size, case):
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("ll_max_tokens", [32, 256])
 def test_adversarial_routing(make_ep, rank, size, ll_max_tokens, id_dtype, layout):
-    """Duplicate ids, −1, ids out of range, and weights of 0, NaN and Inf, beside valid pairs of the same tokens."""
+    """Duplicate ids, −1, ids out of range, and weights of 0, NaN and Inf, in tokens that have valid pairs, too."""
     ep = make_ep(ll_max_tokens, experts=13, top_k=8, max_tokens=90, placement={"num_redundant_experts": 15})
     for seed in range(10):
         T = 16 if seed % 2 else 90

@@ -55,7 +55,7 @@ def draw_options(random: Random, size: int) -> dict:
 
 
 def draw_tokens(config: EPConfig, random: Random, size: int) -> list[Tokens]:
-    """Of every rank. A part of the ids and of the weights has any bits.
+    """Draws the tokens of every rank. A part of the ids and of the weights has any bits.
 
     The bound of y is relative to its terms; with fp8 sums it holds only where the values of a block are alike. Weights
     that are too small or too large for it become 1 / K.

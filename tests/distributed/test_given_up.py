@@ -124,7 +124,7 @@ def return_too_few_columns(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_a_layer_that_fails_on_one_rank(make_ep, rank, size, go_wrong, error, message, sends):
-    """In its experts, or refused before anything is sent: the error stays that rank's, and the others hear of it."""
+    """Its experts fail, or its call is refused. It keeps its error, and the others hear of it."""
     ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=LONG_S, exchange=RAISE)
     layer, _ = make_layer(ep)
     x = torch.randn(9, D, generator=torch.Generator().manual_seed(rank)).to(ep.device)

@@ -127,7 +127,7 @@ def test_a_replay_within_an_eager_round(make_stages, rank, size, device):
 
 
 def test_a_stage_that_starts_within_another(make_stages, rank, size, device):
-    """Rank 0's combine starts beside its dispatch, which waits for the other ranks. Both leave room on the GPU."""
+    """Rank 0's combine starts while its dispatch waits for the other ranks. Both leave room on the GPU."""
     if size == 1:
         pytest.skip("dispatch waits for nobody")
     stages = make_stages(num_sms=16)

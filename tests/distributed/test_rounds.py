@@ -17,7 +17,7 @@ PLACEMENT = {"strategy": "round_robin", "num_redundant_experts": 3}
 
 
 def test_200_rounds_back_to_back(make_ep, rank, size):
-    """Without a barrier between rounds. T varies from 0 to M, differently on each rank, and layouts alternate."""
+    """No barrier lies between rounds. T varies from 0 to M, differently on each rank, and layouts alternate."""
     M = 20
     ep = make_ep(experts=13, top_k=6, max_tokens=M, placement=PLACEMENT)
     for n in range(200):

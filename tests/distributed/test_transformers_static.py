@@ -22,7 +22,7 @@ pytestmark = own_gpus
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 """On GPUs torch's grouped GEMM takes bf16 only without a look at the host."""
 ERROR = 2e-2 if DEVICE == "cuda" else 1e-5
-"""Of logits, relative to the largest one."""
+"""Error of logits, relative to the largest one."""
 M = 32
 
 
@@ -89,7 +89,7 @@ def breaks_by_epmoe() -> list[str]:
     ],
 )
 def test_compiled_generation_with_a_static_cache(name, entry_point, rank, size, every_expert):
-    """From different prompts. All ranks take equally many steps, as static mode asks for."""
+    """Prompts differ. All ranks take equally many steps, as static mode asks for."""
     single, spread = single_and_spread(name, entry_point, DTYPE)
     prompt = random_ids(5 + 9 * rank, seed=rank)
     want = generate(single, prompt, 6)
@@ -132,7 +132,7 @@ def test_compiled_generation_from_a_shared_batch(rank, size, every_expert):
 
 
 def test_one_graph_without_breaks(rank, every_expert):
-    """And a new one after the windows were released, since the old one would write into released memory."""
+    """There is a new one after the windows were released, since the old one would write into released memory."""
     single, spread = single_and_spread("qwen3_moe", "experts_implementation", DTYPE)
     ids = random_ids(7, seed=rank)
     graph = torch.compile(lambda ids: spread(ids, use_cache=False).logits, backend="aot_eager", fullgraph=True)
@@ -165,7 +165,7 @@ def test_a_longer_batch_is_an_error_before_anything_is_sent(entry_point, rank):
 
 @needs_ep
 def test_kernels_that_need_counts_on_the_host(rank, monkeypatch):
-    """In ordinary mode they run, and in static mode they are an error before anything is sent."""
+    """They run in ordinary mode. In static mode they are an error before anything is sent."""
     monkeypatch.setattr("epmoe.integrations.transformers.ep_implementation.can_group", lambda experts: False)
     layer = OneLayer("gpt_oss", "ep_implementation", DTYPE)
     inputs = layer.inputs(9 + rank, 4, seed=rank)

@@ -49,7 +49,7 @@ def loss_of_all(model, batches: list[Tensor]) -> Tensor:
 
 
 def gradients_of(model) -> dict[str, Tensor]:
-    """Of all parameters; DDP's model has them under the names of its module."""
+    """Gradients of all parameters. DDP's model has them under the names of its module."""
     named = getattr(model, "module", model).named_parameters()
     return {name: whole(parameter.grad) for name, parameter in named}
 
@@ -62,7 +62,7 @@ def compare_gradients(single, spread) -> None:
 
 
 def own_gradients(spread, ids: Tensor) -> list[Tensor]:
-    """Before DDP's reduction, whose order of sums changes after its first step; FSDP's stays."""
+    """Gradients before DDP's reduction, whose order of sums changes after its first step; FSDP's stays."""
     spread.zero_grad()
     with spread.no_sync() if isinstance(spread, DistributedDataParallel) else nullcontext():
         loss_of(spread, ids).backward()
@@ -81,7 +81,7 @@ def mean_over_ranks(loss: Tensor) -> Tensor:
 
 
 def check_gradients(single, spread, batches: list[Tensor], rank: int) -> None:
-    """Those of `spread` beside those of `single`."""
+    """Compares the gradients of `spread` with those of `single`."""
     loss = loss_of(spread, batches[rank])
     loss.backward()
     want = loss_of_all(single, batches)
@@ -127,7 +127,7 @@ def test_gradient_checkpointing(reentrant, max_tokens, rank, size):
 
 @both_entry_points
 def test_the_trainer(entry_point, size, tmp_path):
-    """With a rate that decays, clipped gradients, accumulation over two batches, and checkpoints of activations."""
+    """It has a rate that decays, clips gradients, accumulates two batches, and checkpoints activations."""
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
 
@@ -176,7 +176,7 @@ def test_20_steps_of_adamw(name, entry_point, rank, size):
 
 
 def layer_gradients(layer: OneLayer, which: str, inputs: list[tuple], rank: int) -> list[Tensor]:
-    """Of x, of weights and of parameters, for a loss that weights the tokens of each rank in its own way."""
+    """Gradients of x, of weights and of parameters, for a loss that weights the tokens of each rank in its own way."""
     experts = getattr(layer, which)
     mine = inputs if which == "single" else [inputs[rank]]
     for x, _, weights in mine:
@@ -188,7 +188,7 @@ def layer_gradients(layer: OneLayer, which: str, inputs: list[tuple], rank: int)
 
 
 def check_layer_gradients(layer: OneLayer, inputs: list[tuple], rank: int, error: float = ERROR) -> None:
-    """Those of `spread` equal those of `single`; the gradients of a rank without tokens are empty."""
+    """The gradients of `spread` equal those of `single`, and those of x on a rank without tokens are empty."""
     got, want = layer_gradients(layer, "spread", inputs, rank), layer_gradients(layer, "single", inputs, rank)
     for i, (one, expected) in enumerate(zip(got, want, strict=True)):
         if i < 2 and not len(inputs[rank][0]):
@@ -246,7 +246,7 @@ def test_copies_of_experts_and_batches_shared_by_two_ranks(sizes, rank, size):
 
 @needs_ep
 def test_experts_whose_kernel_takes_pairs(rank, size, monkeypatch):
-    """Of another implementation of experts. Only the first rank has rows; the others' parameters get zeros."""
+    """They have another implementation. Only the first rank has rows; the others' parameters get zeros."""
     ExpertsInterface.register("another", grouped_mm_experts_forward)
     layer = OneLayer("qwen3_moe", "ep_implementation")
     inputs = [layer.inputs(9 + r, 3, seed=r) for r in range(size)]

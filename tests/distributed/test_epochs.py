@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checked_round import check_round
-from exchanges import assert_y, make_tokens, run_round
+from exchanges import assert_y, make_tokens, node_of, run_round
 from helpers import RANKS_SHARE_GPUS
 
 import epmoe
@@ -21,9 +21,8 @@ LASTS = 0x7FFFFFFD, 0xFFFFFFFD
 def set_epoch(ep: epmoe.ExpertParallel, epoch: int) -> None:
     """Pretends that so many rounds have been played. The headers of the CPU compare as signed differences."""
     exchange = ep.exchange
-    node = getattr(exchange, "node", exchange)
     signed = (epoch + (1 << 31)) % (1 << 32) - (1 << 31)
-    exchange.rounds.progress[0] = node.rounds.progress[0] = 4 * epoch  # phases
+    exchange.rounds.progress[0] = node_of(ep).rounds.progress[0] = 4 * epoch  # phases
     exchange.views["state"][:2] = signed
     if ep.device.type == "cpu":
         for name in ("signal.dispatch", "signal.combine"):

@@ -25,11 +25,6 @@ LONG_S = 300.0
 AT_ONCE_S = 5.0  # a fraction of a second, where this machine has a core for each rank
 
 
-@pytest.fixture
-def layer_ep(make_ep) -> ExpertParallel:
-    return make_ep(experts=E, top_k=K, hidden=D, timeout_s=LONG_S)
-
-
 def without_rank(ep: ExpertParallel, tokens: Tokens, rank: int, sent: bool = False) -> Tokens:
     """`tokens` without their pairs on the experts of `rank`, or of its node, if that is the way there and back.
 
@@ -63,12 +58,13 @@ class Fragile(torch.nn.Module):
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt, torch.cuda.OutOfMemoryError])
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_experts_that_raise(layer_ep, rank, size, kind, everywhere):
+def test_experts_that_raise(make_ep, rank, size, kind, everywhere):
     """The caller gets the experts' error unchanged. The other ranks finish the round, and the next rounds are whole."""
     error = kind("no luck")  # of this test: its traceback holds the windows
-    layer, _ = make_layer(layer_ep)
+    ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=LONG_S)
+    layer, _ = make_layer(ep)
     layer.experts = fragile = Fragile(layer.experts)
-    x = torch.randn(9, D, generator=torch.Generator().manual_seed(rank)).to(layer_ep.device)
+    x = torch.randn(9, D, generator=torch.Generator().manual_seed(rank)).to(ep.device)
     whole = layer(x)
     for _ in range(3):
         fragile.error = error if everywhere or rank == 0 else None
@@ -81,7 +77,7 @@ def test_experts_that_raise(layer_ep, rank, size, kind, everywhere):
                 assert layer(x).isfinite().all()
             fragile.error = None
             assert torch.equal(layer(x), whole)
-    layer_ep.check()
+    ep.check()
 
 
 @pytest.mark.parametrize("in_a_round", [False, True])

@@ -97,3 +97,16 @@ def alone(
         "capacity": {"max_num_tokens_per_rank": max_tokens},
     }
     return epmoe.EPConfig(**config | {name: config.get(name, {}) | keys for name, keys in sections.items()})
+
+
+def full_layer(
+    ep: epmoe.ExpertParallel, seed: int = 0, bias: bool = False, **options: object
+) -> tuple[epmoe.MoELayer, tuple[Tensor, Tensor]]:
+    """A layer with this rank's experts, of an inner size of 24, and all experts' weights."""
+    E, D, F, dtype = ep.config.model.num_experts, ep.config.model.hidden_size, 24, ep.config.model.torch_dtype
+    router, up, down = (randn(*s, seed=seed + i) for i, s in enumerate(((E, D), (E, 2 * F, D), (E, D, F))))
+    weights = (up / D**0.5).to(dtype), (down / F**0.5).to(dtype)
+    held = ep.placement.logical_experts(ep.rank)
+    experts = epmoe.GroupedExperts(*(w[held].to(ep.device) for w in weights))
+    bias_E = (randn(E, seed=seed + 3) * 9).to(ep.device) if bias else None
+    return epmoe.MoELayer(ep, router.to(ep.device), experts, bias=bias_E, **options), weights

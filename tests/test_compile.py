@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch._dynamo as dynamo
-from helpers import ON_GPUS, alone, randn
+from helpers import ON_GPUS, alone, full_layer, randn
 from torch import Tensor, nn
 
 import epmoe
 from epmoe import opaque
 
-E, F, D, K, M = 12, 32, 64, 3, 40
+E, D, K, M = 12, 64, 3, 40
 TOKENS = (7, 2, M, 3, 0, 1)
 GRAPHS = 3  # for T ≥ 2, 0 and 1
 
@@ -39,11 +39,7 @@ def config(dtype: str = "float32", **capacity: object) -> epmoe.EPConfig:
 
 
 def make_layer(ep: epmoe.ExpertParallel, seed: int = 0, **options: object) -> epmoe.MoELayer:
-    dtype = ep.config.model.torch_dtype
-    w_gate_up, w_down = randn(E, 2 * F, D, seed=seed + 1) / D**0.5, randn(E, D, F, seed=seed + 2) / F**0.5
-    experts = epmoe.GroupedExperts(w_gate_up.to(ep.device, dtype), w_down.to(ep.device, dtype))
-    bias = randn(E, seed=seed + 3).to(ep.device)
-    return epmoe.MoELayer(ep, randn(E, D, seed=seed).to(ep.device), experts, bias=bias, **options)
+    return full_layer(ep, seed, bias=True, **options)[0]
 
 
 def compiled(function: Callable, backend: str, dynamic: bool | None = True) -> Callable:

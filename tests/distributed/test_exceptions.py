@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchanges import Tokens, assert_y, first_round, given, make_tokens, run_experts, run_round
-from helpers import ON_GPUS
-from test_layers import D, E, K, make_layer
+from helpers import ON_GPUS, full_layer
+from test_layers import D, E, K
 
 from epmoe import EPTimeoutError, ExpertParallel
 from epmoe.native import ops
@@ -62,7 +62,7 @@ def test_experts_that_raise(make_ep, rank, size, kind, everywhere):
     """The caller gets the experts' error unchanged. The other ranks finish the round, and the next rounds are whole."""
     error = kind("no luck")  # of this test: its traceback holds the windows
     ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=LONG_S)
-    layer, _ = make_layer(ep)
+    layer, _ = full_layer(ep)
     layer.experts = fragile = Fragile(layer.experts)
     x = torch.randn(9, D, generator=torch.Generator().manual_seed(rank)).to(ep.device)
     whole = layer(x)

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchanges import assert_y, first_round, given, make_tokens, run_experts, run_fused_experts, run_round
-from helpers import ON_THE_CPU
+from helpers import ON_THE_CPU, full_layer
 from test_exceptions import LONG_S, Fragile, without_rank
-from test_layers import D, E, K, make_layer
+from test_layers import D, E, K
 
 from epmoe import EPAbortedError, EPMismatchError, EPOverflowError, ExpertParallel, MoELayer
 
@@ -126,7 +126,7 @@ def return_too_few_columns(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
 def test_a_layer_that_fails_on_one_rank(make_ep, rank, size, go_wrong, error, message, sends):
     """Its experts fail, or its call is refused. It keeps its error, and the others hear of it."""
     ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=LONG_S, exchange=RAISE)
-    layer, _ = make_layer(ep)
+    layer, _ = full_layer(ep)
     x = torch.randn(9, D, generator=torch.Generator().manual_seed(rank)).to(ep.device)
     whole, twin, rows_sent = layer(x), copy.deepcopy(layer), ep.health().rows_sent
     if rank == GIVER:

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchanges import assert_y, expected_y, gains, given, make_tokens, poison, run_experts
-from helpers import ON_GPUS, ROOT, assert_close, poison_, randn
-from test_layers import D, E, K, make_layer
+from helpers import ON_GPUS, ROOT, assert_close, full_layer, poison_, randn
+from test_layers import D, E, K
 from torch import Tensor
 
 import epmoe
@@ -136,7 +136,7 @@ def example() -> type:
 
 def captured_example(make_ep: Callable[..., ExpertParallel], **options) -> tuple[epmoe.MoELayer, Callable]:
     ep = make_ep(experts=E, top_k=K, hidden=D, dtype="bfloat16", max_tokens=32, **options)
-    layer, _ = make_layer(ep)
+    layer, _ = full_layer(ep)
     assert layer.experts.gemm == "torch", "a loop over the experts reads the offsets on the host"
     return layer, example()(layer, 32)
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from exchanges import assert_y, make_tokens, quantised, run_experts, run_round
 from factors import all_pairs
-from helpers import RANKS_SHARE_GPUS
-from test_layers import D, E, K, make_layer
+from helpers import RANKS_SHARE_GPUS, full_layer
+from test_layers import D, E, K
 from test_phases import given
 from test_signals import ctrl_c
 
@@ -447,7 +447,7 @@ def test_a_wait_for_the_network_that_ctrl_c_ends(make_ep, rank, splits, stage, a
 def test_a_layer_passes_padded_tokens_on(make_ep, rank):
     """Eager and compiled, with the bits of slabs of S rows; a slab that is too short is named."""
     ep = make_ep(ranks_per_node=2, experts=E, top_k=K, hidden=D)
-    layer, _ = make_layer(ep)
+    layer, _ = full_layer(ep)
     step = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = torch.randn(2 + rank, D, generator=torch.Generator().manual_seed(rank)).to(ep.device)
     want = layer(x)

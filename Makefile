@@ -45,7 +45,7 @@ lint: setup  ## ruff, clang-format, mypy, pydoclint and import-linter, as in .pr
 docs: setup  ## the documentation as a site in build/site; a dead link fails
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
-# Which tests run: the mark `slow` is left out, but for `make slow` and `make test-all`.
+# Which tests run: the mark `slow` is left out, but for `make slow` and `make test-all`. The latter alone runs `long`.
 MARK := -m 'not slow'
 PYTEST = -m pytest -q -p no:cacheprovider $(MARK)
 UNIT = pytest -n logical --maxprocesses 4 --dist worksteal --ignore tests/distributed
@@ -67,8 +67,8 @@ core: setup  ## tests over 3 ranks, without those of integrations
 integrations: setup  ## transformers and torch.compile over 2 ranks
 	@$(call ranks,2,$(INTEGRATIONS))
 
-slow: MARK := -m slow
-slow: setup  ## the tests that repeat at length what faster ones hold
+slow: MARK := -m "slow and not long"
+slow: setup  ## the tests that repeat at length what faster ones hold, but for the longest
 	$(UNIT) $(MARK)
 	@$(call ranks,3,tests/distributed)
 
@@ -79,13 +79,13 @@ distributed: setup  ## tests over 2, 3 and 4 ranks
 
 # The rate is that of the network between the two. Most of NODE_TESTS are the tests of one node, over two.
 RATE ?= 1gbit
-NODE_TESTS = two_levels two_machines exchange graphs phases rounds aborts given_up errors weights_on_input fp8_rows \
+NODE_TESTS = two_levels two_machines exchange graphs phases rounds aborts given_up errors fp8_rows \
   layers compile transformers transformers_static
 two-machines: export EPMOE_TEST_RANKS_PER_NODE := 2
 two-machines: setup  ## tests over 2 nodes of 2 ranks, in namespaces with a network between them (RATE); needs root
 	tests/two_machines.sh $(RATE) $(PYTEST) $(NODE_TESTS:%=tests/distributed/test_%.py)
 
-nodes: NODE_TESTS = two_levels two_machines exchange phases aborts given_up errors weights_on_input layers fp8_rows
+nodes: NODE_TESTS = two_levels two_machines exchange phases aborts given_up errors layers fp8_rows
 nodes: two-machines  ## the quicker half of them
 
 # SGLang pins another torch and packages of CUDA, so it has an environment of its own, without what its MoE layers do not

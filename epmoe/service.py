@@ -279,7 +279,7 @@ class ExpertParallel(HoldsWindows):
                 With `scales`, fp8 e4m3; then combine takes and returns rows in the config's dtype.
             ids: int32 or int64 [T, K], logical experts. −1, E and any other id out of range mean "no expert".
             weights: fp32, bf16 or fp16 [T, K]. A pair of weight 0 does not travel; NaN and Inf count as 0.
-            scales: fp32 [T, D/128] of rows that are already quantised, if `exchange.payload` is fp8. Rows and scales
+            scales: fp32 [T, D/128] of rows that are already quantized, if `exchange.payload` is fp8. Rows and scales
                 arrive bit by bit, as x does otherwise. D must be a multiple of 128, so no block is partly filled.
             num_tokens: int or int32 scalar tensor on the device. Rows at and past it are padding and are not sent.
             layout: "expert" for expert-major rows, "rank" for one slab of rows for each source rank.

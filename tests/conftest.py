@@ -52,6 +52,16 @@ def forget_graphs() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def default_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The integration in transformers as it is imported. Afterwards its windows are closed."""
+    from epmoe.integrations import transformers as integration
+
+    monkeypatch.setattr(integration.settings, "_settings", integration.settings.Settings())
+    yield
+    integration.close()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reasons = Counter(report.longrepr[2] for report in terminalreporter.getreports("skipped"))
     for reason, count in reasons.most_common():

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
+from epmoe import GroupedExperts
 from epmoe.cli.demo import generate as demo
 
 SHAPE = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
@@ -33,14 +34,14 @@ def saved(**quantization: object) -> Iterator[Path]:
         with demo.saved_model("qwen3_moe", dtype=torch.bfloat16) as folder:
             path = Path(folder)
             if not dist.is_initialized() or dist.get_rank() == 0:
-                _quantise(path, keys | {"modules_to_not_convert": PLAIN})
+                _quantize(path, keys | {"modules_to_not_convert": PLAIN})
             if dist.is_initialized():
                 dist.barrier()
             yield path
 
 
-def _quantise(path: Path, keys: dict[str, object]) -> None:
-    """Every expert's weights to fp8, with a `weight_scale_inv` beside them."""
+def _quantize(path: Path, keys: dict[str, object]) -> None:
+    """Turns every expert's weights into fp8, with a `weight_scale_inv` for each."""
     tensors = load_file(path / "model.safetensors")
     for name in [name for name in tensors if ".experts." in name]:
         weights, scales = by_blocks(tensors[name][None].float())
@@ -54,14 +55,29 @@ def _quantise(path: Path, keys: dict[str, object]) -> None:
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": keys}))
 
 
-def quantised(path: Path, **options: object) -> PreTrainedModel:
-    """The model with fp8 experts, also on the CPU, where transformers would dequantise them."""
+def quantized(path: Path, **options: object) -> PreTrainedModel:
+    """The model with fp8 experts, also on the CPU, where transformers would dequantize them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **options)
 
 
-def dequantised(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+def dequantized(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model with the same weights in `dtype`, by transformers' own arithmetic."""
     keys = FineGrainedFP8Config(dequantize=True)
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, quantization_config=keys)
+
+
+@contextmanager
+def calls_of_experts() -> Iterator[list[tuple]]:
+    """The calls of `GroupedExperts` inside: the experts, their arguments and their options."""
+    calls: list[tuple] = []
+    forward = GroupedExperts.forward
+
+    def watched(self: GroupedExperts, *arguments: object, **options: object) -> object:
+        calls.append((self, arguments, options))
+        return forward(self, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GroupedExperts, "forward", watched)
+        yield calls

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
 RANKS_SHARE_GPUS = torch.cuda.is_available() and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count()
 ON_GPUS = pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=[pytest.mark.gpu, NO_CUDA])])
+ON_THE_CPU = pytest.mark.parametrize("device", [torch.device("cpu")])
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 WEIGHT_TOLERANCE = 2e-6
 """Relative error of a routing weight against fp64."""
@@ -28,6 +29,11 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 def slow(*values: object):
     """These values of a parameter, for `make slow` and `make test-all`."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def long(*values: object):
+    """These values of a parameter, for `make test-all`."""
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.long])
 
 
 def generator(seed: int) -> torch.Generator:
@@ -91,3 +97,16 @@ def alone(
         "capacity": {"max_num_tokens_per_rank": max_tokens},
     }
     return epmoe.EPConfig(**config | {name: config.get(name, {}) | keys for name, keys in sections.items()})
+
+
+def full_layer(
+    ep: epmoe.ExpertParallel, seed: int = 0, bias: bool = False, **options: object
+) -> tuple[epmoe.MoELayer, tuple[Tensor, Tensor]]:
+    """A layer with this rank's experts, of an inner size of 24, and all experts' weights."""
+    E, D, F, dtype = ep.config.model.num_experts, ep.config.model.hidden_size, 24, ep.config.model.torch_dtype
+    router, up, down = (randn(*s, seed=seed + i) for i, s in enumerate(((E, D), (E, 2 * F, D), (E, D, F))))
+    weights = (up / D**0.5).to(dtype), (down / F**0.5).to(dtype)
+    held = ep.placement.logical_experts(ep.rank)
+    experts = epmoe.GroupedExperts(*(w[held].to(ep.device) for w in weights))
+    bias_E = (randn(E, seed=seed + 3) * 9).to(ep.device) if bias else None
+    return epmoe.MoELayer(ep, router.to(ep.device), experts, bias=bias_E, **options), weights

@@ -14,7 +14,7 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
-from exchanges import Tokens, assert_y, dequantised, gains, make_config, make_tokens
+from exchanges import Tokens, assert_y, dequantized, gains, make_config, make_tokens
 
 import epmoe
 from epmoe import Move, Placement
@@ -59,7 +59,7 @@ class Host:
         return [self.pipes[name].recv() for name in names]
 
     def answers(self, names: list[int]) -> list:
-        """As `results`. Raises AssertionError with the exception of a rank."""
+        """The `results`. Raises AssertionError with the exception of a rank."""
         results = self.results(names)
         errors = [result for result in results if isinstance(result, str) and result != "played"]
         assert not errors, errors
@@ -71,7 +71,7 @@ class Host:
         return self.results(names)
 
     def succeed(self, names: list[int], function: Callable, *arguments: object) -> list:
-        """As `do`. Raises AssertionError with the exception of a rank."""
+        """Does as `do` does. Raises AssertionError with the exception of a rank."""
         self.start(names, function, *arguments)
         return self.answers(names)
 
@@ -179,7 +179,7 @@ def play_round(
     ep = state.ep
     tokens = make_tokens(ep.config, ep.rank, 5 + ep.rank, seed=seed)
     d = ep.dispatch(*(t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)))
-    rows, ends = dequantised(d.rows, d.scales, d.dtype).clone(), d.expert_offsets.tolist()
+    rows, ends = dequantized(d.rows, d.scales, d.dtype).clone(), d.expert_offsets.tolist()
     for i, logical in enumerate(state.held):
         rows[ends[i] : ends[i + 1]] *= gains(ep.config, rows.shape[1])[logical].to(rows)
     before_combine()
@@ -189,7 +189,7 @@ def play_round(
 
 
 def check_stream(ep: epmoe.ExpertParallel) -> None:
-    """As `ep.check`, but waits for the current stream only: another kernel may hold the GPU."""
+    """Checks as `ep.check` does, but waits for the current stream only: another kernel may hold the GPU."""
     if ep.device.type == "cuda":
         ended = torch.cuda.Event()
         ended.record()

@@ -30,7 +30,7 @@ context.set_forkserver_preload(
 
 
 def start_server() -> None:
-    """For a test that watches this process's children and files: the server is there before, and stays."""
+    """Starts the server before a test that watches this process's children and files."""
     forkserver.ensure_running()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import randn, slow
+from helpers import long, randn, slow
 from host import Host
 
 import epmoe
@@ -72,10 +72,14 @@ def die_in_it(state, what: str, folder: Path) -> None:
 
 
 FAST = [("full", "dead"), ("offload", "away")]
+IN_CI = [("save", "away"), ("load", "dead")]
 CASES = [(what, how) for what in ("full", "offload", "save", "load") for how in ("late", "away", "dead")]
 
 
-@pytest.mark.parametrize(("what", "how"), [*FAST, *(slow(*case) for case in CASES if case not in FAST)])
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [*FAST, *(slow(*case) for case in IN_CI), *(long(*case) for case in CASES if case not in FAST + IN_CI)],
+)
 def test_a_rank_that_stays_away_is_named(tmp_path, what, how):
     """late: from the beginning; away: once all have agreed to begin."""
     with Host(tmp_path, torch.device("cpu")) as host:

@@ -1,4 +1,4 @@
-"""The local kernels on a GPU: agreement with the CPU, CUDA graphs, torch.compile, streams, and large tensors."""
+"""The local kernels on a GPU: agreement with the CPU, CUDA graphs, streams, and large tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor
 
 import epmoe
 from epmoe.local.reference import finalize_reference
-from epmoe.native import ops
 
 pytestmark = [
     pytest.mark.gpu,
@@ -182,38 +181,6 @@ def test_the_current_stream_is_used():
         _, _, y, quantized = layer.run()
     stream.synchronize()
     layer.check(512, y, quantized)
-
-
-def test_compiles_into_one_graph():
-    layer = Layer(300)
-    layer.fill(300, 0)
-    compiled = torch.compile(layer.run, fullgraph=True)
-    for real in (300, 2):
-        layer.fill(real, real)
-        _, _, y, quantized = compiled()
-        layer.check(real, y, quantized)
-    padded = torch.compile(lambda x, n: epmoe.zero_padding_rows_(x, n) + 0, fullgraph=True)
-    x = poison_(torch.empty(9, 16, device="cuda"))
-    x[:4] = 1
-    assert padded(x, torch.tensor(4, dtype=torch.int32, device="cuda")).sum() == 64 and x.sum() == 64
-
-
-def test_opcheck():
-    logits, x, ids = randn(20, 64).cuda(), randn(20, 128).cuda(), distinct_ids(20, 64, 4).cuda()
-    bias, counters = randn(64).cuda(), torch.zeros(8, dtype=torch.int64, device="cuda")
-    tokens, identity_map = torch.tensor(9, dtype=torch.int32, device="cuda"), torch.arange(64).int().cuda()
-    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    route = (logits, 4, bias, tokens, 20, True, True, 8, 4, 2.5, True, counters)
-    torch.library.opcheck(ops.route, route, test_utils=checks)
-    for max_rows, counts in [(80, None), (30, torch.tensor([5, 9], dtype=torch.int32, device="cuda"))]:
-        torch.library.opcheck(
-            ops.permute, (x, ids, identity_map, 64, counts, 4, max_rows, counters), test_utils=checks[:2]
-        )
-    row_of_pair = torch.arange(80, dtype=torch.int32, device="cuda").view(20, 4)
-    torch.library.opcheck(ops.finalize, (randn(80, 128).cuda(), row_of_pair, randn(20, 4).cuda(), None))
-    torch.library.opcheck(ops.zero_padding_rows_, (x.clone(), tokens, 20))
-    for per_tensor in (False, True):
-        torch.library.opcheck(ops.quantize_fp8, (x, tokens, 20, per_tensor))
 
 
 def test_more_than_2_to_the_31_elements():

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,15 +45,19 @@ def test_files_that_are_named_exist(name: str) -> None:
             assert (ROOT / path).exists(), path
 
 
+@cache
+def known_tests() -> set[str]:
+    sources = "".join(map(text_of, (ROOT / "tests").rglob("test_*.py")))
+    return set(re.findall(r"def (test_\w+)", sources))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_tests_and_targets_that_are_named_exist(name: str) -> None:
     text = text_of(ROOT / name)
     for path, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text):
         functions = {node.name for node in ast.parse(text_of(ROOT / path)).body if isinstance(node, ast.FunctionDef)}
         assert test in functions, f"{path}::{test}"
-    sources = "".join(map(text_of, (ROOT / "tests").rglob("test_*.py")))
-    known = set(re.findall(r"def (test_\w+)", sources))
-    assert set(re.findall(r"`(test_\w+)`", text)) <= known
+    assert set(re.findall(r"`(test_\w+)`", text)) <= known_tests()
     targets = set(re.findall(r"^([a-z-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
     assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
 
@@ -83,8 +88,8 @@ BLOCK = re.compile(r"(?:<!-- (?P<note>(?:(?!-->).)*?) -->\n)?```(?P<language>pyt
 class Block:
     """A block of code of a page. The comment in front of it, if any, is its note:
 
-    `not run: WHY`; `run by PATH::TEST`; `run: slow`; `setup: PYTHON`, which runs before it (`slow setup: PYTHON`).
-    Without a note the block runs as it stands.
+    `not run: WHY`; `run by PATH::TEST`; `run: slow`; `run: long`; `setup: PYTHON`, which runs before it, or
+    `slow setup: PYTHON`. Without a note the block runs as it stands.
     """
 
     page: Path
@@ -98,8 +103,9 @@ class Block:
         return not self.note.startswith(("not run: ", "run by "))
 
     @property
-    def slow(self) -> bool:
-        return self.note.startswith(("run: slow", "slow setup:"))
+    def marks(self) -> list[pytest.MarkDecorator]:
+        slow = self.note.startswith(("run: slow", "run: long", "slow setup:"))
+        return [pytest.mark.slow] * slow + [pytest.mark.long] * self.note.startswith("run: long")
 
     @property
     def setup(self) -> str:
@@ -120,7 +126,7 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 def parameters(language: str) -> list[object]:
     return [
-        pytest.param(block, id=f"{block.page.name}:{block.line}", marks=[pytest.mark.slow] if block.slow else [])
+        pytest.param(block, id=f"{block.page.name}:{block.line}", marks=block.marks)
         for block in BLOCKS
         if block.language == language and block.runs
     ]
@@ -128,7 +134,7 @@ def parameters(language: str) -> list[object]:
 
 def test_blocks_that_do_not_run_say_why() -> None:
     for block in BLOCKS:
-        known = r"not run: \w.*|run by tests/\S+::\w+|run: slow|(slow )?setup:.*|"
+        known = r"not run: \w.*|run by tests/\S+::\w+|run: (slow|long)|(slow )?setup:.*|"
         assert re.fullmatch(known, block.note, re.DOTALL), f"{block.page.name}:{block.line}: {block.note}"
         if block.note.startswith("run by "):
             path, test = block.note.removeprefix("run by ").split("::")

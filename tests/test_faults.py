@@ -32,7 +32,7 @@ def test_every_fault_twice(group, device):
 
 @pytest.mark.slow
 def test_faults_of_two_nodes(tmp_path, monkeypatch):
-    """Those of ranks; `make faults FAULTS="--nodes 2"` has those of the network between the nodes."""
+    """Ranks fail. `make faults FAULTS="--nodes 2"` also has failures of the network between the nodes."""
     monkeypatch.setenv(NAMESPACES, "")
     for name, kind in kinds_of_nodes().items():
         outcome = Nodes(tmp_path).hurt(kind, 2)

@@ -146,7 +146,7 @@ def test_one_phase_leaves_room():
 @pytest.mark.parametrize("R", [2, 8])
 @pytest.mark.parametrize("T", [16, 1024, 4096])
 def test_rows_that_are_fp8_already(R, T):
-    """They take the protocol and the lines of rows that become fp8. Their senders do not quantise, so fewer send."""
+    """They take the protocol and the lines of rows that become fp8. Their senders do not quantize, so fewer send."""
     plan = plan_of(R, payload="fp8")
     here, there = (launches(plan, T, dtype)[0] for dtype in (torch.float8_e4m3fn, BF16))
     assert (here.protocol, here.recv_lines) == (there.protocol, there.recv_lines)

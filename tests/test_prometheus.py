@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from helpers import alone
-from test_poll import IDS, WEIGHTS, X, make_ep
+from test_rounds import IDS, WEIGHTS, X, make_ep
 
 import epmoe
 

@@ -41,7 +41,7 @@ def window_map() -> dict[str, dict[str, str]]:
 
 
 def devices_that_use(buffer: str) -> set[str]:
-    """Those whose sources name the buffer's field of `ExchangePlan`."""
+    """The devices whose sources name the buffer's field of `ExchangePlan`."""
     field = re.compile(rf"\bplan\.{buffer.replace('.', '_')}\b")
     folders = {"CPU": ROOT / "csrc/cpu", "CUDA": ROOT / "csrc/cuda"}
     return {

@@ -10,7 +10,7 @@ import re
 from functools import cache
 
 import pytest
-from helpers import ROOT, slow
+from helpers import ROOT, long, slow
 from protocol.explorer import Violation, explore
 from protocol.models import build
 from protocol.rules import COPIED, CPU, LL, MAIL, PROTOCOLS, RULES
@@ -49,7 +49,7 @@ def test_every_interleaving_keeps_the_promises(protocol, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("protocol", [CPU, COPIED, LL])
+@pytest.mark.parametrize("protocol", [CPU, COPIED, long(LL)])
 def test_three_ranks_whose_stores_arrive_at_any_time(protocol):
     states, nodes = reached(protocol, 3, "no failure", lazy=True)
     print(protocol, states)
@@ -90,7 +90,7 @@ def test_no_rule_can_be_left_out(rule, protocol):
 @pytest.mark.parametrize("scenario", ["no failure", "aborts"])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_ranks_are_at_most_one_stage_apart(protocol, scenario):
-    """As the page says. On the CPU an abort opens combine early, which makes it two."""
+    """The page says so. On the CPU an abort opens combine early, which makes it two."""
     machine = build(protocol, 3, **SCENARIOS[scenario])
 
     def opened(rank: int, node: int) -> int:

@@ -120,7 +120,7 @@ def test_each_token_once_for_each_node_in_token_order(device, exact, slots, num_
     assert got.slots_of[num_rows:].eq(-1).all()
 
 
-def test_rows_are_quantised_as_by_the_stage(device):
+def test_rows_are_quantized_as_by_the_stage(device):
     x, ids, weights = inputs(5)
     got = Packed(device, x, ids, weights, T, False, T, payload="fp8")
     want = epmoe.quantize_fp8(x)

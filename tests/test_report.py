@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from epmoe.cli import charts
-from epmoe.cli.report import about, caution, headline, without_folder, write_report
+from epmoe.cli.console import without_folder
+from epmoe.cli.report import about, caution, headline, write_report
 from epmoe.cli.result import STAGES, Baseline, Check, Result, imbalance, mean_stages
 from epmoe.cli.tables import rank_table, show, stage_table, summarise, summary_table
 from epmoe.config.config import EPConfig

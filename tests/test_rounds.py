@@ -1,39 +1,56 @@
-"""The rounds of one process: a failure closes exactly its own round, and the next one is whole. Between ranks:
-tests/distributed/test_exceptions.py."""
+"""The rounds of one process: which failure closes a round, what `poll` raises without a wait, what a round tells of the
+next one, and the names of its stages in a profile. Rounds of several ranks are in tests/distributed/.
+"""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from helpers import alone
+from torch.profiler import ProfilerActivity, profile
 
 import epmoe
+from epmoe import EPTimeoutError
 from epmoe.exchange.health import MISMATCH
+from epmoe.exchange.node import NodeExchange
+from epmoe.exchange.round_state import RoundState
+from epmoe.native.layouts import struct
 
 pytestmark = pytest.mark.usefixtures("serving")
 
-X = torch.randn(3, 64)
-INPUTS = X, torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
+X, IDS, WEIGHTS = INPUTS = torch.ones(4, 64), torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
+
+
+def make_ep(**capacity: object) -> epmoe.ExpertParallel:
+    return epmoe.ExpertParallel(alone(capacity=capacity))
 
 
 @pytest.fixture
 def ep() -> Iterator[epmoe.ExpertParallel]:
-    with epmoe.ExpertParallel(alone()) as ep:
+    with make_ep() as ep:
         yield ep
 
 
+def leave(ep: epmoe.ExpertParallel, **words: int) -> None:
+    """Leaves status words behind, as kernels do."""
+    for name, value in words.items():
+        setattr(ep.exchange.status, name, value)
+
+
 def mismatch(ep: epmoe.ExpertParallel) -> None:
-    """Leaves in the status words what kernels leave when the ranks' calls differ."""
-    status = ep.exchange.status
-    status.epoch, status.code = ep.exchange.rounds.count, MISMATCH
+    """Leaves behind what kernels leave when the ranks' calls differ."""
+    leave(ep, epoch=ep.exchange.rounds.count, code=MISMATCH)
 
 
 def assert_next_round_is_whole(ep: epmoe.ExpertParallel) -> None:
     d = ep.dispatch(*INPUTS)
-    assert torch.equal(ep.combine(d.rows, d), X)
+    assert torch.equal(ep.combine(d.rows, d), 2 * X)
 
 
 @pytest.mark.parametrize("call", ["dispatch_recv", "combine", "combine_send", "combine_recv", "abort"])
@@ -59,17 +76,16 @@ def test_the_handle_of_another_round_closes_none(ep):
     mismatch(ep)
     with pytest.raises(epmoe.EPMismatchError):
         ep.combine(d.rows, first)
-    assert torch.equal(ep.combine(d.rows, d), X)
+    assert torch.equal(ep.combine(d.rows, d), 2 * X)
 
 
 def test_an_abort_without_a_handle_leaves_no_trace(ep):
     """A mismatch or an overflow of the round that is given up does not hit the next round."""
-    status = ep.exchange.status
     for call in (ep.dispatch, ep.dispatch_send):
         handle = call(*INPUTS)
-        status.code, status.needed_rows = MISMATCH, 99
+        leave(ep, code=MISMATCH, needed_rows=99)
         ep.abort()
-        assert status.code == status.needed_rows == 0
+        ep.poll()
         with pytest.raises(ValueError, match=f"round {handle.epoch} is closed"):
             ep.abort(handle)
         assert_next_round_is_whole(ep)
@@ -90,12 +106,103 @@ def test_experts_that_ctrl_c_ends(ep):
 
 
 def test_a_combine_that_its_operator_refuses_may_be_repeated(ep, monkeypatch):
-    def refuse(*args: object) -> None:
-        raise MemoryError
-
     d = ep.dispatch(*INPUTS)
     for call in ("combine", "combine_send"):
         with monkeypatch.context() as patch, pytest.raises(MemoryError):
-            patch.setattr(epmoe.native.ops, call, refuse)
+            patch.setattr(epmoe.native.ops, call, Mock(side_effect=MemoryError))
             getattr(ep, call)(d.rows, d)
-    assert torch.equal(ep.combine(d.rows, d), X)
+    assert torch.equal(ep.combine(d.rows, d), 2 * X)
+
+
+def test_poll_between_calls_that_went_well(ep):
+    ep.poll()
+    d = ep.dispatch(*INPUTS)
+    ep.poll()
+    ep.combine(d.rows, d)
+    ep.poll()
+    ep.close()
+    with pytest.raises(RuntimeError, match="this ExpertParallel is closed"):
+        ep.poll()
+
+
+def test_an_overflow_is_raised_once_and_leaves_the_round_open():
+    with make_ep(max_expert_rows=5) as ep:
+        for _ in range(2):
+            d = ep.dispatch(*INPUTS)
+            with pytest.raises(epmoe.EPOverflowError, match=r"needed 8 .*set it to at\s+least 8"):
+                ep.poll()
+            ep.poll()
+            assert ep.combine(d.rows, d).shape == X.shape
+
+
+def test_an_overflow_that_is_only_counted():
+    with make_ep(max_expert_rows=5, on_overflow="drop") as ep:
+        d = ep.dispatch(*INPUTS)
+        ep.poll()
+        ep.combine(d.rows, d)
+        assert ep.health().dropped_pairs == 3
+
+
+def test_poll_raises_a_mismatch_once_and_leaves_the_round_open(ep):
+    d = ep.dispatch(*INPUTS)
+    mismatch(ep)
+    with pytest.raises(epmoe.EPMismatchError, match="round 1"):
+        ep.poll()
+    ep.poll()
+    ep.abort(d)
+    assert_next_round_is_whole(ep)
+
+
+def test_a_round_tells_whether_more_follow(ep):
+    """A call that fails tells nothing in the next one."""
+    exchange = ep.exchange
+    for has_more in (True, False, True):
+        with exchange.rounds.sending(has_more):
+            d = ep.dispatch(*INPUTS)
+        assert exchange.has_more_rounds() is has_more
+        ep.combine(d.rows, d)
+        assert exchange.has_more_rounds() is has_more
+    with pytest.raises(ValueError, match="`x` has 9 tokens"), exchange.rounds.sending(True):
+        ep.dispatch(torch.randn(9, 64), IDS, WEIGHTS)
+    assert_next_round_is_whole(ep)  # a round that tells nothing
+    assert not exchange.has_more_rounds()
+
+
+@pytest.mark.parametrize("ends_by", ["an answer", "a failure", "a deadline"])
+def test_the_wait_on_a_gpu_for_whether_more_follow(ends_by, monkeypatch):
+    """The wait is in round 5. There is an answer of round 4, which it must not take."""
+    late = EPTimeoutError("dispatch", 5, [0], [0], "late")
+    progress = struct("Progress")(phases=4 * 5, has_more_rounds=4 << 1 | 1)
+    looks = iter(range(3))
+
+    def check() -> None:
+        if next(looks) == 2 and ends_by == "a failure":
+            raise late
+        if ends_by == "an answer":
+            progress.has_more_rounds = 5 << 1
+
+    if ends_by == "a deadline":
+        monkeypatch.setattr("epmoe.exchange.node._SPIN_S", 0.0)
+    wait = Mock(side_effect=late)
+    exchange = SimpleNamespace(
+        device=torch.device("cuda"), rounds=RoundState(progress), config=alone(), check=check, wait_for_device=wait
+    )
+    has_more_rounds = partial(NodeExchange.has_more_rounds, exchange)
+    if ends_by == "an answer":
+        assert not has_more_rounds()
+    else:
+        with pytest.raises(EPTimeoutError, match="late"):
+            has_more_rounds()
+    assert wait.called == (ends_by == "a deadline")
+
+
+def test_every_stage_has_a_name_in_a_profile(ep):
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        ep.route(torch.randn(4, 8))
+        assert_next_round_is_whole(ep)
+        d = ep.dispatch_recv(ep.dispatch_send(*INPUTS))
+        ep.combine_send(d.rows, d)
+        ep.combine_recv(d)
+    counts = {event.key: event.count for event in profiled.key_averages() if event.key.startswith("epmoe::")}
+    phases = [f"{stage}{phase}" for stage in ("dispatch", "combine") for phase in ("", "_send", "_recv")]
+    assert counts == dict.fromkeys((f"epmoe::{name}" for name in ("route", *phases)), 1)

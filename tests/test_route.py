@@ -38,7 +38,7 @@ def clean_logits(T: int, E: int, dtype: torch.dtype = torch.float32, seed: int =
 @pytest.mark.parametrize("kind", POISON)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_poisoned_rows(device, dtype, kind, scoring):
-    """Poisoned rows get unique ids and finite weights. Clean rows beside them are not affected."""
+    """Poisoned rows get unique ids and finite weights. Clean rows of the same batch are not affected."""
     for E, K in SIZES:
         logits = clean_logits(24, E, dtype, seed=E).to(device)
         logits[0] = POISON[kind]  # everywhere
@@ -172,7 +172,7 @@ def test_random_bits(device, dtype):
 
 
 def test_any_bits_with_hypothesis(device):
-    """As `test_random_bits`, with special bit patterns among the others, and with examples that hypothesis shrinks."""
+    """Repeats `test_random_bits` with special bit patterns, and with examples that hypothesis shrinks."""
     hypothesis = pytest.importorskip("hypothesis")
     st = hypothesis.strategies
     special = {  # ±0, smallest, largest, ±Inf, quiet and signalling NaN

@@ -118,6 +118,7 @@ def test_any_number_of_ranks_has_the_numbers_of_one_process(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_parameters_after_30_steps(tmp_path, parallel):
     for ranks in (1, 2, 4):

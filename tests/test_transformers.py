@@ -22,16 +22,9 @@ import epmoe.integrations.transformers as integration
 from epmoe import EPTimeoutError
 from epmoe.cli.demo import generate as demo
 from epmoe.config.config import ConfigError
-from epmoe.integrations.transformers import grouped, settings
+from epmoe.integrations.transformers import grouped
 
-DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch):
-    monkeypatch.setattr(settings, "_settings", settings.Settings())
-    yield
-    integration.close()
+pytestmark = pytest.mark.usefixtures("default_settings")
 
 
 def loaded(name: str, dtype: torch.dtype = torch.float32, **kwargs):
@@ -58,20 +51,6 @@ def test_import_registers_both_entry_points():
     assert ExpertsInterface()["epmoe"] is integration.experts_forward
     expert_parallel = pytest.importorskip("transformers.distributed.expert_parallel", reason="since transformers 5.23")
     assert expert_parallel.EPImplementationInterface()["epmoe"] is integration.EpmoeEP
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", demo.MODELS)
-@torch.inference_mode()
-def test_one_layer_equals_the_original_layer(name, dtype):
-    experts = experts_of(loaded(name, dtype))
-    x, ids, weights = tokens_for(experts, 50, 4)
-    want = experts(x, ids, weights)
-    experts.config._experts_implementation = "epmoe"
-    got = experts(x, ids, weights)
-    assert got.dtype == dtype
-    assert_close(got, want.double())
-    assert experts(x[:0], ids[:0], weights[:0]).shape == (0, x.shape[1])
 
 
 @torch.inference_mode()
@@ -173,22 +152,6 @@ def test_windows_made_in_inference_mode_work_under_no_grad():
         assert torch.equal(experts(*inputs), want)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", demo.MODELS)
-def test_gradients_are_those_of_the_original_layer(name, dtype):
-    """Over several ranks: tests/distributed/test_transformers_training.py."""
-    gradients = []
-    for implementation in ("grouped_mm", "epmoe"):
-        experts = experts_of(loaded(name, dtype, experts_implementation=implementation))
-        x, ids, weights = tokens_for(experts, 50, 2)
-        inputs = [x.requires_grad_(), weights.requires_grad_(), *experts.parameters()]
-        gradients.append(torch.autograd.grad(experts(x, ids, weights).float().square().sum(), inputs))
-    for want, got in zip(*gradients, strict=True):
-        assert got.dtype == want.dtype
-        error = 1e-5 if dtype == torch.float32 else 2e-2
-        assert (got - want).abs().max() <= error * want.abs().max()
-
-
 @pytest.mark.parametrize("requires_grad", ["x", "weights", "experts"])
 def test_a_part_of_the_gradients(requires_grad):
     experts = experts_of(loaded("gpt_oss", experts_implementation="epmoe"))
@@ -213,22 +176,12 @@ def test_static_mode_refuses_to_train():
         experts(*tokens_for(experts, 8, 2))
 
 
-def test_an_exception_in_experts_that_train_closes_the_round(monkeypatch):
-    experts = experts_of(loaded("mixtral", experts_implementation="epmoe"))
-    inputs = tokens_for(experts, 8, 2)
-    with monkeypatch.context() as patch:
-        patch.setattr(experts, "_apply_gate", Mock(side_effect=MemoryError))
-        with pytest.raises(MemoryError):
-            experts(*inputs)
-    experts(*inputs).sum().backward()
-
-
 @pytest.mark.parametrize(
     "where", ["native.ops.dispatch", *(f"exchange.node.RoundState.{name}" for name in ("receive", "permit", "close"))]
 )
 @torch.inference_mode()
 def test_an_exception_anywhere_in_a_round_closes_it(where, monkeypatch):
-    """An exception, such as a signal handler's, comes before or behind what dispatch and combine send."""
+    """A signal handler may raise before or behind what dispatch and combine send."""
     experts = experts_of(loaded("mixtral", experts_implementation="epmoe"))
     inputs = tokens_for(experts, 8, 2)
     want = experts(*inputs)
@@ -294,10 +247,9 @@ def test_demo_tokenizer_decodes_its_encoded_prompts():
     assert tokenizer.decode(range(tokenizer.get_vocab_size())).isprintable()
 
 
-@pytest.mark.parametrize("name", demo.MODELS)
-def test_the_demo_in_one_process(name):
+def test_the_demo_in_one_process():
     progress = Progress(disable=True)
-    result = demo.run_model(name, max_new_tokens=6, progress=progress)
+    result = demo.run_model("mixtral", max_new_tokens=6, progress=progress)
     assert result.passed
     assert result.rows_moved == 0
     assert len(result.load) == 24

@@ -6,6 +6,7 @@ Over several ranks: tests/distributed/test_transformers.py.
 from __future__ import annotations
 
 import inspect
+import weakref
 
 import pytest
 import torch
@@ -20,18 +21,12 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS,
 from transformers.integrations.moe import use_experts_implementation
 
 import epmoe.integrations.transformers as integration
-from epmoe.integrations.transformers import fp8, settings
+from epmoe.integrations.transformers import fp8
 from epmoe.local.gemm.torch_grouped import TorchGrouped
 
+pytestmark = pytest.mark.usefixtures("default_settings")
 BF16_ERROR = 1.6e-2  # relative to the largest value: weights, rows between the GEMMs and outputs are rounded
 E, K, D, F = 6, 2, 256, 128
-
-
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(settings, "_settings", settings.Settings())
-    yield
-    integration.close()
 
 
 def tokens_for(num_experts: int, num_tokens: int = 33, top_k: int = 3) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,10 +53,10 @@ def module(gated: bool = True, block: object = (128, 128), config: dict[str, obj
 
 
 @pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
-def test_a_checkpoint_computes_what_its_dequantised_weights_do(scale_fmt):
+def test_a_checkpoint_computes_what_its_dequantized_weights_do(scale_fmt):
     with fp8_models.saved(scale_fmt=scale_fmt) as path:
-        ours = fp8_models.quantised(path, experts_implementation="epmoe").model.layers[-1].mlp.experts
-        theirs = fp8_models.dequantised(path, torch.float32).model.layers[-1].mlp.experts
+        ours = fp8_models.quantized(path, experts_implementation="epmoe").model.layers[-1].mlp.experts
+        theirs = fp8_models.dequantized(path, torch.float32).model.layers[-1].mlp.experts
     x, ids, weights = tokens_for(ours.num_experts)
     with torch.no_grad():
         want = theirs(x.float(), ids, weights)
@@ -69,10 +64,11 @@ def test_a_checkpoint_computes_what_its_dequantised_weights_do(scale_fmt):
         got = ours(x, ids, weights)
         assert_near(got, want)
         assert ours(x[:0], ids[:0], weights[:0]).shape == (0, D)
-    with torch.no_grad():  # also where the first call was in inference mode
+    with torch.no_grad(), fp8_models.calls_of_experts() as calls:  # also where the first call was in inference mode
         assert torch.equal(ours(x, ids, weights), got)
-    used, parameters = fp8._made[ours].experts, [getattr(ours, name) for name in fp8.PARAMETERS]
+    ((used, _, _),) = calls
     assert used.is_fp8
+    parameters = [getattr(ours, name) for name in fp8.PARAMETERS]
     shared = used.w_gate_up, used.w_down, used.gate_up_scales, used.down_scales
     assert [a.data_ptr() == b.data_ptr() for a, b in zip(shared, parameters, strict=True)] == [
         True, True, scale_fmt == "float", scale_fmt == "float",
@@ -88,9 +84,11 @@ def test_weights_and_scales_that_change_or_move_are_those_of_the_next_call():
         experts.down_proj_scale_inv.copy_(experts.down_proj_scale_inv.float() * 2)
         assert_near(experts(*inputs), 2 * before.float(), 4e-3)
         experts.down_proj = torch.nn.Parameter(torch.zeros_like(experts.down_proj), requires_grad=False)
-        assert experts(*inputs).eq(0).all()
-    integration.close()
-    assert not fp8._made
+        with fp8_models.calls_of_experts() as calls:
+            assert experts(*inputs).eq(0).all()
+        made = weakref.ref(calls.pop()[0])
+        integration.close()
+        assert made() is None
 
 
 @pytest.mark.parametrize("config", [{}, {"swiglu_limit": 1.0}, {"swiglu_limit": 1.0, "swiglu_alpha": 1.7}])
@@ -153,27 +151,20 @@ def test_weights_that_require_grad_are_an_error_in_grad_mode():
 
 def test_tokens_that_require_grad_are_an_error_in_grad_mode():
     x, *routing = tokens_for(E)
-    with pytest.raises(RuntimeError, match="quantised experts have no gradients with epmoe"):
+    with pytest.raises(RuntimeError, match="quantized experts have no gradients with epmoe"):
         module()(x.requires_grad_(), *routing)
 
 
 @torch.no_grad()
 def test_segments_are_aligned_where_the_gemm_wants_it(monkeypatch: pytest.MonkeyPatch):
-    """DeepGEMM does; here torch's computes the same rows with gaps between the segments."""
+    """DeepGEMM wants it. Here torch's GEMM computes the same rows with gaps between the segments."""
     inputs = tokens_for(E)
     want = module()(*inputs)
-    seen = []
-    forward = fp8.GroupedExperts.forward
-
-    def watched(self, rows: Tensor, offsets: Tensor, scales: Tensor | None = None, **segments: object) -> Tensor:
-        seen.append((segments["alignment"], offsets.tolist()))
-        return forward(self, rows, offsets, scales, **segments)
-
-    monkeypatch.setattr(fp8.GroupedExperts, "forward", watched)
     monkeypatch.setattr(TorchGrouped, "block", 64)
-    assert torch.equal(module()(*inputs), want)
-    ((alignment, offsets),) = seen
-    assert alignment % 64 == 0 and not any(offset % alignment for offset in offsets)
+    with fp8_models.calls_of_experts() as calls:
+        assert torch.equal(module()(*inputs), want)
+    ((_, (_, offsets, *_), segments),) = calls
+    assert segments["alignment"] % 64 == 0 and not (offsets % segments["alignment"]).any()
 
 
 @torch.no_grad()

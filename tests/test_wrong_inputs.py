@@ -225,7 +225,7 @@ def test_a_wrong_checkpoint(files: dict[str, str], says: str, tmp_path_factory: 
     ids=["library", "cache"],
 )
 def test_a_library_that_is_not_there(variables: dict[str, str], says: str) -> None:
-    """In a process of its own, because the library of this one is loaded."""
+    """It takes a process of its own, because the library of this one is loaded."""
     run = run_python("-m", "epmoe", "run", Path("good.yaml").absolute(), **variables)
     check(run.returncode, run.stdout + run.stderr, says)
 

@@ -1,4 +1,4 @@
-"""DeepGEMM's fp8 MegaMoE for Hopper: a whole layer in one kernel, behind a kernel that quantises rows. Route is ours.
+"""DeepGEMM's fp8 MegaMoE for Hopper: a whole layer in one kernel, behind a kernel that quantizes rows. Route is ours.
 
 The calls are those of sgl-deep-gemm 0.1.5.
 """

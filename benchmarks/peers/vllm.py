@@ -1,6 +1,6 @@
 """vLLM's default exchange: its all-gather of rows, weights and ids, and its reduce-scatter (`AgRsAll2AllManager`).
 
-The calls are those of vLLM 0.26. Layers with vLLM's experts: tests/stacks/vllm_gpu.py.
+The calls are those of vLLM 0.26. Layers with vLLM's experts: benchmarks/vllm_layer.py.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Precision(StrEnum):
     PLAIN_DEEP_GEMM = "plain, DeepGEMM"
     """the same on DeepGEMM"""
     FP8 = "fp8"
-    """dispatch quantises rows, weights are fp8; DeepGEMM on GPUs. combine carries the model's dtype"""
+    """dispatch quantizes rows, weights are fp8; DeepGEMM on GPUs. combine carries the model's dtype"""
 
 
 def problem_with(precision: Precision, config: EPConfig, device: torch.device) -> str | None:
@@ -80,7 +80,7 @@ def random_experts(config: EPConfig, rank: int, device: torch.device, precision:
         for name, (n, k) in shapes.items():
             drawn = torch.randn(n, k, generator=generator, device=device) / k**0.5
             if fp8:
-                weights[name][i], scales[name][i] = quantised(drawn)
+                weights[name][i], scales[name][i] = quantized(drawn)
             else:
                 weights[name][i] = drawn
     gemm = {Precision.PLAIN: "torch", Precision.PLAIN_DEEP_GEMM: "auto", Precision.FP8: "auto"}[precision]
@@ -248,7 +248,7 @@ def _shapes(config: EPConfig) -> dict[str, tuple[int, int]]:
     return {"gate_up": (2 * f, D), "down": (D, f)}
 
 
-def quantised(weights: Tensor) -> tuple[Tensor, Tensor]:
+def quantized(weights: Tensor) -> tuple[Tensor, Tensor]:
     """fp8 [n, k] and a scale for each block of 128 × 128."""
     n, k = weights.shape
     blocks = weights.view(n // SCALE_BLOCK, SCALE_BLOCK, k // SCALE_BLOCK, SCALE_BLOCK)

@@ -15,8 +15,7 @@ from rich.progress import Progress
 from epmoe.bench import cpu, gpu, layer, peers, training, tune
 from epmoe.bench.facts import facts
 from epmoe.bench.report import STDOUT, Benchmark, Job
-from epmoe.cli import about
-from epmoe.cli.console import UserError, check_output, console, launched_rank, log, print_table, require
+from epmoe.cli.console import UserError, check_output, command, console, launched_rank, log, print_table, require
 from epmoe.cli.launch import CONFIG, NPROC, all_ranks, check_ranks, load, start_ranks
 from epmoe.local.simulate import Kind
 
@@ -147,7 +146,7 @@ def bench(
     if tuning:
         report.write_json(tuning)  # what `exchange.tuning` names, without facts
     elif as_json:
-        words = {"command": about.command(context.meta["epmoe.arguments"])}
+        words = {"command": command(context.meta["epmoe.arguments"])}
         report.write_json(as_json, facts(report.benchmark, parsed, routing, repeats) | words)
     if plot:
         experts = f"{model.num_experts} experts, top-{model.num_experts_per_tok}"

@@ -6,10 +6,11 @@ import contextlib
 import importlib.util
 import json
 import os
+import shlex
 import tempfile
 import time
 from collections.abc import Container, Iterable, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import typer
 from rich.console import Console
@@ -156,3 +157,20 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     sums = [sum(values[i : i + step]) for i in range(0, len(values), step)]
     top = max(sums, default=0) or 1
     return "".join(" ▁▂▃▄▅▆▇█"[-(-8 * int(v) // int(top))] for v in sums)
+
+
+def command(arguments: Sequence[str]) -> str:
+    """What to type for this run: variables that override the configuration, `epmoe`, `arguments`."""
+    overrides = {key: value for key, value in os.environ.items() if key.startswith("EPMOE_") and "__" in key}
+    words = [f"{key}={shlex.quote(without_folder(value))}" for key, value in sorted(overrides.items())]
+    words.append("epmoe")
+    for argument in arguments:
+        option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
+        words.append(shlex.quote(option + equals + without_folder(value)))
+    return " ".join(words)
+
+
+def without_folder(word: str) -> str:
+    """`word`; if it is a path outside the working directory, its last part alone."""
+    path = PurePath(word)
+    return path.name if path.is_absolute() or path.parts[:1] in (("..",), ("~",)) else word

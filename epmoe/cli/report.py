@@ -9,19 +9,18 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import Path
 
 import jinja2
 
 from epmoe.bench import facts
 from epmoe.cli import charts, tables
-from epmoe.cli.console import human_bytes, human_seconds
+from epmoe.cli.console import command, human_bytes, human_seconds, without_folder
 from epmoe.cli.result import STAGES, Check, Result, imbalance, mean_stages
 from epmoe.config.config import EPConfig
 
@@ -76,23 +75,6 @@ def about(configuration: Path, started: datetime) -> dict[str, str]:
         "When": f"{started:%d %B %Y, %H:%M %Z}".lstrip("0") + f", took {took}",
         "Versions": versions(),
     }
-
-
-def command(arguments: Sequence[str]) -> str:
-    """What to type for this run: variables that override the configuration, `epmoe`, `arguments`."""
-    overrides = {key: value for key, value in os.environ.items() if key.startswith("EPMOE_") and "__" in key}
-    words = [f"{key}={shlex.quote(without_folder(value))}" for key, value in sorted(overrides.items())]
-    words.append("epmoe")
-    for argument in arguments:
-        option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
-        words.append(shlex.quote(option + equals + without_folder(value)))
-    return " ".join(words)
-
-
-def without_folder(word: str) -> str:
-    """`word`; if it is a path outside the working directory, its last part alone."""
-    path = PurePath(word)
-    return path.name if path.is_absolute() or path.parts[:1] in (("..",), ("~",)) else word
 
 
 def machine() -> str:

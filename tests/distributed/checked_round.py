@@ -10,12 +10,12 @@ from exchanges import (
     Slabs,
     Tokens,
     assert_y,
-    dequantised,
+    dequantized,
     expected_rows,
     expected_slabs,
     gains,
     poison,
-    quantised,
+    quantized,
     run_experts,
     run_fused_experts,
 )
@@ -74,7 +74,7 @@ def assert_payload(rows: Tensor, scales: Tensor | None, want: Tensor, weights: T
     if scales is None:
         assert torch.equal(rows.cpu(), want if weights is None else (want.float() * weights).to(want.dtype))
     elif want.numel():
-        want_rows, want_scales = quantised(want)
+        want_rows, want_scales = quantized(want)
         want_scales = want_scales if weights is None else want_scales * weights
         torch.testing.assert_close(scales.cpu(), want_scales, rtol=1e-6, atol=0)
         assert rows.dtype == FP8 and torch.equal(rows.cpu().float(), want_rows.float())
@@ -83,7 +83,7 @@ def assert_payload(rows: Tensor, scales: Tensor | None, want: Tensor, weights: T
 def y_of_weighted_rows(config: EPConfig, tokens: Tokens) -> Tensor:
     """y [real, D] in fp64 where rows are weighted, and rounded once, before the experts."""
     x, gain = tokens.x[: tokens.real], gains(config, tokens.x.shape[1]).double()
-    x = dequantised(*quantised(x), torch.float32) if config.exchange.payload == "fp8" else x
+    x = dequantized(*quantized(x), torch.float32) if config.exchange.payload == "fp8" else x
     live = tokens.live(config.model.num_experts)
     return moe_reference(x, *live, lambda rows, expert: rows * gain[expert], apply_router_weight_on_input=True)
 
@@ -104,11 +104,7 @@ class Round:
 
     def dispatch(self) -> Dispatched:
         first = self.ep.dispatch_send if self.phases else self.ep.dispatch
-        options = {
-            "layout": self.layout,
-            "apply_router_weight_on_input": self.weighted,
-            "aligned": self.aligned,
-        }
+        options = {"layout": self.layout, "apply_router_weight_on_input": self.weighted, "aligned": self.aligned}
         d = first(self.x, self.ids, self.weights, num_tokens=self.num_tokens, **options)
         return self.ep.dispatch_recv(d) if self.phases else d
 
@@ -130,7 +126,7 @@ class Checked:
 
 
 def alignment_of(ep: ExpertParallel, tokens: list[Tokens]) -> int:
-    """Of an aligned round to which ranks bring these tokens."""
+    """Returns the alignment of an aligned round to which ranks bring these tokens."""
     sizes = ep.exchange.plan.sizes
     few = all(len(each.x) <= sizes["ll_max_tokens"] for each in tokens)
     return sizes["ll_alignment" if few else "alignment"]
@@ -157,7 +153,7 @@ def check_round(
         num_tokens: real tokens of this rank, for dispatch.
         phases: whether send and receive phases are calls of their own.
         weighted: whether dispatch applies the weights, so that combine only adds.
-        aligned: as of dispatch.
+        aligned: as in dispatch.
     """
     config, mine = calls or ep.config, tokens[ep.rank]
     fp8 = config.exchange.payload == "fp8"

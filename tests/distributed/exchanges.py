@@ -113,7 +113,7 @@ def gains(config: EPConfig, hidden: int) -> Tensor:
 
 def run_experts(ep: ExpertParallel, d: Dispatched) -> Tensor:
     """Expert-major outputs: the rows times `gains`. Rows past the last segment are NaN."""
-    rows = dequantised(d.rows, d.scales, d.dtype)
+    rows = dequantized(d.rows, d.scales, d.dtype)
     gain, ends = gains(ep.config, rows.shape[1]), d.expert_offsets.tolist()
     out = poison_(torch.empty_like(rows))
     for i, physical in enumerate(ep.placement.local_experts(ep.rank)):
@@ -124,7 +124,7 @@ def run_experts(ep: ExpertParallel, d: Dispatched) -> Tensor:
 
 def run_fused_experts(ep: ExpertParallel, d: Dispatched) -> Tensor:
     """Stands in for a stack's fused MoE on layout="rank": returns partial rows [R, M, D]. Unused slots are NaN."""
-    x = dequantised(d.recv.x, d.recv.scales, d.dtype)
+    x = dequantized(d.recv.x, d.recv.scales, d.dtype)
     partial = poison_(torch.empty_like(x, memory_format=torch.contiguous_format))
     expert_map, gain = ep.expert_map.cpu().long(), gains(ep.config, x.shape[2])
     # The logical expert of each local index; the last entry is for −1.
@@ -138,14 +138,14 @@ def run_fused_experts(ep: ExpertParallel, d: Dispatched) -> Tensor:
     return partial
 
 
-def dequantised(rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+def dequantized(rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     if scales is None:
         return rows
     D = rows.shape[-1]
     return (rows.float() * scales.repeat_interleave(128, dim=-1)[..., :D]).to(dtype)
 
 
-def quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
+def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [n, D] as e4m3 and fp32 scales [n, D/128]: amax / 448 of each block, 1 for a block of zeros."""
     blocks = rows.float().unflatten(1, (-1, 128))
     scales = (blocks.abs().amax(-1) / 448).masked_fill(blocks.abs().amax(-1) == 0, 1.0)
@@ -233,7 +233,7 @@ def _dense_y(config: EPConfig, tokens: Tokens, each: Callable[[Tensor], Tensor])
     ids, weights = tokens.live(config.model.num_experts)
     x = tokens.x[: tokens.real]
     if config.exchange.payload == "fp8":
-        x = dequantised(*quantised(x), x.dtype)
+        x = dequantized(*quantized(x), x.dtype)
     gain = each(gains(config, x.shape[1]).double())
     y = torch.zeros(tokens.x.shape, dtype=torch.float64)
     y[: tokens.real] = moe_reference(each(x), ids, each(weights), lambda rows, expert: rows * gain[expert])
@@ -285,9 +285,9 @@ def poison(ep: ExpertParallel) -> None:
     if ep.device.type == "cuda":
         torch.cuda.synchronize()
     dist.all_reduce(torch.zeros(1))
-    for lines in ep._exchange.plan.empty_lines:
+    for lines in ep.exchange.plan.empty_lines:
         assert node_of(ep).window.local[lines].eq(0xFF).all()
-    for name, buffer in ep._exchange.views.items():
+    for name, buffer in ep.exchange.views.items():
         if buffer.numel() and not name.startswith(CONTROL) and not name.endswith(".flags"):
             poison_(buffer)
     if ep.device.type == "cuda":
@@ -295,12 +295,23 @@ def poison(ep: ExpertParallel) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
+def given(ep: ExpertParallel, tokens: Tokens) -> list[Tensor]:
+    """x, ids and weights on the device of `ep`."""
+    return [t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)]
+
+
 def run_round(
     ep: ExpertParallel, tokens: Tokens, layout: str = "expert", num_tokens: int | Tensor | None = None
 ) -> Tensor:
     """dispatch, the tests' experts, and combine."""
-    x, ids, weights = (t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
-    d = ep.dispatch(x, ids, weights, num_tokens=num_tokens, layout=layout)
+    d = ep.dispatch(*given(ep, tokens), num_tokens=num_tokens, layout=layout)
     if layout == "rank":
         return ep.combine_partial(run_fused_experts(ep, d), d)
     return ep.combine(run_experts(ep, d), d)
+
+
+def first_round(ep: ExpertParallel, num_tokens: int, layout: str = "expert") -> Tokens:
+    """Plays a round that agrees with the dense layer, for which GPUs load their kernels. Returns this rank's input."""
+    tokens = make_tokens(ep.config, ep.rank, num_tokens)
+    assert_y(run_round(ep, tokens, layout), ep.config, tokens)
+    return tokens

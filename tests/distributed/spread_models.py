@@ -63,7 +63,7 @@ class OneLayer:
         self.single, self.spread = (model.model.layers[-1].mlp.experts for model in models)
         self.num_experts, self.dtype = self.single.num_experts, dtype
         self.hidden_size = models[0].config.hidden_size
-        self.model = models[1]
+        self.model, self.entry_point = models[1], entry_point
         if entry_point == "experts_implementation":
             self.spread.config._experts_implementation = "epmoe"
             return

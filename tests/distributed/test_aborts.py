@@ -8,17 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import assert_y, make_tokens, poison, run_experts, run_round
-from helpers import ON_GPUS
+from exchanges import assert_y, first_round, given, make_tokens, poison, run_experts, run_round
+from helpers import ON_GPUS, ON_THE_CPU
 from test_exceptions import AT_ONCE_S, LONG_S, out_of_memory, within, without_rank
-from test_phases import given
 
-from epmoe import EPTimeoutError, ExpertParallel
-
-
-@pytest.fixture
-def ep(make_ep) -> ExpertParallel:
-    return make_ep(timeout_s=LONG_S)
+from epmoe import EPTimeoutError
 
 
 @pytest.mark.parametrize("after", ["dispatch_send", "dispatch_recv", "combine_send"])
@@ -111,7 +105,7 @@ def test_ranks_that_abort_at_random(ep, rank, size):
     ep.check()
 
 
-@pytest.mark.parametrize("device", [torch.device("cpu")])
+@ON_THE_CPU
 def test_ranks_that_never_end_a_round_that_was_given_up(make_ep, rank, size):
     """The next dispatch of the rank that aborted waits for them, up to its deadline."""
     ep = make_ep(timeout_s=0.4)
@@ -130,8 +124,7 @@ def test_ranks_that_never_end_a_round_that_was_given_up(make_ep, rank, size):
 
 def test_abort_after_out_of_memory(ep, rank, size, monkeypatch):
     """Every allocation of torch fails, from before combine until the round is closed."""
-    tokens = make_tokens(ep.config, rank, 16)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    tokens = first_round(ep, 16)
     for call in ("dispatch_send", "dispatch"):
         d = getattr(ep, call)(*given(ep, tokens))
         rows = run_experts(ep, d) if call == "dispatch" else None

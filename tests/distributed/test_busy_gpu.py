@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from busy import Crowd, Holder
-from exchanges import assert_y, make_tokens, run_experts, run_fused_experts, run_round
+from exchanges import assert_y, first_round, given, make_tokens, run_experts, run_fused_experts, run_round
 from helpers import ON_GPUS, RANKS_SHARE_GPUS, poison_
 from torch import Tensor
 
@@ -21,7 +21,7 @@ pytestmark = [ON_GPUS, pytest.mark.skipif(RANKS_SHARE_GPUS, reason="needs a GPU 
 
 DEADLINE_S = 1.0
 SHORT_S = 0.5
-"""A deadline of rounds beside a `Crowd`."""
+"""A deadline of rounds while a `Crowd` runs."""
 TOLD_S = SHORT_S + 2.0
 
 
@@ -43,7 +43,7 @@ def crowd(request) -> Iterator[Callable[[int], torch.cuda.Event]]:
 def player(ep: ExpertParallel, T: int, rank: int, layout: str) -> Callable[[], None]:
     """Plays a round in which the host waits for nothing."""
     tokens = make_tokens(ep.config, rank, T)
-    x, ids, weights = (t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
+    x, ids, weights = given(ep, tokens)
 
     def play() -> None:
         d = ep.dispatch(x, ids, weights, layout=layout)
@@ -134,8 +134,7 @@ def test_told_of_a_kernel_that_comes_between_rounds(make_ep, rank, crowd):
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 def test_own_work_in_front_of_a_round_may_take_longer_than_the_deadline(make_ep, rank, layout):
     ep = make_ep(max_tokens=256, hidden=2048, dtype="bfloat16", timeout_s=SHORT_S)
-    tokens = make_tokens(ep.config, rank, 256)
-    assert_y(run_round(ep, tokens, layout=layout), ep.config, tokens)
+    tokens = first_round(ep, 256, layout)
     work, play = Crowd(32), player(ep, 256, rank, layout)
     for _ in range(3):  # whether a look falls on the first launch or not
         dist.barrier()
@@ -156,8 +155,7 @@ def test_own_work_in_front_of_a_round_may_take_longer_than_the_deadline(make_ep,
 def test_a_busy_gpu_only_slows_the_round(make_ep, rank, hold, free, T, layout):
     """Rounds end while the other kernel still runs: no block waits for one that cannot start."""
     ep = make_ep(ll_max_tokens=64, max_tokens=128, hidden=1024, timeout_s=DEADLINE_S)
-    tokens = make_tokens(ep.config, rank, T)
-    assert_y(run_round(ep, tokens, layout=layout), ep.config, tokens)
+    tokens = first_round(ep, T, layout)
     ended = hold(torch.cuda.get_device_properties().multi_processor_count - free, 2.5)
     for _ in range(3):
         y = run_round(ep, tokens, layout=layout)
@@ -172,12 +170,12 @@ def test_a_busy_gpu_only_slows_the_round(make_ep, rank, hold, free, T, layout):
 @pytest.mark.parametrize("num_sms", [None, 20, 24])
 @pytest.mark.parametrize("free", [60, 12, 1])
 def test_every_row_is_written(make_ep, rank, hold, free, num_sms, T, ll_max_tokens, layout):
-    """Of each variant that the launch policy has: blocks that find others missing leave, and their items are taken."""
+    """Each variant of the launch policy does so: blocks that find others missing leave, and others take their items."""
     ep = make_ep(
         ll_max_tokens, max_tokens=4096, hidden=1024, dtype="bfloat16", timeout_s=20.0, exchange={"num_sms": num_sms}
     )
     tokens = make_tokens(ep.config, rank, T)
-    x, ids, weights = (t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
+    x, ids, weights = given(ep, tokens)
     run = run_experts if layout == "expert" else run_fused_experts
     whole = run_round(ep, tokens, layout=layout)
     assert_y(whole, ep.config, tokens)
@@ -194,11 +192,11 @@ def test_every_row_is_written(make_ep, rank, hold, free, num_sms, T, ll_max_toke
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
 @pytest.mark.parametrize("free", [12, 1])
 def test_every_gradient_is_written(make_ep, rank, hold, free, payload, T, ll_max_tokens):
-    """Likewise in training, whose kernels are variants of their own; memory that is free holds NaN."""
+    """Training has variants of the kernels. Free memory holds NaN."""
     ep = make_ep(ll_max_tokens, max_tokens=512, hidden=1024, dtype="bfloat16", timeout_s=20.0)
     exchange = TrainingExchange(ep, payload=payload)
     tokens = make_tokens(ep.config, rank, T)
-    x, ids, weights = (t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
+    x, ids, weights = given(ep, tokens)
     N = ep.exchange.plan.sizes["max_rows"]
 
     def step() -> list[Tensor]:
@@ -221,10 +219,9 @@ def test_every_gradient_is_written(make_ep, rank, hold, free, payload, T, ll_max
 def test_a_dead_peer_is_named_on_a_busy_gpu(make_ep, rank, size, hold):
     """The error comes at the deadline, although blocks of this rank's kernel cannot start."""
     ep = make_ep(max_tokens=128, hidden=1024, timeout_s=DEADLINE_S)
-    tokens = make_tokens(ep.config, rank, 128)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    tokens = first_round(ep, 128)
     if rank != 0:
-        x, ids, weights = (t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
+        x, ids, weights = given(ep, tokens)
         ended = hold(torch.cuda.get_device_properties().multi_processor_count - 4, 4.0)
         begin = time.monotonic()
         ep.dispatch(x, ids, weights)
@@ -239,12 +236,11 @@ def test_a_dead_peer_is_named_on_a_busy_gpu(make_ep, rank, size, hold):
 def test_a_kernel_that_never_starts(make_ep, rank, size, hold):
     """All multiprocessors of rank 0 are held: its own deadline on the host says so, and the others name it."""
     ep = make_ep(max_tokens=16, timeout_s=DEADLINE_S)
-    tokens = make_tokens(ep.config, rank, 16)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    tokens = first_round(ep, 16)
     if rank == 0:
         hold(torch.cuda.get_device_properties().multi_processor_count, 4.0)
     dist.barrier()
-    x, ids, weights = (t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
+    x, ids, weights = given(ep, tokens)
     d = ep.dispatch(x, ids, weights)
     why = "own kernel was not scheduled" if rank == 0 else r"waiting for rank\(s\) \[0\]"
     begin = time.monotonic()

@@ -8,8 +8,8 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import assert_y, make_tokens, node_of, run_round
-from helpers import ON_GPUS
+from exchanges import assert_y, first_round, make_tokens, node_of, run_round
+from helpers import ON_GPUS, ON_THE_CPU
 
 import epmoe
 
@@ -23,7 +23,6 @@ PARTS = {
     "errors": ("signal.error", "signal.dead"),
 }
 DEADLINE_S = 0.5
-ON_THE_CPU = pytest.mark.parametrize("device", [torch.device("cpu")])
 SIGNALS = ("signal.dispatch", "signal.combine", "signal.error", "signal.dead")
 
 
@@ -38,7 +37,7 @@ def test_a_window_of_random_bits(make_ep, rank, size, device, payload_only, seed
     dist.barrier()
     if rank == size - 1:
         bits = torch.Generator().manual_seed(seed)
-        for name, buffer in ep._exchange.views.items():
+        for name, buffer in ep.exchange.views.items():
             region = next(b.region for b in ep.memory_plan().buffers if b.name == name)
             if region == "window" and name != "doorbell" and not (payload_only and name in SIGNALS):
                 words = buffer.flatten().view(torch.uint8)
@@ -60,11 +59,10 @@ def test_a_window_of_random_bits(make_ep, rank, size, device, payload_only, seed
 def test_an_error_word_that_names_no_rank(make_ep, rank, size, device):
     """Bits past the last rank mean nothing: the wait goes on to its deadline, and names the rank that is missing."""
     ep = make_ep(timeout_s=0.5)
-    tokens = make_tokens(ep.config, rank, 6)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    tokens = first_round(ep, 6)
     dist.barrier()
     if rank != 0:
-        ep._exchange.views["signal.error"][0] = -(2**63) + 2**40
+        ep.exchange.views["signal.error"][0] = -(2**63) + 2**40
         begin = time.monotonic()
         with pytest.raises(epmoe.EPTimeoutError, match=r"rank\(s\) \[0\]"):
             run_round(ep, tokens)
@@ -78,11 +76,10 @@ def test_an_error_word_that_names_no_rank(make_ep, rank, size, device):
 def test_a_count_that_no_slab_has(make_ep, rank, size, device, count, layout):
     """The last rank finds it in the headers of all others, and takes no more slots than a slab has."""
     ep = make_ep(max_tokens=16)
-    tokens = make_tokens(ep.config, rank, 16)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    tokens = first_round(ep, 16)
     dist.barrier()
     if rank == size - 1:
-        others = ep._exchange.views["signal.dispatch"].view(torch.int32)[: size - 1]
+        others = ep.exchange.views["signal.dispatch"].view(torch.int32)[: size - 1]
         others[:, 0], others[:, 5] = 2, count  # `epoch` and `counts` of RoundHeader in csrc/plan.h
         d = ep.dispatch(tokens.x, tokens.ids, tokens.weights, layout=layout)
         assert d.recv.counts[: size - 1].eq(16 if count > 0 else 0).all()
@@ -91,10 +88,10 @@ def test_a_count_that_no_slab_has(make_ep, rank, size, device, count, layout):
 
 def scribble(ep: epmoe.ExpertParallel, victim: int, names: tuple[str, ...], seed: int) -> None:
     """Random bits into these buffers of the victim's window, from this rank."""
-    bits, window = torch.Generator().manual_seed(seed), node_of(ep).window._words[victim].view(torch.uint8)
+    bits = torch.Generator().manual_seed(seed)
     for buffer in (ep.memory_plan()[name] for name in names):
         scrawl = torch.randint(0, 256, (buffer.nbytes,), generator=bits, dtype=torch.uint8).pin_memory()
-        window[buffer.offset : buffer.offset + buffer.nbytes].copy_(scrawl, non_blocking=True)
+        node_of(ep).window.put(victim, buffer.offset, scrawl)
 
 
 @ON_GPUS

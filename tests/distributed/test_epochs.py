@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checked_round import check_round
-from exchanges import assert_y, make_tokens, run_round
+from exchanges import assert_y, make_tokens, node_of, run_round
 from helpers import RANKS_SHARE_GPUS
 
 import epmoe
@@ -19,11 +19,10 @@ LASTS = 0x7FFFFFFD, 0xFFFFFFFD
 
 
 def set_epoch(ep: epmoe.ExpertParallel, epoch: int) -> None:
-    """As if so many rounds had been played. The headers of the CPU compare as signed differences."""
-    exchange = ep._exchange
-    node = getattr(exchange, "node", exchange)
+    """Pretends that so many rounds have been played. The headers of the CPU compare as signed differences."""
+    exchange = ep.exchange
     signed = (epoch + (1 << 31)) % (1 << 32) - (1 << 31)
-    exchange.rounds.progress.phases = node.rounds.progress.phases = 4 * epoch
+    exchange.rounds.progress.phases = node_of(ep).rounds.progress.phases = 4 * epoch
     exchange.views["state"][:2] = signed
     if ep.device.type == "cpu":
         for name in ("signal.dispatch", "signal.combine"):
@@ -48,7 +47,7 @@ def test_rounds_past_the_last_epoch(make_ep, rank, size, device, layout, ll_max_
             time.sleep(0.02)  # the others sleep on their doorbells
         check_round(ep, given, layout)
         ep.check()
-        assert ep.health().rounds == ep._exchange.rounds.count == number
+        assert ep.health().rounds == ep.exchange.rounds.count == number
 
 
 @pytest.mark.parametrize("last", LASTS)
@@ -61,17 +60,17 @@ def test_rounds_over_nodes_past_the_last_epoch(make_ep, rank, size, device, spli
     for number in range(last + 1, last + 4):
         tokens = make_tokens(ep.config, rank, 16 - rank, seed=number % 7)
         assert_y(run_round(ep, tokens), ep.config, tokens)
-        assert ep.health().rounds == ep._exchange.rounds.count == number
+        assert ep.health().rounds == ep.exchange.rounds.count == number
 
 
 @pytest.mark.parametrize("last", LASTS)
 def test_more_rounds_past_the_last_epoch(make_ep, rank, size, last):
-    """Their answer has the number of the round beside it."""
+    """The answer whether more follow carries the number of its round."""
     ep = make_ep()
     set_epoch(ep, last)
     for number in range(last + 1, last + 4):
         tokens = make_tokens(ep.config, rank, 5, seed=number % 7)
-        with ep._exchange.rounds.sending(rank == number % size):
+        with ep.exchange.rounds.sending(rank == number % size):
             y = run_round(ep, tokens)
-        assert ep._exchange.has_more_rounds()
+        assert ep.exchange.has_more_rounds()
         assert_y(y, ep.config, tokens)

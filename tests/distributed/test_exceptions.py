@@ -12,10 +12,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import Tokens, assert_y, make_tokens, run_experts, run_round
-from helpers import ON_GPUS
-from test_layers import D, E, K, make_layer
-from test_phases import given
+from exchanges import Tokens, assert_y, first_round, given, make_tokens, run_experts, run_round
+from helpers import ON_GPUS, full_layer
+from test_layers import D, E, K
 
 from epmoe import EPTimeoutError, ExpertParallel
 from epmoe.native import ops
@@ -24,16 +23,6 @@ pytestmark = pytest.mark.usefixtures("serving")
 
 LONG_S = 300.0
 AT_ONCE_S = 5.0  # a fraction of a second, where this machine has a core for each rank
-
-
-@pytest.fixture
-def ep(make_ep) -> ExpertParallel:
-    return make_ep(timeout_s=LONG_S)
-
-
-@pytest.fixture
-def layer_ep(make_ep) -> ExpertParallel:
-    return make_ep(experts=E, top_k=K, hidden=D, timeout_s=LONG_S)
 
 
 def without_rank(ep: ExpertParallel, tokens: Tokens, rank: int, sent: bool = False) -> Tokens:
@@ -69,12 +58,13 @@ class Fragile(torch.nn.Module):
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt, torch.cuda.OutOfMemoryError])
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_experts_that_raise(layer_ep, rank, size, kind, everywhere):
+def test_experts_that_raise(make_ep, rank, size, kind, everywhere):
     """The caller gets the experts' error unchanged. The other ranks finish the round, and the next rounds are whole."""
     error = kind("no luck")  # of this test: its traceback holds the windows
-    layer, _ = make_layer(layer_ep)
+    ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=LONG_S)
+    layer, _ = full_layer(ep)
     layer.experts = fragile = Fragile(layer.experts)
-    x = torch.randn(9, D, generator=torch.Generator().manual_seed(rank)).to(layer_ep.device)
+    x = torch.randn(9, D, generator=torch.Generator().manual_seed(rank)).to(ep.device)
     whole = layer(x)
     for _ in range(3):
         fragile.error = error if everywhere or rank == 0 else None
@@ -87,14 +77,13 @@ def test_experts_that_raise(layer_ep, rank, size, kind, everywhere):
                 assert layer(x).isfinite().all()
             fragile.error = None
             assert torch.equal(layer(x), whole)
-    layer_ep.check()
+    ep.check()
 
 
 @pytest.mark.parametrize("in_a_round", [False, True])
 def test_leaving_by_an_exception_releases_the_others(ep, rank, size, in_a_round):
     """Their waits, of up to 300 s, end at once and name rank 0. More of it: tests/test_failure.py."""
-    tokens = make_tokens(ep.config, rank, 9)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    tokens = first_round(ep, 9)
     if rank == 0:
         with within(AT_ONCE_S), pytest.raises(LookupError), ep:
             if in_a_round:
@@ -112,8 +101,7 @@ def test_leaving_by_an_exception_releases_the_others(ep, rank, size, in_a_round)
 @ON_GPUS
 def test_leaving_ends_this_ranks_own_kernels(ep, rank, size, device):
     """They wait for ranks that do not come, for up to 300 s, and freeing the window would wait for them."""
-    tokens = make_tokens(ep.config, rank, 9)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    tokens = first_round(ep, 9)
     if rank == 0:
         with within(AT_ONCE_S):
             with pytest.raises(LookupError), ep:

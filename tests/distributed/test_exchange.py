@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from checked_round import check_round
-from exchanges import expected_y, make_config, make_tokens, run_experts
+from exchanges import expected_y, make_config, make_tokens, run_experts, run_round
 from factors import all_pairs
-from helpers import assert_close, poison_
+from helpers import ON_GPUS, assert_close, poison_
 
 from epmoe.config.tuning import Tuning, TuningRow
 
@@ -88,7 +88,7 @@ def test_agrees_with_the_dense_reference(make_ep, rank, size, case):
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("ll_max_tokens", [32, 256])
 def test_adversarial_routing(make_ep, rank, size, ll_max_tokens, id_dtype, layout):
-    """Duplicate ids, −1, ids out of range, and weights of 0, NaN and Inf, beside valid pairs of the same tokens."""
+    """Duplicate ids, −1, ids out of range, and weights of 0, NaN and Inf, in tokens that have valid pairs, too."""
     ep = make_ep(ll_max_tokens, experts=13, top_k=8, max_tokens=90, placement={"num_redundant_experts": 15})
     for seed in range(10):
         T = 16 if seed % 2 else 90
@@ -105,12 +105,12 @@ def test_many_experts(make_ep, rank, size, experts, ll_max_tokens):
         check_round(ep, [make_tokens(ep.config, r, 24 - 3 * r, seed=seed) for r in range(size)], "expert")
 
 
-@pytest.mark.slow
+@ON_GPUS
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("ll_max_tokens", [32, 256])
 def test_long_rows_on_few_multiprocessors(make_ep, rank, size, ll_max_tokens, layout, payload):
-    """On GPUs a row has several chunks, and each block sends many tokens, to final rows once it knows the offsets."""
+    """A row has several chunks, and each block sends many tokens, to final rows once it knows the offsets."""
     ep = make_ep(
         ll_max_tokens, hidden=20480, dtype="float32", max_tokens=60, exchange={"payload": payload, "num_sms": 2}
     )
@@ -177,3 +177,30 @@ def test_tokens_without_valid_pairs_are_not_sent(make_ep, rank, size):
     d = ep.dispatch(x, ids, weights.to(ep.device))
     assert d.recv.counts.eq(0).all() and d.expert_offsets.eq(0).all()
     assert ep.combine(run_experts(ep, d), d).eq(0).all()
+
+
+WEIGHTED = all_pairs(
+    {
+        "phases": [False, True],
+        "payload": ["float32", "bfloat16", "float16", "fp8"],
+        # T, ll_max_tokens, num_sms. With 2 multiprocessors and up to 2 ranks, 40 tokens take the coarse LL kernel. It
+        # does not send a rank's own rows.
+        "shape": [(5, 256, None), (40, 32, None), (40, 256, None), (40, 256, 2)],
+    }
+)
+
+
+@pytest.mark.parametrize("case", WEIGHTED, ids=lambda case: "-".join(map(str, case.values())))
+def test_rows_are_weighted_and_y_is_their_sum(make_ep, rank, size, case):
+    """`apply_router_weight_on_input`: rows arrive weighted and rounded once, and combine only adds."""
+    fp8, (T, ll_max_tokens, num_sms) = case["payload"] == "fp8", case["shape"]
+    placement = {"strategy": "round_robin", "num_redundant_experts": 3}
+    dtype, payload = ("bfloat16", "fp8") if fp8 else (case["payload"], "auto")
+    options = {"top_k": 6, "hidden": 256, "dtype": dtype, "max_tokens": 40, "placement": placement}
+    exchange = {"payload": payload, "num_sms": num_sms}
+    ep = make_ep(ll_max_tokens, capacity={"alignment": 8}, exchange=exchange, **options)
+    for n in range(3):
+        tokens = [make_tokens(ep.config, r, T, seed=n, kind="adversarial", padded=r % 3) for r in range(size)]
+        real = tokens[rank].real
+        check_round(ep, tokens, "expert", num_tokens=real, phases=case["phases"], weighted=True)
+        run_round(ep, tokens[rank], num_tokens=real)  # on the same windows, with weights in combine

@@ -1,4 +1,4 @@
-"""Rows that the caller has quantised: they and their scales arrive bit by bit, by every path of dispatch."""
+"""Rows that the caller has quantized: they and their scales arrive bit by bit, by every path of dispatch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from exchanges import (
     FP8,
     Tokens,
     assert_y,
-    dequantised,
+    dequantized,
     expected_rows,
     expected_slabs,
+    given,
     make_tokens,
     poison,
-    quantised,
+    quantized,
     run_experts,
     run_fused_experts,
     run_round,
@@ -110,8 +111,8 @@ def test_every_bit_arrives(make_ep, rank, size, first, others, ll_max_tokens, hi
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("T", [6, 70])
-def test_the_layer_is_that_of_rows_which_dispatch_quantises(make_ep, rank, size, T, layout):
-    """The same bits of y from a caller that quantises by `epmoe.quantize_fp8`, with and without a stride."""
+def test_the_layer_is_that_of_rows_which_dispatch_quantizes(make_ep, rank, size, T, layout):
+    """The same bits of y from a caller that quantizes by `epmoe.quantize_fp8`, with and without a stride."""
     ep = make_fp8_ep(make_ep, 32)
     mine = make_tokens(ep.config, rank, T, padded=2)
     at_once = run_round(ep, mine, layout, num_tokens=mine.real)
@@ -120,8 +121,8 @@ def test_the_layer_is_that_of_rows_which_dispatch_quantises(make_ep, rank, size,
     ids, weights = mine.ids.to(ep.device), mine.weights.to(ep.device)
     wide = torch.zeros(T, 400, device=ep.device)
     wide[:, 16:18] = scales
-    for given in (scales, wide[:, 16:18]):
-        d = ep.dispatch(q, ids, weights, scales=given, num_tokens=mine.real, layout=layout)
+    for its in (scales, wide[:, 16:18]):
+        d = ep.dispatch(q, ids, weights, scales=its, num_tokens=mine.real, layout=layout)
         rows, combine = (
             (run_fused_experts(ep, d), ep.combine_partial) if layout == "rank" else (run_experts(ep, d), ep.combine)
         )
@@ -132,13 +133,13 @@ def test_the_layer_is_that_of_rows_which_dispatch_quantises(make_ep, rank, size,
 def test_scales_are_weighted_on_arrival(make_ep, rank, size, T):
     ep = make_fp8_ep(make_ep, 32)
     tokens = [make_tokens(ep.config, r, T, kind="adversarial") for r in range(size)]
-    q, scales = quantised(tokens[rank].x)
+    q, scales = quantized(tokens[rank].x)
     d = dispatched(
         ep, q.view(torch.uint8), scales.view(torch.int32), tokens[rank], False, apply_router_weight_on_input=True
     )
     slabs = expected_slabs(ep.config, ep.placement, tokens, rank)
     want = expected_rows(ep.config, ep.placement, slabs, rank)
-    rows, scales = quantised(want.rows)
+    rows, scales = quantized(want.rows)
     assert torch.equal(d.rows[: len(rows)].cpu().float(), rows.float())
     assert torch.equal(d.scales[: len(rows)].cpu(), scales * weight_of_rows(want, slabs))
     ep.abort(d)
@@ -164,10 +165,10 @@ def test_ranks_that_disagree_hear_of_it(make_ep, rank, size):
     mine = make_tokens(ep.config, rank, 6)
     with pytest.raises(epmoe.EPMismatchError):
         if rank == 0:
-            q, scales = quantised(mine.x)
+            q, scales = quantized(mine.x)
             d = dispatched(ep, q.view(torch.uint8), scales.view(torch.int32), mine, False)
         else:
-            d = ep.dispatch(*(t.to(ep.device) for t in (mine.x, mine.ids, mine.weights)))
+            d = ep.dispatch(*given(ep, mine))
         ep.combine(torch.zeros(d.rows.shape, dtype=d.dtype, device=ep.device), d)
         ep.check()
 
@@ -183,7 +184,7 @@ def test_a_captured_round(make_ep, rank, size, device):
 
     def one_round() -> Tensor:
         d = ep.dispatch(q, ids, weights, scales=scales)
-        return ep.combine(dequantised(d.rows, d.scales, d.dtype), d)
+        return ep.combine(dequantized(d.rows, d.scales, d.dtype), d)
 
     one_round()
     torch.cuda.synchronize()
@@ -192,7 +193,7 @@ def test_a_captured_round(make_ep, rank, size, device):
         y = one_round()
     for seed in range(3):
         new = make_tokens(ep.config, rank, T, seed=seed)
-        rows, new_scales = quantised(new.x)
+        rows, new_scales = quantized(new.x)
         q.copy_(rows)
         scales.copy_(new_scales)
         graph.replay()

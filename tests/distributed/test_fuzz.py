@@ -17,6 +17,7 @@ from checked_round import check_round
 from exchanges import Tokens, make_tokens
 from helpers import random_bits
 from replayed_rounds import Again, play_again
+from soak import soak
 
 from epmoe import EPConfig
 
@@ -54,7 +55,7 @@ def draw_options(random: Random, size: int) -> dict:
 
 
 def draw_tokens(config: EPConfig, random: Random, size: int) -> list[Tokens]:
-    """Of every rank. A part of the ids and of the weights has any bits.
+    """Draws the tokens of every rank. A part of the ids and of the weights has any bits.
 
     The bound of y is relative to its terms; with fp8 sums it holds only where the values of a block are alike. Weights
     that are too small or too large for it become 1 / K.
@@ -108,3 +109,11 @@ def test_drawn_rounds(make_ep, rank, size, device, seed):
     if rounds:
         assert play_again(rounds, -(-ROUNDS // drawn) - 1) == 0
     ep.check()
+
+
+@pytest.mark.slow
+def test_a_short_soak(rank, size, device):
+    """`make soak` runs for minutes."""
+    most_rounds = 100 if device.type == "cpu" else 10_000
+    for rounds, wrong, _ in soak(device, seed=size, most_rounds=most_rounds, seconds=60.0):
+        assert rounds > 0 and wrong == 0

@@ -1,17 +1,21 @@
-"""CUDA graphs: replays with fewer real tokens than captured, ranks that replay different graphs, and stale rows."""
+"""CUDA graphs: replays with fewer real tokens than captured, ranks that replay different graphs, and stale rows.
+
+And the calls of a round on different streams.
+"""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Callable
+from itertools import cycle
 
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import assert_y, expected_y, gains, make_tokens, poison
-from helpers import ON_GPUS, ROOT, assert_close, poison_, randn
-from test_layers import D, E, K, make_layer
+from exchanges import assert_y, expected_y, gains, given, make_tokens, poison, run_experts
+from helpers import ON_GPUS, ROOT, assert_close, full_layer, poison_, randn
+from test_layers import D, E, K
 from torch import Tensor
 
 import epmoe
@@ -132,7 +136,7 @@ def example() -> type:
 
 def captured_example(make_ep: Callable[..., ExpertParallel], **options) -> tuple[epmoe.MoELayer, Callable]:
     ep = make_ep(experts=E, top_k=K, hidden=D, dtype="bfloat16", max_tokens=32, **options)
-    layer, _ = make_layer(ep)
+    layer, _ = full_layer(ep)
     assert layer.experts.gemm == "torch", "a loop over the experts reads the offsets on the host"
     return layer, example()(layer, 32)
 
@@ -188,7 +192,7 @@ def test_health_is_read_while_a_kernel_waits(make_ep, rank, size, device):
     """Rank 0 comes late. The others read their counts meanwhile, and the kernel that waits for it still runs."""
     ep = make_ep(timeout_s=20.0)
     tokens = make_tokens(ep.config, rank, 6)
-    x, ids, weights = (t.to(device) for t in (tokens.x, tokens.ids, tokens.weights))
+    x, ids, weights = given(ep, tokens)
     d = ep.dispatch(x, ids, weights)
     ep.combine(d.rows, d)
     before = ep.health()
@@ -205,3 +209,35 @@ def test_health_is_read_while_a_kernel_waits(make_ep, rank, size, device):
         d = ep.dispatch(x, ids, weights)
     ep.combine(d.rows, d)
     assert ep.health().rounds == before.rounds + 1
+
+
+@ON_GPUS
+@pytest.mark.parametrize("T", [8, 100])
+@pytest.mark.parametrize("phases", [False, True])
+def test_calls_change_the_stream(make_ep, rank, size, device, phases, T):
+    """They run in the order of the calls. Before each call another stream sleeps for about 2 ms, longer than a round,
+    with the call before it behind the sleep."""
+    ep = make_ep(ll_max_tokens=32, max_tokens=100)
+    tokens = make_tokens(ep.config, rank, T)
+    x, ids, weights = given(ep, tokens)
+    d = ep.dispatch(x, ids, weights)
+    rows = run_experts(ep, d)  # of every round
+    assert_y(ep.combine(rows, d), ep.config, tokens)
+    torch.cuda.synchronize()
+    dist.barrier()
+    streams, ys = cycle(torch.cuda.Stream() for _ in range(3)), []
+    for _ in range(6):
+        with torch.cuda.stream(next(streams)):
+            torch.cuda._sleep(4_000_000)
+            d = ep.dispatch_send(x, ids, weights) if phases else ep.dispatch(x, ids, weights)
+        if phases:
+            with torch.cuda.stream(next(streams)):
+                d = ep.dispatch_recv(d)
+            with torch.cuda.stream(next(streams)):
+                torch.cuda._sleep(4_000_000)
+                ep.combine_send(rows, d)
+        with torch.cuda.stream(next(streams)):
+            ys.append(ep.combine_recv(d) if phases else ep.combine(rows, d))
+    ep.check()
+    for y in ys:
+        assert_y(y, ep.config, tokens)

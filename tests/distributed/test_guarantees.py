@@ -30,7 +30,7 @@ KINDS = {"serves": None, "trains": {"num_rows": "exact"}, "trains with a number 
 
 
 class Weights(NamedTuple):
-    """Of all experts."""
+    """The weights of all experts."""
 
     router_weight: Tensor
     w_gate_up: Tensor
@@ -159,7 +159,7 @@ WRONG = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_x_on_one_rank(bench, wrong, dtype):
-    """Also of a layer in another dtype than the config's, as first call, and behind a layer in another dtype."""
+    """The layer may have another dtype than the config, be called first, or follow a layer in another dtype."""
     make, error, message = WRONG[wrong]
     if dtype == torch.bfloat16:
         message = message.replace("float32", "bfloat16") if wrong != "bf16" else r"got float32 \[9, 32\]: the experts"
@@ -312,7 +312,7 @@ def test_deepcopy(bench):
 
 @contextmanager
 def folder() -> Iterator[Path]:
-    """One for all ranks."""
+    """A folder that all ranks share."""
     with tempfile.TemporaryDirectory() as mine:
         of_rank_0 = [mine]
         dist.broadcast_object_list(of_rank_0)
@@ -321,7 +321,7 @@ def folder() -> Iterator[Path]:
 
 
 class Block(nn.Module):
-    """A block of a user's own, whose experts know their group through the exchange beside them."""
+    """A block of a user's own, whose experts know their group through the exchange in it."""
 
     def __init__(self, layer: MoELayer) -> None:
         super().__init__()
@@ -431,7 +431,7 @@ def test_frozen_parts(bench, frozen):
 
 
 def test_given_routes(bench):
-    """Those of another call replayed: y has its bits. A record names them by layer."""
+    """A call that takes the routes of another call has its y, bit by bit. A record names routes by layer."""
     layer, x = bench.layer(), bench.x()
     with bench.calling(), recording(nn.Sequential(layer)) as record:
         y, routes = layer(x, return_routing=True)

@@ -9,29 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchanges import make_config, node_of, poison
-from expert_inputs import quantized as quantised_weights
-from helpers import ON_GPUS, assert_close, poison_, randn
+from expert_inputs import quantized as quantized_weights
+from helpers import ON_GPUS, assert_close, full_layer, poison_, randn
 
-from epmoe import ExpertParallel, GroupedExperts, MoELayer
+from epmoe import GroupedExperts, MoELayer
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.local.reference import moe_reference, route_reference
 
 pytestmark = pytest.mark.usefixtures("serving")
 
-E, F, D, K = 13, 24, 64, 4
-
-
-def make_layer(
-    ep: ExpertParallel, seed: int = 0, bias: bool = False, **options: bool
-) -> tuple[MoELayer, tuple[torch.Tensor, torch.Tensor]]:
-    """A layer with this rank's experts, and all experts' weights."""
-    dtype, D = ep.config.model.torch_dtype, ep.config.model.hidden_size
-    w_gate_up = (randn(E, 2 * F, D, seed=seed + 1) / D**0.5).to(dtype)
-    w_down = (randn(E, D, F, seed=seed + 2) / F**0.5).to(dtype)
-    local = ep.placement.logical_experts(ep.rank)
-    experts = GroupedExperts(w_gate_up[local].to(ep.device), w_down[local].to(ep.device))
-    bias_E = (randn(E, seed=seed + 3) * 9).to(ep.device) if bias else None
-    return MoELayer(ep, randn(E, D, seed=seed).to(ep.device), experts, bias=bias_E, **options), (w_gate_up, w_down)
+E, D, K = 13, 64, 4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -40,7 +27,7 @@ def test_layer_equals_the_dense_one(make_ep, rank, size, dtype, bias):
     ep = make_ep(
         experts=E, top_k=K, hidden=D, dtype=dtype, capacity={"alignment": 8}, placement={"strategy": "round_robin"}
     )
-    layer, weights = make_layer(ep, bias=bias)
+    layer, weights = full_layer(ep, bias=bias)
     for T, num_tokens in [(2 * rank, None), (16, 12), (0, None), (1, 1)]:
         x = randn(T, D, dtype=ep.config.model.torch_dtype, seed=rank)
         real = T if num_tokens is None else num_tokens
@@ -54,10 +41,18 @@ def test_layer_equals_the_dense_one(make_ep, rank, size, dtype, bias):
 
 def test_fp8_payload_reaches_the_experts(make_ep, rank, size):
     ep = make_ep(experts=E, top_k=K, hidden=128, dtype="bfloat16", exchange={"payload": "fp8"})
-    layer, weights = make_layer(ep)
+    layer, weights = full_layer(ep)
     x = randn(16, 128, dtype=torch.bfloat16, seed=rank)
     routing = route_reference(x.float() @ layer.router_weight.cpu().T, K)
     assert_close(layer(x.to(ep.device)), moe_reference(x, *routing, weights), slack=5)
+
+
+def test_weights_on_input(make_ep, rank, size):
+    layer, weights = full_layer(make_ep(experts=E, top_k=K, hidden=D), apply_router_weight_on_input=True)
+    x = randn(16, D, seed=rank)
+    routing = route_reference(x @ layer.router_weight.cpu().T, K)
+    want = moe_reference(x, *routing, weights, apply_router_weight_on_input=True)
+    assert_close(layer(x.to(layer.ep.device)), want, slack=4)
 
 
 def test_61_layers_share_one_set_of_windows(make_ep, rank, size):
@@ -67,7 +62,7 @@ def test_61_layers_share_one_set_of_windows(make_ep, rank, size):
     before = mapped_windows()
     x = randn(7 + rank, D, seed=rank).to(ep.device)
     for n in range(61):
-        layer, _ = make_layer(ep, seed=n)
+        layer, _ = full_layer(ep, seed=n)
         x = torch.nn.functional.rms_norm(x + layer(x), (D,))
     assert x.isfinite().all()
     assert mapped_windows() == before
@@ -87,7 +82,7 @@ def test_allocation_equals_the_plan(make_ep, rank, size, device, payload):
         assert plan == want and mapped_windows() == [plan.window_bytes] * ep.config.topology.ranks_here
     assert node_of(ep).window.local.nbytes == plan.window_bytes
     assert node_of(ep).memory[1].nbytes == plan.scratch_bytes
-    views = ep._exchange.views
+    views = ep.exchange.views
     assert {name: view.nbytes for name, view in views.items()} == {b.name: b.nbytes for b in plan.buffers}
     ep.close()
     del ep, views
@@ -116,7 +111,7 @@ def deep_layer(make_ep, device, request):
         (randn(E, *shape, seed=i)[local] / shape[1] ** 0.5).to(device) for i, shape in enumerate([(2 * F, D), (D, F)])
     ]
     if payload == "fp8":
-        (gate_up, gate_up_scales), (down, down_scales) = map(quantised_weights, plain)
+        (gate_up, gate_up_scales), (down, down_scales) = map(quantized_weights, plain)
         experts = GroupedExperts(
             gate_up, down, gate_up_scales=gate_up_scales, down_scales=down_scales, batch_invariant=invariant
         )

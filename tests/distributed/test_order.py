@@ -9,11 +9,10 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import Tokens, assert_y, make_tokens, run_round
+from exchanges import Tokens, assert_y, given, make_tokens, run_round
 from helpers import ON_GPUS, poison_
 from test_exceptions import within
 from test_graphs import capturable_experts
-from test_phases import given
 
 from epmoe import EPOrderError, EPTimeoutError, ExpertParallel
 
@@ -128,7 +127,7 @@ def test_a_replay_within_an_eager_round(make_stages, rank, size, device):
 
 
 def test_a_stage_that_starts_within_another(make_stages, rank, size, device):
-    """Rank 0's combine starts beside its dispatch, which waits for the other ranks. Both leave room on the GPU."""
+    """Rank 0's combine starts while its dispatch waits for the other ranks. Both leave room on the GPU."""
     if size == 1:
         pytest.skip("dispatch waits for nobody")
     stages = make_stages(num_sms=16)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checked_round import check_round
-from exchanges import Tokens, assert_y, make_tokens, run_experts, run_fused_experts, run_round
+from exchanges import Tokens, assert_y, given, make_tokens, run_experts, run_fused_experts, run_round
 from helpers import ON_GPUS
 
 import epmoe
@@ -14,10 +14,6 @@ from epmoe import Dispatched, ExpertParallel
 from epmoe.exchange.round_state import CLOSED, DISPATCHED, PERMITTED, RETURNING, SENT
 
 PLACEMENT = {"strategy": "round_robin", "num_redundant_experts": 3}
-
-
-def given(ep: ExpertParallel, tokens: Tokens) -> list[torch.Tensor]:
-    return [t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)]
 
 
 def outputs(ep: ExpertParallel, d: Dispatched) -> torch.Tensor:
@@ -78,8 +74,8 @@ def identity_y(config: epmoe.EPConfig, tokens: Tokens) -> torch.Tensor:
 
 
 def test_two_micro_batches_overlap(make_ep, rank, size):
-    """Of two models, round after round without a barrier, with any number of tokens. On one node ranks take the batches
-    in different orders."""
+    """Two models play round after round without a barrier, with any number of tokens. On one node ranks take the
+    batches in different orders."""
     eps = [make_ep(top_k=6, hidden=256, max_tokens=24, placement=PLACEMENT), make_ep(top_k=2, hidden=64, max_tokens=24)]
     for n in range(50):
         batches = [
@@ -120,7 +116,7 @@ def test_two_micro_batches_overlap_in_a_graph(make_ep, rank, size, device, T):
 @ON_GPUS
 @pytest.mark.parametrize(("larger", "smaller", "hidden"), [(600, 100, 256), (1400, 50, 256), (300, 20, 7168)])
 def test_two_micro_batches_on_two_streams(make_ep, rank, size, device, larger, smaller, hidden):
-    """Batches of different sizes: the kernel that one rank waits for must start beside the kernel that waits there."""
+    """Batches of different sizes: the kernel that one rank waits for must start while another kernel waits there."""
     eps = [make_ep(top_k=6, hidden=hidden, max_tokens=larger) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in eps]
     order = [0, 1] if rank % 2 else [1, 0]  # each rank starts its larger batch first

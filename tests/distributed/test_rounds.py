@@ -8,16 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checked_round import check_round
-from exchanges import (
-    assert_y,
-    expected_slabs,
-    expected_y_after_drops,
-    inside,
-    make_tokens,
-    poison,
-    run_experts,
-    run_round,
-)
+from exchanges import assert_y, expected_y_after_drops, first_round, given, make_tokens, poison, run_experts, run_round
 from helpers import ON_GPUS, assert_close, poison_
 
 import epmoe
@@ -26,7 +17,7 @@ PLACEMENT = {"strategy": "round_robin", "num_redundant_experts": 3}
 
 
 def test_200_rounds_back_to_back(make_ep, rank, size):
-    """Without a barrier between rounds. T varies from 0 to M, differently on each rank, and layouts alternate."""
+    """No barrier lies between rounds. T varies from 0 to M, differently on each rank, and layouts alternate."""
     M = 20
     ep = make_ep(experts=13, top_k=6, max_tokens=M, placement=PLACEMENT)
     for n in range(200):
@@ -178,9 +169,8 @@ def test_ranks_that_disagree_hear_of_it(make_ep, rank, size):
 def test_a_mismatch_stays_for_a_host_that_runs_ahead(make_ep, rank):
     """Hosts launch ten rounds before they look. The first has another K on one rank: all of them end with zeros."""
     ep = make_ep(top_k=4, hidden=64, dtype="float32")
-    tokens = make_tokens(ep.config, rank, 6)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
-    x, ids, weights = (t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
+    tokens = first_round(ep, 6)
+    x, ids, weights = given(ep, tokens)
     k = 3 if rank == 0 else 4
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -199,9 +189,8 @@ def test_a_mismatch_stays_for_a_host_that_runs_ahead(make_ep, rank):
 def test_a_rank_that_stays_away(make_ep, rank, size, stage, phases):
     """The others raise within the deadline, in receive phases where calls are apart, and can start again with all."""
     ep = make_ep(timeout_s=0.5)
-    tokens = make_tokens(ep.config, rank, 6)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
-    inputs = [t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights)]
+    tokens = first_round(ep, 6)
+    inputs = given(ep, tokens)
     d = ep.dispatch(*inputs) if stage == "combine" else None
     if rank != 0:
         with pytest.raises(epmoe.EPTimeoutError, match=rf"{stage} of round 2 .*rank\(s\) \[0\]") as caught:
@@ -242,38 +231,3 @@ def test_health_counts(make_ep, rank, size):
         else:
             rows_sent[owner // G * G + rank % G] = rows
     assert health.rows_sent == rows_sent
-
-
-def test_slots_follow_token_order(make_ep, rank, size):
-    """layout="rank", and a source that sends every other token: its slots hold these tokens in their order."""
-    ep = make_ep(experts=size, top_k=1, max_tokens=16)
-    ids = torch.arange(16)[:, None] % size
-    x = torch.arange(16.0)[:, None].expand(16, 64).contiguous()
-    d = ep.dispatch(x.to(ep.device), ids.to(ep.device), torch.ones(16, 1, device=ep.device), layout="rank")
-    topology, (on_ranks, local) = ep.config.topology, inside(ep.config, ep.placement, rank)
-    in_order = [float(t) for t in range(16) if t % size == rank] * topology.num_nodes
-    for r in range(topology.ranks_here):
-        assert d.recv.x[r, : d.recv.counts[r], 0].tolist() == in_order
-    sentinel = on_ranks.sentinel(local)
-    assert d.recv.ids[:, int(d.recv.counts[0]) :].eq(sentinel).all()
-    assert topology.ranks_here == 1 or ep.expert_map[sentinel] == on_ranks.expert_map(local)[sentinel] == -1
-    with pytest.raises(AttributeError, match=r"`dispatched.rows` does not exist with layout='rank'"):
-        _ = d.rows
-    ep.abort(d)
-
-
-def test_redundant_copies_share_the_load(make_ep, rank, size):
-    """Two copies of each expert: each copy computes its share."""
-    ep = make_ep(
-        experts=size,
-        top_k=1,
-        max_tokens=4 * size,
-        placement={"strategy": "explicit", "num_redundant_experts": size, "assignment": [*range(size), *range(size)]},
-    )
-    assert len(ep.placement.copies(0)) == 2
-    tokens = [make_tokens(ep.config, r, 4 * size) for r in range(size)]
-    assert_y(run_round(ep, tokens[rank]), ep.config, tokens[rank])
-    slabs = expected_slabs(ep.config, ep.placement, tokens, rank)
-    d = ep.dispatch(*(t.to(ep.device) for t in (tokens[rank].x, tokens[rank].ids, tokens[rank].weights)))
-    assert d.recv.counts.tolist() == slabs.counts.tolist()
-    ep.abort(d)

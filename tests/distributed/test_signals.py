@@ -18,20 +18,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import assert_y, expected_y, make_tokens, run_experts, run_round
-from helpers import ON_GPUS
-from test_exceptions import AT_ONCE_S, LONG_S, within, without_rank
-from test_phases import given
+from exchanges import assert_y, expected_y, first_round, given, make_tokens, run_experts, run_round
+from helpers import ON_GPUS, ON_THE_CPU
+from test_exceptions import AT_ONCE_S, within, without_rank
 
 import epmoe
-from epmoe import ExpertParallel
-
-ON_CPU = pytest.mark.parametrize("device", [torch.device("cpu")])
-
-
-@pytest.fixture
-def ep(make_ep) -> ExpertParallel:
-    return make_ep(timeout_s=LONG_S)
 
 
 @contextmanager
@@ -45,7 +36,7 @@ def ctrl_c(after_s: float = 0.3) -> Iterator[None]:
     timer.join()
 
 
-@ON_CPU
+@ON_THE_CPU
 @pytest.mark.parametrize("stage", ["dispatch", "combine", "opening"])
 def test_ctrl_c_ends_a_wait(ep, rank, size, stage):
     """It ends at once, the round can be closed, and the ranks go on together."""
@@ -67,7 +58,7 @@ def test_ctrl_c_ends_a_wait(ep, rank, size, stage):
         assert_y(run_round(ep, tokens), ep.config, tokens)
 
 
-@ON_CPU
+@ON_THE_CPU
 def test_a_wait_that_ctrl_c_has_ended_can_be_taken_up_again(ep, rank, size):
     tokens = make_tokens(ep.config, rank, 9)
     sent = ep.dispatch_send(*given(ep, tokens)) if rank == 0 else None
@@ -84,12 +75,11 @@ def test_a_wait_that_ctrl_c_has_ended_can_be_taken_up_again(ep, rank, size):
     assert_y(y, ep.config, tokens)
 
 
-@ON_CPU
+@ON_THE_CPU
 def test_a_signal_whose_handler_returns_does_not_lengthen_the_wait(make_ep, rank, size):
     """A timer of 20 ms, as profilers set it: the wait goes on, and its deadline stays the same."""
     ep = make_ep(timeout_s=0.4)
-    tokens = make_tokens(ep.config, rank, 9)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    tokens = first_round(ep, 9)
     if rank == 0:
         ticks = []
         before = signal.signal(signal.SIGALRM, lambda number, frame: ticks.append(number))
@@ -106,7 +96,7 @@ def test_a_signal_whose_handler_returns_does_not_lengthen_the_wait(make_ep, rank
     dist.barrier()
 
 
-@ON_CPU
+@ON_THE_CPU
 def test_a_signal_handler_may_abort_the_round(ep, rank, size):
     """The call that waits says so: it has no rows to return."""
     tokens = make_tokens(ep.config, rank, 9)
@@ -126,7 +116,7 @@ class Tick(Exception):
     pass
 
 
-@ON_CPU
+@ON_THE_CPU
 def test_an_exception_at_any_moment(ep, rank, size):
     """A timer raises anywhere in rank 0's calls, and it aborts. Sums of the others lack its experts or are complete."""
     armed, rng = [], random.Random(5)
@@ -138,7 +128,7 @@ def test_an_exception_at_any_moment(ep, rank, size):
 
     before = signal.signal(signal.SIGALRM, raise_once)
     tokens = make_tokens(ep.config, rank, 16)
-    rounds, alone = ep._exchange.rounds, without_rank(ep, tokens, 0)
+    rounds, alone = ep.exchange.rounds, without_rank(ep, tokens, 0)
     for n in range(1, 61):
         while rounds.count < n:  # an exception before anything was sent opens no round
             try:
@@ -163,7 +153,7 @@ def test_an_exception_at_any_moment(ep, rank, size):
     dist.barrier()
 
 
-@ON_CPU
+@ON_THE_CPU
 def test_another_thread_waits_without_blocking_the_main_thread(ep, rank, size):
     """It waits in the same slices, and the main thread gets Ctrl-C meanwhile."""
     tokens, results = make_tokens(ep.config, rank, 9), queue.SimpleQueue()
@@ -184,8 +174,7 @@ def test_another_thread_waits_without_blocking_the_main_thread(ep, rank, size):
 def test_ctrl_c_ends_a_wait_for_the_gpu(make_ep, rank, size, device):
     """`check` and `health` wait for kernels, which wait for other ranks."""
     ep = make_ep(timeout_s=20.0)
-    tokens = make_tokens(ep.config, rank, 9)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    tokens = first_round(ep, 9)
     if rank == 0:
         ep.dispatch(*given(ep, tokens))
         for call in (ep.check, ep.health):
@@ -204,8 +193,7 @@ def test_rank_stopped_in_the_middle_of_a_round(make_ep, rank, size, device):
     if size == 1:
         pytest.skip("needs a rank that waits for another")
     ep = make_ep(timeout_s=0.5)
-    tokens = make_tokens(ep.config, rank, 9)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    tokens = first_round(ep, 9)
     dist.barrier()
     if rank == 0:
         me = os.getpid()
@@ -217,7 +205,7 @@ def test_rank_stopped_in_the_middle_of_a_round(make_ep, rank, size, device):
             ep.check()
     else:
         with pytest.raises(epmoe.EPTimeoutError, match=r"dispatch of round 2 .*rank\(s\) \[0\]") as caught:
-            d = ep.dispatch(*(t.to(device) for t in (tokens.x, tokens.ids, tokens.weights)))
+            d = ep.dispatch(*given(ep, tokens))
             assert ep.combine(d.rows, d).eq(0).all()  # only on GPUs: the host has not seen the error yet
             ep.check()
         assert caught.value.missing_ranks == [0]

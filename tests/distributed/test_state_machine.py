@@ -10,33 +10,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import assert_y, make_config, make_tokens, run_experts, run_fused_experts
+from exchanges import assert_y, given, make_config, make_tokens, run_experts, run_fused_experts
+from helpers import ON_THE_CPU
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from test_exceptions import without_rank
-from test_phases import given
 
 from epmoe import EPTimeoutError, ExpertParallel
 from epmoe.exchange.round_state import CLOSED, DISPATCHED, RETURNING, SENT
 
 SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 MOST_TOKENS = 5
-PERMITTING = {
-    "dispatch_send": (CLOSED,),
-    "dispatch": (CLOSED,),
-    "dispatch_recv": (SENT,),
-    "combine_send": (DISPATCHED,),
-    "combine": (DISPATCHED,),
-    "combine_recv": (RETURNING,),
-    "abort": (SENT, DISPATCHED, RETURNING),
+CALLS = {
+    "dispatch_send": ((CLOSED,), SENT),
+    "dispatch": ((CLOSED,), DISPATCHED),
+    "dispatch_recv": ((SENT,), DISPATCHED),
+    "combine_send": ((DISPATCHED,), RETURNING),
+    "combine": ((DISPATCHED,), CLOSED),
+    "combine_recv": ((RETURNING,), CLOSED),
+    "abort": ((SENT, DISPATCHED, RETURNING), CLOSED),
 }
-"""By call, the states of a rank that permit it."""
-RANKS, TOKENS, FIRST_WRONGLY = st.integers(0, 63), st.integers(0, MOST_TOKENS), st.booleans()
+"""By call, the states of a rank that permit it, and the state behind it."""
+RANKS, TOKENS = st.integers(0, 63), st.integers(0, MOST_TOKENS)
 CONFIG = make_config(SIZE, experts=7, top_k=2, hidden=16, max_tokens=MOST_TOKENS, timeout_s=30.0)
 
 
@@ -67,7 +68,7 @@ class Ranks(RuleBasedStateMachine):
 
     def able(self, call: str) -> list[int]:
         """The ranks that may make a call; in order, only those that do not wait in it."""
-        ranks = [rank for rank, state in enumerate(self.states) if state in PERMITTING[call]]
+        ranks = [rank for rank, state in enumerate(self.states) if state in CALLS[call][0]]
         return [rank for rank in ranks if not self.waits(rank, call)] if self.in_order else ranks
 
     def waits(self, rank: int, call: str) -> bool:
@@ -79,90 +80,66 @@ class Ranks(RuleBasedStateMachine):
             return {"dispatch_send": returned < n, "dispatch": opened < n + 1, "dispatch_recv": opened < n}[call]
         return call in ("combine", "combine_recv") and returned < n
 
-    def step(self, who: int, call: Callable, *arguments: object, state: int, wrongly: bool = False) -> None:
-        """Rank `who` makes a call, if it is this rank and still can; its state is then `state`. `wrongly`: calls that
-        are refused come first."""
+    def step(self, who: int, call: str, *arguments: int, wrongly: bool = False) -> None:
+        """Rank `who` makes a call, if it is this rank and still can. `wrongly`: calls that are refused come first."""
         if who == self.rank and self.failure is None:
-            self.steps.append(f"{call.__name__}{arguments}")
+            self.steps.append(f"{call}{arguments}")
             try:
                 if wrongly:
                     self.call_wrongly()
-                call(*arguments)
+                getattr(self, call)(*arguments)
             except EPTimeoutError as error:
                 self.failure = error
             except BaseException as error:
                 error.add_note(f"after {', '.join(self.steps)}")
                 raise
-        self.rounds[who] += self.states[who] == CLOSED and state != CLOSED
-        self.states[who] = state
+        if call in CALLS:
+            before, self.states[who] = self.states[who], CALLS[call][1]
+            self.rounds[who] += before == CLOSED
         if self.in_order:
             dist.barrier()
 
-    @precondition(lambda self: self.able("dispatch_send"))
-    @rule(n=RANKS, tokens=TOKENS, wrongly=FIRST_WRONGLY)
-    def dispatch_send(self, n: int, tokens: int, wrongly: bool) -> None:
-        self.step(
-            pick(self.able("dispatch_send"), n), self.send_tokens, tokens, "dispatch_send", state=SENT, wrongly=wrongly
-        )
+    @rule(call=RANKS, who=RANKS, tokens=TOKENS, wrongly=st.booleans())
+    def advance(self, call: int, who: int, tokens: int, wrongly: bool) -> None:
+        """A rank that is drawn makes a call that is drawn from those that some rank may make."""
+        name = pick([name for name in CALLS if self.able(name)], call)
+        rank = pick(self.able(name), who)
+        if name == "abort" and self.states[rank] != RETURNING:
+            self.gave_up.add((rank, self.rounds[rank]))
+        self.step(rank, name, *([tokens] if CLOSED in CALLS[name][0] else []), wrongly=wrongly)
 
-    @precondition(lambda self: self.able("dispatch"))
-    @rule(n=RANKS, tokens=TOKENS, wrongly=FIRST_WRONGLY)
-    def dispatch(self, n: int, tokens: int, wrongly: bool) -> None:
-        self.step(
-            pick(self.able("dispatch"), n), self.send_tokens, tokens, "dispatch", state=DISPATCHED, wrongly=wrongly
-        )
+    # The calls of this rank, by their names in `CALLS`.
 
-    @precondition(lambda self: self.able("dispatch_recv"))
-    @rule(n=RANKS, wrongly=FIRST_WRONGLY)
-    def dispatch_recv(self, n: int, wrongly: bool) -> None:
-        self.step(pick(self.able("dispatch_recv"), n), self.receive_tokens, state=DISPATCHED, wrongly=wrongly)
+    def dispatch_send(self, count: int) -> None:
+        self.send_tokens(self.ep.dispatch_send, count)
 
-    @precondition(lambda self: self.able("combine_send"))
-    @rule(n=RANKS, wrongly=FIRST_WRONGLY)
-    def combine_send(self, n: int, wrongly: bool) -> None:
-        self.step(pick(self.able("combine_send"), n), self.send_sums, state=RETURNING, wrongly=wrongly)
+    def dispatch(self, count: int) -> None:
+        self.send_tokens(self.ep.dispatch, count)
 
-    @precondition(lambda self: self.able("combine"))
-    @rule(n=RANKS, wrongly=FIRST_WRONGLY)
-    def combine(self, n: int, wrongly: bool) -> None:
-        self.step(pick(self.able("combine"), n), self.combine_at_once, state=CLOSED, wrongly=wrongly)
-
-    @precondition(lambda self: self.able("combine_recv"))
-    @rule(n=RANKS, wrongly=FIRST_WRONGLY)
-    def combine_recv(self, n: int, wrongly: bool) -> None:
-        self.step(pick(self.able("combine_recv"), n), self.receive_sums, state=CLOSED, wrongly=wrongly)
-
-    @precondition(lambda self: self.able("abort"))
-    @rule(n=RANKS, wrongly=FIRST_WRONGLY)
-    def abort(self, n: int, wrongly: bool) -> None:
-        who = pick(self.able("abort"), n)
-        if self.states[who] != RETURNING:
-            self.gave_up.add((who, self.rounds[who]))
-        self.step(who, self.ep.abort, state=CLOSED, wrongly=wrongly)
-
-    # What this rank does.
-
-    def send_tokens(self, count: int, call: str) -> None:
+    def send_tokens(self, send: Callable, count: int) -> None:
         n = self.rounds[self.rank] + 1
         self.tokens = make_tokens(CONFIG, self.rank, count, seed=n)
         self.layout = "rank" if n % 3 == 0 else "expert"  # the same on all ranks
-        self.handle = getattr(self.ep, call)(*given(self.ep, self.tokens), layout=self.layout)
+        self.handle = send(*given(self.ep, self.tokens), layout=self.layout)
 
-    def receive_tokens(self) -> None:
+    def dispatch_recv(self) -> None:
         self.handle = self.ep.dispatch_recv(self.handle)
+
+    def combine_send(self) -> None:
+        self.ep.combine_send(self.rows(), self.handle)
+
+    def combine(self) -> None:
+        combine = self.ep.combine_partial if self.layout == "rank" else self.ep.combine
+        self.keep(combine(self.rows(), self.handle))
+
+    def combine_recv(self) -> None:
+        self.keep(self.ep.combine_recv(self.handle))
+
+    def abort(self) -> None:
+        self.ep.abort()
 
     def rows(self) -> torch.Tensor:
         return (run_fused_experts if self.layout == "rank" else run_experts)(self.ep, self.handle)
-
-    def send_sums(self) -> None:
-        self.ep.combine_send(self.rows(), self.handle)
-
-    def receive_sums(self) -> None:
-        self.keep(self.ep.combine_recv(self.handle))
-
-    def combine_at_once(self) -> None:
-        combine = self.ep.combine_partial if self.layout == "rank" else self.ep.combine
-        self.keep(combine(self.rows(), self.handle))
 
     def keep(self, y: torch.Tensor) -> None:
         self.ys.append((self.rounds[self.rank], self.tokens, y))
@@ -195,7 +172,7 @@ class Ranks(RuleBasedStateMachine):
         compares what it got."""
         self.in_order = False
         if self.leaver is not None:
-            self.step(self.leaver, self.leave, state=self.states[self.leaver])
+            self.step(self.leaver, "leave")
         self.catch_up()
         for n, tokens, y in self.ys:
             for rank, given_up in self.gave_up:
@@ -207,35 +184,27 @@ class Ranks(RuleBasedStateMachine):
         else:
             assert self.failure is not None and self.failure.missing_ranks == [self.leaver]
             with pytest.raises(EPTimeoutError, match="left the group"):
-                self.send_tokens(1, "dispatch")
+                self.dispatch(1)
         self.ep.close()
 
     def catch_up(self) -> None:
         """Where a rank has left, the others begin a round that it does not."""
         target = max(self.rounds) + (self.leaver is not None)
-        advance = {
-            CLOSED: lambda who: self.step(who, self.send_tokens, 3, "dispatch", state=DISPATCHED),
-            SENT: lambda who: self.step(who, self.receive_tokens, state=DISPATCHED),
-            DISPATCHED: lambda who: self.step(who, self.combine_at_once, state=CLOSED),
-            RETURNING: lambda who: self.step(who, self.receive_sums, state=CLOSED),
-        }
+        following = {CLOSED: "dispatch", SENT: "dispatch_recv", DISPATCHED: "combine", RETURNING: "combine_recv"}
         for who in set(range(SIZE)) - {self.leaver}:
             while self.rounds[who] < target or self.states[who] != CLOSED:
-                advance[self.states[who]](who)
+                call = following[self.states[who]]
+                self.step(who, call, *([3] if call == "dispatch" else []))
 
 
-def pick(ranks: list[int], n: int) -> int:
-    return ranks[n % len(ranks)]
+def pick(choices: list, n: int) -> Any:
+    return choices[n % len(choices)]
 
 
-@pytest.mark.parametrize("device", [torch.device("cpu")])
+@ON_THE_CPU
 def test_any_sequence_of_calls(device):
     examples = settings(
-        max_examples=30,
-        stateful_step_count=60,
-        deadline=None,
-        derandomize=True,
-        phases=[Phase.generate],
+        max_examples=30, stateful_step_count=60, deadline=None, derandomize=True, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
-    )
+    )  # fmt: skip
     run_state_machine_as_test(Ranks, settings=examples)

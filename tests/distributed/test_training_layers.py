@@ -128,8 +128,12 @@ ALL = [(kind, *way, own) for kind in ("chain", "parallel", "unused") for way in 
 @pytest.mark.parametrize(
     "backend, kind, num_rows, fullgraph, budgeted, own",
     [
-        pytest.param(backend, *case, marks=() if backend == "aot_eager" and case in QUICK else pytest.mark.slow)
-        for backend, cases in (("aot_eager", ALL), ("inductor", QUICK))
+        pytest.param(backend, *case, marks=marks)
+        for backend, cases, marks in (
+            ("aot_eager", QUICK, ()),
+            ("inductor", QUICK, pytest.mark.slow),
+            ("aot_eager", [case for case in ALL if case not in QUICK], [pytest.mark.slow, pytest.mark.long]),
+        )
         for case in cases
     ],
     indirect=["budgeted"],

@@ -20,7 +20,6 @@ from transformers.distributed import DistributedConfig
 import epmoe.integrations.transformers as integration
 from epmoe import EPAbortedError
 from epmoe.cli.demo import generate as demo
-from epmoe.integrations.transformers import fp8, settings
 
 pytestmark = own_gpus
 FP32_LOGITS = 1e-5 if DEVICE == "cpu" else 1e-4
@@ -33,12 +32,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch):
-    monkeypatch.setattr(
-        settings, "_settings", settings.Settings(keys={"ranks_per_node": nodes_of(dist.get_world_size())})
-    )
-    yield
-    integration.close()
+def _nodes(default_settings, size):
+    integration.configure(ranks_per_node=nodes_of(size))
 
 
 def check_generation(single, spread, prompt: Tensor, new_tokens: int, synced_gpus: bool | None = None) -> None:
@@ -79,7 +74,7 @@ def test_bfloat16_logits(name, entry_point, rank):
 
 
 def check_logits(single, spread, rank: int) -> None:
-    """The outputs of `spread` with the routing of `single`."""
+    """Compares the logits of `spread`, which takes the routing of `single`, with those of `single`."""
     routings: list[tuple] = []
     for router in routers(single):
         router.register_forward_hook(lambda module, args, output: routings.append(output))
@@ -94,16 +89,17 @@ def check_logits(single, spread, rank: int) -> None:
 
 @both_entry_points
 def test_an_fp8_checkpoint(entry_point, rank, size):
-    """Beside transformers' own arithmetic with the dequantised weights, in one process."""
+    """The reference is transformers' own arithmetic with the dequantized weights, in one process."""
     options = {"experts_implementation": "epmoe"}
     if entry_point == "ep_implementation":
         parallel = DistributedConfig(ep_implementation="epmoe", tp_size=1, fsdp_size=size, ep_size=size)
         options = {"distributed_config": parallel}
     with fp8_models.saved() as path:
-        spread = fp8_models.quantised(path, **options).to(DEVICE)
-        single = fp8_models.dequantised(path, torch.bfloat16).to(DEVICE)
-    check_logits(single, spread, rank)
-    used = fp8._made[spread.model.layers[-1].mlp.experts].experts
+        spread = fp8_models.quantized(path, **options).to(DEVICE)
+        single = fp8_models.dequantized(path, torch.bfloat16).to(DEVICE)
+    with fp8_models.calls_of_experts() as calls:
+        check_logits(single, spread, rank)
+    used = calls[-1][0]
     assert used.is_fp8 and len(used.w_down) == single.config.num_experts // size
 
 
@@ -114,7 +110,7 @@ def test_an_fp8_format_that_epmoe_does_not_take_is_refused_at_load(size):
         fp8_models.saved(activation_scheme="static") as path,
         pytest.raises(ValueError, match="these have activation scales of the kind 'static': load the checkpoint with"),
     ):
-        fp8_models.quantised(path, distributed_config=parallel)
+        fp8_models.quantized(path, distributed_config=parallel)
 
 
 @needs_ep

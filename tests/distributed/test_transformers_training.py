@@ -7,6 +7,7 @@ own EP implementations leave them: FSDP divides by the ranks, and so does DDP.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 pytest.importorskip("transformers")
 
+from helpers import long
 from spread_models import DEVICE, OneLayer, both_entry_points, needs_ep, own_gpus, random_ids, single_and_spread
 from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
@@ -23,18 +25,10 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 import epmoe.integrations.transformers as integration
 from epmoe import EPAbortedError
 from epmoe.cli.demo import generate as demo
-from epmoe.integrations.transformers import settings
 
-pytestmark = own_gpus
+pytestmark = [own_gpus, pytest.mark.usefixtures("default_settings")]
 ERROR = 1e-5
 """Relative to the largest value, in fp32."""
-
-
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch):
-    monkeypatch.setattr(settings, "_settings", settings.Settings())
-    yield
-    integration.close()
 
 
 def assert_near(got: Tensor, want: Tensor, name: str = "") -> None:
@@ -60,8 +54,15 @@ def gradients_of(model) -> dict[str, Tensor]:
     return {name: whole(parameter.grad) for name, parameter in named}
 
 
+def compare_gradients(single, spread) -> None:
+    expected, got = gradients_of(single), gradients_of(spread)
+    assert got.keys() == expected.keys()
+    for name, gradient in got.items():
+        assert_near(gradient, expected[name], name)
+
+
 def own_gradients(spread, ids: Tensor) -> list[Tensor]:
-    """Before DDP's reduction, whose order of sums changes after its first step; FSDP's stays."""
+    """Gradients before DDP's reduction, whose order of sums changes after its first step; FSDP's stays."""
     spread.zero_grad()
     with spread.no_sync() if isinstance(spread, DistributedDataParallel) else nullcontext():
         loss_of(spread, ids).backward()
@@ -80,16 +81,13 @@ def mean_over_ranks(loss: Tensor) -> Tensor:
 
 
 def check_gradients(single, spread, batches: list[Tensor], rank: int) -> None:
-    """Those of `spread` beside those of `single`."""
+    """Compares the gradients of `spread` with those of `single`."""
     loss = loss_of(spread, batches[rank])
     loss.backward()
     want = loss_of_all(single, batches)
     want.backward()
     assert_near(mean_over_ranks(loss), want.detach().cpu())
-    expected, got = gradients_of(single), gradients_of(spread)
-    assert got.keys() == expected.keys()
-    for name, gradient in got.items():
-        assert_near(gradient, expected[name], name)
+    compare_gradients(single, spread)
 
 
 def ragged(size: int, step: int = 0) -> list[Tensor]:
@@ -97,7 +95,7 @@ def ragged(size: int, step: int = 0) -> list[Tensor]:
 
 
 @both_entry_points
-@pytest.mark.parametrize("max_tokens", [8, pytest.param(4096, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_tokens", [8, long(4096)])
 @pytest.mark.parametrize("name", demo.MODELS)
 def test_gradients_equal_a_single_process(name, max_tokens, entry_point, rank, size):
     """With at most 8 tokens a round, ranks with fewer tokens take part in rounds that others need. Twice: same bits."""
@@ -129,7 +127,7 @@ def test_gradient_checkpointing(reentrant, max_tokens, rank, size):
 
 @both_entry_points
 def test_the_trainer(entry_point, size, tmp_path):
-    """With a rate that decays, clipped gradients, accumulation over two batches, and checkpoints of activations."""
+    """It has a rate that decays, clips gradients, accumulates two batches, and checkpoints activations."""
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
 
@@ -158,7 +156,7 @@ def test_the_trainer(entry_point, size, tmp_path):
 
 
 @both_entry_points
-@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen3_moe", long("gpt_oss")])
 def test_20_steps_of_adamw(name, entry_point, rank, size):
     integration.configure(max_num_tokens_per_rank=16)
     single, spread = models(name, entry_point)
@@ -178,7 +176,7 @@ def test_20_steps_of_adamw(name, entry_point, rank, size):
 
 
 def layer_gradients(layer: OneLayer, which: str, inputs: list[tuple], rank: int) -> list[Tensor]:
-    """The gradients of x, of weights and of parameters. The loss weights the tokens of each rank in its own way."""
+    """Gradients of x, of weights and of parameters, for a loss that weights the tokens of each rank in its own way."""
     experts = getattr(layer, which)
     mine = inputs if which == "single" else [inputs[rank]]
     for x, _, weights in mine:
@@ -187,6 +185,19 @@ def layer_gradients(layer: OneLayer, which: str, inputs: list[tuple], rank: int)
     experts.zero_grad()
     torch.stack([experts(*one).sin().sum() for one in mine if len(one[0]) or which == "spread"]).sum().backward()
     return [inputs[rank][0].grad, inputs[rank][2].grad, *(whole(p.grad) for p in experts.parameters())]
+
+
+def check_layer_gradients(layer: OneLayer, inputs: list[tuple], rank: int, error: float = ERROR) -> None:
+    """The gradients of `spread` equal those of `single`, and those of x on a rank without tokens are empty."""
+    got, want = layer_gradients(layer, "spread", inputs, rank), layer_gradients(layer, "single", inputs, rank)
+    for i, (one, expected) in enumerate(zip(got, want, strict=True)):
+        if i < 2 and not len(inputs[rank][0]):
+            assert one.shape == inputs[rank][0 if i == 0 else 2].shape
+            continue
+        if i >= 2 and layer.entry_point == "experts_implementation":
+            dist.all_reduce(one)  # the other ranks' experts have gradients of 0 here
+        assert one.dtype == expected.dtype
+        assert (one - expected).abs().max() <= error * expected.abs().max()
 
 
 @both_entry_points
@@ -198,15 +209,7 @@ def test_one_layer_with_batches_of_any_length(dtype, entry_point, rank, size):
     for step in range(2 * size):
         lengths = [(0, 1, 17, 70)[(r + step) % size % 4] for r in range(size)]
         inputs = [layer.inputs(T, 4, seed=10 * step + r) for r, T in enumerate(lengths)]
-        got = layer_gradients(layer, "spread", inputs, rank)
-        want = layer_gradients(layer, "single", inputs, rank)
-        for i, (one, expected) in enumerate(zip(got, want, strict=True)):
-            if i < 2 and not len(inputs[rank][0]):
-                assert one.shape == inputs[rank][0 if i == 0 else 2].shape
-                continue
-            if i >= 2 and entry_point == "experts_implementation":
-                dist.all_reduce(one)  # the other ranks' experts have gradients of 0 here
-            assert (one - expected).abs().max() <= (ERROR if dtype == torch.float32 else 3e-2) * expected.abs().max()
+        check_layer_gradients(layer, inputs, rank, ERROR if dtype == torch.float32 else 3e-2)
 
 
 def test_no_rank_has_tokens(rank):
@@ -225,9 +228,7 @@ def test_batch_shared_by_all_ranks(rank, size):
     ids = random_ids(13, seed=0)
     loss_of(spread, ids).backward()
     loss_of(single, ids).backward()
-    expected, got = gradients_of(single), gradients_of(spread)
-    for name, gradient in got.items():
-        assert_near(gradient, expected[name], name)
+    compare_gradients(single, spread)
 
 
 @needs_ep
@@ -240,23 +241,18 @@ def test_copies_of_experts_and_batches_shared_by_two_ranks(sizes, rank, size):
     single, spread = single_and_spread("qwen3_moe", tp_size=tp, fsdp_size=fsdp, ep_size=ep)
     loss_of(spread, ragged(fsdp)[rank // tp]).backward()
     loss_of_all(single, ragged(fsdp)).backward()
-    expected, got = gradients_of(single), gradients_of(spread)
-    for name, gradient in got.items():
-        assert_near(gradient, expected[name], name)
+    compare_gradients(single, spread)
 
 
 @needs_ep
 def test_experts_whose_kernel_takes_pairs(rank, size, monkeypatch):
-    """Another implementation of experts. Only the first rank has rows; the others' parameters get zeros."""
+    """They have another implementation. Only the first rank has rows; the others' parameters get zeros."""
     ExpertsInterface.register("another", grouped_mm_experts_forward)
     layer = OneLayer("qwen3_moe", "ep_implementation")
     inputs = [layer.inputs(9 + r, 3, seed=r) for r in range(size)]
     inputs = [(x, ids % (layer.num_experts // size), weights) for x, ids, weights in inputs]
-    want = layer_gradients(layer, "single", inputs, rank)
     monkeypatch.setattr(layer.spread.config, "_experts_implementation", "another")
-    got = layer_gradients(layer, "spread", inputs, rank)
-    for one, expected in zip(got, want, strict=True):
-        assert_near(one, expected)
+    check_layer_gradients(layer, inputs, rank)
 
 
 @needs_ep
@@ -269,20 +265,14 @@ def test_several_nodes_are_refused(size):
         layer.spread(*layer.inputs(5, 2, seed=0))
 
 
-@needs_ep
-def test_error_in_the_experts_of_one_rank_keeps_the_ranks_in_step(rank, size, monkeypatch):
+@both_entry_points
+def test_error_in_the_experts_of_one_rank_keeps_the_ranks_in_step(entry_point, rank, size, monkeypatch):
     integration.configure(max_num_tokens_per_rank=8)
-    layer = OneLayer("mixtral", "ep_implementation")
+    layer = OneLayer("mixtral", entry_point)
     inputs = [layer.inputs(5 + 20 * r, 2, seed=r) for r in range(size)]
     with monkeypatch.context() as patch:
         if rank == 0:
-
-            def broken(gate_up: Tensor) -> Tensor:
-                raise MemoryError
-
-            patch.setattr(layer.spread, "_apply_gate", broken)
+            patch.setattr(layer.spread, "_apply_gate", Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError if rank == 0 else EPAbortedError):
             layer.spread(*inputs[rank])
-    got, want = layer_gradients(layer, "spread", inputs, rank), layer_gradients(layer, "single", inputs, rank)
-    for one, expected in zip(got, want, strict=True):
-        assert_near(one, expected)
+    check_layer_gradients(layer, inputs, rank)

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import assert_y, make_tokens, quantised, run_experts, run_round
+from exchanges import assert_y, make_tokens, quantized, run_experts, run_round
 from factors import all_pairs
-from helpers import RANKS_SHARE_GPUS
-from test_layers import D, E, K, make_layer
+from helpers import RANKS_SHARE_GPUS, full_layer
+from test_layers import D, E, K
 from test_phases import given
 from test_signals import ctrl_c
 
@@ -88,12 +88,12 @@ def test_against_the_dense_reference(make_ep, rank, size, device, half, case):
 
 
 @SPLITS
-@pytest.mark.parametrize("quantised_by_caller", [False, True])
-def test_fp8_rows_are_quantised_once(make_ep, rank, half, splits, quantised_by_caller):
+@pytest.mark.parametrize("quantized_by_caller", [False, True])
+def test_fp8_rows_are_quantized_once(make_ep, rank, half, splits, quantized_by_caller):
     exchange = {"payload": "fp8", "network_splits": splits}
     ep = make_ep(ranks_per_node=half, hidden=256, dtype="bfloat16", exchange=exchange)
     tokens = make_tokens(ep.config, rank, 13 - rank, seed=3)
-    x, scales = quantised(tokens.x) if quantised_by_caller else (tokens.x, None)
+    x, scales = quantized(tokens.x) if quantized_by_caller else (tokens.x, None)
     _, ids, weights = given(ep, tokens)
     d = ep.dispatch(x.to(ep.device), ids, weights, scales=None if scales is None else scales.to(ep.device))
     assert d.rows.dtype is torch.float8_e4m3fn
@@ -459,7 +459,7 @@ def test_a_wait_for_the_network_that_ctrl_c_ends(make_ep, rank, splits, stage, a
 def test_a_layer_passes_padded_tokens_on(make_ep, rank):
     """Eager and compiled, with the bits of slabs of S rows; a slab that is too short is named."""
     ep = make_ep(ranks_per_node=2, experts=E, top_k=K, hidden=D)
-    layer, _ = make_layer(ep)
+    layer, _ = full_layer(ep)
     step = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = torch.randn(2 + rank, D, generator=torch.Generator().manual_seed(rank)).to(ep.device)
     want = layer(x)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from exchanges import assert_y, dequantised, make_tokens, run_experts, run_round
+from exchanges import assert_y, dequantized, make_tokens, run_experts, run_round
 from helpers import ON_GPUS, poison_
 from test_graphs import Captured
 from test_phases import given
@@ -58,7 +58,7 @@ class CapturedRound(Captured):
 
     def _round(self) -> Tensor:
         d = self.ep.dispatch(self.x, self.ids, self.weights, num_tokens=self.real, padded_tokens=self.padded)
-        rows = dequantised(d.rows, d.scales, d.dtype)
+        rows = dequantized(d.rows, d.scales, d.dtype)
         return self.ep.combine(self.experts(SimpleNamespace(rows=rows, expert_offsets=d.expert_offsets)), d)
 
 

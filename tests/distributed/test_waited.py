@@ -6,22 +6,15 @@ import threading
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
-from exchanges import assert_y, make_tokens, run_experts, run_round
-from helpers import RANKS_SHARE_GPUS
+from exchanges import first_round, given, make_tokens, run_experts
+from helpers import ON_THE_CPU, RANKS_SHARE_GPUS
 from test_signals import ctrl_c
 
 import epmoe
 
 LATE_S = 0.35  # longer than three sleeps of a wait, which let Python handle its signals
-ON_THE_CPU = pytest.mark.parametrize("device", [torch.device("cpu")])
 OWN_GPUS = pytest.mark.skipif(RANKS_SHARE_GPUS, reason="needs a GPU for each rank")
-
-
-def given(ep: epmoe.ExpertParallel) -> tuple[torch.Tensor, ...]:
-    tokens = make_tokens(ep.config, ep.rank, 6)
-    return tuple(t.to(ep.device) for t in (tokens.x, tokens.ids, tokens.weights))
 
 
 @OWN_GPUS
@@ -29,8 +22,8 @@ def given(ep: epmoe.ExpertParallel) -> tuple[torch.Tensor, ...]:
 def test_the_late_rank_is_told_from_the_others(make_ep, rank, size, device, stage):
     """The time of a wait counts once and in full, however often the wait was interrupted."""
     ep, late = make_ep(), size - 1
-    run_round(ep, make_tokens(ep.config, rank, 6))  # on GPUs the first round loads the kernels
-    d = ep.dispatch(*given(ep)) if stage == "combine" else None
+    inputs = given(ep, first_round(ep, 6))
+    d = ep.dispatch(*inputs) if stage == "combine" else None
     before = ep.health().waited_s
     assert ep.health(wait=False) == ep.health()
     dist.barrier()
@@ -38,7 +31,7 @@ def test_the_late_rank_is_told_from_the_others(make_ep, rank, size, device, stag
         threading.Event().wait(LATE_S)
     started = time.perf_counter()
     if stage == "dispatch":
-        d = ep.dispatch(*given(ep))
+        d = ep.dispatch(*inputs)
     else:
         ep.combine(run_experts(ep, d), d)
     ep.check()
@@ -56,17 +49,18 @@ def test_the_late_rank_is_told_from_the_others(make_ep, rank, size, device, stag
 
 @OWN_GPUS
 def test_a_rank_that_stays_away_has_been_waited_for_until_the_deadline(make_ep, rank, size, device):
+    """Every call behind it raises the timeout again."""
     ep = make_ep(timeout_s=0.5)
-    tokens = make_tokens(ep.config, rank, 6)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    inputs = given(ep, first_round(ep, 6))
     ep.poll()
     before = ep.health().waited_s[0]
     if rank != 0:
         with pytest.raises(epmoe.EPTimeoutError):
-            ep.dispatch(*given(ep))
+            ep.dispatch(*inputs)
             ep.check()
-        with pytest.raises(epmoe.EPTimeoutError, match=r"rank\(s\) \[0\]"):
-            ep.poll()
+        for call in (ep.poll, ep.check, ep.poll):
+            with pytest.raises(epmoe.EPTimeoutError, match=r"rank\(s\) \[0\]"):
+                call()
         waited = ep.health().waited_s[0] - before
         assert 0 < waited < 5.0
         if rank == 1 and size == 2:  # with more ranks, another may have started its wait earlier
@@ -80,8 +74,7 @@ def test_a_wait_that_another_rank_ends_counts(make_ep, rank, size, device):
     if size < 3:
         pytest.skip("needs three ranks")
     ep = make_ep(timeout_s=0.5)
-    tokens = make_tokens(ep.config, rank, 6)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    inputs = given(ep, first_round(ep, 6))
     before = ep.health().waited_s[0]
     dist.barrier()
     if rank != 0:
@@ -89,7 +82,7 @@ def test_a_wait_that_another_rank_ends_counts(make_ep, rank, size, device):
             threading.Event().wait(0.43)
         started = time.perf_counter()
         with pytest.raises(epmoe.EPTimeoutError):
-            ep.dispatch(*given(ep))
+            ep.dispatch(*inputs)
         took, waited = time.perf_counter() - started, ep.health().waited_s[0] - before
         assert waited <= took
         if rank != 2 or took > 0.03:  # a busy machine may hold rank 2 up until the wait of rank 1 is over
@@ -101,8 +94,9 @@ def test_a_wait_that_another_rank_ends_counts(make_ep, rank, size, device):
 def test_a_wait_that_an_exception_ends_counts_until_then(make_ep, rank, size, device):
     """Rank 0 waits twice: the others come only after an exception has ended its first wait."""
     ep = make_ep()
+    inputs = given(ep, make_tokens(ep.config, rank, 6))
     if rank == 0:
-        sent, started = ep.dispatch_send(*given(ep)), time.perf_counter()
+        sent, started = ep.dispatch_send(*inputs), time.perf_counter()
         with ctrl_c(0.15):
             ep.dispatch_recv(sent)
         first = ep.health().waited_s
@@ -112,5 +106,5 @@ def test_a_wait_that_an_exception_ends_counts_until_then(make_ep, rank, size, de
         assert ep.health().waited_s >= first
     else:
         dist.barrier()
-        d = ep.dispatch(*given(ep))
+        d = ep.dispatch(*inputs)
     ep.combine(run_experts(ep, d), d)

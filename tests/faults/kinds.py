@@ -63,7 +63,7 @@ def kinds_of(device: torch.device) -> dict[str, Kind]:
 
 @dataclass
 class Outcome:
-    """Of one fault; `why` says what went wrong."""
+    """What came of one fault; `why` says what went wrong."""
 
     named: bool = False
     hung: bool = False
@@ -120,7 +120,7 @@ class Group:
         return outcome
 
     def _go_on(self, kind: Kind, victim: int, others: list[int]) -> None:
-        """Without the victim while it is away, then with it or its successor."""
+        """The group plays without the victim while it is away, then with it or its successor."""
         name = self.names[victim]
         if kind.signal:
             self.host.form(others)

@@ -139,7 +139,7 @@ KINDS = {
 
 
 def kinds_of_nodes() -> dict[str, Callable[[Nodes, int], Verdict]]:
-    """Those that can be had here."""
+    """The kinds that this machine can have."""
     return {name: kind for name, kind in KINDS.items() if os.environ[NAMESPACES] or "network" not in name}
 
 
@@ -153,5 +153,5 @@ def enter(state, namespace: str, interface: str) -> None:
 
 
 def stay(state) -> None:
-    """From now on this process talks to its own node only."""
+    """This process talks to its own node only, from here on."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -11,7 +11,6 @@ import torch
 from busy import Holder
 from exchanges import Tokens, make_config, node_of
 from host import create, play_round
-from torch import Tensor
 
 import epmoe
 from epmoe import ExpertParallel, Placement
@@ -153,15 +152,14 @@ def quitting(state, victim: int, seed: int) -> Seen:
 
 def mad(state, victim: int, seed: int) -> Seen:
     """Writes random bits into the windows of all other ranks, between its own rounds and during those of the others."""
-    bits, windows = torch.Generator().manual_seed(seed), windows_of(state.ep)
-    others = [window for rank, window in enumerate(windows) if rank != victim]
+    bits, window = torch.Generator().manual_seed(seed), node_of(state.ep).window
 
     def scribble(share: float) -> None:
-        for window in others:
-            length = max(1, int(len(window) * share))
-            start = int(torch.randint(0, len(window) - length + 1, (1,), generator=bits))
+        for other in (rank for rank in range(state.ep.size) if rank != victim):
+            length = max(1, int(window.local.nbytes * share))
+            start = int(torch.randint(0, window.local.nbytes - length + 1, (1,), generator=bits))
             scrawl = torch.randint(0, 256, (length,), generator=bits, dtype=torch.uint8)
-            window[start : start + length] = scrawl.to(window.device)
+            window.put(other, start, scrawl.to(state.device))
 
     def play(state, n: int) -> None:
         scribble((1.0, 0.1, 0.01, 0.001)[seed % 4])
@@ -183,12 +181,6 @@ def endure(state, seed: int, **options: Callable) -> None:
     except (epmoe.EPError, RuntimeError, AssertionError):
         with suppress(epmoe.EPError):
             state.ep.abort()
-
-
-def windows_of(ep: ExpertParallel) -> list[Tensor]:
-    """Bytes of every rank's window, as this rank maps it."""
-    window = node_of(ep).window
-    return window._regions if ep.device.type == "cpu" else [words.view(torch.uint8) for words in window._words]
 
 
 def busy(state, multiprocessors: int) -> None:

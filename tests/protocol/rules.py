@@ -10,7 +10,7 @@ SIMPLE = (COPIED, FINAL_ROWS, RANK_MAJOR)
 CUDA = (*SIMPLE, LL)
 PROTOCOLS = (CPU, *CUDA)
 MAIL = "mail"
-"""Of moves, beside the rounds."""
+"""The protocol of moves, which run at the same time as rounds."""
 
 RULES = {
     "open-all": PROTOCOLS,

@@ -1,4 +1,4 @@
-"""Megatron-Core's own MoE layers, their tokens carried by epmoe, beside its all-to-all. `make stacks-megatron` runs it.
+"""epmoe carries the tokens of Megatron-Core's own MoE layers, as its all-to-all does. `make stacks-megatron` runs it.
 
 Experts are SequentialMLP, since its grouped GEMM needs TransformerEngine. One rank a GPU where there are GPUs. On CPUs
 Megatron's all-to-all dispatcher makes a stream of CUDA and leaves it unused, so streams are stubs there.
@@ -112,7 +112,7 @@ def config_of(sizes: dict[str, int], **options: Any) -> TransformerConfig:
 
 
 def layer_of(config: TransformerConfig, ours: bool, dtype: torch.dtype = torch.float32) -> MoELayer:
-    """With the same parameters, whatever carries the tokens."""
+    """The layer has the same parameters, whatever carries the tokens."""
     mlp = get_gpt_layer_local_spec(num_experts=E, moe_grouped_gemm=False).submodules.mlp
     mlp = exchanged(mlp) if ours else mlp
     if hasattr(mlp, "module"):

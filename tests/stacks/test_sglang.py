@@ -146,7 +146,7 @@ def test_block_fp8() -> None:
     quantized, scales = quantize_fp8(x, granularity="block")
     rows = (quantized.double().unflatten(1, (-1, 128)) * scales[..., None]).flatten(1)
     want = moe_reference(rows, ids, weights, tuple(dequantized))
-    assert_close(_forward(layer, *tokens), want, slack=4)  # the activation is quantised, too
+    assert_close(_forward(layer, *tokens), want, slack=4)  # the activation is quantized, too
 
 
 def test_refuses_before_anything_is_sent(layer: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""torchtitan's own MoE layers, their tokens carried by epmoe, beside its all-to-all. `make stacks-torchtitan` runs it.
+"""epmoe carries the tokens of torchtitan's own MoE layers, as its all-to-all does. `make stacks-torchtitan` runs it.
 
 Each rank has the same router and shared experts, and its part of the experts. Only what carries the tokens differs. One
 rank a GPU where there are GPUs.
@@ -89,7 +89,7 @@ class PreciseExperts(GroupedExperts):
 
 
 class Settings(Module):
-    """What a trainer's configuration has beside the model."""
+    """The rest of a trainer's configuration."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -112,7 +112,7 @@ def config_of(backend: str, factor: float | None = None) -> Blocks.Config:
 def model_of(
     mesh, backend: str, seat: object = None, factor: float | None = None, seed: int = 0, precise: bool = True
 ) -> Blocks:
-    """Its experts are this rank's."""
+    """A model with this rank's experts."""
     config = config_of(backend, factor)
     if seat is not None:
         apply_overrides(OverrideConfig(imports=[seat]), config)

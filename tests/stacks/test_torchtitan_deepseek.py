@@ -59,7 +59,7 @@ def precise(self: GroupedExperts, x_RD: torch.Tensor, num_tokens_per_expert_E: t
 
 
 def model_of(config: Trainer.Config) -> torch.nn.Module:
-    """As torchtitan's trainer makes it, with weights of a fixed seed."""
+    """A model as torchtitan's trainer makes it, with weights of a fixed seed."""
     set_spmd_backend(config.parallelism.spmd_backend)
     spec = config.model_spec
     spec.model.update_from_config(config=config)

@@ -31,7 +31,7 @@ def qwen3() -> PreTrainedModel:
 
 
 def deepseek() -> PreTrainedModel:
-    """With groups of experts, a bias in the router, shared experts and one dense layer."""
+    """It has groups of experts, a bias in the router, shared experts and one dense layer."""
     config = DeepseekV3Config(
         **COMMON,
         intermediate_size=128,

@@ -81,7 +81,7 @@ async def served(model: str, mode: str) -> dict[int, list[int]]:
         both = await asyncio.gather(*(generate(i, i % 2) for i in range(len(PROMPTS))))
     finally:
         engine.shutdown()
-    assert alone == both[:2], "a prompt got other tokens beside others than alone"
+    assert alone == both[:2], "a prompt that runs with others got other tokens than alone"
     return dict(enumerate(both))
 
 

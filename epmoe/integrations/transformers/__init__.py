@@ -26,7 +26,7 @@ graphs:
     ep_implementation.py  the EP implementation
     grouped.py            a module's experts over expert-major rows
     training.py           the same with gradients
-    fp8.py                experts that transformers has quantised to fp8, as `GroupedExperts`
+    fp8.py                experts that transformers has quantized to fp8, as `GroupedExperts`
     graphs.py             a layer of experts as one operator, in static mode
 """
 

@@ -24,7 +24,7 @@ class EpmoeEP(EPImplementation):
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self._module = experts
-        if can_group(experts) and fp8.is_quantised(experts):
+        if can_group(experts) and fp8.is_quantized(experts):
             fp8.check(experts)
             experts.requires_grad_(False)  # FSDP takes weights and scales of two dtypes only where they need no grad
 

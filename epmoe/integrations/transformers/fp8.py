@@ -31,13 +31,13 @@ class _Made(NamedTuple):
 _made: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()  # by module
 
 
-def is_quantised(experts: Any) -> bool:
-    """Whether transformers has quantised the module to fp8 or fp4: its weights have scales."""
+def is_quantized(experts: Any) -> bool:
+    """Whether transformers has quantized the module to fp8 or fp4: its weights have scales."""
     return hasattr(experts, "down_proj_scale_inv") and experts.down_proj.dtype not in FLOATS
 
 
 def check(experts: Any) -> None:
-    """Raises ValueError unless `GroupedExperts` take the quantised module. The message names what they do not take."""
+    """Raises ValueError unless `GroupedExperts` take the quantized module. The message names what they do not take."""
     if problem := _problem(experts):
         raise ValueError(
             f"epmoe takes fp8 experts with blocks of {SCALE_BLOCK} × {SCALE_BLOCK}, dynamic activation scales and "
@@ -50,7 +50,7 @@ def grouped(experts: Any, parameters: list[Tensor]) -> GroupedExperts:
     """The experts in the memory of `parameters`, which may move from call to call, as FSDP moves them.
 
     Args:
-        experts: a quantised module.
+        experts: a quantized module.
         parameters: this rank's part of `PARAMETERS`: [e, 2F, D] and [e, D, F], and their scales.
 
     Returns:

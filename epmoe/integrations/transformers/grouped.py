@@ -44,13 +44,13 @@ def can_group(experts: Any) -> bool:
         hasattr(experts, "_apply_gate")
         and hasattr(experts, "has_bias")
         and getattr(config, "_experts_implementation", None) in _SAME_RESULT
-        and (experts.down_proj.dtype in FLOATS or fp8.is_quantised(experts))
+        and (experts.down_proj.dtype in FLOATS or fp8.is_quantized(experts))
     )
 
 
 def parameters_of(experts: Any) -> list[Tensor]:
     """The parameters that `computation` takes: the up and down projections, and scales or biases if there are any."""
-    if fp8.is_quantised(experts) and experts.has_gate:
+    if fp8.is_quantized(experts) and experts.has_gate:
         return [getattr(experts, name) for name in fp8.PARAMETERS]
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     names = (up, "down_proj", f"{up}_bias", "down_proj_bias")[: 4 if experts.has_bias else 2]
@@ -69,10 +69,10 @@ def computation(experts: Any, parameters: list[Tensor], held: slice) -> Computat
         The experts over rows of a round. Outputs of rows past the last segment are undefined.
 
     Raises:
-        ValueError: the module is quantised in a way that epmoe does not take.
+        ValueError: the module is quantized in a way that epmoe does not take.
     """
     local = local_parameters(parameters, held)
-    if fp8.is_quantised(experts):
+    if fp8.is_quantized(experts):
         made = fp8.grouped(experts, local)
         return Computation(partial(_by_blocks, made, local), aligned=made.alignment > 1)
     return Computation(lambda arrived: grouped_experts(experts, local, arrived.plain(), arrived.expert_offsets))

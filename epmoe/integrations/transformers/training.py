@@ -41,13 +41,13 @@ def trains(experts: Any, x: Tensor, weights: Tensor) -> bool:
         Whether grad mode is on, and something requires grad.
 
     Raises:
-        RuntimeError: it does, but the module is quantised.
+        RuntimeError: it does, but the module is quantized.
     """
     if not wants_gradients(chain((x, weights), experts.parameters())):
         return False
-    if fp8.is_quantised(experts):
+    if fp8.is_quantized(experts):
         raise RuntimeError(
-            "quantised experts have no gradients with epmoe: run under torch.inference_mode() or torch.no_grad(), or "
+            "quantized experts have no gradients with epmoe: run under torch.inference_mode() or torch.no_grad(), or "
             "load the checkpoint with `FineGrainedFP8Config(dequantize=True)` to train it"
         )
     return True

@@ -1,6 +1,7 @@
 """vLLM's kernel on GPUs through epmoe, compared with one rank by itself, and timed beside vLLM's own exchange.
 
-    torchrun --standalone --nproc-per-node 2 tests/stacks/vllm_gpu.py [--model qwen3] [--quant fp8] [--json FILE]
+    PYTHONPATH=.:tests/stacks torchrun --standalone --nproc-per-node 2 benchmarks/vllm_layer.py [--model qwen3]
+        [--quant fp8] [--json FILE]
 
 Needs vLLM 0.26.0 on the path, its native libraries included, and for the layout "layer" DeepGEMM (the module
 `deep_gemm`). All contenders have the same weights and the same tokens; fp8 weights have a scale for each block of

@@ -123,7 +123,8 @@ struct GatedActivationArgs {
   int64_t scales_stride;  // between blocks of scales_BN, at least N
 };
 
-// The operator few_rows: the experts stage. Weights and rows are fp8 with scales for blocks of kScaleBlock, or all bf16.
+// The operator few_rows: the experts stage. Weights and rows are fp8 with scales for blocks of kScaleBlock, or all
+// bf16.
 struct FewRowsArgs {
   bool fp8;
   bool wide;            // experts have more than 8 rows, mostly

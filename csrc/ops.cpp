@@ -234,8 +234,9 @@ const void* few_rows_weights(const Tensor& weights, int64_t e, int64_t n, int64_
 }
 
 const void* few_rows_bias(const std::optional<Tensor>& bias, int64_t e, int64_t n) {
-  STD_TORCH_CHECK(!bias || (bias->scalar_type() == ScalarType::BFloat16 && bias->is_contiguous() && bias->numel() == e * n),
-                  "a bias must be contiguous bfloat16 [e, n]");
+  STD_TORCH_CHECK(
+      !bias || (bias->scalar_type() == ScalarType::BFloat16 && bias->is_contiguous() && bias->numel() == e * n),
+      "a bias must be contiguous bfloat16 [e, n]");
   return bias ? bias->data_ptr() : nullptr;
 }
 
@@ -287,8 +288,7 @@ Tensor few_rows(const Tensor& rows, const std::optional<Tensor>& row_scales, con
       .exponents_N = static_cast<uint8_t*>(exponents.data_ptr()),
       .out_ND = out.data_ptr(),
   };
-  launch_on_device_of(
-      rows, [&](const cuda::Api& api, cuda::Stream stream) { return api.few_rows(args, stream); });
+  launch_on_device_of(rows, [&](const cuda::Api& api, cuda::Stream stream) { return api.few_rows(args, stream); });
   return out;
 }
 

@@ -14,10 +14,10 @@
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kTiles = 2, kTileRows = 16;         // matrices of 16 weight rows that a warp multiplies
-constexpr int kWeightRows = kTiles * kTileRows;   // of a task
-constexpr int kLineBytes = 128;                   // of a weight row, in one step along k
-constexpr int kExponentColumns = 16;              // of h that share a power of two
+constexpr int kTiles = 2, kTileRows = 16;             // matrices of 16 weight rows that a warp multiplies
+constexpr int kWeightRows = kTiles * kTileRows;       // of a task
+constexpr int kLineBytes = 128;                       // of a weight row, in one step along k
+constexpr int kExponentColumns = 16;                  // of h that share a power of two
 constexpr int kLargestExponent = 247, kHeadroom = 7;  // 2^7 times the power of two is at most the largest value
 
 // What was measured (H100, both kernels, Qwen3-30B-A3B and DeepSeek-V3, 1 to 128 tokens; docs/experiments.md): the more
@@ -30,10 +30,10 @@ constexpr int kBlocksPerSM = kTokenTiles == 1 ? 16 / kWarpsOf<kDown, kTokenTiles
 
 // One of the two products, of one dtype.
 struct Product {
-  const uint8_t* rows;       // [N, k], fp8 or bf16
-  const float* row_scales;   // of gate and up in fp8
+  const uint8_t* rows;      // [N, k], fp8 or bf16
+  const float* row_scales;  // of gate and up in fp8
   int64_t row_scales_stride;
-  const uint8_t* weights;    // [e, weight rows, k]
+  const uint8_t* weights;  // [e, weight rows, k]
   const float* weight_scales;
   const __nv_bfloat16* bias;  // [e, weight rows], or null
   int64_t k, columns;         // columns: of `out`
@@ -73,9 +73,10 @@ __device__ __forceinline__ uint32_t times(uint32_t a, uint32_t b) {
 // sums [16 weight rows, 8 tokens] += a [16, 16] · b [16, 8].
 template <bool kFp8>
 __device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-#define EPMOE_MMA(type)                                                                                       \
+  // mma.sync with operands of this type
+#define EPMOE_MMA(type)                                                                                                \
   asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};" \
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])                                            \
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])                                                     \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
   if constexpr (kFp8)
     EPMOE_MMA("f16");
@@ -134,7 +135,8 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown, kTokenTiles>, kBlocksPerS
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int64_t row_bytes = kFp8 ? p.k : 2 * p.k, blocks = p.k / kScaleBlock;
   const int64_t weight_rows = kDown ? p.columns : 2 * p.columns;
-  const int32_t lines = static_cast<int32_t>(row_bytes / kLineBytes), groups = static_cast<int32_t>(p.columns / kColumns);
+  const int32_t lines = static_cast<int32_t>(row_bytes / kLineBytes);
+  const int32_t groups = static_cast<int32_t>(p.columns / kColumns);
   const int32_t first_line = lines * warp / kWarps, last_line = lines * (warp + 1) / kWarps;
   // The weight row for row r of a tile: of gate and up, a tile has 8 gates and then their ups.
   auto weight_row = [&](int32_t task_column, int32_t tile, int32_t r) -> int64_t {
@@ -151,11 +153,10 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown, kTokenTiles>, kBlocksPerS
     for (int m = 0; m < kTiles; ++m)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        int64_t row = expert.index * weight_rows + weight_row(column, m, 8 * i + g);
-        weights[m][i] = p.weights + row * row_bytes + 16 * t;
-        if (kFp8)
-          weight_scales[m][i] =
-              p.weight_scales + (expert.index * (weight_rows / kScaleBlock) + (row - expert.index * weight_rows) / kScaleBlock) * blocks;
+        int64_t row = weight_row(column, m, 8 * i + g);
+        weights[m][i] = p.weights + (expert.index * weight_rows + row) * row_bytes + 16 * t;
+        int64_t scale_row = expert.index * (weight_rows / kScaleBlock) + row / kScaleBlock;
+        if (kFp8) weight_scales[m][i] = p.weight_scales + scale_row * blocks;
       }
     for (int32_t first = 0; first < expert.count; first += kTokens) {
       // Tokens past the last are the last one again; nobody reads their columns.
@@ -250,8 +251,8 @@ __global__ void __launch_bounds__(32 * kWarpsOf<kDown, kTokenTiles>, kBlocksPerS
           for (int n = 0; n < kTokenTiles; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-              sums[m][n][i] = kFp8 ? fmaf(block[m][n][i], by_row[m][i / 2] * by_token[n][i % 2], sums[m][n][i])
-                                   : block[m][n][i];
+              sums[m][n][i] =
+                  kFp8 ? fmaf(block[m][n][i], by_row[m][i / 2] * by_token[n][i % 2], sums[m][n][i]) : block[m][n][i];
       }
       wait_once();
 #pragma unroll
@@ -318,10 +319,17 @@ cudaError_t launch_both(const FewRowsArgs& args, cudaStream_t stream) {
   if (cudaError_t error = current_device(device)) return error;
   auto bytes = [](const void* at) { return static_cast<const uint8_t*>(at); };
   auto bias = [](const void* at) { return static_cast<const __nv_bfloat16*>(at); };
-  Product gate_up = {bytes(args.rows_ND), args.row_scales_NB, args.row_scales_stride, bytes(args.gate_up_e2FD),
-                     args.gate_up_scales, bias(args.gate_up_bias), args.D, args.F, args.h_NF};
-  Product down = {bytes(args.h_NF), nullptr, 0, bytes(args.down_eDF), args.down_scales, bias(args.down_bias),
-                  args.F, args.D, args.out_ND};
+  Product gate_up = {bytes(args.rows_ND),
+                     args.row_scales_NB,
+                     args.row_scales_stride,
+                     bytes(args.gate_up_e2FD),
+                     args.gate_up_scales,
+                     bias(args.gate_up_bias),
+                     args.D,
+                     args.F,
+                     args.h_NF};
+  Product down = {bytes(args.h_NF),     nullptr, 0,      bytes(args.down_eDF), args.down_scales,
+                  bias(args.down_bias), args.F,  args.D, args.out_ND};
   if (cudaError_t error = launch_product<kFp8, false, kTokenTiles>(args, gate_up, device, stream)) return error;
   return launch_product<kFp8, true, kTokenTiles>(args, down, device, stream);
 }

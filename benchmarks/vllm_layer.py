@@ -136,10 +136,9 @@ def replayed(run: Step, with_events: bool) -> tuple[list[float], Tensor]:
         for i in range(4, len(events), 4):  # the first layer waits for the other rank's start
             marks = events[i : i + 4]
             times.append([1000 * a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)])
-    mine = [median(column) for column in zip(*times, strict=True)]
-    everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine, group=get_ep_group().cpu_group)
-    return [max(column) for column in zip(*everyone, strict=True)], output
+    slowest = torch.tensor([median(column) for column in zip(*times, strict=True)])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=get_ep_group().cpu_group)
+    return slowest.tolist(), output
 
 
 def contenders(model: Model, payload: str, device: torch.device) -> dict[str, FusedMoEPrepareAndFinalizeModular]:

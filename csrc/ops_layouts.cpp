@@ -48,15 +48,16 @@ std::string line(const std::string& name, int64_t number, std::initializer_list<
 #define STRUCT(S, ...) line(#S, sizeof(S), {EXPAND(EACH(S, __VA_ARGS__))})
 #define CONSTANT(name) line(#name, static_cast<int64_t>(name))
 
-// Of each format: the DType of an element, its bits, bytes of a scale, and elements that share one. Zeros: no scales.
+// Of each format: the DType of an element, its bits, bytes of a scale, elements that share one (zeros: no scales), and
+// whether it is packed.
 std::string formats() {
   std::string text;
-  for (WireFormat format : kWireFormats) {
+  for (WireFormat format : {WireFormat::kAuto, WireFormat::kFp8, WireFormat::kPackedFp8}) {
     WireTraits traits = wire(format);
     std::string name = "WireFormat" + std::to_string(static_cast<int64_t>(format));
     text += line(name + ".element", static_cast<int64_t>(traits.element));
     text += line(name + ".element_bits", traits.element_bits) + line(name + ".scale_bytes", traits.scale_bytes);
-    text += line(name + ".block", traits.block);
+    text += line(name + ".block", traits.block) + line(name + ".packed", traits.packed);
   }
   return text;
 }

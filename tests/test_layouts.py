@@ -56,12 +56,13 @@ def test_counters_by_their_numbers():
 def test_formats():
     elements = [constant(name) for name in ("kFloat32", "kFloat16", "kBFloat16", "kFloat8E4M3")]
     assert elements == list(range(len(DTYPES))) and constant("kScaleBlock") == SCALE_BLOCK
-    assert [each.number for each in WIRE_FORMATS.values()] == list(range(constant("kNumWireFormats")))
+    exchanged = [each.number for each in WIRE_FORMATS.values() if not each.packed]
+    assert exchanged == list(range(constant("kNumWireFormats")))
     for each in WIRE_FORMATS.values():
-        bits, scale_bytes, block = (
-            constant(f"WireFormat{each.number}.{name}") for name in ("element_bits", "scale_bytes", "block")
+        bits, scale_bytes, block, packed = (
+            constant(f"WireFormat{each.number}.{name}") for name in ("element_bits", "scale_bytes", "block", "packed")
         )
-        assert (bits, block) == (each.element_bits, each.block)
+        assert (bits, block, packed) == (each.element_bits, each.block, each.packed)
         assert scale_bytes == (each.scale.itemsize if each.scale else 0)
         assert each.element in (None, DTYPES[constant(f"WireFormat{each.number}.element")])
 

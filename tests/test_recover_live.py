@@ -34,7 +34,7 @@ from test_recover import lose_the_last_word
 from typer.testing import CliRunner
 
 import epmoe
-from epmoe.cli import app, simulated
+from epmoe.cli import app
 from epmoe.live.layout import EMPTY
 
 
@@ -306,9 +306,7 @@ def test_the_commands_know_of_the_file(tmp_path):
     slots, path = tmp_path / "slots.json", tmp_path / "config.json"
     slots.write_text('{"slots": [[3, 1, 2, 0], [1, 0, 3, 2]]}')
     config = config_of(torch.device("cpu"), 1, E, slots)
-    with epmoe.ExpertParallel(config) as ep:
-        measured = simulated.run_layer(ep, "uniform", 2, 8, 0, lambda: None)
-    assert measured.worst_error < simulated.tolerance(config)
     path.write_text(config.model_dump_json())
+    assert CliRunner().invoke(app, ["run", str(path), "--steps", "2", "--tokens", "8"]).exit_code == 0
     result = CliRunner().invoke(app, ["bench", str(path)])
     assert result.exit_code == 2 and "`placement.slots` must be unset" in result.output

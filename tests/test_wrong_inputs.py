@@ -100,7 +100,7 @@ FLAGS = [
     Wrong("bench good.yaml --json /proc/figures.json", "`--json` cannot be written: /proc/figures.json: "),
     Wrong("bench good.yaml --plot plot.jpg", "`--plot` must end in .png or .svg or .pdf, got plot.jpg"),
     Wrong("bench good.yaml --tune tuning.json", "`--tune` is for GPUs"),
-    Wrong("bench good.yaml --side fused", "`--side` and `--payload` are for GPUs"),
+    Wrong("bench good.yaml --side fused", "`--side` is for GPUs"),
     Wrong("bench good.yaml --routing adversarial", "`--routing` must not be adversarial"),
 ]
 ENVIRONMENT = [

@@ -1,5 +1,7 @@
 """compute-sanitizer over the kernels: `make sanitize` prints the errors of each tool in each part.
 
+`python -m sanitizer "few rows"` runs the named parts only.
+
 It comes with the CUDA toolkit: it is on the PATH, or in CUDA_HOME/bin. A part runs a few small rounds, since every
 access costs up to 100 times as much.
 """
@@ -43,6 +45,18 @@ for T in (200, 288):
     partial = epmoe.finalize(permuted.rows, permuted, torch.ones(T, 8, device="cuda"))
     q = epmoe.quantize_fp8(epmoe.zero_padding_rows_(partial, T - 7), granularity="tensor", num_tokens=T - 7)
     torch.cuda.synchronize()
+print("done")
+"""
+# The kernels for experts with few rows, also where there are many, with NaN around the rows.
+FEW_ROWS = """
+import torch
+from test_few_rows import COUNTS, Rows, built
+torch.set_grad_enabled(False)
+device = torch.device("cuda")
+for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+    experts, rows = built(dtype, device, gpt_oss=True), Rows(COUNTS, dtype, device)
+    for rows_per_expert in (1.0, 8.0):
+        assert rows.outputs(experts, rows_per_expert).isfinite().all()
 print("done")
 """
 # Slabs for each node, with more rows than they hold and without, and their sums.
@@ -116,6 +130,7 @@ dist.destroy_process_group()
 """
 PARTS = {
     "local stages": (LOCAL, 1, ("memcheck", "racecheck", "synccheck", "initcheck")),
+    "few rows": (FEW_ROWS, 1, ("memcheck", "racecheck", "synccheck", "initcheck")),
     "rail": (RAIL, 1, ("memcheck", "racecheck", "synccheck", "initcheck")),
     "exchange": (EXCHANGE, 2, ("memcheck", "racecheck", "synccheck")),
     "moves": (MOVES, 2, ("memcheck", "racecheck")),
@@ -169,7 +184,8 @@ def main() -> int:
         return 1
     failed = []
     print("tool        part            ranks  errors      s")
-    for part, (script, ranks, tools) in PARTS.items():
+    for part in sys.argv[1:] or PARTS:
+        script, ranks, tools = PARTS[part]
         for tool in tools:
             if ranks > torch.cuda.device_count():
                 print(f"{tool:12}{part:16}{ranks:5}  needs {ranks} GPUs")

@@ -576,7 +576,7 @@ def _weights_of(layer: MoELayer) -> Weights:
 
 def _held(ep: ExpertParallel, layer_id: int | None) -> list[int]:
     """The logical experts to load for a layer that is about to be made. An empty slot gets any: nobody uses it."""
-    tag = ep.next_tag if layer_id is None else layer_id & MAX_TAG
+    tag = layer_id & MAX_TAG if isinstance(layer_id, int) else ep.next_tag  # the constructor refuses what is no int
     return [max(expert, 0) for expert in ep.logical_experts(tag)]
 
 

@@ -1,7 +1,7 @@
 """The experts stage for calls in which an expert has a few rows, as in decoding: two kernels of our own.
 
 No library on Hopper reads the weights at the speed of memory there: their blocks have 64 rows or more, of which an
-expert fills one or two. csrc/cuda/local/few_rows.cu says how it works.
+expert fills one or two. How they work stands with the kernels, `few_rows` of csrc/cuda/local.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from epmoe.extras import sentence
 from epmoe.native.formats import SCALE_BLOCK
+from epmoe.native.package import sentence
 
 _INDEX = "model.safetensors.index.json"
 _ROUTERS = ("gate", "router", "router.layer", "router.gate")

@@ -1,4 +1,4 @@
-"""vLLM's kernel on GPUs through epmoe, compared with one rank by itself, and timed beside vLLM's own exchange.
+"""vLLM's kernel on GPUs through epmoe, compared with one rank by itself, and timed against vLLM's own exchange.
 
     PYTHONPATH=.:tests/stacks torchrun --standalone --nproc-per-node 2 benchmarks/vllm_layer.py [--model qwen3]
         [--quant fp8] [--json FILE]

@@ -41,8 +41,8 @@ constexpr int64_t kLocalBoundRanks = 2;
 // the wire delay the loads of a block on the same multiprocessor. Where rows fill the wire (2 lines and more), each
 // block therefore has a multiprocessor to itself. It then takes more registers than two blocks can have, which keeps a
 // second block away. A launch of one phase alone takes one line: a waiting block must leave registers to the blocks of
-// every other stage. Measured: dispatch with all registers at 8 tokens 11.6 (12.5 without); a load beside stores that
-// wait for the wire takes up to 8 µs. Simple protocol at 4096 tokens: 941 with two blocks, 1065 with one.
+// every other stage. Measured: dispatch with all registers at 8 tokens 11.6 (12.5 without); a load takes up to 8 µs
+// where stores wait for the wire. Simple protocol at 4096 tokens: 941 with two blocks, 1065 with one.
 constexpr EPMOE_HD int blocks_per_sm(int lines) { return lines > 1 ? 1 : 2; }
 
 // With two blocks of 384 threads a thread has 80 registers, so that waiting for a line spills little; of 512, 64.

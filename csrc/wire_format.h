@@ -27,7 +27,7 @@ struct WireTraits {
   int64_t block;         // elements of a row that share a scale
   bool packed;           // scales lie behind the elements of their row, which has whole lines of 16 bytes
 
-  // Whether scales travel beside the rows.
+  // Whether scales travel with the rows.
   constexpr EPMOE_HD bool has_scales() const { return scale_bytes > 0 && !packed; }
   // Whether rows of `dtype` become others on their way. Rows that are in the format already come with their scales.
   constexpr EPMOE_HD bool quantizes(DType dtype) const { return has_scales() && dtype != element; }

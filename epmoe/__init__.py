@@ -14,6 +14,7 @@ import warnings as _warnings
 import torch as _torch
 
 from epmoe.balance import balance
+from epmoe.checkpoint.safetensors_folder import SafetensorsFolder
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.config.placement import Move, Placement
 from epmoe.exchange.handles import Dispatched, Sent
@@ -38,14 +39,13 @@ from epmoe.local.experts import GroupedExperts
 from epmoe.local.finalize import finalize
 from epmoe.local.permute import Permuted, permute
 from epmoe.local.quantize import Quantized, quantize_fp8, zero_padding_rows_
+from epmoe.local.recording import Routes, recording
 from epmoe.local.route import Routing, route
 from epmoe.local.simulate import simulate_routing
+from epmoe.native import opaque as opaque
 from epmoe.native.build import problem_with_torch as _problem_with_torch
-from epmoe.routes import Routes, recording
-from epmoe.safetensors_folder import SafetensorsFolder
+from epmoe.native.package import __version__ as __version__
 from epmoe.service import ExpertParallel, join_group
-
-__version__ = "0.1.0"  # the only place of the version: pyproject.toml reads it from here
 
 __all__ = [
     "Balancer",

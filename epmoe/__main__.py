@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from epmoe.extras import explain
+from epmoe.native.package import explain
 
 
 def main() -> None:

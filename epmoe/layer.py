@@ -14,16 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from epmoe import checkpoint, opaque
+from epmoe.checkpoint import state_dicts
+from epmoe.checkpoint.safetensors_folder import SafetensorsFolder
 from epmoe.exchange.round_state import MAX_TAG
 from epmoe.group.errors import EPStateError
 from epmoe.live.moves import Weights
 from epmoe.local.beside import Beside, mark
 from epmoe.local.experts import GroupedExperts, parameter, without_autocast
 from epmoe.local.quantize import zero_padding_rows_
+from epmoe.local.recording import Routes
+from epmoe.native import opaque
 from epmoe.native.arguments import FLOATS, check_tensor, describe, dtype_name, refuse_tangents
-from epmoe.routes import Routes
-from epmoe.safetensors_folder import SafetensorsFolder
 from epmoe.service import ExpertParallel
 from epmoe.training.exchange import TrainingExchange, WeightsOn, fits_graphs
 from epmoe.training.route import counted, scores
@@ -217,11 +218,11 @@ class MoELayer(nn.Module):
 
     def full_state_dict(self, *, cpu_offload: bool = False) -> dict[str, Any]:
         """`epmoe.checkpoint.full_state_dict` of this layer: all E logical experts. Collective."""
-        return checkpoint.full_state_dict(self, cpu_offload=cpu_offload)
+        return state_dicts.full_state_dict(self, cpu_offload=cpu_offload)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """`epmoe.checkpoint.load_full_state_dict` of this layer: takes this rank's experts of all E."""
-        checkpoint.load_full_state_dict(self, state_dict)
+        state_dicts.load_full_state_dict(self, state_dict)
 
     def get_extra_state(self) -> Tensor:
         """int32 [e], a part of `state_dict`: the logical experts whose weights the state dict holds."""
@@ -230,7 +231,7 @@ class MoELayer(nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         """Raises ValueError where a state dict is loaded that holds other experts than those of this rank."""
         if not state.is_meta:
-            checkpoint.check_held(state, self.ep, self.tag)
+            state_dicts.check_held(state, self.ep, self.tag)
 
     def forward(
         self,

@@ -97,7 +97,7 @@ class ExpertParallel(HoldsWindows):
         config = config_of(config)
         self.device = device_of(config, device)
         with torch.inference_mode(False):  # otherwise graphs outside inference mode could not take it
-            self.order = torch.zeros(1, dtype=torch.uint8, device=self.device)  # see epmoe/opaque.py
+            self.order = torch.zeros(1, dtype=torch.uint8, device=self.device)  # see epmoe/native/opaque.py
         self._routing = config.routing.options
         self._needs_bias = config.routing.selection_bias
         self._tags: dict[int, weakref.ref[object] | None] = {}  # all that were taken; None: for good

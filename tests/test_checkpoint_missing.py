@@ -15,6 +15,7 @@ from host import Host
 
 import epmoe
 from epmoe import checkpoint
+from epmoe.checkpoint import state_dicts
 from epmoe.group.collective import all_ranks, together
 from epmoe.training.models import expert_parallels
 
@@ -67,7 +68,7 @@ def die_in_it(state, what: str, folder: Path) -> None:
     def die(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGKILL)
 
-    checkpoint._gather = dcp.save = dcp.load = die
+    state_dicts._gather = dcp.save = dcp.load = die
     run(state, what, folder)
 
 

@@ -24,10 +24,19 @@ DOCS = ROOT / "docs"
 WRITTEN = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 WRITTEN += sorted(path for path in DOCS.rglob("*.md"))
 NAMES = [str(path.relative_to(ROOT)) for path in WRITTEN]
+FOLDERS = "epmoe|csrc|tests|docs|configs|launch|benchmarks|examples"
+OTHERS = ("example.py", "torch/extension.h")  # files that are no part of the tree
 
 
 def text_of(path: Path) -> str:
     return path.read_text(encoding="utf-8")
+
+
+@cache
+def tracked() -> list[str]:
+    """The files of the tree, without what is built."""
+    files = (path for folder in FOLDERS.split("|") for path in (ROOT / folder).rglob("*.*"))
+    return [str(path.relative_to(ROOT)) for path in (*files, *ROOT.glob("*.*"), *ROOT.glob(".*"))]
 
 
 def prose_of(path: Path) -> str:
@@ -40,9 +49,32 @@ def test_files_that_are_named_exist(name: str) -> None:
     """`tests/test_X.py` and the like, with a letter or a name in place of the file's, are patterns and not files."""
     for link in re.findall(r"\]\(([^)\s]+)\)", prose_of(ROOT / name)):
         assert link.startswith(("https://", "#")) or ((ROOT / name).parent / link.partition("#")[0]).exists(), link
-    for path in re.findall(r"`((?:epmoe|csrc|tests|docs|configs|launch)/[\w./]*)", prose_of(ROOT / name)):
+    for path in re.findall(rf"`((?:{FOLDERS})/[\w./-]*)", prose_of(ROOT / name)):
         if not re.search(r"/(?:test_)?X\b", path) and not path.endswith("test_"):
             assert (ROOT / path).exists(), path
+    if name != "CHANGELOG.md":
+        for path in re.findall(r"`([\w./-]+\.(?:py|cpp|h|cuh?|ya?ml|toml|txt|sh))`", prose_of(ROOT / name)):
+            known = path in OTHERS or re.search(r"/(?:test_)?X\b", path)
+            assert known or any(f"/{file}".endswith(f"/{path}") for file in tracked()), path
+
+
+def test_the_functions_of_a_round_are_where_the_page_says() -> None:
+    page = text_of(DOCS / "round.md")
+    named = re.findall(r"((?:`[\w.]+`(?:,| and)? )+)\(`([\w./]+)`\)", page.replace("\n", " "))
+    assert len(named) > 40
+    for names, path in named:
+        for name in re.findall(r"(\w+)`", names):
+            assert re.search(rf"\b{name}\b", text_of(ROOT / path)), f"{name} ({path})"
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/design.md", "docs/kernels.md", "docs/protocol.md"])
+def test_names_of_the_code_exist(name: str) -> None:
+    """Words in backticks that can only be names of the code: with an underscore or a capital."""
+    sources = [ROOT / path for path in tracked() if path.endswith((".py", ".h", ".cuh", ".cu", ".cpp"))]
+    known = set(re.findall(r"\w+", " ".join([*tracked(), *map(text_of, sources)])))
+    codes = [code for code in re.findall(r"`([^`\n]+)`", prose_of(ROOT / name)) if "/" not in code]
+    names = {word for code in codes for word in re.findall(r"\b\w*[_A-Z]\w*", code)}
+    assert len(names) > 8 and names <= known
 
 
 @cache

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import epmoe
 from epmoe.__main__ import main
 from epmoe.cli import app
-from epmoe.extras import EXTRAS
+from epmoe.native.package import EXTRAS
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FOLDERS = ("epmoe", "csrc", "configs")

@@ -1,5 +1,5 @@
-// Words between processes beside the rounds, 8 bytes each: who sees a word sees what its writer stored before it, and
-// overwrites nothing that its writer had yet to read.
+// Words between processes outside of the rounds, 8 bytes each: who sees a word sees what its writer stored before it,
+// and overwrites nothing that its writer had yet to read.
 #pragma once
 #include <atomic>
 #include <cstdint>

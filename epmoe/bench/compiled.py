@@ -16,7 +16,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-import epmoe
+from epmoe.config.config import EPConfig
+from epmoe.layer import MoELayer
+from epmoe.service import ExpertParallel
 
 E, K, D, LAYERS = 64, 8, 256, 9
 CALLS, REPETITIONS = 10, 100
@@ -24,16 +26,15 @@ CALLS, REPETITIONS = 10, 100
 
 def measure(device: torch.device, mode: str | None) -> dict[str, float]:
     """The time of one layer and of `LAYERS` layers, eager and compiled, by name. Raises if the outputs differ."""
-    config = epmoe.EPConfig(
+    config = EPConfig(
         model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"},
         topology={"ep_size": 1},
         capacity={"max_num_tokens_per_rank": 16},
     )
     x = torch.randn(1, D, device=device)
-    with epmoe.ExpertParallel(config, device=device) as ep, torch.inference_mode():
+    with ExpertParallel(config, device=device) as ep, torch.inference_mode():
         layers = [
-            epmoe.MoELayer(ep, torch.randn(E, D, device=device), lambda rows, offsets, scales: rows)
-            for _ in range(LAYERS)
+            MoELayer(ep, torch.randn(E, D, device=device), lambda rows, offsets, scales: rows) for _ in range(LAYERS)
         ]
         models: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
         for n in (1, LAYERS):

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from epmoe import __version__
 from epmoe.config.config import EPConfig
 from epmoe.local.simulate import Kind
+from epmoe.native.package import __version__
 
 
 def facts(benchmark: str, config: EPConfig, routing: Kind, repeats: int) -> dict[str, Any]:

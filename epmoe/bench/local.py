@@ -18,10 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import epmoe
 from epmoe.bench.sides import poison
 from epmoe.bench.timing import captured, elapsed_us
-from epmoe.extras import explain
+from epmoe.local.finalize import finalize
+from epmoe.local.permute import Permuted, permute
+from epmoe.local.route import Routing, route
+from epmoe.native import ops
+from epmoe.native.package import explain
 
 D, K, WIDTH, REPLAYS = 7168, 8, 2048, 30
 ROTATED_BYTES = 600 << 20  # inputs and outputs of a graph: more than ten times the 50 MB of an H200's L2 cache
@@ -58,16 +61,16 @@ def kernels() -> Iterator[Kernel]:
     """All rows of the table."""
     for E in (256, 128):
         for T in ROUTED:
-            yield route(f"route softmax E={E}", T, E)
+            yield routing(f"route softmax E={E}", T, E)
             if E == 256:
-                yield route("route softmax E=256, all NaN", T, E, fill=torch.nan)
+                yield routing("route softmax E=256, all NaN", T, E, fill=torch.nan)
     groups: dict[str, Any] = {"num_expert_groups": 8, "top_groups": 4}
     for T in (128, 4096):
         bias = torch.rand(256, device="cuda") * 0.2
         name = "route sigmoid, bias, 8 groups top 4"
-        yield route(name, T, 256, scoring="sigmoid", bias=bias, renormalize=True, **groups)
-    yield from map(permute, MOVED)
-    yield from map(finalize, MOVED)
+        yield routing(name, T, 256, scoring="sigmoid", bias=bias, renormalize=True, **groups)
+    yield from map(permutation, MOVED)
+    yield from map(finalization, MOVED)
     for quantize in (False, True):
         yield from (activation(T, quantize) for T in (1, 128, 512, 4096))
 
@@ -77,19 +80,19 @@ def several(make: Callable[[], Any], num_bytes: int) -> list[Any]:
     return [make() for _ in range(max(3, min(64, ROTATED_BYTES // num_bytes)))]
 
 
-def route(name: str, T: int, E: int, fill: float | None = None, **options: Any) -> Kernel:
+def routing(name: str, T: int, E: int, fill: float | None = None, **options: Any) -> Kernel:
     def logits() -> Tensor:
         drawn = torch.randn(T, E, device="cuda").bfloat16()
         return drawn if fill is None else drawn.fill_(fill)
 
-    def check(given: Tensor, got: epmoe.Routing) -> None:
+    def check(given: Tensor, got: Routing) -> None:
         cpu: dict[str, Any] = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in options.items()}
-        want = epmoe.route(given.cpu(), K, **cpu)
+        want = route(given.cpu(), K, **cpu)
         assert torch.equal(got.ids.cpu(), want.ids)
         torch.testing.assert_close(got.weights.cpu(), want.weights, rtol=4e-6, atol=0)
 
     num_bytes = T * (2 * E + 8 * K)
-    return Kernel(name, T, num_bytes, several(logits, num_bytes), partial(epmoe.route, top_k=K, **options), check)
+    return Kernel(name, T, num_bytes, several(logits, num_bytes), partial(route, top_k=K, **options), check)
 
 
 def tokens(T: int) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -99,8 +102,8 @@ def tokens(T: int) -> tuple[Tensor, Tensor, Tensor, int]:
     return x, ids, torch.arange(256, dtype=torch.int32, device="cuda"), 256
 
 
-def permute(T: int) -> Kernel:
-    def check(given: tuple[Tensor, Tensor, Tensor, int], got: epmoe.Permuted) -> None:
+def permutation(T: int) -> Kernel:
+    def check(given: tuple[Tensor, Tensor, Tensor, int], got: Permuted) -> None:
         x, ids, *_ = given
         order = ids.flatten().long().argsort(stable=True)
         assert torch.equal(got.row_of_pair.flatten().long()[order], torch.arange(ids.numel(), device="cuda"))
@@ -108,22 +111,22 @@ def permute(T: int) -> Kernel:
 
     num_bytes = T * (1 + K) * D * 2
     inputs = several(partial(tokens, T), num_bytes)
-    return Kernel("permute 7168, top-8, E=256", T, num_bytes, inputs, lambda given: epmoe.permute(*given), check)
+    return Kernel("permute 7168, top-8, E=256", T, num_bytes, inputs, lambda given: permute(*given), check)
 
 
-def finalize(T: int) -> Kernel:
+def finalization(T: int) -> Kernel:
     weights = torch.rand(T, K, device="cuda")
 
-    def permuted() -> tuple[Tensor, epmoe.Permuted]:
+    def permuted() -> tuple[Tensor, Permuted]:
         given = tokens(T)
-        return given[0], epmoe.permute(*given)
+        return given[0], permute(*given)
 
-    def check(given: tuple[Tensor, epmoe.Permuted], got: Tensor) -> None:
+    def check(given: tuple[Tensor, Permuted], got: Tensor) -> None:
         want = weights.sum(1, keepdim=True) * given[0].float()
         torch.testing.assert_close(got.float(), want, rtol=1e-2, atol=1e-2)
 
-    def call(given: tuple[Tensor, epmoe.Permuted]) -> Tensor:
-        return epmoe.finalize(given[1].rows, given[1], weights)
+    def call(given: tuple[Tensor, Permuted]) -> Tensor:
+        return finalize(given[1].rows, given[1], weights)
 
     num_bytes = T * (1 + K) * D * 2
     return Kernel("finalize, the same", T, num_bytes, several(permuted, num_bytes), call, check)
@@ -135,7 +138,7 @@ def activation(T: int, quantize: bool) -> Kernel:
     offsets = torch.tensor([0, real], dtype=torch.int32, device="cuda")
 
     def call(rows: Tensor) -> Any:
-        return epmoe.native.ops.gated_activation(rows, offsets, None, None, False, math.inf, 1.0, 0.0, quantize)
+        return ops.gated_activation(rows, offsets, None, None, False, math.inf, 1.0, 0.0, quantize)
 
     def check(rows: Tensor, got: Any) -> None:
         out, scales = got[0][:real].float(), got[1].t()[:real]  # which lie block by block

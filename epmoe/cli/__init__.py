@@ -10,13 +10,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from epmoe import __version__
 from epmoe.cli import balance, bench, doctor, plan, run
 from epmoe.cli.console import SEE_TRACEBACK, UserError, fail, launched_rank, message_file, quiet_exit
 from epmoe.config.config import ConfigError, EPConfig
-from epmoe.extras import explain
 from epmoe.group.errors import EPError
 from epmoe.native.build import BuildError
+from epmoe.native.package import __version__, explain
 
 
 class _Commands(TyperGroup):

@@ -79,7 +79,7 @@ class Capacity:
 
 
 def suggestions(config: EPConfig) -> list[Suggestion]:
-    """For each of `LOADS`: the rows, and the bytes of the node that they save. Empty if the saving is small."""
+    """The rows for each of `LOADS`, and the bytes of the node that they save. Empty if the saving is small."""
     capacity = Capacity.of(config)
     whole = _node_bytes(config, None)
     found = [
@@ -91,7 +91,7 @@ def suggestions(config: EPConfig) -> list[Suggestion]:
 
 
 def advice(config: EPConfig) -> Iterator[str | Table]:
-    """For `epmoe plan`: what `max_expert_rows` would save, if that is much; if it is set, the load it is enough for."""
+    """What `max_expert_rows` would save, if that is much; if it is set, the load that it is enough for."""
     capacity = Capacity.of(config)
     limit = config.capacity.max_expert_rows
     beyond = "A round with more rows raises EPOverflowError."
@@ -119,7 +119,7 @@ def advice(config: EPConfig) -> Iterator[str | Table]:
 
 
 def network(config: EPConfig) -> Iterator[str]:
-    """For `epmoe plan` of several nodes: what crosses the network, and what padding adds to it."""
+    """What crosses the network between several nodes, and what padding adds to it."""
     nodes = config.topology.num_nodes
     model = config.model
     if nodes == 1:

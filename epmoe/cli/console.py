@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from epmoe.bench.report import STDOUT
-from epmoe.extras import sentence
+from epmoe.native.package import sentence
 
 console = Console(highlight=False)
 _stderr = Console(stderr=True, highlight=False, soft_wrap=True)

@@ -21,10 +21,10 @@ from epmoe.cli.console import console, human_bytes
 from epmoe.cli.launch import CONFIG, load
 from epmoe.config.config import EPConfig
 from epmoe.exchange.window import available_memory_bytes
-from epmoe.extras import EXTRAS
 from epmoe.local.gemm.deep_gemm import DeepGemm
 from epmoe.native import build
 from epmoe.native.arguments import FP8
+from epmoe.native.package import EXTRAS
 
 OLDEST_GPU = (8, 0)
 _ADVICE_OF_CACHE = "EPMOE_CACHE_DIR names a folder to build the library in, EPMOE_LIBRARY one that is built"

@@ -76,7 +76,7 @@ def _memory_table(plan: MemoryPlan, totals: dict[str, int]) -> Table:
 
 
 def _launches(config: EPConfig, plan: MemoryPlan, multiprocessors: int) -> list[dict[str, Any]]:
-    """By T, up to M: the launch of dispatch and that of combine, from both phases in one call and expert-major rows."""
+    """The launches of dispatch and combine by T, up to M, for both phases in one call and expert-major rows."""
     from epmoe.exchange.launch_policy import launches  # needs the native library, unlike the memory plan
 
     most = config.capacity.max_num_tokens_per_rank

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import epmoe
 from epmoe.integrations.session import TRAINING_DEADLINES, Session, make_config
+from epmoe.native.package import __version__
 from epmoe.service import ExpertParallel
 from epmoe.training import Routed, TrainingExchange
 
@@ -202,7 +202,7 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
             ep = ExpertParallel(config, group, device)
             plan = ep.memory_plan()
             logger.info(
-                f"epmoe {epmoe.__version__} carries the tokens of Megatron's MoE layers: window {plan.window_bytes:,} "
+                f"epmoe {__version__} carries the tokens of Megatron's MoE layers: window {plan.window_bytes:,} "
                 f"bytes, scratch {plan.scratch_bytes:,} bytes; {ep}"
             )
             return ep

@@ -54,5 +54,5 @@ def _skip(fields: list[tuple[str, type]], begin: int, end: int) -> None:
 
 @cache
 def _reported() -> dict[str, list[str]]:
-    """By name of a struct or constant, its bytes or its value, and the fields."""
+    """The bytes of each struct or the value of each constant, and its fields, by name."""
     return {name: rest for name, *rest in map(str.split, ops.layouts().splitlines())}

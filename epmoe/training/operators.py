@@ -5,7 +5,7 @@
 
 combine's backward opens a round, and dispatch's closes it. `link`, an empty tensor from dispatch to combine, makes the
 second follow the first where no gradient does, as on a rank without experts. `anchor`, an empty tensor that requires
-grad, makes dispatch a part of every graph. An operator finds its exchange by a number, as in epmoe/opaque.py.
+grad, makes dispatch a part of every graph. An operator finds its exchange by a number, as in epmoe/native/opaque.py.
 
 The four have effects in one order, which compilers keep: no pass may move a round over another one, remove it, or run
 it twice.

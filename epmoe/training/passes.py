@@ -17,7 +17,7 @@ import torch
 
 from epmoe.exchange.round_state import CLOSED
 from epmoe.group.errors import EPAbortedError, EPMismatchError, EPStateError, EPTimeoutError
-from epmoe.opaque import Registry
+from epmoe.native.opaque import Registry
 from epmoe.service import ExpertParallel
 from epmoe.training.rounds import Rounds, Skipped
 

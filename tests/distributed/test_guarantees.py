@@ -20,7 +20,7 @@ from helpers import randn
 from torch import Tensor, nn
 
 from epmoe import EPAbortedError, EPMismatchError, ExpertParallel, MoELayer, checkpoint
-from epmoe.routes import recording
+from epmoe.local.recording import recording
 from epmoe.training import TrainingExchange
 
 E, K, D, F, T, M = 6, 2, 32, 24, 9, 16

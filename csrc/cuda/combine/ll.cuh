@@ -11,7 +11,7 @@ __device__ __forceinline__ int64_t wire_bytes(const CombineBlock& b) {
   return wire(kFormat).row_bytes(b.args.D, sizeof(T));
 }
 
-// One warp sums a chunk of a slot's pairs into the window of its source. kCoarse: as of combine_kernel.
+// One warp sums a chunk of a slot's pairs into the window of its source. kCoarse: that of combine_kernel.
 template <int N, bool kCoarse, WireFormat kFormat, typename T, typename F>
 __device__ __forceinline__ void send_chunk(const CombineBlock& b, int32_t source, int32_t s, int32_t index,
                                            ReceivedPair pair, F&& prefetch) {

@@ -7,7 +7,7 @@
 
 namespace epmoe::cuda {
 
-// A chunk of a token's row on its way out, N lines a lane. Source: as of dispatch_kernel.
+// A chunk of a token's row on its way out, N lines a lane. Source: that of dispatch_kernel.
 template <int N, WireFormat kFormat, typename Source>
 struct OutgoingChunk {
   int32_t item, t;

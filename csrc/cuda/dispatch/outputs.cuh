@@ -1,4 +1,4 @@
-// What dispatch returns beside the rows of pairs: offsets, counts, zeros in gaps, sentinels in unused slots.
+// What dispatch returns besides the rows of pairs: offsets, counts, zeros in gaps, sentinels in unused slots.
 #pragma once
 #include "cuda/dispatch/block.cuh"
 

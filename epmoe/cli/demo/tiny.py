@@ -42,4 +42,4 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {**_SHAPE, "num_local_experts": 24, "num_experts_per_tok": 4, "sliding_window": 16},
 }
-"""By architecture: keys of its own config class."""
+"""Keys of an architecture's own config class, by its name."""

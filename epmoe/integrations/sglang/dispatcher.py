@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import epmoe
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.exchange.handles import Dispatched
 from epmoe.integrations.session import Session, make_config
 from epmoe.native.arguments import FP8
 from epmoe.native.formats import PayloadName, payload_of
+from epmoe.native.package import __version__
 from epmoe.service import ExpertParallel
 
 try:
@@ -91,7 +91,7 @@ def _share(theirs: DeepEPv2Dispatcher, layer: Any, payload: PayloadName) -> Expe
             ep = ExpertParallel(_config(theirs, layer, ep_size, payload), tp_group.cpu_group, tp_group.device)
         plan = ep.memory_plan()
         logger.info(
-            f"epmoe {epmoe.__version__} carries the tokens of SGLang's MoE layers, payload {payload}: "
+            f"epmoe {__version__} carries the tokens of SGLang's MoE layers, payload {payload}: "
             f"window {plan.window_bytes:,} bytes, scratch {plan.scratch_bytes:,} bytes; {ep}"
         )
         return ep

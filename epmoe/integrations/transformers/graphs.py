@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from epmoe.native.arguments import wants_gradients
-from epmoe.opaque import Forward, ModuleLayer
+from epmoe.native.opaque import Forward, ModuleLayer
 
 _layers: WeakSet[ModuleLayer] = WeakSet()
 

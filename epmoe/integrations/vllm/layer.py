@@ -20,7 +20,7 @@ from epmoe.integrations.vllm.experts import EpmoeExperts, grouped
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.integrations.vllm.sizes import Shape, logger, shared
 from epmoe.native.formats import WIRE_FORMATS, PayloadName, payload_of
-from epmoe.opaque import ModuleLayer
+from epmoe.native.opaque import ModuleLayer
 
 
 class EpmoeRoutedExperts(RoutedExperts):

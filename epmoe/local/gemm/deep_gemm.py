@@ -93,7 +93,7 @@ def _problem_with_version(fp8: bool, device: int) -> Exception | None:
 
 @contextmanager
 def _block(library: ModuleType, rows: int) -> Iterator[None]:
-    """Within it DeepGEMM's blocks have so many rows; other users of the library keep what they have set."""
+    """Let DeepGEMM's blocks have so many rows within it; other users of the library keep what they have set."""
     layout = library.utils.layout
     before = layout.get_mk_alignment_for_contiguous_layout()
     if before == rows:

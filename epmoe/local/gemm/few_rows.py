@@ -1,7 +1,7 @@
 """The experts stage for calls in which an expert has a few rows, as in decoding: two kernels of our own.
 
 No library on Hopper reads the weights at the speed of memory there: their blocks have 64 rows or more, of which an
-expert fills one or two. csrc/cuda/local/few_rows.cu says how it works.
+expert fills one or two. How they work stands with the kernels, `few_rows` of csrc/cuda/local.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FewRows(Gemm):
         return segments.rows_per_expert is not None and segments.rows_per_expert <= MOST_ROWS
 
     def experts(self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments) -> Tensor:
-        """In two kernels. fp8 rows stay fp8 between them, with a power of two for every 16 columns."""
+        """Two kernels compute the outputs. fp8 rows stay fp8 between them, with a power of two for every 16 columns."""
         if weights.down.dtype == FP8 and scales is None:
             rows, scales = quantize_fp8(rows, num_tokens=segments.offsets[-1])
         elif weights.down.dtype != FP8:

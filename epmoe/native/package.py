@@ -1,6 +1,8 @@
-"""Optional packages: the extra of epmoe that installs each one, and the sentence for one that is missing."""
+"""This package: its version, its extras, and the sentence for an optional package that is missing."""
 
 from __future__ import annotations
+
+__version__ = "0.1.0"  # the only place of the version: pyproject.toml reads it from here
 
 EXTRAS = {
     "typer": "cli", "click": "cli", "rich": "cli", "jinja2": "cli", "matplotlib": "bench", "transformers": "hf",

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from epmoe.extras import sentence
 from epmoe.native.formats import SCALE_BLOCK
+from epmoe.native.package import sentence
 
 _INDEX = "model.safetensors.index.json"
 _ROUTERS = ("gate", "router", "router.layer", "router.gate")
@@ -69,7 +69,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     found by that name, too. Its experts are
 
     - tensors of each expert, `BLOCK.experts.7.gate_proj.weight`, `up_proj` and `down_proj`, or Mixtral's w1, w3 and w2,
-      each with a `bias` if there are any. fp8 weights (e4m3) have a `weight_scale_inv` beside them, in fp32, fp16 or
+      each with a `bias` if there are any. fp8 weights (e4m3) have a `weight_scale_inv` each, in fp32, fp16 or
       bf16, for blocks of 128 × 128;
     - one tensor of all experts, `BLOCK.experts.gate_up_proj` [E, 2F, D] and `down_proj` [E, D, F], or both transposed
       as in gpt-oss, with `gate_up_proj_bias` and `down_proj_bias` if there are any; or Granite's `input_linear` and

@@ -112,7 +112,7 @@ def beside(block: nn.Module) -> tuple[str, Callable[[Tensor], Tensor] | None]:
     name = next((name for name in ("shared_experts", "shared_expert", "shared_mlp") if hasattr(block, name)), None)
     shared = None if name is None else getattr(block, name)
     if shared is None:
-        return "–", None
+        return "", None
     gate = getattr(block, "shared_expert_gate", None)
     if gate is None:
         return f"`{name}`", shared
@@ -182,20 +182,20 @@ def types_with_experts() -> dict[str, str]:
 
 def table() -> str:
     """The table of docs/models.md: what the rows of `from_hf` say, and what blocks of transformers have."""
-    lines = [
-        "| model type | router | experts | beside them | tensors of a checkpoint | serves | trains |",
-        "|---" * 7 + "|",
-    ]
+    columns = "model type", "router", "experts", "beside them", "tensors of a checkpoint", "serves", "trains"
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for model_type in sorted(MODEL_TYPES):
         configs = [epmoe.EPConfig.from_hf(hf, ep_size=1) for hf in variants(model_type)]
         block = block_of(next(variants(model_type)))
-        names = [name for name in as_saved(block, ALIASES.get(model_type, model_type)) if "shared" not in name]
-        (up, *_) = (re.search(r"(experts\.(0\.)?)?(gate_proj|w1|fc1|gate_up_proj|input_linear)", name) for name in names
-                    if re.search("gate_proj|w1|fc1|gate_up_proj$|input_linear", name))  # fmt: skip
-        parts = beside(block)[0], behind(block)[0]
-        cells = _router([config.routing for config in configs]), _experts(configs[0].experts), " + ".join(
-            part for part in parts if part not in ("", "–")
-        ) or "–", f"`{up[0].replace('.0.', '.*.')}`"  # fmt: skip
+        saved = " ".join(name for name in as_saved(block, ALIASES.get(model_type, model_type)) if "shared" not in name)
+        (tensor, *_) = re.findall(r"(?:experts\.(?:0\.)?)?(?:gate_up_proj|gate_proj|w1|fc1|input_linear)\b", saved)
+        parts = [part for part in (beside(block)[0], behind(block)[0]) if part]
+        cells = (
+            _router([config.routing for config in configs]),
+            _experts(configs[0].experts),
+            " + ".join(parts) or "–",
+            f"`{tensor.replace('.0.', '.*.')}`",
+        )
         lines.append(f"| `{model_type}` | {' | '.join(cells)} | yes | yes |")
     return "\n".join(lines)
 

@@ -61,8 +61,8 @@ class RoutingConfig(Strict):
     """Divide a token's K weights by their sum. Most models need True; a wrong value raises nothing, but outputs have a
     wrong scale. `EPConfig.from_hf` sets it, and docs/models.md lists which models need it."""
     renormalize_epsilon: float = Field(default=0.0, ge=0, le=1)
-    """Is added to the sum by which `renormalize` divides, as a model's own code does (1e-20 in DeepSeek's). A token whose
-    K scores are far below it then has weights near 0. By default its weights have their full scale."""
+    """Is added to the sum by which `renormalize` divides, as a model's own code does (1e-20 in DeepSeek's). A token
+    whose K scores are far below it then has weights near 0. By default its weights have their full scale."""
     selection_bias: bool = False
     """The router has a bias [E] that steers the choice only, as that of DeepSeek-V3. Then `ep.route` and `MoELayer`
     raise ValueError without a `bias`."""

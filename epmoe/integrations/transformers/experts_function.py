@@ -50,8 +50,8 @@ def warn_where_ignored() -> None:
 
     def warning_check(self: Any, requested: str | None) -> str:
         chosen: str = check(self, requested)
-        has_experts = any(getattr(self.config, key, None) for key in EXPERTS_KEYS)
-        if chosen == "epmoe" and has_experts and not self._can_set_experts_implementation():
+        ignored = chosen == "epmoe" and not self._can_set_experts_implementation()
+        if ignored and any(map(self.config.to_dict().get, EXPERTS_KEYS)):
             warnings.warn(
                 f'`experts_implementation="epmoe"` does nothing for {self.config.model_type}: its code in transformers '
                 "calls its experts itself, so that every rank computes all of them. Put `MoELayer`s into the model, as "

@@ -17,10 +17,12 @@ struct RouteArgs {
   int64_t T;                  // rows; rows at and past the number of tokens are padding
   int64_t num_rows;           // real tokens, as the host knows them
   int32_t E, K, num_groups, top_groups;
-  bool sigmoid;       // scoring: sigmoid, else softmax
-  bool renormalize;   // weights of a token sum to 1 before they are scaled
-  bool wide_ids;      // ids are int64, else int32
-  float scale;        // factor of all weights
+  int32_t scores_per_group;  // a group is rated by the sum of this many best scores, at most E / num_groups
+  bool sigmoid;              // scoring: sigmoid, else softmax
+  bool renormalize;          // weights of a token sum to 1 before they are scaled
+  bool wide_ids;             // ids are int64, else int32
+  float epsilon;             // is added to the sum by which renormalize divides
+  float scale;               // factor of all weights
   void* ids_TK;       // out
   float* weights_TK;  // out
   int64_t* counters;  // kNumCounters, added to; or null

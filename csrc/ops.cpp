@@ -10,7 +10,8 @@ namespace {
 
 std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, const std::optional<Tensor>& bias,
                                  const std::optional<Tensor>& num_tokens, int64_t num_rows, bool sigmoid,
-                                 bool renormalize, int64_t num_groups, int64_t top_groups, double scale, bool wide_ids,
+                                 bool renormalize, double epsilon, int64_t num_groups, int64_t top_groups,
+                                 int64_t scores_per_group, double scale, bool wide_ids,
                                  const std::optional<Tensor>& counters) {
   check_rows(logits, "logits");
   int64_t T = logits.size(0), E = logits.size(1);
@@ -19,6 +20,8 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, const std:
   STD_TORCH_CHECK(num_groups >= 1 && E % num_groups == 0 && 1 <= top_groups && top_groups <= num_groups &&
                       top_k <= top_groups * (E / num_groups),
                   "groups must divide E and leave at least top_k experts");
+  STD_TORCH_CHECK(1 <= scores_per_group && scores_per_group <= E / num_groups,
+                  "scores_per_group must lie in [1, E / num_groups]");
   Tensor ids = empty_like_device(logits, {T, top_k}, wide_ids ? ScalarType::Long : ScalarType::Int);
   Tensor weights = empty_like_device(logits, {T, top_k}, ScalarType::Float);
   RouteArgs args{
@@ -33,9 +36,11 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, const std:
       .K = static_cast<int32_t>(top_k),
       .num_groups = static_cast<int32_t>(num_groups),
       .top_groups = static_cast<int32_t>(top_groups),
+      .scores_per_group = static_cast<int32_t>(scores_per_group),
       .sigmoid = sigmoid,
       .renormalize = renormalize,
       .wide_ids = wide_ids,
+      .epsilon = static_cast<float>(epsilon),
       .scale = static_cast<float>(scale),
       .ids_TK = ids.data_ptr(),
       .weights_TK = static_cast<float*>(weights.data_ptr()),

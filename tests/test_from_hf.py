@@ -1,38 +1,45 @@
-"""`EPConfig.from_hf`: every row of its table equals transformers; sources, overrides, errors."""
+"""`EPConfig.from_hf`: every row of its table equals a block of transformers; sources, overrides, errors."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import ROOT, assert_close, randn
-from torch import Tensor, nn
+from helpers import ROOT, randn
+from torch import Tensor
 
 import epmoe
 from epmoe import ConfigError, EPConfig
-from epmoe.config.from_hf import MODEL_TYPES, OTHER_ROUTERS
+from epmoe.config.from_hf import _ROWS, MODEL_TYPES, REFUSED
 
 pytest.importorskip("transformers")
+
+import transformers
+from moe_blocks import (
+    D,
+    E,
+    F,
+    K,
+    T,
+    behind,
+    beside,
+    block_of,
+    outputs,
+    router_weight,
+    save,
+    table,
+    tiny,
+    types_with_experts,
+    variants,
+)
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 pytestmark = pytest.mark.usefixtures("serving")
 
-T, E, K, D, F = 200, 16, 4, 64, 48
-SHAPE = {
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), E),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k"), K),
-    **{"hidden_size": D, "dtype": "float32"},
-    **{"n_group": 4, "num_expert_group": 4, "topk_group": 2},
-    **dict.fromkeys(("routed_scaling_factor", "router_scaling_factor"), 2.5),
-}
-VARIANTS: dict[str, list[dict[str, Any]]] = {"deepseek_v2": [{"topk_method": "group_limited_greedy"}, {}]}
 QWEN3 = {
     **{"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "hidden_size": 2048},
     **{"intermediate_size": 6144, "moe_intermediate_size": 768, "norm_topk_prob": True, "torch_dtype": "bfloat16"},
@@ -45,95 +52,67 @@ MAVERICK = {
 """The `text_config` of Llama-4-Maverick-17B-128E."""
 
 
-def tiny(model_type: str, **keys: Any) -> Any:
-    """A configuration of transformers, in which the width of the experts is F and other widths are not."""
-    if model_type not in CONFIG_MAPPING:
-        pytest.skip(f"this transformers has no {model_type}")
-    made = CONFIG_MAPPING[model_type]
-    default = made()
-    moe = hasattr(default, "moe_intermediate_size")
-    wanted = (
-        SHAPE | {"intermediate_size": 2 * F, "moe_intermediate_size": F} if moe else SHAPE | {"intermediate_size": F}
-    )
-    return made(**{key: value for key, value in wanted.items() if hasattr(default, key)} | keys)
+FIRST = {row.model_types[0] for row in _ROWS}
+TYPES = [pytest.param(name, marks=[] if name in FIRST else [pytest.mark.slow]) for name in MODEL_TYPES]
+"""The first type of each row in every run, the others of the row in longer ones."""
 
 
-def variants(model_type: str) -> Iterator[Any]:
-    """`tiny`, renormalised and not where the model type has both."""
-    for keys in VARIANTS.get(model_type, [{}]):
-        norm = next((key for key in ("moe_renormalize", "norm_topk_prob") if hasattr(tiny(model_type), key)), None)
-        if norm is None or model_type == "deepseek_v2":  # of which one alone is known
-            yield tiny(model_type, **keys)
-        else:
-            yield from (tiny(model_type, **keys, **{norm: value}) for value in (True, False))
+def assert_equals(got: Tensor, want: Tensor) -> None:
+    """The relative error of all values together is at most 1e-6."""
+    got, want = got.double(), want.double()
+    assert (got - want).norm() <= 1e-6 * want.norm()
 
 
-def part(config: Any, ends: str) -> nn.Module:
-    """The router or the experts of a layer of transformers, with random parameters and buffers."""
-    folder = type(config).__module__.split(".")[-2]
-    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-    (found,) = (made for name, made in vars(module).items() if re.search(ends, name) and inspect.isclass(made))
-    made: nn.Module = found(config)
-    for seed, tensor in enumerate([*made.parameters(), *made.buffers()]):
-        tensor.data = randn(*tensor.shape, seed=seed) / (8 if tensor.dim() > 1 else 3)
-    return made
-
-
-def routed(router: nn.Module) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Logits [T, E], the bias of the choice if there is one, and the weights of all experts [T, E]: 0 if not chosen."""
-    bias = next((b.flatten() for name, b in router.state_dict().items() if "correction" in name), None)
-    if {"e_score_correction_bias", "expert_bias"} & inspect.signature(router.forward).parameters.keys():
-        bias = randn(E, seed=7) / 3
-        logits, weights, ids = router(randn(T, D, seed=8), bias)
-    else:
-        logits, weights, ids = (*router(randn(T, D, seed=8)), None)[:3]
-    if ids is None:  # llama4 gives the weights of all experts, and then the logits
-        return weights, bias, logits
-    return logits, bias, torch.zeros(T, E).scatter(1, ids, weights)
-
-
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-@torch.no_grad()
-def test_a_row_routes_as_transformers_does(model_type: str) -> None:
-    for hf in variants(model_type):
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_row_is_the_block_of_transformers(model_type: str, tmp_path: Path) -> None:
+    """From a checkpoint, with the model's own names: outputs, padding, gradients, and scores near 1e-21."""
+    for number, hf in enumerate(variants(model_type, "silu" if model_type == "qwen4_exp_text" else "quick_gelu")):
         config = EPConfig.from_hf(hf, ep_size=1)
-        shape = config.model.num_experts, config.model.num_experts_per_tok, config.model.hidden_size
-        assert (*shape, config.model.intermediate_size, config.model.dtype) == (E, K, D, F, "float32")
-        assert sorted(part(hf, "Experts$").down_proj.shape) == sorted((E, D, F))
-        router = part(hf, r"(Top[kK]|Llama4)Router$")
-        logits, bias, want = routed(router)
-        assert config.routing.logit_bias == ("bias" in dict(router.named_parameters()))
-        assert config.routing.selection_bias == (bias is not None)
-        with epmoe.ExpertParallel(config) as ep:
-            ids, weights = ep.route(logits.float(), bias)
-        got = torch.zeros(T, E).scatter(1, ids.long(), weights)
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-        assert torch.equal(got == 0, want == 0)
+        model = config.model
+        assert (model.num_experts, model.num_experts_per_tok, model.hidden_size) == (E, K, D)
+        assert (model.intermediate_size, model.dtype) == (F, "float32")
+        block = block_of(hf)
+        x = randn(T, D, seed=99)
+        with epmoe.ExpertParallel(config, device="cpu") as ep:
+            name = save(block, hf.model_type, tmp_path)
+            folder = epmoe.SafetensorsFolder(tmp_path)
+            layer = epmoe.MoELayer.from_safetensors(ep, folder, name, shared=beside(block)[1])
+            assert (layer.bias is not None, layer.logit_bias is not None) == (
+                config.routing.selection_bias, config.routing.logit_bias
+            )  # fmt: skip
+            assert (layer.experts.gate_up_bias is not None) == config.experts.biases
+            whole = behind(block)[1]
+            want = outputs(block, x)
+            assert_equals(whole(layer(x)), want)
+            padded = layer(x, T - 7)
+            assert_equals(whole(padded[:-7]), want[:-7])
+            assert not padded[-7:].any()
+            weights = router_weight(block), layer.router_weight
+            if number == 0:
+                grad = randn(T, D, seed=100)
+                with torch.enable_grad():
+                    x.requires_grad_()
+                    theirs = torch.autograd.grad(outputs(block, x), (x, weights[0]), grad)
+                    ours = torch.autograd.grad(whole(layer(x)), (x, weights[1]), grad)
+                    x.requires_grad_(False)
+                for got, of_block in zip(ours, theirs, strict=True):
+                    assert_equals(got, of_block)
+            x[:, -1] = 1.0
+            for weight in weights:
+                weight[:, -1] -= 48
+            assert_equals(whole(layer(x)), outputs(block, x))
 
 
-@pytest.mark.parametrize("act", ["silu", "swish", "quick_gelu"])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-@torch.no_grad()
-def test_a_row_has_the_experts_of_transformers(model_type: str, act: str) -> None:
-    hf = tiny(model_type, **{"hidden_act": act} if hasattr(tiny(model_type), "hidden_act") else {})
-    hf._experts_implementation = "eager"
-    config = EPConfig.from_hf(hf, ep_size=1).experts
-    theirs = part(hf, "Experts$")
-    weights = {name.replace("_proj", ""): tensor.data for name, tensor in theirs.named_parameters()}
-    biases = {name: weights.pop(name) * 30 for name in sorted(weights) if name.endswith("_bias")}  # beyond the limit
-    for name, tensor in biases.items():
-        getattr(theirs, name.replace("_bias", "_proj_bias")).copy_(tensor)
-    transposed = weights["down"].shape[1:] == (F, D)
-    ours = {f"w_{name}": tensor.mT if transposed else tensor for name, tensor in weights.items()}
-    assert config.biases == bool(biases)
-    rows, weight = randn(2 * E, D, seed=9), torch.full((2 * E, 1), 0.5)
-    if config.weights_on_input:
-        want = theirs(rows * weight)
-        rows = rows * weight
-    else:
-        want = 2 * theirs(rows, torch.arange(E).repeat_interleave(2)[:, None], weight)
-    experts = epmoe.GroupedExperts(**ours, **biases, **config.options)
-    assert_close(experts(rows, torch.arange(0, 2 * E + 1, 2, dtype=torch.int32)), want.double(), slack=4)
+def test_every_model_type_with_experts_is_known() -> None:
+    """A type that a new release of transformers brings needs a row, or a refusal with its reason."""
+    assert types_with_experts().keys() <= {*MODEL_TYPES, *REFUSED}
+    assert not REFUSED.keys() & set(MODEL_TYPES)
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_a_refusal_says_why(model_type: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"a {model_type} is not read, since {REFUSED[model_type]}: ")):
+        EPConfig.from_hf({"model_type": "vl", "thinker_config": {"model_type": model_type}}, ep_size=1)
 
 
 def test_what_a_source_may_be(tmp_path: Path) -> None:
@@ -196,7 +175,7 @@ def test_sections_replace_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -
     [
         ({"model_type": "llama"}, r"model_type 'llama' is not known: .*'num_experts_per_tok'.*Known are qwen2_moe, .*"),
         ({"model_type": None}, "model_type None is not known"),
-        ({"model_type": "phimoe"}, "cannot be the router of phimoe, since sparsemixer .* `dispatch`"),
+        ({"model_type": "phimoe"}, "a phimoe is not read, since sparsemixer .* `dispatch`"),
         (
             {"model_type": "deepseek_v3", "scoring_func": "softmax"},
             r"`scoring_func` 'sigmoid', got `scoring_func` 'softmax'",
@@ -281,9 +260,26 @@ def test_a_model_with_a_selection_bias_is_not_routed_without_it() -> None:
         assert epmoe.MoELayer(ep, torch.zeros(E, D), lambda rows, offsets, scales: rows, bias=torch.zeros(E)).ep is ep
 
 
-def test_the_page_on_models_says_what_the_table_does() -> None:
+def test_the_page_on_models_has_every_type() -> None:
+    """The slow test that follows makes the whole table."""
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"`(\w+)`", page)) >= {*MODEL_TYPES, *OTHER_ROUTERS}
+    assert re.findall(r"^\| `([\w-]+)` \|.* yes \| yes \|$", page, re.MULTILINE) == sorted(MODEL_TYPES)
+    refused = page.partition("## Model types that are refused")[2]
+    assert dict(re.findall(r"^- `([\w-]+)`: (.*)\.$", refused, re.MULTILINE)) == REFUSED
+    tried = re.search(r"transformers==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"))
+    assert tried and f"transformers {tried[1]}," in page
+
+
+@pytest.mark.slow
+def test_the_page_on_models_has_the_table_that_the_blocks_make() -> None:
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    if f"transformers {transformers.__version__}," not in page:
+        pytest.skip("the table is that of another version of transformers")
+    assert table() in page, "run python tests/moe_blocks.py"
+
+
+def test_the_page_on_models_has_values_of_checkpoints() -> None:
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").partition("## Every model type")[0]
     cells = r"^\| `(\w+)` \|.*\| (softmax|sigmoid) \| (no|\*\*yes\*\*) \|.*\|.*\| (yes|–) \|$"
     rows = re.findall(cells, page, re.MULTILINE)
     assert len(rows) == page.count("\n| `")

@@ -17,7 +17,8 @@ def test_opcheck_route(device, all_options):
     bias = randn(E, seed=1).to(device) if all_options else None
     num_tokens = torch.tensor(5, dtype=torch.int32, device=device) if all_options else None
     counters = torch.zeros(8, dtype=torch.int64, device=device) if all_options else None
-    args = (randn(T, E).to(device), K, bias, num_tokens, T, all_options, all_options, 3, 2, 2.5, all_options, counters)
+    logits = randn(T, E).to(device)
+    args = (logits, K, bias, num_tokens, T, all_options, all_options, 0.1, 3, 2, 2, 2.5, all_options, counters)
     torch.library.opcheck(ops.route, args)
 
 

@@ -131,6 +131,43 @@ def test_groups(device, E, groups, top_groups, K, with_bias):
         assert_agrees(routing, route_reference(logits, K, **options))
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("E", "groups", "top_groups", "K"), [(256, 8, 4, 8), (16, 8, 2, 4), (100, 4, 2, 9)])
+def test_groups_by_other_numbers_of_scores(device, E, groups, top_groups, K, with_bias):
+    """Also by K // top_groups scores, as in Megatron, whose formula this is."""
+    logits = clean_logits(60, E, seed=E).to(device)
+    logits[5] = torch.nan
+    logits[7, : E // 2] = -torch.inf
+    bias = (randn(E, seed=1) * 100).to(device) if with_bias else None
+    size = E // groups
+    for scoring in SCORINGS:
+        scores = logits.double().softmax(1) if scoring == "softmax" else logits.double().sigmoid()
+        biased = scores.nan_to_num(0.0).float() + (bias if with_bias else 0)
+        for count in sorted({1, 2, min(3, size), K // top_groups, size}):
+            options = {"scoring": scoring, "num_expert_groups": groups, "top_groups": top_groups, "bias": bias}
+            options["scores_per_group"] = count
+            routing = epmoe.route(logits, K, **options)
+            assert_sound(routing, E)
+            assert_agrees(routing, route_reference(logits, K, **options))
+            rated = biased.view(60, groups, size).topk(count).values.sum(-1)
+            chosen = torch.zeros_like(rated).scatter(1, rated.topk(top_groups).indices, 1.0)
+            assert chosen.gather(1, routing.ids.long() // size)[8:].all()
+
+
+@pytest.mark.parametrize("epsilon", [1e-20, 1e-6, 1e-12, 1.0])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_epsilon_of_renormalised_weights(device, dtype, epsilon):
+    """Weights are those of DeepSeek's formula, which vanish where all scores are far below epsilon."""
+    logits = torch.linspace(-110, 10, 61)[:, None].add(torch.arange(8.0)).to(dtype).to(device)
+    options = {"scoring": "sigmoid", "renormalize": True, "renormalize_epsilon": epsilon, "routed_scaling_factor": 2.5}
+    got = epmoe.route(logits, 4, **options)
+    scores = logits.double().sigmoid().topk(4).values
+    want = scores / (scores.sum(1, keepdim=True) + epsilon) * 2.5
+    assert torch.equal(route_reference(logits, 4, **options).weights, want)
+    torch.testing.assert_close(got.weights.double(), want, rtol=WEIGHT_TOLERANCE, atol=1e-24)  # scores may be denormal
+    assert got.weights[0].max() < 1e-20
+
+
 @pytest.mark.parametrize("scale", [1.0, 0.0])
 @pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (8, 8), (8, 4), (8, 1)])
 def test_ties_under_a_bias_go_to_the_lower_id(device, groups, top_groups, scale):
@@ -168,7 +205,11 @@ def test_random_bits(device, dtype):
             assert torch.equal(plain.ids, route_reference(logits, K, scoring=scoring).ids)
             options = {"scoring": scoring, "num_expert_groups": groups, "top_groups": max(1, groups // 2)}
             for b in (None, bias):
-                assert_sound(epmoe.route(logits, min(K, E // 2), bias=b, renormalize=True, **options), E)
+                options |= {"renormalize": True, "bias": b}
+                assert_sound(epmoe.route(logits, min(K, E // 2), **options), E)
+                options |= {"renormalize_epsilon": 1e-20, "scores_per_group": -(-E // groups) // 2}
+                assert_sound(epmoe.route(logits, min(K, E // 2), **options), E)
+                del options["renormalize_epsilon"], options["scores_per_group"]
 
 
 def test_any_bits_with_hypothesis(device):
@@ -213,6 +254,8 @@ def test_any_bits_with_hypothesis(device):
         bias = draw(st.none() | bits(torch.float32, E))
         scoring, renormalize = draw(st.sampled_from(SCORINGS)), draw(st.booleans())
         options = {"scoring": scoring, "bias": bias, "renormalize": renormalize}
+        options |= {"renormalize_epsilon": draw(st.sampled_from([0.0, 1e-45, 1e-20]))}
+        options |= {"scores_per_group": draw(st.none() | st.integers(1, E // groups))}
         return logits, K, options | {"num_expert_groups": groups, "top_groups": top_groups}
 
     @hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
@@ -221,7 +264,7 @@ def test_any_bits_with_hypothesis(device):
         logits, K, options = problem
         routing = epmoe.route(logits, K, **options)
         assert_sound(routing, logits.shape[1])
-        if options["bias"] is None:
+        if options["bias"] is None and options["scores_per_group"] in (None, 1):  # else fp32 sums decide, which may tie
             assert torch.equal(routing.ids, route_reference(logits, K, **options).ids)
 
     always_sound()
@@ -272,6 +315,13 @@ L = torch.zeros(4, 8)
         (L, {"num_expert_groups": 3}, r"`num_expert_groups` must .*8.*, got 3"),
         (L, {"num_expert_groups": 4, "top_groups": 5}, r"`top_groups` must .*4.*, got 5"),
         (L, {"num_expert_groups": 4, "top_groups": 1, "top_k": 3}, r"`top_groups` must .*, got 1"),
+        (
+            L,
+            {"num_expert_groups": 4, "scores_per_group": 3, "top_groups": 2},
+            r"`scores_per_group` must .* 2 .*, got 3",
+        ),
+        (L, {"renormalize_epsilon": -1e-20}, r"`renormalize_epsilon` must be from 0 to 1, got -1e-20"),
+        (L, {"renormalize_epsilon": torch.nan}, r"`renormalize_epsilon` must be from 0 to 1, got nan"),
         (L, {"id_dtype": torch.int16}, r"`id_dtype` must be .*int32.*int64.*, got .*int16"),
         (L, {"num_tokens": torch.zeros(2, dtype=torch.int32)}, r"`num_tokens` must be .*int32.*, got int32 \[2\]"),
         (L, {"num_tokens": torch.tensor(2.0)}, r"`num_tokens` must be .*int32.*, got float32"),

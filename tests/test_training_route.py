@@ -11,10 +11,10 @@ import epmoe
 from epmoe.training import route
 
 
-def plain_route(logits, ids, scoring, renormalize, factor):
+def plain_route(logits, ids, scoring, renormalize, factor, epsilon=0.0):
     scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(1)
     weights = scores.gather(1, ids.long().clamp(0, logits.shape[1] - 1))
-    return factor * (weights / weights.sum(1, keepdim=True) if renormalize else weights)
+    return factor * (weights / (weights.sum(1, keepdim=True) + epsilon) if renormalize else weights)
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
@@ -73,6 +73,21 @@ def test_sigmoids_near_zero_have_gradients(device, least):
     got.weights[:, 0].sum().backward()
     wide = logits.detach().double().cpu().requires_grad_()
     plain_route(wide, got.ids.cpu(), "sigmoid", True, 1.0)[:, 0].sum().backward()
+    assert_close(logits.grad, wide.grad)
+
+
+@pytest.mark.parametrize(
+    ("scoring", "epsilon", "offset"), [("softmax", 0.5, 0), ("sigmoid", 1e-20, -46), ("sigmoid", 0.5, 0)]
+)
+def test_gradients_with_an_epsilon(device, scoring, epsilon, offset):
+    logits = (randn(6, 8) + offset).to(device).requires_grad_()
+    options = {"scoring": scoring, "renormalize": True, "renormalize_epsilon": epsilon, "routed_scaling_factor": 2.5}
+    got = route(logits, 3, **options)
+    grad = randn(6, 3, seed=1).to(device)
+    got.weights.backward(grad)
+    wide = logits.detach().double().cpu().requires_grad_()
+    plain_route(wide, got.ids.cpu(), scoring, True, 2.5, epsilon).backward(grad.double().cpu())
+    assert wide.grad.abs().max() > 0.1
     assert_close(logits.grad, wide.grad)
 
 

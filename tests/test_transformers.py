@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from helpers import assert_close, randn
 from launched import run_python
 from rich.progress import Progress
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.integrations.moe import ExpertsInterface
 
 import epmoe.integrations.transformers as integration
@@ -51,6 +51,22 @@ def test_import_registers_both_entry_points():
     assert ExpertsInterface()["epmoe"] is integration.experts_forward
     expert_parallel = pytest.importorskip("transformers.distributed.expert_parallel", reason="since transformers 5.23")
     assert expert_parallel.EPImplementationInterface()["epmoe"] is integration.EpmoeEP
+
+
+@pytest.mark.parametrize("model_type", ["llama4_text", "jetmoe"])
+def test_models_that_never_ask_for_an_implementation_warn(model_type):
+    made = CONFIG_MAPPING[model_type]
+    config = made(num_hidden_layers=1, hidden_size=64, intermediate_size=64, vocab_size=32, num_attention_heads=2)
+    with pytest.warns(UserWarning, match=f'`experts_implementation="epmoe"` does nothing for {model_type}: its code'):
+        AutoModelForCausalLM.from_config(config, experts_implementation="epmoe")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "llama"])
+def test_models_that_ask_or_have_no_experts_do_not_warn(model_type, recwarn):
+    made = CONFIG_MAPPING[model_type]
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(made(num_hidden_layers=1, vocab_size=32), experts_implementation="epmoe")
+    assert not [str(warning.message) for warning in recwarn if "does nothing" in str(warning.message)]
 
 
 @torch.inference_mode()

@@ -1,5 +1,6 @@
 // route on the CPU: scores are sanitised, then K experts are chosen one by one, each time the best key not yet taken.
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 #include "convert.h"
@@ -60,24 +61,19 @@ void key_row(const RouteArgs& args, bool sanitised, Row& row) {
 }
 
 // Group-limited choice (DeepSeek-V3): experts of groups outside the best `top_groups` get key 0. The value of a group
-// is the sum of its two best biased scores, or without a bias its best key.
+// is the sum of its best biased scores, or its best key where one score counts.
 void drop_groups(const RouteArgs& args, Row& row, std::vector<uint32_t>& group_keys) {
-  int32_t size = args.E / args.num_groups;
+  int32_t size = args.E / args.num_groups, count = args.scores_per_group;
+  std::vector<int32_t> order(size);
+  auto value = [&](int32_t i) { return args.bias_E ? row.scores[i] + args.bias_E[i] : row.scores[i]; };
   group_keys.resize(args.num_groups);
   for (int32_t g = 0; g < args.num_groups; ++g) {
-    uint32_t first = 0, second = 0;
-    float first_value = 0.0f, second_value = 0.0f;
-    for (int32_t i = g * size; i < (g + 1) * size; ++i) {
-      float value = args.bias_E ? row.scores[i] + args.bias_E[i] : 0.0f;
-      uint32_t key = row.keys[i];
-      if (key > first) {
-        second = first, second_value = first_value;
-        first = key, first_value = value;
-      } else if (key > second) {
-        second = key, second_value = value;
-      }
-    }
-    group_keys[g] = args.bias_E && size > 1 ? order_key(first_value + second_value) : first;
+    std::iota(order.begin(), order.end(), g * size);
+    std::partial_sort(order.begin(), order.begin() + count, order.end(),
+                      [&](int32_t a, int32_t b) { return row.keys[a] > row.keys[b]; });
+    float sum = value(order[0]);
+    for (int32_t i = 1; i < count; ++i) sum += value(order[i]);
+    group_keys[g] = count > 1 ? order_key(sum) : row.keys[order[0]];
   }
   std::vector<bool> kept(args.num_groups, false);
   for (int32_t n = 0; n < args.top_groups; ++n) {
@@ -116,6 +112,7 @@ void select(const RouteArgs& args, int64_t t, Row& row) {
 #endif
     sum += weights[k];
   }
+  sum += args.epsilon;
   float divisor = !args.renormalize || sum == 0.0 ? 1.0f : static_cast<float>(sum);
   for (int32_t k = 0; k < args.K; ++k) weights[k] = weights[k] / divisor * args.scale;
 }

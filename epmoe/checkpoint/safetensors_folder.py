@@ -16,9 +16,11 @@ from epmoe.native.formats import SCALE_BLOCK
 from epmoe.native.package import sentence
 
 _INDEX = "model.safetensors.index.json"
-_ROUTERS = ("gate", "router", "router.layer", "router.gate")
+_ROUTERS = ("gate", "gate.wg", "router", "router.layer", "router.gate")
 _CHOICE_BIASES = (
     "gate.e_score_correction_bias",
+    "gate.expert_bias",
+    "experts.e_score_correction_bias",
     "e_score_correction_bias",
     "moe_statics.e_score_correction_bias",
     "expert_bias",
@@ -44,6 +46,7 @@ _FORMATS: tuple[dict[str, list[str]], ...] = (
         **{"gate_up_bias": ["experts.gate_up_proj_bias"], "down_bias": ["experts.down_proj_bias"]},
     },
     {"w_gate_up": ["input_linear.weight"], "w_down": ["output_linear.weight"]},
+    {"w_gate_up": ["experts.fc1.weight"], "w_down": ["experts.fc2.weight"]},
 )
 """Arguments of `GroupedExperts` with the tensors that hold them, in which * is the number of an expert."""
 _OF_EXPERTS = ("experts.", "input_linear.", "output_linear.")
@@ -73,7 +76,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
       bf16, for blocks of 128 × 128;
     - one tensor of all experts, `BLOCK.experts.gate_up_proj` [E, 2F, D] and `down_proj` [E, D, F], or both transposed
       as in gpt-oss, with `gate_up_proj_bias` and `down_proj_bias` if there are any; or Granite's `input_linear` and
-      `output_linear`.
+      `output_linear`, or Aria's `experts.fc1` and `experts.fc2`.
 
     All experts of a block have the same tensors, dtypes and shapes, one expert for each row of the router. Anything
     else below `BLOCK.experts` or the router is refused, since a model without it is another function.
@@ -187,6 +190,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         Raises ValueError unless each of E experts has its tensors, and the experts have no others.
         """
         held = self._under(*(f"{block}.{place}" for place in _OF_EXPERTS))
+        held -= {f"{block}.{bias}" for bias in _CHOICE_BIASES}
         for known in _FORMATS:
             names = {
                 argument: {_of(x, f"{block}.{pattern}") for pattern in patterns for x in range(E)}

@@ -60,6 +60,9 @@ class RoutingConfig(Strict):
     renormalize: bool = False
     """Divide a token's K weights by their sum. Most models need True; a wrong value raises nothing, but outputs have a
     wrong scale. `EPConfig.from_hf` sets it, and docs/models.md lists which models need it."""
+    renormalize_epsilon: float = Field(default=0.0, ge=0, le=1)
+    """Is added to the sum by which `renormalize` divides, as a model's own code does (1e-20 in DeepSeek's). A token
+    whose K scores are far below it then has weights near 0. By default its weights have their full scale."""
     selection_bias: bool = False
     """The router has a bias [E] that steers the choice only, as that of DeepSeek-V3. Then `ep.route` and `MoELayer`
     raise ValueError without a `bias`."""
@@ -70,6 +73,8 @@ class RoutingConfig(Strict):
     """Groups that the E experts are split into, in order and evenly; 1 means no groups."""
     top_groups: int = Field(default=1, ge=1, le=4096)
     """A token's K experts are chosen from its best groups; this is their number."""
+    scores_per_group: int | None = Field(default=None, ge=1, le=4096)
+    """A group is rated by the sum of this many of its best scores; by default two with a `bias`, and one without."""
     routed_scaling_factor: float = Field(default=1.0, gt=0)
     """Multiplies the weights, after renormalisation."""
     nan_rows: Literal["zero", "propagate"] = "zero"
@@ -428,6 +433,9 @@ class EPConfig(Strict):
         least = -(-top_k // max(experts // groups, 1))
         what = f"from {least} to {groups}, so that the chosen groups hold {top_k} experts"
         yield "routing.top_groups", least <= chosen <= groups, what, chosen
+        rated = routing.scores_per_group
+        size = experts // groups
+        yield "routing.scores_per_group", (rated or 1) <= size, f"at most the {size} experts of a group", rated
 
     def _placement_rules(self) -> Iterator[_Rule]:
         size = self.topology.ep_size

@@ -25,8 +25,10 @@ def route_reference(
     scoring: str = "softmax",
     bias: Tensor | None = None,
     renormalize: bool = False,
+    renormalize_epsilon: float = 0.0,
     num_expert_groups: int = 1,
     top_groups: int = 1,
+    scores_per_group: int | None = None,
     routed_scaling_factor: float = 1.0,
     num_tokens: int | Tensor | None = None,
     id_dtype: torch.dtype = torch.int32,
@@ -48,8 +50,12 @@ def route_reference(
     order_TE = _best_first(keys_TE)
     if num_expert_groups > 1:
         best_TGs = keys_TE.view(T, num_expert_groups, E // num_expert_groups).sort(dim=-1, descending=True).values
-        # A sum of two keys is an fp32 sum, like the keys themselves.
-        group_TG = best_TGs[..., 0] if bias is None else best_TGs[..., :2].float().sum(-1).double()
+        count = scores_per_group or (1 if bias is None else 2)
+        group_TG = best_TGs[..., 0]
+        if count > 1:  # a sum of scores is an fp32 sum, like that of a score and its bias
+            if bias is None:
+                best_TGs = scores_TE.view_as(best_TGs).sort(dim=-1, descending=True).values
+            group_TG = best_TGs[..., :count].float().sum(-1).double()
         group_TG = group_TG.masked_fill(group_TG.isnan(), -torch.inf)
         chosen_TG = torch.zeros_like(group_TG, dtype=torch.bool)
         chosen_TG.scatter_(1, _best_first(group_TG)[:, :top_groups], True)
@@ -60,7 +66,7 @@ def route_reference(
     ids_TK = order_TE[:, :top_k]
     weights_TK = scores_TE.gather(1, ids_TK)
     if renormalize:
-        total_T1 = weights_TK.sum(-1, keepdim=True)
+        total_T1 = weights_TK.sum(-1, keepdim=True) + renormalize_epsilon
         weights_TK = weights_TK / total_T1.masked_fill(total_T1 == 0, 1.0)
     weights_TK = weights_TK * routed_scaling_factor
 

@@ -38,8 +38,10 @@ def route(
     scoring: Literal["softmax", "sigmoid"] = "softmax",
     bias: Tensor | None = None,
     renormalize: bool = False,
+    renormalize_epsilon: float = 0.0,
     num_expert_groups: int = 1,
     top_groups: int = 1,
+    scores_per_group: int | None = None,
     routed_scaling_factor: float = 1.0,
     num_tokens: int | Tensor | None = None,
     id_dtype: torch.dtype = torch.int32,
@@ -57,9 +59,11 @@ def route(
         scoring: softmax over the experts, or sigmoid of each.
         bias: fp32 [E], added to the scores for the choice only (auxiliary-loss-free balancing of DeepSeek-V3).
         renormalize: divide the weights of a token by their sum (a sum of 0 counts as 1).
+        renormalize_epsilon: from 0 to 1, is added to that sum. Scores far below it then give weights near 0.
         num_expert_groups: groups of E / num_expert_groups experts that follow one another.
-        top_groups: choose among the experts of this many groups, the best ones. A group's score is the sum of its two
-            best biased scores, or without a bias its best score (group-limited routing of DeepSeek-V3 and -V2).
+        top_groups: choose among the experts of this many groups, the best ones.
+        scores_per_group: a group is rated by the sum of this many of its best biased scores. By default two with a
+            bias, and one without (group-limited routing of DeepSeek-V3 and -V2). Megatron takes `top_k // top_groups`.
         routed_scaling_factor: multiplies the weights, last.
         num_tokens: int or int32 scalar tensor on the device. Rows at and past it are padding: ids E, weights 0.
         id_dtype: torch.int32 or torch.int64.
@@ -92,6 +96,15 @@ def route(
             f"`top_groups` must be at most num_expert_groups = {num_expert_groups} and leave at least top_k = {top_k} "
             f"experts, got {top_groups}"
         )
+    group_size = E // num_expert_groups
+    if scores_per_group is None:
+        scores_per_group = 1 if bias is None or group_size == 1 else 2
+    elif not 1 <= scores_per_group <= group_size:
+        raise ValueError(
+            f"`scores_per_group` must be from 1 to the {group_size} experts of a group, got {scores_per_group}"
+        )
+    if not 0 <= renormalize_epsilon <= 1:
+        raise ValueError(f"`renormalize_epsilon` must be from 0 to 1, got {renormalize_epsilon}")
     if id_dtype not in INTS:
         raise TypeError(f"`id_dtype` must be torch.int32 or torch.int64, got {id_dtype}")
     if bias is not None:
@@ -101,7 +114,7 @@ def route(
     check_forward_only(logits)
     scalar, rows = token_count(num_tokens, T, logits.device)
     ids, weights = ops.route(
-        contiguous_rows(logits), top_k, bias, scalar, rows, scoring == "sigmoid", renormalize, num_expert_groups,
-        top_groups, routed_scaling_factor, id_dtype == torch.int64, counters,
+        contiguous_rows(logits), top_k, bias, scalar, rows, scoring == "sigmoid", renormalize, renormalize_epsilon,
+        num_expert_groups, top_groups, scores_per_group, routed_scaling_factor, id_dtype == torch.int64, counters,
     )  # fmt: skip
     return Routing(ids, weights)

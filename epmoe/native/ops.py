@@ -23,8 +23,8 @@ _ROWS_AT_ONCE = 4096  # whose products are in fp32
 _library = torch.library.Library("epmoe", "DEF")
 _library.define(
     "route(Tensor logits, int top_k, Tensor? bias, Tensor? num_tokens, SymInt num_rows, bool sigmoid, "
-    "bool renormalize, int num_expert_groups, int top_groups, float routed_scaling_factor, bool int64_ids, "
-    "Tensor(a!)? counters) -> (Tensor ids, Tensor weights)"
+    "bool renormalize, float renormalize_epsilon, int num_expert_groups, int top_groups, int scores_per_group, "
+    "float routed_scaling_factor, bool int64_ids, Tensor(a!)? counters) -> (Tensor ids, Tensor weights)"
 )
 _library.define(
     "permute(Tensor x, Tensor ids, Tensor expert_map, int num_local_experts, Tensor? counts, int alignment, "

@@ -38,7 +38,8 @@ def route(logits: Tensor, top_k: int, *, num_tokens: int | Tensor | None = None,
 
 def counted(
     number: int, logits: Tensor, *, top_k: int, bias: Tensor | None = None, num_tokens: Any = None,
-    scoring: str = "softmax", renormalize: bool = False, num_expert_groups: int = 1, top_groups: int = 1,
+    scoring: str = "softmax", renormalize: bool = False, renormalize_epsilon: float = 0.0,
+    num_expert_groups: int = 1, top_groups: int = 1, scores_per_group: int | None = None,
     routed_scaling_factor: float = 1.0, id_dtype: torch.dtype = torch.int32,
 ) -> Routing:  # fmt: skip
     """`route` of a layer, whose sanitised rows count in the health of the exchange with this number, 0 for none."""
@@ -46,8 +47,8 @@ def counted(
         raise TypeError(f"`logits` must be fp32, fp16 or bf16 [T, E], got {describe(logits)}")
     tokens, num_real = token_count(num_tokens, logits.shape[0], logits.device)
     ids, weights = train_route(
-        logits, top_k, bias, tokens, num_real, scoring, renormalize, num_expert_groups, top_groups,
-        float(routed_scaling_factor), id_dtype, number,
+        logits, top_k, bias, tokens, num_real, scoring, renormalize, float(renormalize_epsilon), num_expert_groups,
+        top_groups, scores_per_group, float(routed_scaling_factor), id_dtype, number,
     )  # fmt: skip
     return Routing(ids, weights)
 
@@ -90,8 +91,10 @@ def train_route(
     num_real: int,
     scoring: str,
     renormalize: bool,
+    renormalize_epsilon: float,
     num_expert_groups: int,
     top_groups: int,
+    scores_per_group: int | None,
     routed_scaling_factor: float,
     id_dtype: torch.dtype,
     number: int,
@@ -105,8 +108,10 @@ def train_route(
         num_tokens=num_real if num_tokens is None else num_tokens,
         scoring=scoring,  # type: ignore[arg-type]
         renormalize=renormalize,
+        renormalize_epsilon=renormalize_epsilon,
         num_expert_groups=num_expert_groups,
         top_groups=top_groups,
+        scores_per_group=scores_per_group,
         routed_scaling_factor=routed_scaling_factor,
         id_dtype=id_dtype,
         counters=counters,
@@ -120,7 +125,7 @@ def _(logits: Tensor, top_k: int, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    logits, _, _, _, _, ctx.scoring, ctx.renormalize, _, _, _, _, _ = inputs
+    logits, _, _, _, _, ctx.scoring, ctx.renormalize, ctx.epsilon, _, _, _, ctx.factor, _, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits, *output)
 
@@ -128,22 +133,21 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _gradients(ctx: Any, _: None, grad_TK: Tensor | None) -> tuple[Tensor | None, ...]:
     """The gradients of the logits, by the logarithms of the weights, which still differ where scores vanish."""
     if grad_TK is None:
-        return (None,) * 12
+        return (None,) * 14
     logits_TE, ids_TK, weights_TK = ctx.saved_tensors
     logits = logits_TE.float()
     real = weights_TK != 0  # not of padding, nor of a score that is not finite
     chosen = ids_TK.long().where(real, 0)
     by_log = (grad_TK * weights_TK).where(real, 0.0)
     if ctx.renormalize:
-        sums = weights_TK.sum(1, keepdim=True)
-        by_log = by_log - weights_TK * (by_log.sum(1, keepdim=True) / sums.where(sums != 0, 1.0))
+        by_log = by_log - weights_TK / ctx.factor * by_log.sum(1, keepdim=True)
     if ctx.scoring == "sigmoid":  # d log sigmoid(x) = sigmoid(-x) dx
         by_log = (by_log * logits.gather(1, chosen).neg().sigmoid()).where(real, 0.0)
     grad_TE = torch.zeros_like(logits).scatter_add_(1, chosen, by_log)
-    if ctx.scoring == "softmax" and not ctx.renormalize:  # of renormalised weights the sum is 0
+    if ctx.scoring == "softmax" and not (ctx.renormalize and ctx.epsilon == 0):  # then the sum of by_log is 0
         scores_TE = logits.softmax(1)
         grad_TE = grad_TE - scores_TE.where(scores_TE.isfinite(), 0.0) * by_log.sum(1, keepdim=True)
-    return grad_TE.to(logits_TE.dtype), *(None,) * 11
+    return grad_TE.to(logits_TE.dtype), *(None,) * 13
 
 
 train_route.register_autograd(_gradients, setup_context=_save)

@@ -206,7 +206,8 @@ cudaError_t launch_warp(const RouteArgs& args, cudaStream_t stream) {
     return run(route_rows<Logit, Wide, false, false, N>);
 }
 
-// Whether the warp path takes this call: it reads whole vectors, and a group must be a power of two of lanes.
+// Whether the warp path takes this call: it reads whole vectors, a group must be a power of two of lanes, and other
+// numbers of scores per group are left to route_general.cu.
 template <typename Logit>
 bool suits_warp(const RouteArgs& args, int N) {
   int64_t vector = std::min<int64_t>(N, kPerVector<Logit>) * sizeof(Logit), bias = std::min(N, 4) * sizeof(float);
@@ -214,7 +215,9 @@ bool suits_warp(const RouteArgs& args, int N) {
                  reinterpret_cast<uintptr_t>(args.bias_E) % bias == 0 &&
                  args.logits_stride * static_cast<int64_t>(sizeof(Logit)) % vector == 0;
   int32_t group = args.E / args.num_groups, lanes = group / N;
-  bool grouped = args.num_groups == 1 || (group % N == 0 && (lanes & (lanes - 1)) == 0);
+  int32_t count = args.bias_E && group > 1 ? 2 : 1;  // scores by which in_top_groups() rates a group
+  bool grouped =
+      args.num_groups == 1 || (group % N == 0 && (lanes & (lanes - 1)) == 0 && args.scores_per_group == count);
   bool regular = (args.E & (args.E - 1)) == 0 || args.E % 64 == 0;
   return regular && aligned && grouped;
 }

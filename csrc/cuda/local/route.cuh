@@ -90,6 +90,7 @@ __device__ __forceinline__ void finish_row(const RouteArgs& args, const Row& row
   if (args.renormalize) {
     float sum = lane < args.K ? weight : 0.0f;
     for (int offset = 1; offset < args.K; offset *= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+    sum += args.epsilon;
     weight = sum == 0.0f ? weight : __fdividef(weight, sum);
   }
   write_choice(args, t, lane, id, weight * args.scale);

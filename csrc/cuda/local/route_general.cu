@@ -36,8 +36,30 @@ __device__ __forceinline__ uint32_t take_best(uint32_t* keys, int n, int lane, B
   return id;
 }
 
-// Sets the keys of all experts outside the best groups to 0.
-__device__ void drop_groups(const RouteArgs& args, uint32_t* keys, uint32_t* group_keys, int lane) {
+// The sum of the `count` best of these scores, best first. `score` makes a score of a key; equal keys have equal scores.
+template <typename Score>
+__device__ float sum_of_best(const uint32_t* keys, int size, int count, Score score) {
+  float sum = 0.0f;
+#pragma unroll 1
+  for (uint32_t above = 0xffffffffu; count > 0;) {
+    uint32_t best = 0;
+    int copies = 0;
+#pragma unroll 1
+    for (int i = 0; i < size; ++i) {
+      if (keys[i] >= above || keys[i] < best) continue;
+      copies = keys[i] == best ? copies + 1 : 1;
+      best = keys[i];
+    }
+#pragma unroll 1
+    for (; copies > 0 && count > 0; --copies, --count) sum += score(best);
+    above = best;
+  }
+  return sum;
+}
+
+// Sets the keys of all experts outside the best groups to 0. `score` is that of sum_of_best().
+template <typename Score>
+__device__ void drop_groups(const RouteArgs& args, uint32_t* keys, uint32_t* group_keys, int lane, Score score) {
   int size = args.E / args.num_groups;
   for (int g = lane; g < args.num_groups; g += 32) {
     uint32_t first = 0, second = 0;
@@ -45,8 +67,12 @@ __device__ void drop_groups(const RouteArgs& args, uint32_t* keys, uint32_t* gro
       second = max(second, min(first, keys[i]));
       first = max(first, keys[i]);
     }
-    bool sum = args.bias_E && size > 1;
-    group_keys[g] = sum ? order_key(float_of_key(first) + float_of_key(second)) : first;
+    int count = args.scores_per_group;
+    if (count > 2)
+      first = order_key(sum_of_best(keys + g * size, size, count, score));
+    else if (count == 2)
+      first = order_key(score(first) + score(second));
+    group_keys[g] = first;
   }
   Best mine = best_of_lane(group_keys, args.num_groups, lane);
   for (int n = 0; n < args.top_groups; ++n) take_best(group_keys, args.num_groups, lane, mine);
@@ -93,7 +119,12 @@ __global__ void route_rows(const __grid_constant__ RouteArgs args, int32_t num_r
       keys[i] = order_key(!args.bias_E && !row.defined ? 0.0f : value);
     }
     __syncwarp();
-    if (args.num_groups > 1) drop_groups(args, keys, keys + args.E, lane);
+    if (args.num_groups > 1)
+      drop_groups(args, keys, keys + args.E, lane, [&](uint32_t key) {
+        float value = float_of_key(key);  // of a NaN, -Inf
+        if (args.bias_E) return value;
+        return args.sigmoid ? sigmoid_score<kClamp>(value) : softmax_score<kClamp>(row, value);
+      });
     __syncwarp();
     Best mine = best_of_lane(keys, args.E, lane);
     uint32_t id = 0;

@@ -45,13 +45,14 @@ if Version(transformers.__version__) < Version("5.17"):
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
-from epmoe.integrations.transformers.experts_function import experts_forward
+from epmoe.integrations.transformers.experts_function import experts_forward, warn_where_ignored
 from epmoe.integrations.transformers.settings import close, configure, poll, shared
 
 __all__ = ["close", "configure", "experts_forward", "poll", "shared"]
 
 for _interface in (ExpertsInterface, FP8ExpertsInterface):
     _interface.register("epmoe", experts_forward)
+warn_where_ignored()
 
 try:
     from transformers.distributed.expert_parallel import EPImplementationInterface

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from epmoe.config.from_hf import EXPERTS_KEYS
 from epmoe.integrations.transformers import training
 from epmoe.integrations.transformers.graphs import allow_in_graphs, call
 from epmoe.integrations.transformers.grouped import computation, parameters_of
@@ -39,3 +42,22 @@ def _forward(module: Any, parameters: list[Tensor], x: Tensor, ids: Tensor, weig
     ours = (training.computation if trains else computation)(module, parameters, held)
     longest = layers.longest_batch(x.shape[0], tag, ours.aligned)
     return layers.run(x, ids, weights, ours.experts, longest, tag, ours.aligned, trains)
+
+
+def warn_where_ignored() -> None:
+    """Make transformers warn of models whose code never looks at `experts_implementation`, such as Llama 4."""
+    check = PreTrainedModel.get_correct_experts_implementation
+
+    def warning_check(self: Any, requested: str | None) -> str:
+        chosen: str = check(self, requested)
+        ignored = chosen == "epmoe" and not self._can_set_experts_implementation()
+        if ignored and any(map(self.config.to_dict().get, EXPERTS_KEYS)):
+            warnings.warn(
+                f'`experts_implementation="epmoe"` does nothing for {self.config.model_type}: its code in transformers '
+                "calls its experts itself, so that every rank computes all of them. Put `MoELayer`s into the model, as "
+                "docs/models.md says",
+                stacklevel=2,
+            )
+        return chosen
+
+    PreTrainedModel.get_correct_experts_implementation = warning_check

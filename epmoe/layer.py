@@ -20,6 +20,7 @@ from epmoe.group.errors import EPStateError
 from epmoe.live.moves import Weights
 from epmoe.local.beside import Beside, mark
 from epmoe.local.experts import GroupedExperts, parameter, without_autocast
+from epmoe.local.gemm.blocks import place_matters
 from epmoe.local.quantize import zero_padding_rows_
 from epmoe.native.arguments import FLOATS, check_tensor, describe, dtype_name, refuse_tangents
 from epmoe.routes import Routes
@@ -143,6 +144,8 @@ class MoELayer(nn.Module):
             self.requires_grad_(False)
         self.layer_id = opaque.register(self, layer_id)
         self.tag = ep.new_tag(None if layer_id is None else layer_id & MAX_TAG, self)
+        if self._by_block and (problem := place_matters(router_weight.dtype, E, D)) is not None:
+            raise ValueError(f"`experts` must not be batch_invariant with this router: {problem}")
         self._let_experts_move()
 
     @classmethod
@@ -290,6 +293,8 @@ class MoELayer(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Logits [T, E] of tokens [T, D], in the dtype of `router_weight`. They have gradients by torch's own rule."""
         with without_autocast(x.device):
+            if self._by_block:
+                return scores(x, self.router_weight, self.logit_bias, by_block=True)
             return F.linear(x.to(self.router_weight.dtype), self.router_weight, self.logit_bias)
 
     def run(
@@ -377,7 +382,7 @@ class MoELayer(nn.Module):
             logits_TE: Tensor | None = None
             if routing is None:
                 with without_autocast(x.device):
-                    logits_TE = scores(x_TD, self.router_weight, self.logit_bias)
+                    logits_TE = scores(x_TD, self.router_weight, self.logit_bias, by_block=self._by_block)
                 ids_TK, weights_TK = counted(
                     exchange.number, logits_TE, bias=self.bias, num_tokens=num_tokens, **self._routing
                 )
@@ -447,6 +452,12 @@ class MoELayer(nn.Module):
         )  # fmt: skip
 
     @property
+    def _by_block(self) -> bool:
+        """Whether the bits of a token's logits depend on the token only."""
+        experts = self.experts
+        return isinstance(experts, GroupedExperts) and experts.batch_invariant and self.ep.device.type == "cpu"
+
+    @property
     def _aligned(self) -> bool:
         """Whether the experts want segments that start at multiples of a number of rows."""
         experts = self.experts
@@ -465,8 +476,9 @@ class MoELayer(nn.Module):
         device = self.ep.device
         experts = self.experts
         ours = experts if isinstance(experts, GroupedExperts) else None
-        if ours is not None and ours.is_fp8 and self.ep.config.alignment % ours.alignment:
-            raise ValueError(  # in bf16 torch's GEMM takes the segments
+        needs_blocks = ours is not None and (ours.is_fp8 or ours.batch_invariant)  # others take torch's GEMM instead
+        if ours is not None and needs_blocks and self.ep.config.alignment % ours.alignment:
+            raise ValueError(
                 f"`capacity.alignment` must be a multiple of {ours.alignment}, or unset, got "
                 f"{self.ep.config.alignment}: the experts' GEMM, {ours.gemm}, takes segments that start there"
             )

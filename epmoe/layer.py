@@ -121,7 +121,11 @@ class MoELayer(nn.Module):
             raise TypeError(f"`exchange` must be an epmoe.training.TrainingExchange, got {describe(exchange)}")
         if exchange is not None and exchange.ep is not ep:
             raise ValueError("`exchange` must be over `ep`")
+        by_block = isinstance(experts, GroupedExperts) and experts.batch_invariant and ep.device.type == "cpu"
+        if by_block and (problem := place_matters(router_weight.dtype, E, D)) is not None:
+            raise ValueError(f"`experts` must not be batch_invariant with this router: {problem}")
         super().__init__()
+        self._by_block = by_block  # the router's product
         self.ep = ep
         self.experts = experts
         self.shared = shared
@@ -144,8 +148,6 @@ class MoELayer(nn.Module):
             self.requires_grad_(False)
         self.layer_id = opaque.register(self, layer_id)
         self.tag = ep.new_tag(None if layer_id is None else layer_id & MAX_TAG, self)
-        if self._by_block and (problem := place_matters(router_weight.dtype, E, D)) is not None:
-            raise ValueError(f"`experts` must not be batch_invariant with this router: {problem}")
         self._let_experts_move()
 
     @classmethod
@@ -450,12 +452,6 @@ class MoELayer(nn.Module):
             top_k=model.num_experts_per_tok if ids is None else ids.shape[-1], aligned=self._aligned,
             apply_router_weight_on_input=self.apply_router_weight_on_input,
         )  # fmt: skip
-
-    @property
-    def _by_block(self) -> bool:
-        """Whether the bits of a token's logits depend on the token only."""
-        experts = self.experts
-        return isinstance(experts, GroupedExperts) and experts.batch_invariant and self.ep.device.type == "cpu"
 
     @property
     def _aligned(self) -> bool:

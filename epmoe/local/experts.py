@@ -111,6 +111,8 @@ class GroupedExperts(nn.Module):
     """Names of the GEMMs that serve. A call takes the first that takes its segments."""
     alignment: int
     """Every segment must start at a multiple of this number of rows, as in rounds of `dispatch(…, aligned=True)`."""
+    batch_invariant: bool
+    """Whether the bits of a row's output depend on nothing but the row: docs/choosing.md, "Batch invariance"."""
     averages_over: int
     """Gradients of parameters are divided by it. `epmoe.training.ignore_experts` and `fully_shard` set it."""
 
@@ -173,11 +175,6 @@ class GroupedExperts(nn.Module):
     def gemm(self) -> str:
         """The name of the GEMM that serves calls of many rows whose segments lie as it wants them."""
         return next(name for name in self.gemms if GEMMS[name].takes_all_calls)
-
-    @property
-    def batch_invariant(self) -> bool:
-        """Whether the bits of a row's output depend on nothing but the row: docs/choosing.md, "Batch invariance"."""
-        return all(GEMMS[name].batch_invariant for name in self.gemms)
 
     def forward(
         self,
@@ -285,6 +282,7 @@ class GroupedExperts(nn.Module):
         """Choose the GEMMs for serving and for calls with gradients."""
         self.gemms = choose(self._wanted, self.w_gate_up, self.w_down, batch_invariant=self._invariant)
         self.alignment = max(GEMMS[name].block for name in self.gemms)
+        self.batch_invariant = all(GEMMS[name].batch_invariant for name in self.gemms)
         self._trains_by = choose_trained(self.w_gate_up, self.w_down, batch_invariant=self._invariant)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -212,8 +212,8 @@ class GroupedExperts(nn.Module):
 
         Raises:
             TypeError: an argument has another dtype.
-            ValueError: an argument has another shape or device, or `gemm` is "deep_gemm" and `alignment` is no multiple
-                of the property.
+            ValueError: an argument has another shape or device; or `gemm` is "deep_gemm" or the experts are
+                `batch_invariant`, and `alignment` is no multiple of the property.
             RuntimeError: something requires grad in grad mode, but the weights are fp8 or fp64.
         """
         (e, D, _), device = self.w_down.shape, self.w_down.device

@@ -21,6 +21,7 @@ from epmoe.group.errors import EPStateError
 from epmoe.live.moves import Weights
 from epmoe.local.beside import Beside, mark
 from epmoe.local.experts import GroupedExperts, parameter, without_autocast
+from epmoe.local.gemm.blocks import place_matters
 from epmoe.local.quantize import zero_padding_rows_
 from epmoe.local.recording import Routes
 from epmoe.native import opaque
@@ -121,7 +122,11 @@ class MoELayer(nn.Module):
             raise TypeError(f"`exchange` must be an epmoe.training.TrainingExchange, got {describe(exchange)}")
         if exchange is not None and exchange.ep is not ep:
             raise ValueError("`exchange` must be over `ep`")
+        by_block = isinstance(experts, GroupedExperts) and experts.batch_invariant and ep.device.type == "cpu"
+        if by_block and (problem := place_matters(router_weight.dtype, E, D)) is not None:
+            raise ValueError(f"`experts` must not be batch_invariant with this router: {problem}")
         super().__init__()
+        self._by_block = by_block  # the router's product
         self.ep = ep
         self.experts = experts
         self.shared = shared
@@ -291,6 +296,8 @@ class MoELayer(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Logits [T, E] of tokens [T, D], in the dtype of `router_weight`. They have gradients by torch's own rule."""
         with without_autocast(x.device):
+            if self._by_block:
+                return scores(x, self.router_weight, self.logit_bias, by_block=True)
             return F.linear(x.to(self.router_weight.dtype), self.router_weight, self.logit_bias)
 
     def run(
@@ -378,7 +385,7 @@ class MoELayer(nn.Module):
             logits_TE: Tensor | None = None
             if routing is None:
                 with without_autocast(x.device):
-                    logits_TE = scores(x_TD, self.router_weight, self.logit_bias)
+                    logits_TE = scores(x_TD, self.router_weight, self.logit_bias, by_block=self._by_block)
                 ids_TK, weights_TK = counted(
                     exchange.number, logits_TE, bias=self.bias, num_tokens=num_tokens, **self._routing
                 )
@@ -466,8 +473,9 @@ class MoELayer(nn.Module):
         device = self.ep.device
         experts = self.experts
         ours = experts if isinstance(experts, GroupedExperts) else None
-        if ours is not None and ours.is_fp8 and self.ep.config.alignment % ours.alignment:
-            raise ValueError(  # in bf16 torch's GEMM takes the segments
+        needs_blocks = ours is not None and (ours.is_fp8 or ours.batch_invariant)  # others take torch's GEMM instead
+        if ours is not None and needs_blocks and self.ep.config.alignment % ours.alignment:
+            raise ValueError(
                 f"`capacity.alignment` must be a multiple of {ours.alignment}, or unset, got "
                 f"{self.ep.config.alignment}: the experts' GEMM, {ours.gemm}, takes segments that start there"
             )

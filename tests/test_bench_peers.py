@@ -20,7 +20,7 @@ from epmoe.cli import app
 from epmoe.config.config import EPConfig
 
 DRIVERS = ROOT / "benchmarks" / "peers"
-MODEL = {"num_experts": 8, "num_experts_per_tok": 3, "hidden_size": 256, "intermediate_size": 128}
+MODEL = {"num_experts": 8, "num_experts_per_tok": 3, "hidden_size": 256, "intermediate_size": 256}
 
 
 def _config(**sections: dict) -> EPConfig:
@@ -113,8 +113,10 @@ def _worker(_: Path) -> None:
     assert "without copies" in gpu.run(Job(copies, (4,), 1), **options).content["left_out"]["peers"]
 
     content = layer.run(Job(_config(), (0, 16), 1), peers=[OwnLayer(), WrongLayer(), *peers.load(DRIVERS)]).content
+    tensor_parallel = (f"torch TP, {how} {torch.__version__}" for how in ("all-reduce", "all-gather"))
+    sides = ["epmoe, torch", "own 1", *tensor_parallel]
     assert [(r["tokens"], r["precision"], r["side"]) for r in content["results"]] == [
-        (T, p, side) for T in (0, 16) for p in ("plain", "fp8") for side in ("epmoe, torch", "own 1")[: 1 + bool(T)]
+        (T, p, side) for T in (0, 16) for p in ("plain", "fp8") for side in sides[: len(sides) if T else 1]
     ]
     assert all(r["floor"] > 0 for r in content["results"] if r["tokens"])
     assert "the weighted sum" in content["left_out"]["wrong 1, fp8"]
@@ -138,7 +140,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def test_every_driver_names_what_to_install() -> None:
     every = peers.load(DRIVERS)
-    assert len({peer.name for peer in every}) == len(every) == 9 and all(peer.install for peer in every)
+    assert len({peer.name for peer in every}) == len(every) == 11 and all(peer.install for peer in every)
 
 
 def test_a_folder_without_drivers(tmp_path: Path) -> None:

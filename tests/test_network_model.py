@@ -9,8 +9,9 @@ from statistics import median
 import pytest
 from helpers import ROOT
 
-from benchmarks.network_model import Hardware, NetworkModel, RowBytes, Spread, main, table
+from benchmarks.network_model import main, table
 from benchmarks.results import read
+from epmoe.bench.network_model import Hardware, NetworkModel, RowBytes, Spread
 from epmoe.config.config import EPConfig
 
 BF16 = RowBytes(14336, 14336, 14336)

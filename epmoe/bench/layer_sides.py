@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from enum import StrEnum
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,8 +47,10 @@ def problem_with(precision: Precision, config: EPConfig, device: torch.device) -
     model = config.model
     D = model.hidden_size
     f = model.intermediate_size or 0
+    invariant = config.experts.batch_invariant
     if precision is Precision.PLAIN:
-        return None
+        on_gpu = device.type != "cpu"
+        return "torch's GEMM is not batch invariant on GPUs" if invariant and on_gpu else None
     if model.dtype != "bfloat16":
         return f"it computes in bfloat16, and `model.dtype` is {model.dtype}"
     if precision is Precision.FP8 and (D % SCALE_BLOCK or f % SCALE_BLOCK):
@@ -84,8 +87,9 @@ def random_experts(config: EPConfig, rank: int, device: torch.device, precision:
             else:
                 weights[name][i] = drawn
     gemm = {Precision.PLAIN: "torch", Precision.PLAIN_DEEP_GEMM: "auto", Precision.FP8: "auto"}[precision]
-    of_weights = {f"{name}_scales": scales[name] for name in shapes} if fp8 else {}
-    experts = GroupedExperts(weights["gate_up"], weights["down"], gemm=gemm, **of_weights)  # type: ignore[arg-type]
+    options: dict[str, Any] = {f"{name}_scales": scales[name] for name in shapes} if fp8 else {}
+    options |= {"gemm": gemm, "batch_invariant": config.experts.batch_invariant}
+    experts = GroupedExperts(weights["gate_up"], weights["down"], **options)
     return experts.requires_grad_(False)
 
 

@@ -11,6 +11,7 @@ from rich import box
 from rich.table import Table
 
 from epmoe.bench.report import write_json
+from epmoe.cli import parallelism
 from epmoe.cli.capacity import Capacity, advice, experts, network, rank_plans, suggestions
 from epmoe.cli.console import check_output, console, human_bytes
 from epmoe.cli.launch import CONFIG, load
@@ -28,10 +29,25 @@ def plan(
         Path | None, typer.Option("--json", help="Write JSON to this file instead of printing tables; `-` prints it.")
     ] = None,
     multiprocessors: Annotated[int, typer.Option(min=1, help="Of the GPU; an H200 has 132.")] = 132,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Instead what a layer takes with expert and tensor parallel, and replicas."),
+    ] = False,
+    gpu: Annotated[parallelism.GpuName, typer.Option(help="With --compare: whose constants.")] = "h200",
+    imbalance: Annotated[
+        float, typer.Option("--load", min=1.0, help="With --compare: rows of EP's busiest rank over the mean.")
+    ] = 1.0,
 ) -> None:
     """Show what memory a configuration takes, per rank and per node, and on GPUs how its kernels are launched."""
     parsed = load(config)
     check_output("--json", as_json, (".json",))
+    if compare:
+        if as_json:
+            write_json(as_json, parallelism.as_dict(parsed, gpu, imbalance))
+            return
+        for paragraph in parallelism.paragraphs(parsed, gpu, imbalance):
+            console.print(paragraph)
+        return
     plans = rank_plans(parsed)
     on_gpus = parsed.exchange.transport == "nvlink"
     if as_json:

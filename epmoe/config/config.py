@@ -104,8 +104,8 @@ class ExpertsConfig(Strict):
     weights_on_input: bool = False
     """Weights multiply the rows that experts get, not their outputs, as in Llama 4."""
     batch_invariant: bool = False
-    """y of a token has the same bits whatever else is in the batch, on the same number of ranks: one GEMM for any
-    number of tokens, although another is faster for few."""
+    """y of a token has the same bits whatever else is in the batch and whichever rank brings it, on the same number of
+    ranks. docs/choosing.md, "Batch invariance", says what that costs and what it holds for."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -395,6 +395,9 @@ class EPConfig(Strict):
         yield from self._model_rules()
         yield from self._live_rules()
         yield from self._placement_rules()
+        copies = self.placement.live or self.placement.num_redundant_experts > 0  # tokens take them in turn
+        invariant = self.experts.batch_invariant
+        yield "experts.batch_invariant", not (invariant and copies), "false where experts have copies", invariant
         yield from self._capacity_rules()
 
     def _live_rules(self) -> Iterator[_Rule]:

@@ -88,14 +88,16 @@ class GroupedExperts(nn.Module):
         alpha: the activation is gate · sigmoid(alpha · gate); 1 is silu.
         up_offset: is added to up.
         gemm: which library GPUs use, see above.
-        batch_invariant: one GEMM for calls with any number of rows.
+        batch_invariant: the bits of a row's output depend on nothing but the row, on CPUs with gradients, too. GPUs
+            then take DeepGEMM for all calls, and CPUs multiply blocks of 16 rows.
 
     For gpt-oss: interleaved=True, limit=7.0, alpha=1.702, up_offset=1.0, and both biases; the checkpoint's weights are
     transposed, so pass `gate_up_proj.transpose(1, 2)`.
 
     Raises:
         TypeError: a weight is no tensor, or has another dtype.
-        ValueError: the shapes or devices do not fit each other, or DeepGEMM does not take the weights.
+        ValueError: the shapes or devices do not fit each other; DeepGEMM does not take the weights; or no GEMM here is
+            `batch_invariant` for them.
         ImportError: `gemm` is "deep_gemm", and it is not installed.
     """
 
@@ -109,6 +111,8 @@ class GroupedExperts(nn.Module):
     """Names of the GEMMs that serve. A call takes the first that takes its segments."""
     alignment: int
     """Every segment must start at a multiple of this number of rows, as in rounds of `dispatch(…, aligned=True)`."""
+    batch_invariant: bool
+    """Whether the bits of a row's output depend on nothing but the row: docs/choosing.md, "Batch invariance"."""
     averages_over: int
     """Gradients of parameters are divided by it. `epmoe.training.ignore_experts` and `fully_shard` set it."""
 
@@ -172,15 +176,6 @@ class GroupedExperts(nn.Module):
         """The name of the GEMM that serves calls of many rows whose segments lie as it wants them."""
         return next(name for name in self.gemms if GEMMS[name].takes_all_calls)
 
-    @property
-    def batch_invariant(self) -> bool:
-        """Whether the bits of a row's output depend on nothing but the row, as they do with DeepGEMM.
-
-        Then y of a `MoELayer` is bitwise the same whatever else is in the batch and whichever rank brings the token, on
-        the same number of ranks: combine adds in an order that does not depend on them.
-        """
-        return self.gemm == self.gemms[0] and GEMMS[self.gemm].batch_invariant
-
     def forward(
         self,
         rows_ND: Tensor,
@@ -217,8 +212,8 @@ class GroupedExperts(nn.Module):
 
         Raises:
             TypeError: an argument has another dtype.
-            ValueError: an argument has another shape or device, or `gemm` is "deep_gemm" and `alignment` is no multiple
-                of the property.
+            ValueError: an argument has another shape or device; or `gemm` is "deep_gemm" or the experts are
+                `batch_invariant`, and `alignment` is no multiple of the property.
             RuntimeError: something requires grad in grad mode, but the weights are fp8 or fp64.
         """
         (e, D, _), device = self.w_down.shape, self.w_down.device
@@ -287,7 +282,8 @@ class GroupedExperts(nn.Module):
         """Choose the GEMMs for serving and for calls with gradients."""
         self.gemms = choose(self._wanted, self.w_gate_up, self.w_down, batch_invariant=self._invariant)
         self.alignment = max(GEMMS[name].block for name in self.gemms)
-        self._trains_by = choose_trained(self.w_gate_up, self.w_down)
+        self.batch_invariant = all(GEMMS[name].batch_invariant for name in self.gemms)
+        self._trains_by = choose_trained(self.w_gate_up, self.w_down, batch_invariant=self._invariant)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter) and hasattr(value, "device_mesh"):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from epmoe.local.gemm.blocks import linear
 from epmoe.local.route import Routing
 from epmoe.local.route import route as forward_only
 from epmoe.native.arguments import describe, token_count
@@ -57,14 +57,14 @@ class _Scores(torch.autograd.Function):
     """Logits. A token whose logits get gradients of 0, such as padding, gives the weights none, whatever it holds."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, weight: Tensor, bias: Tensor | None, by_block: bool) -> Tensor:
         ctx.save_for_backward(x_TD, weight)
-        return F.linear(x_TD.to(weight.dtype), weight, bias)
+        return linear(x_TD.to(weight.dtype), weight, bias, by_block)
 
     @staticmethod
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.needs_input_grad
+        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
         by_x = by_weight = by_bias = None
         if of_x:
             by_x = (grad_TE @ weight).to(x_TD.dtype)
@@ -73,12 +73,15 @@ class _Scores(torch.autograd.Function):
             by_weight = grad_TE.t() @ x_TD.where((grad_TE != 0).any(1, keepdim=True), 0.0)
         if of_bias:
             by_bias = grad_TE.sum(0)
-        return by_x, by_weight, by_bias
+        return by_x, by_weight, by_bias, None
 
 
-def scores(x_TD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Logits [T, E] of tokens [T, D] by a router [E, D], in its dtype, with gradients that padding does not touch."""
-    logits: Tensor = _Scores.apply(x_TD, weight, bias)
+def scores(x_TD: Tensor, weight: Tensor, bias: Tensor | None, *, by_block: bool = False) -> Tensor:
+    """Logits [T, E] of tokens [T, D] by a router [E, D], in its dtype, with gradients that padding does not touch.
+
+    `by_block`: a token's logits have the same bits in any batch, on CPUs.
+    """
+    logits: Tensor = _Scores.apply(x_TD, weight, bias, by_block)
     return logits
 
 

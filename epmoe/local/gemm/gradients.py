@@ -18,9 +18,13 @@ from epmoe.local.gemm.table import GEMMS
 _COLUMNS = 8  # of a matrix of one column, as often as torch's GEMM wants it: 16 bytes
 
 
-def choose_trained(gate_up: Tensor, down: Tensor) -> str:
-    """The name of the GEMM for calls with gradients, with weights [e, 2F, D] and [e, D, F]."""
-    return next(name for name, gemm in GEMMS.items() if gemm.trains(gate_up, down))
+def choose_trained(gate_up: Tensor, down: Tensor, *, batch_invariant: bool = False) -> str:
+    """The name of the GEMM for calls with gradients, with weights [e, 2F, D] and [e, D, F].
+
+    With `batch_invariant` it is an invariant one if any of these trains the weights.
+    """
+    gemms = sorted(GEMMS.values(), key=lambda gemm: batch_invariant and not gemm.batch_invariant)
+    return next(gemm.name for gemm in gemms if gemm.trains(gate_up, down))
 
 
 @torch.library.custom_op("epmoe::train_gemm", mutates_args=())

@@ -29,8 +29,11 @@ class Loop(Gemm):
         for i, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
             if start < end:
                 expert = values[i] if scales is None else dequantize_weights(values[i], scales[i], out.dtype)
-                torch.mm(plain[start:end], expert.T, out=out[start:end])
+                self._multiply_by(expert, plain[start:end], out[start:end])
         return out
+
+    def _multiply_by(self, expert: Tensor, rows: Tensor, out: Tensor) -> None:
+        torch.mm(rows, expert.T, out=out)
 
     def multiply_for_weights(self, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
         out = rows.new_empty(len(offsets) - 1, grad.shape[1], rows.shape[1])

@@ -7,6 +7,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from epmoe.local.gemm.blocks import Blocks
 from epmoe.local.gemm.deep_gemm import DeepGemm
 from epmoe.local.gemm.few_rows import FewRows
 from epmoe.local.gemm.gemm import Gemm, product_dtype
@@ -21,9 +22,11 @@ GEMMS: dict[str, Gemm] = {
         DeepGemm(),
         TorchGrouped(),
         Loop(),
+        Blocks(),
     )
 }
-"""The GEMMs by their names, the fastest first. The last one takes all weights and all calls."""
+"""The GEMMs by their names, the fastest first. The loop takes all weights and all calls, so what follows it serves with
+`batch_invariant` only."""
 
 CHOICES = (
     "auto",
@@ -37,16 +40,17 @@ def choose(wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool 
     """The names of the GEMMs that serve weights [e, 2F, D] and [e, D, F] on their device, the fastest first.
 
     A call takes the first whose `takes` says so. `wanted` is one of `CHOICES`: "auto" is all, "torch" is all that need
-    no GPU, and any other is that one on GPUs. With `batch_invariant` none is for some numbers of rows only. Warns of a
-    library that is installed but does not work, and where fp8 weights are dequantized in every call. Raises the
-    `problem_with` the wanted one.
+    no GPU, and any other is that one on GPUs. With `batch_invariant` all are invariant. Warns of a library that is
+    installed but does not work, and where fp8 weights are dequantized in every call. Raises the `problem_with` the
+    wanted one, and ValueError where `batch_invariant` finds none.
     """
     chosen: list[str] = []
     problems: list[Exception] = []
+    problem: Exception | None = None
     for gemm in GEMMS.values():
         if gemm.needs_gpu and (not down.is_cuda or wanted not in ("auto", gemm.name)):
             continue
-        if batch_invariant and not gemm.takes_all_calls:
+        if batch_invariant and not gemm.batch_invariant:
             continue
         problem = gemm.problem_with(gate_up, down)
         if problem is None:
@@ -57,6 +61,9 @@ def choose(wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool 
             raise problem
         elif gemm.needs_gpu:
             problems.append(problem)
+    if not chosen:
+        reasons = "; ".join(map(str, filter(None, (*problems, problem))))
+        raise ValueError(f"`batch_invariant` must be False for these experts: {reasons}")
     if (
         problems
         and down.dtype == FP8

@@ -1,0 +1,191 @@
+"""What one MoE layer moves, reads and takes with expert parallel, tensor parallel and replicated experts, on one node.
+
+Letters: R GPUs, each with T tokens; B = R·T; E experts, K of them a token; D and F; w the bytes of an expert's weights.
+n tokens need the share p(n) = 1 − (1 − K/E)ⁿ of the experts, if all are equally likely.
+
+    layout     reads, bytes of weights      sends, bytes                   rows           exchange
+    EP         w·max of E/R·p, E/R·p·(1−p)  T·u·(R−1)/R·(row out + back)   max of B·K/R   dispatch and combine
+    TP         w·E/R·p(B)                   2·(R−1)/R·B·row                B·K, F/R wide  permute, finalize, all-reduce
+    replicas   w·E·p(T)                     0                              T·K            permute, finalize
+
+    max        of R ranks that differ by chance: mean + m(R)·√variance, m(R) the largest of R normal draws on average;
+               the variance of rows is B·K/R·(E−K)/(E−1), times `load` like their mean
+    experts    gemm_us + max(1.08·(reads + rows·`_row_bytes`) / memory, 6·D·F·rows / flop)
+    exchange   EP: `NetworkModel.node_us`, both ways, and quantize_ns for each row that is read or written in fp8
+               TP: 2·kernel_us + bytes of permute and finalize / memory + collective_us + sends / collective
+    layer      route_us + exchange + experts
+
+EP has tokens by rank, and TP has all tokens on all ranks, as tensor-parallel attention leaves them. Where attention is
+data parallel, an all-gather and a reduce-scatter of as many bytes replace TP's all-reduce. docs/parallelism.md compares
+the model with measurements.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import NamedTuple
+
+from epmoe.bench.layer_sides import DENSE_FLOP_PER_US
+from epmoe.bench.network_model import Hardware, NetworkModel, RowBytes, Spread
+from epmoe.bench.sample import Payload
+from epmoe.config.config import EPConfig
+from epmoe.native.formats import SCALE_BLOCK
+
+BATCHES = (1, 16, 128, 512, 1024, 4096)
+"""T that are compared."""
+WRONG = 1.15
+"""EP is the wrong choice if it takes so many times as long as another layout: the model is not more exact."""
+_BYTES_PER_US = 1000  # at 1 GB/s
+_GEMM = 1.08  # bytes of GEMMs over those that must be read, in time
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Constants of a GPU of compute capability 9.0, whose sources are in docs/parallelism.md. 1 GB/s is 10⁹ bytes/s."""
+
+    memory_gb_per_s: float
+    """GB/s, bytes read plus bytes written, of a plain copy."""
+    node: Hardware
+    """of the exchange within a node"""
+    route_us: float = 2.0
+    """µs of route."""
+    kernel_us: float = 3.0
+    """µs of permute or finalize without rows."""
+    gemm_us: float = 18.0
+    """µs of the experts without weights and rows: two grouped GEMMs, the activation, the scales."""
+    busy: tuple[float, float] = (0.52, 0.43)
+    """Share of the dense rate that the GEMMs reach, in bf16 and in fp8."""
+    quantize_ns: float = 1.5
+    """ns that a row of dispatch takes longer in fp8."""
+    collective_us: float = 11.5
+    """µs of a collective of NCCL without rows, in a CUDA graph."""
+    collective_gb_per_s: float = 270.0
+    """GB/s that each GPU sends in a collective of NCCL."""
+
+
+GPUS = {
+    "h100": Gpu(2980, Hardware(local_gb_per_s=2300, row_ns=0.5, exchange_us=4.8)),
+    "h200": Gpu(4262, Hardware(local_gb_per_s=2900, row_ns=0.5, exchange_us=4.8)),
+}
+"""The GPUs whose constants were measured, by name."""
+
+
+class Cost(NamedTuple):
+    """What a layout costs each GPU, in a layer."""
+
+    us: float
+    """µs of the whole layer"""
+    exchange_us: float
+    """µs of it for all but route and experts"""
+    experts_us: float
+    """µs of it for the experts"""
+    sent_bytes: float
+    """bytes that a GPU sends to others"""
+    read_bytes: float
+    """bytes of weights that a GPU reads"""
+    held_bytes: float
+    """bytes of the layer's weights that a GPU holds"""
+
+
+def better_than_ep(costs: dict[str, Cost]) -> str | None:
+    """The layout that is faster than "EP" by `WRONG` at least, or None. Of two, the fastest."""
+    fastest = min(costs, key=lambda name: costs[name].us)
+    return fastest if costs["EP"].us >= WRONG * costs[fastest].us else None
+
+
+class Comparison:
+    """The costs of a configuration's layouts on some GPU. Raises ValueError if the model does not know the case.
+
+    Args:
+        config: of one node, with `model.intermediate_size`.
+        gpu: constants.
+        fp8: weights and rows of dispatch in fp8, with scales; otherwise both have 2 bytes an element.
+    """
+
+    def __init__(self, config: EPConfig, gpu: Gpu, fp8: bool) -> None:
+        model = config.model
+        if problem := problem_with(config, fp8):
+            raise ValueError(problem)
+        assert model.intermediate_size is not None
+        self.gpu = gpu
+        self.R = config.topology.ep_size
+        self.E = model.num_experts
+        self.K = model.num_experts_per_tok
+        self.D = model.hidden_size
+        self.F = model.intermediate_size
+        self.element = 1 if fp8 else 2
+        config = (Payload.FP8_OUT if fp8 else Payload.PLAIN).applied(config)
+        self.ways = RowBytes.of(config)
+        self.exchange = NetworkModel(gpu.node, 1, self.R, Spread.of(config))
+        elements = 3 * self.D * self.F
+        self.expert_bytes = elements * self.element + (elements * 4 / SCALE_BLOCK**2 if fp8 else 0)
+
+    def costs(self, T: int, load: float = 1.0) -> dict[str, Cost]:
+        """The cost of "EP", "TP" and "replicas" with R·T tokens. `load`: rows of EP's busiest rank over the mean."""
+        R = self.R
+        K = self.K
+        E = self.E
+        B = R * T
+        weights = E * self.expert_bytes
+        out, back = self.ways
+        all_reduced = 2 * (R - 1) / R * B * 2 * self.D
+        gpu = self.gpu
+        spread = self.exchange.spread
+        dispatched = sum(self.exchange.node_us(T, way) for way in self.ways) if R > 1 else self._local_us(T)
+        if self.element == 1:
+            dispatched += T * (K + spread.ranks) * gpu.quantize_ns / 1000
+        reduced = gpu.collective_us + all_reduced / (gpu.collective_gb_per_s * _BYTES_PER_US) if R > 1 else 0.0
+        sent = T * spread.ranks * (R - 1) / R * (out.node + back.node)
+        busy = self._busy(B)
+        read = self.expert_bytes * min(E / R, self._busiest(E / R * busy, E / R * busy * (1 - busy)))
+        rows = load * B * K / R
+        rows = min(B * K, self._busiest(rows, rows * (E - K) / max(E - 1, 1)))
+        return {
+            "EP": self._cost(dispatched, sent, read, rows, self.F, weights / R),
+            "TP": self._cost(
+                self._local_us(B) + reduced, all_reduced, weights / R * busy, B * K, self.F / R, weights / R
+            ),
+            "replicas": self._cost(self._local_us(T), 0.0, weights * self._busy(T), T * K, self.F, weights),
+        }
+
+    def _cost(self, exchange_us: float, sent: float, read: float, rows: float, width: float, held: float) -> Cost:
+        gpu = self.gpu
+        bf16, fp8 = gpu.busy
+        rate = DENSE_FLOP_PER_US[(9, 0), self.element] * (fp8 if self.element == 1 else bf16)
+        moved = _GEMM * (read + rows * self._row_bytes(width)) / (gpu.memory_gb_per_s * _BYTES_PER_US)
+        experts_us = gpu.gemm_us + max(moved, 6 * self.D * width * rows / rate)
+        return Cost(gpu.route_us + exchange_us + experts_us, exchange_us, experts_us, sent, read, held)
+
+    def _row_bytes(self, width: float) -> float:
+        """Bytes that the experts read and write for a row: x, gate and up and the activation twice, and the output."""
+        return self.D * self.element + 8 * width + 2 * width * self.element + 2 * self.D
+
+    def _local_us(self, tokens: int) -> float:
+        """µs of permute and finalize, which read and write a row for each token and each of its experts."""
+        moved = tokens * (1 + self.K) * self.D * (self.element + 2)
+        return 2 * self.gpu.kernel_us + moved / (self.gpu.memory_gb_per_s * _BYTES_PER_US)
+
+    def _busiest(self, mean: float, variance: float) -> float:
+        """The largest of R independent draws, on average (Blom's approximation)."""
+        if self.R == 1:
+            return mean
+        return mean + NormalDist().inv_cdf((self.R - 0.375) / (self.R + 0.25)) * math.sqrt(variance)
+
+    def _busy(self, tokens: int) -> float:
+        return float(1 - (1 - self.K / self.E) ** tokens)
+
+
+def problem_with(config: EPConfig, fp8: bool) -> str | None:
+    """Why the model does not know this case, or None."""
+    model = config.model
+    if model.intermediate_size is None:
+        return "`model.intermediate_size` must be set, to the width of the experts"
+    if model.torch_dtype.itemsize != 2:
+        return f"`model.dtype` must be bfloat16 or float16, got {model.dtype}"
+    if config.topology.num_nodes > 1:
+        return "`topology.ranks_per_node` must be unset: the comparison is of one node"
+    if fp8 and (model.hidden_size % SCALE_BLOCK or model.intermediate_size % SCALE_BLOCK):
+        return f"fp8 needs D and F that are multiples of {SCALE_BLOCK}"
+    return None

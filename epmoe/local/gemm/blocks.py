@@ -1,0 +1,90 @@
+"""Products on CPUs in which the bits of a row depend on the row only.
+
+Libraries choose the order of a sum by the shape of the product. Here they see one shape: blocks of `ROWS` rows. The
+last block is filled up with rows whose products nobody reads.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from epmoe.local.gemm.gemm import product_dtype
+from epmoe.local.gemm.loop import Loop
+
+ROWS = 16
+"""Of a block. Fewer rows read the weights more often, more rows compute more for an expert with one row."""
+_DRAWS = 4  # rows by which `place_matters` finds out
+
+
+class Blocks(Loop):
+    """Blocks of one shape, expert by expert, on CPUs. Rows of a block that are not needed cost time only."""
+
+    name = "blocks"
+    batch_invariant = True
+
+    def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
+        if (kind := down.device.type) not in ("cpu", "meta"):
+            return ValueError(f"torch's GEMMs on {kind} choose the order of sums by the number of rows")
+        if down.dtype == torch.float64:
+            return ValueError("torch's activation in float64 has other bits in vectors than in their remainders")
+        for weights in (gate_up, down):
+            if (problem := place_matters(product_dtype(weights), *weights.shape[1:])) is not None:
+                return problem
+        return None
+
+    def trains(self, gate_up: Tensor, down: Tensor) -> bool:
+        return self.problem_with(gate_up, down) is None
+
+    def _multiply_by(self, expert: Tensor, rows: Tensor, out: Tensor) -> None:
+        multiply_blocks(rows, expert, out)
+
+
+def multiply_blocks(rows: Tensor, weights: Tensor, out: Tensor) -> None:
+    """rows [N, k] · weights [n, k]ᵀ → out [N, n], block by block."""
+    block = rows.new_zeros(ROWS, rows.shape[1])
+    product = out.new_empty(ROWS, out.shape[1])
+    for given, wanted in zip(rows.split(ROWS), out.split(ROWS), strict=True):
+        block[: len(given)] = given
+        torch.mm(block, weights.T, out=product)
+        wanted.copy_(product[: len(wanted)])
+
+
+@functools.cache
+def place_matters(dtype: torch.dtype, n: int, k: int) -> ValueError | None:
+    """Why the bits of a row [k] times weights [n, k]ᵀ depend on its place in a block; None if they do not.
+
+    It multiplies blocks of equal rows. No library documents the property, so the CPU's own is asked.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(n, k, generator=generator).to(dtype)
+    for row in torch.randn(_DRAWS, 1, k, generator=generator).to(dtype):
+        product = row.expand(ROWS, k).contiguous() @ weights.T
+        if not torch.equal(product, product[:1].expand_as(product)):
+            return ValueError(
+                f"torch's product of [{ROWS}, {k}] and [{k}, {n}] in {dtype} has other bits in other rows"
+            )
+    return None
+
+
+@torch.library.custom_op("epmoe::linear_by_block", mutates_args=())
+def _linear_by_block(x: Tensor, weight: Tensor) -> Tensor:
+    out = x.new_empty(len(x), len(weight))
+    multiply_blocks(x, weight, out)
+    return out
+
+
+@_linear_by_block.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, by_block: bool) -> Tensor:
+    """`F.linear` of x [N, k], without gradients if `by_block`, which is for CPUs: rows then have bits of their own."""
+    if not by_block:
+        return F.linear(x, weight, bias)
+    out: Tensor = _linear_by_block(x, weight)
+    return out if bias is None else out + bias

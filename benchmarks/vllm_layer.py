@@ -45,7 +45,7 @@ RAGGED = (5, 0), (0, 3), (1, 1), (130, 7), (4096, 4000), (0, 0)
 LAYERS, REPLAYS = 10, 30
 PHASES = ("prepare", "experts", "finalize")
 COLUMNS = (*PHASES, "exchange", "layer")
-Step = Callable[[Callable[[], None]], Tensor]
+MarkedLayer = Callable[[Callable[[], None]], Tensor]
 """Runs one layer, calling its argument at the beginning, between the phases and at the end."""
 
 
@@ -64,7 +64,7 @@ def init() -> tuple[int, int, torch.device]:
     return rank, size, device
 
 
-def phases(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Step:
+def phases(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> MarkedLayer:
     """A layer in the three parts of vLLM's own kernel."""
     impl, own, config = layer.kernel.impl, layer.weights, layer.config
 
@@ -87,7 +87,7 @@ def phases(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Step:
     return run
 
 
-def exchange_only(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Step:
+def exchange_only(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> MarkedLayer:
     """Prepare and finalize of a layer, around outputs that are there already."""
     impl, config = layer.kernel.impl, layer.config
     outputs: list[Tensor] = []
@@ -103,7 +103,7 @@ def exchange_only(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Step
     return run
 
 
-def replayed(run: Step, with_events: bool) -> tuple[list[float], Tensor]:
+def replayed(run: MarkedLayer, with_events: bool) -> tuple[list[float], Tensor]:
     """µs of a layer, or of its three phases, and what the last layer of the graph put out."""
     for _ in range(3):
         run(lambda: None)

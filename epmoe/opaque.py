@@ -72,7 +72,7 @@ class Registry(Generic[_Named]):
             del self._objects[number]
 
 
-class Layer(Protocol):
+class OpaqueLayer(Protocol):
     """What `epmoe::moe` runs."""
 
     @property
@@ -159,7 +159,7 @@ _library.define(
 _library.define("module(Tensor x, Tensor ids, Tensor weights, Tensor[] parameters, SymInt layer_id) -> Tensor")
 
 
-def register(layer: Layer, layer_id: int | None = None) -> int:
+def register(layer: OpaqueLayer, layer_id: int | None = None) -> int:
     """Give a layer a number, by which an operator finds it.
 
     Args:
@@ -183,7 +183,7 @@ def register(layer: Layer, layer_id: int | None = None) -> int:
 
 
 def moe(
-    layer: Layer,
+    layer: OpaqueLayer,
     x_TD: Tensor,
     routing: Tensor,
     weights_TK: Tensor | None,
@@ -206,7 +206,7 @@ def _moe(
     layer_id: int,
 ) -> Tensor:
     rows = None if num_rows == x.shape[0] else num_rows
-    layer: Layer = _layers.find(layer_id)
+    layer: OpaqueLayer = _layers.find(layer_id)
     return layer.run(x, routing, weights, rows if num_tokens is None else num_tokens, padded_tokens)
 
 

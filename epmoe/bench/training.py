@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn.functional import all_to_all_single
 
-from epmoe.bench.report import TOKENS, Column, Job, Report, Result, microseconds
+from epmoe.bench.report import TOKENS, Column, Figures, Job, Report, microseconds
 from epmoe.bench.sample import Sample
 from epmoe.bench.sides import Calls
 from epmoe.bench.timing import round_us
 from epmoe.local.experts import GroupedExperts
 from epmoe.native.arguments import FP8
+from epmoe.native.formats import PayloadName
 from epmoe.service import ExpertParallel
 from epmoe.training import TrainingExchange
-from epmoe.training.exchange import Payload as TrainingPayload
 from epmoe.training.exchange import WeightsOn
 
 DEFAULT_TOKENS = (1, 16, 128, 512, 4096)
@@ -36,7 +36,7 @@ _TIMES = (
 )
 _SHARE = Column("share", "share", "rows / experts", "{:.1%}".format)
 
-Pass = Callable[[], Sequence[Tensor]]
+RunPass = Callable[[], Sequence[Tensor]]
 """Forward and backward; returns gradients."""
 
 
@@ -49,7 +49,7 @@ class Passes:
         sample: Sample,
         experts: GroupedExperts | None,
         group: dist.ProcessGroup,
-        payload: TrainingPayload,
+        payload: PayloadName,
     ) -> None:
         self.exchange = TrainingExchange(ep, payload=payload)
         self.experts = experts
@@ -128,10 +128,10 @@ class Passes:
                 raise RuntimeError("all-to-all: its gradients are not those of the exchange")
 
 
-def run(job: Job, payload: TrainingPayload = "auto") -> Report:
+def run(job: Job, payload: PayloadName = "auto") -> Report:
     """Measure each T. Collective. Raises RuntimeError if gradients are wrong, ValueError as `TrainingExchange` does."""
     config = job.config
-    results = list[Result]()
+    results = list[Figures]()
     with ExpertParallel(config, job.group) as ep:
         experts = _random_experts(ep)
         for T in job.tokens:
@@ -165,7 +165,7 @@ def _random_experts(ep: ExpertParallel) -> GroupedExperts | None:
     return GroupedExperts(*drawn)
 
 
-def _us(run: Pass, job: Job, *, captured: bool = True) -> float:
+def _us(run: RunPass, job: Job, *, captured: bool = True) -> float:
     """Microseconds of a pass. Its gradients stand for what a round puts out."""
     side = Calls(
         "a pass",

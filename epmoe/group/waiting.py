@@ -55,7 +55,7 @@ def interruptible(
     return not thread.is_alive()
 
 
-class Result(Generic[_Value]):
+class Computation(Generic[_Value]):
     """What a `Worker` computes. `done` says whether it has."""
 
     def __init__(self, compute: Callable[[], _Value]) -> None:
@@ -85,12 +85,12 @@ class Worker:
     """
 
     def __init__(self, name: str) -> None:
-        self._queue = SimpleQueue[Result[Any] | None]()
+        self._queue = SimpleQueue[Computation[Any] | None]()
         Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
 
-    def submit(self, compute: Callable[[], _Value]) -> Result[_Value]:
+    def submit(self, compute: Callable[[], _Value]) -> Computation[_Value]:
         """Compute this after what was submitted before."""
-        self._queue.put(result := Result(compute))
+        self._queue.put(result := Computation(compute))
         return result
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class Worker:
     __del__ = close
 
 
-def _serve(queue: SimpleQueue[Result[Any] | None]) -> None:
+def _serve(queue: SimpleQueue[Computation[Any] | None]) -> None:
     """The thread. It does not keep the worker alive."""
     while (result := queue.get()) is not None:
         result.run()

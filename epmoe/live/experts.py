@@ -17,11 +17,11 @@ from epmoe.config.config import EPConfig
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED
 from epmoe.group.errors import EPStateError, EPTimeoutError
-from epmoe.group.waiting import Result, Worker
+from epmoe.group.waiting import Computation, Worker
 from epmoe.live.balance import check_slots
 from epmoe.live.layout import EMPTY, Word
 from epmoe.live.mail import Mail, MailOnGPU
-from epmoe.live.moves import MOST_CALLS, REFUSED, Moves, Weights
+from epmoe.live.moves import MOST_CALLS, REFUSED, Moves, SlotWeights
 from epmoe.live.tables import at_most, tables
 from epmoe.live.waves import Wave, in_place, plan_waves
 from epmoe.native.arguments import describe
@@ -53,7 +53,7 @@ class LiveExperts:
     """
 
     def __init__(
-        self, config: EPConfig, exchange: NodeExchange, slots: list[list[int]] | None, weights: dict[int, Weights]
+        self, config: EPConfig, exchange: NodeExchange, slots: list[list[int]] | None, weights: dict[int, SlotWeights]
     ) -> None:
         self._exchange = exchange
         self._table = exchange.views["table.copies"]
@@ -79,15 +79,15 @@ class LiveExperts:
         self._untold: int | None = None  # number of a refused call of which the others have not heard
         self._steps = False
         self._worker = Worker("epmoe-quotas")  # tables of many layers take milliseconds
-        self._versions = list[tuple[Tensor, Result[Tensor]]]()  # of `moves`: slots, and tables once they are made
-        self.sharing: Result[Tensor] | None = None
+        self._versions = list[tuple[Tensor, Computation[Tensor]]]()  # of `moves`: slots, and tables once they are made
+        self.sharing: Computation[Tensor] | None = None
         self._tables_loads = self._shared_loads
         self._put_into_use(self._upload(self.slots, self._shared_loads))
         if exchange.device.type == "cuda":  # rounds may come on another stream
             torch.cuda.current_stream(exchange.device).synchronize()
 
     def replace(
-        self, slots: Tensor, weights: Weights | None = None, loads: Tensor | None = None, number: int = 0
+        self, slots: Tensor, weights: SlotWeights | None = None, loads: Tensor | None = None, number: int = 0
     ) -> Moves:
         """See `ExpertParallel.replace`. `number` is that of the call, by default the next one."""
         self._refuse_within_a_step("replace")
@@ -106,7 +106,7 @@ class LiveExperts:
         moves.tell()
         return moves
 
-    def _begin(self, number: int, slots: Tensor, weights: Weights | None, loads: Tensor | None) -> Moves:
+    def _begin(self, number: int, slots: Tensor, weights: SlotWeights | None, loads: Tensor | None) -> Moves:
         if not isinstance(slots, Tensor) or slots.shape != self.slots.shape:
             raise ValueError(f"`slots` must be integers {list(self.slots.shape)}, got {describe(slots)}")
         loads = self._shared_loads if loads is None else self._checked(loads)
@@ -186,7 +186,7 @@ class LiveExperts:
         moves = self.moves
         if moves is self._settled or moves is None or not moves.done:
             return
-        held, versions = self._mine(self.slots).clone(), list[tuple[Tensor, Result[Tensor]]]()
+        held, versions = self._mine(self.slots).clone(), list[tuple[Tensor, Computation[Tensor]]]()
         if moves.cancelled:
             self._share()  # slots that were to be overwritten are in use again
         refused = self.refused_plans + bool(moves.refused_by)
@@ -314,7 +314,7 @@ class LiveExperts:
     def _share(self) -> None:
         self.sharing, self._tables_loads = self._submit(self.slots, self._shared_loads), self._shared_loads
 
-    def _submit(self, slots: Tensor, loads: Tensor, wave: Wave | None = None) -> Result[Tensor]:
+    def _submit(self, slots: Tensor, loads: Tensor, wave: Wave | None = None) -> Computation[Tensor]:
         return self._worker.submit(partial(self._upload, slots, loads, wave))
 
     def _upload(self, slots: Tensor, loads: Tensor, wave: Wave | None = None) -> Tensor:

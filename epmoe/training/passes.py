@@ -91,7 +91,7 @@ class Directions:
     def _counts(self) -> tuple[int, int]:
         return self.forward.exchange.rounds.count, self.backward.exchange.rounds.count
 
-    def give_up(self, ended: Pass) -> None:
+    def settle(self, ended: Pass) -> None:
         """Close the round that a pass has left open, or else take part in the next one that it owes."""
         exchange = self.backward.exchange
         rounds = exchange.rounds
@@ -149,7 +149,7 @@ class Pass:
         self._directions = None
         with suppress(RuntimeError, ValueError):  # closed, which has told the other ranks; or another group
             if directions is not None:
-                directions.give_up(self)
+                directions.settle(self)
 
 
 def is_of_pass(node: Any) -> bool:

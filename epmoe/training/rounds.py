@@ -54,7 +54,7 @@ class Skipped(NamedTuple):
     returns_values: bool
 
 
-class Rows(NamedTuple):
+class Arrived(NamedTuple):
     """What arrives on a rank."""
 
     rows: Tensor
@@ -88,7 +88,7 @@ class Rounds:
             raise ValueError("training needs a group of one node: `topology.num_nodes` must be 1")
         return exchange
 
-    def out(self, x: Tensor, pairs: Pairs, num_rows: int, *, adds_only: bool, returns_values: bool) -> Rows:
+    def out(self, x: Tensor, pairs: Pairs, num_rows: int, *, adds_only: bool, returns_values: bool) -> Arrived:
         """Dispatch into memory of its own. The round stays open.
 
         Args:
@@ -129,7 +129,7 @@ class Rounds:
                     ops.zero_padding_rows_(rows, into.expert_offsets[-1], N)
             elif num_rows == EXACT:
                 rows = rows.clone()
-        return Rows(rows, into.expert_offsets, into.tokens_per_expert, row_weights)
+        return Arrived(rows, into.expert_offsets, into.tokens_per_expert, row_weights)
 
     def skip(self, skipped: Skipped) -> None:
         """Take part in a round without tokens, and abort it: for a rank that raised before its dispatch."""

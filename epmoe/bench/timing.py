@@ -203,12 +203,7 @@ def _agree(got: Tensor, wanted: Tensor, exact: bool) -> bool:
 
 
 def _samples(
-    side: Side,
-    run: Callable[[], object],
-    rounds: int,
-    samples: int,
-    group: dist.ProcessGroup,
-    on_gpus: bool = True,
+    side: Side, run: Callable[[], object], rounds: int, samples: int, group: dist.ProcessGroup, on_gpus: bool = True
 ) -> list[float]:
     """Microseconds a round of `run`, which plays `rounds` of them, in each sample."""
     times = []

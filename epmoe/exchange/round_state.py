@@ -47,22 +47,14 @@ MAX_TAG = 32767  # `kMaxTag` in csrc/plan.h
 
 @dataclass(slots=True, weakref_slot=True)
 class RoundState:
-    """The rounds of one exchange, of which the last may be open. Nothing else changes it, except the operators.
+    """The rounds of one exchange, of which the last may be open. Nothing else changes it, except the operators."""
 
-    Attributes:
-        progress: `Progress` of csrc/plan.h in host memory, which the operators write, too.
-        handle: the handle that the last call of the open round returned. It means nothing while no round is open.
-        y: the y of the open round, from combine_send to combine_recv.
-        opener: the thread that opened the last round.
-        refused: by thread, the last round for which a call of it was refused, since another thread had this round.
-        template: the template of the last round, for `skip`.
-    """
-
-    progress: Structure
-    handle: Sent | Dispatched | None = None
-    y: Tensor | None = None
-    opener: int = 0
-    template: RoundTemplate | None = None
+    progress: Structure  # `Progress` of csrc/plan.h in host memory, which the operators write, too
+    handle: Sent | Dispatched | None = None  # that the last call of the open round returned
+    y: Tensor | None = None  # of the open round, from combine_send to combine_recv
+    opener: int = 0  # the thread that opened the last round
+    template: RoundTemplate | None = None  # of the last round, for `skip`
+    # By thread, the last round for which a call of it was refused, since another thread had this round.
     refused: dict[int, int] = field(default_factory=dict)
 
     @property

@@ -25,16 +25,8 @@ def interruptible(
 ) -> bool:
     """Calls `wait`, which may block for long, on another thread, so that this thread can run signal handlers meanwhile.
 
-    Args:
-        wait: runs to its end, also after this function has returned.
-        timeout_s: how long this function waits, in seconds; None: until `wait` ends.
-        look: called about every 20 ms. What it raises ends this function.
-
-    Returns:
-        Whether `wait` has ended.
-
-    Raises:
-        BaseException: what `wait`, `look` or a signal handler raises.
+    Returns whether `wait` has ended within `timeout_s` seconds; it runs to its end anyway. `look` is called about every
+    20 ms. Raises what `wait`, `look` or a signal handler raises.
     """
     errors: list[BaseException] = []
 

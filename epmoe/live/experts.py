@@ -33,23 +33,15 @@ class LiveExperts:
     A signal handler may raise anywhere, and may call what its main thread is in the middle of. So state changes in one
     assignment for each event, and each step does what is left to do.
 
-    Args:
-        config: of the group.
-        exchange: of this rank.
-        slots: [layers][P], what ranks have kept, or None in a new group.
-        weights: by tag, the weights of a layer's slots, where `replace` is given none; layers add theirs.
+    It takes the slots [layers][P] that ranks have kept, None in a new group; and by tag the weights of a layer's slots,
+    where `replace` is given none. Layers add theirs.
 
-    Attributes:
-        slots: int32 [layers, P], on the CPU: the logical expert in each slot, or −1, as far as all ranks have come.
-        held: int32 [layers, S]: the expert whose weights each slot of this rank has, or −1 while they are overwritten.
-        weights: as above.
-        mail: the words and bytes that this rank sends to others.
-        moves: of the last call of `replace` that was not refused here, or None.
-        sharing: the tables of new shares, from the call of `share` until they are in use; otherwise None.
-        calls: calls of `replace`, also refused ones: the number of the last one, which is the same on all ranks.
-        refused_plans: the count that `Health` shows.
-        ticks: calls of `Balancer.tick` in this group, of one balancer after another: words hold their numbers.
-        finishes: calls of `Balancer.finish` in this group.
+    slots: int32 [layers, P], on the CPU: the logical expert in each slot, or −1, as far as all ranks have come.
+    held: int32 [layers, S]: the expert whose weights each slot of this rank has, or −1 while they are overwritten.
+    moves: of the last call of `replace` that was not refused here, or None.
+    sharing: the tables of new shares, from the call of `share` until they are in use; otherwise None.
+    calls: calls of `replace`, also refused ones: the number of the last one, which is the same on all ranks.
+    ticks: calls of `Balancer.tick` in this group, of one balancer after another: words hold their numbers.
     """
 
     def __init__(

@@ -34,13 +34,9 @@ _AT_SOURCE = ("out_of_range_ids", "duplicate_ids", "nonfinite_weights")
 
 
 class HierarchicalExchange(Exchange):
-    """An `Exchange` over the nodes of a group. `rank` and errors are of the group.
+    """An `Exchange` over the nodes of a group, whose config it takes. `rank` and errors are of the group.
 
-    Args:
-        config: of the whole group, with more than one node.
-        node: the exchange of this rank's node, whose config is `config.of_node()`.
-        memory: of this rank, for the rail.
-        network: carries slabs to the other nodes, and knows what has failed.
+    The config of the exchange of this rank's `node` is `config.of_node()`.
     """
 
     def __init__(self, config: EPConfig, node: NodeExchange, memory: RailMemory, network: Network) -> None:

@@ -40,20 +40,7 @@ class Failure(NamedTuple):
 class Network:
     """A rail to the other nodes, with what has failed on it or in this node. A failure raises EPTimeoutError.
 
-    Args:
-        node: the exchange of this rank's node.
-        memory: of this rank, for the rail.
-        rail: to the ranks of the same local index on the other nodes.
-        hosts: a rail of all ranks of the group, for numbers of the hosts.
-        global_ranks: [R], of each rank of the group.
-        deadlines: of both rails.
-
-    Attributes:
-        rank: in the group.
-        views: every buffer of the plan.
-        rounds: of the group.
-        failure: what every later call raises.
-        pending: transfers of aborted rounds, which must end before the next round.
+    `hosts` is a rail of all ranks of the group, for numbers of the hosts. Every later call raises the `failure`.
     """
 
     node: NodeExchange
@@ -68,7 +55,7 @@ class Network:
         self.views = self.node.views | self.memory.views
         self.rounds = RoundState(struct("Progress")())
         self.failure: Failure | None = None
-        self.pending: list[Transfer] = []
+        self.pending: list[Transfer] = []  # of aborted rounds, which must end before the next round
 
     def start(self, transfer: Transfer) -> None:
         """Start a transfer, once: a second call starts what an exception has kept from it."""
@@ -155,8 +142,7 @@ class Network:
     def record_failure(self, found: list[int]) -> None:
         """Keep a failure of the rail for every later call, and tell the node and the rail which ranks are missing.
 
-        Args:
-            found: the missing ranks, if they are known.
+        `found` are the missing ranks, if they are known.
         """
         missing = self.rail.missing(found)
         self.keep_failure(missing, "over the network")

@@ -29,20 +29,11 @@ _PRIME = 1_000_003
 class Slabs:
     """The slabs of one round, from dispatch to the sum. It hands back the transfers that are to run.
 
-    Args:
-        memory: in which they lie.
-        call: of this rank's dispatch, checked.
-        epoch: of the round.
-        inside_epoch: of the round of the node's exchange in which their rows will travel.
-
-    Attributes:
-        inside: the round of the node's exchange, once it is open.
-        slab_rows: the most rows of a slab.
-        limit: what sets `slab_rows`.
-        knows_lengths: whether this rank knows how long the slabs from other nodes are.
+    It takes a call of dispatch that was checked, and the epochs of the round and of the node's round in which the rows
+    will travel. `limit` names what sets `slab_rows`, the most rows of a slab.
     """
 
-    inside: Dispatched
+    inside: Dispatched  # the round of the node's exchange, once it is open
 
     def __init__(self, memory: RailMemory, call: Call, epoch: int, inside_epoch: int) -> None:
         self.memory, self.epoch, self.inside_epoch = memory, epoch, inside_epoch
@@ -194,16 +185,10 @@ class Slabs:
         return x[:, :D], ids[:, :1], weights[:, :1], None if scales is None else scales[:, :1]
 
     def back(self, partial: Tensor, aborted: int) -> Transfer:
-        """Partial rows for the nodes of their tokens.
+        """Partial rows [n, D], in the order of `rows`, for the nodes of their tokens.
 
-        On CPUs one more row follows the rows for each node. It names the ranks of this node that aborted the round.
-
-        Args:
-            partial: [n, D], in the order of `rows`; it must live until the transfer has ended.
-            aborted: these ranks, as a mask.
-
-        Returns:
-            The transfer.
+        On CPUs one more row follows the rows for each node. It names the ranks of this node that aborted the round, a
+        mask.
         """
         self.partial = partial
         return self._transfer_back(partial, (aborted, 0), [], True)
@@ -211,15 +196,9 @@ class Slabs:
     def nothing_back(self, like: Tensor, aborted: int, mismatch: int, differing: list[int]) -> Transfer:
         """Zeros in place of partial rows, where this rank does not read what the others send back.
 
-        Args:
-            like: of the dtype and device of the partial rows.
-            aborted: that of `back`.
-            mismatch: 0, or 1 + a rank of the group whose call differs: others may not know yet.
-            differing: ranks of this rail whose calls differ, as far as this rank knows. They get no row: the rows
-                that they have room for may be shorter.
-
-        Returns:
-            The transfer.
+        `mismatch` is 0, or 1 + a rank of the group whose call differs: others may not know yet. Ranks of this rail
+        whose calls are `differing`, as far as this rank knows, get no row: those that they have room for may be
+        shorter.
         """
         back = self.own_rows + sum(self.received_rows)
         zeros = like.new_zeros(back, self.D)

@@ -35,6 +35,7 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize import make_moe_prepa
 from vllm.v1.worker.workspace import init_workspace_manager
 from vllm_kernels import Layer, Model, Weights, batch, check_close, moe_config, step
 
+from epmoe.bench.timing import slowest
 from epmoe.exchange.handles import Layout
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.integrations.vllm.sizes import Shape, Sizes
@@ -136,10 +137,7 @@ def replayed(run: MarkedLayer, with_events: bool) -> tuple[list[float], Tensor]:
         for i in range(4, len(events), 4):  # the first layer waits for the other rank's start
             marks = events[i : i + 4]
             times.append([1000 * a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)])
-    mine = [median(column) for column in zip(*times, strict=True)]
-    everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine, group=get_ep_group().cpu_group)
-    return [max(column) for column in zip(*everyone, strict=True)], output
+    return slowest([median(column) for column in zip(*times, strict=True)], get_ep_group().cpu_group), output
 
 
 def contenders(model: Model, payload: str, device: torch.device) -> dict[str, FusedMoEPrepareAndFinalizeModular]:

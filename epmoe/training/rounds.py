@@ -54,7 +54,7 @@ class Skipped(NamedTuple):
     returns_values: bool
 
 
-class Arrived(NamedTuple):
+class TrainingRows(NamedTuple):
     """What arrives on a rank."""
 
     rows: Tensor
@@ -86,7 +86,7 @@ class Rounds:
             raise ValueError("training needs a group of one node: `topology.num_nodes` must be 1")
         return exchange
 
-    def out(self, x: Tensor, pairs: Pairs, num_rows: int, *, adds_only: bool, returns_values: bool) -> Arrived:
+    def out(self, x: Tensor, pairs: Pairs, num_rows: int, *, adds_only: bool, returns_values: bool) -> TrainingRows:
         """Dispatch tokens [T, D] into memory of its own, of `num_rows` rows or as many as arrive. The round stays open.
 
         Rows past the last segment are zeros. With `adds_only` combine adds without weights; with `returns_values` it
@@ -120,7 +120,7 @@ class Rounds:
                     ops.zero_padding_rows_(rows, into.expert_offsets[-1], N)
             elif num_rows == EXACT:
                 rows = rows.clone()
-        return Arrived(rows, into.expert_offsets, into.tokens_per_expert, row_weights)
+        return TrainingRows(rows, into.expert_offsets, into.tokens_per_expert, row_weights)
 
     def skip(self, skipped: Skipped) -> None:
         """Take part in a round without tokens, and abort it: for a rank that raised before its dispatch."""

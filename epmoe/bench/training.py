@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn.functional import all_to_all_single
 
+from epmoe.bench.layer_sides import Precision, random_experts
 from epmoe.bench.report import TOKENS, Column, Figures, Job, Report, microseconds
 from epmoe.bench.sample import Sample
 from epmoe.bench.sides import Calls
@@ -133,7 +134,9 @@ def run(job: Job, payload: PayloadName = "auto") -> Report:
     config = job.config
     results = list[Figures]()
     with ExpertParallel(config, job.group) as ep:
-        experts = _random_experts(ep)
+        experts = None
+        if config.model.intermediate_size is not None:
+            experts = random_experts(config, ep.rank, ep.device, Precision.PLAIN_DEEP_GEMM).requires_grad_()
         for T in job.tokens:
             passes = Passes(ep, Sample(config, ep.rank, T, job.routing, ep.device), experts, job.group, payload)
             passes.check_all_to_all()
@@ -150,19 +153,6 @@ def run(job: Job, payload: PayloadName = "auto") -> Report:
             job.advance()
     plotted = [column.key for column in _TIMES]
     return Report("training", (TOKENS, *_TIMES, _SHARE), results, {}, plotted, "forward + backward, µs")
-
-
-def _random_experts(ep: ExpertParallel) -> GroupedExperts | None:
-    """This rank's experts, or None without `model.intermediate_size`."""
-    model = ep.config.model
-    D, f = model.hidden_size, model.intermediate_size
-    if f is None:
-        return None
-    e = ep.num_local_experts
-    device = ep.device
-    dtype = model.torch_dtype
-    drawn = (torch.randn(e, n, k, device=device).to(dtype) / k**0.5 for n, k in ((2 * f, D), (D, f)))
-    return GroupedExperts(*drawn)
 
 
 def _us(run: RunPass, job: Job, *, captured: bool = True) -> float:

@@ -151,7 +151,6 @@ class Exchange(ABC):
     def release(self) -> None:
         """Give the memory and the network back, once no kernel can use them."""
 
-    @abstractmethod
     def largest(self, number: int) -> Callable[[], int] | None:
         """A number of each rank. Collective, between rounds and in the same order on all ranks; it sends nothing yet.
 
@@ -160,10 +159,10 @@ class Exchange(ABC):
         ranks, after the deadline of a round, or as soon as a rank has ended. None on one node, whose rounds themselves
         carry whether a rank has more: see `RoundState.sending`.
         """
+        return None
 
-    @abstractmethod
     def has_more_rounds(self) -> bool:
-        """Whether any rank has more rounds after the last one, in which all sent it.
+        """Whether any rank has more rounds after the last one, in which all sent it. On one node: see `largest`.
 
         On GPUs it waits for the kernel of dispatch.
 
@@ -173,6 +172,7 @@ class Exchange(ABC):
         Raises what `check` does, EPTimeoutError also where the kernel does not end within `exchange.warmup_timeout_s`,
         and RuntimeError as torch does on a GPU that has failed.
         """
+        raise NotImplementedError
 
     @own_turn
     def run(self, call: Callable[[], _Result]) -> _Result:

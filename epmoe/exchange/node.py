@@ -10,7 +10,6 @@ import ctypes
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from threading import Lock, get_ident
@@ -291,9 +290,6 @@ class NodeExchange(Exchange):
                 return
         _written_to.append((self, owner))
 
-    def largest(self, number: int) -> Callable[[], int] | None:
-        return None
-
     def has_more_rounds(self) -> bool:
         if self.device.type == "cuda":
             spin_until = time.monotonic() + _SPIN_S
@@ -361,7 +357,7 @@ class NodeExchange(Exchange):
         """Call an operator that sends rows and leads to `state`. Returns y, which combine_send leaves unwritten."""
         y = y_of(dispatched, out, self.device)
         checked = output_rows(rows, dispatched, self.plan, self.device)
-        self.rounds.give_back(y)
+        self.rounds.y = y
         self.launch(operator, (y, checked, *self.memory, dispatched.sent.descriptor), state)
         return y
 
@@ -395,11 +391,12 @@ class NodeExchange(Exchange):
         rounds = self.rounds
         receive = ops.dispatch_recv if state == DISPATCHED else ops.combine_recv
         epoch = rounds.count + (rounds.state == CLOSED)
+        progress = rounds.progress
         try:
-            while rounds.waits:
-                (receive if rounds.receives else operator)(*arguments)
+            while progress.deadline_ns:  # the operator has returned so that Python can run signal handlers
+                (receive if progress.phases & 1 else operator)(*arguments)
         finally:
-            rounds.stop_waiting()
+            progress.deadline_ns = 0  # the next wait has a deadline of its own
         if rounds.state != state:
             self.check()
             raise RuntimeError(f"round {epoch} was aborted while this call waited")

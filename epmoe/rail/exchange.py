@@ -199,10 +199,6 @@ class HierarchicalExchange(Exchange):
         """A slab for another node has the same length on all ranks, so they agree on it."""
         return self.network.largest(number)
 
-    def has_more_rounds(self) -> bool:
-        """No caller needs it here: see `largest`."""
-        raise RuntimeError("over several nodes ranks agree on their rounds before the first one")
-
     def health(self, wait: bool) -> Health:
         """What the node's ranks are sent, and on other nodes the rank of this rail.
 
@@ -240,7 +236,7 @@ class HierarchicalExchange(Exchange):
     def _send_back(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> None:
         y = y_of(dispatched, out, self.device)
         self.node.combine_send(rows, self._open_slabs().inside)
-        self.rounds.give_back(y)
+        self.rounds.y = y
         self.rounds.advance()
 
     def _sum(self, dispatched: Dispatched) -> Tensor:

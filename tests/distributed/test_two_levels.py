@@ -262,10 +262,8 @@ def test_an_abort_beside_a_mismatch(make_ep, rank, splits, aborting):
 
 @ON_THE_CPU
 @pytest.mark.parametrize("behind", [False, True])
-@pytest.mark.parametrize(
-    ("splits", "transfer"), [("padded", 0), ("padded", 1), ("exact", 0), ("exact", 1), ("exact", 2)]
-)
-def test_ctrl_c_around_the_start_of_a_transfer(make_ep, rank, monkeypatch, splits, behind, transfer):
+@pytest.mark.parametrize(("splits", "number"), [("padded", 0), ("padded", 1), ("exact", 0), ("exact", 1), ("exact", 2)])
+def test_ctrl_c_around_the_start_of_a_transfer(make_ep, rank, monkeypatch, splits, behind, number):
     """The round can be given up, and the rail stays in step. The transfers: with exact splits, lengths; rows; sums."""
 
     class Interrupted(GlooRail):
@@ -273,7 +271,7 @@ def test_ctrl_c_around_the_start_of_a_transfer(make_ep, rank, monkeypatch, split
 
         def start(self, transfer: Transfer) -> None:
             self.starts += 1
-            now = rank == 0 and self.starts == transfer + 1
+            now = rank == 0 and self.starts == number + 1
             if behind or not now:
                 super().start(transfer)
             if now:

@@ -18,7 +18,7 @@ H200_MULTIPROCESSORS = 132
 H200_MAJOR = 9
 
 
-class Launch(SimpleNamespace):
+class KernelLaunch(SimpleNamespace):
     """One launch of dispatch or combine.
 
     Its fields are those of `DispatchLaunch` or `CombineLaunch` in csrc/launch_policy.h, which says what they are, and
@@ -40,7 +40,7 @@ def launches(
     send: bool = True,
     receive: bool = True,
     multiprocessors: int = H200_MULTIPROCESSORS,
-) -> tuple[Launch, Launch]:
+) -> tuple[KernelLaunch, KernelLaunch]:
     """The launch of dispatch and that of combine, in a round of `tokens` rows of `dtype` with the plan's D and K.
 
     The plan is that of a rank on GPUs, `MemoryPlan.build(..., nvlink=True)`, and `dtype` that of x, or fp8 with an fp8
@@ -55,7 +55,7 @@ def launches(
     dispatch, combine = fields["dispatch"], fields["combine"]
     for launch, coarse, derived in ((dispatch, "recv_lines", "send_lines"), (combine, "send_lines", "recv_lines")):
         launch[derived] = launch[coarse] if launch["coarse"] else min(launch[coarse], 1)
-    return Launch(**dispatch), Launch(**combine)
+    return KernelLaunch(**dispatch), KernelLaunch(**combine)
 
 
 def shared_bytes_needed(plan: MemoryPlan) -> int:

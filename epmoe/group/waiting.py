@@ -47,7 +47,7 @@ def interruptible(
     return not thread.is_alive()
 
 
-class Computation(Generic[_Value]):
+class Promise(Generic[_Value]):
     """What a `Worker` computes. `done` says whether it has."""
 
     def __init__(self, compute: Callable[[], _Value]) -> None:
@@ -77,12 +77,12 @@ class Worker:
     """
 
     def __init__(self, name: str) -> None:
-        self._queue = SimpleQueue[Computation[Any] | None]()
+        self._queue = SimpleQueue[Promise[Any] | None]()
         Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
 
-    def submit(self, compute: Callable[[], _Value]) -> Computation[_Value]:
+    def submit(self, compute: Callable[[], _Value]) -> Promise[_Value]:
         """Compute this after what was submitted before."""
-        self._queue.put(result := Computation(compute))
+        self._queue.put(result := Promise(compute))
         return result
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class Worker:
     __del__ = close
 
 
-def _serve(queue: SimpleQueue[Computation[Any] | None]) -> None:
+def _serve(queue: SimpleQueue[Promise[Any] | None]) -> None:
     """The thread. It does not keep the worker alive."""
     while (result := queue.get()) is not None:
         result.run()

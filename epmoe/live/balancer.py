@@ -14,7 +14,7 @@ from epmoe.config.config import EPConfig
 from epmoe.config.placement import is_int
 from epmoe.exchange.exchange import Exchange, in_turn
 from epmoe.group.errors import EPRefusedError, EPStateError
-from epmoe.group.waiting import Computation, Worker
+from epmoe.group.waiting import Promise, Worker
 from epmoe.live.balance import GOAL, MAX_MOVES, Plan, check_limits, check_slots
 from epmoe.live.experts import LiveExperts
 from epmoe.live.layout import Word
@@ -120,7 +120,7 @@ class Balancer:
         self._generation = self._ep.generation
         self._counted = self._planned = 0  # of rank 0: the tick of the last plan, and its call of `replace`
         self._taken = self._recorded = 0  # calls of `replace`: the last one here, and that of the last `Step`
-        self._planning: Computation[Plan] | None = None
+        self._planning: Promise[Plan] | None = None
         self._recent = self._last_loads = torch.zeros(1, 1, dtype=torch.float64)
 
     @in_turn

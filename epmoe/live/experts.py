@@ -17,7 +17,7 @@ from epmoe.config.config import EPConfig
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED
 from epmoe.group.errors import EPStateError, EPTimeoutError
-from epmoe.group.waiting import Computation, Worker
+from epmoe.group.waiting import Promise, Worker
 from epmoe.live.balance import check_slots
 from epmoe.live.layout import EMPTY, Word
 from epmoe.live.mail import Mail, MailOnGPU
@@ -71,8 +71,8 @@ class LiveExperts:
         self._untold: int | None = None  # number of a refused call of which the others have not heard
         self._steps = False
         self._worker = Worker("epmoe-quotas")  # tables of many layers take milliseconds
-        self._versions = list[tuple[Tensor, Computation[Tensor]]]()  # of `moves`: slots, and tables once they are made
-        self.sharing: Computation[Tensor] | None = None
+        self._versions = list[tuple[Tensor, Promise[Tensor]]]()  # of `moves`: slots, and tables once they are made
+        self.sharing: Promise[Tensor] | None = None
         self._tables_loads = self._shared_loads
         self._put_into_use(self._upload(self.slots, self._shared_loads))
         if exchange.device.type == "cuda":  # rounds may come on another stream
@@ -178,7 +178,7 @@ class LiveExperts:
         moves = self.moves
         if moves is self._settled or moves is None or not moves.done:
             return
-        held, versions = self._mine(self.slots).clone(), list[tuple[Tensor, Computation[Tensor]]]()
+        held, versions = self._mine(self.slots).clone(), list[tuple[Tensor, Promise[Tensor]]]()
         if moves.cancelled:
             self._share()  # slots that were to be overwritten are in use again
         refused = self.refused_plans + bool(moves.refused_by)
@@ -306,7 +306,7 @@ class LiveExperts:
     def _share(self) -> None:
         self.sharing, self._tables_loads = self._submit(self.slots, self._shared_loads), self._shared_loads
 
-    def _submit(self, slots: Tensor, loads: Tensor, wave: Wave | None = None) -> Computation[Tensor]:
+    def _submit(self, slots: Tensor, loads: Tensor, wave: Wave | None = None) -> Promise[Tensor]:
         return self._worker.submit(partial(self._upload, slots, loads, wave))
 
     def _upload(self, slots: Tensor, loads: Tensor, wave: Wave | None = None) -> Tensor:

@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from epmoe.config.config import EPConfig
 from epmoe.config.placement import is_int
 from epmoe.exchange.exchange import Exchange, in_turn
 from epmoe.group.errors import EPRefusedError, EPStateError
+from epmoe.group.member import Member
 from epmoe.group.waiting import Promise, Worker
 from epmoe.live.balance import GOAL, MAX_MOVES, Plan, check_limits, check_slots
 from epmoe.live.experts import LiveExperts
@@ -26,17 +26,10 @@ _LOOKS = 20  # for a plan, between two gatherings of loads
 _CALLS = 1 << 31  # numbers of calls of `finish`, which then begin again
 
 
-class Serving(Protocol):
+class Serving(Member, Protocol):
     """What a `Balancer` uses of an `ExpertParallel`."""
 
-    config: EPConfig
-    rank: int
-    size: int
-    generation: int
     live: LiveExperts | None
-
-    @property
-    def exchange(self) -> Exchange: ...
 
     def poll(self) -> None: ...
 

@@ -300,10 +300,17 @@ class MoELayer(nn.Module):
         num_tokens: int | Tensor | None,
         padded_tokens: int | None = None,
     ) -> Tensor:
-        """The layer behind its router, without gradients: y [T, D] of tokens [T, D]. Collective.
+        """The layer behind its router, without gradients. Collective.
 
-        `routing` are logits [T, E] for `ExpertParallel.route` if `weights_TK` is None, otherwise ids [T, K]. It raises
-        what `forward` does.
+        Args:
+            x_TD: tokens [T, D].
+            routing: logits [T, E] for `ExpertParallel.route` if `weights_TK` is None, otherwise ids [T, K].
+            weights_TK: [T, K], or None.
+            num_tokens: see `forward`, whose errors it raises.
+            padded_tokens: see `forward`.
+
+        Returns:
+            y [T, D] in the dtype of x.
         """
         with self._giving_up(x_TD, None if weights_TK is None else routing):
             return self._serve(x_TD, routing, weights_TK, num_tokens, padded_tokens)[0]

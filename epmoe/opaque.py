@@ -72,7 +72,7 @@ class Registry(Generic[_Named]):
             del self._objects[number]
 
 
-class OpaqueLayer(Protocol):
+class Layer(Protocol):
     """What `epmoe::moe` runs."""
 
     @property
@@ -83,10 +83,26 @@ class OpaqueLayer(Protocol):
     def order(self) -> Tensor:
         """`ExpertParallel.order`. A module has it as a buffer: other changed inputs keep a graph out of CUDA graphs."""
 
-    @property
-    def run(self) -> Callable[[Tensor, Tensor, Tensor | None, int | Tensor | None, int | None], Tensor]:
-        """Runs a round of tokens [T, D] with their logits [T, E], or with ids and weights [T, K]; then the number of
-        tokens and `padded_tokens`. Returns y [T, D], contiguous, in the dtype of x and in memory of its own."""
+    def run(
+        self,
+        x_TD: Tensor,
+        routing: Tensor,
+        weights_TK: Tensor | None,
+        num_tokens: int | Tensor | None,
+        padded_tokens: int | None = None,
+    ) -> Tensor:
+        """Run a round. Raises what the exchange has reported.
+
+        Args:
+            x_TD: tokens [T, D].
+            routing: logits [T, E] if `weights_TK` is None, otherwise ids [T, K].
+            weights_TK: [T, K], or None.
+            num_tokens: real tokens.
+            padded_tokens: see `ExpertParallel.dispatch`.
+
+        Returns:
+            y [T, D], contiguous, in the dtype of x and in memory of its own.
+        """
 
 
 Forward = Callable[[Any, list[Tensor], Tensor, Tensor, Tensor], Tensor]
@@ -96,9 +112,14 @@ Forward = Callable[[Any, list[Tensor], Tensor, Tensor, Tensor], Tensor]
 class ModuleLayer:
     """A module of a host framework, which `epmoe::module` runs. Copies of the module do not copy it.
 
-    The module holds this object, which does not keep it alive. The number follows from the `name`, so that graphs that
-    the framework keeps on disk find the layer in another process; a later layer of the same name takes its place. By
-    default, the number is a new one. Graphs that look at `released` do not match any more after `release`.
+    Args:
+        module: holds this object, and is not kept alive by it.
+        forward: what the operator runs.
+        name: the number follows from it, so that graphs that the framework keeps on disk find the layer in another
+            process. A later layer of the same name takes its place. By default, the number is a new one.
+
+    Attributes:
+        released: whether `release` was called. Graphs that look at it do not match any more then.
     """
 
     def __init__(self, module: object, forward: Forward, name: str | None = None) -> None:
@@ -138,11 +159,19 @@ _library.define(
 _library.define("module(Tensor x, Tensor ids, Tensor weights, Tensor[] parameters, SymInt layer_id) -> Tensor")
 
 
-def register(layer: OpaqueLayer, layer_id: int | None = None) -> int:
-    """Give a layer a number, by which an operator finds it: `layer_id`, or the next one that no layer has had.
+def register(layer: Layer, layer_id: int | None = None) -> int:
+    """Give a layer a number, by which an operator finds it.
 
-    It does not keep the layer alive. Raises TypeError for a `layer_id` that is no int, and ValueError for one that is
-    negative, or the number of another layer of this process.
+    Args:
+        layer: is not kept alive.
+        layer_id: by default the next number that no layer has had.
+
+    Returns:
+        The number.
+
+    Raises:
+        TypeError: `layer_id` is no int.
+        ValueError: `layer_id` is negative, or the number of another layer of this process.
     """
     if layer_id is not None:
         if isinstance(layer_id, bool) or not isinstance(layer_id, int):
@@ -154,7 +183,7 @@ def register(layer: OpaqueLayer, layer_id: int | None = None) -> int:
 
 
 def moe(
-    layer: OpaqueLayer,
+    layer: Layer,
     x_TD: Tensor,
     routing: Tensor,
     weights_TK: Tensor | None,
@@ -177,7 +206,7 @@ def _moe(
     layer_id: int,
 ) -> Tensor:
     rows = None if num_rows == x.shape[0] else num_rows
-    layer: OpaqueLayer = _layers.find(layer_id)
+    layer: Layer = _layers.find(layer_id)
     return layer.run(x, routing, weights, rows if num_tokens is None else num_tokens, padded_tokens)
 
 

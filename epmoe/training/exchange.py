@@ -225,7 +225,10 @@ class TrainingExchange:
         """Within it a caller takes part in one forward round.
 
         An exception aborts the round, whether it was opened or not, and raises nothing of the exchange in its place.
-        `dtype` and `shape` are the arguments of `skip`.
+
+        Args:
+            dtype: the dtype of x.
+            shape: other arguments of `skip`.
         """
         if torch.compiler.is_compiling():
             yield

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.results import Result
+from benchmarks.results import Published
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -30,8 +30,8 @@ class Style:
 class Plot:
     """What one file shows; a panel for each result.
 
-    styles: for each `Row.line`, in the order of the legend. micros: the ticks of the y axis, µs; its ends are the first
-    and the last.
+    styles: for each `TableRow.line`, in the order of the legend. micros: the ticks of the y axis, µs; its ends are the
+    first and the last.
     """
 
     file: str
@@ -73,10 +73,10 @@ PLOTS = {
         (20, 50, 100, 200, 500, 1000, 2000, 5000, 10000),
     ),
 }
-"""The plots by `Result.plot`."""
+"""The plots by `Published.plot`."""
 
 
-def draw(plot: Plot, results: Sequence[Result], path: Path) -> None:
+def draw(plot: Plot, results: Sequence[Published], path: Path) -> None:
     """Draw the results of a plot that have a `panel` into `path`, a .png. The same results give the same bytes."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -101,7 +101,7 @@ def draw(plot: Plot, results: Sequence[Result], path: Path) -> None:
         figure.savefig(path, dpi=130)
 
 
-def _panel(axes: Axes, plot: Plot, result: Result) -> None:
+def _panel(axes: Axes, plot: Plot, result: Published) -> None:
     for name, style in plot.styles.items():
         points = result.line(name)
         if not points:

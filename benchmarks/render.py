@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.plot import PLOTS, draw
-from benchmarks.results import FOLDER, Column, Figure, Result, load, read
+from benchmarks.results import FOLDER, Figure, Published, TableColumn, load, read
 from benchmarks.results import write as write_result
 
 MARKDOWN, README = "BENCHMARKS.md", "README.md"
@@ -34,7 +34,7 @@ _HEADER = (
 )
 
 
-def markdown(results: Sequence[Result]) -> str:
+def markdown(results: Sequence[Published]) -> str:
     """The text of BENCHMARKS.md."""
     lines = [*_HEADER]
     for result in results:
@@ -54,7 +54,7 @@ def readme() -> str:
     return re.sub(r"(^\| \d+ \| \*\*.*\n)+", "".join(rows), text, count=1, flags=re.MULTILINE)
 
 
-def write(results: Sequence[Result], root: Path) -> None:
+def write(results: Sequence[Published], root: Path) -> None:
     """Write BENCHMARKS.md, README.md and the plots under `root`."""
     (root / "benchmarks").mkdir(parents=True, exist_ok=True)
     (root / MARKDOWN).write_text(markdown(results), encoding="utf-8")
@@ -68,12 +68,12 @@ def publish(content: dict[str, object]) -> None:
 
     Raises pydantic.ValidationError, a ValueError, if `content` does not fit the schema.
     """
-    print("\n".join(_section(Result.model_validate(content))))
+    print("\n".join(_section(Published.model_validate(content))))
     if len(sys.argv) > 1:
         write_result(Path(sys.argv[1]), content)
 
 
-def _section(result: Result) -> Iterator[str]:
+def _section(result: Published) -> Iterator[str]:
     yield f"## {result.title}\n"
     yield f"{result.machine}; {result.date}, commit `{result.commit}`, torch {result.torch}: `{result.command}`."
     yield " ".join([result.caption, *result.notes]) + "\n"
@@ -83,7 +83,7 @@ def _section(result: Result) -> Iterator[str]:
         yield _line([_cell(cell) for cell in row.cells])
 
 
-def _heading(column: Column, units: set[str]) -> str:
+def _heading(column: TableColumn, units: set[str]) -> str:
     """The name, and the unit unless the caption's is the only one."""
     return f"{column.name}, {column.unit}" if column.unit and len(units) > 1 else column.name
 
@@ -94,7 +94,7 @@ def _cell(cell: Figure | str | None) -> str:
     return cell if isinstance(cell, str) else f"{cell:,}" if cell >= 10_000 else f"{cell}"
 
 
-def _asked(results: Sequence[Result]) -> Iterator[str]:
+def _asked(results: Sequence[Published]) -> Iterator[str]:
     """Every figure that was to be reached; a miss is bold."""
     yield "## Asked and reached\n"
     yield _line(["where", "asked", "measured", "", "what bounds it"])

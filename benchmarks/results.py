@@ -28,11 +28,11 @@ Figure = Decimal | int
 """Decimal where the file has a fraction, so that a figure is printed with the digits it was recorded with."""
 
 
-class _Strict(BaseModel):
+class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Column(_Strict):
+class TableColumn(_Record):
     """A column of a table."""
 
     name: str
@@ -41,7 +41,7 @@ class Column(_Strict):
     """T, the tokens a rank, if the column holds times for one T; the plot takes its x from it"""
 
 
-class Row(_Strict):
+class TableRow(_Record):
     """A row of a table; `cells` has one entry for each column, null where nothing was measured."""
 
     cells: tuple[Figure | str | None, ...]
@@ -49,7 +49,7 @@ class Row(_Strict):
     """the plot's line that this row is, of its `STYLES`"""
 
 
-class Asked(_Strict):
+class Asked(_Record):
     """Figures that were to be reached. A result is missed if one of its figures is."""
 
     what: str
@@ -73,7 +73,7 @@ class Asked(_Strict):
         return self
 
 
-class Result(_Strict):
+class Published(_Record):
     """One measurement on one machine."""
 
     title: str
@@ -87,8 +87,8 @@ class Result(_Strict):
     command: str = Field(min_length=1)
     caption: str
     """what the table's figures are"""
-    columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
+    columns: tuple[TableColumn, ...]
+    rows: tuple[TableRow, ...]
     asked: tuple[Asked, ...] = ()
     notes: tuple[str, ...] = ()
     plot: Literal["rounds", "layer"] = "rounds"
@@ -96,7 +96,7 @@ class Result(_Strict):
     """title of the panel of `plot` that shows the rows with a `line`"""
 
     @model_validator(mode="after")
-    def _check(self) -> Result:
+    def _check(self) -> Published:
         for row in self.rows:
             if len(row.cells) != len(self.columns):
                 raise ValueError(f"row {row.cells[0]!r} has {len(row.cells)} cells for {len(self.columns)} columns")
@@ -176,11 +176,11 @@ def figure(us: float) -> float:
 
 def write(path: Path, content: dict[str, object]) -> None:
     """Write a result. Raises pydantic.ValidationError, a ValueError, if it does not fit the schema."""
-    Result.model_validate(content)
+    Published.model_validate(content)
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def load(folder: Path = FOLDER) -> list[Result]:
+def load(folder: Path = FOLDER) -> list[Published]:
     """The results of all JSON files in `folder`, most GPUs first, then by file name.
 
     Raises pydantic.ValidationError, a ValueError, if a file does not fit the schema.
@@ -189,9 +189,9 @@ def load(folder: Path = FOLDER) -> list[Result]:
     return sorted(results, key=lambda result: -result.gpus)
 
 
-def read(path: Path) -> Result:
+def read(path: Path) -> Published:
     """The result in one file."""
-    return Result.model_validate(json.loads(path.read_text(encoding="utf-8"), parse_float=Decimal))
+    return Published.model_validate(json.loads(path.read_text(encoding="utf-8"), parse_float=Decimal))
 
 
 def main() -> None:

@@ -59,7 +59,7 @@ CALLS, REPEATS = (10, 7) if ON_GPUS else (2, 3)
 CONTEXT = 128  # tokens in the cache when a step begins
 DTYPE = torch.bfloat16 if ON_GPUS else torch.float32
 
-Cells = list[float | None]
+Milliseconds = list[float | None]
 
 ExpertsInterface.register("none", lambda experts, hidden_states, top_k_index, top_k_weights: hidden_states)
 
@@ -141,9 +141,9 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def decode_steps(model: nn.Module, captured: bool) -> Cells:
+def decode_steps(model: nn.Module, captured: bool) -> Milliseconds:
     """Milliseconds of a step for each of `BATCHES`."""
-    cells: Cells = []
+    cells: Milliseconds = []
     for batch in BATCHES:
         step = Decoding(model, batch)
         call: Callable[[], object] = step
@@ -161,9 +161,9 @@ def decode_steps(model: nn.Module, captured: bool) -> Cells:
     return cells
 
 
-def prefills(model: nn.Module) -> Cells:
+def prefills(model: nn.Module) -> Milliseconds:
     """Milliseconds of a prompt for each of `PROMPTS`."""
-    cells: Cells = []
+    cells: Milliseconds = []
     for tokens in PROMPTS:
         generator = torch.Generator().manual_seed(dist.get_rank())
         ids = torch.randint(model.config.vocab_size, (1, tokens), generator=generator).to(DEVICE)
@@ -178,9 +178,9 @@ def check(model: nn.Module, want: Tensor) -> None:
         raise RuntimeError(f"the logits are not those of one process: median error {error:.3g}")
 
 
-def rows() -> Iterator[tuple[str, str, Cells]]:
+def rows() -> Iterator[tuple[str, str, Milliseconds]]:
     """Who, how, and milliseconds by `BATCHES` and `PROMPTS`."""
-    no_prefill: Cells = [None] * len(PROMPTS)
+    no_prefill: Milliseconds = [None] * len(PROMPTS)
     alone = make_model("grouped_mm")
     want = alone(torch.arange(32, device=DEVICE)[None], use_cache=False).logits
     del alone

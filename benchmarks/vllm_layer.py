@@ -35,6 +35,7 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize import make_moe_prepa
 from vllm.v1.worker.workspace import init_workspace_manager
 from vllm_kernels import Layer, Model, Weights, batch, check_close, moe_config, step
 
+from epmoe.bench.timing import slowest
 from epmoe.exchange.handles import Layout
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.integrations.vllm.sizes import Shape, Sizes
@@ -45,7 +46,7 @@ RAGGED = (5, 0), (0, 3), (1, 1), (130, 7), (4096, 4000), (0, 0)
 LAYERS, REPLAYS = 10, 30
 PHASES = ("prepare", "experts", "finalize")
 COLUMNS = (*PHASES, "exchange", "layer")
-Step = Callable[[Callable[[], None]], Tensor]
+MarkedLayer = Callable[[Callable[[], None]], Tensor]
 """Runs one layer, calling its argument at the beginning, between the phases and at the end."""
 
 
@@ -64,7 +65,7 @@ def init() -> tuple[int, int, torch.device]:
     return rank, size, device
 
 
-def phases(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Step:
+def phases(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> MarkedLayer:
     """A layer in the three parts of vLLM's own kernel."""
     impl, own, config = layer.kernel.impl, layer.weights, layer.config
 
@@ -87,7 +88,7 @@ def phases(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Step:
     return run
 
 
-def exchange_only(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Step:
+def exchange_only(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> MarkedLayer:
     """Prepare and finalize of a layer, around outputs that are there already."""
     impl, config = layer.kernel.impl, layer.config
     outputs: list[Tensor] = []
@@ -103,7 +104,7 @@ def exchange_only(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Step
     return run
 
 
-def replayed(run: Step, with_events: bool) -> tuple[list[float], Tensor]:
+def replayed(run: MarkedLayer, with_events: bool) -> tuple[list[float], Tensor]:
     """µs of a layer, or of its three phases, and what the last layer of the graph put out."""
     for _ in range(3):
         run(lambda: None)
@@ -136,9 +137,7 @@ def replayed(run: Step, with_events: bool) -> tuple[list[float], Tensor]:
         for i in range(4, len(events), 4):  # the first layer waits for the other rank's start
             marks = events[i : i + 4]
             times.append([1000 * a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)])
-    slowest = torch.tensor([median(column) for column in zip(*times, strict=True)])
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=get_ep_group().cpu_group)
-    return slowest.tolist(), output
+    return slowest([median(column) for column in zip(*times, strict=True)], get_ep_group().cpu_group), output
 
 
 def contenders(model: Model, payload: str, device: torch.device) -> dict[str, FusedMoEPrepareAndFinalizeModular]:

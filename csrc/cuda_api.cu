@@ -9,8 +9,6 @@
 namespace epmoe::cuda {
 namespace {
 
-cudaStream_t typed(Stream stream) { return static_cast<cudaStream_t>(stream); }
-
 const char* error_string(int error) {
   if (error != cudaErrorNoKernelImageForDevice) return cudaGetErrorString(static_cast<cudaError_t>(error));
   static const std::string sentence = [] {
@@ -35,52 +33,48 @@ bool capture_of(cudaStream_t stream, unsigned long long& id) {
 // what is captured does not run yet.
 int order_after(Stream stream, Stream earlier) {
   unsigned long long capture = 0, earlier_capture = 0;
-  if (!capture_of(typed(stream), capture) || !capture_of(typed(earlier), earlier_capture)) return cudaSuccess;
+  if (!capture_of(stream, capture) || !capture_of(earlier, earlier_capture)) return cudaSuccess;
   if (capture != earlier_capture) return cudaSuccess;
   cudaEvent_t event;
   if (cudaError_t error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming)) return error;
-  cudaError_t error = cudaEventRecord(event, typed(earlier));
-  if (!error) error = cudaStreamWaitEvent(typed(stream), event);
+  cudaError_t error = cudaEventRecord(event, earlier);
+  if (!error) error = cudaStreamWaitEvent(stream, event);
   cudaEventDestroy(event);  // it lives until it has happened
   return error;
 }
+
+// A function of stages.h as the table has it, where an error is an int.
+template <auto kFunction>
+struct Entry;
+template <typename... Args, cudaError_t (*kFunction)(Args...)>
+struct Entry<kFunction> {
+  static int call(Args... args) { return kFunction(args...); }
+};
+template <auto kFunction>
+constexpr auto kEntry = Entry<kFunction>::call;
 
 constexpr Api kApi = {
     .error_string = error_string,
     .current_device = [](int* index) -> int { return cudaGetDevice(index); },
     .order_after = order_after,
     .permute_workspace_bytes = permute_workspace_bytes,
-    .route = [](const RouteArgs& args, Stream stream) -> int { return route(args, typed(stream)); },
-    .permute = [](const PermuteArgs& args, Stream stream) -> int { return permute(args, typed(stream)); },
-    .finalize = [](const FinalizeArgs& args, Stream stream) -> int { return finalize(args, typed(stream)); },
-    .zero_padding_rows = [](const PaddingArgs& args, Stream stream) -> int {
-      return zero_padding_rows(args, typed(stream));
-    },
-    .quantize = [](const QuantizeArgs& args, Stream stream) -> int { return quantize(args, typed(stream)); },
-    .gated_activation = [](const GatedActivationArgs& args, Stream stream) -> int {
-      return gated_activation(args, typed(stream));
-    },
-    .scales_by_block = [](const ScalesByBlockArgs& args, Stream stream) -> int {
-      return scales_by_block(args, typed(stream));
-    },
-    .few_rows = [](const FewRowsArgs& args, Stream stream) -> int { return few_rows(args, typed(stream)); },
-    .weighted_gates = [](const WeightedGatesArgs& args, Stream stream) -> int {
-      return weighted_gates(args, typed(stream));
-    },
-    .unpack = [](const UnpackArgs& args, Stream stream) -> int { return unpack(args, typed(stream)); },
-    .weighted_rows_backward = [](const WeightedRowsArgs& args, Stream stream) -> int {
-      return weighted_rows_backward(args, typed(stream));
-    },
-    .dispatch = [](const Exchange& exchange, const DispatchArgs& args, Stream stream) -> int {
-      return dispatch(exchange, args, typed(stream));
-    },
-    .combine = [](const Exchange& exchange, const CombineArgs& args, DType dtype, Stream stream) -> int {
-      return combine(exchange, args, dtype, typed(stream));
-    },
-    .rail_pack = [](const RailPackArgs& args, Stream stream) -> int { return rail_pack(args, typed(stream)); },
-    .rail_sum = [](const RailSumArgs& args, Stream stream) -> int { return rail_sum(args, typed(stream)); },
-    .rail_mark = [](const RailMarkArgs& args, Stream stream) -> int { return rail_mark(args, typed(stream)); },
-    .rail_tags = [](const RailTagsArgs& args, Stream stream) -> int { return rail_tags(args, typed(stream)); },
+    .route = kEntry<route>,
+    .permute = kEntry<permute>,
+    .finalize = kEntry<finalize>,
+    .zero_padding_rows = kEntry<zero_padding_rows>,
+    .quantize = kEntry<quantize>,
+    .gated_activation = kEntry<gated_activation>,
+    .scales_by_block = kEntry<scales_by_block>,
+    .few_rows = kEntry<few_rows>,
+    .weighted_gates = kEntry<weighted_gates>,
+    .unpack = kEntry<unpack>,
+    .weighted_rows_backward = kEntry<weighted_rows_backward>,
+    .dispatch = kEntry<dispatch>,
+    .combine = kEntry<combine>,
+    .rail_pack = kEntry<rail_pack>,
+    .rail_sum = kEntry<rail_sum>,
+    .rail_mark = kEntry<rail_mark>,
+    .rail_tags = kEntry<rail_tags>,
 };
 
 }  // namespace

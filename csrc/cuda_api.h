@@ -6,11 +6,13 @@
 #include "exchange.h"
 #include "rail.h"
 
+struct CUstream_st;  // of CUDA
+
 namespace epmoe::cuda {
 
 constexpr int32_t kMaxTopK = 32;  // of route and rail_pack: one lane keeps each choice
 
-using Stream = void*;  // cudaStream_t
+using Stream = CUstream_st*;  // cudaStream_t
 
 struct Api {
   const char* (*error_string)(int error);

@@ -155,19 +155,9 @@ std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const std::optional<Ten
   Tensor scales =
       per_tensor ? empty_like_device(x, {1}, ScalarType::Float) : empty_like_device(x, {T, blocks}, ScalarType::Float);
   Tensor largest = empty_like_device(x, {1}, ScalarType::Int);
-  QuantizeArgs args{
-      .x_TD = x.data_ptr(),
-      .dtype = dtype_of(x),
-      .x_stride = x.stride(0),
-      .num_tokens = pointer<int32_t>(num_tokens, 1, "num_tokens"),
-      .T = T,
-      .num_rows = num_rows,
-      .D = D,
-      .per_tensor = per_tensor,
-      .q_TD = q.data_ptr(),
-      .scales_TB = static_cast<float*>(scales.data_ptr()),
-      .largest = static_cast<uint32_t*>(largest.data_ptr()),
-  };
+  QuantizeArgs args = quantize_args(x, num_tokens, num_rows, q);
+  args.per_tensor = per_tensor, args.scales_TB = static_cast<float*>(scales.data_ptr());
+  args.largest = static_cast<uint32_t*>(largest.data_ptr());
   launch(x, args, cpu::quantize, &cuda::Api::quantize);
   return {q, scales};
 }

@@ -111,11 +111,10 @@ Tensor balance_fresh(const Tensor& loads, int64_t ep_size, int64_t slots_per_ran
 
 // Slots and thresholds [L, E, C] of one source, or with source −1 one copy of each expert, for all sources.
 std::tuple<Tensor, Tensor> balance_choices(const Tensor& slots, const Tensor& shares, int64_t num_experts,
-                                           int64_t ep_size, int64_t ranks_per_node, int64_t source,
-                                           int64_t most_copies) {
-  STD_TORCH_CHECK(slots.dim() == 2 && ep_size >= 1 && slots.size(1) % ep_size == 0 && source < ep_size &&
-                      most_copies >= 1 && ranks_per_node >= 1 && ep_size % ranks_per_node == 0,
-                  "slots must be [L, P], and source a rank");
+                                           int64_t ep_size, int64_t source, int64_t most_copies) {
+  STD_TORCH_CHECK(
+      slots.dim() == 2 && ep_size >= 1 && slots.size(1) % ep_size == 0 && source < ep_size && most_copies >= 1,
+      "slots must be [L, P], and source a rank");
   int64_t L = slots.size(0), P = slots.size(1), C = most_copies;
   Sizes n{static_cast<int32_t>(L), static_cast<int32_t>(num_experts), static_cast<int32_t>(ep_size),
           static_cast<int32_t>(P / ep_size), static_cast<int32_t>(P)};
@@ -130,8 +129,7 @@ std::tuple<Tensor, Tensor> balance_choices(const Tensor& slots, const Tensor& sh
     if (source < 0)
       cpu::choose_one_copy(slots_LP + i * P, n.E, n.R, n.S, out);
     else
-      cpu::choose_by_shares(slots_LP + i * P, shares_LP + i * P, n.E, n.R, n.S, static_cast<int32_t>(ranks_per_node),
-                            static_cast<int32_t>(source), out);
+      cpu::choose_by_shares(slots_LP + i * P, shares_LP + i * P, n.E, n.R, n.S, static_cast<int32_t>(source), out);
   }
   return {chosen, thresholds};
 }

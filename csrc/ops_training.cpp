@@ -66,20 +66,7 @@ Tensor pack_fp8(const Tensor& x, const std::optional<Tensor>& num_tokens, int64_
   int64_t T = x.size(0), D = x.size(1);
   STD_TORCH_CHECK(dtype_of(x) != kPacked.element && D % kPacked.block == 0, "x must be no fp8, in whole blocks of 128");
   Tensor packed = empty_like_device(x, {T, kPacked.packed_row_bytes(D)}, ScalarType::Float8_e4m3fn);
-  QuantizeArgs args{
-      .x_TD = x.data_ptr(),
-      .dtype = dtype_of(x),
-      .x_stride = x.stride(0),
-      .num_tokens = pointer<int32_t>(num_tokens, 1, "num_tokens"),
-      .T = T,
-      .num_rows = num_rows,
-      .D = D,
-      .per_tensor = false,
-      .q_TD = packed.data_ptr(),
-      .scales_TB = nullptr,
-      .largest = nullptr,
-  };
-  launch(x, args, cpu::quantize, &cuda::Api::quantize);
+  launch(x, quantize_args(x, num_tokens, num_rows, packed), cpu::quantize, &cuda::Api::quantize);
   return packed;
 }
 

@@ -84,6 +84,24 @@ inline Segments segments_of(const Tensor& expert_offsets, const std::optional<Te
   };
 }
 
+// Quantizes x [T, D] into `q` as it travels in training, without scales.
+inline QuantizeArgs quantize_args(const Tensor& x, const std::optional<Tensor>& num_tokens, int64_t num_rows,
+                                  const Tensor& q) {
+  return {
+      .x_TD = x.data_ptr(),
+      .dtype = dtype_of(x),
+      .x_stride = x.stride(0),
+      .num_tokens = pointer<int32_t>(num_tokens, 1, "num_tokens"),
+      .T = x.size(0),
+      .num_rows = num_rows,
+      .D = x.size(1),
+      .per_tensor = false,
+      .q_TD = q.data_ptr(),
+      .scales_TB = nullptr,
+      .largest = nullptr,
+  };
+}
+
 // Puts the tokens of a call into DispatchArgs or RailPackArgs: x [T, D], ids and weights [T, K], and the scales of rows
 // that are in a format with scales already.
 template <typename Args>

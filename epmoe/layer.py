@@ -18,7 +18,7 @@ from epmoe.checkpoint import state_dicts
 from epmoe.checkpoint.safetensors_folder import SafetensorsFolder
 from epmoe.exchange.round_state import MAX_TAG
 from epmoe.group.errors import EPStateError
-from epmoe.live.moves import Weights
+from epmoe.live.moves import SlotWeights
 from epmoe.local.beside import Beside, mark
 from epmoe.local.experts import GroupedExperts, parameter, without_autocast
 from epmoe.local.gemm.blocks import place_matters
@@ -569,7 +569,7 @@ def _check_experts(ep: ExpertParallel, experts: GroupedExperts) -> None:
         raise ValueError("`experts` must have a `gate_up_bias` and a `down_bias`, as `experts.biases` says")
 
 
-def _weights_of(layer: MoELayer) -> Weights:
+def _weights_of(layer: MoELayer) -> SlotWeights:
     """The function that `ExpertParallel.replace` takes as `weights`. It does not keep the layer alive."""
     reference = weakref.ref(layer)
 

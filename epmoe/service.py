@@ -33,7 +33,7 @@ from epmoe.group.recovery import Store, take_in
 from epmoe.group.waiting import device_ends
 from epmoe.live.experts import LiveExperts
 from epmoe.live.layout import EMPTY
-from epmoe.live.moves import Moves, Weights
+from epmoe.live.moves import Moves, SlotWeights
 from epmoe.live.slots import Table, agree_on_slots, read_slots, slots_of, write_slots
 from epmoe.local.route import Routing, route
 from epmoe.native.arguments import FLOATS, check_tensor, describe
@@ -544,7 +544,7 @@ class ExpertParallel(HoldsWindows):
         write_slots(path, self._moving.slots)
 
     @in_turn
-    def replace(self, slots: Tensor, weights: Weights | None = None, *, loads: Tensor | None = None) -> Moves:
+    def replace(self, slots: Tensor, weights: SlotWeights | None = None, *, loads: Tensor | None = None) -> Moves:
         """Begin to move experts, with `placement.live`: rounds go on meanwhile, also replays of CUDA graphs.
 
         Every rank calls it with the same arguments, at its own time, and then `poll` between rounds, which takes the

@@ -9,7 +9,7 @@ from launched import ROOT
 
 from benchmarks import render, results
 from benchmarks.plot import PLOTS
-from benchmarks.results import FOLDER, Asked, Result, load, read
+from benchmarks.results import FOLDER, Asked, Published, load, read
 from epmoe.bench import gpu
 from epmoe.bench.facts import facts
 from epmoe.bench.sample import Sample
@@ -75,9 +75,9 @@ def test_a_miss_stays_visible():
 )
 def test_a_file_that_does_not_fit_is_refused(change, message):
     content = json.loads((FOLDER / "cpu_exchange.json").read_text(encoding="utf-8"))
-    Result.model_validate(content)
+    Published.model_validate(content)
     with pytest.raises(ValueError, match=message):
-        Result.model_validate(content | change)
+        Published.model_validate(content | change)
 
 
 def test_figures_of_epmoe_bench_become_a_result(tmp_path, monkeypatch):

@@ -163,8 +163,8 @@ def give_up_and_exit(state) -> None:
 
 def play_after_the_exit(state) -> tuple[list[int], list[int]]:
     """Rank 2 keeps rank 1 waiting, in dispatch and in combine, until well after the end of rank 0."""
-    ep, give_up = state.ep, time.monotonic() + 30
-    while ep.survivors() != [1, 2] and time.monotonic() < give_up:
+    ep, deadline = state.ep, time.monotonic() + 30
+    while ep.survivors() != [1, 2] and time.monotonic() < deadline:
         time.sleep(0.01)
     late_s = 0.3 * (ep.rank == 2)
     time.sleep(late_s)

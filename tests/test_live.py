@@ -13,7 +13,7 @@ import torch
 from helpers import alone
 
 import epmoe
-from epmoe.group.waiting import Result
+from epmoe.group.waiting import Promise
 from epmoe.live import experts
 from epmoe.live.layout import Word
 from epmoe.live.mail import Mail
@@ -45,7 +45,7 @@ def in_the_middle_of_a_dispatch(ep: epmoe.ExpertParallel, monkeypatch: pytest.Mo
     torch.testing.assert_close(ep.combine(d.rows, d), 2 * X)
 
 
-def wait_for(result: Result) -> None:
+def wait_for(result: Promise) -> None:
     while not result.done:
         time.sleep(1e-4)
 

@@ -16,12 +16,12 @@ from epmoe.config.deadlines import RETURN_S, Deadlines
 from epmoe.group.errors import EPTimeoutError
 from epmoe.rail import nccl
 from epmoe.rail.network_cuda import NetworkOnGPUs
-from epmoe.rail.rail import Load, RailError
+from epmoe.rail.rail import RailError, Transfer
 
 TIMEOUT_S, FIRST_S = 0.3, 1.6
 
 
-class Exchange:
+class Watcher:
     def __init__(self) -> None:
         self.lost_at: float | None = None
 
@@ -34,7 +34,7 @@ class Watched:
         self.memory = torch.zeros(7, dtype=torch.int64)
         self.words = nccl._Words.from_address(self.memory.data_ptr())
         self.words.ways[1].started = self.words.ways[1].ended = 1  # the first round has ended
-        self.exchange, self.closed = Exchange(), Event()
+        self.exchange, self.closed = Watcher(), Event()
         deadlines = Deadlines(FIRST_S, TIMEOUT_S, first=False)
         arguments = weakref.WeakMethod(self.exchange.on_late), self.memory, self.words, deadlines, self.closed
         self.thread = Thread(target=nccl._watch, args=arguments, daemon=True)
@@ -71,8 +71,8 @@ def test_the_first_round_has_its_own_deadline(watched):
 
 def test_transfers_that_end_are_left_alone(watched):
     """Each starts anew, although at every look one is under way."""
-    give_up = time.monotonic() + 3 * TIMEOUT_S
-    while time.monotonic() < give_up:
+    deadline = time.monotonic() + 3 * TIMEOUT_S
+    while time.monotonic() < deadline:
         watched.words.ways[0].started += 1
         time.sleep(TIMEOUT_S / 5)
         watched.words.ways[0].ended += 1
@@ -128,7 +128,7 @@ def test_a_start_that_an_exception_ends(error, raised, lost):
     """What is queued is unknown then: the others get this rank's name, not another round's rows."""
     levels = Levels(error)
     with pytest.raises(raised):
-        levels.start(Load(torch.empty(0), torch.empty(0), [], []))
+        levels.start(Transfer(torch.empty(0), torch.empty(0), [], []))
     assert levels.lost == [lost]
 
 
@@ -138,6 +138,6 @@ def test_a_capture_behind_an_abort(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     levels = Levels()
     levels.wait_for_pending()
-    levels.pending.append(Load(torch.empty(0), torch.empty(0), [], []))
+    levels.pending.append(Transfer(torch.empty(0), torch.empty(0), [], []))
     with pytest.raises(RuntimeError, match="run a round outside of the graph first, on all ranks"):
         levels.wait_for_pending()

@@ -248,8 +248,8 @@ def test_a_node_that_has_failed_sends_no_more(device):
     assert shown.item() == 1 and stop.tolist() == [0, 0, 0]
     latched.fill_(1)
     ops.rail_mark(count, shown, latched, stop, None)
-    give_up = time.monotonic() + 5
-    while not stop[0] and time.monotonic() < give_up:
+    deadline = time.monotonic() + 5
+    while not stop[0] and time.monotonic() < deadline:
         time.sleep(0.001)
     assert shown.item() == 1 and stop.tolist() == [1, 0, 0]
     stop[1] = 1

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from epmoe.bench.peers import LeftOut, Peer
 from epmoe.bench.sample import Payload, Sample
-from epmoe.bench.sides import Exchange
+from epmoe.bench.sides import ExchangeSide
 
 _MOST_TOKENS = 128  # of a rank; the low-latency kernels are for small batches
 
 
-class DeepEPExchange(Exchange):
+class DeepEPExchange(ExchangeSide):
     """A side over a buffer of the library. A handle is the arrived rows, and what combine needs."""
 
     def __init__(self, buffer: Any, sample: Sample) -> None:
@@ -97,7 +97,7 @@ class DeepEP(Peer):
         return ""
 
     @contextmanager
-    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> Iterator[Exchange]:
+    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> Iterator[ExchangeSide]:
         import deep_ep
 
         model, T = sample.config.model, sample.tokens
@@ -112,7 +112,7 @@ class DeepEP(Peer):
                 prefer_overlap_with_compute=False,
                 explicitly_destroy=True,
             )
-            side: Exchange = Elastic(buffer, sample)
+            side: ExchangeSide = Elastic(buffer, sample)
         elif T <= _MOST_TOKENS:
             size = (T, model.hidden_size, group.size(), model.num_experts)
             buffer = deep_ep.Buffer(

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from epmoe.bench.peers import LeftOut, Peer
 from epmoe.bench.sample import Payload, Sample
-from epmoe.bench.sides import Exchange, slabs
+from epmoe.bench.sides import ExchangeSide, slabs
 from epmoe.local.quantize import dequantize_rows, quantize_fp8
 
 
-class OneSided(Exchange):
+class OneSided(ExchangeSide):
     """Rank-major rows. fp8 rows and their scales are there before the timing."""
 
     def __init__(self, communication: Any, sample: Sample, payload: Payload) -> None:
@@ -63,7 +63,7 @@ class FlashInfer(Peer):
         return flashinfer.__version__
 
     @contextmanager
-    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> Iterator[Exchange]:
+    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> Iterator[ExchangeSide]:
         from flashinfer.moe_ep import BootstrapConfig, MoEEpCommParams, NVLinkOneSidedConfig, create_communication
 
         if payload is Payload.FP8_BOTH:

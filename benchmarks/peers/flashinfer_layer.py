@@ -1,6 +1,7 @@
 """FlashInfer's whole layers for Hopper: in bf16 (cake) and in fp8 (push). Route is ours.
 
-The calls are those of flashinfer-python 0.7.2.post1. A further kernel is one more function here, and its `Layer`.
+The calls are those of flashinfer-python 0.7.2.post1. A further kernel is one more function here, and its
+`FlashInferLayer`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from epmoe.bench.layer_sides import WholeLayer
 from epmoe.bench.peers import LeftOut, Peer
 
 
-class Layer(Peer):
+class FlashInferLayer(Peer):
     """One kernel. `make` returns its backend and the weights that the layer is given."""
 
     install = "flashinfer-python"
@@ -80,4 +81,4 @@ def cake(case: WholeLayer, shape: dict[str, Any]) -> tuple[Any, Any]:
     return moe_ep.MegaConfig(moe_ep.Sm90_Bf16_Bf16_Bf16_PushCake_MegaMoeConfig(**shape)), weights
 
 
-PEERS = [Layer("FlashInfer push", True, push), Layer("FlashInfer cake", False, cake)]
+PEERS = [FlashInferLayer("FlashInfer push", True, push), FlashInferLayer("FlashInfer cake", False, cake)]

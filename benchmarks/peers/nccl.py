@@ -15,10 +15,10 @@ from torch import Tensor
 
 from epmoe.bench.peers import LeftOut, Peer
 from epmoe.bench.sample import Payload, Sample
-from epmoe.bench.sides import Exchange
+from epmoe.bench.sides import ExchangeSide
 
 
-class AllToAllSingle(Exchange):
+class AllToAllSingle(ExchangeSide):
     """A row for each (token, rank); the source adds up what comes back."""
 
     def __init__(self, sample: Sample, group: dist.ProcessGroup) -> None:
@@ -47,7 +47,7 @@ class AllToAllSingle(Exchange):
         return [self.received]
 
 
-class AllGather(Exchange):
+class AllGather(ExchangeSide):
     """Every token everywhere, with its ids and weights; a rank puts out zeros for tokens that do not need it."""
 
     def __init__(self, sample: Sample, group: dist.ProcessGroup) -> None:
@@ -84,7 +84,7 @@ class Collectives(Peer):
         return ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""
 
     @contextmanager
-    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> Iterator[Exchange]:
+    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> Iterator[ExchangeSide]:
         if payload is not Payload.PLAIN:
             raise LeftOut("it sends rows as they are")
         yield self.side(sample, group)

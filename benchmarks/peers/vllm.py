@@ -15,10 +15,10 @@ from torch import Tensor
 
 from epmoe.bench.peers import LeftOut, Peer
 from epmoe.bench.sample import Payload, Sample
-from epmoe.bench.sides import Exchange
+from epmoe.bench.sides import ExchangeSide
 
 
-class AllGather(Exchange):
+class VLLMAllGather(ExchangeSide):
     """Every token everywhere; a rank puts out zeros for tokens that do not need it."""
 
     def __init__(self, coordinator: Any, sample: Sample) -> None:
@@ -52,7 +52,7 @@ class VLLM(Peer):
         return vllm.__version__
 
     @contextmanager
-    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> Iterator[Exchange]:
+    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> Iterator[ExchangeSide]:
         from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
         from vllm.distributed import get_dp_group, init_distributed_environment, initialize_model_parallel
         from vllm.distributed.parallel_state import model_parallel_is_initialized
@@ -69,7 +69,7 @@ class VLLM(Peer):
             with set_current_vllm_config(VllmConfig(parallel_config=parallel)):
                 init_distributed_environment(size, rank, "env://", device, "nccl")
                 initialize_model_parallel(1)
-        yield AllGather(get_dp_group(), sample)
+        yield VLLMAllGather(get_dp_group(), sample)
 
 
 PEERS = [VLLM()]

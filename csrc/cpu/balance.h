@@ -74,8 +74,8 @@ struct Choices {
 };
 
 // The copies that one source rank sends to. A hash u in [0, 2³²) of a token chooses the first copy with u < threshold.
-void choose_by_shares(const int32_t* slots_P, const double* shares_P, int32_t E, int32_t R, int32_t S,
-                      int32_t ranks_per_node, int32_t source, const Choices& out);
+void choose_by_shares(const int32_t* slots_P, const double* shares_P, int32_t E, int32_t R, int32_t S, int32_t source,
+                      const Choices& out);
 
 // The same for all sources: one copy of each expert, so that the rank with most chosen copies has as few as possible.
 void choose_one_copy(const int32_t* slots_P, int32_t E, int32_t R, int32_t S, const Choices& out);

@@ -1,8 +1,9 @@
 // Which copy of an expert a source rank sends a token to. Each source brings 1/R of an expert's load, and a copy takes
-// its share of it. Sources fill the copy of their own rank first, then copies of their node, then the others; what
-// sources and copies have left is matched in proportion.
+// its share of it. Sources fill the copy of their own rank first; what sources and copies have left is matched in
+// proportion.
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <vector>
 
 #include "balance.h"
@@ -38,44 +39,28 @@ void write_row(int32_t expert, const std::vector<int32_t>& slots, const std::vec
 
 }  // namespace
 
-void choose_by_shares(const int32_t* slots_P, const double* shares_P, int32_t E, int32_t R, int32_t S,
-                      int32_t ranks_per_node, int32_t source, const Choices& out) {
-  int32_t G = ranks_per_node, N = R / G, home = source / G;
+void choose_by_shares(const int32_t* slots_P, const double* shares_P, int32_t E, int32_t R, int32_t S, int32_t source,
+                      const Choices& out) {
   auto experts = slots_of_experts(slots_P, E, R * S);
-  std::vector<double> bring(R), node_brings(N), node_takes(N);
+  std::vector<double> bring(R);
   for (int32_t x = 0; x < E; ++x) {
     std::vector<int32_t>& slots = experts[x];
-    auto node_of = [&](int32_t slot) { return slot / S / G; };
-    std::stable_sort(slots.begin(), slots.end(), [&](int32_t a, int32_t b) {
-      auto distance = [&](int32_t p) { return p / S == source ? 0 : node_of(p) == home ? 1 : 2; };
-      return distance(a) < distance(b);
-    });
+    std::stable_partition(slots.begin(), slots.end(), [&](int32_t p) { return p / S == source; });
     size_t n = slots.size();
     std::vector<double> left(n), parts(n);  // what a copy can still take, and what it takes from this source
     std::fill(bring.begin(), bring.end(), 1.0 / R);
-    std::fill(node_takes.begin(), node_takes.end(), 0.0);
+    double takes = 0;
     for (size_t i = 0; i < n; ++i) {
       int32_t rank = slots[i] / S;
       double own = std::min(bring[rank], shares_P[slots[i]]);
       left[i] = shares_P[slots[i]] - own, bring[rank] -= own;
-      node_takes[node_of(slots[i])] += left[i];
+      takes += left[i];
       if (rank == source) parts[i] = own;
     }
-    std::fill(node_brings.begin(), node_brings.end(), 0.0);
-    for (int32_t rank = 0; rank < R; ++rank) node_brings[rank / G] += bring[rank];
-    double abroad = 0;  // what nodes can take from others
-    for (int32_t node = 0; node < N; ++node) abroad += std::max(0.0, node_takes[node] - node_brings[node]);
-    double mine = bring[source], inside = std::min(node_brings[home], node_takes[home]);
-    double outward = node_brings[home] > 0 ? mine * (1 - inside / node_brings[home]) : 0;
-    for (size_t i = 0; i < n; ++i) {
-      int32_t node = node_of(slots[i]);
-      if (left[i] <= 0) continue;
-      if (node == home) {
-        if (node_brings[home] > 0) parts[i] += (mine - outward) * left[i] / node_takes[home];
-      } else if (abroad > 0 && outward > 0) {
-        parts[i] += outward * left[i] / node_takes[node] * std::max(0.0, node_takes[node] - node_brings[node]) / abroad;
-      }
-    }
+    double brings = std::accumulate(bring.begin(), bring.end(), 0.0), mine = bring[source];
+    double matched = brings > 0 ? mine - mine * (1 - std::min(brings, takes) / brings) : 0;
+    for (size_t i = 0; i < n; ++i)
+      if (left[i] > 0) parts[i] += matched * left[i] / takes;
     for (double& part : parts)
       if (part * R < 1e-9) part = 0;  // rounding, and less than a hash resolves
     write_row(x, slots, parts, out);

@@ -53,27 +53,18 @@ void send_tokens(const Exchange& ex, const DispatchArgs& args, int64_t tokens, s
   const ExchangePlan& plan = ex.plan;
   auto* slots = in_scratch<int32_t>(ex, plan.slots);
   Pairs pairs(plan.K, plan.E);
-  bool quantizes = wire(plan.payload_format).quantizes(args.dtype);
-  std::vector<Float8> quantized(quantizes ? args.D : 0);
-  std::vector<float> own_scales(quantizes ? plan.scale_blocks : 0);
+  WireRows rows(args, plan.payload_format);
+  int64_t row_bytes = wire_row_bytes(plan.payload_format, args.D, args.dtype);
   bool stream = streams(tokens * plan.x_stride_bytes * std::min<int64_t>(args.K, plan.R));
   for (int64_t t = 0; t < tokens; ++t) {
     uint64_t ranks = read_ranks(ex, args, t, pairs);
-    const char* row = static_cast<const char*>(args.x_TD) + t * args.x_stride_bytes;
-    int64_t row_bytes = wire_row_bytes(plan.payload_format, args.D, args.dtype);
-    const float* scales = args.scales_TB + t * args.scales_stride;  // null, plus 0, where rows have none
-    if (quantizes && ranks) {
-      visit(args.dtype, [&](auto type) {
-        quantize_row(reinterpret_cast<const decltype(type)*>(row), args.D, quantized.data(), own_scales.data(),
-                     plan.payload_format);
-      });
-      row = reinterpret_cast<const char*>(quantized.data());
-      scales = own_scales.data();
-    }
+    std::fill_n(slots + t * plan.R, plan.R, -1);
+    if (!ranks) continue;
+    auto [row, scales] = rows.at(t);
     for (int64_t r = 0; r < plan.R; ++r) {
-      slots[t * plan.R + r] = ranks >> r & 1 ? counts_R[r]++ : -1;
-      if (slots[t * plan.R + r] >= 0)
-        send_token(ex, args, pairs, r, slots[t * plan.R + r], row, row_bytes, scales, stream);
+      if (!(ranks >> r & 1)) continue;
+      int32_t slot = slots[t * plan.R + r] = counts_R[r]++;
+      send_token(ex, args, pairs, r, slot, row, row_bytes, scales, stream);
     }
   }
   auto* rows_sent = in_scratch<int64_t>(ex, plan.health_rows_sent);

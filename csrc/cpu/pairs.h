@@ -1,5 +1,6 @@
 // The pairs of one token as their source checks them: what is wrong is counted here, and nowhere else.
 #pragma once
+#include <utility>
 #include <vector>
 
 #include "convert.h"
@@ -53,5 +54,33 @@ void read_pairs(const PairTables& tables, const Args& args, int64_t t, Pairs& pa
     visit(k);
   }
 }
+
+// The rows of a call as they travel: as they come, or quantized, until the next one is. Args: DispatchArgs or
+// RailPackArgs.
+template <typename Args>
+class WireRows {
+ public:
+  WireRows(const Args& args, WireFormat format)
+      : args_(args), format_(format), quantizes_(wire(format).quantizes(args.dtype)) {
+    if (quantizes_) row_.resize(args.D), scales_.resize(wire(format).num_scales(args.D));
+  }
+
+  // Row t, and its scales: null where rows have none.
+  std::pair<const void*, const float*> at(int64_t t) {
+    const void* row = static_cast<const char*>(args_.x_TD) + t * args_.x_stride_bytes;
+    if (!quantizes_) return {row, args_.scales_TB + t * args_.scales_stride};  // null, plus 0
+    visit(args_.dtype, [&](auto type) {
+      quantize_row(static_cast<const decltype(type)*>(row), args_.D, row_.data(), scales_.data(), format_);
+    });
+    return {row_.data(), scales_.data()};
+  }
+
+ private:
+  const Args& args_;
+  WireFormat format_;
+  bool quantizes_;
+  std::vector<Float8> row_;
+  std::vector<float> scales_;
+};
 
 }  // namespace epmoe::cpu

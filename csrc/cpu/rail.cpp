@@ -70,26 +70,14 @@ void write_pairs(const RailPackArgs& args, char* slot, int64_t node, const Pairs
 void copy_tokens(const RailPackArgs& args, const std::vector<char*>& slabs, int64_t tokens) {
   Pairs pairs(args.K, args.E);
   int64_t uncounted[kNumCounters] = {};  // `assign_slots` has counted
-  bool quantizes = wire(args.format).quantizes(args.dtype);
-  int64_t blocks = wire(args.format).num_scales(args.D);
-  std::vector<Float8> quantized(quantizes ? args.D : 0);
-  std::vector<float> own_scales(quantizes ? blocks : 0);
+  WireRows rows(args, args.format);
+  int64_t row_bytes = wire_row_bytes(args.format, args.D, args.dtype), blocks = wire(args.format).num_scales(args.D);
   bool stream = streams(tokens * args.slot.bytes);
   for (int64_t t = 0; t < tokens; ++t) {
     const int32_t* slots = args.slots_by_node + t * args.num_nodes;
     if (std::all_of(slots, slots + args.num_nodes, [](int32_t slot) { return slot < 0; })) continue;
     read_pairs(tables_of(args, uncounted), args, t, pairs, [](int32_t) {});
-    const char* row = static_cast<const char*>(args.x_TD) + t * args.x_stride_bytes;
-    int64_t row_bytes = wire_row_bytes(args.format, args.D, args.dtype);
-    const float* scales = args.scales_TB + t * args.scales_stride;  // null, plus 0, where rows have none
-    if (quantizes) {
-      visit(args.dtype, [&](auto type) {
-        quantize_row(reinterpret_cast<const decltype(type)*>(row), args.D, quantized.data(), own_scales.data(),
-                     args.format);
-      });
-      row = reinterpret_cast<const char*>(quantized.data());
-      scales = own_scales.data();
-    }
+    auto [row, scales] = rows.at(t);
     for (int64_t m = 0; m < args.num_nodes; ++m) {
       if (slots[m] < 0) continue;
       char* slot = slabs[m] + slots[m] * args.slot.bytes;

@@ -1,11 +1,8 @@
 // Signals between processes. A sender writes payload, then releases the epoch in the round header; the receiver
 // acquires it. A waiting rank soon sleeps on a futex, so that more ranks than cores do not starve one another.
 //
-// No buffer is overwritten while somebody reads it, because both stages wait for the flag of EVERY rank. A rank raises
-// its combine flag of round n only after its last read of its dispatch slabs, counts and rows of n. It raises its
-// dispatch flag of n+1 only after it has summed its combine slabs of n, and after it has seen every combine flag of n.
-// Dispatch and combine slabs never alias, and each slab has one writer. The proof: docs/protocol.md, 'Why can no
-// buffer be overwritten while read?'.
+// No buffer is overwritten while somebody reads it, because both stages wait for the flag of EVERY rank. The proof:
+// docs/protocol.md, 'Why can no buffer be overwritten while read?'.
 //
 // A rank that aborts round n raises its combine flag of n at once, perhaps before it has seen any dispatch flag of n.
 // A slow rank may then still sum round n-1 and read the count that this rank sent with that flag. Headers therefore

@@ -9,33 +9,19 @@
 namespace epmoe::cuda {
 
 cudaError_t route(const RouteArgs& args, cudaStream_t stream);
-
 int64_t permute_workspace_bytes(int64_t S, int32_t K, int32_t num_local_experts);
 cudaError_t permute(const PermuteArgs& args, cudaStream_t stream);
-
 cudaError_t finalize(const FinalizeArgs& args, cudaStream_t stream);
-
 cudaError_t zero_padding_rows(const PaddingArgs& args, cudaStream_t stream);
 cudaError_t quantize(const QuantizeArgs& args, cudaStream_t stream);
-
 cudaError_t gated_activation(const GatedActivationArgs& args, cudaStream_t stream);
 cudaError_t scales_by_block(const ScalesByBlockArgs& args, cudaStream_t stream);
-
-// few_rows.cu
 cudaError_t few_rows(const FewRowsArgs& args, cudaStream_t stream);
-
-// weighted_gates.cu
 cudaError_t weighted_gates(const WeightedGatesArgs& args, cudaStream_t stream);
-
-// unpack.cu
 cudaError_t unpack(const UnpackArgs& args, cudaStream_t stream);
-
-// weighted_rows.cu
 cudaError_t weighted_rows_backward(const WeightedRowsArgs& args, cudaStream_t stream);
-
 cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStream_t stream);
 cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dtype, cudaStream_t stream);
-
 cudaError_t rail_pack(const RailPackArgs& args, cudaStream_t stream);
 cudaError_t rail_sum(const RailSumArgs& args, cudaStream_t stream);
 cudaError_t rail_mark(const RailMarkArgs& args, cudaStream_t stream);

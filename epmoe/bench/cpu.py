@@ -15,9 +15,9 @@ from contextlib import ExitStack
 
 import torch
 
-from epmoe.bench.report import SIDE, TOKENS, Column, Job, Report, Result, times
+from epmoe.bench.report import SIDE, TOKENS, Column, Figures, Job, Report, times
 from epmoe.bench.sample import Sample
-from epmoe.bench.sides import AllToAll, Exchange, Fused
+from epmoe.bench.sides import AllToAll, ExchangeSide, Fused
 from epmoe.bench.timing import Times, measure_in_turns
 from epmoe.config.config import EPConfig
 from epmoe.service import ExpertParallel
@@ -59,7 +59,7 @@ def run(job: Job) -> Report:
 
 def report(taken: Mapping[int, Mapping[str, Times]], *, several_nodes: bool) -> Report:
     """The figures of each T by side. The last two sides are the baseline, with fresh buffers and with kept ones."""
-    results: list[Result] = []
+    results: list[Figures] = []
     for T, sides in taken.items():
         *_, fresh, kept = sides.values()
         for side, of_side in sides.items():
@@ -85,7 +85,7 @@ def _measure(ours: Mapping[str, ExpertParallel], tokens: int, job: Job) -> dict[
     several = job.config.topology.num_nodes > 1
     sample = Sample(config, torch.distributed.get_rank(job.group), tokens, job.routing, id_dtype=torch.int64)
     padded = config.padded_tokens(tokens) if several else None
-    sides: list[Exchange] = [Fused(ep, sample, name, padded) for name, ep in ours.items()]
+    sides: list[ExchangeSide] = [Fused(ep, sample, name, padded) for name, ep in ours.items()]
     baseline = "pairs" if several else "gloo"
     for name, keep in ((baseline, False), (f"{baseline}, kept buffers", True)):
         sides.append(AllToAll(sample, job.group, name, keep_buffers=keep))

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from epmoe.bench.floor import BLOCKS, Floor, FloorWindow
 from epmoe.bench.peers import Contest, Peer
-from epmoe.bench.report import SIDE, TOKENS, Column, Job, Report, Result, times
+from epmoe.bench.report import SIDE, TOKENS, Column, Figures, Job, Report, times
 from epmoe.bench.sample import Payload, Sample
-from epmoe.bench.sides import Fused, RankMajor, Rows, Side
+from epmoe.bench.sides import Fused, RankMajor, RowsAlone, Side
 from epmoe.bench.timing import Times, host_us, measure, measure_eager, round_us
 from epmoe.config.config import EPConfig
 from epmoe.service import ExpertParallel
@@ -53,7 +53,7 @@ class Contender(StrEnum):
     """ours, expert-major"""
 
 
-def report(results: Sequence[Result], left_out: dict[str, str] | None = None, *, eager: bool = False) -> Report:
+def report(results: Sequence[Figures], left_out: dict[str, str] | None = None, *, eager: bool = False) -> Report:
     """The figures of `results`, in ascending T. `left_out`: why peers are missing."""
     columns = (TOKENS, SIDE, Column("payload", "payload"), *(_EAGER if eager else _CAPTURED), *_COLUMNS)
     return Report("eager" if eager else "gpu", columns, results, left_out or {})
@@ -78,7 +78,7 @@ def run(
     (T, payload). Raises RuntimeError if an output is wrong; that of a peer leaves the peer out.
     """
     config, group = job.config, job.group
-    results: list[Result] = []
+    results: list[Figures] = []
     samples: dict[int, Sample] = {}
     window = None
     contest = Contest(peers, "exchange", group)
@@ -126,12 +126,12 @@ def _measure(
     window: FloorWindow | None,
     repeats: int,
     eager: bool,
-) -> Iterator[Result]:
+) -> Iterator[Figures]:
     group = contest.group
     floor_us = None
     time = measure_eager if eager else measure
 
-    def row(side: str, taken: Times, **figures: Any) -> Result:
+    def row(side: str, taken: Times, **figures: Any) -> Figures:
         return result(sample, side, payload, taken, floor_us) | figures
 
     def with_host(side: Side) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _measure(
         yield row(Contender.FLOOR, taken, blocks=floor.blocks)
         floor.raise_if_missed()
     if Contender.ROWS in contenders and payload is Payload.PLAIN:
-        yield row(Contender.ROWS, time(Rows(sample, group), repeats, group))
+        yield row(Contender.ROWS, time(RowsAlone(sample, group), repeats, group))
     for contender, kind in ((Contender.RANK_MAJOR, RankMajor), (Contender.FUSED, Fused)):
         if contender in contenders:
             yield row(contender, **with_host(kind(ep, sample)))

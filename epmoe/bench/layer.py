@@ -23,7 +23,7 @@ from epmoe.bench.layer_sides import (
     without_experts,
 )
 from epmoe.bench.peers import Contest, Peer
-from epmoe.bench.report import SIDE, TOKENS, Column, Job, Report, Result, microseconds
+from epmoe.bench.report import SIDE, TOKENS, Column, Figures, Job, Report, microseconds
 from epmoe.bench.sample import Payload
 from epmoe.bench.sides import Side
 from epmoe.bench.timing import round_us, slowest
@@ -47,7 +47,7 @@ _FIGURES = (
 )
 
 
-def report(results: Sequence[Result], left_out: Mapping[str, str], dtype: str) -> Report:
+def report(results: Sequence[Figures], left_out: Mapping[str, str], dtype: str) -> Report:
     """The figures of `results`, in ascending T.
 
     `left_out`: why precisions and peers are missing; `dtype`: the model's, which is the plain precision.
@@ -73,7 +73,7 @@ def run(job: Job, *, peers: Sequence[Peer] = ()) -> Report:
     """
     check(job.config)
     device = torch.device("cuda", torch.cuda.current_device()) if job.on_gpus else torch.device("cpu")
-    results: list[Result] = []
+    results: list[Figures] = []
     contest = Contest(peers, "layer", job.group)
     copy = copy_bytes_per_us(device)
     left_out: dict[str, str] = {}
@@ -91,10 +91,10 @@ def run(job: Job, *, peers: Sequence[Peer] = ()) -> Report:
     )
 
 
-def _measure(job: Job, precision: Precision, device: torch.device, contest: Contest, copy: float) -> list[Result]:
+def _measure(job: Job, precision: Precision, device: torch.device, contest: Contest, copy: float) -> list[Figures]:
     config, group = job.config, job.group
     experts = random_experts(config, dist.get_rank(group), device, precision)
-    results: list[Result] = []
+    results: list[Figures] = []
     payload = Payload.FP8_OUT if precision is Precision.FP8 else Payload.PLAIN
     with ExpertParallel(payload.applied(config), group) as ep:
         for T in job.tokens:

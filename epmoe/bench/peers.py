@@ -18,7 +18,7 @@ from torch import Tensor
 
 from epmoe.bench.layer_sides import WholeLayer
 from epmoe.bench.sample import Payload, Sample
-from epmoe.bench.sides import Calls, Exchange, Side, poison
+from epmoe.bench.sides import Calls, ExchangeSide, Side, poison
 from epmoe.config.placement import Placement
 from epmoe.group.peers import Peers
 
@@ -46,7 +46,9 @@ class Peer:
         """The version that runs. Raises ImportError, where the library is absent or does not load."""
         raise NotImplementedError
 
-    def exchange(self, sample: Sample, payload: Payload, group: dist.ProcessGroup) -> AbstractContextManager[Exchange]:
+    def exchange(
+        self, sample: Sample, payload: Payload, group: dist.ProcessGroup
+    ) -> AbstractContextManager[ExchangeSide]:
         """A side that exchanges the tokens of `sample`. Collective.
 
         Raises LeftOut if the library has no such payload.
@@ -91,12 +93,12 @@ class Contest:
     def exchanges(self, sample: Sample, payload: Payload, time: Callable[[Side], _T]) -> Iterator[tuple[str, _T]]:
         """What `time` says of each exchange that takes this case, by name."""
 
-        def checked(name: str, side: Exchange) -> Side:
+        def checked(name: str, side: ExchangeSide) -> Side:
             side.name, side.exact = name, False  # rows may arrive in another order
             side.check()
             return side
 
-        def enter(peer: Peer) -> AbstractContextManager[Exchange]:
+        def enter(peer: Peer) -> AbstractContextManager[ExchangeSide]:
             return peer.exchange(sample, payload, self.group)
 
         yield from self._measured(sample.placement, sample.tokens, payload, enter, checked, time)

@@ -56,7 +56,7 @@ def microseconds(value: float) -> str:
 class Column(NamedTuple):
     """One figure of every result.
 
-    key: of `Result`. heading: in the table, which leaves out a column without one. unit: what the figure is, for the
+    key: of `Figures`. heading: in the table, which leaves out a column without one. unit: what the figure is, for the
     JSON file; text has none. show: a figure as a cell.
     """
 
@@ -66,7 +66,7 @@ class Column(NamedTuple):
     show: Callable[[Any], str] = str
 
 
-Result = Mapping[str, Any]
+Figures = Mapping[str, Any]
 """One row of figures by the keys of the columns. A figure that was not measured is None or missing."""
 
 TOKENS = Column("tokens", "T", "tokens of a rank")
@@ -90,7 +90,7 @@ class Report:
     """its name in the JSON file"""
     columns: Sequence[Column]
     """the first one divides the table into sections"""
-    results: Sequence[Result]
+    results: Sequence[Figures]
     left_out: Mapping[str, str] = field(default_factory=dict)
     """why sides and cases are missing, by name"""
     plotted: Sequence[str] = ("round",)
@@ -162,7 +162,7 @@ class Report:
         return lines
 
 
-def cell(column: Column, result: Result) -> str:
+def cell(column: Column, result: Figures) -> str:
     """A figure of `result` as text; a dash if it was not measured."""
     value = result.get(column.key)
     return "–" if value is None else column.show(value)

@@ -80,7 +80,7 @@ class Sample:
         return rows * self.factors_e1[expert_N]
 
     def check(self, name: str, y_TD: Tensor, expects: str = "sum", *, fp8: bool = False) -> None:
-        """Raise RuntimeError unless y is what `Exchange` expects, to the precision of `dtype`, or of fp8 rows."""
+        """Raise RuntimeError unless y is what `ExchangeSide` expects, to the precision of `dtype`, or of fp8 rows."""
         if expects == "sum":
             expected_TD = self.expected_TD
             problem = "the round's output is not the weighted sum over its experts"

@@ -52,7 +52,7 @@ class Calls(Side):
     head_start_ms: int = 1
 
 
-class Exchange(Side):
+class ExchangeSide(Side):
     """A side that takes back what the experts put out for the rows of a sample, computed before the timing.
 
     expects: the y of these experts. They return their rows once for each rank that got a row ("echo") or once for each
@@ -86,7 +86,7 @@ class Exchange(Side):
         self.sample.check(self.name, y_TD, self.expects, fp8=self.fp8)
 
 
-class Ours(Exchange):
+class Ours(ExchangeSide):
     """A round of `ExpertParallel`."""
 
     layout: Layout
@@ -148,7 +148,7 @@ class RankMajor(Ours):
         return [slab for buffer in buffers if buffer is not None for slab in slabs(self.sample, buffer)]
 
 
-class Rows(Side):
+class RowsAlone(Side):
     """`all_to_all_single` of the rows that cross to other ranks, both ways. Nothing is sorted, counted or summed."""
 
     def __init__(self, sample: Sample, group: dist.ProcessGroup) -> None:
@@ -176,7 +176,7 @@ class Rows(Side):
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentPairs:
     """The expert-major rows [N, D] of `AllToAll`, and what `back` needs to send their outputs back.
 
     expert_offsets: [e + 1], the first row of each local expert. order: [T·K], the pair of each row that left. arrival:
@@ -191,7 +191,7 @@ class Sent:
     splits_in: list[int]
 
 
-class AllToAll(Exchange):
+class AllToAll(ExchangeSide):
     """Dispatch and combine as layers usually write them, over `all_to_all_single`. The host reads the counts.
 
     One row travels for each (token, expert) pair. Dispatch sorts pairs by expert, exchanges counts, exchanges rows and
@@ -214,7 +214,7 @@ class AllToAll(Exchange):
         self._buffers: dict[str, Tensor] = {}
         self.check()
 
-    def out(self) -> Sent:
+    def out(self) -> SentPairs:
         """Rows in the order of the local experts; within an expert by source rank, then token."""
         x_TD, ids_TK = self.sample.x_TD, self.sample.ids_TK
         positions = self.position_P[ids_TK.flatten()]
@@ -236,9 +236,9 @@ class AllToAll(Exchange):
         rows = self._rows("rows", len(arrival), x_TD)
         torch.index_select(arrived, 0, arrival, out=rows)
         offsets = torch.nn.functional.pad(counts_Re.sum(dim=0).cumsum(dim=0), (1, 0))
-        return Sent(rows, offsets, order, arrival, splits_out, splits_in)
+        return SentPairs(rows, offsets, order, arrival, splits_out, splits_in)
 
-    def back(self, handle: Sent) -> Tensor:
+    def back(self, handle: SentPairs) -> Tensor:
         """y [T, D]: the sum over each token's experts of weight times output row."""
         rows_ND, weights_TK = self.given, self.sample.weights_TK
         T, K = weights_TK.shape
@@ -251,10 +251,10 @@ class AllToAll(Exchange):
         weights_T1K = weights_TK.unsqueeze(1).to(rows_ND.dtype)
         return torch.bmm(weights_T1K, pairs.view(T, K, rows_ND.shape[1])).squeeze(1)
 
-    def outputs(self, handle: Sent) -> Tensor:
+    def outputs(self, handle: SentPairs) -> Tensor:
         return self.sample.experts(handle.rows, None, handle.expert_offsets)
 
-    def arrived(self, handle: Sent) -> list[Tensor]:
+    def arrived(self, handle: SentPairs) -> list[Tensor]:
         return [handle.rows]
 
     def _rows(self, name: str, count: int, like: Tensor) -> Tensor:

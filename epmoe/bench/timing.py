@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.cuda import CUDAGraph
 
-from epmoe.bench.sides import Exchange, Side, poison
+from epmoe.bench.sides import ExchangeSide, Side, poison
 
 ROUNDS, EAGER_ROUNDS = 10, 3
 BATCHES, CALLS = 5, 50  # for host time; all kernels of a batch fit into a stream's queue
@@ -75,7 +75,7 @@ def measure_eager(side: Side, repeats: int, group: dist.ProcessGroup) -> Times:
 
 
 def measure_in_turns(
-    sides: Sequence[Exchange], repeats: int, rounds: int, group: dist.ProcessGroup, advance: Callable[[], object]
+    sides: Sequence[ExchangeSide], repeats: int, rounds: int, group: dist.ProcessGroup, advance: Callable[[], object]
 ) -> list[Times]:
     """The times of each side on the CPU, which take turns: the median over samples of the slowest rank. Collective.
 
@@ -203,12 +203,7 @@ def _agree(got: Tensor, wanted: Tensor, exact: bool) -> bool:
 
 
 def _samples(
-    side: Side,
-    run: Callable[[], object],
-    rounds: int,
-    samples: int,
-    group: dist.ProcessGroup,
-    on_gpus: bool = True,
+    side: Side, run: Callable[[], object], rounds: int, samples: int, group: dist.ProcessGroup, on_gpus: bool = True
 ) -> list[float]:
     """Microseconds a round of `run`, which plays `rounds` of them, in each sample."""
     times = []

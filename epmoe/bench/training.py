@@ -14,15 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn.functional import all_to_all_single
 
-from epmoe.bench.report import TOKENS, Column, Job, Report, Result, microseconds
+from epmoe.bench.layer_sides import Precision, random_experts
+from epmoe.bench.report import TOKENS, Column, Figures, Job, Report, microseconds
 from epmoe.bench.sample import Sample
 from epmoe.bench.sides import Calls
 from epmoe.bench.timing import round_us
 from epmoe.local.experts import GroupedExperts
 from epmoe.native.arguments import FP8
+from epmoe.native.formats import PayloadName
 from epmoe.service import ExpertParallel
 from epmoe.training import TrainingExchange
-from epmoe.training.exchange import Payload as TrainingPayload
 from epmoe.training.exchange import WeightsOn
 
 DEFAULT_TOKENS = (1, 16, 128, 512, 4096)
@@ -36,7 +37,7 @@ _TIMES = (
 )
 _SHARE = Column("share", "share", "rows / experts", "{:.1%}".format)
 
-Pass = Callable[[], Sequence[Tensor]]
+RunPass = Callable[[], Sequence[Tensor]]
 """Forward and backward; returns gradients."""
 
 
@@ -49,7 +50,7 @@ class Passes:
         sample: Sample,
         experts: GroupedExperts | None,
         group: dist.ProcessGroup,
-        payload: TrainingPayload,
+        payload: PayloadName,
     ) -> None:
         self.exchange = TrainingExchange(ep, payload=payload)
         self.experts = experts
@@ -128,12 +129,14 @@ class Passes:
                 raise RuntimeError("all-to-all: its gradients are not those of the exchange")
 
 
-def run(job: Job, payload: TrainingPayload = "auto") -> Report:
+def run(job: Job, payload: PayloadName = "auto") -> Report:
     """Measure each T. Collective. Raises RuntimeError if gradients are wrong, ValueError as `TrainingExchange` does."""
     config = job.config
-    results = list[Result]()
+    results = list[Figures]()
     with ExpertParallel(config, job.group) as ep:
-        experts = _random_experts(ep)
+        experts = None
+        if config.model.intermediate_size is not None:
+            experts = random_experts(config, ep.rank, ep.device, Precision.PLAIN_DEEP_GEMM).requires_grad_()
         for T in job.tokens:
             passes = Passes(ep, Sample(config, ep.rank, T, job.routing, ep.device), experts, job.group, payload)
             passes.check_all_to_all()
@@ -152,20 +155,7 @@ def run(job: Job, payload: TrainingPayload = "auto") -> Report:
     return Report("training", (TOKENS, *_TIMES, _SHARE), results, {}, plotted, "forward + backward, µs")
 
 
-def _random_experts(ep: ExpertParallel) -> GroupedExperts | None:
-    """This rank's experts, or None without `model.intermediate_size`."""
-    model = ep.config.model
-    D, f = model.hidden_size, model.intermediate_size
-    if f is None:
-        return None
-    e = ep.num_local_experts
-    device = ep.device
-    dtype = model.torch_dtype
-    drawn = (torch.randn(e, n, k, device=device).to(dtype) / k**0.5 for n, k in ((2 * f, D), (D, f)))
-    return GroupedExperts(*drawn)
-
-
-def _us(run: Pass, job: Job, *, captured: bool = True) -> float:
+def _us(run: RunPass, job: Job, *, captured: bool = True) -> float:
     """Microseconds of a pass. Its gradients stand for what a round puts out."""
     side = Calls(
         "a pass",

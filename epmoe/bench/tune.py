@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from epmoe.bench.report import TOKENS, Column, Job, Report, Result, microseconds
+from epmoe.bench.report import TOKENS, Column, Figures, Job, Report, microseconds
 from epmoe.bench.sample import Sample
 from epmoe.bench.sides import Fused
 from epmoe.bench.timing import round_us
@@ -46,7 +46,7 @@ def launches(tokens: Sequence[int]) -> int:
 def run(job: Job) -> Report:
     """Tune each T. Collective. `advance` is called after each launch. Raises RuntimeError if an output is wrong."""
     config = job.config
-    results = list[Result]()
+    results = list[Figures]()
     with ExpertParallel(config, job.group) as ep:
         for T in sorted(job.tokens):
             side = Fused(ep, Sample(config, ep.rank, T, job.routing, ep.device))
@@ -65,7 +65,7 @@ def run(job: Job) -> Report:
     return report(results)
 
 
-def report(results: Sequence[Result]) -> Report:
+def report(results: Sequence[Figures]) -> Report:
     """The launch for each T, the time of its round, and the time untuned. The file is what `exchange.tuning` names."""
     rows = [{key: result[key] for key in TuningRow.model_fields} for result in results]
     return Report("tune", _COLUMNS, results, plotted=("untuned", "round"), file={"rows": rows})

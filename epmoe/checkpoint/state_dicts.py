@@ -55,7 +55,8 @@ def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str
                 if layer.ep.size > 1 and layer.ep.group is None:
                     raise EPStateError("this ExpertParallel is closed: its ranks have no group any more")
                 layer.ep.logical_experts(layer.tag)  # raises here, where all ranks hear of it, while experts move
-        state = _whole(state)
+        # Whole tensors in place of FSDP's shards.
+        state = {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()}
         for layer in layers:
             for name in layer.names:
                 state[layer.prefix + name] = _gather(state[layer.prefix + name], layer, cpu_offload)
@@ -244,11 +245,6 @@ def _shard(layers: list[ExpertLayer], state: Mapping[str, Any]) -> dict[str, Any
             if x >= 0:
                 sharded.setdefault(named(x), row)
     return sharded
-
-
-def _whole(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with whole tensors in place of FSDP's shards."""
-    return {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()}
 
 
 def _gather(local: Tensor, layer: ExpertLayer, cpu_offload: bool) -> Tensor:

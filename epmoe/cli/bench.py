@@ -18,6 +18,7 @@ from epmoe.bench.report import STDOUT, Benchmark, Job
 from epmoe.cli.console import UserError, check_output, command, console, launched_rank, log, print_table, require
 from epmoe.cli.launch import CONFIG, NPROC, all_ranks, check_ranks, load, start_ranks
 from epmoe.local.simulate import Kind
+from epmoe.native.formats import PayloadName
 
 # Options, and those without which they go.
 _WITHOUT = {
@@ -105,7 +106,7 @@ def bench(
             raise UserError(
                 "`--training` takes one `--payload`: plain, or fp8-out where `model.hidden_size` is a multiple of 128"
             )
-        forward: training.TrainingPayload = "fp8" if payload == [gpu.Payload.FP8_OUT] else "auto"
+        forward: PayloadName = "fp8" if payload == [gpu.Payload.FP8_OUT] else "auto"
         benchmark = partial(training.run, payload=forward)
         steps = len(counts)
     elif tuning:

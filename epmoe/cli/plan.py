@@ -96,16 +96,11 @@ def _launches(config: EPConfig, plan: MemoryPlan, multiprocessors: int) -> list[
     from epmoe.exchange.launch_policy import launches  # needs the native library, unlike the memory plan
 
     most = config.capacity.max_num_tokens_per_rank
-    rows = []
+    rows: list[dict[str, Any]] = []
     for T in (*(tokens for tokens in TOKENS if tokens < most), most):
         dispatch, combine = launches(plan, T, config.model.torch_dtype, multiprocessors=multiprocessors)
-        rows.append(
-            {
-                "tokens": T,
-                "dispatch": dispatch._asdict() | {"protocol": dispatch.protocol, "send_lines": dispatch.send_lines},
-                "combine": combine._asdict() | {"protocol": combine.protocol, "recv_lines": combine.recv_lines},
-            }
-        )
+        ways = {"dispatch": dispatch, "combine": combine}
+        rows.append({"tokens": T} | {way: vars(of) | {"protocol": of.protocol} for way, of in ways.items()})
     return rows
 
 

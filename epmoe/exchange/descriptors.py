@@ -43,13 +43,8 @@ class CallerRows(NamedTuple):
 class Descriptors:
     """The descriptors of one rank. Calls with the same launch and flags share one.
 
-    Args:
-        plan: the plan of the rank.
-        status: address of the status words.
-        windows: the address of each rank's window.
-        timeout_s: deadline of each wait, in seconds.
-        tuning: the launches of the kernels.
-        zero_gaps: whether dispatch zeroes the rows between segments, on GPUs.
+    `status` is the address of the status words, `windows` those of the ranks' windows. `zero_gaps`: on GPUs dispatch
+    zeroes the rows between segments.
     """
 
     def __init__(
@@ -91,16 +86,10 @@ class Descriptors:
         return steps, [self._made[key] for key in keys]
 
     def for_training(self, descriptor: Tensor, into: CallerRows, scratch: int, num_sms: int) -> Tensor:
-        """A descriptor of one round, which writes into the caller's memory.
+        """The descriptor of a round like `descriptor`, which writes into the caller's memory.
 
-        Args:
-            descriptor: the descriptor of the round.
-            into: the memory, which must live until the round is closed.
-            scratch: address of this rank's scratch.
-            num_sms: multiprocessors that a kernel may use, at most.
-
-        Returns:
-            The descriptor of the round's calls.
+        `into` must live until the round is closed. `scratch` is the address of this rank's scratch, and `num_sms` the
+        most multiprocessors of a kernel.
         """
         made = descriptor.clone()
         plan = struct("ExchangePlan").from_address(made.data_ptr())
@@ -123,16 +112,7 @@ class Descriptors:
 
 
 def returning(descriptor: Tensor, row_values: Tensor, pair_values: Tensor) -> Tensor:
-    """The descriptor of a combine that also brings values back.
-
-    Args:
-        descriptor: the descriptor of the round.
-        row_values: fp32 [N], for each row what goes back to its pair.
-        pair_values: fp32 [T, K], which combine writes.
-
-    Returns:
-        The descriptor of the call of combine.
-    """
+    """The descriptor of a combine that also brings values back: `row_values` fp32 [N] to `pair_values` fp32 [T, K]."""
     made = descriptor.clone()
     _fields(made).row_values = row_values.data_ptr()
     _fields(made).pair_values = pair_values.data_ptr()

@@ -64,29 +64,17 @@ def in_turn(call: Callable[Concatenate[Any, _P], _Result]) -> Callable[Concatena
 
 
 class Exchange(ABC):
-    """One rank's part of the exchange of a group, whose rounds follow one another.
-
-    Attributes:
-        config: the config of the group.
-        plan: the memory of this rank.
-        views: every buffer of the plan.
-        device: of all tensors.
-        rank: in the group, as errors and `repr` name it.
-        global_ranks: [R], of each rank of the group.
-        rounds: the state of the rounds.
-        templates: the checks of calls.
-        thread: the thread that is in a call, or 0.
-    """
+    """One rank's part of the exchange of a group, whose rounds follow one another."""
 
     config: EPConfig
     plan: MemoryPlan
-    views: dict[str, Tensor]
+    views: dict[str, Tensor]  # every buffer of the plan
     device: torch.device
-    rank: int
-    global_ranks: list[int]
+    rank: int  # in the group
+    global_ranks: list[int]  # [R]
     rounds: RoundState
     templates: Templates
-    thread: int = 0
+    thread: int = 0  # that is in a call, or 0
 
     @abstractmethod
     def dispatch(self, call: Call) -> Dispatched:
@@ -102,16 +90,9 @@ class Exchange(ABC):
 
     @abstractmethod
     def combine(self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> Tensor:
-        """Bring expert outputs back to the ranks of their tokens, and sum them there. Collective.
+        """Bring expert outputs back to the ranks of their tokens, and sum them there: y [T, D]. Collective.
 
-        Args:
-            layout: the one that the caller's call is for.
-            rows: expert-major outputs [N, D]; with layout="rank" the sums [R, M, D] of this rank's experts.
-            dispatched: the open round.
-            out: y itself, or None.
-
-        Returns:
-            y [T, D].
+        `layout` is the one that the caller's call is for; see `ExpertParallel.combine` and `combine_partial`.
         """
 
     @abstractmethod
@@ -170,27 +151,18 @@ class Exchange(ABC):
     def release(self) -> None:
         """Give the memory and the network back, once no kernel can use them."""
 
-    @abstractmethod
     def largest(self, number: int) -> Callable[[], int] | None:
         """A number of each rank. Collective, between rounds and in the same order on all ranks; it sends nothing yet.
 
-        Args:
-            number: the number of this rank.
-
-        Returns:
-            What tells all ranks this number, waits for theirs, and returns the largest. Where an exception such as a
-            Ctrl-C has ended it, another call takes it up again. It raises EPTimeoutError, which names the missing
-            ranks, after the deadline of a round, or as soon as a rank has ended. None on one node, whose rounds
-            themselves carry whether a rank has more: see `RoundState.sending`.
-
-        Raises:
-            EPTimeoutError: an earlier call has timed out.
-            EPMismatchError: an earlier call of the ranks did not match.
+        What it returns tells all ranks this number, waits for theirs, and returns the largest. Where an exception such
+        as a Ctrl-C has ended it, another call takes it up again. It raises EPTimeoutError, which names the missing
+        ranks, after the deadline of a round, or as soon as a rank has ended. None on one node, whose rounds themselves
+        carry whether a rank has more: see `RoundState.sending`.
         """
+        return None
 
-    @abstractmethod
     def has_more_rounds(self) -> bool:
-        """Whether any rank has more rounds after the last one, in which all sent it.
+        """Whether any rank has more rounds after the last one, in which all sent it. On one node: see `largest`.
 
         On GPUs it waits for the kernel of dispatch.
 
@@ -200,6 +172,7 @@ class Exchange(ABC):
         Raises what `check` does, EPTimeoutError also where the kernel does not end within `exchange.warmup_timeout_s`,
         and RuntimeError as torch does on a GPU that has failed.
         """
+        raise NotImplementedError
 
     @own_turn
     def run(self, call: Callable[[], _Result]) -> _Result:
@@ -282,10 +255,7 @@ class Exchange(ABC):
     def giving_up(self, skip: Callable[[], None] | None = None) -> Iterator[None]:
         """Within it the caller runs a round. An exception aborts the round, if this thread has opened it.
 
-        Nothing of the exchange is raised in place of the exception.
-
-        Args:
-            skip: takes part in the round, if an exception comes before the round is opened.
+        `skip` takes part in the round where the exception comes earlier. Nothing is raised in place of the exception.
         """
         before = self.rounds.count
         try:

@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from epmoe.exchange.mismatch import Traits, differences
-from epmoe.group.errors import (
-    EPAbortedError,
-    EPMismatchError,
-    EPOrderError,
-    EPOverflowError,
-    EPTimeoutError,
-)
+from epmoe.group.errors import EPAbortedError, EPMismatchError, EPOrderError, EPOverflowError, EPTimeoutError
 
 # int64 each, in the order of `Counter` in csrc/types.h.
 COUNTERS = (
@@ -87,25 +81,11 @@ class Health:
     refused_plans: int = 0
 
     @classmethod
-    def read(
-        cls,
-        rounds: int,
-        counters: Tensor,
-        tokens_per_expert: Tensor,
-        rows_sent: Tensor,
-        waited_ns: Tensor,
-        aborted_rounds: Tensor,
-    ) -> Health:
-        """Make it of the buffers of the same names: int64 [8], int64 [layers, e], and int64 [R] each."""
-        return cls(
-            rounds=rounds,
-            **dict(zip(COUNTERS, counters.tolist(), strict=True)),
-            tokens_per_expert=tokens_per_expert.sum(0).tolist(),
-            rows_sent=rows_sent.tolist(),
-            waited_s=[ns / 1e9 for ns in waited_ns.tolist()],
-            aborted_rounds=aborted_rounds.tolist(),
-            rows_by_layer=tokens_per_expert.sum(1).tolist(),
-        )
+    def read(cls, rounds: int, views: Mapping[str, Tensor]) -> Health:
+        """Make it of the buffers `TOTALS`."""
+        counters, by_layer, rows_sent, waited_ns, aborted_rounds = (views[name] for name in TOTALS)
+        lists = by_layer.sum(0), rows_sent, waited_ns.double() / 1e9, aborted_rounds, by_layer.sum(1)
+        return cls(rounds, *counters.tolist(), *(one.tolist() for one in lists))
 
     def as_dict(self) -> dict[str, int | list[int] | list[float]]:
         """The attributes as plain numbers and lists, ready for JSON."""
@@ -144,7 +124,7 @@ class Totals:
         """`before`: `_rounds` from before these values, which another thread may have moved on since."""
         rounds = before + ((int(views[_ROUNDS]) & 0xFFFFFFFF) - before) % _EPOCHS[self._device.type]
         self._rounds = max(self._rounds, rounds)
-        return Health.read(rounds, *(views[name] for name in TOTALS))
+        return Health.read(rounds, views)
 
 
 def raise_incomplete(overflow: EPOverflowError | None, aborted: EPAbortedError | None) -> None:

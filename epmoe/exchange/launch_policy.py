@@ -6,7 +6,7 @@ no GPU. ``docs/kernels.md`` explains the variants.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -18,56 +18,17 @@ H200_MULTIPROCESSORS = 132
 H200_MAJOR = 9
 
 
-class DispatchLaunch(NamedTuple):
-    """One launch of dispatch. `DispatchLaunch` in csrc/launch_policy.h says what each field is."""
+class KernelLaunch(SimpleNamespace):
+    """One launch of dispatch or combine.
 
-    recv_lines: int
-    coarse: int
-    exclusive: int
-    blocks: int
-    threads: int
-    send_blocks: int
-    notify_blocks: int
-    send_offset_entries: int
-    source_offset_entries: int
-    row_chunks: int
-    chunk_bytes: int
-    tokens_per_release: int
-    shared_bytes: int
+    Its fields are those of `DispatchLaunch` or `CombineLaunch` in csrc/launch_policy.h, which says what they are, and
+    `send_lines` and `recv_lines`: the lines that a sending and a receiving lane move at once, 0 in the Simple protocol.
+    """
 
     @property
     def protocol(self) -> str:
-        """The protocol of the rows: LL or Simple."""
+        """The protocol of the rows, or of the sums: LL or Simple."""
         return "LL" if self.recv_lines else "Simple"
-
-    @property
-    def send_lines(self) -> int:
-        """Lines that a sending lane moves at once; 0: Simple protocol."""
-        return self.recv_lines if self.coarse else min(self.recv_lines, 1)
-
-
-class CombineLaunch(NamedTuple):
-    """One launch of combine. `CombineLaunch` in csrc/launch_policy.h says what each field is."""
-
-    send_lines: int
-    coarse: int
-    own: int
-    forwards: int
-    blocks: int
-    threads: int
-    send_blocks: int
-    team: int
-    shared_bytes: int
-
-    @property
-    def protocol(self) -> str:
-        """The protocol of the sums: LL or Simple."""
-        return "LL" if self.send_lines else "Simple"
-
-    @property
-    def recv_lines(self) -> int:
-        """Lines that a receiving lane sums at once; 0: Simple protocol."""
-        return self.send_lines if self.coarse else min(self.send_lines, 1)
 
 
 def launches(
@@ -79,20 +40,11 @@ def launches(
     send: bool = True,
     receive: bool = True,
     multiprocessors: int = H200_MULTIPROCESSORS,
-) -> tuple[DispatchLaunch, CombineLaunch]:
-    """The launches of one round of `tokens` rows of `dtype` with the plan's D and K.
+) -> tuple[KernelLaunch, KernelLaunch]:
+    """The launch of dispatch and that of combine, in a round of `tokens` rows of `dtype` with the plan's D and K.
 
-    Args:
-        plan: the plan of a rank on GPUs, `MemoryPlan.build(..., nvlink=True)`.
-        tokens: T.
-        dtype: the dtype of x: fp32, fp16 or bf16, or fp8 with an fp8 payload.
-        expert_major: the layout.
-        send: the launch runs the send phase.
-        receive: the launch runs the recv phase.
-        multiprocessors: how many the GPU has; an H200 has 132.
-
-    Returns:
-        The launch of dispatch and that of combine.
+    The plan is that of a rank on GPUs, `MemoryPlan.build(..., nvlink=True)`, and `dtype` that of x, or fp8 with an fp8
+    payload. `send` and `receive` are the phases that the launch runs.
     """
     sizes = plan.sizes
     call = (tokens, sizes["D"], sizes["K"], ops.DTYPES.index(dtype), expert_major, send, receive)
@@ -100,7 +52,10 @@ def launches(
     for line in ops.launch_policy(_as_tensor(plan), *call, multiprocessors, H200_MAJOR).splitlines():
         stage, name, value = line.split()
         fields[stage][name] = int(value)
-    return DispatchLaunch(**fields["dispatch"]), CombineLaunch(**fields["combine"])
+    dispatch, combine = fields["dispatch"], fields["combine"]
+    for launch, coarse, derived in ((dispatch, "recv_lines", "send_lines"), (combine, "send_lines", "recv_lines")):
+        launch[derived] = launch[coarse] if launch["coarse"] else min(launch[coarse], 1)
+    return KernelLaunch(**dispatch), KernelLaunch(**combine)
 
 
 def shared_bytes_needed(plan: MemoryPlan) -> int:

@@ -10,7 +10,6 @@ import ctypes
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from threading import Lock, get_ident
@@ -29,25 +28,11 @@ from epmoe.exchange.call import Call
 from epmoe.exchange.descriptors import Descriptors
 from epmoe.exchange.exchange import Exchange, own_turn
 from epmoe.exchange.handles import Dispatched, Layout, Sent
-from epmoe.exchange.health import (
-    TIMEOUT,
-    TOTALS,
-    UNSCHEDULED,
-    Health,
-    Totals,
-    raise_incomplete,
-    raise_on_failure,
-)
+from epmoe.exchange.health import TIMEOUT, TOTALS, UNSCHEDULED, Health, Totals, raise_incomplete, raise_on_failure
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.mismatch import calls_of
 from epmoe.exchange.outputs import output_rows, refuse_layout, y_of
-from epmoe.exchange.round_state import (
-    CLOSED,
-    DISPATCHED,
-    RETURNING,
-    SENT,
-    RoundState,
-)
+from epmoe.exchange.round_state import CLOSED, DISPATCHED, RETURNING, SENT, RoundState
 from epmoe.exchange.templates import Templates
 from epmoe.exchange.unscheduled import LOOK_S, Late, watch_of
 from epmoe.exchange.window import Window
@@ -61,26 +46,10 @@ _SPIN_S = 1.0  # then the wait for an answer may take milliseconds longer, and n
 
 
 class NodeExchange(Exchange):
-    """An `Exchange` of the ranks of one node. It allocates this rank's scratch and fills its tables.
+    """An `Exchange` of the ranks of one node, whose config it takes. It allocates this rank's scratch.
 
-    Args:
-        config: of the ranks of the node.
-        plan: of this rank.
-        placement: of the experts on the ranks of the node.
-        window: of this rank, which the other ranks map.
-        global_ranks: [R], of each rank of the node.
-        device: of all tensors.
-
-    Attributes:
-        window: of this rank.
-        memory: window and scratch, as the operators take them.
-        status: `Status` of csrc/plan.h in host memory, which the kernels write.
-        descriptors: of the operators.
-        code: not 0 once the kernels have reported a failure.
-        rows_key: what limits the expert-major rows of a round, as errors name it.
-
-    Raises:
-        ConfigError: the file that `exchange.tuning` names is missing or wrong.
+    `memory` is window and scratch, as the operators take them, and `rows_key` what limits the expert-major rows of a
+    round, as errors name it. Raises ConfigError where the file that `exchange.tuning` names is missing or wrong.
     """
 
     def __init__(
@@ -106,7 +75,7 @@ class NodeExchange(Exchange):
         Status, Progress = struct("Status"), struct("Progress")
         both = ctypes.sizeof(Status) + ctypes.sizeof(Progress)
         self._status = torch.zeros(both, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.status = Status.from_address(self._status.data_ptr())
+        self.status = Status.from_address(self._status.data_ptr())  # which the kernels write
         progress = self._status.data_ptr() + ctypes.sizeof(Status)
         if device.type == "cpu":
             progress = self.views["state"].data_ptr() + struct("RoundState").progress.offset
@@ -321,9 +290,6 @@ class NodeExchange(Exchange):
                 return
         _written_to.append((self, owner))
 
-    def largest(self, number: int) -> Callable[[], int] | None:
-        return None
-
     def has_more_rounds(self) -> bool:
         if self.device.type == "cuda":
             spin_until = time.monotonic() + _SPIN_S
@@ -391,7 +357,7 @@ class NodeExchange(Exchange):
         """Call an operator that sends rows and leads to `state`. Returns y, which combine_send leaves unwritten."""
         y = y_of(dispatched, out, self.device)
         checked = output_rows(rows, dispatched, self.plan, self.device)
-        self.rounds.give_back(y)
+        self.rounds.y = y
         self.launch(operator, (y, checked, *self.memory, dispatched.sent.descriptor), state)
         return y
 
@@ -425,11 +391,12 @@ class NodeExchange(Exchange):
         rounds = self.rounds
         receive = ops.dispatch_recv if state == DISPATCHED else ops.combine_recv
         epoch = rounds.count + (rounds.state == CLOSED)
+        progress = rounds.progress
         try:
-            while rounds.waits:
-                (receive if rounds.receives else operator)(*arguments)
+            while progress.deadline_ns:  # the operator has returned so that Python can run signal handlers
+                (receive if progress.phases & 1 else operator)(*arguments)
         finally:
-            rounds.stop_waiting()
+            progress.deadline_ns = 0  # the next wait has a deadline of its own
         if rounds.state != state:
             self.check()
             raise RuntimeError(f"round {epoch} was aborted while this call waited")

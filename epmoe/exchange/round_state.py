@@ -47,22 +47,14 @@ MAX_TAG = 32767  # `kMaxTag` in csrc/plan.h
 
 @dataclass(slots=True, weakref_slot=True)
 class RoundState:
-    """The rounds of one exchange, of which the last may be open. Nothing else changes it, except the operators.
+    """The rounds of one exchange, of which the last may be open. Only exchanges and operators change it."""
 
-    Attributes:
-        progress: `Progress` of csrc/plan.h in host memory, which the operators write, too.
-        handle: the handle that the last call of the open round returned. It means nothing while no round is open.
-        y: the y of the open round, from combine_send to combine_recv.
-        opener: the thread that opened the last round.
-        refused: by thread, the last round for which a call of it was refused, since another thread had this round.
-        template: the template of the last round, for `skip`.
-    """
-
-    progress: Structure
-    handle: Sent | Dispatched | None = None
-    y: Tensor | None = None
-    opener: int = 0
-    template: RoundTemplate | None = None
+    progress: Structure  # `Progress` of csrc/plan.h in host memory, which the operators write, too
+    handle: Sent | Dispatched | None = None  # that the last call of the open round returned
+    y: Tensor | None = None  # of the open round, from combine_send to combine_recv
+    opener: int = 0  # the thread that opened the last round
+    template: RoundTemplate | None = None  # of the last round, for `skip`
+    # By thread, the last round for which a call of it was refused, since another thread had this round.
     refused: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -126,10 +118,6 @@ class RoundState:
         self.handle = dispatched = Dispatched(sent)
         return dispatched
 
-    def give_back(self, y: Tensor) -> None:
-        """Before combine: what it writes."""
-        self.y = y
-
     def close(self) -> None:
         """Any state → CLOSED; behind an operator that has closed the round, it drops what the round kept."""
         if due := -self.progress.phases & 3:
@@ -162,20 +150,6 @@ class RoundState:
         """The handle of the GPU's stream of the last launch, also of one into a graph; None before the first."""
         number = self.progress.last_stream
         return number - 1 if number else None
-
-    @property
-    def waits(self) -> bool:
-        """Whether an operator of the CPU has returned from its wait so that Python can run signal handlers."""
-        return self.progress.deadline_ns != 0
-
-    @property
-    def receives(self) -> bool:
-        """Whether the phase that is due receives."""
-        return bool(self.progress.phases & 1)
-
-    def stop_waiting(self) -> None:
-        """The next wait of an operator has a deadline of its own."""
-        self.progress.deadline_ns = 0
 
     @contextmanager
     def sending(self, has_more: bool | None) -> Iterator[None]:

@@ -16,14 +16,7 @@ from epmoe.config.config import EPConfig
 from epmoe.exchange.call import Call
 from epmoe.exchange.handles import Layout, Received, RoundTemplate
 from epmoe.exchange.round_state import MAX_TAG, RoundState
-from epmoe.native.arguments import (
-    FLOATS,
-    INTS,
-    check_forward_only,
-    check_tensor,
-    describe,
-    dtype_name,
-)
+from epmoe.native.arguments import FLOATS, INTS, check_forward_only, check_tensor, describe, dtype_name
 from epmoe.native.formats import WIRE_FORMATS, WireFormat
 
 Launches = tuple[list[int], list[Tensor]]
@@ -32,15 +25,8 @@ Launches = tuple[list[int], list[Tensor]]
 class Templates:
     """The calls that one exchange has taken so far, by what rounds of a template agree in.
 
-    Args:
-        config: of the exchange.
-        device: of all tensors.
-        views: the buffers in which rows arrive, by their names in the memory plan.
-        rounds: of the exchange.
-        rank: in the group, for `repr`.
-        sizes: of the memory plan.
-        launches: (D, whether rows are expert-major, `weight_rows`, whether rows are aligned) to the steps and
-            descriptors of a `RoundTemplate`.
+    `launches` maps D, whether rows are expert-major, `weight_rows` and whether rows are aligned to the steps and
+    descriptors of a `RoundTemplate`.
     """
 
     def __init__(

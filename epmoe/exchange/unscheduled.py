@@ -20,7 +20,7 @@ import struct
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,22 +33,8 @@ _UNWRITTEN = b"\x7f" * 4
 _ANSWER_S = 1e-3  # for a copy that nothing stands in front of
 
 
-class Copy(Protocol):
-    """Brings a buffer to the host."""
-
-    def start(self) -> None:
-        """Begin. The copy before must have come."""
-
-    def read(self) -> bytes | None:
-        """What has come; None: nothing yet."""
-
-
 class CopyInStream:
-    """A `Copy` behind what was launched on the current stream.
-
-    Args:
-        buffer: on a GPU.
-    """
+    """Brings a buffer of a GPU to the host, behind what was launched on the current stream."""
 
     def __init__(self, buffer: Tensor) -> None:
         with torch.inference_mode(False):  # otherwise `start` could not write it outside inference mode
@@ -57,16 +43,18 @@ class CopyInStream:
         self._bytes = (ctypes.c_char * buffer.nbytes).from_address(self._copied.data_ptr())
 
     def start(self) -> None:
+        """Begin. The copy before must have come."""
         ctypes.memset(self._bytes, _UNWRITTEN[0], len(self._bytes))
         self._copied.copy_(self._buffer, non_blocking=True)
 
     def read(self) -> bytes | None:
+        """What has come; None: nothing yet."""
         copied = self._bytes.raw
         return None if _UNWRITTEN in copied else copied
 
 
 class CopyOfNow(CopyInStream):
-    """A `Copy` on a stream of its own, which waits for no other stream."""
+    """A copy on a stream of its own, which waits for no other stream."""
 
     def __init__(self, buffer: Tensor) -> None:
         super().__init__(buffer)
@@ -86,29 +74,19 @@ class CopyOfNow(CopyInStream):
 
 @dataclass
 class _Mark:
-    """A copy of the state in a stream.
+    """A copy of the state in a stream."""
 
-    Attributes:
-        copy: the copy of the state.
-        set: whether it is on its way, or has come and is still of use.
-        phases: those that the host had launched when it was set.
-        since_s: the time from which the deadline counts.
-    """
-
-    copy: Copy
-    set: bool = False
-    phases: int = 0
-    since_s: float = math.inf
+    copy: CopyInStream
+    set: bool = False  # it is on its way, or has come and is still of use
+    phases: int = 0  # that the host had launched when it was set
+    since_s: float = math.inf  # from here the deadline counts
 
 
 class Late(NamedTuple):
-    """What has not begun.
+    """The stage that is due and has not begun, by its index.
 
-    Attributes:
-        stage: the index of the stage that is due.
-        epoch: the epoch of its round.
-        reports: empty where the stage could have begun for the whole deadline. Otherwise other ranks have given the
-            round up: a mask of missing ranks from each rank.
+    Without `reports` it could have begun for the whole deadline. Otherwise other ranks have given the round up: a mask
+    of missing ranks from each rank.
     """
 
     stage: int
@@ -119,14 +97,12 @@ class Late(NamedTuple):
 class Watch:
     """Looks whether kernels begin. It waits for none.
 
-    Args:
-        before_launch: copies the state on the stream of a launch.
-        at_poll: copies it on the stream of a `poll`.
-        now: copies it past all streams.
-        errors: copies the buffer "signal.error" past all streams.
+    The state is copied on the stream of a launch, on that of a `poll`, and past all streams, as "signal.error" is.
     """
 
-    def __init__(self, before_launch: Copy, at_poll: Copy, now: Copy, errors: Copy) -> None:
+    def __init__(
+        self, before_launch: CopyInStream, at_poll: CopyInStream, now: CopyInStream, errors: CopyInStream
+    ) -> None:
         self._launch = _Mark(before_launch)
         self._poll = _Mark(at_poll)
         self._now = now
@@ -138,17 +114,10 @@ class Watch:
     def look(
         self, time_s: float, timeout_s: float, phases: int, comes: Literal["launch", "replay", None]
     ) -> Late | None:
-        """Look at the marks, and set one.
+        """Look at the marks, and set one. Returns what is late; None where nothing is, or where nobody can tell.
 
-        Args:
-            time_s: the time of the look.
-            timeout_s: the deadline.
-            phases: those that the host has launched so far.
-            comes: what the caller does next on the current stream: it launches a kernel, in front of which only this
-                stream has work, or it may replay a graph. None: nothing.
-
-        Returns:
-            What is late; None where nothing is, or where nobody can tell.
+        The host has launched so many `phases` by `time_s`. `comes` is what the caller does next on the current stream:
+        it launches a kernel, in front of which only this stream has work, or it may replay a graph. None: nothing.
         """
         self._now.start()
         state = self._now.read()

@@ -66,15 +66,11 @@ class SharedMemoryWindow:
     def __init__(self, nbytes: int, peers: Peers, dead_at: int):
         """Collective, in a step of `Peers.together`. Reserves the memory now: a shortage is no fault in a later round.
 
-        Args:
-            nbytes: size of each rank's window.
-            peers: the ranks of the group.
-            dead_at: where in its own window a rank keeps the mask of ranks that have ended, in bytes from the start.
+        At `dead_at` bytes from the start of its own window a rank keeps the mask of ranks that have ended.
 
-        Raises:
-            MemoryError: this rank has no room.
-            RuntimeError: the ranks are on several machines, this process may open too few files, or a rank did not
-                answer within `SOCKET_TIMEOUT_S`, or within half the deadline of `peers` if that is shorter.
+        Raises MemoryError where this rank has no room. Raises RuntimeError where the ranks are on several machines,
+        this process may open too few files, or a rank did not answer within `SOCKET_TIMEOUT_S`, or within half the
+        deadline of `peers` if that is shorter.
         """
         check_room(nbytes * peers.size, available_memory_bytes())
         with _enough_files(peers.size):
@@ -173,17 +169,11 @@ def share_descriptors(window: list[int], peers: Peers) -> tuple[list[int], dict[
 
     Each rank connects to all others before it accepts, so ranks cannot wait for one another in a circle.
 
-    Args:
-        window: the file descriptor of this rank's window; empty on all ranks if windows have none.
-        peers: the ranks of the group.
+    `window` is the descriptor of this rank's window; empty on all ranks if windows have none. Returns the descriptors
+    of all windows, and by rank those of the other ranks' processes, where they could give one. The caller closes both.
 
-    Returns:
-        By rank, the descriptors of windows; this rank's is the given one. And by rank, the descriptors of the processes
-        of the other ranks, where they could give one. The caller closes both.
-
-    Raises:
-        RuntimeError: the ranks are on several machines or cannot reach one another's sockets, or a rank has ended.
-        TimeoutError: a rank did not answer.
+    Raises RuntimeError where the ranks are on several machines or cannot reach one another's sockets, or a rank has
+    ended, and TimeoutError where a rank did not answer.
     """
     rank = peers.rank
     size = peers.size

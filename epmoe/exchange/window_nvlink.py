@@ -31,25 +31,13 @@ class NVLinkWindow:
     """A `Window` in GPU memory of one NVLink domain."""
 
     def __init__(
-        self,
-        nbytes: int,
-        peers: Peers,
-        device: torch.device,
-        dead_at: int,
-        empty_lines: Iterable[slice] = (),
+        self, nbytes: int, peers: Peers, device: torch.device, dead_at: int, empty_lines: Iterable[slice] = ()
     ):
         """Collective, in a step of `Peers.together`. Clears the window on all ranks before it returns.
 
-        Args:
-            nbytes: size of each rank's window.
-            peers: the ranks of the group.
-            device: this rank's GPU.
-            dead_at: where in its own window a rank keeps the mask of ranks that have ended, in bytes from the start.
-            empty_lines: slices of the window's bytes that begin as 0xff, where all other bytes begin as 0.
-
-        Raises:
-            MemoryError: this rank has no room.
-            RuntimeError: this GPU has no peer access to another GPU of the group.
+        `dead_at` is that of `SharedMemoryWindow`. `empty_lines` are slices of the window's bytes that begin as 0xff,
+        where all other bytes begin as 0. Raises MemoryError where this rank has no room, and RuntimeError where this
+        GPU has no peer access to another GPU of the group.
         """
         check_room(nbytes, torch.cuda.mem_get_info(device)[0])
         peers.all_gather(None)  # all have room

@@ -25,40 +25,28 @@ _MOST_NAMED = 8  # keys in an error
 class JoinRequest:
     """What a rank tells the others when it joins a group.
 
-    config: JSON, of the group to be. Without `placement.live`, if the rank `keeps` the placement as far as it can, of
-        the group so far.
-    origin: the same on all ranks that were ever in one group.
-    generation: how many groups the rank has had before the present one; `_NEW` if it has none yet.
-    rank: in the group so far.
-    held: with `placement.live`, the slots [layers][S] of a rank that keeps them or has read them from a file.
-    spread_lost: that of `ExpertParallel.resume`.
-    attempt: rank 0's names this attempt to open a group, and what is connected in it.
+    `config` is JSON, of the group to be. Without `placement.live`, if the rank `keeps` the placement as far as it can,
+    it is that of the group so far.
     """
 
     config: str
-    origin: str = field(default_factory=lambda: secrets.token_hex(8))
-    generation: int = _NEW
-    rank: int = _NEW
+    origin: str = field(default_factory=lambda: secrets.token_hex(8))  # of all ranks that were ever in one group
+    generation: int = _NEW  # groups that the rank has had before the present one
+    rank: int = _NEW  # in the group so far
     keeps: bool = False
-    held: list[list[int]] | None = None
-    spread_lost: bool = False
-    attempt: str = field(default_factory=lambda: secrets.token_hex(8))
+    held: list[list[int]] | None = None  # with `placement.live`, slots [layers][S] that the rank keeps or has read
+    spread_lost: bool = False  # that of `ExpertParallel.resume`
+    attempt: str = field(default_factory=lambda: secrets.token_hex(8))  # rank 0's names this attempt to open a group
 
 
 @dataclass
 class Agreement:
-    """What the ranks of a group have agreed on. It is empty until they have.
+    """What the ranks of a group have agreed on. It is empty until they have."""
 
-    Attributes:
-        requests: of all ranks, in rank order.
-        origin: of the group to be, like `generation`.
-        former: if the ranks keep the placement, their ranks in the group so far.
-    """
-
-    requests: list[JoinRequest] = field(default_factory=list)
+    requests: list[JoinRequest] = field(default_factory=list)  # of all ranks, in rank order
     origin: str = ""
-    generation: int = 0
-    former: list[int] | None = None
+    generation: int = 0  # of the group to be
+    former: list[int] | None = None  # if the ranks keep the placement, their ranks in the group so far
 
     @property
     def attempt(self) -> str:
@@ -71,16 +59,9 @@ class Agreement:
         return f"{self.origin}.{self.generation}.{self.attempt}"
 
     def reach(self, peers: Peers, request: JoinRequest) -> None:
-        """Exchange requests with the other ranks. Collective: all ranks agree, or all raise.
+        """Exchange requests with the other ranks. Collective: all ranks agree, or all raise ValueError.
 
         With `placement.live` any ranks may keep their experts, in any order and with new ranks: each brings its slots.
-
-        Args:
-            peers: the ranks of the group.
-            request: of this rank.
-
-        Raises:
-            ValueError: the requests do not fit together.
         """
         self.requests = requests = [JoinRequest(*values) for values in peers.all_gather(astuple(request))]
         known = [one for one in requests if one.generation != _NEW]

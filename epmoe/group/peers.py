@@ -56,23 +56,14 @@ class _ReportedError(Exception):
 
 @dataclass(frozen=True)
 class Peers:
-    """A process group, and the place of this process in it.
+    """A process group, and the place of this process in it."""
 
-    Attributes:
-        group: None is this process alone.
-        rank: of this process in the group.
-        size: R.
-        global_ranks: [R], of each rank of the group.
-        timeout_s: deadline of each collective in seconds; None is the group's own.
-        first: number of rank 0 in errors: these ranks may be a part of a larger group.
-    """
-
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None  # None is this process alone
     rank: int
     size: int
-    global_ranks: list[int]
-    timeout_s: float | None = None
-    first: int = 0
+    global_ranks: list[int]  # [R]
+    timeout_s: float | None = None  # deadline of each collective in seconds; None is the group's own
+    first: int = 0  # number of rank 0 in errors: these ranks may be a part of a larger group
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> Self:

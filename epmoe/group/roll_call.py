@@ -20,21 +20,13 @@ _SEND_S = 0.1  # to write a word into the store, where it can be reached
 
 @dataclass(frozen=True)
 class RollCall:
-    """Some ranks of a group, which report to one another after a failure.
-
-    Attributes:
-        ranks: these ranks, numbered in the group.
-        rank: this one.
-        size: of the whole group.
-        name: the same on all ranks of the group, and of no other group.
-        attempt: the name of this attempt, the same on all ranks that know it; "" until a rank knows it.
-    """
+    """Some ranks of a group, which report to one another after a failure. They are numbered in the group."""
 
     ranks: list[int]
     rank: int
-    size: int
-    name: str
-    attempt: str = ""
+    size: int  # of the whole group
+    name: str  # the same on all ranks of the group, and of no other group
+    attempt: str = ""  # the name of this attempt, once this rank knows it
 
     def succeed(self) -> None:
         """Report that the attempt has succeeded here: where it fails elsewhere, this rank is not missing."""
@@ -42,14 +34,10 @@ class RollCall:
             interruptible(partial(self._store().set, f"{self.attempt}/{self.rank}", ""), _SEND_S)
 
     def missing(self, found: Sequence[int], answer_s: float = ANSWER_S) -> list[int]:
-        """After a failure: who is missing. A rank that notices a failure reports it; one that does not is missing.
+        """After a failure: who is missing, at least one rank; all others of this roll call where the store is silent.
 
-        Args:
-            found: ranks of the group that this rank knows to be missing, which it reports.
-            answer_s: how long the others have to report something, in seconds.
-
-        Returns:
-            Ranks of the group, at least one; all other ranks of this roll call where the store cannot be reached.
+        A rank that notices a failure reports it, and what it has `found`; one that does not within `answer_s` seconds
+        is missing.
         """
         others = [rank for rank in self.ranks if rank != self.rank]
         reports: dict[int, set[int]] = {}

@@ -25,16 +25,8 @@ def interruptible(
 ) -> bool:
     """Calls `wait`, which may block for long, on another thread, so that this thread can run signal handlers meanwhile.
 
-    Args:
-        wait: runs to its end, also after this function has returned.
-        timeout_s: how long this function waits, in seconds; None: until `wait` ends.
-        look: called about every 20 ms. What it raises ends this function.
-
-    Returns:
-        Whether `wait` has ended.
-
-    Raises:
-        BaseException: what `wait`, `look` or a signal handler raises.
+    Returns whether `wait` has ended within `timeout_s` seconds; it runs to its end anyway. `look` is called about every
+    20 ms. Raises what `wait`, `look` or a signal handler raises.
     """
     errors: list[BaseException] = []
 
@@ -55,7 +47,7 @@ def interruptible(
     return not thread.is_alive()
 
 
-class Result(Generic[_Value]):
+class Promise(Generic[_Value]):
     """What a `Worker` computes. `done` says whether it has."""
 
     def __init__(self, compute: Callable[[], _Value]) -> None:
@@ -85,12 +77,12 @@ class Worker:
     """
 
     def __init__(self, name: str) -> None:
-        self._queue = SimpleQueue[Result[Any] | None]()
+        self._queue = SimpleQueue[Promise[Any] | None]()
         Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
 
-    def submit(self, compute: Callable[[], _Value]) -> Result[_Value]:
+    def submit(self, compute: Callable[[], _Value]) -> Promise[_Value]:
         """Compute this after what was submitted before."""
-        self._queue.put(result := Result(compute))
+        self._queue.put(result := Promise(compute))
         return result
 
     def close(self) -> None:
@@ -100,7 +92,7 @@ class Worker:
     __del__ = close
 
 
-def _serve(queue: SimpleQueue[Result[Any] | None]) -> None:
+def _serve(queue: SimpleQueue[Promise[Any] | None]) -> None:
     """The thread. It does not keep the worker alive."""
     while (result := queue.get()) is not None:
         result.run()

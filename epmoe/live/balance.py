@@ -53,7 +53,7 @@ class Choices(NamedTuple):
     """The copies that a source rank sends to: a hash u in [0, 2³²) takes the first with u < threshold."""
 
     slots: Tensor
-    """int32 [E, C], or [L, E, C]: a source's own copy first, then those of its node; the last one is repeated"""
+    """int32 [E, C], or [L, E, C]: a source's own copy first; the last one is repeated"""
     thresholds: Tensor
     """int64, as `slots`, ascending from 0 to 2³²; a copy that gets nothing has an empty interval"""
 
@@ -134,13 +134,12 @@ def choices(
     ep_size: int,
     num_experts: int,
     most_copies: int | None = None,
-    ranks_per_node: int | None = None,
     one_copy: bool = False,
 ) -> Choices:
     """The copies of every expert that one source rank sends to, so that all sources together keep to the shares.
 
-    Every source is taken to bring 1/R of an expert's load. It fills the copy on its own rank first, then copies on its
-    node, then the others. What is left of sources and copies is matched in proportion.
+    Every source is taken to bring 1/R of an expert's load. It fills the copy on its own rank first. What is left of
+    sources and copies is matched in proportion.
 
     With few rows an expert takes as long as its weights take to read, however many rows it has. `one_copy` then makes
     all sources choose the same copy of each expert, and the rank with most chosen copies has as few as possible.
@@ -152,7 +151,6 @@ def choices(
         ep_size: R
         num_experts: E
         most_copies: C; by default the most copies that an expert has in `slots`.
-        ranks_per_node: ranks that share a node, a divisor of R; by default all.
         one_copy: choose the same copy on all sources, without regard to `shares` and `source`.
 
     Returns:
@@ -167,15 +165,9 @@ def choices(
         raise ValueError(f"`shares` must be float64 {list(slots.shape)}, as `slots`, got {describe(shares)}")
     if not is_int(source) or not 0 <= source < ep_size:
         raise ValueError(f"`source` must be a rank from 0 to {ep_size - 1}, got {source!r}")
-    found = ops.balance_choices(
-        slots_LP,
-        shares.cpu().contiguous().view(slots_LP.shape),
-        num_experts,
-        ep_size,
-        _node(ranks_per_node, ep_size),
-        -1 if one_copy else source,
-        int(_num_copies(slots_LP, num_experts).max()) if most_copies is None else most_copies,
-    )
+    most = int(_num_copies(slots_LP, num_experts).max()) if most_copies is None else most_copies
+    shares_LP = shares.cpu().contiguous().view(slots_LP.shape)
+    found = ops.balance_choices(slots_LP, shares_LP, num_experts, ep_size, -1 if one_copy else source, most)
     return Choices(*(table if slots.dim() == 2 else table[0] for table in found))
 
 

@@ -10,15 +10,15 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from epmoe.config.config import EPConfig
 from epmoe.config.placement import is_int
 from epmoe.exchange.exchange import Exchange, in_turn
 from epmoe.group.errors import EPRefusedError, EPStateError
-from epmoe.group.waiting import Result, Worker
+from epmoe.group.member import Member
+from epmoe.group.waiting import Promise, Worker
 from epmoe.live.balance import GOAL, MAX_MOVES, Plan, check_limits, check_slots
 from epmoe.live.experts import LiveExperts
 from epmoe.live.layout import Word
-from epmoe.live.moves import Weights
+from epmoe.live.moves import SlotWeights
 from epmoe.live.policy import Policy, few_moves
 
 LEAST_GAIN = 0.002
@@ -26,17 +26,10 @@ _LOOKS = 20  # for a plan, between two gatherings of loads
 _CALLS = 1 << 31  # numbers of calls of `finish`, which then begin again
 
 
-class Serving(Protocol):
+class Serving(Member, Protocol):
     """What a `Balancer` uses of an `ExpertParallel`."""
 
-    config: EPConfig
-    rank: int
-    size: int
-    generation: int
     live: LiveExperts | None
-
-    @property
-    def exchange(self) -> Exchange: ...
 
     def poll(self) -> None: ...
 
@@ -95,7 +88,7 @@ class Balancer:
         max_moves: int = MAX_MOVES,
         least_gain: float = LEAST_GAIN,
         policy: Policy = few_moves,
-        weights: Weights | None = None,
+        weights: SlotWeights | None = None,
     ) -> None:
         if not is_int(every) or every < 1:
             raise ValueError(f"`every` must be an integer of at least 1, got {every!r}")
@@ -120,7 +113,7 @@ class Balancer:
         self._generation = self._ep.generation
         self._counted = self._planned = 0  # of rank 0: the tick of the last plan, and its call of `replace`
         self._taken = self._recorded = 0  # calls of `replace`: the last one here, and that of the last `Step`
-        self._planning: Result[Plan] | None = None
+        self._planning: Promise[Plan] | None = None
         self._recent = self._last_loads = torch.zeros(1, 1, dtype=torch.float64)
 
     @in_turn

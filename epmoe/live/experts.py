@@ -17,11 +17,11 @@ from epmoe.config.config import EPConfig
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED
 from epmoe.group.errors import EPStateError, EPTimeoutError
-from epmoe.group.waiting import Result, Worker
+from epmoe.group.waiting import Promise, Worker
 from epmoe.live.balance import check_slots
 from epmoe.live.layout import EMPTY, Word
 from epmoe.live.mail import Mail, MailOnGPU
-from epmoe.live.moves import MOST_CALLS, REFUSED, Moves, Weights
+from epmoe.live.moves import MOST_CALLS, REFUSED, Moves, SlotWeights
 from epmoe.live.tables import at_most, tables
 from epmoe.live.waves import Wave, in_place, plan_waves
 from epmoe.native.arguments import describe
@@ -33,27 +33,19 @@ class LiveExperts:
     A signal handler may raise anywhere, and may call what its main thread is in the middle of. So state changes in one
     assignment for each event, and each step does what is left to do.
 
-    Args:
-        config: of the group.
-        exchange: of this rank.
-        slots: [layers][P], what ranks have kept, or None in a new group.
-        weights: by tag, the weights of a layer's slots, where `replace` is given none; layers add theirs.
+    It takes the slots [layers][P] that ranks have kept, None in a new group; and by tag the weights of a layer's slots,
+    where `replace` is given none. Layers add theirs.
 
-    Attributes:
-        slots: int32 [layers, P], on the CPU: the logical expert in each slot, or −1, as far as all ranks have come.
-        held: int32 [layers, S]: the expert whose weights each slot of this rank has, or −1 while they are overwritten.
-        weights: as above.
-        mail: the words and bytes that this rank sends to others.
-        moves: of the last call of `replace` that was not refused here, or None.
-        sharing: the tables of new shares, from the call of `share` until they are in use; otherwise None.
-        calls: calls of `replace`, also refused ones: the number of the last one, which is the same on all ranks.
-        refused_plans: the count that `Health` shows.
-        ticks: calls of `Balancer.tick` in this group, of one balancer after another: words hold their numbers.
-        finishes: calls of `Balancer.finish` in this group.
+    slots: int32 [layers, P], on the CPU: the logical expert in each slot, or −1, as far as all ranks have come.
+    held: int32 [layers, S]: the expert whose weights each slot of this rank has, or −1 while they are overwritten.
+    moves: of the last call of `replace` that was not refused here, or None.
+    sharing: the tables of new shares, from the call of `share` until they are in use; otherwise None.
+    calls: calls of `replace`, also refused ones: the number of the last one, which is the same on all ranks.
+    ticks: calls of `Balancer.tick` in this group, of one balancer after another: words hold their numbers.
     """
 
     def __init__(
-        self, config: EPConfig, exchange: NodeExchange, slots: list[list[int]] | None, weights: dict[int, Weights]
+        self, config: EPConfig, exchange: NodeExchange, slots: list[list[int]] | None, weights: dict[int, SlotWeights]
     ) -> None:
         self._exchange = exchange
         self._table = exchange.views["table.copies"]
@@ -79,15 +71,15 @@ class LiveExperts:
         self._untold: int | None = None  # number of a refused call of which the others have not heard
         self._steps = False
         self._worker = Worker("epmoe-quotas")  # tables of many layers take milliseconds
-        self._versions = list[tuple[Tensor, Result[Tensor]]]()  # of `moves`: slots, and tables once they are made
-        self.sharing: Result[Tensor] | None = None
+        self._versions = list[tuple[Tensor, Promise[Tensor]]]()  # of `moves`: slots, and tables once they are made
+        self.sharing: Promise[Tensor] | None = None
         self._tables_loads = self._shared_loads
         self._put_into_use(self._upload(self.slots, self._shared_loads))
         if exchange.device.type == "cuda":  # rounds may come on another stream
             torch.cuda.current_stream(exchange.device).synchronize()
 
     def replace(
-        self, slots: Tensor, weights: Weights | None = None, loads: Tensor | None = None, number: int = 0
+        self, slots: Tensor, weights: SlotWeights | None = None, loads: Tensor | None = None, number: int = 0
     ) -> Moves:
         """See `ExpertParallel.replace`. `number` is that of the call, by default the next one."""
         self._refuse_within_a_step("replace")
@@ -106,7 +98,7 @@ class LiveExperts:
         moves.tell()
         return moves
 
-    def _begin(self, number: int, slots: Tensor, weights: Weights | None, loads: Tensor | None) -> Moves:
+    def _begin(self, number: int, slots: Tensor, weights: SlotWeights | None, loads: Tensor | None) -> Moves:
         if not isinstance(slots, Tensor) or slots.shape != self.slots.shape:
             raise ValueError(f"`slots` must be integers {list(self.slots.shape)}, got {describe(slots)}")
         loads = self._shared_loads if loads is None else self._checked(loads)
@@ -186,7 +178,7 @@ class LiveExperts:
         moves = self.moves
         if moves is self._settled or moves is None or not moves.done:
             return
-        held, versions = self._mine(self.slots).clone(), list[tuple[Tensor, Result[Tensor]]]()
+        held, versions = self._mine(self.slots).clone(), list[tuple[Tensor, Promise[Tensor]]]()
         if moves.cancelled:
             self._share()  # slots that were to be overwritten are in use again
         refused = self.refused_plans + bool(moves.refused_by)
@@ -314,7 +306,7 @@ class LiveExperts:
     def _share(self) -> None:
         self.sharing, self._tables_loads = self._submit(self.slots, self._shared_loads), self._shared_loads
 
-    def _submit(self, slots: Tensor, loads: Tensor, wave: Wave | None = None) -> Result[Tensor]:
+    def _submit(self, slots: Tensor, loads: Tensor, wave: Wave | None = None) -> Promise[Tensor]:
         return self._worker.submit(partial(self._upload, slots, loads, wave))
 
     def _upload(self, slots: Tensor, loads: Tensor, wave: Wave | None = None) -> Tensor:

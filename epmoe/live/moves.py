@@ -33,7 +33,7 @@ from epmoe.live.layout import EMPTY, Word
 from epmoe.live.mail import Mail
 from epmoe.live.waves import SlotMove, Wave
 
-Weights = Callable[[int, int], Sequence[Tensor]]
+SlotWeights = Callable[[int, int], Sequence[Tensor]]
 """(tag, index of a local slot) → its tensors without gaps, in which weights are read and written in place"""
 
 MOST_CALLS = (1 << 31) - 1  # of `replace`, since words are signed
@@ -82,7 +82,7 @@ class Moves:
     slots_per_rank: int
     waves: list[Wave]
     """what `plan_waves` returns, the same on all ranks"""
-    weights: Weights
+    weights: SlotWeights
     """of slots; tensors of slots of one layer have the same sizes"""
     staging: Tensor
     """uint8, in the window of this rank"""

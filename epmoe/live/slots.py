@@ -88,19 +88,11 @@ def agree_on_slots(
 
 
 def keep_slots(config: EPConfig, held: Sequence[Table | None], spread_lost: bool) -> Table:
-    """The table of a group whose ranks keep their experts.
+    """The table of a group whose ranks keep their experts, in which every expert has a slot.
 
-    Args:
-        config: of the group.
-        held: of each rank, which may have fewer slots than in `config`; None for a rank that has no experts yet.
-        spread_lost: put experts that no rank holds on the ranks with the fewest: in empty slots, or where there is none
-            in place of a copy of the expert with the most.
-
-    Returns:
-        The table, in which every expert has a slot.
-
-    Raises:
-        ValueError: no rank holds an expert, without `spread_lost`; the error names it.
+    A rank may have held fewer slots than in `config`, or None if it is new. `spread_lost` puts experts that no rank
+    holds on the ranks with the fewest: in empty slots, or where there is none in place of a copy of the expert with the
+    most. Without it they raise a ValueError, which names them.
     """
     E, S, L = config.model.num_experts, config.placement.slots_per_rank or 0, config.placement.layers
     none: Table = [[] for _ in range(L)]

@@ -50,19 +50,11 @@ def plan_waves(before: Tensor, after: Tensor, slots_per_rank: int) -> list[Wave]
     """Waves that lead from `before` to `after`.
 
     A wave overwrites a slot only if it is empty or another slot, which the wave leaves alone, holds its expert. Where
-    experts without another copy change places, one of them makes a detour by a slot that may be overwritten.
+    experts without another copy change places, one of them makes a detour by a slot that may be overwritten. Raises
+    ValueError where no slot is free for a detour.
 
-    Args:
-        before: int32 [L, P], in which every expert has a slot.
-        after: int32 [L, P], as `in_place` gives it.
-        slots_per_rank: S
-
-    Returns:
-        The waves, of which the last one leads to `after`, up to the order of the slots of a rank. No wave at all where
-        nothing moves.
-
-    Raises:
-        ValueError: experts without another copy change places, and no slot is free for a detour.
+    Every expert has a slot in `before`, and `after` is as `in_place` gives it. The last wave leads to `after`, up to
+    the order of the slots of a rank. Where nothing moves there is no wave.
     """
     now = before.clone()
     after = after.clone()

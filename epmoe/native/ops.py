@@ -110,7 +110,7 @@ _library.define(
     "balance_fresh(Tensor loads, int ep_size, int slots_per_rank, int most_copies, int ranks_per_node) -> Tensor"
 )
 _library.define(
-    "balance_choices(Tensor slots, Tensor shares, int num_experts, int ep_size, int ranks_per_node, int source, "
+    "balance_choices(Tensor slots, Tensor shares, int num_experts, int ep_size, int source, "
     "int most_copies) -> (Tensor slots, Tensor thresholds)"
 )
 _library.define("layouts() -> str")  # see epmoe/native/layouts.py

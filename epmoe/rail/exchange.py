@@ -34,13 +34,9 @@ _AT_SOURCE = ("out_of_range_ids", "duplicate_ids", "nonfinite_weights")
 
 
 class HierarchicalExchange(Exchange):
-    """An `Exchange` over the nodes of a group. `rank` and errors are of the group.
+    """An `Exchange` over the nodes of a group, whose config it takes. `rank` and errors are of the group.
 
-    Args:
-        config: of the whole group, with more than one node.
-        node: the exchange of this rank's node, whose config is `config.of_node()`.
-        memory: of this rank, for the rail.
-        network: carries slabs to the other nodes, and knows what has failed.
+    The config of the exchange of this rank's `node` is `config.of_node()`.
     """
 
     def __init__(self, config: EPConfig, node: NodeExchange, memory: RailMemory, network: Network) -> None:
@@ -203,10 +199,6 @@ class HierarchicalExchange(Exchange):
         """A slab for another node has the same length on all ranks, so they agree on it."""
         return self.network.largest(number)
 
-    def has_more_rounds(self) -> bool:
-        """No caller needs it here: see `largest`."""
-        raise RuntimeError("over several nodes ranks agree on their rounds before the first one")
-
     def health(self, wait: bool) -> Health:
         """What the node's ranks are sent, and on other nodes the rank of this rail.
 
@@ -244,7 +236,7 @@ class HierarchicalExchange(Exchange):
     def _send_back(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> None:
         y = y_of(dispatched, out, self.device)
         self.node.combine_send(rows, self._open_slabs().inside)
-        self.rounds.give_back(y)
+        self.rounds.y = y
         self.rounds.advance()
 
     def _sum(self, dispatched: Dispatched) -> Tensor:

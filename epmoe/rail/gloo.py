@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import AllToAllOptions, _get_default_sto
 
 from epmoe.config.deadlines import NETWORK_SLACK_S, Deadlines
 from epmoe.group.roll_call import RollCall
-from epmoe.rail.rail import DeviceWords, Load, RailError
+from epmoe.rail.rail import DeviceWords, RailError, Transfer
 
 _CONNECT = timedelta(seconds=60)  # for ranks to reach one another at the start
 _SPINS = 200  # looks at a transfer before the first sleep
@@ -48,31 +48,31 @@ class GlooRail:
         self._roll_call, self._deadlines, self._device, self._ended = roll_call, deadlines, device, False
         name, ranks = f"{roll_call.name}/rail/{roll_call.ranks[0]}", roll_call.ranks
         self._group = gloo_group(name, ranks.index(roll_call.rank), len(ranks), connect)
-        self._under_way: list[Load] = []
+        self._under_way: list[Transfer] = []
 
     def allocate(self, nbytes: int) -> Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
-    def start(self, load: Load) -> None:
+    def start(self, transfer: Transfer) -> None:
         if self._ended:
             raise RailError("the rail is closed")
-        timeout_s = self._deadlines.of(load.returning)
+        timeout_s = self._deadlines.of(transfer.returning)
         options = AllToAllOptions()  # `dist.all_to_all_single` takes no deadline
         options.timeout, options.asyncOp = timedelta(seconds=timeout_s + NETWORK_SLACK_S), True
-        arguments = load.received, load.sent, load.received_rows, load.sent_rows, options
-        self._under_way = [*filter(_is_under_way, self._under_way), load]
+        arguments = transfer.received, transfer.sent, transfer.received_rows, transfer.sent_rows, options
+        self._under_way = [*filter(_is_under_way, self._under_way), transfer]
         try:
             # Both in one call of C, so that no signal handler comes between the start and its record.
-            load.started.extend(starmap(self._group.alltoall_base, [arguments]))
+            transfer.started.extend(starmap(self._group.alltoall_base, [arguments]))
         except RuntimeError as error:
             raise RailError(str(error)) from error
 
-    def wait(self, load: Load, look: Callable[[], None]) -> None:
+    def wait(self, transfer: Transfer, look: Callable[[], None]) -> None:
         """It polls, so that signal handlers of Python run."""
-        (transfer,) = load.started
-        deadline = time.monotonic() + self._deadlines.of(load.returning)
+        (work,) = transfer.started
+        deadline = time.monotonic() + self._deadlines.of(transfer.returning)
         polls, sleep_s = 0, _SLEEP_S
-        while not transfer.is_completed():
+        while not work.is_completed():
             polls += 1
             if polls < _SPINS:
                 time.sleep(0)
@@ -83,7 +83,7 @@ class GlooRail:
             time.sleep(sleep_s)
             sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
         try:
-            transfer.wait()
+            work.wait()
         except RuntimeError as error:
             raise RailError(str(error)) from error
 
@@ -106,5 +106,5 @@ class GlooRail:
         del self._group
 
 
-def _is_under_way(load: Load) -> bool:
-    return not all(transfer.is_completed() for transfer in load.started)
+def _is_under_way(transfer: Transfer) -> bool:
+    return not all(work.is_completed() for work in transfer.started)

@@ -19,28 +19,9 @@ _TABLES = ("rail.table.copies", "rail.table.num_copies", "rail.table.node_of", "
 class RailMemory:
     """The part of a memory plan that the network uses, and how it is divided. All buffers begin as zeros.
 
-    Args:
-        config: of the whole group.
-        plan: of this rank.
-        placement: of the whole group.
-        rank: in the group.
-        device: of the buffers.
-        rail: allocates them.
-
-    Attributes:
-        views: buffers of the region "rail" by name; on GPUs `rail.total.needed` is memory of the host.
-        node: of this rank.
-        local: this rank in its node.
-        ranks_per_node: G.
-        others: the other nodes, ascending.
-        rows_per_node: S, the most rows of a slab.
-        exact: whether slabs travel in their own lengths, not padded.
-        payload: the format of rows on their way.
-        largest_block: elements that share a scale, in rows or in partial rows; 0 if there are no scales.
-        slot: of a row.
-        tables: what `rail_pack` knows of the placement.
-        descriptor: `RailDescriptor` in csrc/rail.h.
-        differing: on GPUs the word of `rail_tags`, int64 [1] in memory of the host.
+    It takes config and placement of the whole group. `others` are the other nodes, ascending, and `rows_per_node` is S,
+    the most rows of a slab. With `exact` slabs travel in their own lengths. `largest_block` counts elements that share
+    a scale, in rows or in partial rows; 0 if there are no scales.
     """
 
     def __init__(
@@ -52,7 +33,7 @@ class RailMemory:
         self.views = {buffer.name: buffer.view(memory) for buffer in plan.buffers if buffer.region == "rail"}
         if on_gpu:  # which the kernels write, and the host reads
             self.views["rail.total.needed"] = torch.zeros(1, dtype=torch.int32).pin_memory()
-        self.differing = torch.zeros(1, dtype=torch.int64).pin_memory() if on_gpu else None
+        self.differing = torch.zeros(1, dtype=torch.int64).pin_memory() if on_gpu else None  # of `rail_tags`
         self.ranks_per_node, nodes = config.topology.ranks_here, range(config.topology.num_nodes)
         self.node, self.local = divmod(rank, self.ranks_per_node)
         self.others = [node for node in nodes if node != self.node]

@@ -26,7 +26,7 @@ from epmoe.config.deadlines import Deadlines
 from epmoe.group.roll_call import RollCall
 from epmoe.group.waiting import interruptible
 from epmoe.native import ops
-from epmoe.rail.rail import DeviceWords, Load, RailError
+from epmoe.rail.rail import DeviceWords, RailError, Transfer
 
 _LOOK_S = 0.05  # between two looks at the counts
 _END_S = 1.0  # for NCCL to end; it may wait for CUDA graphs that hold its kernels
@@ -104,37 +104,39 @@ class NcclRail:
         """A first transfer: NCCL connects at its start, which no captured transfer can wait for."""
         with torch.cuda.device(self._device):
             sent, received = torch.zeros(2, sum(self._others), device=self._device)
-            self.start(Load(sent, received, self._others, self._others))
+            self.start(Transfer(sent, received, self._others, self._others))
             self._stream.synchronize()
 
     def allocate(self, nbytes: int) -> Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
-    def start(self, load: Load) -> None:
+    def start(self, transfer: Transfer) -> None:
         """The deadline is that of `watch`."""
         if self._ended:
             raise RailError("the rail is closed")
-        begin, end = self._marks[load.returning]
+        begin, end = self._marks[transfer.returning]
         words = self._device_words
         latched, missed = (words.latched, words.missed) if words else (None, None)
-        missed = missed if load.returning else None  # the sums come next
+        missed = missed if transfer.returning else None  # the sums come next
         options = AllToAllOptions()
         options.asyncOp = False
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             ops.rail_mark(*begin, latched, self._stop_with(latched), None)
             try:
-                work = self._group.alltoall_base(load.received, load.sent, load.received_rows, load.sent_rows, options)
+                work = self._group.alltoall_base(
+                    transfer.received, transfer.sent, transfer.received_rows, transfer.sent_rows, options
+                )
                 if work is not None:
                     work.wait()  # of the stream, which older versions of torch do not order by themselves
             except RuntimeError as error:
                 raise RailError(str(error)) from error
             ops.rail_mark(*end, None, self._stop_with(missed), missed)
-            load.started.append(Queued(self._stream.record_event(), self._device))
+            transfer.started.append(Queued(self._stream.record_event(), self._device))
 
-    def wait(self, load: Load, look: Callable[[], None]) -> None:
+    def wait(self, transfer: Transfer, look: Callable[[], None]) -> None:
         """The current stream waits, the host does not, and `watch` has the deadline."""
-        load.started[0].wait()
+        transfer.started[0].wait()
 
     def watch(self, on_late: WeakMethod[Callable[[], None]], words: DeviceWords) -> None:
         """`on_late` is also called once the node's exchange has failed.

@@ -20,7 +20,7 @@ from epmoe.exchange.round_state import DISPATCHED, RETURNING, RoundState
 from epmoe.group.errors import EPMismatchError, EPTimeoutError
 from epmoe.native.layouts import struct
 from epmoe.rail.memory import RailMemory
-from epmoe.rail.rail import Load, Rail, RailError
+from epmoe.rail.rail import Rail, RailError, Transfer
 
 Tags = tuple[int, int, int] | None
 """`tags` of an EPMismatchError."""
@@ -40,20 +40,7 @@ class Failure(NamedTuple):
 class Network:
     """A rail to the other nodes, with what has failed on it or in this node. A failure raises EPTimeoutError.
 
-    Args:
-        node: the exchange of this rank's node.
-        memory: of this rank, for the rail.
-        rail: to the ranks of the same local index on the other nodes.
-        hosts: a rail of all ranks of the group, for numbers of the hosts.
-        global_ranks: [R], of each rank of the group.
-        deadlines: of both rails.
-
-    Attributes:
-        rank: in the group.
-        views: every buffer of the plan.
-        rounds: of the group.
-        failure: what every later call raises.
-        pending: loads of aborted rounds, which must end before the next round.
+    `hosts` is a rail of all ranks of the group, for numbers of the hosts. Every later call raises the `failure`.
     """
 
     node: NodeExchange
@@ -68,18 +55,18 @@ class Network:
         self.views = self.node.views | self.memory.views
         self.rounds = RoundState(struct("Progress")())
         self.failure: Failure | None = None
-        self.pending: list[Load] = []
+        self.pending: list[Transfer] = []  # of aborted rounds, which must end before the next round
 
-    def start(self, load: Load) -> None:
+    def start(self, transfer: Transfer) -> None:
         """Start a transfer, once: a second call starts what an exception has kept from it."""
-        if load.started:
+        if transfer.started:
             return
         try:
-            self.rail.start(load)
+            self.rail.start(transfer)
         except RailError:
             self.fail([])
 
-    def wait(self, load: Load) -> None:
+    def wait(self, transfer: Transfer) -> None:
         """Wait for a transfer that was started.
 
         Raises EPTimeoutError, which names the missing ranks; the node is told of them. Raises RuntimeError if a signal
@@ -87,7 +74,7 @@ class Network:
         """
         look = partial(self.look, self.rounds.state)
         try:
-            self.rail.wait(load, look)
+            self.rail.wait(transfer, look)
         except RailError:
             self.fail(self.reported())
         look()
@@ -111,19 +98,19 @@ class Network:
         self.check()
         rows = [int(rank != self.rank) for rank in range(len(self.global_ranks))]
         sent = torch.full((sum(rows),), number, device="cpu")
-        load = Load(sent, torch.zeros_like(sent), rows, rows)
+        transfer = Transfer(sent, torch.zeros_like(sent), rows, rows)
 
         def wait() -> int:
             try:
-                if not load.started:
-                    self.hosts.start(load)
-                self.hosts.wait(load, self.look_at_node)
+                if not transfer.started:
+                    self.hosts.start(transfer)
+                self.hosts.wait(transfer, self.look_at_node)
             except RailError:
                 self.fail(self.hosts.missing([]))
             except EPTimeoutError as error:  # which names more ranks; the others get their names
                 self.hosts.missing(error.missing_ranks)
                 raise
-            return max(number, int(load.received.max()))
+            return max(number, int(transfer.received.max()))
 
         return wait
 
@@ -155,8 +142,7 @@ class Network:
     def record_failure(self, found: list[int]) -> None:
         """Keep a failure of the rail for every later call, and tell the node and the rail which ranks are missing.
 
-        Args:
-            found: the missing ranks, if they are known.
+        `found` are the missing ranks, if they are known.
         """
         missing = self.rail.missing(found)
         self.keep_failure(missing, "over the network")

@@ -19,7 +19,7 @@ from torch import Tensor
 from epmoe.group.errors import EPMismatchError, EPOrderError, EPTimeoutError
 from epmoe.group.waiting import interruptible
 from epmoe.rail.network import Network
-from epmoe.rail.rail import DeviceWords, Load
+from epmoe.rail.rail import DeviceWords, Transfer
 
 _SLEEP_S = 50e-6
 _PEEK_S = 0.2
@@ -49,19 +49,19 @@ class NetworkOnGPUs(Network):
         """A transfer has missed its deadline, or the node's exchange has failed; called on the rail's thread."""
         self.record_failure([])
 
-    def start(self, load: Load) -> None:
+    def start(self, transfer: Transfer) -> None:
         """If a signal handler ends it, nobody knows what is queued: it has failed."""
         try:
-            super().start(load)
+            super().start(transfer)
         except EPTimeoutError:
             raise
         except BaseException:
             self.record_failure([self.rank])
             raise
 
-    def wait(self, load: Load) -> None:
+    def wait(self, transfer: Transfer) -> None:
         """Let the current stream wait for a transfer; the rail's thread has the deadline."""
-        super().wait(load)
+        super().wait(transfer)
         self._last_stream = torch.cuda.current_stream(self.device)
 
     def wait_for_pending(self) -> None:

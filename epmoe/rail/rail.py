@@ -35,7 +35,7 @@ class RailError(RuntimeError):
     """A transfer failed or did not end in time: `Rail.missing` returns the ranks that did not take part."""
 
 
-class Transfer(Protocol):
+class Work(Protocol):
     """Slabs on their way: a `Work` of torch.distributed."""
 
     def is_completed(self) -> bool:
@@ -46,7 +46,7 @@ class Transfer(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Load:
+class Transfer:
     """The slabs of a transfer.
 
     Attributes:
@@ -55,7 +55,7 @@ class Load:
         sent_rows: [N], the length of the slab to each node; 0 for the own node.
         received_rows: [N], the length of the slab from each node; 0 for the own node.
         returning: whether partial rows travel, which go back to the nodes of their tokens.
-        started: gets the transfer once it is started, so it is right after any interrupt.
+        started: gets the work once it is started, so it is right after any interrupt.
     """
 
     sent: Tensor
@@ -63,7 +63,7 @@ class Load:
     sent_rows: list[int]
     received_rows: list[int]
     returning: bool = False
-    started: list[Transfer] = field(default_factory=list)
+    started: list[Work] = field(default_factory=list)
 
 
 class Rail(Protocol):
@@ -89,21 +89,21 @@ class Rail(Protocol):
     def allocate(self, nbytes: int) -> Tensor:
         """Zeros, uint8 [nbytes] on the device, for what is received: a network may need memory of its own."""
 
-    def start(self, load: Load) -> None:
+    def start(self, transfer: Transfer) -> None:
         """Send slabs to the other nodes and receive theirs. Collective over the rail; waits for no rank.
 
         Args:
-            load: the slabs; `load.started` gets the transfer, for `wait`.
+            transfer: the slabs; `transfer.started` gets the work, for `wait`.
 
         Raises:
             RailError: the network refuses the transfer.
         """
 
-    def wait(self, load: Load, look: Callable[[], None]) -> None:
+    def wait(self, transfer: Transfer, look: Callable[[], None]) -> None:
         """Let the reader of a transfer wait for it: the host, or the current stream of a GPU, where the host goes on.
 
         Args:
-            load: started by `start`.
+            transfer: started by `start`.
             look: called now and then while the host waits. What it raises ends the wait.
 
         Raises:

@@ -17,9 +17,9 @@ from epmoe.exchange.mismatch import Differences, Traits, call_of, differences
 from epmoe.exchange.round_state import MAX_TAG
 from epmoe.native import ops
 from epmoe.rail.memory import RailMemory
-from epmoe.rail.rail import Load
+from epmoe.rail.rail import Transfer
 
-Rows = tuple[Tensor, Tensor, Tensor, Tensor | None]  # x, ids, weights and scales
+Tokens = tuple[Tensor, Tensor, Tensor, Tensor | None]  # x, ids, weights and scales
 
 _TAG_INTS = 4  # `RailTag` in csrc/rail.h
 _NOTE_BYTES = 2 * 8  # no row is shorter
@@ -27,22 +27,13 @@ _PRIME = 1_000_003
 
 
 class Slabs:
-    """The slabs of one round, from dispatch to the sum. It hands back the loads that are to be carried.
+    """The slabs of one round, from dispatch to the sum. It hands back the transfers that are to run.
 
-    Args:
-        memory: in which they lie.
-        call: of this rank's dispatch, checked.
-        epoch: of the round.
-        inside_epoch: of the round of the node's exchange in which their rows will travel.
-
-    Attributes:
-        inside: the round of the node's exchange, once it is open.
-        slab_rows: the most rows of a slab.
-        limit: what sets `slab_rows`.
-        knows_lengths: whether this rank knows how long the slabs from other nodes are.
+    It takes a call of dispatch that was checked, and the epochs of the round and of the node's round in which the rows
+    will travel. `limit` names what sets `slab_rows`, the most rows of a slab.
     """
 
-    inside: Dispatched
+    inside: Dispatched  # the round of the node's exchange, once it is open
 
     def __init__(self, memory: RailMemory, call: Call, epoch: int, inside_epoch: int) -> None:
         self.memory, self.epoch, self.inside_epoch = memory, epoch, inside_epoch
@@ -58,9 +49,9 @@ class Slabs:
         stamp = slab_rows if not on_cpu else (epoch * _PRIME + slab_rows) % 2**31
         stamp = epoch % 2**31 if memory.exact else stamp
         self.tag = [self.D, self.K, ops.DTYPES.index(dtype) | call.tag << 8, stamp]  # `RailTag` in csrc/rail.h
-        self._lengths: Load | None = None  # the loads of the round, in this order
-        self._out: Load | None = None
-        self._back: Load | None = None
+        self._lengths: Transfer | None = None  # the transfers of the round, in this order
+        self._out: Transfer | None = None
+        self._back: Transfer | None = None
         self.knows_lengths = not memory.exact
         self.notes = int(on_cpu)  # GPUs do not report an abort to other nodes
         self.own_rows = slab_rows
@@ -68,7 +59,7 @@ class Slabs:
         # Slots between received slabs. gloo ends a process that receives more than it has room for.
         self.stride = memory.rows_per_node if on_cpu and not memory.exact else slab_rows
 
-    def inside_call(self, rows: Rows) -> Call:
+    def inside_call(self, rows: Tokens) -> Call:
         """The call of the node's dispatch, with some of `rows`, `no_rows` and `smallest_rows`."""
         return Call(
             *rows, layout=self.layout, weight_rows=self.weight_rows, tag=self.call_tag,
@@ -76,11 +67,11 @@ class Slabs:
         )  # fmt: skip
 
     @property
-    def last(self) -> Load:
-        """The last load that was started."""
-        for load in (self._back, self._out):
-            if load is not None and load.started:
-                return load
+    def last(self) -> Transfer:
+        """The last transfer that was started."""
+        for transfer in (self._back, self._out):
+            if transfer is not None and transfer.started:
+                return transfer
         return self.first()
 
     @property
@@ -98,7 +89,7 @@ class Slabs:
             views["rail.total.rows_sent"],
         )  # fmt: skip
 
-    def first(self) -> Load:
+    def first(self) -> Transfer:
         """What goes to the other nodes first: with exact splits the lengths of the slabs, otherwise their rows."""
         if not self.memory.exact:
             return self.out()
@@ -107,7 +98,7 @@ class Slabs:
             tags = counts.new_tensor([self.tag] * len(self.memory.others))
             sent = torch.cat([counts[self.memory.others].unsqueeze(1), tags], 1)
             room = self._space()[S:].view(torch.int32).flatten()  # of rows that come later
-            self._lengths = Load(sent, room[: sent.numel()].view_as(sent), one_each, one_each)
+            self._lengths = Transfer(sent, room[: sent.numel()].view_as(sent), one_each, one_each)
         return self._lengths
 
     @property
@@ -127,7 +118,7 @@ class Slabs:
             self.received_tags.append(tag if possible else [-1, *tag[1:]])
         self.knows_lengths = True
 
-    def out(self) -> Load:
+    def out(self) -> Transfer:
         """The rows for the other nodes, once the lengths are known."""
         if self._out is None:
             room = self.received_rows
@@ -135,7 +126,7 @@ class Slabs:
                 room = [self.stride * one for one in self.memory.one_each()]
             sent = self.memory.views["rail.sent"].flatten(0, 1)[: sum(self.sent_rows)]
             received = self._space()[self.own_rows : self.own_rows + sum(room)]
-            self._out = Load(sent, received, self.sent_rows, room)
+            self._out = Transfer(sent, received, self.sent_rows, room)
         return self._out
 
     def differing(self) -> tuple[list[int], tuple[int, int, int] | None, Differences]:
@@ -165,7 +156,7 @@ class Slabs:
         rows = (stamp - self.epoch * _PRIME) % 2**31
         return call_of(D, K, dtype & 0xFF, padded_tokens=rows if rows <= self.memory.rows_per_node else "of no round")
 
-    def rows(self) -> Rows:
+    def rows(self) -> Tokens:
         """x, ids, weights and scales of all slabs, for the dispatch of the node: views of the slabs."""
         slot, rows = self.memory.slot, self._slabs()
         ids, weights = (
@@ -179,12 +170,12 @@ class Slabs:
             scales = rows[:, slot.scales : slot.scales + payload.scale_bytes(self.D)].view(payload.scale)
         return x, ids, weights, scales
 
-    def no_rows(self) -> Rows:
+    def no_rows(self) -> Tokens:
         """No row of the call's shape, for the dispatch of the node."""
         x, ids, weights, scales = self.rows()
         return x[:0], ids[:0], weights[:0], None if scales is None else scales[:0]
 
-    def smallest_rows(self) -> Rows:
+    def smallest_rows(self) -> Tokens:
         """No row of the least D and K that a call may have: a mismatch to the ranks of the node, whose rows are larger.
 
         With that very D and K in the config the ranks of the node see no mismatch, and get sums without these rows.
@@ -193,40 +184,28 @@ class Slabs:
         D = self.memory.largest_block or 16 // self.wire.itemsize
         return x[:, :D], ids[:, :1], weights[:, :1], None if scales is None else scales[:, :1]
 
-    def back(self, partial: Tensor, aborted: int) -> Load:
-        """Partial rows for the nodes of their tokens.
+    def back(self, partial: Tensor, aborted: int) -> Transfer:
+        """Partial rows [n, D], in the order of `rows`, for the nodes of their tokens.
 
-        On CPUs one more row follows the rows for each node. It names the ranks of this node that aborted the round.
-
-        Args:
-            partial: [n, D], in the order of `rows`; it must live until the transfer has ended.
-            aborted: these ranks, as a mask.
-
-        Returns:
-            The load.
+        On CPUs one more row follows the rows for each node. It names the ranks of this node that aborted the round, a
+        mask.
         """
         self.partial = partial
-        return self._load_back(partial, (aborted, 0), [], True)
+        return self._transfer_back(partial, (aborted, 0), [], True)
 
-    def nothing_back(self, like: Tensor, aborted: int, mismatch: int, differing: list[int]) -> Load:
+    def nothing_back(self, like: Tensor, aborted: int, mismatch: int, differing: list[int]) -> Transfer:
         """Zeros in place of partial rows, where this rank does not read what the others send back.
 
-        Args:
-            like: of the dtype and device of the partial rows.
-            aborted: that of `back`.
-            mismatch: 0, or 1 + a rank of the group whose call differs: others may not know yet.
-            differing: ranks of this rail whose calls differ, as far as this rank knows. They get no row: the rows
-                that they have room for may be shorter.
-
-        Returns:
-            The load.
+        `mismatch` is 0, or 1 + a rank of the group whose call differs: others may not know yet. Ranks of this rail
+        whose calls are `differing`, as far as this rank knows, get no row: those that they have room for may be
+        shorter.
         """
         back = self.own_rows + sum(self.received_rows)
         zeros = like.new_zeros(back, self.D)
         nodes = [rank // self.memory.ranks_per_node for rank in differing]
-        return self._load_back(zeros, (aborted, mismatch), nodes, False)
+        return self._transfer_back(zeros, (aborted, mismatch), nodes, False)
 
-    def _load_back(self, partial: Tensor, note: tuple[int, int], differing: list[int], reads: bool) -> Load:
+    def _transfer_back(self, partial: Tensor, note: tuple[int, int], differing: list[int], reads: bool) -> Transfer:
         row_bytes, notes = self.D * partial.itemsize, self.notes
         returned = self.memory.views["rail.returned"]
         receives = [(n + notes) * row_bytes * (node in self.memory.others) for node, n in enumerate(self.sent_rows)]
@@ -250,7 +229,7 @@ class Slabs:
         received = returned.flatten()[: sum(receives)]
         if reads:
             self.returned = received.view(partial.dtype).view(-1, self.D)
-        self._back = Load(to_others.flatten().view(torch.uint8), received, sends, receives, returning=True)
+        self._back = Transfer(to_others.flatten().view(torch.uint8), received, sends, receives, returning=True)
         return self._back
 
     def reports(self) -> tuple[list[int], list[int]]:

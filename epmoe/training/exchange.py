@@ -20,7 +20,6 @@ from epmoe.training.passes import Directions
 from epmoe.training.rounds import EXACT, Rounds, Skipped
 
 WeightsOn = Literal["combine", "rows", "both"]
-Payload = PayloadName
 _MOST_FP8 = 63488  # elements of a row: with its scales it has 64 KiB, the longest that a call can say
 
 
@@ -94,7 +93,7 @@ class TrainingExchange:
     """
 
     def __init__(
-        self, ep: ExpertParallel, *, backward: ExpertParallel | None = None, payload: Payload = "auto"
+        self, ep: ExpertParallel, *, backward: ExpertParallel | None = None, payload: PayloadName = "auto"
     ) -> None:
         for name, value in (("ep", ep), ("backward", backward or ep)):
             if not isinstance(value, ExpertParallel):

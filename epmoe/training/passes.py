@@ -23,12 +23,7 @@ from epmoe.training.rounds import Rounds, Skipped
 
 
 class Directions:
-    """The rounds of both directions of one exchange, under a number.
-
-    Args:
-        forward: the rounds of forward passes.
-        backward: the rounds of backward passes.
-    """
+    """The rounds of both directions of one exchange, under a number."""
 
     def __init__(self, forward: Rounds, backward: Rounds) -> None:
         self.forward = forward
@@ -47,14 +42,10 @@ class Directions:
             raise EPStateError("this backward pass belongs to a forward pass before `resume`, whose rows are gone")
 
     def remember(self, node: object, skipped: Skipped) -> int:
-        """Keep the backward round that a node opens, as long as its graph lives.
+        """Keep the backward round that combine's node of a graph opens, as long as the graph lives.
 
-        Args:
-            node: the graph's node of combine.
-            skipped: how this rank takes part in the round without tokens.
-
-        Returns:
-            Its place in the order of forward passes.
+        `skipped` is how this rank takes part in the round without tokens. Returns its place in the order of forward
+        passes.
         """
         order = next(_orders)
         self._owed.nodes[node] = order, skipped
@@ -91,7 +82,7 @@ class Directions:
     def _counts(self) -> tuple[int, int]:
         return self.forward.exchange.rounds.count, self.backward.exchange.rounds.count
 
-    def give_up(self, ended: Pass) -> None:
+    def settle(self, ended: Pass) -> None:
         """Close the round that a pass has left open, or else take part in the next one that it owes."""
         exchange = self.backward.exchange
         rounds = exchange.rounds
@@ -108,36 +99,22 @@ class Directions:
 
 
 class Owed:
-    """What the exchanges that share windows for backward passes know of these passes.
-
-    Attributes:
-        nodes: nodes of combine in graphs that live: their order and backward round.
-        passes: those that run, by the engine's number.
-        told: the counts of rounds at which the other ranks last knew of an exception.
-    """
+    """What the exchanges that share windows for backward passes know of these passes."""
 
     def __init__(self) -> None:
+        # Nodes of combine in graphs that live: their order and backward round.
         self.nodes: WeakKeyDictionary[Any, tuple[int, Skipped]] = WeakKeyDictionary()
-        self.passes: WeakValueDictionary[int, Pass] = WeakValueDictionary()
-        self.told = (-1, -1)
+        self.passes: WeakValueDictionary[int, Pass] = WeakValueDictionary()  # that run, by the engine's number
+        self.told = (-1, -1)  # the counts of rounds at which the other ranks last knew of an exception
 
 
 class Pass:
-    """A backward pass. The engine calls it at the end, and drops it where the pass raises.
-
-    Args:
-        directions: carry one of its rounds.
-        due: by their order, the rounds of the pass that have not begun.
-
-    Attributes:
-        due: the rounds that have not begun so far.
-        round: the number of the last one that has.
-    """
+    """A backward pass. The engine calls it at the end, and drops it where the pass raises."""
 
     def __init__(self, directions: Directions, due: dict[int, Skipped]) -> None:
         self._directions: Directions | None = directions
-        self.due = due
-        self.round = -1
+        self.due = due  # by their order, the rounds that have not begun
+        self.round = -1  # the number of the last one that has
 
     def __call__(self) -> None:
         """The end: a round is still open where nobody asked for the gradients of its tokens."""
@@ -149,7 +126,7 @@ class Pass:
         self._directions = None
         with suppress(RuntimeError, ValueError):  # closed, which has told the other ranks; or another group
             if directions is not None:
-                directions.give_up(self)
+                directions.settle(self)
 
 
 def is_of_pass(node: Any) -> bool:

@@ -54,7 +54,7 @@ class Skipped(NamedTuple):
     returns_values: bool
 
 
-class Rows(NamedTuple):
+class TrainingRows(NamedTuple):
     """What arrives on a rank."""
 
     rows: Tensor
@@ -68,11 +68,9 @@ class Rows(NamedTuple):
 
 
 class Rounds:
-    """The rounds of one direction, over an `ExpertParallel`. Each raises what dispatch and combine of `ep` raise.
+    """The rounds of one direction, over an `ExpertParallel` of one node. They raise what dispatch and combine raise.
 
-    Args:
-        ep: an ExpertParallel of one node.
-        wire: the format in which rows go out. They arrive as values of x's dtype.
+    Rows go out in the format `wire`, and arrive as values of x's dtype.
     """
 
     def __init__(self, ep: ExpertParallel, wire: WireFormat = TRAINING_FORMATS["auto"]) -> None:
@@ -88,18 +86,11 @@ class Rounds:
             raise ValueError("training needs a group of one node: `topology.num_nodes` must be 1")
         return exchange
 
-    def out(self, x: Tensor, pairs: Pairs, num_rows: int, *, adds_only: bool, returns_values: bool) -> Rows:
-        """Dispatch into memory of its own. The round stays open.
+    def out(self, x: Tensor, pairs: Pairs, num_rows: int, *, adds_only: bool, returns_values: bool) -> TrainingRows:
+        """Dispatch tokens [T, D] into memory of its own, of `num_rows` rows or as many as arrive. The round stays open.
 
-        Args:
-            x: [T, D].
-            pairs: the routing of its tokens.
-            num_rows: N, or EXACT.
-            adds_only: combine adds without weights.
-            returns_values: combine brings values back.
-
-        Returns:
-            What has arrived. Rows past the last segment are zeros.
+        Rows past the last segment are zeros. With `adds_only` combine adds without weights; with `returns_values` it
+        brings values back.
         """
         exchange = self.exchange
         e = self.ep.num_local_experts
@@ -129,7 +120,7 @@ class Rounds:
                     ops.zero_padding_rows_(rows, into.expert_offsets[-1], N)
             elif num_rows == EXACT:
                 rows = rows.clone()
-        return Rows(rows, into.expert_offsets, into.tokens_per_expert, row_weights)
+        return TrainingRows(rows, into.expert_offsets, into.tokens_per_expert, row_weights)
 
     def skip(self, skipped: Skipped) -> None:
         """Take part in a round without tokens, and abort it: for a rank that raised before its dispatch."""

@@ -171,13 +171,13 @@ class Soak:
 
 def soak(device: torch.device, seed: int, most_rounds: int, seconds: float) -> Iterator[tuple[int, int, Memory]]:
     """Yields rounds, mismatches and memory so far, every `CHECKED` turns."""
-    run, give_up = Soak(device, seed), time.monotonic() + seconds
+    run, deadline = Soak(device, seed), time.monotonic() + seconds
     on = torch.ones(1)
     while on:
         for _ in range(CHECKED if device.type == "cuda" else 20):
             run.turn()
         yield run.rounds, run.wrong(), Memory.now(device)
-        on.fill_(run.rounds < most_rounds and time.monotonic() < give_up)
+        on.fill_(run.rounds < most_rounds and time.monotonic() < deadline)
         dist.broadcast(on, 0)
     run.close()
 

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from epmoe.config.deadlines import Deadlines
 from epmoe.group.roll_call import RollCall
 from epmoe.rail.opening import RAILS
-from epmoe.rail.rail import DeviceWords, Load, RailError
+from epmoe.rail.rail import DeviceWords, RailError, Transfer
 
 pytestmark = pytest.mark.parametrize("device", [torch.device("cpu")])
 
@@ -52,28 +52,28 @@ class StoreRail:
         self.heaps.append(torch.zeros(nbytes, dtype=torch.uint8))
         return self.heaps[-1]
 
-    def start(self, load: Load) -> None:
+    def start(self, transfer: Transfer) -> None:
         owned = {heap.untyped_storage().data_ptr() for heap in self.heaps}
-        assert load.received.untyped_storage().data_ptr() in owned, "memory of another owner"
+        assert transfer.received.untyped_storage().data_ptr() in owned, "memory of another owner"
         self.number += 1
         mine, others = self.roll_call.rank, self.roll_call.ranks
-        for rank, slab in zip(others, load.sent.split(load.sent_rows), strict=True):
+        for rank, slab in zip(others, transfer.sent.split(transfer.sent_rows), strict=True):
             if slab.numel():
                 self.store.set(
                     f"{self.number}/{mine}/{rank}", slab.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
                 )
-        slabs = zip(others, load.received.split(load.received_rows), strict=True)
+        slabs = zip(others, transfer.received.split(transfer.received_rows), strict=True)
         coming = {f"{self.number}/{rank}/{mine}": slab for rank, slab in slabs if slab.numel()}
-        load.started.append(Messages(self.store, coming))
+        transfer.started.append(Messages(self.store, coming))
 
-    def wait(self, load: Load, look: Callable[[], None]) -> None:
-        deadline = time.monotonic() + self.deadlines.of(load.returning)
-        while not load.started[0].is_completed():
+    def wait(self, transfer: Transfer, look: Callable[[], None]) -> None:
+        deadline = time.monotonic() + self.deadlines.of(transfer.returning)
+        while not transfer.started[0].is_completed():
             look()
             time.sleep(1e-4)
             if time.monotonic() > deadline:
                 raise RailError("the slabs did not come in time")
-        load.started[0].wait()
+        transfer.started[0].wait()
 
     def watch(self, on_late: WeakMethod[Callable[[], None]], words: DeviceWords) -> None:
         pass

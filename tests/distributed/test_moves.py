@@ -93,6 +93,16 @@ def make(make_ep, size) -> Callable[..., ExpertParallel]:
     return build
 
 
+@pytest.fixture
+def ep(make) -> ExpertParallel:
+    return make()
+
+
+@pytest.fixture
+def slots(ep) -> Slots:
+    return Slots(ep)
+
+
 def play(ep: ExpertParallel, slots: Slots, seed: int, layer: int, T: int) -> Tensor:
     x, ids, weights = make_round(ep.rank, seed, T)
     d = ep.dispatch(*(t.to(ep.device) for t in (x, ids, weights)), tag=layer + 1)
@@ -127,9 +137,7 @@ def test_experts_move_while_rounds_go_on(make, size, rank, few):
         dist.barrier()
 
 
-def test_equal_tables_give_equal_bits(make, size):
-    ep = make()
-    slots = Slots(ep)
+def test_equal_tables_give_equal_bits(ep, slots):
     first = [play(ep, slots, seed, seed % L, 9) for seed in range(L)]
     begin = ep.slots.clone()
     slots.move(3)
@@ -177,9 +185,7 @@ def test_shares_follow_loads(make, size, rank):
         assert mine == 0
 
 
-def test_moves_that_are_cancelled_leave_every_expert_in_use(make, size, rank):
-    ep = make()
-    slots = Slots(ep)
+def test_moves_that_are_cancelled_leave_every_expert_in_use(ep, slots, size, rank):
     moves = slots.move(5)
     if rank == 0:
         moves.cancel()
@@ -196,12 +202,10 @@ def test_moves_that_are_cancelled_leave_every_expert_in_use(make, size, rank):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_ranks_with_other_tables_hear_of_it(make, size, rank, first):
+def test_ranks_with_other_tables_hear_of_it(ep, slots, size, rank, first):
     """And begin again: with `first`, rank 0 does before the others have looked, and is not taken for ready."""
     if size == 1:
         return
-    ep = make()
-    slots = Slots(ep)
     moves = slots.move(10 + rank)
     dist.barrier()
     for turn in (rank == 0, rank > 0) if first else (True,):
@@ -222,11 +226,9 @@ def slots_in_use(ep: ExpertParallel) -> list[set[int]]:
     return [set(table[table != -1].bitwise_and(0xFFFF).tolist()) for table in ep.exchange.views["table.copies"]]
 
 
-def test_shares_on_their_way_do_not_bring_dropped_slots_back(make, size):
+def test_shares_on_their_way_do_not_bring_dropped_slots_back(ep, slots, size):
     if size == 1:
         return
-    ep = make()
-    slots = Slots(ep)
     ep.share(torch.rand(L, E))
     moves = slots.move(3)
     dist.barrier()
@@ -240,9 +242,7 @@ def test_shares_on_their_way_do_not_bring_dropped_slots_back(make, size):
     play(ep, slots, 2, 2, 5)
 
 
-def test_shares_given_during_the_last_wave_are_used(make, size):
-    ep = make()
-    slots = Slots(ep)
+def test_shares_given_during_the_last_wave_are_used(ep, slots, size):
     moves = slots.move(3)
     while moves.version < moves.last:
         ep.poll()
@@ -431,9 +431,7 @@ def test_weights_that_are_transposed_or_of_inference_mode(make, size):
         assert torch.equal(stored[layer, local].cpu(), torch.arange(6).view(3, 2) + 10 * expert)
 
 
-def test_moves_end_with_their_windows(make, size):
-    ep = make()
-    slots = Slots(ep)
+def test_moves_end_with_their_windows(ep, slots):
     moves = slots.move(3)
     dist.barrier()
     ep.close()
@@ -463,9 +461,7 @@ def test_apply_names_a_late_rank_and_goes_on_later(make, size, rank):
     play(ep, slots, 2, 2, 5)
 
 
-def test_what_does_not_fit_is_refused(make, size):
-    ep = make()
-    slots = Slots(ep)
+def test_what_does_not_fit_is_refused(ep, slots, size):
     with pytest.raises(ValueError, match="`slots` must be integers"):
         ep.replace(ep.slots[:1], slots.of)
     mine = ep.slots
@@ -484,10 +480,8 @@ def test_what_does_not_fit_is_refused(make, size):
             ep.replace(draw_table(ep, seed=1))
 
 
-def test_calls_up_to_the_last_number(make, size, rank):
+def test_calls_up_to_the_last_number(ep, slots, rank):
     """Words hold the number of a call, in 31 bits."""
-    ep = make()
-    slots = Slots(ep)
     assert ep.live is not None
     ep.live.calls = MOST_CALLS - 2
     for n in range(2):

@@ -20,7 +20,7 @@ from test_signals import ctrl_c
 import epmoe
 from epmoe.rail.gloo import GlooRail
 from epmoe.rail.opening import RAILS
-from epmoe.rail.rail import Load
+from epmoe.rail.rail import Transfer
 
 # More on GPUs: test_two_levels_cuda.py.
 ON_THE_CPU = pytest.mark.parametrize("device", [torch.device("cpu")])
@@ -262,20 +262,18 @@ def test_an_abort_beside_a_mismatch(make_ep, rank, splits, aborting):
 
 @ON_THE_CPU
 @pytest.mark.parametrize("behind", [False, True])
-@pytest.mark.parametrize(
-    ("splits", "transfer"), [("padded", 0), ("padded", 1), ("exact", 0), ("exact", 1), ("exact", 2)]
-)
-def test_ctrl_c_around_the_start_of_a_transfer(make_ep, rank, monkeypatch, splits, behind, transfer):
+@pytest.mark.parametrize(("splits", "number"), [("padded", 0), ("padded", 1), ("exact", 0), ("exact", 1), ("exact", 2)])
+def test_ctrl_c_around_the_start_of_a_transfer(make_ep, rank, monkeypatch, splits, behind, number):
     """The round can be given up, and the rail stays in step. The transfers: with exact splits, lengths; rows; sums."""
 
     class Interrupted(GlooRail):
         starts = 0
 
-        def start(self, load: Load) -> None:
+        def start(self, transfer: Transfer) -> None:
             self.starts += 1
-            now = rank == 0 and self.starts == transfer + 1
+            now = rank == 0 and self.starts == number + 1
             if behind or not now:
-                super().start(load)
+                super().start(transfer)
             if now:
                 raise KeyboardInterrupt
 
@@ -318,11 +316,11 @@ def test_a_length_that_no_slab_has(make_ep, rank, monkeypatch, length):
     class Corrupted(GlooRail):
         lengths = 0
 
-        def wait(self, load: Load, look: Callable[[], None]) -> None:
-            super().wait(load, look)
-            self.lengths += load.received.dtype is torch.int32
-            if load.received.dtype is torch.int32 and self.lengths == 1:
-                load.received[:, 0] = length
+        def wait(self, transfer: Transfer, look: Callable[[], None]) -> None:
+            super().wait(transfer, look)
+            self.lengths += transfer.received.dtype is torch.int32
+            if transfer.received.dtype is torch.int32 and self.lengths == 1:
+                transfer.received[:, 0] = length
 
     monkeypatch.setitem(RAILS, "corrupted", Corrupted)
     ep = make_ep(ranks_per_node=2, exchange={"network_splits": "exact", "rail": "corrupted"})

@@ -43,7 +43,8 @@ def test_defaults():
     )
     assert config.capacity.max_expert_rows is None
     assert config.num_physical_experts == 16
-    assert config.experts.options == {"interleaved": False, "limit": None, "alpha": 1.0, "up_offset": 0.0}
+    swiglu = {"interleaved": False, "limit": None, "alpha": 1.0, "up_offset": 0.0}
+    assert config.experts.options == swiglu | {"batch_invariant": False}
     assert not config.experts.biases and not config.experts.weights_on_input
 
 

@@ -23,9 +23,9 @@ struct RouteArgs {
   bool wide_ids;             // ids are int64, else int32
   float epsilon;             // is added to the sum by which renormalize divides
   float scale;               // factor of all weights
-  void* ids_TK;       // out
-  float* weights_TK;  // out
-  int64_t* counters;  // kNumCounters, added to; or null
+  void* ids_TK;              // out
+  float* weights_TK;         // out
+  int64_t* counters;         // kNumCounters, added to; or null
 };
 
 // The operator permute (CPU and CUDA), and the receive phase of dispatch on the CPU.

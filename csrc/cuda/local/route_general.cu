@@ -36,7 +36,8 @@ __device__ __forceinline__ uint32_t take_best(uint32_t* keys, int n, int lane, B
   return id;
 }
 
-// The sum of the `count` best of these scores, best first. `score` makes a score of a key; equal keys have equal scores.
+// The sum of the `count` best of these scores, best first. `score` makes a score of a key; equal keys have equal
+// scores.
 template <typename Score>
 __device__ float sum_of_best(const uint32_t* keys, int size, int count, Score score) {
   float sum = 0.0f;

@@ -192,7 +192,7 @@ class MoELayer(nn.Module):
         """A layer from a Hugging Face checkpoint, of which this rank reads the router and its own experts only.
 
         Shared experts are not read: load their module as the model does, and give it as `shared`. A layer that trains
-        needs a `dtype` where the checkpoint has fp8 or MXFP4 experts; `epmoe.checkpoint.save_pretrained` writes it back.
+        needs a `dtype` where the checkpoint has fp8 or MXFP4 experts.
 
         Args:
             ep: see `MoELayer`.

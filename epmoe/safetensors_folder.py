@@ -331,16 +331,15 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         Raises ValueError unless each of E experts has its tensors, and the experts have no others.
         """
         held = self._under(*(f"{block}.{place}" for place in _OF_EXPERTS))
-        found: list[tuple[int, dict[str, list[str]], dict[str, set[str]]]] = []
+        found: list[tuple[dict[str, list[str]], dict[str, set[str]]]] = []
         for known in _FORMATS:
-            names = {
+            full = {
                 argument: {_of(x, f"{block}.{pattern}") for pattern in patterns for x in range(E)}
                 for argument, patterns in known.items()
             }
-            present = {argument: tensors for argument, tensors in names.items() if tensors & held}
+            present = {argument: names for argument, names in full.items() if names & held}
             if {"w_gate_up", "w_down"} <= present.keys():
-                odd = len(set[str]().union(*present.values()) ^ held)
-                found.append((odd, known, present))
+                found.append((known, present))
         if not found:
             where = self._path(min(held)) if held else self.path
             raise ValueError(
@@ -348,7 +347,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 f"or `w1`, `w3` and `w2`, of each expert, or `gate_up_proj` and `down_proj` of all, got "
                 f"{_some(self._under(f'{block}.'))}"
             )
-        known, present = min(found, key=lambda each: each[0])[1:]
+        known, present = min(found, key=lambda each: len(set[str]().union(*each[1].values()) ^ held))
         wanted = set[str]().union(*present.values())
         if wanted != held:
             odd = f"got also {_some(held - wanted)}" if held - wanted else f"lack {_some(wanted - held)}"

@@ -1,4 +1,4 @@
-"""Folders with MXFP4 or other scales: fp8 with scales of blocks where no value changes, otherwise bf16 and a warning."""
+"""Folders with MXFP4 or other scales: fp8 with scales of blocks where no value changes, else bf16 and a warning."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from epmoe.group.collective import all_ranks, naming, peers_of, together
 from epmoe.group.errors import EPStateError
+from epmoe.pretrained import save_pretrained as save_pretrained
 from epmoe.service import ExpertParallel
 from epmoe.training.models import ExpertLayer, expert_layers, expert_parallels
 

@@ -20,7 +20,7 @@ from epmoe.native.formats import SCALE_BLOCK
 
 _log = logging.getLogger("epmoe")
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _ROUTERS = ("gate", "router", "router.layer", "router.gate")
 _CHOICE_BIASES = (
     "gate.e_score_correction_bias",
@@ -96,24 +96,44 @@ class _Header(NamedTuple):
         return [*shape[:-1], 2 * shape[-1]] if packed and shape else shape
 
 
-class _Experts(NamedTuple):
-    """How the experts of a block are stored."""
+class Stored(NamedTuple):
+    """How a MoE block is stored."""
 
+    router: dict[str, str]
+    """Arguments of `MoELayer`, with the names of their tensors."""
     tensors: dict[str, list[str]]
-    """Arguments of `GroupedExperts`, with the names of their tensors."""
+    """Arguments of `GroupedExperts`, with the names of their tensors, in which * is the number of an expert."""
+    others: set[str]
+    """Names of other tensors below the block, such as those of shared experts."""
     num: int
+    """E."""
     transposed: bool
     shared_scales: dict[str, tuple[int, int]]
     """Rows and columns that share a scale, by part. Without scales there is none."""
     packed: bool
     """Whether a byte has two numbers."""
     D: int
+    """0 if a file with a header that is needed is not there."""
     F: int
 
     @property
     def fused(self) -> bool:
         """Whether a tensor has all experts."""
         return "*" not in self.tensors["w_down"][0]
+
+    @property
+    def dequantized(self) -> dict[str, list[str]]:
+        """`tensors` as they are called in a checkpoint without scales."""
+        kept = {argument: names for argument, names in self.tensors.items() if not argument.endswith("_scales")}
+        return {
+            argument: [name.removesuffix("_packed").removesuffix("_blocks") for name in names]
+            for argument, names in kept.items()
+        }
+
+    @property
+    def dequantized_transposed(self) -> bool:
+        """Whether weights are transposed in a checkpoint without scales, as those of gpt-oss are."""
+        return self.transposed or self.tensors["w_down"][0].endswith("_blocks")
 
 
 class SafetensorsFolder(Mapping[str, Tensor]):
@@ -144,7 +164,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._opened: dict[str, Any] = {}
-        if (index := self.path / _INDEX).is_file():
+        if (index := self.path / INDEX).is_file():
             self._file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         else:
             files = sorted(file.name for file in self.path.glob("*.safetensors"))
@@ -178,20 +198,13 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         Raises:
             ValueError: there is no such block, or its router has tensors of another format.
         """
-        block, router = self._find(block)
-        weight, of_logits = f"{block}.{router}.weight", f"{block}.{router}.bias"
-        choice = {f"{block}.{bias}" for bias in _CHOICE_BIASES} & self._file_of.keys()
-        bias = min(choice, default=None)
-        if unread := (choice | self._under(f"{block}.{router.partition('.')[0]}.")) - {weight, of_logits, bias}:
-            raise ValueError(
-                f"{self._path(min(unread))}: the router of `{block}` must have a `{router}.weight`, and may have "
-                f"`{router}.bias` and one bias of the choice, got also {_some(unread)}"
-            )
-        return {
-            "router_weight": self[weight] if bias is None else self[weight].float(),
-            "bias": None if bias is None else self[bias].float().flatten(),
-            "logit_bias": self.get(of_logits),
-        }
+        names = self._router(*self._find(block))
+        router = {name: self.get(names.get(name, "")) for name in ("router_weight", "bias", "logit_bias")}
+        weight, bias = router["router_weight"], router["bias"]
+        assert weight is not None
+        if bias is None:
+            return router
+        return router | {"router_weight": weight.float(), "bias": bias.float().flatten()}
 
     def experts(
         self,
@@ -228,15 +241,46 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         if dtype not in (None, FP8, *FLOATS):
             raise TypeError(f"`dtype` must be None, {', '.join(map(dtype_name, (*FLOATS, FP8)))}, got {dtype}")
         block, router = self._find(block)
-        E = self._slice(f"{block}.{router}.weight").get_shape()[0]
+        E = self.shape(f"{block}.{router}.weight")[0]
         if outside := sorted({x for x in logical if not 0 <= x < E}):
             raise LookupError(f"{self.path}: `{block}` has the experts 0 to {E - 1}, got {outside}")
         stored = self._check(self._format(block, E), E)
         dtype = self._dtype(stored, block, dtype)
         return _stack(lambda x: self._expert(stored, x, device, dtype), logical, device)
 
+    def has_block(self, block: str) -> bool:
+        """Whether there is a MoE block of this name."""
+        return any(True for _ in self._candidates(block))
+
+    def stored(self, block: str) -> Stored:
+        """How a MoE block is stored. Raises the ValueErrors of `router` and `experts`."""
+        block, router = self._find(block)
+        names = self._router(block, router)
+        E = self.shape(names["router_weight"])[0]
+        stored = self._check(self._format(block, E), E)
+        ours = {*names.values(), *(_of(x, name) for each in stored.tensors.values() for name in each for x in range(E))}
+        return stored._replace(router=names, others=self._under(f"{block}.") - ours)
+
+    def shape(self, name: str) -> list[int]:
+        """The shape of a tensor, of which only the header is read."""
+        shape: list[int] = self._slice(name).get_shape()
+        return shape
+
+    def _router(self, block: str, router: str) -> dict[str, str]:
+        """Arguments of `MoELayer` with the names of their tensors. Raises ValueError where the router has others."""
+        names = {"router_weight": f"{block}.{router}.weight", "logit_bias": f"{block}.{router}.bias"}
+        choice = {f"{block}.{bias}" for bias in _CHOICE_BIASES} & self._file_of.keys()
+        if choice:
+            names["bias"] = min(choice)
+        if unread := (choice | self._under(f"{block}.{router.partition('.')[0]}.")) - set(names.values()):
+            raise ValueError(
+                f"{self._path(min(unread))}: the router of `{block}` must have a `{router}.weight`, and may have "
+                f"`{router}.bias` and one bias of the choice, got also {_some(unread)}"
+            )
+        return {argument: name for argument, name in names.items() if name in self}
+
     def _expert(
-        self, stored: _Experts, x: int, device: torch.device | str, dtype: torch.dtype | None
+        self, stored: Stored, x: int, device: torch.device | str, dtype: torch.dtype | None
     ) -> dict[str, Tensor]:
         """Arguments of `GroupedExperts`, for one expert."""
         padding = -stored.F % SCALE_BLOCK if dtype == FP8 and not stored.fused else 0
@@ -266,7 +310,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         tensor: Tensor = self[_of(x, name)] if "*" in name else self._slice(name)[x]
         return tensor.flatten(1) if tensor.dim() == 3 else tensor
 
-    def _blocks(self, stored: _Experts, part: str, weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    def _blocks(self, stored: Stored, part: str, weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         """A quantized weight with fp32 scales of blocks; `_dtype` has found that it can have them."""
         if stored.shared_scales[part] == _BLOCKS:
             return weight, formats.scale_values(scales)
@@ -274,7 +318,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         assert made is not None
         return made
 
-    def _dtype(self, stored: _Experts, block: str, wanted: torch.dtype | None) -> torch.dtype | None:
+    def _dtype(self, stored: Stored, block: str, wanted: torch.dtype | None) -> torch.dtype | None:
         """The dtype to load; None is the checkpoint's. Raises ValueError where fp8 cannot hold the weights."""
         if not stored.shared_scales:
             if wanted == FP8:
@@ -299,7 +343,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         _log.warning("%s: experts are dequantized to bf16, %s: %s", self.path, _some(names), why)
         return torch.bfloat16
 
-    def _inexact(self, stored: _Experts, parts: Sequence[str]) -> set[str]:
+    def _inexact(self, stored: Stored, parts: Sequence[str]) -> set[str]:
         """The first few weights that would change in fp8 with scales of blocks, in the files that are here."""
         names = set[str]()
         for x in range(stored.num):
@@ -319,11 +363,15 @@ class SafetensorsFolder(Mapping[str, Tensor]):
 
     def _find(self, block: str) -> tuple[str, str]:
         """A block's name in the checkpoint, and its router's."""
+        for found in self._candidates(block):
+            return found
+        raise ValueError(f"{self.path}: has no MoE block `{block}`: it has no tensor `{block}.gate.weight`")
+
+    def _candidates(self, block: str) -> Iterator[tuple[str, str]]:
         for name in (block, f"{block.rpartition('.')[0]}.block_sparse_moe"):
             for router in _ROUTERS:
                 if f"{name}.{router}.weight" in self:
-                    return name, router
-        raise ValueError(f"{self.path}: has no MoE block `{block}`: it has no tensor `{block}.gate.weight`")
+                    yield name, router
 
     def _format(self, block: str, E: int) -> dict[str, list[str]]:
         """The one of `_FORMATS` that the experts have, without arguments that they lack, and with full names.
@@ -357,7 +405,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             )
         return {argument: [f"{block}.{pattern}" for pattern in known[argument]] for argument in present}
 
-    def _check(self, tensors: dict[str, list[str]], E: int) -> _Experts:
+    def _check(self, tensors: dict[str, list[str]], E: int) -> Stored:
         """How the experts are stored. Only headers are read, and not those of files that other ranks have.
 
         Raises ValueError unless all experts have one format, and it is a known one.
@@ -374,7 +422,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                     if header[1:] != first[1:]:
                         raise self._refusal(header, f"but {first}: all experts must have one format")
         if headers.keys() != tensors.keys():
-            return _Experts(tensors, E, False, {}, False, 0, 0)  # to read what is not there is an error
+            return Stored({}, tensors, set(), E, False, {}, False, 0, 0)  # to read what is not there is an error
         gate_up, down = headers["w_gate_up"], headers["w_down"]
         packed = down.dtype in _PACKED and "down_scales" in headers
         if gate_up.dtype != down.dtype or down.dtype not in _WEIGHTS and not packed:
@@ -393,7 +441,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             for part in _PARTS
         }
         found = {part: of_part for part, of_part in shared.items() if of_part is not None}
-        return _Experts(tensors, E, transposed, found, packed, D, F)
+        return Stored({}, tensors, set(), E, transposed, found, packed, D, F)
 
     def _shared_scales(
         self, weight: _Header, scales: _Header | None, fused: bool, packed: bool

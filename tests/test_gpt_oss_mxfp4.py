@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from launched import torchrun
 
 pytest.importorskip("transformers")
 
-from safetensors.torch import load_file, save_file
+from mxfp4_models import quantize
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from epmoe.cli.demo import generate as demo
@@ -63,21 +60,6 @@ for dtype in (torch.float32, torch.bfloat16):
 assert not warnings, warnings
 dist.destroy_process_group()
 """
-
-
-def quantize(path: Path) -> None:
-    """Turn the experts into random MXFP4 of their size, and say so in the configuration."""
-    tensors = load_file(path / "model.safetensors")
-    generator = torch.Generator().manual_seed(0)
-    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
-        experts, k, n = tensors.pop(name).shape  # transposed
-        tensors[f"{name}_blocks"] = torch.randint(256, (experts, n, k // 32, 16), generator=generator).to(torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(120, 125, (experts, n, k // 32), generator=generator).to(torch.uint8)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    keep = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": keep}
-    (path / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.slow  # tests/test_quantized_folders.py has the weights

@@ -117,7 +117,9 @@ def save_pretrained(
                     _begin(source, target, hidden, files, _dtype_of_experts(module))
             with peers.together():
                 for file in files:
-                    _write(hidden / file.name, file, peers.rank == 0)
+                    _write_experts(hidden / file.name, file)
+            with peers.together():
+                _write_rest(hidden, files, peers.rank == 0)
             with peers.together():
                 if peers.rank == 0:
                     os.rename(hidden, target)
@@ -284,31 +286,48 @@ def _begin(source: SafetensorsFolder, target: Path, hidden: Path, files: list[_F
         (hidden / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _write(path: Path, file: _File, is_first: bool) -> None:
-    """Write this rank's part of a file."""
+def _write_experts(path: Path, file: _File) -> None:
+    """Write this rank's experts."""
+    for start, tensor in file.tensors:
+        for row in tensor.rows:
+            _write(path, row.read(), start + row.offset)
+    _sync(path)
+
+
+def _write_rest(hidden: Path, files: list[_File], is_first: bool) -> None:
+    """Write what all ranks have, on rank 0. Where it fails it still gathers DTensors, for which other ranks wait."""
+    problem: OSError | None = None
+    for file in files:
+        for start, tensor in file.tensors:
+            whole: Any = tensor.whole
+            if hasattr(whole, "full_tensor"):
+                whole = whole.full_tensor()
+            if is_first and whole is not None and problem is None:
+                try:
+                    _write(hidden / file.name, whole, start)
+                except OSError as error:
+                    problem = error
+    if problem is not None:
+        raise problem
+    for file in files if is_first else ():
+        _sync(hidden / file.name)
+
+
+def _write(path: Path, tensor: Tensor, offset: int) -> None:
+    """Write a tensor's bytes to a place of a file."""
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    written = 0
     descriptor = os.open(path, os.O_WRONLY)
     try:
-        for start, tensor in file.tensors:
-            for row in tensor.rows:
-                _write_bytes(descriptor, row.read(), start + row.offset)
-            if tensor.whole is not None:
-                whole = tensor.whole.full_tensor() if hasattr(tensor.whole, "full_tensor") else tensor.whole
-                if is_first:
-                    _write_bytes(descriptor, whole, start)
-        os.fsync(descriptor)
+        while written < len(data):
+            written += os.pwrite(descriptor, data[written : written + _MOST_WRITTEN], offset + written)
     finally:
         os.close(descriptor)
 
 
-def _write_bytes(descriptor: int, tensor: Tensor, offset: int) -> None:
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-    written = 0
-    while written < len(data):
-        written += os.pwrite(descriptor, data[written : written + _MOST_WRITTEN], offset + written)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

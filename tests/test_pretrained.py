@@ -128,7 +128,7 @@ def test_mxfp4_trains_and_is_saved_without_scales(dtype, tmp_path):
         (
             lambda model: setattr(model.model.layers[1].mlp, "shared", None),
             ValueError,
-            "must have .*shared_experts.down",
+            "must have .*shared_experts.d",
         ),
         (lambda model: model.register_buffer("other", torch.ones(1)), ValueError, "has no tensor for `other`"),
         (lambda model: setattr(model.lm_head, "weight", nn.Parameter(torch.ones(3))), ValueError, r"is \[64, 64\], b"),

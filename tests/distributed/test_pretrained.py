@@ -13,7 +13,9 @@ from exchanges import make_config
 from helpers import randn
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import epmoe
 from epmoe import ExpertParallel, MoELayer, SafetensorsFolder
 from epmoe.checkpoint import save_pretrained
 
@@ -85,6 +87,17 @@ def test_every_rank_writes_its_experts(path, rank, size, placement, kind, dtype)
                 assert saved[key].dtype == want.dtype and torch.equal(saved[key], want), key
     dist.barrier()
     assert {file.name for file in path.iterdir()} == {"start", "one", "several"}
+
+
+@pytest.mark.parametrize("kind", ["each", "fused"])
+def test_parameters_that_fsdp_shards_are_gathered_one_by_one(path, rank, size, kind):
+    folder = start(path, kind, rank)
+    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D), device="cpu") as ep:
+        model = epmoe.training.fully_shard(model_of(ep, folder), mesh=init_device_mesh("cpu", (size,)))
+        assert hasattr(model.model.norm.weight, "full_tensor")
+        save_pretrained(model, path / "end", folder)
+        saved = SafetensorsFolder(path / "end")
+        assert all(torch.equal(saved[key], tensor) for key, tensor in tensors_of(kind).items())
 
 
 @pytest.mark.parametrize("guilty", [0, 1])

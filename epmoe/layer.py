@@ -213,7 +213,7 @@ class MoELayer(nn.Module):
         """
         router: dict[str, Any] = {name: _on(ep.device, value) for name, value in folder.router(block).items()}
         for name in ("router_weight", "logit_bias"):
-            if router_dtype is not None and name in router:
+            if router_dtype is not None and router[name] is not None:
                 router[name] = router[name].to(router_dtype)
         of_layer = {name: options.pop(name) for name in _OPTIONS if name in options}
         held: dict[str, Any] = folder.experts(block, _held(ep, of_layer.get("layer_id")), ep.device, dtype)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
+from launched import ROOT
 from mxfp4_models import quantize
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
@@ -100,6 +101,27 @@ def test_transformers_loads_what_was_trained(model_type, tmp_path):
     same = epmoe.SafetensorsFolder(tmp_path / "end")
     assert same.keys() == folder.keys()
     assert all(same[name].is_contiguous() and same[name].shape == folder[name].shape for name in folder)
+
+
+def test_the_page_shows_it(tmp_path, monkeypatch):
+    model = tiny("qwen3_moe", tmp_path / "start")
+    folder = epmoe.SafetensorsFolder(tmp_path / "start")
+    page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    code = page.split("tests/test_pretrained.py::test_the_page_shows_it -->\n```python\n")[1].split("```")[0]
+    load, save = code.split("...\n")
+    monkeypatch.chdir(tmp_path)
+    with epmoe.ExpertParallel(config_of(folder.path), device="cpu") as ep:
+        block = "model.layers.1.mlp"
+        names = {"epmoe": epmoe, "torch": torch, "ep": ep, "folder": folder, "block": block, "model": model}
+        exec(load, names)
+        train(model)
+        trained = copy.deepcopy(model)
+        train(names["layer"])
+        model.set_submodule(block, names["layer"])
+        other = model.model.layers[0]
+        other.mlp = train(epmoe.MoELayer.from_safetensors(ep, folder, "model.layers.0.mlp"))
+        exec(save, names)
+    assert_same_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "trained"), trained)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

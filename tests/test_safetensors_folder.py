@@ -481,6 +481,18 @@ def test_a_bias_of_the_choice_makes_the_router_fp32(tmp_path):
     assert b["router_weight"].dtype == torch.bfloat16 and b["bias"] is None and b["logit_bias"] is None
 
 
+@pytest.mark.parametrize("bias", [{}, {f"{BLOCK}.gate.bias": randn(E).bfloat16()}])
+def test_a_router_in_another_dtype(tmp_path, bias):
+    tensors = {name: tensor.bfloat16() for name, tensor in each().items()}
+    model = {"num_experts": E, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "bfloat16"}
+    config = epmoe.EPConfig(model=model, topology={"ep_size": 1})
+    with epmoe.ExpertParallel(config, device="cpu") as ep:
+        folder = saved(tmp_path, tensors | bias)
+        layer = epmoe.MoELayer.from_safetensors(ep, folder, BLOCK, router_dtype=torch.float32)
+    assert layer.router_weight.dtype == torch.float32 and layer.experts.dtype == torch.bfloat16
+    assert (layer.logit_bias is not None) == bool(bias) and layer.logits(randn(2, D)).dtype == torch.float32
+
+
 def test_what_a_checkpoint_lacks_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"has no weights \(\*.safetensors\)"):
         epmoe.SafetensorsFolder(tmp_path)

@@ -1,7 +1,9 @@
 """A trained model as a folder of Hugging Face, which transformers loads: every rank writes its own experts into it.
 
-rank 0     header of each file ─┬─▶ tensors that all ranks have ─┐
-each rank                       └─▶ its experts, in their places ─┴─▶ the folder gets its name
+    rank 0     headers of all files ─┬─▶ tensors that all ranks have ───┐
+    each rank                        └─▶ its experts, in their places ──┴─▶ the folder gets its name
+
+All ranks know the place of each tensor, so that nothing but FSDP's shards travels.
 """
 
 from __future__ import annotations
@@ -145,9 +147,12 @@ def _tensors(module: nn.Module, source: SafetensorsFolder) -> list[_Saved]:
         around = prefix.rpartition(".")[0]
         block = prefix if source.has_block(prefix) or not source.has_block(around) else around
         stored = source.stored(block)
-        if not stored.D or set(stored.dequantized) != set(layer.names):
-            got = f"{', '.join(stored.dequantized)} instead of {', '.join(layer.names)}"
-            raise ValueError(f"{source.path}: must have all files, and the tensors of experts of `{prefix}`, got {got}")
+        found = *sorted(stored.dequantized), stored.D, stored.F
+        wanted = *sorted(layer.names), *layer.experts.w_down.shape[1:]
+        if found != wanted:
+            raise ValueError(
+                f"{source.path}: must have all files, and the experts of `{prefix}` with D and F: {wanted}, got {found}"
+            )
         state.pop(layer.extra, None)
         saved += _of_experts(layer, stored, {name: state.pop(layer.prefix + name) for name in layer.names})
         blocks[prefix] = stored.others
@@ -161,12 +166,13 @@ def _tensors(module: nn.Module, source: SafetensorsFolder) -> list[_Saved]:
                 continue
             raise ValueError(f"{source.path}: has no tensor for `{key}` of the model")
         shape = source.shape(name)
-        if shape != list(value.shape) and value.numel() != torch.Size(shape).numel():
+        flat = key in names and shape[:-1] == [1] * (len(shape) - 1)  # a bias of the choice, which may be [1, E]
+        if (shape[-1:] if flat else shape) != list(value.shape):
             raise ValueError(f"{source.path}: `{name}` is {shape}, but `{key}` of the model is {list(value.shape)}")
         saved.append(_Saved(name, value.dtype, shape, [], value))
     written = {each.name for each in saved}
-    for prefix, wanted in blocks.items():
-        if missing := sorted(wanted - written):
+    for prefix, others in blocks.items():
+        if missing := sorted(others - written):
             raise ValueError(
                 f"{source.path}: the model must have {', '.join(missing)}: let `shared` of `{prefix}` be a module "
                 "whose names end like these"

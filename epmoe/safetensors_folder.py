@@ -143,11 +143,12 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     found by that name, too. Its experts are
 
     - tensors of each expert, `BLOCK.experts.7.gate_proj.weight`, `up_proj` and `down_proj`, or Mixtral's w1, w3 and w2,
-      each with a `bias` if there are any. fp8 weights (e4m3) have a `weight_scale_inv` beside them, in fp32, fp16 or
-      bf16, for blocks of 128 × 128;
+      each with a `bias` if there are any. fp8 weights (e4m3) have a `weight_scale_inv`, `weight_scale` or `scale`
+      beside them: for blocks of 128 × 128, for the weight or for each row in fp32, fp16, bf16 or UE8M0, or for 32
+      elements in UE8M0. MXFP4 is a `weight_packed` or an int8 `weight`, with UE8M0 scales for 32 elements;
     - one tensor of all experts, `BLOCK.experts.gate_up_proj` [E, 2F, D] and `down_proj` [E, D, F], or both transposed
-      as in gpt-oss, with `gate_up_proj_bias` and `down_proj_bias` if there are any; or Granite's `input_linear` and
-      `output_linear`.
+      as in gpt-oss, with `gate_up_proj_bias` and `down_proj_bias` if there are any; gpt-oss's `gate_up_proj_blocks`
+      and `gate_up_proj_scales` in MXFP4; or Granite's `input_linear` and `output_linear`.
 
     All experts of a block have the same tensors, dtypes and shapes, one expert for each row of the router. Anything
     else below `BLOCK.experts` or the router is refused, since a model without it is another function.

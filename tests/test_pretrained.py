@@ -144,6 +144,11 @@ def test_mxfp4_trains_and_is_saved_without_scales(dtype, tmp_path):
     assert_same_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "end"), train(model))
 
 
+def narrow(experts: epmoe.GroupedExperts) -> None:
+    experts.w_gate_up = nn.Parameter(experts.w_gate_up[:, :32].detach().clone())
+    experts.w_down = nn.Parameter(experts.w_down[..., :16].detach().clone())
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -154,6 +159,16 @@ def test_mxfp4_trains_and_is_saved_without_scales(dtype, tmp_path):
         ),
         (lambda model: model.register_buffer("other", torch.ones(1)), ValueError, "has no tensor for `other`"),
         (lambda model: setattr(model.lm_head, "weight", nn.Parameter(torch.ones(3))), ValueError, r"is \[64, 64\], b"),
+        (
+            lambda model: setattr(model.lm_head, "weight", nn.Parameter(torch.ones(1, 64, 64))),
+            ValueError,
+            r"\[64, 64\]",
+        ),
+        (
+            lambda model: narrow(model.model.layers[1].mlp.experts),
+            ValueError,
+            r"D and F: .*, 16\), got .*, 32\)",
+        ),
         (lambda model: model.lm_head.to(torch.float8_e4m3fn), TypeError, "`lm_head.weight` must be dequantized"),
     ],
 )

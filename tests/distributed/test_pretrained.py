@@ -69,8 +69,7 @@ def model_of(ep: ExpertParallel, folder: SafetensorsFolder, **options: object) -
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("kind", ["each", "fused"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "dtype"), [("each", None), ("fused", torch.bfloat16)])
 def test_every_rank_writes_its_experts(path, rank, size, placement, kind, dtype):
     folder = start(path, kind, rank)
     with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, placement=placement), device="cpu") as ep:

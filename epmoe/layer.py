@@ -192,22 +192,26 @@ class MoELayer(nn.Module):
         block: str,
         *,
         router_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
         **options: Any,
     ) -> Self:
         """A layer from a Hugging Face checkpoint, of which this rank reads the router and its own experts only.
 
-        Shared experts are not read: load their module as the model does, and give it as `shared`.
+        Shared experts are not read: load their module as the model does, and give it as `shared`. A layer that trains
+        needs a `dtype` where the checkpoint has fp8 or MXFP4 experts.
 
         Args:
             ep: see `MoELayer`.
             folder: with the checkpoint.
             block: the name of the MoE block in the model, such as "model.layers.3.mlp".
             router_dtype: the dtype of the router, by default that of `SafetensorsFolder.router`.
+            dtype: the dtype of the experts, see `SafetensorsFolder.experts`: fp32 or bf16 for masters, to which fp8 and
+                MXFP4 are dequantized. By default the checkpoint's, but fp8 for MXFP4 where no value changes.
             options: other arguments of `MoELayer` and of `GroupedExperts`, such as `shared` or `gemm`. What the experts
                 compute is by default as in the config.
 
         Returns:
-            The layer on the device of `ep`, in the dtypes of the checkpoint.
+            The layer on the device of `ep`, in the dtypes of the checkpoint, or as asked for.
 
         Raises:
             TypeError: see `MoELayer` and `GroupedExperts`.
@@ -215,10 +219,10 @@ class MoELayer(nn.Module):
         """
         router: dict[str, Any] = {name: _on(ep.device, value) for name, value in folder.router(block).items()}
         for name in ("router_weight", "logit_bias"):
-            if router_dtype is not None and name in router:
+            if router_dtype is not None and router[name] is not None:
                 router[name] = router[name].to(router_dtype)
         of_layer = {name: options.pop(name) for name in _OPTIONS if name in options}
-        held: dict[str, Any] = folder.experts(block, _held(ep, of_layer.get("layer_id")), ep.device)
+        held: dict[str, Any] = folder.experts(block, _held(ep, of_layer.get("layer_id")), ep.device, dtype)
         return cls(ep, experts=GroupedExperts(**held | ep.config.experts.options | options), **router | of_layer)
 
     def full_state_dict(self, *, cpu_offload: bool = False) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 import epmoe
 from epmoe.cli.demo.generate import saved_model
+from epmoe.local.quantize import dequantize_weights
 
 pytestmark = pytest.mark.usefixtures("serving")
 
@@ -176,10 +177,21 @@ def test_fp8_weights_bring_their_scales(tmp_path):
             assert torch.equal(scales, torch.cat([tensors[f"{part}_scale_inv"] for part in parts]))
 
 
-def test_fp8_blocks_that_hold_rows_of_gate_and_up_are_refused(tmp_path):
-    folder = saved(tmp_path, fp8_tensors(192))
-    with pytest.raises(ValueError, match="fp8 experts need an F that is a multiple of 128, got 192"):
-        folder.experts(BLOCK, [0])
+def test_fp8_experts_of_another_width_get_zeros_up_to_whole_blocks(tmp_path):
+    """A block of scales would hold rows of gate and of up. The zeros add nothing."""
+    tensors = fp8_tensors(192)
+    for x in range(E):
+        for name, size in {"gate_proj": 192, "up_proj": 192, "down_proj": D}.items():
+            tensors[f"{BLOCK}.experts.{x}.{name}.bias"] = randn(size, seed=x).bfloat16()
+    folder = saved(tmp_path, tensors)
+    padded, plain = (epmoe.GroupedExperts(**folder.experts(BLOCK, [3, 0], dtype=d)) for d in (None, torch.float32))
+    assert padded.is_fp8 and padded.w_down.shape == (2, D, 256) and padded.gate_up_scales.shape == (2, 4, 2)
+    assert padded.gate_up_bias.shape == (2, 512) and plain.w_down.shape == (2, D, 192)
+    for name in ("gate_up", "down"):
+        wide = dequantize_weights(getattr(padded, f"w_{name}"), getattr(padded, f"{name}_scales"), torch.float32)
+        narrow = wide[..., :192] if name == "down" else torch.cat([wide[:, :192], wide[:, 256:448]], 1)
+        assert torch.equal(narrow, getattr(plain, f"w_{name}"))
+        assert wide.count_nonzero() == narrow.count_nonzero()
 
 
 def test_scales_may_have_less_precision(tmp_path):
@@ -263,12 +275,25 @@ WRONG = {
         r"lack .*experts.0.up_proj.bias, ",
     ),
     "another scale": (
-        lambda: {name.replace("scale_inv", "scale"): tensor for name, tensor in fp8_tensors(F).items()},
-        rf"{OF} .*, but got also {BLOCK}.experts.0.down_proj.weight_scale, ",
+        lambda: {name.replace("scale_inv", "global_scale"): tensor for name, tensor in fp8_tensors(F).items()},
+        rf"{OF} .*, but got also {BLOCK}.experts.0.down_proj.weight_global_scale, ",
     ),
-    "one scale for a weight": (
-        lambda: changed(fp8_tensors(F), SCALES, lambda t: t.flatten()[:1].clone()),
-        r"gate_proj.weight_scale_inv` is F32 \[1\], but scales must be F32 .* \[1, 2\] for \[128, 256\], one for each",
+    "three scales for a weight": (
+        lambda: changed(fp8_tensors(F), SCALES, lambda t: t.flatten()[:1].repeat(3)),
+        r"gate_proj.weight_scale_inv` is F32 \[3\], but scales must be F32 .* \[1, 2\] for \[128, 256\], one for each",
+    ),
+    "NVFP4": (
+        lambda: (
+            {
+                name.replace("weight", "weight_packed").replace("packed_scale_inv", "scale"): (
+                    tensor.view(torch.uint8)[:, ::2].clone() if tensor.dtype == FP8 else torch.ones(128, 16).to(FP8)
+                )
+                for name, tensor in fp8_tensors(F).items()
+                if ".experts." in name
+            }
+            | {f"{BLOCK}.gate.weight": randn(E, D)}
+        ),
+        r"weight_scale` is F8_E4M3 \[128, 16\], but scales must be U8 or F8_E8M0 .*one for each group of 32",
     ),
     "integers as scales": (
         lambda: changed(fp8_tensors(F), SCALES, Tensor.int),
@@ -454,6 +479,18 @@ def test_a_bias_of_the_choice_makes_the_router_fp32(tmp_path):
     assert a["router_weight"].dtype == a["bias"].dtype == torch.float32
     assert torch.equal(a["router_weight"], tensors["a.gate.weight"].float())
     assert b["router_weight"].dtype == torch.bfloat16 and b["bias"] is None and b["logit_bias"] is None
+
+
+@pytest.mark.parametrize("bias", [{}, {f"{BLOCK}.gate.bias": randn(E).bfloat16()}])
+def test_a_router_in_another_dtype(tmp_path, bias):
+    tensors = {name: tensor.bfloat16() for name, tensor in each().items()}
+    model = {"num_experts": E, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "bfloat16"}
+    config = epmoe.EPConfig(model=model, topology={"ep_size": 1})
+    with epmoe.ExpertParallel(config, device="cpu") as ep:
+        folder = saved(tmp_path, tensors | bias)
+        layer = epmoe.MoELayer.from_safetensors(ep, folder, BLOCK, router_dtype=torch.float32)
+    assert layer.router_weight.dtype == torch.float32 and layer.experts.dtype == torch.bfloat16
+    assert (layer.logit_bias is not None) == bool(bias) and layer.logits(randn(2, D)).dtype == torch.float32
 
 
 def test_what_a_checkpoint_lacks_is_named(tmp_path):

@@ -92,17 +92,36 @@ def test_weights_and_scales_that_change_or_move_are_those_of_the_next_call():
 
 
 @pytest.mark.parametrize("config", [{}, {"swiglu_limit": 1.0}, {"swiglu_limit": 1.0, "swiglu_alpha": 1.7}])
-@torch.no_grad()
 def test_gates_of_transformers(config):
-    experts = module(config=config)
+    assert_computes_its_weights(module(config=config))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"block": None}, {"block": None, "scale_fmt": "ue8m0"}, {"config": {"moe_intermediate_size": 192}}],
+)
+def test_scales_of_whole_weights_and_blocks_with_rows_of_gate_and_up(keys):
+    """transformers counts blocks over the rows of gate and up together, and keeps a scale of each for whole weights."""
+    experts = module(**keys)
+    assert_computes_its_weights(experts)
+    with torch.no_grad():
+        experts.gate_up_proj_scale_inv.copy_(experts.gate_up_proj_scale_inv.float() * 2)
+    assert_computes_its_weights(experts)
+
+
+@torch.no_grad()
+def assert_computes_its_weights(experts) -> None:
+    """Outputs are near those of the dequantized weights."""
     x, ids, weights = tokens_for(E)
     want = torch.zeros(len(x), D)
     gate_up, down = (
-        (p.float() * s.repeat_interleave(128, 1).repeat_interleave(128, 2))
+        p.float()
+        * s.float().repeat_interleave(rows, 1)[:, : p.shape[1]].repeat_interleave(columns, 2)[..., : p.shape[2]]
         for p, s in (
             (experts.gate_up_proj, experts.gate_up_proj_scale_inv),
             (experts.down_proj, experts.down_proj_scale_inv),
         )
+        for rows, columns in [experts.block_size or (p.shape[1] // s.shape[1], p.shape[2])]
     )
     for token in range(len(x)):
         for i, weight in zip(ids[token], weights[token], strict=True):
@@ -124,10 +143,12 @@ def test_fp8_rows_reach_the_experts_with_their_scales():
     [
         ({"activation_scheme": "static"}, "these have activation scales of the kind 'static'"),
         ({"block": (64, 128)}, "these have blocks of 64 × 128"),
-        ({"block": None}, "these have one scale for a whole weight"),
+        (
+            {"block": None, "config": {"moe_intermediate_size": 192}},
+            "these have F=192 and one scale for each of gate and up, whose rows share a block",
+        ),
         ({"gated": False}, "these have no gate"),
         ({"config": {"hidden_act": "gelu"}}, "these have the activation GELUActivation"),
-        ({"config": {"moe_intermediate_size": 192}}, "these have F=192, with which a block has rows of gate and of up"),
         ({"config": {"mlp_gate_softcap": 2.0, "mlp_up_softcap": 2.0}}, "these have a soft cap on the gate"),
         ({"expert_dtype": "fp4"}, "these have weights in int8"),
     ],

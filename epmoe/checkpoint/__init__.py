@@ -1,5 +1,7 @@
-"""Checkpoints: state dicts of all logical experts, and a rank's experts out of a folder of safetensors."""
+"""Checkpoints: state dicts of all logical experts, a rank's experts out of a folder of safetensors, and such a folder
+of a trained model."""
 
+from epmoe.checkpoint.pretrained import save_pretrained
 from epmoe.checkpoint.state_dicts import full_state_dict, load, load_full_state_dict, save, sharded_state_dict
 
-__all__ = ["full_state_dict", "load", "load_full_state_dict", "save", "sharded_state_dict"]
+__all__ = ["full_state_dict", "load", "load_full_state_dict", "save", "save_pretrained", "sharded_state_dict"]

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from epmoe.local import weight_formats as formats
+from epmoe.native.arguments import FLOATS, FP8, dtype_name
 from epmoe.native.formats import SCALE_BLOCK
 from epmoe.native.package import sentence
 
-_INDEX = "model.safetensors.index.json"
+_log = logging.getLogger("epmoe")
+
+INDEX = "model.safetensors.index.json"
 _ROUTERS = ("gate", "gate.wg", "router", "router.layer", "router.gate")
 _CHOICE_BIASES = (
     "gate.e_score_correction_bias",
@@ -27,9 +32,18 @@ _CHOICE_BIASES = (
 )
 
 
-def _of_each(gate: str, up: str, down: str) -> dict[str, list[str]]:
-    """Describe the format in which every expert has tensors of its own."""
-    kinds = {"w_*": "weight", "*_scales": "weight_scale_inv", "*_bias": "bias"}
+_SUFFIXES = (
+    ("weight", "weight_scale_inv"),
+    ("weight", "weight_scale"),
+    ("weight", "scale"),
+    ("weight_packed", "weight_scale"),
+)
+"""The names of an expert's weight and of its scales: DeepSeek's, compressed-tensors', DeepSeek-V4's, MX formats."""
+
+
+def _of_each(gate: str, up: str, down: str, weight: str, scales: str) -> dict[str, list[str]]:
+    """Describe a format in which every expert has tensors of its own."""
+    kinds = {"w_*": weight, "*_scales": scales, "*_bias": "bias"}
     parts = {"gate_up": (gate, up), "down": (down,)}
     return {
         kind.replace("*", part): [f"experts.*.{projection}.{suffix}" for projection in projections]
@@ -38,20 +52,33 @@ def _of_each(gate: str, up: str, down: str) -> dict[str, list[str]]:
     }
 
 
+def _of_all(weight: str, scales: str) -> dict[str, list[str]]:
+    """Describe a format in which all experts share a tensor."""
+    kinds = {"w_*": weight, "*_scales": scales, "*_bias": "_bias"}
+    return {
+        kind.replace("*", part): [f"experts.{part}_proj{suffix}"]
+        for kind, suffix in kinds.items()
+        for part in ("gate_up", "down")
+    }
+
+
 _FORMATS: tuple[dict[str, list[str]], ...] = (
-    _of_each("gate_proj", "up_proj", "down_proj"),
-    _of_each("w1", "w3", "w2"),
-    {
-        **{"w_gate_up": ["experts.gate_up_proj"], "w_down": ["experts.down_proj"]},
-        **{"gate_up_bias": ["experts.gate_up_proj_bias"], "down_bias": ["experts.down_proj_bias"]},
-    },
+    *(_of_each("gate_proj", "up_proj", "down_proj", *suffixes) for suffixes in _SUFFIXES),
+    *(_of_each("w1", "w3", "w2", *suffixes) for suffixes in _SUFFIXES),
+    {name: tensors for name, tensors in _of_all("", "").items() if not name.endswith("_scales")},
+    _of_all("_blocks", "_scales"),
     {"w_gate_up": ["input_linear.weight"], "w_down": ["output_linear.weight"]},
     {"w_gate_up": ["experts.fc1.weight"], "w_down": ["experts.fc2.weight"]},
 )
 """Arguments of `GroupedExperts` with the tensors that hold them, in which * is the number of an expert."""
 _OF_EXPERTS = ("experts.", "input_linear.", "output_linear.")
 _MOST_NAMES = 6  # of a message
-_WEIGHTS, _FP8, _SCALES = ("F64", "F32", "F16", "BF16", "F8_E4M3"), "F8_E4M3", ("F32", "F16", "BF16")
+_PARTS = ("gate_up", "down")
+_WEIGHTS = ("F64", "F32", "F16", "BF16", "F8_E4M3")
+_PACKED = ("U8", "I8")  # bytes, each of which has two numbers
+_BLOCKS = (SCALE_BLOCK, SCALE_BLOCK)
+_SCALES = {"F8_E4M3": ("F32", "F16", "BF16", "F8_E8M0", "U8"), "U8": ("U8", "F8_E8M0"), "I8": ("U8", "F8_E8M0")}
+"""Dtypes of scales, by that of their weights. Bytes are UE8M0."""
 
 
 class _Header(NamedTuple):
@@ -64,6 +91,53 @@ class _Header(NamedTuple):
     def __str__(self) -> str:
         return f"`{self.name}` is {self.dtype} {self.shape}"
 
+    def of_expert(self, fused: bool, packed: bool = False) -> list[int]:
+        """The shape of one expert's tensor, in numbers, two of which are in a byte if it is `packed`."""
+        shape = self.shape[1:] if fused else self.shape
+        if packed and len(shape) == 3:  # groups of bytes
+            shape = [shape[0], shape[1] * shape[2]]
+        return [*shape[:-1], 2 * shape[-1]] if packed and shape else shape
+
+
+class Stored(NamedTuple):
+    """How a MoE block is stored."""
+
+    router: dict[str, str]
+    """Arguments of `MoELayer`, with the names of their tensors."""
+    tensors: dict[str, list[str]]
+    """Arguments of `GroupedExperts`, with the names of their tensors, in which * is the number of an expert."""
+    others: set[str]
+    """Names of other tensors below the block, such as those of shared experts."""
+    num: int
+    """E."""
+    transposed: bool
+    shared_scales: dict[str, tuple[int, int]]
+    """Rows and columns that share a scale, by part. Without scales there is none."""
+    packed: bool
+    """Whether a byte has two numbers."""
+    D: int
+    """0 if a file with a header that is needed is not there."""
+    F: int
+
+    @property
+    def fused(self) -> bool:
+        """Whether a tensor has all experts."""
+        return "*" not in self.tensors["w_down"][0]
+
+    @property
+    def dequantized(self) -> dict[str, list[str]]:
+        """`tensors` as they are called in a checkpoint without scales."""
+        kept = {argument: names for argument, names in self.tensors.items() if not argument.endswith("_scales")}
+        return {
+            argument: [name.removesuffix("_packed").removesuffix("_blocks") for name in names]
+            for argument, names in kept.items()
+        }
+
+    @property
+    def dequantized_transposed(self) -> bool:
+        """Whether weights are transposed in a checkpoint without scales, as those of gpt-oss are."""
+        return self.transposed or self.tensors["w_down"][0].endswith("_blocks")
+
 
 class SafetensorsFolder(Mapping[str, Tensor]):
     """The tensors in a folder, by name. Each is read when it is asked for, and nothing is downloaded.
@@ -72,11 +146,13 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     found by that name, too. Its experts are
 
     - tensors of each expert, `BLOCK.experts.7.gate_proj.weight`, `up_proj` and `down_proj`, or Mixtral's w1, w3 and w2,
-      each with a `bias` if there are any. fp8 weights (e4m3) have a `weight_scale_inv` each, in fp32, fp16 or
-      bf16, for blocks of 128 × 128;
+      each with a `bias` if there are any. fp8 weights (e4m3) have a `weight_scale_inv`, `weight_scale` or `scale`:
+      for blocks of 128 × 128, for the weight or for each row in fp32, fp16, bf16 or UE8M0, or for 32 elements in
+      UE8M0. MXFP4 is a `weight_packed` or an int8 `weight`, with UE8M0 scales for 32 elements;
     - one tensor of all experts, `BLOCK.experts.gate_up_proj` [E, 2F, D] and `down_proj` [E, D, F], or both transposed
-      as in gpt-oss, with `gate_up_proj_bias` and `down_proj_bias` if there are any; or Granite's `input_linear` and
-      `output_linear`, or Aria's `experts.fc1` and `experts.fc2`.
+      as in gpt-oss, with `gate_up_proj_bias` and `down_proj_bias` if there are any; gpt-oss's `gate_up_proj_blocks`
+      and `gate_up_proj_scales` in MXFP4; or Granite's `input_linear` and `output_linear`, or Aria's `experts.fc1` and
+      `experts.fc2`.
 
     All experts of a block have the same tensors, dtypes and shapes, one expert for each row of the router. Anything
     else below `BLOCK.experts` or the router is refused, since a model without it is another function.
@@ -93,7 +169,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._opened: dict[str, Any] = {}
-        if (index := self.path / _INDEX).is_file():
+        if (index := self.path / INDEX).is_file():
             self._file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         else:
             files = sorted(file.name for file in self.path.glob("*.safetensors"))
@@ -127,62 +203,180 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         Raises:
             ValueError: there is no such block, or its router has tensors of another format.
         """
-        block, router = self._find(block)
-        weight, of_logits = f"{block}.{router}.weight", f"{block}.{router}.bias"
-        choice = {f"{block}.{bias}" for bias in _CHOICE_BIASES} & self._file_of.keys()
-        bias = min(choice, default=None)
-        if unread := (choice | self._under(f"{block}.{router.partition('.')[0]}.")) - {weight, of_logits, bias}:
-            raise ValueError(
-                f"{self._path(min(unread))}: the router of `{block}` must have a `{router}.weight`, and may have "
-                f"`{router}.bias` and one bias of the choice, got also {_some(unread)}"
-            )
-        return {
-            "router_weight": self[weight] if bias is None else self[weight].float(),
-            "bias": None if bias is None else self[bias].float().flatten(),
-            "logit_bias": self.get(of_logits),
-        }
+        names = self._router(*self._find(block))
+        router = {name: self.get(names.get(name, "")) for name in ("router_weight", "bias", "logit_bias")}
+        weight, bias = router["router_weight"], router["bias"]
+        assert weight is not None
+        if bias is None:
+            return router
+        return router | {"router_weight": weight.float(), "bias": bias.float().flatten()}
 
-    def experts(self, block: str, logical: Sequence[int], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    def experts(
+        self,
+        block: str,
+        logical: Sequence[int],
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> dict[str, Tensor]:
         """Some experts of a MoE block. Of other experts only headers are read, of the files that are there.
+
+        Weights with other scales than those of blocks of 128 × 128 become fp8 with such scales if every weight of every
+        expert keeps its value, and D is a multiple of 128; of MXFP4 also F, if experts share a tensor. Otherwise they
+        become bf16, and a warning of the logger "epmoe" names the tensors. The scales of all experts, in the files that
+        are there, decide, so that all ranks decide alike.
 
         Args:
             block: its name.
             logical: the experts, in the order of the result: `Placement.logical_experts` of a rank for instance.
             device: of the result.
+            dtype: fp32, fp16 or bf16, to which weights and biases are cast or dequantized, rounded once; or fp8 e4m3,
+                to which other scales are converted, or the call raises. None: the checkpoint's, but as above.
 
         Returns:
             Arguments of `GroupedExperts`: `w_gate_up`, `w_down`, and scales or biases where the checkpoint has them.
-            Scales are fp32; everything else has the checkpoint's dtype.
+            Scales are fp32; biases of fp8 experts are bf16. fp8 experts, each with tensors of its own, have zeros up to
+            the next F that is a multiple of 128: they add nothing.
 
         Raises:
+            TypeError: `dtype` is another one.
             ValueError: there is no such block, or its experts have another format: the message names the file, the
-                tensors and their dtypes and shapes.
+                tensors and their dtypes and shapes. Or fp8 cannot hold the values.
             LookupError: the checkpoint has no expert of this number.
         """
+        if dtype not in (None, FP8, *FLOATS):
+            raise TypeError(f"`dtype` must be None, {', '.join(map(dtype_name, (*FLOATS, FP8)))}, got {dtype}")
         block, router = self._find(block)
-        E = self._slice(f"{block}.{router}.weight").get_shape()[0]
+        E = self.shape(f"{block}.{router}.weight")[0]
         if outside := sorted({x for x in logical if not 0 <= x < E}):
             raise LookupError(f"{self.path}: `{block}` has the experts 0 to {E - 1}, got {outside}")
-        tensors = self._format(block, E)
-        transposed = self._check(tensors, E)
+        stored = self._check(self._format(block, E), E)
+        dtype = self._dtype(stored, block, dtype)
+        return _stack(lambda x: self._expert(stored, x, device, dtype), logical, device)
 
-        def read(argument: str, x: int) -> Tensor:
-            names = tensors[argument]
-            if "*" not in names[0]:
-                part: Tensor = self._slice(names[0])[x]
-                return part.t() if transposed else part
-            joined = torch.cat([self[_of(x, name)] for name in names])
-            return joined.float() if argument.endswith("_scales") else joined
+    def has_block(self, block: str) -> bool:
+        """Whether there is a MoE block of this name."""
+        return any(True for _ in self._candidates(block))
 
-        return {argument: _stack(partial(read, argument), logical, device) for argument in tensors}
+    def stored(self, block: str) -> Stored:
+        """How a MoE block is stored. Raises the ValueErrors of `router` and `experts`."""
+        block, router = self._find(block)
+        names = self._router(block, router)
+        E = self.shape(names["router_weight"])[0]
+        stored = self._check(self._format(block, E), E)
+        ours = {*names.values(), *(_of(x, name) for each in stored.tensors.values() for name in each for x in range(E))}
+        return stored._replace(router=names, others=self._under(f"{block}.") - ours)
+
+    def shape(self, name: str) -> list[int]:
+        """The shape of a tensor, of which only the header is read."""
+        shape: list[int] = self._slice(name).get_shape()
+        return shape
+
+    def _router(self, block: str, router: str) -> dict[str, str]:
+        """Arguments of `MoELayer` with the names of their tensors. Raises ValueError where the router has others."""
+        names = {"router_weight": f"{block}.{router}.weight", "logit_bias": f"{block}.{router}.bias"}
+        choice = {f"{block}.{bias}" for bias in _CHOICE_BIASES} & self._file_of.keys()
+        if choice:
+            names["bias"] = min(choice)
+        if unread := (choice | self._under(f"{block}.{router.partition('.')[0]}.")) - set(names.values()):
+            raise ValueError(
+                f"{self._path(min(unread))}: the router of `{block}` must have a `{router}.weight`, and may have "
+                f"`{router}.bias` and one bias of the choice, got also {_some(unread)}"
+            )
+        return {argument: name for argument, name in names.items() if name in self}
+
+    def _expert(
+        self, stored: Stored, x: int, device: torch.device | str, dtype: torch.dtype | None
+    ) -> dict[str, Tensor]:
+        """Arguments of `GroupedExperts`, for one expert."""
+        padding = -stored.F % SCALE_BLOCK if dtype == FP8 and not stored.fused else 0
+        out = {}
+        for part in _PARTS:
+            weights, scales, biases = (
+                [self._read(name, x).to(device) for name in stored.tensors.get(argument, ())]
+                for argument in (f"w_{part}", f"{part}_scales", f"{part}_bias")
+            )
+            if stored.transposed:
+                weights = [weight.t() for weight in weights]
+            if scales and dtype == FP8:
+                blocks = [self._blocks(stored, part, *pair) for pair in zip(weights, scales, strict=True)]
+                weights = [_padded(q, padding, 0 if part == "gate_up" else 1) for q, _ in blocks]
+                out[f"{part}_scales"] = torch.cat([of_blocks for _, of_blocks in blocks])
+            elif scales:
+                assert dtype is not None
+                weights = [formats.dequantized(*pair, dtype) for pair in zip(weights, scales, strict=True)]
+            out[f"w_{part}"] = torch.cat(weights).to(dtype)
+            if biases:
+                biases = [pad(bias, (0, padding if part == "gate_up" else 0)) for bias in biases]
+                out[f"{part}_bias"] = torch.cat(biases).to(torch.bfloat16 if dtype == FP8 else dtype)
+        return out
+
+    def _read(self, name: str, x: int) -> Tensor:
+        """The tensor of expert x, which has a row for each row of a weight."""
+        tensor: Tensor = self[_of(x, name)] if "*" in name else self._slice(name)[x]
+        return tensor.flatten(1) if tensor.dim() == 3 else tensor
+
+    def _blocks(self, stored: Stored, part: str, weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """A quantized weight with fp32 scales of blocks; `_dtype` has found that it can have them."""
+        if stored.shared_scales[part] == _BLOCKS:
+            return weight, formats.scale_values(scales)
+        made = formats.to_blocks(weight, scales)
+        assert made is not None
+        return made
+
+    def _dtype(self, stored: Stored, block: str, wanted: torch.dtype | None) -> torch.dtype | None:
+        """The dtype to load; None is the checkpoint's. Raises ValueError where fp8 cannot hold the weights."""
+        if not stored.shared_scales:
+            if wanted == FP8:
+                raise ValueError(f"{self.path}: the experts of `{block}` must have scales to be loaded in fp8")
+            return wanted
+        if wanted in FLOATS:
+            return wanted
+        others = [part for part in _PARTS if stored.shared_scales[part] != _BLOCKS]
+        odd = [f"{name}={n}" for name, n in {"D": stored.D, "F": stored.F if stored.fused else 0}.items() if n % 128]
+        if not others:
+            return FP8
+        if odd and wanted is None:
+            why = f"fp8 GEMMs need multiples of {SCALE_BLOCK}, got {' and '.join(odd)}"
+            names = {name for part in others for name in stored.tensors[f"w_{part}"]}
+        else:
+            why = f"a scale for each block of {SCALE_BLOCK} × {SCALE_BLOCK} in fp8 would change values"
+            names = self._inexact(stored, others)
+        if not names:
+            return FP8
+        if wanted == FP8:
+            raise ValueError(f"{self._path(min(names))}: `dtype` must be a wider one for {_some(names)}: {why}")
+        _log.warning("%s: experts are dequantized to bf16, %s: %s", self.path, _some(names), why)
+        return torch.bfloat16
+
+    def _inexact(self, stored: Stored, parts: Sequence[str]) -> set[str]:
+        """The first few weights that would change in fp8 with scales of blocks, in the files that are here."""
+        names = set[str]()
+        for x in range(stored.num):
+            for part in parts:
+                for pair in zip(stored.tensors[f"w_{part}"], stored.tensors[f"{part}_scales"], strict=True):
+                    if not all(self._path(_of(x, name)).is_file() for name in pair):
+                        continue
+                    weight, of_weight = pair
+                    scales = self._read(of_weight, x)
+                    if formats.lie_close(scales, packed=stored.packed):
+                        continue
+                    if formats.to_blocks(self._read(weight, x), scales) is None:
+                        names.add(_of(x, weight))
+            if len(names) > _MOST_NAMES:
+                break
+        return names
 
     def _find(self, block: str) -> tuple[str, str]:
         """A block's name in the checkpoint, and its router's."""
+        for found in self._candidates(block):
+            return found
+        raise ValueError(f"{self.path}: has no MoE block `{block}`: it has no tensor `{block}.gate.weight`")
+
+    def _candidates(self, block: str) -> Iterator[tuple[str, str]]:
         for name in (block, f"{block.rpartition('.')[0]}.block_sparse_moe"):
             for router in _ROUTERS:
                 if f"{name}.{router}.weight" in self:
-                    return name, router
-        raise ValueError(f"{self.path}: has no MoE block `{block}`: it has no tensor `{block}.gate.weight`")
+                    yield name, router
 
     def _format(self, block: str, E: int) -> dict[str, list[str]]:
         """The one of `_FORMATS` that the experts have, without arguments that they lack, and with full names.
@@ -191,22 +385,24 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         """
         held = self._under(*(f"{block}.{place}" for place in _OF_EXPERTS))
         held -= {f"{block}.{bias}" for bias in _CHOICE_BIASES}
+        found: list[tuple[dict[str, list[str]], dict[str, set[str]]]] = []
         for known in _FORMATS:
-            names = {
+            full = {
                 argument: {_of(x, f"{block}.{pattern}") for pattern in patterns for x in range(E)}
                 for argument, patterns in known.items()
             }
-            present = [argument for argument in known if names[argument] & held]
-            if {"w_gate_up", "w_down"} <= set(present):
-                break
-        else:
+            present = {argument: names for argument, names in full.items() if names & held}
+            if {"w_gate_up", "w_down"} <= present.keys():
+                found.append((known, present))
+        if not found:
             where = self._path(min(held)) if held else self.path
             raise ValueError(
                 f"{where}: the experts of `{block}` must be `gate_proj`, `up_proj` and `down_proj`, "
                 f"or `w1`, `w3` and `w2`, of each expert, or `gate_up_proj` and `down_proj` of all, got "
                 f"{_some(self._under(f'{block}.'))}"
             )
-        wanted = set[str]().union(*(names[argument] for argument in present))
+        known, present = min(found, key=lambda each: len(set[str]().union(*each[1].values()) ^ held))
+        wanted = set[str]().union(*present.values())
         if wanted != held:
             odd = f"got also {_some(held - wanted)}" if held - wanted else f"lack {_some(wanted - held)}"
             raise ValueError(
@@ -215,8 +411,8 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             )
         return {argument: [f"{block}.{pattern}" for pattern in known[argument]] for argument in present}
 
-    def _check(self, tensors: Mapping[str, list[str]], E: int) -> bool:
-        """Whether the weights are transposed. Only headers are read, and not those of files that other ranks have.
+    def _check(self, tensors: dict[str, list[str]], E: int) -> Stored:
+        """How the experts are stored. Only headers are read, and not those of files that other ranks have.
 
         Raises ValueError unless all experts have one format, and it is a known one.
         """
@@ -232,37 +428,47 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                     if header[1:] != first[1:]:
                         raise self._refusal(header, f"but {first}: all experts must have one format")
         if headers.keys() != tensors.keys():
-            return False  # to read what is not there is an error
+            return Stored({}, tensors, set(), E, False, {}, False, 0, 0)  # to read what is not there is an error
         gate_up, down = headers["w_gate_up"], headers["w_down"]
-        if gate_up.dtype != down.dtype or down.dtype not in _WEIGHTS:
+        packed = down.dtype in _PACKED and "down_scales" in headers
+        if gate_up.dtype != down.dtype or down.dtype not in _WEIGHTS and not packed:
             raise self._refusal(gate_up, f"and {down}: both must have one dtype of {', '.join(_WEIGHTS)}")
-        for part, weight in (("gate_up", gate_up), ("down", down)):
-            self._check_scales(weight, headers.get(f"{part}_scales"))
         fused = "*" not in tensors["w_down"][0]
         for header in headers.values():
             if fused and header.shape[:1] != [E]:
                 raise self._refusal(header, f"but must have {E} rows, as the router has")
-        up, (*_, D, F) = gate_up.shape, (0, 0, *down.shape)  # whatever its dimensions are
-        if down.dtype == _FP8 and F % SCALE_BLOCK:  # a block of scales would hold rows of gate and of up
-            raise self._refusal(down, f"but fp8 experts need an F that is a multiple of {SCALE_BLOCK}, got {F}")
-        if up == ([E, 2 * F, D] if fused else [F, D]):
-            return False
-        if up == [E, F, 2 * D] and fused:
-            return True
-        raise self._refusal(gate_up, f"and {down}, which do not fit each other")
+        up, (*_, n, k) = gate_up.of_expert(fused, packed), (0, 0, *down.of_expert(fused, packed))  # of any dimensions
+        transposed = fused and "down_scales" not in headers and up == [k, 2 * n]
+        D, F = (k, n) if transposed else (n, k)
+        if not transposed and up != [2 * F if fused else F, D]:
+            raise self._refusal(gate_up, f"and {down}, which do not fit each other")
+        shared = {
+            part: self._shared_scales(headers[f"w_{part}"], headers.get(f"{part}_scales"), fused, packed)
+            for part in _PARTS
+        }
+        found = {part: of_part for part, of_part in shared.items() if of_part is not None}
+        return Stored({}, tensors, set(), E, transposed, found, packed, D, F)
 
-    def _check_scales(self, weight: _Header, scales: _Header | None) -> None:
-        """Raises ValueError unless fp8 weights have scales of blocks, and other weights have none."""
-        if weight.dtype != _FP8:
+    def _shared_scales(
+        self, weight: _Header, scales: _Header | None, fused: bool, packed: bool
+    ) -> tuple[int, int] | None:
+        """Rows and columns that share a scale; None without scales. Raises ValueError unless weights have theirs."""
+        known = _SCALES.get(weight.dtype)
+        if known is None:
             if scales is not None:
                 raise self._refusal(scales, f"but {weight}, which needs no scales")
-            return
+            return None
         if scales is None:
             raise self._refusal(weight, "without a `weight_scale_inv`")
-        blocks = [-(-n // SCALE_BLOCK) for n in weight.shape]
-        if scales.dtype not in _SCALES or scales.shape != blocks:
-            of_block = f"{blocks} for {weight.shape}, one for each block of {SCALE_BLOCK} × {SCALE_BLOCK}"
-            raise self._refusal(scales, f"but scales must be {' or '.join(_SCALES)} {of_block}")
+        n, k = weight.of_expert(fused, packed)
+        shared = formats.granularity(scales.of_expert(fused), n, k)
+        in_groups = shared == (1, formats.GROUP)
+        if scales.dtype not in known or shared is None or not in_groups and (packed or scales.dtype == "U8"):
+            groups = f"{[n, k // formats.GROUP]} for {[n, k]}, one for each group of {formats.GROUP}"
+            blocks = f"{[-(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)]} for {[n, k]}, one for each block of 128 × 128"
+            several = groups if packed else f"{blocks}, or one for each row, group of {formats.GROUP} or weight"
+            raise self._refusal(scales, f"but scales must be {' or '.join(known)} {several}")
+        return shared
 
     def _refusal(self, header: _Header, why: str) -> ValueError:
         return ValueError(f"{self._path(header.name)}: {header}, {why}")
@@ -299,10 +505,24 @@ def _some(names: Set[str]) -> str:
     return ", ".join(sorted(names)[:_MOST_NAMES]) + ("…" if len(names) > _MOST_NAMES else "")
 
 
-def _stack(read: Callable[[int], Tensor], logical: Sequence[int], device: torch.device | str) -> Tensor:
-    """[e, …] on `device`, written expert by expert. Without any expert, expert 0 says the shape."""
+def _padded(weight: Tensor, by: int, dim: int) -> Tensor:
+    """fp8 [n, k] with zeros behind its rows or columns."""
+    if not by:
+        return weight
+    padded: Tensor = pad(weight.view(torch.uint8), (0, 0, 0, by) if dim == 0 else (0, by))  # fp8 cannot be padded
+    return padded.view(weight.dtype)
+
+
+def _stack(
+    read: Callable[[int], dict[str, Tensor]], logical: Sequence[int], device: torch.device | str
+) -> dict[str, Tensor]:
+    """[e, …] on `device`, written expert by expert. Without any expert, expert 0 says the shapes."""
     first = read(logical[0] if logical else 0)
-    out = torch.empty(len(logical), *first.shape, dtype=first.dtype, device=device)
-    for row, x in zip(out, logical, strict=True):
-        row.copy_(first if x == logical[0] else read(x))
+    out = {
+        name: torch.empty(len(logical), *tensor.shape, dtype=tensor.dtype, device=device)
+        for name, tensor in first.items()
+    }
+    for row, x in enumerate(logical):
+        for name, tensor in (first if x == logical[0] else read(x)).items():
+            out[name][row].copy_(tensor)
     return out

@@ -1,12 +1,14 @@
-"""transformers' fp8 experts (`FP8Experts`, blocks of 128 × 128) as `GroupedExperts` in the same memory.
+"""transformers' fp8 experts (`FP8Experts`) as `GroupedExperts` in the same memory.
 
     gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv ─▶ GroupedExperts ◀─ rows of a round
 
-Only scales that are powers of two (`scale_fmt="ue8m0"`) are copied, in each call: they become fp32.
+Only scales that are powers of two (`scale_fmt="ue8m0"`) or of whole weights are copied, in each call: they become fp32,
+one for each block of 128 × 128.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -40,8 +42,9 @@ def check(experts: Any) -> None:
     """Raises ValueError unless `GroupedExperts` take the quantized module. The message names what they do not take."""
     if problem := _problem(experts):
         raise ValueError(
-            f"epmoe takes fp8 experts with blocks of {SCALE_BLOCK} × {SCALE_BLOCK}, dynamic activation scales and "
-            f"SwiGLU, but these have {problem}: load the checkpoint with `FineGrainedFP8Config(dequantize=True)`, or "
+            f"epmoe takes fp8 experts with scales of blocks of {SCALE_BLOCK} × {SCALE_BLOCK} or of whole weights, "
+            f"dynamic activation scales and SwiGLU, but these have {problem}: load the checkpoint with "
+            "`FineGrainedFP8Config(dequantize=True)`, or "
             'without epmoe, as by `ep_implementation="all_to_all"`'
         )
 
@@ -66,8 +69,8 @@ def grouped(experts: Any, parameters: list[Tensor]) -> GroupedExperts:
     made = _made[experts].experts
     for name, given in zip(_ARGUMENTS, parameters, strict=True):
         ours = getattr(made, name)
-        if ours.dtype != given.dtype:
-            ours.copy_(given)
+        if ours.dtype != given.dtype or ours.shape != given.shape:
+            ours.copy_(_of_blocks(given, ours.shape))
         elif ours.data_ptr() != given.data_ptr():
             setattr(made, name, nn.Parameter(given.detach(), requires_grad=False))
     return made
@@ -80,12 +83,25 @@ def _new(experts: Any, gate_up: Tensor, down: Tensor, gate_up_scales: Tensor, do
         return GroupedExperts(
             gate_up.detach(),
             down.detach(),
-            gate_up_scales=gate_up_scales.detach().float(),
-            down_scales=down_scales.detach().float(),
+            gate_up_scales=_of_blocks(gate_up_scales, _scales_for(gate_up)),
+            down_scales=_of_blocks(down_scales, _scales_for(down)),
             limit=limit,
             alpha=1.0 if alpha is None else alpha,
             up_offset=0.0 if alpha is None else 1.0,
         )
+
+
+def _scales_for(weight: Tensor) -> list[int]:
+    """The shape of the scales of blocks of a weight [e, n, k]."""
+    return [len(weight), *(-(-size // SCALE_BLOCK) for size in weight.shape[1:])]
+
+
+def _of_blocks(scales: Tensor, shape: Sequence[int]) -> Tensor:
+    """fp32 scales [e, a, b] of blocks, from these or from [e, 2, 1] or [e, 1, 1], those of gate and up, or of down."""
+    values = scales.detach().float()
+    if list(values.shape) == list(shape):
+        return values
+    return values.repeat_interleave(shape[1] // values.shape[1], 1).expand(*shape).contiguous()
 
 
 def release() -> None:
@@ -102,8 +118,8 @@ def _problem(experts: Any) -> str | None:
         return f"activation scales of the kind {experts.activation_scheme!r}"
     if weights.dtype != FP8:
         return f"weights in {dtype_name(weights.dtype)}"
-    if block is None or list(block) != [SCALE_BLOCK, SCALE_BLOCK]:
-        return "one scale for a whole weight" if block is None else f"blocks of {' × '.join(map(str, block))}"
+    if block is not None and list(block) != [SCALE_BLOCK, SCALE_BLOCK]:
+        return f"blocks of {' × '.join(map(str, block))}"
     if scales not in (torch.float32, torch.float8_e8m0fnu):
         return f"scales in {dtype_name(scales)}"
     if not experts.has_gate or experts.has_bias or getattr(experts, "has_post_expert_norm", False):
@@ -112,6 +128,9 @@ def _problem(experts: Any) -> str | None:
         return "a soft cap on the gate"
     if experts.swiglu_alpha is None and type(experts.act_fn).__name__ not in _SILU:
         return f"the activation {type(experts.act_fn).__name__}"
-    if F % SCALE_BLOCK:
-        return f"F={F}, with which a block has rows of gate and of up"
-    return None
+    if block is None and F % SCALE_BLOCK:
+        return f"F={F} and one scale for each of gate and up, whose rows share a block"
+    up, down = experts.gate_up_proj, weights
+    wanted = [[len(up), 2, 1], [len(down), 1, 1]] if block is None else [_scales_for(up), _scales_for(down)]
+    got = [list(experts.gate_up_proj_scale_inv.shape), list(experts.down_proj_scale_inv.shape)]
+    return None if got == wanted else f"scales of {got} in place of {wanted}"

@@ -1,0 +1,213 @@
+"""A trained model becomes a folder of Hugging Face, which transformers loads with the same bits."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+from launched import ROOT
+from mxfp4_models import quantize
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+import epmoe
+
+TINY = {
+    "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "head_dim": 16, "intermediate_size": 32, "moe_intermediate_size": 32, "pad_token_id": 0, "initializer_range": 0.2,
+    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8, "num_experts_per_tok": 2,
+    "moe_k": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_layer_start_index": 0,
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "num_mtp_layers": 0,
+}  # fmt: skip
+FORMATS = [
+    *("qwen3_moe", "deepseek_v3", "gpt_oss"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "granitemoe", "ernie4_5_moe", "llama4_text")),
+]
+
+
+class Block(nn.Module):
+    """As gpt-oss's block is called."""
+
+    def __init__(self, layer: epmoe.MoELayer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.layer(x), None
+
+
+def tiny(model_type: str, path: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model, and its folder."""
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    keys = {key: value for key, value in TINY.items() if hasattr(CONFIG_MAPPING[model_type](), key)}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **keys), dtype=dtype)
+    for name, tensor in model.state_dict().items():
+        if name.endswith("bias"):
+            tensor.normal_(std=0.3)
+    model.save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}")
+    return model
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, epmoe.SafetensorsFolder]:
+    """A model with shared experts, and its folder, which no test changes."""
+    path = tmp_path_factory.mktemp("deepseek")
+    return tiny("deepseek_v3", path), epmoe.SafetensorsFolder(path)
+
+
+def spread(model: nn.Module, ep: epmoe.ExpertParallel, folder: epmoe.SafetensorsFolder, **options: object) -> nn.Module:
+    """The model with layers in place of its blocks."""
+    model = copy.deepcopy(model)
+    for name, block in list(model.named_modules()):
+        if hasattr(block, "experts") and (hasattr(block, "gate") or hasattr(block, "router")):
+            shared = getattr(block, "shared_experts", getattr(block, "shared_expert", None))
+            layer = epmoe.MoELayer.from_safetensors(ep, folder, name, shared=shared, **options)
+            model.set_submodule(name, Block(layer) if type(block).__name__ == "GptOssMLP" else layer)
+    return model
+
+
+def train(model: nn.Module) -> nn.Module:
+    """Changes every parameter in the same way, whatever holds it."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:  # not a bias of the choice, which is a buffer of a layer
+                parameter.mul_(1.37)
+    return model
+
+
+def config_of(path: Path, dtype: str = "float32") -> epmoe.EPConfig:
+    return epmoe.EPConfig.from_hf(path, ep_size=1, model={"dtype": dtype}, capacity={"max_num_tokens_per_rank": 16})
+
+
+def assert_same_bits(got: nn.Module, want: nn.Module) -> None:
+    got_state, want_state = got.state_dict(), want.state_dict()
+    assert got_state.keys() == want_state.keys()
+    for name, tensor in want_state.items():
+        assert got_state[name].dtype == tensor.dtype and torch.equal(got_state[name], tensor), name
+
+
+@pytest.mark.parametrize("model_type", FORMATS)
+def test_transformers_loads_what_was_trained(model_type, tmp_path):
+    model = tiny(model_type, tmp_path / "start")
+    folder = epmoe.SafetensorsFolder(tmp_path / "start")
+    with epmoe.ExpertParallel(config_of(folder.path), device="cpu") as ep:
+        trained = train(spread(model, ep, folder))
+        epmoe.checkpoint.save_pretrained(trained, tmp_path / "end", folder, max_shard_bytes=100_000)
+    files = {file.name for file in (tmp_path / "end").iterdir()}
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= files and len(files) > 5
+    assert {file.name for file in tmp_path.iterdir()} == {"start", "end"}
+    assert_same_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "end"), train(model))
+    same = epmoe.SafetensorsFolder(tmp_path / "end")
+    assert same.keys() == folder.keys()
+    assert all(same[name].is_contiguous() and same[name].shape == folder[name].shape for name in folder)
+
+
+def test_the_page_shows_it(tmp_path, monkeypatch):
+    model = tiny("qwen3_moe", tmp_path / "start")
+    folder = epmoe.SafetensorsFolder(tmp_path / "start")
+    page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    code = page.split("tests/test_pretrained.py::test_the_page_shows_it -->\n```python\n")[1].split("```")[0]
+    load, save = code.split("...\n")
+    monkeypatch.chdir(tmp_path)
+    with epmoe.ExpertParallel(config_of(folder.path), device="cpu") as ep:
+        block = "model.layers.1.mlp"
+        names = {"epmoe": epmoe, "torch": torch, "ep": ep, "folder": folder, "block": block, "model": model}
+        exec(load, names)
+        train(model)
+        trained = copy.deepcopy(model)
+        train(names["layer"])
+        model.set_submodule(block, names["layer"])
+        other = model.model.layers[0]
+        other.mlp = train(epmoe.MoELayer.from_safetensors(ep, folder, "model.layers.0.mlp"))
+        exec(save, names)
+    assert_same_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "trained"), trained)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+def test_mxfp4_trains_and_is_saved_without_scales(dtype, tmp_path):
+    start = tmp_path / "start"
+    tiny("gpt_oss", start, torch.bfloat16)
+    quantize(start)
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=dtype)  # which dequantizes
+    folder = epmoe.SafetensorsFolder(start)
+    name = str(dtype).removeprefix("torch.")
+    with epmoe.ExpertParallel(config_of(start, name), device="cpu") as ep:
+        trained = spread(model, ep, folder, dtype=dtype, router_dtype=dtype)
+        layer = trained.model.layers[1].mlp.layer
+        y = layer(torch.ones(3, 64, dtype=dtype))
+        y.sum().backward()
+        assert layer.experts.w_down.grad.any() and layer.router_weight.grad.any()
+        epmoe.checkpoint.save_pretrained(train(trained), tmp_path / "end", start)
+    config = json.loads((tmp_path / "end" / "config.json").read_text())
+    assert "quantization_config" not in config and config["dtype"] == name
+    assert_same_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "end"), train(model))
+
+
+def narrow(experts: epmoe.GroupedExperts) -> None:
+    experts.w_gate_up = nn.Parameter(experts.w_gate_up[:, :32].detach().clone())
+    experts.w_down = nn.Parameter(experts.w_down[..., :16].detach().clone())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            lambda model: setattr(model.model.layers[1].mlp, "shared", None),
+            ValueError,
+            "must have .*shared_experts.d",
+        ),
+        (lambda model: model.register_buffer("other", torch.ones(1)), ValueError, "has no tensor for `other`"),
+        (lambda model: setattr(model.lm_head, "weight", nn.Parameter(torch.ones(3))), ValueError, r"is \[64, 64\], b"),
+        (
+            lambda model: setattr(model.lm_head, "weight", nn.Parameter(torch.ones(1, 64, 64))),
+            ValueError,
+            r"\[64, 64\]",
+        ),
+        (
+            lambda model: narrow(model.model.layers[1].mlp.experts),
+            ValueError,
+            r"D and F: .*, 16\), got .*, 32\)",
+        ),
+        (lambda model: model.lm_head.to(torch.float8_e4m3fn), TypeError, "`lm_head.weight` must be dequantized"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_and_leaves_nothing(change: Callable, error, message, deepseek, tmp_path):
+    model, folder = deepseek
+    with epmoe.ExpertParallel(config_of(folder.path), device="cpu") as ep:
+        trained = spread(model, ep, folder)
+        change(trained)
+        with pytest.raises(error, match=message):
+            epmoe.checkpoint.save_pretrained(trained, tmp_path / "end", folder)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_with_files_is_left_as_it_is(deepseek):
+    model, folder = deepseek
+    before = {file: file.read_bytes() for file in folder.path.iterdir()}
+    error = pytest.raises(ValueError, match="must not exist, or be an empty folder")
+    with epmoe.ExpertParallel(config_of(folder.path), device="cpu") as ep, error:
+        epmoe.checkpoint.save_pretrained(spread(model, ep, folder), folder.path, folder)
+    assert {file: file.read_bytes() for file in folder.path.iterdir()} == before
+
+
+def test_a_write_that_fails_leaves_nothing(deepseek, tmp_path, monkeypatch):
+    model, folder = deepseek
+
+    def no_space(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", no_space)
+    with epmoe.ExpertParallel(config_of(folder.path), device="cpu") as ep, pytest.raises(OSError, match="No space"):
+        epmoe.checkpoint.save_pretrained(spread(model, ep, folder), tmp_path / "end", folder)
+    assert not any(tmp_path.iterdir())

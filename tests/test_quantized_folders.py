@@ -1,0 +1,189 @@
+"""Folders with MXFP4 or other scales: fp8 with scales of blocks where no value changes, else bf16 and a warning."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import assert_close, randn
+from torch import Tensor
+
+pytest.importorskip("safetensors")
+
+from safetensors.torch import save_file
+
+import epmoe
+from epmoe.local.quantize import dequantize_weights
+from epmoe.local.weight_formats import dequantized
+
+pytestmark = pytest.mark.usefixtures("serving")
+
+E, F, D = 4, 128, 256
+BLOCK = "model.layers.1.mlp"
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+PROJECTIONS = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
+
+
+def random_bytes(*shape: int, seed: int, low: int = 0, high: int = 255) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high + 1, shape, generator=generator, dtype=torch.uint8)
+
+
+def saved(path: Path, tensors: dict[str, Tensor]) -> epmoe.SafetensorsFolder:
+    save_file(tensors | {f"{BLOCK}.gate.weight": randn(E, D, seed=9)}, path / "model.safetensors")
+    return epmoe.SafetensorsFolder(path)
+
+
+def gpt_oss(F: int = F, D: int = D) -> dict[str, Tensor]:
+    """[E, rows, groups, 16] and [E, rows, groups]; biases in bf16."""
+    tensors = {}
+    for seed, (name, (n, k)) in enumerate({"gate_up": (2 * F, D), "down": (D, F)}.items()):
+        prefix = f"{BLOCK}.experts.{name}_proj"
+        tensors[f"{prefix}_blocks"] = random_bytes(E, n, k // 32, 16, seed=seed)
+        tensors[f"{prefix}_scales"] = random_bytes(E, n, k // 32, seed=seed, low=115, high=124)
+        tensors[f"{prefix}_bias"] = randn(E, n, seed=seed).to(BF16)
+    return tensors
+
+
+def of_each(kind: str) -> dict[str, Tensor]:
+    """Tensors of each expert in a format."""
+    tensors = {}
+    for x in range(E):
+        for i, (name, (n, k)) in enumerate(PROJECTIONS.items()):
+            seed = 10 * x + i
+            weight = randn(n, k, seed=seed).to(FP8)
+            scale = 0.3 + 0.1 * seed
+            packed = random_bytes(n, k // 2, seed=seed)
+            groups = random_bytes(n, k // 32, seed=seed, low=115, high=124)
+            suffixes = {
+                "tensor": {"weight": weight, "weight_scale": torch.tensor(scale)},
+                "tensor [1], bf16": {"weight": weight, "weight_scale_inv": torch.tensor([scale]).to(BF16)},
+                "channel": {"weight": weight, "weight_scale": randn(n, 1, seed=seed).abs() + 0.1},
+                "channel, equal": {"weight": weight, "weight_scale": torch.full((n, 1), scale)},
+                "blocks": {"weight": weight, "weight_scale": randn(-(-n // 128), -(-k // 128), seed=seed).abs()},
+                "UE8M0": {
+                    "weight": weight,
+                    "weight_scale_inv": random_bytes(-(-n // 128), -(-k // 128), seed=seed, low=110, high=130).view(
+                        torch.float8_e8m0fnu
+                    ),
+                },
+                "MXFP8": {"weight": weight, "weight_scale": groups},
+                "MXFP4": {"weight_packed": packed, "weight_scale": groups},
+                "DeepSeek-V4": {"weight": packed.view(torch.int8), "scale": groups.view(torch.float8_e8m0fnu)},
+            }
+            tensors |= {f"{BLOCK}.experts.{x}.{name}.{suffix}": t for suffix, t in suffixes[kind].items()}
+    return tensors
+
+
+def truth(tensors: dict[str, Tensor], x: int) -> dict[str, Tensor]:
+    """The fp32 weights of an expert."""
+    parts = {}
+    for name in PROJECTIONS:
+        weight, scales = (t for key, t in tensors.items() if f".{x}.{name}." in key)
+        parts[name] = dequantized(weight, scales, torch.float32)
+    return {"gate_up": torch.cat([parts["gate_proj"], parts["up_proj"]]), "down": parts["down_proj"]}
+
+
+def fp8_values(got: dict[str, Tensor], part: str) -> Tensor:
+    return dequantize_weights(got[f"w_{part}"], got[f"{part}_scales"], torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "exact"),
+    [
+        ("tensor", True), ("tensor [1], bf16", True), ("channel", False), ("channel, equal", True), ("blocks", True),
+        ("UE8M0", True), ("MXFP8", False), ("MXFP4", True), ("DeepSeek-V4", True),
+    ],
+)  # fmt: skip
+def test_scales_of_each_format(tmp_path, caplog, kind, exact):
+    tensors = of_each(kind)
+    folder = saved(tmp_path, tensors)
+    with caplog.at_level(logging.WARNING, "epmoe"):
+        got = folder.experts(BLOCK, [2, 0])
+    epmoe.GroupedExperts(**got)
+    want = [truth(tensors, x) for x in (2, 0)]
+    for dtype in (torch.float32, BF16):
+        plain = folder.experts(BLOCK, [2, 0], dtype=dtype)
+        assert plain.keys() == {"w_gate_up", "w_down"}
+        for part in ("gate_up", "down"):
+            assert torch.equal(plain[f"w_{part}"], torch.stack([of_one[part] for of_one in want]).to(dtype))
+    if exact:
+        assert not caplog.records
+        assert all(
+            torch.equal(fp8_values(got, part)[i], of_one[part])
+            for i, of_one in enumerate(want)
+            for part in ("gate_up", "down")
+        )
+        return
+    (record,) = caplog.records
+    name = next(name for name in sorted(tensors) if "weight" in name and "scale" not in name)
+    assert name in record.getMessage() and "dequantized to bf16" in record.getMessage()
+    assert torch.equal(got["w_down"], folder.experts(BLOCK, [2, 0], dtype=BF16)["w_down"])
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/model.safetensors: `dtype` must be a wider one for {BLOCK}.*"):
+        folder.experts(BLOCK, [2, 0], dtype=FP8)
+
+
+@pytest.mark.parametrize("shape", [(F, D), (96, 256), (128, 96)])
+def test_gpt_oss_in_mxfp4_is_what_transformers_dequantizes(tmp_path, caplog, shape):
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    width, hidden = shape
+    tensors = gpt_oss(*shape)
+    tensors[f"{BLOCK}.gate.weight"] = randn(E, hidden)
+    save_file(tensors, tmp_path / "model.safetensors")
+    folder = epmoe.SafetensorsFolder(tmp_path)
+    with caplog.at_level(logging.WARNING, "epmoe"):
+        got = folder.experts(BLOCK, [3, 1])
+    wide = folder.experts(BLOCK, [3, 1], dtype=torch.float32)
+    forced = folder.experts(BLOCK, [3, 1], dtype=FP8)
+    is_fp8 = got["w_down"].dtype == FP8
+    assert is_fp8 == (shape == (F, D)) and len(caplog.records) == (not is_fp8)
+    if not is_fp8:
+        odd = "D=96" if hidden == 96 else "F=96"
+        assert f"experts.gate_up_proj_blocks: fp8 GEMMs need multiples of 128, got {odd}" in caplog.text
+    for part, n in {"gate_up": 2 * width, "down": hidden}.items():
+        name = f"{BLOCK}.experts.{part}_proj"
+        blocks, scales = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
+        want = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)[[3, 1]].mT
+        assert torch.equal(wide[f"w_{part}"], want)
+        assert torch.equal(fp8_values(forced, part), want)
+        assert torch.equal(fp8_values(got, part) if is_fp8 else got[f"w_{part}"].float(), want)
+        assert got[f"{part}_bias"].dtype == BF16 and got[f"{part}_bias"].shape == (2, n)
+    rows, offsets = randn(6, hidden).to(BF16), torch.tensor([0, 4, 6], dtype=torch.int32)
+    options = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
+    fp8, bf16 = (
+        epmoe.GroupedExperts(**given, **options) for given in (forced, folder.experts(BLOCK, [3, 1], dtype=BF16))
+    )
+    assert torch.equal(fp8(rows, offsets), bf16(rows, offsets))
+
+
+def test_all_ranks_decide_by_the_scales_of_all_experts(tmp_path, caplog):
+    """An expert that this rank does not hold cannot become fp8, so none does: weights of ranks can change places."""
+    tensors = gpt_oss()
+    tensors[f"{BLOCK}.experts.down_proj_scales"][3, 5, 2] = 90
+    folder = saved(tmp_path, tensors)
+    with caplog.at_level(logging.WARNING, "epmoe"):
+        got = folder.experts(BLOCK, [0])
+    assert got["w_down"].dtype == got["w_gate_up"].dtype == got["down_bias"].dtype == BF16
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert "experts.down_proj_blocks" in text and "gate_up_proj" not in text and "\n" not in text
+    assert_close(got["w_down"][0].float(), folder.experts(BLOCK, [0], dtype=torch.float32)["w_down"][0].double())
+    with pytest.raises(
+        ValueError, match="`dtype` must be a wider one for .*experts.down_proj_blocks: a scale for each"
+    ):
+        folder.experts(BLOCK, [0], dtype=FP8)
+
+
+def test_weights_without_scales_are_cast_but_not_quantized(tmp_path):
+    tensors = {f"{BLOCK}.experts.gate_up_proj": randn(E, 2 * F, D), f"{BLOCK}.experts.down_proj": randn(E, D, F)}
+    folder = saved(tmp_path, tensors)
+    got = folder.experts(BLOCK, [1], dtype=BF16)
+    assert torch.equal(got["w_down"][0], tensors[f"{BLOCK}.experts.down_proj"][1].to(BF16))
+    with pytest.raises(ValueError, match="must have scales to be loaded in fp8"):
+        folder.experts(BLOCK, [1], dtype=FP8)
+    with pytest.raises(
+        TypeError, match="`dtype` must be None, float32, float16, bfloat16, float8_e4m3fn, got torch.int8"
+    ):
+        folder.experts(BLOCK, [1], dtype=torch.int8)

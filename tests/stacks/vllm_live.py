@@ -1,8 +1,9 @@
 """Serves prompts that drift with vLLM's engine, inside torchrun: `python vllm_live.py MODEL OUTPUT EPMOE`.
 
 EPMOE is the JSON of `--additional-config '{"epmoe": …}'`. Prompts are of few different tokens, so that few experts get
-most rows, and of others in the second half. OUTPUT.RANK gets the tokens of each prompt, what each step took, and the rows
-of this rank's experts by layer in the second half of each phase, after the balancer has seen the first.
+most rows, and of others in the second phase. OUTPUT.RANK gets the tokens of each prompt, what each step
+took, the time of the processor in each tick of the balancer, and the rows of this rank's experts in the second
+half of each phase, after the balancer has seen the first.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def main(model: str, output: str, epmoe: str) -> None:
         additional_config={"epmoe": json.loads(epmoe)},
     )
     step, steps_s = engine.llm_engine.step, list[float]()
+    ticks_s = list[float]()
 
     def timed() -> Any:
         begin = time.perf_counter()
@@ -49,22 +51,29 @@ def main(model: str, output: str, epmoe: str) -> None:
 
     engine.llm_engine.step = timed
     (sizes,) = _session.entries()
+    if (balancing := sizes.balancing) is not None:
+        tick = balancing.tick
+
+        def timed_tick() -> None:
+            begin = time.thread_time()
+            tick()
+            ticks_s.append(time.thread_time() - begin)
+
+        balancing.tick = timed_tick
 
     def rows() -> list[list[int]]:
         return [ep.health().rows_by_layer for ep in sizes.exchanges]
 
-    tokens, received, moved = [], [], 0
+    tokens, received = [], []
     for first in PHASES:
         for _ in range(2):
             before = rows()
             outputs = engine.generate(prompts(first, rank), sampling(), use_tqdm=False)
             tokens.append([list(one.outputs[0].token_ids) for one in outputs])
-        received.append(
-            [sum(b) - sum(a) for a, b in zip(zip(*before, strict=True), zip(*rows(), strict=True), strict=True)]
-        )
+        received.append(sum(map(sum, rows())) - sum(map(sum, before)))
     moved = sum(ep.live.moved for ep in sizes.exchanges if ep.live is not None)
     Path(f"{output}.{rank}").write_text(
-        json.dumps({"tokens": tokens, "rows": received, "steps_s": steps_s, "moved": moved})
+        json.dumps({"tokens": tokens, "rows": received, "steps_s": steps_s, "ticks_s": ticks_s, "moved": moved})
     )
 
 

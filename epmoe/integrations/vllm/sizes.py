@@ -126,7 +126,7 @@ def shared(shape: Shape, ubatch: int, group: dist.ProcessGroup, device: torch.de
         logger.info(
             "epmoe exchanges the tokens of the experts: layout %s, rank %d of %d, windows of %.1f MiB for up to %d "
             "tokens a step, in %d sizes",
-            shape.layout, ep.rank, ep_size, sizes.window_bytes() / 2**20, shape.max_tokens, len(sizes.exchanges),
+            choice.layout, ep.rank, ep_size, sizes.window_bytes() / 2**20, shape.max_tokens, len(sizes.exchanges),
         )  # fmt: skip
         if choice.metrics_port is not None:
             serve_metrics(_named_exchanges, choice.metrics_port + ep.rank)

@@ -54,7 +54,7 @@ class Choice:
         if live is not None and not (isinstance(live, dict) and is_int(live.get("slots_per_rank"))):
             raise ConfigError(f"`epmoe.live` must be a mapping with an integer `slots_per_rank`, got {live!r}")
         if live is not None and layout != "layer":
-            raise ConfigError(f"`epmoe.live` must come with `layout` \"layer\", whose experts can move, got {layout!r}")
+            raise ConfigError(f'`epmoe.live` must come with `layout` "layer", whose experts can move, got {layout!r}')
         if port is not None and not (is_int(port) and 1 <= port < 2**16):
             raise ConfigError(f"`epmoe.metrics_port` must be a port, got {port!r}")
         return cls(layout, settings, live, port)

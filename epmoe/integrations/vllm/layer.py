@@ -79,7 +79,9 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
                 raise RuntimeError("weights cannot be loaded again where experts move: leave out `epmoe.live`")
             weights = {name: getattr(layer, name, None) for name in _WEIGHTS if is_layer}
             loaded = {  # on CPUs, where vLLM packs them
-                name: weight.detach().clone() for name, weight in weights.items() if weight is not None and weight.is_cpu
+                name: weight.detach().clone()
+                for name, weight in weights.items()
+                if weight is not None and weight.is_cpu
             }
             super().process_weights_after_loading(layer)
             kernel = self.moe_kernel
@@ -157,7 +159,8 @@ def _make_exchange(
     layer: RoutedExperts, experts: FusedMoEExperts, choice: Choice, aligned: bool
 ) -> EpmoePrepareAndFinalize:
     """The exchange of a layer; the first one of a shape makes the windows, collectively."""
-    moe, parallel = layer.moe_config, get_current_vllm_config().parallel_config
+    moe, vllm_config = layer.moe_config, get_current_vllm_config()
+    parallel = vllm_config.parallel_config
     shape = Shape(
         num_experts=moe.num_experts,
         top_k=moe.experts_per_token,
@@ -168,7 +171,7 @@ def _make_exchange(
         payload=_payload(moe, experts, choice.layout),
         layout="rank" if choice.layout == "rank" else "expert",
         aligned=aligned,
-        live_layers=0 if choice.live is None else len(get_current_vllm_config().compilation_config.static_all_moe_layers),
+        live_layers=0 if choice.live is None else len(vllm_config.compilation_config.static_all_moe_layers),
     )
     ubatches = range(parallel.num_ubatches if parallel.use_ubatching else 1)
     group = get_ep_group()

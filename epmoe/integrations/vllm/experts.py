@@ -16,10 +16,11 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from epmoe.config.config_file import ConfigError
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.local.experts import GroupedExperts
-from epmoe.native.arguments import FP8
+from epmoe.native.arguments import FLOATS, FP8
 from epmoe.native.formats import SCALE_BLOCK
 
 _PLAIN = ("TritonExperts", "DeepGemmExperts", "TritonOrDeepGemmExperts")  # which leave weights as loaded
+_PACKING = "CPUUnquantizedExperts"  # and its subclasses pack the weights; `layer.py` has those that were loaded
 
 
 def grouped(of: mk.FusedMoEExperts, w13: Tensor | None, w2: Tensor | None) -> GroupedExperts:
@@ -38,7 +39,8 @@ def grouped(of: mk.FusedMoEExperts, w13: Tensor | None, w2: Tensor | None) -> Gr
 
 def _problem(of: mk.FusedMoEExperts, dtype: torch.dtype | None) -> str | None:
     quant, config = of.quant_config, of.moe_config
-    if dtype is None or type(of).__name__ not in _PLAIN:
+    on_cpu = any(base.__name__ == _PACKING for base in type(of).__mro__)
+    if dtype is None or type(of).__name__ not in _PLAIN and not on_cpu:
         return f"weights in the layout of {type(of).__name__}"
     if config.activation is not MoEActivation.SILU:
         return f"the activation {config.activation.value}"
@@ -49,7 +51,7 @@ def _problem(of: mk.FusedMoEExperts, dtype: torch.dtype | None) -> str | None:
         return "biases"
     if config.is_lora_enabled:
         return "LoRA"
-    if dtype == torch.bfloat16 and quant.quant_dtype is None:
+    if dtype in (FLOATS if on_cpu else (torch.bfloat16,)) and quant.quant_dtype is None:
         return None
     scales = {getattr(scale, "dtype", None) for scale in (quant.w1_scale, quant.w2_scale)}
     if dtype == FP8 and list(quant.block_shape or ()) == [SCALE_BLOCK, SCALE_BLOCK] and scales == {torch.float32}:

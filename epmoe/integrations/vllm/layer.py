@@ -15,12 +15,15 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts,
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
+from epmoe.config.config_file import ConfigError
 from epmoe.integrations.vllm.choice import Choice, VllmLayout, chosen
 from epmoe.integrations.vllm.experts import EpmoeExperts, grouped
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.integrations.vllm.sizes import Shape, logger, shared
 from epmoe.native.formats import WIRE_FORMATS, PayloadName, payload_of
 from epmoe.native.opaque import ModuleLayer
+
+_WEIGHTS = ("w13_weight", "w2_weight")
 
 
 class EpmoeRoutedExperts(RoutedExperts):
@@ -34,6 +37,8 @@ class EpmoeRoutedExperts(RoutedExperts):
         if reason := _why_not(moe_config):
             _warn(reason)
             return method
+        if choice.live is not None:
+            _check_live(choice.live, moe_config)
         base: Any = type(method)
         method.__class__ = _with_epmoe(base)
         method.epmoe_choice = choice
@@ -59,7 +64,25 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
         epmoe_layer: ModuleLayer
         moe_kernel: FusedMoEKernel | None
 
+        def create_weights(self, layer: RoutedExperts, num_experts: int, *shapes: Any, **named: Any) -> None:
+            live = self.epmoe_choice.live
+            slots = num_experts if live is None else live["slots_per_rank"]
+            super().create_weights(layer, slots, *shapes, **named)
+            if live is not None:  # vLLM's loader fills the first slots, and counts what it has filled
+                for parameter in layer.parameters(recurse=False):
+                    whole = getattr(parameter, "weight_loader_numel", parameter.numel())
+                    parameter.weight_loader_numel = whole // slots * num_experts
+
         def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+            is_layer = self.epmoe_choice.layout == "layer"
+            if self.epmoe_choice.live is not None and isinstance(self.moe_kernel, FusedMoEKernel):
+                raise RuntimeError("weights cannot be loaded again where experts move: leave out `epmoe.live`")
+            weights = {name: getattr(layer, name, None) for name in _WEIGHTS if is_layer}
+            loaded = {  # on CPUs, where vLLM packs them
+                name: weight.detach().clone()
+                for name, weight in weights.items()
+                if weight is not None and weight.is_cpu
+            }
             super().process_weights_after_loading(layer)
             kernel = self.moe_kernel
             if kernel is None:
@@ -67,11 +90,14 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
             elif reason := _why_not_around(kernel):
                 _warn(reason)
             elif not isinstance(kernel.prepare_finalize, EpmoePrepareAndFinalize):  # weights may be loaded again
-                experts, is_layer = kernel.fused_experts, self.epmoe_choice.layout == "layer"
-                weights = (getattr(layer, name, None) for name in ("w13_weight", "w2_weight"))
-                ours = grouped(experts, *weights) if is_layer else None
+                experts = kernel.fused_experts
+                for name, weight in loaded.items():
+                    getattr(layer, name).data = weight
+                ours = grouped(experts, *(getattr(layer, name, None) for name in _WEIGHTS)) if is_layer else None
                 aligned = ours is not None and ours.alignment > 1
                 exchange = _make_exchange(layer, experts, self.epmoe_choice, aligned)
+                if ours is not None:
+                    exchange.move(ours)
                 self.moe_kernel = FusedMoEKernel(exchange, EpmoeExperts(experts, ours, exchange) if ours else experts)
 
         def apply(
@@ -86,6 +112,16 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
 
     Method.__name__ = base.__name__  # which vLLM's loaders of weights look at
     return Method
+
+
+def _check_live(live: dict[str, Any], moe: FusedMoEConfig) -> None:
+    """Raise ConfigError where experts cannot move."""
+    parallel = get_current_vllm_config().parallel_config
+    if parallel.enable_eplb or parallel.use_ubatching:
+        raise ConfigError("`epmoe.live` moves experts itself: leave out --enable-eplb, and dual-batch overlap")
+    if live["slots_per_rank"] < moe.num_local_experts:
+        slots, least = live["slots_per_rank"], moe.num_local_experts
+        raise ConfigError(f"`epmoe.live.slots_per_rank` must be at least {least}, the experts of a rank, got {slots}")
 
 
 def _warn(reason: str) -> None:
@@ -123,7 +159,8 @@ def _make_exchange(
     layer: RoutedExperts, experts: FusedMoEExperts, choice: Choice, aligned: bool
 ) -> EpmoePrepareAndFinalize:
     """The exchange of a layer; the first one of a shape makes the windows, collectively."""
-    moe, parallel = layer.moe_config, get_current_vllm_config().parallel_config
+    moe, vllm_config = layer.moe_config, get_current_vllm_config()
+    parallel = vllm_config.parallel_config
     shape = Shape(
         num_experts=moe.num_experts,
         top_k=moe.experts_per_token,
@@ -134,12 +171,13 @@ def _make_exchange(
         payload=_payload(moe, experts, choice.layout),
         layout="rank" if choice.layout == "rank" else "expert",
         aligned=aligned,
+        live_layers=0 if choice.live is None else len(vllm_config.compilation_config.static_all_moe_layers),
     )
     ubatches = range(parallel.num_ubatches if parallel.use_ubatching else 1)
     group = get_ep_group()
-    exchanges = [shared(shape, ubatch, group.cpu_group, group.device, choice.exchange) for ubatch in ubatches]
+    exchanges = [shared(shape, ubatch, group.cpu_group, group.device, choice) for ubatch in ubatches]
     ep = exchanges[0].exchanges[0]
-    if layer.expert_map is not None and layer.expert_map.tolist() != ep.placement.expert_map(ep.rank).tolist():
+    if layer.expert_map is not None and layer.expert_map.tolist() != shape.first(ep.size).expert_map(ep.rank).tolist():
         raise ValueError("vLLM places the experts otherwise than epmoe")
     return EpmoePrepareAndFinalize(exchanges, choice.layout, parallel.use_ubatching, aligned)
 

@@ -28,6 +28,7 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 from epmoe.exchange.handles import Dispatched
 from epmoe.integrations.vllm.choice import VllmLayout
 from epmoe.integrations.vllm.sizes import Sizes
+from epmoe.local.experts import GroupedExperts
 from epmoe.service import ExpertParallel
 
 
@@ -62,6 +63,12 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         # The expert of a local index, and behind the last one the sentinel, for rows that belong to no expert.
         owned = [*ep.placement.local_experts(ep.rank), ep.placement.sentinel(ep.rank)]
         self._owned = torch.tensor(owned, dtype=torch.int32, device=ep.device)
+
+    def move(self, experts: GroupedExperts) -> None:
+        """With `placement.live`: these experts of the layer move, as far as the group's balancer moves any."""
+        if (live := self.exchanges[0].exchanges[-1].live) is not None:
+            tensors = [parameter.detach() for parameter in experts.parameters()]
+            live.weights[self._tag] = lambda _, slot: [tensor[slot] for tensor in tensors]
 
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
         """vLLM's experts for CPUs take local ids and no expert map; all others take global ids and the map."""

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from bisect import bisect_left
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,9 +23,13 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.logger import init_logger
 
 from epmoe.config.config import EPConfig
+from epmoe.config.placement import Placement
 from epmoe.exchange.handles import Layout
 from epmoe.group.errors import EPMismatchError, EPOrderError, EPTimeoutError
 from epmoe.integrations.session import Session, make_config
+from epmoe.integrations.vllm.balancing import Balancing, placement_of
+from epmoe.integrations.vllm.choice import Choice
+from epmoe.integrations.vllm.metrics import serve_metrics
 from epmoe.native.formats import PayloadName
 from epmoe.service import ExpertParallel
 
@@ -51,25 +56,39 @@ class Shape:
     aligned: bool = False
     """Whether segments are aligned. vLLM's experts take every row of the worst case, which has gaps then: for
     Qwen3-30B-A3B on two ranks, with one token each, 4096 rows instead of 16."""
+    live_layers: int = 0
+    """Layers whose experts move; 0: they stay where vLLM has put them."""
+
+    def first(self, ep_size: int) -> Placement:
+        """Where vLLM loads the experts."""
+        return Placement.build(self.num_experts, ep_size, strategy=self.placement)
 
 
 @dataclass
 class Sizes:
-    """The exchanges of one shape, by ascending M."""
+    """The exchanges of one shape, by ascending M. Where experts move there is one, since a table of slots has one."""
 
     exchanges: list[ExpertParallel] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    balancing: Balancing | None = None
 
     @classmethod
-    def make(cls, shape: Shape, group: dist.ProcessGroup, device: torch.device, settings: dict[str, Any]) -> Sizes:
+    def make(cls, shape: Shape, group: dist.ProcessGroup, device: torch.device, choice: Choice) -> Sizes:
         """Collective, with the same arguments on every rank of `group`."""
         sizes, tokens = cls(), shape.max_tokens
-        while True:
-            sizes.tokens.insert(0, tokens)
-            sizes.exchanges.insert(0, ExpertParallel(_config(shape, tokens, group.size(), settings), group, device))
-            if tokens == 1:
-                return sizes
-            tokens = -(-tokens // 2)
+        stay = nullcontext[dict[str, Any]]({"strategy": shape.placement})
+        first = shape.first(group.size())
+        with stay if choice.live is None else placement_of(choice.live, first, shape.live_layers, group) as placement:
+            while True:
+                config = _config(shape, tokens, group.size(), choice.exchange, placement)
+                sizes.tokens.insert(0, tokens)
+                sizes.exchanges.insert(0, ExpertParallel(config, group, device))
+                if tokens == 1 or shape.live_layers:
+                    break
+                tokens = -(-tokens // 2)
+        if choice.live is not None:
+            sizes.balancing = Balancing(sizes.exchanges[0], choice.live)
+        return sizes
 
     def of_step(self) -> ExpertParallel:
         """The exchange of the step that vLLM is running: every rank takes the same one."""
@@ -89,6 +108,8 @@ class Sizes:
 
     def close(self) -> None:
         """`ExpertParallel.close` of every size."""
+        if self.balancing is not None:
+            self.balancing.close()
         for ep in self.exchanges:
             ep.close()
 
@@ -96,24 +117,30 @@ class Sizes:
 _session: Session[Sizes] = Session()
 
 
-def shared(
-    shape: Shape, ubatch: int, group: dist.ProcessGroup, device: torch.device, settings: dict[str, Any]
-) -> Sizes:
+def shared(shape: Shape, ubatch: int, group: dist.ProcessGroup, device: torch.device, choice: Choice) -> Sizes:
     """The exchanges of all layers of this shape, for one micro-batch; the first call makes them and is collective."""
 
     def make(ep_size: int) -> Sizes:
-        sizes = Sizes.make(shape, group, device, settings)
+        sizes = Sizes.make(shape, group, device, choice)
         ep = sizes.exchanges[-1]
         logger.info(
             "epmoe exchanges the tokens of the experts: layout %s, rank %d of %d, windows of %.1f MiB for up to %d "
             "tokens a step, in %d sizes",
-            shape.layout, ep.rank, ep_size, sizes.window_bytes() / 2**20, shape.max_tokens, len(sizes.exchanges),
+            choice.layout, ep.rank, ep_size, sizes.window_bytes() / 2**20, shape.max_tokens, len(sizes.exchanges),
         )  # fmt: skip
+        if choice.metrics_port is not None:
+            serve_metrics(_named_exchanges, choice.metrics_port + ep.rank)
         if device.type == "cuda":
             threading.Thread(target=watch, args=(sizes,), name="epmoe", daemon=True).start()
         return sizes
 
     return _session.share((shape, ubatch), group, device, make)
+
+
+def _named_exchanges() -> dict[str, ExpertParallel]:
+    """Every exchange of this process, by the number of its shape and the most tokens that a rank brings to it."""
+    named = enumerate(_session.entries())
+    return {f"{i}-{M}": ep for i, sizes in named for M, ep in zip(sizes.tokens, sizes.exchanges, strict=True)}
 
 
 def watch(sizes: Sizes, interval_s: float = 1.0) -> None:
@@ -130,7 +157,9 @@ def watch(sizes: Sizes, interval_s: float = 1.0) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _config(shape: Shape, max_tokens: int, ep_size: int, settings: dict[str, Any]) -> EPConfig:
+def _config(
+    shape: Shape, max_tokens: int, ep_size: int, settings: dict[str, Any], placement: dict[str, Any]
+) -> EPConfig:
     timeouts = {"timeout_s": TIMEOUT_S, "warmup_timeout_s": TIMEOUT_S}
     if "timeout_s" in settings:
         timeouts["warmup_timeout_s"] = max(TIMEOUT_S, settings["timeout_s"])
@@ -139,7 +168,7 @@ def _config(shape: Shape, max_tokens: int, ep_size: int, settings: dict[str, Any
     if not shape.aligned:
         rows["alignment"] = 1
     sections: dict[str, dict[str, Any]] = {
-        "placement": {"strategy": shape.placement},
+        "placement": placement,
         "capacity": {"max_num_tokens_per_rank": max_tokens, **rows},
         "exchange": {"payload": shape.payload, **timeouts, **settings},
     }

@@ -43,7 +43,7 @@ from epmoe.local.simulate import simulate_routing
 from epmoe.native.build import problem_with_torch as _problem_with_torch
 from epmoe.routes import Routes, recording
 from epmoe.safetensors_folder import SafetensorsFolder
-from epmoe.service import ExpertParallel, join_group
+from epmoe.service import ExpertParallel, join_group, resize
 
 __version__ = "0.1.0"  # the only place of the version: pyproject.toml reads it from here
 
@@ -82,6 +82,7 @@ __all__ = [
     "quantize_fp8",
     "recording",
     "recover",
+    "resize",
     "route",
     "simulate_routing",
     "zero_padding_rows_",

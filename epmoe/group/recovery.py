@@ -22,7 +22,9 @@ from epmoe.group.member import Member
 
 Store = dist.Store | str | os.PathLike[str]
 _POLL_S = 0.02
+_ANSWER_S = 0.5  # a new rank that waits reads the store every _POLL_S
 _ARRIVALS = "epmoe/arrivals"  # how many times a new rank has come
+_HERE, _LEAVES = "here", "leaves"  # what a rank says in a meeting
 _FORMED, _FAILED = "formed", "failed"  # outcomes of an attempt
 _Member = TypeVar("_Member", bound=Member)
 
@@ -35,12 +37,14 @@ class _Decision:
     config: JSON, of the group to be.
     arrivals: those up to here have had their turn.
     keeps: former ranks keep their slots, with `placement.live`.
+    left: former ranks that have left in this attempt or before it.
     """
 
     members: list[int]
     config: str
     arrivals: int
     keeps: bool
+    left: list[int]
 
     def config_of(self) -> EPConfig:
         """The config of the group to be."""
@@ -66,28 +70,41 @@ class _Meeting:
         placement: Callable[[Placement, list[int | None]], Placement] | None,
         wait_s: float,
         deadline: float,
+        grow_s: float,
+        leaves: bool,
+        left: list[int],
     ) -> _Decision:
         """Meet the other ranks. The first to see that all are there, or late, decides; the rest reads."""
-        store, newest, last_call = self.store, f"epmoe/{ep.origin}/newest", time.monotonic() + wait_s
-        store.set(f"{self.name}/{ep.rank}", "here")
+        store, newest, start = self.store, f"epmoe/{ep.origin}/newest", time.monotonic()
+        asked: dict[int, float] = {}  # by arrival: when this rank has asked whether it is still there
+        store.set(f"{self.name}/{ep.rank}", _LEAVES if leaves else _HERE)
         while not store.check([f"{self.name}/decision"]):
             if store.check([newest]) and int(store.get(newest)) > ep.generation:
                 raise EPStateError("the others have gone on without this rank: a new one may join")
-            came = [rank for rank in range(ep.size) if store.check([f"{self.name}/{rank}"])]
+            words = {r: store.get(f"{self.name}/{r}") for r in range(ep.size) if store.check([f"{self.name}/{r}"])}
+            came = [rank for rank, word in words.items() if word == _HERE.encode()]
+            gone = {*left, *words}.difference(came)
             used = int(store.get(f"{_ARRIVALS}/used")) if store.check([f"{_ARRIVALS}/used"]) else 0
             arrivals = store.add(_ARRIVALS, 0)
-            new = [-1 - arrival for arrival in range(used + 1, arrivals + 1)]
-            members = [*came, *new[: max(0, max_ranks - len(came))]]
-            all_came = set(ep.survivors()) <= set(came)
-            if (all_came or time.monotonic() > last_call) and len(members) >= min_ranks:
+            for arrival in range(used + 1, arrivals + 1):
+                if arrival not in asked:
+                    store.set(f"{_ARRIVALS}/{arrival}/asked", self.name)
+                    asked[arrival] = time.monotonic()
+            there = {arrival for arrival in asked if store.check([f"{self.name}/new/{arrival}"])}
+            members = [*came, *[-1 - arrival for arrival in sorted(there)][: max(0, max_ranks - len(came))]]
+            now = time.monotonic()
+            may_answer = any(now < at + _ANSWER_S for arrival, at in asked.items() if arrival not in there)
+            may_come = may_answer or len(members) < max_ranks and now < start + grow_s
+            all_came = set(ep.survivors()) <= {*came, *gone} and not may_come
+            if (all_came or now > start + wait_s) and len(members) >= min_ranks:
                 keeps = ep.config.placement.live and placement is None
                 if keeps:
                     config = ep.config.of_size(len(members))
                 else:
                     config = ep.config.with_placement(_place(ep.placement, members, placement))
-                mine = json.dumps(asdict(_Decision(members, config.model_dump_json(), arrivals, keeps)))
+                mine = json.dumps(asdict(_Decision(members, config.model_dump_json(), arrivals, keeps, sorted(gone))))
                 store.compare_set(f"{self.name}/decision", "", mine)  # whoever was first has decided
-            elif time.monotonic() > deadline:
+            elif now > deadline:
                 raise TimeoutError(f"{len(members)} ranks have come, and `min_ranks` is {min_ranks}")
             else:
                 time.sleep(_POLL_S)
@@ -167,22 +184,47 @@ def recover(
         TimeoutError: no group of `min_ranks` has formed in time.
         MemoryError: the windows do not fit.
     """
-    times = ep.config.exchange
-    wait_s = times.timeout_s + LAST_CALL_S if last_call_s is None else last_call_s
+    wait_s = ep.config.exchange.timeout_s + LAST_CALL_S if last_call_s is None else last_call_s
     most = max_ranks or max(ep.size, min_ranks)
-    deadline, shared, attempt = time.monotonic() + timeout_s, _open(store), 0
+    regroup(ep, store, load_weights, min_ranks, most, placement, wait_s, timeout_s, backend)
+
+
+def regroup(
+    ep: Member,
+    store: Store,
+    load_weights: Callable[[tuple[Move, ...]], object],
+    min_ranks: int,
+    max_ranks: int,
+    placement: Callable[[Placement, list[int | None]], Placement] | None,
+    wait_s: float,
+    timeout_s: float,
+    backend: str,
+    grow_s: float = 0.0,
+    leaves: bool = False,
+) -> bool:
+    """What `recover` does; see there. Returns whether this rank is in the group.
+
+    `grow_s`: wait so long for new ranks up to `max_ranks`. `leaves`: this rank says that the others are to go on without
+    it, and is closed.
+    """
+    form_s, deadline = ep.config.exchange.warmup_timeout_s, time.monotonic() + timeout_s
+    shared, attempt, left = _open(store), 0, list[int]()
     while time.monotonic() < deadline:
         meeting = _Meeting(shared, f"epmoe/{ep.origin}/{ep.generation}/{attempt}")
-        decision = meeting.decide(ep, min_ranks, most, placement, wait_s, deadline)
+        decision = meeting.decide(ep, min_ranks, max_ranks, placement, wait_s, deadline, grow_s, leaves, left)
+        left = decision.left
+        if leaves:
+            ep.close()
+            return False
         if ep.rank not in decision.members:
             raise EPStateError("the others go on without this rank, which they have given up: a new one may join")
         config, rank, size = decision.config_of(), decision.members.index(ep.rank), len(decision.members)
         try:
-            meeting.form(rank, size, times.warmup_timeout_s, backend)
+            meeting.form(rank, size, form_s, backend)
             moves = ep.resume(
                 placement=None if decision.keeps else config.place_experts(),
                 spread_lost=True,
-                confirm=partial(meeting.confirm, rank, size, times.warmup_timeout_s),
+                confirm=partial(meeting.confirm, rank, size, form_s),
             )
         except EPStateError:
             raise
@@ -192,7 +234,7 @@ def recover(
             continue
         shared.set(f"epmoe/{ep.origin}/newest", str(ep.generation))
         load_weights(moves)
-        return
+        return True
     raise TimeoutError(f"no group has formed within {timeout_s:g} s")
 
 
@@ -201,8 +243,11 @@ def take_in(store: Store, make: Callable[[EPConfig], _Member], timeout_s: float,
     deadline, shared = time.monotonic() + timeout_s, _open(store)
     while time.monotonic() < deadline:
         arrival = shared.add(_ARRIVALS, 1)
-        answer = f"{_ARRIVALS}/{arrival}"
+        answer, told = f"{_ARRIVALS}/{arrival}", ""
         while not shared.check([answer]) and time.monotonic() < deadline:
+            if shared.check([f"{answer}/asked"]) and (asked := shared.get(f"{answer}/asked").decode()) != told:
+                shared.set(f"{asked}/new/{arrival}", _HERE)
+                told = asked
             time.sleep(_POLL_S)
         if not shared.check([answer]):
             break

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -27,7 +27,7 @@ from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED, MAX_TAG
 from epmoe.group.checks import check_size, config_of, device_of, group_of
-from epmoe.group.errors import EPOpenError, EPResumeError, EPStateError
+from epmoe.group.errors import EPOpenError, EPResumeError, EPStateError, EPTimeoutError
 from epmoe.group.join import JoinRequest, opening
 from epmoe.group.peers import Peers
 from epmoe.group.recovery import Store, regroup, take_in
@@ -807,7 +807,8 @@ def resize(
     To grow, new processes call `join_group`, best before the ranks call this: the ranks wait for them meanwhile. With
     `placement.live` their slots are empty, and `Balancer` or `ep.replace` fills them. To shrink, the ranks from `size`
     on leave. With `placement.live` moves that are under way end first, and experts whose copies all leave move to the
-    ranks that stay. Where these have too few slots for all experts, `load_weights` gets the moves instead.
+    ranks that stay. Where these have too few slots for all experts, or a rank dies, `load_weights` gets the moves
+    instead.
 
     Args:
         ep: the ExpertParallel that is to have another size.
@@ -824,7 +825,6 @@ def resize(
         Whether this rank is in the group. On a rank that has left, `ep` is closed and its process may end.
 
     Raises:
-        EPTimeoutError: a rank died before the group had begun to change. All ranks call `recover`.
         ValueError: `size` is not positive; and what `recover` and `ExpertParallel.replace` raise.
         EPStateError: that of `recover`, like TimeoutError and MemoryError.
     """
@@ -832,13 +832,14 @@ def resize(
         raise ValueError(f"`size` must be an integer of at least 1, got {size!r}")
     if ep.live is not None and size < ep.size:
         settle = ep.apply if balancer is None else balancer.finish
-        settle()
-        slots, S = ep.slots, ep.num_local_experts
-        if size * S >= ep.config.model.num_experts:
-            stay = [[layer[r * S : (r + 1) * S] for layer in slots.tolist()] for r in range(size)]
-            slots.fill_(EMPTY)[:, : size * S] = torch.tensor(keep_slots(ep.config, stay, spread_lost=True))
-            ep.replace(slots, weights)
-            ep.apply()
+        with suppress(EPTimeoutError):  # others may have come further: the group changes all the same
+            settle()
+            slots, S = ep.slots, ep.num_local_experts
+            if size * S >= ep.config.model.num_experts:
+                stay = [[layer[r * S : (r + 1) * S] for layer in slots.tolist()] for r in range(size)]
+                slots.fill_(EMPTY)[:, : size * S] = torch.tensor(keep_slots(ep.config, stay, spread_lost=True))
+                ep.replace(slots, weights)
+                ep.apply()
     last_call_s = ep.config.exchange.timeout_s + LAST_CALL_S
     leaves = ep.rank >= size
     return regroup(ep, store, load_weights, 1, size, None, last_call_s, timeout_s, backend, wait_s, leaves)

@@ -204,8 +204,8 @@ def regroup(
 ) -> bool:
     """What `recover` does; see there. Returns whether this rank is in the group.
 
-    `grow_s`: wait so long for new ranks up to `max_ranks`. `leaves`: this rank says that the others are to go on without
-    it, and is closed.
+    `grow_s`: wait so long for new ranks up to `max_ranks`. `leaves`: the others are to go on without this rank, which
+    closes `ep`.
     """
     form_s, deadline = ep.config.exchange.warmup_timeout_s, time.monotonic() + timeout_s
     shared, attempt, left = _open(store), 0, list[int]()

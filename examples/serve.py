@@ -101,9 +101,10 @@ class Model(nn.Module):
     @torch.inference_mode()
     def forward(self, requests):
         """The next token of each. Collective: a rank without requests computes for the others."""
-        for i, block in enumerate(self.blocks):
+        x = None
+        for block in self.blocks:
             with self.ep.giving_up(block.moe.tag):  # an exception inside takes this rank's place in the round
-                x = block(x if i else self.embed(requests))
+                x = block(self.embed(requests) if x is None else x)
         ends = torch.tensor([len(request.tokens) - 1 for request in requests], dtype=torch.int64)
         return self.head(self.norm(x[torch.arange(len(requests)), ends])).argmax(1).tolist()
 

@@ -1,4 +1,4 @@
-"""`epmoe.resize` over processes of this machine, also in the middle of a move, and new ranks that die in front of a door."""
+"""`epmoe.resize` over processes of this machine, also in the middle of a move."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from epmoe.group.recovery import _Meeting
 def resize(state, folder: Path, size: int, balanced: bool = False) -> list[tuple[int, int]] | bool:
     """(tag, expert) of what had to be loaded; False on a rank that has left."""
     loaded = list[tuple[int, int]]()
-    options = {
-        "weights": lambda tag, slot: [state.rows[tag - 1, slot]],
-        "balancer": state.balancer if balanced else None,
-    }
-    stays = epmoe.resize(state.ep, folder, size, partial(load_slots, state, loaded), wait_s=20, **options)
+    options = {"weights": lambda tag, slot: [state.rows[tag - 1, slot]], "wait_s": 20.0}
+    if balanced:
+        options["balancer"] = state.balancer
+    stays = epmoe.resize(state.ep, folder, size, partial(load_slots, state, loaded), **options)
     return stays and loaded
 
 

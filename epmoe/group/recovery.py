@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -23,9 +23,11 @@ from epmoe.group.member import Member
 Store = dist.Store | str | os.PathLike[str]
 _POLL_S = 0.02
 _ANSWER_S = 0.5  # a new rank that waits reads the store every _POLL_S
+_DOOR_S = 2.0  # between the decision and the group
 _ARRIVALS = "epmoe/arrivals"  # how many times a new rank has come
 _HERE, _LEAVES = "here", "leaves"  # what a rank says in a meeting
-_FORMED, _FAILED = "formed", "failed"  # outcomes of an attempt
+_DOOR, _OUTCOME = "door", "outcome"  # whether all ranks have come, and whether they have got into the group
+_FORMED, _FAILED = "formed", "failed"
 _Member = TypeVar("_Member", bound=Member)
 
 
@@ -115,33 +117,40 @@ class _Meeting:
                 store.set(f"{_ARRIVALS}/{arrival}", self.name)
         return decision
 
-    def form(self, rank: int, size: int, timeout_s: float, backend: str) -> None:
-        """Make the default process group anew."""
+    def form(self, rank: int, size: int, timeout_s: float, backend: str, missing: Callable[[], int]) -> None:
+        """Make the default process group anew. Nobody begins where one of the ranks is gone: it would take `timeout_s`.
+
+        Raises RuntimeError where it cannot be made.
+        """
+        if not self.confirm(rank, size, min(timeout_s, _DOOR_S), missing, _DOOR):
+            raise RuntimeError("a rank has not come")
         if dist.is_initialized():
             dist.destroy_process_group()
         store, timeout = dist.PrefixStore(f"{self.name}/group", self.store), timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
-    def confirm(self, rank: int, size: int, timeout_s: float, missing: Callable[[], int]) -> bool:
+    def confirm(
+        self, rank: int, size: int, timeout_s: float, missing: Callable[[], int], outcome: str = _OUTCOME
+    ) -> bool:
         """Whether all ranks have got into the group; `missing` is not 0 once some of them are missing.
 
         The last gather of its opening may end well on some ranks only, so the first rank that knows the outcome writes
-        it into the store, and all follow.
+        it into the store, and all follow. With another name of an `outcome`, the same for a step before that.
         """
-        store, outcome, last_call = self.store, f"{self.name}/outcome", time.monotonic() + timeout_s
-        store.set(f"{self.name}/in/{rank}", "in")
-        while not store.check([outcome]):
-            if store.check([f"{self.name}/in/{other}" for other in range(size)]):
-                store.compare_set(outcome, "", _FORMED)
+        store, last_call = self.store, time.monotonic() + timeout_s
+        store.set(f"{self.name}/{outcome}/{rank}", "in")
+        while not store.check([f"{self.name}/{outcome}"]):
+            if store.check([f"{self.name}/{outcome}/{other}" for other in range(size)]):
+                store.compare_set(f"{self.name}/{outcome}", "", _FORMED)
             elif missing() or time.monotonic() > last_call:
-                self.fail()
+                self.fail(outcome)
             else:
                 time.sleep(_POLL_S)
-        return store.get(outcome) == _FORMED.encode()
+        return store.get(f"{self.name}/{outcome}") == _FORMED.encode()
 
-    def fail(self) -> None:
+    def fail(self, outcome: str = _OUTCOME) -> None:
         """The attempt has failed, unless its outcome is known already."""
-        self.store.compare_set(f"{self.name}/outcome", "", _FAILED)
+        self.store.compare_set(f"{self.name}/{outcome}", "", _FAILED)
 
 
 def recover(
@@ -220,7 +229,8 @@ def regroup(
             raise EPStateError("the others go on without this rank, which they have given up: a new one may join")
         config, rank, size = decision.config_of(), decision.members.index(ep.rank), len(decision.members)
         try:
-            meeting.form(rank, size, form_s, backend)
+            gone = partial(_missing, ep, [member for member in decision.members if member >= 0])
+            meeting.form(rank, size, form_s, backend, gone)
             moves = ep.resume(
                 placement=None if decision.keeps else config.place_experts(),
                 spread_lost=True,
@@ -258,12 +268,12 @@ def take_in(store: Store, make: Callable[[EPConfig], _Member], timeout_s: float,
         config, rank, size = decision.config_of(), decision.members.index(-1 - arrival), len(decision.members)
         wait_s = config.exchange.warmup_timeout_s
         try:
-            meeting.form(rank, size, wait_s, backend)
+            meeting.form(rank, size, wait_s, backend, lambda: 0)
             ep = make(config)
         except RuntimeError:  # another rank has died meanwhile
             meeting.fail()
             continue
-        if meeting.confirm(rank, size, wait_s, partial(_missing, ep)):
+        if meeting.confirm(rank, size, wait_s, partial(_missing, ep, range(size))):
             return ep
         ep.close()
     raise TimeoutError(f"nobody has taken this rank in within {timeout_s:g} s")
@@ -293,5 +303,5 @@ def _place(
     return Placement.build(E, R, "explicit", owners, old.num_physical_experts - E)
 
 
-def _missing(ep: Member) -> int:
-    return ep.size - len(ep.survivors())
+def _missing(ep: Member, ranks: Collection[int]) -> int:
+    return len(set(ranks).difference(ep.survivors()))

@@ -46,7 +46,7 @@ def configured(size):
     return epmoe.EPConfig(
         model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"},
         topology={"ep_size": size},
-        placement={"live": True, "slots_per_rank": max(SLOTS, -(-E // size)), "layers": BLOCKS},
+        placement={"live": True, "slots_per_rank": max(SLOTS, -(-E // size)), "layers": BLOCKS, "staging_mb": 1},
         capacity={"max_num_tokens_per_rank": BATCH * LENGTH},
         exchange={"timeout_s": DEADLINE_S, "warmup_timeout_s": DEADLINE_S},
         routing={"renormalize": True},

@@ -124,8 +124,7 @@ class _Meeting:
         """
         if not self.confirm(rank, size, min(timeout_s, _DOOR_S), missing, _DOOR):
             raise RuntimeError("a rank has not come")
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _leave_group()
         store, timeout = dist.PrefixStore(f"{self.name}/group", self.store), timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
@@ -241,10 +240,11 @@ def regroup(
         except RuntimeError:  # EPResumeError, or torch's: another rank has died meanwhile
             meeting.fail()
             attempt += 1
-            continue
-        shared.set(f"epmoe/{ep.origin}/newest", str(ep.generation))
-        load_weights(moves)
-        return True
+        else:
+            shared.set(f"epmoe/{ep.origin}/newest", str(ep.generation))
+            load_weights(moves)
+            return True
+        _leave_group()  # behind `except`, since the exception holds the group
     raise TimeoutError(f"no group has formed within {timeout_s:g} s")
 
 
@@ -267,15 +267,17 @@ def take_in(store: Store, make: Callable[[EPConfig], _Member], timeout_s: float,
             continue  # the group had no place left: this rank queues again
         config, rank, size = decision.config_of(), decision.members.index(-1 - arrival), len(decision.members)
         wait_s = config.exchange.warmup_timeout_s
+        ep: _Member | None = None
         try:
             meeting.form(rank, size, wait_s, backend, lambda: 0)
             ep = make(config)
         except RuntimeError:  # another rank has died meanwhile
             meeting.fail()
-            continue
-        if meeting.confirm(rank, size, wait_s, partial(_missing, ep, range(size))):
-            return ep
-        ep.close()
+        if ep is not None:
+            if meeting.confirm(rank, size, wait_s, partial(_missing, ep, range(size))):
+                return ep
+            ep.close()
+        _leave_group()
     raise TimeoutError(f"nobody has taken this rank in within {timeout_s:g} s")
 
 
@@ -301,6 +303,12 @@ def _place(
         (p + p // E) % R for p in range(old.num_physical_experts)
     ]  # a copy on the rank of its original is of no use
     return Placement.build(E, R, "explicit", owners, old.num_physical_experts - E)
+
+
+def _leave_group() -> None:
+    """Close the connections of the default process group, so that no other rank waits in it for this one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _missing(ep: Member, ranks: Collection[int]) -> int:

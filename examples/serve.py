@@ -153,7 +153,7 @@ class Rank:
         return self.ep.rank, self.ep.size
 
     def resize(self, size):
-        if epmoe.resize(self.ep, self.folder, size, self.model.load, balancer=self.balancer, wait_s=1.0):
+        if epmoe.resize(self.ep, self.folder, size, self.model.load, balancer=self.balancer, wait_s=0.2):
             return self.ep.rank, self.ep.size
         return list(self.running.values()), 0  # this rank has left, and hands its requests back
 

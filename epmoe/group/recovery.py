@@ -23,7 +23,7 @@ from epmoe.group.member import Member
 Store = dist.Store | str | os.PathLike[str]
 _POLL_S = 0.02
 _ANSWER_S = 0.5  # a new rank that waits reads the store every _POLL_S
-_DOOR_S = 2.0  # between the decision and the group
+_DOOR_S = 1.0  # between the decision and the group
 _ARRIVALS = "epmoe/arrivals"  # how many times a new rank has come
 _HERE, _LEAVES = "here", "leaves"  # what a rank says in a meeting
 _DOOR, _OUTCOME = "door", "outcome"  # whether all ranks have come, and whether they have got into the group

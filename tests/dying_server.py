@@ -17,16 +17,18 @@ from epmoe.group.recovery import _Meeting
 VICTIM, STEP = 1, 10  # the rank that dies first, and in which of its steps
 
 
-def patch(owner: object, name: str, dies: Callable[..., bool], behind: bool = False) -> None:
+def patch(
+    owner: object, name: str, dies: Callable[..., bool], behind: bool = False, number: int = signal.SIGKILL
+) -> None:
     """This process kills itself in a call, at its begin or `behind` it, for which `dies` says so."""
     original = getattr(owner, name)
 
     def patched(*arguments, **options):
         if not behind and dies(*arguments):
-            signal.raise_signal(signal.SIGKILL)
+            signal.raise_signal(number)
         result = original(*arguments, **options)
         if behind and dies(*arguments):
-            signal.raise_signal(signal.SIGKILL)
+            signal.raise_signal(number)
         return result
 
     setattr(owner, name, patched)
@@ -60,6 +62,7 @@ STATES = {  # by state, what the victim does, and what a first new rank, or anot
     "in": (lambda: patch(epmoe.GroupedExperts, "forward", nth(serve.BLOCKS * STEP)), None, None),
     "after": (partial(step_ends, behind=True), None, None),
     "moving": (lambda: patch(epmoe.Balancer, "tick", moving, behind=True), None, None),
+    "hangs": (partial(step_ends, number=signal.SIGSTOP), None, None),
     "new-waits": (step_ends, lambda: patch(_Meeting, "decision", nth(1)), None),
     "new-forms": (step_ends, lambda: patch(_Meeting, "form", nth(1)), None),
     "new-opens": (step_ends, lambda: patch(epmoe.ExpertParallel, "__init__", nth(1)), None),

@@ -45,8 +45,8 @@ class Answer(NamedTuple):
 
 
 class Server:
-    def __init__(self, port: int) -> None:
-        self.port, self.answers, self._stop = port, list[Answer](), threading.Event()
+    def __init__(self, port: int, pid: int = 0) -> None:
+        self.port, self.pid, self.answers, self._stop = port, pid, list[Answer](), threading.Event()
 
     def call(self, path: str, body: object = None) -> tuple[int, str]:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
@@ -117,7 +117,7 @@ def running(tmp_path: Path, *program: object) -> Iterator[Server]:
         while not (found := re.search(r"running on http://127.0.0.1:(\d+)", log.read_text())):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
-        yield Server(int(found[1]))
+        yield Server(int(found[1]), process.pid)
     except AssertionError as error:
         error.add_note(log.read_text()[-4000:])
         raise
@@ -136,7 +136,7 @@ def alone() -> Iterator[serve.Model]:
         yield serve.Model(ep)
 
 
-def check(server: Server, model: serve.Model, most_lost: int) -> None:
+def check(server: Server, model: serve.Model, most_lost: int, gap_s: float = GAP_S) -> None:
     """Answers are those of one process, but for requests of ranks that have died."""
     right = [answer for answer in server.answers if answer.status == 200]
     lost = [answer for answer in server.answers if answer.status != 200]
@@ -152,7 +152,7 @@ def check(server: Server, model: serve.Model, most_lost: int) -> None:
     assert not wrong, wrong[0]
     gap = server.metric("serve_longest_gap_seconds")
     print(f"{len(right)} right, {len(lost)} of dead ranks, longest gap {gap:.3f} s")
-    assert gap < GAP_S
+    assert gap < gap_s
 
 
 def test_a_rank_is_killed_under_load(tmp_path, alone):
@@ -173,11 +173,33 @@ def test_a_rank_is_killed_under_load(tmp_path, alone):
         check(server, alone, most_lost=serve.BATCH)
         ports = [int(rank["targets"][0].split(":")[1]) for rank in server.ranks()]
         assert sum(server.metric("epmoe_moved_experts_total", port) for port in ports)
+        pids = server.pids()
+        os.kill(server.pid, signal.SIGKILL)
+        deadline = time.monotonic() + WAIT_S
+        while any(lives(pid) for pid in pids):  # nobody outlives the front
+            assert time.monotonic() < deadline
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_killed(tmp_path, alone):
+    with running(tmp_path, "tests/dying_server.py", "hangs") as server:
+        before = server.pids()
+        with server.load(seed=0):
+            server.wait(lambda: len(pids := server.pids()) == RANKS and before[1] not in pids)
+            server.more(30)
+        check(server, alone, most_lost=serve.BATCH, gap_s=2 * serve.ANSWER_S)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", range(int(os.environ.get("EPMOE_SERVE_RUNS", "1"))))
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", [state for state in STATES if state != "hangs"])
 def test_a_death_in_every_state(tmp_path, alone, state, run):
     _, new, old = STATES[state]
     deaths = 1 + (new is not None) + (old is not None)

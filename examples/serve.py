@@ -36,7 +36,8 @@ from epmoe.integrations.prometheus import HealthCollector
 
 E, K, D, WIDTH, HEADS, BLOCKS, VOCABULARY, LENGTH = 8, 2, 32, 32, 4, 2, 64, 32
 SLOTS, BATCH, EVERY = 4, 4, 20  # slots and requests of a rank; steps from one plan of the balancer to the next
-DEADLINE_S, ANSWER_S = 10.0, 60.0  # of a round, and of a group that opens; of a rank, which is killed then
+DEADLINE_S = 10.0  # of a round, and of a group that opens
+ANSWER_S, LATE_S = 60.0, 5.0  # a rank is killed that does not answer, or is later than others that have lost a round
 
 context = multiprocessing.get_context("forkserver")  # a new rank takes no seconds to import torch
 context.set_forkserver_preload(["torch", "epmoe"])
@@ -242,10 +243,10 @@ class Front:
             self.broken = True
 
     def hear(self, member):
-        """What a rank says; None once it has died, or if it is silent for too long."""
+        """What a rank that has spoken says; None if it has died."""
         said = None
         with suppress(EOFError, OSError):
-            said = member.pipe.recv() if member.pipe.poll(ANSWER_S) else None
+            said = member.pipe.recv()
         if said is None:
             self.bury(member)
         elif said == "ready":
@@ -262,8 +263,19 @@ class Front:
         for member in asked:
             with suppress(OSError):
                 member.pipe.send((order, *arguments(member)))
-        answers = [(member, self.hear(member)) for member in asked]
-        return [(member, answer) for member, answer in answers if answer is not None]
+        answers, silent, deadline = [], {member.pipe: member for member in asked}, time.monotonic() + ANSWER_S
+        while silent:
+            for pipe in (spoken := wait(list(silent), max(0.0, deadline - time.monotonic()))):
+                member = silent.pop(pipe)
+                if (answer := self.hear(member)) is not None:
+                    answers.append((member, answer))
+                    if answer[0] == "lost":  # all ranks that live hear of it at the same time
+                        deadline = min(deadline, time.monotonic() + LATE_S)
+            if not spoken:
+                for member in silent.values():
+                    self.bury(member)
+                break
+        return answers
 
     def take_in(self, size, wait_s=ANSWER_S):
         """Wait until the group has `size` members: a new rank speaks as soon as it is one of them."""

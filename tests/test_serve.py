@@ -194,7 +194,7 @@ def test_a_rank_that_hangs_is_killed(tmp_path, alone):
         with server.load(seed=0):
             server.wait(lambda: len(pids := server.pids()) == RANKS and before[1] not in pids)
             server.more(30)
-        check(server, alone, most_lost=serve.BATCH, gap_s=2 * serve.ANSWER_S)
+        check(server, alone, most_lost=serve.BATCH, gap_s=2 * serve.DEADLINE_S + serve.LATE_S)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 TORCHRUN := torchrun --standalone --nproc-per-node
 
-.PHONY: help setup demo test test-all unit distributed core integrations slow fuzz faults soak sanitize two-machines \
+.PHONY: help setup demo test test-all unit distributed core integrations slow serve-soak fuzz faults soak sanitize two-machines \
   nodes torches stacks stacks-ready stacks-ci stacks-sglang stacks-torchtitan stacks-megatron lint docs bench benchmarks-report wheel first-hour cuda-compile \
   gpu-deps gpu-test clean
 
@@ -71,6 +71,9 @@ slow: MARK := -m "slow and not long"
 slow: setup  ## the tests that repeat at length what faster ones hold, but for the longest
 	$(UNIT) $(MARK)
 	@$(call ranks,3,tests/distributed)
+
+serve-soak: setup  ## examples/serve.py under load, 20 deaths in every state of a request (RUNS)
+	EPMOE_SERVE_RUNS=$(RUNS) pytest -q -s -p no:cacheprovider tests/test_serve.py
 
 FUZZ_SEED := $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 distributed: setup  ## tests over 2, 3 and 4 ranks

@@ -45,7 +45,7 @@ from epmoe.local.simulate import simulate_routing
 from epmoe.native import opaque as opaque
 from epmoe.native.build import problem_with_torch as _problem_with_torch
 from epmoe.native.package import __version__ as __version__
-from epmoe.service import ExpertParallel, join_group
+from epmoe.service import ExpertParallel, join_group, resize
 
 __all__ = [
     "Balancer",
@@ -82,6 +82,7 @@ __all__ = [
     "quantize_fp8",
     "recording",
     "recover",
+    "resize",
     "route",
     "simulate_routing",
     "zero_padding_rows_",

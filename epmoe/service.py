@@ -7,7 +7,7 @@ import dataclasses
 import os
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epmoe.config.config import EPConfig
-from epmoe.config.placement import Move, Placement
+from epmoe.config.deadlines import LAST_CALL_S
+from epmoe.config.placement import Move, Placement, is_int
 from epmoe.config.tuning import Tuning
 from epmoe.exchange.call import new_call
 from epmoe.exchange.exchange import Exchange, in_turn
@@ -26,15 +27,16 @@ from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED, MAX_TAG
 from epmoe.group.checks import check_size, config_of, device_of, group_of
-from epmoe.group.errors import EPOpenError, EPResumeError, EPStateError
+from epmoe.group.errors import EPOpenError, EPResumeError, EPStateError, EPTimeoutError
 from epmoe.group.join import JoinRequest, opening
 from epmoe.group.peers import Peers
-from epmoe.group.recovery import Store, take_in
+from epmoe.group.recovery import Store, regroup, take_in
 from epmoe.group.waiting import device_ends
+from epmoe.live.balancer import Balancer
 from epmoe.live.experts import LiveExperts
 from epmoe.live.layout import EMPTY
 from epmoe.live.moves import Moves, SlotWeights
-from epmoe.live.slots import Table, agree_on_slots, read_slots, slots_of, write_slots
+from epmoe.live.slots import Table, agree_on_slots, keep_slots, read_slots, slots_of, write_slots
 from epmoe.local.route import Routing, route
 from epmoe.native.arguments import FLOATS, check_tensor, describe
 from epmoe.rail.opening import open_exchange, prepare
@@ -786,6 +788,61 @@ def join_group(
         TimeoutError: nobody has taken this rank in.
     """
     return take_in(store, lambda config: ExpertParallel(config, device=device), timeout_s, backend)
+
+
+def resize(
+    ep: ExpertParallel,
+    store: Store,
+    size: int,
+    load_weights: Callable[[tuple[Move, ...]], object],
+    *,
+    balancer: Balancer | None = None,
+    weights: SlotWeights | None = None,
+    wait_s: float = 5.0,
+    timeout_s: float = 300.0,
+    backend: str = "gloo",
+) -> bool:
+    """Grow or shrink the group between two rounds. Every rank of the group calls it, with the same arguments.
+
+    To grow, new processes call `join_group`, best before the ranks call this: the ranks wait for them meanwhile. With
+    `placement.live` their slots are empty, and `Balancer` or `ep.replace` fills them. To shrink, the ranks from `size`
+    on leave. With `placement.live` moves that are under way end first, and experts whose copies all leave move to the
+    ranks that stay. Where these have too few slots for all experts, or a rank dies, `load_weights` gets the moves
+    instead.
+
+    Args:
+        ep: the ExpertParallel that is to have another size.
+        store: that of `recover`.
+        size: ranks that the group is to have. It has fewer where new ranks do not come within `wait_s`.
+        load_weights: gets the moves of this rank, as `ExpertParallel.resume` returns them.
+        balancer: that of `ep`, if it has one.
+        weights: that of `ExpertParallel.replace`.
+        wait_s: how long to wait for new ranks, in seconds.
+        timeout_s: that of `recover`.
+        backend: of the process group, that of `recover`.
+
+    Returns:
+        Whether this rank is in the group. On a rank that has left, `ep` is closed and its process may end.
+
+    Raises:
+        ValueError: `size` is not positive; and what `recover` and `ExpertParallel.replace` raise.
+        EPStateError: that of `recover`, like TimeoutError and MemoryError.
+    """
+    if not is_int(size) or size < 1:
+        raise ValueError(f"`size` must be an integer of at least 1, got {size!r}")
+    if ep.live is not None and size < ep.size:
+        settle = ep.apply if balancer is None else balancer.finish
+        with suppress(EPTimeoutError):  # others may have come further: the group changes all the same
+            settle()
+            slots, S = ep.slots, ep.num_local_experts
+            if size * S >= ep.config.model.num_experts:
+                stay = [[layer[r * S : (r + 1) * S] for layer in slots.tolist()] for r in range(size)]
+                slots.fill_(EMPTY)[:, : size * S] = torch.tensor(keep_slots(ep.config, stay, spread_lost=True))
+                ep.replace(slots, weights)
+                ep.apply()
+    last_call_s = ep.config.exchange.timeout_s + LAST_CALL_S
+    leaves = ep.rank >= size
+    return regroup(ep, store, load_weights, 1, size, None, last_call_s, timeout_s, backend, wait_s, leaves)
 
 
 _open: WeakSet[ExpertParallel] = WeakSet()

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,25 +39,28 @@ from epmoe.cli import app
 from epmoe.live.layout import EMPTY
 
 
+def load_slots(state, loaded: list[tuple[int, int]], moves) -> None:
+    """Fills `loaded` with (tag, expert) of what had to be loaded. What no slot holds is poisoned."""
+    ep = state.ep
+    rows = torch.full((L, ep.num_local_experts, D), torch.nan, device=ep.device)
+    rows[:, : state.rows.shape[1]] = state.rows
+    for move in moves:
+        assert move.source is None and ep.logical_experts(move.tag)[move.local_index] == move.logical
+        rows[move.tag - 1, move.local_index] = gain(move.tag - 1, move.logical)
+        loaded.append((move.tag, move.logical))
+    for layer in range(L):
+        for slot, expert in enumerate(ep.logical_experts(layer + 1)):
+            if expert == EMPTY:
+                rows[layer, slot] = torch.nan
+    state.rows = rows
+
+
 def go_on(state, folder: Path, min_ranks: int = 1) -> list[tuple[int, int]]:
-    """Recovers; returns (tag, expert) of what had to be loaded. What no slot holds is poisoned."""
-    ep, loaded = state.ep, []
-
-    def load_weights(moves) -> None:
-        rows = torch.full((L, ep.num_local_experts, D), torch.nan, device=ep.device)
-        rows[:, : state.rows.shape[1]] = state.rows
-        for move in moves:
-            assert move.source is None and ep.logical_experts(move.tag)[move.local_index] == move.logical
-            rows[move.tag - 1, move.local_index] = gain(move.tag - 1, move.logical)
-            loaded.append((move.tag, move.logical))
-        for layer in range(L):
-            for slot, expert in enumerate(ep.logical_experts(layer + 1)):
-                if expert == EMPTY:
-                    rows[layer, slot] = torch.nan
-        state.rows = rows
-
+    """Recovers; returns (tag, expert) of what had to be loaded."""
+    loaded = list[tuple[int, int]]()
     last_call_s = 3.0 if state.device.type == "cpu" else 10.0
-    epmoe.recover(ep, folder, load_weights, min_ranks=min_ranks, max_ranks=4, last_call_s=last_call_s)
+    load = partial(load_slots, state, loaded)
+    epmoe.recover(state.ep, folder, load, min_ranks=min_ranks, max_ranks=4, last_call_s=last_call_s)
     return loaded
 
 

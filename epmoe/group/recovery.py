@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -22,8 +22,12 @@ from epmoe.group.member import Member
 
 Store = dist.Store | str | os.PathLike[str]
 _POLL_S = 0.02
+_ANSWER_S = 0.5  # a new rank that waits reads the store every _POLL_S
+_DOOR_S = 1.0  # between the decision and the group
 _ARRIVALS = "epmoe/arrivals"  # how many times a new rank has come
-_FORMED, _FAILED = "formed", "failed"  # outcomes of an attempt
+_HERE, _LEAVES = "here", "leaves"  # what a rank says in a meeting
+_DOOR, _OUTCOME = "door", "outcome"  # whether all ranks have come, and whether they have got into the group
+_FORMED, _FAILED = "formed", "failed"
 _Member = TypeVar("_Member", bound=Member)
 
 
@@ -35,12 +39,14 @@ class _Decision:
     config: JSON, of the group to be.
     arrivals: those up to here have had their turn.
     keeps: former ranks keep their slots, with `placement.live`.
+    left: former ranks that have left in this attempt or before it.
     """
 
     members: list[int]
     config: str
     arrivals: int
     keeps: bool
+    left: list[int]
 
     def config_of(self) -> EPConfig:
         """The config of the group to be."""
@@ -66,28 +72,41 @@ class _Meeting:
         placement: Callable[[Placement, list[int | None]], Placement] | None,
         wait_s: float,
         deadline: float,
+        grow_s: float,
+        leaves: bool,
+        left: list[int],
     ) -> _Decision:
         """Meet the other ranks. The first to see that all are there, or late, decides; the rest reads."""
-        store, newest, last_call = self.store, f"epmoe/{ep.origin}/newest", time.monotonic() + wait_s
-        store.set(f"{self.name}/{ep.rank}", "here")
+        store, newest, start = self.store, f"epmoe/{ep.origin}/newest", time.monotonic()
+        asked: dict[int, float] = {}  # by arrival: when this rank has asked whether it is still there
+        store.set(f"{self.name}/{ep.rank}", _LEAVES if leaves else _HERE)
         while not store.check([f"{self.name}/decision"]):
             if store.check([newest]) and int(store.get(newest)) > ep.generation:
                 raise EPStateError("the others have gone on without this rank: a new one may join")
-            came = [rank for rank in range(ep.size) if store.check([f"{self.name}/{rank}"])]
+            words = {r: store.get(f"{self.name}/{r}") for r in range(ep.size) if store.check([f"{self.name}/{r}"])}
+            came = [rank for rank, word in words.items() if word == _HERE.encode()]
+            gone = {*left, *words}.difference(came)
             used = int(store.get(f"{_ARRIVALS}/used")) if store.check([f"{_ARRIVALS}/used"]) else 0
             arrivals = store.add(_ARRIVALS, 0)
-            new = [-1 - arrival for arrival in range(used + 1, arrivals + 1)]
-            members = [*came, *new[: max(0, max_ranks - len(came))]]
-            all_came = set(ep.survivors()) <= set(came)
-            if (all_came or time.monotonic() > last_call) and len(members) >= min_ranks:
+            for arrival in range(used + 1, arrivals + 1):
+                if arrival not in asked:
+                    store.set(f"{_ARRIVALS}/{arrival}/asked", self.name)
+                    asked[arrival] = time.monotonic()
+            there = {arrival for arrival in asked if store.check([f"{self.name}/new/{arrival}"])}
+            members = [*came, *[-1 - arrival for arrival in sorted(there)][: max(0, max_ranks - len(came))]]
+            now = time.monotonic()
+            may_answer = any(now < at + _ANSWER_S for arrival, at in asked.items() if arrival not in there)
+            may_come = may_answer or len(members) < max_ranks and now < start + grow_s
+            all_came = set(ep.survivors()) <= {*came, *gone} and not may_come
+            if (all_came or now > start + wait_s) and len(members) >= min_ranks:
                 keeps = ep.config.placement.live and placement is None
                 if keeps:
                     config = ep.config.of_size(len(members))
                 else:
                     config = ep.config.with_placement(_place(ep.placement, members, placement))
-                mine = json.dumps(asdict(_Decision(members, config.model_dump_json(), arrivals, keeps)))
+                mine = json.dumps(asdict(_Decision(members, config.model_dump_json(), arrivals, keeps, sorted(gone))))
                 store.compare_set(f"{self.name}/decision", "", mine)  # whoever was first has decided
-            elif time.monotonic() > deadline:
+            elif now > deadline:
                 raise TimeoutError(f"{len(members)} ranks have come, and `min_ranks` is {min_ranks}")
             else:
                 time.sleep(_POLL_S)
@@ -98,33 +117,39 @@ class _Meeting:
                 store.set(f"{_ARRIVALS}/{arrival}", self.name)
         return decision
 
-    def form(self, rank: int, size: int, timeout_s: float, backend: str) -> None:
-        """Make the default process group anew."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    def form(self, rank: int, size: int, timeout_s: float, backend: str, missing: Callable[[], int]) -> None:
+        """Make the default process group anew. Nobody begins where one of the ranks is gone: it would take `timeout_s`.
+
+        Raises RuntimeError where it cannot be made.
+        """
+        if not self.confirm(rank, size, min(timeout_s, _DOOR_S), missing, _DOOR):
+            raise RuntimeError("a rank has not come")
+        _leave_group()
         store, timeout = dist.PrefixStore(f"{self.name}/group", self.store), timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
-    def confirm(self, rank: int, size: int, timeout_s: float, missing: Callable[[], int]) -> bool:
+    def confirm(
+        self, rank: int, size: int, timeout_s: float, missing: Callable[[], int], outcome: str = _OUTCOME
+    ) -> bool:
         """Whether all ranks have got into the group; `missing` is not 0 once some of them are missing.
 
         The last gather of its opening may end well on some ranks only, so the first rank that knows the outcome writes
-        it into the store, and all follow.
+        it into the store, and all follow. With another name of an `outcome`, the same for a step before that.
         """
-        store, outcome, last_call = self.store, f"{self.name}/outcome", time.monotonic() + timeout_s
-        store.set(f"{self.name}/in/{rank}", "in")
-        while not store.check([outcome]):
-            if store.check([f"{self.name}/in/{other}" for other in range(size)]):
-                store.compare_set(outcome, "", _FORMED)
+        store, last_call = self.store, time.monotonic() + timeout_s
+        store.set(f"{self.name}/{outcome}/{rank}", "in")
+        while not store.check([f"{self.name}/{outcome}"]):
+            if store.check([f"{self.name}/{outcome}/{other}" for other in range(size)]):
+                store.compare_set(f"{self.name}/{outcome}", "", _FORMED)
             elif missing() or time.monotonic() > last_call:
-                self.fail()
+                self.fail(outcome)
             else:
                 time.sleep(_POLL_S)
-        return store.get(outcome) == _FORMED.encode()
+        return store.get(f"{self.name}/{outcome}") == _FORMED.encode()
 
-    def fail(self) -> None:
+    def fail(self, outcome: str = _OUTCOME) -> None:
         """The attempt has failed, unless its outcome is known already."""
-        self.store.compare_set(f"{self.name}/outcome", "", _FAILED)
+        self.store.compare_set(f"{self.name}/{outcome}", "", _FAILED)
 
 
 def recover(
@@ -167,32 +192,59 @@ def recover(
         TimeoutError: no group of `min_ranks` has formed in time.
         MemoryError: the windows do not fit.
     """
-    times = ep.config.exchange
-    wait_s = times.timeout_s + LAST_CALL_S if last_call_s is None else last_call_s
+    wait_s = ep.config.exchange.timeout_s + LAST_CALL_S if last_call_s is None else last_call_s
     most = max_ranks or max(ep.size, min_ranks)
-    deadline, shared, attempt = time.monotonic() + timeout_s, _open(store), 0
+    regroup(ep, store, load_weights, min_ranks, most, placement, wait_s, timeout_s, backend)
+
+
+def regroup(
+    ep: Member,
+    store: Store,
+    load_weights: Callable[[tuple[Move, ...]], object],
+    min_ranks: int,
+    max_ranks: int,
+    placement: Callable[[Placement, list[int | None]], Placement] | None,
+    wait_s: float,
+    timeout_s: float,
+    backend: str,
+    grow_s: float = 0.0,
+    leaves: bool = False,
+) -> bool:
+    """What `recover` does; see there. Returns whether this rank is in the group.
+
+    `grow_s`: wait so long for new ranks up to `max_ranks`. `leaves`: the others are to go on without this rank, which
+    closes `ep`.
+    """
+    form_s, deadline = ep.config.exchange.warmup_timeout_s, time.monotonic() + timeout_s
+    shared, attempt, left = _open(store), 0, list[int]()
     while time.monotonic() < deadline:
         meeting = _Meeting(shared, f"epmoe/{ep.origin}/{ep.generation}/{attempt}")
-        decision = meeting.decide(ep, min_ranks, most, placement, wait_s, deadline)
+        decision = meeting.decide(ep, min_ranks, max_ranks, placement, wait_s, deadline, grow_s, leaves, left)
+        left = decision.left
+        if leaves:
+            ep.close()
+            return False
         if ep.rank not in decision.members:
             raise EPStateError("the others go on without this rank, which they have given up: a new one may join")
         config, rank, size = decision.config_of(), decision.members.index(ep.rank), len(decision.members)
         try:
-            meeting.form(rank, size, times.warmup_timeout_s, backend)
+            gone = partial(_missing, ep, [member for member in decision.members if member >= 0])
+            meeting.form(rank, size, form_s, backend, gone)
             moves = ep.resume(
                 placement=None if decision.keeps else config.place_experts(),
                 spread_lost=True,
-                confirm=partial(meeting.confirm, rank, size, times.warmup_timeout_s),
+                confirm=partial(meeting.confirm, rank, size, form_s),
             )
         except EPStateError:
             raise
         except RuntimeError:  # EPResumeError, or torch's: another rank has died meanwhile
             meeting.fail()
             attempt += 1
-            continue
-        shared.set(f"epmoe/{ep.origin}/newest", str(ep.generation))
-        load_weights(moves)
-        return
+        else:
+            shared.set(f"epmoe/{ep.origin}/newest", str(ep.generation))
+            load_weights(moves)
+            return True
+        _leave_group()  # behind `except`, since the exception holds the group
     raise TimeoutError(f"no group has formed within {timeout_s:g} s")
 
 
@@ -201,8 +253,11 @@ def take_in(store: Store, make: Callable[[EPConfig], _Member], timeout_s: float,
     deadline, shared = time.monotonic() + timeout_s, _open(store)
     while time.monotonic() < deadline:
         arrival = shared.add(_ARRIVALS, 1)
-        answer = f"{_ARRIVALS}/{arrival}"
+        answer, told = f"{_ARRIVALS}/{arrival}", ""
         while not shared.check([answer]) and time.monotonic() < deadline:
+            if shared.check([f"{answer}/asked"]) and (asked := shared.get(f"{answer}/asked").decode()) != told:
+                shared.set(f"{asked}/new/{arrival}", _HERE)
+                told = asked
             time.sleep(_POLL_S)
         if not shared.check([answer]):
             break
@@ -212,15 +267,17 @@ def take_in(store: Store, make: Callable[[EPConfig], _Member], timeout_s: float,
             continue  # the group had no place left: this rank queues again
         config, rank, size = decision.config_of(), decision.members.index(-1 - arrival), len(decision.members)
         wait_s = config.exchange.warmup_timeout_s
+        ep: _Member | None = None
         try:
-            meeting.form(rank, size, wait_s, backend)
+            meeting.form(rank, size, wait_s, backend, lambda: 0)
             ep = make(config)
         except RuntimeError:  # another rank has died meanwhile
             meeting.fail()
-            continue
-        if meeting.confirm(rank, size, wait_s, partial(_missing, ep)):
-            return ep
-        ep.close()
+        if ep is not None:
+            if meeting.confirm(rank, size, wait_s, partial(_missing, ep, range(size))):
+                return ep
+            ep.close()
+        _leave_group()
     raise TimeoutError(f"nobody has taken this rank in within {timeout_s:g} s")
 
 
@@ -248,5 +305,11 @@ def _place(
     return Placement.build(E, R, "explicit", owners, old.num_physical_experts - E)
 
 
-def _missing(ep: Member) -> int:
-    return ep.size - len(ep.survivors())
+def _leave_group() -> None:
+    """Close the connections of the default process group, so that no other rank waits in it for this one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _missing(ep: Member, ranks: Collection[int]) -> int:
+    return len(set(ranks).difference(ep.survivors()))

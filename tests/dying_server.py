@@ -1,0 +1,90 @@
+"""examples/serve.py, of which ranks kill themselves in a state that the first argument names; see `STATES`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import serve
+
+import epmoe
+from epmoe.group.recovery import _Meeting
+
+VICTIM, STEP = 1, 10  # the rank that dies first, and in which of its steps
+
+
+def patch(
+    owner: object, name: str, dies: Callable[..., bool], behind: bool = False, number: int = signal.SIGKILL
+) -> None:
+    """This process kills itself in a call, at its begin or `behind` it, for which `dies` says so."""
+    original = getattr(owner, name)
+
+    def patched(*arguments, **options):
+        if not behind and dies(*arguments):
+            signal.raise_signal(number)
+        result = original(*arguments, **options)
+        if behind and dies(*arguments):
+            signal.raise_signal(number)
+        return result
+
+    setattr(owner, name, patched)
+
+
+def nth(n: int) -> Callable[..., bool]:
+    calls = count(1)
+    return lambda *_: next(calls) == n
+
+
+def moving(balancer: epmoe.Balancer) -> bool:
+    moves = balancer._ep.live.moves
+    return moves is not None and not moves.done
+
+
+def first(folder: str, name: str) -> bool:
+    """Whether no other process has asked for this name."""
+    try:
+        Path(folder, name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def step_ends(**options) -> None:
+    patch(serve.Rank, "step", nth(STEP), **options)
+
+
+STATES = {  # by state, what the victim does, and what a first new rank, or another old one does while a new one joins
+    "before": (step_ends, None, None),
+    "in": (lambda: patch(epmoe.GroupedExperts, "forward", nth(serve.BLOCKS * STEP)), None, None),
+    "after": (partial(step_ends, behind=True), None, None),
+    "moving": (lambda: patch(epmoe.Balancer, "tick", moving, behind=True), None, None),
+    "hangs": (partial(step_ends, number=signal.SIGSTOP), None, None),
+    "new-waits": (step_ends, lambda: patch(_Meeting, "decision", nth(1)), None),
+    "new-forms": (step_ends, lambda: patch(_Meeting, "form", nth(1)), None),
+    "new-opens": (step_ends, lambda: patch(epmoe.ExpertParallel, "__init__", nth(1)), None),
+    "new-steps": (step_ends, lambda: patch(serve.Rank, "step", nth(1)), None),
+    "old-decides": (step_ends, None, lambda: patch(epmoe, "resize", nth(1))),
+    "old-forms": (step_ends, None, lambda: patch(_Meeting, "form", nth(2))),  # the first one is that of `recover`
+    "old-opens": (step_ends, None, lambda: patch(epmoe.ExpertParallel, "resume", nth(2))),
+}
+
+
+def run_rank(state: str, pipe, folder: str, rank: int | None, size: int) -> None:
+    victim, new, old = STATES[state]
+    if rank == VICTIM:
+        victim()
+    elif rank == 0 and old is not None:
+        old()
+    elif rank is None and new is not None and first(folder, "new"):
+        new()
+    original_run_rank(pipe, folder, rank, size)
+
+
+original_run_rank = serve.run_rank
+if __name__ == "__main__":
+    serve.run_rank = partial(run_rank, sys.argv.pop(1))
+    serve.main()

@@ -1,0 +1,147 @@
+"""`epmoe.resize` over processes of this machine, also in the middle of a move."""
+
+from __future__ import annotations
+
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import test_recover
+import torch.distributed as dist
+from helpers import slow
+from host import EXPERTS, Host, lose, serve, take
+from host import play as play_fixed
+from test_moves_death import EMPTY, REACHED, L, S, balance, begin, create, play, poll
+from test_recover_live import come, expect_all_held, load_slots
+
+import epmoe
+from epmoe.group.recovery import _Meeting
+
+
+def resize(state, folder: Path, size: int, balanced: bool = False) -> list[tuple[int, int]] | bool:
+    """(tag, expert) of what had to be loaded; False on a rank that has left."""
+    loaded = list[tuple[int, int]]()
+    options = {"weights": lambda tag, slot: [state.rows[tag - 1, slot]], "wait_s": 20.0}
+    if balanced:
+        options["balancer"] = state.balancer
+    stays = epmoe.resize(state.ep, folder, size, partial(load_slots, state, loaded), **options)
+    return stays and loaded
+
+
+def grow(host: Host, names: list[int], *new: int) -> list[int]:
+    """New ranks come, whose slots are empty. Returns all names in rank order."""
+    size = len(names) + len(new)
+    host.spawn(*new)
+    host.start(list(new), come, host.folder)
+    assert host.succeed(names, resize, host.folder, size) == [[]] * len(names)
+    assert host.answers(list(new)) == [[[EMPTY] * S] * L] * len(new)
+    ranks = host.succeed([*names, *new], rank)
+    return [name for _, name in sorted(zip(ranks, [*names, *new], strict=True))]
+
+
+def rank(state) -> int:
+    return state.ep.rank
+
+
+def begin_to_move(host: Host, names: list[int], stage: str) -> None:
+    host.succeed(names, begin)
+    deadline = time.monotonic() + 30
+    while not REACHED[stage](*host.succeed(names, poll)[0]):
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("stage", ["copy", slow("drop"), slow("add")])
+def test_two_four_three_while_experts_move(host, stage):
+    """Sums are right at every size, nothing is loaded anew, and ranks that leave hand their experts over."""
+    host.begin([0, 1], create, 2)
+    assert host.succeed([0, 1], play) == ["played"] * 2
+    begin_to_move(host, [0, 1], stage)
+    names = grow(host, [0, 1], 2, 3)
+    assert host.succeed(names, play) == ["played"] * 4
+    assert host.succeed(names, balance)[0]  # the new ranks hold experts
+    begin_to_move(host, names, stage)
+    assert host.succeed(names, resize, host.folder, 3) == [[], [], [], False]
+    expect_all_held(host, names[:3])
+    assert host.succeed(names[:3], play) == ["played"] * 3
+    assert host.succeed(names[:3], balance)[0]
+    assert host.succeed(names[:3], resize, host.folder, 2, True) == [
+        [],
+        [],
+        False,
+    ]  # what the balancer has planned ends
+    expect_all_held(host, names[:2])
+    assert host.succeed(names[:2], play) == ["played"] * 2
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_too_few_slots_loads(host):
+    """Two ranks of two slots become one of four: what the other held is loaded."""
+    host.begin([0, 1], create, 2, 2)
+    assert host.succeed([0, 1], resize, host.folder, 1) == [[(1, 2), (1, 3), (2, 2), (2, 3)], False]
+    assert host.succeed([0], play) == ["played"]
+
+
+def resize_fixed(state, folder: Path, size: int) -> int | bool:
+    """How many experts had to be loaded; False on a rank that has left."""
+    loaded = []
+
+    def load_weights(moves) -> None:
+        loaded.extend(move for move in moves if move.source is None)
+        take(state, moves)
+
+    return epmoe.resize(state.ep, folder, size, load_weights, wait_s=20) and len(loaded)
+
+
+@pytest.mark.slow
+def test_experts_that_stay(host):
+    """Without `placement.live` the experts of ranks that leave are loaded, and all are spread anew over new ranks."""
+    names = serve(host, ranks=2, copies=1)
+    host.spawn(2)
+    host.start([2], test_recover.come, host.folder)
+    assert all(host.succeed(names, resize_fixed, host.folder, 3))
+    host.answers([2])
+    assert host.do([0, 1, 2], play_fixed) == ["played"] * 3
+    *loaded, left = host.succeed([0, 1, 2], resize_fixed, host.folder, 2)
+    assert left is False and EXPERTS // 3 <= sum(loaded) <= -(-EXPERTS // 3)
+    assert host.do([0, 1], play_fixed) == ["played"] * 2
+
+
+@pytest.mark.slow
+def test_fewer_come_than_were_asked_for(host):
+    names = serve(host, ranks=2)
+    assert host.succeed(names, resize_at_once, host.folder) == [2, 2]
+    assert host.do(names, play_fixed) == ["played"] * 2
+
+
+def resize_at_once(state, folder: Path) -> int:
+    epmoe.resize(state.ep, folder, 3, partial(take, state), wait_s=0.1)
+    return state.ep.size
+
+
+def go_on_counted(state, folder: Path) -> int:
+    """How many attempts it takes to recover."""
+    attempts, form = [], _Meeting.form
+
+    def counted(*arguments) -> None:
+        attempts.append(None)
+        form(*arguments)
+
+    _Meeting.form = counted
+    test_recover.go_on(state, folder)
+    return len(attempts)
+
+
+def test_a_new_rank_that_died_while_it_waited(host):
+    """The others ask it whether it is still there: an attempt with it would last until `warmup_timeout_s`."""
+    names = lose(host, serve(host), 2)
+    host.spawn(4)
+    host.start([4], test_recover.come, host.folder)
+    store, deadline = dist.FileStore(str(host.folder / "epmoe-store")), time.monotonic() + 30
+    while not store.add("epmoe/arrivals", 0):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    host.signal(4, signal.SIGKILL)
+    assert host.do(names, go_on_counted, host.folder) == [1] * 3
+    assert host.do(names, play_fixed) == ["played"] * 3

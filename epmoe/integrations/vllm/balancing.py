@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from epmoe.config.placement import Placement
+from epmoe.group.peers import Peers
 from epmoe.live.balancer import Balancer
 from epmoe.live.layout import EMPTY
 from epmoe.live.slots import write_slots
@@ -41,12 +42,12 @@ def placement_of(
         experts = first.local_experts(rank)
         row[: len(experts)] = torch.tensor(experts)
     with TemporaryDirectory(prefix="epmoe") as folder:
-        path = [f"{folder}/slots.json"]
+        path = f"{folder}/slots.json"
         if group.rank() == 0:
-            write_slots(path[0], slots.flatten().expand(layers, -1))
-        dist.broadcast_object_list(path, group=group, group_src=0)
+            write_slots(path, slots.flatten().expand(layers, -1))
+        path = Peers.of(group).all_gather(path)[0]
         keys = {key: value for key, value in live.items() if key not in _OF_BALANCER}
-        yield {"live": True, "layers": layers, "slots": path[0]} | keys
+        yield {"live": True, "layers": layers, "slots": path} | keys
 
 
 class Balancing:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import slow
 from launched import run_python, torchrun
 
 from epmoe import __version__
@@ -41,7 +42,7 @@ def with_changes(config: Path, **changes: dict) -> Path:
     return config
 
 
-@pytest.mark.parametrize("routing", ["zipf", "drift", "adversarial"])
+@pytest.mark.parametrize("routing", ["zipf", slow("drift"), slow("adversarial")])
 def test_the_layer_agrees_with_the_dense_reference(config: Path, tmp_path: Path, routing: str) -> None:
     report = tmp_path / "report.html"
     run = epmoe("run", config, "--steps", 3, "--tokens", 5, "--routing", routing, "--report", report)

@@ -167,6 +167,7 @@ def train_in_plain_torch(
         yield total, norm.item()
 
 
+@pytest.mark.slow
 def test_fine_tuning_has_the_numbers_of_transformers_in_plain_torch(tmp_path, of_one):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

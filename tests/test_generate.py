@@ -58,6 +58,7 @@ def in_one_process(folder: Path, prompt: str) -> tuple[str, torch.Tensor]:
         return tokenizer.decode(tokens[0]), model(torch.arange(20)[None]).logits
 
 
+@pytest.mark.slow
 def test_checkpoints_generate_and_load_on_another_number_of_ranks(folders):
     """Expert GEMMs have 128 rows, and each rank a batch of its own: no library has another number of rows to sum in."""
     (prompt, *_), texts = runpy.run_path(str(ROOT / "examples" / "generate.py"))["PROMPTS"], []

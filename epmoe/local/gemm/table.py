@@ -59,7 +59,7 @@ def choose(wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool 
                 break
         elif wanted == gemm.name and gemm.needs_gpu:
             raise problem
-        elif gemm.needs_gpu:
+        elif gemm.needs_gpu and gemm.takes_all_calls:
             problems.append(problem)
     if not chosen:
         reasons = "; ".join(map(str, filter(None, (*problems, problem))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import epmoe
 from epmoe.local.gemm.few_rows import MOST_ROWS, FewRows
-from epmoe.local.gemm.gemm import Segments
+from epmoe.local.gemm.gemm import Segments, Weights
 from epmoe.local.gemm.table import CHOICES, GEMMS, choose
 from epmoe.local.quantize import dequantize_rows, dequantize_weights
 
@@ -72,27 +73,17 @@ class Rows:
             return experts(self.rows, self.offsets, self.scales, **given)[self.real]
 
     def wanted(self, experts: epmoe.GroupedExperts) -> Tensor:
-        """In fp64."""
-        rows = (
-            self.rows[self.real]
-            if self.scales is None
-            else dequantize_rows(self.rows[self.real], self.scales[self.real], torch.float64)
-        )
-        gate_up, down = experts.w_gate_up.data.double(), experts.w_down.data.double()
+        """What experts in fp64 compute of the real rows, on the CPU."""
+        rows, plain = self.rows[self.real], {name: tensor.double() for name, tensor in experts.named_parameters()}
         if experts.is_fp8:
-            gate_up = dequantize_weights(experts.w_gate_up.data, experts.gate_up_scales, torch.float64)
-            down = dequantize_weights(experts.w_down.data, experts.down_scales, torch.float64)
-        out = []
-        for row, i in zip(rows.double(), self.expert.tolist(), strict=True):
-            both = gate_up[i] @ row
-            if experts.gate_up_bias is not None:
-                both += experts.gate_up_bias[i].double()
-            gate, up = (both[::2], both[1::2]) if experts.interleaved else both.chunk(2)
-            limit = experts.limit or float("inf")
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            y = down[i] @ (gate * torch.sigmoid(experts.alpha * gate) * (up + experts.up_offset))
-            out.append(y if experts.down_bias is None else y + experts.down_bias[i].double())
-        return torch.stack(out)
+            rows = dequantize_rows(rows, self.scales[self.real], torch.float64)
+            for name in ("gate_up", "down"):
+                scales = plain.pop(f"{name}_scales")
+                plain[f"w_{name}"] = dequantize_weights(getattr(experts, f"w_{name}").data, scales, torch.float64)
+        options = {name: getattr(experts, name) for name in GPT_OSS}
+        wide = epmoe.GroupedExperts(**{name: tensor.cpu() for name, tensor in plain.items()} | options)
+        offsets = torch.nn.functional.pad(self.tokens.cpu().cumsum(0), (1, 0)).int()
+        return wide(rows.double().cpu(), offsets).to(rows.device)
 
 
 BOTH_DTYPES = pytest.mark.parametrize("dtype", [BF16, FP8])
@@ -194,7 +185,7 @@ def test_which_calls_take_the_kernels(monkeypatch):
     assert "multiples of 128" in str(
         few.problem_with(torch.zeros(2, 384, 256).to(FP8), torch.zeros(2, 256, 192).to(FP8))
     )
-    assert "bf16 and fp8" in str(few.problem_with(gate_up.float(), down.float()))
+    assert "bfloat16 or float8_e4m3fn, got torch.float32" in str(few.problem_with(gate_up.float(), down.float()))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert "capability 9" in str(few.problem_with(gate_up, down))
     for rows, takes in ((None, False), (0.0, True), (MOST_ROWS, True), (MOST_ROWS + 0.1, False)):
@@ -210,3 +201,29 @@ def test_a_round_says_how_many_rows_an_expert_gets():
         d = ep.dispatch(randn(3, 64), ids, weights)
         assert d.segments["rows_per_expert"] == 3 * 2 / 8
         assert ep.combine(d.rows, d).shape == (3, 64)
+
+
+def test_the_kernels_get_contiguous_scales_and_biases(monkeypatch):
+    """Those of `GroupedExperts` may be views."""
+    seen = []
+    monkeypatch.setattr("epmoe.local.gemm.few_rows.ops.few_rows", lambda *given: seen.extend(given))
+    e, width, middle = 2, 256, 128
+    wide = torch.zeros(2 * middle, e, dtype=BF16).t()
+    scales = torch.zeros(e, 2, 4)[..., ::2], torch.zeros(e, 2, 2)[..., :1]
+    weights = torch.zeros(e, 2 * middle, width).to(FP8), torch.zeros(e, width, middle).to(FP8), *scales, wide, None
+    offsets = torch.zeros(e + 1, dtype=torch.int32)
+    gating = False, float("inf"), 1.0, 0.0
+    FewRows().experts(
+        Weights(*weights, gating), torch.zeros(3, width, dtype=FP8), torch.zeros(3, 2), Segments(offsets, None, 1, 1.0)
+    )
+    assert all(given.is_contiguous() for given in seen if isinstance(given, Tensor)) and len(seen) == 15
+
+
+def test_a_warning_names_what_calls_of_many_rows_lack(monkeypatch):
+    """Not why the kernels for few rows do not take the weights."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(GEMMS["torch"], "problem_with", lambda gate_up, down: None)
+    on_gpu = SimpleNamespace(is_cuda=True, dtype=FP8, device="cuda", shape=(2, 256, 256))
+    with pytest.warns(UserWarning, match="dequantized in every call, which is slow: DeepGEMM is not installed"):
+        assert choose("auto", on_gpu, on_gpu) == ("torch",)

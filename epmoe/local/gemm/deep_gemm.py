@@ -18,11 +18,8 @@ import torch
 from torch import Tensor
 
 from epmoe.config.config import ROW_BLOCKS
-from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows
+from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, problem_on_hopper
 from epmoe.native.arguments import FP8
-from epmoe.native.formats import SCALE_BLOCK
-
-_STEP = 64  # of n and k in bf16
 
 
 class DeepGemm(Gemm):
@@ -38,18 +35,9 @@ class DeepGemm(Gemm):
         """A tiny product shows whether the installed version works."""
         if importlib.util.find_spec("deep_gemm") is None:
             return ModuleNotFoundError("DeepGEMM is not installed: `pip install epmoe[deep_gemm]`")
-        if down.dtype not in (FP8, torch.bfloat16):
-            return ValueError(f"DeepGEMM takes weights in bfloat16 or float8_e4m3fn, got {down.dtype}")
-        major, _ = torch.cuda.get_device_capability(down.device)
-        if major != 9:  # fp8 on later GPUs rounds the scales to powers of two; bf16 there is not measured
-            return ValueError(f"DeepGEMM takes these weights on GPUs of compute capability 9, got {major}")
-        fp8, sizes = down.dtype == FP8, (*gate_up.shape[1:], *down.shape[1:])
-        step = SCALE_BLOCK if fp8 else _STEP
-        if any(size % step for size in sizes):
-            return ValueError(f"DeepGEMM takes {'fp8' if fp8 else 'bf16'} weights of multiples of {step}, got {sizes}")
-        if not (gate_up.is_contiguous() and down.is_contiguous()):
-            return ValueError("DeepGEMM takes contiguous weights")
-        return _problem_with_version(fp8, down.get_device())
+        # On later GPUs fp8 rounds the scales to powers of two, and bf16 is not measured.
+        problem = problem_on_hopper("DeepGEMM", gate_up, down)
+        return problem or _problem_with_version(down.dtype == FP8, down.get_device())
 
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
         """The largest block that fits is the fastest where experts have many rows."""

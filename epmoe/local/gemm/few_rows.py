@@ -6,10 +6,9 @@ expert fills one or two. How they work stands with the kernels, `few_rows` of cs
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from epmoe.local.gemm.gemm import Gemm, Segments, Weights, plain_rows
+from epmoe.local.gemm.gemm import Gemm, Segments, Weights, plain_rows, problem_on_hopper
 from epmoe.local.quantize import quantize_fp8
 from epmoe.native import ops
 from epmoe.native.arguments import FP8
@@ -18,7 +17,6 @@ from epmoe.native.arguments import FP8
 MOST_ROWS = 8.0
 """The kernels take calls with at most so many."""
 _NARROW_ROWS = 4.0  # up to so many, blocks of 8 tokens are faster than blocks of 16
-_STEP = {FP8: 128, torch.bfloat16: 64}  # of D and F, in elements
 
 
 class FewRows(Gemm):
@@ -30,17 +28,10 @@ class FewRows(Gemm):
     takes_fp8 = True
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
-        major, _ = torch.cuda.get_device_capability(down.device)
-        step = _STEP.get(down.dtype)
-        if step is None or major != 9:
-            return ValueError(
-                f"the kernels take bf16 and fp8 weights on compute capability 9, got {down.dtype}, {major}"
-            )
-        if any(size % step for size in down.shape[1:]):
-            return ValueError(f"the kernels take weights of multiples of {step}, got {tuple(down.shape[1:])}")
-        if any(not weights.is_contiguous() or weights.data_ptr() % 16 for weights in (gate_up, down)):
-            return ValueError("the kernels take contiguous weights")
-        return None
+        problem = problem_on_hopper("the kernel for few rows", gate_up, down)
+        if problem is None and any(weights.data_ptr() % 16 for weights in (gate_up, down)):
+            return ValueError("the kernel for few rows takes contiguous weights that start at multiples of 16 bytes")
+        return problem
 
     def takes(self, segments: Segments) -> bool:
         return segments.rows_per_expert is not None and segments.rows_per_expert <= MOST_ROWS
@@ -52,9 +43,13 @@ class FewRows(Gemm):
         elif weights.down.dtype != FP8:
             rows, scales = plain_rows((rows, scales), weights.down.dtype), None
         assert segments.rows_per_expert is not None
+        gate_up, down, *scales_and_biases, gating = weights
+        # Weights are contiguous, or `problem_with` refuses them.
+        gate_up_scales, down_scales, gate_up_bias, down_bias = (
+            None if given is None else given.contiguous() for given in scales_and_biases
+        )
         out: Tensor = ops.few_rows(
-            rows.contiguous(), scales, weights.gate_up, weights.gate_up_scales, weights.gate_up_bias, weights.down,
-            weights.down_scales, weights.down_bias, segments.offsets, segments.tokens, *weights.gating,
-            segments.rows_per_expert > _NARROW_ROWS,
+            rows.contiguous(), scales, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias,
+            segments.offsets, segments.tokens, *gating, segments.rows_per_expert > _NARROW_ROWS,
         )  # fmt: skip
         return out

@@ -16,6 +16,7 @@ from torch import Tensor
 from epmoe.local.quantize import dequantize_rows, quantize_fp8
 from epmoe.native import ops
 from epmoe.native.arguments import FP8
+from epmoe.native.formats import SCALE_BLOCK
 
 Scaled = tuple[Tensor, Tensor | None]
 """A tensor, and its fp32 scales if it is fp8."""
@@ -132,6 +133,24 @@ class Gemm(ABC):
         activated = _activation(gate_up, weights, segments, fp8)
         out = self.product(activated, (weights.down, weights.down_scales), ends, alignment)
         return out if weights.down_bias is None else out + bias_of_rows(weights.down_bias, ends, n)
+
+
+def problem_on_hopper(name: str, gate_up: Tensor, down: Tensor) -> ValueError | None:
+    """Why a library called `name`, for bf16 and fp8 on compute capability 9, does not take these weights, or None."""
+    steps = {FP8: SCALE_BLOCK, torch.bfloat16: SCALE_BLOCK // 2}
+    if down.dtype not in steps:
+        return ValueError(f"{name} takes weights in bfloat16 or float8_e4m3fn, got {down.dtype}")
+    major, _ = torch.cuda.get_device_capability(down.device)
+    if major != 9:
+        return ValueError(f"{name} takes these weights on GPUs of compute capability 9, got {major}")
+    sizes = (*gate_up.shape[1:], *down.shape[1:])
+    step = steps[down.dtype]
+    if any(size % step for size in sizes):
+        kind = "fp8" if down.dtype == FP8 else "bf16"
+        return ValueError(f"{name} takes {kind} weights of multiples of {step}, got {sizes}")
+    if not (gate_up.is_contiguous() and down.is_contiguous()):
+        return ValueError(f"{name} takes contiguous weights")
+    return None
 
 
 def plain_rows(rows: Scaled, dtype: torch.dtype) -> Tensor:

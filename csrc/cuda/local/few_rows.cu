@@ -9,6 +9,7 @@
 // read again, mostly from L2, for each further kTokens of its rows.
 #include "cuda/device/common.cuh"
 #include "cuda/device/launch.cuh"
+#include "cuda/local/real_rows.cuh"
 #include "cuda/stages.h"
 
 namespace epmoe::cuda {
@@ -85,21 +86,17 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4
 #undef EPMOE_MMA
 }
 
-// The experts that have rows, in shared memory, and how many they are. The whole block builds the table. What the
-// segments say is clamped to rows below N.
+// The experts that have rows, in shared memory, and how many they are. The whole block builds the table.
 __device__ __forceinline__ int32_t list_experts(const Segments& segments, int64_t N, Expert* experts) {
   __shared__ int32_t total;
   if (threadIdx.x < 32) {
-    int32_t lane = threadIdx.x, found = 0, last = static_cast<int32_t>(N);
+    int32_t lane = threadIdx.x, found = 0;
     for (int32_t first = 0; first < segments.num_local_experts; first += 32) {
-      int32_t i = first + lane, start = 0, count = 0;
-      if (i < segments.num_local_experts) {
-        start = min(max(segments.expert_offsets[i], 0), last);
-        count = min(max(segments.expert_offsets[i + 1], start), last) - start;
-        if (segments.tokens_per_expert) count = min(max(segments.tokens_per_expert[i], 0), count);
-      }
-      uint32_t have_rows = __ballot_sync(kAllLanes, count > 0);
-      if (count) experts[found + __popc(have_rows & ((1u << lane) - 1))] = {i, start, count};
+      int32_t i = first + lane;
+      SegmentRows rows = {};
+      if (i < segments.num_local_experts) rows = rows_of_expert(segments, N, i);
+      uint32_t have_rows = __ballot_sync(kAllLanes, rows.count > 0);
+      if (rows.count) experts[found + __popc(have_rows & ((1u << lane) - 1))] = {i, rows.begin, rows.count};
       found += __popc(have_rows);
     }
     if (lane == 0) total = found;

@@ -61,16 +61,16 @@ PLOTS = {
     "layer": Plot(
         "benchmarks/layer.png",
         "A whole layer: route, dispatch, experts and combine",
-        "The layer by T on two H200: epmoe in fp8 and bf16, DeepGEMM's MegaMoE, FlashInfer and the floor",
+        "The layer by T on two H100: epmoe in fp8 and bf16, DeepGEMM's MegaMoE, FlashInfer and the floor",
         {
             "epmoe": Style("epmoe, fp8", "#1f4fd8", "o", width=2.6, order=5),
             "epmoe_bf16": Style("epmoe, bf16", "#8fa6ea", "o", width=1.8, order=4),
             "mega_moe": Style("DeepGEMM MegaMoE (sgl-deep-gemm 0.1.5), fp8", "#2f9e60", "^"),
-            "flashinfer": Style("FlashInfer 0.7.2 whole layer, fp8, without route", "#dd7a1b", "s"),
-            "floor": Style("floor, fp8: all experts' weights read once, or the FLOPs", "#8a8f98", "", "--", 1.4, 2),
+            "flashinfer": Style("FlashInfer 0.7.2 whole layer (push), fp8, an earlier run", "#dd7a1b", "s"),
+            "floor": Style("floor, fp8: the weights of experts with rows read once, or the FLOPs", "#8a8f98", "", "--", 1.4, 2),
         },
-        (1, 16, 128, 512, 4096),
-        (20, 50, 100, 200, 500, 1000, 2000, 5000, 10000),
+        (1, 4, 16, 64, 256, 1024, 4096),
+        (10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000),
     ),
 }
 """The plots by `Published.plot`."""

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 
@@ -103,14 +104,13 @@ def test_the_public_names_are_in_the_reference() -> None:
 
 
 def test_the_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
-    layer = read(ROOT / "benchmarks" / "h200x2_layer_deepseek_v3.json")
-    lines = [dict(layer.line(name)) for name in ("epmoe", "mega_moe", "flashinfer")]
-    row = r"^\| (\d+) \| \*\*([\d.]+)(?: µs)?\*\* \| ([\d.]+) \| ([\d.–]+) \|$"
+    layers = [read(ROOT / "benchmarks" / f"h100x2_layer_{model}.json") for model in ("qwen3", "deepseek_v3")]
+    lines = [dict(layer.line(name)) for layer in layers for name in ("epmoe", "mega_moe")]
+    row = r"^\| (\d+)" + 2 * r" \| \*\*([\d.]+)(?: µs)?\*\* \| ([\d.]+)" + r" \|$"
     shown = re.findall(row, text_of(ROOT / "README.md"), re.MULTILINE)
-    assert len(shown) == 5
+    assert [int(tokens) for tokens, *_ in shown] == list(lines[0])
     for tokens, *figures in shown:
-        measured = [line.get(int(tokens)) for line in lines]
-        assert figures == ["–" if figure is None else str(figure) for figure in measured]
+        assert [Decimal(figure) for figure in figures] == [line[int(tokens)] for line in lines]
 
 
 BLOCK = re.compile(r"(?:<!-- (?P<note>(?:(?!-->).)*?) -->\n)?```(?P<language>python|bash)\n(?P<code>.*?)```", re.DOTALL)

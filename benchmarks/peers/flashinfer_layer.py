@@ -1,4 +1,4 @@
-"""FlashInfer's whole layers for Hopper: in bf16 (cake) and in fp8 (push). Route is ours.
+"""FlashInfer's whole layers for Hopper: in bf16 (cake) and in fp8 (push and pull). Route is ours.
 
 The calls are those of flashinfer-python 0.7.2.post1. A further kernel is one more function here, and its
 `FlashInferLayer`.
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from epmoe.bench.layer_sides import WholeLayer
 from epmoe.bench.peers import LeftOut, Peer
+from epmoe.local.quantize import dequantize_weights
 
 
 class FlashInferLayer(Peer):
@@ -74,6 +75,19 @@ def push(case: WholeLayer, shape: dict[str, Any]) -> tuple[Any, Any]:
     return moe_ep.MegaConfig(kernel, preprocess_weights=False, transformed_weights=weights), None
 
 
+def pull(case: WholeLayer, shape: dict[str, Any]) -> tuple[Any, Any]:
+    """It quantizes weights by itself, since it wants the rows of gate and up by turns. Its exchange is NVSHMEM's."""
+    from flashinfer import moe_ep
+
+    experts = case.experts
+    weights = moe_ep.MoEWeightPack(
+        dequantize_weights(experts.w_gate_up.data, experts.gate_up_scales.data, torch.bfloat16),
+        dequantize_weights(experts.w_down.data, experts.down_scales.data, torch.bfloat16),
+    )
+    kernel = moe_ep.Sm90_Fp8_Fp8_Bf16_PullCutedsl_MegaMoeConfig(fp8_scale_mode="blockwise", **shape)
+    return moe_ep.MegaConfig(kernel), weights
+
+
 def cake(case: WholeLayer, shape: dict[str, Any]) -> tuple[Any, Any]:
     from flashinfer import moe_ep
 
@@ -81,4 +95,8 @@ def cake(case: WholeLayer, shape: dict[str, Any]) -> tuple[Any, Any]:
     return moe_ep.MegaConfig(moe_ep.Sm90_Bf16_Bf16_Bf16_PushCake_MegaMoeConfig(**shape)), weights
 
 
-PEERS = [FlashInferLayer("FlashInfer push", True, push), FlashInferLayer("FlashInfer cake", False, cake)]
+PEERS = [
+    FlashInferLayer("FlashInfer push", True, push),
+    FlashInferLayer("FlashInfer pull", True, pull),
+    FlashInferLayer("FlashInfer cake", False, cake),
+]

@@ -6,13 +6,14 @@ n tokens need the share p(n) = 1 − (1 − K/E)ⁿ of the experts, if all are e
     layout     reads, bytes of weights      sends, bytes                   rows           exchange
     EP         w·max of E/R·p, E/R·p·(1−p)  T·u·(R−1)/R·(row out + back)   max of B·K/R   dispatch and combine
     TP         w·E/R·p(B)                   2·(R−1)/R·B·row                B·K, F/R wide  permute, finalize, all-reduce
-    replicas   w·E·p(T)                     0                              T·K            permute, finalize
+    replicas   w·E·p(T)                     0                              T·K            of one rank, nothing sent
 
     max        of R ranks that differ by chance: mean + m(R)·√variance, m(R) the largest of R normal draws on average;
                the variance of rows is B·K/R·(E−K)/(E−1), times `load` like their mean
-    experts    gemm_us + max(1.08·(reads + rows·`_row_bytes`) / memory, 6·D·F·rows / flop)
+    experts    n rows an expert. n ≤ 8, kernels for few rows: few_us + (1.02 + 0.009·n)·reads / memory; else
+               gemm_us + ∛(m³ + c³), m = 1.08·(reads + rows·`_row_bytes`) / memory, c = 6·D·F·rows / flop
     exchange   EP: `NetworkModel.node_us`, both ways, and quantize_ns for each row that is read or written in fp8
-               TP: 2·kernel_us + bytes of permute and finalize / memory + collective_us + sends / collective
+               TP: local_us + local·bytes of permute and finalize / memory + collective_us + sends / collective
     layer      route_us + exchange + experts
 
 EP has tokens by rank, and TP has all tokens on all ranks, as tensor-parallel attention leaves them. Where attention is
@@ -31,6 +32,7 @@ from epmoe.bench.layer_sides import DENSE_FLOP_PER_US
 from epmoe.bench.network_model import Hardware, NetworkModel, RowBytes, Spread
 from epmoe.bench.sample import Payload
 from epmoe.config.config import EPConfig
+from epmoe.local.gemm.few_rows import MOST_ROWS
 from epmoe.native.formats import SCALE_BLOCK
 
 BATCHES = (1, 16, 128, 512, 1024, 4096)
@@ -51,12 +53,16 @@ class Gpu:
     """of the exchange within a node"""
     route_us: float = 2.0
     """µs of route."""
-    kernel_us: float = 3.0
-    """µs of permute or finalize without rows."""
+    local_us: tuple[float, float] = (21.0, 38.0)
+    """µs of permute, with aligned segments, and finalize without rows; in fp8 they quantize and sort scales, too."""
+    local: tuple[float, float] = (1.2, 1.7)
+    """Time of their bytes over that of a plain copy, in bf16 and in fp8."""
+    few_us: float = 6.0
+    """µs of the kernels for few rows without weights."""
     gemm_us: float = 18.0
     """µs of the experts without weights and rows: two grouped GEMMs, the activation, the scales."""
-    busy: tuple[float, float] = (0.52, 0.43)
-    """Share of the dense rate that the GEMMs reach, in bf16 and in fp8."""
+    busy: tuple[float, float] = (0.58, 0.47)
+    """Share of the dense rate that the GEMMs reach where nothing waits for memory, in bf16 and in fp8."""
     quantize_ns: float = 1.5
     """ns that a row of dispatch takes longer in fp8."""
     collective_us: float = 11.5
@@ -133,30 +139,46 @@ class Comparison:
         all_reduced = 2 * (R - 1) / R * B * 2 * self.D
         gpu = self.gpu
         spread = self.exchange.spread
-        dispatched = sum(self.exchange.node_us(T, way) for way in self.ways) if R > 1 else self._local_us(T)
-        if self.element == 1:
-            dispatched += T * (K + spread.ranks) * gpu.quantize_ns / 1000
+        dispatched = self._exchanged_us(self.exchange, T)
+        alone = self._exchanged_us(NetworkModel(gpu.node, 1, 1, Spread(K, 1.0, 1.0)), T)
         reduced = gpu.collective_us + all_reduced / (gpu.collective_gb_per_s * _BYTES_PER_US) if R > 1 else 0.0
         sent = T * spread.ranks * (R - 1) / R * (out.node + back.node)
         busy = self._busy(B)
         read = self.expert_bytes * min(E / R, self._busiest(E / R * busy, E / R * busy * (1 - busy)))
         rows = load * B * K / R
         rows = min(B * K, self._busiest(rows, rows * (E - K) / max(E - 1, 1)))
+        of_all = B * K / E
+        few = of_all <= MOST_ROWS
+        ep_us = self._few_us(read, of_all) if few else self._gemm_us(read, rows, self.F)
+        tp_read = weights / R * busy
+        tp_us = self._few_us(tp_read, of_all) if few else self._gemm_us(tp_read, B * K, self.F / R)
+        own_read = weights * self._busy(T)
+        few = T * K / E <= MOST_ROWS
+        own_us = self._few_us(own_read, T * K / E) if few else self._gemm_us(own_read, T * K, self.F)
         return {
-            "EP": self._cost(dispatched, sent, read, rows, self.F, weights / R),
-            "TP": self._cost(
-                self._local_us(B) + reduced, all_reduced, weights / R * busy, B * K, self.F / R, weights / R
-            ),
-            "replicas": self._cost(self._local_us(T), 0.0, weights * self._busy(T), T * K, self.F, weights),
+            "EP": self._cost(dispatched, ep_us, sent, read, weights / R),
+            "TP": self._cost(self._local_us(B) + reduced, tp_us, all_reduced, tp_read, weights / R),
+            "replicas": self._cost(alone, own_us, 0.0, own_read, weights),
         }
 
-    def _cost(self, exchange_us: float, sent: float, read: float, rows: float, width: float, held: float) -> Cost:
+    def _cost(self, exchange_us: float, experts_us: float, sent: float, read: float, held: float) -> Cost:
+        return Cost(self.gpu.route_us + exchange_us + experts_us, exchange_us, experts_us, sent, read, held)
+
+    def _exchanged_us(self, exchange: NetworkModel, T: int) -> float:
+        spread = exchange.spread
+        quantized = T * (spread.experts + spread.ranks) if self.element == 1 else 0
+        return sum(exchange.node_us(T, way) for way in self.ways) + quantized * self.gpu.quantize_ns / 1000
+
+    def _few_us(self, read: float, rows_per_expert: float) -> float:
+        bandwidth = self.gpu.memory_gb_per_s * _BYTES_PER_US
+        return self.gpu.few_us + (1.02 + 0.009 * rows_per_expert) * read / bandwidth
+
+    def _gemm_us(self, read: float, rows: float, width: float) -> float:
         gpu = self.gpu
-        bf16, fp8 = gpu.busy
-        rate = DENSE_FLOP_PER_US[(9, 0), self.element] * (fp8 if self.element == 1 else bf16)
+        rate = DENSE_FLOP_PER_US[(9, 0), self.element] * gpu.busy[self.element == 1]
         moved = _GEMM * (read + rows * self._row_bytes(width)) / (gpu.memory_gb_per_s * _BYTES_PER_US)
-        experts_us = gpu.gemm_us + max(moved, 6 * self.D * width * rows / rate)
-        return Cost(gpu.route_us + exchange_us + experts_us, exchange_us, experts_us, sent, read, held)
+        computed = 6 * self.D * width * rows / rate
+        return float(gpu.gemm_us + (moved**3 + computed**3) ** (1 / 3))
 
     def _row_bytes(self, width: float) -> float:
         """Bytes that the experts read and write for a row: x, gate and up and the activation twice, and the output."""
@@ -165,7 +187,8 @@ class Comparison:
     def _local_us(self, tokens: int) -> float:
         """µs of permute and finalize, which read and write a row for each token and each of its experts."""
         moved = tokens * (1 + self.K) * self.D * (self.element + 2)
-        return 2 * self.gpu.kernel_us + moved / (self.gpu.memory_gb_per_s * _BYTES_PER_US)
+        fp8 = self.element == 1
+        return self.gpu.local_us[fp8] + self.gpu.local[fp8] * moved / (self.gpu.memory_gb_per_s * _BYTES_PER_US)
 
     def _busiest(self, mean: float, variance: float) -> float:
         """The largest of R independent draws, on average (Blom's approximation)."""

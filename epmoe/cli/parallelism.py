@@ -14,8 +14,8 @@ from epmoe.config.config import EPConfig
 
 GpuName = Literal["h100", "h200"]
 _ASSUMED = (
-    "By constants of {gpu} that docs/parallelism.md lists. NCCL's all-reduce was not measured: it is assumed to send "
-    f"as fast as its all-to-all. Layouts that differ by less than {WRONG:g} × count as equal."
+    "By constants of {gpu} that docs/parallelism.md lists. TP was measured on two H100 only, and replicas nowhere. "
+    f"Layouts that differ by less than {WRONG:g} × count as equal."
 )
 
 

@@ -1,6 +1,6 @@
 """Experts that move, on GPUs: what a round, a change of tables, a push and a captured decode step take.
 
-    torchrun --standalone --nproc-per-node 2 -m benchmarks.live
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.live [--spare SLOTS_OF_A_RANK]
 
 The shape is DeepSeek-V3's: D 7168, F 2048, 256 experts, top-8, and 58 layers, of which a step has a few with experts in
 fp8, 44 MB each. Times are medians of the slowest rank. It needs a GPU for each rank; with one rank nothing is pushed.
@@ -8,6 +8,7 @@ fp8, 44 MB each. Times are medians of the slowest rank. It needs a GPU for each 
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
 import time
@@ -25,9 +26,8 @@ D, F, E, K, M, LAYERS, EXPERT_BYTES = 7168, 2048, 256, 8, 1024, 58, 44 << 20
 SAMPLES, ROUNDS, PUSHES, STEPS, STEP_LAYERS, STEP_TOKENS = 41, 50, 20, 300, 4, 128
 
 
-def make(live: bool, size: int) -> ExpertParallel:
-    slots = E // size + (1 if size > 1 else 0)
-    placement = {"live": True, "slots_per_rank": slots, "layers": LAYERS} if live else {}
+def make(live: bool, size: int, spare: int) -> ExpertParallel:
+    placement = {"live": True, "slots_per_rank": E // size + spare, "layers": LAYERS} if live else {}
     return ExpertParallel(
         EPConfig(
             model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "intermediate_size": F},
@@ -77,11 +77,15 @@ def steps(ep: ExpertParallel, graph: torch.cuda.CUDAGraph, moving: Callable[[], 
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--spare", type=int, help="slots of a rank beyond E / ranks; 1 by default, 0 with one rank")
+    spare = parser.parse_args().spare
     dist.init_process_group("gloo")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.set_grad_enabled(False)
     rank, size = dist.get_rank(), dist.get_world_size()
-    stays, live = make(False, size), make(True, size)
+    spare = int(size > 1) if spare is None else spare
+    stays, live = make(False, size, spare), make(True, size, spare)
 
     def say(line: str) -> None:
         if rank == 0:

@@ -67,7 +67,9 @@ PLOTS = {
             "epmoe_bf16": Style("epmoe, bf16", "#8fa6ea", "o", width=1.8, order=4),
             "mega_moe": Style("DeepGEMM MegaMoE (sgl-deep-gemm 0.1.5), fp8", "#2f9e60", "^"),
             "flashinfer": Style("FlashInfer 0.7.2 whole layer (push), fp8, an earlier run", "#dd7a1b", "s"),
-            "floor": Style("floor, fp8: the weights of experts with rows read once, or the FLOPs", "#8a8f98", "", "--", 1.4, 2),
+            "floor": Style(
+                "floor, fp8: the weights of experts with rows read once, or the FLOPs", "#8a8f98", "", "--", 1.4, 2
+            ),
         },
         (1, 4, 16, 64, 256, 1024, 4096),
         (10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000),

@@ -71,7 +71,9 @@ def test_layers_that_were_measured():
             if measured_layout == layout
         ]
         assert len(errors) == count and max(map(abs, errors)) <= 0.15
-        found = f"{count} layers of {layout}: at most {max(map(abs, errors)):.0%}, median {median(map(abs, errors)):.0%}"
+        found = (
+            f"{count} layers of {layout}: at most {max(map(abs, errors)):.0%}, median {median(map(abs, errors)):.0%}"
+        )
         assert found in " ".join(PAGE.split())
 
 

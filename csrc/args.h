@@ -148,6 +148,19 @@ struct FewRowsArgs {
   void* out_ND;          // out: bf16
 };
 
+// The operators hopper_gemm and hopper_gemm_weights: products of the rows of each expert, in bf16, on GPUs of compute
+// capability 9.0. Rows past the last segment have no effect and no products. k, n: multiples of 8.
+struct GroupedGemmArgs {
+  const void* rows_Nk;      // contiguous, like all matrices
+  const void* weights_enk;  // by rows: [e, n, k], or transposed, [e, k, n]; or null: for weights
+  bool transposed;
+  const void* grad_Nn;  // for weights
+  const int32_t* ends;  // [e], the row behind each segment, gaps included; the first starts at 0
+  int32_t e;
+  int64_t N, n, k;
+  void* out;  // out: by rows [N, n], for weights [e, n, k]
+};
+
 // The operators weighted_gates and weighted_gates_backward, for training: the gated activation times the weight of its
 // row. Letters as above. Gradients of weights read gaps, so gaps are not read here, and all outputs are 0 there.
 struct WeightedGatesArgs {

@@ -66,6 +66,7 @@ constexpr Api kApi = {
     .gated_activation = kEntry<gated_activation>,
     .scales_by_block = kEntry<scales_by_block>,
     .few_rows = kEntry<few_rows>,
+    .grouped_gemm = kEntry<grouped_gemm>,
     .weighted_gates = kEntry<weighted_gates>,
     .unpack = kEntry<unpack>,
     .weighted_rows_backward = kEntry<weighted_rows_backward>,

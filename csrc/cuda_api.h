@@ -27,6 +27,7 @@ struct Api {
   int (*gated_activation)(const GatedActivationArgs& args, Stream stream);
   int (*scales_by_block)(const ScalesByBlockArgs& args, Stream stream);
   int (*few_rows)(const FewRowsArgs& args, Stream stream);
+  int (*grouped_gemm)(const GroupedGemmArgs& args, Stream stream);
   int (*weighted_gates)(const WeightedGatesArgs& args, Stream stream);
   int (*unpack)(const UnpackArgs& args, Stream stream);
   int (*weighted_rows_backward)(const WeightedRowsArgs& args, Stream stream);

@@ -118,6 +118,59 @@ Tensor weighted_rows_backward(Tensor grad, const Tensor& rows, const std::option
   return grad_weights;
 }
 
+// Whether TMA can read the matrix: bf16, in lines of multiples of 16 bytes.
+void check_for_tma(const Tensor& matrix, const char* name) {
+  STD_TORCH_CHECK(matrix.scalar_type() == ScalarType::BFloat16 && matrix.size(-1) % 8 == 0 &&
+                      reinterpret_cast<uintptr_t>(matrix.data_ptr()) % 16 == 0,
+                  name, " must be bfloat16 of multiples of 8, aligned to 16 bytes");
+}
+
+GroupedGemmArgs grouped_gemm_args(const Tensor& rows, const Tensor& ends) {
+  check_for_tma(rows, "rows");
+  STD_TORCH_CHECK(rows.dim() == 2 && rows.is_contiguous() && rows.size(0) <= INT32_MAX,
+                  "rows must be contiguous [N, k]");
+  return {
+      .rows_Nk = rows.data_ptr(),
+      .weights_enk = nullptr,
+      .transposed = false,
+      .grad_Nn = nullptr,
+      .ends = pointer<int32_t>(ends, 0, "ends"),
+      .e = static_cast<int32_t>(ends.numel()),
+      .N = rows.size(0),
+      .n = 0,
+      .k = rows.size(1),
+      .out = nullptr,
+  };
+}
+
+Tensor grouped_gemm(GroupedGemmArgs& args, const Tensor& rows, std::initializer_list<int64_t> shape) {
+  Tensor out = empty_like_device(rows, shape, ScalarType::BFloat16);
+  args.out = out.data_ptr();
+  launch_on_device_of(rows, [&](const cuda::Api& api, cuda::Stream stream) { return api.grouped_gemm(args, stream); });
+  return out;
+}
+
+Tensor hopper_gemm(const Tensor& rows, const Tensor& weights, const Tensor& ends) {
+  GroupedGemmArgs args = grouped_gemm_args(rows, ends);
+  check_for_tma(weights, "weights");
+  STD_TORCH_CHECK(
+      weights.dim() == 3 && weights.size(0) == args.e && weights.size(2) == args.k && weights.size(1) % 8 == 0,
+      "weights must be [e, multiple of 8, k]");
+  args.weights_enk = weights.data_ptr(), args.n = weights.size(1), args.transposed = !weights.is_contiguous();
+  STD_TORCH_CHECK(!args.transposed || (weights.stride(1) == 1 && weights.stride(2) == args.n &&
+                                       (weights.stride(0) == args.n * args.k || args.e == 1)),
+                  "weights must be contiguous, or transposed so");
+  return grouped_gemm(args, rows, {args.N, args.n});
+}
+
+Tensor hopper_gemm_weights(const Tensor& grad, const Tensor& rows, const Tensor& ends) {
+  GroupedGemmArgs args = grouped_gemm_args(rows, ends);
+  check_for_tma(grad, "grad");
+  STD_TORCH_CHECK(grad.dim() == 2 && grad.is_contiguous() && grad.size(0) == args.N, "grad must be contiguous [N, n]");
+  args.grad_Nn = grad.data_ptr(), args.n = grad.size(1);
+  return grouped_gemm(args, rows, {args.e, args.n, args.k});
+}
+
 void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("weighted_gates", TORCH_BOX(&weighted_gates));
   library.impl("weighted_gates_backward", TORCH_BOX(&weighted_gates_backward));
@@ -130,6 +183,8 @@ void implement(torch::stable::detail::StableLibrary& library) {
 STABLE_TORCH_LIBRARY_IMPL(epmoe, CPU, library) { implement(library); }
 STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) {
   implement(library);
+  library.impl("hopper_gemm", TORCH_BOX(&hopper_gemm));
+  library.impl("hopper_gemm_weights", TORCH_BOX(&hopper_gemm_weights));
   library.impl("weighted_rows_backward_", TORCH_BOX(&weighted_rows_backward));  // CPU: epmoe/native/ops.py
 }
 

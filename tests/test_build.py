@@ -151,10 +151,11 @@ def test_the_kernels_get_the_flags_that_their_results_rest_on(toolchain, tmp_pat
             f"-D__CUDA_NO_{name}__"
             for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS")
         }
+        hopper = "90a" if words[-1].startswith("cuda/hopper/") else "90"
         assert [word for word in words if word.startswith("-gencode")] == [
             "-gencode=arch=compute_80,code=sm_80",
-            "-gencode=arch=compute_90,code=sm_90",
-            "-gencode=arch=compute_90,code=compute_90",
+            f"-gencode=arch=compute_{hopper},code=sm_{hopper}",
+            f"-gencode=arch=compute_{hopper},code=compute_{hopper}",
         ]
     (link,) = [words for words in commands if words[0] == "nvcc" and "-c" not in words]
     assert "-cudart=static" in link and not [word for word in link if "torch" in word or "cudart=shared" in word]

@@ -57,7 +57,7 @@ def test_casts_leave_fp8_weights_as_they_are(dtype):
         ({"down_scales": torch.ones(4, 2, 2)}, ValueError, r"`down_scales` must be float32 \[4, 2, 1\], got float32"),
         ({"down_bias": torch.ones(4, 256)}, TypeError, r"`down_bias` must be bfloat16 \[4, 256\], got float32"),
         ({"gate_up_bias": torch.ones(4, 128, dtype=BF16)}, ValueError, r"`gate_up_bias` must be bfloat16 \[4, 256\]"),
-        ({"gemm": "cublas"}, ValueError, "`gemm` must be 'auto', 'torch' or 'deep_gemm', got 'cublas'"),
+        ({"gemm": "cublas"}, ValueError, "`gemm` must be 'auto', 'torch', 'deep_gemm' or 'hopper', got 'cublas'"),
     ],
 )
 def test_wrong_arguments(changed, error, message):

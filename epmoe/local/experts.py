@@ -52,28 +52,30 @@ class GroupedExperts(nn.Module):
 
     Weights are parameters that share the memory of the given tensors. A call whose rows, row weights or parameters
     require grad in grad mode has gradients, which have the same bits on every run; any other call only serves. Outputs
-    have the same bits either way, for the same GEMM; with gradients it is torch's, or the loop. fp8 and fp64 weights
-    serve only. Frozen parameters keep nothing for the backward pass. Gradients of gradients raise.
+    have the same bits either way, for the same GEMM; with gradients it is Hopper's, torch's, or the loop. fp8 and fp64
+    weights serve only. Frozen parameters keep nothing for the backward pass. Gradients of gradients raise.
 
     The weights belong to one rank: they are refused by `fully_shard`, which would mix those of several ranks. See
     `epmoe.training.fully_shard` and `epmoe.training.ignore_experts`.
 
-    The GEMM is a library's. `gemm` says which one GPUs use:
+    The GEMM is a library's, or our own. `gemm` says which one GPUs use:
 
     - "auto": DeepGEMM where it is installed (`pip install epmoe[deep_gemm]`) and takes the weights: fp8 with D and F
-      multiples of 128, bf16 with multiples of 64, compute capability 9.0. All other weights take torch's `grouped_mm`.
+      multiples of 128, bf16 with multiples of 64, compute capability 9.0. All other weights take torch's `grouped_mm`,
+      or kernels of our own: bf16 with multiples of 8, compute capability 9.0. These also train such weights.
     - "deep_gemm": DeepGEMM or an error.
-    - "torch": never DeepGEMM. fp8 weights are then dequantized in every call, which is right but slow, and takes the
-      memory of the weights in bf16. CPUs always do this; "auto" warns of it on GPUs.
+    - "hopper": our own or an error.
+    - "torch": neither. fp8 weights are then dequantized in every call, which is right but slow, and takes the memory of
+      the weights in bf16. CPUs always do this; "auto" warns of it on GPUs.
 
     With "auto", calls of `MoELayer` with few tokens take kernels of our own, which read the weights once: bf16 and fp8
     on compute capability 9.0, with D and F as above, where an expert has at most 8 rows on average. Bits of outputs
     then depend on the number of tokens; `batch_invariant` leaves these kernels out.
 
     DeepGEMM needs segments that start at multiples of 64 rows. It is used where a call says so, by `alignment`, which a
-    `MoELayer` does; "auto" takes torch's for any other call. "deep_gemm" counts on it. Where torch does not take the
-    weights either (it needs strides of multiples of 16 bytes, and no fp64), a loop over the experts
-    computes the same, and looks at the host. Casts, moves and `load_state_dict` choose again. Casts leave fp8 weights
+    `MoELayer` does; "auto" takes another for any other call. "deep_gemm" counts on it. Where torch does not take the
+    weights either (it needs strides of multiples of 16 bytes, and no fp64), a loop over the experts computes the same,
+    and looks at the host. Casts, moves and `load_state_dict` choose again. Casts leave fp8 weights
     and their scales as they are.
 
     Args:
@@ -129,7 +131,7 @@ class GroupedExperts(nn.Module):
         limit: float | None = None,
         alpha: float = 1.0,
         up_offset: float = 0.0,
-        gemm: Literal["auto", "torch", "deep_gemm"] = "auto",
+        gemm: Literal["auto", "torch", "deep_gemm", "hopper"] = "auto",
         batch_invariant: bool = False,
     ) -> None:
         dtypes = [dtype for dtype in DTYPES if dtype == getattr(w_down, "dtype", None)]
@@ -283,7 +285,7 @@ class GroupedExperts(nn.Module):
         self.gemms = choose(self._wanted, self.w_gate_up, self.w_down, batch_invariant=self._invariant)
         self.alignment = max(GEMMS[name].block for name in self.gemms)
         self.batch_invariant = all(GEMMS[name].batch_invariant for name in self.gemms)
-        self._trains_by = choose_trained(self.w_gate_up, self.w_down, batch_invariant=self._invariant)
+        self._trains_by = choose_trained(self._wanted, self.w_gate_up, self.w_down, batch_invariant=self._invariant)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter) and hasattr(value, "device_mesh"):

@@ -104,8 +104,9 @@ def train_experts_backward(
         by[5] = bias_gradients(grad, row_weights, offsets, gemm)
     if w_down is None:  # nobody asks for what lies in front of it
         return by
-    by_activated = train_gemm(grad, w_down.transpose(1, 2), offsets, gemm)
-    by_gate_up, by_weights = ops.weighted_gates_backward(by_activated, gate_up, row_weights, *segments)
+    by_gate_up, by_weights = ops.weighted_gates_backward(
+        train_gemm(grad, w_down.transpose(1, 2), offsets, gemm), gate_up, row_weights, *segments
+    )
     if of_weights and down_bias is not None and len(down_bias):
         of_bias = bias_of_rows(down_bias, offsets[1:], N)
         by_weights += ops.weighted_rows_backward_(of_bias, grad, None, offsets, tokens)

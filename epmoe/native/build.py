@@ -46,6 +46,7 @@ CUDA_FLAGS = (
     "-D__CUDA_NO_HALF_OPERATORS__", "-D__CUDA_NO_HALF_CONVERSIONS__", "-D__CUDA_NO_BFLOAT16_CONVERSIONS__",
     "-D__CUDA_NO_HALF2_OPERATORS__",
 )  # fmt: skip
+HOPPER = "cuda/hopper/"  # sources with instructions of `sm_90a`
 WHEEL_ARCHITECTURES = ("8.0", "9.0", "10.0")
 OLDEST_ARCHITECTURE = 8
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
@@ -174,8 +175,10 @@ class _Recipe:
         """What one source compiles to. `files` is that of `_unit`."""
         text = "".join(f"{path}\0{files[path].text}\0" for path in _unit(source, files))
         symbols = tuple(f"-D{name}" for name in self.defines if re.search(rf"\b{name.split('=')[0]}\b", text))
-        key = _digest(repr((self.compile, symbols, self.inputs)) + text)
-        return _Object(source, key, (*self.compile, *symbols))
+        command = (*self.compile, *symbols)
+        if source.startswith(HOPPER):
+            command = tuple(re.sub(r"_90\b", "_90a", word) for word in command)
+        return _Object(source, _digest(repr((command, self.inputs)) + text), command)
 
 
 @dataclass(frozen=True)

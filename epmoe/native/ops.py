@@ -49,6 +49,10 @@ _library.define(
     "Tensor down, Tensor? down_scales, Tensor? down_bias, Tensor expert_offsets, Tensor? tokens_per_expert, "
     "bool interleaved, float limit, float alpha, float up_offset, bool wide) -> Tensor"
 )
+# Grouped GEMMs in bf16 on GPUs of compute capability 9.0, by expert: rows [N, k] · weights [e, n, k]ᵀ → [N, n], and
+# grad [N, n]ᵀ · rows [N, k] → [e, n, k]. `ends` are the rows behind the segments.
+_library.define("hopper_gemm(Tensor rows, Tensor weights, Tensor ends) -> Tensor")
+_library.define("hopper_gemm_weights(Tensor grad, Tensor rows, Tensor ends) -> Tensor")
 # For training: the gated activation times the weight of its row, in rows of segments. Gaps become zeros.
 _GATES = (
     "Tensor gate_up, Tensor? row_weights, Tensor expert_offsets, Tensor? tokens_per_expert, bool interleaved, "

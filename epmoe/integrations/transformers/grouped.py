@@ -144,5 +144,5 @@ def gemm_for(up: Tensor, down: Tensor, *, trained: bool = False) -> str:
     """The name of the GEMM that multiplies by these weights, without or with gradients."""
     key = (trained, up.dtype, up.device, up.shape, up.stride(), down.shape, down.stride())
     if key not in _gemms:
-        _gemms[key] = choose_trained(up, down) if trained else choose("torch", up, down)[0]
+        _gemms[key] = choose_trained("auto", up, down) if trained else choose("torch", up, down)[0]
     return _gemms[key]

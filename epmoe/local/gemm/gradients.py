@@ -18,12 +18,14 @@ from epmoe.local.gemm.table import GEMMS
 _COLUMNS = 8  # of a matrix of one column, as often as torch's GEMM wants it: 16 bytes
 
 
-def choose_trained(gate_up: Tensor, down: Tensor, *, batch_invariant: bool = False) -> str:
+def choose_trained(wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool = False) -> str:
     """The name of the GEMM for calls with gradients, with weights [e, 2F, D] and [e, D, F].
 
-    With `batch_invariant` it is an invariant one if any of these trains the weights.
+    If `wanted` is "torch", it is none that needs a GPU. With `batch_invariant` it is an invariant one if any of these
+    trains the weights.
     """
-    gemms = sorted(GEMMS.values(), key=lambda gemm: batch_invariant and not gemm.batch_invariant)
+    gemms = [gemm for gemm in GEMMS.values() if wanted != "torch" or not gemm.needs_gpu]
+    gemms.sort(key=lambda gemm: batch_invariant and not gemm.batch_invariant)
     return next(gemm.name for gemm in gemms if gemm.trains(gate_up, down))
 
 

@@ -11,6 +11,7 @@ from epmoe.local.gemm.blocks import Blocks
 from epmoe.local.gemm.deep_gemm import DeepGemm
 from epmoe.local.gemm.few_rows import FewRows
 from epmoe.local.gemm.gemm import Gemm, product_dtype
+from epmoe.local.gemm.hopper import Hopper
 from epmoe.local.gemm.loop import Loop
 from epmoe.local.gemm.torch_grouped import TorchGrouped
 from epmoe.native.arguments import FP8
@@ -20,6 +21,7 @@ GEMMS: dict[str, Gemm] = {
     for gemm in (
         FewRows(),
         DeepGemm(),
+        Hopper(),
         TorchGrouped(),
         Loop(),
         Blocks(),
@@ -71,7 +73,7 @@ def choose(wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool 
     ):
         warnings.warn(f"fp8 weights are dequantized in every call, which is slow: {problems[0]}", stacklevel=3)
     elif broken := [problem for problem in problems if type(problem) is ImportError]:
-        warnings.warn(f"torch's grouped GEMM is used, which is slower: {broken[0]}", stacklevel=3)
+        warnings.warn(f"a slower grouped GEMM is used: {broken[0]}", stacklevel=3)
     return tuple(chosen)
 
 

@@ -1,0 +1,451 @@
+// Grouped GEMMs of Hopper in bf16: rows by the weights of their experts, in both directions, and gradients of weights.
+//
+//   rows [N, k] · weights [e, n, k]ᵀ or [e, k, n] ─▶ [N, n]        grad [N, n]ᵀ · rows [N, k] ─▶ [e, n, k]
+//
+// A block takes tiles in turn. One thread loads, by TMA and some steps ahead; two warpgroups multiply 64 rows of a tile
+// each. Experts have any number of rows, and a tile adapts to them:
+//  - By rows, weights are the rows of a tile, and the expert's rows its columns, up to 256 in steps of 16. Products are
+//    turned as they leave.
+//  - For weights, rows are what is summed over, in steps of 64, and 16 at last. Rows of others that the last step has
+//    loaded are zeroed.
+#include <cuda.h>
+
+#include <type_traits>
+
+#include "cuda/device/launch.cuh"
+#include "cuda/device/tma.cuh"
+#include "cuda/hopper/wgmma.cuh"
+#include "cuda/stages.h"
+
+namespace epmoe::cuda {
+namespace {
+
+enum class Product { kByRows, kByRowsTransposed, kForWeights };
+
+constexpr int kWarpgroup = 128, kMultipliers = 2, kThreads = (kMultipliers + 1) * kWarpgroup;
+constexpr int kStep = 64;                   // of k, or of rows that are summed over
+constexpr int kLineBytes = kStep * 2;       // 128: what TMA swizzles
+constexpr int kBoxBytes = 64 * kLineBytes;  // 64 lines
+constexpr int kRows = 64 * kMultipliers;    // of a tile
+constexpr int kColumns = 256;               // of a tile, at most
+constexpr int kABytes = kRows * kLineBytes, kStageBytes = kABytes + kColumns * kLineBytes;
+
+// Products leave through shared memory, gradients of weights all at once: while TMA stores them the next tile starts.
+template <Product kProduct>
+constexpr int kStages = kProduct == Product::kForWeights ? 3 : 4;
+template <Product kProduct>
+constexpr int kLeavingBoxes = kProduct == Product::kForWeights ? 4 : 2;  // of a warpgroup
+
+template <Product kProduct>
+int64_t shared_bytes(int32_t experts) {
+  constexpr int kBuffers = kStages<kProduct> * kStageBytes + kMultipliers * kLeavingBoxes<kProduct> * kBoxBytes;
+  return kBuffers + 2 * kStages<kProduct> * static_cast<int64_t>(sizeof(uint64_t)) +
+         (experts + 1) * static_cast<int64_t>(sizeof(int32_t));
+}
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+constexpr int kColumnStep = 16;
+
+struct Tile {
+  int32_t expert, row, count;  // rows of the expert: all, or those of the tile
+  int32_t m, c;                // where the tile starts in the product
+  int32_t width;               // columns, a multiple of kColumnStep
+};
+
+__device__ __forceinline__ int32_t ceil_of(int32_t a, int32_t b) { return (a + b - 1) / b; }
+
+// The tiles of all experts, one expert after the other. `first` is a table in shared memory: the tiles before each.
+template <Product kProduct>
+struct Tiles {
+  const GroupedGemmArgs& args;
+  int32_t* first;
+
+  // The row behind an expert's, clamped: what memory says is unchecked.
+  __device__ __forceinline__ int32_t end_of(int32_t expert) const {
+    return expert < 0 ? 0 : min(max(args.ends[expert], 0), static_cast<int32_t>(args.N));
+  }
+  __device__ __forceinline__ int32_t count_of(int32_t expert) const {
+    return max(end_of(expert) - end_of(expert - 1), 0);
+  }
+  __device__ __forceinline__ int32_t across() const { return ceil_of(static_cast<int32_t>(args.n), kRows); }
+  __device__ __forceinline__ int32_t of_rows(int32_t count) const {
+    if (kProduct == Product::kForWeights) return across() * ceil_of(static_cast<int32_t>(args.k), kColumns);
+    return across() * ceil_of(count, kColumns);
+  }
+
+  // The first warp builds the table.
+  __device__ __forceinline__ void build() {
+    int32_t before = 0;
+    for (int32_t i = threadIdx.x; i - static_cast<int32_t>(threadIdx.x) < args.e; i += 32) {
+      int32_t here = i < args.e ? of_rows(count_of(i)) : 0;
+      int32_t through = warp_inclusive_sum(here);
+      if (i < args.e) first[i] = before + through - here;
+      before += __shfl_sync(kAllLanes, through, 31);
+    }
+    if (threadIdx.x == 0) first[args.e] = before;
+  }
+  __device__ __forceinline__ int32_t count() const { return first[args.e]; }
+
+  __device__ __forceinline__ Tile operator[](int32_t number) const {
+    int32_t low = 0, high = args.e - 1;  // the last expert whose tiles start at or before it
+    while (low < high) {
+      int32_t middle = (low + high + 1) / 2;
+      if (first[middle] <= number)
+        low = middle;
+      else
+        high = middle - 1;
+    }
+    int32_t i = number - first[low], begin = end_of(low - 1), rows = count_of(low);
+    if (kProduct == Product::kForWeights) {
+      int32_t m = i % across();
+      return {low, begin, rows, m * kRows, i / across() * kColumns, kColumns};
+    }
+    // Tiles of an expert that has too many rows for one have as many each.
+    int32_t parts = ceil_of(rows, kColumns);
+    int32_t width = ceil_of(ceil_of(rows, parts), kColumnStep) * kColumnStep, before = i % parts * width;
+    return {low, begin + before, min(width, rows - before), i / parts * kRows, 0, width};
+  }
+};
+
+__device__ __forceinline__ void init_mbarrier(uint64_t* mbarrier, int32_t arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(mbarrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void arrive(uint64_t* mbarrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(mbarrier)) : "memory");
+}
+__device__ __forceinline__ void expect_bytes(uint64_t* mbarrier, int32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(mbarrier)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void load_box(const CUtensorMap& map, uint32_t to, uint64_t* mbarrier, int32_t x, int32_t y,
+                                         int32_t z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+          "r"(to),
+      "l"(&map), "r"(shared_address(mbarrier)), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+__device__ __forceinline__ void store_box(const CUtensorMap& map, uint32_t from, int32_t x, int32_t y, int32_t z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map), "r"(from),
+               "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+__device__ __forceinline__ void barrier(int32_t number, int32_t threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// Two neighbouring sums as bf16.
+__device__ __forceinline__ uint32_t packed(float low, float high) {
+  __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<uint32_t*>(&both);
+}
+// Four 8 × 8 matrices, of which each lane says where one of their lines lies. kTurned: lines become columns.
+template <bool kTurned>
+__device__ __forceinline__ void store_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  if constexpr (kTurned)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b),
+                 "r"(c), "r"(d)
+                 : "memory");
+  else
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
+                 "r"(d)
+                 : "memory");
+}
+
+// The stages between the loading thread and the warpgroups, in shared memory.
+template <int kCount>
+struct Ring {
+  uint32_t buffers;
+  uint64_t *full, *empty;
+  int32_t turn = 0;
+
+  __device__ __forceinline__ uint32_t stage() const { return buffers + turn % kCount * kStageBytes; }
+  __device__ __forceinline__ uint64_t* filled() const { return &full[turn % kCount]; }
+  __device__ __forceinline__ void wait_empty() const {
+    if (turn >= kCount) wait_mbarrier(&empty[turn % kCount], (turn / kCount - 1) & 1);
+  }
+  __device__ __forceinline__ void wait_filled() const { wait_mbarrier(filled(), turn / kCount & 1); }
+  // This warp has no use for the stage of `turn - back` any more.
+  __device__ __forceinline__ void release(int32_t back) const {
+    if (threadIdx.x % 32 == 0) arrive(&empty[(turn - back) % kCount]);
+  }
+};
+
+template <Product kProduct>
+__device__ __forceinline__ int32_t steps_of(const GroupedGemmArgs& args, const Tile& tile) {
+  return ceil_of(kProduct == Product::kForWeights ? tile.count : static_cast<int32_t>(args.k), kStep);
+}
+
+template <Product kProduct, typename Stages>
+__device__ __forceinline__ void load_tile(const GroupedGemmArgs& args, const CUtensorMap& a, const CUtensorMap& b,
+                                          const Tile& tile, Stages& ring) {
+  int32_t boxes = kProduct == Product::kForWeights ? kColumns / 64 : ceil_of(tile.width, 64);
+  for (int32_t step = 0; step < steps_of<kProduct>(args, tile); ++step, ++ring.turn) {
+    ring.wait_empty();
+    uint32_t to = ring.stage();
+    uint64_t* full = ring.filled();
+    expect_bytes(full, kABytes + boxes * kBoxBytes);
+    for (int32_t i = 0; i < kMultipliers; ++i) {
+      int32_t m = tile.m + 64 * i;
+      if (kProduct == Product::kByRows)
+        load_box(a, to + i * kBoxBytes, full, step * kStep, m, tile.expert);
+      else if (kProduct == Product::kByRowsTransposed)
+        load_box(a, to + i * kBoxBytes, full, m, step * kStep, tile.expert);
+      else
+        load_box(a, to + i * kBoxBytes, full, m, tile.row + step * kStep, 0);
+    }
+    for (int32_t i = 0; i < boxes; ++i) {
+      if (kProduct == Product::kForWeights)
+        load_box(b, to + kABytes + i * kBoxBytes, full, tile.c + 64 * i, tile.row + step * kStep, 0);
+      else
+        load_box(b, to + kABytes + i * kBoxBytes, full, step * kStep, tile.row + 64 * i, 0);
+    }
+  }
+}
+
+// The sums of one warpgroup over a tile of kWidth columns.
+template <Product kProduct, int kWidth, typename Stages>
+__device__ __forceinline__ void multiply_tile(const GroupedGemmArgs& args, const Tile& tile, Stages& ring,
+                                              float (&d)[kWidth / 2]) {
+  constexpr bool kAcrossA = kProduct != Product::kByRows, kAcrossB = kProduct == Product::kForWeights;
+  constexpr uint32_t kStepA = kAcrossA ? 16 * kLineBytes : 32, kStepB = kAcrossB ? 16 * kLineBytes : 32;
+  const uint32_t own = threadIdx.x / kWarpgroup * kBoxBytes;
+  auto start = [&](int32_t k) {
+    uint32_t a = ring.stage() + own, b = ring.stage() + kABytes;
+    wgmma<kWidth, kAcrossA, kAcrossB>(d, wgmma_operand(a + k * kStepA, kBoxBytes),
+                                      wgmma_operand(b + k * kStepB, kBoxBytes));
+  };
+  const int32_t left = kProduct == Product::kForWeights ? tile.count % kStep : 0;
+  const int32_t steps = steps_of<kProduct>(args, tile) - (left > 0);
+  auto multiply_step = [&] {
+    ring.wait_filled();
+    wgmma_begin();
+#pragma unroll
+    for (int k = 0; k < kStep / 16; ++k) start(k);
+    wgmma_commit();
+    ++ring.turn;
+  };
+  if (steps) {
+    multiply_step();
+    for (int32_t step = 1; step < steps; ++step) {
+      multiply_step();
+      wgmma_wait<1>();
+      ring.release(2);
+    }
+    wgmma_wait<0>();
+    ring.release(1);
+  }
+  if (left) {
+    ring.wait_filled();
+    // The lines of the last 16 that are other rows, in all boxes.
+    int32_t lines = ceil_of(left, 16) * 16 - left;
+    if (lines) {
+      for (int32_t i = threadIdx.x; i < lines * (kStageBytes / kBoxBytes) * 8; i += kMultipliers * kWarpgroup) {
+        uint32_t at = ring.stage() + i / 8 % (kStageBytes / kBoxBytes) * kBoxBytes +
+                      (left + i / 8 / (kStageBytes / kBoxBytes)) * kLineBytes + i % 8 * 16;
+        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+      }
+      fence_shared_for_tma();
+      barrier(1, kMultipliers * kWarpgroup);
+    }
+    auto last = [&](auto count) {
+      wgmma_begin();
+#pragma unroll
+      for (int k = 0; k < count.value; ++k) start(k);
+      wgmma_commit();
+      wgmma_wait<0>();
+    };
+    switch (ceil_of(left, 16)) {
+      case 1:
+        last(std::integral_constant<int, 1>{});
+        break;
+      case 2:
+        last(std::integral_constant<int, 2>{});
+        break;
+      case 3:
+        last(std::integral_constant<int, 3>{});
+        break;
+      default:
+        last(std::integral_constant<int, 4>{});
+    }
+    ++ring.turn;
+    ring.release(1);
+  }
+}
+
+// A warpgroup's products [64 weight rows, kWidth rows] leave as rows, 128 at a time.
+template <int kWidth>
+__device__ __forceinline__ void store_rows(const GroupedGemmArgs& args, const Tile& tile, uint32_t leaving,
+                                           const char* leaving_at, const float (&d)[kWidth / 2]) {
+  constexpr int kAtOnce = 128;
+  const int32_t group = threadIdx.x / kWarpgroup, lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
+  const int32_t m = tile.m + 64 * group;
+#pragma unroll
+  for (int from = 0; from < kWidth; from += kAtOnce) {
+    barrier(2 + group, kWarpgroup);  // what lay there has been read
+#pragma unroll
+    for (int c = 0; c < kAtOnce; c += 16) {
+      if (from + c >= kWidth) continue;
+      const float* sums = &d[(from + c) / 2];
+      int32_t line = c + lane / 16 * 8 + lane % 8, part = warp * 2 + lane / 8 % 2;
+      store_matrices<true>(leaving + line * kLineBytes + (part ^ line % 8) * 16, packed(sums[0], sums[1]),
+                           packed(sums[2], sums[3]), packed(sums[4], sums[5]), packed(sums[6], sums[7]));
+    }
+    barrier(2 + group, kWarpgroup);
+    const int32_t part = threadIdx.x % 8, column = m + part * 8;
+    auto* out = static_cast<__nv_bfloat16*>(args.out) + (tile.row + from) * args.n + column;
+    for (int32_t line = threadIdx.x % kWarpgroup / 8; line < min(tile.count - from, kAtOnce); line += kWarpgroup / 8)
+      if (column < args.n)
+        *reinterpret_cast<uint4*>(out + line * args.n) =
+            *reinterpret_cast<const uint4*>(leaving_at + line * kLineBytes + (part ^ line % 8) * 16);
+  }
+}
+
+// A warpgroup's gradients of weights [64, kColumns] leave by TMA.
+__device__ __forceinline__ void store_gradients(const CUtensorMap& map, const Tile& tile, uint32_t leaving,
+                                                const float (&d)[kColumns / 2]) {
+  const int32_t group = threadIdx.x / kWarpgroup, lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
+  const bool stores = threadIdx.x % kWarpgroup == 0;
+  if (stores) tma_wait_read<0>();
+  barrier(2 + group, kWarpgroup);
+#pragma unroll
+  for (int c = 0; c < kColumns; c += 16) {
+    const float* sums = &d[c / 2];
+    int32_t line = warp * 16 + lane % 16, part = c / 8 % 8 + lane / 16;
+    store_matrices<false>(leaving + c / 64 * kBoxBytes + line * kLineBytes + (part ^ line % 8) * 16,
+                          packed(sums[0], sums[1]), packed(sums[2], sums[3]), packed(sums[4], sums[5]),
+                          packed(sums[6], sums[7]));
+  }
+  fence_shared_for_tma();
+  barrier(2 + group, kWarpgroup);
+  if (!stores) return;
+  for (int32_t i = 0; i < kColumns / 64; ++i)
+    store_box(map, leaving + i * kBoxBytes, tile.c + 64 * i, tile.m + 64 * group, tile.expert);
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+template <Product kProduct, int kWidth, typename Stages>
+__device__ __forceinline__ void tile_of(const GroupedGemmArgs& args, const CUtensorMap& out, const Tile& tile,
+                                        Stages& ring, char* leaving) {
+  float d[kWidth / 2] = {};
+  multiply_tile<kProduct, kWidth>(args, tile, ring, d);
+  if constexpr (kProduct == Product::kForWeights)
+    store_gradients(out, tile, shared_address(leaving), d);
+  else
+    store_rows<kWidth>(args, tile, shared_address(leaving), leaving, d);
+}
+
+#endif
+
+template <Product kProduct>
+__global__ void __launch_bounds__(kThreads, 1)
+    grouped_gemm_kernel(const __grid_constant__ GroupedGemmArgs args, const __grid_constant__ CUtensorMap a,
+                        const __grid_constant__ CUtensorMap b, const __grid_constant__ CUtensorMap out) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) char shared[];
+  constexpr int kCount = kStages<kProduct>, kLeaving = kLeavingBoxes<kProduct> * kBoxBytes;
+  char* leaving = shared + kCount * kStageBytes;
+  auto* full = reinterpret_cast<uint64_t*>(leaving + kMultipliers * kLeaving);
+  auto* empty = full + kCount;
+  Tiles<kProduct> tiles{args, reinterpret_cast<int32_t*>(empty + kCount)};
+  if (threadIdx.x == 0) {
+    for (int32_t i = 0; i < kCount; ++i) init_mbarrier(&full[i], 1), init_mbarrier(&empty[i], kMultipliers * 4);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  wait_for_predecessor();
+  let_successor_start();
+  if (threadIdx.x < 32) tiles.build();
+  __syncthreads();
+  Ring<kCount> ring{shared_address(shared), full, empty};
+  const int32_t count = tiles.count();
+  if (threadIdx.x >= kMultipliers * kWarpgroup) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (threadIdx.x != kMultipliers * kWarpgroup) return;
+    for (int32_t number = blockIdx.x; number < count; number += gridDim.x)
+      load_tile<kProduct>(args, a, b, tiles[number], ring);
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  leaving += threadIdx.x / kWarpgroup * kLeaving;
+  for (int32_t number = blockIdx.x; number < count; number += gridDim.x) {
+    const Tile tile = tiles[number];
+    if constexpr (kProduct == Product::kForWeights) {
+      tile_of<kProduct, kColumns>(args, out, tile, ring, leaving);
+    } else {
+      switch (tile.width / kColumnStep) {
+#define EPMOE_WIDTH(steps)                                                  \
+  case steps:                                                               \
+    tile_of<kProduct, steps * kColumnStep>(args, out, tile, ring, leaving); \
+    break;
+        EPMOE_WIDTH(1)
+        EPMOE_WIDTH(2)
+        EPMOE_WIDTH(3)
+        EPMOE_WIDTH(4)
+        EPMOE_WIDTH(5)
+        EPMOE_WIDTH(6)
+        EPMOE_WIDTH(7)
+        EPMOE_WIDTH(8)
+        EPMOE_WIDTH(9)
+        EPMOE_WIDTH(10)
+        EPMOE_WIDTH(11)
+        EPMOE_WIDTH(12)
+        EPMOE_WIDTH(13)
+        EPMOE_WIDTH(14)
+        EPMOE_WIDTH(15)
+        EPMOE_WIDTH(16)
+#undef EPMOE_WIDTH
+      }
+    }
+  }
+  if (kProduct == Product::kForWeights && threadIdx.x % kWarpgroup == 0) tma_wait_written<0>();
+#endif
+}
+
+// A matrix or several of them, [z, y, x], of which TMA moves boxes of 64 × 64.
+cudaError_t describe(CUtensorMap& map, const void* at, int64_t x, int64_t y, int64_t z) {
+  static void* const encode = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? found : nullptr;
+  }();
+  if (!encode) return cudaErrorNotSupported;
+  cuuint64_t sizes[] = {static_cast<cuuint64_t>(x), static_cast<cuuint64_t>(y), static_cast<cuuint64_t>(z)};
+  cuuint64_t strides[] = {static_cast<cuuint64_t>(2 * x), static_cast<cuuint64_t>(2 * x * y)};
+  cuuint32_t box[] = {64, 64, 1}, steps[] = {1, 1, 1};
+  CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
+      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(at), sizes, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+template <Product kProduct>
+cudaError_t launch_product(const GroupedGemmArgs& args, cudaStream_t stream) {
+  Device device;
+  if (cudaError_t error = current_device(device)) return error;
+  if (device.major != 9) return cudaErrorNoKernelImageForDevice;  // nothing was compiled for sm_90a
+  CUtensorMap a, b, out = {};
+  if (cudaError_t error = describe(b, args.rows_Nk, args.k, args.N, 1)) return error;
+  cudaError_t error = kProduct == Product::kByRows             ? describe(a, args.weights_enk, args.k, args.n, args.e)
+                      : kProduct == Product::kByRowsTransposed ? describe(a, args.weights_enk, args.n, args.k, args.e)
+                                                               : describe(a, args.grad_Nn, args.n, args.N, 1);
+  if (error) return error;
+  if (kProduct == Product::kForWeights)
+    if (cudaError_t error = describe(out, args.out, args.k, args.n, args.e)) return error;
+  return launch(grouped_gemm_kernel<kProduct>, device.multiprocessors, kThreads, shared_bytes<kProduct>(args.e), stream,
+                args, a, b, out);
+}
+
+}  // namespace
+
+cudaError_t grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream) {
+  if (args.N == 0 || args.e == 0) return cudaSuccess;
+  if (!args.weights_enk) return launch_product<Product::kForWeights>(args, stream);
+  return args.transposed ? launch_product<Product::kByRowsTransposed>(args, stream)
+                         : launch_product<Product::kByRows>(args, stream);
+}
+
+}  // namespace epmoe::cuda

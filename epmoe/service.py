@@ -105,7 +105,8 @@ class ExpertParallel(HoldsWindows):
         self._tags: dict[int, weakref.ref[object] | None] = {}  # all that were taken; None: for good
         self._last_tag = 0  # of a round without a tag
         peers = Peers.of(group_of(group), config.exchange.warmup_timeout_s)
-        self._join(peers, config, JoinRequest(config.model_dump_json()))
+        with torch.device("cpu"):  # callers may build their models under a default device
+            self._join(peers, config, JoinRequest(config.model_dump_json()))
 
     def survivors(self) -> list[int]:
         """Ranks of the group that live and that nobody misses, as far as this rank knows. It waits for no rank.
@@ -179,7 +180,8 @@ class ExpertParallel(HoldsWindows):
         try:
             if not device_ends(self.device, timeout_s):  # a kernel that still runs must keep its windows
                 raise TimeoutError("the GPU has not finished its work")
-            self._join(peers, config, request, confirm)
+            with torch.device("cpu"):
+                self._join(peers, config, request, confirm)
         except EPOpenError as error:
             raise EPResumeError(timeout_s, error) from None
         except (RuntimeError, OSError) as error:

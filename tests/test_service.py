@@ -30,6 +30,20 @@ def test_one_process_is_a_group_of_one():
         ep.health()
 
 
+@pytest.mark.usefixtures("serving")
+def test_models_may_be_built_under_a_default_device():
+    x, *weights = torch.randn(3, 64), torch.randn(8, 64), torch.randn(8, 80, 64), torch.randn(8, 64, 40)
+
+    def built() -> epmoe.MoELayer:
+        return epmoe.MoELayer.from_full(epmoe.ExpertParallel(alone()), *weights, batch_invariant=True)
+
+    with torch.device("meta"):
+        layer = built()
+        layer.ep.resume()
+    with layer.ep, (usual := built()).ep:
+        assert torch.equal(layer(x), usual(x))
+
+
 def test_a_backward_pass_that_needs_rows_of_an_earlier_round_raises():
     """`d.rows` is a window: saved for a backward pass, it would hold the rows of another layer by then."""
     w = torch.randn(64, requires_grad=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+from fp8_models import calls_of_experts
 from helpers import assert_close, randn
 from launched import run_python
 from rich.progress import Progress
@@ -140,6 +141,24 @@ def test_a_layer_in_static_mode_compiles_after_its_first_call():
     assert twin(*tokens_for(experts, 8, 4)).eq(0).all()
     compiled_twin = torch.compile(twin, backend="aot_eager", fullgraph=True)
     assert compiled_twin(*tokens_for(experts, 8, 4)).eq(0).all()
+
+
+@torch.no_grad()
+def test_swiglu_is_computed_by_grouped_experts_in_the_memory_of_the_module():
+    experts = experts_of(loaded("mixtral", experts_implementation="epmoe"))
+    inputs = tokens_for(experts, 8, 2)
+    with calls_of_experts() as calls:
+        experts(*inputs)
+    ((used, _, _),) = calls
+    assert (used.w_gate_up.data_ptr(), used.w_down.data_ptr()) == (
+        experts.gate_up_proj.data_ptr(), experts.down_proj.data_ptr(),
+    )  # fmt: skip
+    experts.down_proj = torch.nn.Parameter(torch.zeros_like(experts.down_proj))
+    assert experts(*inputs).eq(0).all()
+    experts.act_fn = torch.nn.ReLU()  # what `GroupedExperts` do not compute
+    with calls_of_experts() as calls:
+        experts(*inputs)
+    assert not calls
 
 
 @torch.no_grad()

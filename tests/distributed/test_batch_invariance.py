@@ -7,10 +7,11 @@ from random import Random
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import poison_, randn
+from expert_inputs import quantized
+from helpers import ON_GPUS, poison_, randn
 from torch import Tensor
 
-from epmoe import MoELayer
+from epmoe import GroupedExperts, MoELayer
 
 E, K, D, F, M, TOKENS = 13, 4, 128, 96, 40, 200
 CASES = {
@@ -19,11 +20,13 @@ CASES = {
     "fp16": {"dtype": "float16", "placement": {"strategy": "round_robin"}},
 }
 
+PAYLOADS = ("auto", "fp8")  # on GPUs
+
 
 @pytest.fixture(params=CASES)
 def layer(make_ep, device, request) -> MoELayer:
     if device.type != "cpu":
-        pytest.skip("tests/distributed/test_layers.py has the test for GPUs")
+        pytest.skip("GPUs have tests of their own below")
     ep = make_ep(experts=E, top_k=K, hidden=D, max_tokens=M, timeout_s=60.0, **CASES[request.param])
     dtype = ep.config.model.torch_dtype
     gate_up, down = randn(E, 2 * F, D, seed=1) / D**0.5, randn(E, D, F, seed=2) / F**0.5
@@ -68,3 +71,99 @@ def test_y_of_a_token_depends_on_no_other_token(layer, rank):
 @pytest.mark.usefixtures("serving")
 def test_100_000_drawn_batches(layer, rank, size):
     assert differing(layer, rank, -(-100_000 // (len(CASES) * size))) == 0
+
+
+class OnGpus:
+    """Batches on GPUs, eager and in replayed graphs, whose y is compared on the device.
+
+    Both protocols and both alignments of segments come, as T goes up to 1500. Logits are computed once, since the
+    product of the router is torch's.
+    """
+
+    most = 1500
+    captured = (1, 3, 8, 17, 64, 200, 700, 1100, most)
+
+    def __init__(self, make_ep, device: torch.device, payload: str, invariant: bool) -> None:
+        E, D, F = 16, 512, 256
+        ep = make_ep(
+            experts=E, top_k=K, hidden=D, dtype="bfloat16", max_tokens=self.most, timeout_s=60.0,
+            exchange={"payload": payload, "combine_payload": payload}, capacity={"gap_rows": "undefined"},
+        )  # fmt: skip
+        held = ep.placement.logical_experts(ep.rank)
+        shapes = {"gate_up": (2 * F, D), "down": (D, F)}
+        weights = {}
+        for i, (name, (n, k)) in enumerate(shapes.items()):
+            drawn = (randn(E, n, k, seed=i)[held] / k**0.5).to(device)
+            if payload == "fp8":
+                weights[f"w_{name}"], weights[f"{name}_scales"] = quantized(drawn)
+            else:
+                weights[f"w_{name}"] = drawn.bfloat16()
+        self.layer = MoELayer(ep, randn(E, D, seed=3).to(device), GroupedExperts(**weights, batch_invariant=invariant))
+        tokens = randn(TOKENS, D, seed=9).bfloat16()
+        logits = self.layer.logits(tokens.to(device)).cpu()
+        dist.broadcast(logits, 0)
+        self.tokens, self.logits = tokens.to(device), logits.to(device)
+        self.numbers = torch.zeros(self.most, dtype=torch.int64, device=device)
+        self.real = torch.zeros((), dtype=torch.int32, device=device)
+        self.differing = torch.zeros((), dtype=torch.int64, device=device)
+        self.wanted = torch.zeros_like(self.tokens)
+        for i in range(TOKENS):
+            mine = slice(i, i + (ep.rank == 0))
+            self.wanted[mine] = self.layer(self.tokens[mine], routing=ep.route(self.logits[mine]))
+        alone = self.wanted.cpu()
+        dist.broadcast(alone, 0)
+        self.wanted.copy_(alone)
+        self.graphs = {T: self.graph(T) for T in self.captured}
+
+    def graph(self, T: int) -> torch.cuda.CUDAGraph:
+        self.play(T, self.real)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.play(T, self.real)
+        return graph
+
+    def play(self, T: int, real: int | Tensor) -> None:
+        """A round of the drawn tokens, whose padding is NaN."""
+        numbers = self.numbers[:T]
+        padding = (torch.arange(T, device=numbers.device) >= real)[:, None]
+        x = self.tokens[numbers].masked_fill(padding, torch.nan)
+        routing = self.layer.ep.route(self.logits[numbers], num_tokens=real)
+        y = self.layer(x, real, routing=routing)
+        wanted = self.wanted[numbers].masked_fill(padding, 0)
+        self.differing += (y.view(torch.int16) != wanted.view(torch.int16)).sum()
+
+    def count(self, rounds: int) -> int:
+        """Elements of y that differ in so many rounds, for each of which every rank draws a batch of its own."""
+        random, generator = Random(self.layer.ep.rank), torch.Generator(self.numbers.device)
+        generator.manual_seed(self.layer.ep.rank)
+        for _ in range(rounds):
+            replays = random.random() < 0.5
+            some = (0, 1, random.randint(0, 40), random.randint(0, self.most))
+            T = random.choice(self.captured if replays else some)
+            real = random.choice((T, random.randint(0, T)))
+            self.numbers.random_(TOKENS, generator=generator)
+            if replays:
+                self.real.fill_(real)
+                self.graphs[T].replay()
+                self.layer.ep.poll()
+            else:
+                self.play(T, real)
+        return int(self.differing)
+
+
+@ON_GPUS
+@pytest.mark.usefixtures("serving")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("batches", [1000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.long])])
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_y_of_a_token_depends_on_no_other_token_on_gpus(make_ep, device, size, payload, batches):
+    pytest.importorskip("deep_gemm")
+    assert OnGpus(make_ep, device, payload, invariant=True).count(-(-batches // (len(PAYLOADS) * size))) == 0
+
+
+@ON_GPUS
+@pytest.mark.usefixtures("serving")
+def test_other_bits_are_counted_on_gpus(make_ep, device):
+    pytest.importorskip("deep_gemm")
+    assert OnGpus(make_ep, device, "fp8", invariant=False).count(100) > 0

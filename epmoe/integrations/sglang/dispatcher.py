@@ -87,8 +87,7 @@ def _share(theirs: DeepEPv2Dispatcher, layer: Any, payload: PayloadName) -> Expe
     tp_group = get_parallel().tp_group
 
     def make(ep_size: int) -> ExpertParallel:
-        with torch.device("cpu"):  # SGLang builds models under its own default device
-            ep = ExpertParallel(_config(theirs, layer, ep_size, payload), tp_group.cpu_group, tp_group.device)
+        ep = ExpertParallel(_config(theirs, layer, ep_size, payload), tp_group.cpu_group, tp_group.device)
         plan = ep.memory_plan()
         logger.info(
             f"epmoe {__version__} carries the tokens of SGLang's MoE layers, payload {payload}: "

@@ -26,7 +26,8 @@ graphs:
     ep_implementation.py  the EP implementation
     grouped.py            a module's experts over expert-major rows
     training.py           the same with gradients
-    fp8.py                experts that transformers has quantized to fp8, as `GroupedExperts`
+    in_place.py           experts with SwiGLU, plain or in fp8, as `GroupedExperts` in the same memory
+    fp8.py                which experts in fp8 these are, and their scales
     graphs.py             a layer of experts as one operator, in static mode
 """
 

@@ -1,36 +1,18 @@
-"""transformers' fp8 experts (`FP8Experts`) as `GroupedExperts` in the same memory.
-
-    gate_up_proj, gate_up_proj_scale_inv, down_proj, down_proj_scale_inv ─▶ GroupedExperts ◀─ rows of a round
-
-Only scales that are powers of two (`scale_fmt="ue8m0"`) or of whole weights are copied, in each call: they become fp32,
-one for each block of 128 × 128.
-"""
+"""transformers' fp8 experts (`FP8Experts`): which of them `GroupedExperts` take, and their scales."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from epmoe.local.experts import GroupedExperts
 from epmoe.native.arguments import FLOATS, FP8, dtype_name
 from epmoe.native.formats import SCALE_BLOCK
 
 PARAMETERS = ("gate_up_proj", "down_proj", "gate_up_proj_scale_inv", "down_proj_scale_inv")
-_ARGUMENTS = ("w_gate_up", "w_down", "gate_up_scales", "down_scales")  # of `GroupedExperts`, in this order
-_SILU = ("SiLU", "SiLUActivation")
-
-
-class _Made(NamedTuple):
-    layout: list[object]
-    """Dtypes, devices, shapes and strides of the module's parameters."""
-    experts: GroupedExperts
-
-
-_made: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()  # by module
+SILU = ("SiLU", "SiLUActivation")
 
 
 def is_quantized(experts: Any) -> bool:
@@ -49,46 +31,16 @@ def check(experts: Any) -> None:
         )
 
 
-def grouped(experts: Any, parameters: list[Tensor]) -> GroupedExperts:
-    """The experts in the memory of `parameters`, which may move from call to call, as FSDP moves them.
-
-    Args:
-        experts: a quantized module.
-        parameters: this rank's part of `PARAMETERS`: [e, 2F, D] and [e, D, F], and their scales.
-
-    Returns:
-        The experts of this rank, valid until the next call.
-
-    Raises:
-        ValueError: `GroupedExperts` do not take the module.
-    """
-    layout: list[object] = [(p.dtype, p.device, p.shape, p.stride()) for p in parameters]
-    if experts not in _made or _made[experts].layout != layout:
-        check(experts)
-        _made[experts] = _Made(layout, _new(experts, *parameters))
-    made = _made[experts].experts
-    for name, given in zip(_ARGUMENTS, parameters, strict=True):
-        ours = getattr(made, name)
-        if ours.dtype != given.dtype or ours.shape != given.shape:
-            ours.copy_(_of_blocks(given, ours.shape))
-        elif ours.data_ptr() != given.data_ptr():
-            setattr(made, name, nn.Parameter(given.detach(), requires_grad=False))
-    return made
-
-
-def _new(experts: Any, gate_up: Tensor, down: Tensor, gate_up_scales: Tensor, down_scales: Tensor) -> GroupedExperts:
-    limit = experts.swiglu_limit
+def options(experts: Any, gate_up: Tensor, down: Tensor, up_scales: Tensor, down_scales: Tensor) -> dict[str, Any]:
+    """What `GroupedExperts` take besides the weights of a quantized module that `check` takes."""
     alpha = experts.swiglu_alpha
-    with torch.inference_mode(False):  # otherwise calls outside inference mode could not write copies of scales
-        return GroupedExperts(
-            gate_up.detach(),
-            down.detach(),
-            gate_up_scales=_of_blocks(gate_up_scales, _scales_for(gate_up)),
-            down_scales=_of_blocks(down_scales, _scales_for(down)),
-            limit=limit,
-            alpha=1.0 if alpha is None else alpha,
-            up_offset=0.0 if alpha is None else 1.0,
-        )
+    return {
+        "gate_up_scales": of_blocks(up_scales, _scales_for(gate_up)),
+        "down_scales": of_blocks(down_scales, _scales_for(down)),
+        "limit": experts.swiglu_limit,
+        "alpha": 1.0 if alpha is None else alpha,
+        "up_offset": 0.0 if alpha is None else 1.0,
+    }
 
 
 def _scales_for(weight: Tensor) -> list[int]:
@@ -96,17 +48,12 @@ def _scales_for(weight: Tensor) -> list[int]:
     return [len(weight), *(-(-size // SCALE_BLOCK) for size in weight.shape[1:])]
 
 
-def _of_blocks(scales: Tensor, shape: Sequence[int]) -> Tensor:
+def of_blocks(scales: Tensor, shape: Sequence[int]) -> Tensor:
     """fp32 scales [e, a, b] of blocks, from these or from [e, 2, 1] or [e, 1, 1], those of gate and up, or of down."""
     values = scales.detach().float()
     if list(values.shape) == list(shape):
         return values
     return values.repeat_interleave(shape[1] // values.shape[1], 1).expand(*shape).contiguous()
-
-
-def release() -> None:
-    """Let go of the memory of all modules; later calls make their experts anew."""
-    _made.clear()
 
 
 def _problem(experts: Any) -> str | None:
@@ -126,7 +73,7 @@ def _problem(experts: Any) -> str | None:
         return "no gate" if not experts.has_gate else "biases" if experts.has_bias else "a norm behind each expert"
     if getattr(experts, "gate_softcap", None) is not None:
         return "a soft cap on the gate"
-    if experts.swiglu_alpha is None and type(experts.act_fn).__name__ not in _SILU:
+    if experts.swiglu_alpha is None and type(experts.act_fn).__name__ not in SILU:
         return f"the activation {type(experts.act_fn).__name__}"
     if block is None and F % SCALE_BLOCK:
         return f"F={F} and one scale for each of gate and up, whose rows share a block"

@@ -4,8 +4,8 @@
 
 It computes what the module's own `grouped_mm` does. That one sorts pairs of tokens and experts; here the rows are
 sorted already, and `expert_offsets` say where each expert's segment starts. On GPUs nothing looks at the host where
-torch takes the weights in its grouped GEMM: bf16 on compute capability 8.0 and later. Experts with fp8 weights are
-`GroupedExperts`, see fp8.py.
+torch takes the weights in its grouped GEMM: bf16 on compute capability 8.0 and later. Experts with SwiGLU are
+`GroupedExperts`, see in_place.py: fewer operators, and the kernels for few rows and DeepGEMM.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from epmoe.integrations.batches import Arrived, Experts
-from epmoe.integrations.transformers import fp8
+from epmoe.integrations.transformers import fp8, in_place
 from epmoe.local.experts import GroupedExperts, without_autocast
 from epmoe.local.gemm.gemm import expert_of_rows
 from epmoe.local.gemm.gradients import choose_trained
@@ -72,9 +72,9 @@ def computation(experts: Any, parameters: list[Tensor], held: slice) -> Computat
         ValueError: the module is quantized in a way that epmoe does not take.
     """
     local = local_parameters(parameters, held)
-    if fp8.is_quantized(experts):
-        made = fp8.grouped(experts, local)
-        return Computation(partial(_by_blocks, made, local), aligned=made.alignment > 1)
+    if in_place.takes(experts):
+        made = in_place.grouped(experts, local)
+        return Computation(partial(_by_swiglu, made, local), aligned=made.alignment > 1)
     return Computation(lambda arrived: grouped_experts(experts, local, arrived.plain(), arrived.expert_offsets))
 
 
@@ -83,8 +83,8 @@ def local_parameters(parameters: list[Tensor], held: slice) -> list[Tensor]:
     return [(p.to_local() if isinstance(p, DTensor) else p)[held] for p in parameters]
 
 
-def _by_blocks(experts: GroupedExperts, parameters: list[Tensor], arrived: Arrived) -> Tensor:
-    """Outputs [n, D] of experts with fp8 weights, in the memory of `parameters`."""
+def _by_swiglu(experts: GroupedExperts, parameters: list[Tensor], arrived: Arrived) -> Tensor:
+    """Outputs [n, D] of `GroupedExperts` in the memory of `parameters`."""
     check_forward_only(*parameters)
     rows = arrived.rows
     scales = arrived.scales

@@ -12,7 +12,7 @@ from torch import Tensor
 from epmoe.config.config import ConfigError, EPConfig, ExchangeConfig
 from epmoe.integrations.batches import SharedExpertParallel
 from epmoe.integrations.session import Session, make_config
-from epmoe.integrations.transformers import fp8
+from epmoe.integrations.transformers import in_place
 from epmoe.integrations.transformers.graphs import release_graphs
 
 
@@ -72,7 +72,7 @@ def close() -> None:
     Compiled models notice. CUDA graphs that were captured by hand must not be replayed any more.
     """
     release_graphs()
-    fp8.release()
+    in_place.release()
     _session.close()
 
 

@@ -60,8 +60,8 @@ def place_matters(dtype: torch.dtype, n: int, k: int) -> ValueError | None:
     It multiplies blocks of equal rows. No library documents the property, so the CPU's own is asked.
     """
     generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(n, k, generator=generator).to(dtype)
-    for row in torch.randn(_DRAWS, 1, k, generator=generator).to(dtype):
+    weights = torch.randn(n, k, generator=generator, device="cpu").to(dtype)
+    for row in torch.randn(_DRAWS, 1, k, generator=generator, device="cpu").to(dtype):
         product = row.expand(ROWS, k).contiguous() @ weights.T
         if not torch.equal(product, product[:1].expand_as(product)):
             return ValueError(

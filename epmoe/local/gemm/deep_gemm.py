@@ -59,7 +59,8 @@ def _problem_with_version(fp8: bool, device: int) -> Exception | None:
     """Whether the installed version works with this torch: a tiny product is right."""
     e, n, rows = 2, 256, 2 * DeepGemm.block
     generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randint(-2, 3, shape, generator=generator).float() for shape in ((rows, n), (e, n, n)))
+    shapes = (rows, n), (e, n, n)
+    x, w = (torch.randint(-2, 3, shape, generator=generator, device="cpu").float() for shape in shapes)
     wanted = torch.cat([part @ expert.T for part, expert in zip(x.split(DeepGemm.block), w, strict=True)])
     dtype, place = FP8 if fp8 else torch.bfloat16, torch.device("cuda", device)
     ends = torch.tensor([DeepGemm.block, rows], dtype=torch.int32, device=place)

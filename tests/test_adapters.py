@@ -25,8 +25,8 @@ ALL = list(range(E))
 
 def config(**sections: object) -> epmoe.EPConfig:
     model = {"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"}
-    given = {"topology": {"ep_size": 1}, "capacity": {"max_num_tokens_per_rank": 16, "extra_bytes": 4}}
-    return epmoe.EPConfig(model=model, **given | sections)
+    capacity = {"max_num_tokens_per_rank": 16, "extra_bytes": 4}
+    return epmoe.EPConfig(**{"model": model, "topology": {"ep_size": 1}, "capacity": capacity} | sections)
 
 
 def layer_of(ep: epmoe.ExpertParallel, dtype: torch.dtype = torch.float32, **options: object) -> epmoe.MoELayer:
@@ -115,6 +115,31 @@ def test_experts_with_adapters(device, dtype, options):
     merged = epmoe.GroupedExperts(**weights, **biases, **options)(rows.double(), offsets)
     error = (got[:9].double() - merged[:9])[has].norm() / merged[:9][has].norm()
     assert error < {torch.float64: 1e-12, torch.float32: 1e-6}.get(dtype, 1e-2), error
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("payload", ["auto", "fp8"])
+@pytest.mark.parametrize("tokens", [3, 16])
+def test_fp8_experts(device, payload, tokens):
+    """On GPUs of compute capability 9.0 by DeepGEMM, also where its kernels for few rows would serve without."""
+    n = 128
+    sections = {"model": {"num_experts": E, "num_experts_per_tok": K, "hidden_size": n, "dtype": "bfloat16"}}
+    gate_up, down = (randn(E, *shape, seed=i).to(FP8) for i, shape in enumerate(((2 * n, n), (n, n))))
+    scales = {"gate_up_scales": torch.full((E, 2, 1), 1 / 16), "down_scales": torch.full((E, 1, 1), 1 / 16)}
+    factors = adapter_models.draw(E, n, n, 4, seed=3)
+    with epmoe.ExpertParallel(config(**sections, exchange={"payload": payload}), device=device) as ep:
+        layer = epmoe.MoELayer.from_full(ep, randn(E, n) / 4, gate_up, down, **scales, adapters=2, adapter_rank=8)
+        layer.adapters.put(1, adapter_models.adapter_of(factors, E, ALL, 0.5))
+        x = randn(tokens, n, seed=5, dtype=torch.bfloat16).to(device)
+        numbers = (torch.arange(tokens) % 2).to(device, torch.int16)
+        ids, weights = (value.cpu() for value in ep.route(layer.logits(x)))
+        base = gate_up.double() / 16, down.double() / 16
+        want = adapter_models.merged_reference(x.cpu(), ids, weights, base, {1: (factors, 0.5)}, numbers.cpu())
+        got = layer(x, adapter_ids=numbers).cpu().double()
+        for number in (0, 1):
+            mine = numbers.cpu() == number
+            error = (got - want)[mine].norm() / want[mine].norm()
+            assert error < 0.1, error
 
 
 def test_what_adapters_refuse(ep):

@@ -14,7 +14,7 @@ from helpers import ON_GPUS, assert_close, randn
 
 from epmoe import EPAbortedError, ExpertParallel, MoELayer, checkpoint
 
-E, K, D, F, T, M = 6, 2, 64, 32, 9, 16
+E, K, D, F, T, M = 6, 2, 64, 64, 9, 16
 BLOCK = "model.layers.3.mlp"
 FACTORS = {number: adapter_models.draw(E, D, F, rank, seed=number + 1) for number, rank in enumerate((4, 2))}
 SCALING = {number: 8 / rank for number, rank in enumerate((4, 2))}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from helpers import randn
-from torch import Tensor
+from torch import Tensor, nn
 
 from epmoe.local.adapters import LoRA
 from epmoe.local.reference import moe_reference
@@ -74,3 +74,28 @@ def merged_reference(
         mine = adapter_ids == number
         y[mine] = moe_reference(x[mine].double(), ids[mine], weights[mine], tuple(experts))
     return y
+
+
+class LowRank(nn.Module):
+    """A parametrization as PEFT registers it: it adds b · a to the weights [E, n, k] of all experts. The factors belong
+    to another module."""
+
+    def __init__(self, a: Tensor, b: Tensor) -> None:
+        super().__init__()
+        self.factors = b, a
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return torch.baddbmm(weight, *self.factors)
+
+
+def parametrize(module: nn.Module, *names: str, rank: int = 2) -> list[Tensor]:
+    """Freeze a module, and add low-rank products to these weights. Returns a and b of each."""
+    module.requires_grad_(False)
+    factors: list[Tensor] = []
+    for name in names:
+        weight = getattr(module, name)
+        E, n, k = weight.shape
+        pair = [(randn(E, *s, seed=sum(s)).to(weight) / 4).requires_grad_() for s in ((rank, k), (n, rank))]
+        nn.utils.parametrize.register_parametrization(module, name, LowRank(*pair))
+        factors += pair
+    return factors

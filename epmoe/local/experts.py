@@ -234,7 +234,9 @@ class GroupedExperts(nn.Module):
         segments = Segments(expert_offsets.contiguous(), tokens, alignment or unsaid, rows_per_expert)
         if torch.is_grad_enabled():
             refuse_tangents(rows_ND, row_weights)
-            if wants_gradients((rows_ND, *(() if row_weights is None else (row_weights,)), *self.parameters())):
+            # Not `parameters()`: a parametrization, such as PEFT's, makes tensors that require grad of frozen ones.
+            of_call = rows_ND, row_weights, *self._weights(added)[:6]
+            if wants_gradients(value for value in of_call if value is not None):
                 if added is not None:
                     raise RuntimeError("`added` has no gradients: run under torch.inference_mode() or torch.no_grad()")
                 return self._recorded(rows_ND, segments, row_weights)

@@ -131,10 +131,10 @@ class Templates:
         )
 
     def with_extra(self, call: Call, kind: Extra) -> Call:
-        """The call of a template with this `extra`, whose rows have it behind them."""
+        """The call of a template with this `extra`, with the longer rows in place of x."""
         assert call.extra is not None
         x, scales = kind.behind(call.x, call.scales, call.extra, self._payload)
-        return call._replace(x=x, scales=scales)
+        return call._replace(x=x, scales=scales, extra=kind)
 
     def clear(self) -> None:
         """The launches of calls have changed."""

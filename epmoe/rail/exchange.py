@@ -78,7 +78,7 @@ class HierarchicalExchange(Exchange):
             call = self.templates.with_extra(call, template.extra)
         operands = call.operands(T, self.device)
         sent = self.rounds.open(template, T, epoch, call.tag, None, ())
-        self.slabs = slabs = Slabs(self.memory, call, template, epoch, self.node.rounds.count + 1)
+        self.slabs = slabs = Slabs(self.memory, call, epoch, self.node.rounds.count + 1)
         slabs.pack(operands)
         self.rounds.advance()  # before other ranks can know: an abort then starts what is not started
         self.network.start(slabs.first())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from epmoe.exchange.call import Call
 from epmoe.exchange.extra import Extra
-from epmoe.exchange.handles import Dispatched, RoundTemplate
+from epmoe.exchange.handles import Dispatched
 from epmoe.exchange.mismatch import Differences, Traits, call_of, differences
 from epmoe.exchange.round_state import MAX_TAG
 from epmoe.native import ops
@@ -36,14 +36,15 @@ class Slabs:
 
     inside: Dispatched  # the round of the node's exchange, once it is open
 
-    def __init__(self, memory: RailMemory, call: Call, template: RoundTemplate, epoch: int, inside_epoch: int) -> None:
+    def __init__(self, memory: RailMemory, call: Call, epoch: int, inside_epoch: int) -> None:
         self.memory, self.epoch, self.inside_epoch = memory, epoch, inside_epoch
         self.slab_rows = slab_rows = call.padded_tokens or memory.rows_per_node
         self.limit = "padded_tokens" if call.padded_tokens else "capacity.max_rows_per_node"
         self.layout, self.weight_rows, self.call_tag = call.layout, call.weight_rows, call.tag
         self.aligned = call.aligned
-        self.K, self.D, self.extra = call.ids.shape[1], template.hidden_size, template.extra
-        dtype, width = call.x.dtype, call.x.shape[1]
+        self.K, width, dtype = call.ids.shape[1], call.x.shape[1], call.x.dtype
+        self.extra = call.extra if isinstance(call.extra, Extra) else None
+        self.D = width if self.extra is None else width - self.extra.width(0, memory.payload, dtype)
         self.wire = memory.payload.dtype_of(dtype)
         on_cpu = memory.device.type == "cpu"
         # A padded call on a GPU may be replayed in other rounds, so its tag has the length of a slab there. On the CPU

@@ -35,6 +35,7 @@ from epmoe.group.errors import (
 from epmoe.group.recovery import recover
 from epmoe.layer import MoELayer
 from epmoe.live.balancer import Balancer
+from epmoe.local.adapters import ExpertAdapters, LoRA
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.finalize import finalize
 from epmoe.local.permute import Permuted, permute
@@ -62,9 +63,11 @@ __all__ = [
     "EPResumeError",
     "EPStateError",
     "EPTimeoutError",
+    "ExpertAdapters",
     "ExpertParallel",
     "GroupedExperts",
     "Health",
+    "LoRA",
     "MemoryPlan",
     "MoELayer",
     "Move",

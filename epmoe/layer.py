@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -15,17 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from epmoe.checkpoint import state_dicts
+from epmoe.checkpoint.adapters import load_adapter
 from epmoe.checkpoint.safetensors_folder import SafetensorsFolder
 from epmoe.exchange.round_state import MAX_TAG
 from epmoe.group.errors import EPStateError
 from epmoe.live.moves import SlotWeights
+from epmoe.local.adapters import NO_ADAPTER, ExpertAdapters
 from epmoe.local.beside import Beside, mark
 from epmoe.local.experts import GroupedExperts, parameter, without_autocast
 from epmoe.local.gemm.blocks import place_matters
 from epmoe.local.quantize import zero_padding_rows_
 from epmoe.local.recording import Routes
 from epmoe.native import opaque
-from epmoe.native.arguments import FLOATS, check_tensor, describe, dtype_name, refuse_tangents
+from epmoe.native.arguments import FLOATS, INTS, check_tensor, describe, dtype_name, refuse_tangents
 from epmoe.service import ExpertParallel
 from epmoe.training.exchange import TrainingExchange, WeightsOn, fits_graphs
 from epmoe.training.route import counted, scores
@@ -66,6 +69,9 @@ class MoELayer(nn.Module):
             order in which they are made, which must be the same on all ranks.
         num_rows: the rows of a call with gradients, see `TrainingExchange.dispatch`.
         exchange: carries calls with gradients over `ep`; by default the layer makes a `TrainingExchange`.
+        adapters: how many LoRA adapters of the experts there is room for. The layer then only serves, and its
+            parameters do not require grad. `capacity.extra_bytes` is at least 4, for the adapter of each token.
+        adapter_rank: the largest rank of an adapter.
 
     Raises:
         TypeError: an argument has another type or dtype.
@@ -76,6 +82,8 @@ class MoELayer(nn.Module):
     bias: Tensor | None
     logit_bias: Tensor | None
     order: Tensor
+    adapters: ExpertAdapters | None
+    """The adapters of this rank's experts: see `load_adapter`."""
 
     def __init__(
         self,
@@ -90,6 +98,8 @@ class MoELayer(nn.Module):
         layer_id: int | None = None,
         num_rows: int | Literal["exact"] = "exact",
         exchange: TrainingExchange | None = None,
+        adapters: int | None = None,
+        adapter_rank: int = 16,
     ) -> None:
         if not isinstance(ep, ExpertParallel):
             raise TypeError(f"`ep` must be an ExpertParallel, got {describe(ep)}")
@@ -122,6 +132,10 @@ class MoELayer(nn.Module):
             raise TypeError(f"`exchange` must be an epmoe.training.TrainingExchange, got {describe(exchange)}")
         if exchange is not None and exchange.ep is not ep:
             raise ValueError("`exchange` must be over `ep`")
+        held = None if adapters is None else _adapters_of(ep, experts, adapters, adapter_rank)
+        if adapters is not None and (apply_router_weight_on_input or on_input or exchange is not None):
+            odd = "exchange" if exchange is not None else "apply_router_weight_on_input"
+            raise ValueError(f"`{odd}` must be unset with `adapters`")
         by_block = isinstance(experts, GroupedExperts) and experts.batch_invariant and ep.device.type == "cpu"
         if by_block and (problem := place_matters(router_weight.dtype, E, D)) is not None:
             raise ValueError(f"`experts` must not be batch_invariant with this router: {problem}")
@@ -129,6 +143,8 @@ class MoELayer(nn.Module):
         self._by_block = by_block  # the router's product
         self.ep = ep
         self.experts = experts
+        self.adapters = held
+        self._no_adapters = torch.empty(0, dtype=torch.int32, device=ep.device) if held else None  # the `extra` of none
         self.shared = shared
         self.num_rows = num_rows
         self.apply_router_weight_on_input = bool(apply_router_weight_on_input or on_input)
@@ -136,7 +152,7 @@ class MoELayer(nn.Module):
         """Is called with the `Routes` of each call, before dispatch."""
         self._propagates = ep.config.routing.nan_rows == "propagate"
         self._routing = ep.config.routing.options | {"top_k": ep.config.model.num_experts_per_tok}
-        self._exchange = exchange or _exchange_of(ep)
+        self._exchange = _NO_GRADIENTS if held else exchange or _exchange_of(ep)
         widest = ep.config.model.torch_dtype
         self._dtypes_of_config = [widest, *(dtype for dtype in FLOATS if dtype.itemsize < widest.itemsize)]
         self._dtype: torch.dtype | None = None  # of x in the last call, where the experts do not say
@@ -145,7 +161,7 @@ class MoELayer(nn.Module):
         self.register_buffer("bias", bias)
         self.register_buffer("order", ep.order, persistent=False)
         self.register_parameter("logit_bias", None if logit_bias is None else parameter(logit_bias))
-        if isinstance(experts, GroupedExperts) and experts.is_fp8:  # which serve only
+        if held is not None or isinstance(experts, GroupedExperts) and experts.is_fp8:  # which serve only
             self.requires_grad_(False)
         self.layer_id = opaque.register(self, layer_id)
         self.tag = ep.new_tag(None if layer_id is None else layer_id & MAX_TAG, self)
@@ -242,6 +258,31 @@ class MoELayer(nn.Module):
         if not state.is_meta:
             state_dicts.check_held(state, self.ep, self.tag)
 
+    def load_adapter(self, number: int, folder: str | os.PathLike[str], block: str) -> None:
+        """Read a LoRA adapter that PEFT has saved, for this rank's experts, and make it the one with this number.
+
+        All ranks load it before any of them calls the layer with its number, and with `placement.live` between two
+        calls of `replace`: experts that move take their adapters along.
+
+        Args:
+            number: from 0 to `adapters` − 1, as `adapter_ids` name it. `layer.adapters.clear(number)` takes it away.
+            folder: with PEFT's `adapter_config.json` and `adapter_model.safetensors`, whose `target_parameters` are the
+                experts' `gate_up_proj`, `down_proj` or both.
+            block: the name of the MoE block in the model, such as "model.layers.3.mlp".
+
+        Raises:
+            ValueError: the layer has no room for adapters; or see `epmoe.checkpoint.load_adapter` and
+                `ExpertAdapters.put`.
+            EPStateError: experts are moving.
+        """
+        if self.adapters is None:
+            raise ValueError("`adapters` must be given to the layer, which has no room for any")
+        assert isinstance(self.experts, GroupedExperts)
+        experts = [max(expert, 0) for expert in self.ep.logical_experts(self.tag)]
+        _, D, wide = self.experts.w_gate_up.mT.shape
+        sizes = self.ep.config.model.num_experts, D, wide, self.experts.w_down.shape[2]
+        self.adapters.put(number, load_adapter(folder, block, experts, sizes))
+
     def forward(
         self,
         x: Tensor,
@@ -250,6 +291,7 @@ class MoELayer(nn.Module):
         *,
         routing: tuple[Tensor, Tensor] | None = None,
         return_routing: bool = False,
+        adapter_ids: Tensor | None = None,
     ) -> Any:
         """x [T, D] of this rank's tokens, or [B, T, D] of B·T tokens → y of the same shape and dtype.
 
@@ -264,6 +306,8 @@ class MoELayer(nn.Module):
             routing: ids int32 or int64 [T, K] and weights [T, K] in place of the router's, such as those of a rollout.
                 The weights may require grad.
             return_routing: whether to return `Routes`, too; eager calls only.
+            adapter_ids: int16, int32 or int64 [T] or [B, T], the adapter of each token, in a layer with `adapters`. −1,
+                as any number that is no adapter's, means none, which is the default for all tokens.
 
         Returns:
             y, or y and the `Routes`.
@@ -288,10 +332,10 @@ class MoELayer(nn.Module):
             else:
                 y, routes = self._with_gradients(x, num_tokens, routing)
         elif compiles:
-            y = opaque.moe(self, *self._routed(x, routing), num_tokens, padded_tokens)
+            y = opaque.moe(self, *self._routed(x, routing), num_tokens, padded_tokens, adapter_ids)
         else:
             with self._giving_up(x, None if routing is None else routing[0]):
-                y, routes = self._serve(*self._routed(x, routing), num_tokens, padded_tokens)
+                y, routes = self._serve(*self._routed(x, routing), num_tokens, padded_tokens, adapter_ids)
         y = y.view(x.shape)
         if y.dtype is not x.dtype:
             y = y.to(x.dtype)
@@ -311,6 +355,7 @@ class MoELayer(nn.Module):
         weights_TK: Tensor | None,
         num_tokens: int | Tensor | None,
         padded_tokens: int | None = None,
+        adapter_ids: Tensor | None = None,
     ) -> Tensor:
         """The layer behind its router, without gradients. Collective.
 
@@ -320,12 +365,13 @@ class MoELayer(nn.Module):
             weights_TK: [T, K], or None.
             num_tokens: see `forward`, whose errors it raises.
             padded_tokens: see `forward`.
+            adapter_ids: see `forward`.
 
         Returns:
             y [T, D] in the dtype of x.
         """
         with self._giving_up(x_TD, None if weights_TK is None else routing):
-            return self._serve(x_TD, routing, weights_TK, num_tokens, padded_tokens)[0]
+            return self._serve(x_TD, routing, weights_TK, num_tokens, padded_tokens, adapter_ids)[0]
 
     def _serve(
         self,
@@ -334,8 +380,13 @@ class MoELayer(nn.Module):
         weights_TK: Tensor | None,
         num_tokens: int | Tensor | None,
         padded_tokens: int | None,
+        adapter_ids: Tensor | None,
     ) -> tuple[Tensor, Routes]:
         experts = self.experts
+        adapters = self.adapters
+        extra = None
+        if adapters is not None or adapter_ids is not None:
+            extra = self._adapters_of_tokens(x_TD, adapter_ids)
         shared_experts = self.shared
         ids_TK = routing
         logits_TE = None
@@ -348,11 +399,15 @@ class MoELayer(nn.Module):
         start = None if shared_experts is None else mark(x_TD.device)
         d = self.ep.dispatch(
             x_TD, ids_TK, weights_TK, num_tokens=num_tokens, padded_tokens=padded_tokens, tag=self.tag,
-            apply_router_weight_on_input=self.apply_router_weight_on_input, aligned=self._aligned,
+            apply_router_weight_on_input=self.apply_router_weight_on_input, aligned=self._aligned, extra=extra,
         )  # fmt: skip
         # Not before dispatch, whose blocks get multiprocessors first.
         shared = None if shared_experts is None else Beside(start, shared_experts, x_TD)
-        segments = d.segments if isinstance(experts, GroupedExperts) else {}
+        segments: dict[str, Any] = {}
+        if isinstance(experts, GroupedExperts):
+            segments = d.segments
+            if adapters is not None and d.extra is not None:
+                segments["added"] = adapters.of_rows(d.extra)
         y_TD = self.ep.combine(experts(d.rows, d.expert_offsets, d.scales, **segments), d)
         if shared is not None:
             y_TD += shared.result()
@@ -455,8 +510,20 @@ class MoELayer(nn.Module):
         return self.ep.giving_up(
             tag=self.tag, hidden_size=model.hidden_size, dtype=self._dtype_of(x), layout="expert",
             top_k=model.num_experts_per_tok if ids is None else ids.shape[-1], aligned=self._aligned,
-            apply_router_weight_on_input=self.apply_router_weight_on_input,
+            apply_router_weight_on_input=self.apply_router_weight_on_input, extra=self._no_adapters,
         )  # fmt: skip
+
+    def _adapters_of_tokens(self, x_TD: Tensor, adapter_ids: Tensor | None) -> Tensor:
+        """int32 [T]. Raises what `forward` does."""
+        if self.adapters is None:
+            raise ValueError("`adapter_ids` must be None, since the layer was made without `adapters`")
+        T, device = len(x_TD), x_TD.device
+        if adapter_ids is None:
+            return torch.full((T,), NO_ADAPTER, dtype=torch.int32, device=device)
+        if isinstance(adapter_ids, Tensor):
+            adapter_ids = adapter_ids.flatten()
+        check_tensor("adapter_ids", adapter_ids, (torch.int16, *INTS), (T,), device)
+        return adapter_ids.clamp(NO_ADAPTER, self.adapters.count).to(torch.int32)
 
     @property
     def _aligned(self) -> bool:
@@ -547,7 +614,11 @@ class MoELayer(nn.Module):
             self.ep.live.weights[self.tag] = _weights_of(self)
 
 
-_OPTIONS = ("bias", "logit_bias", "shared", "apply_router_weight_on_input", "layer_id", "num_rows", "exchange")
+_OPTIONS = (
+    "bias", "logit_bias", "shared", "apply_router_weight_on_input", "layer_id", "num_rows", "exchange", "adapters",
+    "adapter_rank",
+)  # fmt: skip
+_NO_GRADIENTS = ValueError("layers with `adapters` have no gradients; PEFT trains adapters of `GroupedExperts` itself")
 
 
 def _exchange_of(ep: ExpertParallel) -> TrainingExchange | ValueError:
@@ -573,6 +644,15 @@ def _check_experts(ep: ExpertParallel, experts: GroupedExperts) -> None:
         raise ValueError("`experts` must have a `gate_up_bias` and a `down_bias`, as `experts.biases` says")
 
 
+def _adapters_of(ep: ExpertParallel, experts: object, count: int, rank: int) -> ExpertAdapters:
+    """Room for adapters. Raises ValueError where there can be none."""
+    if not isinstance(experts, GroupedExperts):
+        raise ValueError(f"`experts` must be GroupedExperts with `adapters`, got {describe(experts)}")
+    if (room := ep.config.capacity.extra_bytes) < (needed := torch.int32.itemsize):
+        raise ValueError(f"`capacity.extra_bytes` must be at least {needed} with `adapters`, got {room}")
+    return ExpertAdapters(experts, count, rank)
+
+
 def _weights_of(layer: MoELayer) -> SlotWeights:
     """The function that `ExpertParallel.replace` takes as `weights`. It does not keep the layer alive."""
     reference = weakref.ref(layer)
@@ -582,7 +662,8 @@ def _weights_of(layer: MoELayer) -> SlotWeights:
         if layer is None:
             raise EPStateError(f"the layer with tag {tag} is gone, so its experts cannot move")
         assert isinstance(layer.experts, GroupedExperts)
-        return [tensor.detach()[local] for tensor in layer.experts.parameters()]
+        of_adapters = [] if layer.adapters is None else layer.adapters.of_expert(local)
+        return [*(tensor.detach()[local] for tensor in layer.experts.parameters()), *of_adapters]
 
     return weights
 

@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from typing import Any, Self
+from typing import Any, Literal, Self
 from weakref import WeakSet
 
 import torch
@@ -271,6 +271,7 @@ class ExpertParallel(HoldsWindows):
         padded_tokens: int | None = None,
         tag: int = 0,
         aligned: bool = False,
+        extra: Tensor | None = None,
     ) -> Dispatched:
         """Send each token once to each rank that holds one of its experts.
 
@@ -297,6 +298,10 @@ class ExpertParallel(HoldsWindows):
                 With `placement.live` from 1 to `placement.layers`: it chooses the layer's table.
             aligned: each expert's segment starts at a multiple of `Dispatched.alignment` rows, as GEMMs over blocks of
                 rows want it; equal on all ranks. Without effect where `capacity.alignment` is set, which holds anyway.
+            extra: [T, …] of any dtype, such as a number for each token: bytes that travel with the tokens, up to
+                `capacity.extra_bytes` a token, and arrive bit by bit as `Dispatched.extra` or `recv.extra`. Dtype and
+                shape behind T are equal on all ranks: that all have one, and how long it is in steps of 12 bytes, or of
+                96 with an fp8 payload, every rank checks. Not with `apply_router_weight_on_input`.
 
         Returns:
             The open round, valid until combine, combine_partial or combine_send is called.
@@ -309,10 +314,11 @@ class ExpertParallel(HoldsWindows):
             EPTimeoutError: ranks did not arrive in time, or left. Ctrl-C, too, ends a wait, and leaves the round open.
         """
         return self.exchange.dispatch(
-            new_call(
-                (x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens, tag, aligned)
-            )
-        )
+            new_call((
+                x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens, tag, aligned,
+                extra,
+            ))
+        )  # fmt: skip
 
     def dispatch_send(
         self,
@@ -327,6 +333,7 @@ class ExpertParallel(HoldsWindows):
         padded_tokens: int | None = None,
         tag: int = 0,
         aligned: bool = False,
+        extra: Tensor | None = None,
     ) -> Sent:
         """The send phase of `dispatch`, with its arguments and errors: sends, and waits for no rank (see `abort`).
 
@@ -336,10 +343,11 @@ class ExpertParallel(HoldsWindows):
         `num_tokens` included, may be overwritten before `dispatch_recv` has returned.
         """
         return self.exchange.dispatch_send(
-            new_call(
-                (x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens, tag, aligned)
-            )
-        )
+            new_call((
+                x, ids, weights, scales, num_tokens, layout, apply_router_weight_on_input, padded_tokens, tag, aligned,
+                extra,
+            ))
+        )  # fmt: skip
 
     def dispatch_recv(self, sent: Sent) -> Dispatched:
         """The receive phase of `dispatch`: waits for every rank's tokens.
@@ -447,6 +455,7 @@ class ExpertParallel(HoldsWindows):
         apply_router_weight_on_input: bool | None = None,
         padded_tokens: int | None = None,
         aligned: bool | None = None,
+        extra: Tensor | Literal["last"] | None = "last",
     ) -> None:
         """Take part in a round without tokens, and abort it: for a rank that raised before it called dispatch.
 
@@ -463,6 +472,7 @@ class ExpertParallel(HoldsWindows):
             apply_router_weight_on_input: whether dispatch weights the rows.
             padded_tokens: that of dispatch.
             aligned: whether segments are aligned.
+            extra: one like those of the other ranks, of any T; None if the round has none.
 
         Raises:
             TypeError: an argument has another type; nothing was sent.
@@ -476,7 +486,7 @@ class ExpertParallel(HoldsWindows):
         if exchange.rounds.is_of_another():
             raise EPStateError("another thread has the round, so this one has none to skip")
         call = exchange.templates.no_tokens(
-            exchange.rounds.template, hidden_size, top_k, dtype, layout, apply_router_weight_on_input, aligned
+            exchange.rounds.template, hidden_size, top_k, dtype, layout, apply_router_weight_on_input, aligned, extra
         )
         exchange.abort(exchange.dispatch_send(call._replace(padded_tokens=padded_tokens, tag=tag)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import adapter_models
 import pytest
 import torch
 from helpers import FLOATS, assert_close, poisoned_memory, randn
@@ -283,3 +284,27 @@ def test_forward_mode_is_refused():
     experts, offsets = experts_of(torch.float32, "cpu"), torch.tensor(OFFSETS, dtype=torch.int32)
     with pytest.raises(RuntimeError, match="no forward-mode derivatives"):
         torch.func.jvp(lambda x: experts(x, offsets), (randn(N, D),), (randn(N, D),))
+
+
+def test_weights_that_a_parametrization_makes(device):
+    """Adapters of PEFT are outside of the experts, whose own parameters are frozen; rows need no gradient either."""
+    experts = experts_of(torch.float32, device)
+    before = experts.w_gate_up.detach().clone(), experts.w_down.detach().clone()
+    factors = adapter_models.parametrize(experts, "w_gate_up", "w_down")
+    rows, offsets = randn(N, D, seed=5).to(device), torch.tensor(OFFSETS, dtype=torch.int32, device=device)
+    grad = randn(OFFSETS[-1], D, seed=6).to(device)
+    experts(rows, offsets)[: OFFSETS[-1]].backward(grad)
+    got = [factor.grad.clone() for factor in factors]
+    merged = [
+        weight + torch.bmm(b, a)
+        for weight, (a, b) in zip(before, (factors[:2], factors[2:]), strict=True)
+    ]  # fmt: skip
+    outs = []
+    for i in range(E):
+        gate, up = (rows[OFFSETS[i] : OFFSETS[i + 1]] @ merged[0][i].T).chunk(2, 1)
+        outs.append((torch.nn.functional.silu(gate) * up) @ merged[1][i].T)
+    for factor in factors:
+        factor.grad = None
+    torch.cat(outs).backward(grad)
+    for gradient, factor in zip(got, factors, strict=True):
+        assert_close(gradient, factor.grad.double(), slack=4)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+import adapter_models
 from fp8_models import calls_of_experts
 from helpers import assert_close, randn
 from launched import run_python
@@ -200,6 +201,23 @@ def test_a_part_of_the_gradients(requires_grad):
     y = experts(x, ids, weights)
     assert torch.equal(y, want)
     assert all(gradient.any() for gradient in torch.autograd.grad(y.square().sum(), inputs))
+
+
+def test_adapters_of_peft_train():
+    """They are outside of the experts, whose own parameters are frozen; no input of the first layer has a gradient."""
+    single, shared = loaded("qwen3_moe"), loaded("qwen3_moe", experts_implementation="epmoe")
+    gradients = []
+    for model in (single, shared):
+        model.requires_grad_(False)
+        factors = [
+            factor
+            for layer in model.model.layers
+            for factor in adapter_models.parametrize(layer.mlp.experts, "gate_up_proj", "down_proj")
+        ]
+        model(input_ids=prompt_ids(), labels=prompt_ids(), use_cache=False).loss.backward()
+        gradients.append([factor.grad for factor in factors])
+    for got, want in zip(*reversed(gradients), strict=True):
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
 def test_static_mode_refuses_to_train():

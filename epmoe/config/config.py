@@ -27,6 +27,7 @@ ROW_BLOCKS = (64, 128)
 is faster where experts have many rows."""
 
 _INT32_MAX = 2**31 - 1
+_MOST_ELEMENTS = 65536  # of a row
 _MOST_ON_NODE = 64  # ranks: a set of them is one 64-bit mask
 _LIVE_SLOTS = 2**16  # a slot is numbered in 16 bits
 _MOST_ERRORS = 12  # of a message: one screen
@@ -40,7 +41,7 @@ class ModelConfig(Strict):
     """E: logical experts in a layer."""
     num_experts_per_tok: int = Field(ge=1, le=4096)
     """K: experts that a token is sent to, at most E."""
-    hidden_size: int = Field(ge=1, le=65536)
+    hidden_size: int = Field(ge=1, le=_MOST_ELEMENTS)
     """D: elements in a token's row; D times the size of `dtype` must be a multiple of 16 bytes."""
     intermediate_size: int | None = Field(default=None, ge=1, le=65536)
     """F: width of an expert, that is, elements of its activation; only `epmoe bench --layer` needs it."""
@@ -175,6 +176,8 @@ class CapacityConfig(Strict):
     """What lies in the rows between segments; zero takes longer, and GEMMs that sum over rows need it."""
     max_rows_per_node: int | None = Field(default=None, ge=1)
     """S: most rows that a rank may send to one node in one round, with more than one node; by default M."""
+    extra_bytes: int = Field(default=0, ge=0, le=4096)
+    """Most bytes of `extra` that a token may bring to a round, beside its row: `dispatch(…, extra=…)`."""
     on_overflow: Literal["raise", "drop"] = "raise"
     """More rows than `max_expert_rows`: raise EPOverflowError in `combine` or `check`, or only count dropped pairs."""
 
@@ -463,6 +466,10 @@ class EPConfig(Strict):
             wire = WIRE_FORMATS[getattr(exchange, key)]
             what = f"auto where `model.hidden_size` = {model.hidden_size} is no multiple of {wire.block}"
             yield f"exchange.{key}", wire.takes(model.hidden_size), what, wire.name
+        extra = self.capacity.extra_bytes
+        width = WIRE_FORMATS[exchange.payload].width(model.hidden_size, extra, torch.float16)
+        what = f"such that it makes a row of {_MOST_ELEMENTS} elements at most"
+        yield "capacity.extra_bytes", not extra or width <= _MOST_ELEMENTS, what, extra
         first = exchange.warmup_timeout_s
         later = exchange.timeout_s
         yield "exchange.warmup_timeout_s", first >= later, f"at least `exchange.timeout_s` = {later}", first

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from epmoe.exchange.extra import Extra
 from epmoe.exchange.handles import Layout
 from epmoe.native.arguments import aligned_rows, contiguous_rows, token_count
 
@@ -26,6 +27,7 @@ class Call(NamedTuple):
     padded_tokens: int | None = None
     tag: int = 0
     aligned: bool = False
+    extra: Tensor | Extra | None = None  # an Extra: it lies behind the rows of x already
 
     def operands(self, T: int, device: torch.device) -> tuple[Any, ...]:
         """The tensors as the operators take them, then `num_tokens` as a tensor or None, and as a number of rows.

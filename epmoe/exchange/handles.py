@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
 
+from epmoe.exchange.extra import Extra
 from epmoe.native.arguments import describe_fields
 
 Layout = Literal["expert", "rank"]
@@ -33,12 +35,22 @@ class _Fields(HoldsWindows):
 
     _name: ClassVar[str]  # as callers know it
     _lacking: ClassVar[Layout]  # the layout that lacks some of the annotated attributes
+    _extra: Callable[[], Tensor] | None
 
     def __init__(self, attributes: dict[str, Any]) -> None:
         self.__dict__ = attributes
 
+    @property
+    def extra(self) -> Tensor | None:
+        """[…, *shape], for each row the `extra` of its token; None in rounds without. Up to 12 bytes a token it is a
+        view, as valid as the rows; above, each look makes a copy. What it holds where no token is, is undefined, as in
+        the rows. Raises AttributeError with the other layout."""
+        read: Callable[[], Tensor] | None = self._extra
+        return None if read is None else read()
+
     def __getattr__(self, name: str) -> object:
-        if name in type(self).__annotations__:
+        if name in type(self).__annotations__ or name in ("extra", "_extra"):
+            name = name.removeprefix("_")
             raise AttributeError(f"`{self._name}.{name}` does not exist with layout={self._lacking!r}")
         raise AttributeError(name)
 
@@ -58,6 +70,7 @@ class Received(_Fields):
         scales: fp32 [R, M, ⌈D/128⌉] with an fp8 payload, otherwise None.
         ids: int32 [R, M, K], physical experts.
         weights: fp32 [R, M, K].
+        extra: [R, M, …] as the sources gave it, or None.
     """
 
     _name = "recv"
@@ -69,14 +82,14 @@ class Received(_Fields):
     weights: Tensor
 
     def __repr__(self) -> str:
-        return describe_fields(self, self.__dict__)
+        return describe_fields(self, {name: value for name, value in self.__dict__.items() if name != "_extra"})
 
 
 @dataclass(slots=True)
 class RoundTemplate:
     """What rounds share whose calls agree in D, K, dtypes, layout, and in where the weights apply."""
 
-    shape: tuple[Any, ...]  # D, K, the dtypes of x, ids and weights, layout, and where the weights apply
+    shape: tuple[Any, ...]  # D, K, dtypes of x, ids and weights, layout, where weights apply, whether aligned, `extra`
     steps: list[int]  # a call of T tokens takes descriptors[bisect_left(steps, T)]
     descriptors: list[Tensor]  # of `Descriptors.of`
     attributes: dict[str, Any]  # of `Dispatched`; `_rounds`, a weak reference, and `_rank` serve `repr`
@@ -86,6 +99,7 @@ class RoundTemplate:
     hidden_size: int  # D
     rows_per_token: float  # rows of an expert for each token of a rank, on average: R · K / P
     like: Tensor  # a y [0, D]: `new_empty` of it costs the host less than `torch.empty`, and an abort needs some y
+    extra: Extra | None = None  # what travels behind each row
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -119,13 +133,15 @@ class Dispatched(_Fields):
     """An open round, whose rows this rank's experts must compute: what `ep.dispatch` and `ep.dispatch_recv` return.
 
     All tensors are views of the exchange's buffers. They are valid until `combine`, `combine_partial` or `combine_send`
-    is called. With layout="rank" the first four do not exist: reading one raises AttributeError.
+    is called. With layout="rank" the first five do not exist: reading one raises AttributeError.
 
     Attributes:
         rows: [N_cap, D], expert by expert, in the dtype of the call's x, or float8_e4m3fn with an fp8 payload. N_cap is
             `capacity.max_expert_rows` or the worst case, rounded up to the alignment. Rows past `expert_offsets[e]`
             must not be read; rows of gaps are undefined, or zeros with `capacity.gap_rows: zero`.
         scales: fp32 [N_cap, ⌈D/128⌉] with an fp8 payload, otherwise None.
+        extra: [N_cap, …], for each row the `extra` of its token, in rounds with one, otherwise None. Rows and scales
+            then have gaps between them, of which it is a view up to 12 bytes a token.
         expert_offsets: int32 [e + 1], the first row of each expert's segment, gaps included.
         tokens_per_expert: int32 [e], rows of each segment without its gap.
         alignment: in rows: all segments start at its multiples; 1 where there are no gaps. It may be smaller where this

@@ -47,7 +47,8 @@ def reserve(parts: Callable[[EPConfig], Parts]) -> Callable[[EPConfig], Parts]:
 class RailSlot(NamedTuple):
     """One row on its way to another node, in bytes from its start: `RailSlot` in csrc/rail.h.
 
-    The row is at 0, then its scales if the format has some, K ids, K weights, and what the source says of its call.
+    The row is at 0 with its `extra`, then its scales if the format has some, K ids, K weights, and what the source says
+    of its call.
     """
 
     bytes: int
@@ -61,8 +62,9 @@ class RailSlot(NamedTuple):
         """The slot that holds a row of the config's shape."""
         model = config.model
         payload = WIRE_FORMATS[config.exchange.payload]
-        scales = payload.row_bytes(model.hidden_size, model.torch_dtype)
-        ids = scales + payload.scale_bytes(model.hidden_size)
+        width = payload.width(model.hidden_size, config.capacity.extra_bytes, model.torch_dtype)
+        scales = payload.row_bytes(width, model.torch_dtype)
+        ids = scales + payload.scale_bytes(width)
         weights = ids + 4 * model.num_experts_per_tok
         tag = weights + 4 * model.num_experts_per_tok
         return cls(round_up(tag + RAIL_TAG_BYTES, 16), scales, ids, weights, tag)
@@ -144,16 +146,18 @@ class MemoryPlan:
         worst = R * M * K + (most if nvlink else e) * (alignment - 1)
         N = round_up(config.capacity.max_expert_rows or worst, alignment)
         payload, combine = (WIRE_FORMATS[n] for n in (config.exchange.payload, config.exchange.combine_payload))
-        x_items = payload.row_items(D, x_dtype)
-        x_scales = payload.num_scales(D)
+        width = payload.width(D, config.capacity.extra_bytes, x_dtype)  # of a row with its `extra`
+        x_items = payload.row_items(width, x_dtype)
+        x_scales = payload.num_scales(width)
         combine_scales = (
             round_up(combine.num_scales(D), 16 // combine.scale.itemsize) if combine.scale else 0
         )  # by 16 bytes
-        x_stride = payload.row_bytes(D, x_dtype)
+        x_stride = payload.row_bytes(width, x_dtype)
         combine_stride = combine.row_bytes(D, x_dtype)
         ll_tokens = min(M, LL_MAX_TOKENS)
         ll_row_stride, ll_sum_stride = (
-            round_up(wire.row_bytes(D, x_dtype) + wire.scale_bytes(D), 16) for wire in (payload, combine)
+            round_up(wire.row_bytes(n, x_dtype) + wire.scale_bytes(n), 16)
+            for wire, n in ((payload, width), (combine, D))
         )
         i32 = torch.int32
         i64 = torch.int64

@@ -17,17 +17,25 @@ Differences = dict[str, tuple[object, object]]
 """The value of this rank and that of the other one, by name."""
 
 
-def call_of(D: int, K: int, dtype: int, **more: object) -> Traits:
-    """A call of this hidden size, of K experts per token, of a dtype by its number in csrc/types.h, and with `more`."""
+def call_of(D: int, K: int, dtype: int, *, extra: bool, **more: object) -> Traits:
+    """A call of this hidden size, of K experts per token, of a dtype by its number in csrc/types.h, and with `more`.
+
+    `extra`: rows may have one, which D then counts.
+    """
     name = str(DTYPES[dtype]).removeprefix("torch.") if 0 <= dtype < len(DTYPES) else f"unknown ({dtype})"
-    return {"hidden size (D)": D, "experts per token (K)": K, "dtype": name, **more}
+    return {
+        "elements of x and `extra`" if extra else "hidden size (D)": D,
+        "experts per token (K)": K,
+        "dtype": name,
+        **more,
+    }
 
 
-def calls_of(views: Mapping[str, Tensor]) -> list[Traits]:
-    """[R] of the last round, by source; [] from a GPU that has failed, and while a graph is captured."""
+def calls_of(views: Mapping[str, Tensor], extra: bool = False) -> list[Traits]:
+    """[R] of the last round, by source; [] from a GPU that has failed, and while a graph is captured. See `call_of`."""
     if not views["recv.counts"].numel():
         headers = map(struct("RoundHeader").from_buffer_copy, map(bytes, views["signal.dispatch"].tolist()))
-        return [call_of(each.D, each.K, each.dtype, training=bool(each.mode)) for each in headers]
+        return [call_of(each.D, each.K, each.dtype, extra=extra, training=bool(each.mode)) for each in headers]
     counts = views["recv.counts"]
     if counts.is_cuda and torch.cuda.is_current_stream_capturing():
         return []
@@ -35,7 +43,7 @@ def calls_of(views: Mapping[str, Tensor]) -> list[Traits]:
         if counts.is_cuda:  # the current stream may wait for a rank
             with torch.cuda.stream(torch.cuda.Stream(counts.device)):
                 counts = counts.cpu()
-        return [_of_shape(word >> 32 & 0xFFFFFFFF) for word in counts[:, 1].tolist()]
+        return [_of_shape(word >> 32 & 0xFFFFFFFF, extra) for word in counts[:, 1].tolist()]
     return []
 
 
@@ -44,7 +52,7 @@ def differences(mine: Traits, theirs: Traits) -> Differences:
     return {name: (mine[name], theirs[name]) for name in mine if name in theirs and mine[name] != theirs[name]}
 
 
-def _of_shape(word: int) -> Traits:
+def _of_shape(word: int, extra: bool) -> Traits:
     """The call in the second count word of a source, from `DispatchKernel::call_without_rows` in block.cuh."""
     D = (word & 0x3FFF) + 1 << 2
     K = (word >> 15 & 0x1F) + 1
@@ -52,9 +60,10 @@ def _of_shape(word: int) -> Traits:
     aligned = bool(word >> 14 & 1)
     training = bool(word >> 24 & 1)
     if training:
-        return call_of(D, K, dtype, aligned=aligned, training=True)
+        return call_of(D, K, dtype, extra=extra, aligned=aligned, training=True)
     layout = "expert" if word >> 22 & 1 else "rank"
     weight_rows = bool(word >> 23 & 1)
     return call_of(
-        D, K, dtype, aligned=aligned, training=False, layout=layout, apply_router_weight_on_input=weight_rows
-    )
+        D, K, dtype, extra=extra, aligned=aligned, training=False, layout=layout,
+        apply_router_weight_on_input=weight_rows,
+    )  # fmt: skip

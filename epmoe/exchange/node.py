@@ -203,7 +203,7 @@ class NodeExchange(Exchange):
         self.look()
         if self.status.code:
             latched = self.device.type == "cuda"
-            calls = partial(calls_of, self.views)
+            calls = partial(calls_of, self.views, self.config.capacity.extra_bytes > 0)
             raise_on_failure(self.status, self.global_ranks, self.rank, latched, self.dead(), calls)
 
     def poll(self) -> None:
@@ -332,6 +332,8 @@ class NodeExchange(Exchange):
         rounds = self.rounds
         epoch = rounds.next_epoch()
         template, T = self.templates.of(call)
+        if template.extra is not None:
+            call = self.templates.with_extra(call, template.extra)
         descriptor = template.descriptors[bisect_left(template.steps, T)]
         arguments = *call.operands(T, self.device), *self.memory, descriptor
         if epoch == 2:  # no rank loads or compiles any more

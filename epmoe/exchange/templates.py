@@ -6,7 +6,8 @@ Once a call has passed, calls with the same template need only the checks of wha
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, Literal, NoReturn
 from weakref import ref
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from epmoe.config.config import EPConfig
 from epmoe.exchange.call import Call
+from epmoe.exchange.extra import Extra, check_extra
 from epmoe.exchange.handles import Layout, Received, RoundTemplate
 from epmoe.exchange.round_state import MAX_TAG, RoundState
 from epmoe.native.arguments import FLOATS, INTS, check_forward_only, check_tensor, describe, dtype_name
@@ -54,13 +56,14 @@ class Templates:
         Raises TypeError, ValueError or RuntimeError for what `ExpertParallel.dispatch` does not take, except for
         `num_tokens` and `padded_tokens`.
         """
-        x, ids, weights, scales, _, layout, weight_rows, _, tag, aligned = call
+        x, ids, weights, scales, _, layout, weight_rows, _, tag, aligned, extra = call
         if tag.__class__ is not int or not self._first_tag <= tag <= self._last_tag:
             _refuse_tag(tag, self._first_tag, self._last_tag)
         try:
             T, D = x.shape
             shape = rows, K = ids.shape
-            key = (D, K, x.dtype, ids.dtype, weights.dtype, layout, weight_rows, aligned)
+            kind = None if extra is None else Extra.of(extra) if isinstance(extra, Tensor) else extra
+            key = (D, K, x.dtype, ids.dtype, weights.dtype, layout, weight_rows, aligned, kind)
             template = self._templates.get(key)
             device = self._device
             if (
@@ -73,6 +76,7 @@ class Templates:
                 and (scales is None) == (x.dtype is not self._payload.element)
                 and (scales is None or _fits(scales, self._payload, T, D, device))
                 and not (torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad))
+                and (extra is None or isinstance(extra, Extra) or _extra_fits(extra, T, device))
             ):
                 return template, T
         except (AttributeError, TypeError, ValueError):
@@ -90,17 +94,31 @@ class Templates:
         layout: Layout | None,
         weight_rows: bool | None,
         aligned: bool | None,
+        extra: Tensor | Literal["last"] | None,
     ) -> Call:
         """A call without tokens, for `ExpertParallel.skip`.
 
-        What is None is as in the round of template `last`, and as in the config before the first round.
+        What is None is as in the round of template `last`, and as in the config before the first round; so is an
+        `extra` that is "last".
         """
         model = self._config.model
-        first = model.hidden_size, model.num_experts_per_tok, model.torch_dtype, None, None, "expert", False, False
-        D, K, x_dtype, _, _, last_layout, last_weight_rows, last_aligned = first if last is None else last.shape
+        first = (
+            model.hidden_size,
+            model.num_experts_per_tok,
+            model.torch_dtype,
+            None,
+            None,
+            "expert",
+            False,
+            False,
+            None,
+        )
+        D, K, x_dtype, _, _, last_layout, last_weight_rows, last_aligned, kind = first if last is None else last.shape
         D, K, x_dtype = hidden_size or D, top_k or K, dtype or x_dtype
         x, payload = torch.empty(0, D, dtype=x_dtype, device=self._device), self._payload
         scaled = x_dtype is payload.element
+        if isinstance(extra, str):
+            extra = None if kind is None else x.new_empty(0, *kind.shape, dtype=kind.dtype)
         return Call(
             x,
             ids=x.new_empty(0, K, dtype=torch.int32),
@@ -109,32 +127,45 @@ class Templates:
             layout=layout or last_layout,
             weight_rows=last_weight_rows if weight_rows is None else weight_rows,
             aligned=last_aligned if aligned is None else aligned,
+            extra=None if extra is None else extra[:0],
         )
+
+    def with_extra(self, call: Call, kind: Extra) -> Call:
+        """The call of a template with this `extra`, with the longer rows in place of x."""
+        assert call.extra is not None
+        x, scales = kind.behind(call.x, call.scales, call.extra, self._payload)
+        return call._replace(x=x, scales=scales, extra=kind)
 
     def clear(self) -> None:
         """The launches of calls have changed."""
         self._templates.clear()
 
     def _new(self, x: Tensor, shape: tuple[Any, ...]) -> RoundTemplate:
-        _, K, _, _, _, layout, weight_rows, aligned = shape
+        _, K, _, _, _, layout, weight_rows, aligned, extra = shape
         aligned = aligned or self._always_aligned
         views, D = self._views, x.shape[1]
         payload = self._payload
         wire, scale = payload.dtype_of(x.dtype), payload.scale
         y_dtype = self._config.model.torch_dtype if x.dtype is payload.element else x.dtype
+        width = D if extra is None else extra.width(D, payload, x.dtype)
+        wide, wide_blocks = payload.row_items(width, x.dtype), payload.num_scales(width)
         items, blocks = payload.row_items(D, x.dtype), payload.num_scales(D)
         attributes: dict[str, Any] = {"layout": layout, "dtype": y_dtype, "hidden_size": D, **self._owner}
-        received: dict[str, Tensor | None] = {"counts": views["counts"]}
+        received: dict[str, Any] = {"counts": views["counts"]}
         if layout == "expert":
+            rows = rows_as(views["rows"], wire, wide)
             attributes |= {
-                "rows": rows_as(views["rows"], wire, items),
-                "scales": rows_as(views["row_scales"], scale, blocks) if scale else None,
+                "rows": rows[:, :items],
+                "scales": rows_as(views["row_scales"], scale, wide_blocks)[:, :blocks] if scale else None,
+                "_extra": None if extra is None else partial(extra.read, rows, items),
                 "expert_offsets": views["expert_offsets"],
                 "tokens_per_expert": views["tokens_per_expert"],
             }
         else:
+            slabs = _slabs_as(views["recv.x"], wire, wide)
             received |= {
-                "x": _slabs_as(views["recv.x"], wire, items),
+                "x": slabs[..., :items],
+                "_extra": None if extra is None else partial(extra.read, slabs, items),
                 "scales": _slabs_as(views["recv.scales"], scale, blocks) if scale else None,
                 "ids": _slabs_as(views["recv.ids"], torch.int32, K),
                 "weights": _slabs_as(views["recv.weights"], torch.float32, K),
@@ -153,6 +184,7 @@ class Templates:
             hidden_size=D,
             rows_per_token=self._config.topology.ep_size * K / self._config.num_physical_experts,
             like=like,
+            extra=extra,
         )
 
 
@@ -176,6 +208,12 @@ def _fits(scales: Tensor, payload: WireFormat, T: int, D: int, device: torch.dev
         and (scales.stride()[1] == 1 or payload.block >= D)
         and not (scales.requires_grad and torch.is_grad_enabled())
     )
+
+
+def _extra_fits(extra: Tensor, T: int, device: torch.device) -> bool:
+    """Whether `extra`, of a kind that was checked, needs no error."""
+    grad = extra.requires_grad and torch.is_grad_enabled()
+    return extra.shape[:1] == (T,) and extra.device == device and not grad
 
 
 def _refuse_tag(tag: object, first: int, last: int) -> NoReturn:
@@ -232,3 +270,11 @@ def _check(config: EPConfig, device: torch.device, call: Call) -> None:
         if scales.stride(1) != 1 and hidden > payload.block:
             raise ValueError(f"`scales` must have contiguous rows, got strides {scales.stride()}: use `.contiguous()`")
         check_forward_only(scales)
+    if call.extra is None:
+        return
+    if weight_rows:
+        raise ValueError(
+            "`extra` must be None with apply_router_weight_on_input, which multiplies whole rows by the weights"
+        )
+    if not isinstance(call.extra, Extra):
+        check_extra(call.extra, T, device, capacity.extra_bytes)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from epmoe.local.experts_gradients import train_experts
-from epmoe.local.gemm.gemm import Gemm, Segments, Weights
+from epmoe.local.gemm.gemm import Added, Gemm, Segments, Weights
 from epmoe.local.gemm.gradients import choose_trained
 from epmoe.local.gemm.table import CHOICES, GEMMS, choose
 from epmoe.native.arguments import FLOATS, FP8, check_tensor, dtype_name, refuse_tangents, wants_gradients
@@ -188,6 +188,7 @@ class GroupedExperts(nn.Module):
         alignment: int | None = None,
         rows_per_expert: float | None = None,
         row_weights: Tensor | None = None,
+        added: Added | None = None,
     ) -> Tensor:
         """Apply each expert to its segment of rows.
 
@@ -208,6 +209,7 @@ class GroupedExperts(nn.Module):
                 None. The outputs here are not multiplied. The gradients that arrive are those of weighted outputs, and
                 the weights get gradients. With gaps, `tokens_per_expert` must be given, or rows of gaps and their
                 gradients be zeros.
+            added: what adapters add for each row, `ExpertAdapters.of_rows`, or None. Such a call has no gradients.
 
         Returns:
             Outputs [N, D] in `dtype`.
@@ -229,20 +231,28 @@ class GroupedExperts(nn.Module):
             check_tensor("tokens_per_expert", tokens_per_expert, (torch.int32,), (e,), device)
         tokens = None if tokens_per_expert is None else tokens_per_expert.contiguous()
         unsaid = self.alignment if self._wanted == self.gemm else 1
+        if added is not None or not rows_ND.is_contiguous():  # kernels for few rows take neither
+            rows_per_expert = None
         segments = Segments(expert_offsets.contiguous(), tokens, alignment or unsaid, rows_per_expert)
         if torch.is_grad_enabled():
             refuse_tangents(rows_ND, row_weights)
-            if wants_gradients((rows_ND, *(() if row_weights is None else (row_weights,)), *self.parameters())):
+            # Not `parameters()`: a parametrization, such as PEFT's, makes tensors that require grad of frozen ones.
+            of_call = rows_ND, row_weights, *self._weights(added)[:6]
+            if wants_gradients(value for value in of_call if value is not None):
+                if added is not None:
+                    raise RuntimeError("`added` has no gradients: run under torch.inference_mode() or torch.no_grad()")
                 return self._recorded(rows_ND, segments, row_weights)
         gemm = self._gemm_of(segments)
         if e == 0:
             return rows_ND.new_empty(N, D, dtype=self.dtype)
         with without_autocast(device):
             if device.type != "cpu" or torch.compiler.is_compiling():
-                return gemm.experts(self._weights(), rows_ND, scales, segments)
+                return gemm.experts(self._weights(added), rows_ND, scales, segments)
             # On the CPU the number of rows costs no synchronisation, so rows past the last segment are left out.
             n = int(expert_offsets[-1])
-            out_nD = gemm.experts(self._weights(), rows_ND[:n], None if scales is None else scales[:n], segments)
+            added = None if added is None else added._replace(others=added.others[:n])
+            scales = None if scales is None else scales[:n]
+            out_nD = gemm.experts(self._weights(added), rows_ND[:n], scales, segments)
         if n == N:
             return out_nD
         out_ND = out_nD.new_empty(N, D)
@@ -306,10 +316,10 @@ class GroupedExperts(nn.Module):
                 return gemm
         raise ValueError(f"`alignment` must be a multiple of {self.alignment}, got {segments.alignment}")
 
-    def _weights(self) -> Weights:
+    def _weights(self, added: Added | None) -> Weights:
         return Weights(
             self.w_gate_up, self.w_down, self.gate_up_scales, self.down_scales, self.gate_up_bias, self.down_bias,
-            self._gating,
+            self._gating, added,
         )  # fmt: skip
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -8,6 +8,9 @@ from typing import Literal, get_args
 import torch
 
 SCALE_BLOCK = 128  # elements of a row that share one fp8 scale
+LINE_BYTES = 16  # rows are whole lines
+EXTRA_IN_LINE = 12
+"""Bytes of `extra` in a line behind a row: see epmoe/exchange/extra.py."""
 
 PayloadName = Literal["auto", "fp8"]
 """What a user can choose: names of `WIRE_FORMATS`, and of `TRAINING_FORMATS`."""
@@ -47,6 +50,11 @@ class WireFormat:
         """Bytes of a row of D elements of an x of `dtype`. Scales count if they are packed."""
         elements = -(-D * (self.element_bits or 8 * dtype.itemsize) // 8)
         return -(-(elements + self.scale_bytes(D)) // 16) * 16 if self.packed else elements
+
+    def width(self, D: int, extra_bytes: int, dtype: torch.dtype) -> int:
+        """Elements of a row of D elements of an x of `dtype`, and of so many bytes behind them, in whole blocks."""
+        items = -(-extra_bytes // EXTRA_IN_LINE) * LINE_BYTES // self.dtype_of(dtype).itemsize
+        return D + (-(-items // self.block) * self.block if self.block else items)
 
     def num_scales(self, D: int) -> int:
         """Scales of a row of D elements."""

@@ -90,6 +90,7 @@ class Layer(Protocol):
         weights_TK: Tensor | None,
         num_tokens: int | Tensor | None,
         padded_tokens: int | None = None,
+        adapter_ids: Tensor | None = None,
     ) -> Tensor:
         """Run a round. Raises what the exchange has reported.
 
@@ -99,6 +100,7 @@ class Layer(Protocol):
             weights_TK: [T, K], or None.
             num_tokens: real tokens.
             padded_tokens: see `ExpertParallel.dispatch`.
+            adapter_ids: the adapter of each token.
 
         Returns:
             y [T, D], contiguous, in the dtype of x and in memory of its own.
@@ -154,7 +156,7 @@ _layers = Registry[Any](
 _library = torch.library.Library("epmoe", "FRAGMENT")
 _library.define(
     "moe(Tensor x, Tensor routing, Tensor? weights, Tensor? num_tokens, SymInt num_rows, SymInt? padded_tokens, "
-    "Tensor(a!) order, SymInt layer_id) -> Tensor"
+    "Tensor(a!) order, SymInt layer_id, Tensor? adapter_ids=None) -> Tensor"
 )
 _library.define("module(Tensor x, Tensor ids, Tensor weights, Tensor[] parameters, SymInt layer_id) -> Tensor")
 
@@ -189,10 +191,13 @@ def moe(
     weights_TK: Tensor | None,
     num_tokens: int | Tensor | None,
     padded_tokens: int | None = None,
+    adapter_ids: Tensor | None = None,
 ) -> Tensor:
     """`layer.run` as an operator, with its arguments: what a layer calls where `torch.compiler.is_compiling()`."""
     scalar, num_rows = token_count(num_tokens, x_TD.shape[0], x_TD.device)
-    return torch.ops.epmoe.moe(x_TD, routing, weights_TK, scalar, num_rows, padded_tokens, layer.order, layer.layer_id)
+    return torch.ops.epmoe.moe(
+        x_TD, routing, weights_TK, scalar, num_rows, padded_tokens, layer.order, layer.layer_id, adapter_ids
+    )
 
 
 def _moe(
@@ -204,10 +209,11 @@ def _moe(
     padded_tokens: int | None,
     order: Tensor,
     layer_id: int,
+    adapter_ids: Tensor | None = None,
 ) -> Tensor:
     rows = None if num_rows == x.shape[0] else num_rows
     layer: Layer = _layers.find(layer_id)
-    return layer.run(x, routing, weights, rows if num_tokens is None else num_tokens, padded_tokens)
+    return layer.run(x, routing, weights, rows if num_tokens is None else num_tokens, padded_tokens, adapter_ids)
 
 
 def _module(x: Tensor, ids: Tensor, weights: Tensor, parameters: list[Tensor], layer_id: int) -> Tensor:
@@ -217,4 +223,4 @@ def _module(x: Tensor, ids: Tensor, weights: Tensor, parameters: list[Tensor], l
 
 for _name, _implementation in (("moe", _moe), ("module", _module)):
     _library.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"epmoe::{_name}", lambda x, *arguments: x.new_empty(x.shape), lib=_library)
+    torch.library.register_fake(f"epmoe::{_name}", lambda x, *arguments, **options: x.new_empty(x.shape), lib=_library)

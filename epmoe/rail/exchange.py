@@ -74,6 +74,8 @@ class HierarchicalExchange(Exchange):
         self.network.wait_for_pending()
         if epoch == 2:  # no rank loads or compiles any more
             self.network.deadlines.first = False
+        if template.extra is not None:
+            call = self.templates.with_extra(call, template.extra)
         operands = call.operands(T, self.device)
         sent = self.rounds.open(template, T, epoch, call.tag, None, ())
         self.slabs = slabs = Slabs(self.memory, call, epoch, self.node.rounds.count + 1)
@@ -95,8 +97,8 @@ class HierarchicalExchange(Exchange):
             if isinstance(opened := node.rounds.handle, Sent) and node.rounds.state == SENT:  # after a Ctrl-C
                 slabs.inside = node.dispatch_recv(opened)
             else:  # the other ranks of the node notice a mismatch
-                rows = slabs.smallest_rows() if differing else slabs.rows()
-                slabs.inside = node.dispatch(slabs.inside_call(rows))
+                rows, extra = (slabs.smallest_rows(), None) if differing else (slabs.rows(), slabs.extra)
+                slabs.inside = node.dispatch(slabs.inside_call(rows, extra))
         except EPMismatchError as error:
             ranks = differing or self.memory.of_node(error.differing_ranks)
             self._mismatch(ranks, differing, tags or self.network.tags_of_group(error.tags), differences)
@@ -150,7 +152,7 @@ class HierarchicalExchange(Exchange):
                 if self.memory.exact:
                     differing, _, _ = slabs.differing()
                 if self.node.rounds.count < slabs.inside_epoch:
-                    self.node.dispatch_send(slabs.inside_call(slabs.no_rows()))
+                    self.node.dispatch_send(slabs.inside_call(slabs.no_rows(), slabs.extra))
             self.node.abort(None)
             self._send_nothing_back(slabs, 1 << self.memory.local, 0, differing)
         except EPTimeoutError:

@@ -40,6 +40,7 @@ class RailMemory:
         self.rows_per_node, self.exact = config.rows_per_node, config.exchange.network_splits == "exact"
         self.payload = WIRE_FORMATS[config.exchange.payload]
         self.largest_block = max(self.payload.block, WIRE_FORMATS[config.exchange.combine_payload].block)
+        self.may_have_extra = config.capacity.extra_bytes > 0
         self.slot = RailSlot.of(config)
         self.tables = [self.views[name] for name in _TABLES]
         values = placement.copies_table(), placement.num_copies(), *placement.node_ids(self.ranks_per_node)

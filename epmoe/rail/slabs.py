@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from epmoe.exchange.call import Call
+from epmoe.exchange.extra import Extra
 from epmoe.exchange.handles import Dispatched
 from epmoe.exchange.mismatch import Differences, Traits, call_of, differences
 from epmoe.exchange.round_state import MAX_TAG
@@ -29,8 +30,8 @@ _PRIME = 1_000_003
 class Slabs:
     """The slabs of one round, from dispatch to the sum. It hands back the transfers that are to run.
 
-    It takes a call of dispatch that was checked, and the epochs of the round and of the node's round in which the rows
-    will travel. `limit` names what sets `slab_rows`, the most rows of a slab.
+    It takes a call of dispatch that was checked, whose rows have their `extra`, and the epochs of the round and of the
+    node's round in which the rows will travel. `limit` names what sets `slab_rows`, the most rows of a slab.
     """
 
     inside: Dispatched  # the round of the node's exchange, once it is open
@@ -41,14 +42,16 @@ class Slabs:
         self.limit = "padded_tokens" if call.padded_tokens else "capacity.max_rows_per_node"
         self.layout, self.weight_rows, self.call_tag = call.layout, call.weight_rows, call.tag
         self.aligned = call.aligned
-        self.K, self.D, dtype = call.ids.shape[1], call.x.shape[1], call.x.dtype
+        self.K, width, dtype = call.ids.shape[1], call.x.shape[1], call.x.dtype
+        self.extra = call.extra if isinstance(call.extra, Extra) else None
+        self.D = width if self.extra is None else width - self.extra.width(0, memory.payload, dtype)
         self.wire = memory.payload.dtype_of(dtype)
         on_cpu = memory.device.type == "cpu"
         # A padded call on a GPU may be replayed in other rounds, so its tag has the length of a slab there. On the CPU
         # it has both: in the same round it differs if the lengths do.
         stamp = slab_rows if not on_cpu else (epoch * _PRIME + slab_rows) % 2**31
         stamp = epoch % 2**31 if memory.exact else stamp
-        self.tag = [self.D, self.K, ops.DTYPES.index(dtype) | call.tag << 8, stamp]  # `RailTag` in csrc/rail.h
+        self.tag = [width, self.K, ops.DTYPES.index(dtype) | call.tag << 8, stamp]  # `RailTag` in csrc/rail.h
         self._lengths: Transfer | None = None  # the transfers of the round, in this order
         self._out: Transfer | None = None
         self._back: Transfer | None = None
@@ -59,11 +62,11 @@ class Slabs:
         # Slots between received slabs. gloo ends a process that receives more than it has room for.
         self.stride = memory.rows_per_node if on_cpu and not memory.exact else slab_rows
 
-    def inside_call(self, rows: Tokens) -> Call:
-        """The call of the node's dispatch, with some of `rows`, `no_rows` and `smallest_rows`."""
+    def inside_call(self, rows: Tokens, extra: Extra | None) -> Call:
+        """The call of the node's dispatch, with `rows` or `no_rows` and their `extra`, or with `smallest_rows`."""
         return Call(
             *rows, layout=self.layout, weight_rows=self.weight_rows, tag=self.call_tag,
-            aligned=self.aligned,
+            aligned=self.aligned, extra=extra,
         )  # fmt: skip
 
     @property
@@ -151,13 +154,16 @@ class Slabs:
     def _traits(self, tag: list[int]) -> Traits:
         """What a `RailTag` says, on CPUs."""
         D, K, dtype, stamp = tag
+        extra = self.memory.may_have_extra
         if self.memory.exact:
-            return call_of(D, K, dtype & 0xFF)
+            return call_of(D, K, dtype & 0xFF, extra=extra)
         rows = (stamp - self.epoch * _PRIME) % 2**31
-        return call_of(D, K, dtype & 0xFF, padded_tokens=rows if rows <= self.memory.rows_per_node else "of no round")
+        padded_tokens = rows if rows <= self.memory.rows_per_node else "of no round"
+        return call_of(D, K, dtype & 0xFF, extra=extra, padded_tokens=padded_tokens)
 
     def rows(self) -> Tokens:
-        """x, ids, weights and scales of all slabs, for the dispatch of the node: views of the slabs."""
+        """x, ids, weights and scales of all slabs, for the dispatch of the node: views of the slabs, in which the
+        `extra` of a row lies behind it."""
         slot, rows = self.memory.slot, self._slabs()
         ids, weights = (
             rows[:, begin : begin + 4 * self.K].view(dtype)
@@ -176,7 +182,8 @@ class Slabs:
         return x[:0], ids[:0], weights[:0], None if scales is None else scales[:0]
 
     def smallest_rows(self) -> Tokens:
-        """No row of the least D and K that a call may have: a mismatch to the ranks of the node, whose rows are larger.
+        """No row of the least D and K that a call may have, without `extra`: a mismatch to the ranks of the node, whose
+        rows are larger.
 
         With that very D and K in the config the ranks of the node see no mismatch, and get sums without these rows.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from exchanges import (
     run_experts,
     run_fused_experts,
 )
-from helpers import assert_close
+from helpers import assert_close, generator
 from torch import Tensor
 
 from epmoe import Dispatched, EPConfig, ExpertParallel, Permuted
@@ -34,6 +35,40 @@ def assert_slabs(got: Received, want: Slabs, fp8: bool) -> None:
     want_x = want.x.unflatten(0, (len(want.counts), -1))
     for r, count in enumerate(want.counts.tolist()):
         assert_payload(got.x[r, :count], got.scales[r, :count] if fp8 else None, want_x[r, :count])
+
+
+def make_extra(kind: tuple[torch.dtype, tuple[int, ...]], rank: int, num_tokens: int, seed: int = 0) -> Tensor:
+    """An `extra` [T, *shape] of a rank: any bits, and those of every other token all 1, a NaN in float dtypes."""
+    dtype, shape = kind
+    bytes_of_token = math.prod(shape) * dtype.itemsize
+    extra = torch.randint(0, 256, (num_tokens, bytes_of_token), generator=generator(1000 * seed + rank))
+    extra[::2] = 0xFF
+    return extra.to(torch.uint8).view(dtype).view(num_tokens, *shape)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.cpu().contiguous().view(torch.uint8)
+
+
+def assert_extra(d: Dispatched, extras: list[Tensor], slabs: Slabs, want: Permuted | None, zero_gaps: bool) -> None:
+    """Each used slot, or each row of a pair, has the `extra` of its token, bit by bit. `zero_gaps`: all rows between
+    segments are zeros."""
+    of_slot = extras[0].new_zeros(len(slabs.x), *extras[0].shape[1:])
+    for extra, slots, tokens in zip(extras, slabs.slot, slabs.token, strict=True):
+        of_slot[list(slots)] = extra[tokens]
+    if want is None:
+        got = d.recv.extra.flatten(0, 1)
+        for slots in slabs.slot:
+            assert torch.equal(bits(got[list(slots)]), bits(of_slot[list(slots)]))
+    else:
+        slot, k = (want.row_of_pair >= 0).nonzero(as_tuple=True)
+        rows = want.row_of_pair[slot, k].long()
+        got = d.extra
+        assert got.shape[1:] == extras[0].shape[1:] and got.dtype == extras[0].dtype
+        assert torch.equal(bits(got[rows.to(got.device)]), bits(of_slot[slot]))
+        gaps = torch.ones(int(want.expert_offsets[-1]), dtype=torch.bool)
+        gaps[rows] = False
+        assert not zero_gaps or not bits(got[: len(gaps)].cpu()[gaps]).any()
 
 
 def weight_of_rows(want: Permuted, slabs: Slabs) -> Tensor:
@@ -101,11 +136,12 @@ class Round:
     phases: bool
     weighted: bool
     aligned: bool
+    extra: Tensor | None
 
     def dispatch(self) -> Dispatched:
         first = self.ep.dispatch_send if self.phases else self.ep.dispatch
         options = {"layout": self.layout, "apply_router_weight_on_input": self.weighted, "aligned": self.aligned}
-        d = first(self.x, self.ids, self.weights, num_tokens=self.num_tokens, **options)
+        d = first(self.x, self.ids, self.weights, num_tokens=self.num_tokens, extra=self.extra, **options)
         return self.ep.dispatch_recv(d) if self.phases else d
 
     def combine(self, rows: Tensor, d: Dispatched) -> Tensor:
@@ -142,6 +178,7 @@ def check_round(
     phases: bool = False,
     weighted: bool = False,
     aligned: bool = False,
+    extras: list[Tensor] | None = None,
 ) -> Checked:
     """One round on poisoned windows: dispatched rows are bitwise equal, y is within its roundings.
 
@@ -154,17 +191,20 @@ def check_round(
         phases: whether send and receive phases are calls of their own.
         weighted: whether dispatch applies the weights, so that combine only adds.
         aligned: as in dispatch.
+        extras: the `extra` of every rank.
     """
     config, mine = calls or ep.config, tokens[ep.rank]
     fp8 = config.exchange.payload == "fp8"
     slabs = expected_slabs(config, ep.placement, tokens, ep.rank)
     x, ids, weights = (t.to(ep.device) for t in (mine.x, mine.ids, mine.weights))
-    this = Round(ep, x, ids, weights, num_tokens, layout, phases, weighted, aligned)
+    extra = extras and extras[ep.rank].to(ep.device)
+    this = Round(ep, x, ids, weights, num_tokens, layout, phases, weighted, aligned, extra)
     poison(ep)
     d = this.dispatch()
     assert torch.equal(d.recv.counts.cpu(), slabs.counts)
     if layout == "rank":
         assert_slabs(d.recv, slabs, fp8)
+        want = None
         rows = run_fused_experts(ep, d)
     else:
         alignment = alignment_of(ep, tokens) if d.alignment > 1 else 1
@@ -173,6 +213,10 @@ def check_round(
         zero_gaps = ep.config.capacity.gap_rows == "zero"
         assert_rows(d, want, fp8, weight_of_rows(want, slabs) if weighted else None, zero_gaps)
         rows = run_experts(ep, d)
+    if extras:
+        assert_extra(d, extras, slabs, want, ep.device.type == "cpu" or ep.config.capacity.gap_rows == "zero")
+    else:
+        assert (d.recv if layout == "rank" else d).extra is None
     y = this.combine(rows, d)
     if weighted:
         assert_close(y[: mine.real], y_of_weighted_rows(config, mine))

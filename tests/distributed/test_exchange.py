@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checked_round import check_round
+from checked_round import check_round, make_extra
 from exchanges import expected_y, make_config, make_tokens, run_experts, run_round
 from factors import all_pairs
 from helpers import ON_GPUS, assert_close, poison_
@@ -31,6 +31,7 @@ CASES = all_pairs(
         "gap_rows": ["undefined", "zero"],
         "layout": ["expert", "rank"],
         "padding": [None, int, torch.tensor],
+        "extra": [None, (torch.int16, ()), (torch.float32, (3,)), (torch.uint8, (5, 8))],
         "num_sms": [None, 20],  # has an effect on GPUs only
     }
 )
@@ -55,7 +56,7 @@ def _options(case: dict, size: int) -> dict:
         "max_tokens": case["max_tokens"],
         "ll_max_tokens": case["ll_max_tokens"],
         "placement": placement,
-        "capacity": {key: case[key] for key in ("alignment", "gap_rows")},
+        "capacity": {key: case[key] for key in ("alignment", "gap_rows")} | {"extra_bytes": 40},
         "exchange": {
             "payload": "fp8" if case["payload"] == "fp8" else "auto",
             "combine_payload": case["combine_payload"],
@@ -81,7 +82,8 @@ def test_agrees_with_the_dense_reference(make_ep, rank, size, case):
         num_tokens = case["padding"] and case["padding"](tokens[rank].real)
         if isinstance(num_tokens, torch.Tensor):
             num_tokens = num_tokens.to(ep.device, torch.int32)
-        check_round(ep, tokens, case["layout"], num_tokens=num_tokens, aligned=case["aligned"])
+        extras = case["extra"] and [make_extra(case["extra"], r, T, seed) for r, T in enumerate(counts)]
+        check_round(ep, tokens, case["layout"], num_tokens=num_tokens, aligned=case["aligned"], extras=extras)
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])

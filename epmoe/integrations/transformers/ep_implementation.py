@@ -35,7 +35,7 @@ class EpmoeEP(EPImplementation):
 
     def _forward(self, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         layers = share(x, ids, self.num_local_experts * self.ep_mesh.size(), self.ep_mesh.get_group())
-        if training.trains(self._module, x, weights):
+        if training.trains(self._module, parameters, x, weights):
             return self._train(layers, parameters, x, ids, weights)
         if layers.static:
             if not parameters:

@@ -30,7 +30,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 def _forward(module: Any, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     layers = share(x, ids, module.num_experts)
-    trains = training.trains(module, x, weights)
+    trains = training.trains(module, parameters, x, weights)
     owned = layers.ep.placement.local_experts(layers.ep.rank)  # in one block
     if trains:
         layers.check_trains()

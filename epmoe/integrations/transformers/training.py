@@ -29,11 +29,13 @@ from epmoe.local.gemm.gradients import train_bias, train_gemm
 from epmoe.native.arguments import wants_gradients
 
 
-def trains(experts: Any, x: Tensor, weights: Tensor) -> bool:
+def trains(experts: Any, parameters: list[Tensor], x: Tensor, weights: Tensor) -> bool:
     """Whether autograd wants a backward pass. Ranks agree on it, since they run the same model.
 
     Args:
         experts: the module.
+        parameters: those that the call takes of it. A parametrization, such as PEFT's, makes tensors that require grad
+            of frozen parameters.
         x: tokens.
         weights: the weights of the router.
 
@@ -43,7 +45,7 @@ def trains(experts: Any, x: Tensor, weights: Tensor) -> bool:
     Raises:
         RuntimeError: it does, but the module is quantized.
     """
-    if not wants_gradients(chain((x, weights), experts.parameters())):
+    if not wants_gradients(chain((x, weights), parameters, experts.parameters())):
         return False
     if fp8.is_quantized(experts):
         raise RuntimeError(

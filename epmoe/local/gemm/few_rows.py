@@ -43,7 +43,7 @@ class FewRows(Gemm):
         elif weights.down.dtype != FP8:
             rows, scales = plain_rows((rows, scales), weights.down.dtype), None
         assert segments.rows_per_expert is not None
-        gate_up, down, *scales_and_biases, gating = weights
+        gate_up, down, *scales_and_biases, gating, _ = weights
         # Weights are contiguous, or `problem_with` refuses them.
         gate_up_scales, down_scales, gate_up_bias, down_bias = (
             None if given is None else given.contiguous() for given in scales_and_biases

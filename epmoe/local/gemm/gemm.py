@@ -35,6 +35,25 @@ class Segments(NamedTuple):
     """of an expert on average, as far as this rank can tell; None: not known"""
 
 
+class Added(NamedTuple):
+    """What is added to both products of a call: products with weights a, then b, of which each row has some columns."""
+
+    gemm: Gemm
+    """multiplies by a and b, whatever the segments are"""
+    gate_up: tuple[Tensor, Tensor]
+    """a [e, C, D] and b [e, 2F, C]"""
+    down: tuple[Tensor, Tensor]
+    """a [e, C, F] and b [e, D, C]"""
+    others: Tensor
+    """bool [N, C]: the columns that do not count for a row"""
+
+    def to(self, out: Tensor, rows: Scaled, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+        """`out` [N, n], to which the products with rows [N, k] are added in place."""
+        low = self.gemm.product((plain_rows(rows, a.dtype), None), (a, None), ends)
+        low.masked_fill_(self.others, 0)
+        return out.add_(self.gemm.product((low, None), (b, None), ends))
+
+
 class Weights(NamedTuple):
     """The experts, as `GroupedExperts` has them."""
 
@@ -52,6 +71,8 @@ class Weights(NamedTuple):
     """[e, D]"""
     gating: tuple[bool, float, float, float]
     """interleaved, limit, alpha, up_offset"""
+    added: Added | None = None
+    """what adapters add in this call; GEMMs for some calls only, such as those for few rows, do not get it"""
 
 
 class Gemm(ABC):
@@ -123,6 +144,7 @@ class Gemm(ABC):
 
         A GEMM that fuses the parts of the stage has a method of its own, opaque to torch.compile.
         """
+        given, added = (rows, scales), weights.added
         ends, n, alignment = segments.offsets[1:], rows.shape[0], segments.alignment
         fp8 = self.takes_fp8 and weights.down.dtype == FP8
         if fp8:
@@ -130,8 +152,12 @@ class Gemm(ABC):
                 rows, scales = quantize_fp8(rows, num_tokens=ends[-1])
             scales = ops.scales_by_block(scales, segments.offsets, segments.tokens).t()[:n]
         gate_up = self.product((rows, scales), (weights.gate_up, weights.gate_up_scales), ends, alignment)
+        if added is not None:
+            gate_up = added.to(gate_up, given, *added.gate_up, ends)
         activated = _activation(gate_up, weights, segments, fp8)
         out = self.product(activated, (weights.down, weights.down_scales), ends, alignment)
+        if added is not None:
+            out = added.to(out, activated, *added.down, ends)
         return out if weights.down_bias is None else out + bias_of_rows(weights.down_bias, ends, n)
 
 

@@ -1,0 +1,142 @@
+"""LoRA adapters of experts: for each row, low-rank products of its adapter are added to both products of its expert.
+
+    rows [N,D] ─ a [e,C,D] ─▶ [N,C] ─ zeros but for the C / A columns of the row's adapter ─ b [e,2F,C] ─▶ [N,2F]
+
+A adapters lie side by side in C columns, so that the experts' segments serve these products, too: nothing is sorted,
+and nothing looks at the host. A call computes all A adapters for each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from epmoe.local.experts import GroupedExperts
+from epmoe.local.gemm.gemm import Added
+from epmoe.local.gemm.table import GEMMS, choose
+from epmoe.native.arguments import FLOATS, check_tensor
+
+NO_ADAPTER = -1
+_LINE_BYTES = 16  # grouped GEMMs want strides of its multiples
+
+
+class LoRA(NamedTuple):
+    """One adapter of some experts: b · a is added to a weight. None: it leaves the weight alone."""
+
+    gate_up: tuple[Tensor, Tensor] | None
+    """a [e, r, D] and b [e, 2F, r], which has the adapter's scaling, in the order of `GroupedExperts.w_gate_up`"""
+    down: tuple[Tensor, Tensor] | None
+    """a [e, r, F] and b [e, D, r], which has the adapter's scaling"""
+
+
+class ExpertAdapters(nn.Module):
+    """Room for adapters of this rank's experts, for serving. At first all are zeros, which add nothing.
+
+    The weights are buffers in the dtype of outputs, and no part of a state dict: an adapter comes from a file of its
+    own. `put` and `clear` write in place, so CUDA graphs go on.
+
+    Args:
+        experts: of this rank.
+        count: A, adapters at a time.
+        rank: the largest r of an adapter. Lower ones are filled up with zeros.
+
+    Raises:
+        ValueError: `count` or `rank` is below 1, or the experts are `batch_invariant`: products of adapters are not.
+    """
+
+    gate_up_a: Tensor
+    gate_up_b: Tensor
+    down_a: Tensor
+    down_b: Tensor
+
+    def __init__(self, experts: GroupedExperts, count: int, rank: int) -> None:
+        for name, value in (("adapters", count), ("adapter_rank", rank)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}")
+        if experts.batch_invariant:
+            raise ValueError("`experts` must not be batch_invariant with adapters, whose products are not")
+        super().__init__()
+        self.count, self.rank = count, rank
+        (e, D, F), wide = experts.w_down.shape, experts.w_gate_up.shape[1]
+        step = _LINE_BYTES // experts.dtype.itemsize
+        C = -(-count * rank // step) * step
+        shapes = {"gate_up_a": (e, C, D), "gate_up_b": (e, wide, C), "down_a": (e, C, F), "down_b": (e, D, C)}
+        for name, shape in shapes.items():
+            zeros = torch.zeros(shape, dtype=experts.dtype, device=experts.w_down.device)
+            self.register_buffer(name, zeros, persistent=False)
+        self._choose()
+
+    def put(self, number: int, adapter: LoRA) -> None:
+        """Make an adapter the one with this number, from the next call on.
+
+        Args:
+            number: from 0 to A − 1.
+            adapter: of this rank's experts, on any device and in any float dtype.
+
+        Raises:
+            TypeError: a factor is no float tensor.
+            ValueError: the number or a shape is another one; or a value is not finite, which would reach the rows of
+                other adapters.
+        """
+        room = self._room(number)
+        for name, factors in adapter._asdict().items():
+            if factors is None:
+                continue
+            (e, _, k), (_, n, _) = (place.shape for place in room[name])
+            a, b = factors
+            check_tensor(f"{name} a", a, FLOATS, (e, "r", k))
+            check_tensor(f"{name} b", b, FLOATS, (e, n, r := a.shape[1]))
+            if r > self.rank:
+                raise ValueError(f"`{name}` must have a rank of at most `adapter_rank` = {self.rank}, got {r}")
+            if not (a.isfinite().all() and b.isfinite().all()):
+                raise ValueError(f"`{name}` has values that are not finite")
+        self.clear(number)
+        for name, factors in adapter._asdict().items():
+            if factors is not None:
+                a, b = factors
+                room[name][0][:, : a.shape[1]].copy_(a)
+                room[name][1][:, :, : a.shape[1]].copy_(b)
+
+    def clear(self, number: int) -> None:
+        """Make the adapter with this number zeros. Raises ValueError where there is no such number."""
+        for a, b in self._room(number).values():
+            a.zero_()
+            b.zero_()
+
+    def of_rows(self, numbers: Tensor) -> Added:
+        """What a call of `GroupedExperts` adds, by the adapter of each row, int32 [N]. Columns beyond the last adapter
+        are zeros, so any number that is no adapter's adds nothing, and undefined rows may have any."""
+        columns = torch.arange(self.gate_up_a.shape[1], dtype=torch.int32, device=numbers.device)
+        others = numbers[:, None] != columns.div_(self.rank, rounding_mode="floor")
+        return Added(self._gemm, (self.gate_up_a, self.gate_up_b), (self.down_a, self.down_b), others)
+
+    def of_expert(self, local: int) -> list[Tensor]:
+        """The memory of all adapters of one expert, for moves of experts."""
+        return [buffer[local] for buffer in self.buffers()]
+
+    def extra_repr(self) -> str:
+        """What `repr` says of the sizes."""
+        return f"{self.count} of rank {self.rank}"
+
+    def _choose(self) -> None:
+        pairs = (self.gate_up_a, self.gate_up_b), (self.down_a, self.down_b)
+        names = [choose("torch", *pair)[0] for pair in pairs]
+        self._gemm = GEMMS[max(names, key=list(GEMMS).index)]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._choose()
+        return self
+
+    def _room(self, number: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """Where the factors of an adapter lie, by the names of `LoRA`."""
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < self.count:
+            raise ValueError(f"the number of an adapter must be from 0 to {self.count - 1}, got {number!r}")
+        columns = slice(number * self.rank, (number + 1) * self.rank)
+        return {
+            "gate_up": (self.gate_up_a[:, columns], self.gate_up_b[:, :, columns]),
+            "down": (self.down_a[:, columns], self.down_b[:, :, columns]),
+        }

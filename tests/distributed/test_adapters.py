@@ -1,0 +1,206 @@
+"""LoRA adapters of experts, over several ranks: each token gets its own, wherever its experts are."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import adapter_models
+import pytest
+import torch
+from exchanges import dequantized, quantized
+from helpers import ON_GPUS, assert_close, randn
+
+from epmoe import EPAbortedError, ExpertParallel, MoELayer, checkpoint
+
+E, K, D, F, T, M = 6, 2, 64, 64, 9, 16
+BLOCK = "model.layers.3.mlp"
+FACTORS = {number: adapter_models.draw(E, D, F, rank, seed=number + 1) for number, rank in enumerate((4, 2))}
+SCALING = {number: 8 / rank for number, rank in enumerate((4, 2))}
+ADAPTERS = {number: (FACTORS[number], SCALING[number]) for number in FACTORS}
+ROUTER, GATE_UP, DOWN = (randn(*s, seed=i) / 4 for i, s in enumerate(((E, D), (E, 2 * F, D), (E, D, F))))
+
+pytestmark = pytest.mark.usefixtures("serving")
+
+
+@pytest.fixture
+def open_ep(make_ep) -> Callable[..., ExpertParallel]:
+    def build(**options: object) -> ExpertParallel:
+        given = {"experts": E, "top_k": K, "hidden": D, "max_tokens": M, "capacity": {"extra_bytes": 4}}
+        return make_ep(**given | {"exchange": {"on_abort": "raise"}} | options)
+
+    return build
+
+
+def make_layer(ep: ExpertParallel, dtype: torch.dtype = torch.float32, **options: object) -> MoELayer:
+    weights = ROUTER, GATE_UP.to(dtype), DOWN.to(dtype)
+    layer = MoELayer.from_full(ep, *weights, **{"adapters": 3, "adapter_rank": 5} | options)
+    if layer.adapters is not None:
+        for number, (factors, scaling) in ADAPTERS.items():
+            held = ep.logical_experts(layer.tag)
+            layer.adapters.put(number, adapter_models.adapter_of(factors, E, [max(x, 0) for x in held], scaling))
+    return layer
+
+
+def inputs(
+    ep: ExpertParallel, seed: int = 0, tokens: int = T, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    """x, and adapters of which −1, 2 and 99 add nothing."""
+    x = randn(tokens, D, seed=10 * seed + ep.rank, dtype=dtype)
+    numbers = torch.tensor([0, 1, -1, 1, 2, 0, 99])[torch.arange(ep.rank, ep.rank + tokens) % 7]
+    return [x.to(ep.device), numbers.to(ep.device, torch.int16)]
+
+
+def want(layer: MoELayer, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    ids, weights = (value.cpu() for value in layer.ep.route(layer.logits(x)))
+    base = GATE_UP.to(x.dtype), DOWN.to(x.dtype)
+    return adapter_models.merged_reference(x.cpu(), ids, weights, base, ADAPTERS, numbers.cpu())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"placement": {"num_redundant_experts": 3, "strategy": "round_robin"}},
+        {"capacity": {"extra_bytes": 40, "alignment": 8, "gap_rows": "undefined"}},
+    ],
+)
+def test_each_token_gets_its_adapter(open_ep, rank, options):
+    """Also where a rank brings no tokens, or padding of NaN, and beside a layer without adapters."""
+    ep = open_ep(**options)
+    layer, plain = make_layer(ep), make_layer(ep, adapters=None)
+    for seed, tokens in enumerate((T, 0 if rank == 0 else 5, M)):
+        x, numbers = inputs(ep, seed, tokens)
+        assert_close(layer(x, adapter_ids=numbers), want(layer, x, numbers), slack=4)
+        none = layer(x) if rank == 0 else layer(x, adapter_ids=torch.full_like(numbers, -1))
+        assert torch.equal(none, plain(x))
+        real = tokens - 2 if tokens else 0
+        x[real:], numbers[real:] = torch.nan, 1
+        y = layer(x, real, adapter_ids=numbers.long())
+        assert_close(y[:real], want(layer, x[:real], numbers[:real]), slack=4)
+        assert not y[real:].any()
+    x, numbers = inputs(ep, 5, 8)
+    y = layer(x.view(2, 4, D), adapter_ids=numbers.view(2, 4))
+    assert y.shape == (2, 4, D) and torch.equal(y.view(8, D), layer(x, adapter_ids=numbers))
+
+
+def test_over_several_nodes(open_ep, device):
+    if device.type == "cuda":
+        pytest.skip("NCCL takes two nodes of one machine by tests/two_gpu_nodes.sh only")
+    layer = make_layer(open_ep(ranks_per_node=1))
+    x, numbers = inputs(layer.ep)
+    assert_close(layer(x, adapter_ids=numbers), want(layer, x, numbers), slack=4)
+
+
+def test_fp8_rows(open_ep):
+    """A row in fp8 has the number of its adapter behind it, too."""
+    ep = open_ep(hidden=128, exchange={"payload": "fp8"})
+    router, gate_up, down = randn(E, 128, seed=1), randn(E, 2 * F, 128, seed=2) / 8, randn(E, 128, F, seed=3) / 8
+    layer = MoELayer.from_full(ep, router, gate_up, down, adapters=1, adapter_rank=4)
+    factors = adapter_models.draw(E, 128, F, 4, seed=1)
+    layer.adapters.put(0, adapter_models.adapter_of(factors, E, ep.logical_experts(), 1.0))
+    x, numbers = randn(T, 128, seed=ep.rank).to(ep.device), torch.arange(T).to(ep.device, torch.int32) % 2 - 1
+    ids, weights = (value.cpu() for value in ep.route(layer.logits(x)))
+    rounded = dequantized(*quantized(x.cpu()), torch.float32)
+    y = adapter_models.merged_reference(rounded, ids, weights, (gate_up, down), {0: (factors, 1.0)}, numbers.cpu())
+    assert_close(layer(x, adapter_ids=numbers), y, slack=4)
+
+
+def test_experts_that_move_take_their_adapters_along(open_ep, size, rank):
+    """Each rank loads what its slots hold; then every expert changes its rank."""
+    S = -(-E // size) + 1
+    live = {"live": True, "slots_per_rank": min(S, E), "layers": 1, "staging_mb": 1, "most_copies": 2}
+    ep = open_ep(placement=live)
+    layer = make_layer(ep, layer_id=1)
+    x, numbers = inputs(ep)
+    before = want(layer, x, numbers)
+    assert_close(layer(x, adapter_ids=numbers), before, slack=4)
+    if size == 1:
+        return
+    slots = ep.slots.view(1, size, -1)
+    moves = ep.replace(slots.roll(1, dims=1).flatten(1))
+    while not moves.done:
+        assert_close(layer(x, adapter_ids=numbers), before, slack=4)
+        ep.poll()
+        done = torch.tensor(float(moves.done))
+        torch.distributed.all_reduce(done, torch.distributed.ReduceOp.MIN)
+        if done:
+            break
+    ep.apply()
+    assert moves.done and sorted(ep.logical_experts(1)) == sorted(slots[0, (rank - 1) % size].tolist())
+    assert_close(layer(x, adapter_ids=numbers), before, slack=4)
+
+
+def test_adapters_are_no_part_of_checkpoints(open_ep):
+    ep = open_ep()
+    layer, plain = make_layer(ep), make_layer(ep, adapters=None)
+    state = checkpoint.full_state_dict(layer)
+    assert state.keys() == checkpoint.full_state_dict(plain).keys()
+    x, numbers = inputs(ep)
+    before = layer(x, adapter_ids=numbers)
+    with torch.no_grad():
+        layer.experts.w_down.zero_()
+    checkpoint.load_full_state_dict(layer, state)
+    assert torch.equal(layer(x, adapter_ids=numbers), before)
+
+
+def test_from_the_folder_of_peft(open_ep):
+    """Each rank reads its own experts, in the dtype of the file; a lower rank than there is room for."""
+    layer = make_layer(open_ep())
+    x, numbers = inputs(layer.ep)
+    before = layer(x, adapter_ids=numbers)
+    for number in ADAPTERS:
+        layer.adapters.clear(number)
+    assert torch.equal(layer(x, adapter_ids=numbers), layer(x))
+    with tempfile.TemporaryDirectory() as folder:
+        for number, factors in FACTORS.items():
+            adapter_models.save(Path(folder) / str(number), factors, BLOCK)
+            layer.load_adapter(number, Path(folder) / str(number), BLOCK)
+    assert torch.equal(layer(x, adapter_ids=numbers), before)
+
+
+def test_a_wrong_call_on_one_rank(open_ep, rank, size):
+    """The others hear of it, and the next round is whole."""
+    layer = make_layer(open_ep())
+    x, numbers = inputs(layer.ep)
+    for wrong, error, says in [
+        (numbers[:-1], ValueError, r"`adapter_ids` must be int16 or int32 or int64 \[9\], got int16 \[8\]"),
+        (numbers.float(), TypeError, "`adapter_ids` must be"),
+        ([0] * T, TypeError, "`adapter_ids` must be"),
+    ]:
+        if rank == 0:
+            with pytest.raises(error, match=says):
+                layer(x, adapter_ids=wrong)
+        else:
+            with pytest.raises(EPAbortedError, match=r"rank\(s\) \[0\] aborted"):
+                layer(x, adapter_ids=numbers)
+                layer.ep.check()
+        assert_close(layer(x, adapter_ids=numbers), want(layer, x, numbers), slack=4)
+
+
+@ON_GPUS
+@pytest.mark.parametrize("gemm", ["auto", "torch"])
+@pytest.mark.parametrize("tokens", [T, M])
+def test_in_graphs(open_ep, gemm, tokens):
+    """Replays read the adapters of tokens anew, and adapters that were put meanwhile. Nothing looks at the host."""
+    layer = make_layer(open_ep(dtype="bfloat16", ll_max_tokens=12), torch.bfloat16, gemm=gemm)
+    x, numbers = inputs(layer.ep, dtype=torch.bfloat16, tokens=tokens)
+    layer(x, adapter_ids=numbers)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x, adapter_ids=numbers)
+    for _ in range(3):
+        numbers.copy_(numbers.roll(1))
+        x.copy_(x.roll(2, dims=0))
+        graph.replay()
+        replayed = y.clone()
+        assert_close(replayed, want(layer, x, numbers), slack=4)
+        assert torch.equal(replayed, layer(x, adapter_ids=numbers))
+    layer.adapters.clear(0)
+    layer.adapters.clear(1)
+    graph.replay()
+    without = y.clone()
+    assert torch.equal(without, layer(x))
+    layer.ep.check()

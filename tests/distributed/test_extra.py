@@ -1,0 +1,153 @@
+"""What a token brings beside its row, `dispatch(…, extra=…)`. test_exchange.py has it among its factors."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from checked_round import bits, check_round, make_extra
+from exchanges import assert_y, given, make_tokens, run_experts, run_round
+from helpers import ON_GPUS
+
+import epmoe
+
+ID = torch.int16, ()
+WIDE = torch.int64, (3,)
+HAS_ROOM = {"capacity": {"extra_bytes": 24}}
+
+
+@pytest.mark.parametrize("splits", ["padded", "exact"])
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("payload", ["auto", "fp8"])
+def test_over_several_nodes(make_ep, rank, size, device, payload, layout, splits):
+    """It lies in the slot of its row; a rank brings no tokens, and the rounds with one follow rounds without."""
+    if device.type == "cuda":
+        pytest.skip("NCCL takes two nodes of one machine by tests/two_gpu_nodes.sh only")
+    exchange = {"payload": payload, "network_splits": splits}
+    ep = make_ep(ranks_per_node=1, hidden=128, dtype="bfloat16", exchange=exchange, **HAS_ROOM)
+    for seed, kind in enumerate((None, ID, WIDE, None, ID)):
+        counts = [0 if r == seed % size else 9 - r for r in range(size)]
+        tokens = [make_tokens(ep.config, r, T, seed=seed) for r, T in enumerate(counts)]
+        extras = kind and [make_extra(kind, r, T, seed) for r, T in enumerate(counts)]
+        check_round(ep, tokens, layout, extras=extras)
+
+
+@pytest.mark.parametrize("payload", ["auto", "fp8"])
+def test_other_calls_of_the_same_windows(make_ep, rank, size, payload):
+    """Phases apart, a smaller D and dtype, rows that the caller has quantized, and combine of the rows themselves."""
+    ep = make_ep(ll_max_tokens=8, hidden=256, exchange={"payload": payload}, **HAS_ROOM)
+    for T in (5, 16):
+        tokens = [make_tokens(ep.config, r, T, seed=T) for r in range(size)]
+        extras = [make_extra(WIDE, r, T) for r in range(size)]
+        check_round(ep, tokens, "expert", phases=True, extras=extras)
+    x, ids, weights = given(ep, tokens[rank])
+    extra = make_extra(ID, rank, 16).to(ep.device)
+    small, scales = x[:, :128].bfloat16(), None
+    if payload == "fp8":
+        small, scales = epmoe.quantize_fp8(small)
+    d = ep.dispatch(small, ids, weights, scales=scales, extra=extra)
+    assert d.rows.shape[1] == 128 and d.extra.shape == d.rows.shape[:1] and d.extra.dtype == extra.dtype
+    ep.combine(d.rows.to(d.dtype), d)
+    d = ep.dispatch(x, ids, weights, extra=extra)
+    assert torch.equal(d.extra, d.extra) and d.extra.data_ptr() == d.extra.data_ptr(), "a view"
+    rows = d.rows if payload == "auto" else d.rows.to(d.dtype)
+    rows.mul_(1)
+    assert ep.combine(rows, d).shape == x.shape
+    assert_y(run_round(ep, tokens[rank]), ep.config, tokens[rank])
+
+
+@pytest.mark.parametrize("brings", [True, False])
+def test_ranks_that_disagree_hear_of_it(make_ep, rank, size, brings):
+    ep = make_ep(**HAS_ROOM)
+    tokens = make_tokens(ep.config, rank, 6)
+    odd = (rank == size - 1) is brings
+    extra = make_extra(ID, rank, 6).to(ep.device) if odd else None
+    mine, theirs = (68, 64) if odd else (64, 68)
+    with pytest.raises(
+        epmoe.EPMismatchError, match=re.escape(f"elements of x and `extra` is {mine} here and {theirs} there")
+    ):
+        d = ep.dispatch(*given(ep, tokens), extra=extra)
+        ep.combine(torch.zeros_like(d.rows), d)
+        ep.check()
+
+
+@pytest.mark.parametrize("how", ["last", "named"])
+def test_skip(make_ep, rank, size, how):
+    """A rank takes part in a round with one, and in a round without; the others get through."""
+    ep = make_ep(**HAS_ROOM)
+    tokens = make_tokens(ep.config, rank, 6)
+    extra = make_extra(WIDE, rank, 6).to(ep.device)
+    for with_one in (True, False, True):
+        sent = extra if with_one else None
+        for skips in (False, True):
+            if skips and rank == 0:
+                ep.skip(**({} if how == "last" else {"extra": sent}))
+                continue
+            d = ep.dispatch(*given(ep, tokens), extra=sent)
+            assert (d.extra is None) is not with_one
+            y = ep.combine(run_experts(ep, d), d)
+        ep.check()
+    assert rank == 0 or y.shape == tokens.x.shape
+
+
+def test_what_is_refused(make_ep, rank):
+    ep, without = make_ep(**HAS_ROOM), make_ep()
+    x, ids, weights = given(ep, tokens := make_tokens(ep.config, rank, 6))
+    number = torch.zeros(6, dtype=torch.int16, device=ep.device)
+    for given_to, extra, error, says, options in [
+        (without, number, ValueError, "from 1 to 0 bytes a token, as `capacity.extra_bytes` says, got 2", {}),
+        (ep, number[:5], ValueError, r"`extra` must be \[6, …\], a row for each token, got int16 \[5\]", {}),
+        (ep, number[0], ValueError, r"got int16 \[\]", {}),
+        (ep, number[:, None].expand(6, 13), ValueError, "from 1 to 24 bytes a token.*, got 26", {}),
+        (ep, number[:, None][:, :0], ValueError, "got 0", {}),
+        (ep, [0] * 6, TypeError, "`extra` must be a tensor", {}),
+        (ep, number.float().requires_grad_(), RuntimeError, "requires grad", {}),
+        (ep, number.to("meta"), ValueError, "`extra` must be on", {}),
+        (ep, number, ValueError, "`extra` must be None with apply", {"apply_router_weight_on_input": True}),
+    ]:
+        for _ in range(2):
+            with pytest.raises(error, match=says):
+                given_to.dispatch(x, ids, weights, extra=extra, **options)
+        d = ep.dispatch(x, ids, weights, extra=number, layout="rank")
+        with pytest.raises(AttributeError, match=r"`dispatched.extra` does not exist with layout='rank'"):
+            _ = d.extra
+        assert "extra" not in repr(d.recv)
+        ep.abort(d)
+    d = ep.dispatch(x, ids, weights, extra=number)
+    with pytest.raises(AttributeError, match=r"`recv.extra` does not exist with layout='expert'"):
+        _ = d.recv.extra
+    assert_y(ep.combine(run_experts(ep, d), d), ep.config, tokens)
+
+
+@ON_GPUS
+@pytest.mark.parametrize("kind", [ID, WIDE])
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("ll_max_tokens", [8, 256])
+def test_replays_of_a_graph_read_it_anew(make_ep, rank, size, ll_max_tokens, layout, kind):
+    ep = make_ep(ll_max_tokens, top_k=2, dtype="bfloat16", **HAS_ROOM)
+    x, ids, weights = given(ep, make_tokens(ep.config, rank, 12))
+    extra = make_extra(kind, rank, 12).to(ep.device)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        d = ep.dispatch(x, ids, weights, extra=extra, layout=layout)
+        got, rows = (d.recv.extra, d.recv.x) if layout == "rank" else (d.extra, d.rows)
+        got = got.clone()
+        (ep.combine_partial if layout == "rank" else ep.combine)(rows, d)
+        return got, d.recv.counts if layout == "rank" else d.expert_offsets
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got, ends = run()
+    for seed in range(3):
+        extra.copy_(make_extra(kind, rank, 12, seed))
+        graph.replay()
+        replayed = bits(got)
+        want = bits(run()[0])
+        if layout == "rank":
+            for r, count in enumerate(ends.tolist()):
+                assert torch.equal(replayed[r, :count], want[r, :count])
+        else:
+            assert torch.equal(replayed[: ends[-1]], want[: ends[-1]])
+    ep.check()

@@ -1,0 +1,237 @@
+"""LoRA adapters of experts in one process. tests/distributed/test_adapters.py has them over several ranks."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import adapter_models
+import pytest
+import torch
+from helpers import assert_close, randn
+from torch import Tensor
+
+import epmoe
+from epmoe.checkpoint import load_adapter
+from epmoe.local.adapters import ExpertAdapters, LoRA
+from epmoe.native.arguments import FP8
+
+E, K, D, F, T = 4, 2, 64, 32, 12
+BLOCK = "model.layers.0.mlp"
+SIZES = E, D, 2 * F, F
+FACTORS = adapter_models.draw(E, D, F, 4, seed=1)
+ALL = list(range(E))
+
+
+def config(**sections: object) -> epmoe.EPConfig:
+    model = {"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"}
+    capacity = {"max_num_tokens_per_rank": 16, "extra_bytes": 4}
+    return epmoe.EPConfig(**{"model": model, "topology": {"ep_size": 1}, "capacity": capacity} | sections)
+
+
+def layer_of(ep: epmoe.ExpertParallel, dtype: torch.dtype = torch.float32, **options: object) -> epmoe.MoELayer:
+    weights = randn(E, D, seed=1) / 4, randn(E, 2 * F, D, seed=2) / 4, randn(E, D, F, seed=3) / 4
+    router, *experts = weights
+    layer = epmoe.MoELayer.from_full(
+        ep, router, *(w.to(dtype) for w in experts), **{"adapters": 2, "adapter_rank": 4} | options
+    )
+    if layer.adapters is not None:
+        layer.adapters.put(1, adapter_models.adapter_of(FACTORS, E, ALL, 2.0))
+    return layer
+
+
+@pytest.fixture
+def ep(device: torch.device):
+    with epmoe.ExpertParallel(config(), device=device) as ep:
+        yield ep
+
+
+def tokens(device: torch.device) -> tuple[Tensor, Tensor]:
+    return randn(T, D, seed=5).to(device), (torch.arange(T, dtype=torch.int32) % 3 - 1).to(device)
+
+
+def want(layer: epmoe.MoELayer, x: Tensor, numbers: Tensor) -> Tensor:
+    ids, weights = (value.cpu() for value in layer.ep.route(layer.logits(x)))
+    base = layer.experts.w_gate_up.detach().cpu(), layer.experts.w_down.detach().cpu()
+    return adapter_models.merged_reference(x.cpu(), ids, weights, base, {1: (FACTORS, 2.0)}, numbers.cpu())
+
+
+@torch.no_grad()
+def test_one_rank(ep):
+    layer = layer_of(ep)
+    x, numbers = tokens(ep.device)
+    y = layer(x, adapter_ids=numbers)
+    assert_close(y, want(layer, x, numbers), slack=4)
+    twin = copy.deepcopy(layer)
+    assert torch.equal(twin(x, adapter_ids=numbers), y)
+    layer.adapters.clear(1)
+    assert torch.equal(layer(x, adapter_ids=numbers), layer(x)) and torch.equal(twin(x, adapter_ids=numbers), y)
+    assert "2 of rank 4" in repr(layer)
+
+
+@torch.no_grad()
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(ep, dynamic):
+    """The adapters of tokens are an input of the graph."""
+    layer = layer_of(ep)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    x, numbers = tokens(ep.device)
+    for given in (numbers, numbers.roll(1)):
+        assert torch.equal(compiled(x, adapter_ids=given), layer(x, adapter_ids=given))
+    assert torch.equal(compiled(x), layer(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"interleaved": True, "limit": 1.0, "alpha": 1.7, "up_offset": 1.0}])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, FP8])
+def test_experts_with_adapters(device, dtype, options):
+    """Every GEMM, biases, rows that are no pair's and hold NaN, and rows with a stride."""
+    width = 128 if dtype == FP8 else F
+    hidden = 128 if dtype == FP8 else D
+    gate_up, down = randn(E, 2 * width, hidden, seed=1) / 8, randn(E, hidden, width, seed=2) / 8
+    out = torch.bfloat16 if dtype == FP8 else dtype
+    given = {"gate_up_bias": randn(E, 2 * width, seed=3).to(out), "down_bias": randn(E, hidden, seed=4).to(out)}
+    if dtype == FP8:
+        given |= {"gate_up_scales": torch.ones(E, width // 64, 1), "down_scales": torch.ones(E, 1, 1)}
+    given = {name: value.to(device) for name, value in given.items()}
+    experts = epmoe.GroupedExperts(gate_up.to(device, dtype), down.to(device, dtype), gemm="torch", **given, **options)
+    adapters = ExpertAdapters(experts, 3, 5)
+    factors = adapter_models.draw(E, hidden, width, 3, seed=7)
+    adapters.put(2, adapter_models.adapter_of(factors, E, ALL, 0.5))
+    offsets = torch.tensor([0, 3, 3, 7, 9], dtype=torch.int32, device=device)
+    wide = torch.full((12, hidden + 16), torch.nan, dtype=out, device=device)
+    rows = wide[:, :hidden]
+    rows[:9] = randn(9, hidden, seed=6).to(device, out)
+    numbers = torch.tensor([2, -1, 0, 2, 2, 1, -1, 2, 9, 2, 7, -5], dtype=torch.int32, device=device)
+    got = experts(rows, offsets, added=adapters.of_rows(numbers))
+    plain = experts(rows, offsets)
+    has = numbers[:9] == 2
+    assert torch.equal(got[:9][~has], plain[:9][~has])
+    weights = {name: getattr(experts, name).double() for name in ("w_gate_up", "w_down")}
+    for name, part in (("w_gate_up", "gate_up"), ("w_down", "down")):
+        weights[name] = weights[name] + adapter_models.delta(factors, part, E, 0.5).to(device)
+    biases = {name: given[name].double() for name in ("gate_up_bias", "down_bias")}
+    merged = epmoe.GroupedExperts(**weights, **biases, **options)(rows.double(), offsets)
+    error = (got[:9].double() - merged[:9])[has].norm() / merged[:9][has].norm()
+    assert error < {torch.float64: 1e-12, torch.float32: 1e-6}.get(dtype, 1e-2), error
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("payload", ["auto", "fp8"])
+@pytest.mark.parametrize("tokens", [3, 16])
+def test_fp8_experts(device, payload, tokens):
+    """On GPUs of compute capability 9.0 by DeepGEMM, also where its kernels for few rows would serve without."""
+    n = 128
+    sections = {"model": {"num_experts": E, "num_experts_per_tok": K, "hidden_size": n, "dtype": "bfloat16"}}
+    gate_up, down = (randn(E, *shape, seed=i).to(FP8) for i, shape in enumerate(((2 * n, n), (n, n))))
+    scales = {"gate_up_scales": torch.full((E, 2, 1), 1 / 16), "down_scales": torch.full((E, 1, 1), 1 / 16)}
+    factors = adapter_models.draw(E, n, n, 4, seed=3)
+    with epmoe.ExpertParallel(config(**sections, exchange={"payload": payload}), device=device) as ep:
+        layer = epmoe.MoELayer.from_full(ep, randn(E, n) / 4, gate_up, down, **scales, adapters=2, adapter_rank=8)
+        layer.adapters.put(1, adapter_models.adapter_of(factors, E, ALL, 0.5))
+        x = randn(tokens, n, seed=5, dtype=torch.bfloat16).to(device)
+        numbers = (torch.arange(tokens) % 2).to(device, torch.int16)
+        ids, weights = (value.cpu() for value in ep.route(layer.logits(x)))
+        base = gate_up.double() / 16, down.double() / 16
+        want = adapter_models.merged_reference(x.cpu(), ids, weights, base, {1: (factors, 0.5)}, numbers.cpu())
+        got = layer(x, adapter_ids=numbers).cpu().double()
+        for number in (0, 1):
+            mine = numbers.cpu() == number
+            error = (got - want)[mine].norm() / want[mine].norm()
+            assert error < 0.1, error
+
+
+def test_what_adapters_refuse(ep):
+    layer = layer_of(ep)
+    good = adapter_models.adapter_of(FACTORS, E, ALL, 1.0)
+    (a, b), down = good
+    for number, adapter, says in [
+        (2, good, "from 0 to 1, got 2"),
+        (-1, good, "from 0 to 1, got -1"),
+        (0, LoRA((a[:3], b), down), r"`gate_up a` must be .* \[4, r, 64\], got float32 \[3, 4, 64\]"),
+        (0, LoRA((a, b[..., :3]), down), r"`gate_up b` must be .* \[4, 64, 4\], got float32 \[4, 64, 3\]"),
+        (0, LoRA((a.repeat(1, 2, 1), b.repeat(1, 1, 2)), down), "at most `adapter_rank` = 4, got 8"),
+        (0, LoRA((a, b), (down[0], down[1] / 0)), "`down` has values that are not finite"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            layer.adapters.put(number, adapter)
+    with torch.no_grad():
+        x, numbers = tokens(ep.device)
+        assert_close(layer(x, adapter_ids=numbers), want(layer, x, numbers), slack=4)
+    layer.adapters.put(0, LoRA(None, down))
+
+
+def test_what_layers_refuse(ep, device):
+    for options, says in [
+        ({"adapters": 0}, "`adapters` must be an int of at least 1, got 0"),
+        ({"adapter_rank": 0}, "`adapter_rank` must be an int of at least 1"),
+        ({"apply_router_weight_on_input": True}, "`apply_router_weight_on_input` must be unset with `adapters`"),
+        ({"exchange": epmoe.training.TrainingExchange(ep)}, "`exchange` must be unset with `adapters`"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            layer_of(ep, **options)
+    with pytest.raises(ValueError, match="`experts` must be GroupedExperts with `adapters`"):
+        epmoe.MoELayer(ep, randn(E, D), lambda rows, offsets, scales: rows, adapters=1)
+    with (
+        epmoe.ExpertParallel(config(capacity={"max_num_tokens_per_rank": 16}), device=device) as small,
+        pytest.raises(ValueError, match="`capacity.extra_bytes` must be at least 4 with `adapters`, got 0"),
+    ):
+        layer_of(small)
+    x, numbers = tokens(device)
+    plain, layer = layer_of(ep, adapters=None), layer_of(ep)
+    with torch.no_grad(), pytest.raises(ValueError, match="`adapter_ids` must be None"):
+        plain(x, adapter_ids=numbers)
+    with pytest.raises(ValueError, match="`adapters` must be given to the layer"):
+        plain.load_adapter(0, "nowhere", BLOCK)
+    with pytest.raises(RuntimeError, match=r"only serves.*torch.no_grad\(\); layers with `adapters` have no gradients"):
+        layer(x.clone().requires_grad_(), adapter_ids=numbers)
+    assert not layer(x, adapter_ids=numbers).requires_grad, "in grad mode it serves, since no parameter requires grad"
+    layer.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="layers with `adapters` have no gradients"):
+        layer(x)
+
+
+def test_experts_that_are_batch_invariant():
+    experts = epmoe.GroupedExperts(randn(E, 2 * F, D), randn(E, D, F), batch_invariant=True)
+    with pytest.raises(ValueError, match="must not be batch_invariant with adapters"):
+        ExpertAdapters(experts, 1, 4)
+
+
+@pytest.mark.parametrize("targets", [("gate_up", "down"), ("down",), ("gate_up",)])
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}])
+@pytest.mark.parametrize("held", [ALL, [3, 1], []])
+def test_folders_of_peft(tmp_path, targets, options, held):
+    factors = {name: value for name, value in FACTORS.items() if name.startswith(targets)}
+    adapter_models.save(tmp_path, factors, BLOCK, torch.bfloat16, lora_alpha=6, **options)
+    adapter = load_adapter(tmp_path, BLOCK, held, SIZES)
+    scaling = 6 / (2 if options else 4)
+    for name, part in adapter._asdict().items():
+        if name not in targets:
+            assert part is None
+            continue
+        a, b = part
+        rounded = {key: value.bfloat16() for key, value in factors.items()}
+        torch.testing.assert_close(b.double() @ a.double(), adapter_models.delta(rounded, name, E, scaling)[held])
+
+
+def test_folders_that_are_refused(tmp_path: Path):
+    """Each message names the file or the tensor."""
+    with pytest.raises(ValueError, match=r"adapter_config.json: cannot be read"):
+        load_adapter(tmp_path, BLOCK, ALL, SIZES)
+    for key, value in {"use_dora": True, "lora_bias": True, "alpha_pattern": {"x": 4}}.items():
+        adapter_models.save(tmp_path, FACTORS, BLOCK, **{key: value})
+        with pytest.raises(ValueError, match=f"adapter_config.json: `{key}` is set, but adapters are plain LoRA"):
+            load_adapter(tmp_path, BLOCK, ALL, SIZES)
+    adapter_models.save(tmp_path, FACTORS, BLOCK)
+    with pytest.raises(ValueError, match=r"nothing for `model.layers.1.mlp.experts`; of experts it has: base_model"):
+        load_adapter(tmp_path, "model.layers.1.mlp", ALL, SIZES)
+    for sizes in ((3, D, 2 * F, F), (E, 2 * D, 2 * F, F)):
+        with pytest.raises(
+            ValueError, match=r"lora_A.weight \[.·r, k\] and lora_B.weight .* got lora_A.weight float32"
+        ):
+            load_adapter(tmp_path, BLOCK, ALL, sizes)
+    lacking = {name: value for name, value in FACTORS.items() if name != "down.lora_B"}
+    adapter_models.save(tmp_path, lacking, BLOCK)
+    with pytest.raises(ValueError, match=r"once each, got lora_A.weight float32 \[16, 32\]"):
+        load_adapter(tmp_path, BLOCK, ALL, SIZES)

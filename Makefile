@@ -11,8 +11,8 @@ export PIP_ROOT_USER_ACTION := ignore
 # With it, as images of containers set it, each rank and each worker compiles all test modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Two targets at a time, each of which prints when it ends. One alone keeps 1.1 to 1.2 of two cores busy, since tests wait
-# for one another and for deadlines.
+# Two targets at a time, each of which prints when it ends. One alone keeps 1.1 to 1.2 of two cores busy, since tests
+# wait for one another and for deadlines.
 TWO = @$(MAKE) --no-print-directory --jobs 2 --output-sync=target
 
 TORCHRUN := torchrun --standalone --nproc-per-node

@@ -8,10 +8,16 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
+# With it, as images of containers set it, each rank and each worker compiles all test modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+# Two targets at a time, each of which prints when it ends. One alone keeps 1.1 to 1.2 of two cores busy, since tests
+# wait for one another and for deadlines.
+TWO = @$(MAKE) --no-print-directory --jobs 2 --output-sync=target
 
 TORCHRUN := torchrun --standalone --nproc-per-node
 
-.PHONY: help setup demo test test-all unit distributed core integrations slow serve-soak fuzz faults soak sanitize two-machines \
+.PHONY: help setup demo test test-all unit distributed core integrations slow slow-unit slow-ranks serve-soak fuzz faults soak sanitize two-machines \
   nodes torches stacks stacks-ready stacks-ci stacks-sglang stacks-torchtitan stacks-megatron lint docs bench benchmarks-report wheel first-hour cuda-compile \
   gpu-deps gpu-test clean
 
@@ -21,7 +27,8 @@ help:  ## this list
 demo: setup  ## four real MoE models generate text, their experts spread over 4 processes; writes report.html
 	@epmoe run cpu_demo --model all --report report.html
 
-test: lint docs unit core nodes integrations  ## what holds every guarantee, in minutes; CI adds more: .ci/run
+test: setup  ## what holds every guarantee, in minutes; CI adds more: .ci/run
+	$(TWO) unit lint docs core nodes integrations
 
 test-all: MARK :=
 test-all: export EPMOE_FUZZ_FIRST = $(FUZZ_SEED)
@@ -51,9 +58,9 @@ PYTEST = -m pytest -q -p no:cacheprovider $(MARK)
 UNIT = pytest -n logical --maxprocesses 4 --dist worksteal --ignore tests/distributed
 
 # $(call ranks,N,TESTS): rank 0 prints. The other ranks write files, whose ends are shown if a rank fails.
-ranks = rm -rf build/ranks; echo "== $(1) ranks"; \
-  $(TORCHRUN) $(1) --log-dir build/ranks --redirects 1:3,2:3,3:3 $(PYTEST) $(2) \
-    || { find build/ranks -name stdout.log -exec tail -n 60 {} +; exit 1; }
+ranks = rm -rf build/ranks/$@; echo "== $(1) ranks"; \
+  $(TORCHRUN) $(1) --log-dir build/ranks/$@ --redirects 1:3,2:3,3:3 $(PYTEST) $(2) \
+    || { find build/ranks/$@ -name stdout.log -exec tail -n 60 {} +; exit 1; }
 
 unit: setup  ## tests of one process, on up to four cores
 	$(UNIT) $(MARK)
@@ -67,9 +74,13 @@ core: setup  ## tests over 3 ranks, without those of integrations
 integrations: setup  ## transformers and torch.compile over 2 ranks
 	@$(call ranks,2,$(INTEGRATIONS))
 
-slow: MARK := -m "slow and not long"
 slow: setup  ## the tests that repeat at length what faster ones hold, but for the longest
+	$(TWO) slow-unit slow-ranks
+
+slow-unit slow-ranks: MARK := -m "slow and not long"
+slow-unit: setup
 	$(UNIT) $(MARK)
+slow-ranks: setup
 	@$(call ranks,3,tests/distributed)
 
 serve-soak: setup  ## examples/serve.py under load, 20 deaths in every state of a request (RUNS)

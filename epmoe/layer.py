@@ -57,8 +57,8 @@ class MoELayer(nn.Module):
         router_weight: fp32, fp16 or bf16 [E, D], of which the layer makes a parameter.
         experts: maps rows [N, D], expert_offsets int32 [e+1] and scales (fp32 [N, D/128] with an fp8 payload, otherwise
             None) to outputs [N, D] in x's dtype, as `GroupedExperts` does.
-        bias: fp32 [E], a buffer, added to the scores for the choice of experts only. `routing.selection_bias` asks for
-            it.
+        bias: fp32, fp16 or bf16 [E], of which the layer makes a buffer in fp32, added to the scores for the choice of
+            experts only. `routing.selection_bias` asks for it.
         logit_bias: [E] in the dtype of `router_weight`, a parameter, added to the logits, as gpt-oss's router does.
             `routing.logit_bias` asks for it.
         shared: maps the tokens [T, D] to what is added to y [T, D], such as shared experts. On a GPU a call without
@@ -113,7 +113,7 @@ class MoELayer(nn.Module):
         if isinstance(experts, GroupedExperts):
             _check_experts(ep, experts)
         if bias is not None:
-            check_tensor("bias", bias, (torch.float32,), (E,))
+            check_tensor("bias", bias, FLOATS, (E,))
         elif ep.config.routing.selection_bias:
             raise ValueError("`bias` must be given, since `routing.selection_bias` says that the router has one")
         if logit_bias is not None:
@@ -158,7 +158,7 @@ class MoELayer(nn.Module):
         self._dtype: torch.dtype | None = None  # of x in the last call, where the experts do not say
         self._router_dtype = router_weight.dtype
         self.router_weight = parameter(router_weight)
-        self.register_buffer("bias", bias)
+        self.register_buffer("bias", None if bias is None else bias.float())
         self.register_buffer("order", ep.order, persistent=False)
         self.register_parameter("logit_bias", None if logit_bias is None else parameter(logit_bias))
         if held is not None or isinstance(experts, GroupedExperts) and experts.is_fp8:  # which serve only

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
@@ -141,6 +142,32 @@ def test_fresh_has_every_expert_and_none_twice_on_a_rank(slots_per_rank, ranks_p
         on_nodes = [set(node.tolist()) - {-1} for node in layer.view(8 // ranks_per_node, -1)]
         assert sum(map(len, on_nodes)) == 32  # all copies of an expert are on one node
         assert layer[layer >= 0].bincount().max() <= min(3, ranks_per_node)
+
+
+def busiest_of_eplb(loads: list[float], R: int, S: int) -> float:
+    """The load of the busiest rank where copies split loads evenly, and two of an expert may lie on a rank."""
+    copies = [1] * len(loads)
+    for _ in range(R * S - len(loads)):
+        copies[max(range(len(loads)), key=lambda x: loads[x] / copies[x])] += 1
+    ranks: list[list[float]] = [[] for _ in range(R)]
+    for load in sorted((loads[x] / n for x, n in enumerate(copies) for _ in range(n)), reverse=True):
+        min((rank for rank in ranks if len(rank) < S), key=sum).append(load)
+    return max(map(sum, ranks))
+
+
+def test_a_fresh_table_wants_its_shares():
+    """By `shares_of` the busiest rank has at most what it has by EPLB. With even shares it may have more."""
+    even = []
+    for i, (R, spare, power) in enumerate(itertools.product((2, 4, 8), (1, 2, 4), (1, 3, 8, 8))):
+        E = 16 << i % 3
+        loads = torch.rand(E, generator=torch.Generator().manual_seed(i), dtype=torch.float64) ** power
+        slots = fresh(loads, R, E // R + spare)
+        busiest = busiest_of_eplb(loads.tolist(), R, E // R + spare)
+        assert rank_loads(loads, slots, shares_of(loads, slots, R), R).max() <= busiest * (1 + 1e-9)
+        filled = slots[slots >= 0]
+        shares = torch.where(slots >= 0, 1 / filled.bincount()[slots.clamp(min=0).long()], 0.0)
+        even.append(float(rank_loads(loads, slots, shares, R).max()) / busiest)
+    assert max(even) > 1.01
 
 
 def test_layers_are_independent_and_plans_repeat():

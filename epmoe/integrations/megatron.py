@@ -72,6 +72,9 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
     Layers with the same sizes share windows, which the first forward pass opens. They have room for as many tokens as
     a rank brings then, or for as many as the environment says by EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK.
 
+    The stages also work without a layer, one after another from `dispatch_preprocess` to `combine_postprocess`, each
+    on all ranks. A stage without the one before it is a RuntimeError.
+
     Args:
         num_local_experts: how many experts this rank has.
         config: Megatron's TransformerConfig.
@@ -103,20 +106,17 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         """
         H = self.config.moe_latent_size if getattr(self.config, "moe_latent_size", None) else hidden_states.shape[-1]
         T = hidden_states.shape[:-1].numel()
-        dtype = hidden_states.dtype
-        if self._exchange is None:
-            ep = self._share(T, H, dtype, hidden_states.device)
-            exchange = TrainingExchange(ep)
-            self._tag = ep.new_tag()
-            self._exchange = exchange
-        most = self._exchange.ep.config.capacity.max_num_tokens_per_rank
-        with self._exchange.giving_up(dtype, tag=self._tag):
+        exchange = self._open(hidden_states, H)
+        most = exchange.ep.config.capacity.max_num_tokens_per_rank
+        with exchange.giving_up(hidden_states.dtype, tag=self._tag):
             if most < T:
                 raise ValueError(f"{T} tokens on this rank: set {_LIMIT}, now {most}, to {T}")
             yield
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Ids of the experts of each token, in ascending order, whatever the order of the probabilities.
+
+        The first call opens the windows and is collective.
 
         Args:
             hidden_states: [S, B, H].
@@ -126,6 +126,7 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         Returns:
             Tokens [T, H] and their probabilities [T, K], or [T, K · ETP].
         """
+        self._open(hidden_states, hidden_states.shape[-1])
         self.hidden_shape = hidden_states.shape
         E = routing_map.shape[1]
         every = torch.arange(E, dtype=torch.int32, device=routing_map.device)
@@ -147,7 +148,8 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
 
         Collective. Rows own their memory, and the host waits for their number.
         """
-        assert self._exchange is not None and self.ids is not None
+        if self._exchange is None or self.ids is None:
+            raise RuntimeError("`token_dispatch` without a `dispatch_preprocess` before")
         self._order_shared_experts()
         self._routed = self._exchange.dispatch(hidden_states, self.ids, probs, weights_on="rows", tag=self._tag)
         if self.shared_experts is not None:
@@ -157,7 +159,8 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows and probabilities as they are, and int64 [e] on the host, the rows of each local expert."""
-        assert self._routed is not None
+        if self._routed is None:
+            raise RuntimeError("`dispatch_postprocess` without a `token_dispatch` before")
         return hidden_states, self._routed.tokens_per_expert.long().cpu(), probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
@@ -168,7 +171,8 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         """Weighted outputs [N, H] → sums [T, H]. Collective."""
         routed = self._routed
         self._routed = None
-        assert self._exchange is not None and routed is not None
+        if self._exchange is None or routed is None:
+            raise RuntimeError("`token_combine` without a `token_dispatch` before")
         self._order_shared_experts()
         output = self._exchange.combine(hidden_states, routed)
         if self.shared_experts is not None:
@@ -178,7 +182,8 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Sums [T, H] → [S, B, H], with the shared experts' output where they run at the same time."""
-        assert self.hidden_shape is not None
+        if self.hidden_shape is None:
+            raise RuntimeError("`combine_postprocess` without a `dispatch_preprocess` before")
         output = hidden_states.view(self.hidden_shape)
         return output if self.shared_experts is None else output + self.shared_experts.get_output()
 
@@ -186,6 +191,16 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         """Shared experts of 0.19 wait for the exchange's stream between their parts; those of 0.16 cannot."""
         if hasattr(self.shared_experts, "wait_current_stream"):
             self.shared_experts.wait_current_stream()
+
+    def _open(self, hidden_states: Tensor, H: int) -> TrainingExchange:
+        """The exchange of this layer, for rows of width H. The first call makes it and is collective."""
+        if self._exchange is None:
+            T = hidden_states.shape[:-1].numel()
+            ep = self._share(T, H, hidden_states.dtype, hidden_states.device)
+            exchange = TrainingExchange(ep)
+            self._tag = ep.new_tag()
+            self._exchange = exchange
+        return self._exchange
 
     def _share(self, T: int, H: int, dtype: torch.dtype, device: torch.device) -> ExpertParallel:
         """The `ExpertParallel` of all layers with these sizes. The first call makes it and is collective."""

@@ -185,6 +185,10 @@ def fresh(
     the least load that has room and no copy of the expert. With several nodes, experts go to nodes first: all copies
     of an expert are on one node.
 
+    The table wants the shares of `shares_of`, as `Balancer` and `ep.replace` use them. In a stack that splits the load
+    of an expert evenly over its copies, the busiest rank may have more than with EPLB's table, in which two copies of
+    an expert may lie on one rank.
+
     Args:
         loads: [L, E] or [E], as `balance` takes them.
         ep_size: R

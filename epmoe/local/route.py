@@ -57,7 +57,8 @@ def route(
         logits: [T, E] fp32, fp16 or bf16, any row stride; 1 ≤ K ≤ E ≤ 4096.
         top_k: K, at most 32 on CUDA.
         scoring: softmax over the experts, or sigmoid of each.
-        bias: fp32 [E], added to the scores for the choice only (auxiliary-loss-free balancing of DeepSeek-V3).
+        bias: [E] fp32, fp16 or bf16, added in fp32 to the scores for the choice only (auxiliary-loss-free balancing of
+            DeepSeek-V3).
         renormalize: divide the weights of a token by their sum (a sum of 0 counts as 1).
         renormalize_epsilon: from 0 to 1, is added to that sum. Scores far below it then give weights near 0.
         num_expert_groups: groups of E / num_expert_groups experts that follow one another.
@@ -108,9 +109,9 @@ def route(
     if id_dtype not in INTS:
         raise TypeError(f"`id_dtype` must be torch.int32 or torch.int64, got {id_dtype}")
     if bias is not None:
-        check_tensor("bias", bias, (torch.float32,), (E,), logits.device)
+        check_tensor("bias", bias, FLOATS, (E,), logits.device)
         check_forward_only(bias)
-        bias = bias.contiguous()
+        bias = (bias if bias.dtype == torch.float32 else bias.float()).contiguous()
     check_forward_only(logits)
     scalar, rows = token_count(num_tokens, T, logits.device)
     ids, weights = ops.route(

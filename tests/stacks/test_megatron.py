@@ -218,6 +218,41 @@ def test_tensor_parallel_attention_and_experts(tp: int, etp: int) -> None:
         compare(step(layer_of(config_of(sizes), True)), want)
 
 
+def test_stages_work_one_by_one() -> None:
+    """In a layer that has never run a forward pass of its own."""
+    with parallel() as sizes:
+        config = config_of(sizes, **CASES["shared experts beside"])
+        want, layer = step(layer_of(config, False)), layer_of(config, True)
+        dispatcher = layer.token_dispatcher
+
+        def stages(x: Tensor) -> tuple[Tensor, None]:
+            probs, routing_map = layer.router(x)
+            tokens, probs = dispatcher.dispatch_preprocess(x, routing_map, probs)
+            rows, counts, probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(tokens, probs))
+            outputs, _ = layer.experts(rows, counts, probs)
+            sums = dispatcher.token_combine(dispatcher.combine_preprocess(outputs))
+            return dispatcher.combine_postprocess(sums), None
+
+        layer.forward = stages
+        compare(step(layer), want)
+
+
+@pytest.mark.parametrize(
+    "stage, arguments, before",
+    [
+        ("token_dispatch", 2, "dispatch_preprocess"),
+        ("dispatch_postprocess", 2, "token_dispatch"),
+        ("token_combine", 1, "token_dispatch"),
+        ("combine_postprocess", 1, "dispatch_preprocess"),
+    ],
+)
+def test_a_stage_names_the_one_that_is_missing(stage: str, arguments: int, before: str) -> None:
+    with parallel() as sizes:
+        call = getattr(layer_of(config_of(sizes), True).token_dispatcher, stage)
+        with pytest.raises(RuntimeError, match=f"`{stage}` without a `{before}` before"):
+            call(*[torch.zeros(S, D, device=DEVICE)] * arguments)
+
+
 def test_more_tokens_than_the_windows_hold() -> None:
     with parallel() as sizes:
         layer = layer_of(config_of(sizes), True)

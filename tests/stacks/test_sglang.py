@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,21 @@ def _weights() -> tuple[Tensor, Tensor]:
     return gate_up.bfloat16(), down.bfloat16()
 
 
+def _in_block_fp8() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A layer of SGLang in e4m3 with a scale for 128 × 128 weights, and the weights of all experts as they are then."""
+    layer = host.make_layer(E, K, D, F, quant_config=host.block_fp8())
+    mine = slice(dist.get_rank() * layer.num_local_experts, (dist.get_rank() + 1) * layer.num_local_experts)
+    dequantized = []
+    for name, weights in zip(("w13_weight", "w2_weight"), _weights(), strict=True):
+        blocks = weights.float().unflatten(2, (-1, 128)).unflatten(1, (-1, 128))
+        scales = blocks.abs().amax((2, 4)) / 448
+        quantized = (blocks / scales[:, :, None, :, None]).to(torch.float8_e4m3fn)
+        getattr(layer, name).data.copy_(quantized.flatten(3).flatten(1, 2)[mine])
+        getattr(layer, f"{name}_scale_inv").data.copy_(scales[mine])
+        dequantized.append((quantized.double() * scales[:, :, None, :, None]).flatten(3).flatten(1, 2))
+    return layer, tuple(dequantized)
+
+
 def _tokens(rank: int, tokens: int, padded: int = 0, ids: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """x, ids and weights of a rank; the last `padded` tokens are those of a CUDA graph that is too large."""
     x, weights = randn(tokens, D, seed=10 + rank).bfloat16(), randn(tokens, K, seed=20 + rank).softmax(-1)
@@ -85,6 +101,27 @@ def test_one_batch_in_parts(layer: nn.Module, tokens: tuple[int, int]) -> None:
     """Tensor parallel attention: every rank brings a part of one batch."""
     mine = _tokens(dist.get_rank(), tokens[dist.get_rank()])
     assert_close(_forward(layer, *mine), moe_reference(*mine, _weights()))
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "fp8"])
+def test_nothing_reads_what_lies_between_segments(
+    layer: nn.Module, quantized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's steps compute on the rows of gaps and drop them, so y has the same bits whatever they hold."""
+    layer = _in_block_fp8()[0] if quantized else layer
+    tokens, dispatcher = _tokens(dist.get_rank(), 9), layer.dispatcher
+    want, dispatch = _forward(layer, *tokens), dispatcher.dispatch
+
+    def poisoned(**arguments: Any) -> Any:
+        output, d = dispatch(**arguments), dispatcher._round
+        rows = torch.arange(len(d.rows), device=DEVICE)[:, None]
+        gaps = ~((d.expert_offsets[:-1] <= rows) & (rows < output.psum_num_recv_tokens_per_expert)).any(1)
+        for tensor in (d.rows, d.scales) if quantized else (d.rows,):
+            tensor.view(torch.uint8)[gaps] = 0xFF  # NaN in each dtype
+        return output
+
+    monkeypatch.setattr(dispatcher, "dispatch", poisoned)
+    assert want.isfinite().all() and torch.equal(_forward(layer, *tokens), want)
 
 
 @pytest.mark.parametrize("tokens", [(7, 0), (0, 100), (M, 1)], ids=str)
@@ -132,20 +169,11 @@ def test_layers_share_one_set_of_windows(layer: nn.Module, caplog: pytest.LogCap
 
 def test_block_fp8() -> None:
     """Rows of e4m3 with a scale for 128 elements go through SGLang's own steps around the fp8 GEMMs."""
-    layer = host.make_layer(E, K, D, F, quant_config=host.block_fp8())
-    mine = slice(dist.get_rank() * layer.num_local_experts, (dist.get_rank() + 1) * layer.num_local_experts)
-    dequantized = []
-    for name, weights in zip(("w13_weight", "w2_weight"), _weights(), strict=True):
-        blocks = weights.float().unflatten(2, (-1, 128)).unflatten(1, (-1, 128))
-        scales = blocks.abs().amax((2, 4)) / 448
-        quantized = (blocks / scales[:, :, None, :, None]).to(torch.float8_e4m3fn)
-        getattr(layer, name).data.copy_(quantized.flatten(3).flatten(1, 2)[mine])
-        getattr(layer, f"{name}_scale_inv").data.copy_(scales[mine])
-        dequantized.append((quantized.double() * scales[:, :, None, :, None]).flatten(3).flatten(1, 2))
+    layer, dequantized = _in_block_fp8()
     x, ids, weights = tokens = _tokens(dist.get_rank(), 40)
     quantized, scales = quantize_fp8(x, granularity="block")
     rows = (quantized.double().unflatten(1, (-1, 128)) * scales[..., None]).flatten(1)
-    want = moe_reference(rows, ids, weights, tuple(dequantized))
+    want = moe_reference(rows, ids, weights, dequantized)
     assert_close(_forward(layer, *tokens), want, slack=4)  # the activation is quantized, too
 
 

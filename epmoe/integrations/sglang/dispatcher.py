@@ -103,8 +103,8 @@ def _config(theirs: DeepEPv2Dispatcher, layer: Any, R: int, payload: PayloadName
     E, K, e, M = layer.num_experts, layer.top_k, layer.num_local_experts, theirs.num_max_dispatch_tokens_per_rank
     if R * e != E:
         raise ValueError(f"every rank must have the same number of experts, got {e} of {E} on each of {R} ranks")
-    # Zeros, since SGLang's kernels between the GEMMs may look at whole blocks of rows.
-    settled = {"max_num_tokens_per_rank": M, "alignment": _ALIGNMENT, "gap_rows": "zero"}
+    # Rows of gaps stay undefined: SGLang's GEMMs and the steps between them take each row by itself.
+    settled = {"max_num_tokens_per_rank": M, "alignment": _ALIGNMENT}
     sections = {
         "capacity": {**settled, "max_expert_rows": _most_rows(R * M * min(K, e), e)},
         "exchange": {**_DEADLINES, "payload": payload},
@@ -112,8 +112,7 @@ def _config(theirs: DeepEPv2Dispatcher, layer: Any, R: int, payload: PayloadName
     config = make_config(E, K, layer.hidden_size, torch.bfloat16, R, sections, from_environment=True)
     if config.exchange.payload != payload or config.capacity.model_copy(update=settled) != config.capacity:
         raise ConfigError(
-            f"SGLang settles `exchange.payload` = {payload}, `capacity.alignment` = {_ALIGNMENT}, "
-            f"`capacity.gap_rows` = zero and, by "
+            f"SGLang settles `exchange.payload` = {payload}, `capacity.alignment` = {_ALIGNMENT} and, by "
             f"{_LIMIT}, `capacity.max_num_tokens_per_rank` = {M}: unset their variables EPMOE_…"
         )
     return config

@@ -1,8 +1,8 @@
 """The parts of SGLang that a death sets off, with two scheduler processes: `python sglang_deaths.py CASE STORE`.
 
-SGLang's own: `run_scheduler_process` around the scheduler, `MLPSyncBatchInfo.all_gather`, by which ranks of data parallel
-attention agree before each step, and in the server `SubprocessWatchdog`, the handler of SIGQUIT and `kill_process_tree`.
-The scheduler, which needs a GPU, does nothing but agree here.
+SGLang's own are `run_scheduler_process` around the scheduler, `MLPSyncBatchInfo.all_gather`, by which ranks of data
+parallel attention agree before each step, and in the server `SubprocessWatchdog`, the handler of SIGQUIT and
+`kill_process_tree`. The scheduler, which needs a GPU, does nothing but agree here.
 
 CASE is
     dies      rank 1 is killed

@@ -1,4 +1,4 @@
-"""Which steps of SGLang end its server when a rank dies, and which of them a plugin's hooks can answer (docs/serving.md)."""
+"""What ends SGLang's server when a rank dies, and what of it a plugin's hooks can answer (docs/serving.md)."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ TIMEOUT_S = 300
 )
 def test_a_rank_dies(tmp_path: Path, case: str, by: str | None) -> None:
     """`by` is what the process logs that ends the server; None: the server and the survivor go on."""
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(SCRIPT.parent))))
     done = subprocess.run(
         [sys.executable, str(SCRIPT), case, str(tmp_path / "store")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(SCRIPT.parent))))},
+        env=os.environ | {"PYTHONPATH": path},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     goes_on = "the server is alive, the survivor is\n" in done.stdout

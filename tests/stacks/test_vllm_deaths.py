@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from test_vllm_engine import HERE, TIMEOUT_S, run
-from vllm_server import Load, Server, serving
+from vllm_server import ANSWER_S, Load, Server, serving
 
 LIVE = {"slots_per_rank": 8, "every": 20, "staging_mb": 1}
 EXPERT_BYTES = 3 * 4 * 128 * 4096  # of the model "wide"
@@ -100,8 +100,8 @@ def test_a_signal_to_the_server(wide: Path, number: int) -> None:
         wait_for(lambda: len(load.answers) > 20 and is_moving(server), "moves", server)
         since = time.monotonic()
         os.kill(server.process.pid, number)
-        load.stop(END_S)
-        check_answers(load, 0, 500, 503)
         check_it_ends(server, since, "EngineCore")
+        load.stop(2 * ANSWER_S)
+        check_answers(load, 0, 500, 503)
         print("".join(line for line in server.log if "EngineCore" in line and "Error" in line))
         assert not any(re.search(r"epmoe\S*Error", line) for line in server.log), server.end_of_log()

@@ -112,6 +112,7 @@ stacks-sglang:  ## SGLang's own MoE layers over 2 ranks, their tokens carried by
 	$(SGLANG)/bin/pip install --quiet --no-deps --no-build-isolation -e .
 	$(SGLANG)/bin/torchrun --standalone --nproc-per-node 2 --log-dir build/ranks --redirects 1:3 \
 	  -m pytest -q -x -p no:cacheprovider tests/stacks/test_sglang.py
+	$(SGLANG)/bin/python -m pytest -q -p no:cacheprovider tests/stacks/test_sglang_deaths.py
 
 TORCHTITAN := build/stacks-torchtitan
 stacks-torchtitan: setup  ## torchtitan's own MoE layers and models, trained over 2 and 4 ranks, their tokens carried by epmoe

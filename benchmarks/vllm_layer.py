@@ -37,6 +37,7 @@ from vllm_kernels import Layer, Model, Weights, batch, check_close, moe_config, 
 
 from epmoe.bench.timing import slowest
 from epmoe.exchange.handles import Layout
+from epmoe.integrations.vllm.choice import Choice
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.integrations.vllm.sizes import Shape, Sizes
 
@@ -145,7 +146,7 @@ def contenders(model: Model, payload: str, device: torch.device) -> dict[str, Fu
 
     def sizes(layout: Layout, aligned: bool = False) -> list[Sizes]:
         shape = Shape(model.E, model.K, model.D, torch.bfloat16, TOKENS[0], "linear", payload, layout, aligned)
-        return [Sizes.make(shape, group, device, {})]
+        return [Sizes.make(shape, group, device, Choice())]
 
     return {
         "epmoe layer": EpmoePrepareAndFinalize(sizes("expert", aligned=True), "layer", aligned=True),

@@ -18,17 +18,10 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from vllm_server import ENVIRONMENT
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 600
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # without which vLLM for CPUs makes a process for each model
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-}
 ALL = list(itertools.product(("qwen3", "deepseek"), ("torchrun", "spawn"), ("rank", "expert"), ("eager", "compiled")))
 PAIRS = [ALL[number] for number in (0b0000, 0b0111, 0b1011, 0b1101, 0b1110)]
 TWO = [ALL[0b0110], ALL[0b1001]]
@@ -57,7 +50,7 @@ def run(*command: str, **environment: str) -> str:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    run(str(HERE / "vllm_models.py"), str(folder))
+    run(str(HERE / "vllm_models.py"), str(folder), "qwen3", "deepseek")
     return folder
 
 

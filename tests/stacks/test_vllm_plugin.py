@@ -19,7 +19,7 @@ from epmoe.group.errors import EPTimeoutError
 from epmoe.integrations.vllm import layer as layers
 from epmoe.integrations.vllm import sizes
 from epmoe.integrations.vllm.choice import Choice
-from epmoe.integrations.vllm.experts import grouped
+from epmoe.integrations.vllm.experts import EpmoeExperts, grouped
 from epmoe.native.arguments import FP8
 
 
@@ -130,3 +130,17 @@ def test_rows_for_vllms_deep_gemm_do_not_travel_as_fp8(
     monkeypatch.setattr(layers, "is_deep_gemm_e8m0_used", lambda: True)
     of: Any = TritonExperts()
     assert layers._payload(of.moe_config, of, layout) == ("fp8" if as_fp8 else "auto")
+
+
+def test_the_layer_tells_the_experts_of_the_round_what_a_layer_of_ours_does() -> None:
+    """How many rows an expert has is what few rows, and their kernels, are known by."""
+    segments = {"tokens_per_expert": object(), "alignment": 64, "rows_per_expert": 1.5}
+    round_ = SimpleNamespace(expert_offsets=object(), segments=segments)
+    calls = []
+    layer: Any = SimpleNamespace(
+        exchange=SimpleNamespace(compute=lambda experts: experts(round_)),
+        experts=lambda *arguments, **named: calls.append((arguments, named)),
+    )
+    rows, scales = torch.zeros(64, 128), torch.zeros(64, 1)
+    EpmoeExperts.apply(layer, torch.empty(0), rows, a1q_scale=scales)
+    assert calls == [((rows, round_.expert_offsets, scales), segments)]

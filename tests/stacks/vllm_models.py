@@ -1,4 +1,4 @@
-"""Tiny models with random weights for vLLM: `python vllm_models.py FOLDER` writes FOLDER/qwen3 and FOLDER/deepseek.
+"""Tiny models with random weights for vLLM: `python vllm_models.py FOLDER NAME…` writes FOLDER/NAME for some of MODELS.
 
 The sizes are the smallest that vLLM's kernels for CPUs take.
 """
@@ -30,6 +30,13 @@ def qwen3() -> PreTrainedModel:
     return Qwen3MoeForCausalLM(config)
 
 
+def wide() -> PreTrainedModel:
+    """Its experts have 6.3 MB, so that one moves in seven parts of 1 MB, over many steps."""
+    small = COMMON | {"moe_intermediate_size": 4096, "num_hidden_layers": 2}
+    config = Qwen3MoeConfig(**small, num_experts=10, num_key_value_heads=2, head_dim=32, norm_topk_prob=True)
+    return Qwen3MoeForCausalLM(config)
+
+
 def deepseek() -> PreTrainedModel:
     """It has groups of experts, a bias in the router, shared experts and one dense layer."""
     config = DeepseekV3Config(
@@ -57,13 +64,14 @@ def deepseek() -> PreTrainedModel:
     return model
 
 
-MODELS = {"qwen3": qwen3, "deepseek": deepseek}
+MODELS = {"qwen3": qwen3, "deepseek": deepseek, "wide": wide, "qwen3_other": qwen3}
+SEEDS = {"qwen3_other": 8}
 
 
-def main(folder: Path) -> None:
-    for name, make in MODELS.items():
-        torch.manual_seed(7)
-        model = make()
+def main(folder: Path, *names: str) -> None:
+    for name in names:
+        torch.manual_seed(SEEDS.get(name, 7))
+        model = MODELS[name]()
         for parameter in model.parameters():
             if parameter.dim() > 1:  # wide enough that greedy tokens are not near a tie
                 torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
@@ -71,4 +79,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.fused_moe import override_config, utils
 from vllm.v1.worker.workspace import init_workspace_manager
 from vllm_kernels import Layer, Model, Weights, batch, check_close, moe_config, plain, step
 
+from epmoe.integrations.vllm.choice import Choice
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.integrations.vllm.sizes import Shape, Sizes
 
@@ -44,7 +45,7 @@ def main(rank: int, store: str) -> None:
         for layout in LAYOUTS:
             by, aligned = "rank" if layout == "rank" else "expert", layout == "layer"
             shape = Shape(MODEL.E, MODEL.K, MODEL.D, torch.bfloat16, MAX_TOKENS, "linear", payload, by, aligned)
-            sizes[layout] = Sizes.make(shape, dist.group.WORLD, CPU, {})
+            sizes[layout] = Sizes.make(shape, dist.group.WORLD, CPU, Choice())
         for layout, overlap, on_input in itertools.product(LAYOUTS, (False, True), (False, True)):
             exchange = EpmoePrepareAndFinalize([sizes[layout]], layout, overlap, aligned=layout == "layer")
             config = moe_config(MODEL, rank, RANKS, MAX_TOKENS, CPU)

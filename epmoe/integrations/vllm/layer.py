@@ -20,6 +20,7 @@ from epmoe.integrations.vllm.choice import Choice, VllmLayout, chosen
 from epmoe.integrations.vllm.experts import EpmoeExperts, grouped
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.integrations.vllm.sizes import Shape, logger, shared
+from epmoe.live.layout import EMPTY
 from epmoe.native.formats import WIRE_FORMATS, PayloadName, payload_of
 from epmoe.native.opaque import ModuleLayer
 
@@ -45,6 +46,14 @@ class EpmoeRoutedExperts(RoutedExperts):
         method.epmoe_layer = ModuleLayer(self, _forward, name=prefix)
         return method
 
+    def _map_global_expert_id_to_local_expert_id(self, expert_id: int) -> int:
+        """Where vLLM's loader puts an expert; −1: not here. Weights that are loaded again follow the experts."""
+        experts = getattr(self.quant_method, "epmoe_experts", lambda _: None)(self)
+        if experts is None:
+            local: int = super()._map_global_expert_id_to_local_expert_id(expert_id)
+            return local
+        return experts.index(expert_id) if expert_id in experts else -1
+
 
 def _forward(layer: RoutedExperts, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     y: Tensor = layer.quant_method.epmoe_apply(layer, x, weights, ids)
@@ -62,21 +71,44 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
     class Method(base):
         epmoe_choice: Choice
         epmoe_layer: ModuleLayer
+        epmoe_numel: dict[str, int]
+        """elements of a slot that vLLM's loader fills, by parameter, where experts move"""
+        epmoe_loading: list[int] | None = None
+        """the expert in each slot, while weights are loaded again where experts move"""
         moe_kernel: FusedMoEKernel | None
 
         def create_weights(self, layer: RoutedExperts, num_experts: int, *shapes: Any, **named: Any) -> None:
             live = self.epmoe_choice.live
             slots = num_experts if live is None else live["slots_per_rank"]
             super().create_weights(layer, slots, *shapes, **named)
-            if live is not None:  # vLLM's loader fills the first slots, and counts what it has filled
-                for parameter in layer.parameters(recurse=False):
-                    whole = getattr(parameter, "weight_loader_numel", parameter.numel())
-                    parameter.weight_loader_numel = whole // slots * num_experts
+            if live is not None:
+                self.epmoe_numel = {
+                    name: getattr(parameter, "weight_loader_numel", parameter.numel()) // slots
+                    for name, parameter in layer.named_parameters(recurse=False)
+                }
+                self.epmoe_expect(layer, num_experts)  # in the first slots
+
+        def epmoe_expect(self, layer: RoutedExperts, experts: int) -> None:
+            """So many experts are to be loaded: vLLM's loader counts what it has filled."""
+            for name, numel in self.epmoe_numel.items():
+                getattr(layer, name).weight_loader_numel = numel * experts
+
+        def epmoe_experts(self, layer: RoutedExperts) -> list[int] | None:
+            """The expert in each slot, −1 for none, where experts move and weights are loaded again; otherwise None.
+
+            The first call of a load is collective: moves end before it.
+            """
+            kernel = self.moe_kernel
+            if self.epmoe_choice.live is None or kernel is None or not _is_ours(kernel):
+                return None
+            if self.epmoe_loading is None:
+                experts: list[int] = kernel.prepare_finalize.settled_experts()
+                self.epmoe_expect(layer, sum(expert != EMPTY for expert in experts))
+                self.epmoe_loading = experts
+            return self.epmoe_loading
 
         def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-            is_layer = self.epmoe_choice.layout == "layer"
-            if self.epmoe_choice.live is not None and isinstance(self.moe_kernel, FusedMoEKernel):
-                raise RuntimeError("weights cannot be loaded again where experts move: leave out `epmoe.live`")
+            is_layer, former = self.epmoe_choice.layout == "layer", self.moe_kernel
             weights = {name: getattr(layer, name, None) for name in _WEIGHTS if is_layer}
             loaded = {  # on CPUs, where vLLM packs them
                 name: weight.detach().clone()
@@ -85,11 +117,16 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
             }
             super().process_weights_after_loading(layer)
             kernel = self.moe_kernel
-            if kernel is None:
+            if self.epmoe_choice.live is not None and _is_ours(former):
+                # vLLM copies what it has loaded again into the memory of `former`, whose experts move.
+                for name, weight in loaded.items():
+                    getattr(layer, name).data = weight
+                self.moe_kernel, self.epmoe_loading = former, None
+            elif kernel is None:
                 _warn(f"{base.__name__} has no modular kernel")
             elif reason := _why_not_around(kernel):
                 _warn(reason)
-            elif not isinstance(kernel.prepare_finalize, EpmoePrepareAndFinalize):  # weights may be loaded again
+            elif not _is_ours(kernel):  # weights may be loaded again
                 experts = kernel.fused_experts
                 for name, weight in loaded.items():
                     getattr(layer, name).data = weight
@@ -112,6 +149,10 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
 
     Method.__name__ = base.__name__  # which vLLM's loaders of weights look at
     return Method
+
+
+def _is_ours(kernel: FusedMoEKernel | None) -> bool:
+    return isinstance(kernel, FusedMoEKernel) and isinstance(kernel.prepare_finalize, EpmoePrepareAndFinalize)
 
 
 def _check_live(live: dict[str, Any], moe: FusedMoEConfig) -> None:

@@ -70,6 +70,14 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             tensors = [parameter.detach() for parameter in experts.parameters()]
             live.weights[self._tag] = lambda _, slot: [tensor[slot] for tensor in tensors]
 
+    def settled_experts(self) -> list[int]:
+        """The expert in each slot of this rank, −1 for none, where experts move. Collective: it ends the moves."""
+        sizes = self.exchanges[0]
+        live = sizes.exchanges[-1].live
+        assert live is not None and sizes.balancing is not None
+        sizes.balancing.balancer.finish()
+        return live.experts(self._tag)
+
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
         """vLLM's experts for CPUs take local ids and no expert map; all others take global ids and the map."""
         self._local_ids = type(fused_experts).__module__.rpartition(".")[2] == "cpu_moe"

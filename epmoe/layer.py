@@ -145,7 +145,7 @@ class MoELayer(nn.Module):
         self.register_buffer("bias", bias)
         self.register_buffer("order", ep.order, persistent=False)
         self.register_parameter("logit_bias", None if logit_bias is None else parameter(logit_bias))
-        if isinstance(experts, GroupedExperts) and experts.is_fp8:  # which serve only
+        if isinstance(experts, GroupedExperts) and experts.is_quantized:  # which serve only
             self.requires_grad_(False)
         self.layer_id = opaque.register(self, layer_id)
         self.tag = ep.new_tag(None if layer_id is None else layer_id & MAX_TAG, self)
@@ -206,7 +206,8 @@ class MoELayer(nn.Module):
             block: the name of the MoE block in the model, such as "model.layers.3.mlp".
             router_dtype: the dtype of the router, by default that of `SafetensorsFolder.router`.
             dtype: the dtype of the experts, see `SafetensorsFolder.experts`: fp32 or bf16 for masters, to which fp8 and
-                MXFP4 are dequantized. By default the checkpoint's, but fp8 for MXFP4 where no value changes.
+                MXFP4 are dequantized. By default the checkpoint's; MXFP4 on other devices than GPUs of compute
+                capability 9 becomes fp8 where no value changes, else bf16.
             options: other arguments of `MoELayer` and of `GroupedExperts`, such as `shared` or `gemm`. What the experts
                 compute is by default as in the config.
 

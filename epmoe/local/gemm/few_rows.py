@@ -20,9 +20,9 @@ from epmoe.native.formats import SCALE_BLOCK
 # Rows of an expert, on average. What was measured is in docs/experiments.md, "Experts with few rows".
 MOST_ROWS = 8.0
 """The kernels take calls with at most so many."""
-MOST_ROWS_OF_MXFP4 = 64.0
+MOST_ROWS_OF_MXFP4 = 96.0
 """The same for MXFP4: the alternative is to dequantize all weights in every call."""
-_TILES = ((4.0, 1), (16.0, 2), (float("inf"), 4))  # up to so many rows, so many tiles of 8 tokens are the fastest
+_TILES = ((4.0, 1), (12.0, 2), (float("inf"), 4))  # up to so many rows, so many tiles of 8 tokens are the fastest
 
 
 class FewRows(Gemm):

@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSM<kTokenTiles>)
             for (int i = 0; i < 2; ++i) {
               int64_t group = groups[m][i] + kChunkGroups * (chunk + c);
               codes[c][m][i] = load_if<true>(real[c], p.weights + kGroupBytes * group);
-              scale[c][m][i] = {__ldg(scales + (real[c] ? group : 0))};
+              scale[c][m][i] = {real[c] ? __ldg(scales + group) : 0u};
             }
         }
         wait_once();

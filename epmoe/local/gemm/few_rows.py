@@ -22,7 +22,7 @@ MOST_ROWS = 8.0
 """The kernels take calls with at most so many."""
 MOST_ROWS_OF_MXFP4 = 96.0
 """The same for MXFP4: the alternative is to dequantize all weights in every call."""
-_TILES = ((4.0, 1), (12.0, 2), (float("inf"), 4))  # up to so many rows, so many tiles of 8 tokens are the fastest
+_ONE_TILE, _TWO_TILES = 4.0, 12.0  # up to so many rows, one tile of 8 tokens is the fastest, or two; then four
 
 
 class FewRows(Gemm):
@@ -57,7 +57,7 @@ class FewRows(Gemm):
         gate_up_scales, down_scales, gate_up_bias, down_bias = (
             None if given is None else given.contiguous() for given in scales_and_biases
         )
-        token_tiles = next(tiles for most, tiles in _TILES if segments.rows_per_expert <= most)
+        token_tiles = 1 if segments.rows_per_expert <= _ONE_TILE else 2 if segments.rows_per_expert <= _TWO_TILES else 4
         out: Tensor = ops.few_rows(
             rows.contiguous(), scales, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias,
             segments.offsets, segments.tokens, *gating, token_tiles,
